@@ -1,0 +1,19 @@
+# One image for every node: GPU and CPU, rank 0 and rank 15.
+# `docker compose build` builds it; BASE_IMAGE and CA_BUNDLE in the environment reach it through docker-compose.yml.
+ARG BASE_IMAGE=python:3.12-slim
+FROM ${BASE_IMAGE}
+
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# The secret `ca` is a CA bundle for people behind a proxy that re-signs TLS; it never enters a layer.
+RUN --mount=type=secret,id=ca,required=false \
+    if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
+    python3 -m venv /opt/venv && \
+    pip install --no-cache-dir --disable-pip-version-check 'torch>=2.10' torchvision
+
+# Anyone may write here: a named volume mounted over it inherits the mode, whichever user the nodes run as.
+RUN install -d -m 1777 /job
+WORKDIR /workspace
+COPY orchestrate /opt/orchestrate
+COPY app app
+USER 1000:1000
+ENTRYPOINT ["python", "/opt/orchestrate/node"]

@@ -1,0 +1,49 @@
+"""Process 1 of a node: gets workers to run, runs them, tags their output, ends with them.
+
+It takes work in one of three ways (`NODE_MODE`; without it, `given` where `RANK` is set, else `join`):
+
+    wait    An orchestrator is in charge. The node listens on a Unix socket; `node worker CMD…`, started in the node
+            with a worker's environment, hands over both, stays as long as the worker and exits with its code.
+    join    Plain `docker compose up`. Trainers register with the master; the master ranks them in Compose's order,
+            gives each node its own GPUs, and ends the whole gang when one worker fails.
+    given   Somebody else (Swarm, Kubernetes, Slurm) has set `RANK` and `WORLD_SIZE`: one worker starts at once.
+
+A worker's output goes, untouched, to `$JOB_DIR/logs/rank-N.log` and, line by line behind `[rank N] `, to stdout.
+SIGTERM and SIGINT stop the workers (SIGTERM, `NODE_GRACE` seconds, SIGKILL) and end the node; a second one kills at
+once. SIGUSR1 does the same to the workers and leaves the node up.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])  # the folder that holds `orchestrate`
+
+from orchestrate.node.join import join  # noqa: E402  (the path comes first)
+from orchestrate.node.loop import Loop  # noqa: E402
+from orchestrate.node.wait import ask, wait  # noqa: E402
+
+
+def given(command: list[str]) -> int:
+    """Run one worker in this process's environment; return its exit code."""
+    loop, codes = Loop(), []
+    loop.start(command, dict(os.environ), None, codes.append)
+    loop.ending = True
+    loop.run()
+    return codes[0]
+
+
+def main(arguments: list[str]) -> int:
+    """Run the node and return its exit code."""
+    path = os.environ.get("NODE_SOCKET", "/tmp/node.sock")
+    if arguments[:1] == ["worker"]:
+        return ask(path, arguments[1:])
+    mode = os.environ.get("NODE_MODE") or ("given" if "RANK" in os.environ else "join")
+    if mode == "wait":
+        return wait(path)
+    return {"join": join, "given": given}[mode](arguments or ["-m", "app.train"])
+
+
+sys.exit(main(sys.argv[1:]))

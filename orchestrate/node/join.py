@@ -1,0 +1,177 @@
+"""Mode `join`: the containers of a plain `docker compose up` become one gang, without a Docker socket.
+
+Compose starts every trainer before the master (`depends_on`), so when the master looks, Docker's DNS knows all of
+them: the alias `trainer` resolves to their addresses, and each address back to its Compose name, which is its number.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+from functools import partial
+from typing import Any
+
+from orchestrate.node.loop import Channel, Loop, connect
+from orchestrate.node.ranks import Node, assign, gpu_ids
+from orchestrate.node.worker import say
+
+JOIN_PORT = 29400  # where the master listens for trainers; the default port of torch's own rendezvous
+MASTER_PORT = 29500  # torch's default; a Compose project has a network to itself
+TOO_MANY = "take fewer nodes (--scale trainer=N), or train on CPU (docker compose --profile cpu up)"
+
+
+def join(command: list[str]) -> int:
+    """Train with the other containers of this Compose project; return the exit code of the first failure, or 0."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        host = file.read().strip()
+    node = {"name": "master", "host": host, "cpus": os.cpu_count() or 1, "gpus": gpus()}
+    timeout = float(os.environ.get("NODE_JOIN_TIMEOUT", "120"))
+    if os.environ.get("NODE_ROLE") == "trainer":
+        return follow(command, node, timeout)
+    gang = Gang(command, node)
+    gang.loop.after(timeout, gang.late)
+    gang.loop.run()
+    return gang.code
+
+
+def trainers() -> dict[str, str]:
+    """Address and name of each trainer of the project, in Compose's order."""
+    try:
+        addresses = socket.gethostbyname_ex("trainer")[2]
+    except socket.gaierror:
+        return {}  # `--scale trainer=0`
+    numbers = {}
+    for address in addresses:
+        match = re.search(r"-(\d+)\.", socket.gethostbyaddr(address)[0])
+        numbers[address] = int(match[1]) if match else 0
+    return {address: f"trainer-{numbers[address]}" for address in sorted(addresses, key=lambda a: (numbers[a], a))}
+
+
+def gpus() -> list[str]:
+    """The ids of the GPUs that this node sees."""
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return gpu_ids(listing.stdout.decode(errors="replace"))
+
+
+class Gang:
+    """The master's side: gathers the trainers, ranks them, carries the job to its end."""
+
+    def __init__(self, command: list[str], node: Node) -> None:
+        """Listen for the trainers that DNS names; `command` runs once all of them have joined."""
+        self.command, self.node = command, node
+        self.code = 0  # the first failure's exit code
+        self.loop = Loop()
+        self.loop.on_end = self.tell_stop
+        self.names = trainers()
+        self.hellos: dict[str, Node] = {}
+        self.channels: dict[str, Channel] = {}
+        self.running: dict[int, str] = {}  # rank: the name of its node
+        self.server = socket.create_server(("", JOIN_PORT), backlog=128)
+        self.loop.watch(self.server, self.accept)
+        self.settle()
+
+    def accept(self) -> None:
+        """Take a trainer in; a stranger, or one that comes when the gang is settled, is turned away."""
+        connection, (address, _) = self.server.accept()
+        if address not in self.names or address in self.channels:
+            connection.close()
+        else:
+            self.channels[address] = Channel(self.loop, connection, lambda message: self.receive(address, message))
+
+    def receive(self, address: str, message: Any) -> None:
+        """Take a trainer's message: its hello, the end of one of its workers, or (None) its own end."""
+        name = self.names[address]
+        if message is None:
+            left = [rank for rank, holder in self.running.items() if holder == name]
+            if left:
+                self.exited(min(left), 128 + signal.SIGKILL)
+            elif address not in self.hellos:
+                self.fail(f"error: {name} went away before the job began")
+        elif "hello" in message:
+            self.hellos[address] = {**message["hello"], "name": name}
+            self.settle()
+        else:
+            self.exited(message["rank"], message["code"])
+
+    def settle(self) -> None:
+        """Once all trainers are here, give every node its workers."""
+        if len(self.hellos) < len(self.names):
+            return
+        nodes = [self.node, *(self.hellos[address] for address in self.names)]
+        nproc = int(os.environ.get("NODE_NPROC") or 1)
+        try:
+            envs = assign(nodes, nproc, "master", MASTER_PORT, os.environ.get("JOB_ID", "compose"), "eth0")
+        except ValueError as error:
+            return self.fail(f"error: {error}\n[node] hint: {TOO_MANY}")
+        self.running = {rank: nodes[rank // nproc]["name"] for rank in range(len(envs))}
+        say(f"{len(nodes)} nodes, world size {len(envs)}, rank 0 on the master")
+        start(self.loop, self.command, envs[:nproc], self.exited)
+        for i, address in enumerate(self.names, 1):
+            self.channels[address].send({"start": envs[i * nproc : (i + 1) * nproc]})
+
+    def exited(self, rank: int, code: int) -> None:
+        """Note the end of a worker; the first failure ends the gang, and so does the end of the last worker."""
+        name = self.running.pop(rank, None)
+        if code and name and not self.loop.ending:
+            say(f"rank {rank} on {name} failed with exit code {code}; stopping the others")
+        if code:
+            self.code = self.code or code
+            self.loop.stop(end=True)
+        elif not self.running:
+            self.loop.ending = True
+
+    def fail(self, text: str) -> None:
+        """End a gang that cannot begin."""
+        say(text)
+        self.code = 1
+        self.loop.stop(end=True)
+
+    def tell_stop(self) -> None:
+        """Have every trainer stop."""
+        for channel in self.channels.values():
+            channel.send({"stop": True})
+
+    def late(self) -> None:
+        """At the deadline, fail if anybody is missing."""
+        missing = [name for address, name in self.names.items() if address not in self.hellos]
+        if missing:
+            self.fail(f"error: {', '.join(missing)} did not join in time")
+
+
+def follow(command: list[str], node: Node, timeout: float) -> int:
+    """Be a trainer: register with the master, run what it hands out; return the first failure's exit code, or 0."""
+    loop, codes = Loop(), []
+    try:
+        connection = connect(socket.AF_INET, ("master", JOIN_PORT), timeout)
+    except OSError as error:
+        say(f"error: no master to join: {error}")
+        return 1
+
+    def receive(message: Any) -> None:
+        if message is not None and "start" in message:
+            start(loop, command, message["start"], exited)
+        else:  # told to stop, or the master has gone
+            loop.stop(end=True)
+
+    def exited(rank: int, code: int) -> None:
+        codes.append(code)
+        channel.send({"rank": rank, "code": code})
+        loop.ending = loop.ending or not loop.workers
+
+    channel = Channel(loop, connection, receive)
+    channel.send({"hello": node})
+    loop.run()
+    return next(filter(None, codes), 0)
+
+
+def start(loop: Loop, command: list[str], envs: list[dict[str, str]], exited: Any) -> None:
+    """Start a worker for each environment; `exited` gets rank and exit code."""
+    for env in envs:
+        rank = int(env["RANK"])
+        loop.start(command, {**os.environ, **env}, None, partial(exited, rank))

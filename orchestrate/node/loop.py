@@ -1,0 +1,155 @@
+"""The one thread of a node: worker output, sockets, signals and timers."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from orchestrate.node.ranks import Env
+from orchestrate.node.worker import Worker, kill, say
+
+LONGEST_MESSAGE = 1 << 20  # bytes
+
+
+class Loop:
+    """Calls back whatever there is to do; ends when it was asked to and no worker is left."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.workers: list[Worker] = []
+        self.stopping = False  # the workers have been asked to stop
+        self.ending = False  # the node has been asked to end
+        self.on_end: Callable[[], None] = lambda: None  # what else to do when it is
+        bell, alarm = socket.socketpair()
+        for end in (bell, alarm):
+            end.setblocking(False)
+        self._bell = bell  # kept, since its descriptor is the one that signals ring
+        self.watch(alarm, lambda: self._signals(alarm.recv(4096)))
+        signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, lambda *_: None)
+
+    def watch(self, source: Any, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever `source` can be read."""
+        self.selector.register(source, selectors.EVENT_READ, callback)
+
+    def forget(self, source: Any) -> None:
+        """Stop watching `source`, if it is watched."""
+        if source in self.selector.get_map():
+            self.selector.unregister(source)
+
+    def after(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call `callback` once, `seconds` from now."""
+        self.timers.append((time.monotonic() + seconds, callback))
+
+    def start(self, command: list[str], env: Env, cwd: str | None, done: Callable[[int], None]) -> Worker | None:
+        """Start a worker; `done` gets its exit code. A node that is ending starts none."""
+        if self.ending:
+            done(128 + signal.SIGTERM)
+            return None
+        try:
+            worker = Worker(command, env, cwd, done)
+        except OSError as error:
+            say(f"rank {env.get('RANK')} did not start: {error}")
+            done(126)
+            return None
+        self.workers.append(worker)
+        self.watch(worker.output, lambda: worker.pump() or self.forget(worker.output))
+        return worker
+
+    def stop(self, end: bool = False) -> None:
+        """Ask the workers to stop, kill them after the grace period, at once if asked twice; `end` ends the node."""
+        if end and not self.ending:
+            self.ending = True
+            self.on_end()
+        if self.stopping:
+            kill(self.workers, signal.SIGKILL)
+        elif self.workers:
+            self.stopping, workers = True, list(self.workers)
+            kill(workers, signal.SIGTERM)
+            self.after(float(os.environ.get("NODE_GRACE", "30")), lambda: kill(workers, signal.SIGKILL))
+
+    def run(self) -> None:
+        """Serve until the node has been asked to end and no worker is left."""
+        while self.workers or not self.ending:
+            first = min((when for when, _ in self.timers), default=None)
+            for key, _ in self.selector.select(None if first is None else max(0.0, first - time.monotonic())):
+                key.data()
+            now = time.monotonic()
+            due = [callback for when, callback in self.timers if when <= now]
+            self.timers = [timer for timer in self.timers if timer[0] > now]
+            for callback in due:
+                callback()
+            self._reap()
+
+    def _signals(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                self.stop(end=number != signal.SIGUSR1)
+
+    def _reap(self) -> None:
+        for worker in [worker for worker in self.workers if worker.process.poll() is not None]:
+            self.workers.remove(worker)
+            self.forget(worker.output)
+            worker.close()
+        self.stopping = self.stopping and bool(self.workers)
+
+
+class Channel:
+    """JSON messages, one a line, over a socket."""
+
+    def __init__(self, loop: Loop, sock: socket.socket, receive: Callable[[Any], None]) -> None:
+        """Call `receive` with each message, and with None at the end of the connection."""
+        self.loop, self.sock, self.receive, self.buffer = loop, sock, receive, b""
+        loop.watch(sock, self._read)
+
+    def send(self, message: Any) -> None:
+        """Send one message; a peer that has gone shows at the reading side."""
+        try:
+            self.sock.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Close the connection; nothing more is received."""
+        if self.sock.fileno() >= 0:
+            self.loop.forget(self.sock)
+            self.sock.close()
+
+    def _read(self) -> None:
+        try:
+            chunk = self.sock.recv(1 << 16)
+        except OSError:
+            chunk = b""
+        *lines, self.buffer = (self.buffer + chunk).split(b"\n")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            messages, chunk = [], b""
+        for message in messages:
+            self.receive(message)
+        if not chunk or len(self.buffer) > LONGEST_MESSAGE:
+            self.close()
+            self.receive(None)
+
+
+def connect(family: int, address: Any, timeout: float) -> socket.socket:
+    """Connect, as soon as somebody listens at `address`; raises OSError after `timeout` seconds without."""
+    deadline = time.monotonic() + timeout
+    while True:
+        connection = socket.socket(family)
+        try:
+            connection.connect(address)
+            return connection
+        except OSError:
+            connection.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)

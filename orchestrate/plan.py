@@ -1,0 +1,140 @@
+"""plan(spec, inventory) -> Plan: who is which rank, on which GPU, with which environment. Pure; it prints as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from orchestrate.errors import ResourceError
+from orchestrate.node.ranks import assign
+from orchestrate.spec import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """What an engine has, and how its workers see it."""
+
+    engine: str  # docker or process
+    about: str  # the engine in words, with its version
+    cpus: int
+    gpus: tuple[str, ...]  # ids of the GPUs that may be used
+    no_gpus: str  # why there are none, where there are none
+    master_addr: str
+    master_port: int
+    interface: str  # the one network interface for gloo and NCCL
+    job_dir: str  # the run directory, as a worker sees it
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlan:
+    """One process with a `RANK`."""
+
+    rank: int
+    node: str
+    gpu: str  # its own GPU, or empty
+    env: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What every node and worker gets, as plain data."""
+
+    job_id: str
+    engine: str
+    about: str
+    command: tuple[str, ...]
+    nodes: tuple[str, ...]  # names; the first is the master
+    nproc_per_node: int
+    gpus: tuple[str, ...]
+    reason: str  # why the workers run on CPU, where they do
+    workers: tuple[WorkerPlan, ...]
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are."""
+        return len(self.workers)
+
+    def to_json(self) -> str:
+        """The plan as JSON, for `plan.json`."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        backend = "NCCL on GPU" if self.gpus else f"gloo on CPU ({self.reason})"
+        first = self.workers[0].env
+        width = max(map(len, self.nodes))
+        lines = [
+            f"job {self.job_id}: {_count(len(self.nodes), 'node')} × {_count(self.nproc_per_node, 'worker')}, {backend}",
+            f"{self.about}, master at {first['MASTER_ADDR']}:{first['MASTER_PORT']}, "
+            f"{_count(int(first['OMP_NUM_THREADS']), 'thread')} per worker",
+        ]
+        for worker in self.workers:
+            local = f"local rank {worker.env['LOCAL_RANK']}"
+            lines.append(f"  rank {worker.rank:<3} {worker.node:<{width}}  {local}  {worker.gpu or 'cpu'}")
+        return "\n".join(lines)
+
+
+def plan(spec: JobSpec, inventory: Inventory, job_id: str) -> Plan:
+    """Give every worker of `spec` its place; raises ResourceError where the engine has too few GPUs."""
+    nodes = ("master", *(f"trainer-{i}" for i in range(1, spec.trainers + 1)))
+    gpus = _gpus(spec, inventory)
+    nproc = spec.nproc_per_node or max(1, len(gpus) // len(nodes))
+    wanted = len(nodes) * nproc
+    if gpus and len(gpus) < wanted:
+        fewer = len(gpus) // nproc - 1
+        ways = [f"--trainers {fewer}"] if fewer >= 0 else []
+        raise ResourceError(
+            f"{_count(wanted, 'worker')} need as many GPUs, and there {_are(len(gpus))}",
+            f"take fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
+            "or train with gloo on CPU (--gpus none)",
+        )
+    machine = {"host": "", "cpus": inventory.cpus, "gpus": list(gpus)}
+    envs = assign(
+        [machine for _ in nodes], nproc, inventory.master_addr, inventory.master_port, job_id, inventory.interface
+    )
+    workers = [
+        WorkerPlan(
+            rank=rank,
+            node=nodes[rank // nproc],
+            gpu=gpus[rank] if gpus else "",
+            env={**env, "JOB_ID": job_id, "JOB_DIR": inventory.job_dir, **spec.env},
+        )
+        for rank, env in enumerate(envs)
+    ]
+    return Plan(
+        job_id=job_id,
+        engine=inventory.engine,
+        about=inventory.about,
+        command=spec.command,
+        nodes=nodes,
+        nproc_per_node=nproc,
+        gpus=gpus[:wanted],
+        reason="" if gpus else "--gpus none" if spec.gpus == "none" else inventory.no_gpus,
+        workers=tuple(workers),
+    )
+
+
+def _gpus(spec: JobSpec, inventory: Inventory) -> tuple[str, ...]:
+    if spec.gpus == "none":
+        return ()
+    if spec.gpus != "auto" and not inventory.gpus:
+        raise ResourceError(
+            f"--gpus {spec.gpus}: {inventory.no_gpus}",
+            "train with gloo on CPU (--gpus none), or install the NVIDIA driver and container toolkit",
+        )
+    if isinstance(spec.gpus, int):
+        if spec.gpus > len(inventory.gpus):
+            raise ResourceError(
+                f"--gpus {spec.gpus}: there {_are(len(inventory.gpus))}: {', '.join(inventory.gpus)}",
+                f"--gpus {len(inventory.gpus)}, or --gpus all",
+            )
+        return inventory.gpus[: spec.gpus]
+    return inventory.gpus
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _are(number: int) -> str:
+    return "is 1" if number == 1 else f"are {number}"

@@ -1,0 +1,202 @@
+"""JobSpec: what the user asks for, checked; from a job file, `--set` and flags, the later winning."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrate.errors import UsageError
+from orchestrate.node.ranks import CONTRACT
+
+APP = ("-m", "app.train", "--resume", "auto")
+IMAGE = "orchestrate-node:0.1"
+MOST_TRAINERS = 1000  # a Linux bridge takes 1023 ports
+
+
+def _integer(low: int, high: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not re.fullmatch(r"-?\d+", str(value)) or not low <= int(value) <= high:
+            raise ValueError(f"a whole number from {low} to {high}")
+        return int(value)
+
+    return parse
+
+
+def _choice(*names: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in names:
+            raise ValueError(f"one of {', '.join(names)}")
+        return str(value)
+
+    return parse
+
+
+def _text(pattern: str, meaning: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not re.fullmatch(pattern, str(value)):
+            raise ValueError(meaning)
+        return str(value)
+
+    return parse
+
+
+def _command(value: Any) -> tuple[str, ...]:
+    words = shlex.split(value) if isinstance(value, str) else value
+    if not isinstance(words, (list, tuple)) or not words or not all(isinstance(w, (str, int, float)) for w in words):
+        raise ValueError("a script or -m MODULE, with arguments; one string, or a list of strings")
+    return tuple(str(word) for word in words)
+
+
+def _gpus(value: Any) -> str | int:
+    if value in ("auto", "all", "none"):
+        return str(value)
+    try:
+        return _integer(1, 1024)(value)
+    except ValueError:
+        raise ValueError("auto, all, none or a whole number from 1") from None
+
+
+def _duration(value: Any) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", str(value).strip())
+    if isinstance(value, bool) or not match or not float(match[1]):
+        raise ValueError("a duration such as 90s, 30m, 2h or 1d")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def _env(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise ValueError("a mapping of names to values")
+    for name, content in value.items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", str(name)) or not isinstance(content, (str, int, float)):
+            raise ValueError(f"a mapping of names to values; {name!r} is not")
+        if name in CONTRACT:
+            raise ValueError(f"without {name}, which the orchestrator sets in every worker")
+    return {str(name): str(content) for name, content in value.items()}
+
+
+def _optional(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else parse(value)
+
+
+def _field(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
+    factory = (lambda: dict(default)) if isinstance(default, dict) else (lambda: default)
+    return dataclasses.field(default_factory=factory, metadata={"parse": parse, "doc": doc})
+
+
+_size = _text(r"\d+[bkmgBKMG]?", "a size such as 512m or 4g")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """One job. The fields are the keys of a job file; durations are in seconds once read."""
+
+    name: str = _field("", _text(r".*", "text"), "what the job is called; its id adds four characters")
+    command: tuple[str, ...] = _field(APP, _command, "SCRIPT ARGS, or -m MODULE ARGS")
+    trainers: int = _field(3, _integer(0, MOST_TRAINERS), "nodes besides the master")
+    nproc_per_node: int | None = _field(None, _optional(_integer(1, 1024)), "workers on each node")
+    gpus: str | int = _field("auto", _gpus, "auto (what the engine has), all, none, or how many")
+    engine: str = _field("auto", _choice("auto", "docker", "process"), "where the nodes live")
+    image: str = _field(IMAGE, _text(r"\S+", "the name of an image"), "what the nodes are made of")
+    env: dict[str, str] = _field({}, _env, "more environment for every worker")
+    memory: str | None = _field(None, _optional(_size), "limit of each node, such as 4g")
+    cpus: float | None = _field(None, _optional(lambda v: float(_text(r"\d+(\.\d+)?", "a number")(v))), "of each node")
+    shm_size: str = _field("1g", _size, "/dev/shm of each node")
+    max_run: float | None = _field(None, _optional(_duration), "the job is stopped after this time, such as 2h")
+    grace: float = _field(30.0, _duration, "between the request to stop and the kill")
+
+    def to_yaml(self) -> str:
+        """The job as a job file that resolves to this very spec."""
+        values = dataclasses.asdict(self) | {"command": list(self.command)}
+        return yaml.safe_dump(values, sort_keys=False)
+
+    @property
+    def is_app(self) -> bool:
+        """Whether the command is the project's own app, which lives in the project's folder."""
+        return self.command[:1] == ("-m",) and self.command[1:2] != () and self.command[1].split(".")[0] == "app"
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(JobSpec)}
+
+
+def resolve(*layers: Mapping[str, Any]) -> JobSpec:
+    """Make the spec out of layers of field values, a later one winning; raises UsageError, naming key and reason."""
+    values: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            if key.startswith("env."):
+                key, value = "env", {**values.get("env", {}), key[4:]: value}
+            if key not in FIELDS:
+                near = difflib.get_close_matches(key, FIELDS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(FIELDS)}"
+                raise UsageError(f"unknown key {key!r}", hint)
+            try:
+                values[key] = FIELDS[key].metadata["parse"](value)
+            except ValueError as error:
+                flag = f"--{key.replace('_', '-')}"
+                raise UsageError(f"{key}: {value!r} is not {error}", f"give another value for {key} ({flag})") from None
+    return JobSpec(**values)
+
+
+def read_set(assignments: list[str]) -> dict[str, Any]:
+    """The layer that `--set key=value …` stands for; values are YAML."""
+    layer = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise UsageError(f"--set {assignment}: no =", "write --set key=value")
+        try:
+            layer[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            layer[key] = value
+    return layer
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key may stand once, and nothing may be an alias (so that a small file stays small)."""
+
+    def compose_node(self, parent: Any, index: int) -> Any:
+        if self.check_event(yaml.AliasEvent):  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(None, None, "aliases are not read", self.peek_event().start_mark)
+        return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The layer in a job file; raises UsageError with the place of the mistake."""
+    try:
+        loader = _StrictLoader(path.read_text())
+        node = loader.get_single_node()
+        value = loader.construct_document(node) if node else {}
+    except OSError as error:
+        raise UsageError(f"cannot read job file {path}: {error.strerror}", "check the path") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not text", "a job file is YAML in UTF-8") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise UsageError(f"{path}{place}: {getattr(error, 'problem', error)}", "a job file is a YAML mapping") from None
+    if not isinstance(value, dict):
+        kind = {list: "a list", str: "a text"}.get(type(value), type(value).__name__)
+        raise UsageError(f"{path} holds {kind}, not a mapping of keys to values", "write lines such as `trainers: 3`")
+    for key, _ in node.value if node else []:
+        try:
+            resolve({str(key.value): value[key.value]} if key.value in value else {str(key.value): None})
+        except UsageError as error:
+            place = f"{path}:{key.start_mark.line + 1}:{key.start_mark.column + 1}"
+            raise UsageError(f"{place}: {error}", error.hint) from None
+    return value
