@@ -103,7 +103,8 @@ def load_mnist(folder: Path, download: bool) -> list[Tensor]:
     try:
         parts = [MNIST(str(folder), train=train, download=download) for train in (True, False)]
     except RuntimeError as error:
-        raise SystemExit(f"error: no MNIST in {folder}: {error}\nhint: --data DIR names its folder; --download gets it")
+        hint = "--data DIR names the folder that holds MNIST/raw; --download gets it"
+        raise SystemExit(f"error: no MNIST in {folder}: {error}\nhint: {hint}") from None
     return [tensor for part in parts for tensor in (part.data, part.targets)]
 
 

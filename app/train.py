@@ -156,7 +156,7 @@ def main() -> None:
         test_loss, accuracy = evaluate(job, net, test_images, test_labels)
         seconds = time.monotonic() - started
         job.record(kind="epoch", epoch=epoch, step=step, test_loss=test_loss, test_accuracy=accuracy, seconds=seconds)
-        job.say(f"epoch {epoch}/{args.epochs}: test accuracy {accuracy:.2%}, test loss {test_loss:.4f}, {seconds:.1f} s")
+        job.say(f"epoch {epoch}/{args.epochs}: accuracy {accuracy:.2%}, loss {test_loss:.4f}, {seconds:.1f} s")
         if job.rank == 0:
             is_best, best = accuracy > best, max(accuracy, best)
             state = {name: part.state_dict() for name, part in parts.items()}

@@ -2,6 +2,10 @@
 
 import sys
 
-from orchestrate.cli import main
+try:
+    from orchestrate.cli import main
 
-sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+except KeyboardInterrupt:  # before the command line was read
+    code = 130
+sys.exit(code)

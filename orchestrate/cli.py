@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from orchestrate import __version__, errors, job, lock, logs
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import JobPaths
-from orchestrate.plan import Plan, plan
+from orchestrate.plan import plan
 from orchestrate.report import text
 from orchestrate.spec import JobSpec, read_file, read_set, resolve
 
@@ -63,14 +64,14 @@ def parser() -> Parser:
             name,
             help=description,
             description=f"{description[0].upper()}{description[1:]}.",
-            usage=f"%(prog)s [JOB.yaml] [options] [-- SCRIPT ARGS | -- -m MODULE ARGS]",
+            usage="%(prog)s [JOB.yaml] [options] [-- SCRIPT ARGS | -- -m MODULE ARGS]",
         )
         command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; flags win over it")
         for field in dataclasses.fields(JobSpec):
             if field.name in FLAGS:
                 flag = "--" + field.name.replace("_", "-")
                 command.add_argument(flag, metavar=FLAGS[field.name], help=field.metadata["doc"])
-        command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any field of the job file")
+        command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the job file")
         if name == "run":
             command.add_argument("--dry-run", action="store_true", help="print the plan, create nothing")
         _add_runs(command)
@@ -114,10 +115,8 @@ def main(argv: list[str]) -> int:
 
 def say(line: str) -> None:
     """Print a line for human eyes; nobody may be looking any more."""
-    try:
+    with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
-    except OSError:
-        pass
 
 
 def _run(args: argparse.Namespace, script: list[str] | None) -> int:
@@ -134,12 +133,13 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     if dry:
         print(made)
         return errors.SUCCEEDED
+    stops = _count_signals(spec)
     try:
         paths.create()
     except OSError as error:
         raise UsageError(f"cannot write to {paths.root}: {error.strerror}", "--runs names another folder") from None
     say(str(made))
-    data = job.run(spec, made, paths, engine, _count_signals(spec), say)
+    data = job.run(spec, made, paths, engine, stops, say)
     say(text(data))
     print(args.runs / job_id, flush=True)
     return _exit_code(data)
@@ -208,9 +208,10 @@ def _ps(args: argparse.Namespace) -> int:
 
 def _find(args: argparse.Namespace, states: list[JobState]) -> Path:
     """The run directory of the job that `args.job` names or begins, living or ended."""
-    runs = {path.parent.name: path.parent for path in args.runs.glob("*/plan.json")}
-    runs |= {state.job_id: state.run for state in states}
-    found = [args.job] if args.job in runs else sorted(name for name in runs if name.startswith(args.job))
+    living = {state.job_id: state.run for state in states}
+    runs: dict[str, Path] = {path.parent.name: path.parent for path in args.runs.glob("*/plan.json")} | living
+    found = [args.job] if args.job in runs else [name for name in living if name.startswith(args.job)]
+    found = found or sorted(name for name in runs if name.startswith(args.job))
     if len(found) != 1:
         which = "no job" if not found else "several jobs"
         known = ", ".join(sorted(found or runs)[:8]) or f"none in {args.runs}"

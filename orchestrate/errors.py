@@ -1,5 +1,7 @@
 """Everything that can go wrong before or around a job, each with an exit code and a hint.
 
+The tree:
+
     OrchestrateError          1
     ├── UsageError            2   the command line or the job file asks for what cannot be
     ├── EngineError           3   the engine does not answer, or refuses

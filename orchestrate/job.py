@@ -22,6 +22,8 @@ from orchestrate.report import report
 from orchestrate.spec import JobSpec
 from orchestrate.supervisor import Outcome, supervise
 
+# How gloo, NCCL and the store say that a peer has gone.
+COMPLAINT = re.compile("onnection (closed|reset|refused)|remote process exited|Broken pipe|DistNetworkError")
 TAIL = 12  # lines of the first worker that failed which a person sees
 
 
@@ -38,7 +40,7 @@ def check_script(spec: JobSpec) -> JobSpec:
     script = spec.command[0]
     if script.startswith("-"):
         if script != "-m" or len(spec.command) < 2:
-            raise UsageError(f"{script} is neither a script nor -m MODULE", "write -- SCRIPT ARGS, or -- -m MODULE ARGS")
+            raise UsageError(f"{script} is no script", "write -- SCRIPT ARGS, or -- -m MODULE ARGS")
         return spec
     path = Path(script).resolve()
     if not path.is_file():
@@ -73,7 +75,7 @@ def run(
     failure = None
     with lock.held(paths), _following(paths, plan, show):
         try:
-            outcome = supervise(spec, plan, paths.root, engine, emit, stops)
+            outcome = supervise(spec, plan, paths.root, engine, emit, stops, lambda rank: _complains(paths, rank))
         except OrchestrateError as error:
             outcome, failure = Outcome("failed", f"could not start: {error}"), error
         emit("job_ended", outcome=outcome.word, reason=outcome.why)
@@ -85,6 +87,10 @@ def run(
     if failure:
         raise failure
     return data
+
+
+def _complains(paths: JobPaths, rank: int) -> bool:
+    return bool(COMPLAINT.search("\n".join(logs.tail(paths.log(rank), 3))))
 
 
 def _report(plan: Plan, paths: JobPaths, outcome: Outcome, events: list[dict[str, Any]]) -> dict[str, Any]:

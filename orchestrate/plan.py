@@ -60,11 +60,13 @@ class Plan:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def __str__(self) -> str:
+        """The plan for a person: a line per worker."""
         backend = "NCCL on GPU" if self.gpus else f"gloo on CPU ({self.reason})"
         first = self.workers[0].env
         width = max(map(len, self.nodes))
         lines = [
-            f"job {self.job_id}: {_count(len(self.nodes), 'node')} × {_count(self.nproc_per_node, 'worker')}, {backend}",
+            f"job {self.job_id}: {_count(len(self.nodes), 'node')} × {_count(self.nproc_per_node, 'worker')}, "
+            + backend,
             f"{self.about}, master at {first['MASTER_ADDR']}:{first['MASTER_PORT']}, "
             f"{_count(int(first['OMP_NUM_THREADS']), 'thread')} per worker",
         ]
@@ -84,7 +86,7 @@ def plan(spec: JobSpec, inventory: Inventory, job_id: str) -> Plan:
         fewer = len(gpus) // nproc - 1
         ways = [f"--trainers {fewer}"] if fewer >= 0 else []
         raise ResourceError(
-            f"{_count(wanted, 'worker')} need as many GPUs, and there {_are(len(gpus))}",
+            f"{wanted} workers need {wanted} GPUs, and there {_are(len(gpus))}",
             f"take fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
             "or train with gloo on CPU (--gpus none)",
         )

@@ -45,7 +45,7 @@ def report(
             "rank": outcome.root.rank,
             "node": plan.workers[outcome.root.rank].node,
             "exit_code": outcome.root.code,
-            "cause": outcome.root.cause,
+            "cause": outcome.cause,
             "summary": _summary(plan, outcome),
             "last_lines": tail,
             "log": str(log),
@@ -80,7 +80,7 @@ def text(data: dict[str, Any]) -> str:
 
 def _summary(plan: Plan, outcome: Outcome) -> str:
     assert outcome.root
-    rank, code, cause = outcome.root.rank, outcome.root.code, outcome.root.cause
+    rank, code, cause = outcome.root.rank, outcome.root.code, outcome.cause
     who = f"rank {rank} on {plan.workers[rank].node}"
     if cause == "oom":
         return f"{who} ran out of memory: the kernel killed it (exit code {code})"
@@ -93,9 +93,9 @@ def _summary(plan: Plan, outcome: Outcome) -> str:
 
 def _hint(plan: Plan, outcome: Outcome, tail: str) -> str:
     assert outcome.root
-    if outcome.root.cause == "oom":
+    if outcome.cause == "oom":
         return "raise the limit (--set memory=8g), or lower the batch size"
-    if outcome.root.cause == "node lost":
+    if outcome.cause == "node lost":
         return "somebody removed or stopped the container, or it failed: see docker events"
     for pattern, hint in HINTS:
         match = re.search(pattern, tail)

@@ -78,7 +78,7 @@ def _env(value: Any) -> dict[str, str]:
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name)) or not isinstance(content, (str, int, float)):
             raise ValueError(f"a mapping of names to values; {name!r} is not")
         if name in CONTRACT:
-            raise ValueError(f"without {name}, which the orchestrator sets in every worker")
+            raise ValueError(f"a mapping without {name}, which the orchestrator sets in every worker")
     return {str(name): str(content) for name, content in value.items()}
 
 
@@ -140,8 +140,7 @@ def resolve(*layers: Mapping[str, Any]) -> JobSpec:
             try:
                 values[key] = FIELDS[key].metadata["parse"](value)
             except ValueError as error:
-                flag = f"--{key.replace('_', '-')}"
-                raise UsageError(f"{key}: {value!r} is not {error}", f"give another value for {key} ({flag})") from None
+                raise UsageError(f"{key} must be {error}, not {value!r}", FIELDS[key].metadata["doc"]) from None
     return JobSpec(**values)
 
 
@@ -163,9 +162,10 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML in which a key may stand once, and nothing may be an alias (so that a small file stays small)."""
 
     def compose_node(self, parent: Any, index: int) -> Any:
-        if self.check_event(yaml.AliasEvent):  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(None, None, "aliases are not read", self.peek_event().start_mark)
-        return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(None, None, "aliases are not read", mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set()
@@ -191,7 +191,7 @@ def read_file(path: Path) -> dict[str, Any]:
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise UsageError(f"{path}{place}: {getattr(error, 'problem', error)}", "a job file is a YAML mapping") from None
     if not isinstance(value, dict):
-        kind = {list: "a list", str: "a text"}.get(type(value), type(value).__name__)
+        kind = "a list" if isinstance(value, list) else "a single value"
         raise UsageError(f"{path} holds {kind}, not a mapping of keys to values", "write lines such as `trainers: 3`")
     for key, _ in node.value if node else []:
         try:

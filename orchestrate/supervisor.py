@@ -14,6 +14,7 @@ from orchestrate.plan import Plan
 from orchestrate.spec import JobSpec
 
 BY_SIGNAL = {132, 134, 135, 136, 137, 139}  # ILL, ABRT, BUS, FPE, KILL, SEGV: a cause, never a complaint about a peer
+STOPPED = 143  # TERM, which we send
 COMPLAINTS = 2.0  # seconds in which the peers of a dead worker fail, too
 
 
@@ -24,14 +25,22 @@ class Outcome:
     word: str
     why: str  # finished, worker failed, stopped by the user, max_run, nodes did not answer
     root: Exit | None = None  # the first worker that failed
+    cause: str = ""  # what the engine knows of its end besides
 
 
 def supervise(
-    spec: JobSpec, plan: Plan, run: Path, engine: Engine, emit: Emit, stops: Callable[[], int]
+    spec: JobSpec,
+    plan: Plan,
+    run: Path,
+    engine: Engine,
+    emit: Emit,
+    stops: Callable[[], int],
+    complains: Callable[[int], bool],
 ) -> Outcome:
     """Run `plan` on `engine` and take the nodes down, whatever happens.
 
-    `stops()` is how often somebody has asked the job to stop. Raises OrchestrateError where it could not start.
+    `stops()` is how often somebody has asked the job to stop; `complains(rank)` tells whether a worker's last words
+    are about a peer that has gone. Raises OrchestrateError where the job could not start.
     """
     outcome: Outcome | None = None
     try:
@@ -41,7 +50,7 @@ def supervise(
         if not stops():
             engine.start(plan.workers, plan.command)
             emit("generation_started", generation=0, world_size=plan.world_size)
-            outcome = _Generation(spec, plan, engine, emit, stops).watch()
+            outcome = _Generation(spec, plan, engine, emit, stops, complains).watch()
         else:
             outcome = Outcome("stopped", "stopped by the user")
         return outcome
@@ -59,8 +68,17 @@ def supervise(
 class _Generation:
     """One launch of all workers."""
 
-    def __init__(self, spec: JobSpec, plan: Plan, engine: Engine, emit: Emit, stops: Callable[[], int]) -> None:
-        self.spec, self.plan, self.engine, self.emit, self.stops = spec, plan, engine, emit, stops
+    def __init__(
+        self,
+        spec: JobSpec,
+        plan: Plan,
+        engine: Engine,
+        emit: Emit,
+        stops: Callable[[], int],
+        complains: Callable[[int], bool],
+    ) -> None:
+        self.spec, self.plan, self.engine, self.emit = spec, plan, engine, emit
+        self.stops, self.complains = stops, complains
         self.running = {worker.rank for worker in plan.workers}
         self.failures: list[tuple[float, Exit]] = []
         self.heard = 0  # how many of the user's requests to stop have been passed on
@@ -83,13 +101,14 @@ class _Generation:
         if self.why in ("stopped by the user", "max_run"):
             return Outcome("stopped", self.why)
         if self.failures:
-            return Outcome("failed", "worker failed", self._root())
+            root = self._root()
+            return Outcome("failed", "worker failed", root, self.engine.explain(root))
         return Outcome("lost", "nodes did not answer") if self.running else Outcome("succeeded", "finished")
 
     def _ended(self, end: Exit) -> None:
         self.running.discard(end.rank)
         node = self.plan.workers[end.rank].node
-        self.emit("worker_ended", rank=end.rank, node=node, exit_code=end.code, cause=end.cause, stopping=bool(self.why))
+        self.emit("worker_ended", rank=end.rank, node=node, exit_code=end.code, stopping=bool(self.why))
         if end.code:
             self.failures.append((time.monotonic(), end))
             if not self.why:
@@ -102,9 +121,12 @@ class _Generation:
         self.give_up = time.monotonic() + (5 if self.stops() > 1 else self.spec.grace + 5)
 
     def _root(self) -> Exit:
-        """The first worker that failed, or the one killed by a signal right after, whose peers were heard first."""
+        """The first worker that failed; but peers of a worker that is still dying may be heard before it.
+
+        A death by signal, or by the node's, explains a complaint about a peer that has gone, and so does an error of
+        another kind; never the other way round.
+        """
         first_at, first = self.failures[0]
-        if first.code in BY_SIGNAL or first.cause:
-            return first
-        near = [end for at, end in self.failures if at - first_at < COMPLAINTS]
-        return next((end for end in near if end.code in BY_SIGNAL), first)
+        near = [end for at, end in self.failures if at - first_at < COMPLAINTS and end.code != STOPPED] or [first]
+        dead = [end for end in near if end.code in BY_SIGNAL]
+        return next(iter(dead or [end for end in near if not self.complains(end.rank)] or near))

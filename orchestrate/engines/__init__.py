@@ -16,7 +16,6 @@ class Exit:
 
     rank: int
     code: int  # 128 + n where signal n ended it
-    cause: str = ""  # what the engine knows besides: "oom", "node lost", "not started: …"
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,9 @@ class Engine(Protocol):
 
     def wait(self, timeout: float) -> list[Exit]:
         """The workers that have ended since the last call, in order; at most `timeout` seconds pass."""
+
+    def explain(self, end: Exit) -> str:
+        """What is known of the end of a worker besides its code: `oom`, `node lost`, or nothing."""
 
     def stop(self) -> None:
         """Ask all workers to stop; the nodes kill them after the grace period, and at once when asked again."""

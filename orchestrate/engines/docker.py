@@ -39,7 +39,7 @@ class DockerEngine:
         """Connect; raises EngineError where no engine answers."""
         self.host = os.environ.get("DOCKER_HOST") or _context_host()
         parts = urlsplit(self.host)
-        if parts.scheme == "ssh" or (parts.scheme in ("tcp", "http") and parts.hostname not in ("localhost", "127.0.0.1")):
+        if parts.hostname not in (None, "localhost", "127.0.0.1"):
             raise EngineError(
                 f"the engine at {self.host} is another machine, which cannot mount this one's folders",
                 "run orchestrate there, or unset DOCKER_HOST (docker context use default)",
@@ -52,6 +52,7 @@ class DockerEngine:
         self.job_id = ""
         self.env: dict[str, str] = {}
         self.nodes: dict[str, Container] = {}
+        self.ranks: dict[int, str] = {}  # the node of each rank
         self.execs: dict[str, tuple[int, str]] = {}  # exec id: rank and the id of its container
         self.found: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.out_of_memory: set[str] = set()  # ids of containers
@@ -67,9 +68,11 @@ class DockerEngine:
         except EngineError as error:
             raise ResourceError(f"Docker Compose v2 is missing: {error}", "install the docker-compose plugin") from None
         present = self._has_image(spec, prepare)
-        gpus, no_gpus = (), "the engine has no NVIDIA runtime"
+        gpus: tuple[str, ...] = ()
+        no_gpus = "the engine has no NVIDIA runtime"
         if spec.gpus != "none" and "nvidia" in self.info.get("Runtimes", {}):
-            gpus, no_gpus = (self._gpus(spec), "the engine's NVIDIA runtime finds no GPU") if present else ((), "not asked")
+            gpus = self._gpus(spec) if present else ()
+            no_gpus = "the engine's NVIDIA runtime finds no GPU" if present else f"no image {spec.image} to look with"
         return Inventory(
             engine="docker",
             about=f"Docker Engine {self.info['ServerVersion']}, image {spec.image}",
@@ -153,6 +156,8 @@ class DockerEngine:
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Start a stub in each worker's node, which has the node start the worker and ends with its code."""
 
+        self.ranks = {worker.rank: worker.node for worker in workers}
+
         def start(worker: WorkerPlan) -> None:
             api, node = self.client.api, self.nodes[worker.node]
             stub = ["python", "/opt/orchestrate/node", "worker", *command]
@@ -178,6 +183,18 @@ class DockerEngine:
             self.looked = time.monotonic()
             exits += self._reconcile()
         return exits
+
+    def explain(self, end: Exit) -> str:
+        """Tell whether the worker's container has ended, or the kernel killed in it for lack of memory."""
+        self.wait(timeout=0.1)  # what happened around that end
+        node = self.nodes[self.ranks[end.rank]]
+        try:
+            node.reload()
+        except docker.errors.NotFound:
+            return "node lost"
+        if node.status != "running":
+            return "node lost"
+        return "oom" if end.code == 137 and node.id in self.out_of_memory else ""
 
     def stop(self) -> None:
         """Ask all workers to stop."""
@@ -256,7 +273,7 @@ class DockerEngine:
             yield from self._ended(attributes["execID"], int(attributes["exitCode"]))
         elif event["Action"] == "die":
             for exec_id in [key for key, (_, node) in self.execs.items() if node == event["Actor"]["ID"]]:
-                yield from self._ended(exec_id, int(attributes["exitCode"]), "node lost")
+                yield from self._ended(exec_id, int(attributes["exitCode"]) or 137)
 
     def _reconcile(self) -> Iterator[Exit]:
         for exec_id in list(self.execs):
@@ -265,12 +282,11 @@ class DockerEngine:
                 if not state["Running"] and state["ExitCode"] is not None:
                     yield from self._ended(exec_id, state["ExitCode"])
             except docker.errors.NotFound:  # the container is gone, and its execs with it
-                yield from self._ended(exec_id, 137, "node lost")
+                yield from self._ended(exec_id, 137)
 
-    def _ended(self, exec_id: str, code: int, cause: str = "") -> Iterator[Exit]:
+    def _ended(self, exec_id: str, code: int) -> Iterator[Exit]:
         if exec_id in self.execs:
-            rank, node = self.execs.pop(exec_id)
-            yield Exit(rank, code, "oom" if code == 137 and node in self.out_of_memory else cause)
+            yield Exit(self.execs.pop(exec_id)[0], code)
 
     def _project(self, *arguments: str) -> None:
         self._compose("--project-name", self.job_id, "--profile", "gpu", *arguments, env=self.env, capture=True)
@@ -289,7 +305,7 @@ class DockerEngine:
                 text=True,
             )
         except FileNotFoundError:
-            raise ResourceError("no `docker` command on PATH", "install the docker client with its Compose plugin") from None
+            raise ResourceError("no `docker` command on PATH", "install it, with its Compose plugin") from None
         if done.returncode:
             lines = (done.stdout or "see above").strip().splitlines()
             raise EngineError(f"docker compose {arguments[-1] if not capture else ''}".strip() + f": {lines[-1]}")

@@ -34,6 +34,7 @@ class ProcessEngine:
         self.folder = Path()
         self.cwd = Path()
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self.ranks: dict[int, str] = {}  # the node of each rank
         self.exits: queue.SimpleQueue[Exit] = queue.SimpleQueue()
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
@@ -80,6 +81,7 @@ class ProcessEngine:
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Start a stub per worker, which has the node start the worker and ends with its code."""
         for worker in workers:
+            self.ranks[worker.rank] = worker.node
             stub = subprocess.Popen(
                 [sys.executable, str(NODE), "worker", *command],
                 env=os.environ | {"PYTHONUNBUFFERED": "1", "NODE_SOCKET": self._socket(worker.node)} | worker.env,
@@ -99,6 +101,10 @@ class ProcessEngine:
             while True:
                 exits.append(self.exits.get_nowait())
         return exits
+
+    def explain(self, end: Exit) -> str:
+        """Tell whether the worker's node has died."""
+        return "" if self._alive(self.nodes[self.ranks[end.rank]].pid) else "node lost"
 
     def stop(self) -> None:
         """Ask all workers to stop."""

@@ -28,7 +28,8 @@ from orchestrate.node.wait import ask, wait  # noqa: E402
 
 def given(command: list[str]) -> int:
     """Run one worker in this process's environment; return its exit code."""
-    loop, codes = Loop(), []
+    codes: list[int] = []
+    loop = Loop()
     loop.start(command, dict(os.environ), None, codes.append)
     loop.ending = True
     loop.run()
@@ -43,7 +44,8 @@ def main(arguments: list[str]) -> int:
     mode = os.environ.get("NODE_MODE") or ("given" if "RANK" in os.environ else "join")
     if mode == "wait":
         return wait(path)
-    return {"join": join, "given": given}[mode](arguments or ["-m", "app.train"])
+    command = arguments or ["-m", "app.train"]
+    return given(command) if mode == "given" else join(command)
 
 
 sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -61,7 +62,7 @@ class Loop:
             done(126)
             return None
         self.workers.append(worker)
-        self.watch(worker.output, lambda: worker.pump() or self.forget(worker.output))
+        self.watch(worker.output, lambda: self._pump(worker))
         return worker
 
     def stop(self, end: bool = False) -> None:
@@ -89,6 +90,10 @@ class Loop:
                 callback()
             self._reap()
 
+    def _pump(self, worker: Worker) -> None:
+        if not worker.pump():
+            self.forget(worker.output)
+
     def _signals(self, numbers: bytes) -> None:
         for number in numbers:
             if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -112,10 +117,8 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """Send one message; a peer that has gone shows at the reading side."""
-        try:
+        with contextlib.suppress(OSError):
             self.sock.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            pass
 
     def close(self) -> None:
         """Close the connection; nothing more is received."""

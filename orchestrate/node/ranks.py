@@ -52,7 +52,8 @@ def assign(nodes: list[Node], nproc: int, master_addr: str, master_port: int, jo
 
 
 # The names that a user's own environment must not hold; the number of threads is theirs to change.
-CONTRACT = {*assign([{"host": "", "cpus": 1, "gpus": []}], 1, "", 0, "", "")[0], "JOB_ID", "JOB_DIR"} - {"OMP_NUM_THREADS"}
+CONTRACT = {*assign([{"host": "", "cpus": 1, "gpus": []}], 1, "", 0, "", "")[0], "JOB_ID", "JOB_DIR"}
+CONTRACT -= {"OMP_NUM_THREADS"}
 
 
 def gpu_ids(listing: str) -> list[str]:

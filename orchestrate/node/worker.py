@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -72,13 +73,11 @@ class Worker:
 
     def kill(self, number: int) -> None:
         """Send a signal to the worker; SIGKILL goes to all that it started, too."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             if number == signal.SIGKILL:
                 os.killpg(self.process.pid, number)
             elif self.process.returncode is None:
                 os.kill(self.process.pid, number)
-        except ProcessLookupError:
-            pass
 
     def close(self) -> None:
         """After the worker's end: end what it left running, take its last output, report its exit code."""
@@ -122,7 +121,5 @@ def say(text: str) -> None:
 
 def emit(data: bytes) -> None:
     """Write to stdout, which may be gone when nobody reads it any more."""
-    try:
+    with contextlib.suppress(OSError):
         write(1, data)
-    except OSError:
-        pass
