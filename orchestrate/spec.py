@@ -159,7 +159,7 @@ def read_set(assignments: list[str]) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key may stand once, and nothing may be an alias (so that a small file stays small)."""
+    """YAML in which a key is a word that stands once, and nothing an alias (so that a small file stays small)."""
 
     def compose_node(self, parent: Any, index: int) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -170,6 +170,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(None, None, "a key is a word", key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
             seen.add(key.value)
@@ -195,7 +197,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} holds {kind}, not a mapping of keys to values", "write lines such as `trainers: 3`")
     for key, _ in node.value if node else []:
         try:
-            resolve({str(key.value): value[key.value]} if key.value in value else {str(key.value): None})
+            resolve({key.value: value.get(key.value)})
         except UsageError as error:
             place = f"{path}:{key.start_mark.line + 1}:{key.start_mark.column + 1}"
             raise UsageError(f"{place}: {error}", error.hint) from None

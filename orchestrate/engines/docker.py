@@ -67,10 +67,12 @@ class DockerEngine:
             self._compose("version", capture=True)
         except EngineError as error:
             raise ResourceError(f"Docker Compose v2 is missing: {error}", "install the docker-compose plugin") from None
-        present = self._has_image(spec, prepare)
+        runtime = "nvidia" in self.info.get("Runtimes", {})
+        hopeless = spec.gpus not in ("auto", "none") and not runtime  # then no image is worth building
+        present = not hopeless and self._has_image(spec, prepare)
         gpus: tuple[str, ...] = ()
         no_gpus = "the engine has no NVIDIA runtime"
-        if spec.gpus != "none" and "nvidia" in self.info.get("Runtimes", {}):
+        if spec.gpus != "none" and runtime:
             gpus = self._gpus(spec) if present else ()
             no_gpus = "the engine's NVIDIA runtime finds no GPU" if present else f"no image {spec.image} to look with"
         return Inventory(

@@ -1,0 +1,7 @@
+"""A worker without torch: prints its environment and arguments as one line of JSON, and ends."""
+
+import json
+import os
+import sys
+
+print(json.dumps({"env": dict(os.environ), "args": sys.argv[1:], "cwd": os.getcwd()}))

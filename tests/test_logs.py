@@ -1,0 +1,48 @@
+"""What a person sees of the logs must be complete, in order within a rank, and harmless to the terminal."""
+
+import pytest
+
+from orchestrate.logs import Follower, clean, prefixes, tail
+from orchestrate.paths import JobPaths
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (b"plain", "plain"),
+        (b"\tindented", "\tindented"),
+        (b"grad\xc3\xbcn", "gradün"),
+        (b"\xff", "\ufffd"),
+        (b" 10%\r 50%\r100%", "100%"),
+        (b"windows\r", "windows"),
+        (b"\x1b[31mred\x1b[0m", "red"),
+        (b"\x1b]52;c;aGVsbG8=\x07stolen", "stolen"),
+        (b"\x1b]0;title\x1b\\text", "text"),
+        (b"\x1bcreset\x00\x9b", "creset\ufffd"),
+        (b"bell\x07", "bell"),
+    ],
+)
+def test_a_line_must_be_shown_without_what_steers_a_terminal(line, shown):
+    assert clean(line) == shown
+
+
+def test_lines_must_be_handed_out_once_and_whole(tmp_path):
+    paths = JobPaths(tmp_path)
+    paths.logs.mkdir()
+    follower = Follower(paths, prefixes({0: "master", 1: "trainer-1"}))
+    assert list(follower.lines()) == []
+    paths.log(0).write_bytes(b"a\nb\nhal")
+    assert list(follower.lines()) == ["master 0    | a", "master 0    | b"]
+    with paths.log(0).open("ab") as file:
+        file.write(b"f\nrest")
+    paths.log(1).write_bytes(b"other\n")
+    assert list(follower.lines()) == ["master 0    | half", "trainer-1 1 | other"]
+    assert list(follower.lines(end=True)) == ["master 0    | rest"]
+    assert list(follower.lines(end=True)) == []
+
+
+def test_the_tail_must_be_the_last_lines_of_a_long_log(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("".join(f"{i}\n" for i in range(100_000)))
+    assert tail(path, 2) == ["99998", "99999"]
+    assert tail(tmp_path / "none", 2) == []

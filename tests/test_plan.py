@@ -1,0 +1,137 @@
+"""The plan is compared as text: who is which rank, on which GPU, with which environment."""
+
+import dataclasses
+
+import pytest
+
+from orchestrate.errors import ResourceError
+from orchestrate.node.ranks import assign, gpu_ids
+from orchestrate.plan import Inventory, plan
+from orchestrate.spec import JobSpec
+
+HERE = Inventory(
+    engine="docker",
+    about="Docker Engine 26.1.5",
+    cpus=8,
+    gpus=(),
+    no_gpus="the engine has no NVIDIA runtime",
+    master_addr="master",
+    master_port=29500,
+    interface="eth0",
+    job_dir="/job",
+)
+
+
+def with_gpus(count: int) -> Inventory:
+    return dataclasses.replace(HERE, gpus=tuple(f"GPU-{i}" for i in range(count)))
+
+
+def test_without_gpus_the_plan_must_be_gloo_on_cpu():
+    assert str(plan(JobSpec(trainers=2), HERE, "mnist-4f2a")) == (
+        "job mnist-4f2a: 3 nodes × 1 worker, gloo on CPU (the engine has no NVIDIA runtime)\n"
+        "Docker Engine 26.1.5, master at master:29500, 2 threads per worker\n"
+        "  rank 0   master     local rank 0  cpu\n"
+        "  rank 1   trainer-1  local rank 0  cpu\n"
+        "  rank 2   trainer-2  local rank 0  cpu"
+    )
+
+
+def test_workers_per_node_must_follow_from_the_gpus():
+    assert str(plan(JobSpec(trainers=1, gpus="all"), with_gpus(4), "a-1")) == (
+        "job a-1: 2 nodes × 2 workers, NCCL on GPU\n"
+        "Docker Engine 26.1.5, master at master:29500, 2 threads per worker\n"
+        "  rank 0   master     local rank 0  GPU-0\n"
+        "  rank 1   master     local rank 1  GPU-1\n"
+        "  rank 2   trainer-1  local rank 0  GPU-2\n"
+        "  rank 3   trainer-1  local rank 1  GPU-3"
+    )
+
+
+def test_a_worker_must_find_its_own_gpu_at_its_local_rank_and_no_other_nodes_gpu_at_all():
+    made = plan(JobSpec(trainers=1, nproc_per_node=2), with_gpus(4), "a-1")
+    for worker in made.workers:
+        visible = worker.env["CUDA_VISIBLE_DEVICES"].split(",")
+        assert visible[int(worker.env["LOCAL_RANK"])] == worker.gpu
+        assert len(visible) == 2
+    assert len({worker.gpu for worker in made.workers}) == 4
+
+
+def test_the_environment_must_be_torchruns():
+    first, last = plan(JobSpec(trainers=1, nproc_per_node=2), HERE, "a-1").workers[::3]
+    assert last.env == first.env | {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "NODE_RANK": "1",
+        "GROUP_RANK": "1",
+        "ROLE_RANK": "3",
+    }
+    assert first.env == {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "NODE_RANK": "0",
+        "GROUP_RANK": "0",
+        "ROLE_RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_WORLD_SIZE": "4",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "master",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "a-1",
+        "OMP_NUM_THREADS": "2",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "JOB_ID": "a-1",
+        "JOB_DIR": "/job",
+    }
+
+
+def test_the_users_environment_must_reach_every_worker():
+    made = plan(JobSpec(trainers=1, env={"A": "1", "OMP_NUM_THREADS": "7"}), HERE, "a-1")
+    assert all((worker.env["A"], worker.env["OMP_NUM_THREADS"]) == ("1", "7") for worker in made.workers)
+
+
+@pytest.mark.parametrize(
+    ("spec", "gpus", "message", "hint"),
+    [
+        (JobSpec(trainers=3), 2, "4 workers need 4 GPUs, and there are 2", "--trainers 1"),
+        (JobSpec(trainers=3, gpus=2), 4, "4 workers need 4 GPUs, and there are 2", "--gpus none"),
+        (JobSpec(trainers=0, nproc_per_node=2), 1, "2 workers need 2 GPUs, and there is 1", "--nproc-per-node 1"),
+        (JobSpec(gpus=5), 4, "--gpus 5: there are 4: GPU-0, GPU-1, GPU-2, GPU-3", "--gpus 4"),
+        (JobSpec(gpus="all"), 0, "--gpus all: the engine has no NVIDIA runtime", "--gpus none"),
+        (JobSpec(gpus=1), 0, "--gpus 1: the engine has no NVIDIA runtime", "--gpus none"),
+    ],
+)
+def test_too_few_gpus_must_be_refused_with_the_ways_out(spec, gpus, message, hint):
+    with pytest.raises(ResourceError, match=message) as caught:
+        plan(spec, with_gpus(gpus), "a-1")
+    assert hint in caught.value.hint
+
+
+def test_gpus_none_must_hide_the_gpus():
+    made = plan(JobSpec(gpus="none"), with_gpus(4), "a-1")
+    assert {worker.env["CUDA_VISIBLE_DEVICES"] for worker in made.workers} == {""}
+
+
+def test_nodes_of_different_machines_may_use_gpus_of_equal_index_but_one_machines_never_share():
+    nodes = [{"host": host, "cpus": 4, "gpus": ["0", "1"]} for host in ("a", "b", "a")]
+    envs = assign(nodes, 1, "m", 1, "j", "eth0")
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in envs] == ["0", "0", "1"]
+    assert [env["OMP_NUM_THREADS"] for env in envs] == ["2", "4", "2"]
+
+
+def test_a_machine_with_fewer_gpus_than_workers_must_be_refused():
+    with pytest.raises(ValueError, match="2 workers on one machine need as many GPUs; it has 1"):
+        assign([{"host": "a", "cpus": 1, "gpus": ["0"]}] * 2, 1, "m", 1, "j", "eth0")
+
+
+def test_gpus_that_are_cut_into_slices_must_count_as_their_slices():
+    listing = (
+        "GPU 0: NVIDIA A100 (UUID: GPU-aa)\n  MIG 1g.5gb Device 0: (UUID: MIG-b1)\n"
+        "  MIG 1g.5gb Device 1: (UUID: MIG-b2)\nGPU 1: NVIDIA A100 (UUID: GPU-cc)\n"
+    )
+    assert gpu_ids(listing) == ["MIG-b1", "MIG-b2", "GPU-cc"]

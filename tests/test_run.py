@@ -1,0 +1,230 @@
+"""`python -m orchestrate run` on each engine: what a user is promised, on the real thing."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+from conftest import docker, eventually
+
+
+def run(cli, engine, *arguments, **env):
+    options = [] if "--trainers" in arguments else ["--trainers", "2"]
+    return cli("run", "--engine", engine, "--gpus", "none", *options, *arguments, **env)
+
+
+def test_every_worker_must_get_its_environment_and_the_scripts_arguments(cli, engine):
+    done = run(cli, engine, "--nproc-per-node", "2", "--set", "env.MINE=x", "--", "probe.py", "--flag", "a b")
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads(cli.log(rank)) for rank in range(6)]
+    plan = json.loads((cli.run_dir() / "plan.json").read_text())
+    for rank, worker in enumerate(seen):
+        assert worker["args"] == ["--flag", "a b"]
+        assert worker["env"]["MINE"] == "x"
+        assert (worker["env"]["RANK"], worker["env"]["NODE_RANK"]) == (str(rank), str(rank // 2))
+        assert worker["env"].items() >= plan["workers"][rank]["env"].items()
+
+
+def test_stdout_must_be_the_run_directory_alone_and_the_files_must_be_the_callers(cli, engine):
+    done = run(cli, engine, "--name", "My Job", "--", "probe.py")
+    assert done.returncode == 0, done.stderr
+    folder = cli.run_dir()
+    assert done.stdout == f"runs/{folder.name}\n"
+    assert folder.name.startswith("my-job-")
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    logs = {f"logs/rank-{rank}.log" for rank in range(3)}
+    files = {"job.yaml", "plan.json", "events.jsonl", "report.json", "supervisor.lock", "logs", "checkpoints"}
+    assert names == files | logs
+    assert {path.stat().st_uid for path in folder.rglob("*")} == {os.getuid()}
+    report = cli.report()
+    assert (report["outcome"], report["world_size"], report["generations"]) == ("succeeded", 3, 1)
+    assert (report["root_cause"], report["checkpoints"], report["final_metrics"]) == (None, [], {})
+
+
+def test_what_the_script_leaves_must_come_home_and_into_the_report(cli, engine):
+    (cli.folder / "train.py").write_text(
+        "import os, pathlib\nhome = pathlib.Path(os.environ['JOB_DIR'])\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    (home / 'checkpoints' / 'last.pt').write_text('weights')\n"
+        '    (home / \'metrics.jsonl\').write_text(\'{"step": 1, "loss": 2}\\n{"step": 2}\\n{"ste\')\n'
+    )
+    done = run(cli, engine, "--", "train.py")
+    assert done.returncode == 0, done.stderr
+    report = cli.report()
+    assert report["checkpoints"] == [str(cli.run_dir() / "checkpoints" / "last.pt")]
+    assert report["final_metrics"] == {"step": 2, "loss": 2}
+
+
+def test_the_written_job_file_must_run_the_same_job_again(cli, engine):
+    assert run(cli, engine, "--", "probe.py", "again").returncode == 0
+    first = cli.run_dir().rename(cli.folder / "first")
+    done = cli("run", str(first / "job.yaml"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(cli.log(2))["args"] == ["again"]
+
+
+def test_a_job_of_one_node_must_run(cli, engine):
+    done = run(cli, engine, "--trainers", "0", "--", "probe.py")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(cli.log(0))["env"]["WORLD_SIZE"] == "1"
+
+
+def test_one_failing_worker_must_end_the_job_and_be_named_with_its_last_words(cli, engine):
+    done = run(cli, engine, "--", "steps.py", "1=3")
+    assert done.returncode == 1
+    log = cli.run_dir() / "logs" / "rank-1.log"
+    assert f"first to fail: rank 1 on trainer-1 exited with code 3\n    pid " in done.stderr
+    assert f"    last words\nwhole log: {log}\nhint: " in done.stderr
+    root = cli.report()["root_cause"]
+    assert (root["rank"], root["node"], root["exit_code"]) == (1, "trainer-1", 3)
+
+
+def test_a_killed_worker_must_be_told_from_one_that_failed(cli, engine):
+    job = cli.start("run", "--engine", engine, "--gpus", "none", "--trainers", "2", "--", "steps.py")
+    cli.wait_for("stepping", rank=2)
+    cli.kill_worker(2, signal.SIGKILL)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert "first to fail: rank 2 on trainer-2 was ended by SIGKILL (exit code 137)" in err
+
+
+def test_a_script_without_a_module_that_it_needs_must_be_told_what_to_do(cli, engine):
+    (cli.folder / "train.py").write_text("import nonesuch\n")
+    done = run(cli, engine, "--", "train.py")
+    assert done.returncode == 1
+    assert "hint: nonesuch is not installed where the workers run" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_stop_must_end_the_job_in_good_order(cli, engine, number):
+    job = cli.start("run", "--engine", engine, "--gpus", "none", "--trainers", "1", "--", "steps.py")
+    cli.wait_for("stepping", rank=1)
+    job.send_signal(number)
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")
+    assert "stopping: the workers have 30 s to end" in err
+    assert out == f"runs/{cli.run_dir().name}\n"
+
+
+def test_ctrl_c_while_the_nodes_come_up_must_leave_nothing(cli, engine):
+    job = cli.start("run", "--engine", engine, "--gpus", "none", "--trainers", "1", "--", "steps.py")
+    eventually(lambda: [path for path in cli.folder.glob("runs/*/events.jsonl") if "nodes_starting" in path.read_text()])
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=60)
+    assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")
+
+
+def test_a_second_ctrl_c_must_kill_workers_that_do_not_listen(cli, engine):
+    (cli.folder / "deaf.py").write_text(
+        "import signal\nsignal.signal(15, lambda *_: print('asked'))\nprint('stepping')\nwhile True: signal.pause()\n"
+    )
+    job = cli.start("run", "--engine", engine, "--gpus", "none", "--trainers", "1", "--", "deaf.py")
+    for rank in (0, 1):
+        cli.wait_for("stepping", rank)
+    job.send_signal(signal.SIGINT)
+    for rank in (0, 1):
+        cli.wait_for("asked", rank)
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=25)  # less than the grace period
+    assert job.returncode == 130
+
+
+def test_the_maximum_run_time_must_end_the_job(cli, engine):
+    done = run(cli, engine, "--max-run", "1s", "--", "steps.py")
+    assert (done.returncode, cli.report()["reason"]) == (124, "max_run")
+
+
+def test_the_other_commands_must_work_from_another_shell(cli, engine):
+    job = cli.start("run", "--engine", engine, "--gpus", "none", "--trainers", "1", "--name", "a", "--", "steps.py")
+    cli.wait_for("stepping", rank=1)
+    job_id = cli.run_dir().name
+    assert f"{job_id}  {engine}" in cli("ps").stdout
+    assert [line for line in cli("ps").stdout.splitlines() if "running" in line and str(cli.run_dir()) in line]
+    assert "master 0    | stepping\n" in cli("logs", job_id).stdout
+    assert cli("logs", "a-", "--rank", "1").stdout == cli.log(1)
+    follower = cli.start("logs", job_id, "-f")
+    stopped = cli("stop", job_id)
+    assert stopped.returncode == 0, stopped.stderr
+    job.communicate(timeout=60)
+    assert job.returncode == 130
+    assert "trainer-1 1 | stepping\n" in follower.communicate(timeout=60)[0]
+    assert cli("ps").stdout.split() == ["JOB", "ENGINE", "NODES", "STATE", "RUN"]
+    assert cli("stop", job_id).stderr == f"{job_id} has ended already\n"
+
+
+def test_stop_must_clean_up_what_a_killed_orchestrator_left(cli, engine):
+    job = cli.start("run", "--engine", engine, "--gpus", "none", "--trainers", "1", "--", "steps.py")
+    cli.wait_for("stepping", rank=1)
+    job.kill()
+    job.communicate()
+    assert "without supervisor" in cli("ps").stdout
+    stopped = cli("stop", cli.run_dir().name)
+    assert stopped.returncode == 0, stopped.stderr
+    assert len(cli("ps").stdout.splitlines()) == 1
+
+
+def test_two_jobs_at_once_must_not_meet(cli, engine):
+    jobs = [
+        cli.start("run", "--engine", engine, "--gpus", "none", "--trainers", "1", "--name", name, "--", "probe.py")
+        for name in ("one", "two")
+    ]
+    assert [job.wait(timeout=60) for job in jobs] == [0, 0]
+    for job in jobs:
+        job.communicate()
+    seen = {json.loads(path.read_text())["env"]["JOB_ID"] for path in cli.folder.glob("runs/*/logs/rank-*.log")}
+    assert len(seen) == 2
+
+
+def test_a_dead_node_must_be_told_from_a_dead_worker(cli, engine):
+    job = cli.start("run", "--engine", engine, "--gpus", "none", "--trainers", "1", "--", "steps.py")
+    cli.wait_for("stepping", rank=1)
+    if engine == "docker":
+        docker("rm", "-f", cli.container("trainer-1"))
+    else:
+        socket = f"/tmp/orchestrate-{os.getuid()}/{cli.run_dir().name}/trainer-1.sock"
+        nodes = subprocess.run(["pgrep", "-f", "orchestrate/node$"], capture_output=True, text=True, check=True)
+        for pid in map(int, nodes.stdout.split()):
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if socket.encode() in file.read():
+                    os.kill(pid, signal.SIGKILL)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert "first to fail: rank 1 on trainer-1 was lost with its node" in err
+
+
+@pytest.mark.docker
+def test_running_out_of_memory_must_be_told_apart(cli, docker_engine, nothing_left):
+    (cli.folder / "hungry.py").write_text(
+        "import os, signal\nif os.environ['RANK'] == '1':\n    x = [b'x' * 1_000_000 for _ in range(10_000)]\n"
+        "signal.pause()\n"
+    )
+    done = run(cli, "docker", "--set", "memory=100m", "--", "hungry.py")
+    assert done.returncode == 1
+    assert "first to fail: rank 1 on trainer-1 ran out of memory" in done.stderr
+    assert cli.report()["root_cause"]["cause"] == "oom"
+
+
+@pytest.mark.docker
+def test_a_node_must_be_a_modest_container(cli, docker_engine, nothing_left):
+    job = cli.start("run", "--engine", "docker", "--gpus", "none", "--trainers", "1", "--", "steps.py")
+    cli.wait_for("stepping", rank=1)
+    try:
+        for node in ("master", "trainer-1"):
+            state = json.loads(docker("inspect", cli.container(node)))[0]
+            host = state["HostConfig"]
+            owner = cli.run_dir().stat()
+            assert state["Config"]["User"] == f"{owner.st_uid}:{owner.st_gid}"
+            assert (host["CapDrop"], host["CapAdd"], host["Privileged"]) == (["ALL"], None, False)
+            assert (host["ReadonlyRootfs"], host["Init"], host["RestartPolicy"]["Name"]) == (True, True, "no")
+            assert host["SecurityOpt"] == ["no-new-privileges:true"]
+            assert (host["ShmSize"], host["PidsLimit"], host["PortBindings"]) == (1 << 30, 8192, {})
+            assert {mount["Destination"]: mount["RW"] for mount in state["Mounts"]} == {
+                "/workspace": False,
+                "/opt/orchestrate": False,
+                "/job": True,
+            }
+            assert not any("docker.sock" in mount["Source"] for mount in state["Mounts"])
+    finally:
+        job.send_signal(signal.SIGTERM)
+        job.communicate(timeout=60)

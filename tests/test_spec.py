@@ -1,0 +1,123 @@
+"""Bad input must be refused with one message that names the thing, and nothing may be created."""
+
+import pytest
+
+from orchestrate.errors import UsageError
+from orchestrate.spec import APP, JobSpec, read_file, read_set, resolve
+
+
+def test_the_defaults_are_the_default_job():
+    spec = resolve()
+    assert (spec.trainers, spec.gpus, spec.engine, spec.command) == (3, "auto", "auto", APP)
+
+
+def test_a_later_layer_must_win():
+    assert resolve({"trainers": 1, "name": "a"}, {"trainers": 2}) == JobSpec(trainers=2, name="a")
+
+
+@pytest.mark.parametrize("value", [-1, "x", "", "1e3", 1.5, True, None, 1001, [], "٣x"])
+def test_a_number_of_trainers_that_is_none_must_be_refused(value):
+    with pytest.raises(UsageError, match="trainers must be a whole number from 0 to 1000"):
+        resolve({"trainers": value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "parsed"),
+    [
+        ("max_run", "2h", 7200.0),
+        ("max_run", "1.5m", 90.0),
+        ("max_run", 90, 90.0),
+        ("gpus", "all", "all"),
+        ("gpus", "2", 2),
+        ("command", "train.py --name 'a b'", ("train.py", "--name", "a b")),
+        ("command", ["train.py", "--lr", 0.1], ("train.py", "--lr", "0.1")),
+        ("env", {"A": 1}, {"A": "1"}),
+        ("memory", "4g", "4g"),
+        ("cpus", 1.5, 1.5),
+    ],
+)
+def test_a_value_must_be_read_as_people_write_it(key, value, parsed):
+    assert getattr(resolve({key: value}), key) == parsed
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_run", "0"),
+        ("max_run", "soon"),
+        ("gpus", "some"),
+        ("gpus", 0),
+        ("command", []),
+        ("command", ""),
+        ("command", [["a"]]),
+        ("env", {"RANK": "1"}),
+        ("env", {"MASTER_ADDR": "here"}),
+        ("env", {"a b": "1"}),
+        ("env", []),
+        ("engine", "podman"),
+        ("image", "a b"),
+        ("memory", "much"),
+        ("nproc_per_node", 0),
+        ("cpus", "two"),
+    ],
+)
+def test_a_wrong_value_must_be_refused_by_its_key(key, value):
+    with pytest.raises(UsageError, match=f"^{key} must be "):
+        resolve({key: value})
+
+
+def test_an_unknown_key_must_be_answered_with_the_nearest_one():
+    with pytest.raises(UsageError, match="unknown key 'trainer'") as caught:
+        resolve({"trainer": 3})
+    assert caught.value.hint == "did you mean trainers?"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"- a\n- b\n", "holds a list, not a mapping"),
+        (b"42\n", "holds a single value, not a mapping"),
+        (b"name: a\ntrainer: 3\n", r"job.yaml:2:1: unknown key 'trainer'"),
+        (b"trainers: 1\ntrainers: 2\n", r"job.yaml:2:1: the key 'trainers' stands twice"),
+        (b"name: &a x\nimage: *a\n", r"job.yaml:2:8: aliases are not read"),
+        (b"trainers:\t3\n  x: [\n", r"job.yaml:1:10: found character"),
+        (b"trainers: many\n", r"job.yaml:1:1: trainers must be a whole number"),
+        (b"\xff\xfe", "is not text"),
+        (b"!!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
+        (b"{1: 2}\n", "unknown key '1'"),
+        (b"? [a]\n: 1\n", "job.yaml:1"),
+    ],
+)
+def test_a_bad_job_file_must_be_refused_with_the_place(tmp_path, content, message):
+    path = tmp_path / "job.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read_file(path)
+
+
+def test_an_empty_job_file_must_be_the_default_job(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.touch()
+    assert resolve(read_file(path)) == JobSpec()
+
+
+def test_a_job_file_that_is_not_there_must_be_named(tmp_path):
+    with pytest.raises(UsageError, match="cannot read job file .*nope.yaml: No such file"):
+        read_file(tmp_path / "nope.yaml")
+
+
+def test_a_written_job_file_must_resolve_to_the_same_job(tmp_path):
+    spec = resolve({"name": "a", "max_run": "2h", "env": {"A": "1"}, "command": "x.py 'a b'", "gpus": 2})
+    path = tmp_path / "job.yaml"
+    path.write_text(spec.to_yaml())
+    assert resolve(read_file(path)) == spec
+
+
+def test_set_must_reach_every_key():
+    layer = read_set(["trainers=2", "env.A=x", "env.B=1", "image=a:1"])
+    assert resolve(layer) == JobSpec(trainers=2, env={"A": "x", "B": "1"}, image="a:1")
+
+
+def test_set_without_a_value_must_be_refused():
+    with pytest.raises(UsageError, match="--set trainers: no ="):
+        read_set(["trainers"])
