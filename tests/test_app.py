@@ -1,0 +1,160 @@
+"""The app must train to its accuracy wherever it runs, and save what can be read again."""
+
+import gzip
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.nn import functional as F
+
+from app import checkpoint, data
+from app.model import Net
+
+
+@pytest.fixture(scope="session")
+def digits():
+    return [*data.digits(4000, seed=1), *data.digits(1000, seed=2)]
+
+
+def test_the_same_seed_must_draw_the_same_digits():
+    first, again, other = (data.digits(300, seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert (first.shape, first.dtype) == ((300, 28, 28), torch.uint8)
+
+
+def test_the_digits_must_be_hard_for_a_linear_model(digits):
+    images, labels, test_images, test_labels = digits
+    torch.manual_seed(0)
+    inputs = data.normalised(images).flatten(1)
+    model = torch.nn.Linear(784, 10)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(20):
+        for part in torch.randperm(len(inputs)).split(64):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs[part]), labels[part]).backward()
+            optimizer.step()
+    correct = model(data.normalised(test_images).flatten(1)).argmax(1) == test_labels
+    assert 0.6 < correct.float().mean() < 0.92
+
+
+def check_trained(folder) -> None:
+    """A job's files after the default training."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    epochs = [record for record in records if record["kind"] == "epoch"]
+    assert epochs[-1]["test_accuracy"] >= 0.98
+    assert sum(record["kind"] == "step" for record in records) == epochs[-1]["step"]
+    last, best = (checkpoint.load(folder / "checkpoints" / f"{name}.pt") for name in ("last", "best"))
+    assert last.keys() == best.keys() == {"model", "optimizer", "scheduler", "epoch", "step", "best"}
+    assert (last["epoch"], last["step"]) == (3, epochs[-1]["step"])
+    assert last["best"] == best["best"] == max(epoch["test_accuracy"] for epoch in epochs)
+    Net().load_state_dict(best["model"])
+    assert not list((folder / "checkpoints").glob(".*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainers", [0, 1, 3])
+def test_the_default_job_must_reach_its_accuracy_on_any_number_of_nodes(cli, engine, trainers):
+    if engine == "docker" and trainers != 3:
+        pytest.skip("one number of nodes shows that the image trains; the numbers are tried with processes")
+    done = cli("run", "--engine", engine, "--gpus", "none", "--trainers", str(trainers), timeout=300)
+    assert done.returncode == 0, done.stderr
+    check_trained(cli.run_dir())
+    assert cli.report()["final_metrics"]["test_accuracy"] >= 0.98
+    assert len(list(cli.run_dir().glob("logs/rank-*.log"))) == trainers + 1
+
+
+@pytest.mark.slow
+@pytest.mark.docker
+def test_plain_compose_with_the_nvidia_runtime_must_train_the_default_job(nvidia_runtime, nothing_left, tmp_path):
+    compose = ["docker", "compose", "--project-name", f"test-{os.getpid()}"]
+    env = {key: value for key, value in os.environ.items() if not key.startswith("NODE_")}
+    try:
+        up = [*compose, "up", "--scale", "trainer=3"]
+        done = subprocess.run(up, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout
+        subprocess.run([*compose, "cp", "master:/job", str(tmp_path)], cwd=ROOT, env=env, check=True)
+        check_trained(tmp_path / "job")
+    finally:
+        subprocess.run([*compose, "down", "--volumes"], cwd=ROOT, env=env, check=True, capture_output=True)
+
+
+def train(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One process, without orchestrate."""
+    return subprocess.run(
+        [sys.executable, "-m", "app.train", "--data", str(tmp_path), *arguments],
+        cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if key != "RANK"} | {"JOB_DIR": str(tmp_path / "job")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def write_mnist(folder, count: int) -> None:
+    """Some drawn digits as MNIST's own files."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, seed in (("train", 1), ("t10k", 2)):
+        images, labels = data.digits(count, seed)
+        parts = {"images-idx3": (3, images), "labels-idx1": (1, labels.to(torch.uint8))}
+        for part, (dimensions, tensor) in parts.items():
+            header = struct.pack(f">BBBB{dimensions}I", 0, 0, 8, dimensions, *tensor.shape)
+            content = header + tensor.numpy().tobytes()
+            (raw / f"{name}-{part}-ubyte").write_bytes(content)
+            (raw / f"{name}-{part}-ubyte.gz").write_bytes(gzip.compress(content))
+
+
+def test_mnists_own_files_must_be_read_from_a_folder(tmp_path):
+    write_mnist(tmp_path, 500)
+    done = train(tmp_path, "--dataset", "mnist", "--epochs", "1")
+    assert done.returncode == 0, done.stderr
+    (record,) = [line for line in (tmp_path / "job" / "metrics.jsonl").read_text().splitlines() if "epoch" in line][-1:]
+    assert json.loads(record)["step"] == 8  # 500 images, 64 at a time
+
+
+def test_a_folder_without_mnist_must_be_refused_and_nothing_downloaded(tmp_path):
+    done = train(tmp_path, "--dataset", "mnist")
+    assert done.returncode == 1
+    assert f"error: no MNIST in {tmp_path}: Dataset not found" in done.stderr
+    assert "hint: --data DIR names the folder" in done.stderr
+
+
+def test_resume_must_go_on_where_the_job_ended(tmp_path):
+    write_mnist(tmp_path, 500)
+    first = train(tmp_path, "--dataset", "mnist", "--epochs", "1", "--resume", "auto")
+    again = train(tmp_path, "--dataset", "mnist", "--epochs", "2", "--resume", "auto")
+    assert (first.returncode, again.returncode) == (0, 0), again.stderr
+    assert "epoch 1/2" not in again.stdout and "epoch 2/2" in again.stdout
+    assert checkpoint.load(tmp_path / "job" / "checkpoints" / "last.pt")["step"] == 16
+
+
+def test_a_save_that_fails_must_leave_the_old_checkpoint(tmp_path):
+    path = tmp_path / "last.pt"
+    checkpoint.save({"step": 1}, path)
+    with pytest.raises(AttributeError):
+        checkpoint.save({"step": 2, "bad": lambda: None}, path)
+    assert checkpoint.load(path) == {"step": 1}
+
+
+def test_every_worker_must_evaluate_its_own_part_of_the_test_set(cli, nothing_left):
+    (cli.folder / "share.py").write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import torch\nfrom app.train import Job, evaluate\n"
+        "job = Job()\n"
+        "class Seen(torch.nn.Module):\n"
+        "    count = 0\n"
+        "    def forward(self, x):\n"
+        "        Seen.count += len(x)\n"
+        "        return torch.eye(10)[torch.zeros(len(x), dtype=torch.int64)].log()\n"
+        "labels = torch.tensor([0] * 500 + [1] * 503)\n"
+        "_, accuracy = evaluate(job, Seen(), torch.zeros(1003, 28, 28, dtype=torch.uint8), labels)\n"
+        "print(Seen.count, round(accuracy * 1003))\n"
+    )
+    done = cli("run", "--engine", "process", "--gpus", "none", "--trainers", "2", "--", "share.py")
+    assert done.returncode == 0, done.stderr
+    assert [cli.log(rank) for rank in range(3)] == ["335 500\n", "334 500\n", "334 500\n"]

@@ -1,0 +1,161 @@
+"""Bad input must be answered with one message and a documented exit code, and nothing may be created."""
+
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import DOCKER_REQUIRED, eventually
+
+
+def files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*")}
+
+
+def refused(cli, code: int, message: str, *arguments: str, **env: str) -> None:
+    before = files(cli.folder)
+    done = cli(*arguments, **env)
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("error: ") and message in lines[0]
+    assert lines[1].startswith("hint: ") and len(lines) == 2
+    assert done.stdout == ""
+    assert files(cli.folder) == before
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("trainers must be a whole number from 0 to 1000, not '-1'", ["run", "--trainers", "-1"]),
+        ("trainers must be a whole number from 0 to 1000, not 'x'", ["run", "--trainers", "x"]),
+        ("the script nope.py does not exist", ["run", "--", "nope.py"]),
+        ("the script . is a folder", ["run", "--", "."]),
+        ("the script /etc/passwd is outside", ["run", "--", "/etc/passwd"]),
+        ("--flag is no script", ["run", "--", "--flag"]),
+        ("command must be a script", ["run", "--"]),
+        ("cannot read job file none.yaml", ["run", "none.yaml"]),
+        ("unknown key 'trainer'", ["run", "--set", "trainer=1"]),
+        ("unrecognized arguments: --bogus", ["run", "--bogus"]),
+        ("cannot write to /proc/", ["run", "--engine", "process", "--runs", "/proc/x", "--", "probe.py"]),
+        ("no job nope", ["logs", "nope"]),
+        ("no job nope", ["stop", "nope"]),
+        ("ps takes nothing behind --", ["ps", "--", "x"]),
+        ("the following arguments are required: COMMAND", []),
+    ],
+)
+def test_a_wrong_command_line_must_be_refused(cli, message, arguments):
+    refused(cli, 2, message, *arguments)
+
+
+def test_a_symbolic_link_out_of_the_folder_must_be_refused(cli):
+    (cli.folder / "link.py").symlink_to("/etc/passwd")
+    refused(cli, 2, "the script link.py is outside", "run", "--", "link.py")
+
+
+@pytest.mark.parametrize(("content", "message"), [("- a\n", "holds a list"), ("a: 1\n", "job.yaml:1:1: unknown key")])
+def test_a_wrong_job_file_must_be_refused(cli, content, message):
+    (cli.folder / "job.yaml").write_text(content)
+    refused(cli, 2, message, "run", "job.yaml")
+
+
+def test_a_socket_that_refuses_must_be_told_from_one_that_is_not_there(cli):
+    closed = cli.folder / "closed.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(closed))
+    refused(cli, 3, "connection refused", "run", "--engine", "docker", DOCKER_HOST=f"unix://{closed}")
+    refused(cli, 3, "no such file", "run", "--engine", "docker", DOCKER_HOST=f"unix://{cli.folder}/none.sock")
+
+
+def test_an_engine_that_talks_nonsense_must_be_refused(cli):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
+
+        threading.Thread(target=answer, daemon=True).start()
+        host = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        refused(cli, 3, f"no Docker Engine answers at {host}", "run", "--engine", "docker", DOCKER_HOST=host)
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_an_engine_on_another_machine_must_be_refused(cli):
+    refused(cli, 3, "is another machine", "run", "--engine", "docker", DOCKER_HOST="ssh://someone@example.invalid")
+
+
+def test_without_an_engine_auto_must_run_local_processes_and_say_so_in_one_line(cli, nothing_left):
+    done = cli("run", "--trainers", "1", "--", "probe.py", DOCKER_HOST="unix:///nowhere.sock")
+    assert done.returncode == 0
+    first = done.stderr.splitlines()[0]
+    assert first == (
+        "no Docker Engine answers at unix:///nowhere.sock: no such file or directory; "
+        "running local processes instead of containers. To get containers: start Docker."
+    )
+
+
+@pytest.mark.docker
+def test_an_image_that_does_not_exist_must_be_refused(cli, docker_engine, nothing_left):
+    refused(cli, 4, "no image nope.invalid/nope:1 here, nor to pull", "run", "--image", "nope.invalid/nope:1")
+
+
+@pytest.mark.docker
+def test_more_gpus_than_there_are_must_be_refused_with_the_inventory(cli, nvidia_runtime, nothing_left):
+    refused(cli, 4, "--gpus 1000: there are", "run", "--gpus", "1000")
+
+
+@pytest.fixture
+def plain_engine(tmp_path_factory):
+    """A Docker Engine of its own, without NVIDIA runtime and without images."""
+    folder = tmp_path_factory.mktemp("engine")
+    host = f"unix://{folder}/docker.sock"
+    parts = [f"--{part}={folder}/{part}" for part in ("data-root", "exec-root", "pidfile")]
+    # A network namespace of its own: an engine removes what it takes for the bridge of a former one.
+    command = [
+        "unshare",
+        "--net",
+        "dockerd",
+        "--host",
+        host,
+        *parts,
+        "--bridge=none",
+        "--iptables=false",
+        "--ip6tables=false",
+    ]
+    try:
+        with (folder / "log").open("w") as log:
+            daemon = subprocess.Popen(command, stdout=log, stderr=log)
+    except FileNotFoundError:
+        if DOCKER_REQUIRED:
+            pytest.fail("ORCHESTRATE_REQUIRE_DOCKER=1, and there is no dockerd to start a second engine")
+        pytest.skip("no dockerd to start a second engine")
+
+    def ready() -> bool:
+        if daemon.poll() is not None:
+            if DOCKER_REQUIRED:
+                pytest.fail((folder / "log").read_text()[-2000:])
+            pytest.skip("dockerd does not start here; it needs root")
+        return subprocess.run(["docker", "-H", host, "info"], capture_output=True).returncode == 0
+
+    eventually(ready)
+    yield host
+    daemon.terminate()
+    daemon.wait(timeout=60)
+
+
+@pytest.mark.docker
+def test_gpus_on_an_engine_without_nvidia_runtime_must_be_refused_before_any_image_is_built(cli, plain_engine):
+    message = "--gpus all: the engine has no NVIDIA runtime"
+    refused(cli, 4, message, "run", "--gpus", "all", DOCKER_HOST=plain_engine)
+
+
+def test_help_must_name_the_exit_codes(cli):
+    done = cli("--help")
+    assert done.returncode == 0
+    assert "130  stopped by a person" in done.stdout

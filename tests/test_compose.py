@@ -1,0 +1,138 @@
+"""Plain `docker compose up`, nobody orchestrating: any number of trainers must become one gang, in Compose's order."""
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+from conftest import ROOT, SCRIPTS
+
+pytestmark = pytest.mark.docker
+CPU = ("--profile", "cpu")
+
+
+class Project:
+    """The project's compose file, as a Compose project of its own that runs a test script."""
+
+    def __init__(self, name: str, script: str) -> None:
+        self.name = name
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("NODE_", "COMPOSE_"))}
+        self.env = clean | {"NODE_CODE": str(SCRIPTS), "NODE_COMMAND": script}
+
+    def __call__(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["docker", "compose", "--ansi", "never", "--project-name", self.name, *arguments],
+            cwd=ROOT,
+            env=self.env | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+
+
+@pytest.fixture
+def project(docker_engine, nothing_left, request):
+    made = Project(f"test-{os.getpid()}", "probe.py --flag 'a b'")
+    yield made
+    for profile in ("cpu", "gpu"):
+        made("--profile", profile, "down", "--volumes", "--timeout", "1")
+
+
+def workers(output: str) -> dict[str, dict]:
+    """What probe.py printed, by the name of the container that Compose shows."""
+    found = re.findall(r"^(\S+) +\| \[rank (\d+)\] ({.*})$", output, re.M)
+    assert all(json.loads(text)["env"]["RANK"] == rank for _, rank, text in found)
+    return {name: json.loads(text) for name, rank, text in found}
+
+
+def check_gang(output: str, suffix: str, trainers: int) -> dict[str, dict]:
+    seen = workers(output)
+    assert set(seen) == {f"master{suffix}-1", *(f"trainer{suffix}-{i}" for i in range(1, trainers + 1))}
+    for name, worker in seen.items():
+        service, _, number = name.rpartition("-")
+        env = worker["env"]
+        assert env["RANK"] == ("0" if service.startswith("master") else number)
+        assert (env["WORLD_SIZE"], env["MASTER_ADDR"]) == (str(trainers + 1), "master")
+        assert worker["args"] == ["--flag", "a b"]
+    return seen
+
+
+@pytest.mark.parametrize("trainers", [0, 1, 3, 16])
+def test_the_cpu_profile_must_rank_any_number_of_trainers(project, trainers):
+    done = project(*CPU, "up", "--scale", f"trainer-cpu={trainers}")
+    assert done.returncode == 0, done.stdout
+    check_gang(done.stdout, "-cpu", trainers)
+
+
+def test_the_number_may_come_from_the_environment(project):
+    done = project(*CPU, "up", TRAINERS="2")
+    assert done.returncode == 0, done.stdout
+    check_gang(done.stdout, "-cpu", 2)
+
+
+def test_the_default_must_use_the_nvidia_runtime_and_give_every_node_its_own_gpu(project, nvidia_runtime):
+    done = project("up", "--scale", "trainer=3")
+    assert done.returncode == 0, done.stdout
+    gpus = {worker["env"]["CUDA_VISIBLE_DEVICES"] for worker in check_gang(done.stdout, "", 3).values()}
+    assert len(gpus) == 4 and all(re.fullmatch(r"GPU-[-\w]+", gpu) for gpu in gpus)
+
+
+def test_more_nodes_than_gpus_must_fail_with_the_ways_out(project, nvidia_runtime):
+    done = project("up", "--scale", "trainer=4")
+    assert done.returncode != 0
+    assert "error: 5 workers on one machine need as many GPUs; it has 4" in done.stdout
+    assert "hint: take fewer nodes (--scale trainer=N)" in done.stdout
+    assert workers(done.stdout) == {}
+
+
+def test_after_a_rescale_the_order_must_count_not_the_number(project):
+    assert project(*CPU, "up", "--scale", "trainer-cpu=3").returncode == 0
+    project(*CPU, "rm", "--force", "trainer-cpu")
+    subprocess.run(["docker", "compose", "version"], check=True, capture_output=True)
+    done = project(*CPU, "up", "--scale", "trainer-cpu=2")
+    assert done.returncode == 0, done.stdout
+    assert sorted(worker["env"]["RANK"] for worker in workers(done.stdout).values()) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_failing_rank_must_end_the_gang_and_up_must_end_non_zero(project, rank):
+    project.env["NODE_COMMAND"] = f"steps.py {rank}=3"
+    done = project(*CPU, "up", "--scale", "trainer-cpu=2")
+    assert done.returncode != 0
+    name = "master" if rank == 0 else "trainer-2"
+    assert f"rank {rank} on {name} failed with exit code 3; stopping the others" in done.stdout
+    assert "all ranks succeeded" not in done.stdout
+
+
+def test_a_second_up_must_train_again(project):
+    for _ in range(2):
+        done = project(*CPU, "up", "--scale", "trainer-cpu=1")
+        assert done.returncode == 0, done.stdout
+        check_gang(done.stdout, "-cpu", 1)
+
+
+def test_no_node_may_hold_the_docker_socket_or_more_rights_than_it_needs(project):
+    config = json.loads(project(*CPU, "--profile", "gpu", "config", "--format", "json").stdout)
+    assert set(config["services"]) == {
+        f"{name}{end}" for name in ("master", "trainer", "outcome") for end in ("", "-cpu")
+    }
+    for name, service in config["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["read_only"] is True, name
+        assert "privileged" not in service and "ports" not in service and "cap_add" not in service, name
+        assert not any("docker.sock" in str(volume) for volume in service.get("volumes", ())), name
+        if "outcome" not in name:
+            assert service["user"] == "1000:1000", name
+            assert service["init"] is True and service["shm_size"] == str(1 << 30), name
+            assert service["logging"]["options"] == {"max-size": "50m", "max-file": "3"}, name
+            assert service["stop_grace_period"] == "40s", name
+            assert service.get("runtime") == (None if name.endswith("-cpu") else "nvidia"), name
+
+
+def test_the_scale_of_a_service_of_the_other_profile_must_be_refused_by_its_name(project):
+    done = project(*CPU, "up", "--scale", "trainer=3")
+    assert done.returncode != 0
+    assert "no such service: trainer: disabled" in done.stdout

@@ -1,0 +1,70 @@
+"""What may import what, and what must agree with what."""
+
+import ast
+import re
+import sys
+
+import pytest
+from conftest import ROOT
+
+from orchestrate import __version__
+from orchestrate.node.ranks import CONTRACT
+from orchestrate.spec import FIELDS, IMAGE, read_file
+
+FILES = sorted([*ROOT.glob("orchestrate/**/*.py"), *ROOT.glob("app/**/*.py")])
+
+
+def imports(path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_must_import_only_what_it_may(path):
+    names, tops = imports(path), {name.split(".")[0] for name in imports(path)}
+    where = path.relative_to(ROOT)
+    if where.parts[0] == "app":
+        assert "orchestrate" not in tops and "docker" not in tops
+    else:
+        assert "torch" not in tops and "app" not in tops
+        assert "docker" not in tops or str(where) == "orchestrate/engines/docker.py"
+    if where.parts[1] == "node":
+        assert all(
+            name.startswith("orchestrate.node") or name.split(".")[0] in sys.stdlib_module_names for name in names
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_the_command_line_may_print(path):
+    if path.relative_to(ROOT).parts[0] == "orchestrate" and path.name != "cli.py":
+        assert not re.search(r"\bprint\(", path.read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_must_be_small(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_the_image_must_carry_the_version():
+    version = ".".join(__version__.split(".")[:2])
+    assert IMAGE == f"orchestrate-node:{version}"
+    assert (ROOT / "docker-compose.yml").read_text().count("orchestrate-node:") == 2
+    assert (ROOT / "docker-compose.yml").read_text().count(f"${{NODE_IMAGE:-{IMAGE}}}") == 2
+
+
+def test_the_contract_in_the_documentation_must_be_the_one_in_the_code():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    table = text[text.index("## The contract") : text.index("## What may import what")]
+    assert set(re.findall(r"`([A-Z][A-Z_]+)`", table)) == CONTRACT | {"OMP_NUM_THREADS"}
+
+
+def test_the_keys_of_the_documentation_must_be_those_of_a_job_file():
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("## The job file") : text.index("## When it fails")]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == set(FIELDS)
+    assert set(read_file(ROOT / "examples" / "job.yaml")) <= set(FIELDS)
