@@ -11,7 +11,8 @@ RUN --mount=type=secret,id=ca,required=false \
     pip install --no-cache-dir --disable-pip-version-check 'torch>=2.10' torchvision
 
 # Anyone may write here: a named volume mounted over it inherits the mode, whichever user the nodes run as.
-RUN install -d -m 1777 /job /job/checkpoints /job/logs
+# It stays empty: Docker copies what is in it when it creates a container, and fails where two do so at once.
+RUN install -d -m 1777 /job
 WORKDIR /workspace
 COPY orchestrate /opt/orchestrate
 COPY app app

@@ -74,7 +74,7 @@ def test_one_failing_worker_must_end_the_job_and_be_named_with_its_last_words(cl
     done = run(cli, engine, "--", "steps.py", "1=3")
     assert done.returncode == 1
     log = cli.run_dir() / "logs" / "rank-1.log"
-    assert f"first to fail: rank 1 on trainer-1 exited with code 3\n    pid " in done.stderr
+    assert "first to fail: rank 1 on trainer-1 exited with code 3\n    pid " in done.stderr
     assert f"    last words\nwhole log: {log}\nhint: " in done.stderr
     root = cli.report()["root_cause"]
     assert (root["rank"], root["node"], root["exit_code"]) == (1, "trainer-1", 3)

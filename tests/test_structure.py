@@ -52,7 +52,7 @@ def test_a_file_must_be_small(path):
 
 def test_the_image_must_carry_the_version():
     version = ".".join(__version__.split(".")[:2])
-    assert IMAGE == f"orchestrate-node:{version}"
+    assert f"orchestrate-node:{version}" == IMAGE
     assert (ROOT / "docker-compose.yml").read_text().count("orchestrate-node:") == 2
     assert (ROOT / "docker-compose.yml").read_text().count(f"${{NODE_IMAGE:-{IMAGE}}}") == 2
 

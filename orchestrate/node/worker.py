@@ -40,7 +40,8 @@ class Worker:
         if not job_dir:
             return None
         try:
-            os.makedirs(f"{job_dir}/logs", exist_ok=True)
+            for name in ("logs", "checkpoints"):
+                os.makedirs(f"{job_dir}/{name}", exist_ok=True)
             return os.open(f"{job_dir}/logs/rank-{self.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
             say(f"rank {self.rank}: no log file: {error}")
