@@ -109,9 +109,8 @@ def test_a_request_to_stop_must_end_the_job_in_good_order(cli, engine, number):
 
 def test_ctrl_c_while_the_nodes_come_up_must_leave_nothing(cli, engine):
     job = cli.start("run", "--engine", engine, "--gpus", "none", "--trainers", "1", "--", "steps.py")
-    eventually(
-        lambda: [path for path in cli.folder.glob("runs/*/events.jsonl") if "nodes_starting" in path.read_text()]
-    )
+    events = "runs/*/events.jsonl"
+    eventually(lambda: any("nodes_starting" in path.read_text() for path in cli.folder.glob(events)))
     job.send_signal(signal.SIGINT)
     job.communicate(timeout=60)
     assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")
