@@ -35,7 +35,7 @@ FLAGS = {  # fields of the job file that are flags, too
 EXITS = """\
 exit codes:
   0    succeeded                   4    something is missing: image, GPUs, Compose
-  1    a worker failed             5    lost: the nodes vanished
+  1    a worker failed             5    lost: the engine does not answer any more
   2    usage or job file           124  --max-run was over
   3    no engine, or it refused    130  stopped by a person
 """
@@ -141,7 +141,8 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     say(str(made))
     data = job.run(spec, made, paths, engine, stops, say)
     say(text(data))
-    print(args.runs / job_id, flush=True)
+    with contextlib.suppress(BrokenPipeError):  # the job's end is not its reader's
+        print(args.runs / job_id, flush=True)
     return _exit_code(data)
 
 

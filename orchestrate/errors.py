@@ -12,7 +12,7 @@ from __future__ import annotations
 
 SUCCEEDED = 0
 FAILED = 1  # a worker failed
-LOST = 5  # nodes vanished, and nobody knows how the job ended
+LOST = 5  # the engine does not answer any more, and nobody knows how the job ended
 TIMED_OUT = 124  # --max-run was over; as coreutils' timeout
 INTERRUPTED = 130  # stopped by a person; as shells say after Ctrl-C
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -16,10 +17,10 @@ from orchestrate import lock, logs
 from orchestrate.engines import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.events import Recorder
-from orchestrate.paths import JobPaths
+from orchestrate.paths import JobPaths, open_regular, write_whole
 from orchestrate.plan import Plan
 from orchestrate.report import report
-from orchestrate.spec import JobSpec
+from orchestrate.spec import APP, JobSpec
 from orchestrate.supervisor import Outcome, supervise
 
 # How gloo, NCCL and the store say that a peer has gone.
@@ -30,7 +31,7 @@ TAIL = 12  # lines of the first worker that failed which a person sees
 def new_id(spec: JobSpec) -> str:
     """A job id such as `mnist-4f2a`: a name that Docker, DNS and file systems take, and four random characters."""
     name = spec.name or (spec.command[1] if spec.command[0] == "-m" else Path(spec.command[0]).stem)
-    name = "digits" if not spec.name and spec.is_app else name
+    name = "digits" if not spec.name and spec.command == APP else name
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:32].strip("-")
     return f"{slug or 'job'}-{secrets.token_hex(2)}"
 
@@ -81,9 +82,7 @@ def run(
         emit("job_ended", outcome=outcome.word, reason=outcome.why)
         emit.close()
         data = _report(plan, paths, outcome, emit.events)
-        temporary = paths.report.with_suffix(".tmp")
-        temporary.write_text(json.dumps(data, indent=2) + "\n")
-        temporary.replace(paths.report)
+        write_whole(paths.report, json.dumps(data, indent=2) + "\n")
     if failure:
         raise failure
     return data
@@ -95,8 +94,10 @@ def _complains(paths: JobPaths, rank: int) -> bool:
 
 def _report(plan: Plan, paths: JobPaths, outcome: Outcome, events: list[dict[str, Any]]) -> dict[str, Any]:
     log = paths.log(outcome.root.rank) if outcome.root else None
-    metrics = paths.metrics.read_text(errors="replace").splitlines() if paths.metrics.exists() else []
-    checkpoints = sorted(path for path in paths.checkpoints.rglob("[!.]*") if path.is_file())
+    metrics: list[str] = []
+    with contextlib.suppress(OSError), open_regular(paths.metrics) as file:
+        metrics = file.read().decode(errors="replace").splitlines()
+    checkpoints = sorted(path for path in paths.checkpoints.rglob("[!.]*") if path.is_file() and not path.is_symlink())
     return report(plan, outcome, events, metrics, checkpoints, logs.tail(log, TAIL) if log else [], log)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestrate.paths import JobPaths
+from orchestrate.paths import JobPaths, open_regular
 
 CHUNK = 1 << 20  # bytes
 _ESCAPES = re.compile(
@@ -44,12 +45,12 @@ class Follower:
 
     def _chunks(self, path: Path) -> Iterator[bytes]:
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 file.seek(self.offsets[path])
                 while chunk := file.read(CHUNK):
                     self.offsets[path] += len(chunk)
                     yield chunk
-        except FileNotFoundError:
+        except OSError:
             return  # the worker has not started yet
 
 
@@ -63,8 +64,8 @@ def prefixes(nodes: dict[int, str]) -> dict[int, str]:
 def tail(path: Path, count: int) -> list[str]:
     """The last `count` lines of a log, from its last 64 KiB."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - (1 << 16)))
+        with open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
             return [clean(line) for line in file.read().splitlines()[-count:]]
-    except FileNotFoundError:
+    except OSError:
         return []

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 PACKAGE = Path(__file__).resolve().parent
 NODE = PACKAGE / "node"
 
 
-def project() -> Path:
-    """The folder that holds docker-compose.yml, Dockerfile and app/: the checkout, or the installed package's copy."""
-    installed = PACKAGE / "project"
-    return installed if installed.is_dir() else PACKAGE.parent
+PROJECT = PACKAGE.parent  # the checkout, with docker-compose.yml, Dockerfile and app/
+
+
+def code_folder(command: tuple[str, ...]) -> Path:
+    """The folder in which a command runs: the current one, but for our own app where that has none of this name."""
+    ours = command[0] == "-m" and command[1].split(".")[0] == "app"
+    return PROJECT if ours and not any(Path(name).exists() for name in ("app", "app.py")) else Path.cwd()
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that a job wrote; raises OSError for a link or a pipe, with which it could make us read or wait."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of ours, whole or not at all, through no link that a job may have put in its place."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    temporary.replace(path)
 
 
 @dataclass(frozen=True)
@@ -58,7 +84,7 @@ class JobPaths:
 
     @property
     def lock(self) -> Path:
-        """Held by the job's supervisor as long as it lives; contains its process id."""
+        """Held by the job's supervisor as long as it lives."""
         return self.root / "supervisor.lock"
 
     def log(self, rank: int) -> Path:

@@ -60,6 +60,7 @@ def report(
         "generations": sum(event["event"] == "generation_started" for event in events),
         "duration_s": events[-1]["seconds"] if events else 0.0,
         "root_cause": root,
+        "left_behind": outcome.left,
         "checkpoints": [str(path) for path in checkpoints],
         "final_metrics": _final(metrics),
     }
@@ -75,6 +76,9 @@ def text(data: dict[str, Any]) -> str:
         lines += [f"first to fail: {root['summary']}"]
         lines += [f"    {line}" for line in root["last_lines"]]
         lines += [f"whole log: {root['log']}", f"hint: {root['hint']}"]
+    if data["left_behind"]:
+        lines += [f"warning: nodes could not be taken down: {data['left_behind']}"]
+        lines += [f"hint: python -m orchestrate stop {data['job_id']}"]
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -117,11 +118,6 @@ class JobSpec:
         values = dataclasses.asdict(self) | {"command": list(self.command)}
         return yaml.safe_dump(values, sort_keys=False)
 
-    @property
-    def is_app(self) -> bool:
-        """Whether the command is the project's own app, which lives in the project's folder."""
-        return self.command[:1] == ("-m",) and self.command[1:2] != () and self.command[1].split(".")[0] == "app"
-
 
 FIELDS = {field.name: field for field in dataclasses.fields(JobSpec)}
 
@@ -151,11 +147,19 @@ def read_set(assignments: list[str]) -> dict[str, Any]:
         key, equals, value = assignment.partition("=")
         if not equals:
             raise UsageError(f"--set {assignment}: no =", "write --set key=value")
-        try:
-            layer[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            layer[key] = value
+        layer[key] = value
+        if not key.startswith("env.") and key not in ("command", "name"):  # those are text, whatever they look like
+            with contextlib.suppress(yaml.YAMLError):
+                layer[key] = yaml.safe_load(value)
     return layer
+
+
+def _as_text(node: Any) -> None:
+    """Read the words below a YAML node as they stand: `1.10` is no number there, and `yes` no truth."""
+    if isinstance(node, yaml.ScalarNode):
+        node.tag = "tag:yaml.org,2002:str"
+    for child in node.value if isinstance(node, (yaml.SequenceNode, yaml.MappingNode)) else ():
+        _as_text(child[1] if isinstance(child, tuple) else child)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -169,12 +173,14 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set()
-        for key, _ in node.value:
+        for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.MarkedYAMLError(None, None, "a key is a word", key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
             seen.add(key.value)
+            if key.value in ("command", "env", "name"):
+                _as_text(value)
         return super().construct_mapping(node, deep)
 
 

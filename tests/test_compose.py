@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, SCRIPTS, docker, eventually
 
 pytestmark = pytest.mark.docker
 CPU = ("--profile", "cpu")
@@ -89,11 +89,32 @@ def test_more_nodes_than_gpus_must_fail_with_the_ways_out(project, nvidia_runtim
 
 def test_after_a_rescale_the_order_must_count_not_the_number(project):
     assert project(*CPU, "up", "--scale", "trainer-cpu=3").returncode == 0
-    project(*CPU, "rm", "--force", "trainer-cpu")
-    subprocess.run(["docker", "compose", "version"], check=True, capture_output=True)
-    done = project(*CPU, "up", "--scale", "trainer-cpu=2")
+    docker("rm", f"{project.name}-trainer-cpu-1")
+    done = project(*CPU, "up", "--no-recreate", "--scale", "trainer-cpu=2")
     assert done.returncode == 0, done.stdout
-    assert sorted(worker["env"]["RANK"] for worker in workers(done.stdout).values()) == ["0", "1", "2"]
+    ranks = {name: worker["env"]["RANK"] for name, worker in workers(done.stdout).items()}
+    assert ranks == {"master-cpu-1": "0", "trainer-cpu-2": "1", "trainer-cpu-3": "2"}
+
+
+def test_a_trainer_must_have_its_grace_period_when_the_gang_ends(project, tmp_path):
+    tmp_path.chmod(0o755)
+    (tmp_path / "save.py").write_text(
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    while not os.path.exists('/job/ready'): time.sleep(0.01)\n"
+        "    sys.exit(3)\n"
+        "def save(*_):\n"
+        "    time.sleep(1)\n"
+        "    print('saved')\n"
+        "    sys.exit(0)\n"
+        "signal.signal(15, save)\n"
+        "open('/job/ready', 'w')\n"
+        "while True: time.sleep(0.01)\n"
+    )
+    project.env |= {"NODE_CODE": str(tmp_path), "NODE_COMMAND": "save.py"}
+    done = project(*CPU, "up", "--scale", "trainer-cpu=1")
+    assert done.returncode != 0
+    eventually(lambda: "[rank 1] saved" in project(*CPU, "logs", "trainer-cpu").stdout, timeout=20)
 
 
 @pytest.mark.parametrize("rank", [0, 2])

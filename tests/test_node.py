@@ -156,7 +156,17 @@ def test_sigusr1_must_stop_the_workers_and_leave_the_node(waiting):
     eventually(lambda: "ready" in waiting.log(0))
     waiting.node.send_signal(signal.SIGUSR1)
     assert stub.wait(timeout=30) == 143
-    assert waiting.worker(1, "print('next')").wait(timeout=30) == 0
+    assert waiting.worker(1, "print('late')").wait(timeout=30) == 143  # one that was being started, too
+    assert "late" not in waiting.log(1)
+    assert waiting.node.poll() is None
+
+
+def test_sigusr2_must_kill_the_workers_and_leave_the_node(waiting):
+    stub = waiting.worker(0, "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nsignal.pause()")
+    eventually(lambda: "ready" in waiting.log(0))
+    waiting.node.send_signal(signal.SIGUSR2)
+    assert stub.wait(timeout=30) == 137
+    assert waiting.node.poll() is None
 
 
 def test_the_end_of_a_stub_must_be_the_end_of_its_worker(waiting):

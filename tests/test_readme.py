@@ -39,7 +39,9 @@ def test_a_command_must_print_what_the_readme_says(command, output, docker_engin
         command = command.replace("orchestrate run", "orchestrate run --gpus none")
         command = command.replace("make run", "make run ARGS='--gpus none'")
     before = set(ROOT.glob("runs/*"))
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("NODE_", "COMPOSE_"))}
+    env = {
+        key: value for key, value in os.environ.items() if not key.startswith(("NODE_", "COMPOSE_", "MAKE", "MFLAGS"))
+    }
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     done = subprocess.run(
         command, shell=True, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600

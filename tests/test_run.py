@@ -194,6 +194,43 @@ def test_a_dead_node_must_be_told_from_a_dead_worker(cli, engine):
     assert "first to fail: rank 1 on trainer-1 was lost with its node" in err
 
 
+def test_an_early_failure_must_end_workers_that_are_still_being_started(cli, engine):
+    (cli.folder / "early.py").write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(5)\ntime.sleep(1000)\n"
+    )
+    done = run(cli, engine, "--trainers", "3", "--", "early.py", timeout=25)  # less than the grace period
+    assert done.returncode == 1
+    assert "first to fail: rank 0 on master exited with code 5" in done.stderr
+
+
+def test_what_a_script_plants_in_its_folder_must_not_reach_files_of_the_host(cli, engine):
+    victim = cli.folder / "victim"
+    victim.write_text("untouched")
+    (cli.folder / "plant.py").write_text(
+        "import os\nhome = os.environ['JOB_DIR']\nif os.environ['RANK'] == '0':\n"
+        f"    for name in ('report.json', '.report.json'): os.symlink({str(victim)!r}, home + '/' + name)\n"
+        "    os.mkfifo(home + '/metrics.jsonl')\n"
+        f"    os.symlink({str(victim)!r}, home + '/checkpoints/x')\n"
+    )
+    done = run(cli, engine, "--", "plant.py", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert victim.read_text() == "untouched"
+    assert (cli.report()["outcome"], cli.report()["checkpoints"], cli.report()["final_metrics"]) == (
+        "succeeded",
+        [],
+        {},
+    )
+
+
+def test_an_app_of_the_users_own_must_be_the_one_that_runs(cli, engine):
+    (cli.folder / "app").mkdir()
+    (cli.folder / "app" / "__init__.py").touch()
+    (cli.folder / "app" / "train.py").write_text("print('mine')\n")
+    done = run(cli, engine, "--", "-m", "app.train")
+    assert done.returncode == 0, done.stderr
+    assert cli.log(0) == "mine\n"
+
+
 @pytest.mark.docker
 def test_running_out_of_memory_must_be_told_apart(cli, docker_engine, nothing_left):
     (cli.folder / "hungry.py").write_text(

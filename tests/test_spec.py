@@ -118,6 +118,14 @@ def test_set_must_reach_every_key():
     assert resolve(layer) == JobSpec(trainers=2, env={"A": "x", "B": "1"}, image="a:1")
 
 
+def test_words_of_the_environment_must_stay_as_they_are_written(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("env: {A: yes, B: 1.10, C: 12:30, D: 010, E: }\ncommand: [x.py, 1.10, yes]\nname: 010\n")
+    spec = resolve(read_file(path), read_set(["env.F=true", "env.G="]))
+    assert spec.env == {"A": "yes", "B": "1.10", "C": "12:30", "D": "010", "E": "", "F": "true", "G": ""}
+    assert (spec.command, spec.name) == (("x.py", "1.10", "yes"), "010")
+
+
 def test_set_without_a_value_must_be_refused():
     with pytest.raises(UsageError, match="--set trainers: no ="):
         read_set(["trainers"])

@@ -29,9 +29,10 @@ class Scripted:
     def explain(self, end) -> str:
         return ""
 
-    def stop(self) -> None:
-        self.calls.append("stop")
-        self.batches.append(self.after_stop)
+    def stop(self, kill) -> None:
+        self.calls.append("kill" if kill else "stop")
+        if not kill:
+            self.batches.append(self.after_stop)
 
     def down(self, grace) -> None:
         self.calls.append("down")
@@ -90,6 +91,37 @@ def test_a_request_before_the_workers_start_must_start_none():
     assert engine.calls == ["up", "down"]
 
 
+def test_only_a_second_request_may_kill():
+    engine = Scripted([], [], after_stop=[])
+    requests = iter([0, 1, 1, 1, 1, 1, 2] + [2] * 1000)
+
+    def stops() -> int:
+        count = next(requests)
+        if engine.calls[-1] == "kill":
+            engine.batches.append([Exit(rank, 137) for rank in range(3)])
+        return count
+
+    assert outcome_of(engine, JobSpec(trainers=2, grace=30), stops=stops).word == "stopped"
+    assert engine.calls == ["up", "start", "stop", "kill", "down"]
+
+
+def test_what_we_killed_must_never_be_the_cause():
+    engine = Scripted([Exit(0, 1)], after_stop=[Exit(1, 137), Exit(2, 137)])
+    assert outcome_of(engine, JobSpec(trainers=2, grace=0.000001)).root == Exit(0, 1)
+
+
+def test_a_peer_that_aborts_because_one_has_gone_must_not_be_the_cause():
+    engine = Scripted([Exit(0, 134)], after_stop=[Exit(2, 134), Exit(1, 1)])
+    assert outcome_of(engine, JobSpec(trainers=2, grace=30), complaining={0, 2}).root == Exit(1, 1)
+
+
+def test_an_engine_that_does_not_answer_any_more_must_lose_the_job():
+    engine = Scripted()
+    engine.wait = lambda timeout: (_ for _ in ()).throw(EngineError("gone"))
+    assert outcome_of(engine) == Outcome("lost", "gone")
+    assert engine.calls == ["up", "start", "down"]
+
+
 def test_the_maximum_run_time_must_stop_the_gang():
     engine = Scripted(after_stop=[Exit(0, 143), Exit(1, 143), Exit(2, 143)])
     spec = JobSpec(trainers=2, max_run=0.01)
@@ -107,4 +139,4 @@ def test_nodes_that_cannot_come_up_must_be_taken_down():
 def test_a_failed_clean_up_must_not_replace_the_outcome():
     engine = Scripted([Exit(0, 0), Exit(1, 0), Exit(2, 0)])
     engine.down = lambda grace: (_ for _ in ()).throw(EngineError("stuck"))
-    assert outcome_of(engine).word == "succeeded"
+    assert outcome_of(engine) == Outcome("succeeded", "finished", left="stuck")

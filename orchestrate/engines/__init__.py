@@ -29,7 +29,7 @@ class JobState:
 
 
 class Engine(Protocol):
-    """What the supervisor and the commands ask of a place where nodes live."""
+    """What the supervisor and the commands ask of a place where nodes live; all may raise EngineError."""
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Check that the engine can run `spec` and say what it has; `prepare`: build or pull a missing image."""
@@ -46,8 +46,8 @@ class Engine(Protocol):
     def explain(self, end: Exit) -> str:
         """What is known of the end of a worker besides its code: `oom`, `node lost`, or nothing."""
 
-    def stop(self) -> None:
-        """Ask all workers to stop; the nodes kill them after the grace period, and at once when asked again."""
+    def stop(self, kill: bool) -> None:
+        """Ask all workers to stop, and start no more; the nodes kill them after the grace period, or at once."""
 
     def down(self, grace: float) -> None:
         """Remove all that `up` made, also half of it; nodes get `grace` seconds to end. Raises EngineError."""

@@ -19,16 +19,19 @@ import docker.errors
 import requests
 from docker.context import ContextAPI
 from docker.models.containers import Container
+from docker.types import LogConfig
 
 from orchestrate.engines import Exit, JobState
-from orchestrate.errors import EngineError, OrchestrateError, ResourceError
+from orchestrate.errors import EngineError, ResourceError
 from orchestrate.node.ranks import gpu_ids
-from orchestrate.paths import project
+from orchestrate.paths import PROJECT, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import IMAGE, JobSpec
 
 LABEL = "orchestrate.job"
+LONGEST = 600  # seconds that Compose may take to bring nodes up or down
 RECONCILE = 2.0  # seconds between two looks at the truth, in case the event stream has lost something
+ERRORS = (docker.errors.DockerException, requests.RequestException)  # all that the SDK raises
 GET_DOCKER = "start Docker (systemctl start docker, or Docker Desktop), or use --engine process"
 
 
@@ -47,8 +50,12 @@ class DockerEngine:
         try:
             self.client = docker.DockerClient(base_url=self.host, version="auto", max_pool_size=32)
             self.info: dict[str, Any] = self.client.info()
-        except (docker.errors.DockerException, requests.RequestException) as error:
+        except ERRORS as error:
             raise EngineError(f"no Docker Engine answers at {self.host}: {_reason(error)}", GET_DOCKER) from None
+        try:
+            self._compose("version", capture=True)
+        except EngineError as error:
+            raise ResourceError(f"Docker Compose v2 is missing: {error}", "install the docker-compose plugin") from None
         self.job_id = ""
         self.env: dict[str, str] = {}
         self.nodes: dict[str, Container] = {}
@@ -58,15 +65,12 @@ class DockerEngine:
         self.out_of_memory: set[str] = set()  # ids of containers
         self.looked = 0.0
         self.events: Any = None
+        self.closing = False
 
     # --- before the job
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
-        """Check Compose and the image, list the GPUs; raises ResourceError for what is missing."""
-        try:
-            self._compose("version", capture=True)
-        except EngineError as error:
-            raise ResourceError(f"Docker Compose v2 is missing: {error}", "install the docker-compose plugin") from None
+        """Check the image, list the GPUs; raises ResourceError for what is missing."""
         runtime = "nvidia" in self.info.get("Runtimes", {})
         hopeless = spec.gpus not in ("auto", "none") and not runtime  # then no image is worth building
         present = not hopeless and self._has_image(spec, prepare)
@@ -101,34 +105,38 @@ class DockerEngine:
         except EngineError as error:
             hint = "its base image is BASE_IMAGE, and CA_BUNDLE names a CA bundle; see README, The image"
             raise ResourceError(f"the image {spec.image} could not be built: {error}", hint) from None
-        except (docker.errors.APIError, requests.RequestException) as error:
+        except ERRORS as error:
             hint = "check the name, `docker login`, or build it: docker build -t NAME ."
             raise ResourceError(f"no image {spec.image} here, nor to pull: {_reason(error)}", hint) from None
         return True
 
     def _gpus(self, spec: JobSpec) -> tuple[str, ...]:
-        """Ask nvidia-smi in a container that sees all GPUs."""
+        """Ask nvidia-smi in a container that sees all GPUs; none where that cannot start, for lack of a driver say."""
+        container = None
         try:
-            listing: bytes = self.client.containers.run(
+            container = self.client.containers.create(
                 spec.image,
                 ["-L"],
                 entrypoint="nvidia-smi",
                 runtime="nvidia",
                 environment={"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
                 network_mode="none",
-                remove=True,
+                log_config=LogConfig(type=LogConfig.types.JSON),
             )
-        except docker.errors.ContainerError:
+            container.start()
+            container.wait(timeout=60)
+            return tuple(gpu_ids(container.logs(stderr=False).decode(errors="replace")))
+        except ERRORS:
             return ()
-        except docker.errors.APIError as error:
-            raise ResourceError(f"the NVIDIA runtime fails: {_reason(error)}", "--gpus none trains on CPU") from None
-        return tuple(gpu_ids(listing.decode(errors="replace")))
+        finally:
+            if container is not None:
+                container.remove(force=True)
 
     # --- the job
 
     def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
         """Have Compose bring up the nodes, and start listening to what happens to them."""
-        code = project() if spec.is_app else Path.cwd()
+        code = code_folder(spec.command)
         for path in (run, code):
             if ":" in str(path):
                 raise EngineError(f"Compose cannot mount {path}, for the colon in it", "take a folder without a colon")
@@ -150,7 +158,7 @@ class DockerEngine:
         threading.Thread(target=self._listen, args=(int(time.time()),), daemon=True).start()
         scale = f"trainer={len(plan.nodes) - 1}"
         self._project("up", "--detach", "--no-build", "--pull", "never", "--scale", scale, "master", "trainer")
-        self.nodes = {_node_name(container): container for container in self._containers(self.job_id)}
+        self.nodes = {_node_name(container): container for container in self._containers(f"{LABEL}={self.job_id}")}
         missing = [name for name in plan.nodes if name not in self.nodes]
         if missing:
             raise EngineError(f"Compose did not bring up {', '.join(missing)}", "see docker compose ls")
@@ -167,7 +175,7 @@ class DockerEngine:
                 created: str = api.exec_create(node.id, stub, environment=worker.env, stdout=False, stderr=False)["Id"]
                 self.execs[created] = worker.rank, str(node.id)
                 api.exec_start(created, detach=True)
-            except docker.errors.APIError as error:
+            except ERRORS as error:
                 raise EngineError(f"rank {worker.rank} did not start on {worker.node}: {_reason(error)}") from None
 
         start(workers[0])
@@ -192,18 +200,19 @@ class DockerEngine:
         node = self.nodes[self.ranks[end.rank]]
         try:
             node.reload()
-        except docker.errors.NotFound:
+        except ERRORS:
             return "node lost"
         if node.status != "running":
             return "node lost"
         return "oom" if end.code == 137 and node.id in self.out_of_memory else ""
 
-    def stop(self) -> None:
-        """Ask all workers to stop."""
-        self._each(lambda node: node.kill("SIGUSR1"))
+    def stop(self, kill: bool) -> None:
+        """Ask all workers to stop, or kill them."""
+        self._each(lambda node: node.kill("SIGUSR2" if kill else "SIGUSR1"))
 
     def down(self, grace: float) -> None:
         """Remove nodes and network."""
+        self.closing = True
         if self.events is not None:
             self.events.close()
         if self.job_id:
@@ -213,7 +222,7 @@ class DockerEngine:
 
     def jobs(self) -> list[JobState]:
         """The jobs that have containers, by their labels."""
-        containers = self.client.containers.list(all=True, filters={"label": LABEL}, ignore_removed=True)
+        containers = self._containers(LABEL)
         jobs: dict[str, list[Container]] = {}
         for container in containers:
             jobs.setdefault(container.labels[LABEL], []).append(container)
@@ -222,11 +231,14 @@ class DockerEngine:
 
     def remove(self, job_id: str, grace: float) -> None:
         """Stop and remove containers and networks that carry the job's label, and nothing else."""
-        self.nodes = {str(container.id): container for container in self._containers(job_id)}
+        self.nodes = {str(container.id): container for container in self._containers(f"{LABEL}={job_id}")}
         self._each(lambda node: node.stop(timeout=int(grace)))
         self._each(lambda node: node.remove(force=True, v=True))
-        for network in self.client.networks.list(filters={"label": f"{LABEL}={job_id}"}):
-            network.remove()
+        try:
+            for network in self.client.networks.list(filters={"label": f"{LABEL}={job_id}"}):
+                network.remove()
+        except ERRORS as error:
+            raise EngineError(f"a network of {job_id} stays: {_reason(error)}", "docker network ls") from None
 
     # --- details
 
@@ -237,34 +249,37 @@ class DockerEngine:
         owner = run.stat()
         return f"{owner.st_uid}:{owner.st_gid}"
 
-    def _containers(self, job_id: str) -> list[Container]:
-        return self.client.containers.list(all=True, filters={"label": f"{LABEL}={job_id}"}, ignore_removed=True)
+    def _containers(self, label: str) -> list[Container]:
+        try:
+            return self.client.containers.list(all=True, filters={"label": label}, ignore_removed=True)
+        except ERRORS as error:
+            raise EngineError(f"the engine does not list its containers: {_reason(error)}", GET_DOCKER) from None
 
     def _each(self, action: Any) -> None:
         """Do something to all nodes at once; one that is gone, or not running, needs it no more."""
 
         def act(node: Container) -> None:
-            with contextlib.suppress(docker.errors.NotFound):
-                try:
-                    action(node)
-                except docker.errors.APIError as error:
-                    if error.status_code != 409:
-                        raise
+            try:
+                action(node)
+            except docker.errors.APIError as error:
+                if error.status_code not in (404, 409):
+                    raise EngineError(f"{node.name}: {_reason(error)}") from None
+            except ERRORS as error:
+                raise EngineError(f"the engine does not answer: {_reason(error)}", GET_DOCKER) from None
 
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(act, self.nodes.values()))
 
     def _listen(self, since: int) -> None:
-        """Put the job's events on the queue, without end; a broken stream is taken up where it broke."""
-        while True:
-            try:
-                filters = {"label": f"{LABEL}={self.job_id}", "type": "container"}
+        """Put the job's events on the queue until the end; a broken stream is taken up where it broke."""
+        filters = {"label": f"{LABEL}={self.job_id}", "type": "container"}
+        while not self.closing:
+            with contextlib.suppress(*ERRORS):
                 self.events = self.client.api.events(since=since, filters=filters, decode=True)
-                for event in self.events:
+                for event in self.events:  # which ends without a word when the connection breaks
                     since = event["time"]
                     self.found.put(event)
-                return  # closed by us
-            except (docker.errors.DockerException, requests.RequestException):
+            if not self.closing:
                 time.sleep(0.5)
 
     def _exits(self, event: dict[str, Any]) -> Iterator[Exit]:
@@ -285,6 +300,8 @@ class DockerEngine:
                     yield from self._ended(exec_id, state["ExitCode"])
             except docker.errors.NotFound:  # the container is gone, and its execs with it
                 yield from self._ended(exec_id, 137)
+            except ERRORS as error:
+                raise EngineError(f"the engine does not answer any more: {_reason(error)}", GET_DOCKER) from None
 
     def _ended(self, exec_id: str, code: int) -> Iterator[Exit]:
         if exec_id in self.execs:
@@ -298,14 +315,17 @@ class DockerEngine:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "NODE_"))}
         try:
             done = subprocess.run(
-                ["docker", "--host", self.host, "compose", "--project-directory", str(project()), *arguments],
+                ["docker", "--host", self.host, "compose", "--project-directory", str(PROJECT), *arguments],
                 env=inherited | (env or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if capture else 2,
                 stderr=subprocess.STDOUT if capture else None,
                 start_new_session=capture,  # Ctrl-C is for us; we take down what Compose is bringing up
+                timeout=LONGEST if capture else None,
                 text=True,
             )
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"docker compose did not end within {LONGEST} s") from None
         except FileNotFoundError:
             raise ResourceError("no `docker` command on PATH", "install it, with its Compose plugin") from None
         if done.returncode:
@@ -334,11 +354,3 @@ def _reason(error: Exception) -> str:
         if known in str(text):
             return known.lower()
     return " ".join(str(text).split())[:300]
-
-
-def connect() -> DockerEngine | OrchestrateError:
-    """The engine, or why there is none."""
-    try:
-        return DockerEngine()
-    except OrchestrateError as error:
-        return error

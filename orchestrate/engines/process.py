@@ -21,9 +21,11 @@ from pathlib import Path
 from orchestrate.engines import Exit, JobState
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.node.ranks import gpu_ids
-from orchestrate.paths import NODE, project
+from orchestrate.paths import NODE, PROJECT, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
+
+LIMITS = ("image", "memory", "cpus", "shm_size")  # what only containers have
 
 
 class ProcessEngine:
@@ -39,15 +41,16 @@ class ProcessEngine:
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Say what this machine has; raises ResourceError where the app cannot run for lack of torch."""
-        if spec.is_app and importlib.util.find_spec("torch") is None:
+        if code_folder(spec.command) == PROJECT and importlib.util.find_spec("torch") is None:
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
+        limits = [key for key in LIMITS if getattr(spec, key) != getattr(JobSpec(), key)]
         gpus: list[str] = []
         if spec.gpus != "none":
             with contextlib.suppress(OSError, subprocess.CalledProcessError):
                 gpus = gpu_ids(subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=True, text=True).stdout)
         return Inventory(
             engine="process",
-            about="local processes",
+            about="local processes" + (f", to which {' and '.join(limits)} do not apply" if limits else ""),
             cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             gpus=tuple(gpus),
             no_gpus="this machine has no NVIDIA GPU",
@@ -60,10 +63,9 @@ class ProcessEngine:
     def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
         """Start a waiting process per node."""
         self.folder = self.state / plan.job_id
-        self.cwd = project() if spec.is_app else Path.cwd()
+        self.cwd = code_folder(spec.command)
         self.state.mkdir(mode=0o700, exist_ok=True)
-        if self.state.stat().st_uid != os.getuid():
-            raise EngineError(f"{self.state} belongs to somebody else", "have its owner remove it")
+        self._check_owner()
         self.folder.mkdir(mode=0o700)
         (self.folder / "run").symlink_to(run)
         for name in plan.nodes:
@@ -77,6 +79,11 @@ class ProcessEngine:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        deadline = time.monotonic() + 60
+        while not all(_listener(Path(self._socket(name))) for name in plan.nodes):
+            if time.monotonic() > deadline or any(node.poll() is not None for node in self.nodes.values()):
+                raise EngineError("a node did not start", f"try it by hand: NODE_MODE=wait {sys.executable} {NODE}")
+            time.sleep(0.01)
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Start a stub per worker, which has the node start the worker and ends with its code."""
@@ -106,10 +113,10 @@ class ProcessEngine:
         """Tell whether the worker's node has died."""
         return "" if self._alive(self.nodes[self.ranks[end.rank]].pid) else "node lost"
 
-    def stop(self) -> None:
-        """Ask all workers to stop."""
+    def stop(self, kill: bool) -> None:
+        """Ask all workers to stop, or kill them."""
         for node in self.nodes.values():
-            node.send_signal(signal.SIGUSR1)
+            node.send_signal(signal.SIGUSR2 if kill else signal.SIGUSR1)
 
     def down(self, grace: float) -> None:
         """End the nodes, with what still runs in them."""
@@ -119,6 +126,7 @@ class ProcessEngine:
     def jobs(self) -> list[JobState]:
         """The jobs whose nodes listen."""
         found = []
+        self._check_owner()
         for folder in sorted(self.state.glob("*")):
             nodes = [pid for path in folder.glob("*.sock") if (pid := _listener(path))]
             if nodes:
@@ -131,6 +139,10 @@ class ProcessEngine:
         pids = {path: pid for path in sockets if (pid := _listener(path))}
         _end(list(pids.values()), grace, lambda pid: any(_listener(path) == pid for path in sockets))
         shutil.rmtree(self.state / job_id, ignore_errors=True)
+
+    def _check_owner(self) -> None:
+        if self.state.is_symlink() or (self.state.exists() and self.state.lstat().st_uid != os.getuid()):
+            raise EngineError(f"{self.state} belongs to somebody else", "have its owner remove it")
 
     def _socket(self, node: str) -> str:
         return str(self.folder / f"{node}.sock")

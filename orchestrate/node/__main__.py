@@ -10,7 +10,7 @@ It takes work in one of three ways (`NODE_MODE`; without it, `given` where `RANK
 
 A worker's output goes, untouched, to `$JOB_DIR/logs/rank-N.log` and, line by line behind `[rank N] `, to stdout.
 SIGTERM and SIGINT stop the workers (SIGTERM, `NODE_GRACE` seconds, SIGKILL) and end the node; a second one kills at
-once. SIGUSR1 does the same to the workers and leaves the node up.
+once. SIGUSR1 stops the workers and SIGUSR2 kills them, those that are still being started too; the node stays.
 """
 
 from __future__ import annotations

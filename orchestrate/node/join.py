@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from functools import partial
 from typing import Any
 
@@ -39,10 +40,14 @@ def join(command: list[str]) -> int:
 
 def trainers() -> dict[str, str]:
     """Address and name of each trainer of the project, in Compose's order."""
-    try:
-        addresses = socket.gethostbyname_ex("trainer")[2]
-    except socket.gaierror:
-        return {}  # `--scale trainer=0`
+    for left in (2, 1, 0):
+        try:
+            addresses = socket.gethostbyname_ex("trainer")[2]
+            break
+        except socket.gaierror as error:
+            if error.errno == socket.EAI_NONAME or not left:
+                return {}  # `--scale trainer=0`
+            time.sleep(0.5)  # a name server beyond Docker's was asked, and is slow to say no
     numbers = {}
     for address in addresses:
         match = re.search(r"-(\d+)\.", socket.gethostbyaddr(address)[0])
@@ -146,12 +151,12 @@ class Gang:
 
 def follow(command: list[str], node: Node, timeout: float) -> int:
     """Be a trainer: register with the master, run what it hands out; return the first failure's exit code, or 0."""
-    loop, codes = Loop(), []
     try:
         connection = connect(socket.AF_INET, ("master", JOIN_PORT), timeout)
     except OSError as error:
         say(f"error: no master to join: {error}")
         return 1
+    loop, codes = Loop(), []
 
     def receive(message: Any) -> None:
         if message is not None and "start" in message:

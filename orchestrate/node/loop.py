@@ -25,7 +25,7 @@ class Loop:
         self.selector = selectors.DefaultSelector()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.workers: list[Worker] = []
-        self.stopping = False  # the workers have been asked to stop
+        self.stopped = False  # the workers have been asked to stop, and no more are started
         self.ending = False  # the node has been asked to end
         self.on_end: Callable[[], None] = lambda: None  # what else to do when it is
         bell, alarm = socket.socketpair()
@@ -34,7 +34,8 @@ class Loop:
         self._bell = bell  # kept, since its descriptor is the one that signals ring
         self.watch(alarm, lambda: self._signals(alarm.recv(4096)))
         signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        self.asked = False  # by a signal, for the first time; a second one kills
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda *_: None)
 
     def watch(self, source: Any, callback: Callable[[], None]) -> None:
@@ -51,8 +52,8 @@ class Loop:
         self.timers.append((time.monotonic() + seconds, callback))
 
     def start(self, command: list[str], env: Env, cwd: str | None, done: Callable[[int], None]) -> Worker | None:
-        """Start a worker; `done` gets its exit code. A node that is ending starts none."""
-        if self.ending:
+        """Start a worker; `done` gets its exit code. Once the workers have been asked to stop, none is started."""
+        if self.stopped:
             done(128 + signal.SIGTERM)
             return None
         try:
@@ -66,16 +67,14 @@ class Loop:
         return worker
 
     def stop(self, end: bool = False) -> None:
-        """Ask the workers to stop, kill them after the grace period, at once if asked twice; `end` ends the node."""
+        """Ask the workers to stop, once, and kill them after the grace period; `end` ends the node with them."""
+        if not self.stopped:
+            self.stopped = True
+            kill(self.workers, signal.SIGTERM)
+            self.after(float(os.environ.get("NODE_GRACE", "30")), lambda: kill(self.workers, signal.SIGKILL))
         if end and not self.ending:
             self.ending = True
             self.on_end()
-        if self.stopping:
-            kill(self.workers, signal.SIGKILL)
-        elif self.workers:
-            self.stopping, workers = True, list(self.workers)
-            kill(workers, signal.SIGTERM)
-            self.after(float(os.environ.get("NODE_GRACE", "30")), lambda: kill(workers, signal.SIGKILL))
 
     def run(self) -> None:
         """Serve until the node has been asked to end and no worker is left."""
@@ -96,15 +95,19 @@ class Loop:
 
     def _signals(self, numbers: bytes) -> None:
         for number in numbers:
-            if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                self.stop(end=number != signal.SIGUSR1)
+            if number == signal.SIGCHLD:
+                continue
+            again = number in (signal.SIGTERM, signal.SIGINT) and self.asked
+            self.asked = self.asked or number in (signal.SIGTERM, signal.SIGINT)
+            self.stop(end=number not in (signal.SIGUSR1, signal.SIGUSR2))
+            if again or number == signal.SIGUSR2:
+                kill(self.workers, signal.SIGKILL)
 
     def _reap(self) -> None:
         for worker in [worker for worker in self.workers if worker.process.poll() is not None]:
             self.workers.remove(worker)
             self.forget(worker.output)
             worker.close()
-        self.stopping = self.stopping and bool(self.workers)
 
 
 class Channel:

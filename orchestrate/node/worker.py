@@ -74,7 +74,7 @@ class Worker:
 
     def kill(self, number: int) -> None:
         """Send a signal to the worker; SIGKILL goes to all that it started, too."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             if number == signal.SIGKILL:
                 os.killpg(self.process.pid, number)
             elif self.process.returncode is None:
