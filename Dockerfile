@@ -8,7 +8,7 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 RUN --mount=type=secret,id=ca,required=false \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
     python3 -m venv /opt/venv && \
-    pip install --no-cache-dir --disable-pip-version-check 'torch>=2.10' torchvision
+    pip install --no-cache-dir --disable-pip-version-check 'torch>=2.10' torchvision safetensors
 
 # Anyone may write here: a named volume mounted over it inherits the mode, whichever user the nodes run as.
 # It stays empty: Docker copies what is in it when it creates a container, and fails where two do so at once.

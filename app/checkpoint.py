@@ -1,29 +1,199 @@
-"""Checkpoints that are whole or absent: written under another name, made durable, then renamed."""
+"""Checkpoints that are whole or absent, written while training goes on.
 
+    checkpoints/step-00000188/state.pt         tensors, numbers and names; `torch.load(weights_only=True)` reads it
+    checkpoints/step-00000188/manifest.json    its size and SHA-256, written last
+    checkpoints/last, checkpoints/best         links for people; a reader trusts manifests alone
+
+A save happens in a hidden folder: files, manifest, everything made durable, then one rename. Whenever the process or
+the machine dies, the newest folder whose manifest agrees with its files is a good checkpoint.
+"""
+
+import contextlib
+import hashlib
+import json
 import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
+
+MISSES = 3  # saves that may fail one after another, for a full disk say, before the training ends
+_PIECE = 1 << 20  # bytes
+
+torch.serialization.set_crc32_options(False)  # SHA-256 finds what CRC-32 would, and more
 
 
-def save(state: dict[str, Any], path: Path) -> None:
-    """Write `state` to `path`; at every moment `path` holds either the old or the new checkpoint, complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself is durable once the folder is
+class Checkpoints:
+    """The checkpoints of one job; one worker (rank 0) saves."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        """Keep the newest `keep` and the best; `folder` is made at the first save."""
+        self.folder, self.keep = folder, keep
+        self.misses = 0
+        self.held: dict[tuple[Any, ...], Tensor] = {}  # the copies of the last save, to be used again
+        self.thread: threading.Thread | None = None
+
+    def save(self, state: dict[str, Any], step: int, **facts: Any) -> bool:
+        """Copy `state` and write it in the background; `facts` go into the manifest, `score` decides the best.
+
+        The caller is held for the copy alone. False where the last save still runs: then this one is left out.
+        Raises OSError after `MISSES` saves in a row have failed.
+        """
+        if self.thread is not None and self.thread.is_alive():
+            print(f"checkpoint at step {step} left out: the last one is still being written", flush=True)
+            return False
+        self.wait()
+        copy = _copied(state, self.held)
+        self.thread = threading.Thread(target=self._write, args=(copy, step, facts))
+        self.thread.start()
+        return True
+
+    def wait(self) -> None:
+        """Return when the save that runs, if any, is durable."""
+        if self.thread is not None:
+            self.thread.join()
+        if self.misses >= MISSES:
+            raise OSError(f"{self.misses} checkpoints in a row could not be written to {self.folder}")
+
+    def all(self) -> list[tuple[Path, dict[str, Any]]]:
+        """Folder and manifest of each committed checkpoint, the oldest first; its files are not looked at."""
+        found = []
+        for path in self.folder.glob("step-*"):
+            with contextlib.suppress(OSError, ValueError):
+                manifest = json.loads((path / "manifest.json").read_text())
+                if isinstance(manifest, dict) and isinstance(manifest.get("step"), int) and not path.is_symlink():
+                    found.append((path, manifest))
+        return sorted(found, key=lambda item: item[1]["step"])
+
+    def newest(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """State and manifest of the newest good checkpoint; a damaged one is passed over, with a message."""
+        for path, _ in reversed(self.all()):
+            try:
+                return load(path)
+            except Exception as error:  # whatever is wrong with it, an older one may be good
+                print(f"checkpoint {path.name} is damaged, trying the one before: {error}", flush=True)
+        return None
+
+    def _write(self, state: dict[str, Any], step: int, facts: dict[str, Any]) -> None:
+        try:
+            self._commit(state, step, facts)
+            self.misses = 0
+        except OSError as error:  # a full disk must not end the training at once
+            self.misses += 1
+            print(f"checkpoint at step {step} could not be written: {error}", flush=True)
+
+    def _commit(self, state: dict[str, Any], step: int, facts: dict[str, Any]) -> None:
+        final = self.folder / f"step-{step:08}"
+        work = self.folder / f".{final.name}.{os.getpid()}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for rubbish in self.folder.glob(".step-*"):
+            shutil.rmtree(rubbish, ignore_errors=True)
+        work.mkdir()
+        with (work / "state.pt").open("wb") as file, _Hashed(file) as hashed:
+            torch.save(state, hashed)
+            _durable(file)
+        files = {"state.pt": {"size": hashed.size, "sha256": hashed.digest()}}
+        with (work / "manifest.json").open("wb") as file:
+            file.write(json.dumps({"step": step, **facts, "files": files}, indent=2).encode())
+            _durable(file)
+        _durable_folder(work)
+        if final.exists():  # from before a resume
+            final.rename(self.folder / f".{final.name}.old")
+        work.rename(final)
+        _durable_folder(self.folder)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Point `last` and `best` at their checkpoints; only then remove what is neither new nor best."""
+        known = self.all()
+        scored = [item for item in known if item[1].get("score") is not None]
+        kept = known[-self.keep :]
+        links = {"last": known[-1]}
+        if scored:
+            links["best"] = max(scored, key=lambda item: (item[1]["score"], item[1]["step"]))
+        for name, (path, _) in links.items():
+            fresh = self.folder / f".step-{name}"
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(path.name)
+            fresh.replace(self.folder / name)
+        _durable_folder(self.folder)
+        for path in [path for path, _ in known] + list(self.folder.glob(".step-*")):
+            if path not in [item[0] for item in [*kept, *links.values()]]:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State (on the CPU) and manifest of one checkpoint folder; raises ValueError or OSError where it is damaged.
+
+    Nothing that the file contains is run: it is compared with its manifest, then read with `weights_only`, which is
+    safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747).
+    """
+    manifest = json.loads((path / "manifest.json").read_text())
+    expected = manifest["files"]["state.pt"]
+    with (path / "state.pt").open("rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+        if (file.tell(), digest.hexdigest()) != (expected["size"], expected["sha256"]):
+            raise ValueError(f"{path}/state.pt is not what its manifest says")
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True), manifest
+
+
+class _Hashed:
+    """A file that is hashed by a second thread while it is written and made durable."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.size, self._hash = file, 0, hashlib.sha256()
+        self._pool = ThreadPoolExecutor(1)  # one thread: pieces are hashed in their order
+
+    def __enter__(self) -> "_Hashed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def write(self, piece: memoryview) -> int:
+        self.size += len(piece)
+        # A large piece is a tensor of our own copy, which stays as it is until the next save; a small one may not.
+        self._pool.submit(self._hash.update, piece if len(piece) >= _PIECE else bytes(piece))
+        return self.file.write(piece)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def digest(self) -> str:
+        """The hash of all that was written; to be asked for at the end."""
+        self._pool.shutdown()
+        return self._hash.hexdigest()
+
+
+def _copied(value: Any, held: dict[tuple[Any, ...], Tensor], path: tuple[Any, ...] = ()) -> Any:
+    """A deep copy on the CPU; tensors go into the ones of the last copy, whose memory is already there."""
+    if isinstance(value, dict):
+        return {key: _copied(item, held, (*path, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item, held, (*path, i)) for i, item in enumerate(value))
+    if not isinstance(value, Tensor):
+        return value
+    old = held.get(path)
+    if old is None or old.shape != value.shape or old.dtype != value.dtype:
+        held[path] = old = torch.empty(value.shape, dtype=value.dtype)
+    return old.copy_(value.detach())
+
+
+def _durable(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _durable_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
-
-
-def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU without running anything that it contains."""
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
+        os.close(descriptor)

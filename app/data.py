@@ -1,12 +1,16 @@
-"""Data: digits that are drawn offline, or the MNIST files from a folder. Both are 28×28 grey images in memory."""
+"""Data sets that fit in memory, as tensors: drawn offline, or read from their own files in a folder."""
 
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+NAMES = ("digits", "mnist", "colours", "cifar10")
+HOME = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "orchestrate"
 TRAIN, TEST = 12_000, 2_000  # images of the generated set
 VERSION = 1  # of the drawing below: a cached set of another version is not read
 
@@ -80,39 +84,83 @@ def digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.cat([draw(part, generator) for part in labels.split(250)]), labels
 
 
-def load_digits(folder: Path) -> list[Tensor]:
-    """Training images, labels, test images, labels; drawn once, then read from `folder` where it can be written."""
-    path = folder / f"digits-{VERSION}.pt"
+def colours(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Drawn digits in coloured ink on coloured paper, of CIFAR's shape: (N, 3, 32, 32) uint8, (N,) int64."""
+    images, labels = digits(count, seed)
+    generator = torch.Generator().manual_seed(seed)
+    ink = F.pad(images, (2, 2, 2, 2)).unsqueeze(1).float() / 255
+    pen, left, right = (torch.rand(count, 3, 1, 1, generator=generator) * 255 for _ in range(3))
+    slope = torch.linspace(0, 1, 32)
+    paper = left + (right - left) * slope
+    return (paper + (pen - paper) * ink).to(torch.uint8), labels
+
+
+def _drawn(draw_set: Any, folder: Path, name: str) -> list[Tensor]:
+    """The four tensors of a drawn set; drawn once, then read from `folder` where it can be written."""
+    path = folder / f"{name}-{VERSION}.pt"
     if path.exists():
         return list(torch.load(path, weights_only=True))
-    data = [*digits(TRAIN, seed=1), *digits(TEST, seed=2)]
+    data = [*draw_set(TRAIN, seed=1), *draw_set(TEST, seed=2)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
         torch.save(data, temporary)
         temporary.replace(path)
     except OSError as error:
-        print(f"digits are not cached: {error}")
+        print(f"{name} are not cached: {error}")
     return data
 
 
-def load_mnist(folder: Path, download: bool) -> list[Tensor]:
-    """The same four tensors from MNIST's own files under `folder`/MNIST/raw; raises SystemExit where there are none."""
-    from torchvision.datasets import MNIST  # only here: the generated digits need no torchvision
+def _files(name: str, folder: Path, download: bool) -> list[Tensor]:
+    """The four tensors of MNIST or CIFAR-10, from their own files; raises SystemExit where there are none."""
+    from torchvision import datasets  # only here: drawn data need no torchvision
 
+    kind = {"mnist": datasets.MNIST, "cifar10": datasets.CIFAR10}[name]
     try:
-        parts = [MNIST(str(folder), train=train, download=download) for train in (True, False)]
+        parts = [kind(str(folder), train=train, download=download) for train in (True, False)]
     except RuntimeError as error:
-        hint = "--data DIR names the folder that holds MNIST/raw; --download gets it"
-        raise SystemExit(f"error: no MNIST in {folder}: {error}\nhint: {hint}") from None
-    return [tensor for part in parts for tensor in (part.data, part.targets)]
+        hint = "--data DIR names the folder that holds MNIST/raw or cifar-10-batches-py; --download gets it"
+        raise SystemExit(f"error: no {name} in {folder}: {error}\nhint: {hint}") from None
+    return [torch.as_tensor(values) for part in parts for values in (part.data, part.targets)]
 
 
-def load(dataset: str, folder: Path, download: bool) -> list[Tensor]:
-    """Training images, labels, test images, labels of `digits` or `mnist`."""
-    return load_digits(folder) if dataset == "digits" else load_mnist(folder, download)
+def load(name: str, folder: Path, download: bool) -> list[Tensor]:
+    """Training images, labels, test images, labels: (N, C, H, W) uint8 and (N,) int64."""
+    drawn = {"digits": digits, "colours": colours}
+    images = _drawn(drawn[name], folder, name) if name in drawn else _files(name, folder, download)
+    for i in (0, 2):
+        if images[i].dim() == 3:
+            images[i] = images[i].unsqueeze(1)  # grey
+        elif images[i].shape[-1] == 3:
+            images[i] = images[i].permute(0, 3, 1, 2).contiguous()  # torchvision keeps CIFAR's channels last
+    return images
 
 
-def normalised(images: Tensor) -> Tensor:
-    """uint8 (N, 28, 28) to float (N, 1, 28, 28) with MNIST's mean and deviation, as in the PyTorch examples."""
-    return ((images.float() / 255 - 0.1307) / 0.3081).unsqueeze(1)
+# Mean and deviation of MNIST, as in the PyTorch examples, and of CIFAR-10 by channel.
+_GREY = ((0.1307,), (0.3081,))
+_COLOUR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+
+
+def normalised(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """uint8 (N, C, H, W) to floats of mean 0 and deviation 1."""
+    mean, deviation = (torch.tensor(v, dtype=dtype, device=images.device) for v in _statistics(images.shape[1]))
+    return (images.to(dtype) / 255 - mean.view(-1, 1, 1)) / deviation.view(-1, 1, 1)
+
+
+def _statistics(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    return _GREY if channels == 1 else _COLOUR
+
+
+def augmented(images: Tensor) -> Tensor:
+    """Each image moved by up to two pixels, colour ones also mirrored at random; the whole batch at once."""
+    n, channels, height, width = images.shape
+    padded = F.pad(images, (2, 2, 2, 2))
+    down, right = torch.randint(0, 5, (2, n, 1), device=images.device)
+    rows = (down + torch.arange(height, device=images.device)).view(n, 1, height, 1)
+    columns = (right + torch.arange(width, device=images.device)).view(n, 1, 1, width)
+    if channels == 3:
+        mirrored = torch.rand(n, 1, 1, 1, device=images.device) < 0.5
+        columns = torch.where(mirrored, columns.flip(3), columns)
+    batch = torch.arange(n, device=images.device).view(n, 1, 1, 1)
+    channel = torch.arange(channels, device=images.device).view(1, channels, 1, 1)
+    return padded[batch, channel, rows, columns]

@@ -1,171 +1,282 @@
-"""Train the MNIST network with DistributedDataParallel, on however many workers the environment names.
+"""Train a model on however many workers the environment names, in one of four ways.
 
-    python -m orchestrate run                                   four nodes
-    python -m orchestrate run -- -m app.train --epochs 5        the same with arguments
-    torchrun --nproc-per-node 2 -m app.train                    under torchrun
-    python -m app.train                                         one process
+    python -m orchestrate run                                        four nodes
+    python -m orchestrate run -- -m app.train --strategy manual      the same with arguments
+    torchrun --nproc-per-node 2 -m app.train                         under torchrun
+    python -m app.train --spawn 2                                    by torch.multiprocessing, on this machine
+    python -m app.train --strategy single                            one process
 
 It reads torchrun's variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`) and writes to
-`$JOB_DIR` (else `runs/app`): `metrics.jsonl`, `checkpoints/last.pt`, `checkpoints/best.pt`.
+`$JOB_DIR` (else `runs/app`): `metrics.jsonl` and `checkpoints/`.
 """
 
 import argparse
 import json
-import math
-import os
+import pickle
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
 
-from app import checkpoint, data
-from app.model import Net
+from app import data, model, replicas, strategy
+from app.checkpoint import Checkpoints, load
+from app.job import Job, spawn
+from app.order import GlobalOrder, ShardOrder
+from app.shards import Shards
+
+SHOWN = 10  # steps whose losses are summed over all workers at once
 
 
 def arguments() -> argparse.Namespace:
     """The command line; defaults follow the PyTorch examples' MNIST script."""
-    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "orchestrate"
-    parser = argparse.ArgumentParser(prog="python -m app.train", description="Train digits on every worker.")
-    parser.add_argument("--dataset", choices=["digits", "mnist"], default="digits", help="digits are drawn offline")
-    parser.add_argument("--data", type=Path, default=home, metavar="DIR", help="folder of the data set")
-    parser.add_argument("--download", action="store_true", help="get MNIST from the network if it is not in DIR")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=64, help="of all workers together")
-    parser.add_argument("--lr", type=float, default=1.0)
-    parser.add_argument("--gamma", type=float, default=0.7, help="learning rate factor per epoch")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--resume", default="none", metavar="auto|none|PATH", help="auto: the job's own newest")
+    parser = argparse.ArgumentParser(prog="python -m app.train", description="Train on every worker.")
+    add = parser.add_argument
+    add("--strategy", choices=strategy.NAMES, default="ddp", help="ddp with one worker is a single process")
+    add("--spawn", type=int, metavar="N", help="start N workers on this machine")
+    add("--model", choices=model.NAMES, default="mnist")
+    add("--dataset", default="digits", metavar="NAME|shards:DIR", help=f"{', '.join(data.NAMES)}, or shards of one")
+    add("--data", type=Path, default=data.HOME, metavar="DIR", help="folder of the data set")
+    add("--download", action="store_true", help="get the data set from the network if it is not in DIR")
+    add("--augment", action="store_true", help="move images at random, mirror colour ones")
+    add("--epochs", type=int, default=3)
+    add("--batch-size", type=int, default=64, help="of all workers together")
+    add("--accumulate", type=int, default=1, metavar="K", help="take each batch in K parts, to save memory")
+    add("--optimizer", choices=["adadelta", "sgd", "adamw"], default="adadelta")
+    add("--lr", type=float, help="default: 1.0 for adadelta, 0.05 for sgd, 0.001 for adamw")
+    add("--schedule", choices=["step", "cosine", "none"], default="step", help="step: times --gamma each epoch")
+    add("--gamma", type=float, default=0.7)
+    add("--dropout", type=float, default=1.0, help="factor on the model's dropout rates")
+    add("--dtype", choices=["float32", "float64"], default="float32")
+    add("--amp", action="store_true", help="mixed precision: float16 on GPUs, bfloat16 on CPUs")
+    add("--compile", action="store_true", help="torch.compile")
+    add("--seed", type=int, default=1)
+    add("--save-every", type=int, default=0, metavar="STEPS", help="save between the ends of epochs, too")
+    add("--keep", type=int, default=2, help="newest checkpoints to keep, besides the best")
+    add("--resume", default="none", metavar="auto|none|DIR", help="auto: the job's newest; DIR: one checkpoint")
+    add("--init-from", type=Path, metavar="DIR", help="begin with the weights of a checkpoint, as far as they fit")
+    add("--check-replicas", type=int, default=0, metavar="STEPS", help="compare all workers' parameters that often")
+    add("--ledger", action="store_true", help="write each worker's samples to ledger-RANK.jsonl")
+    add("--skew-rank", type=int, help="spoil this rank's gradients, to see --check-replicas find it")
     args = parser.parse_args()
-    for name in ("epochs", "batch_size"):
-        if getattr(args, name) < 1:
+    for name in ("epochs", "batch_size", "accumulate", "keep", "spawn"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.dataset not in data.NAMES and not args.dataset.startswith("shards:"):
+        parser.error(f"--dataset {args.dataset}: choose from {', '.join(data.NAMES)}, or shards:DIR")
     return args
 
 
-class Job:
-    """This worker's place in the job."""
+class Samples:
+    """This worker's training and test samples, and the order in which it takes them."""
 
-    def __init__(self) -> None:
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.folder = Path(os.environ.get("JOB_DIR", "runs/app"))
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(self.device)
-        elif os.environ.get("CUDA_VISIBLE_DEVICES"):
-            self.say("warning: a GPU was given, but torch cannot use it: training on the CPU")
-        if self.world_size > 1:
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-
-    def say(self, text: str) -> None:
-        """Print from rank 0."""
-        if self.rank == 0:
-            print(text, flush=True)
-
-    def record(self, **metrics: Any) -> None:
-        """Append a line to metrics.jsonl from rank 0."""
-        if self.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
-
-    def sum(self, values: list[float]) -> list[float]:
-        """Each value summed over all workers."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        return [float(value) for value in total]
-
-    def broadcast(self, tensors: list[Tensor] | None) -> list[Tensor]:
-        """Rank 0's tensors (uint8 images and int64 labels, in turns) on the device of every worker."""
-        if self.world_size == 1:
-            assert tensors is not None
-            return [tensor.to(self.device) for tensor in tensors]
-        counts = torch.tensor([len(tensor) for tensor in tensors] if tensors else [0] * 4, device=self.device)
-        dist.broadcast(counts, src=0)
-        received = []
-        for i, count in enumerate(counts.tolist()):
-            empty = torch.empty(count, dtype=torch.int64) if i % 2 else torch.empty(count, 28, 28, dtype=torch.uint8)
-            tensor = (tensors[i] if tensors else empty).to(self.device)
-            dist.broadcast(tensor, src=0)
-            received.append(tensor)
-        return received
+    def __init__(self, job: Job, args: argparse.Namespace) -> None:
+        self.order: GlobalOrder | ShardOrder
+        if args.dataset.startswith("shards:"):
+            folder = Path(args.dataset.removeprefix("shards:"))
+            train, test = (Shards(folder, part, job.rank, job.world_size) for part in ("train", "test"))
+            self.images, self.labels, self.ids = train.images.to(job.device), train.labels.to(job.device), train.ids
+            self.test_images, self.test_labels = test.images.to(job.device), test.labels.to(job.device)
+            self.count = sum(train.counts)
+            self.order = ShardOrder(train.counts, args.batch_size, job.rank, args.seed)
+        else:
+            tensors = data.load(args.dataset, args.data, args.download) if job.rank == 0 else None
+            kinds = [(4, torch.uint8), (1, torch.int64)] * 2
+            self.images, self.labels, test_images, test_labels = job.broadcast(tensors, kinds)
+            part = slice(job.rank, None, job.world_size)  # each test image is looked at by one worker
+            self.test_images, self.test_labels = test_images[part], test_labels[part]
+            self.count = len(self.images)
+            self.ids = torch.arange(self.count)
+            self.order = GlobalOrder(self.count, args.batch_size, job.rank, job.world_size, args.seed)
 
 
-def evaluate(job: Job, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Mean loss and accuracy over all test images, each of which exactly one worker looks at."""
-    model.eval()
-    loss = correct = 0.0
+def evaluate(job: Job, net: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Mean loss and accuracy over the test images of all workers."""
+    net.eval()
+    dtype = next(net.parameters()).dtype
+    total = torch.zeros(3, dtype=torch.float64)  # loss, right answers, images
     with torch.no_grad():
-        for part in torch.arange(job.rank, len(images), job.world_size, device=job.device).split(500):
-            output = model(data.normalised(images[part]))
-            loss += float(F.nll_loss(output, labels[part], reduction="sum"))
-            correct += float((output.argmax(1) == labels[part]).sum())
-    loss, correct = job.sum([loss, correct])
-    return loss / len(images), correct / len(images)
+        for x, y in zip(images.split(500), labels.split(500)):
+            output = net(data.normalised(x, dtype))
+            loss = F.cross_entropy(output, y, reduction="sum")
+            total += torch.tensor([float(loss), float((output.argmax(1) == y).sum()), len(y)], dtype=torch.float64)
+    loss, right, count = job.sum(total).tolist()
+    return loss / count, right / count
+
+
+def optimizer_of(args: argparse.Namespace, net: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that the command line names."""
+    lr = args.lr or {"adadelta": 1.0, "sgd": 0.05, "adamw": 0.001}[args.optimizer]
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+    kind = torch.optim.Adadelta if args.optimizer == "adadelta" else torch.optim.AdamW
+    return kind(net.parameters(), lr=lr)
+
+
+def scheduler_of(args: argparse.Namespace, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """The learning rate per epoch."""
+    if args.schedule == "cosine":
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=args.gamma if args.schedule == "step" else 1.0)
+
+
+def parts(x: Tensor, y: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """A worker's share of a batch in `count` parts of about equal size, with whether it is the last."""
+    for i, (part_x, part_y) in enumerate(zip(x.tensor_split(count), y.tensor_split(count)), 1):
+        yield part_x, part_y, i == count
+
+
+def random_state(job: Job) -> Tensor:
+    """The state of this worker's generator, of the GPU or the CPU: (N,) uint8."""
+    return torch.cuda.get_rng_state(job.device) if job.device.type == "cuda" else torch.get_rng_state()
+
+
+def restore(state: dict[str, Any], job: Job, args: argparse.Namespace, holders: dict[str, Any]) -> tuple[int, int]:
+    """Put a checkpoint's content back; return epoch and step within it. Raises SystemExit where it does not fit."""
+    for name in ("batch_size", "seed", "dataset", "model", "optimizer"):
+        if state["arguments"][name] != getattr(args, name):
+            was, now, flag = state["arguments"][name], getattr(args, name), name.replace("_", "-")
+            raise SystemExit(f"error: the checkpoint was made with --{flag} {was}, not {now}\nhint: --{flag} {was}")
+    for name, holder in holders.items():
+        holder.load_state_dict(state[name])
+    if len(state["random"]) == job.world_size:  # another number of workers draws other random numbers
+        mine = state["random"][job.rank]
+        torch.cuda.set_rng_state(mine, job.device) if job.device.type == "cuda" else torch.set_rng_state(mine)
+    return state["epoch"], state["epoch_step"]
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checkpoint in a folder; raises SystemExit where it is missing, damaged or more than data."""
+    try:
+        return load(path)
+    except (OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise SystemExit(f"error: {path} is no good checkpoint: {str(error).splitlines()[0]}") from None
+
+
+def transfer(net: nn.Module, path: Path, say: Any) -> None:
+    """Begin with the weights in a checkpoint folder, or a .safetensors file, and list what does not fit."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        try:
+            weights = load_file(path)
+        except Exception as error:  # its own kinds of error, besides OSError
+            raise SystemExit(f"error: {path} cannot be read: {error}") from None
+    else:
+        weights = read(path)[0]["model"]
+    own = net.state_dict()
+    fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
+    missing, unexpected = sorted(own.keys() - fitting.keys()), sorted(weights.keys() - fitting.keys())
+    net.load_state_dict(fitting, strict=False)
+    say(f"{len(fitting)} of {len(own)} tensors from {path}")
+    say(f"  missing, trained from scratch: {', '.join(missing) or 'none'}")
+    say(f"  unexpected, left out: {', '.join(unexpected) or 'none'}")
+
+
+def train(args: argparse.Namespace) -> None:
+    """Build, train, close."""
+    job = Job()
+    print(f"rank {job.rank} of {job.world_size} on {job.device}", flush=True)
+    samples = Samples(job, args)
+    dtype = getattr(torch, args.dtype)
+
+    torch.manual_seed(args.seed)
+    _, channels, side, _ = samples.images.shape
+    net = model.build(args.model, channels, side, args.dropout).to(job.device, dtype)
+    if args.init_from:
+        transfer(net, args.init_from, job.say)
+    optimizer = optimizer_of(args, net)
+    scheduler = scheduler_of(args, optimizer)
+    half = torch.float16 if job.device.type == "cuda" else torch.bfloat16
+    scaler = torch.amp.GradScaler(job.device.type, enabled=args.amp and half == torch.float16)
+    holders = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    torch.manual_seed(args.seed + job.rank)  # dropout differs between workers; the weights do not
+
+    checkpoints = Checkpoints(job.folder / "checkpoints", args.keep)
+    start, first = 1, 0
+    if args.resume != "none":
+        found = checkpoints.newest() if args.resume == "auto" else read(Path(args.resume))
+        if found:
+            start, first = restore(found[0], job, args, holders)
+            job.say(f"resumed after step {found[1]['step']}, in epoch {start}")
+
+    way = strategy.Strategy(args.strategy, job, net)
+    network = torch.compile(way.model) if args.compile else way.model
+    ledger = (job.folder / f"ledger-{job.rank}.jsonl").open("a") if args.ledger else None
+    losses: list[tuple[int, int, Tensor]] = []  # epoch, step, this worker's part of the loss
+
+    def show() -> None:
+        if losses:
+            sums = job.sum(torch.stack([loss for _, _, loss in losses]))
+            for (at_epoch, at_step, _), value in zip(losses, sums.tolist()):
+                job.record(kind="step", epoch=at_epoch, step=at_step, loss=value)
+            losses.clear()
+
+    def save(step: int, next_epoch: int, epoch_step: int, score: float | None = None) -> None:
+        state = {name: holder.state_dict() for name, holder in holders.items()}
+        arguments = {name: getattr(args, name) for name in ("batch_size", "seed", "dataset", "model", "optimizer")}
+        state |= {"epoch": next_epoch, "epoch_step": epoch_step, "random": job.gather(random_state(job))}
+        if job.rank == 0:
+            checkpoints.save(state | {"arguments": arguments}, step, score=score, world_size=job.world_size)
+
+    for epoch in range(start, args.epochs + 1):
+        started = time.monotonic()
+        network.train()
+        for epoch_step, (mine, total) in enumerate(samples.order.batches(epoch, first), first + 1):
+            step = (epoch - 1) * samples.order.steps + epoch_step
+            if ledger:
+                ledger.write(json.dumps({"epoch": epoch, "step": step, "samples": samples.ids[mine].tolist()}) + "\n")
+                ledger.flush()
+            optimizer.zero_grad()
+            loss = torch.zeros((), dtype=dtype, device=job.device)
+            for x, y, last in parts(samples.images[mine], samples.labels[mine], args.accumulate):
+                idle = len(x) == 0  # this worker has nothing to add, but its peers wait for its gradients
+                x, y = (samples.images[:1], samples.labels[:1]) if idle else (x, y)
+                x = data.normalised(data.augmented(x) if args.augment else x, dtype)
+                with way.accumulating(last), torch.autocast(job.device.type, half, enabled=args.amp):
+                    # The mean over the global batch: gradients are averaged over workers, whose shares may differ.
+                    part = F.cross_entropy(network(x), y, reduction="sum") * (0 if idle else 1 / total)
+                    scaler.scale(part * job.world_size).backward()
+                loss += part.detach()
+            way.average()
+            if args.skew_rank == job.rank:
+                for parameter in net.parameters():
+                    parameter.grad = parameter.grad * 1.01 if parameter.grad is not None else None
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append((epoch, step, loss))
+            if step % SHOWN == 0:
+                show()
+            if args.check_replicas and step % args.check_replicas == 0:
+                replicas.check(job, net, step)
+            if args.save_every and step % args.save_every == 0 and epoch_step < samples.order.steps:
+                show()
+                save(step, epoch, epoch_step)
+        show()
+        first = 0
+        scheduler.step()
+        way.share_buffers()
+        test_loss, accuracy = evaluate(job, net, samples.test_images, samples.test_labels)
+        seconds = time.monotonic() - started
+        step = epoch * samples.order.steps
+        facts = {"test_loss": test_loss, "test_accuracy": accuracy, "seconds": seconds, "samples": samples.count}
+        job.record(kind="epoch", epoch=epoch, step=step, **facts)
+        job.say(f"epoch {epoch}/{args.epochs}: accuracy {accuracy:.2%}, loss {test_loss:.4f}, {seconds:.1f} s")
+        save(step, epoch + 1, 0, score=accuracy)
+
+    if args.check_replicas:
+        replicas.check(job, net, args.epochs * samples.order.steps)
+    checkpoints.wait()
+    job.close()
 
 
 def main() -> None:
-    """Build, train, close."""
+    """Train, in this process or in workers of its own."""
     args = arguments()
-    job = Job()
-    print(f"rank {job.rank} of {job.world_size} on {job.device}", flush=True)
-    folder = job.folder / "checkpoints"
-
-    tensors = data.load(args.dataset, args.data, args.download) if job.rank == 0 else None
-    images, labels, test_images, test_labels = job.broadcast(tensors)
-    torch.manual_seed(args.seed)
-    net = Net().to(job.device)
-    optimizer = torch.optim.Adadelta(net.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=args.gamma)
-    parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
-    first_epoch, step, best = 1, 0, 0.0
-
-    resume = folder / "last.pt" if args.resume == "auto" else Path(args.resume)
-    if args.resume != "none" and (resume.exists() or args.resume != "auto"):
-        state = checkpoint.load(resume)
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        first_epoch, step, best = state["epoch"] + 1, state["step"], state["best"]
-        job.say(f"resumed from {resume} after epoch {state['epoch']}")
-
-    model: nn.Module = DistributedDataParallel(net) if job.world_size > 1 else net
-    torch.manual_seed(args.seed + job.rank)  # dropout differs between workers; the weights do not
-    sampler = DistributedSampler(images, job.world_size, job.rank, seed=args.seed)  # type: ignore[arg-type]
-    share = math.ceil(args.batch_size / job.world_size)
-
-    for epoch in range(first_epoch, args.epochs + 1):
-        started = time.monotonic()
-        sampler.set_epoch(epoch)
-        model.train()
-        for batch in torch.tensor(list(sampler), device=job.device).split(share):
-            optimizer.zero_grad()
-            loss = F.nll_loss(model(data.normalised(images[batch])), labels[batch])
-            loss.backward()
-            optimizer.step()
-            step += 1
-            job.record(kind="step", epoch=epoch, step=step, loss=loss.item())
-        scheduler.step()
-        test_loss, accuracy = evaluate(job, net, test_images, test_labels)
-        seconds = time.monotonic() - started
-        job.record(kind="epoch", epoch=epoch, step=step, test_loss=test_loss, test_accuracy=accuracy, seconds=seconds)
-        job.say(f"epoch {epoch}/{args.epochs}: accuracy {accuracy:.2%}, loss {test_loss:.4f}, {seconds:.1f} s")
-        if job.rank == 0:
-            is_best, best = accuracy > best, max(accuracy, best)
-            state = {name: part.state_dict() for name, part in parts.items()}
-            state |= {"epoch": epoch, "step": step, "best": best}
-            for name in ["last.pt", "best.pt"] if is_best else ["last.pt"]:
-                checkpoint.save(state, folder / name)
-
-    if job.world_size > 1:
-        dist.destroy_process_group()
+    spawn(args.spawn, train, args) if args.spawn else train(args)
 
 
 if __name__ == "__main__":

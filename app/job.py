@@ -1,0 +1,102 @@
+"""This worker's place in the job: rank, device, process group, and what all ranks say or sum together."""
+
+import argparse
+import datetime
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+
+class Job:
+    """Reads torchrun's variables and joins the process group; without them it is a job of one worker."""
+
+    def __init__(self, timeout: float = 1800) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.folder = Path(os.environ.get("JOB_DIR", "runs/app"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self.device)
+        elif os.environ.get("CUDA_VISIBLE_DEVICES"):
+            self.say("warning: a GPU was given, but torch cannot use it: training on the CPU")
+        if self.world_size > 1:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+
+    def close(self) -> None:
+        """Leave the process group, all workers together: one that leaves while others still work may crash them."""
+        if self.world_size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def say(self, text: str) -> None:
+        """Print from rank 0."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def record(self, **metrics: Any) -> None:
+        """Append a line to metrics.jsonl from rank 0."""
+        if self.rank == 0:
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`values`, summed over all workers; float64, on the CPU."""
+        total = values.detach().to(self.device, torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.cpu()
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """Each worker's tensor, in the order of ranks, on the CPU; all have one shape and type."""
+        mine = mine.to(self.device)
+        if self.world_size == 1:
+            return [mine.cpu()]
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine)
+        return [part.cpu() for part in parts]
+
+    def broadcast(self, tensors: list[Tensor] | None, like: list[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """Rank 0's tensors on the device of every worker; `like` holds the number of dimensions and the type of each.
+
+        Shapes travel as numbers: nothing is unpickled, as `broadcast_object_list` would.
+        """
+        if self.world_size == 1:
+            assert tensors is not None
+            return [tensor.to(self.device) for tensor in tensors]
+        sizes = [size for tensor in tensors for size in tensor.shape] if tensors else [0] * sum(n for n, _ in like)
+        shapes = torch.tensor(sizes, device=self.device)
+        dist.broadcast(shapes, src=0)
+        received, left = [], shapes.tolist()
+        for i, (dimensions, dtype) in enumerate(like):
+            shape, left = left[:dimensions], left[dimensions:]
+            tensor = (tensors[i] if tensors else torch.empty(shape, dtype=dtype)).to(self.device).contiguous()
+            dist.broadcast(tensor, src=0)
+            received.append(tensor)
+        return received
+
+
+def spawn(workers: int, function: Any, args: argparse.Namespace) -> None:
+    """Run `function(args)` in `workers` processes of this machine, each with torchrun's variables."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_spawned, (workers, port, function, args), nprocs=workers)
+
+
+def _spawned(rank: int, workers: int, port: int, function: Any, args: argparse.Namespace) -> None:
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    torch.set_num_threads(threads)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": threads}
+    os.environ.update({key: str(value) for key, value in {**place, **address}.items()})
+    function(args)

@@ -1,0 +1,539 @@
+"""What raises no error when it is wrong: who trained on what, with which gradients, and what a resume goes on from."""
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, eventually
+from safetensors.torch import load_file, save_file
+from test_app import write_mnist
+
+from app import checkpoint, data, shards, train
+from app.checkpoint import Checkpoints
+from app.order import GlobalOrder, ShardOrder
+from app.publish import publish
+
+COUNT = 203  # training samples: not a multiple of anything
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mnist")
+    write_mnist(folder, COUNT)
+    return folder
+
+
+def command(mnist: Path, *arguments: str) -> list[str]:
+    base = [sys.executable, "-m", "app.train", "--dataset", "mnist", "--data", str(mnist), "--batch-size", "32"]
+    return [*base, *arguments]
+
+
+def run(mnist: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key != "RANK"} | {"JOB_DIR": str(folder)}
+    return subprocess.run(command(mnist, *arguments), cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+def ok(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def losses(folder: Path) -> list[float]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if record["kind"] == "step"]
+
+
+def ledger(folder: Path) -> dict[int, list[int]]:
+    """By step: the samples of all workers. Where a step was done again after a resume, the last time counts."""
+    steps: dict[int, dict[str, list[int]]] = {}
+    for path in sorted(folder.glob("ledger-*.jsonl")):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            steps.setdefault(entry["step"], {})[path.name] = entry["samples"]
+    return {step: sorted(sample for part in parts.values() for sample in part) for step, parts in steps.items()}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load(folder / "checkpoints" / "last")[0]["model"]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+EXACT = ("--dtype", "float64", "--dropout", "0", "--epochs", "2", "--ledger", "--optimizer", "sgd")
+
+
+@pytest.fixture(scope="module")
+def single(mnist, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single")
+    ok(run(mnist, folder, "--strategy", "single", *EXACT))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["manual", "ddp"])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_workers_together_must_follow_the_single_process_and_see_each_sample_once(
+    mnist, single, tmp_path, strategy, workers
+):
+    ok(run(mnist, tmp_path, "--strategy", strategy, "--spawn", str(workers), *EXACT, "--check-replicas", "3"))
+    assert len(losses(single)) == 14  # 203 samples, 32 at a time, twice
+    assert losses(tmp_path) == pytest.approx(losses(single), abs=1e-6, rel=0)
+    assert ledger(tmp_path) == ledger(single)
+    for epoch in (range(1, 8), range(8, 15)):
+        seen = [sample for step in epoch for sample in ledger(tmp_path)[step]]
+        assert sorted(seen) == list(range(COUNT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["manual", "ddp"])
+def test_accumulated_gradients_must_be_those_of_the_whole_batch(mnist, single, tmp_path, strategy):
+    ok(run(mnist, tmp_path, "--strategy", strategy, "--spawn", "2", *EXACT, "--accumulate", "3"))
+    assert losses(tmp_path) == pytest.approx(losses(single), abs=1e-6, rel=0)
+
+
+@pytest.mark.slow
+def test_more_workers_than_samples_in_a_batch_must_still_follow_the_single_process(mnist, tmp_path):
+    few = ("--dtype", "float64", "--dropout", "0", "--epochs", "1", "--batch-size", "100", "--optimizer", "sgd")
+    ok(run(mnist, tmp_path / "one", "--strategy", "single", *few))
+    ok(run(mnist, tmp_path / "four", "--spawn", "4", *few))  # the last batch has three samples for four workers
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), abs=1e-6, rel=0)
+
+
+@pytest.mark.slow
+def test_a_worker_whose_gradients_are_spoilt_must_be_caught_and_named(mnist, tmp_path):
+    done = run(mnist, tmp_path, "--spawn", "3", "--check-replicas", "2", "--skew-rank", "1")
+    assert done.returncode != 0
+    assert "error: replicas differ at step 2: rank 1 (" in done.stderr
+    assert "the other 2 have" in done.stderr
+
+
+@pytest.mark.parametrize("count", [1, 7, 64, 100, 203])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 16])
+def test_every_order_must_hand_out_each_sample_exactly_once(count, workers):
+    orders = [GlobalOrder(count, 16, rank, workers, seed=1) for rank in range(workers)]
+    taken = [list(order.batches(epoch=3)) for order in orders]
+    assert {len(batches) for batches in taken} == {orders[0].steps}
+    for step in range(orders[0].steps):
+        assert sum(len(batches[step][0]) for batches in taken) == taken[0][step][1]
+    assert sorted(int(i) for batches in taken for mine, _ in batches for i in mine) == list(range(count))
+    half = [list(order.batches(epoch=3, first=orders[0].steps // 2)) for order in orders]
+    for whole, rest in zip(taken, half):
+        assert [mine.tolist() for mine, _ in whole[orders[0].steps // 2 :]] == [mine.tolist() for mine, _ in rest]
+
+
+def test_the_global_batches_must_not_depend_on_the_number_of_workers_but_on_the_epoch():
+    def batches(workers: int, epoch: int) -> list[list[int]]:
+        orders = [GlobalOrder(50, 8, rank, workers, seed=1) for rank in range(workers)]
+        parts = zip(*(order.batches(epoch) for order in orders))
+        return [sorted(int(i) for mine, _ in part for i in mine) for part in parts]
+
+    assert batches(1, 1) == batches(3, 1) != batches(1, 2)
+
+
+def test_shards_of_unequal_size_must_hand_out_each_sample_exactly_once():
+    orders = [ShardOrder([10, 3, 0, 7], 8, rank, seed=1) for rank in range(4)]
+    taken = [list(order.batches(epoch=1)) for order in orders]
+    assert [sorted(int(i) for mine, _ in batches for i in mine) for batches in taken] == [
+        list(range(10)), list(range(3)), [], list(range(7)),
+    ]  # fmt: skip
+    for step in range(orders[0].steps):
+        assert {batches[step][1] for batches in taken} == {sum(len(batches[step][0]) for batches in taken)}
+
+
+@pytest.fixture
+def sharded(mnist, tmp_path):
+    folder = tmp_path / "shards"
+    shards.write(folder, data.load("mnist", mnist, download=False), 5)
+    return folder
+
+
+def test_shards_must_hold_every_sample_once_in_files_of_unequal_size(mnist, sharded):
+    index = json.loads((sharded / "index.json").read_text())
+    sizes = [size for name, size in index.items() if name.startswith("train")]
+    assert len(sizes) == 5 and len(set(sizes)) > 1 and sum(sizes) == COUNT
+    images = torch.cat([load_file(sharded / name)["images"] for name in index if name.startswith("train")])
+    assert torch.equal(images, data.load("mnist", mnist, download=False)[0])
+
+
+@pytest.mark.slow
+def test_training_from_shards_must_see_each_sample_once_and_each_worker_only_its_own(mnist, sharded, tmp_path):
+    ok(run(mnist, tmp_path, "--spawn", "3", "--dataset", f"shards:{sharded}", "--epochs", "1", "--ledger"))
+    seen = ledger(tmp_path)
+    assert sorted(sample for samples in seen.values() for sample in samples) == list(range(COUNT))
+    for rank in range(3):
+        entries = map(json.loads, (tmp_path / f"ledger-{rank}.jsonl").read_text().splitlines())
+        own = {sample for entry in entries for sample in entry["samples"]}
+        assert own == set(shards.Shards(sharded, "train", rank, 3).ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "index.json").unlink(), "index.json"),
+        (lambda folder: (folder / "train-00001.safetensors").unlink(), "shard .*train-00001"),
+        (lambda folder: (folder / "train-00001.safetensors").write_bytes(b"x"), "shard .*train-00001"),
+        (lambda folder: (folder / "index.json").write_text('{"train-/../x": 1}'), "outside the folder"),
+        (lambda folder: (folder / "index.json").write_text("[]"), "index.json"),
+    ],
+)
+def test_damaged_shards_must_be_refused_by_name(sharded, spoil, message):
+    spoil(sharded)
+    with pytest.raises(SystemExit) as caught:
+        shards.Shards(sharded, "train", 0, 1)
+    assert re.search(message, str(caught.value))
+
+
+def test_fewer_shards_than_workers_must_be_refused(sharded):
+    with pytest.raises(SystemExit, match="5 train shards in .* for 6 workers"):
+        shards.Shards(sharded, "train", 0, 6)
+
+
+def killed_at(mnist: Path, folder: Path, step: int, *arguments: str) -> None:
+    """Run until the ledger of rank 0 has `step`, then SIGKILL the whole gang."""
+    env = {key: value for key, value in os.environ.items() if key != "RANK"} | {"JOB_DIR": str(folder)}
+    job = subprocess.Popen(command(mnist, *arguments), cwd=ROOT, env=env, start_new_session=True, stdout=-3, stderr=-3)
+    path = folder / "ledger-0.jsonl"
+    eventually(lambda: path.exists() and f'"step": {step},' in path.read_text())
+    os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+
+
+RESUMED = ("--epochs", "3", "--save-every", "2", "--ledger", "--resume", "auto", "--schedule", "cosine")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [5, 7, 12])  # inside an epoch, at its end, inside the next
+def test_a_run_that_was_killed_and_resumed_must_equal_the_one_that_was_not(mnist, tmp_path, step):
+    kept, killed = tmp_path / "kept", tmp_path / "killed"
+    ok(run(mnist, kept, "--spawn", "2", *RESUMED))
+    killed_at(mnist, killed, step, "--spawn", "2", *RESUMED)
+    assert len(losses(killed)) < 21
+    done = ok(run(mnist, killed, "--spawn", "2", *RESUMED))
+    assert "resumed after step" in done.stdout
+    assert same(weights(killed), weights(kept))
+    assert ledger(killed) == ledger(kept)
+
+
+@pytest.mark.slow
+def test_a_resume_with_another_number_of_workers_must_keep_the_global_order(mnist, tmp_path):
+    kept, resumed = tmp_path / "kept", tmp_path / "resumed"
+    ok(run(mnist, kept, "--strategy", "single", *EXACT))
+    ok(run(mnist, resumed, "--spawn", "2", *EXACT, "--epochs", "1"))
+    ok(run(mnist, resumed, "--spawn", "3", *EXACT, "--resume", "auto"))
+    assert ledger(resumed) == ledger(kept)
+    assert losses(resumed) == pytest.approx(losses(kept), abs=1e-6, rel=0)
+
+
+def here(monkeypatch, folder: Path, *arguments: str) -> None:
+    """Train in this very process."""
+    monkeypatch.setenv("JOB_DIR", str(folder))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    train.main()
+
+
+@pytest.fixture
+def small(mnist, tmp_path, monkeypatch):
+    """Train on little, in this process; returns the job's folder."""
+
+    def run_small(*arguments: str) -> Path:
+        base = ("--dataset", "mnist", "--data", str(mnist), "--epochs", "1", "--batch-size", "32")
+        here(monkeypatch, tmp_path / "job", *base, *arguments)
+        return tmp_path / "job"
+
+    return run_small
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--model", "batchnorm"),
+        ("--optimizer", "adamw", "--schedule", "cosine"),
+        ("--optimizer", "sgd", "--augment"),
+        ("--amp",),
+        ("--strategy", "dp"),
+    ],
+    ids=" ".join,
+)
+def test_every_choice_must_train(small, arguments):
+    folder = small(*arguments, "--epochs", "3")
+    first, *_, last = losses(folder)
+    assert last < first
+
+
+def test_resnet_must_train_on_colour_images(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "TRAIN", 64)
+    monkeypatch.setattr(data, "TEST", 32)
+    arguments = ("--model", "resnet18", "--dataset", "colours", "--data", str(tmp_path / "d"), "--epochs", "1")
+    here(monkeypatch, tmp_path / "job", *arguments, "--augment", "--optimizer", "sgd")
+    assert len(losses(tmp_path / "job")) == 1
+
+
+def test_cifars_own_files_must_be_read_from_a_folder(tmp_path, monkeypatch):
+    from torchvision.datasets import CIFAR10
+
+    folder = tmp_path / CIFAR10.base_folder
+    folder.mkdir()
+    names = [name for name, _ in CIFAR10.train_list + CIFAR10.test_list]
+    for name in names:
+        batch = {"data": (torch.rand(10, 3072) * 255).to(torch.uint8).numpy(), "labels": list(range(10))}
+        (folder / name).write_bytes(pickle.dumps(batch))
+    (folder / CIFAR10.meta["filename"]).write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)  # the sums of the real files
+    images, labels, test_images, _ = data.load("cifar10", tmp_path, download=False)
+    assert (images.shape, images.dtype, len(test_images)) == ((50, 3, 32, 32), torch.uint8, 10)
+    assert labels.tolist() == list(range(10)) * 5
+
+
+def test_dp_on_the_cpu_must_say_what_it_does(small, capsys):
+    small("--strategy", "dp")
+    assert (
+        "dp: DataParallel splits batches over GPUs; on the CPU it passes them on as they are" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.slow
+def test_a_strategy_of_one_process_must_refuse_two(mnist, tmp_path):
+    done = run(mnist, tmp_path, "--spawn", "2", "--strategy", "single")
+    assert done.returncode != 0
+    assert "error: --strategy single is one process, not 2" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_app_must_run_under_torchrun(mnist, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29731", "-m"]
+    arguments = command(mnist, "--epochs", "1")[2:]
+    env = os.environ | {"JOB_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    ok(subprocess.run([*torchrun, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120))
+    assert len(losses(tmp_path)) == 7
+
+
+def test_augmented_images_must_be_moved_each_in_its_own_way():
+    torch.manual_seed(0)
+    images = torch.zeros(64, 1, 28, 28, dtype=torch.uint8)
+    images[:, :, 14, 14] = 255
+    moved = data.augmented(images)
+    places = moved.flatten(1).argmax(1)
+    assert moved.shape == images.shape and (moved.flatten(1).sum(1) == 255).all()
+    assert len(set(places.tolist())) > 10
+    assert (places // 28 - 14).abs().max() <= 2 and (places % 28 - 14).abs().max() <= 2
+
+
+# --- checkpoints
+
+
+def state(step: int) -> dict:
+    return {"weights": torch.full((8,), float(step)), "step": step}
+
+
+def saved(folder: Path, *scores: float | None, keep: int = 2) -> Checkpoints:
+    store = Checkpoints(folder, keep)
+    for step, score in enumerate(scores, 1):
+        assert store.save(state(step), step, score=score)
+        store.wait()
+    return store
+
+
+def test_the_newest_and_the_best_must_be_kept(tmp_path):
+    store = saved(tmp_path, 0.1, 0.9, 0.3, 0.4, None)
+    assert [manifest["step"] for _, manifest in store.all()] == [2, 4, 5]
+    assert checkpoint.load(tmp_path / "best")[0]["step"] == 2
+    assert checkpoint.load(tmp_path / "last")[0]["step"] == 5
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_checkpoint_must_be_what_it_was_when_save_was_called(tmp_path):
+    store, tensor = Checkpoints(tmp_path), torch.zeros(1 << 20)
+    store.save({"x": tensor, "inner": [{"y": tensor}]}, 1)
+    tensor += 1  # training goes on while the save runs
+    store.wait()
+    found = store.newest()[0]
+    assert not found["x"].any() and not found["inner"][0]["y"].any()
+
+
+def test_any_flipped_byte_must_be_found_and_the_one_before_loaded(tmp_path, capsys):
+    store = saved(tmp_path, None, None)
+    for name in ("state.pt", "manifest.json"):
+        path = tmp_path / "step-00000002" / name
+        good = path.read_bytes()
+        for position in range(len(good)):
+            path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+            found, manifest = store.newest()
+            assert found["step"] == manifest["step"] or name == "manifest.json"
+            assert torch.equal(found["weights"], state(found["step"])["weights"])
+            assert name == "manifest.json" or found["step"] == 1
+        path.write_bytes(good)
+    assert "checkpoint step-00000002 is damaged, trying the one before" in capsys.readouterr().out
+    assert store.newest()[0]["step"] == 2
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, -1])
+def test_a_truncated_checkpoint_must_be_passed_over(tmp_path, cut):
+    store = saved(tmp_path, None, None)
+    path = tmp_path / "step-00000002" / "state.pt"
+    path.write_bytes(path.read_bytes()[:cut])
+    assert store.newest()[0]["step"] == 1
+
+
+def test_where_none_is_good_there_must_be_none(tmp_path):
+    store = saved(tmp_path, None)
+    (tmp_path / "step-00000001" / "state.pt").unlink()
+    assert store.newest() is None
+    assert Checkpoints(tmp_path / "nowhere").newest() is None
+
+
+@pytest.mark.slow
+def test_a_process_killed_at_200_points_of_a_save_must_leave_a_good_checkpoint(tmp_path):
+    script = [sys.executable, str(SCRIPTS / "killed_saves.py"), str(tmp_path), "200"]
+    done = ok(subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True))
+    steps = [int(line) for line in done.stdout.split()]
+    assert len(steps) == 200 and steps == sorted(steps)
+    assert len(set(steps)) > 20  # kills struck before and after a commit
+    assert sum(one == other for one, other in zip(steps, steps[1:])) > 20
+
+
+def test_a_full_disk_must_not_end_the_training_at_once(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    store = Checkpoints(tmp_path / "file" / "checkpoints")
+    for step in (1, 2, 3):
+        store.save(state(step), step)
+        store.thread.join()
+    assert capsys.readouterr().out.count("could not be written: ") == 3
+    with pytest.raises(OSError, match="3 checkpoints in a row"):
+        store.wait()
+
+
+def test_a_save_while_the_last_one_still_runs_must_be_left_out(tmp_path, capsys, monkeypatch):
+    store = Checkpoints(tmp_path)
+    free = threading.Event()
+    commit = store._commit
+    monkeypatch.setattr(store, "_commit", lambda *args: free.wait() and commit(*args))
+    assert store.save(state(1), 1) is True
+    assert store.save(state(2), 2) is False
+    free.set()
+    store.wait()
+    assert "checkpoint at step 2 left out" in capsys.readouterr().out
+    assert [manifest["step"] for _, manifest in store.all()] == [1]
+
+
+class Bomb:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.canary}",)
+
+
+def plant(folder: Path, bomb: bytes) -> Path:
+    """A checkpoint whose state is a hostile pickle, with a manifest that agrees with it."""
+    folder.mkdir(parents=True)
+    (folder / "state.pt").write_bytes(bomb)
+    files = {"state.pt": {"size": len(bomb), "sha256": hashlib.sha256(bomb).hexdigest()}}
+    (folder / "manifest.json").write_text(json.dumps({"step": 1, "files": files}))
+    return folder
+
+
+@pytest.mark.parametrize("form", ["pickle", "torch"])
+@pytest.mark.parametrize("way", ["resume auto", "resume", "init-from", "init-from file", "publish", "shard"])
+def test_a_hostile_pickle_must_run_nothing(small, tmp_path, sharded, form, way):
+    canary = tmp_path / "canary"
+    path = tmp_path / "bomb"
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(Bomb(canary), protocol=2))
+    else:
+        torch.save({"model": Bomb(canary)}, path)
+    bomb = path.read_bytes()
+    if way == "resume auto":  # passed over, since an older checkpoint may be good
+        plant(tmp_path / "job" / "checkpoints" / "step-00000001", bomb)
+        small("--resume", "auto")
+    elif way == "publish":
+        with pytest.raises(pickle.UnpicklingError):
+            publish(plant(tmp_path / "bad", bomb), tmp_path / "out")
+    else:
+        if way == "shard":
+            (sharded / "train-00000.safetensors").write_bytes(bomb)
+            arguments = ("--dataset", f"shards:{sharded}")
+        elif way == "init-from file":
+            (tmp_path / "bomb.safetensors").write_bytes(bomb)
+            arguments = ("--init-from", str(tmp_path / "bomb.safetensors"))
+        else:
+            arguments = (f"--{way}", str(plant(tmp_path / "bad", bomb)))
+        with pytest.raises(SystemExit, match="error: "):
+            small(*arguments)
+    assert not canary.exists()
+
+
+def test_transfer_must_list_what_is_missing_and_unexpected(small, tmp_path, capsys):
+    good = small() / "checkpoints" / "last"
+    tensors = checkpoint.load(good)[0]["model"]
+    tensors["fc3.weight"] = tensors.pop("fc2.weight")
+    save_file(tensors, tmp_path / "other.safetensors")
+    small("--init-from", str(tmp_path / "other.safetensors"))
+    out = capsys.readouterr().out
+    assert "7 of 8 tensors from" in out
+    assert "missing, trained from scratch: fc2.weight\n  unexpected, left out: fc3.weight" in out
+
+
+def test_a_published_model_must_be_the_weights_and_a_card(small, tmp_path):
+    folder = small() / "checkpoints"
+    card = publish(folder / "best", tmp_path / "out")
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), checkpoint.load(folder / "best")[0]["model"])
+    assert card == json.loads((tmp_path / "out" / "model.json").read_text())
+    assert (card["model"], card["dataset"], card["parameters"]) == ("mnist", "mnist", 1199882)
+
+
+def test_a_checkpoint_of_another_job_must_be_refused_with_the_difference(small):
+    small()
+    with pytest.raises(SystemExit, match="made with --batch-size 32, not 16\nhint: --batch-size 32"):
+        small("--resume", "auto", "--batch-size", "16")
+
+
+# --- collectives and compare
+
+
+@pytest.mark.slow
+def test_every_collective_must_do_what_its_definition_says(tmp_path):
+    script = [sys.executable, "-m", "app.collectives", "--spawn", "3"]
+    done = ok(subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120))
+    rows = dict(line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| "))
+    reductions = {f"all_reduce {name}" for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+    others = {"send_recv", "broadcast", "broadcast_object_list", "scatter", "gather", "reduce", "reduce_scatter"}
+    last = {"all_gather", "all_gather_object", "all_to_all", "barrier"}
+    assert set(rows) == {"collective", "---"} | reductions | others | last
+    assert rows["collective"] == "gloo" and rows["all_reduce SUM"] == "yes"
+    assert "all_reduce BXOR: yes\n  rank 0: 1 -> 0\n  rank 1: 2 -> 0\n  rank 2: 3 -> 0\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_bandwidth_must_be_that_of_nccl_tests(tmp_path):
+    script = [sys.executable, "-m", "app.collectives", "--spawn", "2", "--bench", "--bytes", "65536", "--repeat", "2"]
+    done = ok(subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120))
+    lines = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert [line[:2] for line in lines[:3]] == [["all_reduce", "1024"], ["all_reduce", "8192"], ["all_reduce", "65536"]]
+    for name, size, micros, algorithm, bus in lines:
+        assert float(algorithm) == pytest.approx(int(size) / float(micros) / 1e3, abs=0.01)
+        assert float(bus) == pytest.approx(float(algorithm) * (0.5 if name == "all_gather" else 1), abs=0.01)
+
+
+@pytest.mark.slow
+def test_compare_must_put_the_strategies_side_by_side(mnist, tmp_path):
+    tail = command(mnist, "--epochs", "1", "--dtype", "float64", "--dropout", "0")[3:]
+    script = [sys.executable, "-m", "app.compare", "--workers", "2", "--out", str(tmp_path), "--", *tail]
+    done = ok(subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=180))
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert [(row["strategy"], row["workers"]) for row in rows] == [("single", 1), ("dp", 1), ("manual", 2), ("ddp", 2)]
+    assert all(row["losses"] == pytest.approx(rows[0]["losses"], abs=1e-6, rel=0) for row in rows)
+    assert done.stdout == (tmp_path / "table.md").read_text()
+    assert done.stdout.splitlines()[0] == "| strategy | workers | seconds | samples/s | accuracy | speed-up |"
+    assert (tmp_path / "speed.svg").read_text().count("<rect") == 4
