@@ -1,0 +1,51 @@
+"""A checkpoint of 256 MB: how long the step is held, and how long until it is durable."""
+
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.checkpoint import Checkpoints
+
+
+def measure(runs: int) -> dict[str, Any]:
+    """Interleaved saves by `torch.save` with fsync, and by ours; the first save of each warms up."""
+    state = {str(i): torch.randn(1 << 20) for i in range(64)}
+    target = [torch.empty_like(tensor) for tensor in state.values()]
+    values: dict[str, list[float]] = {
+        name: [] for name in ("memory copy", "torch.save + fsync", "ours: held", "ours: durable")
+    }
+    with tempfile.TemporaryDirectory(dir=os.getcwd()) as folder:
+        store = Checkpoints(Path(folder) / "ours", keep=1)
+        for step in range(runs + 1):
+            started = time.perf_counter()
+            for tensor, source in zip(target, state.values()):
+                tensor.copy_(source)
+            copied = time.perf_counter() - started
+
+            torch.serialization.set_crc32_options(True)  # torch's own default
+            started = time.perf_counter()
+            with (Path(folder) / "plain.pt").open("wb") as file:
+                torch.save(state, file)
+                os.fsync(file.fileno())
+            plain = time.perf_counter() - started
+            torch.serialization.set_crc32_options(False)
+
+            started = time.perf_counter()
+            store.save(state, step)
+            held = time.perf_counter() - started
+            store.wait()
+            durable = time.perf_counter() - started
+            if step:
+                for name, value in zip(values, (copied, plain, held, durable)):
+                    values[name].append(value)
+    median = {name: statistics.median(times) for name, times in values.items()}
+    ratios = {
+        "held ÷ memory copy": median["ours: held"] / median["memory copy"],
+        "durable ÷ torch.save + fsync": median["ours: durable"] / median["torch.save + fsync"],
+    }
+    return {"values": {name: (times, "s") for name, times in values.items()}, "ratios": ratios}
