@@ -220,6 +220,8 @@ def train(args: argparse.Namespace) -> None:
         arguments = {name: getattr(args, name) for name in ("batch_size", "seed", "dataset", "model", "optimizer")}
         state |= {"epoch": next_epoch, "epoch_step": epoch_step, "random": job.gather(random_state(job))}
         if job.rank == 0:
+            if score is not None:
+                checkpoints.wait()  # the end of an epoch is worth waiting for; a save between may be left out
             checkpoints.save(state | {"arguments": arguments}, step, score=score, world_size=job.world_size)
 
     for epoch in range(start, args.epochs + 1):

@@ -244,6 +244,32 @@ def test_running_out_of_memory_must_be_told_apart(cli, docker_engine, nothing_le
 
 
 @pytest.mark.docker
+def test_every_worker_must_get_a_gpu_of_its_own_by_uuid(cli, nvidia_runtime, nothing_left):
+    done = cli("run", "--gpus", "all", "--trainers", "1", "--", "probe.py")
+    assert done.returncode == 0, done.stderr
+    assert "2 nodes × 2 workers, NCCL on GPU" in done.stderr
+    plan = json.loads((cli.run_dir() / "plan.json").read_text())
+    own = []
+    for rank in range(4):
+        env = json.loads(cli.log(rank))["env"]
+        visible = env["CUDA_VISIBLE_DEVICES"].split(",")
+        own.append(visible[int(env["LOCAL_RANK"])])
+        assert len(visible) == 2
+        assert env["NVIDIA_VISIBLE_DEVICES"].split(",") == plan["gpus"]  # the runtime's, for the container
+        assert f"  rank {rank}   {plan['workers'][rank]['node']:<9}  local rank {rank % 2}  {own[-1]}" in done.stderr
+    assert own == plan["gpus"] and len(set(own)) == 4
+
+
+@pytest.mark.docker
+def test_fewer_gpus_than_workers_must_be_refused_with_the_ways_out(cli, nvidia_runtime, nothing_left):
+    done = cli("run", "--gpus", "2", "--trainers", "3", "--", "probe.py")
+    assert done.returncode == 4
+    assert "error: 4 workers need 4 GPUs, and there are 2" in done.stderr
+    assert "--trainers 1" in done.stderr and "--gpus none" in done.stderr
+    assert not (cli.folder / "runs").exists()
+
+
+@pytest.mark.docker
 def test_a_node_must_be_a_modest_container(cli, docker_engine, nothing_left):
     job = cli.start("run", "--engine", "docker", "--gpus", "none", "--trainers", "1", "--", "steps.py")
     cli.wait_for("stepping", rank=1)

@@ -165,7 +165,6 @@ class DockerEngine:
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Start a stub in each worker's node, which has the node start the worker and ends with its code."""
-
         self.ranks = {worker.rank: worker.node for worker in workers}
 
         def start(worker: WorkerPlan) -> None:
