@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from app import data, model, replicas, strategy
 from app.checkpoint import Checkpoints, load
-from app.job import Job, spawn
+from app.job import Job, leave, spawn
 from app.order import GlobalOrder, ShardOrder
 from app.shards import Shards
 
@@ -283,3 +283,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()
