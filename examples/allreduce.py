@@ -19,4 +19,5 @@ if torch.cuda.is_available():
     total = total.cuda()
 dist.all_reduce(total)
 print(f"rank {rank} of {world_size}: the ranks add up to {total.item():g}")
+dist.barrier()
 dist.destroy_process_group()

@@ -20,6 +20,10 @@ HINTS = [
     (r"No space left on device", "free some disk, or some /dev/shm (--set shm_size=4g)"),
     (r"CUDA out of memory|OutOfMemoryError", "lower the batch size, or use GPUs with more memory"),
     (r"DataLoader worker .* killed by signal: Bus", "give the nodes more shared memory: --set shm_size=4g"),
+    (
+        r"terminate called without an active exception",
+        "torch's threads still ran when the script ended: call torch.distributed.destroy_process_group() last",
+    ),
     (r"error: unrecognized arguments|error: argument|the following arguments are required", "see the script's --help"),
 ]
 BY_CODE = {

@@ -133,7 +133,7 @@ def test_a_folder_without_mnist_must_be_refused_and_nothing_downloaded(tmp_path)
 def test_every_worker_must_evaluate_its_own_part_of_the_test_set(cli, nothing_left):
     (cli.folder / "share.py").write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import torch\nfrom app.train import Job, evaluate\n"
+        "import torch\nfrom app.train import Job, evaluate, leave\n"
         "job = Job()\n"
         "class Seen(torch.nn.Module):\n"
         "    count = 0\n"
@@ -147,6 +147,8 @@ def test_every_worker_must_evaluate_its_own_part_of_the_test_set(cli, nothing_le
         "images, part = torch.zeros(1003, 1, 28, 28, dtype=torch.uint8), slice(job.rank, None, job.world_size)\n"
         "_, accuracy = evaluate(job, Seen(), images[part], labels[part])\n"
         "print(Seen.count, round(accuracy * 1003))\n"
+        "job.close()\n"
+        "leave()\n"
     )
     done = cli("run", "--engine", "process", "--gpus", "none", "--trainers", "2", "--", "share.py")
     assert done.returncode == 0, done.stderr

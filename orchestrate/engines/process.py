@@ -50,7 +50,7 @@ class ProcessEngine:
                 gpus = gpu_ids(subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=True, text=True).stdout)
         return Inventory(
             engine="process",
-            about="local processes" + (f", to which {' and '.join(limits)} do not apply" if limits else ""),
+            about=f"local processes, ignoring {', '.join(limits)}" if limits else "local processes",
             cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             gpus=tuple(gpus),
             no_gpus="this machine has no NVIDIA GPU",
