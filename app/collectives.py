@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.job import Job, spawn
+from app.job import Job, leave, spawn
 
 REDUCTIONS: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
     "SUM": (dist.ReduceOp.SUM, operator.add),
@@ -242,3 +242,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()
