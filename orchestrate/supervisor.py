@@ -24,7 +24,7 @@ class Outcome:
     """How a job ended: `word` is succeeded, failed, stopped or lost."""
 
     word: str
-    why: str  # finished, worker failed, stopped by the user, max_run, nodes did not answer
+    why: str  # finished, worker failed, stopped by the user, max_run, or what the engine said when it was lost
     root: Exit | None = None  # the first worker that failed
     cause: str = ""  # what the engine knows of its end besides
     left: str = ""  # why nodes could not be taken down, where they could not
@@ -106,7 +106,8 @@ class _Generation:
             return Outcome("stopped", self.why)
         if self.failures:
             root = self._root()
-            return Outcome("failed", "worker failed", root, self.engine.explain(root))
+            cause = self.engine.explain(root, self.plan.workers[root.rank].node)
+            return Outcome("failed", "worker failed", root, cause)
         return Outcome("lost", lost) if lost else Outcome("succeeded", "finished")
 
     def _step(self) -> None:

@@ -26,7 +26,7 @@ class Scripted:
     def wait(self, timeout):
         return self.batches.pop(0) if self.batches else []
 
-    def explain(self, end) -> str:
+    def explain(self, end, node) -> str:
         return ""
 
     def stop(self, kill) -> None:

@@ -43,8 +43,8 @@ class Engine(Protocol):
     def wait(self, timeout: float) -> list[Exit]:
         """The workers that have ended since the last call, in order; at most `timeout` seconds pass."""
 
-    def explain(self, end: Exit) -> str:
-        """What is known of the end of a worker besides its code: `oom`, `node lost`, or nothing."""
+    def explain(self, end: Exit, node: str) -> str:
+        """What is known of the end of a worker on `node` besides its code: `oom`, `node lost`, or nothing."""
 
     def stop(self, kill: bool) -> None:
         """Ask all workers to stop, and start no more; the nodes kill them after the grace period, or at once."""

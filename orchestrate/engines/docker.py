@@ -59,7 +59,6 @@ class DockerEngine:
         self.job_id = ""
         self.env: dict[str, str] = {}
         self.nodes: dict[str, Container] = {}
-        self.ranks: dict[int, str] = {}  # the node of each rank
         self.execs: dict[str, tuple[int, str]] = {}  # exec id: rank and the id of its container
         self.found: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.out_of_memory: set[str] = set()  # ids of containers
@@ -165,7 +164,6 @@ class DockerEngine:
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Start a stub in each worker's node, which has the node start the worker and ends with its code."""
-        self.ranks = {worker.rank: worker.node for worker in workers}
 
         def start(worker: WorkerPlan) -> None:
             api, node = self.client.api, self.nodes[worker.node]
@@ -193,17 +191,17 @@ class DockerEngine:
             exits += self._reconcile()
         return exits
 
-    def explain(self, end: Exit) -> str:
+    def explain(self, end: Exit, node: str) -> str:
         """Tell whether the worker's container has ended, or the kernel killed in it for lack of memory."""
         self.wait(timeout=0.1)  # what happened around that end
-        node = self.nodes[self.ranks[end.rank]]
+        container = self.nodes[node]
         try:
-            node.reload()
+            container.reload()
         except ERRORS:
             return "node lost"
-        if node.status != "running":
+        if container.status != "running":
             return "node lost"
-        return "oom" if end.code == 137 and node.id in self.out_of_memory else ""
+        return "oom" if end.code == 137 and container.id in self.out_of_memory else ""
 
     def stop(self, kill: bool) -> None:
         """Ask all workers to stop, or kill them."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from orchestrate.engines import Exit, JobState
 from orchestrate.errors import EngineError, ResourceError
-from orchestrate.node.ranks import gpu_ids
+from orchestrate.node.ranks import gpus
 from orchestrate.paths import NODE, PROJECT, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
@@ -36,7 +36,6 @@ class ProcessEngine:
         self.folder = Path()
         self.cwd = Path()
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
-        self.ranks: dict[int, str] = {}  # the node of each rank
         self.exits: queue.SimpleQueue[Exit] = queue.SimpleQueue()
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
@@ -44,15 +43,11 @@ class ProcessEngine:
         if code_folder(spec.command) == PROJECT and importlib.util.find_spec("torch") is None:
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
         limits = [key for key in LIMITS if getattr(spec, key) != getattr(JobSpec(), key)]
-        gpus: list[str] = []
-        if spec.gpus != "none":
-            with contextlib.suppress(OSError, subprocess.CalledProcessError):
-                gpus = gpu_ids(subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=True, text=True).stdout)
         return Inventory(
             engine="process",
             about=f"local processes, ignoring {', '.join(limits)}" if limits else "local processes",
             cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            gpus=tuple(gpus),
+            gpus=tuple(gpus()) if spec.gpus != "none" else (),
             no_gpus="this machine has no NVIDIA GPU",
             master_addr="127.0.0.1",
             master_port=free_port(),
@@ -88,7 +83,6 @@ class ProcessEngine:
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Start a stub per worker, which has the node start the worker and ends with its code."""
         for worker in workers:
-            self.ranks[worker.rank] = worker.node
             stub = subprocess.Popen(
                 [sys.executable, str(NODE), "worker", *command],
                 env=os.environ | {"PYTHONUNBUFFERED": "1", "NODE_SOCKET": self._socket(worker.node)} | worker.env,
@@ -109,9 +103,9 @@ class ProcessEngine:
                 exits.append(self.exits.get_nowait())
         return exits
 
-    def explain(self, end: Exit) -> str:
+    def explain(self, end: Exit, node: str) -> str:
         """Tell whether the worker's node has died."""
-        return "" if self._alive(self.nodes[self.ranks[end.rank]].pid) else "node lost"
+        return "" if self._alive(self.nodes[node].pid) else "node lost"
 
     def stop(self, kill: bool) -> None:
         """Ask all workers to stop, or kill them."""

@@ -10,13 +10,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from functools import partial
 from typing import Any
 
 from orchestrate.node.loop import Channel, Loop, connect
-from orchestrate.node.ranks import Node, assign, gpu_ids
+from orchestrate.node.ranks import Node, assign, gpus
 from orchestrate.node.worker import say
 
 JOIN_PORT = 29400  # where the master listens for trainers; the default port of torch's own rendezvous
@@ -53,15 +52,6 @@ def trainers() -> dict[str, str]:
         match = re.search(r"-(\d+)\.", socket.gethostbyaddr(address)[0])
         numbers[address] = int(match[1]) if match else 0
     return {address: f"trainer-{numbers[address]}" for address in sorted(addresses, key=lambda a: (numbers[a], a))}
-
-
-def gpus() -> list[str]:
-    """The ids of the GPUs that this node sees."""
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return []
-    return gpu_ids(listing.stdout.decode(errors="replace"))
 
 
 class Gang:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from typing import Any
 
 Node = dict[str, Any]
@@ -64,3 +65,12 @@ def gpu_ids(listing: str) -> list[str]:
             ids.pop()
         ids.append(match[1])
     return ids
+
+
+def gpus() -> list[str]:
+    """Return the ids of the GPUs that this machine or container shows."""
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return gpu_ids(listing.stdout.decode(errors="replace"))
