@@ -161,3 +161,45 @@ def engine(request, nothing_left):
     if request.param == "docker":
         request.getfixturevalue("docker_engine")
     return request.param
+
+
+@pytest.fixture(scope="session")
+def mnist(tmp_path_factory):
+    """A folder with a little of MNIST's own files."""
+    from test_app import COUNT, write_mnist
+
+    folder = tmp_path_factory.mktemp("mnist")
+    write_mnist(folder, COUNT)
+    return folder
+
+
+@pytest.fixture
+def sharded(mnist, tmp_path):
+    """The same as five shards."""
+    from app import data, shards
+
+    folder = tmp_path / "shards"
+    shards.write(folder, data.load("mnist", mnist, download=False), 5)
+    return folder
+
+
+def here(monkeypatch, folder: Path, *arguments: str) -> None:
+    """Train in this very process."""
+    from app import train
+
+    monkeypatch.setenv("JOB_DIR", str(folder))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    train.main()
+
+
+@pytest.fixture
+def small(mnist, tmp_path, monkeypatch):
+    """Train on little, in this process; returns the job's folder."""
+
+    def run_small(*arguments: str) -> Path:
+        base = ("--dataset", "mnist", "--data", str(mnist), "--epochs", "1", "--batch-size", "32")
+        here(monkeypatch, tmp_path / "job", *base, *arguments)
+        return tmp_path / "job"
+
+    return run_small

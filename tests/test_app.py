@@ -101,6 +101,9 @@ def train(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+COUNT = 203  # training samples: not a multiple of anything
+
+
 def write_mnist(folder, count: int) -> None:
     """Some drawn digits as MNIST's own files."""
     raw = folder / "MNIST" / "raw"

@@ -1,6 +1,5 @@
 """What raises no error when it is wrong: who trained on what, with which gradients, and what a resume goes on from."""
 
-import hashlib
 import json
 import os
 import pickle
@@ -8,28 +7,16 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, eventually
-from safetensors.torch import load_file, save_file
-from test_app import write_mnist
+from conftest import ROOT, eventually, here
+from safetensors.torch import load_file
+from test_app import COUNT
 
-from app import checkpoint, data, shards, train
-from app.checkpoint import Checkpoints
+from app import checkpoint, data, shards
 from app.order import GlobalOrder, ShardOrder
-from app.publish import publish
-
-COUNT = 203  # training samples: not a multiple of anything
-
-
-@pytest.fixture(scope="module")
-def mnist(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mnist")
-    write_mnist(folder, COUNT)
-    return folder
 
 
 def command(mnist: Path, *arguments: str) -> list[str]:
@@ -151,13 +138,6 @@ def test_shards_of_unequal_size_must_hand_out_each_sample_exactly_once():
         assert {batches[step][1] for batches in taken} == {sum(len(batches[step][0]) for batches in taken)}
 
 
-@pytest.fixture
-def sharded(mnist, tmp_path):
-    folder = tmp_path / "shards"
-    shards.write(folder, data.load("mnist", mnist, download=False), 5)
-    return folder
-
-
 def test_shards_must_hold_every_sample_once_in_files_of_unequal_size(mnist, sharded):
     index = json.loads((sharded / "index.json").read_text())
     sizes = [size for name, size in index.items() if name.startswith("train")]
@@ -235,26 +215,6 @@ def test_a_resume_with_another_number_of_workers_must_keep_the_global_order(mnis
     assert losses(resumed) == pytest.approx(losses(kept), abs=1e-6, rel=0)
 
 
-def here(monkeypatch, folder: Path, *arguments: str) -> None:
-    """Train in this very process."""
-    monkeypatch.setenv("JOB_DIR", str(folder))
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", ["train", *arguments])
-    train.main()
-
-
-@pytest.fixture
-def small(mnist, tmp_path, monkeypatch):
-    """Train on little, in this process; returns the job's folder."""
-
-    def run_small(*arguments: str) -> Path:
-        base = ("--dataset", "mnist", "--data", str(mnist), "--epochs", "1", "--batch-size", "32")
-        here(monkeypatch, tmp_path / "job", *base, *arguments)
-        return tmp_path / "job"
-
-    return run_small
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -328,175 +288,6 @@ def test_augmented_images_must_be_moved_each_in_its_own_way():
     assert moved.shape == images.shape and (moved.flatten(1).sum(1) == 255).all()
     assert len(set(places.tolist())) > 10
     assert (places // 28 - 14).abs().max() <= 2 and (places % 28 - 14).abs().max() <= 2
-
-
-# --- checkpoints
-
-
-def state(step: int) -> dict:
-    return {"weights": torch.full((8,), float(step)), "step": step}
-
-
-def saved(folder: Path, *scores: float | None, keep: int = 2) -> Checkpoints:
-    store = Checkpoints(folder, keep)
-    for step, score in enumerate(scores, 1):
-        assert store.save(state(step), step, score=score)
-        store.wait()
-    return store
-
-
-def test_the_newest_and_the_best_must_be_kept(tmp_path):
-    store = saved(tmp_path, 0.1, 0.9, 0.3, 0.4, None)
-    assert [manifest["step"] for _, manifest in store.all()] == [2, 4, 5]
-    assert checkpoint.load(tmp_path / "best")[0]["step"] == 2
-    assert checkpoint.load(tmp_path / "last")[0]["step"] == 5
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_a_checkpoint_must_be_what_it_was_when_save_was_called(tmp_path):
-    store, tensor = Checkpoints(tmp_path), torch.zeros(1 << 20)
-    store.save({"x": tensor, "inner": [{"y": tensor}]}, 1)
-    tensor += 1  # training goes on while the save runs
-    store.wait()
-    found = store.newest()[0]
-    assert not found["x"].any() and not found["inner"][0]["y"].any()
-
-
-def test_any_flipped_byte_must_be_found_and_the_one_before_loaded(tmp_path, capsys):
-    store = saved(tmp_path, None, None)
-    for name in ("state.pt", "manifest.json"):
-        path = tmp_path / "step-00000002" / name
-        good = path.read_bytes()
-        for position in range(len(good)):
-            path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
-            found, manifest = store.newest()
-            assert found["step"] == manifest["step"] or name == "manifest.json"
-            assert torch.equal(found["weights"], state(found["step"])["weights"])
-            assert name == "manifest.json" or found["step"] == 1
-        path.write_bytes(good)
-    assert "checkpoint step-00000002 is damaged, trying the one before" in capsys.readouterr().out
-    assert store.newest()[0]["step"] == 2
-
-
-@pytest.mark.parametrize("cut", [0, 1, 100, -1])
-def test_a_truncated_checkpoint_must_be_passed_over(tmp_path, cut):
-    store = saved(tmp_path, None, None)
-    path = tmp_path / "step-00000002" / "state.pt"
-    path.write_bytes(path.read_bytes()[:cut])
-    assert store.newest()[0]["step"] == 1
-
-
-def test_where_none_is_good_there_must_be_none(tmp_path):
-    store = saved(tmp_path, None)
-    (tmp_path / "step-00000001" / "state.pt").unlink()
-    assert store.newest() is None
-    assert Checkpoints(tmp_path / "nowhere").newest() is None
-
-
-@pytest.mark.slow
-def test_a_process_killed_at_200_points_of_a_save_must_leave_a_good_checkpoint(tmp_path):
-    script = [sys.executable, str(SCRIPTS / "killed_saves.py"), str(tmp_path), "200"]
-    done = ok(subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True))
-    steps = [int(line) for line in done.stdout.split()]
-    assert len(steps) == 200 and steps == sorted(steps)
-    assert len(set(steps)) > 20  # kills struck before and after a commit
-    assert sum(one == other for one, other in zip(steps, steps[1:])) > 20
-
-
-def test_a_full_disk_must_not_end_the_training_at_once(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    store = Checkpoints(tmp_path / "file" / "checkpoints")
-    for step in (1, 2, 3):
-        store.save(state(step), step)
-        store.thread.join()
-    assert capsys.readouterr().out.count("could not be written: ") == 3
-    with pytest.raises(OSError, match="3 checkpoints in a row"):
-        store.wait()
-
-
-def test_a_save_while_the_last_one_still_runs_must_be_left_out(tmp_path, capsys, monkeypatch):
-    store = Checkpoints(tmp_path)
-    free = threading.Event()
-    commit = store._commit
-    monkeypatch.setattr(store, "_commit", lambda *args: free.wait() and commit(*args))
-    assert store.save(state(1), 1) is True
-    assert store.save(state(2), 2) is False
-    free.set()
-    store.wait()
-    assert "checkpoint at step 2 left out" in capsys.readouterr().out
-    assert [manifest["step"] for _, manifest in store.all()] == [1]
-
-
-class Bomb:
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.canary}",)
-
-
-def plant(folder: Path, bomb: bytes) -> Path:
-    """A checkpoint whose state is a hostile pickle, with a manifest that agrees with it."""
-    folder.mkdir(parents=True)
-    (folder / "state.pt").write_bytes(bomb)
-    files = {"state.pt": {"size": len(bomb), "sha256": hashlib.sha256(bomb).hexdigest()}}
-    (folder / "manifest.json").write_text(json.dumps({"step": 1, "files": files}))
-    return folder
-
-
-@pytest.mark.parametrize("form", ["pickle", "torch"])
-@pytest.mark.parametrize("way", ["resume auto", "resume", "init-from", "init-from file", "publish", "shard"])
-def test_a_hostile_pickle_must_run_nothing(small, tmp_path, sharded, form, way):
-    canary = tmp_path / "canary"
-    path = tmp_path / "bomb"
-    if form == "pickle":
-        path.write_bytes(pickle.dumps(Bomb(canary), protocol=2))
-    else:
-        torch.save({"model": Bomb(canary)}, path)
-    bomb = path.read_bytes()
-    if way == "resume auto":  # passed over, since an older checkpoint may be good
-        plant(tmp_path / "job" / "checkpoints" / "step-00000001", bomb)
-        small("--resume", "auto")
-    elif way == "publish":
-        with pytest.raises(pickle.UnpicklingError):
-            publish(plant(tmp_path / "bad", bomb), tmp_path / "out")
-    else:
-        if way == "shard":
-            (sharded / "train-00000.safetensors").write_bytes(bomb)
-            arguments = ("--dataset", f"shards:{sharded}")
-        elif way == "init-from file":
-            (tmp_path / "bomb.safetensors").write_bytes(bomb)
-            arguments = ("--init-from", str(tmp_path / "bomb.safetensors"))
-        else:
-            arguments = (f"--{way}", str(plant(tmp_path / "bad", bomb)))
-        with pytest.raises(SystemExit, match="error: "):
-            small(*arguments)
-    assert not canary.exists()
-
-
-def test_transfer_must_list_what_is_missing_and_unexpected(small, tmp_path, capsys):
-    good = small() / "checkpoints" / "last"
-    tensors = checkpoint.load(good)[0]["model"]
-    tensors["fc3.weight"] = tensors.pop("fc2.weight")
-    save_file(tensors, tmp_path / "other.safetensors")
-    small("--init-from", str(tmp_path / "other.safetensors"))
-    out = capsys.readouterr().out
-    assert "7 of 8 tensors from" in out
-    assert "missing, trained from scratch: fc2.weight\n  unexpected, left out: fc3.weight" in out
-
-
-def test_a_published_model_must_be_the_weights_and_a_card(small, tmp_path):
-    folder = small() / "checkpoints"
-    card = publish(folder / "best", tmp_path / "out")
-    assert same(load_file(tmp_path / "out" / "model.safetensors"), checkpoint.load(folder / "best")[0]["model"])
-    assert card == json.loads((tmp_path / "out" / "model.json").read_text())
-    assert (card["model"], card["dataset"], card["parameters"]) == ("mnist", "mnist", 1199882)
-
-
-def test_a_checkpoint_of_another_job_must_be_refused_with_the_difference(small):
-    small()
-    with pytest.raises(SystemExit, match="made with --batch-size 32, not 16\nhint: --batch-size 32"):
-        small("--resume", "auto", "--batch-size", "16")
 
 
 # --- collectives and compare
