@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,9 +31,12 @@ torch.serialization.set_crc32_options(False)  # SHA-256 finds what CRC-32 would,
 class Checkpoints:
     """The checkpoints of one job; one worker (rank 0) saves."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        """Keep the newest `keep` and the best; `folder` is made at the first save."""
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int = 2, over: Callable[[], bool] = lambda: False) -> None:
+        """Keep the newest `keep` and the best; `folder` is made at the first save.
+
+        `over()` tells that somebody else saves here now: a worker that was thought dead must change nothing.
+        """
+        self.folder, self.keep, self.over = folder, keep, over
         self.misses = 0
         self.held: dict[tuple[Any, ...], Tensor] = {}  # the copies of the last save, to be used again
         self.thread: threading.Thread | None = None
@@ -59,6 +63,10 @@ class Checkpoints:
         if self.misses >= MISSES:
             raise OSError(f"{self.misses} checkpoints in a row could not be written to {self.folder}")
 
+    def path(self, step: int) -> Path:
+        """The folder of the checkpoint of a step."""
+        return self.folder / f"step-{step:08}"
+
     def all(self) -> list[tuple[Path, dict[str, Any]]]:
         """Folder and manifest of each committed checkpoint, the oldest first; its files are not looked at."""
         found = []
@@ -82,12 +90,14 @@ class Checkpoints:
         try:
             self._commit(state, step, facts)
             self.misses = 0
-        except OSError as error:  # a full disk must not end the training at once
+        except (OSError, RuntimeError) as error:  # a full disk, which torch calls so, must not end the training at once
             self.misses += 1
             print(f"checkpoint at step {step} could not be written: {error}", flush=True)
 
     def _commit(self, state: dict[str, Any], step: int, facts: dict[str, Any]) -> None:
-        final = self.folder / f"step-{step:08}"
+        if self.over():
+            return print(f"checkpoint at step {step} left out: a newer generation saves here", flush=True)
+        final = self.path(step)
         work = self.folder / f".{final.name}.{os.getpid()}"
         self.folder.mkdir(parents=True, exist_ok=True)
         for rubbish in self.folder.glob(".step-*"):
@@ -101,6 +111,8 @@ class Checkpoints:
             file.write(json.dumps({"step": step, **facts, "files": files}, indent=2).encode())
             _durable(file)
         _durable_folder(work)
+        if self.over():
+            return shutil.rmtree(work, ignore_errors=True)
         if final.exists():  # from before a resume
             final.rename(self.folder / f".{final.name}.old")
         work.rename(final)

@@ -4,8 +4,10 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,13 @@ class Job:
     def __init__(self, timeout: float = 1800) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # grows with each restart
         self.folder = Path(os.environ.get("JOB_DIR", "runs/app"))
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.unwritten: list[str] = []  # metrics
+        self.asked = False  # by SIGTERM, to end
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._ask)
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -32,6 +39,16 @@ class Job:
         if self.world_size > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+    def over(self) -> bool:
+        """Whether the orchestrator has given this worker's generation up, and a newer one may save now."""
+        try:
+            return int((self.folder / "generation").read_text().split()[0]) > self.generation
+        except (OSError, ValueError, IndexError):
+            return False
 
     def close(self) -> None:
         """Leave the process group, all workers together: one that leaves while others still work may crash them."""
@@ -47,8 +64,12 @@ class Job:
     def record(self, **metrics: Any) -> None:
         """Append a line to metrics.jsonl from rank 0."""
         if self.rank == 0:
-            with (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
+            self.unwritten.append(json.dumps(metrics))
+            try:
+                append(self.folder / "metrics.jsonl", self.unwritten)
+                self.unwritten = []
+            except OSError as error:  # a full disk must not end the training; they are written with the next ones
+                self.say(f"metrics cannot be written: {error}")
 
     def sum(self, values: Tensor) -> Tensor:
         """`values`, summed over all workers; float64, on the CPU."""
@@ -86,8 +107,26 @@ class Job:
         return received
 
 
-def leave() -> None:
-    """End this process, whose work is done, at once with exit code 0.
+def append(path: Path, lines: list[str]) -> None:
+    """Append lines to a file, on a line of their own where a process was killed in the middle of one; all or none."""
+    with path.open("ab") as file:
+        size = file.tell()
+        try:
+            with path.open("rb") as before:
+                before.seek(max(0, size - 1))
+                fresh = before.read(1) in (b"", b"\n")
+            file.write(b"\n" * (not fresh) + "".join(f"{line}\n" for line in lines).encode())
+            file.flush()
+        except OSError:
+            os.truncate(path, size)
+            raise
+
+
+STOPPED = 128 + signal.SIGTERM  # the exit code of a worker that was asked to end, and has saved
+
+
+def leave(code: int = 0) -> None:
+    """End this process, whose work is done, at once.
 
     Seen with torch 2.15 and gloo, once in some seventy runs: a worker that had left its process group aborts while
     the interpreter takes torch's threads down (`terminate called without an active exception`), and a job whose every
@@ -95,7 +134,7 @@ def leave() -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def spawn(workers: int, function: Any, args: argparse.Namespace) -> None:

@@ -7,11 +7,12 @@
     python -m app.train --strategy single                            one process
 
 It reads torchrun's variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`) and writes to
-`$JOB_DIR` (else `runs/app`): `metrics.jsonl` and `checkpoints/`.
+`$JOB_DIR` (else `runs/app`): `metrics.jsonl` and `checkpoints/`. After SIGTERM all workers save at one step, and end.
 """
 
 import argparse
 import json
+import math
 import pickle
 import time
 from collections.abc import Iterator
@@ -24,11 +25,11 @@ from torch.nn import functional as F
 
 from app import data, model, replicas, strategy
 from app.checkpoint import Checkpoints, load
-from app.job import Job, leave, spawn
+from app.job import STOPPED, Job, append, leave, spawn
 from app.order import GlobalOrder, ShardOrder
 from app.shards import Shards
 
-SHOWN = 10  # steps whose losses are summed over all workers at once
+SHOWN = 10  # steps whose losses are summed over all workers at once, and after which all agree whether to stop
 
 
 def arguments() -> argparse.Namespace:
@@ -156,6 +157,13 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise SystemExit(f"error: {path} is no good checkpoint: {str(error).splitlines()[0]}") from None
 
 
+def newest(job: Job, checkpoints: Checkpoints) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The newest good checkpoint as rank 0 sees it, for all workers; one that cannot read that very one ends."""
+    found = checkpoints.newest() if job.rank == 0 else None
+    step = job.broadcast([torch.tensor([found[1]["step"] if found else -1])], [(1, torch.int64)])[0].item()
+    return found if job.rank == 0 or step < 0 else read(checkpoints.path(int(step)))
+
+
 def transfer(net: nn.Module, path: Path, say: Any) -> None:
     """Begin with the weights in a checkpoint folder, or a .safetensors file, and list what does not fit."""
     if path.suffix == ".safetensors":
@@ -195,43 +203,54 @@ def train(args: argparse.Namespace) -> None:
     holders = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     torch.manual_seed(args.seed + job.rank)  # dropout differs between workers; the weights do not
 
-    checkpoints = Checkpoints(job.folder / "checkpoints", args.keep)
+    checkpoints = Checkpoints(job.folder / "checkpoints", args.keep, job.over)
     start, first = 1, 0
     if args.resume != "none":
-        found = checkpoints.newest() if args.resume == "auto" else read(Path(args.resume))
+        found = newest(job, checkpoints) if args.resume == "auto" else read(Path(args.resume))
         if found:
             start, first = restore(found[0], job, args, holders)
             job.say(f"resumed after step {found[1]['step']}, in epoch {start}")
 
     way = strategy.Strategy(args.strategy, job, net)
     network = torch.compile(way.model) if args.compile else way.model
-    ledger = (job.folder / f"ledger-{job.rank}.jsonl").open("a") if args.ledger else None
+    ledger = job.folder / f"ledger-{job.rank}.jsonl"
     losses: list[tuple[int, int, Tensor]] = []  # epoch, step, this worker's part of the loss
 
-    def show() -> None:
-        if losses:
-            sums = job.sum(torch.stack([loss for _, _, loss in losses]))
-            for (at_epoch, at_step, _), value in zip(losses, sums.tolist()):
-                job.record(kind="step", epoch=at_epoch, step=at_step, loss=value)
-            losses.clear()
+    def show() -> bool:
+        """Record the losses; True where a worker was asked to end, which all workers learn at the same step."""
+        asked = torch.tensor(float(job.asked), dtype=dtype, device=job.device)
+        *values, asking = job.sum(torch.stack([*(loss for _, _, loss in losses), asked])).tolist()
+        for (at_epoch, at_step, _), value in zip(losses, values):
+            if not math.isfinite(value):  # before weights that are lost are saved
+                raise SystemExit(f"error: the loss is {value} at step {at_step}\nhint: a lower --lr")
+            job.record(kind="step", epoch=at_epoch, step=at_step, loss=value)
+        losses.clear()
+        return asking > 0
+
+    def stop(step: int) -> None:
+        checkpoints.wait()
+        job.say(f"asked to end: saved at step {step}")
+        job.close()
+        leave(STOPPED)
 
     def save(step: int, next_epoch: int, epoch_step: int, score: float | None = None) -> None:
         state = {name: holder.state_dict() for name, holder in holders.items()}
         arguments = {name: getattr(args, name) for name in ("batch_size", "seed", "dataset", "model", "optimizer")}
         state |= {"epoch": next_epoch, "epoch_step": epoch_step, "random": job.gather(random_state(job))}
         if job.rank == 0:
-            if score is not None:
+            if score is not None or job.asked:
                 checkpoints.wait()  # the end of an epoch is worth waiting for; a save between may be left out
-            checkpoints.save(state | {"arguments": arguments}, step, score=score, world_size=job.world_size)
+            facts = {"score": score, "world_size": job.world_size, "generation": job.generation}
+            checkpoints.save(state | {"arguments": arguments}, step, **facts)
 
     for epoch in range(start, args.epochs + 1):
         started = time.monotonic()
         network.train()
         for epoch_step, (mine, total) in enumerate(samples.order.batches(epoch, first), first + 1):
             step = (epoch - 1) * samples.order.steps + epoch_step
-            if ledger:
-                ledger.write(json.dumps({"epoch": epoch, "step": step, "samples": samples.ids[mine].tolist()}) + "\n")
-                ledger.flush()
+            if args.ledger:
+                entry = {"generation": job.generation, "step": step, "samples": samples.ids[mine].tolist()}
+                append(ledger, [json.dumps(entry)])
             optimizer.zero_grad()
             loss = torch.zeros((), dtype=dtype, device=job.device)
             for x, y, last in parts(samples.images[mine], samples.labels[mine], args.accumulate):
@@ -250,14 +269,17 @@ def train(args: argparse.Namespace) -> None:
             scaler.step(optimizer)
             scaler.update()
             losses.append((epoch, step, loss))
-            if step % SHOWN == 0:
-                show()
+            asked = step % SHOWN == 0 and show()
             if args.check_replicas and step % args.check_replicas == 0:
                 replicas.check(job, net, step)
-            if args.save_every and step % args.save_every == 0 and epoch_step < samples.order.steps:
-                show()
+            within = epoch_step < samples.order.steps
+            if within and (asked or (args.save_every and step % args.save_every == 0)):
+                asked = show() or asked
+                job.asked = asked
                 save(step, epoch, epoch_step)
-        show()
+                if asked:
+                    stop(step)
+        asked = show()
         first = 0
         scheduler.step()
         way.share_buffers()
@@ -268,6 +290,8 @@ def train(args: argparse.Namespace) -> None:
         job.record(kind="epoch", epoch=epoch, step=step, **facts)
         job.say(f"epoch {epoch}/{args.epochs}: accuracy {accuracy:.2%}, loss {test_loss:.4f}, {seconds:.1f} s")
         save(step, epoch + 1, 0, score=accuracy)
+        if asked and epoch < args.epochs:
+            stop(step)
 
     if args.check_replicas:
         replicas.check(job, net, args.epochs * samples.order.steps)
