@@ -3,6 +3,7 @@
     python -m benchmarks T9             one
     python -m benchmarks                all
     python -m benchmarks --json FILE    and write what was measured
+    python -m benchmarks soak           a training under faults; see --help of it
 
 Every figure is a median of interleaved runs with its spread (lowest to highest); ratios carry to other machines,
 times do not.
@@ -13,12 +14,13 @@ import json
 import os
 import platform
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import t6, t9, t10
+from benchmarks import soak, t6, t9, t10
 
 ALL = {"T6": t6, "T9": t9, "T10": t10}
 
@@ -63,4 +65,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["soak"]:
+        sys.exit(soak.main(sys.argv[2:]))
     main()

@@ -1,19 +1,18 @@
-"""The commands. The only module that prints: data to stdout, everything for human eyes to stderr."""
+"""The command line. It prints, as commands.py does: data to stdout, everything for human eyes to stderr."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
-import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from orchestrate import __version__, errors, job, lock, logs
+from orchestrate import __version__, commands, errors, job, lock
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import JobPaths
 from orchestrate.plan import plan
@@ -21,7 +20,7 @@ from orchestrate.report import text
 from orchestrate.spec import JobSpec, read_file, read_set, resolve
 
 if TYPE_CHECKING:
-    from orchestrate.engines import Engine, JobState
+    pass
 
 FLAGS = {  # fields of the job file that are flags, too
     "trainers": "N",
@@ -31,6 +30,15 @@ FLAGS = {  # fields of the job file that are flags, too
     "image": "NAME",
     "name": "NAME",
     "max_run": "2h",
+    "max_restarts": "N",
+    "min_trainers": "N",
+}
+JOB_COMMANDS = {
+    "logs": "print the workers' output",
+    "attach": "follow a job to its end, and supervise it where nobody does",
+    "wait": "wait for the end of a job, and end with its exit code",
+    "stop": "stop a job and remove its nodes",
+    "rm": "remove the files of a job that has ended, and all that it may have left",
 }
 EXITS = """\
 exit codes:
@@ -58,9 +66,9 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=__version__)
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    kinds = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, description in (("run", "run a job to its end"), ("plan", "print who would be which rank, and end")):
-        command = commands.add_parser(
+        command = kinds.add_parser(
             name,
             help=description,
             description=f"{description[0].upper()}{description[1:]}.",
@@ -74,15 +82,20 @@ def parser() -> Parser:
         command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the job file")
         if name == "run":
             command.add_argument("--dry-run", action="store_true", help="print the plan, create nothing")
+            command.add_argument(
+                "--detach", action="store_true", help="leave the job to a supervisor in the background"
+            )
         _add_runs(command)
-    _add_runs(commands.add_parser("ps", help="list the jobs that have nodes", description="List the jobs."))
-    for name, description in (("logs", "print the workers' output"), ("stop", "stop a job and remove its nodes")):
-        command = commands.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
+    _add_runs(kinds.add_parser("ps", help="list the jobs that have nodes", description="List the jobs."))
+    for name, description in JOB_COMMANDS.items():
+        command = kinds.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
         command.add_argument("job", metavar="JOB", help="its id, or how it begins")
         _add_runs(command)
         if name == "logs":
             command.add_argument("--rank", type=int, metavar="N", help="of one worker alone, without prefix")
             command.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
+        if name in ("stop", "rm"):
+            command.add_argument("--dry-run", action="store_true", help="print what would be removed, and end")
     return top
 
 
@@ -99,24 +112,18 @@ def main(argv: list[str]) -> int:
             return _run(args, script)
         if script is not None:
             raise UsageError(f"{args.command} takes nothing behind --", f"python -m orchestrate {args.command} --help")
-        return {"ps": _ps, "logs": _logs, "stop": _stop}[args.command](args)
+        return commands.BY_NAME[args.command](args)
     except OrchestrateError as error:
-        say(f"error: {error}")
+        commands.say(f"error: {error}")
         if error.hint:
-            say(f"hint: {error.hint}")
+            commands.say(f"hint: {error.hint}")
         return error.exit_code
     except KeyboardInterrupt:
-        say("stopped")
+        commands.say("stopped")
         return errors.INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return errors.SUCCEEDED
-
-
-def say(line: str) -> None:
-    """Print a line for human eyes; nobody may be looking any more."""
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
 
 
 def _run(args: argparse.Namespace, script: list[str] | None) -> int:
@@ -126,133 +133,36 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
         layers.append({"command": script})
     spec = job.check_script(resolve(*layers))
     dry = args.command == "plan" or args.dry_run
-    engine = _engine(spec)
+    engine = commands.engine_of(spec)
     job_id = job.new_id(spec)
     paths = JobPaths(args.runs.resolve() / job_id)
-    made = plan(spec, engine.inventory(spec, paths.root, prepare=not dry), job_id)
+    made = plan(spec, engine.inventory(spec, paths.root, prepare=not dry), job_id, engine.port(0))
     if dry:
         print(made)
         return errors.SUCCEEDED
-    stops = _count_signals(spec)
-    try:
-        paths.create()
-    except OSError as error:
-        raise UsageError(f"cannot write to {paths.root}: {error.strerror}", "--runs names another folder") from None
-    say(str(made))
-    data = job.run(spec, made, paths, engine, stops, say)
-    say(text(data))
+    stops = commands.count_signals(spec) if not args.detach else lambda: 0
+    job.create(spec, made, paths)
+    commands.say(str(made))
+    if args.detach:
+        _detach(args.runs / job_id)
+        return errors.SUCCEEDED
+    data = job.supervise(paths, engine, stops, commands.say)
+    commands.say(text(data))
     with contextlib.suppress(BrokenPipeError):  # the job's end is not its reader's
         print(args.runs / job_id, flush=True)
-    return _exit_code(data)
+    return commands.exit_code(data)
 
 
-def _exit_code(data: dict[str, Any]) -> int:
-    if data["outcome"] == "stopped":
-        return errors.TIMED_OUT if data["reason"] == "max_run" else errors.INTERRUPTED
-    return {"succeeded": errors.SUCCEEDED, "failed": errors.FAILED, "lost": errors.LOST}[data["outcome"]]
-
-
-def _count_signals(spec: JobSpec) -> Any:
-    """Take Ctrl-C, SIGTERM and SIGHUP as requests to stop; return what counts them."""
-    seen: list[int] = []
-
-    def note(number: int, _: object) -> None:
-        seen.append(number)
-        if len(seen) == 1:
-            say(f"stopping: the workers have {spec.grace:g} s to end; Ctrl-C again kills them")
-        else:
-            say("killing the workers")
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, note)
-    return lambda: len(seen)
-
-
-def _engine(spec: JobSpec) -> Engine:
-    """The engine that the job asks for, or that answers."""
-    if spec.engine != "process":
-        from orchestrate.engines.docker import DockerEngine  # the SDK takes half a second to import
-
-        try:
-            return DockerEngine()
-        except OrchestrateError as error:
-            if spec.engine == "docker":
-                raise
-            say(f"{error}; running local processes instead of containers. To get containers: start Docker.")
-    from orchestrate.engines.process import ProcessEngine
-
-    return ProcessEngine()
-
-
-def _engines() -> list[Engine]:
-    """All engines that answer."""
-    from orchestrate.engines.docker import DockerEngine
-    from orchestrate.engines.process import ProcessEngine
-
-    try:
-        return [DockerEngine(), ProcessEngine()]
-    except OrchestrateError:
-        return [ProcessEngine()]
-
-
-def _ps(args: argparse.Namespace) -> int:
-    rows = [("JOB", "ENGINE", "NODES", "STATE", "RUN")]
-    for engine in _engines():
-        for state in engine.jobs():
-            word = "running" if lock.holder(JobPaths(state.run)) else "without supervisor"
-            rows.append((state.job_id, state.engine, str(state.nodes), word, str(state.run)))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    return errors.SUCCEEDED
-
-
-def _find(args: argparse.Namespace, states: list[JobState]) -> Path:
-    """The run directory of the job that `args.job` names or begins, living or ended."""
-    living = {state.job_id: state.run for state in states}
-    runs: dict[str, Path] = {path.parent.name: path.parent for path in args.runs.glob("*/plan.json")} | living
-    found = [args.job] if args.job in runs else [name for name in living if name.startswith(args.job)]
-    found = found or sorted(name for name in runs if name.startswith(args.job))
-    if len(found) != 1:
-        which = "no job" if not found else "several jobs"
-        known = ", ".join(sorted(found or runs)[:8]) or f"none in {args.runs}"
-        raise UsageError(f"{which} {args.job}", f"jobs here: {known}")
-    return runs[found[0]]
-
-
-def _logs(args: argparse.Namespace) -> int:
-    local = args.runs.joinpath(args.job, "plan.json").exists()
-    paths = JobPaths(_find(args, [] if local else [state for engine in _engines() for state in engine.jobs()]))
-    nodes = {worker["rank"]: worker["node"] for worker in json.loads(paths.plan.read_text())["workers"]}
-    if args.rank is not None and args.rank not in nodes:
-        raise UsageError(f"no rank {args.rank} in {paths.root.name}", f"its ranks are 0 to {len(nodes) - 1}")
-    chosen = logs.prefixes(nodes) if args.rank is None else {args.rank: ""}
-    follower = logs.Follower(paths, chosen)
-    while True:
-        living = args.follow and lock.holder(paths)
-        for line in follower.lines(end=not living):
-            print(line)
-        if not living:
-            return errors.SUCCEEDED
-        sys.stdout.flush()
-        time.sleep(0.1)
-
-
-def _stop(args: argparse.Namespace) -> int:
-    engines = {state.job_id: (engine, state) for engine in _engines() for state in engine.jobs()}
-    paths = JobPaths(_find(args, [state for _, state in engines.values()]))
-    name = paths.root.name
-    supervisor = lock.holder(paths)
-    if supervisor:
-        say(f"asking the supervisor of {name} to stop")
-        os.kill(supervisor, signal.SIGTERM)
-        while lock.holder(paths) == supervisor:
-            time.sleep(0.1)
-    elif name in engines:
-        say(f"{name} has no supervisor: removing its nodes")
-        engines[name][0].remove(name, grace=30)
-    else:
-        say(f"{name} has ended already")
-        return errors.SUCCEEDED
-    say(f"{name} is stopped")
-    return errors.SUCCEEDED
+def _detach(run: Path) -> None:
+    """Have a process of its own supervise a job; return once it does."""
+    paths = JobPaths(run.resolve())
+    command = [sys.executable, "-m", "orchestrate", "attach", run.name, "--runs", str(paths.root.parent)]
+    with paths.supervisor_log.open("w") as file:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    while not lock.holder(paths) and not job.ended(paths) and child.poll() is None:
+        time.sleep(0.02)
+    child.returncode = child.returncode or 0  # it outlives us
+    commands.say(f"hint: python -m orchestrate attach {run.name}; its supervisor writes to {run / 'supervisor.log'}")
+    print(run, flush=True)

@@ -5,6 +5,7 @@ The tree:
     OrchestrateError          1
     ├── UsageError            2   the command line or the job file asks for what cannot be
     ├── EngineError           3   the engine does not answer, or refuses
+    │   └── EngineLost        3   it does not answer at all
     └── ResourceError         4   the engine answers but lacks something: an image, GPUs, Compose
 """
 
@@ -37,6 +38,10 @@ class EngineError(OrchestrateError):
     """The engine cannot be reached, or refuses what it is asked."""
 
     exit_code = 3
+
+
+class EngineLost(EngineError):
+    """The engine does not answer at all; it may come back."""
 
 
 class ResourceError(OrchestrateError):

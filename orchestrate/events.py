@@ -1,31 +1,99 @@
-"""events.jsonl: what happened to a job, a line each, in order."""
+"""events.jsonl: what happened to a job, a line each, in order. Also what a second supervisor goes on from."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from orchestrate.paths import open_regular
+from orchestrate.restarts import Cause, Ended
+
+Event = dict[str, Any]
 Emit = Callable[..., None]  # emit(event, **data)
 
 
-class Recorder:
-    """Keeps the events of a job, in memory and as lines of a file."""
+def read(path: Path) -> list[Event]:
+    """The events in a file; half a line, left by a supervisor that was killed, is none."""
+    events = []
+    try:
+        with open_regular(path) as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            events.append(event)
+    return events
 
-    def __init__(self, path: Path) -> None:
-        self.events: list[dict[str, Any]] = []
-        self._file = path.open("a", buffering=1)
-        self._started = time.monotonic()
+
+class Recorder:
+    """Keeps the events of a job, in memory and as lines of a file; goes on where an earlier one ended."""
+
+    def __init__(self, path: Path, show: Callable[[Event], None] = lambda _: None) -> None:
+        """`show` gets each new event, too."""
+        self.events = read(path)
+        self._show = show
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        self._unwritten: list[str] = []
+        passed = max(0.0, time.time() - self.events[0]["time"]) if self.events else 0.0
+        self._started = time.monotonic() - passed
+        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+            self._unwritten.append("\n")
 
     def __call__(self, event: str, **data: Any) -> None:
         """Note `event`, with the wall clock's time and the seconds since the job's start."""
-        seconds = round(time.monotonic() - self._started, 3)
-        line = {"event": event, "time": round(time.time(), 3), "seconds": seconds, **data}
+        line = {"event": event, "time": round(time.time(), 3), "seconds": self.seconds(), **data}
         self.events.append(line)
-        self._file.write(json.dumps(line) + "\n")
+        self._unwritten.append(json.dumps(line) + "\n")
+        with contextlib.suppress(OSError):  # the disk is full, say; they are written with the next event
+            while self._unwritten:
+                os.write(self._file, self._unwritten[0].encode())
+                del self._unwritten[0]
+        self._show(line)
+
+    def seconds(self) -> float:
+        """Since the job's start."""
+        return round(time.monotonic() - self._started, 3)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        os.close(self._file)
+
+
+class History:
+    """What the events say of a job so far."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.ended: list[Ended] = []  # the generations that are over
+        self.running = -1  # the generation whose workers were started last, if it is not over
+        self.exits: list[Event] = []  # what is known of its workers' ends
+        self.stopping = ""  # why its workers were asked to end
+        self.outcome: tuple[str, str] | None = None  # word and why, once it was decided
+        for event in events:
+            self._add(event)
+
+    def _add(self, event: Event) -> None:
+        name = event["event"]
+        if name == "generation_starting":
+            self.running, self.exits, self.stopping = event["generation"], [], ""
+        elif name == "worker_ended":
+            self.exits.append(event)
+        elif name == "workers_stopping":
+            self.stopping = self.stopping or event["why"]
+        elif name == "generation_ended":
+            self.running = -1
+            values = {field.name: event[field.name] for field in dataclasses.fields(Ended)}
+            values["cause"] = values["cause"] and Cause(**values["cause"])
+            self.ended.append(Ended(**values))
+        elif name == "outcome":
+            self.outcome = event["outcome"], event["reason"]

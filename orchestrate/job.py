@@ -1,10 +1,11 @@
-"""From a spec to a report: makes the run directory, runs the job on an engine, writes down what came of it."""
+"""From a spec to a report: makes the run directory, has the job supervised, writes down what came of it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
+import queue
 import re
 import secrets
 import threading
@@ -13,19 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from orchestrate import lock, logs
+from orchestrate import lock, logs, report
 from orchestrate.engines import Engine
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.events import Recorder
+from orchestrate.events import Event, Recorder
 from orchestrate.paths import JobPaths, open_regular, write_whole
-from orchestrate.plan import Plan
-from orchestrate.report import report
-from orchestrate.spec import APP, JobSpec
-from orchestrate.supervisor import Outcome, supervise
+from orchestrate.plan import Plan, read_plan
+from orchestrate.restarts import Ended
+from orchestrate.spec import APP, JobSpec, read_file, resolve
+from orchestrate.supervisor import Outcome, Supervisor
+from orchestrate.traces import Traces
 
-# How gloo, NCCL and the store say that a peer has gone.
-COMPLAINT = re.compile("onnection (closed|reset|refused)|remote process exited|Broken pipe|DistNetworkError")
-TAIL = 12  # lines of the first worker that failed which a person sees
+UNREAD = 60.0  # seconds that a reader has for the last lines
 
 
 def new_id(spec: JobSpec) -> str:
@@ -57,67 +57,124 @@ def check_script(spec: JobSpec) -> JobSpec:
     return dataclasses.replace(spec, command=(str(relative), *spec.command[1:]))
 
 
-def run(
-    spec: JobSpec,
-    plan: Plan,
-    paths: JobPaths,
-    engine: Engine,
-    stops: Callable[[], int],
-    show: Callable[[str], None],
-) -> dict[str, Any]:
-    """Run the job, handing each line of worker output to `show`; return the report.
+def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
+    """Write down what the job is; raises UsageError where its files cannot be written."""
+    try:
+        paths.create()
+        paths.spec.write_text(spec.to_yaml())
+        keep(paths, plan)
+    except OSError as error:
+        raise UsageError(f"cannot write to {paths.root}: {error.strerror}", "--runs names another folder") from None
 
-    `stops()` is how often somebody has asked the job to stop. Raises OrchestrateError where the job could not start.
+
+def keep(paths: JobPaths, plan: Plan) -> None:
+    """Write down the plan of the newest generation."""
+    write_whole(paths.plan, plan.to_json() + "\n")
+
+
+def load(paths: JobPaths) -> tuple[JobSpec, Plan]:
+    """Spec and newest plan of a job; raises UsageError where its files are not what they were."""
+    try:
+        with open_regular(paths.plan) as file:
+            return resolve(read_file(paths.spec)), read_plan(file.read().decode())
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{paths.root} holds no job that can go on: {error}", "start it again") from None
+
+
+def supervise(
+    paths: JobPaths, engine: Engine, stops: Callable[[], int], show: Callable[[str], None], tail: bool = False
+) -> dict[str, Any]:
+    """Carry a job from where it stands to its end; hand each line for a person to `show`; return the report.
+
+    `stops()` is how often somebody has asked the job to stop; `tail` shows only the last lines of what its workers
+    have written before. Raises OrchestrateError where the job could not start, BlockingIOError where another process
+    supervises it.
     """
-    paths.spec.write_text(spec.to_yaml())
-    paths.plan.write_text(plan.to_json() + "\n")
-    emit = Recorder(paths.events)
-    emit("job_started", job_id=plan.job_id)
-    failure = None
-    with lock.held(paths), _following(paths, plan, show):
-        try:
-            outcome = supervise(spec, plan, paths.root, engine, emit, stops, lambda rank: _complains(paths, rank))
-        except OrchestrateError as error:
-            outcome, failure = Outcome("failed", f"could not start: {error}"), error
+    with lock.held(paths):
+        spec, plan = load(paths)
+        follower = logs.Follower(paths, prefixes(plan))
+        if tail:
+            follower.skip()
+        failure = None
+        with _following(follower, show) as say:
+
+            def tell(event: Event) -> None:
+                if said := report.line(event):
+                    say(said)
+
+            def renew(plan: Plan) -> None:
+                keep(paths, plan)
+                follower.follow(prefixes(plan))
+
+            emit = Recorder(paths.events, tell)
+            emit("supervisor_started", job_id=plan.job_id)
+            supervisor = Supervisor(spec, plan, paths.root, engine, emit, stops, Traces(paths), renew)
+            try:
+                outcome = supervisor.supervise()
+            except OrchestrateError as error:
+                outcome, failure = Outcome("failed", f"could not start: {error}"), error
         emit("job_ended", outcome=outcome.word, reason=outcome.why)
         emit.close()
-        data = _report(plan, paths, outcome, emit.events)
-        write_whole(paths.report, json.dumps(data, indent=2) + "\n")
+        data = _report(supervisor.plan, paths, outcome, supervisor.history.ended, emit.events)
+        try:
+            write_whole(paths.report, json.dumps(data, indent=2) + "\n")
+        except OSError as error:  # the job has ended all the same
+            show(f"warning: {paths.report} cannot be written: {error.strerror}")
     if failure:
         raise failure
     return data
 
 
-def _complains(paths: JobPaths, rank: int) -> bool:
-    return bool(COMPLAINT.search("\n".join(logs.tail(paths.log(rank), 3))))
+def ended(paths: JobPaths) -> dict[str, Any] | None:
+    """The report of a job that has ended."""
+    try:
+        with open_regular(paths.report) as file:
+            data = json.loads(file.read())
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
 
 
-def _report(plan: Plan, paths: JobPaths, outcome: Outcome, events: list[dict[str, Any]]) -> dict[str, Any]:
-    log = paths.log(outcome.root.rank) if outcome.root else None
+def _report(
+    plan: Plan, paths: JobPaths, outcome: Outcome, ended: list[Ended], events: list[dict[str, Any]]
+) -> dict[str, Any]:
     metrics: list[str] = []
     with contextlib.suppress(OSError), open_regular(paths.metrics) as file:
         metrics = file.read().decode(errors="replace").splitlines()
     checkpoints = sorted(path for path in paths.checkpoints.rglob("[!.]*") if path.is_file() and not path.is_symlink())
-    return report(plan, outcome, events, metrics, checkpoints, logs.tail(log, TAIL) if log else [], log)
+    return report.report(plan, outcome, ended, events, metrics, checkpoints)
+
+
+def prefixes(plan: Plan) -> dict[int, str]:
+    """What stands before the lines of each rank."""
+    return logs.prefixes({worker.rank: worker.node for worker in plan.workers})
 
 
 @contextmanager
-def _following(paths: JobPaths, plan: Plan, show: Callable[[str], None]) -> Iterator[None]:
-    """Show the workers' output as it comes, all of it before the end."""
-    follower = logs.Follower(paths, logs.prefixes({worker.rank: worker.node for worker in plan.workers}))
+def _following(follower: logs.Follower, show: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """Show the workers' output as it comes, all of it before the end; yields what shows a line of our own.
+
+    One thread shows everything: whoever does not read what we print must not stop the supervisor.
+    """
     done = threading.Event()
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def catch_up(end: bool = False) -> None:
+        count = said.qsize()
+        for line in follower.lines(end):  # what the workers wrote before we said something
+            show(line)
+        for _ in range(count):
+            show(said.get())
 
     def follow() -> None:
         while not done.wait(0.05):
-            for line in follower.lines():
-                show(line)
+            catch_up()
+        catch_up(end=True)
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
     try:
-        yield
+        yield said.put
     finally:
         done.set()
-        thread.join()
-        for line in follower.lines(end=True):
-            show(line)
+        thread.join(UNREAD)

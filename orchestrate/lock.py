@@ -28,7 +28,7 @@ def holder(paths: JobPaths) -> int:
     try:
         with paths.lock.open() as file:
             answer = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *values)))
-    except FileNotFoundError:
+    except OSError:  # none, or one of somebody else's that we may not look at
         return 0
     kind = answer[0] if _PID == 4 else answer[3]
     return 0 if kind == fcntl.F_UNLCK else int(answer[_PID])

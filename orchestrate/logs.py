@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -28,9 +29,26 @@ class Follower:
 
     def __init__(self, paths: JobPaths, ranks: dict[int, str]) -> None:
         """`ranks` are the ranks to read, with the prefix of each."""
-        self.logs = {paths.log(rank): prefix for rank, prefix in ranks.items()}
-        self.offsets = dict.fromkeys(self.logs, 0)
-        self.partial = dict.fromkeys(self.logs, b"")
+        self.paths = paths
+        self.logs: dict[Path, str] = {}
+        self.offsets: dict[Path, int] = {}
+        self.partial: dict[Path, bytes] = {}
+        self.follow(ranks)
+
+    def follow(self, ranks: dict[int, str]) -> None:
+        """Read these ranks from now on, each from where it was read last."""
+        logs = {self.paths.log(rank): prefix for rank, prefix in ranks.items()}
+        self.offsets = dict.fromkeys(logs, 0) | self.offsets
+        self.partial = dict.fromkeys(logs, b"") | self.partial
+        self.logs = logs
+
+    def skip(self, last: int = 4096) -> None:
+        """Leave out what there is already, but for the last lines of each log (`last` bytes of it, at most)."""
+        for path in self.logs:
+            with contextlib.suppress(OSError), open_regular(path) as file:
+                start = max(0, os.fstat(file.fileno()).st_size - last)
+                file.seek(start)
+                self.offsets[path] = start + (file.read().find(b"\n") + 1 if start else 0)
 
     def lines(self, end: bool = False) -> Iterator[str]:
         """The lines since the last call, those of one rank together; `end`: also a last one without a newline."""
@@ -61,11 +79,30 @@ def prefixes(nodes: dict[int, str]) -> dict[int, str]:
     return {rank: f"{name:<{width}} | " for rank, name in names.items()}
 
 
-def tail(path: Path, count: int) -> list[str]:
-    """The last `count` lines of a log, from its last 64 KiB."""
+def tail(path: Path) -> str:
+    """The last 64 KiB of a log, as text that is safe for a terminal."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
-            return [clean(line) for line in file.read().splitlines()[-count:]]
+            return "\n".join(map(clean, file.read().splitlines()))
     except OSError:
+        return ""
+
+
+def last_words(text: str, generation: int, count: int) -> list[str]:
+    """The last lines that a worker of a generation wrote; of a dump of all its stacks, the first part alone.
+
+    `text` is the end of its log. What stands before the dump is what it had to say itself.
+    """
+    mark = f"[node] generation {generation}"
+    lines = text.rpartition(mark + "\n")[2].splitlines() if generation else text.splitlines()
+    if text.endswith(mark):
         return []
+    fatal = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
+    if not fatal:
+        return lines[-count:]
+    dump = lines[fatal[-1] :]
+    current = [i for i, line in enumerate(dump) if line.startswith("Current thread")]
+    stack = dump[current[0] :] if current else dump[1:]
+    head = lines[max(0, fatal[-1] - count // 3) : fatal[-1] + 1]
+    return head + [line for line in stack if line.strip() and not line.startswith("Extension modules")][: count // 2]

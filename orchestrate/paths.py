@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from orchestrate.node.ranks import FENCE
+
 PACKAGE = Path(__file__).resolve().parent
 NODE = PACKAGE / "node"
 
@@ -81,6 +83,16 @@ class JobPaths:
     def logs(self) -> Path:
         """The folder of the workers' output."""
         return self.root / "logs"
+
+    @property
+    def fence(self) -> Path:
+        """The generation whose workers may save; and start, unless it is `over`."""
+        return self.root / FENCE
+
+    @property
+    def supervisor_log(self) -> Path:
+        """What a detached supervisor has to say."""
+        return self.root / "supervisor.log"
 
     @property
     def lock(self) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from orchestrate.errors import ResourceError
@@ -20,10 +21,10 @@ class Inventory:
     cpus: int
     gpus: tuple[str, ...]  # ids of the GPUs that may be used
     no_gpus: str  # why there are none, where there are none
-    master_addr: str
-    master_port: int
+    master_addr: str  # of every node; empty where a node has a name of its own in DNS
     interface: str  # the one network interface for gloo and NCCL
     job_dir: str  # the run directory, as a worker sees it
+    code: str = ""  # the folder of this machine in which the command runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +42,19 @@ class Plan:
     """What every node and worker gets, as plain data."""
 
     job_id: str
-    engine: str
-    about: str
+    generation: int
     command: tuple[str, ...]
+    inventory: Inventory
     nodes: tuple[str, ...]  # names; the first is the master
     nproc_per_node: int
     gpus: tuple[str, ...]
     reason: str  # why the workers run on CPU, where they do
     workers: tuple[WorkerPlan, ...]
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine."""
+        return self.inventory.engine
 
     @property
     def world_size(self) -> int:
@@ -67,7 +73,7 @@ class Plan:
         lines = [
             f"job {self.job_id}: {_count(len(self.nodes), 'node')} × {_count(self.nproc_per_node, 'worker')}, "
             + backend,
-            f"{self.about}, master at {first['MASTER_ADDR']}:{first['MASTER_PORT']}, "
+            f"{self.inventory.about}, master at {first['MASTER_ADDR']}:{first['MASTER_PORT']}, "
             f"{_count(int(first['OMP_NUM_THREADS']), 'thread')} per worker",
         ]
         for worker in self.workers:
@@ -76,11 +82,32 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan(spec: JobSpec, inventory: Inventory, job_id: str) -> Plan:
-    """Give every worker of `spec` its place; raises ResourceError where the engine has too few GPUs."""
-    nodes = ("master", *(f"trainer-{i}" for i in range(1, spec.trainers + 1)))
+def names(spec: JobSpec) -> tuple[str, ...]:
+    """The nodes that a job wants."""
+    return ("master", *(f"trainer-{i}" for i in range(1, spec.trainers + 1)))
+
+
+def in_order(nodes: Iterable[str]) -> tuple[str, ...]:
+    """The master first, then the trainers by number."""
+    return tuple(sorted(nodes, key=lambda name: (name != "master", int(name.partition("-")[2] or 0))))
+
+
+def plan(
+    spec: JobSpec,
+    inventory: Inventory,
+    job_id: str,
+    port: int,
+    generation: int = 0,
+    nodes: tuple[str, ...] = (),
+) -> Plan:
+    """Give every worker its place, on all nodes that `spec` wants or on the `nodes` that there are.
+
+    `port` is where rank 0 listens. Raises ResourceError where the engine has too few GPUs.
+    """
+    wanted_nodes = len(names(spec))
+    nodes = nodes or names(spec)
     gpus = _gpus(spec, inventory)
-    nproc = spec.nproc_per_node or max(1, len(gpus) // len(nodes))
+    nproc = spec.nproc_per_node or max(1, len(gpus) // wanted_nodes)
     wanted = len(nodes) * nproc
     if gpus and len(gpus) < wanted:
         fewer = len(gpus) // nproc - 1
@@ -91,29 +118,38 @@ def plan(spec: JobSpec, inventory: Inventory, job_id: str) -> Plan:
             "or train with gloo on CPU (--gpus none)",
         )
     machine = {"host": "", "cpus": inventory.cpus, "gpus": list(gpus)}
-    envs = assign(
-        [machine for _ in nodes], nproc, inventory.master_addr, inventory.master_port, job_id, inventory.interface
-    )
+    address = inventory.master_addr or (nodes[0] if nodes[0] == "master" else f"{job_id}-{nodes[0]}")
+    envs = assign([machine for _ in nodes], nproc, address, port, job_id, inventory.interface)
+    restarts = {"TORCHELASTIC_RESTART_COUNT": str(generation), "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts)}
     workers = [
         WorkerPlan(
             rank=rank,
             node=nodes[rank // nproc],
             gpu=gpus[rank] if gpus else "",
-            env={**env, "JOB_ID": job_id, "JOB_DIR": inventory.job_dir, **spec.env},
+            env={**env, **restarts, "JOB_ID": job_id, "JOB_DIR": inventory.job_dir, **spec.env},
         )
         for rank, env in enumerate(envs)
     ]
     return Plan(
         job_id=job_id,
-        engine=inventory.engine,
-        about=inventory.about,
+        generation=generation,
         command=spec.command,
+        inventory=inventory,
         nodes=nodes,
         nproc_per_node=nproc,
         gpus=gpus[:wanted],
         reason="" if gpus else "--gpus none" if spec.gpus == "none" else inventory.no_gpus,
         workers=tuple(workers),
     )
+
+
+def read_plan(text: str) -> Plan:
+    """The plan that `to_json` wrote; raises ValueError, TypeError or KeyError for anything else."""
+    values = json.loads(text)
+    inventory = Inventory(**values["inventory"] | {"gpus": tuple(values["inventory"]["gpus"])})
+    workers = tuple(WorkerPlan(**worker) for worker in values["workers"])
+    tuples = {name: tuple(values[name]) for name in ("command", "nodes", "gpus")}
+    return Plan(**values | tuples | {"inventory": inventory, "workers": workers})
 
 
 def _gpus(spec: JobSpec, inventory: Inventory) -> tuple[str, ...]:

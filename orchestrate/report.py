@@ -3,67 +3,41 @@
 from __future__ import annotations
 
 import json
-import re
-import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from orchestrate.events import Event
 from orchestrate.plan import Plan
+from orchestrate.restarts import Ended
 from orchestrate.supervisor import Outcome
-
-# What the last lines of a failed worker tell about the way out; the first match counts.
-HINTS = [
-    (r"No module named '?([\w.]+)", r"\1 is not installed where the workers run: name an image that has it (--image)"),
-    (r"can't open file", "the script is not below the folder that you started from"),
-    (r"Read-only file system|Permission denied", "nodes see your folder read-only: write to the folder in $JOB_DIR"),
-    (r"No space left on device", "free some disk, or some /dev/shm (--set shm_size=4g)"),
-    (r"CUDA out of memory|OutOfMemoryError", "lower the batch size, or use GPUs with more memory"),
-    (r"DataLoader worker .* killed by signal: Bus", "give the nodes more shared memory: --set shm_size=4g"),
-    (
-        r"terminate called without an active exception",
-        "torch's threads still ran when the script ended: call torch.distributed.destroy_process_group() last",
-    ),
-    (r"error: unrecognized arguments|error: argument|the following arguments are required", "see the script's --help"),
-]
-BY_CODE = {
-    137: "somebody, or the kernel for lack of memory, killed it: see dmesg on the host",
-    139: "it crashed in native code: PYTHONFAULTHANDLER=1 (--set env.PYTHONFAULTHANDLER=1) shows where",
-    135: "/dev/shm was full, most likely: --set shm_size=4g",
-}
 
 
 def report(
     plan: Plan,
     outcome: Outcome,
-    events: list[dict[str, Any]],
+    ended: Sequence[Ended],
+    events: Sequence[Event],
     metrics: Iterable[str],
     checkpoints: Iterable[Path],
-    tail: list[str],
-    log: Path | None,
 ) -> dict[str, Any]:
-    """The content of report.json; `metrics` are the lines of metrics.jsonl, `tail` the root cause's last lines."""
-    root = None
-    if outcome.root:
-        root = {
-            "rank": outcome.root.rank,
-            "node": plan.workers[outcome.root.rank].node,
-            "exit_code": outcome.root.code,
-            "cause": outcome.cause,
-            "summary": _summary(plan, outcome),
-            "last_lines": tail,
-            "log": str(log),
-            "hint": _hint(plan, outcome, "\n".join(tail)),
-        }
+    """The content of report.json; `ended` are the generations, `metrics` the lines of metrics.jsonl."""
+    last = ended[-1].cause if ended else None
     return {
         "job_id": plan.job_id,
         "outcome": outcome.word,
         "reason": outcome.why,
         "engine": plan.engine,
         "world_size": plan.world_size,
-        "generations": sum(event["event"] == "generation_started" for event in events),
+        "generations": len(ended),
         "duration_s": events[-1]["seconds"] if events else 0.0,
-        "root_cause": root,
+        "root_cause": asdict(last) if last and outcome.word == "failed" else None,
+        "failures": [
+            {"generation": end.generation, "step": end.step, "lasted_s": end.lasted, **asdict(end.cause)}
+            for end in ended
+            if end.cause
+        ],
         "left_behind": outcome.left,
         "checkpoints": [str(path) for path in checkpoints],
         "final_metrics": _final(metrics),
@@ -75,7 +49,12 @@ def text(data: dict[str, Any]) -> str:
     lines = [f"{data['outcome']}: {data['world_size']} workers, {data['duration_s']:.1f} s"]
     if data["outcome"] != "succeeded":
         lines[0] += f" ({data['reason']})"
+    elif data["generations"] > 1:
+        lines[0] += f", {data['generations']} generations"
     root = data["root_cause"]
+    for failure in data["failures"][: -1 if root else None]:
+        step = f", at step {failure['step']}" if failure["step"] else ""
+        lines += [f"generation {failure['generation']}: {failure['summary']}{step}"]
     if root:
         lines += [f"first to fail: {root['summary']}"]
         lines += [f"    {line}" for line in root["last_lines"]]
@@ -86,30 +65,36 @@ def text(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _summary(plan: Plan, outcome: Outcome) -> str:
-    assert outcome.root
-    rank, code, cause = outcome.root.rank, outcome.root.code, outcome.cause
-    who = f"rank {rank} on {plan.workers[rank].node}"
-    if cause == "oom":
-        return f"{who} ran out of memory: the kernel killed it (exit code {code})"
-    if cause == "node lost":
-        return f"{who} was lost with its node, which ended (exit code {code})"
-    if code > 128 and code - 128 in signal.valid_signals():
-        return f"{who} was ended by {signal.Signals(code - 128).name} (exit code {code})"
-    return f"{who} exited with code {code}"
-
-
-def _hint(plan: Plan, outcome: Outcome, tail: str) -> str:
-    assert outcome.root
-    if outcome.cause == "oom":
-        return "raise the limit (--set memory=8g), or lower the batch size"
-    if outcome.cause == "node lost":
-        return "somebody removed or stopped the container, or it failed: see docker events"
-    for pattern, hint in HINTS:
-        match = re.search(pattern, tail)
-        if match:
-            return match.expand(hint)
-    return BY_CODE.get(outcome.root.code, "the lines above are the end of its log; the cause may stand further up")
+def line(event: Event) -> str:
+    """What an event says to a person while the job runs; nothing, for most."""
+    name = event["event"]
+    if name == "generation_ended" and event["cause"]:
+        return f"generation {event['generation']} failed: {event['cause']['summary']}"
+    if name == "decision" and event["restart"]:
+        wait = f" in {event['delay']:g} s" if event["delay"] else ""
+        return f"starting all workers again{wait} ({event['why']})"
+    if name == "generation_starting" and event["generation"]:
+        return f"generation {event['generation']}: {event['world_size']} workers"
+    if name == "node_in_trouble":
+        what = {"paused": "is paused (docker unpause), and the job waits", "partition": "is cut off from the network"}
+        return f"{event['node']} {what[event['trouble']]}"
+    if name == "node_well":
+        return f"{event['node']} is well again"
+    if name == "hang":
+        return f"nothing has happened for {event['after']:g} s: asking every worker where it stands"
+    if name == "engine_lost":
+        return f"{event['error']}; waiting for it"
+    if name == "engine_back":
+        return "the engine is back"
+    if name == "disk_full":
+        return f"the run directory cannot be written: {event['error']}; waiting"
+    if name == "nodes_missing":
+        return f"going on with {len(event['nodes'])} nodes, {event['missing']} fewer: {event['error']}"
+    if name == "node_back":
+        return "a missing node is back: going on with it after the next checkpoint"
+    if name == "workers_lost":
+        return f"ranks {', '.join(map(str, event['ranks']))} do not end: removing their nodes"
+    return ""
 
 
 def _final(metrics: Iterable[str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import yaml
 
 from orchestrate.errors import UsageError
 from orchestrate.node.ranks import CONTRACT
+from orchestrate.restarts import ACTIONS, CAUSES, CONDITIONS
 
 APP = ("-m", "app.train", "--resume", "auto")
 IMAGE = "orchestrate-node:0.1"
@@ -83,12 +84,41 @@ def _env(value: Any) -> dict[str, str]:
     return {str(name): str(content) for name, content in value.items()}
 
 
+def _rules(value: Any) -> list[dict[str, Any]]:
+    meaning = f"a list of mappings with an action ({', '.join(ACTIONS)}) and one or more of {', '.join(CONDITIONS)}"
+    if not isinstance(value, list):
+        raise ValueError(meaning)
+    rules = []
+    for rule in value:
+        if not isinstance(rule, Mapping) or rule.get("action") not in ACTIONS or not CONDITIONS & rule.keys():
+            raise ValueError(meaning)
+        if unknown := rule.keys() - CONDITIONS - {"action"}:
+            raise ValueError(f"{meaning}; {unknown.pop()!r} is none of them")
+        codes = rule.get("exit_codes", [])
+        if not isinstance(codes, list) or not all(type(code) is int and 0 < code < 256 for code in codes):
+            raise ValueError(f"{meaning}; exit_codes is a list of numbers from 1 to 255")
+        if not all(isinstance(rule.get(name, ""), str) for name in ("log", "cause")):
+            raise ValueError(f"{meaning}; log and cause are text")
+        if rule.get("cause", "error") not in CAUSES:
+            raise ValueError(f"{meaning}; the causes are {', '.join(CAUSES)}")
+        try:
+            re.compile(rule.get("log", ""))
+        except re.error as error:
+            raise ValueError(f"{meaning}; log is a regular expression ({error})") from None
+        rules.append(dict(rule))
+    return rules
+
+
+def _patience(value: Any) -> float | None:
+    return None if value in (None, "none") else _duration(value)
+
+
 def _optional(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else parse(value)
 
 
 def _field(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
-    factory = (lambda: dict(default)) if isinstance(default, dict) else (lambda: default)
+    factory = (lambda: type(default)(default)) if isinstance(default, (dict, list)) else (lambda: default)
     return dataclasses.field(default_factory=factory, metadata={"parse": parse, "doc": doc})
 
 
@@ -112,6 +142,13 @@ class JobSpec:
     shm_size: str = _field("1g", _size, "/dev/shm of each node")
     max_run: float | None = _field(None, _optional(_duration), "the job is stopped after this time, such as 2h")
     grace: float = _field(30.0, _duration, "between the request to stop and the kill")
+    max_restarts: int = _field(3, _integer(0, 1_000_000), "restarts within restart_window before the job fails")
+    restart_window: float = _field(3600.0, _duration, "the time in which restarts are counted")
+    rules: list[dict[str, Any]] = _field([], _rules, "what a failure means; see docs/restarts.md")
+    min_trainers: int | None = _field(
+        None, _optional(_integer(0, MOST_TRAINERS)), "go on with so few where a node cannot come back"
+    )
+    hang_after: float | None = _field(600.0, _patience, "of silence and idleness before a job counts as hung; or none")
 
     def to_yaml(self) -> str:
         """The job as a job file that resolves to this very spec."""

@@ -1,22 +1,26 @@
-"""The supervisor drives a job to its outcome: gang start, gang stop, root cause. It decides, and never prints."""
+"""The supervisor carries a job through its generations to an outcome. It decides; it prints nothing, and no engine."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from orchestrate.engines import Engine, Exit
-from orchestrate.errors import EngineError, OrchestrateError
-from orchestrate.events import Emit
-from orchestrate.plan import Plan
+from orchestrate.engines import Engine
+from orchestrate.errors import EngineError, EngineLost, OrchestrateError
+from orchestrate.events import History, Recorder
+from orchestrate.generation import BY_USER, Generation
+from orchestrate.plan import Plan, in_order, names, plan
+from orchestrate.restarts import Ended, decide
 from orchestrate.spec import JobSpec
+from orchestrate.traces import Traces
 
-BY_SIGNAL = {132, 134, 135, 136, 137, 139}  # ILL, ABRT, BUS, FPE, KILL, SEGV: a cause, never a complaint about a peer
-ABORTED = 134  # ABRT; NCCL's watchdog takes this way out when a peer has gone
-STOPPED = 143  # TERM, which we send
-COMPLAINTS = 2.0  # seconds in which the peers of a dead worker fail, too
+ENGINE_PATIENCE = 300.0  # seconds that the engine may be away
+DISK_PATIENCE = 300.0  # seconds that the disk of the run directory may be full
+TRIES = 3  # to bring nodes back, a second apart
+REJOIN = (10.0, 300.0)  # seconds between two tries to bring a missing node back, at first and at most
 
 
 @dataclass(frozen=True)
@@ -24,126 +28,244 @@ class Outcome:
     """How a job ended: `word` is succeeded, failed, stopped or lost."""
 
     word: str
-    why: str  # finished, worker failed, stopped by the user, max_run, or what the engine said when it was lost
-    root: Exit | None = None  # the first worker that failed
-    cause: str = ""  # what the engine knows of its end besides
+    why: str  # for a person
     left: str = ""  # why nodes could not be taken down, where they could not
 
 
-def supervise(
-    spec: JobSpec,
-    plan: Plan,
-    run: Path,
-    engine: Engine,
-    emit: Emit,
-    stops: Callable[[], int],
-    complains: Callable[[int], bool],
-) -> Outcome:
-    """Run `plan` on `engine` and take the nodes down, whatever happens.
-
-    `stops()` is how often somebody has asked the job to stop; `complains(rank)` tells whether a worker's last words
-    are about a peer that has gone. Raises OrchestrateError where the job could not start.
-    """
-    failure, outcome = None, Outcome("stopped", "stopped by the user")
-    try:
-        emit("nodes_starting", nodes=list(plan.nodes), engine=plan.engine)
-        engine.up(spec, plan, run)
-        emit("nodes_up")
-        if not stops():
-            engine.start(plan.workers, plan.command)
-            emit("generation_started", generation=0, world_size=plan.world_size)
-            outcome = _Generation(spec, plan, engine, emit, stops, complains).watch()
-    except OrchestrateError as error:
-        failure = error
-    except BaseException:
-        engine.down(0)
-        raise
-    emit("nodes_stopping")
-    try:
-        engine.down(0 if stops() > 1 else spec.grace)
-        emit("nodes_down")
-    except OrchestrateError as error:
-        emit("nodes_left", error=str(error))
-        outcome = replace(outcome, left=str(error))
-    if failure:
-        raise failure
-    return outcome
-
-
-class _Generation:
-    """One launch of all workers."""
+class Supervisor:
+    """One job, from where its events stand to its end."""
 
     def __init__(
         self,
         spec: JobSpec,
         plan: Plan,
+        run: Path,
         engine: Engine,
-        emit: Emit,
+        emit: Recorder,
         stops: Callable[[], int],
-        complains: Callable[[int], bool],
+        traces: Traces,
+        keep: Callable[[Plan], None],
     ) -> None:
-        self.spec, self.plan, self.engine, self.emit = spec, plan, engine, emit
-        self.stops, self.complains = stops, complains
-        self.running = {worker.rank for worker in plan.workers}
-        self.failures: list[tuple[float, Exit]] = []
-        self.heard = 0  # how many of the user's requests to stop have been passed on
-        self.why = ""  # why the workers have been asked to stop
-        self.killed = False  # whether they have been killed, too
-        self.started = time.monotonic()
-        self.give_up = float("inf")
+        """`plan` is that of the newest generation, and `keep` writes down the plan of each new one.
 
-    def watch(self) -> Outcome:
-        """Follow the workers until all have ended, or nobody answers any more."""
-        lost = ""
-        try:
-            while self.running and time.monotonic() < self.give_up:
-                self._step()
-        except EngineError as error:
-            lost = str(error)
-        if self.running:
-            self.emit("workers_lost", ranks=sorted(self.running), error=lost)
-        if self.why in ("stopped by the user", "max_run"):
-            return Outcome("stopped", self.why)
-        if self.failures:
-            root = self._root()
-            cause = self.engine.explain(root, self.plan.workers[root.rank].node)
-            return Outcome("failed", "worker failed", root, cause)
-        return Outcome("lost", lost) if lost else Outcome("succeeded", "finished")
-
-    def _step(self) -> None:
-        for end in self.engine.wait(timeout=0.1):
-            self._ended(end)
-        if self.stops() > self.heard:
-            self.heard = self.stops()
-            self._stop("stopped by the user")
-        if self.spec.max_run and time.monotonic() - self.started > self.spec.max_run and not self.why:
-            self._stop("max_run")
-
-    def _ended(self, end: Exit) -> None:
-        self.running.discard(end.rank)
-        node = self.plan.workers[end.rank].node
-        self.emit("worker_ended", rank=end.rank, node=node, exit_code=end.code, stopping=bool(self.why))
-        if end.code and not self.killed:
-            self.failures.append((time.monotonic(), end))
-            if not self.why:
-                self._stop("worker failed")
-
-    def _stop(self, why: str) -> None:
-        self.why = self.why or why
-        self.killed = self.killed or self.stops() > 1
-        self.emit("workers_stopping", why=why, kill=self.killed)
-        self.engine.stop(kill=self.killed)
-        self.give_up = time.monotonic() + (5 if self.killed else self.spec.grace + 5)
-
-    def _root(self) -> Exit:
-        """The first worker that failed; but peers of a worker that is still dying may be heard before it.
-
-        A death by signal, or by the node's, explains a complaint about a peer that has gone, and so does an error of
-        another kind; never the other way round.
+        `stops()` is how often somebody has asked the job to stop.
         """
-        first_at, first = self.failures[0]
-        window = min(COMPLAINTS, self.spec.grace)  # later, it is we who kill
-        near = [end for at, end in self.failures if at - first_at < window and end.code != STOPPED] or [first]
-        own = [end for end in near if not self.complains(end.rank)]
-        dead = [end for end in near if end.code in BY_SIGNAL and (end.code != ABORTED or end in own)]
-        return next(iter(dead or own or near))
+        self.spec, self.plan, self.run, self.engine = spec, plan, run, engine
+        self.emit, self.stops, self.traces, self.keep = emit, stops, traces, keep
+        self.history = History(emit.events)
+        self.met = False  # whether the engine knows the job, by `up` or `adopt`
+        self.pool = ThreadPoolExecutor(1)
+        self.rejoining: Future[None] | None = None
+        self.rejoin_at, self.rejoin_delay = 0.0, REJOIN[0]
+
+    def supervise(self) -> Outcome:
+        """Run the job and take its nodes down, whatever happens; raises OrchestrateError where it could not start."""
+        failure = None
+        decided = self.history.outcome
+        outcome = Outcome(*decided) if decided else None
+        try:
+            if outcome is None:
+                outcome = self._carry()
+                self.emit("outcome", outcome=outcome.word, reason=outcome.why)
+        except OrchestrateError as error:
+            failure = error
+        except BaseException:
+            self._end_rejoining()
+            self.engine.down(0)
+            raise
+        self._end_rejoining()
+        self.emit("nodes_stopping")
+        left = ""
+        try:
+            grace = 0 if self.stops() > 1 else self.spec.grace
+            if self.met:
+                self.engine.down(grace)
+            else:  # what another supervisor has left; this one has not asked for any node
+                self.engine.remove(self.plan.job_id, grace)
+            self.emit("nodes_down")
+        except OrchestrateError as error:
+            left = str(error)
+            self.emit("nodes_left", error=left)
+        if failure:
+            raise failure
+        assert outcome
+        return replace(outcome, left=left)
+
+    def _carry(self) -> Outcome:
+        """Launch generation after generation until one ends the job."""
+        ended = self._take_over()
+        while True:
+            if ended is None:
+                if self.stops():
+                    return Outcome("stopped", BY_USER)
+                try:
+                    self._bring_up()
+                except EngineError as error:
+                    if self.stops():
+                        return Outcome("stopped", BY_USER)
+                    if not self.history.ended:
+                        raise
+                    if isinstance(error, EngineLost):
+                        return Outcome("lost", str(error))
+                    return Outcome("failed", f"the nodes cannot come back: {error}")
+                if self.stops():
+                    return Outcome("stopped", BY_USER)
+                ended = self._note(self._launch().watch())
+            if ended.word == "failed":
+                decision = decide(self.spec, self.history.ended)
+                self.emit("decision", restart=decision.restart, why=decision.why, delay=decision.delay)
+                if not decision.restart:
+                    return Outcome("failed", decision.why)
+                if self._sleep(decision.delay):
+                    return Outcome("stopped", BY_USER)
+            elif ended.word != "rescaled":
+                return Outcome(ended.word, ended.why)
+            ended = None
+
+    def _take_over(self) -> Ended | None:
+        """Go on with what an earlier supervisor left: a generation whose workers run, or one that has just ended."""
+        if self.history.running < 0:
+            return self.history.ended[-1] if self.history.ended else None
+        self.met = True
+        self.emit("taken_over", generation=self.history.running)
+        self.traces.generation = self.plan.generation
+        generation = Generation(self, self.plan)
+        generation.restore(self.history.exits, self.history.stopping)
+        self._patiently(generation.adopt)
+        return self._note(generation.watch())
+
+    def _bring_up(self) -> None:
+        """Have all nodes up, or as many as the job may go on with, and make the plan of the next generation."""
+        number = self.history.ended[-1].generation + 1 if self.history.ended else 0
+        wanted = names(self.spec)
+        self.met = True
+        self.emit("nodes_starting", nodes=len(wanted), engine=self.plan.engine)
+        self._end_rejoining()
+        error = ""
+        try:
+            self._try_up(self._planned(wanted, number), TRIES if number else 1)
+        except EngineLost:
+            raise
+        except EngineError as lacking:
+            if not number or self.spec.min_trainers is None:
+                raise
+            error = str(lacking)
+            self.rejoin_at = time.monotonic() + self.rejoin_delay
+        nodes = in_order(self.engine.alive())[: len(wanted)]
+        least = (self.spec.min_trainers if error else self.spec.trainers) or 0
+        if len(nodes) < least + 1:
+            raise EngineError(error or f"{len(nodes)} of {len(wanted)} nodes are alive")
+        if error:
+            self.emit("nodes_missing", nodes=list(nodes), missing=len(wanted) - len(nodes), error=error)
+        self.emit("nodes_up", nodes=list(nodes))
+        self.plan = self._planned(nodes, number)
+        self._write(lambda: self.keep(self.plan))
+
+    def _try_up(self, wanted: Plan, tries: int) -> None:
+        """Have the nodes up; whoever took one down may still be at it, so a later generation tries more than once."""
+        while True:
+            try:
+                self._patiently(lambda: self.engine.up(self.spec, wanted, self.run))
+                alive = len(self.engine.alive())
+                if alive >= len(wanted.nodes):
+                    return
+                raise EngineError(f"{alive} of {len(wanted.nodes)} nodes are alive")
+            except EngineLost:
+                raise
+            except EngineError:
+                tries -= 1
+                if not tries or self._sleep(1.0):
+                    raise
+
+    def _planned(self, nodes: tuple[str, ...], generation: int) -> Plan:
+        """The plan of a generation; the first one has been made already, and shown."""
+        if generation == self.plan.generation and nodes == self.plan.nodes:
+            return self.plan
+        port = self.engine.port(generation)
+        return plan(self.spec, self.plan.inventory, self.plan.job_id, port, generation, nodes)
+
+    def _launch(self) -> Generation:
+        number = self.plan.generation
+        self.traces.generation = number
+        self._write(lambda: self.traces.fence(number))
+        port = self.plan.workers[0].env["MASTER_PORT"]
+        facts = {"nodes": list(self.plan.nodes), "world_size": self.plan.world_size, "master_port": int(port)}
+        self.emit("generation_starting", generation=number, **facts)
+        return Generation(self, self.plan)
+
+    def _end_rejoining(self) -> None:
+        """Wait for the try to bring a node back that is under way: what it brings up must be known."""
+        if self.rejoining:
+            self.rejoining.exception()
+            self.rejoining = None
+
+    def _note(self, ended: Ended) -> Ended:
+        self.history.ended.append(ended)
+        self.emit("generation_ended", **asdict(ended))
+        return ended
+
+    def can_rescale(self) -> bool:
+        """Whether a node that was missing is back; tries to bring it back, in the background and not too often."""
+        if len(self.plan.nodes) == len(names(self.spec)):
+            return False
+        if self.rejoining is None and time.monotonic() > self.rejoin_at:
+            wanted = self._planned(names(self.spec), self.plan.generation)
+            self.rejoining = self.pool.submit(self.engine.up, self.spec, wanted, self.run)
+        if self.rejoining is None or not self.rejoining.done():
+            return False
+        if self.rejoining.exception() is None:
+            return True
+        self.rejoining = None
+        self.rejoin_delay = min(REJOIN[1], self.rejoin_delay * 2)
+        self.rejoin_at = time.monotonic() + self.rejoin_delay
+        return False
+
+    def _patiently(self, action: Callable[[], None]) -> None:
+        """Do something with an engine that may be away for a while."""
+        deadline = time.monotonic() + ENGINE_PATIENCE
+        told = False
+        while True:
+            try:
+                return action()
+            except EngineLost as error:
+                if not told:
+                    self.emit("engine_lost", error=str(error))
+                told = True
+                if time.monotonic() > deadline or self._sleep(1.0):
+                    raise
+
+    def _write(self, action: Callable[[], None]) -> None:
+        """Write what a generation cannot start without; a disk that is full may have space again soon."""
+        deadline = time.monotonic() + DISK_PATIENCE
+        told = False
+        while True:
+            try:
+                return action()
+            except OSError as error:
+                if not told:
+                    self.emit("disk_full", error=str(error))
+                told = True
+                if time.monotonic() > deadline or self._sleep(1.0):
+                    raise EngineError(f"the run directory cannot be written: {error}") from None
+
+    def reconnect(self, generation: Generation) -> bool:
+        """Wait for an engine that went away during a generation, and find its workers again; False if it stays away."""
+        deadline = time.monotonic() + ENGINE_PATIENCE
+        while time.monotonic() < deadline:
+            if self._sleep(0.5):
+                return False
+            try:
+                generation.adopt()
+            except EngineError:
+                continue
+            self.emit("engine_back")
+            return True
+        return False
+
+    def _sleep(self, seconds: float) -> bool:
+        """Wait; True as soon as somebody asks the job to stop."""
+        deadline = time.monotonic() + seconds
+        before = self.stops()
+        while time.monotonic() < deadline and self.stops() == before:
+            time.sleep(0.05)
+        return self.stops() > before

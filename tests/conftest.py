@@ -140,7 +140,7 @@ class Cli:
         """Send a signal to a worker of the script steps.py, wherever its process id counts."""
         pid = int(re.search(r"pid (\d+)", self.log(rank))[1])
         plan = json.loads((self.run_dir() / "plan.json").read_text())
-        if plan["engine"] == "process":
+        if plan["inventory"]["engine"] == "process":
             os.kill(pid, number)
         else:
             node = self.container(plan["workers"][rank]["node"])

@@ -17,6 +17,7 @@ from test_training import ok, same
 
 from app import checkpoint
 from app.checkpoint import Checkpoints
+from app.job import Job
 from app.publish import publish
 
 
@@ -184,3 +185,34 @@ def test_a_checkpoint_of_another_job_must_be_refused_with_the_difference(small):
     small()
     with pytest.raises(SystemExit, match="made with --batch-size 32, not 16\nhint: --batch-size 32"):
         small("--resume", "auto", "--batch-size", "16")
+
+
+def test_f39_a_worker_of_an_older_generation_must_not_save(tmp_path, capsys):
+    newer = Checkpoints(tmp_path)
+    newer.save({"weights": torch.ones(3)}, 7)
+    newer.wait()
+    older = Checkpoints(tmp_path, over=lambda: True)
+    older.save({"weights": torch.zeros(3)}, 7)
+    older.wait()
+    older.save({"weights": torch.zeros(3)}, 8)
+    older.wait()
+    assert [manifest["step"] for _, manifest in newer.all()] == [7]
+    assert torch.equal(newer.newest()[0]["weights"], torch.ones(3))
+    assert "checkpoint at step 8 left out: a newer generation saves here" in capsys.readouterr().out
+
+
+def test_f39_a_worker_must_know_its_generation_from_the_file_of_its_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("JOB_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    job = Job()
+    over = []
+    for content in ("2", "2 over", "3", "", "nonsense"):
+        (tmp_path / "generation").write_text(content)
+        over.append(job.over())
+    assert over == [False, False, True, False, False]
+
+
+def test_f38_a_loss_that_is_no_number_must_end_the_training(small):
+    with pytest.raises(SystemExit, match="the loss is (nan|inf) at step"):
+        small("--lr", "1e30", "--optimizer", "sgd", "--save-every", "1")

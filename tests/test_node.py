@@ -112,8 +112,55 @@ def test_a_log_that_cannot_be_written_must_not_end_the_training(tmp_path):
     node = given(tmp_path, "print('a'); print('b')")
     output, _ = node.communicate(timeout=30)
     assert node.returncode == 0
-    assert b"rank 2: the log file ends here: [Errno 28] No space left on device" in output
+    assert output.count(b"rank 2: the log file cannot be written: [Errno 28] No space left on device") == 1
     assert output.count(b"[rank 2] ") == 2
+
+
+def test_a_log_must_go_on_when_the_disk_has_space_again_and_say_how_much_is_missing(tmp_path):
+    code = "import os\nfor line in ('a', 'bcd', 'e'):\n    print(line)\n    os.read(os.open('fifo', os.O_RDONLY), 1)"
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "logs").mkdir()
+    path = tmp_path / "logs" / "rank-2.log"
+    os.mkfifo(path)  # a file whose reader decides when it can be written
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    env = {"JOB_DIR": str(tmp_path)}
+    node = given(tmp_path, code.replace("'fifo'", repr(str(tmp_path / "fifo"))), **env)
+
+    def go_on() -> None:
+        with open(tmp_path / "fifo", "w") as file:
+            file.write("x")
+
+    def read() -> bytes:
+        try:
+            return os.read(reader, 1000)
+        except BlockingIOError:
+            return b""
+
+    assert eventually(read) == b"a\n"
+    os.close(reader)  # now writing fails
+    go_on()
+    line = node.stdout.readline()
+    while line != b"[rank 2] bcd\n":
+        line = node.stdout.readline()
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    go_on()
+    expected = b"\n[node] 4 bytes are missing here: the file could not be written\ne\n"
+    assert eventually(read) == expected
+    go_on()
+    node.communicate(timeout=30)
+    os.close(reader)
+    assert node.returncode == 0
+
+
+def test_a_reader_that_does_not_read_must_not_hold_a_worker_up_and_be_told_what_it_missed(tmp_path):
+    code = "for i in range(1_500_000): print(i)\nprint('done')\nimport signal\nsignal.pause()"
+    node = given(tmp_path, code)
+    eventually(lambda: log(tmp_path).endswith(b"done\n"))  # though nobody has read stdout
+    node.send_signal(signal.SIGTERM)
+    output, _ = node.communicate(timeout=30)
+    assert [int(line) for line in log(tmp_path).split()[:-1]] == list(range(1_500_000))
+    lines = output.splitlines()
+    assert lines[0] == b"[rank 2] 0" and len(lines) < 1_500_000
 
 
 class Waiting:
@@ -124,11 +171,19 @@ class Waiting:
         self.env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(tmp_path / "s"), "JOB_DIR": str(tmp_path)}
         self.node = subprocess.Popen([sys.executable, NODE], env=self.env, stdout=subprocess.DEVNULL)
 
-    def worker(self, rank: int, code: str) -> subprocess.Popen[bytes]:
+    def worker(self, rank: int, code: str, generation: int = 0) -> subprocess.Popen[bytes]:
         script = self.folder / f"{rank}.py"
         script.write_text(code)
+        own = {"RANK": str(rank), "ONLY_HERE": "1", "TORCHELASTIC_RESTART_COUNT": str(generation)}
         command = [sys.executable, NODE, "worker", str(script), "--flag", "x y"]
-        return subprocess.Popen(command, env=self.env | {"RANK": str(rank), "ONLY_HERE": "1"}, cwd=self.folder)
+        return subprocess.Popen(command, env=self.env | own, cwd=self.folder)
+
+    def watch(self, rank: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, NODE, "watch", str(rank)], env=self.env)
+
+    def status(self) -> dict:
+        done = subprocess.run([sys.executable, NODE, "status"], env=self.env, capture_output=True, check=True)
+        return json.loads(done.stdout)
 
     def log(self, rank: int) -> str:
         path = self.folder / "logs" / f"rank-{rank}.log"
@@ -156,25 +211,63 @@ def test_sigusr1_must_stop_the_workers_and_leave_the_node(waiting):
     eventually(lambda: "ready" in waiting.log(0))
     waiting.node.send_signal(signal.SIGUSR1)
     assert stub.wait(timeout=30) == 143
-    assert waiting.worker(1, "print('late')").wait(timeout=30) == 143  # one that was being started, too
-    assert "late" not in waiting.log(1)
-    assert waiting.node.poll() is None
+    assert waiting.worker(0, "print('again')", generation=1).wait(timeout=30) == 0
+    assert waiting.log(0) == "ready\n[node] generation 1\nagain\n"
+
+
+def test_a_worker_of_a_generation_that_is_over_must_not_start(waiting):
+    (waiting.folder / "generation").write_text("2")
+    assert waiting.worker(0, "print('late')", generation=1).wait(timeout=30) == 143
+    assert waiting.log(0) == ""
+    assert waiting.worker(0, "print('right')", generation=2).wait(timeout=30) == 0
+    (waiting.folder / "generation").write_text("2 over\n")
+    assert waiting.worker(1, "print('late')", generation=2).wait(timeout=30) == 143
+
+
+def test_a_worker_of_a_newer_generation_must_end_those_of_older_ones(waiting):
+    old = waiting.worker(0, "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nsignal.pause()")
+    eventually(lambda: "ready" in waiting.log(0))
+    new = waiting.worker(1, "print('new')", generation=1)
+    assert (new.wait(timeout=30), old.wait(timeout=30)) == (0, 247)
+    assert waiting.status() == {"generation": 1, "codes": {"1": 0}, "running": {}}
+    assert waiting.worker(2, "print('older')").wait(timeout=30) == 143
 
 
 def test_sigusr2_must_kill_the_workers_and_leave_the_node(waiting):
     stub = waiting.worker(0, "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nsignal.pause()")
     eventually(lambda: "ready" in waiting.log(0))
     waiting.node.send_signal(signal.SIGUSR2)
-    assert stub.wait(timeout=30) == 137
+    assert stub.wait(timeout=30) == 247  # and not 137, as if the node had died
     assert waiting.node.poll() is None
 
 
-def test_the_end_of_a_stub_must_be_the_end_of_its_worker(waiting):
-    stub = waiting.worker(0, "import os, signal\nprint(os.getpid())\nsignal.pause()")
+def test_a_worker_must_outlive_its_stub_and_tell_another_one_how_it_ended(waiting):
+    code = "import os, signal, sys\nsignal.signal(15, lambda *_: sys.exit(9))\nprint(os.getpid())\nsignal.pause()"
+    stub = waiting.worker(0, code)
     pid = int(eventually(lambda: waiting.log(0)))
     stub.kill()
     stub.wait()
-    eventually(lambda: gone(pid))
+    status = waiting.status()
+    assert (status["generation"], status["codes"], status["running"]["0"]["pid"]) == (0, {}, pid)
+    assert status["running"]["0"]["state"] in "RSD" and status["running"]["0"]["cpu"] >= 0
+    watcher = waiting.watch(0)
+    eventually(lambda: watcher.poll() is not None or waiting.status()["running"])
+    waiting.node.send_signal(signal.SIGUSR1)
+    assert watcher.wait(timeout=30) == 9
+    assert waiting.watch(0).wait(timeout=30) == 9  # also when it is over
+    assert waiting.watch(1).wait(timeout=30) == 137  # one that has never been started here
+    assert waiting.status() == {"generation": 0, "codes": {"0": 9}, "running": {}}
+
+
+def test_sigquit_must_have_every_worker_print_where_it_stands_and_abort(waiting):
+    code = "import signal\n\ndef waits_here():\n    print('ready')\n    signal.pause()\n\nwaits_here()"
+    stubs = [waiting.worker(rank, code) for rank in range(2)]
+    for rank in range(2):
+        eventually(lambda rank=rank: "ready" in waiting.log(rank))
+    waiting.node.send_signal(signal.SIGQUIT)
+    assert [stub.wait(timeout=30) for stub in stubs] == [134, 134]
+    for rank in range(2):
+        assert f'/{rank}.py", line 5 in waits_here' in waiting.log(rank)
 
 
 def test_the_end_of_a_node_must_be_the_end_of_its_workers(tmp_path):

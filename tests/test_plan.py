@@ -6,7 +6,8 @@ import pytest
 
 from orchestrate.errors import ResourceError
 from orchestrate.node.ranks import assign, gpu_ids
-from orchestrate.plan import Inventory, plan
+from orchestrate.plan import Inventory, read_plan
+from orchestrate.plan import plan as plan_
 from orchestrate.spec import JobSpec
 
 HERE = Inventory(
@@ -15,11 +16,14 @@ HERE = Inventory(
     cpus=8,
     gpus=(),
     no_gpus="the engine has no NVIDIA runtime",
-    master_addr="master",
-    master_port=29500,
+    master_addr="",
     interface="eth0",
     job_dir="/job",
 )
+
+
+def plan(spec, inventory, job_id, **more):
+    return plan_(spec, inventory, job_id, 29500, **more)
 
 
 def with_gpus(count: int) -> Inventory:
@@ -79,7 +83,7 @@ def test_the_environment_must_be_torchruns():
         "MASTER_ADDR": "master",
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_RUN_ID": "a-1",
         "OMP_NUM_THREADS": "2",
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -88,6 +92,35 @@ def test_the_environment_must_be_torchruns():
         "JOB_ID": "a-1",
         "JOB_DIR": "/job",
     }
+
+
+def test_a_later_generation_must_say_so_in_every_workers_environment():
+    made = plan(JobSpec(trainers=2, max_restarts=7), HERE, "a-1", generation=4)
+    for worker in made.workers:
+        assert worker.env["TORCHELASTIC_RESTART_COUNT"] == "4"
+        assert worker.env["TORCHELASTIC_MAX_RESTARTS"] == "7"
+
+
+def test_fewer_nodes_must_keep_their_names_and_the_first_of_them_must_be_the_master():
+    spec = JobSpec(trainers=3)
+    made = plan(spec, HERE, "a-1", generation=1, nodes=("master", "trainer-2", "trainer-3"))
+    assert [(worker.node, worker.env["RANK"], worker.env["WORLD_SIZE"]) for worker in made.workers] == [
+        ("master", "0", "3"),
+        ("trainer-2", "1", "3"),
+        ("trainer-3", "2", "3"),
+    ]
+    without_master = plan(spec, HERE, "a-1", generation=1, nodes=("trainer-1", "trainer-3"))
+    assert {worker.env["MASTER_ADDR"] for worker in without_master.workers} == {"a-1-trainer-1"}
+
+
+def test_fewer_nodes_must_have_as_many_workers_each_as_before():
+    made = plan(JobSpec(trainers=1), with_gpus(4), "a-1", nodes=("trainer-1",))
+    assert [worker.gpu for worker in made.workers] == ["GPU-0", "GPU-1"]
+
+
+def test_a_plan_must_be_read_as_it_was_written():
+    made = plan(JobSpec(trainers=1), with_gpus(4), "a-1", generation=2)
+    assert read_plan(made.to_json()) == made
 
 
 def test_the_users_environment_must_reach_every_worker():

@@ -73,7 +73,7 @@ def test_the_file_tree_must_be_the_projects():
 
 
 def test_markdown_must_have_one_sentence_a_line():
-    for path in ROOT.glob("*.md"):
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
         for line in text.splitlines():
             if not line.startswith(("|", "#")):

@@ -34,6 +34,9 @@ def test_a_number_of_trainers_that_is_none_must_be_refused(value):
         ("env", {"A": 1}, {"A": "1"}),
         ("memory", "4g", "4g"),
         ("cpus", 1.5, 1.5),
+        ("hang_after", "none", None),
+        ("hang_after", "20s", 20.0),
+        ("rules", [{"exit_codes": [75], "action": "ignore"}], [{"exit_codes": [75], "action": "ignore"}]),
     ],
 )
 def test_a_value_must_be_read_as_people_write_it(key, value, parsed):
@@ -59,6 +62,20 @@ def test_a_value_must_be_read_as_people_write_it(key, value, parsed):
         ("memory", "much"),
         ("nproc_per_node", 0),
         ("cpus", "two"),
+        ("max_restarts", -1),
+        ("min_trainers", "x"),
+        ("hang_after", "soon"),
+        ("rules", {}),
+        ("rules", [{"action": "ignore"}]),
+        ("rules", [{"exit_codes": [75], "action": "retry"}]),
+        ("rules", [{"exit_codes": 75, "action": "count"}]),
+        ("rules", [{"exit_codes": [256], "action": "count"}]),
+        ("rules", [{"log": "(", "action": "count"}]),
+        ("rules", [{"cause": "bad luck", "action": "count"}]),
+        ("rules", [{"cause": [], "action": "count"}]),
+        ("rules", [{"log": 404, "action": "count"}]),
+        ("rules", [{"log": None, "action": "count"}]),
+        ("rules", [{"log": "x", "action": "count", "times": 3}]),
     ],
 )
 def test_a_wrong_value_must_be_refused_by_its_key(key, value):
@@ -107,7 +124,9 @@ def test_a_job_file_that_is_not_there_must_be_named(tmp_path):
 
 
 def test_a_written_job_file_must_resolve_to_the_same_job(tmp_path):
-    spec = resolve({"name": "a", "max_run": "2h", "env": {"A": "1"}, "command": "x.py 'a b'", "gpus": 2})
+    rules = [{"log": "a", "action": "fail"}]
+    more = {"rules": rules, "hang_after": "none", "min_trainers": 1}
+    spec = resolve({"name": "a", "max_run": "2h", "env": {"A": "1"}, "command": "x.py 'a b'", "gpus": 2}, more)
     path = tmp_path / "job.yaml"
     path.write_text(spec.to_yaml())
     assert resolve(read_file(path)) == spec

@@ -1,142 +1,532 @@
-"""The supervisor's decisions, on an engine that plays a script: who is to blame, and when it gives up."""
+"""The supervisor's decisions, on an engine that plays a script: generation after generation, to a truthful end."""
+
+import json
 
 import pytest
 from test_plan import HERE
 
-from orchestrate.engines import Exit
-from orchestrate.errors import EngineError
+from orchestrate.engines import Doing, Exit
+from orchestrate.errors import EngineError, EngineLost
+from orchestrate.events import Recorder
+from orchestrate.paths import JobPaths
 from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome, supervise
+from orchestrate.supervisor import Outcome, Supervisor
+from orchestrate.traces import Traces
+
+GLOO = "RuntimeError: Connection closed by peer [172.18.0.3]:31337\n"
+ALL_WELL = [Exit(0, 0), Exit(1, 0), Exit(2, 0)]
+KILLED = [Exit(1, 137)]
 
 
 class Scripted:
-    """An engine whose workers end as told: a list of exits per call of `wait`, the rest when asked to stop."""
+    """An engine whose generations end as told: each is a list of exits per call of `wait`; a stop ends the rest."""
 
-    def __init__(self, *batches: list[Exit], after_stop: list[Exit] | None = None) -> None:
-        self.batches, self.after_stop = list(batches), after_stop or []
+    def __init__(self, *generations: list[list[Exit]], stubborn: bool = False) -> None:
+        self.generations, self.stubborn = [list(batches) for batches in generations], stubborn
+        self.batches: list[list[Exit]] = []
+        self.running: set[int] = set()
         self.calls: list[str] = []
+        self.plans: list = []
+        self.missing: set[str] = set()
+
+    def port(self, generation) -> int:
+        return 29500 + generation
 
     def up(self, spec, plan, run) -> None:
         self.calls.append("up")
+        if self.missing & set(plan.nodes):
+            raise EngineError("no such node")
+
+    def alive(self) -> set[str]:
+        return {"master", "trainer-1", "trainer-2"} - self.missing
+
+    def adopt(self, spec, plan, run) -> set[int]:
+        self.calls.append("adopt")
+        self.running = {worker.rank for worker in plan.workers}
+        self.batches = self.generations.pop(0) if self.generations else []
+        return set()
 
     def start(self, workers, command) -> None:
         self.calls.append("start")
+        self.plans.append(workers)
+        self.running = {worker.rank for worker in workers}
+        self.batches = self.generations.pop(0)
 
     def wait(self, timeout):
-        return self.batches.pop(0) if self.batches else []
+        exits = self.batches.pop(0) if self.batches else []
+        self.running -= {end.rank for end in exits}
+        return exits
 
     def explain(self, end, node) -> str:
         return ""
 
+    def troubles(self) -> dict[str, str]:
+        return {}
+
+    def doing(self) -> dict[int, Doing]:
+        return {rank: Doing("S", 1.0) for rank in self.running}
+
+    def dump(self) -> None:
+        self.calls.append("dump")
+
     def stop(self, kill) -> None:
         self.calls.append("kill" if kill else "stop")
-        if not kill:
-            self.batches.append(self.after_stop)
+        if kill or not self.stubborn:
+            self.batches.append([Exit(rank, 137 if kill else 143) for rank in sorted(self.running)])
+
+    def discard(self, nodes) -> None:
+        self.calls.append(f"discard {' '.join(sorted(nodes))}")
+
+    def remove(self, job_id, grace) -> None:
+        self.calls.append(f"remove {job_id}")
 
     def down(self, grace) -> None:
         self.calls.append("down")
 
 
-def outcome_of(engine, spec=None, stops=lambda: 0, complaining=()) -> Outcome:
-    spec = spec or JobSpec(trainers=2, grace=0.01)
-    return supervise(
-        spec, plan(spec, HERE, "j"), None, engine, lambda *_, **__: None, stops, lambda rank: rank in complaining
-    )
+class Job:
+    """A job on a scripted engine, with files of its own."""
+
+    def __init__(self, folder) -> None:
+        self.paths = JobPaths(folder / "run")
+        self.paths.create()
+        self.stops = lambda: 0
+        self.events: list[dict] = []
+
+    def run(self, engine, spec=None, plan_=None) -> Outcome:
+        spec = spec or JobSpec(trainers=2, grace=0.01)
+        first = plan_ or plan(spec, HERE, "j", 29500)
+        emit = Recorder(self.paths.events)
+        self.supervisor = Supervisor(
+            spec,
+            first,
+            self.paths.root,
+            engine,
+            emit,
+            lambda: self.stops(),
+            Traces(self.paths),
+            lambda made: self.paths.plan.write_text(made.to_json()),
+        )
+        try:
+            return self.supervisor.supervise()
+        finally:
+            self.events = emit.events
+            emit.close()
+
+    def causes(self) -> list[tuple[int, str]]:
+        return [(end.cause.rank, end.cause.cause) for end in self.supervisor.history.ended if end.cause]
+
+    def names(self) -> list[str]:
+        return [event["event"] for event in self.events]
 
 
-def test_the_job_must_succeed_only_when_all_have():
-    engine = Scripted([Exit(1, 0)], [], [Exit(0, 0), Exit(2, 0)])
-    assert outcome_of(engine) == Outcome("succeeded", "finished")
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+def test_the_job_must_succeed_only_when_all_have(job):
+    engine = Scripted([[Exit(1, 0)], [], [Exit(0, 0), Exit(2, 0)]])
+    assert job.run(engine) == Outcome("succeeded", "finished")
     assert engine.calls == ["up", "start", "down"]
 
 
-def test_one_failure_must_stop_the_gang_and_be_the_cause():
-    engine = Scripted([Exit(1, 0)], [Exit(2, 3)], after_stop=[Exit(0, 143)])
-    assert outcome_of(engine) == Outcome("failed", "worker failed", Exit(2, 3))
+def test_a_failure_must_stop_the_gang_and_start_the_next_generation_of_all(job):
+    engine = Scripted([[Exit(1, 0)], [], [Exit(2, 137)]], [ALL_WELL])
+    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
+    assert job.causes() == [(2, "killed")]
+
+
+def test_each_generation_must_have_a_port_a_count_and_a_fence_of_its_own(job):
+    fences = []
+    engine = Scripted([KILLED], [KILLED], [ALL_WELL])
+    start = engine.start
+    engine.start = lambda *arguments: (fences.append(job.paths.fence.read_text()), start(*arguments))
+    job.run(engine)
+    envs = [workers[0].env for workers in engine.plans]
+    assert [env["MASTER_PORT"] for env in envs] == ["29500", "29501", "29502"]
+    assert [env["TORCHELASTIC_RESTART_COUNT"] for env in envs] == ["0", "1", "2"]
+    assert fences == ["0\n", "1\n", "2\n"]
+
+
+def test_workers_that_are_being_stopped_must_be_fenced_off_first(job):
+    engine = Scripted([KILLED], [ALL_WELL])
+    stop = engine.stop
+    engine.stop = lambda kill: (stop(kill), engine.calls.append(job.paths.fence.read_text().strip()))
+    job.run(engine)
+    assert engine.calls[2:4] == ["stop", "0 over"]
+
+
+def test_a_job_that_fails_too_often_must_end_with_the_last_cause(job):
+    engine = Scripted(*[[KILLED]] * 2)
+    outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=1))
+    assert outcome == Outcome("failed", "max_restarts is 1")
+    assert job.causes() == [(1, "killed")] * 2
+    assert engine.calls[-1] == "down"
+
+
+def test_metrics_must_count_as_progress(job):
+    engine = Scripted(*[[KILLED]] * 6, [ALL_WELL])
+    start = engine.start
+
+    def advance(workers, command) -> None:
+        start(workers, command)
+        with job.paths.metrics.open("a") as file:
+            file.write(json.dumps({"step": 10 * len(engine.plans)}) + "\n")
+
+    engine.start = advance
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).word == "succeeded"
+    assert [ended.step for ended in job.supervisor.history.ended] == [10, 20, 30, 40, 50, 60, 70]
+
+
+def test_metrics_that_repeat_themselves_must_not_count_as_progress(job):
+    engine = Scripted(*[[KILLED]] * 6)
+    job.paths.metrics.write_text('{"step": 5}\n')
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).why == "no progress in 3 generations"
+    assert [ended.progress for ended in job.supervisor.history.ended] == [True, False, False, False]
+
+
+def test_a_mistake_must_not_be_tried_again(job):
+    job.paths.log(0).write_text("ModuleNotFoundError: No module named 'nonesuch'\n")
+    engine = Scripted([[Exit(0, 1)]])
+    assert job.run(engine) == Outcome("failed", "this kind of failure is not tried again")
+    assert job.causes() == [(0, "script")]
+
+
+def test_only_the_last_words_of_its_own_generation_may_be_held_against_a_worker(job):
+    job.paths.log(1).write_text("ModuleNotFoundError: No module named 'x'\n[node] generation 1\nValueError: new\n")
+    engine = Scripted([[Exit(0, 137)]], [[Exit(1, 1)]], [ALL_WELL])
+    assert job.run(engine).word == "succeeded"
+    assert job.causes() == [(0, "killed"), (1, "error")]
+
+
+def test_a_request_to_stop_must_stop_the_gang(job):
+    engine = Scripted([])
+    job.stops = lambda: 1 if "start" in engine.calls else 0
+    assert job.run(engine) == Outcome("stopped", "stopped by the user")
     assert engine.calls == ["up", "start", "stop", "down"]
 
 
-@pytest.mark.parametrize("code", [134, 135, 137, 139])
-def test_a_death_by_signal_must_be_the_cause_though_its_peers_are_heard_first(code):
-    engine = Scripted([Exit(0, 1)], after_stop=[Exit(2, 1), Exit(1, code)])
-    assert outcome_of(engine).root == Exit(1, code)
-
-
-def test_an_error_of_its_own_must_be_the_cause_though_peers_that_complain_are_heard_first():
-    engine = Scripted([Exit(0, 1)], after_stop=[Exit(2, 1), Exit(1, 1)])
-    assert outcome_of(engine, complaining={0, 1}).root == Exit(2, 1)
-
-
-def test_where_all_complain_the_first_must_be_the_cause():
-    engine = Scripted([Exit(1, 1)], after_stop=[Exit(0, 1), Exit(2, 1)])
-    assert outcome_of(engine, complaining={0, 1, 2}).root == Exit(1, 1)
-
-
-def test_what_we_stopped_must_never_be_the_cause():
-    engine = Scripted([Exit(0, 1)], after_stop=[Exit(1, 143), Exit(2, 143)])
-    assert outcome_of(engine, complaining={0}).root == Exit(0, 1)
-
-
-def test_a_request_to_stop_must_stop_the_gang():
-    engine = Scripted([], after_stop=[Exit(0, 143), Exit(1, 143), Exit(2, 0)])
-    assert outcome_of(engine, stops=lambda: 1 if "start" in engine.calls else 0) == Outcome(
-        "stopped", "stopped by the user"
-    )
-
-
-def test_a_request_before_the_workers_start_must_start_none():
+def test_a_request_before_the_workers_start_must_start_none(job):
     engine = Scripted()
-    assert outcome_of(engine, stops=lambda: 1).word == "stopped"
+    job.stops = lambda: len(engine.calls)
+    assert job.run(engine).word == "stopped"
     assert engine.calls == ["up", "down"]
 
 
-def test_only_a_second_request_may_kill():
-    engine = Scripted([], [], after_stop=[])
-    requests = iter([0, 1, 1, 1, 1, 1, 2] + [2] * 1000)
+def test_a_request_before_the_nodes_come_up_must_bring_up_none_and_remove_what_there_may_be(job):
+    engine = Scripted()
+    job.stops = lambda: 1
+    assert job.run(engine).word == "stopped"
+    assert engine.calls == ["remove j"]
 
-    def stops() -> int:
-        count = next(requests)
-        if engine.calls[-1] == "kill":
-            engine.batches.append([Exit(rank, 137) for rank in range(3)])
-        return count
 
-    assert outcome_of(engine, JobSpec(trainers=2, grace=30), stops=stops).word == "stopped"
+def test_a_request_while_the_next_generation_waits_must_end_the_job(job):
+    engine = Scripted([KILLED], [KILLED], [ALL_WELL])
+    job.stops = lambda: int(len(job.supervisor.history.ended) == 2)  # when it would wait for a second
+    assert job.run(engine) == Outcome("stopped", "stopped by the user")
+
+
+def test_only_a_second_request_may_kill(job):
+    engine = Scripted([], stubborn=True)
+    job.stops = lambda: ("start" in engine.calls) + ("stop" in engine.calls)
+    assert job.run(engine, JobSpec(trainers=2, grace=30)).word == "stopped"
     assert engine.calls == ["up", "start", "stop", "kill", "down"]
 
 
-def test_what_we_killed_must_never_be_the_cause():
-    engine = Scripted([Exit(0, 1)], after_stop=[Exit(1, 137), Exit(2, 137)])
-    assert outcome_of(engine, JobSpec(trainers=2, grace=0.000001)).root == Exit(0, 1)
+def test_nodes_whose_workers_do_not_end_must_be_removed_before_the_next_generation(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.generation.AFTER_GRACE", 0.01)
+    engine = Scripted([[Exit(1, 137)]], [ALL_WELL], stubborn=True)
+    assert job.run(engine).word == "succeeded"
+    assert engine.calls == ["up", "start", "stop", "discard master trainer-2", "up", "start", "down"]
 
 
-def test_a_peer_that_aborts_because_one_has_gone_must_not_be_the_cause():
-    engine = Scripted([Exit(0, 134)], after_stop=[Exit(2, 134), Exit(1, 1)])
-    assert outcome_of(engine, JobSpec(trainers=2, grace=30), complaining={0, 2}).root == Exit(1, 1)
+def test_an_engine_that_comes_back_must_be_asked_for_the_workers_it_still_has(job):
+    engine = Scripted([[]], [ALL_WELL])
+    wait = engine.wait
+
+    def wait_once(timeout):
+        engine.wait = wait
+        raise EngineLost("gone")
+
+    engine.wait = wait_once
+    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert engine.calls == ["up", "start", "adopt", "down"]
+    assert job.names().count("engine_lost") == job.names().count("engine_back") == 1
 
 
-def test_an_engine_that_does_not_answer_any_more_must_lose_the_job():
-    engine = Scripted()
-    engine.wait = lambda timeout: (_ for _ in ()).throw(EngineError("gone"))
-    assert outcome_of(engine) == Outcome("lost", "gone")
+def test_an_engine_that_does_not_come_back_must_lose_the_job(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervisor.ENGINE_PATIENCE", 0.6)
+    engine = Scripted([])
+    engine.wait = lambda timeout: (_ for _ in ()).throw(EngineLost("gone"))
+    engine.adopt = engine.wait
+    engine.adopt = lambda *_: engine.wait(0)
+    assert job.run(engine) == Outcome("lost", "gone")
     assert engine.calls == ["up", "start", "down"]
 
 
-def test_the_maximum_run_time_must_stop_the_gang():
-    engine = Scripted(after_stop=[Exit(0, 143), Exit(1, 143), Exit(2, 143)])
-    spec = JobSpec(trainers=2, max_run=0.01)
-    assert outcome_of(engine, spec) == Outcome("stopped", "max_run")
+def test_workers_that_the_engine_took_with_it_must_not_count(job):
+    engine = Scripted([KILLED], [ALL_WELL])
+    engine.explain = lambda end, node: (_ for _ in ()).throw(EngineLost("gone"))
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).word == "succeeded"
+    assert job.causes() == [(1, "engine lost")]
 
 
-def test_nodes_that_cannot_come_up_must_be_taken_down():
+def test_the_maximum_run_time_must_stop_the_gang(job):
+    assert job.run(Scripted([]), JobSpec(trainers=2, max_run=0.01)) == Outcome("stopped", "max_run is over")
+
+
+def test_nodes_that_cannot_come_up_must_be_taken_down(job):
     engine = Scripted()
-    engine.up = lambda *_: (_ for _ in ()).throw(EngineError("no"))
-    with pytest.raises(EngineError, match="no"):
-        outcome_of(engine)
-    assert engine.calls == ["down"]
+    engine.missing = {"trainer-1"}
+    with pytest.raises(EngineError, match="no such node"):
+        job.run(engine, JobSpec(trainers=2, min_trainers=0))
+    assert engine.calls == ["up", "down"]
 
 
-def test_a_failed_clean_up_must_not_replace_the_outcome():
-    engine = Scripted([Exit(0, 0), Exit(1, 0), Exit(2, 0)])
+def test_nodes_that_cannot_come_back_must_fail_the_job(job):
+    engine = Scripted([KILLED])
+    start = engine.start
+    engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
+    assert job.run(engine) == Outcome("failed", "the nodes cannot come back: no such node")
+
+
+def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_after_a_checkpoint(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervisor.REJOIN", (0.0, 0.0))
+    engine = Scripted([KILLED], [], [ALL_WELL])
+    start, saved = engine.start, []
+
+    def play(workers, command) -> None:
+        start(workers, command)
+        engine.missing = {"trainer-1"} if len(engine.plans) == 1 else set()
+
+    def save_when_it_is_back() -> int:
+        if not saved and "node_back" in job.paths.events.read_text():
+            saved.append(job.paths.checkpoints.joinpath("step-1").touch())
+        return 0
+
+    engine.start = play
+    job.stops = save_when_it_is_back
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1, max_restarts=1)).word == "succeeded"
+    assert [[worker.node for worker in workers] for workers in engine.plans] == [
+        ["master", "trainer-1", "trainer-2"],
+        ["master", "trainer-2"],
+        ["master", "trainer-1", "trainer-2"],
+    ]
+    assert [ended.word for ended in job.supervisor.history.ended] == ["failed", "rescaled", "succeeded"]
+
+
+def test_fewer_nodes_than_the_minimum_must_fail_the_job(job):
+    engine = Scripted([KILLED])
+    start = engine.start
+    engine.start = lambda *arguments: (start(*arguments), engine.missing.update({"trainer-1", "trainer-2"}))
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "failed"
+
+
+def test_a_failed_clean_up_must_not_replace_the_outcome(job):
+    engine = Scripted([ALL_WELL])
     engine.down = lambda grace: (_ for _ in ()).throw(EngineError("stuck"))
-    assert outcome_of(engine) == Outcome("succeeded", "finished", left="stuck")
+    assert job.run(engine) == Outcome("succeeded", "finished", left="stuck")
+
+
+def test_a_job_that_does_nothing_must_count_as_hung_and_every_worker_must_be_asked_where_it_stands(job):
+    engine = Scripted([], [ALL_WELL])
+    stack = 'Fatal Python error: Aborted\n\nCurrent thread 0x0f (most recent call first):\n  File "{}", line 4 in {}\n'
+
+    def dump() -> None:
+        for rank in range(3):
+            place = ("/w/train.py", "load") if rank == 2 else ("/x/torch/distributed/c10d.py", "all_reduce")
+            job.paths.log(rank).write_text(stack.format(*place))
+        engine.batches.append([Exit(rank, 134) for rank in range(3)])
+
+    engine.dump = dump
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=0.2)).word == "succeeded"
+    assert job.causes() == [(2, "hang")]
+    (ended,) = [end for end in job.supervisor.history.ended if end.cause]
+    assert ended.cause.summary == (
+        "the job hung: rank 2 on trainer-2 never arrived: it stands at /w/train.py:4 in load; "
+        "2 others wait at /x/torch/distributed/c10d.py:4 in all_reduce"
+    )
+
+
+@pytest.mark.parametrize("alive", ["output", "processor", "metrics", "checkpoints", "pause"])
+def test_a_job_that_does_anything_must_not_count_as_hung(job, alive):
+    engine = Scripted([[]] * 12 + [ALL_WELL])
+    seconds, wait = iter(range(1000)), engine.wait
+
+    def wait_and_live(timeout):
+        import time
+
+        time.sleep(0.05)
+        tick = next(seconds)
+        if alive == "output":
+            job.paths.log(0).write_text("x" * tick)
+        if alive == "metrics":
+            job.paths.metrics.write_text("x" * tick)
+        if alive == "checkpoints":
+            job.paths.checkpoints.joinpath(f"step-{tick}").touch()
+        return wait(timeout)
+
+    engine.wait = wait_and_live
+    if alive == "processor":
+        engine.doing = lambda: {0: Doing("R", float(next(seconds)))}
+    if alive == "pause":
+        engine.troubles = lambda: {"trainer-1": "paused"}
+    assert job.run(engine, JobSpec(trainers=2, hang_after=0.3)) == Outcome("succeeded", "finished")
+    assert len(job.supervisor.history.ended) == 1
+
+
+def test_a_node_that_stays_cut_off_must_stop_the_gang_before_the_next_generation(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.generation.PARTITION_PATIENCE", 0.05)
+    engine = Scripted([], [ALL_WELL])
+    engine.troubles = lambda: {"trainer-2": "partition"} if engine.calls.count("start") == 1 else {}
+    assert job.run(engine).word == "succeeded"
+    assert job.causes() == [(2, "partition")]
+    assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
+
+
+def test_a_node_that_is_cut_off_for_a_moment_must_be_left_alone(job):
+    engine = Scripted([[]] * 5 + [ALL_WELL])
+    troubles = iter([{"trainer-2": "partition"}, {"trainer-2": "partition"}])
+    engine.troubles = lambda: next(troubles, {})
+    assert job.run(engine).word == "succeeded"
+    assert [name for name in job.names() if name.startswith("node_")] == ["node_in_trouble", "node_well"]
+
+
+# --- taking over from a supervisor that died: `events` is how far it had come
+
+
+def died(job, *events: dict) -> None:
+    with job.paths.events.open("w") as file:
+        for number, event in enumerate(events):
+            file.write(json.dumps({"time": 1.0, "seconds": float(number), **event}) + "\n")
+
+
+STARTING = {"event": "generation_starting", "generation": 0}
+ENDED = {
+    "event": "generation_ended",
+    "generation": 0,
+    "word": "failed",
+    "why": "a worker failed",
+    "cause": {
+        "rank": 1,
+        "node": "trainer-1",
+        "exit_code": 137,
+        "cause": "killed",
+        "summary": "",
+        "hint": "",
+        "last_lines": [],
+        "log": "",
+    },
+    "lasted": 1.0,
+    "step": 0,
+    "progress": False,
+}
+
+
+def test_before_anything_was_started_it_must_begin_at_the_beginning(job):
+    died(job, {"event": "supervisor_started"}, {"event": "nodes_starting"})
+    engine = Scripted([ALL_WELL])
+    assert job.run(engine).word == "succeeded"
+    assert engine.calls == ["up", "start", "down"]
+
+
+def test_while_workers_run_it_must_take_them_up(job):
+    died(job, STARTING, {"event": "generation_started", "generation": 0})
+    engine = Scripted([ALL_WELL])
+    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert engine.calls == ["adopt", "down"]
+
+
+def test_workers_that_nobody_knows_must_be_started_again_without_counting(job):
+    died(job, STARTING)
+    engine = Scripted([[]], [ALL_WELL])
+    adopt = engine.adopt
+    engine.adopt = lambda *arguments: adopt(*arguments) | {2}
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).word == "succeeded"
+    assert job.causes() == [(2, "interrupted")]
+    assert engine.calls == ["adopt", "stop", "up", "start", "down"]
+
+
+def test_a_failure_that_was_seen_must_not_be_forgotten(job):
+    died(job, STARTING, {"event": "worker_ended", "rank": 1, "exit_code": 137, "stopping": False})
+    engine = Scripted([[]], [ALL_WELL])
+    assert job.run(engine).word == "succeeded"
+    assert job.causes() == [(1, "killed")]
+    assert engine.calls == ["adopt", "stop", "up", "start", "down"]
+
+
+def test_a_request_to_stop_that_was_passed_on_must_be_carried_out(job):
+    died(job, STARTING, {"event": "workers_stopping", "why": "stopped by the user"})
+    engine = Scripted([[]])
+    assert job.run(engine) == Outcome("stopped", "stopped by the user")
+    assert engine.calls == ["adopt", "stop", "down"]
+
+
+def test_between_two_generations_it_must_decide_as_the_first_would_have(job):
+    died(job, STARTING, ENDED)
+    engine = Scripted([ALL_WELL])
+    assert job.run(engine).word == "succeeded"
+    assert engine.calls == ["up", "start", "down"]
+    assert engine.plans[0][0].env["TORCHELASTIC_RESTART_COUNT"] == "1"
+
+
+def test_a_budget_that_was_used_up_must_stay_used_up(job):
+    died(job, STARTING, ENDED)
+    assert job.run(Scripted(), JobSpec(trainers=2, max_restarts=0)) == Outcome("failed", "max_restarts is 0")
+
+
+def test_after_the_outcome_only_the_nodes_must_be_taken_down(job):
+    died(job, STARTING, ENDED, {"event": "outcome", "outcome": "failed", "reason": "max_restarts is 0"})
+    engine = Scripted()
+    assert job.run(engine) == Outcome("failed", "max_restarts is 0")
+    assert engine.calls == ["remove j"]
+
+
+def test_half_a_last_line_must_not_stop_it(job):
+    died(job, STARTING)
+    with job.paths.events.open("a") as file:
+        file.write('{"event": "worker_en')
+    assert job.run(Scripted([ALL_WELL])).word == "succeeded"
+    assert json.loads(job.paths.events.read_text().splitlines()[-1])["event"] == "nodes_down"
+
+
+def test_a_partition_that_was_seen_must_not_be_forgotten(job):
+    cut_off = {"event": "worker_ended", "rank": 1, "exit_code": 137, "stopping": False, "known": "partition"}
+    died(job, STARTING, cut_off, {"event": "workers_stopping", "why": "a worker failed"})
+    engine = Scripted([[Exit(0, 0), Exit(1, 0), Exit(2, 0)]], [ALL_WELL])
+    assert job.run(engine).word == "succeeded"
+    assert job.causes() == [(1, "partition")]
+
+
+def test_an_engine_that_goes_away_while_the_workers_start_must_not_fail_the_job(job):
+    engine = Scripted([], [], [ALL_WELL])
+    start, adopt = engine.start, engine.adopt
+
+    def start_half(workers, command) -> None:
+        start(workers, command)
+        engine.start = start
+        raise EngineLost("gone")
+
+    engine.start = start_half
+    engine.adopt = lambda *arguments: adopt(*arguments) | {1, 2}
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).word == "succeeded"
+    assert {cause for _, cause in job.causes()} == {"engine lost"}
+
+
+def test_trouble_of_a_node_that_has_no_workers_must_not_matter(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.generation.PARTITION_PATIENCE", 0.0)
+    engine = Scripted([[]] * 5 + [ALL_WELL])
+    engine.troubles = lambda: {"trainer-7": "partition"}
+    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert len(job.supervisor.history.ended) == 1
+
+
+def test_a_request_to_stop_while_the_nodes_do_not_come_back_must_stop_the_job(job):
+    engine = Scripted([KILLED])
+    start = engine.start
+    engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
+    job.stops = lambda: int(engine.calls.count("up") > 2)
+    assert job.run(engine) == Outcome("stopped", "stopped by the user")

@@ -41,12 +41,13 @@ def losses(folder: Path) -> list[float]:
 
 def ledger(folder: Path) -> dict[int, list[int]]:
     """By step: the samples of all workers. Where a step was done again after a resume, the last time counts."""
-    steps: dict[int, dict[str, list[int]]] = {}
+    steps: dict[int, dict[int, dict[str, list[int]]]] = {}
     for path in sorted(folder.glob("ledger-*.jsonl")):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
-            steps.setdefault(entry["step"], {})[path.name] = entry["samples"]
-    return {step: sorted(sample for part in parts.values() for sample in part) for step, parts in steps.items()}
+            generations = steps.setdefault(entry["step"], {})
+            generations.setdefault(entry["generation"], {})[path.name] = entry["samples"]
+    return {step: sorted(sum(found[max(found)].values(), [])) for step, found in steps.items()}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

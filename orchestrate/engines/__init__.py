@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,14 @@ class Exit:
 
 
 @dataclass(frozen=True)
+class Doing:
+    """What a worker is doing."""
+
+    state: str  # a letter of proc(5): R runs, S sleeps, D waits for a disk, T is stopped; empty where nobody knows
+    cpu: float  # seconds that it and all that it started have used
+
+
+@dataclass(frozen=True)
 class JobState:
     """A job whose nodes exist, as `ps` shows it."""
 
@@ -26,34 +35,62 @@ class JobState:
     engine: str
     nodes: int
     run: Path
+    owner: int  # the user id of whoever started it
 
 
 class Engine(Protocol):
-    """What the supervisor and the commands ask of a place where nodes live; all may raise EngineError."""
+    """What the supervisor and the commands ask of a place where nodes live.
+
+    All may raise EngineError, and EngineLost where the engine does not answer at all.
+    """
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Check that the engine can run `spec` and say what it has; `prepare`: build or pull a missing image."""
 
+    def port(self, generation: int) -> int:
+        """Where rank 0 of a generation may listen: another port than that of the generation before."""
+
     def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
-        """Bring up the nodes of `plan`, with the run directory `run`; raises EngineError."""
+        """Have as many nodes up as `plan` has; what is there and well stays, what is not is replaced."""
+
+    def alive(self) -> set[str]:
+        """The nodes on which workers can start."""
+
+    def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
+        """Take up the workers of `plan` that were started earlier; return the ranks that living nodes do not know."""
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
-        """Start the workers, rank 0 first."""
+        """Start the workers, rank 0 first; one that cannot start has ended. Earlier workers are forgotten."""
 
     def wait(self, timeout: float) -> list[Exit]:
         """The workers that have ended since the last call, in order; at most `timeout` seconds pass."""
 
     def explain(self, end: Exit, node: str) -> str:
-        """What is known of the end of a worker on `node` besides its code: `oom`, `node lost`, or nothing."""
+        """What is known of the end of a worker on `node` besides its code: a cause of `restarts.CAUSES`, or nothing."""
+
+    def troubles(self) -> dict[str, str]:
+        """The nodes that somebody has `paused`, or cut off from the network (`partition`)."""
+
+    def doing(self) -> dict[int, Doing]:
+        """What the running workers are doing, as far as their nodes say."""
+
+    def dump(self) -> None:
+        """Have all workers print where they stand, and abort."""
 
     def stop(self, kill: bool) -> None:
-        """Ask all workers to stop, and start no more; the nodes kill them after the grace period, or at once."""
+        """Ask all workers to stop; the nodes kill them after the grace period, or at once."""
+
+    def discard(self, nodes: Iterable[str]) -> None:
+        """Remove nodes, by force, whose workers do not end."""
 
     def down(self, grace: float) -> None:
-        """Remove all that `up` made, also half of it; nodes get `grace` seconds to end. Raises EngineError."""
+        """Remove all that `up` made, also half of it; nodes get `grace` seconds to end."""
 
     def jobs(self) -> list[JobState]:
         """The jobs that have nodes here."""
 
+    def holds(self, job_id: str) -> list[str]:
+        """All that a job has here, in words: what `remove` would remove."""
+
     def remove(self, job_id: str, grace: float) -> None:
-        """Stop and remove the nodes of a job that another orchestrator left."""
+        """Stop and remove what a job has here, after its orchestrator has gone."""

@@ -2,178 +2,120 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
-import queue
-import subprocess
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import docker
 import docker.errors
-import requests
-from docker.context import ContextAPI
 from docker.models.containers import Container
-from docker.types import LogConfig
 
-from orchestrate.engines import Exit, JobState
-from orchestrate.errors import EngineError, ResourceError
-from orchestrate.node.ranks import gpu_ids
-from orchestrate.paths import PROJECT, code_folder
+from orchestrate.engines import Doing, Exit, JobState
+from orchestrate.engines.daemon import ERRORS, Daemon, Events, name_of, reason, within
+from orchestrate.engines.image import inventory
+from orchestrate.errors import EngineError, EngineLost
+from orchestrate.node.wait import WORKER_KILLED
 from orchestrate.plan import Inventory, Plan, WorkerPlan
-from orchestrate.spec import IMAGE, JobSpec
+from orchestrate.spec import JobSpec
 
 LABEL = "orchestrate.job"
-LONGEST = 600  # seconds that Compose may take to bring nodes up or down
 RECONCILE = 2.0  # seconds between two looks at the truth, in case the event stream has lost something
-ERRORS = (docker.errors.DockerException, requests.RequestException)  # all that the SDK raises
-GET_DOCKER = "start Docker (systemctl start docker, or Docker Desktop), or use --engine process"
+SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has gone itself
+ANSWERS = 10.0  # seconds that a node may take to tell of its workers
+DYING = 5.0  # seconds that a container takes to die, at most
+LOST = 137  # the exit code of a worker that was lost with its node
+NODE = ["python", "/opt/orchestrate/node"]
 
 
 class DockerEngine:
-    """The Docker Engine that the user's `docker` talks to, too."""
+    """Nodes on the Docker Engine that the user's `docker` talks to, too."""
 
     def __init__(self) -> None:
         """Connect; raises EngineError where no engine answers."""
-        self.host = os.environ.get("DOCKER_HOST") or _context_host()
-        parts = urlsplit(self.host)
-        if parts.hostname not in (None, "localhost", "127.0.0.1"):
-            raise EngineError(
-                f"the engine at {self.host} is another machine, which cannot mount this one's folders",
-                "run orchestrate there, or unset DOCKER_HOST (docker context use default)",
-            )
-        try:
-            self.client = docker.DockerClient(base_url=self.host, version="auto", max_pool_size=32)
-            self.info: dict[str, Any] = self.client.info()
-        except ERRORS as error:
-            raise EngineError(f"no Docker Engine answers at {self.host}: {_reason(error)}", GET_DOCKER) from None
-        try:
-            self._compose("version", capture=True)
-        except EngineError as error:
-            raise ResourceError(f"Docker Compose v2 is missing: {error}", "install the docker-compose plugin") from None
-        self.job_id = ""
+        self.daemon = Daemon()
+        self.client, self.info = self.daemon.client, self.daemon.info
+        self.job_id, self.network = "", ""
         self.env: dict[str, str] = {}
         self.nodes: dict[str, Container] = {}
         self.execs: dict[str, tuple[int, str]] = {}  # exec id: rank and the id of its container
-        self.found: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.out_of_memory: set[str] = set()  # ids of containers
+        self.ended: list[Exit] = []  # known already, without an event
+        self.events: Events | None = None
+        self.signs: dict[str, set[str]] = {}  # container id: what events have said of it
+        self.dying: set[str] = set()  # ids of containers whose stubs were killed
+        self.trouble: dict[str, str] = {}  # node: paused or partition
         self.looked = 0.0
-        self.events: Any = None
-        self.closing = False
-
-    # --- before the job
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Check the image, list the GPUs; raises ResourceError for what is missing."""
-        runtime = "nvidia" in self.info.get("Runtimes", {})
-        hopeless = spec.gpus not in ("auto", "none") and not runtime  # then no image is worth building
-        present = not hopeless and self._has_image(spec, prepare)
-        gpus: tuple[str, ...] = ()
-        no_gpus = "the engine has no NVIDIA runtime"
-        if spec.gpus != "none" and runtime:
-            gpus = self._gpus(spec) if present else ()
-            no_gpus = "the engine's NVIDIA runtime finds no GPU" if present else f"no image {spec.image} to look with"
-        return Inventory(
-            engine="docker",
-            about=f"Docker Engine {self.info['ServerVersion']}, image {spec.image}",
-            cpus=max(1, self.info["NCPU"]),
-            gpus=gpus,
-            no_gpus=no_gpus,
-            master_addr="master",
-            master_port=29500,
-            interface="eth0",
-            job_dir="/job",
-        )
+        return inventory(self.daemon, spec, prepare)
 
-    def _has_image(self, spec: JobSpec, prepare: bool) -> bool:
-        with contextlib.suppress(docker.errors.ImageNotFound):
-            self.client.images.get(spec.image)
-            return True
-        if not prepare:
-            return False
-        try:
-            if spec.image == IMAGE:
-                self._compose("--profile", "gpu", "build", "master", env={"NODE_IMAGE": spec.image})
-            else:
-                self.client.images.pull(spec.image)
-        except EngineError as error:
-            hint = "its base image is BASE_IMAGE, and CA_BUNDLE names a CA bundle; see README, The image"
-            raise ResourceError(f"the image {spec.image} could not be built: {error}", hint) from None
-        except ERRORS as error:
-            hint = "check the name, `docker login`, or build it: docker build -t NAME ."
-            raise ResourceError(f"no image {spec.image} here, nor to pull: {_reason(error)}", hint) from None
-        return True
-
-    def _gpus(self, spec: JobSpec) -> tuple[str, ...]:
-        """Ask nvidia-smi in a container that sees all GPUs; none where that cannot start, for lack of a driver say."""
-        container = None
-        try:
-            container = self.client.containers.create(
-                spec.image,
-                ["-L"],
-                entrypoint="nvidia-smi",
-                runtime="nvidia",
-                environment={"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
-                network_mode="none",
-                log_config=LogConfig(type=LogConfig.types.JSON),
-            )
-            container.start()
-            container.wait(timeout=60)
-            return tuple(gpu_ids(container.logs(stderr=False).decode(errors="replace")))
-        except ERRORS:
-            return ()
-        finally:
-            if container is not None:
-                container.remove(force=True)
+    def port(self, generation: int) -> int:
+        """A job has a network to itself; only its own last generation could still hold a port."""
+        return 29500 + generation % 1000  # torch's default first
 
     # --- the job
 
     def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
-        """Have Compose bring up the nodes, and start listening to what happens to them."""
-        code = code_folder(spec.command)
-        for path in (run, code):
-            if ":" in str(path):
-                raise EngineError(f"Compose cannot mount {path}, for the colon in it", "take a folder without a colon")
-        self.job_id = plan.job_id
-        self.env = {
-            "JOB_ID": plan.job_id,
-            "NODE_MODE": "wait",
-            "NODE_IMAGE": spec.image,
-            "NODE_CODE": str(code),
-            "NODE_JOB_DIR": str(run),
-            "NODE_USER": self._user(run),
-            "NODE_RUNTIME": "nvidia" if plan.gpus else self.info["DefaultRuntime"],
-            "NODE_GPUS": ",".join(plan.gpus) or "void",
-            "NODE_SHM": spec.shm_size,
-            "NODE_MEMORY": spec.memory or "0",
-            "NODE_CPUS": str(spec.cpus or 0),
-            "NODE_GRACE": str(spec.grace),
-        }
-        threading.Thread(target=self._listen, args=(int(time.time()),), daemon=True).start()
+        """Have Compose bring up the nodes that are not there, or not well."""
+        self._settle(spec, plan, run)
+        if len(self._well_nodes()) == len(plan.nodes):
+            return
+        self._mend()
         scale = f"trainer={len(plan.nodes) - 1}"
-        self._project("up", "--detach", "--no-build", "--pull", "never", "--scale", scale, "master", "trainer")
-        self.nodes = {_node_name(container): container for container in self._containers(f"{LABEL}={self.job_id}")}
-        missing = [name for name in plan.nodes if name not in self.nodes]
+        arguments = ("--detach", "--no-build", "--no-recreate", "--pull", "never", "--scale", scale)
+        self._project("up", *arguments, "master", "trainer")
+        missing = len(plan.nodes) - len(self._well_nodes())
         if missing:
-            raise EngineError(f"Compose did not bring up {', '.join(missing)}", "see docker compose ls")
+            raise EngineError(f"Compose did not bring up {missing} of {len(plan.nodes)} nodes", "see docker compose ls")
+
+    def _mend(self) -> None:
+        """Leave only containers that run well, and ended ones, which Compose starts again."""
+        found = self._look().values()
+        self.daemon.each((node for node in found if node.status != "exited" and not self._well(node)), Container.kill)
+        with self.daemon.asking("does not connect a node"):
+            for network in self.client.networks.list(names=[self.network]):
+                for node in found:
+                    if self.network not in node.attrs["NetworkSettings"]["Networks"]:
+                        network.connect(node, aliases=[node.attrs["Labels"]["com.docker.compose.service"]])
+
+    def _well_nodes(self) -> dict[str, Container]:
+        self.nodes = {name: node for name, node in self._look().items() if self._well(node)}
+        return self.nodes
+
+    def alive(self) -> set[str]:
+        """The nodes that run, and are neither paused nor cut off."""
+        return {name for name, node in self._look().items() if self._well(node)}
+
+    def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
+        """Find the nodes by their label, and ask them for the workers."""
+        self._settle(spec, plan, run)
+        self.nodes = self._look()
+        self.execs, self.ended = {}, []
+        states = {name: self._status(name) for name in {worker.node for worker in plan.workers}}
+        strangers = set()
+        for worker in plan.workers:
+            state, node = states[worker.node], self.nodes.get(worker.node)
+            if state is None and node is not None and node.status in ("running", "paused"):
+                raise EngineLost(f"{worker.node} {'is paused' if node.status == 'paused' else 'does not answer'}")
+            if state is None:
+                self.ended.append(Exit(worker.rank, LOST))
+            elif (
+                state.get("generation") != plan.generation or str(worker.rank) not in state["codes"] | state["running"]
+            ):
+                strangers.add(worker.rank)
+            else:
+                self._exec(worker.rank, worker.node, ["watch", str(worker.rank)], {})
+        return strangers
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Start a stub in each worker's node, which has the node start the worker and ends with its code."""
+        self.execs, self.ended, self.signs = {}, [], {}
 
         def start(worker: WorkerPlan) -> None:
-            api, node = self.client.api, self.nodes[worker.node]
-            stub = ["python", "/opt/orchestrate/node", "worker", *command]
-            try:
-                created: str = api.exec_create(node.id, stub, environment=worker.env, stdout=False, stderr=False)["Id"]
-                self.execs[created] = worker.rank, str(node.id)
-                api.exec_start(created, detach=True)
-            except ERRORS as error:
-                raise EngineError(f"rank {worker.rank} did not start on {worker.node}: {_reason(error)}") from None
+            self._exec(worker.rank, worker.node, ["worker", *command], worker.env)
 
         start(workers[0])
         with ThreadPoolExecutor(16) as pool:
@@ -181,35 +123,60 @@ class DockerEngine:
 
     def wait(self, timeout: float) -> list[Exit]:
         """The workers whose stub has ended, by the event stream or, when that is silent, by a look at the truth."""
-        exits: list[Exit] = []
-        with contextlib.suppress(queue.Empty):
-            exits += self._exits(self.found.get(timeout=timeout))
-            while True:
-                exits += self._exits(self.found.get_nowait())
+        exits, self.ended = self.ended, []
+        assert self.events is not None
+        for event in self.events.wait(0 if exits else timeout):
+            exits += self._read(event)
         if self.execs and time.monotonic() - self.looked > RECONCILE:
-            self.looked = time.monotonic()
             exits += self._reconcile()
+            self.looked = time.monotonic()
         return exits
 
     def explain(self, end: Exit, node: str) -> str:
-        """Tell whether the worker's container has ended, or the kernel killed in it for lack of memory."""
-        self.wait(timeout=0.1)  # what happened around that end
-        container = self.nodes[node]
-        try:
-            container.reload()
-        except ERRORS:
+        """Tell what events have said of the worker's container, and whether it runs."""
+        late = self.wait(timeout=0.2)  # what happened around that end
+        self.ended = late + self.ended
+        container = self.nodes.get(node)
+        signs = self.signs.get(str(container.id), set()) if container else set()
+        found = self._look()
+        if not any(container.status == "running" for container in found.values()):
+            self._expect_shutdown()
+        runs = node in found and found[node].status == "running"
+        if "oom" in signs:
+            return "out of memory in a child" if runs and end.code != LOST else "out of memory"
+        if "kill" in signs or "destroy" in signs:
+            return "node stopped"
+        if not runs:
             return "node lost"
-        if container.status != "running":
-            return "node lost"
-        return "oom" if end.code == 137 and container.id in self.out_of_memory else ""
+        return "" if self._well(found[node]) else "partition"
+
+    def troubles(self) -> dict[str, str]:
+        """What events, and the last look at the truth, have told."""
+        return dict(self.trouble)
+
+    def doing(self) -> dict[int, Doing]:
+        """Ask the nodes."""
+        found = {}
+        for name in self.alive():
+            for rank, doing in (self._status(name) or {}).get("running", {}).items():
+                found[int(rank)] = Doing(doing["state"], doing["cpu"])
+        return found
+
+    def dump(self) -> None:
+        """Have all workers print their stacks, and abort."""
+        self.daemon.each(self.nodes.values(), lambda node: node.kill("SIGQUIT"))
 
     def stop(self, kill: bool) -> None:
         """Ask all workers to stop, or kill them."""
-        self._each(lambda node: node.kill("SIGUSR2" if kill else "SIGUSR1"))
+        self.daemon.each(self.nodes.values(), lambda node: node.kill("SIGUSR2" if kill else "SIGUSR1"))
+
+    def discard(self, nodes: Iterable[str]) -> None:
+        """Remove containers by force."""
+        found = [self.nodes[name] for name in nodes if name in self.nodes]
+        self.daemon.each(found, lambda node: node.remove(force=True, v=True))
 
     def down(self, grace: float) -> None:
         """Remove nodes and network."""
-        self.closing = True
         if self.events is not None:
             self.events.close()
         if self.job_id:
@@ -219,25 +186,59 @@ class DockerEngine:
 
     def jobs(self) -> list[JobState]:
         """The jobs that have containers, by their labels."""
-        containers = self._containers(LABEL)
         jobs: dict[str, list[Container]] = {}
-        for container in containers:
-            jobs.setdefault(container.labels[LABEL], []).append(container)
-        runs = {job: Path(nodes[0].labels.get("orchestrate.run", "")) for job, nodes in jobs.items()}
-        return [JobState(job, "docker", len(jobs[job]), runs[job]) for job in sorted(jobs) if job]
+        for container in self.daemon.containers(LABEL):
+            jobs.setdefault(container.attrs["Labels"][LABEL], []).append(container)
+        states = []
+        for job, nodes in sorted(jobs.items()):
+            labels = nodes[0].attrs["Labels"]
+            run, owner = Path(labels.get("orchestrate.run", "")), int(labels.get("orchestrate.owner") or -1)
+            states += [JobState(job, "docker", len(nodes), run, owner)] if job else []  # else plain Compose
+        return states
+
+    def holds(self, job_id: str) -> list[str]:
+        """Containers and networks that carry the job's label."""
+        label = f"{LABEL}={job_id}"
+        with self.daemon.asking("does not list its networks"):
+            networks = [f"network {network.name}" for network in self.client.networks.list(filters={"label": label})]
+        return sorted(f"container {name_of(container)}" for container in self.daemon.containers(label)) + networks
 
     def remove(self, job_id: str, grace: float) -> None:
         """Stop and remove containers and networks that carry the job's label, and nothing else."""
-        self.nodes = {str(container.id): container for container in self._containers(f"{LABEL}={job_id}")}
-        self._each(lambda node: node.stop(timeout=int(grace)))
-        self._each(lambda node: node.remove(force=True, v=True))
-        try:
-            for network in self.client.networks.list(filters={"label": f"{LABEL}={job_id}"}):
+        label = f"{LABEL}={job_id}"
+        nodes = self.daemon.containers(label)
+        self.daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
+        self.daemon.each(nodes, lambda node: node.remove(force=True, v=True))
+        with self.daemon.asking(f"keeps a network of {job_id}"):
+            for network in self.client.networks.list(filters={"label": label}):
                 network.remove()
-        except ERRORS as error:
-            raise EngineError(f"a network of {job_id} stays: {_reason(error)}", "docker network ls") from None
 
     # --- details
+
+    def _settle(self, spec: JobSpec, plan: Plan, run: Path) -> None:
+        """Know the job, and listen to what happens to it."""
+        code = plan.inventory.code
+        for path in (str(run), code):
+            if ":" in path:
+                raise EngineError(f"Compose cannot mount {path}, for the colon in it", "take a folder without a colon")
+        self.job_id, self.network = plan.job_id, f"{plan.job_id}_job"
+        self.env = {
+            "JOB_ID": plan.job_id,
+            "JOB_OWNER": str(os.getuid()),
+            "NODE_MODE": "wait",
+            "NODE_IMAGE": spec.image,
+            "NODE_CODE": code,
+            "NODE_JOB_DIR": str(run),
+            "NODE_USER": self._user(run),
+            "NODE_RUNTIME": "nvidia" if plan.gpus else self.info["DefaultRuntime"],
+            "NODE_GPUS": ",".join(plan.gpus) or "void",
+            "NODE_SHM": spec.shm_size,
+            "NODE_MEMORY": spec.memory or "0",
+            "NODE_CPUS": str(spec.cpus or 0),
+            "NODE_GRACE": str(spec.grace),
+        }
+        if self.events is None:
+            self.events = Events(self.daemon, self._ours)
 
     def _user(self, run: Path) -> str:
         """Whoever owns the run directory; a rootless engine's root is that very person."""
@@ -246,108 +247,122 @@ class DockerEngine:
         owner = run.stat()
         return f"{owner.st_uid}:{owner.st_gid}"
 
-    def _containers(self, label: str) -> list[Container]:
+    def _look(self) -> dict[str, Container]:
+        """The job's containers by the names of their nodes; one that is dying is waited for."""
+        deadline = time.monotonic() + DYING
+        while True:
+            found = {_node_name(node): node for node in self.daemon.containers(f"{LABEL}={self.job_id}")}
+            if time.monotonic() > deadline or not any(
+                node.id in self.dying and node.status == "running" for node in found.values()
+            ):
+                self.dying = set()
+                return found
+            time.sleep(0.02)
+
+    def _well(self, container: Container) -> bool:
+        """Whether it runs, not paused, on the job's network."""
+        networks = container.attrs["NetworkSettings"]["Networks"]
+        return container.status == "running" and self.network in networks
+
+    def _status(self, node: str) -> dict[str, Any] | None:
+        """What a node knows of its workers; None of a node that does not answer."""
+        container = self.nodes.get(node)
+        if container is None or container.status != "running":
+            return None
         try:
-            return self.client.containers.list(all=True, filters={"label": label}, ignore_removed=True)
+            done = within(ANSWERS, lambda: container.exec_run([*NODE, "status"], stderr=False))
+            status = json.loads(done.output) if done is not None and done.exit_code == 0 else None
+        except docker.errors.APIError:
+            return None
         except ERRORS as error:
-            raise EngineError(f"the engine does not list its containers: {_reason(error)}", GET_DOCKER) from None
+            raise EngineLost(f"the engine does not answer: {reason(error)}") from None
+        except ValueError:
+            return None
+        return status if isinstance(status, dict) else None
 
-    def _each(self, action: Any) -> None:
-        """Do something to all nodes at once; one that is gone, or not running, needs it no more."""
-
-        def act(node: Container) -> None:
+    def _exec(self, rank: int, node: str, words: list[str], env: dict[str, str]) -> None:
+        """Start a stub that stands for a worker; on a node that has gone, the worker has ended."""
+        container = self.nodes.get(node)
+        if container is None:
+            self.ended.append(Exit(rank, LOST))
+            return
+        with self.daemon.asking(f"does not start rank {rank} on {node}"):
             try:
-                action(node)
+                api = self.client.api
+                made = api.exec_create(container.id, [*NODE, *words], environment=env, stdout=False, stderr=False)["Id"]
+                self.execs[made] = rank, str(container.id)
+                api.exec_start(made, detach=True)
             except docker.errors.APIError as error:
                 if error.status_code not in (404, 409):
-                    raise EngineError(f"{node.name}: {_reason(error)}") from None
-            except ERRORS as error:
-                raise EngineError(f"the engine does not answer: {_reason(error)}", GET_DOCKER) from None
+                    raise
+                self.execs = {key: value for key, value in self.execs.items() if value[0] != rank}
+                self.ended.append(Exit(rank, LOST))
 
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(act, self.nodes.values()))
-
-    def _listen(self, since: int) -> None:
-        """Put the job's events on the queue until the end; a broken stream is taken up where it broke."""
-        filters = {"label": f"{LABEL}={self.job_id}", "type": "container"}
-        while not self.closing:
-            with contextlib.suppress(*ERRORS):
-                self.events = self.client.api.events(since=since, filters=filters, decode=True)
-                for event in self.events:  # which ends without a word when the connection breaks
-                    since = event["time"]
-                    self.found.put(event)
-            if not self.closing:
-                time.sleep(0.5)
-
-    def _exits(self, event: dict[str, Any]) -> Iterator[Exit]:
+    def _ours(self, event: dict[str, Any]) -> bool:
         attributes = event["Actor"]["Attributes"]
-        if event["Action"] == "oom":
-            self.out_of_memory.add(event["Actor"]["ID"])
-        elif event["Action"] == "exec_die":
-            yield from self._ended(attributes["execID"], int(attributes["exitCode"]))
-        elif event["Action"] == "die":
-            for exec_id in [key for key, (_, node) in self.execs.items() if node == event["Actor"]["ID"]]:
-                yield from self._ended(exec_id, int(attributes["exitCode"]) or 137)
+        return self.job_id in (attributes.get(LABEL), attributes.get("name", "").removesuffix("_job"))
 
-    def _reconcile(self) -> Iterator[Exit]:
-        for exec_id in list(self.execs):
-            try:
-                state = self.client.api.exec_inspect(exec_id)
-                if not state["Running"] and state["ExitCode"] is not None:
-                    yield from self._ended(exec_id, state["ExitCode"])
-            except docker.errors.NotFound:  # the container is gone, and its execs with it
-                yield from self._ended(exec_id, 137)
-            except ERRORS as error:
-                raise EngineError(f"the engine does not answer any more: {_reason(error)}", GET_DOCKER) from None
+    def _read(self, event: dict[str, Any]) -> list[Exit]:
+        """What an event tells: the end of a worker, or that it is time to look at the truth."""
+        action, actor, attributes = event["Action"], event["Actor"]["ID"], event["Actor"]["Attributes"]
+        if action == "exec_die":
+            return self._ended(attributes["execID"], int(attributes["exitCode"]))
+        if action.startswith("exec_create") and attributes["execID"] in self.execs:
+            self.signs.pop(actor, None)  # they were of an earlier life of this container
+        elif action in ("oom", "destroy", "die") or (action == "kill" and attributes.get("signal") in ("9", "15")):
+            self.signs.setdefault(actor, set()).add(action)
+        if event["Type"] == "network" or action in ("pause", "unpause", "die"):
+            self.looked = 0.0
+        return []
 
-    def _ended(self, exec_id: str, code: int) -> Iterator[Exit]:
-        if exec_id in self.execs:
-            yield Exit(self.execs.pop(exec_id)[0], code)
+    def _reconcile(self) -> list[Exit]:
+        """Look at the truth: which stubs have ended, and which nodes are in trouble."""
+        exits: list[Exit] = []
+        forgotten = set()
+        for key in list(self.execs):
+            with self.daemon.asking("does not tell of a worker"):
+                try:
+                    state = self.client.api.exec_inspect(key)
+                    if not state["Running"] and state["ExitCode"] is not None:
+                        exits += self._ended(key, state["ExitCode"])
+                except docker.errors.NotFound:  # its container has gone; or the daemon, which was another one then
+                    forgotten.add(key)
+        found = self._look()
+        alive = {str(node.id) for node in found.values() if node.status in ("running", "paused")}
+        for key, (_, container) in list(self.execs.items()):
+            if container in alive and key in forgotten and "die" not in self.signs.get(container, set()):
+                raise EngineLost("the engine was restarted")
+            if container not in alive or key in forgotten:
+                exits += self._ended(key, LOST)
+        self.trouble = {name: "paused" for name, node in found.items() if node.status == "paused"}
+        cut_off = [name for name, node in found.items() if node.status == "running" and not self._well(node)]
+        self.trouble |= dict.fromkeys(cut_off, "partition")
+        return exits
+
+    def _ended(self, exec_id: str, code: int) -> list[Exit]:
+        if exec_id not in self.execs:
+            return []
+        rank, container = self.execs.pop(exec_id)
+        if code == LOST:  # the stub was killed: so is its container, though it may still look well
+            self.dying.add(container)
+        return [Exit(rank, LOST if code == WORKER_KILLED else code)]
+
+    def _expect_shutdown(self) -> None:
+        """No node is left: raise EngineLost if that is because the daemon is being stopped, or was restarted."""
+        deadline = time.monotonic() + SHUTDOWN
+        while time.monotonic() < deadline:
+            if self.events and self.events.broken > time.monotonic() - 2 * SHUTDOWN:
+                raise EngineLost("the engine was restarted")
+            with self.daemon.asking("does not answer"):
+                self.client.ping()
+            time.sleep(0.2)
 
     def _project(self, *arguments: str) -> None:
-        self._compose("--project-name", self.job_id, "--profile", "gpu", *arguments, env=self.env, capture=True)
-
-    def _compose(self, *arguments: str, env: dict[str, str] | None = None, capture: bool = False) -> None:
-        """Run Compose; raises EngineError with the last lines that it printed."""
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "NODE_"))}
-        try:
-            done = subprocess.run(
-                ["docker", "--host", self.host, "compose", "--project-directory", str(PROJECT), *arguments],
-                env=inherited | (env or {}),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if capture else 2,
-                stderr=subprocess.STDOUT if capture else None,
-                start_new_session=capture,  # Ctrl-C is for us; we take down what Compose is bringing up
-                timeout=LONGEST if capture else None,
-                text=True,
-            )
-        except subprocess.TimeoutExpired:
-            raise EngineError(f"docker compose did not end within {LONGEST} s") from None
-        except FileNotFoundError:
-            raise ResourceError("no `docker` command on PATH", "install it, with its Compose plugin") from None
-        if done.returncode:
-            lines = (done.stdout or "see above").strip().splitlines()
-            raise EngineError(f"docker compose {arguments[-1] if not capture else ''}".strip() + f": {lines[-1]}")
-
-
-def _context_host() -> str:
-    """Where the `docker` command would look for the engine."""
-    try:
-        return str(ContextAPI.get_current_context().Host or "unix:///var/run/docker.sock")
-    except (docker.errors.DockerException, AttributeError):
-        return "unix:///var/run/docker.sock"
+        self.daemon.compose("--project-name", self.job_id, "--profile", "gpu", *arguments, env=self.env, capture=True)
 
 
 def _node_name(container: Container) -> str:
     """`master`, or `trainer-2` for the second trainer in Compose's order."""
-    service = container.labels["com.docker.compose.service"]
-    return "master" if service == "master" else f"{service}-{container.labels['com.docker.compose.container-number']}"
-
-
-def _reason(error: Exception) -> str:
-    """The root of a chain of errors, in one line."""
-    text = getattr(error, "explanation", None) or str(error)
-    for known in ("Permission denied", "No such file or directory", "Connection refused", "timed out"):
-        if known in str(text):
-            return known.lower()
-    return " ".join(str(text).split())[:300]
+    labels = container.attrs["Labels"]
+    service = labels["com.docker.compose.service"]
+    return "master" if service == "master" else f"{service}-{labels['com.docker.compose.container-number']}"

@@ -4,28 +4,63 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
-import queue
 import random
+import selectors
 import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from orchestrate.engines import Exit, JobState
-from orchestrate.errors import EngineError, ResourceError
+from orchestrate.engines import Doing, Exit, JobState
+from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.node.ranks import gpus
+from orchestrate.node.wait import ask
 from orchestrate.paths import NODE, PROJECT, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
 LIMITS = ("image", "memory", "cpus", "shm_size")  # what only containers have
+ANSWERS = 5.0  # seconds that a node may take to tell of its workers
+LOST = 128 + signal.SIGKILL  # the exit code of a worker that was lost with its node
+
+
+@dataclass
+class _Node:
+    """A process that waits on a Unix socket; `child` where we have started it ourselves."""
+
+    path: Path
+    pid: int
+    child: subprocess.Popen[bytes] | None = None
+
+    def alive(self) -> bool:
+        """Whether it runs."""
+        if self.child is not None:
+            return self.child.poll() is None
+        return _listener(self.path) == self.pid
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, unless it has gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+@dataclass
+class _Worker:
+    """A connection to the node of a worker, over which its process id comes, and its exit code."""
+
+    rank: int
+    connection: socket.socket
+    pid: int = 0
+    partial: bytes = b""
 
 
 class ProcessEngine:
@@ -34,13 +69,16 @@ class ProcessEngine:
     def __init__(self) -> None:
         self.state = Path(f"/tmp/orchestrate-{os.getuid()}")  # not $TMPDIR: a socket's path has 104 characters at most
         self.folder = Path()
-        self.cwd = Path()
-        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
-        self.exits: queue.SimpleQueue[Exit] = queue.SimpleQueue()
+        self.cwd = ""
+        self.nodes: dict[str, _Node] = {}
+        self.selector = selectors.DefaultSelector()
+        self.ended: list[Exit] = []  # known already when the workers were taken up
+        self.killed_before = 0
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Say what this machine has; raises ResourceError where the app cannot run for lack of torch."""
-        if code_folder(spec.command) == PROJECT and importlib.util.find_spec("torch") is None:
+        code = code_folder(spec.command)
+        if code == PROJECT and importlib.util.find_spec("torch") is None:
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
         limits = [key for key in LIMITS if getattr(spec, key) != getattr(JobSpec(), key)]
         return Inventory(
@@ -50,72 +88,127 @@ class ProcessEngine:
             gpus=tuple(gpus()) if spec.gpus != "none" else (),
             no_gpus="this machine has no NVIDIA GPU",
             master_addr="127.0.0.1",
-            master_port=free_port(),
             interface="lo" if sys.platform == "linux" else "lo0",
             job_dir=str(run),
+            code=str(code),
         )
 
+    def port(self, generation: int) -> int:
+        """A free port of the loopback interface."""
+        return free_port()
+
     def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
-        """Start a waiting process per node."""
-        self.folder = self.state / plan.job_id
-        self.cwd = code_folder(spec.command)
-        self.state.mkdir(mode=0o700, exist_ok=True)
+        """Start a waiting process for each node that has none."""
+        self._settle(plan)
         self._check_owner()
-        self.folder.mkdir(mode=0o700)
-        (self.folder / "run").symlink_to(run)
-        for name in plan.nodes:
-            env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": self._socket(name), "NODE_GRACE": str(spec.grace)}
-            self.nodes[name] = subprocess.Popen(
-                [sys.executable, str(NODE)],
-                env=env,
-                cwd=self.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                (self.folder / "run").symlink_to(run)
+            lacking = [name for name in plan.nodes if name not in self.nodes or not self.nodes[name].alive()]
+            fresh = [self._spawn(name, spec) for name in lacking]
+        except OSError as error:
+            raise EngineError(f"a node does not start: {error}") from None
         deadline = time.monotonic() + 60
-        while not all(_listener(Path(self._socket(name))) for name in plan.nodes):
-            if time.monotonic() > deadline or any(node.poll() is not None for node in self.nodes.values()):
+        while not all(_listener(node.path) for node in fresh):
+            if time.monotonic() > deadline or not all(node.alive() for node in fresh):
                 raise EngineError("a node did not start", f"try it by hand: NODE_MODE=wait {sys.executable} {NODE}")
             time.sleep(0.01)
 
+    def _spawn(self, name: str, spec: JobSpec) -> _Node:
+        path = self.folder / f"{name}.sock"
+        path.unlink(missing_ok=True)
+        env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(path), "NODE_GRACE": str(spec.grace)}
+        child = subprocess.Popen(
+            [sys.executable, str(NODE)],
+            env=env,
+            cwd=self.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.nodes[name] = _Node(path, child.pid, child)
+        return self.nodes[name]
+
+    def alive(self) -> set[str]:
+        """The nodes that run."""
+        return {name for name, node in list(self.nodes.items()) if node.alive()}
+
+    def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
+        """Find the nodes by their sockets, and ask them for the workers."""
+        self._settle(plan)
+        self._forget()
+        self.killed_before = _killed_for_memory()
+        strangers = set()
+        for worker in plan.workers:
+            status = self._status(worker.node)
+            if not status and worker.node in self.alive():
+                raise EngineLost(f"{worker.node} does not answer")
+            if not status:
+                self.ended.append(Exit(worker.rank, LOST))
+            elif status["generation"] != plan.generation or str(worker.rank) not in status["codes"] | status["running"]:
+                strangers.add(worker.rank)
+            else:
+                self._request(worker, {"watch": worker.rank})
+        return strangers
+
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
-        """Start a stub per worker, which has the node start the worker and ends with its code."""
+        """Have each worker's node start it."""
+        self._forget()
+        self.killed_before = _killed_for_memory()
         for worker in workers:
-            stub = subprocess.Popen(
-                [sys.executable, str(NODE), "worker", *command],
-                env=os.environ | {"PYTHONUNBUFFERED": "1", "NODE_SOCKET": self._socket(worker.node)} | worker.env,
-                cwd=self.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            threading.Thread(target=self._follow, args=(worker.rank, stub), daemon=True).start()
+            env = os.environ | {"PYTHONUNBUFFERED": "1"} | worker.env
+            self._request(worker, {"command": command, "env": dict(env), "cwd": self.cwd})
 
     def wait(self, timeout: float) -> list[Exit]:
         """The workers that have ended since the last call."""
-        exits: list[Exit] = []
-        with contextlib.suppress(queue.Empty):
-            exits.append(self.exits.get(timeout=timeout))
-            while True:
-                exits.append(self.exits.get_nowait())
+        exits, self.ended = self.ended, []
+        for key, _ in self.selector.select(0 if exits else timeout):
+            exits += self._read(key.data)
         return exits
 
     def explain(self, end: Exit, node: str) -> str:
-        """Tell whether the worker's node has died."""
-        return "" if self._alive(self.nodes[node].pid) else "node lost"
+        """Tell whether the worker's node has died, or the kernel killed for lack of memory meanwhile."""
+        if node not in self.alive():
+            return "node lost"
+        return "out of memory" if end.code == LOST and _killed_for_memory() > self.killed_before else ""
+
+    def troubles(self) -> dict[str, str]:
+        """None: a process cannot be paused but by a signal, nor cut off."""
+        return {}
+
+    def doing(self) -> dict[int, Doing]:
+        """Ask the nodes."""
+        found = {}
+        for name in list(self.nodes):
+            for rank, doing in self._status(name).get("running", {}).items():
+                if doing["state"]:  # where there is /proc
+                    found[int(rank)] = Doing(doing["state"], doing["cpu"])
+        return found
+
+    def dump(self) -> None:
+        """Have all workers print their stacks, and abort."""
+        for node in list(self.nodes.values()):  # which another thread may be bringing back
+            node.signal(signal.SIGQUIT)
 
     def stop(self, kill: bool) -> None:
         """Ask all workers to stop, or kill them."""
-        for node in self.nodes.values():
-            node.send_signal(signal.SIGUSR2 if kill else signal.SIGUSR1)
+        for node in list(self.nodes.values()):
+            node.signal(signal.SIGUSR2 if kill else signal.SIGUSR1)
+
+    def discard(self, nodes: Iterable[str]) -> None:
+        """Kill nodes, with their workers."""
+        for name in nodes:
+            self.nodes[name].signal(signal.SIGKILL)
+            _end([self.nodes[name]], 0)
 
     def down(self, grace: float) -> None:
         """End the nodes, with what still runs in them."""
-        _end([node.pid for node in self.nodes.values() if node.poll() is None], grace, self._alive)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _end(list(self.nodes.values()), grace)
+        self._forget()
+        if self.folder.name:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def jobs(self) -> list[JobState]:
         """The jobs whose nodes listen."""
@@ -124,29 +217,82 @@ class ProcessEngine:
         for folder in sorted(self.state.glob("*")):
             nodes = [pid for path in folder.glob("*.sock") if (pid := _listener(path))]
             if nodes:
-                found.append(JobState(folder.name, "process", len(nodes), (folder / "run").resolve()))
+                run = (folder / "run").resolve()
+                found.append(JobState(folder.name, "process", len(nodes), run, os.getuid()))
         return found
+
+    def holds(self, job_id: str) -> list[str]:
+        """The nodes that listen, and the folder of their sockets."""
+        folder = self.state / job_id
+        nodes = [f"process {pid} ({path.stem})" for path in sorted(folder.glob("*.sock")) if (pid := _listener(path))]
+        return [*nodes, *([f"folder {folder}"] if folder.exists() else [])]
 
     def remove(self, job_id: str, grace: float) -> None:
         """End the nodes that listen for a job."""
-        sockets = list((self.state / job_id).glob("*.sock"))
-        pids = {path: pid for path in sockets if (pid := _listener(path))}
-        _end(list(pids.values()), grace, lambda pid: any(_listener(path) == pid for path in sockets))
+        sockets = (self.state / job_id).glob("*.sock")
+        _end([_Node(path, pid) for path in sockets if (pid := _listener(path))], grace)
         shutil.rmtree(self.state / job_id, ignore_errors=True)
 
+    # --- details
+
+    def _settle(self, plan: Plan) -> None:
+        """Know the job, and the nodes of it that listen."""
+        self.folder, self.cwd = self.state / plan.job_id, plan.inventory.code
+        for path in self.folder.glob("*.sock"):
+            pid = _listener(path)
+            if pid and (path.stem not in self.nodes or not self.nodes[path.stem].alive()):
+                self.nodes[path.stem] = _Node(path, pid)
+
     def _check_owner(self) -> None:
-        if self.state.is_symlink() or (self.state.exists() and self.state.lstat().st_uid != os.getuid()):
+        self.state.mkdir(mode=0o700, exist_ok=True)
+        if self.state.is_symlink() or self.state.lstat().st_uid != os.getuid():
             raise EngineError(f"{self.state} belongs to somebody else", "have its owner remove it")
 
-    def _socket(self, node: str) -> str:
-        return str(self.folder / f"{node}.sock")
+    def _status(self, node: str) -> dict[str, Any]:
+        """What a node knows of its workers; nothing of one that does not answer."""
+        with contextlib.suppress(OSError, KeyError):
+            return ask(str(self.nodes[node].path), {"status": True}, ANSWERS)
+        return {}
 
-    def _follow(self, rank: int, stub: subprocess.Popen[bytes]) -> None:
-        code = stub.wait()
-        self.exits.put(Exit(rank, 128 - code if code < 0 else code))
+    def _request(self, planned: WorkerPlan, request: dict[str, Any]) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self.nodes[planned.node].path))
+            connection.sendall(json.dumps(request).encode() + b"\n")
+        except (OSError, KeyError):  # the node has died
+            connection.close()
+            self.ended.append(Exit(planned.rank, LOST))
+            return
+        self.selector.register(connection, selectors.EVENT_READ, _Worker(planned.rank, connection))
 
-    def _alive(self, pid: int) -> bool:
-        return any(node.pid == pid and node.poll() is None for node in self.nodes.values())
+    def _read(self, worker: _Worker) -> list[Exit]:
+        try:
+            chunk = worker.connection.recv(1 << 16)
+        except OSError:
+            chunk = b""
+        *lines, worker.partial = (worker.partial + chunk).split(b"\n")
+        for line in lines:
+            answer = json.loads(line)
+            worker.pid = answer.get("pid", worker.pid)
+            if "code" in answer:
+                self._close(worker)
+                return [Exit(worker.rank, answer["code"])]
+        if chunk:
+            return []
+        self._close(worker)  # the node has died: its worker, and what that started, must not outlive it
+        if worker.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.pid, signal.SIGKILL)
+        return [Exit(worker.rank, LOST)]
+
+    def _close(self, worker: _Worker) -> None:
+        self.selector.unregister(worker.connection)
+        worker.connection.close()
+
+    def _forget(self) -> None:
+        for key in list(self.selector.get_map().values()):
+            self._close(key.data)
+        self.ended = []
 
 
 def free_port() -> int:
@@ -170,14 +316,21 @@ def _listener(path: Path) -> int:
         return int(struct.unpack("i", probe.getsockopt(0, 2, 4))[0])  # SOL_LOCAL, LOCAL_PEERPID of macOS
 
 
-def _end(pids: list[int], grace: float, alive: Callable[[int], bool]) -> None:
-    """End processes, gently for `grace` seconds and then by force."""
+def _killed_for_memory() -> int:
+    """How many processes the kernel of this machine has killed for lack of memory; 0 where it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _end(nodes: list[_Node], grace: float, alive: Callable[[_Node], bool] = _Node.alive) -> None:
+    """End nodes, gently for `grace` seconds and then by force."""
     deadline = time.monotonic() + grace + 1
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                if alive(pid):
-                    os.kill(pid, number)
-        while any(map(alive, pids)) and time.monotonic() < deadline:
+        for node in filter(alive, nodes):
+            node.signal(number)
+        while any(map(alive, nodes)) and time.monotonic() < deadline:
             time.sleep(0.02)
         deadline += 1

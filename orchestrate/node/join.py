@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from orchestrate.node.loop import Channel, Loop, connect
+from orchestrate.node.output import say
 from orchestrate.node.ranks import Node, assign, gpus
-from orchestrate.node.worker import say
 
 JOIN_PORT = 29400  # where the master listens for trainers; the default port of torch's own rendezvous
 MASTER_PORT = 29500  # torch's default; a Compose project has a network to itself

@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from orchestrate.node.output import say, stdout
 from orchestrate.node.ranks import Env
-from orchestrate.node.worker import Worker, kill, say
+from orchestrate.node.worker import Worker, kill
 
 LONGEST_MESSAGE = 1 << 20  # bytes
+RETRY = 0.05  # seconds
+ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 class Loop:
@@ -25,8 +28,7 @@ class Loop:
         self.selector = selectors.DefaultSelector()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.workers: list[Worker] = []
-        self.stopped = False  # the workers have been asked to stop, and no more are started
-        self.ending = False  # the node has been asked to end
+        self.ending = False  # the node has been asked to end, and no more workers are started
         self.on_end: Callable[[], None] = lambda: None  # what else to do when it is
         bell, alarm = socket.socketpair()
         for end in (bell, alarm):
@@ -35,7 +37,7 @@ class Loop:
         self.watch(alarm, lambda: self._signals(alarm.recv(4096)))
         signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
         self.asked = False  # by a signal, for the first time; a second one kills
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (signal.SIGCHLD, *ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
             signal.signal(number, lambda *_: None)
 
     def watch(self, source: Any, callback: Callable[[], None]) -> None:
@@ -52,8 +54,8 @@ class Loop:
         self.timers.append((time.monotonic() + seconds, callback))
 
     def start(self, command: list[str], env: Env, cwd: str | None, done: Callable[[int], None]) -> Worker | None:
-        """Start a worker; `done` gets its exit code. Once the workers have been asked to stop, none is started."""
-        if self.stopped:
+        """Start a worker; `done` gets its exit code. Once the node has been asked to end, none is started."""
+        if self.ending:
             done(128 + signal.SIGTERM)
             return None
         try:
@@ -67,11 +69,13 @@ class Loop:
         return worker
 
     def stop(self, end: bool = False) -> None:
-        """Ask the workers to stop, once, and kill them after the grace period; `end` ends the node with them."""
-        if not self.stopped:
-            self.stopped = True
-            kill(self.workers, signal.SIGTERM)
-            self.after(float(os.environ.get("NODE_GRACE", "30")), lambda: kill(self.workers, signal.SIGKILL))
+        """Ask the workers to stop, each once, and kill them after the grace period; `end` ends the node with them."""
+        asked = [worker for worker in self.workers if not worker.asked]
+        for worker in asked:
+            worker.asked = True
+        if asked:
+            kill(asked, signal.SIGTERM)
+            self.after(float(os.environ.get("NODE_GRACE", "30")), lambda: kill(asked, signal.SIGKILL))
         if end and not self.ending:
             self.ending = True
             self.on_end()
@@ -79,8 +83,10 @@ class Loop:
     def run(self) -> None:
         """Serve until the node has been asked to end and no worker is left."""
         while self.workers or not self.ending:
-            first = min((when for when, _ in self.timers), default=None)
-            for key, _ in self.selector.select(None if first is None else max(0.0, first - time.monotonic())):
+            first = min((when - time.monotonic() for when, _ in self.timers), default=None)
+            if stdout.flush():  # somebody reads slowly: look again soon
+                first = min(RETRY, RETRY if first is None else first)
+            for key, _ in self.selector.select(None if first is None else max(0.0, first)):
                 key.data()
             now = time.monotonic()
             due = [callback for when, callback in self.timers if when <= now]
@@ -88,6 +94,7 @@ class Loop:
             for callback in due:
                 callback()
             self._reap()
+        stdout.flush(last=True)
 
     def _pump(self, worker: Worker) -> None:
         if not worker.pump():
@@ -97,9 +104,12 @@ class Loop:
         for number in numbers:
             if number == signal.SIGCHLD:
                 continue
-            again = number in (signal.SIGTERM, signal.SIGINT) and self.asked
-            self.asked = self.asked or number in (signal.SIGTERM, signal.SIGINT)
-            self.stop(end=number not in (signal.SIGUSR1, signal.SIGUSR2))
+            if number == signal.SIGQUIT:
+                kill(self.workers, signal.SIGABRT)  # on which Python's fault handler prints all stacks
+                continue
+            again = number in ENDING and self.asked
+            self.asked = self.asked or number in ENDING
+            self.stop(end=number in ENDING)
             if again or number == signal.SIGUSR2:
                 kill(self.workers, signal.SIGKILL)
 

@@ -52,9 +52,21 @@ def assign(nodes: list[Node], nproc: int, master_addr: str, master_port: int, jo
     return envs
 
 
+FENCE = "generation"  # a file in the job's folder
+
 # The names that a user's own environment must not hold; the number of threads is theirs to change.
 CONTRACT = {*assign([{"host": "", "cpus": 1, "gpus": []}], 1, "", 0, "", "")[0], "JOB_ID", "JOB_DIR"}
 CONTRACT -= {"OMP_NUM_THREADS"}
+
+
+def fence(job_dir: str | None) -> int:
+    """The oldest generation that may start workers: the one in the file, or the next where that is `over`."""
+    try:
+        with open(f"{job_dir}/{FENCE}") as file:
+            number, *over = file.read().split()
+            return int(number) + bool(over)
+    except (OSError, ValueError):
+        return 0
 
 
 def gpu_ids(listing: str) -> list[str]:

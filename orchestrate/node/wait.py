@@ -1,8 +1,12 @@
-"""Mode `wait`: an orchestrator starts workers in the node."""
+"""Mode `wait`: an orchestrator starts workers in the node.
+
+Over the Unix socket, JSON lines. `{"command", "env", "cwd"}` starts a worker and `{"watch": rank}` takes up one that
+was started before; both are answered with `{"pid"}`, and `{"code"}` when the worker has ended. `{"status": true}` is
+answered with what the node knows of its workers. Who asks may go away; the worker stays, and so does its exit code.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -10,12 +14,81 @@ import socket
 from typing import Any
 
 from orchestrate.node.loop import Channel, Loop, connect
+from orchestrate.node.ranks import Env, fence
 from orchestrate.node.worker import Worker, kill
+
+WORKER_KILLED = 247  # the exit code of the stub of a worker that SIGKILL ended; as -9 looks to a shell
+REFUSED = 128 + signal.SIGTERM  # the code of a worker whose generation was over before it could start
+
+
+class Waiting:
+    """The workers of the newest generation, running or ended, and who wants to know their end."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.generation = -1
+        self.workers: dict[int, Worker] = {}  # by rank
+        self.codes: dict[int, int] = {}  # of those that have ended
+        self.asking: dict[int, list[Channel]] = {}
+
+    def receive(self, channel: Channel, request: Any) -> None:
+        """Answer a request; None means that whoever asked has gone."""
+        if request is None:
+            return
+        if "status" in request:
+            channel.send(self.status())
+            channel.close()
+        elif "watch" in request:
+            self.watch(channel, request["watch"])
+        else:
+            self.start(channel, request["command"], request["env"], request["cwd"])
+
+    def start(self, channel: Channel, command: list[str], env: Env, cwd: str) -> None:
+        """Start a worker, unless its generation is over; one of a newer generation ends all older ones."""
+        rank, generation = int(env["RANK"]), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if generation < max(self.generation, fence(env.get("JOB_DIR"))):
+            channel.send({"code": REFUSED})
+            channel.close()
+            return
+        if generation > self.generation:
+            kill(list(self.workers.values()), signal.SIGKILL)
+            self.generation, self.workers, self.codes, self.asking = generation, {}, {}, {}
+
+        asking = self.asking[rank] = [channel]
+
+        def done(code: int) -> None:
+            if generation == self.generation:
+                self.codes[rank] = code
+            for waits in asking:
+                waits.send({"code": code})
+                waits.close()
+
+        worker = self.loop.start(command, env, cwd, done)
+        if worker:
+            self.workers[rank] = worker
+            channel.send({"pid": worker.process.pid})
+
+    def watch(self, channel: Channel, rank: int) -> None:
+        """Tell how a worker ends, or has ended; nothing of one that was never started."""
+        if rank in self.workers:
+            channel.send({"pid": self.workers[rank].process.pid})
+        if rank in self.workers and rank not in self.codes:
+            self.asking[rank].append(channel)
+            return
+        if rank in self.codes:
+            channel.send({"code": self.codes[rank]})
+        channel.close()
+
+    def status(self) -> dict[str, Any]:
+        """The generation, the exit codes of the workers that have ended, and what those that run are doing."""
+        running = {rank: worker.doing() for rank, worker in self.workers.items() if rank not in self.codes}
+        return {"generation": self.generation, "codes": self.codes, "running": running}
 
 
 def wait(path: str) -> int:
     """Listen on the Unix socket `path` for workers to start, until told to end."""
     loop = Loop()
+    waiting = Waiting(loop)
     server = socket.socket(socket.AF_UNIX)
     mask = os.umask(0o077)
     server.bind(path)
@@ -23,21 +96,7 @@ def wait(path: str) -> int:
     server.listen(128)
 
     def accept() -> None:
-        running: list[Worker] = []
-
-        def receive(request: Any) -> None:
-            if request is None:  # the stub is gone, and nobody would learn how its worker ends
-                kill(running, signal.SIGKILL)
-            elif started := loop.start(request["command"], request["env"], request["cwd"], done):
-                running.append(started)
-                channel.send({"pid": started.process.pid})
-
-        def done(code: int) -> None:
-            running.clear()
-            channel.send({"code": code})
-            channel.close()
-
-        channel = Channel(loop, server.accept()[0], receive)
+        channel = Channel(loop, server.accept()[0], lambda request: waiting.receive(channel, request))
 
     loop.watch(server, accept)
     loop.run()
@@ -45,16 +104,17 @@ def wait(path: str) -> int:
     return 0
 
 
-def ask(path: str, command: list[str]) -> int:
-    """Be the stub: have the node behind `path` run `command` in this environment; return the worker's exit code."""
-    connection = connect(socket.AF_UNIX, path, timeout=60)
-    request = {"command": command, "env": dict(os.environ), "cwd": os.getcwd()}
+def ask(path: str, request: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+    """Put a request to the node behind `path` and wait for its last answer; a node that dies answers nothing more.
+
+    Raises OSError where nobody listens, or no answer comes for `timeout` seconds.
+    """
+    connection = connect(socket.AF_UNIX, path, timeout or 60)
+    connection.settimeout(timeout)
+    answer: dict[str, Any] = {}
     with connection, connection.makefile("rwb") as stream:
         stream.write(json.dumps(request).encode() + b"\n")
         stream.flush()
-        answers = [json.loads(line) for line in stream]
-    answer = {key: value for message in answers for key, value in message.items()}
-    if "code" not in answer and "pid" in answer:  # the node has died: its worker must not outlive it
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(answer["pid"], signal.SIGKILL)
-    return int(answer.get("code", 128 + signal.SIGKILL))
+        for line in stream:
+            answer |= json.loads(line)
+    return answer

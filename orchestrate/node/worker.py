@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from orchestrate.node.output import say, stdout
 from orchestrate.node.ranks import Env
 
 LONGEST_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
+PR_SET_PDEATHSIG = 1  # of Linux' prctl(2)
 
 
 class Worker:
@@ -21,31 +26,23 @@ class Worker:
         """Start `command` (arguments of Python); `done` gets its exit code, 128 + n where signal n ended it."""
         self.rank = env.get("RANK", "0")
         self.done = done
+        self.asked = False  # whether it has been asked to stop
         self.partial = b""
-        self.log = self._open_log(env.get("JOB_DIR"))
+        self.log = Log(env)
         self.process = subprocess.Popen(
             [sys.executable, "-u", *command],
-            env=env,
+            # On a fatal signal, and on the SIGABRT that a hung worker gets, Python prints where each thread stands.
+            env={"PYTHONFAULTHANDLER": "1"} | env,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
         assert self.process.stdout is not None
         self.output = self.process.stdout.fileno()
         os.set_blocking(self.output, False)
-
-    def _open_log(self, job_dir: str | None) -> int | None:
-        if not job_dir:
-            return None
-        try:
-            for name in ("logs", "checkpoints"):
-                os.makedirs(f"{job_dir}/{name}", exist_ok=True)
-            return os.open(f"{job_dir}/logs/rank-{self.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:
-            say(f"rank {self.rank}: no log file: {error}")
-            return None
 
     def pump(self) -> bool:
         """Move what the worker has written to its log and to stdout; False once there is no more to come."""
@@ -57,20 +54,14 @@ class Worker:
         return bool(chunk)
 
     def _write(self, chunk: bytes) -> None:
-        if self.log is not None:
-            try:
-                write(self.log, chunk)
-            except OSError as error:  # a full disk must not end the training
-                say(f"rank {self.rank}: the log file ends here: {error}")
-                os.close(self.log)
-                self.log = None
+        self.log.write(chunk)
         lines = (self.partial + chunk).split(b"\n")
         self.partial = lines.pop()
         if len(self.partial) > LONGEST_LINE or (not chunk and self.partial):
             lines.append(self.partial)
             self.partial = b""
         tag = f"[rank {self.rank}] ".encode()
-        emit(b"".join(tag + line + b"\n" for line in lines))
+        stdout.write(b"".join(tag + line + b"\n" for line in lines))
 
     def kill(self, number: int) -> None:
         """Send a signal to the worker; SIGKILL goes to all that it started, too."""
@@ -80,13 +71,23 @@ class Worker:
             elif self.process.returncode is None:
                 os.kill(self.process.pid, number)
 
+    def doing(self) -> dict[str, Any]:
+        """Its process id, its state as a letter of proc(5), and the CPU seconds of all that it started."""
+        state, ticks = "", 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, ValueError):
+                fields = path.read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid:  # the session, which is the worker's own
+                    ticks += int(fields[11]) + int(fields[12])
+                    state = fields[0] if path.parent.name == str(self.process.pid) else state
+        return {"pid": self.process.pid, "state": state, "cpu": ticks / os.sysconf("SC_CLK_TCK")}
+
     def close(self) -> None:
         """After the worker's end: end what it left running, take its last output, report its exit code."""
         self.kill(signal.SIGKILL)
         self._drain()
         self._write(b"")
-        if self.log is not None:
-            os.close(self.log)
+        self.log.close()
         code = self.process.returncode
         self.done(128 - code if code < 0 else code)
 
@@ -103,24 +104,66 @@ class Worker:
         self.process.stdout.close()
 
 
+class Log:
+    """A worker's log file. While it cannot be written, for a full disk say, output is counted instead of kept."""
+
+    def __init__(self, env: Env) -> None:
+        """Open `$JOB_DIR/logs/rank-N.log`, where there is a job's folder; mark where a later generation begins."""
+        self.rank, self.file, self.lost = env.get("RANK", "0"), -1, 0
+        generation = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if "JOB_DIR" not in env:
+            return
+        try:
+            for name in ("logs", "checkpoints"):
+                os.makedirs(f"{env['JOB_DIR']}/{name}", exist_ok=True)
+            path = f"{env['JOB_DIR']}/logs/rank-{self.rank}.log"
+            self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            say(f"rank {self.rank}: no log file: {error}")
+            return
+        if generation != "0":
+            self.write(b"\n" * _ends_within_a_line(path) + f"[node] generation {generation}\n".encode())
+
+    def write(self, data: bytes) -> None:
+        """Write `data`; what could not be written before is made up for by a line that says how much it was."""
+        if self.file < 0 or not (data or self.lost):
+            return
+        pending = data
+        if self.lost:
+            pending = f"\n[node] {self.lost} bytes are missing here: the file could not be written\n".encode() + data
+        try:
+            while pending:
+                pending = pending[os.write(self.file, pending) :]
+            self.lost = 0
+        except OSError as error:  # a full disk must not end the training
+            if not self.lost:
+                say(f"rank {self.rank}: the log file cannot be written: {error}")
+            noted = len(pending) <= len(data)
+            self.lost = (0 if noted else self.lost) + min(len(pending), len(data))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.file >= 0:
+            os.close(self.file)
+
+
 def kill(workers: list[Worker], number: int) -> None:
     """Send a signal to each of `workers`."""
     for worker in workers:
         worker.kill(number)
 
 
-def write(descriptor: int, data: bytes) -> None:
-    """Write all of `data`."""
-    while data:
-        data = data[os.write(descriptor, data) :]
+def _ends_within_a_line(path: str) -> bool:
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read() not in (b"", b"\n")
 
 
-def say(text: str) -> None:
-    """Print a line of the node's own."""
-    emit(f"[node] {text}\n".encode())
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def emit(data: bytes) -> None:
-    """Write to stdout, which may be gone when nobody reads it any more."""
-    with contextlib.suppress(OSError):
-        write(1, data)
+def _die_with_parent() -> None:
+    """Between fork and exec: have the kernel kill this process when the node dies."""
+    if _libc is not None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,305 @@
+"""A real training under random faults: it must finish, with the very weights and samples of an undisturbed run.
+
+    python -m benchmarks soak --faults 100 --seed 1 [--engine docker|process] [--trainers 2]
+
+Each fault strikes at a random step, after the job has got further than it ever was. The kinds: a worker is killed or
+frozen; a node is killed, removed, paused or cut off from the network; the orchestrator is killed; the disk is full.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.checkpoint import load
+
+STEPS_OF_AN_EPOCH = 188  # of the default data set and batch size
+BETWEEN = (10, 25)  # steps from the furthest one to the next fault
+DISK = 256 << 20  # bytes of the disk that is filled; a checkpoint has 14 MB
+PATIENCE = 180.0  # seconds for a job to go on after a fault
+
+
+class Job:
+    """A training under `orchestrate`, and what can be done to it."""
+
+    def __init__(self, engine: str, trainers: int, epochs: int, runs: Path) -> None:
+        self.engine, self.runs = engine, runs
+        self.log = runs.parent / f"{runs.name}.log"  # not on the disk that is filled
+        script = ["-m", "app.train", "--epochs", str(epochs), "--resume", "auto", "--save-every", "10", "--ledger"]
+        options = ["--engine", engine, "--gpus", "none", "--trainers", str(trainers), "--max-restarts", "1000000"]
+        options += ["--set", "hang_after=6s", "--set", "grace=5s", "--runs", str(runs), "--name", "soak"]
+        self.orchestrator = self.start("run", *options, "--", *script)
+        while not (found := list(runs.glob("soak-*"))):
+            time.sleep(0.05)
+        self.run = found[0]
+
+    def start(self, *arguments: str) -> "subprocess.Popen[bytes]":
+        """An orchestrator in the background."""
+        with self.log.open("ab") as log:
+            return subprocess.Popen([sys.executable, "-m", "orchestrate", *arguments], stdout=log, stderr=log)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The events of a kind so far."""
+        found = []
+        for line in (self.run / "events.jsonl").read_text().splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            found += [event] if event["event"] == name else []
+        return found
+
+    def step(self) -> int:
+        """The furthest step."""
+        try:
+            return max(map(int, re.findall(r'"step": (\d+)', (self.run / "metrics.jsonl").read_text())), default=0)
+        except OSError:
+            return 0
+
+    def ended(self) -> bool:
+        """Whether the job has ended."""
+        return (self.run / "report.json").exists()
+
+    def until(self, what: Any) -> None:
+        """Wait for something, or the job's end."""
+        deadline = time.monotonic() + PATIENCE
+        while not what() and not self.ended():
+            if self.orchestrator.poll() not in (None, -signal.SIGKILL) and not self.ended():
+                raise SystemExit(f"the orchestrator ended: {self.log.read_text()[-3000:]}")
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no way on: {self.log.read_text()[-3000:]}")
+            time.sleep(0.02)
+
+    # --- faults; each returns the cause that must be found, or nothing where the job may go on undisturbed
+
+    def kill_worker(self, rank: int) -> str:
+        """SIGKILL."""
+        self.signal_worker(rank, signal.SIGKILL)
+        return "killed"
+
+    def freeze_worker(self, rank: int) -> str:
+        """SIGSTOP."""
+        self.signal_worker(rank, signal.SIGSTOP)
+        return "hang"
+
+    def kill_node(self, rank: int) -> str:
+        """SIGKILL to the node's process 1."""
+        if self.engine == "docker":
+            self.docker("kill", self.container(rank))
+            return "node stopped"
+        os.kill(self.node_pid(rank), signal.SIGKILL)
+        return "node lost"
+
+    def remove_node(self, rank: int) -> str:
+        """Removal by force."""
+        self.docker("rm", "-f", self.container(rank))
+        return "node stopped"
+
+    def pause_node(self, rank: int) -> str:
+        """Freeze a container for two seconds."""
+        container = self.container(rank)
+        self.docker("pause", container)
+        time.sleep(2)
+        self.docker("unpause", container)
+        return ""
+
+    def cut_off_node(self, rank: int) -> str:
+        """Take a container off the network until that was noticed and acted upon."""
+        self.docker("network", "disconnect", f"{self.run.name}_job", self.container(rank))
+        return "partition"
+
+    def kill_orchestrator(self, rank: int) -> str:
+        """SIGKILL, and an attach from another shell."""
+        taken = len(self.events("taken_over")) + len(self.events("generation_starting"))
+        self.orchestrator.kill()
+        self.orchestrator.wait()
+        time.sleep(random.random())
+        self.orchestrator = self.start("attach", self.run.name, "--runs", str(self.runs))
+        self.until(lambda: len(self.events("taken_over")) + len(self.events("generation_starting")) > taken)
+        return ""
+
+    def fill_disk(self, rank: int) -> str:
+        """Fill the disk of the run directory for three seconds."""
+        filler = self.runs / "filler"
+        with filler.open("wb", buffering=0) as file:
+            try:
+                while file.write(b"x" * (1 << 16)):
+                    pass
+            except OSError:
+                pass
+        time.sleep(3)
+        filler.unlink()
+        return ""
+
+    # --- how
+
+    def docker(self, *arguments: str) -> str:
+        """Run the command line of Docker."""
+        return subprocess.run(["docker", *arguments], check=True, capture_output=True, text=True).stdout
+
+    def plan(self) -> dict[str, Any]:
+        """The newest plan."""
+        plan: dict[str, Any] = json.loads((self.run / "plan.json").read_text())
+        return plan
+
+    def container(self, rank: int) -> str:
+        """The container of a rank."""
+        node = self.plan()["workers"][rank]["node"]
+        return f"{self.run.name}-{'master-1' if node == 'master' else node}"
+
+    def node_pid(self, rank: int) -> int:
+        """The process of a rank's node."""
+        end = f"/{self.run.name}/{self.plan()['workers'][rank]['node']}.sock"
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = folder.joinpath("environ").read_bytes().split(b"\0")
+                command = folder.joinpath("cmdline").read_bytes()
+            except OSError:
+                continue
+            socket = any(word.startswith(b"NODE_SOCKET=") and word.endswith(end.encode()) for word in words)
+            if socket and command.rstrip(b"\0").endswith(b"orchestrate/node"):
+                return int(folder.name)
+        raise SystemExit(f"no node of rank {rank}")
+
+    def signal_worker(self, rank: int, number: int) -> None:
+        """Send a signal to a worker, and to nothing else."""
+        if self.engine == "docker":
+            script = (
+                "import glob, os\nfor path in glob.glob('/proc/[0-9]*/cmdline'):\n"
+                "    words = open(path, 'rb').read().split(b'\\0')\n"
+                f"    if words[1:4] == [b'-u', b'-m', b'app.train']: os.kill(int(path.split('/')[2]), {int(number)})"
+            )
+            self.docker("exec", self.container(rank), "python", "-c", script)
+        else:
+            parent = str(self.node_pid(rank))
+            for path in Path("/proc").glob("[0-9]*/stat"):
+                try:
+                    fields = path.read_text().rpartition(")")[2].split()
+                except OSError:
+                    continue
+                if fields[1] == parent:
+                    os.kill(int(path.parent.name), number)
+
+
+def ledger(run: Path) -> dict[int, list[int]]:
+    """By step: the samples of all workers, of the last generation that did it."""
+    steps: dict[int, dict[int, list[int]]] = {}
+    for path in run.glob("ledger-*.jsonl"):
+        for line in path.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue  # cut off by a kill, or by the full disk
+            steps.setdefault(entry["step"], {}).setdefault(entry["generation"], []).extend(entry["samples"])
+    return {step: sorted(found[max(found)]) for step, found in sorted(steps.items())}
+
+
+def executed(run: Path) -> int:
+    """How many steps rank 0 has done, those included that were lost."""
+    return (run / "ledger-0.jsonl").read_text().count("\n")
+
+
+def undisturbed(args: argparse.Namespace, epochs: int, runs: Path) -> Job:
+    """The same job without faults."""
+    job = Job(args.engine, args.trainers, epochs, runs)
+    code = job.orchestrator.wait()
+    if code:
+        raise SystemExit(job.log.read_text()[-3000:])
+    return job
+
+
+def disturbed(args: argparse.Namespace, epochs: int, runs: Path, small: bool) -> tuple[Job, list[tuple[str, str, str]]]:
+    """The job under faults; returns what struck, the cause that it is, and the one that was found."""
+    kinds = ["kill_worker", "kill_node", "freeze_worker", "kill_orchestrator"] + ["fill_disk"] * small
+    kinds += ["remove_node", "pause_node", "cut_off_node"] if args.engine == "docker" else []
+    job = Job(args.engine, args.trainers, epochs, runs)
+    struck: list[tuple[str, str, str]] = []
+    for number, kind in zip(range(args.faults), itertools.cycle(random.sample(kinds, len(kinds)))):
+        target = job.step() + random.randint(*BETWEEN)
+        job.until(lambda target=target: job.step() >= target)
+        if job.ended():
+            break
+        time.sleep(random.random() / 2)
+        before = job.step()
+        generations = len(job.events("generation_ended"))
+        cause = getattr(job, kind)(random.randint(0, args.trainers))
+        if cause:
+            job.until(lambda count=generations: len(job.events("generation_ended")) > count)
+        job.until(lambda before=before: job.step() > before)
+        ended = job.events("generation_ended")[generations:]
+        found = ended[0]["cause"]["cause"] if ended and ended[0]["cause"] else ""
+        struck.append((kind, cause, found))
+        print(f"  {number + 1:>3}. at step {before:>5}: {kind:<18} {found or 'no restart'}", flush=True)
+    job.until(lambda: False) if not job.ended() else None
+    job.orchestrator.wait()
+    return job, struck
+
+
+def left(job: Job) -> list[str]:
+    """What the job has left behind."""
+    found = [f"socket {path}" for path in Path(f"/tmp/orchestrate-{os.getuid()}").glob(job.run.name)]
+    if job.engine == "docker":
+        label = f"label=orchestrate.job={job.run.name}"
+        for what in (("ps", "-aq"), ("network", "ls", "-q"), ("volume", "ls", "-q")):
+            found += job.docker(*what, "--filter", label).split()
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Run the soak; return 0 where all that it must show is so."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description="A training under random faults.")
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engine", choices=["docker", "process"], default="docker")
+    parser.add_argument("--trainers", type=int, default=2)
+    args = parser.parse_args(arguments)
+    random.seed(args.seed)
+    epochs = max(1, math.ceil(args.faults * (BETWEEN[1] + 15) / STEPS_OF_AN_EPOCH))
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Path(folder, "disk")
+        disk.mkdir()
+        Path(folder, "calm").mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(disk)]
+        small = subprocess.run(mount, capture_output=True).returncode == 0
+        print(f"{epochs} epochs; the disk is {'' if small else 'not '}filled" + ("" if small else ": that needs root"))
+        try:
+            calm = undisturbed(args, epochs, Path(folder, "calm"))
+            job, struck = disturbed(args, epochs, disk, small)
+            report = json.loads((job.run / "report.json").read_text())
+            one, other = (load(path / "checkpoints" / "last")[0]["model"] for path in (calm.run, job.run))
+            reference = json.loads((calm.run / "report.json").read_text())
+            told = [(cause, found) for _, cause, found in struck if cause]
+            shown = {
+                "outcome": report["outcome"],
+                "faults": len(struck),
+                "faults by kind": dict(Counter(kind for kind, _, _ in struck)),
+                "causes found right": f"{sum(found == cause for cause, found in told)} of {len(told)}",
+                "generations": report["generations"],
+                "weights are bit-identical": all(torch.equal(one[name], other[name]) for name in one),
+                "sample ledger is exact": ledger(calm.run) == ledger(job.run),
+                "left behind": left(job) or "nothing",
+                "seconds": round(report["duration_s"], 1),
+                "seconds undisturbed": round(reference["duration_s"], 1),
+                "time in useful steps": f"{reference['duration_s'] / report['duration_s']:.0%}",
+                "steps that were kept": f"{executed(calm.run) / executed(job.run):.0%}",
+            }
+        finally:
+            if small:
+                subprocess.run(["umount", "--lazy", str(disk)], check=False)
+    for what, value in shown.items():
+        print(f"  {what:<28}{value}")
+    good = shown["weights are bit-identical"] and shown["sample ledger is exact"] and shown["left behind"] == "nothing"
+    return 0 if good and report["outcome"] == "succeeded" and len(struck) == args.faults else 1

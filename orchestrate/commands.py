@@ -1,0 +1,268 @@
+"""The commands for jobs that there are, and what all commands share. With cli.py, the only module that prints."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrate import errors, job, lock, logs
+from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.generation import BY_MAX_RUN
+from orchestrate.paths import JobPaths
+from orchestrate.report import text
+from orchestrate.spec import JobSpec
+
+if TYPE_CHECKING:
+    from orchestrate.engines import Engine, JobState
+
+
+def say(line: str) -> None:
+    """Print a line for human eyes; nobody may be looking any more."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def exit_code(data: dict[str, Any]) -> int:
+    """What a process that ran this job ends with."""
+    if data["outcome"] == "stopped":
+        return errors.TIMED_OUT if data["reason"] == BY_MAX_RUN else errors.INTERRUPTED
+    return {"succeeded": errors.SUCCEEDED, "failed": errors.FAILED, "lost": errors.LOST}[data["outcome"]]
+
+
+def count_signals(spec: JobSpec) -> Any:
+    """Take Ctrl-C, SIGTERM and SIGHUP as requests to stop; return what counts them."""
+    seen: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            say(f"stopping: the workers have {spec.grace:g} s to end; Ctrl-C again kills them")
+        else:
+            say("killing the workers")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    signal.signal(signal.SIGHUP, lambda *_: None)  # the terminal has gone; the job goes on
+    return lambda: len(seen)
+
+
+def engine_of(spec: JobSpec) -> Engine:
+    """The engine that the job asks for, or that answers."""
+    if spec.engine != "process":
+        from orchestrate.engines.docker import DockerEngine  # the SDK takes half a second to import
+
+        try:
+            return DockerEngine()
+        except OrchestrateError as error:
+            if spec.engine == "docker":
+                raise
+            say(f"{error}; running local processes instead of containers. To get containers: start Docker.")
+    from orchestrate.engines.process import ProcessEngine
+
+    return ProcessEngine()
+
+
+def _engines() -> list[Engine]:
+    """All engines that answer."""
+    from orchestrate.engines.docker import DockerEngine
+    from orchestrate.engines.process import ProcessEngine
+
+    try:
+        return [DockerEngine(), ProcessEngine()]
+    except OrchestrateError:
+        return [ProcessEngine()]
+
+
+def ps(args: argparse.Namespace) -> int:
+    """The jobs that have nodes."""
+    rows = [("JOB", "ENGINE", "NODES", "STATE", "RUN")]
+    for engine in _engines():
+        for state in engine.jobs():
+            word = "running" if lock.holder(JobPaths(state.run)) else "without supervisor"
+            rows.append((state.job_id, state.engine, str(state.nodes), word, str(state.run)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    return errors.SUCCEEDED
+
+
+def _find(args: argparse.Namespace, states: list[JobState]) -> Path:
+    """The run directory of the job that `args.job` names or begins, living or ended."""
+    living = {state.job_id: state.run for state in states}
+    runs: dict[str, Path] = {path.parent.name: path.parent for path in args.runs.resolve().glob("*/plan.json")} | living
+    found = [args.job] if args.job in runs else [name for name in living if name.startswith(args.job)]
+    found = found or sorted(name for name in runs if name.startswith(args.job))
+    if len(found) != 1:
+        which = "no job" if not found else "several jobs"
+        known = ", ".join(sorted(found or runs)[:8]) or f"none in {args.runs}"
+        raise UsageError(f"{which} {args.job}", f"jobs here: {known}")
+    return runs[found[0]]
+
+
+def _paths(args: argparse.Namespace) -> JobPaths:
+    """The files of the job that `args.job` names; the engines are asked only where the runs have no such job."""
+    local = args.runs.joinpath(args.job, "plan.json").exists()
+    return JobPaths(_find(args, [] if local else [state for engine in _engines() for state in engine.jobs()]))
+
+
+def show_logs(args: argparse.Namespace) -> int:
+    """The workers' output."""
+    paths = _paths(args)
+    chosen = job.prefixes(job.load(paths)[1])
+    if args.rank is not None and args.rank not in chosen:
+        raise UsageError(f"no rank {args.rank} in {paths.root.name}", f"its ranks are 0 to {len(chosen) - 1}")
+    follower = logs.Follower(paths, chosen if args.rank is None else {args.rank: ""})
+    while True:
+        living = args.follow and not job.ended(paths) and lock.holder(paths)
+        for line in follower.lines(end=not living):
+            print(line)
+        if not living:
+            return errors.SUCCEEDED
+        sys.stdout.flush()
+        time.sleep(0.1)
+
+
+def attach(args: argparse.Namespace) -> int:
+    """Look on while somebody else supervises the job; supervise it when nobody does; tell how it ended."""
+    paths = _paths(args)
+    spec, made = job.load(paths)
+    follower = logs.Follower(paths, job.prefixes(made))
+    follower.skip()
+    looking = False
+    while not (data := job.ended(paths)):
+        if supervisor := lock.holder(paths):
+            if not looking:
+                say(f"process {supervisor} supervises {paths.root.name}; looking on (Ctrl-C ends that, not the job)")
+            looking = True
+            for line in follower.lines():
+                say(line)
+            time.sleep(0.1)
+            continue
+        if job.ended(paths):
+            continue
+        say(f"supervising {paths.root.name}")
+        engine = engine_of(dataclasses.replace(spec, engine=made.engine))
+        try:
+            data = job.supervise(paths, engine, count_signals(spec), say, tail=not looking)
+            break
+        except BlockingIOError:  # somebody else was faster
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if looking:
+        for line in follower.lines(end=True):
+            say(line)
+    assert data
+    say(text(data))
+    print(args.runs / paths.root.name, flush=True)
+    return exit_code(data)
+
+
+def wait(args: argparse.Namespace) -> int:
+    """The end of a job."""
+    paths = _paths(args)
+    while not (data := job.ended(paths)):
+        if not lock.holder(paths) and not job.ended(paths):
+            raise OrchestrateError(
+                f"{paths.root.name} has no supervisor, and nobody would say that it has ended",
+                f"python -m orchestrate attach {paths.root.name}",
+            )
+        time.sleep(0.1)
+    return exit_code(data)
+
+
+def stop(args: argparse.Namespace) -> int:
+    """Stop a job, and look whether it is stopped."""
+    engines = _engines()
+    paths = JobPaths(_find(args, [state for engine in engines for state in engine.jobs()]))
+    name = paths.root.name
+    engines = _with_its_own(engines, paths)
+    holding = _held(engines, name)
+    if args.dry_run:
+        for _, thing in holding:
+            print(thing)
+        return errors.SUCCEEDED
+    if job.ended(paths) and not holding and not lock.holder(paths):
+        say(f"{name} has ended already")
+        return errors.SUCCEEDED
+    while supervisor := lock.holder(paths):
+        say(f"asking the supervisor of {name} to stop")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor, signal.SIGTERM)
+        while lock.holder(paths) == supervisor:
+            time.sleep(0.1)
+    holding = _held(engines, name)
+    if holding or not job.ended(paths):
+        say(f"{name} has no supervisor: removing its nodes")
+        _finish(paths, holding)
+    left = [thing for _, thing in _held(engines, name)]
+    if left:
+        raise OrchestrateError(f"{name} still has {', '.join(left)}", f"python -m orchestrate stop {name}")
+    say(f"{name} is stopped")
+    return errors.SUCCEEDED
+
+
+def _with_its_own(engines: list[Engine], paths: JobPaths) -> list[Engine]:
+    """The engines that answer; raises the error of a job's own one, where that does not."""
+    with contextlib.suppress(UsageError):  # its files say nothing any more
+        if job.load(paths)[1].engine == "docker" and len(engines) == 1:
+            from orchestrate.engines.docker import DockerEngine
+
+            return [DockerEngine(), *engines]
+    return engines
+
+
+def _finish(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
+    """Stop what a dead supervisor has left, and write its report; what cannot be stopped in good order is removed."""
+    if not job.ended(paths):
+        with contextlib.suppress(OrchestrateError, BlockingIOError):
+            spec, made = job.load(paths)
+            engine = engine_of(dataclasses.replace(spec, engine=made.engine))
+            more = count_signals(spec)
+            job.supervise(paths, engine, lambda: 1 + more(), say, tail=True)
+            return
+    for engine in {id(engine): engine for engine, _ in holding}.values():
+        engine.remove(paths.root.name, grace=30)
+
+
+def rm(args: argparse.Namespace) -> int:
+    """Remove what a job has left, files and all."""
+    engines = _engines()
+    paths = JobPaths(_find(args, [state for engine in engines for state in engine.jobs()]))
+    name = paths.root.name
+    engines = _with_its_own(engines, paths)
+    holding = _held(engines, name)
+    if supervisor := lock.holder(paths):
+        raise UsageError(f"{name} is running, supervised by process {supervisor}", f"python -m orchestrate stop {name}")
+    if args.dry_run:
+        for thing in [thing for _, thing in holding] + [f"folder {paths.root}"]:
+            print(thing)
+        return errors.SUCCEEDED
+    for engine in {id(engine): engine for engine, _ in holding}.values():
+        engine.remove(name, grace=30)
+    try:
+        shutil.rmtree(paths.root)
+    except OSError as error:
+        raise OrchestrateError(f"{paths.root} cannot be removed: {error}", "see who owns what is in it") from None
+    say(f"{name} is removed")
+    return errors.SUCCEEDED
+
+
+def _held(engines: list[Engine], name: str) -> list[tuple[Engine, str]]:
+    """All that a job has, in which engine; raises UsageError where it is somebody else's."""
+    for engine in engines:
+        for state in engine.jobs():
+            if state.job_id == name and state.owner not in (os.getuid(), -1):
+                raise UsageError(f"{name} belongs to user {state.owner}", "ask them to stop it")
+    return [(engine, thing) for engine in engines for thing in engine.holds(name)]
+
+
+BY_NAME = {"ps": ps, "logs": show_logs, "attach": attach, "wait": wait, "stop": stop, "rm": rm}

@@ -1,0 +1,169 @@
+"""Who is to blame for the end of a generation, what it was, and what to do. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from orchestrate.engines import Exit
+from orchestrate.plan import Plan
+from orchestrate.restarts import Cause
+
+ABORTED, KILLED, TERMINATED = 134, 137, 143  # exit codes: 128 + the number of the signal
+BY_SIGNAL = {132, ABORTED, 135, 136, KILLED, 139}  # ILL, ABRT, BUS, FPE, KILL, SEGV: never a complaint about a peer
+PEERS_FAIL = 2.0  # seconds in which the peers of a dead worker fail, too
+
+# How gloo, NCCL and the store say that a peer has gone, or does not answer.
+TIMEOUT = re.compile(
+    r"[Tt]imed out (waiting|after)|collective operation timeout|Wait timeout|DistStoreError.*imed out|wait timeout"
+)
+COMPLAINT = re.compile(
+    rf"onnection (closed|reset|refused)|remote process exited|Broken pipe|DistNetworkError|{TIMEOUT.pattern}"
+)
+
+# What the last lines of a failed worker tell; the first match counts.
+BY_WORDS = [
+    (
+        r"No module named '?([\w.]+)",
+        "script",
+        r"\1 is not installed where the workers run: name an image that has it (--image)",
+    ),
+    (r"can't open file", "script", "the script is not below the folder that you started from"),
+    (r"(?m)^\S*:? ?(ImportError|SyntaxError|IndentationError): ", "script", "the script does not load: see above"),
+    (
+        r"error: unrecognized arguments|error: argument|the following arguments are required",
+        "usage",
+        "see the script's --help",
+    ),
+    (r"DataLoader worker .* killed by signal: Bus", "shared memory", "more shared memory: --set shm_size=4g"),
+    (
+        r"DataLoader worker .* killed by signal: Killed",
+        "out of memory in a child",
+        "raise the limit (--set memory=8g), or use fewer DataLoader workers",
+    ),
+    (r"CUDA out of memory|OutOfMemoryError", "out of GPU memory", "a smaller batch, or GPUs with more memory"),
+    (r"No space left on device", "disk full", "free some disk, or some /dev/shm (--set shm_size=4g)"),
+    (
+        r"Read-only file system|Permission denied",
+        "error",
+        "nodes see your folder read-only: write to the folder in $JOB_DIR",
+    ),
+    (
+        r"terminate called without an active exception",
+        "crash",
+        "torch's threads still ran when the script ended: call torch.distributed.destroy_process_group() last",
+    ),
+]
+BY_CODE = {
+    2: ("usage", "the script did not like its arguments: see its --help"),
+    64: ("usage", "the script did not like its arguments: see its --help"),
+    78: ("usage", "the script did not like its configuration"),
+    126: ("not started", "the node could not start it: see docker logs"),
+    127: ("not started", "the node could not start it: see docker logs"),
+    132: ("crash", "the processor does not know an instruction in it: the image is for another one"),
+    ABORTED: ("crash", "the lines above say where each thread stood"),
+    135: ("shared memory", "/dev/shm was full, most likely: --set shm_size=4g"),
+    136: ("crash", "the lines above say where each thread stood"),
+    KILLED: ("killed", "somebody killed it; or the kernel for lack of memory: see dmesg on the host"),
+    139: ("crash", "it crashed in native code; the lines above say where each thread stood"),
+    TERMINATED: ("terminated", "somebody asked it to end, as the owner of a preempted machine does"),
+}
+BY_ENGINE = {
+    "out of memory": "raise the limit (--set memory=8g), or lower the batch size",
+    "out of memory in a child": "raise the limit (--set memory=8g), or use fewer DataLoader workers",
+    "node lost": "see docker events, and dmesg on the host",
+    "node stopped": "somebody ran docker stop, kill, restart or rm; to end a job: orchestrate stop",
+    "partition": "somebody ran docker network disconnect, or removed the network",
+    "engine lost": "the engine was restarted; with live-restore in its daemon.json, jobs go on while it is away",
+    "interrupted": "nothing: the workers start again",
+}
+SUMMARY = {
+    "out of memory": "ran out of memory: the kernel killed it",
+    "out of memory in a child": "lost a process that it had started: the kernel killed that for lack of memory",
+    "node lost": "was lost with its node, which ended",
+    "node stopped": "was ended with its node, which somebody stopped or removed",
+    "partition": "was cut off from the job's network",
+    "engine lost": "was lost while the engine was away",
+    "interrupted": "was being started when the orchestrator died",
+    "timeout": "did not take part in a collective in time, and its peers gave up",
+    "left early": "ended well while the others still worked with it",
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a worker, as the supervisor heard of it."""
+
+    at: float  # seconds
+    exit: Exit
+    ours: bool  # whether we had asked it to end
+
+
+def complains(words: Sequence[str], about: re.Pattern[str] = COMPLAINT) -> bool:
+    """Whether a worker's last words, before a dump of its stacks, are about a peer that has gone or does not answer."""
+    fatal = [i for i, line in enumerate(words) if line.startswith("Fatal Python error: ")]
+    return bool(about.search("\n".join(words[: fatal[0] if fatal else None][-3:])))
+
+
+def blame(ends: Sequence[End], words: Callable[[int], list[str]], window: float = PEERS_FAIL) -> tuple[Exit, str]:
+    """The worker to blame, and `timeout` or `left early` where it is one that did not fail itself.
+
+    Peers of a worker that is still dying may be heard before it. A death by signal, or by the node's, explains a
+    complaint about a peer that has gone, and so does an error of another kind; never the other way round. An abort
+    whose last words are a complaint is NCCL's watchdog, which ends a worker when a peer has gone.
+
+    `ends` are in the engine's order, at least one; `words(rank)` are a worker's last lines; `window` is how many
+    seconds after the first failure another one may be its cause.
+    """
+    failed = [end for end in ends if end.exit.code and not (end.ours and end.exit.code == TERMINATED)]
+    failed = failed or [end for end in ends if end.exit.code] or list(ends)
+    first = failed[0].at
+    near = [end.exit for end in failed if end.at - first < window]
+    own = [exit for exit in near if not complains(words(exit.rank))]
+    dead = [exit for exit in near if exit.code in BY_SIGNAL and (exit.code != ABORTED or exit in own)]
+    if dead or own:
+        return (dead or own)[0], ""
+    left = [end.exit for end in ends if end.exit.code == 0 and end.at <= first and not end.ours]
+    if left:
+        return left[0], "left early"
+    late = [end.exit for end in ends if end.ours and end.exit not in near and not complains(words(end.exit.rank))]
+    if late and any(complains(words(exit.rank), TIMEOUT) for exit in near):
+        return late[0], "timeout"
+    return near[0], ""
+
+
+def diagnose(plan: Plan, exit: Exit, known: str, lines: list[str], log: str) -> Cause:
+    """What happened to the worker to blame; `known` is what engine or supervisor know besides its exit code."""
+    worker = plan.workers[exit.rank]
+    cause, hint = BY_CODE.get(
+        exit.code, ("error", "the lines above are the end of its log; the cause may stand further up")
+    )
+    if exit.code < 128 or exit.code == ABORTED:
+        for pattern, kind, advice in BY_WORDS:
+            match = re.search(pattern, "\n".join(lines))
+            if match:
+                cause, hint = kind, match.expand(advice)
+                break
+    if known:
+        cause = known
+        hint = BY_ENGINE.get(known, hint)
+    if cause in ("timeout", "left early"):
+        hint = "its own log says what it did meanwhile"
+    return Cause(
+        rank=exit.rank,
+        node=worker.node,
+        exit_code=exit.code,
+        cause=cause,
+        summary=f"rank {exit.rank} on {worker.node} {_end(exit.code, SUMMARY.get(cause, ''))}",
+        hint=hint,
+        last_lines=lines,
+        log=log,
+    )
+
+
+def _end(code: int, what: str) -> str:
+    if not what and code > 128 and code - 128 in signal.valid_signals():
+        what = f"was ended by {signal.Signals(code - 128).name}"
+    return f"{what} (exit code {code})" if what else f"exited with code {code}"

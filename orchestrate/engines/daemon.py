@@ -1,0 +1,200 @@
+"""The Docker Engine and Compose, as we talk to them: one client, one command line, one stream of events."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import docker
+import docker.errors
+import requests
+from docker.context import ContextAPI
+from docker.models.containers import Container
+
+from orchestrate.errors import EngineError, EngineLost, ResourceError
+from orchestrate.paths import PROJECT
+
+LONGEST = 600  # seconds that Compose may take to bring nodes up or down
+ERRORS = (docker.errors.DockerException, requests.RequestException)  # all that the SDK raises
+GET_DOCKER = "start Docker (systemctl start docker, or Docker Desktop), or use --engine process"
+NO_NETWORKS = (
+    "Docker's address pools are used up (31 networks by default): remove networks (docker network prune), "
+    "or add default-address-pools to its daemon.json"
+)
+
+
+class Daemon:
+    """The Docker Engine that the user's `docker` talks to, too."""
+
+    def __init__(self) -> None:
+        """Connect; raises EngineError where no engine answers, ResourceError where Compose is missing."""
+        self.host = os.environ.get("DOCKER_HOST") or _context_host()
+        parts = urlsplit(self.host)
+        if parts.hostname not in (None, "localhost", "127.0.0.1"):
+            raise EngineError(
+                f"the engine at {self.host} is another machine, which cannot mount this one's folders",
+                "run orchestrate there, or unset DOCKER_HOST (docker context use default)",
+            )
+        try:
+            self.client = docker.DockerClient(base_url=self.host, version="auto", max_pool_size=32)
+            self.info: dict[str, Any] = self.client.info()
+        except ERRORS as error:
+            raise EngineError(f"no Docker Engine answers at {self.host}: {reason(error)}", GET_DOCKER) from None
+        try:
+            self.compose("version", capture=True)
+        except EngineError as error:
+            raise ResourceError(f"Docker Compose v2 is missing: {error}", "install the docker-compose plugin") from None
+
+    def containers(self, label: str) -> list[Container]:
+        """The containers with a label, running or not."""
+        with self.asking("does not list its containers"):
+            return self.client.containers.list(all=True, filters={"label": label}, sparse=True)
+
+    @contextlib.contextmanager
+    def asking(self, what: str) -> Iterator[None]:
+        """Turn the SDK's errors into ours: EngineError `the engine WHAT: …`, or EngineLost where nobody answers."""
+        try:
+            yield
+        except docker.errors.APIError as error:
+            raise EngineError(f"the engine {what}: {reason(error)}") from None
+        except ERRORS as error:
+            raise EngineLost(f"the engine does not answer: {reason(error)}", GET_DOCKER) from None
+
+    def each(self, containers: Iterable[Container], action: Callable[[Container], Any]) -> None:
+        """Do something to all containers at once; one that is gone, or not running, needs it no more."""
+
+        def act(container: Container) -> None:
+            with self.asking(f"fails on {name_of(container)}"):
+                try:
+                    action(container)
+                except docker.errors.APIError as error:
+                    if error.status_code not in (404, 409):
+                        raise
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(act, containers))
+
+    def compose(self, *arguments: str, env: dict[str, str] | None = None, capture: bool = False) -> None:
+        """Run Compose; raises EngineError with the last line that it printed."""
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "NODE_"))}
+        try:
+            done = subprocess.run(
+                ["docker", "--host", self.host, "compose", "--project-directory", str(PROJECT), *arguments],
+                env=inherited | (env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if capture else 2,
+                stderr=subprocess.STDOUT if capture else None,
+                start_new_session=capture,  # Ctrl-C is for us; we take down what Compose is bringing up
+                timeout=LONGEST if capture else None,
+                text=True,
+            )
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"docker compose did not end within {LONGEST} s") from None
+        except FileNotFoundError:
+            raise ResourceError("no `docker` command on PATH", "install it, with its Compose plugin") from None
+        if done.returncode:
+            line = (done.stdout or "see above").strip().splitlines()[-1]
+            message = f"docker compose {arguments[-1] if not capture else ''}".strip() + f": {line}"
+            if "Cannot connect to the Docker daemon" in line or "error during connect" in line:
+                raise EngineLost(message, GET_DOCKER)
+            raise EngineError(message, NO_NETWORKS if "address pool" in line else "")
+
+
+class Events:
+    """The engine's events of one job's containers and networks, from now on.
+
+    They are hints: the engine keeps 256 of them, skips a slow reader, and says nothing of what happens while its
+    daemon is down.
+    """
+
+    def __init__(self, daemon: Daemon, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Listen in the background; `wanted` picks the events that are kept."""
+        self.broken = 0.0  # when the stream broke last, by the monotonic clock
+        self._daemon, self._wanted = daemon, wanted
+        self._found: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._stream: Any = None
+        self._closing = False
+        threading.Thread(target=self._listen, args=(int(time.time()),), daemon=True).start()
+
+    def wait(self, timeout: float) -> list[dict[str, Any]]:
+        """The events since the last call; waits for the first one."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._found.get(timeout=timeout))
+            while True:
+                found.append(self._found.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closing = True
+        if self._stream is not None:
+            with contextlib.suppress(*ERRORS, OSError):
+                self._stream.close()
+
+    def _listen(self, since: int) -> None:
+        filters = {"type": ["container", "network"]}
+        seen: set[tuple[Any, ...]] = set()  # of the second that the stream is taken up at again
+        while not self._closing:
+            with contextlib.suppress(*ERRORS):
+                self._stream = self._daemon.client.api.events(since=since, filters=filters, decode=True)
+                for event in self._stream:  # which ends without a word when the connection breaks
+                    key = event["timeNano"], event["Action"], event["Actor"]["ID"]
+                    if event["time"] != since:
+                        since, seen = event["time"], set()
+                    if key not in seen and self._wanted(event):
+                        self._found.put(event)
+                    seen.add(key)
+            if not self._closing:
+                self.broken = time.monotonic()
+                time.sleep(0.5)
+
+
+def within(seconds: float, ask: Callable[[], Any]) -> Any:
+    """The answer, or None after some seconds: the SDK reads an exec's output without a timeout."""
+    answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer.put((ask(), None))
+        except Exception as error:
+            answer.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        value, error = answer.get(timeout=seconds)
+    except queue.Empty:
+        return None
+    if error is not None:
+        raise error
+    return value
+
+
+def name_of(container: Container) -> str:
+    """The name of a container out of a list."""
+    return str(container.attrs["Names"][0]).lstrip("/")
+
+
+def reason(error: Exception) -> str:
+    """The root of a chain of errors, in one line."""
+    text = getattr(error, "explanation", None) or str(error)
+    for known in ("Permission denied", "No such file or directory", "Connection refused", "timed out"):
+        if known in str(text):
+            return known.lower()
+    return " ".join(str(text).split())[:300]
+
+
+def _context_host() -> str:
+    """Where the `docker` command would look for the engine."""
+    try:
+        return str(ContextAPI.get_current_context().Host or "unix:///var/run/docker.sock")
+    except (docker.errors.DockerException, AttributeError):
+        return "unix:///var/run/docker.sock"

@@ -1,0 +1,81 @@
+"""What a Docker Engine has for a job: the image, and the GPUs that can be seen from it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import docker.errors
+from docker.types import LogConfig
+
+from orchestrate.engines.daemon import ERRORS, Daemon, reason
+from orchestrate.errors import EngineError, ResourceError
+from orchestrate.node.ranks import gpu_ids
+from orchestrate.paths import code_folder
+from orchestrate.plan import Inventory
+from orchestrate.spec import IMAGE, JobSpec
+
+
+def inventory(daemon: Daemon, spec: JobSpec, prepare: bool) -> Inventory:
+    """Check the image, built or pulled where `prepare` allows it, and list the GPUs; raises ResourceError."""
+    runtime = "nvidia" in daemon.info.get("Runtimes", {})
+    hopeless = spec.gpus not in ("auto", "none") and not runtime  # then no image is worth building
+    present = not hopeless and _has_image(daemon, spec, prepare)
+    gpus: tuple[str, ...] = ()
+    no_gpus = "the engine has no NVIDIA runtime"
+    if spec.gpus != "none" and runtime:
+        gpus = _gpus(daemon, spec) if present else ()
+        no_gpus = "the engine's NVIDIA runtime finds no GPU" if present else f"no image {spec.image} to look with"
+    return Inventory(
+        engine="docker",
+        about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}",
+        cpus=max(1, daemon.info["NCPU"]),
+        gpus=gpus,
+        no_gpus=no_gpus,
+        master_addr="",
+        interface="eth0",
+        job_dir="/job",
+        code=str(code_folder(spec.command)),
+    )
+
+
+def _has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
+    with contextlib.suppress(docker.errors.ImageNotFound):
+        daemon.client.images.get(spec.image)
+        return True
+    if not prepare:
+        return False
+    try:
+        if spec.image == IMAGE:
+            daemon.compose("--profile", "gpu", "build", "master", env={"NODE_IMAGE": spec.image})
+        else:
+            daemon.client.images.pull(spec.image)
+    except EngineError as error:
+        hint = "its base image is BASE_IMAGE, and CA_BUNDLE names a CA bundle; see README, The image"
+        raise ResourceError(f"the image {spec.image} could not be built: {error}", hint) from None
+    except ERRORS as error:
+        hint = "check the name, `docker login`, or build it: docker build -t NAME ."
+        raise ResourceError(f"no image {spec.image} here, nor to pull: {reason(error)}", hint) from None
+    return True
+
+
+def _gpus(daemon: Daemon, spec: JobSpec) -> tuple[str, ...]:
+    """Ask nvidia-smi in a container that sees all GPUs; none where that cannot start, for lack of a driver say."""
+    container = None
+    try:
+        container = daemon.client.containers.create(
+            spec.image,
+            ["-L"],
+            entrypoint="nvidia-smi",
+            runtime="nvidia",
+            environment={"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
+            network_mode="none",
+            log_config=LogConfig(type=LogConfig.types.JSON),
+        )
+        container.start()
+        container.wait(timeout=60)
+        return tuple(gpu_ids(container.logs(stderr=False).decode(errors="replace")))
+    except ERRORS:
+        return ()
+    finally:
+        if container is not None:
+            container.remove(force=True)

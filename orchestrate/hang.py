@@ -1,0 +1,74 @@
+"""Where the workers of a hung job stand, and which of them the others wait for. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+IDLE = 0.05  # share of a core; a worker that waits for its peers uses less, though torch looks for them all the time
+STATES = {"T": "is stopped (SIGSTOP)", "t": "is held by a debugger", "D": "waits for a disk or a network file system"}
+WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")  # where a rank waits for others
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (\S+)', re.M)
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen")
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a worker stands."""
+
+    where: str  # FILE:LINE in FUNCTION of the user's own code, or of what there is
+    inner: str  # the innermost function
+    waits: bool  # whether it is in a collective
+
+
+def stand(log: str) -> Stand | None:
+    """Read the last stack that Python's fault handler printed for the main thread; None where there is none."""
+    dump = log.rpartition("Fatal Python error: ")[2] if "Fatal Python error: " in log else ""
+    blocks = re.split(r"^(?:Current thread|Thread) 0x.*\n", dump, flags=re.M)[1:]
+    heads = re.findall(r"^(Current thread|Thread) 0x", dump, flags=re.M)
+    found = [_FRAME.findall(block) for block in blocks]
+    current = [frames for head, frames in zip(heads, found) if head.startswith("Current") and frames]
+    frames = (current or [frames for frames in found if frames] or [[]])[-1]
+    if not frames:
+        return None
+    own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
+    file, line, function = own[0]
+    waits = any(part in frame[0] for frame in frames[:8] for part in WAITING)
+    return Stand(f"{file}:{line} in {function}", frames[0][2], waits)
+
+
+def late(states: Mapping[int, str], stands: Mapping[int, Stand | None]) -> tuple[int, str]:
+    """The rank that the others wait for, and a sentence about it.
+
+    `states` are letters of proc(5). A worker that is stopped holds up the others; else one that is in no collective
+    while others are; else the one that stands where the fewest stand.
+    """
+    for rank, state in sorted(states.items()):
+        if state in ("T", "t"):
+            return rank, f"{STATES[state]}{_others(stands, rank)}"
+    known = {rank: stand for rank, stand in sorted(stands.items()) if stand}
+    if not known:
+        rank = min(states, default=0)
+        return rank, STATES.get(states.get(rank, ""), "does nothing any more, and printed no stack")
+    outside = [rank for rank, stand in known.items() if not stand.waits]
+    if outside and len(outside) < len(known):
+        rank = outside[0]
+        return rank, f"never arrived: it stands at {known[rank].where}{_others(stands, rank)}"
+    silent = [rank for rank in sorted(states) if rank not in known]
+    if silent and not outside:
+        what = STATES.get(states[silent[0]], "answers to nothing, and printed no stack")
+        return silent[0], f"never arrived: it {what}{_others(stands, silent[0])}"
+    places = Counter(stand.where for stand in known.values())
+    rank = min(known, key=lambda r: (places[known[r].where], r))
+    if len(places) > 1:
+        return rank, f"stands elsewhere than the others: at {known[rank].where}{_others(stands, rank)}"
+    return rank, f"and all others stand at {known[rank].where}"
+
+
+def _others(stands: Mapping[int, Stand | None], rank: int) -> str:
+    places = Counter(stand.where for other, stand in stands.items() if stand and other != rank)
+    return "".join(
+        f"; {count} {'others wait' if count > 1 else 'waits'} at {at}" for at, count in places.most_common(2)
+    )

@@ -1,0 +1,60 @@
+"""A node's stdout: a copy of the workers' output for `docker logs`. A slow reader misses lines; no worker waits for it.
+
+The record is each worker's log file. Stdout is a pipe to the engine, which stops reading while its daemon is away; a
+worker that had to wait for that would stop, and its whole gang with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+
+MOST = 4 << 20  # bytes that wait for a slow reader
+PATIENCE = 2.0  # seconds that a reader has for the rest when the node ends
+
+
+class Stdout:
+    """Writes without ever waiting, where stdout is a pipe."""
+
+    def __init__(self, descriptor: int = 1) -> None:
+        self.descriptor = descriptor
+        self.waiting = bytearray()
+        self.dropped = 0  # lines
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                os.set_blocking(descriptor, False)
+
+    def write(self, data: bytes) -> None:
+        """Write whole lines, or drop them, counted, where too much waits already."""
+        if len(self.waiting) > MOST:
+            self.dropped += data.count(b"\n")
+            return
+        if self.dropped:
+            self.waiting += f"[node] {self.dropped} lines are missing here: the reader was too slow\n".encode()
+            self.dropped = 0
+        self.waiting += data
+        self.flush()
+
+    def flush(self, last: bool = False) -> bool:
+        """Write what can be written now (`last`: within a short time); tell whether something still waits."""
+        deadline = time.monotonic() + PATIENCE
+        while self.waiting:
+            try:
+                del self.waiting[: os.write(self.descriptor, self.waiting[: 1 << 16])]
+            except BlockingIOError:
+                if not last or time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+            except OSError:  # nobody reads any more
+                self.waiting.clear()
+        return bool(self.waiting)
+
+
+stdout = Stdout()
+
+
+def say(text: str) -> None:
+    """Print a line of the node's own."""
+    stdout.write(f"[node] {text}\n".encode())

@@ -1,0 +1,100 @@
+"""What the tests of faults share: a job in the background, its events, and a look at its logs."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+
+from conftest import Cli, docker, eventually
+
+OPTIONS = ("--gpus", "none", "--set", "grace=5s")
+
+
+class Background:
+    """`orchestrate run` in the background."""
+
+    def __init__(self, cli: Cli, engine: str, *arguments: str, trainers: int = 2) -> None:
+        self.cli, self.engine = cli, engine
+        self.process = cli.start("run", "--engine", engine, "--trainers", str(trainers), *OPTIONS, *arguments)
+        self.out, self.err = "", ""
+
+    def events(self, name: str = "") -> list[dict]:
+        try:
+            lines = (self.cli.run_dir() / "events.jsonl").read_text().splitlines()
+        except (ValueError, OSError):
+            return []
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        return [event for event in events if event["event"] == name or not name]
+
+    def until(self, name: str, count: int = 1) -> dict:
+        """Wait for an event."""
+        return eventually(lambda: self.events(name)[count - 1 :] or self.ended_early())[0]
+
+    def ended_early(self) -> None:
+        if self.process.poll() not in (None, -signal.SIGKILL):  # that was a test
+            raise AssertionError(self.process.communicate()[1][-2000:])
+
+    def until_step(self, step: int, generation: int = 0, rank: int = 0) -> None:
+        line = f"step {step} in {generation}\n"
+        eventually(lambda: self.has(rank, line) or self.ended_early())
+
+    def has(self, rank: int, text: str) -> bool:
+        try:
+            return text in self.cli.log(rank)
+        except (ValueError, OSError):
+            return False
+
+    def node(self, name: str) -> str:
+        """The container of a node."""
+        return (
+            docker("ps", "-aq", "--filter", f"name={self.cli.run_dir().name}-{name}$").strip()
+            or docker("ps", "-aq", "--filter", f"name={self.cli.run_dir().name}-{name}-1$").strip()
+        )
+
+    def node_pid(self, name: str) -> int:
+        """The process of a node."""
+        if self.engine == "docker":
+            return int(docker("inspect", "--format", "{{.State.Pid}}", self.node(name)))
+        socket = f"/tmp/orchestrate-{os.getuid()}/{self.cli.run_dir().name}/{name}.sock"
+        nodes = subprocess.run(["pgrep", "-f", "orchestrate/node$"], capture_output=True, text=True, check=True)
+        for pid in map(int, nodes.stdout.split()):
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if f"NODE_SOCKET={socket}".encode() in file.read().split(b"\0"):
+                    return pid
+        raise AssertionError(f"no process listens at {socket}")
+
+    def kill_node(self, name: str) -> None:
+        if self.engine == "docker":
+            docker("kill", self.node(name))
+        else:
+            os.kill(self.node_pid(name), signal.SIGKILL)
+
+    def kill_worker(self, rank: int, number: int = signal.SIGKILL) -> None:
+        pid = int(re.findall(r"pid (\d+)", self.cli.log(rank))[-1])
+        if self.engine == "docker":
+            plan = json.loads((self.cli.run_dir() / "plan.json").read_text())
+            node = self.node(plan["workers"][rank]["node"])
+            docker("exec", node, "python", "-c", f"import os; os.kill({pid}, {int(number)})")
+        else:
+            os.kill(pid, number)
+
+    def end(self, timeout: float = 120) -> int:
+        """Wait for the end of the orchestrator; return its exit code."""
+        self.out, self.err = self.process.communicate(timeout=timeout)
+        return self.process.returncode
+
+    def causes(self) -> list[tuple[int, str]]:
+        """Rank and cause of each failure, of the report."""
+        return [(failure["rank"], failure["cause"]) for failure in self.cli.report()["failures"]]
+
+    def steps(self, rank: int) -> list[tuple[int, int]]:
+        """Step and generation of each line that the script count.py wrote."""
+        found = re.findall(r"^step (\d+) in (\d+)$", self.cli.log(rank), re.M)
+        return [(int(step), int(generation)) for step, generation in found]
+
+
+def complete(steps: list[tuple[int, int]], last: int) -> bool:
+    """Whether count.py's log has no gap: within a generation each step follows the one before, to `last` at the end."""
+    within = all(one[1] != other[1] or other[0] == one[0] + 1 for one, other in zip(steps, steps[1:]))
+    return bool(steps) and within and steps[0] == (1, 0) and steps[-1][0] == last

@@ -1,0 +1,134 @@
+"""Who is to blame must be the worker that failed, not the peers that complain; and what it was must be said right."""
+
+import pytest
+from test_plan import HERE
+
+from orchestrate.diagnosis import BY_ENGINE, End, blame, complains, diagnose
+from orchestrate.engines import Exit
+from orchestrate.plan import plan
+from orchestrate.restarts import CAUSES
+from orchestrate.spec import JobSpec
+
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [172.18.0.3]:31337"
+RESET = "RuntimeError: [gloo/transport/tcp/buffer.cc:58] Read error [172.18.0.3]: Connection reset by peer"
+TIMED_OUT = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation"
+NCCL = "[rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+DUMP = [
+    "Fatal Python error: Aborted",
+    "Current thread 0x01 (most recent call first):",
+    '  File "t.py", line 3 in x',
+    "  ...",
+]
+PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
+
+
+def found(*ends: tuple, words: dict | None = None) -> tuple[Exit, str]:
+    """The one to blame of ends, each (seconds, rank, code) or (seconds, rank, code, "ours")."""
+    made = [End(end[0], Exit(end[1], end[2]), len(end) > 3) for end in ends]
+    return blame(made, lambda rank: (words or {}).get(rank, []))
+
+
+@pytest.mark.parametrize("code", [132, 134, 135, 136, 137, 139])
+def test_a_death_by_signal_must_be_the_cause_though_its_peers_are_heard_first(code):
+    assert found((0.0, 0, 1), (0.1, 2, 1), (0.2, 1, code), words={0: [GLOO], 2: [RESET]}) == (Exit(1, code), "")
+
+
+def test_an_error_of_its_own_must_be_the_cause_though_peers_that_complain_are_heard_first():
+    assert found((0.0, 0, 1), (0.1, 2, 1), words={0: [GLOO]}) == (Exit(2, 1), "")
+
+
+def test_where_all_complain_the_first_must_be_the_cause():
+    assert found((0.0, 1, 1), (0.1, 0, 1), words={0: [GLOO], 1: [RESET]}) == (Exit(1, 1), "")
+
+
+def test_what_we_stopped_must_never_be_the_cause():
+    assert found((0.0, 0, 1), (0.1, 1, 143, "ours"), (0.1, 2, 143, "ours"), words={0: [GLOO]})[0] == Exit(0, 1)
+
+
+def test_what_ends_long_after_the_first_must_never_be_the_cause():
+    assert found((0.0, 0, 1), (30.0, 1, 137, "ours"), words={0: [GLOO]})[0] == Exit(0, 1)
+
+
+def test_a_peer_that_aborts_because_one_has_gone_must_not_be_the_cause():
+    assert found((0.0, 0, 134), (0.1, 1, 1), words={0: [GLOO, *DUMP], 1: ["ValueError"]})[0] == Exit(1, 1)
+
+
+def test_an_abort_of_its_own_must_be_the_cause():
+    assert found((0.0, 0, 1), (0.1, 1, 134), words={0: [GLOO], 1: ["assertion failed", *DUMP]})[0] == Exit(1, 134)
+
+
+@pytest.mark.parametrize("complaint", [TIMED_OUT, NCCL])
+def test_a_worker_that_let_its_peers_wait_too_long_must_be_the_cause(complaint):
+    ends = (0.0, 0, 1), (0.1, 1, 1), (1.0, 2, 143, "ours")
+    assert found(*ends, words={0: [complaint], 1: [complaint]}) == (Exit(2, 143), "timeout")
+
+
+def test_a_worker_that_complains_of_a_timeout_and_was_stopped_meanwhile_must_not_be_the_cause():
+    ends = (0.0, 2, 1), (0.1, 0, 143, "ours"), (1.0, 1, 143, "ours")
+    assert found(*ends, words={0: [TIMED_OUT], 2: [TIMED_OUT]}) == (Exit(1, 143), "timeout")
+
+
+def test_a_worker_that_left_while_the_others_worked_must_be_the_cause():
+    assert found((0.0, 1, 0), (0.1, 0, 1), (0.2, 2, 1), words={0: [GLOO], 2: [GLOO]}) == (Exit(1, 0), "left early")
+
+
+def test_a_worker_that_ended_well_must_not_be_blamed_for_anothers_own_error():
+    assert found((0.0, 1, 0), (0.1, 0, 1), words={0: ["ValueError: no"]}) == (Exit(0, 1), "")
+
+
+@pytest.mark.parametrize("words", [[GLOO], [RESET], [TIMED_OUT], [NCCL], [GLOO, *DUMP], ["Broken pipe"]])
+def test_complaints_about_a_peer_must_be_known(words):
+    assert complains(words)
+
+
+@pytest.mark.parametrize("words", [[], ["ValueError: no"], [GLOO, "a", "b", "c"], ["ValueError", *DUMP]])
+def test_other_last_words_must_not_count_as_complaints(words):
+    assert not complains(words)
+
+
+@pytest.mark.parametrize(
+    ("code", "known", "words", "cause", "sentence"),
+    [
+        (1, "", ["ValueError: no"], "error", "exited with code 1"),
+        (1, "", ["ModuleNotFoundError: No module named 'nonesuch'"], "script", "exited with code 1"),
+        (1, "", ["ImportError: cannot import name 'x'"], "script", "exited with code 1"),
+        (1, "", ["SyntaxError: invalid syntax"], "script", "exited with code 1"),
+        (2, "", ["train.py: error: unrecognized arguments: --lrr"], "usage", "exited with code 2"),
+        (2, "", ["python: can't open file '/workspace/x.py'"], "script", "exited with code 2"),
+        (64, "", [], "usage", "exited with code 64"),
+        (126, "", [], "not started", "exited with code 126"),
+        (137, "", [], "killed", "was ended by SIGKILL (exit code 137)"),
+        (143, "", [], "terminated", "was ended by SIGTERM (exit code 143)"),
+        (139, "", DUMP, "crash", "was ended by SIGSEGV (exit code 139)"),
+        (134, "", DUMP, "crash", "was ended by SIGABRT (exit code 134)"),
+        (135, "", [], "shared memory", "was ended by SIGBUS (exit code 135)"),
+        (137, "out of memory", [], "out of memory", "ran out of memory: the kernel killed it (exit code 137)"),
+        (
+            1,
+            "",
+            ["RuntimeError: DataLoader worker (pid 9) is killed by signal: Killed."],
+            "out of memory in a child",
+            "lost a process that it had started: the kernel killed that for lack of memory (exit code 1)",
+        ),
+        (1, "", ["torch.OutOfMemoryError: CUDA out of memory."], "out of GPU memory", "exited with code 1"),
+        (1, "", ["OSError: [Errno 28] No space left on device"], "disk full", "exited with code 1"),
+        (137, "node stopped", [], "node stopped", "was ended with its node, which somebody stopped or removed"),
+        (137, "node lost", [], "node lost", "was lost with its node, which ended"),
+        (137, "partition", [], "partition", "was cut off from the job's network"),
+        (137, "engine lost", [], "engine lost", "was lost while the engine was away"),
+        (143, "timeout", [], "timeout", "did not take part in a collective in time"),
+        (0, "left early", [], "left early", "ended well while the others still worked with it (exit code 0)"),
+    ],
+)
+def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cause, sentence):
+    made = diagnose(PLAN, Exit(1, code), known, words, "log")
+    assert made.cause == cause
+    assert made.summary.startswith(f"rank 1 on trainer-1 {sentence}")
+    assert made.hint
+
+
+def test_every_cause_that_is_named_must_be_in_the_list():
+    from orchestrate import diagnosis
+
+    named = {kind for _, kind, _ in diagnosis.BY_WORDS} | {kind for kind, _ in diagnosis.BY_CODE.values()}
+    assert named | set(BY_ENGINE) | set(diagnosis.SUMMARY) <= set(CAUSES)

@@ -1,0 +1,208 @@
+"""An engine that is away, forgets or says nothing: events are hints, and the truth is asked for."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import DOCKER_REQUIRED, docker, eventually
+from faults import Background, complete
+
+SOCKET = "/var/run/docker.sock"
+
+
+class Proxy:
+    """Stands between the orchestrator and the engine; what it does to event streams is its mode."""
+
+    def __init__(self, path: Path, mode: str) -> None:
+        self.path, self.mode, self.streams = path, mode, 0
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(str(path))
+        self.server.listen(64)
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        while True:
+            try:
+                client = self.server.accept()[0]
+            except OSError:
+                return
+            engine = socket.socket(socket.AF_UNIX)
+            engine.connect(SOCKET)
+            state = {"events": False}
+            for source, sink, asks in ((client, engine, True), (engine, client, False)):
+                threading.Thread(target=self.pump, args=(source, sink, asks, state), daemon=True).start()
+
+    def pump(self, source: socket.socket, sink: socket.socket, asks: bool, state: dict) -> None:
+        try:
+            while chunk := source.recv(1 << 16):
+                if asks and b"/events?" in chunk.split(b"\r\n")[0]:
+                    state["events"] = True
+                    self.streams += 1
+                if not asks and state["events"]:
+                    head, _, body = chunk.partition(b"\r\n\r\n")
+                    if self.mode == "silent":  # a stream that is open, and says nothing
+                        chunk = head + b"\r\n\r\n" if head.startswith(b"HTTP/") else b""
+                    elif self.mode == "cut" and (body or not head.startswith(b"HTTP/")):
+                        break  # a stream that ends at the first event
+                sink.sendall(chunk)
+        except OSError:
+            pass
+        for end in (source, sink):
+            end.close()
+
+
+@pytest.fixture(params=["silent", "cut"])
+def proxy(request, docker_engine, tmp_path):
+    if not Path(SOCKET).exists():
+        pytest.skip("the engine is not at the usual socket")
+    made = Proxy(tmp_path / "proxy.sock", request.param)
+    yield made
+    made.server.close()
+
+
+@pytest.mark.docker
+def test_f41_f42_what_the_event_stream_does_not_tell_must_be_noticed_all_the_same(cli, proxy, nothing_left):
+    cli.env["DOCKER_HOST"] = f"unix://{proxy.path}"
+    job = Background(cli, "docker", "--", "count.py", "60")
+    job.until_step(15, rank=1)
+    job.kill_worker(1)
+    assert job.end() == 0, job.err
+    assert proxy.streams >= 1
+    assert job.causes() == [(1, "killed")]
+    assert all(complete(job.steps(rank), 60) for rank in range(3))
+
+
+class Engine:
+    """A Docker Engine of our own, in a network of its own, that can be stopped and started again."""
+
+    def __init__(self, folder: Path, live_restore: bool) -> None:
+        self.folder = folder
+        self.host = f"unix://{folder}/docker.sock"
+        init = shutil.which("docker-init") or shutil.which("tini-static")
+        self.command = ["unshare", "--net", "dockerd", "--host", self.host, "--bridge=none", "--iptables=false"]
+        self.command += ["--ip6tables=false", "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"]
+        self.command += ["--pidfile", f"{folder}/pid"] + ([f"--init-path={init}"] if init else [])
+        self.command += ["--live-restore"] if live_restore else []
+        self.daemon: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self.folder / "log").open("a") as log:
+            self.daemon = subprocess.Popen(self.command, stdout=log, stderr=log)
+        eventually(lambda: self.daemon.poll() is not None or self.answers())
+        assert self.daemon.poll() is None, (self.folder / "log").read_text()[-2000:]
+
+    def answers(self) -> bool:
+        return subprocess.run(["docker", "-H", self.host, "info"], capture_output=True).returncode == 0
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        self.daemon.send_signal(number)
+        self.daemon.wait(timeout=60)
+
+
+@pytest.fixture
+def own_engine(request, docker_engine, tmp_path, monkeypatch):
+    """Starts an engine with a small image on it: that of the nodes, without torch."""
+    if os.geteuid() or not shutil.which("dockerd") or not shutil.which("unshare"):
+        if DOCKER_REQUIRED:
+            pytest.fail("ORCHESTRATE_REQUIRE_DOCKER=1, and a second engine needs root, dockerd and unshare")
+        pytest.skip("a second engine needs root, dockerd and unshare")
+    made: list[Engine] = []
+
+    def make(live_restore: bool) -> Engine:
+        engine = Engine(tmp_path, live_restore)
+        engine.start()
+        made.append(engine)
+        nothing = ("proc", "sys", "dev", "job", "opt/venv/lib/python*/site-packages")
+        leave_out = [f"--exclude=./{path}" for path in nothing]
+        pack = ["docker", "run", "--rm", "--user", "0", "--entrypoint", "tar", "orchestrate-node:0.1", "-C", "/", "-c"]
+        path = "ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin"
+        load = ["docker", "-H", engine.host, "import", "--change", path]
+        packed = subprocess.Popen([*pack, *leave_out, "."], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        subprocess.run([*load, "-", "small"], stdin=packed.stdout, check=True, capture_output=True)
+        packed.communicate()
+        monkeypatch.setenv("DOCKER_HOST", engine.host)
+        return engine
+
+    yield make
+    for engine in made:
+        if engine.daemon.poll() is not None:
+            engine.start()
+        monkeypatch.setenv("DOCKER_HOST", engine.host)
+        for container in docker("ps", "-aq").split():
+            docker("rm", "-f", container)
+        engine.stop()
+        for mount in reversed(Path("/proc/mounts").read_text().splitlines()):
+            if mount.split()[1].startswith(str(tmp_path)):
+                subprocess.run(["umount", mount.split()[1]], check=False)
+
+
+def on(engine: Engine, cli, *arguments: str) -> Background:
+    cli.env["DOCKER_HOST"] = engine.host
+    return Background(cli, "docker", "--image", "small", *arguments)
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_f43_a_restart_of_the_engine_must_not_disturb_a_job_that_it_keeps_alive(cli, own_engine):
+    engine = own_engine(live_restore=True)
+    job = on(engine, cli, "--", "count.py", "400", "0.05")
+    job.until_step(10, rank=1)
+    engine.stop()
+    at = job.steps(1)[-1][0]
+    eventually(lambda: job.steps(1)[-1][0] > at + 20)  # the job goes on while the engine is away
+    engine.start()
+    job.until("engine_back")
+    assert job.end() == 0, job.err
+    assert cli.report()["generations"] == 1
+    assert all(complete(job.steps(rank), 400) for rank in range(3))
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_f43_a_death_while_the_engine_was_away_must_be_noticed_when_it_is_back(cli, own_engine):
+    engine = own_engine(live_restore=True)
+    job = on(engine, cli, "--", "count.py", "250", "0.05")
+    job.until_step(10, rank=1)
+    pids = docker("-H", engine.host, "top", job.node("trainer-1"), "-eo", "pid,args")
+    (pid,) = [int(line.split()[0]) for line in pids.splitlines() if "count.py" in line and " worker " not in line]
+    engine.stop(signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
+    engine.start()
+    assert job.end() == 0, job.err
+    assert job.causes() == [(1, "killed")]
+    assert all(complete(job.steps(rank), 250) for rank in range(3))
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_f43_a_restart_of_the_engine_that_ends_the_workers_must_not_count(cli, own_engine):
+    engine = own_engine(live_restore=False)
+    job = on(engine, cli, "--max-restarts", "0", "--", "count.py", "100")
+    job.until_step(10, rank=1)
+    engine.stop()
+    engine.start()
+    assert job.end() == 0, job.err
+    assert {cause for _, cause in job.causes()} == {"engine lost"}
+    assert all(job.steps(rank)[-1][0] == 100 for rank in range(3))
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_f43_a_job_must_be_stopped_by_a_person_though_the_engine_is_away(cli, own_engine):
+    engine = own_engine(live_restore=True)
+    job = on(engine, cli, "--", "count.py", "100000")
+    job.until_step(10, rank=1)
+    engine.stop()
+    job.until("engine_lost")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 5
+    assert cli.report()["left_behind"]
+    engine.start()
+    stopped = cli("stop", cli.run_dir().name)
+    assert stopped.returncode == 0, stopped.stderr
+    assert docker("ps", "-aq") == ""

@@ -1,0 +1,342 @@
+"""Faults in a running job, on the real engines: what struck must be named, and the job must go on without a loss.
+
+The numbers F… are those of docs/failures.md.
+"""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+from conftest import docker, eventually
+from faults import Background, complete
+
+
+def restarted(job: Background, rank: int, cause: str, last: int = 60, code: int = 0) -> None:
+    """The job has ended well after one failure, and every rank's log is complete."""
+    assert job.end() == code, job.err
+    assert job.causes() == [(rank, cause)]
+    for number in range(3):
+        steps = job.steps(number)
+        assert complete(steps, last)
+        assert {generation for _, generation in steps} == {0, 1}
+        assert "\n[node] generation 1\n" in job.cli.log(number)
+
+
+def test_f31_a_worker_that_is_killed_must_restart_the_gang_which_goes_on_from_its_checkpoint(cli, engine):
+    job = Background(cli, engine, "--", "count.py", "60")
+    job.until_step(25, rank=1)
+    job.kill_worker(1)
+    restarted(job, 1, "killed")
+    before, again = ([step for step, generation in job.steps(1) if generation == number] for number in (0, 1))
+    assert again[0] == max(before) // 10 * 10 + 1  # it saves every ten steps
+    ports = [event["master_port"] for event in job.events("generation_starting")]
+    assert len(set(ports)) == 2
+
+
+@pytest.mark.parametrize("node", ["trainer-2", "master"])
+def test_f49_a_node_that_dies_must_be_replaced(cli, engine, node):
+    job = Background(cli, engine, "--", "count.py", "60")
+    rank = 0 if node == "master" else 2
+    job.until_step(25, rank=rank)
+    before = job.node_pid(node)
+    job.kill_node(node)
+    job.until("generation_started", 2)
+    assert before != job.node_pid(node)
+    restarted(job, rank, "node stopped" if engine == "docker" else "node lost")
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(
+    "command", [["rm", "-f"], ["stop", "-t", "1"], ["restart", "-t", "0"]], ids=["rm", "stop", "restart"]
+)
+def test_f47_a_node_that_somebody_takes_away_must_be_replaced_within_the_budget(
+    cli, docker_engine, nothing_left, command
+):
+    job = Background(cli, "docker", "--", "count.py", "60")
+    job.until_step(25, rank=1)
+    docker(*command, job.node("trainer-1"))
+    restarted(job, 1, "node stopped")
+
+
+@pytest.mark.docker
+def test_f47_a_job_whose_nodes_somebody_removes_again_and_again_must_end(cli, docker_engine, nothing_left):
+    job = Background(cli, "docker", "--max-restarts", "2", "--", "count.py", "10000")
+    for generation in range(3):
+        eventually(lambda generation=generation: job.has(1, f" in {generation}\n"))
+        docker("rm", "-f", job.node(f"trainer-{generation + 1}"))  # Compose gives a new one the next number
+    assert job.end() == 1
+    assert cli.report()["reason"] == "max_restarts is 2"
+    assert job.causes() == [(1, "node stopped")] * 3
+
+
+@pytest.mark.docker
+def test_f47_a_job_that_somebody_takes_down_with_compose_must_come_back(cli, docker_engine, nothing_left):
+    job = Background(cli, "docker", "--", "count.py", "60")
+    job.until_step(15, rank=2)
+    subprocess.run(
+        ["docker", "compose", "--project-name", cli.run_dir().name, "down", "--timeout", "1"],
+        cwd=cli.env["PYTHONPATH"],
+        check=True,
+        capture_output=True,
+    )
+    assert job.end() == 0, job.err
+    assert {cause for _, cause in job.causes()} == {"node stopped"}
+    assert all(complete(job.steps(rank), 60) for rank in range(3))
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE])
+def test_f33_a_worker_that_crashes_must_be_named_by_its_signal_and_show_where_it_stood(cli, engine, number):
+    (cli.folder / "crash.py").write_text(
+        "import os, sys\ndef innermost():\n    os.kill(os.getpid(), int(sys.argv[1]))\n"
+        "if os.environ['RANK'] == '1':\n    innermost()\nimport signal\nsignal.pause()\n"
+    )
+    job = Background(cli, engine, "--max-restarts", "0", "--", "crash.py", str(int(number)))
+    assert job.end() == 1
+    cause = cli.report()["root_cause"]
+    assert cause["cause"] == ("shared memory" if number == signal.SIGBUS else "crash")
+    assert f"was ended by {number.name} (exit code {128 + number})" in cause["summary"]
+    assert any("crash.py" in line and "in innermost" in line for line in cause["last_lines"])
+
+
+def test_f44_a_script_that_cannot_be_loaded_must_not_be_tried_again(cli, engine):
+    (cli.folder / "train.py").write_text("import nonesuch\n")
+    job = Background(cli, engine, "--", "train.py")
+    assert job.end() == 1
+    assert cli.report()["reason"] == "this kind of failure is not tried again"
+    assert cli.report()["generations"] == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "generations"),
+    [
+        ("{exit_codes: [75], action: ignore}", 3),
+        ("{log: no luck, action: fail}", 1),
+        ("{cause: error, action: count}", 1),
+    ],
+)
+def test_f44_rules_of_the_job_file_must_say_what_an_exit_means(cli, engine, rule, generations):
+    (cli.folder / "train.py").write_text(
+        "import os, sys\nprint('no luck')\n"
+        "sys.exit(75 if os.environ['TORCHELASTIC_RESTART_COUNT'] in '01' and os.environ['RANK'] == '0' else 0)\n"
+    )
+    (cli.folder / "job.yaml").write_text(f"max_restarts: 0\nrules: [{rule}]\ncommand: train.py\n")
+    job = Background(cli, engine, "job.yaml")
+    assert job.end() == (0 if generations == 3 else 1)
+    assert cli.report()["generations"] == generations
+
+
+def test_f37_a_job_that_fails_at_the_same_step_must_end_after_three_generations(cli, engine):
+    (cli.folder / "train.py").write_text(
+        "import json, os, pathlib, sys\nhome = pathlib.Path(os.environ['JOB_DIR'])\n"
+        "with (home / 'metrics.jsonl').open('a') as file: file.write(json.dumps({'step': 7}) + '\\n')\n"
+        "sys.exit(1 if os.environ['RANK'] == '1' else 0)\n"
+    )
+    job = Background(cli, engine, "--max-restarts", "50", "--", "train.py")
+    assert job.end() == 1
+    assert cli.report()["reason"] == "no progress in 3 generations"
+    assert cli.report()["generations"] == 4  # the first one did make progress
+    delays = [event["delay"] for event in job.events("decision")]
+    assert delays == [0.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.docker
+def test_f36_running_out_of_memory_twice_at_the_same_step_must_end_the_job(cli, docker_engine, nothing_left):
+    (cli.folder / "hungry.py").write_text(
+        "import os, signal\nif os.environ['RANK'] == '1':\n    x = [b'x' * 1_000_000 for _ in range(10_000)]\n"
+        "signal.pause()\n"
+    )
+    job = Background(cli, "docker", "--set", "memory=100m", "--", "hungry.py")
+    assert job.end() == 1
+    assert cli.report()["reason"] == "out of memory twice at the same step"
+    assert job.causes() == [(1, "out of memory")] * 2
+
+
+@pytest.mark.docker
+def test_f36_a_child_that_runs_out_of_memory_must_be_told_from_its_worker(cli, docker_engine, nothing_left):
+    (cli.folder / "parent.py").write_text(
+        "import os, signal, subprocess, sys\nif os.environ['RANK'] == '1':\n"
+        "    eat = 'x = [b\"x\" * 10**6 for _ in range(10**4)]'\n"
+        "    subprocess.run([sys.executable, '-c', eat], check=True)\n"
+        "signal.pause()\n"
+    )
+    job = Background(cli, "docker", "--max-restarts", "0", "--set", "memory=100m", "--", "parent.py")
+    assert job.end() == 1
+    assert job.causes() == [(1, "out of memory in a child")]
+    assert "(exit code 1)" in cli.report()["root_cause"]["summary"]
+
+
+@pytest.mark.docker
+def test_f34_a_paused_node_must_be_waited_for(cli, docker_engine, nothing_left):
+    job = Background(cli, "docker", "--set", "hang_after=2s", "--", "count.py", "40")
+    job.until_step(10, rank=1)
+    docker("pause", job.node("trainer-1"))
+    assert job.until("node_in_trouble")["trouble"] == "paused"
+    assert not job.events("worker_ended") or job.events("worker_ended")[0]["rank"] != 1
+    eventually(lambda: len(job.events("worker_ended")) == 2)  # the others do not wait for it
+    docker("unpause", job.node("trainer-1"))
+    job.until("node_well")
+    assert job.end() == 0
+    assert cli.report()["generations"] == 1
+    assert "trainer-1 is paused (docker unpause), and the job waits" in job.err
+
+
+@pytest.mark.docker
+def test_f39_a_node_that_is_cut_off_must_stop_before_the_next_generation_trains(cli, docker_engine, nothing_left):
+    job = Background(cli, "docker", "--", "count.py", "600")
+    job.until_step(10, rank=1)
+    docker("network", "disconnect", f"{cli.run_dir().name}_job", job.node("trainer-1"))
+    assert job.until("node_in_trouble")["trouble"] == "partition"
+    job.until("generation_started", 2)
+    ended = {event["rank"] for event in job.events("worker_ended")}
+    assert ended == {0, 1, 2}
+    assert job.until("generation_ended")["cause"]["cause"] == "partition"
+    cli("stop", cli.run_dir().name)
+    assert job.end() == 130
+    assert all(complete(job.steps(rank), job.steps(rank)[-1][0]) for rank in range(3))
+
+
+@pytest.mark.docker
+def test_f39_a_node_that_is_cut_off_for_a_moment_must_be_left_alone(cli, docker_engine, nothing_left):
+    job = Background(cli, "docker", "--", "count.py", "150")
+    job.until_step(10, rank=1)
+    network = f"{cli.run_dir().name}_job"
+    docker("network", "disconnect", network, job.node("trainer-1"))
+    job.until("node_in_trouble")
+    docker("network", "connect", network, job.node("trainer-1"))
+    job.until("node_well")
+    assert job.end() == 0
+    assert cli.report()["generations"] == 1
+
+
+def test_f48_a_job_must_go_on_with_fewer_nodes_and_take_one_in_again_at_a_checkpoint(cli, engine):
+    job = Background(cli, engine, "--min-trainers", "1", "--", "count.py", "2000")
+    job.until_step(15, rank=1)
+    name = f"{cli.run_dir().name}-trainer-3"
+    if engine == "docker":  # something else has the name that Compose would give to a new one
+        docker("create", "--name", name, "orchestrate-node:0.1")
+        docker("rm", "-f", job.node("trainer-1"))
+        free = ["docker", "rm", name]
+    else:
+        socket = f"/tmp/orchestrate-{os.getuid()}/{cli.run_dir().name}/trainer-1.sock"
+        pid = job.node_pid("trainer-1")
+        os.rename(socket, socket + ".away")
+        os.mkdir(socket)
+        os.kill(pid, signal.SIGKILL)
+        free = ["rmdir", socket]
+    assert job.until("nodes_missing")["nodes"] == ["master", "trainer-2"]
+    assert job.until("generation_starting", 2)["world_size"] == 2
+    job.until_step(30, generation=1)
+    subprocess.run(free, check=True, capture_output=True)
+    job.until("node_back")
+    assert job.until("generation_starting", 3)["world_size"] == 3
+    words = [event["word"] for event in job.events("generation_ended")]
+    assert words == ["failed", "rescaled"]
+    cli("stop", cli.run_dir().name)
+    assert job.end() == 130
+    assert complete(job.steps(0), job.steps(0)[-1][0])
+
+
+@pytest.mark.docker
+def test_f19_where_one_node_cannot_start_the_others_must_be_removed_and_the_reason_told(
+    cli, docker_engine, nothing_left
+):
+    docker("create", "--name", "count-abcd-trainer-2", "orchestrate-node:0.1")
+    known = "import secrets, sys; secrets.token_hex = lambda n: 'abcd'; from orchestrate.cli import main; "
+    command = ["run", "--engine", "docker", "--gpus", "none", "--trainers", "2", "--", "count.py", "1"]
+    try:
+        done = subprocess.run(
+            ["python", "-c", f"{known}sys.exit(main({command!r}))"],
+            cwd=cli.folder,
+            env=cli.env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    finally:
+        docker("rm", "count-abcd-trainer-2")
+    assert done.returncode == 3
+    assert 'The container name "/count-abcd-trainer-2" is already in use' in done.stderr
+    assert docker("ps", "-aq", "--filter", "label=orchestrate.job=count-abcd") == ""
+    assert cli.report()["outcome"] == "failed"
+
+
+@pytest.mark.docker
+def test_f20_used_up_networks_must_be_told_with_the_way_out(cli, docker_engine, nothing_left):
+    made = []
+    try:
+        while len(made) < 64:
+            name = f"orchestrate-test-{len(made)}"
+            if subprocess.run(["docker", "network", "create", name], capture_output=True).returncode:
+                break
+            made.append(name)
+        assert len(made) < 64  # they are used up
+        done = cli("run", "--engine", "docker", "--gpus", "none", "--trainers", "1", "--", "count.py", "1")
+    finally:
+        docker("network", "rm", *made)
+    assert done.returncode == 3
+    assert "address pool" in done.stderr.partition("hint: ")[0]
+    assert "hint: Docker's address pools are used up" in done.stderr
+
+
+def test_f32_a_job_must_not_succeed_while_a_worker_fails_late(cli, engine):
+    (cli.folder / "late.py").write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1':\n    time.sleep(1)\n    sys.exit(4)\n"
+    )
+    job = Background(cli, engine, "--max-restarts", "0", "--", "late.py")
+    assert job.end() == 1
+    assert (cli.report()["root_cause"]["rank"], cli.report()["root_cause"]["exit_code"]) == (1, 4)
+
+
+def test_f54_stubborn_workers_must_be_ended_all_at_once(cli, engine):
+    (cli.folder / "deaf.py").write_text(
+        "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready', flush=True)\nwhile True: signal.pause()\n"
+    )
+    job = Background(cli, engine, "--set", "grace=2s", "--", "deaf.py", trainers=7)
+    for rank in range(8):
+        eventually(lambda rank=rank: job.has(rank, "ready"))
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 130
+    stopping, ended = job.until("workers_stopping"), job.until("generation_ended")
+    assert 2 <= ended["seconds"] - stopping["seconds"] < 2 * 8  # side by side, not one after the other
+    assert {event["exit_code"] for event in job.events("worker_ended")} == {137}
+
+
+def test_max_run_must_leave_a_checkpoint_of_the_last_step(cli, engine):
+    job = Background(cli, engine, "--max-run", "4s", "--", "count.py", "100000")
+    assert job.end() == 124
+    for rank in range(3):
+        saved = int((cli.run_dir() / "checkpoints" / f"rank-{rank}").read_text())
+        assert saved == job.steps(rank)[-1][0]
+
+
+def test_f57_a_flood_must_arrive_whole_in_the_files_and_not_hold_the_workers_up(cli, engine):
+    (cli.folder / "flood.py").write_text("for i in range(300_000): print(i)\n")
+    job = Background(cli, engine, "--", "flood.py", trainers=1)
+    assert job.end() == 0
+    for rank in range(2):
+        assert cli.log(rank).split() == [str(i) for i in range(300_000)]
+
+
+def test_f56_the_last_words_before_a_sudden_death_must_be_kept(cli, engine):
+    (cli.folder / "sudden.py").write_text(
+        "import os\nif os.environ['RANK'] == '1':\n    print('x' * 100_000)\n    print('last')\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    job = Background(cli, engine, "--max-restarts", "0", "--", "sudden.py", trainers=1)
+    assert job.end() == 1
+    assert cli.log(1) == "x" * 100_000 + "\nlast\n"
+    assert cli.report()["root_cause"]["last_lines"][-1] == "last"
+
+
+def test_f78_the_report_must_tell_of_every_failure(cli, engine):
+    job = Background(cli, engine, "--", "count.py", "60")
+    job.until_step(15, rank=1)
+    job.kill_worker(1)
+    job.until_step(35, generation=1, rank=2)
+    job.kill_worker(2, signal.SIGSEGV)
+    assert job.end() == 0, job.err
+    assert job.causes() == [(1, "killed"), (2, "crash")]
+    assert json.loads(json.dumps(cli.report()))["generations"] == 3
+    assert "generation 0: rank 1 on trainer-1 was ended by SIGKILL (exit code 137), at step" in job.err

@@ -1,0 +1,129 @@
+"""Real workers on gloo that wait for each other: the one that failed must be named, not the peers that complain."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+from conftest import DOCKER_REQUIRED, eventually
+from faults import Background
+
+FAILURES = [
+    ("raises", 1, "error", 1),
+    ("exits", 1, "error", 7),
+    ("leaves", 1, "left early", 0),
+    (str(int(signal.SIGKILL)), 1, "killed", 137),
+    (str(int(signal.SIGSEGV)), 1, "crash", 139),
+    (str(int(signal.SIGABRT)), 1, "crash", 134),
+    (str(int(signal.SIGFPE)), 1, "crash", 136),
+    (str(int(signal.SIGTERM)), 1, "terminated", 143),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("does", "rank", "cause", "code"), FAILURES, ids=[failure[0] for failure in FAILURES])
+def test_f33_the_worker_that_failed_must_be_named(cli, engine, does, rank, cause, code):
+    rules = ("--set", "rules=[{cause: terminated, action: fail}]")
+    job = Background(cli, engine, "--max-restarts", "0", *rules, "--", "sums.py", "1000", does)
+    assert job.end() == 1
+    found = cli.report()["root_cause"]
+    assert (found["rank"], found["cause"], found["exit_code"]) == (rank, cause, code), job.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("does", ["eats", "spawns"])
+@pytest.mark.docker
+def test_f36_a_lack_of_memory_must_be_named(cli, docker_engine, nothing_left, does):
+    job = Background(cli, "docker", "--max-restarts", "0", "--set", "memory=1g", "--", "sums.py", "1000", does)
+    assert job.end() == 1
+    expected = "out of memory" if does == "eats" else "out of memory in a child"
+    assert job.causes() == [(1, expected)], job.err
+
+
+@pytest.mark.slow
+def test_f34_a_timeout_must_be_blamed_on_the_worker_that_let_the_others_wait(cli, engine):
+    job = Background(cli, engine, "--max-restarts", "0", "--", "sums.py", "1000", "sleeps", "3")
+    assert job.end() == 1
+    assert job.causes() == [(1, "timeout")], job.err
+
+
+@pytest.mark.slow
+def test_f34_a_hang_must_be_noticed_and_tell_which_rank_never_arrived_and_where_it_stands(cli, engine):
+    job = Background(cli, engine, "--set", "hang_after=4s", "--", "sums.py", "30", "sleeps")
+    assert job.end() == 0, job.err
+    assert job.causes() == [(1, "hang")], job.err
+    summary = cli.report()["failures"][0]["summary"]
+    assert re.search(r"rank 1 on trainer-1 never arrived: it stands at \S*sums.py:\d+ in odd_one_out; ", summary)
+    assert re.search(r"2 others wait at \S*sums.py:\d+ in <module>", summary)
+    for rank in range(3):
+        assert "most recent call first" in cli.log(rank)
+
+
+@pytest.mark.slow
+def test_f34_a_worker_that_is_frozen_must_be_named(cli, engine):
+    job = Background(cli, engine, "--set", "hang_after=4s", "--", "sums.py", "200")
+    eventually(lambda: job.has(1, "step 3\n"))
+    job.kill_worker(1, signal.SIGSTOP)
+    assert job.end() == 0, job.err
+    assert job.causes() == [(1, "hang")], job.err
+    assert "rank 1 on trainer-1 is stopped (SIGSTOP); 2 others wait at" in cli.report()["failures"][0]["summary"]
+
+
+@pytest.mark.slow
+def test_f24_a_worker_that_never_joins_must_be_named(cli, engine):
+    (cli.folder / "late.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '2': time.sleep(1000)\n"
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    )
+    job = Background(cli, engine, "--max-restarts", "0", "--set", "hang_after=8s", "--", "late.py")
+    assert job.end() == 1
+    assert job.causes() == [(2, "hang")], job.err
+    assert "rank 2 on trainer-2 never arrived: it stands at" in cli.report()["root_cause"]["summary"]
+
+
+def train(cli, engine, *arguments: str) -> Background:
+    os.chdir(cli.folder)
+    data = ["--epochs", "2", "--dtype", "float64", "--optimizer", "sgd", "--ledger", "--resume", "auto"]
+    return Background(cli, engine, *arguments, "--", "-m", "app.train", *data, trainers=1)
+
+
+@pytest.mark.slow
+def test_sigterm_must_have_the_app_save_at_one_step_and_lose_none(cli, engine):
+    job = train(cli, engine)
+    metrics = eventually(lambda: next(cli.folder.glob("runs/*/metrics.jsonl"), None))
+    eventually(lambda: '"step": 30' in metrics.read_text())
+    cli("stop", cli.run_dir().name)
+    assert job.end() == 130
+    folder = cli.run_dir() / "checkpoints"
+    (step,) = {json.loads(path.read_text())["step"] for path in folder.glob("step-*/manifest.json")}
+    for rank in range(2):
+        entries = [json.loads(line) for line in (cli.run_dir() / f"ledger-{rank}.jsonl").read_text().splitlines()]
+        assert [entry["step"] for entry in entries] == list(range(1, step + 1))
+    assert f"asked to end: saved at step {step}" in cli.log(0)
+
+
+@pytest.mark.slow
+@pytest.mark.docker
+def test_f40_lost_packets_must_cost_time_and_nothing_else(cli, docker_engine, nothing_left):
+    if os.geteuid() or not shutil.which("nsenter") or not shutil.which("iptables"):
+        if DOCKER_REQUIRED:
+            pytest.fail("ORCHESTRATE_REQUIRE_DOCKER=1, and losing packets needs root, nsenter and iptables")
+        pytest.skip("losing packets needs root, nsenter and iptables")
+    job = Background(cli, "docker", "--", "sums.py", "300")
+    eventually(lambda: job.has(1, "step 3\n"))
+
+    def iptables(*arguments: str) -> str:
+        net = f"--net=/proc/{job.node_pid('trainer-1')}/ns/net"
+        return subprocess.run(
+            ["nsenter", net, "iptables", *arguments], check=True, capture_output=True, text=True
+        ).stdout
+
+    iptables("-A", "INPUT", "-m", "statistic", "--mode", "random", "--probability", "0.02", "-j", "DROP")
+    eventually(lambda: job.has(1, "step 250\n"))
+    dropped = int(iptables("-L", "INPUT", "-nvx").splitlines()[2].split()[0])
+    assert job.end() == 0, job.err
+    assert dropped > 0
+    assert cli.report()["generations"] == 1

@@ -1,0 +1,97 @@
+"""What a failure means must follow from the rules, the budget and the progress, and from nothing else."""
+
+import pytest
+
+from orchestrate.restarts import ACTIONS, CAUSES, RULES, Cause, Decision, Ended, action, decide
+from orchestrate.spec import JobSpec
+
+
+def failure(number: int, cause: str = "killed", **facts) -> Ended:
+    code, lines = facts.pop("exit_code", 137), facts.pop("last_lines", [])
+    made = Cause(rank=1, node="n", exit_code=code, cause=cause, summary="", hint="", last_lines=lines)
+    facts = {"time": 100.0 * number, "lasted": 60.0, "progress": True, "step": number * 10} | facts
+    return Ended(generation=number, word="failed", why="", cause=made, **facts)
+
+
+def test_a_failure_must_be_restarted_within_the_budget():
+    history = [failure(number) for number in range(4)]
+    assert decide(JobSpec(), history[:1]) == Decision(True, "restart 1 of 3")
+    assert decide(JobSpec(), history[:3]) == Decision(True, "restart 3 of 3")
+    assert decide(JobSpec(), history[:4]) == Decision(False, "max_restarts is 3")
+
+
+def test_without_a_budget_nothing_must_be_restarted():
+    assert decide(JobSpec(max_restarts=0), [failure(0)]) == Decision(False, "max_restarts is 0")
+
+
+def test_restarts_before_the_window_must_not_count():
+    history = [failure(0), failure(1), failure(2), failure(3, time=10_000.0)]
+    assert decide(JobSpec(restart_window=3600), history) == Decision(True, "restart 1 of 3")
+
+
+@pytest.mark.parametrize("cause", ["script", "usage", "not started"])
+def test_a_mistake_must_never_be_tried_again(cause):
+    assert decide(JobSpec(), [failure(0, cause)]) == Decision(False, "this kind of failure is not tried again")
+
+
+@pytest.mark.parametrize("cause", ["terminated", "engine lost", "interrupted"])
+def test_what_comes_from_outside_must_not_be_counted(cause):
+    history = [failure(number, cause) for number in range(50)]
+    assert decide(JobSpec(max_restarts=0), history) == Decision(True, "not counted")
+
+
+def test_three_generations_without_progress_must_end_the_job():
+    history = [failure(number, progress=False, step=7) for number in range(3)]
+    assert decide(JobSpec(max_restarts=100), history[:2]).restart
+    assert decide(JobSpec(max_restarts=100), history) == Decision(False, "no progress in 3 generations")
+    assert decide(JobSpec(max_restarts=100), [*history[:2], failure(2)]).restart
+
+
+def test_a_job_whose_engine_comes_and_goes_must_not_be_ended_for_lack_of_progress():
+    history = [failure(number, "engine lost", progress=False) for number in range(5)]
+    assert decide(JobSpec(), history).restart
+
+
+def test_the_same_lack_of_memory_twice_must_end_the_job():
+    history = [failure(0, "out of memory", step=7), failure(1, "out of memory", step=7)]
+    assert decide(JobSpec(), history) == Decision(False, "out of memory twice at the same step")
+    assert decide(JobSpec(), [failure(0, "out of memory", step=7), failure(1, "out of memory", step=8)]).restart
+    assert decide(JobSpec(), [failure(0, step=7), failure(1, "out of memory", step=7)]).restart
+
+
+def test_only_fast_failures_without_progress_must_wait_longer_and_longer():
+    spec = JobSpec(max_restarts=100)
+    fast = [failure(number, "terminated", progress=False, lasted=1.0) for number in range(10)]
+    mixed = [fast[0], failure(1), *fast[2:]]
+    delays = [decide(spec, mixed[: number + 1]).delay for number in range(2, 4)]
+    assert delays == [0.0, 1.0]
+    slow = [failure(number, progress=False, lasted=100.0) for number in range(2)]
+    assert decide(spec, slow).delay == 0.0
+    alternating = [failure(n, "engine lost", progress=False, lasted=1.0) for n in range(10)]
+    assert [decide(spec, alternating[:number]).delay for number in range(1, 9)] == [0, 1, 2, 4, 8, 16, 30, 30]
+
+
+@pytest.mark.parametrize(
+    ("rule", "fits"),
+    [
+        ({"exit_codes": [75], "action": "ignore"}, False),
+        ({"exit_codes": [137, 75], "action": "ignore"}, True),
+        ({"log": "ECC error", "action": "ignore"}, True),
+        ({"log": "^ECC$", "action": "ignore"}, False),
+        ({"cause": "killed", "action": "ignore"}, True),
+        ({"cause": "killed", "exit_codes": [1], "action": "ignore"}, False),
+    ],
+)
+def test_a_rule_of_the_users_must_win_where_all_its_conditions_hold(rule, fits):
+    cause = failure(0, last_lines=["uncorrectable ECC error"]).cause
+    assert cause
+    assert action([rule], cause) == ("ignore" if fits else "count")
+
+
+def test_a_users_rule_must_win_over_ours():
+    assert decide(JobSpec(rules=[{"cause": "usage", "action": "count"}]), [failure(0, "usage")]).restart
+
+
+def test_our_rules_must_be_such_as_a_user_could_write():
+    for rule in RULES:
+        assert rule["action"] in ACTIONS and rule["cause"] in CAUSES

@@ -1,0 +1,249 @@
+"""An orchestrator that dies, at any moment, must leave a job that goes on, and that another one can pick up.
+
+The cases are those of Determined's tests of restarts of its master and agents: with running, stopping, vanished and
+queued containers, killed again after the re-attachment, agents that go and come back.
+"""
+
+import json
+import signal
+import subprocess
+
+import pytest
+from conftest import eventually
+from faults import Background, complete
+
+
+def attach(cli, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return cli("attach", cli.run_dir().name, timeout=timeout)
+
+
+def orphan(job: Background) -> None:
+    """Kill the orchestrator, as the kernel would."""
+    job.process.kill()
+    job.process.communicate()
+
+
+def finished(job: Background, generations: int, last: int = 60) -> None:
+    report = job.cli.report()
+    assert (report["outcome"], report["generations"]) == ("succeeded", generations)
+    assert all(complete(job.steps(rank), last) for rank in range(3))
+
+
+def test_f51_training_must_go_on_without_its_orchestrator_and_another_one_must_take_over(cli, engine):
+    job = Background(cli, engine, "--", "count.py", "150")
+    job.until_step(10, rank=2)
+    orphan(job)
+    at = job.steps(1)[-1][0]
+    eventually(lambda: job.steps(1)[-1][0] > at + 10)  # it goes on
+    done = attach(cli)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"runs/{cli.run_dir().name}\n"
+    assert "trainer-2 2 | step 150 in 0" in done.stderr
+    finished(job, 1, 150)
+
+
+def test_a_worker_that_fails_while_nobody_looks_must_be_noticed_later(cli, engine):
+    job = Background(cli, engine, "--", "count.py", "80")
+    job.until_step(15, rank=1)
+    orphan(job)
+    job.kill_worker(1)
+    done = attach(cli)
+    assert done.returncode == 0, done.stderr
+    assert job.causes() == [(1, "killed")]
+    finished(job, 2, 80)
+
+
+def test_a_job_that_ends_while_nobody_looks_must_be_reported_later(cli, engine):
+    job = Background(cli, engine, "--", "count.py", "40")
+    job.until_step(15, rank=1)
+    orphan(job)
+    for rank in range(3):
+        job.until_step(40, rank=rank)
+    done = attach(cli)
+    assert done.returncode == 0, done.stderr
+    finished(job, 1, 40)
+
+
+def test_a_job_that_fails_for_good_while_nobody_looks_must_end_with_its_cause(cli, engine):
+    job = Background(cli, engine, "--max-restarts", "0", "--", "count.py", "4000")
+    job.until_step(15, rank=1)
+    orphan(job)
+    job.kill_worker(2, signal.SIGSEGV)
+    done = attach(cli)
+    assert done.returncode == 1
+    assert job.causes() == [(2, "crash")]
+    assert "first to fail: rank 2 on trainer-2 was ended by SIGSEGV (exit code 139)" in done.stderr
+
+
+def test_a_node_that_vanishes_while_nobody_looks_must_be_replaced(cli, engine):
+    job = Background(cli, engine, "--", "count.py", "80")
+    job.until_step(15, rank=2)
+    orphan(job)
+    job.kill_node("trainer-2")
+    done = attach(cli)
+    assert done.returncode == 0, done.stderr
+    assert [rank for rank, _ in job.causes()] == [2]
+    finished(job, 2, 80)
+
+
+def test_all_nodes_that_vanish_while_nobody_looks_must_be_replaced(cli, engine):
+    job = Background(cli, engine, "--", "count.py", "80")
+    job.until_step(15, rank=2)
+    orphan(job)
+    for node in ("master", "trainer-1", "trainer-2"):
+        job.kill_node(node)
+    done = attach(cli)
+    assert done.returncode == 0, done.stderr
+    finished(job, 2, 80)
+
+
+@pytest.mark.parametrize("phase", ["nodes_starting", "nodes_up", "generation_starting", "generation_started"])
+def test_an_orchestrator_that_dies_while_a_job_starts_must_leave_one_that_can_be_started(cli, engine, phase):
+    job = Background(cli, engine, "--", "count.py", "60")
+    eventually(lambda: job.events(phase))
+    orphan(job)
+    done = attach(cli)
+    assert done.returncode == 0, done.stderr
+    assert set(cause for _, cause in job.causes()) <= {"interrupted"}
+    assert all(job.steps(rank)[-1][0] == 60 for rank in range(3))
+
+
+def test_an_orchestrator_that_dies_while_it_stops_a_job_must_leave_one_that_can_be_stopped(cli, engine):
+    (cli.folder / "slow.py").write_text(
+        "import signal, sys, time\nsignal.signal(15, lambda *_: (time.sleep(2), sys.exit(143)))\n"
+        "print('ready', flush=True)\nwhile True: time.sleep(0.1)\n"
+    )
+    job = Background(cli, engine, "--", "slow.py")
+    for rank in range(3):
+        eventually(lambda rank=rank: job.has(rank, "ready"))
+    job.process.send_signal(signal.SIGTERM)
+    job.until("workers_stopping")
+    orphan(job)
+    done = attach(cli)
+    assert (done.returncode, cli.report()["outcome"]) == (130, "stopped")
+
+
+def test_an_orchestrator_that_dies_between_two_generations_must_leave_one_that_goes_on(cli, engine):
+    job = Background(cli, engine, "--", "count.py", "60")
+    job.until_step(15, rank=1)
+    job.kill_worker(1)
+    job.until("generation_ended")
+    orphan(job)
+    done = attach(cli)
+    assert done.returncode == 0, done.stderr
+    assert (1, "killed") in job.causes()
+    assert all(job.steps(rank)[-1][0] == 60 for rank in range(3))
+
+
+def test_an_orchestrator_that_dies_while_nodes_are_taken_down_must_leave_the_outcome(cli, engine):
+    job = Background(cli, engine, "--", "count.py", "5")
+    job.until("outcome")
+    orphan(job)
+    done = attach(cli)
+    assert done.returncode == 0, done.stderr
+    assert cli.report()["outcome"] == "succeeded"
+
+
+def test_a_second_death_must_be_survived_like_the_first(cli, engine):
+    job = Background(cli, engine, "--", "count.py", "250")
+    job.until_step(10, rank=1)
+    orphan(job)
+    for count in (2, 3):
+        second = cli.start("attach", cli.run_dir().name)
+        eventually(lambda count=count: len(job.events("taken_over")) == count - 1)
+        second.kill()
+        second.communicate()
+    job.kill_worker(0)
+    done = attach(cli)
+    assert done.returncode == 0, done.stderr
+    assert job.causes() == [(0, "killed")]
+    finished(job, 2, 250)
+
+
+def test_f52_a_second_supervisor_must_look_on_while_one_lives_and_take_over_when_it_dies(cli, engine):
+    job = Background(cli, engine, "--", "count.py", "200")
+    job.until_step(10, rank=1)
+    second = cli.start("attach", cli.run_dir().name)
+    told = second.stderr.readline()
+    assert told.startswith(f"process {job.process.pid} supervises {cli.run_dir().name}; looking on")
+    assert not job.events("taken_over")
+    orphan(job)
+    job.until("taken_over")
+    _, err = second.communicate(timeout=120)
+    assert second.returncode == 0, err
+    assert "trainer-1 1 | step 200 in 0" in err
+    finished(job, 1, 200)
+
+
+def test_f53_a_terminal_that_goes_away_must_not_take_the_job_with_it(cli, engine):
+    job = Background(cli, engine, "--", "count.py", "80")
+    job.until_step(10, rank=1)
+    job.process.stderr.close()
+    job.process.stdout.close()
+    job.process.send_signal(signal.SIGHUP)
+    assert job.process.wait(timeout=120) == 0
+    finished(job, 1, 80)
+
+
+def test_a_detached_job_must_be_found_waited_for_and_shown(cli, engine):
+    done = cli(
+        "run", "--engine", engine, "--gpus", "none", "--trainers", "2", "--detach", "--", "count.py", "100", "0.03"
+    )
+    assert done.returncode == 0, done.stderr
+    name = cli.run_dir().name
+    assert done.stdout == f"runs/{name}\n"
+    assert f"hint: python -m orchestrate attach {name}" in done.stderr
+    assert "running" in cli("ps").stdout
+    follower = cli.start("logs", name, "-f")
+    assert cli("wait", name).returncode == 0
+    assert "master 0    | step 100 in 0\n" in follower.communicate(timeout=60)[0]
+    attached = cli("attach", name)
+    assert (attached.returncode, attached.stdout) == (0, f"runs/{name}\n")
+    assert "succeeded: 3 workers" in attached.stderr
+    assert "succeeded: 3 workers" in (cli.run_dir() / "supervisor.log").read_text()
+
+
+def test_wait_must_end_with_the_jobs_exit_code_and_refuse_a_job_that_nobody_supervises(cli, engine):
+    job = Background(cli, engine, "--max-restarts", "0", "--", "count.py", "2000")
+    job.until_step(10, rank=1)
+    waiting = cli.start("wait", cli.run_dir().name)
+    orphan(job)
+    _, err = waiting.communicate(timeout=60)
+    assert waiting.returncode == 1
+    assert "has no supervisor" in err and f"hint: python -m orchestrate attach {cli.run_dir().name}" in err
+    job.kill_worker(1)
+    assert attach(cli).returncode == 1
+    assert cli("wait", cli.run_dir().name).returncode == 1
+
+
+def test_f79_stop_and_rm_must_show_and_remove_what_a_dead_orchestrator_left_and_nothing_else(cli, engine):
+    other = cli.start(
+        "run", "--engine", engine, "--gpus", "none", "--trainers", "0", "--name", "other", "--", "count.py", "10000"
+    )
+    eventually(lambda: any("step 3 " in path.read_text() for path in cli.folder.glob("runs/other-*/logs/rank-0.log")))
+    (other_run,) = cli.folder.glob("runs/other-*")
+    cli.run_dir = lambda: next(cli.folder.glob("runs/count-*"), cli.folder / "none")
+    job = Background(cli, engine, "--", "count.py", "10000", trainers=1)
+    job.until_step(10, rank=1)
+    name = cli.run_dir().name
+    refused = cli("rm", name)
+    assert refused.returncode == 2 and "is running, supervised by process" in refused.stderr
+    orphan(job)
+    shown = cli("stop", name, "--dry-run").stdout.splitlines()
+    if engine == "docker":
+        assert shown == [f"container {name}-master-1", f"container {name}-trainer-1", f"network {name}_job"]
+    else:
+        assert [line.split()[0] for line in shown] == ["process", "process", "folder"]
+    assert job.steps(0)  # nothing has been touched
+    stopped = cli("stop", name)
+    assert stopped.returncode == 0, stopped.stderr
+    assert cli.report()["outcome"] == "stopped"
+    assert cli("stop", name, "--dry-run").stdout == ""
+    assert cli("rm", name, "--dry-run").stdout == f"folder {cli.run_dir()}\n"
+    folder = cli.run_dir()
+    assert cli("rm", name).returncode == 0
+    assert not folder.exists()
+    assert f"{other_run.name}  {engine}" in cli("ps").stdout
+    other.send_signal(signal.SIGTERM)
+    other.communicate(timeout=60)
+    assert json.loads((other_run / "report.json").read_text())["outcome"] == "stopped"
