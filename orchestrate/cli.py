@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from orchestrate import __version__, commands, errors, job, lock
 from orchestrate.errors import OrchestrateError, UsageError
@@ -18,9 +18,6 @@ from orchestrate.paths import JobPaths
 from orchestrate.plan import plan
 from orchestrate.report import text
 from orchestrate.spec import JobSpec, read_file, read_set, resolve
-
-if TYPE_CHECKING:
-    pass
 
 FLAGS = {  # fields of the job file that are flags, too
     "trainers": "N",

@@ -38,7 +38,7 @@ def exit_code(data: dict[str, Any]) -> int:
 
 
 def count_signals(spec: JobSpec) -> Any:
-    """Take Ctrl-C, SIGTERM and SIGHUP as requests to stop; return what counts them."""
+    """Take Ctrl-C and SIGTERM as requests to stop, and no notice of SIGHUP; return what counts the requests."""
     seen: list[int] = []
 
     def note(number: int, _: object) -> None:
@@ -50,7 +50,7 @@ def count_signals(spec: JobSpec) -> Any:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
-    signal.signal(signal.SIGHUP, lambda *_: None)  # the terminal has gone; the job goes on
+    signal.signal(signal.SIGHUP, lambda *_: None)
     return lambda: len(seen)
 
 
@@ -181,10 +181,8 @@ def wait(args: argparse.Namespace) -> int:
 
 def stop(args: argparse.Namespace) -> int:
     """Stop a job, and look whether it is stopped."""
-    engines = _engines()
-    paths = JobPaths(_find(args, [state for engine in engines for state in engine.jobs()]))
+    paths, engines = _looked_up(args)
     name = paths.root.name
-    engines = _with_its_own(engines, paths)
     holding = _held(engines, name)
     if args.dry_run:
         for _, thing in holding:
@@ -210,14 +208,16 @@ def stop(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
-def _with_its_own(engines: list[Engine], paths: JobPaths) -> list[Engine]:
-    """The engines that answer; raises the error of a job's own one, where that does not."""
+def _looked_up(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
+    """The files of a job, and all engines that answer; raises the error of the job's own one, where that does not."""
+    engines = _engines()
+    paths = JobPaths(_find(args, [state for engine in engines for state in engine.jobs()]))
     with contextlib.suppress(UsageError):  # its files say nothing any more
         if job.load(paths)[1].engine == "docker" and len(engines) == 1:
             from orchestrate.engines.docker import DockerEngine
 
-            return [DockerEngine(), *engines]
-    return engines
+            return paths, [DockerEngine(), *engines]
+    return paths, engines
 
 
 def _finish(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
@@ -229,16 +229,18 @@ def _finish(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
             more = count_signals(spec)
             job.supervise(paths, engine, lambda: 1 + more(), say, tail=True)
             return
+    _remove(paths, holding)
+
+
+def _remove(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
     for engine in {id(engine): engine for engine, _ in holding}.values():
         engine.remove(paths.root.name, grace=30)
 
 
 def rm(args: argparse.Namespace) -> int:
     """Remove what a job has left, files and all."""
-    engines = _engines()
-    paths = JobPaths(_find(args, [state for engine in engines for state in engine.jobs()]))
+    paths, engines = _looked_up(args)
     name = paths.root.name
-    engines = _with_its_own(engines, paths)
     holding = _held(engines, name)
     if supervisor := lock.holder(paths):
         raise UsageError(f"{name} is running, supervised by process {supervisor}", f"python -m orchestrate stop {name}")
@@ -246,8 +248,7 @@ def rm(args: argparse.Namespace) -> int:
         for thing in [thing for _, thing in holding] + [f"folder {paths.root}"]:
             print(thing)
         return errors.SUCCEEDED
-    for engine in {id(engine): engine for engine, _ in holding}.values():
-        engine.remove(name, grace=30)
+    _remove(paths, holding)
     try:
         shutil.rmtree(paths.root)
     except OSError as error:

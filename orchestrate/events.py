@@ -18,22 +18,22 @@ Event = dict[str, Any]
 Emit = Callable[..., None]  # emit(event, **data)
 
 
-def read(path: Path) -> list[Event]:
-    """The events in a file; half a line, left by a supervisor that was killed, is none."""
-    events = []
+def objects(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects in a file of lines; half a line, left by a process that was killed, is none."""
     try:
         with open_regular(path) as file:
-            lines = file.read().splitlines()
+            return parse(file.read())
     except OSError:
         return []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
-            events.append(event)
-    return events
+
+
+def parse(text: bytes) -> list[dict[str, Any]]:
+    """The JSON objects in lines of text; what else stands there does not count."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [value for value in found if isinstance(value, dict)]
 
 
 class Recorder:
@@ -41,7 +41,7 @@ class Recorder:
 
     def __init__(self, path: Path, show: Callable[[Event], None] = lambda _: None) -> None:
         """`show` gets each new event, too."""
-        self.events = read(path)
+        self.events = [event for event in objects(path) if isinstance(event.get("event"), str)]
         self._show = show
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         self._unwritten: list[str] = []

@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from orchestrate import hang
-from orchestrate.diagnosis import End, blame, diagnose
-from orchestrate.engines import Exit
+from orchestrate.diagnosis import PEERS_FAIL, End, blame, diagnose
+from orchestrate.engines import LOST, Exit
 from orchestrate.errors import EngineError
 from orchestrate.plan import Plan
 from orchestrate.restarts import FAST, Cause, Ended
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 BY_USER, BY_MAX_RUN = "stopped by the user", "max_run is over"
 FAILED, RESCALED = "a worker failed", "a node is back"
-LOST = 137  # the exit code of a worker that was lost with its node: as SIGKILL's
 PARTITION_PATIENCE = 5.0  # seconds that a node may be cut off from the network
 DUMP_TAKES = 5.0  # seconds in which workers print their stacks
 MOST_LOSSES = 50  # times that the engine may go away during one generation
@@ -212,7 +211,7 @@ class Generation:
     def _cause(self) -> Cause:
         if self.hung:
             return self.hung
-        window = min(2.0, self.spec.grace)  # later, it is we who kill
+        window = min(PEERS_FAIL, self.spec.grace)  # later, it is we who kill
         exit, known = blame(self.ends, self.traces.words, window)
         known = known or self.known.get(exit.rank, "")
         if not known:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import queue
@@ -17,7 +16,7 @@ from typing import Any
 from orchestrate import lock, logs, report
 from orchestrate.engines import Engine
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.events import Event, Recorder
+from orchestrate.events import Event, Recorder, objects
 from orchestrate.paths import JobPaths, open_regular, write_whole
 from orchestrate.plan import Plan, read_plan
 from orchestrate.restarts import Ended
@@ -138,11 +137,8 @@ def ended(paths: JobPaths) -> dict[str, Any] | None:
 def _report(
     plan: Plan, paths: JobPaths, outcome: Outcome, ended: list[Ended], events: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    metrics: list[str] = []
-    with contextlib.suppress(OSError), open_regular(paths.metrics) as file:
-        metrics = file.read().decode(errors="replace").splitlines()
     checkpoints = sorted(path for path in paths.checkpoints.rglob("[!.]*") if path.is_file() and not path.is_symlink())
-    return report.report(plan, outcome, ended, events, metrics, checkpoints)
+    return report.report(plan, outcome, ended, events, objects(paths.metrics), checkpoints)
 
 
 def prefixes(plan: Plan) -> dict[int, str]:

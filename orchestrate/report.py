@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ def report(
     outcome: Outcome,
     ended: Sequence[Ended],
     events: Sequence[Event],
-    metrics: Iterable[str],
+    metrics: Iterable[dict[str, Any]],
     checkpoints: Iterable[Path],
 ) -> dict[str, Any]:
-    """The content of report.json; `ended` are the generations, `metrics` the lines of metrics.jsonl."""
+    """The content of report.json; `ended` are the generations, `metrics` what metrics.jsonl holds."""
     last = ended[-1].cause if ended else None
     return {
         "job_id": plan.job_id,
@@ -67,44 +66,40 @@ def text(data: dict[str, Any]) -> str:
 
 def line(event: Event) -> str:
     """What an event says to a person while the job runs; nothing, for most."""
-    name = event["event"]
-    if name == "generation_ended" and event["cause"]:
-        return f"generation {event['generation']} failed: {event['cause']['summary']}"
-    if name == "decision" and event["restart"]:
-        wait = f" in {event['delay']:g} s" if event["delay"] else ""
-        return f"starting all workers again{wait} ({event['why']})"
-    if name == "generation_starting" and event["generation"]:
-        return f"generation {event['generation']}: {event['world_size']} workers"
-    if name == "node_in_trouble":
-        what = {"paused": "is paused (docker unpause), and the job waits", "partition": "is cut off from the network"}
-        return f"{event['node']} {what[event['trouble']]}"
-    if name == "node_well":
-        return f"{event['node']} is well again"
-    if name == "hang":
-        return f"nothing has happened for {event['after']:g} s: asking every worker where it stands"
-    if name == "engine_lost":
-        return f"{event['error']}; waiting for it"
-    if name == "engine_back":
-        return "the engine is back"
-    if name == "disk_full":
-        return f"the run directory cannot be written: {event['error']}; waiting"
-    if name == "nodes_missing":
-        return f"going on with {len(event['nodes'])} nodes, {event['missing']} fewer: {event['error']}"
-    if name == "node_back":
-        return "a missing node is back: going on with it after the next checkpoint"
-    if name == "workers_lost":
-        return f"ranks {', '.join(map(str, event['ranks']))} do not end: removing their nodes"
-    return ""
+    says = LINES.get(event["event"])
+    return says(event) if says else ""
 
 
-def _final(metrics: Iterable[str]) -> dict[str, Any]:
-    """The last value of every name; lines that are not JSON objects, such as half a last one, do not count."""
-    final: dict[str, Any] = {}
-    for line in metrics:
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict):
-            final.update(values)
-    return final
+def _failed(event: Event) -> str:
+    return f"generation {event['generation']} failed: {event['cause']['summary']}" if event["cause"] else ""
+
+
+def _decided(event: Event) -> str:
+    wait = f" in {event['delay']:g} s" if event["delay"] else ""
+    return f"starting all workers again{wait} ({event['why']})" if event["restart"] else ""
+
+
+TROUBLES = {"paused": "is paused (docker unpause), and the job waits", "partition": "is cut off from the network"}
+LINES: dict[str, Callable[[Event], str]] = {
+    "generation_ended": _failed,
+    "decision": _decided,
+    "generation_starting": lambda event: (
+        f"generation {event['generation']}: {event['world_size']} workers" if event["generation"] else ""
+    ),
+    "node_in_trouble": lambda event: f"{event['node']} {TROUBLES[event['trouble']]}",
+    "node_well": lambda event: f"{event['node']} is well again",
+    "hang": lambda event: f"nothing has happened for {event['after']:g} s: asking every worker where it stands",
+    "engine_lost": lambda event: f"{event['error']}; waiting for it",
+    "engine_back": lambda event: "the engine is back",
+    "disk_full": lambda event: f"the run directory cannot be written: {event['error']}; waiting",
+    "nodes_missing": lambda event: (
+        f"going on with {len(event['nodes'])} nodes, {event['missing']} fewer: {event['error']}"
+    ),
+    "node_back": lambda event: "a missing node is back: going on with it after the next checkpoint",
+    "workers_lost": lambda event: f"ranks {', '.join(map(str, event['ranks']))} do not end: removing their nodes",
+}
+
+
+def _final(metrics: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The last value of every name."""
+    return {name: value for values in metrics for name, value in values.items()}

@@ -17,8 +17,7 @@ from orchestrate.restarts import Ended, decide
 from orchestrate.spec import JobSpec
 from orchestrate.traces import Traces
 
-ENGINE_PATIENCE = 300.0  # seconds that the engine may be away
-DISK_PATIENCE = 300.0  # seconds that the disk of the run directory may be full
+PATIENCE = 300.0  # seconds that the engine may be away, or the disk of the run directory full
 TRIES = 3  # to bring nodes back, a second apart
 REJOIN = (10.0, 300.0)  # seconds between two tries to bring a missing node back, at first and at most
 
@@ -110,7 +109,7 @@ class Supervisor:
                     return Outcome("failed", f"the nodes cannot come back: {error}")
                 if self.stops():
                     return Outcome("stopped", BY_USER)
-                ended = self._note(self._launch().watch())
+                ended = self._note(self._next_generation().watch())
             if ended.word == "failed":
                 decision = decide(self.spec, self.history.ended)
                 self.emit("decision", restart=decision.restart, why=decision.why, delay=decision.delay)
@@ -131,7 +130,7 @@ class Supervisor:
         self.traces.generation = self.plan.generation
         generation = Generation(self, self.plan)
         generation.restore(self.history.exits, self.history.stopping)
-        self._patiently(generation.adopt)
+        self._patiently(generation.adopt, EngineLost, "engine_lost")
         return self._note(generation.watch())
 
     def _bring_up(self) -> None:
@@ -165,7 +164,7 @@ class Supervisor:
         """Have the nodes up; whoever took one down may still be at it, so a later generation tries more than once."""
         while True:
             try:
-                self._patiently(lambda: self.engine.up(self.spec, wanted, self.run))
+                self._patiently(lambda: self.engine.up(self.spec, wanted, self.run), EngineLost, "engine_lost")
                 alive = len(self.engine.alive())
                 if alive >= len(wanted.nodes):
                     return
@@ -184,7 +183,8 @@ class Supervisor:
         port = self.engine.port(generation)
         return plan(self.spec, self.plan.inventory, self.plan.job_id, port, generation, nodes)
 
-    def _launch(self) -> Generation:
+    def _next_generation(self) -> Generation:
+        """Fence off all older workers, and make ready to launch the plan."""
         number = self.plan.generation
         self.traces.generation = number
         self._write(lambda: self.traces.fence(number))
@@ -220,37 +220,30 @@ class Supervisor:
         self.rejoin_at = time.monotonic() + self.rejoin_delay
         return False
 
-    def _patiently(self, action: Callable[[], None]) -> None:
-        """Do something with an engine that may be away for a while."""
-        deadline = time.monotonic() + ENGINE_PATIENCE
+    def _patiently(self, action: Callable[[], None], fails: type[Exception], event: str) -> None:
+        """Do something until it does not fail any more, with patience; `event` tells of the first failure."""
+        deadline = time.monotonic() + PATIENCE
         told = False
         while True:
             try:
                 return action()
-            except EngineLost as error:
+            except fails as error:
                 if not told:
-                    self.emit("engine_lost", error=str(error))
+                    self.emit(event, error=str(error))
                 told = True
                 if time.monotonic() > deadline or self._sleep(1.0):
                     raise
 
     def _write(self, action: Callable[[], None]) -> None:
         """Write what a generation cannot start without; a disk that is full may have space again soon."""
-        deadline = time.monotonic() + DISK_PATIENCE
-        told = False
-        while True:
-            try:
-                return action()
-            except OSError as error:
-                if not told:
-                    self.emit("disk_full", error=str(error))
-                told = True
-                if time.monotonic() > deadline or self._sleep(1.0):
-                    raise EngineError(f"the run directory cannot be written: {error}") from None
+        try:
+            self._patiently(action, OSError, "disk_full")
+        except OSError as error:
+            raise EngineError(f"the run directory cannot be written: {error}") from None
 
     def reconnect(self, generation: Generation) -> bool:
         """Wait for an engine that went away during a generation, and find its workers again; False if it stays away."""
-        deadline = time.monotonic() + ENGINE_PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             if self._sleep(0.5):
                 return False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
 
 from orchestrate import logs
+from orchestrate.events import parse
 from orchestrate.paths import JobPaths, open_regular, write_whole
 
 WORDS = 12  # lines of a worker that failed which a person sees
@@ -39,13 +39,9 @@ class Traces:
             file.seek(self._read)
             data = file.read()
             self._read += len(data)
-            *lines, self._partial = (self._partial + data).split(b"\n")
-            for line in lines:
-                with contextlib.suppress(ValueError):
-                    values = json.loads(line)
-                    step = values.get("step") if isinstance(values, dict) else None
-                    if isinstance(step, int):
-                        self._step = max(self._step, step)
+            lines, _, self._partial = (self._partial + data).rpartition(b"\n")
+            steps = (values.get("step") for values in parse(lines))
+            self._step = max([self._step, *(step for step in steps if isinstance(step, int))])
         return self._step
 
     def saved(self) -> tuple[object, ...]:

@@ -3,122 +3,12 @@
 import json
 
 import pytest
-from test_plan import HERE
+from scripted import ALL_WELL, KILLED, Job, Scripted
 
 from orchestrate.engines import Doing, Exit
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.events import Recorder
-from orchestrate.paths import JobPaths
-from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome, Supervisor
-from orchestrate.traces import Traces
-
-GLOO = "RuntimeError: Connection closed by peer [172.18.0.3]:31337\n"
-ALL_WELL = [Exit(0, 0), Exit(1, 0), Exit(2, 0)]
-KILLED = [Exit(1, 137)]
-
-
-class Scripted:
-    """An engine whose generations end as told: each is a list of exits per call of `wait`; a stop ends the rest."""
-
-    def __init__(self, *generations: list[list[Exit]], stubborn: bool = False) -> None:
-        self.generations, self.stubborn = [list(batches) for batches in generations], stubborn
-        self.batches: list[list[Exit]] = []
-        self.running: set[int] = set()
-        self.calls: list[str] = []
-        self.plans: list = []
-        self.missing: set[str] = set()
-
-    def port(self, generation) -> int:
-        return 29500 + generation
-
-    def up(self, spec, plan, run) -> None:
-        self.calls.append("up")
-        if self.missing & set(plan.nodes):
-            raise EngineError("no such node")
-
-    def alive(self) -> set[str]:
-        return {"master", "trainer-1", "trainer-2"} - self.missing
-
-    def adopt(self, spec, plan, run) -> set[int]:
-        self.calls.append("adopt")
-        self.running = {worker.rank for worker in plan.workers}
-        self.batches = self.generations.pop(0) if self.generations else []
-        return set()
-
-    def start(self, workers, command) -> None:
-        self.calls.append("start")
-        self.plans.append(workers)
-        self.running = {worker.rank for worker in workers}
-        self.batches = self.generations.pop(0)
-
-    def wait(self, timeout):
-        exits = self.batches.pop(0) if self.batches else []
-        self.running -= {end.rank for end in exits}
-        return exits
-
-    def explain(self, end, node) -> str:
-        return ""
-
-    def troubles(self) -> dict[str, str]:
-        return {}
-
-    def doing(self) -> dict[int, Doing]:
-        return {rank: Doing("S", 1.0) for rank in self.running}
-
-    def dump(self) -> None:
-        self.calls.append("dump")
-
-    def stop(self, kill) -> None:
-        self.calls.append("kill" if kill else "stop")
-        if kill or not self.stubborn:
-            self.batches.append([Exit(rank, 137 if kill else 143) for rank in sorted(self.running)])
-
-    def discard(self, nodes) -> None:
-        self.calls.append(f"discard {' '.join(sorted(nodes))}")
-
-    def remove(self, job_id, grace) -> None:
-        self.calls.append(f"remove {job_id}")
-
-    def down(self, grace) -> None:
-        self.calls.append("down")
-
-
-class Job:
-    """A job on a scripted engine, with files of its own."""
-
-    def __init__(self, folder) -> None:
-        self.paths = JobPaths(folder / "run")
-        self.paths.create()
-        self.stops = lambda: 0
-        self.events: list[dict] = []
-
-    def run(self, engine, spec=None, plan_=None) -> Outcome:
-        spec = spec or JobSpec(trainers=2, grace=0.01)
-        first = plan_ or plan(spec, HERE, "j", 29500)
-        emit = Recorder(self.paths.events)
-        self.supervisor = Supervisor(
-            spec,
-            first,
-            self.paths.root,
-            engine,
-            emit,
-            lambda: self.stops(),
-            Traces(self.paths),
-            lambda made: self.paths.plan.write_text(made.to_json()),
-        )
-        try:
-            return self.supervisor.supervise()
-        finally:
-            self.events = emit.events
-            emit.close()
-
-    def causes(self) -> list[tuple[int, str]]:
-        return [(end.cause.rank, end.cause.cause) for end in self.supervisor.history.ended if end.cause]
-
-    def names(self) -> list[str]:
-        return [event["event"] for event in self.events]
+from orchestrate.supervisor import Outcome
 
 
 @pytest.fixture
@@ -258,7 +148,7 @@ def test_an_engine_that_comes_back_must_be_asked_for_the_workers_it_still_has(jo
 
 
 def test_an_engine_that_does_not_come_back_must_lose_the_job(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.ENGINE_PATIENCE", 0.6)
+    monkeypatch.setattr("orchestrate.supervisor.PATIENCE", 0.6)
     engine = Scripted([])
     engine.wait = lambda timeout: (_ for _ in ()).throw(EngineLost("gone"))
     engine.adopt = engine.wait
@@ -393,112 +283,6 @@ def test_a_node_that_is_cut_off_for_a_moment_must_be_left_alone(job):
     engine.troubles = lambda: next(troubles, {})
     assert job.run(engine).word == "succeeded"
     assert [name for name in job.names() if name.startswith("node_")] == ["node_in_trouble", "node_well"]
-
-
-# --- taking over from a supervisor that died: `events` is how far it had come
-
-
-def died(job, *events: dict) -> None:
-    with job.paths.events.open("w") as file:
-        for number, event in enumerate(events):
-            file.write(json.dumps({"time": 1.0, "seconds": float(number), **event}) + "\n")
-
-
-STARTING = {"event": "generation_starting", "generation": 0}
-ENDED = {
-    "event": "generation_ended",
-    "generation": 0,
-    "word": "failed",
-    "why": "a worker failed",
-    "cause": {
-        "rank": 1,
-        "node": "trainer-1",
-        "exit_code": 137,
-        "cause": "killed",
-        "summary": "",
-        "hint": "",
-        "last_lines": [],
-        "log": "",
-    },
-    "lasted": 1.0,
-    "step": 0,
-    "progress": False,
-}
-
-
-def test_before_anything_was_started_it_must_begin_at_the_beginning(job):
-    died(job, {"event": "supervisor_started"}, {"event": "nodes_starting"})
-    engine = Scripted([ALL_WELL])
-    assert job.run(engine).word == "succeeded"
-    assert engine.calls == ["up", "start", "down"]
-
-
-def test_while_workers_run_it_must_take_them_up(job):
-    died(job, STARTING, {"event": "generation_started", "generation": 0})
-    engine = Scripted([ALL_WELL])
-    assert job.run(engine) == Outcome("succeeded", "finished")
-    assert engine.calls == ["adopt", "down"]
-
-
-def test_workers_that_nobody_knows_must_be_started_again_without_counting(job):
-    died(job, STARTING)
-    engine = Scripted([[]], [ALL_WELL])
-    adopt = engine.adopt
-    engine.adopt = lambda *arguments: adopt(*arguments) | {2}
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).word == "succeeded"
-    assert job.causes() == [(2, "interrupted")]
-    assert engine.calls == ["adopt", "stop", "up", "start", "down"]
-
-
-def test_a_failure_that_was_seen_must_not_be_forgotten(job):
-    died(job, STARTING, {"event": "worker_ended", "rank": 1, "exit_code": 137, "stopping": False})
-    engine = Scripted([[]], [ALL_WELL])
-    assert job.run(engine).word == "succeeded"
-    assert job.causes() == [(1, "killed")]
-    assert engine.calls == ["adopt", "stop", "up", "start", "down"]
-
-
-def test_a_request_to_stop_that_was_passed_on_must_be_carried_out(job):
-    died(job, STARTING, {"event": "workers_stopping", "why": "stopped by the user"})
-    engine = Scripted([[]])
-    assert job.run(engine) == Outcome("stopped", "stopped by the user")
-    assert engine.calls == ["adopt", "stop", "down"]
-
-
-def test_between_two_generations_it_must_decide_as_the_first_would_have(job):
-    died(job, STARTING, ENDED)
-    engine = Scripted([ALL_WELL])
-    assert job.run(engine).word == "succeeded"
-    assert engine.calls == ["up", "start", "down"]
-    assert engine.plans[0][0].env["TORCHELASTIC_RESTART_COUNT"] == "1"
-
-
-def test_a_budget_that_was_used_up_must_stay_used_up(job):
-    died(job, STARTING, ENDED)
-    assert job.run(Scripted(), JobSpec(trainers=2, max_restarts=0)) == Outcome("failed", "max_restarts is 0")
-
-
-def test_after_the_outcome_only_the_nodes_must_be_taken_down(job):
-    died(job, STARTING, ENDED, {"event": "outcome", "outcome": "failed", "reason": "max_restarts is 0"})
-    engine = Scripted()
-    assert job.run(engine) == Outcome("failed", "max_restarts is 0")
-    assert engine.calls == ["remove j"]
-
-
-def test_half_a_last_line_must_not_stop_it(job):
-    died(job, STARTING)
-    with job.paths.events.open("a") as file:
-        file.write('{"event": "worker_en')
-    assert job.run(Scripted([ALL_WELL])).word == "succeeded"
-    assert json.loads(job.paths.events.read_text().splitlines()[-1])["event"] == "nodes_down"
-
-
-def test_a_partition_that_was_seen_must_not_be_forgotten(job):
-    cut_off = {"event": "worker_ended", "rank": 1, "exit_code": 137, "stopping": False, "known": "partition"}
-    died(job, STARTING, cut_off, {"event": "workers_stopping", "why": "a worker failed"})
-    engine = Scripted([[Exit(0, 0), Exit(1, 0), Exit(2, 0)]], [ALL_WELL])
-    assert job.run(engine).word == "succeeded"
-    assert job.causes() == [(1, "partition")]
 
 
 def test_an_engine_that_goes_away_while_the_workers_start_must_not_fail_the_job(job):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
+
+LOST = 137  # the exit code of a worker that was lost with its node: as SIGKILL's
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class JobState:
     nodes: int
     run: Path
     owner: int  # the user id of whoever started it
+
+
+def knows(status: dict[str, Any], generation: int, rank: int) -> bool:
+    """Whether a node, whose answer to `status` this is, has had a worker of a generation."""
+    return status["generation"] == generation and str(rank) in status["codes"] | status["running"]
 
 
 class Engine(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 import docker.errors
 from docker.models.containers import Container
 
-from orchestrate.engines import Doing, Exit, JobState
+from orchestrate.engines import LOST, Doing, Exit, JobState, knows
 from orchestrate.engines.daemon import ERRORS, Daemon, Events, name_of, reason, within
 from orchestrate.engines.image import inventory
 from orchestrate.errors import EngineError, EngineLost
@@ -26,7 +26,6 @@ RECONCILE = 2.0  # seconds between two looks at the truth, in case the event str
 SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has gone itself
 ANSWERS = 10.0  # seconds that a node may take to tell of its workers
 DYING = 5.0  # seconds that a container takes to die, at most
-LOST = 137  # the exit code of a worker that was lost with its node
 NODE = ["python", "/opt/orchestrate/node"]
 
 
@@ -102,12 +101,10 @@ class DockerEngine:
                 raise EngineLost(f"{worker.node} {'is paused' if node.status == 'paused' else 'does not answer'}")
             if state is None:
                 self.ended.append(Exit(worker.rank, LOST))
-            elif (
-                state.get("generation") != plan.generation or str(worker.rank) not in state["codes"] | state["running"]
-            ):
-                strangers.add(worker.rank)
-            else:
+            elif knows(state, plan.generation, worker.rank):
                 self._exec(worker.rank, worker.node, ["watch", str(worker.rank)], {})
+            else:
+                strangers.add(worker.rank)
         return strangers
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:

@@ -15,12 +15,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrate.engines import Doing, Exit, JobState
+from orchestrate.engines import LOST, Doing, Exit, JobState, knows
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.node.ranks import gpus
 from orchestrate.node.wait import ask
@@ -30,7 +30,6 @@ from orchestrate.spec import JobSpec
 
 LIMITS = ("image", "memory", "cpus", "shm_size")  # what only containers have
 ANSWERS = 5.0  # seconds that a node may take to tell of its workers
-LOST = 128 + signal.SIGKILL  # the exit code of a worker that was lost with its node
 
 
 @dataclass
@@ -147,10 +146,10 @@ class ProcessEngine:
                 raise EngineLost(f"{worker.node} does not answer")
             if not status:
                 self.ended.append(Exit(worker.rank, LOST))
-            elif status["generation"] != plan.generation or str(worker.rank) not in status["codes"] | status["running"]:
-                strangers.add(worker.rank)
-            else:
+            elif knows(status, plan.generation, worker.rank):
                 self._request(worker, {"watch": worker.rank})
+            else:
+                strangers.add(worker.rank)
         return strangers
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
@@ -199,9 +198,7 @@ class ProcessEngine:
 
     def discard(self, nodes: Iterable[str]) -> None:
         """Kill nodes, with their workers."""
-        for name in nodes:
-            self.nodes[name].signal(signal.SIGKILL)
-            _end([self.nodes[name]], 0)
+        _end([self.nodes[name] for name in nodes], 0, (signal.SIGKILL,))
 
     def down(self, grace: float) -> None:
         """End the nodes, with what still runs in them."""
@@ -325,12 +322,12 @@ def _killed_for_memory() -> int:
     return 0
 
 
-def _end(nodes: list[_Node], grace: float, alive: Callable[[_Node], bool] = _Node.alive) -> None:
+def _end(nodes: list[_Node], grace: float, by: Iterable[int] = (signal.SIGTERM, signal.SIGKILL)) -> None:
     """End nodes, gently for `grace` seconds and then by force."""
     deadline = time.monotonic() + grace + 1
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for node in filter(alive, nodes):
+    for number in by:
+        for node in filter(_Node.alive, nodes):
             node.signal(number)
-        while any(map(alive, nodes)) and time.monotonic() < deadline:
+        while any(node.alive() for node in nodes) and time.monotonic() < deadline:
             time.sleep(0.02)
         deadline += 1

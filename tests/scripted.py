@@ -1,0 +1,117 @@
+"""An engine that plays a script, and a job on it: the supervisor's decisions, without any node."""
+
+from test_plan import HERE
+
+from orchestrate.engines import Doing, Exit
+from orchestrate.errors import EngineError
+from orchestrate.events import Recorder
+from orchestrate.paths import JobPaths
+from orchestrate.plan import plan
+from orchestrate.spec import JobSpec
+from orchestrate.supervisor import Outcome, Supervisor
+from orchestrate.traces import Traces
+
+ALL_WELL = [Exit(0, 0), Exit(1, 0), Exit(2, 0)]
+KILLED = [Exit(1, 137)]
+
+
+class Scripted:
+    """An engine whose generations end as told: each is a list of exits per call of `wait`; a stop ends the rest."""
+
+    def __init__(self, *generations: list[list[Exit]], stubborn: bool = False) -> None:
+        self.generations, self.stubborn = [list(batches) for batches in generations], stubborn
+        self.batches: list[list[Exit]] = []
+        self.running: set[int] = set()
+        self.calls: list[str] = []
+        self.plans: list = []
+        self.missing: set[str] = set()
+
+    def port(self, generation) -> int:
+        return 29500 + generation
+
+    def up(self, spec, plan, run) -> None:
+        self.calls.append("up")
+        if self.missing & set(plan.nodes):
+            raise EngineError("no such node")
+
+    def alive(self) -> set[str]:
+        return {"master", "trainer-1", "trainer-2"} - self.missing
+
+    def adopt(self, spec, plan, run) -> set[int]:
+        self.calls.append("adopt")
+        self.running = {worker.rank for worker in plan.workers}
+        self.batches = self.generations.pop(0) if self.generations else []
+        return set()
+
+    def start(self, workers, command) -> None:
+        self.calls.append("start")
+        self.plans.append(workers)
+        self.running = {worker.rank for worker in workers}
+        self.batches = self.generations.pop(0)
+
+    def wait(self, timeout):
+        exits = self.batches.pop(0) if self.batches else []
+        self.running -= {end.rank for end in exits}
+        return exits
+
+    def explain(self, end, node) -> str:
+        return ""
+
+    def troubles(self) -> dict[str, str]:
+        return {}
+
+    def doing(self) -> dict[int, Doing]:
+        return {rank: Doing("S", 1.0) for rank in self.running}
+
+    def dump(self) -> None:
+        self.calls.append("dump")
+
+    def stop(self, kill) -> None:
+        self.calls.append("kill" if kill else "stop")
+        if kill or not self.stubborn:
+            self.batches.append([Exit(rank, 137 if kill else 143) for rank in sorted(self.running)])
+
+    def discard(self, nodes) -> None:
+        self.calls.append(f"discard {' '.join(sorted(nodes))}")
+
+    def remove(self, job_id, grace) -> None:
+        self.calls.append(f"remove {job_id}")
+
+    def down(self, grace) -> None:
+        self.calls.append("down")
+
+
+class Job:
+    """A job on a scripted engine, with files of its own."""
+
+    def __init__(self, folder) -> None:
+        self.paths = JobPaths(folder / "run")
+        self.paths.create()
+        self.stops = lambda: 0
+        self.events: list[dict] = []
+
+    def run(self, engine, spec=None, plan_=None) -> Outcome:
+        spec = spec or JobSpec(trainers=2, grace=0.01)
+        first = plan_ or plan(spec, HERE, "j", 29500)
+        emit = Recorder(self.paths.events)
+        self.supervisor = Supervisor(
+            spec,
+            first,
+            self.paths.root,
+            engine,
+            emit,
+            lambda: self.stops(),
+            Traces(self.paths),
+            lambda made: self.paths.plan.write_text(made.to_json()),
+        )
+        try:
+            return self.supervisor.supervise()
+        finally:
+            self.events = emit.events
+            emit.close()
+
+    def causes(self) -> list[tuple[int, str]]:
+        return [(end.cause.rank, end.cause.cause) for end in self.supervisor.history.ended if end.cause]
+
+    def names(self) -> list[str]:
+        return [event["event"] for event in self.events]
