@@ -215,12 +215,18 @@ def train(args: argparse.Namespace) -> None:
     network = torch.compile(way.model) if args.compile else way.model
     ledger = job.folder / f"ledger-{job.rank}.jsonl"
     losses: list[tuple[int, int, Tensor]] = []  # epoch, step, this worker's part of the loss
+    own: list[float] = []  # seconds in which this worker waited for no other
 
     def show() -> bool:
         """Record the losses; True where a worker was asked to end, which all workers learn at the same step."""
-        asked = torch.tensor(float(job.asked), dtype=dtype, device=job.device)
-        *values, asking = job.sum(torch.stack([*(loss for _, _, loss in losses), asked])).tolist()
-        for (at_epoch, at_step, _), value in zip(losses, values):
+        more = torch.zeros(1 + job.world_size, dtype=dtype)
+        more[0], more[1 + job.rank] = float(job.asked), sum(own) / max(1, len(losses))
+        sums = job.sum(torch.cat([*(loss.reshape(1) for _, _, loss in losses), more.to(job.device)])).tolist()
+        asking, *seconds = sums[len(losses) :]
+        if losses:
+            job.record(kind="pace", step=losses[-1][1], rank_seconds=seconds)
+        own.clear()
+        for (at_epoch, at_step, _), value in zip(losses, sums):
             if not math.isfinite(value):  # before weights that are lost are saved
                 raise SystemExit(f"error: the loss is {value} at step {at_step}\nhint: a lower --lr")
             job.record(kind="step", epoch=at_epoch, step=at_step, loss=value)
@@ -248,6 +254,7 @@ def train(args: argparse.Namespace) -> None:
         network.train()
         for epoch_step, (mine, total) in enumerate(samples.order.batches(epoch, first), first + 1):
             step = (epoch - 1) * samples.order.steps + epoch_step
+            began = time.perf_counter()
             if args.ledger:
                 entry = {"generation": job.generation, "step": step, "samples": samples.ids[mine].tolist()}
                 append(ledger, [json.dumps(entry)])
@@ -260,7 +267,9 @@ def train(args: argparse.Namespace) -> None:
                 with way.accumulating(last), torch.autocast(job.device.type, half, enabled=args.amp):
                     # The mean over the global batch: gradients are averaged over workers, whose shares may differ.
                     part = F.cross_entropy(network(x), y, reduction="sum") * (0 if idle else 1 / total)
+                    own.append(time.perf_counter() - began)  # the backward pass waits for the other workers
                     scaler.scale(part * job.world_size).backward()
+                began = time.perf_counter()
                 loss += part.detach()
             way.average()
             if args.skew_rank == job.rank:

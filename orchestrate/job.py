@@ -91,7 +91,7 @@ def supervise(
     """
     with lock.held(paths):
         spec, plan = load(paths)
-        follower = logs.Follower(paths, prefixes(plan))
+        follower = logs.Follower(paths, prefixes(plan), marks=False)  # the supervisor itself tells of generations
         if tail:
             follower.skip()
         failure = None

@@ -11,6 +11,7 @@ from pathlib import Path
 from orchestrate.paths import JobPaths, open_regular
 
 CHUNK = 1 << 20  # bytes
+MARK = b"[node] generation "  # how a node begins the part of a log that is another generation's
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, cursor
     r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # window title, clipboard
@@ -27,9 +28,9 @@ def clean(line: bytes) -> str:
 class Follower:
     """Hands out the new lines of one job's logs."""
 
-    def __init__(self, paths: JobPaths, ranks: dict[int, str]) -> None:
-        """`ranks` are the ranks to read, with the prefix of each."""
-        self.paths = paths
+    def __init__(self, paths: JobPaths, ranks: dict[int, str], marks: bool = True) -> None:
+        """`ranks` are the ranks to read, with the prefix of each; `marks`: the nodes' marks of generations, too."""
+        self.paths, self.marks = paths, marks
         self.logs: dict[Path, str] = {}
         self.offsets: dict[Path, int] = {}
         self.partial: dict[Path, bytes] = {}
@@ -56,7 +57,8 @@ class Follower:
             for chunk in self._chunks(path):
                 *lines, self.partial[path] = (self.partial[path] + chunk).split(b"\n")
                 for line in lines:
-                    yield prefix + clean(line)
+                    if self.marks or not line.startswith(MARK):
+                        yield prefix + clean(line)
             if end and self.partial[path]:
                 yield prefix + clean(self.partial[path])
                 self.partial[path] = b""
@@ -94,7 +96,7 @@ def last_words(text: str, generation: int, count: int) -> list[str]:
 
     `text` is the end of its log. What stands before the dump is what it had to say itself.
     """
-    mark = f"[node] generation {generation}"
+    mark = f"{MARK.decode()}{generation}"
     lines = text.rpartition(mark + "\n")[2].splitlines() if generation else text.splitlines()
     if text.endswith(mark):
         return []

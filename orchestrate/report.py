@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +13,16 @@ from orchestrate.plan import Plan
 from orchestrate.restarts import Ended
 from orchestrate.supervisor import Outcome
 
+SLOW = 2.0  # times the others' median; a worker that takes longer holds them up
+ENOUGH = 5  # lines of metrics about the workers' pace that tell something
+
 
 def report(
     plan: Plan,
     outcome: Outcome,
     ended: Sequence[Ended],
     events: Sequence[Event],
-    metrics: Iterable[dict[str, Any]],
+    metrics: Sequence[dict[str, Any]],
     checkpoints: Iterable[Path],
 ) -> dict[str, Any]:
     """The content of report.json; `ended` are the generations, `metrics` what metrics.jsonl holds."""
@@ -40,6 +44,7 @@ def report(
         "left_behind": outcome.left,
         "checkpoints": [str(path) for path in checkpoints],
         "final_metrics": _final(metrics),
+        "pace": _pace(plan, metrics),
     }
 
 
@@ -58,10 +63,38 @@ def text(data: dict[str, Any]) -> str:
         lines += [f"first to fail: {root['summary']}"]
         lines += [f"    {line}" for line in root["last_lines"]]
         lines += [f"whole log: {root['log']}", f"hint: {root['hint']}"]
+    for slow in data["pace"]:
+        if slow["step_s"] > SLOW * slow["others_s"]:
+            own, others = (f"{1000 * slow[key]:.3g} ms" for key in ("step_s", "others_s"))
+            lines += [f"slow: rank {slow['rank']} on {slow['node']} took {own} a step for itself, the others {others}"]
     if data["left_behind"]:
         lines += [f"warning: nodes could not be taken down: {data['left_behind']}"]
         lines += [f"hint: python -m orchestrate stop {data['job_id']}"]
     return "\n".join(lines)
+
+
+def _pace(plan: Plan, metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How long each rank took for itself in a step, where the script says so: in seconds, as medians and percentiles.
+
+    A line of metrics.jsonl says so with `rank_seconds`, a number for each rank: the mean of a few steps, without the
+    time in which it waited for others.
+    """
+    told = [values["rank_seconds"] for values in metrics if isinstance(values.get("rank_seconds"), list)]
+    told = [row for row in told if len(row) == plan.world_size and all(isinstance(value, float) for value in row)]
+    if len(told) < ENOUGH:
+        return []
+    columns = [sorted(column) for column in zip(*told)]
+    middle = [statistics.median(column) for column in columns]
+    return [
+        {
+            "rank": rank,
+            "node": plan.workers[rank].node,
+            "step_s": middle[rank],
+            "step_p95_s": column[int(0.95 * len(column))],
+            "others_s": statistics.median(middle[:rank] + middle[rank + 1 :] or middle),
+        }
+        for rank, column in enumerate(columns)
+    ]
 
 
 def line(event: Event) -> str:

@@ -142,6 +142,18 @@ def test_f37_a_job_that_fails_at_the_same_step_must_end_after_three_generations(
 
 
 @pytest.mark.docker
+def test_f35_a_slow_worker_must_be_named_and_left_alone(cli, docker_engine, nothing_left):
+    job = Background(cli, "docker", "--", "-m", "app.train", "--epochs", "1")
+    eventually(lambda: (cli.run_dir() / "metrics.jsonl").exists() or job.ended_early())
+    docker("update", "--cpus", "0.2", job.node("trainer-2"))
+    assert job.end() == 0
+    assert cli.report()["generations"] == 1
+    assert [line.split(" took ")[0] for line in job.err.splitlines() if line.startswith("slow: ")] == [
+        "slow: rank 2 on trainer-2"
+    ]
+
+
+@pytest.mark.docker
 def test_f36_running_out_of_memory_twice_at_the_same_step_must_end_the_job(cli, docker_engine, nothing_left):
     (cli.folder / "hungry.py").write_text(
         "import os, signal\nif os.environ['RANK'] == '1':\n    x = [b'x' * 1_000_000 for _ in range(10_000)]\n"

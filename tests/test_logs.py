@@ -41,6 +41,14 @@ def test_lines_must_be_handed_out_once_and_whole(tmp_path):
     assert list(follower.lines(end=True)) == []
 
 
+def test_marks_of_generations_must_be_left_out_where_somebody_else_tells_of_them(tmp_path):
+    paths = JobPaths(tmp_path)
+    paths.logs.mkdir()
+    paths.log(0).write_bytes(b"a\n[node] generation 1\nb\n")
+    assert list(Follower(paths, {0: ""}).lines()) == ["a", "[node] generation 1", "b"]
+    assert list(Follower(paths, {0: ""}, marks=False).lines()) == ["a", "b"]
+
+
 def test_the_tail_must_be_the_last_lines_of_a_long_log(tmp_path):
     path = tmp_path / "log"
     path.write_text("".join(f"{i}\n" for i in range(100_000)))
