@@ -10,7 +10,8 @@ import contextlib
 from contextlib import AbstractContextManager
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from app.job import Job
@@ -35,6 +36,19 @@ class Strategy:
         elif job.world_size > 1:
             for tensor in net.state_dict().values():  # all begin with rank 0's weights, as DDP sees to by itself
                 dist.broadcast(tensor, src=0)
+
+    def settle(self, x: Tensor, y: Tensor) -> None:
+        """Have DDP see one backward pass, after which it arranges its buckets anew, once.
+
+        The place of a gradient in its bucket decides the order in which the workers' parts are added, and with more
+        than two workers the last bit of the sum. Without this the first step after a resume would differ from the
+        same step of a run that was not interrupted. Weights, buffers and random numbers stay as they are.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            self.net.eval()
+            F.cross_entropy(self.model(x), y).backward()
+            self.net.zero_grad()
+            self.net.train()
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Around the forward and backward pass of a part of a batch; gradients travel with the last part alone."""

@@ -212,6 +212,7 @@ def train(args: argparse.Namespace) -> None:
             job.say(f"resumed after step {found[1]['step']}, in epoch {start}")
 
     way = strategy.Strategy(args.strategy, job, net)
+    way.settle(data.normalised(samples.images[:1], dtype), samples.labels[:1])
     network = torch.compile(way.model) if args.compile else way.model
     ledger = job.folder / f"ledger-{job.rank}.jsonl"
     losses: list[tuple[int, int, Tensor]] = []  # epoch, step, this worker's part of the loss

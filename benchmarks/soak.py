@@ -207,6 +207,24 @@ def ledger(run: Path) -> dict[int, list[int]]:
     return {step: sorted(found[max(found)]) for step, found in sorted(steps.items())}
 
 
+def losses(run: Path) -> dict[int, float]:
+    """By step: the loss, of the last generation that did it."""
+    found = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if values.get("kind") == "step":
+            found[values["step"]] = values["loss"]
+    return found
+
+
+def first_difference(one: dict[int, Any], other: dict[int, Any]) -> int | str:
+    """The first step at which two runs differ."""
+    return min((step for step in one if one[step] != other.get(step)), default="none")
+
+
 def executed(run: Path) -> int:
     """How many steps rank 0 has done, those included that were lost."""
     return (run / "ledger-0.jsonl").read_text().count("\n")
@@ -289,6 +307,7 @@ def main(arguments: list[str]) -> int:
                 "causes found right": f"{sum(found == cause for cause, found in told)} of {len(told)}",
                 "generations": report["generations"],
                 "weights are bit-identical": all(torch.equal(one[name], other[name]) for name in one),
+                "first loss that differs": first_difference(losses(calm.run), losses(job.run)),
                 "sample ledger is exact": ledger(calm.run) == ledger(job.run),
                 "left behind": left(job) or "nothing",
                 "seconds": round(report["duration_s"], 1),
