@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from orchestrate import __version__, commands, errors, job, lock
+from orchestrate import __version__, cluster, commands, errors, job, lock
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import JobPaths
-from orchestrate.plan import plan
+from orchestrate.plan import Inventory, plan
 from orchestrate.report import text
 from orchestrate.spec import JobSpec, read_file, read_set, resolve
 
@@ -29,6 +29,12 @@ FLAGS = {  # fields of the job file that are flags, too
     "max_run": "2h",
     "max_restarts": "N",
     "min_trainers": "N",
+    "spares": "N",
+}
+RUN_COMMANDS = {
+    "run": "run a job to its end",
+    "plan": "print who would be which rank, and end",
+    "up": "bring up nodes that stay, for jobs to come",
 }
 JOB_COMMANDS = {
     "logs": "print the workers' output",
@@ -64,12 +70,12 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=__version__)
     kinds = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for name, description in (("run", "run a job to its end"), ("plan", "print who would be which rank, and end")):
+    for name, description in RUN_COMMANDS.items():
         command = kinds.add_parser(
             name,
             help=description,
             description=f"{description[0].upper()}{description[1:]}.",
-            usage="%(prog)s [JOB.yaml] [options] [-- SCRIPT ARGS | -- -m MODULE ARGS]",
+            usage="%(prog)s [JOB.yaml] [options]" + " [-- SCRIPT ARGS | -- -m MODULE ARGS]" * (name != "up"),
         )
         command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; flags win over it")
         for field in dataclasses.fields(JobSpec):
@@ -83,7 +89,11 @@ def parser() -> Parser:
                 "--detach", action="store_true", help="leave the job to a supervisor in the background"
             )
         _add_runs(command)
-    _add_runs(kinds.add_parser("ps", help="list the jobs that have nodes", description="List the jobs."))
+    command = kinds.add_parser("down", help="take down what up brought up", description="Take a cluster down.")
+    command.add_argument("cluster", metavar="CLUSTER", help="its name, or how it begins")
+    command.add_argument("--dry-run", action="store_true", help="print what would be removed, and end")
+    _add_runs(command)
+    _add_runs(kinds.add_parser("ps", help="list what has nodes", description="List the jobs and clusters."))
     for name, description in JOB_COMMANDS.items():
         command = kinds.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
         command.add_argument("job", metavar="JOB", help="its id, or how it begins")
@@ -105,7 +115,7 @@ def main(argv: list[str]) -> int:
     words, script = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
     try:
         args = parser().parse_args(words)
-        if args.command in ("run", "plan"):
+        if args.command in RUN_COMMANDS and not (args.command == "up" and script is not None):
             return _run(args, script)
         if script is not None:
             raise UsageError(f"{args.command} takes nothing behind --", f"python -m orchestrate {args.command} --help")
@@ -129,11 +139,14 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     if script is not None:
         layers.append({"command": script})
     spec = job.check_script(resolve(*layers))
+    if args.command == "up":
+        return _up(spec, args.runs)
     dry = args.command == "plan" or args.dry_run
     engine = commands.engine_of(spec)
     job_id = job.new_id(spec)
     paths = JobPaths(args.runs.resolve() / job_id)
-    made = plan(spec, engine.inventory(spec, paths.root, prepare=not dry), job_id, engine.port(0))
+    inventory = engine.inventory(spec, paths.root, prepare=not dry)
+    made = plan(spec, _place(spec, inventory, job_id, paths.root.parent), job_id, engine.port(0))
     if dry:
         print(made)
         return errors.SUCCEEDED
@@ -148,6 +161,26 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     with contextlib.suppress(BrokenPipeError):  # the job's end is not its reader's
         print(args.runs / job_id, flush=True)
     return commands.exit_code(data)
+
+
+def _up(spec: JobSpec, runs: Path) -> int:
+    name = spec.name or "cluster"
+    made = cluster.bring_up(commands.engine_of(spec), dataclasses.replace(spec, name=name), runs.resolve())
+    commands.say(f"{len(made.plan.nodes)} nodes are up, for jobs from {made.plan.inventory.code}")
+    commands.say(f"hint: python -m orchestrate run uses them; python -m orchestrate down {made.name} removes them")
+    print(made.name)
+    return errors.SUCCEEDED
+
+
+def _place(spec: JobSpec, inventory: Inventory, job_id: str, runs: Path) -> Inventory:
+    """The nodes of the first cluster that fits a job; its own where none does, with the reasons."""
+    for one in cluster.found(runs):
+        placed = one.place(inventory, job_id)
+        differences = one.differences(spec, plan(spec, placed, job_id, 0))
+        if not differences:
+            return placed
+        commands.say(f"{one.name} does not fit: {'; '.join(differences)}")
+    return inventory
 
 
 def _detach(run: Path) -> None:

@@ -6,14 +6,13 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrate import errors, job, lock, logs
+from orchestrate import cluster, errors, job, lock, logs
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.generation import BY_MAX_RUN
 from orchestrate.paths import JobPaths
@@ -83,10 +82,11 @@ def _engines() -> list[Engine]:
 
 def ps(args: argparse.Namespace) -> int:
     """The jobs that have nodes."""
-    rows = [("JOB", "ENGINE", "NODES", "STATE", "RUN")]
+    rows = [("JOB OR CLUSTER", "ENGINE", "NODES", "STATE", "RUN")]
     for engine in _engines():
         for state in engine.jobs():
-            word = "running" if lock.holder(JobPaths(state.run)) else "without supervisor"
+            busy = lock.holder(JobPaths(state.run.parent if state.cluster else state.run))
+            word = "running" if busy else "idle" if state.cluster else "without supervisor"
             rows.append((state.job_id, state.engine, str(state.nodes), word, str(state.run)))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
@@ -94,10 +94,30 @@ def ps(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
+def down(args: argparse.Namespace) -> int:
+    """Take a cluster down."""
+    chosen = [one for one in cluster.found(args.runs.resolve()) if one.name.startswith(args.cluster)]
+    if len(chosen) != 1:
+        known = ", ".join(one.name for one in chosen or cluster.found(args.runs.resolve())) or f"none in {args.runs}"
+        which = "several clusters" if chosen else "no cluster"
+        raise UsageError(f"{which} {args.cluster}", f"clusters here: {known}")
+    name = chosen[0].name
+    if args.dry_run:
+        for thing in [thing for _, thing in _held(_engines(), name)] + [f"folder {chosen[0].paths.root}"]:
+            print(thing)
+        return errors.SUCCEEDED
+    if supervisor := lock.holder(chosen[0].paths):
+        raise UsageError(f"a job uses {name} (process {supervisor})", "python -m orchestrate ps; then stop that job")
+    cluster.take_down(engine_of(dataclasses.replace(chosen[0].spec, engine=chosen[0].plan.engine)), chosen[0], grace=30)
+    say(f"{name} is down")
+    return errors.SUCCEEDED
+
+
 def _find(args: argparse.Namespace, states: list[JobState]) -> Path:
     """The run directory of the job that `args.job` names or begins, living or ended."""
-    living = {state.job_id: state.run for state in states}
-    runs: dict[str, Path] = {path.parent.name: path.parent for path in args.runs.resolve().glob("*/plan.json")} | living
+    living = {state.job_id: state.run for state in states if not state.cluster}
+    folders = [path.parent for path in args.runs.resolve().glob("*/plan.json") if not path.with_name("nodes").is_dir()]
+    runs: dict[str, Path] = {folder.name: folder for folder in folders} | living
     found = [args.job] if args.job in runs else [name for name in living if name.startswith(args.job)]
     found = found or sorted(name for name in runs if name.startswith(args.job))
     if len(found) != 1:
@@ -249,10 +269,7 @@ def rm(args: argparse.Namespace) -> int:
             print(thing)
         return errors.SUCCEEDED
     _remove(paths, holding)
-    try:
-        shutil.rmtree(paths.root)
-    except OSError as error:
-        raise OrchestrateError(f"{paths.root} cannot be removed: {error}", "see who owns what is in it") from None
+    job.remove(paths)
     say(f"{name} is removed")
     return errors.SUCCEEDED
 
@@ -266,4 +283,4 @@ def _held(engines: list[Engine], name: str) -> list[tuple[Engine, str]]:
     return [(engine, thing) for engine in engines for thing in engine.holds(name)]
 
 
-BY_NAME = {"ps": ps, "logs": show_logs, "attach": attach, "wait": wait, "stop": stop, "rm": rm}
+BY_NAME = {"ps": ps, "down": down, "logs": show_logs, "attach": attach, "wait": wait, "stop": stop, "rm": rm}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import queue
 import re
 import secrets
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,11 +61,30 @@ def check_script(spec: JobSpec) -> JobSpec:
 def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     """Write down what the job is; raises UsageError where its files cannot be written."""
     try:
-        paths.create()
+        if plan.home != plan.job_id:
+            inside = JobPaths(paths.root.parent / plan.home / "nodes" / plan.job_id)
+            inside.create()
+            paths.root.symlink_to(inside.root.relative_to(paths.root.parent))
+        else:
+            paths.create()
         paths.spec.write_text(spec.to_yaml())
         keep(paths, plan)
     except OSError as error:
         raise UsageError(f"cannot write to {paths.root}: {error.strerror}", "--runs names another folder") from None
+
+
+def bring_home(paths: JobPaths, inside: Path) -> None:
+    """Put the files of a job, which are `inside` the folder of a cluster's nodes, in the place of the link to them."""
+    paths.root.unlink(missing_ok=True)
+    inside.rename(paths.root)
+
+
+def remove(paths: JobPaths) -> None:
+    """Remove a job's files; raises OrchestrateError where that cannot be."""
+    try:
+        shutil.rmtree(paths.root)
+    except OSError as error:
+        raise OrchestrateError(f"{paths.root} cannot be removed: {error}", "see who owns what is in it") from None
 
 
 def keep(paths: JobPaths, plan: Plan) -> None:
@@ -89,8 +110,13 @@ def supervise(
     have written before. Raises OrchestrateError where the job could not start, BlockingIOError where another process
     supervises it.
     """
-    with lock.held(paths):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(lock.held(paths))
         spec, plan = load(paths)
+        folder = paths.root
+        if plan.home != plan.job_id:
+            folder = paths.root.resolve().parent
+            stack.enter_context(lock.held(JobPaths(folder.parent)))
         follower = logs.Follower(paths, prefixes(plan), marks=False)  # the supervisor itself tells of generations
         if tail:
             follower.skip()
@@ -107,7 +133,7 @@ def supervise(
 
             emit = Recorder(paths.events, tell)
             emit("supervisor_started", job_id=plan.job_id)
-            supervisor = Supervisor(spec, plan, paths.root, engine, emit, stops, Traces(paths), renew)
+            supervisor = Supervisor(spec, plan, folder, engine, emit, stops, Traces(paths), renew)
             try:
                 outcome = supervisor.supervise()
             except OrchestrateError as error:
@@ -119,6 +145,8 @@ def supervise(
             write_whole(paths.report, json.dumps(data, indent=2) + "\n")
         except OSError as error:  # the job has ended all the same
             show(f"warning: {paths.report} cannot be written: {error.strerror}")
+        if paths.root.is_symlink():
+            bring_home(paths, paths.root.resolve())
     if failure:
         raise failure
     return data

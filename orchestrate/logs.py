@@ -103,7 +103,7 @@ def last_words(text: str, generation: int, count: int) -> list[str]:
     fatal = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
     if not fatal:
         return lines[-count:]
-    dump = lines[fatal[-1] :]
+    dump = [line for line in lines[fatal[-1] :] if "/orchestrate/node/zygote.py" not in line]
     current = [i for i, line in enumerate(dump) if line.startswith("Current thread")]
     stack = dump[current[0] :] if current else dump[1:]
     head = lines[max(0, fatal[-1] - count // 3) : fatal[-1] + 1]

@@ -25,6 +25,8 @@ class Inventory:
     interface: str  # the one network interface for gloo and NCCL
     job_dir: str  # the run directory, as a worker sees it
     code: str = ""  # the folder of this machine in which the command runs
+    preload: tuple[str, ...] = ()  # the modules that nodes import before there is a worker
+    cluster: str = ""  # whose nodes are used, and stay, where they are not the job's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,11 @@ class Plan:
         return self.inventory.engine
 
     @property
+    def home(self) -> str:
+        """The name under which its nodes exist: the cluster's, or its own id."""
+        return self.inventory.cluster or self.job_id
+
+    @property
     def world_size(self) -> int:
         """How many workers there are."""
         return len(self.workers)
@@ -72,9 +79,11 @@ class Plan:
         width = max(map(len, self.nodes))
         lines = [
             f"job {self.job_id}: {_count(len(self.nodes), 'node')} × {_count(self.nproc_per_node, 'worker')}, "
-            + backend,
+            + backend
+            + (f", on {self.inventory.cluster}" if self.inventory.cluster else ""),
             f"{self.inventory.about}, master at {first['MASTER_ADDR']}:{first['MASTER_PORT']}, "
-            f"{_count(int(first['OMP_NUM_THREADS']), 'thread')} per worker",
+            f"{_count(int(first['OMP_NUM_THREADS']), 'thread')} per worker"
+            + (", warm" if self.inventory.preload else ""),
         ]
         for worker in self.workers:
             local = f"local rank {worker.env['LOCAL_RANK']}"
@@ -82,9 +91,9 @@ class Plan:
         return "\n".join(lines)
 
 
-def names(spec: JobSpec) -> tuple[str, ...]:
-    """The nodes that a job wants."""
-    return ("master", *(f"trainer-{i}" for i in range(1, spec.trainers + 1)))
+def names(spec: JobSpec, spares: bool = False) -> tuple[str, ...]:
+    """The nodes that a job wants; with its spare ones, where they are asked for."""
+    return ("master", *(f"trainer-{i}" for i in range(1, spec.trainers + 1 + spec.spares * spares)))
 
 
 def in_order(nodes: Iterable[str]) -> tuple[str, ...]:
@@ -118,7 +127,8 @@ def plan(
             "or train with gloo on CPU (--gpus none)",
         )
     machine = {"host": "", "cpus": inventory.cpus, "gpus": list(gpus)}
-    address = inventory.master_addr or (nodes[0] if nodes[0] == "master" else f"{job_id}-{nodes[0]}")
+    home = inventory.cluster or job_id
+    address = inventory.master_addr or (nodes[0] if nodes[0] == "master" else f"{home}-{nodes[0]}")
     envs = assign([machine for _ in nodes], nproc, address, port, job_id, inventory.interface)
     restarts = {"TORCHELASTIC_RESTART_COUNT": str(generation), "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts)}
     workers = [
@@ -146,7 +156,8 @@ def plan(
 def read_plan(text: str) -> Plan:
     """The plan that `to_json` wrote; raises ValueError, TypeError or KeyError for anything else."""
     values = json.loads(text)
-    inventory = Inventory(**values["inventory"] | {"gpus": tuple(values["inventory"]["gpus"])})
+    lists = {name: tuple(values["inventory"][name]) for name in ("gpus", "preload")}
+    inventory = Inventory(**values["inventory"] | lists)
     workers = tuple(WorkerPlan(**worker) for worker in values["workers"])
     tuples = {name: tuple(values[name]) for name in ("command", "nodes", "gpus")}
     return Plan(**values | tuples | {"inventory": inventory, "workers": workers})

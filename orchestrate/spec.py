@@ -109,6 +109,19 @@ def _rules(value: Any) -> list[dict[str, Any]]:
     return rules
 
 
+def _truth(value: Any) -> bool:
+    if value in (True, False, "true", "false"):
+        return value in (True, "true")
+    raise ValueError("true or false")
+
+
+def _modules(value: Any) -> list[str]:
+    names = value.split() if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", str(name)) for name in names):
+        raise ValueError("a list of modules")
+    return [str(name) for name in names]
+
+
 def _patience(value: Any) -> float | None:
     return None if value in (None, "none") else _duration(value)
 
@@ -148,7 +161,11 @@ class JobSpec:
     min_trainers: int | None = _field(
         None, _optional(_integer(0, MOST_TRAINERS)), "go on with so few where a node cannot come back"
     )
+    spares: int = _field(0, _integer(0, MOST_TRAINERS), "more nodes that wait for the place of one that is lost")
     hang_after: float | None = _field(600.0, _patience, "of silence and idleness before a job counts as hung; or none")
+
+    warm: bool = _field(True, _truth, "fork workers from a process that has imported torch already")
+    preload: list[str] = _field([], _modules, "more modules that such a process imports")
 
     def to_yaml(self) -> str:
         """The job as a job file that resolves to this very spec."""

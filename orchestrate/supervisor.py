@@ -47,6 +47,7 @@ class Supervisor:
     ) -> None:
         """`plan` is that of the newest generation, and `keep` writes down the plan of each new one.
 
+        `run` is the folder that nodes see: the job's, or that of its cluster, in which the job's is.
         `stops()` is how often somebody has asked the job to stop.
         """
         self.spec, self.plan, self.run, self.engine = spec, plan, run, engine
@@ -78,6 +79,9 @@ class Supervisor:
         try:
             grace = 0 if self.stops() > 1 else self.spec.grace
             if self.met:
+                self.engine.down(grace)
+            elif self.plan.inventory.cluster:
+                self.engine.adopt(self.spec, self.plan, self.run)
                 self.engine.down(grace)
             else:  # what another supervisor has left; this one has not asked for any node
                 self.engine.remove(self.plan.job_id, grace)
@@ -141,21 +145,26 @@ class Supervisor:
         self.emit("nodes_starting", nodes=len(wanted), engine=self.plan.engine)
         self._end_rejoining()
         error = ""
+        everything = replace(self._planned(wanted, number), nodes=names(self.spec, spares=True))
         try:
-            self._try_up(self._planned(wanted, number), TRIES if number else 1)
+            if number and self.spec.spares and len(self.engine.alive()) >= len(wanted):
+                # A spare node takes the place of one that is lost; that one comes back meanwhile.
+                self.rejoining = self.pool.submit(self.engine.up, self.spec, everything, self.run)
+            else:
+                self._try_up(everything, TRIES if number else 1)
         except EngineLost:
             raise
         except EngineError as lacking:
-            if not number or self.spec.min_trainers is None:
+            if not number or (self.spec.min_trainers is None and len(self.engine.alive()) < len(wanted)):
                 raise
             error = str(lacking)
             self.rejoin_at = time.monotonic() + self.rejoin_delay
         nodes = in_order(self.engine.alive())[: len(wanted)]
-        least = (self.spec.min_trainers if error else self.spec.trainers) or 0
-        if len(nodes) < least + 1:
+        missing = len(wanted) - len(nodes)
+        if missing > (self.spec.trainers - (self.spec.min_trainers or 0) if error else 0):
             raise EngineError(error or f"{len(nodes)} of {len(wanted)} nodes are alive")
-        if error:
-            self.emit("nodes_missing", nodes=list(nodes), missing=len(wanted) - len(nodes), error=error)
+        if missing:
+            self.emit("nodes_missing", nodes=list(nodes), missing=missing, error=error)
         self.emit("nodes_up", nodes=list(nodes))
         self.plan = self._planned(nodes, number)
         self._write(lambda: self.keep(self.plan))

@@ -123,7 +123,7 @@ class Cli:
 
     def run_dir(self) -> Path:
         """The one job's run directory."""
-        (found,) = self.folder.glob("runs/*")
+        (found,) = (path for path in self.folder.glob("runs/*") if not (path / "nodes").exists())
         return found
 
     def log(self, rank: int) -> str:

@@ -45,30 +45,19 @@ class Background:
         except (ValueError, OSError):
             return False
 
-    def node(self, name: str) -> str:
-        """The container of a node."""
-        return (
-            docker("ps", "-aq", "--filter", f"name={self.cli.run_dir().name}-{name}$").strip()
-            or docker("ps", "-aq", "--filter", f"name={self.cli.run_dir().name}-{name}-1$").strip()
-        )
+    def home(self) -> str:
+        """The name under which the nodes exist: the job's, or that of its cluster."""
+        run = self.cli.run_dir()
+        return json.loads((run / "plan.json").read_text())["inventory"]["cluster"] or run.name
 
-    def node_pid(self, name: str) -> int:
-        """The process of a node."""
-        if self.engine == "docker":
-            return int(docker("inspect", "--format", "{{.State.Pid}}", self.node(name)))
-        socket = f"/tmp/orchestrate-{os.getuid()}/{self.cli.run_dir().name}/{name}.sock"
-        nodes = subprocess.run(["pgrep", "-f", "orchestrate/node$"], capture_output=True, text=True, check=True)
-        for pid in map(int, nodes.stdout.split()):
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                if f"NODE_SOCKET={socket}".encode() in file.read().split(b"\0"):
-                    return pid
-        raise AssertionError(f"no process listens at {socket}")
+    def node(self, name: str) -> str:
+        return container(self.home(), name)
 
     def kill_node(self, name: str) -> None:
-        if self.engine == "docker":
-            docker("kill", self.node(name))
-        else:
-            os.kill(self.node_pid(name), signal.SIGKILL)
+        kill_node(self.engine, self.home(), name)
+
+    def node_pid(self, name: str) -> int:
+        return node_pid(self.engine, self.home(), name)
 
     def kill_worker(self, rank: int, number: int = signal.SIGKILL) -> None:
         pid = int(re.findall(r"pid (\d+)", self.cli.log(rank))[-1])
@@ -92,6 +81,32 @@ class Background:
         """Step and generation of each line that the script count.py wrote."""
         found = re.findall(r"^step (\d+) in (\d+)$", self.cli.log(rank), re.M)
         return [(int(step), int(generation)) for step, generation in found]
+
+
+def container(home: str, name: str) -> str:
+    """The container of a node."""
+    names = (f"{home}-{name}$", f"{home}-{name}-1$")
+    return next(filter(None, (docker("ps", "-aq", "--filter", f"name={one}").strip() for one in names)), "")
+
+
+def node_pid(engine: str, home: str, name: str) -> int:
+    """The process of a node."""
+    if engine == "docker":
+        return int(docker("inspect", "--format", "{{.State.Pid}}", container(home, name)))
+    socket = f"/tmp/orchestrate-{os.getuid()}/{home}/{name}.sock"
+    nodes = subprocess.run(["pgrep", "-f", "orchestrate/node$"], capture_output=True, text=True, check=True)
+    for pid in map(int, nodes.stdout.split()):
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            if f"NODE_SOCKET={socket}".encode() in file.read().split(b"\0"):
+                return pid
+    raise AssertionError(f"no process listens at {socket}")
+
+
+def kill_node(engine: str, home: str, name: str) -> None:
+    if engine == "docker":
+        docker("kill", container(home, name))
+    else:
+        os.kill(node_pid(engine, home, name), signal.SIGKILL)
 
 
 def complete(steps: list[tuple[int, int]], last: int) -> bool:

@@ -31,13 +31,18 @@ class Doing:
 
 @dataclass(frozen=True)
 class JobState:
-    """A job whose nodes exist, as `ps` shows it."""
+    """A job or a cluster whose nodes exist, as `ps` shows it."""
 
     job_id: str
     engine: str
     nodes: int
-    run: Path
+    run: Path  # the folder that they see
     owner: int  # the user id of whoever started it
+
+    @property
+    def cluster(self) -> bool:
+        """Whether the nodes are those of a cluster."""
+        return self.run.name == "nodes"
 
 
 def knows(status: dict[str, Any], generation: int, rank: int) -> bool:

@@ -25,6 +25,7 @@ LABEL = "orchestrate.job"
 RECONCILE = 2.0  # seconds between two looks at the truth, in case the event stream has lost something
 SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has gone itself
 ANSWERS = 10.0  # seconds that a node may take to tell of its workers
+SIGNS = 0.2  # seconds after a worker's end in which the engine tells what happened around it
 DYING = 5.0  # seconds that a container takes to die, at most
 NODE = ["python", "/opt/orchestrate/node"]
 
@@ -36,11 +37,13 @@ class DockerEngine:
         """Connect; raises EngineError where no engine answers."""
         self.daemon = Daemon()
         self.client, self.info = self.daemon.client, self.daemon.info
-        self.job_id, self.network = "", ""
+        self.home, self.network = "", ""  # the name under which the job's nodes exist
+        self.stays = False  # whether they outlive the job
         self.env: dict[str, str] = {}
         self.nodes: dict[str, Container] = {}
         self.execs: dict[str, tuple[int, str]] = {}  # exec id: rank and the id of its container
         self.ended: list[Exit] = []  # known already, without an event
+        self.heard: dict[int, float] = {}  # rank: when its end was heard of, by the monotonic clock
         self.events: Events | None = None
         self.signs: dict[str, set[str]] = {}  # container id: what events have said of it
         self.dying: set[str] = set()  # ids of containers whose stubs were killed
@@ -60,14 +63,14 @@ class DockerEngine:
     def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
         """Have Compose bring up the nodes that are not there, or not well."""
         self._settle(spec, plan, run)
-        if len(self._well_nodes()) == len(plan.nodes):
+        if len(self._well_nodes()) >= len(plan.nodes):
             return
         self._mend()
         scale = f"trainer={len(plan.nodes) - 1}"
         arguments = ("--detach", "--no-build", "--no-recreate", "--pull", "never", "--scale", scale)
         self._project("up", *arguments, "master", "trainer")
         missing = len(plan.nodes) - len(self._well_nodes())
-        if missing:
+        if missing > 0:
             raise EngineError(f"Compose did not bring up {missing} of {len(plan.nodes)} nodes", "see docker compose ls")
 
     def _mend(self) -> None:
@@ -131,7 +134,7 @@ class DockerEngine:
 
     def explain(self, end: Exit, node: str) -> str:
         """Tell what events have said of the worker's container, and whether it runs."""
-        late = self.wait(timeout=0.2)  # what happened around that end
+        late = self.wait(max(0.0, self.heard.get(end.rank, 0.0) + SIGNS - time.monotonic()))
         self.ended = late + self.ended
         container = self.nodes.get(node)
         signs = self.signs.get(str(container.id), set()) if container else set()
@@ -173,11 +176,18 @@ class DockerEngine:
         self.daemon.each(found, lambda node: node.remove(force=True, v=True))
 
     def down(self, grace: float) -> None:
-        """Remove nodes and network."""
+        """Remove nodes and network; of a cluster, clean the nodes, and remove those that do not let themselves be."""
         if self.events is not None:
             self.events.close()
-        if self.job_id:
+        if self.stays:
+            self.daemon.each(self._look().values(), self._clean)
+        elif self.home:
             self._project("down", "--volumes", "--remove-orphans", "--timeout", str(int(grace)))
+
+    def _clean(self, node: Container) -> None:
+        done = within(ANSWERS, lambda: node.exec_run([*NODE, "clean"]))
+        if done is None or done.exit_code:
+            node.remove(force=True, v=True)
 
     # --- from another shell
 
@@ -218,9 +228,9 @@ class DockerEngine:
         for path in (str(run), code):
             if ":" in path:
                 raise EngineError(f"Compose cannot mount {path}, for the colon in it", "take a folder without a colon")
-        self.job_id, self.network = plan.job_id, f"{plan.job_id}_job"
+        self.home, self.network, self.stays = plan.home, f"{plan.home}_job", bool(plan.inventory.cluster)
         self.env = {
-            "JOB_ID": plan.job_id,
+            "JOB_ID": self.home,
             "JOB_OWNER": str(os.getuid()),
             "NODE_MODE": "wait",
             "NODE_IMAGE": spec.image,
@@ -233,6 +243,7 @@ class DockerEngine:
             "NODE_MEMORY": spec.memory or "0",
             "NODE_CPUS": str(spec.cpus or 0),
             "NODE_GRACE": str(spec.grace),
+            "NODE_PRELOAD": " ".join(plan.inventory.preload),
         }
         if self.events is None:
             self.events = Events(self.daemon, self._ours)
@@ -248,7 +259,7 @@ class DockerEngine:
         """The job's containers by the names of their nodes; one that is dying is waited for."""
         deadline = time.monotonic() + DYING
         while True:
-            found = {_node_name(node): node for node in self.daemon.containers(f"{LABEL}={self.job_id}")}
+            found = {_node_name(node): node for node in self.daemon.containers(f"{LABEL}={self.home}")}
             if time.monotonic() > deadline or not any(
                 node.id in self.dying and node.status == "running" for node in found.values()
             ):
@@ -297,7 +308,7 @@ class DockerEngine:
 
     def _ours(self, event: dict[str, Any]) -> bool:
         attributes = event["Actor"]["Attributes"]
-        return self.job_id in (attributes.get(LABEL), attributes.get("name", "").removesuffix("_job"))
+        return self.home in (attributes.get(LABEL), attributes.get("name", "").removesuffix("_job"))
 
     def _read(self, event: dict[str, Any]) -> list[Exit]:
         """What an event tells: the end of a worker, or that it is time to look at the truth."""
@@ -340,6 +351,7 @@ class DockerEngine:
         if exec_id not in self.execs:
             return []
         rank, container = self.execs.pop(exec_id)
+        self.heard[rank] = time.monotonic()
         if code == LOST:  # the stub was killed: so is its container, though it may still look well
             self.dying.add(container)
         return [Exit(rank, LOST if code == WORKER_KILLED else code)]
@@ -355,7 +367,7 @@ class DockerEngine:
             time.sleep(0.2)
 
     def _project(self, *arguments: str) -> None:
-        self.daemon.compose("--project-name", self.job_id, "--profile", "gpu", *arguments, env=self.env, capture=True)
+        self.daemon.compose("--project-name", self.home, "--profile", "gpu", *arguments, env=self.env, capture=True)
 
 
 def _node_name(container: Container) -> str:

@@ -12,6 +12,7 @@ from orchestrate.errors import EngineError, ResourceError
 from orchestrate.node.ranks import gpu_ids
 from orchestrate.paths import code_folder
 from orchestrate.plan import Inventory
+from orchestrate.preload import preload
 from orchestrate.spec import IMAGE, JobSpec
 
 
@@ -25,6 +26,7 @@ def inventory(daemon: Daemon, spec: JobSpec, prepare: bool) -> Inventory:
     if spec.gpus != "none" and runtime:
         gpus = _gpus(daemon, spec) if present else ()
         no_gpus = "the engine's NVIDIA runtime finds no GPU" if present else f"no image {spec.image} to look with"
+    code = code_folder(spec.command)
     return Inventory(
         engine="docker",
         about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}",
@@ -34,7 +36,8 @@ def inventory(daemon: Daemon, spec: JobSpec, prepare: bool) -> Inventory:
         master_addr="",
         interface="eth0",
         job_dir="/job",
-        code=str(code_folder(spec.command)),
+        code=str(code),
+        preload=preload(spec, code),
     )
 
 

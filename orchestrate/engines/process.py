@@ -24,8 +24,10 @@ from orchestrate.engines import LOST, Doing, Exit, JobState, knows
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.node.ranks import gpus
 from orchestrate.node.wait import ask
+from orchestrate.node.warm import POSSIBLE
 from orchestrate.paths import NODE, PROJECT, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan
+from orchestrate.preload import preload
 from orchestrate.spec import JobSpec
 
 LIMITS = ("image", "memory", "cpus", "shm_size")  # what only containers have
@@ -69,6 +71,7 @@ class ProcessEngine:
         self.state = Path(f"/tmp/orchestrate-{os.getuid()}")  # not $TMPDIR: a socket's path has 104 characters at most
         self.folder = Path()
         self.cwd = ""
+        self.stays = False  # whether the nodes outlive the job
         self.nodes: dict[str, _Node] = {}
         self.selector = selectors.DefaultSelector()
         self.ended: list[Exit] = []  # known already when the workers were taken up
@@ -90,6 +93,7 @@ class ProcessEngine:
             interface="lo" if sys.platform == "linux" else "lo0",
             job_dir=str(run),
             code=str(code),
+            preload=preload(spec, code) if POSSIBLE else (),
         )
 
     def port(self, generation: int) -> int:
@@ -105,7 +109,7 @@ class ProcessEngine:
             with contextlib.suppress(FileExistsError):
                 (self.folder / "run").symlink_to(run)
             lacking = [name for name in plan.nodes if name not in self.nodes or not self.nodes[name].alive()]
-            fresh = [self._spawn(name, spec) for name in lacking]
+            fresh = [self._spawn(name, spec, plan.inventory.preload) for name in lacking]
         except OSError as error:
             raise EngineError(f"a node does not start: {error}") from None
         deadline = time.monotonic() + 60
@@ -114,10 +118,11 @@ class ProcessEngine:
                 raise EngineError("a node did not start", f"try it by hand: NODE_MODE=wait {sys.executable} {NODE}")
             time.sleep(0.01)
 
-    def _spawn(self, name: str, spec: JobSpec) -> _Node:
+    def _spawn(self, name: str, spec: JobSpec, preload: tuple[str, ...]) -> _Node:
         path = self.folder / f"{name}.sock"
         path.unlink(missing_ok=True)
         env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(path), "NODE_GRACE": str(spec.grace)}
+        env |= {"NODE_PRELOAD": " ".join(preload)}
         child = subprocess.Popen(
             [sys.executable, str(NODE)],
             env=env,
@@ -201,9 +206,16 @@ class ProcessEngine:
         _end([self.nodes[name] for name in nodes], 0, (signal.SIGKILL,))
 
     def down(self, grace: float) -> None:
-        """End the nodes, with what still runs in them."""
-        _end(list(self.nodes.values()), grace)
+        """End the nodes, with what still runs in them; those of a cluster only forget the job."""
         self._forget()
+        if self.stays:
+            for node in self.nodes.values():
+                try:
+                    ask(str(node.path), {"clean": True}, ANSWERS)
+                except OSError:
+                    _end([node], 0, (signal.SIGKILL,))
+            return
+        _end(list(self.nodes.values()), grace)
         if self.folder.name:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -234,7 +246,7 @@ class ProcessEngine:
 
     def _settle(self, plan: Plan) -> None:
         """Know the job, and the nodes of it that listen."""
-        self.folder, self.cwd = self.state / plan.job_id, plan.inventory.code
+        self.folder, self.cwd, self.stays = self.state / plan.home, plan.inventory.code, bool(plan.inventory.cluster)
         for path in self.folder.glob("*.sock"):
             pid = _listener(path)
             if pid and (path.stem not in self.nodes or not self.nodes[path.stem].alive()):

@@ -4,7 +4,8 @@ It takes work in one of three ways (`NODE_MODE`; without it, `given` where `RANK
 
     wait    An orchestrator is in charge. The node listens on a Unix socket; `node worker CMD…`, started in the node
             with a worker's environment, hands over both, stays as long as the worker and exits with its code.
-            `node watch RANK` does the same for a worker that runs already; `node status` prints what the node knows.
+            `node watch RANK` does the same for a worker that runs already; `node status` prints what the node knows;
+            `node clean` makes it ready for another job. It imports `NODE_PRELOAD` ahead, and forks workers from that.
     join    Plain `docker compose up`. Trainers register with the master; the master ranks them in Compose's order,
             gives each node its own GPUs, and ends the whole gang when one worker fails.
     given   Somebody else (Swarm, Kubernetes, Slurm) has set `RANK` and `WORLD_SIZE`: one worker starts at once.
@@ -60,6 +61,8 @@ def main(arguments: list[str]) -> int:
         return stub(path, {"command": arguments[1:], "env": dict(os.environ), "cwd": os.getcwd()})
     if arguments[:1] == ["watch"]:
         return stub(path, {"watch": int(arguments[1])})
+    if arguments[:1] == ["clean"]:
+        return 0 if ask(path, {"clean": True}, timeout=10) else 1
     if arguments[:1] == ["status"]:
         sys.stdout.write(json.dumps(ask(path, {"status": True}, timeout=5)))
         return 0

@@ -14,7 +14,8 @@ from typing import Any
 
 from orchestrate.node.output import say, stdout
 from orchestrate.node.ranks import Env
-from orchestrate.node.worker import Worker, kill
+from orchestrate.node.warm import IMPORT_TAKES, Zygote, adopt_orphans, children
+from orchestrate.node.worker import FAILED_TO_START, Worker, kill
 
 LONGEST_MESSAGE = 1 << 20  # bytes
 RETRY = 0.05  # seconds
@@ -27,6 +28,8 @@ class Loop:
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.zygote: Zygote | None = None
+        self.adopting = adopt_orphans()  # so that none of them outlives us
         self.workers: list[Worker] = []
         self.ending = False  # the node has been asked to end, and no more workers are started
         self.on_end: Callable[[], None] = lambda: None  # what else to do when it is
@@ -53,20 +56,52 @@ class Loop:
         """Call `callback` once, `seconds` from now."""
         self.timers.append((time.monotonic() + seconds, callback))
 
-    def start(self, command: list[str], env: Env, cwd: str | None, done: Callable[[int], None]) -> Worker | None:
-        """Start a worker; `done` gets its exit code. Once the node has been asked to end, none is started."""
+    def warm(self, modules: list[str]) -> None:
+        """Have `modules` imported now, for workers that start from then on."""
+        self.zygote = zygote = Zygote(modules, self._settled)
+
+        def read() -> None:
+            self.forget(zygote.sock)
+            zygote.read()
+
+        self.watch(zygote.sock, read)
+        self.after(IMPORT_TAKES, zygote.late)
+
+    def start(
+        self,
+        command: list[str],
+        env: Env,
+        cwd: str | None,
+        done: Callable[[int], None],
+        started: Callable[[int], None] = lambda pid: None,
+    ) -> Worker | None:
+        """Start a worker, as soon as what it needs is imported; `started` gets its process id, `done` its exit code.
+
+        Once the node has been asked to end, none is started.
+        """
         if self.ending:
             done(128 + signal.SIGTERM)
             return None
-        try:
-            worker = Worker(command, env, cwd, done)
-        except OSError as error:
-            say(f"rank {env.get('RANK')} did not start: {error}")
-            done(126)
-            return None
+        worker = Worker(command, env, cwd, done, started)
         self.workers.append(worker)
         self.watch(worker.output, lambda: self._pump(worker))
+        if self.zygote is None or self.zygote.ready is not None:
+            self._launch(worker)
         return worker
+
+    def _settled(self, why: str) -> None:
+        """What was to be imported is, or cannot be; start whoever has waited for that."""
+        if why:
+            say(f"each worker starts an interpreter of its own: {why}")
+        for worker in [worker for worker in self.workers if worker.poll() is None and not worker.pid]:
+            self._launch(worker)
+
+    def _launch(self, worker: Worker) -> None:
+        try:
+            worker.start(self.zygote if self.zygote and self.zygote.ready else None)
+        except OSError as error:
+            say(f"rank {worker.rank} did not start: {error}")
+            worker.cancelled = FAILED_TO_START
 
     def stop(self, end: bool = False) -> None:
         """Ask the workers to stop, each once, and kill them after the grace period; `end` ends the node with them."""
@@ -94,6 +129,10 @@ class Loop:
             for callback in due:
                 callback()
             self._reap()
+        if self.zygote:
+            self.zygote.end()
+            self.zygote = None
+        self.finish()
         stdout.flush(last=True)
 
     def _pump(self, worker: Worker) -> None:
@@ -114,10 +153,36 @@ class Loop:
                 kill(self.workers, signal.SIGKILL)
 
     def _reap(self) -> None:
-        for worker in [worker for worker in self.workers if worker.process.poll() is not None]:
+        for worker in [worker for worker in self.workers if worker.poll() is not None]:
             self.workers.remove(worker)
             self.forget(worker.output)
             worker.close()
+        if self.adopting:
+            self._reap_strays()
+
+    def _reap_strays(self) -> None:
+        """Take the exit codes of what workers left running and we have adopted; the kernel keeps them until then."""
+        ours = {worker.pid for worker in self.workers} | {self.zygote.process.pid if self.zygote else 0}
+        with contextlib.suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid in ours:  # it has ended just now; the next round sees to it
+                    return
+                os.waitpid(found.si_pid, 0)
+
+    def finish(self) -> None:
+        """Wait for workers that were killed, and kill all that they left running."""
+        while self.workers:
+            self._reap()
+            time.sleep(0.001)
+        if not self.adopting:
+            return
+        ours = {self.zygote.process.pid} if self.zygote else set()
+        while strays := set(children()) - ours:
+            for pid in strays:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
 
 
 class Channel:

@@ -2,22 +2,29 @@
 
 Over the Unix socket, JSON lines. `{"command", "env", "cwd"}` starts a worker and `{"watch": rank}` takes up one that
 was started before; both are answered with `{"pid"}`, and `{"code"}` when the worker has ended. `{"status": true}` is
-answered with what the node knows of its workers. Who asks may go away; the worker stays, and so does its exit code.
+answered with what the node knows of its workers; `{"clean": true}` makes it ready for another job. Who asks may go
+away; the worker stays, and so does its exit code.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
+import stat
 from typing import Any
 
 from orchestrate.node.loop import Channel, Loop, connect
 from orchestrate.node.ranks import Env, fence
-from orchestrate.node.worker import Worker, kill
+from orchestrate.node.warm import POSSIBLE
+from orchestrate.node.worker import Worker, doing, kill
 
 WORKER_KILLED = 247  # the exit code of the stub of a worker that SIGKILL ended; as -9 looks to a shell
+IPC_RMID = 0  # of shmctl(2)
 REFUSED = 128 + signal.SIGTERM  # the code of a worker whose generation was over before it could start
 
 
@@ -35,7 +42,11 @@ class Waiting:
         """Answer a request; None means that whoever asked has gone."""
         if request is None:
             return
-        if "status" in request:
+        if "clean" in request:
+            self.clean()
+            channel.send({"clean": True})
+            channel.close()
+        elif "status" in request:
             channel.send(self.status())
             channel.close()
         elif "watch" in request:
@@ -63,15 +74,14 @@ class Waiting:
                 waits.send({"code": code})
                 waits.close()
 
-        worker = self.loop.start(command, env, cwd, done)
+        worker = self.loop.start(command, env, cwd, done, lambda pid: channel.send({"pid": pid}))
         if worker:
             self.workers[rank] = worker
-            channel.send({"pid": worker.process.pid})
 
     def watch(self, channel: Channel, rank: int) -> None:
         """Tell how a worker ends, or has ended; nothing of one that was never started."""
         if rank in self.workers:
-            channel.send({"pid": self.workers[rank].process.pid})
+            channel.send({"pid": self.workers[rank].pid})
         if rank in self.workers and rank not in self.codes:
             self.asking[rank].append(channel)
             return
@@ -79,15 +89,29 @@ class Waiting:
             channel.send({"code": self.codes[rank]})
         channel.close()
 
+    def clean(self) -> None:
+        """Make ready for another job: nothing of this one's is left, neither processes nor shared memory nor files."""
+        kill(self.loop.workers, signal.SIGKILL)
+        self.loop.finish()
+        wipe(os.environ.get("NODE_WIPE", "").split())
+        self.generation, self.workers, self.codes, self.asking = -1, {}, {}, {}
+
     def status(self) -> dict[str, Any]:
         """The generation, the exit codes of the workers that have ended, and what those that run are doing."""
-        running = {rank: worker.doing() for rank, worker in self.workers.items() if rank not in self.codes}
+        importing = self.loop.zygote.process.pid if self.loop.zygote else 0  # for whoever waits to be started
+        running = {
+            rank: {"pid": worker.pid, **doing(worker.pid or importing)}
+            for rank, worker in self.workers.items()
+            if rank not in self.codes
+        }
         return {"generation": self.generation, "codes": self.codes, "running": running}
 
 
 def wait(path: str) -> int:
     """Listen on the Unix socket `path` for workers to start, until told to end."""
     loop = Loop()
+    if POSSIBLE and (modules := os.environ.get("NODE_PRELOAD", "").split()):
+        loop.warm(modules)
     waiting = Waiting(loop)
     server = socket.socket(socket.AF_UNIX)
     mask = os.umask(0o077)
@@ -102,6 +126,21 @@ def wait(path: str) -> int:
     loop.run()
     os.unlink(path)
     return 0
+
+
+def wipe(folders: list[str]) -> None:
+    """Empty folders, but for sockets; and free System V's shared memory, which only a container has for itself."""
+    for folder in folders:
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif not stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
+    if folders:
+        with contextlib.suppress(OSError), open("/proc/sysvipc/shm") as file:
+            for line in file.read().splitlines()[1:]:
+                ctypes.CDLL(None).shmctl(int(line.split()[1]), IPC_RMID, None)
 
 
 def ask(path: str, request: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:

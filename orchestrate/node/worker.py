@@ -14,7 +14,9 @@ from typing import Any
 
 from orchestrate.node.output import say, stdout
 from orchestrate.node.ranks import Env
+from orchestrate.node.warm import Forked, Zygote
 
+FAILED_TO_START = 126
 LONGEST_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
 PR_SET_PDEATHSIG = 1  # of Linux' prctl(2)
 
@@ -22,27 +24,64 @@ PR_SET_PDEATHSIG = 1  # of Linux' prctl(2)
 class Worker:
     """One process with a `RANK`, its process group and its output."""
 
-    def __init__(self, command: list[str], env: Env, cwd: str | None, done: Callable[[int], None]) -> None:
-        """Start `command` (arguments of Python); `done` gets its exit code, 128 + n where signal n ended it."""
+    def __init__(
+        self,
+        command: list[str],
+        env: Env,
+        cwd: str | None,
+        done: Callable[[int], None],
+        started: Callable[[int], None] = lambda pid: None,
+    ) -> None:
+        """Be ready to start `command` (arguments of Python).
+
+        `started` gets its process id, `done` its exit code, 128 + n where signal n ended it.
+        """
         self.rank = env.get("RANK", "0")
-        self.done = done
+        # On a fatal signal, and on the SIGABRT that a hung worker gets, Python prints where each thread stands.
+        self.command, self.env, self.cwd = command, {"PYTHONFAULTHANDLER": "1"} | env, cwd
+        self.done, self.started = done, started
         self.asked = False  # whether it has been asked to stop
+        self.cancelled: int | None = None  # the exit code of one that was ended before it started
         self.partial = b""
         self.log = Log(env)
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", *command],
-            # On a fatal signal, and on the SIGABRT that a hung worker gets, Python prints where each thread stands.
-            env={"PYTHONFAULTHANDLER": "1"} | env,
-            cwd=cwd,
+        self.process: subprocess.Popen[bytes] | Forked | None = None
+        self.output, self.input = os.pipe()
+        os.set_blocking(self.output, False)
+
+    def start(self, zygote: Zygote | None) -> None:
+        """Have `zygote` fork it, or start a fresh interpreter; raises OSError where that fails."""
+        if zygote:
+            with contextlib.suppress(OSError):  # it may have died meanwhile
+                self.process = zygote.fork(self.command, self.env, self.cwd, self.input)
+        self.process = self.process or subprocess.Popen(
+            [sys.executable, "-u", *self.command],
+            env=self.env,
+            cwd=self.cwd,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=self.input,
+            stderr=self.input,
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-        assert self.process.stdout is not None
-        self.output = self.process.stdout.fileno()
-        os.set_blocking(self.output, False)
+        self._no_more_input()
+        self.started(self.process.pid)
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 before it has started."""
+        return self.process.pid if self.process else 0
+
+    def poll(self) -> int | None:
+        """Its exit code, 128 + n where signal n ended it; None while it runs, or waits to be started."""
+        if self.process is None:
+            return self.cancelled
+        code = self.process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def _no_more_input(self) -> None:
+        if self.input >= 0:
+            os.close(self.input)
+            self.input = -1
 
     def pump(self) -> bool:
         """Move what the worker has written to its log and to stdout; False once there is no more to come."""
@@ -64,32 +103,26 @@ class Worker:
         stdout.write(b"".join(tag + line + b"\n" for line in lines))
 
     def kill(self, number: int) -> None:
-        """Send a signal to the worker; SIGKILL goes to all that it started, too."""
+        """Send a signal to the worker; SIGKILL goes to all that it started, too. Before it has started, end it."""
+        if self.process is None:
+            self.cancelled = self.cancelled or 128 + number
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if number == signal.SIGKILL:
                 os.killpg(self.process.pid, number)
             elif self.process.returncode is None:
                 os.kill(self.process.pid, number)
 
-    def doing(self) -> dict[str, Any]:
-        """Its process id, its state as a letter of proc(5), and the CPU seconds of all that it started."""
-        state, ticks = "", 0
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError, ValueError):
-                fields = path.read_text().rpartition(")")[2].split()
-                if int(fields[3]) == self.process.pid:  # the session, which is the worker's own
-                    ticks += int(fields[11]) + int(fields[12])
-                    state = fields[0] if path.parent.name == str(self.process.pid) else state
-        return {"pid": self.process.pid, "state": state, "cpu": ticks / os.sysconf("SC_CLK_TCK")}
-
     def close(self) -> None:
         """After the worker's end: end what it left running, take its last output, report its exit code."""
         self.kill(signal.SIGKILL)
+        self._no_more_input()
         self._drain()
         self._write(b"")
         self.log.close()
-        code = self.process.returncode
-        self.done(128 - code if code < 0 else code)
+        code = self.poll()
+        assert code is not None
+        self.done(code)
 
     def _drain(self) -> None:
         while True:
@@ -100,8 +133,7 @@ class Worker:
             if not chunk:
                 break
             self._write(chunk)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        os.close(self.output)
 
 
 class Log:
@@ -145,6 +177,18 @@ class Log:
         """Close the file."""
         if self.file >= 0:
             os.close(self.file)
+
+
+def doing(session: int) -> dict[str, Any]:
+    """The state of a session's first process, as a letter of proc(5), and the CPU seconds of all of the session."""
+    state, ticks = "", 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                ticks += int(fields[11]) + int(fields[12])
+                state = fields[0] if path.parent.name == str(session) else state
+    return {"state": state, "cpu": ticks / os.sysconf("SC_CLK_TCK")}
 
 
 def kill(workers: list[Worker], number: int) -> None:

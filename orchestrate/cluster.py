@@ -1,0 +1,97 @@
+"""Clusters: nodes that stay up between jobs. Below `runs/CLUSTER/`: its spec, its plan, and the folder that nodes see.
+
+A job on a cluster writes to `nodes/JOB` there, which `runs/JOB` points to; when it ends, its folder takes the place of
+that link. So a node never sees the files of an earlier job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrate import job, lock
+from orchestrate.engines import Engine
+from orchestrate.errors import UsageError
+from orchestrate.paths import JobPaths
+from orchestrate.plan import Inventory, Plan, names, plan
+from orchestrate.spec import JobSpec
+
+SAME = ("image", "memory", "cpus", "shm_size", "grace")  # what a node is made with, and keeps
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One cluster, by its files."""
+
+    paths: JobPaths
+    spec: JobSpec
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        """Its name, which begins the names of its containers."""
+        return self.paths.root.name
+
+    def differences(self, spec: JobSpec, wanted: Plan) -> list[str]:
+        """What keeps a job from running here, in words."""
+        found = [
+            f"{key} is {getattr(self.spec, key)} there, {getattr(spec, key)} here"
+            for key in SAME
+            if getattr(self.spec, key) != getattr(spec, key)
+        ]
+        if self.plan.engine != wanted.engine:
+            found.append(f"its nodes are on the engine {self.plan.engine}")
+        if self.plan.inventory.code != wanted.inventory.code:
+            found.append(f"its nodes see {self.plan.inventory.code}")
+        if spec.trainers + spec.spares > self.spec.trainers + self.spec.spares:
+            found.append(f"it has {self.spec.trainers + self.spec.spares} trainers, not {spec.trainers + spec.spares}")
+        if not set(wanted.gpus) <= set(self.plan.gpus):
+            found.append(f"its nodes see {len(self.plan.gpus)} GPUs")
+        if pid := lock.holder(self.paths):
+            found.append(f"a job uses it (process {pid})")
+        return found
+
+    def place(self, inventory: Inventory, job_id: str) -> Inventory:
+        """What the engine has, for a job on this cluster."""
+        folder = inventory.job_dir if inventory.engine == "process" else f"{inventory.job_dir}/{job_id}"
+        return dataclasses.replace(inventory, cluster=self.name, job_dir=folder)
+
+
+def found(runs: Path) -> list[Cluster]:
+    """The clusters whose files are below `runs`."""
+    clusters = []
+    for folder in sorted(runs.glob("*/nodes")):
+        paths = JobPaths(folder.parent)
+        try:
+            clusters.append(Cluster(paths, *job.load(paths)))
+        except UsageError:
+            continue  # half made, or half removed
+    return clusters
+
+
+def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> Cluster:
+    """Make a cluster, and have its nodes up; takes back what it has made where that fails."""
+    name = job.new_id(spec)
+    paths = JobPaths(runs / name)
+    nodes = paths.root / "nodes"
+    inventory = engine.inventory(spec, nodes, prepare=True)
+    inventory = dataclasses.replace(inventory, cluster=name, code=str(Path.cwd()))
+    made = plan(spec, inventory, name, engine.port(0))
+    job.create(spec, made, paths)
+    cluster = Cluster(paths, spec, made)
+    try:
+        nodes.mkdir()
+        engine.up(spec, dataclasses.replace(made, nodes=names(spec, spares=True)), nodes)
+    except BaseException:
+        take_down(engine, cluster, 0)
+        raise
+    return cluster
+
+
+def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
+    """Remove a cluster's nodes and files; the files of its jobs stay."""
+    engine.remove(cluster.name, grace)
+    for folder in cluster.paths.root.glob("nodes/*"):
+        job.bring_home(JobPaths(cluster.paths.root.parent / folder.name), folder)
+    job.remove(cluster.paths)

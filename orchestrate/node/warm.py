@@ -1,0 +1,116 @@
+"""The node's side of warm starts: keeps the process that forks workers, and asks it for them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PADDING = "." * 4096  # room on its command line, which a forked worker fills with its own
+IMPORT_TAKES = 300.0  # seconds, at most
+ANSWERS = 10.0  # seconds that a fork may take
+PR_SET_CHILD_SUBREAPER = 36  # of Linux' prctl(2)
+POSSIBLE = sys.platform == "linux"
+
+
+def adopt_orphans() -> bool:
+    """Become the parent of each orphan among our descendants, instead of process 1; False where that cannot be."""
+    return POSSIBLE and not ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+class Forked:
+    """A process that somebody else has forked, and that is our child now; as much of `Popen` as a worker needs."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else has reaped it
+                pid, status = self.pid, signal.SIGKILL
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class Zygote:
+    """The process that imports `modules` and forks workers; `ready` is None until it has imported them."""
+
+    def __init__(self, modules: list[str], settled: Callable[[str], None]) -> None:
+        """Start it; `settled` is called, with the reason, when it turns out that it cannot fork, and with nothing else
+        when it can."""
+        self.ready: bool | None = None
+        self.settled = settled
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.settimeout(ANSWERS)
+        with theirs:
+            end = str(theirs.fileno())
+            path = str(Path(__file__).with_name("zygote.py"))
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", path, end, str(os.getpid()), PADDING, *modules],
+                env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def read(self) -> None:
+        """Take its word whether it is ready; or its end."""
+        answer = self._receive()
+        self._settle(bool(answer.get("ready")), answer.get("why", "it ended"))
+
+    def fork(self, command: list[str], env: dict[str, str], cwd: str | None, output: int) -> Forked:
+        """Have a worker forked whose output goes to the descriptor; raises OSError where that fails."""
+        message = json.dumps({"command": command, "env": env, "cwd": cwd or os.getcwd()})
+        try:
+            socket.send_fds(self.sock, [message.encode()], [output])
+            return Forked(int(self._receive()["pid"]))
+        except (OSError, KeyError) as error:
+            raise OSError(f"no worker was forked: {error}") from None
+
+    def late(self) -> None:
+        """Give it up, if it is not ready by now."""
+        if self.ready is None:
+            self._settle(False, f"importing took longer than {IMPORT_TAKES:g} s")
+
+    def end(self) -> None:
+        """End it; its workers stay."""
+        self.process.kill()
+        self.process.wait()
+        self.sock.close()
+
+    def _settle(self, ready: bool, why: str) -> None:
+        self.ready = ready
+        if not ready:
+            self.end()
+        self.settled(why)
+
+    def _receive(self) -> dict[str, Any]:
+        answer: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            answer = json.loads(self.sock.recv(1 << 16) or b"{}")
+        return answer
+
+
+def children() -> list[int]:
+    """The processes whose parent we are."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(path.parent.name))
+    return found

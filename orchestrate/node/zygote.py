@@ -1,0 +1,236 @@
+"""A process that has imported torch and forks workers, so that none of them has to import it again.
+
+    python -u zygote.py SOCKET NODE_PID PADDING MODULE…
+
+A program of its own, with the standard library alone: what it imports, the workers find imported. It says over the
+socket whether it is ready; then each message is a worker to start, `{"command", "env", "cwd"}`, with the descriptor
+of its output, and is answered with the worker's process id. The worker becomes a child of the node, which reaps it.
+
+A worker that would differ from one in a fresh interpreter gets a fresh interpreter: it execs Python.
+"""
+
+from __future__ import annotations
+
+import sys
+
+STARTED = set(sys.modules)  # what every interpreter has imported when it starts
+
+# ruff: noqa: E402
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import threading
+import time
+import types
+from typing import Any, NoReturn
+
+MOST = 1 << 20  # bytes of a message
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of Linux' prctl(2)
+libc = ctypes.CDLL(None)
+
+ENVIRONMENT = dict(os.environ)  # before a module that we import changes it
+
+# Variables that count when an interpreter or a library starts; a worker in which one differs starts afresh.
+EARLY = ("PYTHON", "PYTORCH", "TORCH", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
+LATE = ("TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")  # but these count later, or are seen to
+
+
+def preload(modules: list[str]) -> str:
+    """Import what workers will need; return why none can be forked, or nothing."""
+    gc.disable()
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # whatever a module does, workers can still start without us
+            return f"{name} cannot be imported: {type(error).__name__}: {error}"
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # the collector would write to every object, and unshare its page
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "CUDA was initialised, which no forked process can use"
+    if not (pid := os.fork()):
+        os._exit(0)
+    os.waitpid(pid, 0)
+    threads = len(os.listdir("/proc/self/task"))  # without those that a library ends before each fork
+    return f"{threads - 1} threads were started, which a fork would lose" if threads > 1 else ""
+
+
+def early(env: dict[str, str]) -> dict[str, str]:
+    """The variables that count at a start."""
+    return {name: value for name, value in env.items() if name.startswith(EARLY) and not name.startswith(LATE)}
+
+
+def same(command: list[str], env: dict[str, str]) -> bool:
+    """Whether a forked worker would be what a fresh one is: same early environment, no module hides an imported one."""
+    if early(env) != early(ENVIRONMENT):
+        return False
+    if command[0] == "-m":
+        try:
+            found = importlib.util.find_spec(command[1]) if len(command) > 1 else None
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            return False
+    elif not command[0].endswith(".py") or not os.path.isfile(command[0]):
+        return False
+    return not any(hides(entry) for entry in os.scandir(sys.path[0]))
+
+
+def hides(entry: os.DirEntry[str]) -> bool:
+    """Whether a file of the script's folder would be imported by the name of a module that we have from elsewhere."""
+    name = entry.name.partition(".")[0]
+    origin = getattr(sys.modules.get(name), "__file__", None)
+    if origin is None or name in STARTED or origin.startswith(os.path.dirname(entry.path) + "/"):
+        return False
+    return entry.name.endswith((".py", ".so")) or os.path.isfile(f"{entry.path}/__init__.py")
+
+
+def become(command: list[str], env: dict[str, str], cwd: str, output: int, node: int) -> NoReturn:
+    """Be the worker; runs in the child, whose parent will be the node."""
+    os.setsid()
+    for _ in range(1000):
+        if os.getppid() == node:
+            break
+        time.sleep(0.001)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != node:
+        os._exit(128 + signal.SIGKILL)
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.chdir(cwd)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = cwd if command[0] == "-m" else os.path.dirname(os.path.realpath(command[0]))
+    importlib.invalidate_caches()
+    fresh = not same(command, env)
+    os.environ.clear()
+    os.environ.update(env)
+    if fresh:
+        os.execvp(sys.executable, [sys.executable, "-u", *command])
+    rename([sys.executable, "-u", *command])
+    seed(env)
+    run(command)
+
+
+def seed(env: dict[str, str]) -> None:
+    """Make good what a start does, and a fork does not: threads, and randomness of its own."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and env.get("OMP_NUM_THREADS", "").isdigit():
+        torch.set_num_threads(max(1, int(env["OMP_NUM_THREADS"])))
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def rename(command: list[str]) -> None:
+    """Show the worker's own command line to `ps` and `docker top`, in the place of ours."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/stat") as file:
+            start, end = map(int, file.read().rpartition(")")[2].split()[45:47])
+        text = b"\0".join(os.fsencode(word) for word in command)[: end - start - 1]
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+    libc.prctl(PR_SET_NAME, b"python")
+
+
+def run(command: list[str]) -> NoReturn:
+    """Run a script or module as Python does: as `__main__`, with its own traceback and exit code."""
+    code: Any = 0
+    main = types.ModuleType("__main__")
+    try:
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(command)
+            path = os.path.abspath(command[0])
+            main.__dict__.update(__file__=path, __builtins__=__builtins__)
+            sys.modules["__main__"] = main
+            with open(path, "rb") as file:
+                exec(compile(file.read(), path, "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as error:
+        code = error.code
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        del error, trace
+    if not isinstance(code, int) and code is not None:
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    finish(main, (code or 0) & 0xFF)
+
+
+def finish(main: types.ModuleType, code: int) -> NoReturn:
+    """End as Python does, but leave what was imported before the fork as it is: taking torch apart takes a second.
+
+    Threads are waited for, what was registered for the exit is called, the script's objects are finalised, and all
+    that was written is flushed. No destructor of a C++ library runs.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    flush()
+    main.__dict__.clear()
+    gc.collect()  # only what is younger than the fork; the rest is frozen
+    flush()
+    os._exit(code)
+
+
+def flush() -> None:
+    """Write what Python's files and C's still hold back."""
+    for thing in [*gc.get_objects(), sys.stdout, sys.stderr]:
+        if isinstance(thing, io.IOBase):
+            with contextlib.suppress(Exception):
+                thing.flush()
+    libc.fflush(None)
+
+
+def fork(message: dict[str, Any], output: int, control: socket.socket, node: int) -> int:
+    """Fork a worker that is nobody's child, so that the node, the next subreaper, adopts it; return its id."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if not between:
+        child = os.fork()
+        if child:
+            os.write(writer, str(child).encode())
+            os._exit(0)
+        for descriptor in (reader, writer, control.detach()):
+            os.close(descriptor)
+        become(message["command"], message["env"], message["cwd"], output, node)
+    os.close(writer)
+    os.close(output)
+    os.waitpid(between, 0)
+    with os.fdopen(reader, "rb") as pipe:
+        return int(pipe.read())
+
+
+def main() -> None:
+    """Import, then fork workers until the node goes away."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()
+    control, node, modules = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[4:]
+    why = preload(modules)
+    control.send(json.dumps({"ready": not why, "why": why}).encode())
+    while not why:
+        data, descriptors, _, _ = socket.recv_fds(control, MOST, 1)
+        if not data:
+            return
+        control.send(json.dumps({"pid": fork(json.loads(data), descriptors[0], control, node)}).encode())
+
+
+if __name__ == "__main__":
+    main()

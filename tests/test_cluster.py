@@ -1,0 +1,217 @@
+"""Nodes that stay up must serve one job after the other, each as if it were the first."""
+
+import json
+import shutil
+import signal
+import subprocess
+
+import pytest
+from conftest import Cli, docker, gone
+from faults import OPTIONS, Background, kill_node
+
+
+class Cluster:
+    """Three nodes that `up` has made, in a folder with the test scripts."""
+
+    def __init__(self, cli: Cli, engine: str, *options: str) -> None:
+        self.cli, self.engine = cli, engine
+        done = cli("up", "--engine", engine, "--trainers", "2", *OPTIONS, *options)
+        assert done.returncode == 0, done.stderr
+        self.name = done.stdout.strip()
+
+    def run(self, *arguments: str, trainers: int = 2) -> subprocess.CompletedProcess[str]:
+        """Run a job, whose run directory becomes the only one."""
+        for old in self.cli.folder.glob("runs/*"):
+            if old.name != self.name:
+                shutil.rmtree(old)
+        return self.cli("run", "--engine", self.engine, "--trainers", str(trainers), *OPTIONS, *arguments)
+
+    def nodes(self) -> list[str]:
+        """What holds the nodes: containers or processes."""
+        return self.cli("down", "--dry-run", self.name).stdout.splitlines()
+
+    def state(self) -> str:
+        (line,) = [line for line in self.cli("ps").stdout.splitlines() if line.startswith(self.name)]
+        return line.split()[3]
+
+    def fits(self, done: subprocess.CompletedProcess[str]) -> bool:
+        assert done.returncode == 0, done.stderr
+        return f", on {self.name}\n" in done.stderr
+
+
+@pytest.fixture
+def up(cli, engine):
+    made = []
+
+    def bring_up(*options: str) -> Cluster:
+        made.append(Cluster(cli, engine, *options))
+        return made[0]
+
+    yield bring_up
+    for one in made:
+        done = cli("down", one.name)
+        assert (done.returncode, done.stderr) == (0, f"{one.name} is down\n")
+        assert not (cli.folder / "runs" / one.name).exists()
+
+
+def test_jobs_must_use_the_nodes_and_leave_them_up(up, cli):
+    cluster = up()
+    before = cluster.nodes()
+    assert len(before) >= 4 and cluster.state() == "idle"
+    for _ in range(2):
+        assert cluster.fits(cluster.run("--", "count.py", "3"))
+        assert "step 3 in 0" in cli.log(2)
+        assert (cluster.nodes(), cluster.state()) == (before, "idle")
+        assert not cli.run_dir().is_symlink() and cli.report()["outcome"] == "succeeded"
+    assert cluster.fits(cluster.run("--", "count.py", "3", trainers=1))  # on two of the three
+    assert cli.report()["world_size"] == 2
+
+
+LEAVES = """
+import os, subprocess, sys
+print(sorted(os.listdir(os.environ["JOB_DIR"] + "/..")) if os.environ["JOB_DIR"].startswith("/job") else "", flush=True)
+places = ("/tmp/left", "/dev/shm/left") if os.environ["JOB_DIR"].startswith("/job") else ()
+print([place for place in places if os.path.exists(place)], os.environ.get("LEFT"), sys.modules.get("left"), flush=True)
+for place in places:
+    os.makedirs(place)
+sys.modules["left"], os.environ["LEFT"] = sys, "1"
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+print("child", child.pid, flush=True)
+child.returncode = 0  # no warning that it still runs
+"""
+
+
+def test_a_job_must_find_nothing_of_the_one_before(up, cli, engine):
+    cluster = up("--set", "preload=[colorsys]")
+    (cli.folder / "leaves.py").write_text(LEAVES)
+    seen = []
+    for _ in range(2):
+        assert cluster.fits(cluster.run("--set", "preload=[colorsys]", "--", "leaves.py"))
+        *lines, child = cli.log(0).splitlines()
+        seen.append([line.replace(cli.run_dir().name, "JOB") for line in lines])
+        if engine == "process":
+            assert gone(int(child.split()[1]))
+    assert seen[0] == seen[1]
+    if engine == "docker":
+        node = docker("ps", "-q", "--filter", f"name={cluster.name}-master").strip()
+        running = docker("exec", node, "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        assert "time.sleep" not in running and "zygote.py" in running
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--trainers", "3"), "it has 2 trainers, not 3"),
+        (("--set", "grace=7s"), "grace is 5.0 there, 7.0 here"),
+        (("--set", "shm_size=128m"), "shm_size is 1g there, 128m here"),
+    ],
+)
+def test_a_job_that_does_not_fit_must_say_why_and_bring_up_its_own_nodes(up, options, why):
+    cluster = up()
+    before = cluster.nodes()
+    done = cluster.run(*options, "--", "count.py", "3")
+    assert not cluster.fits(done)
+    assert f"{cluster.name} does not fit: {why}\n" in done.stderr
+    assert cluster.nodes() == before
+
+
+def test_a_cluster_in_use_must_not_be_given_to_a_second_job_nor_taken_down(up, cli, engine):
+    cluster = up()
+    job = Background(cli, engine, "--", "count.py", "100000")
+    job.until_step(5)
+    first = cli.run_dir()
+    assert first.is_symlink() and cluster.state() == "running"
+    second = cli("run", "--engine", engine, "--trainers", "0", *OPTIONS, "--runs", "runs", "--", "count.py", "3")
+    assert second.returncode == 0, second.stderr
+    assert f"{cluster.name} does not fit: a job uses it (process {job.process.pid})" in second.stderr
+    refused = cli("down", cluster.name)
+    assert (refused.returncode, f"error: a job uses {cluster.name}" in refused.stderr) == (2, True)
+    wrong = cli("stop", cluster.name)
+    assert (wrong.returncode, f"error: no job {cluster.name}" in wrong.stderr) == (2, True)
+    assert cli("stop", first.name).returncode == 0
+    assert job.end() == 130
+    assert cluster.state() == "idle" and not first.is_symlink()
+    assert json.loads((first / "report.json").read_text())["outcome"] == "stopped"
+
+
+def test_failures_must_be_survived_as_on_nodes_of_its_own(up, cli, engine):
+    cluster = up()
+    job = Background(cli, engine, "--", "count.py", "60")
+    job.until_step(10, rank=1)
+    job.kill_worker(1)
+    job.until("generation_starting", 2)
+    job.until_step(20, generation=1, rank=2)
+    job.kill_node("trainer-1")
+    assert job.end() == 0, job.err
+    assert job.causes() == [(1, "killed"), (1, "node stopped" if engine == "docker" else "node lost")]
+    assert len(cluster.nodes()) >= 4 and cluster.state() == "idle"
+
+
+def test_a_node_that_went_away_between_two_jobs_must_be_brought_back(up, cli, engine):
+    cluster = up()
+    kill_node(engine, cluster.name, "trainer-2")
+    assert cluster.fits(cluster.run("--", "count.py", "3"))
+    assert "step 3 in 0" in cli.log(2)
+
+
+def test_a_supervisor_that_died_must_be_followed_by_one_that_leaves_the_nodes_clean(up, cli, engine):
+    cluster = up()
+    job = Background(cli, engine, "--", "count.py", "60")
+    job.until_step(10, rank=2)
+    job.process.kill()
+    job.process.communicate()
+    done = cli("attach", cli.run_dir().name)
+    assert done.returncode == 0, done.stderr
+    assert not cli.run_dir().is_symlink() and cli.report()["generations"] == 1
+    assert cluster.fits(cluster.run("--", "count.py", "3"))
+    assert "[node] generation" not in cli.log(0)
+
+
+def test_stop_must_end_the_job_of_a_dead_supervisor_and_leave_the_cluster(up, cli, engine):
+    cluster = up()
+    job = Background(cli, engine, "--", "count.py", "100000")
+    job.until_step(10, rank=2)
+    job.process.kill()
+    job.process.communicate()
+    assert cli("stop", cli.run_dir().name).returncode == 0
+    assert cluster.state() == "idle" and not cli.run_dir().is_symlink()
+    assert cli.report()["outcome"] == "stopped"
+
+
+def test_ctrl_c_must_stop_the_job_and_leave_the_cluster(up, cli, engine):
+    cluster = up()
+    job = Background(cli, engine, "--", "count.py", "100000")
+    job.until_step(5)
+    job.process.send_signal(signal.SIGINT)
+    assert job.end() == 130
+    assert cluster.state() == "idle"
+    assert cluster.fits(cluster.run("--", "count.py", "3"))
+
+
+def test_a_cluster_that_cannot_come_up_must_leave_nothing(cli, engine, nothing_left):
+    done = cli("up", "--engine", engine, "--gpus", "64", "--trainers", "2")
+    assert done.returncode == 4
+    assert not list(cli.folder.glob("runs/*"))
+
+
+def test_what_is_no_cluster_must_be_told(cli):
+    done = cli("down", "nonesuch")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: no cluster nonesuch\nhint: clusters here: none in runs\n",
+    )
+
+
+def test_a_spare_node_must_take_the_place_of_a_lost_one_which_is_replaced_meanwhile(cli, engine):
+    job = Background(cli, engine, "--spares", "1", "--", "count.py", "300")
+    job.until_step(10, rank=2)
+    job.kill_node("trainer-1")
+    job.until("generation_starting", 2)
+    assert job.events("generation_starting")[1]["nodes"] == ["master", "trainer-2", "trainer-3"]
+    job.until_step(30, generation=1, rank=2)
+    job.kill_node("trainer-2")
+    job.until("generation_starting", 3)
+    assert len(job.events("generation_starting")[2]["nodes"]) == 3
+    assert "trainer-3" in job.events("generation_starting")[2]["nodes"]
+    assert job.end() == 0, job.err
+    assert job.cli.report()["generations"] == 3

@@ -1,0 +1,298 @@
+"""A node that waits for an orchestrator: workers that are forked by a warm process must be as fresh ones are."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, eventually, gone
+
+NODE = str(ROOT / "orchestrate" / "node")
+PRELOAD = "colorsys"  # a module that nobody else imports: found imported, it tells a forked worker from a fresh one
+
+
+class Waiting:
+    """A node in mode `wait`, with its stubs."""
+
+    def __init__(self, tmp_path, preload: str = "") -> None:
+        self.folder = tmp_path
+        self.env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(tmp_path / "s"), "JOB_DIR": str(tmp_path)}
+        self.env |= {"NODE_PRELOAD": preload}
+        self.out = tmp_path / "stdout"
+        with self.out.open("wb") as out:
+            self.node = subprocess.Popen([sys.executable, NODE], env=self.env, stdout=out, cwd=tmp_path)
+
+    def worker(self, rank: int, code: str, generation: int = 0) -> subprocess.Popen[bytes]:
+        script = self.folder / f"{rank}.py"
+        script.write_text(code)
+        return self.command(rank, str(script), "--flag", "x y", TORCHELASTIC_RESTART_COUNT=str(generation))
+
+    def command(self, rank: int, *words: str, **env: str) -> subprocess.Popen[bytes]:
+        own = {"RANK": str(rank), "ONLY_HERE": "1", **env}
+        return subprocess.Popen([sys.executable, NODE, "worker", *words], env=self.env | own, cwd=self.folder)
+
+    def watch(self, rank: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, NODE, "watch", str(rank)], env=self.env)
+
+    def status(self) -> dict:
+        done = subprocess.run([sys.executable, NODE, "status"], env=self.env, capture_output=True, check=True)
+        return json.loads(done.stdout)
+
+    def log(self, rank: int) -> str:
+        path = self.folder / "logs" / f"rank-{rank}.log"
+        return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture(params=["", PRELOAD], ids=["fresh", "warm"])
+def waiting(tmp_path, request):
+    node = Waiting(tmp_path, request.param)
+    yield node
+    node.node.terminate()
+    assert node.node.wait(timeout=30) == 0
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_waiting_node_must_run_workers_in_the_stubs_environment(waiting):
+    code = "import json, os, sys\nprint(json.dumps([os.environ['ONLY_HERE'], sys.argv[1:], os.getcwd()]))\nsys.exit(5)"
+    stubs = [waiting.worker(rank, code) for rank in range(3)]  # before the node listens, perhaps
+    assert [stub.wait(timeout=30) for stub in stubs] == [5, 5, 5]
+    assert [json.loads(waiting.log(rank)) for rank in range(3)] == [["1", ["--flag", "x y"], str(waiting.folder)]] * 3
+
+
+def test_sigusr1_must_stop_the_workers_and_leave_the_node(waiting):
+    stub = waiting.worker(0, "import signal\nprint('ready')\nsignal.pause()")
+    eventually(lambda: "ready" in waiting.log(0))
+    waiting.node.send_signal(signal.SIGUSR1)
+    assert stub.wait(timeout=30) == 143
+    assert waiting.worker(0, "print('again')", generation=1).wait(timeout=30) == 0
+    assert waiting.log(0) == "ready\n[node] generation 1\nagain\n"
+
+
+def test_a_worker_of_a_generation_that_is_over_must_not_start(waiting):
+    (waiting.folder / "generation").write_text("2")
+    assert waiting.worker(0, "print('late')", generation=1).wait(timeout=30) == 143
+    assert waiting.log(0) == ""
+    assert waiting.worker(0, "print('right')", generation=2).wait(timeout=30) == 0
+    (waiting.folder / "generation").write_text("2 over\n")
+    assert waiting.worker(1, "print('late')", generation=2).wait(timeout=30) == 143
+
+
+def test_a_worker_of_a_newer_generation_must_end_those_of_older_ones(waiting):
+    old = waiting.worker(0, "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nsignal.pause()")
+    eventually(lambda: "ready" in waiting.log(0))
+    new = waiting.worker(1, "print('new')", generation=1)
+    assert (new.wait(timeout=30), old.wait(timeout=30)) == (0, 247)
+    assert waiting.status() == {"generation": 1, "codes": {"1": 0}, "running": {}}
+    assert waiting.worker(2, "print('older')").wait(timeout=30) == 143
+
+
+def test_sigusr2_must_kill_the_workers_and_leave_the_node(waiting):
+    stub = waiting.worker(0, "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nsignal.pause()")
+    eventually(lambda: "ready" in waiting.log(0))
+    waiting.node.send_signal(signal.SIGUSR2)
+    assert stub.wait(timeout=30) == 247  # and not 137, as if the node had died
+    assert waiting.node.poll() is None
+
+
+def test_a_worker_must_outlive_its_stub_and_tell_another_one_how_it_ended(waiting):
+    code = "import os, signal, sys\nsignal.signal(15, lambda *_: sys.exit(9))\nprint(os.getpid())\nsignal.pause()"
+    stub = waiting.worker(0, code)
+    pid = int(eventually(lambda: waiting.log(0)))
+    stub.kill()
+    stub.wait()
+    status = waiting.status()
+    assert (status["generation"], status["codes"], status["running"]["0"]["pid"]) == (0, {}, pid)
+    assert status["running"]["0"]["state"] in "RSD" and status["running"]["0"]["cpu"] >= 0
+    watcher = waiting.watch(0)
+    eventually(lambda: watcher.poll() is not None or waiting.status()["running"])
+    waiting.node.send_signal(signal.SIGUSR1)
+    assert watcher.wait(timeout=30) == 9
+    assert waiting.watch(0).wait(timeout=30) == 9  # also when it is over
+    assert waiting.watch(1).wait(timeout=30) == 137  # one that has never been started here
+    assert waiting.status() == {"generation": 0, "codes": {"0": 9}, "running": {}}
+
+
+def test_sigquit_must_have_every_worker_print_where_it_stands_and_abort(waiting):
+    code = "import signal\n\ndef waits_here():\n    print('ready')\n    signal.pause()\n\nwaits_here()"
+    stubs = [waiting.worker(rank, code) for rank in range(2)]
+    for rank in range(2):
+        eventually(lambda rank=rank: "ready" in waiting.log(rank))
+    waiting.node.send_signal(signal.SIGQUIT)
+    assert [stub.wait(timeout=30) for stub in stubs] == [134, 134]
+    for rank in range(2):
+        assert f'/{rank}.py", line 5 in waits_here' in waiting.log(rank)
+
+
+def test_the_end_of_a_node_must_be_the_end_of_its_workers(tmp_path):
+    node = Waiting(tmp_path)
+    stub = node.worker(0, "import os, signal\nprint(os.getpid())\nsignal.pause()")
+    pid = int(eventually(lambda: node.log(0)))
+    node.node.kill()
+    node.node.wait()
+    assert stub.wait(timeout=30) == 137
+    eventually(lambda: gone(pid))
+
+
+# --- whatever a script can see of its start and its end
+
+SCRIPTS = {
+    "what it is": "import sys, os\nprint(__name__, __file__, __doc__, sys.argv, sys.path[0], os.getcwd(), __spec__)",
+    "what it inherits": (
+        "import os, signal, sys\nprint(sys.stdin.read() == '', os.getsid(0) == os.getpid(), sorted(os.environ),\n"
+        "      [signal.getsignal(n) for n in (2, 13, 15)], sorted(map(int, os.listdir('/proc/self/fd')))[:3])"
+    ),
+    "its command line": "print(open('/proc/self/cmdline').read().rstrip(chr(0)).split(chr(0)))",
+    "an exit code": "raise SystemExit(3)",
+    "an exit code in a list": "import sys\nsys.exit([1, 'two'])",
+    "a last word": "import sys\nsys.exit('error: enough')",
+    "an exception": "def f():\n    raise ValueError('wrong')\n\nf()",
+    "an exception within another": "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise ValueError('wrong')",
+    "a hook of its own": "import sys\nsys.excepthook = lambda *a: print('hooked', a[0])\n1 / 0",
+    "a mistake": "print('not reached'\n",
+    "an import that fails": "import nonesuch",
+    "the order of the end": (
+        "import atexit, threading\natexit.register(print, 'atexit')\nclass A:\n    def __del__(self): print('del')\n"
+        "a = A()\nevent = threading.Event()\n"
+        "threading.Thread(target=lambda: (event.wait(), print('thread'))).start()\nprint('end')\nevent.set()"
+    ),
+    "a file that is not closed": "f = open('unclosed', 'w')\nf.write('kept')",
+    "a file that a cycle holds": "class A: pass\na = A()\na.me = a\na.f = open('unclosed', 'w')\na.f.write('kept')",
+    "processes that are spawned": (
+        "import multiprocessing as m\ndef f(x): return x * x\n"
+        "if __name__ == '__main__':\n    with m.get_context('spawn').Pool(2) as p: print(p.map(f, [1, 2, 3]))"
+    ),
+    "processes that are forked": (
+        "import multiprocessing as m\ndef f(x): return x * x\n"
+        "if __name__ == '__main__':\n    with m.get_context('fork').Pool(2) as p: print(p.map(f, [1, 2, 3]))"
+    ),
+    "what it pickles": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))), A.__module__)",
+    "death": "import os\nos.kill(os.getpid(), 11)",
+}
+
+
+@pytest.mark.parametrize("code", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_forked_worker_must_be_as_a_fresh_one(tmp_path, code):
+    fresh, forked = (how_it_ends(tmp_path / (preload or "fresh"), preload, code) for preload in ("", PRELOAD))
+    assert forked == fresh
+
+
+def how_it_ends(folder, preload: str, code: str) -> tuple[int, list[str], str]:
+    folder.mkdir()
+    node = Waiting(folder, preload)
+    exit_code = node.worker(0, code).wait(timeout=60)
+    node.node.terminate()
+    assert node.node.wait(timeout=30) == 0
+    kept = folder / "unclosed"
+    shown = re.sub(r"0x[0-9a-f]+|Current thread.*|Thread .*", "#", node.log(0).replace(str(folder), "FOLDER"))
+    assert "zygote" not in "".join(shown.splitlines()[:4])
+    return exit_code, shown.splitlines()[:4], kept.read_text() if kept.exists() else ""
+
+
+@pytest.fixture
+def warm(tmp_path):
+    node = Waiting(tmp_path, PRELOAD)
+    yield node
+    node.node.terminate()
+    assert node.node.wait(timeout=30) == 0
+
+
+IS_FORKED = f"import sys\nprint('{PRELOAD}' in sys.modules)"
+
+
+def test_what_was_imported_ahead_must_be_there(warm):
+    assert warm.worker(0, IS_FORKED).wait(timeout=30) == 0
+    assert warm.log(0) == "True\n"
+
+
+def test_a_module_must_run_as_with_dash_m(warm):
+    (warm.folder / "package").mkdir()
+    (warm.folder / "package" / "__main__.py").write_text("import sys\nprint(__name__, sys.argv[1:], __spec__.name)")
+    assert warm.command(0, "-m", "package", "a").wait(timeout=30) == 0
+    assert warm.log(0) == "__main__ ['a'] package.__main__\n"
+
+
+def test_a_module_of_the_script_must_win_over_one_that_was_imported_ahead(warm):
+    (warm.folder / f"{PRELOAD}.py").write_text("own = 1")
+    assert warm.worker(0, f"import {PRELOAD}\nprint({PRELOAD}.own)").wait(timeout=30) == 0
+    assert warm.log(0) == "1\n"
+
+
+@pytest.mark.parametrize("name", ["PYTHONHASHSEED", "TORCH_LOGS", "LD_PRELOAD", "MKL_NUM_THREADS"])
+def test_a_variable_that_counts_at_the_start_must_count(warm, name):
+    (warm.folder / "0.py").write_text(f"{IS_FORKED}\nimport os\nprint(os.environ['{name}'])")
+    assert warm.command(0, str(warm.folder / "0.py"), **{name: "0"}).wait(timeout=30) == 0
+    assert warm.log(0).splitlines()[-2:] == ["False", "0"]
+
+
+@pytest.mark.parametrize("words", [("nonesuch.py",), ("-m", "nonesuch"), ("-m",)])
+def test_what_is_not_there_must_be_told_in_pythons_own_words(warm, words):
+    fresh = subprocess.run([sys.executable, *words], cwd=warm.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert warm.command(0, *words).wait(timeout=30) == fresh.returncode
+    assert warm.log(0) == fresh.stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("preload", "why"),
+    [
+        ("nonesuch", "nonesuch cannot be imported: ModuleNotFoundError: No module named 'nonesuch'"),
+        ("bad", "bad cannot be imported: SystemExit: 3"),
+        ("deadly", "it ended"),
+        ("threads", "1 threads were started, which a fork would lose"),
+    ],
+)
+def test_where_nothing_can_be_forked_workers_must_start_afresh(tmp_path, preload, why):
+    (tmp_path / "bad.py").write_text("raise SystemExit(3)")
+    (tmp_path / "deadly.py").write_text("import os\nos.abort()")
+    (tmp_path / "threads.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()")
+    node = Waiting(tmp_path, preload)
+    assert node.worker(0, "print('ran')").wait(timeout=30) == 0
+    node.node.terminate()
+    assert node.node.wait(timeout=30) == 0
+    assert node.log(0) == "ran\n"
+    assert node.out.read_text().splitlines()[0] == f"[node] each worker starts an interpreter of its own: {why}"
+
+
+def test_a_worker_that_waits_for_an_import_must_end_when_it_is_asked_to(tmp_path):
+    (tmp_path / "slow.py").write_text("import signal\nopen('importing', 'w').close()\nsignal.pause()")
+    node = Waiting(tmp_path, "slow")
+    eventually(lambda: (tmp_path / "importing").exists())
+    stub = node.worker(0, "print('ran')")
+    eventually(lambda: "0" in node.status()["running"])
+    node.node.send_signal(signal.SIGUSR1)
+    assert stub.wait(timeout=30) == 143
+    assert (node.log(0), node.status()["codes"]) == ("", {"0": 143})
+    node.node.terminate()
+    assert node.node.wait(timeout=30) == 0
+
+
+def test_randomness_must_differ_between_forked_workers(warm):
+    code = "import random, uuid\nprint(random.random(), uuid.uuid4())"
+    stubs = [warm.worker(rank, code) for rank in range(2)]
+    assert [stub.wait(timeout=30) for stub in stubs] == [0, 0]
+    assert not set(warm.log(0).split()) & set(warm.log(1).split())
+
+
+def test_workers_must_survive_the_process_that_forked_them_and_later_ones_start_afresh(warm):
+    stub = warm.worker(0, f"{IS_FORKED}\nimport os, signal\nprint(os.getppid())\nsignal.pause()")
+    eventually(lambda: warm.log(0).count("\n") == 2)
+    assert int(warm.log(0).split()[1]) == warm.node.pid
+    (zygote,) = subprocess.run(["pgrep", "-P", str(warm.node.pid), "-f", "zygote"], capture_output=True).stdout.split()
+    os.kill(int(zygote), signal.SIGKILL)
+    eventually(lambda: gone(int(zygote)))
+    assert warm.worker(1, IS_FORKED).wait(timeout=30) == 0
+    assert warm.log(1) == "False\n"
+    warm.node.send_signal(signal.SIGUSR1)
+    assert stub.wait(timeout=30) == 143
+
+
+def test_a_process_that_left_its_workers_session_must_end_with_the_node(waiting):
+    code = "import subprocess\nprint(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
+    assert waiting.worker(0, code).wait(timeout=30) == 0
+    pid = int(waiting.log(0))
+    assert not gone(pid)
+    waiting.node.terminate()
+    waiting.node.wait(timeout=30)
+    assert gone(pid)
