@@ -1,0 +1,142 @@
+"""Ways to start four nodes that do one all-reduce, each from the command to its exit, with one image for all."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from orchestrate.spec import IMAGE
+
+ROOT = Path(__file__).resolve().parents[1]
+NODES = 4
+SCRIPT = "examples/allreduce.py"
+PLAIN = "orchestrate-benchmark:plain"  # the image without our entry point, as other tools want it
+PEERS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "orchestrate-benchmarks")
+
+
+def docker(*arguments: str, **options: object) -> str:
+    """Run the command line of Docker; return what it prints."""
+    done = subprocess.run(["docker", *arguments], check=True, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    return str(done.stdout)
+
+
+def plain_image() -> str:
+    """Build the image for others, once."""
+    docker("build", "--tag", PLAIN, "-", input=f"FROM {IMAGE}\nENTRYPOINT []\nUSER root\n")
+    return PLAIN
+
+
+def timed(start: Callable[[], None]) -> float:
+    """Seconds from the call to its end."""
+    began = time.monotonic()
+    start()
+    return time.monotonic() - began
+
+
+def bare() -> None:
+    """The floor: a network, and four times `docker run` at once with the right environment."""
+    name = f"floor-{os.getpid()}"
+    docker("network", "create", name)
+    mounts = ["--volume", f"{ROOT}:/workspace:ro", "--workdir", "/workspace"]
+    common = ["--network", name, *mounts, "--env", f"WORLD_SIZE={NODES}", "--env", f"MASTER_ADDR={name}-0"]
+    common += ["--env", "MASTER_PORT=29500", "--env", "OMP_NUM_THREADS=1", "--init", "--rm"]
+
+    def run(rank: int) -> None:
+        docker("run", "--name", f"{name}-{rank}", *common, "--env", f"RANK={rank}", PLAIN, "python", SCRIPT)
+
+    try:
+        with ThreadPoolExecutor(NODES) as pool:
+            list(pool.map(run, range(NODES)))
+    finally:
+        docker("network", "rm", name)
+
+
+def ours(*options: str) -> None:
+    """`python -m orchestrate run`."""
+    with tempfile.TemporaryDirectory() as runs:
+        orchestrate("run", "--gpus", "none", "--trainers", str(NODES - 1), "--runs", runs, *options, "--", SCRIPT)
+
+
+def orchestrate(*arguments: str) -> str:
+    """Run our command line; return what it prints."""
+    command = [sys.executable, "-m", "orchestrate", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+COMPOSE = f"""
+services:
+  node:
+    image: {PLAIN}
+    init: true
+    working_dir: /workspace
+    volumes: ["{ROOT}:/workspace:ro"]
+    environment: {{OMP_NUM_THREADS: "1"}}
+    command: >-
+      torchrun --nnodes {NODES} --nproc-per-node 1 --rdzv-backend c10d --rdzv-id b
+      --rdzv-endpoint PROJECT-node-1:29400 {SCRIPT}
+"""
+
+
+def torchrun_in_compose() -> None:
+    """A compose file written by hand, with torchrun in every container."""
+    project = f"peer-{os.getpid()}"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "compose.yml")
+        file.write_text(COMPOSE.replace("PROJECT", project))
+        compose = ["compose", "--project-name", project, "--file", str(file)]
+        try:
+            docker(*compose, "up", "--scale", f"node={NODES}", "--abort-on-container-failure")
+        finally:
+            docker(*compose, "down", "--timeout", "1")
+
+
+def environment(package: str) -> Path:
+    """A peer in an environment of its own, installed at the first call; returns that environment's `bin`."""
+    folder = PEERS / package
+    if not (folder / "done").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([folder / "bin" / "pip", "install", "--quiet", package], check=True, capture_output=True)
+        (folder / "done").touch()
+    return folder / "bin"
+
+
+def torchx() -> None:
+    """TorchX's scheduler `local_docker`."""
+    command = [environment("torchx") / "torchx", "run", "--scheduler", "local_docker", "--wait", "--workspace", ""]
+    job = ["dist.ddp", "-j", f"{NODES}x1", "--image", PLAIN, "--cpu", "1", "--memMB", "2048", "--env"]
+    job += ["OMP_NUM_THREADS=1", "--mounts", f"type=bind,src={ROOT},dst=/workspace,readonly", "--script", SCRIPT]
+    subprocess.run([*command, *job], check=True, capture_output=True, cwd="/")
+
+
+PEER_STARTS: dict[str, Callable[[], None]] = {"Compose with torchrun": torchrun_in_compose, "TorchX": torchx}
+
+FLOOR, OURS = "bare docker run (the floor)", "orchestrate"
+
+
+def interleaved(ways: dict[str, Callable[[], None]], runs: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of each way, one run of each after the other; and why a way could not be measured."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    failed: dict[str, str] = {}
+    for _ in range(runs):
+        for name, way in ways.items():
+            if name in failed:
+                continue
+            try:
+                seconds[name].append(timed(way))
+            except (subprocess.CalledProcessError, OSError) as error:
+                text = getattr(error, "stderr", None) or str(error)
+                lines = (text.decode(errors="replace") if isinstance(text, bytes) else text).strip().splitlines()
+                failed[name] = lines[-1][:200] if lines else str(error)
+    return {name: found for name, found in seconds.items() if found}, failed
+
+
+def against(seconds: dict[str, list[float]], name: str, others: list[str]) -> float:
+    """The median of one way, over the smallest median of others."""
+    return statistics.median(seconds[name]) / min(statistics.median(seconds[other]) for other in others)
