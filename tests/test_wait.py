@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, eventually, gone
 
 NODE = str(ROOT / "orchestrate" / "node")
+STUB = str(ROOT / "orchestrate" / "node" / "stub.py")
 PRELOAD = "colorsys"  # a module that nobody else imports: found imported, it tells a forked worker from a fresh one
 
 
@@ -32,13 +33,13 @@ class Waiting:
 
     def command(self, rank: int, *words: str, **env: str) -> subprocess.Popen[bytes]:
         own = {"RANK": str(rank), "ONLY_HERE": "1", **env}
-        return subprocess.Popen([sys.executable, NODE, "worker", *words], env=self.env | own, cwd=self.folder)
+        return subprocess.Popen([sys.executable, STUB, "worker", *words], env=self.env | own, cwd=self.folder)
 
     def watch(self, rank: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, NODE, "watch", str(rank)], env=self.env)
+        return subprocess.Popen([sys.executable, STUB, "watch", str(rank)], env=self.env)
 
     def status(self) -> dict:
-        done = subprocess.run([sys.executable, NODE, "status"], env=self.env, capture_output=True, check=True)
+        done = subprocess.run([sys.executable, STUB, "status"], env=self.env, capture_output=True, check=True)
         return json.loads(done.stdout)
 
     def log(self, rank: int) -> str:

@@ -17,7 +17,7 @@ from orchestrate.engines import LOST, Doing, Exit, JobState, knows
 from orchestrate.engines.daemon import ERRORS, Daemon, Events, name_of, reason, within
 from orchestrate.engines.image import inventory
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.node.wait import WORKER_KILLED
+from orchestrate.node.stub import WORKER_KILLED
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
@@ -27,7 +27,7 @@ SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has gon
 ANSWERS = 10.0  # seconds that a node may take to tell of its workers
 SIGNS = 0.2  # seconds after a worker's end in which the engine tells what happened around it
 DYING = 5.0  # seconds that a container takes to die, at most
-NODE = ["python", "/opt/orchestrate/node"]
+STUB = ["python", "-I", "-S", "/opt/orchestrate/node/stub.py"]
 
 
 class DockerEngine:
@@ -176,18 +176,13 @@ class DockerEngine:
         self.daemon.each(found, lambda node: node.remove(force=True, v=True))
 
     def down(self, grace: float) -> None:
-        """Remove nodes and network; of a cluster, clean the nodes, and remove those that do not let themselves be."""
+        """Remove nodes and network; of a cluster, have the nodes make themselves ready for another job."""
         if self.events is not None:
             self.events.close()
         if self.stays:
-            self.daemon.each(self._look().values(), self._clean)
+            self.daemon.each(self.nodes.values(), lambda node: node.kill("SIGHUP"))
         elif self.home:
             self._project("down", "--volumes", "--remove-orphans", "--timeout", str(int(grace)))
-
-    def _clean(self, node: Container) -> None:
-        done = within(ANSWERS, lambda: node.exec_run([*NODE, "clean"]))
-        if done is None or done.exit_code:
-            node.remove(force=True, v=True)
 
     # --- from another shell
 
@@ -278,7 +273,7 @@ class DockerEngine:
         if container is None or container.status != "running":
             return None
         try:
-            done = within(ANSWERS, lambda: container.exec_run([*NODE, "status"], stderr=False))
+            done = within(ANSWERS, lambda: container.exec_run([*STUB, "status"], stderr=False))
             status = json.loads(done.output) if done is not None and done.exit_code == 0 else None
         except docker.errors.APIError:
             return None
@@ -297,7 +292,7 @@ class DockerEngine:
         with self.daemon.asking(f"does not start rank {rank} on {node}"):
             try:
                 api = self.client.api
-                made = api.exec_create(container.id, [*NODE, *words], environment=env, stdout=False, stderr=False)["Id"]
+                made = api.exec_create(container.id, [*STUB, *words], environment=env, stdout=False, stderr=False)["Id"]
                 self.execs[made] = rank, str(container.id)
                 api.exec_start(made, detach=True)
             except docker.errors.APIError as error:

@@ -23,7 +23,7 @@ from typing import Any
 from orchestrate.engines import LOST, Doing, Exit, JobState, knows
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.node.ranks import gpus
-from orchestrate.node.wait import ask
+from orchestrate.node.stub import ask
 from orchestrate.node.warm import POSSIBLE
 from orchestrate.paths import NODE, PROJECT, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan
@@ -210,10 +210,7 @@ class ProcessEngine:
         self._forget()
         if self.stays:
             for node in self.nodes.values():
-                try:
-                    ask(str(node.path), {"clean": True}, ANSWERS)
-                except OSError:
-                    _end([node], 0, (signal.SIGKILL,))
+                node.signal(signal.SIGHUP)
             return
         _end(list(self.nodes.values()), grace)
         if self.folder.name:

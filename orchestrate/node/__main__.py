@@ -2,10 +2,10 @@
 
 It takes work in one of three ways (`NODE_MODE`; without it, `given` where `RANK` is set, else `join`):
 
-    wait    An orchestrator is in charge. The node listens on a Unix socket; `node worker CMD…`, started in the node
+    wait    An orchestrator is in charge. The node listens on a Unix socket; `stub.py worker CMD…`, started in the node
             with a worker's environment, hands over both, stays as long as the worker and exits with its code.
-            `node watch RANK` does the same for a worker that runs already; `node status` prints what the node knows;
-            `node clean` makes it ready for another job. It imports `NODE_PRELOAD` ahead, and forks workers from that.
+            `stub.py watch RANK` does the same for a worker that runs already; `stub.py status` prints what the node
+            knows. The node imports `NODE_PRELOAD` ahead, and forks workers from that.
     join    Plain `docker compose up`. Trainers register with the master; the master ranks them in Compose's order,
             gives each node its own GPUs, and ends the whole gang when one worker fails.
     given   Somebody else (Swarm, Kubernetes, Slurm) has set `RANK` and `WORLD_SIZE`: one worker starts at once.
@@ -13,26 +13,21 @@ It takes work in one of three ways (`NODE_MODE`; without it, `given` where `RANK
 A worker's output goes, untouched, to `$JOB_DIR/logs/rank-N.log` and, line by line behind `[rank N] `, to stdout.
 SIGTERM and SIGINT stop the workers (SIGTERM, `NODE_GRACE` seconds, SIGKILL) and end the node; a second one kills at
 once. SIGUSR1 stops the workers, SIGUSR2 kills them, and SIGQUIT has them print where they stand and abort; the node
-stays. `$JOB_DIR/generation` holds the generation whose workers may start, with `over` once they may not any more; so
-that a stop reaches a worker on its way, too.
+stays. SIGHUP makes it ready for another job. `$JOB_DIR/generation` holds the generation whose workers may start, with
+`over` once they may not any more; so that a stop reaches a worker on its way, too.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
-import signal
 import sys
-from typing import Any
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])  # the folder that holds `orchestrate`
 
 from orchestrate.node.join import join  # noqa: E402  (the path comes first)
 from orchestrate.node.loop import Loop  # noqa: E402
-from orchestrate.node.wait import WORKER_KILLED, ask, wait  # noqa: E402
-
-KILLED = 128 + signal.SIGKILL
+from orchestrate.node.wait import wait  # noqa: E402
 
 
 def given(command: list[str]) -> int:
@@ -45,30 +40,11 @@ def given(command: list[str]) -> int:
     return codes[0]
 
 
-def stub(path: str, request: dict[str, Any]) -> int:
-    """Stand for a worker: end with its exit code, or as killed where the node ends before it.
-
-    When a container dies its stubs are killed, too; so a worker that was killed in a node that lives has its own code.
-    """
-    code = int(ask(path, request).get("code", -1))
-    return {-1: KILLED, KILLED: WORKER_KILLED}.get(code, code)
-
-
 def main(arguments: list[str]) -> int:
     """Run the node and return its exit code."""
-    path = os.environ.get("NODE_SOCKET", "/tmp/node.sock")
-    if arguments[:1] == ["worker"]:
-        return stub(path, {"command": arguments[1:], "env": dict(os.environ), "cwd": os.getcwd()})
-    if arguments[:1] == ["watch"]:
-        return stub(path, {"watch": int(arguments[1])})
-    if arguments[:1] == ["clean"]:
-        return 0 if ask(path, {"clean": True}, timeout=10) else 1
-    if arguments[:1] == ["status"]:
-        sys.stdout.write(json.dumps(ask(path, {"status": True}, timeout=5)))
-        return 0
     mode = os.environ.get("NODE_MODE") or ("given" if "RANK" in os.environ else "join")
     if mode == "wait":
-        return wait(path)
+        return wait(os.environ.get("NODE_SOCKET", "/tmp/node.sock"))
     command = arguments or ["-m", "app.train"]
     return given(command) if mode == "given" else join(command)
 

@@ -32,6 +32,7 @@ class Loop:
         self.adopting = adopt_orphans()  # so that none of them outlives us
         self.workers: list[Worker] = []
         self.ending = False  # the node has been asked to end, and no more workers are started
+        self.on_hangup: Callable[[], None] = lambda: None
         self.on_end: Callable[[], None] = lambda: None  # what else to do when it is
         bell, alarm = socket.socketpair()
         for end in (bell, alarm):
@@ -40,7 +41,7 @@ class Loop:
         self.watch(alarm, lambda: self._signals(alarm.recv(4096)))
         signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
         self.asked = False  # by a signal, for the first time; a second one kills
-        for number in (signal.SIGCHLD, *ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        for number in (signal.SIGCHLD, *ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
 
     def watch(self, source: Any, callback: Callable[[], None]) -> None:
@@ -145,6 +146,9 @@ class Loop:
                 continue
             if number == signal.SIGQUIT:
                 kill(self.workers, signal.SIGABRT)  # on which Python's fault handler prints all stacks
+                continue
+            if number == signal.SIGHUP:
+                self.on_hangup()
                 continue
             again = number in ENDING and self.asked
             self.asked = self.asked or number in ENDING

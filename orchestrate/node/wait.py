@@ -2,15 +2,13 @@
 
 Over the Unix socket, JSON lines. `{"command", "env", "cwd"}` starts a worker and `{"watch": rank}` takes up one that
 was started before; both are answered with `{"pid"}`, and `{"code"}` when the worker has ended. `{"status": true}` is
-answered with what the node knows of its workers; `{"clean": true}` makes it ready for another job. Who asks may go
-away; the worker stays, and so does its exit code.
+answered with what the node knows of its workers. Who asks may go away; the worker stays, and so does its exit code.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import shutil
 import signal
@@ -18,12 +16,11 @@ import socket
 import stat
 from typing import Any
 
-from orchestrate.node.loop import Channel, Loop, connect
+from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.ranks import Env, fence
 from orchestrate.node.warm import POSSIBLE
 from orchestrate.node.worker import Worker, doing, kill
 
-WORKER_KILLED = 247  # the exit code of the stub of a worker that SIGKILL ended; as -9 looks to a shell
 IPC_RMID = 0  # of shmctl(2)
 REFUSED = 128 + signal.SIGTERM  # the code of a worker whose generation was over before it could start
 
@@ -33,7 +30,7 @@ class Waiting:
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
-        self.generation = -1
+        self.job, self.generation = "", -1
         self.workers: dict[int, Worker] = {}  # by rank
         self.codes: dict[int, int] = {}  # of those that have ended
         self.asking: dict[int, list[Channel]] = {}
@@ -42,11 +39,7 @@ class Waiting:
         """Answer a request; None means that whoever asked has gone."""
         if request is None:
             return
-        if "clean" in request:
-            self.clean()
-            channel.send({"clean": True})
-            channel.close()
-        elif "status" in request:
+        if "status" in request:
             channel.send(self.status())
             channel.close()
         elif "watch" in request:
@@ -56,6 +49,9 @@ class Waiting:
 
     def start(self, channel: Channel, command: list[str], env: Env, cwd: str) -> None:
         """Start a worker, unless its generation is over; one of a newer generation ends all older ones."""
+        if self.job not in ("", env.get("JOB_ID")):  # nobody has told us that it is over
+            self.clean()
+        self.job = env.get("JOB_ID", "")
         rank, generation = int(env["RANK"]), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if generation < max(self.generation, fence(env.get("JOB_DIR"))):
             channel.send({"code": REFUSED})
@@ -94,7 +90,7 @@ class Waiting:
         kill(self.loop.workers, signal.SIGKILL)
         self.loop.finish()
         wipe(os.environ.get("NODE_WIPE", "").split())
-        self.generation, self.workers, self.codes, self.asking = -1, {}, {}, {}
+        self.job, self.generation, self.workers, self.codes, self.asking = "", -1, {}, {}, {}
 
     def status(self) -> dict[str, Any]:
         """The generation, the exit codes of the workers that have ended, and what those that run are doing."""
@@ -113,6 +109,7 @@ def wait(path: str) -> int:
     if POSSIBLE and (modules := os.environ.get("NODE_PRELOAD", "").split()):
         loop.warm(modules)
     waiting = Waiting(loop)
+    loop.on_hangup = waiting.clean
     server = socket.socket(socket.AF_UNIX)
     mask = os.umask(0o077)
     server.bind(path)
@@ -141,19 +138,3 @@ def wipe(folders: list[str]) -> None:
         with contextlib.suppress(OSError), open("/proc/sysvipc/shm") as file:
             for line in file.read().splitlines()[1:]:
                 ctypes.CDLL(None).shmctl(int(line.split()[1]), IPC_RMID, None)
-
-
-def ask(path: str, request: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
-    """Put a request to the node behind `path` and wait for its last answer; a node that dies answers nothing more.
-
-    Raises OSError where nobody listens, or no answer comes for `timeout` seconds.
-    """
-    connection = connect(socket.AF_UNIX, path, timeout or 60)
-    connection.settimeout(timeout)
-    answer: dict[str, Any] = {}
-    with connection, connection.makefile("rwb") as stream:
-        stream.write(json.dumps(request).encode() + b"\n")
-        stream.flush()
-        for line in stream:
-            answer |= json.loads(line)
-    return answer
