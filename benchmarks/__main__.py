@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import soak, t1, t2, t3, t6, t9, t10
+from benchmarks import soak, t1, t2, t3, t4, t5, t6, t7, t8, t9, t10, t11, t12
 
-ALL = {"T1": t1, "T2": t2, "T3": t3, "T6": t6, "T9": t9, "T10": t10}
+ALL = dict(zip([f"T{number}" for number in range(1, 13)], [t1, t2, t3, t4, t5, t6, t7, t8, t9, t10, t11, t12]))
 
 
 def machine() -> dict[str, Any]:
@@ -43,7 +43,7 @@ def line(name: str, values: list[float], unit: str) -> str:
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, side by side.")
-    parser.add_argument("names", nargs="*", metavar="T1|…|T10")
+    parser.add_argument("names", nargs="*", metavar="T1 … T12")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> None:
             print(f"  {what:<44}{ratio:>10.3g}")
         for what, why in result.get("failed", {}).items():
             print(f"  {what} was not measured: {why}")
-        measured[name] = result
+        measured[name] = {"about": (ALL[name].__doc__ or "").splitlines()[0], **result}
     if args.json:
         args.json.write_text(json.dumps(measured, indent=2) + "\n")
 

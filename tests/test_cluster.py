@@ -15,7 +15,8 @@ class Cluster:
 
     def __init__(self, cli: Cli, engine: str, *options: str) -> None:
         self.cli, self.engine = cli, engine
-        done = cli("up", "--engine", engine, "--trainers", "2", *OPTIONS, *options)
+        quick = ("--set", "warm=false")  # most of the scripts import no torch
+        done = cli("up", "--engine", engine, "--trainers", "2", *OPTIONS, *quick, *options)
         assert done.returncode == 0, done.stderr
         self.name = done.stdout.strip()
 
@@ -82,7 +83,7 @@ child.returncode = 0  # no warning that it still runs
 
 
 def test_a_job_must_find_nothing_of_the_one_before(up, cli, engine):
-    cluster = up("--set", "preload=[colorsys]")
+    cluster = up("--set", "warm=true", "--set", "preload=[colorsys]")
     (cli.folder / "leaves.py").write_text(LEAVES)
     seen = []
     for _ in range(2):

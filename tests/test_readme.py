@@ -27,6 +27,7 @@ def pattern(output: str) -> list[str]:
     output = re.sub(r"gloo on CPU \(.*\)", "gloo on CPU", output)
     output = re.sub(r"-[0-9a-f]{4}\b", "-#", output)
     output = re.sub(r"/\S*/(runs/)", r"\1", output)
+    output = re.sub(r"(?<= )/\S+", "/", output)
     return sorted(re.sub(r"\d+(\.\d+)?", "#", line).rstrip() for line in output.splitlines() if line.strip())
 
 
@@ -36,7 +37,7 @@ def pattern(output: str) -> list[str]:
 def test_a_command_must_print_what_the_readme_says(command, output, docker_engine, nothing_left, tmp_path):
     runtimes = subprocess.run(["docker", "info", "-f", "{{.Runtimes}}"], capture_output=True, text=True, check=True)
     if "nvidia" in runtimes.stdout:  # the README's output is that of a machine without GPUs
-        command = command.replace("orchestrate run", "orchestrate run --gpus none")
+        command = re.sub(r"orchestrate (run|up)", r"orchestrate \1 --gpus none", command)
         command = command.replace("make run", "make run ARGS='--gpus none'")
     before = set(ROOT.glob("runs/*"))
     env = {

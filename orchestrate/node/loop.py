@@ -83,7 +83,12 @@ class Loop:
         if self.ending:
             done(128 + signal.SIGTERM)
             return None
-        worker = Worker(command, env, cwd, done, started)
+        try:
+            worker = Worker(command, env, cwd, done, started)
+        except OSError as error:
+            say(f"rank {env.get('RANK')} did not start: {error}")
+            done(FAILED_TO_START)
+            return None
         self.workers.append(worker)
         self.watch(worker.output, lambda: self._pump(worker))
         if self.zygote is None or self.zygote.ready is not None:
@@ -166,7 +171,9 @@ class Loop:
 
     def _reap_strays(self) -> None:
         """Take the exit codes of what workers left running and we have adopted; the kernel keeps them until then."""
-        ours = {worker.pid for worker in self.workers} | {self.zygote.process.pid if self.zygote else 0}
+        ours = {worker.pid for worker in self.workers}
+        if self.zygote and self.zygote.process.poll() is None:
+            ours.add(self.zygote.process.pid)
         with contextlib.suppress(ChildProcessError):
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 if found.si_pid in ours:  # it has ended just now; the next round sees to it

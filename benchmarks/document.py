@@ -1,0 +1,102 @@
+"""Write `docs/performance.md` and its plots out of what `python -m benchmarks --json FILE` has measured.
+
+    python -m benchmarks.document FILE
+
+What misses its target stands first, with the reason as far as it is known.
+"""
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.starts import ROOT
+
+REASONS = {
+    "T2": "of a second, the imports of the command line and docker-py take 0.3 s, the engine's `exec` of four stubs "
+    "0.2 s, and the workers' start, meeting and end the rest.",
+    "T3": "the engine's events and `exec` take about 0.3 s of it; with two cores, four workers that start, meet and "
+    "build DDP share the rest.",
+    "T4": "the same as T3, and the look whether the node is really gone.",
+    "T7": "Compose brings nodes up; its own start and its looks at the project cost more than raw calls, most of all "
+    "for few nodes.",
+    "T9": "besides `torch.save` and its sync there are two more file syncs, two folder syncs and the removal of the "
+    "checkpoint before the last.",
+    "T10": "on two cores the convolutions are most of the time, not the input.",
+}
+
+
+def met(label: str, value: float) -> bool | None:
+    """Whether a ratio meets the target that its label names; None where it names none."""
+    match = re.search(r"\((≤|≥) ([\d.]+)\)", label)
+    if not match:
+        return None
+    return value <= float(match[2]) if match[1] == "≤" else value >= float(match[2])
+
+
+def section(name: str, result: dict[str, Any]) -> str:
+    """One benchmark: what it is, its figures, its plot."""
+    lines = [f"## {name}", "", result["about"], ""]
+    misses = [label for label, value in result["ratios"].items() if met(label, value) is False]
+    if misses and name in REASONS:
+        lines += [f"Missed: {REASONS[name]}", ""]
+    lines += ["| what | median | lowest | highest |", "| --- | --- | --- | --- |"]
+    for what, (values, unit) in result["values"].items():
+        middle, low, high = statistics.median(values), min(values), max(values)
+        lines.append(f"| {what} | {middle:.4g} {unit} | {low:.4g} | {high:.4g} |")
+    lines += ["", "| figure (target) | value | met |", "| --- | --- | --- |"]
+    for label, value in result["ratios"].items():
+        lines.append(f"| {label} | {value:.3g} | {({True: 'yes', False: 'no', None: ''})[met(label, value)]} |")
+    lines += [f"\n{what} was not measured: {why}" for what, why in result.get("failed", {}).items()]
+    return "\n".join([*lines, "", f"![{name}](performance/{name}.svg)", ""])
+
+
+def plot(result: dict[str, Any]) -> str:
+    """The medians as bars, with a line from the lowest to the highest value, in SVG."""
+    rows = list(result["values"].items())
+    most = max(max(values) for _, (values, _) in rows) or 1.0
+    bars = []
+    for i, (what, (values, unit)) in enumerate(rows):
+        y, scale = 10 + 26 * i, 360 / most
+        width, low, high = (scale * value for value in (statistics.median(values), min(values), max(values)))
+        bars.append(
+            f'<text x="310" y="{y + 14}" text-anchor="end">{what}</text>'
+            f'<rect x="320" y="{y}" width="{width:.0f}" height="18" fill="#4477aa"/>'
+            f'<line x1="{320 + low:.0f}" x2="{320 + high:.0f}" y1="{y + 9}" y2="{y + 9}" stroke="black"/>'
+            f'<text x="{328 + high:.0f}" y="{y + 14}">{statistics.median(values):.3g} {unit}</text>'
+        )
+    size = f'width="780" height="{20 + 26 * len(rows)}"'
+    style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="13"'
+    return f"<svg {size} {style}>{''.join(bars)}</svg>\n"
+
+
+def main() -> None:
+    """Write the document."""
+    measured = json.loads(Path(sys.argv[1]).read_text())
+    machine = ", ".join(f"{key} {value}" for key, value in measured.pop("machine").items())
+    folder = ROOT / "docs" / "performance"
+    folder.mkdir(exist_ok=True)
+
+    def missed(item: tuple[str, Any]) -> tuple[bool, int]:
+        return all(met(*ratio) is not False for ratio in item[1]["ratios"].items()), int(item[0][1:])
+
+    text = [
+        "# Performance",
+        "",
+        "Measured on one machine, side by side, by `python -m benchmarks --json FILE`; "
+        "written from that by `python -m benchmarks.document FILE`.",
+        f"The machine: {machine}.",
+        "Ratios carry to other machines, times do not.",
+        "What misses its target stands first.",
+        "",
+    ]
+    for name, result in sorted(measured.items(), key=missed):
+        text.append(section(name, result))
+        (folder / f"{name}.svg").write_text(plot(result))
+    (ROOT / "docs" / "performance.md").write_text("\n".join(text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""A worker for T8 that writes numbered lines; `lines.py COUNT`."""
+
+import sys
+
+for number in range(int(sys.argv[1])):
+    print("line", number)

@@ -1,0 +1,1 @@
+"""A worker for T7 that does nothing."""

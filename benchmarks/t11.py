@@ -1,0 +1,23 @@
+"""The time of `python -m orchestrate --help`, beside a bare interpreter."""
+
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks.starts import ROOT, timed
+
+
+def measure(runs: int) -> dict[str, Any]:
+    """Both, interleaved."""
+    ways = {"python -c pass": ["-c", "pass"], "python -m orchestrate --help": ["-m", "orchestrate", "--help"]}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(2 * runs):
+        for name, words in ways.items():
+            command = [sys.executable, *words]
+            seconds[name].append(
+                timed(lambda command=command: subprocess.run(command, check=True, capture_output=True, cwd=ROOT))  # type: ignore[misc]
+            )
+    median = statistics.median(seconds["python -m orchestrate --help"])
+    values = {name: (found, "s") for name, found in seconds.items()}
+    return {"values": values, "ratios": {"in seconds (≤ 0.25)": median}}

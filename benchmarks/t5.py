@@ -1,0 +1,39 @@
+"""Steady state: steps per second of two workers, against the same script under torchrun on the host."""
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from benchmarks.starts import ROOT
+
+SCRIPT = "benchmarks/steady.py"
+
+
+def rate(command: list[str]) -> float:
+    """What the script prints under a command."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=env)
+    return float(re.findall(r"steps per second: ([\d.]+)", done.stdout + done.stderr)[-1])
+
+
+def measure(runs: int) -> dict[str, Any]:
+    """torchrun, local processes and containers, interleaved."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT]
+    with tempfile.TemporaryDirectory() as folder:
+        ours = [sys.executable, "-m", "orchestrate", "run", "--gpus", "none", "--trainers", "1", "--runs", folder]
+        ways = {
+            "torchrun on the host": torchrun,
+            "orchestrate, local processes": [*ours, "--engine", "process", "--", SCRIPT],
+            "orchestrate, containers on a bridge": [*ours, "--engine", "docker", "--", SCRIPT],
+        }
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(runs):
+            for name, command in ways.items():
+                rates[name].append(rate(command))
+    base, host, bridge = (statistics.median(found) for found in rates.values())
+    ratios = {"on the host network (≥ 0.99)": host / base, "on the bridge (≥ 0.97)": bridge / base}
+    return {"values": {name: (found, "/s") for name, found in rates.items()}, "ratios": ratios}

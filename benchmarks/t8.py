@@ -1,0 +1,87 @@
+"""Lines of logs per second, from four nodes to a reader; none may be lost, doubled or out of order within a rank."""
+
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import docker
+
+from benchmarks.starts import NODES, ROOT, plain_image
+from benchmarks.starts import PLAIN as IMAGE
+
+LINES = 250_000  # of each node
+SCRIPT = f"for i in range({LINES}): print('line', i)"
+
+
+def check(name: str, numbers: Iterable[int]) -> None:
+    """Fail where the numbers are not all of them, in order."""
+    if not all(one == other for one, other in itertools.zip_longest(numbers, range(LINES))):
+        raise SystemExit(f"{name}: lines are lost, doubled or out of order")
+
+
+def ours(folder: str) -> float:
+    """Lines per second that `orchestrate logs` prints of a job that has ended."""
+    (run,) = Path(folder).glob("*/logs")
+    with tempfile.TemporaryFile() as out:
+        began = time.monotonic()
+        command = [sys.executable, "-m", "orchestrate", "logs", run.parent.name, "--runs", folder]
+        subprocess.run(command, check=True, stdout=out, cwd=ROOT)
+        took = time.monotonic() - began
+        out.seek(0)
+        lines = out.read().decode().splitlines()
+    for rank in range(NODES):
+        own = [line for line in lines if line.split(" | ")[0].split()[-1] == str(rank)]
+        check("orchestrate", (int(line.rsplit(maxsplit=1)[1]) for line in own))
+    return NODES * LINES / took
+
+
+def sdk(containers: list[Any]) -> float:
+    """The same through the streams of docker-py, one thread for each."""
+    began = time.monotonic()
+
+    def read(container: Any) -> bytes:
+        return b"".join(container.logs(stream=True, follow=True))
+
+    with ThreadPoolExecutor(NODES) as pool:
+        texts = list(pool.map(read, containers))
+    took = time.monotonic() - began
+    for text in texts:
+        check("docker-py", (int(line.rsplit(maxsplit=1)[1]) for line in text.splitlines()))
+    return NODES * LINES / took
+
+
+def measure(runs: int) -> dict[str, Any]:
+    """The same lines, written by containers of each kind, read again and again."""
+    plain_image()
+    client = docker.DockerClient(max_pool_size=8)
+    rates: dict[str, list[float]] = {"docker-py": [], "orchestrate": []}
+    os.sched_setaffinity(0, {0})  # and so all that we start
+    with tempfile.TemporaryDirectory() as folder:
+        script = ROOT / "benchmarks" / "lines.py"
+        command = [sys.executable, "-m", "orchestrate", "run", "--gpus", "none", "--trainers", str(NODES - 1)]
+        subprocess.run(
+            [*command, "--runs", folder, "--", str(script), str(LINES)], check=True, capture_output=True, cwd=ROOT
+        )
+        containers = [client.containers.run(IMAGE, ["python", "-c", SCRIPT], detach=True) for _ in range(NODES)]
+        try:
+            for container in containers:
+                container.wait()
+            for _ in range(runs):
+                rates["docker-py"].append(sdk(containers))
+                rates["orchestrate"].append(ours(folder))
+        finally:
+            for container in containers:
+                container.remove(force=True)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    values = {name: (found, "/s") for name, found in rates.items()}
+    ratios = {"to docker-py": statistics.median(rates["orchestrate"]) / statistics.median(rates["docker-py"])}
+    ratios["lines per second (≥ 150000)"] = statistics.median(rates["orchestrate"])
+    return {"values": values, "ratios": ratios}
