@@ -112,7 +112,12 @@ def torchx() -> None:
     command = [environment("torchx") / "torchx", "run", "--scheduler", "local_docker", "--wait", "--workspace", ""]
     job = ["dist.ddp", "-j", f"{NODES}x1", "--image", PLAIN, "--cpu", "1", "--memMB", "2048", "--env"]
     job += ["OMP_NUM_THREADS=1", "--mounts", f"type=bind,src={ROOT},dst=/workspace,readonly", "--script", SCRIPT]
-    subprocess.run([*command, *job], check=True, capture_output=True, cwd="/")
+    try:
+        subprocess.run([*command, *job], check=True, capture_output=True, cwd="/")
+    finally:  # it leaves them
+        left = docker("ps", "--all", "--quiet", "--filter", "label=torchx.pytorch.org/app-id").split()
+        if left:
+            docker("rm", "--force", *left)
 
 
 PEER_STARTS: dict[str, Callable[[], None]] = {"Compose with torchrun": torchrun_in_compose, "TorchX": torchx}

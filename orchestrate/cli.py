@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import os
 import subprocess
 import sys
 import time
@@ -129,7 +127,7 @@ def main(argv: list[str]) -> int:
         commands.say("stopped")
         return errors.INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        commands.to_nobody(1)
         return errors.SUCCEEDED
 
 
@@ -158,8 +156,7 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
         return errors.SUCCEEDED
     data = job.supervise(paths, engine, stops, commands.say)
     commands.say(text(data))
-    with contextlib.suppress(BrokenPipeError):  # the job's end is not its reader's
-        print(args.runs / job_id, flush=True)
+    commands.give(args.runs / job_id)
     return commands.exit_code(data)
 
 

@@ -25,8 +25,23 @@ if TYPE_CHECKING:
 
 def say(line: str) -> None:
     """Print a line for human eyes; nobody may be looking any more."""
-    with contextlib.suppress(OSError):
+    try:
         print(line, file=sys.stderr, flush=True)
+    except OSError:
+        to_nobody(2)
+
+
+def give(line: object) -> None:
+    """Print a line of data at the end of a job, which is not its reader's end."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        to_nobody(1)
+
+
+def to_nobody(descriptor: int) -> None:
+    """Let what is printed go nowhere; else Python would fail, and say so by an exit code of its own, at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def exit_code(data: dict[str, Any]) -> int:
@@ -82,7 +97,7 @@ def _engines() -> list[Engine]:
 
 def ps(args: argparse.Namespace) -> int:
     """The jobs that have nodes."""
-    rows = [("JOB OR CLUSTER", "ENGINE", "NODES", "STATE", "RUN")]
+    rows = [("NAME", "ENGINE", "NODES", "STATE", "RUN")]
     for engine in _engines():
         for state in engine.jobs():
             busy = lock.holder(JobPaths(state.run.parent if state.cluster else state.run))
@@ -182,7 +197,7 @@ def attach(args: argparse.Namespace) -> int:
             say(line)
     assert data
     say(text(data))
-    print(args.runs / paths.root.name, flush=True)
+    give(args.runs / paths.root.name)
     return exit_code(data)
 
 

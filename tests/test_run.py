@@ -161,7 +161,7 @@ def test_the_other_commands_must_work_from_another_shell(cli, engine):
     job.communicate(timeout=60)
     assert job.returncode == 130
     assert "trainer-1 1 | stepping\n" in follower.communicate(timeout=60)[0]
-    assert cli("ps").stdout.split() == ["JOB", "ENGINE", "NODES", "STATE", "RUN"]
+    assert cli("ps").stdout.split() == ["NAME", "ENGINE", "NODES", "STATE", "RUN"]
     assert cli("stop", job_id).stderr == f"{job_id} has ended already\n"
 
 

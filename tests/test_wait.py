@@ -269,6 +269,15 @@ def test_a_worker_that_waits_for_an_import_must_end_when_it_is_asked_to(tmp_path
     assert node.node.wait(timeout=30) == 0
 
 
+def test_an_environment_that_is_too_large_for_a_message_must_arrive_all_the_same(warm):
+    large = {f"LARGE_{i}": "x" * 100_000 for i in range(3)}
+    (warm.folder / "0.py").write_text(f"{IS_FORKED}\nimport os\nprint(len(os.environ['LARGE_2']))")
+    assert warm.command(0, str(warm.folder / "0.py"), **large).wait(timeout=30) == 0
+    assert warm.log(0) == "False\n100000\n"
+    assert warm.worker(1, IS_FORKED).wait(timeout=30) == 0
+    assert warm.log(1) == "True\n"
+
+
 def test_randomness_must_differ_between_forked_workers(warm):
     code = "import random, uuid\nprint(random.random(), uuid.uuid4())"
     stubs = [warm.worker(rank, code) for rank in range(2)]

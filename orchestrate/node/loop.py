@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -104,10 +105,25 @@ class Loop:
 
     def _launch(self, worker: Worker) -> None:
         try:
-            worker.start(self.zygote if self.zygote and self.zygote.ready else None)
+            if self.zygote and self.zygote.ready:
+                try:
+                    return worker.start(self.zygote)
+                except OSError as error:
+                    if error.errno != errno.EMSGSIZE:
+                        self._do_without(self.zygote, str(error))
+            worker.start(None)
         except OSError as error:
             say(f"rank {worker.rank} did not start: {error}")
             worker.cancelled = FAILED_TO_START
+
+    def _do_without(self, zygote: Zygote, why: str) -> None:
+        """Give up the process that forks workers, and kill one that it may have forked without telling us."""
+        say(f"each worker starts an interpreter of its own: {why}")
+        zygote.ready = False
+        zygote.end()
+        for pid in set(children()) - {worker.pid for worker in self.workers}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def stop(self, end: bool = False) -> None:
         """Ask the workers to stop, each once, and kill them after the grace period; `end` ends the node with them."""

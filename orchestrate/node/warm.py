@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -49,8 +50,7 @@ class Zygote:
     """The process that imports `modules` and forks workers; `ready` is None until it has imported them."""
 
     def __init__(self, modules: list[str], settled: Callable[[str], None]) -> None:
-        """Start it; `settled` is called, with the reason, when it turns out that it cannot fork, and with nothing else
-        when it can."""
+        """Start it; `settled` is called when it turns out whether it can fork, with the reason why not, or nothing."""
         self.ready: bool | None = None
         self.settled = settled
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -74,13 +74,17 @@ class Zygote:
         self._settle(bool(answer.get("ready")), answer.get("why", "it ended"))
 
     def fork(self, command: list[str], env: dict[str, str], cwd: str | None, output: int) -> Forked:
-        """Have a worker forked whose output goes to the descriptor; raises OSError where that fails."""
+        """Have a worker forked whose output goes to the descriptor.
+
+        Raises OSError where that fails: of EMSGSIZE where it was too much to say, else where the process does not
+        answer, and may or may not have forked.
+        """
         message = json.dumps({"command": command, "env": env, "cwd": cwd or os.getcwd()})
-        try:
-            socket.send_fds(self.sock, [message.encode()], [output])
-            return Forked(int(self._receive()["pid"]))
-        except (OSError, KeyError) as error:
-            raise OSError(f"no worker was forked: {error}") from None
+        socket.send_fds(self.sock, [message.encode()], [output])
+        pid = self._receive().get("pid")
+        if not pid:
+            raise OSError(errno.ETIMEDOUT, "the process that forks workers does not answer")
+        return Forked(int(pid))
 
     def late(self) -> None:
         """Give it up, if it is not ready by now."""

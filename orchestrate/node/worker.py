@@ -51,18 +51,18 @@ class Worker:
     def start(self, zygote: Zygote | None) -> None:
         """Have `zygote` fork it, or start a fresh interpreter; raises OSError where that fails."""
         if zygote:
-            with contextlib.suppress(OSError):  # it may have died meanwhile
-                self.process = zygote.fork(self.command, self.env, self.cwd, self.input)
-        self.process = self.process or subprocess.Popen(
-            [sys.executable, "-u", *self.command],
-            env=self.env,
-            cwd=self.cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=self.input,
-            stderr=self.input,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+            self.process = zygote.fork(self.command, self.env, self.cwd, self.input)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", *self.command],
+                env=self.env,
+                cwd=self.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=self.input,
+                stderr=self.input,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
         self._no_more_input()
         self.started(self.process.pid)
 

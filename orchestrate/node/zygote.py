@@ -126,11 +126,11 @@ def become(command: list[str], env: dict[str, str], cwd: str, output: int, node:
 
 def seed(env: dict[str, str]) -> None:
     """Make good what a start does, and a fork does not: threads, and randomness of its own."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    torch, random = sys.modules.get("torch"), sys.modules.get("numpy.random")
     if torch is not None and env.get("OMP_NUM_THREADS", "").isdigit():
         torch.set_num_threads(max(1, int(env["OMP_NUM_THREADS"])))
-    if numpy is not None:
-        numpy.random.seed()
+    if random is not None:
+        random.seed()
 
 
 def rename(command: list[str]) -> None:
