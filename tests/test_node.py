@@ -116,7 +116,8 @@ def test_a_log_that_cannot_be_written_must_not_end_the_training(tmp_path):
 
 
 def test_a_log_must_go_on_when_the_disk_has_space_again_and_say_how_much_is_missing(tmp_path):
-    code = "import os\nfor line in ('a', 'bcd', 'e'):\n    print(line)\n    os.read(os.open('fifo', os.O_RDONLY), 1)"
+    wait = "while not os.read(os.open('fifo', os.O_RDONLY), 1): pass"  # nothing: the last writer is still closing
+    code = f"import os\nfor line in ('a', 'bcd', 'e'):\n    print(line)\n    {wait}"
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "logs").mkdir()
     path = tmp_path / "logs" / "rank-2.log"
