@@ -46,7 +46,7 @@ class DockerEngine:
         self.heard: dict[int, float] = {}  # rank: when its end was heard of, by the monotonic clock
         self.events: Events | None = None
         self.signs: dict[str, set[str]] = {}  # container id: what events have said of it
-        self.dying: set[str] = set()  # ids of containers whose stubs were killed
+        self.dying: set[str] = set()  # ids of containers that look well, but were told to end, or whose stubs were killed
         self.trouble: dict[str, str] = {}  # node: paused or partition
         self.looked = 0.0
 
@@ -314,6 +314,10 @@ class DockerEngine:
             self.signs.pop(actor, None)  # they were of an earlier life of this container
         elif action in ("oom", "destroy", "die") or (action == "kill" and attributes.get("signal") in ("9", "15")):
             self.signs.setdefault(actor, set()).add(action)
+            if action == "die":
+                self.dying.discard(actor)
+            elif action == "kill":
+                self.dying.add(actor)
         if event["Type"] == "network" or action in ("pause", "unpause", "die"):
             self.looked = 0.0
         return []
