@@ -46,7 +46,7 @@ class DockerEngine:
         self.heard: dict[int, float] = {}  # rank: when its end was heard of, by the monotonic clock
         self.events: Events | None = None
         self.signs: dict[str, set[str]] = {}  # container id: what events have said of it
-        self.dying: set[str] = set()  # ids of containers that look well, but were told to end, or whose stubs were killed
+        self.dying: set[str] = set()  # ids of containers that look well, but are ending
         self.trouble: dict[str, str] = {}  # node: paused or partition
         self.looked = 0.0
 
@@ -182,7 +182,7 @@ class DockerEngine:
         if self.stays:
             self.daemon.each(self.nodes.values(), lambda node: node.kill("SIGHUP"))
         elif self.home:
-            self._project("down", "--volumes", "--remove-orphans", "--timeout", str(int(grace)))
+            self.remove(self.home, grace if self.execs else 0)  # an idle node has nothing to end
 
     # --- from another shell
 
@@ -209,7 +209,8 @@ class DockerEngine:
         """Stop and remove containers and networks that carry the job's label, and nothing else."""
         label = f"{LABEL}={job_id}"
         nodes = self.daemon.containers(label)
-        self.daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
+        if grace:
+            self.daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
         self.daemon.each(nodes, lambda node: node.remove(force=True, v=True))
         with self.daemon.asking(f"keeps a network of {job_id}"):
             for network in self.client.networks.list(filters={"label": label}):
