@@ -99,7 +99,7 @@ def torchrun_in_compose() -> None:
 
 def environment(package: str) -> Path:
     """A peer in an environment of its own, installed at the first call; returns that environment's `bin`."""
-    folder = PEERS / package
+    folder = PEERS / package.partition("[")[0]
     if not (folder / "done").exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         subprocess.run([folder / "bin" / "pip", "install", "--quiet", package], check=True, capture_output=True)
@@ -118,9 +118,22 @@ def torchx() -> None:
         left = docker("ps", "--all", "--quiet", "--filter", "label=torchx.pytorch.org/app-id").split()
         if left:
             docker("rm", "--force", *left)
+            docker("network", "rm", "torchx")
 
 
-PEER_STARTS: dict[str, Callable[[], None]] = {"Compose with torchrun": torchrun_in_compose, "TorchX": torchx}
+def kubeflow() -> None:
+    """The container backend of Kubeflow's SDK."""
+    python = environment("kubeflow[docker]") / "python"
+    subprocess.run(
+        [python, ROOT / "benchmarks" / "kubeflow_job.py", PLAIN, str(NODES)], check=True, capture_output=True, cwd="/"
+    )
+
+
+PEER_STARTS: dict[str, Callable[[], None]] = {
+    "Compose with torchrun": torchrun_in_compose,
+    "TorchX, local_docker": torchx,
+    "Kubeflow SDK, container backend": kubeflow,
+}
 
 FLOOR, OURS = "bare docker run (the floor)", "orchestrate"
 

@@ -144,7 +144,7 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     job_id = job.new_id(spec)
     paths = JobPaths(args.runs.resolve() / job_id)
     inventory = engine.inventory(spec, paths.root, prepare=not dry)
-    made = plan(spec, _place(spec, inventory, job_id, paths.root.parent), job_id, engine.port(0))
+    made = plan(spec, _place(spec, inventory, job_id, paths.root.parent), job_id, engine.port(spec, 0))
     if dry:
         print(made)
         return errors.SUCCEEDED

@@ -17,7 +17,7 @@ from orchestrate.paths import JobPaths
 from orchestrate.plan import Inventory, Plan, names, plan
 from orchestrate.spec import JobSpec
 
-SAME = ("image", "memory", "cpus", "shm_size", "grace")  # what a node is made with, and keeps
+SAME = ("image", "memory", "cpus", "shm_size", "network", "grace")  # what a node is made with, and keeps
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> Cluster:
     nodes = paths.root / "nodes"
     inventory = engine.inventory(spec, nodes, prepare=True)
     inventory = dataclasses.replace(inventory, cluster=name, code=str(Path.cwd()))
-    made = plan(spec, inventory, name, engine.port(0))
+    made = plan(spec, inventory, name, engine.port(spec, 0))
     job.create(spec, made, paths)
     cluster = Cluster(paths, spec, made)
     try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from orchestrate.cores import shares
 from orchestrate.errors import ResourceError
 from orchestrate.node.ranks import assign
 from orchestrate.spec import JobSpec
@@ -18,9 +20,10 @@ class Inventory:
 
     engine: str  # docker or process
     about: str  # the engine in words, with its version
-    cpus: int
+    cores: tuple[int, ...]  # the numbers of the logical ones that may be used; neighbours share caches
     gpus: tuple[str, ...]  # ids of the GPUs that may be used
     no_gpus: str  # why there are none, where there are none
+    network: str  # bridge, where the job has one of its own, or host
     master_addr: str  # of every node; empty where a node has a name of its own in DNS
     interface: str  # the one network interface for gloo and NCCL
     job_dir: str  # the run directory, as a worker sees it
@@ -36,6 +39,7 @@ class WorkerPlan:
     rank: int
     node: str
     gpu: str  # its own GPU, or empty
+    cores: tuple[int, ...]  # which it keeps to; empty for any
     env: dict[str, str]
 
 
@@ -83,11 +87,13 @@ class Plan:
             + (f", on {self.inventory.cluster}" if self.inventory.cluster else ""),
             f"{self.inventory.about}, master at {first['MASTER_ADDR']}:{first['MASTER_PORT']}, "
             f"{_count(int(first['OMP_NUM_THREADS']), 'thread')} per worker"
-            + (", warm" if self.inventory.preload else ""),
+            + (", warm" if self.inventory.preload else "")
+            + (", on the network of this machine" if self.inventory.network == "host" else ""),
         ]
         for worker in self.workers:
             local = f"local rank {worker.env['LOCAL_RANK']}"
-            lines.append(f"  rank {worker.rank:<3} {worker.node:<{width}}  {local}  {worker.gpu or 'cpu'}")
+            kept = f", {_cores(worker.cores)}" if worker.cores else ""
+            lines.append(f"  rank {worker.rank:<3} {worker.node:<{width}}  {local}  {worker.gpu or 'cpu'}{kept}")
         return "\n".join(lines)
 
 
@@ -126,7 +132,16 @@ def plan(
             f"take fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
             "or train with gloo on CPU (--gpus none)",
         )
-    machine = {"host": "", "cpus": inventory.cpus, "gpus": list(gpus)}
+    usable = len(inventory.cores)
+    if spec.pin and usable < wanted:
+        raise ResourceError(
+            f"pin: {wanted} workers need {wanted} cores, and there {_are(usable)}",
+            "take fewer workers, or leave out pin",
+        )
+    if spec.cpus and inventory.engine != "process":  # more threads than that would only wait for each other
+        usable = min(usable, math.floor(spec.cpus * len(nodes)))
+    kept = shares(inventory.cores, wanted) if spec.pin else [()] * wanted
+    machine = {"host": "", "cpus": usable, "gpus": list(gpus)}
     home = inventory.cluster or job_id
     address = inventory.master_addr or (nodes[0] if nodes[0] == "master" else f"{home}-{nodes[0]}")
     envs = assign([machine for _ in nodes], nproc, address, port, job_id, inventory.interface)
@@ -136,7 +151,8 @@ def plan(
             rank=rank,
             node=nodes[rank // nproc],
             gpu=gpus[rank] if gpus else "",
-            env={**env, **restarts, "JOB_ID": job_id, "JOB_DIR": inventory.job_dir, **spec.env},
+            cores=kept[rank],
+            env={**env, **restarts, "JOB_ID": job_id, "JOB_DIR": inventory.job_dir, **_pinned(kept[rank]), **spec.env},
         )
         for rank, env in enumerate(envs)
     ]
@@ -156,9 +172,9 @@ def plan(
 def read_plan(text: str) -> Plan:
     """The plan that `to_json` wrote; raises ValueError, TypeError or KeyError for anything else."""
     values = json.loads(text)
-    lists = {name: tuple(values["inventory"][name]) for name in ("gpus", "preload")}
+    lists = {name: tuple(values["inventory"][name]) for name in ("cores", "gpus", "preload")}
     inventory = Inventory(**values["inventory"] | lists)
-    workers = tuple(WorkerPlan(**worker) for worker in values["workers"])
+    workers = tuple(WorkerPlan(**worker | {"cores": tuple(worker["cores"])}) for worker in values["workers"])
     tuples = {name: tuple(values[name]) for name in ("command", "nodes", "gpus")}
     return Plan(**values | tuples | {"inventory": inventory, "workers": workers})
 
@@ -179,6 +195,14 @@ def _gpus(spec: JobSpec, inventory: Inventory) -> tuple[str, ...]:
             )
         return inventory.gpus[: spec.gpus]
     return inventory.gpus
+
+
+def _pinned(cores: tuple[int, ...]) -> dict[str, str]:
+    return {"WORKER_CORES": ",".join(map(str, cores))} if cores else {}
+
+
+def _cores(cores: tuple[int, ...]) -> str:
+    return f"core{'s' if len(cores) > 1 else ''} {','.join(map(str, cores))}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -153,6 +153,8 @@ class JobSpec:
     memory: str | None = _field(None, _optional(_size), "limit of each node, such as 4g")
     cpus: float | None = _field(None, _optional(lambda v: float(_text(r"\d+(\.\d+)?", "a number")(v))), "of each node")
     shm_size: str = _field("1g", _size, "/dev/shm of each node")
+    pin: bool = _field(False, _truth, "keep each worker to cores of its own")
+    network: str = _field("bridge", _choice("bridge", "host"), "bridge: one of the job's own; host: this machine's")
     max_run: float | None = _field(None, _optional(_duration), "the job is stopped after this time, such as 2h")
     grace: float = _field(30.0, _duration, "between the request to stop and the kill")
     max_restarts: int = _field(3, _integer(0, 1_000_000), "restarts within restart_window before the job fails")

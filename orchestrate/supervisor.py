@@ -189,7 +189,7 @@ class Supervisor:
         """The plan of a generation; the first one has been made already, and shown."""
         if generation == self.plan.generation and nodes == self.plan.nodes:
             return self.plan
-        port = self.engine.port(generation)
+        port = self.engine.port(self.spec, generation)
         return plan(self.spec, self.plan.inventory, self.plan.job_id, port, generation, nodes)
 
     def _next_generation(self) -> Generation:

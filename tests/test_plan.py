@@ -13,9 +13,10 @@ from orchestrate.spec import JobSpec
 HERE = Inventory(
     engine="docker",
     about="Docker Engine 26.1.5",
-    cpus=8,
+    cores=tuple(range(8)),
     gpus=(),
     no_gpus="the engine has no NVIDIA runtime",
+    network="bridge",
     master_addr="",
     interface="eth0",
     job_dir="/job",
@@ -49,6 +50,33 @@ def test_workers_per_node_must_follow_from_the_gpus():
         "  rank 2   trainer-1  local rank 0  GPU-2\n"
         "  rank 3   trainer-1  local rank 1  GPU-3"
     )
+
+
+def test_a_pinned_worker_must_have_cores_of_its_own():
+    made = plan(JobSpec(trainers=2, pin=True), HERE, "a-1")
+    assert [line.split("cpu, ")[1] for line in str(made).splitlines()[2:]] == ["cores 0,1", "cores 2,3", "cores 4,5"]
+    assert [worker.env["WORKER_CORES"] for worker in made.workers] == ["0,1", "2,3", "4,5"]
+    assert read_plan(made.to_json()) == made
+
+
+def test_pin_must_be_refused_where_cores_are_lacking():
+    with pytest.raises(ResourceError, match="pin: 9 workers need 9 cores, and there are 8"):
+        plan(JobSpec(trainers=8, pin=True), HERE, "a-1")
+
+
+@pytest.mark.parametrize(
+    ("limit", "engine", "threads"), [(1.5, "docker", "1"), (3, "docker", "3"), (1, "process", "4")]
+)
+def test_threads_must_not_be_more_than_a_nodes_limit_of_cores(limit, engine, threads):
+    made = plan(JobSpec(trainers=1, cpus=limit), dataclasses.replace(HERE, engine=engine), "a-1")
+    assert {worker.env["OMP_NUM_THREADS"] for worker in made.workers} == {threads}
+
+
+def test_the_plan_must_say_that_a_job_is_on_the_network_of_its_host():
+    there = dataclasses.replace(HERE, network="host", master_addr="127.0.0.1", interface="lo")
+    made = plan(JobSpec(trainers=0, network="host"), there, "a-1")
+    assert "master at 127.0.0.1:29500, 8 threads per worker, on the network of this machine\n" in str(made)
+    assert made.workers[0].env["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_worker_must_find_its_own_gpu_at_its_local_rank_and_no_other_nodes_gpu_at_all():

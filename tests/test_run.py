@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 from conftest import docker, eventually
+from faults import Background
 
 RUN = ("run", "--gpus", "none", "--max-restarts", "0")
 
@@ -305,3 +306,42 @@ def test_a_node_must_be_a_modest_container(cli, docker_engine, nothing_left):
     finally:
         job.send_signal(signal.SIGTERM)
         job.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("warm", ["true", "false"])
+def test_a_pinned_worker_must_keep_to_its_cores(cli, engine, warm):
+    workers = min(2, len(os.sched_getaffinity(0)))
+    (cli.folder / "train.py").write_text(
+        "import os\nif False:\n    import torch\n"
+        "print(','.join(map(str, sorted(os.sched_getaffinity(0)))) == os.environ['WORKER_CORES'])\n"
+    )
+    options = ["--trainers", str(workers - 1), "--set", "pin=true", "--set", f"warm={warm}"]
+    done = run(cli, engine, *options, "--", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert [cli.log(rank) for rank in range(workers)] == ["True\n"] * workers
+    plan = json.loads((cli.run_dir() / "plan.json").read_text())
+    kept = [core for worker in plan["workers"] for core in worker["cores"]]
+    assert sorted(kept) == sorted(set(kept))
+
+
+@pytest.mark.docker
+def test_a_job_on_the_network_of_its_host_must_find_itself_there_and_leave_nothing(cli, docker_engine, nothing_left):
+    (cli.folder / "train.py").write_text(
+        "import os, socket\nimport torch.distributed as dist\n"
+        "print(os.environ['MASTER_ADDR'], sorted(os.listdir('/sys/class/net')))\n"
+        "dist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n"
+    )
+    done = run(cli, "docker", "--set", "network=host", "--", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert ", on the network of this machine\n" in done.stderr
+    links = sorted(os.listdir("/sys/class/net"))
+    assert [cli.log(rank) for rank in range(3)] == [f"127.0.0.1 {links}\n"] * 3
+
+
+@pytest.mark.docker
+def test_a_node_on_the_network_of_its_host_must_be_replaced(cli, docker_engine, nothing_left):
+    job = Background(cli, "docker", "--set", "network=host", "--", "count.py", "60")
+    job.until_step(15, rank=1)
+    job.kill_node("trainer-1")
+    assert job.end() == 0, job.err
+    assert job.causes() == [(1, "node stopped")]

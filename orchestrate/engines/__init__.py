@@ -59,7 +59,7 @@ class Engine(Protocol):
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Check that the engine can run `spec` and say what it has; `prepare`: build or pull a missing image."""
 
-    def port(self, generation: int) -> int:
+    def port(self, spec: JobSpec, generation: int) -> int:
         """Where rank 0 of a generation may listen: another port than that of the generation before."""
 
     def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:

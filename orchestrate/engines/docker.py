@@ -16,8 +16,10 @@ from docker.models.containers import Container
 from orchestrate.engines import LOST, Doing, Exit, JobState, knows
 from orchestrate.engines.daemon import ERRORS, Daemon, Events, name_of, reason, within
 from orchestrate.engines.image import inventory
+from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.node.stub import WORKER_KILLED
+from orchestrate.paths import PROJECT
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
@@ -27,6 +29,7 @@ SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has gon
 ANSWERS = 10.0  # seconds that a node may take to tell of its workers
 SIGNS = 0.2  # seconds after a worker's end in which the engine tells what happened around it
 DYING = 5.0  # seconds that a container takes to die, at most
+HOST_NETWORK = Path(__file__).with_name("host-network.yml")
 STUB = ["python", "-I", "-S", "/opt/orchestrate/node/stub.py"]
 
 
@@ -54,9 +57,9 @@ class DockerEngine:
         """Check the image, list the GPUs; raises ResourceError for what is missing."""
         return inventory(self.daemon, spec, prepare)
 
-    def port(self, generation: int) -> int:
-        """A job has a network to itself; only its own last generation could still hold a port."""
-        return 29500 + generation % 1000  # torch's default first
+    def port(self, spec: JobSpec, generation: int) -> int:
+        """Where a job has a network to itself, only its own last generation could still hold a port."""
+        return free_port() if spec.network == "host" else 29500 + generation % 1000  # torch's default first
 
     # --- the job
 
@@ -225,6 +228,8 @@ class DockerEngine:
             if ":" in path:
                 raise EngineError(f"Compose cannot mount {path}, for the colon in it", "take a folder without a colon")
         self.home, self.network, self.stays = plan.home, f"{plan.home}_job", bool(plan.inventory.cluster)
+        if spec.network == "host":
+            self.network = "host"
         self.env = {
             "JOB_ID": self.home,
             "JOB_OWNER": str(os.getuid()),
@@ -367,7 +372,11 @@ class DockerEngine:
             time.sleep(0.2)
 
     def _project(self, *arguments: str) -> None:
-        self.daemon.compose("--project-name", self.home, "--profile", "gpu", *arguments, env=self.env, capture=True)
+        files = [PROJECT / "docker-compose.yml", *([HOST_NETWORK] if self.network == "host" else [])]
+        options = [word for file in files for word in ("--file", str(file))]
+        self.daemon.compose(
+            "--project-name", self.home, "--profile", "gpu", *options, *arguments, env=self.env, capture=True
+        )
 
 
 def _node_name(container: Container) -> str:

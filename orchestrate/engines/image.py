@@ -7,6 +7,7 @@ import contextlib
 import docker.errors
 from docker.types import LogConfig
 
+from orchestrate.cores import cores
 from orchestrate.engines.daemon import ERRORS, Daemon, reason
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.node.ranks import gpu_ids
@@ -30,11 +31,12 @@ def inventory(daemon: Daemon, spec: JobSpec, prepare: bool) -> Inventory:
     return Inventory(
         engine="docker",
         about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}",
-        cpus=max(1, daemon.info["NCPU"]),
+        cores=cores() if len(cores()) == daemon.info["NCPU"] else tuple(range(max(1, daemon.info["NCPU"]))),
         gpus=gpus,
         no_gpus=no_gpus,
-        master_addr="",
-        interface="eth0",
+        network=spec.network,
+        master_addr="127.0.0.1" if spec.network == "host" else "",
+        interface="lo" if spec.network == "host" else "eth0",
         job_dir="/job",
         code=str(code),
         preload=preload(spec, code),

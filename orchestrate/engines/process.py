@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import random
 import selectors
 import shutil
 import signal
@@ -20,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrate.cores import cores
 from orchestrate.engines import LOST, Doing, Exit, JobState, knows
+from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.node.ranks import gpus
 from orchestrate.node.stub import ask
@@ -86,9 +87,10 @@ class ProcessEngine:
         return Inventory(
             engine="process",
             about=f"local processes, ignoring {', '.join(limits)}" if limits else "local processes",
-            cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=cores(),
             gpus=tuple(gpus()) if spec.gpus != "none" else (),
             no_gpus="this machine has no NVIDIA GPU",
+            network="",
             master_addr="127.0.0.1",
             interface="lo" if sys.platform == "linux" else "lo0",
             job_dir=str(run),
@@ -96,7 +98,7 @@ class ProcessEngine:
             preload=preload(spec, code) if POSSIBLE else (),
         )
 
-    def port(self, generation: int) -> int:
+    def port(self, spec: JobSpec, generation: int) -> int:
         """A free port of the loopback interface."""
         return free_port()
 
@@ -299,15 +301,6 @@ class ProcessEngine:
         for key in list(self.selector.get_map().values()):
             self._close(key.data)
         self.ended = []
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody uses, below those that the kernel hands out by itself."""
-    for port in random.sample(range(20000, 30000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise EngineError("no free port from 20000 to 30000 on the loopback interface", "see what listens there: ss -ltn")
 
 
 def _listener(path: Path) -> int:

@@ -55,7 +55,7 @@ def assign(nodes: list[Node], nproc: int, master_addr: str, master_port: int, jo
 FENCE = "generation"  # a file in the job's folder
 
 # The names that a user's own environment must not hold; the number of threads is theirs to change.
-CONTRACT = {*assign([{"host": "", "cpus": 1, "gpus": []}], 1, "", 0, "", "")[0], "JOB_ID", "JOB_DIR"}
+CONTRACT = {*assign([{"host": "", "cpus": 1, "gpus": []}], 1, "", 0, "", "")[0], "JOB_ID", "JOB_DIR", "WORKER_CORES"}
 CONTRACT -= {"OMP_NUM_THREADS"}
 
 

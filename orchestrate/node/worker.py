@@ -64,6 +64,11 @@ class Worker:
                 preexec_fn=_die_with_parent,
             )
         self._no_more_input()
+        if cores := self.env.get("WORKER_CORES"):
+            with contextlib.suppress(
+                OSError, ValueError, AttributeError
+            ):  # the node may not use them, or cannot; or the worker has ended
+                os.sched_setaffinity(self.process.pid, map(int, cores.split(",")))
         self.started(self.process.pid)
 
     @property
