@@ -1,1 +1,6 @@
-"""A worker for T7 that does nothing."""
+"""A worker that sleeps, for as many seconds as it is told."""
+
+import sys
+import time
+
+time.sleep(float(sys.argv[1]))

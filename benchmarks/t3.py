@@ -12,65 +12,52 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.starts import NODES, ROOT, docker
+from benchmarks.starts import COMPOSE, NODES, ROOT, docker, plain_image
 
 PATIENCE = 60.0  # seconds after which a restart counts as failed
+TAIL = 1 << 16  # bytes of a log that are looked at
+STEP = re.compile(r"pid (\d+) step \d+ at ([\d.]+)")
 
 
 class Training:
-    """The script steps.py, on four nodes, under `orchestrate`."""
-
-    def __init__(self, folder: str, *options: str) -> None:
-        command = [sys.executable, "-m", "orchestrate", "run", "--gpus", "none", "--trainers", str(NODES - 1)]
-        limits = ["--max-restarts", "1000000", "--set", "grace=5s", "--runs", folder, *options]
-        with open(os.devnull, "w") as null:
-            script = ["--", "benchmarks/steps.py", "1000000"]
-            self.process = subprocess.Popen([*command, *limits, *script], stdout=null, stderr=null, cwd=ROOT)
-        while not (found := list(Path(folder).glob("*/logs/rank-*.log"))) or len(found) < NODES:
-            time.sleep(0.05)
-        self.run = found[0].parents[1]
+    """The script steps.py on four nodes, and faults that strike it."""
 
     def tails(self) -> list[str]:
-        """The end of each rank's log."""
-        tails = []
-        for rank in range(NODES):
-            with (self.run / "logs" / f"rank-{rank}.log").open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-                tails.append(file.read().decode(errors="replace"))
-        return tails
-
-    def past(self, moment: float, generation: int) -> bool:
-        """Whether every rank has done a step of a generation after a moment."""
-        mark = f"[node] generation {generation}\n"
-        for tail in self.tails():
-            text = tail.rpartition(mark)[2] if generation else tail
-            times = [float(found) for found in re.findall(r"step \d+ at ([\d.]+)\n", text)]
-            if (generation and mark not in tail) or not times or times[-1] <= moment:
-                return False
-        return True
-
-    def wait_until_past(self, moment: float, generation: int) -> float:
-        """Seconds from a moment until every rank has done a step of a generation; raises TimeoutError."""
-        while not self.past(moment, generation):
-            if time.time() - moment > PATIENCE or self.process.poll() is not None:
-                raise TimeoutError
-            time.sleep(0.005)
-        firsts, mark = [], f"[node] generation {generation}\n"
-        for rank in range(NODES):
-            text = (self.run / "logs" / f"rank-{rank}.log").read_text().rpartition(mark)[2]
-            firsts.append(min(float(found) for found in re.findall(r"step \d+ at ([\d.]+)\n", text)))
-        return max(firsts) - moment
+        """The end of each rank's output."""
+        raise NotImplementedError
 
     def container(self, rank: int) -> str:
         """The container of a rank."""
-        plan = json.loads((self.run / "plan.json").read_text())
-        node = plan["workers"][rank]["node"]
-        return f"{self.run.name}-{'master-1' if node == 'master' else node}"
+        raise NotImplementedError
+
+    def alive(self) -> bool:
+        """Whether the job goes on."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Stop the job."""
+        raise NotImplementedError
+
+    def pids(self) -> list[str]:
+        """The newest process of each rank."""
+        return [(STEP.findall(tail) or [("", "")])[-1][0] for tail in self.tails()]
+
+    def restarted(self, moment: float, before: list[str]) -> float:
+        """Seconds from a moment until every rank has done a step in another process; raises TimeoutError."""
+        while time.time() - moment < PATIENCE and self.alive():
+            steps = [STEP.findall(tail) for tail in self.tails()]
+            own = [
+                [float(at) for pid, at in found if pid != old and float(at) > moment]
+                for found, old in zip(steps, before)
+            ]
+            if all(own):
+                return max(times[0] for times in own) - moment
+            time.sleep(0.01)
+        raise TimeoutError
 
     def kill_worker(self, rank: int) -> float:
         """SIGKILL; returns when."""
-        pid = int(re.findall(r"pid (\d+) step", self.tails()[rank])[-1])
-        code = f"import os, time; print(time.time()); os.kill({pid}, {int(signal.SIGKILL)})"
+        code = f"import os, time; print(time.time()); os.kill({self.pids()[rank]}, {int(signal.SIGKILL)})"
         return float(docker("exec", self.container(rank), "python", "-c", code))
 
     def kill_node(self, rank: int) -> float:
@@ -79,38 +66,104 @@ class Training:
         docker("kill", self.container(rank))
         return moment
 
+
+class Ours(Training):
+    """Under `orchestrate`."""
+
+    def __init__(self, *options: str) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        command = [sys.executable, "-m", "orchestrate", "run", "--gpus", "none", "--trainers", str(NODES - 1)]
+        limits = ["--max-restarts", "1000000", "--set", "grace=5s", "--runs", self.folder.name, *options]
+        script = ["--", "benchmarks/steps.py", "1000000"]
+        self.process = subprocess.Popen(
+            [*command, *limits, *script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
+        )
+
+    def tails(self) -> list[str]:
+        """Out of the run directory."""
+        tails = [""] * NODES
+        for path in Path(self.folder.name).glob("*/logs/rank-*.log"):
+            with path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+                tails[int(path.stem.rpartition("-")[2])] = file.read().decode(errors="replace")
+        return tails
+
+    def container(self, rank: int) -> str:
+        """By the plan."""
+        (path,) = Path(self.folder.name).glob("*/plan.json")
+        node = json.loads(path.read_text())["workers"][rank]["node"]
+        return f"{path.parent.name}-{'master-1' if node == 'master' else node}"
+
+    def alive(self) -> bool:
+        """As long as the orchestrator lives."""
+        return self.process.poll() is None
+
     def end(self) -> None:
-        """Stop the job."""
+        """With Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
         self.process.wait()
+        self.folder.cleanup()
 
 
-def restarts(kind: str, kills: int, *options: str) -> tuple[list[float], int]:
-    """Seconds of each restart, and how many failed."""
-    seconds, lost = [], 0
-    with tempfile.TemporaryDirectory() as folder:
-        job = Training(folder, *options)
-        try:
-            job.wait_until_past(time.time(), 0)
-            for number in range(kills):
-                time.sleep(1.0)  # a training, not a crash loop
-                try:
-                    seconds.append(job.wait_until_past(getattr(job, kind)(number % NODES), number + 1))
-                except TimeoutError:
-                    lost += 1
-                    break
-        finally:
-            job.end()
-    return seconds, lost + kills - len(seconds) - lost
+class Torchrun(Training):
+    """Under torchrun in four containers of a compose file written by hand, with its own restarts."""
+
+    def __init__(self) -> None:
+        plain_image()
+        self.project = f"peer-{os.getpid()}"
+        self.folder = tempfile.TemporaryDirectory()
+        file = Path(self.folder.name, "compose.yml")
+        text = COMPOSE.replace("PROJECT", self.project)
+        file.write_text(text.replace("examples/allreduce.py", "--max-restarts 100 benchmarks/steps.py 1000000"))
+        self.compose = ["compose", "--project-name", self.project, "--file", str(file)]
+        docker(*self.compose, "up", "--detach", "--scale", f"node={NODES}")
+
+    def tails(self) -> list[str]:
+        """Out of the engine."""
+        return [docker("logs", "--tail", "1000", self.container(rank)) for rank in range(NODES)]
+
+    def container(self, rank: int) -> str:
+        """By Compose's order."""
+        return f"{self.project}-node-{rank + 1}"
+
+    def alive(self) -> bool:
+        """As long as Compose knows four that run."""
+        return len(docker(*self.compose, "ps", "--quiet").split()) == NODES
+
+    def end(self) -> None:
+        """And take everything down."""
+        docker(*self.compose, "down", "--timeout", "1")
+        self.folder.cleanup()
+
+
+def restarts(job: Training, kind: str, kills: int) -> tuple[list[float], int]:
+    """Seconds of each restart, and how many failed; a job that does not come back has failed in all that remain."""
+    seconds: list[float] = []
+    try:
+        job.restarted(time.time(), [""] * NODES)
+        for number in range(kills):
+            time.sleep(1.0)  # a training, not a crash loop
+            before = job.pids()
+            seconds.append(job.restarted(getattr(job, kind)(number % NODES), before))
+    except TimeoutError:
+        pass
+    finally:
+        job.end()
+    return seconds, kills - len(seconds)
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """Ten kills for each run that is asked for."""
-    seconds, lost = restarts("kill_worker", 10 * runs)
+    """Ten kills of ours for each run that is asked for, and one of torchrun's."""
+    seconds, lost = restarts(Ours(), "kill_worker", 10 * runs)
     ordered = sorted(seconds)
+    values = {"orchestrate": (seconds, "s")}
+    theirs = [restarts(Torchrun(), "kill_worker", 1) for _ in range(runs)]
+    if any(found for found, _ in theirs):
+        values["torchrun, where it came back"] = [second for found, _ in theirs for second in found], "s"
     ratios = {
         "median, in seconds (≤ 0.5)": statistics.median(ordered),
         "95th percentile, in seconds (≤ 1)": ordered[int(0.95 * (len(ordered) - 1))],
-        "restarts that failed (≤ 0)": float(lost),
+        f"jobs lost of {len(seconds) + lost} kills (≤ 0)": float(lost),
+        f"jobs that torchrun lost of {runs} kills": float(sum(failed for _, failed in theirs)),
     }
-    return {"values": {"SIGKILL to the next step of all": (seconds, "s")}, "ratios": ratios}
+    return {"values": values, "ratios": ratios}

@@ -1,52 +1,128 @@
-"""Many nodes that do nothing: time from the command to its exit, and what the orchestrator costs."""
+"""Many nodes that only sleep: time to have them up and down, calls to the engine, what the orchestrator costs."""
 
+import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import docker
 
+from benchmarks import starts
 from benchmarks.starts import PLAIN, ROOT, plain_image
 
 NUMBERS = (1, 8, 32, 64)
+SLEEP = 10.0  # seconds
+SLEEPER = ["python", "-c", "import signal; signal.pause()"]
+ENGINE = "/var/run/docker.sock"
 
 
-def floor(nodes: int) -> float:
-    """Raw calls to the engine's API, as many at once as we make: a network, the containers, and all away again."""
+class Proxy:
+    """Stands before the engine, and counts what is asked of it."""
+
+    def __init__(self, path: str) -> None:
+        self.calls = 0
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(path)
+        self.server.listen(128)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client = self.server.accept()[0]
+            except OSError:
+                return
+            engine = socket.socket(socket.AF_UNIX)
+            engine.connect(ENGINE)
+            for source, sink, counted in ((client, engine, True), (engine, client, False)):
+                threading.Thread(target=self._pass_on, args=(source, sink, counted), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:
+        while chunk := source.recv(1 << 16):
+            self.calls += chunk.count(b" HTTP/1.1\r\n") if counted else 0
+            sink.sendall(chunk)
+        sink.shutdown(socket.SHUT_WR)
+
+
+def floor(nodes: int) -> tuple[float, float]:
+    """Seconds up and down by raw calls to the engine's API, as many at once as we make."""
     client = docker.DockerClient(max_pool_size=32)
+    name = f"floor-{os.getpid()}"
     began = time.monotonic()
-    network = client.networks.create(f"floor-{os.getpid()}")
+    network = client.networks.create(name)
 
     def start(_: int) -> Any:
-        command = ["python", "-c", "import signal; signal.pause()"]
-        return client.containers.run(PLAIN, command, detach=True, network=network.name, init=True)
+        return client.containers.run(PLAIN, SLEEPER, detach=True, network=name, init=True)
 
     with ThreadPoolExecutor(16) as pool:
         containers = list(pool.map(start, range(nodes)))
+        up = time.monotonic()
         list(pool.map(lambda container: container.remove(force=True), containers))
     network.remove()
-    return time.monotonic() - began
+    return up - began, time.monotonic() - up
 
 
-def ours(nodes: int) -> tuple[float, float, float]:
-    """Seconds, MB of memory at most and seconds of CPU of the orchestrator itself."""
+def compose(nodes: int) -> tuple[float, float]:
+    """Seconds up and down by Compose."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "orchestrate", "run", "--gpus", "none", "--trainers", str(nodes - 1)]
+        file = Path(folder, "compose.yml")
+        file.write_text(json.dumps({"services": {"node": {"image": PLAIN, "init": True, "command": SLEEPER}}}))
+        command = ["compose", "--project-name", f"peer-{os.getpid()}", "--file", str(file)]
         began = time.monotonic()
+        starts.docker(*command, "up", "--detach", "--scale", f"node={nodes}")
+        up = time.monotonic()
+        starts.docker(*command, "down", "--timeout", "0")
+        return up - began, time.monotonic() - up
+
+
+def ours(nodes: int) -> dict[str, float]:
+    """Seconds up and down; calls; of the orchestrator MB at most, and the part of a core that it needs meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        proxy = Proxy(f"{folder}/engine.sock")
+        env = os.environ | {"DOCKER_HOST": f"unix://{folder}/engine.sock"}
+        command = [sys.executable, "-m", "orchestrate", "run", "--gpus", "none", "--trainers", str(nodes - 1)]
+        script = ["--set", "grace=3s", "--runs", f"{folder}/runs", "--", "benchmarks/nothing.py", str(SLEEP)]
         process = subprocess.Popen(
-            [*command, "--runs", folder, "--", "benchmarks/nothing.py"], cwd=ROOT, stdout=-3, stderr=-3
+            [*command, *script], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env
         )
+        while "generation_started" not in _events(folder):
+            time.sleep(0.05)
+        time.sleep(1.0)  # what only comes at the start
+        before, began = _cpu(process.pid), time.monotonic()
+        time.sleep(SLEEP - 3)
+        share = (_cpu(process.pid) - before) / (time.monotonic() - began)
         _, status, usage = os.wait4(process.pid, 0)
-        took = time.monotonic() - began
         process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return took, usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+        events = _events(folder)
+        return {
+            "up": events["generation_started"] - events["nodes_starting"],
+            "down": events["nodes_down"] - events["nodes_stopping"],
+            "calls": float(proxy.calls),
+            "memory": usage.ru_maxrss / 1024,
+            "share": 100 * share,
+        }
+
+
+def _events(folder: str) -> dict[str, float]:
+    """By event: when it was, in seconds since the job began."""
+    lines = [line for path in Path(folder).glob("runs/*/events.jsonl") for line in path.read_text().splitlines()]
+    return {event["event"]: event["seconds"] for event in map(json.loads, lines)}
+
+
+def _cpu(pid: int) -> float:
+    """Seconds of CPU that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(runs: int) -> dict[str, Any]:
@@ -55,16 +131,20 @@ def measure(runs: int) -> dict[str, Any]:
     values: dict[str, tuple[list[float], str]] = {}
     ratios = {}
     for nodes in NUMBERS:
-        raw, found = [], []
+        raw, peer, found = [], [], []
         for _ in range(runs):
             raw.append(floor(nodes))
+            peer.append(compose(nodes))
             found.append(ours(nodes))
-        seconds, memory, cpu = zip(*found)
-        values[f"{nodes} nodes: raw calls (the floor)"] = (raw, "s")
-        values[f"{nodes} nodes: orchestrate"] = (list(seconds), "s")
-        values[f"{nodes} nodes: its memory"] = (list(memory), "MB")
-        values[f"{nodes} nodes: its CPU time"] = (list(cpu), "s")
-        ratios[f"{nodes} nodes, to the floor (≤ 1.15)"] = statistics.median(seconds) / statistics.median(raw)
-    memory, _ = values[f"{NUMBERS[-1]} nodes: its memory"]
-    ratios[f"its memory at {NUMBERS[-1]} nodes, in MB (≤ 80)"] = statistics.median(memory)
+        for i, word in enumerate(("up", "down")):
+            values[f"{nodes} nodes {word}: raw calls (the floor)"] = [one[i] for one in raw], "s"
+            values[f"{nodes} nodes {word}: Compose"] = [one[i] for one in peer], "s"
+            values[f"{nodes} nodes {word}: orchestrate"] = [one[word] for one in found], "s"
+        values[f"{nodes} nodes: calls to the engine"] = [one["calls"] for one in found], ""
+        values[f"{nodes} nodes: memory"] = [one["memory"] for one in found], "MB"
+        values[f"{nodes} nodes: share of a core"] = [one["share"] for one in found], "%"
+        both = [statistics.median([one["up"] + one["down"] for one in found]), statistics.median(map(sum, raw))]
+        ratios[f"{nodes} nodes up and down, to the floor (≤ 1.15)"] = both[0] / both[1]
+    for what, most in (("memory", "MB (≤ 80)"), ("share of a core", "% (≤ 2)")):
+        ratios[f"{what} at {NUMBERS[-1]} nodes, {most}"] = statistics.median(values[f"{NUMBERS[-1]} nodes: {what}"][0])
     return {"values": values, "ratios": ratios}

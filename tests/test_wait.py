@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -11,129 +12,206 @@ import pytest
 from conftest import ROOT, eventually, gone
 
 NODE = str(ROOT / "orchestrate" / "node")
-STUB = str(ROOT / "orchestrate" / "node" / "stub.py")
+PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")
 PRELOAD = "colorsys"  # a module that nobody else imports: found imported, it tells a forked worker from a fresh one
 
 
+class Pipe:
+    """Somebody who talks to a node, from outside of a container."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        command = [sys.executable, "-I", "-S", PIPE]
+        self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.heard: list[dict] = []
+        self.partial = b""
+
+    def ask(self, what: str, **facts) -> None:
+        self.process.stdin.write(json.dumps({"ask": what, **facts}).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def until(self, say: str, **facts) -> dict | None:
+        """The first such message, also among those that were heard before; None where the node ends without it."""
+        wanted = {"say": say, **facts}
+        while not (found := [message for message in self.heard if wanted.items() <= message.items()]):
+            assert select.select([self.process.stdout], [], [], 60)[0], f"no {wanted} among {self.heard}"
+            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                return None
+            *lines, self.partial = (self.partial + chunk).split(b"\n")
+            self.heard += map(json.loads, lines)
+        return found[0]
+
+    def status(self) -> dict:
+        self.heard = [message for message in self.heard if message["say"] != "status"]
+        self.ask("status")
+        status = self.until("status")
+        return {key: status[key] for key in ("generation", "codes", "signs", "running")}
+
+    def close(self, code: int = 0) -> None:
+        for stream in (self.process.stdin, self.process.stdout):
+            stream.close()
+        assert self.process.wait(timeout=30) == code
+
+
 class Waiting:
-    """A node in mode `wait`, with its stubs."""
+    """A node in mode `wait`, and somebody who starts workers in it."""
 
     def __init__(self, tmp_path, preload: str = "") -> None:
         self.folder = tmp_path
         self.env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(tmp_path / "s"), "JOB_DIR": str(tmp_path)}
         self.env |= {"NODE_PRELOAD": preload}
         self.out = tmp_path / "stdout"
+        self.pipe = Pipe(self.env)  # before the node listens
         with self.out.open("wb") as out:
             self.node = subprocess.Popen([sys.executable, NODE], env=self.env, stdout=out, cwd=tmp_path)
 
-    def worker(self, rank: int, code: str, generation: int = 0) -> subprocess.Popen[bytes]:
+    def start(self, rank: int, code: str, generation: int = 0) -> None:
         script = self.folder / f"{rank}.py"
         script.write_text(code)
-        return self.command(rank, str(script), "--flag", "x y", TORCHELASTIC_RESTART_COUNT=str(generation))
+        self.command(rank, str(script), "--flag", "x y", TORCHELASTIC_RESTART_COUNT=str(generation))
 
-    def command(self, rank: int, *words: str, **env: str) -> subprocess.Popen[bytes]:
+    def command(self, rank: int, *words: str, **env: str) -> None:
         own = {"RANK": str(rank), "ONLY_HERE": "1", **env}
-        return subprocess.Popen([sys.executable, STUB, "worker", *words], env=self.env | own, cwd=self.folder)
+        self.pipe.ask("start", command=words, env=own, inherit=True, cwd=None)
 
-    def watch(self, rank: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, STUB, "watch", str(rank)], env=self.env)
+    def code(self, rank: int, generation: int = 0) -> int | None:
+        """The exit code of a worker; None where the node ends first."""
+        ended = self.pipe.until("ended", rank=rank, generation=generation)
+        return ended and ended["code"]
+
+    def run(self, rank: int, code: str, generation: int = 0) -> int | None:
+        self.start(rank, code, generation)
+        return self.code(rank, generation)
 
     def status(self) -> dict:
-        done = subprocess.run([sys.executable, STUB, "status"], env=self.env, capture_output=True, check=True)
-        return json.loads(done.stdout)
+        return self.pipe.status()
 
     def log(self, rank: int) -> str:
         path = self.folder / "logs" / f"rank-{rank}.log"
         return path.read_text() if path.exists() else ""
+
+    def end(self) -> None:
+        self.node.terminate()
+        assert self.node.wait(timeout=30) == 0
+        self.pipe.close()
 
 
 @pytest.fixture(params=["", PRELOAD], ids=["fresh", "warm"])
 def waiting(tmp_path, request):
     node = Waiting(tmp_path, request.param)
     yield node
-    node.node.terminate()
-    assert node.node.wait(timeout=30) == 0
+    node.end()
     assert not (tmp_path / "s").exists()
 
 
-def test_a_waiting_node_must_run_workers_in_the_stubs_environment(waiting):
+def test_a_waiting_node_must_run_workers_in_the_environment_that_they_are_given(waiting):
     code = "import json, os, sys\nprint(json.dumps([os.environ['ONLY_HERE'], sys.argv[1:], os.getcwd()]))\nsys.exit(5)"
-    stubs = [waiting.worker(rank, code) for rank in range(3)]  # before the node listens, perhaps
-    assert [stub.wait(timeout=30) for stub in stubs] == [5, 5, 5]
+    for rank in range(3):
+        waiting.start(rank, code)
+    assert [waiting.code(rank) for rank in range(3)] == [5, 5, 5]
     assert [json.loads(waiting.log(rank)) for rank in range(3)] == [["1", ["--flag", "x y"], str(waiting.folder)]] * 3
 
 
-def test_sigusr1_must_stop_the_workers_and_leave_the_node(waiting):
-    stub = waiting.worker(0, "import signal\nprint('ready')\nsignal.pause()")
+def test_a_worker_must_have_nothing_of_the_nodes_environment_where_it_is_given_its_own(waiting):
+    (waiting.folder / "0.py").write_text("import os\nprint('NODE_MODE' in os.environ, os.getcwd())")
+    env = {key: os.environ[key] for key in ("PATH", "PYTHONPATH") if key in os.environ}
+    env |= {"RANK": "0", "JOB_DIR": str(waiting.folder)}
+    waiting.pipe.ask("start", command=[str(waiting.folder / "0.py")], env=env, inherit=False, cwd="/")
+    assert waiting.code(0) == 0
+    assert waiting.log(0) == "False /\n"
+
+
+def test_a_node_that_is_asked_to_must_stop_its_workers_and_stay(waiting):
+    waiting.start(0, "import signal\nprint('ready')\nsignal.pause()")
     eventually(lambda: "ready" in waiting.log(0))
-    waiting.node.send_signal(signal.SIGUSR1)
-    assert stub.wait(timeout=30) == 143
-    assert waiting.worker(0, "print('again')", generation=1).wait(timeout=30) == 0
+    waiting.pipe.ask("stop", kill=False)
+    assert waiting.code(0) == 143
+    assert waiting.run(0, "print('again')", generation=1) == 0
     assert waiting.log(0) == "ready\n[node] generation 1\nagain\n"
 
 
 def test_a_worker_of_a_generation_that_is_over_must_not_start(waiting):
     (waiting.folder / "generation").write_text("2")
-    assert waiting.worker(0, "print('late')", generation=1).wait(timeout=30) == 143
+    assert waiting.run(0, "print('late')", generation=1) == 143
     assert waiting.log(0) == ""
-    assert waiting.worker(0, "print('right')", generation=2).wait(timeout=30) == 0
+    assert waiting.run(0, "print('right')", generation=2) == 0
     (waiting.folder / "generation").write_text("2 over\n")
-    assert waiting.worker(1, "print('late')", generation=2).wait(timeout=30) == 143
+    assert waiting.run(1, "print('late')", generation=2) == 143
 
 
 def test_a_worker_of_a_newer_generation_must_end_those_of_older_ones(waiting):
-    old = waiting.worker(0, "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nsignal.pause()")
-    eventually(lambda: "ready" in waiting.log(0))
-    new = waiting.worker(1, "print('new')", generation=1)
-    assert (new.wait(timeout=30), old.wait(timeout=30)) == (0, 247)
-    assert waiting.status() == {"generation": 1, "codes": {"1": 0}, "running": {}}
-    assert waiting.worker(2, "print('older')").wait(timeout=30) == 143
+    code = "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nprint(os.getpid())\nsignal.pause()"
+    waiting.start(0, code)
+    pid = int(eventually(lambda: waiting.log(0)))
+    assert waiting.run(1, "print('new')", generation=1) == 0
+    eventually(lambda: gone(pid))
+    assert waiting.status() == {"generation": 1, "codes": {"1": 0}, "signs": {"1": ""}, "running": {}}
+    assert waiting.run(2, "print('older')") == 143
 
 
-def test_sigusr2_must_kill_the_workers_and_leave_the_node(waiting):
-    stub = waiting.worker(0, "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nsignal.pause()")
+def test_a_node_that_is_asked_to_must_kill_its_workers_and_stay(waiting):
+    waiting.start(0, "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nsignal.pause()")
     eventually(lambda: "ready" in waiting.log(0))
-    waiting.node.send_signal(signal.SIGUSR2)
-    assert stub.wait(timeout=30) == 247  # and not 137, as if the node had died
+    waiting.pipe.ask("stop", kill=True)
+    assert waiting.code(0) == 137
     assert waiting.node.poll() is None
 
 
-def test_a_worker_must_outlive_its_stub_and_tell_another_one_how_it_ended(waiting):
+def test_a_worker_must_outlive_whoever_started_it_and_the_next_one_must_hear_how_it_ended(waiting):
     code = "import os, signal, sys\nsignal.signal(15, lambda *_: sys.exit(9))\nprint(os.getpid())\nsignal.pause()"
-    stub = waiting.worker(0, code)
+    waiting.start(0, code)
+    assert waiting.pipe.until("started", rank=0, generation=0)
     pid = int(eventually(lambda: waiting.log(0)))
-    stub.kill()
-    stub.wait()
+    waiting.pipe.process.kill()
+    waiting.pipe.close(-signal.SIGKILL)
+    waiting.pipe = Pipe(waiting.env)
     status = waiting.status()
     assert (status["generation"], status["codes"], status["running"]["0"]["pid"]) == (0, {}, pid)
     assert status["running"]["0"]["state"] in "RSD" and status["running"]["0"]["cpu"] >= 0
-    watcher = waiting.watch(0)
-    eventually(lambda: watcher.poll() is not None or waiting.status()["running"])
-    waiting.node.send_signal(signal.SIGUSR1)
-    assert watcher.wait(timeout=30) == 9
-    assert waiting.watch(0).wait(timeout=30) == 9  # also when it is over
-    assert waiting.watch(1).wait(timeout=30) == 137  # one that has never been started here
-    assert waiting.status() == {"generation": 0, "codes": {"0": 9}, "running": {}}
+    waiting.pipe.ask("stop", kill=False)
+    assert waiting.code(0) == 9
+    another = Pipe(waiting.env)
+    assert another.status() == {
+        "generation": 0,
+        "codes": {"0": 9},
+        "signs": {"0": ""},
+        "running": {},
+    }  # also when it is over
+    another.close()
 
 
-def test_sigquit_must_have_every_worker_print_where_it_stands_and_abort(waiting):
+def test_a_worker_that_hangs_must_print_where_it_stands_and_abort(waiting):
     code = "import signal\n\ndef waits_here():\n    print('ready')\n    signal.pause()\n\nwaits_here()"
-    stubs = [waiting.worker(rank, code) for rank in range(2)]
     for rank in range(2):
+        waiting.start(rank, code)
         eventually(lambda rank=rank: "ready" in waiting.log(rank))
-    waiting.node.send_signal(signal.SIGQUIT)
-    assert [stub.wait(timeout=30) for stub in stubs] == [134, 134]
+    waiting.pipe.ask("dump")
+    assert [waiting.code(rank) for rank in range(2)] == [134, 134]
     for rank in range(2):
         assert f'/{rank}.py", line 5 in waits_here' in waiting.log(rank)
 
 
+def test_a_node_that_is_cleaned_must_know_nothing_and_have_nothing_of_the_last_job(waiting):
+    code = (
+        "import os, subprocess\nprint(os.getpid(), subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)\n"
+    )
+    waiting.start(0, code + "import signal\nsignal.pause()")
+    pids = eventually(lambda: waiting.log(0).split())
+    waiting.pipe.ask("clean")
+    assert waiting.pipe.until("clean")
+    assert all(gone(int(pid)) for pid in pids)
+    assert waiting.status() == {"generation": -1, "codes": {}, "signs": {}, "running": {}}
+    assert not [message for message in waiting.pipe.heard if message["say"] == "ended"]
+
+
 def test_the_end_of_a_node_must_be_the_end_of_its_workers(tmp_path):
     node = Waiting(tmp_path)
-    stub = node.worker(0, "import os, signal\nprint(os.getpid())\nsignal.pause()")
+    node.start(0, "import os, signal\nprint(os.getpid())\nsignal.pause()")
     pid = int(eventually(lambda: node.log(0)))
     node.node.kill()
     node.node.wait()
-    assert stub.wait(timeout=30) == 137
+    assert node.code(0) is None
+    node.pipe.close()
     eventually(lambda: gone(pid))
 
 
@@ -183,9 +261,8 @@ def test_a_forked_worker_must_be_as_a_fresh_one(tmp_path, code):
 def how_it_ends(folder, preload: str, code: str) -> tuple[int, list[str], str]:
     folder.mkdir()
     node = Waiting(folder, preload)
-    exit_code = node.worker(0, code).wait(timeout=60)
-    node.node.terminate()
-    assert node.node.wait(timeout=30) == 0
+    exit_code = node.run(0, code)
+    node.end()
     kept = folder / "unclosed"
     shown = re.sub(r"0x[0-9a-f]+|Current thread.*|Thread .*", "#", node.log(0).replace(str(folder), "FOLDER"))
     assert "zygote" not in "".join(shown.splitlines()[:4])
@@ -196,42 +273,44 @@ def how_it_ends(folder, preload: str, code: str) -> tuple[int, list[str], str]:
 def warm(tmp_path):
     node = Waiting(tmp_path, PRELOAD)
     yield node
-    node.node.terminate()
-    assert node.node.wait(timeout=30) == 0
+    node.end()
 
 
 IS_FORKED = f"import sys\nprint('{PRELOAD}' in sys.modules)"
 
 
 def test_what_was_imported_ahead_must_be_there(warm):
-    assert warm.worker(0, IS_FORKED).wait(timeout=30) == 0
+    assert warm.run(0, IS_FORKED) == 0
     assert warm.log(0) == "True\n"
 
 
 def test_a_module_must_run_as_with_dash_m(warm):
     (warm.folder / "package").mkdir()
     (warm.folder / "package" / "__main__.py").write_text("import sys\nprint(__name__, sys.argv[1:], __spec__.name)")
-    assert warm.command(0, "-m", "package", "a").wait(timeout=30) == 0
+    warm.command(0, "-m", "package", "a")
+    assert warm.code(0) == 0
     assert warm.log(0) == "__main__ ['a'] package.__main__\n"
 
 
 def test_a_module_of_the_script_must_win_over_one_that_was_imported_ahead(warm):
     (warm.folder / f"{PRELOAD}.py").write_text("own = 1")
-    assert warm.worker(0, f"import {PRELOAD}\nprint({PRELOAD}.own)").wait(timeout=30) == 0
+    assert warm.run(0, f"import {PRELOAD}\nprint({PRELOAD}.own)") == 0
     assert warm.log(0) == "1\n"
 
 
 @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "TORCH_LOGS", "LD_PRELOAD", "MKL_NUM_THREADS"])
 def test_a_variable_that_counts_at_the_start_must_count(warm, name):
     (warm.folder / "0.py").write_text(f"{IS_FORKED}\nimport os\nprint(os.environ['{name}'])")
-    assert warm.command(0, str(warm.folder / "0.py"), **{name: "0"}).wait(timeout=30) == 0
+    warm.command(0, str(warm.folder / "0.py"), **{name: "0"})
+    assert warm.code(0) == 0
     assert warm.log(0).splitlines()[-2:] == ["False", "0"]
 
 
 @pytest.mark.parametrize("words", [("nonesuch.py",), ("-m", "nonesuch"), ("-m",)])
 def test_what_is_not_there_must_be_told_in_pythons_own_words(warm, words):
     fresh = subprocess.run([sys.executable, *words], cwd=warm.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert warm.command(0, *words).wait(timeout=30) == fresh.returncode
+    warm.command(0, *words)
+    assert warm.code(0) == fresh.returncode
     assert warm.log(0) == fresh.stdout.decode()
 
 
@@ -249,9 +328,8 @@ def test_where_nothing_can_be_forked_workers_must_start_afresh(tmp_path, preload
     (tmp_path / "deadly.py").write_text("import os\nos.abort()")
     (tmp_path / "threads.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()")
     node = Waiting(tmp_path, preload)
-    assert node.worker(0, "print('ran')").wait(timeout=30) == 0
-    node.node.terminate()
-    assert node.node.wait(timeout=30) == 0
+    assert node.run(0, "print('ran')") == 0
+    node.end()
     assert node.log(0) == "ran\n"
     assert node.out.read_text().splitlines()[0] == f"[node] each worker starts an interpreter of its own: {why}"
 
@@ -260,47 +338,46 @@ def test_a_worker_that_waits_for_an_import_must_end_when_it_is_asked_to(tmp_path
     (tmp_path / "slow.py").write_text("import signal\nopen('importing', 'w').close()\nsignal.pause()")
     node = Waiting(tmp_path, "slow")
     eventually(lambda: (tmp_path / "importing").exists())
-    stub = node.worker(0, "print('ran')")
+    node.start(0, "print('ran')")
     eventually(lambda: "0" in node.status()["running"])
-    node.node.send_signal(signal.SIGUSR1)
-    assert stub.wait(timeout=30) == 143
+    node.pipe.ask("stop", kill=False)
+    assert node.code(0) == 143
     assert (node.log(0), node.status()["codes"]) == ("", {"0": 143})
-    node.node.terminate()
-    assert node.node.wait(timeout=30) == 0
+    node.end()
 
 
 def test_an_environment_that_is_too_large_for_a_message_must_arrive_all_the_same(warm):
     large = {f"LARGE_{i}": "x" * 100_000 for i in range(3)}
     (warm.folder / "0.py").write_text(f"{IS_FORKED}\nimport os\nprint(len(os.environ['LARGE_2']))")
-    assert warm.command(0, str(warm.folder / "0.py"), **large).wait(timeout=30) == 0
+    warm.command(0, str(warm.folder / "0.py"), **large)
+    assert warm.code(0) == 0
     assert warm.log(0) == "False\n100000\n"
-    assert warm.worker(1, IS_FORKED).wait(timeout=30) == 0
+    assert warm.run(1, IS_FORKED) == 0
     assert warm.log(1) == "True\n"
 
 
 def test_randomness_must_differ_between_forked_workers(warm):
     code = "import random, uuid\nprint(random.random(), uuid.uuid4())"
-    stubs = [warm.worker(rank, code) for rank in range(2)]
-    assert [stub.wait(timeout=30) for stub in stubs] == [0, 0]
+    assert [warm.run(rank, code) for rank in range(2)] == [0, 0]
     assert not set(warm.log(0).split()) & set(warm.log(1).split())
 
 
 def test_workers_must_survive_the_process_that_forked_them_and_later_ones_start_afresh(warm):
-    stub = warm.worker(0, f"{IS_FORKED}\nimport os, signal\nprint(os.getppid())\nsignal.pause()")
+    warm.start(0, f"{IS_FORKED}\nimport os, signal\nprint(os.getppid())\nsignal.pause()")
     eventually(lambda: warm.log(0).count("\n") == 2)
     assert int(warm.log(0).split()[1]) == warm.node.pid
     (zygote,) = subprocess.run(["pgrep", "-P", str(warm.node.pid), "-f", "zygote"], capture_output=True).stdout.split()
     os.kill(int(zygote), signal.SIGKILL)
     eventually(lambda: gone(int(zygote)))
-    assert warm.worker(1, IS_FORKED).wait(timeout=30) == 0
+    assert warm.run(1, IS_FORKED) == 0
     assert warm.log(1) == "False\n"
-    warm.node.send_signal(signal.SIGUSR1)
-    assert stub.wait(timeout=30) == 143
+    warm.pipe.ask("stop", kill=False)
+    assert warm.code(0) == 143
 
 
 def test_a_process_that_left_its_workers_session_must_end_with_the_node(waiting):
     code = "import subprocess\nprint(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
-    assert waiting.worker(0, code).wait(timeout=30) == 0
+    assert waiting.run(0, code) == 0
     pid = int(waiting.log(0))
     assert not gone(pid)
     waiting.node.terminate()

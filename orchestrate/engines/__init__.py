@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
@@ -43,11 +43,6 @@ class JobState:
     def cluster(self) -> bool:
         """Whether the nodes are those of a cluster."""
         return self.run.name == "nodes"
-
-
-def knows(status: dict[str, Any], generation: int, rank: int) -> bool:
-    """Whether a node, whose answer to `status` this is, has had a worker of a generation."""
-    return status["generation"] == generation and str(rank) in status["codes"] | status["running"]
 
 
 class Engine(Protocol):

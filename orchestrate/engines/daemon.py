@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import socket
 import subprocess
 import threading
 import time
@@ -19,6 +20,7 @@ import requests
 from docker.context import ContextAPI
 from docker.models.containers import Container
 
+from orchestrate.engines.links import Link
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.paths import PROJECT
 
@@ -93,6 +95,18 @@ class Daemon:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(act, containers))
 
+    def talk(self, container: str, command: list[str]) -> Link | None:
+        """Run a command in a container, to talk to over its stdin and stdout; None where the container is not up."""
+        with self.asking(f"starts nothing in {container[:12]}"):
+            try:
+                made = self.client.api.exec_create(container, command, stdin=True)["Id"]
+                stream: Any = self.client.api.exec_start(made, socket=True)
+            except docker.errors.APIError as error:
+                if error.status_code in (404, 409):
+                    return None
+                raise
+        return Link(getattr(stream, "_sock", stream), Frames(stream).stdout)
+
     def compose(self, *arguments: str, env: dict[str, str] | None = None, capture: bool = False) -> None:
         """Run Compose; raises EngineError with the last line that it printed."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "NODE_"))}
@@ -119,6 +133,27 @@ class Daemon:
             raise EngineError(message, NO_NETWORKS if "address pool" in line else "")
 
 
+class Frames:
+    """What an exec writes, out of the frames that the engine puts it into."""
+
+    def __init__(self, stream: Any) -> None:
+        """`stream` is only kept: the SDK closes a connection that nobody holds."""
+        self._stream = stream
+        self.partial = b""
+
+    def stdout(self, chunk: bytes) -> bytes:
+        """The part of stdout in the next piece; a frame is a stream's number, three zeros, a length and its bytes."""
+        self.partial += chunk
+        found = b""
+        while len(self.partial) >= 8:
+            end = 8 + int.from_bytes(self.partial[4:8], "big")
+            if len(self.partial) < end:
+                break
+            found += self.partial[8:end] if self.partial[0] == 1 else b""
+            self.partial = self.partial[end:]
+        return found
+
+
 class Events:
     """The engine's events of one job's containers and networks, from now on.
 
@@ -131,18 +166,19 @@ class Events:
         self.broken = 0.0  # when the stream broke last, by the monotonic clock
         self._daemon, self._wanted = daemon, wanted
         self._found: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.bell, self._alarm = socket.socketpair()  # rings for each event, for whoever waits for other things, too
+        self.bell.setblocking(False)
         self._stream: Any = None
         self._closing = False
         threading.Thread(target=self._listen, args=(int(time.time()),), daemon=True).start()
 
-    def wait(self, timeout: float) -> list[dict[str, Any]]:
-        """The events since the last call; waits for the first one."""
-        found = []
+    def taken(self) -> Iterator[dict[str, Any]]:
+        """The events since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            self.bell.recv(4096)
         with contextlib.suppress(queue.Empty):
-            found.append(self._found.get(timeout=timeout))
             while True:
-                found.append(self._found.get_nowait())
-        return found
+                yield self._found.get_nowait()
 
     def close(self) -> None:
         """Stop listening."""
@@ -163,30 +199,11 @@ class Events:
                         since, seen = event["time"], set()
                     if key not in seen and self._wanted(event):
                         self._found.put(event)
+                        self._alarm.send(b"!")
                     seen.add(key)
             if not self._closing:
                 self.broken = time.monotonic()
                 time.sleep(0.5)
-
-
-def within(seconds: float, ask: Callable[[], Any]) -> Any:
-    """The answer, or None after some seconds: the SDK reads an exec's output without a timeout."""
-    answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            answer.put((ask(), None))
-        except Exception as error:
-            answer.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        value, error = answer.get(timeout=seconds)
-    except queue.Empty:
-        return None
-    if error is not None:
-        raise error
-    return value
 
 
 def name_of(container: Container) -> str:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
+import selectors
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import docker.errors
 from docker.models.containers import Container
 
-from orchestrate.engines import LOST, Doing, Exit, JobState, knows
-from orchestrate.engines.daemon import ERRORS, Daemon, Events, name_of, reason, within
+from orchestrate.engines import LOST, Exit, JobState
+from orchestrate.engines.daemon import Daemon, Events, name_of
 from orchestrate.engines.image import inventory
+from orchestrate.engines.links import Link, Linked
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.node.stub import WORKER_KILLED
 from orchestrate.paths import PROJECT
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
@@ -26,30 +24,28 @@ from orchestrate.spec import JobSpec
 LABEL = "orchestrate.job"
 RECONCILE = 2.0  # seconds between two looks at the truth, in case the event stream has lost something
 SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has gone itself
-ANSWERS = 10.0  # seconds that a node may take to tell of its workers
-SIGNS = 0.2  # seconds after a worker's end in which the engine tells what happened around it
+SIGNS = 0.2  # seconds in which the engine tells what happened to a node that is lost
 DYING = 5.0  # seconds that a container takes to die, at most
 HOST_NETWORK = Path(__file__).with_name("host-network.yml")
-STUB = ["python", "-I", "-S", "/opt/orchestrate/node/stub.py"]
+UP = ("running", "paused")  # the states of a container that still has its processes
+PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
 
 
-class DockerEngine:
+class DockerEngine(Linked):
     """Nodes on the Docker Engine that the user's `docker` talks to, too."""
 
     def __init__(self) -> None:
         """Connect; raises EngineError where no engine answers."""
+        super().__init__()
         self.daemon = Daemon()
         self.client, self.info = self.daemon.client, self.daemon.info
         self.home, self.network = "", ""  # the name under which the job's nodes exist
         self.stays = False  # whether they outlive the job
         self.env: dict[str, str] = {}
         self.nodes: dict[str, Container] = {}
-        self.execs: dict[str, tuple[int, str]] = {}  # exec id: rank and the id of its container
-        self.ended: list[Exit] = []  # known already, without an event
-        self.heard: dict[int, float] = {}  # rank: when its end was heard of, by the monotonic clock
         self.events: Events | None = None
-        self.signs: dict[str, set[str]] = {}  # container id: what events have said of it
-        self.dying: set[str] = set()  # ids of containers that look well, but are ending
+        self.told: dict[str, set[str]] = {}  # container id: what events have said of it
+        self.dying: set[str] = set()  # ids of containers that were told to end, and still look well
         self.trouble: dict[str, str] = {}  # node: paused or partition
         self.looked = 0.0
 
@@ -98,56 +94,39 @@ class DockerEngine:
         """Find the nodes by their label, and ask them for the workers."""
         self._settle(spec, plan, run)
         self.nodes = self._look()
-        self.execs, self.ended = {}, []
-        states = {name: self._status(name) for name in {worker.node for worker in plan.workers}}
-        strangers = set()
-        for worker in plan.workers:
-            state, node = states[worker.node], self.nodes.get(worker.node)
-            if state is None and node is not None and node.status in ("running", "paused"):
-                raise EngineLost(f"{worker.node} {'is paused' if node.status == 'paused' else 'does not answer'}")
-            if state is None:
-                self.ended.append(Exit(worker.rank, LOST))
-            elif knows(state, plan.generation, worker.rank):
-                self._exec(worker.rank, worker.node, ["watch", str(worker.rank)], {})
-            else:
-                strangers.add(worker.rank)
-        return strangers
+        return self.adopt_workers(plan)
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
-        """Start a stub in each worker's node, which has the node start the worker and ends with its code."""
-        self.execs, self.ended, self.signs = {}, [], {}
-
-        def start(worker: WorkerPlan) -> None:
-            self._exec(worker.rank, worker.node, ["worker", *command], worker.env)
-
-        start(workers[0])
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(start, workers[1:]))
+        """Have each worker's node start it."""
+        self._listen(0)
+        self.told = {}
+        super().start(workers, command)
 
     def wait(self, timeout: float) -> list[Exit]:
-        """The workers whose stub has ended, by the event stream or, when that is silent, by a look at the truth."""
-        exits, self.ended = self.ended, []
-        assert self.events is not None
-        for event in self.events.wait(0 if exits else timeout):
-            exits += self._read(event)
-        if self.execs and time.monotonic() - self.looked > RECONCILE:
-            exits += self._reconcile()
+        """The workers that have ended, by what their nodes say; and a look at the truth, now and then."""
+        exits = super().wait(timeout)
+        if self.running and time.monotonic() - self.looked > RECONCILE:
+            self._reconcile()
             self.looked = time.monotonic()
         return exits
 
     def explain(self, end: Exit, node: str) -> str:
-        """Tell what events have said of the worker's container, and whether it runs."""
-        late = self.wait(max(0.0, self.heard.get(end.rank, 0.0) + SIGNS - time.monotonic()))
-        self.ended = late + self.ended
+        """Tell what its node, or else events have said, and whether the node runs."""
+        sign = self.signs.get(end.rank)
+        until = time.monotonic() + SIGNS
+        while sign is None and time.monotonic() < until:
+            self._listen(until - time.monotonic())
         container = self.nodes.get(node)
-        signs = self.signs.get(str(container.id), set()) if container else set()
+        told = self.told.get(str(container.id), set()) if container else set()
         found = self._look()
         if not any(container.status == "running" for container in found.values()):
             self._expect_shutdown()
         runs = node in found and found[node].status == "running"
-        if "oom" in signs:
-            return "out of memory in a child" if runs and end.code != LOST else "out of memory"
-        if "kill" in signs or "destroy" in signs:
+        if sign == "oom":
+            return "out of memory" if end.code == LOST else "out of memory in a child"
+        if "oom" in told and not runs:
+            return "out of memory"
+        if sign == "ending" or "kill" in told or "destroy" in told:
             return "node stopped"
         if not runs:
             return "node lost"
@@ -156,22 +135,6 @@ class DockerEngine:
     def troubles(self) -> dict[str, str]:
         """What events, and the last look at the truth, have told."""
         return dict(self.trouble)
-
-    def doing(self) -> dict[int, Doing]:
-        """Ask the nodes."""
-        found = {}
-        for name in self.alive():
-            for rank, doing in (self._status(name) or {}).get("running", {}).items():
-                found[int(rank)] = Doing(doing["state"], doing["cpu"])
-        return found
-
-    def dump(self) -> None:
-        """Have all workers print their stacks, and abort."""
-        self.daemon.each(self.nodes.values(), lambda node: node.kill("SIGQUIT"))
-
-    def stop(self, kill: bool) -> None:
-        """Ask all workers to stop, or kill them."""
-        self.daemon.each(self.nodes.values(), lambda node: node.kill("SIGUSR2" if kill else "SIGUSR1"))
 
     def discard(self, nodes: Iterable[str]) -> None:
         """Remove containers by force."""
@@ -183,9 +146,9 @@ class DockerEngine:
         if self.events is not None:
             self.events.close()
         if self.stays:
-            self.daemon.each(self.nodes.values(), lambda node: node.kill("SIGHUP"))
+            self._clean()
         elif self.home:
-            self.remove(self.home, grace if self.execs else 0)  # an idle node has nothing to end
+            self.remove(self.home, grace if self.running else 0)  # an idle node has nothing to end
 
     # --- from another shell
 
@@ -248,6 +211,7 @@ class DockerEngine:
         }
         if self.events is None:
             self.events = Events(self.daemon, self._ours)
+            self.selector.register(self.events.bell, selectors.EVENT_READ, "")
 
     def _user(self, run: Path) -> str:
         """Whoever owns the run directory; a rootless engine's root is that very person."""
@@ -273,93 +237,60 @@ class DockerEngine:
         networks = container.attrs["NetworkSettings"]["Networks"]
         return container.status == "running" and self.network in networks
 
-    def _status(self, node: str) -> dict[str, Any] | None:
-        """What a node knows of its workers; None of a node that does not answer."""
-        container = self.nodes.get(node)
-        if container is None or container.status != "running":
-            return None
-        try:
-            done = within(ANSWERS, lambda: container.exec_run([*STUB, "status"], stderr=False))
-            status = json.loads(done.output) if done is not None and done.exit_code == 0 else None
-        except docker.errors.APIError:
-            return None
-        except ERRORS as error:
-            raise EngineLost(f"the engine does not answer: {reason(error)}") from None
-        except ValueError:
-            return None
-        return status if isinstance(status, dict) else None
+    def _exists(self, node: str) -> bool:
+        return node in self.nodes and self.nodes[node].status in UP
 
-    def _exec(self, rank: int, node: str, words: list[str], env: dict[str, str]) -> None:
-        """Start a stub that stands for a worker; on a node that has gone, the worker has ended."""
-        container = self.nodes.get(node)
-        if container is None:
-            self.ended.append(Exit(rank, LOST))
-            return
-        with self.daemon.asking(f"does not start rank {rank} on {node}"):
-            try:
-                api = self.client.api
-                made = api.exec_create(container.id, [*STUB, *words], environment=env, stdout=False, stderr=False)["Id"]
-                self.execs[made] = rank, str(container.id)
-                api.exec_start(made, detach=True)
-            except docker.errors.APIError as error:
-                if error.status_code not in (404, 409):
-                    raise
-                self.execs = {key: value for key, value in self.execs.items() if value[0] != rank}
-                self.ended.append(Exit(rank, LOST))
+    def _connect(self, node: str) -> Link | None:
+        return self.daemon.talk(str(self.nodes[node].id), PIPE) if node in self.nodes else None
+
+    def _lost(self, node: str) -> None:
+        """A connection has ended: so has the container, though it may still look well; or somebody killed the pipe."""
+        deadline = time.monotonic() + DYING
+        while time.monotonic() < deadline:
+            found = self._look().get(node)
+            if found is None or found.status not in UP:
+                break
+            if found.status == "paused":
+                raise EngineLost(f"{node} is paused")
+            self.nodes[node] = found
+            self._link([node])
+            state = self._ask([node]).get(node)
+            if state:
+                lost = {rank for rank, where in self.running.items() if where == node and not self._know(rank, state)}
+                return self._end(lost)
+            time.sleep(0.02)
+        super()._lost(node)
+
+    def _listen(self, timeout: float) -> None:
+        super()._listen(timeout)
+        for event in self.events.taken() if self.events else ():
+            self._read(event)
 
     def _ours(self, event: dict[str, Any]) -> bool:
         attributes = event["Actor"]["Attributes"]
         return self.home in (attributes.get(LABEL), attributes.get("name", "").removesuffix("_job"))
 
-    def _read(self, event: dict[str, Any]) -> list[Exit]:
-        """What an event tells: the end of a worker, or that it is time to look at the truth."""
+    def _read(self, event: dict[str, Any]) -> None:
+        """Note what an event tells of a container, or that it is time to look at the truth."""
         action, actor, attributes = event["Action"], event["Actor"]["ID"], event["Actor"]["Attributes"]
-        if action == "exec_die":
-            return self._ended(attributes["execID"], int(attributes["exitCode"]))
-        if action.startswith("exec_create") and attributes["execID"] in self.execs:
-            self.signs.pop(actor, None)  # they were of an earlier life of this container
+        if action == "start":
+            self.told.pop(actor, None)  # they were of an earlier life of this container
         elif action in ("oom", "destroy", "die") or (action == "kill" and attributes.get("signal") in ("9", "15")):
-            self.signs.setdefault(actor, set()).add(action)
-            if action == "die":
-                self.dying.discard(actor)
-            elif action == "kill":
-                self.dying.add(actor)
+            self.told.setdefault(actor, set()).add(action)
+        if action == "kill":
+            self.dying.add(actor)
+        elif action == "die":
+            self.dying.discard(actor)
         if event["Type"] == "network" or action in ("pause", "unpause", "die"):
             self.looked = 0.0
-        return []
 
-    def _reconcile(self) -> list[Exit]:
-        """Look at the truth: which stubs have ended, and which nodes are in trouble."""
-        exits: list[Exit] = []
-        forgotten = set()
-        for key in list(self.execs):
-            with self.daemon.asking("does not tell of a worker"):
-                try:
-                    state = self.client.api.exec_inspect(key)
-                    if not state["Running"] and state["ExitCode"] is not None:
-                        exits += self._ended(key, state["ExitCode"])
-                except docker.errors.NotFound:  # its container has gone; or the daemon, which was another one then
-                    forgotten.add(key)
+    def _reconcile(self) -> None:
+        """Look at the truth: which nodes have ended, and which are in trouble."""
         found = self._look()
-        alive = {str(node.id) for node in found.values() if node.status in ("running", "paused")}
-        for key, (_, container) in list(self.execs.items()):
-            if container in alive and key in forgotten and "die" not in self.signs.get(container, set()):
-                raise EngineLost("the engine was restarted")
-            if container not in alive or key in forgotten:
-                exits += self._ended(key, LOST)
         self.trouble = {name: "paused" for name, node in found.items() if node.status == "paused"}
         cut_off = [name for name, node in found.items() if node.status == "running" and not self._well(node)]
         self.trouble |= dict.fromkeys(cut_off, "partition")
-        return exits
-
-    def _ended(self, exec_id: str, code: int) -> list[Exit]:
-        if exec_id not in self.execs:
-            return []
-        rank, container = self.execs.pop(exec_id)
-        self.heard[rank] = time.monotonic()
-        if code == LOST:  # the stub was killed: so is its container, though it may still look well
-            self.dying.add(container)
-        return [Exit(rank, LOST if code == WORKER_KILLED else code)]
+        self.broken |= {node for node in self.running.values() if node not in found or node not in self.links}
 
     def _expect_shutdown(self) -> None:
         """No node is left: raise EngineLost if that is because the daemon is being stopped, or was restarted."""

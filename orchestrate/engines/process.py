@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
-import selectors
 import shutil
 import signal
 import socket
@@ -20,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.cores import cores
-from orchestrate.engines import LOST, Doing, Exit, JobState, knows
+from orchestrate.engines import LOST, Exit, JobState
+from orchestrate.engines.links import Link, Linked
 from orchestrate.engines.ports import free_port
-from orchestrate.errors import EngineError, EngineLost, ResourceError
+from orchestrate.errors import EngineError, ResourceError
 from orchestrate.node.ranks import gpus
-from orchestrate.node.stub import ask
 from orchestrate.node.warm import POSSIBLE
 from orchestrate.paths import NODE, PROJECT, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan
@@ -32,7 +30,6 @@ from orchestrate.preload import preload
 from orchestrate.spec import JobSpec
 
 LIMITS = ("image", "memory", "cpus", "shm_size")  # what only containers have
-ANSWERS = 5.0  # seconds that a node may take to tell of its workers
 
 
 @dataclass
@@ -55,28 +52,16 @@ class _Node:
             os.kill(self.pid, number)
 
 
-@dataclass
-class _Worker:
-    """A connection to the node of a worker, over which its process id comes, and its exit code."""
-
-    rank: int
-    connection: socket.socket
-    pid: int = 0
-    partial: bytes = b""
-
-
-class ProcessEngine:
+class ProcessEngine(Linked):
     """A node is a process group that waits on a Unix socket; the folder of the sockets tells which jobs there are."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.state = Path(f"/tmp/orchestrate-{os.getuid()}")  # not $TMPDIR: a socket's path has 104 characters at most
         self.folder = Path()
         self.cwd = ""
         self.stays = False  # whether the nodes outlive the job
         self.nodes: dict[str, _Node] = {}
-        self.selector = selectors.DefaultSelector()
-        self.ended: list[Exit] = []  # known already when the workers were taken up
-        self.killed_before = 0
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Say what this machine has; raises ResourceError where the app cannot run for lack of torch."""
@@ -144,64 +129,17 @@ class ProcessEngine:
     def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
         """Find the nodes by their sockets, and ask them for the workers."""
         self._settle(plan)
-        self._forget()
-        self.killed_before = _killed_for_memory()
-        strangers = set()
-        for worker in plan.workers:
-            status = self._status(worker.node)
-            if not status and worker.node in self.alive():
-                raise EngineLost(f"{worker.node} does not answer")
-            if not status:
-                self.ended.append(Exit(worker.rank, LOST))
-            elif knows(status, plan.generation, worker.rank):
-                self._request(worker, {"watch": worker.rank})
-            else:
-                strangers.add(worker.rank)
-        return strangers
-
-    def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
-        """Have each worker's node start it."""
-        self._forget()
-        self.killed_before = _killed_for_memory()
-        for worker in workers:
-            env = os.environ | {"PYTHONUNBUFFERED": "1"} | worker.env
-            self._request(worker, {"command": command, "env": dict(env), "cwd": self.cwd})
-
-    def wait(self, timeout: float) -> list[Exit]:
-        """The workers that have ended since the last call."""
-        exits, self.ended = self.ended, []
-        for key, _ in self.selector.select(0 if exits else timeout):
-            exits += self._read(key.data)
-        return exits
+        return self.adopt_workers(plan)
 
     def explain(self, end: Exit, node: str) -> str:
         """Tell whether the worker's node has died, or the kernel killed for lack of memory meanwhile."""
         if node not in self.alive():
             return "node lost"
-        return "out of memory" if end.code == LOST and _killed_for_memory() > self.killed_before else ""
+        return "out of memory" if end.code == LOST and self.signs.get(end.rank) == "oom" else ""
 
     def troubles(self) -> dict[str, str]:
         """None: a process cannot be paused but by a signal, nor cut off."""
         return {}
-
-    def doing(self) -> dict[int, Doing]:
-        """Ask the nodes."""
-        found = {}
-        for name in list(self.nodes):
-            for rank, doing in self._status(name).get("running", {}).items():
-                if doing["state"]:  # where there is /proc
-                    found[int(rank)] = Doing(doing["state"], doing["cpu"])
-        return found
-
-    def dump(self) -> None:
-        """Have all workers print their stacks, and abort."""
-        for node in list(self.nodes.values()):  # which another thread may be bringing back
-            node.signal(signal.SIGQUIT)
-
-    def stop(self, kill: bool) -> None:
-        """Ask all workers to stop, or kill them."""
-        for node in list(self.nodes.values()):
-            node.signal(signal.SIGUSR2 if kill else signal.SIGUSR1)
 
     def discard(self, nodes: Iterable[str]) -> None:
         """Kill nodes, with their workers."""
@@ -209,11 +147,8 @@ class ProcessEngine:
 
     def down(self, grace: float) -> None:
         """End the nodes, with what still runs in them; those of a cluster only forget the job."""
-        self._forget()
         if self.stays:
-            for node in self.nodes.values():
-                node.signal(signal.SIGHUP)
-            return
+            return self._clean()
         _end(list(self.nodes.values()), grace)
         if self.folder.name:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -256,51 +191,27 @@ class ProcessEngine:
         if self.state.is_symlink() or self.state.lstat().st_uid != os.getuid():
             raise EngineError(f"{self.state} belongs to somebody else", "have its owner remove it")
 
-    def _status(self, node: str) -> dict[str, Any]:
-        """What a node knows of its workers; nothing of one that does not answer."""
-        with contextlib.suppress(OSError, KeyError):
-            return ask(str(self.nodes[node].path), {"status": True}, ANSWERS)
-        return {}
-
-    def _request(self, planned: WorkerPlan, request: dict[str, Any]) -> None:
+    def _connect(self, node: str) -> Link | None:
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(str(self.nodes[planned.node].path))
-            connection.sendall(json.dumps(request).encode() + b"\n")
-        except (OSError, KeyError):  # the node has died
+            connection.connect(str(self.nodes[node].path))
+        except (OSError, KeyError):
             connection.close()
-            self.ended.append(Exit(planned.rank, LOST))
-            return
-        self.selector.register(connection, selectors.EVENT_READ, _Worker(planned.rank, connection))
+            return None
+        return Link(connection)
 
-    def _read(self, worker: _Worker) -> list[Exit]:
-        try:
-            chunk = worker.connection.recv(1 << 16)
-        except OSError:
-            chunk = b""
-        *lines, worker.partial = (worker.partial + chunk).split(b"\n")
-        for line in lines:
-            answer = json.loads(line)
-            worker.pid = answer.get("pid", worker.pid)
-            if "code" in answer:
-                self._close(worker)
-                return [Exit(worker.rank, answer["code"])]
-        if chunk:
-            return []
-        self._close(worker)  # the node has died: its worker, and what that started, must not outlive it
-        if worker.pid:
+    def _exists(self, node: str) -> bool:
+        return node in self.alive()
+
+    def _request(self, worker: WorkerPlan) -> dict[str, Any]:
+        return {"env": os.environ | {"PYTHONUNBUFFERED": "1"} | worker.env, "inherit": False, "cwd": self.cwd}
+
+    def _lost(self, node: str) -> None:
+        """The node has died: its workers, and what they started, must not outlive it."""
+        for rank in [rank for rank, where in self.running.items() if where == node and rank in self.pids]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)
-        return [Exit(worker.rank, LOST)]
-
-    def _close(self, worker: _Worker) -> None:
-        self.selector.unregister(worker.connection)
-        worker.connection.close()
-
-    def _forget(self) -> None:
-        for key in list(self.selector.get_map().values()):
-            self._close(key.data)
-        self.ended = []
+                os.killpg(self.pids[rank], signal.SIGKILL)
+        super()._lost(node)
 
 
 def _listener(path: Path) -> int:
@@ -313,15 +224,6 @@ def _listener(path: Path) -> int:
         if sys.platform == "linux":
             return int(struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
         return int(struct.unpack("i", probe.getsockopt(0, 2, 4))[0])  # SOL_LOCAL, LOCAL_PEERPID of macOS
-
-
-def _killed_for_memory() -> int:
-    """How many processes the kernel of this machine has killed for lack of memory; 0 where it does not say."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
 
 
 def _end(nodes: list[_Node], grace: float, by: Iterable[int] = (signal.SIGTERM, signal.SIGKILL)) -> None:

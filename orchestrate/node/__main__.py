@@ -2,19 +2,16 @@
 
 It takes work in one of three ways (`NODE_MODE`; without it, `given` where `RANK` is set, else `join`):
 
-    wait    An orchestrator is in charge. The node listens on a Unix socket; `stub.py worker CMD…`, started in the node
-            with a worker's environment, hands over both, stays as long as the worker and exits with its code.
-            `stub.py watch RANK` does the same for a worker that runs already; `stub.py status` prints what the node
-            knows. The node imports `NODE_PRELOAD` ahead, and forks workers from that.
+    wait    An orchestrator is in charge, over a Unix socket (`NODE_SOCKET`), which `pipe.py` reaches from outside of a
+            container. The node imports `NODE_PRELOAD` ahead, and forks workers from that.
     join    Plain `docker compose up`. Trainers register with the master; the master ranks them in Compose's order,
             gives each node its own GPUs, and ends the whole gang when one worker fails.
     given   Somebody else (Swarm, Kubernetes, Slurm) has set `RANK` and `WORLD_SIZE`: one worker starts at once.
 
 A worker's output goes, untouched, to `$JOB_DIR/logs/rank-N.log` and, line by line behind `[rank N] `, to stdout.
 SIGTERM and SIGINT stop the workers (SIGTERM, `NODE_GRACE` seconds, SIGKILL) and end the node; a second one kills at
-once. SIGUSR1 stops the workers, SIGUSR2 kills them, and SIGQUIT has them print where they stand and abort; the node
-stays. SIGHUP makes it ready for another job. `$JOB_DIR/generation` holds the generation whose workers may start, with
-`over` once they may not any more; so that a stop reaches a worker on its way, too.
+once. `$JOB_DIR/generation` holds the generation whose workers may start, with `over` once they may not any more; so
+that a stop reaches a worker on its way, too.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ class Loop:
         self.adopting = adopt_orphans()  # so that none of them outlives us
         self.workers: list[Worker] = []
         self.ending = False  # the node has been asked to end, and no more workers are started
-        self.on_hangup: Callable[[], None] = lambda: None
         self.on_end: Callable[[], None] = lambda: None  # what else to do when it is
         bell, alarm = socket.socketpair()
         for end in (bell, alarm):
@@ -42,7 +41,7 @@ class Loop:
         self.watch(alarm, lambda: self._signals(alarm.recv(4096)))
         signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
         self.asked = False  # by a signal, for the first time; a second one kills
-        for number in (signal.SIGCHLD, *ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGHUP):
+        for number in (signal.SIGCHLD, *ENDING):
             signal.signal(number, lambda *_: None)
 
     def watch(self, source: Any, callback: Callable[[], None]) -> None:
@@ -165,17 +164,10 @@ class Loop:
         for number in numbers:
             if number == signal.SIGCHLD:
                 continue
-            if number == signal.SIGQUIT:
-                kill(self.workers, signal.SIGABRT)  # on which Python's fault handler prints all stacks
-                continue
-            if number == signal.SIGHUP:
-                self.on_hangup()
-                continue
-            again = number in ENDING and self.asked
-            self.asked = self.asked or number in ENDING
-            self.stop(end=number in ENDING)
-            if again or number == signal.SIGUSR2:
+            self.stop(end=True)
+            if self.asked:
                 kill(self.workers, signal.SIGKILL)
+            self.asked = True
 
     def _reap(self) -> None:
         for worker in [worker for worker in self.workers if worker.poll() is not None]:

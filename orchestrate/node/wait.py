@@ -1,8 +1,22 @@
 """Mode `wait`: an orchestrator starts workers in the node.
 
-Over the Unix socket, JSON lines. `{"command", "env", "cwd"}` starts a worker and `{"watch": rank}` takes up one that
-was started before; both are answered with `{"pid"}`, and `{"code"}` when the worker has ended. `{"status": true}` is
-answered with what the node knows of its workers. Who asks may go away; the worker stays, and so does its exit code.
+Over the Unix socket, JSON lines. An orchestrator asks, and the node says what happens to everyone who has asked it
+anything:
+
+    {"ask": "start", "command": […], "env": {…}, "inherit": bool, "cwd": …}    start a worker; with `inherit`, in the
+                              node's own environment and what `env` adds to it
+    {"ask": "stop", "kill": bool}    ask all workers to stop, and kill them after the grace period, or at once
+    {"ask": "dump"}           have all workers print where they stand, and abort
+    {"ask": "clean"}          make ready for another job
+    {"ask": "status"}         tell what is known of the workers
+
+    {"say": "started", "generation", "rank", "pid"}
+    {"say": "ended", "generation", "rank", "code", "at", "sign"}    `at` in seconds since 1970; the sign is `oom` where
+                              the kernel has killed for lack of memory meanwhile, `ending` where the node ends, or empty
+    {"say": "status", "generation", "codes", "signs", "running"}
+    {"say": "clean"}
+
+Who asks may go away; the worker stays, and so does its exit code.
 """
 
 from __future__ import annotations
@@ -14,83 +28,87 @@ import shutil
 import signal
 import socket
 import stat
+import time
 from typing import Any
 
 from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.ranks import Env, fence
 from orchestrate.node.warm import POSSIBLE
-from orchestrate.node.worker import Worker, doing, kill
+from orchestrate.node.worker import Worker, doing, kill, oom_kills
 
 IPC_RMID = 0  # of shmctl(2)
 REFUSED = 128 + signal.SIGTERM  # the code of a worker whose generation was over before it could start
 
 
 class Waiting:
-    """The workers of the newest generation, running or ended, and who wants to know their end."""
+    """The workers of the newest generation, running or ended, and who is told of them."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.job, self.generation = "", -1
         self.workers: dict[int, Worker] = {}  # by rank
         self.codes: dict[int, int] = {}  # of those that have ended
-        self.asking: dict[int, list[Channel]] = {}
+        self.signs: dict[int, str] = {}  # of those, too
+        self.channels: list[Channel] = []
 
     def receive(self, channel: Channel, request: Any) -> None:
-        """Answer a request; None means that whoever asked has gone."""
+        """Do what is asked; None means that whoever asked has gone."""
         if request is None:
+            if channel in self.channels:
+                self.channels.remove(channel)
             return
-        if "status" in request:
-            channel.send(self.status())
-            channel.close()
-        elif "watch" in request:
-            self.watch(channel, request["watch"])
-        else:
-            self.start(channel, request["command"], request["env"], request["cwd"])
+        if channel not in self.channels:
+            self.channels.append(channel)
+        ask = request["ask"]
+        if ask == "start":
+            env = {**os.environ, **request["env"]} if request["inherit"] else request["env"]
+            self.start(request["command"], env, request["cwd"])
+        elif ask == "stop":
+            self.loop.stop()
+            if request["kill"]:
+                kill(self.loop.workers, signal.SIGKILL)
+        elif ask == "dump":
+            kill(self.loop.workers, signal.SIGABRT)  # on which Python's fault handler prints all stacks
+        elif ask == "clean":
+            self.clean()
+            channel.send({"say": "clean"})
+        elif ask == "status":
+            channel.send({"say": "status", **self.status()})
 
-    def start(self, channel: Channel, command: list[str], env: Env, cwd: str) -> None:
+    def say(self, what: str, generation: int, rank: int, **facts: Any) -> None:
+        """Tell everyone what happened to a worker."""
+        for channel in list(self.channels):
+            channel.send({"say": what, "generation": generation, "rank": rank, **facts})
+
+    def start(self, command: list[str], env: Env, cwd: str | None) -> None:
         """Start a worker, unless its generation is over; one of a newer generation ends all older ones."""
         if self.job not in ("", env.get("JOB_ID")):  # nobody has told us that it is over
             self.clean()
         self.job = env.get("JOB_ID", "")
         rank, generation = int(env["RANK"]), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if generation < max(self.generation, fence(env.get("JOB_DIR"))):
-            channel.send({"code": REFUSED})
-            channel.close()
-            return
+            return self.say("ended", generation, rank, code=REFUSED, at=time.time(), sign="")
         if generation > self.generation:
             kill(list(self.workers.values()), signal.SIGKILL)
-            self.generation, self.workers, self.codes, self.asking = generation, {}, {}, {}
-
-        asking = self.asking[rank] = [channel]
+            self.generation, self.workers, self.codes, self.signs = generation, {}, {}, {}
+        codes, signs, before = self.codes, self.signs, oom_kills()
 
         def done(code: int) -> None:
-            if generation == self.generation:
-                self.codes[rank] = code
-            for waits in asking:
-                waits.send({"code": code})
-                waits.close()
+            codes[rank] = code
+            signs[rank] = "oom" if oom_kills() > before else "ending" if self.loop.ending else ""
+            if codes is self.codes:  # else nobody waits for it any more
+                self.say("ended", generation, rank, code=code, at=time.time(), sign=signs[rank])
 
-        worker = self.loop.start(command, env, cwd, done, lambda pid: channel.send({"pid": pid}))
+        worker = self.loop.start(command, env, cwd, done, lambda pid: self.say("started", generation, rank, pid=pid))
         if worker:
             self.workers[rank] = worker
 
-    def watch(self, channel: Channel, rank: int) -> None:
-        """Tell how a worker ends, or has ended; nothing of one that was never started."""
-        if rank in self.workers:
-            channel.send({"pid": self.workers[rank].pid})
-        if rank in self.workers and rank not in self.codes:
-            self.asking[rank].append(channel)
-            return
-        if rank in self.codes:
-            channel.send({"code": self.codes[rank]})
-        channel.close()
-
     def clean(self) -> None:
         """Make ready for another job: nothing of this one's is left, neither processes nor shared memory nor files."""
+        self.job, self.generation, self.workers, self.codes, self.signs = "", -1, {}, {}, {}
         kill(self.loop.workers, signal.SIGKILL)
         self.loop.finish()
         wipe(os.environ.get("NODE_WIPE", "").split())
-        self.job, self.generation, self.workers, self.codes, self.asking = "", -1, {}, {}, {}
 
     def status(self) -> dict[str, Any]:
         """The generation, the exit codes of the workers that have ended, and what those that run are doing."""
@@ -100,7 +118,7 @@ class Waiting:
             for rank, worker in self.workers.items()
             if rank not in self.codes
         }
-        return {"generation": self.generation, "codes": self.codes, "running": running}
+        return {"generation": self.generation, "codes": self.codes, "signs": self.signs, "running": running}
 
 
 def wait(path: str) -> int:
@@ -109,7 +127,6 @@ def wait(path: str) -> int:
     if POSSIBLE and (modules := os.environ.get("NODE_PRELOAD", "").split()):
         loop.warm(modules)
     waiting = Waiting(loop)
-    loop.on_hangup = waiting.clean
     server = socket.socket(socket.AF_UNIX)
     mask = os.umask(0o077)
     server.bind(path)

@@ -18,6 +18,11 @@ from orchestrate.node.warm import Forked, Zygote
 
 FAILED_TO_START = 126
 LONGEST_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
+OOM_COUNTERS = (  # of cgroup v2 and v1 in a container, and of the machine
+    "/sys/fs/cgroup/memory.events",
+    "/sys/fs/cgroup/memory/memory.oom_control",
+    "/proc/vmstat",
+)
 PR_SET_PDEATHSIG = 1  # of Linux' prctl(2)
 
 
@@ -194,6 +199,16 @@ def doing(session: int) -> dict[str, Any]:
                 ticks += int(fields[11]) + int(fields[12])
                 state = fields[0] if path.parent.name == str(session) else state
     return {"state": state, "cpu": ticks / os.sysconf("SC_CLK_TCK")}
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for lack of memory: of this container, or else of this machine."""
+    for path in OOM_COUNTERS:
+        with contextlib.suppress(OSError), open(path) as file:
+            for line in file:
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
 
 
 def kill(workers: list[Worker], number: int) -> None:

@@ -1,0 +1,229 @@
+"""Connections to nodes, and what an engine does over them: start workers, stop them, hear of their ends.
+
+What is said over them stands in `node/wait.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from orchestrate.engines import LOST, Doing, Exit
+from orchestrate.errors import EngineLost
+from orchestrate.plan import Plan, WorkerPlan
+
+ANSWERS = 10.0  # seconds that a node may take to answer
+HEAD_START = 0.06  # seconds of rank 0: whoever does not find torch's store listening looks again after half a second
+
+
+class Link:
+    """A connection to a node: JSON lines, both ways."""
+
+    def __init__(self, sock: socket.socket, decode: Callable[[bytes], bytes] = bytes) -> None:
+        """`decode` takes what was received, piece by piece, out of what an engine wraps around it."""
+        self.sock, self.decode, self.partial = sock, decode, b""
+        sock.settimeout(ANSWERS)
+
+    def send(self, ask: str, **facts: Any) -> bool:
+        """Ask the node for something; False where the connection has ended."""
+        try:
+            self.sock.sendall(json.dumps({"ask": ask, **facts}).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """What the node says, once the socket can be read; None at the end of the connection."""
+        try:
+            chunk = self.sock.recv(1 << 16)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            return None
+        *lines, self.partial = (self.partial + self.decode(chunk)).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+class Linked:
+    """The half of an engine that is the same wherever nodes live."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.links: dict[str, Link] = {}  # by node
+        self.generation = -1
+        self.running: dict[int, str] = {}  # rank: its node, of workers whose end is not known
+        self.pids: dict[int, int] = {}  # by rank, as the node sees them
+        self.signs: dict[int, str] = {}  # by rank, what its node has noticed at its end: oom, ending
+        self.ended: list[tuple[float, Exit]] = []  # in seconds since 1970; not yet reported
+        self.broken: set[str] = set()  # nodes whose connection has ended
+        self.statuses: dict[str, dict[str, Any]] = {}  # by node, what it has answered
+        self.cleaned: set[str] = set()  # nodes that have said that they are ready for another job
+
+    def _connect(self, node: str) -> Link | None:
+        """A connection to a node, or None where it does not run; raises EngineLost. May be called by a thread."""
+        raise NotImplementedError
+
+    def _exists(self, node: str) -> bool:
+        """Whether a node that does not answer may still come to itself."""
+        raise NotImplementedError
+
+    def _lost(self, node: str) -> None:
+        """A connection has ended, and with it the node."""
+        self._end(rank for rank, where in self.running.items() if where == node)
+
+    # --- what the supervisor asks for
+
+    def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
+        """Have each worker's node start it."""
+        self._listen(0)  # a connection that has ended since the last generation must not be taken for a new node's
+        self._expect(workers)
+        self._link(dict.fromkeys(worker.node for worker in workers))
+        for worker in workers:
+            if worker.rank == 1:
+                time.sleep(HEAD_START)
+            link = self.links.get(worker.node)
+            if link is None or not link.send("start", command=command, **self._request(worker)):
+                self._end([worker.rank])
+
+    def adopt_workers(self, plan: Plan) -> set[int]:
+        """Take up the workers of a plan that were started earlier; return the ranks that living nodes do not know."""
+        self._expect(plan.workers)
+        nodes = list(dict.fromkeys(worker.node for worker in plan.workers))
+        self._link(nodes)
+        states = self._ask(nodes)
+        strangers = set()
+        for worker in plan.workers:
+            state = states.get(worker.node)
+            if state is not None:
+                if not self._know(worker.rank, state):
+                    strangers.add(worker.rank)
+            elif self._exists(worker.node):
+                raise EngineLost(f"{worker.node} does not answer")
+            else:
+                self._end([worker.rank])
+        return strangers
+
+    def wait(self, timeout: float) -> list[Exit]:
+        """The workers that have ended since the last call, in the order of their ends."""
+        self._listen(0 if self.ended else timeout)
+        while self.broken:
+            self._lost(self.broken.pop())
+        ended, self.ended = sorted(self.ended, key=lambda one: one[0]), []
+        return [exit for _, exit in ended]
+
+    def doing(self) -> dict[int, Doing]:
+        """What the running workers are doing, as far as their nodes say."""
+        found = {}
+        for state in self._ask(set(self.running.values())).values():
+            for rank, doing in state["running"].items():
+                if doing["state"]:  # where there is /proc
+                    found[int(rank)] = Doing(doing["state"], doing["cpu"])
+        return found
+
+    def stop(self, kill: bool) -> None:
+        """Ask all workers to stop, or kill them."""
+        self._tell("stop", kill=kill)
+
+    def dump(self) -> None:
+        """Have all workers print where they stand, and abort."""
+        self._tell("dump")
+
+    # --- for engines
+
+    def _request(self, worker: WorkerPlan) -> dict[str, Any]:
+        """Environment and folder of a worker."""
+        return {"env": worker.env, "inherit": True, "cwd": None}
+
+    def _clean(self) -> None:
+        """Have the nodes make themselves ready for another job, and wait until they are."""
+        self.cleaned = set()
+        self._tell("clean")
+        deadline = time.monotonic() + ANSWERS
+        while self.links.keys() - self.cleaned and time.monotonic() < deadline:
+            self._listen(0.1)
+
+    def _close(self, node: str) -> None:
+        link = self.links.pop(node, None)
+        if link:
+            self.selector.unregister(link.sock)
+            link.sock.close()
+
+    def _ask(self, nodes: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """What nodes know of their workers, as far as they answer."""
+        self.statuses = {}
+        asked = {node for node in nodes if node in self.links and self.links[node].send("status")}
+        deadline = time.monotonic() + ANSWERS
+        while (asked & self.links.keys()) - self.statuses.keys() and time.monotonic() < deadline:
+            self._listen(0.1)
+        return self.statuses
+
+    def _know(self, rank: int, state: dict[str, Any]) -> bool:
+        """Take up what a node knows of a worker, if it knows it."""
+        word = str(rank)
+        if state["generation"] != self.generation or word not in state["codes"] | state["running"]:
+            return False
+        if word in state["codes"]:
+            self.signs[rank] = state["signs"][word]
+            self._ended(rank, state["codes"][word], time.time())
+        elif pid := state["running"][word]["pid"]:
+            self.pids[rank] = pid
+        return True
+
+    def _end(self, ranks: Iterable[int]) -> None:
+        """Workers are lost with their node."""
+        for rank in list(ranks):
+            self._ended(rank, LOST, time.time())
+
+    def _expect(self, workers: tuple[WorkerPlan, ...]) -> None:
+        self.generation = int(workers[0].env["TORCHELASTIC_RESTART_COUNT"])
+        self.running = {worker.rank: worker.node for worker in workers}
+        self.pids, self.signs, self.ended, self.broken = {}, {}, [], set()
+
+    def _link(self, nodes: Iterable[str]) -> None:
+        """Have connections to nodes, made all at once; none to those that do not run."""
+        lacking = [node for node in nodes if node not in self.links]
+        if not lacking:
+            return
+        with ThreadPoolExecutor(16) as pool:
+            links = list(pool.map(self._connect, lacking))
+        for node, link in zip(lacking, links):
+            if link:
+                self.links[node] = link
+                self.selector.register(link.sock, selectors.EVENT_READ, node)
+
+    def _tell(self, ask: str, **facts: Any) -> None:
+        for link in self.links.values():
+            link.send(ask, **facts)
+
+    def _listen(self, timeout: float) -> None:
+        """Take in what nodes say, as soon as one does."""
+        for key, _ in self.selector.select(timeout):
+            said = self.links[key.data].receive() if key.data in self.links else []
+            if said is None:
+                self._close(key.data)
+                self.broken.add(key.data)
+            for message in said or ():
+                self._heard(key.data, message)
+
+    def _heard(self, node: str, message: dict[str, Any]) -> None:
+        say = message["say"]
+        if say == "status":
+            self.statuses[node] = message
+        elif say == "clean":
+            self.cleaned.add(node)
+        elif message["generation"] != self.generation:
+            return  # what an older one still had to say
+        elif say == "started":
+            self.pids[message["rank"]] = message["pid"]
+        else:
+            self.signs[message["rank"]] = message["sign"]
+            self._ended(message["rank"], message["code"], message["at"])
+
+    def _ended(self, rank: int, code: int, at: float) -> None:
+        if self.running.pop(rank, None) is not None:
+            self.ended.append((at, Exit(rank, code)))
