@@ -273,9 +273,7 @@ class DockerEngine(Linked):
     def _read(self, event: dict[str, Any]) -> None:
         """Note what an event tells of a container, or that it is time to look at the truth."""
         action, actor, attributes = event["Action"], event["Actor"]["ID"], event["Actor"]["Attributes"]
-        if action == "start":
-            self.told.pop(actor, None)  # they were of an earlier life of this container
-        elif action in ("oom", "destroy", "die") or (action == "kill" and attributes.get("signal") in ("9", "15")):
+        if action in ("oom", "destroy", "die") or (action == "kill" and attributes.get("signal") in ("9", "15")):
             self.told.setdefault(actor, set()).add(action)
         if action == "kill":
             self.dying.add(actor)
