@@ -167,7 +167,8 @@ class Events:
         self._daemon, self._wanted = daemon, wanted
         self._found: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.bell, self._alarm = socket.socketpair()  # rings for each event, for whoever waits for other things, too
-        self.bell.setblocking(False)
+        for end in (self.bell, self._alarm):
+            end.setblocking(False)
         self._stream: Any = None
         self._closing = False
         threading.Thread(target=self._listen, args=(int(time.time()),), daemon=True).start()
@@ -199,7 +200,8 @@ class Events:
                         since, seen = event["time"], set()
                     if key not in seen and self._wanted(event):
                         self._found.put(event)
-                        self._alarm.send(b"!")
+                        with contextlib.suppress(BlockingIOError):  # it rings already
+                            self._alarm.send(b"!")
                     seen.add(key)
             if not self._closing:
                 self.broken = time.monotonic()

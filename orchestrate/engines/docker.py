@@ -98,7 +98,7 @@ class DockerEngine(Linked):
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Have each worker's node start it."""
-        self._listen(0)
+        self._listen(0)  # what is told until now is of the past
         self.told = {}
         super().start(workers, command)
 
@@ -273,11 +273,11 @@ class DockerEngine(Linked):
     def _read(self, event: dict[str, Any]) -> None:
         """Note what an event tells of a container, or that it is time to look at the truth."""
         action, actor, attributes = event["Action"], event["Actor"]["ID"], event["Actor"]["Attributes"]
-        if action in ("oom", "destroy", "die") or (action == "kill" and attributes.get("signal") in ("9", "15")):
+        if action == "kill" and attributes.get("signal") in ("9", "15"):
             self.told.setdefault(actor, set()).add(action)
-        if action == "kill":
             self.dying.add(actor)
-        elif action == "die":
+        elif action in ("oom", "destroy", "die"):
+            self.told.setdefault(actor, set()).add(action)
             self.dying.discard(actor)
         if event["Type"] == "network" or action in ("pause", "unpause", "die"):
             self.looked = 0.0

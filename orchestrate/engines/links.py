@@ -80,14 +80,12 @@ class Linked:
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Have each worker's node start it."""
-        self._listen(0)  # a connection that has ended since the last generation must not be taken for a new node's
         self._expect(workers)
         self._link(dict.fromkeys(worker.node for worker in workers))
         for worker in workers:
             if worker.rank == 1:
                 time.sleep(HEAD_START)
-            link = self.links.get(worker.node)
-            if link is None or not link.send("start", command=command, **self._request(worker)):
+            if not self._send(worker.node, "start", command=command, **self._request(worker)):
                 self._end([worker.rank])
 
     def adopt_workers(self, plan: Plan) -> set[int]:
@@ -147,16 +145,17 @@ class Linked:
         while self.links.keys() - self.cleaned and time.monotonic() < deadline:
             self._listen(0.1)
 
-    def _close(self, node: str) -> None:
-        link = self.links.pop(node, None)
-        if link:
-            self.selector.unregister(link.sock)
-            link.sock.close()
+    def _break(self, node: str) -> None:
+        """The connection to a node has ended; what that means is found out in `wait`."""
+        link = self.links.pop(node)
+        self.selector.unregister(link.sock)
+        link.sock.close()
+        self.broken.add(node)
 
     def _ask(self, nodes: Iterable[str]) -> dict[str, dict[str, Any]]:
         """What nodes know of their workers, as far as they answer."""
         self.statuses = {}
-        asked = {node for node in nodes if node in self.links and self.links[node].send("status")}
+        asked = {node for node in nodes if self._send(node, "status")}
         deadline = time.monotonic() + ANSWERS
         while (asked & self.links.keys()) - self.statuses.keys() and time.monotonic() < deadline:
             self._listen(0.1)
@@ -179,7 +178,17 @@ class Linked:
         for rank in list(ranks):
             self._ended(rank, LOST, time.time())
 
+    def _send(self, node: str, ask: str, **facts: Any) -> bool:
+        """Ask a node for something; False where there is no connection any more."""
+        if node not in self.links:
+            return False
+        if self.links[node].send(ask, **facts):
+            return True
+        self._break(node)
+        return False
+
     def _expect(self, workers: tuple[WorkerPlan, ...]) -> None:
+        self._listen(0)  # a connection that has ended must not be taken for that of a node that is new
         self.generation = int(workers[0].env["TORCHELASTIC_RESTART_COUNT"])
         self.running = {worker.rank: worker.node for worker in workers}
         self.pids, self.signs, self.ended, self.broken = {}, {}, [], set()
@@ -197,16 +206,15 @@ class Linked:
                 self.selector.register(link.sock, selectors.EVENT_READ, node)
 
     def _tell(self, ask: str, **facts: Any) -> None:
-        for link in self.links.values():
-            link.send(ask, **facts)
+        for node in list(self.links):
+            self._send(node, ask, **facts)
 
     def _listen(self, timeout: float) -> None:
         """Take in what nodes say, as soon as one does."""
         for key, _ in self.selector.select(timeout):
             said = self.links[key.data].receive() if key.data in self.links else []
             if said is None:
-                self._close(key.data)
-                self.broken.add(key.data)
+                self._break(key.data)
             for message in said or ():
                 self._heard(key.data, message)
 
