@@ -26,7 +26,7 @@ class Scripted:
         self.plans: list = []
         self.missing: set[str] = set()
 
-    def port(self, generation) -> int:
+    def port(self, spec, generation) -> int:
         return 29500 + generation
 
     def up(self, spec, plan, run) -> None:

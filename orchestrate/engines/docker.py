@@ -23,6 +23,7 @@ from orchestrate.spec import JobSpec
 
 LABEL = "orchestrate.job"
 RECONCILE = 2.0  # seconds between two looks at the truth, in case the event stream has lost something
+LAG = 0.1  # seconds by which its list of containers is behind the engine's events
 SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has gone itself
 SIGNS = 0.2  # seconds in which the engine tells what happened to a node that is lost
 DYING = 5.0  # seconds that a container takes to die, at most
@@ -280,7 +281,7 @@ class DockerEngine(Linked):
             self.told.setdefault(actor, set()).add(action)
             self.dying.discard(actor)
         if event["Type"] == "network" or action in ("pause", "unpause", "die"):
-            self.looked = 0.0
+            self.looked = time.monotonic() - RECONCILE + LAG
 
     def _reconcile(self) -> None:
         """Look at the truth: which nodes have ended, and which are in trouble."""

@@ -18,6 +18,7 @@ from orchestrate.errors import EngineLost
 from orchestrate.plan import Plan, WorkerPlan
 
 ANSWERS = 10.0  # seconds that a node may take to answer
+LOOKS = 1.0  # seconds that it may take to say what its workers are doing, while the job goes on; a paused one does not
 HEAD_START = 0.06  # seconds of rank 0: whoever does not find torch's store listening looks again after half a second
 
 
@@ -117,7 +118,7 @@ class Linked:
     def doing(self) -> dict[int, Doing]:
         """What the running workers are doing, as far as their nodes say."""
         found = {}
-        for state in self._ask(set(self.running.values())).values():
+        for state in self._ask(set(self.running.values()), LOOKS).values():
             for rank, doing in state["running"].items():
                 if doing["state"]:  # where there is /proc
                     found[int(rank)] = Doing(doing["state"], doing["cpu"])
@@ -152,11 +153,11 @@ class Linked:
         link.sock.close()
         self.broken.add(node)
 
-    def _ask(self, nodes: Iterable[str]) -> dict[str, dict[str, Any]]:
+    def _ask(self, nodes: Iterable[str], patience: float = ANSWERS) -> dict[str, dict[str, Any]]:
         """What nodes know of their workers, as far as they answer."""
         self.statuses = {}
         asked = {node for node in nodes if self._send(node, "status")}
-        deadline = time.monotonic() + ANSWERS
+        deadline = time.monotonic() + patience
         while (asked & self.links.keys()) - self.statuses.keys() and time.monotonic() < deadline:
             self._listen(0.1)
         return self.statuses
