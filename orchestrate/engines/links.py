@@ -17,9 +17,9 @@ from orchestrate.engines import LOST, Doing, Exit
 from orchestrate.errors import EngineLost
 from orchestrate.plan import Plan, WorkerPlan
 
+TERMINATED = 143  # the exit code of a worker that SIGTERM ended
 ANSWERS = 10.0  # seconds that a node may take to answer
 LOOKS = 1.0  # seconds that it may take to say what its workers are doing, while the job goes on; a paused one does not
-HEAD_START = 0.06  # seconds of rank 0: whoever does not find torch's store listening looks again after half a second
 
 
 class Link:
@@ -58,6 +58,8 @@ class Linked:
         self.links: dict[str, Link] = {}  # by node
         self.generation = -1
         self.running: dict[int, str] = {}  # rank: its node, of workers whose end is not known
+        self.queued: list[WorkerPlan] = []  # workers that start as soon as rank 0 has
+        self.command: tuple[str, ...] = ()
         self.pids: dict[int, int] = {}  # by rank, as the node sees them
         self.signs: dict[int, str] = {}  # by rank, what its node has noticed at its end: oom, ending
         self.ended: list[tuple[float, Exit]] = []  # in seconds since 1970; not yet reported
@@ -80,14 +82,14 @@ class Linked:
     # --- what the supervisor asks for
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
-        """Have each worker's node start it."""
+        """Have each worker's node start it, the others' as soon as rank 0 is there.
+
+        Whoever does not find torch's store listening, which rank 0 opens, looks again only after half a second.
+        """
         self._expect(workers)
         self._link(dict.fromkeys(worker.node for worker in workers))
-        for worker in workers:
-            if worker.rank == 1:
-                time.sleep(HEAD_START)
-            if not self._send(worker.node, "start", command=command, **self._request(worker)):
-                self._end([worker.rank])
+        self.command, self.queued = command, list(workers[1:])
+        self._start(workers[0])
 
     def adopt_workers(self, plan: Plan) -> set[int]:
         """Take up the workers of a plan that were started earlier; return the ranks that living nodes do not know."""
@@ -126,6 +128,9 @@ class Linked:
 
     def stop(self, kill: bool) -> None:
         """Ask all workers to stop, or kill them."""
+        for worker in self.queued:
+            self._ended(worker.rank, TERMINATED, time.time())
+        self.queued = []
         self._tell("stop", kill=kill)
 
     def dump(self) -> None:
@@ -192,7 +197,11 @@ class Linked:
         self._listen(0)  # a connection that has ended must not be taken for that of a node that is new
         self.generation = int(workers[0].env["TORCHELASTIC_RESTART_COUNT"])
         self.running = {worker.rank: worker.node for worker in workers}
-        self.pids, self.signs, self.ended, self.broken = {}, {}, [], set()
+        self.queued, self.pids, self.signs, self.ended, self.broken = [], {}, {}, [], set()
+
+    def _start(self, worker: WorkerPlan) -> None:
+        if not self._send(worker.node, "start", command=self.command, **self._request(worker)):
+            self._end([worker.rank])
 
     def _link(self, nodes: Iterable[str]) -> None:
         """Have connections to nodes, made all at once; none to those that do not run."""
@@ -229,6 +238,9 @@ class Linked:
             return  # what an older one still had to say
         elif say == "started":
             self.pids[message["rank"]] = message["pid"]
+            queued, self.queued = self.queued, []
+            for worker in queued:
+                self._start(worker)
         else:
             self.signs[message["rank"]] = message["sign"]
             self._ended(message["rank"], message["code"], message["at"])

@@ -31,6 +31,7 @@ import socket
 import threading
 import time
 import types
+import weakref
 from typing import Any, NoReturn
 
 MOST = 1 << 20  # bytes of a message
@@ -55,6 +56,8 @@ def preload(modules: list[str]) -> str:
     gc.enable()
     gc.collect()
     gc.freeze()  # the collector would write to every object, and unshare its page
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # what was imported here is not taken apart at the end of a worker; see `finish`
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA was initialised, which no forked process can use"
