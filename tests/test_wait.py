@@ -123,7 +123,7 @@ def test_a_worker_must_have_nothing_of_the_nodes_environment_where_it_is_given_i
 
 def test_a_node_that_is_asked_to_must_stop_its_workers_and_stay(waiting):
     waiting.start(0, "import signal\nprint('ready')\nsignal.pause()")
-    eventually(lambda: "ready" in waiting.log(0))
+    eventually(lambda: "ready\n" in waiting.log(0))
     waiting.pipe.ask("stop", kill=False)
     assert waiting.code(0) == 143
     assert waiting.run(0, "print('again')", generation=1) == 0
@@ -151,7 +151,7 @@ def test_a_worker_of_a_newer_generation_must_end_those_of_older_ones(waiting):
 
 def test_a_node_that_is_asked_to_must_kill_its_workers_and_stay(waiting):
     waiting.start(0, "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nsignal.pause()")
-    eventually(lambda: "ready" in waiting.log(0))
+    eventually(lambda: "ready\n" in waiting.log(0))
     waiting.pipe.ask("stop", kill=True)
     assert waiting.code(0) == 137
     assert waiting.node.poll() is None
@@ -184,7 +184,7 @@ def test_a_worker_that_hangs_must_print_where_it_stands_and_abort(waiting):
     code = "import signal\n\ndef waits_here():\n    print('ready')\n    signal.pause()\n\nwaits_here()"
     for rank in range(2):
         waiting.start(rank, code)
-        eventually(lambda rank=rank: "ready" in waiting.log(rank))
+        eventually(lambda rank=rank: "ready\n" in waiting.log(rank))
     waiting.pipe.ask("dump")
     assert [waiting.code(rank) for rank in range(2)] == [134, 134]
     for rank in range(2):
