@@ -2,7 +2,7 @@
 
     python -m benchmarks T9             one
     python -m benchmarks                all
-    python -m benchmarks --json FILE    and write what was measured
+    python -m benchmarks --json FILE    and write what was measured, in place of what stood there of the same name
     python -m benchmarks soak           a training under faults; see --help of it
 
 Every figure is a median of interleaved runs with its spread (lowest to highest); ratios carry to other machines,
@@ -62,8 +62,9 @@ def main() -> None:
         for what, why in result.get("failed", {}).items():
             print(f"  {what} was not measured: {why}")
         measured[name] = {"about": (ALL[name].__doc__ or "").splitlines()[0], **result}
-    if args.json:
-        args.json.write_text(json.dumps(measured, indent=2) + "\n")
+        if args.json:
+            before = json.loads(args.json.read_text()) if args.json.exists() else {}
+            args.json.write_text(json.dumps(before | measured, indent=2) + "\n")
 
 
 if __name__ == "__main__":

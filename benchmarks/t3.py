@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.starts import COMPOSE, NODES, ROOT, docker, plain_image
 
 PATIENCE = 60.0  # seconds after which a restart counts as failed
-TAIL = 1 << 16  # bytes of a log that are looked at
-STEP = re.compile(r"pid (\d+) step \d+ at ([\d.]+)")
+TAIL = 1 << 13  # bytes of a log that are looked at
+STEP = re.compile(r"pid (\S+) step \d+ at ([\d.]+)")
 
 
 class Training:
@@ -39,7 +39,7 @@ class Training:
         raise NotImplementedError
 
     def pids(self) -> list[str]:
-        """The newest process of each rank."""
+        """The newest process of each rank, and the number of its launch."""
         return [(STEP.findall(tail) or [("", "")])[-1][0] for tail in self.tails()]
 
     def restarted(self, moment: float, before: list[str]) -> float:
@@ -57,7 +57,8 @@ class Training:
 
     def kill_worker(self, rank: int) -> float:
         """SIGKILL; returns when."""
-        code = f"import os, time; print(time.time()); os.kill({self.pids()[rank]}, {int(signal.SIGKILL)})"
+        pid = self.pids()[rank].partition(".")[0]
+        code = f"import os, time; print(time.time()); os.kill({pid}, {int(signal.SIGKILL)})"
         return float(docker("exec", self.container(rank), "python", "-c", code))
 
     def kill_node(self, rank: int) -> float:
@@ -136,13 +137,13 @@ class Torchrun(Training):
         self.folder.cleanup()
 
 
-def restarts(job: Training, kind: str, kills: int) -> tuple[list[float], int]:
+def restarts(job: Training, kind: str, kills: int, pause: float = 1.0) -> tuple[list[float], int]:
     """Seconds of each restart, and how many failed; a job that does not come back has failed in all that remain."""
     seconds: list[float] = []
     try:
         job.restarted(time.time(), [""] * NODES)
         for number in range(kills):
-            time.sleep(1.0)  # a training, not a crash loop
+            time.sleep(pause)  # a training, not a crash loop
             before = job.pids()
             seconds.append(job.restarted(getattr(job, kind)(number % NODES), before))
     except TimeoutError:

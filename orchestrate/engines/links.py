@@ -47,7 +47,10 @@ class Link:
         if not chunk:
             return None
         *lines, self.partial = (self.partial + self.decode(chunk)).split(b"\n")
-        return [json.loads(line) for line in lines]
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError:  # what Docker says where a container ends while something starts in it
+            return None
 
 
 class Linked:

@@ -1,0 +1,53 @@
+"""What comes over a connection to a node must arrive whole, however it is cut, and nonsense must end it."""
+
+import json
+import socket
+
+import pytest
+
+from orchestrate.engines.daemon import Frames
+from orchestrate.engines.links import Link
+
+MESSAGES = [{"say": "status", "running": {}}, {"say": "ended", "rank": 3, "code": 0, "text": "ä" * 300}]
+LINES = b"".join(json.dumps(message).encode() + b"\n" for message in MESSAGES)
+
+
+@pytest.fixture
+def ends():
+    here, there = socket.socketpair()
+    yield Link(here), there
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 10_000])
+def test_messages_must_be_put_together_from_pieces(ends, size):
+    link, there = ends
+    heard = []
+    for start in range(0, len(LINES), size):
+        there.sendall(LINES[start : start + size])
+        heard += link.receive()
+    assert heard == MESSAGES
+
+
+def test_what_is_no_message_must_end_the_connection(ends):
+    link, there = ends
+    there.sendall(b"OCI runtime exec failed: exec failed: container not running\n")
+    assert link.receive() is None
+
+
+def test_a_connection_that_has_ended_must_take_no_request(ends):
+    link, there = ends
+    there.close()
+    assert link.receive() is None
+    assert not link.send("status")
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 50, 10_000])
+def test_the_engines_frames_must_be_taken_off_and_stderr_left_out(size):
+    def frame(stream: int, content: bytes) -> bytes:
+        return bytes([stream, 0, 0, 0]) + len(content).to_bytes(4, "big") + content
+
+    wire = frame(1, LINES[:10]) + frame(2, b"a warning\n") + frame(1, b"") + frame(1, LINES[10:])
+    frames = Frames(None)
+    assert b"".join(frames.stdout(wire[i : i + size]) for i in range(0, len(wire), size)) == LINES
