@@ -29,7 +29,7 @@ def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     return {
         "cpus": os.cpu_count(),
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

@@ -15,11 +15,8 @@ from typing import Any
 from benchmarks.starts import ROOT
 
 REASONS = {
-    "T2": "of a second, the imports of the command line and docker-py take 0.3 s, the engine's `exec` of four stubs "
-    "0.2 s, and the workers' start, meeting and end the rest.",
-    "T3": "the engine's events and `exec` take about 0.3 s of it; with two cores, four workers that start, meet and "
-    "build DDP share the rest.",
-    "T4": "the same as T3, and the look whether the node is really gone.",
+    "T2": "of six tenths of a second, the imports of the command line and of docker-py take 0.13 s, connecting to four "
+    "nodes 0.1 s, the workers' start, meeting and end 0.3 s, and the interpreter's own end 0.05 s.",
     "T7": "Compose brings nodes up; its own start and its looks at the project cost more than raw calls, most of all "
     "for few nodes.",
     "T9": "besides `torch.save` and its sync there are two more file syncs, two folder syncs and the removal of the "
