@@ -29,7 +29,8 @@ def docker(*arguments: str, **options: object) -> str:
 
 def plain_image() -> str:
     """Build the image for others, once."""
-    docker("build", "--tag", PLAIN, "-", input=f"FROM {IMAGE}\nENTRYPOINT []\nUSER root\n")
+    link = "RUN ln -sf $(command -v torchrun) /usr/local/bin/"  # for login shells, which forget the image's PATH
+    docker("build", "--tag", PLAIN, "-", input=f"FROM {IMAGE}\nENTRYPOINT []\nUSER root\n{link}\n")
     return PLAIN
 
 

@@ -91,7 +91,7 @@ def parser() -> Parser:
     command.add_argument("cluster", metavar="CLUSTER", help="its name, or how it begins")
     command.add_argument("--dry-run", action="store_true", help="print what would be removed, and end")
     _add_runs(command)
-    _add_runs(kinds.add_parser("ps", help="list what has nodes", description="List the jobs and clusters."))
+    _add_runs(kinds.add_parser("ps", help="list jobs and clusters", description="List the jobs and clusters."))
     for name, description in JOB_COMMANDS.items():
         command = kinds.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
         command.add_argument("job", metavar="JOB", help="its id, or how it begins")

@@ -96,13 +96,19 @@ def _engines() -> list[Engine]:
 
 
 def ps(args: argparse.Namespace) -> int:
-    """The jobs that have nodes."""
+    """The jobs that have nodes, and those whose supervisor has none yet, or none any more."""
     rows = [("NAME", "ENGINE", "NODES", "STATE", "RUN")]
     for engine in _engines():
         for state in engine.jobs():
             busy = lock.holder(JobPaths(state.run.parent if state.cluster else state.run))
             word = "running" if busy else "idle" if state.cluster else "without supervisor"
             rows.append((state.job_id, state.engine, str(state.nodes), word, str(state.run)))
+    shown = {name for name, *_ in rows}
+    for path in sorted(args.runs.resolve().glob("*/plan.json")):
+        if path.parent.name not in shown and lock.holder(JobPaths(path.parent)):
+            plan = job.load(JobPaths(path.parent))[1]
+            if not plan.inventory.cluster:  # else its nodes are shown by that name
+                rows.append((plan.job_id, plan.engine, "0", "running", str(path.parent)))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())

@@ -4,6 +4,7 @@ The cases are those of Determined's tests of restarts of its master and agents: 
 queued containers, killed again after the re-attachment, agents that go and come back.
 """
 
+import fcntl
 import json
 import signal
 import subprocess
@@ -201,6 +202,17 @@ def test_a_detached_job_must_be_found_waited_for_and_shown(cli, engine):
     assert (attached.returncode, attached.stdout) == (0, f"runs/{name}\n")
     assert "succeeded: 3 workers" in attached.stderr
     assert "succeeded: 3 workers" in (cli.run_dir() / "supervisor.log").read_text()
+
+
+def test_a_job_that_has_a_supervisor_and_no_nodes_must_be_shown(cli, nothing_left):
+    done = cli("run", "--engine", "process", "--gpus", "none", "--trainers", "0", "--", "count.py", "1")
+    assert done.returncode == 0, done.stderr
+    name = cli.run_dir().name
+    assert name not in cli("ps").stdout
+    with (cli.run_dir() / "supervisor.lock").open("r+") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        (line,) = [line for line in cli("ps").stdout.splitlines() if line.startswith(name)]
+    assert line.split() == [name, "process", "0", "running", str(cli.run_dir())]
 
 
 def test_wait_must_end_with_the_jobs_exit_code_and_refuse_a_job_that_nobody_supervises(cli, engine):
