@@ -83,10 +83,10 @@ def eventually(what, timeout: float = 60):
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, though its parent may not have asked for its code yet."""
+    """Whether a process has ended, though nobody may have waited for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
 
 
