@@ -66,15 +66,17 @@ class Worker:
                 stdout=self.input,
                 stderr=self.input,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=self._before,
             )
         self._no_more_input()
-        if cores := self.env.get("WORKER_CORES"):
-            with contextlib.suppress(
-                OSError, ValueError, AttributeError
-            ):  # the node may not use them, or cannot; or the worker has ended
-                os.sched_setaffinity(self.process.pid, map(int, cores.split(",")))
         self.started(self.process.pid)
+
+    def _before(self) -> None:
+        """Between fork and exec."""
+        _die_with_parent()
+        if cores := self.env.get("WORKER_CORES"):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # the node may not use them, or cannot
+                os.sched_setaffinity(0, map(int, cores.split(",")))
 
     @property
     def pid(self) -> int:
