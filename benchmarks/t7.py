@@ -2,12 +2,10 @@
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,40 +14,23 @@ from typing import Any
 import docker
 
 from benchmarks import starts
+from benchmarks.proxy import Proxy
 from benchmarks.starts import PLAIN, ROOT, plain_image
 
 NUMBERS = (1, 8, 32, 64)
 SLEEP = 10.0  # seconds
 SLEEPER = ["python", "-c", "import signal; signal.pause()"]
-ENGINE = "/var/run/docker.sock"
 
 
-class Proxy:
-    """Stands before the engine, and counts what is asked of it."""
+class Counting(Proxy):
+    """Counts what is asked of the engine."""
 
-    def __init__(self, path: str) -> None:
-        self.calls = 0
-        self.server = socket.socket(socket.AF_UNIX)
-        self.server.bind(path)
-        self.server.listen(128)
-        threading.Thread(target=self._serve, daemon=True).start()
+    calls = 0
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                client = self.server.accept()[0]
-            except OSError:
-                return
-            engine = socket.socket(socket.AF_UNIX)
-            engine.connect(ENGINE)
-            for source, sink, counted in ((client, engine, True), (engine, client, False)):
-                threading.Thread(target=self._pass_on, args=(source, sink, counted), daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:
-        while chunk := source.recv(1 << 16):
-            self.calls += chunk.count(b" HTTP/1.1\r\n") if counted else 0
-            sink.sendall(chunk)
-        sink.shutdown(socket.SHUT_WR)
+    def passes(self, chunk: bytes, asks: bool, connection: dict[str, Any]) -> bytes:
+        """Let everything through."""
+        self.calls += chunk.count(b" HTTP/1.1\r\n") if asks else 0
+        return chunk
 
 
 def floor(nodes: int) -> tuple[float, float]:
@@ -86,8 +67,8 @@ def compose(nodes: int) -> tuple[float, float]:
 def ours(nodes: int) -> dict[str, float]:
     """Seconds up and down; calls; of the orchestrator MB at most, and the part of a core that it needs meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
-        proxy = Proxy(f"{folder}/engine.sock")
-        env = os.environ | {"DOCKER_HOST": f"unix://{folder}/engine.sock"}
+        proxy = Counting(Path(folder, "engine.sock"))
+        env = os.environ | {"DOCKER_HOST": f"unix://{proxy.path}"}
         command = [sys.executable, "-m", "orchestrate", "run", "--gpus", "none", "--trainers", str(nodes - 1)]
         script = ["--set", "grace=3s", "--runs", f"{folder}/runs", "--", "benchmarks/nothing.py", str(SLEEP)]
         process = subprocess.Popen(

@@ -3,64 +3,41 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 from conftest import DOCKER_REQUIRED, docker, eventually
 from faults import Background, complete
 
-SOCKET = "/var/run/docker.sock"
+from benchmarks.proxy import ENGINE, Proxy
 
 
-class Proxy:
+class Faulty(Proxy):
     """Stands between the orchestrator and the engine; what it does to event streams is its mode."""
 
     def __init__(self, path: Path, mode: str) -> None:
-        self.path, self.mode, self.streams = path, mode, 0
-        self.server = socket.socket(socket.AF_UNIX)
-        self.server.bind(str(path))
-        self.server.listen(64)
-        threading.Thread(target=self.serve, daemon=True).start()
+        self.mode, self.streams = mode, 0
+        super().__init__(path)
 
-    def serve(self) -> None:
-        while True:
-            try:
-                client = self.server.accept()[0]
-            except OSError:
-                return
-            engine = socket.socket(socket.AF_UNIX)
-            engine.connect(SOCKET)
-            state = {"events": False}
-            for source, sink, asks in ((client, engine, True), (engine, client, False)):
-                threading.Thread(target=self.pump, args=(source, sink, asks, state), daemon=True).start()
-
-    def pump(self, source: socket.socket, sink: socket.socket, asks: bool, state: dict) -> None:
-        try:
-            while chunk := source.recv(1 << 16):
-                if asks and b"/events?" in chunk.split(b"\r\n")[0]:
-                    state["events"] = True
-                    self.streams += 1
-                if not asks and state["events"]:
-                    head, _, body = chunk.partition(b"\r\n\r\n")
-                    if self.mode == "silent":  # a stream that is open, and says nothing
-                        chunk = head + b"\r\n\r\n" if head.startswith(b"HTTP/") else b""
-                    elif self.mode == "cut" and (body or not head.startswith(b"HTTP/")):
-                        break  # a stream that ends at the first event
-                sink.sendall(chunk)
-        except OSError:
-            pass
-        for end in (source, sink):
-            end.close()
+    def passes(self, chunk: bytes, asks: bool, connection: dict) -> bytes | None:
+        if asks and b"/events?" in chunk.split(b"\r\n")[0]:
+            connection["events"] = True
+            self.streams += 1
+        if not asks and "events" in connection:
+            head, _, body = chunk.partition(b"\r\n\r\n")
+            if self.mode == "silent":  # a stream that is open, and says nothing
+                return head + b"\r\n\r\n" if head.startswith(b"HTTP/") else b""
+            if self.mode == "cut" and (body or not head.startswith(b"HTTP/")):
+                return None  # a stream that ends at the first event
+        return chunk
 
 
 @pytest.fixture(params=["silent", "cut"])
 def proxy(request, docker_engine, tmp_path):
-    if not Path(SOCKET).exists():
+    if not Path(ENGINE).exists():
         pytest.skip("the engine is not at the usual socket")
-    made = Proxy(tmp_path / "proxy.sock", request.param)
+    made = Faulty(tmp_path / "proxy.sock", request.param)
     yield made
     made.server.close()
 
