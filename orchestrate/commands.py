@@ -104,11 +104,12 @@ def ps(args: argparse.Namespace) -> int:
             word = "running" if busy else "idle" if state.cluster else "without supervisor"
             rows.append((state.job_id, state.engine, str(state.nodes), word, str(state.run)))
     shown = {name for name, *_ in rows}
-    for path in sorted(args.runs.resolve().glob("*/plan.json")):
-        if path.parent.name not in shown and lock.holder(JobPaths(path.parent)):
-            plan = job.load(JobPaths(path.parent))[1]
+    for folder in _job_folders(args.runs):
+        paths = JobPaths(folder)
+        if folder.name not in shown and lock.holder(paths):
+            plan = job.load(paths)[1]
             if not plan.inventory.cluster:  # else its nodes are shown by that name
-                rows.append((plan.job_id, plan.engine, "0", "running", str(path.parent)))
+                rows.append((plan.job_id, plan.engine, "0", "running", str(folder)))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
@@ -134,11 +135,16 @@ def down(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
+def _job_folders(runs: Path) -> list[Path]:
+    """The run directories of jobs, without those of clusters."""
+    plans = sorted(runs.resolve().glob("*/plan.json"))
+    return [path.parent for path in plans if not path.with_name("nodes").is_dir()]
+
+
 def _find(args: argparse.Namespace, states: list[JobState]) -> Path:
     """The run directory of the job that `args.job` names or begins, living or ended."""
     living = {state.job_id: state.run for state in states if not state.cluster}
-    folders = [path.parent for path in args.runs.resolve().glob("*/plan.json") if not path.with_name("nodes").is_dir()]
-    runs: dict[str, Path] = {folder.name: folder for folder in folders} | living
+    runs: dict[str, Path] = {folder.name: folder for folder in _job_folders(args.runs)} | living
     found = [args.job] if args.job in runs else [name for name in living if name.startswith(args.job)]
     found = found or sorted(name for name in runs if name.startswith(args.job))
     if len(found) != 1:

@@ -7,11 +7,11 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orchestrate.engines import Exit
+from orchestrate.engines import TERMINATED, Exit
 from orchestrate.plan import Plan
 from orchestrate.restarts import Cause
 
-ABORTED, KILLED, TERMINATED = 134, 137, 143  # exit codes: 128 + the number of the signal
+ABORTED, KILLED = 134, 137  # exit codes: 128 + the number of the signal
 BY_SIGNAL = {132, ABORTED, 135, 136, KILLED, 139}  # ILL, ABRT, BUS, FPE, KILL, SEGV: never a complaint about a peer
 PEERS_FAIL = 2.0  # seconds in which the peers of a dead worker fail, too
 

@@ -11,6 +11,7 @@ from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
 LOST = 137  # the exit code of a worker that was lost with its node: as SIGKILL's
+TERMINATED = 143  # of one that SIGTERM ended, or that was asked to end before it started
 
 
 @dataclass(frozen=True)

@@ -191,9 +191,8 @@ class DockerEngine(Linked):
         for path in (str(run), code):
             if ":" in path:
                 raise EngineError(f"Compose cannot mount {path}, for the colon in it", "take a folder without a colon")
-        self.home, self.network, self.stays = plan.home, f"{plan.home}_job", bool(plan.inventory.cluster)
-        if spec.network == "host":
-            self.network = "host"
+        self.home, self.stays = plan.home, bool(plan.inventory.cluster)
+        self.network = "host" if spec.network == "host" else f"{plan.home}_job"
         self.env = {
             "JOB_ID": self.home,
             "JOB_OWNER": str(os.getuid()),

@@ -27,11 +27,12 @@ def inventory(daemon: Daemon, spec: JobSpec, prepare: bool) -> Inventory:
     if spec.gpus != "none" and runtime:
         gpus = _gpus(daemon, spec) if present else ()
         no_gpus = "the engine's NVIDIA runtime finds no GPU" if present else f"no image {spec.image} to look with"
+    here, count = cores(), max(1, daemon.info["NCPU"])  # those of this machine may not be the engine's
     code = code_folder(spec.command)
     return Inventory(
         engine="docker",
         about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}",
-        cores=cores() if len(cores()) == daemon.info["NCPU"] else tuple(range(max(1, daemon.info["NCPU"]))),
+        cores=here if len(here) == count else tuple(range(count)),
         gpus=gpus,
         no_gpus=no_gpus,
         network=spec.network,

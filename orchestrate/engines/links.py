@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from orchestrate.engines import LOST, Doing, Exit
+from orchestrate.engines import LOST, TERMINATED, Doing, Exit
 from orchestrate.errors import EngineLost
 from orchestrate.plan import Plan, WorkerPlan
 
-TERMINATED = 143  # the exit code of a worker that SIGTERM ended
 ANSWERS = 10.0  # seconds that a node may take to answer
 LOOKS = 1.0  # seconds that it may take to say what its workers are doing, while the job goes on; a paused one does not
 
