@@ -30,7 +30,8 @@ def test_f31_a_worker_that_is_killed_must_restart_the_gang_which_goes_on_from_it
     job.kill_worker(1)
     restarted(job, 1, "killed")
     before, again = ([step for step, generation in job.steps(1) if generation == number] for number in (0, 1))
-    assert again[0] == max(before) // 10 * 10 + 1  # it saves every ten steps
+    assert again[0] % 10 == 1  # it saves every ten steps, and can be killed between the tenth and its save
+    assert 0 <= max(before) + 1 - again[0] <= 10
     ports = [event["master_port"] for event in job.events("generation_starting")]
     assert len(set(ports)) == 2
 
