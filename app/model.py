@@ -8,7 +8,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-NAMES = ("mnist", "batchnorm", "resnet18")
+NAMES = ("lenet", "mnist", "batchnorm", "resnet18")
+
+
+class LeNet(nn.Module):
+    """Two convolutions, each with a pool, as in LeCun et al. 1998: (N, C, S, S) in, (N, 10) logits out.
+
+    A tenth of the multiplications of `Mnist`, and no less accurate on digits. Each ReLU follows its pool, which gives
+    the same values for a quarter of the work.
+    """
+
+    def __init__(self, channels: int, side: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 16, 5)
+        self.conv2 = nn.Conv2d(16, 32, 5)
+        self.fc1 = nn.Linear(32 * (((side - 4) // 2 - 4) // 2) ** 2, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2))
+        x = F.relu(self.fc1(torch.flatten(x, 1)))
+        return self.fc2(x)
 
 
 class Mnist(nn.Module):
@@ -60,4 +82,5 @@ def build(name: str, channels: int, side: int, dropout: float = 1.0) -> nn.Modul
     """The model of that name for square images of `side` pixels."""
     if name == "mnist":
         return Mnist(channels, side, dropout)
-    return BatchNorm(channels, side) if name == "batchnorm" else resnet18(channels)
+    small = {"lenet": LeNet, "batchnorm": BatchNorm}.get(name)
+    return small(channels, side) if small else resnet18(channels)

@@ -33,12 +33,12 @@ SHOWN = 10  # steps whose losses are summed over all workers at once, and after 
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; defaults follow the PyTorch examples' MNIST script."""
+    """The command line; the defaults of the optimizer follow the PyTorch examples' MNIST script."""
     parser = argparse.ArgumentParser(prog="python -m app.train", description="Train on every worker.")
     add = parser.add_argument
     add("--strategy", choices=strategy.NAMES, default="ddp", help="ddp with one worker is a single process")
     add("--spawn", type=int, metavar="N", help="start N workers on this machine")
-    add("--model", choices=model.NAMES, default="mnist")
+    add("--model", choices=model.NAMES, default="lenet")
     add("--dataset", default="digits", metavar="NAME|shards:DIR", help=f"{', '.join(data.NAMES)}, or shards of one")
     add("--data", type=Path, default=data.HOME, metavar="DIR", help="folder of the data set")
     add("--download", action="store_true", help="get the data set from the network if it is not in DIR")

@@ -38,7 +38,8 @@ class Job:
     def __init__(self, engine: str, trainers: int, epochs: int, runs: Path) -> None:
         self.engine, self.runs = engine, runs
         self.log = runs.parent / f"{runs.name}.log"  # not on the disk that is filled
-        script = ["-m", "app.train", "--epochs", str(epochs), "--resume", "auto", "--save-every", "10", "--ledger"]
+        script = ["-m", "app.train", "--model", "mnist", "--epochs", str(epochs), "--resume", "auto"]
+        script += ["--save-every", "10", "--ledger"]
         options = ["--engine", engine, "--gpus", "none", "--trainers", str(trainers), "--max-restarts", "1000000"]
         options += ["--set", "hang_after=6s", "--set", "grace=5s", "--runs", str(runs), "--name", "soak"]
         self.orchestrator = self.start("run", *options, "--", *script)

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ARGUMENTS = ["--epochs", "1", "--dropout", "0", "--optimizer", "sgd", "--batch-size", "256"]
+ARGUMENTS = ["--epochs", "1", "--optimizer", "sgd", "--batch-size", "256"]
 
 
 def run(workers: int) -> tuple[float, list[float]]:

@@ -13,7 +13,7 @@ from conftest import ROOT
 from torch.nn import functional as F
 
 from app import checkpoint, data
-from app.model import Mnist
+from app.model import LeNet
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +46,7 @@ def check_trained(folder) -> None:
     """A job's files after the default training."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     epochs = [record for record in records if record["kind"] == "epoch"]
-    assert epochs[-1]["test_accuracy"] >= 0.98
+    assert epochs[-1]["test_accuracy"] >= 0.985
     assert sum(record["kind"] == "step" for record in records) == epochs[-1]["step"]
     (last, manifest), (best, best_manifest) = (
         checkpoint.load(folder / "checkpoints" / name) for name in ("last", "best")
@@ -54,7 +54,7 @@ def check_trained(folder) -> None:
     assert {"model", "optimizer", "scheduler", "scaler", "epoch", "random"} < last.keys()
     assert manifest["step"] == epochs[-1]["step"]
     assert best_manifest["score"] == max(epoch["test_accuracy"] for epoch in epochs)
-    Mnist(1, 28).load_state_dict(best["model"])
+    LeNet(1, 28).load_state_dict(best["model"])
     plain = torch.load(folder / "checkpoints" / "last" / "state.pt", weights_only=True)
     assert plain.keys() == last.keys()
     assert not list((folder / "checkpoints").glob(".*"))
@@ -70,7 +70,7 @@ def test_the_default_job_must_reach_its_accuracy_on_any_number_of_nodes(cli, eng
     done = cli("run", "--engine", engine, "--gpus", "none", "--trainers", str(trainers), timeout=300)
     assert done.returncode == 0, done.stderr
     check_trained(cli.run_dir())
-    assert cli.report()["final_metrics"]["test_accuracy"] >= 0.98
+    assert cli.report()["final_metrics"]["test_accuracy"] >= 0.985
     assert len(list(cli.run_dir().glob("logs/rank-*.log"))) == trainers + 1
 
 

@@ -178,7 +178,7 @@ def test_a_published_model_must_be_the_weights_and_a_card(small, tmp_path):
     card = publish(folder / "best", tmp_path / "out")
     assert same(load_file(tmp_path / "out" / "model.safetensors"), checkpoint.load(folder / "best")[0]["model"])
     assert card == json.loads((tmp_path / "out" / "model.json").read_text())
-    assert (card["model"], card["dataset"], card["parameters"]) == ("mnist", "mnist", 1199882)
+    assert (card["model"], card["dataset"], card["parameters"]) == ("lenet", "mnist", 80202)
 
 
 def test_a_checkpoint_of_another_job_must_be_refused_with_the_difference(small):

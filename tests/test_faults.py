@@ -144,7 +144,7 @@ def test_f37_a_job_that_fails_at_the_same_step_must_end_after_three_generations(
 
 @pytest.mark.docker
 def test_f35_a_slow_worker_must_be_named_and_left_alone(cli, docker_engine, nothing_left):
-    job = Background(cli, "docker", "--", "-m", "app.train", "--epochs", "1")
+    job = Background(cli, "docker", "--", "-m", "app.train", "--model", "mnist", "--epochs", "1")
     eventually(lambda: list(cli.folder.glob("runs/*/metrics.jsonl")) or job.ended_early())
     docker("update", "--cpus", "0.3", job.node("trainer-2"))
     assert job.end() == 0

@@ -87,7 +87,7 @@ def test_f24_a_worker_that_never_joins_must_be_named(cli, engine):
 def train(cli, engine, *arguments: str) -> Background:
     os.chdir(cli.folder)
     data = ["--epochs", "2", "--dtype", "float64", "--optimizer", "sgd", "--ledger", "--resume", "auto"]
-    return Background(cli, engine, *arguments, "--", "-m", "app.train", *data, trainers=1)
+    return Background(cli, engine, *arguments, "--", "-m", "app.train", "--model", "mnist", *data, trainers=1)
 
 
 @pytest.mark.slow
