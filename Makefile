@@ -19,5 +19,5 @@ test: $(VENV)/.test
 $(VENV)/.base $(VENV)/.torch $(VENV)/.test: $(VENV)/.%: pyproject.toml
 	@echo 'setting up $(VENV) for "$*", once' >&2
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.$(patsubst %,[%],$(filter-out base,$*))'
+	@$(VENV)/bin/pip install --quiet --quiet --disable-pip-version-check --editable '.$(patsubst %,[%],$(filter-out base,$*))'
 	@touch $@ $(VENV)/.base $(if $(filter test,$*),$(VENV)/.torch)
