@@ -127,6 +127,12 @@ class Torchrun(Training):
         """By Compose's order."""
         return f"{self.project}-node-{rank + 1}"
 
+    def kill_node(self, rank: int) -> float:
+        """SIGKILL to another container than that of the rendezvous; and start it again, as nobody else does."""
+        moment = super().kill_node(rank or NODES - 1)
+        docker("start", self.container(rank or NODES - 1))
+        return moment
+
     def alive(self) -> bool:
         """As long as Compose knows four that run."""
         return len(docker(*self.compose, "ps", "--quiet").split()) == NODES
