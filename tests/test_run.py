@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 
 import pytest
 from conftest import docker, eventually
@@ -336,6 +337,22 @@ def test_a_job_on_the_network_of_its_host_must_find_itself_there_and_leave_nothi
     assert ", on the network of this machine\n" in done.stderr
     links = sorted(os.listdir("/sys/class/net"))
     assert [cli.log(rank) for rank in range(3)] == [f"127.0.0.1 {links}\n"] * 3
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(("network", "through"), [("bridge", set()), ("host", {"exec_create", "exec_start"})])
+def test_a_node_must_be_reached_through_the_engine_only_where_it_has_to_be(
+    cli, docker_engine, nothing_left, network, through
+):
+    since = str(time.time())
+    done = run(cli, "docker", "--set", f"network={network}", "--", "probe.py")
+    assert done.returncode == 0, done.stderr
+    of_the_job = ["--filter", f"label=orchestrate.job={cli.run_dir().name}", "--format", "{{.Action}}"]
+    actions = docker("events", "--since", since, "--until", str(time.time()), *of_the_job)
+    seen = {line.partition(":")[0] for line in actions.splitlines()}
+    assert "start" in seen
+    assert {action for action in seen if action.startswith("exec")} - {"exec_die"} == through
+    assert not (cli.run_dir() / ".nodes").exists()
 
 
 @pytest.mark.docker

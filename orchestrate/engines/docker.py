@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
+import shutil
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +17,7 @@ from docker.models.containers import Container
 from orchestrate.engines import LOST, Exit, JobState
 from orchestrate.engines.daemon import Daemon, Events, name_of
 from orchestrate.engines.image import inventory
-from orchestrate.engines.links import Link, Linked
+from orchestrate.engines.links import Link, Linked, connect
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.paths import PROJECT
@@ -30,6 +33,8 @@ DYING = 5.0  # seconds that a container takes to die, at most
 HOST_NETWORK = Path(__file__).with_name("host-network.yml")
 UP = ("running", "paused")  # the states of a container that still has its processes
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
+SOCKETS = ".nodes"  # in the job's folder: where nodes listen whom this kernel runs
+LISTENS = 1.0  # seconds from a container's start until its node does
 
 
 class DockerEngine(Linked):
@@ -41,6 +46,7 @@ class DockerEngine(Linked):
         self.daemon = Daemon()
         self.client, self.info = self.daemon.client, self.daemon.info
         self.home, self.network = "", ""  # the name under which the job's nodes exist
+        self.folder = Path()  # the folder that they see
         self.stays = False  # whether they outlive the job
         self.env: dict[str, str] = {}
         self.nodes: dict[str, Container] = {}
@@ -114,17 +120,22 @@ class DockerEngine(Linked):
     def explain(self, end: Exit, node: str) -> str:
         """Tell what its node, or else events have said, and whether the node runs."""
         sign = self.signs.get(end.rank)
+        if sign == "oom":
+            return "out of memory" if end.code == LOST else "out of memory in a child"
         until = time.monotonic() + SIGNS
         while sign is None and time.monotonic() < until:
             self._listen(until - time.monotonic())
         container = self.nodes.get(node)
         told = self.told.get(str(container.id), set()) if container else set()
-        found = self._look()
+        try:
+            found = self._look()
+        except EngineLost:
+            if sign == "":  # its node lives, and is reached without the engine
+                return ""
+            raise
         if not any(container.status == "running" for container in found.values()):
             self._expect_shutdown()
         runs = node in found and found[node].status == "running"
-        if sign == "oom":
-            return "out of memory" if end.code == LOST else "out of memory in a child"
         if "oom" in told and not runs:
             return "out of memory"
         if sign == "ending" or "kill" in told or "destroy" in told:
@@ -179,6 +190,8 @@ class DockerEngine(Linked):
         if grace:
             self.daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
         self.daemon.each(nodes, lambda node: node.remove(force=True, v=True))
+        for folder in {Path(node.attrs["Labels"]["orchestrate.run"]) for node in nodes}:
+            shutil.rmtree(folder / SOCKETS, ignore_errors=True)
         with self.daemon.asking(f"keeps a network of {job_id}"):
             for network in self.client.networks.list(filters={"label": label}):
                 network.remove()
@@ -191,7 +204,7 @@ class DockerEngine(Linked):
         for path in (str(run), code):
             if ":" in path:
                 raise EngineError(f"Compose cannot mount {path}, for the colon in it", "take a folder without a colon")
-        self.home, self.stays = plan.home, bool(plan.inventory.cluster)
+        self.home, self.stays, self.folder = plan.home, bool(plan.inventory.cluster), run
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
         self.env = {
             "JOB_ID": self.home,
@@ -208,6 +221,7 @@ class DockerEngine(Linked):
             "NODE_CPUS": str(spec.cpus or 0),
             "NODE_GRACE": str(spec.grace),
             "NODE_PRELOAD": " ".join(plan.inventory.preload),
+            "NODE_SOCKETS": f"/job/{SOCKETS}" if self._same_kernel() else "",
         }
         if self.events is None:
             self.events = Events(self.daemon, self._ours)
@@ -241,7 +255,18 @@ class DockerEngine(Linked):
         return node in self.nodes and self.nodes[node].status in UP
 
     def _connect(self, node: str) -> Link | None:
-        return self.daemon.talk(str(self.nodes[node].id), PIPE) if node in self.nodes else None
+        if node not in self.nodes:
+            return None
+        container = self.nodes[node]
+        if container.status == "running" and self.env["NODE_SOCKETS"]:
+            with contextlib.suppress(OSError):
+                return connect(self.folder / SOCKETS / str(container.short_id), LISTENS)
+        return self.daemon.talk(str(container.id), PIPE)
+
+    def _same_kernel(self) -> bool:
+        """Whether a socket in the job's folder can be the same for a node and for us; and has a name of its own."""
+        desktop = "Docker Desktop" in self.info["OperatingSystem"]  # a virtual machine
+        return sys.platform == "linux" and not desktop and self.network != "host"
 
     def _lost(self, node: str) -> None:
         """A connection has ended: so has the container, though it may still look well; or somebody killed the pipe."""

@@ -6,11 +6,14 @@ What is said over them stands in `node/wait.py`.
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from orchestrate.engines import LOST, TERMINATED, Doing, Exit
@@ -50,6 +53,31 @@ class Link:
             return [json.loads(line) for line in lines]
         except ValueError:  # what Docker says where a container ends while something starts in it
             return None
+
+
+def connect(path: Path, patience: float = 0.0) -> Link:
+    """A connection to a Unix socket, which may take some seconds to be there; raises OSError where nobody listens."""
+    deadline = time.monotonic() + patience
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            _dial(sock, path)
+            return Link(sock)
+        except OSError as error:
+            sock.close()
+            if not isinstance(error, FileNotFoundError) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def _dial(sock: socket.socket, path: Path) -> None:
+    if sys.platform != "linux":
+        return sock.connect(str(path))
+    folder = os.open(path.parent, os.O_PATH)
+    try:
+        sock.connect(f"/proc/self/fd/{folder}/{path.name}")  # the path itself could be too long for a socket's
+    finally:
+        os.close(folder)
 
 
 class Linked:

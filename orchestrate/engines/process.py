@@ -19,7 +19,7 @@ from typing import Any
 
 from orchestrate.cores import cores
 from orchestrate.engines import LOST, Exit, JobState
-from orchestrate.engines.links import Link, Linked
+from orchestrate.engines.links import Link, Linked, connect
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.node.ranks import gpus
@@ -192,13 +192,10 @@ class ProcessEngine(Linked):
             raise EngineError(f"{self.state} belongs to somebody else", "have its owner remove it")
 
     def _connect(self, node: str) -> Link | None:
-        connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(str(self.nodes[node].path))
+            return connect(self.nodes[node].path)
         except (OSError, KeyError):
-            connection.close()
             return None
-        return Link(connection)
 
     def _exists(self, node: str) -> bool:
         return node in self.alive()

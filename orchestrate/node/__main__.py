@@ -3,7 +3,8 @@
 It takes work in one of three ways (`NODE_MODE`; without it, `given` where `RANK` is set, else `join`):
 
     wait    An orchestrator is in charge, over a Unix socket (`NODE_SOCKET`), which `pipe.py` reaches from outside of a
-            container. The node imports `NODE_PRELOAD` ahead, and forks workers from that.
+            container; and over one with the host's name in the folder `NODE_SOCKETS`, which needs no help where that
+            folder is mounted. The node imports `NODE_PRELOAD` ahead, and forks workers from that.
     join    Plain `docker compose up`. Trainers register with the master; the master ranks them in Compose's order,
             gives each node its own GPUs, and ends the whole gang when one worker fails.
     given   Somebody else (Swarm, Kubernetes, Slurm) has set `RANK` and `WORLD_SIZE`: one worker starts at once.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import socket
 import sys
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])  # the folder that holds `orchestrate`
@@ -41,9 +43,11 @@ def main(arguments: list[str]) -> int:
     """Run the node and return its exit code."""
     mode = os.environ.get("NODE_MODE") or ("given" if "RANK" in os.environ else "join")
     if mode == "wait":
-        return wait(os.environ.get("NODE_SOCKET", "/tmp/node.sock"))
+        folder = os.environ.get("NODE_SOCKETS")
+        shared = f"{folder}/{socket.gethostname()}" if folder else ""
+        return wait(os.environ.get("NODE_SOCKET", "/tmp/node.sock"), shared)
     command = arguments or ["-m", "app.train"]
     return given(command) if mode == "given" else join(command)
 
 
-sys.exit(main(sys.argv[1:]))
+os._exit(main(sys.argv[1:]))  # at once: whoever waits for our end sees that nobody listens any more

@@ -1,6 +1,6 @@
 """Mode `wait`: an orchestrator starts workers in the node.
 
-Over the Unix socket, JSON lines. An orchestrator asks, and the node says what happens to everyone who has asked it
+Over a Unix socket, JSON lines. An orchestrator asks, and the node says what happens to everyone who has asked it
 anything:
 
     {"ask": "start", "command": […], "env": {…}, "inherit": bool, "cwd": …}    start a worker; with `inherit`, in the
@@ -50,6 +50,23 @@ class Waiting:
         self.codes: dict[int, int] = {}  # of those that have ended
         self.signs: dict[int, str] = {}  # of those, too
         self.channels: list[Channel] = []
+
+    def listen(self, path: str) -> None:
+        """Have orchestrators ask over the Unix socket `path`; raises OSError."""
+        server = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # that of an earlier life
+        mask = os.umask(0o077)
+        try:
+            server.bind(path)
+        finally:
+            os.umask(mask)
+        server.listen(128)
+
+        def accept() -> None:
+            channel = Channel(self.loop, server.accept()[0], lambda request: self.receive(channel, request))
+
+        self.loop.watch(server, accept)
 
     def receive(self, channel: Channel, request: Any) -> None:
         """Do what is asked; None means that whoever asked has gone."""
@@ -121,24 +138,24 @@ class Waiting:
         return {"generation": self.generation, "codes": self.codes, "signs": self.signs, "running": running}
 
 
-def wait(path: str) -> int:
-    """Listen on the Unix socket `path` for workers to start, until told to end."""
+def wait(path: str, shared: str) -> int:
+    """Listen on the Unix socket `path` for workers to start, until told to end.
+
+    And on `shared`, if it is given and can be: in a folder that this kernel has outside of the container, too, it
+    spares an orchestrator the way through the engine.
+    """
     loop = Loop()
     if POSSIBLE and (modules := os.environ.get("NODE_PRELOAD", "").split()):
         loop.warm(modules)
     waiting = Waiting(loop)
-    server = socket.socket(socket.AF_UNIX)
-    mask = os.umask(0o077)
-    server.bind(path)
-    os.umask(mask)
-    server.listen(128)
-
-    def accept() -> None:
-        channel = Channel(loop, server.accept()[0], lambda request: waiting.receive(channel, request))
-
-    loop.watch(server, accept)
+    waiting.listen(path)
+    if shared:
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(shared), mode=0o700, exist_ok=True)
+            waiting.listen(shared)
     loop.run()
-    os.unlink(path)
+    for each in filter(os.path.exists, (path, shared)):
+        os.unlink(each)
     return 0
 
 
