@@ -20,7 +20,7 @@ def seconds_to_goal(command: list[str]) -> float:
     """Seconds until a line tells of that accuracy; raises RuntimeError where none does."""
     began = time.monotonic()
     env = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count()), "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
     assert process.stdout
     with process:
         for line in process.stdout:

@@ -13,7 +13,7 @@ from typing import NoReturn
 from orchestrate import __version__, cluster, commands, errors, job, lock
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import JobPaths
-from orchestrate.plan import Inventory, plan
+from orchestrate.plan import Inventory, counted, plan
 from orchestrate.report import text
 from orchestrate.spec import JobSpec, read_file, read_set, resolve
 
@@ -163,7 +163,8 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
 def _up(spec: JobSpec, runs: Path) -> int:
     name = spec.name or "cluster"
     made = cluster.bring_up(commands.engine_of(spec), dataclasses.replace(spec, name=name), runs.resolve())
-    commands.say(f"{len(made.plan.nodes)} nodes are up, for jobs from {made.plan.inventory.code}")
+    nodes = counted(len(made.plan.nodes), "node") + (" is" if len(made.plan.nodes) == 1 else " are")
+    commands.say(f"{nodes} up, for jobs from {made.plan.inventory.code}")
     commands.say(f"hint: python -m orchestrate run uses them; python -m orchestrate down {made.name} removes them")
     print(made.name)
     return errors.SUCCEEDED

@@ -82,11 +82,11 @@ class Plan:
         first = self.workers[0].env
         width = max(map(len, self.nodes))
         lines = [
-            f"job {self.job_id}: {_count(len(self.nodes), 'node')} × {_count(self.nproc_per_node, 'worker')}, "
+            f"job {self.job_id}: {counted(len(self.nodes), 'node')} × {counted(self.nproc_per_node, 'worker')}, "
             + backend
             + (f", on {self.inventory.cluster}" if self.inventory.cluster else ""),
             f"{self.inventory.about}, master at {first['MASTER_ADDR']}:{first['MASTER_PORT']}, "
-            f"{_count(int(first['OMP_NUM_THREADS']), 'thread')} per worker"
+            f"{counted(int(first['OMP_NUM_THREADS']), 'thread')} per worker"
             + (", warm" if self.inventory.preload else "")
             + (", on the network of this machine" if self.inventory.network == "host" else ""),
         ]
@@ -205,7 +205,8 @@ def _cores(cores: tuple[int, ...]) -> str:
     return f"core{'s' if len(cores) > 1 else ''} {','.join(map(str, cores))}"
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

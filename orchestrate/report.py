@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.events import Event
-from orchestrate.plan import Plan
+from orchestrate.plan import Plan, counted
 from orchestrate.restarts import Ended
 from orchestrate.supervisor import Outcome
 
@@ -50,7 +50,7 @@ def report(
 
 def text(data: dict[str, Any]) -> str:
     """The report for a person: a line where all is well, what happened and what to do where not."""
-    lines = [f"{data['outcome']}: {data['world_size']} workers, {data['duration_s']:.1f} s"]
+    lines = [f"{data['outcome']}: {counted(data['world_size'], 'worker')}, {data['duration_s']:.1f} s"]
     if data["outcome"] != "succeeded":
         lines[0] += f" ({data['reason']})"
     elif data["generations"] > 1:
