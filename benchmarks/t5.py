@@ -10,37 +10,39 @@ from typing import Any
 
 from benchmarks.starts import ROOT
 
-SCRIPT = "benchmarks/steady.py"
+KINDS = ("mnist", "small")
 
 
-def rate(command: list[str]) -> float:
+def rate(command: list[str], kind: str) -> float:
     """What the script prints under a command."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=env)
+    script = ["-m", "benchmarks.steady", kind]
+    done = subprocess.run([*command, *script], check=True, capture_output=True, text=True, cwd=ROOT, env=env)
     return float(re.findall(r"steps per second: ([\d.]+)", done.stdout + done.stderr)[-1])
 
 
 def measure(runs: int) -> dict[str, Any]:
     """torchrun, containers and local processes, interleaved."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT]
     with tempfile.TemporaryDirectory() as folder:
         ours = [sys.executable, "-m", "orchestrate", "run", "--gpus", "none", "--trainers", "1", "--runs", folder]
+        docker, process = [*ours, "--engine", "docker"], [*ours, "--engine", "process"]
         ways = {
-            "torchrun on the host": torchrun,
-            "containers on a bridge": [*ours, "--engine", "docker", "--", SCRIPT],
-            "containers on the host's network": [*ours, "--engine", "docker", "--set", "network=host", "--", SCRIPT],
-            "local processes": [*ours, "--engine", "process", "--", SCRIPT],
-            "local processes, pinned": [*ours, "--engine", "process", "--set", "pin=true", "--", SCRIPT],
+            "torchrun on the host": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
+            "containers on the host's network": [*docker, "--set", "network=host", "--"],
+            "containers on a bridge": [*docker, "--"],
+            "local processes": [*process, "--"],
+            "local processes, pinned": [*process, "--set", "pin=true", "--"],
         }
-        rates: dict[str, list[float]] = {name: [] for name in ways}
+        rates: dict[str, list[float]] = {f"{kind}: {name}": [] for kind in KINDS for name in ways}
         for _ in range(runs):
-            for name, command in ways.items():
-                rates[name].append(rate(command))
-    base, bridge, host, process, pinned = (statistics.median(found) for found in rates.values())
-    ratios = {
-        "on the host's network, to torchrun (≥ 0.99)": host / base,
-        "on the bridge, to torchrun (≥ 0.97)": bridge / base,
-        "local processes, to torchrun": process / base,
-        "pinned, to not pinned": pinned / process,
-    }
+            for kind in KINDS:
+                for name, command in ways.items():
+                    rates[f"{kind}: {name}"].append(rate(command, kind))
+    ratios = {}
+    for kind in KINDS:
+        base, host, bridge, local, pinned = (statistics.median(rates[f"{kind}: {name}"]) for name in ways)
+        ratios[f"{kind}: on the host's network, to torchrun (≥ 0.99)"] = host / base
+        ratios[f"{kind}: on the bridge, to torchrun (≥ 0.97)"] = bridge / base
+        ratios[f"{kind}: local processes, to torchrun"] = local / base
+        ratios[f"{kind}: pinned, to not pinned"] = pinned / local
     return {"values": {name: (found, "/s") for name, found in rates.items()}, "ratios": ratios}

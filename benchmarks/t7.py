@@ -80,16 +80,15 @@ def ours(nodes: int) -> dict[str, float]:
         before, began = _cpu(process.pid), time.monotonic()
         time.sleep(SLEEP - 3)
         share = (_cpu(process.pid) - before) / (time.monotonic() - began)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
+        memory = _memory(process.pid)
+        if process.wait():
             raise subprocess.CalledProcessError(process.returncode, command)
         events = _events(folder)
         return {
             "up": events["generation_started"] - events["nodes_starting"],
             "down": events["nodes_down"] - events["nodes_stopping"],
             "calls": float(proxy.calls),
-            "memory": usage.ru_maxrss / 1024,
+            "memory": memory,
             "share": 100 * share,
         }
 
@@ -98,6 +97,12 @@ def _events(folder: str) -> dict[str, float]:
     """By event: when it was, in seconds since the job began."""
     lines = [line for path in Path(folder).glob("runs/*/events.jsonl") for line in path.read_text().splitlines()]
     return {event["event"]: event["seconds"] for event in map(json.loads, lines)}
+
+
+def _memory(pid: int) -> float:
+    """MB that a process has had at most."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(text.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def _cpu(pid: int) -> float:

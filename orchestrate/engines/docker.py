@@ -25,7 +25,7 @@ from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
 LABEL = "orchestrate.job"
-RECONCILE = 2.0  # seconds between two looks at the truth, in case the event stream has lost something
+RECONCILE = 5.0  # seconds between two looks at the truth, in case the event stream has lost something
 LAG = 0.1  # seconds by which its list of containers is behind the engine's events
 SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has gone itself
 SIGNS = 0.2  # seconds in which the engine tells what happened to a node that is lost
