@@ -64,7 +64,7 @@ def compose_logs(compose: list[str]) -> float:
     """The same by `docker compose logs`."""
     with tempfile.TemporaryFile() as out:
         began = time.monotonic()
-        subprocess.run([*compose, "logs", "--follow", "--no-color"], check=True, stdout=out)
+        subprocess.run([*compose, "logs", "--no-color"], check=True, stdout=out)
         took = time.monotonic() - began
         out.seek(0)
         found = re.findall(r"^node-(\d+) *\| line (\d+)$", out.read().decode(), re.MULTILINE)
