@@ -15,13 +15,11 @@ from typing import Any
 from benchmarks.starts import ROOT
 
 REASONS = {
-    "T2": "of six tenths of a second, the imports of the command line and of docker-py take 0.13 s, connecting to four "
-    "nodes 0.1 s, the workers' start, meeting and end 0.3 s, and the interpreter's own end 0.05 s.",
-    "T7": "Compose brings nodes up; its own start and its looks at the project cost more than raw calls, most of all "
-    "for few nodes.",
+    "T5": "a step of 5 ms is mostly waiting for the other worker's 1 MB, and the kernel takes some 0.4 ms longer to "
+    "bring that through two virtual interfaces and a bridge; `network: host` spares them.",
+    "T7": "Compose brings nodes up, and takes nearly twice as long as raw calls; what we add to it is small.",
     "T9": "besides `torch.save` and its sync there are two more file syncs, two folder syncs and the removal of the "
     "checkpoint before the last.",
-    "T10": "on two cores the convolutions are most of the time, not the input.",
 }
 
 

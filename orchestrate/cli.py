@@ -110,14 +110,10 @@ def _add_runs(command: argparse.ArgumentParser) -> None:
 
 def main(argv: list[str]) -> int:
     """Run a command; return its exit code."""
-    words, script = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
     try:
-        args = parser().parse_args(words)
-        if args.command in RUN_COMMANDS and not (args.command == "up" and script is not None):
-            return _run(args, script)
-        if script is not None:
-            raise UsageError(f"{args.command} takes nothing behind --", f"python -m orchestrate {args.command} --help")
-        return commands.BY_NAME[args.command](args)
+        code = _command(argv)
+        _flush()
+        return code
     except OrchestrateError as error:
         commands.say(f"error: {error}")
         if error.hint:
@@ -129,6 +125,27 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         commands.to_nobody(1)
         return errors.SUCCEEDED
+
+
+def _command(argv: list[str]) -> int:
+    words, script = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
+    args = parser().parse_args(words)
+    if args.command in RUN_COMMANDS and not (args.command == "up" and script is not None):
+        return _run(args, script)
+    if script is not None:
+        raise UsageError(f"{args.command} takes nothing behind --", f"python -m orchestrate {args.command} --help")
+    return commands.BY_NAME[args.command](args)
+
+
+def _flush() -> None:
+    """Have all that was printed written, as nobody does when the process ends at once."""
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        commands.to_nobody(1)
+    except OSError as error:
+        raise OrchestrateError(f"not all of the output was written: {error}") from None
 
 
 def _run(args: argparse.Namespace, script: list[str] | None) -> int:

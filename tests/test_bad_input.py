@@ -1,12 +1,14 @@
 """Bad input must be answered with one message and a documented exit code, and nothing may be created."""
 
+import os
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
-from conftest import DOCKER_REQUIRED, eventually
+from conftest import DOCKER_REQUIRED, ROOT, eventually
 
 
 def files(folder: Path) -> set[Path]:
@@ -159,3 +161,17 @@ def test_help_must_name_the_exit_codes(cli):
     done = cli("--help")
     assert done.returncode == 0
     assert "130  stopped by a person" in done.stdout
+
+
+def test_output_that_cannot_be_written_must_be_an_error_but_for_a_reader_that_has_left(tmp_path):
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
+    ps = [sys.executable, "-m", "orchestrate", "ps"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(ps, stdout=full, stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "error: not all of the output was written: [Errno 28] No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(ps, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
