@@ -19,7 +19,8 @@ REASONS = {
     "bring that through two virtual interfaces and a bridge; `network: host` spares them.",
     "T7": "Compose brings nodes up, and takes nearly twice as long as raw calls; what we add to it is small.",
     "T9": "besides `torch.save` and its sync there are two more file syncs, two folder syncs and the removal of the "
-    "checkpoint before the last.",
+    "checkpoint before the last. This training keeps both cores busy: hashing and writing 256 MB takes one of them "
+    "away for a while, on which each step of the other waits; a lower priority of the writer only made that longer.",
 }
 
 
