@@ -109,11 +109,23 @@ def _add_runs(command: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run a command; return its exit code."""
+    """Run a command; return its exit code. All that it printed is written then, for the process ends at once."""
+    code = _guarded(argv)
     try:
-        code = _command(argv)
-        _flush()
-        return code
+        if sys.stdout:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        commands.to_nobody(1)
+    except OSError as error:
+        commands.say(f"error: not all of the output was written: {error}")
+        code = code or errors.FAILED
+    return code
+
+
+def _guarded(argv: list[str]) -> int:
+    """Run a command; tell what went wrong."""
+    try:
+        return _command(argv)
     except OrchestrateError as error:
         commands.say(f"error: {error}")
         if error.hint:
@@ -135,17 +147,6 @@ def _command(argv: list[str]) -> int:
     if script is not None:
         raise UsageError(f"{args.command} takes nothing behind --", f"python -m orchestrate {args.command} --help")
     return commands.BY_NAME[args.command](args)
-
-
-def _flush() -> None:
-    """Have all that was printed written, as nobody does when the process ends at once."""
-    try:
-        if sys.stdout:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        commands.to_nobody(1)
-    except OSError as error:
-        raise OrchestrateError(f"not all of the output was written: {error}") from None
 
 
 def _run(args: argparse.Namespace, script: list[str] | None) -> int:
@@ -180,8 +181,9 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
 def _up(spec: JobSpec, runs: Path) -> int:
     name = spec.name or "cluster"
     made = cluster.bring_up(commands.engine_of(spec), dataclasses.replace(spec, name=name), runs.resolve())
-    nodes = counted(len(made.plan.nodes), "node") + (" is" if len(made.plan.nodes) == 1 else " are")
-    commands.say(f"{nodes} up, for jobs from {made.plan.inventory.code}")
+    nodes = len(made.plan.nodes)
+    be = "is" if nodes == 1 else "are"
+    commands.say(f"{counted(nodes, 'node')} {be} up, for jobs from {made.plan.inventory.code}")
     commands.say(f"hint: python -m orchestrate run uses them; python -m orchestrate down {made.name} removes them")
     print(made.name)
     return errors.SUCCEEDED
