@@ -37,7 +37,7 @@ def section(name: str, result: dict[str, Any]) -> str:
     lines = [f"## {name}", "", result["about"], ""]
     misses = [label for label, value in result["ratios"].items() if met(label, value) is False]
     if misses and name in REASONS:
-        lines += [f"Missed: {REASONS[name]}", ""]
+        lines += [f"Missed: {REASONS[name]}".replace(". ", ".\n"), ""]
     lines += ["| what | median | lowest | highest |", "| --- | --- | --- | --- |"]
     for what, (values, unit) in result["values"].items():
         middle, low, high = statistics.median(values), min(values), max(values)

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import docker
+from docker import DockerClient
 
-from benchmarks.starts import NODES, ROOT, plain_image
+from benchmarks.starts import NODES, ROOT, docker, plain_image
 from benchmarks.starts import PLAIN as IMAGE
 
 LINES = 250_000  # of each node
@@ -62,12 +62,10 @@ def sdk(containers: list[Any]) -> float:
 
 def compose_logs(compose: list[str]) -> float:
     """The same by `docker compose logs`."""
-    with tempfile.TemporaryFile() as out:
-        began = time.monotonic()
-        subprocess.run([*compose, "logs", "--no-color"], check=True, stdout=out)
-        took = time.monotonic() - began
-        out.seek(0)
-        found = re.findall(r"^node-(\d+) *\| line (\d+)$", out.read().decode(), re.MULTILINE)
+    began = time.monotonic()
+    text = docker(*compose, "logs", "--no-color")
+    took = time.monotonic() - began
+    found = re.findall(r"^node-(\d+) *\| line (\d+)$", text, re.MULTILINE)
     for node in range(1, NODES + 1):
         check("docker compose logs", (int(number) for name, number in found if int(name) == node))
     return NODES * LINES / took
@@ -76,7 +74,7 @@ def compose_logs(compose: list[str]) -> float:
 def measure(runs: int) -> dict[str, Any]:
     """The same lines, written by containers of each kind, read again and again."""
     plain_image()
-    client = docker.DockerClient(max_pool_size=8)
+    client = DockerClient(max_pool_size=8)
     rates: dict[str, list[float]] = {"docker-py": [], "docker compose logs": [], "orchestrate": []}
     os.sched_setaffinity(0, {0})  # and so all that we start
     with tempfile.TemporaryDirectory() as folder:
@@ -88,9 +86,9 @@ def measure(runs: int) -> dict[str, Any]:
         project, file = f"peer-{os.getpid()}", Path(folder, "compose.yml")
         service = {"image": IMAGE, "command": ["python", "-c", SCRIPT], "scale": NODES}
         file.write_text(json.dumps({"services": {"node": service}}))
-        compose = ["docker", "compose", "--project-name", project, "--file", str(file)]
+        compose = ["compose", "--project-name", project, "--file", str(file)]
         try:
-            subprocess.run([*compose, "up", "--detach"], check=True, capture_output=True)
+            docker(*compose, "up", "--detach")
             containers = client.containers.list(all=True, filters={"label": f"com.docker.compose.project={project}"})
             for container in containers:
                 container.wait()
@@ -99,7 +97,7 @@ def measure(runs: int) -> dict[str, Any]:
                 rates["docker compose logs"].append(compose_logs(compose))
                 rates["orchestrate"].append(ours(folder))
         finally:
-            subprocess.run([*compose, "down"], check=True, capture_output=True)
+            docker(*compose, "down")
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     values = {name: (found, "/s") for name, found in rates.items()}
     *peers, mine = (statistics.median(found) for found in rates.values())
