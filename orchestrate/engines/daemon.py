@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +25,7 @@ from orchestrate.engines.links import Link
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.paths import PROJECT
 
+LABEL = "orchestrate.job"
 LONGEST = 600  # seconds that Compose may take to bring nodes up or down
 ERRORS = (docker.errors.DockerException, requests.RequestException)  # all that the SDK raises
 GET_DOCKER = "start Docker (systemctl start docker, or Docker Desktop), or use --engine process"
@@ -66,6 +68,13 @@ class Daemon:
         except EngineError as error:
             raise ResourceError(f"Docker Compose v2 is missing: {error}", "install the docker-compose plugin") from None
 
+    def user(self, run: Path) -> str:
+        """Whom nodes run as: whoever owns the run directory; a rootless engine's root is that very person."""
+        if any("rootless" in option for option in self.info.get("SecurityOptions") or []):
+            return "0:0"
+        owner = run.stat()
+        return f"{owner.st_uid}:{owner.st_gid}"
+
     def containers(self, label: str) -> list[Container]:
         """The containers with a label, running or not."""
         with self.asking("does not list its containers"):
@@ -95,7 +104,7 @@ class Daemon:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(act, containers))
 
-    def talk(self, container: str, command: list[str]) -> Link | None:
+    def talk(self, container: str, command: list[str], key: bytes = b"") -> Link | None:
         """Run a command in a container, to talk to over its stdin and stdout; None where the container is not up."""
         with self.asking(f"starts nothing in {container[:12]}"):
             try:
@@ -105,7 +114,7 @@ class Daemon:
                 if error.status_code in (404, 409):
                     return None
                 raise
-        return Link(getattr(stream, "_sock", stream), Frames(stream).stdout)
+        return Link(getattr(stream, "_sock", stream), Frames(stream).stdout, key)
 
     def compose(self, *arguments: str, env: dict[str, str] | None = None, capture: bool = False) -> None:
         """Run Compose; raises EngineError with the last line that it printed."""

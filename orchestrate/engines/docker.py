@@ -15,21 +15,19 @@ from typing import Any
 from docker.models.containers import Container
 
 from orchestrate.engines import LOST, Exit, JobState
-from orchestrate.engines.daemon import Daemon, Events, name_of
+from orchestrate.engines.daemon import LABEL, Daemon, Events, name_of
 from orchestrate.engines.image import inventory
-from orchestrate.engines.links import Link, Linked, connect
+from orchestrate.engines.links import DYING, Link, Linked, connect
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.paths import PROJECT
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
-LABEL = "orchestrate.job"
 RECONCILE = 5.0  # seconds between two looks at the truth, in case the event stream has lost something
 LAG = 0.1  # seconds by which its list of containers is behind the engine's events
 SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has gone itself
 SIGNS = 0.2  # seconds in which the engine tells what happened to a node that is lost
-DYING = 5.0  # seconds that a container takes to die, at most
 HOST_NETWORK = Path(__file__).with_name("host-network.yml")
 UP = ("running", "paused")  # the states of a container that still has its processes
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
@@ -72,6 +70,8 @@ class DockerEngine(Linked):
         if len(self._well_nodes()) >= len(plan.nodes):
             return
         self._mend()
+        if len(self._well_nodes()) >= len(plan.nodes):
+            return
         scale = f"trainer={len(plan.nodes) - 1}"
         arguments = ("--detach", "--no-build", "--no-recreate", "--pull", "never", "--scale", scale)
         self._project("up", *arguments, "master", "trainer")
@@ -80,7 +80,7 @@ class DockerEngine(Linked):
             raise EngineError(f"Compose did not bring up {missing} of {len(plan.nodes)} nodes", "see docker compose ls")
 
     def _mend(self) -> None:
-        """Leave only containers that run well, and ended ones, which Compose starts again."""
+        """Have the containers that there are run well; sooner than Compose, which then adds what is missing."""
         found = self._look().values()
         self.daemon.each((node for node in found if node.status != "exited" and not self._well(node)), Container.kill)
         with self.daemon.asking("does not connect a node"):
@@ -88,6 +88,12 @@ class DockerEngine(Linked):
                 for node in found:
                     if self.network not in node.attrs["NetworkSettings"]["Networks"]:
                         network.connect(node, aliases=[node.attrs["Labels"]["com.docker.compose.service"]])
+        try:
+            self.daemon.each((node for node in found if not self._well(node)), Container.start)
+        except EngineLost:
+            raise
+        except EngineError:  # Compose knows how to make it anew, or says why it cannot be
+            pass
 
     def _well_nodes(self) -> dict[str, Container]:
         self.nodes = {name: node for name, node in self._look().items() if self._well(node)}
@@ -180,7 +186,10 @@ class DockerEngine(Linked):
         """Containers and networks that carry the job's label."""
         label = f"{LABEL}={job_id}"
         with self.daemon.asking("does not list its networks"):
-            networks = [f"network {network.name}" for network in self.client.networks.list(filters={"label": label})]
+            networks = [
+                f"network {network.name}"
+                for network in self.client.networks.list(filters={"label": label, "driver": "bridge"})
+            ]
         return sorted(f"container {name_of(container)}" for container in self.daemon.containers(label)) + networks
 
     def remove(self, job_id: str, grace: float) -> None:
@@ -193,7 +202,7 @@ class DockerEngine(Linked):
         for folder in {Path(node.attrs["Labels"]["orchestrate.run"]) for node in nodes}:
             shutil.rmtree(folder / SOCKETS, ignore_errors=True)
         with self.daemon.asking(f"keeps a network of {job_id}"):
-            for network in self.client.networks.list(filters={"label": label}):
+            for network in self.client.networks.list(filters={"label": label, "driver": "bridge"}):
                 network.remove()
 
     # --- details
@@ -213,7 +222,7 @@ class DockerEngine(Linked):
             "NODE_IMAGE": spec.image,
             "NODE_CODE": code,
             "NODE_JOB_DIR": str(run),
-            "NODE_USER": self._user(run),
+            "NODE_USER": self.daemon.user(run),
             "NODE_RUNTIME": "nvidia" if plan.gpus else self.info["DefaultRuntime"],
             "NODE_GPUS": ",".join(plan.gpus) or "void",
             "NODE_SHM": spec.shm_size,
@@ -226,13 +235,6 @@ class DockerEngine(Linked):
         if self.events is None:
             self.events = Events(self.daemon, self._ours)
             self.selector.register(self.events.bell, selectors.EVENT_READ, "")
-
-    def _user(self, run: Path) -> str:
-        """Whoever owns the run directory; a rootless engine's root is that very person."""
-        if any("rootless" in option for option in self.info.get("SecurityOptions") or []):
-            return "0:0"
-        owner = run.stat()
-        return f"{owner.st_uid}:{owner.st_gid}"
 
     def _look(self) -> dict[str, Container]:
         """The job's containers by the names of their nodes; one that is dying is waited for."""
@@ -268,23 +270,15 @@ class DockerEngine(Linked):
         desktop = "Docker Desktop" in self.info["OperatingSystem"]  # a virtual machine
         return sys.platform == "linux" and not desktop and self.network != "host"
 
-    def _lost(self, node: str) -> None:
-        """A connection has ended: so has the container, though it may still look well; or somebody killed the pipe."""
-        deadline = time.monotonic() + DYING
-        while time.monotonic() < deadline:
-            found = self._look().get(node)
-            if found is None or found.status not in UP:
-                break
-            if found.status == "paused":
-                raise EngineLost(f"{node} is paused")
-            self.nodes[node] = found
-            self._link([node])
-            state = self._ask([node]).get(node)
-            if state:
-                lost = {rank for rank, where in self.running.items() if where == node and not self._know(rank, state)}
-                return self._end(lost)
-            time.sleep(0.02)
-        super()._lost(node)
+    def _runs(self, node: str) -> bool:
+        """Whether its container is up; somebody may have killed the pipe alone."""
+        found = self._look().get(node)
+        if found is None or found.status not in UP:
+            return False
+        if found.status == "paused":
+            raise EngineLost(f"{node} is paused")
+        self.nodes[node] = found
+        return True
 
     def _listen(self, timeout: float) -> None:
         super()._listen(timeout)

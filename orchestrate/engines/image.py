@@ -21,7 +21,7 @@ def inventory(daemon: Daemon, spec: JobSpec, prepare: bool) -> Inventory:
     """Check the image, built or pulled where `prepare` allows it, and list the GPUs; raises ResourceError."""
     runtime = "nvidia" in daemon.info.get("Runtimes", {})
     hopeless = spec.gpus not in ("auto", "none") and not runtime  # then no image is worth building
-    present = not hopeless and _has_image(daemon, spec, prepare)
+    present = not hopeless and has_image(daemon, spec, prepare)
     gpus: tuple[str, ...] = ()
     no_gpus = "the engine has no NVIDIA runtime"
     if spec.gpus != "none" and runtime:
@@ -44,7 +44,8 @@ def inventory(daemon: Daemon, spec: JobSpec, prepare: bool) -> Inventory:
     )
 
 
-def _has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
+def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
+    """Whether the engine has the image, built or pulled where `prepare` allows it; raises ResourceError."""
     with contextlib.suppress(docker.errors.ImageNotFound):
         daemon.client.images.get(spec.image)
         return True

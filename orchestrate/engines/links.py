@@ -17,25 +17,50 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.engines import LOST, TERMINATED, Doing, Exit
-from orchestrate.errors import EngineLost
+from orchestrate.errors import EngineError, EngineLost
+from orchestrate.node.sealed import Seal
 from orchestrate.plan import Plan, WorkerPlan
 
 ANSWERS = 10.0  # seconds that a node may take to answer
+DYING = 5.0  # seconds that a node takes to die, at most
 LOOKS = 1.0  # seconds that it may take to say what its workers are doing, while the job goes on; a paused one does not
 
 
 class Link:
     """A connection to a node: JSON lines, both ways."""
 
-    def __init__(self, sock: socket.socket, decode: Callable[[bytes], bytes] = bytes) -> None:
-        """`decode` takes what was received, piece by piece, out of what an engine wraps around it."""
+    def __init__(self, sock: socket.socket, decode: Callable[[bytes], bytes] = bytes, key: bytes = b"") -> None:
+        """`decode` takes what was received, piece by piece, out of what an engine wraps around it.
+
+        `key` is what both sides must know where others can reach the node, too.
+        """
         self.sock, self.decode, self.partial = sock, decode, b""
+        self.seal = Seal(key, listens=False) if key else None
         sock.settimeout(ANSWERS)
+
+    def greet(self, patience: float) -> bool:
+        """Exchange the words that a guarded connection begins with; False where the node does not, in some seconds."""
+        assert self.seal
+        self.sock.settimeout(patience)
+        try:
+            while b"\n" not in self.partial:
+                if not (chunk := self.sock.recv(1 << 16)):
+                    raise OSError("the connection has ended")
+                self.partial += self.decode(chunk)
+            word, _, self.partial = self.partial.partition(b"\n")
+            self.seal.meet(word)
+            self.sock.sendall(self.seal.word + b"\n")
+        except OSError:
+            self.sock.close()
+            return False
+        self.sock.settimeout(ANSWERS)
+        return True
 
     def send(self, ask: str, **facts: Any) -> bool:
         """Ask the node for something; False where the connection has ended."""
+        text = json.dumps({"ask": ask, **facts}).encode()
         try:
-            self.sock.sendall(json.dumps({"ask": ask, **facts}).encode() + b"\n")
+            self.sock.sendall((self.seal.close(text) if self.seal else text) + b"\n")
         except OSError:
             return False
         return True
@@ -50,9 +75,26 @@ class Link:
             return None
         *lines, self.partial = (self.partial + self.decode(chunk)).split(b"\n")
         try:
-            return [json.loads(line) for line in lines]
+            return [json.loads(self.seal.open(line) if self.seal else line) for line in lines]
         except ValueError:  # what Docker says where a container ends while something starts in it
             return None
+
+    def converse(self, ask: str, **facts: Any) -> dict[str, Any]:
+        """Ask, and wait for the answer; raises OSError where the connection ends, EngineError for what the node says.
+
+        For a connection that serves nothing else.
+        """
+        sent = self.send(ask, **facts)
+        while sent:
+            messages = self.receive()
+            if messages is None:
+                break
+            for message in messages:
+                if message["say"] == ask:
+                    if "error" in message:
+                        raise EngineError(f"a node says: {message['error']}")
+                    return message
+        raise OSError("the connection has ended")
 
 
 def connect(path: Path, patience: float = 0.0) -> Link:
@@ -105,8 +147,20 @@ class Linked:
         """Whether a node that does not answer may still come to itself."""
         raise NotImplementedError
 
+    def _runs(self, node: str) -> bool:
+        """Whether a node whose connection has ended runs all the same, by a fresh look; raises EngineLost."""
+        return False
+
     def _lost(self, node: str) -> None:
-        """A connection has ended, and with it the node."""
+        """A connection has ended: so has the node, though it may still look well; or only the connection has."""
+        deadline = time.monotonic() + DYING
+        while time.monotonic() < deadline and self._runs(node):
+            self._link([node])
+            state = self._ask([node]).get(node)
+            if state:
+                lost = {rank for rank, where in self.running.items() if where == node and not self._know(rank, state)}
+                return self._end(lost)
+            time.sleep(0.02)
         self._end(rank for rank, where in self.running.items() if where == node)
 
     # --- what the supervisor asks for

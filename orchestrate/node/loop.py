@@ -15,11 +15,13 @@ from typing import Any
 
 from orchestrate.node.output import say, stdout
 from orchestrate.node.ranks import Env
+from orchestrate.node.sealed import Seal
 from orchestrate.node.warm import IMPORT_TAKES, Zygote, adopt_orphans, children
 from orchestrate.node.worker import FAILED_TO_START, Worker, kill
 
 LONGEST_MESSAGE = 1 << 20  # bytes
 RETRY = 0.05  # seconds
+STUCK = 10.0  # seconds after which somebody who does not read what we send is given up
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -207,15 +209,27 @@ class Loop:
 class Channel:
     """JSON messages, one a line, over a socket."""
 
-    def __init__(self, loop: Loop, sock: socket.socket, receive: Callable[[Any], None]) -> None:
-        """Call `receive` with each message, and with None at the end of the connection."""
-        self.loop, self.sock, self.receive, self.buffer = loop, sock, receive, b""
+    def __init__(
+        self, loop: Loop, sock: socket.socket, receive: Callable[[Any], None], seal: Seal | None = None
+    ) -> None:
+        """Call `receive` with each message, and with None at the end of the connection; `seal` guards a TCP socket."""
+        self.loop, self.sock, self.receive, self.seal, self.buffer = loop, sock, receive, seal, b""
         loop.watch(sock, self._read)
+        if seal:
+            sock.settimeout(STUCK)
+            self._write(seal.word)
 
     def send(self, message: Any) -> None:
         """Send one message; a peer that has gone shows at the reading side."""
+        text = json.dumps(message).encode()
+        self._write(self.seal.close(text) if self.seal else text)
+
+    def _write(self, line: bytes) -> None:
         with contextlib.suppress(OSError):
-            self.sock.sendall(json.dumps(message).encode() + b"\n")
+            try:
+                self.sock.sendall(line + b"\n")
+            except OSError:  # half a line may have been sent
+                self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection; nothing more is received."""
@@ -229,8 +243,10 @@ class Channel:
         except OSError:
             chunk = b""
         *lines, self.buffer = (self.buffer + chunk).split(b"\n")
+        if self.seal and lines and not self.seal.met:
+            self.seal.meet(lines.pop(0))
         try:
-            messages = [json.loads(line) for line in lines]
+            messages = [json.loads(self.seal.open(line) if self.seal else line) for line in lines]
         except ValueError:
             messages, chunk = [], b""
         for message in messages:

@@ -1,6 +1,7 @@
 """What the engine runs in a waiting node: passes on, both ways, what an orchestrator and the node say to each other.
 
-    python -I -S pipe.py
+    python -I -S pipe.py      in the node itself
+    python -I -S pipe.py ADDRESS PORT SECONDS    in a container on the same network; how long to try
 
 A program of its own that imports next to nothing: a job starts no sooner than the last node's.
 """
@@ -8,19 +9,26 @@ A program of its own that imports next to nothing: a job starts no sooner than t
 import os
 import select
 import socket
+import sys
 import time
 
 PATIENCE = 60.0  # seconds until the node listens
+ATTEMPT = 5.0  # seconds for one try
 RETRY = 0.02  # seconds
 
 
-def connect(path: str) -> socket.socket:
-    """Connect to the node's Unix socket, as soon as it listens; raises OSError after a minute."""
-    deadline = time.monotonic() + PATIENCE
+def connect(address: list[str]) -> socket.socket:
+    """Connect to the node, as soon as it listens, over TCP where there is an address; raises OSError in the end."""
+    deadline = time.monotonic() + (float(address[2]) if address else PATIENCE)
     while True:
-        node = socket.socket(socket.AF_UNIX)
+        node = socket.socket(socket.AF_INET if address else socket.AF_UNIX)
         try:
-            node.connect(path)
+            if address:
+                node.settimeout(max(0.1, min(ATTEMPT, deadline - time.monotonic())))
+                node.connect((address[0], int(address[1])))
+                node.settimeout(None)
+            else:
+                node.connect(os.environ.get("NODE_SOCKET", "/tmp/node.sock"))
             return node
         except OSError:
             node.close()
@@ -31,7 +39,7 @@ def connect(path: str) -> socket.socket:
 
 def main() -> None:
     """Pass on until one side has ended."""
-    node = connect(os.environ.get("NODE_SOCKET", "/tmp/node.sock"))
+    node = connect(sys.argv[1:])
     while True:
         for source in select.select([0, node.fileno()], [], [])[0]:
             data = os.read(source, 1 << 16)
