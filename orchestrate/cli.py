@@ -21,7 +21,7 @@ FLAGS = {  # fields of the job file that are flags, too
     "trainers": "N",
     "gpus": "all|none|N",
     "nproc_per_node": "N",
-    "engine": "auto|docker|process",
+    "engine": "auto|docker|process|swarm",
     "image": "NAME",
     "name": "NAME",
     "max_run": "2h",
@@ -41,6 +41,7 @@ JOB_COMMANDS = {
     "stop": "stop a job and remove its nodes",
     "rm": "remove the files of a job that has ended, and all that it may have left",
 }
+EXPORTS = {"kubernetes": ("job", "jobset", "trainjob"), "slurm": ("venv", "apptainer", "pyxis"), "compose": ()}
 EXITS = """\
 exit codes:
   0    succeeded                   4    something is missing: image, GPUs, Compose
@@ -75,18 +76,23 @@ def parser() -> Parser:
             description=f"{description[0].upper()}{description[1:]}.",
             usage="%(prog)s [JOB.yaml] [options]" + " [-- SCRIPT ARGS | -- -m MODULE ARGS]" * (name != "up"),
         )
-        command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; flags win over it")
-        for field in dataclasses.fields(JobSpec):
-            if field.name in FLAGS:
-                flag = "--" + field.name.replace("_", "-")
-                command.add_argument(flag, metavar=FLAGS[field.name], help=field.metadata["doc"])
-        command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the job file")
+        _add_job(command)
         if name == "run":
             command.add_argument("--dry-run", action="store_true", help="print the plan, create nothing")
             command.add_argument(
                 "--detach", action="store_true", help="leave the job to a supervisor in the background"
             )
         _add_runs(command)
+    command = kinds.add_parser(
+        "export",
+        help="print the job as a file for another engine",
+        description="Print the job as a file for an engine that others maintain.",
+        usage="%(prog)s kubernetes|slurm|compose [JOB.yaml] [options] [-- SCRIPT ARGS | -- -m MODULE ARGS]",
+    )
+    command.add_argument("target", choices=list(EXPORTS), metavar="kubernetes|slurm|compose", help="the engine")
+    forms = "; ".join(f"{target}: {', '.join(names)}" for target, names in EXPORTS.items() if names)
+    command.add_argument("--form", metavar="FORM", help=f"{forms}; the first is the default")
+    _add_job(command)
     command = kinds.add_parser("down", help="take down what up brought up", description="Take a cluster down.")
     command.add_argument("cluster", metavar="CLUSTER", help="its name, or how it begins")
     command.add_argument("--dry-run", action="store_true", help="print what would be removed, and end")
@@ -102,6 +108,15 @@ def parser() -> Parser:
         if name in ("stop", "rm"):
             command.add_argument("--dry-run", action="store_true", help="print what would be removed, and end")
     return top
+
+
+def _add_job(command: argparse.ArgumentParser) -> None:
+    command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; flags win over it")
+    for field in dataclasses.fields(JobSpec):
+        if field.name in FLAGS:
+            flag = "--" + field.name.replace("_", "-")
+            command.add_argument(flag, metavar=FLAGS[field.name], help=field.metadata["doc"])
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the job file")
 
 
 def _add_runs(command: argparse.ArgumentParser) -> None:
@@ -142,6 +157,8 @@ def _guarded(argv: list[str]) -> int:
 def _command(argv: list[str]) -> int:
     words, script = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
     args = parser().parse_args(words)
+    if args.command == "export":
+        return _export(args, script)
     if args.command in RUN_COMMANDS and not (args.command == "up" and script is not None):
         return _run(args, script)
     if script is not None:
@@ -149,12 +166,34 @@ def _command(argv: list[str]) -> int:
     return commands.BY_NAME[args.command](args)
 
 
-def _run(args: argparse.Namespace, script: list[str] | None) -> int:
+def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:
+    """The job that the command line asks for."""
     flags = {name: value for name in FLAGS if (value := getattr(args, name)) is not None}
     layers = [read_file(args.file) if args.file else {}, read_set(args.set), flags]
     if script is not None:
         layers.append({"command": script})
-    spec = job.check_script(resolve(*layers))
+    return job.check_script(resolve(*layers))
+
+
+def _export(args: argparse.Namespace, script: list[str] | None) -> int:
+    from orchestrate.export.compose import compose
+    from orchestrate.export.kubernetes import kubernetes
+    from orchestrate.export.slurm import slurm
+
+    forms = EXPORTS[args.target] or ("",)
+    form = args.form or forms[0]
+    if form not in forms:
+        raise UsageError(f"--form {form}", f"{args.target} has {', '.join(forms)}" if forms[0] else "compose has none")
+    spec = _spec(args, script)
+    name = job.slug(spec)
+    write = {"kubernetes": kubernetes, "slurm": slurm}
+    text = write[args.target](spec, name, form) if args.target in write else compose(spec, name)
+    print(text, end="")
+    return errors.SUCCEEDED
+
+
+def _run(args: argparse.Namespace, script: list[str] | None) -> int:
+    spec = _spec(args, script)
     if args.command == "up":
         return _up(spec, args.runs)
     dry = args.command == "plan" or args.dry_run

@@ -70,6 +70,10 @@ def count_signals(spec: JobSpec) -> Any:
 
 def engine_of(spec: JobSpec) -> Engine:
     """The engine that the job asks for, or that answers."""
+    if spec.engine == "swarm":
+        from orchestrate.engines.swarm import SwarmEngine
+
+        return SwarmEngine()
     if spec.engine != "process":
         from orchestrate.engines.docker import DockerEngine  # the SDK takes half a second to import
 
@@ -88,11 +92,13 @@ def _engines() -> list[Engine]:
     """All engines that answer."""
     from orchestrate.engines.docker import DockerEngine
     from orchestrate.engines.process import ProcessEngine
+    from orchestrate.engines.swarm import SwarmEngine
 
-    try:
-        return [DockerEngine(), ProcessEngine()]
-    except OrchestrateError:
-        return [ProcessEngine()]
+    found: list[Engine] = [ProcessEngine()]
+    for kind in (SwarmEngine, DockerEngine):
+        with contextlib.suppress(OrchestrateError):
+            found.insert(0, kind())
+    return found
 
 
 def ps(args: argparse.Namespace) -> int:

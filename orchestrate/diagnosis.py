@@ -76,6 +76,7 @@ BY_ENGINE = {
     "node lost": "see docker events, and dmesg on the host",
     "node stopped": "somebody ran docker stop, kill, restart or rm; to end a job: orchestrate stop",
     "partition": "somebody ran docker network disconnect, or removed the network",
+    "host lost": "see docker node ls; other hosts take its nodes, or fewer do with min_trainers in the job file",
     "engine lost": "the engine was restarted; with live-restore in its daemon.json, jobs go on while it is away",
     "interrupted": "nothing: the workers start again",
 }
@@ -85,6 +86,7 @@ SUMMARY = {
     "node lost": "was lost with its node, which ended",
     "node stopped": "was ended with its node, which somebody stopped or removed",
     "partition": "was cut off from the job's network",
+    "host lost": "was lost with its host, which is down or cut off",
     "engine lost": "was lost while the engine was away",
     "interrupted": "was being started when the orchestrator died",
     "timeout": "did not take part in a collective in time, and its peers gave up",

@@ -30,11 +30,15 @@ UNREAD = 60.0  # seconds that a reader has for the last lines
 
 
 def new_id(spec: JobSpec) -> str:
-    """A job id such as `mnist-4f2a`: a name that Docker, DNS and file systems take, and four random characters."""
+    """A job id such as `mnist-4f2a`: its name, and four random characters."""
+    return f"{slug(spec)}-{secrets.token_hex(2)}"
+
+
+def slug(spec: JobSpec) -> str:
+    """The name of a job, as Docker, DNS and file systems take it."""
     name = spec.name or (spec.command[1] if spec.command[0] == "-m" else Path(spec.command[0]).stem)
     name = "digits" if not spec.name and spec.command == APP else name
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:32].strip("-")
-    return f"{slug or 'job'}-{secrets.token_hex(2)}"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:32].strip("-") or "job"
 
 
 def check_script(spec: JobSpec) -> JobSpec:

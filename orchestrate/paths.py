@@ -43,6 +43,12 @@ def write_whole(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def write_secret(path: Path, content: bytes) -> None:
+    """Write a new file that nobody else can read; raises OSError."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(content)
+
+
 @dataclass(frozen=True)
 class JobPaths:
     """The files of one job, below `runs/<job_id>/`."""
@@ -98,6 +104,11 @@ class JobPaths:
     def lock(self) -> Path:
         """Held by the job's supervisor as long as it lives."""
         return self.root / "supervisor.lock"
+
+    @property
+    def key(self) -> Path:
+        """What whoever talks to the nodes must know, where those are on other machines."""
+        return self.root / ".key"
 
     def log(self, rank: int) -> Path:
         """All that one worker wrote."""

@@ -112,7 +112,11 @@ def _decided(event: Event) -> str:
     return f"starting all workers again{wait} ({event['why']})" if event["restart"] else ""
 
 
-TROUBLES = {"paused": "is paused (docker unpause), and the job waits", "partition": "is cut off from the network"}
+TROUBLES = {
+    "paused": "is paused (docker unpause), and the job waits",
+    "silent": "does not answer, and the job waits",
+    "partition": "is cut off from the network",
+}
 LINES: dict[str, Callable[[Event], str]] = {
     "generation_ended": _failed,
     "decision": _decided,

@@ -30,6 +30,7 @@ CAUSES = {
     "hang": "no worker did anything any more",
     "left early": "a worker ended well while the others still worked with it",
     "partition": "the node was cut off from the job's network",
+    "host lost": "the host of the node was down, or cut off from the network",
     "node lost": "the node ended by itself",
     "node stopped": "somebody stopped or removed the node",
     "engine lost": "the engine was away, and took the workers with it",
@@ -40,6 +41,7 @@ RULES: list[dict[str, Any]] = [
     {"cause": "usage", "action": "fail"},
     {"cause": "not started", "action": "fail"},
     {"cause": "terminated", "action": "ignore"},
+    {"cause": "host lost", "action": "ignore"},
     {"cause": "engine lost", "action": "ignore"},
     {"cause": "interrupted", "action": "ignore"},
 ]

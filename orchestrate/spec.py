@@ -122,6 +122,13 @@ def _modules(value: Any) -> list[str]:
     return [str(name) for name in names]
 
 
+def _constraints(value: Any) -> list[str]:
+    conditions = [value] if isinstance(value, str) else value
+    if not isinstance(conditions, list) or not all(re.fullmatch(r"\S+ ?[!=]= ?\S+", str(one)) for one in conditions):
+        raise ValueError("a list of conditions such as node.labels.gpu==a100 or node.hostname!=box")
+    return [str(condition) for condition in conditions]
+
+
 def _patience(value: Any) -> float | None:
     return None if value in (None, "none") else _duration(value)
 
@@ -147,7 +154,7 @@ class JobSpec:
     trainers: int = _field(3, _integer(0, MOST_TRAINERS), "nodes besides the master")
     nproc_per_node: int | None = _field(None, _optional(_integer(1, 1024)), "workers on each node")
     gpus: str | int = _field("auto", _gpus, "auto (what the engine has), all, none, or how many")
-    engine: str = _field("auto", _choice("auto", "docker", "process"), "where the nodes live")
+    engine: str = _field("auto", _choice("auto", "docker", "process", "swarm"), "where the nodes live")
     image: str = _field(IMAGE, _text(r"\S+", "the name of an image"), "what the nodes are made of")
     env: dict[str, str] = _field({}, _env, "more environment for every worker")
     memory: str | None = _field(None, _optional(_size), "limit of each node, such as 4g")
@@ -155,6 +162,9 @@ class JobSpec:
     shm_size: str = _field("1g", _size, "/dev/shm of each node")
     pin: bool = _field(False, _truth, "keep each worker to cores of its own")
     network: str = _field("bridge", _choice("bridge", "host"), "bridge: one of the job's own; host: this machine's")
+    encrypt: bool = _field(False, _truth, "Swarm: encrypt what goes over the job's network")
+    constraints: list[str] = _field([], _constraints, "Swarm: which hosts take nodes, such as node.labels.gpu==a100")
+    volume: str = _field("", _text(r"|/\S+|[\w.-]+", "a volume's name, or a path"), "Swarm: one folder for all hosts")
     max_run: float | None = _field(None, _optional(_duration), "the job is stopped after this time, such as 2h")
     grace: float = _field(30.0, _duration, "between the request to stop and the kill")
     max_restarts: int = _field(3, _integer(0, 1_000_000), "restarts within restart_window before the job fails")

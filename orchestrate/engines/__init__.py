@@ -77,7 +77,7 @@ class Engine(Protocol):
         """What is known of the end of a worker on `node` besides its code: a cause of `restarts.CAUSES`, or nothing."""
 
     def troubles(self) -> dict[str, str]:
-        """The nodes that somebody has `paused`, or cut off from the network (`partition`)."""
+        """The nodes that are `paused` or `silent`, or cut off from the network (`partition`)."""
 
     def doing(self) -> dict[int, Doing]:
         """What the running workers are doing, as far as their nodes say."""

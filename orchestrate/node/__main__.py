@@ -1,13 +1,16 @@
 """Process 1 of a node: gets workers to run, runs them, tags their output, ends with them.
 
-It takes work in one of three ways (`NODE_MODE`; without it, `given` where `RANK` is set, else `join`):
+It takes work in one of these ways (`NODE_MODE`; without it, `given` where `RANK` is set, else `join`):
 
     wait    An orchestrator is in charge, over a Unix socket (`NODE_SOCKET`), which `pipe.py` reaches from outside of a
             container; and over one with the host's name in the folder `NODE_SOCKETS`, which needs no help where that
-            folder is mounted. The node imports `NODE_PRELOAD` ahead, and forks workers from that.
+            folder is mounted; and over TCP at `NODE_PORT` (`N` or `N+M`), for those who know the key in the file
+            `NODE_KEY`. The node imports `NODE_PRELOAD` ahead, and forks workers from that.
+    relay   Next to the orchestrator of nodes on other machines: answers for the lease of those, see `lease.py`.
     join    Plain `docker compose up`. Trainers register with the master; the master ranks them in Compose's order,
             gives each node its own GPUs, and ends the whole gang when one worker fails.
-    given   Somebody else (Swarm, Kubernetes, Slurm) has set `RANK` and `WORLD_SIZE`: one worker starts at once.
+    given   Somebody else (Kubernetes, Slurm) has set `RANK` and `WORLD_SIZE`: one worker starts at once. Or they
+            say which node this is, and of how many: its workers start at once, see `given.py`.
 
 A worker's output goes, untouched, to `$JOB_DIR/logs/rank-N.log` and, line by line behind `[rank N] `, to stdout.
 SIGTERM and SIGINT stop the workers (SIGTERM, `NODE_GRACE` seconds, SIGKILL) and end the node; a second one kills at
@@ -24,19 +27,15 @@ import sys
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])  # the folder that holds `orchestrate`
 
-from orchestrate.node.join import join  # noqa: E402  (the path comes first)
-from orchestrate.node.loop import Loop  # noqa: E402
+from orchestrate.node.given import given  # noqa: E402  (the path comes first)
+from orchestrate.node.join import join  # noqa: E402
+from orchestrate.node.lease import relay  # noqa: E402
 from orchestrate.node.wait import wait  # noqa: E402
 
 
-def given(command: list[str]) -> int:
-    """Run one worker in this process's environment; return its exit code."""
-    codes: list[int] = []
-    loop = Loop()
-    loop.start(command, dict(os.environ), None, codes.append)
-    loop.ending = True
-    loop.run()
-    return codes[0]
+def key() -> bytes:
+    """What those know who may ask over the network."""
+    return pathlib.Path(os.environ["NODE_KEY"]).read_bytes()
 
 
 def main(arguments: list[str]) -> int:
@@ -45,7 +44,14 @@ def main(arguments: list[str]) -> int:
     if mode == "wait":
         folder = os.environ.get("NODE_SOCKETS")
         shared = f"{folder}/{socket.gethostname()}" if folder else ""
-        return wait(os.environ.get("NODE_SOCKET", "/tmp/node.sock"), shared)
+        port = os.environ.get("NODE_PORT")
+        return wait(
+            os.environ.get("NODE_SOCKET", "/tmp/node.sock"),
+            shared,
+            (sum(map(int, port.split("+"))), key()) if port else None,
+        )
+    if mode == "relay":
+        relay(key(), int(os.environ["NODE_PORT"]))
     command = arguments or ["-m", "app.train"]
     return given(command) if mode == "given" else join(command)
 

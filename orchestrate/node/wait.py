@@ -8,11 +8,15 @@ anything:
     {"ask": "stop", "kill": bool}    ask all workers to stop, and kill them after the grace period, or at once
     {"ask": "dump"}           have all workers print where they stand, and abort
     {"ask": "clean"}          make ready for another job
+    {"ask": "end"}            end the node, too
     {"ask": "status"}         tell what is known of the workers
+    {"ask": "lease", "relay": [address, port]}    end the workers when the relay there does not answer; see lease.py
+    {"ask": "put" …}, {"ask": "news" …}, {"ask": "read" …}    files; see files.py
 
     {"say": "started", "generation", "rank", "pid"}
     {"say": "ended", "generation", "rank", "code", "at", "sign"}    `at` in seconds since 1970; the sign is `oom` where
-                              the kernel has killed for lack of memory meanwhile, `ending` where the node ends, or empty
+                              the kernel has killed for lack of memory meanwhile, `ending` where the node ends,
+                              `cut off` where its lease was over, or empty
     {"say": "status", "generation", "codes", "signs", "running"}
     {"say": "clean"}
 
@@ -28,14 +32,21 @@ import shutil
 import signal
 import socket
 import stat
+import tarfile
 import time
+from collections.abc import Callable
 from typing import Any
 
+from orchestrate.node.files import Files
+from orchestrate.node.lease import Lease
 from orchestrate.node.loop import Channel, Loop
-from orchestrate.node.ranks import Env, fence
+from orchestrate.node.place import placed
+from orchestrate.node.ranks import FENCE, Env, fence
+from orchestrate.node.sealed import Seal
 from orchestrate.node.warm import POSSIBLE
 from orchestrate.node.worker import Worker, doing, kill, oom_kills
 
+FILES: dict[str, Callable[..., dict[str, Any]]] = {"put": Files.put, "news": Files.news, "read": Files.read}
 IPC_RMID = 0  # of shmctl(2)
 REFUSED = 128 + signal.SIGTERM  # the code of a worker whose generation was over before it could start
 
@@ -45,11 +56,27 @@ class Waiting:
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
-        self.job, self.generation = "", -1
+        self.job, self.folder, self.generation = "", "", -1
+        self.sign = ""  # why workers end, where we end them of our own accord
         self.workers: dict[int, Worker] = {}  # by rank
         self.codes: dict[int, int] = {}  # of those that have ended
         self.signs: dict[int, str] = {}  # of those, too
         self.channels: list[Channel] = []
+        self.key = b""  # of those who ask over TCP
+        self.alone = False  # whether nobody else sees this node's folder
+        self.files = Files()
+        self.lease: Lease | None = None
+
+    def listen_tcp(self, port: int, key: bytes) -> None:
+        """Have orchestrators that know the key ask over TCP; raises OSError."""
+        self.key, self.alone = key, True
+        server = socket.create_server(("", port), backlog=128)
+
+        def accept() -> None:
+            seal = Seal(key, listens=True)
+            channel = Channel(self.loop, server.accept()[0], lambda request: self.receive(channel, request), seal)
+
+        self.loop.watch(server, accept)
 
     def listen(self, path: str) -> None:
         """Have orchestrators ask over the Unix socket `path`; raises OSError."""
@@ -74,16 +101,25 @@ class Waiting:
             if channel in self.channels:
                 self.channels.remove(channel)
             return
+        ask = request["ask"]
+        if ask in FILES:
+            return self.serve(channel, **request)
         if channel not in self.channels:
             self.channels.append(channel)
-        ask = request["ask"]
         if ask == "start":
             env = {**os.environ, **request["env"]} if request["inherit"] else request["env"]
+            if self.alone:
+                env = placed(env)
+            if "log" in request:
+                self.files.follow(env["JOB_DIR"], int(env["RANK"]), request["log"])
             self.start(request["command"], env, request["cwd"])
         elif ask == "stop":
+            self.fence(self.generation, over=True)
             self.loop.stop()
             if request["kill"]:
                 kill(self.loop.workers, signal.SIGKILL)
+        elif ask == "end":
+            self.loop.stop(end=True)
         elif ask == "dump":
             kill(self.loop.workers, signal.SIGABRT)  # on which Python's fault handler prints all stacks
         elif ask == "clean":
@@ -91,6 +127,30 @@ class Waiting:
             channel.send({"say": "clean"})
         elif ask == "status":
             channel.send({"say": "status", **self.status()})
+        elif ask == "lease":
+            if self.lease:
+                self.lease.end()
+            self.lease = Lease(self.loop, self.key, tuple(request["relay"]), self.cut_off)
+
+    def serve(self, channel: Channel, ask: str, **facts: Any) -> None:
+        """Give or take files."""
+        try:
+            channel.send({"say": ask, **FILES[ask](self.files, **facts)})
+        except (OSError, tarfile.TarError) as error:
+            channel.send({"say": ask, "error": str(error)})
+
+    def fence(self, generation: int, over: bool = False) -> None:
+        """Write into the job's folder which generation may save, where nobody else can."""
+        if self.alone and self.folder and generation >= fence(self.folder):
+            with contextlib.suppress(OSError):
+                os.makedirs(self.folder, exist_ok=True)
+                with open(f"{self.folder}/{FENCE}", "w") as file:
+                    file.write(f"{generation}{' over' * over}\n")
+
+    def cut_off(self) -> None:
+        """Nobody could tell us to stop any more: end the workers at once."""
+        self.sign = "cut off"
+        kill(self.loop.workers, signal.SIGKILL)
 
     def say(self, what: str, generation: int, rank: int, **facts: Any) -> None:
         """Tell everyone what happened to a worker."""
@@ -101,18 +161,19 @@ class Waiting:
         """Start a worker, unless its generation is over; one of a newer generation ends all older ones."""
         if self.job not in ("", env.get("JOB_ID")):  # nobody has told us that it is over
             self.clean()
-        self.job = env.get("JOB_ID", "")
+        self.job, self.folder, self.sign = env.get("JOB_ID", ""), env.get("JOB_DIR", ""), ""
         rank, generation = int(env["RANK"]), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if generation < max(self.generation, fence(env.get("JOB_DIR"))):
             return self.say("ended", generation, rank, code=REFUSED, at=time.time(), sign="")
         if generation > self.generation:
             kill(list(self.workers.values()), signal.SIGKILL)
             self.generation, self.workers, self.codes, self.signs = generation, {}, {}, {}
+            self.fence(generation)
         codes, signs, before = self.codes, self.signs, oom_kills()
 
         def done(code: int) -> None:
             codes[rank] = code
-            signs[rank] = "oom" if oom_kills() > before else "ending" if self.loop.ending else ""
+            signs[rank] = "oom" if oom_kills() > before else "ending" if self.loop.ending else self.sign
             if codes is self.codes:  # else nobody waits for it any more
                 self.say("ended", generation, rank, code=code, at=time.time(), sign=signs[rank])
 
@@ -135,14 +196,16 @@ class Waiting:
             for rank, worker in self.workers.items()
             if rank not in self.codes
         }
-        return {"generation": self.generation, "codes": self.codes, "signs": self.signs, "running": running}
+        known = {"codes": self.codes, "signs": self.signs, "running": running, "tags": self.files.tags}
+        return {"generation": self.generation, **known}
 
 
-def wait(path: str, shared: str) -> int:
+def wait(path: str, shared: str, tcp: tuple[int, bytes] | None) -> int:
     """Listen on the Unix socket `path` for workers to start, until told to end.
 
     And on `shared`, if it is given and can be: in a folder that this kernel has outside of the container, too, it
-    spares an orchestrator the way through the engine.
+    spares an orchestrator the way through the engine. And on a port (`tcp`, with the key that whoever asks must know)
+    where the orchestrator is on another machine.
     """
     loop = Loop()
     if POSSIBLE and (modules := os.environ.get("NODE_PRELOAD", "").split()):
@@ -153,6 +216,8 @@ def wait(path: str, shared: str) -> int:
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(shared), mode=0o700, exist_ok=True)
             waiting.listen(shared)
+    if tcp:
+        waiting.listen_tcp(*tcp)
     loop.run()
     for each in filter(os.path.exists, (path, shared)):
         os.unlink(each)

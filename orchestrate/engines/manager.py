@@ -1,0 +1,278 @@
+"""Docker Swarm as we talk to it: its hosts, and what a job has there: services, tasks, a network, a secret, a relay."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from docker.models.containers import Container
+
+from orchestrate.engines import JobState
+from orchestrate.engines import services as parts
+from orchestrate.engines.daemon import LABEL, Daemon, name_of
+from orchestrate.errors import EngineError, EngineLost
+from orchestrate.paths import PACKAGE, JobPaths, write_secret
+from orchestrate.plan import Plan, counted
+from orchestrate.spec import JobSpec
+
+RELAY = "orchestrate.relay"  # the label of the container on our own host
+VANISHES = 20.0  # seconds that Swarm takes to let go of a network whose tasks have ended
+NO_MANAGER = "run orchestrate on a manager (docker node ls there), or make this host one: docker swarm init"
+Thing = dict[str, Any]  # a host, or a task, as the Engine's API describes it
+
+
+class Manager:
+    """The manager of a Swarm that the user's `docker` talks to, and one job's part of the Swarm."""
+
+    def __init__(self) -> None:
+        """Connect; raises EngineError where no manager answers."""
+        self.daemon = Daemon()
+        self.client, self.api = self.daemon.client, self.daemon.client.api
+        self.info: Thing = self.daemon.info
+        swarm = self.info.get("Swarm", {})
+        if not swarm.get("ControlAvailable"):
+            state = "no manager" if swarm.get("LocalNodeState") == "active" else "in no Swarm"
+            raise EngineError(f"the engine at {self.daemon.host} is {state}", NO_MANAGER)
+        self.address = str(swarm["NodeAddr"])  # of this host, for the others
+        self.home, self.network, self.run = "", "", Path()
+        self.labels: dict[str, str] = {}
+        self.port = 0
+        self.key = b""
+        self.relay: Container | None = None
+        self.known: dict[str, Thing] = {}  # the hosts by their ids, when we looked last
+
+    # --- what there is
+
+    def hosts(self) -> dict[str, Thing]:
+        """The hosts by their ids."""
+        with self.daemon.asking("does not list its hosts"):
+            self.known = {host["ID"]: host for host in self.api.nodes()}
+        return self.known
+
+    def ready(self, task: Thing) -> bool:
+        """Whether the host of a task was ready when we looked last."""
+        return ready(self.known.get(task.get("NodeID", ""), {}))
+
+    def host(self, task: Thing) -> str:
+        """The name of a task's host."""
+        host = self.known.get(task.get("NodeID", ""))
+        return str(host["Description"]["Hostname"]) if host else "no host"
+
+    def tasks(self) -> list[Thing]:
+        """The tasks of the job, the newest last, each with the `Name` of its node."""
+        with self.daemon.asking("does not list its tasks"):
+            tasks: list[Thing] = self.api.tasks(filters={"label": f"{LABEL}={self.home}"})  # type: ignore[no-untyped-call]
+        for task in tasks:
+            role = task["Spec"]["ContainerSpec"]["Labels"][parts.ROLE]
+            task["Name"] = role if role == "master" else f"{role}-{task['Slot']}"
+        return sorted(tasks, key=lambda task: str(task["CreatedAt"]))
+
+    def look(self) -> dict[str, Thing]:
+        """The tasks that are to run, by the names of their nodes, and the hosts anew."""
+        self.hosts()
+        return {task["Name"]: task for task in self.tasks() if task["DesiredState"] in ("ready", "running")}
+
+    def refusal(self, image: str, old: set[str], impatient: bool) -> tuple[str, str] | None:
+        """Why a task cannot start, besides `old` ones, and a hint; `impatient`: also one that no host has taken yet."""
+        for task in self.tasks():
+            state, error = task["Status"]["State"], task["Status"].get("Err", "")
+            waits = state == "pending" and "no suitable node" in error
+            ends = state == "rejected" or (state == "failed" and "starting container failed" in error)
+            if task["ID"] not in old and (ends or (waits and impatient)):
+                return parts.in_words(error, self.host(task), image)
+        return None
+
+    def jobs(self) -> list[JobState]:
+        """The jobs that have services here."""
+        jobs: dict[str, JobState] = {}
+        with self.daemon.asking("does not list its services"):
+            services = self._services()
+        for service in services:
+            labels, replicas = service["Spec"]["Labels"], service["Spec"]["Mode"]["Replicated"]["Replicas"]
+            name, run = labels[LABEL], Path(labels["orchestrate.run"])
+            before = jobs[name].nodes if name in jobs else 0
+            jobs[name] = JobState(name, "swarm", before + replicas, run, int(labels["orchestrate.owner"]))
+        return [jobs[name] for name in sorted(jobs)]
+
+    def things(self, job_id: str) -> list[tuple[str, str, Callable[[], Any]]]:
+        """All that a job has: what it is, its name, and what removes it."""
+        label = {"label": f"{LABEL}={job_id}"}
+        with self.daemon.asking("does not list what it has"):
+            services = [
+                ("service", str(found.name), found.remove) for found in self.client.services.list(filters=label)
+            ]
+            secrets = [("secret", str(found.name), found.remove) for found in self.client.secrets.list(filters=label)]
+            networks = [
+                ("network", str(found.name), found.remove) for found in self.client.networks.list(filters=label)
+            ]
+        relays = [
+            ("container", name_of(found), partial(found.remove, force=True, v=True))
+            for found in self.daemon.containers(f"{RELAY}={job_id}")
+        ]
+        return [*services, *relays, *secrets, *networks]
+
+    # --- what is made and removed
+
+    def settle(self, plan: Plan, run: Path, spec: JobSpec) -> None:
+        """Know the job."""
+        self.home, self.run = plan.home, run
+        self.network = "host" if spec.network == "host" else f"{plan.home}_job"
+        self.port = parts.port(spec, plan.home)  # where the relay answers
+        self.labels = {LABEL: plan.home, "orchestrate.run": str(run), "orchestrate.owner": str(os.getuid())}
+
+    def prepare(self, spec: JobSpec) -> None:
+        """Have a key, a network and a relay."""
+        paths = JobPaths(self.run)
+        if not paths.key.exists():
+            write_secret(paths.key, os.urandom(32))
+        self.key = paths.key.read_bytes()
+        with self.daemon.asking("does not make the job's network"):
+            if self.network != "host" and not self.client.networks.list(names=[self.network]):
+                options = {"encrypted": ""} if spec.encrypt else {}
+                self.client.networks.create(
+                    self.network, "overlay", options=options, labels=self.labels, attachable=True
+                )
+        with self.daemon.asking("does not start the relay"):
+            name = f"{self.home}-relay"
+            found = self.client.containers.list(all=True, filters={"name": f"^/{name}$"})
+            if found and found[0].status != "running":
+                found.pop().remove(force=True)
+            self.relay = found[0] if found else self._start_relay(name, spec)
+            self.relay.reload()
+
+    def _start_relay(self, name: str, spec: JobSpec) -> Container:
+        mounts = {PACKAGE: "/opt/orchestrate", JobPaths(self.run).key: "/run/key"}
+        return self.client.containers.run(
+            spec.image,
+            name=name,
+            detach=True,
+            entrypoint=["python", "/opt/orchestrate/node"],
+            environment={"NODE_MODE": "relay", "NODE_PORT": str(self.port), "NODE_KEY": "/run/key"},
+            volumes={str(path): {"bind": place, "mode": "ro"} for path, place in mounts.items()},
+            network=self.network,
+            labels={RELAY: self.home},
+            user=self.daemon.user(self.run),
+            init=True,
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges:true"],
+            read_only=True,
+            pids_limit=4096,
+        )
+
+    def relay_address(self) -> tuple[str, int]:
+        """Where the relay answers nodes."""
+        assert self.relay
+        if self.network == "host":
+            return self.address, self.port
+        return str(self.relay.attrs["NetworkSettings"]["Networks"][self.network]["IPAddress"]), self.port
+
+    def node_address(self, task: Thing) -> tuple[str, int]:
+        """Where a node listens."""
+        if self.network == "host":
+            number = int(task["Name"].partition("-")[2] or 0)
+            return str(self.known[task["NodeID"]]["Status"]["Addr"]), self.port + 1 + number
+        for attached in task.get("NetworksAttachments") or []:
+            if attached["Network"]["Spec"]["Name"] == self.network:
+                return str(attached["Addresses"][0].partition("/")[0]), self.port + 1
+        raise EngineError(f"{task['Name']} has no address on the job's network")
+
+    def scale(self, spec: JobSpec, plan: Plan, role: str, more: int) -> None:
+        """Have more tasks of a service, which is made where it is not there.
+
+        Its restart policy has Swarm leave alone what has ended; a task that is new has a slot of its own.
+        """
+        if more <= 0:
+            return
+        name = f"{self.home}-{role}"
+        with self.daemon.asking(f"does not start the service {name}"):
+            for service in self._services(self.home):
+                there = service["Spec"]
+                if there["Name"] == name:  # anything else than another number would have all of its tasks made anew
+                    self.api.update_service(
+                        service["ID"],
+                        service["Version"]["Index"],
+                        task_template=there["TaskTemplate"],
+                        name=name,
+                        labels=there["Labels"],
+                        mode={"Replicated": {"Replicas": there["Mode"]["Replicated"]["Replicas"] + more}},
+                        endpoint_spec={"Mode": "dnsrr"},
+                    )
+                    return
+            image = self.client.images.get(spec.image).attrs
+            template = parts.task(
+                spec,
+                plan,
+                role,
+                image=(image["RepoDigests"] or [image["Id"]])[0],
+                user=self.daemon.user(self.run),
+                network=str(self.client.networks.list(names=[self.network])[0].id),
+                secret=self._secret(),
+            )
+            self.api.create_service(  # type: ignore[no-untyped-call]
+                template,
+                name=name,
+                labels=self.labels,
+                mode={"Replicated": {"Replicas": more}},
+                endpoint_spec={"Mode": "dnsrr"},
+            )
+
+    def remove(self, job_id: str, grace: float) -> None:
+        """Remove all that carries the job's label, and wait until Swarm has let go of it; raises EngineError."""
+        deadline = time.monotonic() + grace + VANISHES
+        for run in {state.run for state in self.jobs() if state.job_id == job_id}:
+            JobPaths(run).key.unlink(missing_ok=True)
+        self.home, stuck = job_id, ""
+        while True:
+            things, tasks, _ = self.things(job_id), self.tasks(), self.hosts()
+            waiting = [task for task in tasks if self.ready(task)]
+            if not things and not waiting:
+                break
+            if time.monotonic() > deadline:
+                left = [name for _, name, _ in things] + [f"{task['Name']} on {self.host(task)}" for task in waiting]
+                raise EngineError(stuck or f"{', '.join(left)} did not end", f"python -m orchestrate stop {job_id}")
+            for kind, name, remove in things:
+                try:
+                    with self.daemon.asking(f"keeps the {kind} {name}"):
+                        remove()
+                except EngineLost:
+                    raise
+                except EngineError as error:  # something else still uses it, say
+                    stuck = str(error)
+            time.sleep(0.1)
+        if away := [self.host(task) for task in tasks if task["Status"]["State"] == "running"]:
+            raise EngineError(f"{counted(len(away), 'node')} on {', '.join(sorted(set(away)))}, which is down")
+
+    def _services(self, job_id: str = "") -> list[Thing]:
+        label = f"{LABEL}={job_id}" if job_id else LABEL
+        found: list[Thing] = self.api.services(filters={"label": label})  # type: ignore[no-untyped-call]
+        return found
+
+    def _secret(self) -> tuple[str, str]:
+        """Id and name of the job's secret."""
+        name = f"{self.home}-node"
+        found = self.client.secrets.list(filters={"name": name})
+        made = found[0].attrs if found else self.api.create_secret(name, parts.program(self.key), self.labels)
+        return str(made["ID"]), name
+
+
+def ready(host: Thing) -> bool:
+    """Whether a host takes nodes, and keeps them."""
+    return bool(host) and host["Status"]["State"] == "ready" and host["Spec"]["Availability"] != "drain"
+
+
+def well(task: Thing) -> bool:
+    """Whether a task runs, and is to."""
+    return bool(task["Status"]["State"] == "running" and task["DesiredState"] == "running")
+
+
+def gpus(host: Thing) -> int:
+    """How many GPUs a host offers."""
+    count = 0
+    for resource in host["Description"]["Resources"].get("GenericResources") or []:
+        named, counted = resource.get("NamedResourceSpec") or {}, resource.get("DiscreteResourceSpec") or {}
+        count += (named.get("Kind") == parts.GPU) + counted.get("Value", 0) * (counted.get("Kind") == parts.GPU)
+    return count

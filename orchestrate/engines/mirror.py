@@ -1,0 +1,274 @@
+"""The files of nodes that share no folder with us: what they write comes home, and what is at home goes to new ones.
+
+It is the nodes' word that names the files, and the nodes run other people's code: nothing is written outside of the
+job's folder, nor over what the orchestrator itself keeps there, nor through a link.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import os
+import tarfile
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from docker.utils.build import exclude_paths
+
+from orchestrate.engines.links import Link
+from orchestrate.errors import ResourceError
+from orchestrate.node.files import LOGS, PIECE, Facts
+from orchestrate.paths import JobPaths
+
+OFTEN = 0.2  # seconds between two looks at the nodes
+MOST_CODE = 256 << 20  # bytes
+NO_CODE = ("runs", "__pycache__", "node_modules")  # folders that hold none of a project's code
+AT_ONCE = 16  # pieces of a node's files that are fetched before the others' logs have their turn
+_PATHS = JobPaths(Path())
+OWN = {  # what the orchestrator keeps in a job's folder
+    path.name
+    for path in (
+        _PATHS.spec,
+        _PATHS.plan,
+        _PATHS.events,
+        _PATHS.report,
+        _PATHS.fence,
+        _PATHS.supervisor_log,
+        _PATHS.lock,
+        _PATHS.key,
+    )
+}
+
+
+@dataclass
+class _Node:
+    """What has come home from one node."""
+
+    name: str
+    logs: list[str]  # paths
+    link: Link | None = None
+    files: dict[str, Facts] = field(default_factory=dict)
+    fetching: tuple[str, Facts, BinaryIO, Path] | None = None  # path, what it is, where to, under which name
+
+
+class Mirror:
+    """Brings home the files of a job while it runs, in the background."""
+
+    def __init__(
+        self, home: Path, folder: str, ranks: dict[str, list[int]], connect: Callable[[str], Link | None]
+    ) -> None:
+        """Bring home `folder` of these nodes from now on, and the logs of their ranks; an earlier node's files win.
+
+        `connect` makes a connection to a node, or none where that does not run; it raises EngineError.
+        """
+        self.home, self.folder, self.connect = home, folder, connect
+        self.nodes = [_Node(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
+        self.owners: dict[str, str] = {}  # path: the node that it comes from
+        self.looks = 0  # at all nodes, that have begun
+        self.changed = threading.Condition()
+        self.closing = False
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def catch_up(self, timeout: float) -> None:
+        """Return when all that nodes have written before the call is here, or cannot be had."""
+        with self.changed:
+            until = self.looks + 2  # the look that goes on may have begun before the call
+            self.changed.wait_for(lambda: self.looks >= until or self.closing, timeout)
+
+    def close(self) -> None:
+        """Bring home no more."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
+        self.thread.join()
+        for node in self.nodes:
+            self._forget(node)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        busy = False
+        with ThreadPoolExecutor(8) as pool:
+            while not self.closing:
+                with self.changed:
+                    if not busy:
+                        self.looks += 1
+                        self.changed.notify_all()
+                busy = any(list(pool.map(self._visit, self.nodes)))
+                if not busy:
+                    with self.changed:
+                        self.changed.wait_for(lambda: self.closing, OFTEN)
+
+    def _visit(self, node: _Node) -> bool:
+        """Bring home what is new on a node; whether there is more."""
+        try:
+            node.link = node.link or self.connect(node.name)
+            if node.link is None:
+                return False
+            have = {path: self._size(path) for path in node.logs}
+            news = node.link.converse("news", folder=self.folder, have=have)
+            for path, data in news["logs"].items():
+                if path in have:
+                    self._append(path, base64.b64decode(data))
+            more = self._fetch(node, news["files"])
+            self._tidy(node, news["files"], news["links"])
+            return more or bool(news["logs"])
+        except Exception:  # the node has gone, or talks nonsense: the next look, if there is one, begins anew
+            self._forget(node)
+            return False
+
+    def _forget(self, node: _Node) -> None:
+        if node.link:
+            node.link.sock.close()
+        if node.fetching:
+            node.fetching[2].close()
+            node.fetching[3].unlink(missing_ok=True)
+        node.link = node.fetching = None
+
+    def _size(self, path: str) -> int:
+        try:
+            return (self.home / path).stat().st_size
+        except OSError:
+            return 0
+
+    def _append(self, path: str, data: bytes) -> None:
+        descriptor = os.open(self.home / path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        with os.fdopen(descriptor, "ab") as file:
+            file.write(data)
+
+    def _fetch(self, node: _Node, files: dict[str, Facts]) -> bool:
+        """Some pieces of the files that differ from what is here, the oldest first; whether there is more."""
+        wanted = {}
+        for path, told in files.items():
+            if node.files.get(path) != told and self._ours(node, path):
+                if _same(self.home / path, told):  # brought by an earlier supervisor
+                    node.files[path] = told
+                else:
+                    wanted[path] = told
+        assert node.link
+        for _ in range(AT_ONCE):
+            if node.fetching is None:
+                if not wanted:
+                    return False
+                path = min(wanted, key=lambda path: wanted[path][1])
+                target = self.home / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                temporary = target.with_name(f".{target.name}.coming")
+                temporary.unlink(missing_ok=True)
+                node.fetching = path, wanted.pop(path), temporary.open("xb"), temporary
+            path, told, file, temporary = node.fetching
+            piece = node.link.converse("read", folder=self.folder, path=path, offset=file.tell())
+            data = base64.b64decode(piece["data"])
+            file.write(data)
+            if len(data) == PIECE and piece["facts"] == told:
+                continue
+            file.close()
+            node.fetching = None
+            if piece["facts"] != told:  # it was changed meanwhile; the next look sees it as it is then
+                temporary.unlink()
+                continue
+            os.utime(temporary, ns=(told[1], told[1]))
+            temporary.replace(self.home / path)
+            node.files[path] = told
+        return True
+
+    def _ours(self, node: _Node, path: str) -> bool:
+        """Whether a file may come home from this node: no other one has brought it, and its name does no harm."""
+        parts = PurePosixPath(path).parts
+        harmless = parts and path == "/".join(parts) and not parts[0].startswith("/") and not {"..", "."} & set(parts)
+        if not harmless or parts[0] in OWN or parts[0] == LOGS or any(part.startswith(".") for part in parts):
+            return False
+        if any(folder.is_symlink() for folder in list((self.home / path).parents)[: len(parts) - 1]):
+            return False
+        return self.owners.setdefault(path, node.name) == node.name
+
+    def _tidy(self, node: _Node, files: dict[str, Facts], links: dict[str, str]) -> None:
+        """Remove what the node has removed, and have its links."""
+        for path in [path for path in node.files if path not in files]:
+            del node.files[path], self.owners[path]
+            target = self.home / path
+            target.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # others are in it
+                target.parent.rmdir()
+        for path, there in links.items():
+            link = self.home / path
+            plain = "/" not in there and there not in ("..", ".", "")
+            if plain and self._ours(node, path) and (link.is_symlink() or not link.exists()):
+                link.parent.mkdir(exist_ok=True)
+                link.unlink(missing_ok=True)
+                link.symlink_to(there)
+
+
+def mine(home: Path) -> list[Path]:
+    """What nodes have written in a job's folder, but for logs: files and links."""
+    found = []
+    for path in home.rglob("*"):
+        parts = path.relative_to(home).parts
+        hidden = any(part.startswith(".") for part in parts)
+        if not hidden and parts[0] not in OWN and parts[0] != LOGS and (path.is_symlink() or path.is_file()):
+            found.append(path)
+    return found
+
+
+def _same(path: Path, told: Facts) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return [status.st_size, status.st_mtime_ns] == told[:2]
+
+
+@contextlib.contextmanager
+def packed(folder: Path, paths: Iterable[Path]) -> Iterator[tuple[BinaryIO, str]]:
+    """Files of a folder as a tar file, and its digest."""
+    with tempfile.TemporaryFile() as file:
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            for path in sorted(paths):
+                archive.add(path, str(path.relative_to(folder)), recursive=False)
+        digest = hashlib.sha256()
+        file.seek(0)
+        while piece := file.read(PIECE):
+            digest.update(piece)
+        yield file, digest.hexdigest()
+
+
+def give(link: Link, folder: str, file: BinaryIO, tag: str) -> None:
+    """Have a node unpack a tar file in a folder; raises EngineError where it cannot, OSError where it has gone."""
+    size, start = os.fstat(file.fileno()).st_size, 0
+    while True:
+        piece = base64.b64encode(os.pread(file.fileno(), PIECE, start)).decode()
+        start += PIECE
+        link.converse("put", folder=folder, data=piece, tag=tag if start >= size else "")
+        if start >= size:
+            return
+
+
+def code_files(folder: Path) -> list[Path]:
+    """The files of a folder of code: all but hidden ones, jobs, virtual environments and what .dockerignore names.
+
+    Raises ResourceError where they are too large to be sent about.
+    """
+    ignore = folder / ".dockerignore"
+    patterns = ignore.read_text().splitlines() if ignore.is_file() else []
+    kept, size = [], 0
+    for name in exclude_paths(str(folder), [line.strip() for line in patterns if line.strip() and line[0] != "#"]):
+        path, parts = folder / name, Path(name).parts
+        if any(part.startswith(".") or part in NO_CODE for part in parts) or not path.is_file():
+            continue
+        if any(folder.joinpath(*parts[:count], "pyvenv.cfg").exists() for count in range(1, len(parts))):
+            continue
+        kept.append(path)
+        size += path.stat().st_size
+        if size > MOST_CODE:
+            raise ResourceError(
+                f"{folder} holds more than {MOST_CODE >> 20} MB, and nodes on other hosts get a copy of it",
+                "name in .dockerignore what they do not need; data belongs on a volume or in the image",
+            )
+    return kept

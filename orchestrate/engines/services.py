@@ -1,0 +1,152 @@
+"""What the services of a job on Docker Swarm are made of. Pure: the bodies of requests to the Engine's API."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+import zlib
+from typing import Any
+
+from orchestrate.paths import PACKAGE
+from orchestrate.plan import Plan
+from orchestrate.spec import JobSpec
+
+PROGRAM = "/run/orchestrate"  # where a node's program and its key are unpacked
+CODE, JOB, SHARED = "/var/tmp/code", "/var/tmp/job", "/shared"  # every image has /var/tmp, where anyone may write
+PORT, SPREAD = 20000, 9000
+ROLE = "orchestrate.role"  # the label of a node's container
+GPU = "NVIDIA-GPU"  # the generic resource that hosts offer; see docs/swarm.md
+SECOND = 1_000_000_000  # nanoseconds
+UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+PROCESSES = 8192  # that a node may have, as in docker-compose.yml
+
+
+def boot(source: str) -> str:
+    """The Python that unpacks a node's program and becomes it; arguments go on to it."""
+    return (
+        "import os, sys, tarfile; "
+        f"tarfile.open('{source}').extractall('{PROGRAM}'); "
+        f"os.execv(sys.executable, [sys.executable, '{PROGRAM}/orchestrate/node', *sys.argv[1:]])"
+    )
+
+
+def program(key: bytes) -> bytes:
+    """What a node is given as its secret: its program, and the key of whoever may ask it, as a tar file."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for path in sorted(PACKAGE.joinpath("node").glob("*.py")):
+            archive.add(path, f"orchestrate/node/{path.name}")
+        entry = tarfile.TarInfo("key")
+        entry.size, entry.mode = len(key), 0o400
+        archive.addfile(entry, io.BytesIO(key))
+    return file.getvalue()
+
+
+def port(spec: JobSpec, home: str) -> int:
+    """Where the relay answers; nodes listen behind that.
+
+    On the network of the hosts, where other jobs have theirs, too, the number is made of the job's name, and each node
+    has one of its own.
+    """
+    return PORT if spec.network != "host" else PORT + 1 + zlib.crc32(home.encode()) % SPREAD
+
+
+def task(
+    spec: JobSpec, plan: Plan, role: str, *, image: str, user: str, network: str, secret: tuple[str, str]
+) -> dict[str, Any]:
+    """The template of the tasks of a service, each a node.
+
+    `role` is master or trainer, `user` is UID:GID, `network` and `secret` are ids, the latter with its name.
+    """
+    uid, _, gid = user.partition(":")
+    name = "master" if role == "master" else f"{plan.home}-{role}-{{{{.Task.Slot}}}}"
+    listens = str(port(spec, plan.home) + 1)
+    if spec.network == "host" and role != "master":
+        listens += "+{{.Task.Slot}}"
+    env = {
+        "JOB_ID": plan.home,
+        "NODE_MODE": "wait",
+        "NODE_GRACE": f"{spec.grace:g}",
+        "NODE_PRELOAD": " ".join(plan.inventory.preload),
+        "NODE_WIPE": "/tmp /dev/shm",
+        "NODE_PORT": listens,
+        "NODE_KEY": f"{PROGRAM}/key",
+        "HOME": "/tmp",
+        "USER": "node",
+        "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    mounts: list[dict[str, Any]] = [
+        {"Type": "volume", "Target": "/tmp"},
+        {"Type": "volume", "Target": "/var/tmp"},
+        {"Type": "tmpfs", "Target": PROGRAM, "TmpfsOptions": {"Mode": 0o1777}},
+        {"Type": "tmpfs", "Target": "/dev/shm", "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": _bytes(spec.shm_size)}},
+    ]
+    if spec.volume:
+        kind = "bind" if spec.volume.startswith("/") else "volume"
+        mounts.append({"Type": kind, "Source": spec.volume, "Target": SHARED})
+    reserved: dict[str, Any] = {}
+    if spec.cpus:
+        reserved["NanoCPUs"] = int(spec.cpus * SECOND)
+    if spec.memory:
+        reserved["MemoryBytes"] = _bytes(spec.memory)
+    limits = {**reserved, "Pids": PROCESSES}
+    if plan.gpus:
+        resource = {"Kind": GPU, "Value": plan.nproc_per_node}
+        reserved["GenericResources"] = [{"DiscreteResourceSpec": resource}]
+    network_config: dict[str, Any] = {"Target": network}
+    if spec.network != "host":
+        network_config["Aliases"] = [role]
+    return {
+        "ContainerSpec": {
+            "Image": image,
+            "Command": ["python", "-c", boot("/run/secrets/node")],
+            **({"Hostname": name} if spec.network != "host" else {}),
+            "Env": [f"{key}={value}" for key, value in env.items()],
+            "Dir": "/var/tmp",
+            "Labels": {ROLE: role},
+            "User": user,
+            "Init": True,
+            "ReadOnly": True,
+            "CapabilityDrop": ["ALL"],
+            "Privileges": {"NoNewPrivileges": True},
+            "Mounts": mounts,
+            "StopGracePeriod": int((spec.grace + 10) * SECOND),
+            "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
+            "Secrets": [
+                {
+                    "SecretID": secret[0],
+                    "SecretName": secret[1],
+                    "File": {"Name": "node", "UID": uid, "GID": gid, "Mode": 0o400},
+                }
+            ],
+        },
+        "Resources": {"Limits": limits, "Reservations": reserved},
+        "RestartPolicy": {"Condition": "none"},  # a node that is new has no worker: the gang starts again as a whole
+        "Placement": {
+            "Constraints": list(spec.constraints),
+            "Preferences": [{"Spread": {"SpreadDescriptor": "node.id"}}],
+        },
+        "Networks": [network_config],
+        "LogDriver": {"Name": "json-file", "Options": {"max-size": "50m", "max-file": "3"}},
+    }
+
+
+def in_words(error: str, host: str, image: str) -> tuple[str, str]:
+    """What Swarm says of a task that does not start, as a message and a hint."""
+    if re.search(r"No such image|pull access denied|manifest unknown|not found: manifest", error):
+        return f"{host} has no image {image}", f"docker save {image} | ssh {host} docker load; or push it to a registry"
+    if "no suitable node" in error:
+        return (
+            f"no host takes a node: {error.partition('(')[2].rstrip(')') or error}",
+            "see docs/swarm.md, Where nodes go",
+        )
+    if "bind source path does not exist" in error or "invalid mount" in error:
+        return f"{host}: {error}", "a volume that is a path must be there on every host"
+    return f"{host}: {error}", ""
+
+
+def _bytes(size: str) -> int:
+    return int(size.rstrip("bkmgBKMG")) * UNITS[size.lstrip("0123456789").lower()]

@@ -1,0 +1,309 @@
+"""Nodes as tasks of Docker Swarm, on as many hosts as there are: the Engine that is already inside Docker.
+
+Nothing but Swarm's own ports has to be open between hosts, and no daemon is reachable for others: we talk to nodes by
+way of a relay, a small container on our own host that is on the job's network. Hosts need share no folder.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from orchestrate.engines import LOST, Exit, JobState
+from orchestrate.engines import services as parts
+from orchestrate.engines.image import has_image
+from orchestrate.engines.links import Link, Linked
+from orchestrate.engines.manager import Manager, Thing, gpus, ready, well
+from orchestrate.engines.mirror import Mirror, code_files, give, mine, packed
+from orchestrate.engines.ports import free_port
+from orchestrate.errors import EngineError, ResourceError, UsageError
+from orchestrate.paths import JobPaths, code_folder
+from orchestrate.plan import Inventory, Plan, WorkerPlan, counted
+from orchestrate.preload import preload
+from orchestrate.spec import JobSpec
+
+LOOK = 2.0  # seconds between two looks at Swarm's tasks and hosts
+SILENT = 6.0  # seconds without a word after which a node counts as not answering
+STARTS = 120.0  # seconds that Swarm may take to start the nodes
+PENDING = 8.0  # seconds that a task may wait for a host that takes it
+ENDS = 2.0  # seconds that a node whose workers have ended takes to end
+BOOTS, AGAIN = 20.0, 2.0  # seconds that a node has to take a connection, at first and later
+TELLS = 25.0  # seconds after which Swarm knows of a host that does not answer; it needs 15
+CATCHES_UP = 10.0  # seconds in which the last lines of workers come home
+COMES_HOME = 3600.0  # seconds that all files of a job may take to come home at its end
+PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
+
+
+class SwarmEngine(Linked):
+    """Nodes on the hosts of the Swarm that the user's `docker` manages."""
+
+    def __init__(self) -> None:
+        """Connect; raises EngineError where no manager of a Swarm answers."""
+        super().__init__()
+        self.swarm = Manager()
+        self.files = Path()  # the job's folder here
+        self.shared = self.stays = False  # whether nodes share a folder; whether they outlive the job
+        self.nodes: dict[str, Thing] = {}  # the tasks by the names of their nodes
+        self.asked: dict[str, float] = {}  # node: since when it owes us an answer
+        self.first = ""  # the node of rank 0
+        self.looked = 0.0
+        self.supplied: set[str] = set()  # the ids of tasks that have the code
+        self.given_up: set[str] = set()  # of those that have lost their workers, and do not answer
+        self.mirror: Mirror | None = None
+
+    def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
+        """Check the image, count hosts, cores and GPUs; raises ResourceError for what is missing."""
+        if spec.pin:
+            raise UsageError("pin: Swarm does not say which cores a host has free", "leave out pin, or use cpus")
+        has_image(self.swarm.daemon, spec, prepare)
+        hosts = [host for host in self.swarm.hosts().values() if ready(host)]
+        if not hosts:
+            raise ResourceError("no host of the Swarm is ready", "see docker node ls")
+        nodes = spec.trainers + 1
+        smallest = min(host["Description"]["Resources"].get("NanoCPUs", 0) for host in hosts) // parts.SECOND
+        most = math.ceil(nodes / len(hosts))  # nodes on one host
+        code = code_folder(spec.command)
+        return Inventory(
+            engine="swarm",
+            about=f"Docker Swarm {self.swarm.info['ServerVersion']} of {counted(len(hosts), 'host')}, "
+            f"image {spec.image}",
+            cores=tuple(range(max(1, smallest * nodes // most))),
+            gpus=(parts.GPU,) * sum(map(gpus, hosts)) if spec.gpus != "none" else (),
+            no_gpus=f"no host of the Swarm offers the generic resource {parts.GPU}",
+            network=spec.network,
+            master_addr="",
+            interface="",  # each node finds the one that leads to the master
+            job_dir=f"{parts.SHARED}/{run.name}" if spec.volume else parts.JOB,
+            code=str(code),
+            preload=preload(spec, code),
+        )
+
+    def port(self, spec: JobSpec, generation: int) -> int:
+        """A job has a network to itself; on that of the hosts, a port that is free here is most likely free there."""
+        return free_port() if spec.network == "host" else 29500 + generation % 1000
+
+    # --- the job
+
+    def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
+        """Have Swarm start the nodes that are not there, or not well, and give them the code."""
+        self._settle(spec, plan, run)
+        began = time.monotonic()
+        found = self._well_nodes()
+        old = {task["ID"] for task in self.swarm.tasks()}
+        for role, wanted in (("master", 1), ("trainer", len(plan.nodes) - 1)):
+            self.swarm.scale(spec, plan, role, wanted - sum(name.startswith(role) for name in found))
+        while len(found) < len(plan.nodes):
+            if why := self.swarm.refusal(spec.image, old, impatient=time.monotonic() - began > PENDING):
+                raise EngineError(*why)
+            if time.monotonic() - began > STARTS:
+                raise EngineError(f"{len(plan.nodes) - len(found)} of {len(plan.nodes)} nodes did not start")
+            time.sleep(0.1)
+            found = self._well_nodes()
+        self._link(found)
+        if silent := sorted(found.keys() - self.links.keys()):
+            where = ", ".join(f"{name} on {self.swarm.host(found[name])}" for name in silent)
+            raise EngineError(f"no connection to {where}", "see docs/swarm.md, Ports")
+        self._supply(Path(plan.inventory.code), found)
+
+    def alive(self) -> set[str]:
+        """The nodes that run on hosts that are ready, and have the code."""
+        return {name for name, task in self._well_nodes().items() if task["ID"] in self.supplied}
+
+    def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
+        """Find the nodes by their services, and ask them for the workers."""
+        self._settle(spec, plan, run)
+        self._well_nodes()
+        strangers = self.adopt_workers(plan)
+        self._follow(plan.workers)
+        return strangers
+
+    def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
+        """Bring every node what earlier generations have left, and have it start its workers."""
+        self.first = workers[0].node
+        if self.mirror:
+            self.mirror.close()
+        self._bring(workers)
+        self._follow(workers)
+        super().start(workers, command)
+
+    def wait(self, timeout: float) -> list[Exit]:
+        """The workers that have ended, once all that they have written is here."""
+        exits = super().wait(timeout)
+        if exits and self.mirror:
+            self.mirror.catch_up(CATCHES_UP)
+        if self.running and time.monotonic() - self.looked > LOOK:
+            self.looked = time.monotonic()
+            self._well_nodes()
+            self.broken |= {node for node in self.running.values() if node not in self.nodes or node not in self.links}
+            self._tell("status")  # the answer is a sign of life
+            self.asked = dict.fromkeys(self.links, time.monotonic()) | self.asked
+        return exits
+
+    def explain(self, end: Exit, node: str) -> str:
+        """Tell what its node has said, or what Swarm says of task and host."""
+        sign = self.signs.get(end.rank)
+        if sign == "oom":
+            return "out of memory" if end.code == LOST else "out of memory in a child"
+        if sign is not None:  # by which its node lives, or says that it ends
+            return {"cut off": "host lost", "ending": "node stopped"}.get(sign, "")
+        deadline = time.monotonic() + TELLS
+        while True:
+            self.swarm.hosts()
+            task = next((task for task in reversed(self.swarm.tasks()) if task["Name"] == node), None)
+            if task and not self.swarm.ready(task):
+                return "host lost"
+            if not task or not well(task):
+                return "node lost"
+            if node in self.links or time.monotonic() > deadline:
+                return ""
+            time.sleep(0.2)
+
+    def troubles(self) -> dict[str, str]:
+        """Nodes that do not answer; when their host is lost, Swarm says so later."""
+        now = time.monotonic()
+        return {node: "silent" for node in self.running.values() if now - self.asked.get(node, now) > SILENT}
+
+    def discard(self, nodes: Iterable[str]) -> None:
+        """Have nothing more to do with nodes; Swarm removes no single task, but all of them at the end."""
+        for name in nodes:
+            if name in self.nodes:
+                self.given_up.add(self.nodes[name]["ID"])
+            if name in self.links:
+                self._break(name)
+
+    def down(self, grace: float) -> None:
+        """Have all files here, then remove services, network and relay."""
+        if self.mirror:
+            self.mirror.catch_up(COMES_HOME if self.links else 0)
+            self.mirror.close()
+            self.mirror = None
+        if self.stays:
+            self._clean()
+        elif self.swarm.home:
+            self.remove(self.swarm.home, grace)
+
+    def jobs(self) -> list[JobState]:
+        """The jobs that have services here."""
+        return self.swarm.jobs()
+
+    def holds(self, job_id: str) -> list[str]:
+        """Services, relay, network and secret of a job."""
+        return [f"{kind} {name}" for kind, name, _ in self.swarm.things(job_id)]
+
+    def remove(self, job_id: str, grace: float) -> None:
+        """Remove all that carries the job's label, and wait until Swarm has let go of it."""
+        known = set(self.links)
+        self._tell("end")  # a task that Swarm itself ends takes four seconds, of which it only waits for two
+        deadline = time.monotonic() + grace + ENDS
+        while known & self._well_nodes().keys() and time.monotonic() < deadline:
+            self._listen(0.1)
+        for node in list(self.links):
+            self._break(node)
+        self.swarm.remove(job_id, grace)
+
+    # --- details
+
+    def _settle(self, spec: JobSpec, plan: Plan, run: Path) -> None:
+        self.stays, self.shared = bool(plan.inventory.cluster), bool(spec.volume)
+        self.files = run / plan.job_id if self.stays and plan.home != plan.job_id else run
+        self.swarm.settle(plan, run, spec)
+        self.swarm.prepare(spec)
+
+    def _well_nodes(self) -> dict[str, Thing]:
+        self.nodes = self.swarm.look()
+        return {
+            name: task
+            for name, task in self.nodes.items()
+            if well(task) and self.swarm.ready(task) and task["ID"] not in self.given_up
+        }
+
+    def _runs(self, node: str) -> bool:
+        """Whether its task runs, though the connection to it has ended."""
+        return node in self._well_nodes()
+
+    def _exists(self, node: str) -> bool:
+        return node in self.nodes and well(self.nodes[node]) and self.swarm.ready(self.nodes[node])
+
+    def _connect(self, node: str) -> Link | None:
+        """By way of the relay, of which the node is told that it answers for its lease."""
+        task, relay = self.nodes.get(node), self.swarm.relay
+        if task is None or relay is None:
+            return None
+        address, port = self.swarm.node_address(task)
+        patience = AGAIN if task["ID"] in self.supplied else BOOTS
+        link = self.swarm.daemon.talk(str(relay.id), [*PIPE, address, str(port), str(patience)], self.swarm.key)
+        if link is None or not link.greet(patience):
+            return None
+        link.send("lease", relay=self.swarm.relay_address())
+        return link
+
+    def _heard(self, node: str, message: dict[str, Any]) -> None:
+        self.asked.pop(node, None)
+        super()._heard(node, message)
+
+    def _request(self, worker: WorkerPlan) -> dict[str, Any]:
+        env = worker.env
+        if self.swarm.network == "host":  # there nodes have no names
+            env = env | {"MASTER_ADDR": self.swarm.node_address(self.nodes[self.first])[0]}
+        log = JobPaths(self.files).log(worker.rank)
+        length = log.stat().st_size if log.exists() else 0
+        return {"env": env, "inherit": True, "cwd": parts.CODE, "log": length}
+
+    def _each(self, nodes: Iterable[str], act: Callable[[Link], None]) -> None:
+        """Do something with a fresh connection to each node, to several at once; raises EngineError."""
+
+        def with_link(node: str) -> None:
+            link = self._connect(node)
+            try:
+                if link is None:
+                    raise OSError("no connection")
+                act(link)
+            except OSError as error:
+                raise EngineError(f"{node} takes no files: {error}") from None
+            finally:
+                if link:
+                    link.sock.close()
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(with_link, nodes))
+
+    def _supply(self, code: Path, nodes: Iterable[str]) -> None:
+        """Have the code on every node."""
+        with packed(code, code_files(code)) as (file, digest):
+
+            def act(link: Link) -> None:
+                if link.converse("status")["tags"].get(parts.CODE) != digest:
+                    give(link, parts.CODE, file, digest)
+
+            self._each(nodes, act)
+        self.supplied |= {self.nodes[name]["ID"] for name in nodes}
+
+    def _bring(self, workers: tuple[WorkerPlan, ...]) -> None:
+        """Have on every node what earlier generations have written, unless all of them see one folder."""
+        folder, files = workers[0].env["JOB_DIR"], mine(self.files)
+        if self.shared or not files:
+            return
+        facts = {str(path.relative_to(self.files)): path.stat() for path in files if not path.is_symlink()}
+        here = {path: [status.st_size, status.st_mtime_ns] for path, status in facts.items()}
+        with packed(self.files, files) as (file, digest):
+
+            def act(link: Link) -> None:
+                there = link.converse("news", folder=folder, have={})["files"]
+                same = {path: told[:2] for path, told in there.items()} == here  # it has written all of them itself
+                if not same and link.converse("status")["tags"].get(folder) != digest:
+                    give(link, folder, file, digest)
+
+            self._each(dict.fromkeys(worker.node for worker in workers), act)
+
+    def _follow(self, workers: tuple[WorkerPlan, ...]) -> None:
+        """Have what nodes write brought home from now on."""
+        ranks: dict[str, list[int]] = {}
+        for worker in workers:
+            ranks.setdefault(worker.node, []).append(worker.rank)
+        if self.mirror:
+            self.mirror.close()
+        self.mirror = Mirror(self.files, workers[0].env["JOB_DIR"], ranks, self._connect)

@@ -1,0 +1,193 @@
+"""A job on Kubernetes: an Indexed Job with a headless service, a JobSet, or a TrainJob of Kubeflow."""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import yaml
+
+from orchestrate.engines.services import boot, program
+from orchestrate.export import MASTER_PORT, Shape, carries_node, shape
+from orchestrate.spec import JobSpec
+
+VERSIONS = {  # against which the tests hold what is written here
+    "job": "Kubernetes 1.28 and later",
+    "jobset": "JobSet v1alpha2 on Kubernetes 1.28 and later",
+    "trainjob": "Kubeflow Trainer 2.3, whose runtime torch-distributed must be there",
+}
+HEAD = {
+    "job": "A pod that fails ends the job; apply it again to go on from the last checkpoint.",
+    "jobset": "When a pod fails, all of them start again from the last checkpoint.",
+    "trainjob": "Kubeflow starts the pods, by way of a JobSet.",
+}
+LOST = 30  # seconds that a machine may be unreachable, where Kubernetes would wait 300
+USER = 1000
+PLACES = {"job": "/job", "tmp": "/tmp", "shm": "/dev/shm"}
+ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+Object = dict[str, Any]
+
+
+def kubernetes(spec: JobSpec, name: str, form: str) -> str:
+    """The manifests of a job, for `kubectl apply`; ."""
+    job = shape(spec, name)
+    objects = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}[form](spec, job)
+    if not carries_node(spec.image):
+        content = base64.b64encode(program(b"")).decode()
+        objects.insert(0, _object("v1", "ConfigMap", f"{name}-node", binaryData={"node": content}))
+    lines = [f"{name}, for {VERSIONS[form]}.", HEAD[form], f"Your code is what stands in the image {spec.image}."]
+    if not spec.volume:
+        lines.append("No volume in the job file: files and checkpoints are lost with their pod.")
+    if spec.gpus == "auto":
+        lines.append("Without GPUs: --gpus all asks for one per worker.")
+    head = "".join(f"# {line}\n" for line in lines)
+    return head + yaml.safe_dump_all(objects, sort_keys=False, width=10_000)
+
+
+def _object(version: str, kind: str, name: str, **content: Any) -> Object:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **content}
+
+
+def _job(spec: JobSpec, job: Shape) -> list[Object]:
+    service = _object(
+        "v1",
+        "Service",
+        job.name,
+        spec={
+            "clusterIP": "None",
+            "selector": {"batch.kubernetes.io/job-name": job.name},
+            "publishNotReadyAddresses": True,
+        },
+    )
+    pod = _pod(spec, job, f"{job.name}-0.{job.name}")
+    pod["subdomain"] = job.name
+    return [service, _object("batch/v1", "Job", job.name, spec=_indexed(spec, job, pod))]
+
+
+def _jobset(spec: JobSpec, job: Shape) -> list[Object]:
+    pod = _pod(spec, job, f"{job.name}-node-0-0.{job.name}")
+    attempt = {"name": "TORCHELASTIC_RESTART_COUNT", "valueFrom": {"fieldRef": {"fieldPath": ATTEMPT}}}
+    pod["containers"][0]["env"].append(attempt)
+    content = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": spec.max_restarts},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": _indexed(spec, job, pod)}}],
+    }
+    return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", job.name, spec=content)]
+
+
+def _trainjob(spec: JobSpec, job: Shape) -> list[Object]:
+    container = _container(spec, job, "")
+    patch = {
+        "name": "node",
+        "securityContext": container["securityContext"],
+        "volumeMounts": container["volumeMounts"],
+    }
+    pod = {"volumes": _volumes(spec, job), "containers": [patch], "terminationGracePeriodSeconds": _grace(spec)}
+    replicated = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    trainer = {
+        "image": container["image"],
+        "command": container["command"],
+        "args": container["args"],
+        "numNodes": job.nodes,
+        "numProcPerNode": job.nproc,
+        "resourcesPerNode": container["resources"],
+        "env": container["env"],
+    }
+    runtime = {"template": {"spec": {"replicatedJobs": [replicated]}}}
+    content: Object = {
+        "runtimeRef": {"name": "torch-distributed"},
+        "trainer": trainer,
+        "runtimePatches": [{"manager": "orchestrate.export/kubernetes", "trainingRuntimeSpec": runtime}],
+    }
+    if spec.max_run:
+        content["activeDeadlineSeconds"] = math.ceil(spec.max_run)
+    return [_object("trainer.kubeflow.org/v1alpha1", "TrainJob", job.name, spec=content)]
+
+
+def _indexed(spec: JobSpec, job: Shape, pod: Object) -> Object:
+    """An Indexed Job that fails as soon as one of its pods does: a rank that starts alone could join nobody."""
+    content: Object = {
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+    }
+    if spec.max_run:
+        content["activeDeadlineSeconds"] = math.ceil(spec.max_run)
+    return content | {"template": {"spec": pod}}
+
+
+def _pod(spec: JobSpec, job: Shape, master: str) -> Object:
+    gone = [
+        {"key": f"node.kubernetes.io/{what}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST}
+        for what in ("unreachable", "not-ready")
+    ]
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _grace(spec),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "tolerations": gone,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(spec, job, master)],
+        "volumes": _volumes(spec, job),
+    }
+
+
+def _grace(spec: JobSpec) -> int:
+    return math.ceil(spec.grace) + 10
+
+
+def _container(spec: JobSpec, job: Shape, master: str) -> Object:
+    env = job.env | {"JOB_DIR": f"/job/{job.name}" if spec.volume else "/job", "HOME": "/tmp", "USER": "node"}
+    env["TORCHINDUCTOR_CACHE_DIR"] = "/tmp/inductor"
+    if master:  # else Kubeflow says so
+        env |= {"MASTER_ADDR": master, "MASTER_PORT": str(MASTER_PORT)}
+    limits: dict[str, Any] = {}
+    if spec.cpus:
+        limits["cpu"] = f"{spec.cpus:g}"
+    if spec.memory:
+        limits["memory"] = _quantity(spec.memory)
+    if job.gpus:
+        limits["nvidia.com/gpu"] = job.gpus
+    mounts: list[Object] = [{"name": name, "mountPath": place} for name, place in PLACES.items()]
+    command = ["python", "/opt/orchestrate/node"]
+    if not carries_node(spec.image):
+        command = ["python", "-c", boot("/node/node")]
+        mounts += [{"name": "program", "mountPath": "/node", "readOnly": True}, {"name": "run", "mountPath": "/run"}]
+    return {
+        "name": "node",
+        "image": spec.image,
+        "command": command,
+        "args": list(spec.command),
+        "env": [{"name": key, "value": value} for key, value in env.items()],
+        "resources": {"limits": limits} if limits else {},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": mounts,
+    }
+
+
+def _volumes(spec: JobSpec, job: Shape) -> list[Object]:
+    memory = {"medium": "Memory", "sizeLimit": _quantity(spec.shm_size)}
+    kept: Object = {"persistentVolumeClaim": {"claimName": spec.volume}} if spec.volume else {"emptyDir": {}}
+    volumes = [{"name": "job", **kept}, {"name": "tmp", "emptyDir": {}}, {"name": "shm", "emptyDir": memory}]
+    if not carries_node(spec.image):
+        volumes += [{"name": "program", "configMap": {"name": f"{job.name}-node"}}, {"name": "run", "emptyDir": {}}]
+    return volumes
+
+
+def _quantity(size: str) -> str:
+    """Docker's `4g` as Kubernetes' `4Gi`."""
+    number, unit = size.rstrip("bkmgBKMG"), size.lstrip("0123456789").lower()
+    return number + {"": "", "b": "", "k": "Ki", "m": "Mi", "g": "Gi"}[unit]

@@ -1,0 +1,109 @@
+"""A job on Slurm: a script for sbatch, which starts a node on each machine, and all of them again when one fails."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+
+from orchestrate.errors import UsageError
+from orchestrate.export import carries_node, shape
+from orchestrate.paths import NODE, PACKAGE, code_folder
+from orchestrate.spec import JobSpec
+
+WARNED = 30  # seconds, besides the grace period, in which workers hear of the end of the allocation
+NEVER = "2|64|78|126|127"  # exit codes that another start does not change; see docs/restarts.md
+HEAD = {
+    "venv": "The interpreter is that of this environment, which every machine must see at the same path.",
+    "apptainer": "Each node runs in the image {image}, by Apptainer.",
+    "pyxis": "Each node runs in the image {image}, by Enroot and Pyxis.",
+}
+SCRIPT = """\
+#!/bin/bash
+# {name}: {nodes} nodes of {nproc} workers, for sbatch. Submit it from a folder that every machine sees.
+# {head}
+{options}
+
+set -u
+cd {folder}
+export JOB_DIR="$SLURM_SUBMIT_DIR/runs/{name}"
+mkdir -p "$JOB_DIR"
+{env}
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+
+stop= step=
+trap 'stop=1; [ -z "$step" ] || kill -TERM "$step"' TERM  # srun tells all nodes
+for attempt in $(seq 0 {max_restarts}); do
+    # A generation has a number, and a port, of its own; Slurm itself may have started this script again.
+    export TORCHELASTIC_RESTART_COUNT=$((${{SLURM_RESTART_COUNT:-0}} * ({max_restarts} + 1) + attempt))
+    export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 97 + TORCHELASTIC_RESTART_COUNT) % 20000))
+    srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --wait={wait} \\
+        {launch} &
+    step=$!
+    wait "$step"
+    code=$?
+    while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a signal ends the first wait
+    case $code in 0) exit 0 ;; {never}) exit "$code" ;; esac
+    [ -z "$stop" ] || exit "$code"
+    echo "generation $TORCHELASTIC_RESTART_COUNT ended with exit code $code" >&2
+done
+exit "$code"
+"""
+
+
+def slurm(spec: JobSpec, name: str, form: str) -> str:
+    """The script; ."""
+    job = shape(spec, name)
+    options = {
+        "job-name": name,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "output": f"slurm-{name}-%j.log",
+        "open-mode": "append",
+        "signal": f"B:TERM@{math.ceil(spec.grace) + WARNED}",
+    }
+    flags = ["requeue"]
+    if spec.cpus:
+        options["cpus-per-task"] = math.ceil(spec.cpus)
+    if spec.memory:
+        options["mem"] = spec.memory.upper().rstrip("B")
+    if job.gpus:
+        options["gpus-per-node"] = job.gpus
+    if spec.max_run:
+        options["time"] = max(1, math.ceil(spec.max_run / 60))
+    lines = [f"#SBATCH --{key}={value}" for key, value in options.items()] + [f"#SBATCH --{flag}" for flag in flags]
+    env = {key: value for key, value in job.env.items() if key != "TORCHELASTIC_RESTART_COUNT"}
+    return SCRIPT.format(
+        name=name,
+        nodes=job.nodes,
+        nproc=job.nproc,
+        head=HEAD[form].format(image=spec.image),
+        options="\n".join(lines),
+        folder=shlex.quote(str(code_folder(spec.command))),
+        env="\n".join(f"export {key}={shlex.quote(value)}" for key, value in env.items()),
+        max_restarts=spec.max_restarts,
+        wait=math.ceil(spec.grace) + 10,
+        launch=_launch(spec, form),
+        never=NEVER,
+    )
+
+
+def _launch(spec: JobSpec, form: str) -> str:
+    command = " ".join(map(shlex.quote, spec.command))
+    if form == "venv":
+        return f"{shlex.quote(sys.executable)} {shlex.quote(str(NODE))} {command}"
+    folder = str(code_folder(spec.command))
+    if ":" in folder or "," in folder:
+        raise UsageError(f"{folder} cannot be mounted, for the colon or comma in it", "take another folder")
+    node = [] if carries_node(spec.image) else [f"{PACKAGE}:/opt/orchestrate"]
+    mounts = ",".join([f"{folder}:{folder}", '"$JOB_DIR:$JOB_DIR"', *node])
+    if form == "apptainer":
+        return (
+            f"apptainer exec --nv --pwd {shlex.quote(folder)} --bind {mounts} \\\n"
+            f"        docker://{spec.image} python /opt/orchestrate/node {command}"
+        )
+    return (
+        f"--container-image={spec.image} --container-mounts={mounts} --container-workdir={shlex.quote(folder)} \\\n"
+        f"        python /opt/orchestrate/node {command}"
+    )

@@ -1,0 +1,110 @@
+"""The files of a node that shares no folder with the orchestrator, which brings them home and brings others here.
+
+    {"ask": "put", "folder", "data", "tag"}    add to a tar file; the piece with a tag is the last, and has it unpacked
+                              in the folder, in the place of all that was there but logs
+    {"say": "put", "tags": {folder: tag}}
+    {"ask": "news", "folder", "have"}    tell what there is to bring home; `have`: the bytes of each log that are there
+    {"say": "news", "logs": {path: bytes that are new}, "files": {path: [size, mtime_ns, inode]}, "links"}
+    {"ask": "read", "folder", "path", "offset"}    a piece of a file
+    {"say": "read", "data", "facts": [size, mtime_ns, inode]}
+
+Bytes travel as base64. Hidden files, and those that were put here and not changed since, are nobody's news.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+PIECE = 1 << 19  # bytes of one message
+LOGS = "logs"
+Facts = list[int]  # size, time of change in nanoseconds, inode
+
+
+class Files:
+    """What is known of a node's folder."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Facts] = {}  # what was put here, by path
+        self.tags: dict[str, str] = {}  # of what was put, by folder
+        self.bases: dict[str, int] = {}  # how much longer the log at home is than the one here
+        self.coming: BinaryIO | None = None
+
+    def put(self, folder: str, data: str, tag: str) -> dict[str, Any]:
+        """Take the next piece of a tar file; raises OSError or tarfile.TarError where it cannot be unpacked."""
+        if self.coming is None:
+            self.coming = tempfile.TemporaryFile()  # noqa: SIM115 (the last piece closes it)
+        self.coming.write(base64.b64decode(data))
+        if not tag:
+            return {"tags": self.tags}
+        file, self.coming = self.coming, None
+        os.makedirs(folder, exist_ok=True)
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name != LOGS:
+                    shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+        with file:
+            file.seek(0)
+            with tarfile.open(fileobj=file) as archive:
+                archive.extractall(folder)
+        self.given = {path: told for path, told in self.given.items() if not path.startswith(f"{folder}/")}
+        self.given |= {f"{folder}/{path}": facts(status) for path, status in _walk(folder)}
+        self.tags[folder] = tag
+        return {"tags": self.tags}
+
+    def follow(self, folder: str, rank: int, length: int) -> None:
+        """A worker starts, whose log has this length at home."""
+        path = f"{LOGS}/rank-{rank}.log"
+        here = 0
+        with contextlib.suppress(OSError):
+            here = os.stat(f"{folder}/{path}").st_size
+        self.bases[path] = length - here
+
+    def news(self, folder: str, have: dict[str, int]) -> dict[str, Any]:
+        """What there is to bring home."""
+        logs, files, links = {}, {}, {}
+        for path in self.bases.keys() & have.keys():  # a node may have had another rank before
+            with contextlib.suppress(OSError), open(f"{folder}/{path}", "rb") as file:
+                file.seek(max(0, have[path] - self.bases[path]))
+                if data := file.read(PIECE):
+                    logs[path] = base64.b64encode(data).decode()
+        for path, status in _walk(folder):
+            if not path.startswith(f"{LOGS}/") and self.given.get(f"{folder}/{path}") != facts(status):
+                files[path] = facts(status)
+        for link in Path(folder).glob("*/*"):
+            if link.is_symlink() and not link.name.startswith("."):
+                links[str(link.relative_to(folder))] = os.readlink(link)
+        return {"logs": logs, "files": files, "links": links}
+
+    def read(self, folder: str, path: str, offset: int) -> dict[str, Any]:
+        """A piece of a file; raises OSError where it has gone."""
+        with open(f"{folder}/{path}", "rb") as file:
+            file.seek(offset)
+            return {"data": base64.b64encode(file.read(PIECE)).decode(), "facts": facts(os.fstat(file.fileno()))}
+
+
+def facts(status: os.stat_result) -> Facts:
+    """By which a file is told from what it was before."""
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
+
+
+def _walk(folder: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    """The regular files that are not hidden, by their path in the folder."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"{folder}/{below}"):
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(folder, f"{below}{entry.name}/")
+            elif entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    yield below + entry.name, entry.stat(follow_symlinks=False)

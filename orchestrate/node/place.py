@@ -1,0 +1,40 @@
+"""What only a worker's own machine knows: the network interface to the master, and the GPUs that were set aside."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+
+from orchestrate.node.ranks import Env
+
+SIOCGIFADDR = 0x8915  # of Linux' netdevice(7)
+
+
+def placed(env: Env) -> Env:
+    """The environment of a worker, completed; its GPUs are those that Swarm has reserved for this node."""
+    found = dict(env)
+    if not env.get("GLOO_SOCKET_IFNAME"):
+        found["GLOO_SOCKET_IFNAME"] = found["NCCL_SOCKET_IFNAME"] = interface_to(env["MASTER_ADDR"])
+    if env.get("CUDA_VISIBLE_DEVICES"):
+        reserved = [value for name, value in sorted(os.environ.items()) if name.startswith("DOCKER_RESOURCE_")]
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(reserved) or env["CUDA_VISIBLE_DEVICES"]
+    return found
+
+
+def interface_to(host: str) -> str:
+    """The network interface that the route to a host begins with; empty where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing
+            own = socket.inet_aton(probe.getsockname()[0])
+        except OSError:
+            return ""
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                asked = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if asked[20:24] == own:
+                    return name
+    return ""

@@ -1,0 +1,214 @@
+"""Several hosts on one machine: a network namespace and a dockerd each, joined by a bridge; a Swarm of them."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import BinaryIO
+
+from conftest import eventually, gone
+
+BRIDGE, SUBNET = "orch-hosts", "10.213.7"
+IMAGE = "orchestrate-node:0.1"
+
+
+def command(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+class Host:
+    """One of them."""
+
+    def __init__(self, number: int, folder: Path, template: Path) -> None:
+        """Make its namespace; its engine is started by `start`, on images that are linked from `template`."""
+        self.name, self.address = f"host-{number}", f"{SUBNET}.{number}"
+        self.space, self.folder = f"orch-{number}", folder / f"h{number}"
+        self.socket = f"unix://{self.folder}/docker.sock"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.folder.mkdir()
+        command("cp", "--archive", "--link", str(template), str(self.folder / "data"))
+        command("ip", "netns", "add", self.space)
+        link, far = f"orch-v{number}", f"orch-p{number}"
+        command("ip", "link", "add", link, "type", "veth", "peer", "name", far)
+        command("ip", "link", "set", far, "netns", self.space)
+        command("ip", "link", "set", link, "master", BRIDGE, "up")
+        self.inside("ip", "link", "set", far, "name", "eth0")
+        self.inside("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
+        self.inside("ip", "link", "set", "eth0", "up")
+        self.inside("ip", "link", "set", "lo", "up")
+        self.inside("ip", "route", "add", "default", "via", f"{SUBNET}.254")
+
+    def inside(self, *words: str) -> str:
+        return command("nsenter", f"--net=/run/netns/{self.space}", *words)
+
+    def start(self) -> None:
+        with (self.folder / "dockerd.log").open("ab") as log:
+            self.process = self.engine(log)
+        eventually(self.answers)
+
+    def engine(self, log: BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [
+                *("nsenter", f"--net=/run/netns/{self.space}", "unshare", "--uts"),
+                *("sh", "-c", f'hostname {self.name} && exec "$@"', "sh"),
+                *("dockerd", "--host", self.socket, "--data-root", str(self.folder / "data")),
+                *("--exec-root", str(self.folder / "exec"), "--pidfile", str(self.folder / "pid")),
+                *("--init-path", shutil.which("tini-static") or "docker-init"),
+            ],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+    def answers(self) -> bool:
+        assert self.process and self.process.poll() is None, (self.folder / "dockerd.log").read_text()[-2000:]
+        return not subprocess.run(["docker", "--host", self.socket, "info"], capture_output=True).returncode
+
+    def docker(self, *arguments: str) -> str:
+        return command("docker", "--host", self.socket, *arguments)
+
+    def cut(self) -> None:
+        """Cut it off from the others."""
+        command("ip", "link", "set", f"orch-v{self.name[-1]}", "down")
+
+    def heal(self) -> None:
+        command("ip", "link", "set", f"orch-v{self.name[-1]}", "up")
+
+    def processes(self) -> list[int]:
+        """The engine, and all that it has started, by their network namespaces or their parents."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if str(self.folder) in path.joinpath("cmdline").read_text():
+                    found.append(int(path.name))
+        return found
+
+    def kill(self) -> None:
+        """End the engine and all its containers at once, as a power cut does."""
+        engine = self.processes()
+        children = [pid for parent in engine for pid in descendants(parent)]
+        for pid in {*engine, *children}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert self.process
+        self.process.wait()
+        eventually(lambda: all(gone(pid) for pid in children))
+
+    def restore(self) -> None:
+        """Have it as it was."""
+        self.heal()
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+
+    def stop(self) -> None:
+        if self.process and self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait()
+        for pid in self.processes():  # what a killed engine has left
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def remove(self) -> None:
+        self.stop()
+        command("ip", "netns", "del", self.space)
+        with open("/proc/mounts") as file:
+            mounts = [line.split()[1] for line in file if line.split()[1].startswith(str(self.folder))]
+        for mount in sorted(mounts, reverse=True):
+            subprocess.run(["umount", "--lazy", mount], capture_output=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def descendants(parent: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                found += [int(path.parent.name), *descendants(int(path.parent.name))]
+    return found
+
+
+class Swarm:
+    """Three hosts; the first is the manager, the one that `orchestrate` talks to."""
+
+    def __init__(self, folder: Path, count: int = 3) -> None:
+        template = folder / "template"
+        share_image(template)
+        command("ip", "link", "add", BRIDGE, "type", "bridge")
+        command("ip", "addr", "add", f"{SUBNET}.254/24", "dev", BRIDGE)
+        command("ip", "link", "set", BRIDGE, "up")
+        command("iptables", "-I", "FORWARD", "-i", BRIDGE, "-o", BRIDGE, "-j", "ACCEPT")
+        self.hosts: list[Host] = []
+        try:
+            for number in range(1, count + 1):
+                self.hosts.append(Host(number, folder, template))
+                self.hosts[-1].start()
+            first = self.hosts[0]
+            first.docker("swarm", "init", "--advertise-addr", first.address)
+            token = first.docker("swarm", "join-token", "--quiet", "worker").strip()
+            for host in self.hosts[1:]:
+                host.docker("swarm", "join", "--token", token, f"{first.address}:2377")
+        except BaseException:
+            self.remove()
+            raise
+
+    def states(self) -> list[str]:
+        """What the manager says of the hosts."""
+        lines = self.hosts[0].docker("node", "ls", "--format", "{{json .}}").splitlines()
+        return [
+            status for _, status in sorted((json.loads(line)["Hostname"], json.loads(line)["Status"]) for line in lines)
+        ]
+
+    def well(self) -> None:
+        """Wait until all hosts are ready."""
+        eventually(lambda: self.states() == ["Ready"] * len(self.hosts), timeout=90)
+
+    def left(self) -> dict[str, str]:
+        """All that a job has left, by host and kind."""
+        networks = "network ls --filter driver=overlay --format {{.Name}}"
+        asks = {"containers": "ps -aq", "networks": networks, "volumes": "volume ls -q"}
+        found = {f"{host.name} {what}": host.docker(*ask.split()) for host in self.hosts for what, ask in asks.items()}
+        for what in ("service", "secret"):
+            found[what] = self.hosts[0].docker(what, "ls", "-q")
+        return {what: names for what, names in found.items() if names.strip() not in ("", "ingress")}
+
+    def remove(self) -> None:
+        for host in self.hosts:
+            host.remove()
+        subprocess.run(["iptables", "-D", "FORWARD", "-i", BRIDGE, "-o", BRIDGE, "-j", "ACCEPT"], capture_output=True)
+        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
+
+
+def share_image(target: Path) -> None:
+    """Make a data folder of an engine that holds the image alone, of hard links to the layers that we have.
+
+    `docker save | docker load` would write six gigabytes for each host.
+    """
+    root = Path(command("docker", "info", "--format", "{{.DockerRootDir}}").strip())
+    image = command("docker", "image", "inspect", "--format", "{{.Id}}", IMAGE).strip().removeprefix("sha256:")
+    store, layers = root / "image" / "overlay2", []
+    wanted = [store / "imagedb" / "content" / "sha256" / image]
+    config = json.loads(wanted[0].read_text())
+    for layer in (store / "layerdb" / "sha256").iterdir():
+        if (layer / "diff").read_text() in config["rootfs"]["diff_ids"]:
+            layers.append(root / "overlay2" / (layer / "cache-id").read_text())
+            wanted += [layer, layers[-1]]
+    links = target / "overlay2" / "l"
+    links.mkdir(parents=True)
+    for layer in layers:
+        links.joinpath((layer / "link").read_text()).symlink_to(f"../{layer.name}/diff")
+    share(root, wanted, target)
+    names = {"Repositories": {IMAGE.partition(":")[0]: {IMAGE: f"sha256:{image}"}}}
+    (target / "image" / "overlay2" / "repositories.json").write_text(json.dumps(names))
+
+
+def share(root: Path, wanted: list[Path], target: Path) -> None:
+    """Link what stands below `root` into another folder; or copy it, where that is on another disk."""
+    copy = ["cp", "--archive", "--parents", *(str(path.relative_to(root)) for path in wanted), str(target)]
+    # A running engine has its data folder mounted on itself, across which there are no links.
+    look_below = f'umount --lazy {root}; cd {root} && exec "$@"'
+    linked = ["unshare", "--mount", "--propagation", "private", "sh", "-c", look_below, "sh", *copy, "--link"]
+    if subprocess.run(linked, capture_output=True).returncode:
+        subprocess.run(copy, cwd=root, check=True)
