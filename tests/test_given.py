@@ -1,0 +1,53 @@
+"""Where somebody else says which node this is, its workers must get torchrun's environment all the same."""
+
+import pytest
+
+from orchestrate.node.given import envs
+from orchestrate.node.place import interface_to
+from orchestrate.node.ranks import CONTRACT
+
+OURS = {"NODE_RANK": "1", "NNODES": "3", "NODE_NPROC": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+SLURM = {"SLURM_NODEID": "1", "SLURM_NNODES": "3", "NODE_NPROC": "2", "MASTER_ADDR": "127.0.0.1"}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "1", "NNODES": "3", "NODE_NPROC": "2", "MASTER_ADDR": "127.0.0.1"}
+KUBEFLOW = {
+    "PET_NODE_RANK": "1",
+    "PET_NNODES": "3",
+    "PET_NPROC_PER_NODE": "2",
+    "PET_MASTER_ADDR": "127.0.0.1",
+    "PET_MASTER_PORT": "29400",
+}
+
+
+@pytest.mark.parametrize("told", [OURS, SLURM, KUBERNETES, KUBEFLOW], ids=["ours", "slurm", "kubernetes", "kubeflow"])
+def test_a_node_must_know_its_workers(told):
+    first, second = envs(told, [], 4)
+    assert [(env["RANK"], env["LOCAL_RANK"]) for env in (first, second)] == [("2", "0"), ("3", "1")]
+    assert first["WORLD_SIZE"] == "6" and first["NODE_RANK"] == "1" and first["LOCAL_WORLD_SIZE"] == "2"
+    assert first["MASTER_PORT"] == told.get("MASTER_PORT", told.get("PET_MASTER_PORT", "29500"))
+    assert first["OMP_NUM_THREADS"] == "2"
+    assert CONTRACT - first.keys() <= {"JOB_ID", "JOB_DIR", "WORKER_CORES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+
+
+def test_one_worker_whose_environment_is_complete_must_get_it_as_it_is():
+    assert envs({"RANK": "3"}, ["GPU-a"], 4) == [{}]
+
+
+def test_what_the_environment_says_must_stand():
+    (env,) = envs(SLURM | {"NODE_NPROC": "1", "OMP_NUM_THREADS": "7", "TORCHELASTIC_RESTART_COUNT": "5"}, [], 4)
+    assert (env["OMP_NUM_THREADS"], env["TORCHELASTIC_RESTART_COUNT"]) == ("7", "5")
+
+
+def test_as_many_workers_as_gpus_must_be_there_where_nobody_says_how_many():
+    found = envs(KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, ["GPU-a", "GPU-b", "GPU-c"], 6)
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in found] == ["GPU-a,GPU-b,GPU-c"] * 3
+
+
+@pytest.mark.parametrize("missing", ["NODE_RANK", "NNODES", "MASTER_ADDR"])
+def test_what_is_missing_must_be_named(missing):
+    with pytest.raises(KeyError, match=missing):
+        envs({name: value for name, value in OURS.items() if name != missing}, [], 4)
+
+
+def test_the_interface_must_be_that_of_the_route():
+    assert interface_to("127.0.0.1") in ("lo", "lo0")
+    assert interface_to("no.such.host.invalid") == ""

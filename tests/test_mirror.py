@@ -1,0 +1,255 @@
+"""The files of a node on another machine must come home, and only those; with a real node, over TCP."""
+
+import base64
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from conftest import ROOT, eventually, gone
+
+from orchestrate.engines.links import Link
+from orchestrate.engines.mirror import Mirror, code_files, give, mine, packed
+from orchestrate.engines.ports import free_port
+from orchestrate.errors import ResourceError
+from orchestrate.node.sealed import Seal
+
+KEY = b"a key of the test"
+
+
+class Node:
+    """A node that listens on TCP, and its folder."""
+
+    def __init__(self, folder):
+        self.folder, self.job, self.port = folder, folder / "job", free_port()
+        self.links: list[Link] = []
+        folder.joinpath("key").write_bytes(KEY)
+        settings = {"NODE_MODE": "wait", "NODE_SOCKET": str(folder / "s"), "NODE_KEY": str(folder / "key")}
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "orchestrate" / "node")],
+            env=os.environ | settings | {"NODE_PORT": str(self.port), "NODE_GRACE": "1"},
+            stdout=subprocess.DEVNULL,
+        )
+
+    def connect(self, name: str = "", key: bytes = KEY) -> Link | None:
+        link = Link(eventually(self.dial), key=key)
+        self.links.append(link)
+        return link if link.greet(5) else None
+
+    def dial(self) -> socket.socket | None:
+        try:
+            return socket.create_connection(("127.0.0.1", self.port))
+        except OSError:
+            return None
+
+    def start(self, link: Link, code: str, rank: int = 0, generation: int = 0, log: int = 0) -> None:
+        script = self.folder / f"script-{rank}-{generation}.py"
+        script.write_text(code)
+        env = {"RANK": str(rank), "WORLD_SIZE": "1", "JOB_ID": "job", "JOB_DIR": str(self.job)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": str(generation)}
+        link.send("start", command=[str(script)], env=env, inherit=True, cwd=str(self.folder), log=log)
+
+    def until(self, link: Link, what: str) -> dict:
+        while (messages := link.receive()) is not None:
+            for message in messages:
+                if message["say"] == what:
+                    return message
+        raise AssertionError("the connection has ended")
+
+
+@pytest.fixture
+def node(tmp_path):
+    made = Node(tmp_path)
+    yield made
+    for link in made.links:
+        link.sock.close()
+    made.process.terminate()
+    made.process.wait()
+
+
+@pytest.fixture
+def mirror(node, tmp_path):
+    home = tmp_path / "home"
+    (home / "logs").mkdir(parents=True)
+    made = Mirror(home, str(node.job), {"master": [0]}, node.connect)
+    yield made
+    made.close()
+
+
+def test_who_does_not_know_the_key_must_get_no_answer(node):
+    link = node.connect(key=b"a guess")
+    assert link.send("status")
+    assert link.receive() is None
+    node.connect().converse("status")  # the node has taken no harm
+
+
+def test_what_a_worker_writes_must_come_home(node, mirror):
+    link = node.connect()
+    node.start(
+        link,
+        "import os, pathlib\n"
+        "home = pathlib.Path(os.environ['JOB_DIR'])\n"
+        "step = home / 'checkpoints' / 'step-1'\n"
+        "step.mkdir()\n"
+        "(step / 'state.pt').write_bytes(bytes(range(256)) * 8192)\n"
+        "(home / 'checkpoints' / 'last').symlink_to('step-1')\n"
+        "(home / 'checkpoints' / '.half').write_text('half')\n"
+        "print('done\\r\\x00', end='')\n",
+    )
+    assert node.until(link, "ended")["code"] == 0
+    mirror.catch_up(20)
+    found = {str(path.relative_to(mirror.home)) for path in mirror.home.rglob("*") if not path.is_dir()}
+    assert found == {"logs/rank-0.log", "checkpoints/step-1/state.pt"} and (mirror.home / "checkpoints/last").is_dir()
+    assert (mirror.home / "checkpoints" / "last" / "state.pt").read_bytes() == bytes(range(256)) * 8192
+    assert (mirror.home / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
+
+
+def test_what_a_worker_removes_must_go_at_home_too(node, mirror):
+    link = node.connect()
+    write = "import os, pathlib; (pathlib.Path(os.environ['JOB_DIR']) / 'checkpoints' / '{}').{}"
+    node.start(link, write.format("old", "touch()"))
+    node.until(link, "ended")
+    mirror.catch_up(20)
+    assert (mirror.home / "checkpoints" / "old").exists()
+    node.start(link, write.format("old", "unlink()"), generation=1)
+    node.until(link, "ended")
+    mirror.catch_up(20)
+    assert not (mirror.home / "checkpoints" / "old").exists()
+
+
+def test_the_log_of_another_node_must_be_gone_on_with(node, mirror):
+    log = mirror.home / "logs" / "rank-0.log"
+    log.write_bytes(b"what a node wrote that is lost\n")
+    link = node.connect()
+    node.start(link, "print('more')", generation=1, log=log.stat().st_size)
+    node.until(link, "ended")
+    mirror.catch_up(20)
+    assert log.read_bytes() == b"what a node wrote that is lost\n[node] generation 1\nmore\n"
+
+
+def test_what_is_given_to_a_node_must_be_there_and_not_come_back(node, mirror, tmp_path):
+    given = tmp_path / "given" / "checkpoints"
+    given.mkdir(parents=True)
+    (given / "state.pt").write_bytes(os.urandom(3_000_000))
+    (given / "last").symlink_to("state.pt")
+    node.job.mkdir()
+    (node.job / "stale").touch()
+    link = node.connect()
+    with packed(given.parent, mine(given.parent)) as (file, digest):
+        give(link, str(node.job), file, digest)
+    assert link.converse("status")["tags"] == {str(node.job): digest}
+    assert (node.job / "checkpoints" / "last").read_bytes() == (given / "state.pt").read_bytes()
+    assert not (node.job / "stale").exists()
+    mirror.catch_up(20)
+    assert not (mirror.home / "checkpoints" / "state.pt").exists()
+
+
+def test_a_node_whose_relay_is_gone_must_end_its_workers(node, tmp_path):
+    port = free_port()
+    settings = {"NODE_MODE": "relay", "NODE_PORT": str(port), "NODE_KEY": str(tmp_path / "key")}
+    relay = subprocess.Popen([sys.executable, str(ROOT / "orchestrate" / "node")], env=os.environ | settings)
+    try:
+        link = node.connect()
+        link.send("lease", relay=["127.0.0.1", port])
+        node.start(link, "import time; time.sleep(600)")
+        pid = node.until(link, "started")["pid"]
+        link.sock.settimeout(12)  # it is held for longer than a lease
+        with pytest.raises(TimeoutError):
+            link.sock.recv(1)
+        assert not gone(pid)
+    finally:
+        relay.kill()
+        relay.wait()
+    link.sock.settimeout(30)
+    ended = node.until(link, "ended")
+    assert (ended["code"], ended["sign"]) == (137, "cut off")
+    assert gone(pid)
+
+
+class Hostile(threading.Thread):
+    """A node that has been taken over, and names files as it likes."""
+
+    def __init__(self, files: dict[str, bytes], links: dict[str, str]):
+        super().__init__(daemon=True)
+        self.files, self.links = files, links
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.start()
+
+    def run(self):
+        sock, _ = self.server.accept()
+        with sock, self.server, sock.makefile("rwb") as file:
+            self.serve(file)
+
+    def serve(self, file):
+        seal = Seal(KEY, listens=True)
+        file.write(seal.word + b"\n")
+        file.flush()
+        seal.meet(file.readline().rstrip(b"\n"))
+        while line := file.readline():
+            asked = json.loads(seal.open(line.rstrip(b"\n")))
+            if asked["ask"] == "news":
+                facts = {path: [len(data), 1, 1] for path, data in self.files.items()}
+                log = base64.b64encode(b"evil").decode()
+                said = {"logs": {"../evil": log, "plan.json": log}, "files": facts, "links": self.links}
+            else:
+                data = self.files[asked["path"]]
+                said = {"data": base64.b64encode(data).decode(), "facts": [len(data), 1, 1]}
+            file.write(seal.close(json.dumps({"say": asked["ask"], **said}).encode()) + b"\n")
+            file.flush()
+
+
+def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_path):
+    home, outside = tmp_path / "home", tmp_path / "outside"
+    (home / "logs").mkdir(parents=True)
+    outside.mkdir()
+    (home / "plan.json").write_text("ours")
+    (home / "events.jsonl").write_text("ours")
+    (home / "way").symlink_to(outside)
+    names = [
+        "../evil",
+        "/tmp/evil-of-a-test",
+        "plan.json",
+        "events.jsonl",
+        ".key",
+        "way/evil",
+        "logs/rank-9.log",
+        "a//b",
+    ]
+    names += ["a/../../evil", "", ".", "checkpoints/.hidden"]
+    hostile = Hostile(dict.fromkeys(names, b"evil") | {"fine": b"fine"}, {"checkpoints/out": "../../..", "up": ".."})
+    port = hostile.server.getsockname()[1]
+
+    def connect(_: str) -> Link | None:
+        link = Link(socket.create_connection(("127.0.0.1", port)), key=KEY)
+        return link if link.greet(5) else None
+
+    mirror = Mirror(home, "/job", {"master": [0]}, connect)
+    try:
+        eventually(lambda: (home / "fine").exists())
+        mirror.catch_up(20)
+    finally:
+        mirror.close()
+        hostile.join()
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if not path.is_dir()}
+    assert found == {"home/plan.json", "home/events.jsonl", "home/fine"}
+    assert {(home / name).read_text() for name in ("plan.json", "events.jsonl")} == {"ours"}
+    assert not os.path.exists("/tmp/evil-of-a-test")
+
+
+def test_code_must_be_sent_without_what_is_none(tmp_path):
+    names = ["train.py", "pkg/model.py", "data/big.bin", ".git/config", "runs/job/plan.json", "env/pyvenv.cfg"]
+    for name in [*names, "env/lib/x.py", "pkg/__pycache__/model.pyc"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".dockerignore").write_text("# none of it\ndata\n")
+    assert {str(path.relative_to(tmp_path)) for path in code_files(tmp_path)} == {"train.py", "pkg/model.py"}
+
+
+def test_code_that_is_too_large_must_be_told(tmp_path):
+    with (tmp_path / "weights.bin").open("wb") as file:
+        file.truncate(300 << 20)
+    with pytest.raises(ResourceError, match="more than 256 MB"):
+        code_files(tmp_path)

@@ -1,0 +1,49 @@
+"""What goes over a network that others may reach must carry the job's key."""
+
+import pytest
+
+from orchestrate.node.sealed import Seal
+
+
+def pair(key: bytes = b"key", other: bytes = b"key") -> tuple[Seal, Seal]:
+    node, host = Seal(key, listens=True), Seal(other, listens=False)
+    node.meet(host.word)
+    host.meet(node.word)
+    return node, host
+
+
+def test_lines_must_arrive_both_ways():
+    node, host = pair()
+    for text in (b"{}", b"two words", b""):
+        assert node.open(host.close(text)) == text
+        assert host.open(node.close(text)) == text
+
+
+def test_a_line_of_somebody_without_the_key_must_be_refused():
+    node, host = pair(other=b"guess")
+    with pytest.raises(ValueError):
+        node.open(host.close(b"start"))
+
+
+@pytest.mark.parametrize("harm", ["changed", "repeated", "left out", "sent back", "without proof"])
+def test_a_line_that_somebody_has_touched_must_be_refused(harm):
+    node, host = pair()
+    first, second = host.close(b"first"), host.close(b"second")
+    line = {
+        "changed": first.replace(b"first", b"other"),
+        "repeated": first,
+        "left out": second,
+        "sent back": node.close(b"first"),
+        "without proof": b"first",
+    }[harm]
+    if harm == "repeated":
+        node.open(first)
+    with pytest.raises(ValueError):
+        node.open(line)
+
+
+def test_a_line_of_another_connection_must_be_refused():
+    _, host = pair()
+    node, _ = pair()
+    with pytest.raises(ValueError):
+        node.open(host.close(b"start"))
