@@ -27,6 +27,7 @@ SCRIPT = """\
 set -u
 cd {folder}
 export JOB_DIR="$SLURM_SUBMIT_DIR/runs/{name}"
+export NODE_FAILED="$JOB_DIR/.failed" NODE_PATIENT=1
 mkdir -p "$JOB_DIR"
 {env}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -38,12 +39,14 @@ for attempt in $(seq 0 {max_restarts}); do
     # A generation has a number, and a port, of its own; Slurm itself may have started this script again.
     export TORCHELASTIC_RESTART_COUNT=$((${{SLURM_RESTART_COUNT:-0}} * ({max_restarts} + 1) + attempt))
     export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 97 + TORCHELASTIC_RESTART_COUNT) % 20000))
+    rm -f "$NODE_FAILED"
     srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --wait={wait} \\
         {launch} &
     step=$!
     wait "$step"
     code=$?
     while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a signal ends the first wait
+    [ "$code" = 0 ] || code=$(cat "$NODE_FAILED" 2>/dev/null || echo "$code")  # of the first that failed
     case $code in 0) exit 0 ;; {never}) exit "$code" ;; esac
     [ -z "$stop" ] || exit "$code"
     echo "generation $TORCHELASTIC_RESTART_COUNT ended with exit code $code" >&2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -65,6 +66,7 @@ def given(command: list[str]) -> int:
         codes.append(code)
         if code and not loop.ending:
             say(f"rank {rank} failed with exit code {code}")
+            _note(code)
             loop.stop(end=True)
         loop.ending = loop.ending or len(codes) == len(found)
 
@@ -72,6 +74,13 @@ def given(command: list[str]) -> int:
         loop.start(command, {**os.environ, **env}, None, partial(ended, env.get("RANK", "0")))
     loop.run()
     return next(filter(None, codes), 0)
+
+
+def _note(code: int) -> None:
+    """Write the code of the first failure of all to the file that `NODE_FAILED` names: srun tells only the highest."""
+    if path := os.environ.get("NODE_FAILED"):
+        with contextlib.suppress(OSError), open(path, "x") as file:
+            file.write(str(code))
 
 
 def _restarts(environ: Mapping[str, str]) -> set[str]:
