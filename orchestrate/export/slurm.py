@@ -33,8 +33,8 @@ mkdir -p "$JOB_DIR"
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 
-stop= step=
-trap 'stop=1; [ -z "$step" ] || kill -TERM "$step"' TERM  # srun tells all nodes
+stop=
+trap 'stop=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM  # which reaches the nodes; srun would have them killed
 for attempt in $(seq 0 {max_restarts}); do
     # A generation has a number, and a port, of its own; Slurm itself may have started this script again.
     export TORCHELASTIC_RESTART_COUNT=$((${{SLURM_RESTART_COUNT:-0}} * ({max_restarts} + 1) + attempt))

@@ -14,8 +14,9 @@ It takes work in one of these ways (`NODE_MODE`; without it, `given` where `RANK
 
 A worker's output goes, untouched, to `$JOB_DIR/logs/rank-N.log` and, line by line behind `[rank N] `, to stdout.
 SIGTERM and SIGINT stop the workers (SIGTERM, `NODE_GRACE` seconds, SIGKILL) and end the node; a second one kills at
-once, but with `NODE_PATIENT` in the environment, for a scheduler that repeats itself. `$JOB_DIR/generation` holds the generation whose workers may start, with `over` once they may not any more; so
-that a stop reaches a worker on its way, too.
+once, but not with `NODE_PATIENT` in the environment, for schedulers that repeat themselves. `$JOB_DIR/generation`
+holds the generation whose workers may start, with `over` once they may not any more; so that a stop reaches a worker
+on its way, too.
 """
 
 from __future__ import annotations
