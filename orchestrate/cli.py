@@ -84,6 +84,12 @@ def parser() -> Parser:
             )
         _add_runs(command)
     command = kinds.add_parser(
+        "doctor",
+        help="look for what keeps jobs from running here",
+        description="Look for what keeps jobs from running on this engine, and on the hosts of its Swarm.",
+    )
+    _add_job(command)
+    command = kinds.add_parser(
         "export",
         help="print the job as a file for another engine",
         description="Print the job as a file for an engine that others maintain.",
@@ -157,6 +163,8 @@ def _guarded(argv: list[str]) -> int:
 def _command(argv: list[str]) -> int:
     words, script = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
     args = parser().parse_args(words)
+    if args.command == "doctor":
+        return commands.doctor(_spec(args, script))
     if args.command == "export":
         return _export(args, script)
     if args.command in RUN_COMMANDS and not (args.command == "up" and script is not None):

@@ -101,6 +101,20 @@ def _engines() -> list[Engine]:
     return found
 
 
+def doctor(spec: JobSpec) -> int:
+    """What keeps jobs from running here."""
+    from orchestrate import doctor as findings
+
+    worst = errors.SUCCEEDED
+    for finding in findings.doctor(spec):
+        print(f"{finding.state:<7}  {finding.what}", flush=True)
+        if finding.hint:
+            print(f"         hint: {finding.hint}", flush=True)
+        if finding.state == findings.BAD:
+            worst = errors.ResourceError.exit_code
+    return worst
+
+
 def ps(args: argparse.Namespace) -> int:
     """The jobs that have nodes, and those whose supervisor has none yet, or none any more."""
     rows = [("NAME", "ENGINE", "NODES", "STATE", "RUN")]

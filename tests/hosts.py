@@ -55,6 +55,8 @@ class Host:
                 *("nsenter", f"--net=/run/netns/{self.space}", "unshare", "--uts"),
                 *("sh", "-c", f'hostname {self.name} && exec "$@"', "sh"),
                 *("dockerd", "--host", self.socket, "--data-root", str(self.folder / "data")),
+                *("--node-generic-resource", f"NVIDIA-GPU=GPU-{self.name}-a"),
+                *("--node-generic-resource", f"NVIDIA-GPU=GPU-{self.name}-b"),
                 *("--exec-root", str(self.folder / "exec"), "--pidfile", str(self.folder / "pid")),
                 *("--init-path", shutil.which("tini-static") or "docker-init"),
             ],

@@ -2,16 +2,17 @@
 
 import json
 import subprocess
+from dataclasses import replace
 
 import kubernetes_validate
 import pytest
 import yaml
-from conftest import docker, eventually
+from conftest import ROOT, docker, eventually
 from kubeflow_trainer_api import models
 
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
-from orchestrate.spec import resolve
+from orchestrate.spec import read_file, resolve
 
 SPEC = {
     "trainers": 2,
@@ -79,6 +80,19 @@ def test_a_jobset_must_start_all_pods_again_as_another_generation():
     container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     (count,) = [one for one in container["env"] if one["name"] == "TORCHELASTIC_RESTART_COUNT"]
     assert "restart-attempt" in count["valueFrom"]["fieldRef"]["fieldPath"]
+
+
+@pytest.mark.parametrize("form", ["job", "jobset", "trainjob", "slurm"])
+def test_the_examples_in_the_documentation_must_be_what_is_printed(form):
+    spec = resolve(
+        read_file(ROOT / "examples" / "job.yaml"), {"gpus": "all", "image": SPEC["image"].replace(":1", ":0.1")}
+    )
+    if form == "slurm":
+        text = slurm(spec, "digits-short", "apptainer").replace(str(ROOT), "/home/me/orchestrate")
+        assert (ROOT / "docs" / "export" / "job.sbatch").read_text() == text
+    else:
+        text = kubernetes(replace(spec, volume="training"), "digits-short", form)
+        assert (ROOT / "docs" / "export" / f"{form}.yaml").read_text() == text
 
 
 @pytest.mark.parametrize("form", ["venv", "apptainer", "pyxis"])

@@ -97,6 +97,121 @@ def test_a_script_that_knows_nothing_of_us_must_run_unchanged(cli, swarm):
         assert cli.log(rank) == f"rank {rank} of 6: the ranks add up to 15\n"
 
 
+ADDRESSES = {"MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "JOB_DIR", "JOB_ID"}
+ADDRESSES |= {"TORCHELASTIC_RUN_ID"}
+
+
+@pytest.mark.slow
+def test_every_engine_must_give_the_same_plan_but_for_addresses_and_the_same_losses(cli, swarm):
+    plans, losses = [], []
+    for engine in ("process", "docker", "swarm"):
+        env = {"DOCKER_HOST": ""} if engine == "docker" else {}
+        runs = ["--engine", engine, "--trainers", "2", "--gpus", "none", "--runs", engine]
+        runs += ["--set", "env.OMP_NUM_THREADS=1"]  # else three hosts have more cores for them than one
+        done = cli("run", *runs, "--", "-m", "app.train", "--epochs", "1", **env)
+        assert done.returncode == 0, done.stderr
+        (run,) = (cli.folder / engine).iterdir()
+        plan = json.loads((run / "plan.json").read_text())
+        for worker in plan["workers"]:
+            worker["env"] = {name: value for name, value in worker["env"].items() if name not in ADDRESSES}
+        plans.append((plan["nodes"], plan["command"], plan["workers"]))
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert plans[0] == plans[1] == plans[2]
+    assert len(losses[0]) > 1 and losses[0] == losses[1] == losses[2]
+
+
+def test_each_worker_must_have_the_gpu_that_swarm_has_set_aside_for_it(cli, swarm):
+    (cli.folder / "gpu.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    done = cli("run", "--engine", "swarm", "--gpus", "all", "--trainers", "5", "--set", "warm=false", "--", "gpu.py")
+    assert done.returncode == 0, done.stderr
+    assert {cli.log(rank).strip() for rank in range(6)} == {f"GPU-host-{n}-{x}" for n in (1, 2, 3) for x in "ab"}
+
+
+def test_more_nodes_than_gpus_must_be_an_error(cli, swarm):
+    done = cli("run", "--engine", "swarm", "--gpus", "all", "--trainers", "6", "--", "count.py", "5")
+    assert done.returncode == 4 and "7 workers need 7 GPUs, and there are 6" in done.stderr
+
+
+def test_training_must_go_on_without_its_orchestrator_and_another_one_must_take_over(cli, swarm):
+    job = Job(cli, swarm, "--", "count.py", "400")
+    job.until_step(30, rank=2)
+    job.process.kill()
+    job.process.communicate()
+    done = cli("attach", cli.run_dir().name)
+    assert done.returncode == 0, done.stderr
+    assert cli.report()["generations"] == 1
+    for rank in RANKS:
+        assert complete(job.steps(rank), 400)
+
+
+def test_what_a_dead_orchestrator_has_left_must_be_shown_and_removed(cli, swarm):
+    job = Job(cli, swarm, "--", "count.py", "100000")
+    job.until_step(10, rank=3)
+    job.process.kill()
+    job.process.communicate()
+    name = cli.run_dir().name
+    assert re.search(rf"^{name} +swarm +4 +without supervisor ", cli("ps").stdout, re.M)
+    shown = cli("stop", name, "--dry-run").stdout.split("\n")[:-1]
+    things = ["service {}-master", "service {}-trainer", "container {}-relay", "secret {}-node", "network {}_job"]
+    assert sorted(shown) == sorted(thing.format(name) for thing in things)
+    assert cli("stop", name).returncode == 0
+    assert not cli("stop", name, "--dry-run").stdout
+
+
+def test_a_host_without_the_image_must_be_named(cli, swarm):
+    first = swarm.hosts[0]
+    (cli.folder / "Dockerfile").write_text("FROM orchestrate-node:0.1\nLABEL only=here\n")
+    first.docker("build", "--quiet", "--tag", "lonely:1", str(cli.folder))
+    try:
+        options = ["--image", "lonely:1", "--gpus", "none", "--trainers", "5"]
+        done = cli("run", "--engine", "swarm", *options, "--", "count.py", "5")
+        assert done.returncode == 3
+        assert re.search(r"error: host-[23] has no image lonely:1\n", done.stderr), done.stderr
+    finally:
+        eventually(lambda: not first.docker("ps", "--all", "--quiet"))
+        first.docker("image", "rm", "lonely:1")
+
+
+def test_a_constraint_that_no_host_meets_must_be_told(cli, swarm):
+    done = cli("run", "--engine", "swarm", "--set", "constraints=node.labels.gpu == a100", "--gpus", "none")
+    assert done.returncode == 3
+    assert "no host takes a node: scheduling constraints not satisfied on 3 nodes" in done.stderr
+
+
+def test_hosts_that_share_a_folder_must_have_their_files_there(cli, swarm):
+    shared = cli.folder / "shared"
+    shared.mkdir(mode=0o777)
+    job = Job(cli, swarm, "--set", f"volume={shared}", "--", "count.py", "60")
+    job.until_step(25, rank=2)
+    job.kill_worker(2)
+    finished(job, 60)
+    assert (shared / cli.run_dir().name / "checkpoints" / "rank-3").read_text() == "60"
+
+
+def test_the_network_of_the_hosts_must_do(cli, swarm):
+    shutil.copy(ROOT / "examples" / "allreduce.py", cli.folder)
+    options = ["--engine", "swarm", "--gpus", "none", "--trainers", "3", "--set", "network=host"]
+    done = cli("run", *options, "--", "allreduce.py")
+    assert done.returncode == 0, done.stderr
+    assert all(cli.log(rank).endswith(f"rank {rank} of 4: the ranks add up to 6\n") for rank in RANKS)
+
+
+def test_the_doctor_must_find_three_hosts_well(cli, swarm):
+    done = cli("doctor")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("2 GPUs offered") == 3 and "error" not in done.stdout
+    assert done.stdout.count("a node there answers over an overlay network") == 3
+
+
+@pytest.mark.slow
+def test_the_doctor_must_find_a_host_that_is_away(cli, swarm):
+    swarm.hosts[2].cut()
+    eventually(lambda: "Down" in swarm.states())
+    done = cli("doctor")
+    assert "host-3 (10.213.7.3) takes no nodes: down, active" in done.stdout
+
+
 def test_a_worker_that_is_killed_must_restart_the_gang_from_what_all_hosts_have_saved(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "60")
     job.until_step(25, rank=2)

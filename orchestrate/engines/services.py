@@ -125,10 +125,7 @@ def task(
         },
         "Resources": {"Limits": limits, "Reservations": reserved},
         "RestartPolicy": {"Condition": "none"},  # a node that is new has no worker: the gang starts again as a whole
-        "Placement": {
-            "Constraints": list(spec.constraints),
-            "Preferences": [{"Spread": {"SpreadDescriptor": "node.id"}}],
-        },
+        "Placement": {"Constraints": list(spec.constraints)},  # Swarm spreads tasks of its own accord
         "Networks": [network_config],
         "LogDriver": {"Name": "json-file", "Options": {"max-size": "50m", "max-file": "3"}},
     }

@@ -94,7 +94,7 @@ class SwarmEngine(Linked):
         began = time.monotonic()
         found = self._well_nodes()
         old = {task["ID"] for task in self.swarm.tasks()}
-        for role, wanted in (("master", 1), ("trainer", len(plan.nodes) - 1)):
+        for role, wanted in (("trainer", len(plan.nodes) - 1), ("master", 1)):  # the master where there are fewest
             self.swarm.scale(spec, plan, role, wanted - sum(name.startswith(role) for name in found))
         while len(found) < len(plan.nodes):
             if why := self.swarm.refusal(spec.image, old, impatient=time.monotonic() - began > PENDING):
@@ -229,7 +229,10 @@ class SwarmEngine(Linked):
         return node in self.nodes and well(self.nodes[node]) and self.swarm.ready(self.nodes[node])
 
     def _connect(self, node: str) -> Link | None:
-        """By way of the relay, of which the node is told that it answers for its lease."""
+        return self.reach(node)
+
+    def reach(self, node: str) -> Link | None:
+        """A connection by way of the relay, of which the node is told that it answers for its lease."""
         task, relay = self.nodes.get(node), self.swarm.relay
         if task is None or relay is None:
             return None
@@ -257,7 +260,7 @@ class SwarmEngine(Linked):
         """Do something with a fresh connection to each node, to several at once; raises EngineError."""
 
         def with_link(node: str) -> None:
-            link = self._connect(node)
+            link = self.reach(node)
             try:
                 if link is None:
                     raise OSError("no connection")
@@ -306,4 +309,4 @@ class SwarmEngine(Linked):
             ranks.setdefault(worker.node, []).append(worker.rank)
         if self.mirror:
             self.mirror.close()
-        self.mirror = Mirror(self.files, workers[0].env["JOB_DIR"], ranks, self._connect)
+        self.mirror = Mirror(self.files, workers[0].env["JOB_DIR"], ranks, self.reach)

@@ -9,6 +9,7 @@ import sys
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, shape
 from orchestrate.paths import NODE, PACKAGE, code_folder
+from orchestrate.plan import counted
 from orchestrate.spec import JobSpec
 
 WARNED = 30  # seconds, besides the grace period, in which workers hear of the end of the allocation
@@ -20,7 +21,7 @@ HEAD = {
 }
 SCRIPT = """\
 #!/bin/bash
-# {name}: {nodes} nodes of {nproc} workers, for sbatch. Submit it from a folder that every machine sees.
+# {name}: {shape}, for sbatch. Submit it from a folder that every machine sees.
 # {head}
 {options}
 
@@ -80,7 +81,7 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
     return SCRIPT.format(
         name=name,
         nodes=job.nodes,
-        nproc=job.nproc,
+        shape=f"{counted(job.nodes, 'node')} × {counted(job.nproc, 'worker')}",
         head=HEAD[form].format(image=spec.image),
         options="\n".join(lines),
         folder=shlex.quote(str(code_folder(spec.command))),

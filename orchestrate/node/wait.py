@@ -17,7 +17,7 @@ anything:
     {"say": "ended", "generation", "rank", "code", "at", "sign"}    `at` in seconds since 1970; the sign is `oom` where
                               the kernel has killed for lack of memory meanwhile, `ending` where the node ends,
                               `cut off` where its lease was over, or empty
-    {"say": "status", "generation", "codes", "signs", "running"}
+    {"say": "status", "generation", "codes", "signs", "running", "tags", "time"}
     {"say": "clean"}
 
 Who asks may go away; the worker stays, and so does its exit code.
@@ -197,7 +197,7 @@ class Waiting:
             if rank not in self.codes
         }
         known = {"codes": self.codes, "signs": self.signs, "running": running, "tags": self.files.tags}
-        return {"generation": self.generation, **known}
+        return {"generation": self.generation, "time": time.time(), **known}
 
 
 def wait(path: str, shared: str, tcp: tuple[int, bytes] | None) -> int:
