@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.starts import ROOT
 
 REASONS = {
-    "T4": "beside the start and the import, the others are stopped first, and DDP takes its first steps: together half a "
-    "second or more on two busy cores.",
+    "T4": "beside the start and the import, the others are stopped first, and DDP takes its first steps: together half "
+    "a second or more on two busy cores.",
     "T5": "a step of 5 ms is mostly waiting for the other worker's 1 MB, and the kernel takes some 0.4 ms longer to "
     "bring that through two virtual interfaces and a bridge; `network: host` spares them.",
     "T7": "Compose brings nodes up, and takes nearly twice as long as raw calls; what we add to it is small.",
