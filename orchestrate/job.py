@@ -26,6 +26,7 @@ from orchestrate.spec import APP, JobSpec, read_file, resolve
 from orchestrate.supervisor import Outcome, Supervisor
 from orchestrate.traces import Traces
 
+LOOKS = (0.05, 0.25)  # seconds between two looks at the logs, while workers write and while they are silent
 UNREAD = 60.0  # seconds that a reader has for the last lines
 
 
@@ -187,16 +188,19 @@ def _following(follower: logs.Follower, show: Callable[[str], None]) -> Iterator
     done = threading.Event()
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def catch_up(end: bool = False) -> None:
-        count = said.qsize()
+    def catch_up(end: bool = False) -> int:
+        shown = count = said.qsize()
         for line in follower.lines(end):  # what the workers wrote before we said something
             show(line)
+            shown += 1
         for _ in range(count):
             show(said.get())
+        return shown
 
     def follow() -> None:
-        while not done.wait(0.05):
-            catch_up()
+        pause = LOOKS[0]
+        while not done.wait(pause):
+            pause = LOOKS[0] if catch_up() else min(LOOKS[1], 1.5 * pause)
         catch_up(end=True)
 
     thread = threading.Thread(target=follow, daemon=True)

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, eventually, gone
 
 from orchestrate.engines.links import Link
-from orchestrate.engines.mirror import Mirror, code_files, give, mine, packed
+from orchestrate.engines.mirror import Mirror, code_files, give, mine, packed, rescued
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import ResourceError
 from orchestrate.node.sealed import Seal
@@ -237,6 +237,21 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
     assert found == {"home/plan.json", "home/events.jsonl", "home/fine"}
     assert {(home / name).read_text() for name in ("plan.json", "events.jsonl")} == {"ours"}
     assert not os.path.exists("/tmp/evil-of-a-test")
+
+
+@pytest.mark.parametrize(
+    ("home", "copy", "lacking"),
+    [
+        (b"a\nb\n", b"[rank 1] a\n[rank 0] x\n[rank 1] b\n[rank 1] c\n[rank 1] d", b"c\nd"),
+        (b"a\nb", b"[rank 1] a\n[rank 1] bc\n", b"c\n"),
+        (b"old\n[node] generation 1\na\n", b"[rank 1] old\n[rank 1] a\n[rank 1] b\n", b"b\n"),
+        (b"a\n", b"", b""),
+        (b"elsewhere\n", b"[rank 1] a\n", b""),
+        (b"", b"[rank 1] a\n", b""),
+    ],
+)
+def test_the_last_lines_of_a_lost_worker_must_come_from_its_nodes_stdout(home, copy, lacking):
+    assert rescued(home, copy, 1) == lacking
 
 
 def test_code_must_be_sent_without_what_is_none(tmp_path):

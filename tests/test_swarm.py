@@ -225,7 +225,10 @@ def test_a_task_that_is_killed_must_be_replaced_and_find_its_files(cli, swarm):
     job.until_step(25, rank=1)
     host, node = job.where("trainer-1")
     host.docker("kill", node)
+    job.until("generation_started", 2)
+    written = [line.removeprefix("[rank 1] ") for line in host.docker("logs", node).splitlines()]
     finished(job, 60)
+    assert cli.log(1).partition("[node] generation 1")[0].splitlines() == written
     assert job.causes() == [(1, "node lost")]
     again = [step for step, generation in job.steps(1) if generation == 1]
     assert again[0] % 10 == 1 and again[0] > 1  # from its checkpoint, which came home, and from there to the new node

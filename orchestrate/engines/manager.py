@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import docker.errors
+import requests
 from docker.models.containers import Container
 
 from orchestrate.engines import JobState
@@ -20,6 +23,7 @@ from orchestrate.plan import Plan, counted
 from orchestrate.spec import JobSpec
 
 RELAY = "orchestrate.relay"  # the label of the container on our own host
+LAST = "2000"  # lines of a task that was lost
 VANISHES = 20.0  # seconds that Swarm takes to let go of a network whose tasks have ended
 NO_MANAGER = "run orchestrate on a manager (docker node ls there), or make this host one: docker swarm init"
 Thing = dict[str, Any]  # a host, or a task, as the Engine's API describes it
@@ -85,6 +89,14 @@ class Manager:
             if task["ID"] not in old and (ends or (waits and impatient)):
                 return parts.in_words(error, self.host(task), image)
         return None
+
+    def output(self, task: Thing) -> bytes:
+        """The last lines of a task's stdout, by Swarm's log; nothing where that cannot be had."""
+        with contextlib.suppress(docker.errors.APIError, requests.RequestException):
+            found = self.api.service_logs(task["ServiceID"], details=True, stdout=True, is_tty=False, tail=LAST)
+            lines = (line.partition(b" ") for line in b"".join(found).splitlines(keepends=True))
+            return b"".join(text for details, _, text in lines if f"task.id={task['ID']}".encode() in details)
+        return b""
 
     def jobs(self) -> list[JobState]:
         """The jobs that have services here."""
@@ -223,7 +235,8 @@ class Manager:
     def remove(self, job_id: str, grace: float) -> None:
         """Remove all that carries the job's label, and wait until Swarm has let go of it; raises EngineError."""
         deadline = time.monotonic() + grace + VANISHES
-        for run in {state.run for state in self.jobs() if state.job_id == job_id}:
+        runs = {state.run for state in self.jobs() if state.job_id == job_id}
+        for run in runs | ({self.run} if self.home == job_id else set()):
             JobPaths(run).key.unlink(missing_ok=True)
         self.home, stuck = job_id, ""
         while True:

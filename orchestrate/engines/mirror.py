@@ -23,12 +23,14 @@ from docker.utils.build import exclude_paths
 
 from orchestrate.engines.links import Link
 from orchestrate.errors import ResourceError
+from orchestrate.logs import MARK
 from orchestrate.node.files import LOGS, PIECE, Facts
 from orchestrate.paths import JobPaths
 
 OFTEN = 0.2  # seconds between two looks at the nodes
 MOST_CODE = 256 << 20  # bytes
 NO_CODE = ("runs", "__pycache__", "node_modules")  # folders that hold none of a project's code
+OVERLAP = 256  # bytes that are looked for
 AT_ONCE = 16  # pieces of a node's files that are fetched before the others' logs have their turn
 _PATHS = JobPaths(Path())
 OWN = {  # what the orchestrator keeps in a job's folder
@@ -223,6 +225,19 @@ def _same(path: Path, told: Facts) -> bool:
     except OSError:
         return False
     return [status.st_size, status.st_mtime_ns] == told[:2]
+
+
+def rescued(home: bytes, copy: bytes, rank: int) -> bytes:
+    """What the end of a worker's log at home lacks, out of its node's stdout, where each line stands behind its rank.
+
+    Nothing, where the two do not overlap: a node's stdout is a copy that may have gaps.
+    """
+    tag = f"[rank {rank}] ".encode()
+    text = b"".join(line.removeprefix(tag) for line in copy.splitlines(keepends=True) if line.startswith(tag))
+    known = home.rpartition(b"\n" + MARK)[2].partition(b"\n")[2] if MARK in home else home
+    end = known[-OVERLAP:]
+    at = text.rfind(end) if end else -1
+    return text[at + len(end) :] if at >= 0 else b""
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ def task(
         "NODE_MODE": "wait",
         "NODE_GRACE": f"{spec.grace:g}",
         "NODE_PRELOAD": " ".join(plan.inventory.preload),
-        "NODE_WIPE": "/tmp /dev/shm",
+        "NODE_WIPE": f"/tmp /dev/shm {JOB}",
         "NODE_PORT": listens,
         "NODE_KEY": f"{PROGRAM}/key",
         "HOME": "/tmp",

@@ -18,7 +18,7 @@ from orchestrate.engines import services as parts
 from orchestrate.engines.image import has_image
 from orchestrate.engines.links import Link, Linked
 from orchestrate.engines.manager import Manager, Thing, gpus, ready, well
-from orchestrate.engines.mirror import Mirror, code_files, give, mine, packed
+from orchestrate.engines.mirror import Mirror, code_files, give, mine, packed, rescued
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.paths import JobPaths, code_folder
@@ -28,13 +28,14 @@ from orchestrate.spec import JobSpec
 
 LOOK = 2.0  # seconds between two looks at Swarm's tasks and hosts
 SILENT = 6.0  # seconds without a word after which a node counts as not answering
-STARTS = 120.0  # seconds that Swarm may take to start the nodes
+STARTS, PULLS = 120.0, 3600.0  # seconds that Swarm may take to start the nodes, and to pull the image before that
 PENDING = 8.0  # seconds that a task may wait for a host that takes it
 ENDS = 2.0  # seconds that a node whose workers have ended takes to end
 BOOTS, AGAIN = 20.0, 2.0  # seconds that a node has to take a connection, at first and later
 TELLS = 25.0  # seconds after which Swarm knows of a host that does not answer; it needs 15
 CATCHES_UP = 10.0  # seconds in which the last lines of workers come home
 COMES_HOME = 3600.0  # seconds that all files of a job may take to come home at its end
+PORTS = "7946/tcp, 7946/udp and 4789/udp must be open between the hosts: python -m orchestrate doctor"
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
 
 
@@ -51,6 +52,7 @@ class SwarmEngine(Linked):
         self.asked: dict[str, float] = {}  # node: since when it owes us an answer
         self.first = ""  # the node of rank 0
         self.looked = 0.0
+        self.lost: dict[int, str] = {}  # rank: its node, of workers whose last lines may be missing
         self.supplied: set[str] = set()  # the ids of tasks that have the code
         self.given_up: set[str] = set()  # of those that have lost their workers, and do not answer
         self.mirror: Mirror | None = None
@@ -99,14 +101,11 @@ class SwarmEngine(Linked):
         while len(found) < len(plan.nodes):
             if why := self.swarm.refusal(spec.image, old, impatient=time.monotonic() - began > PENDING):
                 raise EngineError(*why)
-            if time.monotonic() - began > STARTS:
+            pulls = any(task["Status"]["State"] == "preparing" for task in self.nodes.values())
+            if time.monotonic() - began > (PULLS if pulls else STARTS):
                 raise EngineError(f"{len(plan.nodes) - len(found)} of {len(plan.nodes)} nodes did not start")
             time.sleep(0.1)
             found = self._well_nodes()
-        self._link(found)
-        if silent := sorted(found.keys() - self.links.keys()):
-            where = ", ".join(f"{name} on {self.swarm.host(found[name])}" for name in silent)
-            raise EngineError(f"no connection to {where}", "see docs/swarm.md, Ports")
         self._supply(Path(plan.inventory.code), found)
 
     def alive(self) -> set[str]:
@@ -135,6 +134,8 @@ class SwarmEngine(Linked):
         exits = super().wait(timeout)
         if exits and self.mirror:
             self.mirror.catch_up(CATCHES_UP)
+        while self.lost:
+            self._rescue(*self.lost.popitem())
         if self.running and time.monotonic() - self.looked > LOOK:
             self.looked = time.monotonic()
             self._well_nodes()
@@ -178,7 +179,7 @@ class SwarmEngine(Linked):
     def down(self, grace: float) -> None:
         """Have all files here, then remove services, network and relay."""
         if self.mirror:
-            self.mirror.catch_up(COMES_HOME if self.links else 0)
+            self.mirror.catch_up(COMES_HOME if self.links and grace else 0)
             self.mirror.close()
             self.mirror = None
         if self.stays:
@@ -221,6 +222,20 @@ class SwarmEngine(Linked):
             if well(task) and self.swarm.ready(task) and task["ID"] not in self.given_up
         }
 
+    def _end(self, ranks: Iterable[int]) -> None:
+        ranks = list(ranks)
+        self.lost |= {rank: self.running[rank] for rank in ranks if rank in self.running}
+        super()._end(ranks)
+
+    def _rescue(self, rank: int, node: str) -> None:
+        """Add to the log of a lost worker what its node could not send any more."""
+        self.swarm.hosts()
+        task = next((task for task in reversed(self.swarm.tasks()) if task["Name"] == node), None)
+        log = JobPaths(self.files).log(rank)
+        if task and self.swarm.ready(task) and log.exists():
+            with log.open("ab") as file:
+                file.write(rescued(log.read_bytes(), self.swarm.output(task), rank))
+
     def _runs(self, node: str) -> bool:
         """Whether its task runs, though the connection to it has ended."""
         return node in self._well_nodes()
@@ -261,15 +276,14 @@ class SwarmEngine(Linked):
 
         def with_link(node: str) -> None:
             link = self.reach(node)
+            if link is None:
+                raise EngineError(f"no connection to {node} on {self.swarm.host(self.nodes[node])}", PORTS)
             try:
-                if link is None:
-                    raise OSError("no connection")
                 act(link)
             except OSError as error:
                 raise EngineError(f"{node} takes no files: {error}") from None
             finally:
-                if link:
-                    link.sock.close()
+                link.sock.close()
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(with_link, nodes))

@@ -226,7 +226,7 @@ def wait(path: str, shared: str, tcp: tuple[int, bytes] | None) -> int:
 
 def wipe(folders: list[str]) -> None:
     """Empty folders, but for sockets; and free System V's shared memory, which only a container has for itself."""
-    for folder in folders:
+    for folder in filter(os.path.isdir, folders):
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
