@@ -248,6 +248,21 @@ def test_a_host_that_dies_must_be_done_without(cli, swarm):
 
 
 @pytest.mark.slow
+def test_fewer_nodes_must_do_where_no_host_takes_another(cli, swarm):
+    options = ["--min-trainers", "1", "--set", "cpus=1", "--set", "grace=2s"]
+    job = Job(cli, swarm, *options, "--", "count.py", "1500", trainers=5)
+    job.until_step(30, rank=0)
+    assert all(len(job.on(host)) == 2 for host in swarm.hosts)
+    swarm.hosts[2].kill()
+    assert job.until("nodes_missing")["missing"] == 2
+    replicas = swarm.hosts[0].docker(
+        "service", "inspect", "--format", "{{.Spec.Mode.Replicated.Replicas}}", f"{job.home()}-trainer"
+    )
+    assert int(replicas) <= 5 + 2  # not more at each try
+    finished(job, 1500, world_size=4)
+
+
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_must_not_train_while_the_others_do(cli, swarm):
     job = Job(cli, swarm, "--set", "grace=2s", "--", "count.py", "600")
     last = swarm.hosts[2]

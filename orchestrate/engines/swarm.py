@@ -35,6 +35,8 @@ BOOTS, AGAIN = 20.0, 2.0  # seconds that a node has to take a connection, at fir
 TELLS = 25.0  # seconds after which Swarm knows of a host that does not answer; it needs 15
 CATCHES_UP = 10.0  # seconds in which the last lines of workers come home
 COMES_HOME = 3600.0  # seconds that all files of a job may take to come home at its end
+COMING = ("new", "pending", "assigned", "accepted", "preparing", "ready", "starting")  # states of a task
+ENDED = ("complete", "shutdown", "failed", "rejected", "remove", "orphaned")
 PORTS = "7946/tcp, 7946/udp and 4789/udp must be open between the hosts: python -m orchestrate doctor"
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
 
@@ -95,9 +97,10 @@ class SwarmEngine(Linked):
         self._settle(spec, plan, run)
         began = time.monotonic()
         found = self._well_nodes()
-        old = {task["ID"] for task in self.swarm.tasks()}
+        old = {task["ID"] for task in self.swarm.tasks() if task["Status"]["State"] in ENDED}
+        coming = {name for name, task in self.nodes.items() if name in found or task["Status"]["State"] in COMING}
         for role, wanted in (("trainer", len(plan.nodes) - 1), ("master", 1)):  # the master where there are fewest
-            self.swarm.scale(spec, plan, role, wanted - sum(name.startswith(role) for name in found))
+            self.swarm.scale(spec, plan, role, wanted - sum(name.startswith(role) for name in coming))
         while len(found) < len(plan.nodes):
             if why := self.swarm.refusal(spec.image, old, impatient=time.monotonic() - began > PENDING):
                 raise EngineError(*why)
