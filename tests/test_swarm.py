@@ -10,7 +10,7 @@ import shutil
 import signal
 
 import pytest
-from conftest import ROOT, eventually
+from conftest import DOCKER_REQUIRED, ROOT, eventually
 from faults import Background, complete
 from hosts import Swarm
 
@@ -21,8 +21,9 @@ RANKS = range(4)
 @pytest.fixture(scope="module")
 def hosts(docker_engine, tmp_path_factory):
     """Three hosts; a test that asks for `swarm` has them well, and must leave nothing on them."""
-    if os.getuid() or not all(map(shutil.which, ("ip", "nsenter", "unshare", "dockerd"))):
-        pytest.skip("hosts are network namespaces with a dockerd each, which root alone can make, with iproute2")
+    if os.getuid() or not all(map(shutil.which, ("ip", "iptables", "nsenter", "unshare", "dockerd"))):
+        why = "hosts are network namespaces with a dockerd each: that takes root, iproute2, iptables and dockerd"
+        pytest.fail(why) if DOCKER_REQUIRED else pytest.skip(why)
     swarm = Swarm(tmp_path_factory.mktemp("hosts"))
     yield swarm
     swarm.remove()
