@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from orchestrate.engines.daemon import Daemon
+from orchestrate.engines.image import has_image
 from orchestrate.engines.manager import Thing, gpus, ready
 from orchestrate.engines.mirror import give
 from orchestrate.engines.swarm import SwarmEngine
@@ -51,10 +52,9 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
     yield Finding(GOOD, f"Docker Engine {info['ServerVersion']} at {daemon.host}, with Compose")
     runtime = "nvidia" in info.get("Runtimes", {})
     yield Finding(GOOD, "it has the NVIDIA runtime" if runtime else "it has no NVIDIA runtime: jobs train on the CPU")
-    images = daemon.client.images.list(name=spec.image)
     yield (
         Finding(GOOD, f"it has the image {spec.image}")
-        if images
+        if has_image(daemon, spec, prepare=False)
         else Finding(WARNING, f"it has no image {spec.image}", "the first run builds or pulls it")
     )
     if info.get("Swarm", {}).get("LocalNodeState") != "active":

@@ -77,6 +77,12 @@ def finished(job: Job, last: int, generations: int = 2, world_size: int = 4) -> 
         assert complete(job.steps(rank), last), job.steps(rank)
 
 
+def lost_host(job: Job, ranks: list[int]) -> None:
+    """The one failure was that of a host, which had these ranks."""
+    ((rank, cause),) = job.causes()
+    assert cause == "host lost" and rank in ranks
+
+
 @pytest.mark.slow
 def test_the_default_job_must_train_on_all_hosts_to_the_same_accuracy(cli, swarm):
     job = Job(cli, swarm, "--set", "command=-m app.train --epochs 3 --resume auto", trainers=5)
@@ -244,8 +250,7 @@ def test_a_host_that_dies_must_be_done_without(cli, swarm):
     assert ranks
     last.kill()
     finished(job, 300)
-    ((rank, cause),) = job.causes()
-    assert cause == "host lost" and rank in ranks
+    lost_host(job, ranks)
 
 
 @pytest.mark.slow
@@ -277,5 +282,4 @@ def test_a_host_that_is_cut_off_must_not_train_while_the_others_do(cli, swarm):
         assert "count.py" not in last.docker("top", node)
     last.heal()
     finished(job, 600)
-    ((rank, cause),) = job.causes()
-    assert cause == "host lost" and rank in ranks
+    lost_host(job, ranks)

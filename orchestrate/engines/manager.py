@@ -80,6 +80,11 @@ class Manager:
         self.hosts()
         return {task["Name"]: task for task in self.tasks() if task["DesiredState"] in ("ready", "running")}
 
+    def newest(self, node: str) -> Thing | None:
+        """The newest task of a node, ended or not, and the hosts anew."""
+        self.hosts()
+        return next((task for task in reversed(self.tasks()) if task["Name"] == node), None)
+
     def refusal(self, image: str, old: set[str], impatient: bool) -> tuple[str, str] | None:
         """Why a task cannot start, besides `old` ones, and a hint; `impatient`: also one that no host has taken yet."""
         for task in self.tasks():

@@ -156,8 +156,7 @@ class SwarmEngine(Linked):
             return {"cut off": "host lost", "ending": "node stopped"}.get(sign, "")
         deadline = time.monotonic() + TELLS
         while True:
-            self.swarm.hosts()
-            task = next((task for task in reversed(self.swarm.tasks()) if task["Name"] == node), None)
+            task = self.swarm.newest(node)
             if task and not self.swarm.ready(task):
                 return "host lost"
             if not task or not well(task):
@@ -232,9 +231,7 @@ class SwarmEngine(Linked):
 
     def _rescue(self, rank: int, node: str) -> None:
         """Add to the log of a lost worker what its node could not send any more."""
-        self.swarm.hosts()
-        task = next((task for task in reversed(self.swarm.tasks()) if task["Name"] == node), None)
-        log = JobPaths(self.files).log(rank)
+        task, log = self.swarm.newest(node), JobPaths(self.files).log(rank)
         if task and self.swarm.ready(task) and log.exists():
             with log.open("ab") as file:
                 file.write(rescued(log.read_bytes(), self.swarm.output(task), rank))

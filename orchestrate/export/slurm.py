@@ -67,7 +67,6 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         "open-mode": "append",
         "signal": f"B:TERM@{math.ceil(spec.grace) + WARNED}",
     }
-    flags = ["requeue"]
     if spec.cpus:
         options["cpus-per-task"] = math.ceil(spec.cpus)
     if spec.memory:
@@ -76,8 +75,7 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         options["gpus-per-node"] = job.gpus
     if spec.max_run:
         options["time"] = max(1, math.ceil(spec.max_run / 60))
-    lines = [f"#SBATCH --{key}={value}" for key, value in options.items()] + [f"#SBATCH --{flag}" for flag in flags]
-    env = {key: value for key, value in job.env.items() if key != "TORCHELASTIC_RESTART_COUNT"}
+    lines = [f"#SBATCH --{key}={value}" for key, value in options.items()] + ["#SBATCH --requeue"]
     return SCRIPT.format(
         name=name,
         nodes=job.nodes,
@@ -85,7 +83,7 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         head=HEAD[form].format(image=spec.image),
         options="\n".join(lines),
         folder=shlex.quote(str(code_folder(spec.command))),
-        env="\n".join(f"export {key}={shlex.quote(value)}" for key, value in env.items()),
+        env="\n".join(f"export {key}={shlex.quote(value)}" for key, value in job.env.items()),
         max_restarts=spec.max_restarts,
         wait=math.ceil(spec.grace) + 10,
         launch=_launch(spec, form),
