@@ -74,6 +74,30 @@ def test_a_pod_must_have_what_a_container_of_ours_has():
     )
 
 
+def test_a_job_without_gpus_must_see_none():
+    *_, job = objects("job", OTHER)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert {"name": "CUDA_VISIBLE_DEVICES", "value": ""} in container["env"]
+
+
+def test_a_name_that_begins_with_a_digit_must_be_made_one_that_kubernetes_takes():
+    text = kubernetes(resolve(SPEC), "2nd-try", "job")
+    service, job = yaml.safe_load_all(text)
+    assert service["metadata"]["name"] == job["metadata"]["name"] == "job-2nd-try"
+    assert {"name": "MASTER_ADDR", "value": "job-2nd-try-0.job-2nd-try"} in job["spec"]["template"]["spec"][
+        "containers"
+    ][0]["env"]
+
+
+def test_a_trainjob_must_have_the_pod_of_the_others():
+    *_, trainjob = objects("trainjob")
+    _, job = objects("job")
+    pod = job["spec"]["template"]["spec"]
+    text = json.dumps(trainjob)
+    for name in ("tolerations", "securityContext", "volumes"):
+        assert json.dumps(pod[name]) in text
+
+
 def test_a_jobset_must_start_all_pods_again_as_another_generation():
     (jobset,) = objects("jobset")
     assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 3}
@@ -117,6 +141,18 @@ def test_what_cannot_be_exported_must_be_told(cli, arguments, message):
     done = cli("export", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(("memory", "slurms"), [("8g", "8G"), ("512M", "512M"), ("1073741824", "1048576K")])
+def test_slurm_must_get_memory_in_its_own_units(memory, slurms):
+    assert f"#SBATCH --mem={slurms}\n" in slurm(resolve(SPEC | {"memory": memory}), "x", "venv")
+
+
+def test_compose_must_not_look_up_what_a_command_means_for_itself(cli):
+    done = cli("export", "compose", "--gpus", "none", "--set", "env.A=$HOME", "--", "count.py", "${B}")
+    assert done.returncode == 0, done.stderr
+    master = yaml.safe_load(done.stdout)["services"]["master"]
+    assert (master["command"][-1], master["environment"]["A"]) == ("$${B}", "$$HOME")
 
 
 @pytest.mark.docker

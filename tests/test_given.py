@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrate.node.given import envs
+from orchestrate.node.given import envs, own_gpus
 from orchestrate.node.place import interface_to
 from orchestrate.node.ranks import CONTRACT
 
@@ -40,6 +40,12 @@ def test_what_the_environment_says_must_stand():
 def test_as_many_workers_as_gpus_must_be_there_where_nobody_says_how_many():
     found = envs(KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, ["GPU-a", "GPU-b", "GPU-c"], 6)
     assert [env["CUDA_VISIBLE_DEVICES"] for env in found] == ["GPU-a,GPU-b,GPU-c"] * 3
+
+
+@pytest.mark.parametrize(("named", "found"), [("GPU-a,GPU-b", ["GPU-a", "GPU-b"]), ("", [])])
+def test_the_gpus_that_a_scheduler_names_must_be_those_of_the_node(monkeypatch, named, found):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert own_gpus() == found
 
 
 @pytest.mark.parametrize("missing", ["NODE_RANK", "NNODES", "MASTER_ADDR"])

@@ -82,7 +82,7 @@ def task(
         {"Type": "volume", "Target": "/tmp"},
         {"Type": "volume", "Target": "/var/tmp"},
         {"Type": "tmpfs", "Target": PROGRAM, "TmpfsOptions": {"Mode": 0o1777}},
-        {"Type": "tmpfs", "Target": "/dev/shm", "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": _bytes(spec.shm_size)}},
+        {"Type": "tmpfs", "Target": "/dev/shm", "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": size(spec.shm_size)}},
     ]
     if spec.volume:
         kind = "bind" if spec.volume.startswith("/") else "volume"
@@ -91,7 +91,7 @@ def task(
     if spec.cpus:
         reserved["NanoCPUs"] = int(spec.cpus * SECOND)
     if spec.memory:
-        reserved["MemoryBytes"] = _bytes(spec.memory)
+        reserved["MemoryBytes"] = size(spec.memory)
     limits = {**reserved, "Pids": PROCESSES}
     if plan.gpus:
         resource = {"Kind": GPU, "Value": plan.nproc_per_node}
@@ -145,5 +145,6 @@ def in_words(error: str, host: str, image: str) -> tuple[str, str]:
     return f"{host}: {error}", ""
 
 
-def _bytes(size: str) -> int:
-    return int(size.rstrip("bkmgBKMG")) * UNITS[size.lstrip("0123456789").lower()]
+def size(text: str) -> int:
+    """Docker's `4g` in bytes."""
+    return int(text.rstrip("bkmgBKMG")) * UNITS[text.lstrip("0123456789").lower()]

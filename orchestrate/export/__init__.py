@@ -52,6 +52,8 @@ def shape(spec: JobSpec, name: str) -> Shape:
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "PYTHONUNBUFFERED": "1",
     }
+    if not gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ""
     if spec.cpus:
         env["OMP_NUM_THREADS"] = str(max(1, int(spec.cpus) // nproc))
     return Shape(name=name, nodes=nodes, nproc=nproc, gpus=gpus, env=env | spec.env)

@@ -40,8 +40,8 @@ def compose(spec: JobSpec, name: str) -> str:
         content = {key: value for key, value in file["services"][service + kind].items() if key not in DROPPED}
         filled = _filled(content, values)
         if service != "outcome":
-            filled["command"] = list(spec.command)
-            filled["environment"] |= spec.env
+            filled["command"] = [word.replace("$", "$$") for word in spec.command]  # Compose would look them up
+            filled["environment"] |= {key: value.replace("$", "$$") for key, value in spec.env.items()}
             filled["volumes"] = [volume.replace("./orchestrate", str(PACKAGE)) for volume in filled["volumes"]]
             filled["networks"] = {"job": {"aliases": [service]}}
             filled["labels"] = {"orchestrate.job": ""}  # else `ps` would take it for a job that we supervise

@@ -30,13 +30,16 @@ Object = dict[str, Any]
 
 
 def kubernetes(spec: JobSpec, name: str, form: str) -> str:
-    """The manifests of a job, for `kubectl apply`; ."""
-    job = shape(spec, name)
+    """The manifests of a job, for `kubectl apply`; `form`: job, jobset or trainjob.
+
+    Raises UsageError for what they cannot say.
+    """
+    job = shape(spec, name if name[0].isalpha() else f"job-{name}")
     objects = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}[form](spec, job)
     if not carries_node(spec.image):
         content = base64.b64encode(program(b"")).decode()
-        objects.insert(0, _object("v1", "ConfigMap", f"{name}-node", binaryData={"node": content}))
-    lines = [f"{name}, for {VERSIONS[form]}.", HEAD[form], f"Your code is what stands in the image {spec.image}."]
+        objects.insert(0, _object("v1", "ConfigMap", f"{job.name}-node", binaryData={"node": content}))
+    lines = [f"{job.name}, for {VERSIONS[form]}.", HEAD[form], f"Your code is what stands in the image {spec.image}."]
     if not spec.volume:
         lines.append("No volume in the job file: files and checkpoints are lost with their pod.")
     if spec.gpus == "auto":
@@ -84,7 +87,9 @@ def _trainjob(spec: JobSpec, job: Shape) -> list[Object]:
         "securityContext": container["securityContext"],
         "volumeMounts": container["volumeMounts"],
     }
-    pod = {"volumes": _volumes(spec, job), "containers": [patch], "terminationGracePeriodSeconds": _grace(spec)}
+    whole = _pod(spec, job, "")
+    kept = ("terminationGracePeriodSeconds", "tolerations", "securityContext", "volumes")
+    pod = {**{name: whole[name] for name in kept}, "containers": [patch]}
     replicated = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     trainer = {
         "image": container["image"],

@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 
+from orchestrate.engines.services import size
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, shape
 from orchestrate.paths import NODE, PACKAGE, code_folder
@@ -57,7 +58,7 @@ exit "$code"
 
 
 def slurm(spec: JobSpec, name: str, form: str) -> str:
-    """The script; ."""
+    """The sbatch script of a job; `form`: venv, apptainer or pyxis. Raises UsageError for what it cannot say."""
     job = shape(spec, name)
     options = {
         "job-name": name,
@@ -70,7 +71,8 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
     if spec.cpus:
         options["cpus-per-task"] = math.ceil(spec.cpus)
     if spec.memory:
-        options["mem"] = spec.memory.upper().rstrip("B")
+        whole = spec.memory[-1:].lower() in ("k", "m", "g")  # Slurm has these units, and no bytes
+        options["mem"] = spec.memory.upper() if whole else f"{math.ceil(size(spec.memory) / 1024)}K"
     if job.gpus:
         options["gpus-per-node"] = job.gpus
     if spec.max_run:
@@ -99,13 +101,14 @@ def _launch(spec: JobSpec, form: str) -> str:
     if ":" in folder or "," in folder:
         raise UsageError(f"{folder} cannot be mounted, for the colon or comma in it", "take another folder")
     node = [] if carries_node(spec.image) else [f"{PACKAGE}:/opt/orchestrate"]
-    mounts = ",".join([f"{folder}:{folder}", '"$JOB_DIR:$JOB_DIR"', *node])
+    mounts = ",".join([shlex.quote(f"{folder}:{folder}"), '"$JOB_DIR:$JOB_DIR"', *map(shlex.quote, node)])
+    image = shlex.quote(spec.image)
     if form == "apptainer":
         return (
             f"apptainer exec --nv --pwd {shlex.quote(folder)} --bind {mounts} \\\n"
-            f"        docker://{spec.image} python /opt/orchestrate/node {command}"
+            f"        docker://{image} python /opt/orchestrate/node {command}"
         )
     return (
-        f"--container-image={spec.image} --container-mounts={mounts} --container-workdir={shlex.quote(folder)} \\\n"
+        f"--container-image={image} --container-mounts={mounts} --container-workdir={shlex.quote(folder)} \\\n"
         f"        python /opt/orchestrate/node {command}"
     )

@@ -55,9 +55,12 @@ def given(command: list[str]) -> int:
     """Run this node's workers; return the first failure's exit code, or 0. One that fails ends the others."""
     try:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        found = envs(os.environ, gpus(), cores)
+        found = envs(os.environ, own_gpus(), cores)
     except KeyError as error:
         say(f"error: NODE_MODE is given, and there is no {error.args[0]}")
+        return 2
+    except ValueError as error:  # fewer GPUs than workers
+        say(f"error: {error}")
         return 2
     codes: list[int] = []
     loop = Loop()
@@ -74,6 +77,12 @@ def given(command: list[str]) -> int:
         loop.start(command, {**os.environ, **env}, None, partial(ended, env.get("RANK", "0")))
     loop.run()
     return next(filter(None, codes), 0)
+
+
+def own_gpus() -> list[str]:
+    """The GPUs of this node: those that a scheduler names, which may be none, else all that can be seen."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return gpus() if named is None else [name for name in named.split(",") if name]
 
 
 def _note(code: int) -> None:
