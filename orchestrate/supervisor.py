@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -63,6 +64,8 @@ class Supervisor:
         failure = None
         decided = self.history.outcome
         outcome = Outcome(*decided) if decided else None
+        if self.history.running < 0 and (decided or self.history.ended):
+            self._meet()
         try:
             if outcome is None:
                 outcome = self._carry()
@@ -93,6 +96,12 @@ class Supervisor:
             raise failure
         assert outcome
         return replace(outcome, left=left)
+
+    def _meet(self) -> None:
+        """Know the nodes that an earlier supervisor has left: what they have written may not be here yet."""
+        with contextlib.suppress(EngineError):
+            self.engine.adopt(self.spec, self.plan, self.run)
+            self.met = True
 
     def _carry(self) -> Outcome:
         """Launch generation after generation until one ends the job."""

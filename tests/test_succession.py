@@ -6,6 +6,7 @@ import pytest
 from scripted import ALL_WELL, Job, Scripted
 
 from orchestrate.engines import Exit
+from orchestrate.errors import EngineLost
 from orchestrate.spec import JobSpec
 from orchestrate.supervisor import Outcome
 
@@ -84,9 +85,9 @@ def test_a_request_to_stop_that_was_passed_on_must_be_carried_out(job):
 
 def test_between_two_generations_it_must_decide_as_the_first_would_have(job):
     died(job, STARTING, ENDED)
-    engine = Scripted([ALL_WELL])
+    engine = Scripted([], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
-    assert engine.calls == ["up", "start", "down"]
+    assert engine.calls == ["adopt", "up", "start", "down"]  # what the nodes have may not be at home yet
     assert engine.plans[0][0].env["TORCHELASTIC_RESTART_COUNT"] == "1"
 
 
@@ -98,6 +99,18 @@ def test_a_budget_that_was_used_up_must_stay_used_up(job):
 def test_after_the_outcome_only_the_nodes_must_be_taken_down(job):
     died(job, STARTING, ENDED, {"event": "outcome", "outcome": "failed", "reason": "max_restarts is 0"})
     engine = Scripted()
+    assert job.run(engine) == Outcome("failed", "max_restarts is 0")
+    assert engine.calls == ["adopt", "down"]  # what the nodes have may not be at home yet
+
+
+def test_nodes_that_cannot_be_known_any_more_must_be_removed_all_the_same(job, monkeypatch):
+    died(job, STARTING, ENDED, {"event": "outcome", "outcome": "failed", "reason": "max_restarts is 0"})
+    engine = Scripted()
+
+    def adopt(*_) -> None:
+        raise EngineLost("trainer-1 does not answer")
+
+    monkeypatch.setattr(engine, "adopt", adopt)
     assert job.run(engine) == Outcome("failed", "max_restarts is 0")
     assert engine.calls == ["remove j"]
 
