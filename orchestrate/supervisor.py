@@ -158,7 +158,7 @@ class Supervisor:
         try:
             if number and self.spec.spares and len(self.engine.alive()) >= len(wanted):
                 # A spare node takes the place of one that is lost; that one comes back meanwhile.
-                self.rejoining = self.pool.submit(self.engine.up, self.spec, everything, self.run)
+                self.rejoining = self.pool.submit(self._up, everything)
             else:
                 self._try_up(everything, TRIES if number else 1)
         except EngineLost:
@@ -182,7 +182,7 @@ class Supervisor:
         """Have the nodes up; whoever took one down may still be at it, so a later generation tries more than once."""
         while True:
             try:
-                self._patiently(lambda: self.engine.up(self.spec, wanted, self.run), EngineLost, "engine_lost")
+                self._patiently(lambda: self._up(wanted), EngineLost, "engine_lost")
                 alive = len(self.engine.alive())
                 if alive >= len(wanted.nodes):
                     return
@@ -191,8 +191,11 @@ class Supervisor:
                 raise
             except EngineError:
                 tries -= 1
-                if not tries or self._sleep(1.0):
+                if not tries or self.stops() or self._sleep(1.0):
                     raise
+
+    def _up(self, wanted: Plan) -> None:
+        self.engine.up(self.spec, wanted, self.run, lambda: self.stops() > 0)
 
     def _planned(self, nodes: tuple[str, ...], generation: int) -> Plan:
         """The plan of a generation; the first one has been made already, and shown."""
@@ -228,7 +231,7 @@ class Supervisor:
             return False
         if self.rejoining is None and time.monotonic() > self.rejoin_at:
             wanted = self._planned(names(self.spec), self.plan.generation)
-            self.rejoining = self.pool.submit(self.engine.up, self.spec, wanted, self.run)
+            self.rejoining = self.pool.submit(self._up, wanted)
         if self.rejoining is None or not self.rejoining.done():
             return False
         if self.rejoining.exception() is None:

@@ -29,7 +29,7 @@ class Scripted:
     def port(self, spec, generation) -> int:
         return 29500 + generation
 
-    def up(self, spec, plan, run) -> None:
+    def up(self, spec, plan, run, stopped) -> None:
         self.calls.append("up")
         if self.missing & set(plan.nodes):
             raise EngineError("no such node")

@@ -2,12 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
 
 import pytest
-from conftest import docker, eventually
+from conftest import docker, eventually, gone
 from faults import Background
 
 RUN = ("run", "--gpus", "none", "--max-restarts", "0")
@@ -127,6 +128,22 @@ def test_ctrl_c_while_the_nodes_come_up_must_leave_nothing(cli, engine):
     job.send_signal(signal.SIGINT)
     job.communicate(timeout=60)
     assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")
+
+
+@pytest.mark.docker
+def test_ctrl_c_must_end_a_compose_that_hangs(cli, docker_engine, nothing_left):
+    (cli.folder / "bin").mkdir()
+    hangs = cli.folder / "bin" / "docker"
+    hung, real = cli.folder / "hung", shutil.which("docker")
+    hangs.write_text(f"#!/bin/sh\ncase $* in *' up '*) echo $$ > {hung}; sleep 600 ;; esac\nexec {real} \"$@\"\n")
+    hangs.chmod(0o755)
+    cli.env["PATH"] = f"{hangs.parent}:{cli.env['PATH']}"
+    job = cli.start(*RUN, "--engine", "docker", "--trainers", "1", "--", "steps.py")
+    pid = eventually(lambda: hung.exists() and hung.read_text())
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=60)
+    assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")
+    assert gone(int(pid))
 
 
 def test_a_second_ctrl_c_must_kill_workers_that_do_not_listen(cli, engine):

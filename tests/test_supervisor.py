@@ -113,6 +113,14 @@ def test_a_request_before_the_nodes_come_up_must_bring_up_none_and_remove_what_t
     assert engine.calls == ["remove j"]
 
 
+def test_a_request_while_the_nodes_come_up_must_not_wait_for_them(job):
+    engine = Scripted()
+    engine.missing = {"trainer-1"}
+    job.stops = lambda: int("up" in engine.calls)
+    assert job.run(engine).word == "stopped"
+    assert engine.calls == ["up", "down"]
+
+
 def test_a_request_while_the_next_generation_waits_must_end_the_job(job):
     engine = Scripted([KILLED], [KILLED], [ALL_WELL])
     job.stops = lambda: int(len(job.supervisor.history.ended) == 2)  # when it would wait for a second

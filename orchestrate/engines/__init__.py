@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -46,11 +46,18 @@ class JobState:
         return self.run.name == "nodes"
 
 
+def never() -> bool:
+    """Nobody asks to stop."""
+    return False
+
+
 class Engine(Protocol):
     """What the supervisor and the commands ask of a place where nodes live.
 
     All may raise EngineError, and EngineLost where the engine does not answer at all.
     """
+
+    name: str  # as in a job file
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Check that the engine can run `spec` and say what it has; `prepare`: build or pull a missing image."""
@@ -58,8 +65,11 @@ class Engine(Protocol):
     def port(self, spec: JobSpec, generation: int) -> int:
         """Where rank 0 of a generation may listen: another port than that of the generation before."""
 
-    def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
-        """Have as many nodes up as `plan` has; what is there and well stays, what is not is replaced."""
+    def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
+        """Have as many nodes up as `plan` has; what is there and well stays, what is not is replaced.
+
+        Raises EngineError soon after `stopped()`, too: nodes may take long, for an image that is pulled, say.
+        """
 
     def alive(self) -> set[str]:
         """The nodes on which workers can start."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import socket
 import subprocess
 import threading
@@ -21,12 +22,14 @@ import requests
 from docker.context import ContextAPI
 from docker.models.containers import Container
 
+from orchestrate.engines import never
 from orchestrate.engines.links import Link
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.paths import PROJECT
 
 LABEL = "orchestrate.job"
 LONGEST = 600  # seconds that Compose may take to bring nodes up or down
+ENDS = 10.0  # seconds that it has to end when it is asked to
 ERRORS = (docker.errors.DockerException, requests.RequestException)  # all that the SDK raises
 GET_DOCKER = "start Docker (systemctl start docker, or Docker Desktop), or use --engine process"
 PLUGINS = [  # where the `docker` command looks for Compose on Linux
@@ -116,30 +119,52 @@ class Daemon:
                 raise
         return Link(getattr(stream, "_sock", stream), Frames(stream).stdout, key)
 
-    def compose(self, *arguments: str, env: dict[str, str] | None = None, capture: bool = False) -> None:
-        """Run Compose; raises EngineError with the last line that it printed."""
+    def compose(
+        self,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        capture: bool = False,
+        stopped: Callable[[], bool] = never,
+    ) -> None:
+        """Run Compose, and end it when `stopped()`; raises EngineError with the last line that it printed."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "NODE_"))}
         try:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 ["docker", "--host", self.host, "compose", "--project-directory", str(PROJECT), *arguments],
                 env=inherited | (env or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if capture else 2,
                 stderr=subprocess.STDOUT if capture else None,
                 start_new_session=capture,  # Ctrl-C is for us; we take down what Compose is bringing up
-                timeout=LONGEST if capture else None,
                 text=True,
             )
-        except subprocess.TimeoutExpired:
-            raise EngineError(f"docker compose did not end within {LONGEST} s") from None
         except FileNotFoundError:
             raise ResourceError("no `docker` command on PATH", "install it, with its Compose plugin") from None
-        if done.returncode:
-            line = (done.stdout or "see above").strip().splitlines()[-1]
+        with process:
+            output = _end_of(process, stopped) if capture else process.communicate()[0]
+        if process.returncode:
+            line = (output or "see above").strip().splitlines()[-1]
             message = f"docker compose {arguments[-1] if not capture else ''}".strip() + f": {line}"
             if "Cannot connect to the Docker daemon" in line or "error during connect" in line:
                 raise EngineLost(message, GET_DOCKER)
             raise EngineError(message, NO_NETWORKS if "address pool" in line else "")
+
+
+def _end_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> str:
+    """What a process that leads its group has printed when it ends; raises EngineError where it had to be ended."""
+    why, deadline = "", time.monotonic() + LONGEST
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            output = process.communicate(timeout=0.2)[0]
+            break
+        late = time.monotonic() > deadline
+        if late or (stopped() and not why):
+            os.killpg(process.pid, signal.SIGKILL if why else signal.SIGTERM)
+            why = why or (f"did not end within {LONGEST} s" if late else "was stopped")
+            deadline = time.monotonic() + ENDS
+    if why:
+        raise EngineError(f"docker compose {why}")
+    return output
 
 
 class Frames:

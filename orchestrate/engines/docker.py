@@ -8,13 +8,13 @@ import selectors
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines import LOST, Exit, JobState
+from orchestrate.engines import LOST, Exit, JobState, never
 from orchestrate.engines.daemon import LABEL, Daemon, Events, name_of
 from orchestrate.engines.image import inventory
 from orchestrate.engines.links import DYING, Link, Linked, connect
@@ -37,6 +37,8 @@ LISTENS = 1.0  # seconds from a container's start until its node does
 
 class DockerEngine(Linked):
     """Nodes on the Docker Engine that the user's `docker` talks to, too."""
+
+    name = "docker"
 
     def __init__(self) -> None:
         """Connect; raises EngineError where no engine answers."""
@@ -64,7 +66,7 @@ class DockerEngine(Linked):
 
     # --- the job
 
-    def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
+    def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
         """Have Compose bring up the nodes that are not there, or not well."""
         self._settle(spec, plan, run)
         if len(self._well_nodes()) >= len(plan.nodes):
@@ -74,7 +76,7 @@ class DockerEngine(Linked):
             return
         scale = f"trainer={len(plan.nodes) - 1}"
         arguments = ("--detach", "--no-build", "--no-recreate", "--pull", "never", "--scale", scale)
-        self._project("up", *arguments, "master", "trainer")
+        self._project(stopped, "up", *arguments, "master", "trainer")
         missing = len(plan.nodes) - len(self._well_nodes())
         if missing > 0:
             raise EngineError(f"Compose did not bring up {missing} of {len(plan.nodes)} nodes", "see docker compose ls")
@@ -319,12 +321,11 @@ class DockerEngine(Linked):
                 self.client.ping()
             time.sleep(0.2)
 
-    def _project(self, *arguments: str) -> None:
+    def _project(self, stopped: Callable[[], bool], *arguments: str) -> None:
         files = [PROJECT / "docker-compose.yml", *([HOST_NETWORK] if self.network == "host" else [])]
         options = [word for file in files for word in ("--file", str(file))]
-        self.daemon.compose(
-            "--project-name", self.home, "--profile", "gpu", *options, *arguments, env=self.env, capture=True
-        )
+        words = ["--project-name", self.home, "--profile", "gpu", *options, *arguments]
+        self.daemon.compose(*words, env=self.env, capture=True, stopped=stopped)
 
 
 def _node_name(container: Container) -> str:

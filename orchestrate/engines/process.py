@@ -12,13 +12,13 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrate.cores import cores
-from orchestrate.engines import LOST, Exit, JobState
+from orchestrate.engines import LOST, Exit, JobState, never
 from orchestrate.engines.links import Link, Linked, connect
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, ResourceError
@@ -55,6 +55,8 @@ class _Node:
 class ProcessEngine(Linked):
     """A node is a process group that waits on a Unix socket; the folder of the sockets tells which jobs there are."""
 
+    name = "process"
+
     def __init__(self) -> None:
         super().__init__()
         self.state = Path(f"/tmp/orchestrate-{os.getuid()}")  # not $TMPDIR: a socket's path has 104 characters at most
@@ -87,7 +89,7 @@ class ProcessEngine(Linked):
         """A free port of the loopback interface."""
         return free_port()
 
-    def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
+    def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
         """Start a waiting process for each node that has none."""
         self._settle(plan)
         self._check_owner()
@@ -101,7 +103,7 @@ class ProcessEngine(Linked):
             raise EngineError(f"a node does not start: {error}") from None
         deadline = time.monotonic() + 60
         while not all(_listener(node.path) for node in fresh):
-            if time.monotonic() > deadline or not all(node.alive() for node in fresh):
+            if time.monotonic() > deadline or stopped() or not all(node.alive() for node in fresh):
                 raise EngineError("a node did not start", f"try it by hand: NODE_MODE=wait {sys.executable} {NODE}")
             time.sleep(0.01)
 

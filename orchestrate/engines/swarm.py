@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from orchestrate.engines import LOST, Exit, JobState
+from orchestrate.engines import LOST, Exit, JobState, never
 from orchestrate.engines import services as parts
 from orchestrate.engines.image import has_image
 from orchestrate.engines.links import Link, Linked
@@ -92,7 +92,7 @@ class SwarmEngine(Linked):
 
     # --- the job
 
-    def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
+    def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
         """Have Swarm start the nodes that are not there, or not well, and give them the code."""
         self._settle(spec, plan, run)
         began = time.monotonic()
@@ -105,7 +105,7 @@ class SwarmEngine(Linked):
             if why := self.swarm.refusal(spec.image, old, impatient=time.monotonic() - began > PENDING):
                 raise EngineError(*why)
             pulls = any(task["Status"]["State"] == "preparing" for task in self.nodes.values())
-            if time.monotonic() - began > (PULLS if pulls else STARTS):
+            if stopped() or time.monotonic() - began > (PULLS if pulls else STARTS):
                 raise EngineError(f"{len(plan.nodes) - len(found)} of {len(plan.nodes)} nodes did not start")
             time.sleep(0.1)
             found = self._well_nodes()
