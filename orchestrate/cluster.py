@@ -17,7 +17,17 @@ from orchestrate.paths import JobPaths
 from orchestrate.plan import Inventory, Plan, names, plan
 from orchestrate.spec import JobSpec
 
-SAME = ("image", "memory", "cpus", "shm_size", "network", "grace")  # what a node is made with, and keeps
+SAME = (
+    "image",
+    "memory",
+    "cpus",
+    "shm_size",
+    "network",
+    "grace",
+    "encrypt",
+    "constraints",
+    "volume",
+)  # what a node is made with, and keeps
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class Cluster:
             found.append(f"it has {self.spec.trainers + self.spec.spares} trainers, not {spec.trainers + spec.spares}")
         if not set(wanted.gpus) <= set(self.plan.gpus):
             found.append(f"its nodes see {len(self.plan.gpus)} GPUs")
+        if wanted.gpus and self.plan.engine == "swarm" and wanted.nproc_per_node > self.plan.nproc_per_node:
+            found.append(f"its nodes have {self.plan.nproc_per_node} GPUs each")
         if pid := lock.holder(self.paths):
             found.append(f"a job uses it (process {pid})")
         return found

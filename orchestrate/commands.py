@@ -280,10 +280,9 @@ def _looked_up(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
     engines = _engines()
     paths = JobPaths(_find(args, [state for engine in engines for state in engine.jobs()]))
     with contextlib.suppress(UsageError):  # its files say nothing any more
-        if job.load(paths)[1].engine == "docker" and len(engines) == 1:
-            from orchestrate.engines.docker import DockerEngine
-
-            return paths, [DockerEngine(), *engines]
+        spec, made = job.load(paths)
+        if made.engine not in {engine.name for engine in engines}:
+            return paths, [engine_of(dataclasses.replace(spec, engine=made.engine)), *engines]
     return paths, engines
 
 

@@ -21,7 +21,7 @@ from orchestrate.engines.mirror import give
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.job import new_id
-from orchestrate.node.files import PIECE
+from orchestrate.node.files import PIECE, digest
 from orchestrate.plan import counted, plan
 from orchestrate.spec import JobSpec
 
@@ -130,10 +130,10 @@ def _ask(engine: SwarmEngine, node: str, host: str, data: BinaryIO) -> Iterator[
         skew = link.converse("status")["time"] - (before + time.time()) / 2
         if abs(skew) > SKEW:
             yield Finding(WARNING, f"{host}: its clock differs by {skew:+.1f} s", "set up NTP (chrony, timesyncd)")
-        give(link, "/var/tmp/doctor", data, "doctor")
+        give(link, "/var/tmp/doctor", data, digest(data))
         yield Finding(GOOD, f"{host}: it has the image, and a node there answers over an overlay network")
     except (OSError, EngineError):
         hint = "the overlay's packets are too large for the link between the hosts: see docs/swarm.md, Network"
         yield Finding(BAD, f"{host}: small packets arrive, and large ones do not", hint)
     finally:
-        link.sock.close()
+        link.close()

@@ -12,6 +12,7 @@ from typing import BinaryIO
 from conftest import eventually, gone
 
 BRIDGE, SUBNET = "orch-hosts", "10.213.7"
+VXLAN = ("-p", "udp", "--dport", "4789")  # what overlay networks travel by
 IMAGE = "orchestrate-node:0.1"
 
 
@@ -76,8 +77,14 @@ class Host:
         """Cut it off from the others."""
         command("ip", "link", "set", f"orch-v{self.name[-1]}", "down")
 
+    def cut_nodes(self) -> None:
+        """Cut off only its containers; the engines still hear each other."""
+        self.inside("iptables", "-I", "INPUT", *VXLAN, "-j", "DROP")
+
     def heal(self) -> None:
         command("ip", "link", "set", f"orch-v{self.name[-1]}", "up")
+        drop = ["nsenter", f"--net=/run/netns/{self.space}", "iptables", "-D", "INPUT", *VXLAN, "-j", "DROP"]
+        subprocess.run(drop, capture_output=True)  # where there is one
 
     def processes(self) -> list[int]:
         """The engine, and all that it has started, by their network namespaces or their parents."""

@@ -14,7 +14,8 @@ from conftest import ROOT, eventually, gone
 from orchestrate.engines.links import Link
 from orchestrate.engines.mirror import Mirror, code_files, give, mine, packed, rescued
 from orchestrate.engines.ports import free_port
-from orchestrate.errors import ResourceError
+from orchestrate.errors import EngineError, ResourceError
+from orchestrate.node.files import PIECE
 from orchestrate.node.sealed import Seal
 
 KEY = b"a key of the test"
@@ -31,8 +32,15 @@ class Node:
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "orchestrate" / "node")],
             env=os.environ | settings | {"NODE_PORT": str(self.port), "NODE_GRACE": "1"},
+            cwd=folder,
             stdout=subprocess.DEVNULL,
         )
+
+    def end(self) -> None:
+        for link in self.links:
+            link.close()
+        self.process.terminate()
+        self.process.wait()
 
     def connect(self, name: str = "", key: bytes = KEY) -> Link | None:
         link = Link(eventually(self.dial), key=key)
@@ -64,10 +72,7 @@ class Node:
 def node(tmp_path):
     made = Node(tmp_path)
     yield made
-    for link in made.links:
-        link.sock.close()
-    made.process.terminate()
-    made.process.wait()
+    made.end()
 
 
 @pytest.fixture
@@ -97,12 +102,13 @@ def test_what_a_worker_writes_must_come_home(node, mirror):
         "(step / 'state.pt').write_bytes(bytes(range(256)) * 8192)\n"
         "(home / 'checkpoints' / 'last').symlink_to('step-1')\n"
         "(home / 'checkpoints' / '.half').write_text('half')\n"
+        "(step / '.metadata').write_text('of a distributed checkpoint')\n"
         "print('done\\r\\x00', end='')\n",
     )
     assert node.until(link, "ended")["code"] == 0
     mirror.catch_up(20)
     found = {str(path.relative_to(mirror.home)) for path in mirror.home.rglob("*") if not path.is_dir()}
-    assert found == {"logs/rank-0.log", "checkpoints/step-1/state.pt"} and (mirror.home / "checkpoints/last").is_dir()
+    assert found == {"logs/rank-0.log", "checkpoints/step-1/state.pt", "checkpoints/step-1/.metadata"}
     assert (mirror.home / "checkpoints" / "last" / "state.pt").read_bytes() == bytes(range(256)) * 8192
     assert (mirror.home / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
 
@@ -145,6 +151,86 @@ def test_what_is_given_to_a_node_must_be_there_and_not_come_back(node, mirror, t
     assert not (node.job / "stale").exists()
     mirror.catch_up(20)
     assert not (mirror.home / "checkpoints" / "state.pt").exists()
+
+
+def test_what_the_workers_of_the_first_node_remove_of_it_must_go_at_home_too(node, mirror):
+    (mirror.home / "checkpoints").mkdir()
+    for name in ("old", "new"):
+        (mirror.home / "checkpoints" / name).write_text("given")
+    link = node.connect()
+    with packed(mirror.home, mine(mirror.home)) as (file, digest):
+        give(link, str(node.job), file, digest)
+    node.start(link, "import os, pathlib; (pathlib.Path(os.environ['JOB_DIR']) / 'checkpoints' / 'old').unlink()")
+    node.until(link, "ended")
+    mirror.catch_up(20)
+    assert [path.name for path in (mirror.home / "checkpoints").iterdir()] == ["new"]
+
+
+def test_files_that_are_sent_again_after_an_interruption_must_be_whole(node, tmp_path):
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "state.pt").write_bytes(os.urandom(3 * PIECE))
+    link = node.connect()
+    piece = base64.b64encode(b"of somebody who dies").decode()
+    link.converse("put", folder=str(node.job), data=piece, offset=0, tag="")
+    with pytest.raises(EngineError, match="a piece is missing"):
+        link.converse("put", folder=str(node.job), data=piece, offset=PIECE, tag="")
+    with packed(given, mine(given)) as (file, digest):
+        give(link, str(node.job), file, digest)
+    assert (node.job / "state.pt").read_bytes() == (given / "state.pt").read_bytes()
+
+
+def test_what_has_come_in_another_form_than_it_was_sent_must_not_be_unpacked(node):
+    node.job.mkdir()
+    (node.job / "kept").touch()
+    data = base64.b64encode(b"no tar file").decode()
+    with pytest.raises(EngineError, match="what has come is not what was sent"):
+        node.connect().converse("put", folder=str(node.job), data=data, offset=0, tag="0" * 64)
+    assert (node.job / "kept").exists()
+
+
+def test_a_file_that_cannot_come_home_must_be_told_and_not_keep_others_away(node, mirror):
+    (mirror.home / "taken").mkdir()
+    (mirror.home / "taken" / "mine").touch()
+    link = node.connect()
+    node.start(
+        link,
+        "import os, pathlib\n"
+        "for name in ('taken', 'free'): (pathlib.Path(os.environ['JOB_DIR']) / name).write_text('x')\n",
+    )
+    node.until(link, "ended")
+    assert mirror.catch_up(20)
+    assert (mirror.home / "free").read_text() == "x" and (mirror.home / "taken" / "mine").exists()
+    assert list(mirror.errors) == ["taken"] and "irectory" in mirror.errors["taken"]
+    (mirror.home / "taken" / "mine").unlink()
+    (mirror.home / "taken").rmdir()
+    node.start(
+        link, "import os, pathlib; (pathlib.Path(os.environ['JOB_DIR']) / 'taken').write_text('more')", generation=1
+    )
+    node.until(link, "ended")
+    assert mirror.catch_up(20)
+    assert not mirror.errors and (mirror.home / "taken").read_text() == "more"
+
+
+def test_of_a_file_that_two_nodes_write_that_of_the_first_must_come_home(tmp_path):
+    home, nodes = tmp_path / "home", {}
+    (home / "logs").mkdir(parents=True)
+    for name in ("master", "trainer-1"):
+        (tmp_path / name / "job").mkdir(parents=True)
+        (tmp_path / name / "job" / "same").write_text(name)
+        (tmp_path / name / "job" / f"of-{name}").touch()
+        nodes[name] = Node(tmp_path / name)
+    mirror = Mirror(home, "job", {"master": [0], "trainer-1": [1]}, lambda name: nodes[name].connect())
+    try:
+        assert mirror.catch_up(20)
+        (tmp_path / "trainer-1" / "job" / "same").write_text("written later")
+        assert mirror.catch_up(20)
+    finally:
+        mirror.close()
+        for each in nodes.values():
+            each.end()
+    assert (home / "same").read_text() == "master"
+    assert (home / "of-master").exists() and (home / "of-trainer-1").exists()
 
 
 def test_a_node_whose_relay_is_gone_must_end_its_workers(node, tmp_path):

@@ -42,6 +42,13 @@ def test_a_line_that_somebody_has_touched_must_be_refused(harm):
         node.open(line)
 
 
+@pytest.mark.parametrize("word", [b"", b"ask 0123", b"0" * 31, b"0" * 33, b"G" * 32])
+def test_what_is_no_word_must_not_become_a_part_of_the_key(word):
+    node, _ = pair()
+    with pytest.raises(ValueError):
+        node.meet(word)
+
+
 def test_a_line_of_another_connection_must_be_refused():
     _, host = pair()
     node, _ = pair()

@@ -8,11 +8,15 @@ import os
 import re
 import shutil
 import signal
+import time
+from dataclasses import asdict
 
 import pytest
 from conftest import DOCKER_REQUIRED, ROOT, eventually
 from faults import Background, complete
 from hosts import Swarm
+
+from orchestrate.restarts import Ended
 
 pytestmark = pytest.mark.docker
 RANKS = range(4)
@@ -152,6 +156,29 @@ def test_training_must_go_on_without_its_orchestrator_and_another_one_must_take_
         assert complete(job.steps(rank), 400)
 
 
+def test_what_hosts_still_have_when_the_outcome_is_decided_must_come_home(cli, swarm):
+    job = Job(cli, swarm, "--", "count.py", "150")
+    job.until_step(30, rank=2)
+    job.process.kill()
+    job.process.communicate()
+    for rank in RANKS:
+        host, node = job.where(["master", "trainer-1", "trainer-2", "trainer-3"][rank])
+        eventually(lambda host=host, node=node: "step 150" in host.docker("logs", node))
+    assert not any(complete(job.steps(rank), 150) for rank in RANKS)
+    ended = Ended(generation=0, word="succeeded", why="all workers ended with exit code 0")
+    with (cli.run_dir() / "events.jsonl").open("a") as file:  # as if it had died a moment after its decision
+        for event in (
+            {"event": "generation_ended", **asdict(ended)},
+            {"event": "outcome", "outcome": ended.word, "reason": ended.why},
+        ):
+            file.write(json.dumps({"time": time.time(), "seconds": 60.0, **event}) + "\n")
+    done = cli("attach", cli.run_dir().name)
+    assert done.returncode == 0, done.stderr
+    for rank in RANKS:
+        assert complete(job.steps(rank), 150)
+        assert (cli.run_dir() / "checkpoints" / f"rank-{rank}").read_text() == "150"
+
+
 def test_what_a_dead_orchestrator_has_left_must_be_shown_and_removed(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "100000")
     job.until_step(10, rank=3)
@@ -164,6 +191,14 @@ def test_what_a_dead_orchestrator_has_left_must_be_shown_and_removed(cli, swarm)
     assert sorted(shown) == sorted(thing.format(name) for thing in things)
     assert cli("stop", name).returncode == 0
     assert not cli("stop", name, "--dry-run").stdout
+
+
+@pytest.mark.parametrize("event", ["nodes_starting", "nodes_up", "generation_started"])
+def test_ctrl_c_at_any_moment_must_leave_nothing(cli, swarm, event):
+    job = Job(cli, swarm, "--", "count.py", "100000")
+    job.until(event)
+    job.process.send_signal(signal.SIGINT)
+    assert (job.end(60), cli.report()["outcome"]) == (130, "stopped")
 
 
 def test_a_host_without_the_image_must_be_named(cli, swarm):
@@ -266,6 +301,22 @@ def test_fewer_nodes_must_do_where_no_host_takes_another(cli, swarm):
     )
     assert int(replicas) <= 5 + 2  # not more at each try
     finished(job, 1500, world_size=4)
+
+
+@pytest.mark.slow
+def test_a_host_whose_nodes_are_cut_off_must_be_done_without_though_swarm_finds_it_well(cli, swarm):
+    options = ["--min-trainers", "1", "--set", "grace=2s"]
+    job = Job(cli, swarm, *options, "--", "count.py", "1500", trainers=2)
+    last = swarm.hosts[2]
+    job.until_step(30, rank=0)
+    (rank,) = job.on(last)
+    (node,) = last.docker("ps", "-q").split()
+    last.cut_nodes()
+    job.until("generation_started", 2)
+    assert swarm.states() == ["Ready"] * 3
+    assert "count.py" not in last.docker("top", node)
+    assert job.end(240) == 0, job.err
+    lost_host(job, [rank])
 
 
 @pytest.mark.slow

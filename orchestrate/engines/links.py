@@ -5,6 +5,7 @@ What is said over them stands in `node/wait.py`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -50,8 +51,8 @@ class Link:
             word, _, self.partial = self.partial.partition(b"\n")
             self.seal.meet(word)
             self.sock.sendall(self.seal.word + b"\n")
-        except OSError:
-            self.sock.close()
+        except (OSError, ValueError):
+            self.close()
             return False
         self.sock.settimeout(ANSWERS)
         return True
@@ -79,11 +80,19 @@ class Link:
         except ValueError:  # what Docker says where a container ends while something starts in it
             return None
 
-    def converse(self, ask: str, **facts: Any) -> dict[str, Any]:
-        """Ask, and wait for the answer; raises OSError where the connection ends, EngineError for what the node says.
+    def close(self) -> None:
+        """End the connection, whoever else holds its socket."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
 
-        For a connection that serves nothing else.
+    def converse(self, ask: str, patience: float = ANSWERS, **facts: Any) -> dict[str, Any]:
+        """Ask, and wait for the answer; for a connection that serves nothing else.
+
+        Raises ConnectionError where the connection ends, or is silent for `patience` seconds, EngineError for what the
+        node has to say.
         """
+        self.sock.settimeout(patience)
         sent = self.send(ask, **facts)
         while sent:
             messages = self.receive()
@@ -94,7 +103,7 @@ class Link:
                     if "error" in message:
                         raise EngineError(f"a node says: {message['error']}")
                     return message
-        raise OSError("the connection has ended")
+        raise ConnectionError("the connection has ended")
 
 
 def connect(path: Path, patience: float = 0.0) -> Link:
@@ -239,7 +248,7 @@ class Linked:
         """The connection to a node has ended; what that means is found out in `wait`."""
         link = self.links.pop(node)
         self.selector.unregister(link.sock)
-        link.sock.close()
+        link.close()
         self.broken.add(node)
 
     def _ask(self, nodes: Iterable[str], patience: float = ANSWERS) -> dict[str, dict[str, Any]]:

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import docker.errors
-import requests
 from docker.models.containers import Container
 
 from orchestrate.engines import JobState
@@ -97,10 +95,10 @@ class Manager:
 
     def output(self, task: Thing) -> bytes:
         """The last lines of a task's stdout, by Swarm's log; nothing where that cannot be had."""
-        with contextlib.suppress(docker.errors.APIError, requests.RequestException):
+        with contextlib.suppress(Exception):  # whatever the SDK and its libraries raise, the log is only not longer
             found = self.api.service_logs(task["ServiceID"], details=True, stdout=True, is_tty=False, tail=LAST)
-            lines = (line.partition(b" ") for line in b"".join(found).splitlines(keepends=True))
-            return b"".join(text for details, _, text in lines if f"task.id={task['ID']}".encode() in details)
+            lines = (line.partition(b" ") for line in b"".join(found).split(b"\n"))
+            return b"\n".join(text for details, _, text in lines if f"task.id={task['ID']}".encode() in details)
         return b""
 
     def jobs(self) -> list[JobState]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import os
 import tarfile
 import tempfile
@@ -17,19 +16,20 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from docker.utils.build import exclude_paths
 
-from orchestrate.engines.links import Link
-from orchestrate.errors import ResourceError
+from orchestrate.engines.links import ANSWERS, Link
+from orchestrate.errors import EngineError, ResourceError
 from orchestrate.logs import MARK
-from orchestrate.node.files import LOGS, PIECE, Facts
+from orchestrate.node.files import LOGS, PIECE, Facts, digest, hidden
 from orchestrate.paths import JobPaths
 
 OFTEN = 0.2  # seconds between two looks at the nodes
 MOST_CODE = 256 << 20  # bytes
 NO_CODE = ("runs", "__pycache__", "node_modules")  # folders that hold none of a project's code
+UNPACKS = 600.0  # seconds that a node may take to unpack what it got
 OVERLAP = 256  # bytes that are looked for
 AT_ONCE = 16  # pieces of a node's files that are fetched before the others' logs have their turn
 _PATHS = JobPaths(Path())
@@ -48,7 +48,31 @@ OWN = {  # what the orchestrator keeps in a job's folder
 }
 
 
-@dataclass
+class _Fetch:
+    """A file that is on its way, under a hidden name."""
+
+    def __init__(self, home: Path, path: str, told: Facts) -> None:
+        self.path, self.told, self.target = path, told, home / path
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self.temporary = self.target.with_name(f".{self.target.name[:200]}.coming")
+        self.temporary.unlink(missing_ok=True)
+        self.file = self.temporary.open("xb")
+
+    def keep(self) -> None:
+        """Have it in its place, with the time of change that it has on its node."""
+        self.file.close()
+        os.utime(self.temporary, ns=(self.told[1], self.told[1]))
+        self.temporary.replace(self.target)
+
+    def drop(self) -> None:
+        """Have nothing of it."""
+        with contextlib.suppress(OSError):
+            self.file.close()
+        with contextlib.suppress(OSError):
+            self.temporary.unlink(missing_ok=True)
+
+
+@dataclass(eq=False)
 class _Node:
     """What has come home from one node."""
 
@@ -56,7 +80,8 @@ class _Node:
     logs: list[str]  # paths
     link: Link | None = None
     files: dict[str, Facts] = field(default_factory=dict)
-    fetching: tuple[str, Facts, BinaryIO, Path] | None = None  # path, what it is, where to, under which name
+    failed: dict[str, Facts] = field(default_factory=dict)  # which cannot come home as they are
+    fetching: _Fetch | None = None
 
 
 class Mirror:
@@ -71,18 +96,19 @@ class Mirror:
         """
         self.home, self.folder, self.connect = home, folder, connect
         self.nodes = [_Node(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
-        self.owners: dict[str, str] = {}  # path: the node that it comes from
+        self.owners: dict[str, int] = {}  # path: the number of the node that it comes from
+        self.errors: dict[str, str] = {}  # path: why it is not here
         self.looks = 0  # at all nodes, that have begun
         self.changed = threading.Condition()
         self.closing = False
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def catch_up(self, timeout: float) -> None:
-        """Return when all that nodes have written before the call is here, or cannot be had."""
+    def catch_up(self, timeout: float) -> bool:
+        """Return when all that nodes have written before the call is here, or cannot be had; False at the timeout."""
         with self.changed:
             until = self.looks + 2  # the look that goes on may have begun before the call
-            self.changed.wait_for(lambda: self.looks >= until or self.closing, timeout)
+            return self.changed.wait_for(lambda: self.looks >= until or self.closing, timeout)
 
     def close(self) -> None:
         """Bring home no more."""
@@ -119,8 +145,10 @@ class Mirror:
             for path, data in news["logs"].items():
                 if path in have:
                     self._append(path, base64.b64decode(data))
+            self._make_way(node, news["files"])
             more = self._fetch(node, news["files"])
-            self._tidy(node, news["files"], news["links"])
+            if not more:  # what has taken the place of others is here
+                self._tidy(node, news)
             return more or bool(news["logs"])
         except Exception:  # the node has gone, or talks nonsense: the next look, if there is one, begins anew
             self._forget(node)
@@ -128,10 +156,9 @@ class Mirror:
 
     def _forget(self, node: _Node) -> None:
         if node.link:
-            node.link.sock.close()
+            node.link.close()
         if node.fetching:
-            node.fetching[2].close()
-            node.fetching[3].unlink(missing_ok=True)
+            node.fetching.drop()
         node.link = node.fetching = None
 
     def _size(self, path: str) -> int:
@@ -148,58 +175,76 @@ class Mirror:
     def _fetch(self, node: _Node, files: dict[str, Facts]) -> bool:
         """Some pieces of the files that differ from what is here, the oldest first; whether there is more."""
         wanted = {}
+        for path in node.failed.keys() - files.keys():  # it is not there any more
+            del node.failed[path]
+            self.errors.pop(path, None)
         for path, told in files.items():
-            if node.files.get(path) != told and self._ours(node, path):
+            if told not in (node.files.get(path), node.failed.get(path)) and self._ours(node, path):
                 if _same(self.home / path, told):  # brought by an earlier supervisor
                     node.files[path] = told
                 else:
                     wanted[path] = told
-        assert node.link
         for _ in range(AT_ONCE):
-            if node.fetching is None:
-                if not wanted:
-                    return False
-                path = min(wanted, key=lambda path: wanted[path][1])
-                target = self.home / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                temporary = target.with_name(f".{target.name}.coming")
-                temporary.unlink(missing_ok=True)
-                node.fetching = path, wanted.pop(path), temporary.open("xb"), temporary
-            path, told, file, temporary = node.fetching
-            piece = node.link.converse("read", folder=self.folder, path=path, offset=file.tell())
-            data = base64.b64decode(piece["data"])
-            file.write(data)
-            if len(data) == PIECE and piece["facts"] == told:
-                continue
-            file.close()
+            path = node.fetching.path if node.fetching else min(wanted, key=lambda path: wanted[path][1], default="")
+            if not path:
+                return False
+            try:
+                node.fetching = node.fetching or _Fetch(self.home, path, wanted[path])
+                if not self._piece(node, node.fetching):
+                    continue
+                self.errors.pop(path, None)
+            except ConnectionError:
+                raise
+            except (OSError, EngineError) as error:  # this one cannot be had; others may
+                node.failed[path] = files.get(path, [])
+                self.errors[path] = str(error)
+            if node.fetching:
+                node.fetching.drop()
             node.fetching = None
-            if piece["facts"] != told:  # it was changed meanwhile; the next look sees it as it is then
-                temporary.unlink()
-                continue
-            os.utime(temporary, ns=(told[1], told[1]))
-            temporary.replace(self.home / path)
-            node.files[path] = told
+            wanted.pop(path, None)
+        return True
+
+    def _piece(self, node: _Node, fetch: _Fetch) -> bool:
+        """Fetch the next piece of a file; whether there is no more to come."""
+        assert node.link
+        piece = node.link.converse("read", folder=self.folder, path=fetch.path, offset=fetch.file.tell())
+        data = base64.b64decode(piece["data"])
+        fetch.file.write(data)
+        if piece["facts"] != fetch.told:  # it was changed meanwhile; the next look sees it as it is then
+            return True
+        if len(data) == PIECE:
+            return False
+        fetch.keep()
+        node.files[fetch.path] = fetch.told
         return True
 
     def _ours(self, node: _Node, path: str) -> bool:
-        """Whether a file may come home from this node: no other one has brought it, and its name does no harm."""
+        """Whether a file may come home from this node: no earlier one has it, and its name does no harm."""
         parts = PurePosixPath(path).parts
         harmless = parts and path == "/".join(parts) and not parts[0].startswith("/") and not {"..", "."} & set(parts)
-        if not harmless or parts[0] in OWN or parts[0] == LOGS or any(part.startswith(".") for part in parts):
+        if not harmless or parts[0] in OWN or parts[0] == LOGS or any(map(hidden, parts)):
             return False
         if any(folder.is_symlink() for folder in list((self.home / path).parents)[: len(parts) - 1]):
             return False
-        return self.owners.setdefault(path, node.name) == node.name
+        number = self.nodes.index(node)
+        self.owners[path] = min(number, self.owners.get(path, number))
+        return self.owners[path] == number
 
-    def _tidy(self, node: _Node, files: dict[str, Facts], links: dict[str, str]) -> None:
-        """Remove what the node has removed, and have its links."""
+    def _make_way(self, node: _Node, files: dict[str, Facts]) -> None:
+        """Remove a file where the node now has a folder of that name."""
         for path in [path for path in node.files if path not in files]:
-            del node.files[path], self.owners[path]
-            target = self.home / path
-            target.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # others are in it
-                target.parent.rmdir()
-        for path, there in links.items():
+            if any(other.startswith(f"{path}/") for other in files):
+                self._remove(node, path)
+
+    def _tidy(self, node: _Node, news: dict[str, Any]) -> None:
+        """Remove what the node has removed, and have its links."""
+        for path in [path for path in node.files if path not in news["files"]]:
+            self._remove(node, path)
+        if node is self.nodes[0]:
+            for path in news["gone"]:
+                if self._ours(node, path):
+                    self._remove(node, path)
+        for path, there in news["links"].items():
             link = self.home / path
             plain = "/" not in there and there not in ("..", ".", "")
             if plain and self._ours(node, path) and (link.is_symlink() or not link.exists()):
@@ -207,14 +252,26 @@ class Mirror:
                 link.unlink(missing_ok=True)
                 link.symlink_to(there)
 
+    def _remove(self, node: _Node, path: str) -> None:
+        node.files.pop(path, None)
+        self.owners.pop(path, None)
+        target = self.home / path
+        with contextlib.suppress(OSError):
+            target.unlink(missing_ok=True)
+            target.parent.rmdir()  # if nothing else is in it
+
 
 def mine(home: Path) -> list[Path]:
     """What nodes have written in a job's folder, but for logs: files and links."""
     found = []
     for path in home.rglob("*"):
         parts = path.relative_to(home).parts
-        hidden = any(part.startswith(".") for part in parts)
-        if not hidden and parts[0] not in OWN and parts[0] != LOGS and (path.is_symlink() or path.is_file()):
+        if (
+            not any(map(hidden, parts))
+            and parts[0] not in OWN
+            and parts[0] != LOGS
+            and (path.is_symlink() or path.is_file())
+        ):
             found.append(path)
     return found
 
@@ -233,7 +290,8 @@ def rescued(home: bytes, copy: bytes, rank: int) -> bytes:
     Nothing, where the two do not overlap: a node's stdout is a copy that may have gaps.
     """
     tag = f"[rank {rank}] ".encode()
-    text = b"".join(line.removeprefix(tag) for line in copy.splitlines(keepends=True) if line.startswith(tag))
+    text = b"\n".join(line.removeprefix(tag) for line in copy.split(b"\n") if line.startswith(tag))
+    text += b"\n" * copy.endswith(b"\n")
     known = home.rpartition(b"\n" + MARK)[2].partition(b"\n")[2] if MARK in home else home
     end = known[-OVERLAP:]
     at = text.rfind(end) if end else -1
@@ -242,26 +300,31 @@ def rescued(home: bytes, copy: bytes, rank: int) -> bytes:
 
 @contextlib.contextmanager
 def packed(folder: Path, paths: Iterable[Path]) -> Iterator[tuple[BinaryIO, str]]:
-    """Files of a folder as a tar file, and its digest."""
-    with tempfile.TemporaryFile() as file:
-        with tarfile.open(fileobj=file, mode="w") as archive:
-            for path in sorted(paths):
-                archive.add(path, str(path.relative_to(folder)), recursive=False)
-        digest = hashlib.sha256()
-        file.seek(0)
-        while piece := file.read(PIECE):
-            digest.update(piece)
-        yield file, digest.hexdigest()
+    """Files of a folder as a tar file, and its digest; raises EngineError where they cannot be read."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(tempfile.TemporaryFile())
+            with tarfile.open(fileobj=file, mode="w") as archive:
+                for path in sorted(paths):
+                    archive.add(path, str(path.relative_to(folder)), recursive=False)
+        except OSError as error:
+            raise EngineError(f"{folder} cannot be sent to the nodes: {error}") from None
+        yield file, digest(file)
 
 
 def give(link: Link, folder: str, file: BinaryIO, tag: str) -> None:
-    """Have a node unpack a tar file in a folder; raises EngineError where it cannot, OSError where it has gone."""
+    """Have a node unpack a tar file in a folder; `tag` is its SHA-256.
+
+    Raises EngineError where the node cannot, ConnectionError where it has gone.
+    """
     size, start = os.fstat(file.fileno()).st_size, 0
     while True:
-        piece = base64.b64encode(os.pread(file.fileno(), PIECE, start)).decode()
+        piece, offset = base64.b64encode(os.pread(file.fileno(), PIECE, start)).decode(), start
         start += PIECE
-        link.converse("put", folder=folder, data=piece, tag=tag if start >= size else "")
-        if start >= size:
+        last = start >= size
+        facts = {"folder": folder, "data": piece, "offset": offset, "tag": tag if last else ""}
+        link.converse("put", patience=UNPACKS if last else ANSWERS, **facts)
+        if last:
             return
 
 

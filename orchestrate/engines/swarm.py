@@ -6,12 +6,15 @@ way of a relay, a small container on our own host that is on the job's network. 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from orchestrate.engines import LOST, Exit, JobState, never
 from orchestrate.engines import services as parts
@@ -20,7 +23,9 @@ from orchestrate.engines.links import Link, Linked
 from orchestrate.engines.manager import Manager, Thing, gpus, ready, well
 from orchestrate.engines.mirror import Mirror, code_files, give, mine, packed, rescued
 from orchestrate.engines.ports import free_port
-from orchestrate.errors import EngineError, ResourceError, UsageError
+from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
+from orchestrate.node.lease import ASKS, LEASE
+from orchestrate.node.loop import STUCK
 from orchestrate.paths import JobPaths, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan, counted
 from orchestrate.preload import preload
@@ -33,6 +38,8 @@ PENDING = 8.0  # seconds that a task may wait for a host that takes it
 ENDS = 2.0  # seconds that a node whose workers have ended takes to end
 BOOTS, AGAIN = 20.0, 2.0  # seconds that a node has to take a connection, at first and later
 TELLS = 25.0  # seconds after which Swarm knows of a host that does not answer; it needs 15
+STOPS = LEASE + 2 * ASKS + 2 * STUCK  # seconds in which a node that hears nothing has ended its workers
+RESCUES = 5.0  # seconds that Swarm has to hand out the last lines of a lost task
 CATCHES_UP = 10.0  # seconds in which the last lines of workers come home
 COMES_HOME = 3600.0  # seconds that all files of a job may take to come home at its end
 COMING = ("new", "pending", "assigned", "accepted", "preparing", "ready", "starting")  # states of a task
@@ -44,6 +51,8 @@ PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
 class SwarmEngine(Linked):
     """Nodes on the hosts of the Swarm that the user's `docker` manages."""
 
+    name = "swarm"
+
     def __init__(self) -> None:
         """Connect; raises EngineError where no manager of a Swarm answers."""
         super().__init__()
@@ -52,8 +61,13 @@ class SwarmEngine(Linked):
         self.shared = self.stays = False  # whether nodes share a folder; whether they outlive the job
         self.nodes: dict[str, Thing] = {}  # the tasks by the names of their nodes
         self.asked: dict[str, float] = {}  # node: since when it owes us an answer
+        self.said: dict[str, float] = {}  # node: when it last said something
         self.first = ""  # the node of rank 0
         self.looked = 0.0
+        self.fenced = 0.0  # when, by the monotonic clock, no older generation can run any more
+        self.kept = contextlib.ExitStack()
+        self.code: tuple[BinaryIO, str] | None = None  # as a tar file, and its digest
+        self.pool = ThreadPoolExecutor(1)
         self.lost: dict[int, str] = {}  # rank: its node, of workers whose last lines may be missing
         self.supplied: set[str] = set()  # the ids of tasks that have the code
         self.given_up: set[str] = set()  # of those that have lost their workers, and do not answer
@@ -127,7 +141,10 @@ class SwarmEngine(Linked):
         """Bring every node what earlier generations have left, and have it start its workers."""
         self.first = workers[0].node
         if self.mirror:
+            self.mirror.catch_up(COMES_HOME)  # what is not at home is lost when nodes get what is
             self.mirror.close()
+        while time.monotonic() < self.fenced:  # an older generation may still run where nobody can tell it to stop
+            time.sleep(0.1)
         self._bring(workers)
         self._follow(workers)
         super().start(workers, command)
@@ -135,14 +152,16 @@ class SwarmEngine(Linked):
     def wait(self, timeout: float) -> list[Exit]:
         """The workers that have ended, once all that they have written is here."""
         exits = super().wait(timeout)
-        if exits and self.mirror:
+        if exits and self.mirror and not self.running:
             self.mirror.catch_up(CATCHES_UP)
-        while self.lost:
-            self._rescue(*self.lost.popitem())
+            self._rescue()
         if self.running and time.monotonic() - self.looked > LOOK:
             self.looked = time.monotonic()
             self._well_nodes()
             self.broken |= {node for node in self.running.values() if node not in self.nodes or node not in self.links}
+            for node, since in list(self.asked.items()):
+                if time.monotonic() - since > TELLS:  # nor has Swarm said anything: only the nodes' network is cut
+                    self._give_up(node)
             self._tell("status")  # the answer is a sign of life
             self.asked = dict.fromkeys(self.links, time.monotonic()) | self.asked
         return exits
@@ -157,7 +176,7 @@ class SwarmEngine(Linked):
         deadline = time.monotonic() + TELLS
         while True:
             task = self.swarm.newest(node)
-            if task and not self.swarm.ready(task):
+            if task and (not self.swarm.ready(task) or task["ID"] in self.given_up):
                 return "host lost"
             if not task or not well(task):
                 return "node lost"
@@ -173,15 +192,13 @@ class SwarmEngine(Linked):
     def discard(self, nodes: Iterable[str]) -> None:
         """Have nothing more to do with nodes; Swarm removes no single task, but all of them at the end."""
         for name in nodes:
-            if name in self.nodes:
-                self.given_up.add(self.nodes[name]["ID"])
-            if name in self.links:
-                self._break(name)
+            self._give_up(name)
 
     def down(self, grace: float) -> None:
         """Have all files here, then remove services, network and relay."""
         if self.mirror:
-            self.mirror.catch_up(COMES_HOME if self.links and grace else 0)
+            if self.links and grace:
+                self._come_home(self.mirror)
             self.mirror.close()
             self.mirror = None
         if self.stays:
@@ -210,6 +227,13 @@ class SwarmEngine(Linked):
 
     # --- details
 
+    def _come_home(self, mirror: Mirror) -> None:
+        """Have all files here; raises EngineError where some cannot be, which then stay on their nodes."""
+        if not mirror.catch_up(COMES_HOME):
+            raise EngineError(f"not all files came home within {COMES_HOME:g} s")
+        for path, why in mirror.errors.items():
+            raise EngineError(f"{counted(len(mirror.errors), 'file')} did not come home, such as {path}: {why}")
+
     def _settle(self, spec: JobSpec, plan: Plan, run: Path) -> None:
         self.stays, self.shared = bool(plan.inventory.cluster), bool(spec.volume)
         self.files = run / plan.job_id if self.stays and plan.home != plan.job_id else run
@@ -228,20 +252,40 @@ class SwarmEngine(Linked):
         ranks = list(ranks)
         self.lost |= {rank: self.running[rank] for rank in ranks if rank in self.running}
         super()._end(ranks)
+        for node in {self.lost[rank] for rank in ranks if rank in self.lost}:
+            if not self._dead(node):
+                self.fenced = max(self.fenced, self.said.get(node, time.monotonic()) + STOPS)
 
-    def _rescue(self, rank: int, node: str) -> None:
-        """Add to the log of a lost worker what its node could not send any more."""
-        task, log = self.swarm.newest(node), JobPaths(self.files).log(rank)
-        if task and self.swarm.ready(task) and log.exists():
-            with log.open("ab") as file:
-                file.write(rescued(log.read_bytes(), self.swarm.output(task), rank))
+    def _dead(self, node: str) -> bool:
+        """Whether Swarm knows that a node has ended."""
+        task = self.swarm.newest(node)
+        return task is not None and self.swarm.ready(task) and task["Status"]["State"] in ENDED
+
+    def _give_up(self, node: str) -> None:
+        """Have nothing more to do with a node."""
+        self.asked.pop(node, None)
+        if node in self.nodes:
+            self.given_up.add(self.nodes[node]["ID"])
+        if node in self.links:
+            self._break(node)
+
+    def _rescue(self) -> None:
+        """Add to the logs of lost workers what their nodes could not send any more, as far as Swarm has it soon."""
+        lost, self.lost = self.lost, {}
+        for rank, node in lost.items():
+            task, log = self.swarm.newest(node), JobPaths(self.files).log(rank)
+            if task and self.swarm.ready(task) and log.exists():
+                asked = self.pool.submit(self.swarm.output, task)
+                with contextlib.suppress(futures.TimeoutError, OSError), log.open("r+b") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+                    file.write(rescued(file.read(), asked.result(RESCUES), rank))
 
     def _runs(self, node: str) -> bool:
         """Whether its task runs, though the connection to it has ended."""
         return node in self._well_nodes()
 
     def _exists(self, node: str) -> bool:
-        return node in self.nodes and well(self.nodes[node]) and self.swarm.ready(self.nodes[node])
+        return self.nodes.get(node, {}).get("ID") not in self.given_up and node in self._well_nodes()
 
     def _connect(self, node: str) -> Link | None:
         return self.reach(node)
@@ -249,7 +293,7 @@ class SwarmEngine(Linked):
     def reach(self, node: str) -> Link | None:
         """A connection by way of the relay, of which the node is told that it answers for its lease."""
         task, relay = self.nodes.get(node), self.swarm.relay
-        if task is None or relay is None:
+        if task is None or relay is None or task["ID"] in self.given_up:
             return None
         address, port = self.swarm.node_address(task)
         patience = AGAIN if task["ID"] in self.supplied else BOOTS
@@ -261,6 +305,7 @@ class SwarmEngine(Linked):
 
     def _heard(self, node: str, message: dict[str, Any]) -> None:
         self.asked.pop(node, None)
+        self.said[node] = time.monotonic()
         super()._heard(node, message)
 
     def _request(self, worker: WorkerPlan) -> dict[str, Any]:
@@ -271,32 +316,40 @@ class SwarmEngine(Linked):
         length = log.stat().st_size if log.exists() else 0
         return {"env": env, "inherit": True, "cwd": parts.CODE, "log": length}
 
-    def _each(self, nodes: Iterable[str], act: Callable[[Link], None]) -> None:
-        """Do something with a fresh connection to each node, to several at once; raises EngineError."""
+    def _each(self, nodes: Iterable[str], act: Callable[[Link], None]) -> list[EngineError]:
+        """Do something with a fresh connection to each node, to several at once; give up those where it fails."""
 
-        def with_link(node: str) -> None:
-            link = self.reach(node)
-            if link is None:
-                raise EngineError(f"no connection to {node} on {self.swarm.host(self.nodes[node])}", PORTS)
+        def with_link(node: str) -> EngineError | None:
             try:
-                act(link)
-            except OSError as error:
-                raise EngineError(f"{node} takes no files: {error}") from None
-            finally:
-                link.sock.close()
+                link = self.reach(node)
+                if link is None:
+                    raise EngineError(f"no connection to {node} on {self.swarm.host(self.nodes[node])}", PORTS)
+                try:
+                    act(link)
+                finally:
+                    link.close()
+            except EngineLost:
+                raise
+            except (EngineError, OSError) as error:
+                self.given_up.add(self.nodes[node]["ID"])
+                return error if isinstance(error, EngineError) else EngineError(f"{node} takes no files: {error}")
+            return None
 
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(with_link, nodes))
+            return [error for error in pool.map(with_link, nodes) if error]
 
     def _supply(self, code: Path, nodes: Iterable[str]) -> None:
-        """Have the code on every node."""
-        with packed(code, code_files(code)) as (file, digest):
+        """Have the code on every node, as it is at the first call; raises EngineError."""
+        if self.code is None:
+            self.code = self.kept.enter_context(packed(code, code_files(code)))
+        file, digest = self.code
 
-            def act(link: Link) -> None:
-                if link.converse("status")["tags"].get(parts.CODE) != digest:
-                    give(link, parts.CODE, file, digest)
+        def act(link: Link) -> None:
+            if link.converse("status")["tags"].get(parts.CODE) != digest:
+                give(link, parts.CODE, file, digest)
 
-            self._each(nodes, act)
+        for error in self._each(nodes, act):
+            raise error
         self.supplied |= {self.nodes[name]["ID"] for name in nodes}
 
     def _bring(self, workers: tuple[WorkerPlan, ...]) -> None:

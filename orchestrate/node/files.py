@@ -1,10 +1,11 @@
 """The files of a node that shares no folder with the orchestrator, which brings them home and brings others here.
 
-    {"ask": "put", "folder", "data", "tag"}    add to a tar file; the piece with a tag is the last, and has it unpacked
-                              in the folder, in the place of all that was there but logs
+    {"ask": "put", "folder", "data", "offset", "tag"}    add to a tar file; the last piece has a tag, the SHA-256 of the
+                              whole, which is unpacked in the folder, in the place of all that was there but logs
     {"say": "put", "tags": {folder: tag}}
     {"ask": "news", "folder", "have"}    tell what there is to bring home; `have`: the bytes of each log that are there
-    {"say": "news", "logs": {path: bytes that are new}, "files": {path: [size, mtime_ns, inode]}, "links"}
+    {"say": "news", "logs": {path: bytes that are new}, "files": {path: [size, mtime_ns, inode]}, "links",
+                              "gone": [path]}    what was put here, and is not any more
     {"ask": "read", "folder", "path", "offset"}    a piece of a file
     {"say": "read", "data", "facts": [size, mtime_ns, inode]}
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import os
 import shutil
 import tarfile
@@ -37,14 +39,21 @@ class Files:
         self.bases: dict[str, int] = {}  # how much longer the log at home is than the one here
         self.coming: BinaryIO | None = None
 
-    def put(self, folder: str, data: str, tag: str) -> dict[str, Any]:
+    def put(self, folder: str, data: str, offset: int, tag: str) -> dict[str, Any]:
         """Take the next piece of a tar file; raises OSError or tarfile.TarError where it cannot be unpacked."""
-        if self.coming is None:
+        if not offset or self.coming is None:
+            if self.coming:
+                self.coming.close()  # of somebody who has not come to an end
             self.coming = tempfile.TemporaryFile()  # noqa: SIM115 (the last piece closes it)
+        if self.coming.tell() != offset:
+            raise OSError("a piece is missing")
         self.coming.write(base64.b64decode(data))
         if not tag:
             return {"tags": self.tags}
         file, self.coming = self.coming, None
+        if digest(file) != tag:
+            file.close()
+            raise OSError("what has come is not what was sent")
         os.makedirs(folder, exist_ok=True)
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False):
@@ -52,10 +61,8 @@ class Files:
                     shutil.rmtree(entry.path)
             else:
                 os.unlink(entry.path)
-        with file:
-            file.seek(0)
-            with tarfile.open(fileobj=file) as archive:
-                archive.extractall(folder)
+        with file, tarfile.open(fileobj=file) as archive:
+            archive.extractall(folder)
         self.given = {path: told for path, told in self.given.items() if not path.startswith(f"{folder}/")}
         self.given |= {f"{folder}/{path}": facts(status) for path, status in _walk(folder)}
         self.tags[folder] = tag
@@ -81,15 +88,32 @@ class Files:
             if not path.startswith(f"{LOGS}/") and self.given.get(f"{folder}/{path}") != facts(status):
                 files[path] = facts(status)
         for link in Path(folder).glob("*/*"):
-            if link.is_symlink() and not link.name.startswith("."):
+            if link.is_symlink() and not hidden(link.name):
                 links[str(link.relative_to(folder))] = os.readlink(link)
-        return {"logs": logs, "files": files, "links": links}
+        given = (path.removeprefix(f"{folder}/") for path in self.given if path.startswith(f"{folder}/"))
+        gone = [path for path in given if not os.path.lexists(f"{folder}/{path}")]
+        return {"logs": logs, "files": files, "links": links, "gone": gone}
 
     def read(self, folder: str, path: str, offset: int) -> dict[str, Any]:
         """A piece of a file; raises OSError where it has gone."""
         with open(f"{folder}/{path}", "rb") as file:
             file.seek(offset)
             return {"data": base64.b64encode(file.read(PIECE)).decode(), "facts": facts(os.fstat(file.fileno()))}
+
+
+def digest(file: BinaryIO) -> str:
+    """The SHA-256 of a file, which then is at its beginning."""
+    found = hashlib.sha256()
+    file.seek(0)
+    while piece := file.read(PIECE):
+        found.update(piece)
+    file.seek(0)
+    return found.hexdigest()
+
+
+def hidden(name: str) -> bool:
+    """Whether a file is nobody's but its writer's; `.metadata` is a part of torch's distributed checkpoints."""
+    return name.startswith(".") and name != ".metadata"
 
 
 def facts(status: os.stat_result) -> Facts:
@@ -101,7 +125,7 @@ def _walk(folder: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
     """The regular files that are not hidden, by their path in the folder."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"{folder}/{below}"):
-            if entry.name.startswith("."):
+            if hidden(entry.name):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 yield from _walk(folder, f"{below}{entry.name}/")

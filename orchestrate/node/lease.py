@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 from orchestrate.node.loop import Loop
 
-LEASE = 10.0  # seconds
-ASKS = 2.0  # seconds between two questions
+LEASE = 8.0  # seconds
+ASKS = 1.0  # seconds between two questions
 
 
 def answer(key: bytes, question: bytes) -> bytes:

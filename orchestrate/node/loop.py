@@ -21,7 +21,7 @@ from orchestrate.node.worker import FAILED_TO_START, Worker, kill
 
 LONGEST_MESSAGE = 1 << 20  # bytes
 RETRY = 0.05  # seconds
-STUCK = 10.0  # seconds after which somebody who does not read what we send is given up
+STUCK = 5.0  # seconds after which somebody who does not read what we send is given up
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -243,9 +243,9 @@ class Channel:
         except OSError:
             chunk = b""
         *lines, self.buffer = (self.buffer + chunk).split(b"\n")
-        if self.seal and lines and not self.seal.met:
-            self.seal.meet(lines.pop(0))
         try:
+            if self.seal and lines and not self.seal.met:
+                self.seal.meet(lines.pop(0))
             messages = [json.loads(self.seal.open(line) if self.seal else line) for line in lines]
         except ValueError:
             messages, chunk = [], b""

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
+
+WORD = re.compile(rb"[0-9a-f]{32}")
 
 
 class Seal:
@@ -21,9 +24,11 @@ class Seal:
         self.counts = {True: 0, False: 0}  # lines of the listening side, and of the other
 
     def meet(self, word: bytes) -> None:
-        """Take in the first line of the other side."""
+        """Take in the first line of the other side; raises ValueError for what is no word."""
+        if not WORD.fullmatch(word):  # a relay answers what somebody asks, and must not be asked for this
+            raise ValueError("no word")
         words = self.word + word if self.listens else word + self.word
-        self.key, self.met = hmac.digest(self.key, words, "sha256"), True
+        self.key, self.met = hmac.digest(self.key, b"link " + words, "sha256"), True
 
     def close(self, text: bytes) -> bytes:
         """The line that carries `text`, without its end."""
