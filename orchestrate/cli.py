@@ -95,10 +95,21 @@ def parser() -> Parser:
         description="Print the job as a file for an engine that others maintain.",
         usage="%(prog)s kubernetes|slurm|compose [JOB.yaml] [options] [-- SCRIPT ARGS | -- -m MODULE ARGS]",
     )
-    command.add_argument("target", choices=list(EXPORTS), metavar="kubernetes|slurm|compose", help="the engine")
-    forms = "; ".join(f"{target}: {', '.join(names)}" for target, names in EXPORTS.items() if names)
-    command.add_argument("--form", metavar="FORM", help=f"{forms}; the first is the default")
-    _add_job(command)
+    targets = command.add_subparsers(
+        dest="target", metavar="|".join(EXPORTS), required=True, prog=f"{top.prog} export", parser_class=Parser
+    )
+    for target, forms in EXPORTS.items():
+        command = targets.add_parser(
+            target,
+            help=", ".join(forms) or "a plain file",
+            usage="%(prog)s [JOB.yaml] [options] [-- SCRIPT ARGS | -- -m MODULE ARGS]",
+        )
+        command.add_argument(
+            "--form",
+            metavar="FORM",
+            help=f"{', '.join(forms)}; the first is the default" if forms else argparse.SUPPRESS,
+        )
+        _add_job(command)
     command = kinds.add_parser("down", help="take down what up brought up", description="Take a cluster down.")
     command.add_argument("cluster", metavar="CLUSTER", help="its name, or how it begins")
     command.add_argument("--dry-run", action="store_true", help="print what would be removed, and end")

@@ -196,14 +196,17 @@ def resolve(*layers: Mapping[str, Any]) -> JobSpec:
             if key.startswith("env."):
                 key, value = "env", {**values.get("env", {}), key[4:]: value}
             if key not in FIELDS:
-                near = difflib.get_close_matches(key, FIELDS, n=1)
+                near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.7)
                 hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(FIELDS)}"
                 raise UsageError(f"unknown key {key!r}", hint)
             try:
                 values[key] = FIELDS[key].metadata["parse"](value)
             except ValueError as error:
                 raise UsageError(f"{key} must be {error}, not {value!r}", FIELDS[key].metadata["doc"]) from None
-    return JobSpec(**values)
+    spec = JobSpec(**values)
+    if (spec.min_trainers or 0) > spec.trainers:
+        raise UsageError(f"min_trainers is {spec.min_trainers}, and trainers {spec.trainers}", "no more than trainers")
+    return spec
 
 
 def read_set(assignments: list[str]) -> dict[str, Any]:

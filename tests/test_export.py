@@ -135,12 +135,20 @@ def test_the_script_for_slurm_must_be_one_for_bash(form):
         (["compose", "--form", "job"], "--form job"),
         (["nomad"], "invalid choice: 'nomad'"),
         (["kubernetes", "--set", "network=host"], "pin and network are for this machine"),
+        (["slurm", "--set", "constraints=[node.labels.a == b]"], "constraints and encrypt are Swarm's"),
     ],
 )
 def test_what_cannot_be_exported_must_be_told(cli, arguments, message):
     done = cli("export", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+def test_flags_may_stand_before_the_job_file(cli):
+    (cli.folder / "job.yaml").write_text("name: mine\ncommand: count.py\n")
+    done = cli("export", "kubernetes", "--form", "jobset", "--gpus", "none", "job.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "kind: JobSet" in done.stdout and "name: mine" in done.stdout
 
 
 @pytest.mark.parametrize(("memory", "slurms"), [("8g", "8G"), ("512M", "512M"), ("1073741824", "1048576K")])

@@ -42,6 +42,11 @@ def shape(spec: JobSpec, name: str) -> Shape:
         gpus = nproc if spec.gpus == "all" else 0
     if spec.pin or spec.network == "host":
         raise UsageError("pin and network are for this machine", "leave them out of a job that you export")
+    if spec.constraints or spec.encrypt:
+        raise UsageError(
+            "constraints and encrypt are Swarm's",
+            "leave them out, and say in the file what the other engine has for them",
+        )
     env = {
         "NODE_MODE": "given",
         "NODE_NPROC": str(nproc),

@@ -55,6 +55,8 @@ def compose(spec: JobSpec, name: str) -> str:
     head = (
         f"# {name}: docker compose --file THIS up. Its files come to {values['NODE_JOB_DIR']}, which must be there.\n"
     )
+    if spec.max_run:
+        head += "# Compose knows no max_run: put `timeout` before its command.\n"
     return head + yaml.safe_dump(whole, sort_keys=False, width=10_000)
 
 
