@@ -287,15 +287,21 @@ def _looked_up(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
 
 
 def _finish(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
-    """Stop what a dead supervisor has left, and write its report; what cannot be stopped in good order is removed."""
-    if not job.ended(paths):
-        with contextlib.suppress(OrchestrateError, BlockingIOError):
-            spec, made = job.load(paths)
-            engine = engine_of(dataclasses.replace(spec, engine=made.engine))
-            more = count_signals(spec)
-            job.supervise(paths, engine, lambda: 1 + more(), say, tail=True)
-            return
-    _remove(paths, holding)
+    """Stop what another supervisor has left, and write the report; what cannot be stopped in good order is removed.
+
+    Raises OrchestrateError where nodes still have files that cannot be brought home.
+    """
+    try:
+        spec, made = job.load(paths)
+        engine = engine_of(dataclasses.replace(spec, engine=made.engine))
+        more = count_signals(spec)
+        data = job.supervise(paths, engine, lambda: 1 + more(), say, tail=True)
+    except (OrchestrateError, BlockingIOError):
+        return _remove(paths, holding)
+    if why := data["left_behind"]:
+        name = paths.root.name
+        hint = f"mend that and stop it again; or have it removed, files and all: python -m orchestrate rm {name}"
+        raise OrchestrateError(f"{name} still has nodes: {why}", hint)
 
 
 def _remove(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:

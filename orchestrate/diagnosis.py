@@ -136,8 +136,11 @@ def blame(ends: Sequence[End], words: Callable[[int], list[str]], window: float 
     return near[0], ""
 
 
-def diagnose(plan: Plan, exit: Exit, known: str, lines: list[str], log: str) -> Cause:
-    """What happened to the worker to blame; `known` is what engine or supervisor know besides its exit code."""
+def diagnose(plan: Plan, exit: Exit, known: str, lines: list[str], log: str, host: str = "") -> Cause:
+    """What happened to the worker to blame; `known` is what engine or supervisor know besides its exit code.
+
+    `host` is the machine of its node, where there are several.
+    """
     worker = plan.workers[exit.rank]
     cause, hint = BY_CODE.get(
         exit.code, ("error", "the lines above are the end of its log; the cause may stand further up")
@@ -158,7 +161,7 @@ def diagnose(plan: Plan, exit: Exit, known: str, lines: list[str], log: str) -> 
         node=worker.node,
         exit_code=exit.code,
         cause=cause,
-        summary=f"rank {exit.rank} on {worker.node} {_end(exit.code, SUMMARY.get(cause, ''))}",
+        summary=f"rank {exit.rank} on {worker.node}{host and f' ({host})'} {_end(exit.code, SUMMARY.get(cause, ''))}",
         hint=hint,
         last_lines=lines,
         log=log,

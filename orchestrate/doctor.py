@@ -76,7 +76,7 @@ def _swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
     for host in hosts:
         yield from _host(host)
     try:
-        yield from _probe(engine, spec, sum(map(ready, hosts)))
+        yield from _probe(engine, spec, {str(host["Description"]["Hostname"]) for host in hosts if ready(host)})
     except OrchestrateError as error:
         yield Finding(BAD, str(error), error.hint)
 
@@ -101,9 +101,10 @@ def _host(host: Thing) -> Iterator[Finding]:
             yield Finding(BAD, f"{name}: {address} does not answer at {port}/tcp", "open it between the hosts")
 
 
-def _probe(engine: SwarmEngine, spec: JobSpec, hosts: int) -> Iterator[Finding]:
+def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Finding]:
     """Have a node on each host, and talk to it; raises EngineError where that cannot be: no image, no overlay, say."""
-    asked = replace(JobSpec(), name="doctor", trainers=hosts - 1, gpus="none", image=spec.image, warm=False, grace=1.0)
+    asked = replace(JobSpec(), name="doctor", trainers=len(hosts) - 1, gpus="none", image=spec.image)
+    asked = replace(asked, warm=False, grace=1.0)
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "data").open("w+b") as data:
         with tarfile.open(fileobj=data, mode="w") as archive:  # it travels in packets as large as can be
             entry = tarfile.TarInfo("data")
@@ -115,8 +116,10 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: int) -> Iterator[Finding]:
         inventory = replace(engine.inventory(asked, run, prepare=False), code=str(run))
         try:
             engine.up(asked, plan(asked, inventory, run.name, 29500), run)
-            for name, task in sorted(engine.nodes.items(), key=lambda item: engine.swarm.host(item[1])):
-                yield from _ask(engine, name, engine.swarm.host(task), data)
+            for host, name in sorted((engine.host(name), name) for name in engine.nodes):
+                yield from _ask(engine, name, host, data)
+            for host in sorted(hosts - {engine.host(name) for name in engine.nodes}):
+                yield Finding(WARNING, f"{host}: Swarm put no node there, so it was not tried", "run it again")
         finally:
             engine.down(1)
 

@@ -156,7 +156,8 @@ class Generation:
         """Note nodes that are paused, for which we wait, and those that are cut off, for which we do not wait long."""
         troubles = {node: what for node, what in self.engine.troubles().items() if node in self.plan.nodes}
         for node in self.troubles.keys() - troubles.keys():
-            self.emit("node_well", node=node)
+            if any(self.plan.workers[rank].node == node for rank in self.running):  # else it has been given up
+                self.emit("node_well", node=node)
             del self.troubles[node]
         for node, what in troubles.items():
             if self.troubles.get(node, ("", 0.0))[0] != what:
@@ -221,7 +222,8 @@ class Generation:
                 known = "engine lost"
         if self.engine_lost and known.startswith("node "):
             known = "engine lost"
-        return diagnose(self.plan, exit, known, self.traces.words(exit.rank), str(self.traces.log(exit.rank)))
+        words, log = self.traces.words(exit.rank), str(self.traces.log(exit.rank))
+        return diagnose(self.plan, exit, known, words, log, self.engine.host(self.plan.workers[exit.rank].node))
 
     def _result(self, word: str, why: str, cause: Cause | None = None) -> Ended:
         lasted = time.monotonic() - self.started

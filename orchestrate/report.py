@@ -34,7 +34,7 @@ def report(
         "engine": plan.engine,
         "world_size": plan.world_size,
         "generations": len(ended),
-        "duration_s": events[-1]["seconds"] if events else 0.0,
+        "duration_s": next((event["seconds"] for event in events if event["event"] == "job_ended"), 0.0),
         "root_cause": asdict(last) if last and outcome.word == "failed" else None,
         "failures": [
             {"generation": end.generation, "step": end.step, "lasted_s": end.lasted, **asdict(end.cause)}
@@ -68,7 +68,7 @@ def text(data: dict[str, Any]) -> str:
             own, others = (f"{1000 * slow[key]:.3g} ms" for key in ("step_s", "others_s"))
             lines += [f"slow: rank {slow['rank']} on {slow['node']} took {own} a step for itself, the others {others}"]
     if data["left_behind"]:
-        lines += [f"warning: nodes could not be taken down: {data['left_behind']}"]
+        lines += [f"warning: nodes are left: {data['left_behind']}"]
         lines += [f"hint: python -m orchestrate stop {data['job_id']}"]
     return "\n".join(lines)
 
@@ -107,6 +107,14 @@ def _failed(event: Event) -> str:
     return f"generation {event['generation']} failed: {event['cause']['summary']}" if event["cause"] else ""
 
 
+def _placed(event: Event) -> str:
+    """Which nodes each host has, where there are several."""
+    hosts: dict[str, list[str]] = {}
+    for node, host in event.get("hosts", {}).items():
+        hosts.setdefault(host, []).append(node)
+    return "; ".join(f"{host}: {', '.join(nodes)}" for host, nodes in sorted(hosts.items()))
+
+
 def _decided(event: Event) -> str:
     wait = f" in {event['delay']:g} s" if event["delay"] else ""
     return f"starting all workers again{wait} ({event['why']})" if event["restart"] else ""
@@ -120,6 +128,7 @@ TROUBLES = {
 LINES: dict[str, Callable[[Event], str]] = {
     "generation_ended": _failed,
     "decision": _decided,
+    "nodes_up": _placed,
     "generation_starting": lambda event: (
         f"generation {event['generation']}: {event['world_size']} workers" if event["generation"] else ""
     ),

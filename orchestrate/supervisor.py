@@ -29,7 +29,7 @@ class Outcome:
 
     word: str
     why: str  # for a person
-    left: str = ""  # why nodes could not be taken down, where they could not
+    left: str = ""  # why nodes were left, where they could not be taken down, or still have files
 
 
 class Supervisor:
@@ -72,6 +72,7 @@ class Supervisor:
                 self.emit("outcome", outcome=outcome.word, reason=outcome.why)
         except OrchestrateError as error:
             failure = error
+            self.emit("outcome", outcome="failed", reason=f"could not start: {error}")
         except BaseException:
             self._end_rejoining()
             self.engine.down(0)
@@ -174,7 +175,8 @@ class Supervisor:
             raise EngineError(error or f"{len(nodes)} of {len(wanted)} nodes are alive")
         if missing:
             self.emit("nodes_missing", nodes=list(nodes), missing=missing, error=error)
-        self.emit("nodes_up", nodes=list(nodes))
+        hosts = {node: host for node in nodes if (host := self.engine.host(node))}
+        self.emit("nodes_up", nodes=list(nodes), **({"hosts": hosts} if hosts else {}))
         self.plan = self._planned(nodes, number)
         self._write(lambda: self.keep(self.plan))
 

@@ -37,6 +37,9 @@ class Scripted:
     def alive(self) -> set[str]:
         return {"master", "trainer-1", "trainer-2"} - self.missing
 
+    def host(self, node) -> str:
+        return ""
+
     def adopt(self, spec, plan, run) -> set[int]:
         self.calls.append("adopt")
         self.running = {worker.rank for worker in plan.workers}

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, eventually, gone
@@ -204,12 +205,53 @@ def test_a_file_that_cannot_come_home_must_be_told_and_not_keep_others_away(node
     assert list(mirror.errors) == ["taken"] and "irectory" in mirror.errors["taken"]
     (mirror.home / "taken" / "mine").unlink()
     (mirror.home / "taken").rmdir()
+    assert mirror.catch_up(20)  # now it can
+    assert not mirror.errors and (mirror.home / "taken").read_text() == "x"
+
+
+def test_what_changes_its_kind_must_come_home_as_what_it_is(node, mirror):
+    link = node.connect()
+    home = "import os, pathlib, shutil; home = pathlib.Path(os.environ['JOB_DIR'])\n"
     node.start(
-        link, "import os, pathlib; (pathlib.Path(os.environ['JOB_DIR']) / 'taken').write_text('more')", generation=1
+        link,
+        f"{home}(home / 'a' / 'b').mkdir(parents=True); (home / 'a' / 'b' / 'x').touch(); (home / 'c').touch()\n"
+        "(home / 'run.sh').touch(); (home / 'run.sh').chmod(0o755); (home / 'a' / 'b' / 'to').symlink_to('x')\n",
     )
     node.until(link, "ended")
     assert mirror.catch_up(20)
-    assert not mirror.errors and (mirror.home / "taken").read_text() == "more"
+    assert (mirror.home / "a" / "b" / "to").readlink() == Path("x") and (mirror.home / "c").is_file()
+    assert os.access(mirror.home / "run.sh", os.X_OK) and not os.access(mirror.home / "c", os.X_OK)
+    node.start(
+        link,
+        f"{home}shutil.rmtree(home / 'a'); (home / 'a').write_text('file')\n"
+        "(home / 'c').unlink(); (home / 'c').mkdir(); (home / 'c' / 'x').touch()\n",
+        generation=1,
+    )
+    node.until(link, "ended")
+    assert mirror.catch_up(20)
+    assert (mirror.home / "a").read_text() == "file" and (mirror.home / "c" / "x").is_file() and not mirror.errors
+
+
+@pytest.mark.skipif(not os.getuid(), reason="root may read everything")
+def test_a_file_that_its_writer_may_not_read_must_come_home_all_the_same(node, mirror):
+    link = node.connect()
+    node.start(link, "import os; os.close(os.open(os.environ['JOB_DIR'] + '/shut', os.O_CREAT | os.O_WRONLY, 0))")
+    node.until(link, "ended")
+    assert mirror.catch_up(20)
+    assert (mirror.home / "shut").is_file()
+
+
+def test_a_log_that_cannot_be_written_must_be_told_and_gone_on_with(node, mirror):
+    log = mirror.home / "logs" / "rank-0.log"
+    log.symlink_to("elsewhere")
+    link = node.connect()
+    node.start(link, "print('all of it')")
+    node.until(link, "ended")
+    assert mirror.catch_up(20)
+    assert list(mirror.errors) == ["logs/rank-0.log"]
+    log.unlink()
+    assert mirror.catch_up(20)
+    assert log.read_text() == "all of it\n" and not mirror.errors
 
 
 def test_of_a_file_that_two_nodes_write_that_of_the_first_must_come_home(tmp_path):
@@ -277,12 +319,12 @@ class Hostile(threading.Thread):
         while line := file.readline():
             asked = json.loads(seal.open(line.rstrip(b"\n")))
             if asked["ask"] == "news":
-                facts = {path: [len(data), 1, 1] for path, data in self.files.items()}
+                facts = {path: [len(data), 1, 1, 0o4777] for path, data in self.files.items()}
                 log = base64.b64encode(b"evil").decode()
                 said = {"logs": {"../evil": log, "plan.json": log}, "files": facts, "links": self.links}
             else:
                 data = self.files[asked["path"]]
-                said = {"data": base64.b64encode(data).decode(), "facts": [len(data), 1, 1]}
+                said = {"data": base64.b64encode(data).decode(), "facts": [len(data), 1, 1, 0o4777]}
             file.write(seal.close(json.dumps({"say": asked["ask"], **said}).encode()) + b"\n")
             file.flush()
 

@@ -113,6 +113,14 @@ def test_a_request_before_the_nodes_come_up_must_bring_up_none_and_remove_what_t
     assert engine.calls == ["remove j"]
 
 
+def test_a_job_that_could_not_start_must_not_be_started_by_who_removes_its_rest(job):
+    engine = Scripted()
+    engine.missing = {"trainer-1"}
+    with pytest.raises(EngineError):
+        job.run(engine)
+    assert job.run(Scripted()) == Outcome("failed", "could not start: no such node")
+
+
 def test_a_request_while_the_nodes_come_up_must_not_wait_for_them(job):
     engine = Scripted()
     engine.missing = {"trainer-1"}
@@ -125,6 +133,13 @@ def test_a_request_while_the_next_generation_waits_must_end_the_job(job):
     engine = Scripted([KILLED], [KILLED], [ALL_WELL])
     job.stops = lambda: int(len(job.supervisor.history.ended) == 2)  # when it would wait for a second
     assert job.run(engine) == Outcome("stopped", "stopped by the user")
+
+
+def test_a_node_that_is_given_up_must_not_be_called_well(job):
+    engine = Scripted([[], [Exit(2, 137)]], [ALL_WELL])
+    engine.troubles = lambda: {"trainer-2": "silent"} if 2 in engine.running else {}
+    assert job.run(engine).word == "succeeded"
+    assert "node_in_trouble" in job.names() and "node_well" not in job.names()
 
 
 def test_only_a_second_request_may_kill(job):

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import pytest
 from conftest import DOCKER_REQUIRED, ROOT, eventually
 from faults import Background, complete
-from hosts import Swarm
+from hosts import Swarm, command
 
 from orchestrate.restarts import Ended
 
@@ -301,6 +301,47 @@ def test_fewer_nodes_must_do_where_no_host_takes_another(cli, swarm):
     )
     assert int(replicas) <= 5 + 2  # not more at each try
     finished(job, 1500, world_size=4)
+
+
+def test_a_host_that_is_emptied_must_stop_its_nodes_and_the_gang_go_on_elsewhere(cli, swarm):
+    job = Job(cli, swarm, "--", "count.py", "600")
+    job.until_step(25, rank=0)
+    last = swarm.hosts[2]
+    ranks = job.on(last)
+    assert ranks  # nodes are on all hosts
+    try:
+        swarm.hosts[0].docker("node", "update", "--availability", "drain", last.name)
+        finished(job, 600)
+    finally:
+        swarm.hosts[0].docker("node", "update", "--availability", "active", last.name)
+    ((rank, cause),) = job.causes()
+    assert rank in ranks and cause == "node stopped"
+    assert f"({last.name}) was ended with its node" in job.err
+
+
+def test_files_that_do_not_fit_at_home_must_stay_until_they_do(cli, swarm):
+    run = cli.folder / "runs"
+    run.mkdir()
+    command("mount", "-t", "tmpfs", "-o", "size=20m", "small", str(run))
+    try:
+        (cli.folder / "large.py").write_text(
+            "import os\nif os.environ['RANK'] == '1':\n"
+            "    open(os.environ['JOB_DIR'] + '/large', 'wb').write(bytes(range(256)) * 160_000)\n"
+        )
+        done = cli("run", "--engine", "swarm", "--gpus", "none", "--trainers", "1", "--", "large.py")
+        assert done.returncode == 0
+        assert "warning: nodes are left: 1 file did not come home, such as large: " in done.stderr
+        name = cli.run_dir().name
+        done = cli("stop", name)
+        assert (done.returncode, "1 file did not come home" in done.stderr) == (1, True)
+        command("mount", "-o", "remount,size=200m", str(run))
+        done = cli("stop", name)
+        assert done.returncode == 0, done.stderr
+        assert (cli.run_dir() / "large").read_bytes() == bytes(range(256)) * 160_000
+        assert cli.report()["left_behind"] == ""
+    finally:
+        shutil.rmtree(run / cli.run_dir().name)
+        command("umount", str(run))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Protocol
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
+SWARMS = ("encrypt", "constraints", "volume")  # keys of a job file that only Swarm has something for
 LOST = 137  # the exit code of a worker that was lost with its node: as SIGKILL's
 TERMINATED = 143  # of one that SIGTERM ended, or that was asked to end before it started
 
@@ -46,6 +47,12 @@ class JobState:
         return self.run.name == "nodes"
 
 
+def ignoring(spec: JobSpec, keys: Iterable[str]) -> str:
+    """That an engine has nothing for these keys, where a job file sets one."""
+    found = [key for key in keys if getattr(spec, key) != getattr(JobSpec(), key)]
+    return f", ignoring {', '.join(found)}" if found else ""
+
+
 def never() -> bool:
     """Nobody asks to stop."""
     return False
@@ -73,6 +80,9 @@ class Engine(Protocol):
 
     def alive(self) -> set[str]:
         """The nodes on which workers can start."""
+
+    def host(self, node: str) -> str:
+        """The name of the machine that a node was on when the engine looked last, where there are several; else ''."""
 
     def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
         """Take up the workers of `plan` that were started earlier; return the ranks that living nodes do not know."""

@@ -8,6 +8,7 @@ import docker.errors
 from docker.types import LogConfig
 
 from orchestrate.cores import cores
+from orchestrate.engines import SWARMS, ignoring
 from orchestrate.engines.daemon import ERRORS, Daemon, reason
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.node.ranks import gpu_ids
@@ -31,7 +32,7 @@ def inventory(daemon: Daemon, spec: JobSpec, prepare: bool) -> Inventory:
     code = code_folder(spec.command)
     return Inventory(
         engine="docker",
-        about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}",
+        about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}{ignoring(spec, SWARMS)}",
         cores=here if len(here) == count else tuple(range(count)),
         gpus=gpus,
         no_gpus=no_gpus,

@@ -174,6 +174,10 @@ class Linked:
 
     # --- what the supervisor asks for
 
+    def host(self, node: str) -> str:
+        """No name: all nodes are on this machine."""
+        return ""
+
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Have each worker's node start it, the others' as soon as rank 0 is there.
 
@@ -334,7 +338,7 @@ class Linked:
             queued, self.queued = self.queued, []
             for worker in queued:
                 self._start(worker)
-        else:
+        elif message["rank"] in self.running:  # else we know already how it ended
             self.signs[message["rank"]] = message["sign"]
             self._ended(message["rank"], message["code"], message["at"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ RELAY = "orchestrate.relay"  # the label of the container on our own host
 LAST = "2000"  # lines of a task that was lost
 VANISHES = 20.0  # seconds that Swarm takes to let go of a network whose tasks have ended
 NO_MANAGER = "run orchestrate on a manager (docker node ls there), or make this host one: docker swarm init"
+COMING = ("new", "pending", "assigned", "accepted", "preparing", "ready", "starting")  # states of a task
+ENDED = ("complete", "shutdown", "failed", "rejected", "remove", "orphaned")
 Thing = dict[str, Any]  # a host, or a task, as the Engine's API describes it
 
 
@@ -55,9 +58,9 @@ class Manager:
             self.known = {host["ID"]: host for host in self.api.nodes()}
         return self.known
 
-    def ready(self, task: Thing) -> bool:
-        """Whether the host of a task was ready when we looked last."""
-        return ready(self.known.get(task.get("NodeID", ""), {}))
+    def answers(self, task: Thing) -> bool:
+        """Whether the host of a task was there when we looked last."""
+        return answers(self.known.get(task.get("NodeID", ""), {}))
 
     def host(self, task: Thing) -> str:
         """The name of a task's host."""
@@ -74,14 +77,9 @@ class Manager:
         return sorted(tasks, key=lambda task: str(task["CreatedAt"]))
 
     def look(self) -> dict[str, Thing]:
-        """The tasks that are to run, by the names of their nodes, and the hosts anew."""
+        """The newest task of each node, ended or not, by the nodes' names; and the hosts anew."""
         self.hosts()
-        return {task["Name"]: task for task in self.tasks() if task["DesiredState"] in ("ready", "running")}
-
-    def newest(self, node: str) -> Thing | None:
-        """The newest task of a node, ended or not, and the hosts anew."""
-        self.hosts()
-        return next((task for task in reversed(self.tasks()) if task["Name"] == node), None)
+        return {task["Name"]: task for task in self.tasks()}
 
     def refusal(self, image: str, old: set[str], impatient: bool) -> tuple[str, str] | None:
         """Why a task cannot start, besides `old` ones, and a hint; `impatient`: also one that no host has taken yet."""
@@ -103,14 +101,16 @@ class Manager:
 
     def jobs(self) -> list[JobState]:
         """The jobs that have services here."""
-        jobs: dict[str, JobState] = {}
         with self.daemon.asking("does not list its services"):
             services = self._services()
+            tasks: list[Thing] = self.api.tasks()  # type: ignore[no-untyped-call]
+        nodes = Counter(task["ServiceID"] for task in tasks if task["DesiredState"] == "running")
+        jobs: dict[str, JobState] = {}
         for service in services:
-            labels, replicas = service["Spec"]["Labels"], service["Spec"]["Mode"]["Replicated"]["Replicas"]
+            labels = service["Spec"]["Labels"]
             name, run = labels[LABEL], Path(labels["orchestrate.run"])
-            before = jobs[name].nodes if name in jobs else 0
-            jobs[name] = JobState(name, "swarm", before + replicas, run, int(labels["orchestrate.owner"]))
+            count = nodes[service["ID"]] + (jobs[name].nodes if name in jobs else 0)
+            jobs[name] = JobState(name, "swarm", count, run, int(labels["orchestrate.owner"]))
         return [jobs[name] for name in sorted(jobs)]
 
     def things(self, job_id: str) -> list[tuple[str, str, Callable[[], Any]]]:
@@ -244,7 +244,7 @@ class Manager:
         self.home, stuck = job_id, ""
         while True:
             things, tasks, _ = self.things(job_id), self.tasks(), self.hosts()
-            waiting = [task for task in tasks if self.ready(task)]
+            waiting = [task for task in tasks if self.answers(task)]
             if not things and not waiting:
                 break
             if time.monotonic() > deadline:
@@ -275,14 +275,29 @@ class Manager:
         return str(made["ID"]), name
 
 
+def answers(host: Thing) -> bool:
+    """Whether a host is there, by what Swarm knows."""
+    return bool(host) and bool(host["Status"]["State"] == "ready")
+
+
 def ready(host: Thing) -> bool:
-    """Whether a host takes nodes, and keeps them."""
-    return bool(host) and host["Status"]["State"] == "ready" and host["Spec"]["Availability"] != "drain"
+    """Whether a host takes nodes."""
+    return answers(host) and bool(host["Spec"]["Availability"] == "active")
 
 
 def well(task: Thing) -> bool:
     """Whether a task runs, and is to."""
     return bool(task["Status"]["State"] == "running" and task["DesiredState"] == "running")
+
+
+def coming(task: Thing) -> bool:
+    """Whether a task is on its way to run."""
+    return task["Status"]["State"] in COMING and task["DesiredState"] in ("ready", "running")
+
+
+def ended(task: Thing) -> bool:
+    """Whether a task does not run any more."""
+    return task["Status"]["State"] in ENDED
 
 
 def gpus(host: Thing) -> int:
@@ -292,3 +307,11 @@ def gpus(host: Thing) -> int:
         named, counted = resource.get("NamedResourceSpec") or {}, resource.get("DiscreteResourceSpec") or {}
         count += (named.get("Kind") == parts.GPU) + counted.get("Value", 0) * (counted.get("Kind") == parts.GPU)
     return count
+
+
+def shared_out(offered: list[int], nodes: int, spares: int) -> int:
+    """How many of the GPUs that hosts offer `nodes` can have, as many each, since a node is on one host."""
+    each = max(offered, default=0)
+    while each > 1 and sum(count // each for count in offered) < nodes + spares:
+        each -= 1
+    return min(each * nodes, sum(offered))

@@ -12,6 +12,7 @@ import os
 import tarfile
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ MOST_CODE = 256 << 20  # bytes
 NO_CODE = ("runs", "__pycache__", "node_modules")  # folders that hold none of a project's code
 UNPACKS = 600.0  # seconds that a node may take to unpack what it got
 OVERLAP = 256  # bytes that are looked for
-AT_ONCE = 16  # pieces of a node's files that are fetched before the others' logs have their turn
+AGAIN = 5.0  # seconds until what could not come home is tried again
+TURN = 0.5  # seconds for which a node's files are fetched before its logs have their turn
 _PATHS = JobPaths(Path())
 OWN = {  # what the orchestrator keeps in a job's folder
     path.name
@@ -59,8 +61,11 @@ class _Fetch:
         self.file = self.temporary.open("xb")
 
     def keep(self) -> None:
-        """Have it in its place, with the time of change that it has on its node."""
+        """Have it in its place, with the time of change that it has on its node, and executable where it is there."""
         self.file.close()
+        if self.told[3] & 0o100:
+            mode = self.temporary.stat().st_mode
+            self.temporary.chmod(mode | (mode & 0o444) >> 2)
         os.utime(self.temporary, ns=(self.told[1], self.told[1]))
         self.temporary.replace(self.target)
 
@@ -79,9 +84,10 @@ class _Node:
     name: str
     logs: list[str]  # paths
     link: Link | None = None
-    files: dict[str, Facts] = field(default_factory=dict)
-    failed: dict[str, Facts] = field(default_factory=dict)  # which cannot come home as they are
+    files: dict[str, Facts] = field(default_factory=dict)  # and links, with no facts
+    failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # which could not come home as they were; when
     fetching: _Fetch | None = None
+    heard: bool = False  # whether it has answered when we looked last
 
 
 class Mirror:
@@ -101,14 +107,20 @@ class Mirror:
         self.looks = 0  # at all nodes, that have begun
         self.changed = threading.Condition()
         self.closing = False
+        self.called = 0.0  # when somebody last asked for all that there is
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def catch_up(self, timeout: float) -> bool:
         """Return when all that nodes have written before the call is here, or cannot be had; False at the timeout."""
         with self.changed:
+            self.called = time.monotonic()
             until = self.looks + 2  # the look that goes on may have begun before the call
             return self.changed.wait_for(lambda: self.looks >= until or self.closing, timeout)
+
+    def silent(self) -> set[str]:
+        """The nodes that have not answered when we looked last."""
+        return {node.name for node in self.nodes if not node.heard}
 
     def close(self) -> None:
         """Bring home no more."""
@@ -142,14 +154,13 @@ class Mirror:
                 return False
             have = {path: self._size(path) for path in node.logs}
             news = node.link.converse("news", folder=self.folder, have=have)
-            for path, data in news["logs"].items():
-                if path in have:
-                    self._append(path, base64.b64decode(data))
-            self._make_way(node, news["files"])
+            node.heard = True
+            said = [self._append(path, data) for path, data in news["logs"].items() if path in have]
+            self._make_way(node, {**news["files"], **news["links"]})
             more = self._fetch(node, news["files"])
             if not more:  # what has taken the place of others is here
                 self._tidy(node, news)
-            return more or bool(news["logs"])
+            return more or any(said)
         except Exception:  # the node has gone, or talks nonsense: the next look, if there is one, begins anew
             self._forget(node)
             return False
@@ -160,6 +171,7 @@ class Mirror:
         if node.fetching:
             node.fetching.drop()
         node.link = node.fetching = None
+        node.heard = False
 
     def _size(self, path: str) -> int:
         try:
@@ -167,27 +179,40 @@ class Mirror:
         except OSError:
             return 0
 
-    def _append(self, path: str, data: bytes) -> None:
-        descriptor = os.open(self.home / path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        with os.fdopen(descriptor, "ab") as file:
-            file.write(data)
+    def _append(self, path: str, data: str) -> bool:
+        """Have what is new in a log; whether that has worked."""
+        try:
+            descriptor = os.open(self.home / path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            with os.fdopen(descriptor, "ab") as file:
+                file.write(base64.b64decode(data))
+        except OSError as error:  # the disk is full, say; half of a piece is gone on with
+            self.errors[path] = str(error)
+            return False
+        self.errors.pop(path, None)
+        return True
 
     def _fetch(self, node: _Node, files: dict[str, Facts]) -> bool:
         """Some pieces of the files that differ from what is here, the oldest first; whether there is more."""
-        wanted = {}
+        wanted, now = {}, time.monotonic()
         for path in node.failed.keys() - files.keys():  # it is not there any more
             del node.failed[path]
             self.errors.pop(path, None)
         for path, told in files.items():
-            if told not in (node.files.get(path), node.failed.get(path)) and self._ours(node, path):
+            failed, when = node.failed.get(path, ([], 0.0))
+            waits = told == failed and when > max(self.called, now - AGAIN)
+            if told != node.files.get(path) and not waits and self._ours(node, path):
                 if _same(self.home / path, told):  # brought by an earlier supervisor
                     node.files[path] = told
                 else:
                     wanted[path] = told
-        for _ in range(AT_ONCE):
-            path = node.fetching.path if node.fetching else min(wanted, key=lambda path: wanted[path][1], default="")
-            if not path:
+        if node.fetching:
+            wanted.pop(node.fetching.path, None)
+        youngest_first = sorted(wanted, key=lambda path: wanted[path][1], reverse=True)
+        until = time.monotonic() + TURN
+        while time.monotonic() < until:
+            if not node.fetching and not youngest_first:
                 return False
+            path = node.fetching.path if node.fetching else youngest_first.pop()
             try:
                 node.fetching = node.fetching or _Fetch(self.home, path, wanted[path])
                 if not self._piece(node, node.fetching):
@@ -196,12 +221,11 @@ class Mirror:
             except ConnectionError:
                 raise
             except (OSError, EngineError) as error:  # this one cannot be had; others may
-                node.failed[path] = files.get(path, [])
+                node.failed[path] = files.get(path, []), time.monotonic()
                 self.errors[path] = str(error)
             if node.fetching:
                 node.fetching.drop()
             node.fetching = None
-            wanted.pop(path, None)
         return True
 
     def _piece(self, node: _Node, fetch: _Fetch) -> bool:
@@ -230,15 +254,17 @@ class Mirror:
         self.owners[path] = min(number, self.owners.get(path, number))
         return self.owners[path] == number
 
-    def _make_way(self, node: _Node, files: dict[str, Facts]) -> None:
-        """Remove a file where the node now has a folder of that name."""
+    def _make_way(self, node: _Node, files: dict[str, Any]) -> None:
+        """Remove a file where the node now has a folder of that name, and the files of a folder that now is a file."""
         for path in [path for path in node.files if path not in files]:
-            if any(other.startswith(f"{path}/") for other in files):
+            if any(other.startswith(f"{path}/") for other in files) or any(
+                str(folder) in files for folder in PurePosixPath(path).parents
+            ):
                 self._remove(node, path)
 
     def _tidy(self, node: _Node, news: dict[str, Any]) -> None:
         """Remove what the node has removed, and have its links."""
-        for path in [path for path in node.files if path not in news["files"]]:
+        for path in node.files.keys() - news["files"].keys() - news["links"].keys():
             self._remove(node, path)
         if node is self.nodes[0]:
             for path in news["gone"]:
@@ -247,10 +273,13 @@ class Mirror:
         for path, there in news["links"].items():
             link = self.home / path
             plain = "/" not in there and there not in ("..", ".", "")
-            if plain and self._ours(node, path) and (link.is_symlink() or not link.exists()):
-                link.parent.mkdir(exist_ok=True)
-                link.unlink(missing_ok=True)
-                link.symlink_to(there)
+            free = link.is_symlink() or path in node.files or not link.exists()
+            if plain and self._ours(node, path) and free:
+                with contextlib.suppress(OSError):
+                    node.files[path] = []
+                    link.parent.mkdir(parents=True, exist_ok=True)
+                    link.unlink(missing_ok=True)
+                    link.symlink_to(there)
 
     def _remove(self, node: _Node, path: str) -> None:
         node.files.pop(path, None)
@@ -258,7 +287,8 @@ class Mirror:
         target = self.home / path
         with contextlib.suppress(OSError):
             target.unlink(missing_ok=True)
-            target.parent.rmdir()  # if nothing else is in it
+            for folder in list(target.parents)[: len(PurePosixPath(path).parts) - 1]:
+                folder.rmdir()  # if nothing else is in it
 
 
 def mine(home: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.cores import cores
-from orchestrate.engines import LOST, Exit, JobState, never
+from orchestrate.engines import LOST, SWARMS, Exit, JobState, ignoring, never
 from orchestrate.engines.links import Link, Linked, connect
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, ResourceError
@@ -29,7 +29,7 @@ from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.preload import preload
 from orchestrate.spec import JobSpec
 
-LIMITS = ("image", "memory", "cpus", "shm_size")  # what only containers have
+LIMITS = ("image", "memory", "cpus", "shm_size", *SWARMS)  # what only containers have
 
 
 @dataclass
@@ -70,10 +70,9 @@ class ProcessEngine(Linked):
         code = code_folder(spec.command)
         if code == PROJECT and importlib.util.find_spec("torch") is None:
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
-        limits = [key for key in LIMITS if getattr(spec, key) != getattr(JobSpec(), key)]
         return Inventory(
             engine="process",
-            about=f"local processes, ignoring {', '.join(limits)}" if limits else "local processes",
+            about=f"local processes{ignoring(spec, LIMITS)}",
             cores=cores(),
             gpus=tuple(gpus()) if spec.gpus != "none" else (),
             no_gpus="this machine has no NVIDIA GPU",

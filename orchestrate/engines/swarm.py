@@ -20,7 +20,7 @@ from orchestrate.engines import LOST, Exit, JobState, never
 from orchestrate.engines import services as parts
 from orchestrate.engines.image import has_image
 from orchestrate.engines.links import Link, Linked
-from orchestrate.engines.manager import Manager, Thing, gpus, ready, well
+from orchestrate.engines.manager import Manager, Thing, coming, ended, gpus, ready, shared_out, well
 from orchestrate.engines.mirror import Mirror, code_files, give, mine, packed, rescued
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
@@ -34,7 +34,7 @@ from orchestrate.spec import JobSpec
 LOOK = 2.0  # seconds between two looks at Swarm's tasks and hosts
 SILENT = 6.0  # seconds without a word after which a node counts as not answering
 STARTS, PULLS = 120.0, 3600.0  # seconds that Swarm may take to start the nodes, and to pull the image before that
-PENDING = 8.0  # seconds that a task may wait for a host that takes it
+PLACED, PENDING = 1.0, 8.0  # seconds in which a task has its host, and that it may wait for one that takes it
 ENDS = 2.0  # seconds that a node whose workers have ended takes to end
 BOOTS, AGAIN = 20.0, 2.0  # seconds that a node has to take a connection, at first and later
 TELLS = 25.0  # seconds after which Swarm knows of a host that does not answer; it needs 15
@@ -42,8 +42,6 @@ STOPS = LEASE + 2 * ASKS + 2 * STUCK  # seconds in which a node that hears nothi
 RESCUES = 5.0  # seconds that Swarm has to hand out the last lines of a lost task
 CATCHES_UP = 10.0  # seconds in which the last lines of workers come home
 COMES_HOME = 3600.0  # seconds that all files of a job may take to come home at its end
-COMING = ("new", "pending", "assigned", "accepted", "preparing", "ready", "starting")  # states of a task
-ENDED = ("complete", "shutdown", "failed", "rejected", "remove", "orphaned")
 PORTS = "7946/tcp, 7946/udp and 4789/udp must be open between the hosts: python -m orchestrate doctor"
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
 
@@ -64,7 +62,7 @@ class SwarmEngine(Linked):
         self.said: dict[str, float] = {}  # node: when it last said something
         self.first = ""  # the node of rank 0
         self.looked = 0.0
-        self.fenced = 0.0  # when, by the monotonic clock, no older generation can run any more
+        self.unsure: dict[str, float] = {}  # id of a task that was lost: when its lease is over
         self.kept = contextlib.ExitStack()
         self.code: tuple[BinaryIO, str] | None = None  # as a tar file, and its digest
         self.pool = ThreadPoolExecutor(1)
@@ -78,19 +76,21 @@ class SwarmEngine(Linked):
         if spec.pin:
             raise UsageError("pin: Swarm does not say which cores a host has free", "leave out pin, or use cpus")
         has_image(self.swarm.daemon, spec, prepare)
+        code = code_folder(spec.command)
+        code_files(code)  # which may be too large
         hosts = [host for host in self.swarm.hosts().values() if ready(host)]
         if not hosts:
             raise ResourceError("no host of the Swarm is ready", "see docker node ls")
         nodes = spec.trainers + 1
         smallest = min(host["Description"]["Resources"].get("NanoCPUs", 0) for host in hosts) // parts.SECOND
         most = math.ceil(nodes / len(hosts))  # nodes on one host
-        code = code_folder(spec.command)
+        offered = [gpus(host) for host in hosts] if spec.gpus != "none" else []
         return Inventory(
             engine="swarm",
             about=f"Docker Swarm {self.swarm.info['ServerVersion']} of {counted(len(hosts), 'host')}, "
             f"image {spec.image}",
             cores=tuple(range(max(1, smallest * nodes // most))),
-            gpus=(parts.GPU,) * sum(map(gpus, hosts)) if spec.gpus != "none" else (),
+            gpus=(parts.GPU,) * shared_out(offered, nodes, spec.spares),
             no_gpus=f"no host of the Swarm offers the generic resource {parts.GPU}",
             network=spec.network,
             master_addr="",
@@ -111,14 +111,15 @@ class SwarmEngine(Linked):
         self._settle(spec, plan, run)
         began = time.monotonic()
         found = self._well_nodes()
-        old = {task["ID"] for task in self.swarm.tasks() if task["Status"]["State"] in ENDED}
-        coming = {name for name, task in self.nodes.items() if name in found or task["Status"]["State"] in COMING}
-        for role, wanted in (("trainer", len(plan.nodes) - 1), ("master", 1)):  # the master where there are fewest
-            self.swarm.scale(spec, plan, role, wanted - sum(name.startswith(role) for name in coming))
+        old = {task["ID"] for task in self.swarm.tasks() if ended(task)}
+        there = {name for name, task in self.nodes.items() if name in found or coming(task)}
+        for role, wanted in (("trainer", len(plan.nodes) - 1), ("master", 1)):
+            self.swarm.scale(spec, plan, role, wanted - sum(name.startswith(role) for name in there))
+            self._place()
         while len(found) < len(plan.nodes):
             if why := self.swarm.refusal(spec.image, old, impatient=time.monotonic() - began > PENDING):
                 raise EngineError(*why)
-            pulls = any(task["Status"]["State"] == "preparing" for task in self.nodes.values())
+            pulls = any(coming(task) and task["Status"]["State"] == "preparing" for task in self.nodes.values())
             if stopped() or time.monotonic() - began > (PULLS if pulls else STARTS):
                 raise EngineError(f"{len(plan.nodes) - len(found)} of {len(plan.nodes)} nodes did not start")
             time.sleep(0.1)
@@ -128,6 +129,10 @@ class SwarmEngine(Linked):
     def alive(self) -> set[str]:
         """The nodes that run on hosts that are ready, and have the code."""
         return {name for name, task in self._well_nodes().items() if task["ID"] in self.supplied}
+
+    def host(self, node: str) -> str:
+        """The name of a node's host."""
+        return self.swarm.host(self.nodes[node]) if node in self.nodes else ""
 
     def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
         """Find the nodes by their services, and ask them for the workers."""
@@ -143,8 +148,9 @@ class SwarmEngine(Linked):
         if self.mirror:
             self.mirror.catch_up(COMES_HOME)  # what is not at home is lost when nodes get what is
             self.mirror.close()
-        while time.monotonic() < self.fenced:  # an older generation may still run where nobody can tell it to stop
-            time.sleep(0.1)
+        while any(time.monotonic() < until for until in self.unsure.values()) and self.unsure.keys() - self._dead():
+            time.sleep(0.2)  # an older generation may still run where nobody can tell it to stop
+        self.unsure = {}
         self._bring(workers)
         self._follow(workers)
         super().start(workers, command)
@@ -158,7 +164,7 @@ class SwarmEngine(Linked):
         if self.running and time.monotonic() - self.looked > LOOK:
             self.looked = time.monotonic()
             self._well_nodes()
-            self.broken |= {node for node in self.running.values() if node not in self.nodes or node not in self.links}
+            self.broken |= {node for node in self.running.values() if node not in self.links or self._gone(node)}
             for node, since in list(self.asked.items()):
                 if time.monotonic() - since > TELLS:  # nor has Swarm said anything: only the nodes' network is cut
                     self._give_up(node)
@@ -175,8 +181,8 @@ class SwarmEngine(Linked):
             return {"cut off": "host lost", "ending": "node stopped"}.get(sign, "")
         deadline = time.monotonic() + TELLS
         while True:
-            task = self.swarm.newest(node)
-            if task and (not self.swarm.ready(task) or task["ID"] in self.given_up):
+            task = self.swarm.look().get(node)
+            if task and (not self.swarm.answers(task) or task["ID"] in self.given_up):
                 return "host lost"
             if not task or not well(task):
                 return "node lost"
@@ -233,6 +239,8 @@ class SwarmEngine(Linked):
             raise EngineError(f"not all files came home within {COMES_HOME:g} s")
         for path, why in mirror.errors.items():
             raise EngineError(f"{counted(len(mirror.errors), 'file')} did not come home, such as {path}: {why}")
+        for node in mirror.silent() & self._well_nodes().keys():
+            raise EngineError(f"the files of {node} did not come home: it does not answer", PORTS)
 
     def _settle(self, spec: JobSpec, plan: Plan, run: Path) -> None:
         self.stays, self.shared = bool(plan.inventory.cluster), bool(spec.volume)
@@ -245,7 +253,7 @@ class SwarmEngine(Linked):
         return {
             name: task
             for name, task in self.nodes.items()
-            if well(task) and self.swarm.ready(task) and task["ID"] not in self.given_up
+            if well(task) and self.swarm.answers(task) and task["ID"] not in self.given_up
         }
 
     def _end(self, ranks: Iterable[int]) -> None:
@@ -253,13 +261,24 @@ class SwarmEngine(Linked):
         self.lost |= {rank: self.running[rank] for rank in ranks if rank in self.running}
         super()._end(ranks)
         for node in {self.lost[rank] for rank in ranks if rank in self.lost}:
-            if not self._dead(node):
-                self.fenced = max(self.fenced, self.said.get(node, time.monotonic()) + STOPS)
+            if node in self.nodes:
+                self.unsure[self.nodes[node]["ID"]] = self.said.get(node, time.monotonic()) + STOPS
 
-    def _dead(self, node: str) -> bool:
-        """Whether Swarm knows that a node has ended."""
-        task = self.swarm.newest(node)
-        return task is not None and self.swarm.ready(task) and task["Status"]["State"] in ENDED
+    def _gone(self, node: str) -> bool:
+        """Whether a node cannot be reached any more, by what Swarm has said last."""
+        task = self.nodes.get(node)
+        return task is not None and (ended(task) or not self.swarm.answers(task))
+
+    def _dead(self) -> set[str]:
+        """The ids of tasks of which Swarm knows that they have ended."""
+        self.swarm.hosts()
+        return {task["ID"] for task in self.swarm.tasks() if self.swarm.answers(task) and ended(task)}
+
+    def _place(self) -> None:
+        """Wait until all tasks have a host, if one takes them: those that are placed at once may share one."""
+        deadline = time.monotonic() + PLACED
+        while time.monotonic() < deadline and any(not task.get("NodeID") for task in self.swarm.tasks()):
+            time.sleep(0.02)
 
     def _give_up(self, node: str) -> None:
         """Have nothing more to do with a node."""
@@ -273,8 +292,8 @@ class SwarmEngine(Linked):
         """Add to the logs of lost workers what their nodes could not send any more, as far as Swarm has it soon."""
         lost, self.lost = self.lost, {}
         for rank, node in lost.items():
-            task, log = self.swarm.newest(node), JobPaths(self.files).log(rank)
-            if task and self.swarm.ready(task) and log.exists():
+            task, log = self.swarm.look().get(node), JobPaths(self.files).log(rank)
+            if task and self.swarm.answers(task) and log.exists():
                 asked = self.pool.submit(self.swarm.output, task)
                 with contextlib.suppress(futures.TimeoutError, OSError), log.open("r+b") as file:
                     file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
