@@ -29,7 +29,7 @@ from orchestrate.paths import PROJECT
 
 LABEL = "orchestrate.job"
 LONGEST = 600  # seconds that Compose may take to bring nodes up or down
-ENDS = 10.0  # seconds that it has to end when it is asked to
+ENDS = 10.0  # seconds that it has to end when somebody asks to stop, and when it is asked itself
 ERRORS = (docker.errors.DockerException, requests.RequestException)  # all that the SDK raises
 GET_DOCKER = "start Docker (systemctl start docker, or Docker Desktop), or use --engine process"
 PLUGINS = [  # where the `docker` command looks for Compose on Linux
@@ -151,19 +151,22 @@ class Daemon:
 
 
 def _end_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> str:
-    """What a process that leads its group has printed when it ends; raises EngineError where it had to be ended."""
-    why, deadline = "", time.monotonic() + LONGEST
+    """What a process that leads its group has printed when it ends; raises EngineError where it had to be ended.
+
+    When `stopped()`, it still has a while: what it is making can be removed only when it is there.
+    """
+    deadline, hurried, ended = time.monotonic() + LONGEST, False, False
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             output = process.communicate(timeout=0.2)[0]
             break
-        late = time.monotonic() > deadline
-        if late or (stopped() and not why):
-            os.killpg(process.pid, signal.SIGKILL if why else signal.SIGTERM)
-            why = why or (f"did not end within {LONGEST} s" if late else "was stopped")
-            deadline = time.monotonic() + ENDS
-    if why:
-        raise EngineError(f"docker compose {why}")
+        if stopped() and not hurried:
+            deadline, hurried = time.monotonic() + ENDS, True
+        if time.monotonic() > deadline:
+            os.killpg(process.pid, signal.SIGKILL if ended else signal.SIGTERM)
+            deadline, ended = time.monotonic() + ENDS, True
+    if ended:
+        raise EngineError("docker compose did not end by itself")
     return output
 
 
