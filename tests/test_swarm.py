@@ -361,10 +361,12 @@ def test_a_host_whose_nodes_are_cut_off_must_be_done_without_though_swarm_finds_
 
 
 @pytest.mark.slow
-def test_a_host_that_is_cut_off_must_not_train_while_the_others_do(cli, swarm):
-    job = Job(cli, swarm, "--set", "grace=2s", "--", "count.py", "600")
-    last = swarm.hosts[2]
+@pytest.mark.parametrize("masters", [True, False], ids=["of the master", "of trainers"])
+def test_a_host_that_is_cut_off_must_not_train_while_the_others_do(cli, swarm, masters):
+    options = ["--set", "grace=2s", "--set", "constraints=[node.hostname != host-1]"]
+    job = Job(cli, swarm, *options, "--", "count.py", "600")
     job.until_step(30, rank=0)
+    (last,) = [host for host in swarm.hosts[1:] if (host is job.where("master")[0]) is masters]
     ranks = job.on(last)
     assert ranks
     nodes = last.docker("ps", "-q").split()

@@ -59,6 +59,7 @@ class SwarmEngine(Linked):
         self.shared = self.stays = False  # whether nodes share a folder; whether they outlive the job
         self.nodes: dict[str, Thing] = {}  # the tasks by the names of their nodes
         self.asked: dict[str, float] = {}  # node: since when it owes us an answer
+        self.linked: dict[str, str] = {}  # node: the id of the task to which its connection leads
         self.said: dict[str, float] = {}  # node: when it last said something
         self.first = ""  # the node of rank 0
         self.looked = 0.0
@@ -150,7 +151,10 @@ class SwarmEngine(Linked):
             self.mirror.close()
         while any(time.monotonic() < until for until in self.unsure.values()) and self.unsure.keys() - self._dead():
             time.sleep(0.2)  # an older generation may still run where nobody can tell it to stop
-        self.unsure = {}
+        self.unsure, self.asked = {}, {}
+        self._well_nodes()
+        for node in [node for node in self.links if self.linked[node] != self.nodes.get(node, {}).get("ID")]:
+            self._break(node)  # that of an earlier node of this name
         self._bring(workers)
         self._follow(workers)
         super().start(workers, command)
@@ -164,7 +168,9 @@ class SwarmEngine(Linked):
         if self.running and time.monotonic() - self.looked > LOOK:
             self.looked = time.monotonic()
             self._well_nodes()
-            self.broken |= {node for node in self.running.values() if node not in self.links or self._gone(node)}
+            self.broken |= set(self.running.values()) - self.links.keys()
+            for node in filter(self._gone, list(self.links)):
+                self._break(node)
             for node, since in list(self.asked.items()):
                 if time.monotonic() - since > TELLS:  # nor has Swarm said anything: only the nodes' network is cut
                     self._give_up(node)
@@ -307,6 +313,7 @@ class SwarmEngine(Linked):
         return self.nodes.get(node, {}).get("ID") not in self.given_up and node in self._well_nodes()
 
     def _connect(self, node: str) -> Link | None:
+        self.linked[node] = self.nodes.get(node, {}).get("ID", "")
         return self.reach(node)
 
     def reach(self, node: str) -> Link | None:
