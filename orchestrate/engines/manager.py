@@ -22,6 +22,7 @@ from orchestrate.plan import Plan, counted
 from orchestrate.spec import JobSpec
 
 RELAY = "orchestrate.relay"  # the label of the container on our own host
+PLACED = 1.0  # seconds in which a task has its host
 LAST = "2000"  # lines of a task that was lost
 VANISHES = 20.0  # seconds that Swarm takes to let go of a network whose tasks have ended
 NO_MANAGER = "run orchestrate on a manager (docker node ls there), or make this host one: docker swarm init"
@@ -80,6 +81,17 @@ class Manager:
         """The newest task of each node, ended or not, by the nodes' names; and the hosts anew."""
         self.hosts()
         return {task["Name"]: task for task in self.tasks()}
+
+    def dead(self) -> set[str]:
+        """The ids of the tasks that are known to have ended, by fresh word of their hosts."""
+        self.hosts()
+        return {task["ID"] for task in self.tasks() if self.answers(task) and ended(task)}
+
+    def place(self) -> None:
+        """Wait until all tasks have a host, if one takes them: those that are placed at once may share one."""
+        deadline = time.monotonic() + PLACED
+        while time.monotonic() < deadline and any(not task.get("NodeID") for task in self.tasks()):
+            time.sleep(0.02)
 
     def refusal(self, image: str, old: set[str], impatient: bool) -> tuple[str, str] | None:
         """Why a task cannot start, besides `old` ones, and a hint; `impatient`: also one that no host has taken yet."""

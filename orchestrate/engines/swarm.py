@@ -34,7 +34,7 @@ from orchestrate.spec import JobSpec
 LOOK = 2.0  # seconds between two looks at Swarm's tasks and hosts
 SILENT = 6.0  # seconds without a word after which a node counts as not answering
 STARTS, PULLS = 120.0, 3600.0  # seconds that Swarm may take to start the nodes, and to pull the image before that
-PLACED, PENDING = 1.0, 8.0  # seconds in which a task has its host, and that it may wait for one that takes it
+PENDING = 8.0  # seconds that a task may wait for a host that takes it
 ENDS = 2.0  # seconds that a node whose workers have ended takes to end
 BOOTS, AGAIN = 20.0, 2.0  # seconds that a node has to take a connection, at first and later
 TELLS = 25.0  # seconds after which Swarm knows of a host that does not answer; it needs 15
@@ -116,7 +116,7 @@ class SwarmEngine(Linked):
         there = {name for name, task in self.nodes.items() if name in found or coming(task)}
         for role, wanted in (("trainer", len(plan.nodes) - 1), ("master", 1)):
             self.swarm.scale(spec, plan, role, wanted - sum(name.startswith(role) for name in there))
-            self._place()
+            self.swarm.place()
         while len(found) < len(plan.nodes):
             if why := self.swarm.refusal(spec.image, old, impatient=time.monotonic() - began > PENDING):
                 raise EngineError(*why)
@@ -149,7 +149,9 @@ class SwarmEngine(Linked):
         if self.mirror:
             self.mirror.catch_up(COMES_HOME)  # what is not at home is lost when nodes get what is
             self.mirror.close()
-        while any(time.monotonic() < until for until in self.unsure.values()) and self.unsure.keys() - self._dead():
+        while (
+            any(time.monotonic() < until for until in self.unsure.values()) and self.unsure.keys() - self.swarm.dead()
+        ):
             time.sleep(0.2)  # an older generation may still run where nobody can tell it to stop
         self.unsure, self.asked = {}, {}
         self._well_nodes()
@@ -274,17 +276,6 @@ class SwarmEngine(Linked):
         """Whether a node cannot be reached any more, by what Swarm has said last."""
         task = self.nodes.get(node)
         return task is not None and (ended(task) or not self.swarm.answers(task))
-
-    def _dead(self) -> set[str]:
-        """The ids of tasks of which Swarm knows that they have ended."""
-        self.swarm.hosts()
-        return {task["ID"] for task in self.swarm.tasks() if self.swarm.answers(task) and ended(task)}
-
-    def _place(self) -> None:
-        """Wait until all tasks have a host, if one takes them: those that are placed at once may share one."""
-        deadline = time.monotonic() + PLACED
-        while time.monotonic() < deadline and any(not task.get("NodeID") for task in self.swarm.tasks()):
-            time.sleep(0.02)
 
     def _give_up(self, node: str) -> None:
         """Have nothing more to do with a node."""
