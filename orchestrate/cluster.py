@@ -11,23 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrate import job, lock
-from orchestrate.engines import Engine
+from orchestrate.engines import SWARMS, Engine
 from orchestrate.errors import UsageError
 from orchestrate.paths import JobPaths
 from orchestrate.plan import Inventory, Plan, names, plan
 from orchestrate.spec import JobSpec
 
-SAME = (
-    "image",
-    "memory",
-    "cpus",
-    "shm_size",
-    "network",
-    "grace",
-    "encrypt",
-    "constraints",
-    "volume",
-)  # what a node is made with, and keeps
+SAME = ("image", "memory", "cpus", "shm_size", "network", "grace", *SWARMS)  # what a node is made with, and keeps
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from orchestrate.spec import JobSpec
 
 if TYPE_CHECKING:
     from orchestrate.engines import Engine, JobState
+    from orchestrate.plan import Plan
 
 
 def say(line: str) -> None:
@@ -150,7 +151,7 @@ def down(args: argparse.Namespace) -> int:
         return errors.SUCCEEDED
     if supervisor := lock.holder(chosen[0].paths):
         raise UsageError(f"a job uses {name} (process {supervisor})", "python -m orchestrate ps; then stop that job")
-    cluster.take_down(engine_of(dataclasses.replace(chosen[0].spec, engine=chosen[0].plan.engine)), chosen[0], grace=30)
+    cluster.take_down(_own_engine(chosen[0].spec, chosen[0].plan), chosen[0], grace=30)
     say(f"{name} is down")
     return errors.SUCCEEDED
 
@@ -216,7 +217,7 @@ def attach(args: argparse.Namespace) -> int:
         if job.ended(paths):
             continue
         say(f"supervising {paths.root.name}")
-        engine = engine_of(dataclasses.replace(spec, engine=made.engine))
+        engine = _own_engine(spec, made)
         try:
             data = job.supervise(paths, engine, count_signals(spec), say, tail=not looking)
             break
@@ -275,6 +276,11 @@ def stop(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
+def _own_engine(spec: JobSpec, made: Plan) -> Engine:
+    """The engine that a job was planned for, which its file may leave open."""
+    return engine_of(dataclasses.replace(spec, engine=made.engine))
+
+
 def _looked_up(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
     """The files of a job, and all engines that answer; raises the error of the job's own one, where that does not."""
     engines = _engines()
@@ -282,7 +288,7 @@ def _looked_up(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
     with contextlib.suppress(UsageError):  # its files say nothing any more
         spec, made = job.load(paths)
         if made.engine not in {engine.name for engine in engines}:
-            return paths, [engine_of(dataclasses.replace(spec, engine=made.engine)), *engines]
+            return paths, [_own_engine(spec, made), *engines]
     return paths, engines
 
 
@@ -293,7 +299,7 @@ def _finish(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
     """
     try:
         spec, made = job.load(paths)
-        engine = engine_of(dataclasses.replace(spec, engine=made.engine))
+        engine = _own_engine(spec, made)
         more = count_signals(spec)
         data = job.supervise(paths, engine, lambda: 1 + more(), say, tail=True)
     except (OrchestrateError, BlockingIOError):

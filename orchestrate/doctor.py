@@ -103,8 +103,7 @@ def _host(host: Thing) -> Iterator[Finding]:
 
 def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Finding]:
     """Have a node on each host, and talk to it; raises EngineError where that cannot be: no image, no overlay, say."""
-    asked = replace(JobSpec(), name="doctor", trainers=len(hosts) - 1, gpus="none", image=spec.image)
-    asked = replace(asked, warm=False, grace=1.0)
+    asked = JobSpec(name="doctor", trainers=len(hosts) - 1, gpus="none", image=spec.image, warm=False, grace=1.0)
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "data").open("w+b") as data:
         with tarfile.open(fileobj=data, mode="w") as archive:  # it travels in packets as large as can be
             entry = tarfile.TarInfo("data")

@@ -110,6 +110,7 @@ def test_what_a_worker_writes_must_come_home(node, mirror):
     mirror.catch_up(20)
     found = {str(path.relative_to(mirror.home)) for path in mirror.home.rglob("*") if not path.is_dir()}
     assert found == {"logs/rank-0.log", "checkpoints/step-1/state.pt", "checkpoints/step-1/.metadata"}
+    assert (mirror.home / "checkpoints/last").is_dir()
     assert (mirror.home / "checkpoints" / "last" / "state.pt").read_bytes() == bytes(range(256)) * 8192
     assert (mirror.home / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
 

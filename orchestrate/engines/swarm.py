@@ -149,13 +149,11 @@ class SwarmEngine(Linked):
         if self.mirror:
             self.mirror.catch_up(COMES_HOME)  # what is not at home is lost when nodes get what is
             self.mirror.close()
-        while (
-            any(time.monotonic() < until for until in self.unsure.values()) and self.unsure.keys() - self.swarm.dead()
-        ):
+        while {task for task, until in self.unsure.items() if time.monotonic() < until} - self.swarm.dead():
             time.sleep(0.2)  # an older generation may still run where nobody can tell it to stop
         self.unsure, self.asked = {}, {}
         self._well_nodes()
-        for node in [node for node in self.links if self.linked[node] != self.nodes.get(node, {}).get("ID")]:
+        for node in [node for node in self.links if self.linked[node] != self._id(node)]:
             self._break(node)  # that of an earlier node of this name
         self._bring(workers)
         self._follow(workers)
@@ -272,6 +270,10 @@ class SwarmEngine(Linked):
             if node in self.nodes:
                 self.unsure[self.nodes[node]["ID"]] = self.said.get(node, time.monotonic()) + STOPS
 
+    def _id(self, node: str) -> str:
+        """The id of a node's task, when we looked last."""
+        return str(self.nodes[node]["ID"]) if node in self.nodes else ""
+
     def _gone(self, node: str) -> bool:
         """Whether a node cannot be reached any more, by what Swarm has said last."""
         task = self.nodes.get(node)
@@ -288,8 +290,9 @@ class SwarmEngine(Linked):
     def _rescue(self) -> None:
         """Add to the logs of lost workers what their nodes could not send any more, as far as Swarm has it soon."""
         lost, self.lost = self.lost, {}
+        tasks = self.swarm.look() if lost else {}
         for rank, node in lost.items():
-            task, log = self.swarm.look().get(node), JobPaths(self.files).log(rank)
+            task, log = tasks.get(node), JobPaths(self.files).log(rank)
             if task and self.swarm.answers(task) and log.exists():
                 asked = self.pool.submit(self.swarm.output, task)
                 with contextlib.suppress(futures.TimeoutError, OSError), log.open("r+b") as file:
@@ -301,10 +304,10 @@ class SwarmEngine(Linked):
         return node in self._well_nodes()
 
     def _exists(self, node: str) -> bool:
-        return self.nodes.get(node, {}).get("ID") not in self.given_up and node in self._well_nodes()
+        return self._runs(node)
 
     def _connect(self, node: str) -> Link | None:
-        self.linked[node] = self.nodes.get(node, {}).get("ID", "")
+        self.linked[node] = self._id(node)
         return self.reach(node)
 
     def reach(self, node: str) -> Link | None:
