@@ -121,6 +121,12 @@ class Cli:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
+    def ps(self) -> list[list[str]]:
+        """What `ps` says of the jobs in this folder: name, engine, nodes, state. Others may be on the machine."""
+        rows = [re.split(r"  +", line) for line in self("ps").stdout.splitlines()]
+        assert rows[0] == ["NAME", "ENGINE", "NODES", "STATE", "RUN"]
+        return [row[:-1] for row in rows if row[-1].startswith(f"{self.folder}/")]
+
     def run_dir(self) -> Path:
         """The one job's run directory."""
         (found,) = (path for path in self.folder.glob("runs/*") if not (path / "nodes").exists())

@@ -32,8 +32,8 @@ class Cluster:
         return self.cli("down", "--dry-run", self.name).stdout.splitlines()
 
     def state(self) -> str:
-        (line,) = [line for line in self.cli("ps").stdout.splitlines() if line.startswith(self.name)]
-        return line.split()[3]
+        (state,) = [row[3] for row in self.cli.ps() if row[0] == self.name]
+        return state
 
     def fits(self, done: subprocess.CompletedProcess[str]) -> bool:
         assert done.returncode == 0, done.stderr

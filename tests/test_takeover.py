@@ -194,7 +194,7 @@ def test_a_detached_job_must_be_found_waited_for_and_shown(cli, engine):
     name = cli.run_dir().name
     assert done.stdout == f"runs/{name}\n"
     assert f"hint: python -m orchestrate attach {name}" in done.stderr
-    assert "running" in cli("ps").stdout
+    assert [row[-1] for row in cli.ps()] == ["running"]
     follower = cli.start("logs", name, "-f")
     assert cli("wait", name).returncode == 0
     assert "master 0    | step 100 in 0\n" in follower.communicate(timeout=60)[0]
@@ -208,11 +208,10 @@ def test_a_job_that_has_a_supervisor_and_no_nodes_must_be_shown(cli, nothing_lef
     done = cli("run", "--engine", "process", "--gpus", "none", "--trainers", "0", "--", "count.py", "1")
     assert done.returncode == 0, done.stderr
     name = cli.run_dir().name
-    assert name not in cli("ps").stdout
+    assert not cli.ps()
     with (cli.run_dir() / "supervisor.lock").open("r+") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
-        (line,) = [line for line in cli("ps").stdout.splitlines() if line.startswith(name)]
-    assert line.split() == [name, "process", "0", "running", str(cli.run_dir())]
+        assert cli.ps() == [[name, "process", "0", "running"]]
 
 
 def test_wait_must_end_with_the_jobs_exit_code_and_refuse_a_job_that_nobody_supervises(cli, engine):
@@ -255,7 +254,7 @@ def test_f79_stop_and_rm_must_show_and_remove_what_a_dead_orchestrator_left_and_
     folder = cli.run_dir()
     assert cli("rm", name).returncode == 0
     assert not folder.exists()
-    assert f"{other_run.name}  {engine}" in cli("ps").stdout
+    assert cli.ps() == [[other_run.name, engine, "1", "running"]]
     other.send_signal(signal.SIGTERM)
     other.communicate(timeout=60)
     assert json.loads((other_run / "report.json").read_text())["outcome"] == "stopped"
