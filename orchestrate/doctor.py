@@ -17,7 +17,7 @@ from typing import BinaryIO
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.image import has_image
 from orchestrate.engines.manager import Thing, gpus, ready
-from orchestrate.engines.mirror import give
+from orchestrate.engines.parcels import give
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.job import new_id

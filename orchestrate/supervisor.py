@@ -120,7 +120,7 @@ class Supervisor:
                         raise
                     if isinstance(error, EngineLost):
                         return Outcome("lost", str(error))
-                    return Outcome("failed", f"the nodes cannot come back: {error}")
+                    return Outcome("failed", f"the job cannot go on: {error}")
                 if self.stops():
                     return Outcome("stopped", BY_USER)
                 ended = self._note(self._next_generation().watch())
@@ -177,6 +177,7 @@ class Supervisor:
             self.emit("nodes_missing", nodes=list(nodes), missing=missing, error=error)
         hosts = {node: host for node in nodes if (host := self.engine.host(node))}
         self.emit("nodes_up", nodes=list(nodes), **({"hosts": hosts} if hosts else {}))
+        self._write(lambda: self.engine.gather(lambda: self.stops() > 0))
         self.plan = self._planned(nodes, number)
         self._write(lambda: self.keep(self.plan))
 

@@ -25,6 +25,7 @@ class Scripted:
         self.calls: list[str] = []
         self.plans: list = []
         self.missing: set[str] = set()
+        self.full: list[OSError] = []  # by which files do not come home
 
     def port(self, spec, generation) -> int:
         return 29500 + generation
@@ -39,6 +40,11 @@ class Scripted:
 
     def host(self, node) -> str:
         return ""
+
+    def gather(self, stopped) -> None:
+        if self.full:
+            self.calls.append("gather")
+            raise self.full.pop()
 
     def adopt(self, spec, plan, run) -> set[int]:
         self.calls.append("adopt")

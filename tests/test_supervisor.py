@@ -1,5 +1,6 @@
 """The supervisor's decisions, on an engine that plays a script: generation after generation, to a truthful end."""
 
+import errno
 import json
 
 import pytest
@@ -203,7 +204,26 @@ def test_nodes_that_cannot_come_back_must_fail_the_job(job):
     engine = Scripted([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
-    assert job.run(engine) == Outcome("failed", "the nodes cannot come back: no such node")
+    assert job.run(engine) == Outcome("failed", "the job cannot go on: no such node")
+
+
+def test_files_that_do_not_fit_at_home_must_be_waited_for_before_nodes_lose_them(job):
+    engine = Scripted([KILLED], [ALL_WELL])
+    start = engine.start
+    engine.start = lambda *arguments: (start(*arguments), engine.full.append(OSError(errno.ENOSPC, "full", "a")))
+    assert job.run(engine).word == "succeeded"
+    assert engine.calls == ["up", "start", "stop", "up", "gather", "start", "down"]
+    assert [event["error"] for event in job.events if event["event"] == "disk_full"] == ["[Errno 28] full: 'a'"]
+
+
+def test_files_that_never_fit_at_home_must_end_the_job_and_stay_where_they_are(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervisor.PATIENCE", 0.01)
+    engine = Scripted([KILLED])
+    start = engine.start
+    engine.start = lambda *arguments: (start(*arguments), engine.full.extend([OSError(errno.ENOSPC, "full")] * 9))
+    reason = "the job cannot go on: the run directory cannot be written: [Errno 28] full"
+    assert job.run(engine) == Outcome("failed", reason)
+    assert engine.calls == ["up", "start", "stop", "up", "gather", "gather", "down"]
 
 
 def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_after_a_checkpoint(job, monkeypatch):

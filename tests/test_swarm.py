@@ -344,6 +344,26 @@ def test_files_that_do_not_fit_at_home_must_stay_until_they_do(cli, swarm):
         command("umount", str(run))
 
 
+def test_a_checkpoint_that_does_not_fit_at_home_must_be_waited_for_before_the_next_generation(cli, swarm):
+    run = cli.folder / "runs"
+    run.mkdir()
+    command("mount", "-t", "tmpfs", "-o", "size=20m", "small", str(run))
+    try:
+        (cli.folder / "large.py").write_text(
+            "import os, pathlib\npath = pathlib.Path(os.environ['JOB_DIR'], 'checkpoints', 'large')\n"
+            "if path.exists():\n    print('found', path.stat().st_size)\n"
+            "elif os.environ['RANK'] == '1':\n    path.write_bytes(bytes(40_000_000))\n    raise SystemExit(3)\n"
+        )
+        job = Job(cli, swarm, "--max-restarts", "1", "--", "large.py", trainers=1)
+        assert "checkpoints/large" in job.until("disk_full")["error"]
+        command("mount", "-o", "remount,size=200m", str(run))
+        assert job.end() == 0, job.err
+        assert [cli.log(rank).count("found 40000000\n") for rank in (0, 1)] == [1, 1]
+    finally:
+        shutil.rmtree(run / cli.run_dir().name)
+        command("umount", str(run))
+
+
 @pytest.mark.slow
 def test_a_host_whose_nodes_are_cut_off_must_be_done_without_though_swarm_finds_it_well(cli, swarm):
     options = ["--min-trainers", "1", "--set", "grace=2s", "--set", "constraints=[node.hostname != host-1]"]

@@ -87,6 +87,12 @@ class Engine(Protocol):
     def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
         """Take up the workers of `plan` that were started earlier; return the ranks that living nodes do not know."""
 
+    def gather(self, stopped: Callable[[], bool]) -> None:
+        """Have in the job's folder all that workers have written, where they write elsewhere, until `stopped()`.
+
+        Raises OSError where the disk is full.
+        """
+
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Start the workers, rank 0 first; one that cannot start has ended. Earlier workers are forgotten."""
 

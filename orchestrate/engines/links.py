@@ -178,6 +178,9 @@ class Linked:
         """No name: all nodes are on this machine."""
         return ""
 
+    def gather(self, stopped: Callable[[], bool]) -> None:
+        """Nothing: nodes write in the job's folder itself."""
+
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Have each worker's node start it, the others' as soon as rank 0 is there.
 

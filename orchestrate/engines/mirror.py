@@ -1,4 +1,4 @@
-"""The files of nodes that share no folder with us: what they write comes home, and what is at home goes to new ones.
+"""The files of nodes that share no folder with us: what they write comes home.
 
 It is the nodes' word that names the files, and the nodes run other people's code: nothing is written outside of the
 job's folder, nor over what the orchestrator itself keeps there, nor through a link.
@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import os
-import tarfile
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
-from docker.utils.build import exclude_paths
-
-from orchestrate.engines.links import ANSWERS, Link
-from orchestrate.errors import EngineError, ResourceError
+from orchestrate.engines import never
+from orchestrate.engines.links import Link
+from orchestrate.errors import EngineError
 from orchestrate.logs import MARK
-from orchestrate.node.files import LOGS, PIECE, Facts, digest, hidden
+from orchestrate.node.files import LOGS, PIECE, Facts, hidden
 from orchestrate.paths import JobPaths
+from orchestrate.plan import counted
 
 OFTEN = 0.2  # seconds between two looks at the nodes
-MOST_CODE = 256 << 20  # bytes
-NO_CODE = ("runs", "__pycache__", "node_modules")  # folders that hold none of a project's code
-UNPACKS = 600.0  # seconds that a node may take to unpack what it got
 OVERLAP = 256  # bytes that are looked for
 AGAIN = 5.0  # seconds until what could not come home is tried again
+FULL = (errno.ENOSPC, errno.EDQUOT)
 TURN = 0.5  # seconds for which a node's files are fetched before its logs have their turn
 _PATHS = JobPaths(Path())
 OWN = {  # what the orchestrator keeps in a job's folder
@@ -103,7 +100,7 @@ class Mirror:
         self.home, self.folder, self.connect = home, folder, connect
         self.nodes = [_Node(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
         self.owners: dict[str, int] = {}  # path: the number of the node that it comes from
-        self.errors: dict[str, str] = {}  # path: why it is not here
+        self.errors: dict[str, Exception] = {}  # path: why it is not here
         self.looks = 0  # at all nodes, that have begun
         self.changed = threading.Condition()
         self.closing = False
@@ -111,12 +108,32 @@ class Mirror:
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def catch_up(self, timeout: float) -> bool:
-        """Return when all that nodes have written before the call is here, or cannot be had; False at the timeout."""
+    def catch_up(self, timeout: float, stopped: Callable[[], bool] = never) -> bool:
+        """Return when all that nodes have written before the call is here, or cannot be had; else False.
+
+        At most `timeout` seconds pass, and nothing is waited for once `stopped()`.
+        """
         with self.changed:
             self.called = time.monotonic()
             until = self.looks + 2  # the look that goes on may have begun before the call
-            return self.changed.wait_for(lambda: self.looks >= until or self.closing, timeout)
+            while not (done := self.looks >= until or self.closing):
+                if stopped() or time.monotonic() > self.called + timeout:
+                    break
+                self.changed.wait(OFTEN)
+            return done
+
+    def lacks_space(self) -> None:
+        """Raise an OSError where the disk at home was full."""
+        for path, error in self.errors.items():
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise OSError(error.errno, error.strerror, path)
+
+    def come_home(self, timeout: float) -> None:
+        """Have all files here; raises EngineError where some cannot be, which then stay on their nodes."""
+        if not self.catch_up(timeout):
+            raise EngineError(f"not all files came home within {timeout:g} s")
+        for path, why in self.errors.items():
+            raise EngineError(f"{counted(len(self.errors), 'file')} did not come home, such as {path}: {why}")
 
     def silent(self) -> set[str]:
         """The nodes that have not answered when we looked last."""
@@ -186,7 +203,7 @@ class Mirror:
             with os.fdopen(descriptor, "ab") as file:
                 file.write(base64.b64decode(data))
         except OSError as error:  # the disk is full, say; half of a piece is gone on with
-            self.errors[path] = str(error)
+            self.errors[path] = error
             return False
         self.errors.pop(path, None)
         return True
@@ -222,7 +239,7 @@ class Mirror:
                 raise
             except (OSError, EngineError) as error:  # this one cannot be had; others may
                 node.failed[path] = files.get(path, []), time.monotonic()
-                self.errors[path] = str(error)
+                self.errors[path] = error
             if node.fetching:
                 node.fetching.drop()
             node.fetching = None
@@ -291,21 +308,6 @@ class Mirror:
                 folder.rmdir()  # if nothing else is in it
 
 
-def mine(home: Path) -> list[Path]:
-    """What nodes have written in a job's folder, but for logs: files and links."""
-    found = []
-    for path in home.rglob("*"):
-        parts = path.relative_to(home).parts
-        if (
-            not any(map(hidden, parts))
-            and parts[0] not in OWN
-            and parts[0] != LOGS
-            and (path.is_symlink() or path.is_file())
-        ):
-            found.append(path)
-    return found
-
-
 def _same(path: Path, told: Facts) -> bool:
     try:
         status = path.lstat()
@@ -326,57 +328,3 @@ def rescued(home: bytes, copy: bytes, rank: int) -> bytes:
     end = known[-OVERLAP:]
     at = text.rfind(end) if end else -1
     return text[at + len(end) :] if at >= 0 else b""
-
-
-@contextlib.contextmanager
-def packed(folder: Path, paths: Iterable[Path]) -> Iterator[tuple[BinaryIO, str]]:
-    """Files of a folder as a tar file, and its digest; raises EngineError where they cannot be read."""
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(tempfile.TemporaryFile())
-            with tarfile.open(fileobj=file, mode="w") as archive:
-                for path in sorted(paths):
-                    archive.add(path, str(path.relative_to(folder)), recursive=False)
-        except OSError as error:
-            raise EngineError(f"{folder} cannot be sent to the nodes: {error}") from None
-        yield file, digest(file)
-
-
-def give(link: Link, folder: str, file: BinaryIO, tag: str) -> None:
-    """Have a node unpack a tar file in a folder; `tag` is its SHA-256.
-
-    Raises EngineError where the node cannot, ConnectionError where it has gone.
-    """
-    size, start = os.fstat(file.fileno()).st_size, 0
-    while True:
-        piece, offset = base64.b64encode(os.pread(file.fileno(), PIECE, start)).decode(), start
-        start += PIECE
-        last = start >= size
-        facts = {"folder": folder, "data": piece, "offset": offset, "tag": tag if last else ""}
-        link.converse("put", patience=UNPACKS if last else ANSWERS, **facts)
-        if last:
-            return
-
-
-def code_files(folder: Path) -> list[Path]:
-    """The files of a folder of code: all but hidden ones, jobs, virtual environments and what .dockerignore names.
-
-    Raises ResourceError where they are too large to be sent about.
-    """
-    ignore = folder / ".dockerignore"
-    patterns = ignore.read_text().splitlines() if ignore.is_file() else []
-    kept, size = [], 0
-    for name in exclude_paths(str(folder), [line.strip() for line in patterns if line.strip() and line[0] != "#"]):
-        path, parts = folder / name, Path(name).parts
-        if any(part.startswith(".") or part in NO_CODE for part in parts) or not path.is_file():
-            continue
-        if any(folder.joinpath(*parts[:count], "pyvenv.cfg").exists() for count in range(1, len(parts))):
-            continue
-        kept.append(path)
-        size += path.stat().st_size
-        if size > MOST_CODE:
-            raise ResourceError(
-                f"{folder} holds more than {MOST_CODE >> 20} MB, and nodes on other hosts get a copy of it",
-                "name in .dockerignore what they do not need; data belongs on a volume or in the image",
-            )
-    return kept

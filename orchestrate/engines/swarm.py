@@ -21,7 +21,8 @@ from orchestrate.engines import services as parts
 from orchestrate.engines.image import has_image
 from orchestrate.engines.links import Link, Linked
 from orchestrate.engines.manager import Manager, Thing, coming, ended, gpus, ready, shared_out, well
-from orchestrate.engines.mirror import Mirror, code_files, give, mine, packed, rescued
+from orchestrate.engines.mirror import Mirror, rescued
+from orchestrate.engines.parcels import code_files, give, mine, packed
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
 from orchestrate.node.lease import ASKS, LEASE
@@ -143,11 +144,16 @@ class SwarmEngine(Linked):
         self._follow(plan.workers)
         return strangers
 
+    def gather(self, stopped: Callable[[], bool]) -> None:
+        """Have all files here: what is not is lost when nodes get what is."""
+        if self.mirror:
+            self.mirror.catch_up(COMES_HOME, stopped)
+            self.mirror.lacks_space()
+
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Bring every node what earlier generations have left, and have it start its workers."""
         self.first = workers[0].node
         if self.mirror:
-            self.mirror.catch_up(COMES_HOME)  # what is not at home is lost when nodes get what is
             self.mirror.close()
         while {task for task, until in self.unsure.items() if time.monotonic() < until} - self.swarm.dead():
             time.sleep(0.2)  # an older generation may still run where nobody can tell it to stop
@@ -210,7 +216,9 @@ class SwarmEngine(Linked):
         """Have all files here, then remove services, network and relay."""
         if self.mirror:
             if self.links and grace:
-                self._come_home(self.mirror)
+                self.mirror.come_home(COMES_HOME)
+                for node in self.mirror.silent() & self._well_nodes().keys():
+                    raise EngineError(f"the files of {node} did not come home: it does not answer", PORTS)
             self.mirror.close()
             self.mirror = None
         if self.stays:
@@ -238,15 +246,6 @@ class SwarmEngine(Linked):
         self.swarm.remove(job_id, grace)
 
     # --- details
-
-    def _come_home(self, mirror: Mirror) -> None:
-        """Have all files here; raises EngineError where some cannot be, which then stay on their nodes."""
-        if not mirror.catch_up(COMES_HOME):
-            raise EngineError(f"not all files came home within {COMES_HOME:g} s")
-        for path, why in mirror.errors.items():
-            raise EngineError(f"{counted(len(mirror.errors), 'file')} did not come home, such as {path}: {why}")
-        for node in mirror.silent() & self._well_nodes().keys():
-            raise EngineError(f"the files of {node} did not come home: it does not answer", PORTS)
 
     def _settle(self, spec: JobSpec, plan: Plan, run: Path) -> None:
         self.stays, self.shared = bool(plan.inventory.cluster), bool(spec.volume)
@@ -303,8 +302,7 @@ class SwarmEngine(Linked):
         """Whether its task runs, though the connection to it has ended."""
         return node in self._well_nodes()
 
-    def _exists(self, node: str) -> bool:
-        return self._runs(node)
+    _exists = _runs
 
     def _connect(self, node: str) -> Link | None:
         self.linked[node] = self._id(node)
