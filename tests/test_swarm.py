@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 from dataclasses import asdict
 
 import pytest
@@ -106,6 +107,9 @@ def test_a_script_that_knows_nothing_of_us_must_run_unchanged(cli, swarm):
     assert done.returncode == 0, done.stderr
     for rank in range(6):
         assert cli.log(rank) == f"rank {rank} of 6: the ranks add up to 15\n"
+    events = map(json.loads, (cli.run_dir() / "events.jsonl").read_text().splitlines())
+    (spread,) = [Counter(event["hosts"].values()) for event in events if event["event"] == "nodes_up"]
+    assert spread == {host.name: 2 for host in swarm.hosts}
 
 
 ADDRESSES = {"MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "JOB_DIR", "JOB_ID"}
@@ -319,49 +323,46 @@ def test_a_host_that_is_emptied_must_stop_its_nodes_and_the_gang_go_on_elsewhere
     assert f"({last.name}) was ended with its node" in job.err
 
 
-def test_files_that_do_not_fit_at_home_must_stay_until_they_do(cli, swarm):
-    run = cli.folder / "runs"
-    run.mkdir()
-    command("mount", "-t", "tmpfs", "-o", "size=20m", "small", str(run))
-    try:
-        (cli.folder / "large.py").write_text(
-            "import os\nif os.environ['RANK'] == '1':\n"
-            "    open(os.environ['JOB_DIR'] + '/large', 'wb').write(bytes(range(256)) * 160_000)\n"
-        )
-        done = cli("run", "--engine", "swarm", "--gpus", "none", "--trainers", "1", "--", "large.py")
-        assert done.returncode == 0
-        assert "warning: nodes are left: 1 file did not come home, such as large: " in done.stderr
-        name = cli.run_dir().name
-        done = cli("stop", name)
-        assert (done.returncode, "1 file did not come home" in done.stderr) == (1, True)
-        command("mount", "-o", "remount,size=200m", str(run))
-        done = cli("stop", name)
-        assert done.returncode == 0, done.stderr
-        assert (cli.run_dir() / "large").read_bytes() == bytes(range(256)) * 160_000
-        assert cli.report()["left_behind"] == ""
-    finally:
-        shutil.rmtree(run / cli.run_dir().name)
-        command("umount", str(run))
+@pytest.fixture
+def grow(cli):
+    """The job's folder is on a disk of 20 MB, which this makes larger."""
+    runs = cli.folder / "runs"
+    runs.mkdir()
+    command("mount", "-t", "tmpfs", "-o", "size=20m", "small", str(runs))
+    yield lambda: command("mount", "-o", "remount,size=200m", str(runs))
+    shutil.rmtree(cli.run_dir())
+    command("umount", str(runs))
 
 
-def test_a_checkpoint_that_does_not_fit_at_home_must_be_waited_for_before_the_next_generation(cli, swarm):
-    run = cli.folder / "runs"
-    run.mkdir()
-    command("mount", "-t", "tmpfs", "-o", "size=20m", "small", str(run))
-    try:
-        (cli.folder / "large.py").write_text(
-            "import os, pathlib\npath = pathlib.Path(os.environ['JOB_DIR'], 'checkpoints', 'large')\n"
-            "if path.exists():\n    print('found', path.stat().st_size)\n"
-            "elif os.environ['RANK'] == '1':\n    path.write_bytes(bytes(40_000_000))\n    raise SystemExit(3)\n"
-        )
-        job = Job(cli, swarm, "--max-restarts", "1", "--", "large.py", trainers=1)
-        assert "checkpoints/large" in job.until("disk_full")["error"]
-        command("mount", "-o", "remount,size=200m", str(run))
-        assert job.end() == 0, job.err
-        assert [cli.log(rank).count("found 40000000\n") for rank in (0, 1)] == [1, 1]
-    finally:
-        shutil.rmtree(run / cli.run_dir().name)
-        command("umount", str(run))
+def test_files_that_do_not_fit_at_home_must_stay_until_they_do(cli, swarm, grow):
+    (cli.folder / "large.py").write_text(
+        "import os\nif os.environ['RANK'] == '1':\n"
+        "    open(os.environ['JOB_DIR'] + '/large', 'wb').write(bytes(range(256)) * 160_000)\n"
+    )
+    done = cli("run", "--engine", "swarm", "--gpus", "none", "--trainers", "1", "--", "large.py")
+    assert done.returncode == 0
+    assert "warning: nodes are left: 1 file did not come home, such as large: " in done.stderr
+    name = cli.run_dir().name
+    done = cli("stop", name)
+    assert (done.returncode, "1 file did not come home" in done.stderr) == (1, True)
+    grow()
+    done = cli("stop", name)
+    assert done.returncode == 0, done.stderr
+    assert (cli.run_dir() / "large").read_bytes() == bytes(range(256)) * 160_000
+    assert cli.report()["left_behind"] == ""
+
+
+def test_a_checkpoint_that_does_not_fit_at_home_must_be_waited_for_before_the_next_generation(cli, swarm, grow):
+    (cli.folder / "large.py").write_text(
+        "import os, pathlib\npath = pathlib.Path(os.environ['JOB_DIR'], 'checkpoints', 'large')\n"
+        "if path.exists():\n    print('found', path.stat().st_size)\n"
+        "elif os.environ['RANK'] == '1':\n    path.write_bytes(bytes(40_000_000))\n    raise SystemExit(3)\n"
+    )
+    job = Job(cli, swarm, "--max-restarts", "1", "--", "large.py", trainers=1)
+    assert "checkpoints/large" in job.until("disk_full")["error"]
+    grow()
+    assert job.end() == 0, job.err
+    assert [cli.log(rank).count("found 40000000\n") for rank in (0, 1)] == [1, 1]
 
 
 @pytest.mark.slow

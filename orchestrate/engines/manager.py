@@ -87,12 +87,6 @@ class Manager:
         self.hosts()
         return {task["ID"] for task in self.tasks() if self.answers(task) and ended(task)}
 
-    def place(self) -> None:
-        """Wait until all tasks have a host, if one takes them: those that are placed at once may share one."""
-        deadline = time.monotonic() + PLACED
-        while time.monotonic() < deadline and any(not task.get("NodeID") for task in self.tasks()):
-            time.sleep(0.02)
-
     def refusal(self, image: str, old: set[str], impatient: bool) -> tuple[str, str] | None:
         """Why a task cannot start, besides `old` ones, and a hint; `impatient`: also one that no host has taken yet."""
         for task in self.tasks():
@@ -152,7 +146,7 @@ class Manager:
         self.labels = {LABEL: plan.home, "orchestrate.run": str(run), "orchestrate.owner": str(os.getuid())}
 
     def prepare(self, spec: JobSpec) -> None:
-        """Have a key, a network and a relay."""
+        """Have a key and a network."""
         paths = JobPaths(self.run)
         if not paths.key.exists():
             write_secret(paths.key, os.urandom(32))
@@ -163,6 +157,9 @@ class Manager:
                 self.client.networks.create(
                     self.network, "overlay", options=options, labels=self.labels, attachable=True
                 )
+
+    def connect(self, spec: JobSpec) -> None:
+        """Have a relay. To Swarm it is a task like a node, by which it would spread the nodes over the other hosts."""
         with self.daemon.asking("does not start the relay"):
             name = f"{self.home}-relay"
             found = self.client.containers.list(all=True, filters={"name": f"^/{name}$"})
@@ -208,12 +205,18 @@ class Manager:
         raise EngineError(f"{task['Name']} has no address on the job's network")
 
     def scale(self, spec: JobSpec, plan: Plan, role: str, more: int) -> None:
-        """Have more tasks of a service, which is made where it is not there.
+        """Have more tasks of a service, which is made where it is not there, and wait until they have their hosts.
 
         Its restart policy has Swarm leave alone what has ended; a task that is new has a slot of its own.
         """
         if more <= 0:
             return
+        count, deadline = len(self.tasks()) + more, time.monotonic() + PLACED
+        self._scale(spec, plan, role, more)
+        while time.monotonic() < deadline and sum("NodeID" in task for task in self.tasks()) < count:
+            time.sleep(0.02)  # the tasks of two services that are placed at once may share a host
+
+    def _scale(self, spec: JobSpec, plan: Plan, role: str, more: int) -> None:
         name = f"{self.home}-{role}"
         with self.daemon.asking(f"does not start the service {name}"):
             for service in self._services(self.home):

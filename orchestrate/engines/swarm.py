@@ -117,7 +117,7 @@ class SwarmEngine(Linked):
         there = {name for name, task in self.nodes.items() if name in found or coming(task)}
         for role, wanted in (("trainer", len(plan.nodes) - 1), ("master", 1)):
             self.swarm.scale(spec, plan, role, wanted - sum(name.startswith(role) for name in there))
-            self.swarm.place()
+        self.swarm.connect(spec)
         while len(found) < len(plan.nodes):
             if why := self.swarm.refusal(spec.image, old, impatient=time.monotonic() - began > PENDING):
                 raise EngineError(*why)
@@ -139,6 +139,7 @@ class SwarmEngine(Linked):
     def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
         """Find the nodes by their services, and ask them for the workers."""
         self._settle(spec, plan, run)
+        self.swarm.connect(spec)
         self._well_nodes()
         strangers = self.adopt_workers(plan)
         self._follow(plan.workers)
