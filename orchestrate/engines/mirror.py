@@ -124,7 +124,7 @@ class Mirror:
 
     def lacks_space(self) -> None:
         """Raise an OSError where the disk at home was full."""
-        for path, error in self.errors.items():
+        for path, error in self.errors.copy().items():  # which the thread goes on with
             if isinstance(error, OSError) and error.errno in FULL:
                 raise OSError(error.errno, error.strerror, path)
 
@@ -132,8 +132,9 @@ class Mirror:
         """Have all files here; raises EngineError where some cannot be, which then stay on their nodes."""
         if not self.catch_up(timeout):
             raise EngineError(f"not all files came home within {timeout:g} s")
-        for path, why in self.errors.items():
-            raise EngineError(f"{counted(len(self.errors), 'file')} did not come home, such as {path}: {why}")
+        errors = self.errors.copy()
+        for path, why in errors.items():
+            raise EngineError(f"{counted(len(errors), 'file')} did not come home, such as {path}: {why}")
 
     def silent(self) -> set[str]:
         """The nodes that have not answered when we looked last."""
