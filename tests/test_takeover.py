@@ -10,8 +10,11 @@ import signal
 import subprocess
 
 import pytest
-from conftest import eventually
+from conftest import eventually, leftovers
 from faults import Background, complete
+
+from orchestrate import lock
+from orchestrate.paths import JobPaths
 
 
 def attach(cli, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -107,6 +110,25 @@ def test_an_orchestrator_that_dies_while_a_job_starts_must_leave_one_that_can_be
     assert done.returncode == 0, done.stderr
     assert set(cause for _, cause in job.causes()) <= {"interrupted"}
     assert all(job.steps(rank)[-1][0] == 60 for rank in range(3))
+
+
+def test_nodes_that_do_not_listen_yet_when_their_orchestrator_dies_must_be_waited_for(cli, nothing_left):
+    late, go = cli.folder / "late", cli.folder / "go"
+    late.mkdir()
+    (late / "sitecustomize.py").write_text(
+        "import os, time\nwhile 'NODE_SOCKET' in os.environ and 'RANK' not in os.environ "
+        f"and not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\n"
+    )
+    cli.env["PYTHONPATH"] = f"{late}:{cli.env['PYTHONPATH']}"
+    before = leftovers()["processes"]
+    job = Background(cli, "process", "--", "count.py", "60")
+    eventually(lambda: len(leftovers()["processes"] - before) == 3)
+    orphan(job)
+    successor = cli.start("attach", cli.run_dir().name)
+    eventually(lambda: lock.holder(JobPaths(cli.run_dir())))
+    go.touch()
+    _, err = successor.communicate(timeout=60)
+    assert successor.returncode == 0, err
 
 
 def test_an_orchestrator_that_dies_while_it_stops_a_job_must_leave_one_that_can_be_stopped(cli, engine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -12,7 +13,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from orchestrate.preload import preload
 from orchestrate.spec import JobSpec
 
 LIMITS = ("image", "memory", "cpus", "shm_size", *SWARMS)  # what only containers have
+BIRTH = 10.0  # seconds in which a node that somebody else has started listens
 
 
 @dataclass
@@ -111,6 +113,9 @@ class ProcessEngine(Linked):
         path.unlink(missing_ok=True)
         env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(path), "NODE_GRACE": str(spec.grace)}
         env |= {"NODE_PRELOAD": " ".join(preload)}
+        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the node holds it as long as it lives
         child = subprocess.Popen(
             [sys.executable, str(NODE)],
             env=env,
@@ -119,7 +124,9 @@ class ProcessEngine(Linked):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            pass_fds=[lock],
         )
+        os.close(lock)
         self.nodes[name] = _Node(path, child.pid, child)
         return self.nodes[name]
 
@@ -168,13 +175,12 @@ class ProcessEngine(Linked):
     def holds(self, job_id: str) -> list[str]:
         """The nodes that listen, and the folder of their sockets."""
         folder = self.state / job_id
-        nodes = [f"process {pid} ({path.stem})" for path in sorted(folder.glob("*.sock")) if (pid := _listener(path))]
+        nodes = [f"process {pid} ({path.stem})" for path, pid in _waiting(folder)]
         return [*nodes, *([f"folder {folder}"] if folder.exists() else [])]
 
     def remove(self, job_id: str, grace: float) -> None:
         """End the nodes that listen for a job."""
-        sockets = (self.state / job_id).glob("*.sock")
-        _end([_Node(path, pid) for path in sockets if (pid := _listener(path))], grace)
+        _end([_Node(path, pid) for path, pid in _waiting(self.state / job_id)], grace)
         shutil.rmtree(self.state / job_id, ignore_errors=True)
 
     # --- details
@@ -182,9 +188,8 @@ class ProcessEngine(Linked):
     def _settle(self, plan: Plan) -> None:
         """Know the job, and the nodes of it that listen."""
         self.folder, self.cwd, self.stays = self.state / plan.home, plan.inventory.code, bool(plan.inventory.cluster)
-        for path in self.folder.glob("*.sock"):
-            pid = _listener(path)
-            if pid and (path.stem not in self.nodes or not self.nodes[path.stem].alive()):
+        for path, pid in _waiting(self.folder):
+            if path.stem not in self.nodes or not self.nodes[path.stem].alive():
                 self.nodes[path.stem] = _Node(path, pid)
 
     def _check_owner(self) -> None:
@@ -210,6 +215,28 @@ class ProcessEngine(Linked):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pids[rank], signal.SIGKILL)
         super()._lost(node)
+
+
+def _waiting(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The sockets and process ids of a job's nodes; one that was started and does not listen yet is waited for."""
+    for lock in sorted(folder.glob("*.lock")):
+        path, deadline = lock.with_suffix(".sock"), time.monotonic() + BIRTH
+        while not (pid := _listener(path)) and _held(lock) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if pid:
+            yield path, pid
+
+
+def _held(lock: Path) -> bool:
+    """Whether a node has this lock."""
+    try:
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _listener(path: Path) -> int:
