@@ -122,10 +122,11 @@ class Cli:
         )
 
     def ps(self) -> list[list[str]]:
-        """What `ps` says of the jobs in this folder: name, engine, nodes, state. Others may be on the machine."""
+        """What `ps` says of the jobs in this folder, from which their own counts. Others may be on the machine."""
         rows = [re.split(r"  +", line) for line in self("ps").stdout.splitlines()]
         assert rows[0] == ["NAME", "ENGINE", "NODES", "STATE", "RUN"]
-        return [row[:-1] for row in rows if row[-1].startswith(f"{self.folder}/")]
+        prefix = f"{self.folder}/"
+        return [[*row[:-1], row[-1].removeprefix(prefix)] for row in rows if row[-1].startswith(prefix)]
 
     def run_dir(self) -> Path:
         """The one job's run directory."""

@@ -170,7 +170,7 @@ def test_the_other_commands_must_work_from_another_shell(cli, engine):
     job = cli.start(*RUN, "--engine", engine, "--trainers", "1", "--name", "a", "--", "steps.py")
     cli.wait_for("stepping", rank=1)
     job_id = cli.run_dir().name
-    assert cli.ps() == [[job_id, engine, "2", "running"]]
+    assert cli.ps() == [[job_id, engine, "2", "running", f"runs/{job_id}"]]
     assert "master 0    | stepping\n" in cli("logs", job_id).stdout
     assert cli("logs", "a-", "--rank", "1").stdout == cli.log(1)
     follower = cli.start("logs", job_id, "-f")
@@ -188,7 +188,8 @@ def test_stop_must_clean_up_what_a_killed_orchestrator_left(cli, engine):
     cli.wait_for("stepping", rank=1)
     job.kill()
     job.communicate()
-    assert cli.ps() == [[cli.run_dir().name, engine, "2", "without supervisor"]]
+    job_id = cli.run_dir().name
+    assert cli.ps() == [[job_id, engine, "2", "without supervisor", f"runs/{job_id}"]]
     stopped = cli("stop", cli.run_dir().name)
     assert stopped.returncode == 0, stopped.stderr
     assert not cli.ps()

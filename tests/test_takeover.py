@@ -216,7 +216,7 @@ def test_a_detached_job_must_be_found_waited_for_and_shown(cli, engine):
     name = cli.run_dir().name
     assert done.stdout == f"runs/{name}\n"
     assert f"hint: python -m orchestrate attach {name}" in done.stderr
-    assert [row[-1] for row in cli.ps()] == ["running"]
+    assert [row[3] for row in cli.ps()] == ["running"]
     follower = cli.start("logs", name, "-f")
     assert cli("wait", name).returncode == 0
     assert "master 0    | step 100 in 0\n" in follower.communicate(timeout=60)[0]
@@ -233,7 +233,7 @@ def test_a_job_that_has_a_supervisor_and_no_nodes_must_be_shown(cli, nothing_lef
     assert not cli.ps()
     with (cli.run_dir() / "supervisor.lock").open("r+") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
-        assert cli.ps() == [[name, "process", "0", "running"]]
+        assert cli.ps() == [[name, "process", "0", "running", f"runs/{name}"]]
 
 
 def test_wait_must_end_with_the_jobs_exit_code_and_refuse_a_job_that_nobody_supervises(cli, engine):
@@ -276,7 +276,7 @@ def test_f79_stop_and_rm_must_show_and_remove_what_a_dead_orchestrator_left_and_
     folder = cli.run_dir()
     assert cli("rm", name).returncode == 0
     assert not folder.exists()
-    assert cli.ps() == [[other_run.name, engine, "1", "running"]]
+    assert cli.ps() == [[other_run.name, engine, "1", "running", f"runs/{other_run.name}"]]
     other.send_signal(signal.SIGTERM)
     other.communicate(timeout=60)
     assert json.loads((other_run / "report.json").read_text())["outcome"] == "stopped"
