@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent, written while training goes on.
 
     checkpoints/step-00000188/state.pt         tensors, numbers and names; `torch.load(weights_only=True)` reads it
-    checkpoints/step-00000188/manifest.json    its size and SHA-256, written last
+    checkpoints/step-00000188/manifest.json    its size and SHA-256, and one of the manifest itself; written last
     checkpoints/last, checkpoints/best         links for people; a reader trusts manifests alone
 
 A save happens in a hidden folder: files, manifest, everything made durable, then one rename. Whenever the process or
@@ -68,23 +68,26 @@ class Checkpoints:
         return self.folder / f"step-{step:08}"
 
     def all(self) -> list[tuple[Path, dict[str, Any]]]:
-        """Folder and manifest of each committed checkpoint, the oldest first; its files are not looked at."""
+        """Folder and manifest of each committed checkpoint, the oldest first; its other files are not looked at."""
         found = []
-        for path in self.folder.glob("step-*"):
+        for path in self._folders():
             with contextlib.suppress(OSError, ValueError):
-                manifest = json.loads((path / "manifest.json").read_text())
-                if isinstance(manifest, dict) and isinstance(manifest.get("step"), int) and not path.is_symlink():
-                    found.append((path, manifest))
-        return sorted(found, key=lambda item: item[1]["step"])
+                found.append((path, read_manifest(path)))
+        return found
 
     def newest(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """State and manifest of the newest good checkpoint; a damaged one is passed over, with a message."""
-        for path, _ in reversed(self.all()):
+        for path in reversed(self._folders()):
             try:
                 return load(path)
             except Exception as error:  # whatever is wrong with it, an older one may be good
                 print(f"checkpoint {path.name} is damaged, trying the one before: {error}", flush=True)
         return None
+
+    def _folders(self) -> list[Path]:
+        """The folders of checkpoints, by step, whatever is in them."""
+        found = [path for path in self.folder.glob("step-*") if path.name[5:].isdigit() and not path.is_symlink()]
+        return sorted(found, key=lambda path: int(path.name[5:]))
 
     def _write(self, state: dict[str, Any], step: int, facts: dict[str, Any]) -> None:
         try:
@@ -108,7 +111,8 @@ class Checkpoints:
             _durable(file)
         files = {"state.pt": {"size": hashed.size, "sha256": hashed.digest()}}
         with (work / "manifest.json").open("wb") as file:
-            file.write(json.dumps({"step": step, **facts, "files": files}, indent=2).encode())
+            manifest = {"step": step, **facts, "files": files}
+            file.write(json.dumps({**manifest, "sha256": _digest(manifest)}, indent=2).encode())
             _durable(file)
         _durable_folder(work)
         if self.over():
@@ -144,7 +148,7 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Nothing that the file contains is run: it is compared with its manifest, then read with `weights_only`, which is
     safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747).
     """
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = read_manifest(path)
     expected = manifest["files"]["state.pt"]
     with (path / "state.pt").open("rb") as file:
         digest = hashlib.sha256()
@@ -154,6 +158,19 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"{path}/state.pt is not what its manifest says")
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True), manifest
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What the manifest in a checkpoint's folder says; raises ValueError or OSError where it is damaged."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
+        raise ValueError(f"{path}/manifest.json is damaged")
+    return manifest
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    """The SHA-256 of what a manifest says, however it is written."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 class _Hashed:

@@ -109,14 +109,15 @@ class Job:
 
 def append(path: Path, lines: list[str]) -> None:
     """Append lines to a file, on a line of their own where a process was killed in the middle of one; all or none."""
-    with path.open("ab") as file:
-        size = file.tell()
+    with path.open("ab", buffering=0) as file:  # a buffer would be written once more at the end
+        size = file.seek(0, os.SEEK_END)
         try:
             with path.open("rb") as before:
                 before.seek(max(0, size - 1))
                 fresh = before.read(1) in (b"", b"\n")
-            file.write(b"\n" * (not fresh) + "".join(f"{line}\n" for line in lines).encode())
-            file.flush()
+            text = b"\n" * (not fresh) + "".join(f"{line}\n" for line in lines).encode()
+            while text:
+                text = text[file.write(text) :]
         except OSError:
             os.truncate(path, size)
             raise

@@ -260,7 +260,7 @@ def _place(spec: JobSpec, inventory: Inventory, job_id: str, runs: Path) -> Inve
 
 def _detach(run: Path) -> None:
     """Have a process of its own supervise a job; return once it does."""
-    paths = JobPaths(run.resolve())
+    paths = JobPaths(run.absolute())  # on a cluster a link, which the supervisor replaces at the end
     command = [sys.executable, "-m", "orchestrate", "attach", run.name, "--runs", str(paths.root.parent)]
     with paths.supervisor_log.open("w") as file:
         child = subprocess.Popen(

@@ -202,8 +202,7 @@ def attach(args: argparse.Namespace) -> int:
     """Look on while somebody else supervises the job; supervise it when nobody does; tell how it ended."""
     paths = _paths(args)
     spec, made = job.load(paths)
-    follower = logs.Follower(paths, job.prefixes(made))
-    follower.skip()
+    follower = job.rest(paths, made)
     looking = False
     while not (data := job.ended(paths)):
         if supervisor := lock.holder(paths):
@@ -219,7 +218,7 @@ def attach(args: argparse.Namespace) -> int:
         say(f"supervising {paths.root.name}")
         engine = _own_engine(spec, made)
         try:
-            data = job.supervise(paths, engine, count_signals(spec), say, tail=not looking)
+            data = job.supervise(paths, engine, count_signals(spec), say, follower)
             break
         except BlockingIOError:  # somebody else was faster
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -301,7 +300,7 @@ def _finish(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
         spec, made = job.load(paths)
         engine = _own_engine(spec, made)
         more = count_signals(spec)
-        data = job.supervise(paths, engine, lambda: 1 + more(), say, tail=True)
+        data = job.supervise(paths, engine, lambda: 1 + more(), say, job.rest(paths, made))
     except (OrchestrateError, BlockingIOError):
         return _remove(paths, holding)
     if why := data["left_behind"]:

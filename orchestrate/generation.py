@@ -134,11 +134,12 @@ class Generation:
     def _ended(self, end: Exit) -> None:
         self.running.discard(end.rank)
         node = self.plan.workers[end.rank].node
-        ours = bool(self.why or self.hung)
+        stopping = bool(self.why or self.hung)
+        ours = stopping and end.asked
         self.emit("worker_ended", rank=end.rank, node=node, exit_code=end.code, stopping=ours)
         if self.wanted < 2:  # what we have killed says nothing
             self.ends.append(End(self.emit.seconds(), end, ours))
-        if end.code and not ours:
+        if end.code and not stopping:
             self._stop(FAILED)
 
     def _stop(self, why: str) -> None:

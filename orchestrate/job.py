@@ -107,12 +107,16 @@ def load(paths: JobPaths) -> tuple[JobSpec, Plan]:
 
 
 def supervise(
-    paths: JobPaths, engine: Engine, stops: Callable[[], int], show: Callable[[str], None], tail: bool = False
+    paths: JobPaths,
+    engine: Engine,
+    stops: Callable[[], int],
+    show: Callable[[str], None],
+    follower: logs.Follower | None = None,
 ) -> dict[str, Any]:
     """Carry a job from where it stands to its end; hand each line for a person to `show`; return the report.
 
-    `stops()` is how often somebody has asked the job to stop; `tail` shows only the last lines of what its workers
-    have written before. Raises OrchestrateError where the job could not start, BlockingIOError where another process
+    `stops()` is the number of requests to stop so far; `follower` continues where the logs were shown last (default:
+    from their beginning). Raises OrchestrateError where the job could not start, BlockingIOError where another process
     supervises it.
     """
     with contextlib.ExitStack() as stack:
@@ -122,9 +126,9 @@ def supervise(
         if plan.home != plan.job_id:
             folder = paths.root.resolve().parent
             stack.enter_context(lock.held(JobPaths(folder.parent)))
-        follower = logs.Follower(paths, prefixes(plan), marks=False)  # the supervisor itself tells of generations
-        if tail:
-            follower.skip()
+        follower = follower or logs.Follower(paths, prefixes(plan))
+        follower.follow(prefixes(plan))
+        follower.marks = False  # the supervisor announces generations itself
         failure = None
         with _following(follower, show) as say:
 
@@ -177,6 +181,13 @@ def _report(
 def prefixes(plan: Plan) -> dict[int, str]:
     """What stands before the lines of each rank."""
     return logs.prefixes({worker.rank: worker.node for worker in plan.workers})
+
+
+def rest(paths: JobPaths, plan: Plan) -> logs.Follower:
+    """A follower of the workers' output from its last lines on."""
+    follower = logs.Follower(paths, prefixes(plan))
+    follower.skip()
+    return follower
 
 
 @contextmanager

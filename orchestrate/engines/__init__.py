@@ -21,6 +21,7 @@ class Exit:
 
     rank: int
     code: int  # 128 + n where signal n ended it
+    asked: bool = True  # whether its node had asked it to end; true where that is unknown
 
 
 @dataclass(frozen=True)

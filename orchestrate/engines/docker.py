@@ -58,7 +58,7 @@ class DockerEngine(Linked):
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Check the image, list the GPUs; raises ResourceError for what is missing."""
-        return inventory(self.daemon, spec, prepare)
+        return inventory(self.daemon, spec, run, prepare)
 
     def port(self, spec: JobSpec, generation: int) -> int:
         """Where a job has a network to itself, only its own last generation could still hold a port."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import docker.errors
 from docker.types import LogConfig
@@ -18,15 +19,18 @@ from orchestrate.preload import preload
 from orchestrate.spec import IMAGE, JobSpec
 
 
-def inventory(daemon: Daemon, spec: JobSpec, prepare: bool) -> Inventory:
-    """Check the image, built or pulled where `prepare` allows it, and list the GPUs; raises ResourceError."""
+def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
+    """Check the image, built or pulled where `prepare` allows it, and list the GPUs; raises ResourceError.
+
+    `run` is the folder that nodes will see, as a label of the container that looks for GPUs.
+    """
     runtime = "nvidia" in daemon.info.get("Runtimes", {})
     hopeless = spec.gpus not in ("auto", "none") and not runtime  # then no image is worth building
     present = not hopeless and has_image(daemon, spec, prepare)
     gpus: tuple[str, ...] = ()
     no_gpus = "the engine has no NVIDIA runtime"
     if spec.gpus != "none" and runtime:
-        gpus = _gpus(daemon, spec) if present else ()
+        gpus = _gpus(daemon, spec, run) if present else ()
         no_gpus = "the engine's NVIDIA runtime finds no GPU" if present else f"no image {spec.image} to look with"
     here, count = cores(), max(1, daemon.info["NCPU"])  # those of this machine may not be the engine's
     code = code_folder(spec.command)
@@ -66,7 +70,7 @@ def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
     return True
 
 
-def _gpus(daemon: Daemon, spec: JobSpec) -> tuple[str, ...]:
+def _gpus(daemon: Daemon, spec: JobSpec, run: Path) -> tuple[str, ...]:
     """Ask nvidia-smi in a container that sees all GPUs; none where that cannot start, for lack of a driver say."""
     container = None
     try:
@@ -76,6 +80,7 @@ def _gpus(daemon: Daemon, spec: JobSpec) -> tuple[str, ...]:
             entrypoint="nvidia-smi",
             runtime="nvidia",
             environment={"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
+            labels={"orchestrate.run": str(run)},
             network_mode="none",
             log_config=LogConfig(type=LogConfig.types.JSON),
         )

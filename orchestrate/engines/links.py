@@ -343,8 +343,8 @@ class Linked:
                 self._start(worker)
         elif message["rank"] in self.running:  # else we know already how it ended
             self.signs[message["rank"]] = message["sign"]
-            self._ended(message["rank"], message["code"], message["at"])
+            self._ended(message["rank"], message["code"], message["at"], message["asked"])
 
-    def _ended(self, rank: int, code: int, at: float) -> None:
+    def _ended(self, rank: int, code: int, at: float, asked: bool = True) -> None:
         if self.running.pop(rank, None) is not None:
-            self.ended.append((at, Exit(rank, code)))
+            self.ended.append((at, Exit(rank, code, asked)))

@@ -14,9 +14,10 @@ anything:
     {"ask": "put" …}, {"ask": "news" …}, {"ask": "read" …}    files; see files.py
 
     {"say": "started", "generation", "rank", "pid"}
-    {"say": "ended", "generation", "rank", "code", "at", "sign"}    `at` in seconds since 1970; the sign is `oom` where
-                              the kernel has killed for lack of memory meanwhile, `ending` where the node ends,
-                              `cut off` where its lease was over, or empty
+    {"say": "ended", "generation", "rank", "code", "at", "sign", "asked"}    `at` in seconds since 1970; the sign is
+                              `oom` where the kernel has killed for lack of memory meanwhile, `ending` where the node
+                              ends, `cut off` where its lease was over, or empty; `asked`: whether the node had asked
+                              it to end
     {"say": "status", "generation", "codes", "signs", "running", "tags", "time"}
     {"say": "clean"}
 
@@ -164,7 +165,7 @@ class Waiting:
         self.job, self.folder, self.sign = env.get("JOB_ID", ""), env.get("JOB_DIR", ""), ""
         rank, generation = int(env["RANK"]), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if generation < max(self.generation, fence(env.get("JOB_DIR"))):
-            return self.say("ended", generation, rank, code=REFUSED, at=time.time(), sign="")
+            return self.say("ended", generation, rank, code=REFUSED, at=time.time(), sign="", asked=True)
         if generation > self.generation:
             kill(list(self.workers.values()), signal.SIGKILL)
             self.generation, self.workers, self.codes, self.signs = generation, {}, {}, {}
@@ -175,8 +176,10 @@ class Waiting:
             codes[rank] = code
             signs[rank] = "oom" if oom_kills() > before else "ending" if self.loop.ending else self.sign
             if codes is self.codes:  # else nobody waits for it any more
-                self.say("ended", generation, rank, code=code, at=time.time(), sign=signs[rank])
+                asked = worker is None or worker.asked
+                self.say("ended", generation, rank, code=code, at=time.time(), sign=signs[rank], asked=asked)
 
+        worker: Worker | None = None
         worker = self.loop.start(command, env, cwd, done, lambda pid: self.say("started", generation, rank, pid=pid))
         if worker:
             self.workers[rank] = worker
