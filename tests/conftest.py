@@ -1,5 +1,7 @@
 """Fixtures: the command line as a user has it, the engines, and the check that a test leaves nothing behind."""
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -12,13 +14,50 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of pytest itself: tests run side by side
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 # The SDK leaves its socket open when the engine does not answer; no user sees that.
 WARNINGS = "error,ignore:unclosed:ResourceWarning"
+MARK = "ORCHESTRATE_TEST"  # in the environment of all that a test starts: its folder
 DOCKER_REQUIRED = os.environ.get("ORCHESTRATE_REQUIRE_DOCKER") == "1"
 
 
+# Expensive fixtures, and the number of processes that have one, for the tests that share it.
+SHARED = {"hosts": 2, "single": 1, "kept": 1, "slurm_image": 1}
+
+
+@pytest.hookimpl(wrapper=True)  # before xdist looks at the marks
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # what takes long starts first
+    for name, copies in SHARED.items():
+        for number, item in enumerate(item for item in items if name in item.fixturenames):
+            item.add_marker(pytest.mark.xdist_group(f"{name}-{number % copies}"))
+    for item in items:
+        if "ready" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group(f"ready-{item.callspec.params['engine']}"))
+    return (yield)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """With `--durations`, also print how long the tests of each file took, and how many there are."""
+    if config.option.durations is None:
+        return
+    seconds: dict[str, float] = {}
+    tests: dict[str, set[str]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                name = report.nodeid.partition("::")[0]
+                seconds[name] = seconds.get(name, 0) + report.duration
+                tests.setdefault(name, set()).add(report.nodeid)
+    terminalreporter.section("time of each file, of which several run side by side")
+    for name in sorted(seconds, key=lambda name: -seconds[name]):
+        terminalreporter.write_line(f"{seconds[name]:7.1f} s {len(tests[name]):5} tests  {name}")
+
+
+@functools.cache
 def docker_answers() -> bool:
     commands = (["docker", "info"], ["docker", "compose", "version"])
     return shutil.which("docker") is not None and all(
@@ -47,38 +86,73 @@ def docker(*arguments: str) -> str:
     return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def leftovers() -> dict[str, set[str]]:
-    """All that a job could leave: containers, networks, volumes, node processes, their sockets."""
-    found = {"processes": set(), "sockets": {str(path) for path in Path(f"/tmp/orchestrate-{os.getuid()}").glob("*")}}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = folder.joinpath("cmdline").read_bytes().split(b"\0")
-            if b"NODE_SOCKET=" in folder.joinpath("environ").read_bytes() and b"pytest" not in words:
-                found["processes"].add(folder.name)
-        except OSError:
-            continue
-    if docker_answers():
-        found["containers"] = set(docker("ps", "-aq").split())
-        found["networks"] = set(docker("network", "ls", "-q").split())
-        found["volumes"] = set(docker("volume", "ls", "-q").split())
-    return found
+def proc(pid: int | str, name: str) -> list[str]:
+    """The words of `cmdline` or `environ` of a process; none if it has gone or may not be looked at."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").split("\0")
+    return []
+
+
+def environ(pid: int | str) -> dict[str, str]:
+    """The environment with which a process was started, as far as it can be seen."""
+    return dict(word.split("=", 1) for word in proc(pid, "environ") if "=" in word)
+
+
+def processes(folder: Path) -> set[int]:
+    """The processes that were started by the command line in a folder, and what those have started."""
+    numbers = [path.name for path in Path("/proc").glob("[0-9]*")]
+    return {int(pid) for pid in numbers if environ(pid).get(MARK) == str(folder)}
+
+
+def leftovers(folder: Path) -> dict[str, list[str]]:
+    """All that jobs from a folder could leave: processes, sockets of nodes, containers, networks, volumes.
+
+    Other folders may have some at the same time: only what carries this folder's name, or that of one of its jobs,
+    is returned.
+    """
+    jobs = {path.parent.name for depth in ("", "*/") for path in folder.glob(f"{depth}*/*/job.yaml")}
+    sockets = Path(f"/tmp/orchestrate-{os.getuid()}").glob("*")
+    found = {
+        "processes": [line for pid in processes(folder) if (line := " ".join(proc(pid, "cmdline")).strip())],
+        "sockets": [
+            path.name for path in sockets if path.name in jobs or f"{folder}/" in os.path.realpath(path / "run")
+        ],
+    }
+    for what in ("container", "network", "volume") if docker_answers() else ():
+        lines = docker(what, "ls", *(["--all", "--no-trunc"] if what == "container" else []), "--format", "{{json .}}")
+        things = [json.loads(line) for line in lines.splitlines()]
+        text = {thing.get("Name") or thing["Names"]: f"{thing['Labels']} {thing.get('Mounts')}" for thing in things}
+        found[what] = [
+            name
+            for name in text
+            if f"{folder}/" in text[name] or any(name.startswith((f"{job}-", f"{job}_")) for job in jobs)
+        ]
+    return {what: names for what, names in found.items() if names}
 
 
 @pytest.fixture
-def nothing_left():
-    """Fail where a test leaves a container, network, volume or process that was not there before."""
-    before = leftovers()
+def nothing_left(tmp_path):
+    """Fail where a test leaves something of its jobs."""
     yield
-    assert leftovers() == before
+    assert leftovers(tmp_path) == {}
 
 
-def eventually(what, timeout: float = 60):
-    """The first true value of `what()`."""
+@pytest.fixture(autouse=True)
+def signals():
+    """Give pytest its own signal handlers back: the app in this process takes SIGTERM."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def eventually(what, timeout: float = 150):
+    """The first true value of `what()`, for which a machine that does much else may take long."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if value := what():
             return value
-        time.sleep(0.02)
+        time.sleep(0.05)
     raise AssertionError(f"not within {timeout} s: {what}")
 
 
@@ -90,6 +164,16 @@ def gone(pid: int) -> bool:
         return True
 
 
+def descendants(parent: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                found += [int(path.parent.name), *descendants(int(path.parent.name))]
+    return found
+
+
 class Cli:
     """`python -m orchestrate` in a folder of its own, which holds the test scripts."""
 
@@ -97,8 +181,9 @@ class Cli:
         self.folder = folder
         for script in SCRIPTS.glob("*.py"):
             shutil.copy(script, folder)
-        self.env = {key: value for key, value in os.environ.items() if not key.startswith("NODE_")}
-        self.env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": WARNINGS}
+        self.env = {key: value for key, value in os.environ.items() if not key.startswith(("NODE_", "OMP_"))}
+        self.env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": WARNINGS, MARK: str(folder)}
+        self.started: list[subprocess.Popen[str]] = []
 
     def __call__(self, *arguments: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -111,7 +196,7 @@ class Cli:
         )
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "orchestrate", *arguments],
             cwd=self.folder,
             env=self.env,
@@ -120,6 +205,8 @@ class Cli:
             text=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
+        self.started.append(process)
+        return process
 
     def ps(self) -> list[list[str]]:
         """What `ps` says of the jobs in this folder, from which their own counts. Others may be on the machine."""
@@ -127,6 +214,10 @@ class Cli:
         assert rows[0] == ["NAME", "ENGINE", "NODES", "STATE", "RUN"]
         prefix = f"{self.folder}/"
         return [[*row[:-1], row[-1].removeprefix(prefix)] for row in rows if row[-1].startswith(prefix)]
+
+    def enough(self) -> None:
+        """Tell the script `count.py told` in all jobs from this folder to come to its end."""
+        (self.folder / "enough").touch()
 
     def run_dir(self) -> Path:
         """The one job's run directory."""
@@ -156,10 +247,24 @@ class Cli:
     def container(self, node: str) -> str:
         return docker("ps", "-aq", "--filter", f"name={self.run_dir().name}-{node}").strip()
 
+    def clean(self) -> None:
+        """Remove what a test that failed has left."""
+        for pid in processes(self.folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self.started:
+            if process.returncode is None:
+                process.communicate()
+        for what, names in leftovers(self.folder).items():
+            if what in ("container", "network", "volume"):
+                docker(what, "rm", "--force", *names)
+
 
 @pytest.fixture
 def cli(tmp_path):
-    return Cli(tmp_path)
+    made = Cli(tmp_path)
+    yield made
+    made.clean()
 
 
 @pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
@@ -168,6 +273,26 @@ def engine(request, nothing_left):
     if request.param == "docker":
         request.getfixturevalue("docker_engine")
     return request.param
+
+
+@pytest.fixture(scope="session")
+def ready_nodes(tmp_path_factory):
+    """Nodes of each engine that stay up, made when they are asked for."""
+    from ready import Ready
+
+    made: dict[str, Ready] = {}
+    yield lambda engine: made.setdefault(engine, Ready(tmp_path_factory.mktemp(f"ready-{engine}"), engine))
+    for nodes in made.values():
+        nodes.down()
+
+
+@pytest.fixture
+def ready(engine, ready_nodes):
+    """The command line where nodes of the engine are up already, for tests of what workers do."""
+    nodes = ready_nodes(engine)
+    nodes.up()
+    yield nodes
+    nodes.settle()
 
 
 @pytest.fixture(scope="session")

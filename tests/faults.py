@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 
-from conftest import Cli, docker, eventually
+from conftest import Cli, docker, environ, eventually
 
 OPTIONS = ("--gpus", "none", "--set", "grace=5s")
 
@@ -35,9 +35,14 @@ class Background:
         if self.process.poll() not in (None, -signal.SIGKILL):  # that was a test
             raise AssertionError(self.process.communicate()[1][-2000:])
 
-    def until_step(self, step: int, generation: int = 0, rank: int = 0) -> None:
-        line = f"step {step} in {generation}\n"
+    def until_step(self, step: int, rank: int = 0) -> None:
+        """Wait for a step of the first generation."""
+        line = f"step {step} in 0\n"
         eventually(lambda: self.has(rank, line) or self.ended_early())
+
+    def until_steps_in(self, generation: int, rank: int = 0) -> None:
+        """Wait until a later generation, which begins wherever the one before had come to, has done some steps."""
+        eventually(lambda: self.cli.log(rank).count(f" in {generation}\n") > 3 or self.ended_early())
 
     def has(self, rank: int, text: str) -> bool:
         try:
@@ -96,9 +101,8 @@ def node_pid(engine: str, home: str, name: str) -> int:
     socket = f"/tmp/orchestrate-{os.getuid()}/{home}/{name}.sock"
     nodes = subprocess.run(["pgrep", "-f", "orchestrate/node$"], capture_output=True, text=True, check=True)
     for pid in map(int, nodes.stdout.split()):
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            if f"NODE_SOCKET={socket}".encode() in file.read().split(b"\0"):
-                return pid
+        if environ(pid).get("NODE_SOCKET") == socket:
+            return pid
     raise AssertionError(f"no process listens at {socket}")
 
 
@@ -109,7 +113,10 @@ def kill_node(engine: str, home: str, name: str) -> None:
         os.kill(node_pid(engine, home, name), signal.SIGKILL)
 
 
-def complete(steps: list[tuple[int, int]], last: int) -> bool:
-    """Whether count.py's log has no gap: within a generation each step follows the one before, to `last` at the end."""
+def complete(steps: list[tuple[int, int]], last: int = 0) -> bool:
+    """Whether count.py's log has no gap: within a generation each step follows the one before, to `last` at the end.
+
+    Without `last`, to where a job ends that was told to.
+    """
     within = all(one[1] != other[1] or other[0] == one[0] + 1 for one, other in zip(steps, steps[1:]))
-    return bool(steps) and within and steps[0] == (1, 0) and steps[-1][0] == last
+    return bool(steps) and within and steps[0] == (1, 0) and steps[-1][0] == (last or steps[-1][0] // 10 * 10)

@@ -1,17 +1,18 @@
 """Several hosts on one machine: a network namespace and a dockerd each, joined by a bridge; a Swarm of them."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
-from conftest import eventually, gone
+from conftest import descendants, eventually, gone
 
-BRIDGE, SUBNET = "orch-hosts", "10.213.7"
+SLOTS = 16  # swarms that can be on this machine at once, each of a test run of its own
 VXLAN = ("-p", "udp", "--dport", "4789")  # what overlay networks travel by
 IMAGE = "orchestrate-node:0.1"
 
@@ -23,24 +24,25 @@ def command(*words: str) -> str:
 class Host:
     """One of them."""
 
-    def __init__(self, number: int, folder: Path, template: Path) -> None:
+    def __init__(self, number: int, slot: int, folder: Path, template: Path) -> None:
         """Make its namespace; its engine is started by `start`, on images that are linked from `template`."""
-        self.name, self.address = f"host-{number}", f"{SUBNET}.{number}"
-        self.space, self.folder = f"orch-{number}", folder / f"h{number}"
+        self.name, self.address = f"host-{number}", f"{subnet(slot)}.{number}"
+        self.space, self.folder = f"orch{slot}-{number}", folder / f"h{number}"
+        self.link = f"orch{slot}-v{number}"
         self.socket = f"unix://{self.folder}/docker.sock"
         self.process: subprocess.Popen[bytes] | None = None
         self.folder.mkdir()
         command("cp", "--archive", "--link", str(template), str(self.folder / "data"))
         command("ip", "netns", "add", self.space)
-        link, far = f"orch-v{number}", f"orch-p{number}"
-        command("ip", "link", "add", link, "type", "veth", "peer", "name", far)
+        far = f"orch{slot}-p{number}"
+        command("ip", "link", "add", self.link, "type", "veth", "peer", "name", far)
         command("ip", "link", "set", far, "netns", self.space)
-        command("ip", "link", "set", link, "master", BRIDGE, "up")
+        command("ip", "link", "set", self.link, "master", bridge(slot), "up")
         self.inside("ip", "link", "set", far, "name", "eth0")
         self.inside("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
         self.inside("ip", "link", "set", "eth0", "up")
         self.inside("ip", "link", "set", "lo", "up")
-        self.inside("ip", "route", "add", "default", "via", f"{SUBNET}.254")
+        self.inside("ip", "route", "add", "default", "via", f"{subnet(slot)}.254")
 
     def inside(self, *words: str) -> str:
         return command("nsenter", f"--net=/run/netns/{self.space}", *words)
@@ -75,14 +77,14 @@ class Host:
 
     def cut(self) -> None:
         """Cut it off from the others."""
-        command("ip", "link", "set", f"orch-v{self.name[-1]}", "down")
+        command("ip", "link", "set", self.link, "down")
 
     def cut_nodes(self) -> None:
         """Cut off only its containers; the engines still hear each other."""
         self.inside("iptables", "-I", "INPUT", *VXLAN, "-j", "DROP")
 
     def heal(self) -> None:
-        command("ip", "link", "set", f"orch-v{self.name[-1]}", "up")
+        command("ip", "link", "set", self.link, "up")
         drop = ["nsenter", f"--net=/run/netns/{self.space}", "iptables", "-D", "INPUT", *VXLAN, "-j", "DROP"]
         subprocess.run(drop, capture_output=True)  # where there is one
 
@@ -96,7 +98,8 @@ class Host:
         return found
 
     def kill(self) -> None:
-        """End the engine and all its containers at once, as a power cut does."""
+        """End the engine and all its containers at once, as a power cut does: without a last message."""
+        self.cut()
         engine = self.processes()
         children = [pid for parent in engine for pid in descendants(parent)]
         for pid in {*engine, *children}:
@@ -130,29 +133,22 @@ class Host:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def descendants(parent: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
-                found += [int(path.parent.name), *descendants(int(path.parent.name))]
-    return found
-
-
 class Swarm:
     """Three hosts; the first is the manager, the one that `orchestrate` talks to."""
 
     def __init__(self, folder: Path, count: int = 3) -> None:
         template = folder / "template"
         share_image(template)
-        command("ip", "link", "add", BRIDGE, "type", "bridge")
-        command("ip", "addr", "add", f"{SUBNET}.254/24", "dev", BRIDGE)
-        command("ip", "link", "set", BRIDGE, "up")
-        command("iptables", "-I", "FORWARD", "-i", BRIDGE, "-o", BRIDGE, "-j", "ACCEPT")
+        self.lock, slot = free_slot()
+        self.bridge = bridge(slot)
+        command("ip", "link", "add", self.bridge, "type", "bridge")
+        command("ip", "addr", "add", f"{subnet(slot)}.254/24", "dev", self.bridge)
+        command("ip", "link", "set", self.bridge, "up")
+        command("iptables", "-I", "FORWARD", "-i", self.bridge, "-o", self.bridge, "-j", "ACCEPT")
         self.hosts: list[Host] = []
         try:
             for number in range(1, count + 1):
-                self.hosts.append(Host(number, folder, template))
+                self.hosts.append(Host(number, slot, folder, template))
                 self.hosts[-1].start()
             first = self.hosts[0]
             first.docker("swarm", "init", "--advertise-addr", first.address)
@@ -183,11 +179,51 @@ class Swarm:
             found[what] = self.hosts[0].docker(what, "ls", "-q")
         return {what: names for what, names in found.items() if names.strip() not in ("", "ingress")}
 
+    def clear(self) -> bool:
+        """Remove what a job has left; whether nothing is left any more, which takes more than one try."""
+        first = self.hosts[0]
+        for what in ("service", "secret", "network"):
+            ask = ["--filter", "driver=overlay"] if what == "network" else []
+            for name in first.docker(what, "ls", "-q", *ask).split():
+                subprocess.run(["docker", "--host", first.socket, what, "rm", name], capture_output=True)
+        for host in self.hosts:
+            remove = ["docker", "--host", host.socket, "rm", "--force", "--volumes"]
+            if found := host.docker("ps", "-aq").split():
+                subprocess.run([*remove, *found], capture_output=True)
+        return not self.left()
+
     def remove(self) -> None:
         for host in self.hosts:
             host.remove()
-        subprocess.run(["iptables", "-D", "FORWARD", "-i", BRIDGE, "-o", BRIDGE, "-j", "ACCEPT"], capture_output=True)
-        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
+        rule = ["FORWARD", "-i", self.bridge, "-o", self.bridge, "-j", "ACCEPT"]
+        subprocess.run(["iptables", "-D", *rule], capture_output=True)
+        subprocess.run(["ip", "link", "del", self.bridge], capture_output=True)
+        self.lock.close()
+
+
+def bridge(slot: int) -> str:
+    """The bridge between the hosts of a swarm."""
+    return f"orch{slot}-hosts"
+
+
+def subnet(slot: int) -> str:
+    """The first three numbers of the hosts' addresses."""
+    return f"10.213.{7 + slot}"
+
+
+def free_slot() -> tuple[IO[str], int]:
+    """The number of a swarm that no other test run has, nor has left here, and what keeps it until it is closed."""
+    for slot in range(SLOTS):
+        if Path("/sys/class/net", bridge(slot)).exists():
+            continue
+        lock = open(f"/tmp/orchestrate-test-hosts-{slot}.lock", "w")  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+        else:
+            return lock, slot
+    raise AssertionError(f"{SLOTS} other swarms are on this machine")
 
 
 def share_image(target: Path) -> None:

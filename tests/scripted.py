@@ -15,6 +15,21 @@ ALL_WELL = [Exit(0, 0), Exit(1, 0), Exit(2, 0)]
 KILLED = [Exit(1, 137)]
 
 
+class Clock:
+    """Time that passes only while the supervisor sleeps or waits for its engine."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 class Scripted:
     """An engine whose generations end as told: each is a list of exits per call of `wait`; a stop ends the rest."""
 
@@ -91,15 +106,20 @@ class Scripted:
 
 
 class Job:
-    """A job on a scripted engine, with files of its own."""
+    """A job on a scripted engine, with files and a clock of its own."""
 
-    def __init__(self, folder) -> None:
+    def __init__(self, folder, monkeypatch) -> None:
+        self.clock = Clock()
+        for module in ("supervisor", "generation", "events"):
+            monkeypatch.setattr(f"orchestrate.{module}.time", self.clock)
         self.paths = JobPaths(folder / "run")
         self.paths.create()
         self.stops = lambda: 0
         self.events: list[dict] = []
 
     def run(self, engine, spec=None, plan_=None) -> Outcome:
+        wait = engine.wait
+        engine.wait = lambda timeout: (self.clock.sleep(timeout), wait(timeout))[1]
         spec = spec or JobSpec(trainers=2, grace=0.01)
         first = plan_ or plan(spec, HERE, "j", 29500)
         emit = Recorder(self.paths.events)

@@ -8,7 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import DOCKER_REQUIRED, ROOT, eventually
+from conftest import ROOT
+from engines import Engine
 
 
 def files(folder: Path) -> set[Path]:
@@ -113,48 +114,17 @@ def test_more_gpus_than_there_are_must_be_refused_with_the_inventory(cli, nvidia
 
 
 @pytest.fixture
-def plain_engine(tmp_path_factory):
+def plain_engine(docker_engine):
     """A Docker Engine of its own, without NVIDIA runtime and without images."""
-    folder = tmp_path_factory.mktemp("engine")
-    host = f"unix://{folder}/docker.sock"
-    parts = [f"--{part}={folder}/{part}" for part in ("data-root", "exec-root", "pidfile")]
-    # A network namespace of its own: an engine removes what it takes for the bridge of a former one.
-    command = [
-        "unshare",
-        "--net",
-        "dockerd",
-        "--host",
-        host,
-        *parts,
-        "--bridge=none",
-        "--iptables=false",
-        "--ip6tables=false",
-    ]
-    try:
-        with (folder / "log").open("w") as log:
-            daemon = subprocess.Popen(command, stdout=log, stderr=log)
-    except FileNotFoundError:
-        if DOCKER_REQUIRED:
-            pytest.fail("ORCHESTRATE_REQUIRE_DOCKER=1, and there is no dockerd to start a second engine")
-        pytest.skip("no dockerd to start a second engine")
-
-    def ready() -> bool:
-        if daemon.poll() is not None:
-            if DOCKER_REQUIRED:
-                pytest.fail((folder / "log").read_text()[-2000:])
-            pytest.skip("dockerd does not start here; it needs root")
-        return subprocess.run(["docker", "-H", host, "info"], capture_output=True).returncode == 0
-
-    eventually(ready)
-    yield host
-    daemon.terminate()
-    daemon.wait(timeout=60)
+    engine = Engine()
+    yield engine
+    engine.remove()
 
 
 @pytest.mark.docker
 def test_gpus_on_an_engine_without_nvidia_runtime_must_be_refused_before_any_image_is_built(cli, plain_engine):
     message = "--gpus all: the engine has no NVIDIA runtime"
-    refused(cli, 4, message, "run", "--gpus", "all", DOCKER_HOST=plain_engine)
+    refused(cli, 4, message, "run", "--gpus", "all", DOCKER_HOST=plain_engine.host)
 
 
 def test_help_must_name_the_exit_codes(cli):

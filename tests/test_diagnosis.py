@@ -41,6 +41,16 @@ def test_where_all_complain_the_first_must_be_the_cause():
     assert found((0.0, 1, 1), (0.1, 0, 1), words={0: [GLOO], 1: [RESET]}) == (Exit(1, 1), "")
 
 
+def test_of_two_errors_the_first_must_be_the_cause():
+    words = {rank: ["ValueError: no"] for rank in range(3)}
+    assert found((0.0, 1, 1), (0.1, 0, 1), (0.2, 2, 1), words=words) == (Exit(1, 1), "")
+    assert found((0.0, 1, 137), (0.1, 0, 139), words=words) == (Exit(1, 137), "")
+
+
+def test_a_death_by_signal_must_be_the_cause_though_a_peer_has_an_error_that_is_no_complaint():
+    assert found((0.0, 0, 1), (0.1, 1, 137), words={0: ["ValueError: no"]}) == (Exit(1, 137), "")
+
+
 def test_what_we_stopped_must_never_be_the_cause():
     assert found((0.0, 0, 1), (0.1, 1, 143, "ours"), (0.1, 2, 143, "ours"), words={0: [GLOO]})[0] == Exit(0, 1)
 
@@ -70,6 +80,11 @@ def test_a_worker_that_complains_of_a_timeout_and_was_stopped_meanwhile_must_not
 
 def test_a_worker_that_left_while_the_others_worked_must_be_the_cause():
     assert found((0.0, 1, 0), (0.1, 0, 1), (0.2, 2, 1), words={0: [GLOO], 2: [GLOO]}) == (Exit(1, 0), "left early")
+
+
+def test_a_worker_that_ended_well_because_we_asked_it_to_must_not_be_blamed_for_leaving():
+    assert found((0.0, 1, 0, "ours"), (0.1, 0, 1), words={0: [GLOO]}) == (Exit(0, 1), "")
+    assert found((0.0, 0, 1), (0.1, 1, 0), words={0: [GLOO]}) == (Exit(0, 1), "")  # it left after the failure
 
 
 def test_a_worker_that_ended_well_must_not_be_blamed_for_anothers_own_error():

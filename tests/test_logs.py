@@ -41,6 +41,32 @@ def test_lines_must_be_handed_out_once_and_whole(tmp_path):
     assert list(follower.lines(end=True)) == []
 
 
+def test_what_was_handed_out_must_not_be_again_when_other_ranks_are_followed(tmp_path):
+    paths = JobPaths(tmp_path)
+    paths.logs.mkdir()
+    for rank in range(2):
+        paths.log(rank).write_text(f"of {rank}\n")
+    follower = Follower(paths, {0: "a ", 1: "b "})
+    assert list(follower.lines()) == ["a of 0", "b of 1"]
+    follower.follow({1: "c "})
+    for rank in range(2):
+        with paths.log(rank).open("a") as file:
+            file.write("more\n")
+    assert list(follower.lines()) == ["c more"]
+    follower.follow({0: "a ", 1: "b "})
+    assert list(follower.lines()) == ["a more"]
+
+
+def test_what_was_written_before_must_be_left_out_but_for_the_last_lines(tmp_path):
+    paths = JobPaths(tmp_path)
+    paths.logs.mkdir()
+    paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
+    paths.log(1).write_text("short\n")
+    follower = Follower(paths, {0: "", 1: ""})
+    follower.skip(last=20)
+    assert list(follower.lines()) == ["line 998", "line 999", "short"]
+
+
 def test_marks_of_generations_must_be_left_out_where_somebody_else_tells_of_them(tmp_path):
     paths = JobPaths(tmp_path)
     paths.logs.mkdir()

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -323,6 +324,7 @@ class Hostile(threading.Thread):
                 facts = {path: [len(data), 1, 1, 0o4777] for path, data in self.files.items()}
                 log = base64.b64encode(b"evil").decode()
                 said = {"logs": {"../evil": log, "plan.json": log}, "files": facts, "links": self.links}
+                said["gone"] = ["plan.json", "../victim", "way/victim", "", "."]
             else:
                 data = self.files[asked["path"]]
                 said = {"data": base64.b64encode(data).decode(), "facts": [len(data), 1, 1, 0o4777]}
@@ -334,6 +336,8 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
     home, outside = tmp_path / "home", tmp_path / "outside"
     (home / "logs").mkdir(parents=True)
     outside.mkdir()
+    for victim in (outside / "victim", tmp_path / "victim"):
+        victim.write_text("ours")
     (home / "plan.json").write_text("ours")
     (home / "events.jsonl").write_text("ours")
     (home / "way").symlink_to(outside)
@@ -348,7 +352,16 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
         "a//b",
     ]
     names += ["a/../../evil", "", ".", "checkpoints/.hidden"]
-    hostile = Hostile(dict.fromkeys(names, b"evil") | {"fine": b"fine"}, {"checkpoints/out": "../../..", "up": ".."})
+    links = {
+        "checkpoints/out": "../../..",
+        "up": "..",
+        "here": ".",
+        "root": "/etc/passwd",
+        "down": "logs/x",
+        "last": "fine",
+    }
+    links |= {"plan.json": "fine", "way/link": "fine", "../link": "fine", "": "fine", ".hidden": "fine"}
+    hostile = Hostile(dict.fromkeys(names, b"evil") | {"fine": b"fine"}, links)
     port = hostile.server.getsockname()[1]
 
     def connect(_: str) -> Link | None:
@@ -362,9 +375,13 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
     finally:
         mirror.close()
         hostile.join()
-    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if not path.is_dir()}
-    assert found == {"home/plan.json", "home/events.jsonl", "home/fine"}
-    assert {(home / name).read_text() for name in ("plan.json", "events.jsonl")} == {"ours"}
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_symlink() or not path.is_dir()}
+    ours = {"home/plan.json", "home/events.jsonl", "outside/victim", "victim"}
+    assert found == ours | {"home/way", "home/fine", "home/last"}
+    assert {(tmp_path / name).read_text() for name in ours} == {"ours"}
+    assert {path.name for path in home.iterdir() if path.is_symlink()} == {"way", "last"}
+    assert (home / "last").readlink() == Path("fine") and (home / "way").readlink() == outside
+    assert stat.S_IMODE((home / "fine").stat().st_mode) & 0o7022 == 0  # it said 4777
     assert not os.path.exists("/tmp/evil-of-a-test")
 
 

@@ -25,11 +25,11 @@ FAILURES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("does", "rank", "cause", "code"), FAILURES, ids=[failure[0] for failure in FAILURES])
-def test_f33_the_worker_that_failed_must_be_named(cli, engine, does, rank, cause, code):
+def test_f33_the_worker_that_failed_must_be_named(ready, engine, does, rank, cause, code):
     rules = ("--set", "rules=[{cause: terminated, action: fail}]")
-    job = Background(cli, engine, "--max-restarts", "0", *rules, "--", "sums.py", "1000", does)
+    job = Background(ready, engine, "--max-restarts", "0", *rules, "--", "sums.py", "1000", does)
     assert job.end() == 1
-    found = cli.report()["root_cause"]
+    found = ready.report()["root_cause"]
     assert (found["rank"], found["cause"], found["exit_code"]) == (rank, cause, code), job.err
 
 
@@ -44,50 +44,50 @@ def test_f36_a_lack_of_memory_must_be_named(cli, docker_engine, nothing_left, do
 
 
 @pytest.mark.slow
-def test_f34_a_timeout_must_be_blamed_on_the_worker_that_let_the_others_wait(cli, engine):
-    job = Background(cli, engine, "--max-restarts", "0", "--", "sums.py", "1000", "sleeps", "3")
+def test_f34_a_timeout_must_be_blamed_on_the_worker_that_let_the_others_wait(ready, engine):
+    job = Background(ready, engine, "--max-restarts", "0", "--", "sums.py", "1000", "sleeps", "3")
     assert job.end() == 1
     assert job.causes() == [(1, "timeout")], job.err
 
 
 @pytest.mark.slow
-def test_f34_a_hang_must_be_noticed_and_tell_which_rank_never_arrived_and_where_it_stands(cli, engine):
-    job = Background(cli, engine, "--set", "hang_after=4s", "--", "sums.py", "30", "sleeps")
+def test_f34_a_hang_must_be_noticed_and_tell_which_rank_never_arrived_and_where_it_stands(ready, engine):
+    job = Background(ready, engine, "--set", "hang_after=3s", "--", "sums.py", "30", "sleeps")
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "hang")], job.err
-    summary = cli.report()["failures"][0]["summary"]
+    summary = ready.report()["failures"][0]["summary"]
     assert re.search(r"rank 1 on trainer-1 never arrived: it stands at \S*sums.py:\d+ in odd_one_out; ", summary)
     assert re.search(r"2 others wait at \S*sums.py:\d+ in <module>", summary)
     for rank in range(3):
-        assert "most recent call first" in cli.log(rank)
+        assert "most recent call first" in ready.log(rank)
 
 
 @pytest.mark.slow
-def test_f34_a_worker_that_is_frozen_must_be_named(cli, engine):
-    job = Background(cli, engine, "--set", "hang_after=4s", "--", "sums.py", "200")
+def test_f34_a_worker_that_is_frozen_must_be_named(ready, engine):
+    job = Background(ready, engine, "--set", "hang_after=3s", "--", "sums.py", "100")
     eventually(lambda: job.has(1, "step 3\n"))
     job.kill_worker(1, signal.SIGSTOP)
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "hang")], job.err
-    assert "rank 1 on trainer-1 is stopped (SIGSTOP); 2 others wait at" in cli.report()["failures"][0]["summary"]
+    assert "rank 1 on trainer-1 is stopped (SIGSTOP); 2 others wait at" in ready.report()["failures"][0]["summary"]
 
 
 @pytest.mark.slow
-def test_f24_a_worker_that_never_joins_must_be_named(cli, engine):
-    (cli.folder / "late.py").write_text(
+def test_f24_a_worker_that_never_joins_must_be_named(ready, engine):
+    (ready.folder / "late.py").write_text(
         "import os, time\nif os.environ['RANK'] == '2': time.sleep(1000)\n"
         "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
     )
-    job = Background(cli, engine, "--max-restarts", "0", "--set", "hang_after=8s", "--", "late.py")
+    job = Background(ready, engine, "--max-restarts", "0", "--set", "hang_after=3s", "--", "late.py")
     assert job.end() == 1
     assert job.causes() == [(2, "hang")], job.err
-    assert "rank 2 on trainer-2 never arrived: it stands at" in cli.report()["root_cause"]["summary"]
+    assert "rank 2 on trainer-2 never arrived: it stands at" in ready.report()["root_cause"]["summary"]
 
 
 def train(cli, engine, *arguments: str) -> Background:
-    os.chdir(cli.folder)
     data = ["--epochs", "2", "--dtype", "float64", "--optimizer", "sgd", "--ledger", "--resume", "auto"]
-    return Background(cli, engine, *arguments, "--", "-m", "app.train", "--model", "mnist", *data, trainers=1)
+    patience = ("--set", "grace=60s")  # for ten more steps, on a machine that does other things
+    return Background(cli, engine, *arguments, *patience, "--", "-m", "app.train", *data, trainers=1)
 
 
 @pytest.mark.slow
@@ -103,6 +103,7 @@ def test_sigterm_must_have_the_app_save_at_one_step_and_lose_none(cli, engine):
         entries = [json.loads(line) for line in (cli.run_dir() / f"ledger-{rank}.jsonl").read_text().splitlines()]
         assert [entry["step"] for entry in entries] == list(range(1, step + 1))
     assert f"asked to end: saved at step {step}" in cli.log(0)
+    assert [event["exit_code"] for event in job.events("worker_ended")] == [143, 143]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrate.errors import ResourceError
 from orchestrate.node.ranks import assign, gpu_ids
-from orchestrate.plan import Inventory, read_plan
+from orchestrate.plan import Inventory, in_order, names, read_plan
 from orchestrate.plan import plan as plan_
 from orchestrate.spec import JobSpec
 
@@ -120,6 +120,13 @@ def test_the_environment_must_be_torchruns():
         "JOB_ID": "a-1",
         "JOB_DIR": "/job",
     }
+
+
+def test_trainers_must_be_ordered_by_number_and_the_master_be_the_first():
+    made = names(JobSpec(trainers=12))
+    assert made[:3] == ("master", "trainer-1", "trainer-2") and made[-1] == "trainer-12"
+    assert in_order(sorted(made)) == in_order(reversed(made)) == made
+    assert names(JobSpec(trainers=1, spares=2), spares=True) == ("master", "trainer-1", "trainer-2", "trainer-3")
 
 
 def test_a_later_generation_must_say_so_in_every_workers_environment():

@@ -88,6 +88,14 @@ def test_a_rule_of_the_users_must_win_where_all_its_conditions_hold(rule, fits):
     assert action([rule], cause) == ("ignore" if fits else "count")
 
 
+def test_of_the_rules_that_fit_the_first_must_win():
+    rules = [{"cause": "crash", "action": "fail"}, {"cause": "killed", "action": "ignore"}]
+    cause = failure(0).cause
+    assert cause
+    assert action([*rules, {"exit_codes": [137], "action": "fail"}], cause) == "ignore"
+    assert action([{"exit_codes": [137], "action": "fail"}, *rules], cause) == "fail"
+
+
 def test_a_users_rule_must_win_over_ours():
     assert decide(JobSpec(rules=[{"cause": "usage", "action": "count"}]), [failure(0, "usage")]).restart
 

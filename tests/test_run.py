@@ -4,14 +4,17 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 
 import pytest
 from conftest import docker, eventually, gone
-from faults import Background
+from faults import Background, node_pid
 
 RUN = ("run", "--gpus", "none", "--max-restarts", "0")
+
+
+def ordered(trainers: int) -> list[str]:
+    return ["master", *(f"trainer-{number}" for number in range(1, trainers + 1))]
 
 
 def run(cli, engine, *arguments, **env):
@@ -78,6 +81,14 @@ def test_the_written_job_file_must_run_the_same_job_again(cli, engine):
     assert json.loads(cli.log(2))["args"] == ["again"]
 
 
+def test_ranks_must_follow_the_numbers_of_trainers_though_there_are_more_than_nine(cli, engine):
+    done = run(cli, engine, "--trainers", "12", "--", "probe.py")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((cli.run_dir() / "plan.json").read_text())
+    assert plan["nodes"] == [worker["node"] for worker in plan["workers"]] == ordered(12)
+    assert [json.loads(cli.log(rank))["env"]["NODE_RANK"] for rank in range(13)] == [str(rank) for rank in range(13)]
+
+
 def test_a_job_of_one_node_must_run(cli, engine):
     done = run(cli, engine, "--trainers", "0", "--", "probe.py")
     assert done.returncode == 0, done.stderr
@@ -98,7 +109,7 @@ def test_a_killed_worker_must_be_told_from_one_that_failed(cli, engine):
     job = cli.start(*RUN, "--engine", engine, "--trainers", "2", "--", "steps.py")
     cli.wait_for("stepping", rank=2)
     cli.kill_worker(2, signal.SIGKILL)
-    _, err = job.communicate(timeout=60)
+    _, err = job.communicate(timeout=150)
     assert job.returncode == 1
     assert "first to fail: rank 2 on trainer-2 was ended by SIGKILL (exit code 137)" in err
 
@@ -115,7 +126,7 @@ def test_a_request_to_stop_must_end_the_job_in_good_order(cli, engine, number):
     job = cli.start(*RUN, "--engine", engine, "--trainers", "1", "--", "steps.py")
     cli.wait_for("stepping", rank=1)
     job.send_signal(number)
-    out, err = job.communicate(timeout=60)
+    out, err = job.communicate(timeout=150)
     assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")
     assert "stopping: the workers have 30 s to end" in err
     assert out == f"runs/{cli.run_dir().name}\n"
@@ -126,7 +137,7 @@ def test_ctrl_c_while_the_nodes_come_up_must_leave_nothing(cli, engine):
     events = "runs/*/events.jsonl"
     eventually(lambda: any("nodes_starting" in path.read_text() for path in cli.folder.glob(events)))
     job.send_signal(signal.SIGINT)
-    job.communicate(timeout=60)
+    job.communicate(timeout=150)
     assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")
 
 
@@ -141,7 +152,7 @@ def test_ctrl_c_must_end_a_compose_that_hangs(cli, docker_engine, nothing_left):
     job = cli.start(*RUN, "--engine", "docker", "--trainers", "1", "--", "steps.py")
     pid = eventually(lambda: hung.exists() and hung.read_text())
     job.send_signal(signal.SIGINT)
-    job.communicate(timeout=60)
+    job.communicate(timeout=150)
     assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")
     assert gone(int(pid))
 
@@ -167,18 +178,19 @@ def test_the_maximum_run_time_must_end_the_job(cli, engine):
 
 
 def test_the_other_commands_must_work_from_another_shell(cli, engine):
-    job = cli.start(*RUN, "--engine", engine, "--trainers", "1", "--name", "a", "--", "steps.py")
+    name = f"a{os.getpid():x}"
+    job = cli.start(*RUN, "--engine", engine, "--trainers", "1", "--name", name, "--", "steps.py")
     cli.wait_for("stepping", rank=1)
     job_id = cli.run_dir().name
     assert cli.ps() == [[job_id, engine, "2", "running", f"runs/{job_id}"]]
     assert "master 0    | stepping\n" in cli("logs", job_id).stdout
-    assert cli("logs", "a-", "--rank", "1").stdout == cli.log(1)
+    assert cli("logs", f"{name}-", "--rank", "1").stdout == cli.log(1)
     follower = cli.start("logs", job_id, "-f")
     stopped = cli("stop", job_id)
     assert stopped.returncode == 0, stopped.stderr
-    job.communicate(timeout=60)
+    job.communicate(timeout=150)
     assert job.returncode == 130
-    assert "trainer-1 1 | stepping\n" in follower.communicate(timeout=60)[0]
+    assert "trainer-1 1 | stepping\n" in follower.communicate(timeout=150)[0]
     assert not cli.ps()
     assert cli("stop", job_id).stderr == f"{job_id} has ended already\n"
 
@@ -200,7 +212,7 @@ def test_two_jobs_at_once_must_not_meet(cli, engine):
         cli.start(*RUN, "--engine", engine, "--trainers", "1", "--name", name, "--", "probe.py")
         for name in ("one", "two")
     ]
-    assert [job.wait(timeout=60) for job in jobs] == [0, 0]
+    assert [job.wait(timeout=150) for job in jobs] == [0, 0]
     for job in jobs:
         job.communicate()
     seen = {json.loads(path.read_text())["env"]["JOB_ID"] for path in cli.folder.glob("runs/*/logs/rank-*.log")}
@@ -213,13 +225,8 @@ def test_a_dead_node_must_be_told_from_a_dead_worker(cli, engine):
     if engine == "docker":
         docker("rm", "-f", cli.container("trainer-1"))
     else:
-        socket = f"/tmp/orchestrate-{os.getuid()}/{cli.run_dir().name}/trainer-1.sock"
-        nodes = subprocess.run(["pgrep", "-f", "orchestrate/node$"], capture_output=True, text=True, check=True)
-        for pid in map(int, nodes.stdout.split()):
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                if socket.encode() in file.read():
-                    os.kill(pid, signal.SIGKILL)
-    _, err = job.communicate(timeout=60)
+        os.kill(node_pid("process", cli.run_dir().name, "trainer-1"), signal.SIGKILL)
+    _, err = job.communicate(timeout=150)
     assert job.returncode == 1
     how = {"docker": "was ended with its node, which somebody", "process": "was lost with its node, which ended"}
     assert f"first to fail: rank 1 on trainer-1 {how[engine]}" in err
@@ -243,7 +250,7 @@ def test_what_a_script_plants_in_its_folder_must_not_reach_files_of_the_host(cli
         "    os.mkfifo(home + '/metrics.jsonl')\n"
         f"    os.symlink({str(victim)!r}, home + '/checkpoints/x')\n"
     )
-    done = run(cli, engine, "--", "plant.py", timeout=60)
+    done = run(cli, engine, "--", "plant.py", timeout=150)
     assert done.returncode == 0, done.stderr
     assert victim.read_text() == "untouched"
     assert (cli.report()["outcome"], cli.report()["checkpoints"], cli.report()["final_metrics"]) == (
@@ -323,7 +330,7 @@ def test_a_node_must_be_a_modest_container(cli, docker_engine, nothing_left):
             assert not any("docker.sock" in mount["Source"] for mount in state["Mounts"])
     finally:
         job.send_signal(signal.SIGTERM)
-        job.communicate(timeout=60)
+        job.communicate(timeout=150)
 
 
 @pytest.mark.parametrize("warm", ["true", "false"])
@@ -346,14 +353,14 @@ def test_a_pinned_worker_must_keep_to_its_cores(cli, engine, warm):
 def test_a_job_on_the_network_of_its_host_must_find_itself_there_and_leave_nothing(cli, docker_engine, nothing_left):
     (cli.folder / "train.py").write_text(
         "import os, socket\nimport torch.distributed as dist\n"
-        "print(os.environ['MASTER_ADDR'], sorted(os.listdir('/sys/class/net')))\n"
+        "print(os.environ['MASTER_ADDR'], os.readlink('/proc/self/ns/net'))\n"
         "dist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n"
     )
     done = run(cli, "docker", "--set", "network=host", "--", "train.py")
     assert done.returncode == 0, done.stderr
     assert ", on the network of this machine\n" in done.stderr
-    links = sorted(os.listdir("/sys/class/net"))
-    assert [cli.log(rank) for rank in range(3)] == [f"127.0.0.1 {links}\n"] * 3
+    host = os.readlink("/proc/self/ns/net")
+    assert [cli.log(rank) for rank in range(3)] == [f"127.0.0.1 {host}\n"] * 3
 
 
 @pytest.mark.docker
@@ -374,8 +381,10 @@ def test_a_node_must_be_reached_through_the_engine_only_where_it_has_to_be(
 
 @pytest.mark.docker
 def test_a_node_on_the_network_of_its_host_must_be_replaced(cli, docker_engine, nothing_left):
-    job = Background(cli, "docker", "--set", "network=host", "--", "count.py", "60")
+    job = Background(cli, "docker", "--set", "network=host", "--", "count.py", "told")
     job.until_step(15, rank=1)
     job.kill_node("trainer-1")
+    job.until("generation_started", 2)
+    cli.enough()
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "node stopped")]

@@ -1,9 +1,13 @@
 """Bad input must be refused with one message that names the thing, and nothing may be created."""
 
+import re
+
 import pytest
+import yaml
+from conftest import ROOT
 
 from orchestrate.errors import UsageError
-from orchestrate.spec import APP, JobSpec, read_file, read_set, resolve
+from orchestrate.spec import APP, FIELDS, IMAGE, JobSpec, read_file, read_set, resolve
 
 
 def test_the_defaults_are_the_default_job():
@@ -143,6 +147,39 @@ def test_words_of_the_environment_must_stay_as_they_are_written(tmp_path):
     spec = resolve(read_file(path), read_set(["env.F=true", "env.G="]))
     assert spec.env == {"A": "yes", "B": "1.10", "C": "12:30", "D": "010", "E": "", "F": "true", "G": ""}
     assert (spec.command, spec.name) == (("x.py", "1.10", "yes"), "010")
+
+
+def test_a_minimum_above_the_trainers_must_be_refused():
+    assert resolve({"trainers": 2, "min_trainers": 2}).min_trainers == 2
+    with pytest.raises(UsageError, match="min_trainers is 3, and trainers 2"):
+        resolve({"trainers": 2, "min_trainers": 3})
+
+
+def documented() -> dict[str, str]:
+    """The defaults of the README's table, by key."""
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("## The job file") : text.index("## When it fails")]
+    return dict(re.findall(r"^\| `(\w+)` \| (.*?) ?\|", table, re.M))
+
+
+IN_WORDS = {
+    "name": "the script's",
+    "command": "the app",
+    "nproc_per_node": "GPUs ÷ nodes, or 1",
+    "image": "the project's",
+}
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_the_default_must_be_the_one_in_the_readme(key):
+    said, default = documented()[key], getattr(JobSpec(), key)
+    if key in IN_WORDS:
+        assert said == IN_WORDS[key]
+        assert default == {"command": ("-m", "app.train", "--resume", "auto"), "image": IMAGE}.get(key, default)
+    elif said:
+        assert resolve({key: yaml.safe_load(said.strip("`"))}) == JobSpec()
+    else:
+        assert default in (None, "", [], {})
 
 
 def test_set_without_a_value_must_be_refused():

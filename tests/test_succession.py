@@ -12,8 +12,8 @@ from orchestrate.supervisor import Outcome
 
 
 @pytest.fixture
-def job(tmp_path):
-    return Job(tmp_path)
+def job(tmp_path, monkeypatch):
+    return Job(tmp_path, monkeypatch)
 
 
 def died(job, *events: dict) -> None:
@@ -113,6 +113,16 @@ def test_nodes_that_cannot_be_known_any_more_must_be_removed_all_the_same(job, m
     monkeypatch.setattr(engine, "adopt", adopt)
     assert job.run(engine) == Outcome("failed", "max_restarts is 0")
     assert engine.calls == ["remove j"]
+
+
+@pytest.mark.parametrize(("ago", "word"), [(3600.0, "stopped"), (600.0, "succeeded")])
+def test_the_maximum_run_time_must_count_from_the_start_of_the_job(job, ago, word):
+    died(job, {**STARTING, "time": job.clock.now - ago})
+    engine = Scripted([[], ALL_WELL])
+    outcome = job.run(engine, JobSpec(trainers=2, max_run=1800.0))
+    assert outcome.word == word
+    assert engine.calls == (["adopt", "stop", "down"] if word == "stopped" else ["adopt", "down"])
+    assert outcome.why == ("max_run is over" if word == "stopped" else "finished")
 
 
 def test_half_a_last_line_must_not_stop_it(job):

@@ -13,8 +13,8 @@ from orchestrate.supervisor import Outcome
 
 
 @pytest.fixture
-def job(tmp_path):
-    return Job(tmp_path)
+def job(tmp_path, monkeypatch):
+    return Job(tmp_path, monkeypatch)
 
 
 def test_the_job_must_succeed_only_when_all_have(job):
@@ -93,6 +93,23 @@ def test_only_the_last_words_of_its_own_generation_may_be_held_against_a_worker(
     assert job.causes() == [(0, "killed"), (1, "error")]
 
 
+@pytest.mark.parametrize(("asked", "cause"), [(False, (1, "terminated")), (True, (0, "error"))])
+def test_a_worker_that_somebody_else_has_ended_must_be_told_from_one_that_we_have(job, asked, cause):
+    job.paths.log(0).write_text("RuntimeError: Connection reset by peer\n")
+    engine = Scripted([[Exit(0, 1)], [Exit(1, 143, asked)], [Exit(2, 143)]], [ALL_WELL])
+    engine.stop = lambda kill: engine.calls.append("stop")  # its peer was heard first, and we have stopped all
+    assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
+    assert job.causes() == [cause]
+    assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
+
+
+def test_workers_that_fail_one_after_the_other_must_be_stopped_once(job):
+    engine = Scripted([[Exit(0, 1)], [Exit(1, 1, False)], [Exit(2, 1, False)]], [ALL_WELL])
+    engine.stop = lambda kill: engine.calls.append("stop")
+    assert job.run(engine).word == "succeeded"
+    assert job.names().count("workers_stopping") == 1
+
+
 def test_a_request_to_stop_must_stop_the_gang(job):
     engine = Scripted([])
     job.stops = lambda: 1 if "start" in engine.calls else 0
@@ -157,6 +174,36 @@ def test_nodes_whose_workers_do_not_end_must_be_removed_before_the_next_generati
     assert engine.calls == ["up", "start", "stop", "discard master trainer-2", "up", "start", "down"]
 
 
+@pytest.mark.parametrize("takes", [0.0, 29.0, 34.0, 36.0, None])
+def test_nodes_must_be_removed_only_when_their_workers_have_had_the_grace_period(job, takes):
+    stopped = []
+
+    def end(kill: bool) -> None:
+        engine.calls.append("stop")
+        stopped.append(job.clock.now)
+
+    def wait(timeout: float) -> list[Exit]:
+        first = engine.calls.count("start") == 1
+        if first and engine.running and stopped and takes is not None and job.clock.now - stopped[0] > takes:
+            engine.running.clear()
+            return [Exit(0, 143), Exit(2, 143)]
+        return scripted(timeout)
+
+    engine = Scripted([KILLED], [ALL_WELL])
+    engine.stop, scripted, engine.wait = end, engine.wait, wait
+    assert job.run(engine, JobSpec(trainers=2, grace=30.0)).word == "succeeded"
+    removed = [call for call in engine.calls if call.startswith("discard")]
+    assert removed == ([] if takes is not None and takes < 35 else ["discard master trainer-2"])
+
+
+def test_a_supervisor_that_breaks_must_take_the_nodes_down(job):
+    engine = Scripted([])
+    engine.wait = lambda timeout: {}[timeout]
+    with pytest.raises(KeyError):
+        job.run(engine)
+    assert engine.calls == ["up", "start", "down"]
+
+
 def test_an_engine_that_comes_back_must_be_asked_for_the_workers_it_still_has(job):
     engine = Scripted([[]], [ALL_WELL])
     wait = engine.wait
@@ -190,6 +237,15 @@ def test_workers_that_the_engine_took_with_it_must_not_count(job):
 
 def test_the_maximum_run_time_must_stop_the_gang(job):
     assert job.run(Scripted([]), JobSpec(trainers=2, max_run=0.01)) == Outcome("stopped", "max_run is over")
+
+
+def test_the_maximum_run_time_must_count_from_the_start_of_the_job_and_not_of_a_generation(job):
+    began = job.clock.now
+    engine = Scripted([[]] * 200 + [KILLED], [])  # twenty seconds, and then for ever
+    outcome = job.run(engine, JobSpec(trainers=2, grace=1.0, max_run=30.0))
+    assert outcome == Outcome("stopped", "max_run is over")
+    assert engine.calls == ["up", "start", "stop", "up", "start", "stop", "down"]
+    assert 30 <= job.clock.now - began < 31
 
 
 def test_nodes_that_cannot_come_up_must_be_taken_down(job):
@@ -251,6 +307,25 @@ def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_
     assert [ended.word for ended in job.supervisor.history.ended] == ["failed", "rescaled", "succeeded"]
 
 
+def test_a_node_that_is_back_must_not_be_taken_in_before_a_checkpoint(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervisor.REJOIN", (0.0, 0.0))
+    engine = Scripted([KILLED], [])
+    start, wait = engine.start, engine.wait
+
+    def play(workers, command) -> None:
+        start(workers, command)
+        engine.missing = {"trainer-1"} if len(engine.plans) == 1 else set()
+
+    def end_when_it_is_back(timeout):
+        looks = job.paths.events.read_text().count("node_back")
+        return wait(timeout) or ([Exit(0, 0), Exit(1, 0)] if looks and 0 in engine.running else [])
+
+    engine.start, engine.wait = play, end_when_it_is_back
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
+    assert [ended.word for ended in job.supervisor.history.ended] == ["failed", "succeeded"]
+    assert "node_back" in job.names()
+
+
 def test_fewer_nodes_than_the_minimum_must_fail_the_job(job):
     engine = Scripted([KILLED])
     start = engine.start
@@ -275,7 +350,7 @@ def test_a_job_that_does_nothing_must_count_as_hung_and_every_worker_must_be_ask
         engine.batches.append([Exit(rank, 134) for rank in range(3)])
 
     engine.dump = dump
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=0.2)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0)).word == "succeeded"
     assert job.causes() == [(2, "hang")]
     (ended,) = [end for end in job.supervisor.history.ended if end.cause]
     assert ended.cause.summary == (
@@ -286,14 +361,11 @@ def test_a_job_that_does_nothing_must_count_as_hung_and_every_worker_must_be_ask
 
 @pytest.mark.parametrize("alive", ["output", "processor", "metrics", "checkpoints", "pause"])
 def test_a_job_that_does_anything_must_not_count_as_hung(job, alive):
-    engine = Scripted([[]] * 12 + [ALL_WELL])
-    seconds, wait = iter(range(1000)), engine.wait
+    engine = Scripted([[]] * 400 + [ALL_WELL])  # forty seconds
+    ticks, wait = iter(range(1000)), engine.wait
 
     def wait_and_live(timeout):
-        import time
-
-        time.sleep(0.05)
-        tick = next(seconds)
+        tick = next(ticks)
         if alive == "output":
             job.paths.log(0).write_text("x" * tick)
         if alive == "metrics":
@@ -304,11 +376,21 @@ def test_a_job_that_does_anything_must_not_count_as_hung(job, alive):
 
     engine.wait = wait_and_live
     if alive == "processor":
-        engine.doing = lambda: {0: Doing("R", float(next(seconds)))}
+        engine.doing = lambda: {0: Doing("R", job.clock.now / 4)}
     if alive == "pause":
         engine.troubles = lambda: {"trainer-1": "paused"}
-    assert job.run(engine, JobSpec(trainers=2, hang_after=0.3)) == Outcome("succeeded", "finished")
+    assert job.run(engine, JobSpec(trainers=2, hang_after=10.0)) == Outcome("succeeded", "finished")
     assert len(job.supervisor.history.ended) == 1
+
+
+def test_a_job_that_does_nothing_must_count_as_hung_after_the_time_that_its_file_says(job):
+    engine = Scripted([])
+    engine.doing = lambda: {
+        rank: Doing("S", 1.0 + job.clock.now / 1000) for rank in engine.running
+    }  # it only looks around
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=10.0, max_restarts=0)).word == "failed"
+    (hang,) = [event for event in job.events if event["event"] == "hang"]
+    assert 10 <= hang["seconds"] < 12
 
 
 def test_a_node_that_stays_cut_off_must_stop_the_gang_before_the_next_generation(job, monkeypatch):

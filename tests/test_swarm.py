@@ -43,7 +43,12 @@ def swarm(hosts, cli):
     for host in hosts.hosts:
         host.restore()
     hosts.well()
-    eventually(lambda: not hosts.left(), timeout=90)
+    try:
+        eventually(lambda: not hosts.left(), timeout=90)
+    except AssertionError:
+        cli.clean()
+        eventually(hosts.clear)  # for the tests that follow
+        raise
 
 
 class Job(Background):
@@ -79,7 +84,7 @@ def finished(job: Job, last: int, generations: int = 2, world_size: int = 4) -> 
     report = job.cli.report()
     assert (report["outcome"], report["generations"], report["world_size"]) == ("succeeded", generations, world_size)
     for rank in range(world_size):
-        assert complete(job.steps(rank), last), job.steps(rank)
+        assert complete(job.steps(rank), last), [*zip(job.steps(rank), job.steps(rank)[1:])][-200:]
 
 
 def lost_host(job: Job, ranks: list[int]) -> None:
@@ -90,26 +95,24 @@ def lost_host(job: Job, ranks: list[int]) -> None:
 
 @pytest.mark.slow
 def test_the_default_job_must_train_on_all_hosts_to_the_same_accuracy(cli, swarm):
-    job = Job(cli, swarm, "--set", "command=-m app.train --epochs 3 --resume auto", trainers=5)
+    options = ["--set", "env.OMP_NUM_THREADS=1"]  # else each of three hosts takes all cores for its own
+    job = Job(cli, swarm, *options, "--set", "command=-m app.train --epochs 3 --resume auto", trainers=2)
     eventually(lambda: job.has(0, "epoch 1/3"))
     assert all(job.on(host) for host in swarm.hosts)
     assert job.end(300) == 0, job.err
     accuracy = float(re.findall(r"accuracy ([\d.]+)%", cli.log(0))[-1])
     assert accuracy > 98.5
     assert (cli.run_dir() / "checkpoints" / "last" / "state.pt").exists()
-    assert {f"rank-{rank}.log" for rank in range(6)} == {path.name for path in (cli.run_dir() / "logs").iterdir()}
+    assert {f"rank-{rank}.log" for rank in range(3)} == {path.name for path in (cli.run_dir() / "logs").iterdir()}
     assert not (cli.run_dir() / ".key").exists()
 
 
 def test_a_script_that_knows_nothing_of_us_must_run_unchanged(cli, swarm):
     shutil.copy(ROOT / "examples" / "allreduce.py", cli.folder)
-    done = cli("run", "--engine", "swarm", "--gpus", "none", "--trainers", "5", "--", "allreduce.py")
+    done = cli("run", "--engine", "swarm", "--gpus", "none", "--trainers", "2", "--", "allreduce.py")
     assert done.returncode == 0, done.stderr
-    for rank in range(6):
-        assert cli.log(rank) == f"rank {rank} of 6: the ranks add up to 15\n"
-    events = map(json.loads, (cli.run_dir() / "events.jsonl").read_text().splitlines())
-    (spread,) = [Counter(event["hosts"].values()) for event in events if event["event"] == "nodes_up"]
-    assert spread == {host.name: 2 for host in swarm.hosts}
+    for rank in range(3):
+        assert cli.log(rank) == f"rank {rank} of 3: the ranks add up to 3\n", cli.report()["failures"][0]["summary"]
 
 
 ADDRESSES = {"MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "JOB_DIR", "JOB_ID"}
@@ -184,12 +187,15 @@ def test_what_hosts_still_have_when_the_outcome_is_decided_must_come_home(cli, s
 
 
 def test_what_a_dead_orchestrator_has_left_must_be_shown_and_removed(cli, swarm):
-    job = Job(cli, swarm, "--", "count.py", "100000")
-    job.until_step(10, rank=3)
+    job = Job(cli, swarm, "--", "count.py", "100000", trainers=11)
+    job.until_step(10, rank=11)
+    plan = json.loads((cli.run_dir() / "plan.json").read_text())
+    assert plan["nodes"] == ["master", *(f"trainer-{number}" for number in range(1, 12))]
+    assert Counter(job.until("nodes_up")["hosts"].values()) == {host.name: 4 for host in swarm.hosts}
     job.process.kill()
     job.process.communicate()
     name = cli.run_dir().name
-    assert cli.ps() == [[name, "swarm", "4", "without supervisor", f"runs/{name}"]]
+    assert cli.ps() == [[name, "swarm", "12", "without supervisor", f"runs/{name}"]]
     shown = cli("stop", name, "--dry-run").stdout.split("\n")[:-1]
     things = ["service {}-master", "service {}-trainer", "container {}-relay", "secret {}-node", "network {}_job"]
     assert sorted(shown) == sorted(thing.format(name) for thing in things)
@@ -228,11 +234,11 @@ def test_a_constraint_that_no_host_meets_must_be_told(cli, swarm):
 def test_hosts_that_share_a_folder_must_have_their_files_there(cli, swarm):
     shared = cli.folder / "shared"
     shared.mkdir(mode=0o777)
-    job = Job(cli, swarm, "--set", f"volume={shared}", "--", "count.py", "60")
+    job = Job(cli, swarm, "--set", f"volume={shared}", "--", "count.py", "200")
     job.until_step(25, rank=2)
     job.kill_worker(2)
-    finished(job, 60)
-    assert (shared / cli.run_dir().name / "checkpoints" / "rank-3").read_text() == "60"
+    finished(job, 200)
+    assert (shared / cli.run_dir().name / "checkpoints" / "rank-3").read_text() == "200"
 
 
 def test_the_network_of_the_hosts_must_do(cli, swarm):
@@ -255,25 +261,25 @@ def test_the_doctor_must_find_a_host_that_is_away(cli, swarm):
     swarm.hosts[2].cut()
     eventually(lambda: "Down" in swarm.states())
     done = cli("doctor")
-    assert "host-3 (10.213.7.3) takes no nodes: down, active" in done.stdout
+    assert f"host-3 ({swarm.hosts[2].address}) takes no nodes: down, active" in done.stdout
 
 
 def test_a_worker_that_is_killed_must_restart_the_gang_from_what_all_hosts_have_saved(cli, swarm):
-    job = Job(cli, swarm, "--", "count.py", "60")
+    job = Job(cli, swarm, "--", "count.py", "200")
     job.until_step(25, rank=2)
     job.kill_worker(2)
-    finished(job, 60)
+    finished(job, 200)
     assert job.causes() == [(2, "killed")]
 
 
 def test_a_task_that_is_killed_must_be_replaced_and_find_its_files(cli, swarm):
-    job = Job(cli, swarm, "--", "count.py", "60")
+    job = Job(cli, swarm, "--", "count.py", "200")
     job.until_step(25, rank=1)
     host, node = job.where("trainer-1")
     host.docker("kill", node)
     job.until("generation_started", 2)
     written = [line.removeprefix("[rank 1] ") for line in host.docker("logs", node).splitlines()]
-    finished(job, 60)
+    finished(job, 200)
     assert cli.log(1).partition("[node] generation 1")[0].splitlines() == written
     assert job.causes() == [(1, "node lost")]
     again = [step for step, generation in job.steps(1) if generation == 1]

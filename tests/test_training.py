@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, eventually, here
+from gangs import Gang
 from safetensors.torch import load_file
 from test_app import COUNT
+from torch.nn import functional as F
 
 from app import checkpoint, data, shards
+from app.model import build
 from app.order import GlobalOrder, ShardOrder
+from orchestrate.engines.ports import free_port
 
 
 def command(mnist: Path, *arguments: str) -> list[str]:
@@ -25,8 +28,18 @@ def command(mnist: Path, *arguments: str) -> list[str]:
 
 
 def run(mnist: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The app as a person starts it."""
     env = {key: value for key, value in os.environ.items() if key != "RANK"} | {"JOB_DIR": str(folder)}
     return subprocess.run(command(mnist, *arguments), cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+def gang(mnist: Path, folder: Path, workers: int, *arguments: str) -> Gang:
+    """The app in that many workers; in a single process for none."""
+    return Gang(folder, workers, command(mnist, *arguments)[3:])
+
+
+def train(mnist: Path, folder: Path, workers: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return gang(mnist, folder, workers, *arguments).end()
 
 
 def ok(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
@@ -64,7 +77,7 @@ EXACT = ("--dtype", "float64", "--epochs", "2", "--ledger", "--optimizer", "sgd"
 @pytest.fixture(scope="module")
 def single(mnist, tmp_path_factory):
     folder = tmp_path_factory.mktemp("single")
-    ok(run(mnist, folder, "--strategy", "single", *EXACT))
+    ok(train(mnist, folder, 0, "--strategy", "single", *EXACT))
     return folder
 
 
@@ -74,7 +87,7 @@ def single(mnist, tmp_path_factory):
 def test_workers_together_must_follow_the_single_process_and_see_each_sample_once(
     mnist, single, tmp_path, strategy, workers
 ):
-    ok(run(mnist, tmp_path, "--strategy", strategy, "--spawn", str(workers), *EXACT, "--check-replicas", "3"))
+    ok(train(mnist, tmp_path, workers, "--strategy", strategy, *EXACT, "--check-replicas", "3"))
     assert len(losses(single)) == 14  # 203 samples, 32 at a time, twice
     assert losses(tmp_path) == pytest.approx(losses(single), abs=1e-6, rel=0)
     assert ledger(tmp_path) == ledger(single)
@@ -86,21 +99,42 @@ def test_workers_together_must_follow_the_single_process_and_see_each_sample_onc
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["manual", "ddp"])
 def test_accumulated_gradients_must_be_those_of_the_whole_batch(mnist, single, tmp_path, strategy):
-    ok(run(mnist, tmp_path, "--strategy", strategy, "--spawn", "2", *EXACT, "--accumulate", "3"))
+    ok(train(mnist, tmp_path, 2, "--strategy", strategy, *EXACT, "--accumulate", "3"))
     assert losses(tmp_path) == pytest.approx(losses(single), abs=1e-6, rel=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["manual", "ddp"])
+def test_all_workers_together_must_test_the_weights_that_are_saved_on_every_image_once(mnist, tmp_path, strategy):
+    arguments = ("--model", "batchnorm", "--strategy", strategy, "--dtype", "float64", "--epochs", "1")
+    ok(train(mnist, tmp_path, 2, *arguments))
+    _, _, images, labels = data.load("mnist", mnist, download=False)
+    net = build("batchnorm", 1, 28).to(torch.float64).eval()
+    net.load_state_dict(weights(tmp_path))  # whose statistics are rank 0's
+    with torch.no_grad():
+        output = net(data.normalised(images, torch.float64))
+    epoch = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert epoch["test_loss"] == pytest.approx(float(F.cross_entropy(output, labels)), rel=1e-9)
+    assert epoch["test_accuracy"] == int((output.argmax(1) == labels).sum()) / len(labels)
+
+
+@pytest.mark.slow
+def test_random_numbers_must_differ_between_workers(kept):
+    states = checkpoint.load(kept / "checkpoints" / "last")[0]["random"]
+    assert len({bytes(state.tolist()) for state in states}) == 3
 
 
 @pytest.mark.slow
 def test_more_workers_than_samples_in_a_batch_must_still_follow_the_single_process(mnist, tmp_path):
     few = ("--dtype", "float64", "--epochs", "1", "--batch-size", "100", "--optimizer", "sgd")
-    ok(run(mnist, tmp_path / "one", "--strategy", "single", *few))
-    ok(run(mnist, tmp_path / "four", "--spawn", "4", *few))  # the last batch has three samples for four workers
+    ok(train(mnist, tmp_path / "one", 0, "--strategy", "single", *few))
+    ok(train(mnist, tmp_path / "four", 4, *few))  # the last batch has three samples for four workers
     assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), abs=1e-6, rel=0)
 
 
 @pytest.mark.slow
 def test_a_worker_whose_gradients_are_spoilt_must_be_caught_and_named(mnist, tmp_path):
-    done = run(mnist, tmp_path, "--spawn", "3", "--check-replicas", "2", "--skew-rank", "1")
+    done = train(mnist, tmp_path, 3, "--check-replicas", "2", "--skew-rank", "1")
     assert done.returncode != 0
     assert "error: replicas differ at step 2: rank 1 (" in done.stderr
     assert "the other 2 have" in done.stderr
@@ -181,13 +215,10 @@ def test_fewer_shards_than_workers_must_be_refused(sharded):
 
 
 def killed_at(mnist: Path, folder: Path, step: int, *arguments: str) -> None:
-    """Run until the ledger of rank 0 has `step`, then SIGKILL the whole gang."""
-    env = {key: value for key, value in os.environ.items() if key != "RANK"} | {"JOB_DIR": str(folder)}
-    job = subprocess.Popen(command(mnist, *arguments), cwd=ROOT, env=env, start_new_session=True, stdout=-3, stderr=-3)
-    path = folder / "ledger-0.jsonl"
+    """Train on three workers until the ledger of rank 0 has `step`, then SIGKILL them all."""
+    job, path = gang(mnist, folder, 3, *arguments), folder / "ledger-0.jsonl"
     eventually(lambda: path.exists() and f'"step": {step},' in path.read_text())
-    os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
+    job.kill()
 
 
 # The model with dropout: the random numbers, too, must go on where they were.
@@ -198,7 +229,7 @@ RESUMED = (*MODEL, "--epochs", "3", "--save-every", "2", "--ledger", "--resume",
 @pytest.fixture(scope="module")
 def kept(mnist, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kept")
-    ok(run(mnist, folder, "--spawn", "3", *RESUMED))
+    ok(train(mnist, folder, 3, *RESUMED))
     return folder
 
 
@@ -206,9 +237,9 @@ def kept(mnist, tmp_path_factory):
 @pytest.mark.parametrize("step", [5, 7, 12])  # inside an epoch, at its end, inside the next
 def test_a_run_that_was_killed_and_resumed_must_equal_the_one_that_was_not(mnist, kept, tmp_path, step):
     killed = tmp_path / "killed"  # of three workers: sums of two do not depend on the order
-    killed_at(mnist, killed, step, "--spawn", "3", *RESUMED)
+    killed_at(mnist, killed, step, *RESUMED)
     assert len(losses(killed)) < 21
-    done = ok(run(mnist, killed, "--spawn", "3", *RESUMED))
+    done = ok(train(mnist, killed, 3, *RESUMED))
     assert "resumed after step" in done.stdout
     assert same(weights(killed), weights(kept))
     assert ledger(killed) == ledger(kept)
@@ -217,9 +248,9 @@ def test_a_run_that_was_killed_and_resumed_must_equal_the_one_that_was_not(mnist
 @pytest.mark.slow
 def test_a_resume_with_another_number_of_workers_must_keep_the_global_order(mnist, tmp_path):
     kept, resumed = tmp_path / "kept", tmp_path / "resumed"
-    ok(run(mnist, kept, "--strategy", "single", *EXACT))
-    ok(run(mnist, resumed, "--spawn", "2", *EXACT, "--epochs", "1"))
-    ok(run(mnist, resumed, "--spawn", "3", *EXACT, "--resume", "auto"))
+    ok(train(mnist, kept, 0, "--strategy", "single", *EXACT))
+    ok(train(mnist, resumed, 2, *EXACT, "--epochs", "1"))
+    ok(train(mnist, resumed, 3, *EXACT, "--resume", "auto"))
     assert ledger(resumed) == ledger(kept)
     assert losses(resumed) == pytest.approx(losses(kept), abs=1e-6, rel=0)
 
@@ -274,14 +305,23 @@ def test_dp_on_the_cpu_must_say_what_it_does(small, capsys):
 
 @pytest.mark.slow
 def test_a_strategy_of_one_process_must_refuse_two(mnist, tmp_path):
-    done = run(mnist, tmp_path, "--spawn", "2", "--strategy", "single")
+    done = train(mnist, tmp_path, 2, "--strategy", "single")
     assert done.returncode != 0
     assert "error: --strategy single is one process, not 2" in done.stderr
 
 
 @pytest.mark.slow
 def test_the_app_must_run_under_torchrun(mnist, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29731", "-m"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+        "-m",
+    ]
     arguments = command(mnist, "--epochs", "1")[2:]
     env = os.environ | {"JOB_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     ok(subprocess.run([*torchrun, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120))

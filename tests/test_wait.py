@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, eventually, gone
+from conftest import ROOT, descendants, eventually, gone
 
 NODE = str(ROOT / "orchestrate" / "node")
 PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")
@@ -50,16 +50,16 @@ class Pipe:
     def close(self, code: int = 0) -> None:
         for stream in (self.process.stdin, self.process.stdout):
             stream.close()
-        assert self.process.wait(timeout=30) == code
+        assert self.process.wait(timeout=150) == code
 
 
 class Waiting:
     """A node in mode `wait`, and somebody who starts workers in it."""
 
-    def __init__(self, tmp_path, preload: str = "") -> None:
+    def __init__(self, tmp_path, preload: str = "", **env: str) -> None:
         self.folder = tmp_path
         self.env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(tmp_path / "s"), "JOB_DIR": str(tmp_path)}
-        self.env |= {"NODE_PRELOAD": preload}
+        self.env |= {"NODE_PRELOAD": preload, **env}
         self.out = tmp_path / "stdout"
         self.pipe = Pipe(self.env)  # before the node listens
         with self.out.open("wb") as out:
@@ -92,7 +92,7 @@ class Waiting:
 
     def end(self) -> None:
         self.node.terminate()
-        assert self.node.wait(timeout=30) == 0
+        assert self.node.wait(timeout=150) == 0
         self.pipe.close()
 
 
@@ -102,6 +102,14 @@ def waiting(tmp_path, request):
     yield node
     node.end()
     assert not (tmp_path / "s").exists()
+
+
+@pytest.fixture(params=["", PRELOAD], ids=["fresh", "warm"])
+def patient(tmp_path, request):
+    """A node that would give its workers longer than any test takes."""
+    node = Waiting(tmp_path, request.param, NODE_GRACE="1000")
+    yield node
+    node.end()
 
 
 def test_a_waiting_node_must_run_workers_in_the_environment_that_they_are_given(waiting):
@@ -130,6 +138,28 @@ def test_a_node_that_is_asked_to_must_stop_its_workers_and_stay(waiting):
     assert waiting.log(0) == "ready\n[node] generation 1\nagain\n"
 
 
+def test_a_node_must_say_whether_it_had_asked_a_worker_to_end(waiting):
+    for rank in range(2):
+        waiting.start(rank, "import os, signal\nprint(os.getpid())\nsignal.pause()")
+    pids = [int(eventually(lambda rank=rank: waiting.log(rank))) for rank in range(2)]
+    os.kill(pids[0], signal.SIGTERM)
+    assert waiting.pipe.until("ended", rank=0) | {"code": 143, "asked": False} == waiting.pipe.until("ended", rank=0)
+    waiting.pipe.ask("stop", kill=False)
+    assert waiting.pipe.until("ended", rank=1) | {"code": 143, "asked": True} == waiting.pipe.until("ended", rank=1)
+
+
+def test_a_worker_that_had_ended_before_it_was_asked_to_must_be_told_so(waiting):
+    waiting.start(0, "import os, signal\nprint(os.getpid())\nsignal.pause()")
+    pid = int(eventually(lambda: waiting.log(0)))
+    waiting.node.send_signal(signal.SIGSTOP)  # so that it hears of both at once
+    os.kill(pid, signal.SIGTERM)
+    eventually(lambda: gone(pid))
+    waiting.pipe.ask("stop", kill=False)
+    waiting.node.send_signal(signal.SIGCONT)
+    ended = waiting.pipe.until("ended", rank=0)
+    assert (ended["code"], ended["asked"]) == (143, False)
+
+
 def test_a_worker_of_a_generation_that_is_over_must_not_start(waiting):
     (waiting.folder / "generation").write_text("2")
     assert waiting.run(0, "print('late')", generation=1) == 143
@@ -149,7 +179,8 @@ def test_a_worker_of_a_newer_generation_must_end_those_of_older_ones(waiting):
     assert waiting.run(2, "print('older')") == 143
 
 
-def test_a_node_that_is_asked_to_must_kill_its_workers_and_stay(waiting):
+def test_a_node_that_is_asked_to_must_kill_its_workers_and_stay(patient):
+    waiting = patient
     waiting.start(0, "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nsignal.pause()")
     eventually(lambda: "ready\n" in waiting.log(0))
     waiting.pipe.ask("stop", kill=True)
@@ -204,14 +235,45 @@ def test_a_node_that_is_cleaned_must_know_nothing_and_have_nothing_of_the_last_j
     assert not [message for message in waiting.pipe.heard if message["say"] == "ended"]
 
 
-def test_the_end_of_a_node_must_be_the_end_of_its_workers(tmp_path):
-    node = Waiting(tmp_path)
+@pytest.mark.parametrize("preload", ["", PRELOAD], ids=["fresh", "warm"])
+def test_the_end_of_a_node_must_be_the_end_of_its_workers_and_of_what_forks_them(tmp_path, preload):
+    node = Waiting(tmp_path, preload)
     node.start(0, "import os, signal\nprint(os.getpid())\nsignal.pause()")
     pid = int(eventually(lambda: node.log(0)))
+    pids = {pid, *descendants(node.node.pid)}
+    assert len(pids) == (2 if preload else 1)
     node.node.kill()
     node.node.wait()
     assert node.code(0) is None
     node.pipe.close()
+    eventually(lambda: all(map(gone, pids)))
+
+
+def test_a_process_that_still_imports_must_not_outlive_its_node(tmp_path):
+    (tmp_path / "slow.py").write_text("import signal\nopen('importing', 'w').close()\nsignal.pause()")
+    node = Waiting(tmp_path, "slow")
+    eventually(lambda: (tmp_path / "importing").exists())
+    (importing,) = descendants(node.node.pid)
+    node.node.kill()
+    node.node.wait()
+    node.pipe.close()
+    eventually(lambda: gone(importing))
+
+
+FORKS = (
+    "import os, signal\nsignal.signal(15, signal.SIG_IGN)\npid = os.fork()\nwhile not pid: signal.pause()\nprint(pid)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("", 0), ("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("signal.pause()", 137)]
+)
+def test_what_a_worker_has_forked_must_end_with_it(patient, end, code):
+    patient.start(0, FORKS + end)
+    pid = int(eventually(lambda: patient.log(0)))
+    if "pause" in end:
+        patient.pipe.ask("stop", kill=True)
+    assert patient.code(0) == code
     eventually(lambda: gone(pid))
 
 
@@ -293,9 +355,10 @@ def test_a_module_must_run_as_with_dash_m(warm):
 
 
 def test_a_module_of_the_script_must_win_over_one_that_was_imported_ahead(warm):
+    assert warm.run(0, IS_FORKED) == 0  # so it has been imported
     (warm.folder / f"{PRELOAD}.py").write_text("own = 1")
-    assert warm.run(0, f"import {PRELOAD}\nprint({PRELOAD}.own)") == 0
-    assert warm.log(0) == "1\n"
+    assert warm.run(1, f"import {PRELOAD}\nprint({PRELOAD}.own)") == 0
+    assert (warm.log(0), warm.log(1)) == ("True\n", "1\n")
 
 
 @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "TORCH_LOGS", "LD_PRELOAD", "MKL_NUM_THREADS"])
@@ -328,9 +391,10 @@ def test_where_nothing_can_be_forked_workers_must_start_afresh(tmp_path, preload
     (tmp_path / "deadly.py").write_text("import os\nos.abort()")
     (tmp_path / "threads.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()")
     node = Waiting(tmp_path, preload)
-    assert node.run(0, "print('ran')") == 0
+    for rank in range(2):  # the first one waits for the import; when the second one comes, that has failed
+        assert node.run(rank, "print('ran')") == 0
+        assert node.log(rank) == "ran\n"
     node.end()
-    assert node.log(0) == "ran\n"
     assert node.out.read_text().splitlines()[0] == f"[node] each worker starts an interpreter of its own: {why}"
 
 
@@ -362,6 +426,27 @@ def test_randomness_must_differ_between_forked_workers(warm):
     assert not set(warm.log(0).split()) & set(warm.log(1).split())
 
 
+def test_randomness_of_numpy_must_differ_between_forked_workers(tmp_path):
+    node = Waiting(tmp_path, "numpy.random")
+    code = "import sys\nprint('numpy.random' in sys.modules)\nimport numpy\nprint(numpy.random.random())"
+    assert [node.run(rank, code) for rank in range(2)] == [0, 0]
+    node.end()
+    (first, one), (second, other) = node.log(0).split(), node.log(1).split()
+    assert (first, second) == ("True", "True") and one != other
+
+
+def test_a_forked_worker_must_have_as_many_threads_as_its_environment_says(tmp_path):
+    node = Waiting(tmp_path, "torch")
+    (tmp_path / "0.py").write_text(
+        "import sys\nprint('torch' in sys.modules)\nimport torch\nprint(torch.get_num_threads())"
+    )
+    for rank, threads in enumerate(("1", "3")):
+        node.command(rank, str(tmp_path / "0.py"), OMP_NUM_THREADS=threads)
+        assert node.code(rank) == 0
+        assert node.log(rank).split() == ["True", threads]
+    node.end()
+
+
 def test_workers_must_survive_the_process_that_forked_them_and_later_ones_start_afresh(warm):
     warm.start(0, f"{IS_FORKED}\nimport os, signal\nprint(os.getppid())\nsignal.pause()")
     eventually(lambda: warm.log(0).count("\n") == 2)
@@ -375,11 +460,32 @@ def test_workers_must_survive_the_process_that_forked_them_and_later_ones_start_
     assert warm.code(0) == 143
 
 
+def test_what_a_generation_is_given_to_end_must_not_end_the_next_one(tmp_path):
+    node = Waiting(tmp_path, NODE_GRACE="0.5")
+    node.start(0, "import signal\nprint('ready')\nsignal.pause()")
+    eventually(lambda: node.log(0))
+    node.pipe.ask("stop", kill=False)
+    assert node.code(0) == 143
+    assert node.run(1, "import time\ntime.sleep(1)", generation=1) == 0  # longer than that
+    node.end()
+
+
+def test_what_leaves_its_session_and_starts_others_must_end_with_the_node(waiting):
+    inner = "import signal, subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid, flush=True)\nsignal.pause()"
+    own_session = f"subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True, stdout=-1)"
+    assert waiting.run(0, f"import subprocess, sys\np = {own_session}\nprint(p.pid, int(p.stdout.readline()))") == 0
+    pids = [int(pid) for pid in waiting.log(0).split()]
+    assert len(pids) == 2 and not any(map(gone, pids))
+    waiting.node.terminate()
+    waiting.node.wait(timeout=150)
+    assert all(map(gone, pids))
+
+
 def test_a_process_that_left_its_workers_session_must_end_with_the_node(waiting):
     code = "import subprocess\nprint(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
     assert waiting.run(0, code) == 0
     pid = int(waiting.log(0))
     assert not gone(pid)
     waiting.node.terminate()
-    waiting.node.wait(timeout=30)
+    waiting.node.wait(timeout=150)
     assert gone(pid)

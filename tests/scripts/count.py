@@ -1,4 +1,7 @@
-"""A training without torch: counts steps, saves, resumes, and shows what was done when; `count.py STEPS [SECONDS]`."""
+"""A training without torch: counts steps, saves, resumes, and shows what was done when; `count.py STEPS [SECONDS]`.
+
+`told` instead of a number of steps: to the next multiple of ten after a file `enough` is in the working directory.
+"""
 
 import json
 import os
@@ -7,7 +10,8 @@ import signal
 import sys
 import time
 
-steps, pause = int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
+told, pause = sys.argv[1] == "told", float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
+steps = sys.maxsize if told else int(sys.argv[1])
 rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 home = pathlib.Path(os.environ["JOB_DIR"])
 saved = home / "checkpoints" / f"rank-{rank}"
@@ -29,6 +33,7 @@ while done < steps and not asked:
     print(f"step {done} in {generation}", flush=True)
     if done % 10 == 0:
         save()
+        steps = done if told and os.path.exists("enough") else steps
     if rank == "0":
         with (home / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": done}) + "\n")

@@ -1,47 +1,68 @@
-"""Kill a process at many points of a save; whatever the point, the newest committed checkpoint must load.
+"""Kill a process at each line of a save in turn; whatever the line, the newest committed checkpoint must load.
 
-Prints the steps of the checkpoints that were found, a line for each kill.
+Prints, for each kill, the function that it struck and whether the checkpoint of before (`0 old`) or the one that was
+being saved (`1 new`) was found.
 """
 
 import os
-import random
+import shutil
 import signal
 import sys
-import time
+import threading
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 
+from app import checkpoint
 from app.checkpoint import Checkpoints
 
-folder, kills = Path(sys.argv[1]), int(sys.argv[2])
+folder = Path(sys.argv[1])
 torch.set_num_threads(1)
 
 
-def state(step: int) -> dict:
-    return {"weights": torch.full((1 << 16,), float(step)), "step": step}
+def save(step: int) -> None:
+    store = Checkpoints(folder)
+    store.save({"weights": torch.full((1 << 10,), float(step)), "step": step}, step, score=float(-step))
+    store.wait()
 
 
-started = time.monotonic()
-first = Checkpoints(folder)
-first.save(state(1), 1)
-first.wait()
-duration = time.monotonic() - started
-step = 1
-for _ in range(kills):
-    child = os.fork()
-    if child == 0:
-        store = Checkpoints(folder)
-        while True:
-            step += 1
-            store.save(state(step), step, score=random.random())
-            store.wait()
-    time.sleep(random.random() * duration * 2)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    found = Checkpoints(folder).newest()
-    assert found is not None
-    assert found[1]["step"] == found[0]["step"] >= step, "a committed checkpoint was lost"
-    assert torch.equal(found[0]["weights"], state(found[0]["step"])["weights"])
-    step = found[1]["step"]
-    print(step)
+def killed_save(step: int, line: int) -> str:
+    """Save in a process that is killed before its n-th line in checkpoint.py; the function, or nothing if it ended."""
+    reader, writer = os.pipe()
+    if child := os.fork():
+        os.close(writer)
+        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        with os.fdopen(reader) as pipe:
+            return pipe.read() if killed else ""
+    left, only_one = [line], threading.Lock()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != checkpoint.__file__ or frame.f_code.co_name.startswith("<"):
+            return None
+        with only_one:
+            left[0] -= event == "line"
+            if not left[0]:
+                os.write(writer, frame.f_code.co_name.encode())
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+    save(step)
+    os._exit(0)
+
+
+line = 0
+while True:
+    shutil.rmtree(folder, ignore_errors=True)
+    save(1)
+    where = killed_save(2, line := line + 1)
+    state, manifest = Checkpoints(folder).newest() or ({}, {})
+    assert state["step"] == manifest["step"]
+    assert torch.equal(state["weights"], torch.full((1 << 10,), float(state["step"])))
+    if not where:
+        break
+    print(where, "1 new" if state["step"] == 2 else "0 old", flush=True)
+assert state["step"] == 2

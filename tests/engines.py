@@ -1,0 +1,58 @@
+"""A Docker Engine of a test's own, in a network namespace of its own, that can be stopped and started again."""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from conftest import DOCKER_REQUIRED, eventually
+
+
+class Engine:
+    """A dockerd; `options` are more of its flags."""
+
+    def __init__(self, *options: str) -> None:
+        if os.geteuid() or not all(map(shutil.which, ("dockerd", "unshare"))):
+            why = "an engine of its own takes root, dockerd and unshare"
+            pytest.fail(f"ORCHESTRATE_REQUIRE_DOCKER=1, and {why}") if DOCKER_REQUIRED else pytest.skip(why)
+        folder = Path(tempfile.mkdtemp(prefix="engine-"))  # a short path: containerd has sockets in it
+        self.folder, self.host = folder, f"unix://{folder}/docker.sock"
+        init = shutil.which("docker-init") or shutil.which("tini-static")
+        # A network namespace of its own: an engine removes what it takes for the bridge of a former one.
+        self.command = ["unshare", "--net", "dockerd", "--host", self.host, "--bridge=none", "--iptables=false"]
+        self.command += ["--ip6tables=false", "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"]
+        self.command += ["--pidfile", f"{folder}/pid", *([f"--init-path={init}"] if init else []), *options]
+        self.start()
+
+    def start(self) -> None:
+        with (self.folder / "log").open("a") as log:
+            self.daemon = subprocess.Popen(self.command, stdout=log, stderr=log)
+        eventually(self.answers)
+
+    def answers(self) -> bool:
+        assert self.daemon.poll() is None, (self.folder / "log").read_text()[-2000:]
+        return subprocess.run(["docker", "-H", self.host, "info"], capture_output=True).returncode == 0
+
+    def docker(self, *arguments: str, content: bytes | None = None) -> str:
+        """Run the command; `content` is what it reads."""
+        done = subprocess.run(["docker", "-H", self.host, *arguments], input=content, capture_output=True, check=True)
+        return done.stdout.decode()
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        self.daemon.send_signal(number)
+        self.daemon.wait(timeout=60)
+
+    def remove(self) -> None:
+        """End it, with all containers, and remove its files."""
+        if self.daemon.poll() is not None:
+            self.start()
+        if found := self.docker("ps", "-aq").split():
+            self.docker("rm", "-f", *found)
+        self.stop()
+        for mount in reversed(Path("/proc/mounts").read_text().splitlines()):
+            if mount.split()[1].startswith(f"{self.folder}/"):
+                subprocess.run(["umount", mount.split()[1]], check=False)
+        shutil.rmtree(self.folder)

@@ -1,0 +1,69 @@
+"""The app in processes that are forked from one that has imported torch, so that many tests pay for that once."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from orchestrate.engines.ports import free_port
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["app.train", "torch._dynamo", "pytest"])  # what optimizers and DDP import, too
+
+
+class Gang:
+    """Workers that train in a folder, with what torchrun would tell them; a single process where there are none."""
+
+    def __init__(self, folder: Path, workers: int, arguments: Sequence[str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        place = {"WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        envs = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **place} for rank in range(workers)]
+        self.outputs = [folder / f".output-{rank}" for rank in range(max(1, workers))]
+        self.processes: list[BaseProcess] = [
+            _forks.Process(target=_work, args=(folder, env, output, [*arguments]))
+            for env, output in zip(envs or [{}], self.outputs)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+    def end(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Wait until all have ended well, or one has not; what they wrote, and the exit code."""
+        running = {process.sentinel: process for process in self.processes}
+        code = 0
+        while running and not code:
+            ended = wait(list(running), timeout)
+            code = max((abs(running.pop(sentinel).exitcode) for sentinel in ended), default=124)
+        self.kill()
+        text = "".join(output.read_text() for output in self.outputs)
+        return subprocess.CompletedProcess(["train"], code, text, text)
+
+
+def _work(folder: Path, env: dict[str, str], output: Path, arguments: list[str]) -> None:
+    """What each process does."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    os.environ |= {**env, "JOB_DIR": str(folder)}
+    sys.argv = ["train", *arguments]
+    import torch
+
+    from app import train
+    from app.job import leave
+
+    torch.set_num_threads(1)
+    train.main()
+    leave()

@@ -1,0 +1,40 @@
+"""Nodes that stay up for many tests and have imported torch, so that a job of theirs costs a fork."""
+
+import shutil
+from pathlib import Path
+
+from conftest import Cli, leftovers
+from faults import OPTIONS
+
+
+class Ready(Cli):
+    """Four nodes, and the folder whose jobs use them; jobs that ask for other ones get their own."""
+
+    def __init__(self, folder: Path, engine: str) -> None:
+        super().__init__(folder)
+        self.engine, self.cluster = engine, ""
+
+    def up(self) -> None:
+        """Have the nodes up, in a folder without jobs."""
+        (self.folder / "enough").unlink(missing_ok=True)
+        for run in self.folder.glob("runs/*"):
+            if run.name != self.cluster:
+                shutil.rmtree(run)
+        if not self.cluster:
+            done = self("up", "--engine", self.engine, "--trainers", "3", *OPTIONS)
+            assert done.returncode == 0, done.stderr
+            self.cluster = done.stdout.strip()
+
+    def settle(self) -> None:
+        """After a test: start anew where it has left a job, for it has failed."""
+        if any(process.returncode is None for process in self.started):
+            self.clean()
+            shutil.rmtree(self.folder / "runs")
+            self.cluster = ""
+        self.started.clear()
+
+    def down(self) -> None:
+        if self.cluster:
+            done = self("down", self.cluster)
+            assert done.returncode == 0, done.stderr
+        assert leftovers(self.folder) == {}

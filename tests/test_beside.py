@@ -1,0 +1,247 @@
+"""Commands must see and touch what they are asked for, and nothing else: other jobs, other users, the folder."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import descendants, docker, eventually, gone
+from engines import Engine
+from faults import OPTIONS, Background
+
+from orchestrate.engines.process import ProcessEngine
+from orchestrate.errors import EngineError
+from orchestrate.job import new_id
+from orchestrate.spec import JobSpec
+
+SAME = f"same-{os.getpid():x}"  # how names begin; jobs of other test runs may be on the machine
+STATE = Path(f"/tmp/orchestrate-{os.getuid()}")
+
+
+class Other:
+    """A job that runs until it is told to end, beside others in the same folder."""
+
+    def __init__(self, cli, engine: str, name: str, trainers: int = 0) -> None:
+        self.cli, self.name = cli, name
+        options = ("--engine", engine, "--trainers", str(trainers), "--name", name, *OPTIONS)
+        self.process = cli.start("run", *options, "--", "count.py", "told")
+        eventually(lambda: self.steps() > 2)
+
+    @property
+    def run(self) -> Path:
+        return next(self.cli.folder.glob(f"runs/{self.name}-????"), self.cli.folder / "none")
+
+    def steps(self) -> int:
+        log = self.run / "logs" / "rank-0.log"
+        return log.read_text().count("step") if log.exists() else 0
+
+    def orphan(self) -> str:
+        """Kill its orchestrator; its id."""
+        self.process.kill()
+        self.process.communicate()
+        return self.run.name
+
+    def untouched(self) -> bool:
+        """Whether it goes on, in its first generation."""
+        before = self.steps()
+        eventually(lambda: self.steps() > before + 2)
+        return "generation" not in (self.run / "logs" / "rank-0.log").read_text() and self.process.poll() is None
+
+    def end(self) -> dict:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.communicate(timeout=150)
+        return json.loads((self.run / "report.json").read_text())
+
+
+@pytest.mark.parametrize("command", ["stop", "rm"])
+def test_the_rest_of_a_job_must_be_removed_and_no_other_jobs(cli, engine, command):
+    other, gone = Other(cli, engine, "other"), Other(cli, engine, "gone", trainers=1)
+    done = cli(command, gone.orphan())
+    assert done.returncode == 0, done.stderr
+    assert gone.run.exists() is (command == "stop")
+    assert [row[0] for row in cli.ps()] == [other.run.name]
+    assert other.untouched()
+    assert (other.end()["generations"], other.run.exists()) == (1, True)
+
+
+def test_a_beginning_that_fits_several_jobs_must_be_refused(cli, nothing_left):
+    jobs = [Other(cli, "process", name) for name in (f"{SAME}-1", f"{SAME}-2")]
+    for command in ("stop", "logs", "attach", "wait"):
+        done = cli(command, SAME)
+        names = ", ".join(job.run.name for job in jobs)
+        assert (done.returncode, done.stderr) == (2, f"error: several jobs {SAME}\nhint: jobs here: {names}\n")
+    assert all(job.untouched() for job in jobs)
+    assert cli("stop", f"{SAME}-1").returncode == 0
+    assert jobs[1].untouched()
+    jobs[0].process.communicate(timeout=150)
+    jobs[1].end()
+    assert cli("rm", SAME).returncode == 2
+    assert all(job.run.exists() for job in jobs)
+    twin = jobs[0].run.with_name(jobs[0].run.name + "0")  # a name that begins with another's is that one's no less
+    shutil.copytree(jobs[0].run, twin)
+    assert cli("rm", jobs[0].run.name).returncode == 0
+    assert twin.exists() and not jobs[0].run.exists() and jobs[1].run.exists()
+
+
+def test_a_beginning_that_fits_a_job_that_runs_must_mean_that_one(cli, nothing_left):
+    ended, runs = Other(cli, "process", f"{SAME}-1"), Other(cli, "process", f"{SAME}-2")
+    ended.end()
+    assert cli("logs", SAME).returncode == 0
+    assert cli("stop", SAME).returncode == 0
+    runs.process.communicate(timeout=150)
+    assert json.loads((runs.run / "report.json").read_text())["outcome"] == "stopped"
+
+
+def test_a_beginning_that_fits_several_clusters_must_be_refused(cli, nothing_left):
+    up = ("up", "--engine", "process", "--trainers", "0", "--set", "warm=false")
+    names = sorted(cli(*up, "--name", name).stdout.strip() for name in ("same-1", "same-2"))
+    done = cli("down", "same")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: several clusters same\nhint: clusters here: {', '.join(names)}\n",
+    )
+    assert sorted(row[0] for row in cli.ps()) == names
+    assert [cli("down", name).returncode for name in names] == [0, 0]
+
+
+def test_a_job_must_take_the_cluster_that_fits_it(cli, nothing_left):
+    up = ("up", "--engine", "process", "--set", "warm=false")
+    small, large, third = (
+        cli(*up, "--name", name, "--trainers", count).stdout.strip()
+        for name, count in (("a", "0"), ("b", "1"), ("c", "1"))
+    )
+    done = cli("run", "--engine", "process", "--trainers", "1", "--", "count.py", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[0] == f"{small} does not fit: it has 0 trainers, not 1"
+    assert f", on {large}\n" in done.stderr and third not in done.stderr
+    for name in (small, large, third):
+        assert cli("down", name).returncode == 0
+
+
+def test_the_log_of_one_worker_must_be_that_workers(cli, nothing_left):
+    done = cli("run", "--engine", "process", "--trainers", "2", *OPTIONS, "--", "probe.py")
+    assert done.returncode == 0, done.stderr
+    name = cli.run_dir().name
+    logs = [cli("logs", name, "--rank", str(rank)).stdout for rank in range(3)]
+    assert [json.loads(text)["env"]["RANK"] for text in logs] == ["0", "1", "2"]
+    assert cli("logs", name, "--rank", "2", "-f").stdout == logs[2]
+    done = cli("logs", name, "--rank", "3")
+    assert (done.returncode, done.stderr) == (2, f"error: no rank 3 in {name}\nhint: its ranks are 0 to 2\n")
+
+
+def test_ids_must_differ_and_say_what_the_job_is():
+    ids = {new_id(JobSpec(name="My Job")) for _ in range(20)}
+    assert len(ids) > 15 and all(one.startswith("my-job-") and len(one) == 11 for one in ids)
+
+
+@pytest.mark.parametrize("words", [["plan"], ["run", "--dry-run"]], ids=" ".join)
+def test_a_plan_must_leave_nothing(cli, engine, words):
+    before = set(cli.folder.rglob("*"))
+    done = cli(*words, "--engine", engine, "--trainers", "1", *OPTIONS, "--", "probe.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "  rank 1   trainer-1  local rank 0  cpu\n" in done.stdout
+    assert set(cli.folder.rglob("*")) == before
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("words", [["plan"], ["run", "--dry-run"]], ids=" ".join)
+def test_a_plan_must_build_and_pull_no_image(cli, docker_engine, words):
+    engine = Engine()
+    try:
+        done = cli(*words, "--engine", "docker", "--gpus", "none", "--", "probe.py", DOCKER_HOST=engine.host)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (
+            not engine.docker("image", "ls", "-aq") + engine.docker("ps", "-aq") + engine.docker("volume", "ls", "-q")
+        )
+    finally:
+        engine.remove()
+
+
+def test_the_job_file_must_yield_to_set_and_set_to_flags(cli):
+    (cli.folder / "job.yaml").write_text("trainers: 3\nname: of-the-file\ncommand: steps.py\nengine: process\n")
+
+    def planned(*words: str) -> str:
+        return cli("plan", "job.yaml", *words).stdout.splitlines()[0]
+
+    assert ": 4 nodes × 1 worker" in planned() and "job of-the-file-" in planned()
+    assert ": 3 nodes × 1 worker" in planned("--set", "trainers=2")
+    assert ": 2 nodes × 1 worker" in planned("--trainers", "1")
+    assert ": 2 nodes × 1 worker" in planned("--trainers", "1", "--set", "trainers=2")
+    assert "job probe-" in planned("--set", "name=", "--", "probe.py")
+
+
+# --- other users
+
+
+def test_sockets_and_keys_of_a_node_must_be_its_owners_alone(cli, engine):
+    other = Other(cli, engine, "other")
+    mine = STATE / other.run.name if engine == "process" else other.run / ".nodes"
+    sockets = [path for path in mine.iterdir() if path.is_socket()]
+    assert len(sockets) == 1
+    for path in (mine, *sockets, *([STATE] if engine == "process" else [])):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+        assert path.stat().st_uid == os.getuid()
+    if os.getuid() == 0:  # a second user tries
+        connect = f"import os, socket\nos.setuid(65534)\nsocket.socket(socket.AF_UNIX).connect({str(sockets[0])!r})"
+        done = subprocess.run([sys.executable, "-c", connect], capture_output=True, text=True)
+        assert "PermissionError" in done.stderr
+    assert other.untouched()
+    other.end()
+
+
+def test_a_folder_of_sockets_that_is_anothers_must_be_refused(tmp_path, monkeypatch):
+    engine = ProcessEngine()
+    engine.state = tmp_path / "state"
+    engine.state.mkdir()
+    assert engine.jobs() == []
+    monkeypatch.setattr(os, "getuid", lambda: engine.state.stat().st_uid + 1)
+    with pytest.raises(EngineError, match="state belongs to somebody else"):
+        engine.jobs()
+    monkeypatch.undo()
+    engine.state = tmp_path / "link"
+    engine.state.symlink_to(tmp_path / "state")
+    with pytest.raises(EngineError, match="link belongs to somebody else"):
+        engine.jobs()
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("command", ["stop", "rm"])
+def test_the_job_of_another_user_must_be_left_alone(cli, docker_engine, nothing_left, command):
+    name = f"foreign-{os.getpid():x}"
+    labels = {"orchestrate.job": name, "orchestrate.run": f"{cli.folder}/runs/{name}", "orchestrate.owner": "12345"}
+    labels["com.docker.compose.service"] = "master"
+    options = [word for item in labels.items() for word in ("--label", "=".join(item))]
+    made = docker("create", *options, "orchestrate-node:0.1").strip()
+    try:
+        done = cli(command, name)
+        assert (done.returncode, done.stderr) == (
+            2,
+            f"error: {name} belongs to user 12345\nhint: ask them to stop it\n",
+        )
+        assert docker("ps", "-aq", "--no-trunc", "--filter", f"id={made}").strip() == made
+    finally:
+        docker("rm", made)
+
+
+# --- what dies with a node
+
+
+@pytest.mark.parametrize("warm", ["true", "false"])
+def test_what_a_worker_has_started_must_not_outlive_its_node(cli, engine, warm):
+    (cli.folder / "parent.py").write_text(
+        "import colorsys, os, signal\nsignal.signal(15, signal.SIG_IGN)\npid = os.fork()\n"
+        "while not pid: signal.pause()\nprint('forked', pid, os.getpid(), flush=True)\nsignal.pause()\n"
+    )
+    options = ("--max-restarts", "0", "--set", "grace=1s", "--set", f"warm={warm}", "--set", "preload=[colorsys]")
+    job = Background(cli, engine, *options, "--", "parent.py", trainers=1)
+    eventually(lambda: all(job.has(rank, "forked") for rank in range(2)))
+    below = descendants(job.node_pid("trainer-1"))
+    assert len(below) >= 2
+    job.kill_node("trainer-1")
+    assert job.end() == 1
+    eventually(lambda: all(map(gone, below)))

@@ -1,0 +1,114 @@
+"""A node's lease must be renewed by the relay of its own job alone."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, eventually
+
+from orchestrate.engines.ports import free_port
+from orchestrate.node import lease
+from orchestrate.node.lease import LEASE, Lease, answer
+
+KEY = b"a key of the test"
+
+
+class Now:
+    """The node's loop and its clock, whose time and turns are the test's."""
+
+    def __init__(self) -> None:
+        self.now, self.due, self.read = 1000.0, [], None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def watch(self, sock, read) -> None:
+        self.read = read
+
+    def forget(self, sock) -> None:
+        self.read = None
+
+    def after(self, seconds: float, callback) -> None:
+        self.due.append(callback)
+
+    def turn(self) -> None:
+        due, self.due = self.due, []
+        for callback in due:
+            callback()
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """A lease, the socket of its relay, the clock, and the times at which it has run out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as relay:
+        relay.bind(("127.0.0.1", 0))
+        relay.settimeout(10)
+        loop, over = Now(), []
+        monkeypatch.setattr(lease, "time", loop)
+        made = Lease(loop, KEY, relay.getsockname(), lambda: over.append(loop.now))
+        yield made, relay, loop, over
+        made.end()
+
+
+def test_an_answer_to_the_last_question_must_renew_it(held):
+    made, relay, loop, over = held
+    loop.now += LEASE - 0.1
+    question, node = relay.recvfrom(64)
+    relay.sendto(answer(KEY, question), node)
+    loop.read()
+    loop.now += LEASE - 0.1
+    loop.turn()
+    assert made.held and not over
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        lambda question: b"yes",
+        lambda question: b"",
+        lambda question: question,
+        lambda question: answer(b"another key", question),
+        lambda question: answer(KEY, b"an older question"),
+    ],
+)
+def test_the_words_of_anyone_else_must_not_renew_it(held, words):
+    made, relay, loop, over = held
+    loop.now += LEASE - 0.1
+    question, node = relay.recvfrom(64)
+    relay.sendto(words(question), node)
+    loop.read()
+    loop.now += 0.2
+    assert not made.held
+    loop.turn()
+    assert over == [loop.now]
+
+
+def test_each_question_must_be_a_new_one(held):
+    _, relay, loop, _ = held
+    for _ in range(3):
+        loop.turn()
+    assert len({relay.recvfrom(64)[0] for _ in range(4)}) == 4
+
+
+def test_a_relay_must_answer_every_question_with_the_key(tmp_path):
+    (tmp_path / "key").write_bytes(KEY)
+    port = free_port()
+    env = os.environ | {"NODE_MODE": "relay", "NODE_PORT": str(port), "NODE_KEY": str(tmp_path / "key")}
+    relay = subprocess.Popen([sys.executable, str(ROOT / "orchestrate" / "node")], env=env)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as node:
+            node.settimeout(0.05)
+
+            def asks() -> bytes:
+                node.sendto(b"a question", ("127.0.0.1", port))
+                try:
+                    return node.recv(64)
+                except OSError:  # it does not listen yet
+                    return b""
+
+            assert eventually(asks) == answer(KEY, b"a question")
+    finally:
+        relay.kill()
+        relay.wait()

@@ -1,0 +1,106 @@
+"""A job can write to its folder: of what the host reads and writes there, nothing may be a link or a pipe."""
+
+import os
+import stat
+
+import pytest
+from test_plan import HERE
+
+from orchestrate import job
+from orchestrate.errors import UsageError
+from orchestrate.events import Recorder, objects
+from orchestrate.logs import Follower, tail
+from orchestrate.paths import JobPaths, open_regular, write_secret, write_whole
+from orchestrate.plan import plan
+from orchestrate.spec import JobSpec
+from orchestrate.traces import Traces
+
+SECRET = '{"event": "outcome", "step": 7, "outcome": "succeeded"}\n'
+READERS = {  # file: what reads it, and says that there is nothing
+    "logs/rank-0.log": (
+        lambda paths: [*Follower(paths, {0: ""}).lines(end=True), tail(paths.log(0)), *Traces(paths).words(0)] == [""]
+    ),
+    "metrics.jsonl": lambda paths: (objects(paths.metrics), Traces(paths).step()) == ([], 0),
+    "report.json": lambda paths: job.ended(paths) is None,
+}
+
+
+@pytest.fixture
+def paths(tmp_path):
+    made = JobPaths(tmp_path / "run")
+    job.create(JobSpec(trainers=0), plan(JobSpec(trainers=0), HERE, "run", 29500), made)
+    (tmp_path / "secret").write_text(SECRET)
+    return made
+
+
+def plant(paths: JobPaths, name: str, kind: str) -> int:
+    """Put something in the place of a file; the descriptor of who writes to a pipe."""
+    path = paths.root / name
+    path.unlink(missing_ok=True)
+    if kind == "file":
+        path.write_text(SECRET)
+    elif kind == "link":
+        path.symlink_to(paths.root.parent / "secret")
+    else:
+        os.mkfifo(path)
+        writer = os.open(path, os.O_RDWR)
+        os.write(writer, SECRET.encode())
+        return writer
+    return -1
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "pipe"])
+@pytest.mark.parametrize("name", READERS)
+def test_only_a_file_must_be_read(paths, name, kind):
+    writer = plant(paths, name, kind)
+    assert READERS[name](paths) is (kind != "file")
+    if kind == "pipe":
+        os.close(writer)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_only_a_file_must_be_taken_for_a_plan(paths, kind):
+    assert job.load(paths)[1].job_id == "run"
+    text = paths.plan.read_text()
+    writer = plant(paths, "plan.json", kind)
+    (paths.root.parent / "secret").write_text(text)
+    with pytest.raises(UsageError, match="holds no job that can go on"):
+        job.load(paths)
+    if kind == "pipe":
+        os.close(writer)
+
+
+def test_events_must_neither_be_read_nor_written_through_a_link(paths):
+    plant(paths, "events.jsonl", "link")
+    with pytest.raises(OSError):
+        Recorder(paths.events)
+    assert (paths.root.parent / "secret").read_text() == SECRET
+
+
+def test_a_file_of_ours_must_replace_a_link_and_not_what_it_points_to(paths):
+    for name in ("report.json", ".report.json"):
+        plant(paths, name, "link")
+    write_whole(paths.report, "ours")
+    assert not paths.report.is_symlink() and paths.report.read_text() == "ours"
+    assert (paths.root.parent / "secret").read_text() == SECRET
+    assert not (paths.root / ".report.json").exists()
+
+
+def test_a_secret_must_be_new_and_its_owners_alone(paths):
+    mask = os.umask(0)
+    try:
+        write_secret(paths.key, b"a key")
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(paths.key.stat().st_mode) == 0o600
+    with pytest.raises(FileExistsError):
+        write_secret(paths.key, b"another")
+    paths.key.unlink()
+    plant(paths, ".key", "link")
+    with pytest.raises(FileExistsError):
+        write_secret(paths.key, b"another")
+
+
+def test_a_folder_must_not_be_opened_as_a_file(paths):
+    with pytest.raises(OSError):
+        open_regular(paths.logs)
