@@ -1,6 +1,7 @@
 """Fixtures: the command line as a user has it, the engines, and the check that a test leaves nothing behind."""
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -57,6 +58,13 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{seconds[name]:7.1f} s {len(tests[name]):5} tests  {name}")
 
 
+@pytest.hookimpl(trylast=True)  # after xdist has ended its processes
+def pytest_sessionfinish(session):
+    """Remove what a run that was interrupted has left."""
+    if not hasattr(session.config, "workerinput"):
+        clear(session.config._tmp_path_factory.getbasetemp())
+
+
 @functools.cache
 def docker_answers() -> bool:
     commands = (["docker", "info"], ["docker", "compose", "version"])
@@ -99,9 +107,9 @@ def environ(pid: int | str) -> dict[str, str]:
 
 
 def processes(folder: Path) -> set[int]:
-    """The processes that were started by the command line in a folder, and what those have started."""
+    """The processes that were started by the command line below a folder, and what those have started."""
     numbers = [path.name for path in Path("/proc").glob("[0-9]*")]
-    return {int(pid) for pid in numbers if environ(pid).get(MARK) == str(folder)}
+    return {int(pid) for pid in numbers if f"{environ(pid).get(MARK)}/".startswith(f"{folder}/")}
 
 
 def leftovers(folder: Path) -> dict[str, list[str]]:
@@ -130,6 +138,16 @@ def leftovers(folder: Path) -> dict[str, list[str]]:
     return {what: names for what, names in found.items() if names}
 
 
+def clear(folder: Path) -> None:
+    """End and remove what jobs from a folder have left."""
+    for pid in processes(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for what, names in leftovers(folder).items():
+        if what in ("container", "network", "volume"):
+            docker(what, "rm", "--force", *names)
+
+
 @pytest.fixture
 def nothing_left(tmp_path):
     """Fail where a test leaves something of its jobs."""
@@ -156,6 +174,11 @@ def eventually(what, timeout: float = 150):
     raise AssertionError(f"not within {timeout} s: {what}")
 
 
+def die_with_parent() -> None:
+    """Between fork and exec: have the kernel end this process when the tests end, however they do."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def gone(pid: int) -> bool:
     """Whether a process has ended, though nobody may have waited for it."""
     try:
@@ -164,14 +187,17 @@ def gone(pid: int) -> bool:
         return True
 
 
-def descendants(parent: int) -> list[int]:
-    """The processes that a process has started, and those that they have."""
-    found = []
+def descendants(*ancestors: int) -> list[int]:
+    """The processes that some have started, and those that these have, of one look: ids are soon used again."""
+    children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
-                found += [int(path.parent.name), *descendants(int(path.parent.name))]
-    return found
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = [*ancestors]
+    for pid in found:
+        found += children.pop(pid, [])
+    return found[len(ancestors) :]
 
 
 class Cli:
@@ -249,15 +275,10 @@ class Cli:
 
     def clean(self) -> None:
         """Remove what a test that failed has left."""
-        for pid in processes(self.folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        clear(self.folder)
         for process in self.started:
             if process.returncode is None:
                 process.communicate()
-        for what, names in leftovers(self.folder).items():
-            if what in ("container", "network", "volume"):
-                docker(what, "rm", "--force", *names)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import DOCKER_REQUIRED, eventually
+from conftest import DOCKER_REQUIRED, die_with_parent, eventually
 
 
 class Engine:
@@ -29,7 +29,7 @@ class Engine:
 
     def start(self) -> None:
         with (self.folder / "log").open("a") as log:
-            self.daemon = subprocess.Popen(self.command, stdout=log, stderr=log)
+            self.daemon = subprocess.Popen(self.command, stdout=log, stderr=log, preexec_fn=die_with_parent)
         eventually(self.answers)
 
     def answers(self) -> bool:

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from conftest import descendants, eventually, gone
+from conftest import descendants, die_with_parent, eventually, gone
 
 SLOTS = 16  # swarms that can be on this machine at once, each of a test run of its own
 VXLAN = ("-p", "udp", "--dport", "4789")  # what overlay networks travel by
@@ -66,6 +66,7 @@ class Host:
             stdout=log,
             stderr=log,
             start_new_session=True,
+            preexec_fn=die_with_parent,
         )
 
     def answers(self) -> bool:
@@ -101,13 +102,16 @@ class Host:
         """End the engine and all its containers at once, as a power cut does: without a last message."""
         self.cut()
         engine = self.processes()
-        children = [pid for parent in engine for pid in descendants(parent)]
+        children = descendants(*engine)
         for pid in {*engine, *children}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         assert self.process
         self.process.wait()
         eventually(lambda: all(gone(pid) for pid in children))
+        # As after a power cut. A new dockerd would believe that what has these ids by then is its own, and kill it.
+        for name in ("pid", "exec/containerd/containerd.pid"):
+            (self.folder / name).unlink()
 
     def restore(self) -> None:
         """Have it as it was."""
@@ -139,12 +143,12 @@ class Swarm:
     def __init__(self, folder: Path, count: int = 3) -> None:
         template = folder / "template"
         share_image(template)
-        self.lock, slot = free_slot()
-        self.bridge = bridge(slot)
-        command("ip", "link", "add", self.bridge, "type", "bridge")
-        command("ip", "addr", "add", f"{subnet(slot)}.254/24", "dev", self.bridge)
-        command("ip", "link", "set", self.bridge, "up")
-        command("iptables", "-I", "FORWARD", "-i", self.bridge, "-o", self.bridge, "-j", "ACCEPT")
+        self.lock, self.slot = free_slot()
+        slot, name = self.slot, bridge(self.slot)
+        command("ip", "link", "add", name, "type", "bridge")
+        command("ip", "addr", "add", f"{subnet(slot)}.254/24", "dev", name)
+        command("ip", "link", "set", name, "up")
+        command("iptables", "-I", "FORWARD", "-i", name, "-o", name, "-j", "ACCEPT")
         self.hosts: list[Host] = []
         try:
             for number in range(1, count + 1):
@@ -195,9 +199,7 @@ class Swarm:
     def remove(self) -> None:
         for host in self.hosts:
             host.remove()
-        rule = ["FORWARD", "-i", self.bridge, "-o", self.bridge, "-j", "ACCEPT"]
-        subprocess.run(["iptables", "-D", *rule], capture_output=True)
-        subprocess.run(["ip", "link", "del", self.bridge], capture_output=True)
+        remove_bridge(self.slot)
         self.lock.close()
 
 
@@ -211,18 +213,30 @@ def subnet(slot: int) -> str:
     return f"10.213.{7 + slot}"
 
 
+def remove_bridge(slot: int) -> None:
+    """Remove the bridge between the hosts of a swarm, and the rule for it."""
+    rule = ["FORWARD", "-i", bridge(slot), "-o", bridge(slot), "-j", "ACCEPT"]
+    subprocess.run(["iptables", "-D", *rule], capture_output=True)
+    subprocess.run(["ip", "link", "del", bridge(slot)], capture_output=True)
+
+
 def free_slot() -> tuple[IO[str], int]:
-    """The number of a swarm that no other test run has, nor has left here, and what keeps it until it is closed."""
+    """The number of a swarm that no other test run has, and what keeps it until it is closed.
+
+    What a run that was killed has left of it is removed.
+    """
     for slot in range(SLOTS):
-        if Path("/sys/class/net", bridge(slot)).exists():
-            continue
         lock = open(f"/tmp/orchestrate-test-hosts-{slot}.lock", "w")  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
-        else:
-            return lock, slot
+            continue
+        for space in Path("/run/netns").glob(f"orch{slot}-*"):
+            command("ip", "netns", "del", space.name)
+        if Path("/sys/class/net", bridge(slot)).exists():
+            remove_bridge(slot)
+        return lock, slot
     raise AssertionError(f"{SLOTS} other swarms are on this machine")
 
 
