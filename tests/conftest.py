@@ -62,7 +62,8 @@ def pytest_terminal_summary(terminalreporter, config):
 def pytest_sessionfinish(session):
     """Remove what a run that was interrupted has left."""
     if not hasattr(session.config, "workerinput"):
-        clear(session.config._tmp_path_factory.getbasetemp())
+        with contextlib.suppress(FileNotFoundError):  # another run removes what is there of older ones
+            clear(session.config._tmp_path_factory.getbasetemp())
 
 
 @functools.cache

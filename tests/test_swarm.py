@@ -286,6 +286,15 @@ def test_a_task_that_is_killed_must_be_replaced_and_find_its_files(cli, swarm):
     assert again[0] % 10 == 1 and again[0] > 1  # from its checkpoint, which came home, and from there to the new node
 
 
+def test_a_restart_on_a_busy_machine_must_take_longer_and_lose_nothing(cli, swarm):
+    job = Job(cli, swarm, "--", "count.py", "400")
+    job.until_step(25, rank=2)
+    swarm.hosts[0].docker("update", "--cpus", "0.03", f"{job.home()}-relay")  # through which all nodes are reached
+    job.kill_worker(2)
+    finished(job, 400)
+    assert job.causes() == [(2, "killed")]
+
+
 @pytest.mark.slow
 def test_a_host_that_dies_must_be_done_without(cli, swarm):
     job = Job(cli, swarm, "--set", "grace=2s", "--", "count.py", "300")

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from orchestrate.engines import LOST, Exit, JobState, never
 from orchestrate.engines import services as parts
 from orchestrate.engines.image import has_image
-from orchestrate.engines.links import Link, Linked
+from orchestrate.engines.links import ANSWERS, Link, Linked
 from orchestrate.engines.manager import Manager, Thing, coming, ended, gpus, ready, shared_out, well
 from orchestrate.engines.mirror import Mirror, rescued
 from orchestrate.engines.parcels import code_files, give, mine, packed
@@ -163,6 +163,8 @@ class SwarmEngine(Linked):
         for node in [node for node in self.links if self.linked[node] != self._id(node)]:
             self._break(node)  # that of an earlier node of this name
         self._bring(workers)
+        for node in [node for node in self.links if self._id(node) in self.given_up]:
+            self._break(node)  # what its workers wrote would not come home
         self._follow(workers)
         super().start(workers, command)
 
@@ -199,8 +201,10 @@ class SwarmEngine(Linked):
                 return "host lost"
             if not task or not well(task):
                 return "node lost"
-            if node in self.links or time.monotonic() > deadline:
+            if node in self.links:
                 return ""
+            if time.monotonic() > deadline:
+                return "host lost"
             time.sleep(0.2)
 
     def troubles(self) -> dict[str, str]:
@@ -317,7 +321,7 @@ class SwarmEngine(Linked):
         address, port = self.swarm.node_address(task)
         patience = AGAIN if task["ID"] in self.supplied else BOOTS
         link = self.swarm.daemon.talk(str(relay.id), [*PIPE, address, str(port), str(patience)], self.swarm.key)
-        if link is None or not link.greet(patience):
+        if link is None or not link.greet(patience + ANSWERS):  # what passes it on starts late where we are busy
             return None
         link.send("lease", relay=self.swarm.relay_address())
         return link
