@@ -1,0 +1,93 @@
+"""A node in mode `wait` for tests, and who talks to it."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+
+from conftest import ROOT
+
+NODE = str(ROOT / "orchestrate" / "node")
+PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")
+PRELOAD = "colorsys"  # a module that nobody else imports: found imported, it tells a forked worker from a fresh one
+
+
+class Pipe:
+    """Somebody who talks to a node, from outside of a container."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        command = [sys.executable, "-I", "-S", PIPE]
+        self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.heard: list[dict] = []
+        self.partial = b""
+
+    def ask(self, what: str, **facts) -> None:
+        self.process.stdin.write(json.dumps({"ask": what, **facts}).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def until(self, say: str, **facts) -> dict | None:
+        """The first such message, also among those that were heard before; None where the node ends without it."""
+        wanted = {"say": say, **facts}
+        while not (found := [message for message in self.heard if wanted.items() <= message.items()]):
+            assert select.select([self.process.stdout], [], [], 60)[0], f"no {wanted} among {self.heard}"
+            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                return None
+            *lines, self.partial = (self.partial + chunk).split(b"\n")
+            self.heard += map(json.loads, lines)
+        return found[0]
+
+    def status(self) -> dict:
+        self.heard = [message for message in self.heard if message["say"] != "status"]
+        self.ask("status")
+        status = self.until("status")
+        return {key: status[key] for key in ("generation", "codes", "signs", "running")}
+
+    def close(self, code: int = 0) -> None:
+        for stream in (self.process.stdin, self.process.stdout):
+            stream.close()
+        assert self.process.wait(timeout=150) == code
+
+
+class Waiting:
+    """A node in mode `wait`, and somebody who starts workers in it."""
+
+    def __init__(self, tmp_path, preload: str = "", **env: str) -> None:
+        self.folder = tmp_path
+        self.env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(tmp_path / "s"), "JOB_DIR": str(tmp_path)}
+        self.env |= {"NODE_PRELOAD": preload, **env}
+        self.out = tmp_path / "stdout"
+        self.pipe = Pipe(self.env)  # before the node listens
+        with self.out.open("wb") as out:
+            self.node = subprocess.Popen([sys.executable, NODE], env=self.env, stdout=out, cwd=tmp_path)
+
+    def start(self, rank: int, code: str, generation: int = 0) -> None:
+        script = self.folder / f"{rank}.py"
+        script.write_text(code)
+        self.command(rank, str(script), "--flag", "x y", TORCHELASTIC_RESTART_COUNT=str(generation))
+
+    def command(self, rank: int, *words: str, **env: str) -> None:
+        own = {"RANK": str(rank), "ONLY_HERE": "1", **env}
+        self.pipe.ask("start", command=words, env=own, inherit=True, cwd=None)
+
+    def code(self, rank: int, generation: int = 0) -> int | None:
+        """The exit code of a worker; None where the node ends first."""
+        ended = self.pipe.until("ended", rank=rank, generation=generation)
+        return ended and ended["code"]
+
+    def run(self, rank: int, code: str, generation: int = 0) -> int | None:
+        self.start(rank, code, generation)
+        return self.code(rank, generation)
+
+    def status(self) -> dict:
+        return self.pipe.status()
+
+    def log(self, rank: int) -> str:
+        path = self.folder / "logs" / f"rank-{rank}.log"
+        return path.read_text() if path.exists() else ""
+
+    def end(self) -> None:
+        self.node.terminate()
+        assert self.node.wait(timeout=150) == 0
+        self.pipe.close()
