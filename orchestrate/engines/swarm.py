@@ -160,11 +160,10 @@ class SwarmEngine(Linked):
             time.sleep(0.2)  # an older generation may still run where nobody can tell it to stop
         self.unsure, self.asked = {}, {}
         self._well_nodes()
-        for node in [node for node in self.links if self.linked[node] != self._id(node)]:
-            self._break(node)  # that of an earlier node of this name
         self._bring(workers)
-        for node in [node for node in self.links if self._id(node) in self.given_up]:
-            self._break(node)  # what its workers wrote would not come home
+        for node, task in [(node, self.linked[node]) for node in self.links]:
+            if task != self._id(node) or task in self.given_up:  # an earlier node, or one whose files would stay there
+                self._break(node)
         self._follow(workers)
         super().start(workers, command)
 
@@ -201,10 +200,8 @@ class SwarmEngine(Linked):
                 return "host lost"
             if not task or not well(task):
                 return "node lost"
-            if node in self.links:
-                return ""
-            if time.monotonic() > deadline:
-                return "host lost"
+            if node in self.links or time.monotonic() > deadline:
+                return "" if node in self.links else "host lost"
             time.sleep(0.2)
 
     def troubles(self) -> dict[str, str]:
