@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 
 from conftest import Cli, docker, environ, eventually
 
@@ -86,6 +88,17 @@ class Background:
         """Step and generation of each line that the script count.py wrote."""
         found = re.findall(r"^step (\d+) in (\d+)$", self.cli.log(rank), re.M)
         return [(int(step), int(generation)) for step, generation in found]
+
+
+def compose_hangs(cli: Cli, after: bool = False) -> Callable[[], str]:
+    """Have `docker compose up` hang, or hang `after` the nodes are up; the result says which process does, or ""."""
+    path, hung, real = cli.folder / "bin" / "docker", cli.folder / "hung", shutil.which("docker")
+    path.parent.mkdir()
+    does = f'{real} "$@"; ' * after + f"echo $$ > {hung}; sleep 600"
+    path.write_text(f"#!/bin/sh\ncase $* in *' up '*) {does} ;; esac\nexec {real} \"$@\"\n")
+    path.chmod(0o755)
+    cli.env["PATH"] = f"{path.parent}:{cli.env['PATH']}"
+    return lambda: hung.read_text() if hung.exists() else ""
 
 
 def container(home: str, name: str) -> str:

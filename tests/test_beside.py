@@ -1,5 +1,6 @@
 """Commands must see and touch what they are asked for, and nothing else: other jobs, other users, the folder."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,8 +15,10 @@ from conftest import descendants, docker, eventually, gone
 from engines import Engine
 from faults import OPTIONS, Background
 
+from orchestrate import commands
+from orchestrate.engines import JobState
 from orchestrate.engines.process import ProcessEngine
-from orchestrate.errors import EngineError
+from orchestrate.errors import EngineError, UsageError
 from orchestrate.job import new_id
 from orchestrate.spec import JobSpec
 
@@ -130,6 +133,8 @@ def test_the_log_of_one_worker_must_be_that_workers(cli, nothing_left):
     logs = [cli("logs", name, "--rank", str(rank)).stdout for rank in range(3)]
     assert [json.loads(text)["env"]["RANK"] for text in logs] == ["0", "1", "2"]
     assert cli("logs", name, "--rank", "2", "-f").stdout == logs[2]
+    (cli.folder / "runs" / name / "logs" / "rank-1.log").write_text("one\ntwo")
+    assert cli("logs", name, "--rank", "1").stdout == "one\ntwo\n"  # the last line, too
     done = cli("logs", name, "--rank", "3")
     assert (done.returncode, done.stderr) == (2, f"error: no rank 3 in {name}\nhint: its ranks are 0 to 2\n")
 
@@ -226,6 +231,28 @@ def test_the_job_of_another_user_must_be_left_alone(cli, docker_engine, nothing_
         assert docker("ps", "-aq", "--no-trunc", "--filter", f"id={made}").strip() == made
     finally:
         docker("rm", made)
+
+
+class Others:
+    """An engine on which a job of some user runs."""
+
+    def __init__(self, owner: int) -> None:
+        self.owner = owner
+
+    def jobs(self) -> list[JobState]:
+        return [JobState("a-1", "docker", 2, Path("runs/a-1"), self.owner)]
+
+    def holds(self, name: str) -> list[str]:
+        return [f"container {name}-master"]
+
+
+@pytest.mark.parametrize(
+    ("user", "owner", "may"), [(1000, 1000, True), (1000, -1, True), (1000, 0, False), (0, 7, False)]
+)
+def test_only_its_owner_may_touch_a_job(monkeypatch, user, owner, may):
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    with contextlib.nullcontext() if may else pytest.raises(UsageError, match=f"a-1 belongs to user {owner}"):
+        assert commands._held([Others(owner)], "a-1")
 
 
 # --- what dies with a node

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 from conftest import Cli, docker, eventually, gone
-from faults import OPTIONS, Background, container, kill_node
+from faults import OPTIONS, Background, compose_hangs, container, kill_node
 
 
 class Cluster:
@@ -209,6 +209,17 @@ def test_ctrl_c_must_stop_the_job_and_leave_the_cluster(up, cli, engine):
 def test_a_cluster_that_cannot_come_up_must_leave_nothing(cli, engine, nothing_left):
     done = cli("up", "--engine", engine, "--gpus", "64", "--trainers", "2")
     assert done.returncode == 4
+    assert not list(cli.folder.glob("runs/*"))
+
+
+@pytest.mark.docker
+def test_ctrl_c_while_a_cluster_comes_up_must_leave_nothing(cli, docker_engine, nothing_left):
+    hung = compose_hangs(cli, after=True)
+    up = cli.start("up", "--engine", "docker", "--trainers", "1", *OPTIONS)
+    eventually(hung)
+    up.send_signal(signal.SIGINT)
+    up.communicate(timeout=150)
+    assert up.returncode == 130
     assert not list(cli.folder.glob("runs/*"))
 
 

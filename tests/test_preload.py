@@ -52,6 +52,8 @@ def test_the_job_file_must_have_the_last_word(tmp_path):
     (tmp_path / "train.py").write_text("import torch")
     assert preload(JobSpec(command=("train.py",), preload=["numpy", "torch"]), tmp_path) == (*TORCH, "numpy")
     assert preload(JobSpec(command=("train.py",), preload=["numpy"], warm=False), tmp_path) == ()
+    (tmp_path / "train.py").write_text("import something_that_imports_torch")
+    assert preload(JobSpec(command=("train.py",), preload=["numpy"]), tmp_path) == ("numpy",)
 
 
 @pytest.mark.parametrize("command", [("nonesuch.py",), ("-m", "nonesuch"), ("-m", "torch.distributed.run")])

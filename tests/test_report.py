@@ -68,3 +68,14 @@ def test_a_worker_that_is_slow_now_and_then_must_not_be_named():
 @pytest.mark.parametrize("row", [3, [0.1, 0.2], [0.1, 0.2, "0.3"], [0.1, 0.2, None], []])
 def test_what_a_script_writes_wrongly_must_not_count(row):
     assert pace(*[row] * 20)["pace"] == []
+
+
+def test_the_last_value_of_each_metric_must_be_the_final_one():
+    rows = [
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 0.25},
+        {"epoch": 1, "accuracy": 0.9},
+        {"step": 3, "loss": 0.2},
+    ]
+    data = report(PLAN, Outcome("succeeded", "finished"), [], [], rows, [])
+    assert data["final_metrics"] == {"step": 3, "loss": 0.2, "epoch": 1, "accuracy": 0.9}

@@ -2,13 +2,12 @@
 
 import json
 import os
-import shutil
 import signal
 import time
 
 import pytest
 from conftest import docker, eventually, gone
-from faults import Background, node_pid
+from faults import Background, compose_hangs, node_pid
 
 RUN = ("run", "--gpus", "none", "--max-restarts", "0")
 
@@ -143,14 +142,9 @@ def test_ctrl_c_while_the_nodes_come_up_must_leave_nothing(cli, engine):
 
 @pytest.mark.docker
 def test_ctrl_c_must_end_a_compose_that_hangs(cli, docker_engine, nothing_left):
-    (cli.folder / "bin").mkdir()
-    hangs = cli.folder / "bin" / "docker"
-    hung, real = cli.folder / "hung", shutil.which("docker")
-    hangs.write_text(f"#!/bin/sh\ncase $* in *' up '*) echo $$ > {hung}; sleep 600 ;; esac\nexec {real} \"$@\"\n")
-    hangs.chmod(0o755)
-    cli.env["PATH"] = f"{hangs.parent}:{cli.env['PATH']}"
+    hung = compose_hangs(cli)
     job = cli.start(*RUN, "--engine", "docker", "--trainers", "1", "--", "steps.py")
-    pid = eventually(lambda: hung.exists() and hung.read_text())
+    pid = eventually(hung)
     job.send_signal(signal.SIGINT)
     job.communicate(timeout=150)
     assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")

@@ -117,7 +117,11 @@ def test_nodes_that_cannot_be_known_any_more_must_be_removed_all_the_same(job, m
 
 @pytest.mark.parametrize(("ago", "word"), [(3600.0, "stopped"), (600.0, "succeeded")])
 def test_the_maximum_run_time_must_count_from_the_start_of_the_job(job, ago, word):
-    died(job, {**STARTING, "time": job.clock.now - ago})
+    died(
+        job,
+        {**STARTING, "time": job.clock.now - ago},
+        {"event": "generation_started", "generation": 0, "time": job.clock.now - 1},
+    )
     engine = Scripted([[], ALL_WELL])
     outcome = job.run(engine, JobSpec(trainers=2, max_run=1800.0))
     assert outcome.word == word

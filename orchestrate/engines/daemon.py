@@ -153,18 +153,25 @@ class Daemon:
 def _end_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> str:
     """What a process that leads its group has printed when it ends; raises EngineError where it had to be ended.
 
-    When `stopped()`, it still has a while: what it is making can be removed only when it is there.
+    When `stopped()`, or on Ctrl-C, it still has a while: what it is making can be removed only when it is there.
     """
     deadline, hurried, ended = time.monotonic() + LONGEST, False, False
+    interrupt: KeyboardInterrupt | None = None
     while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             output = process.communicate(timeout=0.2)[0]
             break
-        if stopped() and not hurried:
+        except subprocess.TimeoutExpired:
+            pass
+        except KeyboardInterrupt as error:
+            interrupt = error
+        if (interrupt or stopped()) and not hurried:
             deadline, hurried = time.monotonic() + ENDS, True
         if time.monotonic() > deadline:
             os.killpg(process.pid, signal.SIGKILL if ended else signal.SIGTERM)
             deadline, ended = time.monotonic() + ENDS, True
+    if interrupt:
+        raise interrupt
     if ended:
         raise EngineError("docker compose did not end by itself")
     return output
