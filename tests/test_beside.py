@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,19 @@ def test_a_plan_must_build_and_pull_no_image(cli, docker_engine, words):
         )
     finally:
         engine.remove()
+
+
+def test_a_look_for_gpus_that_fails_must_leave_nothing(cli, nvidia_runtime, nothing_left):
+    image = f"empty-{os.getpid()}"
+    with tarfile.open(cli.folder / "empty.tar", "w"):
+        pass
+    docker("import", str(cli.folder / "empty.tar"), image)
+    try:
+        done = cli("plan", "--engine", "docker", "--gpus", "auto", "--image", image, "--", "probe.py")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "  cpu\n" in done.stdout
+    finally:
+        docker("image", "rm", image)
 
 
 def test_the_job_file_must_yield_to_set_and_set_to_flags(cli):

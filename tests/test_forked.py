@@ -17,6 +17,7 @@ SCRIPTS = {
         "      [signal.getsignal(n) for n in (2, 13, 15)], sorted(map(int, os.listdir('/proc/self/fd')))[:3])"
     ),
     "its command line": "print(open('/proc/self/cmdline').read().rstrip(chr(0)).split(chr(0)))",
+    "whether garbage is collected": "import gc\nprint(gc.isenabled(), gc.get_threshold())",
     "an exit code": "raise SystemExit(3)",
     "an exit code in a list": "import sys\nsys.exit([1, 'two'])",
     "a last word": "import sys\nsys.exit('error: enough')",

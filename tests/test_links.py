@@ -6,9 +6,10 @@ import socket
 import pytest
 
 from orchestrate.engines.daemon import Frames
-from orchestrate.engines.links import Link
+from orchestrate.engines.links import Link, Linked
 
 MESSAGES = [{"say": "status", "running": {}}, {"say": "ended", "rank": 3, "code": 0, "text": "ä" * 300}]
+SAID = {"say": "ended", "generation": 0, "sign": "", "asked": False}
 LINES = b"".join(json.dumps(message).encode() + b"\n" for message in MESSAGES)
 
 
@@ -41,6 +42,28 @@ def test_a_connection_that_has_ended_must_take_no_request(ends):
     there.close()
     assert link.receive() is None
     assert not link.send("status")
+
+
+def linked(generation: int, ranks: int) -> Linked:
+    engine = Linked()
+    engine.generation, engine.running = generation, {rank: f"node-{rank}" for rank in range(ranks)}
+    return engine
+
+
+def test_ends_must_be_told_in_their_own_order_whatever_is_heard_first():
+    engine = linked(0, 3)
+    for rank, code, at in ((2, 1, 12.5), (0, 1, 12.0), (1, 139, 11.5)):
+        engine._heard(f"node-{rank}", {**SAID, "rank": rank, "code": code, "at": at})
+    assert [(exit.rank, exit.code) for exit in engine.wait(0)] == [(1, 139), (0, 1), (2, 1)]
+
+
+@pytest.mark.parametrize(("generation", "known"), [(0, False), (1, True), (2, False)])
+def test_only_what_a_node_knows_of_this_generation_must_count(generation, known):
+    engine = linked(1, 2)
+    state = {"generation": generation, "codes": {"0": 3}, "signs": {"0": ""}, "running": {"1": {"pid": 7}}}
+    assert [engine._know(rank, state) for rank in (0, 1)] == [known, known]
+    assert [exit.code for exit in engine.wait(0)] == [3] * known
+    assert engine.pids == {1: 7} if known else not engine.pids
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 50, 10_000])

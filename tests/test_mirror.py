@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, eventually, gone
 
+from orchestrate.engines import mirror as mirror_module
 from orchestrate.engines.links import Link
 from orchestrate.engines.mirror import Mirror, rescued
-from orchestrate.engines.parcels import code_files, give, mine, packed
+from orchestrate.engines.parcels import give, mine, packed
 from orchestrate.engines.ports import free_port
-from orchestrate.errors import EngineError, ResourceError
+from orchestrate.errors import EngineError
 from orchestrate.node.files import PIECE
 from orchestrate.node.sealed import Seal
 
@@ -115,6 +116,26 @@ def test_what_a_worker_writes_must_come_home(node, mirror):
     assert (mirror.home / "checkpoints/last").is_dir()
     assert (mirror.home / "checkpoints" / "last" / "state.pt").read_bytes() == bytes(range(256)) * 8192
     assert (mirror.home / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
+
+
+def test_what_was_written_last_must_come_home_last(node, mirror, monkeypatch):
+    came = []
+    keep = mirror_module._Fetch.keep
+    monkeypatch.setattr(mirror_module._Fetch, "keep", lambda self: (came.append(self.path), keep(self)))
+    link = node.connect()
+    node.start(
+        link,
+        "import os, pathlib\n"
+        "half = pathlib.Path(os.environ['JOB_DIR'], 'checkpoints', '.half')\n"
+        "half.mkdir()\n"
+        "for time, name in enumerate(('b', 'manifest', 'a')):\n"
+        "    (half / name).write_text(name)\n"
+        "    os.utime(half / name, (time, 1 if name == 'a' else 10 * time))\n"
+        "half.rename(half.with_name('step-1'))\n",
+    )
+    assert node.until(link, "ended")["code"] == 0
+    mirror.catch_up(20)
+    assert came == ["checkpoints/step-1/b", "checkpoints/step-1/a", "checkpoints/step-1/manifest"]
 
 
 def test_what_a_worker_removes_must_go_at_home_too(node, mirror):
@@ -398,19 +419,3 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
 )
 def test_the_last_lines_of_a_lost_worker_must_come_from_its_nodes_stdout(home, copy, lacking):
     assert rescued(home, copy, 1) == lacking
-
-
-def test_code_must_be_sent_without_what_is_none(tmp_path):
-    names = ["train.py", "pkg/model.py", "data/big.bin", ".git/config", "runs/job/plan.json", "env/pyvenv.cfg"]
-    for name in [*names, "env/lib/x.py", "pkg/__pycache__/model.pyc"]:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
-    (tmp_path / ".dockerignore").write_text("# none of it\ndata\n")
-    assert {str(path.relative_to(tmp_path)) for path in code_files(tmp_path)} == {"train.py", "pkg/model.py"}
-
-
-def test_code_that_is_too_large_must_be_told(tmp_path):
-    with (tmp_path / "weights.bin").open("wb") as file:
-        file.truncate(300 << 20)
-    with pytest.raises(ResourceError, match="more than 256 MB"):
-        code_files(tmp_path)

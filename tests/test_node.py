@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, eventually, gone
+from conftest import ROOT, descendants, eventually, gone
 
 NODE = str(ROOT / "orchestrate" / "node")
 
@@ -99,6 +99,19 @@ def test_a_second_sigterm_must_kill_at_once(tmp_path):
     assert node.returncode == 137
 
 
+def test_a_scheduler_that_asks_again_and_again_must_not_cut_the_grace_period_short(tmp_path):
+    code = "import signal\nsignal.signal(15, lambda *_: print('asked'))\nprint('ready')\nsignal.pause()\nprint('saved')"
+    node = given(tmp_path, code.replace("signal.pause()", "signal.pause(); signal.pause()"), NODE_PATIENT="1")
+    eventually(lambda: b"ready" in log(tmp_path))
+    node.send_signal(signal.SIGTERM)
+    eventually(lambda: b"asked" in log(tmp_path))
+    for _ in range(3):
+        node.send_signal(signal.SIGTERM)
+    os.kill(descendants(node.pid)[0], signal.SIGTERM)  # the worker ends, as it does once it has saved
+    node.communicate(timeout=150)
+    assert log(tmp_path) == b"ready\nasked\nasked\nsaved\n"
+
+
 def test_what_a_worker_leaves_running_must_be_ended_with_it(tmp_path):
     code = "import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid)"
     given(tmp_path, code).communicate(timeout=150)
@@ -117,37 +130,37 @@ def test_a_log_that_cannot_be_written_must_not_end_the_training(tmp_path):
 
 
 def test_a_log_must_go_on_when_the_disk_has_space_again_and_say_how_much_is_missing(tmp_path):
-    wait = "while not os.read(os.open('fifo', os.O_RDONLY), 1): pass"  # nothing: the last writer is still closing
-    code = f"import os\nfor line in ('a', 'bcd', 'e'):\n    print(line)\n    {wait}"
-    os.mkfifo(tmp_path / "fifo")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    code = f"import os\nfifo = os.open({str(fifo)!r}, os.O_RDWR)\n"  # which never waits for a writer
+    code += "for line in ('a', 'bcd', 'fg', 'e'):\n    print(line)\n    os.read(fifo, 1)"
     (tmp_path / "logs").mkdir()
     path = tmp_path / "logs" / "rank-2.log"
     os.mkfifo(path)  # a file whose reader decides when it can be written
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    env = {"JOB_DIR": str(tmp_path)}
-    node = given(tmp_path, code.replace("'fifo'", repr(str(tmp_path / "fifo"))), **env)
+    node = given(tmp_path, code, JOB_DIR=str(tmp_path))
 
     def go_on() -> None:
-        with open(tmp_path / "fifo", "w") as file:
-            file.write("x")
+        fifo.write_text("x")
 
     def reads(expected: bytes) -> bool:
         nonlocal found
         with contextlib.suppress(BlockingIOError):
             found += os.read(reader, 1000)  # a line may come in pieces
-        assert expected.startswith(found)
+        assert expected.startswith(found), found
         return found == expected
 
     found = b""
     eventually(lambda: reads(b"a\n"))
     os.close(reader)  # now writing fails
-    go_on()
-    line = node.stdout.readline()
-    while line != b"[rank 2] bcd\n":
+    for word in (b"bcd", b"fg"):
+        go_on()
         line = node.stdout.readline()
+        while line != b"[rank 2] " + word + b"\n":
+            line = node.stdout.readline()
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     go_on()
-    expected = b"\n[node] 4 bytes are missing here: the file could not be written\ne\n"
+    expected = b"\n[node] 7 bytes are missing here: the file could not be written\ne\n"
     found = b""
     eventually(lambda: reads(expected))
     go_on()

@@ -2,8 +2,11 @@
 
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
 from test_plan import HERE
 
 from orchestrate import job
@@ -104,3 +107,24 @@ def test_a_secret_must_be_new_and_its_owners_alone(paths):
 def test_a_folder_must_not_be_opened_as_a_file(paths):
     with pytest.raises(OSError):
         open_regular(paths.logs)
+
+
+@pytest.mark.parametrize(
+    ("command", "there", "ours"),
+    [
+        ("-m app.train", "", True),
+        ("-m app", "", True),
+        ("-m app.train", "app", False),
+        ("-m app.train", "app.py", False),
+        ("-m apple.train", "", False),
+        ("app.py", "", False),
+        ("train.py", "", False),
+    ],
+)
+def test_only_our_own_app_must_run_in_our_own_folder(tmp_path, command, there, ours):
+    if there:
+        (tmp_path / there).mkdir()
+    asks = f"from orchestrate.paths import code_folder; print(code_folder({tuple(command.split())}))"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", asks], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == str(ROOT if ours else tmp_path), done.stderr

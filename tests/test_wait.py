@@ -148,6 +148,14 @@ def test_a_node_that_is_cleaned_must_know_nothing_and_have_nothing_of_the_last_j
     assert not [message for message in waiting.pipe.heard if message["say"] == "ended"]
 
 
+def test_what_a_worker_does_must_count_with_all_that_it_has_started(waiting):
+    burn = "while time.process_time() < 0.3: pass\nprint('burnt')\nsignal.pause()"
+    waiting.start(0, f"import os, signal, time\nos.fork()\n{burn}")
+    eventually(lambda: waiting.log(0).count("burnt") == 2)
+    doing = waiting.status()["running"]["0"]
+    assert doing["state"] == "S" and 0.55 < doing["cpu"] < 10
+
+
 @pytest.mark.parametrize("preload", ["", PRELOAD], ids=["fresh", "warm"])
 def test_the_end_of_a_node_must_be_the_end_of_its_workers_and_of_what_forks_them(tmp_path, preload):
     node = Waiting(tmp_path, preload)

@@ -1,0 +1,45 @@
+"""A job has one supervisor, and that it lives is the kernel's word."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from orchestrate import lock
+from orchestrate.paths import JobPaths
+
+HOLDS = (
+    "import pathlib, sys\nfrom orchestrate import lock\nfrom orchestrate.paths import JobPaths\n"
+    "with lock.held(JobPaths(pathlib.Path(sys.argv[1]))):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+)
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that supervises the job."""
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+
+
+@pytest.mark.timeout(60)
+def test_a_second_supervisor_must_be_told_at_once_who_is_the_first(tmp_path, other):
+    paths = JobPaths(tmp_path)
+    assert lock.holder(paths) == other.pid
+    with pytest.raises(BlockingIOError), lock.held(paths):
+        pass
+
+
+def test_the_end_of_a_supervisor_must_make_room_for_the_next(tmp_path, other):
+    paths = JobPaths(tmp_path)
+    other.kill()
+    other.wait()
+    assert lock.holder(paths) == 0
+    with lock.held(paths):
+        pass
+
+
+def test_a_job_that_nobody_supervises_must_have_no_holder(tmp_path):
+    assert lock.holder(JobPaths(tmp_path)) == 0
