@@ -1,5 +1,6 @@
 """A checkpoint must be whole or absent, be found when it is damaged, and never run anything."""
 
+import errno
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from conftest import ROOT, SCRIPTS
 from safetensors.torch import load_file, save_file
 from test_training import ok, same
 
-from app import checkpoint
+from app import checkpoint, job
 from app.checkpoint import Checkpoints, read_manifest
 from app.job import Job, append
 from app.publish import publish
@@ -51,6 +52,41 @@ def test_a_checkpoint_must_be_what_it_was_when_save_was_called(tmp_path):
     store.wait()
     found = store.newest()[0]
     assert not found["x"].any() and not found["inner"][0]["y"].any()
+
+
+def test_only_misses_in_a_row_must_end_the_training(tmp_path, monkeypatch):
+    store, full = Checkpoints(tmp_path), set()
+    commit = store._commit
+
+    def commits(found: dict, step: int, facts: dict) -> None:
+        if step in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        commit(found, step, facts)
+
+    monkeypatch.setattr(store, "_commit", commits)
+    full |= {1, 2, 4, 5, 7, 8, 9}
+    for step in range(1, 10):
+        assert store.save(state(step), step)
+        if step < 9:
+            store.wait()
+    with pytest.raises(OSError, match="3 checkpoints in a row could not be written"):
+        store.wait()
+
+
+def test_metrics_that_could_not_be_written_must_be_written_later(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("JOB_DIR", str(tmp_path))
+    made = Job()
+    made.record(step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "append", full)
+        made.record(step=2)
+        made.record(step=3)
+    made.record(step=4)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
 
 
 def test_any_flipped_byte_must_be_found_and_the_one_before_loaded(tmp_path, capsys):

@@ -1,6 +1,8 @@
 """What the app is asked for must have its effect: an option that changes nothing raises no error."""
 
+import contextlib
 import os
+import re
 import signal
 
 import pytest
@@ -184,6 +186,30 @@ def test_an_evaluation_must_leave_the_model_as_it_is_and_see_each_image_once(mon
         output = net(data.normalised(images))
     assert loss == pytest.approx(float(torch.nn.functional.cross_entropy(output, labels)), rel=1e-5)
     assert accuracy == int((output.argmax(1) == labels).sum()) / 1203
+
+
+def test_cifars_images_must_be_upright_with_their_channels_first(monkeypatch, tmp_path):
+    images = torch.arange(2 * 32 * 32 * 3).remainder(251).to(torch.uint8).view(2, 32, 32, 3)  # as torchvision has them
+    monkeypatch.setattr(data, "_files", lambda *_: [images, torch.zeros(2), images, torch.zeros(2)])
+    for found in data.load("cifar10", tmp_path, download=False)[::2]:
+        assert found.shape == (2, 3, 32, 32) and found.is_contiguous()
+        assert torch.equal(found[1, 2, 5], images[1, 5, :, 2])
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0])
+def test_dropout_must_scale_both_rates(scale):
+    net = build("mnist", 1, 28, scale)
+    assert (net.dropout1.p, net.dropout2.p) == (0.25 * scale, 0.5 * scale)
+
+
+@pytest.mark.parametrize(("values", "odd"), [("baa", [0]), ("aba", [1]), ("ab", [1]), ("abca", [1, 2]), ("aaa", [])])
+def test_of_replicas_that_differ_those_unlike_most_must_be_named(monkeypatch, values, odd):
+    made = Job()
+    monkeypatch.setattr(made, "gather", lambda _: [torch.full((32,), ord(value)) for value in values])
+    named = ", ".join(f"rank {rank} ({values[rank].encode().hex() * 4})" for rank in odd)
+    expected = f"error: replicas differ at step 7: {named}; the other {len(values) - len(odd)} have 61616161"
+    with pytest.raises(SystemExit, match=re.escape(expected)) if odd else contextlib.nullcontext():
+        replicas.check(made, torch.nn.Linear(1, 1), 7)
 
 
 def test_replicas_must_be_compared_in_all_their_parameters():

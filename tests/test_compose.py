@@ -20,16 +20,15 @@ class Project:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("NODE_", "COMPOSE_"))}
         self.env = clean | {"NODE_CODE": str(SCRIPTS), "NODE_COMMAND": script}
 
+    def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
+        command = ["docker", "compose", "--ansi", "never", "--project-name", self.name, *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, cwd=ROOT, env=self.env | env, text=True, **pipes)
+
     def __call__(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["docker", "compose", "--ansi", "never", "--project-name", self.name, *arguments],
-            cwd=ROOT,
-            env=self.env | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-        )
+        process = self.start(*arguments, **env)
+        out, _ = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(arguments, process.returncode, out)
 
 
 @pytest.fixture
@@ -70,6 +69,23 @@ def test_the_number_may_come_from_the_environment(project):
     done = project(*CPU, "up", TRAINERS="2")
     assert done.returncode == 0, done.stdout
     check_gang(done.stdout, "-cpu", 2)
+
+
+def test_a_node_may_have_several_workers(project):
+    done = project(*CPU, "up", TRAINERS="2", NPROC_PER_NODE="2")
+    assert done.returncode == 0, done.stdout
+    found = re.findall(r"^(\S+) +\| \[rank (\d+)\] {", done.stdout, re.M)
+    nodes = ["master-cpu-1", "trainer-cpu-1", "trainer-cpu-2"]
+    assert sorted(found, key=lambda one: one[1]) == [(nodes[rank // 2], str(rank)) for rank in range(6)]
+
+
+def test_the_trainers_must_end_when_the_master_dies(project):
+    project.env["NODE_COMMAND"] = "steps.py"
+    up = project.start(*CPU, "up", "--scale", "trainer-cpu=1")
+    eventually(lambda: "[rank 1] stepping" in project(*CPU, "logs", "trainer-cpu").stdout)
+    docker("kill", f"{project.name}-master-cpu-1")
+    out, _ = up.communicate(timeout=150)
+    assert up.returncode != 0 and "trainer-cpu-1 exited with code 143" in out, out
 
 
 def test_the_default_must_use_the_nvidia_runtime_and_give_every_node_its_own_gpu(project, nvidia_runtime):
@@ -125,6 +141,11 @@ def test_a_failing_rank_must_end_the_gang_and_up_must_end_non_zero(project, rank
     name = "master" if rank == 0 else "trainer-2"
     assert f"rank {rank} on {name} failed with exit code 3; stopping the others" in done.stdout
     assert "all ranks succeeded" not in done.stdout
+
+
+def test_any_user_must_be_able_to_write_to_a_fresh_volume(docker_engine):
+    mount = ("--mount", "type=volume,dst=/job", "--entrypoint", "touch")
+    docker("run", "--rm", "--user", "4242:4242", *mount, "orchestrate-node:0.1", "/job/file")
 
 
 def test_a_second_up_must_train_again(project):

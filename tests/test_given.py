@@ -2,6 +2,7 @@
 
 import pytest
 
+from orchestrate.node import given
 from orchestrate.node.given import envs, own_gpus
 from orchestrate.node.place import interface_to
 from orchestrate.node.ranks import CONTRACT
@@ -44,8 +45,11 @@ def test_as_many_workers_as_gpus_must_be_there_where_nobody_says_how_many():
 
 @pytest.mark.parametrize(("named", "found"), [("GPU-a,GPU-b", ["GPU-a", "GPU-b"]), ("", [])])
 def test_the_gpus_that_a_scheduler_names_must_be_those_of_the_node(monkeypatch, named, found):
+    monkeypatch.setattr(given, "gpus", lambda: ["GPU-a", "GPU-b", "GPU-c"])  # all of the machine
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     assert own_gpus() == found
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert own_gpus() == ["GPU-a", "GPU-b", "GPU-c"]
 
 
 @pytest.mark.parametrize("missing", ["NODE_RANK", "NNODES", "MASTER_ADDR"])

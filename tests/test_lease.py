@@ -112,3 +112,37 @@ def test_a_relay_must_answer_every_question_with_the_key(tmp_path):
     finally:
         relay.kill()
         relay.wait()
+
+
+def test_a_relay_must_go_on_where_an_answer_cannot_be_sent(monkeypatch):
+    class Enough(Exception):
+        pass
+
+    class Wire:
+        """A socket over which the first node cannot be reached."""
+
+        asked, sent = [b"first", b"second"], []
+
+        def recvfrom(self, size: int) -> tuple[bytes, str]:
+            if not self.asked:
+                raise Enough
+            return self.asked[0], f"the {self.asked.pop(0).decode()} node"
+
+        def sendto(self, text: bytes, address: str) -> None:
+            if address == "the first node":
+                raise OSError("no route")
+            self.sent.append((text, address))
+
+        def bind(self, address: tuple[str, int]) -> None:
+            pass
+
+        def __enter__(self) -> "Wire":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(lease.socket, "socket", lambda *_: Wire())
+    with pytest.raises(Enough):
+        lease.relay(KEY, 1)
+    assert Wire.sent == [(answer(KEY, b"second"), "the second node")]

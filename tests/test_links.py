@@ -2,11 +2,15 @@
 
 import json
 import socket
+import subprocess
+import sys
 
 import pytest
+from waiting import PIPE
 
 from orchestrate.engines.daemon import Frames
 from orchestrate.engines.links import Link, Linked
+from orchestrate.engines.ports import free_port
 
 MESSAGES = [{"say": "status", "running": {}}, {"say": "ended", "rank": 3, "code": 0, "text": "ä" * 300}]
 SAID = {"say": "ended", "generation": 0, "sign": "", "asked": False}
@@ -64,6 +68,12 @@ def test_only_what_a_node_knows_of_this_generation_must_count(generation, known)
     assert [engine._know(rank, state) for rank in (0, 1)] == [known, known]
     assert [exit.code for exit in engine.wait(0)] == [3] * known
     assert engine.pids == {1: 7} if known else not engine.pids
+
+
+def test_a_node_that_is_not_there_must_be_tried_no_longer_than_was_asked_for():
+    command = [sys.executable, "-I", "-S", PIPE, "127.0.0.1", str(free_port()), "0.1"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+    assert done.returncode == 1 and b"refused" in done.stderr
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 50, 10_000])

@@ -158,7 +158,12 @@ def test_the_log_of_another_node_must_be_gone_on_with(node, mirror):
     node.start(link, "print('more')", generation=1, log=log.stat().st_size)
     node.until(link, "ended")
     mirror.catch_up(20)
-    assert log.read_bytes() == b"what a node wrote that is lost\n[node] generation 1\nmore\n"
+    so_far = b"what a node wrote that is lost\n[node] generation 1\nmore\n"
+    assert log.read_bytes() == so_far
+    node.start(link, "print('again')", generation=2, log=log.stat().st_size)  # and so must that of this node be
+    node.until(link, "ended")
+    mirror.catch_up(20)
+    assert log.read_bytes() == so_far + b"[node] generation 2\nagain\n"
 
 
 def test_what_is_given_to_a_node_must_be_there_and_not_come_back(node, mirror, tmp_path):

@@ -1,0 +1,68 @@
+"""What is shown and measured: the collectives, and the strategies side by side."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_training import command, ok
+
+from app import collectives, compare
+from app.job import Job
+
+
+@pytest.mark.slow
+def test_every_collective_must_do_what_its_definition_says(tmp_path):
+    script = [sys.executable, "-m", "app.collectives", "--spawn", "3"]
+    done = ok(subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120))
+    rows = dict(line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| "))
+    reductions = {f"all_reduce {name}" for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+    others = {"send_recv", "broadcast", "broadcast_object_list", "scatter", "gather", "reduce", "reduce_scatter"}
+    last = {"all_gather", "all_gather_object", "all_to_all", "barrier"}
+    assert set(rows) == {"collective", "---"} | reductions | others | last
+    assert rows["collective"] == "gloo" and rows["all_reduce SUM"] == "yes"
+    assert "all_reduce BXOR: yes\n  rank 0: 1 -> 0\n  rank 1: 2 -> 0\n  rank 2: 3 -> 0\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_bandwidth_must_be_that_of_nccl_tests(tmp_path):
+    script = [sys.executable, "-m", "app.collectives", "--spawn", "2", "--bench", "--bytes", "65536", "--repeat", "2"]
+    done = ok(subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120))
+    lines = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert [line[:2] for line in lines[:3]] == [["all_reduce", "1024"], ["all_reduce", "8192"], ["all_reduce", "65536"]]
+    for name, size, micros, algorithm, bus in lines:
+        assert float(algorithm) == pytest.approx(int(size) / float(micros) / 1e3, abs=0.01)
+        assert float(bus) == pytest.approx(float(algorithm) * (0.5 if name == "all_gather" else 1), abs=0.01)
+
+
+@pytest.mark.slow
+def test_the_time_of_a_collective_must_be_that_of_its_slowest_rank(monkeypatch):
+    monkeypatch.setattr(collectives.dist, "barrier", lambda: None)
+    made = Job()
+    monkeypatch.setattr(made, "gather", lambda mine: [mine, mine + 7, mine + 3])
+    assert 7 <= collectives._timed(lambda: None, made, 1) < 8
+
+
+def test_compare_must_count_the_samples_of_all_epochs(monkeypatch):
+    def trains(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        rows = [{"kind": "epoch", "samples": 100, "seconds": 2.0, "test_accuracy": 0.5 + n / 4} for n in range(2)]
+        Path(env["JOB_DIR"], "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(compare.subprocess, "run", trains)
+    row = compare.run("ddp", 2, [])
+    assert (row["samples/s"], row["seconds"], row["accuracy"]) == (50.0, 4.0, 0.75)
+
+
+def test_compare_must_put_the_strategies_side_by_side(mnist, tmp_path):
+    tail = command(mnist, "--epochs", "1", "--dtype", "float64")[3:]
+    script = [sys.executable, "-m", "app.compare", "--workers", "2", "--out", str(tmp_path), "--", *tail]
+    done = ok(subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=180))
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert [(row["strategy"], row["workers"]) for row in rows] == [("single", 1), ("dp", 1), ("manual", 2), ("ddp", 2)]
+    assert all(row["losses"] == pytest.approx(rows[0]["losses"], abs=1e-6, rel=0) for row in rows)
+    assert done.stdout == (tmp_path / "table.md").read_text()
+    assert done.stdout.splitlines()[0] == "| strategy | workers | seconds | samples/s | accuracy | speed-up |"
+    assert (tmp_path / "speed.svg").read_text().count("<rect") == 4
