@@ -1,0 +1,110 @@
+"""What Swarm is asked for must be what the job says: limits, GPUs, files, network, and no more rights than needed."""
+
+import dataclasses
+import io
+import tarfile
+
+import pytest
+from test_plan import HERE, plan, with_gpus
+
+from orchestrate.engines import services
+from orchestrate.spec import JobSpec
+
+
+def asked(spec: JobSpec, role: str = "trainer", gpus: int = 0) -> dict:
+    inventory = dataclasses.replace(with_gpus(gpus) if gpus else HERE, preload=("torch", "numpy"))
+    made = plan(spec, inventory, "digits-1")
+    return services.task(spec, made, role, image="image:1", user="7:8", network="net", secret=("id", "digits-1-node"))
+
+
+def env(task: dict) -> dict[str, str]:
+    return dict(item.split("=", 1) for item in task["ContainerSpec"]["Env"])
+
+
+def mounts(task: dict) -> dict[str, dict]:
+    return {mount["Target"]: mount for mount in task["ContainerSpec"]["Mounts"]}
+
+
+def test_limits_must_be_reserved_and_kept():
+    resources = asked(JobSpec(trainers=1, cpus=1.5, memory="3g", shm_size="512m"))["Resources"]
+    wanted = {"NanoCPUs": 1_500_000_000, "MemoryBytes": 3 << 30}
+    assert resources == {"Limits": {**wanted, "Pids": 8192}, "Reservations": wanted}
+    free = asked(JobSpec(trainers=1, shm_size="512m"))
+    assert free["Resources"] == {"Limits": {"Pids": 8192}, "Reservations": {}}
+    assert mounts(free)["/dev/shm"]["TmpfsOptions"] == {"Mode": 0o1777, "SizeBytes": 512 << 20}
+
+
+def test_a_node_must_have_as_many_gpus_as_workers():
+    resources = asked(JobSpec(trainers=1, nproc_per_node=2), gpus=4)["Resources"]
+    (reserved,) = resources["Reservations"]["GenericResources"]
+    assert reserved == {"DiscreteResourceSpec": {"Kind": "NVIDIA-GPU", "Value": 2}}
+    assert "GenericResources" not in resources["Limits"]
+
+
+@pytest.mark.parametrize(("volume", "kind"), [("/mnt/shared", "bind"), ("shared", "volume")])
+def test_a_shared_folder_must_be_where_nodes_look_for_it(volume, kind):
+    assert mounts(asked(JobSpec(volume=volume)))["/shared"] == {"Type": kind, "Source": volume, "Target": "/shared"}
+    assert "/shared" not in mounts(asked(JobSpec()))
+
+
+def test_nodes_must_find_each_other_by_name_and_on_the_network_of_hosts_have_ports_of_their_own():
+    for role, name, alias in (
+        ("master", "master", "master"),
+        ("trainer", "digits-1-trainer-{{.Task.Slot}}", "trainer"),
+    ):
+        task = asked(JobSpec(), role)
+        assert task["ContainerSpec"]["Hostname"] == name
+        assert task["Networks"] == [{"Target": "net", "Aliases": [alias]}]
+        assert env(task)["NODE_PORT"] == "20001"
+    master, trainer = (asked(JobSpec(network="host"), role) for role in ("master", "trainer"))
+    assert "Hostname" not in master["ContainerSpec"] and master["Networks"] == [{"Target": "net"}]
+    base = services.port(JobSpec(network="host"), "digits-1")
+    assert 20001 <= base < 29001 and base != services.port(JobSpec(network="host"), "digits-2")
+    assert (env(master)["NODE_PORT"], env(trainer)["NODE_PORT"]) == (f"{base + 1}", f"{base + 1}+{{{{.Task.Slot}}}}")
+
+
+def test_a_node_must_have_no_more_rights_than_it_needs_and_start_but_once():
+    task = asked(JobSpec(grace=60.0, constraints=["node.labels.gpu == a100"]))
+    container = task["ContainerSpec"]
+    assert (container["User"], container["ReadOnly"], container["Init"]) == ("7:8", True, True)
+    assert (container["CapabilityDrop"], container["Privileges"]) == (["ALL"], {"NoNewPrivileges": True})
+    assert container["Ulimits"] == [{"Name": "core", "Soft": 0, "Hard": 0}]
+    (secret,) = container["Secrets"]
+    assert (secret["SecretID"], secret["SecretName"]) == ("id", "digits-1-node")
+    assert secret["File"] == {"Name": "node", "UID": "7", "GID": "8", "Mode": 0o400}
+    assert container["StopGracePeriod"] == 70_000_000_000
+    assert task["RestartPolicy"] == {"Condition": "none"}
+    assert task["Placement"] == {"Constraints": ["node.labels.gpu == a100"]}
+
+
+def test_a_node_must_be_told_what_the_job_says():
+    told = env(asked(JobSpec(grace=90.0)))
+    assert (told["NODE_GRACE"], told["NODE_PRELOAD"], told["JOB_ID"]) == ("90", "torch numpy", "digits-1")
+    assert set(told["NODE_WIPE"].split()) == {"/tmp", "/dev/shm", "/var/tmp/job"}
+
+
+def test_the_program_of_a_node_must_come_with_a_key_that_only_its_user_reads():
+    with tarfile.open(fileobj=io.BytesIO(services.program(b"secret"))) as archive:
+        assert "orchestrate/node/wait.py" in archive.getnames()
+        key = archive.getmember("key")
+        assert key.mode == 0o400 and archive.extractfile(key).read() == b"secret"
+
+
+@pytest.mark.parametrize(("text", "count"), [("1", 1), ("10b", 10), ("4k", 4096), ("64M", 64 << 20), ("2g", 2 << 30)])
+def test_sizes_must_be_dockers(text, count):
+    assert services.size(text) == count
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "hint"),
+    [
+        ("No such image: mine:1", "host-2 has no image mine:1", "docker load"),
+        ("pull access denied for mine", "host-2 has no image mine:1", "docker load"),
+        ("no suitable node (insufficient resources on 3 nodes)", "insufficient resources on 3 nodes", "docs/swarm.md"),
+        ("invalid mount config: bind source path does not exist: /x", "host-2: invalid mount", "on every host"),
+        ("something else", "host-2: something else", ""),
+    ],
+)
+def test_a_task_that_does_not_start_must_be_told_in_words(error, message, hint):
+    told, way_out = services.in_words(error, "host-2", "mine:1")
+    assert message in told and hint in way_out and bool(hint) == bool(way_out)
