@@ -206,8 +206,8 @@ def test_sockets_and_keys_of_a_node_must_be_its_owners_alone(cli, engine):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
         assert path.stat().st_uid == os.getuid()
     if os.getuid() == 0:  # a second user tries
-        connect = f"import os, socket\nos.setuid(65534)\nsocket.socket(socket.AF_UNIX).connect({str(sockets[0])!r})"
-        done = subprocess.run([sys.executable, "-c", connect], capture_output=True, text=True)
+        connect = f"import os, socket\nos.setuid(65534)\nsocket.socket(socket.AF_UNIX).connect({sockets[0].name!r})"
+        done = subprocess.run([sys.executable, "-c", connect], cwd=mine, capture_output=True, text=True)
         assert "PermissionError" in done.stderr
     assert other.untouched()
     other.end()

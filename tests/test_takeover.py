@@ -196,6 +196,8 @@ def test_f52_a_second_supervisor_must_look_on_while_one_lives_and_take_over_when
     assert not job.events("taken_over")
     orphan(job)
     job.until("taken_over")
+    at = job.steps(1)[-1][0]
+    eventually(lambda: job.steps(1)[-1][0] > at + 20)
     cli.enough()
     _, err = second.communicate(timeout=120)
     assert second.returncode == 0, err
