@@ -51,6 +51,10 @@ def test_a_death_by_signal_must_be_the_cause_though_a_peer_has_an_error_that_is_
     assert found((0.0, 0, 1), (0.1, 1, 137), words={0: ["ValueError: no"]}) == (Exit(1, 137), "")
 
 
+def test_a_death_by_signal_that_is_heard_when_all_are_asked_to_end_must_be_the_cause():
+    assert found((0.0, 0, 1), (1.0, 1, 139, "ours"), (1.1, 2, 143, "ours"), words={0: [GLOO]}) == (Exit(1, 139), "")
+
+
 def test_what_we_stopped_must_never_be_the_cause():
     assert found((0.0, 0, 1), (0.1, 1, 143, "ours"), (0.1, 2, 143, "ours"), words={0: [GLOO]})[0] == Exit(0, 1)
 

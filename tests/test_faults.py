@@ -219,9 +219,12 @@ def test_f34_a_paused_node_must_be_waited_for(cli, docker_engine, nothing_left):
 def test_f39_a_node_that_is_cut_off_must_stop_before_the_next_generation_trains(cli, docker_engine, nothing_left):
     job = Background(cli, "docker", "--", "count.py", "600")
     job.until_step(10, rank=1)
-    docker("network", "disconnect", f"{cli.run_dir().name}_job", job.node("trainer-1"))
+    network = f"{cli.run_dir().name}_job"
+    docker("network", "disconnect", network, job.node("trainer-1"))
     assert job.until("node_in_trouble")["trouble"] == "partition"
     job.until("generation_started", 2)
+    found = docker("inspect", "--format", "{{json .NetworkSettings.Networks}}", job.node("trainer-1"))
+    assert "trainer" in json.loads(found)[network]["Aliases"]  # by which nodes find each other
     ended = {event["rank"] for event in job.events("worker_ended")}
     assert ended == {0, 1, 2}
     assert job.until("generation_ended")["cause"]["cause"] == "partition"

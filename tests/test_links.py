@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from waiting import PIPE
@@ -68,6 +69,14 @@ def test_only_what_a_node_knows_of_this_generation_must_count(generation, known)
     assert [engine._know(rank, state) for rank in (0, 1)] == [known, known]
     assert [exit.code for exit in engine.wait(0)] == [3] * known
     assert engine.pids == {1: 7} if known else not engine.pids
+
+
+def test_workers_that_have_not_started_must_end_at_once_when_the_job_is_stopped():
+    engine = linked(0, 3)
+    engine.queued = [SimpleNamespace(rank=rank) for rank in (1, 2)]
+    engine.stop(kill=False)
+    assert [(exit.rank, exit.code, exit.asked) for exit in engine.wait(0)] == [(1, 143, True), (2, 143, True)]
+    assert engine.running == {0: "node-0"} and not engine.queued
 
 
 def test_a_node_that_is_not_there_must_be_tried_no_longer_than_was_asked_for():

@@ -20,6 +20,7 @@ from orchestrate.paths import JobPaths
         (b"\x1b]0;title\x1b\\text", "text"),
         (b"\x1bcreset\x00\x9b", "creset\ufffd"),
         (b"bell\x07", "bell"),
+        ("\x9b2Jeight\x9dbits\x85".encode(), "2Jeightbits"),
     ],
 )
 def test_a_line_must_be_shown_without_what_steers_a_terminal(line, shown):

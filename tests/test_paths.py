@@ -44,6 +44,8 @@ def plant(paths: JobPaths, name: str, kind: str) -> int:
         path.write_text(SECRET)
     elif kind == "link":
         path.symlink_to(paths.root.parent / "secret")
+    elif kind == "pipe of nobody":
+        os.mkfifo(path)
     else:
         os.mkfifo(path)
         writer = os.open(path, os.O_RDWR)
@@ -52,7 +54,8 @@ def plant(paths: JobPaths, name: str, kind: str) -> int:
     return -1
 
 
-@pytest.mark.parametrize("kind", ["file", "link", "pipe"])
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["file", "link", "pipe", "pipe of nobody"])
 @pytest.mark.parametrize("name", READERS)
 def test_only_a_file_must_be_read(paths, name, kind):
     writer = plant(paths, name, kind)

@@ -40,6 +40,11 @@ def test_what_comes_from_outside_must_not_be_counted(cause):
     assert decide(JobSpec(max_restarts=0), history) == Decision(True, "not counted")
 
 
+def test_what_is_not_counted_must_leave_the_budget_to_what_is():
+    history = [*(failure(number, "terminated") for number in range(5)), failure(5)]
+    assert decide(JobSpec(max_restarts=1), history) == Decision(True, "restart 1 of 1")
+
+
 def test_three_generations_without_progress_must_end_the_job():
     history = [failure(number, progress=False, step=7) for number in range(3)]
     assert decide(JobSpec(max_restarts=100), history[:2]).restart

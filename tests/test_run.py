@@ -22,7 +22,9 @@ def run(cli, engine, *arguments, **env):
 
 
 def test_every_worker_must_get_its_environment_and_the_scripts_arguments(cli, engine):
-    done = run(cli, engine, "--nproc-per-node", "2", "--set", "env.MINE=x", "--", "probe.py", "--flag", "a b")
+    shell = {"RANK": "7", "MASTER_PORT": "1", "CUDA_VISIBLE_DEVICES": "3", "MINE": "y"}  # which says nothing of the job
+    words = ("--nproc-per-node", "2", "--set", "env.MINE=x", "--", "probe.py", "--flag", "a b")
+    done = run(cli, engine, *words, **shell)
     assert done.returncode == 0, done.stderr
     seen = [json.loads(cli.log(rank)) for rank in range(6)]
     plan = json.loads((cli.run_dir() / "plan.json").read_text())

@@ -40,7 +40,11 @@ def test_a_number_of_trainers_that_is_none_must_be_refused(value):
         ("cpus", 1.5, 1.5),
         ("hang_after", "none", None),
         ("hang_after", "20s", 20.0),
-        ("rules", [{"exit_codes": [75], "action": "ignore"}], [{"exit_codes": [75], "action": "ignore"}]),
+        (
+            "rules",
+            [{"exit_codes": [1, 255], "action": "ignore"}],
+            [{"exit_codes": [1, 255], "action": "ignore"}],
+        ),
     ],
 )
 def test_a_value_must_be_read_as_people_write_it(key, value, parsed):

@@ -23,6 +23,7 @@ def died(job, *events: dict) -> None:
 
 
 STARTING = {"event": "generation_starting", "generation": 0}
+STARTED = {"event": "generation_started", "generation": 0}
 ENDED = {
     "event": "generation_ended",
     "generation": 0,
@@ -52,7 +53,7 @@ def test_before_anything_was_started_it_must_begin_at_the_beginning(job):
 
 
 def test_while_workers_run_it_must_take_them_up(job):
-    died(job, STARTING, {"event": "generation_started", "generation": 0})
+    died(job, STARTING, STARTED)
     engine = Scripted([ALL_WELL])
     assert job.run(engine) == Outcome("succeeded", "finished")
     assert engine.calls == ["adopt", "down"]
@@ -120,13 +121,22 @@ def test_the_maximum_run_time_must_count_from_the_start_of_the_job(job, ago, wor
     died(
         job,
         {**STARTING, "time": job.clock.now - ago},
-        {"event": "generation_started", "generation": 0, "time": job.clock.now - 1},
+        {**STARTED, "time": job.clock.now - 1},
     )
     engine = Scripted([[], ALL_WELL])
     outcome = job.run(engine, JobSpec(trainers=2, max_run=1800.0))
     assert outcome.word == word
     assert engine.calls == (["adopt", "stop", "down"] if word == "stopped" else ["adopt", "down"])
     assert outcome.why == ("max_run is over" if word == "stopped" else "finished")
+
+
+def test_the_ends_of_an_earlier_generation_must_not_count_as_those_of_the_next(job):
+    exit = {"event": "worker_ended", "rank": 1, "node": "trainer-1", "exit_code": 137, "stopping": False}
+    second = {"generation": 1}
+    died(job, STARTING, STARTED, exit, ENDED, {**STARTING, **second}, {**STARTED, **second})
+    engine = Scripted([[], [], ALL_WELL])
+    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert engine.calls == ["adopt", "down"]
 
 
 def test_half_a_last_line_must_not_stop_it(job):
