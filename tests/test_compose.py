@@ -138,6 +138,7 @@ def test_a_failing_rank_must_end_the_gang_and_up_must_end_non_zero(project, rank
     project.env["NODE_COMMAND"] = f"steps.py {rank}=3"
     done = project(*CPU, "up", "--scale", "trainer-cpu=2")
     assert done.returncode != 0
+    assert docker("inspect", "--format", "{{.State.ExitCode}}", f"{project.name}-master-cpu-1") == "3\n"
     name = "master" if rank == 0 else "trainer-2"
     assert f"rank {rank} on {name} failed with exit code 3; stopping the others" in done.stdout
     assert "all ranks succeeded" not in done.stdout

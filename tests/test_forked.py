@@ -10,6 +10,8 @@ import pytest
 from conftest import eventually, gone
 from waiting import PRELOAD, Waiting
 
+from orchestrate.node.warm import Zygote
+
 SCRIPTS = {
     "what it is": "import sys, os\nprint(__name__, __file__, __doc__, sys.argv, sys.path[0], os.getcwd(), __spec__)",
     "what it inherits": (
@@ -128,6 +130,15 @@ def test_where_nothing_can_be_forked_workers_must_start_afresh(tmp_path, preload
         assert node.log(rank) == "ran\n"
     node.end()
     assert node.out.read_text().splitlines()[0] == f"[node] each worker starts an interpreter of its own: {why}"
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_what_has_imported_in_time_must_not_be_given_up_when_the_time_is_over(imported):
+    settled = []
+    zygote = Zygote.__new__(Zygote)
+    zygote.ready, zygote.settled, zygote.end = imported or None, settled.append, lambda: None
+    zygote.late()
+    assert zygote.ready is imported and bool(settled) is not imported
 
 
 def test_a_worker_that_waits_for_an_import_must_end_when_it_is_asked_to(tmp_path):

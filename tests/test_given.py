@@ -52,6 +52,13 @@ def test_the_gpus_that_a_scheduler_names_must_be_those_of_the_node(monkeypatch, 
     assert own_gpus() == ["GPU-a", "GPU-b", "GPU-c"]
 
 
+def test_of_all_failures_of_a_job_the_first_must_be_noted(monkeypatch, tmp_path):
+    monkeypatch.setenv("NODE_FAILED", str(tmp_path / "failed"))
+    for code in (3, 143):  # of two nodes
+        given._note(code)
+    assert (tmp_path / "failed").read_text() == "3"
+
+
 @pytest.mark.parametrize("missing", ["NODE_RANK", "NNODES", "MASTER_ADDR"])
 def test_what_is_missing_must_be_named(missing):
     with pytest.raises(KeyError, match=missing):

@@ -4,12 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, eventually
 
 from orchestrate.engines.ports import free_port
-from orchestrate.node import lease
+from orchestrate.node import lease, wait
 from orchestrate.node.lease import LEASE, Lease, answer
 
 KEY = b"a key of the test"
@@ -146,3 +147,21 @@ def test_a_relay_must_go_on_where_an_answer_cannot_be_sent(monkeypatch):
     with pytest.raises(Enough):
         lease.relay(KEY, 1)
     assert Wire.sent == [(answer(KEY, b"second"), "the second node")]
+
+
+def test_a_node_must_ask_the_last_relay_alone_that_it_was_told_of(monkeypatch):
+    class Asking:
+        made = []
+
+        def __init__(self, loop, key, address, over) -> None:
+            self.address, self.ended = address, False
+            self.made.append(self)
+
+        def end(self) -> None:
+            self.ended = True
+
+    monkeypatch.setattr(wait, "Lease", Asking)
+    node = wait.Waiting(SimpleNamespace())
+    for port in (1, 2):
+        node.receive(SimpleNamespace(), {"ask": "lease", "relay": ["10.0.0.1", port]})
+    assert [(one.address, one.ended) for one in Asking.made] == [(("10.0.0.1", 1), True), (("10.0.0.1", 2), False)]

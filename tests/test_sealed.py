@@ -54,3 +54,13 @@ def test_a_line_of_another_connection_must_be_refused():
     node, _ = pair()
     with pytest.raises(ValueError):
         node.open(host.close(b"start"))
+
+
+def test_a_connection_that_was_recorded_must_be_refused_when_it_is_played_again():
+    node, host = pair()
+    line = host.close(b"start")
+    assert node.open(line) == b"start"
+    again = Seal(b"key", listens=True)
+    again.meet(host.word)
+    with pytest.raises(ValueError):
+        again.open(line)

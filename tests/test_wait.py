@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from conftest import descendants, eventually, gone
@@ -146,6 +147,28 @@ def test_a_node_that_is_cleaned_must_know_nothing_and_have_nothing_of_the_last_j
     assert all(gone(int(pid)) for pid in pids)
     assert waiting.status() == {"generation": -1, "codes": {}, "signs": {}, "running": {}}
     assert not [message for message in waiting.pipe.heard if message["say"] == "ended"]
+
+
+def test_what_workers_orphan_must_not_pile_up_while_they_run(waiting):
+    waiting.start(
+        0,
+        "import os, signal, subprocess, time\n"
+        "pid = subprocess.run(['sh', '-c', 'true & echo $!'], capture_output=True, text=True).stdout.strip()\n"
+        "print(pid)\n"
+        "signal.pause()\n",
+    )
+    pid = eventually(lambda: waiting.log(0).strip())
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
+    assert waiting.status()["running"].keys() == {"0"}
+
+
+def test_a_worker_that_cannot_be_started_must_have_an_end(tmp_path):
+    node = Waiting(tmp_path)
+    (tmp_path / "0.py").write_text("print('started')")
+    env = {"RANK": "0", "JOB_DIR": str(tmp_path)}
+    node.pipe.ask("start", command=["0.py"], env=env, inherit=True, cwd=str(tmp_path / "gone"))
+    assert node.code(0) == 126
+    node.end()
 
 
 def test_what_a_worker_does_must_count_with_all_that_it_has_started(waiting):
