@@ -285,7 +285,7 @@ def train(args: argparse.Namespace) -> None:
             within = epoch_step < samples.order.steps
             if within and (asked or (args.save_every and step % args.save_every == 0)):
                 asked = show() or asked
-                job.asked = asked
+                job.asked |= asked  # a SIGTERM that has come since is heard at the next step
                 save(step, epoch, epoch_step)
                 if asked:
                     stop(step)
