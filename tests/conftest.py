@@ -212,7 +212,7 @@ class Cli:
         self.env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": WARNINGS, MARK: str(folder)}
         self.started: list[subprocess.Popen[str]] = []
 
-    def __call__(self, *arguments: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "orchestrate", *arguments],
             cwd=self.folder,

@@ -75,7 +75,7 @@ class Background:
         else:
             os.kill(pid, number)
 
-    def end(self, timeout: float = 120) -> int:
+    def end(self, timeout: float = 300) -> int:
         """Wait for the end of the orchestrator; return its exit code."""
         self.out, self.err = self.process.communicate(timeout=timeout)
         return self.process.returncode

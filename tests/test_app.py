@@ -118,7 +118,7 @@ def train(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={key: value for key, value in os.environ.items() if key != "RANK"} | {"JOB_DIR": str(tmp_path / "job")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

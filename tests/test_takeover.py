@@ -199,7 +199,7 @@ def test_f52_a_second_supervisor_must_look_on_while_one_lives_and_take_over_when
     at = job.steps(1)[-1][0]
     eventually(lambda: job.steps(1)[-1][0] > at + 20)
     cli.enough()
-    _, err = second.communicate(timeout=120)
+    _, err = second.communicate(timeout=300)
     assert second.returncode == 0, err
     shown = [line.partition("| ")[2] for line in err.splitlines() if line.startswith("trainer-1 1 |")]
     log = cli.log(1).splitlines()
@@ -214,7 +214,7 @@ def test_f53_a_terminal_that_goes_away_must_not_take_the_job_with_it(cli, engine
     job.process.stdout.close()
     job.process.send_signal(signal.SIGHUP)
     cli.enough()
-    assert job.process.wait(timeout=120) == 0
+    assert job.process.wait(timeout=300) == 0
     finished(job, 1)
 
 

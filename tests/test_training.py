@@ -30,7 +30,7 @@ def command(mnist: Path, *arguments: str) -> list[str]:
 def run(mnist: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The app as a person starts it."""
     env = {key: value for key, value in os.environ.items() if key != "RANK"} | {"JOB_DIR": str(folder)}
-    return subprocess.run(command(mnist, *arguments), cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command(mnist, *arguments), cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
 def gang(mnist: Path, folder: Path, workers: int, *arguments: str) -> Gang:
@@ -325,7 +325,7 @@ def test_the_app_must_run_under_torchrun(mnist, tmp_path):
     ]
     arguments = command(mnist, "--epochs", "1")[2:]
     env = os.environ | {"JOB_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    ok(subprocess.run([*torchrun, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120))
+    ok(subprocess.run([*torchrun, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300))
     assert len(losses(tmp_path)) == 7
 
 
