@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,6 +195,17 @@ def test_cifars_images_must_be_upright_with_their_channels_first(monkeypatch, tm
     for found in data.load("cifar10", tmp_path, download=False)[::2]:
         assert found.shape == (2, 3, 32, 32) and found.is_contiguous()
         assert torch.equal(found[1, 2, 5], images[1, 5, :, 2])
+
+
+def test_half_a_drawn_set_must_never_be_found_where_the_disk_is_full(monkeypatch, tmp_path):
+    def half(tensors: list[torch.Tensor], path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(data.torch, "save", half)
+    drawn = data._drawn(lambda count, seed: (torch.zeros(1), torch.ones(1)), tmp_path, "digits")
+    assert [int(part) for part in drawn] == [0, 1, 0, 1]
+    assert not (tmp_path / f"digits-{data.VERSION}.pt").exists()
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 1.0])
