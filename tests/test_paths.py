@@ -44,7 +44,7 @@ def plant(paths: JobPaths, name: str, kind: str) -> int:
         path.write_text(SECRET)
     elif kind == "link":
         path.symlink_to(paths.root.parent / "secret")
-    elif kind == "pipe of nobody":
+    elif kind == "pipe without a writer":
         os.mkfifo(path)
     else:
         os.mkfifo(path)
@@ -55,7 +55,7 @@ def plant(paths: JobPaths, name: str, kind: str) -> int:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["file", "link", "pipe", "pipe of nobody"])
+@pytest.mark.parametrize("kind", ["file", "link", "pipe", "pipe without a writer"])
 @pytest.mark.parametrize("name", READERS)
 def test_only_a_file_must_be_read(paths, name, kind):
     writer = plant(paths, name, kind)

@@ -1,4 +1,4 @@
-"""A node in mode `wait` for tests, and who talks to it."""
+"""A node in mode `wait` for tests, and clients that talk to it."""
 
 import json
 import os
@@ -10,11 +10,11 @@ from conftest import ROOT
 
 NODE = str(ROOT / "orchestrate" / "node")
 PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")
-PRELOAD = "colorsys"  # a module that nobody else imports: found imported, it tells a forked worker from a fresh one
+PRELOAD = "colorsys"  # a module that nothing else imports: where it is imported already, the worker was forked
 
 
 class Pipe:
-    """Somebody who talks to a node, from outside of a container."""
+    """A client that talks to a node, from outside of a container."""
 
     def __init__(self, env: dict[str, str]) -> None:
         command = [sys.executable, "-I", "-S", PIPE]
@@ -51,7 +51,7 @@ class Pipe:
 
 
 class Waiting:
-    """A node in mode `wait`, and somebody who starts workers in it."""
+    """A node in mode `wait`, and a client that starts workers in it."""
 
     def __init__(self, tmp_path, preload: str = "", **env: str) -> None:
         self.folder = tmp_path
