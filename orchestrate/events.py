@@ -44,21 +44,23 @@ class Recorder:
         self.events = [event for event in objects(path) if isinstance(event.get("event"), str)]
         self._show = show
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        self._unwritten: list[str] = []
+        self._unwritten: list[bytes] = []
         passed = max(0.0, time.time() - self.events[0]["time"]) if self.events else 0.0
         self._started = time.monotonic() - passed
         if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-            self._unwritten.append("\n")
+            self._unwritten.append(b"\n")
 
     def __call__(self, event: str, **data: Any) -> None:
         """Note `event`, with the wall clock's time and the seconds since the job's start."""
         line = {"event": event, "time": round(time.time(), 3), "seconds": self.seconds(), **data}
         self.events.append(line)
-        self._unwritten.append(json.dumps(line) + "\n")
+        self._unwritten.append(json.dumps(line).encode() + b"\n")
         with contextlib.suppress(OSError):  # the disk is full, say; they are written with the next event
             while self._unwritten:
-                os.write(self._file, self._unwritten[0].encode())
-                del self._unwritten[0]
+                written = os.write(self._file, self._unwritten[0])
+                self._unwritten[0] = self._unwritten[0][written:]
+                if not self._unwritten[0]:
+                    del self._unwritten[0]
         self._show(line)
 
     def seconds(self) -> float:

@@ -188,7 +188,7 @@ class Generation:
         letters = {rank: doing.state for rank, doing in states.items() if rank in self.running}
         self.emit("hang", states={str(rank): state for rank, state in letters.items()}, after=self.spec.hang_after)
         ranks = sorted(self.running)
-        self.hung = Cause(rank=ranks[0], node="", exit_code=LOST, cause="hang", summary="", hint="")
+        self.hung = self._stuck(ranks[0], "the job hung; the engine was lost before its workers said where they stand")
         self.engine.dump()
         deadline = time.monotonic() + DUMP_TAKES
         while self.running and time.monotonic() < deadline:
@@ -196,17 +196,20 @@ class Generation:
                 self._ended(end)
         rank, what = hang.late(letters, {rank: hang.stand(self.traces.text(rank)) for rank in ranks})
         node = self.plan.workers[rank].node
-        self.hung = Cause(
+        self.hung = self._stuck(rank, f"the job hung: rank {rank} on {node} {what}")
+        self._stop(FAILED)
+
+    def _stuck(self, rank: int, summary: str) -> Cause:
+        return Cause(
             rank=rank,
-            node=node,
+            node=self.plan.workers[rank].node,
             exit_code=LOST,
             cause="hang",
-            summary=f"the job hung: rank {rank} on {node} {what}",
+            summary=summary,
             hint="the log of each rank ends with its stacks; hang_after in the job file says when a job counts as hung",
             last_lines=self.traces.words(rank),
             log=str(self.traces.log(rank)),
         )
-        self._stop(FAILED)
 
     # --- what came of it
 

@@ -125,7 +125,11 @@ def supervise(
         folder = paths.root
         if plan.home != plan.job_id:
             folder = paths.root.resolve().parent
-            stack.enter_context(lock.held(JobPaths(folder.parent)))
+            try:
+                stack.enter_context(lock.held(JobPaths(folder.parent)))
+            except BlockingIOError:
+                again = f"python -m orchestrate attach {plan.job_id}, once that job has ended"
+                raise UsageError(f"another job has taken {folder.parent.name}", again) from None
         follower = follower or logs.Follower(paths, prefixes(plan))
         follower.follow(prefixes(plan))
         follower.marks = False  # the supervisor announces generations itself

@@ -80,13 +80,15 @@ class Plan:
         """The plan for a person: a line per worker."""
         backend = "NCCL on GPU" if self.gpus else f"gloo on CPU ({self.reason})"
         first = self.workers[0].env
+        threads = first["OMP_NUM_THREADS"]  # a script's author may have set it, to a list for nested regions, say
         width = max(map(len, self.nodes))
         lines = [
             f"job {self.job_id}: {counted(len(self.nodes), 'node')} × {counted(self.nproc_per_node, 'worker')}, "
             + backend
             + (f", on {self.inventory.cluster}" if self.inventory.cluster else ""),
             f"{self.inventory.about}, master at {first['MASTER_ADDR']}:{first['MASTER_PORT']}, "
-            f"{counted(int(first['OMP_NUM_THREADS']), 'thread')} per worker"
+            + (counted(int(threads), "thread") if threads.isdecimal() else f"{threads} threads")
+            + " per worker"
             + (", warm" if self.inventory.preload else "")
             + (", on the network of this machine" if self.inventory.network == "host" else ""),
         ]

@@ -80,7 +80,7 @@ def _pace(plan: Plan, metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
     time in which it waited for others.
     """
     told = [values["rank_seconds"] for values in metrics if isinstance(values.get("rank_seconds"), list)]
-    told = [row for row in told if len(row) == plan.world_size and all(isinstance(value, float) for value in row)]
+    told = [row for row in told if len(row) == plan.world_size and all(type(value) in (int, float) for value in row)]
     if len(told) < ENOUGH:
         return []
     columns = [sorted(column) for column in zip(*told)]

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,8 @@ def _field(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
     return dataclasses.field(default_factory=factory, metadata={"parse": parse, "doc": doc})
 
 
-_size = _text(r"\d+[bkmgBKMG]?", "a size such as 512m or 4g")
+_size = _text(r"0*[1-9]\d*[bkmgBKMG]?", "a size such as 512m or 4g")
+_number = _text(r"(?=.*[1-9])\d+(\.\d+)?", "a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,7 @@ class JobSpec:
     image: str = _field(IMAGE, _text(r"\S+", "the name of an image"), "what the nodes are made of")
     env: dict[str, str] = _field({}, _env, "more environment for every worker")
     memory: str | None = _field(None, _optional(_size), "limit of each node, such as 4g")
-    cpus: float | None = _field(None, _optional(lambda v: float(_text(r"\d+(\.\d+)?", "a number")(v))), "of each node")
+    cpus: float | None = _field(None, _optional(lambda value: float(_number(value))), "of each node")
     shm_size: str = _field("1g", _size, "/dev/shm of each node")
     pin: bool = _field(False, _truth, "keep each worker to cores of its own")
     network: str = _field("bridge", _choice("bridge", "host"), "bridge: one of the job's own; host: this machine's")
@@ -190,6 +191,14 @@ FIELDS = {field.name: field for field in dataclasses.fields(JobSpec)}
 
 def resolve(*layers: Mapping[str, Any]) -> JobSpec:
     """Make the spec out of layers of field values, a later one winning; raises UsageError, naming key and reason."""
+    spec = JobSpec(**_parsed(layers))
+    if (spec.min_trainers or 0) > spec.trainers:
+        raise UsageError(f"min_trainers is {spec.min_trainers}, and trainers {spec.trainers}", "no more than trainers")
+    return spec
+
+
+def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The value of each key of the layers, by itself; how keys fit together is not looked at."""
     values: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
@@ -203,10 +212,7 @@ def resolve(*layers: Mapping[str, Any]) -> JobSpec:
                 values[key] = FIELDS[key].metadata["parse"](value)
             except ValueError as error:
                 raise UsageError(f"{key} must be {error}, not {value!r}", FIELDS[key].metadata["doc"]) from None
-    spec = JobSpec(**values)
-    if (spec.min_trainers or 0) > spec.trainers:
-        raise UsageError(f"min_trainers is {spec.min_trainers}, and trainers {spec.trainers}", "no more than trainers")
-    return spec
+    return values
 
 
 def read_set(assignments: list[str]) -> dict[str, Any]:
@@ -272,7 +278,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} holds {kind}, not a mapping of keys to values", "write lines such as `trainers: 3`")
     for key, _ in node.value if node else []:
         try:
-            resolve({key.value: value.get(key.value)})
+            _parsed([{key.value: value.get(key.value)}])
         except UsageError as error:
             place = f"{path}:{key.start_mark.line + 1}:{key.start_mark.column + 1}"
             raise UsageError(f"{place}: {error}", error.hint) from None

@@ -36,6 +36,8 @@ class Traces:
     def step(self) -> int:
         """The highest `step` of metrics.jsonl; 0 where there is none."""
         with contextlib.suppress(OSError), open_regular(self.paths.metrics) as file:
+            if os.fstat(file.fileno()).st_size < self._read:  # the script has begun anew
+                self._read, self._partial = 0, b""
             file.seek(self._read)
             data = file.read()
             self._read += len(data)

@@ -1,13 +1,19 @@
 """A job has one supervisor, and that it lives is the kernel's word."""
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
+from scripted import Scripted
+from test_plan import HERE
 
-from orchestrate import lock
+from orchestrate import job, lock
+from orchestrate.errors import UsageError
 from orchestrate.paths import JobPaths
+from orchestrate.plan import plan
+from orchestrate.spec import JobSpec
 
 HOLDS = (
     "import pathlib, sys\nfrom orchestrate import lock\nfrom orchestrate.paths import JobPaths\n"
@@ -18,7 +24,9 @@ HOLDS = (
 @pytest.fixture
 def other(tmp_path):
     """Another process that supervises the job."""
-    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    held = tmp_path / "held"
+    held.mkdir()
+    command = [sys.executable, "-c", HOLDS, str(held)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
         yield process
@@ -26,14 +34,14 @@ def other(tmp_path):
 
 @pytest.mark.timeout(60)
 def test_a_second_supervisor_must_be_told_at_once_who_is_the_first(tmp_path, other):
-    paths = JobPaths(tmp_path)
+    paths = JobPaths(tmp_path / "held")
     assert lock.holder(paths) == other.pid
     with pytest.raises(BlockingIOError), lock.held(paths):
         pass
 
 
 def test_the_end_of_a_supervisor_must_make_room_for_the_next(tmp_path, other):
-    paths = JobPaths(tmp_path)
+    paths = JobPaths(tmp_path / "held")
     other.kill()
     other.wait()
     assert lock.holder(paths) == 0
@@ -43,3 +51,14 @@ def test_the_end_of_a_supervisor_must_make_room_for_the_next(tmp_path, other):
 
 def test_a_job_that_nobody_supervises_must_have_no_holder(tmp_path):
     assert lock.holder(JobPaths(tmp_path)) == 0
+
+
+def test_a_job_whose_cluster_another_job_has_taken_must_say_so_and_start_nothing(tmp_path, other):
+    paths = JobPaths(tmp_path / "j")
+    made = plan(JobSpec(), dataclasses.replace(HERE, cluster="held"), "j", 29500)
+    job.create(JobSpec(), made, paths)
+    engine = Scripted()
+    with pytest.raises(UsageError, match="another job has taken held$") as refused:
+        job.supervise(paths, engine, lambda: 0, print)
+    assert "attach j" in refused.value.hint
+    assert not engine.calls

@@ -161,6 +161,8 @@ def test_a_plan_must_be_read_as_it_was_written():
 def test_the_users_environment_must_reach_every_worker():
     made = plan(JobSpec(trainers=1, env={"A": "1", "OMP_NUM_THREADS": "7"}), HERE, "a-1")
     assert all((worker.env["A"], worker.env["OMP_NUM_THREADS"]) == ("1", "7") for worker in made.workers)
+    assert ", 7 threads per worker" in str(made)
+    assert ", 4,2 threads per worker" in str(plan(JobSpec(env={"OMP_NUM_THREADS": "4,2"}), HERE, "a-1"))
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,11 @@ def test_a_worker_that_is_slow_now_and_then_must_not_be_named():
     assert "slow" not in text(data)
 
 
-@pytest.mark.parametrize("row", [3, [0.1, 0.2], [0.1, 0.2, "0.3"], [0.1, 0.2, None], []])
+def test_whole_numbers_of_seconds_must_count_as_well():
+    assert [rank["step_s"] for rank in pace(*[[1, 0.5, 0]] * 10)["pace"]] == [1, 0.5, 0]
+
+
+@pytest.mark.parametrize("row", [3, [0.1, 0.2], [0.1, 0.2, "0.3"], [0.1, 0.2, None], [0.1, 0.2, True], []])
 def test_what_a_script_writes_wrongly_must_not_count(row):
     assert pace(*[row] * 20)["pace"] == []
 

@@ -70,6 +70,9 @@ def test_a_value_must_be_read_as_people_write_it(key, value, parsed):
         ("memory", "much"),
         ("nproc_per_node", 0),
         ("cpus", "two"),
+        ("cpus", "0.0"),
+        ("memory", "0g"),
+        ("shm_size", 0),
         ("max_restarts", -1),
         ("min_trainers", "x"),
         ("hang_after", "soon"),
@@ -157,6 +160,14 @@ def test_a_minimum_above_the_trainers_must_be_refused():
     assert resolve({"trainers": 2, "min_trainers": 2}).min_trainers == 2
     with pytest.raises(UsageError, match="min_trainers is 3, and trainers 2"):
         resolve({"trainers": 2, "min_trainers": 3})
+
+
+def test_what_is_fit_together_must_be_all_layers_not_one(tmp_path):
+    spec = JobSpec(trainers=8, min_trainers=5)
+    (tmp_path / "job.yaml").write_text("min_trainers: 5\n")
+    assert resolve(read_file(tmp_path / "job.yaml"), {"trainers": 8}) == spec
+    (tmp_path / "job.yaml").write_text(spec.to_yaml())
+    assert resolve(read_file(tmp_path / "job.yaml")) == spec
 
 
 def documented() -> dict[str, str]:

@@ -308,6 +308,19 @@ def test_a_job_that_does_nothing_must_count_as_hung_and_every_worker_must_be_ask
     )
 
 
+def test_a_hang_of_which_the_engine_took_the_rest_away_must_still_be_told_as_a_hang(job):
+    engine = Scripted([])
+
+    def dump() -> None:
+        raise EngineLost("it does not answer")
+
+    engine.dump = dump
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0, max_restarts=0)).word == "failed"
+    (ended,) = job.supervisor.history.ended
+    assert (ended.cause.node, ended.cause.cause) == ("master", "hang")
+    assert ended.cause.summary.startswith("the job hung; the engine was lost")
+
+
 @pytest.mark.parametrize("alive", ["output", "processor", "metrics", "checkpoints", "pause"])
 def test_a_job_that_does_anything_must_not_count_as_hung(job, alive):
     engine = Scripted([[]] * 400 + [ALL_WELL])  # forty seconds

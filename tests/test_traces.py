@@ -47,3 +47,10 @@ def test_a_sign_of_life_must_be_the_workers_own(traces, name, counts):
     before = traces.activity()
     (traces.paths.root / name).write_text("x")
     assert (traces.activity() != before) is counts
+
+
+def test_metrics_that_a_script_begins_anew_must_be_read_from_their_beginning(traces):
+    traces.paths.metrics.write_text('{"step": 7, "loss": 0.5}\n')
+    assert traces.step() == 7
+    traces.paths.metrics.write_text('{"step": 8}\n')
+    assert traces.step() == 8
