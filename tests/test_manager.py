@@ -1,13 +1,16 @@
 """What a Swarm is asked for and how long it is waited for, on the manager's side, without a Swarm."""
 
+import os
 import time
 from types import SimpleNamespace
 
 import pytest
+from conftest import docker
 from scripted import Clock
 from test_plan import HERE, plan
 
 from orchestrate.engines import manager, swarm
+from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.links import Linked
 from orchestrate.engines.manager import Manager, shared_out
 from orchestrate.engines.swarm import SwarmEngine
@@ -76,3 +79,13 @@ def test_what_is_on_a_host_that_is_down_must_not_be_waited_for(clock, tmp_path, 
     with pytest.raises(EngineError, match="1 node on host-3, which is down"):
         made.remove("j", 30.0)
     assert clock.now == began
+
+
+@pytest.mark.docker
+def test_of_networks_the_one_of_the_very_name_must_be_taken(docker_engine, tmp_path):
+    name = f"a-host-{tmp_path.name}-{os.getpid()}"
+    docker("network", "create", name)
+    try:
+        assert [network.name for network in Daemon().networks("host")] == ["host"]
+    finally:
+        docker("network", "rm", name)

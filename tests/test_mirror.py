@@ -25,6 +25,9 @@ from orchestrate.node.sealed import Seal
 KEY = b"a key of the test"
 
 
+LONG = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 85  # a name of 255 bytes
+
+
 class Node:
     """A node that listens on TCP, and its folder."""
 
@@ -107,13 +110,17 @@ def test_what_a_worker_writes_must_come_home(node, mirror):
         "(home / 'checkpoints' / 'last').symlink_to('step-1')\n"
         "(home / 'checkpoints' / '.half').write_text('half')\n"
         "(step / '.metadata').write_text('of a distributed checkpoint')\n"
+        f"(home / {LONG!r}).touch()\n"
         "print('done\\r\\x00', end='')\n",
     )
     assert node.until(link, "ended")["code"] == 0
     mirror.catch_up(20)
     found = {str(path.relative_to(mirror.home)) for path in mirror.home.rglob("*") if not path.is_dir()}
-    assert found == {"logs/rank-0.log", "checkpoints/step-1/state.pt", "checkpoints/step-1/.metadata"}
-    assert (mirror.home / "checkpoints/last").is_dir()
+    assert found == {"logs/rank-0.log", "checkpoints/step-1/state.pt", "checkpoints/step-1/.metadata", LONG}
+    link = mirror.home / "checkpoints" / "last"
+    made = link.lstat().st_ino
+    mirror.catch_up(20)
+    assert (link.readlink(), link.lstat().st_ino) == (Path("step-1"), made)  # and it was there all the time
     assert (mirror.home / "checkpoints" / "last" / "state.pt").read_bytes() == bytes(range(256)) * 8192
     assert (mirror.home / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
 

@@ -21,6 +21,7 @@ import docker.errors
 import requests
 from docker.context import ContextAPI
 from docker.models.containers import Container
+from docker.models.networks import Network
 
 from orchestrate.engines import never
 from orchestrate.engines.links import Link
@@ -93,6 +94,10 @@ class Daemon:
         except ERRORS as error:
             raise EngineLost(f"the engine does not answer: {reason(error)}", GET_DOCKER) from None
 
+    def networks(self, name: str) -> list[Network]:
+        """The networks of this very name; the engine itself would also find those whose names contain it."""
+        return [network for network in self.client.networks.list(names=[name]) if network.name == name]
+
     def each(self, containers: Iterable[Container], action: Callable[[Container], Any]) -> None:
         """Do something to all containers at once; one that is gone, or not running, needs it no more."""
 
@@ -143,7 +148,7 @@ class Daemon:
         with process:
             output = _end_of(process, stopped) if capture else process.communicate()[0]
         if process.returncode:
-            line = (output or "see above").strip().splitlines()[-1]
+            line = ((output or "").strip() or "see above").splitlines()[-1]
             message = f"docker compose {arguments[-1] if not capture else ''}".strip() + f": {line}"
             if "Cannot connect to the Docker daemon" in line or "error during connect" in line:
                 raise EngineLost(message, GET_DOCKER)

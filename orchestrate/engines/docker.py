@@ -86,7 +86,7 @@ class DockerEngine(Linked):
         found = self._look().values()
         self.daemon.each((node for node in found if node.status != "exited" and not self._well(node)), Container.kill)
         with self.daemon.asking("does not connect a node"):
-            for network in self.client.networks.list(names=[self.network]):
+            for network in self.daemon.networks(self.network):
                 for node in found:
                     if self.network not in node.attrs["NetworkSettings"]["Networks"]:
                         network.connect(node, aliases=[node.attrs["Labels"]["com.docker.compose.service"]])

@@ -51,7 +51,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
 
 def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
     """Whether the engine has the image, built or pulled where `prepare` allows it; raises ResourceError."""
-    with contextlib.suppress(docker.errors.ImageNotFound):
+    with daemon.asking(f"does not say whether it has {spec.image}"), contextlib.suppress(docker.errors.ImageNotFound):
         daemon.client.images.get(spec.image)
         return True
     if not prepare:
@@ -91,4 +91,5 @@ def _gpus(daemon: Daemon, spec: JobSpec, run: Path) -> tuple[str, ...]:
         return ()
     finally:
         if container is not None:
-            container.remove(force=True)
+            with daemon.asking("does not remove the container that looked for GPUs"):
+                container.remove(force=True)

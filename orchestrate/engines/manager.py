@@ -152,7 +152,7 @@ class Manager:
             write_secret(paths.key, os.urandom(32))
         self.key = paths.key.read_bytes()
         with self.daemon.asking("does not make the job's network"):
-            if self.network != "host" and not self.client.networks.list(names=[self.network]):
+            if self.network != "host" and not self.daemon.networks(self.network):
                 options = {"encrypted": ""} if spec.encrypt else {}
                 self.client.networks.create(
                     self.network, "overlay", options=options, labels=self.labels, attachable=True
@@ -239,7 +239,7 @@ class Manager:
                 role,
                 image=(image["RepoDigests"] or [image["Id"]])[0],
                 user=self.daemon.user(self.run),
-                network=str(self.client.networks.list(names=[self.network])[0].id),
+                network=str(self.daemon.networks(self.network)[0].id),
                 secret=self._secret(),
             )
             self.api.create_service(  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import hashlib
 import os
 import threading
 import time
@@ -53,7 +54,8 @@ class _Fetch:
     def __init__(self, home: Path, path: str, told: Facts) -> None:
         self.path, self.told, self.target = path, told, home / path
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self.temporary = self.target.with_name(f".{self.target.name[:200]}.coming")
+        # a name may have 255 bytes, which leave no room for more
+        self.temporary = self.target.with_name(f".{hashlib.sha256(path.encode()).hexdigest()}.coming")
         self.temporary.unlink(missing_ok=True)
         self.file = self.temporary.open("xb")
 
@@ -295,9 +297,7 @@ class Mirror:
             if plain and self._ours(node, path) and free:
                 with contextlib.suppress(OSError):
                     node.files[path] = []
-                    link.parent.mkdir(parents=True, exist_ok=True)
-                    link.unlink(missing_ok=True)
-                    link.symlink_to(there)
+                    _link(link, there)
 
     def _remove(self, node: _Node, path: str) -> None:
         node.files.pop(path, None)
@@ -307,6 +307,17 @@ class Mirror:
             target.unlink(missing_ok=True)
             for folder in list(target.parents)[: len(PurePosixPath(path).parts) - 1]:
                 folder.rmdir()  # if nothing else is in it
+
+
+def _link(link: Path, there: str) -> None:
+    """Have a link to `there`; who reads it meanwhile finds this one or the one before."""
+    if link.is_symlink() and os.readlink(link) == there:
+        return
+    link.parent.mkdir(parents=True, exist_ok=True)
+    fresh = link.with_name(f".{hashlib.sha256(link.name.encode()).hexdigest()}.coming")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(there)
+    fresh.replace(link)
 
 
 def _same(path: Path, told: Facts) -> bool:

@@ -43,6 +43,7 @@ def compose(spec: JobSpec, name: str) -> str:
             filled["command"] = [word.replace("$", "$$") for word in spec.command]  # Compose would look them up
             filled["environment"] |= {key: value.replace("$", "$$") for key, value in spec.env.items()}
             filled["volumes"] = [volume.replace("./orchestrate", str(PACKAGE)) for volume in filled["volumes"]]
+            filled["stop_grace_period"] = f"{int(spec.grace) + 10}s"
             filled["networks"] = {"job": {"aliases": [service]}}
             filled["labels"] = {"orchestrate.job": ""}  # else `ps` would take it for a job that we supervise
         filled["depends_on"] = _renamed(filled.get("depends_on", {}))
