@@ -77,12 +77,20 @@ class Checkpoints:
 
     def newest(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """State and manifest of the newest good checkpoint; a damaged one is passed over, with a message."""
+        self._mend()
         for path in reversed(self._folders()):
             try:
                 return load(path)
             except Exception as error:  # whatever is wrong with it, an older one may be good
                 print(f"checkpoint {path.name} is damaged, trying the one before: {error}", flush=True)
         return None
+
+    def _mend(self) -> None:
+        """Put back a checkpoint that was moved out of the way of one that never came."""
+        for old in self.folder.glob(".step-*.old"):
+            path = old.with_name(old.name[1:].removesuffix(".old"))
+            if not path.exists():
+                old.rename(path)
 
     def _folders(self) -> list[Path]:
         """The folders of checkpoints, by step, whatever is in them."""
@@ -103,6 +111,7 @@ class Checkpoints:
         final = self.path(step)
         work = self.folder / f".{final.name}.{os.getpid()}"
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._mend()
         for rubbish in self.folder.glob(".step-*"):
             shutil.rmtree(rubbish, ignore_errors=True)
         work.mkdir()

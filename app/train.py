@@ -263,6 +263,7 @@ def train(args: argparse.Namespace) -> None:
             loss = torch.zeros((), dtype=dtype, device=job.device)
             for x, y, last in parts(samples.images[mine], samples.labels[mine], args.accumulate):
                 idle = len(x) == 0  # this worker has nothing to add, but its peers wait for its gradients
+                network.train(not idle)  # nor must a sample that does not count be learnt by a batch norm
                 x, y = (samples.images[:1], samples.labels[:1]) if idle else (x, y)
                 x = data.normalised(data.augmented(x) if args.augment else x, dtype)
                 with way.accumulating(last), torch.autocast(job.device.type, half, enabled=args.amp):

@@ -106,6 +106,23 @@ def test_any_flipped_byte_must_be_found_and_the_one_before_loaded(tmp_path, caps
     assert store.newest()[0]["step"] == 2
 
 
+@pytest.mark.parametrize("next_is", ["resume", "save"])
+def test_a_checkpoint_that_was_about_to_be_replaced_must_be_put_back(tmp_path, monkeypatch, next_is):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = saved(tmp_path, None)
+    (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.old")  # where a process that replaced it ended
+    if next_is == "save":
+        monkeypatch.setattr(checkpoint.torch, "save", full)
+        store.save(state(2), 2)
+        store.wait()
+        assert [manifest["step"] for _, manifest in store.all()] == [1]
+    else:
+        assert store.newest()[0]["step"] == 1
+    assert not list(tmp_path.glob(".step-*.old"))
+
+
 @pytest.mark.parametrize("cut", [0, 1, 100, -1])
 def test_a_truncated_checkpoint_must_be_passed_over(tmp_path, cut):
     store = saved(tmp_path, None, None)

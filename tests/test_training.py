@@ -118,6 +118,14 @@ def test_all_workers_together_must_test_the_weights_that_are_saved_on_every_imag
     assert epoch["test_accuracy"] == int((output.argmax(1) == labels).sum()) / len(labels)
 
 
+def test_what_a_worker_computes_while_it_has_no_samples_must_leave_no_trace_in_a_batch_norm(mnist, tmp_path):
+    few = ("--model", "batchnorm", "--strategy", "single", "--epochs", "1", "--batch-size", "3")
+    for count in ("3", "5"):  # two of the five parts of a batch have nothing in them
+        ok(train(mnist, tmp_path / count, 0, *few, "--accumulate", count))
+    three, five = weights(tmp_path / "3"), weights(tmp_path / "5")
+    assert all(torch.equal(three[name], five[name]) for name in three)
+
+
 @pytest.mark.slow
 def test_random_numbers_must_differ_between_workers(kept):
     states = checkpoint.load(kept / "checkpoints" / "last")[0]["random"]

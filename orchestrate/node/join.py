@@ -47,11 +47,17 @@ def trainers() -> dict[str, str]:
             if error.errno == socket.EAI_NONAME or not left:
                 return {}  # `--scale trainer=0`
             time.sleep(0.5)  # a name server beyond Docker's was asked, and is slow to say no
-    numbers = {}
-    for address in addresses:
-        match = re.search(r"-(\d+)\.", socket.gethostbyaddr(address)[0])
-        numbers[address] = int(match[1]) if match else 0
+    numbers = {address: number(address) for address in addresses}
     return {address: f"trainer-{numbers[address]}" for address in sorted(addresses, key=lambda a: (numbers[a], a))}
+
+
+def number(address: str) -> int:
+    """The number of the trainer at an address; 0 for one that has ended since its address was found."""
+    try:
+        match = re.search(r"-(\d+)\.", socket.gethostbyaddr(address)[0])
+    except OSError:
+        return 0
+    return int(match[1]) if match else 0
 
 
 class Gang:
@@ -86,7 +92,7 @@ class Gang:
             left = [rank for rank, holder in self.running.items() if holder == name]
             if left:
                 self.exited(min(left), 128 + signal.SIGKILL)
-            elif address not in self.hellos:
+            elif len(self.hellos) < len(self.names):
                 self.fail(f"error: {name} went away before the job began")
         elif "hello" in message:
             self.hellos[address] = {**message["hello"], "name": name}
