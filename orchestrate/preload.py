@@ -33,7 +33,7 @@ def preload(spec: JobSpec, folder: Path) -> tuple[str, ...]:
 
 def _sources(command: tuple[str, ...], folder: Path) -> list[str]:
     """The text of the script, and of all files below `folder` that it imports, directly or not."""
-    first = folder / command[0] if command[0] != "-m" else _file(command[1], folder)
+    first = folder / command[0] if command[0] != "-m" else _file(command[1], folder, "__main__.py")
     waiting, seen = [first], {first}
     texts: list[str] = []
     while waiting and len(texts) < MOST_FILES:
@@ -55,7 +55,7 @@ def _imported(text: str, whole: bool = False) -> set[str]:
     """The modules that a source names in its imports: the first parts of their names, or the `whole` names."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: it is nested too deeply
         return set()
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -66,10 +66,10 @@ def _imported(text: str, whole: bool = False) -> set[str]:
     return names if whole else {name.partition(".")[0] for name in names}
 
 
-def _file(module: str, folder: Path) -> Path | None:
-    """The file of a module below a folder, if it is there."""
+def _file(module: str, folder: Path, package: str = "__init__.py") -> Path | None:
+    """The file of a module below a folder, if it is there; of a package, the one named so."""
     base = folder.joinpath(*module.split("."))
-    for path in (base.with_suffix(".py"), base / "__main__.py", base / "__init__.py"):
+    for path in (base.with_suffix(".py"), base / package):
         if path.is_file():
             return path
     return None

@@ -51,9 +51,13 @@ def _text(pattern: str, meaning: str) -> Callable[[Any], str]:
 
 
 def _command(value: Any) -> tuple[str, ...]:
-    words = shlex.split(value) if isinstance(value, str) else value
+    meaning = "a script or -m MODULE, with arguments; one string, or a list of strings"
+    try:
+        words = shlex.split(value) if isinstance(value, str) else value
+    except ValueError as error:  # a quotation without an end
+        raise ValueError(f"{meaning} ({error})") from None
     if not isinstance(words, (list, tuple)) or not words or not all(isinstance(w, (str, int, float)) for w in words):
-        raise ValueError("a script or -m MODULE, with arguments; one string, or a list of strings")
+        raise ValueError(meaning)
     return tuple(str(word) for word in words)
 
 
@@ -254,7 +258,7 @@ class _StrictLoader(yaml.SafeLoader):
             if key.value in seen:
                 raise yaml.MarkedYAMLError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
             seen.add(key.value)
-            if key.value in ("command", "env", "name"):
+            if key.value in ("command", "env", "name") or key.value.startswith("env."):
                 _as_text(value)
         return super().construct_mapping(node, deep)
 

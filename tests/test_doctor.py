@@ -1,41 +1,141 @@
 """What `doctor` finds on hosts; see test_swarm.py for real ones, which have the same clock."""
 
+import base64
 import io
 import socket
+import tarfile
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
+from test_plan import HERE
 
-from orchestrate import doctor
+from orchestrate import commands, doctor
 from orchestrate.engines.ports import free_port
+from orchestrate.errors import EngineError
+from orchestrate.node.files import PIECE
+from orchestrate.plan import Inventory, Plan
+from orchestrate.spec import JobSpec
 
 
 class Host:
-    """A host whose clock differs by some seconds."""
+    """A host whose clock differs by some seconds, and which may not get large packets."""
 
-    def __init__(self, ahead: float) -> None:
-        self.ahead = ahead
+    def __init__(self, ahead: float, error: Exception | None = None) -> None:
+        self.ahead, self.error = ahead, error
+        self.got, self.closed = b"", False
 
     def reach(self, node: str) -> "Host":
         return self
 
     def converse(self, ask: str, **facts: object) -> dict[str, float]:
+        if ask == "put":
+            if self.error:
+                raise self.error
+            self.got += base64.b64decode(str(facts["data"]))
         return {"time": time.time() + self.ahead}
 
     def close(self) -> None:
-        pass
+        self.closed = True
 
 
-@pytest.mark.parametrize(("ahead", "told"), [(0.0, ""), (3600.0, "+3600.0 s"), (-3600.0, "-3600.0 s")])
+@pytest.mark.parametrize(
+    ("ahead", "told"), [(0.0, ""), (0.5, ""), (-0.5, ""), (3600.0, "+3600.0 s"), (-3600.0, "-3600.0 s")]
+)
 def test_a_clock_that_differs_must_be_told(monkeypatch, ahead, told):
     monkeypatch.setattr(doctor, "give", lambda *_: None)
     found = [finding.what for finding in doctor._ask(Host(ahead), "master", "host-1", io.BytesIO())]
     assert [text for text in found if "clock" in text] == ([f"host-1: its clock differs by {told}"] if told else [])
+    assert found[-1].startswith("host-1: it has the image, and a node there answers")
+
+
+@pytest.mark.parametrize("error", [EngineError("not a line of JSON"), ConnectionError("it has gone")])
+def test_a_host_that_large_packets_do_not_reach_must_be_told(error):
+    there = Host(0.0, error)
+    with tempfile.TemporaryFile() as data:
+        (found,) = doctor._ask(there, "master", "host-1", data)
+    assert found.state == doctor.BAD and found.what == "host-1: small packets arrive, and large ones do not"
+    assert "docs/swarm.md" in found.hint and there.closed
+
+
+def test_a_node_that_does_not_answer_must_be_told_with_the_ports(monkeypatch):
+    silent = Host(0.0)
+    monkeypatch.setattr(silent, "reach", lambda node: None)
+    (found,) = doctor._ask(silent, "master", "host-1", io.BytesIO())
+    assert found.state == doctor.BAD and found.what == "host-1: a node there does not answer"
+    assert "4789/udp" in found.hint and "7946/udp" in found.hint
+
+
+class Manager:
+    """What Swarm's manager knows of its hosts."""
+
+    def __init__(self, *hosts: dict) -> None:
+        self.known = hosts
+
+    def hosts(self) -> dict[str, dict]:
+        return {str(number): host for number, host in enumerate(self.known)}
+
+
+class Nodes:
+    """An engine whose nodes are on the hosts that it is given."""
+
+    def __init__(self, placed: dict[str, str], error: str = "", swarm: Manager | None = None) -> None:
+        self.placed, self.error, self.swarm = placed, error, swarm
+        self.down_after, self.links = 0.0, {host: Host(0.0) for host in placed.values()}
+
+    @property
+    def nodes(self) -> list[str]:
+        return [*self.placed]
+
+    def host(self, node: str) -> str:
+        return self.placed[node]
+
+    def reach(self, node: str) -> Host:
+        return self.links[self.placed[node]]
+
+    def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
+        assert not prepare
+        return HERE
+
+    def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
+        self.spec, self.plan, self.run = spec, plan, run
+        assert run.is_dir() and plan.inventory.code == str(run)  # and no code of the user's
+        if self.error:
+            raise EngineError(self.error, "look at it")
+
+    def down(self, grace: float) -> None:
+        self.down_after = grace
+
+
+def test_each_host_must_be_tried_with_a_node_that_is_removed_again():
+    engine = Nodes({"master": "host-2", "trainer-1": "host-1"})
+    found = [*doctor._probe(engine, JobSpec(image="mine:1", trainers=7), {"host-1", "host-2", "host-3"})]
+    assert [(one.state, one.what.partition(":")[0]) for one in found] == [
+        (doctor.GOOD, "host-1"),
+        (doctor.GOOD, "host-2"),
+        (doctor.WARNING, "host-3"),  # where Swarm put none
+    ]
+    assert engine.plan.nodes == ("master", "trainer-1", "trainer-2") and engine.plan.gpus == ()
+    assert (engine.spec.image, engine.spec.warm) == ("mine:1", False)
+    assert engine.down_after > 0 and not engine.run.exists()
+    for there in engine.links.values():
+        assert there.closed and len(there.got) > PIECE
+        with tarfile.open(fileobj=io.BytesIO(there.got)) as archive:
+            assert archive.getmember("data").size == PIECE
+
+
+def test_nodes_that_do_not_come_up_must_be_removed_too():
+    engine = Nodes({"master": "host-1"}, "no image mine:1")
+    with pytest.raises(EngineError, match="no image"):
+        [*doctor._probe(engine, JobSpec(), {"host-1"})]
+    assert engine.down_after > 0 and not engine.run.exists()
 
 
 def host(port: int, **status: str) -> dict:
     """A host as Swarm describes it, whose ports are one of this machine's."""
     description = {"Hostname": "host-1", "Engine": {"EngineVersion": status.pop("version", "28.0.1")}, "Resources": {}}
+    description["Hostname"] = status.pop("name", "host-1")
     spec = {"Availability": status.pop("availability", "active")}
     return {"Description": description, "Status": {"Addr": "127.0.0.1", "State": "ready", **status}, "Spec": spec}
 
@@ -59,7 +159,10 @@ def test_a_host_that_is_well_must_be_called_so(port):
     [
         ({"State": "down"}, doctor.WARNING, "takes no nodes: down, active"),
         ({"availability": "drain"}, doctor.WARNING, "takes no nodes: ready, drain"),
-        ({"version": "18.9.1"}, doctor.BAD, "engine 18.9.1 is older than"),
+        ({"version": "18.9.1"}, doctor.BAD, "engine 18.9.1 is older than 20.10"),
+        ({"version": "20.9.0"}, doctor.BAD, "engine 20.9.0 is older than 20.10"),
+        ({"version": "20.10.0"}, doctor.GOOD, "engine 20.10.0"),
+        ({"version": "100.0.0-rc.1"}, doctor.GOOD, "engine 100.0.0-rc.1"),
     ],
 )
 def test_what_keeps_nodes_from_a_host_must_be_told(port, status, state, told):
@@ -71,3 +174,113 @@ def test_a_port_that_is_closed_must_be_told(port, monkeypatch):
     monkeypatch.setattr(doctor, "SWARM_PORTS", (port, free_port()))
     found = [*doctor._host(host(port))][-1]
     assert found.state == doctor.BAD and found.what.endswith(f"does not answer at {doctor.SWARM_PORTS[1]}/tcp")
+
+
+def test_only_a_manager_must_answer_at_the_port_of_managers(port, monkeypatch):
+    monkeypatch.setattr(doctor, "SWARM_PORTS", (free_port(), port))
+    assert [found.state for found in doctor._host(host(port))] == [doctor.GOOD]
+    found = [*doctor._host(host(port) | {"ManagerStatus": {"Leader": True}})]
+    assert [one.state for one in found] == [doctor.GOOD, doctor.BAD]
+    assert f"at {doctor.SWARM_PORTS[0]}/tcp" in found[1].what
+
+
+def test_the_gpus_that_a_host_offers_must_be_counted(port):
+    there = host(port)
+    there["Description"]["Resources"] = {
+        "GenericResources": [{"NamedResourceSpec": {"Kind": "NVIDIA-GPU", "Value": f"GPU-{i}"}} for i in range(2)]
+    }
+    (found,) = doctor._host(there)
+    assert found.what.endswith("2 GPUs offered")
+
+
+def test_only_hosts_that_take_nodes_must_be_tried(port):
+    hosts = host(port, name="host-2"), host(port, name="host-1"), host(port, name="host-3", availability="drain")
+    engine = Nodes({"master": "host-1", "trainer-1": "host-2"}, swarm=Manager(*hosts))
+    found = [(one.state, one.what.replace("(", ":").split(":")[0].strip()) for one in doctor._swarm(engine, JobSpec())]
+    assert found == [
+        (doctor.GOOD, "host-1"),
+        (doctor.GOOD, "host-2"),
+        (doctor.WARNING, "host-3"),
+        (doctor.GOOD, "host-1"),
+        (doctor.GOOD, "host-2"),
+    ]
+    assert engine.plan.nodes == ("master", "trainer-1")
+
+
+def test_hosts_whose_engines_differ_must_be_told_once(port):
+    hosts = host(port), host(port, name="host-2", version="27.0.0"), host(port, name="host-3")
+    engine = Nodes({"master": "host-1", "trainer-1": "host-2", "trainer-2": "host-3"}, swarm=Manager(*hosts))
+    (told,) = [one for one in doctor._swarm(engine, JobSpec()) if one.state != doctor.GOOD]
+    assert told.state == doctor.WARNING and told.what == "the hosts' engines differ: 27.0.0, 28.0.1"
+
+
+def test_what_keeps_nodes_from_all_hosts_must_be_told(port):
+    engine = Nodes({"master": "host-1"}, "no overlay", swarm=Manager(host(port)))
+    assert [*doctor._swarm(engine, JobSpec())][-1] == doctor.Finding(doctor.BAD, "no overlay", "look at it")
+
+
+# --- the engine that is here
+
+
+class Engine:
+    """A Docker Engine with the facts that it is given."""
+
+    host = "unix:///var/run/docker.sock"
+
+    def __init__(self, **info: object) -> None:
+        self.info = {"ServerVersion": "28.0.1", **info}
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What is found of an engine with some facts, which has the image or not; and the exit code of the command."""
+
+    def look(capsys, image: bool = True, swarm: object = None, **info: object) -> tuple[list[str], int]:
+        monkeypatch.setattr(doctor, "Daemon", lambda: Engine(**info))
+        monkeypatch.setattr(doctor, "has_image", lambda daemon, spec, prepare: image and not prepare)
+        monkeypatch.setattr(doctor, "SwarmEngine", swarm)
+        code = commands.doctor(JobSpec(image="mine:1"))
+        return capsys.readouterr().out.splitlines(), code
+
+    return look
+
+
+def test_an_engine_that_is_well_must_be_called_so(found, capsys):
+    lines, code = found(capsys, Runtimes={"nvidia": {}, "runc": {}}, Swarm={"LocalNodeState": "inactive"})
+    assert code == 0 and all(line.startswith("ok ") for line in lines) and len(lines) == 4
+    assert "28.0.1 at unix:///var/run/docker.sock" in lines[0] and "has the NVIDIA runtime" in lines[1]
+    assert "it has the image mine:1" in lines[2] and "in no Swarm" in lines[3]
+
+
+def test_what_an_engine_does_not_have_must_be_told_and_be_no_error(found, capsys):
+    lines, code = found(capsys, image=False, Runtimes={"runc": {}})
+    assert code == 0
+    assert "no NVIDIA runtime: jobs train on the CPU" in lines[1]
+    assert lines[2:4] == [
+        "warning  it has no image mine:1",
+        "         hint: the first run builds or pulls it",
+    ]
+
+
+def test_an_engine_that_does_not_answer_must_be_an_error(monkeypatch, capsys):
+    def refuse() -> None:
+        raise EngineError("no Docker Engine answers", "start Docker")
+
+    monkeypatch.setattr(doctor, "Daemon", refuse)
+    assert commands.doctor(JobSpec()) == 4
+    assert capsys.readouterr().out == "error    no Docker Engine answers\n         hint: start Docker\n"
+
+
+def test_a_swarm_that_cannot_be_asked_must_be_told(found, capsys):
+    def refuse() -> None:
+        raise EngineError("this host is no manager", "ask one")
+
+    lines, code = found(capsys, swarm=refuse, Swarm={"LocalNodeState": "active"})
+    assert code == 0 and lines[-2:] == ["warning  this host is no manager", "         hint: ask one"]
+
+
+def test_a_swarm_must_be_looked_at_where_there_is_one(found, capsys, port):
+    engine = Nodes({"master": "host-1"}, "no overlay", swarm=Manager(host(port)))
+    lines, code = found(capsys, swarm=lambda: engine, Swarm={"LocalNodeState": "active"})
+    assert code == 4
+    assert lines[-2:] == ["error    no overlay", "         hint: look at it"]

@@ -1,7 +1,10 @@
 """A job as a file for another engine must be valid there, and carry the same environment."""
 
+import base64
+import io
 import json
 import subprocess
+import tarfile
 from dataclasses import replace
 
 import kubernetes_validate
@@ -10,6 +13,9 @@ import yaml
 from conftest import ROOT, docker, eventually
 from kubeflow_trainer_api import models
 
+from orchestrate.cli import main
+from orchestrate.errors import UsageError
+from orchestrate.export import carries_node, shape
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
 from orchestrate.spec import read_file, resolve
@@ -29,6 +35,86 @@ OTHER = SPEC | {"image": "registry.example/mine:1", "gpus": "none", "volume": ""
 
 def objects(form: str, spec: dict = SPEC) -> list[dict]:
     return list(yaml.safe_load_all(kubernetes(resolve(spec), "digits", form)))
+
+
+def pod_of(form: str, spec: dict) -> dict:
+    """The pod of a Job or a JobSet."""
+    *_, made = objects(form, spec)
+    job = made if form == "job" else made["spec"]["replicatedJobs"][0]["template"]
+    return job["spec"]["template"]["spec"]
+
+
+def environment(pod: dict) -> dict[str, str]:
+    return {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "workers", "gpus"),
+    [
+        ({}, 1, 0),
+        ({"nproc_per_node": 4}, 4, 0),
+        ({"gpus": "none", "nproc_per_node": 2}, 2, 0),
+        ({"gpus": "all"}, 1, 1),
+        ({"gpus": "all", "nproc_per_node": 4}, 4, 4),
+        ({"gpus": 3}, 1, 1),
+        ({"gpus": 6}, 2, 2),
+        ({"gpus": 6, "nproc_per_node": 2}, 2, 2),
+    ],
+)
+def test_workers_and_gpus_must_follow_from_what_the_job_says(asked, workers, gpus):
+    found = shape(resolve({"trainers": 2}, asked), "digits")
+    assert (found.nodes, found.nproc, found.gpus) == (3, workers, gpus)
+    assert (found.env["NNODES"], found.env["NODE_NPROC"]) == ("3", str(workers))
+    assert found.env.get("CUDA_VISIBLE_DEVICES") == (None if gpus else "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"gpus": 3, "nproc_per_node": 2}, "2 workers and 1 GPUs on a node"),
+        ({"gpus": 6, "nproc_per_node": 1}, "1 workers and 2 GPUs on a node"),
+        ({"gpus": 2}, "2 GPUs cannot be shared out evenly to 3 nodes"),
+        ({"pin": True}, "pin and network"),
+        ({"encrypt": True}, "constraints and encrypt"),
+    ],
+)
+def test_what_no_other_engine_has_must_be_refused(asked, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        shape(resolve({"trainers": 2}, asked), "digits")
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("cpus", "workers", "threads"), [(None, 2, None), (4, 1, "4"), (4, 2, "2"), (5.5, 2, "2"), (0.5, 1, "1")]
+)
+def test_threads_must_fit_the_cores_of_a_node(cpus, workers, threads):
+    spec = resolve({"cpus": cpus, "nproc_per_node": workers})
+    assert shape(spec, "digits").env.get("OMP_NUM_THREADS") == threads
+
+
+def test_the_jobs_own_environment_must_win_where_it_may():
+    spec = resolve({"cpus": 4, "grace": "1.5s", "max_restarts": 7, "env": {"OMP_NUM_THREADS": "3", "A": "b"}})
+    env = shape(spec, "digits").env
+    assert (env["OMP_NUM_THREADS"], env["A"]) == ("3", "b")
+    assert (env["NODE_GRACE"], env["TORCHELASTIC_MAX_RESTARTS"]) == ("1.5", "7")
+    assert env["JOB_ID"] == env["TORCHELASTIC_RUN_ID"] == "digits"
+
+
+@pytest.mark.parametrize(
+    ("image", "ours"),
+    [
+        ("orchestrate-node", True),
+        ("orchestrate-node:0.1", True),
+        ("registry.example:5000/team/orchestrate-node", True),
+        ("registry.example:5000/orchestrate-node:mine", True),
+        ("orchestrate-node@sha256:0123", True),
+        ("orchestrate-node-x:0.1", False),
+        ("orchestrate-node/mine:0.1", False),
+        ("pytorch/pytorch:latest", False),
+    ],
+)
+def test_an_image_of_ours_must_be_known_by_its_name(image, ours):
+    assert carries_node(image) is ours
 
 
 def whole(model, value: dict) -> None:
@@ -74,10 +160,78 @@ def test_a_pod_must_have_what_a_container_of_ours_has():
     )
 
 
+def test_a_pod_must_have_the_home_that_the_job_names():
+    env = environment(pod_of("job", SPEC | {"env": {"HOME": "/job/home", "JOB_FLAG": "1"}}))
+    assert (env["HOME"], env["USER"], env["JOB_FLAG"]) == ("/job/home", "node", "1")
+
+
 def test_a_job_without_gpus_must_see_none():
     *_, job = objects("job", OTHER)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert {"name": "CUDA_VISIBLE_DEVICES", "value": ""} in container["env"]
+
+
+@pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
+def test_an_image_that_is_not_ours_must_get_the_program_of_a_node(form):
+    config, *others = objects(form, OTHER)
+    assert config["kind"] == "ConfigMap" and config["metadata"]["name"] == "digits-node"
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(config["binaryData"]["node"]))) as archive:
+        assert "orchestrate/node/given.py" in archive.getnames()
+    text = json.dumps(others)
+    assert '"configMap": {"name": "digits-node"}' in text
+    for mount in ({"name": "program", "mountPath": "/node", "readOnly": True}, {"name": "run", "mountPath": "/run"}):
+        assert json.dumps(mount) in text
+    assert "tarfile.open('/node/node')" in text and "/opt/orchestrate" not in text
+    assert "ConfigMap" not in kubernetes(resolve(SPEC), "digits", form)
+
+
+@pytest.mark.parametrize("form", ["job", "jobset"])
+def test_a_pod_without_a_volume_must_have_a_folder_all_the_same(form):
+    pod = pod_of(form, OTHER)
+    assert {"name": "job", "emptyDir": {}} in pod["volumes"]
+    assert environment(pod)["JOB_DIR"] == "/job"
+    assert environment(pod_of(form, SPEC))["JOB_DIR"] == "/job/digits"
+
+
+def test_what_the_job_file_leaves_out_must_be_told_at_the_top():
+    lost, cpu = "files and checkpoints are lost with their pod", "--gpus all asks for one per worker"
+    for asked, told in (
+        ({}, {lost, cpu}),
+        ({"volume": "claim"}, {cpu}),
+        ({"gpus": "none"}, {lost}),
+        ({"volume": "claim", "gpus": "all"}, set()),
+    ):
+        text = kubernetes(resolve(asked), "digits", "job")
+        head = [line for line in text.splitlines() if line.startswith("# ")]
+        assert {words for words in (lost, cpu) if any(words in line for line in head)} == told
+
+
+@pytest.mark.parametrize("form", ["job", "jobset"])
+def test_a_pod_must_have_the_limits_of_the_job_and_no_others(form):
+    asked = {"gpus": "none", "cpus": 1.5, "memory": "512m", "shm_size": "2G", "grace": "1.5s", "max_run": "1.5s"}
+    *_, made = objects(form, asked)
+    job = made if form == "job" else made["spec"]["replicatedJobs"][0]["template"]
+    pod = job["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"] == {"limits": {"cpu": "1.5", "memory": "512Mi"}}
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}} in pod["volumes"]
+    assert (job["spec"]["activeDeadlineSeconds"], pod["terminationGracePeriodSeconds"]) == (2, 12)
+    *_, made = objects(form, {"gpus": "none"})
+    assert "activeDeadlineSeconds" not in json.dumps(made)
+    assert pod_of(form, {"gpus": "none"})["containers"][0]["resources"] == {}
+
+
+def test_a_trainjob_must_have_a_time_limit_where_the_job_has_one():
+    assert objects("trainjob", {"max_run": "1.5s"})[-1]["spec"]["activeDeadlineSeconds"] == 2
+    assert "activeDeadlineSeconds" not in objects("trainjob", {})[-1]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("size", "quantity"), [("1024", "1024"), ("10b", "10"), ("4k", "4Ki"), ("64M", "64Mi"), ("8g", "8Gi")]
+)
+def test_kubernetes_must_get_sizes_in_its_own_units(size, quantity):
+    pod = pod_of("job", {"memory": size, "shm_size": size})
+    assert pod["containers"][0]["resources"]["limits"]["memory"] == quantity
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": quantity}} in pod["volumes"]
 
 
 def test_a_name_that_begins_with_a_digit_must_be_made_one_that_kubernetes_takes():
@@ -101,6 +255,8 @@ def test_a_trainjob_must_have_the_pod_of_the_others():
 def test_a_jobset_must_start_all_pods_again_as_another_generation():
     (jobset,) = objects("jobset")
     assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 3}
+    (other,) = objects("jobset", SPEC | {"max_restarts": 7})
+    assert other["spec"]["failurePolicy"] == {"maxRestarts": 7}
     container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     (count,) = [one for one in container["env"] if one["name"] == "TORCHELASTIC_RESTART_COUNT"]
     assert "restart-attempt" in count["valueFrom"]["fieldRef"]["fieldPath"]
@@ -125,6 +281,7 @@ def test_the_script_for_slurm_must_be_one_for_bash(form):
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert "#SBATCH --nodes=3\n" in script and "#SBATCH --gpus-per-node=2\n" in script
     assert "#SBATCH --mem=8G\n" in script and "#SBATCH --time=60\n" in script
+    assert "#SBATCH --cpus-per-task=4\n" in script
 
 
 @pytest.mark.parametrize(
@@ -144,6 +301,22 @@ def test_what_cannot_be_exported_must_be_told(cli, arguments, message):
     assert message in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (["kubernetes"], "# mine, for Kubernetes 1.28"),
+        (["kubernetes", "--form", "trainjob"], "kind: TrainJob\n"),
+        (["slurm"], "# The interpreter is that of this environment"),
+        (["slurm", "--form", "pyxis"], "--container-image=orchestrate-node:0.1 "),
+        (["compose"], "name: mine\n"),
+    ],
+)
+def test_the_first_form_must_be_the_default(capsys, words, printed):
+    assert main(["export", *words, "--name", "Mine", "--gpus", "none", "--", "-m", "app.train"]) == 0
+    told = capsys.readouterr()
+    assert printed in told.out and not told.err
+
+
 def test_flags_may_stand_before_the_job_file(cli):
     (cli.folder / "job.yaml").write_text("name: mine\ncommand: count.py\n")
     done = cli("export", "kubernetes", "--form", "jobset", "--gpus", "none", "job.yaml")
@@ -151,7 +324,9 @@ def test_flags_may_stand_before_the_job_file(cli):
     assert "kind: JobSet" in done.stdout and "name: mine" in done.stdout
 
 
-@pytest.mark.parametrize(("memory", "slurms"), [("8g", "8G"), ("512M", "512M"), ("1073741824", "1048576K")])
+@pytest.mark.parametrize(
+    ("memory", "slurms"), [("8g", "8G"), ("512M", "512M"), ("64k", "64K"), ("1073741824", "1048576K"), ("1025b", "2K")]
+)
 def test_slurm_must_get_memory_in_its_own_units(memory, slurms):
     assert f"#SBATCH --mem={slurms}\n" in slurm(resolve(SPEC | {"memory": memory}), "x", "venv")
 

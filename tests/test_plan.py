@@ -52,11 +52,42 @@ def test_workers_per_node_must_follow_from_the_gpus():
     )
 
 
+def test_the_plan_must_name_the_cluster_whose_nodes_are_used():
+    there = dataclasses.replace(HERE, cluster="box-77aa", preload=("torch",))
+    made = plan(JobSpec(trainers=1, cpus=0.5), there, "a-1")
+    first, second, *_ = str(made).splitlines()
+    assert first.startswith("job a-1: 2 nodes × 1 worker, gloo on CPU (") and first.endswith("), on box-77aa")
+    assert second == "Docker Engine 26.1.5, master at master:29500, 1 thread per worker, warm"
+    assert (made.home, made.job_id) == ("box-77aa", "a-1")
+    assert plan(JobSpec(), HERE, "a-1").home == "a-1"
+    without_master = plan(JobSpec(trainers=1), there, "a-1", nodes=("trainer-1",))
+    assert without_master.workers[0].env["MASTER_ADDR"] == "box-77aa-trainer-1"
+    for name in ("TORCHELASTIC_RUN_ID", "JOB_ID"):
+        assert without_master.workers[0].env[name] == "a-1"
+
+
 def test_a_pinned_worker_must_have_cores_of_its_own():
     made = plan(JobSpec(trainers=2, pin=True), HERE, "a-1")
     assert [line.split("cpu, ")[1] for line in str(made).splitlines()[2:]] == ["cores 0,1", "cores 2,3", "cores 4,5"]
     assert [worker.env["WORKER_CORES"] for worker in made.workers] == ["0,1", "2,3", "4,5"]
     assert read_plan(made.to_json()) == made
+    made = plan(JobSpec(trainers=1, nproc_per_node=2, pin=True), HERE, "a-1")
+    assert [worker.cores for worker in made.workers] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    every = plan(JobSpec(trainers=7, pin=True), HERE, "a-1")  # as many as there are cores
+    assert str(every).splitlines()[-1].endswith("  cpu, core 7")
+
+
+def test_a_worker_that_is_not_pinned_must_have_no_cores():
+    made = plan(JobSpec(trainers=1), HERE, "a-1")
+    assert [(worker.cores, "WORKER_CORES" in worker.env) for worker in made.workers] == [((), False)] * 2
+    more = plan(JobSpec(trainers=20), HERE, "a-1")  # than there are cores
+    assert {worker.env["OMP_NUM_THREADS"] for worker in more.workers} == {"1"}
+
+
+def test_spare_nodes_must_have_no_workers():
+    made = plan(JobSpec(trainers=1, spares=2), HERE, "a-1")
+    assert made.nodes == ("master", "trainer-1") and made.world_size == 2
+    assert plan(JobSpec(trainers=1, spares=2), with_gpus(4), "a-1").nproc_per_node == 2
 
 
 def test_pin_must_be_refused_where_cores_are_lacking():
@@ -65,7 +96,16 @@ def test_pin_must_be_refused_where_cores_are_lacking():
 
 
 @pytest.mark.parametrize(
-    ("limit", "engine", "threads"), [(1.5, "docker", "1"), (3, "docker", "3"), (1, "process", "4")]
+    ("limit", "engine", "threads"),
+    [
+        (1.5, "docker", "1"),
+        (1.75, "docker", "1"),
+        (3, "docker", "3"),
+        (3, "swarm", "3"),
+        (100, "docker", "4"),
+        (0.1, "docker", "1"),
+        (1, "process", "4"),
+    ],
 )
 def test_threads_must_not_be_more_than_a_nodes_limit_of_cores(limit, engine, threads):
     made = plan(JobSpec(trainers=1, cpus=limit), dataclasses.replace(HERE, engine=engine), "a-1")
@@ -77,6 +117,8 @@ def test_the_plan_must_say_that_a_job_is_on_the_network_of_its_host():
     made = plan(JobSpec(trainers=0, network="host"), there, "a-1")
     assert "master at 127.0.0.1:29500, 8 threads per worker, on the network of this machine\n" in str(made)
     assert made.workers[0].env["GLOO_SOCKET_IFNAME"] == "lo"
+    without_master = plan(JobSpec(trainers=1), there, "a-1", nodes=("trainer-1",))
+    assert without_master.workers[0].env["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_a_worker_must_find_its_own_gpu_at_its_local_rank_and_no_other_nodes_gpu_at_all():
@@ -131,6 +173,7 @@ def test_trainers_must_be_ordered_by_number_and_the_master_be_the_first():
 
 def test_a_later_generation_must_say_so_in_every_workers_environment():
     made = plan(JobSpec(trainers=2, max_restarts=7), HERE, "a-1", generation=4)
+    assert made.generation == 4
     for worker in made.workers:
         assert worker.env["TORCHELASTIC_RESTART_COUNT"] == "4"
         assert worker.env["TORCHELASTIC_MAX_RESTARTS"] == "7"
@@ -153,9 +196,27 @@ def test_fewer_nodes_must_have_as_many_workers_each_as_before():
     assert [worker.gpu for worker in made.workers] == ["GPU-0", "GPU-1"]
 
 
+def test_a_plan_must_hold_only_the_gpus_that_have_a_worker():
+    made = plan(JobSpec(trainers=0, nproc_per_node=2), with_gpus(4), "a-1")
+    assert made.gpus == ("GPU-0", "GPU-1")
+    made = plan(JobSpec(trainers=1, gpus=4), with_gpus(4), "a-1")
+    assert made.gpus == ("GPU-0", "GPU-1", "GPU-2", "GPU-3") and made.reason == ""
+    made = plan(JobSpec(trainers=1, gpus=2), with_gpus(4), "a-1")
+    assert (made.gpus, made.nproc_per_node) == (("GPU-0", "GPU-1"), 1)
+
+
 def test_a_plan_must_be_read_as_it_was_written():
     made = plan(JobSpec(trainers=1), with_gpus(4), "a-1", generation=2)
     assert read_plan(made.to_json()) == made
+    there = dataclasses.replace(HERE, preload=("torch", "numpy"), code="/code", cluster="box-77aa")
+    made = plan(JobSpec(command=("x.py", "a b"), pin=True), there, "a-1")
+    assert read_plan(made.to_json()) == made
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"inventory": {}}'])
+def test_what_is_no_plan_must_be_refused(text):
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        read_plan(text)
 
 
 def test_the_users_environment_must_reach_every_worker():
@@ -170,7 +231,9 @@ def test_the_users_environment_must_reach_every_worker():
     [
         (JobSpec(trainers=3), 2, "4 workers need 4 GPUs, and there are 2", "--trainers 1"),
         (JobSpec(trainers=3, gpus=2), 4, "4 workers need 4 GPUs, and there are 2", "--gpus none"),
-        (JobSpec(trainers=0, nproc_per_node=2), 1, "2 workers need 2 GPUs, and there is 1", "--nproc-per-node 1"),
+        (JobSpec(trainers=0, nproc_per_node=2), 1, "2 workers need 2 GPUs, and there is 1", "(--nproc-per-node 1)"),
+        (JobSpec(nproc_per_node=2), 5, "8 workers need 8 GPUs, and there are 5", "(--trainers 1, --nproc-per-node 1)"),
+        (JobSpec(trainers=2), 1, "3 workers need 3 GPUs, and there is 1", "(--trainers 0)"),
         (JobSpec(gpus=5), 4, "--gpus 5: there are 4: GPU-0, GPU-1, GPU-2, GPU-3", "--gpus 4"),
         (JobSpec(gpus="all"), 0, "--gpus all: the engine has no NVIDIA runtime", "--gpus none"),
         (JobSpec(gpus=1), 0, "--gpus 1: the engine has no NVIDIA runtime", "--gpus none"),
@@ -185,6 +248,8 @@ def test_too_few_gpus_must_be_refused_with_the_ways_out(spec, gpus, message, hin
 def test_gpus_none_must_hide_the_gpus():
     made = plan(JobSpec(gpus="none"), with_gpus(4), "a-1")
     assert {worker.env["CUDA_VISIBLE_DEVICES"] for worker in made.workers} == {""}
+    assert {worker.gpu for worker in made.workers} == {""} and made.gpus == ()
+    assert ", gloo on CPU (--gpus none)\n" in str(made)
 
 
 def test_nodes_of_different_machines_may_use_gpus_of_equal_index_but_one_machines_never_share():

@@ -22,13 +22,29 @@ ALL = (*TORCH, "torch._dynamo")
         ("import torch\ntorch.optim.SGD", ALL),
         ("import torch\nimport re\nre.compile('')", TORCH),
         ("import torch\ntorch.compile(model)", ALL),
+        ("import torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel", ALL),
+        ("import torch\nfrom torch.distributed.fsdp import fully_shard", ALL),
+        ("import torch\nmodel = DDP(model)", ALL),
+        ("import torch\noptimal = torchscompile = LADDPT = 1", TORCH),
+        ("import torch.nn as nn", TORCH),
+        ("from torch import *", TORCH),
+        ("from . import torch", ()),
+        ("optim = DDP = 1", ()),
         ("import torch (", ()),
+        ("import torch\0", ()),
         ("", ()),
     ],
 )
 def test_a_script_must_be_read_and_not_run(tmp_path, text, expected):
     (tmp_path / "train.py").write_text(text)
     assert preload(JobSpec(command=("train.py", "--lr", "1")), tmp_path) == expected
+
+
+def test_a_script_that_is_nested_too_deeply_must_be_passed_over(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\nx = " + "-" * 100_000 + "1")
+    assert preload(JobSpec(command=("train.py",)), tmp_path) == ()
+    (tmp_path / "train.py").write_text("import torch\nx = 1" + "+1" * 10_000)
+    assert preload(JobSpec(command=("train.py",)), tmp_path) in ((), TORCH)  # as far as this Python reads
 
 
 def test_files_that_the_script_imports_must_be_read_too(tmp_path):
@@ -46,6 +62,38 @@ def test_files_beside_a_script_in_another_folder_must_be_read_too(tmp_path):
     (tmp_path / "scripts" / "train.py").write_text("import helper")
     (tmp_path / "scripts" / "helper.py").write_text("import torch")
     assert preload(JobSpec(command=("scripts/train.py",)), tmp_path) == TORCH
+    (tmp_path / "scripts" / "train.py").write_text("from helper import help")
+    assert preload(JobSpec(command=("scripts/train.py",)), tmp_path) == TORCH
+
+
+def test_a_package_must_be_read_where_a_script_is_one(tmp_path):
+    for folder, text in (("main", "import torch"), ("init", "")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__main__.py").write_text(text)
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "__init__.py").write_text("import torch")
+    (tmp_path / "lib" / "__main__.py").touch()
+    (tmp_path / "train.py").write_text("import lib")
+    assert preload(JobSpec(command=("-m", "main", "x.py")), tmp_path) == TORCH
+    assert preload(JobSpec(command=("-m", "init")), tmp_path) == ()
+    assert preload(JobSpec(command=("train.py",)), tmp_path) == TORCH
+
+
+def test_a_file_that_cannot_be_read_must_not_hide_the_others(tmp_path):
+    (tmp_path / "train.py").write_text("import a, z, broken")
+    (tmp_path / "z.py").write_bytes(b"\xff\xfe")
+    (tmp_path / "broken.py").write_text("import (")
+    (tmp_path / "a.py").write_text("import torch")
+    assert preload(JobSpec(command=("train.py",)), tmp_path) == TORCH
+
+
+def test_no_more_files_must_be_read_than_a_start_has_time_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrate.preload.MOST_FILES", 3)
+    for number, text in enumerate(("import f1", "import f2", "import f3", "import torch")):
+        (tmp_path / f"f{number}.py").write_text(text)
+    assert preload(JobSpec(command=("f0.py",)), tmp_path) == ()
+    assert preload(JobSpec(command=("f1.py",)), tmp_path) == TORCH
 
 
 def test_the_job_file_must_have_the_last_word(tmp_path):

@@ -17,6 +17,7 @@ def test_the_defaults_are_the_default_job():
 
 def test_a_later_layer_must_win():
     assert resolve({"trainers": 1, "name": "a"}, {"trainers": 2}) == JobSpec(trainers=2, name="a")
+    assert resolve({"env": {"A": 1, "B": 2}}, {"env.A": 3}).env == {"A": "3", "B": "2"}
 
 
 @pytest.mark.parametrize("value", [-1, "x", "", "1e3", 1.5, True, None, 1001, [], "٣x"])
@@ -31,19 +32,55 @@ def test_a_number_of_trainers_that_is_none_must_be_refused(value):
         ("max_run", "2h", 7200.0),
         ("max_run", "1.5m", 90.0),
         ("max_run", 90, 90.0),
+        ("max_run", "1 d", 86400.0),
+        ("max_run", None, None),
+        ("trainers", 0, 0),
+        ("trainers", "1000", 1000),
+        ("nproc_per_node", 1024, 1024),
+        ("nproc_per_node", None, None),
+        ("max_restarts", 1_000_000, 1_000_000),
+        ("min_trainers", 0, 0),
+        ("spares", 1000, 1000),
+        ("name", 7, "7"),
+        ("engine", "swarm", "swarm"),
+        ("network", "host", "host"),
         ("gpus", "all", "all"),
+        ("gpus", "auto", "auto"),
+        ("gpus", "none", "none"),
         ("gpus", "2", 2),
+        ("gpus", 1024, 1024),
         ("command", "train.py --name 'a b'", ("train.py", "--name", "a b")),
         ("command", ["train.py", "--lr", 0.1], ("train.py", "--lr", "0.1")),
         ("env", {"A": 1}, {"A": "1"}),
+        ("env", {"_b2": 0.5, "OMP_NUM_THREADS": 2}, {"_b2": "0.5", "OMP_NUM_THREADS": "2"}),
         ("memory", "4g", "4g"),
+        ("memory", 1024, "1024"),
+        ("memory", None, None),
+        ("shm_size", "512M", "512M"),
         ("cpus", 1.5, 1.5),
+        ("cpus", "2", 2.0),
+        ("pin", "true", True),
+        ("warm", "false", False),
+        ("warm", False, False),
+        ("preload", "numpy torch.nn", ["numpy", "torch.nn"]),
+        ("preload", ["numpy"], ["numpy"]),
+        ("constraints", "node.labels.gpu==a100", ["node.labels.gpu==a100"]),
+        ("constraints", "node.hostname != box", ["node.hostname != box"]),
+        ("constraints", ["node.hostname != box"], ["node.hostname != box"]),
+        ("volume", "/mnt/shared", "/mnt/shared"),
+        ("volume", "my-data.1", "my-data.1"),
+        ("hang_after", None, None),
         ("hang_after", "none", None),
         ("hang_after", "20s", 20.0),
         (
             "rules",
             [{"exit_codes": [1, 255], "action": "ignore"}],
             [{"exit_codes": [1, 255], "action": "ignore"}],
+        ),
+        (
+            "rules",
+            [{"log": "a|b", "cause": "hang", "action": "fail"}, {"cause": "error", "action": "count"}],
+            [{"log": "a|b", "cause": "hang", "action": "fail"}, {"cause": "error", "action": "count"}],
         ),
     ],
 )
@@ -56,31 +93,78 @@ def test_a_value_must_be_read_as_people_write_it(key, value, parsed):
     [
         ("max_run", "0"),
         ("max_run", "soon"),
+        ("max_run", "5w"),
+        ("max_run", "1h30"),
+        ("max_run", "-5"),
+        ("max_run", True),
+        ("grace", "0.0s"),
+        ("grace", None),
         ("gpus", "some"),
         ("gpus", 0),
+        ("gpus", 1025),
+        ("gpus", True),
+        ("gpus", None),
         ("command", []),
         ("command", ""),
         ("command", [["a"]]),
+        ("command", {"a": "b"}),
+        ("command", 5),
+        ("command", "train.py 'a"),
         ("env", {"RANK": "1"}),
         ("env", {"MASTER_ADDR": "here"}),
+        ("env", {"JOB_ID": "mine"}),
+        ("env", {"WORKER_CORES": "0"}),
+        ("env", {"A": "1", "CUDA_VISIBLE_DEVICES": "0"}),
         ("env", {"a b": "1"}),
+        ("env", {"1a": "1"}),
+        ("env", {"A": ["1"]}),
         ("env", []),
         ("engine", "podman"),
+        ("network", "none"),
+        ("name", ["a"]),
         ("image", "a b"),
+        ("image", ""),
+        ("image", True),
         ("memory", "much"),
+        ("memory", "4gb"),
+        ("memory", "1.5g"),
+        ("shm_size", None),
         ("nproc_per_node", 0),
+        ("nproc_per_node", 1025),
         ("cpus", "two"),
         ("cpus", "0.0"),
         ("memory", "0g"),
         ("shm_size", 0),
+        ("cpus", -1),
+        ("cpus", True),
+        ("pin", "maybe"),
+        ("warm", None),
+        ("preload", "a-b"),
+        ("preload", ["a."]),
+        ("preload", {"a": "b"}),
+        ("constraints", ["node.labels.a = b"]),
+        ("constraints", "node.labels.a=="),
+        ("constraints", {"a==b": "c"}),
+        ("volume", "a/b"),
+        ("volume", "/a b"),
         ("max_restarts", -1),
+        ("max_restarts", 1_000_001),
         ("min_trainers", "x"),
+        ("min_trainers", -1),
+        ("spares", 1001),
+        ("spares", None),
         ("hang_after", "soon"),
+        ("hang_after", 0),
         ("rules", {}),
+        ("rules", ["ignore"]),
+        ("rules", [{"log": "x"}]),
         ("rules", [{"action": "ignore"}]),
         ("rules", [{"exit_codes": [75], "action": "retry"}]),
         ("rules", [{"exit_codes": 75, "action": "count"}]),
         ("rules", [{"exit_codes": [256], "action": "count"}]),
+        ("rules", [{"exit_codes": [0], "action": "count"}]),
+        ("rules", [{"exit_codes": [True], "action": "count"}]),
+        ("rules", [{"exit_codes": ["75"], "action": "count"}]),
         ("rules", [{"log": "(", "action": "count"}]),
         ("rules", [{"cause": "bad luck", "action": "count"}]),
         ("rules", [{"cause": [], "action": "count"}]),
@@ -90,14 +174,19 @@ def test_a_value_must_be_read_as_people_write_it(key, value, parsed):
     ],
 )
 def test_a_wrong_value_must_be_refused_by_its_key(key, value):
-    with pytest.raises(UsageError, match=f"^{key} must be "):
+    with pytest.raises(UsageError, match=f"^{key} must be ") as caught:
         resolve({key: value})
+    assert repr(value) in str(caught.value)
+    assert caught.value.hint
 
 
 def test_an_unknown_key_must_be_answered_with_the_nearest_one():
     with pytest.raises(UsageError, match="unknown key 'trainer'") as caught:
         resolve({"trainer": 3})
     assert caught.value.hint == "did you mean trainers?"
+    with pytest.raises(UsageError, match="unknown key 'colour'") as caught:
+        resolve({"colour": 3})
+    assert all(key in caught.value.hint for key in FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +203,9 @@ def test_an_unknown_key_must_be_answered_with_the_nearest_one():
         (b"!!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
         (b"{1: 2}\n", "unknown key '1'"),
         (b"? [a]\n: 1\n", "job.yaml:1"),
+        (b"trainers: 1\nenv: {A: 1, A: 2}\n", r"job.yaml:2:13: the key 'A' stands twice"),
+        (b"trainers: 1\n--- {}\n", "job.yaml:2:1: but found another document"),
+        (b"~\n", "holds a single value, not a mapping"),
     ],
 )
 def test_a_bad_job_file_must_be_refused_with_the_place(tmp_path, content, message):
@@ -123,36 +215,90 @@ def test_a_bad_job_file_must_be_refused_with_the_place(tmp_path, content, messag
         read_file(path)
 
 
+def test_a_mistake_in_a_job_file_must_come_with_its_hint(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("trainer: 3\n")
+    with pytest.raises(UsageError) as caught:
+        read_file(path)
+    assert caught.value.hint == "did you mean trainers?"
+
+
 def test_an_empty_job_file_must_be_the_default_job(tmp_path):
     path = tmp_path / "job.yaml"
-    path.touch()
-    assert resolve(read_file(path)) == JobSpec()
+    for content in ("", "# nothing yet\n"):
+        path.write_text(content)
+        assert resolve(read_file(path)) == JobSpec()
 
 
 def test_a_job_file_that_is_not_there_must_be_named(tmp_path):
     with pytest.raises(UsageError, match="cannot read job file .*nope.yaml: No such file"):
         read_file(tmp_path / "nope.yaml")
+    with pytest.raises(UsageError, match=f"cannot read job file {tmp_path}: Is a directory"):
+        read_file(tmp_path)
 
 
 def test_a_written_job_file_must_resolve_to_the_same_job(tmp_path):
-    rules = [{"log": "a", "action": "fail"}]
-    more = {"rules": rules, "hang_after": "none", "min_trainers": 1}
-    spec = resolve({"name": "a", "max_run": "2h", "env": {"A": "1"}, "command": "x.py 'a b'", "gpus": 2}, more)
-    path = tmp_path / "job.yaml"
-    path.write_text(spec.to_yaml())
-    assert resolve(read_file(path)) == spec
+    values = {
+        "name": "010",
+        "command": "x.py 'a b' yes 1.10",
+        "trainers": 2,
+        "nproc_per_node": 4,
+        "gpus": 2,
+        "engine": "docker",
+        "image": "mine:1.0",
+        "env": {"A": "yes", "B": "1.10"},
+        "memory": "4g",
+        "cpus": 1.5,
+        "shm_size": "1024",
+        "pin": True,
+        "network": "host",
+        "encrypt": True,
+        "constraints": ["node.labels.gpu==a100"],
+        "volume": "/mnt/data",
+        "max_run": "2h",
+        "grace": "1.5s",
+        "max_restarts": 7,
+        "restart_window": "1d",
+        "rules": [{"log": "a", "exit_codes": [3], "action": "fail"}],
+        "min_trainers": 1,
+        "spares": 1,
+        "hang_after": "none",
+        "warm": False,
+        "preload": ["numpy"],
+    }
+    spec, path = resolve(values), tmp_path / "job.yaml"
+    assert not [key for key in FIELDS if getattr(spec, key) == getattr(JobSpec(), key)]
+    for one in (spec, JobSpec()):
+        path.write_text(one.to_yaml())
+        assert resolve(read_file(path)) == one
 
 
 def test_set_must_reach_every_key():
     layer = read_set(["trainers=2", "env.A=x", "env.B=1", "image=a:1"])
     assert resolve(layer) == JobSpec(trainers=2, env={"A": "x", "B": "1"}, image="a:1")
+    assert resolve(read_set(["preload=[numpy, torch]", "pin=true", "hang_after=null"])) == JobSpec(
+        preload=["numpy", "torch"], pin=True, hang_after=None
+    )
+
+
+def test_the_text_after_the_first_equals_sign_must_be_the_value():
+    layer = read_set(["env.A=b=c", "constraints=node.role==worker", "name=1.10", "command=x.py #1", "image=a: b: c"])
+    assert layer == {
+        "env.A": "b=c",
+        "constraints": "node.role==worker",
+        "name": "1.10",
+        "command": "x.py #1",
+        "image": "a: b: c",
+    }
 
 
 def test_words_of_the_environment_must_stay_as_they_are_written(tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text("env: {A: yes, B: 1.10, C: 12:30, D: 010, E: }\ncommand: [x.py, 1.10, yes]\nname: 010\n")
+    path.write_text(
+        "env: {A: yes, B: 1.10, C: 12:30, D: 010, E: }\nenv.H: yes\ncommand: [x.py, 1.10, yes]\nname: 010\n"
+    )
     spec = resolve(read_file(path), read_set(["env.F=true", "env.G="]))
-    assert spec.env == {"A": "yes", "B": "1.10", "C": "12:30", "D": "010", "E": "", "F": "true", "G": ""}
+    assert spec.env == {"A": "yes", "B": "1.10", "C": "12:30", "D": "010", "E": "", "F": "true", "G": "", "H": "yes"}
     assert (spec.command, spec.name) == (("x.py", "1.10", "yes"), "010")
 
 

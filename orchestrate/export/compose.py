@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from orchestrate.errors import UsageError
 from orchestrate.export import shape
 from orchestrate.paths import PACKAGE, PROJECT, code_folder
 from orchestrate.spec import JobSpec
@@ -20,6 +21,9 @@ DROPPED = ("profiles", "build")
 def compose(spec: JobSpec, name: str) -> str:
     """The file; `docker compose up` runs it."""
     job = shape(spec, name)
+    for folder in (code_folder(spec.command), Path.cwd()):
+        if ":" in str(folder):
+            raise UsageError(f"{folder} cannot be mounted, for the colon in it", "take another folder")
     values = {
         "JOB_ID": name,
         "NODE_IMAGE": spec.image,
@@ -42,7 +46,8 @@ def compose(spec: JobSpec, name: str) -> str:
         if service != "outcome":
             filled["command"] = [word.replace("$", "$$") for word in spec.command]  # Compose would look them up
             filled["environment"] |= {key: value.replace("$", "$$") for key, value in spec.env.items()}
-            filled["volumes"] = [volume.replace("./orchestrate", str(PACKAGE)) for volume in filled["volumes"]]
+            mounts = [volume.replace("./orchestrate", str(PACKAGE)) for volume in filled["volumes"]]
+            filled["volumes"] = [mount.replace("$", "$$") for mount in mounts]
             filled["stop_grace_period"] = f"{int(spec.grace) + 10}s"
             filled["networks"] = {"job": {"aliases": [service]}}
             filled["labels"] = {"orchestrate.job": ""}  # else `ps` would take it for a job that we supervise

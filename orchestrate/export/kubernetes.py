@@ -151,8 +151,9 @@ def _grace(spec: JobSpec) -> int:
 
 
 def _container(spec: JobSpec, job: Shape, master: str) -> Object:
-    env = job.env | {"JOB_DIR": f"/job/{job.name}" if spec.volume else "/job", "HOME": "/tmp", "USER": "node"}
-    env["TORCHINDUCTOR_CACHE_DIR"] = "/tmp/inductor"
+    env = job.env | {"JOB_DIR": f"/job/{job.name}" if spec.volume else "/job"}
+    for name, value in {"HOME": "/tmp", "USER": "node", "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor"}.items():
+        env.setdefault(name, value)
     if master:  # else Kubeflow says so
         env |= {"MASTER_ADDR": master, "MASTER_PORT": str(MASTER_PORT)}
     limits: dict[str, Any] = {}

@@ -1,0 +1,104 @@
+"""A job as a plain Compose file: this project's own, with everything filled in."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from orchestrate.errors import UsageError
+from orchestrate.export import compose as export_compose
+from orchestrate.export.compose import compose
+from orchestrate.paths import PACKAGE
+from orchestrate.spec import resolve
+
+COMMAND = ["train.py", "--text", "$A ${B:-c}"]
+NODES = ("master", "trainer")
+
+
+def exported(**values) -> dict:
+    return yaml.safe_load(compose(resolve({"command": COMMAND}, values), "digits"))
+
+
+def test_the_file_must_have_nothing_left_to_fill_in():
+    text = compose(resolve({"command": "train.py"}), "digits")
+    assert "$" not in text and "-cpu" not in text
+    made = yaml.safe_load(text)
+    assert (made["name"], set(made["services"])) == ("digits", {*NODES, "outcome"})
+    assert set(made) == {"name", "services", "networks"}
+    for service in made["services"].values():
+        assert not {"profiles", "build"} & service.keys()
+
+
+def test_a_node_must_get_what_the_job_says():
+    asked = {"trainers": 5, "nproc_per_node": 2, "image": "mine:1", "memory": "3g", "cpus": 1.5, "shm_size": "2g"}
+    made = exported(gpus="none", grace="90s", **asked)
+    for role in NODES:
+        node = made["services"][role]
+        assert (node["image"], node["mem_limit"], node["cpus"], node["shm_size"]) == ("mine:1", "3g", "1.5", "2g")
+        assert node["user"] == f"{os.getuid()}:{os.getgid()}"
+        env = node["environment"]
+        assert (env["NODE_ROLE"], env["NODE_MODE"], env["NODE_NPROC"], env["NODE_GRACE"]) == (role, "join", "2", "90")
+        assert (env["JOB_ID"], env["JOB_DIR"]) == ("digits", "/job")
+        assert node["stop_grace_period"] == "100s"  # else Compose would kill while the workers save
+    assert made["services"]["outcome"]["image"] == "mine:1"
+    assert made["services"]["trainer"]["scale"] == "5" and "scale" not in made["services"]["master"]
+    free = exported(gpus="none")["services"]["master"]
+    assert (free["mem_limit"], free["cpus"], free["shm_size"]) == ("0", "0", "1g")
+
+
+def test_a_node_must_see_the_code_the_program_and_the_jobs_folder():
+    for role in NODES:
+        volumes = exported()["services"][role]["volumes"]
+        here = Path.cwd()
+        assert volumes == [f"{here}:/workspace:ro", f"{PACKAGE}:/opt/orchestrate:ro", f"{here}/runs/digits:/job"]
+    assert f"Its files come to {Path.cwd()}/runs/digits," in compose(resolve({"command": COMMAND}), "digits")
+
+
+def test_a_folder_must_be_mounted_whatever_its_name_or_be_refused_by_it(monkeypatch):
+    monkeypatch.setattr(export_compose, "code_folder", lambda _: Path("/home/me/$5"))
+    assert exported()["services"]["master"]["volumes"][0] == "/home/me/$$5:/workspace:ro"
+    monkeypatch.setattr(export_compose, "code_folder", lambda _: Path("/home/me/a:b"))
+    with pytest.raises(UsageError, match="/home/me/a:b cannot be mounted"):
+        exported()
+
+
+def test_the_command_and_the_environment_must_reach_the_workers_as_they_are():
+    made = exported(env={"A": "$HOME", "OMP_NUM_THREADS": "2"})
+    for role in NODES:
+        node = made["services"][role]
+        assert node["command"] == ["train.py", "--text", "$$A $${B:-c}"]
+        assert (node["environment"]["A"], node["environment"]["OMP_NUM_THREADS"]) == ("$$HOME", "2")
+    assert "A" not in made["services"]["outcome"].get("environment", {})
+
+
+def test_nodes_must_find_each_other_and_start_in_order():
+    for gpus in ("none", "all"):
+        services = exported(gpus=gpus)["services"]
+        assert [services[role]["networks"] for role in NODES] == [{"job": {"aliases": [role]}} for role in NODES]
+        assert services["master"]["depends_on"] == ["trainer"]
+        assert not services["trainer"]["depends_on"]
+        assert services["outcome"]["depends_on"] == {"master": {"condition": "service_completed_successfully"}}
+        assert services["outcome"]["command" if "command" in services["outcome"] else "entrypoint"][0] == "python"
+
+
+@pytest.mark.parametrize(("gpus", "runtime"), [("none", None), ("auto", None), ("all", "nvidia"), (4, "nvidia")])
+def test_only_nodes_with_gpus_must_have_nvidias_runtime(gpus, runtime):
+    for role in NODES:
+        node = exported(gpus=gpus)["services"][role]
+        assert node.get("runtime") == runtime
+        assert node["environment"].get("NVIDIA_VISIBLE_DEVICES") == ("all" if runtime else None)
+
+
+def test_a_node_must_have_no_more_rights_than_under_the_orchestrator_and_be_no_job_of_its():
+    for role in NODES:
+        node = exported()["services"][role]
+        assert (node["cap_drop"], node["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
+        assert (node["read_only"], node["init"], node["restart"]) == (True, True, "no")
+        assert node["labels"] == {"orchestrate.job": ""}  # by which `ps` and `stop` look for jobs
+    assert "labels" not in exported()["networks"]["job"]
+
+
+def test_a_time_limit_that_compose_does_not_have_must_be_told():
+    assert "# Compose knows no max_run" in compose(resolve({"command": COMMAND, "max_run": "1h"}), "digits")
+    assert "max_run" not in compose(resolve({"command": COMMAND}), "digits")

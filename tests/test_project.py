@@ -1,0 +1,260 @@
+"""The Makefile, the Dockerfile and docker-compose.yml must hold what the README promises, as far as files can tell."""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from orchestrate.export.compose import VARIABLE
+from orchestrate.spec import JobSpec
+
+# --- make
+
+
+TOOL = '#!/bin/bash\necho "$(basename "$0")${{*:+ $*}}" >> "{calls}"\n[ "$(basename "$0") $1" != "$FAILS" ]\n'
+DOCKER = '#!/bin/bash\n[ "$1" != "$NO_DOCKER" ]\n'
+
+
+class Make:
+    """`make` with an environment whose tools note how they are called; so has `docker`, which answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.venv, self.calls = folder / "venv", folder / "calls"
+        for name in ("venv/bin/python", "venv/bin/pip", "venv/bin/ruff", "venv/bin/mypy", "bin/docker"):
+            tool = folder / name
+            tool.parent.mkdir(parents=True, exist_ok=True)
+            tool.write_text(DOCKER if tool.name == "docker" else TOOL.format(calls=self.calls))
+            tool.chmod(0o755)
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        self.env = clean | {"PATH": f"{folder}/bin:{os.environ['PATH']}", "FAILS": "", "NO_DOCKER": ""}
+
+    def __call__(self, *words: str, **env: str) -> tuple[int, list[str]]:
+        """The exit code of make, and what it has called."""
+        self.calls.write_text("")
+        command = ["make", f"VENV={self.venv}", *words]
+        done = subprocess.run(command, cwd=ROOT, env=self.env | env, capture_output=True, text=True)
+        return done.returncode, self.calls.read_text().splitlines()
+
+    def stamps(self) -> set[str]:
+        """What is set up."""
+        return {path.name for path in self.venv.iterdir() if path.is_file()}
+
+
+@pytest.fixture
+def make(tmp_path):
+    return Make(tmp_path)
+
+
+INSTALL = "pip install --quiet --quiet --disable-pip-version-check --editable ."
+
+
+def test_make_run_must_set_up_once_and_run_the_job_with_its_arguments(make):
+    run = "python -m orchestrate run --trainers 1 -- a.py"
+    assert make("run", "ARGS=--trainers 1 -- a.py") == (0, [INSTALL, run])
+    assert make("run", "ARGS=--trainers 1 -- a.py") == (0, [run])
+    assert make("run") == (0, ["python -m orchestrate run"])
+
+
+@pytest.mark.parametrize("lacking", ["info", "compose"])
+def test_torch_must_be_set_up_only_where_local_processes_need_it(make, lacking):
+    assert make("run")[1][0] == INSTALL
+    assert make.stamps() == {".base"}
+    assert make("run", NO_DOCKER=lacking)[1][0] == f"{INSTALL}[torch]"
+    assert make.stamps() == {".base", ".torch"}
+    assert len(make("run")[1]) == len(make("run", NO_DOCKER=lacking)[1]) == 1
+
+
+def test_make_test_must_run_every_check_with_its_arguments(make):
+    checks = ["ruff check", "ruff format --check", "mypy", "python -m pytest -n 4 -k plan"]
+    assert make("test", "ARGS=-k plan") == (0, [f"{INSTALL}[test]", *checks])
+    assert make.stamps() == {".base", ".torch", ".test"}  # which holds the others
+    assert make("test", "JOBS=0", "ARGS=-x")[1][-1] == "python -m pytest -n 0 -x"
+    assert len(make("run", NO_DOCKER="info")[1]) == 1
+
+
+@pytest.mark.parametrize(("fails", "last"), [("ruff check", 0), ("mypy ", 2), ("python -m", 3)])
+def test_a_check_that_fails_must_fail_make_test(make, fails, last):
+    make("run")
+    (make.venv / ".test").touch()
+    code, calls = make("test", FAILS=fails)
+    assert code != 0 and len(calls) == last + 1
+
+
+def test_a_set_up_that_fails_must_be_tried_again(make):
+    code, calls = make("run", FAILS="pip install")
+    assert code != 0 and calls == [INSTALL] and not make.stamps()
+    assert make("run")[1][0] == INSTALL
+
+
+def test_a_job_that_fails_must_fail_make_run(make):
+    assert make("run", FAILS="python -m")[0] != 0
+
+
+def test_an_environment_that_is_not_there_must_be_made(make, tmp_path):
+    (make.venv / "bin" / "python").rename(tmp_path / "bin" / "python9")
+    _, calls = make("run", "PYTHON=python9")
+    assert calls[:2] == [f"python9 -m venv {make.venv}", INSTALL]
+
+
+def test_a_change_of_what_the_project_needs_must_be_set_up(make):
+    make("run")
+    os.utime(make.venv / ".base", (0, 0))
+    assert make("run")[1][0] == INSTALL
+
+
+# --- the image
+
+
+def image() -> list[tuple[str, str]]:
+    """The instructions of the Dockerfile: name and words."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+def test_the_image_must_have_what_local_processes_have():
+    (needed,) = re.findall(r"^torch = (\[.*\])", (ROOT / "pyproject.toml").read_text(), re.M)
+    (install,) = [words for name, words in image() if name == "RUN" and "pip install" in words]
+    assert set(yaml.safe_load(needed)) <= set(shlex.split(install))
+
+
+def test_the_image_must_start_a_node_without_root_on_the_base_that_is_named():
+    steps = image()
+    assert steps[0] == ("ARG", "BASE_IMAGE=python:3.12-slim") and steps[1] == ("FROM", "${BASE_IMAGE}")
+    assert ("COPY", "orchestrate /opt/orchestrate") in steps and ("COPY", "app app") in steps
+    last = dict(steps)
+    assert last["WORKDIR"] == "/workspace" and last["USER"] == "1000:1000"
+    assert yaml.safe_load(last["ENTRYPOINT"]) == ["python", "/opt/orchestrate/node"]
+    assert last["ENV"].startswith("PATH=/opt/venv/bin:$PATH ")
+    assert any(words == "install -d -m 1777 /job" for _, words in steps)
+    users = [index for index, (name, _) in enumerate(steps) if name == "USER"]
+    assert users[0] > max(index for index, (name, _) in enumerate(steps) if name in ("RUN", "COPY"))
+
+
+def test_a_bundle_of_certificates_must_reach_pip_and_no_layer():
+    (install,) = [words for name, words in image() if "pip install" in words]
+    assert install.startswith("--mount=type=secret,id=ca,required=false ")
+    assert "export PIP_CERT=/run/secrets/ca" in install
+    assert not any("ca" in words.split() for name, words in image() if name in ("COPY", "ADD", "ARG"))
+
+
+# --- docker-compose.yml
+
+
+FILE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES = FILE["services"]
+NODES = ("master", "trainer", "master-cpu", "trainer-cpu")
+
+
+def defaults(value: object) -> dict[str, str]:
+    """The variables in a part of the file, with their defaults."""
+    return {name: default for name, default in VARIABLE.findall(yaml.safe_dump(value, width=10_000))}
+
+
+def test_each_profile_must_have_a_whole_gang():
+    assert {name for name, service in SERVICES.items() if service["profiles"] == ["gpu"]} == {
+        "master",
+        "trainer",
+        "outcome",
+    }
+    for suffix, profile in (("", "gpu"), ("-cpu", "cpu")):
+        master, trainer, outcome = (SERVICES[f"{name}{suffix}"] for name in ("master", "trainer", "outcome"))
+        assert [service["profiles"] for service in (master, trainer, outcome)] == [[profile]] * 3
+        assert [service["environment"]["NODE_ROLE"] for service in (master, trainer)] == ["master", "trainer"]
+        assert master["depends_on"] == [f"trainer{suffix}"] and "depends_on" not in trainer
+        assert outcome["depends_on"] == {f"master{suffix}": {"condition": "service_completed_successfully"}}
+        assert trainer["scale"] == "${TRAINERS:-1}" and "scale" not in master
+
+
+def test_nodes_of_either_profile_must_be_found_under_the_same_names():
+    assert SERVICES["master"]["networks"] == SERVICES["trainer"]["networks"] == {"job": {}}
+    assert SERVICES["master-cpu"]["networks"] == {"job": {"aliases": ["master"]}}
+    assert SERVICES["trainer-cpu"]["networks"] == {"job": {"aliases": ["trainer"]}}
+
+
+def test_only_the_profile_for_gpus_must_ask_for_them():
+    for name in NODES:
+        gpu = not name.endswith("-cpu")
+        assert ("runtime" in SERVICES[name], "NVIDIA_VISIBLE_DEVICES" in SERVICES[name]["environment"]) == (gpu, gpu)
+    assert SERVICES["master"]["environment"]["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+
+
+def test_nodes_of_both_profiles_must_be_alike_otherwise():
+    own = {"profiles", "runtime", "networks", "depends_on", "build", "scale", "environment"}
+    first, *others = ({key: value for key, value in SERVICES[name].items() if key not in own} for name in NODES)
+    assert all(other == first for other in others)
+    roles = {"NODE_ROLE", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"}
+    first, *others = (
+        {key: value for key, value in SERVICES[name]["environment"].items() if key not in roles} for name in NODES
+    )
+    assert all(other == first for other in others)
+    assert SERVICES["master"]["build"] == SERVICES["master-cpu"]["build"]
+
+
+def test_what_the_readme_names_must_reach_nodes_and_have_the_defaults_of_a_job():
+    found = defaults(SERVICES["master-cpu"]) | defaults(SERVICES["trainer-cpu"])
+    job = JobSpec()
+    assert found["NODE_CODE"] == "." and found["NODE_COMMAND"] == "-m app.train"
+    assert (found["NODE_SHM"], found["NODE_GRACE"]) == (job.shm_size, f"{job.grace:g}")
+    assert (found["NODE_MODE"], found["NPROC_PER_NODE"], found["TRAINERS"]) == ("join", "1", "1")
+    assert (found["NODE_MEMORY"], found["NODE_CPUS"]) == ("0", "0")
+    assert found["BASE_IMAGE"] == "python:3.12-slim"
+    assert defaults(FILE["secrets"]) == {"CA_BUNDLE": "/dev/null"}
+    assert SERVICES["master"]["build"]["secrets"] == [*FILE["secrets"]]
+    gpu = defaults(SERVICES["master"])
+    assert (gpu["NODE_GPUS"], gpu["NODE_RUNTIME"]) == ("all", "nvidia")
+
+
+def test_a_node_must_see_the_code_read_only_and_write_only_where_it_may():
+    for name in NODES:
+        node = SERVICES[name]
+        code, program, folder = node["volumes"]
+        assert code.endswith(":/workspace:ro") and node["working_dir"] == "/workspace"
+        assert program == "./orchestrate:/opt/orchestrate:ro" and folder == "${NODE_JOB_DIR:-job}:/job"
+        assert node["environment"]["JOB_DIR"] == "/job" and node["environment"]["HOME"] == "/tmp"
+        assert (node["read_only"], node["restart"], node["init"]) == (True, "no", True)
+        assert (node["cap_drop"], node["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
+        assert (node["pids_limit"], node["ulimits"]) == (8192, {"core": 0})
+        assert node["environment"]["USER"] and node["environment"]["NODE_WIPE"].split() == ["/tmp", "/dev/shm"]
+        assert node["logging"] == {"driver": "json-file", "options": {"max-size": "50m", "max-file": "3"}}
+        assert int(node["stop_grace_period"].removesuffix("s")) > JobSpec().grace
+        assert any(place.startswith("/tmp:") and "exec" in place for place in node["tmpfs"])
+        assert "ports" not in node and "privileged" not in node
+    assert FILE["volumes"].keys() == {"job"}
+    assert FILE["networks"]["job"]["driver_opts"] == {"com.docker.network.driver.mtu": 65535}
+
+
+def test_the_containers_and_the_network_of_a_job_must_carry_its_name_and_owner():
+    wanted = {"orchestrate.job": "${JOB_ID:-}", "orchestrate.run": "${NODE_JOB_DIR:-}"}
+    wanted["orchestrate.owner"] = "${JOB_OWNER:-}"
+    for labels in (*(SERVICES[name]["labels"] for name in NODES), FILE["networks"]["job"]["labels"]):
+        assert labels == wanted
+
+
+def test_every_variable_that_the_orchestrator_sets_must_be_read():
+    told = {"NODE_IMAGE", "NODE_CODE", "NODE_JOB_DIR", "NODE_USER", "NODE_SHM", "NODE_MEMORY", "NODE_CPUS", "JOB_OWNER"}
+    for name in NODES:
+        assert told <= defaults(SERVICES[name]).keys()
+    environment = SERVICES["trainer-cpu"]["environment"]
+    for name in ("NODE_MODE", "NODE_GRACE", "NODE_PRELOAD", "NODE_SOCKETS", "JOB_ID"):
+        assert f"${{{name}:-" in environment[name]
+    assert "${NPROC_PER_NODE:-" in environment["NODE_NPROC"]
+    for key, name in (
+        ("image", "IMAGE"),
+        ("user", "USER"),
+        ("shm_size", "SHM"),
+        ("mem_limit", "MEMORY"),
+        ("cpus", "CPUS"),
+    ):
+        assert SERVICES["trainer-cpu"][key].startswith(f"${{NODE_{name}:-")
+
+
+def test_the_outcome_must_have_no_rights_and_no_network():
+    for name in ("outcome", "outcome-cpu"):
+        service = SERVICES[name]
+        assert service["network_mode"] == "none" and service["read_only"] and service["cap_drop"] == ["ALL"]
+        assert "all ranks succeeded" in service["entrypoint"][-1]

@@ -1,0 +1,188 @@
+"""The script for sbatch must ask Slurm for what the job needs, and start the job again when it fails.
+
+Here a stand-in has the names of Slurm's commands; see test_slurm.py for a real one.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import eventually
+
+from orchestrate.errors import UsageError
+from orchestrate.export.slurm import slurm
+from orchestrate.paths import NODE, PACKAGE
+from orchestrate.spec import resolve
+
+
+def test_the_options_of_sbatch_must_be_whole_numbers_and_only_those_that_the_job_needs():
+    script = slurm(resolve({"trainers": 0, "cpus": 1.5, "max_run": "61s", "grace": "1.5s"}), "x", "venv")
+    for option in ("nodes=1", "ntasks-per-node=1", "cpus-per-task=2", "time=2", "signal=B:TERM@32"):
+        assert f"#SBATCH --{option}\n" in script
+    assert " --wait=12 " in script
+    plain = slurm(resolve({"max_run": "1s"}), "x", "venv")
+    assert "#SBATCH --time=1\n" in plain
+    assert not any(f"--{name}=" in plain for name in ("cpus-per-task", "mem", "gpus-per-node"))
+    assert "--time=" not in slurm(resolve(), "x", "venv")
+
+
+WORDS = ["train.py", "two words", "$HOME", "it's"]
+
+
+def launched(form: str, image: str, monkeypatch, folder: str = "/my code") -> list[str]:
+    """What bash makes of the words that start a node on each machine."""
+    monkeypatch.setattr("orchestrate.export.slurm.code_folder", lambda command: folder)
+    script = slurm(resolve({"command": WORDS, "image": image}), "x", form)
+    (launch,) = [text for text in script.split("--wait=40 ")[1:]]
+    shell = f"JOB_DIR='/job dir/x'; printf '%s\\0' {launch.partition(' &')[0]}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def test_a_node_must_be_started_with_the_very_words_of_the_command(monkeypatch):
+    ours, other = "orchestrate-node:0.1", "mine:1"
+    mounts = "/my code:/my code,/job dir/x:/job dir/x"
+    node = ["python", "/opt/orchestrate/node", *WORDS]
+    assert launched("venv", ours, monkeypatch) == [sys.executable, str(NODE), *WORDS]
+    apptainer = ["apptainer", "exec", "--nv", "--pwd", "/my code", "--bind"]
+    assert launched("apptainer", ours, monkeypatch) == [*apptainer, mounts, f"docker://{ours}", *node]
+    with_node = f"{mounts},{PACKAGE}:/opt/orchestrate"
+    assert launched("apptainer", other, monkeypatch) == [*apptainer, with_node, f"docker://{other}", *node]
+    for image, mounted in ((ours, mounts), (other, with_node)):
+        assert launched("pyxis", image, monkeypatch) == [
+            f"--container-image={image}",
+            f"--container-mounts={mounted}",
+            "--container-workdir=/my code",
+            *node,
+        ]
+
+
+@pytest.mark.parametrize("folder", ["/a:b", "/a,b"])
+def test_a_folder_that_slurms_containers_cannot_mount_must_be_refused(monkeypatch, folder):
+    assert launched("venv", "mine:1", monkeypatch, folder)
+    for form in ("apptainer", "pyxis"):
+        with pytest.raises(UsageError, match=f"{folder} cannot be mounted"):
+            launched(form, "mine:1", monkeypatch, folder)
+
+
+# --- the script, run
+
+SCONTROL = "#!/bin/bash\nprintf 'n%s\\n' 1 2\n"
+SRUN = """\
+#!/bin/bash
+# Notes how it was called; ends with the next code of the file `codes`, or waits for a signal where there is none.
+pwd > "$HERE/where"
+cd "$HERE"
+printf '%s' "$A" > said
+echo "$TORCHELASTIC_RESTART_COUNT $MASTER_PORT $MASTER_ADDR $JOB_DIR $(cat "$NODE_FAILED" 2> /dev/null)" >> calls
+read -r code failed rest < codes || code=wait
+sed -i 1d codes
+[ "$code" != wait ] || { touch started; read -r code < asked; failed=; }
+[ -z "$failed" ] || echo -n "$failed" > "$NODE_FAILED"
+exit "$code"
+"""
+SCANCEL = '#!/bin/bash\ncd "$HERE"\necho "$@" > cancelled\necho 143 > asked\n'
+
+
+class Slurm:
+    """A folder with commands of Slurm's names, and what they have noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.more: dict[str, str] = {}  # of the script's environment
+        (folder / "bin").mkdir()
+        for name, text in {"scontrol": SCONTROL, "srun": SRUN, "scancel": SCANCEL}.items():
+            (folder / "bin" / name).write_text(text)
+            (folder / "bin" / name).chmod(0o755)
+        os.mkfifo(folder / "asked")
+
+    def start(self, *codes: str, **values: object) -> subprocess.Popen[str]:
+        """Run the script; each of `codes` is srun's exit code, and the one of the worker that failed first, if any."""
+        (self.folder / "codes").write_text("".join(f"{code}\n" for code in codes))
+        script = self.folder / "job.sh"
+        script.write_text(slurm(resolve({"command": "train.py", "trainers": 1}, values), "digits", "venv"))
+        told = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(self.folder), "SLURM_JOB_NODELIST": "n[1-2]"}
+        env = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "HERE": str(self.folder), **told}
+        return subprocess.Popen(
+            ["bash", str(script)], env=env | self.more, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def calls(self) -> list[list[str]]:
+        """Of each call of srun: generation, port, master, the job's folder, and what an older one has left."""
+        return [line.split() for line in (self.folder / "calls").read_text().splitlines()]
+
+
+@pytest.fixture
+def scheduler(tmp_path):
+    return Slurm(tmp_path)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, told = process.communicate(timeout=60)
+    return process.returncode, told
+
+
+def test_a_job_that_succeeds_must_run_once(scheduler):
+    assert ended(scheduler.start("0")) == (0, "")
+    ((generation, _, master, folder),) = scheduler.calls()
+    assert (generation, master, folder) == ("0", "n1", f"{scheduler.folder}/runs/digits")
+    assert Path(folder).is_dir()
+
+
+def test_the_jobs_environment_and_folder_must_be_taken_as_they_are_written(scheduler, monkeypatch):
+    code = scheduler.folder / "it's $HOME; my code"
+    code.mkdir()
+    monkeypatch.setattr("orchestrate.export.slurm.code_folder", lambda command: code)
+    assert ended(scheduler.start("0", env={"A": "two words; $HOME 'and' \\"})) == (0, "")
+    assert (scheduler.folder / "said").read_text() == "two words; $HOME 'and' \\"
+    assert (scheduler.folder / "where").read_text() == f"{code}\n"
+
+
+def test_a_failure_must_start_another_generation_with_a_port_of_its_own(scheduler):
+    code, told = ended(scheduler.start("137 3", "1", "0"))
+    assert code == 0
+    assert "generation 0 ended with exit code 3" in told  # of the worker that failed first, and not of srun
+    assert "generation 1 ended with exit code 1" in told  # where no worker says so, of srun
+    calls = scheduler.calls()
+    assert [call[0] for call in calls] == ["0", "1", "2"]
+    assert all(len(call) == 4 for call in calls)  # what the last generation said of its failure is gone
+    ports = {int(call[1]) for call in calls}
+    assert len(ports) == 3 and all(20000 <= port < 40000 for port in ports)
+
+
+def test_no_more_than_max_restarts_must_be_tried(scheduler):
+    code, told = ended(scheduler.start("1 5", "1 6", "1 7", "0", max_restarts=2))
+    assert code == 7 and len(scheduler.calls()) == 3
+    assert told.count("ended with exit code") == 3
+    scheduler.folder.joinpath("calls").unlink()
+    assert ended(scheduler.start("4", "0", max_restarts=0))[0] == 4
+    assert len(scheduler.calls()) == 1
+
+
+@pytest.mark.parametrize("code", [2, 64, 78, 126, 127])
+def test_what_another_start_cannot_change_must_end_the_job(scheduler, code):
+    assert ended(scheduler.start(f"1 {code}", "0")) == (code, "")
+    assert len(scheduler.calls()) == 1
+
+
+def test_a_job_that_slurm_itself_starts_again_must_have_later_generations(scheduler):
+    scheduler.more = {"SLURM_RESTART_COUNT": "2"}
+    assert ended(scheduler.start("1", "0", max_restarts=4))[0] == 0
+    assert [call[0] for call in scheduler.calls()] == ["10", "11"]
+
+
+def test_the_end_of_its_time_must_reach_the_nodes_and_start_no_other_generation(scheduler):
+    process = scheduler.start("wait", "0")
+    try:
+        eventually(lambda: (scheduler.folder / "started").exists() or process.poll() is not None)
+        process.terminate()
+        assert ended(process) == (143, "")
+    finally:
+        if not (scheduler.folder / "cancelled").exists():  # so srun waits still
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert (scheduler.folder / "cancelled").read_text() == "--signal=TERM 7\n"
+    assert len(scheduler.calls()) == 1
