@@ -36,6 +36,7 @@ def refused(cli, code: int, message: str, *arguments: str, **env: str) -> None:
         ("the script . is a folder", ["run", "--", "."]),
         ("the script /etc/passwd is outside", ["run", "--", "/etc/passwd"]),
         ("--flag is no script", ["run", "--", "--flag"]),
+        ("-m is no script", ["run", "--", "-m"]),
         ("command must be a script", ["run", "--"]),
         ("cannot read job file none.yaml", ["run", "none.yaml"]),
         ("unknown key 'trainer'", ["run", "--set", "trainer=1"]),
@@ -67,7 +68,8 @@ def test_a_socket_that_refuses_must_be_told_from_one_that_is_not_there(cli):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(closed))
     refused(cli, 3, "connection refused", "run", "--engine", "docker", DOCKER_HOST=f"unix://{closed}")
-    refused(cli, 3, "no such file", "run", "--engine", "docker", DOCKER_HOST=f"unix://{cli.folder}/none.sock")
+    for engine in ("docker", "swarm"):
+        refused(cli, 3, "no such file", "run", "--engine", engine, DOCKER_HOST=f"unix://{cli.folder}/none.sock")
 
 
 def test_an_engine_that_talks_nonsense_must_be_refused(cli):

@@ -1,10 +1,66 @@
-"""The events of a job, which another supervisor goes on with."""
+"""Events must be kept in order and whole, and say of a job what a second supervisor has to know."""
 
-from __future__ import annotations
-
+import json
+import os
 import resource
 
-from orchestrate.events import Recorder, objects
+import pytest
+from scripted import Clock
+
+from orchestrate.events import History, Recorder, objects, parse
+from orchestrate.restarts import Cause, Ended
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr("orchestrate.events.time", made)
+    return made
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "events.jsonl"
+
+
+def test_an_event_must_be_in_the_file_in_memory_and_shown_at_once(path, clock):
+    shown = []
+    emit = Recorder(path, shown.append)
+    clock.sleep(1.5)
+    emit("hang", after=20.0, states={"0": "S"})
+    first = {"event": "hang", "time": 1_000_001.5, "seconds": 1.5, "after": 20.0, "states": {"0": "S"}}
+    assert objects(path) == emit.events == shown == [first]  # it is read while the recorder is still open
+    emit("engine_back")
+    emit.close()
+    assert [event["event"] for event in objects(path)] == ["hang", "engine_back"]
+
+
+def test_a_second_recorder_must_go_on_with_the_seconds_of_the_job(path, clock):
+    first = Recorder(path)
+    first("one")
+    clock.sleep(10)
+    first("two")
+    first.close()
+    clock.sleep(60)
+    second = Recorder(path)
+    clock.sleep(5)
+    second("three")
+    second.close()
+    assert [event["seconds"] for event in objects(path)] == [0.0, 10.0, 75.0]
+    assert second.events == objects(path)
+
+
+def test_a_clock_that_was_set_back_must_not_make_time_negative(path, clock):
+    path.write_text(json.dumps({"event": "one", "time": clock.now + 3600}) + "\n")
+    assert Recorder(path).seconds() == 0.0
+
+
+def test_half_a_line_of_a_process_that_was_killed_must_not_spoil_the_next_event(path):
+    path.write_text('{"event": "one", "time": 1.0}\n{"event": "tw')
+    emit = Recorder(path)
+    emit("three")
+    emit.close()
+    assert [event["event"] for event in objects(path)] == ["one", "three"]
 
 
 def test_an_event_of_which_the_disk_took_a_part_must_be_whole_once_there_is_room(tmp_path):
@@ -21,3 +77,89 @@ def test_an_event_of_which_the_disk_took_a_part_must_be_whole_once_there_is_room
     assert path.read_text().count("\n") == 3
     assert list(objects(path)) == emit.events
     emit.close()
+
+
+def test_events_must_be_written_in_order_and_once_when_the_disk_has_room_again(path, monkeypatch):
+    emit, write, full = Recorder(path), os.write, [True]
+
+    def full_disk(descriptor: int, data: bytes) -> int:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full_disk)
+    emit("one")
+    emit("two")
+    assert objects(path) == [] and [event["event"] for event in emit.events] == ["one", "two"]
+    full[0] = False
+    emit("three")
+    emit("four")
+    assert [event["event"] for event in objects(path)] == ["one", "two", "three", "four"]
+
+
+def test_a_recorder_must_leave_no_file_open(path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        emit = Recorder(path)
+        emit("one")
+        emit.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_what_is_no_event_must_not_count_as_one(path):
+    path.write_text(
+        '{"event": "one", "time": 1.0}\n[1]\n"two"\n{"event": 3}\n{"other": 1}\nnull\n' + "[" * 100_000 + "\n"
+    )
+    assert [event["event"] for event in Recorder(path).events] == ["one"]
+    assert parse(b'{"a": 1}\n7\n\xff\n{"b": 2}') == [{"a": 1}, {"b": 2}]
+
+
+# --- what they say of a job
+
+
+def starting(generation: int) -> dict:
+    return {"event": "generation_starting", "generation": generation}
+
+
+EXIT = {"event": "worker_ended", "rank": 1, "exit_code": 137}
+ENDED = {"event": "generation_ended", "generation": 0, "word": "failed", "why": "a worker failed", "time": 7.0}
+ENDED |= {"lasted": 2.5, "step": 30, "progress": True}
+CAUSE = {"rank": 1, "node": "trainer-1", "exit_code": 137, "cause": "killed", "summary": "s", "hint": "h"}
+
+
+def stopping(why: str) -> dict:
+    return {"event": "workers_stopping", "why": why}
+
+
+def test_a_job_of_which_nothing_was_started_must_have_no_history():
+    history = History([{"event": "supervisor_started"}, {"event": "nodes_starting"}])
+    assert (history.running, history.ended, history.exits) == (-1, [], [])
+    assert (history.stopping, history.outcome) == ("", None)
+
+
+def test_the_generation_that_was_started_last_must_be_the_one_that_runs():
+    history = History([starting(0), EXIT])
+    assert (history.running, history.exits) == (0, [EXIT])
+    history = History([starting(0), EXIT, stopping("a worker failed"), {**ENDED, "cause": CAUSE}, starting(1)])
+    assert (history.running, history.exits, history.stopping) == (1, [], "")
+
+
+def test_why_workers_were_asked_first_to_end_must_be_the_reason():
+    assert History([starting(0), stopping("max_run is over"), stopping("stopped by the user")]).stopping == (
+        "max_run is over"
+    )
+
+
+@pytest.mark.parametrize("cause", [CAUSE, None])
+def test_a_generation_that_is_over_must_be_known_with_all_that_is_known_of_it(cause):
+    history = History([starting(0), {**ENDED, "cause": cause, "seconds": 3.0}])
+    facts = {"time": 7.0, "lasted": 2.5, "step": 30, "progress": True}
+    assert history.ended == [
+        Ended(generation=0, word="failed", why="a worker failed", cause=cause and Cause(**cause), **facts)
+    ]
+    assert history.running == -1
+
+
+def test_an_outcome_that_was_decided_must_stand():
+    history = History([starting(0), {"event": "outcome", "outcome": "failed", "reason": "max_restarts is 0"}])
+    assert history.outcome == ("failed", "max_restarts is 0")

@@ -1,11 +1,9 @@
 """A job has one supervisor, and that it lives is the kernel's word."""
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
+from commanded import supervised
 from scripted import Scripted
 from test_plan import HERE
 
@@ -15,20 +13,13 @@ from orchestrate.paths import JobPaths
 from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
 
-HOLDS = (
-    "import pathlib, sys\nfrom orchestrate import lock\nfrom orchestrate.paths import JobPaths\n"
-    "with lock.held(JobPaths(pathlib.Path(sys.argv[1]))):\n    print('held', flush=True)\n    sys.stdin.read()\n"
-)
-
 
 @pytest.fixture
 def other(tmp_path):
     """Another process that supervises the job."""
     held = tmp_path / "held"
     held.mkdir()
-    command = [sys.executable, "-c", HOLDS, str(held)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"held\n"
+    with supervised(held) as process:
         yield process
 
 
@@ -62,3 +53,9 @@ def test_a_job_whose_cluster_another_job_has_taken_must_say_so_and_start_nothing
         job.supervise(paths, engine, lambda: 0, print)
     assert "attach j" in refused.value.hint
     assert not engine.calls
+
+
+def test_a_lock_that_cannot_be_looked_at_must_have_no_holder(tmp_path):
+    paths = JobPaths(tmp_path)
+    paths.lock.symlink_to(paths.lock)
+    assert lock.holder(paths) == 0

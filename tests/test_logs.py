@@ -83,3 +83,109 @@ def test_the_tail_must_be_the_last_lines_of_a_long_log(tmp_path):
     assert len(text) < 1 << 16
     assert last_words(text, 0, 2) == ["99998", "99999"]
     assert tail(tmp_path / "none") == ""
+
+
+def test_a_log_that_is_longer_than_a_chunk_must_be_shown_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrate.logs.CHUNK", 7)
+    paths = JobPaths(tmp_path)
+    paths.logs.mkdir()
+    written = [f"line {number}" for number in range(20)]
+    paths.log(0).write_text("\n".join(written))
+    assert list(Follower(paths, {0: ""}).lines(end=True)) == written
+
+
+def test_lines_before_the_last_ones_must_be_left_out_of_each_log(tmp_path):
+    paths = JobPaths(tmp_path)
+    paths.logs.mkdir()
+    paths.log(0).write_bytes(b"a" * 5000 + b"\nlast\n")  # longer than what is shown of it
+    paths.log(1).write_bytes(b"whole\n")
+    follower = Follower(paths, {0: "0 ", 1: "1 ", 2: "2 "})
+    follower.skip()
+    assert list(follower.lines()) == ["0 last", "1 whole"]
+    paths.log(2).write_bytes(b"late\n")  # one that was not there yet
+    assert list(follower.lines()) == ["2 late"]
+
+
+def test_a_rank_that_is_followed_later_must_be_shown_from_its_first_line(tmp_path):
+    paths = JobPaths(tmp_path)
+    paths.logs.mkdir()
+    paths.log(0).write_bytes(b"a\nhal")
+    paths.log(1).write_bytes(b"b\n")
+    follower = Follower(paths, {0: "0 "})
+    assert list(follower.lines()) == ["0 a"]
+    follower.follow({0: "0 ", 1: "1 "})
+    with paths.log(0).open("ab") as file:
+        file.write(b"f\n")
+    assert list(follower.lines()) == ["0 half", "1 b"]
+
+
+def test_prefixes_must_be_of_one_width():
+    assert prefixes({0: "master", 1: "trainer-1", 10: "trainer-10"}) == {
+        0: "master 0      | ",
+        1: "trainer-1 1   | ",
+        10: "trainer-10 10 | ",
+    }
+    assert prefixes({}) == {}
+
+
+# --- the last words of a worker
+
+
+@pytest.mark.parametrize(
+    ("text", "generation", "words"),
+    [
+        ("a\nb\nc", 0, ["b", "c"]),
+        ("a\n[node] generation 1\nb", 1, ["b"]),
+        ("a\n[node] generation 1\nb\n[node] generation 2\nc", 2, ["c"]),
+        ("a\n[node] generation 1", 1, []),  # nothing was written yet
+        ("[node] generation 1\nb\n[node] generation 11", 1, ["b", "[node] generation 11"]),
+        ("[node] generation 11\nb\nc\nd", 1, ["c", "d"]),  # a long log: the mark is no longer in its end
+        ("", 0, []),
+        ("", 3, []),
+    ],
+)
+def test_the_last_words_must_be_those_of_the_generation(text, generation, words):
+    assert last_words(text, generation, 2) == words
+
+
+DUMP = """\
+Fatal Python error: Segmentation fault
+
+Thread 0x02 (most recent call first):
+  File "/lib/threading.py", line 1 in wait
+
+Current thread 0x01 (most recent call first):
+  File "/w/train.py", line 3 in innermost
+  File "/w/train.py", line 9 in outer
+  File "/opt/orchestrate/node/zygote.py", line 7 in fork
+
+Extension modules: numpy, torch (total: 2)"""
+
+
+def test_of_a_dump_the_stack_that_crashed_must_be_shown_after_what_the_worker_said_before():
+    said = "".join(f"said {number}\n" for number in range(9))
+    assert last_words(said + DUMP, 0, 12) == [
+        *(f"said {number}" for number in range(5, 9)),
+        "Fatal Python error: Segmentation fault",
+        "Current thread 0x01 (most recent call first):",
+        '  File "/w/train.py", line 3 in innermost',
+        '  File "/w/train.py", line 9 in outer',
+    ]
+
+
+def test_of_a_deep_stack_the_innermost_lines_must_be_shown():
+    deep = "\n".join(f'  File "/w/train.py", line {number} in deep' for number in range(50))
+    words = last_words(f"Fatal Python error: Aborted\nCurrent thread 0x01:\n{deep}", 0, 12)
+    assert (len(words), words[2]) == (7, '  File "/w/train.py", line 0 in deep')
+
+
+def test_of_several_dumps_the_last_must_be_shown_and_one_without_a_current_thread_too():
+    first = DUMP.replace("innermost", "earlier")
+    words = last_words(f"{first}\n{DUMP}", 0, 12)
+    assert any("innermost" in word for word in words)
+    stack = ["<no Python frame>"]
+    assert last_words("\n".join(["before", "Fatal Python error: Aborted", "", *stack]), 0, 12) == [
+        "before",
+        "Fatal Python error: Aborted",
+        *stack,
+    ]

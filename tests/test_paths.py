@@ -108,8 +108,29 @@ def test_a_secret_must_be_new_and_its_owners_alone(paths):
 
 
 def test_a_folder_must_not_be_opened_as_a_file(paths):
-    with pytest.raises(OSError):
-        open_regular(paths.logs)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(OSError):
+            open_regular(paths.logs)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_what_a_job_leaves_must_be_for_all_to_read_and_for_its_owner_alone_to_write(paths):
+    mask = os.umask(0)
+    try:
+        write_whole(paths.report, "ours")
+        Recorder(paths.events).close()
+    finally:
+        os.umask(mask)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (paths.report, paths.events)} == {0o644}
+
+
+def test_the_folders_of_a_job_must_be_made_once(tmp_path):
+    made = JobPaths(tmp_path / "not" / "yet" / "there")
+    made.create()
+    assert {path.name for path in made.root.iterdir() if path.is_dir()} == {"logs", "checkpoints"}
+    with pytest.raises(FileExistsError):
+        made.create()
 
 
 @pytest.mark.parametrize(

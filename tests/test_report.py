@@ -1,10 +1,12 @@
 """The report must say what a person wants to know, from what there is."""
 
+from pathlib import Path
+
 import pytest
 from test_plan import HERE
 
 from orchestrate.plan import plan
-from orchestrate.report import report, text
+from orchestrate.report import line, report, text
 from orchestrate.restarts import Cause, Ended
 from orchestrate.spec import JobSpec
 from orchestrate.supervisor import Outcome
@@ -83,3 +85,95 @@ def test_the_last_value_of_each_metric_must_be_the_final_one():
     ]
     data = report(PLAN, Outcome("succeeded", "finished"), [], [], rows, [])
     assert data["final_metrics"] == {"step": 3, "loss": 0.2, "epoch": 1, "accuracy": 0.9}
+
+
+CAUSE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="rank 1 exited with code 1", hint="look", log="log")
+FAILED = Ended(generation=0, word="failed", why="a worker failed", cause=CAUSE, lasted=2.5)
+
+
+def test_the_data_must_say_what_the_job_was_and_how_long_it_took():
+    events = [{"event": "outcome", "seconds": 1.0}, {"event": "job_ended", "seconds": 12.25}]
+    data = report(PLAN, Outcome("lost", "gone", left="no answer"), [FAILED], events, [], [Path("a"), Path("b")])
+    assert {key: data[key] for key in ("job_id", "outcome", "reason", "engine", "world_size", "generations")} == {
+        "job_id": "j",
+        "outcome": "lost",
+        "reason": "gone",
+        "engine": "docker",
+        "world_size": 3,
+        "generations": 1,
+    }
+    assert (data["duration_s"], data["left_behind"], data["checkpoints"]) == (12.25, "no answer", ["a", "b"])
+    (failure,) = data["failures"]
+    assert (failure["generation"], failure["step"], failure["lasted_s"], failure["rank"]) == (0, 0, 2.5, 1)
+
+
+@pytest.mark.parametrize("word", ["succeeded", "stopped", "lost"])
+def test_only_a_job_that_failed_must_have_a_root_cause(word):
+    data = report(PLAN, Outcome(word, "why"), [FAILED], [], [], [])
+    assert data["root_cause"] is None
+    assert text(data).splitlines()[1:] == [
+        "generation 0: rank 1 exited with code 1"
+    ]  # and no step, where none is known
+
+
+def test_a_job_that_failed_without_a_worker_to_blame_must_have_no_root_cause():
+    stopped = Ended(generation=1, word="rescaled", why="a node is back")
+    data = report(PLAN, Outcome("failed", "the job cannot go on: no such node"), [FAILED, stopped], [], [], [])
+    assert (data["root_cause"], len(data["failures"])) == (None, 1)
+    assert report(PLAN, Outcome("failed", "could not start"), [], [], [], [])["root_cause"] is None
+
+
+@pytest.mark.parametrize(("word", "said"), [("succeeded", ""), ("stopped", " (why)"), ("lost", " (why)")])
+def test_why_a_job_has_not_succeeded_must_be_said(word, said):
+    once = Ended(generation=0, word=word, why="why")
+    data = report(PLAN, Outcome(word, "why"), [once], [], [], [])
+    assert text(data) == f"{word}: 3 workers, 0.0 s{said}"
+
+
+def test_nodes_that_are_left_must_be_told_with_the_command_that_removes_them():
+    data = report(PLAN, Outcome("succeeded", "finished", left="stuck"), [], [], [], [])
+    assert text(data).splitlines()[1:] == ["warning: nodes are left: stuck", "hint: python -m orchestrate stop j"]
+
+
+def test_a_worker_must_not_be_called_slow_after_a_few_lines_nor_where_it_is_alone():
+    assert pace(*[[0.01, 0.01, 0.05]] * 4)["pace"] == []
+    assert "slow: rank 2" in text(pace(*[[0.01, 0.01, 0.05]] * 5))
+    assert "slow" not in text(pace(*[[0.01, 0.01, 0.02]] * 5))  # twice as long is not slow yet
+    alone = plan(JobSpec(trainers=0), HERE, "j", 29500)
+    (found,) = report(alone, Outcome("succeeded", ""), [], [], [{"rank_seconds": [0.5]}] * 5, [])["pace"]
+    assert (found["step_s"], found["others_s"]) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("event", "facts", "said"),
+    [
+        ("generation_starting", {"generation": 0, "world_size": 3}, ""),  # the plan has said so
+        ("generation_starting", {"generation": 2, "world_size": 3}, "generation 2: 3 workers"),
+        ("generation_ended", {"generation": 1, "cause": None}, ""),
+        ("generation_ended", {"generation": 1, "cause": {"summary": "it broke"}}, "generation 1 failed: it broke"),
+        ("decision", {"restart": False, "why": "no", "delay": 0.0}, ""),
+        ("decision", {"restart": True, "why": "restart 1 of 3", "delay": 0.0}, "(restart 1 of 3)"),
+        ("decision", {"restart": True, "why": "not counted", "delay": 2.0}, " in 2 s (not counted)"),
+        ("nodes_up", {"nodes": ["master"]}, ""),
+        (
+            "nodes_up",
+            {"hosts": {"master": "b", "trainer-1": "a", "trainer-2": "b"}},
+            "a: trainer-1; b: master, trainer-2",
+        ),
+        ("node_in_trouble", {"node": "trainer-1", "trouble": "paused"}, "trainer-1 is paused"),
+        ("node_in_trouble", {"node": "trainer-1", "trouble": "silent"}, "trainer-1 does not answer"),
+        ("node_in_trouble", {"node": "trainer-1", "trouble": "partition"}, "trainer-1 is cut off"),
+        ("node_well", {"node": "trainer-1"}, "trainer-1 is well"),
+        ("hang", {"after": 300.0, "states": {}}, "for 300 s"),
+        ("engine_lost", {"error": "no answer"}, "no answer; waiting for it"),
+        ("engine_back", {}, "the engine is back"),
+        ("disk_full", {"error": "[Errno 28] full"}, "[Errno 28] full"),
+        ("nodes_missing", {"nodes": ["master", "a"], "missing": 1, "error": "gone"}, "with 2 nodes, 1 fewer: gone"),
+        ("node_back", {}, "a missing node is back"),
+        ("workers_lost", {"ranks": [0, 2]}, "ranks 0, 2 do not end"),
+        ("worker_ended", {"rank": 0, "exit_code": 1}, ""),
+    ],
+)
+def test_a_person_must_be_told_of_events_that_matter(event, facts, said):
+    shown = line({"event": event, "time": 1.0, "seconds": 1.0, **facts})
+    assert said in shown and bool(shown) is bool(said)

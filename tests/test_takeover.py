@@ -6,6 +6,7 @@ queued containers, killed again after the re-attachment, agents that go and come
 
 import fcntl
 import json
+import os
 import signal
 import subprocess
 
@@ -221,8 +222,9 @@ def test_f53_a_terminal_that_goes_away_must_not_take_the_job_with_it(cli, engine
 def test_a_detached_job_must_be_found_waited_for_and_shown(cli, engine):
     detached = ("run", "--engine", engine, "--gpus", "none", "--trainers", "2", "--detach")
     done = cli(*detached, "--", "count.py", "told", "0.03")
-    assert lock.holder(JobPaths(cli.run_dir()))  # from the moment on at which the command has ended
+    supervisor = lock.holder(JobPaths(cli.run_dir()))  # from the moment on at which the command has ended
     assert done.returncode == 0, done.stderr
+    assert os.getsid(supervisor) == supervisor  # no Ctrl-C of the terminal reaches it
     name = cli.run_dir().name
     assert done.stdout == f"runs/{name}\n"
     assert f"hint: python -m orchestrate attach {name}" in done.stderr

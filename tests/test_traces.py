@@ -54,3 +54,46 @@ def test_metrics_that_a_script_begins_anew_must_be_read_from_their_beginning(tra
     assert traces.step() == 7
     traces.paths.metrics.write_text('{"step": 8}\n')
     assert traces.step() == 8
+
+
+@pytest.mark.parametrize("name", ["logs/rank-0.log", "metrics.jsonl"])
+def test_a_file_that_grows_must_be_a_sign_of_life_and_one_that_does_not_none(traces, name):
+    path = traces.paths.root / name
+    path.write_text("one")
+    before = traces.activity()
+    assert traces.activity() == before
+    path.write_text("more")
+    assert traces.activity() != before
+
+
+def test_steps_must_be_counted_up_as_the_file_of_metrics_grows(traces):
+    assert traces.step() == 0
+    with traces.paths.metrics.open("ab", buffering=0) as file:
+        for text, step in [
+            (b'{"step": 5}\n', 5),
+            (b'{"step": 3}\n', 5),  # it began again
+            (b'{"loss": 0.5}\n{"step": "9"}\n[8]\nnonsense\n', 5),
+            (b'{"step": 1', 5),
+            (b'2, "loss": 1', 5),
+            (b'.0}\n{"step": 4}\n', 12),
+        ]:
+            file.write(text)
+            assert traces.step() == step
+    assert traces.step() == 12
+
+
+def test_what_a_person_sees_of_a_worker_must_be_the_last_lines_of_its_generation(traces):
+    traces.paths.log(1).write_text("".join(f"old {i}\n" for i in range(20)) + "[node] generation 2\nnew\n")
+    traces.paths.log(0).write_text("".join(f"line {i}\n" for i in range(20)))
+    assert traces.words(0) == [f"line {i}" for i in range(8, 20)]
+    traces.generation = 2
+    assert traces.words(1) == ["new"]
+    assert traces.log(1) == traces.paths.root / "logs" / "rank-1.log"
+    assert traces.text(1).endswith("\nnew")
+
+
+def test_the_fence_must_name_the_generation_and_whether_its_workers_may_start(traces):
+    traces.fence(3)
+    assert traces.paths.fence.read_text() == "3\n"
+    traces.fence(3, over=True)
+    assert traces.paths.fence.read_text() == "3 over\n"

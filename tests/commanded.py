@@ -1,0 +1,92 @@
+"""Commands in this process, on an engine that plays a script: what they decide, without any node."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from conftest import ROOT
+from scripted import Scripted
+from test_plan import HERE
+
+from orchestrate import commands, job
+from orchestrate.cli import main
+from orchestrate.engines import Exit, JobState, never
+from orchestrate.paths import JobPaths
+from orchestrate.plan import Inventory, plan
+from orchestrate.spec import JobSpec
+
+HOLDS = (
+    "import pathlib, sys\nfrom orchestrate import lock\nfrom orchestrate.paths import JobPaths\n"
+    "with lock.held(JobPaths(pathlib.Path(sys.argv[1]))):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+)
+
+
+@contextlib.contextmanager
+def supervised(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that holds the lock of a job's supervisor."""
+    command = [sys.executable, "-c", HOLDS, str(folder)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+
+
+class Whole(Scripted):
+    """A scripted engine with what commands ask of one: which jobs there are, and what they hold."""
+
+    name = "docker"  # as in the inventory
+
+    def __init__(self, *generations: list[list[Exit]], things: tuple[str, ...] = (), **more) -> None:
+        super().__init__(*generations, **more)
+        self.things = list(things)  # what the job holds
+        self.states: list[JobState] = []
+        self.graces: list[float] = []
+
+    def inventory(self, spec, run, prepare) -> Inventory:
+        self.calls.append("prepare" if prepare else "look")
+        return replace(HERE, code=str(Path.cwd()))
+
+    def up(self, spec, plan, run, stopped=never) -> None:
+        super().up(spec, plan, run, stopped)
+        self.things = [f"container {node}" for node in plan.nodes]
+
+    def jobs(self) -> list[JobState]:
+        return self.states
+
+    def holds(self, job_id) -> list[str]:
+        return [*self.things]
+
+    def remove(self, job_id, grace) -> None:
+        super().remove(job_id, grace)
+        self.graces.append(grace)
+        self.things.clear()
+
+    def down(self, grace) -> None:
+        super().down(grace)
+        self.graces.append(grace)
+        self.things.clear()
+
+
+class Commands:
+    """Commands in this process, on the jobs of a folder and on an engine that plays a script."""
+
+    def __init__(self, runs: Path, monkeypatch, capsys) -> None:
+        self.runs, self.capsys, self.engine = runs, capsys, Whole()
+        monkeypatch.setattr(commands, "_engines", lambda: [self.engine])
+        monkeypatch.setattr(commands, "engine_of", lambda spec: self.engine)
+
+    def __call__(self, *words: object) -> tuple[int, list[str], list[str]]:
+        """Run a command: its exit code, and the lines of stdout and stderr."""
+        split = words.index("--") if "--" in words else len(words)
+        code = main([*map(str, (*words[:split], "--runs", self.runs, *words[split:]))])
+        out, err = self.capsys.readouterr()
+        return code, out.splitlines(), err.splitlines()
+
+
+def create(paths: JobPaths, spec: JobSpec | None = None, cluster: str = "") -> JobPaths:
+    """The files of a job that is about to start; of one that uses a cluster, where it is named."""
+    spec = spec or JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
+    job.create(spec, plan(spec, replace(HERE, cluster=cluster), paths.root.name, 29500), paths)
+    return paths

@@ -1,0 +1,321 @@
+"""What is asked for on the command line must be what is done, on an engine that plays a script."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from commanded import Commands
+from conftest import ROOT
+from scripted import ALL_WELL, KILLED
+
+from orchestrate import __version__, commands, errors, job
+from orchestrate.cli import EXITS, EXPORTS, main
+from orchestrate.errors import EngineError, EngineLost, OrchestrateError, ResourceError, UsageError
+from orchestrate.export.kubernetes import kubernetes
+from orchestrate.export.slurm import slurm
+from orchestrate.generation import BY_MAX_RUN, BY_USER
+from orchestrate.paths import JobPaths
+from orchestrate.spec import resolve
+
+APP = ("--gpus", "none", "--", "-m", "app.train")
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def do(runs, monkeypatch, capsys):
+    return Commands(runs, monkeypatch, capsys)
+
+
+@pytest.fixture
+def engine(do):
+    return do.engine
+
+
+# --- a job
+
+
+def test_run_must_print_the_folder_of_the_job_and_end_as_the_job_does(do, engine, runs):
+    engine.generations = [[ALL_WELL]]
+    code, out, err = do("run", "--trainers", "2", "--name", "mine", *APP)
+    (folder,) = runs.iterdir()
+    assert (code, out) == (0, [str(folder)])
+    assert err[0].startswith(f"job {folder.name}: 3 nodes")
+    assert err[-1].startswith("succeeded: 3 workers")
+    assert engine.calls == ["prepare", "up", "start", "down"]
+    spec, plan = job.load(JobPaths(folder))
+    assert (spec.name, spec.trainers, spec.command) == ("mine", 2, ("-m", "app.train"))
+    assert plan.workers[0].env["MASTER_PORT"] == "29500"
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--max-restarts", "0"], 1), (["--max-run", "0.01"], 124)])
+def test_run_must_end_with_the_code_of_what_came_of_the_job(do, engine, runs, words, code):
+    engine.generations = [[KILLED] if code == 1 else []]
+    ended, out, err = do("run", "--trainers", "2", "--set", "grace=0.01s", *words, *APP)
+    assert (ended, out) == (code, [str(next(runs.iterdir()))])
+
+
+def test_run_must_end_with_the_code_of_the_error_where_the_job_could_not_start(do, engine, runs):
+    engine.missing = {"trainer-1"}
+    code, out, err = do("run", "--trainers", "2", *APP)
+    assert (code, out, err[-1]) == (3, [], "error: no such node")
+    assert job.ended(JobPaths(next(runs.iterdir())))["outcome"] == "failed"
+
+
+@pytest.mark.parametrize("words", [["plan"], ["run", "--dry-run"]], ids=" ".join)
+def test_a_plan_must_be_printed_and_nothing_be_made(do, engine, runs, words):
+    code, out, err = do(*words, "--trainers", "2", *APP)
+    assert (code, err, engine.calls) == (0, [], ["look"])
+    assert out[0].startswith("job app-train-") and out[-1].startswith("  rank 2   trainer-2")
+    assert not runs.exists()
+
+
+def test_all_words_after_the_first_dashes_must_be_the_scripts(do, engine, runs):
+    engine.generations = [[ALL_WELL]]
+    do("run", "--trainers", "2", *APP, "--trainers", "7", "--", "-x", "--help")
+    spec, _ = job.load(JobPaths(next(runs.iterdir())))
+    assert spec.command == ("-m", "app.train", "--trainers", "7", "--", "-x", "--help")
+    assert spec.trainers == 2
+
+
+def test_every_flag_must_reach_the_job(do, engine, runs, tmp_path):
+    (tmp_path / "job.yaml").write_text("name: of-the-file\ntrainers: 9\ngrace: 5s\n")
+    engine.generations = [[ALL_WELL]]
+    flags = {"trainers": 2, "nproc_per_node": 1, "engine": "docker", "image": "mine:1", "name": "", "max_run": 7200.0}
+    flags |= {"max_restarts": 5, "min_trainers": 1, "spares": 0, "gpus": "none"}
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+    more = ("--set", "max_restarts=1", "--set", "memory=2g", "--set", "env.A=b")
+    code, _, err = do("run", tmp_path / "job.yaml", *words, *more, "--", "-m", "app.train")
+    assert code == 0, err
+    spec, _ = job.load(JobPaths(next(runs.iterdir())))
+    assert {name: getattr(spec, name) for name in flags} == flags
+    assert (spec.grace, spec.memory, spec.env) == (5.0, "2g", {"A": "b"})
+
+
+def test_a_script_on_the_command_line_must_win_over_that_of_the_job_file(do, engine, runs, tmp_path):
+    (tmp_path / "job.yaml").write_text("command: nonesuch.py\n")
+    assert do("plan", tmp_path / "job.yaml", "--set", "command=none.py", *APP)[1][0].startswith("job app-train-")
+
+
+@pytest.mark.parametrize("nodes", ["its own", "a cluster's"])
+def test_a_detached_job_must_be_handed_to_a_process_that_finds_it_from_anywhere(
+    do, engine, runs, tmp_path, monkeypatch, nodes
+):
+    if nodes == "a cluster's":
+        do("up", "--trainers", "2", "--gpus", "none")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\necho error >&2\n')  # says how it is called, and ends
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    before, engine.calls = signal.getsignal(signal.SIGINT), []
+    code, out, err = do("run", "--detach", "--trainers", "2", *APP)
+    (folder,) = runs.glob("app-train-*")
+    assert (code, out, engine.calls) == (0, [str(folder)], ["prepare"])
+    log = folder / "supervisor.log"
+    assert log.read_text() == f"-m orchestrate attach {folder.name} --runs {runs}\nerror\n"
+    assert str(log) in err[-1] and err[0].startswith(f"job {folder.name}: ")
+    assert signal.getsignal(signal.SIGINT) is before  # Ctrl-C ends the command, not the job
+
+
+# --- a cluster
+
+
+def test_up_must_bring_up_nodes_that_jobs_use_and_down_removes(do, engine, runs):
+    code, (name,), err = do("up", "--trainers", "2", "--gpus", "none")
+    assert code == 0 and name.startswith("cluster-")
+    assert err[0].startswith(f"3 nodes are up, for jobs from {Path.cwd()}")
+    assert name in err[1]
+    assert engine.calls == ["prepare", "up"]
+    engine.generations, engine.calls = [[ALL_WELL]], []
+    code, out, err = do("run", "--trainers", "2", *APP)
+    assert code == 0 and f", on {name}" in err[0]
+    assert engine.calls == ["prepare", "up", "start", "down"]
+    assert {path.name for path in runs.iterdir()} == {name, Path(out[0]).name}
+
+
+def test_a_cluster_of_one_node_must_have_the_name_that_it_was_given(do, engine, runs):
+    code, (name,), err = do("up", "--trainers", "0", "--gpus", "none", "--name", "mine")
+    assert code == 0 and name.startswith("mine-")
+    assert err[0].startswith("1 node is up")
+
+
+# --- a file for another engine
+
+
+@pytest.mark.parametrize("form", ["", *EXPORTS["kubernetes"]])
+def test_a_job_must_be_printed_for_kubernetes_in_the_form_that_is_asked_for(capsys, form):
+    spec = resolve(
+        {"gpus": "none", "trainers": "2", "command": ["-m", "app.train"], "image": "a.example/orchestrate-node:1"}
+    )
+    words = ("--form", form) if form else ()
+    assert (
+        main(["export", "kubernetes", *words, "--trainers", "2", "--image", "a.example/orchestrate-node:1", *APP]) == 0
+    )
+    assert capsys.readouterr().out == kubernetes(spec, "app-train", form or "job")
+
+
+@pytest.mark.parametrize("form", ["", *EXPORTS["slurm"]])
+def test_a_job_must_be_printed_for_slurm_in_the_form_that_is_asked_for(capsys, form):
+    spec = resolve({"gpus": "none", "trainers": "2", "name": "mine", "command": ["-m", "app.train"]})
+    words = ("--form", form) if form else ()
+    assert main(["export", "slurm", *words, "--trainers", "2", "--name", "mine", *APP]) == 0
+    assert capsys.readouterr().out == slurm(spec, "mine", form or "venv")
+
+
+def test_a_job_must_be_printed_for_compose(capsys):
+    assert main(["export", "compose", *APP]) == 0
+    text = capsys.readouterr().out
+    assert "master" in yaml.safe_load(text)["services"] and text.endswith("\n") and not text.endswith("\n\n")
+
+
+def test_a_form_that_there_is_not_must_be_answered_with_those_that_there_are(capsys):
+    assert main(["export", "slurm", "--form", "job", *APP]) == 2
+    assert capsys.readouterr().err == "error: --form job\nhint: slurm has venv, apptainer, pyxis\n"
+
+
+# --- what can be asked for
+
+
+RUNS = ["--runs"]
+FLAGS = ["--trainers", "--gpus", "--nproc-per-node", "--engine", "--image", "--name", "--max-run", "--max-restarts"]
+FLAGS += ["--min-trainers", "--spares", "--set"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("run", [*FLAGS, *RUNS, "--dry-run", "--detach"]),
+        ("plan", [*FLAGS, *RUNS]),
+        ("up", [*FLAGS, *RUNS]),
+        ("doctor", FLAGS),
+        ("export kubernetes", [*FLAGS, "--form"]),
+        ("export slurm", [*FLAGS, "--form"]),
+        ("export compose", FLAGS),
+        ("down", [*RUNS, "--dry-run"]),
+        ("ps", RUNS),
+        ("logs", [*RUNS, "--rank", "--follow"]),
+        ("attach", RUNS),
+        ("wait", RUNS),
+        ("stop", [*RUNS, "--dry-run"]),
+        ("rm", [*RUNS, "--dry-run"]),
+    ],
+)
+def test_the_help_of_a_command_must_name_its_flags(capsys, command, flags):
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    assert not ended.value.code and text.startswith(f"usage: python -m orchestrate {command} ")
+    assert set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.M)) == {*flags, "--help"}
+
+
+def test_the_version_must_be_printed(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+# --- what goes wrong
+
+
+@pytest.mark.parametrize("command", ["up", "ps", "down c", "logs a", "attach a", "wait a", "stop a", "rm a"])
+def test_a_command_that_runs_no_script_must_refuse_one(do, engine, runs, command):
+    code, out, err = do(*command.split(), "--", "train.py")
+    name = command.split()[0]
+    assert (code, out) == (2, [])
+    assert err[0].startswith(f"error: {name} takes nothing") and err[1] == f"hint: python -m orchestrate {name} --help"
+
+
+def test_a_wrong_word_must_be_answered_with_the_help_of_its_own_command(do):
+    assert do("logs", "a", "--bogus")[2][1].startswith("hint: python -m orchestrate")
+    assert do("logs", "a", "--rank", "x") == (
+        2,
+        [],
+        ["error: argument --rank: invalid int value: 'x'", "hint: python -m orchestrate logs --help"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OrchestrateError("what", "next"), 1),
+        (UsageError("what", "next"), 2),
+        (EngineError("what", "next"), 3),
+        (EngineLost("what", "next"), 3),
+        (ResourceError("what", "next"), 4),
+        (OrchestrateError("what"), 1),
+    ],
+)
+def test_an_error_must_be_told_with_its_hint_and_its_exit_code(do, monkeypatch, error, code):
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(commands, "_engines", fail)
+    assert do("ps") == (code, [], ["error: what", *["hint: next"] * bool(error.hint)])
+
+
+def test_ctrl_c_must_end_a_command_without_a_traceback(do, monkeypatch):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "_engines", interrupt)
+    assert do("ps") == (130, [], ["stopped"])
+
+
+def test_the_exit_codes_must_be_those_of_the_help():
+    codes = {errors.SUCCEEDED: "succeeded", errors.FAILED: "a worker failed", errors.LOST: "lost"}
+    codes |= {UsageError.exit_code: "usage", EngineError.exit_code: "no engine", ResourceError.exit_code: "something"}
+    codes |= {errors.TIMED_OUT: "--max-run was over", errors.INTERRUPTED: "stopped by a person"}
+    assert all(f" {code}  " in EXITS.replace("\n", "  ") and meaning in EXITS for code, meaning in codes.items())
+    found = {"succeeded": 0, "failed": 1, "lost": 5}
+    assert {word: commands.exit_code({"outcome": word, "reason": ""}) for word in found} == found
+    assert commands.exit_code({"outcome": "stopped", "reason": BY_USER}) == 130
+    assert commands.exit_code({"outcome": "stopped", "reason": BY_MAX_RUN}) == 124
+
+
+class Full(io.StringIO):
+    """A stdout that takes no more."""
+
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_output_that_is_lost_must_not_hide_another_failure(engine, monkeypatch, capsys, runs):
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert main(["ps", "--runs", str(runs)]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert main(["rm", "a", "--runs", str(runs)]) == 2
+
+
+def test_a_command_without_stdout_must_work(engine, monkeypatch, runs):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["ps", "--runs", str(runs)]) == 0
+
+
+def test_ctrl_c_before_the_command_line_is_read_must_end_without_a_traceback(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nclass Finder:\n    def find_spec(self, name, *_):\n"
+        "        if name == 'orchestrate.cli': raise KeyboardInterrupt\nsys.meta_path.insert(0, Finder())\n"
+    )
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-m", "orchestrate", "ps"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_commands_must_work_where_no_docker_engine_answers(cli):
+    done = cli("ps", DOCKER_HOST="unix:///nowhere.sock")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("NAME ")
+
+
+def test_local_processes_must_need_no_docker_engine(monkeypatch, capsys):
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
+    assert commands.engine_of(resolve({"engine": "process"})).name == "process"
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,188 @@
+"""Which jobs a cluster's nodes can serve, and whose files are where, by the files of clusters alone."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from commanded import Whole, create, supervised
+from test_plan import HERE
+
+from orchestrate import cluster, job
+from orchestrate.engines import JobState, ignoring
+from orchestrate.errors import EngineError
+from orchestrate.paths import JobPaths
+from orchestrate.plan import Inventory, plan
+from orchestrate.spec import JobSpec
+
+SPEC = JobSpec(trainers=2, gpus="auto")
+GPUS = dataclasses.replace(HERE, gpus=tuple(f"GPU-{number}" for number in range(6)))
+
+
+def made(tmp_path: Path, spec: JobSpec = SPEC, inventory: Inventory = GPUS) -> cluster.Cluster:
+    return cluster.Cluster(JobPaths(tmp_path / "c-1"), spec, plan(spec, inventory, "c-1", 0))
+
+
+def differences(one: cluster.Cluster, inventory: Inventory = GPUS, **wanted) -> list[str]:
+    spec = dataclasses.replace(SPEC, **wanted)
+    return one.differences(spec, plan(spec, one.place(inventory, "a-1"), "a-1", 0))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("image", "other:1"),
+        ("memory", "2g"),
+        ("cpus", 1.5),
+        ("shm_size", "2g"),
+        ("network", "host"),
+        ("grace", 7.0),
+        ("encrypt", True),
+        ("constraints", ["node.role == worker"]),
+        ("volume", "there"),
+    ],
+)
+def test_a_job_that_asks_for_nodes_that_are_made_otherwise_must_not_get_a_cluster(tmp_path, key, value):
+    (why,) = differences(made(tmp_path), **{key: value})
+    assert why == f"{key} is {getattr(SPEC, key)} there, {value} here"
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {},
+        {"trainers": 1},
+        {"trainers": 1, "spares": 1},
+        {"gpus": "none", "nproc_per_node": 3},
+        {"gpus": 3},
+        {"name": "other", "max_restarts": 9, "command": ("x.py",), "env": {"A": "b"}},
+    ],
+)
+def test_a_job_that_asks_for_less_or_for_what_is_not_the_nodes_must_get_the_cluster(tmp_path, wanted):
+    assert differences(made(tmp_path), **wanted) == []
+
+
+@pytest.mark.parametrize(
+    ("inventory", "wanted", "why"),
+    [
+        (dataclasses.replace(GPUS, engine="process"), {}, "engine docker"),
+        (dataclasses.replace(GPUS, code="/elsewhere"), {}, "its nodes see "),
+        (GPUS, {"trainers": 3}, "it has 2 trainers, not 3"),
+        (GPUS, {"spares": 1}, "it has 2 trainers, not 3"),
+        (dataclasses.replace(GPUS, gpus=("GPU-9", "GPU-1", "GPU-2")), {}, "its nodes see 6 GPUs"),
+    ],
+)
+def test_what_keeps_a_job_from_a_cluster_must_be_told(tmp_path, inventory, wanted, why):
+    (found,) = differences(made(tmp_path), inventory, **wanted)
+    assert why in found
+
+
+def test_spare_nodes_of_a_cluster_must_serve_a_larger_job(tmp_path):
+    one = made(tmp_path, dataclasses.replace(SPEC, spares=1))
+    assert differences(one, trainers=3) == []
+    assert differences(one, trainers=4) == ["it has 3 trainers, not 4"]
+
+
+@pytest.mark.parametrize(("workers", "fits"), [(1, True), (2, True), (3, False)])
+def test_a_node_of_a_swarm_must_have_as_many_gpus_as_a_job_wants_of_it(tmp_path, workers, fits):
+    swarm = dataclasses.replace(GPUS, engine="swarm", gpus=tuple(f"GPU-{number}" for number in range(9)))
+    one = made(tmp_path, dataclasses.replace(SPEC, nproc_per_node=2), swarm)
+    wanted = {"trainers": 1, "nproc_per_node": workers}
+    found = differences(one, swarm, **wanted)
+    assert found == ([] if fits else ["its nodes have 2 GPUs each"])
+    assert differences(one, swarm, gpus="none", **wanted) == []  # where it wants none
+
+
+def test_a_cluster_that_a_job_uses_must_say_which_process_does(tmp_path):
+    one = made(tmp_path)
+    one.paths.create()
+    with supervised(one.paths.root) as other:
+        assert differences(one) == [f"a job uses it (process {other.pid})"]
+
+
+@pytest.mark.parametrize(("engine", "folder"), [("docker", "/job/a-1"), ("swarm", "/job/a-1"), ("process", "/job")])
+def test_a_job_on_a_cluster_must_write_to_a_folder_of_its_own(tmp_path, engine, folder):
+    placed = made(tmp_path).place(dataclasses.replace(HERE, engine=engine), "a-1")
+    assert (placed.job_dir, placed.cluster, placed.cores) == (folder, "c-1", HERE.cores)
+
+
+def test_clusters_must_be_found_in_the_order_of_their_names_without_jobs_and_halves(tmp_path):
+    for name in ("c-2", "c-1", "half"):
+        create(JobPaths(tmp_path / name), cluster=name)
+        (tmp_path / name / "nodes").mkdir()
+    create(JobPaths(tmp_path / "a-1"))
+    (tmp_path / "half" / "plan.json").unlink()
+    found = cluster.found(tmp_path)
+    assert [one.name for one in found] == ["c-1", "c-2"]
+    assert (found[0].spec.trainers, found[0].plan.job_id) == (2, "c-1")
+    assert cluster.found(tmp_path / "none") == []
+
+
+def test_a_cluster_must_have_all_its_nodes_up_with_the_spare_ones(tmp_path):
+    engine, seen = Whole(), []
+    engine.inventory = lambda spec, run, prepare: HERE if prepare else None
+    engine.up = lambda spec, plan, run: seen.append((plan.nodes, plan.home, run))
+    one = cluster.bring_up(engine, JobSpec(trainers=1, spares=1, name="mine"), tmp_path)
+    assert one.name.startswith("mine-")
+    assert seen == [(("master", "trainer-1", "trainer-2"), one.name, tmp_path / one.name / "nodes")]
+    assert one.plan.inventory.code == str(Path.cwd())
+    (found,) = cluster.found(tmp_path)
+    assert (found.name, found.spec, found.plan) == (one.name, one.spec, one.plan)
+
+
+@pytest.mark.parametrize("error", [EngineError, KeyboardInterrupt])
+def test_a_cluster_that_does_not_come_up_must_leave_nothing_and_say_why(tmp_path, error):
+    engine = Whole()
+
+    def fail(*_) -> None:
+        raise error("why")
+
+    engine.up = fail
+    with pytest.raises(error, match="why"):
+        cluster.bring_up(engine, JobSpec(trainers=1, name="mine"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert [call.partition("-")[0] for call in engine.calls] == ["prepare", "remove mine"] and engine.graces == [0]
+
+
+def test_the_files_of_a_clusters_jobs_must_outlive_it(tmp_path):
+    one = made(tmp_path)
+    create(one.paths, cluster="c-1")
+    (one.paths.root / "nodes").mkdir()
+    for name in ("a-1", "b-1"):
+        create(JobPaths(tmp_path / name), cluster="c-1").log(0).write_text(name)
+    (tmp_path / "b-1").unlink()  # the link alone
+    engine = Whole()
+    cluster.take_down(engine, one, 7.0)
+    assert (engine.calls, engine.graces) == (["remove c-1"], [7.0])
+    assert {path.name for path in tmp_path.iterdir()} == {"a-1", "b-1"}
+    for name in ("a-1", "b-1"):
+        assert not (tmp_path / name).is_symlink() and (tmp_path / name / "logs" / "rank-0.log").read_text() == name
+        assert job.load(JobPaths(tmp_path / name))[1].job_id == name
+
+
+def test_the_files_must_stay_where_the_nodes_cannot_be_removed(tmp_path):
+    one = made(tmp_path)
+    create(one.paths, cluster="c-1")
+    engine = Whole()
+
+    def fail(*_) -> None:
+        raise EngineError("away")
+
+    engine.remove = fail
+    with pytest.raises(EngineError):
+        cluster.take_down(engine, one, 7.0)
+    assert one.paths.spec.exists()
+
+
+# --- what every engine has
+
+
+@pytest.mark.parametrize(("run", "is_one"), [("runs/c-1/nodes", True), ("runs/nodes/a-1", False), ("runs/a-1", False)])
+def test_a_cluster_must_be_told_from_a_job_by_its_folder(run, is_one):
+    assert JobState("x", "docker", 1, Path(run), 0).cluster is is_one
+
+
+def test_keys_that_an_engine_does_not_know_must_be_named_where_they_are_set():
+    assert ignoring(JobSpec(), ("image", "memory", "shm_size", "encrypt")) == ""
+    assert ignoring(JobSpec(memory="2g", encrypt=True, volume="x"), ("memory", "cpus", "encrypt")) == (
+        ", ignoring memory, encrypt"
+    )

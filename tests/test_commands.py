@@ -1,0 +1,282 @@
+"""What commands say of jobs that there are, on an engine that plays a script."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commanded import Commands, create, supervised
+from conftest import ROOT
+from scripted import ALL_WELL
+
+from orchestrate import commands, doctor, lock
+from orchestrate.cli import main
+from orchestrate.engines import JobState
+from orchestrate.generation import BY_MAX_RUN, BY_USER
+from orchestrate.paths import JobPaths
+from orchestrate.spec import JobSpec
+
+
+@pytest.fixture
+def do(tmp_path, monkeypatch, capsys):
+    return Commands(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def engine(do):
+    return do.engine
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return create(JobPaths(tmp_path / "a-1"))
+
+
+def end(paths: JobPaths, outcome: str = "succeeded", reason: str = "finished") -> None:
+    facts = {"root_cause": None, "failures": [], "pace": [], "left_behind": "", "generations": 1}
+    facts |= {"job_id": paths.root.name, "world_size": 3, "duration_s": 1.0}
+    paths.report.write_text(json.dumps({"outcome": outcome, "reason": reason, **facts}))
+
+
+def runs_elsewhere(folder: Path, name: str = "a-1", owner: int = -1) -> JobState:
+    return JobState(name, "docker", 3, folder, owner)
+
+
+class Meanwhile:
+    """Time in which something happens: at the first sleep, and never before."""
+
+    def __init__(self, happens) -> None:
+        self.happens = happens
+
+    def sleep(self, seconds: float) -> None:
+        self.happens()
+
+
+# --- which job
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("a-1", "a-1"),  # and not a-12, which begins so
+        ("a-12", "a-12"),
+        ("b", "b-1"),
+        ("c-1", "c-1"),
+        ("c", "c-2"),  # the one that lives
+        ("a", "several jobs a"),
+        ("d", "no job d"),
+        ("z-1", "no job z-1"),  # a cluster
+        ("y", "no job y"),
+    ],
+)
+def test_a_job_must_be_found_by_its_name_or_how_it_begins(do, engine, tmp_path, asked, found):
+    for name in ("a-1", "a-12", "b-1", "c-1", "c-2", "z-1"):
+        create(JobPaths(tmp_path / name))
+    (tmp_path / "z-1" / "nodes").mkdir()
+    engine.states = [runs_elsewhere(tmp_path / "c-2", "c-2"), runs_elsewhere(tmp_path / "y-1" / "nodes", "y-1")]
+    code, out, err = do("rm", asked, "--dry-run")
+    if " " in found:
+        assert (code, out, err[0]) == (2, [], f"error: {found}")
+        known = "a-1, a-12" if asked == "a" else "a-1, a-12, b-1, c-1, c-2"
+        assert err[1] == f"hint: jobs here: {known}"
+    else:
+        assert (code, out) == (0, [f"folder {tmp_path / found}"])
+
+
+def test_a_job_that_lives_must_be_found_from_any_folder(do, engine, tmp_path):
+    far = create(JobPaths(tmp_path / "far" / "a-1"))
+    far.log(0).write_text("hello\n")
+    engine.states = [runs_elsewhere(far.root)]
+    assert do("logs", "a-1") == (0, ["master 0    | hello"], [])
+    create(JobPaths(tmp_path / "a-1"))  # a copy of its files, say
+    assert do("rm", "a-1", "--dry-run") == (0, [f"folder {far.root}"], [])
+
+
+def test_where_there_are_no_jobs_the_folder_must_be_named(do, engine, tmp_path):
+    assert do("logs", "a") == (2, [], ["error: no job a", f"hint: jobs here: none in {tmp_path}"])
+
+
+# --- looking
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason", "code"),
+    [
+        ("succeeded", "finished", 0),
+        ("failed", "max_restarts is 1", 1),
+        ("stopped", BY_USER, 130),
+        ("stopped", BY_MAX_RUN, 124),
+        ("lost", "no answer", 5),
+    ],
+)
+def test_wait_and_attach_must_end_as_the_job_did_though_no_engine_answers(
+    do, paths, monkeypatch, outcome, reason, code
+):
+    monkeypatch.setattr(commands, "_engines", lambda: 1 / 0)  # nothing is asked of them
+    end(paths, outcome, reason)
+    paths.log(0).write_text("shown before\n")
+    assert do("wait", "a-1") == (code, [], [])
+    ended, out, err = do("attach", "a-1")
+    assert (ended, out) == (code, [str(paths.root)])
+    assert err[0].startswith(f"{outcome}: 3 workers")
+
+
+def test_wait_must_not_miss_an_end_between_two_looks(do, paths, monkeypatch):
+    monkeypatch.setattr(lock, "holder", lambda _: end(paths) or 0)  # it ends just before we look who supervises it
+    assert do("wait", "a-1") == (0, [], [])
+
+
+def test_wait_must_wait_for_the_end(do, paths, monkeypatch):
+    monkeypatch.setattr(commands, "time", Meanwhile(lambda: end(paths, "failed")))
+    with supervised(paths.root):
+        assert do("wait", "a-1") == (1, [], [])
+
+
+def test_logs_must_show_what_was_written_just_before_the_end(do, paths, monkeypatch):
+    paths.log(0).write_text("first\n")
+
+    def holder(_) -> int:
+        with paths.log(0).open("a") as file:
+            file.write("last, without a newline")
+        return 0
+
+    monkeypatch.setattr(lock, "holder", holder)
+    assert do("logs", "a-1", "-f", "--rank", "0") == (0, ["first", "last, without a newline"], [])
+
+
+def test_logs_must_follow_only_where_it_is_asked_to_and_only_to_the_end(do, paths, monkeypatch):
+    paths.log(0).write_text("one\ntw")
+    with supervised(paths.root):
+        assert do("logs", "a-1", "--rank", "0")[1] == ["one", "tw"]
+
+        def more() -> None:
+            with paths.log(0).open("a") as file:
+                file.write("o\nthree\n")
+            end(paths)
+
+        monkeypatch.setattr(commands, "time", Meanwhile(more))
+        assert do("logs", "a-1", "--rank", "0", "-f")[1] == ["one", "two", "three"]
+
+
+def test_logs_that_are_followed_must_arrive_at_once(paths, tmp_path):
+    paths.log(0).write_text("one\n")
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
+    follow = [sys.executable, "-m", "orchestrate", "logs", "a-1", "-f", "--rank", "0", "--runs", str(tmp_path)]
+    with supervised(paths.root), subprocess.Popen(follow, env=env, stdout=subprocess.PIPE) as process:
+        try:
+            assert select.select([process.stdout], [], [], 60)[0]
+            assert process.stdout.readline() == b"one\n"
+            end(paths)
+            assert (process.wait(timeout=60), process.stdout.read()) == (0, b"")
+        finally:
+            process.kill()
+
+
+def test_attach_must_look_on_from_the_last_lines_to_the_end(do, paths, monkeypatch):
+    paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
+    ticks = iter(
+        [lambda: paths.log(1).write_text("one\ntw"), lambda: (paths.log(1).write_text("one\ntwo"), end(paths))]
+    )
+    monkeypatch.setattr(commands, "time", Meanwhile(lambda: next(ticks)()))
+    with supervised(paths.root) as other:
+        code, out, err = do("attach", "a-1")
+    assert (code, out) == (0, [str(paths.root)])
+    assert err[0].startswith(f"process {other.pid} supervises a-1;")
+    assert [line for line in err if line.startswith("process")] == err[:1]  # once
+    assert err[-4:] == [
+        "master 0    | line 999",
+        "trainer-1 1 | one",
+        "trainer-1 1 | two",
+        "succeeded: 3 workers, 1.0 s",
+    ]
+    assert len(err) < 1000
+
+
+def test_attach_must_supervise_a_job_that_nobody_does(do, paths, engine):
+    engine.generations = [[ALL_WELL]]
+    paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
+    code, out, err = do("attach", "a-1")
+    assert (code, out) == (0, [str(paths.root)])
+    assert "master 0    | line 999" in err and len(err) < 1000  # from the last lines on
+    assert err[0] == "supervising a-1" and err[-1].startswith("succeeded: 3 workers")
+    assert engine.calls == ["up", "start", "down"]
+
+
+def test_attach_must_look_on_where_another_was_faster_and_ctrl_c_must_end_that_alone(do, paths, engine, monkeypatch):
+    holder, looks = lock.holder, []
+    monkeypatch.setattr(lock, "holder", lambda of: holder(of) if looks else looks.append(of) or 0)
+    monkeypatch.setattr(commands, "time", Meanwhile(lambda: end(paths)))
+    with supervised(paths.root):
+        code, _, err = do("attach", "a-1")
+    assert code == 0 and engine.calls == []
+    assert any("looking on" in line for line in err)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_ps_must_tell_who_runs_who_is_idle_and_who_has_no_supervisor(do, engine, tmp_path):
+    for name in ("alone", "cluster", "ended", "new", "runs", "used"):
+        create(JobPaths(tmp_path / name), cluster=name if name in ("cluster", "used") else "")
+    create(JobPaths(tmp_path / "on-used"), cluster="used")
+    folders = {name: tmp_path / name for name in ("alone", "runs")}
+    folders |= {name: tmp_path / name / "nodes" for name in ("cluster", "used")}
+    engine.states = [runs_elsewhere(folder, name) for name, folder in folders.items()]
+    locks = [supervised(tmp_path / name) for name in ("new", "runs", "used", "on-used")]
+    with locks[0], locks[1], locks[2], locks[3]:
+        code, out, _ = do("ps")
+    assert code == 0
+    rows = [line.split(maxsplit=3) for line in out]
+    assert [row[:3] for row in rows] == [
+        ["NAME", "ENGINE", "NODES"],
+        ["alone", "docker", "3"],
+        ["runs", "docker", "3"],
+        ["cluster", "docker", "3"],
+        ["used", "docker", "3"],
+        ["new", "docker", "0"],
+    ]
+    for row, state in zip(rows[1:], ["without supervisor", "running", "idle", "running", "running"]):
+        assert row[3].startswith(f"{state} ") and row[3].endswith(str(folders.get(row[0], tmp_path / row[0])))
+
+
+def test_columns_must_stand_below_each_other_and_without_jobs_only_their_names(do, engine, tmp_path):
+    assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
+    engine.states = [runs_elsewhere(tmp_path, "a-long-name")]
+    head, row = do("ps")[1]
+    assert all(row[head.index(word) - 2 : head.index(word)] == "  " for word in ("ENGINE", "NODES", "STATE", "RUN"))
+
+
+@pytest.mark.parametrize(
+    ("states", "code"),
+    [(["ok", "warning"], 0), (["ok", "error", "ok"], 4), (["error", "warning"], 4), ([], 0)],
+)
+def test_doctor_must_fail_where_one_finding_keeps_jobs_from_running(capsys, monkeypatch, states, code):
+    findings = [
+        doctor.Finding(state, f"thing {number}", "do it" * (state == "error")) for number, state in enumerate(states)
+    ]
+    asked: list[str] = []
+    monkeypatch.setattr(doctor, "doctor", lambda spec: (asked.append(spec.image), iter(findings))[1])
+    assert (main(["doctor", "--image", "mine:1"]), asked) == (code, ["mine:1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if "hint" not in line] == [
+        [one.state, *one.what.split()] for one in findings
+    ]
+    assert sum("hint: do it" in line for line in lines) == states.count("error")
+
+
+# --- signals
+
+
+def test_each_ctrl_c_and_sigterm_must_count_and_a_lost_terminal_must_not(capsys):
+    count = commands.count_signals(JobSpec(grace=7.0))
+    assert count() == 0
+    signal.raise_signal(signal.SIGHUP)
+    assert (count(), capsys.readouterr().err) == (0, "")
+    signal.raise_signal(signal.SIGINT)
+    first = capsys.readouterr().err
+    assert count() == 1 and "7 s" in first and first.count("\n") == 1
+    signal.raise_signal(signal.SIGTERM)
+    assert (count(), capsys.readouterr().err) == (2, "killing the workers\n")

@@ -1,0 +1,290 @@
+"""From a spec to a report: what a job is called, what is written of it, and what is shown while it runs."""
+
+import dataclasses
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from commanded import Whole, create, supervised
+from scripted import ALL_WELL, KILLED
+
+from orchestrate import job, lock
+from orchestrate.engines import Exit
+from orchestrate.errors import EngineError, OrchestrateError, UsageError
+from orchestrate.events import objects
+from orchestrate.logs import Follower
+from orchestrate.paths import JobPaths
+from orchestrate.spec import JobSpec
+
+SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (JobSpec(), "digits"),
+        (JobSpec(name="mine"), "mine"),
+        (JobSpec(command=("-m", "my.module", "x")), "my-module"),
+        (JobSpec(command=("-m", "app.train")), "app-train"),
+        (JobSpec(command=("scripts/Train_MNIST.py", "x")), "train-mnist"),
+        (JobSpec(name="  A  B!  "), "a-b"),
+        (JobSpec(name="a" * 31 + "-b"), "a" * 31),
+        (JobSpec(name="-" * 40 + "b"), "b"),
+        (JobSpec(name="日本"), "job"),
+    ],
+)
+def test_a_job_must_have_a_name_that_docker_and_dns_take(spec, name):
+    assert job.slug(spec) == name
+    assert job.new_id(spec).startswith(f"{name}-") and len(job.new_id(spec)) == len(name) + 5
+
+
+def test_a_script_must_be_named_from_the_folder_that_the_nodes_see(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").touch()
+    monkeypatch.setattr(Path, "cwd", lambda: tmp_path)
+    spec = job.check_script(JobSpec(command=(f"{tmp_path}/sub/../sub/train.py", "a", "/b"), trainers=5))
+    assert (spec.command, spec.trainers) == (("sub/train.py", "a", "/b"), 5)
+    monkeypatch.setattr(Path, "cwd", lambda: tmp_path / "sub")
+    (tmp_path / "outside.py").touch()
+    with pytest.raises(UsageError, match="is outside") as error:
+        job.check_script(JobSpec(command=(f"{tmp_path}/outside.py",)))
+    assert error.value.hint.endswith(f"cd {tmp_path}")
+
+
+def test_a_module_must_be_left_to_the_nodes_and_be_named():
+    assert job.check_script(JobSpec(command=("-m", "nonesuch"))).command == ("-m", "nonesuch")
+    with pytest.raises(UsageError):
+        job.check_script(JobSpec(command=("-m",)))
+
+
+# --- what is written
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return JobPaths(tmp_path / "runs" / "a-1")
+
+
+def test_what_was_written_of_a_job_must_be_read_again(paths):
+    create(paths)
+    spec, made = job.load(paths)
+    assert (spec, made.job_id, made.command) == (SPEC, "a-1", SPEC.command)
+    assert paths.logs.is_dir() and paths.checkpoints.is_dir()
+    with pytest.raises(UsageError, match=f"cannot write to {paths.root}: File exists"):
+        create(paths)
+
+
+def test_a_job_on_a_cluster_must_have_its_files_where_the_nodes_see_them(paths):
+    inside = paths.root.parent / "c-1" / "nodes" / "a-1"
+    create(paths, cluster="c-1")
+    assert paths.root.is_symlink() and not paths.root.readlink().is_absolute()
+    assert {path.name for path in inside.iterdir()} == {"logs", "checkpoints", "job.yaml", "plan.json"}
+    job.bring_home(paths, inside)
+    assert not paths.root.is_symlink() and job.load(paths)[1].job_id == "a-1"
+    assert not inside.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"inventory": []}', '{"inventory": {"cores": 1}}', "7", "\0"])
+def test_a_plan_that_is_none_must_be_refused_with_the_folder(paths, text):
+    create(paths)
+    paths.plan.write_text(text)
+    with pytest.raises(UsageError, match=f"{paths.root} holds no job"):
+        job.load(paths)
+
+
+def test_a_plan_with_a_key_that_is_not_known_must_be_refused(paths):
+    create(paths)
+    paths.plan.write_text(json.dumps({**json.loads(paths.plan.read_text()), "later": 1}))
+    with pytest.raises(UsageError):
+        job.load(paths)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '"succeeded"', "null"])
+def test_a_report_that_is_none_must_not_count_as_the_end(paths, text):
+    create(paths)
+    assert job.ended(paths) is None
+    paths.report.write_text(text)
+    assert job.ended(paths) is None
+    paths.report.write_text('{"outcome": "succeeded"}')
+    assert job.ended(paths) == {"outcome": "succeeded"}
+
+
+def test_a_job_must_be_removed_whole_or_say_why_not(paths):
+    create(paths)
+    paths.log(0).touch()
+    job.remove(paths)
+    assert not paths.root.exists() and paths.root.parent.exists()
+    with pytest.raises(OrchestrateError, match=f"{paths.root} cannot be removed"):
+        job.remove(paths)
+
+
+# --- from there to a report
+
+
+def supervise(paths: JobPaths, engine: Whole, stops=lambda: 0, follower: Follower | None = None) -> tuple[dict, list]:
+    shown: list[str] = []
+    return job.supervise(paths, engine, stops, shown.append, follower), shown
+
+
+def test_a_job_that_has_ended_must_have_its_report_and_its_events(paths):
+    create(paths)
+    paths.metrics.write_text('{"step": 4, "loss": 0.5}\n')
+    for name in (names := [f"step-{number:02}" for number in (10, 3, 7, 1, 9, 2)]):
+        (paths.checkpoints / name).mkdir()
+        (paths.checkpoints / name / "state.pt").touch()
+    (paths.checkpoints / ".hidden").touch()
+    (paths.checkpoints / "last").symlink_to("step-10")
+    data, shown = supervise(paths, Whole([KILLED], [ALL_WELL]))
+    assert job.ended(paths) == data
+    assert (data["outcome"], data["generations"], data["final_metrics"]) == ("succeeded", 2, {"step": 4, "loss": 0.5})
+    assert data["checkpoints"] == [str(paths.checkpoints / name / "state.pt") for name in sorted(names)]
+    events = objects(paths.events)
+    assert (events[0]["event"], events[0]["job_id"]) == ("supervisor_started", "a-1")
+    ended = events[-1]
+    assert (ended["event"], ended["outcome"], ended["reason"]) == ("job_ended", "succeeded", "finished")
+    assert data["duration_s"] == ended["seconds"]
+    assert job.load(paths)[1].generation == 1  # of the newest generation
+    assert [line for line in shown if line.startswith("generation 0 failed: rank 1 on trainer-1")]
+    assert lock.holder(paths) == 0
+
+
+def test_a_report_must_be_about_the_nodes_with_which_a_job_has_ended(paths, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervisor.TRIES", 1)
+    create(paths, dataclasses.replace(SPEC, min_trainers=0))
+    engine = Whole([KILLED], [[Exit(0, 0), Exit(1, 0)]])
+    start = engine.start
+    engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
+    data, _ = supervise(paths, engine)
+    assert (data["world_size"], job.load(paths)[1].nodes) == (2, ("master", "trainer-2"))
+
+
+def test_a_job_that_cannot_start_must_leave_a_report_and_raise(paths):
+    create(paths)
+    engine = Whole()
+    engine.missing = {"trainer-1"}
+    with pytest.raises(EngineError, match="no such node"):
+        supervise(paths, engine)
+    assert (job.ended(paths)["outcome"], job.ended(paths)["reason"]) == ("failed", "could not start: no such node")
+    assert objects(paths.events)[-1]["event"] == "job_ended"
+
+
+def test_a_report_that_cannot_be_written_must_not_hide_how_the_job_ended(paths):
+    create(paths)
+    paths.report.mkdir()
+    data, shown = supervise(paths, Whole([ALL_WELL]))
+    assert data["outcome"] == "succeeded"
+    assert [line for line in shown if line.startswith(f"warning: {paths.report} cannot be written: ")]
+
+
+def test_a_job_that_somebody_supervises_must_be_left_to_them(paths):
+    engine = Whole([ALL_WELL])
+    with supervised(create(paths).root), pytest.raises(BlockingIOError):
+        supervise(paths, engine)
+    assert engine.calls == [] and not paths.events.exists()
+
+
+def test_a_job_on_a_cluster_must_use_it_alone_and_have_its_files_at_home_in_the_end(paths, monkeypatch):
+    create(paths, cluster="c-1")
+    inside = paths.root.resolve()
+    seen = []
+    engine = Whole([ALL_WELL])
+    up = engine.up
+    engine.up = lambda spec, plan, run, stopped: (seen.append(run), up(spec, plan, run, stopped))
+    taken: list[JobPaths] = []
+    held = lock.held
+    monkeypatch.setattr(lock, "held", lambda of: (taken.append(of), held(of))[1])
+    data, _ = supervise(paths, engine)
+    assert data["outcome"] == "succeeded"
+    assert seen == [inside.parent]  # the folder that the nodes of the cluster see
+    assert taken == [paths, JobPaths(inside.parents[1])]
+    assert not paths.root.is_symlink() and job.ended(paths) == data and not inside.exists()
+
+
+# --- what is shown
+
+
+def test_all_that_workers_write_must_be_shown_before_the_end_and_with_their_names(paths):
+    create(paths)
+    engine = Whole([ALL_WELL])
+    start = engine.start
+
+    def write(workers, command) -> None:
+        start(workers, command)
+        paths.log(0).write_text("first\nlast, without a newline")
+        paths.log(2).write_text("[node] generation 0\nother\n")
+
+    engine.start = write
+    _, shown = supervise(paths, engine)
+    assert [line for line in shown if "|" in line] == [
+        "master 0    | first",
+        "master 0    | last, without a newline",
+        "trainer-2 2 | other",  # marks of generations are the nodes' way to say what the supervisor says itself
+    ]
+
+
+def test_nodes_that_came_later_must_be_shown_under_their_own_names(paths, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervisor.TRIES", 1)
+    create(paths, dataclasses.replace(SPEC, min_trainers=0))
+    engine = Whole([KILLED], [[Exit(0, 0), Exit(1, 0)]])
+    start = engine.start
+
+    def write(workers, command) -> None:
+        start(workers, command)
+        engine.missing.add("trainer-1")
+        with paths.log(1).open("a") as file:
+            file.write(f"of {workers[1].node}\n")
+
+    engine.start = write
+    _, shown = supervise(paths, engine)
+    assert "trainer-2 1 | of trainer-2" in shown
+
+
+def test_lines_must_be_shown_from_where_somebody_has_shown_them_last(paths):
+    create(paths)
+    paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
+    follower = job.rest(paths, job.load(paths)[1])
+    last = list(follower.lines())
+    assert last[-1] == "master 0    | line 999" and len(last) < 1000
+    with paths.log(0).open("a") as file:
+        file.write("new\n")
+    _, shown = supervise(paths, Whole([ALL_WELL]), follower=follower)
+    assert [line for line in shown if "|" in line] == ["master 0    | new"]
+
+
+def test_what_workers_wrote_before_we_said_something_must_be_shown_before_it(paths):
+    create(paths)
+    release, shown = threading.Event(), []
+
+    def show(line: str) -> None:
+        shown.append(line)
+        release.set()
+
+    follower = Follower(paths, {0: ""})
+    with job._following(follower, show) as say:
+        paths.log(0).write_text("of a worker\n")
+        say("ours")
+        say("ours again")
+    assert release.is_set() and shown == ["of a worker", "ours", "ours again"]
+
+
+def test_what_workers_wrote_must_be_shown_though_the_supervisor_breaks(paths):
+    create(paths)
+    engine, shown = Whole([]), []
+    start = engine.start
+    engine.start = lambda *arguments: (start(*arguments), paths.log(0).write_text("last"))
+    engine.wait = lambda timeout: {}[timeout]
+    before = threading.active_count()
+    with pytest.raises(KeyError):
+        job.supervise(paths, engine, lambda: 0, shown.append)
+    assert shown[-1] == "master 0    | last"
+    assert threading.active_count() == before
+
+
+def test_a_reader_that_reads_no_more_must_not_stop_the_supervisor(paths, monkeypatch):
+    monkeypatch.setattr(job, "UNREAD", 0.01)
+    create(paths)
+    engine, reads = Whole([KILLED], [ALL_WELL]), threading.Event()
+    data = job.supervise(paths, engine, lambda: 0, lambda _: reads.wait(60) and None)
+    reads.set()
+    assert (data["outcome"], data["generations"]) == ("succeeded", 2)

@@ -1,0 +1,218 @@
+"""What `stop`, `rm` and `down` remove, and what they must not, on an engine that plays a script."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commanded import Commands, Whole, create, supervised
+from scripted import ALL_WELL
+from test_commands import end, runs_elsewhere
+
+from orchestrate import commands, job, lock
+from orchestrate.errors import EngineError, OrchestrateError
+from orchestrate.generation import BY_USER
+from orchestrate.paths import JobPaths
+from orchestrate.spec import JobSpec
+
+
+@pytest.fixture
+def do(tmp_path, monkeypatch, capsys):
+    return Commands(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def engine(do):
+    return do.engine
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return create(JobPaths(tmp_path / "a-1"))
+
+
+def test_stop_must_only_show_what_it_would_remove_where_it_is_asked_to(do, paths, engine):
+    engine.things = ["container one", "network two"]
+    assert do("stop", "a-1", "--dry-run") == (0, ["container one", "network two"], [])
+    assert engine.calls == [] and engine.things and not paths.report.exists()
+
+
+def test_a_job_that_has_ended_and_left_nothing_must_need_no_stop(do, paths, engine):
+    end(paths)
+    assert do("stop", "a-1") == (0, [], ["a-1 has ended already"])
+    assert engine.calls == []
+
+
+def test_what_a_job_that_has_ended_has_left_must_be_removed(do, paths, engine):
+    engine.generations = [[ALL_WELL]]
+    do("attach", "a-1")
+    engine.things, engine.calls = ["container one"], []
+    code, out, err = do("stop", "a-1")
+    assert (code, out, err[-1]) == (0, [], "a-1 is stopped")
+    assert engine.things == [] and engine.calls
+    assert job.ended(paths)["outcome"] == "succeeded"  # as it has ended
+
+
+def test_stop_must_write_the_report_of_a_job_whose_supervisor_has_died(do, paths, engine):
+    code, _, err = do("stop", "a-1")
+    assert (code, err[0], err[-1]) == (0, "a-1 has no supervisor: removing its nodes", "a-1 is stopped")
+    assert (job.ended(paths)["outcome"], job.ended(paths)["reason"]) == ("stopped", BY_USER)
+    assert "up" not in engine.calls and "start" not in engine.calls
+
+
+def test_stop_must_ask_the_supervisor_and_wait_for_its_end(do, paths, engine):
+    engine.things = ["container one"]
+    with supervised(paths.root) as other:
+        code, _, err = do("stop", "a-1")
+        assert other.wait(timeout=60) == -signal.SIGTERM  # before our own end
+    assert code == 0
+    assert err.count("asking the supervisor of a-1 to stop") == 1
+    assert engine.things == [] and job.ended(paths)["outcome"] == "stopped"
+
+
+def test_stop_must_ask_each_supervisor_that_takes_the_job_over_once(do, paths, engine, monkeypatch):
+    holders, asked = iter([7, 7, 7, 7, 8, 8, 8]), []
+
+    def ask(pid: int, number: int) -> None:
+        asked.append(pid)
+        if pid == 8:  # which takes the nodes down, and writes the report
+            engine.things.clear()
+            end(paths)
+
+    engine.things = ["container one"]
+    monkeypatch.setattr(lock, "holder", lambda _: next(holders, 0))
+    monkeypatch.setattr(os, "kill", ask)
+    assert do("stop", "a-1")[0] == 0
+    assert asked == [7, 8] and engine.calls == []
+
+
+def test_stop_must_wait_for_a_supervisor_that_has_only_its_clean_up_to_do(do, paths, engine):
+    end(paths)
+    with supervised(paths.root) as other:
+        assert do("stop", "a-1")[2][-1] == "a-1 is stopped"
+        assert other.wait(timeout=60) == -signal.SIGTERM
+
+
+def test_workers_whose_supervisor_has_died_must_be_stopped_in_good_order(do, paths, engine):
+    paths.events.write_text('{"event": "generation_starting", "generation": 0, "time": 1.0, "seconds": 0.0}\n')
+    engine.generations = [[]]
+    assert do("stop", "a-1")[0] == 0
+    assert (engine.calls, engine.graces) == (["adopt", "stop", "down"], [0.01])  # of the job file
+
+
+def test_a_supervisor_that_ends_before_it_is_asked_must_not_fail_the_stop(do, paths, engine, monkeypatch):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    looks = iter([gone.pid, gone.pid])
+    monkeypatch.setattr(lock, "holder", lambda _: next(looks, 0))
+    assert do("stop", "a-1")[0] == 0
+
+
+def test_what_stop_cannot_remove_must_be_told(do, paths, engine, monkeypatch):
+    engine.things = ["container one", "network two"]
+    monkeypatch.setattr(engine, "remove", lambda *_: None)
+    code, _, err = do("stop", "a-1")
+    assert code == 1
+    assert err[-2:] == ["error: a-1 still has container one, network two", "hint: python -m orchestrate stop a-1"]
+
+
+def test_stop_must_keep_nodes_whose_files_cannot_be_brought_home(do, paths, engine, monkeypatch):
+    def full(*_) -> None:
+        raise OrchestrateError("no space left")
+
+    engine.things = ["container one"]
+    monkeypatch.setattr(engine, "remove", full)
+    code, _, err = do("stop", "a-1")
+    assert (code, err[-2]) == (1, "error: a-1 still has nodes: no space left")
+    assert err[-1].endswith("python -m orchestrate rm a-1")
+
+
+@pytest.mark.parametrize("file", ["plan.json", "job.yaml"])
+@pytest.mark.parametrize("command", ["stop", "rm"])
+def test_a_job_whose_files_are_damaged_must_be_removed_all_the_same(do, paths, engine, command, file):
+    engine.things = ["container one", "network two"]
+    (paths.root / file).write_text("[")
+    assert do(command, "a-1")[0] == 0
+    assert (engine.calls, engine.graces, engine.things) == (["remove a-1"], [30], [])
+    assert paths.root.exists() is (command == "stop")
+
+
+@pytest.mark.parametrize("command", ["stop", "rm"])
+def test_a_job_whose_own_engine_does_not_answer_must_stay(do, paths, monkeypatch, command):
+    other = Whole()
+    other.name = "process"
+
+    def away(spec: JobSpec) -> None:
+        assert spec.engine == "docker"  # for which it was planned
+        raise EngineError("docker is away", "start it")
+
+    monkeypatch.setattr(commands, "_engines", lambda: [other])
+    monkeypatch.setattr(commands, "engine_of", away)
+    assert do(command, "a-1") == (3, [], ["error: docker is away", "hint: start it"])
+    assert paths.root.exists() and other.calls == []
+
+
+def test_rm_must_refuse_a_job_that_runs_and_name_its_supervisor(do, paths, engine):
+    engine.things = ["container one"]
+    with supervised(paths.root) as other:
+        code, _, err = do("rm", "a-1")
+        assert other.poll() is None
+    assert (code, err[1]) == (2, "hint: python -m orchestrate stop a-1")
+    assert str(other.pid) in err[0]
+    assert paths.root.exists() and engine.calls == []
+
+
+def test_rm_must_only_show_what_it_would_remove_where_it_is_asked_to(do, paths, engine):
+    engine.things = ["container one"]
+    assert do("rm", "a-1", "--dry-run") == (0, ["container one", f"folder {paths.root}"], [])
+    assert paths.root.exists() and engine.calls == []
+    assert do("rm", "a-1") == (0, [], ["a-1 is removed"])
+    assert engine.calls == ["remove a-1"] and not paths.root.exists()
+
+
+@pytest.mark.parametrize("command", ["stop", "rm"])
+def test_nothing_of_another_users_job_may_be_removed(do, paths, engine, command):
+    engine.things = ["container one"]
+    engine.states = [runs_elsewhere(paths.root, owner=os.getuid() + 1)]
+    assert do(command, "a-1")[0] == 2
+    assert engine.calls == [] and paths.root.exists()
+    engine.states = [runs_elsewhere(paths.root.with_name("b-1"), "b-1", os.getuid() + 1)]
+    assert do(command, "a-1")[0] == 0  # that of b-1 is in nobody's way
+
+
+# --- clusters
+
+
+def cluster(tmp_path: Path, name: str) -> JobPaths:
+    made = create(JobPaths(tmp_path / name), cluster=name)
+    (made.root / "nodes").mkdir()
+    return made
+
+
+def test_down_must_take_down_the_one_cluster_that_is_named(do, engine, tmp_path):
+    one, other = cluster(tmp_path, "c-1"), cluster(tmp_path, "d-1")
+    engine.things = ["container one"]
+    assert do("down", "c", "--dry-run") == (0, ["container one", f"folder {one.root}"], [])
+    assert engine.calls == [] and one.root.exists()
+    assert do("down", "c") == (0, [], ["c-1 is down"])
+    assert (engine.calls, engine.graces) == (["remove c-1"], [30])
+    assert not one.root.exists() and other.root.exists()
+
+
+def test_a_cluster_that_a_job_uses_must_stay_up(do, engine, tmp_path):
+    made = cluster(tmp_path, "c-1")
+    with supervised(made.root) as other:
+        code, _, err = do("down", "c-1")
+    assert code == 2 and f"(process {other.pid})" in err[0]
+    assert engine.calls == [] and made.root.exists()
+
+
+def test_what_is_no_cluster_must_be_answered_with_those_that_there_are(do, engine, tmp_path):
+    create(JobPaths(tmp_path / "a-1"))
+    assert do("down", "a-1")[2] == ["error: no cluster a-1", f"hint: clusters here: none in {tmp_path}"]
+    for name in ("c-1", "c-2", "d-1"):
+        cluster(tmp_path, name)
+    assert do("down", "a-1")[2][1] == "hint: clusters here: c-1, c-2, d-1"
+    assert do("down", "c") == (2, [], ["error: several clusters c", "hint: clusters here: c-1, c-2"])
