@@ -128,9 +128,10 @@ def ps(args: argparse.Namespace) -> int:
     for folder in _job_folders(args.runs):
         paths = JobPaths(folder)
         if folder.name not in shown and lock.holder(paths):
-            plan = job.load(paths)[1]
-            if not plan.inventory.cluster:  # else its nodes are shown by that name
-                rows.append((plan.job_id, plan.engine, "0", "running", str(folder)))
+            with contextlib.suppress(UsageError):  # its files say nothing any more
+                plan = job.load(paths)[1]
+                if not plan.inventory.cluster:  # else its nodes are shown by that name
+                    rows.append((plan.job_id, plan.engine, "0", "running", str(folder)))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
@@ -144,14 +145,15 @@ def down(args: argparse.Namespace) -> int:
         known = ", ".join(one.name for one in chosen or cluster.found(args.runs.resolve())) or f"none in {args.runs}"
         which = "several clusters" if chosen else "no cluster"
         raise UsageError(f"{which} {args.cluster}", f"clusters here: {known}")
-    name = chosen[0].name
+    name, engine = chosen[0].name, _own_engine(chosen[0].spec, chosen[0].plan)
+    holding = _held([engine], name)
     if args.dry_run:
-        for thing in [thing for _, thing in _held(_engines(), name)] + [f"folder {chosen[0].paths.root}"]:
+        for thing in [thing for _, thing in holding] + [f"folder {chosen[0].paths.root}"]:
             print(thing)
         return errors.SUCCEEDED
     if supervisor := lock.holder(chosen[0].paths):
         raise UsageError(f"a job uses {name} (process {supervisor})", "python -m orchestrate ps; then stop that job")
-    cluster.take_down(_own_engine(chosen[0].spec, chosen[0].plan), chosen[0], grace=30)
+    cluster.take_down(engine, chosen[0], grace=30)
     say(f"{name} is down")
     return errors.SUCCEEDED
 
@@ -321,6 +323,8 @@ def rm(args: argparse.Namespace) -> int:
     holding = _held(engines, name)
     if supervisor := lock.holder(paths):
         raise UsageError(f"{name} is running, supervised by process {supervisor}", f"python -m orchestrate stop {name}")
+    if paths.root.is_symlink():
+        raise UsageError(f"{name} may still run on the nodes of a cluster", f"python -m orchestrate stop {name}")
     if args.dry_run:
         for thing in [thing for _, thing in holding] + [f"folder {paths.root}"]:
             print(thing)

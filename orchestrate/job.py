@@ -102,7 +102,7 @@ def load(paths: JobPaths) -> tuple[JobSpec, Plan]:
     try:
         with open_regular(paths.plan) as file:
             return resolve(read_file(paths.spec)), read_plan(file.read().decode())
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{paths.root} holds no job that can go on: {error}", "start it again") from None
 
 
@@ -170,7 +170,7 @@ def ended(paths: JobPaths) -> dict[str, Any] | None:
     try:
         with open_regular(paths.report) as file:
             data = json.loads(file.read())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
 
@@ -178,7 +178,9 @@ def ended(paths: JobPaths) -> dict[str, Any] | None:
 def _report(
     plan: Plan, paths: JobPaths, outcome: Outcome, ended: list[Ended], events: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    checkpoints = sorted(path for path in paths.checkpoints.rglob("[!.]*") if path.is_file() and not path.is_symlink())
+    found = (path for path in paths.checkpoints.rglob("*") if path.is_file() and not path.is_symlink())
+    # what is hidden, or in a hidden folder, is on its way to be one
+    checkpoints = sorted(path for path in found if "/." not in f"/{path.relative_to(paths.checkpoints)}")
     return report.report(plan, outcome, ended, events, objects(paths.metrics), checkpoints)
 
 

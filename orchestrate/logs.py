@@ -86,7 +86,7 @@ def tail(path: Path) -> str:
     try:
         with open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
-            return "\n".join(map(clean, file.read().splitlines()))
+            return "\n".join(map(clean, file.read().removesuffix(b"\n").split(b"\n")))
     except OSError:
         return ""
 

@@ -1,5 +1,6 @@
 """What commands say of jobs that there are, on an engine that plays a script."""
 
+import contextlib
 import json
 import os
 import select
@@ -219,14 +220,16 @@ def test_attach_must_look_on_where_another_was_faster_and_ctrl_c_must_end_that_a
 
 
 def test_ps_must_tell_who_runs_who_is_idle_and_who_has_no_supervisor(do, engine, tmp_path):
-    for name in ("alone", "cluster", "ended", "new", "runs", "used"):
+    for name in ("alone", "cluster", "damaged", "ended", "new", "runs", "used"):
         create(JobPaths(tmp_path / name), cluster=name if name in ("cluster", "used") else "")
     create(JobPaths(tmp_path / "on-used"), cluster="used")
     folders = {name: tmp_path / name for name in ("alone", "runs")}
     folders |= {name: tmp_path / name / "nodes" for name in ("cluster", "used")}
     engine.states = [runs_elsewhere(folder, name) for name, folder in folders.items()]
-    locks = [supervised(tmp_path / name) for name in ("new", "runs", "used", "on-used")]
-    with locks[0], locks[1], locks[2], locks[3]:
+    (tmp_path / "damaged" / "plan.json").write_text("[" * 100_000)  # which keeps no other from being shown
+    with contextlib.ExitStack() as stack:
+        for name in ("new", "damaged", "runs", "used", "on-used"):
+            stack.enter_context(supervised(tmp_path / name))
         code, out, _ = do("ps")
     assert code == 0
     rows = [line.split(maxsplit=3) for line in out]

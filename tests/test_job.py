@@ -60,6 +60,8 @@ def test_a_module_must_be_left_to_the_nodes_and_be_named():
 
 # --- what is written
 
+DEEP = pytest.param("[" * 100_000, id="deep")
+
 
 @pytest.fixture
 def paths(tmp_path):
@@ -85,7 +87,9 @@ def test_a_job_on_a_cluster_must_have_its_files_where_the_nodes_see_them(paths):
     assert not inside.exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"inventory": []}', '{"inventory": {"cores": 1}}', "7", "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"inventory": []}', '{"inventory": {"cores": 1}}', "7", "\0", "[" * 100_000]
+)
 def test_a_plan_that_is_none_must_be_refused_with_the_folder(paths, text):
     create(paths)
     paths.plan.write_text(text)
@@ -100,7 +104,7 @@ def test_a_plan_with_a_key_that_is_not_known_must_be_refused(paths):
         job.load(paths)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", '"succeeded"', "null"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '"succeeded"', "null", DEEP])
 def test_a_report_that_is_none_must_not_count_as_the_end(paths, text):
     create(paths)
     assert job.ended(paths) is None
@@ -134,6 +138,8 @@ def test_a_job_that_has_ended_must_have_its_report_and_its_events(paths):
         (paths.checkpoints / name).mkdir()
         (paths.checkpoints / name / "state.pt").touch()
     (paths.checkpoints / ".hidden").touch()
+    (paths.checkpoints / ".step-11.half").mkdir()
+    (paths.checkpoints / ".step-11.half" / "state.pt").touch()
     (paths.checkpoints / "last").symlink_to("step-10")
     data, shown = supervise(paths, Whole([KILLED], [ALL_WELL]))
     assert job.ended(paths) == data

@@ -85,6 +85,11 @@ def test_the_tail_must_be_the_last_lines_of_a_long_log(tmp_path):
     assert tail(tmp_path / "none") == ""
 
 
+def test_a_progress_bar_must_be_one_line_of_the_tail(tmp_path):
+    (tmp_path / "log").write_bytes(b"it began\n" + b"".join(b"\r%d of 100" % i for i in range(100)) + b"\nan error\n")
+    assert last_words(tail(tmp_path / "log"), 0, 12) == ["it began", "99 of 100", "an error"]
+
+
 def test_a_log_that_is_longer_than_a_chunk_must_be_shown_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrate.logs.CHUNK", 7)
     paths = JobPaths(tmp_path)

@@ -201,6 +201,22 @@ def test_down_must_take_down_the_one_cluster_that_is_named(do, engine, tmp_path)
     assert not one.root.exists() and other.root.exists()
 
 
+def test_the_cluster_of_another_user_must_stay_up(do, engine, tmp_path):
+    made = cluster(tmp_path, "c-1")
+    engine.states = [runs_elsewhere(made.root / "nodes", "c-1", os.getuid() + 1)]
+    for words in (["down", "c-1", "--dry-run"], ["down", "c-1"]):
+        assert do(*words)[2][0] == f"error: c-1 belongs to user {os.getuid() + 1}"
+    assert engine.calls == [] and made.root.exists()
+
+
+def test_rm_of_a_job_that_may_still_run_on_a_cluster_must_name_the_way_out(do, engine, tmp_path):
+    cluster(tmp_path, "c-1")
+    paths = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    code, _, err = do("rm", "a-1")
+    assert (code, err[1]) == (2, "hint: python -m orchestrate stop a-1")
+    assert paths.logs.exists() and engine.calls == []
+
+
 def test_a_cluster_that_a_job_uses_must_stay_up(do, engine, tmp_path):
     made = cluster(tmp_path, "c-1")
     with supervised(made.root) as other:
