@@ -1,5 +1,7 @@
 """An engine that plays a script, and a job on it: the supervisor's decisions, without any node."""
 
+from concurrent.futures import Future
+
 from test_plan import HERE
 
 from orchestrate.engines import Doing, Exit
@@ -20,6 +22,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
+        self.end = self.now + 10_000.0
 
     def time(self) -> float:
         return self.now
@@ -28,6 +31,41 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+        assert self.now < self.end, "the job does not end"
+
+
+class AtOnce:
+    """A pool whose work is done when it is handed in, so that no time passes meanwhile."""
+
+    def __init__(self, threads: int) -> None:
+        pass
+
+    def submit(self, action, *arguments) -> Future:
+        done = Future()
+        try:
+            done.set_result(action(*arguments))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+class WhenAsked:
+    """A pool whose work is done when somebody waits for it, and not before."""
+
+    def __init__(self, threads: int) -> None:
+        pass
+
+    def submit(self, action, *arguments) -> Future:
+        class Later(Future):
+            def exception(self, timeout=None) -> BaseException | None:
+                if not self.done():
+                    try:
+                        self.set_result(action(*arguments))
+                    except Exception as error:
+                        self.set_exception(error)
+                return super().exception(timeout)
+
+        return Later()
 
 
 class Scripted:
@@ -39,7 +77,10 @@ class Scripted:
         self.running: set[int] = set()
         self.calls: list[str] = []
         self.plans: list = []
+        self.nodes = {"master", "trainer-1", "trainer-2"}
         self.missing: set[str] = set()
+        self.hosts: dict[str, str] = {}
+        self.graces: list[float] = []  # of each clean-up
         self.full: list[OSError] = []  # by which files do not come home
 
     def port(self, spec, generation) -> int:
@@ -51,10 +92,10 @@ class Scripted:
             raise EngineError("no such node")
 
     def alive(self) -> set[str]:
-        return {"master", "trainer-1", "trainer-2"} - self.missing
+        return self.nodes - self.missing
 
     def host(self, node) -> str:
-        return ""
+        return self.hosts.get(node, "")
 
     def gather(self, stopped) -> None:
         if self.full:
@@ -100,9 +141,11 @@ class Scripted:
 
     def remove(self, job_id, grace) -> None:
         self.calls.append(f"remove {job_id}")
+        self.graces.append(grace)
 
     def down(self, grace) -> None:
         self.calls.append("down")
+        self.graces.append(grace)
 
 
 class Job:
@@ -144,3 +187,12 @@ class Job:
 
     def names(self) -> list[str]:
         return [event["event"] for event in self.events]
+
+    def noted(self, name: str) -> list[dict]:
+        """The events of a name, without their times."""
+        found = [event for event in self.events if event["event"] == name]
+        return [{key: event[key] for key in event if key not in ("event", "time", "seconds")} for event in found]
+
+    def when(self, name: str) -> list[float]:
+        """The seconds since the start of the job at which events of a name happened."""
+        return [event["seconds"] for event in self.events if event["event"] == name]

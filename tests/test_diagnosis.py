@@ -47,8 +47,9 @@ def test_of_two_errors_the_first_must_be_the_cause():
     assert found((0.0, 1, 137), (0.1, 0, 139), words=words) == (Exit(1, 137), "")
 
 
-def test_a_death_by_signal_must_be_the_cause_though_a_peer_has_an_error_that_is_no_complaint():
-    assert found((0.0, 0, 1), (0.1, 1, 137), words={0: ["ValueError: no"]}) == (Exit(1, 137), "")
+@pytest.mark.parametrize("code", [132, 135, 136, 137, 139])
+def test_a_death_by_signal_must_be_the_cause_though_a_peer_has_an_error_that_is_no_complaint(code):
+    assert found((0.0, 0, 1), (0.1, 1, code), words={0: ["ValueError: no"]}) == (Exit(1, code), "")
 
 
 def test_a_death_by_signal_that_is_heard_when_all_are_asked_to_end_must_be_the_cause():
@@ -61,6 +62,10 @@ def test_what_we_stopped_must_never_be_the_cause():
 
 def test_what_ends_long_after_the_first_must_never_be_the_cause():
     assert found((0.0, 0, 1), (30.0, 1, 137, "ours"), words={0: [GLOO]})[0] == Exit(0, 1)
+    assert found((10.0, 0, 1), (13.0, 1, 137), words={0: [GLOO]})[0] == Exit(0, 1)
+    assert found((10.0, 0, 1), (11.0, 1, 137), words={0: [GLOO]})[0] == Exit(1, 137)
+    ends = [End(10.0, Exit(0, 1), False), End(11.0, Exit(1, 137), False)]
+    assert blame(ends, lambda rank: [GLOO] * (rank == 0), window=0.5)[0] == Exit(0, 1)
 
 
 def test_a_peer_that_aborts_because_one_has_gone_must_not_be_the_cause():
@@ -69,12 +74,30 @@ def test_a_peer_that_aborts_because_one_has_gone_must_not_be_the_cause():
 
 def test_an_abort_of_its_own_must_be_the_cause():
     assert found((0.0, 0, 1), (0.1, 1, 134), words={0: [GLOO], 1: ["assertion failed", *DUMP]})[0] == Exit(1, 134)
+    words = {0: ["ValueError: no"], 1: ["assertion failed", *DUMP]}
+    assert found((0.0, 0, 1), (0.1, 1, 134), words=words)[0] == Exit(1, 134)
 
 
 @pytest.mark.parametrize("complaint", [TIMED_OUT, NCCL])
 def test_a_worker_that_let_its_peers_wait_too_long_must_be_the_cause(complaint):
     ends = (0.0, 0, 1), (0.1, 1, 1), (1.0, 2, 143, "ours")
     assert found(*ends, words={0: [complaint], 1: [complaint]}) == (Exit(2, 143), "timeout")
+    assert found(*ends, words={0: [complaint], 1: [RESET]}) == (Exit(2, 143), "timeout")
+    assert found(*ends, (1.1, 3, 143, "ours"), words={0: [complaint], 1: [complaint]}) == (Exit(2, 143), "timeout")
+
+
+def test_a_worker_that_fails_of_itself_long_after_a_timeout_must_not_be_taken_for_one_that_let_others_wait():
+    words = {0: [TIMED_OUT], 2: ["ValueError: no"]}
+    assert found((0.0, 0, 1), (30.0, 2, 1), words=words) == (Exit(0, 1), "")
+
+
+def test_a_worker_that_was_stopped_must_not_be_blamed_for_a_peer_that_has_gone():
+    assert found((0.0, 0, 1), (1.0, 1, 143, "ours"), words={0: [GLOO]}) == (Exit(0, 1), "")
+
+
+def test_where_none_failed_of_itself_one_that_was_ended_must_be_named():
+    assert found((0.0, 0, 0), (1.0, 1, 143, "ours")) == (Exit(1, 143), "")
+    assert found((0.0, 1, 0), (0.1, 0, 0))[0] == Exit(1, 0)
 
 
 def test_a_worker_that_complains_of_a_timeout_and_was_stopped_meanwhile_must_not_be_the_cause():
@@ -84,6 +107,7 @@ def test_a_worker_that_complains_of_a_timeout_and_was_stopped_meanwhile_must_not
 
 def test_a_worker_that_left_while_the_others_worked_must_be_the_cause():
     assert found((0.0, 1, 0), (0.1, 0, 1), (0.2, 2, 1), words={0: [GLOO], 2: [GLOO]}) == (Exit(1, 0), "left early")
+    assert found((0.0, 2, 0), (0.0, 1, 0), (0.0, 0, 1), words={0: [GLOO]}) == (Exit(2, 0), "left early")
 
 
 def test_a_worker_that_ended_well_because_we_asked_it_to_must_not_be_blamed_for_leaving():
@@ -95,7 +119,26 @@ def test_a_worker_that_ended_well_must_not_be_blamed_for_anothers_own_error():
     assert found((0.0, 1, 0), (0.1, 0, 1), words={0: ["ValueError: no"]}) == (Exit(0, 1), "")
 
 
-@pytest.mark.parametrize("words", [[GLOO], [RESET], [TIMED_OUT], [NCCL], [GLOO, *DUMP], ["Broken pipe"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [GLOO],
+        [RESET],
+        [TIMED_OUT],
+        [NCCL],
+        [GLOO, *DUMP],
+        [GLOO, *DUMP, *DUMP],
+        [GLOO, "a", "b"],
+        ["RuntimeError: Connection refused"],
+        ["ncclRemoteError: remote process exited or there was a network error"],
+        ["Broken pipe"],
+        ["torch.distributed.DistNetworkError: failed to recv, got 0 bytes"],
+        ["torch.distributed.DistStoreError: the client has timed out"],
+        ["RuntimeError: the operation timed out after 60000ms"],
+        ["RuntimeError: Wait timeout"],
+        ["DistBackendError: wait timeout after 300000ms, keys: /default_pg/0/0"],
+    ],
+)
 def test_complaints_about_a_peer_must_be_known(words):
     assert complains(words)
 
@@ -113,6 +156,25 @@ def test_other_last_words_must_not_count_as_complaints(words):
         (1, "", ["ImportError: cannot import name 'x'"], "script", "exited with code 1"),
         (1, "", ["SyntaxError: invalid syntax"], "script", "exited with code 1"),
         (2, "", ["train.py: error: unrecognized arguments: --lrr"], "usage", "exited with code 2"),
+        (1, "", ["Traceback", "[rank1]: ImportError: cannot import name 'x'"], "script", "exited with code 1"),
+        (1, "", ["ValueError: is that an ImportError: no"], "error", "exited with code 1"),
+        (1, "", ["  File t.py", "IndentationError: unexpected indent"], "script", "exited with code 1"),
+        (1, "", ["No module named 'x'", "No space left on device"], "script", "exited with code 1"),
+        (1, "", ["train.py: error: argument --lr: invalid float value: 'x'"], "usage", "exited with code 1"),
+        (1, "", ["train.py: error: the following arguments are required: data"], "usage", "exited with code 1"),
+        (1, "", ["train.py: error: unrecognized arguments: --lrr"], "usage", "exited with code 1"),
+        (2, "", [], "usage", "exited with code 2"),
+        (78, "", [], "usage", "exited with code 78"),
+        (127, "", [], "not started", "exited with code 127"),
+        (132, "", [], "crash", "was ended by SIGILL (exit code 132)"),
+        (136, "", [], "crash", "was ended by SIGFPE (exit code 136)"),
+        (137, "", ["No space left on device"], "killed", "was ended by SIGKILL (exit code 137)"),
+        (255, "", [], "error", "exited with code 255"),
+        (1, "", ["DataLoader worker (pid 9) is killed by signal: Bus error."], "shared memory", "exited with code 1"),
+        (1, "", ["RuntimeError: CUDA out of memory."], "out of GPU memory", "exited with code 1"),
+        (1, "", ["torch.OutOfMemoryError: no more"], "out of GPU memory", "exited with code 1"),
+        (137, "host lost", [], "host lost", "was lost with its host"),
+        (137, "interrupted", [], "interrupted", "was being started when"),
         (2, "", ["python: can't open file '/workspace/x.py'"], "script", "exited with code 2"),
         (64, "", [], "usage", "exited with code 64"),
         (126, "", [], "not started", "exited with code 126"),
@@ -144,6 +206,44 @@ def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cau
     assert made.cause == cause
     assert made.summary.startswith(f"rank 1 on trainer-1 {sentence}")
     assert made.hint
+
+
+@pytest.mark.parametrize(
+    ("code", "known", "words", "hint"),
+    [
+        (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], "a.b_c is not installed"),
+        (1, "", ["/usr/bin/python: No module named nonesuch"], "nonesuch is not installed"),
+        (2, "", ["python: can't open file '/workspace/x.py'"], "below the folder"),
+        (2, "", ["error: unrecognized arguments: --lrr"], "--help"),
+        (135, "", [], "shm_size"),
+        (1, "", ["DataLoader worker (pid 9) is killed by signal: Bus error."], "shm_size"),
+        (1, "", ["DataLoader worker (pid 9) is killed by signal: Killed."], "DataLoader workers"),
+        (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "$JOB_DIR"),
+        (1, "", ["PermissionError: [Errno 13] Permission denied: 'x'"], "$JOB_DIR"),
+        (134, "", ["terminate called without an active exception"], "destroy_process_group"),
+        (132, "", [], "processor"),
+        (127, "", [], "docker logs"),
+        (137, "out of memory", [], "memory=8g"),
+        (137, "out of memory in a child", [], "DataLoader workers"),
+        (137, "node stopped", [], "orchestrate stop"),
+        (137, "node lost", [], "docker events"),
+        (137, "partition", [], "network"),
+        (137, "host lost", [], "min_trainers"),
+        (137, "engine lost", [], "live-restore"),
+        (137, "interrupted", [], "nothing"),
+        (143, "timeout", [], "its own log"),
+        (0, "left early", [], "its own log"),
+    ],
+)
+def test_a_hint_must_say_what_to_do(code, known, words, hint):
+    assert hint in diagnose(PLAN, Exit(1, code), known, words, "log").hint
+
+
+def test_a_cause_must_say_which_worker_it_was_and_where_it_was():
+    made = diagnose(PLAN, Exit(2, 3), "", ["one", "two"], "rank-2.log", "gpu-box")
+    assert (made.rank, made.node, made.exit_code) == (2, "trainer-2", 3)
+    assert (made.last_lines, made.log) == (["one", "two"], "rank-2.log")
+    assert made.summary == "rank 2 on trainer-2 (gpu-box) exited with code 3"
 
 
 def test_every_cause_that_is_named_must_be_in_the_list():

@@ -1,13 +1,12 @@
 """A job that may go on with fewer nodes must do so, try in vain less and less often, and take none in too early."""
 
-from concurrent.futures import Future
-
 import pytest
-from scripted import ALL_WELL, KILLED, Job, Scripted
+from scripted import ALL_WELL, KILLED, AtOnce, Job, Scripted, WhenAsked
 
 from orchestrate.engines import Exit
+from orchestrate.errors import EngineLost
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import REJOIN
+from orchestrate.supervisor import REJOIN, Outcome
 
 
 @pytest.fixture
@@ -38,6 +37,8 @@ def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_
         ["master", "trainer-1", "trainer-2"],
     ]
     assert [ended.word for ended in job.supervisor.history.ended] == ["failed", "rescaled", "succeeded"]
+    assert job.noted("nodes_missing") == [{"nodes": ["master", "trainer-2"], "missing": 1, "error": "no such node"}]
+    assert len(job.noted("node_back")) == 1
 
 
 def test_a_node_that_is_back_must_not_be_taken_in_before_a_checkpoint(job, monkeypatch):
@@ -68,21 +69,6 @@ def test_fewer_nodes_than_the_minimum_must_fail_the_job(job):
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "failed"
 
 
-class AtOnce:
-    """A pool whose work is done when it is handed in, so that no time passes meanwhile."""
-
-    def __init__(self, threads: int) -> None:
-        pass
-
-    def submit(self, action, *arguments) -> Future:
-        done = Future()
-        try:
-            done.set_result(action(*arguments))
-        except Exception as error:
-            done.set_exception(error)
-        return done
-
-
 def test_a_node_that_does_not_come_back_must_be_tried_again_less_and_less_often(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", AtOnce)
     engine = Scripted([KILLED], [])
@@ -102,3 +88,113 @@ def test_a_node_that_does_not_come_back_must_be_tried_again_less_and_less_often(
     gaps = [later - sooner for sooner, later in zip(tried, tried[1:]) if later - sooner > 5]  # after the restart itself
     assert gaps[:7] == pytest.approx([10, 20, 40, 80, 160, 300, 300], rel=0.15)
     assert REJOIN == (10.0, 300.0)
+
+
+def test_a_job_whose_minimum_is_no_trainer_must_go_on_with_the_master_alone(job):
+    engine = Scripted([KILLED], [[Exit(0, 0)]])
+    engine.hosts = {"master": "one", "trainer-1": "two"}
+    start = engine.start
+    engine.start = lambda *arguments: (start(*arguments), engine.missing.update({"trainer-1", "trainer-2"}))
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=0)).word == "succeeded"
+    assert [worker.node for worker in engine.plans[1]] == ["master"]
+    assert job.noted("nodes_up")[1] == {"nodes": ["master"], "hosts": {"master": "one"}}
+
+
+def loses_trainer_1(engine: Scripted) -> None:
+    """Have it lost in the first generation, and not come back."""
+    start = engine.start
+    engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
+
+
+def test_an_engine_that_stays_away_must_not_be_taken_for_a_missing_node(job):
+    engine = Scripted([KILLED], [ALL_WELL])
+    up = engine.up
+
+    def away(*arguments) -> None:
+        if engine.plans:
+            raise EngineLost("gone")
+        up(*arguments)
+
+    engine.up = away
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=0)) == Outcome("lost", "gone")
+    assert 300 <= job.clock.now - 1_000_000 < 305
+
+
+def test_the_workers_must_not_wait_for_a_try_to_bring_a_node_back_but_the_clean_up_must(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", WhenAsked)
+    engine = Scripted([KILLED], [*[[]] * 200, [Exit(0, 0), Exit(1, 0)]])
+    loses_trainer_1(engine)
+    up = engine.up
+    engine.up = lambda *arguments: (engine.calls.append("while they run") if engine.running else None, up(*arguments))
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
+    assert engine.calls == ["up", "start", "stop", "up", "up", "up", "start", "up", "down"]
+
+
+def test_a_supervisor_that_breaks_must_wait_for_the_node_that_it_brings_back_before_it_removes_all(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", WhenAsked)
+    engine = Scripted([KILLED], [[]] * 200)
+    loses_trainer_1(engine)
+    wait = engine.wait
+    engine.wait = lambda timeout: wait(timeout) if engine.batches or len(engine.plans) == 1 else {}[timeout]
+    with pytest.raises(KeyError):
+        job.run(engine, JobSpec(trainers=2, grace=5.0, min_trainers=1))
+    assert engine.calls[-3:] == ["start", "up", "down"]
+    assert engine.graces == [0]
+
+
+def test_a_missing_node_must_not_be_tried_while_another_one_is_in_trouble(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", AtOnce)
+    engine = Scripted([KILLED], [*[[]] * 200, [Exit(0, 0), Exit(1, 0)]])
+    loses_trainer_1(engine)
+    engine.troubles = lambda: {"trainer-2": "paused"} if len(engine.plans) == 2 else {}
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
+    assert engine.calls == ["up", "start", "stop", "up", "up", "up", "start", "down"]
+
+
+def test_a_node_that_came_back_and_is_missing_again_must_not_count_as_back(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("orchestrate.supervisor.REJOIN", (1.0, 1.0))
+    two = [*[[]] * 50, [Exit(0, 0), Exit(1, 0)]]
+    engine = Scripted([KILLED], [[]] * 50, [KILLED], two)
+    start, wait = engine.start, engine.wait
+
+    def play(*arguments) -> None:
+        start(*arguments)
+        engine.missing = set() if len(engine.plans) == 2 else {"trainer-1"}
+
+    def save(timeout):
+        job.paths.checkpoints.joinpath(f"step-{job.clock.now}").touch()
+        return wait(timeout)
+
+    engine.start, engine.wait = play, save
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
+    assert [ended.word for ended in job.supervisor.history.ended] == ["failed", "rescaled", "failed", "succeeded"]
+    assert job.names().count("node_back") == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "asked", "word"),
+    [(0, False, "rescaled"), (1, True, "rescaled"), (1, False, "failed"), (143, True, "rescaled")],
+)
+def test_a_worker_that_fails_while_all_are_stopped_for_a_node_that_is_back_must_count_as_a_failure(
+    job, monkeypatch, end, asked, word
+):
+    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("orchestrate.supervisor.REJOIN", (1.0, 1.0))
+    engine = Scripted([KILLED], [], [ALL_WELL])
+    start, wait = engine.start, engine.wait
+
+    def play(*arguments) -> None:
+        start(*arguments)
+        engine.missing = {"trainer-1"} if len(engine.plans) == 1 else set()
+
+    def save(timeout):
+        job.paths.checkpoints.joinpath(f"step-{job.clock.now}").touch()
+        return wait(timeout)
+
+    def stop(kill: bool) -> None:
+        engine.batches.append([Exit(0, 143), Exit(1, end, asked), Exit(2, 143)])
+
+    engine.start, engine.wait, engine.stop = play, save, stop
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
+    assert [ended.word for ended in job.supervisor.history.ended] == ["failed", word, "succeeded"]

@@ -27,6 +27,8 @@ def test_without_a_budget_nothing_must_be_restarted():
 def test_restarts_before_the_window_must_not_count():
     history = [failure(0), failure(1), failure(2), failure(3, time=10_000.0)]
     assert decide(JobSpec(restart_window=3600), history) == Decision(True, "restart 1 of 3")
+    at_its_edge = [failure(0, time=0.0), failure(1, time=1.0), failure(2, time=3600.0)]
+    assert decide(JobSpec(restart_window=3600), at_its_edge) == Decision(True, "restart 2 of 3")
 
 
 @pytest.mark.parametrize("cause", ["script", "usage", "not started"])
@@ -34,7 +36,7 @@ def test_a_mistake_must_never_be_tried_again(cause):
     assert decide(JobSpec(), [failure(0, cause)]) == Decision(False, "this kind of failure is not tried again")
 
 
-@pytest.mark.parametrize("cause", ["terminated", "engine lost", "interrupted"])
+@pytest.mark.parametrize("cause", ["terminated", "host lost", "engine lost", "interrupted"])
 def test_what_comes_from_outside_must_not_be_counted(cause):
     history = [failure(number, cause) for number in range(50)]
     assert decide(JobSpec(max_restarts=0), history) == Decision(True, "not counted")
@@ -43,6 +45,14 @@ def test_what_comes_from_outside_must_not_be_counted(cause):
 def test_what_is_not_counted_must_leave_the_budget_to_what_is():
     history = [*(failure(number, "terminated") for number in range(5)), failure(5)]
     assert decide(JobSpec(max_restarts=1), history) == Decision(True, "restart 1 of 1")
+    history = [*(failure(number) for number in range(5)), failure(5, "error")]
+    spec = JobSpec(max_restarts=1, rules=[{"cause": "killed", "action": "ignore"}])
+    assert decide(spec, history) == Decision(True, "restart 1 of 1")
+
+
+def test_a_generation_that_was_stopped_to_take_a_node_in_must_not_be_counted():
+    back = Ended(generation=1, word="rescaled", why="a node is back", time=100.0)
+    assert decide(JobSpec(max_restarts=2), [failure(0), back, failure(2)]) == Decision(True, "restart 2 of 2")
 
 
 def test_three_generations_without_progress_must_end_the_job():
@@ -50,16 +60,24 @@ def test_three_generations_without_progress_must_end_the_job():
     assert decide(JobSpec(max_restarts=100), history[:2]).restart
     assert decide(JobSpec(max_restarts=100), history) == Decision(False, "no progress in 3 generations")
     assert decide(JobSpec(max_restarts=100), [*history[:2], failure(2)]).restart
+    assert decide(JobSpec(max_restarts=100), [failure(0), *history]) == Decision(False, "no progress in 3 generations")
+    stopped = [failure(number, "terminated", progress=False) for number in range(3)]
+    assert decide(JobSpec(), stopped) == Decision(False, "no progress in 3 generations")
 
 
-def test_a_job_whose_engine_comes_and_goes_must_not_be_ended_for_lack_of_progress():
-    history = [failure(number, "engine lost", progress=False) for number in range(5)]
+@pytest.mark.parametrize("cause", ["engine lost", "interrupted"])
+def test_a_job_whose_engine_comes_and_goes_must_not_be_ended_for_lack_of_progress(cause):
+    history = [failure(number, cause, progress=False) for number in range(5)]
     assert decide(JobSpec(), history).restart
+    assert decide(JobSpec(), [*history, failure(5, progress=False)]).restart
 
 
-def test_the_same_lack_of_memory_twice_must_end_the_job():
-    history = [failure(0, "out of memory", step=7), failure(1, "out of memory", step=7)]
+@pytest.mark.parametrize("cause", ["out of memory", "out of memory in a child"])
+def test_the_same_lack_of_memory_twice_must_end_the_job(cause):
+    history = [failure(0, cause, step=7), failure(1, cause, step=7)]
     assert decide(JobSpec(), history) == Decision(False, "out of memory twice at the same step")
+    assert not decide(JobSpec(), [failure(0, step=3), *history]).restart
+    assert not decide(JobSpec(), [history[0], failure(1, "engine lost", step=7), history[1]]).restart
     assert decide(JobSpec(), [failure(0, "out of memory", step=7), failure(1, "out of memory", step=8)]).restart
     assert decide(JobSpec(), [failure(0, step=7), failure(1, "out of memory", step=7)]).restart
 
@@ -72,6 +90,10 @@ def test_only_fast_failures_without_progress_must_wait_longer_and_longer():
     assert delays == [0.0, 1.0]
     slow = [failure(number, progress=False, lasted=100.0) for number in range(2)]
     assert decide(spec, slow).delay == 0.0
+    near = [failure(number, progress=False, lasted=29.0) for number in range(2)]
+    assert decide(spec, near).delay == 1.0
+    further = [failure(number, lasted=1.0) for number in range(3)]
+    assert decide(spec, further).delay == 0.0
     alternating = [failure(n, "engine lost", progress=False, lasted=1.0) for n in range(10)]
     assert [decide(spec, alternating[:number]).delay for number in range(1, 9)] == [0, 1, 2, 4, 8, 16, 30, 30]
 
@@ -83,12 +105,14 @@ def test_only_fast_failures_without_progress_must_wait_longer_and_longer():
         ({"exit_codes": [137, 75], "action": "ignore"}, True),
         ({"log": "ECC error", "action": "ignore"}, True),
         ({"log": "^ECC$", "action": "ignore"}, False),
+        ({"log": "epoch 3", "action": "ignore"}, True),
+        ({"log": "3.uncorrectable", "action": "ignore"}, False),
         ({"cause": "killed", "action": "ignore"}, True),
         ({"cause": "killed", "exit_codes": [1], "action": "ignore"}, False),
     ],
 )
 def test_a_rule_of_the_users_must_win_where_all_its_conditions_hold(rule, fits):
-    cause = failure(0, last_lines=["uncorrectable ECC error"]).cause
+    cause = failure(0, last_lines=["epoch 3", "uncorrectable ECC error"]).cause
     assert cause
     assert action([rule], cause) == ("ignore" if fits else "count")
 

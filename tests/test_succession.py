@@ -1,12 +1,15 @@
 """A supervisor that follows one that died must go on from its events, on an engine that plays a script."""
 
 import json
+from collections.abc import Callable
 
 import pytest
-from scripted import ALL_WELL, Job, Scripted
+from scripted import ALL_WELL, KILLED, Job, Scripted
+from test_plan import HERE
 
 from orchestrate.engines import Exit
 from orchestrate.errors import EngineLost
+from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
 from orchestrate.supervisor import Outcome
 
@@ -57,6 +60,7 @@ def test_while_workers_run_it_must_take_them_up(job):
     engine = Scripted([ALL_WELL])
     assert job.run(engine) == Outcome("succeeded", "finished")
     assert engine.calls == ["adopt", "down"]
+    assert job.noted("taken_over") == [{"generation": 0}]
 
 
 def test_workers_that_nobody_knows_must_be_started_again_without_counting(job):
@@ -153,3 +157,130 @@ def test_a_partition_that_was_seen_must_not_be_forgotten(job):
     engine = Scripted([[Exit(0, 0), Exit(1, 0), Exit(2, 0)]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(1, "partition")]
+
+
+def ended(rank: int, code: int, seconds: float = 5.0, stopping: bool = False) -> dict:
+    return {"event": "worker_ended", "rank": rank, "exit_code": code, "stopping": stopping, "seconds": seconds}
+
+
+def test_workers_that_had_ended_well_must_not_be_waited_for_nor_stop_the_others(job):
+    died(job, STARTING, STARTED, ended(1, 0))
+    engine = Scripted([[], [Exit(0, 0), Exit(2, 0)]])
+    engine.adopt = lambda *arguments, adopt=engine.adopt: adopt(*arguments) | {1}
+    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert engine.calls == ["adopt", "down"]
+    assert [end["rank"] for end in job.noted("worker_ended")] == [1, 0, 2]
+
+
+def test_of_the_ends_that_were_seen_those_that_were_asked_for_must_not_be_blamed(job):
+    stopping = {"event": "workers_stopping", "why": "a worker failed"}
+    died(job, STARTING, STARTED, ended(1, 1), stopping, ended(0, 143, stopping=True), ended(2, 1, stopping=True))
+    job.paths.log(1).write_text("RuntimeError: Connection reset by peer\n")
+    job.paths.log(2).write_text("RuntimeError: Connection reset by peer\n")
+    assert job.run(Scripted([], [ALL_WELL])).word == "succeeded"
+    assert job.causes() == [(1, "error")]
+
+
+@pytest.mark.parametrize(("later", "cause"), [(0.5, (2, "killed")), (20.0, (1, "error"))])
+def test_of_the_ends_that_were_seen_only_those_near_the_first_must_be_blamed(job, later, cause):
+    died(job, STARTING, STARTED, ended(1, 1), ended(2, 137, 5.0 + later, True), ended(0, 143, 5.0 + later, True))
+    job.paths.log(1).write_text("RuntimeError: Connection reset by peer\n")
+    assert job.run(Scripted([], [ALL_WELL]), JobSpec(trainers=2, grace=30.0)).word == "succeeded"
+    assert job.causes() == [cause]
+
+
+def test_a_worker_of_a_node_that_was_cut_off_must_still_be_waited_for(job):
+    died(job, STARTING, STARTED, {**ended(1, 137), "known": "partition"}, ended(0, 143, stopping=True))
+    engine = Scripted([[], [], [Exit(2, 143)]], [ALL_WELL])
+    engine.stop = lambda kill: engine.calls.append("stop")
+    assert job.run(engine).word == "succeeded"
+    assert engine.calls == ["adopt", "stop", "discard trainer-1", "up", "start", "down"]
+
+
+def test_the_last_words_must_be_those_of_the_generation_that_is_taken_up(job):
+    second = {**STARTING, "generation": 1}
+    died(job, STARTING, ENDED, second, {**STARTED, "generation": 1})
+    job.paths.log(1).write_text("ModuleNotFoundError: No module named 'x'\n[node] generation 1\nnew\n")
+    spec = JobSpec(trainers=2, grace=0.01)
+    assert job.run(Scripted([[Exit(1, 1)]], [ALL_WELL]), spec, plan(spec, HERE, "j", 29501, 1)).word == "succeeded"
+    (_, cause, _) = [end.cause for end in job.supervisor.history.ended]
+    assert (cause.cause, cause.last_lines) == ("error", ["new"])
+
+
+def test_an_engine_that_is_away_must_be_waited_for(job):
+    died(job, STARTING, STARTED)
+    engine, began = Scripted([ALL_WELL]), job.clock.now
+    adopt = engine.adopt
+
+    def away(*arguments):
+        if job.clock.now < began + 200:
+            raise EngineLost("gone")
+        return adopt(*arguments)
+
+    engine.adopt = away
+    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert job.noted("engine_lost") == [{"error": "gone"}]
+
+
+def test_the_generation_after_the_last_that_ended_must_be_next(job):
+    died(job, STARTING, {**ENDED, "generation": 4})
+    engine, spec = Scripted([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)
+    assert job.run(engine, spec, plan(spec, HERE, "j", 29504, 4)).word == "succeeded"
+    assert engine.plans[0][0].env["TORCHELASTIC_RESTART_COUNT"] == "5"
+
+
+@pytest.mark.parametrize(("word", "why"), [("succeeded", "finished"), ("stopped", "max_run is over"), ("lost", "gone")])
+def test_a_generation_that_ended_the_job_must_be_its_outcome(job, word, why):
+    died(job, STARTING, ENDED, {**ENDED, "generation": 1, "word": word, "why": why, "cause": None})
+    engine = Scripted()
+    assert job.run(engine) == Outcome(word, why)
+    assert engine.calls == ["adopt", "down"]
+
+
+def test_a_generation_that_was_stopped_to_take_a_node_in_must_be_followed_by_the_next(job):
+    died(job, STARTING, {**ENDED, "word": "rescaled", "why": "a node is back", "cause": None})
+    engine = Scripted([], [ALL_WELL])
+    assert job.run(engine, JobSpec(trainers=2, max_restarts=0)) == Outcome("succeeded", "finished")
+    assert engine.calls == ["adopt", "up", "start", "down"]
+
+
+def test_a_plan_for_fewer_nodes_that_was_not_started_must_be_made_again_for_those_that_there_are(job):
+    died(job, STARTING, ENDED)
+    engine, spec = Scripted([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01, min_trainers=1)
+    fewer = plan(spec, HERE, "j", 29501, 1, ("master", "trainer-2"))
+    assert job.run(engine, spec, fewer).word == "succeeded"
+    assert len(engine.plans[0]) == 3
+
+
+def test_the_furthest_step_of_earlier_generations_must_be_what_progress_is_measured_by(job):
+    died(job, STARTING, {**ENDED, "step": 50})
+    job.paths.metrics.write_text('{"step": 40}\n')
+    assert job.run(Scripted([], [KILLED], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)).word == "succeeded"
+    assert [end.progress for end in job.supervisor.history.ended] == [False, False, False]
+
+
+def test_what_a_second_supervisor_must_know_must_be_written_down_before_it_is_done(job):
+    engine = Scripted([[Exit(1, 137)]], [ALL_WELL])
+    last: list[tuple[str, str]] = []
+
+    def noting(call: str, act: Callable[..., None]) -> Callable[..., None]:
+        def note(*arguments, **more) -> None:
+            last.append((call, json.loads(job.paths.events.read_text().splitlines()[-1])["event"]))
+            act(*arguments, **more)
+
+        return note
+
+    for call in ("start", "stop", "up", "down"):
+        setattr(engine, call, noting(call, getattr(engine, call)))
+    job.run(engine)
+    assert last == [
+        ("up", "nodes_starting"),
+        ("start", "generation_starting"),
+        ("stop", "workers_stopping"),
+        ("up", "nodes_starting"),
+        ("start", "generation_starting"),
+        ("down", "nodes_stopping"),
+    ]
+    told = [name for name in job.names() if name in ("generation_ended", "decision", "nodes_starting", "outcome")]
+    assert told == ["nodes_starting", "generation_ended", "decision", "nodes_starting", "generation_ended", "outcome"]
+    assert job.names()[-3:] == ["outcome", "nodes_stopping", "nodes_down"]

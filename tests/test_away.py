@@ -1,0 +1,152 @@
+"""An engine that goes away while workers run must be waited for, and asked again; on an engine that plays a script."""
+
+import pytest
+from scripted import ALL_WELL, KILLED, Job, Scripted
+
+from orchestrate.engines import Exit
+from orchestrate.errors import EngineError, EngineLost
+from orchestrate.spec import JobSpec
+from orchestrate.supervisor import Outcome
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    return Job(tmp_path, monkeypatch)
+
+
+class Leaving(Scripted):
+    """It is away for so many seconds, once, from when `leaves` says so."""
+
+    def __init__(self, job: Job, seconds: float, *generations: list[list[Exit]]) -> None:
+        super().__init__(*generations)
+        self.job, self.seconds, self.left = job, seconds, 0.0
+
+    def leaves(self) -> bool:
+        return True
+
+    def wait(self, timeout):
+        if not self.left and self.leaves():
+            self.left = self.job.clock.now
+            raise EngineLost("gone")
+        return super().wait(timeout)
+
+    def adopt(self, *arguments):
+        if self.job.clock.now < self.left + self.seconds:
+            raise EngineLost("gone")
+        return super().adopt(*arguments)
+
+
+@pytest.mark.parametrize(("seconds", "word"), [(290, "succeeded"), (310, "lost")])
+def test_an_engine_that_is_away_must_be_waited_for_some_minutes(job, seconds, word):
+    engine = Leaving(job, seconds, [], [ALL_WELL])
+    assert job.run(engine).word == word
+    assert job.noted("engine_lost") == [{"error": "gone"}]
+
+
+def test_a_node_that_does_not_answer_when_the_engine_is_back_must_be_asked_again(job):
+    engine = Leaving(job, 0, [], [ALL_WELL])
+    adopt, failures = engine.adopt, [EngineError("trainer-1 does not answer")]
+
+    def fail_once(*arguments):
+        if failures:
+            raise failures.pop()
+        return adopt(*arguments)
+
+    engine.adopt = fail_once
+    assert job.run(engine) == Outcome("succeeded", "finished")
+
+
+@pytest.mark.parametrize(("times", "word"), [(40, "succeeded"), (60, "lost")])
+def test_an_engine_that_goes_away_again_and_again_must_lose_the_job(job, times, word):
+    engine = Scripted([], *[[]] * (times - 1), [ALL_WELL])
+    wait = engine.wait
+
+    def leave(timeout):
+        if engine.calls.count("adopt") < times:
+            raise EngineLost("gone")
+        return wait(timeout)
+
+    engine.wait = leave
+    assert job.run(engine).word == word
+
+
+def test_a_request_to_stop_while_the_engine_is_away_must_end_the_wait(job):
+    engine, began = Leaving(job, 1000, []), job.clock.now
+    job.stops = lambda: int(job.clock.now > began + 20)
+    assert job.run(engine).word == "lost"
+    assert job.clock.now < began + 25
+
+
+def test_workers_that_were_being_stopped_when_the_engine_went_away_must_be_asked_again_and_have_their_time(job):
+    class LeavingOnStop(Leaving):
+        def leaves(self) -> bool:
+            return "stop" in self.calls
+
+    engine = LeavingOnStop(job, 100, [], [[], []])
+    job.stops = lambda: int("start" in engine.calls)
+    assert job.run(engine, JobSpec(trainers=2, grace=1.0)) == Outcome("stopped", "stopped by the user")
+    assert engine.calls == ["up", "start", "stop", "adopt", "stop", "down"]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("known", ["node lost", "node stopped", "out of memory"])
+def test_a_node_that_the_engine_took_with_it_must_not_be_blamed(job, lost, known):
+    engine = Leaving(job, 1, [], [KILLED], [ALL_WELL]) if lost else Scripted([KILLED], [ALL_WELL])
+    engine.explain = lambda end, node: known
+    assert job.run(engine).word == "succeeded"
+    assert job.causes() == [(1, "engine lost" if lost and known.startswith("node ") else known)]
+
+
+def test_a_worker_that_ended_before_the_engine_went_away_must_not_count_as_lost_with_it(job):
+    engine = Leaving(job, 1, [[Exit(1, 0)]], [[Exit(0, 0), Exit(2, 0)]])
+    engine.leaves = lambda: 1 not in engine.running
+    adopt = engine.adopt
+    engine.adopt = lambda *arguments: adopt(*arguments) | {1}
+    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert len(job.supervisor.history.ended) == 1
+
+
+def test_an_engine_that_comes_back_must_be_asked_for_the_workers_it_still_has(job):
+    engine = Scripted([[]], [ALL_WELL])
+    wait = engine.wait
+
+    def wait_once(timeout):
+        engine.wait = wait
+        raise EngineLost("gone")
+
+    engine.wait = wait_once
+    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert engine.calls == ["up", "start", "adopt", "down"]
+    assert job.names().count("engine_lost") == job.names().count("engine_back") == 1
+
+
+def test_an_engine_that_does_not_come_back_must_lose_the_job(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervisor.PATIENCE", 0.6)
+    engine = Scripted([])
+    engine.wait = lambda timeout: (_ for _ in ()).throw(EngineLost("gone"))
+    engine.adopt = engine.wait
+    engine.adopt = lambda *_: engine.wait(0)
+    assert job.run(engine) == Outcome("lost", "gone")
+    assert engine.calls == ["up", "start", "down"]
+
+
+def test_workers_that_the_engine_took_with_it_must_not_count(job):
+    engine = Scripted([KILLED], [ALL_WELL])
+    engine.explain = lambda end, node: (_ for _ in ()).throw(EngineLost("gone"))
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).word == "succeeded"
+    assert job.causes() == [(1, "engine lost")]
+
+
+def test_an_engine_that_goes_away_while_the_workers_start_must_not_fail_the_job(job):
+    engine = Scripted([], [], [ALL_WELL])
+    start, adopt = engine.start, engine.adopt
+
+    def start_half(workers, command) -> None:
+        start(workers, command)
+        engine.start = start
+        raise EngineLost("gone")
+
+    engine.start = start_half
+    engine.adopt = lambda *arguments: adopt(*arguments) | {1, 2}
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).word == "succeeded"
+    assert {cause for _, cause in job.causes()} == {"engine lost"}

@@ -1,0 +1,89 @@
+"""The cause of a failure must come with all that is known of it, and progress be measured; on a scripted engine."""
+
+import json
+
+import pytest
+from scripted import ALL_WELL, KILLED, Job, Scripted
+
+from orchestrate.engines import Exit
+from orchestrate.spec import JobSpec
+from orchestrate.supervisor import Outcome
+
+RESET = "RuntimeError: Connection reset by peer\n"
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    return Job(tmp_path, monkeypatch)
+
+
+def test_a_cause_must_be_told_with_what_its_node_knows_and_the_worker_wrote(job):
+    asked = []
+    engine = Scripted([KILLED], [ALL_WELL])
+    engine.explain = lambda end, node: (asked.append((end.rank, node)), "out of memory")[1]
+    engine.hosts = {"trainer-1": "gpu-box"}
+    job.paths.log(1).write_text("epoch 1\nepoch 2\n")
+    assert job.run(engine).word == "succeeded"
+    (cause,) = [ended.cause for ended in job.supervisor.history.ended if ended.cause]
+    assert asked == [(1, "trainer-1")]
+    assert (cause.rank, cause.node, cause.exit_code, cause.cause) == (1, "trainer-1", 137, "out of memory")
+    assert cause.last_lines == ["epoch 1", "epoch 2"] and cause.log == str(job.paths.log(1))
+    assert cause.summary.startswith("rank 1 on trainer-1 (gpu-box) ran out of memory")
+
+
+def test_a_worker_that_left_must_be_blamed_for_that_and_its_node_not_be_asked(job):
+    engine = Scripted([[Exit(1, 0)], [], [Exit(0, 1)]], [ALL_WELL])
+    engine.explain = lambda end, node: "node lost"
+    job.paths.log(0).write_text(RESET)
+    assert job.run(engine).word == "succeeded"
+    assert job.causes() == [(1, "left early")]
+
+
+@pytest.mark.parametrize(("grace", "cause"), [(1.0, (0, "error")), (30.0, (1, "killed"))])
+def test_a_worker_that_its_node_killed_after_the_grace_period_must_not_be_blamed(job, grace, cause):
+    engine = Scripted([[Exit(0, 1)], *[[]] * 14, [Exit(1, 137), Exit(2, 143)]], [ALL_WELL])
+    engine.stop = lambda kill: None
+    job.paths.log(0).write_text(RESET)
+    assert job.run(engine, JobSpec(trainers=2, grace=grace)).word == "succeeded"
+    assert job.causes() == [cause]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_without_metrics_a_new_checkpoint_must_count_as_progress(job, saves):
+    engine = Scripted(*[[KILLED]] * 4, [ALL_WELL])
+    start = engine.start
+    job.paths.checkpoints.joinpath("step-0").touch()
+
+    def save(*arguments) -> None:
+        start(*arguments)
+        if saves:
+            job.paths.checkpoints.joinpath(f"step-{len(engine.plans)}").touch()
+
+    engine.start = save
+    outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10))
+    assert outcome == (Outcome("succeeded", "finished") if saves else Outcome("failed", "no progress in 3 generations"))
+    assert {ended.progress for ended in job.supervisor.history.ended} == {saves}
+
+
+@pytest.mark.parametrize(("seconds", "progress"), [(28, False), (32, True)])
+def test_of_a_job_that_leaves_nothing_half_a_minute_must_count_as_progress(job, seconds, progress):
+    began = job.clock.now
+    assert job.run(Scripted([*[[]] * (seconds * 10), KILLED], [ALL_WELL])).word == "succeeded"
+    ended = job.supervisor.history.ended[0]
+    assert ended.progress is progress
+    assert ended.lasted == pytest.approx(seconds, abs=1) and ended.time == pytest.approx(began + seconds, abs=1)
+    assert [ended.generation for ended in job.supervisor.history.ended] == [0, 1]
+
+
+def test_only_a_step_beyond_all_earlier_ones_must_count_as_progress(job):
+    engine = Scripted(*[[KILLED]] * 5, [ALL_WELL])
+    start, steps = engine.start, iter([10, 20, 15, 20, 21, 22])
+
+    def advance(*arguments) -> None:
+        start(*arguments)
+        with job.paths.metrics.open("a") as file:
+            file.write(json.dumps({"step": next(steps)}) + "\n")
+
+    engine.start = advance
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).word == "succeeded"
+    assert [ended.progress for ended in job.supervisor.history.ended] == [True, True, False, False, True, True]

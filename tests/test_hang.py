@@ -1,0 +1,292 @@
+"""A job that hangs must be told from one that works, and the worker that the others wait for must be found."""
+
+import pytest
+from scripted import ALL_WELL, Job, Scripted
+
+from orchestrate.engines import Doing, Exit
+from orchestrate.errors import EngineLost
+from orchestrate.hang import Stand, late, stand
+from orchestrate.spec import JobSpec
+from orchestrate.supervisor import Outcome
+
+TORCH = "/usr/lib/python3/dist-packages/torch"
+REDUCE = (f"{TORCH}/distributed/distributed_c10d.py", 2501, "all_reduce")
+BACKWARD = (f"{TORCH}/autograd/graph.py", 841, "_engine_run_backward")
+DDP = (f"{TORCH}/nn/parallel/distributed.py", 1637, "forward")
+MINE = ("/workspace/train.py", 7, "step")
+MAIN = ("/workspace/train.py", 30, "main")
+
+
+def thread(*frames: tuple[str, int, str], current: bool = True) -> str:
+    head = f"{'Current thread' if current else 'Thread'} 0x00007f (most recent call first):\n"
+    return head + "".join(f'  File "{file}", line {line} in {function}\n' for file, line, function in frames)
+
+
+def dumped(*threads: str) -> str:
+    return "epoch 1\nFatal Python error: Aborted\n\n" + "\n".join(threads)
+
+
+@pytest.mark.parametrize("waits", [REDUCE, BACKWARD, DDP])
+def test_a_worker_in_a_collective_must_stand_in_the_users_own_code_and_wait(waits):
+    found = stand(dumped(thread(waits, MINE, MAIN)))
+    assert found == Stand("/workspace/train.py:7 in step", waits[2], True)
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        "/usr/local/lib/python3.12/site-packages/numpy/x.py",
+        "/opt/python/dist-packages/numpy/x.py",
+        "/usr/local/lib/python3.12/threading.py",
+        "<frozen importlib._bootstrap>",
+    ],
+)
+def test_the_code_of_libraries_must_not_be_taken_for_the_users_own(library):
+    assert stand(dumped(thread((library, 1, "wait"), MINE))) == Stand("/workspace/train.py:7 in step", "wait", False)
+
+
+def test_a_worker_whose_stack_has_no_code_of_the_users_must_stand_where_it_is():
+    assert stand(dumped(thread(REDUCE, BACKWARD))) == Stand(f"{REDUCE[0]}:2501 in all_reduce", "all_reduce", True)
+
+
+@pytest.mark.parametrize(("between", "waits"), [(0, True), (6, True), (20, False)])
+def test_only_what_is_near_the_top_of_the_stack_must_count_as_a_collective(between, waits):
+    frames = [("/workspace/hook.py", number, "hook") for number in range(between)]
+    found = stand(dumped(thread(*frames, REDUCE, MAIN)))
+    assert found and found.waits is waits
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_several_threads_the_one_that_was_asked_must_count(first):
+    main, other = thread(MINE), thread(REDUCE, current=False)
+    found = stand(dumped(main, other) if first else dumped(other, main))
+    assert found == Stand("/workspace/train.py:7 in step", "step", False)
+
+
+def test_where_the_thread_that_was_asked_has_no_frames_the_main_one_which_comes_last_must_count():
+    found = stand(dumped(thread(), thread(REDUCE, current=False), thread(MINE, current=False), thread(current=False)))
+    assert found and found.where == "/workspace/train.py:7 in step"
+
+
+def test_of_two_dumps_the_last_must_count():
+    found = stand(dumped(thread(MAIN)) + dumped(thread(MINE)))
+    assert found and found.where == "/workspace/train.py:7 in step"
+
+
+@pytest.mark.parametrize("log", ["", "epoch 1\n", thread(MINE), dumped(), dumped(thread())])
+def test_a_log_without_a_stack_must_say_nothing(log):
+    assert stand(log) is None
+
+
+WAITING = Stand("t.py:9 in all_reduce", "all_reduce", True)
+ELSEWHERE = Stand("t.py:4 in barrier", "barrier", True)
+BUSY = Stand("t.py:1 in load", "read", False)
+
+
+@pytest.mark.parametrize(
+    ("states", "stands", "rank", "sentence"),
+    [
+        ("SSTS", {0: WAITING, 1: WAITING, 3: BUSY}, 2, "is stopped (SIGSTOP); 2 others wait at t.py:9 in all_reduce"),
+        ("STST", {0: WAITING}, 1, "is stopped (SIGSTOP)"),
+        ("SStS", {0: WAITING, 1: BUSY}, 2, "is held by a debugger; 1 waits at t.py:9"),
+        ("SDSS", {0: WAITING, 1: WAITING, 2: BUSY}, 2, "never arrived: it stands at t.py:1 in load; 2 others wait"),
+        ("SSSS", {0: WAITING, 2: BUSY, 1: BUSY, 3: WAITING}, 1, "never arrived: it stands at t.py:1 in load; 2 others"),
+        ("SSSS", {0: WAITING, 1: WAITING, 3: WAITING}, 2, "never arrived: it answers to nothing, and printed no stack"),
+        ("SSDS", {0: WAITING, 1: WAITING, 3: WAITING}, 2, "never arrived: it waits for a disk or a network"),
+        ("SSDD", {0: WAITING}, 1, "never arrived: it answers to nothing"),
+        ("SSSS", {0: BUSY, 1: BUSY, 2: BUSY}, 0, "and all others stand at t.py:1 in load"),
+        ("SSSS", {3: WAITING, 0: WAITING, 1: WAITING, 2: WAITING}, 0, "and all others stand at t.py:9 in all_reduce"),
+        (
+            "SSSS",
+            {0: WAITING, 1: WAITING, 2: ELSEWHERE, 3: WAITING},
+            2,
+            "stands elsewhere than the others: at t.py:4 in barrier; 3 others wait at t.py:9 in all_reduce",
+        ),
+        ("SS", {0: WAITING, 1: ELSEWHERE}, 0, "stands elsewhere than the others: at t.py:9 in all_reduce; 1 waits at"),
+        ("SSSS", {}, 0, "does nothing any more, and printed no stack"),
+        ("DSSS", {}, 0, "waits for a disk"),
+        ("", {}, 0, "does nothing any more"),
+    ],
+)
+def test_the_worker_that_the_others_wait_for_must_be_named_with_where_it_stands(states, stands, rank, sentence):
+    letters = dict(reversed(list(enumerate(states))))
+    found, what = late(letters, {number: stands.get(number) for number in [*stands, *letters]})
+    assert found == rank and what.startswith(sentence)
+
+
+def test_of_the_places_where_others_wait_the_two_with_the_most_must_be_named():
+    stands = {0: BUSY, 1: WAITING, 2: WAITING, 3: ELSEWHERE, 4: ELSEWHERE, 5: Stand("t.py:5 in x", "x", True)}
+    _, what = late(dict.fromkeys(stands, "S"), stands)
+    assert what.endswith("; 2 others wait at t.py:9 in all_reduce; 2 others wait at t.py:4 in barrier")
+    _, what = late({0: "S", 1: "S"}, {0: WAITING, 1: BUSY})
+    assert what == "never arrived: it stands at t.py:1 in load; 1 waits at t.py:9 in all_reduce"
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    return Job(tmp_path, monkeypatch)
+
+
+SPEC = JobSpec(trainers=2, grace=0.01, hang_after=10.0)
+
+
+@pytest.mark.parametrize(("share", "hangs"), [(0.02, True), (0.1, False)])
+def test_workers_that_only_look_around_must_count_as_idle(job, share, hangs):
+    engine, began = Scripted([[]] * 1500 + [ALL_WELL], [ALL_WELL]), job.clock.now
+    engine.doing = lambda: {rank: Doing("S", 1.0 + share * (job.clock.now - began)) for rank in engine.running}
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=100.0)).word == "succeeded"
+    assert len(job.causes()) == hangs
+
+
+@pytest.mark.parametrize("sign", ["output", "processor", "paused", "silent"])
+def test_the_time_must_count_from_the_last_sign_of_life(job, sign):
+    engine, began = Scripted([], [ALL_WELL]), job.clock.now
+    wait = engine.wait
+
+    def busy() -> bool:
+        return job.clock.now < began + 30
+
+    def write(timeout):
+        tenths = round(10 * (job.clock.now - began))
+        if sign == "output" and busy() and tenths % 20 == 0:
+            job.paths.log(0).write_text("x" * tenths)
+        return wait(timeout)
+
+    engine.wait = write
+    engine.doing = lambda: {
+        rank: Doing("S", min(job.clock.now, began + 30) if sign == "processor" and rank == 1 else 1.0)
+        for rank in engine.running
+    }
+    in_trouble = sign in ("paused", "silent")
+    engine.troubles = lambda: {"trainer-1": sign} if in_trouble and busy() and job.clock.now > began + 5 else {}
+    assert job.run(engine, SPEC).word == "succeeded"
+    assert (35 if sign == "processor" else 38) <= job.when("hang")[0] < 43  # of the time, the last half must be idle
+
+
+@pytest.mark.parametrize("since", [0.0, 9.9])
+def test_nodes_that_say_nothing_of_their_workers_must_not_make_a_job_hang(job, since):
+    engine, silent = Scripted([[]] * 600 + [ALL_WELL]), job.clock.now + since
+    doing = engine.doing
+    engine.doing = lambda: doing() if job.clock.now < silent else {}
+    assert job.run(engine, SPEC) == Outcome("succeeded", "finished")
+    assert not job.causes()
+
+
+def test_workers_that_take_long_to_save_and_end_must_not_count_as_hung(job):
+    engine = Scripted([])
+    engine.stop = lambda kill: engine.batches.extend([[]] * 600 + [ALL_WELL])
+    job.stops = lambda: int("start" in engine.calls)
+    assert job.run(engine, JobSpec(trainers=2, grace=100.0, hang_after=10.0)).word == "stopped"
+    assert "hang" not in job.names() and "dump" not in engine.calls
+
+
+def test_without_a_limit_no_job_must_count_as_hung(job):
+    engine = Scripted([[]] * 9000 + [ALL_WELL])
+    assert job.run(engine, JobSpec(trainers=2, hang_after=None)) == Outcome("succeeded", "finished")
+    assert not job.causes()
+
+
+def test_nodes_must_not_be_asked_all_the_time_what_their_workers_do(job):
+    engine, asked = Scripted([[]] * 90 + [ALL_WELL]), []
+    doing = engine.doing
+    engine.doing = lambda: (asked.append(job.clock.now), doing())[1]
+    assert job.run(engine, SPEC).word == "succeeded"
+    assert 2 <= len(asked) <= 5 and asked[0] > 1_000_000 + 4
+
+
+def test_a_hang_must_be_told_with_what_each_worker_that_is_left_does(job):
+    engine = Scripted([[Exit(0, 0)]], [ALL_WELL])
+    engine.doing = lambda: {0: Doing("T", 1.0), 1: Doing("S", 1.0), 2: Doing("D", 1.0)}
+    job.paths.log(1).write_text("loading\nstill loading\n")
+    assert job.run(engine, SPEC).word == "succeeded"
+    assert job.noted("hang") == [{"states": {"1": "S", "2": "D"}, "after": 10.0}]
+    (cause,) = [ended.cause for ended in job.supervisor.history.ended if ended.cause]
+    assert (cause.rank, cause.node, cause.exit_code, cause.cause) == (1, "trainer-1", 137, "hang")
+    assert cause.last_lines == ["loading", "still loading"] and cause.log == str(job.paths.log(1))
+    assert "rank 1 on trainer-1 does nothing" in cause.summary and "hang_after" in cause.hint
+
+
+@pytest.mark.parametrize(("takes", "calls"), [(4.0, ["dump"]), (6.0, ["dump", "kill"])])
+def test_workers_that_hang_must_have_a_few_seconds_to_print_their_stacks_and_be_killed_then(job, takes, calls):
+    engine = Scripted([], [ALL_WELL])
+
+    def dump() -> None:
+        engine.calls.append("dump")
+        engine.batches = [[]] * int(takes * 10 - 1) + [[Exit(rank, 134) for rank in range(3)]]
+
+    engine.dump = dump
+    assert job.run(engine, SPEC).word == "succeeded"
+    assert engine.calls == ["up", "start", *calls, "up", "start", "down"]
+    assert job.noted("workers_stopping") == [{"why": "a worker failed", "kill": True}]
+    assert job.when("workers_stopping")[0] - job.when("hang")[0] == pytest.approx(min(takes, 5.0), abs=0.3)
+    assert [cause for _, cause in job.causes()] == ["hang"]
+    aborts = [end for end in job.noted("worker_ended") if end["exit_code"]]
+    assert len(aborts) == 3 and all(end["stopping"] for end in aborts)  # it is we who ended them
+
+
+def test_an_engine_that_goes_away_while_it_asks_where_workers_stand_must_leave_the_job_hung(job):
+    engine = Scripted([], [], [ALL_WELL])
+    dump = engine.dump
+
+    def leave() -> None:
+        engine.dump = dump
+        raise EngineLost("gone")
+
+    engine.dump = leave
+    assert job.run(engine, SPEC).word == "succeeded"
+    assert [cause for _, cause in job.causes()] == ["hang"]
+    assert engine.calls == ["up", "start", "adopt", "kill", "up", "start", "down"]
+
+
+def test_a_job_that_does_nothing_must_count_as_hung_and_every_worker_must_be_asked_where_it_stands(job):
+    engine = Scripted([], [ALL_WELL])
+    stack = 'Fatal Python error: Aborted\n\nCurrent thread 0x0f (most recent call first):\n  File "{}", line 4 in {}\n'
+
+    def dump() -> None:
+        for rank in range(3):
+            place = ("/w/train.py", "load") if rank == 2 else ("/x/torch/distributed/c10d.py", "all_reduce")
+            job.paths.log(rank).write_text(stack.format(*place))
+        engine.batches.append([Exit(rank, 134) for rank in range(3)])
+
+    engine.dump = dump
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0)).word == "succeeded"
+    assert job.causes() == [(2, "hang")]
+    (ended,) = [end for end in job.supervisor.history.ended if end.cause]
+    assert ended.cause.summary == (
+        "the job hung: rank 2 on trainer-2 never arrived: it stands at /w/train.py:4 in load; "
+        "2 others wait at /x/torch/distributed/c10d.py:4 in all_reduce"
+    )
+
+
+@pytest.mark.parametrize("alive", ["output", "processor", "metrics", "checkpoints", "pause"])
+def test_a_job_that_does_anything_must_not_count_as_hung(job, alive):
+    engine = Scripted([[]] * 400 + [ALL_WELL])  # forty seconds
+    ticks, wait = iter(range(1000)), engine.wait
+
+    def wait_and_live(timeout):
+        tick = next(ticks)
+        if alive == "output":
+            job.paths.log(0).write_text("x" * tick)
+        if alive == "metrics":
+            job.paths.metrics.write_text("x" * tick)
+        if alive == "checkpoints":
+            job.paths.checkpoints.joinpath(f"step-{tick}").touch()
+        return wait(timeout)
+
+    engine.wait = wait_and_live
+    if alive == "processor":
+        engine.doing = lambda: {0: Doing("R", job.clock.now / 4), 1: Doing("S", 1.0), 2: Doing("S", 1.0)}
+    if alive == "pause":
+        engine.troubles = lambda: {"trainer-1": "paused"}
+    assert job.run(engine, JobSpec(trainers=2, hang_after=10.0)) == Outcome("succeeded", "finished")
+    assert len(job.supervisor.history.ended) == 1
+
+
+def test_a_job_that_does_nothing_must_count_as_hung_after_the_time_that_its_file_says(job):
+    engine = Scripted([])
+    engine.doing = lambda: {
+        rank: Doing("S", 1.0 + job.clock.now / 1000) for rank in engine.running
+    }  # it only looks around
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=10.0, max_restarts=0)).word == "failed"
+    (hang,) = [event for event in job.events if event["event"] == "hang"]
+    assert 10 <= hang["seconds"] < 12

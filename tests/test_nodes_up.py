@@ -1,0 +1,153 @@
+"""Nodes must be up, and the next generation written down, before workers start; on an engine that plays a script."""
+
+import dataclasses
+
+import pytest
+from scripted import ALL_WELL, KILLED, Job, Scripted
+from test_plan import HERE
+
+from orchestrate.engines import Exit
+from orchestrate.errors import EngineError, EngineLost
+from orchestrate.plan import plan, read_plan
+from orchestrate.spec import JobSpec
+from orchestrate.supervisor import Outcome
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    return Job(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_node_that_comes_back_at_the_third_try_must_not_fail_the_job(job, fails):
+    engine, tried = Scripted([KILLED], [ALL_WELL]), []
+    up = engine.up
+
+    def come_back(*arguments) -> None:
+        tried.append(job.clock.now)
+        engine.missing = {"trainer-1"} if fails and len(tried) in (2, 3) else set()
+        up(*arguments)
+        engine.missing = {"trainer-1"} if len(tried) in (2, 3) else set()
+
+    engine.up = come_back
+    assert job.run(engine).word == "succeeded"
+    assert engine.calls == ["up", "start", "stop", "up", "up", "up", "start", "down"]
+    assert [later - sooner >= 1 for sooner, later in zip(tried[1:], tried[2:])] == [True, True]
+
+
+def test_nodes_that_are_said_to_be_up_must_be_alive_before_workers_start_on_them(job):
+    engine = Scripted([ALL_WELL])
+    engine.nodes.discard("trainer-2")
+    with pytest.raises(EngineError, match="2 of 3 nodes are alive"):
+        job.run(engine)
+    assert engine.calls == ["up", "down"]
+
+
+def away(job: Job, engine: Scripted, seconds: float, generation: int) -> None:
+    """Have the engine away for so long, before a generation."""
+    up, since = engine.up, []
+
+    def fail(*arguments) -> None:
+        if len(engine.plans) == generation:
+            since.append(job.clock.now)
+            if job.clock.now < since[0] + seconds:
+                raise EngineLost("gone")
+        up(*arguments)
+
+    engine.up = fail
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_an_engine_that_is_away_for_minutes_must_be_waited_for_and_told_of_once(job, generation):
+    engine = Scripted(*[[KILLED]] * generation, [ALL_WELL])
+    away(job, engine, 290, generation)
+    assert job.run(engine).word == "succeeded"
+    assert job.noted("engine_lost") == [{"error": "gone"}]
+
+
+def test_an_engine_that_stays_away_must_lose_a_job_that_has_run_and_fail_one_that_has_not(job):
+    engine = Scripted([KILLED])
+    away(job, engine, 310, 1)
+    assert job.run(engine) == Outcome("lost", "gone")
+    assert 300 <= job.clock.now - 1_000_000 < 310
+    job.paths.events.unlink()
+    away(job, engine := Scripted(), 310, 0)
+    with pytest.raises(EngineLost, match="gone"):
+        job.run(engine)
+
+
+def test_a_request_to_stop_must_end_the_wait_for_an_engine_that_is_away(job):
+    engine = Scripted([KILLED])
+    away(job, engine, 310, 1)
+    began = job.clock.now
+    job.stops = lambda: int(job.clock.now > began + 20)
+    assert job.run(engine).word == "stopped"
+    assert job.clock.now < began + 25
+
+
+@pytest.mark.parametrize("call", ["up", "gather"])
+def test_nodes_that_take_long_must_learn_that_the_job_is_to_stop(job, call):
+    engine, asked, told = Scripted(), [], []
+
+    def take_long(*arguments) -> None:
+        told.append(arguments[-1]())
+        asked.append("stop")
+        told.append(arguments[-1]())
+
+    setattr(engine, call, take_long)
+    job.stops = lambda: len(asked)
+    assert job.run(engine).word == "stopped"
+    assert told == [False, True]
+
+
+@pytest.mark.parametrize("file", ["fence", "plan"])
+def test_a_file_without_which_workers_cannot_start_must_be_waited_for(job, file):
+    path = getattr(job.paths, file)
+    path.mkdir()  # as where the disk is full, it cannot be written
+
+    def make_space() -> int:
+        if path.is_dir() and '"disk_full"' in job.paths.events.read_text():
+            path.rmdir()
+        return 0
+
+    job.stops = make_space
+    engine = Scripted([ALL_WELL])
+    assert job.run(engine).word == "succeeded"
+    assert path.is_file() and job.names().count("disk_full") == 1
+
+
+def test_the_plan_of_each_generation_must_be_written_down_before_its_workers_start(job):
+    kept = []
+    engine = Scripted([KILLED], [ALL_WELL])
+    start = engine.start
+    engine.start = lambda *arguments: (kept.append(read_plan(job.paths.plan.read_text())), start(*arguments))
+    job.run(engine)
+    assert [made.generation for made in kept] == [0, 1]
+    assert [made.workers for made in kept] == engine.plans
+
+
+def test_the_first_generation_must_be_as_it_was_shown(job):
+    spec = JobSpec(trainers=2, grace=0.01)
+    shown = plan(spec, HERE, "j", 31_000)
+    engine = Scripted([ALL_WELL])
+    assert job.run(engine, spec, shown).word == "succeeded"
+    assert engine.plans == [shown.workers]
+
+
+def test_a_restart_on_a_cluster_must_keep_the_name_of_the_job(job):
+    spec = JobSpec(trainers=2, grace=0.01)
+    engine = Scripted([KILLED], [ALL_WELL])
+    job.run(engine, spec, plan(spec, dataclasses.replace(HERE, cluster="box"), "j", 29500))
+    assert [workers[0].env["JOB_ID"] for workers in engine.plans] == ["j", "j"]
+
+
+def test_what_a_generation_starts_with_must_be_told(job):
+    engine = Scripted([[Exit(rank, 0) for rank in range(6)]])
+    engine.hosts = {"master": "one", "trainer-2": "two", "trainer-9": "two"}
+    assert job.run(engine, JobSpec(trainers=2, nproc_per_node=2)).word == "succeeded"
+    nodes = ["master", "trainer-1", "trainer-2"]
+    assert job.noted("nodes_starting") == [{"nodes": 3, "engine": "docker"}]
+    assert job.noted("nodes_up") == [{"nodes": nodes, "hosts": {"master": "one", "trainer-2": "two"}}]
+    starting = {"generation": 0, "nodes": nodes, "world_size": 6, "master_port": 29500}
+    assert job.noted("generation_starting") == [starting]
+    assert job.noted("generation_started") == [{"generation": 0}]

@@ -1,0 +1,91 @@
+"""A spare node must take the place of one that is lost at once, on an engine that plays a script."""
+
+import pytest
+from scripted import ALL_WELL, KILLED, Job, Scripted, WhenAsked
+
+from orchestrate.engines import Exit
+from orchestrate.spec import JobSpec
+from orchestrate.supervisor import Outcome
+
+SPEC = JobSpec(trainers=2, grace=0.01, spares=1)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", WhenAsked)
+    return Job(tmp_path, monkeypatch)
+
+
+def with_spare(*generations: list[list[Exit]], lost: tuple[str, ...] = ("trainer-1",)) -> Scripted:
+    """An engine with a spare node that loses nodes, for good, in the first generation."""
+    engine = Scripted(*generations)
+    engine.nodes.add("trainer-3")
+    start = engine.start
+    engine.start = lambda *arguments: (start(*arguments), engine.missing.update(lost))
+    return engine
+
+
+def nodes(engine: Scripted) -> list[list[str]]:
+    return [[worker.node for worker in workers] for workers in engine.plans]
+
+
+def test_a_spare_node_must_be_up_before_the_job_starts_and_have_no_worker(job):
+    engine, asked = with_spare([ALL_WELL]), []
+    up = engine.up
+    engine.up = lambda spec, plan, *more: (asked.append(plan.nodes), up(spec, plan, *more))
+    assert job.run(engine, SPEC).word == "succeeded"
+    assert asked == [("master", "trainer-1", "trainer-2", "trainer-3")]
+    assert engine.calls == ["up", "start", "down"]
+    assert nodes(engine) == [["master", "trainer-1", "trainer-2"]]
+
+
+def test_a_spare_node_must_take_the_place_of_a_lost_one_without_waiting_for_it(job):
+    engine = with_spare([KILLED], [ALL_WELL])
+    assert job.run(engine, SPEC).word == "succeeded"
+    assert nodes(engine)[1] == ["master", "trainer-2", "trainer-3"]
+    assert engine.calls == ["up", "start", "stop", "start", "up", "down"]  # the lost one comes back meanwhile, or not
+    assert "nodes_missing" not in job.names() and "node_back" not in job.names()
+
+
+def test_a_node_that_comes_back_meanwhile_must_be_up_before_the_next_failure_is_dealt_with(job):
+    engine = with_spare([KILLED], [KILLED], [ALL_WELL])
+    assert job.run(engine, SPEC).word == "succeeded"
+    assert engine.calls == ["up", "start", "stop", "start", "stop", "up", "start", "up", "down"]
+
+
+def test_a_job_without_spare_nodes_must_have_its_nodes_up_before_the_next_generation(job):
+    engine = Scripted([KILLED], [ALL_WELL])
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01)).word == "succeeded"
+    assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
+
+
+def test_a_job_that_loses_more_nodes_than_it_has_spare_ones_must_wait_for_one_to_come_back(job):
+    engine = with_spare([KILLED], [ALL_WELL], lost=("trainer-1", "trainer-2"))
+    assert job.run(engine, SPEC) == Outcome("failed", "the job cannot go on: no such node")
+    assert engine.calls == ["up", "start", "stop", "up", "up", "up", "down"]
+
+
+def test_a_job_must_go_on_with_as_many_nodes_as_it_wants_though_its_spare_one_does_not_come_back(job):
+    engine = with_spare([KILLED], [ALL_WELL], lost=("trainer-1", "trainer-2"))
+    up = engine.up
+
+    def bring_one(*arguments) -> None:
+        engine.missing.discard("trainer-1")
+        up(*arguments)
+
+    engine.up = bring_one
+    assert job.run(engine, SPEC).word == "succeeded"
+    assert nodes(engine)[1] == ["master", "trainer-1", "trainer-3"]
+
+
+def test_a_job_without_a_minimum_must_not_go_on_with_fewer_nodes_than_it_wants(job):
+    engine = with_spare([KILLED], [ALL_WELL])
+    alive, looks = engine.alive, []
+
+    def look() -> set[str]:  # the spare one dies, too, as soon as it was counted
+        looks.extend(["look"] * (engine.calls[-1:] == ["stop"]))
+        return alive() - ({"trainer-3"} if len(looks) > 1 else set())
+
+    engine.alive = look
+    outcome = job.run(engine, SPEC)
+    assert outcome == Outcome("failed", "the job cannot go on: 2 of 3 nodes are alive")

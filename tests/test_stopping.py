@@ -1,0 +1,164 @@
+"""A job must end as it was asked to, in time, and its nodes must go; on an engine that plays a script."""
+
+import dataclasses
+
+import pytest
+from scripted import ALL_WELL, KILLED, Job, Scripted
+from test_plan import HERE
+
+from orchestrate.engines import Exit
+from orchestrate.errors import EngineError
+from orchestrate.plan import plan
+from orchestrate.spec import JobSpec
+from orchestrate.supervisor import Outcome
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    return Job(tmp_path, monkeypatch)
+
+
+class Deaf(Scripted):
+    """Its workers do not end, whatever they are asked."""
+
+    def stop(self, kill) -> None:
+        self.calls.append("kill" if kill else "stop")
+
+
+@pytest.mark.parametrize(("requests", "grace"), [(0, 7.0), (1, 7.0), (2, 0)])
+def test_nodes_must_have_the_grace_period_unless_somebody_has_asked_twice(job, requests, grace):
+    engine = Scripted([] if requests else [ALL_WELL])
+    job.stops = lambda: requests * ("start" in engine.calls)
+    job.run(engine, JobSpec(trainers=2, grace=7.0))
+    assert engine.calls[-1] == "down" and engine.graces == [grace]
+
+
+def test_nodes_that_are_removed_without_being_known_must_have_the_grace_period(job):
+    engine = Scripted()
+    job.stops = lambda: 1
+    assert job.run(engine, JobSpec(trainers=2, grace=7.0)).word == "stopped"
+    assert engine.calls == ["remove j"] and engine.graces == [7.0]
+
+
+def test_nodes_of_a_cluster_must_be_cleaned_and_not_removed_by_who_has_not_asked_for_them(job):
+    spec, engine = JobSpec(trainers=2, grace=7.0), Scripted()
+    job.stops = lambda: 1
+    job.run(engine, spec, plan(spec, dataclasses.replace(HERE, cluster="box"), "j", 29500))
+    assert engine.calls == ["adopt", "down"] and engine.graces == [7.0]
+
+
+def test_a_job_that_could_not_start_must_say_why_though_the_clean_up_fails_too(job):
+    engine = Scripted()
+    engine.missing = {"trainer-1"}
+    engine.down = lambda grace: (_ for _ in ()).throw(EngineError("stuck"))
+    with pytest.raises(EngineError, match="no such node"):
+        job.run(engine)
+    assert job.noted("nodes_left") == [{"error": "stuck"}]
+
+
+def test_an_outcome_must_be_decided_once_and_known_to_who_looks_again(job):
+    engine = Scripted([KILLED], [[Exit(0, 1)]])
+    outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=1))
+    ended = job.supervisor.history.ended
+    again = Scripted()
+    assert job.run(again) == outcome == Outcome("failed", "max_restarts is 1")
+    assert again.calls == ["adopt", "down"]
+    assert job.supervisor.history.ended == ended and [end.cause.rank for end in ended] == [1, 0]
+    assert job.names()[-2:] == ["nodes_stopping", "nodes_down"]
+
+
+def test_failures_one_after_the_other_must_be_followed_by_a_wait(job):
+    job.run(Scripted([KILLED], [KILLED], [ALL_WELL]))
+    assert job.noted("decision") == [
+        {"restart": True, "why": "restart 1 of 3", "delay": 0.0},
+        {"restart": True, "why": "restart 2 of 3", "delay": 1.0},
+    ]
+    gaps = [next_ - ended for ended, next_ in zip(job.when("generation_ended"), job.when("generation_starting")[1:])]
+    assert gaps == pytest.approx([0, 1], abs=0.2)
+
+
+def test_a_request_to_stop_must_end_the_wait_for_the_next_generation(job):
+    spec = JobSpec(trainers=2, grace=0.01, rules=[{"cause": "killed", "action": "ignore"}])
+    engine = Scripted([KILLED], [KILLED], [ALL_WELL])
+    decided = []
+
+    def stops() -> int:
+        if len(job.supervisor.history.ended) == 2:
+            decided.append(job.clock.now)
+        return int(bool(decided) and job.clock.now > decided[0] + 0.3)
+
+    job.stops = stops
+    assert job.run(engine, spec) == Outcome("stopped", "stopped by the user")
+    assert job.clock.now < decided[0] + 0.6
+    assert len(engine.plans) == 2
+
+
+@pytest.mark.parametrize(("requests", "call", "least"), [(1, "stop", 35), (2, "kill", 5)])
+def test_nodes_whose_workers_do_not_end_must_be_removed_in_time(job, requests, call, least):
+    engine = Deaf([])
+    job.stops = lambda: requests * ("start" in engine.calls)
+    assert job.run(engine, JobSpec(trainers=2, grace=30.0)) == Outcome("stopped", "stopped by the user")
+    assert engine.calls == ["up", "start", call, "discard master trainer-1 trainer-2", "down"]
+    assert least <= job.when("workers_lost")[0] < least + 1
+    assert job.noted("workers_lost") == [{"ranks": [0, 1, 2]}]
+
+
+def test_workers_that_outlast_the_maximum_run_time_must_be_stopped_once_and_removed_in_time(job):
+    engine = Deaf([])
+    assert job.run(engine, JobSpec(trainers=2, grace=30.0, max_run=10.0)) == Outcome("stopped", "max_run is over")
+    assert job.noted("workers_stopping") == [{"why": "max_run is over", "kill": False}]
+    assert 45 <= job.when("workers_lost")[0] < 46
+
+
+def test_nodes_that_cannot_be_removed_must_not_keep_the_job_from_its_end(job):
+    engine = Deaf([])
+    engine.discard = lambda nodes: (_ for _ in ()).throw(EngineError("stuck"))
+    job.stops = lambda: int("start" in engine.calls)
+    assert job.run(engine) == Outcome("stopped", "stopped by the user")
+    assert job.noted("nodes_left") == [{"error": "stuck"}]
+
+
+def test_workers_that_were_killed_because_somebody_asked_twice_must_not_be_blamed(job):
+    engine = Scripted([[Exit(0, 1)]], stubborn=True)
+    job.stops = lambda: 2 * ("stop" in engine.calls)
+    outcome = job.run(engine, JobSpec(trainers=2, grace=30.0, max_restarts=0))
+    assert outcome == Outcome("failed", "max_restarts is 0")
+    assert engine.calls == ["up", "start", "stop", "kill", "down"]
+    assert job.causes() == [(0, "error")]
+
+
+def test_a_request_to_stop_must_not_hide_why_the_workers_were_ending_already(job):
+    engine = Scripted([KILLED])
+    job.stops = lambda: int("stop" in engine.calls)
+    assert job.run(engine) == Outcome("stopped", "stopped by the user")
+    assert job.causes() == [(1, "killed")]
+
+
+def test_a_full_disk_must_not_keep_workers_from_being_stopped(job):
+    engine = Scripted([])
+    start = engine.start
+
+    def start_and_fill(*arguments) -> None:
+        start(*arguments)
+        job.paths.fence.unlink()
+        job.paths.fence.mkdir()  # as where the disk is full, it cannot be written
+
+    engine.start = start_and_fill
+    job.stops = lambda: int("start" in engine.calls)
+    assert job.run(engine) == Outcome("stopped", "stopped by the user")
+    assert engine.calls == ["up", "start", "stop", "down"]
+
+
+def test_the_end_of_each_worker_must_be_noted_with_whether_we_had_asked_for_it(job):
+    engine = Scripted([[Exit(2, 137)], [Exit(0, 1, False), Exit(1, 143)]], [[Exit(0, 0)], [Exit(0, 0)], ALL_WELL])
+    engine.stop = lambda kill: None
+    assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
+    ends = [(end["rank"], end["node"], end["exit_code"], end["stopping"]) for end in job.noted("worker_ended")]
+    assert ends == [
+        (2, "trainer-2", 137, False),
+        (0, "master", 1, False),
+        (1, "trainer-1", 143, True),
+        (0, "master", 0, False),  # once, though it was heard twice
+        (1, "trainer-1", 0, False),
+        (2, "trainer-2", 0, False),
+    ]

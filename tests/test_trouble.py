@@ -1,0 +1,104 @@
+"""A node that is paused or silent must be waited for, and one that is cut off not for long; on a scripted engine."""
+
+import pytest
+from scripted import ALL_WELL, Job, Scripted
+
+from orchestrate.engines import Exit
+from orchestrate.spec import JobSpec
+from orchestrate.supervisor import Outcome
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    return Job(tmp_path, monkeypatch)
+
+
+def troubled(job: Job, *times: tuple[float, float, str], workers: int = 3) -> Scripted:
+    """An engine whose trainer-2 is in trouble in its first generation, from and to seconds after the start."""
+    well = [Exit(rank, 0) for rank in range(workers)]
+    engine, began = Scripted([*[[]] * 1000, well], [well]), job.clock.now
+
+    def troubles() -> dict[str, str]:
+        now = job.clock.now - began
+        found = [what for start, end, what in times if start <= now < end and engine.calls.count("start") == 1]
+        return {"trainer-2": found[0]} if found else {}
+
+    engine.troubles = troubles
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("times", "causes"),
+    [
+        ([(1, 5.5, "partition")], []),
+        ([(1, 7, "partition")], [(2, "partition")]),
+        ([(1, 60, "paused")], []),
+        ([(1, 60, "silent")], []),
+        ([(1, 20, "paused"), (20, 24, "partition")], []),
+        ([(1, 4, "partition"), (5, 8, "partition")], []),
+    ],
+)
+def test_only_a_node_that_is_cut_off_for_five_seconds_must_be_given_up(job, times, causes):
+    assert job.run(troubled(job, *times)).word == "succeeded"
+    assert job.causes() == causes
+
+
+def test_each_trouble_of_a_node_must_be_told_once_and_its_end_too(job):
+    job.run(troubled(job, (1, 10, "paused"), (20, 24, "silent"), (24, 27, "paused")))
+    assert [name for name in job.names() if name.startswith("node_")] == [
+        *("node_in_trouble", "node_well"),
+        *("node_in_trouble", "node_in_trouble", "node_well"),
+    ]
+    assert job.noted("node_in_trouble") == [
+        {"node": "trainer-2", "trouble": trouble} for trouble in ("paused", "silent", "paused")
+    ]
+    assert job.noted("node_well") == [{"node": "trainer-2"}] * 2
+
+
+def test_a_node_that_is_given_up_must_be_known_by_its_first_worker_and_noted_once(job):
+    engine = troubled(job, (1, 60, "partition"), workers=6)
+    assert job.run(engine, JobSpec(trainers=2, nproc_per_node=2, grace=3.0)).word == "succeeded"
+    assert job.causes() == [(4, "partition")]
+    lost = {"rank": 4, "node": "trainer-2", "exit_code": 137, "stopping": False, "known": "partition"}
+    assert [end for end in job.noted("worker_ended") if end.get("known")] == [lost]
+
+
+def test_a_node_that_is_cut_off_while_workers_are_stopped_must_not_be_blamed(job):
+    engine = troubled(job, (1, 60, "partition"))
+    engine.generations[0] = [[]] * 20 + [[Exit(1, 1)]] + [[]] * 100 + [[Exit(0, 143), Exit(2, 143)]]
+    engine.stop = lambda kill: None
+    assert job.run(engine, JobSpec(trainers=2, grace=30.0)).word == "succeeded"
+    assert job.causes() == [(1, "error")]
+    assert job.names().count("worker_ended") == 6
+
+
+def test_a_node_that_is_given_up_must_not_be_called_well(job):
+    engine = Scripted([[], [Exit(2, 137)]], [ALL_WELL])
+    engine.troubles = lambda: {"trainer-2": "silent"} if 2 in engine.running else {}
+    assert job.run(engine).word == "succeeded"
+    assert "node_in_trouble" in job.names() and "node_well" not in job.names()
+
+
+def test_a_node_that_stays_cut_off_must_stop_the_gang_before_the_next_generation(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.generation.PARTITION_PATIENCE", 0.05)
+    engine = Scripted([], [ALL_WELL])
+    engine.troubles = lambda: {"trainer-2": "partition"} if engine.calls.count("start") == 1 else {}
+    assert job.run(engine).word == "succeeded"
+    assert job.causes() == [(2, "partition")]
+    assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
+
+
+def test_a_node_that_is_cut_off_for_a_moment_must_be_left_alone(job):
+    engine = Scripted([[]] * 5 + [ALL_WELL])
+    troubles = iter([{"trainer-2": "partition"}, {"trainer-2": "partition"}])
+    engine.troubles = lambda: next(troubles, {})
+    assert job.run(engine).word == "succeeded"
+    assert [name for name in job.names() if name.startswith("node_")] == ["node_in_trouble", "node_well"]
+
+
+def test_trouble_of_a_node_that_has_no_workers_must_not_matter(job, monkeypatch):
+    monkeypatch.setattr("orchestrate.generation.PARTITION_PATIENCE", 0.0)
+    engine = Scripted([[]] * 5 + [ALL_WELL])
+    engine.troubles = lambda: {"trainer-7": "partition"}
+    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert len(job.supervisor.history.ended) == 1
