@@ -80,6 +80,7 @@ class History:
         self.running = -1  # the generation whose workers were started last, if it is not over
         self.exits: list[Event] = []  # what is known of its workers' ends
         self.stopping = ""  # why its workers were asked to end
+        self.states: dict[int, str] = {}  # of its workers, as letters of proc(5), where it hung
         self.outcome: tuple[str, str] | None = None  # word and why, once it was decided
         for event in events:
             self._add(event)
@@ -87,11 +88,13 @@ class History:
     def _add(self, event: Event) -> None:
         name = event["event"]
         if name == "generation_starting":
-            self.running, self.exits, self.stopping = event["generation"], [], ""
+            self.running, self.exits, self.stopping, self.states = event["generation"], [], "", {}
         elif name == "worker_ended":
             self.exits.append(event)
         elif name == "workers_stopping":
             self.stopping = self.stopping or event["why"]
+        elif name == "hang":
+            self.states = {int(rank): state for rank, state in event["states"].items()}
         elif name == "generation_ended":
             self.running = -1
             values = {field.name: event[field.name] for field in dataclasses.fields(Ended)}

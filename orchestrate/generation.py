@@ -50,16 +50,18 @@ class Generation:
 
     # --- after another supervisor
 
-    def restore(self, exits: list[dict[str, Any]], stopping: str) -> None:
-        """Know what an earlier supervisor knew: the workers' ends, and that they were asked to end."""
+    def restore(self, exits: list[dict[str, Any]], stopping: str, states: dict[int, str]) -> None:
+        """Know what an earlier supervisor knew: which workers ended, why they were to, their states in a hang."""
         self.launched = True
+        if states:
+            self.hung = self._late(states)
         for event in exits:
             if known := event.get("known", ""):  # found out by us, while the worker was still there
                 self.known[event["rank"]] = known
             else:
                 self.running.discard(event["rank"])
             self.ends.append(End(event["seconds"], Exit(event["rank"], event["exit_code"]), event["stopping"]))
-        if stopping or any(end.exit.code for end in self.ends):
+        if stopping or self.hung or any(end.exit.code for end in self.ends):
             self._stop(stopping or FAILED)
 
     def adopt(self) -> None:
@@ -96,6 +98,8 @@ class Generation:
                 self.engine.discard(nodes)
             except EngineError as error:
                 self.emit("nodes_left", error=str(error))
+            if not self.ends:  # of which another supervisor may have known more
+                self.ends = [End(self.emit.seconds(), Exit(rank, LOST), True) for rank in sorted(self.running)]
         if self.why in (BY_USER, BY_MAX_RUN):
             return self._result("stopped", self.why)
         if self.why == RESCALED and not any(end.exit.code and not end.ours for end in self.ends):
@@ -165,8 +169,9 @@ class Generation:
                 self.emit("node_in_trouble", node=node, trouble=what)
                 self.troubles[node] = what, time.monotonic()
             cut_off = what == "partition" and time.monotonic() - self.troubles[node][1] > PARTITION_PATIENCE
-            if cut_off and not self.why and not self.hung:
-                rank = min(worker.rank for worker in self.plan.workers if worker.node == node)
+            ranks = [rank for rank in self.running if self.plan.workers[rank].node == node]
+            if cut_off and ranks and not self.why and not self.hung:
+                rank = min(ranks)
                 self.known[rank] = "partition"
                 facts = {"rank": rank, "node": node, "exit_code": LOST, "stopping": False}
                 self.emit("worker_ended", **facts, known="partition")
@@ -187,17 +192,19 @@ class Generation:
         states = self.engine.doing()
         letters = {rank: doing.state for rank, doing in states.items() if rank in self.running}
         self.emit("hang", states={str(rank): state for rank, state in letters.items()}, after=self.spec.hang_after)
-        ranks = sorted(self.running)
-        self.hung = self._stuck(ranks[0], "the job hung; the engine was lost before its workers said where they stand")
+        self.hung = self._stuck(min(self.running), "the job hung; the engine was lost before it was known where")
         self.engine.dump()
         deadline = time.monotonic() + DUMP_TAKES
         while self.running and time.monotonic() < deadline:
             for end in self.engine.wait(timeout=0.1):
                 self._ended(end)
-        rank, what = hang.late(letters, {rank: hang.stand(self.traces.text(rank)) for rank in ranks})
-        node = self.plan.workers[rank].node
-        self.hung = self._stuck(rank, f"the job hung: rank {rank} on {node} {what}")
+        self.hung = self._late(letters)
         self._stop(FAILED)
+
+    def _late(self, states: dict[int, str]) -> Cause:
+        """Whom the others wait for, by the workers' states and by what they have printed of where they stand."""
+        rank, what = hang.late(states, {rank: hang.stand(self.traces.text(rank)) for rank in sorted(states)})
+        return self._stuck(rank, f"the job hung: rank {rank} on {self.plan.workers[rank].node} {what}")
 
     def _stuck(self, rank: int, summary: str) -> Cause:
         return Cause(

@@ -106,7 +106,10 @@ class Supervisor:
 
     def _carry(self) -> Outcome:
         """Launch generation after generation until one ends the job."""
-        ended = self._take_over()
+        try:
+            ended = self._take_over()
+        except EngineLost as error:
+            return Outcome("stopped", BY_USER) if self.stops() else Outcome("lost", str(error))
         while True:
             if ended is None:
                 if self.stops():
@@ -143,7 +146,7 @@ class Supervisor:
         self.emit("taken_over", generation=self.history.running)
         self.traces.generation = self.plan.generation
         generation = Generation(self, self.plan)
-        generation.restore(self.history.exits, self.history.stopping)
+        generation.restore(self.history.exits, self.history.stopping, self.history.states)
         self._patiently(generation.adopt, EngineLost, "engine_lost")
         return self._note(generation.watch())
 
@@ -171,8 +174,10 @@ class Supervisor:
             self.rejoin_at = time.monotonic() + self.rejoin_delay
         nodes = in_order(self.engine.alive())[: len(wanted)]
         missing = len(wanted) - len(nodes)
-        if missing > (self.spec.trainers - (self.spec.min_trainers or 0) if error else 0):
-            raise EngineError(error or f"{len(nodes)} of {len(wanted)} nodes are alive")
+        error = error or f"{len(nodes)} of {len(wanted)} nodes are alive"
+        fewest = self.spec.trainers if self.spec.min_trainers is None or not number else self.spec.min_trainers
+        if len(nodes) < 1 + fewest:
+            raise EngineError(error)
         if missing:
             self.emit("nodes_missing", nodes=list(nodes), missing=missing, error=error)
         hosts = {node: host for node in nodes if (host := self.engine.host(node))}

@@ -236,6 +236,8 @@ def test_an_engine_that_goes_away_while_it_asks_where_workers_stand_must_leave_t
     assert job.run(engine, SPEC).word == "succeeded"
     assert [cause for _, cause in job.causes()] == ["hang"]
     assert engine.calls == ["up", "start", "adopt", "kill", "up", "start", "down"]
+    cause = next(end.cause for end in job.supervisor.history.ended if end.cause)
+    assert cause.node == "master" and cause.summary.startswith("the job hung; the engine was lost")
 
 
 def test_a_job_that_does_nothing_must_count_as_hung_and_every_worker_must_be_asked_where_it_stands(job):

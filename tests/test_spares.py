@@ -89,3 +89,19 @@ def test_a_job_without_a_minimum_must_not_go_on_with_fewer_nodes_than_it_wants(j
     engine.alive = look
     outcome = job.run(engine, SPEC)
     assert outcome == Outcome("failed", "the job cannot go on: 2 of 3 nodes are alive")
+
+
+def test_a_spare_node_that_is_lost_at_the_last_moment_must_leave_a_job_that_may_go_on_with_fewer(job):
+    engine = with_spare([KILLED], [ALL_WELL[:2]])
+    alive, looks = engine.alive, []
+
+    def look() -> set[str]:
+        looks.extend(["after the failure"] * ("stop" in engine.calls))
+        return alive() - ({"trainer-3"} if len(looks) > 1 else set())
+
+    engine.alive = look
+    few = JobSpec(trainers=2, grace=0.01, spares=1, min_trainers=1)
+    assert job.run(engine, few).word == "succeeded"
+    assert nodes(engine)[1] == ["master", "trainer-2"]
+    (missing,) = job.noted("nodes_missing")
+    assert missing["error"] == "2 of 3 nodes are alive"

@@ -284,3 +284,33 @@ def test_what_a_second_supervisor_must_know_must_be_written_down_before_it_is_do
     told = [name for name in job.names() if name in ("generation_ended", "decision", "nodes_starting", "outcome")]
     assert told == ["nodes_starting", "generation_ended", "decision", "nodes_starting", "generation_ended", "outcome"]
     assert job.names()[-3:] == ["outcome", "nodes_stopping", "nodes_down"]
+
+
+def test_workers_that_fail_and_never_end_must_be_told_as_such_though_no_end_was_seen(job):
+    died(job, STARTING, STARTED, {"event": "workers_stopping", "why": "a worker failed"})
+    engine = Scripted([], [ALL_WELL])
+    engine.stop = lambda kill: None
+    assert job.run(engine).word == "succeeded"
+    assert [rank for rank, _ in job.causes()] == [0]
+
+
+def test_an_engine_that_stays_away_must_lose_the_job_not_fail_it(job):
+    died(job, STARTING, STARTED)
+    engine = Scripted([])
+
+    def gone(*_: object) -> None:
+        raise EngineLost("gone")
+
+    engine.adopt = gone
+    assert job.run(engine) == Outcome("lost", "gone")
+
+
+@pytest.mark.parametrize("seen", [0, 2])
+def test_a_hang_that_was_found_must_stay_one(job, seen):
+    hang = {"event": "hang", "states": {str(rank): "T" if rank == 1 else "S" for rank in range(3)}, "after": 9.0}
+    aborted = {"event": "worker_ended", "node": "n", "exit_code": 134, "stopping": True}
+    died(job, STARTING, STARTED, hang, *({**aborted, "rank": rank} for rank in range(seen)))
+    engine = Scripted([[], [Exit(rank, 134) for rank in range(seen, 3)]], [ALL_WELL])
+    assert job.run(engine).word == "succeeded"
+    assert job.causes() == [(1, "hang")]
+    assert "kill" in engine.calls

@@ -102,3 +102,10 @@ def test_trouble_of_a_node_that_has_no_workers_must_not_matter(job, monkeypatch)
     engine.troubles = lambda: {"trainer-7": "partition"}
     assert job.run(engine) == Outcome("succeeded", "finished")
     assert len(job.supervisor.history.ended) == 1
+
+
+def test_a_node_whose_workers_have_ended_well_may_be_cut_off(job):
+    engine = Scripted([[Exit(2, 0)], *[[]] * 100, ALL_WELL[:2]])
+    engine.troubles = lambda: {"trainer-2": "partition"} if 2 not in engine.running else {}
+    assert job.run(engine).word == "succeeded"
+    assert job.causes() == []
