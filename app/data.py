@@ -1,5 +1,6 @@
 """Data sets that fit in memory, as tensors: drawn offline, or read from their own files in a folder."""
 
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -101,12 +102,14 @@ def _drawn(draw_set: Any, folder: Path, name: str) -> list[Tensor]:
     if path.exists():
         return list(torch.load(path, weights_only=True))
     data = [*draw_set(TRAIN, seed=1), *draw_set(TEST, seed=2)]
+    temporary = path.with_suffix(f".{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
         torch.save(data, temporary)
         temporary.replace(path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter is what torch says of a full disk
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         print(f"{name} are not cached: {error}")
     return data
 

@@ -8,6 +8,7 @@ writes `OUT/model.safetensors` and `OUT/model.json`.
 import argparse
 import hashlib
 import json
+import pickle
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -43,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         card = publish(args.checkpoint, args.out)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise SystemExit(f"error: {args.checkpoint} is no good checkpoint: {error}") from None
     print(f"{card['parameters']} parameters of step {card['step']} in {args.out}")
 

@@ -110,7 +110,7 @@ def evaluate(job: Job, net: nn.Module, images: Tensor, labels: Tensor) -> tuple[
 
 def optimizer_of(args: argparse.Namespace, net: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that the command line names."""
-    lr = args.lr or {"adadelta": 1.0, "sgd": 0.05, "adamw": 0.001}[args.optimizer]
+    lr = {"adadelta": 1.0, "sgd": 0.05, "adamw": 0.001}[args.optimizer] if args.lr is None else args.lr
     if args.optimizer == "sgd":
         return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     kind = torch.optim.Adadelta if args.optimizer == "adadelta" else torch.optim.AdamW

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,15 +17,20 @@ _forks.set_forkserver_preload(["app.train", "torch._dynamo", "pytest"])  # what 
 
 
 class Gang:
-    """Workers that train in a folder, with what torchrun would tell them; a single process where there are none."""
+    """Workers in a folder, with what torchrun would tell them; a single process where there are none.
 
-    def __init__(self, folder: Path, workers: int, arguments: Sequence[str]) -> None:
+    They train, or call `main`, which is a function of a module.
+    """
+
+    def __init__(
+        self, folder: Path, workers: int, arguments: Sequence[str], main: Callable[[], None] | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         place = {"WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         envs = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **place} for rank in range(workers)]
         self.outputs = [folder / f".output-{rank}" for rank in range(max(1, workers))]
         self.processes: list[BaseProcess] = [
-            _forks.Process(target=_work, args=(folder, env, output, [*arguments]))
+            _forks.Process(target=_work, args=(folder, env, output, [*arguments], main))
             for env, output in zip(envs or [{}], self.outputs)
         ]
         for process in self.processes:
@@ -50,7 +55,9 @@ class Gang:
         return subprocess.CompletedProcess(["train"], code, text, text)
 
 
-def _work(folder: Path, env: dict[str, str], output: Path, arguments: list[str]) -> None:
+def _work(
+    folder: Path, env: dict[str, str], output: Path, arguments: list[str], main: Callable[[], None] | None
+) -> None:
     """What each process does."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
@@ -65,5 +72,5 @@ def _work(folder: Path, env: dict[str, str], output: Path, arguments: list[str])
     from app.job import leave
 
     torch.set_num_threads(1)
-    train.main()
+    (main or train.main)()
     leave()

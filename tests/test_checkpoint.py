@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_training import ok, same
 
-from app import checkpoint, job
+from app import checkpoint, job, publish
 from app.checkpoint import Checkpoints, read_manifest
 from app.job import Job, append
-from app.publish import publish
 
 
 def state(step: int) -> dict:
@@ -202,8 +202,9 @@ def test_a_full_disk_must_not_end_the_training_at_once(tmp_path, capsys):
         store.save(state(step), step)
         store.thread.join()
     assert capsys.readouterr().out.count("could not be written: ") == 3
-    with pytest.raises(OSError, match="3 checkpoints in a row"):
-        store.wait()
+    for ends in (store.wait, lambda: store.save(state(4), 4)):
+        with pytest.raises(OSError, match="3 checkpoints in a row"):
+            ends()
 
 
 def test_a_save_while_the_last_one_still_runs_must_be_left_out(tmp_path, capsys, monkeypatch):
@@ -241,7 +242,7 @@ def plant(folder: Path, bomb: bytes) -> Path:
 
 @pytest.mark.parametrize("form", ["pickle", "torch"])
 @pytest.mark.parametrize("way", ["resume auto", "resume", "init-from", "init-from file", "publish", "shard"])
-def test_a_hostile_pickle_must_run_nothing(small, tmp_path, sharded, form, way):
+def test_a_hostile_pickle_must_run_nothing(small, tmp_path, monkeypatch, sharded, form, way):
     canary = tmp_path / "canary"
     path = tmp_path / "bomb"
     if form == "pickle":
@@ -253,8 +254,9 @@ def test_a_hostile_pickle_must_run_nothing(small, tmp_path, sharded, form, way):
         plant(tmp_path / "job" / "checkpoints" / "step-00000001", bomb)
         small("--resume", "auto")
     elif way == "publish":
-        with pytest.raises(pickle.UnpicklingError):
-            publish(plant(tmp_path / "bad", bomb), tmp_path / "out")
+        monkeypatch.setattr(sys, "argv", ["publish", str(plant(tmp_path / "bad", bomb)), str(tmp_path / "out")])
+        with pytest.raises(SystemExit, match="is no good checkpoint"):
+            publish.main()
     else:
         if way == "shard":
             (sharded / "train-00000.safetensors").write_bytes(bomb)
@@ -282,10 +284,17 @@ def test_transfer_must_list_what_is_missing_and_unexpected(small, tmp_path, caps
 
 def test_a_published_model_must_be_the_weights_and_a_card(small, tmp_path):
     folder = small() / "checkpoints"
-    card = publish(folder / "best", tmp_path / "out")
+    card = publish.publish(folder / "best", tmp_path / "out")
     assert same(load_file(tmp_path / "out" / "model.safetensors"), checkpoint.load(folder / "best")[0]["model"])
     assert card == json.loads((tmp_path / "out" / "model.json").read_text())
     assert (card["model"], card["dataset"], card["parameters"]) == ("lenet", "mnist", 80202)
+    manifest = read_manifest(folder / "best")
+    assert (card["step"], card["test_accuracy"]) == (7, manifest["score"])
+    assert card["tensors"]["fc2.weight"] == ["torch.float32", [10, 128]]
+    content = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert card["sha256"] == hashlib.sha256(content).hexdigest()
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"step": "7"}
 
 
 def test_a_checkpoint_of_another_job_must_be_refused_with_the_difference(small):

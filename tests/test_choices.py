@@ -4,11 +4,14 @@ import contextlib
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from test_training import losses
+from test_app import COUNT
+from test_training import ledger, losses, weights
+from torch.nn import functional as F
 
 from app import checkpoint, data, replicas, strategy, train
 from app.job import STOPPED, Job
@@ -46,6 +49,102 @@ def test_the_same_arguments_must_give_the_same_losses(first_loss):
 )
 def test_an_option_must_change_the_losses(first_loss, options, base):
     assert first_loss(*base, *options)[1:] != first_loss(*base)[1:]
+
+
+def test_a_training_must_be_that_of_a_plain_loop(small, mnist):
+    folder = small(*SGD, "--dtype", "float64", "--epochs", "2", "--seed", "3")
+    images, labels, *_ = data.load("mnist", mnist, download=False)
+    torch.manual_seed(3)
+    net = build("lenet", 1, 28).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+    expected = []
+    for epoch in (1, 2):
+        for mine, _ in GlobalOrder(COUNT, 32, 0, 1, seed=3).batches(epoch):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(data.normalised(images[mine], torch.float64)), labels[mine])
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+        scheduler.step()
+    assert losses(folder) == pytest.approx(expected, rel=1e-9)
+    assert all(value.allclose(weights(folder)[name]) for name, value in net.state_dict().items())
+
+
+def test_more_parts_than_samples_must_give_the_gradients_of_the_whole_batch(first_loss):
+    exact = ("--dtype", "float64", "--epochs", "2")
+    assert first_loss(*exact, "--accumulate", "20") == pytest.approx(first_loss(*exact), rel=1e-9)
+
+
+def test_a_model_must_be_in_training_mode_at_each_step(small, monkeypatch):
+    modes: list[bool] = []
+    monkeypatch.setattr(strategy.Strategy, "average", lambda self: modes.append(self.net.training))
+    small("--epochs", "2")
+    assert modes == [True] * 14
+
+
+def test_a_model_must_be_compiled_only_where_that_is_asked_for(small, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda net: compiled.append(net) or net)
+    small()
+    assert compiled == []
+    small("--compile")
+    assert len(compiled) == 1
+
+
+def test_a_ledger_must_be_written_only_where_that_is_asked_for(small):
+    assert not list(small().glob("ledger-*"))
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """What the command line means."""
+
+    def parse(*arguments: str) -> train.argparse.Namespace:
+        monkeypatch.setattr(sys, "argv", ["train", *arguments])
+        return train.arguments()
+
+    return parse
+
+
+def test_without_arguments_the_app_must_do_what_the_documentation_says(parsed):
+    ordinary = vars(parsed())
+    assert {name: ordinary[name] for name in ("strategy", "model", "dataset", "optimizer", "schedule", "dtype")} == {
+        "strategy": "ddp", "model": "lenet", "dataset": "digits",
+        "optimizer": "adadelta", "schedule": "step", "dtype": "float32",
+    }  # fmt: skip
+    numbers = ("epochs", "batch_size", "accumulate", "gamma", "dropout", "seed", "save_every", "keep", "check_replicas")
+    assert [ordinary[name] for name in numbers] == [3, 64, 1, 0.7, 1.0, 1, 0, 2, 0]
+    assert ordinary["resume"] == "none" and ordinary["data"] == data.HOME
+    unset = ("spawn", "lr", "init_from", "skew_rank", "download", "augment", "amp", "compile", "ledger")
+    assert not any(ordinary[name] for name in unset)
+
+
+@pytest.mark.parametrize("name", ["epochs", "batch-size", "accumulate", "keep", "spawn"])
+def test_a_count_must_be_at_least_one(parsed, capsys, name):
+    assert vars(parsed(f"--{name}", "1"))[name.replace("-", "_")] == 1
+    with pytest.raises(SystemExit):
+        parsed(f"--{name}", "0")
+    assert f"--{name} must be at least 1" in capsys.readouterr().err
+
+
+def test_a_data_set_that_is_not_known_must_be_refused(parsed, capsys):
+    assert [parsed("--dataset", name).dataset for name in data.NAMES] == [*data.NAMES]
+    assert parsed("--dataset", "shards:x").dataset == "shards:x"
+    with pytest.raises(SystemExit):
+        parsed("--dataset", "letters")
+    assert "--dataset letters: choose from digits, mnist, colours, cifar10, or shards:DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rate"),
+    [("adadelta", "Adadelta", 1.0), ("sgd", "SGD", 0.05), ("adamw", "AdamW", 0.001)],
+)
+def test_each_optimizer_must_have_a_learning_rate_of_its_own(parsed, name, kind, rate):
+    for given, expected in (((), rate), (("--lr", "0.3"), 0.3), (("--lr", "0"), 0.0)):
+        made = train.optimizer_of(parsed("--optimizer", name, *given), torch.nn.Linear(2, 1))
+        assert type(made).__name__ == kind and made.param_groups[0]["lr"] == expected
+        assert made.param_groups[0].get("momentum", 0.9) == 0.9
 
 
 def test_mixed_precision_must_be_near_the_full_one_and_not_equal(first_loss):
@@ -148,6 +247,43 @@ def test_shards_must_be_shuffled_anew_each_epoch_by_the_seed_and_each_workers_in
 
     orders = {tuple(order(seed, epoch, rank)) for seed in (1, 2) for epoch in (1, 2) for rank in (0, 1)}
     assert len(orders) == 8 and order(1, 1) == order(1, 1) != list(range(50))
+
+
+def test_a_batch_of_shards_must_be_divided_between_all_workers():
+    orders = [ShardOrder([50, 20, 40], 16, rank, seed=1) for rank in range(3)]
+    assert [order.steps for order in orders] == [10, 10, 10]
+    parts = [list(order.batches(epoch=1)) for order in orders]
+    assert [len(part[0][0]) for part in parts] == [5, 5, 5]  # of 16 for three
+    assert [[total for _, total in part] for part in parts] == [[15] * 4 + [10] * 4 + [5] * 2] * 3
+    assert [len(mine) for mine, _ in ShardOrder([3, 2], 1, 0, seed=1).batches(epoch=1)] == [1, 1, 1]
+
+
+def test_an_order_must_be_at_its_end_after_its_last_step():
+    for order in (GlobalOrder(32, 16, 0, 1, seed=1), ShardOrder([32], 16, 0, seed=1)):
+        assert order.steps == 2 and list(order.batches(epoch=1, first=2)) == []
+
+
+def test_training_from_shards_must_follow_the_seed_and_see_each_sample_once(small, sharded, tmp_path):
+    found = []
+    for seed in ("1", "2"):
+        folder = small("--dataset", f"shards:{sharded}", "--ledger", "--seed", seed)
+        found.append([ledger(folder)[step] for step in range(1, 8)])
+        assert sorted(sum(found[-1], [])) == list(range(COUNT))
+        assert f'"samples": {COUNT}' in (folder / "metrics.jsonl").read_text().splitlines()[-1]
+        folder.rename(tmp_path / seed)
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("source", ["mnist", "shards"])
+def test_samples_must_be_those_of_the_data_set(parsed, mnist, sharded, source):
+    images, labels, test_images, test_labels = data.load("mnist", mnist, download=False)
+    name = "mnist" if source == "mnist" else f"shards:{sharded}"
+    found = train.Samples(Job(), parsed("--dataset", name, "--data", str(mnist), "--batch-size", "50"))
+    assert torch.equal(found.images, images[found.ids]) and torch.equal(found.labels, labels[found.ids])
+    assert sorted(found.ids.tolist()) == list(range(COUNT)) and found.count == COUNT
+    assert found.test_images.float().sum() == test_images.float().sum() and len(found.test_labels) == COUNT
+    assert found.test_labels.bincount().tolist() == test_labels.bincount().tolist()
+    assert found.order.steps == 5
 
 
 @pytest.mark.parametrize("first", [0, 1, 3])

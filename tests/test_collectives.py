@@ -1,6 +1,7 @@
 """What is shown and measured: the collectives, and the strategies side by side."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ def test_every_collective_must_do_what_its_definition_says(tmp_path):
     others = {"send_recv", "broadcast", "broadcast_object_list", "scatter", "gather", "reduce", "reduce_scatter"}
     last = {"all_gather", "all_gather_object", "all_to_all", "barrier"}
     assert set(rows) == {"collective", "---"} | reductions | others | last
-    assert rows["collective"] == "gloo" and rows["all_reduce SUM"] == "yes"
+    assert rows["collective"] == "gloo" and rows["all_reduce SUM"] == "yes" and "WRONG" not in done.stdout
     assert "all_reduce BXOR: yes\n  rank 0: 1 -> 0\n  rank 1: 2 -> 0\n  rank 2: 3 -> 0\n" in done.stdout
 
 
@@ -54,6 +55,67 @@ def test_compare_must_count_the_samples_of_all_epochs(monkeypatch):
     monkeypatch.setattr(compare.subprocess, "run", trains)
     row = compare.run("ddp", 2, [])
     assert (row["samples/s"], row["seconds"], row["accuracy"]) == (50.0, 4.0, 0.75)
+
+
+def test_compare_must_train_in_as_many_workers_as_it_says_and_in_no_other_job(monkeypatch):
+    seen: list[tuple[list[str], dict[str, str]]] = []
+
+    def trains(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        seen.append((command[1:], env))
+        rows = [{"kind": "pace"}, {"kind": "step", "loss": 0.5}]
+        rows += [{"kind": "epoch", "samples": 100, "seconds": 2.0, "test_accuracy": 0.5, "loss": 7}]
+        Path(env["JOB_DIR"], "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(compare.subprocess, "run", trains)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "JOB_DIR"):
+        monkeypatch.setenv(name, "5")
+    found = [compare.run("ddp", workers, ["--epochs", "1"]) for workers in (1, 2)]
+    assert [(row["strategy"], row["workers"], row["losses"]) for row in found] == [("ddp", n, [0.5]) for n in (1, 2)]
+    head = ["-m", "app.train", "--strategy", "ddp"]
+    assert [command for command, _ in seen] == [[*head, *spawn, "--epochs", "1"] for spawn in ([], ["--spawn", "2"])]
+    for _, env in seen:
+        assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & env.keys() and "PATH" in env
+        assert not Path(env["JOB_DIR"]).exists()  # removed when it has been read
+
+
+def test_compare_must_end_with_what_a_training_that_failed_has_said(monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "", "error: no luck\n")
+    monkeypatch.setattr(compare.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(SystemExit, match="(?s)error: .*app.train --strategy dp --lr 9\nerror: no luck"):
+        compare.run("dp", 1, ["--lr", "9"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--", "--epochs", "1"], ["--", "--dataset", "mnist"]])
+def test_compare_must_draw_its_data_before_anybodys_time_counts(monkeypatch, tmp_path, arguments):
+    done: list[object] = []
+
+    def run(strategy: str, workers: int, given: list[str]) -> dict[str, object]:
+        done.append((strategy, workers, given))
+        seconds = {"single": 8.0, "dp": 10.0, "manual": 5.0, "ddp": 4.0}[strategy] / workers
+        return {
+            "strategy": strategy, "workers": workers, "seconds": seconds, "samples/s": 800 / seconds,
+            "accuracy": 0.98765, "losses": [],
+        }  # fmt: skip
+
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(compare.data, "load", lambda name, folder, download: done.append((name, folder, download)))
+    monkeypatch.setattr(sys, "argv", ["compare", "--workers", "1", "2", "--out", str(tmp_path / "a" / "b"), *arguments])
+    compare.main()
+    runs = [("single", 1), ("dp", 1), ("manual", 1), ("manual", 2), ("ddp", 1), ("ddp", 2)]
+    expected = [(*one, arguments[1:]) for one in runs]
+    assert done == [("digits", compare.data.HOME, False)] * ("--dataset" not in arguments) + expected
+    folder = tmp_path / "a" / "b"
+    rows = json.loads((folder / "results.json").read_text())
+    assert [row["speed-up"] for row in rows] == pytest.approx([1, 0.8, 1.6, 3.2, 2, 4])
+    lines = (folder / "table.md").read_text().splitlines()
+    assert lines[1] == "| --- | --- | --- | --- | --- | --- |"
+    assert lines[2] == "| single | 1 | 8.0 | 100 | 98.77% | 1.00 |"
+    assert lines[-1] == "| ddp | 2 | 2.0 | 400 | 98.77% | 4.00 |" and len(lines) == 8
+    svg = (folder / "speed.svg").read_text()
+    assert [float(width) for width in re.findall(r'<rect .*? width="(.*?)"', svg)] == [90, 72, 144, 288, 180, 360]
+    assert [int(y) for y in re.findall(r'<rect x="120" y="(.*?)"', svg)] == [*range(30, 30 + 6 * 26, 26)]
+    assert re.findall(r">([^<>]+)</text>", svg)[-2:] == ["ddp × 2", "400"] and 'height="196"' in svg
 
 
 def test_compare_must_put_the_strategies_side_by_side(mnist, tmp_path):

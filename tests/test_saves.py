@@ -1,0 +1,330 @@
+"""When the app saves and what: at the end of each epoch, in between where there is time, and before it ends."""
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_training import same, weights
+
+from app import checkpoint, replicas, strategy, train
+from app.checkpoint import Checkpoints
+from app.job import STOPPED, Job
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints that are there."""
+    return [manifest["step"] for _, manifest in Checkpoints(folder / "checkpoints").all()]
+
+
+@pytest.fixture
+def held(monkeypatch) -> Iterator[None]:
+    """Saves that go on until the training waits for them."""
+    free = threading.Event()
+    wait, commit = Checkpoints.wait, Checkpoints._commit
+
+    def waits(self: Checkpoints) -> None:
+        if self.thread is not None and self.thread.is_alive():
+            free.set()
+        wait(self)
+
+    def commits(self: Checkpoints, *arguments: Any) -> None:
+        free.wait()
+        free.clear()
+        commit(self, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "wait", waits)
+    monkeypatch.setattr(Checkpoints, "_commit", commits)
+    yield
+    free.set()
+
+
+@pytest.fixture
+def asked_at(monkeypatch) -> Callable[[int], None]:
+    """Send SIGTERM during a step."""
+
+    def ask(step: int) -> None:
+        numbers = iter(range(1, 100))
+        monkeypatch.setattr(
+            strategy.Strategy, "average", lambda self: next(numbers) == step and signal.raise_signal(signal.SIGTERM)
+        )
+
+    return ask
+
+
+@pytest.fixture
+def stopped(small, monkeypatch) -> Callable[..., int]:
+    """Train until a worker ends because it was asked to; the step that `last` is at in that moment."""
+
+    def train_until_stopped(*arguments: str) -> int:
+        found: list[int] = []
+
+        def leave(code: int = 0) -> None:
+            found.append(checkpoint.load(Job().folder / "checkpoints" / "last")[1]["step"])
+            raise SystemExit(code)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "leave", leave)
+            with pytest.raises(SystemExit) as ended:
+                small(*arguments)
+        assert ended.value.code == STOPPED
+        return found[0]
+
+    return train_until_stopped
+
+
+def test_a_save_between_must_be_left_out_while_another_runs_but_never_that_of_an_epochs_end(small, held, capsys):
+    folder = small("--save-every", "2", "--keep", "9")
+    assert steps(folder) == [2, 7]
+    assert checkpoint.load(folder / "checkpoints" / "best")[1]["step"] == 7
+    out = capsys.readouterr().out
+    assert [step for step in range(1, 8) if f"checkpoint at step {step} left out" in out] == [4, 6]
+
+
+def test_a_worker_that_is_asked_to_end_must_not_leave_before_its_checkpoint_is_written(stopped, held, asked_at):
+    asked_at(2)
+    assert stopped("--epochs", "3") == 7
+
+
+def test_a_worker_that_is_asked_to_end_must_save_though_the_last_save_still_runs(stopped, held, asked_at):
+    asked_at(10)
+    assert stopped("--epochs", "3", "--save-every", "9") == 10
+
+
+def test_rank_0_must_save_though_its_last_save_still_runs_where_other_ranks_were_asked_to_end(
+    stopped, held, monkeypatch
+):
+    total, done = Job.sum, []
+
+    def with_others(self: Job, values: torch.Tensor) -> torch.Tensor:
+        """What rank 0 gets at step 10: the losses, how many were asked, and the seconds of its one worker."""
+        result = total(self, values)
+        if len(done) == 10:
+            result[-2] += 2
+        return result
+
+    monkeypatch.setattr(strategy.Strategy, "average", lambda self: done.append(1))
+    monkeypatch.setattr(Job, "sum", with_others)
+    assert stopped("--epochs", "3", "--save-every", "9") == len(done) == 10
+
+
+def test_a_request_to_end_that_comes_while_a_save_begins_must_be_heard_at_the_next_step(stopped, monkeypatch):
+    total, shown = Job.sum, []
+
+    def then_asked(self: Job, values: torch.Tensor) -> torch.Tensor:
+        result = total(self, values)
+        shown.append(len(values))
+        if len(shown) == 1:  # all have agreed to go on, at step 3
+            signal.raise_signal(signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(Job, "sum", then_asked)
+    assert stopped("--epochs", "3", "--save-every", "3") == 6
+
+
+def test_a_run_that_was_asked_to_end_and_resumed_must_equal_the_one_that_was_not(small, stopped, asked_at, tmp_path):
+    arguments = ("--model", "mnist", "--epochs", "3", "--schedule", "cosine")
+    expected = weights(small(*arguments))
+    folder = (tmp_path / "job").rename(tmp_path / "whole")
+    asked_at(8)
+    assert stopped(*arguments) == 10
+    asked_at(0)
+    assert same(weights(small(*arguments, "--resume", "auto")), expected)
+    resumed, whole = ([one for one in records(job) if one["kind"] == "step"] for job in (tmp_path / "job", folder))
+    assert resumed == whole and [one["step"] for one in whole] == list(range(1, 22))
+
+
+@pytest.fixture
+def saves(monkeypatch) -> list[tuple[Any, ...]]:
+    """What is saved: step, epoch and step within it where a resume goes on, and the facts of the manifest."""
+    noted: list[tuple[Any, ...]] = []
+
+    def save(self: Checkpoints, state: dict[str, Any], step: int, **facts: Any) -> bool:
+        noted.append((step, state["epoch"], state["epoch_step"], facts))
+        return True
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    return noted
+
+
+def test_saves_between_must_come_after_that_many_steps_and_one_at_the_end_of_each_epoch(small, saves):
+    small("--epochs", "2", "--save-every", "2")
+    at = [(1, 2), (1, 4), (1, 6), (2, 0), (2, 1), (2, 3), (2, 5), (3, 0)]
+    assert [save[:3] for save in saves] == list(zip([2, 4, 6, 7, 8, 10, 12, 14], *zip(*at)))
+    assert [step for step, _, _, facts in saves if facts["score"] is not None] == [7, 14]
+
+
+def test_without_an_option_there_must_be_a_save_at_the_end_of_each_epoch_alone(small, saves):
+    small("--epochs", "2")
+    assert [save[:3] for save in saves] == [(7, 2, 0), (14, 3, 0)]
+
+
+def test_a_manifest_must_tell_the_score_and_who_saved(small, saves, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    folder = small("--ledger")
+    (epoch,) = [record for record in records(folder) if record["kind"] == "epoch"]
+    assert saves[0][3] == {"score": epoch["test_accuracy"], "world_size": 1, "generation": 3}
+    entry = json.loads((folder / "ledger-0.jsonl").read_text().splitlines()[-1])
+    assert (entry["generation"], entry["step"], len(entry["samples"])) == (3, 7, 11)
+
+
+def test_f39_a_worker_that_was_given_up_must_save_nothing_while_it_trains(small, tmp_path):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "generation").write_text("1\n")
+    assert steps(small("--save-every", "2")) == []
+
+
+def test_as_many_checkpoints_must_be_kept_as_are_asked_for(small):
+    assert len(steps(small("--epochs", "5", "--keep", "4"))) in (4, 5)  # and the best
+
+
+def test_f38_weights_that_are_lost_must_not_be_saved(small, tmp_path):
+    with pytest.raises(SystemExit, match="at step"):
+        small("--lr", "1e30", "--optimizer", "sgd", "--save-every", "1", "--keep", "9")
+    recorded = {record["step"] for record in records(tmp_path / "job") if record["kind"] == "step"}
+    assert set(steps(tmp_path / "job")) <= recorded
+
+
+# --- what is recorded
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Clock:
+    """A clock on which each look takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1
+        return self.now
+
+    def monotonic(self) -> float:
+        self.now += 1
+        return self.now
+
+
+@pytest.mark.parametrize(("parts", "seconds"), [(1, 1.0), (3, 3.0)])
+def test_the_pace_must_be_the_mean_of_the_steps_since_the_last_one(small, monkeypatch, parts, seconds):
+    monkeypatch.setattr(train, "time", Clock())
+    folder = small("--epochs", "2", "--save-every", "5", "--accumulate", str(parts))
+    paces = [record for record in records(folder) if record["kind"] == "pace"]
+    assert [record["step"] for record in paces] == [5, 7, 10, 14]
+    assert [record["rank_seconds"] for record in paces] == [[seconds]] * 4
+
+
+def test_the_record_of_an_epoch_must_tell_its_step_its_samples_and_its_own_time(small, monkeypatch, capsys):
+    monkeypatch.setattr(train, "time", Clock())
+    found = records(small("--epochs", "2"))
+    epochs = [record for record in found if record["kind"] == "epoch"]
+    assert [(record["epoch"], record["step"], record["samples"]) for record in epochs] == [(1, 7, 203), (2, 14, 203)]
+    seconds, again = (record["seconds"] for record in epochs)
+    assert seconds == again > 7  # of as many steps
+    steps = [(record["epoch"], record["step"]) for record in found if record["kind"] == "step"]
+    assert steps == [(1 + (step > 7), step) for step in range(1, 15)]
+    accuracy, loss = epochs[1]["test_accuracy"], epochs[1]["test_loss"]
+    out = capsys.readouterr().out
+    assert f"epoch 2/2: accuracy {accuracy:.2%}, loss {loss:.4f}, {seconds:.1f} s\n" in out
+    assert out.startswith("rank 0 of 1 on ")
+
+
+def test_replicas_must_be_compared_after_that_many_steps_and_at_the_very_end(small, monkeypatch):
+    at: list[int] = []
+    monkeypatch.setattr(replicas, "check", lambda job, net, step: at.append(step))
+    small("--epochs", "2", "--check-replicas", "4")
+    assert at == [4, 8, 12, 14]
+    small()
+    assert len(at) == 4
+
+
+# --- what a training begins with
+
+
+def test_a_training_must_go_on_from_the_checkpoint_that_is_named(small, tmp_path, capsys):
+    first = small("--epochs", "2", "--keep", "9") / "checkpoints" / "step-00000007"
+    (tmp_path / "job" / "metrics.jsonl").unlink()
+    folder = small("--epochs", "2", "--resume", str(first))
+    assert "resumed after step 7, in epoch 2\n" in capsys.readouterr().out
+    assert [record["step"] for record in records(folder) if record["kind"] == "step"] == list(range(8, 15))
+
+
+@pytest.mark.parametrize("option", ["--resume", "--init-from"])
+@pytest.mark.parametrize("spoil", ["missing", "truncated", "incomplete"])
+def test_a_checkpoint_that_cannot_be_read_must_be_refused_by_name(small, tmp_path, option, spoil):
+    path = tmp_path / "one"
+    store = Checkpoints(path)
+    store.save({"model": {}}, 1)
+    store.wait()
+    path = store.path(1)
+    if spoil == "missing":
+        (path / "state.pt").unlink()
+    elif spoil == "truncated":
+        (path / "state.pt").write_bytes(b"")
+    else:
+        manifest = {"step": 1, "files": {}}
+        (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint._digest(manifest)}))
+    with pytest.raises(SystemExit, match=f"error: {path} is no good checkpoint: "):
+        small(option, str(path))
+
+
+def test_a_resume_must_win_over_the_weights_that_the_training_began_with(small, tmp_path, capsys):
+    other = small("--seed", "5").rename(tmp_path / "other") / "checkpoints" / "last"
+    begun = ("--init-from", str(other))
+    whole = small(*begun, "--epochs", "2").rename(tmp_path / "whole")
+    assert "8 of 8 tensors from" in capsys.readouterr().out
+    small(*begun)
+    assert same(weights(small(*begun, "--epochs", "2", "--resume", "auto")), weights(whole))
+
+
+def test_weights_that_fit_must_be_taken_over_and_all_others_named(tmp_path):
+    net, other = (torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, width)) for width in (2, 5))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    store = Checkpoints(tmp_path)
+    store.save({"model": {**other.state_dict(), "more": torch.zeros(1)}}, 1)
+    store.wait()
+    said: list[str] = []
+    train.transfer(net, store.path(1), said.append)
+    found = net.state_dict()
+    assert all(torch.equal(found[f"0.{name}"], other.state_dict()[f"0.{name}"]) for name in ("weight", "bias"))
+    assert all(torch.equal(found[f"1.{name}"], before[f"1.{name}"]) for name in ("weight", "bias"))
+    assert said[0].startswith("2 of 4 tensors")
+    assert said[1].endswith(": 1.bias, 1.weight") and said[2].endswith(": 1.bias, 1.weight, more")
+
+
+def test_all_workers_must_go_on_from_the_checkpoint_that_rank_0_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("JOB_DIR", str(tmp_path))
+    job, store = Job(), Checkpoints(tmp_path)
+    assert train.newest(job, store) is None
+    for step in (1, 2):
+        store.save({"at": step}, step)
+        store.wait()
+    assert train.newest(job, store)[0]["at"] == 2
+    job.rank = 1
+    for step, expected in ((1, {"at": 1}), (2, {"at": 2})):
+        monkeypatch.setattr(job, "broadcast", lambda tensors, like, step=step: [torch.tensor([step])])
+        assert train.newest(job, store)[0] == expected
+    monkeypatch.setattr(job, "broadcast", lambda tensors, like: [torch.tensor([-1])])
+    assert train.newest(job, store) is None
+    monkeypatch.setattr(job, "broadcast", lambda tensors, like: [torch.tensor([3])])
+    with pytest.raises(SystemExit, match="step-00000003 is no good checkpoint"):
+        train.newest(job, store)
+
+
+@pytest.mark.parametrize(("workers", "drawn"), [(2, 1), (3, None), (1, None)])
+def test_random_numbers_must_go_on_by_rank_where_the_workers_are_as_many_as_before(monkeypatch, workers, drawn):
+    names = ("batch_size", "seed", "dataset", "model", "optimizer")
+    states = [torch.Generator().manual_seed(seed).get_state() for seed in (10, 11)]
+    state = {"arguments": dict.fromkeys(names, 1), "epoch": 2, "epoch_step": 3, "random": states}
+    job = Job()
+    job.rank, job.world_size = 1, workers
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert train.restore(state, job, train.argparse.Namespace(**state["arguments"]), {}) == (2, 3)
+    assert torch.equal(torch.get_rng_state(), before if drawn is None else states[drawn])
