@@ -7,10 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from conftest import eventually, gone
+from conftest import descendants, eventually, gone
 from waiting import PRELOAD, Waiting
 
 from orchestrate.node.warm import Zygote
+from orchestrate.node.zygote import early
 
 SCRIPTS = {
     "what it is": "import sys, os\nprint(__name__, __file__, __doc__, sys.argv, sys.path[0], os.getcwd(), __spec__)",
@@ -22,6 +23,21 @@ SCRIPTS = {
     "whether garbage is collected": "import gc\nprint(gc.isenabled(), gc.get_threshold())",
     "an exit code": "raise SystemExit(3)",
     "an exit code in a list": "import sys\nsys.exit([1, 'two'])",
+    "an exit code that is too large": "raise SystemExit(259)",
+    "an exit code below zero": "import sys\nsys.exit(-1)",
+    "an end without a code": "import sys\nprint('end')\nsys.exit()",
+    "an interruption": "raise KeyboardInterrupt",
+    "annotations": "def f(x: print('evaluated')): pass",
+    "what C holds back": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.fopen.restype = ctypes.c_void_p\n"
+        "libc.fputs(b'kept', ctypes.c_void_p(libc.fopen(b'unclosed', b'w')))"
+    ),
+    "what it shares with others": (
+        "import os\npaths = [f'/proc/self/fd/{n}' for n in range(20)]\n"
+        "found = [os.readlink(path) for path in paths if os.path.exists(path)]\n"
+        "print([path.split(':')[0] for path in found if path.startswith(('pipe', 'socket', '/dev'))])"
+    ),
+    "signals that it blocks": "print(*[line for line in open('/proc/self/status') if line.startswith('SigBlk')])",
     "a last word": "import sys\nsys.exit('error: enough')",
     "an exception": "def f():\n    raise ValueError('wrong')\n\nf()",
     "an exception within another": "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise ValueError('wrong')",
@@ -103,6 +119,82 @@ def test_a_variable_that_counts_at_the_start_must_count(warm, name):
     assert warm.log(0).splitlines()[-2:] == ["False", "0"]
 
 
+def test_a_variable_that_the_node_has_and_a_worker_has_not_must_not_count(tmp_path):
+    node = Waiting(tmp_path, PRELOAD, TORCH_LOGS="+all")
+    (tmp_path / "0.py").write_text(f"{IS_FORKED}\nimport os\nprint('TORCH_LOGS' in os.environ)")
+    env = {"RANK": "0", "JOB_DIR": str(tmp_path)}
+    node.pipe.ask("start", command=[str(tmp_path / "0.py")], env=env, inherit=False, cwd=None)
+    assert node.code(0) == 0
+    assert node.log(0) == "False\nFalse\n"
+    node.end()
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [(f"{prefix}X", True) for prefix in ("PYTHON", "PYTORCH_", "TORCH_", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_")]
+    + [(f"{prefix}X", True) for prefix in ("KMP_", "MKL_", "OPENBLAS_")]
+    + [("OMP_NUM_THREADS", False), ("PYTHONUNBUFFERED", False), ("TORCH_NCCL_X", False)]
+    + [("TORCHELASTIC_RESTART_COUNT", False), ("RANK", False), ("NCCL_DEBUG", False), ("MY_PYTHON", False)],
+)
+def test_only_variables_that_count_at_the_start_must_cost_one(name, counts):
+    assert early({name: "1", "PATH": "/bin"}) == ({name: "1"} if counts else {})
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [("{}.py", True), ("{}.so", True), ("{}/__init__.py", True), ("{}/data", False), ("{}.txt", False)],
+)
+def test_only_what_python_would_import_must_hide_what_was_imported_ahead(warm, name, hidden):
+    assert warm.run(0, IS_FORKED) == 0  # so it has been imported
+    path = warm.folder / name.format(PRELOAD)
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    assert warm.run(1, IS_FORKED) == 0
+    assert (warm.log(0), warm.log(1)) == ("True\n", f"{not hidden}\n")
+
+
+def test_a_module_of_the_script_that_was_imported_ahead_must_be_there(tmp_path):
+    (tmp_path / "mine.py").write_text("import os\npid = os.getpid()")
+    node = Waiting(tmp_path, "mine")
+    assert node.run(0, "import sys\nprint('mine' in sys.modules)\nimport mine, os\nprint(mine.pid == os.getpid())") == 0
+    assert node.log(0) == "True\nFalse\n"
+    node.end()
+
+
+def test_a_library_that_ends_its_threads_before_a_fork_must_not_keep_workers_from_being_forked(tmp_path):
+    (tmp_path / "polite.py").write_text(
+        "import os, threading\nenough = threading.Event()\nthread = threading.Thread(target=enough.wait)\n"
+        "thread.start()\nos.register_at_fork(before=lambda: (enough.set(), thread.join()))\n"
+    )
+    node = Waiting(tmp_path, "polite")
+    assert node.run(0, "import sys\nprint('polite' in sys.modules)") == 0
+    assert node.log(0) == "True\n"
+    node.end()
+
+
+@pytest.mark.parametrize("name", ["script", "package"])
+def test_a_script_that_is_no_file_with_a_name_of_pythons_must_run_all_the_same(warm, name):
+    (warm.folder / "script").write_text(IS_FORKED)
+    (warm.folder / "package").mkdir()
+    (warm.folder / "package" / "__main__.py").write_text(IS_FORKED)
+    warm.command(0, str(warm.folder / name))
+    assert warm.code(0) == 0
+    assert warm.log(0) == "False\n"
+
+
+@pytest.mark.parametrize("preload", ["", PRELOAD], ids=["fresh", "warm"])
+@pytest.mark.parametrize("cores", ["one", "100000", "nonsense"])
+def test_a_worker_must_keep_to_its_cores_where_it_can(tmp_path, preload, cores):
+    all_cores = sorted(os.sched_getaffinity(0))
+    node = Waiting(tmp_path, preload)
+    code = "import os\nprint(sorted(os.sched_getaffinity(0)))"
+    (tmp_path / "0.py").write_text(code)
+    node.command(0, str(tmp_path / "0.py"), WORKER_CORES=str(all_cores[-1]) if cores == "one" else cores)
+    assert node.code(0) == 0
+    assert node.log(0) == f"{all_cores[-1:] if cores == 'one' else all_cores}\n"
+    node.end()
+
+
 @pytest.mark.parametrize("words", [("nonesuch.py",), ("-m", "nonesuch"), ("-m",)])
 def test_what_is_not_there_must_be_told_in_pythons_own_words(warm, words):
     fresh = subprocess.run([sys.executable, *words], cwd=warm.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -118,12 +210,14 @@ def test_what_is_not_there_must_be_told_in_pythons_own_words(warm, words):
         ("bad", "bad cannot be imported: SystemExit: 3"),
         ("deadly", "it ended"),
         ("threads", "1 threads were started, which a fork would lose"),
+        ("torch", "CUDA was initialised, which no forked process can use"),
     ],
 )
 def test_where_nothing_can_be_forked_workers_must_start_afresh(tmp_path, preload, why):
     (tmp_path / "bad.py").write_text("raise SystemExit(3)")
     (tmp_path / "deadly.py").write_text("import os\nos.abort()")
     (tmp_path / "threads.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()")
+    (tmp_path / "torch.py").write_text("class cuda: is_initialized = staticmethod(lambda: True)")
     node = Waiting(tmp_path, preload)
     for rank in range(2):  # the first one waits for the import; when the second one comes, that has failed
         assert node.run(rank, "print('ran')") == 0
@@ -146,7 +240,10 @@ def test_a_worker_that_waits_for_an_import_must_end_when_it_is_asked_to(tmp_path
     node = Waiting(tmp_path, "slow")
     eventually(lambda: (tmp_path / "importing").exists())
     node.start(0, "print('ran')")
-    eventually(lambda: "0" in node.status()["running"])
+    (importing,) = descendants(node.node.pid)
+    os.kill(importing, signal.SIGSTOP)  # what the worker does is what it waits for
+    eventually(lambda: node.status()["running"].get("0", {}).get("state") == "T")
+    assert node.status()["running"]["0"]["pid"] == 0
     node.pipe.ask("stop", kill=False)
     assert node.code(0) == 143
     assert (node.log(0), node.status()["codes"]) == ("", {"0": 143})
@@ -197,7 +294,9 @@ def test_workers_must_survive_the_process_that_forked_them_and_later_ones_start_
     (zygote,) = subprocess.run(["pgrep", "-P", str(warm.node.pid), "-f", "zygote"], capture_output=True).stdout.split()
     os.kill(int(zygote), signal.SIGKILL)
     eventually(lambda: gone(int(zygote)))
-    assert warm.run(1, IS_FORKED) == 0
-    assert warm.log(1) == "False\n"
+    for rank in (1, 2):
+        assert warm.run(rank, IS_FORKED) == 0
+        assert warm.log(rank) == "False\n"
+    assert warm.out.read_text().count("each worker starts an interpreter of its own") == 1
     warm.pipe.ask("stop", kill=False)
     assert warm.code(0) == 143

@@ -93,6 +93,48 @@ def test_each_question_must_be_a_new_one(held):
     assert len({relay.recvfrom(64)[0] for _ in range(4)}) == 4
 
 
+def test_a_node_that_is_cut_off_must_end_whatever_starts_until_there_is_an_answer(held):
+    made, relay, loop, over = held
+    loop.now += LEASE
+    loop.turn()
+    loop.now += 1
+    loop.turn()
+    assert over == [loop.now - 1, loop.now]
+    for _ in range(3):
+        question, node = relay.recvfrom(64)
+    relay.sendto(answer(KEY, question), node)
+    loop.read()
+    loop.turn()
+    assert made.held and len(over) == 2
+
+
+def test_a_lease_that_is_over_must_ask_no_more(held):
+    made, relay, loop, over = held
+    relay.recvfrom(64)
+    made.end()
+    loop.now += 2 * LEASE
+    loop.turn()
+    relay.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        relay.recvfrom(64)
+    assert not over and not loop.due and loop.read is None
+
+
+def test_a_relay_to_which_there_is_no_way_must_be_asked_again(monkeypatch):
+    loop, over = Now(), []
+    monkeypatch.setattr(lease, "time", loop)
+    made = Lease(loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now))  # which nobody may write to
+    loop.turn()
+    loop.now += LEASE
+    loop.turn()
+    assert over == [loop.now] and len(loop.due) == 1
+    made.end()
+
+
+def test_a_relay_must_be_asked_several_times_before_the_lease_is_over():
+    assert 4 * lease.ASKS <= LEASE
+
+
 def test_a_relay_must_answer_every_question_with_the_key(tmp_path):
     (tmp_path / "key").write_bytes(KEY)
     port = free_port()

@@ -1,6 +1,7 @@
 """What comes over a connection to a node must arrive whole, however it is cut, and nonsense must end it."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -83,6 +84,34 @@ def test_a_node_that_is_not_there_must_be_tried_no_longer_than_was_asked_for():
     command = [sys.executable, "-I", "-S", PIPE, "127.0.0.1", str(free_port()), "0.1"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
     assert done.returncode == 1 and b"refused" in done.stderr
+
+
+@pytest.mark.parametrize("over", ["tcp", "unix"])
+@pytest.mark.parametrize("first", ["node", "orchestrator"])
+def test_what_is_said_must_be_passed_on_both_ways_until_one_side_ends(tmp_path, over, first):
+    family, address = (socket.AF_INET, ("127.0.0.1", 0)) if over == "tcp" else (socket.AF_UNIX, str(tmp_path / "s"))
+    with socket.socket(family) as server:
+        server.bind(address)
+        server.listen()
+        server.settimeout(60)
+        words = ["127.0.0.1", str(server.getsockname()[1]), "60"] if over == "tcp" else []
+        env = os.environ | {"NODE_SOCKET": str(tmp_path / "s")}
+        with subprocess.Popen(
+            [sys.executable, "-I", "-S", PIPE, *words], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            node, _ = server.accept()
+            with node, node.makefile("rb") as heard:
+                text = os.urandom(150_000)  # more than one read takes
+                process.stdin.write(text)
+                process.stdin.flush()
+                assert heard.read(len(text)) == text
+                node.sendall(text)
+                assert process.stdout.read(len(text)) == text
+                if first == "orchestrator":
+                    process.stdin.close()
+                    assert heard.read() == b""
+            assert process.stdout.read() == b""
+            assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 50, 10_000])

@@ -38,7 +38,7 @@ class Node:
         settings = {"NODE_MODE": "wait", "NODE_SOCKET": str(folder / "s"), "NODE_KEY": str(folder / "key")}
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "orchestrate" / "node")],
-            env=os.environ | settings | {"NODE_PORT": str(self.port), "NODE_GRACE": "1"},
+            env=os.environ | settings | {"NODE_PORT": f"{self.port - 3}+3", "NODE_GRACE": "1"},
             cwd=folder,
             stdout=subprocess.DEVNULL,
         )

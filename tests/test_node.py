@@ -49,8 +49,9 @@ def test_a_flood_must_arrive_whole(tmp_path):
 
 
 def test_a_line_of_many_megabytes_must_arrive_whole(tmp_path):
-    given(tmp_path, "print('x' * 5_000_000)").communicate(timeout=150)
-    assert log(tmp_path) == b"x" * 5_000_000 + b"\n"
+    output, _ = given(tmp_path, "print('x' * 3_500_000)").communicate(timeout=150)
+    assert log(tmp_path) == b"x" * 3_500_000 + b"\n"
+    assert output.count(b"x") == 3_500_000 and output.count(b"[rank 2] ") > 1  # it does not wait for its end
 
 
 @pytest.mark.parametrize(
@@ -70,13 +71,35 @@ def test_the_exit_code_must_be_the_workers(tmp_path, code, expected):
     assert node.returncode == expected
 
 
-def test_sigterm_must_reach_the_script_which_may_save_and_choose_its_code(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_must_reach_the_script_which_may_save_and_choose_its_code(tmp_path, number):
     code = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(7))\nprint('ready')\nsignal.pause()"
+    node = given(tmp_path, code)
+    eventually(lambda: b"ready" in log(tmp_path))
+    node.send_signal(number)
+    node.communicate(timeout=150)
+    assert node.returncode == 7
+
+
+def test_sigterm_must_reach_the_script_alone_which_sees_to_what_it_has_started(tmp_path):
+    code = (
+        "import os, signal\n"
+        "def end(number, _): os._exit(number)\n"
+        "for number in (15, 23): signal.signal(number, end)\n"
+        "pid = os.fork()\n"
+        "if pid:\n"
+        "    def save(*_):\n"
+        "        os.kill(pid, 23)\n"
+        "        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "    signal.signal(15, save)\n"
+        "    print('ready')\n"
+        "while True: signal.pause()\n"
+    )
     node = given(tmp_path, code)
     eventually(lambda: b"ready" in log(tmp_path))
     node.send_signal(signal.SIGTERM)
     node.communicate(timeout=150)
-    assert node.returncode == 7
+    assert node.returncode == 23
 
 
 def test_a_stubborn_script_must_be_killed_after_the_grace_period(tmp_path):
@@ -129,6 +152,92 @@ def test_a_log_that_cannot_be_written_must_not_end_the_training(tmp_path):
     assert output.count(b"[rank 2] ") == 2
 
 
+def test_a_log_that_cannot_be_made_must_not_keep_a_worker_from_running(tmp_path):
+    (tmp_path / "logs").touch()
+    node = given(tmp_path, "print('ran')")
+    output, _ = node.communicate(timeout=150)
+    assert node.returncode == 0
+    assert b"[node] rank 2: no log file: " in output and b"[rank 2] ran\n" in output
+
+
+def test_a_worker_without_a_folder_for_its_job_must_run(tmp_path):
+    (tmp_path / "script.py").write_text("print('ran')")
+    env = {name: value for name, value in os.environ.items() if name != "JOB_DIR"} | {"RANK": "0"}
+    command = [sys.executable, NODE, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=150)
+    assert (done.returncode, done.stdout) == (0, b"[rank 0] ran\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"half", b"half\n[node] generation 1\nran\n"),
+        (b"whole\n", b"whole\n[node] generation 1\nran\n"),
+        (b"", b"[node] generation 1\nran\n"),
+    ],
+)
+def test_a_later_generation_must_begin_on_a_line_of_its_own(tmp_path, before, after):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-2.log").write_bytes(before)
+    given(tmp_path, "print('ran')", TORCHELASTIC_RESTART_COUNT="1").communicate(timeout=150)
+    assert log(tmp_path) == after
+
+
+def test_a_node_that_is_told_nothing_must_train_the_app(tmp_path):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__init__.py").touch()
+    (tmp_path / "app" / "train.py").write_text("import sys\nprint(__name__, sys.argv[1:])")
+    env = os.environ | {"RANK": "0", "JOB_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, NODE], env=env, cwd=tmp_path, capture_output=True, timeout=150)
+    assert done.stdout == b"[rank 0] __main__ []\n"
+
+
+def workers(tmp_path, code: str, **env: str) -> subprocess.CompletedProcess[bytes]:
+    """The end of a node with two workers, of which somebody else has said which node this is."""
+    (tmp_path / "script.py").write_text(code)
+    told = {"NODE_MODE": "given", "NODE_RANK": "0", "NNODES": "1", "NODE_NPROC": "2", "MASTER_ADDR": "127.0.0.1"}
+    told |= {"CUDA_VISIBLE_DEVICES": "", "JOB_DIR": str(tmp_path), "NODE_FAILED": str(tmp_path / "failed")}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_"))}
+    command = [sys.executable, NODE, str(tmp_path / "script.py")]
+    return subprocess.run(command, env=clean | told | env, capture_output=True, timeout=150)
+
+
+def test_a_node_must_run_as_many_workers_as_it_is_given(tmp_path):
+    done = workers(tmp_path, "import os\nprint(os.environ['RANK'], os.environ['NODE_MODE'])")
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == [b"[rank 0] 0 given", b"[rank 1] 1 given"]
+    assert not (tmp_path / "failed").exists()
+
+
+def test_a_worker_that_fails_must_end_the_others_and_its_code_be_the_nodes(tmp_path):
+    done = workers(
+        tmp_path,
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    signal.signal(15, lambda *_: sys.exit(9))\n"
+        "    open(os.environ['JOB_DIR'] + '/ready', 'w').close()\n"
+        "    signal.pause()\n"
+        "while not os.path.exists(os.environ['JOB_DIR'] + '/ready'): time.sleep(0.01)\n"
+        "sys.exit(3)\n",
+    )
+    assert done.returncode == 3 and (tmp_path / "failed").read_text() == "3"
+    assert b"[node] rank 1 failed with exit code 3\n" in done.stdout and done.stdout.count(b"failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"MASTER_ADDR": ""}, b"there is no MASTER_ADDR"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a"}, b"error: 2 workers on one machine need as many GPUs; it has 1"),
+    ],
+)
+def test_a_node_that_cannot_know_its_workers_must_say_why(tmp_path, env, message):
+    done = workers(tmp_path, "print('ran')", **env)
+    assert done.returncode == 2
+    assert message in done.stdout and b"ran" not in done.stdout
+
+
 def test_a_log_must_go_on_when_the_disk_has_space_again_and_say_how_much_is_missing(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -178,3 +287,22 @@ def test_a_reader_that_does_not_read_must_not_hold_a_worker_up_and_be_told_what_
     assert [int(line) for line in log(tmp_path).split()[:-1]] == list(range(1_500_000))
     lines = output.splitlines()
     assert lines[0] == b"[rank 2] 0" and len(lines) < 1_500_000
+
+
+def test_a_reader_that_was_slow_must_get_the_rest_though_nothing_new_is_written(tmp_path):
+    node = given(tmp_path, "for i in range(30_000): print(i)\nprint('done')\nimport signal\nsignal.pause()")
+    eventually(lambda: log(tmp_path).endswith(b"done\n"))
+    os.set_blocking(node.stdout.fileno(), False)
+    found = bytearray()
+
+    def read() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            found.extend(os.read(node.stdout.fileno(), 1 << 20))
+        return found.endswith(b"[rank 2] done\n")
+
+    try:
+        eventually(read)
+        assert found.count(b"\n") == 30_001
+    finally:
+        node.kill()
+        node.communicate()

@@ -12,6 +12,14 @@ NODE = str(ROOT / "orchestrate" / "node")
 PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")
 PRELOAD = "colorsys"  # a module that nothing else imports: where it is imported already, the worker was forked
 
+BEFORE = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+from orchestrate.node import lease, loop, warm, worker
+{{before}}
+runpy.run_path({NODE!r}, run_name="__main__")
+"""
+
 
 class Pipe:
     """A client that talks to a node, from outside of a container."""
@@ -53,14 +61,16 @@ class Pipe:
 class Waiting:
     """A node in mode `wait`, and a client that starts workers in it."""
 
-    def __init__(self, tmp_path, preload: str = "", **env: str) -> None:
+    def __init__(self, tmp_path, preload: str = "", before: str = "", **env: str) -> None:
+        """`before` is run in the node's process before it begins: `lease.LEASE = 1`, say, of the modules in it."""
         self.folder = tmp_path
         self.env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(tmp_path / "s"), "JOB_DIR": str(tmp_path)}
         self.env |= {"NODE_PRELOAD": preload, **env}
         self.out = tmp_path / "stdout"
         self.pipe = Pipe(self.env)  # before the node listens
         with self.out.open("wb") as out:
-            self.node = subprocess.Popen([sys.executable, NODE], env=self.env, stdout=out, cwd=tmp_path)
+            command = [sys.executable, "-c", BEFORE.format(before=before)] if before else [sys.executable, NODE]
+            self.node = subprocess.Popen(command, env=self.env, stdout=out, cwd=tmp_path)
 
     def start(self, rank: int, code: str, generation: int = 0) -> None:
         script = self.folder / f"{rank}.py"

@@ -92,7 +92,7 @@ class Gang:
             left = [rank for rank, holder in self.running.items() if holder == name]
             if left:
                 self.exited(min(left), 128 + signal.SIGKILL)
-            elif len(self.hellos) < len(self.names):
+            elif len(self.hellos) < len(self.names) and not self.loop.ending:
                 self.fail(f"error: {name} went away before the job began")
         elif "hello" in message:
             self.hellos[address] = {**message["hello"], "name": name}

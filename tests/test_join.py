@@ -1,0 +1,359 @@
+"""Under plain Compose the master must gather its trainers, rank them, and carry the gang to its end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, eventually
+
+from orchestrate.engines.ports import free_port
+from orchestrate.node import join
+
+# Docker's name server, and GPUs, are played; what trainers say comes from addresses of the loopback interface.
+BOOT = """
+import socket, sys
+from orchestrate.node import join
+names, join.JOIN_PORT, gpus = eval(sys.argv[1])
+connect, hosts = join.connect, {"master": "127.0.0.1"}
+join.connect = lambda family, address, timeout: connect(family, (hosts[address[0]], address[1]), timeout)
+join.gpus = lambda: gpus
+socket.gethostbyname_ex = lambda name: (name, [], {"trainer": list(names)}[name])
+socket.gethostbyaddr = lambda address: (names[address], [], [address])
+sys.exit(join.join(sys.argv[2:]))
+"""
+NAMES = {"127.0.0.2": "p-trainer-10.p_default", "127.0.0.3": "p-trainer-9.p_default"}
+TEN, NINE = NAMES
+HELLO = {"name": "master", "host": "a", "cpus": 8, "gpus": []}
+WAITS = "import signal\nprint('ready')\nsignal.pause()"
+
+
+class Trainer:
+    """What the master hears of one, and what that hears of the master."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.file = sock, sock.makefile("rwb")
+        sock.settimeout(30)
+
+    def say(self, **message: object) -> None:
+        self.file.write(json.dumps(message).encode() + b"\n")
+        self.file.flush()
+
+    def hears(self) -> dict | None:
+        line = self.file.readline()
+        return json.loads(line) if line else None
+
+    def ranks(self) -> list[str]:
+        """The ranks of the workers that it is to start."""
+        return [env["RANK"] for env in self.hears()["start"]]
+
+    def close(self) -> None:
+        self.file.close()
+        self.sock.close()
+
+
+class Project:
+    """The nodes of a Compose project, one of them real."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port, self.env = folder, free_port(), {}
+        self.names, self.gpus = NAMES, []
+        self.trainers: list[Trainer] = []
+        self.node: subprocess.Popen[bytes] | None = None
+
+    def start(self, code: str, **env: str) -> None:
+        (self.folder / "script.py").write_text(code)
+        played = repr((self.names, self.port, self.gpus))
+        clean = {name: value for name, value in os.environ.items() if name not in ("JOB_ID", "NODE_NPROC")}
+        self.node = subprocess.Popen(
+            [sys.executable, "-c", BOOT, played, str(self.folder / "script.py")],
+            env=clean | {"PYTHONPATH": str(ROOT), "JOB_DIR": str(self.folder)} | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def trainer(self, address: str, hello: bool = True, **facts: object) -> Trainer:
+        def dial() -> socket.socket | None:
+            assert self.node.poll() is None
+            try:
+                return socket.create_connection(("127.0.0.1", self.port), source_address=(address, 0))
+            except ConnectionRefusedError:
+                return None
+
+        self.trainers.append(made := Trainer(eventually(dial)))
+        if hello:
+            made.say(hello=HELLO | facts)
+        return made
+
+    def both(self) -> tuple[Trainer, Trainer]:
+        """The trainers 9 and 10, of which 10 comes first."""
+        ten = self.trainer(TEN)
+        return self.trainer(NINE), ten
+
+    def ends(self) -> tuple[int, str]:
+        """The node's exit code and its output."""
+        out, _ = self.node.communicate(timeout=150)
+        return self.node.returncode, out.decode()
+
+    def ready(self) -> None:
+        """Wait until the node's worker is there."""
+        logs = self.folder / "logs"
+        eventually(lambda: any("ready" in path.read_text() for path in logs.glob("rank-*.log")))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    made = Project(tmp_path)
+    yield made
+    for trainer in made.trainers:
+        trainer.close()
+    if made.node and made.node.poll() is None:
+        made.node.kill()
+        made.node.communicate()
+
+
+def test_a_gang_must_be_ranked_by_the_numbers_of_its_trainers_whoever_comes_first(project):
+    project.start("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])", NODE_NPROC="2")
+    nine, ten = project.both()
+    first, second = nine.hears()["start"], ten.hears()["start"]
+    assert [env["RANK"] for env in [*first, *second]] == ["2", "3", "4", "5"]
+    expected = {"WORLD_SIZE": "6", "NODE_RANK": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "master"}
+    expected |= {"MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "compose", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert expected.items() <= second[1].items()
+    for trainer, ranks in ((nine, (2, 3)), (ten, (4, 5))):
+        for rank in ranks:
+            trainer.say(rank=rank, code=0)
+    code, out = project.ends()
+    assert code == 0
+    assert "[node] 3 nodes, world size 6, rank 0 on the master\n" in out
+    assert "[rank 0] 0 6\n" in out and "[rank 1] 1 6\n" in out
+
+
+def test_a_gang_must_last_until_its_last_worker_has_ended(project):
+    project.start("print('ready')")
+    nine, ten = project.both()
+    assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
+    project.ready()
+    nine.say(rank=1, code=0)
+    nine.close()  # a trainer whose workers have ended leaves
+    assert project.trainer("127.0.0.4", hello=False).hears() is None  # the master is there, and has heard it
+    ten.say(rank=2, code=5)
+    assert project.ends()[0] == 5
+
+
+def test_the_first_failure_must_end_the_gang_and_its_code_be_the_masters(project):
+    project.start(WAITS)
+    nine, ten = project.both()
+    assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
+    project.ready()
+    ten.say(rank=2, code=3)
+    assert nine.hears() == {"stop": True} and ten.hears() == {"stop": True}
+    nine.say(rank=1, code=143)
+    code, out = project.ends()
+    assert code == 3
+    assert "rank 2 on trainer-10 failed with exit code 3; stopping the others" in out and out.count("failed") == 1
+
+
+def test_a_trainer_that_goes_away_must_end_the_gang_as_if_it_had_been_killed(project):
+    project.start(WAITS, NODE_NPROC="2")
+    nine, ten = project.both()
+    assert (nine.ranks(), ten.ranks()) == (["2", "3"], ["4", "5"])
+    nine.close()
+    assert ten.hears() == {"stop": True}
+    code, out = project.ends()
+    assert code == 137
+    assert "rank 2 on trainer-9 failed with exit code 137" in out
+
+
+def test_a_trainer_that_goes_away_before_it_has_joined_must_be_named(project):
+    project.start(WAITS)
+    ten = project.trainer(TEN)
+    project.trainer(NINE, hello=False).close()
+    assert ten.hears() == {"stop": True}
+    code, out = project.ends()
+    assert code == 1
+    assert "error: trainer-9 went away before the job began" in out and "[rank 0]" not in out
+
+
+def test_trainers_that_do_not_join_in_time_must_be_named(project):
+    project.start(WAITS, NODE_JOIN_TIMEOUT="0.5")
+    nine = project.trainer(NINE)
+    assert nine.hears() == {"stop": True}
+    code, out = project.ends()
+    assert code == 1
+    assert "error: trainer-10 did not join in time" in out and "trainer-9" not in out
+
+
+def test_a_gang_that_has_joined_in_time_must_not_be_ended_when_the_time_is_over(project):
+    project.start("import time\ntime.sleep(0.5)", NODE_JOIN_TIMEOUT="0.4")  # a step takes longer
+    nine, ten = project.both()
+    assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
+    nine.say(rank=1, code=0)
+    ten.say(rank=2, code=0)
+    assert project.ends()[0] == 0
+
+
+def test_a_trainer_that_goes_away_while_others_are_awaited_must_end_the_job_at_once(project):
+    project.start(WAITS)
+    project.trainer(NINE).close()
+    code, out = project.ends()
+    assert (code, out.count("went away before the job began")) == (1, 1)
+    assert "error: trainer-9 went away" in out
+
+
+def test_who_is_no_trainer_or_comes_twice_must_be_turned_away(project):
+    project.start(WAITS)
+    nine = project.trainer(NINE)
+    assert project.trainer("127.0.0.4", hello=False).hears() is None
+    assert project.trainer(NINE, hello=False).hears() is None
+    ten = project.trainer(TEN)
+    assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
+
+
+def test_more_workers_than_gpus_must_end_the_gang_before_it_begins_with_the_ways_out(project):
+    project.gpus = ["GPU-a", "GPU-b"]
+    project.start("print('ran')")
+    host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # all on one machine
+    nine, ten = (project.trainer(address, host=host, gpus=project.gpus) for address in (NINE, TEN))
+    assert nine.hears() == {"stop": True} and ten.hears() == {"stop": True}
+    code, out = project.ends()
+    assert code == 1
+    assert "error: 3 workers on one machine need as many GPUs; it has 2" in out
+    assert "hint: take fewer nodes (--scale trainer=N)" in out and "[rank 0]" not in out
+
+
+def test_nodes_of_one_machine_must_have_a_gpu_each_and_those_of_another_its_own(project):
+    project.gpus = ["GPU-a", "GPU-b"]
+    project.start("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])", JOB_ID="mine")
+    host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    nine, ten = project.trainer(NINE, host=host, gpus=project.gpus), project.trainer(TEN, gpus=["GPU-c"])
+    (first,), (second,) = nine.hears()["start"], ten.hears()["start"]
+    assert (first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]) == ("GPU-b", "GPU-c")
+    assert first["TORCHELASTIC_RUN_ID"] == "mine"
+    nine.say(rank=1, code=0)
+    ten.say(rank=2, code=0)
+    code, out = project.ends()
+    assert code == 0 and "[rank 0] GPU-a\n" in out
+
+
+def test_a_master_that_is_asked_to_end_must_stop_its_trainers_too(project):
+    project.start(WAITS)
+    nine, ten = project.both()
+    assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
+    project.ready()
+    project.node.send_signal(signal.SIGTERM)
+    assert nine.hears() == {"stop": True} and ten.hears() == {"stop": True}
+    assert project.ends()[0] == 143
+
+
+def test_a_master_without_trainers_must_train_alone(project):
+    project.names = {}
+    project.start("import os\nprint(os.environ['WORLD_SIZE'])\nraise SystemExit(4)")
+    code, out = project.ends()
+    assert code == 4 and "[rank 0] 1\n" in out
+
+
+# --- a trainer
+
+
+@pytest.fixture
+def master(project: Project) -> Iterator[SimpleNamespace]:
+    """A trainer that is real, the master's side of its connection, and what it has said of itself."""
+    with socket.create_server(("127.0.0.1", project.port)) as server:
+        server.settimeout(60)
+
+        def start(code: str) -> SimpleNamespace:
+            project.start(code, NODE_ROLE="trainer", NODE_GRACE="1000", GIVEN="1")
+            side = Trainer(server.accept()[0])
+            project.trainers.append(side)
+            return SimpleNamespace(side=side, hello=side.hears()["hello"])
+
+        yield start
+
+
+def test_a_trainer_must_say_what_its_machine_has_run_what_it_is_told_and_report_it(project, master):
+    project.gpus = ["GPU-a"]
+    told = master("import os, sys\nprint(os.environ['GIVEN'])\nsys.exit(int(os.environ['CODE']))")
+    assert told.hello["cpus"] == os.cpu_count() and told.hello["gpus"] == ["GPU-a"]
+    assert told.hello["host"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    told.side.say(start=[{"RANK": "2", "CODE": "0"}, {"RANK": "3", "CODE": "5", "GIVEN": "2"}])
+    ends = [told.side.hears() for _ in range(2)]
+    assert sorted((end["rank"], end["code"]) for end in ends) == [(2, 0), (3, 5)]
+    code, out = project.ends()
+    assert code == 5
+    assert "[rank 2] 1\n" in out and "[rank 3] 2\n" in out
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["told", "the master has gone"])
+def test_a_trainer_must_stop_its_workers_when_the_gang_ends(project, master, gone):
+    told = master(
+        "import os, signal, sys\nif os.environ['RANK'] == '2': sys.exit(4)\n"
+        "signal.signal(15, lambda *_: sys.exit(7))\nprint('ready')\nsignal.pause()"
+    )
+    told.side.say(start=[{"RANK": "1"}, {"RANK": "2"}])
+    assert told.side.hears() == {"rank": 2, "code": 4}
+    project.ready()
+    if gone:
+        told.side.close()
+    else:
+        told.side.say(stop=True)
+        assert told.side.hears() == {"rank": 1, "code": 7}
+    assert project.ends()[0] == 4
+
+
+def test_a_trainer_that_has_nothing_to_do_any_more_must_end(project, master):
+    told = master("print('ran')")
+    told.side.say(stop=True)  # before it was told to start anything
+    code, out = project.ends()
+    assert (code, out) == (0, "")
+
+
+def test_a_trainer_without_a_master_must_say_so_in_the_end(project):
+    project.start("print('ran')", NODE_ROLE="trainer", NODE_JOIN_TIMEOUT="0.2")
+    code, out = project.ends()
+    assert code == 1
+    assert "error: no master to join: " in out and "refused" in out and "ran" not in out
+
+
+def test_a_trainer_must_wait_for_a_master_that_does_not_listen_yet(monkeypatch, tmp_path):
+    with socket.socket(socket.AF_UNIX) as master:
+        master.bind(str(tmp_path / "master"))
+        monkeypatch.setattr(join.time, "sleep", lambda seconds: master.listen())
+        join.connect(socket.AF_UNIX, str(tmp_path / "master"), 60).close()
+
+
+# --- names
+
+
+def test_a_name_server_that_is_slow_to_say_no_must_be_asked_again(monkeypatch):
+    answers = [socket.gaierror(socket.EAI_AGAIN, "later"), ("trainer", [], ["10.0.0.2"])]
+
+    def asked(name: str) -> tuple[str, list[str], list[str]]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(join.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(socket, "gethostbyname_ex", asked)
+    monkeypatch.setattr(socket, "gethostbyaddr", lambda address: ("no-number", [], [address]))
+    assert join.trainers() == {"10.0.0.2": "trainer-0"}
+    answers[:] = [socket.gaierror(socket.EAI_AGAIN, "later")] * 3
+    assert join.trainers() == {} and not answers
+    answers[:] = [socket.gaierror(socket.EAI_NONAME, "none")]  # it is sure, and is not asked again
+    assert join.trainers() == {} and not answers
+
+
+def test_a_trainer_that_ends_while_it_is_looked_up_must_be_awaited_by_some_name(monkeypatch):
+    def unknown(address: str) -> tuple[str, list[str], list[str]]:
+        raise socket.herror(1, "Unknown host")
+
+    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: ("trainer", [], ["10.0.0.2"]))
+    monkeypatch.setattr(socket, "gethostbyaddr", unknown)
+    assert join.trainers() == {"10.0.0.2": "trainer-0"}  # who does not join in time, and is named

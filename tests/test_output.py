@@ -1,0 +1,107 @@
+"""A node's stdout must never hold a worker up, and say what a slow reader has missed."""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from orchestrate.node import output
+from orchestrate.node.output import Stdout
+
+LINE = b"x" * 999 + b"\n"
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, Stdout]]:
+    """A reader, and what writes to it."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    yield reader, Stdout(writer)
+    for descriptor in (reader, writer):
+        try:
+            os.close(descriptor)
+        except OSError:  # the test has closed it
+            continue
+
+
+def read(reader: int) -> bytes:
+    """All that is there to read."""
+    found = b""
+    while True:
+        try:
+            chunk = os.read(reader, 1 << 16)
+        except BlockingIOError:
+            return found
+        if not chunk:
+            return found
+        found += chunk
+
+
+def test_a_slow_reader_must_be_told_how_many_lines_it_has_missed(pipe, monkeypatch):
+    monkeypatch.setattr(output, "MOST", 100_000)
+    reader, out = pipe
+    for _ in range(200):
+        out.write(LINE * 2)
+    found = b""
+    while out.flush():
+        found += read(reader)
+    out.write(b"next\n")
+    out.write(b"last\n")
+    lines = (found + read(reader)).splitlines(keepends=True)
+    kept = len(lines) - 3
+    assert lines[:kept] == [LINE] * kept and kept >= 100
+    assert lines[kept:] == [
+        b"[node] %d lines are missing here: the reader was too slow\n" % (400 - kept),
+        b"next\n",
+        b"last\n",
+    ]
+
+
+def test_what_waits_for_a_slow_reader_must_arrive_whole_and_in_order(pipe):
+    reader, out = pipe
+    expected = b"".join(b"%d\n" % number for number in range(50_000))
+    out.write(expected)
+    assert out.flush()  # more than a pipe holds
+    found = b""
+    while out.flush():
+        found += os.read(reader, 5000)  # so that there is room for a part of what is to be written
+    assert found + read(reader) == expected
+
+
+def test_a_reader_must_have_some_time_for_the_rest_when_the_node_ends(pipe, monkeypatch):
+    reader, out = pipe
+    os.set_blocking(reader, True)
+    monkeypatch.setattr(output, "PATIENCE", 60.0)
+    out.write(LINE * 200)
+    found: list[bytes] = []
+    reads = threading.Thread(target=lambda: found.extend(iter(lambda: os.read(reader, 1 << 16), b"")))
+    reads.start()
+    assert not out.flush(last=True)
+    os.close(out.descriptor)
+    reads.join()
+    assert b"".join(found) == LINE * 200
+
+
+def test_a_node_must_not_wait_for_ever_for_a_reader_that_does_not_read(pipe, monkeypatch):
+    _, out = pipe
+    monkeypatch.setattr(output, "PATIENCE", 0.05)
+    out.write(LINE * 200)
+    assert out.flush(last=True)
+
+
+def test_a_reader_that_has_gone_must_cost_nothing(pipe):
+    reader, out = pipe
+    out.write(LINE * 200)
+    os.close(reader)
+    assert not out.flush()
+    out.write(LINE)
+    assert not out.flush(last=True)
+
+
+def test_stdout_that_is_no_pipe_must_be_left_as_it_is(tmp_path):
+    with (tmp_path / "out").open("wb") as file:
+        out = Stdout(file.fileno())
+        assert os.get_blocking(file.fileno())
+        out.write(LINE * 200)
+    assert (tmp_path / "out").read_bytes() == LINE * 200
