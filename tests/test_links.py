@@ -1,18 +1,28 @@
 """What comes over a connection to a node must arrive whole, however it is cut, and nonsense must end it."""
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from waiting import PIPE
 
+from orchestrate.engines import links
 from orchestrate.engines.daemon import Frames
-from orchestrate.engines.links import Link, Linked
+from orchestrate.engines.links import Link, Linked, connect
 from orchestrate.engines.ports import free_port
+from orchestrate.engines.process import ProcessEngine
+from orchestrate.errors import EngineError
+from orchestrate.node.sealed import Seal
+from orchestrate.spec import JobSpec
 
 MESSAGES = [{"say": "status", "running": {}}, {"say": "ended", "rank": 3, "code": 0, "text": "ä" * 300}]
 SAID = {"say": "ended", "generation": 0, "sign": "", "asked": False}
@@ -122,3 +132,147 @@ def test_the_engines_frames_must_be_taken_off_and_stderr_left_out(size):
     wire = frame(1, LINES[:10]) + frame(2, b"a warning\n") + frame(1, b"") + frame(1, LINES[10:])
     frames = Frames(None)
     assert b"".join(frames.stdout(wire[i : i + size]) for i in range(0, len(wire), size)) == LINES
+
+
+# --- one connection
+
+
+@contextlib.contextmanager
+def connected(key: bytes = b"") -> Iterator[tuple[Link, socket.socket]]:
+    here, there = socket.socketpair()
+    there.settimeout(10)
+    link = Link(here, key=key)
+    try:
+        yield link, there
+    finally:
+        link.close()
+        there.close()
+
+
+def test_an_answer_must_be_found_among_what_else_a_node_says():
+    with connected() as (link, there):
+        there.sendall(b'{"say": "started", "rank": 0}\n{"say": "news", "files": [1]}\n')
+        assert link.converse("news", since=3)["files"] == [1]
+        assert json.loads(there.recv(1000)) == {"ask": "news", "since": 3}
+
+
+def test_what_a_node_cannot_do_must_be_an_error_in_its_words():
+    with connected() as (link, there), pytest.raises(EngineError, match="no space left"):
+        there.sendall(b'{"say": "put", "error": "no space left"}\n')
+        link.converse("put")
+
+
+def test_a_conversation_must_wait_as_long_as_was_asked_for(monkeypatch):
+    monkeypatch.setattr(links, "ANSWERS", 0.01)
+    with connected() as (link, there):
+        threading.Timer(0.1, there.sendall, (b'{"say": "news"}\n',)).start()
+        assert link.converse("news", patience=10) == {"say": "news"}
+
+
+def test_a_node_that_is_silent_or_gone_must_end_the_conversation():
+    with connected() as (link, there):
+        with pytest.raises(ConnectionError):
+            link.converse("news", patience=0.01)
+        there.close()
+        with pytest.raises(ConnectionError):
+            link.converse("news")
+
+
+def test_a_node_that_takes_nothing_must_not_be_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(links, "ANSWERS", 0.05)
+    with connected() as (link, _):
+        assert not link.send("start", env="x" * (1 << 24))
+
+
+def test_a_guarded_connection_must_begin_with_words_and_go_on_in_lines_with_proof():
+    with connected(b"key") as (link, there):
+        node = Seal(b"key", listens=True)
+        there.sendall(node.word[:5])
+        waits = []
+
+        def rest() -> None:
+            waits.append(link.sock.gettimeout())
+            there.sendall(node.word[5:] + b"\n")
+
+        threading.Timer(0.05, rest).start()
+        assert link.greet(9)
+        assert (waits, link.sock.gettimeout()) == ([9], links.ANSWERS)
+        word, rest = there.recv(1000).split(b"\n")
+        assert rest == b""
+        node.meet(word)
+        there.sendall(node.close(b'{"say": "status"}') + b"\n")
+        assert link.receive() == [{"say": "status"}]
+        assert link.send("dump")
+        assert json.loads(node.open(there.recv(1000).rstrip(b"\n"))) == {"ask": "dump"}
+        there.sendall(b'{"say": "status"}\n')  # of somebody without the key
+        assert link.receive() is None
+
+
+@pytest.mark.parametrize("said", [b"no word\n", b"", None])
+def test_a_guarded_connection_must_be_closed_where_the_node_does_not_greet(said):
+    with connected(b"key") as (link, there):
+        if said is not None:
+            there.sendall(said)
+            there.shutdown(socket.SHUT_WR)
+        assert not link.greet(0.01)
+        assert link.sock.fileno() == -1
+
+
+def test_a_connection_must_end_for_the_node_though_somebody_else_holds_its_socket():
+    with connected() as (link, there), link.sock.dup():
+        link.close()
+        assert there.recv(1) == b""
+        link.close()
+
+
+# --- sockets in folders
+
+
+def listening(folder: Path, name: str) -> socket.socket:
+    """A socket in a folder whose path may be too long for it."""
+    server, descriptor = socket.socket(socket.AF_UNIX), os.open(folder, os.O_PATH)
+    server.bind(f"/proc/self/fd/{descriptor}/{name}")
+    os.close(descriptor)
+    server.listen()
+    return server
+
+
+def test_a_socket_must_be_found_however_long_its_path_is_and_no_descriptor_stay_open(tmp_path):
+    folder = tmp_path / ("f" * 100) / ("g" * 100)
+    folder.mkdir(parents=True)
+    with listening(folder, "s") as server:
+        link = connect(folder / "s")
+        there, _ = server.accept()
+        with there:
+            assert link.send("status") and json.loads(there.recv(100)) == {"ask": "status"}
+        link.close()
+        for path in (folder / "none", tmp_path / "none" / "s"):
+            with pytest.raises(FileNotFoundError):
+                connect(path)
+        opened = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+        assert str(folder) not in opened
+
+
+def test_a_socket_that_is_not_there_yet_must_be_waited_for_and_one_without_a_listener_not(tmp_path, monkeypatch):
+    made: list[socket.socket] = []
+    monkeypatch.setattr(links.time, "sleep", lambda seconds: made or made.append(listening(tmp_path, "late")))
+    connect(tmp_path / "late", patience=10).close()
+    made[0].close()
+    with pytest.raises(ConnectionRefusedError):
+        connect(tmp_path / "late", patience=3600)
+
+
+# --- ports
+
+
+def test_a_port_must_be_free_and_below_those_that_the_kernel_hands_out(monkeypatch):
+    assert {port for port in (free_port() for _ in range(20)) if not 20000 <= port < 30000} == set()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        used, free = taken.getsockname()[1], free_port()
+        monkeypatch.setattr(random, "sample", lambda *_: [used, free, used])
+        engine = ProcessEngine()
+        assert free_port() == engine.port(JobSpec(), 3) == free
+        engine.selector.close()
+        monkeypatch.setattr(random, "sample", lambda *_: [used, used])
+        with pytest.raises(EngineError, match="no free port"):
+            free_port()

@@ -122,7 +122,10 @@ class Daemon:
                 if error.status_code in (404, 409):
                     return None
                 raise
-        return Link(getattr(stream, "_sock", stream), Frames(stream).stdout, key)
+        frames = Frames(stream)
+        link = Link(stream._sock, frames.stdout, key)
+        link.partial = frames.stdout(_ahead(stream))
+        return link
 
     def compose(
         self,
@@ -203,6 +206,15 @@ class Frames:
         return found
 
 
+def _ahead(stream: Any) -> bytes:
+    """What an exec has written already, where it was read together with the head of the engine's answer."""
+    patience = stream._sock.gettimeout()
+    stream._sock.setblocking(False)  # for nothing must be waited for
+    found: bytes = stream._response.raw._fp.fp.peek()
+    stream._sock.settimeout(patience)
+    return found
+
+
 class Events:
     """The engine's events of one job's containers and networks, from now on.
 
@@ -233,6 +245,9 @@ class Events:
     def close(self) -> None:
         """Stop listening."""
         self._closing = True
+        self._end_stream()
+
+    def _end_stream(self) -> None:
         if self._stream is not None:
             with contextlib.suppress(*ERRORS, OSError):
                 self._stream.close()
@@ -243,6 +258,8 @@ class Events:
         while not self._closing:
             with contextlib.suppress(*ERRORS):
                 self._stream = self._daemon.client.api.events(since=since, filters=filters, decode=True)
+                if self._closing:  # before there was a stream to end
+                    self._end_stream()
                 for event in self._stream:  # which ends without a word when the connection breaks
                     key = event["timeNano"], event["Action"], event["Actor"]["ID"]
                     if event["time"] != since:

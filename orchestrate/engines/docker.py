@@ -201,8 +201,8 @@ class DockerEngine(Linked):
         if grace:
             self.daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
         self.daemon.each(nodes, lambda node: node.remove(force=True, v=True))
-        for folder in {Path(node.attrs["Labels"]["orchestrate.run"]) for node in nodes}:
-            shutil.rmtree(folder / SOCKETS, ignore_errors=True)
+        for folder in {node.attrs["Labels"].get("orchestrate.run") for node in nodes} - {None, ""}:
+            shutil.rmtree(Path(folder) / SOCKETS, ignore_errors=True)
         with self.daemon.asking(f"keeps a network of {job_id}"):
             for network in self.client.networks.list(filters={"label": label, "driver": "bridge"}):
                 network.remove()

@@ -1,0 +1,270 @@
+"""A Docker Engine's API on a Unix socket, whose containers are only told of, and which remembers what it was asked."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import re
+import socketserver
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socket import socket
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+from test_plan import HERE, plan
+
+from orchestrate.engines.docker import DockerEngine
+from orchestrate.plan import Plan
+from orchestrate.spec import JobSpec
+
+INFO = {
+    "OperatingSystem": "Debian GNU/Linux 12 (bookworm)",
+    "ServerVersion": "26.1.5",
+    "NCPU": 4,
+    "Runtimes": {"runc": {}},
+    "DefaultRuntime": "runc",
+    "SecurityOptions": ["name=seccomp,profile=builtin"],
+}
+SPEC = JobSpec(trainers=1)
+VERSION = {"Version": "26.1.5", "ApiVersion": "1.44", "MinAPIVersion": "1.24"}
+
+
+class Answers:
+    """What an engine has, and how it answers; `refusals` are statuses and messages by what is asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "docker.sock"
+        self.info: dict[str, Any] = dict(INFO)
+        self.containers: list[dict[str, Any]] = []
+        self.networks: list[dict[str, Any]] = []
+        self.images: set[str] = set()
+        self.output = b""  # of a container that was made
+        self.refusals: dict[str, tuple[int, str]] = {}
+        self.happens: Callable[[str], None] = lambda what: None  # called with each thing that is asked
+        self.at_once = b""  # what an exec writes before its start is even answered
+        self.speaks: Callable[[socket], None] = lambda connection: None  # what an exec does
+        self.asked: list[tuple[str, dict[str, str], Any]] = []  # method and path, query, body
+        self.events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None ends the stream
+        self.server = Server(str(self.path), type("Bound", (Handler,), {"engine": self}))
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def host(self) -> str:
+        return f"unix://{self.path}"
+
+    def container(self, node: str, job: str = "j", state: str = "running", **labels: str) -> dict[str, Any]:
+        """Have a container of a job, as a list shows it; named as Compose does."""
+        service, _, number = node.partition("-")
+        labels = {
+            "orchestrate.job": job,
+            "orchestrate.run": f"/runs/{job}",
+            "orchestrate.owner": "7",
+            "com.docker.compose.service": service,
+            "com.docker.compose.container-number": number or "1",
+            **labels,
+        }
+        made = {
+            "Id": f"{job}-{node}-".ljust(64, "0"),
+            "Names": [f"/{job}-{service}-{number or 1}"],
+            "Labels": labels,
+            "State": state,
+            "NetworkSettings": {"Networks": {f"{job}_job": {}}},
+        }
+        self.containers.append(made)
+        return made
+
+    def network(self, job: str = "j") -> None:
+        labels = {"orchestrate.job": job}
+        self.networks.append({"Id": f"net-{job}", "Name": f"{job}_job", "Driver": "bridge", "Labels": labels})
+
+    def did(self, *methods: str) -> list[str]:
+        """What has been asked, but for lists."""
+        return [what for what, _, _ in self.asked if what.split()[0] in (methods or ("POST", "DELETE"))]
+
+    def of(self, what: str) -> tuple[dict[str, str], Any]:
+        """The query and the body of the last such request."""
+        return next((query, body) for asked, query, body in reversed(self.asked) if asked == what)
+
+    def close(self) -> None:
+        self.events.put(None)
+        self.server.shutdown()
+        self.server.server_close()
+
+    def change(self, method: str, words: list[str], body: Any) -> None:
+        """Have containers and networks as they are after a request."""
+        for one in [one for one in self.containers if one["Id"] in words]:
+            if method == "DELETE":
+                self.containers.remove(one)
+            one["State"] = {"start": "running", "kill": "exited", "stop": "exited"}.get(words[-1], one["State"])
+        for network in [network for network in self.networks if network["Id"] in words]:
+            if method == "DELETE":
+                self.networks.remove(network)
+            for one in self.containers if words[-1] == "connect" else ():
+                if one["Id"] == body["Container"]:
+                    one["NetworkSettings"]["Networks"][network["Name"]] = {}
+
+    def answer(self, what: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        """The status and the content of an answer."""
+        self.asked.append((what, query, body))
+        self.happens(what)
+        if what in self.refusals:
+            status, message = self.refusals[what]
+            return status, {"message": message}
+        filters = json.loads(query.get("filters", "{}"))
+        method, _, path = what.partition(" ")
+        if method == "GET" and (name := re.fullmatch(r"/images/(.+)/json", path)):
+            return (200, {"Id": "sha256:1"}) if name[1] in self.images else (404, {"message": "No such image"})
+        if what == "POST /images/create":
+            self.images.add(f"{query['fromImage']}:{query['tag']}")
+        known: dict[str, Callable[[], Any]] = {
+            "GET /version": lambda: VERSION,
+            "GET /info": lambda: self.info,
+            "GET /_ping": lambda: "OK",
+            "GET /containers/json": lambda: [one for one in self.containers if picked(one, filters)],
+            "GET /networks": lambda: [one for one in self.networks if picked(one, filters)],
+            "POST /containers/create": lambda: {"Id": "made", "Warnings": []},
+            "GET /containers/made/json": lambda: {"Id": "made", "Config": {"Tty": False}},
+            "POST /containers/made/wait": lambda: {"StatusCode": 0},
+            "GET /containers/made/logs": lambda: framed(1, self.output),
+        }
+        if what in known:
+            return 200, known[what]()
+        self.change(method, path.split("/"), body)
+        return (201, {"Id": "exec"}) if path.endswith("/exec") else (204, None)
+
+
+def framed(stream: int, text: bytes) -> bytes:
+    """What a container writes, as the engine wraps it."""
+    return bytes([stream, 0, 0, 0]) + len(text).to_bytes(4, "big") + text
+
+
+def picked(thing: dict[str, Any], filters: dict[str, Any]) -> bool:
+    """Whether a filter of the engine's lists lets it through; names may be parts of one."""
+    labels = [f"{key}={value}" for key, value in thing["Labels"].items()] + [*thing["Labels"]]
+    return (
+        set(filters.get("label", [])) <= set(labels)
+        and all(name in thing["Name"] for name in filters.get("name", []))
+        and all(thing["Driver"] == driver for driver in filters.get("driver", []))
+    )
+
+
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of clients that go away."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    engine: Answers
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:  # noqa: N802
+        parts = urlsplit(self.path)
+        what = f"{self.command} {re.sub('^/v[0-9.]+', '', unquote(parts.path))}"
+        query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+        text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.loads(text) if text else None
+        if what == "GET /events" and what not in self.engine.refusals:
+            return self.stream(what, query)
+        if what.endswith("/exec/exec/start"):
+            self.engine.asked.append((what, query, body))
+            head = b"HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
+            self.wfile.write(head + self.engine.at_once)
+            self.engine.speaks(self.connection)
+            self.close_connection = True
+            return
+        status, content = self.engine.answer(what, query, body)
+        sent = content if isinstance(content, bytes) else b"" if content is None else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        if status != 204:
+            self.send_header("Content-Length", str(len(sent)))
+        self.end_headers()
+        if status != 204:
+            self.wfile.write(sent)
+
+    do_POST = do_DELETE = do_HEAD = do_GET  # noqa: N815
+
+    def stream(self, what: str, query: dict[str, str]) -> None:
+        self.engine.asked.append((what, query, None))
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while event := self.engine.events.get():
+                line = json.dumps(event).encode() + b"\n"
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(line), line))
+            self.wfile.write(b"0\r\n\r\n")
+        self.close_connection = True
+
+
+class Job:
+    """A job named j on an engine that is played, and a `docker` that writes down how it was called."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers, self.folder, self.run = Answers(folder), folder, folder / "run"
+        self.run.mkdir()
+        self.made: list[DockerEngine] = []
+        self.compose()
+        monkeypatch.setenv("DOCKER_HOST", self.answers.host)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        monkeypatch.setattr("orchestrate.engines.daemon.PLUGINS", ["/"])
+
+    def close(self) -> None:
+        for engine in self.made:
+            if engine.events:
+                engine.events.close()
+                engine.events.bell.close()
+                engine.events._alarm.close()
+            engine.selector.close()
+            for link in engine.links.values():
+                link.close()
+            engine.client.close()
+        self.answers.close()
+
+    def engine(self) -> DockerEngine:
+        self.made.append(DockerEngine())
+        return self.made[-1]
+
+    def plan(self, spec: JobSpec = SPEC, **inventory: Any) -> Plan:
+        return plan(spec, dataclasses.replace(HERE, **{"code": "/code", **inventory}), "j")
+
+    def settled(self, *nodes: str, spec: JobSpec = SPEC, **inventory: Any) -> DockerEngine:
+        """An engine that knows the job, whose workers run on these nodes."""
+        for name in nodes:
+            self.answers.container(name)
+        engine = self.engine()
+        engine._settle(spec, self.plan(spec, **inventory), self.run)
+        engine.nodes, engine.generation = engine._look(), 0
+        engine.running = dict(enumerate(nodes))
+        self.answers.asked.clear()
+        return engine
+
+    def compose(self, script: str = "") -> None:
+        path = self.folder / "docker"
+        path.write_text(f"#!/bin/sh\necho $* > {self.folder}/words\nenv > {self.folder}/env\n{script}\n")
+        path.chmod(0o755)
+
+    def words(self) -> list[str]:
+        """How Compose was called; nothing where it was not."""
+        path = self.folder / "words"
+        return path.read_text().split() if path.exists() else []
+
+    def env(self) -> dict[str, str]:
+        return dict(line.split("=", 1) for line in (self.folder / "env").read_text().splitlines() if "=" in line)
+
+    def happened(self, action: str, node: dict[str, Any], **attributes: str) -> None:
+        """Have the engine tell of something."""
+        told = {"Action": action, "Type": "container", "time": 1, "timeNano": len(self.answers.asked)}
+        labels = {"orchestrate.job": "j", **attributes}
+        self.answers.events.put({**told, "Actor": {"ID": node["Id"], "Attributes": labels}})

@@ -1,0 +1,336 @@
+"""How the Docker Engine and Compose are talked to, with an engine that is played and a `docker` that is a script."""
+
+import gc
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import docker.errors
+import pytest
+import requests
+from answers import Answers, framed
+from conftest import eventually, gone
+from docker.models.containers import Container
+from scripted import Clock
+
+from orchestrate.engines import daemon as daemon_module
+from orchestrate.engines.daemon import Daemon, name_of, reason
+from orchestrate.errors import EngineError, EngineLost, ResourceError
+from orchestrate.paths import PROJECT
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Have what the SDK has left open closed before another test."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch) -> Iterator[Answers]:
+    made = Answers(tmp_path)
+    monkeypatch.setenv("DOCKER_HOST", made.host)
+    monkeypatch.setattr(daemon_module, "PLUGINS", ["/"])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def daemon(answers) -> Iterator[Daemon]:
+    made = Daemon()
+    yield made
+    made.client.close()
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Have a script for `docker`."""
+
+    def make(script: str) -> Path:
+        path = tmp_path / "bin" / "docker"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+        return path
+
+    return make
+
+
+# --- which engine
+
+
+@pytest.mark.parametrize("host", ["tcp://10.1.2.3:2375", "ssh://me@box"])
+def test_an_engine_on_another_machine_must_be_refused(monkeypatch, host):
+    monkeypatch.setenv("DOCKER_HOST", host)
+    with pytest.raises(EngineError, match="another machine") as error:
+        Daemon()
+    assert host in str(error.value) and "DOCKER_HOST" in error.value.hint
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("host", ["tcp://127.0.0.1:1", "tcp://localhost:1", "unix:///none/docker.sock"])
+def test_an_engine_of_this_machine_that_does_not_answer_must_be_told_with_the_way_out(monkeypatch, host):
+    monkeypatch.setenv("DOCKER_HOST", host)
+    with pytest.raises(EngineError, match=f"no Docker Engine answers at {host}: (connection|no such)") as error:
+        Daemon()
+    assert "--engine process" in error.value.hint
+
+
+@pytest.mark.usefixtures("collected")
+def test_the_engine_must_be_that_of_the_users_docker_context(tmp_path, monkeypatch):
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.setattr(daemon_module.ContextAPI, "get_current_context", lambda: docker.context.Context("default"))
+    assert daemon_module._context_host().startswith("unix://")
+    mine = docker.context.Context("mine", host="tcp://10.9.9.9:1")
+    monkeypatch.setattr(daemon_module.ContextAPI, "get_current_context", lambda: mine)
+    with pytest.raises(EngineError, match="10.9.9.9"):
+        Daemon()
+    for nothing in (None, docker.context.Context("empty", endpoints={"docker": {"Host": ""}})):
+        monkeypatch.setattr(daemon_module.ContextAPI, "get_current_context", lambda found=nothing: found)
+        assert daemon_module._context_host() == "unix:///var/run/docker.sock"
+
+
+@pytest.mark.usefixtures("collected")
+def test_a_missing_compose_must_be_told_and_one_that_is_there_be_taken(answers, command, monkeypatch, tmp_path):
+    monkeypatch.setattr(daemon_module, "PLUGINS", [str(tmp_path / "none")])
+    command(f"echo $* > {tmp_path}/words; echo unknown command: compose >&2; exit 1")
+    with pytest.raises(ResourceError, match="Compose v2 is missing.*unknown command: compose"):
+        Daemon()
+    assert (tmp_path / "words").read_text().split()[-1] == "version"
+    command("exit 0")
+    Daemon().client.close()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ResourceError):
+        Daemon()
+
+
+def test_nodes_must_run_as_the_owner_of_the_run_directory_and_without_root_as_root(daemon, tmp_path):
+    os.chown(tmp_path, 1234, 5678) if os.getuid() == 0 else None
+    owner = tmp_path.stat()
+    assert daemon.user(tmp_path) == f"{owner.st_uid}:{owner.st_gid}"
+    daemon.info["SecurityOptions"] = ["name=seccomp", "name=rootless"]
+    assert daemon.user(tmp_path) == "0:0"
+    daemon.info["SecurityOptions"] = None
+    assert daemon.user(tmp_path) != "0:0"
+
+
+# --- what is asked of it
+
+
+def test_containers_must_be_found_by_label_whether_they_run_or_not(answers, daemon):
+    answers.container("master", "a", state="exited")
+    answers.container("trainer-2", "b")
+    assert [name_of(found) for found in daemon.containers("orchestrate.job=a")] == ["a-master-1"]
+    assert answers.of("GET /containers/json")[0]["all"] == "1"
+    assert [name_of(found) for found in daemon.containers("orchestrate.job")] == ["a-master-1", "b-trainer-2"]
+    assert daemon.containers("orchestrate.job=c") == []
+
+
+@pytest.mark.usefixtures("collected")
+def test_a_refusal_must_be_told_from_an_engine_that_is_away(answers, daemon):
+    answers.refusals["GET /containers/json"] = 500, "the store\nis broken"
+    with pytest.raises(EngineError, match="does not list its containers: the store is broken") as refused:
+        daemon.containers("x")
+    assert not isinstance(refused.value, EngineLost)
+    answers.happens = lambda what: 1 / 0  # which closes the connection
+    with pytest.raises(EngineLost, match="does not answer") as lost:
+        daemon.containers("x")
+    assert lost.value.hint == daemon_module.GET_DOCKER
+
+
+def test_each_container_must_be_seen_to_though_some_need_it_no_more(answers, daemon):
+    nodes = [answers.container(f"trainer-{number}") for number in range(1, 5)]
+    answers.refusals[f"POST /containers/{nodes[0]['Id']}/kill"] = 404, "No such container"
+    answers.refusals[f"POST /containers/{nodes[1]['Id']}/kill"] = 409, "is not running"
+    found = daemon.containers("orchestrate.job")
+    daemon.each(found, Container.kill)
+    assert sorted(answers.did()) == [f"POST /containers/{node['Id']}/kill" for node in nodes]
+    answers.refusals[f"POST /containers/{nodes[2]['Id']}/kill"] = 500, "no permission"
+    with pytest.raises(EngineError, match="fails on j-trainer-3: no permission"):
+        daemon.each(found, Container.kill)
+
+
+@pytest.mark.usefixtures("collected")
+def test_a_command_in_a_container_must_be_talked_to_over_its_stdin_and_stdout(answers, daemon):
+    def echo(connection) -> None:
+        said = b'{"say": "heard ' + connection.recv(100).strip().replace(b'"', b"'") + b'"}\n'
+        for stream, text in ((2, b"a warning"), (1, said)):
+            connection.sendall(bytes([stream, 0, 0, 0]) + len(text).to_bytes(4, "big") + text)
+        connection.recv(1)
+
+    answers.speaks = echo
+    link = daemon.talk("box", ["pipe", "-x"])
+    assert link and link.send("dump")
+    assert eventually(link.receive) == [{"say": "heard {'ask': 'dump'}"}]
+    assert link.seal is None
+    made = answers.of("POST /containers/box/exec")[1]
+    assert made["Cmd"] == ["pipe", "-x"] and made["AttachStdin"] and made["AttachStdout"] and not made["Tty"]
+    link.close()
+    guarded = daemon.talk("box", ["pipe"], b"key")
+    assert guarded and guarded.seal
+    guarded.close()
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("cut", [0, 5, -1])
+def test_what_a_node_says_at_once_must_not_be_lost(answers, daemon, cut):
+    text = framed(2, b"a warning") + framed(1, b'{"say": "up"}')
+    answers.at_once = text[:cut] if cut else text
+    answers.speaks = lambda connection: (
+        connection.recv(100),
+        connection.sendall(text[cut or len(text) :] + framed(1, b"\n")),
+    )
+    link = daemon.talk("box", ["pipe"])
+    assert link and link.sock.gettimeout()
+    link.send("dump")
+    assert link.converse("up") == {"say": "up"}
+    link.close()
+
+
+@pytest.mark.parametrize("status", [404, 409])
+def test_a_container_that_is_not_up_must_not_be_talked_to(answers, daemon, status):
+    answers.refusals["POST /containers/box/exec"] = status, "is not running"
+    assert daemon.talk("box", ["pipe"]) is None
+    answers.refusals["POST /containers/box/exec"] = 500, "out of room"
+    with pytest.raises(EngineError, match="starts nothing in box: out of room"):
+        daemon.talk("box", ["pipe"])
+
+
+# --- Compose
+
+
+def test_compose_must_be_run_for_this_project_with_only_the_jobs_own_settings(daemon, command, tmp_path, monkeypatch):
+    command(f"echo $* > {tmp_path}/words; env > {tmp_path}/env")
+    for name in ("COMPOSE_FILE", "COMPOSE_PROFILES", "NODE_CODE", "MINE", "JOB_ID"):
+        monkeypatch.setenv(name, "caller")
+    daemon.compose("up", "--detach", env={"NODE_IMAGE": "mine", "JOB_ID": "j"}, capture=True)
+    words = (tmp_path / "words").read_text().split()
+    assert words == ["--host", daemon.host, "compose", "--project-directory", str(PROJECT), "up", "--detach"]
+    env = (tmp_path / "env").read_text().splitlines()
+    assert {"NODE_IMAGE=mine", "MINE=caller", "JOB_ID=j"} <= set(env)
+    assert not [line for line in env if line.startswith(("COMPOSE_", "NODE_CODE"))]
+
+
+@pytest.mark.parametrize(
+    ("capture", "told"), [(True, "docker compose: the last line"), (False, "docker compose master: see above")]
+)
+def test_the_last_line_of_a_compose_that_fails_must_be_told(daemon, command, capture, told, capfd):
+    command("echo first; echo the last line >&2; echo; exit 17")
+    with pytest.raises(EngineError) as error:
+        daemon.compose("build", "master", capture=capture)
+    assert (str(error.value), type(error.value), error.value.hint) == (told, EngineError, "")
+    command("echo; exit 17")
+    with pytest.raises(EngineError, match="see above"):  # which may not say much
+        daemon.compose("build", "master", capture=capture)
+    shown = capfd.readouterr()
+    assert shown.out == ""  # which is the run directory's alone
+    assert ("the last line" in shown.err, "first" in shown.err) == (not capture, not capture)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "hint"),
+    [
+        ("Cannot connect to the Docker daemon at unix:///x. Is it running?", EngineLost, "start Docker"),
+        ("error during connect: EOF", EngineLost, "start Docker"),
+        ("all predefined address pools have been fully subnetted", EngineError, "docker network prune"),
+        ("could not find an available, non-overlapping IPv4 address pool", EngineError, "docker network prune"),
+    ],
+)
+def test_what_compose_says_of_the_engine_must_be_understood(daemon, command, line, kind, hint):
+    command(f"echo '{line}'; exit 1")
+    with pytest.raises(EngineError, match=line[:20]) as error:
+        daemon.compose("up", capture=True)
+    assert type(error.value) is kind and hint in error.value.hint
+
+
+def test_compose_must_have_a_while_to_end_when_somebody_asks_to_stop(daemon, command, tmp_path, monkeypatch):
+    command(f"sleep 0.5; touch {tmp_path}/made")
+    daemon.compose("up", capture=True, stopped=lambda: True)
+    assert (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_compose_that_does_not_end_must_be_ended_with_what_it_has_started(
+    daemon, command, tmp_path, monkeypatch, listens
+):
+    monkeypatch.setattr(daemon_module, "ENDS", 0.1)
+    traps = f"touch {tmp_path}/asked; exit 3" if listens else ""
+    started = "sleep" if listens else "sh -c \"trap '' TERM; while :; do sleep 0.1; done\" sleep"
+    command(
+        f"trap '{traps}' TERM\n{started} 600 & echo $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid\n"
+        "while :; do wait; done"
+    )
+    with pytest.raises(EngineError, match="did not end by itself"):
+        daemon.compose("up", capture=True, stopped=(tmp_path / "pid").exists)
+    assert eventually(lambda: gone(int((tmp_path / "pid").read_text())))
+    assert (tmp_path / "asked").exists() is listens
+
+
+def test_a_compose_that_is_asked_to_end_must_have_a_while_for_it(daemon, command, tmp_path, monkeypatch):
+    clock, calls = Clock(), []
+    monkeypatch.setattr(daemon_module, "time", clock)
+    command(f"trap 'kill $!; sleep 0.5; touch {tmp_path}/clean; exit' TERM\nsleep 600 & touch {tmp_path}/listens; wait")
+
+    def stopped() -> bool:
+        if (tmp_path / "listens").exists():
+            calls.append(clock.now)
+            clock.now += 100 if len(calls) == 2 else 0  # more than it has to end by itself
+        return True
+
+    with pytest.raises(EngineError, match="did not end by itself"):
+        daemon.compose("up", capture=True, stopped=stopped)
+    assert (tmp_path / "clean").exists()
+
+
+def test_a_compose_that_takes_too_long_must_be_ended_though_nobody_asks(daemon, command, monkeypatch):
+    monkeypatch.setattr(daemon_module, "LONGEST", 0.1)
+    command("exec sleep 600")
+    with pytest.raises(EngineError, match="did not end by itself"):
+        daemon.compose("up", capture=True)
+
+
+def test_ctrl_c_must_be_passed_on_when_compose_has_ended(tmp_path):
+    class Interrupted(subprocess.Popen[str]):
+        counts = 0
+
+        def communicate(self, *arguments: object, **options: object) -> tuple[str, str]:
+            self.counts += 1
+            if self.counts == 1:
+                raise KeyboardInterrupt
+            return super().communicate(*arguments, **options)
+
+    process = Interrupted(["sh", "-c", f"sleep 0.3; touch {tmp_path}/made"], stdout=subprocess.PIPE, text=True)
+    with process:
+        with pytest.raises(KeyboardInterrupt):
+            daemon_module._end_of(process, lambda: False)
+        assert (tmp_path / "made").exists() and process.returncode == 0
+
+
+def test_ctrl_c_must_not_reach_a_compose_that_brings_nodes_up(daemon, command, tmp_path):
+    command(f"echo $$ > {tmp_path}/pid; ps -o pgid= -p $$ > {tmp_path}/group")
+    daemon.compose("up", capture=True)
+    assert (tmp_path / "group").read_text().split() == (tmp_path / "pid").read_text().split()
+
+
+# --- words
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            requests.ConnectionError("('Connection aborted.', PermissionError(13, 'Permission denied'))"),
+            "permission denied",
+        ),
+        (requests.ConnectionError("[Errno 2] No such file or directory"), "no such file or directory"),
+        (requests.ReadTimeout("HTTPConnectionPool: Read timed out. (read timeout=60)"), "timed out"),
+        (docker.errors.APIError("500 Server Error", explanation="no\n  room"), "no room"),
+        (docker.errors.DockerException("x" * 1000), "x" * 300),
+    ],
+)
+def test_an_error_of_the_engine_must_be_told_in_one_line(error, told):
+    assert reason(error) == told

@@ -1,0 +1,329 @@
+"""What is asked of a Docker Engine for a job, and what is made of its answers, with an engine that is played."""
+
+import dataclasses
+import gc
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answers import SPEC, Job
+from scripted import Clock
+from test_plan import with_gpus
+
+from orchestrate.engines import daemon as daemon_module
+from orchestrate.engines import docker as docker_module
+from orchestrate.errors import EngineError, EngineLost
+from orchestrate.paths import PROJECT
+from orchestrate.spec import JobSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Have what the SDK has left open closed before another test."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch) -> Iterator[Job]:
+    made = Job(tmp_path, monkeypatch)
+    yield made
+    made.close()
+
+
+def short(node: dict[str, Any], what: str) -> str:
+    return f"POST /containers/{node['Id']}/{what}"
+
+
+# --- up
+
+
+def test_nodes_that_are_well_must_be_left_alone(job):
+    for name in ("master", "trainer-1"):
+        job.answers.container(name)
+    job.answers.container("trainer-1", "other", state="paused")
+    engine = job.engine()
+    engine.up(SPEC, job.plan(), job.run)
+    assert set(engine.nodes) == {"master", "trainer-1"}
+    assert job.answers.did() == [] and job.words() == []
+
+
+@pytest.mark.parametrize(
+    ("state", "networks", "done"),
+    [
+        ("exited", ["j_job"], ["start"]),
+        ("paused", ["j_job"], ["kill", "start"]),
+        ("running", [], ["kill", "connect", "start"]),
+        ("running", ["other_job"], ["kill", "connect", "start"]),
+        ("exited", [], ["connect", "start"]),
+    ],
+)
+def test_a_node_that_is_not_well_must_be_brought_back_without_compose(job, state, networks, done):
+    job.answers.network()
+    job.answers.network("other")
+    job.answers.network("other-j")  # whose name ends like this one's
+    well, ill = job.answers.container("master"), job.answers.container("trainer-1", state=state)
+    ill["NetworkSettings"]["Networks"] = dict.fromkeys(networks, {})
+    job.engine().up(SPEC, job.plan(), job.run)
+    assert [asked.rpartition("/")[2] for asked in job.answers.did()] == done
+    assert not [asked for asked in job.answers.did() if well["Id"] in asked]
+    assert job.words() == []
+    if "connect" in done:
+        assert job.answers.of("POST /networks/net-j/connect")[1]["EndpointConfig"]["Aliases"] == ["trainer"]
+
+
+def test_nodes_that_are_missing_must_be_composes_to_bring_up(job):
+    job.answers.container("master")
+    job.compose(f"touch {job.folder}/up")
+    job.answers.happens = lambda what: (
+        what == "GET /containers/json"
+        and len(job.answers.containers) == 1
+        and (job.folder / "up").exists()
+        and job.answers.container("trainer-1")
+    )
+    job.engine().up(SPEC, job.plan(), job.run)
+    files = ["--file", str(PROJECT / "docker-compose.yml")]
+    project = ["--project-name", "j", "--profile", "gpu", *files]
+    options = ["--detach", "--no-build", "--no-recreate", "--pull", "never", "--scale", "trainer=1"]
+    assert job.words()[5:] == [*project, "up", *options, "master", "trainer"]
+
+
+def test_nodes_that_compose_does_not_bring_up_must_be_counted(job):
+    job.answers.container("master")
+    with pytest.raises(EngineError, match="Compose did not bring up 2 of 3 nodes"):
+        job.engine().up(JobSpec(trainers=2), job.plan(JobSpec(trainers=2)), job.run)
+    assert "trainer=2" in job.words()
+
+
+def test_a_container_that_cannot_be_started_must_be_composes_to_make_anew(job):
+    job.answers.container("master")
+    ill = job.answers.container("trainer-1", state="exited")
+    job.answers.refusals[short(ill, "start")] = 500, "no such runtime"
+    with pytest.raises(EngineError, match="did not bring up 1 of 2 nodes"):
+        job.engine().up(SPEC, job.plan(), job.run)
+    assert job.words()
+
+
+@pytest.mark.usefixtures("collected")
+def test_an_engine_that_goes_away_while_nodes_are_brought_back_must_be_told(job):
+    job.answers.container("master")
+    ill = job.answers.container("trainer-1", state="exited")
+    job.answers.happens = lambda what: what == short(ill, "start") and 1 / 0
+    with pytest.raises(EngineLost):
+        job.engine().up(SPEC, job.plan(), job.run)
+    assert job.words() == []
+
+
+def test_a_request_to_stop_must_end_compose(job, monkeypatch):
+    monkeypatch.setattr(daemon_module, "ENDS", 0.1)
+    job.compose("exec sleep 600")
+    with pytest.raises(EngineError, match="did not end by itself"):
+        job.engine().up(SPEC, job.plan(), job.run, lambda: True)
+
+
+@pytest.mark.parametrize("path", ["code", "run"])
+def test_a_folder_that_compose_cannot_mount_must_be_refused_by_name(job, path):
+    run = job.folder / "a:b" if path == "run" else job.run
+    with pytest.raises(EngineError, match="a:b, for the colon in it"):
+        job.engine().up(SPEC, job.plan(code="/a:b" if path == "code" else "/code"), run)
+    assert job.answers.did() == []
+
+
+def test_compose_must_be_told_what_the_job_says(job):
+    spec = JobSpec(trainers=1, memory="3g", cpus=1.5, shm_size="512m", grace=60.0, image="mine:1")
+    engine = job.settled(spec=spec, preload=("torch", "wave"))
+    assert (
+        engine.env.items()
+        >= {
+            "JOB_ID": "j",
+            "JOB_OWNER": str(os.getuid()),
+            "NODE_MODE": "wait",
+            "NODE_IMAGE": "mine:1",
+            "NODE_CODE": "/code",
+            "NODE_JOB_DIR": str(job.run),
+            "NODE_USER": f"{os.getuid()}:{job.run.stat().st_gid}",
+            "NODE_RUNTIME": "runc",
+            "NODE_GPUS": "void",
+            "NODE_SHM": "512m",
+            "NODE_MEMORY": "3g",
+            "NODE_CPUS": "1.5",
+            "NODE_GRACE": "60.0",
+            "NODE_PRELOAD": "torch wave",
+            "NODE_SOCKETS": "/job/.nodes",
+        }.items()
+    )
+    free = job.settled()
+    assert (free.env["NODE_MEMORY"], free.env["NODE_CPUS"]) == ("0", "0")
+    with pytest.raises(EngineError):
+        free.up(SPEC, job.plan(), job.run)
+    assert job.env().items() >= free.env.items()
+
+
+def test_the_gpus_of_the_plan_and_no_others_must_be_given(job):
+    engine = job.settled(gpus=with_gpus(4).gpus, spec=dataclasses.replace(SPEC, nproc_per_node=1, gpus="all"))
+    assert (engine.env["NODE_RUNTIME"], engine.env["NODE_GPUS"]) == ("nvidia", "GPU-0,GPU-1")
+
+
+def test_a_job_on_the_network_of_its_host_must_have_composes_second_file(job):
+    spec = JobSpec(trainers=0, network="host")
+    engine = job.settled(spec=spec)
+    with pytest.raises(EngineError):
+        engine.up(spec, job.plan(spec), job.run)
+    files = [word for word in job.words() if word.endswith(".yml")]
+    assert [Path(file).name for file in files] == ["docker-compose.yml", "host-network.yml"]
+    node = job.answers.container("master")
+    node["NetworkSettings"]["Networks"] = {"host": {}}
+    assert engine.alive() == {"master"}
+
+
+def test_a_generation_must_have_another_port_than_the_one_before(job, monkeypatch):
+    engine = job.engine()
+    ports = [engine.port(SPEC, generation) for generation in (0, 1, 999, 1000)]
+    assert ports == [29500, 29501, 30499, 29500]
+    monkeypatch.setattr(docker_module, "free_port", lambda: 20001)
+    assert engine.port(dataclasses.replace(SPEC, network="host"), 1) == 20001
+
+
+# --- which nodes there are
+
+
+def test_nodes_must_be_those_that_run_on_the_jobs_network(job):
+    engine = job.settled("master", "trainer-1", "trainer-2", "trainer-3", "trainer-12")
+    for index, state in ((1, "exited"), (2, "paused")):
+        job.answers.containers[index]["State"] = state
+    job.answers.containers[3]["NetworkSettings"]["Networks"] = {"other_job": {}}
+    assert engine.alive() == {"master", "trainer-12"}
+
+
+def test_a_container_that_was_told_to_end_must_be_waited_for_and_not_longer_than_that_may_take(job, monkeypatch):
+    engine = job.settled("master", "trainer-1")
+    _, node = job.answers.containers
+    engine.dying = {node["Id"]}
+    job.answers.happens = lambda what: (
+        len(job.answers.asked) == 3 and node.update(State="exited")  # what the engine's list shows only later
+    )
+    assert engine.alive() == {"master"} and not engine.dying
+    assert len(job.answers.asked) == 3
+    node["State"], engine.dying = "running", {node["Id"]}
+    clock = Clock()
+    monkeypatch.setattr(docker_module, "time", clock)
+    began = clock.now
+    assert engine.alive() == {"master", "trainer-1"} and not engine.dying
+    assert 4 < clock.now - began < 6
+
+
+def test_a_signal_that_ends_no_node_must_not_make_it_be_waited_for(job):
+    engine = job.settled("master")
+    (node,) = job.answers.containers
+    for signal, dying in (("10", False), ("15", True)):
+        engine._read({"Type": "container", "Action": "kill", "Actor": {"ID": "x", "Attributes": {"signal": signal}}})
+        assert (engine.dying, engine.told) == (({"x"}, {"x": {"kill"}}) if dying else (set(), {}))
+    engine._read({"Type": "container", "Action": "kill", "Actor": {"ID": "y", "Attributes": {"signal": "9"}}})
+    assert engine.dying == {"x", "y"}
+    engine._read({"Type": "container", "Action": "die", "Actor": {"ID": "x", "Attributes": {}}})
+    assert engine.dying == {"y"}
+    engine._read({"Type": "container", "Action": "destroy", "Actor": {"ID": "z", "Attributes": {}}})
+    assert engine.told.pop("z") == {"destroy"} and engine.told == {"x": {"kill", "die"}, "y": {"kill"}}
+    assert node["State"] == "running"
+
+
+# --- connections
+
+
+def played(path: Path, *said: dict[str, Any]) -> socket.socket:
+    """A node that listens on a socket, and says this to whoever comes first."""
+    path.parent.mkdir(exist_ok=True)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(path))
+    server.listen()
+
+    def speak() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"".join(json.dumps(one).encode() + b"\n" for one in said))
+            while connection.recv(1000):
+                pass
+
+    threading.Thread(target=speak, daemon=True).start()
+    return server
+
+
+KNOWS = {"say": "status", "generation": 0, "codes": {"0": 0, "1": 3}, "signs": {"0": "", "1": ""}, "running": {}}
+
+
+def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(job, monkeypatch):
+    master, trainer = job.answers.container("master"), job.answers.container("trainer-1")
+    names = [node["Id"][:12] for node in (master, trainer)]
+    assert names == ["j-master-000", "j-trainer-1-"]
+    monkeypatch.setattr(docker_module, "LISTENS", 30.0)
+    servers = [played(job.run / ".nodes" / names[0], KNOWS)]
+    late = threading.Timer(0.1, lambda: servers.append(played(job.run / ".nodes" / names[1], KNOWS)))
+    late.start()
+    engine = job.engine()
+    assert engine.adopt(SPEC, job.plan(), job.run) == set()
+    assert sorted((end.rank, end.code) for end in engine.wait(0)) == [(0, 0), (1, 3)]
+    assert job.answers.did() == []
+    late.join()
+    for server in servers:
+        server.close()
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("why", ["network", "Docker Desktop", "no socket"])
+def test_a_node_must_be_reached_through_the_engine_where_it_has_to_be(job, why, monkeypatch):
+    def speak(connection: socket.socket) -> None:
+        text = json.dumps(KNOWS).encode() + b"\n"
+        assert b"status" in connection.recv(1000)
+        connection.sendall(b"\1\0\0\0" + len(text).to_bytes(4, "big") + text)
+        while connection.recv(1000):
+            pass
+
+    monkeypatch.setattr(docker_module, "LISTENS", 0.01)
+    job.answers.speaks = speak
+    spec = dataclasses.replace(SPEC, network="host" if why == "network" else "bridge")
+    job.answers.info["OperatingSystem"] = "Docker Desktop" if why == "Docker Desktop" else "Debian"
+    nodes = [job.answers.container(name) for name in ("master", "trainer-1")]
+    (job.run / ".nodes").mkdir()
+    engine = job.engine()
+    assert engine.adopt(spec, job.plan(spec), job.run) == set()
+    assert engine.env["NODE_SOCKETS"] == ("/job/.nodes" if why == "no socket" else "")
+    execs = [asked for asked in job.answers.did() if asked.endswith("/exec")]
+    assert sorted(execs) == [short(node, "exec") for node in nodes]
+    command = job.answers.of(execs[0])[1]["Cmd"]
+    assert command[0] == "python" and command[-1].endswith("node/pipe.py")
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize(("state", "lost"), [("paused", False), ("exited", True), ("", True)])
+def test_a_node_that_cannot_be_reached_must_be_lost_unless_it_may_come_to_itself(job, state, lost):
+    job.answers.container("master")["State"] = "exited"
+    if state:
+        node = job.answers.container("trainer-1", state=state)
+        job.answers.refusals[short(node, "exec")] = 409, f"is {state}"
+    job.answers.refusals[short(job.answers.containers[0], "exec")] = 409, "is not running"
+    engine = job.engine()
+    if lost:
+        assert engine.adopt(SPEC, job.plan(), job.run) == set()
+        assert [(end.rank, end.code) for end in engine.wait(0)] == [(0, 137), (1, 137)]
+    else:
+        with pytest.raises(EngineLost, match="trainer-1 does not answer"):
+            engine.adopt(SPEC, job.plan(), job.run)
+
+
+def test_a_connection_that_has_ended_must_be_judged_by_a_fresh_look(job):
+    engine = job.settled("master", "trainer-1")
+    old = engine.nodes["master"]
+    assert engine._runs("master") and engine.nodes["master"] is not old
+    assert not engine._runs("trainer-2")
+    job.answers.containers[1]["State"] = "exited"
+    assert not engine._runs("trainer-1")
+    job.answers.containers[1]["State"] = "paused"
+    with pytest.raises(EngineLost, match="trainer-1 is paused"):
+        engine._runs("trainer-1")

@@ -1,0 +1,312 @@
+"""What a Docker Engine tells of nodes and how they end, and what is removed, with an engine that is played."""
+
+import gc
+import json
+import selectors
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answers import SPEC, Job
+from conftest import eventually
+from scripted import Clock
+
+from orchestrate.engines import Exit, JobState
+from orchestrate.engines import docker as docker_module
+from orchestrate.engines.links import Link
+from orchestrate.errors import EngineError, EngineLost
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Have what the SDK has left open closed before another test."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch) -> Iterator[Job]:
+    made = Job(tmp_path, monkeypatch)
+    yield made
+    made.close()
+
+
+# --- the truth, now and then
+
+
+def looks(job: Job) -> int:
+    return job.answers.did("GET").count("GET /containers/json")
+
+
+def test_the_truth_must_be_looked_at_now_and_then_while_workers_run(job, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(docker_module, "time", clock)
+    engine = job.settled("master", "trainer-1", "trainer-2")
+    _, paused, cut_off = job.answers.containers
+    engine.links = dict.fromkeys(engine.nodes)  # all are connected
+    engine._break = lambda node: None
+    paused["State"] = "paused"
+    cut_off["NetworkSettings"]["Networks"] = {}
+    assert engine.wait(0) == [] and looks(job) == 1
+    assert engine.troubles() == {"trainer-1": "paused", "trainer-2": "partition"}
+    engine.troubles().clear()
+    assert engine.troubles()
+    clock.now += 4
+    assert engine.wait(0) == [] and looks(job) == 1
+    clock.now += 2
+    paused["State"] = "running"
+    assert engine.wait(0) == [] and looks(job) == 2
+    assert engine.troubles() == {"trainer-2": "partition"} and not engine.broken
+    clock.now += 6
+    engine.running, running = {}, engine.running
+    assert engine.wait(0) == [] and looks(job) == 2  # nobody runs
+    engine.running = running
+    for what in ("pause", "unpause", "die", "network"):
+        kind = "network" if what == "network" else "container"
+        action = "disconnect" if what == "network" else what
+        engine.looked, before = clock.now, looks(job)
+        engine._read({"Type": kind, "Action": action, "Actor": {"ID": "x", "Attributes": {}}})
+        assert engine.wait(0) == [] and looks(job) == before  # the list is a little behind
+        clock.now += 0.05
+        assert engine.wait(0) == [] and looks(job) == before
+        clock.now += 0.2
+        assert engine.wait(0) == [] and looks(job) == before + 1
+    engine.links = {}
+
+
+def test_a_node_that_has_vanished_or_has_no_connection_must_be_found_out(job, monkeypatch):
+    engine = job.settled("master", "trainer-1")
+    monkeypatch.setattr(engine, "_connect", lambda node: None)
+    engine.links = dict.fromkeys(["master", "trainer-2"])
+    engine.running[2] = "trainer-2"
+    engine._reconcile()
+    assert engine.broken == {"trainer-1", "trainer-2"}
+    engine.links = {}
+
+
+def test_events_of_the_job_and_no_others_must_be_kept(job):
+    engine = job.settled("master")
+    (node,) = job.answers.containers
+
+    def event(attributes: dict[str, str]) -> dict[str, Any]:
+        return {"Actor": {"ID": "x", "Attributes": attributes}}
+
+    assert engine._ours(event({"orchestrate.job": "j"})) and engine._ours(event({"name": "j_job"}))
+    assert not engine._ours(event({"orchestrate.job": "k", "name": "k_job"})) and not engine._ours(event({}))
+    job.happened("oom", node, **{"orchestrate.job": "k"})
+    job.happened("die", node)
+    eventually(lambda: engine._listen(0.01) or engine.told)
+    assert engine.told == {node["Id"]: {"die"}}
+    events = engine.events
+    engine._settle(SPEC, job.plan(), job.run)
+    assert engine.events is events  # there is one stream
+
+
+def test_what_was_told_of_the_generation_before_must_be_forgotten(job):
+    engine = job.settled("master", "trainer-1")
+    engine.told = {"x": {"oom"}}
+    engine._connect = lambda node: None
+    engine.start(job.plan().workers, ("x.py",))
+    assert engine.told == {}
+    assert [end.rank for end in engine.wait(0)] == [0]
+
+
+# --- why a worker has ended
+
+
+@pytest.mark.parametrize(
+    ("code", "sign", "told", "state", "why"),
+    [
+        (137, "oom", set(), "running", "out of memory"),
+        (1, "oom", set(), "running", "out of memory in a child"),
+        (137, None, {"oom"}, "exited", "out of memory"),
+        (137, None, {"oom", "kill"}, "exited", "out of memory"),
+        (137, "", {"oom"}, "running", ""),
+        (143, "ending", set(), "running", "node stopped"),
+        (137, None, {"kill"}, "exited", "node stopped"),
+        (137, None, {"destroy"}, "", "node stopped"),
+        (137, None, {"die"}, "exited", "node lost"),
+        (137, None, set(), "", "node lost"),
+        (137, None, set(), "paused", "node lost"),
+        (1, "", set(), "running", ""),
+        (1, "", set(), "cut off", "partition"),
+    ],
+)
+def test_the_end_of_a_worker_must_be_explained_by_what_became_of_its_node(
+    job, monkeypatch, code, sign, told, state, why
+):
+    monkeypatch.setattr(docker_module, "SIGNS", 0.0)
+    engine = job.settled("master", "trainer-1")
+    node = job.answers.containers[1]
+    engine.signs = {} if sign is None else {1: sign}
+    engine.told = {node["Id"]: told, job.answers.containers[0]["Id"]: {"oom", "kill"}}
+    if state == "cut off":
+        node["NetworkSettings"]["Networks"] = {}
+    else:
+        node["State"] = state
+    if not state:
+        job.answers.containers.remove(node)
+    assert engine.explain(Exit(1, code), "trainer-1") == why
+
+
+def test_an_event_that_follows_the_loss_of_a_node_must_be_waited_for_a_moment(job, monkeypatch):
+    monkeypatch.setattr(docker_module, "SIGNS", 30.0)
+    engine = job.settled("master", "trainer-1")
+    node = job.answers.containers[1]
+    node["State"] = "exited"
+    clock = Clock()  # which stands while it listens
+    monkeypatch.setattr(docker_module, "time", clock)
+    listen = engine._listen
+
+    def hear(timeout: float) -> None:
+        assert timeout > 0
+        listen(timeout)
+        clock.now += 31 if engine.told else 0.1
+
+    monkeypatch.setattr(engine, "_listen", hear)
+    threading.Timer(0.1, job.happened, ("kill", node), {"signal": "9"}).start()
+    assert engine.explain(Exit(1, 137), "trainer-1") == "node stopped"
+    engine.signs = {0: "ending"}  # which says enough
+    monkeypatch.setattr(engine, "_listen", lambda timeout: 1 / 0)
+    assert engine.explain(Exit(0, 137), "master") == "node stopped"
+
+
+@pytest.mark.usefixtures("collected")
+def test_an_engine_that_is_away_must_not_keep_the_end_of_a_worker_from_being_known(job, monkeypatch):
+    monkeypatch.setattr(docker_module, "SIGNS", 0.0)
+    engine = job.settled("master", "trainer-1")
+    job.answers.happens = lambda what: 1 / 0
+    engine.signs = {1: ""}
+    assert engine.explain(Exit(1, 1), "trainer-1") == ""  # its node lives
+    engine.signs = {}
+    with pytest.raises(EngineLost):
+        engine.explain(Exit(1, 137), "trainer-1")
+
+
+@pytest.mark.usefixtures("collected")
+def test_nodes_that_are_all_gone_must_be_told_from_an_engine_that_is_being_stopped(job, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(docker_module, "time", clock)
+    monkeypatch.setattr(docker_module, "SIGNS", 0.0)
+    engine = job.settled("master")
+    job.answers.containers[0]["State"] = "exited"
+    began = clock.now
+    assert engine.explain(Exit(0, 137), "master") == "node lost"
+    assert clock.now - began > 3  # so long it may take to go away
+    engine.events.broken = clock.now - 10
+    assert engine.explain(Exit(0, 137), "master") == "node lost"
+    engine.events.broken = clock.now - 2
+    with pytest.raises(EngineLost, match="the engine was restarted"):
+        engine.explain(Exit(0, 137), "master")
+    other = job.answers.container("trainer-1")
+    assert engine.explain(Exit(0, 137), "master") == "node lost"  # for the other one runs
+    other["State"], engine.events.broken = "exited", 0.0
+    job.answers.happens = lambda what: what in ("GET /_ping", "HEAD /_ping") and 1 / 0
+    with pytest.raises(EngineLost, match="does not answer"):
+        engine.explain(Exit(0, 137), "master")
+
+
+# --- the end
+
+
+def test_nodes_must_be_discarded_by_force_with_their_volumes(job):
+    engine = job.settled("master", "trainer-1")
+    engine.discard(["trainer-1", "trainer-7"])
+    (what,) = job.answers.did()
+    query, _ = job.answers.of(what)
+    assert what == f"DELETE /containers/{engine.nodes['trainer-1'].id}"
+    assert {key: value.lower() for key, value in query.items()} == {"v": "true", "link": "false", "force": "true"}
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_end_of_a_job_must_stop_what_runs_and_remove_what_is_the_jobs_alone(job, runs):
+    job.answers.container("master", "jj")
+    job.answers.network("jj")
+    job.answers.network()
+    before = {*threading.enumerate()}
+    engine = job.settled("master", "trainer-1")
+    (listener,) = (one for one in {*threading.enumerate()} - before if one.name.endswith("(_listen)"))
+    job.happened("oom", job.answers.containers[0])
+    eventually(lambda: engine._listen(0.01) or engine.told)
+    for node in job.answers.containers:
+        node["Labels"]["orchestrate.run"] = str(job.run)
+    (job.run / ".nodes").mkdir()
+    engine.running = {0: "master"} if runs else {}
+    ids = [node.id for node in engine.nodes.values()]
+    engine.down(30.5)
+    did = job.answers.did()
+    assert sorted(did[:-3]) == sorted(f"POST /containers/{id}/stop" for id in ids * runs)
+    assert sorted(did[-3:-1]) == sorted(f"DELETE /containers/{id}" for id in ids)
+    assert did[-1] == "DELETE /networks/net-j"
+    if runs:
+        assert job.answers.of(did[0])[0]["t"] == "30"
+    removed, _ = job.answers.of(did[-2])
+    assert (removed["v"].lower(), removed["force"].lower()) == ("true", "true")
+    assert [node["Names"] for node in job.answers.containers] == [["/jj-master-1"]]
+    assert [network["Name"] for network in job.answers.networks] == ["jj_job"]
+    assert not (job.run / ".nodes").exists() and job.run.exists()
+    listener.join(30)
+    assert not listener.is_alive()
+
+
+def test_the_nodes_of_a_cluster_must_stay_and_be_asked_to_be_clean(job):
+    job.answers.container("master", "c")
+    job.answers.container("master", "")  # of plain Compose
+    engine = job.settled(cluster="c")
+    here, there = socket.socketpair()
+    there.settimeout(10)
+    engine.links["master"] = Link(here)
+    engine.selector.register(here, selectors.EVENT_READ, "master")
+    there.sendall(b'{"say": "clean"}\n')
+    assert engine.home == "c" and engine.env["JOB_ID"] == "c" and engine.network == "c_job"
+    engine.down(30.0)
+    assert job.answers.did() == []
+    with there:
+        assert json.loads(there.recv(100)) == {"ask": "clean"}
+    assert engine.cleaned == {"master"}
+    job.engine().down(30.0)  # of a job that was never brought up
+    assert job.answers.did() == []
+
+
+def test_a_network_that_is_in_use_must_be_an_error(job):
+    job.answers.network()
+    job.answers.container("master")  # whose folder has gone
+    job.answers.refusals["DELETE /networks/net-j"] = 403, "has active endpoints"
+    with pytest.raises(EngineError, match="keeps a network of j: has active endpoints"):
+        job.engine().remove("j", 0)
+
+
+# --- from another shell
+
+
+def test_jobs_must_be_those_with_containers_and_plain_composes_not(job):
+    for name in ("master", "trainer-1", "trainer-2"):
+        job.answers.container(name, "b", state="exited")
+    job.answers.container("master", "a", **{"orchestrate.owner": ""})
+    job.answers.container("master", "", **{"orchestrate.run": ""})
+    job.answers.network("b")
+    engine = job.engine()
+    assert engine.jobs() == [
+        JobState("a", "docker", 1, Path("/runs/a"), -1),
+        JobState("b", "docker", 3, Path("/runs/b"), 7),
+    ]
+    containers = ["container b-master-1", "container b-trainer-1", "container b-trainer-2"]
+    job.answers.containers.reverse()
+    assert engine.holds("b") == [*containers, "network b_job"]
+    job.answers.networks[0]["Driver"] = "overlay"  # which is a Swarm's
+    assert engine.holds("b") == containers and engine.holds("none") == []
+
+
+@pytest.mark.parametrize("label", [None, ""])
+def test_containers_without_a_run_directory_must_be_removed_all_the_same(job, label):
+    (job.run.parent / ".nodes").mkdir()
+    node = job.answers.container("master")
+    node["Labels"].pop("orchestrate.run")
+    node["Labels"] |= {} if label is None else {"orchestrate.run": label}
+    job.engine().remove("j", 0)
+    assert job.answers.containers == []

@@ -1,0 +1,145 @@
+"""The stream of a Docker Engine's events must be heard whole and once, with an engine that is played."""
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from answers import Answers
+from conftest import eventually
+
+from orchestrate.engines import daemon as daemon_module
+from orchestrate.engines.daemon import Daemon, Events
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Have what the SDK has left open closed before another test."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch) -> Iterator[Answers]:
+    made = Answers(tmp_path)
+    monkeypatch.setenv("DOCKER_HOST", made.host)
+    monkeypatch.setattr(daemon_module, "PLUGINS", ["/"])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def daemon(answers) -> Iterator[Daemon]:
+    made = Daemon()
+    yield made
+    made.client.close()
+
+
+def event(second: int, action: str = "die", actor: str = "c1", nano: int = 0) -> dict:
+    return {"time": second, "timeNano": second * 10**9 + nano, "Action": action, "Actor": {"ID": actor}}
+
+
+@pytest.fixture
+def events(daemon, monkeypatch) -> Iterator[Events]:
+    sleep = time.sleep
+    monkeypatch.setattr(daemon_module.time, "sleep", lambda seconds: sleep(0.01))
+    made = Events(daemon, lambda event: event["Actor"]["ID"] != "other")
+    yield made
+    made.close()
+    for end in (made.bell, made._alarm):
+        end.close()
+
+
+def taken(events: Events, count: int) -> list[tuple[int, str]]:
+    found: list[dict] = []
+    eventually(lambda: found.extend(events.taken()) or len(found) >= count)
+    return [(one["time"], one["Action"]) for one in found]
+
+
+def test_events_must_arrive_once_in_order_and_ring(answers, events):
+    for one in (event(5), event(5, "other", "other"), event(5, "start"), event(5, nano=1), event(6)):
+        answers.events.put(one)
+    events.bell.settimeout(30)
+    assert events.bell.recv(1) == b"!"
+    events.bell.setblocking(False)
+    assert taken(events, 4) == [(5, "die"), (5, "start"), (5, "die"), (6, "die")]
+    assert list(events.taken()) == [] and events.broken == 0.0
+    with pytest.raises(BlockingIOError):
+        events.bell.recv(1)  # it rings only for what is new
+
+
+def test_a_stream_that_ends_must_be_taken_up_where_it_was_without_telling_twice(answers, events):
+    asked = answers.of
+    eventually(lambda: answers.did("GET").count("GET /events") == 1)
+    assert '["container", "network"]' in asked("GET /events")[0]["filters"]
+    assert abs(int(asked("GET /events")[0]["since"]) - time.time()) < 600
+    for one in (event(5, "start"), event(6, "kill"), event(6, "die", nano=1), None):
+        answers.events.put(one)
+    assert taken(events, 3) == [(5, "start"), (6, "kill"), (6, "die")]
+    eventually(lambda: answers.did("GET").count("GET /events") == 2)
+    assert asked("GET /events")[0]["since"] == "6" and events.broken > 0
+    for one in (event(6, "kill"), event(6, "die", nano=1), event(6, "die", "c2", nano=1), event(6, "oom", nano=1)):
+        answers.events.put(one)
+    answers.events.put(event(7, "start"))
+    assert taken(events, 3) == [(6, "die"), (6, "oom"), (7, "start")]
+
+
+@pytest.mark.usefixtures("collected")
+def test_an_engine_that_goes_away_must_be_asked_again_until_that_is_not_wanted_any_more(answers, events):
+    eventually(lambda: answers.did("GET").count("GET /events") == 1)
+    answers.refusals["GET /events"] = 500, "not yet"
+    answers.happens = lambda what: len(answers.asked) % 2 and 1 / 0  # which ends the connection
+    answers.events.put(None)
+    eventually(lambda: answers.did("GET").count("GET /events") > 3)
+    assert events.broken > 0
+    answers.happens = lambda what: None
+    answers.refusals.clear()
+    answers.events.put(event(9))
+    assert taken(events, 1) == [(9, "die")]
+    listener = next(one for one in threading.enumerate() if one.name.endswith("(_listen)"))
+    count = answers.did("GET").count("GET /events")
+    events.close()
+    listener.join(30)
+    assert not listener.is_alive() and answers.did("GET").count("GET /events") == count
+
+
+def test_events_must_be_kept_though_nobody_hears_the_bell(answers, daemon):
+    seen = []
+    events = Events(daemon, lambda one: not seen.append(one))
+    for number in range(1, 1001):
+        answers.events.put(event(number))
+    eventually(lambda: len(seen) == 1000)
+    assert [number for number, _ in taken(events, 1000)] == [*range(1, 1001)]
+    events.close()
+    for end in (events.bell, events._alarm):
+        end.close()
+
+
+def test_a_stream_that_is_ended_before_it_has_begun_must_not_stay_open(daemon, monkeypatch):
+    opened, begin = threading.Event(), threading.Event()
+
+    class Stream:
+        closed = False
+
+        def __iter__(self) -> Iterator[dict]:
+            assert self.closed  # else it would wait for what happens next
+            return iter(())
+
+        def close(self) -> None:
+            self.closed = True
+
+    def stream(**_: object) -> Stream:
+        opened.set()
+        assert begin.wait(30)
+        return made
+
+    made = Stream()
+    monkeypatch.setattr(daemon.client.api, "events", stream)
+    events = Events(daemon, lambda event: True)
+    assert opened.wait(30)
+    events.close()
+    begin.set()
+    eventually(lambda: made.closed)

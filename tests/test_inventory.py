@@ -1,0 +1,186 @@
+"""What an engine has for a job: this machine, or a Docker Engine that is played, with its images and GPUs."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+from answers import Answers
+from test_plan import plan
+
+from orchestrate.engines import daemon as daemon_module
+from orchestrate.engines import image, process
+from orchestrate.engines.daemon import Daemon
+from orchestrate.engines.process import ProcessEngine
+from orchestrate.errors import EngineError, ResourceError
+from orchestrate.paths import PROJECT
+from orchestrate.spec import IMAGE, JobSpec
+
+LISTING = b"\xff\nGPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n"
+NVIDIA = {"runc": {}, "nvidia": {}}
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch) -> Iterator[Answers]:
+    made = Answers(tmp_path)
+    monkeypatch.setenv("DOCKER_HOST", made.host)
+    monkeypatch.setattr(daemon_module, "PLUGINS", ["/"])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def daemon(answers) -> Iterator[Daemon]:
+    made = Daemon()
+    yield made
+    made.client.close()
+
+
+def compose(folder, monkeypatch, script: str) -> None:
+    """Have a script for `docker`."""
+    path = folder / "docker"
+    path.write_text(f"#!/bin/sh\necho $* >> {folder}/words\necho $NODE_IMAGE >> {folder}/words\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def spec(**more: object) -> JobSpec:
+    return JobSpec(**{"image": "mine:1", "command": ("work.py",), **more})
+
+
+def test_an_engine_must_be_shown_as_it_is(answers, daemon, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+    monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
+    (tmp_path / "work.py").write_text("import torch\n")
+    answers.images = {"mine:1"}
+    found = image.inventory(daemon, spec(), tmp_path / "run", True)
+    assert (found.engine, found.about) == ("docker", "Docker Engine 26.1.5, image mine:1")
+    assert (found.cores, found.gpus, found.no_gpus) == ((4, 5, 6, 7), (), "the engine has no NVIDIA runtime")
+    assert (found.network, found.master_addr, found.interface) == ("bridge", "", "eth0")
+    assert (found.job_dir, found.code) == ("/job", str(tmp_path))
+    assert found.preload == ("torch", "torch.distributed")
+    assert answers.did() == []
+    found = image.inventory(daemon, spec(network="host", volume="v", memory="1g"), tmp_path / "run", True)
+    assert (found.network, found.master_addr, found.interface) == ("host", "127.0.0.1", "lo")
+    assert found.about == "Docker Engine 26.1.5, image mine:1, ignoring volume"
+    daemon.info["NCPU"] = 2  # in a virtual machine, say
+    assert image.inventory(daemon, spec(), tmp_path / "run", True).cores == (0, 1)
+    daemon.info["NCPU"] = 0
+    assert image.inventory(daemon, spec(), tmp_path / "run", True).cores == (0,)
+
+
+def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_stay(answers, daemon, tmp_path):
+    answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
+    found = image.inventory(daemon, spec(), tmp_path / "run", True)
+    assert found.gpus == ("GPU-1", "GPU-2")
+    words = [what.partition("/containers")[2] for what in answers.did()]
+    assert words == ["/create", "/made/start", "/made/wait", "/made"]
+    _, made = answers.of("POST /containers/create")
+    assert (made["Image"], made["Entrypoint"], made["Cmd"]) == ("mine:1", ["nvidia-smi"], ["-L"])
+    assert made["Labels"] == {"orchestrate.run": str(tmp_path / "run")}
+    assert set(made["Env"]) == {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=utility"}
+    host = made["HostConfig"]
+    assert (host["Runtime"], host["NetworkMode"], host["LogConfig"]["Type"]) == ("nvidia", "none", "json-file")
+    assert answers.of("DELETE /containers/made")[0]["force"] == "True"
+    query, _ = answers.of("GET /containers/made/logs")
+    assert (query["stdout"], query["stderr"]) == ("1", "0")
+
+
+@pytest.mark.parametrize("what", ["start", "wait", "create"])
+def test_a_container_that_cannot_look_for_gpus_must_mean_none_and_not_stay(answers, daemon, tmp_path, what):
+    answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
+    path = "/containers/create" if what == "create" else f"/containers/made/{what}"
+    answers.refusals[f"POST {path}"] = 500, "no driver"
+    found = image.inventory(daemon, spec(), tmp_path, True)
+    assert found.gpus == () and "finds no GPU" in found.no_gpus
+    assert ("DELETE /containers/made" in answers.did()) is (what != "create")
+
+
+def test_nobody_must_look_for_gpus_that_are_not_asked_for(answers, daemon, tmp_path):
+    answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
+    assert image.inventory(daemon, spec(gpus="none"), tmp_path, True).gpus == ()
+    assert answers.did() == []
+
+
+@pytest.mark.parametrize("gpus", ["all", 2])
+def test_no_image_must_be_pulled_for_gpus_that_the_engine_cannot_give(answers, daemon, tmp_path, gpus):
+    found = image.inventory(daemon, spec(gpus=gpus), tmp_path, True)
+    assert found.no_gpus == "the engine has no NVIDIA runtime" and answers.did() == []
+    with pytest.raises(ResourceError):
+        plan(spec(gpus=gpus), found, "j")
+
+
+@pytest.mark.parametrize("gpus", ["auto", "none"])
+def test_the_image_of_a_job_that_trains_on_cpu_must_be_pulled_where_it_is_missing(answers, daemon, tmp_path, gpus):
+    image.inventory(daemon, spec(gpus=gpus), tmp_path, True)
+    assert answers.did() == ["POST /images/create"]
+
+
+def test_an_image_that_is_missing_must_be_pulled_only_where_that_is_allowed(answers, daemon, tmp_path):
+    daemon.info["Runtimes"] = NVIDIA
+    found = image.inventory(daemon, spec(), tmp_path, False)
+    assert (found.gpus, found.no_gpus) == ((), "no image mine:1 to look with")
+    assert answers.did() == []
+    assert image.has_image(daemon, spec(), True)
+    assert answers.of("POST /images/create")[0] == {"tag": "1", "fromImage": "mine"}
+    answers.asked.clear()
+    assert image.has_image(daemon, spec(), True) and answers.did() == []
+
+
+def test_an_image_that_cannot_be_pulled_must_be_told_with_the_way_out(answers, daemon):
+    answers.refusals["POST /images/create"] = 404, "pull access denied for mine"
+    with pytest.raises(ResourceError, match="no image mine:1 here, nor to pull: pull access denied") as error:
+        image.has_image(daemon, spec(), True)
+    assert "docker login" in error.value.hint
+    answers.refusals["GET /images/mine:1/json"] = 500, "out of order"
+    with pytest.raises(EngineError, match="whether it has mine:1: out of order"):
+        image.has_image(daemon, spec(), True)
+
+
+def test_a_container_that_looked_for_gpus_and_stays_must_be_told(answers, daemon, tmp_path):
+    daemon.info["Runtimes"] = NVIDIA
+    answers.images.add("mine:1")
+    answers.refusals["DELETE /containers/made"] = 500, "out of order"
+    with pytest.raises(EngineError, match="does not remove the container that looked for GPUs: out of order"):
+        image.inventory(daemon, spec(), tmp_path, True)
+
+
+def test_our_own_image_must_be_built_by_compose(answers, daemon, tmp_path, monkeypatch):
+    compose(tmp_path, monkeypatch, "")
+    assert not image.has_image(daemon, JobSpec(), False) and not (tmp_path / "words").exists()
+    assert image.has_image(daemon, JobSpec(), True)
+    command, name = (tmp_path / "words").read_text().splitlines()
+    assert command.endswith(f"compose --project-directory {PROJECT} --profile gpu build master")
+    assert name == IMAGE and answers.did() == []
+    compose(tmp_path, monkeypatch, "exit 1")
+    with pytest.raises(ResourceError, match=f"the image {IMAGE} could not be built") as error:
+        image.has_image(daemon, JobSpec(), True)
+    assert "BASE_IMAGE" in error.value.hint
+
+
+def test_a_machine_must_be_shown_as_it_is(tmp_path, monkeypatch):
+    path = tmp_path / "nvidia-smi"
+    path.write_text("#!/bin/sh\necho 'GPU 0: A100 (UUID: GPU-7)'\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(process, "code_folder", lambda command: tmp_path)
+    (tmp_path / "work.py").write_text("import torch\n")
+    engine = ProcessEngine()
+    found = engine.inventory(spec(image=IMAGE), tmp_path / "run", False)
+    assert (found.engine, found.about, found.network) == ("process", "local processes", "")
+    assert (found.gpus, found.cores, found.no_gpus) == (("GPU-7",), (3,), "this machine has no NVIDIA GPU")
+    assert (found.master_addr, found.interface) == ("127.0.0.1", "lo")
+    assert (found.job_dir, found.code) == (str(tmp_path / "run"), str(tmp_path))
+    assert found.preload == ("torch", "torch.distributed")
+    asked = spec(gpus="none", memory="1g", cpus=2.0, shm_size="2g", volume="v")
+    found = engine.inventory(asked, tmp_path / "run", False)
+    assert found.gpus == ()
+    assert found.about == "local processes, ignoring image, memory, cpus, shm_size, volume"
+    monkeypatch.setattr(process, "code_folder", lambda command: PROJECT)
+    with pytest.raises(ResourceError, match="no torch in .*python") as error:
+        engine.inventory(JobSpec(), tmp_path / "run", False)
+    assert sys.executable in str(error.value) and "pip install torch" in error.value.hint
+    engine.selector.close()

@@ -1,0 +1,353 @@
+"""What every engine does over its connections to nodes: start workers in order, hear of their ends, tell lost ones."""
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from scripted import Clock
+
+from orchestrate.engines import Doing, links
+from orchestrate.engines.links import Link, Linked
+from orchestrate.errors import EngineLost
+from orchestrate.plan import Plan, WorkerPlan
+
+
+class Node:
+    """The far end of connections to a node; what it is to say waits until it is read."""
+
+    def __init__(self) -> None:
+        self.here, self.there = socket.socketpair()
+        self.here.settimeout(10)
+
+    def say(self, say: str, **facts: object) -> None:
+        self.here.sendall(json.dumps({"say": say, **facts}).encode() + b"\n")
+
+    def ended(self, rank: int, code: int, at: float = 1.0, generation: int = 0, **facts: object) -> None:
+        told = {"sign": "", "asked": False, **facts}
+        self.say("ended", generation=generation, rank=rank, code=code, at=at, **told)
+
+    def knows(self, generation: int = 0, **facts: object) -> None:
+        known = {"codes": {}, "signs": {}, "running": {}, **facts}
+        self.say("status", generation=generation, **known)
+
+    def asked(self) -> list[dict]:
+        """What it has been asked until now."""
+        self.here.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            return [json.loads(line) for line in self.here.recv(1 << 20).splitlines()]
+        return []
+
+    def end(self) -> None:
+        self.here.close()
+
+
+class Nodes(Linked):
+    """An engine whose nodes are played; a node that ends is made anew by `again`."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.played = {f"node-{rank}": Node() for rank in range(count)}
+        self.up = set(self.played)  # those that can be connected to
+        self.look: list[str] = []  # whose container is found to run, once for each
+        self.there: set[str] = set()  # those that may come to themselves
+
+    def again(self, name: str) -> Node:
+        self.played[name].end()
+        self.played[name] = Node()
+        return self.played[name]
+
+    def _connect(self, node: str) -> Link | None:
+        return Link(self.played[node].there) if node in self.up else None
+
+    def _exists(self, node: str) -> bool:
+        return node in self.there
+
+    def _runs(self, node: str) -> bool:
+        return node in self.look and not self.look.remove(node)
+
+    def close(self) -> None:
+        self.selector.close()
+        for link in self.links.values():
+            link.close()
+        for node in self.played.values():
+            node.there.close()
+            node.end()
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    made = Nodes(3)
+    yield made
+    made.close()
+
+
+def workers(count: int = 3, generation: int = 0) -> tuple[WorkerPlan, ...]:
+    """One on each node."""
+    return tuple(
+        WorkerPlan(
+            rank=rank,
+            node=f"node-{rank}",
+            gpu="",
+            cores=(),
+            env={"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(generation)},
+        )
+        for rank in range(count)
+    )
+
+
+def planned(count: int = 3, generation: int = 0) -> Plan:
+    made = object.__new__(Plan)
+    object.__setattr__(made, "workers", workers(count, generation))
+    return made
+
+
+def lost(nodes: Nodes) -> list[int]:
+    """The ranks of the workers that have ended, which must be with their nodes."""
+    ended = nodes.wait(1)
+    assert {end.code for end in ended} <= {137}
+    return [end.rank for end in ended]
+
+
+def asks(node: Node) -> list[str]:
+    return [request["ask"] for request in node.asked()]
+
+
+# --- start
+
+
+def test_the_other_workers_must_start_when_rank_0_has_and_only_once(nodes):
+    nodes.start(workers(), ("x.py", "-a"))
+    first, *others = nodes.played.values()
+    (request,) = first.asked()
+    assert (request["ask"], request["command"]) == ("start", ["x.py", "-a"])
+    assert (request["inherit"], request["cwd"]) == (True, None)
+    assert request["env"] == {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert [node.asked() for node in others] == [[], []]
+    first.say("started", generation=0, rank=0, pid=70)
+    assert nodes.wait(1) == []
+    assert [[request["env"]["RANK"] for request in node.asked()] for node in others] == [["1"], ["2"]]
+    others[0].say("started", generation=0, rank=1, pid=71)
+    assert nodes.wait(1) == []
+    assert [node.asked() for node in nodes.played.values()] == [[], [], []]
+    assert nodes.pids == {0: 70, 1: 71}
+
+
+def test_a_worker_whose_node_is_not_there_must_be_lost_at_once(nodes):
+    nodes.up -= {"node-2"}
+    nodes.start(workers(), ("x.py",))
+    nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
+    assert lost(nodes) == [2]
+    assert set(nodes.running) == {0, 1}
+
+
+def test_the_first_worker_must_be_lost_where_its_node_is_not_there(nodes):
+    nodes.up -= {"node-0"}
+    nodes.start(workers(), ("x.py",))
+    later = threading.Timer(0.2, nodes.played["node-1"].ended, (1, 1))
+    later.start()
+    assert [(end.rank, end.code) for end in nodes.wait(30)] == [(0, 137)]  # which waits for nothing else
+    later.join()
+    assert [(end.rank, end.code) for end in nodes.wait(30)] == [(1, 1)]
+
+
+def test_a_generation_must_begin_with_nothing_of_the_one_before(nodes):
+    nodes.start(workers(), ("x.py",))
+    node = nodes.played["node-0"]
+    node.ended(0, 1, sign="oom")
+    nodes._listen(1)
+    nodes.broken.add("node-1")
+    nodes.pids = {2: 9}
+    nodes.start(workers(2, generation=1), ("y.py",))
+    assert (nodes.generation, nodes.running) == (1, {0: "node-0", 1: "node-1"})
+    assert (nodes.pids, nodes.signs, nodes.broken, nodes.ended) == ({}, {}, set(), [])
+    node.asked()
+    node.ended(0, 9)  # of the generation before
+    node.say("started", generation=0, rank=0, pid=70)
+    assert nodes.wait(1) == [] and not nodes.pids
+    assert nodes.played["node-1"].asked() == []  # whose worker waits for rank 0 of its own generation
+    node.ended(0, 3, generation=1)
+    assert [(end.rank, end.code) for end in nodes.wait(1)] == [(0, 3)]
+
+
+def test_a_node_that_was_made_anew_must_not_be_taken_for_the_one_before(nodes):
+    nodes.start(workers(1), ("x.py",))
+    node = nodes.again("node-0")
+    nodes.start(workers(1, generation=1), ("x.py",))
+    assert asks(node) == ["start"]
+    assert nodes.wait(0) == []
+
+
+# --- ends
+
+
+def test_how_a_worker_ended_must_be_told_once_with_what_its_node_says_of_it(nodes):
+    nodes.start(workers(), ("x.py",))
+    node = nodes.played["node-1"]
+    node.ended(1, 137, sign="oom", asked=True)
+    node.ended(1, 0, sign="ending")
+    assert [(end.rank, end.code, end.asked) for end in nodes.wait(1)] == [(1, 137, True)]
+    assert nodes.signs == {1: "oom"}
+    assert nodes.wait(0) == []
+    nodes.played["node-2"].ended(2, 1)
+    assert [(end.rank, end.asked) for end in nodes.wait(1)] == [(2, False)]
+
+
+def test_a_worker_must_be_lost_whose_node_ends_its_connection_and_does_not_run(nodes):
+    nodes.start(workers(), ("x.py",))
+    nodes.played["node-1"].end()
+    assert lost(nodes) == [1]
+    assert set(nodes.running) == {0, 2}
+    for rank in (0, 2):  # at once
+        nodes.played[f"node-{rank}"].end()
+    assert sorted(lost(nodes)) == [0, 2]
+    nodes.played |= {name: Node() for name in nodes.played}  # on descriptors of the same numbers
+    nodes.start(workers(generation=1), ("x.py",))
+    assert [asks(node) for node in nodes.played.values()] == [["start"], [], []]
+
+
+def test_a_node_that_ends_while_its_worker_is_being_started_must_be_lost(nodes):
+    nodes.start(workers(), ("x.py",))
+    nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
+    nodes.played["node-1"].end()
+    assert lost(nodes) == [1]
+    assert nodes.wait(0) == []
+
+
+def test_a_worker_that_was_lost_before_it_was_started_must_not_end_again_when_the_job_is_stopped(nodes):
+    nodes.start(workers(), ("x.py",))
+    nodes.played["node-1"].end()
+    assert lost(nodes) == [1]
+    nodes.stop(kill=False)
+    assert [(end.rank, end.code) for end in nodes.wait(0)] == [(2, 143)]
+
+
+def test_a_node_whose_connection_was_cut_must_be_asked_again_for_its_workers(nodes):
+    nodes.start(workers(), ("x.py",))
+    nodes.look, nodes.running[3] = ["node-1"], "node-1"
+    nodes.again("node-1").knows(running={"1": {"pid": 7}})
+    assert lost(nodes) == [3]  # which it does not know
+    assert nodes.running == {0: "node-0", 1: "node-1", 2: "node-2"}
+    assert nodes.pids == {1: 7}
+    nodes.played["node-1"].ended(1, 5)
+    assert [(end.rank, end.code) for end in nodes.wait(1)] == [(1, 5)]
+
+
+def test_a_node_that_cannot_be_reached_again_must_be_given_up_after_some_seconds(nodes, monkeypatch):
+    monkeypatch.setattr(links, "DYING", 0.05)
+    nodes.start(workers(), ("x.py",))
+    monkeypatch.setattr(nodes, "_runs", lambda node: True)
+    nodes.up -= {"node-1"}
+    nodes.played["node-1"].end()
+    assert lost(nodes) == [1]
+
+
+# --- taking over
+
+
+def test_workers_that_were_started_earlier_must_be_taken_up_as_their_nodes_know_them(nodes):
+    nodes.up -= {"node-2"}
+    nodes.played["node-0"].knows(4, running={"0": {"pid": 7}})
+    nodes.played["node-1"].knows(4, codes={"1": 0}, signs={"1": "ending"})
+    assert nodes.adopt_workers(planned(generation=4)) == set()
+    assert [asks(nodes.played[f"node-{rank}"]) for rank in (0, 1)] == [["status"], ["status"]]
+    assert sorted((end.rank, end.code) for end in nodes.wait(0)) == [(1, 0), (2, 137)]
+    assert (nodes.running, nodes.pids, nodes.signs) == ({0: "node-0"}, {0: 7}, {1: "ending"})
+
+
+@pytest.mark.parametrize("generation", [3, 5])
+def test_workers_that_living_nodes_do_not_know_must_be_named(nodes, generation):
+    for rank in (0, 2):
+        nodes.played[f"node-{rank}"].knows(4, running={str(rank): {"pid": 0}})
+    nodes.played["node-1"].knows(generation, running={"1": {"pid": 8}})
+    assert nodes.adopt_workers(planned(generation=4)) == {1}
+    assert set(nodes.running) == {0, 1, 2}
+    assert not nodes.pids  # one that has none yet
+
+
+def test_a_node_that_may_come_to_itself_must_not_be_taken_for_lost(nodes):
+    nodes.played["node-0"].knows()
+    nodes.up, nodes.there = {"node-0"}, {"node-1"}
+    with pytest.raises(EngineLost, match="node-1 does not answer"):
+        nodes.adopt_workers(planned(2))
+    nodes.again("node-0").knows()
+    nodes.there = set()
+    assert nodes.adopt_workers(planned(2)) == {0}
+    assert lost(nodes) == [1]
+
+
+def test_workers_that_waited_to_be_started_must_not_be_started_once_they_were_taken_up(nodes):
+    nodes.start(workers(), ("x.py",))
+    for name in nodes.played:
+        nodes.again(name).knows(running={"0": {"pid": 7}})
+    assert nodes.adopt_workers(planned()) == {1, 2}
+    nodes.played["node-0"].say("started", generation=0, rank=0, pid=7)
+    assert nodes.wait(1) == []
+    assert [asks(node) for node in nodes.played.values()] == [["status"]] * 3
+
+
+# --- while it runs
+
+
+def test_what_workers_are_doing_must_be_what_nodes_say_now(nodes, monkeypatch):
+    nodes.start(workers(), ("x.py",))
+    idle = {"pid": 7, "state": "S", "cpu": 1.5}
+    nodes.played["node-0"].knows(running={"0": idle, "3": {**idle, "state": ""}})
+    nodes.played["node-1"].knows(running={"1": {"pid": 8, "state": "R", "cpu": 0.0}})
+    clock, listen = Clock(), nodes._listen
+    monkeypatch.setattr(links, "time", clock)
+    monkeypatch.setattr(nodes, "_listen", lambda timeout: (listen(0), clock.sleep(timeout)))
+    began = clock.now
+    assert nodes.doing() == {0: Doing("S", 1.5), 1: Doing("R", 0.0)}
+    assert nodes.doing() == {}  # what was said then is not known of now
+    assert clock.now - began < 3  # a node that is silent holds the job up no longer
+
+
+def test_a_node_that_dies_while_it_is_asked_must_not_be_waited_for(nodes, monkeypatch):
+    nodes.start(workers(), ("x.py",))
+    for rank in (0, 2):
+        nodes.played[f"node-{rank}"].knows(running={})
+    listen, calls = nodes._listen, []
+
+    def ends(timeout: float) -> None:
+        calls.append(timeout)
+        nodes.played["node-1"].end()
+        listen(timeout)
+
+    monkeypatch.setattr(nodes, "_listen", ends)
+    assert nodes.doing() == {}
+    assert nodes.broken == {"node-1"} and len(calls) < 4
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_all_nodes_must_be_told_how_to_stop_their_workers(nodes, kill):
+    nodes.start(workers(), ("x.py",))
+    nodes.stop(kill)
+    told = [node.asked()[-1] for node in nodes.played.values()]
+    assert told == [{"ask": "stop", "kill": kill}] * 3
+    nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
+    nodes.wait(1)
+    assert [node.asked() for node in nodes.played.values()] == [[], [], []]  # nothing starts any more
+    nodes.dump()
+    assert [asks(node) for node in nodes.played.values()] == [["dump"]] * 3
+
+
+def test_nodes_that_stay_must_have_said_that_they_are_clean(nodes, monkeypatch):
+    nodes.start(workers(), ("x.py",))
+    said = iter(nodes.played.values())
+    listen = nodes._listen
+
+    def next_one(timeout: float) -> None:
+        next(said).say("clean")
+        listen(timeout)
+
+    monkeypatch.setattr(nodes, "_listen", next_one)
+    nodes._clean()
+    assert [asks(node)[-1] for node in nodes.played.values()] == ["clean"] * 3
+    assert next(said, None) is None  # all have
+    monkeypatch.setattr(nodes, "_listen", listen)
+    monkeypatch.setattr(links, "ANSWERS", 0.01)
+    nodes._clean()  # which they do not answer
+    assert nodes.cleaned == set()

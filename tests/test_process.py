@@ -1,0 +1,343 @@
+"""Nodes as local processes: real ones, in a folder of sockets of the test's own, and what becomes of them."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import MARK, environ, eventually, gone, processes
+from scripted import Clock
+from test_plan import HERE, plan
+
+from orchestrate.engines import JobState, process
+from orchestrate.engines.process import ProcessEngine
+from orchestrate.errors import EngineError
+from orchestrate.plan import Plan
+from orchestrate.spec import JobSpec
+
+SPEC = JobSpec(trainers=1, grace=7.0, command=("work.py",))
+
+
+class Quick(Clock):
+    """Time that passes faster than it does, while something waits."""
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.001)
+        super().sleep(seconds)
+
+
+class Nodes:
+    """Engines that share a folder of sockets, one for each orchestrator, and a job's run directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.state, self.run = folder, folder / "s", folder / "run"
+        (self.run / "logs").mkdir(parents=True)
+        self.engines: list[ProcessEngine] = []
+
+    def engine(self) -> ProcessEngine:
+        made = ProcessEngine()
+        made.state = self.state
+        self.engines.append(made)
+        return made
+
+    def plan(self, spec: JobSpec = SPEC, job: str = "j", **inventory: object) -> Plan:
+        here = dataclasses.replace(HERE, engine="process", master_addr="127.0.0.1", interface="lo", network="")
+        changes = {"code": str(self.folder), "job_dir": str(self.run), **inventory}
+        return plan(spec, dataclasses.replace(here, **changes), job)
+
+    def up(self, job: str = "j", **inventory: object) -> ProcessEngine:
+        made = self.engine()
+        made.up(SPEC, self.plan(job=job, **inventory), self.run)
+        return made
+
+    def start(self, engine: ProcessEngine, script: str) -> None:
+        (self.folder / "work.py").write_text(script)
+        engine.start(self.plan().workers, ("work.py",))
+
+    def clear(self) -> None:
+        left = processes(self.folder)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for engine in self.engines:
+            engine.selector.close()
+            for link in engine.links.values():
+                link.close()
+            for node in engine.nodes.values():
+                if node.child:
+                    node.child.wait()
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch) -> Iterator[Nodes]:
+    monkeypatch.setenv(MARK, str(tmp_path))
+    made = Nodes(tmp_path)
+    yield made
+    made.clear()
+
+
+def pids(engine: ProcessEngine) -> dict[str, int]:
+    return {name: node.pid for name, node in engine.nodes.items()}
+
+
+# --- up and down
+
+
+def test_a_node_must_be_started_once_with_what_the_job_says_of_it(nodes):
+    engine = nodes.up(preload=("colorsys", "wave"))
+    assert engine.alive() == {"master", "trainer-1"} == set(pids(engine))
+    for name, pid in pids(engine).items():
+        told = environ(pid)
+        assert (told["NODE_MODE"], told["NODE_GRACE"], told["NODE_PRELOAD"]) == ("wait", "7.0", "colorsys wave")
+        assert told["NODE_SOCKET"] == str(nodes.state / "j" / f"{name}.sock")
+        assert os.getsid(pid) == pid  # Ctrl-C is not for it
+        assert os.readlink(f"/proc/{pid}/cwd") == str(nodes.folder)
+        assert {os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)} == {"/dev/null"}
+    for folder in (nodes.state, nodes.state / "j"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    before = pids(engine)
+    engine.up(SPEC, nodes.plan(), nodes.run)
+    assert pids(engine) == before
+
+
+def test_only_a_node_that_has_gone_must_be_replaced(nodes):
+    engine = nodes.up()
+    before = pids(engine)
+    os.kill(before["trainer-1"], signal.SIGKILL)
+    eventually(lambda: engine.alive() == {"master"})
+    engine.up(SPEC, nodes.plan(), nodes.run)
+    after = pids(engine)
+    assert engine.alive() == {"master", "trainer-1"}
+    assert after["master"] == before["master"] and after["trainer-1"] != before["trainer-1"]
+
+
+def test_nodes_of_another_orchestrator_must_be_found_used_and_ended(nodes):
+    before, first = pids(nodes.up()), nodes.engines[0]
+    second, third = nodes.up(), nodes.up()
+    assert pids(second) == before and second.alive() == {"master", "trainer-1"}
+    second.discard(["trainer-1"])
+    assert second.alive() == {"master"}
+    eventually(lambda: first.alive() == {"master"})
+    second.up(SPEC, nodes.plan(), nodes.run)
+    assert pids(second)["trainer-1"] != before["trainer-1"]
+    assert third.alive() == {"master"}  # what listens now is another process
+    third.adopt(SPEC, nodes.plan(), nodes.run)
+    assert third.alive() == {"master", "trainer-1"}
+    second.down(30.0)
+    assert second.alive() == set()
+    eventually(lambda: not first.alive())
+    assert not (nodes.state / "j").exists()
+
+
+def test_the_end_of_a_job_must_end_its_nodes_and_leave_those_of_others(nodes):
+    other, engine = nodes.up("other"), nodes.up()
+    before = pids(engine)
+    engine.down(30.0)
+    assert all(map(gone, before.values()))
+    assert [path.name for path in nodes.state.iterdir()] == ["other"]
+    assert other.alive() == {"master", "trainer-1"}
+    nodes.engine().down(30.0)  # of a job that was never brought up
+    assert nodes.state.exists()
+
+
+def test_the_nodes_of_a_cluster_must_outlive_its_jobs(nodes):
+    engine = nodes.up(cluster="c")
+    assert [path.name for path in nodes.state.iterdir()] == ["c"]
+    engine.adopt(SPEC, nodes.plan(cluster="c"), nodes.run)
+    engine.down(30.0)
+    assert engine.alive() == {"master", "trainer-1"} and engine.cleaned == {"master", "trainer-1"}
+
+
+def test_nodes_must_be_called_not_up_at_once_where_one_dies_or_somebody_asks_to_stop(nodes, monkeypatch):
+    monkeypatch.setattr(process, "NODE", nodes.folder / "node.py")
+    (nodes.folder / "node.py").write_text(
+        "import os, signal\nif 'master' in os.environ['NODE_SOCKET']: signal.pause()\n"
+    )
+    looks = iter(range(3000))  # half a minute
+    with pytest.raises(EngineError, match="a node did not start"):
+        nodes.engine().up(SPEC, nodes.plan(), nodes.run, lambda: next(looks) < 0)
+    (nodes.folder / "node.py").write_text("import signal\nsignal.pause()\n")
+    looks = iter(range(3000))
+    with pytest.raises(EngineError, match="a node did not start"):
+        nodes.engine().up(SPEC, nodes.plan(job="k"), nodes.run, lambda: next(looks) > 3)
+
+
+def test_a_node_that_does_not_listen_must_be_given_up_in_the_end(nodes, monkeypatch):
+    monkeypatch.setattr(process, "NODE", nodes.folder / "node.py")
+    (nodes.folder / "node.py").write_text("import signal\nsignal.pause()\n")
+    clock = Clock()
+    monkeypatch.setattr(process, "time", clock)
+    began = clock.now
+    with pytest.raises(EngineError, match="a node did not start"):
+        nodes.up()
+    assert 50 < clock.now - began < 70
+
+
+def test_a_folder_that_cannot_be_made_must_be_an_error_of_the_engine(nodes):
+    nodes.state.mkdir()
+    (nodes.state / "j").touch()
+    with pytest.raises(EngineError, match="a node does not start.*j"):
+        nodes.up()
+
+
+# --- workers
+
+
+def test_a_worker_must_have_the_environment_of_its_caller_and_the_jobs_own_first(nodes, monkeypatch):
+    monkeypatch.setenv("MINE", "caller")
+    monkeypatch.setenv("RANK", "caller")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    engine = nodes.up()
+    nodes.start(
+        engine, "import json, os\njson.dump([dict(os.environ), os.getcwd()], open(f\"{os.environ['RANK']}\", 'w'))\n"
+    )
+    ends = []
+    eventually(lambda: len(ends.extend(engine.wait(1)) or ends) == 2)
+    assert sorted((end.rank, end.code) for end in ends) == [(0, 0), (1, 0)]
+    for rank in (0, 1):
+        env, folder = json.loads((nodes.folder / str(rank)).read_text())
+        assert (env["RANK"], env["MINE"], env["PYTHONUNBUFFERED"]) == (str(rank), "caller", "1")
+        assert "NODE_SOCKET" not in env and folder == str(nodes.folder)
+    again = nodes.engine()  # which asks what has become of them
+    assert again.adopt(SPEC, nodes.plan(), nodes.run) == set()
+    assert sorted((end.rank, end.code) for end in again.wait(0)) == [(0, 0), (1, 0)]
+    assert again.adopt(SPEC, nodes.plan(), nodes.run) == set()
+    fresh = nodes.engine()
+    assert fresh.adopt(SPEC, nodes.plan(job="none"), nodes.run) == set()
+    assert [end.code for end in fresh.wait(0)] == [137, 137]  # there are no nodes
+
+
+def test_a_node_that_has_died_must_be_told_from_a_lack_of_memory(nodes):
+    engine = nodes.up()
+    nodes.start(engine, "import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\nsignal.pause()\n")
+    (end,) = eventually(lambda: engine.wait(1))
+    assert (end.rank, end.code, engine.explain(end, "trainer-1")) == (1, 137, "")
+    engine.signs[1] = "oom"
+    assert engine.explain(end, "trainer-1") == "out of memory"
+    assert engine.explain(dataclasses.replace(end, code=1), "trainer-1") == ""
+    os.kill(pids(engine)["trainer-1"], signal.SIGKILL)
+    eventually(lambda: "trainer-1" not in engine.alive())
+    assert engine.explain(end, "trainer-1") == "node lost"
+    assert engine.troubles() == {}
+
+
+def test_workers_of_a_node_that_has_died_must_be_killed_with_what_they_started_and_no_others(nodes):
+    engine = nodes.engine()
+    workers = [subprocess.Popen(["sh", "-c", "sleep 600 & wait"], start_new_session=True) for _ in range(2)]
+    try:
+        engine.running = {0: "master", 1: "trainer-1", 2: "trainer-1", 3: "trainer-1"}
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        engine.pids = {rank: worker.pid for rank, worker in enumerate(workers)} | {2: ended.pid}  # and 3 has none yet
+        engine._lost("trainer-1")
+        assert [(end.rank, end.code) for end in engine.wait(0)] == [(1, 137), (2, 137), (3, 137)]
+        assert workers[1].wait() == -signal.SIGKILL
+        assert workers[0].poll() is None
+    finally:
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
+
+
+@pytest.mark.parametrize("how", ["down", "remove"])
+def test_workers_must_have_the_grace_period_to_end(nodes, monkeypatch, how):
+    engine = nodes.up()
+    nodes.start(
+        engine,
+        "import signal, sys, time\nsignal.signal(15, lambda *_: (time.sleep(0.3), open('saved', 'w'), sys.exit()))\n"
+        "open('listens', 'w')\nwhile True: signal.pause()\n",
+    )
+    eventually(lambda: engine.wait(0.01) or (nodes.folder / "listens").exists())
+    monkeypatch.setattr(process, "time", Quick())
+    engine.down(3000.0) if how == "down" else nodes.engine().remove("j", 3000.0)
+    assert (nodes.folder / "saved").exists()
+    assert not (nodes.state / "j").exists()
+    eventually(lambda: not engine.alive())
+
+
+def test_a_node_must_be_asked_to_end_first_and_killed_where_it_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "time", Quick())
+
+    def child(does: str) -> process._Node:
+        started = subprocess.Popen(["sh", "-c", f"trap '{does}' TERM; echo; while :; do sleep 0.01; done"], stdout=-1)
+        assert started.stdout
+        with started.stdout:
+            started.stdout.readline()
+        return process._Node(tmp_path / "s", started.pid, started)
+
+    gentle, deaf, killed = child("exit 5"), child(""), child("exit 5")
+    process._end([gentle, deaf], 0.0)
+    assert [node.child.returncode for node in (gentle, deaf)] == [5, -signal.SIGKILL]
+    gentle.signal(0)  # which has gone
+    engine = ProcessEngine()
+    engine.nodes = {"killed": killed}
+    engine.discard(["killed"])
+    assert killed.child.returncode == -signal.SIGKILL
+    engine.selector.close()
+
+
+# --- from another shell
+
+
+def test_jobs_must_be_those_whose_nodes_listen(nodes):
+    engine = nodes.up("b")
+    nodes.up("a")
+    (nodes.state / "c").mkdir()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(nodes.state / "c" / "master.sock"))  # on which nobody listens
+    expected = [JobState(name, "process", 2, nodes.run.resolve(), os.getuid()) for name in ("a", "b")]
+    shell = nodes.engine()
+    assert shell.jobs() == expected
+    assert shell.holds("b") == [
+        *(f"process {pid} ({name})" for name, pid in sorted(pids(engine).items())),
+        f"folder {nodes.state / 'b'}",
+    ]
+    assert shell.holds("c") == [f"folder {nodes.state / 'c'}"]
+    assert shell.holds("none") == []
+    shell.remove("b", 30.0)
+    eventually(lambda: not engine.alive())
+    assert shell.jobs() == expected[:1] and shell.holds("b") == []
+
+
+# --- nodes that are being born
+
+
+def test_a_node_must_hold_its_lock_as_long_as_it_lives(nodes):
+    engine = nodes.up()
+    lock = nodes.state / "j" / "master.lock"
+    assert process._held(lock)
+    os.kill(pids(engine)["master"], signal.SIGKILL)
+    eventually(lambda: not process._held(lock))
+    assert not process._held(lock.with_name("none.lock"))
+
+
+def test_a_node_that_was_started_and_does_not_listen_yet_must_be_waited_for_some_seconds(tmp_path, monkeypatch):
+    clock, lock, path = Clock(), tmp_path / "n.lock", tmp_path / "n.sock"
+    monkeypatch.setattr(process, "time", clock)
+    began = clock.now
+    lock.touch()
+    assert list(process._waiting(tmp_path)) == [] and clock.now == began  # nobody is about to listen
+    with lock.open() as shared, lock.open() as held, socket.socket(socket.AF_UNIX) as server:
+        fcntl.flock(shared, fcntl.LOCK_SH)  # another orchestrator that looks
+        assert not process._held(lock)
+        fcntl.flock(shared, fcntl.LOCK_UN)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert list(process._waiting(tmp_path)) == []
+        assert 9 < clock.now - began < 11
+        sleep = clock.sleep
+        monkeypatch.setattr(
+            clock,
+            "sleep",
+            lambda seconds: (sleep(seconds), path.exists() or (server.bind(str(path)), server.listen())),
+        )
+        assert list(process._waiting(tmp_path)) == [(path, os.getpid())]
