@@ -42,7 +42,6 @@ class Whole(Scripted):
         super().__init__(*generations, **more)
         self.things = list(things)  # what the job holds
         self.states: list[JobState] = []
-        self.graces: list[float] = []
 
     def inventory(self, spec, run, prepare) -> Inventory:
         self.calls.append("prepare" if prepare else "look")
@@ -60,12 +59,10 @@ class Whole(Scripted):
 
     def remove(self, job_id, grace) -> None:
         super().remove(job_id, grace)
-        self.graces.append(grace)
         self.things.clear()
 
     def down(self, grace) -> None:
         super().down(grace)
-        self.graces.append(grace)
         self.things.clear()
 
 
