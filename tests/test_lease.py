@@ -1,5 +1,6 @@
 """A node's lease must be renewed by the relay of its own job alone."""
 
+import hmac
 import os
 import socket
 import subprocess
@@ -21,6 +22,7 @@ class Now:
 
     def __init__(self) -> None:
         self.now, self.due, self.read = 1000.0, [], None
+        self.pauses = []
 
     def monotonic(self) -> float:
         return self.now
@@ -33,6 +35,7 @@ class Now:
 
     def after(self, seconds: float, callback) -> None:
         self.due.append(callback)
+        self.pauses.append(seconds)
 
     def turn(self) -> None:
         due, self.due = self.due, []
@@ -86,11 +89,53 @@ def test_the_words_of_anyone_else_must_not_renew_it(held, words):
     assert over == [loop.now]
 
 
-def test_each_question_must_be_a_new_one(held):
+def test_each_question_must_be_a_new_one_and_several_asked_in_a_lease(held):
     _, relay, loop, _ = held
     for _ in range(3):
         loop.turn()
     assert len({relay.recvfrom(64)[0] for _ in range(4)}) == 4
+    assert len(loop.pauses) == 4 and 0 < max(loop.pauses) <= LEASE / 4  # so that some may be lost on their way
+
+
+def test_a_lease_that_has_run_out_must_be_asked_for_and_can_be_had_again(held):
+    made, relay, loop, over = held
+    for _ in range(2):
+        loop.now += LEASE
+        assert not made.held
+        loop.turn()
+    assert len(over) == 2  # as long as it lasts, whatever was started meanwhile is ended
+    for _ in range(3):
+        question, node = relay.recvfrom(64)
+    relay.sendto(answer(KEY, question), node)
+    loop.read()
+    loop.turn()
+    assert made.held and len(over) == 2
+
+
+def test_a_lease_that_is_given_up_must_neither_ask_nor_run_out(held):
+    made, relay, loop, over = held
+    relay.recvfrom(64)
+    made.end()
+    loop.now += LEASE + 1
+    loop.turn()
+    assert loop.read is None and not loop.due and not over
+    made.end()
+
+
+def test_a_relay_that_cannot_be_reached_must_be_asked_again(monkeypatch):
+    loop, over = Now(), []
+    monkeypatch.setattr(lease, "time", loop)
+    made = Lease(loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now))  # which this socket may not send to
+    try:
+        loop.turn()
+        assert len(loop.due) == 1 and not over
+    finally:
+        made.end()
+
+
+def test_a_relay_must_not_answer_what_the_key_of_a_connection_is_made_of():
+    words = b"link " + b"0" * 64
+    assert answer(KEY, words) != hmac.digest(KEY, words, "sha256")
 
 
 def test_a_node_that_is_cut_off_must_end_whatever_starts_until_there_is_an_answer(held):

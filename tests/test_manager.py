@@ -1,11 +1,18 @@
 """What a Swarm is asked for and how long it is waited for, on the manager's side, without a Swarm."""
 
+import base64
+import io
 import os
+import stat
+import tarfile
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from conftest import docker
+import requests
+from conftest import ROOT, docker
+from manager_stub import StubManager, container, scale, settled
 from scripted import Clock
 from test_plan import HERE, plan
 
@@ -14,7 +21,7 @@ from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.links import Linked
 from orchestrate.engines.manager import Manager, shared_out
 from orchestrate.engines.swarm import SwarmEngine
-from orchestrate.errors import EngineError
+from orchestrate.errors import EngineError, EngineLost
 from orchestrate.node.lease import LEASE
 from orchestrate.spec import JobSpec
 
@@ -89,3 +96,212 @@ def test_of_networks_the_one_of_the_very_name_must_be_taken(docker_engine, tmp_p
         assert [network.name for network in Daemon().networks("host")] == ["host"]
     finally:
         docker("network", "rm", name)
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    made = StubManager(monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def managed(stub, tmp_path):
+    """The manager of a job `j` with a network, and what makes its tasks."""
+    return settled(tmp_path, JobSpec(trainers=2))
+
+
+@pytest.mark.parametrize(
+    ("swarm", "words"),
+    [
+        ({"ControlAvailable": False, "LocalNodeState": "active"}, "is no manager"),
+        ({"ControlAvailable": False, "LocalNodeState": "inactive"}, "is in no Swarm"),
+        ({}, "is in no Swarm"),
+    ],
+)
+def test_an_engine_that_manages_no_swarm_must_be_told(stub, swarm, words):
+    stub.info["Swarm"] = swarm
+    with pytest.raises(EngineError, match=words) as raised:
+        Manager()
+    assert "docker swarm init" in raised.value.hint
+
+
+@pytest.mark.parametrize(("encrypt", "options"), [(False, {}), (True, {"encrypted": ""})])
+def test_a_job_must_have_one_network_and_one_key_of_its_own(stub, tmp_path, encrypt, options):
+    spec = JobSpec(trainers=2, encrypt=encrypt)
+    key = settled(tmp_path, spec).key
+    assert settled(tmp_path, spec).key == key and len(key) == 32  # whoever takes the job over has the same
+    assert stat.S_IMODE((tmp_path / ".key").stat().st_mode) == 0o600
+    (network,) = stub.overlays()
+    assert (network["Name"], network["Driver"], network["Attachable"]) == ("j_job", "overlay", True)
+    assert (network["Options"] or {}) == options
+    labels = {"orchestrate.job": "j", "orchestrate.run": str(tmp_path), "orchestrate.owner": str(os.getuid())}
+    assert network["Labels"] == labels
+
+
+def test_on_the_network_of_the_hosts_nodes_must_be_found_at_their_hosts(stub, tmp_path):
+    spec = JobSpec(trainers=2, network="host")
+    made = settled(tmp_path, spec)
+    assert not stub.overlays()
+    made.hosts()
+    made.connect(spec)
+    assert made.relay_address() == ("10.1.1.1", made.port)
+    at = {"NodeID": "h2", "NetworksAttachments": []}
+    found = [made.node_address({**at, "Name": name}) for name in ("master", "trainer-1", "trainer-12")]
+    assert found == [("127.0.0.1", made.port + number) for number in (1, 2, 13)]
+
+
+def test_a_node_must_be_found_at_its_address_on_the_network_of_the_job(stub, managed):
+    scale(managed, "trainer", 2)
+    assert managed.node_address(managed.look()["trainer-2"]) == ("10.0.1.1", managed.port + 1)
+    with pytest.raises(EngineError, match="trainer-2 has no address"):
+        managed.node_address(managed.look()["trainer-2"] | {"NetworksAttachments": None})
+
+
+def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, managed, tmp_path):
+    managed.connect(JobSpec(trainers=2))
+    assert managed.relay_address() == ("10.0.1.200", 20000)
+    (relay,) = stub.containers
+    body = relay["Config"]
+    assert set(body["Env"]) == {"NODE_MODE=relay", "NODE_PORT=20000", "NODE_KEY=/run/key"}
+    assert body["Entrypoint"] == ["python", "/opt/orchestrate/node"]
+    assert (body["Labels"], body["User"]) == ({"orchestrate.relay": "j"}, f"{os.getuid()}:{os.getgid()}")
+    rights = body["HostConfig"]
+    assert set(rights["Binds"]) == {f"{ROOT}/orchestrate:/opt/orchestrate:ro", f"{tmp_path}/.key:/run/key:ro"}
+    assert (rights["NetworkMode"], rights["CapDrop"]) == ("j_job", ["ALL"])
+    assert (rights["SecurityOpt"], rights["ReadonlyRootfs"]) == (["no-new-privileges:true"], True)
+    assert rights["Init"] and rights["PidsLimit"] == 4096
+
+
+@pytest.mark.parametrize(("status", "kept"), [("running", True), ("exited", False), ("created", False)])
+def test_a_relay_must_be_used_again_only_where_it_runs(stub, managed, status, kept):
+    stub.containers += [container("x-j-relay", "another"), container("j-relay", "old", status)]
+    managed.connect(JobSpec(trainers=2))
+    assert (managed.relay.id == "old") == kept
+    assert len([one for one in stub.containers if one["Name"] == "/j-relay"]) == 1
+
+
+def test_a_service_must_be_made_of_the_image_that_is_here_and_carry_the_label_of_the_job(stub, managed):
+    scale(managed, "trainer", 2)
+    scale(managed, "master", 1)
+    trainer, master = (one["Spec"] for one in stub.services)
+    assert (trainer["Name"], master["Name"]) == ("j-trainer", "j-master")
+    assert trainer["Labels"] == managed.labels and trainer["EndpointSpec"] == {"Mode": "dnsrr"}
+    template = trainer["TaskTemplate"]
+    assert template["ContainerSpec"]["Image"] == "orchestrate-node:0.1@sha256:2"  # not what a tag is elsewhere
+    assert template["ContainerSpec"]["User"] == f"{os.getuid()}:{os.getgid()}"
+    assert template["Networks"][0]["Target"] == stub.overlays()[0]["Id"]
+    (secret,) = stub.secrets  # one for both
+    assert (secret["Spec"]["Name"], secret["Spec"]["Labels"]) == ("j-node", managed.labels)
+    for one in (trainer, master):
+        assert one["TaskTemplate"]["ContainerSpec"]["Secrets"][0]["SecretID"] == secret["ID"]
+    given = base64.b64decode(next(body["Data"] for body in stub.made if body["kind"] == "secrets"))
+    with tarfile.open(fileobj=io.BytesIO(given)) as archive:
+        assert archive.extractfile("key").read() == managed.key
+
+
+def test_more_nodes_must_leave_alone_those_that_there_are(stub, managed):
+    for more in (2, 1, 0, -1):
+        scale(managed, "trainer", more)
+    (made, more) = (body for body in stub.made if body["kind"] == "services")
+    assert more == made | {"Mode": {"Replicated": {"Replicas": 3}}}
+    assert any(request.endswith("update?version=7") for request in stub.asked)
+    assert list(managed.look()) == ["trainer-1", "trainer-2", "trainer-3"]
+
+
+def test_services_must_be_placed_one_after_the_other_but_not_waited_for_long(stub, managed, clock):
+    stub.placed, began = lambda task: task.pop("NodeID"), clock.now
+    scale(managed, "trainer", 2)
+    assert 0.9 < clock.now - began < 1.5
+    for task in stub.tasks:
+        task["NodeID"] = "h1"
+    began = clock.now
+    scale(managed, "trainer", 1)
+    assert 0.9 < clock.now - began < 1.5
+    stub.placed, began = lambda task: None, clock.now
+    for task in stub.tasks:
+        task["NodeID"] = "h1"
+    scale(managed, "trainer", 1)
+    assert clock.now == began
+
+
+def running(stub: StubManager, made: Manager) -> None:
+    scale(made, "trainer", 1)
+    scale(made, "master", 1)
+    made.connect(JobSpec(trainers=2))
+
+
+def test_all_that_a_job_has_must_be_removed_and_nothing_else(stub, managed, tmp_path):
+    running(stub, managed)
+    labels = managed.labels | {"orchestrate.job": "x"}
+    for things in (stub.services, stub.secrets):
+        things.append({"ID": "other", "Spec": {"Name": "x", "Labels": labels}})
+    stub.networks.append({"Id": "other", "Name": "x", "Labels": labels})
+    stub.containers.append(container("x-relay", "other", Labels={"orchestrate.relay": "x"}))
+    names = [f"{kind} {name}" for kind, name, _ in managed.things("j")]
+    there = ["service j-trainer", "service j-master", "container j-relay", "secret j-node", "network j_job"]
+    assert names == there
+    managed.remove("j", 0.0)
+    assert not managed.things("j") and len(managed.things("x")) == 4
+    assert not (tmp_path / ".key").exists()
+    assert any("DELETE /containers" in request and "force=True" in request for request in stub.asked)
+
+
+def test_the_key_of_a_job_must_be_removed_with_it_and_that_of_another_one_stay(stub, managed, tmp_path):
+    scale(managed, "trainer", 1)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / ".key").touch()
+    labels = managed.labels | {"orchestrate.job": "x", "orchestrate.run": str(other)}
+    stub.services.append({"ID": "x", "Spec": {"Name": "x-master", "Labels": labels}})
+    managed.remove("x", 0.0)
+    assert (tmp_path / ".key").exists() and not (other / ".key").exists()
+
+
+def test_what_is_still_in_use_must_be_tried_again_and_told_in_the_end(stub, managed, clock, monkeypatch):
+    running(stub, managed)
+    monkeypatch.setattr(manager, "VANISHES", 0.3)
+    stub.refused["DELETE /networks"], began = "network j_job has active endpoints", clock.now
+    with pytest.raises(EngineError, match="keeps the network j_job: network j_job has active endpoints") as raised:
+        managed.remove("j", 0.4)
+    assert 0.7 <= clock.now - began < 1 and "stop j" in raised.value.hint
+    assert [kind for kind, *_ in managed.things("j")] == ["network"]
+    del stub.refused["DELETE /networks"]
+    managed.remove("j", 5.0)
+    assert not stub.overlays()
+
+
+def test_a_task_that_does_not_end_must_be_told_with_its_host(stub, managed, clock, monkeypatch):
+    running(stub, managed)
+    managed = Manager()  # of whoever removes it later
+    monkeypatch.setattr(manager, "VANISHES", 0.3)
+    tasks = [stub.tasks[0]]
+    monkeypatch.setattr(stub, "delete", lambda kind, number: (StubManager.delete(stub, kind, number), keep()))
+
+    def keep() -> None:
+        stub.tasks[:] = tasks
+
+    with pytest.raises(EngineError, match="^trainer-1 on host-1 did not end$"):
+        managed.remove("j", 0.0)
+    stub.hosts[0]["Status"]["State"] = "down"
+    with pytest.raises(EngineError, match="1 node on host-1, which is down"):
+        managed.remove("j", 0.0)
+    tasks[0]["Status"]["State"] = "shutdown"  # of which its host has said so
+    managed.remove("j", 0.0)
+
+
+def test_an_engine_that_has_gone_must_not_be_waited_for(stub, managed, clock):
+    running(stub, managed)
+    things, began = managed.things("j"), clock.now
+    gone = requests.exceptions.ConnectionError("refused")
+    managed.things = lambda _: [(*things[0][:2], raising(gone))]
+    with pytest.raises(EngineLost):
+        managed.remove("j", 30.0)
+    assert clock.now == began
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act

@@ -1,32 +1,85 @@
 """What nodes on other hosts are sent: of the code what is code, and of a job's files what nodes have written."""
 
+import base64
+import io
+import tarfile
+
 import pytest
 
-from orchestrate.engines.parcels import code_files, mine
-from orchestrate.errors import ResourceError
+from orchestrate.engines.mirror import OWN
+from orchestrate.engines.parcels import code_files, give, mine, packed
+from orchestrate.errors import EngineError, ResourceError
+from orchestrate.node.files import PIECE, digest
 
 
 def test_code_must_be_sent_without_what_is_none(tmp_path):
     names = ["train.py", "pkg/model.py", "data/big.bin", ".git/config", "runs/job/plan.json", "env/pyvenv.cfg"]
+    names += ["pyvenv.cfg", "tools/env/pyvenv.cfg", "tools/env/bin/x.py", "tools/run.py", "node_modules/x.js"]
+    names += ["keep.log", "drop.log", ".env", "pkg/.cache/x"]
     for name in [*names, "env/lib/x.py", "pkg/__pycache__/model.pyc"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    (tmp_path / ".dockerignore").write_text("# none of it\ndata\n")
-    assert {str(path.relative_to(tmp_path)) for path in code_files(tmp_path)} == {"train.py", "pkg/model.py"}
+    (tmp_path / ".dockerignore").write_text("# none of it\n\n data \n*.log\n!keep.log\n")
+    (tmp_path / "gone.py").symlink_to("not there")
+    sent = {str(path.relative_to(tmp_path)) for path in code_files(tmp_path)}
+    assert sent == {"train.py", "pkg/model.py", "pyvenv.cfg", "tools/run.py", "keep.log"}
 
 
 def test_code_that_is_too_large_must_be_told(tmp_path):
     with (tmp_path / "weights.bin").open("wb") as file:
-        file.truncate(300 << 20)
+        file.truncate(256 << 20)
+    assert code_files(tmp_path) == [tmp_path / "weights.bin"]
+    (tmp_path / "train.py").write_text("x")  # together they are
     with pytest.raises(ResourceError, match="more than 256 MB"):
         code_files(tmp_path)
+    (tmp_path / ".dockerignore").write_text("weights.bin")
+    assert code_files(tmp_path) == [tmp_path / "train.py"]
 
 
 def test_what_nodes_have_written_must_be_sent_with_its_links(tmp_path):
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
-    for name in ("checkpoints/step-1/state.pt", "checkpoints/.half", "result", "plan.json", "logs"):
+    for name in ("checkpoints/step-1/state.pt", "checkpoints/.half", "result", "logs", *OWN):
         (tmp_path / name).write_text("x")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "x").touch()
+    (tmp_path / "checkpoints" / "step-1" / ".metadata").touch()  # a part of a checkpoint of torch's
     (tmp_path / "checkpoints" / "last").symlink_to("step-1")
     (tmp_path / "newest").symlink_to("result")
     sent = {str(path.relative_to(tmp_path)) for path in mine(tmp_path)}
-    assert sent == {"checkpoints/step-1/state.pt", "checkpoints/last", "result", "newest"}
+    assert sent == {"checkpoints/step-1/state.pt", "checkpoints/last", "result", "newest"} | {
+        "checkpoints/step-1/.metadata"
+    }
+
+
+class Taking:
+    """A connection to a node that takes a tar file."""
+
+    def __init__(self) -> None:
+        self.content, self.asked = b"", []
+
+    def converse(self, ask: str, patience: float, folder: str, data: str, offset: int, tag: str) -> None:
+        assert (ask, folder, offset) == ("put", "job", len(self.content))
+        self.content += base64.b64decode(data)
+        self.asked.append((tag, patience))
+
+
+def test_a_parcel_must_be_sent_in_pieces_of_which_the_last_says_so(tmp_path):
+    (tmp_path / "large").write_bytes(bytes(range(256)) * (PIECE // 256 * 2))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "inside").touch()
+    (tmp_path / "folder" / "not").touch()
+    node = Taking()
+    with packed(tmp_path, [tmp_path / "large", tmp_path / "folder" / "inside"]) as (file, tag):
+        give(node, "job", file, tag)
+        assert tag == digest(file)
+    assert [sent for sent, _ in node.asked] == ["", "", tag]
+    (*_, (_, first), (_, last)) = node.asked
+    assert last > 10 * first  # in which it unpacks
+    with tarfile.open(fileobj=io.BytesIO(node.content)) as archive:
+        assert archive.getnames() == ["folder/inside", "large"]
+        assert archive.extractfile("large").read() == (tmp_path / "large").read_bytes()
+
+
+def test_files_that_go_while_they_are_packed_must_be_told(tmp_path):
+    with pytest.raises(EngineError, match="cannot be sent to the nodes"), packed(tmp_path, [tmp_path / "gone"]):
+        pass

@@ -19,6 +19,23 @@ def test_lines_must_arrive_both_ways():
         assert host.open(node.close(text)) == text
 
 
+def test_lines_that_meet_on_their_way_must_arrive():
+    node, host = pair()
+    asked, said = [host.close(b"1"), host.close(b"2")], node.close(b"3")
+    assert host.open(said) == b"3"
+    assert [node.open(line) for line in asked] == [b"1", b"2"]
+
+
+def test_nothing_must_be_taken_for_the_first_word_but_a_word():
+    seal = Seal(b"key", listens=True)
+    assert not seal.met
+    with pytest.raises(ValueError):
+        seal.meet(b"0" * 32 + b"\n")
+    assert not seal.met
+    seal.meet(b"0" * 32)
+    assert seal.met
+
+
 def test_a_line_of_somebody_without_the_key_must_be_refused():
     node, host = pair(other=b"guess")
     with pytest.raises(ValueError):

@@ -2,6 +2,9 @@
 
 import dataclasses
 import io
+import os
+import subprocess
+import sys
 import tarfile
 
 import pytest
@@ -73,14 +76,31 @@ def test_a_node_must_have_no_more_rights_than_it_needs_and_start_but_once():
     assert (secret["SecretID"], secret["SecretName"]) == ("id", "digits-1-node")
     assert secret["File"] == {"Name": "node", "UID": "7", "GID": "8", "Mode": 0o400}
     assert container["StopGracePeriod"] == 70_000_000_000
+    assert container["Labels"] == {"orchestrate.role": "trainer"} and container["Image"] == "image:1"
+    assert task["LogDriver"] == {"Name": "json-file", "Options": {"max-size": "50m", "max-file": "3"}}
+    for folder in ("/tmp", "/var/tmp"):  # all that can be written to, with /dev/shm
+        assert mounts(task)[folder] == {"Type": "volume", "Target": folder}
+    assert mounts(task)["/run/orchestrate"]["TmpfsOptions"] == {"Mode": 0o1777}
     assert task["RestartPolicy"] == {"Condition": "none"}
     assert task["Placement"] == {"Constraints": ["node.labels.gpu == a100"]}
+
+
+def test_the_nodes_of_a_cluster_must_have_its_name_whatever_job_they_run():
+    spec = JobSpec(network="host")
+    made = plan(spec, dataclasses.replace(HERE, cluster="c-1"), "digits-1")
+    task = services.task(spec, made, "master", image="i", user="7:8", network="net", secret=("id", "c-1-node"))
+    assert (env(task)["JOB_ID"], env(task)["NODE_PORT"]) == ("c-1", str(services.port(spec, "c-1") + 1))
+    made = plan(JobSpec(), dataclasses.replace(HERE, cluster="c-1"), "digits-1")
+    task = services.task(JobSpec(), made, "trainer", image="i", user="7:8", network="net", secret=("id", "c-1-node"))
+    assert task["ContainerSpec"]["Hostname"] == "c-1-trainer-{{.Task.Slot}}"
 
 
 def test_a_node_must_be_told_what_the_job_says():
     told = env(asked(JobSpec(grace=90.0)))
     assert (told["NODE_GRACE"], told["NODE_PRELOAD"], told["JOB_ID"]) == ("90", "torch numpy", "digits-1")
     assert set(told["NODE_WIPE"].split()) == {"/tmp", "/dev/shm", "/var/tmp/job"}
+    assert (told["NODE_MODE"], told["NODE_KEY"], told["HOME"]) == ("wait", "/run/orchestrate/key", "/tmp")
+    assert told["PYTHONUNBUFFERED"] == told["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
 def test_the_program_of_a_node_must_come_with_a_key_that_only_its_user_reads():
@@ -88,6 +108,16 @@ def test_the_program_of_a_node_must_come_with_a_key_that_only_its_user_reads():
         assert "orchestrate/node/wait.py" in archive.getnames()
         key = archive.getmember("key")
         assert key.mode == 0o400 and archive.extractfile(key).read() == b"secret"
+
+
+def test_a_node_must_unpack_its_program_and_become_it(tmp_path, monkeypatch):
+    (tmp_path / "secret").write_bytes(services.program(b"secret"))
+    (tmp_path / "x.py").write_text("import sys; print(*sys.argv[1:])")
+    monkeypatch.setattr(services, "PROGRAM", str(tmp_path / "program"))
+    command = [sys.executable, "-c", services.boot(str(tmp_path / "secret")), "x.py", "a b"]
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "JOB_DIR": str(tmp_path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "[rank 0] a b\n" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(("text", "count"), [("1", 1), ("10b", 10), ("4k", 4096), ("64M", 64 << 20), ("2g", 2 << 30)])
@@ -99,6 +129,9 @@ def test_sizes_must_be_dockers(text, count):
     ("error", "message", "hint"),
     [
         ("No such image: mine:1", "host-2 has no image mine:1", "docker load"),
+        ("manifest unknown", "host-2 has no image mine:1", "docker load"),
+        ("not found: manifest", "host-2 has no image mine:1", "docker load"),
+        ("no suitable node", "no host takes a node: no suitable node", "docs/swarm.md"),
         ("pull access denied for mine", "host-2 has no image mine:1", "docker load"),
         ("no suitable node (insufficient resources on 3 nodes)", "insufficient resources on 3 nodes", "docs/swarm.md"),
         ("invalid mount config: bind source path does not exist: /x", "host-2: invalid mount", "on every host"),

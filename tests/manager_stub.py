@@ -1,0 +1,235 @@
+"""A Docker Engine for tests that manages a Swarm of made-up hosts: it answers the SDK's requests, over HTTP."""
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+from test_plan import HERE, plan
+
+from orchestrate.engines.manager import Manager
+from orchestrate.spec import JobSpec
+
+NAMES: dict[str, Callable[[str, str], bool]] = {  # how the engine's filter `name` compares
+    "networks": lambda wanted, name: wanted in name,
+    "secrets": lambda wanted, name: name.startswith(wanted),
+    "containers": lambda wanted, name: bool(re.search(wanted, name)),
+}
+
+
+def host(number: int, cpus: int = 4, gpus: int = 0, state: str = "ready", availability: str = "active") -> dict:
+    resources: dict[str, Any] = {"NanoCPUs": cpus * 1_000_000_000}
+    if gpus:
+        resources["GenericResources"] = [{"DiscreteResourceSpec": {"Kind": "NVIDIA-GPU", "Value": gpus}}]
+    return {
+        "ID": f"h{number}",
+        "Description": {"Hostname": f"host-{number}", "Resources": resources},
+        "Status": {"State": state, "Addr": "127.0.0.1"},
+        "Spec": {"Availability": availability},
+    }
+
+
+def settled(run: Path, spec: JobSpec) -> Manager:
+    """The manager of a job `j` that has a network and a key."""
+    made = Manager()
+    made.settle(plan(spec, HERE, "j"), run, spec)
+    made.prepare(spec)
+    return made
+
+
+def scale(made: Manager, role: str, more: int) -> None:
+    spec = JobSpec(trainers=2)
+    made.scale(spec, plan(spec, HERE, "j"), role, more)
+
+
+class StubManager:
+    """What the Swarm has, for tests to look at and change."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Answer from now on, as the engine to which the user's `docker` talks; ends with `close`."""
+        swarm = {"ControlAvailable": True, "LocalNodeState": "active", "NodeAddr": "10.1.1.1"}
+        self.info = {"ServerVersion": "26.1.5", "Swarm": swarm}
+        self.hosts = [host(1), host(2)]
+        self.tasks: list[dict] = []
+        self.services: list[dict] = []
+        self.secrets: list[dict] = []
+        self.networks: list[dict] = [{"Id": name, "Name": name, "Labels": {}} for name in ("bridge", "host", "ingress")]
+        self.containers: list[dict] = []
+        self.state = "running"  # of tasks that are new
+        self.refused: dict[str, str] = {}  # beginnings of requests, such as DELETE /networks, and why
+        self.log = b""  # of every service
+        self.asked: list[str] = []  # each request: method, path and query
+        self.made: list[dict] = []  # the bodies of requests that make or change something
+        self.placed: Callable[[dict], None] = lambda task: None  # called for each new task
+        self.looked: Callable[[], None] = lambda: None  # called before tasks are listed
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler(self))
+        self.server.daemon_threads = True
+        monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{self.server.server_port}")
+        monkeypatch.setattr(
+            "orchestrate.engines.daemon.PLUGINS", [__file__]
+        )  # whether there is Compose does not matter
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+    def overlays(self) -> list[dict]:
+        """The networks that were made."""
+        return self.networks[3:]
+
+    def task(self, name: str) -> dict:
+        """The newest task of a node."""
+        role, _, slot = name.partition("-")
+        return [one for one in self.tasks if one["role"] == role and one["Slot"] == int(slot or 1)][-1]
+
+    def place(self, service: dict, slot: int, on: str = "") -> dict:
+        """Have one more task of a service."""
+        template, number = service["Spec"]["TaskTemplate"], len(self.tasks)
+        ready = [one["ID"] for one in self.hosts if one["Status"]["State"] == "ready"]
+        task = {
+            "ID": f"t{number}",
+            "CreatedAt": f"2026-01-01T00:00:{number:02}Z",
+            "role": template["ContainerSpec"]["Labels"]["orchestrate.role"],
+            "Labels": service["Spec"]["Labels"],
+            "ServiceID": service["ID"],
+            "Slot": slot,
+            "NodeID": on or ready[number % len(ready)],
+            "Spec": template,
+            "Status": {"State": self.state},
+            "DesiredState": "running",
+            "NetworksAttachments": [
+                {"Network": {"Spec": {"Name": "ingress"}}, "Addresses": ["10.0.0.99/24"]},
+                *(
+                    {"Network": {"Spec": {"Name": network["Name"]}}, "Addresses": [f"10.0.1.{number}/24"]}
+                    for network in self.networks
+                    if network["Id"] == template["Networks"][0]["Target"]
+                ),
+            ],
+        }
+        self.tasks.append(task)
+        self.placed(task)
+        return task
+
+    # --- the requests
+
+    def get(self, kind: str, name: str, query: dict[str, str]) -> Any:
+        if kind in ("version", "info"):
+            return {"ApiVersion": "1.43"} if kind == "version" else self.info
+        if kind == "images":
+            return {"Id": "sha256:1", "RepoDigests": [f"{name}@sha256:2"]}
+        found = self.hosts if kind == "nodes" else getattr(self, kind)
+        if name and name != "json":
+            (one,) = [one for one in found if name in (one.get("ID"), one.get("Id"), one.get("Name", "").lstrip("/"))]
+            return one
+        if kind == "tasks":
+            self.looked()
+        filters = json.loads(query.get("filters", "{}"))
+        return [one for one in found if matches(kind, one, filters)]
+
+    def create(self, kind: str, query: dict[str, str], body: dict) -> Any:
+        number = f"{kind[0]}{len(self.made)}"
+        if kind == "services":
+            self.services.append({"ID": number, "Version": {"Index": 7}, "Spec": body})
+            for slot in range(body["Mode"]["Replicated"]["Replicas"]):
+                self.place(self.services[-1], slot + 1)
+            return {"ID": number}
+        if kind == "secrets":
+            self.secrets.append({"ID": number, "Spec": {"Name": body["Name"], "Labels": body["Labels"]}})
+            return {"ID": number}
+        if kind == "networks":
+            self.networks.append({"Id": number, **body})
+        else:
+            self.containers.append(container(query["name"], number, "created", **body))
+        return {"Id": number}
+
+    def update(self, number: str, body: dict) -> Any:
+        (service,) = [one for one in self.services if one["ID"] == number]
+        before, service["Spec"] = service["Spec"]["Mode"]["Replicated"]["Replicas"], body
+        for slot in range(before, body["Mode"]["Replicated"]["Replicas"]):
+            self.place(service, slot + 1)
+        return {}
+
+    def delete(self, kind: str, number: str) -> None:
+        found = getattr(self, kind)
+        found[:] = [one for one in found if number not in (one.get("ID"), one.get("Id"))]
+        self.tasks[:] = [task for task in self.tasks if task["ServiceID"] != number or not self.answers(task)]
+
+    def answers(self, task: dict) -> bool:
+        return any(one["ID"] == task.get("NodeID") and one["Status"]["State"] == "ready" for one in self.hosts)
+
+
+def container(name: str, number: str = "c", status: str = "running", **body: Any) -> dict:
+    address = "10.0.1.200" if status == "running" else ""
+    labels, network = body.get("Labels") or {}, (body.get("HostConfig") or {}).get("NetworkMode", "")
+    return {
+        "Id": number,
+        "Name": f"/{name}",
+        "Names": [f"/{name}"],
+        "Labels": labels,
+        "Config": {**body, "Labels": labels},
+        "State": {"Status": status},
+        "NetworkSettings": {"Networks": {network: {"IPAddress": address}}},
+    }
+
+
+def matches(kind: str, thing: dict, filters: dict[str, list[str]]) -> bool:
+    spec = thing.get("Spec", {})
+    labels = thing.get("Labels") or spec.get("Labels") or {}
+    name = thing.get("Name") or spec.get("Name", "")
+    return all(
+        key in labels and (not equal or labels[key] == value)
+        for key, equal, value in (label.partition("=") for label in filters.get("label", []))
+    ) and all(NAMES[kind](wanted, name) for wanted in filters.get("name", []))
+
+
+def handler(stub: StubManager) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+        def answer(self) -> None:
+            url = urlsplit(self.path)
+            path = re.sub(r"^/v[\d.]+/", "/", unquote(url.path))
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+            query = {key: values[0] for key, values in parse_qs(url.query).items()}
+            request = f"{self.command} {path}"
+            stub.asked.append(f"{request}?{url.query}")
+            why = [why for start, why in stub.refused.items() if request.startswith(start)]
+            _, kind, name, what, *_ = [*path.split("/"), "", ""]
+            if why:
+                return self.say(409, json.dumps({"message": why[0]}).encode())
+            if self.command == "GET" and what == "logs":
+                return self.say(200, stub.log)
+            if self.command == "GET":
+                return self.say(200, json.dumps(stub.get(kind, name, query)).encode())
+            if what == "start":
+                one = stub.get(kind, name, query)
+                one.update(container(one["Name"][1:], name, **one["Config"]))
+            if self.command == "DELETE":
+                stub.delete(kind, name)
+            if self.command == "POST" and (name == "create" or what == "update"):
+                stub.made.append({**body, "kind": kind})
+                made = stub.create(kind, query, body) if name == "create" else stub.update(name, body)
+                return self.say(201, json.dumps(made).encode())
+            self.say(204, b"")
+
+        do_GET = do_POST = do_DELETE = answer
+
+        def say(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            if status != 204:
+                self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    return Handler

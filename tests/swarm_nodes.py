@@ -1,0 +1,79 @@
+"""A job on a made-up Swarm: its engine, three nodes that do nothing, and connections whose other ends the test has."""
+
+import contextlib
+import dataclasses
+import selectors
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+from manager_stub import StubManager
+from scripted import Clock
+from test_plan import HERE, plan
+
+from orchestrate.engines.links import Link, Linked
+from orchestrate.engines.swarm import SwarmEngine
+from orchestrate.plan import Plan
+from orchestrate.spec import JobSpec
+
+SPEC = JobSpec(trainers=2)
+
+
+@contextlib.contextmanager
+def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmEngine]:
+    """The engine of a job with three nodes, all well: t0 and t1 are the trainers, t2 is the master."""
+    made = SwarmEngine()
+    made._settle(SPEC, job(), run)
+    made.supplied = {"t0", "t1", "t2"}
+    made._supply = lambda code, nodes: made.supplied.update(made.nodes[name]["ID"] for name in nodes)
+    for role, count in (("trainer", 2), ("master", 1)):
+        made.swarm.scale(SPEC, job(), role, count)
+    made.nodes = made.swarm.look()
+    made.ends = {}  # of their connections, by node
+    made._listen = lambda seconds: (clock.sleep(seconds), Linked._listen(made, min(seconds, 0.01)))
+    yield made
+    for link in made.links.values():
+        link.close()
+    for end in made.ends.values():
+        end.close()
+    made.pool.shutdown()
+
+
+def job(spec: JobSpec = SPEC, **inventory: str) -> Plan:
+    return plan(spec, dataclasses.replace(HERE, **inventory), "j")
+
+
+def connected(engine: SwarmEngine, *nodes: str) -> None:
+    """Have connections to nodes, whose other ends are in `ends`."""
+    for rank, node in enumerate(("master", "trainer-1", "trainer-2")):
+        engine.running[rank] = node
+        if node in nodes:
+            here, engine.ends[node] = socket.socketpair()
+            engine.links[node] = Link(here)
+            engine.linked[node] = engine._id(node)
+            engine.selector.register(here, selectors.EVENT_READ, node)
+
+
+def state(stub: StubManager, node: str, word: str) -> None:
+    stub.task(node)["Status"]["State"] = word
+
+
+def down(stub: StubManager, number: int) -> None:
+    stub.hosts[number - 1]["Status"]["State"] = "down"
+
+
+def mirror(**answers: object) -> SimpleNamespace:
+    """What brings files home, with no node."""
+    made = SimpleNamespace(calls=[])
+    for name in ("catch_up", "come_home", "lacks_space", "silent", "close"):
+        answer = answers.get(name)
+
+        def call(*_: object, name: str = name, answer: object = answer) -> object:
+            made.calls.append(name)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer if answer is not None else set()
+
+        setattr(made, name, call)
+    return made

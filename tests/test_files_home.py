@@ -1,0 +1,339 @@
+"""Which files of nodes are brought home and which are let be; the nodes' answers are the test's."""
+
+import base64
+import contextlib
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import eventually
+from scripted import Clock
+
+from orchestrate.engines import mirror as mirror_module
+from orchestrate.engines.mirror import OWN, Mirror
+from orchestrate.errors import EngineError
+from orchestrate.node.files import PIECE
+from orchestrate.paths import JobPaths
+
+
+class Told:
+    """A connection to a node that has these files."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.times: dict[str, int] = {}
+        self.links: dict[str, str] = {}
+        self.gone: list[str] = []
+        self.logs: dict[str, bytes] = {}
+        self.refused: set[str] = set()
+        self.asked: list[str] = []
+        self.changes: dict[str, bytes] = {}  # files that are written while they are read
+        self.closed = self.dead = False
+
+    def facts(self, path: str) -> list[int]:
+        return [len(self.files[path]), self.times.get(path, 1), 1, 0o644]
+
+    def converse(
+        self, ask: str, folder: str, path: str = "", offset: int = 0, have: dict[str, int] | None = None
+    ) -> dict:
+        assert folder == "job"
+        if self.dead:
+            raise ConnectionError
+        if ask == "news":
+            files = {name: self.facts(name) for name in self.files}
+            more = {log: text[have.get(log, 0) :][:10] for log, text in self.logs.items()}
+            logs = {log: base64.b64encode(text).decode() for log, text in more.items() if text}
+            return {"logs": logs, "files": files, "links": dict(self.links), "gone": list(self.gone)}
+        self.asked.append(path)
+        if path in self.refused:
+            raise EngineError("a node says: it cannot be read")
+        data = self.files[path][offset : offset + PIECE]
+        if path in self.changes:
+            self.files[path], self.times[path] = self.changes.pop(path), 2
+        return {"data": base64.b64encode(data).decode(), "facts": self.facts(path)}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def mirrored(home, monkeypatch):
+    """What brings home the files of nodes, by their names."""
+    monkeypatch.setattr(mirror_module, "OFTEN", 0.01)
+    made: list[Mirror] = []
+
+    def bring(**nodes: Told) -> Mirror:
+        ranks = {name: [rank] for rank, name in enumerate(nodes)}
+        made.append(Mirror(home, "job", ranks, lambda name: nodes[name]))
+        return made[-1]
+
+    yield bring
+    for mirror in made:
+        mirror.close()
+
+
+def test_a_file_must_be_fetched_once_and_again_when_it_has_changed(home, mirrored):
+    node = Told()
+    node.files, node.times = {"a/b/state.pt": b"1"}, {"a/b/state.pt": 10**18 + 7}
+    mirror = mirrored(master=node)
+    for _ in range(2):
+        assert mirror.catch_up(20)
+    assert node.asked == ["a/b/state.pt"] and (home / "a/b/state.pt").stat().st_mtime_ns == 10**18 + 7
+    node.files["a/b/state.pt"], node.times["a/b/state.pt"] = b"2", 10**18 + 8
+    assert mirror.catch_up(20)
+    assert node.asked == ["a/b/state.pt"] * 2 and (home / "a/b/state.pt").read_bytes() == b"2"
+
+
+@pytest.mark.parametrize(("content", "time", "asked"), [(b"old", 5, 0), (b"old", 6, 1), (b"older", 5, 1)])
+def test_what_an_earlier_supervisor_has_brought_must_not_be_fetched_again(home, mirrored, content, time, asked):
+    (home / "state.pt").write_bytes(b"old")
+    os.utime(home / "state.pt", ns=(5, 5))
+    node = Told()
+    node.files, node.times = {"state.pt": content}, {"state.pt": time}
+    assert mirrored(master=node).catch_up(20)
+    assert len(node.asked) == asked and (home / "state.pt").read_bytes() == content
+
+
+def test_a_file_that_is_written_while_it_is_fetched_must_come_home_as_it_is_then(home, mirrored):
+    node = Told()
+    node.files, node.changes = {"state.pt": b"1" * (PIECE + 1)}, {"state.pt": b"2" * 3}
+    mirror = mirrored(master=node)
+    assert mirror.catch_up(20) and not mirror.errors
+    assert (home / "state.pt").read_bytes() == b"222" and len(node.asked) == 2
+    assert [path.name for path in home.iterdir()] == ["state.pt"]  # and nothing half
+
+
+def test_a_file_with_a_long_name_must_come_home(home, mirrored):
+    node = Told()
+    node.files = {"x" * 250: b"1", f"{'x' * 249}y": b"2"}
+    mirror = mirrored(master=node)
+    assert mirror.catch_up(20) and not mirror.errors
+    assert {path.name: path.read_bytes() for path in home.iterdir()} == node.files
+
+
+def test_a_file_that_cannot_be_had_must_be_tried_again_only_when_it_may_be(home, mirrored, monkeypatch):
+    clock, node = Clock(), Told()
+    monkeypatch.setattr(mirror_module, "time", clock)
+    node.files, node.refused = {"bad": b"1", "good": b"2"}, {"bad"}
+    converse = node.converse
+
+    def later(ask: str, **facts: object) -> dict:
+        clock.now += 0.001
+        return converse(ask, **facts)
+
+    node.converse = later
+    mirror = mirrored(master=node)
+
+    def tried() -> int:
+        """How often it is asked for in some looks."""
+        before, looks = node.asked.count("bad"), mirror.looks
+        while mirror.looks < looks + 4:
+            with mirror.changed:
+                mirror.changed.wait(1)
+        return node.asked.count("bad") - before
+
+    assert mirror.catch_up(20)
+    assert tried() == 0 and node.asked.count("good") == 1
+    with pytest.raises(EngineError, match="1 file did not come home, such as bad: a node says: it cannot be read"):
+        mirror.come_home(20)  # which has it tried
+    assert node.asked.count("bad") > 1
+    clock.now += mirror_module.AGAIN + 0.1
+    assert tried() == 1
+    node.times["bad"] = 9  # it is another one
+    assert tried() == 1
+    del node.files["bad"]
+    mirror.come_home(20)
+    assert not mirror.errors
+
+
+@pytest.mark.parametrize(("number", "full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False)])
+def test_a_full_disk_must_be_told_apart_from_other_errors(mirrored, number, full):
+    mirror = mirrored(master=Told())
+    mirror.errors = {"a": EngineError("x"), "b": OSError(number, os.strerror(number))}
+    if not full:
+        return mirror.lacks_space()
+    with pytest.raises(OSError) as raised:
+        mirror.lacks_space()
+    assert (raised.value.errno, raised.value.filename) == (number, "b")
+
+
+def test_files_must_not_be_waited_for_longer_than_was_asked_for(home, tmp_path):
+    gate = threading.Event()
+    mirror = Mirror(home, "job", {"master": [0]}, lambda _: gate.wait() and None)
+    try:
+        assert not mirror.catch_up(0)
+        assert not mirror.catch_up(600, lambda: True)
+        with pytest.raises(EngineError, match="not all files came home within 0 s"):
+            mirror.come_home(0)
+    finally:
+        gate.set()
+        mirror.close()
+    assert mirror.catch_up(600)  # nothing more comes
+
+
+def test_nodes_that_do_not_answer_must_be_known(home, mirrored):
+    nodes = {"master": Told(), "trainer": Told()}
+    nodes["trainer"].dead = True
+    mirror = mirrored(**nodes)
+    assert mirror.catch_up(20) and mirror.silent() == {"trainer"}
+    nodes["trainer"].dead, nodes["master"].dead = False, True
+    assert mirror.catch_up(20) and mirror.silent() == {"master"}
+    assert nodes["master"].closed  # and a new connection is made
+
+
+def test_what_has_half_come_home_must_be_removed_when_no_more_is_brought(home):
+    node, read = Told(), threading.Event()
+    node.files = {"state.pt": b"1" * PIECE * 3}
+    converse = node.converse
+
+    def dies(ask: str, **facts: object) -> dict:
+        if facts.get("offset"):
+            assert list(home.glob(".*.coming"))
+            read.set()
+            raise ConnectionError
+        return converse(ask, **facts)
+
+    node.converse = dies
+    mirror = Mirror(home, "job", {"master": [0]}, lambda _: node)
+    assert read.wait(20)
+    mirror.close()
+    assert not list(home.iterdir()) and node.closed and not mirror.errors  # of which the file knows nothing
+
+
+def test_the_file_of_an_earlier_node_must_win_whenever_it_comes(home, mirrored):
+    master, trainer = Told(), Told()
+    trainer.files = {"same": b"trainer"}
+    mirror = mirrored(master=master, trainer=trainer)
+    assert mirror.catch_up(20) and (home / "same").read_bytes() == b"trainer"
+    master.files = {"same": b"master"}
+    assert mirror.catch_up(20) and (home / "same").read_bytes() == b"master"
+    trainer.files, trainer.times = {"same": b"later"}, {"same": 3}
+    assert mirror.catch_up(20) and (home / "same").read_bytes() == b"master"
+
+
+def test_what_was_given_to_all_nodes_must_go_only_where_the_first_one_has_removed_it(home, mirrored):
+    for name in ("kept", "removed"):
+        (home / name).touch()
+    master, trainer = Told(), Told()
+    master.gone, trainer.gone = ["removed"], ["kept"]
+    assert mirrored(master=master, trainer=trainer).catch_up(20)
+    assert [path.name for path in home.iterdir()] == ["kept"]
+
+
+def test_a_folder_must_go_with_its_last_file_but_never_that_of_the_job(home, mirrored):
+    node = Told()
+    node.files = dict.fromkeys(("a/b/one", "a/two", "three"), b"")
+    mirror = mirrored(master=node)
+    assert mirror.catch_up(20)
+    node.files = {"a/two": b""}
+    assert mirror.catch_up(20)
+    assert {str(path.relative_to(home)) for path in home.rglob("*")} == {"a", "a/two"}
+    node.files = {}
+    assert mirror.catch_up(20)
+    assert home.is_dir() and not list(home.iterdir())
+
+
+def leads(link: Path) -> str:
+    """Where a link leads, which each look makes anew."""
+
+    def read() -> str:
+        with contextlib.suppress(FileNotFoundError):
+            return os.readlink(link)
+        return ""
+
+    return eventually(read)
+
+
+def test_links_must_follow_those_of_their_node_and_take_the_place_of_nothing_else(home, mirrored):
+    (home / "mine").write_text("ours")
+    (home / "earlier").symlink_to("mine")  # of an earlier supervisor
+    node = Told()
+    node.files = {"one": b"1", "turns": b"file"}
+    node.links = {"sub/last": "one", "mine": "one", "old": "one", "earlier": "one"}
+    mirror = mirrored(master=node)
+    assert mirror.catch_up(20)
+    assert leads(home / "sub/last") == "one" and leads(home / "old") == "one"
+    assert leads(home / "earlier") == "one"
+    assert (home / "mine").read_text() == "ours" and not (home / "mine").is_symlink()
+    node.links = {"sub/last": "two", "turns": "one"}
+    del node.files["turns"]
+    assert mirror.catch_up(20)
+    assert leads(home / "sub/last") == "two" and not (home / "old").is_symlink()
+    assert leads(home / "turns") == "one"
+
+
+def test_a_file_that_comes_back_as_it_was_must_be_brought_home_again(home, mirrored):
+    node, files = Told(), {"state.pt": b"1"}
+    node.files = files
+    mirror = mirrored(master=node)
+    assert mirror.catch_up(20)
+    node.files = {}  # under a hidden name, say
+    assert mirror.catch_up(20) and not list(home.iterdir())
+    node.files = files
+    assert mirror.catch_up(20) and (home / "state.pt").exists()
+
+
+def test_a_log_must_be_here_to_its_last_piece_before_that_is_said(home, mirrored):
+    node = Told()
+    (home / "logs").mkdir()
+    node.logs = {"logs/rank-0.log": b"0123456789" * 50}  # of which each look brings ten
+    assert mirrored(master=node).catch_up(20)
+    assert (home / "logs" / "rank-0.log").read_bytes() == b"0123456789" * 50
+
+
+def test_what_the_orchestrator_keeps_must_be_known_by_name():
+    paths = JobPaths(Path("job"))
+    ours = {paths.spec, paths.plan, paths.events, paths.report, paths.fence, paths.lock, paths.key}
+    assert {path.name for path in ours} | {paths.supervisor_log.name} == OWN
+    assert {paths.metrics.name, paths.checkpoints.name}.isdisjoint(OWN)  # which the script writes
+
+
+def test_logs_must_have_their_turn_while_a_large_file_comes(home, monkeypatch):
+    clock, node, asked = Clock(), Told(), []
+    monkeypatch.setattr(mirror_module, "time", clock)
+    node.files = {"large": b"x" * PIECE * 4}
+    converse = node.converse
+
+    def slowly(ask: str, **facts: object) -> dict:
+        asked.append(ask)
+        clock.now += mirror_module.TURN * (ask == "read")
+        return converse(ask, **facts)
+
+    node.converse = slowly
+    mirror = Mirror(home, "job", {"master": [0]}, lambda _: node)
+    try:
+        assert mirror.catch_up(20) and (home / "large").stat().st_size == PIECE * 4  # all of it, though it takes long
+        assert asked[:8] == ["news", "read"] * 4
+    finally:
+        mirror.close()
+
+
+def test_what_a_node_has_replaced_must_stay_until_the_new_is_here(home, monkeypatch):
+    clock, node, there = Clock(), Told(), []
+    monkeypatch.setattr(mirror_module, "time", clock)
+    monkeypatch.setattr(mirror_module, "OFTEN", 0.01)
+    node.files = {"step-1": b"old"}
+    converse = node.converse
+
+    def slowly(ask: str, **facts: object) -> dict:
+        clock.now += mirror_module.TURN * (ask == "read")
+        there.append((home / "step-1").exists())
+        return converse(ask, **facts)
+
+    node.converse = slowly
+    mirror = Mirror(home, "job", {"master": [0]}, lambda _: node)
+    try:
+        assert mirror.catch_up(20)
+        node.files, count = {"step-2": b"x" * PIECE * 3}, len(there)
+        assert mirror.catch_up(20)
+        assert all(there[count : count + 6]) and [path.name for path in home.iterdir()] == ["step-2"]
+    finally:
+        mirror.close()

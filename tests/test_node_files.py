@@ -1,0 +1,158 @@
+"""What a node tells of its files, and takes: each change once, nothing that is hidden, nothing that it was given."""
+
+import base64
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from orchestrate.node.files import PIECE, Files, digest
+
+
+@pytest.fixture
+def job(tmp_path):
+    folder = tmp_path / "job"
+    (folder / "logs").mkdir(parents=True)
+    return folder
+
+
+def put(files: Files, folder: Path, **content: str) -> str:
+    """Give a node files; returns their tag."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for name, text in content.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mtime = len(text), 1
+            archive.addfile(entry, io.BytesIO(text.encode()))
+        entry = tarfile.TarInfo("link")
+        entry.type, entry.linkname = tarfile.SYMTYPE, "not/there"
+        archive.addfile(entry)
+    tag, data = digest(made), base64.b64encode(made.getvalue()).decode()
+    assert files.put(str(folder), data, 0, tag)["tags"][str(folder)] == tag
+    return tag
+
+
+def news(files: Files, folder: Path, **have: int) -> dict:
+    return files.news(str(folder), {f"logs/{name}.log".replace("_", "-"): count for name, count in have.items()})
+
+
+def test_what_was_given_must_be_no_news_until_it_is_changed_or_removed(job):
+    files = Files()
+    put(files, job, one="1", two="2", three="3")
+    assert news(files, job) == {"logs": {}, "files": {}, "links": {"link": "not/there"}, "gone": []}
+    (job / "one").write_text("changed")
+    (job / "two").unlink()
+    found = news(files, job)
+    assert (list(found["files"]), found["gone"]) == (["one"], ["two"])
+    assert found["files"]["one"][0] == 7
+
+
+def test_what_was_given_in_another_folder_must_not_count(job, tmp_path):
+    files, code, near = Files(), tmp_path / "code", tmp_path / "job-2"
+    first = put(files, job, one="1")
+    second = put(files, code, one="1")
+    put(files, near, one="1")
+    assert files.tags | {str(near): ""} == {str(job): first, str(code): second, str(near): ""}
+    (near / "one").unlink()
+    (code / "one").unlink()
+    assert news(files, job)["gone"] == [] and not news(files, job)["files"]
+    for folder in (code, job):
+        put(files, folder)  # in place of what was there
+    assert not news(files, job)["files"] and news(files, code)["gone"] == []
+    assert news(files, near)["gone"] == ["one"]
+
+
+def test_what_is_given_must_take_the_place_of_all_but_logs(job):
+    (job / "logs" / "rank-0.log").write_text("so far")
+    (job / "step-1").mkdir()
+    (job / "step-1" / "state.pt").touch()
+    (job / "last").symlink_to("step-1")
+    (job / "away").symlink_to("logs")
+    put(Files(), job, state="new")
+    assert {path.name for path in job.iterdir()} == {"logs", "state", "link"}
+    assert (job / "logs" / "rank-0.log").read_text() == "so far"
+
+
+def test_a_tar_file_must_come_in_pieces_and_the_next_one_begin_anew(job):
+    files, pieces = Files(), [b"some ", b"bytes"]
+    for _ in range(2):  # the first of them is never finished
+        assert files.put(str(job), base64.b64encode(pieces[0]).decode(), 0, "") == {"tags": {}}
+    with pytest.raises(OSError, match="is not what was sent"):
+        files.put(str(job), base64.b64encode(pieces[1]).decode(), 5, "wrong")
+    with pytest.raises(OSError, match="a piece is missing"):  # what was refused is not gone on with
+        files.put(str(job), base64.b64encode(pieces[1]).decode(), 10, "")
+    put(files, job, one="1")
+    assert (job / "one").read_text() == "1"
+
+
+def test_only_files_and_links_that_are_not_hidden_must_be_told(job):
+    for name in (
+        "a",
+        ".hidden",
+        ".metadata",
+        "sub/b",
+        "sub/.c",
+        "sub/deep/e",
+        ".cache/d",
+        "logs/rank-0.log",
+        "logs.txt",
+    ):
+        (job / name).parent.mkdir(parents=True, exist_ok=True)
+        (job / name).touch()
+    (job / "sub" / "to").symlink_to("b")
+    (job / "nowhere").symlink_to("not/there")
+    (job / "folder").symlink_to("sub")
+    os.mkfifo(job / "pipe")
+    found = news(Files(), job)
+    assert set(found["files"]) == {"a", ".metadata", "sub/b", "sub/deep/e", "logs.txt"}
+    assert found["links"] == {"sub/to": "b", "nowhere": "not/there", "folder": "sub"}
+    assert news(Files(), job / "not there") == {"logs": {}, "files": {}, "links": {}, "gone": []}
+
+
+def test_of_a_log_what_is_not_at_home_must_be_told_piece_by_piece(job):
+    files, log = Files(), job / "logs" / "rank-0.log"
+    log.write_bytes(b"x" * (PIECE + 3))
+    assert not news(files, job, rank_0=0)["logs"]  # of a rank that it never had
+    files.follow(str(job), 0, PIECE + 3)  # the log at home is as long: it is this one
+
+    def told(have: int) -> bytes:
+        return base64.b64decode(news(files, job, rank_0=have)["logs"].get("logs/rank-0.log", ""))
+
+    assert [len(told(have)) for have in (0, 1, 3, PIECE, PIECE + 3)] == [PIECE, PIECE, PIECE, 3, 0]
+    assert not news(files, job)["logs"] and not news(files, job, rank_1=0)["logs"]
+    files.follow(str(job), 0, PIECE + 10)  # 7 bytes more at home, which another node has written
+    assert [len(told(have)) for have in (5, PIECE + 9, PIECE + 10)] == [PIECE, 1, 0]
+    files.follow(str(job), 1, 100)
+    (job / "logs" / "rank-1.log").write_text("new")
+    assert base64.b64decode(news(files, job, rank_1=101)["logs"]["logs/rank-1.log"]) == b"ew"
+
+
+def test_a_file_must_be_read_in_pieces_with_what_it_is_told_by(job):
+    content = os.urandom(PIECE + 5)
+    (job / "state.pt").write_bytes(content)
+    files = Files()
+    found = [files.read(str(job), "state.pt", offset) for offset in (0, PIECE, PIECE + 5)]
+    assert [base64.b64decode(one["data"]) for one in found] == [content[:PIECE], content[PIECE:], b""]
+    assert [one["facts"] for one in found] == [news(files, job)["files"]["state.pt"]] * 3
+    with pytest.raises(FileNotFoundError):
+        files.read(str(job), "gone", 0)
+
+
+@pytest.mark.parametrize("change", ["size", "time", "inode", "mode"])
+def test_any_change_of_a_file_must_be_told(job, change):
+    files, path = Files(), job / "one"
+    put(files, job, one="1")
+    status = path.stat()
+    if change == "size":
+        path.write_text("12")
+    elif change == "inode":
+        (job / "other").write_text("2")
+        (job / "other").replace(path)
+    elif change == "mode":
+        path.chmod(0o755)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + (change == "time")))
+    if change == "inode":
+        path.chmod(status.st_mode)
+    assert list(news(files, job)["files"]) == ["one"]

@@ -1,0 +1,306 @@
+"""What the engine for Swarm does with nodes, which are real and on this machine, where only Swarm itself is made up."""
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, die_with_parent, eventually
+from manager_stub import StubManager
+from test_plan import HERE, plan
+
+from orchestrate.engines import services
+from orchestrate.engines.links import Link
+from orchestrate.engines.manager import Manager
+from orchestrate.engines.ports import free_port
+from orchestrate.engines.swarm import PIPE, SwarmEngine
+from orchestrate.errors import EngineError, EngineLost
+from orchestrate.node.lease import answer
+from orchestrate.paths import JobPaths
+from orchestrate.plan import Plan
+from orchestrate.spec import JobSpec
+
+WRITES = """import os, pathlib, sys
+rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+home = pathlib.Path("..", os.environ["JOB_DIR"])
+print("found", *sorted(path.name for path in home.glob("of-*")))
+(home / f"of-{rank}-{generation}").write_text("x" * 100)
+if "wait" in sys.argv:
+    sys.stdin.read() or __import__("time").sleep(600)
+raise SystemExit(int(sys.argv[1]) if rank == "1" else 0)
+"""
+
+
+class Hosts:
+    """Processes in the place of the containers that Swarm would start, and the way to them."""
+
+    def __init__(self, folder: Path, stub: StubManager, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.stub = folder, stub
+        self.run, self.code = folder / "j", folder / "project"
+        JobPaths(self.run).create()
+        self.code.mkdir()
+        (self.code / "train.py").write_text(WRITES)
+        self.at: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}  # ports and nodes by their addresses
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}  # by the ids of tasks
+        self.commands: list[list[str]] = []  # by which nodes were reached
+        self.links: list[Link] = []
+        self.engines: list[SwarmEngine] = []
+        self.relay = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.relay.bind(("127.0.0.1", 0))
+        self.renewed = 0  # leases
+        self.leases = threading.Thread(target=self.renew, daemon=True)
+        self.leases.start()
+        monkeypatch.setattr(services, "CODE", "code")  # in the working directory of each node
+        monkeypatch.setattr(Manager, "relay_address", lambda _: self.relay.getsockname())
+        stub.placed, stub.looked = self.start, self.look
+
+    def renew(self) -> None:
+        while question := self.relay.recvfrom(64):
+            if not question[0]:
+                return
+            self.renewed += 1
+            self.relay.sendto(answer(JobPaths(self.run).key.read_bytes(), question[0]), question[1])
+
+    def start(self, task: dict) -> None:
+        folder, port = self.folder / task["ID"], free_port()
+        folder.mkdir()
+        settings = {"NODE_MODE": "wait", "NODE_SOCKET": str(folder / "s"), "NODE_PORT": str(port), "NODE_GRACE": "1"}
+        self.nodes[task["ID"]] = subprocess.Popen(
+            [sys.executable, str(ROOT / "orchestrate" / "node")],
+            env=os.environ | settings | {"NODE_KEY": str(JobPaths(self.run).key)},
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,
+        )
+        address = task["NetworksAttachments"][-1]["Addresses"][0].partition("/")[0]
+        self.at[address] = port, self.nodes[task["ID"]]
+
+    def look(self) -> None:
+        """Have Swarm know which nodes have ended."""
+        for task in self.stub.tasks:
+            if task["ID"] in self.nodes and self.nodes[task["ID"]].poll() is not None:
+                task["Status"]["State"] = "failed"
+
+    def talk(self, relay: str, command: list[str], key: bytes) -> Link | None:
+        """What `exec` of a pipe does in the relay."""
+        assert (relay, command[:4]) == (self.stub.containers[0]["Id"], PIPE)
+        address, port, _ = command[4:]
+        assert port == "20001"
+        self.commands.append(command)
+
+        sock = eventually(lambda: self.dial(address))
+        if isinstance(sock, str):
+            return None
+        self.links.append(Link(sock, key=key))
+        return self.links[-1]
+
+    def dial(self, address: str) -> socket.socket | str:
+        """A connection to a node, nothing while it does not listen, or that it has ended."""
+        port, node = self.at[address]
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except OSError:
+            return "" if node.poll() is None else "ended"
+
+    def engine(self) -> SwarmEngine:
+        made = SwarmEngine()
+        made.swarm.daemon.talk = self.talk
+        self.engines.append(made)
+        return made
+
+    def plan(self, spec: JobSpec, generation: int = 0, nodes: tuple[str, ...] = ()) -> Plan:
+        inventory = dataclasses.replace(HERE, engine="swarm", job_dir="job", code=str(self.code))
+        inventory = dataclasses.replace(inventory, master_addr="127.0.0.1", interface="lo")
+        return plan(spec, inventory, "j", generation=generation, **({"nodes": nodes} if nodes else {}))
+
+    def close(self) -> None:
+        for engine in self.engines:
+            if engine.mirror:
+                engine.mirror.close()
+            engine.pool.shutdown()
+            engine.kept.close()
+        for link in self.links:
+            link.close()
+        for node in self.nodes.values():
+            node.terminate()
+            node.wait()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+            end.sendto(b"", self.relay.getsockname())
+        self.leases.join()
+        self.relay.close()
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    made = StubManager(monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def there(stub, tmp_path, monkeypatch):
+    made = Hosts(tmp_path, stub, monkeypatch)
+    yield made
+    made.close()
+
+
+def ends(engine: SwarmEngine, count: int) -> dict[int, int]:
+    """The exit codes of so many workers, by rank, when they have all ended."""
+    found: dict[int, int] = {}
+    while len(found) < count:
+        found |= {end.rank: end.code for end in engine.wait(5)}
+    return found
+
+
+def started(engine: SwarmEngine, made: Plan, *command: str) -> None:
+    engine.start(made.workers, ("train.py", *command))
+
+
+def test_a_job_must_find_its_code_and_leave_its_files_here_and_nothing_there(there, stub):
+    spec, engine = JobSpec(trainers=1, grace=1.0), there.engine()
+    made = there.plan(spec)
+    engine.up(spec, made, there.run)
+    assert engine.alive() == {"master", "trainer-1"}
+    assert there.links and all(link.sock.fileno() < 0 for link in there.links)  # by which the code has come
+    assert (engine.host("master"), engine.host("trainer-1"), engine.host("x")) == ("host-2", "host-1", "")
+    assert {float(command[-1]) for command in there.commands} == {20.0}  # which a node may take to listen
+    there.commands.clear()
+    started(engine, made, "3")
+    assert ends(engine, 2) == {0: 0, 1: 3}
+    assert {float(command[-1]) for command in there.commands} == {2.0}  # by now it listens
+    for rank in (0, 1):  # with no wait for what is still on its way
+        assert JobPaths(there.run).log(rank).read_text() == "found\n"
+        assert (there.run / f"of-{rank}-0").read_text() == "x" * 100
+    assert eventually(lambda: there.renewed)
+    engine.down(1.0)
+    assert not stub.services and not stub.containers and not stub.overlays() and not stub.secrets
+    assert [node.wait(30) for node in there.nodes.values()] == [0, 0]
+    assert not JobPaths(there.run).key.exists()
+
+
+def test_a_lost_node_must_be_followed_by_one_that_has_what_all_have_written(there, stub):
+    spec, engine = JobSpec(trainers=1, grace=1.0), there.engine()
+    made = there.plan(spec)
+    engine.up(spec, made, there.run)
+    started(engine, made, "0", "wait")
+    eventually(lambda: engine.wait(0.1) or all((there.run / f"of-{rank}-0").exists() for rank in (0, 1)))
+    lost = stub.task("trainer-1")
+    log = b"[rank 1] found\n[rank 1] the last line\n"
+    said = f"com.docker.swarm.task.id={lost['ID']} ".encode()
+    stub.log = b"".join(
+        bytes([1, 0, 0, 0]) + len(line).to_bytes(4, "big") + line
+        for line in (said + text for text in log.splitlines(keepends=True))
+    )
+    there.nodes[lost["ID"]].kill()
+    (end,) = eventually(lambda: engine.wait(0.1))
+    assert (end.rank, end.code, engine.explain(end, "trainer-1")) == (1, 137, "node lost")
+    engine.stop(kill=True)
+    assert ends(engine, 1)
+    assert JobPaths(there.run).log(1).read_text().splitlines() == ["found", "the last line"]
+    assert engine.alive() == {"master"}
+    engine.up(spec, made, there.run)
+    assert engine.alive() == {"master", "trainer-2"} and len(stub.tasks) == 3
+    engine.gather(lambda: False)
+    made, link = there.plan(spec, 1, ("master", "trainer-2")), engine.links["master"]
+    started(engine, made, "0")
+    assert engine.links["master"] is link
+    assert ends(engine, 2) == {0: 0, 1: 0}
+    for rank in (0, 1):  # the node that stayed and the one that is new
+        assert JobPaths(there.run).log(rank).read_text().endswith("found of-0-0 of-1-0\n")
+    engine.down(1.0)
+    assert (there.run / "of-1-1").exists() and not stub.services
+
+
+def test_whoever_takes_a_job_over_must_find_its_workers_and_their_files(there, stub):
+    spec, engine = JobSpec(trainers=1, grace=1.0), there.engine()
+    made = there.plan(spec)
+    engine.up(spec, made, there.run)
+    started(engine, made, "0", "wait")
+    eventually(lambda: len(engine.pids) == 2 or engine.wait(0.1))
+    engine.mirror.close()
+    for node in list(engine.links):
+        engine._break(node)
+    another = there.engine()
+    assert another.adopt(spec, made, there.run) == set()
+    assert another.running == {0: "master", 1: "trainer-1"} and len(stub.containers) == 1
+    earlier = another.mirror
+    another.adopt(spec, made, there.run)  # as after an engine that did not answer
+    assert not earlier.thread.is_alive()
+    another.stop(kill=True)
+    assert ends(another, 2)
+    assert (there.run / "of-1-0").exists()
+    another.down(1.0)
+    assert not stub.services
+
+
+def test_the_nodes_of_a_cluster_must_stay_when_a_job_ends_and_keep_its_files_apart(there, stub):
+    spec, engine = JobSpec(trainers=0, grace=1.0), there.engine()
+    made = there.plan(spec)
+    of_cluster = dataclasses.replace(made.inventory, cluster="j", job_dir="job/of-a-job")
+    job = plan(spec, of_cluster, "of-a-job")
+    home = there.run / "of-a-job"
+    JobPaths(home).create()
+    engine.up(spec, job, there.run)
+    started(engine, job, "0")
+    assert ends(engine, 1) == {0: 0}
+    assert JobPaths(home).log(0).exists() and not (there.run / "logs" / "rank-0.log").exists()
+    engine.down(1.0)
+    assert stub.services and stub.containers and JobPaths(there.run).key.exists()
+    assert there.nodes[stub.task("master")["ID"]].poll() is None
+
+
+def test_a_node_that_cannot_be_reached_must_be_told_and_used_no_more(there, stub):
+    spec, engine = JobSpec(trainers=1), there.engine()
+    talk = there.talk
+    engine.swarm.daemon.talk = lambda relay, command, key: talk(relay, command, key) if "10.0.1.1" in command else None
+    with pytest.raises(EngineError, match="no connection to trainer-1 on host-1") as raised:
+        engine.up(spec, there.plan(spec), there.run)
+    assert "7946/tcp" in raised.value.hint
+    assert not engine.alive()  # the code has not come to all
+    engine.swarm.daemon.talk = talk
+    engine.up(spec, there.plan(spec), there.run)
+    assert engine.alive() == {"master", "trainer-2"}
+
+
+def test_a_node_must_not_be_given_up_where_it_is_the_engine_that_does_not_answer(there):
+    spec, engine = JobSpec(trainers=0), there.engine()
+
+    def talk(*_: object) -> None:
+        raise EngineLost("the engine does not answer")
+
+    engine.swarm.daemon.talk = talk
+    with pytest.raises(EngineLost):
+        engine.up(spec, there.plan(spec), there.run)
+    assert not engine.given_up
+
+
+def test_files_that_cannot_be_sent_to_a_node_must_be_told_with_its_name(there, stub):
+    spec, engine = JobSpec(trainers=0), there.engine()
+    place = stub.placed
+
+    def placed(task: dict) -> None:
+        place(task)
+        (there.folder / task["ID"] / "code").touch()  # a file in the place of the folder
+
+    stub.placed = placed
+    with pytest.raises(EngineError, match="File exists"):
+        engine.up(spec, there.plan(spec), there.run)
+    assert not engine.alive()
+
+
+def test_a_node_must_get_the_code_once(there, stub):
+    spec, engine = JobSpec(trainers=0), there.engine()
+    engine.up(spec, there.plan(spec), there.run)
+    code = there.folder / stub.task("master")["ID"] / "code"
+    (code / "mark").touch()  # which would go with a second copy
+    engine.up(spec, there.plan(spec), there.run)
+    another = there.engine()
+    another.up(spec, there.plan(spec), there.run)
+    assert (code / "mark").exists()
+    (there.code / "train.py").write_text("changed")
+    there.engine().up(spec, there.plan(spec), there.run)
+    assert not (code / "mark").exists() and (code / "train.py").read_text() == "changed"

@@ -1,0 +1,248 @@
+"""How the engine for Swarm finds nodes lost, and how it ends them; Swarm, its nodes and time are made up."""
+
+import os
+import threading
+
+import pytest
+from manager_stub import StubManager
+from scripted import Clock
+from swarm_nodes import connected, down, mirror, state, three_nodes
+
+from orchestrate.engines import Exit, manager, swarm
+from orchestrate.engines.swarm import SwarmEngine
+from orchestrate.errors import EngineError
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    made = StubManager(monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only while something waits."""
+    made = Clock()
+    for module in (manager, swarm):
+        monkeypatch.setattr(module, "time", made)
+    return made
+
+
+@pytest.fixture
+def engine(stub, clock, tmp_path):
+    with three_nodes(clock, tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize("how", ["ended", "host down"])
+def test_the_connection_to_a_node_that_swarm_knows_to_be_lost_must_be_given_up(engine, stub, clock, how):
+    connected(engine, "master", "trainer-1", "trainer-2")
+    if how == "ended":
+        state(stub, "trainer-1", "failed")
+    else:
+        down(stub, 1)  # that of the master, too
+    clock.now += swarm.LOOK + 0.1
+    assert not engine.wait(0)
+    lost = {"trainer-1"} | ({"master"} if how == "host down" else set())
+    assert engine.broken == lost and set(engine.links) == {"master", "trainer-1", "trainer-2"} - lost
+    assert {end.rank for end in engine.wait(0)} == ({0, 1} if how == "host down" else {1})
+
+
+def test_nodes_must_be_asked_for_a_sign_of_life_every_other_second(engine, clock):
+    connected(engine, "master", "trainer-1", "trainer-2")
+    clock.now += swarm.LOOK + 0.1
+    engine.wait(0)
+    engine.wait(0)
+    assert [end.recv(1 << 16).count(b'"status"') for end in engine.ends.values()] == [1, 1, 1]
+    clock.now += swarm.LOOK + 0.1
+    engine.wait(0)
+    assert engine.ends["master"].recv(1 << 16).count(b'"status"') == 1
+
+
+def silence(engine: SwarmEngine, clock: Clock, seconds: float) -> None:
+    """Time passes, in which only the master answers."""
+    for _ in range(round(seconds)):
+        clock.now += 1.0
+        engine.ends["master"].sendall(b'{"say": "status"}\n')
+        engine.wait(0.01)
+
+
+def test_a_node_that_does_not_answer_must_count_as_silent_and_then_be_given_up(engine, clock):
+    connected(engine, "master", "trainer-1", "trainer-2")
+    silence(engine, clock, swarm.SILENT)
+    assert not engine.troubles()
+    silence(engine, clock, 3)
+    assert engine.troubles() == {"trainer-1": "silent", "trainer-2": "silent"}
+    assert set(engine.links) == {"master", "trainer-1", "trainer-2"}
+    for node in ("trainer-1", "trainer-2"):
+        engine.ends[node].sendall(b'{"say": "status"}\n')
+    engine.wait(0.01)
+    assert not engine.troubles()
+    del engine.running[2]  # whose worker has ended meanwhile
+    silence(engine, clock, swarm.SILENT + 3)
+    assert engine.troubles() == {"trainer-1": "silent"}
+    silence(engine, clock, swarm.TELLS - swarm.SILENT)
+    assert engine.given_up == {"t0", "t1"} and set(engine.links) == {"master"} and not engine.troubles()
+    began = clock.now
+    assert engine.explain(Exit(1, 137), "trainer-1") == "host lost" and clock.now == began
+
+
+def test_a_node_that_falls_silent_after_another_one_must_be_noticed_too(engine, clock):
+    connected(engine, "master", "trainer-1", "trainer-2")
+    for _ in range(10):
+        engine.ends["trainer-2"].sendall(b'{"say": "status"}\n')
+        silence(engine, clock, 1)
+    assert engine.troubles() == {"trainer-1": "silent"}
+    silence(engine, clock, 9)
+    assert engine.troubles() == {"trainer-1": "silent", "trainer-2": "silent"}
+
+
+def test_a_worker_whose_node_was_never_reached_must_be_found_lost(engine, stub, clock):
+    connected(engine, "master", "trainer-1")
+    state(stub, "trainer-2", "failed")
+    clock.now += swarm.LOOK + 0.1
+    engine.wait(0)
+    assert [end.rank for end in engine.wait(0)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("sign", "code", "cause"),
+    [
+        ("oom", 137, "out of memory"),
+        ("oom", 1, "out of memory in a child"),
+        ("cut off", 137, "host lost"),
+        ("ending", 143, "node stopped"),
+        ("", 1, ""),
+    ],
+)
+def test_what_its_node_has_said_of_a_worker_must_come_first(engine, stub, sign, code, cause):
+    engine.signs[1] = sign
+    state(stub, "trainer-1", "failed")
+    assert engine.explain(Exit(1, code), "trainer-1") == cause
+
+
+def test_the_end_of_a_worker_must_be_put_down_to_what_swarm_says_of_its_node(engine, stub, clock, monkeypatch):
+    monkeypatch.setattr(swarm, "TELLS", 1.0)
+    connected(engine, "master")
+    began = clock.now
+    assert engine.explain(Exit(0, 137), "master") == "" and clock.now == began  # it can be reached
+    assert engine.explain(Exit(1, 137), "trainer-1") == "host lost"  # Swarm finds it well, but it cannot be
+    assert swarm.TELLS < clock.now - began < swarm.TELLS + 1
+    state(stub, "trainer-1", "failed")
+    assert engine.explain(Exit(1, 137), "trainer-1") == "node lost"
+    assert engine.explain(Exit(3, 137), "trainer-3") == "node lost"  # of which Swarm knows nothing any more
+    down(stub, 1)
+    assert engine.explain(Exit(1, 137), "trainer-1") == "host lost"
+
+
+def test_a_host_that_is_lost_must_be_told_when_swarm_comes_to_know_of_it(engine, stub, clock):
+    began, sleep = clock.now, clock.sleep
+    clock.sleep = lambda seconds: (sleep(seconds), clock.now > began + 1 and down(stub, 1))
+    assert engine.explain(Exit(1, 137), "trainer-1") == "host lost"
+    assert clock.now < began + 2
+
+
+def test_all_files_must_be_here_before_nodes_are_removed(engine, stub, monkeypatch):
+    monkeypatch.setattr(swarm, "ENDS", 0.1)
+    connected(engine, "master", "trainer-1", "trainer-2")
+    engine.mirror = made = mirror(come_home=EngineError("1 file did not come home"))
+    with pytest.raises(EngineError, match="did not come home"):
+        engine.down(0.1)
+    assert len(stub.services) == 2 and engine.mirror is made  # so that `stop` finds them
+    engine.mirror = mirror(silent={"trainer-1"})
+    with pytest.raises(EngineError, match="files of trainer-1 did not come home") as raised:
+        engine.down(0.1)
+    assert "7946" in raised.value.hint and stub.services
+    state(stub, "trainer-1", "failed")  # whose files are lost
+    engine.mirror = made = mirror(silent={"trainer-1"})
+    engine.down(0.1)
+    assert not stub.services and made.calls[-1] == "close" and engine.mirror is None
+
+
+def test_whoever_is_in_a_hurry_must_not_wait_for_files(engine, stub):
+    connected(engine, "master")
+    engine.mirror = made = mirror()
+    engine.down(0)
+    assert made.calls == ["close"] and not stub.services
+
+
+def test_files_of_nodes_that_were_never_reached_must_not_be_waited_for(engine, stub):
+    engine.mirror = made = mirror(come_home=EngineError("not all files came home"))
+    engine.down(0.1)
+    assert made.calls == ["close"] and not stub.services
+
+
+def test_nodes_must_end_before_swarm_removes_them_but_not_be_waited_for_long(engine, stub, clock, monkeypatch):
+    monkeypatch.setattr(swarm, "ENDS", 0.5)
+    connected(engine, "master", "trainer-1", "trainer-2")
+    began = clock.now
+    engine.down(0.5)
+    assert 1.0 <= clock.now - began < 1.5
+    assert b'"end"' in engine.ends["master"].recv(1 << 16)
+    assert not engine.links and not stub.services
+
+
+def test_nodes_that_have_ended_must_not_be_waited_for(engine, stub, clock):
+    connected(engine, "master", "trainer-1", "trainer-2")
+    for task in stub.tasks:
+        task["Status"]["State"] = "complete"
+    began = clock.now
+    engine.down(30.0)
+    assert clock.now < began + 1
+
+
+def test_a_job_of_which_no_node_was_asked_for_must_leave_other_jobs_alone(stub):
+    made = SwarmEngine()
+    made.down(0)
+    assert not any(request.startswith("DELETE") for request in stub.asked)
+
+
+def test_a_full_disk_must_be_told_before_the_next_generation(engine):
+    engine.gather(lambda: False)  # with no mirror there is nothing to do
+    engine.mirror = made = mirror(lacks_space=OSError(os.strerror(28)))
+    with pytest.raises(OSError, match="No space left"):
+        engine.gather(lambda: False)
+    assert made.calls == ["catch_up", "lacks_space"]
+
+
+def test_the_last_lines_of_workers_must_be_here_before_their_ends_are_told(engine):
+    connected(engine, "master", "trainer-1", "trainer-2")
+    engine.mirror = made = mirror()
+    for rank, node in enumerate(("master", "trainer-1", "trainer-2")):
+        ended = (
+            f'{{"say": "ended", "generation": -1, "rank": {rank}, "code": 0, "at": 1, "sign": "", "asked": false}}\n'
+        )
+        engine.ends[node].sendall(ended.encode())
+        assert [end.rank for end in engine.wait(1)] == [rank]
+        assert made.calls == ["catch_up"] * (rank == 2)
+
+
+@pytest.mark.parametrize("trouble", ["", "host down", "no task", "no log", "slow"])
+def test_the_last_lines_of_a_lost_worker_must_be_added_to_its_log_where_they_can_be_had(
+    engine, stub, tmp_path, monkeypatch, trouble
+):
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "rank-1.log"
+    start = b"line\n" * 14_000 + b"one\n" + b"line\n" * 9
+    if trouble != "no log":
+        log.write_bytes(start + b"first\n")
+    lines, more = [*[b"line"] * 99, b"one", *[b"line"] * 9, b"first"], [b"second", *[b"line"] * 9, b"first"]
+    copy = b"".join(b"[rank 1] " + line + b"\n" for line in lines + more)
+    engine.swarm.output = lambda task: {"t0": copy}[task["ID"]]
+    if trouble == "host down":
+        down(stub, 1)
+    if trouble == "slow":
+        monkeypatch.setattr(swarm, "RESCUES", 0)
+        made = engine.pool.submit
+        gate = threading.Event()
+        engine.pool.submit = lambda *words: made(gate.wait)
+    engine.lost = {1: "trainer-1" if trouble != "no task" else "trainer-9"}
+    engine._rescue()
+    if trouble == "slow":
+        gate.set()
+    assert not engine.lost
+    if trouble != "no log":
+        assert log.read_bytes() == start + b"first\n" + b"second\n" * (not trouble) + (start[-45:] + b"first\n") * (
+            not trouble
+        )

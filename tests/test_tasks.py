@@ -1,0 +1,141 @@
+"""What Swarm says of its tasks and hosts, as its manager's side understands it; Swarm is made up."""
+
+import os
+
+import pytest
+from manager_stub import StubManager, host, scale, settled
+
+from orchestrate.engines import manager
+from orchestrate.spec import JobSpec
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    made = StubManager(monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def managed(stub, tmp_path):
+    """The manager of a job `j` with a network, and what makes its tasks."""
+    return settled(tmp_path, JobSpec(trainers=2))
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "impatient", "told"),
+    [
+        ("rejected", "No such image: x", False, True),
+        ("failed", "starting container failed: no such device", False, True),
+        ("failed", "task: non-zero exit (1)", True, False),  # which is another task's to replace
+        ("pending", "no suitable node (insufficient resources)", True, True),
+        ("pending", "no suitable node (insufficient resources)", False, False),
+        ("pending", "", True, False),
+        ("running", "", True, False),
+    ],
+)
+def test_what_keeps_a_task_from_starting_must_be_told_of_tasks_that_are_new(
+    stub, managed, state, error, impatient, told
+):
+    scale(managed, "trainer", 1)
+    stub.tasks[0]["Status"] = {"State": state, "Err": error}
+    managed.hosts()
+    assert bool(managed.refusal("image:1", set(), impatient)) == told
+    assert managed.refusal("image:1", {"t0"}, impatient) is None
+    if state == "rejected":
+        assert managed.refusal("image:1", set(), impatient)[0] == "host-1 has no image image:1"
+
+
+def test_of_the_tasks_of_a_node_the_newest_must_count(stub, managed):
+    scale(managed, "trainer", 1)
+    stub.place(stub.services[0], 1)
+    other = {
+        **stub.services[0],
+        "ID": "other",
+        "Spec": {**stub.services[0]["Spec"], "Labels": {"orchestrate.job": "x"}},
+    }
+    stub.place(other, 1)  # of another job
+    stub.tasks.reverse()
+    assert managed.look()["trainer-1"]["ID"] == "t1"
+    assert [task["ID"] for task in managed.tasks()] == ["t0", "t1"]
+
+
+def test_a_task_must_count_as_dead_only_by_fresh_word_of_its_host(stub, managed):
+    scale(managed, "trainer", 4)
+    for task, state in zip(stub.tasks, ("failed", "failed", "running", "shutdown")):
+        task["Status"]["State"] = state
+    stub.hosts[0]["Status"]["State"] = "down"  # that of t0 and t2
+    assert managed.dead() == {"t1", "t3"}
+    stub.hosts[1]["Status"]["State"] = "down"
+    assert managed.dead() == set()
+
+
+def test_jobs_must_be_shown_with_the_nodes_that_are_to_run(stub, managed, tmp_path):
+    scale(managed, "trainer", 3)
+    scale(managed, "master", 1)
+    stub.tasks[0]["DesiredState"] = "shutdown"
+    other = {**managed.labels, "orchestrate.job": "a", "orchestrate.owner": "7"}
+    stub.services.append({"ID": "x", "Spec": {"Name": "a-master", "Labels": other}})
+    stub.services.append({"ID": "y", "Spec": {"Name": "of somebody else", "Labels": {}}})
+    found = [(one.job_id, one.engine, one.nodes, one.run, one.owner) for one in managed.jobs()]
+    assert found == [("a", "swarm", 0, tmp_path, 7), ("j", "swarm", 3, tmp_path, os.getuid())]
+
+
+def test_of_swarms_log_the_lines_of_one_task_must_be_taken(stub, managed):
+    scale(managed, "trainer", 2)
+
+    def line(task: str, text: bytes) -> bytes:
+        said = f"com.docker.swarm.service.id=s,com.docker.swarm.task.id={task} ".encode() + text + b"\n"
+        return bytes([1, 0, 0, 0]) + len(said).to_bytes(4, "big") + said
+
+    stub.log = line("t0", b"[rank 1] a b") + line("t1", b"[rank 2] x") + line("t0", b"[rank 1]  c")
+    assert managed.output(managed.look()["trainer-1"]) == b"[rank 1] a b\n[rank 1]  c"
+    asked = stub.asked[-1]
+    assert "stdout=True" in asked and "stderr=False" in asked and "tail=2000" in asked
+    stub.refused["GET /services"] = "the log cannot be read"
+    assert managed.output(managed.look()["trainer-1"]) == b""
+    managed.api.service_logs = lambda *_, **__: 1 / 0  # whatever it is
+    assert managed.output(managed.look()["trainer-1"]) == b""
+
+
+@pytest.mark.parametrize(
+    ("state", "wanted", "found"),
+    [
+        ("running", "running", {"well"}),
+        ("running", "shutdown", set()),
+        ("starting", "running", {"coming"}),
+        *((state, "running", {"coming"}) for state in ("new", "pending", "assigned", "accepted", "preparing")),
+        ("preparing", "shutdown", set()),
+        ("ready", "ready", {"coming"}),
+        *(
+            (state, "running", {"ended"})
+            for state in ("complete", "shutdown", "failed", "rejected", "orphaned", "remove")
+        ),
+    ],
+)
+def test_a_task_must_be_taken_for_what_swarm_says_of_it(state, wanted, found):
+    task = {"Status": {"State": state}, "DesiredState": wanted}
+    assert {test.__name__ for test in (manager.well, manager.coming, manager.ended) if test(task)} == found
+
+
+@pytest.mark.parametrize(
+    ("state", "availability", "takes"),
+    [("ready", "active", True), ("ready", "drain", False), ("ready", "pause", False), ("down", "active", False)],
+)
+def test_only_a_host_that_is_there_and_active_must_get_nodes(state, availability, takes):
+    assert manager.ready(host(1, state=state, availability=availability)) == takes
+
+
+@pytest.mark.parametrize(
+    ("resources", "count"),
+    [
+        ([{"NamedResourceSpec": {"Kind": "NVIDIA-GPU", "Value": f"GPU-{i}"}} for i in range(3)], 3),
+        ([{"DiscreteResourceSpec": {"Kind": "NVIDIA-GPU", "Value": 4}}], 4),
+        ([{"DiscreteResourceSpec": {"Kind": "SSD", "Value": 4}}, {"NamedResourceSpec": {"Kind": "SSD"}}], 0),
+        (None, 0),
+    ],
+)
+def test_the_gpus_of_a_host_must_be_counted_however_it_offers_them(resources, count):
+    found = host(1)
+    found["Description"]["Resources"]["GenericResources"] = resources
+    assert manager.gpus(found) == count
