@@ -50,7 +50,7 @@ class AtOnce:
 
 
 class WhenAsked:
-    """A pool whose work is done when somebody waits for it, and not before."""
+    """A pool whose work is done when it is waited for, and not before."""
 
     def __init__(self, threads: int) -> None:
         pass

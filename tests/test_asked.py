@@ -79,7 +79,7 @@ def test_the_socket_of_an_earlier_life_must_not_be_in_the_way(tmp_path):
 
 
 @pytest.mark.parametrize("nonsense", [b"nonsense\n", b"\xff\n", b"x" * (3 << 20)], ids=["text", "bytes", "endless"])
-def test_who_talks_nonsense_must_be_cut_off_and_nobody_else(waiting, nonsense):
+def test_a_client_that_talks_nonsense_must_be_cut_off_and_no_other(waiting, nonsense):
     assert waiting.status()["generation"] == -1
     with dial(waiting.folder / "s") as sock:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -167,7 +167,7 @@ def test_a_stop_must_be_for_those_that_run_and_be_asked_for_once(tmp_path):
     node.end()
 
 
-def test_a_worker_of_another_job_must_take_over_a_node_that_nobody_has_cleaned(waiting):
+def test_a_worker_of_another_job_must_take_over_a_node_that_was_not_cleaned(waiting):
     waiting.command(0, "-c", PAUSES, JOB_ID="one", TORCHELASTIC_RESTART_COUNT="3")
     pid = waiting.pipe.until("started", rank=0, generation=3)["pid"]
     waiting.command(0, "-c", "print('ran')", JOB_ID="other")
@@ -263,14 +263,14 @@ def test_a_cleaned_node_must_go_on_forking_workers(tmp_path):
 # --- forked elsewhere
 
 
-def test_a_process_of_somebody_else_must_be_waited_for_as_our_own():
+def test_a_process_that_is_no_child_must_be_waited_for_as_one():
     with subprocess.Popen(["sleep", "1000"]) as process:
         forked = Forked(process.pid)
         assert forked.poll() is None
         os.kill(process.pid, signal.SIGSEGV)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert forked.poll() == forked.poll() == -signal.SIGSEGV
-        assert Forked(process.pid).poll() == -signal.SIGKILL  # somebody else has taken its code
+        assert Forked(process.pid).poll() == -signal.SIGKILL  # another part has taken its code
 
 
 def test_an_import_that_takes_too_long_must_not_keep_workers_waiting(tmp_path):

@@ -197,7 +197,7 @@ def test_attach_must_look_on_from_the_last_lines_to_the_end(do, paths, monkeypat
     assert len(err) < 1000
 
 
-def test_attach_must_supervise_a_job_that_nobody_does(do, paths, engine):
+def test_attach_must_supervise_a_job_that_has_no_supervisor(do, paths, engine):
     engine.generations = [[ALL_WELL]]
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     code, out, err = do("attach", "a-1")

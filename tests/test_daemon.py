@@ -250,7 +250,7 @@ def test_what_compose_says_of_the_engine_must_be_understood(daemon, command, lin
     assert type(error.value) is kind and hint in error.value.hint
 
 
-def test_compose_must_have_a_while_to_end_when_somebody_asks_to_stop(daemon, command, tmp_path, monkeypatch):
+def test_compose_must_have_a_while_to_end_when_the_job_is_stopped(daemon, command, tmp_path, monkeypatch):
     command(f"sleep 0.5; touch {tmp_path}/made")
     daemon.compose("up", capture=True, stopped=lambda: True)
     assert (tmp_path / "made").exists()
@@ -289,7 +289,7 @@ def test_a_compose_that_is_asked_to_end_must_have_a_while_for_it(daemon, command
     assert (tmp_path / "clean").exists()
 
 
-def test_a_compose_that_takes_too_long_must_be_ended_though_nobody_asks(daemon, command, monkeypatch):
+def test_a_compose_that_takes_too_long_must_be_ended_without_a_request(daemon, command, monkeypatch):
     monkeypatch.setattr(daemon_module, "LONGEST", 0.1)
     command("exec sleep 600")
     with pytest.raises(EngineError, match="did not end by itself"):

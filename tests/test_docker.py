@@ -238,7 +238,7 @@ def test_a_signal_that_ends_no_node_must_not_make_it_be_waited_for(job):
 
 
 def played(path: Path, *said: dict[str, Any]) -> socket.socket:
-    """A node that listens on a socket, and says this to whoever comes first."""
+    """A node that listens on a socket, and says this to the first client."""
     path.parent.mkdir(exist_ok=True)
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(path))

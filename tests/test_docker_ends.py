@@ -64,7 +64,7 @@ def test_the_truth_must_be_looked_at_now_and_then_while_workers_run(job, monkeyp
     assert engine.troubles() == {"trainer-2": "partition"} and not engine.broken
     clock.now += 6
     engine.running, running = {}, engine.running
-    assert engine.wait(0) == [] and looks(job) == 2  # nobody runs
+    assert engine.wait(0) == [] and looks(job) == 2  # no worker runs
     engine.running = running
     for what in ("pause", "unpause", "die", "network"):
         kind = "network" if what == "network" else "container"

@@ -106,7 +106,7 @@ def test_an_engine_that_goes_away_must_be_asked_again_until_that_is_not_wanted_a
     assert not listener.is_alive() and answers.did("GET").count("GET /events") == count
 
 
-def test_events_must_be_kept_though_nobody_hears_the_bell(answers, daemon):
+def test_events_must_be_kept_even_if_the_bell_is_not_heard(answers, daemon):
     seen = []
     events = Events(daemon, lambda one: not seen.append(one))
     for number in range(1, 1001):

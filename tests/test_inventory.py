@@ -97,7 +97,7 @@ def test_a_container_that_cannot_look_for_gpus_must_mean_none_and_not_stay(answe
     assert ("DELETE /containers/made" in answers.did()) is (what != "create")
 
 
-def test_nobody_must_look_for_gpus_that_are_not_asked_for(answers, daemon, tmp_path):
+def test_gpus_that_are_not_asked_for_must_not_be_looked_for(answers, daemon, tmp_path):
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
     assert image.inventory(daemon, spec(gpus="none"), tmp_path, True).gpus == ()
     assert answers.did() == []

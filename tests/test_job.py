@@ -183,7 +183,7 @@ def test_a_report_that_cannot_be_written_must_not_hide_how_the_job_ended(paths):
     assert [line for line in shown if line.startswith(f"warning: {paths.report} cannot be written: ")]
 
 
-def test_a_job_that_somebody_supervises_must_be_left_to_them(paths):
+def test_a_job_that_has_a_supervisor_must_be_left_to_it(paths):
     engine = Whole([ALL_WELL])
     with supervised(create(paths).root), pytest.raises(BlockingIOError):
         supervise(paths, engine)
@@ -246,7 +246,7 @@ def test_nodes_that_came_later_must_be_shown_under_their_own_names(paths, monkey
     assert "trainer-2 1 | of trainer-2" in shown
 
 
-def test_lines_must_be_shown_from_where_somebody_has_shown_them_last(paths):
+def test_lines_must_be_shown_from_where_they_were_shown_last(paths):
     create(paths)
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     follower = job.rest(paths, job.load(paths)[1])

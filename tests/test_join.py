@@ -118,7 +118,7 @@ def project(tmp_path: Path) -> Iterator[Project]:
         made.node.communicate()
 
 
-def test_a_gang_must_be_ranked_by_the_numbers_of_its_trainers_whoever_comes_first(project):
+def test_a_gang_must_be_ranked_by_the_numbers_of_its_trainers_whichever_comes_first(project):
     project.start("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])", NODE_NPROC="2")
     nine, ten = project.both()
     first, second = nine.hears()["start"], ten.hears()["start"]

@@ -168,7 +168,7 @@ def test_a_lease_that_is_over_must_ask_no_more(held):
 def test_a_relay_to_which_there_is_no_way_must_be_asked_again(monkeypatch):
     loop, over = Now(), []
     monkeypatch.setattr(lease, "time", loop)
-    made = Lease(loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now))  # which nobody may write to
+    made = Lease(loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now))  # to which no process may write
     loop.turn()
     loop.now += LEASE
     loop.turn()

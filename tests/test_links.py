@@ -204,7 +204,7 @@ def test_a_guarded_connection_must_begin_with_words_and_go_on_in_lines_with_proo
         assert link.receive() == [{"say": "status"}]
         assert link.send("dump")
         assert json.loads(node.open(there.recv(1000).rstrip(b"\n"))) == {"ask": "dump"}
-        there.sendall(b'{"say": "status"}\n')  # of somebody without the key
+        there.sendall(b'{"say": "status"}\n')  # without the key
         assert link.receive() is None
 
 
@@ -218,7 +218,7 @@ def test_a_guarded_connection_must_be_closed_where_the_node_does_not_greet(said)
         assert link.sock.fileno() == -1
 
 
-def test_a_connection_must_end_for_the_node_though_somebody_else_holds_its_socket():
+def test_a_connection_must_end_for_the_node_even_if_another_process_holds_its_socket():
     with connected() as (link, there), link.sock.dup():
         link.close()
         assert there.recv(1) == b""

@@ -130,7 +130,7 @@ def test_an_engine_that_manages_no_swarm_must_be_told(stub, swarm, words):
 def test_a_job_must_have_one_network_and_one_key_of_its_own(stub, tmp_path, encrypt, options):
     spec = JobSpec(trainers=2, encrypt=encrypt)
     key = settled(tmp_path, spec).key
-    assert settled(tmp_path, spec).key == key and len(key) == 32  # whoever takes the job over has the same
+    assert settled(tmp_path, spec).key == key and len(key) == 32  # a supervisor that takes the job over has the same
     assert stat.S_IMODE((tmp_path / ".key").stat().st_mode) == 0o600
     (network,) = stub.overlays()
     assert (network["Name"], network["Driver"], network["Attachable"]) == ("j_job", "overlay", True)
@@ -273,7 +273,7 @@ def test_what_is_still_in_use_must_be_tried_again_and_told_in_the_end(stub, mana
 
 def test_a_task_that_does_not_end_must_be_told_with_its_host(stub, managed, clock, monkeypatch):
     running(stub, managed)
-    managed = Manager()  # of whoever removes it later
+    managed = Manager()  # of the process that removes it later
     monkeypatch.setattr(manager, "VANISHES", 0.3)
     tasks = [stub.tasks[0]]
     monkeypatch.setattr(stub, "delete", lambda kind, number: (StubManager.delete(stub, kind, number), keep()))

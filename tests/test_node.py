@@ -194,7 +194,7 @@ def test_a_node_that_is_told_nothing_must_train_the_app(tmp_path):
 
 
 def workers(tmp_path, code: str, **env: str) -> subprocess.CompletedProcess[bytes]:
-    """The end of a node with two workers, of which somebody else has said which node this is."""
+    """The end of a node with two workers, of which another program has said which node this is."""
     (tmp_path / "script.py").write_text(code)
     told = {"NODE_MODE": "given", "NODE_RANK": "0", "NNODES": "1", "NODE_NPROC": "2", "MASTER_ADDR": "127.0.0.1"}
     told |= {"CUDA_VISIBLE_DEVICES": "", "JOB_DIR": str(tmp_path), "NODE_FAILED": str(tmp_path / "failed")}

@@ -76,7 +76,7 @@ def test_the_gpus_of_a_node_must_be_as_many_as_its_workers():
     assert [env["CUDA_VISIBLE_DEVICES"] for env in envs] == ["0,1", "0,1", "2,3", "2,3"]
 
 
-# --- where somebody else says which node this is
+# --- where another program says which node this is
 
 
 def test_our_own_names_must_win_over_those_of_others():
@@ -90,7 +90,7 @@ def test_a_name_that_is_there_but_empty_must_count_as_missing():
     assert env["RANK"] == "0"
 
 
-def test_a_node_without_gpus_must_have_one_worker_where_nobody_says_how_many():
+def test_a_node_without_gpus_must_have_one_worker_unless_told_how_many():
     (env,) = envs(TOLD, [], 4)
     assert (env["WORLD_SIZE"], env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("1", "4", "")
 

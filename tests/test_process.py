@@ -157,7 +157,7 @@ def test_the_nodes_of_a_cluster_must_outlive_its_jobs(nodes):
     assert engine.alive() == {"master", "trainer-1"} and engine.cleaned == {"master", "trainer-1"}
 
 
-def test_nodes_must_be_called_not_up_at_once_where_one_dies_or_somebody_asks_to_stop(nodes, monkeypatch):
+def test_nodes_must_be_called_not_up_at_once_where_one_dies_or_the_job_is_stopped(nodes, monkeypatch):
     monkeypatch.setattr(process, "NODE", nodes.folder / "node.py")
     (nodes.folder / "node.py").write_text(
         "import os, signal\nif 'master' in os.environ['NODE_SOCKET']: signal.pause()\n"
@@ -294,7 +294,7 @@ def test_jobs_must_be_those_whose_nodes_listen(nodes):
     nodes.up("a")
     (nodes.state / "c").mkdir()
     with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(nodes.state / "c" / "master.sock"))  # on which nobody listens
+        left.bind(str(nodes.state / "c" / "master.sock"))  # on which no node listens
     expected = [JobState(name, "process", 2, nodes.run.resolve(), os.getuid()) for name in ("a", "b")]
     shell = nodes.engine()
     assert shell.jobs() == expected
@@ -326,7 +326,7 @@ def test_a_node_that_was_started_and_does_not_listen_yet_must_be_waited_for_some
     monkeypatch.setattr(process, "time", clock)
     began = clock.now
     lock.touch()
-    assert list(process._waiting(tmp_path)) == [] and clock.now == began  # nobody is about to listen
+    assert list(process._waiting(tmp_path)) == [] and clock.now == began  # no node is about to listen
     with lock.open() as shared, lock.open() as held, socket.socket(socket.AF_UNIX) as server:
         fcntl.flock(shared, fcntl.LOCK_SH)  # another orchestrator that looks
         assert not process._held(lock)

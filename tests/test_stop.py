@@ -179,7 +179,7 @@ def test_nothing_of_another_users_job_may_be_removed(do, paths, engine, command)
     assert do(command, "a-1")[0] == 2
     assert engine.calls == [] and paths.root.exists()
     engine.states = [runs_elsewhere(paths.root.with_name("b-1"), "b-1", os.getuid() + 1)]
-    assert do(command, "a-1")[0] == 0  # that of b-1 is in nobody's way
+    assert do(command, "a-1")[0] == 0  # that of b-1 does not matter
 
 
 # --- clusters

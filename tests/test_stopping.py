@@ -26,7 +26,7 @@ class Deaf(Scripted):
 
 
 @pytest.mark.parametrize(("requests", "grace"), [(0, 7.0), (1, 7.0), (2, 0)])
-def test_nodes_must_have_the_grace_period_unless_somebody_has_asked_twice(job, requests, grace):
+def test_nodes_must_have_the_grace_period_unless_stopped_twice(job, requests, grace):
     engine = Scripted([] if requests else [ALL_WELL])
     job.stops = lambda: requests * ("start" in engine.calls)
     job.run(engine, JobSpec(trainers=2, grace=7.0))
@@ -118,7 +118,7 @@ def test_nodes_that_cannot_be_removed_must_not_keep_the_job_from_its_end(job):
     assert job.noted("nodes_left") == [{"error": "stuck"}]
 
 
-def test_workers_that_were_killed_because_somebody_asked_twice_must_not_be_blamed(job):
+def test_workers_that_were_killed_by_a_second_request_must_not_be_blamed(job):
     engine = Scripted([[Exit(0, 1)]], stubborn=True)
     job.stops = lambda: 2 * ("stop" in engine.calls)
     outcome = job.run(engine, JobSpec(trainers=2, grace=30.0, max_restarts=0))

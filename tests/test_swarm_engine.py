@@ -215,7 +215,7 @@ def test_a_lost_node_must_be_followed_by_one_that_has_what_all_have_written(ther
     assert (there.run / "of-1-1").exists() and not stub.services
 
 
-def test_whoever_takes_a_job_over_must_find_its_workers_and_their_files(there, stub):
+def test_a_supervisor_that_takes_a_job_over_must_find_its_workers_and_their_files(there, stub):
     spec, engine = JobSpec(trainers=1, grace=1.0), there.engine()
     made = there.plan(spec)
     engine.up(spec, made, there.run)

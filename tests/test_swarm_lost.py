@@ -160,7 +160,7 @@ def test_all_files_must_be_here_before_nodes_are_removed(engine, stub, monkeypat
     assert not stub.services and made.calls[-1] == "close" and engine.mirror is None
 
 
-def test_whoever_is_in_a_hurry_must_not_wait_for_files(engine, stub):
+def test_a_hurried_end_must_not_wait_for_files(engine, stub):
     connected(engine, "master")
     engine.mirror = made = mirror()
     engine.down(0)

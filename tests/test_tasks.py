@@ -76,7 +76,7 @@ def test_jobs_must_be_shown_with_the_nodes_that_are_to_run(stub, managed, tmp_pa
     stub.tasks[0]["DesiredState"] = "shutdown"
     other = {**managed.labels, "orchestrate.job": "a", "orchestrate.owner": "7"}
     stub.services.append({"ID": "x", "Spec": {"Name": "a-master", "Labels": other}})
-    stub.services.append({"ID": "y", "Spec": {"Name": "of somebody else", "Labels": {}}})
+    stub.services.append({"ID": "y", "Spec": {"Name": "of another user", "Labels": {}}})
     found = [(one.job_id, one.engine, one.nodes, one.run, one.owner) for one in managed.jobs()]
     assert found == [("a", "swarm", 0, tmp_path, 7), ("j", "swarm", 3, tmp_path, os.getuid())]
 
