@@ -50,6 +50,7 @@ def connected(engine: SwarmEngine, *nodes: str) -> None:
         engine.running[rank] = node
         if node in nodes:
             here, engine.ends[node] = socket.socketpair()
+            engine.ends[node].settimeout(30)
             engine.links[node] = Link(here)
             engine.linked[node] = engine._id(node)
             engine.selector.register(here, selectors.EVENT_READ, node)

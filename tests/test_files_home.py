@@ -165,18 +165,28 @@ def test_a_full_disk_must_be_told_apart_from_other_errors(mirrored, number, full
     assert (raised.value.errno, raised.value.filename) == (number, "b")
 
 
-def test_files_must_not_be_waited_for_longer_than_was_asked_for(home, tmp_path):
-    gate = threading.Event()
-    mirror = Mirror(home, "job", {"master": [0]}, lambda _: gate.wait() and None)
+def test_files_must_not_be_waited_for_longer_than_was_asked_for(home, monkeypatch):
+    class Ticking(Clock):
+        """Time of which a second passes with each look at it."""
+
+        def monotonic(self) -> float:
+            self.now += 1
+            return self.now
+
+    gate, clock = threading.Event(), Ticking()
+    monkeypatch.setattr(mirror_module, "time", clock)
+    monkeypatch.setattr(mirror_module, "OFTEN", 0.01)
+    mirror, began = Mirror(home, "job", {"master": [0]}, lambda _: gate.wait() and None), clock.now
     try:
-        assert not mirror.catch_up(0)
-        assert not mirror.catch_up(600, lambda: True)
+        assert not mirror.catch_up(0, lambda: clock.now > began + 100)
+        assert not mirror.catch_up(100, lambda: True)
         with pytest.raises(EngineError, match="not all files came home within 0 s"):
             mirror.come_home(0)
+        assert clock.now < began + 20
     finally:
         gate.set()
         mirror.close()
-    assert mirror.catch_up(600)  # nothing more comes
+    assert mirror.catch_up(100)  # nothing more comes
 
 
 def test_nodes_that_do_not_answer_must_be_known(home, mirrored):

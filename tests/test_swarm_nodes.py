@@ -278,7 +278,7 @@ def test_files_must_be_sent_only_to_nodes_that_do_not_have_them(engine, tmp_path
     engine._each = lambda names, act: [act(nodes[name]) for name in names]
     engine._bring(job().workers)
     assert [node.got for node in nodes.values()] == [0, 0, 1]
-    engine.shared = True  # all nodes see one folder
+    engine._settle(JobSpec(trainers=2, volume="data"), job(), tmp_path)  # all nodes see one folder
     engine._bring(job().workers)
     assert nodes["trainer-2"].got == 1
     engine.shared = False
