@@ -227,6 +227,22 @@ def test_the_file_of_an_earlier_node_must_win_whenever_it_comes(home, mirrored):
     assert mirror.catch_up(20) and (home / "same").read_bytes() == b"master"
     trainer.files, trainer.times = {"same": b"later"}, {"same": 3}
     assert mirror.catch_up(20) and (home / "same").read_bytes() == b"master"
+    trainer.files = {}
+    assert mirror.catch_up(20) and (home / "same").read_bytes() == b"master"
+
+
+def test_the_file_of_a_later_node_must_come_home_again_when_there_is_no_other(home, mirrored):
+    master, trainer = Told(), Told()
+    trainer.files = {"same": b"trainer"}
+    mirror = mirrored(master=master, trainer=trainer)
+    assert mirror.catch_up(20) and (home / "same").read_bytes() == b"trainer"
+    master.files = {"same": b"master"}
+    assert mirror.catch_up(20) and (home / "same").read_bytes() == b"master"
+    master.files = {}
+    assert mirror.catch_up(20) and mirror.catch_up(20)  # one look finds it gone, a later one has it
+    assert (home / "same").read_bytes() == b"trainer"
+    trainer.files = {}
+    assert mirror.catch_up(20) and not (home / "same").exists()
 
 
 def test_what_was_given_to_all_nodes_must_go_only_where_the_first_one_has_removed_it(home, mirrored):

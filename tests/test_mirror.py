@@ -421,13 +421,14 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
 @pytest.mark.parametrize(
     ("home", "copy", "lacking"),
     [
-        (b"a\nb\n", b"[rank 1] a\n[rank 0] x\n[rank 1] b\n[rank 1] c\n[rank 1] d", b"c\nd"),
+        (b"a\nb\n", b"[rank 1] a\n[rank 0] x\n[rank 1] b\n[rank 1] c\n[rank 1] d", b"c\nd\n"),
         (b"a\nb", b"[rank 1] a\n[rank 1] bc\n", b"c\n"),
         (b"old\n[node] generation 1\na\n", b"[rank 1] old\n[rank 1] a\n[rank 1] b\n", b"b\n"),
         (b"a\n", b"[rank 1] a\n[rank 1] b\n[rank 1] a\n[rank 1] c\n", b"c\n"),
         (b"x" * 300 + b"a\n", b"[rank 1] " + b"x" * 280 + b"a\n[rank 1] b\n", b"b\n"),  # its copy begins later
         (b"[node] generation 1\na\n", b"[rank 1] a\n[rank 1] b\n", b"b\n"),
         (b"a\n", b"", b""),
+        (b"a\nhalf a", b"", b"\n"),  # the mark of the next generation begins a line
         (b"elsewhere\n", b"[rank 1] a\n", b""),
         (b"", b"[rank 1] a\n", b""),
     ],

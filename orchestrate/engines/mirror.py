@@ -102,6 +102,7 @@ class Mirror:
         self.home, self.folder, self.connect = home, folder, connect
         self.nodes = [_Node(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
         self.owners: dict[str, int] = {}  # path: the number of the node that it comes from
+        self.owning = threading.Lock()  # while that changes, or a file by it
         self.errors: dict[str, Exception] = {}  # path: why it is not here
         self.looks = 0  # at all nodes, that have begun
         self.changed = threading.Condition()
@@ -258,8 +259,10 @@ class Mirror:
             return True
         if len(data) == PIECE:
             return False
-        fetch.keep()
-        node.files[fetch.path] = fetch.told
+        with self.owning:
+            if self.owners.get(fetch.path) == self.nodes.index(node):  # and no earlier node has taken it over
+                fetch.keep()
+                node.files[fetch.path] = fetch.told
         return True
 
     def _ours(self, node: _Node, path: str) -> bool:
@@ -271,8 +274,12 @@ class Mirror:
         if any(folder.is_symlink() for folder in list((self.home / path).parents)[: len(parts) - 1]):
             return False
         number = self.nodes.index(node)
-        self.owners[path] = min(number, self.owners.get(path, number))
-        return self.owners[path] == number
+        with self.owning:
+            owner = self.owners.setdefault(path, number)
+            if number < owner:
+                self.owners[path] = number
+                self.nodes[owner].files.pop(path, None)  # its own comes home again once there is no other
+            return number <= owner
 
     def _make_way(self, node: _Node, files: dict[str, Any]) -> None:
         """Remove a file where the node now has a folder of that name, and the files of a folder that now is a file."""
@@ -284,8 +291,13 @@ class Mirror:
 
     def _tidy(self, node: _Node, news: dict[str, Any]) -> None:
         """Remove what the node has removed, and have its links."""
-        for path in node.files.keys() - news["files"].keys() - news["links"].keys():
-            self._remove(node, path)
+        number = self.nodes.index(node)
+        mine = {path for path, owner in [*self.owners.items()] if owner == number}
+        for path in mine - news["files"].keys() - news["links"].keys():
+            if path in node.files:
+                self._remove(node, path)
+            else:  # it has not come home
+                self.owners.pop(path, None)
         if node is self.nodes[0]:
             for path in news["gone"]:
                 if self._ours(node, path):
@@ -294,19 +306,19 @@ class Mirror:
             link = self.home / path
             plain = "/" not in there and there not in ("..", ".", "")
             free = link.is_symlink() or path in node.files or not link.exists()
-            if plain and self._ours(node, path) and free:
+            if plain and free and self._ours(node, path):
                 with contextlib.suppress(OSError):
                     node.files[path] = []
                     _link(link, there)
 
     def _remove(self, node: _Node, path: str) -> None:
         node.files.pop(path, None)
-        self.owners.pop(path, None)
         target = self.home / path
-        with contextlib.suppress(OSError):
-            target.unlink(missing_ok=True)
-            for folder in list(target.parents)[: len(PurePosixPath(path).parts) - 1]:
-                folder.rmdir()  # if nothing else is in it
+        with self.owning, contextlib.suppress(OSError):
+            if self.owners.pop(path, None) is not None:
+                target.unlink(missing_ok=True)
+                for folder in list(target.parents)[: len(PurePosixPath(path).parts) - 1]:
+                    folder.rmdir()  # if nothing else is in it
 
 
 def _link(link: Path, there: str) -> None:
@@ -331,7 +343,8 @@ def _same(path: Path, told: Facts) -> bool:
 def rescued(home: bytes, copy: bytes, rank: int) -> bytes:
     """What the end of a worker's log at home lacks, out of its node's stdout, where each line stands behind its rank.
 
-    Nothing, where the two do not overlap: a node's stdout is a copy that may have gaps.
+    Where the two do not overlap, only the end of the last line, on which the next generation's mark must not follow: a
+    node's stdout is a copy that may have gaps.
     """
     tag = f"[rank {rank}] ".encode()
     text = b"\n".join(line.removeprefix(tag) for line in copy.split(b"\n") if line.startswith(tag))
@@ -339,4 +352,5 @@ def rescued(home: bytes, copy: bytes, rank: int) -> bytes:
     known = home.rpartition(b"\n" + MARK)[2].partition(b"\n")[2] if MARK in home else home
     end = known[-OVERLAP:]
     at = text.rfind(end) if end else -1
-    return text[at + len(end) :] if at >= 0 else b""
+    lacking = text[at + len(end) :] if at >= 0 else b""
+    return lacking + b"\n" * (not (home + lacking).endswith(b"\n") and bool(home + lacking))

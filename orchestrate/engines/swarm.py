@@ -294,11 +294,10 @@ class SwarmEngine(Linked):
         tasks = self.swarm.look() if lost else {}
         for rank, node in lost.items():
             task, log = tasks.get(node), JobPaths(self.files).log(rank)
-            if task and self.swarm.answers(task) and log.exists():
-                asked = self.pool.submit(self.swarm.output, task)
-                with contextlib.suppress(futures.TimeoutError, OSError), log.open("r+b") as file:
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
-                    file.write(rescued(file.read(), asked.result(RESCUES), rank))
+            asked = self.pool.submit(self.swarm.output, task) if task and self.swarm.answers(task) else None
+            with contextlib.suppress(futures.TimeoutError, OSError), log.open("r+b") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+                file.write(rescued(file.read(), asked.result(RESCUES) if asked else b"", rank))
 
     def _runs(self, node: str) -> bool:
         """Whether its task runs, though the connection to it has ended."""
