@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import queue
 import re
 import socketserver
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socket import socket
@@ -18,6 +19,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 from test_plan import HERE, plan
 
+from orchestrate.engines import daemon as daemon_module
+from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.docker import DockerEngine
 from orchestrate.plan import Plan
 from orchestrate.spec import JobSpec
@@ -268,3 +271,28 @@ class Job:
         told = {"Action": action, "Type": "container", "time": 1, "timeNano": len(self.answers.asked)}
         labels = {"orchestrate.job": "j", **attributes}
         self.answers.events.put({**told, "Actor": {"ID": node["Id"], "Attributes": labels}})
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Have what the SDK has left open closed before another test."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
+    """The engine to which the user's `docker` talks."""
+    made = Answers(tmp_path)
+    monkeypatch.setenv("DOCKER_HOST", made.host)
+    monkeypatch.setattr(daemon_module, "PLUGINS", ["/"])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def daemon(answers: Answers) -> Iterator[Daemon]:
+    """Our side of it."""
+    made = Daemon()
+    yield made
+    made.client.close()

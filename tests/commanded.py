@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 from scripted import Scripted
 from test_plan import HERE
@@ -87,3 +88,8 @@ def create(paths: JobPaths, spec: JobSpec | None = None, cluster: str = "") -> J
     spec = spec or JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
     job.create(spec, plan(spec, replace(HERE, cluster=cluster), paths.root.name, 29500), paths)
     return paths
+
+
+@pytest.fixture
+def do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(tmp_path, monkeypatch, capsys)

@@ -17,6 +17,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of pytest itself: tests run side by side
 
+pytest_plugins = ("answers", "commanded", "manager_stub")  # fixtures of engines that are played
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 # The SDK leaves its socket open when the engine does not answer; no user sees that.

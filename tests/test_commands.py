@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commanded import Commands, create, supervised
+from commanded import create, supervised
 from conftest import ROOT
 from scripted import ALL_WELL
 
@@ -20,11 +20,6 @@ from orchestrate.engines import JobState
 from orchestrate.generation import BY_MAX_RUN, BY_USER
 from orchestrate.paths import JobPaths
 from orchestrate.spec import JobSpec
-
-
-@pytest.fixture
-def do(tmp_path, monkeypatch, capsys):
-    return Commands(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -1,15 +1,13 @@
 """How the Docker Engine and Compose are talked to, with an engine that is played and a `docker` that is a script."""
 
-import gc
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import docker.errors
 import pytest
 import requests
-from answers import Answers, framed
+from answers import framed
 from conftest import eventually, gone
 from docker.models.containers import Container
 from scripted import Clock
@@ -20,29 +18,6 @@ from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.paths import PROJECT
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
-
-
-@pytest.fixture
-def collected() -> Iterator[None]:
-    """Have what the SDK has left open closed before another test."""
-    yield
-    gc.collect()
-
-
-@pytest.fixture
-def answers(tmp_path, monkeypatch) -> Iterator[Answers]:
-    made = Answers(tmp_path)
-    monkeypatch.setenv("DOCKER_HOST", made.host)
-    monkeypatch.setattr(daemon_module, "PLUGINS", ["/"])
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def daemon(answers) -> Iterator[Daemon]:
-    made = Daemon()
-    yield made
-    made.client.close()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """What is asked of a Docker Engine for a job, and what is made of its answers, with an engine that is played."""
 
 import dataclasses
-import gc
 import json
 import os
 import socket
@@ -22,13 +21,6 @@ from orchestrate.paths import PROJECT
 from orchestrate.spec import JobSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
-
-
-@pytest.fixture
-def collected() -> Iterator[None]:
-    """Have what the SDK has left open closed before another test."""
-    yield
-    gc.collect()
 
 
 @pytest.fixture

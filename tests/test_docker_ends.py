@@ -1,6 +1,5 @@
 """What a Docker Engine tells of nodes and how they end, and what is removed, with an engine that is played."""
 
-import gc
 import json
 import selectors
 import socket
@@ -20,13 +19,6 @@ from orchestrate.engines.links import Link
 from orchestrate.errors import EngineError, EngineLost
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
-
-
-@pytest.fixture
-def collected() -> Iterator[None]:
-    """Have what the SDK has left open closed before another test."""
-    yield
-    gc.collect()
 
 
 @pytest.fixture

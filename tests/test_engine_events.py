@@ -1,41 +1,16 @@
 """The stream of a Docker Engine's events must be heard whole and once, with an engine that is played."""
 
-import gc
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
-from answers import Answers
 from conftest import eventually
 
 from orchestrate.engines import daemon as daemon_module
-from orchestrate.engines.daemon import Daemon, Events
+from orchestrate.engines.daemon import Events
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
-
-
-@pytest.fixture
-def collected() -> Iterator[None]:
-    """Have what the SDK has left open closed before another test."""
-    yield
-    gc.collect()
-
-
-@pytest.fixture
-def answers(tmp_path, monkeypatch) -> Iterator[Answers]:
-    made = Answers(tmp_path)
-    monkeypatch.setenv("DOCKER_HOST", made.host)
-    monkeypatch.setattr(daemon_module, "PLUGINS", ["/"])
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def daemon(answers) -> Iterator[Daemon]:
-    made = Daemon()
-    yield made
-    made.client.close()
 
 
 def event(second: int, action: str = "die", actor: str = "c1", nano: int = 0) -> dict:

@@ -3,15 +3,11 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
 
 import pytest
-from answers import Answers
 from test_plan import plan
 
-from orchestrate.engines import daemon as daemon_module
 from orchestrate.engines import image, process
-from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.paths import PROJECT
@@ -19,22 +15,6 @@ from orchestrate.spec import IMAGE, JobSpec
 
 LISTING = b"\xff\nGPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n"
 NVIDIA = {"runc": {}, "nvidia": {}}
-
-
-@pytest.fixture
-def answers(tmp_path, monkeypatch) -> Iterator[Answers]:
-    made = Answers(tmp_path)
-    monkeypatch.setenv("DOCKER_HOST", made.host)
-    monkeypatch.setattr(daemon_module, "PLUGINS", ["/"])
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def daemon(answers) -> Iterator[Daemon]:
-    made = Daemon()
-    yield made
-    made.client.close()
 
 
 def compose(folder, monkeypatch, script: str) -> None:

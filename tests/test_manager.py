@@ -99,13 +99,6 @@ def test_of_networks_the_one_of_the_very_name_must_be_taken(docker_engine, tmp_p
 
 
 @pytest.fixture
-def stub(monkeypatch):
-    made = StubManager(monkeypatch)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def managed(stub, tmp_path):
     """The manager of a job `j` with a network, and what makes its tasks."""
     return settled(tmp_path, JobSpec(trainers=2))

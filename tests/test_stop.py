@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commanded import Commands, Whole, create, supervised
+from commanded import Whole, create, supervised
 from scripted import ALL_WELL
 from test_commands import end, runs_elsewhere
 
@@ -16,11 +16,6 @@ from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.generation import BY_USER
 from orchestrate.paths import JobPaths
 from orchestrate.spec import JobSpec
-
-
-@pytest.fixture
-def do(tmp_path, monkeypatch, capsys):
-    return Commands(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -135,13 +135,6 @@ class Hosts:
 
 
 @pytest.fixture
-def stub(monkeypatch):
-    made = StubManager(monkeypatch)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def there(stub, tmp_path, monkeypatch):
     made = Hosts(tmp_path, stub, monkeypatch)
     yield made

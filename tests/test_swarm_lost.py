@@ -4,20 +4,12 @@ import os
 import threading
 
 import pytest
-from manager_stub import StubManager
 from scripted import Clock
 from swarm_nodes import connected, down, mirror, state, three_nodes
 
 from orchestrate.engines import Exit, manager, swarm
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError
-
-
-@pytest.fixture
-def stub(monkeypatch):
-    made = StubManager(monkeypatch)
-    yield made
-    made.close()
 
 
 @pytest.fixture

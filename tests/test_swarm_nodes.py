@@ -13,13 +13,6 @@ from orchestrate.spec import JobSpec
 
 
 @pytest.fixture
-def stub(monkeypatch):
-    made = StubManager(monkeypatch)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def clock(monkeypatch):
     """Time that passes only while something waits."""
     made = Clock()

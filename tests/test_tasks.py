@@ -3,17 +3,10 @@
 import os
 
 import pytest
-from manager_stub import StubManager, host, scale, settled
+from manager_stub import host, scale, settled
 
 from orchestrate.engines import manager
 from orchestrate.spec import JobSpec
-
-
-@pytest.fixture
-def stub(monkeypatch):
-    made = StubManager(monkeypatch)
-    yield made
-    made.close()
 
 
 @pytest.fixture
