@@ -102,6 +102,14 @@ def test_trouble_of_a_node_that_has_no_workers_must_not_matter(job, monkeypatch)
     engine.troubles = lambda: {"trainer-7": "partition"}
     assert job.run(engine) == Outcome("succeeded", "finished")
     assert len(job.supervisor.history.ended) == 1
+    assert not job.noted("node_in_trouble")
+
+
+def test_trouble_of_a_node_that_has_no_workers_must_not_excuse_a_hang(job):
+    engine = Scripted([], [ALL_WELL])
+    engine.troubles = lambda: {"trainer-7": "paused"}  # a spare one
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0)).word == "succeeded"
+    assert [cause for _, cause in job.causes()] == ["hang"]
 
 
 def test_a_node_whose_workers_have_ended_well_may_be_cut_off(job):
