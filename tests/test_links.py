@@ -21,6 +21,7 @@ from orchestrate.engines.links import Link, Linked, connect
 from orchestrate.engines.ports import free_port
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError
+from orchestrate.node import pipe
 from orchestrate.node.sealed import Seal
 from orchestrate.spec import JobSpec
 
@@ -122,6 +123,13 @@ def test_what_is_said_must_be_passed_on_both_ways_until_one_side_ends(tmp_path, 
                     assert heard.read() == b""
             assert process.stdout.read() == b""
             assert process.wait(timeout=60) == 0
+
+
+def test_a_node_that_has_been_reached_may_take_its_time_to_read():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        node = pipe.connect(["127.0.0.1", str(server.getsockname()[1]), "60"])
+        assert node.gettimeout() is None  # that of the connection is over
+        node.close()
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 50, 10_000])
