@@ -166,7 +166,7 @@ def signals():
         signal.signal(number, handler)
 
 
-def eventually(what, timeout: float = 150):
+def eventually(what, timeout: float = 300):
     """The first true value of `what()`, for which a machine that does much else may take long."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

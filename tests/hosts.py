@@ -172,7 +172,7 @@ class Swarm:
 
     def well(self) -> None:
         """Wait until all hosts are ready."""
-        eventually(lambda: self.states() == ["Ready"] * len(self.hosts), timeout=90)
+        eventually(lambda: self.states() == ["Ready"] * len(self.hosts))
 
     def left(self) -> dict[str, str]:
         """All that a job has left, by host and kind."""

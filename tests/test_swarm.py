@@ -44,7 +44,7 @@ def swarm(hosts, cli):
         host.restore()
     hosts.well()
     try:
-        eventually(lambda: not hosts.left(), timeout=90)
+        eventually(lambda: not hosts.left())
     except AssertionError:
         cli.clean()
         eventually(hosts.clear)  # for the tests that follow
