@@ -242,7 +242,7 @@ def test_a_log_must_go_on_when_the_disk_has_space_again_and_say_how_much_is_miss
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     code = f"import os\nfifo = os.open({str(fifo)!r}, os.O_RDWR)\n"  # which never waits for a writer
-    code += "for line in ('a', 'bcd', 'fg', 'e'):\n    print(line)\n    os.read(fifo, 1)"
+    code += "for line in ('a', 'bcd', 'fg', 'e', 'h'):\n    print(line)\n    os.read(fifo, 1)"
     (tmp_path / "logs").mkdir()
     path = tmp_path / "logs" / "rank-2.log"
     os.mkfifo(path)  # a file whose reader decides when it can be written
@@ -272,6 +272,9 @@ def test_a_log_must_go_on_when_the_disk_has_space_again_and_say_how_much_is_miss
     expected = b"\n[node] 7 bytes are missing here: the file could not be written\ne\n"
     found = b""
     eventually(lambda: reads(expected))
+    go_on()
+    found = b""
+    eventually(lambda: reads(b"h\n"))  # it is said once
     go_on()
     node.communicate(timeout=150)
     os.close(reader)
