@@ -111,12 +111,14 @@ def test_what_a_worker_writes_must_come_home(node, mirror):
         "(home / 'checkpoints' / '.half').write_text('half')\n"
         "(step / '.metadata').write_text('of a distributed checkpoint')\n"
         f"(home / {LONG!r}).touch()\n"
+        "(home / os.fsdecode(b'no text \\xff')).touch()\n"
         "print('done\\r\\x00', end='')\n",
     )
     assert node.until(link, "ended")["code"] == 0
     mirror.catch_up(20)
+    odd = os.fsdecode(b"no text \xff")
     found = {str(path.relative_to(mirror.home)) for path in mirror.home.rglob("*") if not path.is_dir()}
-    assert found == {"logs/rank-0.log", "checkpoints/step-1/state.pt", "checkpoints/step-1/.metadata", LONG}
+    assert found == {"logs/rank-0.log", "checkpoints/step-1/state.pt", "checkpoints/step-1/.metadata", LONG, odd}
     link = mirror.home / "checkpoints" / "last"
     made = link.lstat().st_ino
     mirror.catch_up(20)

@@ -55,7 +55,7 @@ class _Fetch:
         self.path, self.told, self.target = path, told, home / path
         self.target.parent.mkdir(parents=True, exist_ok=True)
         # a name may have 255 bytes, which leave no room for more
-        self.temporary = self.target.with_name(f".{hashlib.sha256(path.encode()).hexdigest()}.coming")
+        self.temporary = self.target.with_name(f".{hashlib.sha256(os.fsencode(path)).hexdigest()}.coming")
         self.temporary.unlink(missing_ok=True)
         self.file = self.temporary.open("xb")
 
@@ -326,7 +326,7 @@ def _link(link: Path, there: str) -> None:
     if link.is_symlink() and os.readlink(link) == there:
         return
     link.parent.mkdir(parents=True, exist_ok=True)
-    fresh = link.with_name(f".{hashlib.sha256(link.name.encode()).hexdigest()}.coming")
+    fresh = link.with_name(f".{hashlib.sha256(os.fsencode(link.name)).hexdigest()}.coming")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(there)
     fresh.replace(link)
