@@ -30,7 +30,8 @@ class Make:
             tool.parent.mkdir(parents=True, exist_ok=True)
             tool.write_text(DOCKER if tool.name == "docker" else TOOL.format(calls=self.calls))
             tool.chmod(0o755)
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        ours = ("MFLAGS", "ARGS", "JOBS", "VENV", "PYTHON")  # of the `make test` that may run this
+        clean = {name: os.environ[name] for name in os.environ if name not in ours and not name.startswith("MAKE")}
         self.env = clean | {"PATH": f"{folder}/bin:{os.environ['PATH']}", "FAILS": "", "NO_DOCKER": ""}
 
     def __call__(self, *words: str, **env: str) -> tuple[int, list[str]]:
