@@ -267,7 +267,7 @@ class Job:
         return dict(line.split("=", 1) for line in (self.folder / "env").read_text().splitlines() if "=" in line)
 
     def happened(self, action: str, node: dict[str, Any], **attributes: str) -> None:
-        """Have the engine tell of something."""
+        """Have the engine report an event."""
         told = {"Action": action, "Type": "container", "time": 1, "timeNano": len(self.answers.asked)}
         labels = {"orchestrate.job": "j", **attributes}
         self.answers.events.put({**told, "Actor": {"ID": node["Id"], "Attributes": labels}})

@@ -93,3 +93,9 @@ def create(paths: JobPaths, spec: JobSpec | None = None, cluster: str = "") -> J
 @pytest.fixture
 def do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Commands:
     return Commands(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> JobPaths:
+    """The files of a job that is about to start."""
+    return create(JobPaths(tmp_path / "a-1"))

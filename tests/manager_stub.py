@@ -10,8 +10,10 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from scripted import Clock
 from test_plan import HERE, plan
 
+from orchestrate.engines import manager, swarm
 from orchestrate.engines.manager import Manager
 from orchestrate.spec import JobSpec
 
@@ -241,3 +243,12 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubManager]:
     made = StubManager(monkeypatch)
     yield made
     made.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time that passes only while the engine for Swarm waits."""
+    made = Clock()
+    for module in (manager, swarm):
+        monkeypatch.setattr(module, "time", made)
+    return made

@@ -27,11 +27,6 @@ def engine(do):
     return do.engine
 
 
-@pytest.fixture
-def paths(tmp_path):
-    return create(JobPaths(tmp_path / "a-1"))
-
-
 def end(paths: JobPaths, outcome: str = "succeeded", reason: str = "finished") -> None:
     facts = {"root_cause": None, "failures": [], "pace": [], "left_behind": "", "generations": 1}
     facts |= {"job_id": paths.root.name, "world_size": 3, "duration_s": 1.0}

@@ -1,4 +1,4 @@
-"""What a Docker Engine tells of nodes and how they end, and what is removed, with an engine that is played."""
+"""How nodes on Docker end, by the engine's events, and what is removed then, with an engine that is played."""
 
 import json
 import selectors

@@ -1,4 +1,4 @@
-"""What a node tells of its folder, and what is put there, must be the job's files as they are now."""
+"""What a node reports of its folder, and what is put there, must be the job's files as they are now."""
 
 import base64
 import hashlib

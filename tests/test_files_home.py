@@ -218,26 +218,28 @@ def test_what_has_half_come_home_must_be_removed_when_no_more_is_brought(home):
     assert not list(home.iterdir()) and node.closed and not mirror.errors  # of which the file knows nothing
 
 
-def test_the_file_of_an_earlier_node_must_win_whenever_it_comes(home, mirrored):
+@pytest.fixture
+def taken_over(home, mirrored):
+    """Two nodes with files of one name, of which the later one's came first, and what brings them home."""
     master, trainer = Told(), Told()
     trainer.files = {"same": b"trainer"}
     mirror = mirrored(master=master, trainer=trainer)
     assert mirror.catch_up(20) and (home / "same").read_bytes() == b"trainer"
     master.files = {"same": b"master"}
     assert mirror.catch_up(20) and (home / "same").read_bytes() == b"master"
+    return master, trainer, mirror
+
+
+def test_the_file_of_an_earlier_node_must_win_whenever_it_comes(home, taken_over):
+    master, trainer, mirror = taken_over
     trainer.files, trainer.times = {"same": b"later"}, {"same": 3}
     assert mirror.catch_up(20) and (home / "same").read_bytes() == b"master"
     trainer.files = {}
     assert mirror.catch_up(20) and (home / "same").read_bytes() == b"master"
 
 
-def test_the_file_of_a_later_node_must_come_home_again_when_there_is_no_other(home, mirrored):
-    master, trainer = Told(), Told()
-    trainer.files = {"same": b"trainer"}
-    mirror = mirrored(master=master, trainer=trainer)
-    assert mirror.catch_up(20) and (home / "same").read_bytes() == b"trainer"
-    master.files = {"same": b"master"}
-    assert mirror.catch_up(20) and (home / "same").read_bytes() == b"master"
+def test_the_file_of_a_later_node_must_come_home_again_when_there_is_no_other(home, taken_over):
+    master, trainer, mirror = taken_over
     master.files = {}
     assert mirror.catch_up(20) and mirror.catch_up(20)  # one look finds it gone, a later one has it
     assert (home / "same").read_bytes() == b"trainer"

@@ -13,10 +13,9 @@ import pytest
 import requests
 from conftest import ROOT, docker
 from manager_stub import StubManager, container, scale, settled
-from scripted import Clock
 from test_plan import HERE, plan
 
-from orchestrate.engines import manager, swarm
+from orchestrate.engines import manager
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.links import Linked
 from orchestrate.engines.manager import Manager, shared_out
@@ -52,15 +51,6 @@ def test_the_workers_of_a_node_that_is_silent_must_be_waited_for_until_its_lease
     engine.said, engine.running = {"trainer-1": heard}, {1: "trainer-1"}
     engine._end([1])
     assert engine.unsure["task"] > heard + LEASE
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time that passes only while something waits."""
-    made = Clock()
-    for module in (manager, swarm):
-        monkeypatch.setattr(module, "time", made)
-    return made
 
 
 def test_a_request_to_stop_must_end_the_wait_for_nodes_that_do_not_start(clock, tmp_path):

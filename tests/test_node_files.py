@@ -1,4 +1,4 @@
-"""What a node tells of its files, and takes: each change once, nothing that is hidden, nothing that it was given."""
+"""What a node reports of its files, and takes: each change once, nothing that is hidden, nothing that it was given."""
 
 import base64
 import io

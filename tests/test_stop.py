@@ -23,11 +23,6 @@ def engine(do):
     return do.engine
 
 
-@pytest.fixture
-def paths(tmp_path):
-    return create(JobPaths(tmp_path / "a-1"))
-
-
 def test_stop_must_only_show_what_it_would_remove_where_it_is_asked_to(do, paths, engine):
     engine.things = ["container one", "network two"]
     assert do("stop", "a-1", "--dry-run") == (0, ["container one", "network two"], [])

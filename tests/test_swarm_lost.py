@@ -7,18 +7,9 @@ import pytest
 from scripted import Clock
 from swarm_nodes import connected, down, mirror, state, three_nodes
 
-from orchestrate.engines import Exit, manager, swarm
+from orchestrate.engines import Exit, swarm
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time that passes only while something waits."""
-    made = Clock()
-    for module in (manager, swarm):
-        monkeypatch.setattr(module, "time", made)
-    return made
 
 
 @pytest.fixture

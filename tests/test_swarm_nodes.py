@@ -2,23 +2,13 @@
 
 import pytest
 from manager_stub import StubManager, host
-from scripted import Clock
 from swarm_nodes import SPEC, connected, down, job, state, three_nodes
 
-from orchestrate.engines import manager, swarm
+from orchestrate.engines import swarm
 from orchestrate.engines.parcels import packed
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.spec import JobSpec
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time that passes only while something waits."""
-    made = Clock()
-    for module in (manager, swarm):
-        monkeypatch.setattr(module, "time", made)
-    return made
 
 
 @pytest.fixture
