@@ -219,7 +219,7 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     engine = commands.engine_of(spec)
     job_id = job.new_id(spec)
     paths = JobPaths(args.runs.resolve() / job_id)
-    inventory = engine.inventory(spec, paths.root, prepare=not dry)
+    inventory = engine.inventory(spec, paths.shared, prepare=not dry)
     made = plan(spec, _place(spec, inventory, job_id, paths.root.parent), job_id, engine.port(spec, 0))
     if dry:
         print(made)
@@ -260,7 +260,7 @@ def _place(spec: JobSpec, inventory: Inventory, job_id: str, runs: Path) -> Inve
 
 def _detach(run: Path) -> None:
     """Have a process of its own supervise a job; return once it does."""
-    paths = JobPaths(run.absolute())  # on a cluster a link, which the supervisor replaces at the end
+    paths = JobPaths(run.absolute())
     command = [sys.executable, "-m", "orchestrate", "attach", run.name, "--runs", str(paths.root.parent)]
     with paths.supervisor_log.open("w") as file:
         child = subprocess.Popen(

@@ -1,11 +1,12 @@
 """Clusters: nodes that stay up between jobs. Below `runs/CLUSTER/`: its spec, its plan, and the folder that nodes see.
 
-A job on a cluster writes to `nodes/JOB` there, which `runs/JOB` points to; when it ends, its folder takes the place of
-that link. So a node never sees the files of an earlier job.
+A job on a cluster writes to `nodes/JOB` there, which `runs/JOB/job` points to; when it ends, its folder takes the place
+of that link. So a node never sees the files of an earlier job.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,20 @@ from pathlib import Path
 from orchestrate import job, lock
 from orchestrate.engines import SWARMS, Engine
 from orchestrate.errors import UsageError
-from orchestrate.paths import JobPaths
+from orchestrate.paths import JOB, NODES, JobPaths
 from orchestrate.plan import Inventory, Plan, names, plan
 from orchestrate.spec import JobSpec
 
-SAME = ("image", "memory", "cpus", "shm_size", "network", "grace", *SWARMS)  # what a node is made with, and keeps
+SAME = (
+    "image",
+    "user",
+    "memory",
+    "cpus",
+    "shm_size",
+    "network",
+    "grace",
+    *SWARMS,
+)  # what a node is made with, and keeps
 
 
 @dataclass(frozen=True)
@@ -50,8 +60,8 @@ class Cluster:
             found.append(f"its nodes see {len(self.plan.gpus)} GPUs")
         if wanted.gpus and self.plan.engine == "swarm" and wanted.nproc_per_node > self.plan.nproc_per_node:
             found.append(f"its nodes have {self.plan.nproc_per_node} GPUs each")
-        if pid := lock.holder(self.paths):
-            found.append(f"a job uses it (process {pid})")
+        if supervisor := lock.holder(self.paths):
+            found.append(f"a job uses it ({supervisor})")
         return found
 
     def place(self, inventory: Inventory, job_id: str) -> Inventory:
@@ -63,12 +73,12 @@ class Cluster:
 def found(runs: Path) -> list[Cluster]:
     """The clusters whose files are below `runs`."""
     clusters = []
-    for folder in sorted(runs.glob("*/nodes")):
+    for folder in sorted(runs.glob(f"*/{NODES}")):
         paths = JobPaths(folder.parent)
-        try:
-            clusters.append(Cluster(paths, *job.load(paths)))
-        except UsageError:
-            continue  # half made, or half removed
+        with contextlib.suppress(UsageError):  # half made, or half removed
+            spec, plan = job.load(paths)
+            if plan.inventory.cluster == plan.job_id:
+                clusters.append(Cluster(paths, spec, plan))
     return clusters
 
 
@@ -76,15 +86,13 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> Cluster:
     """Make a cluster, and have its nodes up; takes back what it has made where that fails."""
     name = job.new_id(spec)
     paths = JobPaths(runs / name)
-    nodes = paths.root / "nodes"
-    inventory = engine.inventory(spec, nodes, prepare=True)
+    inventory = engine.inventory(spec, paths.nodes, prepare=True)
     inventory = dataclasses.replace(inventory, cluster=name, code=str(Path.cwd()))
     made = plan(spec, inventory, name, engine.port(spec, 0))
     job.create(spec, made, paths)
     cluster = Cluster(paths, spec, made)
     try:
-        nodes.mkdir()
-        engine.up(spec, dataclasses.replace(made, nodes=names(spec, spares=True)), nodes)
+        engine.up(spec, dataclasses.replace(made, nodes=names(spec, spares=True)), paths.nodes)
     except BaseException:
         take_down(engine, cluster, 0)
         raise
@@ -94,6 +102,8 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> Cluster:
 def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
     """Remove a cluster's nodes and files; the files of its jobs stay."""
     engine.remove(cluster.name, grace)
-    for folder in cluster.paths.root.glob("nodes/*"):
-        job.bring_home(JobPaths(cluster.paths.root.parent / folder.name), folder)
+    for link in cluster.paths.root.parent.glob(f"*/{JOB}"):
+        paths = JobPaths(link.parent)
+        if paths.cluster == cluster.name:
+            job.bring_home(paths)
     job.remove(cluster.paths)

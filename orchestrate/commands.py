@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from orchestrate import cluster, errors, job, lock, logs
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.generation import BY_MAX_RUN
-from orchestrate.paths import JobPaths
+from orchestrate.paths import NAME, JobPaths
 from orchestrate.report import text
 from orchestrate.spec import JobSpec
+
+PROOFS = 20  # times that a supervisor may not be proven to be one, a tenth of a second apart: it may be beginning
 
 if TYPE_CHECKING:
     from orchestrate.engines import Engine, JobState
@@ -121,9 +123,9 @@ def ps(args: argparse.Namespace) -> int:
     rows = [("NAME", "ENGINE", "NODES", "STATE", "RUN")]
     for engine in _engines():
         for state in engine.jobs():
-            busy = lock.holder(JobPaths(state.run.parent if state.cluster else state.run))
+            busy = lock.holder(state.paths)
             word = "running" if busy else "idle" if state.cluster else "without supervisor"
-            rows.append((state.job_id, state.engine, str(state.nodes), word, str(state.run)))
+            rows.append((state.job_id, state.engine, str(state.nodes), word, str(state.paths.root)))
     shown = {name for name, *_ in rows}
     for folder in _job_folders(args.runs):
         paths = JobPaths(folder)
@@ -152,7 +154,7 @@ def down(args: argparse.Namespace) -> int:
             print(thing)
         return errors.SUCCEEDED
     if supervisor := lock.holder(chosen[0].paths):
-        raise UsageError(f"a job uses {name} (process {supervisor})", "python -m orchestrate ps; then stop that job")
+        raise UsageError(f"a job uses {name} ({supervisor})", "python -m orchestrate ps; then stop that job")
     cluster.take_down(engine, chosen[0], grace=30)
     say(f"{name} is down")
     return errors.SUCCEEDED
@@ -161,12 +163,14 @@ def down(args: argparse.Namespace) -> int:
 def _job_folders(runs: Path) -> list[Path]:
     """The run directories of jobs, without those of clusters."""
     plans = sorted(runs.resolve().glob("*/plan.json"))
-    return [path.parent for path in plans if not path.with_name("nodes").is_dir()]
+    return [
+        path.parent for path in plans if NAME.fullmatch(path.parent.name) and not JobPaths(path.parent).nodes.exists()
+    ]
 
 
 def _find(args: argparse.Namespace, states: list[JobState]) -> Path:
     """The run directory of the job that `args.job` names or begins, living or ended."""
-    living = {state.job_id: state.run for state in states if not state.cluster}
+    living = {state.job_id: state.paths.root for state in states if not state.cluster and state.named}
     runs: dict[str, Path] = {folder.name: folder for folder in _job_folders(args.runs)} | living
     found = [args.job] if args.job in runs else [name for name in living if name.startswith(args.job)]
     found = found or sorted(name for name in runs if name.startswith(args.job))
@@ -209,7 +213,7 @@ def attach(args: argparse.Namespace) -> int:
     while not (data := job.ended(paths)):
         if supervisor := lock.holder(paths):
             if not looking:
-                say(f"process {supervisor} supervises {paths.root.name}; looking on (Ctrl-C ends that, not the job)")
+                say(f"{supervisor} supervises {paths.root.name}; following it (Ctrl-C detaches)")
             looking = True
             for line in follower.lines():
                 say(line)
@@ -260,12 +264,7 @@ def stop(args: argparse.Namespace) -> int:
     if job.ended(paths) and not holding and not lock.holder(paths):
         say(f"{name} has ended already")
         return errors.SUCCEEDED
-    while supervisor := lock.holder(paths):
-        say(f"asking the supervisor of {name} to stop")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(supervisor, signal.SIGTERM)
-        while lock.holder(paths) == supervisor:
-            time.sleep(0.1)
+    _ask_to_stop(paths)
     holding = _held(engines, name)
     if holding or not job.ended(paths):
         say(f"{name} has no supervisor: removing its nodes")
@@ -275,6 +274,24 @@ def stop(args: argparse.Namespace) -> int:
         raise OrchestrateError(f"{name} still has {', '.join(left)}", f"python -m orchestrate stop {name}")
     say(f"{name} is stopped")
     return errors.SUCCEEDED
+
+
+def _ask_to_stop(paths: JobPaths) -> None:
+    """Have whoever supervises a job stop it; return when it has no supervisor any more."""
+    refused = 0
+    while supervisor := lock.holder(paths):
+        say(f"asking the supervisor of {paths.root.name} to stop")
+        if not supervisor.ask_to_stop():  # it ends just now, or begins
+            refused += 1
+            if refused > PROOFS:
+                raise OrchestrateError(
+                    f"{paths.lock} is locked by a process that is not known to be its supervisor",
+                    "stop the job where it was started, in the same container or as the same user",
+                )
+            time.sleep(0.1)
+            continue
+        while lock.holder(paths) == supervisor:
+            time.sleep(0.1)
 
 
 def _own_engine(spec: JobSpec, made: Plan) -> Engine:
@@ -322,8 +339,8 @@ def rm(args: argparse.Namespace) -> int:
     name = paths.root.name
     holding = _held(engines, name)
     if supervisor := lock.holder(paths):
-        raise UsageError(f"{name} is running, supervised by process {supervisor}", f"python -m orchestrate stop {name}")
-    if paths.root.is_symlink():
+        raise UsageError(f"{name} is running, supervised by {supervisor}", f"python -m orchestrate stop {name}")
+    if paths.cluster:
         raise UsageError(f"{name} may still run on the nodes of a cluster", f"python -m orchestrate stop {name}")
     if args.dry_run:
         for thing in [thing for _, thing in holding] + [f"folder {paths.root}"]:

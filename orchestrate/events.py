@@ -11,26 +11,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from orchestrate.paths import open_regular
 from orchestrate.restarts import Cause, Ended
 
 Event = dict[str, Any]
 Emit = Callable[..., None]  # emit(event, **data)
 
 
-def objects(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects in a file of lines; half a line, left by a process that was killed, is none."""
-    try:
-        with open_regular(path) as file:
-            return parse(file.read())
-    except OSError:
-        return []
-
-
-def parse(text: bytes) -> list[dict[str, Any]]:
-    """The JSON objects in lines of text; what else stands there does not count."""
+def objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The JSON objects of lines; anything else, such as half a line of a process that was killed, does not count."""
     found = []
-    for line in text.splitlines():
+    for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             found.append(json.loads(line))
     return [value for value in found if isinstance(value, dict)]
@@ -41,13 +31,14 @@ class Recorder:
 
     def __init__(self, path: Path, show: Callable[[Event], None] = lambda _: None) -> None:
         """`show` gets each new event, too."""
-        self.events = [event for event in objects(path) if isinstance(event.get("event"), str)]
+        content = path.read_bytes() if path.exists() else b""
+        self.events = [event for event in objects(content.splitlines()) if isinstance(event.get("event"), str)]
         self._show = show
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._unwritten: list[bytes] = []
         passed = max(0.0, time.time() - self.events[0]["time"]) if self.events else 0.0
         self._started = time.monotonic() - passed
-        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+        if content and not content.endswith(b"\n"):
             self._unwritten.append(b"\n")
 
     def __call__(self, event: str, **data: Any) -> None:

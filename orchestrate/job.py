@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 import queue
 import re
 import secrets
-import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from orchestrate import lock, logs, report
+from orchestrate import folder, lock, logs, report, users
 from orchestrate.engines import Engine
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.events import Event, Recorder, objects
-from orchestrate.paths import JobPaths, open_regular, write_whole
+from orchestrate.events import Event, Recorder
+from orchestrate.folder import regular, write_whole
+from orchestrate.paths import JobPaths
 from orchestrate.plan import Plan, read_plan
-from orchestrate.restarts import Ended
 from orchestrate.spec import APP, JobSpec, read_file, resolve
 from orchestrate.supervisor import Outcome, Supervisor
 from orchestrate.traces import Traces
@@ -64,30 +66,40 @@ def check_script(spec: JobSpec) -> JobSpec:
 
 
 def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
-    """Write down what the job is; raises UsageError where its files cannot be written."""
+    """Write down what the job, or cluster, is; raises UsageError where its files cannot be written."""
+    cluster = plan.inventory.cluster
+    owner = users.nodes_of(spec) if plan.engine != "process" else None
     try:
-        if plan.home != plan.job_id:
-            inside = JobPaths(paths.root.parent / plan.home / "nodes" / plan.job_id)
-            inside.create()
-            paths.root.symlink_to(inside.root.relative_to(paths.root.parent))
+        if cluster == plan.job_id:
+            paths.create_cluster(owner)
         else:
-            paths.create()
-        paths.spec.write_text(spec.to_yaml())
+            paths.create(cluster, owner)
+        write_whole(paths.spec, spec.to_yaml())
         keep(paths, plan)
     except OSError as error:
         raise UsageError(f"cannot write to {paths.root}: {error.strerror}", "--runs names another folder") from None
 
 
-def bring_home(paths: JobPaths, inside: Path) -> None:
-    """Put the files of a job, which are `inside` the folder of a cluster's nodes, in the place of the link to them."""
-    paths.root.unlink(missing_ok=True)
-    inside.rename(paths.root)
+def bring_home(paths: JobPaths) -> None:
+    """Have the files of a job, which are among its cluster's, in the place of the link to them.
+
+    They are moved first, to where no node can reach, and looked at then: a node may have put something else there.
+    Raises OSError.
+    """
+    if not paths.cluster:
+        return
+    there = paths.folder.path
+    paths.shared.unlink()
+    there.rename(paths.shared)
+    if paths.shared.is_symlink() or not paths.shared.is_dir():
+        paths.shared.unlink()
+        raise OSError(errno.ENOTDIR, "the nodes have put something else in the place of the job's folder")
 
 
 def remove(paths: JobPaths) -> None:
     """Remove a job's files; raises OrchestrateError where that cannot be."""
     try:
-        shutil.rmtree(paths.root)
+        folder.remove(paths.root)
     except OSError as error:
         raise OrchestrateError(f"{paths.root} cannot be removed: {error}", "see who owns what is in it") from None
 
@@ -98,10 +110,18 @@ def keep(paths: JobPaths, plan: Plan) -> None:
 
 
 def load(paths: JobPaths) -> tuple[JobSpec, Plan]:
-    """Spec and newest plan of a job; raises UsageError where its files are not what they were."""
+    """Spec and newest plan of a job, or cluster; raises UsageError where its files are not what we have written."""
     try:
-        with open_regular(paths.plan) as file:
-            return resolve(read_file(paths.spec)), read_plan(file.read().decode())
+        status = paths.root.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise ValueError("it is not a folder that only you can write")
+        with regular(paths.plan) as file:
+            plan = read_plan(file.read().decode())
+        if plan.job_id != paths.root.name:
+            raise ValueError(f"its plan is that of {plan.job_id!r}")
+        if not os.path.lexists(paths.nodes if plan.inventory.cluster == plan.job_id else paths.shared):
+            raise ValueError("an older version of orchestrate has made it")
+        return resolve(read_file(paths.spec)), plan
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{paths.root} holds no job that can go on: {error}", "start it again") from None
 
@@ -122,14 +142,15 @@ def supervise(
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock.held(paths))
         spec, plan = load(paths)
-        folder = paths.root
-        if plan.home != plan.job_id:
-            folder = paths.root.resolve().parent
+        seen = paths.shared
+        if cluster := paths.cluster:
+            home = JobPaths(paths.root.parent / cluster)
+            seen = home.nodes
             try:
-                stack.enter_context(lock.held(JobPaths(folder.parent)))
+                stack.enter_context(lock.held(home))
             except BlockingIOError:
                 again = f"python -m orchestrate attach {plan.job_id}, once that job has ended"
-                raise UsageError(f"another job has taken {folder.parent.name}", again) from None
+                raise UsageError(f"another job has taken {cluster}", again) from None
         follower = follower or logs.Follower(paths, prefixes(plan))
         follower.follow(prefixes(plan))
         follower.marks = False  # the supervisor announces generations itself
@@ -146,20 +167,23 @@ def supervise(
 
             emit = Recorder(paths.events, tell)
             emit("supervisor_started", job_id=plan.job_id)
-            supervisor = Supervisor(spec, plan, folder, engine, emit, stops, Traces(paths), renew)
+            traces = Traces(paths)
+            supervisor = Supervisor(spec, plan, seen, engine, emit, stops, traces, renew)
             try:
                 outcome = supervisor.supervise()
             except OrchestrateError as error:
                 outcome, failure = Outcome("failed", f"could not start: {error}"), error
         emit("job_ended", outcome=outcome.word, reason=outcome.why)
         emit.close()
-        data = _report(supervisor.plan, paths, outcome, supervisor.history.ended, emit.events)
+        data = report.report(
+            supervisor.plan, outcome, supervisor.history.ended, emit.events, traces.metrics(), traces.checkpoints()
+        )
         try:
             write_whole(paths.report, json.dumps(data, indent=2) + "\n")
+            bring_home(paths)
+            folder.harmless(paths.shared)
         except OSError as error:  # the job has ended all the same
-            show(f"warning: {paths.report} cannot be written: {error.strerror}")
-        if paths.root.is_symlink():
-            bring_home(paths, paths.root.resolve())
+            show(f"warning: not all files of {paths.root} are as they should be: {error}")
     if failure:
         raise failure
     return data
@@ -168,20 +192,11 @@ def supervise(
 def ended(paths: JobPaths) -> dict[str, Any] | None:
     """The report of a job that has ended."""
     try:
-        with open_regular(paths.report) as file:
+        with regular(paths.report) as file:
             data = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
-
-
-def _report(
-    plan: Plan, paths: JobPaths, outcome: Outcome, ended: list[Ended], events: list[dict[str, Any]]
-) -> dict[str, Any]:
-    found = (path for path in paths.checkpoints.rglob("*") if path.is_file() and not path.is_symlink())
-    # what is hidden, or in a hidden folder, is on its way to be one
-    checkpoints = sorted(path for path in found if "/." not in f"/{path.relative_to(paths.checkpoints)}")
-    return report.report(plan, outcome, ended, events, objects(paths.metrics), checkpoints)
 
 
 def prefixes(plan: Plan) -> dict[int, str]:

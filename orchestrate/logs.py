@@ -6,11 +6,12 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-from orchestrate.paths import JobPaths, open_regular
+from orchestrate.folder import Folder, regular
+from orchestrate.lines import Lines
+from orchestrate.paths import LOGS, JobPaths, log
 
-CHUNK = 1 << 20  # bytes
+END = 1 << 16  # bytes of a log that are its end
 MARK = b"[node] generation "  # how a node begins the part of a log that is another generation's
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, cursor
@@ -31,47 +32,40 @@ class Follower:
     def __init__(self, paths: JobPaths, ranks: dict[int, str], marks: bool = True) -> None:
         """`ranks` are the ranks to read, with the prefix of each; `marks`: the nodes' marks of generations, too."""
         self.paths, self.marks = paths, marks
-        self.logs: dict[Path, str] = {}
-        self.offsets: dict[Path, int] = {}
-        self.partial: dict[Path, bytes] = {}
+        self.read: dict[int, Lines] = {}
         self.follow(ranks)
 
     def follow(self, ranks: dict[int, str]) -> None:
         """Read these ranks from now on, each from where it was read last."""
-        logs = {self.paths.log(rank): prefix for rank, prefix in ranks.items()}
-        self.offsets = dict.fromkeys(logs, 0) | self.offsets
-        self.partial = dict.fromkeys(logs, b"") | self.partial
-        self.logs = logs
+        self.ranks = ranks
+        self.read |= {rank: Lines() for rank in ranks.keys() - self.read.keys()}
 
     def skip(self, last: int = 4096) -> None:
         """Leave out what there is already, but for the last lines of each log (`last` bytes of it, at most)."""
-        for path in self.logs:
-            with contextlib.suppress(OSError), open_regular(path) as file:
-                start = max(0, os.fstat(file.fileno()).st_size - last)
-                file.seek(start)
-                self.offsets[path] = start + (file.read().find(b"\n") + 1 if start else 0)
+        for rank, folder in self._each():
+            with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
+                self.read[rank].skip(file, last)
 
     def lines(self, end: bool = False) -> Iterator[str]:
         """The lines since the last call, those of one rank together; `end`: also a last one without a newline."""
-        for path, prefix in self.logs.items():
-            for chunk in self._chunks(path):
-                *lines, self.partial[path] = (self.partial[path] + chunk).split(b"\n")
-                for line in lines:
+        for rank, folder in self._each():
+            read, prefix = self.read[rank], self.ranks[rank]
+            with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
+                for line in read.new(file):
                     if self.marks or not line.startswith(MARK):
                         yield prefix + clean(line)
-            if end and self.partial[path]:
-                yield prefix + clean(self.partial[path])
-                self.partial[path] = b""
+            if end and read.partial:
+                yield prefix + clean(read.rest())
 
-    def _chunks(self, path: Path) -> Iterator[bytes]:
-        try:
-            with open_regular(path) as file:
-                file.seek(self.offsets[path])
-                while chunk := file.read(CHUNK):
-                    self.offsets[path] += len(chunk)
-                    yield chunk
-        except OSError:
-            return  # the worker has not started yet
+    def _each(self) -> Iterator[tuple[int, int]]:
+        """The ranks, with a descriptor of the folder of their logs; none where there is no such folder."""
+        with contextlib.suppress(OSError), self.paths.folder.opened(LOGS) as folder:
+            for rank in self.ranks:
+                yield rank, folder
+
+
+def _name(rank: int) -> str:
+    return os.path.basename(log(rank))
 
 
 def prefixes(nodes: dict[int, str]) -> dict[int, str]:
@@ -81,12 +75,12 @@ def prefixes(nodes: dict[int, str]) -> dict[int, str]:
     return {rank: f"{name:<{width}} | " for rank, name in names.items()}
 
 
-def tail(path: Path) -> str:
-    """The last 64 KiB of a log, as text that is safe for a terminal."""
+def tail(folder: Folder, rank: int) -> str:
+    """The end of a worker's log, as text that is safe for a terminal."""
     try:
-        with open_regular(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
-            return "\n".join(map(clean, file.read().removesuffix(b"\n").split(b"\n")))
+        with folder.open(log(rank)) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - END))
+            return "\n".join(map(clean, file.read(END).removesuffix(b"\n").split(b"\n")))
     except OSError:
         return ""
 

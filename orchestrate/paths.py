@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
+from orchestrate.folder import Folder
 from orchestrate.node.ranks import FENCE
 
 PACKAGE = Path(__file__).resolve().parent
@@ -24,34 +23,24 @@ def code_folder(command: tuple[str, ...]) -> Path:
     return PROJECT if ours and not any(Path(name).exists() for name in ("app", "app.py")) else Path.cwd()
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file that a job wrote; raises OSError for a link or a pipe, with which it could make us read or wait."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of ours, whole or not at all, through no link that a job may have put in its place."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    temporary.replace(path)
-
-
 def write_secret(path: Path, content: bytes) -> None:
     """Write a new file that nobody else can read; raises OSError."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
         file.write(content)
 
 
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")  # a job's or a cluster's, as `job.new_id` makes them
+JOB, NODES = "job", "nodes"  # the folders that nodes see: of a job, and of a cluster
+LOGS, CHECKPOINTS, METRICS = "logs", "checkpoints", "metrics.jsonl"  # what is in that of a job
+
+
 @dataclass(frozen=True)
 class JobPaths:
-    """The files of one job, below `runs/<job_id>/`."""
+    """The files of one job, or of a cluster, below `runs/<name>/`, which no node sees.
+
+    Nodes see the folder `job` in it, or `nodes` in that of a cluster; while a job is on a cluster, its `job` is a link
+    to `../CLUSTER/nodes/JOB`. What nodes write has links beside `job`, for people and scripts; we open it by `folder`.
+    """
 
     root: Path
 
@@ -78,22 +67,22 @@ class JobPaths:
     @property
     def metrics(self) -> Path:
         """What the script measured, a line each; the script writes it."""
-        return self.root / "metrics.jsonl"
+        return self.root / METRICS
 
     @property
     def checkpoints(self) -> Path:
         """What the script saved."""
-        return self.root / "checkpoints"
+        return self.root / CHECKPOINTS
 
     @property
     def logs(self) -> Path:
         """The folder of the workers' output."""
-        return self.root / "logs"
+        return self.root / LOGS
 
     @property
     def fence(self) -> Path:
         """The generation whose workers may save; and start, unless it is `over`."""
-        return self.root / FENCE
+        return self.shared / FENCE
 
     @property
     def supervisor_log(self) -> Path:
@@ -110,12 +99,59 @@ class JobPaths:
         """What whoever talks to the nodes must know, where those are on other machines."""
         return self.root / ".key"
 
+    @property
+    def shared(self) -> Path:
+        """What a job's nodes see as `$JOB_DIR`."""
+        return self.root / JOB
+
+    @property
+    def nodes(self) -> Path:
+        """What a cluster's nodes see, with a folder for each job on it."""
+        return self.root / NODES
+
+    @property
+    def cluster(self) -> str:
+        """The cluster whose nodes the job uses; empty where it has its own."""
+        try:
+            link = os.readlink(self.shared)
+        except OSError:  # no link
+            return ""
+        match = re.fullmatch(rf"\.\./({NAME.pattern})/{NODES}/{re.escape(self.root.name)}", link)
+        return match[1] if match else ""
+
+    @property
+    def folder(self) -> Folder:
+        """What nodes have written."""
+        if cluster := self.cluster:
+            return Folder(self.root.parent / cluster / NODES, self.root.name)
+        return Folder(self.root, JOB)
+
     def log(self, rank: int) -> Path:
         """All that one worker wrote."""
-        return self.logs / f"rank-{rank}.log"
+        return self.root / log(rank)
 
-    def create(self) -> None:
-        """Make the folders; raises FileExistsError where the job has some already, OSError where it cannot."""
-        self.root.mkdir(parents=True)
-        self.logs.mkdir()
-        self.checkpoints.mkdir()
+    def create(self, cluster: str = "", owner: tuple[int, int] | None = None) -> None:
+        """Make the folders, ours for us alone, and that of the nodes for the user and group ids `owner`.
+
+        Raises FileExistsError where the job has some already, OSError where it cannot.
+        """
+        self._make()
+        if cluster:
+            self.shared.symlink_to(f"../{cluster}/{NODES}/{self.root.name}")
+        self.folder.make(LOGS, CHECKPOINTS, owner=owner)
+        for name in (LOGS, CHECKPOINTS, METRICS):
+            (self.root / name).symlink_to(f"{JOB}/{name}")
+
+    def create_cluster(self, owner: tuple[int, int] | None = None) -> None:
+        """Make the folders of a cluster; raises as `create` does."""
+        self._make()
+        Folder(self.root, NODES).make(owner=owner)
+
+    def _make(self) -> None:
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(0o700)
+
+
+def log(rank: int) -> str:
+    """The log of a worker, in a job's folder."""
+    return f"{LOGS}/rank-{rank}.log"

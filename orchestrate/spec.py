@@ -20,6 +20,7 @@ from orchestrate.restarts import ACTIONS, CAUSES, CONDITIONS
 
 APP = ("-m", "app.train", "--resume", "auto")
 IMAGE = "orchestrate-node:0.1"
+TEXT = ("command", "name", "user")  # keys whose value is text, whatever it looks like
 MOST_TRAINERS = 1000  # a Linux bridge takes 1023 ports
 
 
@@ -161,6 +162,9 @@ class JobSpec:
     gpus: str | int = _field("auto", _gpus, "auto (what the engine has), all, none, or how many")
     engine: str = _field("auto", _choice("auto", "docker", "process", "swarm"), "where the nodes live")
     image: str = _field(IMAGE, _text(r"\S+", "the name of an image"), "what the nodes are made of")
+    user: str = _field(
+        "auto", _text(r"auto|root|\d+(:\d+)?", "auto, root, or UID:GID"), "who nodes run as; auto: you, but not root"
+    )
     env: dict[str, str] = _field({}, _env, "more environment for every worker")
     memory: str | None = _field(None, _optional(_size), "limit of each node, such as 4g")
     cpus: float | None = _field(None, _optional(lambda value: float(_number(value))), "of each node")
@@ -227,7 +231,7 @@ def read_set(assignments: list[str]) -> dict[str, Any]:
         if not equals:
             raise UsageError(f"--set {assignment}: no =", "write --set key=value")
         layer[key] = value
-        if not key.startswith("env.") and key not in ("command", "name"):  # those are text, whatever they look like
+        if not key.startswith("env.") and key not in TEXT:
             with contextlib.suppress(yaml.YAMLError):
                 layer[key] = yaml.safe_load(value)
     return layer
@@ -258,7 +262,7 @@ class _StrictLoader(yaml.SafeLoader):
             if key.value in seen:
                 raise yaml.MarkedYAMLError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
             seen.add(key.value)
-            if key.value in ("command", "env", "name") or key.value.startswith("env."):
+            if key.value in ("env", *TEXT) or key.value.startswith("env."):
                 _as_text(value)
         return super().construct_mapping(node, deep)
 

@@ -1,16 +1,21 @@
-"""What a job leaves in its run directory while it runs: signs of life, of progress, and last words."""
+"""What a job leaves in its folder while it runs: signs of life, of progress, and last words."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import stat
 from pathlib import Path
+from typing import Any
 
 from orchestrate import logs
-from orchestrate.events import parse
-from orchestrate.paths import JobPaths, open_regular, write_whole
+from orchestrate.events import objects
+from orchestrate.folder import Folder
+from orchestrate.lines import Lines
+from orchestrate.paths import CHECKPOINTS, LOGS, METRICS, JobPaths
 
 WORDS = 12  # lines of a worker that failed which a person sees
+LOOK = 8 << 20  # bytes of the metrics that one look takes in
+WHOLE = 64 << 20  # bytes of the metrics that a report is made of: the last ones
 
 
 class Traces:
@@ -19,7 +24,11 @@ class Traces:
     def __init__(self, paths: JobPaths) -> None:
         self.paths = paths
         self.generation = 0  # whose last words are asked for
-        self._step, self._read, self._partial = 0, 0, b""
+        self._step, self._metrics = 0, Lines()
+
+    @property
+    def _folder(self) -> Folder:
+        return self.paths.folder
 
     def words(self, rank: int) -> list[str]:
         """The last lines of a worker of this generation."""
@@ -27,7 +36,7 @@ class Traces:
 
     def text(self, rank: int) -> str:
         """The end of a worker's log."""
-        return logs.tail(self.paths.log(rank))
+        return logs.tail(self._folder, rank)
 
     def log(self, rank: int) -> Path:
         """Where a worker's log is."""
@@ -35,39 +44,39 @@ class Traces:
 
     def step(self) -> int:
         """The highest `step` of metrics.jsonl; 0 where there is none."""
-        with contextlib.suppress(OSError), open_regular(self.paths.metrics) as file:
-            if os.fstat(file.fileno()).st_size < self._read:  # the script has begun anew
-                self._read, self._partial = 0, b""
-            file.seek(self._read)
-            data = file.read()
-            self._read += len(data)
-            lines, _, self._partial = (self._partial + data).rpartition(b"\n")
-            steps = (values.get("step") for values in parse(lines))
-            self._step = max([self._step, *(step for step in steps if isinstance(step, int))])
+        with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
+            if file.seek(0, 2) < self._metrics.offset:  # the script has begun anew
+                self._metrics = Lines()
+            found = objects(self._metrics.new(file, LOOK))
+            steps = (step for values in found if type(step := values.get("step")) is int and 0 <= step < 1 << 63)
+            self._step = max([self._step, *steps])
         return self._step
 
-    def saved(self) -> tuple[object, ...]:
-        """What stands in the folder of checkpoints, with times of change; it differs after a save."""
-        found: list[tuple[str, int]] = []
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, the last ones where they are many."""
+        with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
+            read = Lines()
+            read.skip(file, WHOLE)
+            return objects([*read.new(file, WHOLE), read.rest()])
+        return []
+
+    def checkpoints(self) -> list[Path]:
+        """The files that the script has saved."""
         with contextlib.suppress(OSError):
-            for entry in os.scandir(self.paths.checkpoints):
-                if not entry.name.startswith("."):
-                    with contextlib.suppress(OSError):
-                        found.append((entry.name, entry.stat(follow_symlinks=False).st_mtime_ns))
-        return tuple(sorted(found))
+            return [self.paths.root / path for path in self._folder.files(CHECKPOINTS)]
+        return []
+
+    def saved(self) -> tuple[object, ...]:
+        """What is in the folder of checkpoints, with times of change; it differs after a save."""
+        found = self._folder.entries(CHECKPOINTS)
+        return tuple(sorted((name, status.st_mtime_ns) for name, status in found if not name.startswith(".")))
 
     def activity(self) -> tuple[object, ...]:
         """Differs whenever a worker has written output, metrics or a checkpoint."""
-        found: list[tuple[str, int]] = []
-        for folder in (self.paths.logs, self.paths.root):
-            with contextlib.suppress(OSError):
-                for entry in os.scandir(folder):
-                    with contextlib.suppress(OSError):
-                        ours = entry.name in (self.paths.events.name, self.paths.supervisor_log.name)
-                        if not ours and entry.is_file(follow_symlinks=False):
-                            found.append((entry.path, entry.stat(follow_symlinks=False).st_size))
-        return (*sorted(found), *self.saved())
+        found = [*self._folder.entries(LOGS), *self._folder.entries()]
+        sizes = [(name, status.st_size) for name, status in found if stat.S_ISREG(status.st_mode)]
+        return (*sorted(sizes), *self.saved())
 
     def fence(self, generation: int, over: bool = False) -> None:
         """From now on no worker older than `generation` may start or save; `over`: nor one of it start."""
-        write_whole(self.paths.fence, f"{generation}{' over' * over}\n")
+        self._folder.write(self.paths.fence.name, f"{generation}{' over' * over}\n")

@@ -169,7 +169,7 @@ class Job:
         self.supervisor = Supervisor(
             spec,
             first,
-            self.paths.root,
+            self.paths.shared,
             engine,
             emit,
             lambda: self.stops(),

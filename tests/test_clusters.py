@@ -108,7 +108,6 @@ def test_a_job_on_a_cluster_must_write_to_a_folder_of_its_own(tmp_path, engine, 
 def test_clusters_must_be_found_in_the_order_of_their_names_without_jobs_and_halves(tmp_path):
     for name in ("c-2", "c-1", "half"):
         create(JobPaths(tmp_path / name), cluster=name)
-        (tmp_path / name / "nodes").mkdir()
     create(JobPaths(tmp_path / "a-1"))
     (tmp_path / "half" / "plan.json").unlink()
     found = cluster.found(tmp_path)
@@ -146,16 +145,19 @@ def test_a_cluster_that_does_not_come_up_must_leave_nothing_and_say_why(tmp_path
 def test_the_files_of_a_clusters_jobs_must_outlive_it(tmp_path):
     one = made(tmp_path)
     create(one.paths, cluster="c-1")
-    (one.paths.root / "nodes").mkdir()
     for name in ("a-1", "b-1"):
         create(JobPaths(tmp_path / name), cluster="c-1").log(0).write_text(name)
-    (tmp_path / "b-1").unlink()  # the link alone
+    mine = {tmp_path / "mine": "x", one.paths.nodes / "mine": "written by a node", tmp_path / "c-1.txt": "y"}
+    for path, text in mine.items():
+        path.write_text(text)
     engine = Whole()
     cluster.take_down(engine, one, 7.0)
     assert (engine.calls, engine.graces) == (["remove c-1"], [7.0])
-    assert {path.name for path in tmp_path.iterdir()} == {"a-1", "b-1"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a-1", "b-1", "mine", "c-1.txt"}
+    assert (tmp_path / "mine").read_text() == "x"
     for name in ("a-1", "b-1"):
-        assert not (tmp_path / name).is_symlink() and (tmp_path / name / "logs" / "rank-0.log").read_text() == name
+        assert not (tmp_path / name / "job").is_symlink()
+        assert (tmp_path / name / "logs" / "rank-0.log").read_text() == name
         assert job.load(JobPaths(tmp_path / name))[1].job_id == name
 
 

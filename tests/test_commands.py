@@ -33,8 +33,8 @@ def end(paths: JobPaths, outcome: str = "succeeded", reason: str = "finished") -
     paths.report.write_text(json.dumps({"outcome": outcome, "reason": reason, **facts}))
 
 
-def runs_elsewhere(folder: Path, name: str = "a-1", owner: int = -1) -> JobState:
-    return JobState(name, "docker", 3, folder, owner)
+def runs_elsewhere(folder: Path, name: str = "a-1", owner: int = -1, sees: str = "job") -> JobState:
+    return JobState(name, "docker", 3, folder / sees, owner)
 
 
 class Meanwhile:
@@ -66,9 +66,8 @@ class Meanwhile:
 )
 def test_a_job_must_be_found_by_its_name_or_how_it_begins(do, engine, tmp_path, asked, found):
     for name in ("a-1", "a-12", "b-1", "c-1", "c-2", "z-1"):
-        create(JobPaths(tmp_path / name))
-    (tmp_path / "z-1" / "nodes").mkdir()
-    engine.states = [runs_elsewhere(tmp_path / "c-2", "c-2"), runs_elsewhere(tmp_path / "y-1" / "nodes", "y-1")]
+        create(JobPaths(tmp_path / name), cluster="z-1" if name == "z-1" else "")
+    engine.states = [runs_elsewhere(tmp_path / "c-2", "c-2"), runs_elsewhere(tmp_path / "y-1", "y-1", sees="nodes")]
     code, out, err = do("rm", asked, "--dry-run")
     if " " in found:
         assert (code, out, err[0]) == (2, [], f"error: {found}")
@@ -117,7 +116,7 @@ def test_wait_and_attach_must_end_as_the_job_did_though_no_engine_answers(
 
 
 def test_wait_must_not_miss_an_end_between_two_looks(do, paths, monkeypatch):
-    monkeypatch.setattr(lock, "holder", lambda _: end(paths) or 0)  # it ends just before we look who supervises it
+    monkeypatch.setattr(lock, "holder", lambda _: end(paths))  # it ends just before we look who supervises it
     assert do("wait", "a-1") == (0, [], [])
 
 
@@ -199,12 +198,12 @@ def test_attach_must_supervise_a_job_that_has_no_supervisor(do, paths, engine):
 
 def test_attach_must_look_on_where_another_was_faster_and_ctrl_c_must_end_that_alone(do, paths, engine, monkeypatch):
     holder, looks = lock.holder, []
-    monkeypatch.setattr(lock, "holder", lambda of: holder(of) if looks else looks.append(of) or 0)
+    monkeypatch.setattr(lock, "holder", lambda of: holder(of) if looks else looks.append(of))
     monkeypatch.setattr(commands, "time", Meanwhile(lambda: end(paths)))
     with supervised(paths.root):
         code, _, err = do("attach", "a-1")
     assert code == 0 and engine.calls == []
-    assert any("looking on" in line for line in err)
+    assert any("following it" in line for line in err)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
@@ -213,9 +212,8 @@ def test_ps_must_tell_who_runs_who_is_idle_and_who_has_no_supervisor(do, engine,
     for name in ("alone", "cluster", "damaged", "ended", "new", "runs", "used"):
         create(JobPaths(tmp_path / name), cluster=name if name in ("cluster", "used") else "")
     create(JobPaths(tmp_path / "on-used"), cluster="used")
-    folders = {name: tmp_path / name for name in ("alone", "runs")}
-    folders |= {name: tmp_path / name / "nodes" for name in ("cluster", "used")}
-    engine.states = [runs_elsewhere(folder, name) for name, folder in folders.items()]
+    engine.states = [runs_elsewhere(tmp_path / name, name) for name in ("alone", "runs")]
+    engine.states += [runs_elsewhere(tmp_path / name, name, sees="nodes") for name in ("cluster", "used")]
     (tmp_path / "damaged" / "plan.json").write_text("[" * 100_000)  # which keeps no other from being shown
     with contextlib.ExitStack() as stack:
         for name in ("new", "damaged", "runs", "used", "on-used"):
@@ -232,12 +230,12 @@ def test_ps_must_tell_who_runs_who_is_idle_and_who_has_no_supervisor(do, engine,
         ["new", "docker", "0"],
     ]
     for row, state in zip(rows[1:], ["without supervisor", "running", "idle", "running", "running"]):
-        assert row[3].startswith(f"{state} ") and row[3].endswith(str(folders.get(row[0], tmp_path / row[0])))
+        assert row[3].startswith(f"{state} ") and row[3].endswith(str(tmp_path / row[0]))
 
 
 def test_columns_must_stand_below_each_other_and_without_jobs_only_their_names(do, engine, tmp_path):
     assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
-    engine.states = [runs_elsewhere(tmp_path, "a-long-name")]
+    engine.states = [runs_elsewhere(tmp_path / "a-long-name", "a-long-name")]
     head, row = do("ps")[1]
     assert all(row[head.index(word) - 2 : head.index(word)] == "  " for word in ("ENGINE", "NODES", "STATE", "RUN"))
 

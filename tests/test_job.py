@@ -79,11 +79,12 @@ def test_what_was_written_of_a_job_must_be_read_again(paths):
 
 def test_a_job_on_a_cluster_must_have_its_files_where_the_nodes_see_them(paths):
     inside = paths.root.parent / "c-1" / "nodes" / "a-1"
+    inside.parent.mkdir(parents=True)
     create(paths, cluster="c-1")
-    assert paths.root.is_symlink() and not paths.root.readlink().is_absolute()
-    assert {path.name for path in inside.iterdir()} == {"logs", "checkpoints", "job.yaml", "plan.json"}
-    job.bring_home(paths, inside)
-    assert not paths.root.is_symlink() and job.load(paths)[1].job_id == "a-1"
+    assert paths.shared.is_symlink() and not paths.shared.readlink().is_absolute()
+    assert {path.name for path in inside.iterdir()} == {"logs", "checkpoints"}
+    job.bring_home(paths)
+    assert not paths.shared.is_symlink() and paths.shared.is_dir() and job.load(paths)[1].job_id == "a-1"
     assert not inside.exists()
 
 
@@ -145,14 +146,14 @@ def test_a_job_that_has_ended_must_have_its_report_and_its_events(paths):
     assert job.ended(paths) == data
     assert (data["outcome"], data["generations"], data["final_metrics"]) == ("succeeded", 2, {"step": 4, "loss": 0.5})
     assert data["checkpoints"] == [str(paths.checkpoints / name / "state.pt") for name in sorted(names)]
-    events = objects(paths.events)
+    events = objects(paths.events.read_bytes().splitlines())
     assert (events[0]["event"], events[0]["job_id"]) == ("supervisor_started", "a-1")
     ended = events[-1]
     assert (ended["event"], ended["outcome"], ended["reason"]) == ("job_ended", "succeeded", "finished")
     assert data["duration_s"] == ended["seconds"]
     assert job.load(paths)[1].generation == 1  # of the newest generation
     assert [line for line in shown if line.startswith("generation 0 failed: rank 1 on trainer-1")]
-    assert lock.holder(paths) == 0
+    assert lock.holder(paths) is None
 
 
 def test_a_report_must_be_about_the_nodes_with_which_a_job_has_ended(paths, monkeypatch):
@@ -172,7 +173,7 @@ def test_a_job_that_cannot_start_must_leave_a_report_and_raise(paths):
     with pytest.raises(EngineError, match="no such node"):
         supervise(paths, engine)
     assert (job.ended(paths)["outcome"], job.ended(paths)["reason"]) == ("failed", "could not start: no such node")
-    assert objects(paths.events)[-1]["event"] == "job_ended"
+    assert objects(paths.events.read_bytes().splitlines())[-1]["event"] == "job_ended"
 
 
 def test_a_report_that_cannot_be_written_must_not_hide_how_the_job_ended(paths):
@@ -180,7 +181,9 @@ def test_a_report_that_cannot_be_written_must_not_hide_how_the_job_ended(paths):
     paths.report.mkdir()
     data, shown = supervise(paths, Whole([ALL_WELL]))
     assert data["outcome"] == "succeeded"
-    assert [line for line in shown if line.startswith(f"warning: {paths.report} cannot be written: ")]
+    assert [
+        line for line in shown if line.startswith(f"warning: not all files of {paths.root} are as they should be: ")
+    ]
 
 
 def test_a_job_that_has_a_supervisor_must_be_left_to_it(paths):
@@ -191,8 +194,9 @@ def test_a_job_that_has_a_supervisor_must_be_left_to_it(paths):
 
 
 def test_a_job_on_a_cluster_must_use_it_alone_and_have_its_files_at_home_in_the_end(paths, monkeypatch):
+    inside = paths.root.parent / "c-1" / "nodes" / "a-1"
+    inside.parent.mkdir(parents=True)
     create(paths, cluster="c-1")
-    inside = paths.root.resolve()
     seen = []
     engine = Whole([ALL_WELL])
     up = engine.up
@@ -204,7 +208,7 @@ def test_a_job_on_a_cluster_must_use_it_alone_and_have_its_files_at_home_in_the_
     assert data["outcome"] == "succeeded"
     assert seen == [inside.parent]  # the folder that the nodes of the cluster see
     assert taken == [paths, JobPaths(inside.parents[1])]
-    assert not paths.root.is_symlink() and job.ended(paths) == data and not inside.exists()
+    assert not paths.shared.is_symlink() and job.ended(paths) == data and not inside.exists()
 
 
 # --- what is shown

@@ -17,9 +17,10 @@ from waiting import PIPE
 
 from orchestrate.engines import links
 from orchestrate.engines.daemon import Frames
-from orchestrate.engines.links import Link, Linked, connect
+from orchestrate.engines.links import Link, Linked
 from orchestrate.engines.ports import free_port
 from orchestrate.engines.process import ProcessEngine
+from orchestrate.engines.sockets import connect
 from orchestrate.errors import EngineError
 from orchestrate.node import pipe
 from orchestrate.node.sealed import Seal

@@ -28,8 +28,8 @@ def test_a_line_must_be_shown_without_what_steers_a_terminal(line, shown):
 
 
 def test_lines_must_be_handed_out_once_and_whole(tmp_path):
-    paths = JobPaths(tmp_path)
-    paths.logs.mkdir()
+    paths = JobPaths(tmp_path / "a-1")
+    paths.create()
     follower = Follower(paths, prefixes({0: "master", 1: "trainer-1"}))
     assert list(follower.lines()) == []
     paths.log(0).write_bytes(b"a\nb\nhal")
@@ -43,8 +43,8 @@ def test_lines_must_be_handed_out_once_and_whole(tmp_path):
 
 
 def test_what_was_handed_out_must_not_be_again_when_other_ranks_are_followed(tmp_path):
-    paths = JobPaths(tmp_path)
-    paths.logs.mkdir()
+    paths = JobPaths(tmp_path / "a-1")
+    paths.create()
     for rank in range(2):
         paths.log(rank).write_text(f"of {rank}\n")
     follower = Follower(paths, {0: "a ", 1: "b "})
@@ -59,8 +59,8 @@ def test_what_was_handed_out_must_not_be_again_when_other_ranks_are_followed(tmp
 
 
 def test_what_was_written_before_must_be_left_out_but_for_the_last_lines(tmp_path):
-    paths = JobPaths(tmp_path)
-    paths.logs.mkdir()
+    paths = JobPaths(tmp_path / "a-1")
+    paths.create()
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     paths.log(1).write_text("short\n")
     follower = Follower(paths, {0: "", 1: ""})
@@ -69,39 +69,42 @@ def test_what_was_written_before_must_be_left_out_but_for_the_last_lines(tmp_pat
 
 
 def test_marks_of_generations_must_be_left_out_where_somebody_else_tells_of_them(tmp_path):
-    paths = JobPaths(tmp_path)
-    paths.logs.mkdir()
+    paths = JobPaths(tmp_path / "a-1")
+    paths.create()
     paths.log(0).write_bytes(b"a\n[node] generation 1\nb\n")
     assert list(Follower(paths, {0: ""}).lines()) == ["a", "[node] generation 1", "b"]
     assert list(Follower(paths, {0: ""}, marks=False).lines()) == ["a", "b"]
 
 
 def test_the_tail_must_be_the_last_lines_of_a_long_log(tmp_path):
-    path = tmp_path / "log"
-    path.write_text("".join(f"{i}\n" for i in range(100_000)))
-    text = tail(path)
+    paths = JobPaths(tmp_path / "a-1")
+    paths.create()
+    paths.log(0).write_text("".join(f"{i}\n" for i in range(100_000)))
+    text = tail(paths.folder, 0)
     assert len(text) < 1 << 16
     assert last_words(text, 0, 2) == ["99998", "99999"]
-    assert tail(tmp_path / "none") == ""
+    assert tail(paths.folder, 1) == ""
 
 
 def test_a_progress_bar_must_be_one_line_of_the_tail(tmp_path):
-    (tmp_path / "log").write_bytes(b"it began\n" + b"".join(b"\r%d of 100" % i for i in range(100)) + b"\nan error\n")
-    assert last_words(tail(tmp_path / "log"), 0, 12) == ["it began", "99 of 100", "an error"]
+    paths = JobPaths(tmp_path / "a-1")
+    paths.create()
+    paths.log(0).write_bytes(b"it began\n" + b"".join(b"\r%d of 100" % i for i in range(100)) + b"\nan error\n")
+    assert last_words(tail(paths.folder, 0), 0, 12) == ["it began", "99 of 100", "an error"]
 
 
 def test_a_log_that_is_longer_than_a_chunk_must_be_shown_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("orchestrate.logs.CHUNK", 7)
-    paths = JobPaths(tmp_path)
-    paths.logs.mkdir()
+    monkeypatch.setattr("orchestrate.lines.CHUNK", 7)
+    paths = JobPaths(tmp_path / "a-1")
+    paths.create()
     written = [f"line {number}" for number in range(20)]
     paths.log(0).write_text("\n".join(written))
     assert list(Follower(paths, {0: ""}).lines(end=True)) == written
 
 
 def test_lines_before_the_last_ones_must_be_left_out_of_each_log(tmp_path):
-    paths = JobPaths(tmp_path)
-    paths.logs.mkdir()
+    paths = JobPaths(tmp_path / "a-1")
+    paths.create()
     paths.log(0).write_bytes(b"a" * 5000 + b"\nlast\n")  # longer than what is shown of it
     paths.log(1).write_bytes(b"whole\n")
     follower = Follower(paths, {0: "0 ", 1: "1 ", 2: "2 "})
@@ -112,8 +115,8 @@ def test_lines_before_the_last_ones_must_be_left_out_of_each_log(tmp_path):
 
 
 def test_a_rank_that_is_followed_later_must_be_shown_from_its_first_line(tmp_path):
-    paths = JobPaths(tmp_path)
-    paths.logs.mkdir()
+    paths = JobPaths(tmp_path / "a-1")
+    paths.create()
     paths.log(0).write_bytes(b"a\nhal")
     paths.log(1).write_bytes(b"b\n")
     follower = Follower(paths, {0: "0 "})

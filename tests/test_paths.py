@@ -11,19 +11,23 @@ from test_plan import HERE
 
 from orchestrate import job
 from orchestrate.errors import UsageError
-from orchestrate.events import Recorder, objects
+from orchestrate.events import Recorder
+from orchestrate.folder import regular, write_whole
 from orchestrate.logs import Follower, tail
-from orchestrate.paths import JobPaths, open_regular, write_secret, write_whole
+from orchestrate.paths import JobPaths, write_secret
 from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
 from orchestrate.traces import Traces
 
 SECRET = '{"event": "outcome", "step": 7, "outcome": "succeeded"}\n'
+OURS = ("plan.json", "report.json", "events.jsonl", ".key")
 READERS = {  # file: what reads it, and says that there is nothing
     "logs/rank-0.log": (
-        lambda paths: [*Follower(paths, {0: ""}).lines(end=True), tail(paths.log(0)), *Traces(paths).words(0)] == [""]
+        lambda paths: (
+            [*Follower(paths, {0: ""}).lines(end=True), tail(paths.folder, 0), *Traces(paths).words(0)] == [""]
+        )
     ),
-    "metrics.jsonl": lambda paths: (objects(paths.metrics), Traces(paths).step()) == ([], 0),
+    "metrics.jsonl": lambda paths: (Traces(paths).metrics(), Traces(paths).step()) == ([], 0),
     "report.json": lambda paths: job.ended(paths) is None,
 }
 
@@ -38,7 +42,7 @@ def paths(tmp_path):
 
 def plant(paths: JobPaths, name: str, kind: str) -> int:
     """Put something in the place of a file; the descriptor of who writes to a pipe."""
-    path = paths.root / name
+    path = (paths.root if name in OURS else paths.shared) / name
     path.unlink(missing_ok=True)
     if kind == "file":
         path.write_text(SECRET)
@@ -84,12 +88,11 @@ def test_events_must_neither_be_read_nor_written_through_a_link(paths):
 
 
 def test_a_file_of_ours_must_replace_a_link_and_not_what_it_points_to(paths):
-    for name in ("report.json", ".report.json"):
-        plant(paths, name, "link")
+    plant(paths, "report.json", "link")
     write_whole(paths.report, "ours")
     assert not paths.report.is_symlink() and paths.report.read_text() == "ours"
     assert (paths.root.parent / "secret").read_text() == SECRET
-    assert not (paths.root / ".report.json").exists()
+    assert not list(paths.root.glob(".report.json*"))
 
 
 def test_a_secret_must_be_new_and_its_owners_alone(paths):
@@ -111,24 +114,27 @@ def test_a_folder_must_not_be_opened_as_a_file(paths):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(OSError):
-            open_regular(paths.logs)
+            regular(paths.shared)
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_what_a_job_leaves_must_be_for_all_to_read_and_for_its_owner_alone_to_write(paths):
+def test_what_we_write_of_a_job_must_be_its_owners_alone(paths):
     mask = os.umask(0)
     try:
         write_whole(paths.report, "ours")
         Recorder(paths.events).close()
     finally:
         os.umask(mask)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (paths.report, paths.events)} == {0o644}
+    files = [path for path in paths.root.iterdir() if not path.is_symlink() and path.is_file()]
+    assert {path.name for path in files} == {"report.json", "events.jsonl", "job.yaml", "plan.json"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert stat.S_IMODE(paths.root.stat().st_mode) == 0o700
 
 
 def test_the_folders_of_a_job_must_be_made_once(tmp_path):
     made = JobPaths(tmp_path / "not" / "yet" / "there")
     made.create()
-    assert {path.name for path in made.root.iterdir() if path.is_dir()} == {"logs", "checkpoints"}
+    assert {path.name for path in made.root.iterdir() if path.is_dir()} == {"job", "logs", "checkpoints"}
     with pytest.raises(FileExistsError):
         made.create()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commanded import Whole, create, supervised
 from scripted import ALL_WELL
-from test_commands import end, runs_elsewhere
+from test_commands import Meanwhile, end, runs_elsewhere
 
 from orchestrate import commands, job, lock
 from orchestrate.errors import EngineError, OrchestrateError
@@ -63,17 +63,19 @@ def test_stop_must_ask_the_supervisor_and_wait_for_its_end(do, paths, engine):
 
 
 def test_stop_must_ask_each_supervisor_that_takes_the_job_over_once(do, paths, engine, monkeypatch):
-    holders, asked = iter([7, 7, 7, 7, 8, 8, 8]), []
+    one, other = lock.Supervisor(7, "1"), lock.Supervisor(8, "2")
+    holders, asked = iter([one, one, one, one, other, other, other]), []
 
-    def ask(pid: int, number: int) -> None:
-        asked.append(pid)
-        if pid == 8:  # which takes the nodes down, and writes the report
+    def ask(supervisor: lock.Supervisor) -> bool:
+        asked.append(supervisor.pid)
+        if supervisor is other:  # which takes the nodes down, and writes the report
             engine.things.clear()
             end(paths)
+        return True
 
     engine.things = ["container one"]
-    monkeypatch.setattr(lock, "holder", lambda _: next(holders, 0))
-    monkeypatch.setattr(os, "kill", ask)
+    monkeypatch.setattr(lock, "holder", lambda _: next(holders, None))
+    monkeypatch.setattr(lock.Supervisor, "ask_to_stop", ask)
     assert do("stop", "a-1")[0] == 0
     assert asked == [7, 8] and engine.calls == []
 
@@ -95,9 +97,17 @@ def test_workers_whose_supervisor_has_died_must_be_stopped_in_good_order(do, pat
 def test_a_supervisor_that_ends_before_it_is_asked_must_not_fail_the_stop(do, paths, engine, monkeypatch):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    looks = iter([gone.pid, gone.pid])
-    monkeypatch.setattr(lock, "holder", lambda _: next(looks, 0))
+    looks = iter([lock.Supervisor(gone.pid, "1")] * 2)
+    monkeypatch.setattr(lock, "holder", lambda _: next(looks, None))
     assert do("stop", "a-1")[0] == 0
+
+
+def test_a_supervisor_that_is_not_proven_to_be_one_must_not_be_signalled_and_stop_must_say_so(do, paths, monkeypatch):
+    monkeypatch.setattr(commands, "time", Meanwhile(lambda: None))
+    monkeypatch.setattr(lock, "holder", lambda _: lock.Supervisor(0, ""))
+    code, _, err = do("stop", "a-1")
+    assert code == 1
+    assert err[-2] == f"error: {paths.lock} is locked by a process that is not known to be its supervisor"
 
 
 def test_what_stop_cannot_remove_must_be_told(do, paths, engine, monkeypatch):
@@ -176,9 +186,7 @@ def test_nothing_of_another_users_job_may_be_removed(do, paths, engine, command)
 
 
 def cluster(tmp_path: Path, name: str) -> JobPaths:
-    made = create(JobPaths(tmp_path / name), cluster=name)
-    (made.root / "nodes").mkdir()
-    return made
+    return create(JobPaths(tmp_path / name), cluster=name)
 
 
 def test_down_must_take_down_the_one_cluster_that_is_named(do, engine, tmp_path):
@@ -193,7 +201,7 @@ def test_down_must_take_down_the_one_cluster_that_is_named(do, engine, tmp_path)
 
 def test_the_cluster_of_another_user_must_stay_up(do, engine, tmp_path):
     made = cluster(tmp_path, "c-1")
-    engine.states = [runs_elsewhere(made.root / "nodes", "c-1", os.getuid() + 1)]
+    engine.states = [runs_elsewhere(made.root, "c-1", os.getuid() + 1, "nodes")]
     for words in (["down", "c-1", "--dry-run"], ["down", "c-1"]):
         assert do(*words)[2][0] == f"error: c-1 belongs to user {os.getuid() + 1}"
     assert engine.calls == [] and made.root.exists()

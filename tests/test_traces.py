@@ -10,9 +10,9 @@ from orchestrate.traces import Traces
 
 @pytest.fixture
 def traces(tmp_path):
-    for name in ("logs", "checkpoints"):
-        (tmp_path / name).mkdir()
-    return Traces(JobPaths(tmp_path))
+    paths = JobPaths(tmp_path / "a-1")
+    paths.create()
+    return Traces(paths)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from orchestrate.paths import NAME, NODES, JobPaths
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
@@ -43,9 +44,19 @@ class JobState:
     owner: int  # the user id of whoever started it
 
     @property
+    def paths(self) -> JobPaths:
+        """Its files; a folder with one of them is what its nodes see."""
+        return JobPaths(self.run.parent)
+
+    @property
+    def named(self) -> bool:
+        """Whether its folder has its name, as all that we make have."""
+        return NAME.fullmatch(self.job_id) is not None and self.run.parent.name == self.job_id
+
+    @property
     def cluster(self) -> bool:
         """Whether the nodes are those of a cluster."""
-        return self.run.name == "nodes"
+        return self.run.name == NODES
 
 
 def ignoring(spec: JobSpec, keys: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ import queue
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -131,23 +132,30 @@ class Daemon:
         self,
         *arguments: str,
         env: dict[str, str] | None = None,
+        given: str = "",
         capture: bool = False,
         stopped: Callable[[], bool] = never,
     ) -> None:
-        """Run Compose, and end it when `stopped()`; raises EngineError with the last line that it printed."""
+        """Run Compose with a text as its stdin, and end it when `stopped()`.
+
+        Raises EngineError with the last line that it printed.
+        """
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "NODE_"))}
-        try:
-            process = subprocess.Popen(
-                ["docker", "--host", self.host, "compose", "--project-directory", str(PROJECT), *arguments],
-                env=inherited | (env or {}),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if capture else 2,
-                stderr=subprocess.STDOUT if capture else None,
-                start_new_session=capture,  # Ctrl-C is for us; we take down what Compose is bringing up
-                text=True,
-            )
-        except FileNotFoundError:
-            raise ResourceError("no `docker` command on PATH", "install it, with its Compose plugin") from None
+        with tempfile.TemporaryFile("w+") as stdin:
+            stdin.write(given)
+            stdin.seek(0)
+            try:
+                process = subprocess.Popen(
+                    ["docker", "--host", self.host, "compose", "--project-directory", str(PROJECT), *arguments],
+                    env=inherited | (env or {}),
+                    stdin=stdin,
+                    stdout=subprocess.PIPE if capture else 2,
+                    stderr=subprocess.STDOUT if capture else None,
+                    start_new_session=capture,  # Ctrl-C is for us; we take down what Compose is bringing up
+                    text=True,
+                )
+            except FileNotFoundError:
+                raise ResourceError("no `docker` command on PATH", "install it, with its Compose plugin") from None
         with process:
             output = _end_of(process, stopped) if capture else process.communicate()[0]
         if process.returncode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import shutil
@@ -14,10 +15,11 @@ from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines import LOST, Exit, JobState, never
+from orchestrate.engines import LOST, Exit, JobState, never, sockets
 from orchestrate.engines.daemon import LABEL, Daemon, Events, name_of
 from orchestrate.engines.image import inventory
-from orchestrate.engines.links import DYING, Link, Linked, connect
+from orchestrate.engines.links import DYING, Link, Linked
+from orchestrate.engines.masks import masks
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.paths import PROJECT
@@ -31,7 +33,8 @@ SIGNS = 0.2  # seconds in which the engine tells what happened to a node that is
 HOST_NETWORK = Path(__file__).with_name("host-network.yml")
 UP = ("running", "paused")  # the states of a container that still has its processes
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
-SOCKETS = ".nodes"  # in the job's folder: where nodes listen whom this kernel runs
+SOCKETS = "/run/orchestrate"  # where nodes listen whom this kernel runs
+CODE = "/workspace"
 LISTENS = 1.0  # seconds from a container's start until its node does
 
 
@@ -46,9 +49,10 @@ class DockerEngine(Linked):
         self.daemon = Daemon()
         self.client, self.info = self.daemon.client, self.daemon.info
         self.home, self.network = "", ""  # the name under which the job's nodes exist
-        self.folder = Path()  # the folder that they see
+        self.sockets = Path()  # the folder of their sockets, on this machine
         self.stays = False  # whether they outlive the job
         self.env: dict[str, str] = {}
+        self.mounts: list[dict[str, Any]] = []  # besides those of the Compose file
         self.nodes: dict[str, Container] = {}
         self.events: Events | None = None
         self.told: dict[str, set[str]] = {}  # container id: what events have said of it
@@ -201,8 +205,7 @@ class DockerEngine(Linked):
         if grace:
             self.daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
         self.daemon.each(nodes, lambda node: node.remove(force=True, v=True))
-        for folder in {node.attrs["Labels"].get("orchestrate.run") for node in nodes} - {None, ""}:
-            shutil.rmtree(Path(folder) / SOCKETS, ignore_errors=True)
+        shutil.rmtree(sockets.of_containers(job_id), ignore_errors=True)
         with self.daemon.asking(f"keeps a network of {job_id}"):
             for network in self.client.networks.list(filters={"label": label, "driver": "bridge"}):
                 network.remove()
@@ -215,7 +218,7 @@ class DockerEngine(Linked):
         for path in (str(run), code):
             if ":" in path:
                 raise EngineError(f"Compose cannot mount {path}, for the colon in it", "take a folder without a colon")
-        self.home, self.stays, self.folder = plan.home, bool(plan.inventory.cluster), run
+        self.home, self.stays, self.sockets = plan.home, bool(plan.inventory.cluster), sockets.of_containers(plan.home)
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
         self.env = {
             "JOB_ID": self.home,
@@ -232,8 +235,11 @@ class DockerEngine(Linked):
             "NODE_CPUS": str(spec.cpus or 0),
             "NODE_GRACE": str(spec.grace),
             "NODE_PRELOAD": " ".join(plan.inventory.preload),
-            "NODE_SOCKETS": f"/job/{SOCKETS}" if self._same_kernel() else "",
+            "NODE_SOCKETS": SOCKETS if self._same_kernel() else "",
         }
+        self.mounts = masks(Path(code), run.parent.parent, CODE)
+        if self.env["NODE_SOCKETS"]:
+            self.mounts.append({"type": "bind", "source": str(self.sockets), "target": SOCKETS})
         if self.events is None:
             self.events = Events(self.daemon, self._ours)
             self.selector.register(self.events.bell, selectors.EVENT_READ, "")
@@ -264,7 +270,7 @@ class DockerEngine(Linked):
         container = self.nodes[node]
         if container.status == "running" and self.env["NODE_SOCKETS"]:
             with contextlib.suppress(OSError):
-                return connect(self.folder / SOCKETS / str(container.short_id), LISTENS)
+                return sockets.connect(self.sockets / str(container.short_id), LISTENS)
         return self.daemon.talk(str(container.id), PIPE)
 
     def _same_kernel(self) -> bool:
@@ -322,10 +328,28 @@ class DockerEngine(Linked):
             time.sleep(0.2)
 
     def _project(self, stopped: Callable[[], bool], *arguments: str) -> None:
-        files = [PROJECT / "docker-compose.yml", *([HOST_NETWORK] if self.network == "host" else [])]
+        self._share_sockets()
+        mounts = {"volumes": [{key: _literally(value) for key, value in mount.items()} for mount in self.mounts]}
+        more = {"services": {"master": mounts, "trainer": mounts}}
+        files = [PROJECT / "docker-compose.yml", *([HOST_NETWORK] if self.network == "host" else []), "-"]
         options = [word for file in files for word in ("--file", str(file))]
         words = ["--project-name", self.home, "--profile", "gpu", *options, *arguments]
-        self.daemon.compose(*words, env=self.env, capture=True, stopped=stopped)
+        self.daemon.compose(*words, env=self.env, given=json.dumps(more), capture=True, stopped=stopped)
+
+    def _share_sockets(self) -> None:
+        """Have the folder of the nodes' sockets, which the nodes own."""
+        try:
+            self.sockets.mkdir(mode=0o700, exist_ok=True)
+            user, _, group = self.env["NODE_USER"].partition(":")
+            if os.geteuid() == 0:
+                os.chown(self.sockets, int(user), int(group))
+        except OSError as error:
+            raise EngineError(f"no folder for the sockets of nodes: {error}") from None
+
+
+def _literally(value: Any) -> Any:
+    """A value of a Compose file that Compose must not look for variables in."""
+    return value.replace("$", "$$") if isinstance(value, str) else value
 
 
 def _node_name(container: Container) -> str:

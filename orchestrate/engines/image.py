@@ -8,12 +8,13 @@ from pathlib import Path
 import docker.errors
 from docker.types import LogConfig
 
+from orchestrate import users
 from orchestrate.cores import cores
 from orchestrate.engines import SWARMS, ignoring
 from orchestrate.engines.daemon import ERRORS, Daemon, reason
-from orchestrate.errors import EngineError, ResourceError
+from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.node.ranks import gpu_ids
-from orchestrate.paths import code_folder
+from orchestrate.paths import PACKAGE, code_folder
 from orchestrate.plan import Inventory
 from orchestrate.preload import preload
 from orchestrate.spec import IMAGE, JobSpec
@@ -32,8 +33,9 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
     if spec.gpus != "none" and runtime:
         gpus = _gpus(daemon, spec, run) if present else ()
         no_gpus = "the engine's NVIDIA runtime finds no GPU" if present else f"no image {spec.image} to look with"
-    here, count = cores(), max(1, daemon.info["NCPU"])  # those of this machine may not be the engine's
     code = code_folder(spec.command)
+    _check_access(spec, code)
+    here, count = cores(), max(1, daemon.info["NCPU"])  # those of this machine may not be the engine's
     return Inventory(
         engine="docker",
         about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}{ignoring(spec, SWARMS)}",
@@ -47,6 +49,17 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
         code=str(code),
         preload=preload(spec, code),
     )
+
+
+def _check_access(spec: JobSpec, code: Path) -> None:
+    """Raise UsageError where nodes that run as another user could not read the code, or their own program."""
+    user = users.nodes_of(spec)
+    for path in (code, PACKAGE):
+        if user and not users.can_read(path, *user):
+            raise UsageError(
+                f"nodes run as user {user[0]}, who cannot read {path}",
+                f"chmod -R a+rX {path}; or --set user=root",
+            )
 
 
 def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:

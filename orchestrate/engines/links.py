@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from orchestrate.engines import LOST, TERMINATED, Doing, Exit
+from orchestrate.engines import LOST, TERMINATED, Doing, Exit, messages
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.node.sealed import Seal
 from orchestrate.plan import Plan, WorkerPlan
@@ -75,9 +72,11 @@ class Link:
         if not chunk:
             return None
         *lines, self.partial = (self.partial + self.decode(chunk)).split(b"\n")
+        if len(self.partial) > messages.LONGEST:
+            return None
         try:
-            return [json.loads(self.seal.open(line) if self.seal else line) for line in lines]
-        except ValueError:  # what Docker says where a container ends while something starts in it
+            return [messages.read(self.seal.open(line) if self.seal else line) for line in lines]
+        except ValueError:  # what Docker says where a container ends while something starts in it, say
             return None
 
     def close(self) -> None:
@@ -95,40 +94,15 @@ class Link:
         self.sock.settimeout(patience)
         sent = self.send(ask, **facts)
         while sent:
-            messages = self.receive()
-            if messages is None:
+            heard = self.receive()
+            if heard is None:
                 break
-            for message in messages:
+            for message in heard:
                 if message["say"] == ask:
                     if "error" in message:
                         raise EngineError(f"a node says: {message['error']}")
                     return message
         raise ConnectionError("the connection has ended")
-
-
-def connect(path: Path, patience: float = 0.0) -> Link:
-    """A connection to a Unix socket, which may take some seconds to be there; raises OSError where nobody listens."""
-    deadline = time.monotonic() + patience
-    while True:
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            _dial(sock, path)
-            return Link(sock)
-        except OSError as error:
-            sock.close()
-            if not isinstance(error, FileNotFoundError) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-
-
-def _dial(sock: socket.socket, path: Path) -> None:
-    if sys.platform != "linux":
-        return sock.connect(str(path))
-    folder = os.open(path.parent, os.O_PATH)
-    try:
-        sock.connect(f"/proc/self/fd/{folder}/{path.name}")  # the path itself could be too long for a socket's
-    finally:
-        os.close(folder)
 
 
 class Linked:
@@ -334,14 +308,16 @@ class Linked:
             self.statuses[node] = message
         elif say == "clean":
             self.cleaned.add(node)
-        elif message["generation"] != self.generation:
+        elif say not in ("started", "ended") or message["generation"] != self.generation:
             return  # what an older one still had to say
+        elif self.running.get(message["rank"]) != node:
+            return  # we know already how it ended; or it is another node's
         elif say == "started":
             self.pids[message["rank"]] = message["pid"]
             queued, self.queued = self.queued, []
             for worker in queued:
                 self._start(worker)
-        elif message["rank"] in self.running:  # else we know already how it ended
+        else:
             self.signs[message["rank"]] = message["sign"]
             self._ended(message["rank"], message["code"], message["at"], message["asked"])
 

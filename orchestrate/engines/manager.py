@@ -147,7 +147,7 @@ class Manager:
 
     def prepare(self, spec: JobSpec) -> None:
         """Have a key and a network."""
-        paths = JobPaths(self.run)
+        paths = JobPaths(self.run.parent)
         if not paths.key.exists():
             write_secret(paths.key, os.urandom(32))
         self.key = paths.key.read_bytes()
@@ -169,7 +169,7 @@ class Manager:
             self.relay.reload()
 
     def _start_relay(self, name: str, spec: JobSpec) -> Container:
-        mounts = {PACKAGE: "/opt/orchestrate", JobPaths(self.run).key: "/run/key"}
+        mounts = {PACKAGE: "/opt/orchestrate", JobPaths(self.run.parent).key: "/run/key"}
         return self.client.containers.run(
             spec.image,
             name=name,
@@ -179,7 +179,7 @@ class Manager:
             volumes={str(path): {"bind": place, "mode": "ro"} for path, place in mounts.items()},
             network=self.network,
             labels={RELAY: self.home},
-            user=self.daemon.user(self.run),
+            user=self.daemon.user(self.run.parent),  # to whom the key belongs
             init=True,
             cap_drop=["ALL"],
             security_opt=["no-new-privileges:true"],
@@ -254,8 +254,8 @@ class Manager:
         """Remove all that carries the job's label, and wait until Swarm has let go of it; raises EngineError."""
         deadline = time.monotonic() + grace + VANISHES
         runs = {state.run for state in self.jobs() if state.job_id == job_id}
-        for run in runs | ({self.run} if self.home == job_id else set()):
-            JobPaths(run).key.unlink(missing_ok=True)
+        for run in {run for run in runs if run.parent.name == job_id} | ({self.run} if self.home == job_id else set()):
+            JobPaths(run.parent).key.unlink(missing_ok=True)
         self.home, stuck = job_id, ""
         while True:
             things, tasks, _ = self.things(job_id), self.tasks(), self.hosts()

@@ -24,7 +24,7 @@ from orchestrate.engines.links import Link
 from orchestrate.errors import EngineError
 from orchestrate.logs import MARK
 from orchestrate.node.files import LOGS, PIECE, Facts, hidden
-from orchestrate.paths import JobPaths
+from orchestrate.node.ranks import FENCE
 from orchestrate.plan import counted
 
 OFTEN = 0.2  # seconds between two looks at the nodes
@@ -32,20 +32,7 @@ OVERLAP = 256  # bytes that are looked for
 AGAIN = 5.0  # seconds until what could not come home is tried again
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TURN = 0.5  # seconds for which a node's files are fetched before its logs have their turn
-_PATHS = JobPaths(Path())
-OWN = {  # what the orchestrator keeps in a job's folder
-    path.name
-    for path in (
-        _PATHS.spec,
-        _PATHS.plan,
-        _PATHS.events,
-        _PATHS.report,
-        _PATHS.fence,
-        _PATHS.supervisor_log,
-        _PATHS.lock,
-        _PATHS.key,
-    )
-}
+OWN = {FENCE}  # what the orchestrator keeps in a job's folder
 
 
 class _Fetch:

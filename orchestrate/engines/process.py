@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.cores import cores
-from orchestrate.engines import LOST, SWARMS, Exit, JobState, ignoring, never
-from orchestrate.engines.links import Link, Linked, connect
+from orchestrate.engines import LOST, SWARMS, Exit, JobState, ignoring, never, sockets
+from orchestrate.engines.links import Link, Linked
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.node.ranks import gpus
@@ -30,7 +30,7 @@ from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.preload import preload
 from orchestrate.spec import JobSpec
 
-LIMITS = ("image", "memory", "cpus", "shm_size", *SWARMS)  # what only containers have
+LIMITS = ("image", "user", "memory", "cpus", "shm_size", *SWARMS)  # what only containers have
 BIRTH = 10.0  # seconds in which a node that somebody else has started listens
 
 
@@ -61,7 +61,7 @@ class ProcessEngine(Linked):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = Path(f"/tmp/orchestrate-{os.getuid()}")  # not $TMPDIR: a socket's path has 104 characters at most
+        self.state = sockets.private()
         self.folder = Path()
         self.cwd = ""
         self.stays = False  # whether the nodes outlive the job
@@ -93,7 +93,6 @@ class ProcessEngine(Linked):
     def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
         """Start a waiting process for each node that has none."""
         self._settle(plan)
-        self._check_owner()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -164,7 +163,6 @@ class ProcessEngine(Linked):
     def jobs(self) -> list[JobState]:
         """The jobs whose nodes listen."""
         found = []
-        self._check_owner()
         for folder in sorted(self.state.glob("*")):
             nodes = [pid for path in folder.glob("*.sock") if (pid := _listener(path))]
             if nodes:
@@ -192,14 +190,9 @@ class ProcessEngine(Linked):
             if path.stem not in self.nodes or not self.nodes[path.stem].alive():
                 self.nodes[path.stem] = _Node(path, pid)
 
-    def _check_owner(self) -> None:
-        self.state.mkdir(mode=0o700, exist_ok=True)
-        if self.state.is_symlink() or self.state.lstat().st_uid != os.getuid():
-            raise EngineError(f"{self.state} belongs to somebody else", "have its owner remove it")
-
     def _connect(self, node: str) -> Link | None:
         try:
-            return connect(self.nodes[node].path)
+            return sockets.connect(self.nodes[node].path)
         except (OSError, KeyError):
             return None
 
@@ -213,7 +206,8 @@ class ProcessEngine(Linked):
         """The node has died: its workers, and what they started, must not outlive it."""
         for rank in [rank for rank, where in self.running.items() if where == node and rank in self.pids]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pids[rank], signal.SIGKILL)
+                if self.pids[rank] > 1:  # it is the node's word
+                    os.killpg(self.pids[rank], signal.SIGKILL)
         super()._lost(node)
 
 

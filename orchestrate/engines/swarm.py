@@ -27,7 +27,7 @@ from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
 from orchestrate.node.lease import ASKS, LEASE
 from orchestrate.node.loop import STUCK
-from orchestrate.paths import JobPaths, code_folder
+from orchestrate.paths import code_folder, log
 from orchestrate.plan import Inventory, Plan, WorkerPlan, counted
 from orchestrate.preload import preload
 from orchestrate.spec import JobSpec
@@ -97,7 +97,7 @@ class SwarmEngine(Linked):
             network=spec.network,
             master_addr="",
             interface="",  # each node finds the one that leads to the master
-            job_dir=f"{parts.SHARED}/{run.name}" if spec.volume else parts.JOB,
+            job_dir=f"{parts.SHARED}/{run.parent.name}" if spec.volume else parts.JOB,
             code=str(code),
             preload=preload(spec, code),
         )
@@ -293,9 +293,9 @@ class SwarmEngine(Linked):
         lost, self.lost = self.lost, {}
         tasks = self.swarm.look() if lost else {}
         for rank, node in lost.items():
-            task, log = tasks.get(node), JobPaths(self.files).log(rank)
+            task, path = tasks.get(node), self.files / log(rank)
             asked = self.pool.submit(self.swarm.output, task) if task and self.swarm.answers(task) else None
-            with contextlib.suppress(futures.TimeoutError, OSError), log.open("r+b") as file:
+            with contextlib.suppress(futures.TimeoutError, OSError), path.open("r+b") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
                 file.write(rescued(file.read(), asked.result(RESCUES) if asked else b"", rank))
 
@@ -331,8 +331,8 @@ class SwarmEngine(Linked):
         env = worker.env
         if self.swarm.network == "host":  # there nodes have no names
             env = env | {"MASTER_ADDR": self.swarm.node_address(self.nodes[self.first])[0]}
-        log = JobPaths(self.files).log(worker.rank)
-        length = log.stat().st_size if log.exists() else 0
+        path = self.files / log(worker.rank)
+        length = path.stat().st_size if path.exists() else 0
         return {"env": env, "inherit": True, "cwd": parts.CODE, "log": length}
 
     def _each(self, nodes: Iterable[str], act: Callable[[Link], None]) -> list[EngineError]:

@@ -1,0 +1,79 @@
+"""What of the folder of code nodes do not see: the files of jobs, the history, and what .dockerignore names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docker.utils.build import PatternMatcher
+
+from orchestrate.errors import UsageError
+
+ALWAYS = ("runs", ".git")
+COMPILED = (
+    "__pycache__",
+    "*.pyc",
+    "*.pyo",
+    "*.py[co]",
+    "*.py[cod]",
+    "*$py.class",
+)  # hold what the files beside them do
+MOST = 256  # mounts of a container
+
+
+def masks(code: Path, runs: Path, place: str) -> list[dict[str, Any]]:
+    """The mounts, in the long form of a Compose file, that hide things in a folder of code, mounted at `place`.
+
+    `runs` is the folder of all jobs. Raises UsageError where there are too many, or the runs are not in a folder of
+    their own.
+    """
+    if runs == code:
+        raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
+    names = [*ALWAYS, *([str(runs.relative_to(code))] if runs.is_relative_to(code) else [])]
+    found = sorted({*(name for name in names if _there(code / name)), *ignored(code)})
+    whole = [name for name in found if not any(name.startswith(f"{other}/") for other in found)]
+    if len(whole) > MOST:
+        raise UsageError(
+            f".dockerignore names {len(whole)} files and folders of {code}, and a node can hide {MOST}",
+            "name the folders that they are in",
+        )
+    return [_mask(code / name, f"{place}/{name}") for name in whole]
+
+
+def _mask(path: Path, place: str) -> dict[str, Any]:
+    if path.is_dir():
+        return {"type": "tmpfs", "target": place, "read_only": True, "tmpfs": {"size": 4096, "mode": 0o555}}
+    return {"type": "bind", "source": os.devnull, "target": place, "read_only": True}
+
+
+def _there(path: Path) -> bool:
+    """Whether there is something to hide; a link leads nowhere in a node but to what is in it anyway."""
+    return path.exists() and not path.is_symlink()
+
+
+def ignored(code: Path) -> Iterator[str]:
+    """What .dockerignore names, by its path: folders as a whole, if no exception (`!`) is for something in them."""
+    try:
+        lines = (code / ".dockerignore").read_text(errors="replace").splitlines()
+    except OSError:
+        return
+    patterns = [line.strip().strip("/") for line in lines if line.strip() and not line.startswith("#")]
+    patterns = [line for line in patterns if line.rpartition("/")[2] not in COMPILED]
+    if not patterns:
+        return
+    matcher = PatternMatcher(patterns)
+    deepest = float("inf") if any("**" in line for line in patterns) else max(line.count("/") for line in patterns)
+    kept = [line[1:].lstrip("/") for line in patterns if line.startswith("!")]
+    waiting = [""]
+    while waiting:
+        folder = waiting.pop()
+        for entry in os.scandir(code / folder):
+            path, real = folder + entry.name, entry.is_dir(follow_symlinks=False)
+            exceptions = real and any(line.startswith((f"{path}/", "*")) for line in kept)
+            if matcher.matches(path) and not exceptions:  # type: ignore[arg-type]  # the stub is wrong
+                if not entry.is_symlink():
+                    yield path
+            elif real and (path.count("/") < deepest or exceptions):
+                waiting.append(f"{path}/")

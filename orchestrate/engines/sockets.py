@@ -1,0 +1,79 @@
+"""Where nodes of this machine listen: a folder that belongs to this user alone, and below it one for each job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from orchestrate.engines.links import ANSWERS, Link
+from orchestrate.errors import EngineError
+
+TEMPORARY = Path("/tmp")  # not $TMPDIR: a path of a socket has 104 characters at most, and is the same in every shell
+CONTAINERS = "containers"  # the folder of the jobs whose nodes are containers, which can write in their own
+
+
+def private() -> Path:
+    """The user's folder, made if need be; another user who has taken its name only makes it a longer one.
+
+    Raises EngineError where it cannot be made.
+    """
+    name = f"orchestrate-{os.geteuid()}"
+    for path in (TEMPORARY / name, *sorted(TEMPORARY.glob(f"{name}-*"))):
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            status = path.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+                return path
+    try:
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=TEMPORARY))
+    except OSError as error:
+        raise EngineError(f"no folder for the sockets of nodes in {TEMPORARY}: {error.strerror}") from None
+
+
+def of_containers(home: str) -> Path:
+    """The folder that a job's containers share with us, of which the last part may not be there yet."""
+    folder = private() / CONTAINERS
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / home
+
+
+def connect(path: Path, patience: float = 0.0) -> Link:
+    """A connection to a Unix socket, which may take some seconds to be there; raises OSError where nothing listens.
+
+    A node can have replaced its socket by a link to another one, which is not followed.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(ANSWERS)  # whoever listens may accept nothing
+        try:
+            _dial(sock, path)
+            return Link(sock)
+        except OSError as error:
+            sock.close()
+            if not isinstance(error, FileNotFoundError) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def _dial(sock: socket.socket, path: Path) -> None:
+    if sys.platform != "linux":
+        return sock.connect(str(path))
+    folder = os.open(path.parent, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.open(path.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        if not stat.S_ISSOCK(os.fstat(found).st_mode):
+            raise ConnectionRefusedError(f"{path} is no socket")
+        sock.connect(f"/proc/self/fd/{found}")  # the path itself could be too long for a socket's
+    finally:
+        os.close(found)

@@ -1,0 +1,195 @@
+"""A folder that nodes write, and so can be anything below: links, pipes, deep trees, names that are no text.
+
+Every path here is relative to the folder and is walked by directory descriptors, so that no link is ever followed,
+whenever it appears; and what is read is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+DEEPEST = 32  # folders below one another in which anything is looked for
+MOST = 10_000  # entries that one look takes in
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SET_IDS = stat.S_ISUID | stat.S_ISGID
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The folder `name` of `parent`; nodes can write, or replace, the former but not the latter."""
+
+    parent: Path
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """Where it is; for mounts and messages, not to open anything by."""
+        return self.parent / self.name
+
+    @contextlib.contextmanager
+    def opened(self, below: str = "") -> Iterator[int]:
+        """A descriptor of the folder, or of one below it; raises OSError for a link on the way."""
+        descriptor = os.open(self.parent, _FOLDER & ~os.O_NOFOLLOW)
+        try:
+            for name in (self.name, *filter(None, below.split("/"))):
+                inner = os.open(name, _FOLDER, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = inner
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def open(self, path: str) -> BinaryIO:
+        """Open a regular file to read; raises OSError for anything else."""
+        below, _, name = path.rpartition("/")
+        with self.opened(below) as folder:
+            return regular(name, folder)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file whole or not at all, in the place of whatever has its name."""
+        with self.opened() as folder:
+            write_whole(name, text, folder, mode=0o644)
+
+    def make(self, *names: str, owner: tuple[int, int] | None = None) -> None:
+        """Make the folder, and folders in it, for the user and group ids `owner` where they are given.
+
+        Raises FileExistsError where anything of its name exists, OSError.
+        """
+        os.mkdir(self.path, 0o755)
+        for below in ("", *names):
+            with self.opened() as folder:
+                if below:
+                    os.mkdir(below, 0o755, dir_fd=folder)
+            if owner:
+                with self.opened(below) as made:
+                    os.chown(made, *owner)
+
+    def entries(self, below: str = "") -> list[tuple[str, os.stat_result]]:
+        """Names and facts of what is in the folder or in one below it, links as such; nothing where it is no folder."""
+        found = []
+        with contextlib.suppress(OSError), self.opened(below) as folder, os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    found.append((entry.name, entry.stat(follow_symlinks=False)))
+                if len(found) == MOST:
+                    break
+        return found
+
+    def files(self, below: str) -> list[str]:
+        """The regular files in a folder below, and in all folders of it, by their paths; none that is hidden."""
+        found: list[str] = []
+        waiting = [below]
+        while waiting and len(found) < MOST:
+            folder = waiting.pop()
+            for name, status in self.entries(folder):
+                path = f"{folder}/{name}"
+                if name.startswith("."):  # on its way to be a file
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    found.append(path)
+                elif stat.S_ISDIR(status.st_mode) and path.count("/") < DEEPEST:
+                    waiting.append(path)
+        return sorted(found)[:MOST]
+
+
+def regular(path: str | Path, folder: int | None = None) -> BinaryIO:
+    """Open a regular file to read, in the folder of a descriptor; raises OSError for a link, a pipe or a device."""
+    status = os.stat(path, dir_fd=folder, follow_symlinks=False)
+    if stat.S_ISREG(status.st_mode):  # a device could act when it is opened
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def write_whole(path: str | Path, text: str, folder: int | None = None, mode: int = 0o600) -> None:
+    """Write a file whole or not at all, through no link that may be in its place."""
+    name = Path(path)
+    temporary = name.with_name(f".{name.name}.{secrets.token_hex(4)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, mode, dir_fd=folder)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError:
+        os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+def data(file: BinaryIO, offset: int, most: int) -> tuple[int, bytes]:
+    """The next bytes of a file from an offset on, at most `most`, and where they begin: behind a hole of the file."""
+    if hasattr(os, "SEEK_DATA"):
+        try:
+            offset = os.lseek(file.fileno(), offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # there is none
+                return offset, b""
+    return offset, os.pread(file.fileno(), most, offset)
+
+
+def harmless(path: Path) -> None:
+    """Take set-user-id and set-group-id bits away from all files of a folder; what does not let us stays."""
+    for _, _, names, folder in _walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and status.st_mode & _SET_IDS:
+                    _chmod(name, folder, stat.S_IMODE(status.st_mode) & ~_SET_IDS)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it; raises OSError where that does not let us."""
+    for _ in _walk(path):  # makes it shallow, and lets us in
+        pass
+    shutil.rmtree(path)
+
+
+def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:
+    """As os.fwalk; folders that are too deep, or closed, are first moved to the top, or opened for their owner.
+
+    A walk needs a descriptor and a stack frame for each level, and rmtree does, too.
+    """
+    waiting, moved = ["."], 0
+    top = os.open(path, _FOLDER)
+    try:
+        while waiting:
+            for root, folders, names, folder in os.fwalk(waiting.pop(), dir_fd=top, follow_symlinks=False):
+                for name in folders:
+                    with contextlib.suppress(OSError):
+                        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                        if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o700 != 0o700:
+                            _chmod(name, folder, stat.S_IMODE(status.st_mode) | 0o700)
+                if root.count("/") >= DEEPEST:
+                    for name in folders:
+                        moved += 1
+                        os.rename(name, f".deep-{moved}", src_dir_fd=folder, dst_dir_fd=top)
+                        waiting.append(f".deep-{moved}")
+                    folders.clear()
+                yield root, folders, names, folder
+    finally:
+        os.close(top)
+
+
+def _chmod(name: str, folder: int, mode: int) -> None:
+    """As chmod, but of no link's target; Linux has that for a descriptor alone."""
+    if sys.platform != "linux":
+        os.chmod(name, mode, dir_fd=folder, follow_symlinks=False)
+        return
+    descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        if not stat.S_ISLNK(os.fstat(descriptor).st_mode):
+            os.chmod(f"/proc/self/fd/{descriptor}", mode)
+    finally:
+        os.close(descriptor)
