@@ -17,7 +17,7 @@ from engines import Engine
 from faults import OPTIONS, Background
 
 from orchestrate import commands
-from orchestrate.engines import JobState
+from orchestrate.engines import JobState, sockets
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.job import new_id
@@ -213,19 +213,48 @@ def test_sockets_and_keys_of_a_node_must_be_its_owners_alone(cli, engine):
     other.end()
 
 
-def test_a_folder_of_sockets_that_is_anothers_must_be_refused(tmp_path, monkeypatch):
+def taken(path: Path, how: str) -> None:
+    """Have something in the place of the folder of sockets, which another user could have made."""
+    if how == "a file":
+        return path.touch()
+    if how == "a link":
+        return path.symlink_to(path.parent)
+    path.mkdir(mode=0o700)
+    if how == "open to others":
+        return path.chmod(0o711)
+    if os.getuid():
+        pytest.skip("must be root to make a folder of another user")
+    os.chown(path, 12345, 12345)
+
+
+@pytest.mark.parametrize("how", ["a file", "a link", "another user's", "open to others"])
+def test_a_folder_of_sockets_that_is_anothers_must_be_left_alone_and_keep_no_job_from_running(
+    tmp_path, monkeypatch, how
+):
+    monkeypatch.setattr(sockets, "TEMPORARY", tmp_path)
+    path = tmp_path / f"orchestrate-{os.geteuid()}"
+    taken(path, how)
     engine = ProcessEngine()
-    engine.state = tmp_path / "state"
-    engine.state.mkdir()
-    assert engine.jobs() == []
-    monkeypatch.setattr(os, "getuid", lambda: engine.state.stat().st_uid + 1)
-    with pytest.raises(EngineError, match="state belongs to somebody else"):
-        engine.jobs()
-    monkeypatch.undo()
-    engine.state = tmp_path / "link"
-    engine.state.symlink_to(tmp_path / "state")
-    with pytest.raises(EngineError, match="link belongs to somebody else"):
-        engine.jobs()
+    assert engine.state.parent == tmp_path and engine.state != path and engine.jobs() == []
+    assert (engine.state.stat().st_uid, stat.S_IMODE(engine.state.stat().st_mode)) == (os.geteuid(), 0o700)
+    assert not path.is_dir() or path.is_symlink() or not any(path.iterdir())
+    assert sockets.private() == sockets.of_containers("a-1").parents[1] == engine.state  # the same from every shell
+    assert not engine.state.is_symlink()
+
+
+def test_a_folder_of_sockets_must_be_ones_own_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sockets, "TEMPORARY", tmp_path)
+    mask = os.umask(0)
+    try:
+        folder = sockets.of_containers("a-1").parent
+    finally:
+        os.umask(mask)
+    for made in (folder, folder.parent):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    assert folder.parent == tmp_path / f"orchestrate-{os.geteuid()}" == sockets.private()
+    monkeypatch.setattr(sockets, "TEMPORARY", tmp_path / "none")
+    with pytest.raises(EngineError, match="no folder for the sockets of nodes"):
+        sockets.private()
 
 
 @pytest.mark.docker
