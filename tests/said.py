@@ -23,6 +23,6 @@ def said(say: str, **facts: Any) -> dict[str, Any]:
     return message
 
 
-def line(say: str, **facts: Any) -> bytes:
+def sent(say: str, **facts: Any) -> bytes:
     """The same, as it comes over a connection."""
     return json.dumps(said(say, **facts)).encode() + b"\n"

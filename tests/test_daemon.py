@@ -10,6 +10,7 @@ import requests
 from answers import framed
 from conftest import eventually, gone
 from docker.models.containers import Container
+from said import said, sent
 from scripted import Clock
 
 from orchestrate.engines import daemon as daemon_module
@@ -132,15 +133,15 @@ def test_each_container_must_be_seen_to_though_some_need_it_no_more(answers, dae
 @pytest.mark.usefixtures("collected")
 def test_a_command_in_a_container_must_be_talked_to_over_its_stdin_and_stdout(answers, daemon):
     def echo(connection) -> None:
-        said = b'{"say": "heard ' + connection.recv(100).strip().replace(b'"', b"'") + b'"}\n'
-        for stream, text in ((2, b"a warning"), (1, said)):
+        heard = connection.recv(100).decode().strip()
+        for stream, text in ((2, b"a warning"), (1, sent("put", tags={"heard": heard}))):
             connection.sendall(bytes([stream, 0, 0, 0]) + len(text).to_bytes(4, "big") + text)
         connection.recv(1)
 
     answers.speaks = echo
     link = daemon.talk("box", ["pipe", "-x"])
     assert link and link.send("dump")
-    assert eventually(link.receive) == [{"say": "heard {'ask': 'dump'}"}]
+    assert eventually(link.receive) == [said("put", tags={"heard": '{"ask": "dump"}'})]
     assert link.seal is None
     made = answers.of("POST /containers/box/exec")[1]
     assert made["Cmd"] == ["pipe", "-x"] and made["AttachStdin"] and made["AttachStdout"] and not made["Tty"]
@@ -153,7 +154,7 @@ def test_a_command_in_a_container_must_be_talked_to_over_its_stdin_and_stdout(an
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("cut", [0, 5, -1])
 def test_what_a_node_says_at_once_must_not_be_lost(answers, daemon, cut):
-    text = framed(2, b"a warning") + framed(1, b'{"say": "up"}')
+    text = framed(2, b"a warning") + framed(1, sent("clean").rstrip())
     answers.at_once = text[:cut] if cut else text
 
     def speak(connection) -> None:
@@ -165,7 +166,7 @@ def test_what_a_node_says_at_once_must_not_be_lost(answers, daemon, cut):
     answers.speaks = speak
     link = daemon.talk("box", ["pipe"])
     assert link and link.sock.gettimeout()
-    assert link.converse("up") == {"say": "up"}
+    assert link.converse("clean") == said("clean")
     link.close()
 
 

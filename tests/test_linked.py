@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from said import sent
 from scripted import Clock
 
 from orchestrate.engines import Doing, links
@@ -23,15 +24,13 @@ class Node:
         self.here.settimeout(10)
 
     def say(self, say: str, **facts: object) -> None:
-        self.here.sendall(json.dumps({"say": say, **facts}).encode() + b"\n")
+        self.here.sendall(sent(say, **facts))
 
-    def ended(self, rank: int, code: int, at: float = 1.0, generation: int = 0, **facts: object) -> None:
-        told = {"sign": "", "asked": False, **facts}
-        self.say("ended", generation=generation, rank=rank, code=code, at=at, **told)
+    def ended(self, rank: int, code: int, **facts: object) -> None:
+        self.say("ended", rank=rank, code=code, **facts)
 
     def knows(self, generation: int = 0, **facts: object) -> None:
-        known = {"codes": {}, "signs": {}, "running": {}, **facts}
-        self.say("status", generation=generation, **known)
+        self.say("status", generation=generation, **facts)
 
     def asked(self) -> list[dict]:
         """What it has been asked until now."""

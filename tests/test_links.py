@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from said import said, sent
 from waiting import PIPE
 
 from orchestrate.engines import links
@@ -26,8 +27,7 @@ from orchestrate.node import pipe
 from orchestrate.node.sealed import Seal
 from orchestrate.spec import JobSpec
 
-MESSAGES = [{"say": "status", "running": {}}, {"say": "ended", "rank": 3, "code": 0, "text": "ä" * 300}]
-SAID = {"say": "ended", "generation": 0, "sign": "", "asked": False}
+MESSAGES = [said("status"), said("ended", rank=3, text="ä" * 300)]
 LINES = b"".join(json.dumps(message).encode() + b"\n" for message in MESSAGES)
 
 
@@ -71,7 +71,7 @@ def linked(generation: int, ranks: int) -> Linked:
 def test_ends_must_be_told_in_their_own_order_whatever_is_heard_first():
     engine = linked(0, 3)
     for rank, code, at in ((2, 1, 12.5), (0, 1, 12.0), (1, 139, 11.5)):
-        engine._heard(f"node-{rank}", {**SAID, "rank": rank, "code": code, "at": at})
+        engine._heard(f"node-{rank}", said("ended", rank=rank, code=code, at=at))
     assert [(exit.rank, exit.code) for exit in engine.wait(0)] == [(1, 139), (0, 1), (2, 1)]
 
 
@@ -160,8 +160,8 @@ def connected(key: bytes = b"") -> Iterator[tuple[Link, socket.socket]]:
 
 def test_an_answer_must_be_found_among_what_else_a_node_says():
     with connected() as (link, there):
-        there.sendall(b'{"say": "started", "rank": 0}\n{"say": "news", "files": [1]}\n')
-        assert link.converse("news", since=3)["files"] == [1]
+        there.sendall(sent("started") + sent("news", gone=["a"]))
+        assert link.converse("news", since=3) == said("news", gone=["a"])
         assert json.loads(there.recv(1000)) == {"ask": "news", "since": 3}
 
 
@@ -174,8 +174,8 @@ def test_what_a_node_cannot_do_must_be_an_error_in_its_words():
 def test_a_conversation_must_wait_as_long_as_was_asked_for(monkeypatch):
     monkeypatch.setattr(links, "ANSWERS", 0.01)
     with connected() as (link, there):
-        threading.Timer(0.1, there.sendall, (b'{"say": "news"}\n',)).start()
-        assert link.converse("news", patience=10) == {"say": "news"}
+        threading.Timer(0.1, there.sendall, (sent("news"),)).start()
+        assert link.converse("news", patience=10) == said("news")
 
 
 def test_a_node_that_is_silent_or_gone_must_end_the_conversation():
@@ -209,11 +209,11 @@ def test_a_guarded_connection_must_begin_with_words_and_go_on_in_lines_with_proo
         word, rest = there.recv(1000).split(b"\n")
         assert rest == b""
         node.meet(word)
-        there.sendall(node.close(b'{"say": "status"}') + b"\n")
-        assert link.receive() == [{"say": "status"}]
+        there.sendall(node.close(sent("status").rstrip()) + b"\n")
+        assert link.receive() == [said("status")]
         assert link.send("dump")
         assert json.loads(node.open(there.recv(1000).rstrip(b"\n"))) == {"ask": "dump"}
-        there.sendall(b'{"say": "status"}\n')  # without the key
+        there.sendall(sent("status"))  # without the key
         assert link.receive() is None
 
 

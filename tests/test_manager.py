@@ -22,6 +22,7 @@ from orchestrate.engines.manager import Manager, shared_out
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.node.lease import LEASE
+from orchestrate.paths import JobPaths
 from orchestrate.spec import JobSpec
 
 
@@ -89,9 +90,17 @@ def test_of_networks_the_one_of_the_very_name_must_be_taken(docker_engine, tmp_p
 
 
 @pytest.fixture
-def managed(stub, tmp_path):
-    """The manager of a job `j` with a network, and what makes its tasks."""
-    return settled(tmp_path, JobSpec(trainers=2))
+def paths(tmp_path):
+    """The files of the job `j`."""
+    made = JobPaths(tmp_path / "j")
+    made.create()
+    return made
+
+
+@pytest.fixture
+def managed(stub, paths):
+    """The manager of the job with a network, and what makes its tasks."""
+    return settled(paths.shared, JobSpec(trainers=2))
 
 
 @pytest.mark.parametrize(
@@ -110,21 +119,21 @@ def test_an_engine_that_manages_no_swarm_must_be_told(stub, swarm, words):
 
 
 @pytest.mark.parametrize(("encrypt", "options"), [(False, {}), (True, {"encrypted": ""})])
-def test_a_job_must_have_one_network_and_one_key_of_its_own(stub, tmp_path, encrypt, options):
+def test_a_job_must_have_one_network_and_one_key_of_its_own(stub, paths, encrypt, options):
     spec = JobSpec(trainers=2, encrypt=encrypt)
-    key = settled(tmp_path, spec).key
-    assert settled(tmp_path, spec).key == key and len(key) == 32  # a supervisor that takes the job over has the same
-    assert stat.S_IMODE((tmp_path / ".key").stat().st_mode) == 0o600
+    key = settled(paths.shared, spec).key
+    assert settled(paths.shared, spec).key == key and len(key) == 32  # a supervisor that takes it over has the same
+    assert stat.S_IMODE(paths.key.stat().st_mode) == 0o600 and not any(paths.shared.glob(".*"))
     (network,) = stub.overlays()
     assert (network["Name"], network["Driver"], network["Attachable"]) == ("j_job", "overlay", True)
     assert (network["Options"] or {}) == options
-    labels = {"orchestrate.job": "j", "orchestrate.run": str(tmp_path), "orchestrate.owner": str(os.getuid())}
+    labels = {"orchestrate.job": "j", "orchestrate.run": str(paths.shared), "orchestrate.owner": str(os.getuid())}
     assert network["Labels"] == labels
 
 
-def test_on_the_network_of_the_hosts_nodes_must_be_found_at_their_hosts(stub, tmp_path):
+def test_on_the_network_of_the_hosts_nodes_must_be_found_at_their_hosts(stub, paths):
     spec = JobSpec(trainers=2, network="host")
-    made = settled(tmp_path, spec)
+    made = settled(paths.shared, spec)
     assert not stub.overlays()
     made.hosts()
     made.connect(spec)
@@ -141,7 +150,7 @@ def test_a_node_must_be_found_at_its_address_on_the_network_of_the_job(stub, man
         managed.node_address(managed.look()["trainer-2"] | {"NetworksAttachments": None})
 
 
-def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, managed, tmp_path):
+def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, managed, paths):
     managed.connect(JobSpec(trainers=2))
     assert managed.relay_address() == ("10.0.1.200", 20000)
     (relay,) = stub.containers
@@ -150,7 +159,7 @@ def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, mana
     assert body["Entrypoint"] == ["python", "/opt/orchestrate/node"]
     assert (body["Labels"], body["User"]) == ({"orchestrate.relay": "j"}, f"{os.getuid()}:{os.getgid()}")
     rights = body["HostConfig"]
-    assert set(rights["Binds"]) == {f"{ROOT}/orchestrate:/opt/orchestrate:ro", f"{tmp_path}/.key:/run/key:ro"}
+    assert set(rights["Binds"]) == {f"{ROOT}/orchestrate:/opt/orchestrate:ro", f"{paths.key}:/run/key:ro"}
     assert (rights["NetworkMode"], rights["CapDrop"]) == ("j_job", ["ALL"])
     assert (rights["SecurityOpt"], rights["ReadonlyRootfs"]) == (["no-new-privileges:true"], True)
     assert rights["Init"] and rights["PidsLimit"] == 4096
@@ -214,7 +223,7 @@ def running(stub: StubManager, made: Manager) -> None:
     made.connect(JobSpec(trainers=2))
 
 
-def test_all_that_a_job_has_must_be_removed_and_nothing_else(stub, managed, tmp_path):
+def test_all_that_a_job_has_must_be_removed_and_nothing_else(stub, managed, paths):
     running(stub, managed)
     labels = managed.labels | {"orchestrate.job": "x"}
     for things in (stub.services, stub.secrets):
@@ -226,19 +235,22 @@ def test_all_that_a_job_has_must_be_removed_and_nothing_else(stub, managed, tmp_
     assert names == there
     managed.remove("j", 0.0)
     assert not managed.things("j") and len(managed.things("x")) == 4
-    assert not (tmp_path / ".key").exists()
+    assert not paths.key.exists()
     assert any("DELETE /containers" in request and "force=True" in request for request in stub.asked)
 
 
-def test_the_key_of_a_job_must_be_removed_with_it_and_that_of_another_one_stay(stub, managed, tmp_path):
+def test_the_key_of_a_job_must_be_removed_with_it_and_that_of_another_one_stay(stub, managed, paths, tmp_path):
     scale(managed, "trainer", 1)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / ".key").touch()
-    labels = managed.labels | {"orchestrate.job": "x", "orchestrate.run": str(other)}
-    stub.services.append({"ID": "x", "Spec": {"Name": "x-master", "Labels": labels}})
+    others = {name: JobPaths(tmp_path / name) for name in ("x", "y")}
+    for name, other in others.items():  # the folder that one of them names is another's
+        other.create()
+        other.key.touch()
+        labels = managed.labels | {"orchestrate.job": name, "orchestrate.run": str(others["x"].shared)}
+        stub.services.append({"ID": name, "Spec": {"Name": f"{name}-master", "Labels": labels}})
+    managed.remove("y", 0.0)
+    assert [made.key.exists() for made in (paths, *others.values())] == [True, True, True]
     managed.remove("x", 0.0)
-    assert (tmp_path / ".key").exists() and not (other / ".key").exists()
+    assert [made.key.exists() for made in (paths, *others.values())] == [True, False, True]
 
 
 def test_what_is_still_in_use_must_be_tried_again_and_told_in_the_end(stub, managed, clock, monkeypatch):

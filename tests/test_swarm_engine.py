@@ -40,8 +40,9 @@ class Hosts:
 
     def __init__(self, folder: Path, stub: StubManager, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.stub = folder, stub
-        self.run, self.code = folder / "j", folder / "project"
-        JobPaths(self.run).create()
+        self.paths, self.code = JobPaths(folder / "j"), folder / "project"
+        self.paths.create()
+        self.run = self.paths.shared
         self.code.mkdir()
         (self.code / "train.py").write_text(WRITES)
         self.at: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}  # ports and nodes by their addresses
@@ -63,7 +64,7 @@ class Hosts:
             if not question[0]:
                 return
             self.renewed += 1
-            self.relay.sendto(answer(JobPaths(self.run).key.read_bytes(), question[0]), question[1])
+            self.relay.sendto(answer(self.paths.key.read_bytes(), question[0]), question[1])
 
     def start(self, task: dict) -> None:
         folder, port = self.folder / task["ID"], free_port()
@@ -71,7 +72,7 @@ class Hosts:
         settings = {"NODE_MODE": "wait", "NODE_SOCKET": str(folder / "s"), "NODE_PORT": str(port), "NODE_GRACE": "1"}
         self.nodes[task["ID"]] = subprocess.Popen(
             [sys.executable, str(ROOT / "orchestrate" / "node")],
-            env=os.environ | settings | {"NODE_KEY": str(JobPaths(self.run).key)},
+            env=os.environ | settings | {"NODE_KEY": str(self.paths.key)},
             cwd=folder,
             stdout=subprocess.DEVNULL,
             preexec_fn=die_with_parent,
@@ -166,13 +167,13 @@ def test_a_job_must_find_its_code_and_leave_its_files_here_and_nothing_there(the
     assert ends(engine, 2) == {0: 0, 1: 3}
     assert {float(command[-1]) for command in there.commands} == {2.0}  # by now it listens
     for rank in (0, 1):  # with no wait for what is still on its way
-        assert JobPaths(there.run).log(rank).read_text() == "found\n"
+        assert there.paths.log(rank).read_text() == "found\n"
         assert (there.run / f"of-{rank}-0").read_text() == "x" * 100
     assert eventually(lambda: there.renewed)
     engine.down(1.0)
     assert not stub.services and not stub.containers and not stub.overlays() and not stub.secrets
     assert [node.wait(30) for node in there.nodes.values()] == [0, 0]
-    assert not JobPaths(there.run).key.exists()
+    assert not there.paths.key.exists()
 
 
 def test_a_lost_node_must_be_followed_by_one_that_has_what_all_have_written(there, stub):
@@ -193,7 +194,7 @@ def test_a_lost_node_must_be_followed_by_one_that_has_what_all_have_written(ther
     assert (end.rank, end.code, engine.explain(end, "trainer-1")) == (1, 137, "node lost")
     engine.stop(kill=True)
     assert ends(engine, 1)
-    assert JobPaths(there.run).log(1).read_text().splitlines() == ["found", "the last line"]
+    assert there.paths.log(1).read_text().splitlines() == ["found", "the last line"]
     assert engine.alive() == {"master"}
     engine.up(spec, made, there.run)
     assert engine.alive() == {"master", "trainer-2"} and len(stub.tasks) == 3
@@ -203,7 +204,7 @@ def test_a_lost_node_must_be_followed_by_one_that_has_what_all_have_written(ther
     assert engine.links["master"] is link
     assert ends(engine, 2) == {0: 0, 1: 0}
     for rank in (0, 1):  # the node that stayed and the one that is new
-        assert JobPaths(there.run).log(rank).read_text().endswith("found of-0-0 of-1-0\n")
+        assert there.paths.log(rank).read_text().endswith("found of-0-0 of-1-0\n")
     engine.down(1.0)
     assert (there.run / "of-1-1").exists() and not stub.services
 
@@ -235,14 +236,16 @@ def test_the_nodes_of_a_cluster_must_stay_when_a_job_ends_and_keep_its_files_apa
     made = there.plan(spec)
     of_cluster = dataclasses.replace(made.inventory, cluster="j", job_dir="job/of-a-job")
     job = plan(spec, of_cluster, "of-a-job")
-    home = there.run / "of-a-job"
-    JobPaths(home).create()
-    engine.up(spec, job, there.run)
+    there.paths = cluster = JobPaths(there.folder / "runs" / "j")
+    cluster.create_cluster()
+    home = JobPaths(there.folder / "runs" / "of-a-job")
+    home.create("j")
+    engine.up(spec, job, cluster.nodes)
     started(engine, job, "0")
     assert ends(engine, 1) == {0: 0}
-    assert JobPaths(home).log(0).exists() and not (there.run / "logs" / "rank-0.log").exists()
+    assert home.log(0).exists() and not (cluster.nodes / "logs").exists()
     engine.down(1.0)
-    assert stub.services and stub.containers and JobPaths(there.run).key.exists()
+    assert stub.services and stub.containers and there.paths.key.exists()
     assert there.nodes[stub.task("master")["ID"]].poll() is None
 
 

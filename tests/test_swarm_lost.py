@@ -4,6 +4,7 @@ import os
 import threading
 
 import pytest
+from said import sent
 from scripted import Clock
 from swarm_nodes import connected, down, mirror, state, three_nodes
 
@@ -47,7 +48,7 @@ def silence(engine: SwarmEngine, clock: Clock, seconds: float) -> None:
     """Time passes, in which only the master answers."""
     for _ in range(round(seconds)):
         clock.now += 1.0
-        engine.ends["master"].sendall(b'{"say": "status"}\n')
+        engine.ends["master"].sendall(sent("status"))
         engine.wait(0.01)
 
 
@@ -59,7 +60,7 @@ def test_a_node_that_does_not_answer_must_count_as_silent_and_then_be_given_up(e
     assert engine.troubles() == {"trainer-1": "silent", "trainer-2": "silent"}
     assert set(engine.links) == {"master", "trainer-1", "trainer-2"}
     for node in ("trainer-1", "trainer-2"):
-        engine.ends[node].sendall(b'{"say": "status"}\n')
+        engine.ends[node].sendall(sent("status"))
     engine.wait(0.01)
     assert not engine.troubles()
     del engine.running[2]  # whose worker has ended meanwhile
@@ -74,7 +75,7 @@ def test_a_node_that_does_not_answer_must_count_as_silent_and_then_be_given_up(e
 def test_a_node_that_falls_silent_after_another_one_must_be_noticed_too(engine, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
     for _ in range(10):
-        engine.ends["trainer-2"].sendall(b'{"say": "status"}\n')
+        engine.ends["trainer-2"].sendall(sent("status"))
         silence(engine, clock, 1)
     assert engine.troubles() == {"trainer-1": "silent"}
     silence(engine, clock, 9)
@@ -193,10 +194,7 @@ def test_the_last_lines_of_workers_must_be_here_before_their_ends_are_told(engin
     connected(engine, "master", "trainer-1", "trainer-2")
     engine.mirror = made = mirror()
     for rank, node in enumerate(("master", "trainer-1", "trainer-2")):
-        ended = (
-            f'{{"say": "ended", "generation": -1, "rank": {rank}, "code": 0, "at": 1, "sign": "", "asked": false}}\n'
-        )
-        engine.ends[node].sendall(ended.encode())
+        engine.ends[node].sendall(sent("ended", generation=-1, rank=rank))
         assert [end.rank for end in engine.wait(1)] == [rank]
         assert made.calls == ["catch_up"] * (rank == 2)
 

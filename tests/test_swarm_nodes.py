@@ -2,6 +2,7 @@
 
 import pytest
 from manager_stub import StubManager, host
+from said import sent
 from swarm_nodes import SPEC, connected, down, job, state, three_nodes
 
 from orchestrate.engines import swarm
@@ -48,7 +49,7 @@ def test_a_host_of_which_nothing_is_known_must_count_as_one_core(stub, code, tmp
 def test_what_a_job_does_not_want_must_not_be_looked_for_and_a_volume_hold_its_files(stub, code, tmp_path):
     stub.hosts = [host(1, gpus=2)]
     spec = JobSpec(gpus="none", volume="data", network="host")
-    found = SwarmEngine().inventory(spec, tmp_path / "j", prepare=False)
+    found = SwarmEngine().inventory(spec, tmp_path / "j" / "job", prepare=False)
     assert (found.gpus, found.job_dir, found.network) == ((), "/shared/j", "host")
     assert "NVIDIA-GPU" in found.no_gpus
     spares = JobSpec(trainers=0, spares=1)
@@ -192,7 +193,7 @@ def test_the_connection_to_an_earlier_node_of_the_same_name_must_not_be_used(eng
 
 def test_the_lease_of_a_lost_worker_must_count_from_when_its_node_was_last_heard(engine, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
-    engine.ends["trainer-1"].sendall(b'{"say": "status"}\n')
+    engine.ends["trainer-1"].sendall(sent("status"))
     engine.wait(0.01)
     heard = clock.now
     clock.now += 5
