@@ -317,11 +317,11 @@ def test_a_log_must_be_here_to_its_last_piece_before_that_is_said(home, mirrored
     assert (home / "logs" / "rank-0.log").read_bytes() == b"0123456789" * 50
 
 
-def test_what_the_orchestrator_keeps_must_be_known_by_name():
+def test_what_the_orchestrator_keeps_where_nodes_write_must_be_known_by_name():
     paths = JobPaths(Path("job"))
     ours = {paths.spec, paths.plan, paths.events, paths.report, paths.fence, paths.lock, paths.key}
-    assert {path.name for path in ours} | {paths.supervisor_log.name} == OWN
-    assert {paths.metrics.name, paths.checkpoints.name}.isdisjoint(OWN)  # which the script writes
+    ours |= {paths.supervisor_log}
+    assert {str(path.relative_to(paths.shared)) for path in ours if path.is_relative_to(paths.shared)} == OWN
 
 
 def test_logs_must_have_their_turn_while_a_large_file_comes(home, monkeypatch):

@@ -9,10 +9,12 @@ import threading
 from pathlib import Path
 
 from conftest import eventually
+from said import sent
 
 from orchestrate.engines.links import Link
 from orchestrate.engines.mirror import Mirror
 from orchestrate.node.sealed import Seal
+from orchestrate.paths import JobPaths
 
 KEY = b"a key of the test"
 
@@ -41,35 +43,35 @@ class Hostile(threading.Thread):
             if asked["ask"] == "news":
                 facts = {path: [len(data), 1, 1, 0o4777] for path, data in self.files.items()}
                 log = base64.b64encode(b"evil").decode()
-                said = {"logs": {"../evil": log, "plan.json": log}, "files": facts, "links": self.links}
-                said["gone"] = ["plan.json", "../victim", "way/victim", "", "."]
+                told = {"logs": {"../plan.json": log, "generation": log}, "files": facts, "links": self.links}
+                told["gone"] = ["generation", "../plan.json", "../../victim", "way/victim", "", "."]
             else:
                 data = self.files[asked["path"]]
-                said = {"data": base64.b64encode(data).decode(), "facts": [len(data), 1, 1, 0o4777]}
-            file.write(seal.close(json.dumps({"say": asked["ask"], **said}).encode()) + b"\n")
+                told = {"data": base64.b64encode(data).decode(), "facts": [len(data), 1, 1, 0o4777]}
+            file.write(seal.close(sent(asked["ask"], **told).rstrip()) + b"\n")
             file.flush()
 
 
 def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_path):
-    home, outside = tmp_path / "home", tmp_path / "outside"
-    (home / "logs").mkdir(parents=True)
+    paths, outside = JobPaths(tmp_path / "j"), tmp_path / "outside"
+    paths.create()
+    home = paths.shared
     outside.mkdir()
-    for victim in (outside / "victim", tmp_path / "victim"):
+    for victim in (outside / "victim", tmp_path / "victim", paths.plan, paths.events, paths.fence):
         victim.write_text("ours")
-    (home / "plan.json").write_text("ours")
-    (home / "events.jsonl").write_text("ours")
     (home / "way").symlink_to(outside)
     names = [
         "../evil",
         "/tmp/evil-of-a-test",
-        "plan.json",
-        "events.jsonl",
+        *(f"../{path.name}" for path in (paths.plan, paths.events, paths.spec, paths.report, paths.key, paths.lock)),
+        "../../victim",
+        "generation",
         ".key",
         "way/evil",
         "logs/rank-9.log",
         "a//b",
     ]
-    names += ["a/../../evil", "", ".", "checkpoints/.hidden", ".cache/evil", "job.yaml", "report.json", "generation"]
+    names += ["a/../../evil", "", ".", "checkpoints/.hidden", ".cache/evil"]
     links = {
         "checkpoints/out": "../../..",
         "up": "..",
@@ -78,7 +80,8 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
         "down": "logs/x",
         "last": "fine",
     }
-    links |= {"plan.json": "fine", "way/link": "fine", "../link": "fine", "": "fine", ".hidden": "fine"}
+    links |= {"generation": "fine", "way/link": "fine", "../link": "fine", "": "fine", ".hidden": "fine"}
+    links |= {"../report.json": "fine"}
     hostile = Hostile(dict.fromkeys(names, b"evil") | {"fine": b"fine"}, links)
     port = hostile.server.getsockname()[1]
 
@@ -94,8 +97,9 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
         mirror.close()
         hostile.join()
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_symlink() or not path.is_dir()}
-    ours = {"home/plan.json", "home/events.jsonl", "outside/victim", "victim"}
-    assert found == ours | {"home/way", "home/fine", "home/last"}
+    ours = {"j/plan.json", "j/events.jsonl", "j/job/generation", "outside/victim", "victim"}
+    beside = {"j/logs", "j/checkpoints", "j/metrics.jsonl"}  # links to what is in the folder of the nodes
+    assert found == ours | beside | {"j/job/way", "j/job/fine", "j/job/last"}
     assert {(tmp_path / name).read_text() for name in ours} == {"ours"}
     assert {path.name for path in home.iterdir() if path.is_symlink()} == {"way", "last"}
     assert (home / "last").readlink() == Path("fine") and (home / "way").readlink() == outside
