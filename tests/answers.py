@@ -20,8 +20,10 @@ import pytest
 from test_plan import HERE, plan
 
 from orchestrate.engines import daemon as daemon_module
+from orchestrate.engines import sockets
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.docker import DockerEngine
+from orchestrate.paths import JobPaths
 from orchestrate.plan import Plan
 from orchestrate.spec import JobSpec
 
@@ -65,7 +67,7 @@ class Answers:
         service, _, number = node.partition("-")
         labels = {
             "orchestrate.job": job,
-            "orchestrate.run": f"/runs/{job}",
+            "orchestrate.run": f"/runs/{job}/job",
             "orchestrate.owner": "7",
             "com.docker.compose.service": service,
             "com.docker.compose.container-number": number or "1",
@@ -215,13 +217,20 @@ class Job:
     """A job named j on an engine that is played, and a `docker` that writes down how it was called."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.answers, self.folder, self.run = Answers(folder), folder, folder / "run"
-        self.run.mkdir()
+        self.answers, self.folder, self.paths = Answers(folder), folder, JobPaths(folder / "runs" / "j")
+        self.paths.create()
+        self.run = self.paths.shared
         self.made: list[DockerEngine] = []
         self.compose()
         monkeypatch.setenv("DOCKER_HOST", self.answers.host)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         monkeypatch.setattr("orchestrate.engines.daemon.PLUGINS", ["/"])
+        monkeypatch.setattr("orchestrate.engines.sockets.TEMPORARY", folder)
+
+    @property
+    def sockets(self) -> Path:
+        """The folder in which the job's nodes listen."""
+        return sockets.of_containers("j")
 
     def close(self) -> None:
         for engine in self.made:
@@ -255,13 +264,19 @@ class Job:
 
     def compose(self, script: str = "") -> None:
         path = self.folder / "docker"
-        path.write_text(f"#!/bin/sh\necho $* > {self.folder}/words\nenv > {self.folder}/env\n{script}\n")
+        path.write_text(f"#!/bin/sh\ncd {self.folder}\necho $* > words\nenv > env\ncat > given\n{script}\n")
         path.chmod(0o755)
 
     def words(self) -> list[str]:
         """How Compose was called; nothing where it was not."""
         path = self.folder / "words"
         return path.read_text().split() if path.exists() else []
+
+    def given(self) -> list[dict[str, Any]]:
+        """The mounts of a node that Compose was given besides those of its file."""
+        services = json.loads((self.folder / "given").read_text())["services"]
+        assert services["master"] == services["trainer"] and set(services) == {"master", "trainer"}
+        return services["master"]["volumes"]
 
     def env(self) -> dict[str, str]:
         return dict(line.split("=", 1) for line in (self.folder / "env").read_text().splitlines() if "=" in line)

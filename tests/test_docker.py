@@ -1,17 +1,19 @@
 """What is asked of a Docker Engine for a job, and what is made of its answers, with an engine that is played."""
 
 import dataclasses
-import json
 import os
 import socket
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import SPEC, Job
+from answers import SPEC, Job, framed
+from said import sent
 from scripted import Clock
+from test_links import listening
 from test_plan import with_gpus
 
 from orchestrate.engines import daemon as daemon_module
@@ -81,7 +83,7 @@ def test_nodes_that_are_missing_must_be_composes_to_bring_up(job):
         and job.answers.container("trainer-1")
     )
     job.engine().up(SPEC, job.plan(), job.run)
-    files = ["--file", str(PROJECT / "docker-compose.yml")]
+    files = ["--file", str(PROJECT / "docker-compose.yml"), "--file", "-"]
     project = ["--project-name", "j", "--profile", "gpu", *files]
     options = ["--detach", "--no-build", "--no-recreate", "--pull", "never", "--scale", "trainer=1"]
     assert job.words()[5:] == [*project, "up", *options, "master", "trainer"]
@@ -148,7 +150,7 @@ def test_compose_must_be_told_what_the_job_says(job):
             "NODE_CPUS": "1.5",
             "NODE_GRACE": "60.0",
             "NODE_PRELOAD": "torch wave",
-            "NODE_SOCKETS": "/job/.nodes",
+            "NODE_SOCKETS": "/run/orchestrate",
         }.items()
     )
     free = job.settled()
@@ -156,6 +158,23 @@ def test_compose_must_be_told_what_the_job_says(job):
     with pytest.raises(EngineError):
         free.up(SPEC, job.plan(), job.run)
     assert job.env().items() >= free.env.items()
+
+
+def test_nodes_must_share_a_folder_of_sockets_and_see_of_the_code_what_is_code(job):
+    code = job.folder / "my $code"
+    for name in ("runs/a-1", ".git", "data/large", "src"):
+        (code / name).mkdir(parents=True)
+    for name in ("key.env", "train.py"):
+        (code / name).touch()
+    (code / ".dockerignore").write_text("# not code\ndata\n*.env\n__pycache__\nnone\n")
+    with pytest.raises(EngineError):
+        job.engine().up(SPEC, job.plan(code=str(code)), job.run)
+    *hidden, sockets = job.given()
+    places = {mount["target"]: (mount["type"], mount["read_only"]) for mount in hidden}
+    empty = dict.fromkeys((f"/workspace/{name}" for name in (".git", "data", "runs")), ("tmpfs", True))
+    assert places == empty | {"/workspace/key.env": ("bind", True)}
+    assert sockets == {"type": "bind", "source": str(job.sockets), "target": "/run/orchestrate"}
+    assert stat.S_IMODE(job.sockets.stat().st_mode) == 0o700
 
 
 def test_the_gpus_of_the_plan_and_no_others_must_be_given(job):
@@ -168,8 +187,9 @@ def test_a_job_on_the_network_of_its_host_must_have_composes_second_file(job):
     engine = job.settled(spec=spec)
     with pytest.raises(EngineError):
         engine.up(spec, job.plan(spec), job.run)
-    files = [word for word in job.words() if word.endswith(".yml")]
-    assert [Path(file).name for file in files] == ["docker-compose.yml", "host-network.yml"]
+    files = [word for word in job.words() if word.endswith(".yml") or word == "-"]
+    assert [Path(file).name for file in files] == ["docker-compose.yml", "host-network.yml", "-"]
+    assert job.given() == [] and not job.env()["NODE_SOCKETS"]  # there a node's socket would not have a name of its own
     node = job.answers.container("master")
     node["NetworkSettings"]["Networks"] = {"host": {}}
     assert engine.alive() == {"master"}
@@ -229,17 +249,15 @@ def test_a_signal_that_ends_no_node_must_not_make_it_be_waited_for(job):
 # --- connections
 
 
-def played(path: Path, *said: dict[str, Any]) -> socket.socket:
+def played(folder: Path, name: str, message: bytes) -> socket.socket:
     """A node that listens on a socket, and says this to the first client."""
-    path.parent.mkdir(exist_ok=True)
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(str(path))
-    server.listen()
+    folder.mkdir(exist_ok=True)
+    server = listening(folder, name)
 
     def speak() -> None:
         connection, _ = server.accept()
         with connection:
-            connection.sendall(b"".join(json.dumps(one).encode() + b"\n" for one in said))
+            connection.sendall(message)
             while connection.recv(1000):
                 pass
 
@@ -247,7 +265,7 @@ def played(path: Path, *said: dict[str, Any]) -> socket.socket:
     return server
 
 
-KNOWS = {"say": "status", "generation": 0, "codes": {"0": 0, "1": 3}, "signs": {"0": "", "1": ""}, "running": {}}
+KNOWS = sent("status", codes={"0": 0, "1": 3}, signs={"0": "", "1": ""})
 
 
 def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(job, monkeypatch):
@@ -255,8 +273,8 @@ def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(j
     names = [node["Id"][:12] for node in (master, trainer)]
     assert names == ["j-master-000", "j-trainer-1-"]
     monkeypatch.setattr(docker_module, "LISTENS", 30.0)
-    servers = [played(job.run / ".nodes" / names[0], KNOWS)]
-    late = threading.Timer(0.1, lambda: servers.append(played(job.run / ".nodes" / names[1], KNOWS)))
+    servers = [played(job.sockets, names[0], KNOWS)]
+    late = threading.Timer(0.1, lambda: servers.append(played(job.sockets, names[1], KNOWS)))
     late.start()
     engine = job.engine()
     assert engine.adopt(SPEC, job.plan(), job.run) == set()
@@ -271,9 +289,8 @@ def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(j
 @pytest.mark.parametrize("why", ["network", "Docker Desktop", "no socket"])
 def test_a_node_must_be_reached_through_the_engine_where_it_has_to_be(job, why, monkeypatch):
     def speak(connection: socket.socket) -> None:
-        text = json.dumps(KNOWS).encode() + b"\n"
         assert b"status" in connection.recv(1000)
-        connection.sendall(b"\1\0\0\0" + len(text).to_bytes(4, "big") + text)
+        connection.sendall(framed(1, KNOWS))
         while connection.recv(1000):
             pass
 
@@ -282,10 +299,10 @@ def test_a_node_must_be_reached_through_the_engine_where_it_has_to_be(job, why, 
     spec = dataclasses.replace(SPEC, network="host" if why == "network" else "bridge")
     job.answers.info["OperatingSystem"] = "Docker Desktop" if why == "Docker Desktop" else "Debian"
     nodes = [job.answers.container(name) for name in ("master", "trainer-1")]
-    (job.run / ".nodes").mkdir()
+    job.sockets.mkdir()
     engine = job.engine()
     assert engine.adopt(spec, job.plan(spec), job.run) == set()
-    assert engine.env["NODE_SOCKETS"] == ("/job/.nodes" if why == "no socket" else "")
+    assert engine.env["NODE_SOCKETS"] == ("/run/orchestrate" if why == "no socket" else "")
     execs = [asked for asked in job.answers.did() if asked.endswith("/exec")]
     assert sorted(execs) == [short(node, "exec") for node in nodes]
     command = job.answers.of(execs[0])[1]["Cmd"]

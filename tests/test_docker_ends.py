@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from answers import SPEC, Job
 from conftest import eventually
+from said import sent
 from scripted import Clock
 
 from orchestrate.engines import Exit, JobState
@@ -225,9 +226,9 @@ def test_the_end_of_a_job_must_stop_what_runs_and_remove_what_is_the_jobs_alone(
     (listener,) = (one for one in {*threading.enumerate()} - before if one.name.endswith("(_listen)"))
     job.happened("oom", job.answers.containers[0])
     eventually(lambda: engine._listen(0.01) or engine.told)
-    for node in job.answers.containers:
-        node["Labels"]["orchestrate.run"] = str(job.run)
-    (job.run / ".nodes").mkdir()
+    other = job.sockets.with_name("jj")
+    for folder in (job.sockets, other):
+        folder.mkdir()
     engine.running = {0: "master"} if runs else {}
     ids = [node.id for node in engine.nodes.values()]
     engine.down(30.5)
@@ -241,7 +242,7 @@ def test_the_end_of_a_job_must_stop_what_runs_and_remove_what_is_the_jobs_alone(
     assert (removed["v"].lower(), removed["force"].lower()) == ("true", "true")
     assert [node["Names"] for node in job.answers.containers] == [["/jj-master-1"]]
     assert [network["Name"] for network in job.answers.networks] == ["jj_job"]
-    assert not (job.run / ".nodes").exists() and job.run.exists()
+    assert not job.sockets.exists() and other.exists() and job.run.exists()
     listener.join(30)
     assert not listener.is_alive()
 
@@ -254,7 +255,7 @@ def test_the_nodes_of_a_cluster_must_stay_and_be_asked_to_be_clean(job):
     there.settimeout(10)
     engine.links["master"] = Link(here)
     engine.selector.register(here, selectors.EVENT_READ, "master")
-    there.sendall(b'{"say": "clean"}\n')
+    there.sendall(sent("clean"))
     assert engine.home == "c" and engine.env["JOB_ID"] == "c" and engine.network == "c_job"
     engine.down(30.0)
     assert job.answers.did() == []
@@ -284,8 +285,8 @@ def test_jobs_must_be_those_with_containers_and_plain_composes_not(job):
     job.answers.network("b")
     engine = job.engine()
     assert engine.jobs() == [
-        JobState("a", "docker", 1, Path("/runs/a"), -1),
-        JobState("b", "docker", 3, Path("/runs/b"), 7),
+        JobState("a", "docker", 1, Path("/runs/a/job"), -1),
+        JobState("b", "docker", 3, Path("/runs/b/job"), 7),
     ]
     containers = ["container b-master-1", "container b-trainer-1", "container b-trainer-2"]
     job.answers.containers.reverse()
@@ -294,11 +295,13 @@ def test_jobs_must_be_those_with_containers_and_plain_composes_not(job):
     assert engine.holds("b") == containers and engine.holds("none") == []
 
 
-@pytest.mark.parametrize("label", [None, ""])
-def test_containers_without_a_run_directory_must_be_removed_all_the_same(job, label):
-    (job.run.parent / ".nodes").mkdir()
+@pytest.mark.parametrize("label", [None, "", "another's"])
+def test_containers_must_be_removed_whatever_run_directory_they_name_and_that_be_left_alone(job, label, tmp_path):
+    there = tmp_path / "other" / "job"
+    there.mkdir(parents=True)
     node = job.answers.container("master")
     node["Labels"].pop("orchestrate.run")
-    node["Labels"] |= {} if label is None else {"orchestrate.run": label}
+    node["Labels"] |= {} if label is None else {"orchestrate.run": str(there) if label else ""}
     job.engine().remove("j", 0)
     assert job.answers.containers == []
+    assert there.exists() and job.run.exists()
