@@ -58,7 +58,11 @@ class Folder:
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all, in the place of whatever has its name."""
         with self.opened() as folder:
-            write_whole(name, text, folder, mode=0o644)
+            try:
+                write_whole(name, text, folder, mode=0o644)
+            except IsADirectoryError:
+                os.rename(name, f".{name}.{secrets.token_hex(4)}", src_dir_fd=folder, dst_dir_fd=folder)
+                write_whole(name, text, folder, mode=0o644)
 
     def make(self, *names: str, owner: tuple[int, int] | None = None) -> None:
         """Make the folder, and folders in it, for the user and group ids `owner` where they are given.

@@ -14,6 +14,7 @@ from orchestrate.restarts import Ended
 from orchestrate.supervisor import Outcome
 
 SLOW = 2.0  # times the others' median; a worker that takes longer holds them up
+LARGE, WORD, NAMES = 1 << 63, 1000, 1000  # of a number; of a text, in characters; of names, and of a list
 ENOUGH = 5  # lines of metrics about the workers' pace that tell something
 
 
@@ -79,7 +80,7 @@ def _pace(plan: Plan, metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
     A line of metrics.jsonl says so with `rank_seconds`, a number for each rank: the mean of a few steps, without the
     time in which it waited for others.
     """
-    told = [values["rank_seconds"] for values in metrics if isinstance(values.get("rank_seconds"), list)]
+    told = [row for values in metrics if _plain(row := values.get("rank_seconds")) and isinstance(row, list)]
     told = [row for row in told if len(row) == plan.world_size and all(type(value) in (int, float) for value in row)]
     if len(told) < ENOUGH:
         return []
@@ -147,5 +148,17 @@ LINES: dict[str, Callable[[Event], str]] = {
 
 
 def _final(metrics: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The last value of every name."""
-    return {name: value for values in metrics for name, value in values.items()}
+    """The last value of every name, where it is no larger than a measurement."""
+    found = {name: value for values in metrics for name, value in values.items() if _plain(value)}
+    return dict(list(found.items())[-NAMES:])
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value is a number, a word, or a list of these; a job writes what it likes."""
+    if isinstance(value, list):
+        return len(value) <= NAMES and not any(isinstance(one, list) for one in value) and all(map(_plain, value))
+    return (
+        value is None
+        or (type(value) is str and len(value) <= WORD)
+        or (type(value) in (bool, int, float) and not abs(value) >= LARGE)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,8 @@ from orchestrate.spec import JobSpec
 from orchestrate.traces import Traces
 
 PATIENCE = 300.0  # seconds that the engine may be away, or the disk of the run directory full
+MENDS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)  # what may be over soon; a folder that is gone is gone
+HURRY = 10.0  # seconds, where the job is to stop
 TRIES = 3  # to bring nodes back, a second apart
 REJOIN = (10.0, 300.0)  # seconds between two tries to bring a missing node back, at first and at most
 
@@ -30,6 +33,10 @@ class Outcome:
     word: str
     why: str  # for a person
     left: str = ""  # why nodes were left, where they could not be taken down, or still have files
+
+
+class _Full(OSError):
+    """What can be written again once there is space, or the disk answers."""
 
 
 class Supervisor:
@@ -250,8 +257,11 @@ class Supervisor:
         return False
 
     def _patiently(self, action: Callable[[], None], fails: type[Exception], event: str) -> None:
-        """Do something until it does not fail any more, with patience; `event` tells of the first failure."""
-        deadline = time.monotonic() + PATIENCE
+        """Do something until it does not fail any more, with patience; `event` tells of the first failure.
+
+        There is little patience where the job is to stop: a node that is paused, say, does not answer.
+        """
+        deadline = time.monotonic() + (HURRY if self.stops() else PATIENCE)
         told = False
         while True:
             try:
@@ -265,8 +275,17 @@ class Supervisor:
 
     def _write(self, action: Callable[[], None]) -> None:
         """Write what a generation cannot start without; a disk that is full may have space again soon."""
+
+        def write() -> None:
+            try:
+                action()
+            except OSError as error:
+                if error.errno in MENDS:
+                    raise _Full(*error.args) from None
+                raise
+
         try:
-            self._patiently(action, OSError, "disk_full")
+            self._patiently(write, _Full, "disk_full")
         except OSError as error:
             raise EngineError(f"the run directory cannot be written: {error}") from None
 

@@ -207,6 +207,7 @@ class Cli:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        folder.chmod(0o755)  # nodes of root's jobs run as another user
         for script in SCRIPTS.glob("*.py"):
             shutil.copy(script, folder)
         self.env = {key: value for key, value in os.environ.items() if not key.startswith(("NODE_", "OMP_"))}

@@ -71,7 +71,12 @@ def test_a_lock_that_cannot_be_looked_at_must_have_no_holder(tmp_path):
 
 # --- a lock that somebody else holds
 
-LOCKS = "import fcntl, sys\nfile = open(sys.argv[1], 'r+')\nfcntl.lockf(file, fcntl.LOCK_EX)\nprint('held', flush=True)\nsys.stdin.read()\n"
+LOCKS = """import fcntl, sys
+file = open(sys.argv[1], "r+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -104,10 +109,10 @@ def kept(monkeypatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="has no locks of an open file")
-@pytest.mark.parametrize("says", ["-1 0", "1 0", f"{os.getpid()} 0"])
+@pytest.mark.parametrize("says", ["-1 0", "1 0", "{pid} 0"])
 def test_a_lock_of_an_open_file_must_not_be_a_process_to_signal(tmp_path, says, monkeypatch):
     paths = JobPaths(tmp_path)
-    paths.lock.write_text(says)
+    paths.lock.write_text(says.format(pid=os.getpid()))
     kept(monkeypatch)
     with paths.lock.open("r+b") as file:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0))

@@ -1,6 +1,9 @@
 """Nodes must be up, and the next generation written down, before workers start; on an engine that plays a script."""
 
 import dataclasses
+import errno
+import shutil
+from pathlib import Path
 
 import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
@@ -11,6 +14,7 @@ from orchestrate.errors import EngineError, EngineLost
 from orchestrate.plan import plan, read_plan
 from orchestrate.spec import JobSpec
 from orchestrate.supervisor import Outcome
+from orchestrate.traces import Traces
 
 
 @pytest.fixture
@@ -101,19 +105,41 @@ def test_nodes_that_take_long_must_learn_that_the_job_is_to_stop(job, call):
 
 
 @pytest.mark.parametrize("file", ["fence", "plan"])
-def test_a_file_without_which_workers_cannot_start_must_be_waited_for(job, file):
-    path = getattr(job.paths, file)
-    path.mkdir()  # as where the disk is full, it cannot be written
+def test_a_file_without_which_workers_cannot_start_must_be_waited_for(job, monkeypatch, file):
+    path, full = getattr(job.paths, file), ["full"]
+    kind, write = (Traces, "fence") if file == "fence" else (Path, "write_text")
+    really = getattr(kind, write)
+
+    def no_space(*arguments) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        really(*arguments)
 
     def make_space() -> int:
-        if path.is_dir() and '"disk_full"' in job.paths.events.read_text():
-            path.rmdir()
+        if full and '"disk_full"' in job.paths.events.read_text():
+            full.clear()
         return 0
+
+    monkeypatch.setattr(kind, write, no_space)
 
     job.stops = make_space
     engine = Scripted([ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert path.is_file() and job.names().count("disk_full") == 1
+
+
+@pytest.mark.parametrize("file", ["fence", "plan"])
+def test_a_run_directory_that_has_been_removed_must_end_the_job_at_once(job, file):
+    engine = Scripted([ALL_WELL])
+    up = engine.up
+    engine.up = lambda *arguments: (
+        shutil.rmtree(job.paths.root if file == "plan" else job.paths.shared),
+        up(*arguments),
+    )
+    began = job.clock.now
+    with pytest.raises(EngineError, match="the run directory cannot be written: .*No such file or directory"):
+        job.run(engine)
+    assert job.clock.now - began < 1 and "disk_full" not in job.names() and engine.calls[-1] == "down"
 
 
 def test_the_plan_of_each_generation_must_be_written_down_before_its_workers_start(job):

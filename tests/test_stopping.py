@@ -1,6 +1,7 @@
 """A job must end as it was asked to, in time, and its nodes must go; on an engine that plays a script."""
 
 import dataclasses
+import errno
 
 import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
@@ -11,6 +12,7 @@ from orchestrate.errors import EngineError
 from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
 from orchestrate.supervisor import Outcome
+from orchestrate.traces import Traces
 
 
 @pytest.fixture
@@ -134,14 +136,16 @@ def test_a_request_to_stop_must_not_hide_why_the_workers_were_ending_already(job
     assert job.causes() == [(1, "killed")]
 
 
-def test_a_full_disk_must_not_keep_workers_from_being_stopped(job):
+def test_a_full_disk_must_not_keep_workers_from_being_stopped(job, monkeypatch):
     engine = Scripted([])
     start = engine.start
 
+    def full(*_, **__) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     def start_and_fill(*arguments) -> None:
         start(*arguments)
-        job.paths.fence.unlink()
-        job.paths.fence.mkdir()  # as where the disk is full, it cannot be written
+        monkeypatch.setattr(Traces, "fence", full)
 
     engine.start = start_and_fill
     job.stops = lambda: int("start" in engine.calls)

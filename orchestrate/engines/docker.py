@@ -160,6 +160,12 @@ class DockerEngine(Linked):
         """What events, and the last look at the truth, have told."""
         return dict(self.trouble)
 
+    def stop(self, kill: bool) -> None:
+        """Ask all workers to stop, or kill them; those of paused nodes could do neither."""
+        paused = [self.nodes[name] for name, what in self.trouble.items() if what == "paused" and name in self.nodes]
+        self.daemon.each(paused, Container.unpause)
+        super().stop(kill)
+
     def discard(self, nodes: Iterable[str]) -> None:
         """Remove containers by force."""
         found = [self.nodes[name] for name in nodes if name in self.nodes]

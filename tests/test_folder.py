@@ -1,0 +1,263 @@
+"""Nodes write in a job's folder what they like: the host must neither follow, wait, nor be led astray."""
+
+import json
+import os
+import shutil
+import socket
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from commanded import Whole, create
+from scripted import ALL_WELL, KILLED
+from test_commands import end
+
+from orchestrate import folder, job, lines
+from orchestrate.folder import Folder
+from orchestrate.paths import JobPaths
+from orchestrate.traces import Traces
+
+CANARY = "a secret of the host"
+OUTSIDE = f'{CANARY}\n{{"step": 7, "secret": "{CANARY}"}}\n'
+PLACES = ("logs", "logs/rank-0.log", "checkpoints", "checkpoints/step-1", "metrics.jsonl", "generation", "other")
+ROOT = os.geteuid() == 0
+
+
+def nest(path: Path, depth: int = 3000) -> None:
+    """Folders in one another, deeper than a path can be long; in the last one there is a file."""
+    path.mkdir()
+    here = os.open(path, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=here)
+        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(os.open("file", os.O_CREAT | os.O_WRONLY, 0o4755, dir_fd=here))
+    os.close(here)
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek((1 << 40) - 4)
+        file.write(b"end\n")
+
+
+def closed(path: Path) -> None:
+    (path / "in").mkdir(parents=True)
+    (path / "in" / "file").write_text("x")
+    path.chmod(0)
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(f"/proc/self/fd/{(parent := os.open(path.parent, os.O_PATH))}/{path.name}")
+        os.close(parent)
+
+
+KINDS = {
+    "nothing": lambda path, outside: None,
+    "link to a file": lambda path, outside: path.symlink_to(outside / "file"),
+    "link to a folder": lambda path, outside: path.symlink_to(outside),
+    "relative link": lambda path, outside: path.symlink_to(os.path.relpath(outside / "file", path.parent)),
+    "link to itself": lambda path, outside: path.symlink_to(path.name),
+    "link to /proc": lambda path, outside: path.symlink_to("/proc/self/fd/0"),
+    "pipe": lambda path, outside: os.mkfifo(path),
+    "socket": lambda path, outside: listening(path),
+    "device": lambda path, outside: os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5)),  # zeros without end
+    "folder": lambda path, outside: (path / "rank-0.log").mkdir(parents=True),
+    "deep folder": lambda path, outside: nest(path),
+    "closed folder": lambda path, outside: closed(path),
+    "sparse file": lambda path, outside: sparse(path),
+    "closed file": lambda path, outside: (path.touch(), path.chmod(0)),
+    "deep value": lambda path, outside: path.write_text('{"step": ' + "[" * 100_000 + "\n"),
+    "nested value": lambda path, outside: path.write_text('{"a": ' + "[" * 400 + "]" * 400 + "}\n"),
+    "huge number": lambda path, outside: path.write_text('{"step": 1' + "0" * 4000 + ', "rank_seconds": [1e999]}\n'),
+    "no text": lambda path, outside: path.write_bytes(bytes(range(256)) * 10),
+}
+
+
+@pytest.fixture
+def outside(tmp_path):
+    made = tmp_path / "outside"
+    made.mkdir()
+    (made / "file").write_text(OUTSIDE)
+    (made / "rank-0.log").write_text(OUTSIDE)
+    return made
+
+
+def plant(path: Path, kind: str, outside: Path) -> None:
+    """Put something in the place of what is at a path of a job's folder."""
+    if kind == "device" and not ROOT:
+        pytest.skip("must be root to make a device")
+    if not path.parent.is_dir():
+        path.parent.mkdir()
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+    KINDS[kind](path, outside)
+
+
+def untouched(outside: Path) -> bool:
+    return {path.name: path.read_text() for path in outside.iterdir()} == {"file": OUTSIDE, "rank-0.log": OUTSIDE}
+
+
+COMMANDS = [("logs",), ("logs", "--rank", "0"), ("attach",), ("wait",), ("ps",), ("stop",), ("rm",)]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_a_node_leaves_every_command_must_end_and_show_nothing_of_the_host(
+    do, paths, outside, tmp_path, place, kind
+):
+    plant(paths.shared / place, kind, outside)
+    do.engine.generations = [[KILLED], [ALL_WELL]]
+    for ended in (False, True):
+        for name, *words in COMMANDS[: None if ended else 2]:
+            if ended and not paths.report.exists():
+                do("attach", "a-1")  # runs it
+            job_ = () if name == "ps" else ("a-1",)
+            code, out, err = do(name, *job_, *words)
+            shown = "\n".join([*out, *err])
+            assert CANARY not in shown and "Traceback" not in shown
+            assert code in (0, 1), shown
+    assert untouched(outside)
+    assert not paths.root.exists()  # `rm` was the last one
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_a_node_leaves_the_supervisor_must_go_on_and_report(paths, outside, place, kind):
+    plant(paths.shared / place, kind, outside)
+    traces = Traces(paths)
+    assert traces.step() == 0 and isinstance(traces.saved(), tuple) and isinstance(traces.activity(), tuple)
+    assert CANARY not in traces.text(0) + "".join(traces.words(0))
+    shown: list[str] = []
+    data = job.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, shown.append)
+    assert data["outcome"] == "succeeded"
+    assert CANARY not in json.dumps(data) + "".join(shown)
+    assert json.loads(paths.report.read_text()) == json.loads(json.dumps(data))
+    assert untouched(outside)
+
+
+@pytest.mark.timeout(60)
+def test_a_job_on_a_cluster_that_has_put_a_link_in_the_place_of_its_folder_must_move_nothing_of_the_host(
+    tmp_path, outside
+):
+    (tmp_path / "runs" / "c-1" / "nodes").mkdir(parents=True)
+    paths = create(JobPaths(tmp_path / "runs" / "a-1"), cluster="c-1")
+    inside = tmp_path / "runs" / "c-1" / "nodes" / "a-1"
+    engine, shown = Whole([ALL_WELL]), []
+    start = engine.start
+
+    def swap(*arguments) -> None:
+        start(*arguments)
+        shutil.rmtree(inside)
+        inside.symlink_to(outside)
+
+    engine.start = swap
+    data = job.supervise(paths, engine, lambda: 0, shown.append)
+    assert data["outcome"] == "succeeded"
+    assert untouched(outside) and not os.path.lexists(inside)
+    assert not paths.shared.exists() and CANARY not in json.dumps(data)
+    assert any("something else in the place of the job's folder" in line for line in shown)
+    job.remove(paths)
+    assert untouched(outside)
+
+
+@pytest.mark.parametrize(
+    "target", ["/", "..", "../c-1/nodes/b-1", "../c-1/nodes/../..", "../../x/nodes/a-1", "c-1/nodes/a-1"]
+)
+def test_only_a_link_that_we_make_must_lead_to_a_cluster(tmp_path, target):
+    paths = JobPaths(tmp_path / "a-1")
+    paths.create()
+    shutil.rmtree(paths.shared)
+    paths.shared.symlink_to(target)
+    assert paths.cluster == "" and paths.folder.path == paths.shared
+    with pytest.raises(OSError), paths.folder.opened():
+        pass
+
+
+# --- bounds
+
+
+def test_files_must_be_found_in_the_order_of_their_names_but_not_without_end(tmp_path, monkeypatch):
+    made = Folder(tmp_path, "a")
+    made.make("x")
+    for name in ("x/b", "x/a", "x/.hidden", "x/.half/file", "x/c/d/e"):
+        (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a" / name).touch()
+    assert made.files("x") == ["x/a", "x/b", "x/c/d/e"]
+    assert made.files("none") == []
+    monkeypatch.setattr(folder, "DEEPEST", 1)
+    assert made.files("x") == ["x/a", "x/b"]
+    monkeypatch.setattr(folder, "MOST", 1)
+    assert len(made.files("x")) <= 1 and len(made.entries("x")) == 1
+
+
+@pytest.mark.parametrize("length", [10, 1000, 5000])
+def test_a_long_line_must_come_in_pieces_of_which_nothing_is_lost(tmp_path, monkeypatch, length):
+    monkeypatch.setattr(lines, "LONGEST", 100)
+    monkeypatch.setattr(lines, "CHUNK", 64)
+    text = bytes(97 + number % 26 for number in range(length))
+    (tmp_path / "log").write_bytes(b"before\n" + text + b"\nafter\nhal")
+    read = lines.Lines()
+    with (tmp_path / "log").open("rb") as file:
+        found = list(read.new(file))
+        assert (found[0], found[-1]) == (b"before", b"after")
+        assert b"".join(found[1:-1]) == text and max(map(len, found)) <= 164
+        assert list(read.new(file)) == [] and read.rest() == b"hal" and read.rest() == b""
+
+
+def test_a_look_at_a_file_must_read_no_more_than_it_is_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "CHUNK", 4)
+    (tmp_path / "log").write_bytes(b"".join(b"%03d\n" % number for number in range(10)))
+    read = lines.Lines()
+    with (tmp_path / "log").open("rb") as file:
+        assert list(read.new(file, 8)) == [b"000", b"001"]
+        assert list(read.new(file, 1)) == [b"002"]
+        assert len(list(read.new(file))) == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="knows no holes")
+def test_a_hole_of_a_file_must_not_be_read(tmp_path):
+    sparse(tmp_path / "log")
+    read = lines.Lines()
+    with (tmp_path / "log").open("rb") as file:
+        found = list(read.new(file))
+    assert b"".join(found).strip(b"\0") == b"end" and sum(map(len, found)) < 1 << 20
+
+
+# --- what is left
+
+
+def test_no_file_of_a_job_that_has_ended_must_give_its_owners_rights_to_others(paths, outside):
+    nest(paths.shared / "deep")
+    (outside / "file").chmod(0o4755)
+    (paths.shared / "link").symlink_to(outside / "file")
+    for name, mode in {"program": 0o6755, "closed": 0o4000, "plain": 0o644}.items():
+        (paths.shared / name).touch()
+        (paths.shared / name).chmod(mode)
+    (paths.shared / "checkpoints").chmod(0o2755)
+    job.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
+    modes = {name: stat.S_IMODE((paths.shared / name).stat().st_mode) for name in ("program", "closed", "plain")}
+    assert modes == {"program": 0o755, "closed": 0, "plain": 0o644}
+    assert stat.S_IMODE((outside / "file").stat().st_mode) == 0o4755
+    set_ids = [
+        name
+        for _, _, names, descriptor in os.fwalk(paths.shared)
+        for name in names
+        if os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode & 0o6000
+    ]
+    assert set_ids == []
+
+
+def test_a_report_must_hold_measurements_and_nothing_else_that_a_script_has_written(paths):
+    values = {"loss": 0.5, "step": 3, "name": "a", "on": True, "none": None, "list": [1, 2.5, "x"]}
+    odd = {"deep": [[1]], "mapping": {"a": 1}, "long": "x" * 2000, "many": [0] * 2000, "large": 1 << 64}
+    paths.metrics.write_text(json.dumps(values) + "\n" + json.dumps(odd) + "\n")
+    data = job.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
+    assert data["final_metrics"] == values
+    end(paths)

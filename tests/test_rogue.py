@@ -1,0 +1,206 @@
+"""Jobs that attack their host, other jobs and their cluster, on the real engine: what they must not come to."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from conftest import docker, eventually
+from faults import Background
+
+from orchestrate.paths import JobPaths
+
+pytestmark = pytest.mark.docker
+
+ALONE = ("run", "--engine", "docker", "--trainers", "0", "--gpus", "none")
+CANARY = "a-secret-of-another-job"
+LOOKS = """
+import json, os, subprocess, sys
+found = {}
+for folder, _, names in os.walk("/workspace"):
+    for name in names:
+        try:
+            found[os.path.join(folder, name)] = open(os.path.join(folder, name)).read()
+        except OSError as error:
+            found[os.path.join(folder, name)] = error.strerror
+print("FOUND " + json.dumps({"files": found, "user": [os.getuid(), os.getgid()],
+    "sockets": os.listdir("/run/orchestrate"), "job": sorted(os.listdir("/job")), "up": os.listdir("/job/..")}))
+"""
+ATTACKS = r"""
+import os, json, pathlib
+job = pathlib.Path(os.environ["JOB_DIR"])
+victim = {"plan.json": "{}", "job.yaml": "command: evil.py", "report.json": json.dumps({"outcome": "succeeded"}),
+          "supervisor.lock": "1 1", "events.jsonl": '{"event": "outcome", "outcome": "succeeded", "reason": "x"}'}
+for name, text in victim.items():
+    for path in (job / name, job.parent / name, job / ".." / ".." / name):
+        try:
+            path.write_text(text)
+        except OSError as error:
+            print(name, error.strerror)
+for name in ("logs", "checkpoints"):
+    try:
+        os.rename(job / name, job / f"{name}-moved")
+        os.symlink("/etc", job / name)
+    except OSError as error:
+        print(name, error.strerror)
+os.symlink("/etc/shadow", job / "metrics.jsonl")
+with open(job / "program", "w") as file:
+    os.fchmod(file.fileno(), 0o6755)
+os.mkfifo(job / "pipe")
+print("attacked", flush=True)
+"""
+
+
+def found(log: Path) -> dict:
+    """What the script has seen; nothing before it has looked."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return next((json.loads(line.removeprefix("FOUND ")) for line in lines if line.startswith("FOUND ")), {})
+
+
+def test_a_node_must_see_of_the_folder_of_code_no_job_no_history_and_nothing_that_is_ignored(
+    cli, docker_engine, nothing_left
+):
+    files = {".git/config": CANARY, ".env": CANARY, "keys/a/b": CANARY, "kept.txt": "kept", "x/runs/a": "kept"}
+    files |= {"runs/other-0000/job.yaml": CANARY, "runs/other-0000/job/logs/rank-0.log": CANARY}
+    for name, text in files.items():
+        (cli.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (cli.folder / name).write_text(text)
+    (cli.folder / ".dockerignore").write_text("# secrets\n.env\n**/keys\n*.pem\n__pycache__\n")
+    (cli.folder / "a.pem").symlink_to("kept.txt")
+    (cli.folder / "looks.py").write_text(LOOKS)
+    done = cli(*ALONE, "--name", "mine", "--", "looks.py")
+    assert done.returncode == 0, done.stderr
+    (log,) = cli.folder.glob("runs/mine-*/logs/rank-0.log")
+    assert CANARY not in log.read_text()
+    seen = found(log)
+    names = {os.path.relpath(name, "/workspace"): content for name, content in seen["files"].items()}
+    assert (names["kept.txt"], names["x/runs/a"], names[".env"]) == ("kept", "kept", "")
+    assert not any(name.startswith(("runs/", ".git/", "keys/")) for name in names)
+    assert seen["job"] == ["checkpoints", "generation", "logs"] and len(seen["sockets"]) == 1
+    assert "job.yaml" not in seen["up"] and "plan.json" not in seen["up"]
+
+
+def test_roots_nodes_must_run_as_another_user_unless_root_is_asked_for(cli, docker_engine, nothing_left):
+    (cli.folder / "looks.py").write_text(LOOKS)
+    own = (os.getuid(), os.getgid())
+    for more, user in [
+        ((), (1000, 1000) if own[0] == 0 else own),
+        (("--set", "user=root"), (0, 0)),
+        (("--set", "user=1234:5678"), (1234, 5678)),
+    ]:
+        if own[0] and user != own:
+            assert cli(*ALONE, *more, "--", "looks.py").returncode == 2
+            continue
+        done = cli(*ALONE, *more, "--", "looks.py")
+        assert done.returncode == 0, done.stderr
+        assert tuple(found(cli.run_dir() / "logs" / "rank-0.log")["user"]) == user
+        run = cli.run_dir()
+        assert {(path.stat().st_uid, path.stat().st_gid) for path in (run / "job", run / "job" / "logs")} == {user}
+        assert {path.stat().st_uid for path in (run, run / "plan.json", run / "report.json")} == {own[0]}
+        assert cli("rm", run.name).returncode == 0
+
+
+def test_a_job_that_forges_what_the_host_believes_must_change_nothing(cli, docker_engine, nothing_left):
+    (cli.folder / "attacks.py").write_text(ATTACKS + "\nraise SystemExit(3)\n")
+    done = cli(
+        "run", "--engine", "docker", "--trainers", "1", "--gpus", "none", "--max-restarts", "1", "--", "attacks.py"
+    )
+    assert done.returncode == 1 and "root:" not in done.stderr
+    run = cli.run_dir()
+    report = json.loads((run / "report.json").read_text())
+    assert (report["outcome"], report["job_id"], report["final_metrics"]) == ("failed", run.name, {})
+    paths = JobPaths(run)
+    assert "evil" not in paths.spec.read_text() and json.loads(paths.plan.read_text())["job_id"] == run.name
+    assert stat.S_IMODE((run / "job" / "program").stat().st_mode) == 0o755
+    for command, code in [("wait", 1), ("attach", 1), ("logs", 0), ("stop", 0), ("rm", 0)]:
+        again = cli(command, run.name)
+        assert again.returncode == code and "root:" not in again.stdout + again.stderr, again.stderr
+    assert not run.exists() and Path("/etc/passwd").exists()
+
+
+def test_a_job_whose_supervisor_has_died_must_be_taken_over_as_it_was_planned(cli, docker_engine, nothing_left):
+    wait = "import signal\nsignal.signal(15, lambda *_: exit(0))\nsignal.pause()\n"
+    (cli.folder / "attacks.py").write_text(ATTACKS + wait)
+    (cli.folder / "evil.py").write_text("open('/job/evil', 'w')")
+    job = Background(cli, "docker", "--", "attacks.py", trainers=1)
+    eventually(lambda: [*cli.folder.glob("runs/*/job/pipe")])
+    job.process.kill()
+    job.process.communicate()
+    again = cli("stop", cli.run_dir().name)
+    assert again.returncode == 0, again.stderr
+    assert cli.report()["outcome"] == "stopped"
+    assert not (cli.run_dir() / "job" / "evil").exists()
+
+
+def both(cli) -> list[str]:
+    names = sorted(path.name for path in cli.folder.glob("runs/*-*"))
+    return names if len(names) == 2 else []
+
+
+def test_two_jobs_must_neither_see_nor_reach_each_other(cli, docker_engine, nothing_left):
+    (cli.folder / "looks.py").write_text(LOOKS + "\nimport signal\nsignal.pause()\n")
+    first = Background(cli, "docker", "--name", "one", "--set", f"env.TOKEN={CANARY}", "--", "looks.py", trainers=0)
+    second = cli.start(
+        "run", "--engine", "docker", "--trainers", "0", "--gpus", "none", "--name", "two", "--", "looks.py"
+    )
+    logs = [cli.folder / "runs" / name / "logs" / "rank-0.log" for name in eventually(lambda: both(cli))]
+    for log in logs:
+        seen = eventually(lambda log=log: found(log))
+        assert len(seen["sockets"]) == 1 and not any("/runs/" in name for name in seen["files"])
+    assert CANARY not in logs[1].read_text()
+    one, two = (path.parents[1].name for path in logs)
+    inspected = docker("inspect", *docker("ps", "-q", "--filter", f"label=orchestrate.job={two}").split())
+    sources = [mount["Source"] for node in json.loads(inspected) for mount in node["Mounts"] if mount.get("Source")]
+    assert not [source for source in sources if one in source] and CANARY not in inspected
+    for name in (one, two):
+        assert cli("stop", name).returncode == 0
+    first.end(), second.communicate()
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_job_with_a_paused_node_must_stop_in_good_order(cli, docker_engine, nothing_left, supervised):
+    (cli.folder / "saves.py").write_text(
+        "import signal, sys\nsignal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
+        "print('ready', flush=True)\nwhile True: signal.pause()\n"
+    )
+    job = Background(cli, "docker", "--", "saves.py", trainers=1)
+    for rank in (0, 1):
+        cli.wait_for("ready", rank)
+    docker("pause", job.node("trainer-1"))
+    job.until("node_in_trouble")
+    if not supervised:
+        job.process.kill()
+        job.process.communicate()
+    done = cli("stop", cli.run_dir().name)
+    assert done.returncode == 0, done.stderr
+    assert cli.report()["outcome"] == "stopped" and "saved" in cli.log(1)
+    if supervised:
+        assert job.end() == 130
+
+
+# --- clusters
+
+
+def test_a_job_that_swaps_its_folder_on_a_cluster_must_have_nothing_of_the_host_moved_or_written(
+    cli, docker_engine, nothing_left
+):
+    victim = cli.folder / "victim"
+    victim.mkdir(mode=0o777)
+    (victim / "file").write_text("mine")
+    (cli.folder / "swaps.py").write_text(
+        "import os, sys\njob = os.environ['JOB_DIR']\nos.rename(job, job + '-moved')\n"
+        f"os.symlink({str(victim)!r}, job)\nos.makedirs('/job/other-0000/logs')\nprint('swapped')\n"
+        "sys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT']) == 0)\n"
+    )
+    name = cli("up", "--engine", "docker", "--trainers", "0", "--gpus", "none").stdout.strip()
+    (mine := cli.folder / "runs" / "other-0000").write_text("a file of the user")
+    done = cli(
+        "run", "--engine", "docker", "--trainers", "0", "--gpus", "none", "--max-restarts", "1", "--", "swaps.py"
+    )
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in victim.iterdir()] == ["file"] and (victim / "file").read_text() == "mine"
+    assert cli("down", name).returncode == 0
+    assert mine.read_text() == "a file of the user" and victim.is_dir()
+    assert [path.name for path in victim.iterdir()] == ["file"]
+    assert not (cli.folder / "runs" / name).exists()
