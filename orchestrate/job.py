@@ -168,7 +168,10 @@ def supervise(
             emit = Recorder(paths.events, tell)
             emit("supervisor_started", job_id=plan.job_id)
             traces = Traces(paths)
-            supervisor = Supervisor(spec, plan, seen, engine, emit, stops, traces, renew)
+            try:
+                supervisor = Supervisor(spec, plan, seen, engine, emit, stops, traces, renew)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:  # of its history
+                raise UsageError(f"{paths.events} is damaged: {error!r}", f"python -m orchestrate rm {plan.job_id}") from None
             try:
                 outcome = supervisor.supervise()
             except OrchestrateError as error:
@@ -196,7 +199,7 @@ def ended(paths: JobPaths) -> dict[str, Any] | None:
             data = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return None
-    return data if isinstance(data, dict) else None
+    return data if report.readable(data) else None
 
 
 def prefixes(plan: Plan) -> dict[int, str]:

@@ -74,6 +74,14 @@ def text(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def readable(data: Any) -> bool:
+    """Whether this is a report, and not what a disk has made of one."""
+    try:
+        return data["outcome"] in ("succeeded", "failed", "stopped", "lost") and isinstance(text(data), str)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return False
+
+
 def _pace(plan: Plan, metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """How long each rank took for itself in a step, where the script says so: in seconds, as medians and percentiles.
 

@@ -1,0 +1,230 @@
+"""Whatever comes in, by people or by nodes, must be taken or refused by name; what was found once stays an example."""
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+from commanded import Commands, Whole, create
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from scripted import ALL_WELL
+
+from orchestrate import job, report, spec
+from orchestrate.engines import messages
+from orchestrate.engines.links import Link
+from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.events import History, Recorder, objects
+from orchestrate.lines import Lines
+from orchestrate.logs import clean, last_words
+from orchestrate.paths import JobPaths
+from orchestrate.plan import read_plan
+
+bounded = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=12,
+)
+FORMS = [
+    {"say": "started", "generation": 0, "rank": 0, "pid": 2},
+    {"say": "ended", "generation": 0, "rank": 0, "code": 1, "at": 1.0, "sign": "", "asked": False},
+    {
+        "say": "status",
+        "generation": 0,
+        "codes": {"0": 1},
+        "signs": {"0": ""},
+        "running": {"1": {"pid": 2, "state": "S", "cpu": 0.5}},
+        "tags": {},
+        "time": 1.0,
+    },
+    {"say": "clean"},
+    {"say": "refused", "error": "no"},
+    {"say": "put", "tags": {}},
+    {"say": "news", "logs": {}, "files": {"a": [1, 2, 3, 4]}, "links": {"b": "a"}, "gone": []},
+    {"say": "read", "data": "", "facts": [1, 2, 3, 4]},
+]
+
+
+@st.composite
+def mangled(draw, forms):
+    """Something that is almost one of these."""
+    value = json.loads(json.dumps(draw(st.sampled_from(forms))))
+    for _ in range(draw(st.integers(0, 3))):
+        holders = [value] + [inner for inner in value.values() if isinstance(inner, dict) and inner]
+        holder = draw(st.sampled_from(holders))
+        key = draw(st.sampled_from(sorted(holder)))
+        if draw(st.booleans()):
+            holder[key] = draw(values)
+        elif len(holder) > 1:
+            del holder[key]
+    return value
+
+
+# --- what nodes say
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form["say"])
+def test_a_message_of_each_form_must_be_taken(form):
+    assert messages.read(json.dumps(form).encode()) == form
+
+
+@bounded
+@given(st.binary(max_size=200) | values.map(lambda value: json.dumps(value).encode()))
+@example(b"[" * 100_000)
+@example(b'{"say": []}')
+@example(b'{"say": "ended", "error": ["x"]}')
+@example(b'{"say": "news", "logs": {}, "files": {"a": [1, 2, 3, 1' + b"0" * 5000 + b']}, "links": {}, "gone": []}')
+def test_a_line_must_be_a_message_or_refused(line):
+    with contextlib.suppress(ValueError):
+        assert messages.read(line)["say"] in messages.FORMS
+
+
+class Played(Link):
+    """A connection whose other side has said all that it will."""
+
+    def __init__(self, said: bytes) -> None:
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
+        theirs.sendall(said)
+        theirs.close()
+
+
+@bounded
+@given(st.lists(mangled(FORMS) | values, max_size=8))
+def test_an_engine_must_survive_what_a_node_says(said):
+    from orchestrate.engines.links import Linked
+    from test_linked import planned
+
+    nodes = Linked()
+    nodes._exists = lambda node: False
+    link = Played("".join(json.dumps(message) + "\n" for message in said).encode())
+    nodes.links = {"node-0": link}
+    nodes.selector.register(link.sock, 1, "node-0")
+    plan = planned()
+    nodes._expect(plan.workers)
+    nodes._connect = lambda node: None
+    exits = []
+    for _ in range(3):
+        exits += nodes.wait(0)
+        nodes.doing()
+    assert all(0 <= end.code <= 255 and end.rank in range(len(plan.workers)) for end in exits)
+    nodes.selector.close()
+    for link in nodes.links.values():
+        link.close()
+
+
+# --- what a worker writes
+
+
+@bounded
+@given(st.binary(max_size=300))
+@example(b"\x1b]52;c;" + b"A" * 100)
+@example(b"\x1b[" * 100)
+def test_no_line_of_a_worker_must_steer_a_terminal(line):
+    text = clean(line)
+    assert not any(ord(letter) < 32 and letter not in "\t\n" or 127 <= ord(letter) < 160 for letter in text)
+    assert isinstance(last_words(text, 1, 12), list)
+
+
+@bounded
+@given(st.binary(max_size=400), st.integers(1, 50), st.integers(1, 20))
+def test_all_bytes_of_a_log_must_come_in_lines(monkeypatch_lines, content, longest, chunk):
+    monkeypatch_lines(longest, chunk)
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        read = Lines()
+        found = [*read.new(file), read.rest()]
+    assert b"".join(found).replace(b"\n", b"") == content.replace(b"\n", b"")
+    if longest > len(content):
+        assert b"\n".join(found) == content
+
+
+@pytest.fixture
+def monkeypatch_lines(monkeypatch):
+    def patch(longest: int, chunk: int) -> None:
+        monkeypatch.setattr("orchestrate.lines.LONGEST", longest)
+        monkeypatch.setattr("orchestrate.lines.CHUNK", chunk)
+
+    return patch
+
+
+@bounded
+@given(st.lists(st.dictionaries(st.sampled_from(["step", "loss", "rank_seconds", "a"]), values, max_size=4), max_size=6))
+@example([{"rank_seconds": [1, 1, 1e400]}] * 6)
+@example([{"rank_seconds": [10**400] * 3}] * 6)
+def test_a_report_must_be_made_of_whatever_a_script_measures(tmp_path_factory, metrics):
+    paths = create(JobPaths(tmp_path_factory.mktemp("runs") / "a-1"))
+    paths.metrics.write_text("".join(json.dumps(value) + "\n" for value in metrics))
+    data = job.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
+    assert data["outcome"] == "succeeded" and job.ended(paths) is not None
+    assert isinstance(report.text(data), str)
+
+
+# --- files of ours that a disk, or a person, has changed
+
+EVENTS = [
+    {"event": "generation_starting", "time": 1.0, "seconds": 0.0, "generation": 0},
+    {"event": "worker_ended", "time": 1.0, "seconds": 0.0, "rank": 0, "exit_code": 1, "stopping": False, "node": "master"},
+    {"event": "workers_stopping", "time": 1.0, "seconds": 0.0, "why": "x"},
+    {"event": "hang", "time": 1.0, "seconds": 0.0, "states": {"0": "S"}, "after": 1},
+    {"event": "outcome", "time": 1.0, "seconds": 0.0, "outcome": "failed", "reason": "x"},
+]
+
+
+@bounded
+@given(st.lists(mangled(EVENTS) | st.sampled_from(EVENTS) | values, max_size=6))
+@example([{"event": "worker_ended", "time": "x"}])
+@example([{"event": "outcome"}])
+@example([{"event": "generation_starting", "time": 1e308, "generation": "x"}])
+def test_events_that_are_damaged_must_be_an_error_by_name_and_the_job_stay_removable(tmp_path_factory, events):
+    paths = create(JobPaths(tmp_path_factory.mktemp("runs") / "a-1"))
+    paths.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    engine = Whole([ALL_WELL], [ALL_WELL])
+    try:
+        job.supervise(paths, engine, lambda: 1, lambda _: None)
+    except UsageError as error:
+        assert str(paths.events) in str(error)
+    except OrchestrateError:
+        pass
+    job.remove(paths)
+
+
+@bounded
+@given(st.binary(max_size=300), st.sampled_from(["events.jsonl", "plan.json", "job.yaml", "report.json", "supervisor.lock"]))
+@example(b'{"outcome": "succeeded"}', "report.json")
+@example(b"\xff", "job.yaml")
+@example(b"[" * 50_000, "plan.json")
+@example(b"[" * 50_000, "job.yaml")
+def test_whatever_is_in_a_file_of_a_job_commands_must_say_what_is_wrong(do_in, content, name):
+    do, paths = do_in()
+    (paths.root / name).write_bytes(content)
+    for command in (["logs", "a-1"], ["ps"], ["stop", "a-1"], ["wait", "a-1"], ["attach", "a-1"], ["rm", "a-1"]):
+        code, out, err = do(*command)
+        assert code in (0, 1, 2, 3, 5, 130), err
+        assert "Traceback" not in "\n".join([*out, *err])
+    assert not paths.root.exists()
+
+
+@pytest.fixture
+def do_in(tmp_path_factory, monkeypatch, capsys):
+    def make() -> tuple[Commands, JobPaths]:
+        runs = tmp_path_factory.mktemp("runs")
+        do = Commands(runs, monkeypatch, capsys)
+        do.engine.generations = [[ALL_WELL]] * 3
+        return do, create(JobPaths(runs / "a-1"))
+
+    return make
+
+
+@bounded
+@given(values)
+@example({"job_id": "/etc", "nodes": ["../.."]})
+def test_a_plan_that_we_have_not_made_must_be_refused(value):
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        read_plan(json.dumps(value), {})
