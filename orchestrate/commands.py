@@ -16,6 +16,7 @@ from orchestrate import cluster, errors, job, lock, logs
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.generation import BY_MAX_RUN
 from orchestrate.paths import NAME, JobPaths
+from orchestrate.redact import Mask
 from orchestrate.report import text
 from orchestrate.spec import JobSpec
 
@@ -190,10 +191,11 @@ def _paths(args: argparse.Namespace) -> JobPaths:
 def show_logs(args: argparse.Namespace) -> int:
     """The workers' output."""
     paths = _paths(args)
-    chosen = job.prefixes(job.load(paths)[1])
+    spec, plan = job.load(paths)
+    chosen = job.prefixes(plan)
     if args.rank is not None and args.rank not in chosen:
         raise UsageError(f"no rank {args.rank} in {paths.root.name}", f"its ranks are 0 to {len(chosen) - 1}")
-    follower = logs.Follower(paths, chosen if args.rank is None else {args.rank: ""})
+    follower = logs.Follower(paths, chosen if args.rank is None else {args.rank: ""}, hide=Mask(spec.env))
     while True:
         living = args.follow and not job.ended(paths) and lock.holder(paths)
         for line in follower.lines(end=not living):
@@ -208,7 +210,7 @@ def attach(args: argparse.Namespace) -> int:
     """Look on while somebody else supervises the job; supervise it when nobody does; tell how it ended."""
     paths = _paths(args)
     spec, made = job.load(paths)
-    follower = job.rest(paths, made)
+    follower = job.rest(paths, spec, made)
     looking = False
     while not (data := job.ended(paths)):
         if supervisor := lock.holder(paths):
@@ -319,7 +321,7 @@ def _finish(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
         spec, made = job.load(paths)
         engine = _own_engine(spec, made)
         more = count_signals(spec)
-        data = job.supervise(paths, engine, lambda: 1 + more(), say, job.rest(paths, made))
+        data = job.supervise(paths, engine, lambda: 1 + more(), say, job.rest(paths, spec, made))
     except (OrchestrateError, BlockingIOError):
         return _remove(paths, holding)
     if why := data["left_behind"]:

@@ -24,6 +24,7 @@ from orchestrate.events import Event, Recorder
 from orchestrate.folder import regular, write_whole
 from orchestrate.paths import JobPaths
 from orchestrate.plan import Plan, read_plan
+from orchestrate.redact import Mask
 from orchestrate.spec import APP, JobSpec, read_file, resolve
 from orchestrate.supervisor import Outcome, Supervisor
 from orchestrate.traces import Traces
@@ -115,13 +116,14 @@ def load(paths: JobPaths) -> tuple[JobSpec, Plan]:
         status = paths.root.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise ValueError("it is not a folder that only you can write")
+        spec = resolve(read_file(paths.spec))
         with regular(paths.plan) as file:
-            plan = read_plan(file.read().decode())
+            plan = read_plan(file.read().decode(), spec.env)
         if plan.job_id != paths.root.name:
             raise ValueError(f"its plan is that of {plan.job_id!r}")
         if not os.path.lexists(paths.nodes if plan.inventory.cluster == plan.job_id else paths.shared):
             raise ValueError("an older version of orchestrate has made it")
-        return resolve(read_file(paths.spec)), plan
+        return spec, plan
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{paths.root} holds no job that can go on: {error}", "start it again") from None
 
@@ -142,7 +144,7 @@ def supervise(
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock.held(paths))
         spec, plan = load(paths)
-        seen = paths.shared
+        hide, seen = Mask(spec.env), paths.shared
         if cluster := paths.cluster:
             home = JobPaths(paths.root.parent / cluster)
             seen = home.nodes
@@ -151,7 +153,7 @@ def supervise(
             except BlockingIOError:
                 again = f"python -m orchestrate attach {plan.job_id}, once that job has ended"
                 raise UsageError(f"another job has taken {cluster}", again) from None
-        follower = follower or logs.Follower(paths, prefixes(plan))
+        follower = follower or logs.Follower(paths, prefixes(plan), hide=hide)
         follower.follow(prefixes(plan))
         follower.marks = False  # the supervisor announces generations itself
         failure = None
@@ -167,20 +169,20 @@ def supervise(
 
             emit = Recorder(paths.events, tell)
             emit("supervisor_started", job_id=plan.job_id)
-            traces = Traces(paths)
+            traces = Traces(paths, hide)
             try:
                 supervisor = Supervisor(spec, plan, seen, engine, emit, stops, traces, renew)
             except (KeyError, TypeError, ValueError, AttributeError) as error:  # of its history
-                raise UsageError(f"{paths.events} is damaged: {error!r}", f"python -m orchestrate rm {plan.job_id}") from None
+                hint = f"python -m orchestrate rm {plan.job_id}"
+                raise UsageError(f"{paths.events} is damaged: {error!r}", hint) from None
             try:
                 outcome = supervisor.supervise()
             except OrchestrateError as error:
                 outcome, failure = Outcome("failed", f"could not start: {error}"), error
         emit("job_ended", outcome=outcome.word, reason=outcome.why)
         emit.close()
-        data = report.report(
-            supervisor.plan, outcome, supervisor.history.ended, emit.events, traces.metrics(), traces.checkpoints()
-        )
+        metrics, ended = hide.inside(traces.metrics()), supervisor.history.ended
+        data = report.report(supervisor.plan, outcome, ended, emit.events, metrics, traces.checkpoints())
         try:
             write_whole(paths.report, json.dumps(data, indent=2) + "\n")
             bring_home(paths)
@@ -207,9 +209,9 @@ def prefixes(plan: Plan) -> dict[int, str]:
     return logs.prefixes({worker.rank: worker.node for worker in plan.workers})
 
 
-def rest(paths: JobPaths, plan: Plan) -> logs.Follower:
+def rest(paths: JobPaths, spec: JobSpec, plan: Plan) -> logs.Follower:
     """A follower of the workers' output from its last lines on."""
-    follower = logs.Follower(paths, prefixes(plan))
+    follower = logs.Follower(paths, prefixes(plan), hide=Mask(spec.env))
     follower.skip()
     return follower
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from orchestrate.folder import Folder, regular
 from orchestrate.lines import Lines
@@ -29,9 +29,14 @@ def clean(line: bytes) -> str:
 class Follower:
     """Hands out the new lines of one job's logs."""
 
-    def __init__(self, paths: JobPaths, ranks: dict[int, str], marks: bool = True) -> None:
-        """`ranks` are the ranks to read, with the prefix of each; `marks`: the nodes' marks of generations, too."""
-        self.paths, self.marks = paths, marks
+    def __init__(
+        self, paths: JobPaths, ranks: dict[int, str], marks: bool = True, hide: Callable[[str], str] = str
+    ) -> None:
+        """`ranks` are the ranks to read, with the prefix of each; `marks`: the nodes' marks of generations, too.
+
+        `hide` takes secrets out of a line.
+        """
+        self.paths, self.marks, self.hide = paths, marks, hide
         self.read: dict[int, Lines] = {}
         self.follow(ranks)
 
@@ -53,9 +58,9 @@ class Follower:
             with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
                 for line in read.new(file):
                     if self.marks or not line.startswith(MARK):
-                        yield prefix + clean(line)
+                        yield prefix + self.hide(clean(line))
             if end and read.partial:
-                yield prefix + clean(read.rest())
+                yield prefix + self.hide(clean(read.rest()))
 
     def _each(self) -> Iterator[tuple[int, int]]:
         """The ranks, with a descriptor of the folder of their logs; none where there is no such folder."""

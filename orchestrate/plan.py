@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from orchestrate.cores import shares
 from orchestrate.errors import ResourceError
 from orchestrate.node.ranks import assign
+from orchestrate.redact import redacted
 from orchestrate.spec import JobSpec
 
 
@@ -73,8 +74,11 @@ class Plan:
         return len(self.workers)
 
     def to_json(self) -> str:
-        """The plan as JSON, for `plan.json`."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        """The plan as JSON, for `plan.json`, without the values of secrets."""
+        values = dataclasses.asdict(self)
+        for worker in values["workers"]:
+            worker["env"] = redacted(worker["env"])
+        return json.dumps(values, indent=2)
 
     def __str__(self) -> str:
         """The plan for a person: a line per worker."""
@@ -171,12 +175,18 @@ def plan(
     )
 
 
-def read_plan(text: str) -> Plan:
-    """The plan that `to_json` wrote; raises ValueError, TypeError or KeyError for anything else."""
+def read_plan(text: str, env: Mapping[str, str]) -> Plan:
+    """The plan that `to_json` wrote; raises ValueError, TypeError or KeyError for anything else.
+
+    `env` is the job's own environment, for the values of secrets, which are not in the text.
+    """
     values = json.loads(text)
     lists = {name: tuple(values["inventory"][name]) for name in ("cores", "gpus", "preload")}
     inventory = Inventory(**values["inventory"] | lists)
-    workers = tuple(WorkerPlan(**worker | {"cores": tuple(worker["cores"])}) for worker in values["workers"])
+    workers = tuple(
+        WorkerPlan(**worker | {"cores": tuple(worker["cores"]), "env": worker["env"] | env})
+        for worker in values["workers"]
+    )
     tuples = {name: tuple(values[name]) for name in ("command", "nodes", "gpus")}
     return Plan(**values | tuples | {"inventory": inventory, "workers": workers})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ WHOLE = 64 << 20  # bytes of the metrics that a report is made of: the last ones
 class Traces:
     """The supervisor's eyes on the files of a job, and its fence."""
 
-    def __init__(self, paths: JobPaths) -> None:
-        self.paths = paths
+    def __init__(self, paths: JobPaths, hide: Callable[[str], str] = str) -> None:
+        """`hide` takes secrets out of what workers have written."""
+        self.paths, self.hide = paths, hide
         self.generation = 0  # whose last words are asked for
         self._step, self._metrics = 0, Lines()
 
@@ -36,7 +38,7 @@ class Traces:
 
     def text(self, rank: int) -> str:
         """The end of a worker's log."""
-        return logs.tail(self._folder, rank)
+        return self.hide(logs.tail(self._folder, rank))
 
     def log(self, rank: int) -> Path:
         """Where a worker's log is."""

@@ -2,10 +2,8 @@
 
 import contextlib
 import json
-import os
 import socket
 import tempfile
-from pathlib import Path
 
 import pytest
 from commanded import Commands, Whole, create
@@ -13,11 +11,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scripted import ALL_WELL
 
-from orchestrate import job, report, spec
+from orchestrate import job, report
 from orchestrate.engines import messages
 from orchestrate.engines.links import Link
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.events import History, Recorder, objects
 from orchestrate.lines import Lines
 from orchestrate.logs import clean, last_words
 from orchestrate.paths import JobPaths
@@ -97,8 +94,9 @@ class Played(Link):
 @bounded
 @given(st.lists(mangled(FORMS) | values, max_size=8))
 def test_an_engine_must_survive_what_a_node_says(said):
-    from orchestrate.engines.links import Linked
     from test_linked import planned
+
+    from orchestrate.engines.links import Linked
 
     nodes = Linked()
     nodes._exists = lambda node: False
@@ -155,7 +153,9 @@ def monkeypatch_lines(monkeypatch):
 
 
 @bounded
-@given(st.lists(st.dictionaries(st.sampled_from(["step", "loss", "rank_seconds", "a"]), values, max_size=4), max_size=6))
+@given(
+    st.lists(st.dictionaries(st.sampled_from(["step", "loss", "rank_seconds", "a"]), values, max_size=4), max_size=6)
+)
 @example([{"rank_seconds": [1, 1, 1e400]}] * 6)
 @example([{"rank_seconds": [10**400] * 3}] * 6)
 def test_a_report_must_be_made_of_whatever_a_script_measures(tmp_path_factory, metrics):
@@ -170,7 +170,15 @@ def test_a_report_must_be_made_of_whatever_a_script_measures(tmp_path_factory, m
 
 EVENTS = [
     {"event": "generation_starting", "time": 1.0, "seconds": 0.0, "generation": 0},
-    {"event": "worker_ended", "time": 1.0, "seconds": 0.0, "rank": 0, "exit_code": 1, "stopping": False, "node": "master"},
+    {
+        "event": "worker_ended",
+        "time": 1.0,
+        "seconds": 0.0,
+        "rank": 0,
+        "exit_code": 1,
+        "stopping": False,
+        "node": "master",
+    },
     {"event": "workers_stopping", "time": 1.0, "seconds": 0.0, "why": "x"},
     {"event": "hang", "time": 1.0, "seconds": 0.0, "states": {"0": "S"}, "after": 1},
     {"event": "outcome", "time": 1.0, "seconds": 0.0, "outcome": "failed", "reason": "x"},
@@ -196,7 +204,10 @@ def test_events_that_are_damaged_must_be_an_error_by_name_and_the_job_stay_remov
 
 
 @bounded
-@given(st.binary(max_size=300), st.sampled_from(["events.jsonl", "plan.json", "job.yaml", "report.json", "supervisor.lock"]))
+@given(
+    st.binary(max_size=300),
+    st.sampled_from(["events.jsonl", "plan.json", "job.yaml", "report.json", "supervisor.lock"]),
+)
 @example(b'{"outcome": "succeeded"}', "report.json")
 @example(b"\xff", "job.yaml")
 @example(b"[" * 50_000, "plan.json")

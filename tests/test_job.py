@@ -253,7 +253,7 @@ def test_nodes_that_came_later_must_be_shown_under_their_own_names(paths, monkey
 def test_lines_must_be_shown_from_where_they_were_shown_last(paths):
     create(paths)
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
-    follower = job.rest(paths, job.load(paths)[1])
+    follower = job.rest(paths, *job.load(paths))
     last = list(follower.lines())
     assert last[-1] == "master 0    | line 999" and len(last) < 1000
     with paths.log(0).open("a") as file:

@@ -146,7 +146,7 @@ def test_the_plan_of_each_generation_must_be_written_down_before_its_workers_sta
     kept = []
     engine = Scripted([KILLED], [ALL_WELL])
     start = engine.start
-    engine.start = lambda *arguments: (kept.append(read_plan(job.paths.plan.read_text())), start(*arguments))
+    engine.start = lambda *arguments: (kept.append(read_plan(job.paths.plan.read_text(), {})), start(*arguments))
     job.run(engine)
     assert [made.generation for made in kept] == [0, 1]
     assert [made.workers for made in kept] == engine.plans

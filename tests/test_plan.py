@@ -70,7 +70,7 @@ def test_a_pinned_worker_must_have_cores_of_its_own():
     made = plan(JobSpec(trainers=2, pin=True), HERE, "a-1")
     assert [line.split("cpu, ")[1] for line in str(made).splitlines()[2:]] == ["cores 0,1", "cores 2,3", "cores 4,5"]
     assert [worker.env["WORKER_CORES"] for worker in made.workers] == ["0,1", "2,3", "4,5"]
-    assert read_plan(made.to_json()) == made
+    assert read_plan(made.to_json(), {}) == made
     made = plan(JobSpec(trainers=1, nproc_per_node=2, pin=True), HERE, "a-1")
     assert [worker.cores for worker in made.workers] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     every = plan(JobSpec(trainers=7, pin=True), HERE, "a-1")  # as many as there are cores
@@ -207,16 +207,24 @@ def test_a_plan_must_hold_only_the_gpus_that_have_a_worker():
 
 def test_a_plan_must_be_read_as_it_was_written():
     made = plan(JobSpec(trainers=1), with_gpus(4), "a-1", generation=2)
-    assert read_plan(made.to_json()) == made
+    assert read_plan(made.to_json(), {}) == made
     there = dataclasses.replace(HERE, preload=("torch", "numpy"), code="/code", cluster="box-77aa")
     made = plan(JobSpec(command=("x.py", "a b"), pin=True), there, "a-1")
-    assert read_plan(made.to_json()) == made
+    assert read_plan(made.to_json(), {}) == made
+
+
+def test_a_plan_must_be_written_without_secrets_and_be_read_with_those_of_the_job():
+    spec = JobSpec(trainers=1, env={"HF_TOKEN": "canary", "URL": "https://me:canary@host", "A": "b"})
+    made = plan(spec, HERE, "a-1")
+    text = made.to_json()
+    assert "canary" not in text and '"A": "b"' in text and '"HF_TOKEN": "***"' in text
+    assert read_plan(text, spec.env) == made
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"inventory": {}}'])
 def test_what_is_no_plan_must_be_refused(text):
     with pytest.raises((ValueError, TypeError, KeyError)):
-        read_plan(text)
+        read_plan(text, {})
 
 
 def test_the_users_environment_must_reach_every_worker():

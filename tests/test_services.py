@@ -44,6 +44,10 @@ def test_a_node_must_have_as_many_gpus_as_workers():
     assert "GenericResources" not in resources["Limits"]
 
 
+def test_the_environment_of_workers_must_not_be_that_of_a_service():
+    assert "canary" not in str(asked(JobSpec(env={"HF_TOKEN": "canary"})))
+
+
 @pytest.mark.parametrize(("volume", "kind"), [("/mnt/shared", "bind"), ("shared", "volume")])
 def test_a_shared_folder_must_be_where_nodes_look_for_it(volume, kind):
     assert mounts(asked(JobSpec(volume=volume)))["/shared"] == {"Type": kind, "Source": volume, "Target": "/shared"}

@@ -1,0 +1,102 @@
+"""Values of environment variables that look secret must be recognised, and others must be left readable."""
+
+import pytest
+
+from orchestrate.redact import HIDDEN, Mask, is_secret, redacted
+
+SECRET = (
+    "HF_TOKEN token HF_TOKENS TOKEN_2 GITHUB_TOKEN2 CLIENT_SECRET SECRETS SECRET_KEY_BASE DB_PASSWORD PGPASSWORD "
+    "PASSWD SSH_PASSPHRASE SMTP_PASS SSHPASS MYSQL_PWD API_KEY OPENAI_API_KEY apiKey WANDB_API_KEY_1 SSH_KEY KEY "
+    "AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN KEYS OPENAI_APIKEY CREDENTIAL AWS_CREDENTIALS "
+    "DOCKER_AUTH_CONFIG NPM_CONFIG__AUTH COOKIE SESSION_COOKIES SENTRY_DSN GH_PAT hfToken MY_JWT"
+)
+PLAIN = (
+    "TOKENIZERS_PARALLELISM TOKENIZER KEYBOARD MONKEY KEY_FILE PRIMARY_KEYED AUTHOR PATH PATIENCE PASSES PWD OLDPWD "
+    "OMP_NUM_THREADS A COMPASS DSNAME DISPATCH HOME ID KEY_SIZE_ID DETOKENIZE"
+)
+
+
+@pytest.mark.parametrize("name", SECRET.split())
+def test_a_name_that_says_so_must_make_a_value_secret(name):
+    assert is_secret(name, "canary-7c1")
+
+
+@pytest.mark.parametrize("name", PLAIN.split())
+def test_a_name_that_only_looks_alike_must_not(name):
+    assert not is_secret(name, "canary-7c1")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "postgres://me:canary@host/db",
+        "redis://:canary@host:6379",
+        "postgresql+psycopg://me:can/ary@host/db",
+        "https://canary@example.org/simple",
+        "git+https://x-access-token:canary@example.org/a.git",
+        "http://proxy:3128 http://me:canary@proxy:3128",
+        "amqp://me:12345@host",
+    ],
+)
+def test_a_url_with_a_password_must_be_secret_whatever_its_name(value):
+    assert is_secret("A", value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "https://example.org",
+        "http://host:8080/a@b",
+        "ssh://git@example.org/a.git",
+        "me@example.org",
+        "s3://bucket/a:b@c",
+        "tcp://host:29500",
+        "a:b@c",
+    ],
+)
+def test_a_url_without_a_password_must_stay_readable(value):
+    assert not is_secret("A", value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("HF_TOKEN", ""), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"), ("USE_AUTH", "False"), ("MAX_TOKENS", "4096")],
+)
+def test_a_switch_or_a_count_must_not_be_secret(name, value):
+    assert not is_secret(name, value)
+    assert is_secret("PASSWORD", "4096") and is_secret("API_KEY", "123456")
+
+
+def test_only_secret_values_must_be_replaced():
+    env = {"HF_TOKEN": "canary-7c1", "A": "b", "URL": "https://me:canary@host", "EMPTY_TOKEN": ""}
+    assert redacted(env) == {"HF_TOKEN": HIDDEN, "A": "b", "URL": HIDDEN, "EMPTY_TOKEN": ""}
+    assert env["HF_TOKEN"] == "canary-7c1"
+
+
+def test_text_must_be_shown_without_the_secrets_in_it():
+    key = "-----BEGIN KEY-----\ncanary-line\n-----END KEY-----\n"
+    hide = Mask({"HF_TOKEN": "canary-7c1", "LONG_TOKEN": "canary-7c1-more", "URL": "redis://:hunter22@h/0", "KEY": key})
+    assert hide("a canary-7c1 b canary-7c1-more c") == f"a {HIDDEN} b {HIDDEN} c"
+    assert hide("redis://:hunter22@h/0, or hunter22 alone") == f"{HIDDEN}, or {HIDDEN} alone"
+    assert hide("canary-line") == HIDDEN
+    assert hide("(canary.7c1)") == "(canary.7c1)"
+
+
+def test_a_value_that_is_too_short_must_not_be_looked_for_in_text():
+    hide = Mask({"PASSWORD": "rank", "A": "step 1 of 3", "HF_TOKEN": ""})
+    assert hide("rank 0: step 1 of 3") == "rank 0: step 1 of 3"
+    assert Mask({})("anything") == "anything"
+
+
+def test_data_must_be_shown_without_the_secrets_in_it():
+    hide = Mask({"HF_TOKEN": "canary-7c1"})
+    data = {"config": {"token": "canary-7c1", "lr": 0.1}, "canary-7c1": [1, None, "x canary-7c1"], "loss": 2}
+    assert hide.inside(data) == {"config": {"token": HIDDEN, "lr": 0.1}, HIDDEN: [1, None, f"x {HIDDEN}"], "loss": 2}
+
+
+def test_data_that_is_nested_without_end_must_be_cut_off():
+    data: list = []
+    for _ in range(900):
+        data = [data]
+    assert str(Mask({}).inside(data)).strip("[]") == f"'{HIDDEN}'"

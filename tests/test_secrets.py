@@ -1,0 +1,133 @@
+"""The value of a secret must be in job.yaml and in its workers' environment, and in nothing else that a job leaves.
+
+What workers write themselves is in their logs as they wrote it.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from commanded import create
+from conftest import ROOT, docker, proc
+from scripted import ALL_WELL, KILLED
+
+from orchestrate import lock
+from orchestrate.paths import JobPaths
+from orchestrate.redact import HIDDEN
+from orchestrate.spec import JobSpec
+
+CANARY = "canary-0d4f6a3e"
+ENV = {"HF_TOKEN": CANARY, "DATABASE_URL": f"postgres://me:{CANARY}-2@host/db", "A": "b"}
+SPEC = JobSpec(trainers=2, grace=0.01, env=ENV, command=("-m", "app.train"))
+
+
+def leaks(folder: Path) -> set[str]:
+    """The files below a folder that hold the canary."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)) for path in files if CANARY.encode() in path.read_bytes()}
+
+
+@pytest.fixture
+def printing(do):
+    """An engine whose workers print a secret, note it as a metric, and fail at first."""
+    do.engine.generations = [[KILLED], [ALL_WELL]]
+    start = do.engine.start
+
+    def write(workers, command) -> None:
+        start(workers, command)
+        folder = next(do.runs.glob("*/logs")).parent
+        for worker in workers:
+            with (folder / "logs" / f"rank-{worker.rank}.log").open("a") as file:
+                file.write(f"[node] generation {len(do.engine.plans) - 1}\nlogin with {worker.env['HF_TOKEN']}\n")
+        (folder / "metrics.jsonl").write_text(json.dumps({"config": {"token": worker.env["HF_TOKEN"]}}) + "\n")
+
+    do.engine.start = write
+    return do.engine
+
+
+def test_a_run_must_show_no_secret_though_its_workers_print_it(do, printing, tmp_path, monkeypatch):
+    job = tmp_path / "files" / "secret.yaml"
+    job.parent.mkdir()
+    job.write_text(SPEC.to_yaml())
+    monkeypatch.chdir(ROOT)
+    for command in (["plan", job], ["run", job, "--dry-run"], ["run", job]):
+        code, out, err = do(*command)
+        assert code == 0 and CANARY not in "\n".join(out + err)
+    assert f"login with {HIDDEN}" in "\n".join(err)
+    (run,) = (path.parent for path in do.runs.glob("*/report.json"))
+    assert leaks(run) == {"job.yaml", "metrics.jsonl", *(f"logs/rank-{rank}.log" for rank in range(3))}
+    report = json.loads((run / "report.json").read_text())
+    assert report["final_metrics"] == {"config": {"token": HIDDEN}}
+    assert report["failures"][0]["last_lines"][-1] == f"login with {HIDDEN}"
+    assert json.loads((run / "plan.json").read_text())["workers"][0]["env"]["A"] == "b"
+    for command in ("logs", "ps", "attach"):
+        code, out, err = do(command, *([] if command == "ps" else [run.name]))
+        assert code == 0 and CANARY not in "\n".join(out + err)
+
+
+@pytest.mark.parametrize("words", [["logs", "a-1"], ["logs", "a-1", "--rank", "1"], ["attach", "a-1"]])
+def test_the_output_of_a_job_must_be_shown_without_the_secrets(do, printing, paths, words):
+    paths.spec.write_text(SPEC.to_yaml())
+    paths.log(1).write_text(f"before {CANARY} after\n")
+    _, out, err = do(*words)
+    shown = "\n".join(out + err)
+    assert f"before {HIDDEN} after" in shown and CANARY not in shown
+
+
+def test_another_supervisor_must_start_workers_with_the_secrets(do, printing, tmp_path):
+    paths = create(JobPaths(tmp_path / "b-1"), SPEC)
+    assert leaks(paths.root) == {"job.yaml"}
+    assert do("attach", "b-1")[0] == 0
+    assert len(printing.plans) == 2
+    for workers in printing.plans:
+        assert all(worker.env.items() >= ENV.items() for worker in workers)
+
+
+# --- for real
+
+SCRIPT = """\
+import hashlib, os, pathlib, sys, time
+print(hashlib.sha256(os.environ["HF_TOKEN"].encode()).hexdigest(), flush=True)
+while not os.path.exists("enough"):
+    time.sleep(0.02)
+sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+"""
+
+
+def seen(name: str) -> str:
+    """What other people of this machine can see of a job: command lines, and what the engine says of containers."""
+    found = [" ".join(proc(path.name, "cmdline")) for path in Path("/proc").glob("[0-9]*")]
+    with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
+        nodes = docker("ps", "-aq", "--no-trunc", "--filter", f"label=orchestrate.job={name}").split()
+        found += [docker("inspect", *nodes), *(docker("logs", node) for node in nodes)] if nodes else []
+    return "\n".join(found)
+
+
+def test_a_secret_must_reach_the_workers_of_each_supervisor_and_nothing_else(cli, engine):
+    (cli.folder / "told.py").write_text(SCRIPT)
+    (cli.folder / "job.yaml").write_text(JobSpec(trainers=1, env=ENV, command=("told.py",), warm=False).to_yaml())
+    said = "".join(
+        f"{done.stdout}{done.stderr}"
+        for done in (
+            cli("plan", "job.yaml", "--engine", engine),
+            cli("run", "job.yaml", "--engine", engine, "--detach"),
+        )
+    )
+    name = cli.run_dir().name
+    digest = hashlib.sha256(CANARY.encode()).hexdigest()
+    cli.wait_for(digest, rank=1)
+    assert CANARY not in seen(name)
+    os.kill(lock.holder(JobPaths(cli.run_dir())), signal.SIGKILL)
+    cli.enough()
+    for command in (["ps"], ["attach", name], ["logs", name], ["wait", name]):
+        done = cli(*command)
+        said += f"{done.stdout}{done.stderr}"
+        assert done.returncode == 0, done.stderr
+    assert cli.log(1).count(digest) == 2 and cli.report()["generations"] == 2
+    assert leaks(cli.folder / "runs") == {f"{name}/job.yaml"}
+    assert CANARY not in said
