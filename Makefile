@@ -8,7 +8,7 @@ JOBS ?= 4
 # With an engine, torch lives in the image; without one, local processes need it here.
 NEEDS = $(shell docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 && echo base || echo torch)
 
-.PHONY: run test
+.PHONY: run test lock
 run: $(VENV)/.$(NEEDS)
 	@$(VENV)/bin/python -m orchestrate run $(ARGS)
 
@@ -17,6 +17,13 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+# What the image installs: the newest versions that pyproject.toml allows, with their hashes, for Python 3.11 and later.
+lock: $(VENV)/.base
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check uv
+	@sed -n 's/^torch = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d '",' | tr ' ' '\n' | \
+	$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --upgrade --no-config \
+		--no-emit-index-url --custom-compile-command 'make lock' --output-file requirements.lock -
 
 $(VENV)/.base $(VENV)/.torch $(VENV)/.test: $(VENV)/.%: pyproject.toml
 	@echo 'setting up $(VENV) for "$*", once' >&2

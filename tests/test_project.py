@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
+from packaging.requirements import Requirement
 
 from orchestrate.export.compose import VARIABLE
 from orchestrate.spec import JobSpec
@@ -17,6 +18,7 @@ from orchestrate.spec import JobSpec
 
 
 TOOL = '#!/bin/bash\necho "$(basename "$0")${{*:+ $*}}" >> "{calls}"\n[ "$(basename "$0") $1" != "$FAILS" ]\n'
+UV = TOOL.replace("\n[", '\ncat > "{calls}.given"\n[')
 DOCKER = '#!/bin/bash\n[ "$1" != "$NO_DOCKER" ]\n'
 
 
@@ -25,10 +27,11 @@ class Make:
 
     def __init__(self, folder: Path) -> None:
         self.venv, self.calls = folder / "venv", folder / "calls"
-        for name in ("venv/bin/python", "venv/bin/pip", "venv/bin/ruff", "venv/bin/mypy", "bin/docker"):
+        for name in ("bin/docker", *(f"venv/bin/{name}" for name in ("python", "pip", "ruff", "mypy", "uv"))):
             tool = folder / name
             tool.parent.mkdir(parents=True, exist_ok=True)
-            tool.write_text(DOCKER if tool.name == "docker" else TOOL.format(calls=self.calls))
+            text = {"docker": DOCKER, "uv": UV.format(calls=self.calls)}
+            tool.write_text(text.get(tool.name, TOOL.format(calls=self.calls)))
             tool.chmod(0o755)
         ours = ("MFLAGS", "ARGS", "JOBS", "VENV", "PYTHON")  # of the `make test` that may run this
         clean = {name: os.environ[name] for name in os.environ if name not in ours and not name.startswith("MAKE")}
@@ -40,6 +43,10 @@ class Make:
         command = ["make", f"VENV={self.venv}", *words]
         done = subprocess.run(command, cwd=ROOT, env=self.env | env, capture_output=True, text=True)
         return done.returncode, self.calls.read_text().splitlines()
+
+    def given(self) -> str:
+        """What `uv` has read."""
+        return self.calls.with_name("calls.given").read_text()
 
     def stamps(self) -> set[str]:
         """What is set up."""
@@ -117,15 +124,66 @@ def image() -> list[tuple[str, str]]:
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
 
 
-def test_the_image_must_have_what_local_processes_have():
+LOCK = (ROOT / "requirements.lock").read_text()
+PLACES = [(python, machine) for python in ("3.11", "3.12") for machine in ("x86_64", "aarch64")]
+
+
+def locked(python: str, machine: str) -> dict[str, str]:
+    """The versions that pip would install from the lock on a machine with Linux, by the names of the packages."""
+    there = {"python_version": python, "python_full_version": f"{python}.0", "platform_machine": machine}
+    there |= {"sys_platform": "linux", "platform_system": "Linux", "implementation_name": "cpython"}
+    wanted = [Requirement(line) for line in re.findall(r"^([a-z].*?) *\\?$", LOCK, re.M)]
+    chosen = [one for one in wanted if one.marker is None or one.marker.evaluate(there)]
+    versions = {one.name: str(one.specifier).removeprefix("==") for one in chosen}
+    assert len(versions) == len(chosen)  # each of one version
+    return versions
+
+
+@pytest.mark.parametrize(("python", "machine"), PLACES)
+def test_the_lock_must_have_what_local_processes_have(python, machine):
     (needed,) = re.findall(r"^torch = (\[.*\])", (ROOT / "pyproject.toml").read_text(), re.M)
+    found = locked(python, machine)
+    for one in map(Requirement, yaml.safe_load(needed)):
+        assert one.specifier.contains(found[one.name]), one.name
+    assert {"numpy", "filelock", "typing-extensions", "nvidia-nccl-cu13"} <= found.keys()  # and what those need
+
+
+def test_each_package_of_the_lock_must_have_hashes_and_no_place_that_it_comes_from():
+    name, hashes = r"[a-z][\w.-]*==[\w.]+(?: ; [^\\\n]+)?", r"(?: \\\n    --hash=sha256:[0-9a-f]{64})+"
+    packages = re.findall(f"^{name}{hashes}$", LOCK, re.M)
+    assert len(packages) == len(re.findall(r"^[^ #\n]", LOCK, re.M)) > 20
+    assert not re.search(r"://|--(extra-)?index|--find-links|\w\.(org|com|io|net)\b", LOCK)
+
+
+def test_the_image_must_have_what_is_locked_and_nothing_else():
     (install,) = [words for name, words in image() if name == "RUN" and "pip install" in words]
-    assert set(yaml.safe_load(needed)) <= set(shlex.split(install))
+    assert "--mount=type=bind,source=requirements.lock,target=/tmp/requirements.lock " in install
+    options = shlex.split(install.partition("pip install ")[2])
+    assert options[-3:] == ["--require-hashes", "--requirement", "/tmp/requirements.lock"]
+    assert all(option.startswith("--") for option in options[:-1])
+
+
+def test_the_base_must_be_named_by_its_digest_in_one_place():
+    base = r"python:3\.\d+\.\d+-slim-[a-z]+@sha256:[0-9a-f]{64}"
+    (named,) = [words for name, words in image() if name == "ARG"]
+    assert re.fullmatch(f"BASE_IMAGE={base}", named)
+    assert SERVICES["master"]["build"]["args"] == ["BASE_IMAGE"]  # of the environment, where it names another one
+    for path in ("docker-compose.yml", "README.md", ".ci/run"):
+        assert not re.search(r"python:3|sha256:", (ROOT / path).read_text())
+
+
+def test_make_lock_must_take_the_newest_versions_that_the_project_allows(make):
+    code, (install, tool, command) = make("lock")
+    assert (code, install) == (0, INSTALL) and tool.startswith("pip install ") and tool.endswith(" uv")
+    words = command.split()
+    assert words[:3] == ["uv", "pip", "compile"] and {"--universal", "--generate-hashes", "--upgrade"} <= set(words)
+    assert words[-3:] == ["--output-file", "requirements.lock", "-"]
+    assert make.given() == "torch>=2.10\ntorchvision\nsafetensors\n"
 
 
 def test_the_image_must_start_a_node_without_root_on_the_base_that_is_named():
     steps = image()
-    assert steps[0] == ("ARG", "BASE_IMAGE=python:3.12-slim") and steps[1] == ("FROM", "${BASE_IMAGE}")
+    assert steps[0][0] == "ARG" and steps[1] == ("FROM", "${BASE_IMAGE}")
     assert ("COPY", "orchestrate /opt/orchestrate") in steps and ("COPY", "app app") in steps
     last = dict(steps)
     assert last["WORKDIR"] == "/workspace" and last["USER"] == "1000:1000"
@@ -203,7 +261,6 @@ def test_what_the_readme_names_must_reach_nodes_and_have_the_defaults_of_a_job()
     assert (found["NODE_SHM"], found["NODE_GRACE"]) == (job.shm_size, f"{job.grace:g}")
     assert (found["NODE_MODE"], found["NPROC_PER_NODE"], found["TRAINERS"]) == ("join", "1", "1")
     assert (found["NODE_MEMORY"], found["NODE_CPUS"]) == ("0", "0")
-    assert found["BASE_IMAGE"] == "python:3.12-slim"
     assert defaults(FILE["secrets"]) == {"CA_BUNDLE": "/dev/null"}
     assert SERVICES["master"]["build"]["secrets"] == [*FILE["secrets"]]
     gpu = defaults(SERVICES["master"])
