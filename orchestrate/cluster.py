@@ -67,7 +67,8 @@ class Cluster:
     def place(self, inventory: Inventory, job_id: str) -> Inventory:
         """What the engine has, for a job on this cluster."""
         folder = inventory.job_dir if inventory.engine == "process" else f"{inventory.job_dir}/{job_id}"
-        return dataclasses.replace(inventory, cluster=self.name, job_dir=folder)
+        sharing = len(names(self.spec, spares=True))
+        return dataclasses.replace(inventory, cluster=self.name, job_dir=folder, sharing=sharing)
 
 
 def found(runs: Path) -> list[Cluster]:

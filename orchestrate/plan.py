@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from orchestrate.cores import shares
 from orchestrate.errors import ResourceError
+from orchestrate.limits import UNLIMITED, Limits, in_words, limits
 from orchestrate.node.ranks import assign
 from orchestrate.redact import redacted
 from orchestrate.spec import JobSpec
@@ -31,6 +32,9 @@ class Inventory:
     code: str = ""  # the folder of this machine in which the command runs
     preload: tuple[str, ...] = ()  # the modules that nodes import before there is a worker
     cluster: str = ""  # whose nodes are used, and stay, where they are not the job's own
+    memory: int = 0  # bytes that the machine has, the smallest one where there are several; 0 where that is not known
+    hosts: int = 1  # the machines that take nodes
+    sharing: int = 0  # the nodes that share them, where those are not the job's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,7 @@ class Plan:
     nproc_per_node: int
     gpus: tuple[str, ...]
     reason: str  # why the workers run on CPU, where they do
+    limits: Limits  # of each node
     workers: tuple[WorkerPlan, ...]
 
     @property
@@ -93,6 +98,7 @@ class Plan:
             f"{self.inventory.about}, master at {first['MASTER_ADDR']}:{first['MASTER_PORT']}, "
             + (counted(int(threads), "thread") if threads.isdecimal() else f"{threads} threads")
             + " per worker"
+            + (f", {in_words(self.limits.memory)} of memory per node" if self.limits.memory else "")
             + (", warm" if self.inventory.preload else "")
             + (", on the network of this machine" if self.inventory.network == "host" else ""),
         ]
@@ -171,6 +177,7 @@ def plan(
         nproc_per_node=nproc,
         gpus=gpus[:wanted],
         reason="" if gpus else "--gpus none" if spec.gpus == "none" else inventory.no_gpus,
+        limits=_limits(spec, inventory),
         workers=tuple(workers),
     )
 
@@ -188,7 +195,14 @@ def read_plan(text: str, env: Mapping[str, str]) -> Plan:
         for worker in values["workers"]
     )
     tuples = {name: tuple(values[name]) for name in ("command", "nodes", "gpus")}
-    return Plan(**values | tuples | {"inventory": inventory, "workers": workers})
+    return Plan(**values | tuples | {"inventory": inventory, "workers": workers, "limits": Limits(**values["limits"])})
+
+
+def _limits(spec: JobSpec, inventory: Inventory) -> Limits:
+    """The limits of a node, the same in every generation, however few nodes it has."""
+    together = inventory.sharing or len(names(spec, spares=True))
+    asked = UNLIMITED if inventory.engine == "process" else spec.memory
+    return limits(asked, inventory.memory, math.ceil(together / inventory.hosts))
 
 
 def _gpus(spec: JobSpec, inventory: Inventory) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from orchestrate.errors import UsageError
+from orchestrate.limits import UNLIMITED
 from orchestrate.node.ranks import CONTRACT
 from orchestrate.restarts import ACTIONS, CAUSES, CONDITIONS
 
@@ -147,7 +148,9 @@ def _field(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
     return dataclasses.field(default_factory=factory, metadata={"parse": parse, "doc": doc})
 
 
-_size = _text(r"0*[1-9]\d*[bkmgBKMG]?", "a size such as 512m or 4g")
+SIZE = r"0{0,3}[1-9]\d{0,15}[bkmgBKMG]?"
+_size = _text(SIZE, "a size such as 512m or 4g")
+_limit = _text(f"{SIZE}|{UNLIMITED}", f"a size such as 512m or 4g, or {UNLIMITED}")
 _number = _text(r"(?=.*[1-9])\d+(\.\d+)?", "a number above 0")
 
 
@@ -166,7 +169,9 @@ class JobSpec:
         "auto", _text(r"auto|root|\d+(:\d+)?", "auto, root, or UID:GID"), "who nodes run as; auto: you, but not root"
     )
     env: dict[str, str] = _field({}, _env, "more environment for every worker")
-    memory: str | None = _field(None, _optional(_size), "limit of each node, such as 4g")
+    memory: str | None = _field(
+        None, _optional(_limit), "limit of each node, such as 4g, or unlimited (default its share of the machine's)"
+    )
     cpus: float | None = _field(None, _optional(lambda value: float(_number(value))), "of each node")
     shm_size: str = _field("1g", _size, "/dev/shm of each node")
     pin: bool = _field(False, _truth, "keep each worker to cores of its own")

@@ -31,6 +31,7 @@ INFO = {
     "OperatingSystem": "Debian GNU/Linux 12 (bookworm)",
     "ServerVersion": "26.1.5",
     "NCPU": 4,
+    "MemTotal": 8 << 30,
     "Runtimes": {"runc": {}},
     "DefaultRuntime": "runc",
     "SecurityOptions": ["name=seccomp,profile=builtin"],

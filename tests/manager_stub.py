@@ -25,7 +25,7 @@ NAMES: dict[str, Callable[[str, str], bool]] = {  # how the engine's filter `nam
 
 
 def host(number: int, cpus: int = 4, gpus: int = 0, state: str = "ready", availability: str = "active") -> dict:
-    resources: dict[str, Any] = {"NanoCPUs": cpus * 1_000_000_000}
+    resources: dict[str, Any] = {"NanoCPUs": cpus * 1_000_000_000, "MemoryBytes": number << 33}
     if gpus:
         resources["GenericResources"] = [{"DiscreteResourceSpec": {"Kind": "NVIDIA-GPU", "Value": gpus}}]
     return {

@@ -331,6 +331,12 @@ def test_slurm_must_get_memory_in_its_own_units(memory, slurms):
     assert f"#SBATCH --mem={slurms}\n" in slurm(resolve(SPEC | {"memory": memory}), "x", "venv")
 
 
+@pytest.mark.parametrize("memory", [None, "unlimited"])
+def test_memory_that_is_not_limited_must_not_be_asked_for(memory):
+    assert "--mem" not in slurm(resolve(SPEC | {"memory": memory}), "x", "venv")
+    assert pod_of("job", {"memory": memory})["containers"][0]["resources"] == {}
+
+
 def test_compose_must_not_look_up_what_a_command_means_for_itself(cli):
     done = cli("export", "compose", "--gpus", "none", "--set", "env.A=$HOME", "--", "count.py", "${B}")
     assert done.returncode == 0, done.stderr

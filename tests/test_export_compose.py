@@ -36,6 +36,8 @@ def test_a_node_must_get_what_the_job_says():
     for role in NODES:
         node = made["services"][role]
         assert (node["image"], node["mem_limit"], node["cpus"], node["shm_size"]) == ("mine:1", "3g", "1.5", "2g")
+        assert (node["memswap_limit"], node["pids_limit"]) == ("3g", "2730")
+        assert node["tmpfs"] == [f"/tmp:size={3 << 29},mode=1777,nosuid,nodev,exec"]
         assert node["user"] == f"{os.getuid()}:{os.getgid()}"
         env = node["environment"]
         assert (env["NODE_ROLE"], env["NODE_MODE"], env["NODE_NPROC"], env["NODE_GRACE"]) == (role, "join", "2", "90")
@@ -45,6 +47,7 @@ def test_a_node_must_get_what_the_job_says():
     assert made["services"]["trainer"]["scale"] == "5" and "scale" not in made["services"]["master"]
     free = exported(gpus="none")["services"]["master"]
     assert (free["mem_limit"], free["cpus"], free["shm_size"]) == ("0", "0", "1g")
+    assert exported(gpus="none", memory="unlimited")["services"]["master"]["mem_limit"] == "0"
 
 
 def test_a_node_must_see_the_code_the_program_and_the_jobs_folder():

@@ -40,6 +40,7 @@ def test_an_engine_must_be_shown_as_it_is(answers, daemon, tmp_path, monkeypatch
     assert (found.network, found.master_addr, found.interface) == ("bridge", "", "eth0")
     assert (found.job_dir, found.code) == ("/job", str(tmp_path))
     assert found.preload == ("torch", "torch.distributed")
+    assert (found.memory, found.hosts) == (8 << 30, 1)
     assert answers.did() == []
     found = image.inventory(daemon, spec(network="host", volume="v", memory="1g"), tmp_path / "run", True)
     assert (found.network, found.master_addr, found.interface) == ("host", "127.0.0.1", "lo")
@@ -47,7 +48,9 @@ def test_an_engine_must_be_shown_as_it_is(answers, daemon, tmp_path, monkeypatch
     daemon.info["NCPU"] = 2  # in a virtual machine, say
     assert image.inventory(daemon, spec(), tmp_path / "run", True).cores == (0, 1)
     daemon.info["NCPU"] = 0
-    assert image.inventory(daemon, spec(), tmp_path / "run", True).cores == (0,)
+    del daemon.info["MemTotal"]
+    found = image.inventory(daemon, spec(), tmp_path / "run", True)
+    assert (found.cores, found.memory) == ((0,), 0)
 
 
 def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_stay(answers, daemon, tmp_path):

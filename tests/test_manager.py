@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import requests
 from conftest import ROOT, docker
-from manager_stub import StubManager, container, scale, settled
+from manager_stub import StubManager, container, host, scale, settled
 from test_plan import HERE, plan
 
 from orchestrate.engines import manager
@@ -20,7 +20,7 @@ from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.links import Linked
 from orchestrate.engines.manager import Manager, shared_out
 from orchestrate.engines.swarm import SwarmEngine
-from orchestrate.errors import EngineError, EngineLost
+from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.node.lease import LEASE
 from orchestrate.paths import JobPaths
 from orchestrate.spec import JobSpec
@@ -42,6 +42,32 @@ from orchestrate.spec import JobSpec
 )
 def test_nodes_must_have_as_many_gpus_each_as_leave_some_for_the_spare_ones(offered, nodes, spares, used):
     assert shared_out(offered, nodes, spares) == used
+
+
+@pytest.mark.parametrize(
+    ("constraints", "fit"),
+    [
+        ([], {"h1", "h2", "h3"}),
+        (["node.labels.gpu == a100"], {"h1", "h2"}),
+        (["node.labels.gpu==A100", "node.hostname != host-1"], {"h2"}),
+        (["node.labels.gpu != a100"], {"h3"}),  # which has no such label
+        (["node.role==manager"], {"h1"}),
+        (["node.platform.os == linux", "node.platform.arch != aarch64"], {"h1", "h3"}),
+        (["engine.labels.disk==fast"], {"h3"}),
+        (["node.id==h2"], {"h2"}),
+        (["node.labels.gpu==h100"], {"h1", "h2", "h3"}),  # Swarm says why none takes a node
+    ],
+)
+def test_only_hosts_that_take_nodes_must_count(stub, constraints, fit):
+    stub.hosts = [host(1, gpus=1), host(2), host(3), host(4, state="down"), host(5, availability="drain")]
+    for one, role, arch, label in zip(stub.hosts, ("manager", *["worker"] * 4), ("x86_64", "aarch64") * 3, "aab"):
+        one["Spec"] |= {"Role": role, "Labels": {"gpu": "a100"} if label == "a" else None}
+        one["Description"]["Platform"] = {"OS": "linux", "Architecture": arch}
+        one["Description"]["Engine"] = {"Labels": {"disk": "fast"} if label == "b" else None}
+    assert {one["ID"] for one in Manager().takers(JobSpec(constraints=constraints))} == fit
+    stub.hosts = stub.hosts[3:]
+    with pytest.raises(ResourceError, match="no host of the Swarm is ready"):
+        Manager().takers(JobSpec())
 
 
 def test_the_workers_of_a_node_that_is_silent_must_be_waited_for_until_its_lease_is_over():

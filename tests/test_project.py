@@ -12,6 +12,7 @@ from conftest import ROOT
 from packaging.requirements import Requirement
 
 from orchestrate.export.compose import VARIABLE
+from orchestrate.limits import limits, size
 from orchestrate.spec import JobSpec
 
 # --- make
@@ -261,6 +262,8 @@ def test_what_the_readme_names_must_reach_nodes_and_have_the_defaults_of_a_job()
     assert (found["NODE_SHM"], found["NODE_GRACE"]) == (job.shm_size, f"{job.grace:g}")
     assert (found["NODE_MODE"], found["NPROC_PER_NODE"], found["TRAINERS"]) == ("join", "1", "1")
     assert (found["NODE_MEMORY"], found["NODE_CPUS"]) == ("0", "0")
+    assert size(found["NODE_TMP"]) == limits(None, 0, 1).tmp
+    assert int(found["NODE_PIDS"]) == limits(None, 0, 4).processes
     assert defaults(FILE["secrets"]) == {"CA_BUNDLE": "/dev/null"}
     assert SERVICES["master"]["build"]["secrets"] == [*FILE["secrets"]]
     gpu = defaults(SERVICES["master"])
@@ -276,11 +279,12 @@ def test_a_node_must_see_the_code_read_only_and_write_only_where_it_may():
         assert node["environment"]["JOB_DIR"] == "/job" and node["environment"]["HOME"] == "/tmp"
         assert (node["read_only"], node["restart"], node["init"]) == (True, "no", True)
         assert (node["cap_drop"], node["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
-        assert (node["pids_limit"], node["ulimits"]) == (8192, {"core": 0})
+        assert (node["oom_score_adj"], node["cpu_shares"], node["ulimits"]) == (500, 512, {"core": 0})
+        assert node["memswap_limit"] == node["mem_limit"]  # no swap
         assert node["environment"]["USER"] and node["environment"]["NODE_WIPE"].split() == ["/tmp", "/dev/shm"]
         assert node["logging"] == {"driver": "json-file", "options": {"max-size": "50m", "max-file": "3"}}
         assert int(node["stop_grace_period"].removesuffix("s")) > JobSpec().grace
-        assert any(place.startswith("/tmp:") and "exec" in place for place in node["tmpfs"])
+        assert node["tmpfs"] == ["/tmp:size=${NODE_TMP:-2g},mode=1777,nosuid,nodev,exec"]
         assert "ports" not in node and "privileged" not in node
     assert FILE["volumes"].keys() == {"job"}
     assert FILE["networks"]["job"]["driver_opts"] == {"com.docker.network.driver.mtu": 65535}
@@ -307,6 +311,7 @@ def test_every_variable_that_the_orchestrator_sets_must_be_read():
         ("shm_size", "SHM"),
         ("mem_limit", "MEMORY"),
         ("cpus", "CPUS"),
+        ("pids_limit", "PIDS"),
     ):
         assert SERVICES["trainer-cpu"][key].startswith(f"${{NODE_{name}:-")
 

@@ -43,6 +43,7 @@ def alike(line: str) -> str:
     line = re.sub(r"/\S*/(runs/)", r"\1", line)
     line = re.sub(r"(?<= )/\S+", "/", line)
     line = re.sub(r"\d+ threads? per worker", "threads", line)
+    line = re.sub(r"[\d.]+ [MG]iB of memory", "memory", line)
     line = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:#", line)
     line = re.sub(r"\b\d+\.\d+ s\b", "# s", line)
     line = re.sub(r"accuracy (9\d|100)\.\d+%", "accuracy: good", line)

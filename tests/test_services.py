@@ -11,11 +11,12 @@ import pytest
 from test_plan import HERE, plan, with_gpus
 
 from orchestrate.engines import services
+from orchestrate.plan import Inventory
 from orchestrate.spec import JobSpec
 
 
-def asked(spec: JobSpec, role: str = "trainer", gpus: int = 0) -> dict:
-    inventory = dataclasses.replace(with_gpus(gpus) if gpus else HERE, preload=("torch", "numpy"))
+def asked(spec: JobSpec, role: str = "trainer", gpus: int = 0, inventory: Inventory = HERE) -> dict:
+    inventory = dataclasses.replace(with_gpus(gpus) if gpus else inventory, preload=("torch", "numpy"))
     made = plan(spec, inventory, "digits-1")
     return services.task(spec, made, role, image="image:1", user="7:8", network="net", secret=("id", "digits-1-node"))
 
@@ -28,13 +29,20 @@ def mounts(task: dict) -> dict[str, dict]:
     return {mount["Target"]: mount for mount in task["ContainerSpec"]["Mounts"]}
 
 
-def test_limits_must_be_reserved_and_kept():
-    resources = asked(JobSpec(trainers=1, cpus=1.5, memory="3g", shm_size="512m"))["Resources"]
+def test_limits_that_a_job_asks_for_must_be_reserved_and_kept():
+    task = asked(JobSpec(trainers=1, cpus=1.5, memory="3g", shm_size="512m"))
     wanted = {"NanoCPUs": 1_500_000_000, "MemoryBytes": 3 << 30}
-    assert resources == {"Limits": {**wanted, "Pids": 8192}, "Reservations": wanted}
-    free = asked(JobSpec(trainers=1, shm_size="512m"))
+    assert task["Resources"] == {"Limits": {**wanted, "Pids": 8192}, "Reservations": wanted}
+    assert mounts(task)["/dev/shm"]["TmpfsOptions"] == {"Mode": 0o1777, "SizeBytes": 512 << 20}
+
+
+def test_a_nodes_share_of_the_memory_must_be_kept_but_not_reserved():
+    there = dataclasses.replace(HERE, memory=8 << 30, hosts=2)
+    task = asked(JobSpec(trainers=3), inventory=there)
+    assert task["Resources"] == {"Limits": {"MemoryBytes": 7 << 29, "Pids": 8192}, "Reservations": {}}
+    assert task["ContainerSpec"]["OomScoreAdj"] == 500
+    free = asked(JobSpec(trainers=3, memory="unlimited"), inventory=there)
     assert free["Resources"] == {"Limits": {"Pids": 8192}, "Reservations": {}}
-    assert mounts(free)["/dev/shm"]["TmpfsOptions"] == {"Mode": 0o1777, "SizeBytes": 512 << 20}
 
 
 def test_a_node_must_have_as_many_gpus_as_workers():
@@ -82,9 +90,9 @@ def test_a_node_must_have_no_more_rights_than_it_needs_and_start_but_once():
     assert container["StopGracePeriod"] == 70_000_000_000
     assert container["Labels"] == {"orchestrate.role": "trainer"} and container["Image"] == "image:1"
     assert task["LogDriver"] == {"Name": "json-file", "Options": {"max-size": "50m", "max-file": "3"}}
-    for folder in ("/tmp", "/var/tmp"):  # all that can be written to, with /dev/shm
-        assert mounts(task)[folder] == {"Type": "volume", "Target": folder}
-    assert mounts(task)["/run/orchestrate"]["TmpfsOptions"] == {"Mode": 0o1777}
+    assert set(mounts(task)) == {"/tmp", "/var/tmp", "/dev/shm", "/run/orchestrate"}  # all that can be written to
+    assert mounts(task)["/var/tmp"] == {"Type": "volume", "Target": "/var/tmp"}
+    assert mounts(task)["/run/orchestrate"]["TmpfsOptions"] == {"Mode": 0o1777, "SizeBytes": 16 << 20}
     assert task["RestartPolicy"] == {"Condition": "none"}
     assert task["Placement"] == {"Constraints": ["node.labels.gpu == a100"]}
 
@@ -124,9 +132,11 @@ def test_a_node_must_unpack_its_program_and_become_it(tmp_path, monkeypatch):
     assert "[rank 0] a b\n" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(("text", "count"), [("1", 1), ("10b", 10), ("4k", 4096), ("64M", 64 << 20), ("2g", 2 << 30)])
-def test_sizes_must_be_dockers(text, count):
-    assert services.size(text) == count
+def test_temporary_files_must_be_bounded_and_may_be_run():
+    found = mounts(asked(JobSpec(memory="1g")))["/tmp"]
+    assert (found["Type"], found["VolumeOptions"]["NoCopy"]) == ("volume", True)  # of the task, without a name
+    made = found["VolumeOptions"]["DriverConfig"]
+    assert made["Options"] == {"type": "tmpfs", "device": "tmpfs", "o": "size=536870912,mode=1777,nosuid,nodev"}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,9 @@ def test_what_hosts_offer_must_be_counted_for_as_many_nodes_as_there_are(stub, c
     assert len(found.cores) == 8  # two nodes on each host, and the smaller one has four cores
     assert (found.engine, found.gpus, found.network) == ("swarm", ("NVIDIA-GPU",) * 4, "bridge")
     assert (found.job_dir, found.code, found.interface, found.master_addr) == ("/var/tmp/job", str(code), "", "")
+    assert (found.memory, found.hosts) == (8 << 30, 2)
+    there = SwarmEngine().inventory(JobSpec(constraints=["node.hostname==host-2"]), tmp_path / "j", prepare=False)
+    assert (there.memory, there.hosts, len(there.cores)) == (16 << 30, 1, 4)
 
 
 @pytest.mark.parametrize(("trainers", "cores"), [(0, 4), (1, 8), (2, 6), (30, 7)])
@@ -42,8 +45,9 @@ def test_cores_must_be_those_of_the_smallest_host_for_each_node_that_shares_it(s
 
 
 def test_a_host_of_which_nothing_is_known_must_count_as_one_core(stub, code, tmp_path):
-    del stub.hosts[0]["Description"]["Resources"]["NanoCPUs"]
-    assert SwarmEngine().inventory(SPEC, tmp_path, prepare=False).cores == (0,)
+    stub.hosts[0]["Description"]["Resources"] = {}
+    found = SwarmEngine().inventory(SPEC, tmp_path, prepare=False)
+    assert (found.cores, found.memory) == ((0,), 0)
 
 
 def test_what_a_job_does_not_want_must_not_be_looked_for_and_a_volume_hold_its_files(stub, code, tmp_path):

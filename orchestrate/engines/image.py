@@ -48,6 +48,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
         job_dir="/job",
         code=str(code),
         preload=preload(spec, code),
+        memory=daemon.info.get("MemTotal", 0),
     )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from docker.models.containers import Container
 from orchestrate.engines import JobState
 from orchestrate.engines import services as parts
 from orchestrate.engines.daemon import LABEL, Daemon, name_of
-from orchestrate.errors import EngineError, EngineLost
+from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.paths import PACKAGE, JobPaths, write_secret
 from orchestrate.plan import Plan, counted
 from orchestrate.spec import JobSpec
@@ -58,6 +59,13 @@ class Manager:
         with self.daemon.asking("does not list its hosts"):
             self.known = {host["ID"]: host for host in self.api.nodes()}
         return self.known
+
+    def takers(self, spec: JobSpec) -> list[Thing]:
+        """The hosts that take a job's nodes; raises ResourceError where none is ready."""
+        hosts = [host for host in self.hosts().values() if ready(host)]
+        if not hosts:
+            raise ResourceError("no host of the Swarm is ready", "see docker node ls")
+        return [host for host in hosts if fits(host, spec.constraints)] or hosts  # if none fits, Swarm says why
 
     def answers(self, task: Thing) -> bool:
         """Whether the host of a task was there when we looked last."""
@@ -298,6 +306,20 @@ def answers(host: Thing) -> bool:
 def ready(host: Thing) -> bool:
     """Whether a host takes nodes."""
     return answers(host) and bool(host["Spec"]["Availability"] == "active")
+
+
+def fits(host: Thing, constraints: Iterable[str]) -> bool:
+    """Whether a host satisfies constraints such as `node.labels.gpu == a100`; as in Swarm, no label is an empty one."""
+    spec, about, platform = host["Spec"], host["Description"], host["Description"].get("Platform", {})
+    facts = {"node.id": host["ID"], "node.hostname": about["Hostname"], "node.role": spec.get("Role", "")}
+    facts |= {"node.platform.os": platform.get("OS", ""), "node.platform.arch": platform.get("Architecture", "")}
+    facts |= {f"node.labels.{key}": value for key, value in (spec.get("Labels") or {}).items()}
+    facts |= {f"engine.labels.{key}": value for key, value in (about.get("Engine", {}).get("Labels") or {}).items()}
+    for constraint in constraints:
+        key, operator, value = re.split(r" ?([!=]=) ?", constraint, maxsplit=1)
+        if (facts.get(key, "").lower() == value.lower()) != (operator == "=="):
+            return False
+    return True
 
 
 def well(task: Thing) -> bool:

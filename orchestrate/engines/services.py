@@ -8,6 +8,7 @@ import tarfile
 import zlib
 from typing import Any
 
+from orchestrate.limits import UNLIMITED, size
 from orchestrate.paths import PACKAGE
 from orchestrate.plan import Plan
 from orchestrate.spec import JobSpec
@@ -18,8 +19,7 @@ PORT, SPREAD = 20000, 9000
 ROLE = "orchestrate.role"  # the label of a node's container
 GPU = "NVIDIA-GPU"  # the generic resource that hosts offer; see docs/swarm.md
 SECOND = 1_000_000_000  # nanoseconds
-UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-PROCESSES = 8192  # that a node may have, as in docker-compose.yml
+ROOM = 16 << 20  # bytes for a node's program and its key
 
 
 def boot(source: str) -> str:
@@ -78,10 +78,13 @@ def task(
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+    # What is mounted as tmpfs has nosuid, nodev and noexec; compilers run what they write to /tmp, so that is a volume.
+    options = {"type": "tmpfs", "device": "tmpfs", "o": f"size={plan.limits.tmp},mode=1777,nosuid,nodev"}
+    tmpfs = {"NoCopy": True, "DriverConfig": {"Name": "local", "Options": options}}
     mounts: list[dict[str, Any]] = [
-        {"Type": "volume", "Target": "/tmp"},
+        {"Type": "volume", "Target": "/tmp", "VolumeOptions": tmpfs},
         {"Type": "volume", "Target": "/var/tmp"},
-        {"Type": "tmpfs", "Target": PROGRAM, "TmpfsOptions": {"Mode": 0o1777}},
+        {"Type": "tmpfs", "Target": PROGRAM, "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": ROOM}},
         {"Type": "tmpfs", "Target": "/dev/shm", "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": size(spec.shm_size)}},
     ]
     if spec.volume:
@@ -90,9 +93,11 @@ def task(
     reserved: dict[str, Any] = {}
     if spec.cpus:
         reserved["NanoCPUs"] = int(spec.cpus * SECOND)
-    if spec.memory:
-        reserved["MemoryBytes"] = size(spec.memory)
-    limits = {**reserved, "Pids": PROCESSES}
+    limits = {**reserved, "Pids": plan.limits.processes}
+    if plan.limits.memory:
+        limits["MemoryBytes"] = plan.limits.memory
+    if spec.memory not in (None, UNLIMITED):  # what is a node's share only by default may be used by others, too
+        reserved["MemoryBytes"] = plan.limits.memory
     if plan.gpus:
         resource = {"Kind": GPU, "Value": plan.nproc_per_node}
         reserved["GenericResources"] = [{"DiscreteResourceSpec": resource}]
@@ -110,6 +115,7 @@ def task(
             "User": user,
             "Init": True,
             "ReadOnly": True,
+            "OomScoreAdj": 500,  # since Docker 27; earlier ones overlook it
             "CapabilityDrop": ["ALL"],
             "Privileges": {"NoNewPrivileges": True},
             "Mounts": mounts,
@@ -143,8 +149,3 @@ def in_words(error: str, host: str, image: str) -> tuple[str, str]:
     if "bind source path does not exist" in error or "invalid mount" in error:
         return f"{host}: {error}", "a volume that is a path must be there on every host"
     return f"{host}: {error}", ""
-
-
-def size(text: str) -> int:
-    """Docker's `4g` in bytes."""
-    return int(text.rstrip("bkmgBKMG")) * UNITS[text.lstrip("0123456789").lower()]

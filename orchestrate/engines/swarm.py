@@ -20,11 +20,11 @@ from orchestrate.engines import LOST, Exit, JobState, never
 from orchestrate.engines import services as parts
 from orchestrate.engines.image import has_image
 from orchestrate.engines.links import ANSWERS, Link, Linked
-from orchestrate.engines.manager import Manager, Thing, coming, ended, gpus, ready, shared_out, well
+from orchestrate.engines.manager import Manager, Thing, coming, ended, gpus, shared_out, well
 from orchestrate.engines.mirror import Mirror, rescued
 from orchestrate.engines.parcels import code_files, give, mine, packed
 from orchestrate.engines.ports import free_port
-from orchestrate.errors import EngineError, EngineLost, ResourceError, UsageError
+from orchestrate.errors import EngineError, EngineLost, UsageError
 from orchestrate.node.lease import ASKS, LEASE
 from orchestrate.node.loop import STUCK
 from orchestrate.paths import code_folder, log
@@ -80,11 +80,10 @@ class SwarmEngine(Linked):
         has_image(self.swarm.daemon, spec, prepare)
         code = code_folder(spec.command)
         code_files(code)  # which may be too large
-        hosts = [host for host in self.swarm.hosts().values() if ready(host)]
-        if not hosts:
-            raise ResourceError("no host of the Swarm is ready", "see docker node ls")
+        hosts = self.swarm.takers(spec)
         nodes = spec.trainers + 1
-        smallest = min(host["Description"]["Resources"].get("NanoCPUs", 0) for host in hosts) // parts.SECOND
+        resources = [host["Description"]["Resources"] for host in hosts]
+        smallest = min(one.get("NanoCPUs", 0) for one in resources) // parts.SECOND
         most = math.ceil(nodes / len(hosts))  # nodes on one host
         offered = [gpus(host) for host in hosts] if spec.gpus != "none" else []
         return Inventory(
@@ -100,6 +99,8 @@ class SwarmEngine(Linked):
             job_dir=f"{parts.SHARED}/{run.parent.name}" if spec.volume else parts.JOB,
             code=str(code),
             preload=preload(spec, code),
+            memory=min(one.get("MemoryBytes", 0) for one in resources),
+            hosts=len(hosts),
         )
 
     def port(self, spec: JobSpec, generation: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrate.errors import UsageError
+from orchestrate.limits import UNLIMITED
 from orchestrate.spec import IMAGE, JobSpec
 
 MASTER_PORT = 29500  # torch's default
@@ -23,6 +24,7 @@ class Shape:
     nproc: int  # workers on each node
     gpus: int  # on each node
     env: dict[str, str]
+    memory: str  # limit of each node; empty for none
 
 
 def shape(spec: JobSpec, name: str) -> Shape:
@@ -61,7 +63,8 @@ def shape(spec: JobSpec, name: str) -> Shape:
         env["CUDA_VISIBLE_DEVICES"] = ""
     if spec.cpus:
         env["OMP_NUM_THREADS"] = str(max(1, int(spec.cpus) // nproc))
-    return Shape(name=name, nodes=nodes, nproc=nproc, gpus=gpus, env=env | spec.env)
+    memory = "" if spec.memory == UNLIMITED else spec.memory or ""
+    return Shape(name=name, nodes=nodes, nproc=nproc, gpus=gpus, env=env | spec.env, memory=memory)
 
 
 def carries_node(image: str) -> bool:

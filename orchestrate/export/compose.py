@@ -11,6 +11,7 @@ import yaml
 
 from orchestrate.errors import UsageError
 from orchestrate.export import shape
+from orchestrate.limits import limits
 from orchestrate.paths import PACKAGE, PROJECT, code_folder
 from orchestrate.spec import JobSpec
 
@@ -24,6 +25,7 @@ def compose(spec: JobSpec, name: str) -> str:
     for folder in (code_folder(spec.command), Path.cwd()):
         if ":" in str(folder):
             raise UsageError(f"{folder} cannot be mounted, for the colon in it", "take another folder")
+    bounds = limits(spec.memory, 0, job.nodes)
     values = {
         "JOB_ID": name,
         "NODE_IMAGE": spec.image,
@@ -31,7 +33,9 @@ def compose(spec: JobSpec, name: str) -> str:
         "NODE_JOB_DIR": str(Path.cwd() / "runs" / name),
         "NODE_USER": f"{os.getuid()}:{os.getgid()}",
         "NODE_SHM": spec.shm_size,
-        "NODE_MEMORY": spec.memory or "0",
+        "NODE_MEMORY": job.memory or "0",
+        "NODE_TMP": str(bounds.tmp),
+        "NODE_PIDS": str(bounds.processes),
         "NODE_CPUS": str(spec.cpus or 0),
         "NODE_GRACE": f"{spec.grace:g}",
         "NPROC_PER_NODE": str(job.nproc),

@@ -159,8 +159,8 @@ def _container(spec: JobSpec, job: Shape, master: str) -> Object:
     limits: dict[str, Any] = {}
     if spec.cpus:
         limits["cpu"] = f"{spec.cpus:g}"
-    if spec.memory:
-        limits["memory"] = _quantity(spec.memory)
+    if job.memory:
+        limits["memory"] = _quantity(job.memory)
     if job.gpus:
         limits["nvidia.com/gpu"] = job.gpus
     mounts: list[Object] = [{"name": name, "mountPath": place} for name, place in PLACES.items()]

@@ -6,9 +6,9 @@ import math
 import shlex
 import sys
 
-from orchestrate.engines.services import size
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, shape
+from orchestrate.limits import size
 from orchestrate.paths import NODE, PACKAGE, code_folder
 from orchestrate.plan import counted
 from orchestrate.spec import JobSpec
@@ -70,9 +70,9 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
     }
     if spec.cpus:
         options["cpus-per-task"] = math.ceil(spec.cpus)
-    if spec.memory:
-        whole = spec.memory[-1:].lower() in ("k", "m", "g")  # Slurm has these units, and no bytes
-        options["mem"] = spec.memory.upper() if whole else f"{math.ceil(size(spec.memory) / 1024)}K"
+    if job.memory:
+        whole = job.memory[-1:].lower() in ("k", "m", "g")  # Slurm has these units, and no bytes
+        options["mem"] = job.memory.upper() if whole else f"{math.ceil(size(job.memory) / 1024)}K"
     if job.gpus:
         options["gpus-per-node"] = job.gpus
     if spec.max_run:

@@ -1,0 +1,121 @@
+"""By default, all nodes of a job together must leave their machine alive; what a job asks for must count instead."""
+
+import dataclasses
+
+import pytest
+from test_plan import HERE, plan, with_gpus
+
+from orchestrate.cluster import Cluster
+from orchestrate.errors import UsageError
+from orchestrate.limits import limits, size
+from orchestrate.paths import JobPaths
+from orchestrate.plan import read_plan
+from orchestrate.spec import JobSpec, resolve
+
+MB, GB = 1 << 20, 1 << 30
+MACHINE = dataclasses.replace(HERE, memory=64 * GB)
+
+
+@pytest.mark.parametrize(
+    ("machine", "nodes", "each"),
+    [
+        (64 * GB, 1, 64 * GB * 9 // 10),
+        (64 * GB, 4, 64 * GB * 9 // 40),
+        (8 * GB, 1, 7 * GB),  # it keeps a gigabyte, which is more than a tenth
+        (8 * GB, 2, 7 * GB // 2),
+        (4 * GB, 8, 512 * MB),  # none gets less
+        (GB // 2, 1, 512 * MB),
+        (0, 3, 0),  # nothing is known of it
+    ],
+)
+def test_a_nodes_share_must_be_what_the_machine_can_do_without(machine, nodes, each):
+    found = limits(None, machine, nodes).memory
+    assert found == pytest.approx(each, abs=1)
+    assert not machine or found == 512 * MB or found * nodes <= machine - max(GB, machine // 10)
+
+
+@pytest.mark.parametrize(("asked", "memory"), [("4g", 4 * GB), ("100m", 100 * MB), ("unlimited", 0)])
+def test_what_a_job_asks_for_must_win_over_the_share(asked, memory):
+    for machine in (64 * GB, 0):
+        assert limits(asked, machine, 4).memory == memory
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "tmp"),
+    [
+        (None, 8 * GB, 7 * GB // 2),
+        ("100m", 8 * GB, 50 * MB),
+        ("unlimited", 8 * GB, 7 * GB // 2),  # half of what would be the share
+        (None, 0, 2 * GB),
+        ("unlimited", 0, 2 * GB),
+        ("4g", 0, 2 * GB),
+    ],
+)
+def test_temporary_files_must_have_half_of_a_nodes_memory_at_most(asked, machine, tmp):
+    assert limits(asked, machine, 1).tmp == tmp
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(1, 16384), (4, 4096), (5, 3276), (16, 1024), (32, 512), (1001, 512)])
+def test_the_processes_of_a_job_must_be_bounded_as_a_whole_and_each_node_have_some(nodes, each):
+    assert limits(None, 0, nodes).processes == each
+
+
+def test_the_plan_must_say_how_much_memory_each_node_has():
+    shared = plan(JobSpec(trainers=3), MACHINE, "a-1")
+    assert shared.limits == limits(None, 64 * GB, 4)
+    second = str(shared).splitlines()[1]
+    assert second.endswith("master at master:29500, 2 threads per worker, 14.4 GiB of memory per node")
+    for asked, words in (("512m", "512 MiB"), ("4g", "4 GiB"), ("1100m", "1.1 GiB"), ("64k", "0.1 MiB")):
+        assert f", {words} of memory per node\n" in str(plan(JobSpec(memory=asked), MACHINE, "a-1"))
+    for spec, there in ((JobSpec(), HERE), (JobSpec(memory="unlimited"), MACHINE)):
+        assert "memory" not in str(plan(spec, there, "a-1"))
+
+
+def test_the_nodes_that_share_a_machine_must_be_counted_with_the_spare_ones_and_whatever_is_left_of_them():
+    assert plan(JobSpec(trainers=1, spares=2), MACHINE, "a-1").limits == limits(None, 64 * GB, 4)
+    fewer = plan(JobSpec(trainers=3), MACHINE, "a-1", nodes=("master", "trainer-2"))
+    assert fewer.limits == limits(None, 64 * GB, 4)  # else a node that comes back would get more than the others
+    assert plan(JobSpec(trainers=1, gpus="all"), dataclasses.replace(with_gpus(4), memory=GB), "a").limits.processes
+
+
+@pytest.mark.parametrize(("hosts", "most"), [(1, 7), (2, 4), (3, 3), (7, 1), (9, 1)])
+def test_of_several_machines_the_one_with_most_nodes_must_count(hosts, most):
+    there = dataclasses.replace(MACHINE, engine="swarm", hosts=hosts)
+    assert plan(JobSpec(trainers=5, spares=1), there, "a-1").limits == limits(None, 64 * GB, most)
+
+
+def test_local_processes_must_have_no_limits():
+    there = dataclasses.replace(MACHINE, engine="process")
+    for asked in (None, "4g", "unlimited"):
+        assert plan(JobSpec(memory=asked), there, "a-1").limits.memory == 0
+
+
+def test_the_limits_of_a_clusters_nodes_must_be_theirs_whatever_job_they_run(tmp_path):
+    spec = JobSpec(trainers=6, spares=1)
+    one = Cluster(JobPaths(tmp_path / "c-1"), spec, plan(spec, MACHINE, "c-1"))
+    job = JobSpec(trainers=1)
+    made = plan(job, one.place(MACHINE, "a-1"), "a-1")
+    assert one.differences(job, made) == [] and made.limits == one.plan.limits == limits(None, 64 * GB, 8)
+    (why,) = one.differences(dataclasses.replace(job, memory="unlimited"), made)
+    assert why == "memory is None there, unlimited here"
+
+
+def test_limits_must_be_read_as_they_were_written():
+    made = plan(JobSpec(memory="4g"), dataclasses.replace(MACHINE, hosts=2, sharing=9), "a-1")
+    assert read_plan(made.to_json()) == made
+
+
+@pytest.mark.parametrize("memory", ["unlimited", "4g", None])
+def test_a_job_may_ask_for_a_size_for_no_limit_or_for_its_share(memory):
+    assert resolve({"memory": memory}).memory == memory
+
+
+@pytest.mark.parametrize("memory", ["none", "0", "4 g", "-1", "", True, "Unlimited", "4t"])
+def test_what_is_no_size_must_be_refused(memory):
+    with pytest.raises(UsageError, match="memory must be a size such as 512m or 4g, or unlimited, not"):
+        resolve({"memory": memory})
+
+
+@pytest.mark.parametrize(("text", "count"), [("1", 1), ("10b", 10), ("4k", 4096), ("64M", 64 << 20), ("2g", 2 << 30)])
+def test_sizes_must_be_dockers(text, count):
+    assert size(text) == count
