@@ -170,7 +170,7 @@ def test_no_node_may_hold_the_docker_socket_or_more_rights_than_it_needs(project
         assert not any("docker.sock" in str(volume) for volume in service.get("volumes", ())), name
         if "outcome" not in name:
             assert service["user"] == "1000:1000", name
-            assert service["init"] is True and service["shm_size"] == str(1 << 30), name
+            assert service["init"] is False and service["shm_size"] == str(1 << 30), name
             assert service["logging"]["options"] == {"max-size": "50m", "max-file": "3"}, name
             assert service["stop_grace_period"] == "40s", name
             assert service.get("runtime") == (None if name.endswith("-cpu") else "nvidia"), name

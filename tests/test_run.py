@@ -314,7 +314,7 @@ def test_a_node_must_be_a_modest_container(cli, docker_engine, nothing_left):
             owner = cli.run_dir().stat()
             assert state["Config"]["User"] == f"{owner.st_uid}:{owner.st_gid}"
             assert (host["CapDrop"], host["CapAdd"], host["Privileged"]) == (["ALL"], None, False)
-            assert (host["ReadonlyRootfs"], host["Init"], host["RestartPolicy"]["Name"]) == (True, True, "no")
+            assert (host["ReadonlyRootfs"], host["Init"], host["RestartPolicy"]["Name"]) == (True, False, "no")
             assert state["Config"]["Tty"] is False
             assert host["SecurityOpt"] == ["no-new-privileges:true"]
             assert (host["ShmSize"], host["PidsLimit"], host["PortBindings"]) == (1 << 30, 8192, {})

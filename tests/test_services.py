@@ -81,7 +81,7 @@ def test_nodes_must_find_each_other_by_name_and_on_the_network_of_hosts_have_por
 def test_a_node_must_have_no_more_rights_than_it_needs_and_start_but_once():
     task = asked(JobSpec(grace=60.0, constraints=["node.labels.gpu == a100"]))
     container = task["ContainerSpec"]
-    assert (container["User"], container["ReadOnly"], container["Init"]) == ("7:8", True, True)
+    assert (container["User"], container["ReadOnly"], container["Init"]) == ("7:8", True, False)
     assert (container["CapabilityDrop"], container["Privileges"]) == (["ALL"], {"NoNewPrivileges": True})
     assert container["Ulimits"] == [{"Name": "core", "Soft": 0, "Hard": 0}]
     (secret,) = container["Secrets"]

@@ -113,7 +113,7 @@ def task(
             "Dir": "/var/tmp",
             "Labels": {ROLE: role},
             "User": user,
-            "Init": True,
+            "Init": False,  # the node is process 1, as in docker-compose.yml
             "ReadOnly": True,
             "OomScoreAdj": 500,  # since Docker 27; earlier ones overlook it
             "CapabilityDrop": ["ALL"],

@@ -23,15 +23,19 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import socket
 import sys
 
+for number in (signal.SIGTERM, signal.SIGINT):  # process 1 ignores those that it does not handle
+    signal.signal(number, lambda number, _: os._exit(128 + number))
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])  # the folder that holds `orchestrate`
 
 from orchestrate.node.given import given  # noqa: E402  (the path comes first)
 from orchestrate.node.join import join  # noqa: E402
 from orchestrate.node.lease import relay  # noqa: E402
 from orchestrate.node.wait import wait  # noqa: E402
+from orchestrate.node.warm import protect  # noqa: E402
 
 
 def key() -> bytes:
@@ -41,6 +45,7 @@ def key() -> bytes:
 
 def main(arguments: list[str]) -> int:
     """Run the node and return its exit code."""
+    protect()
     mode = os.environ.get("NODE_MODE") or ("given" if "RANK" in os.environ else "join")
     if mode == "wait":
         folder = os.environ.get("NODE_SOCKETS")

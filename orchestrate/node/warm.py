@@ -18,13 +18,22 @@ from typing import Any
 PADDING = "." * 4096  # room on its command line, which a forked worker fills with its own
 IMPORT_TAKES = 300.0  # seconds, at most
 ANSWERS = 10.0  # seconds that a fork may take
-PR_SET_CHILD_SUBREAPER = 36  # of Linux' prctl(2)
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36  # of Linux' prctl(2)
 POSSIBLE = sys.platform == "linux"
 
 
 def adopt_orphans() -> bool:
     """Become the parent of each orphan among our descendants, instead of process 1; False where that cannot be."""
     return POSSIBLE and not ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def protect() -> None:
+    """Keep workers, which run as the same user, from reading, writing and tracing this process.
+
+    What is forked from it is as well protected, until it executes a program or sets the flag back.
+    """
+    if POSSIBLE:
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
 
 
 class Forked:

@@ -35,7 +35,7 @@ import weakref
 from typing import Any, NoReturn
 
 MOST = 1 << 20  # bytes of a message
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of Linux' prctl(2)
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # of Linux' prctl(2)
 libc = ctypes.CDLL(None)
 
 ENVIRONMENT = dict(os.environ)  # before a module that we import changes it
@@ -100,6 +100,7 @@ def hides(entry: os.DirEntry[str]) -> bool:
 
 def become(command: list[str], env: dict[str, str], cwd: str, output: int, node: int) -> NoReturn:
     """Be the worker; runs in the child, whose parent will be the node."""
+    libc.prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own, as that of any process
     os.setsid()
     for _ in range(1000):
         if os.getppid() == node:
@@ -225,6 +226,7 @@ def fork(message: dict[str, Any], output: int, control: socket.socket, node: int
 def main() -> None:
     """Import, then fork workers until the node goes away."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(PR_SET_DUMPABLE, 0)  # workers, which run as the same user, must not write into what forks the next ones
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()
