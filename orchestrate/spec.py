@@ -14,20 +14,27 @@ from typing import Any
 
 import yaml
 
+from orchestrate import strict_yaml
 from orchestrate.errors import UsageError
 from orchestrate.limits import UNLIMITED
 from orchestrate.node.ranks import CONTRACT
 from orchestrate.restarts import ACTIONS, CAUSES, CONDITIONS
+from orchestrate.strict_yaml import shown
 
 APP = ("-m", "app.train", "--resume", "auto")
 IMAGE = "orchestrate-node:0.1"
-TEXT = ("command", "name", "user")  # keys whose value is text, whatever it looks like
+TEXTS = ("command", "env", "name", "user")  # keys whose values are text, whatever they look like
 MOST_TRAINERS = 1000  # a Linux bridge takes 1023 ports
+MOST_BYTES = (1 << 63) - 1  # of memory; what the engine can count
+
+_WHOLE = r"-?(0|[1-9][0-9]{0,17})"  # Python takes minutes for a million digits
+_VISIBLE = r"[^\s\x00-\x1f\x7f-\x9f]"  # neither white space nor a control character
+_DAY = 86400
 
 
 def _integer(low: int, high: int) -> Callable[[Any], int]:
     def parse(value: Any) -> int:
-        if isinstance(value, bool) or not re.fullmatch(r"-?\d+", str(value)) or not low <= int(value) <= high:
+        if isinstance(value, bool) or not re.fullmatch(_WHOLE, str(value)) or not low <= int(value) <= high:
             raise ValueError(f"a whole number from {low} to {high}")
         return int(value)
 
@@ -72,19 +79,28 @@ def _gpus(value: Any) -> str | int:
         raise ValueError("auto, all, none or a whole number from 1") from None
 
 
-def _duration(value: Any) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", str(value).strip())
-    if isinstance(value, bool) or not match or not float(match[1]):
-        raise ValueError("a duration such as 90s, 30m, 2h or 1d")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+def _duration(longest: str, most: float) -> Callable[[Any], float]:
+    """A duration of at most `most` seconds; `longest` says the same in words."""
+
+    def parse(value: Any) -> float:
+        match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,30})?)\s*([smhd]?)", str(value).strip())
+        seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": _DAY}[match[2]] if match else 0.0
+        if isinstance(value, bool) or not 0.001 <= seconds <= most:
+            raise ValueError(f"a duration such as 90s, 30m, 2h or 1d, from 1 ms to {longest}")
+        return seconds
+
+    return parse
 
 
 def _env(value: Any) -> dict[str, str]:
+    """The names and values; an error names no value, which may be a secret."""
     if not isinstance(value, Mapping):
         raise ValueError("a mapping of names to values")
     for name, content in value.items():
-        if not re.fullmatch(r"[A-Za-z_]\w*", str(name)) or not isinstance(content, (str, int, float)):
-            raise ValueError(f"a mapping of names to values; {name!r} is not")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
+            raise ValueError(f"a mapping of names to values; {shown(name)} is not a name")
+        if not isinstance(content, (str, int, float)):
+            raise ValueError(f"a mapping of names to values; {name} has no text or number as its value")
         if name in CONTRACT:
             raise ValueError(f"a mapping without {name}, which the orchestrator sets in every worker")
     return {str(name): str(content) for name, content in value.items()}
@@ -109,7 +125,7 @@ def _rules(value: Any) -> list[dict[str, Any]]:
             raise ValueError(f"{meaning}; the causes are {', '.join(CAUSES)}")
         try:
             re.compile(rule.get("log", ""))
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"{meaning}; log is a regular expression ({error})") from None
         rules.append(dict(rule))
     return rules
@@ -130,13 +146,19 @@ def _modules(value: Any) -> list[str]:
 
 def _constraints(value: Any) -> list[str]:
     conditions = [value] if isinstance(value, str) else value
-    if not isinstance(conditions, list) or not all(re.fullmatch(r"\S+ ?[!=]= ?\S+", str(one)) for one in conditions):
+    if not isinstance(conditions, list) or not all(
+        re.fullmatch(rf"{_VISIBLE}+ ?[!=]= ?{_VISIBLE}+", str(one)) for one in conditions
+    ):
         raise ValueError("a list of conditions such as node.labels.gpu==a100 or node.hostname!=box")
     return [str(condition) for condition in conditions]
 
 
+_long = _duration("10 years", 3650 * _DAY)  # longer than any job, and exact as a float
+_grace = _duration("1 day", _DAY)  # as seconds of Docker and as milliseconds of poll() it has to fit 32 bits
+
+
 def _patience(value: Any) -> float | None:
-    return None if value in (None, "none") else _duration(value)
+    return None if value in (None, "none") else _long(value)
 
 
 def _optional(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -148,41 +170,61 @@ def _field(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
     return dataclasses.field(default_factory=factory, metadata={"parse": parse, "doc": doc})
 
 
-SIZE = r"0{0,3}[1-9]\d{0,15}[bkmgBKMG]?"
-_size = _text(SIZE, "a size such as 512m or 4g")
-_limit = _text(f"{SIZE}|{UNLIMITED}", f"a size such as 512m or 4g, or {UNLIMITED}")
-_number = _text(r"(?=.*[1-9])\d+(\.\d+)?", "a number above 0")
+_name = _text(r"[^\x00-\x1f\x7f-\x9f]{0,200}", "text of at most 200 characters, on one line")
+_user = _text(r"auto|root|[0-9]{1,9}(:[0-9]{1,9})?", "auto, root, UID, or UID:GID")
+_volume = _text(rf"|/{_VISIBLE}+|[\w.-]+", "a volume's name, or a path")
+
+
+def _size(value: Any) -> str:
+    text = _text(r"0{0,9}[1-9][0-9]{0,18}[bkmgBKMG]?", "a size such as 512m or 4g")(value)
+    number, unit = re.fullmatch(r"([0-9]+)(.?)", text).groups()  # type: ignore[union-attr]
+    if int(number) << {"k": 10, "m": 20, "g": 30}.get(unit.lower(), 0) > MOST_BYTES:
+        raise ValueError("a size such as 512m or 4g, below 8 EiB")
+    return text
+
+
+def _cpus(value: Any) -> float:
+    meaning = "a number from 0.01 to 10000"
+    number = float(_text(r"[0-9]{1,6}(\.[0-9]{1,30})?", meaning)(value))
+    if not 0.01 <= number <= 10_000:
+        raise ValueError(meaning)
+    return number
+
+
+def _limit(value: Any) -> str:
+    try:
+        return UNLIMITED if value == UNLIMITED else _size(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; or {UNLIMITED}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """One job. The fields are the keys of a job file; durations are in seconds once read."""
 
-    name: str = _field("", _text(r".*", "text"), "what the job is called; its id adds four characters")
+    name: str = _field("", _name, "what the job is called; its id adds four characters")
     command: tuple[str, ...] = _field(APP, _command, "SCRIPT ARGS, or -m MODULE ARGS")
     trainers: int = _field(3, _integer(0, MOST_TRAINERS), "nodes besides the master")
     nproc_per_node: int | None = _field(None, _optional(_integer(1, 1024)), "workers on each node")
     gpus: str | int = _field("auto", _gpus, "auto (what the engine has), all, none, or how many")
     engine: str = _field("auto", _choice("auto", "docker", "process", "swarm"), "where the nodes live")
-    image: str = _field(IMAGE, _text(r"\S+", "the name of an image"), "what the nodes are made of")
-    user: str = _field(
-        "auto", _text(r"auto|root|\d+(:\d+)?", "auto, root, or UID:GID"), "who nodes run as; auto: you, but not root"
-    )
+    image: str = _field(IMAGE, _text(rf"{_VISIBLE}+", "the name of an image"), "what the nodes are made of")
+    user: str = _field("auto", _user, "who nodes run as; auto: you, but not root")
     env: dict[str, str] = _field({}, _env, "more environment for every worker")
     memory: str | None = _field(
         None, _optional(_limit), "limit of each node, such as 4g, or unlimited (default its share of the machine's)"
     )
-    cpus: float | None = _field(None, _optional(lambda value: float(_number(value))), "of each node")
+    cpus: float | None = _field(None, _optional(_cpus), "of each node")
     shm_size: str = _field("1g", _size, "/dev/shm of each node")
     pin: bool = _field(False, _truth, "keep each worker to cores of its own")
     network: str = _field("bridge", _choice("bridge", "host"), "bridge: one of the job's own; host: this machine's")
     encrypt: bool = _field(False, _truth, "Swarm: encrypt what goes over the job's network")
     constraints: list[str] = _field([], _constraints, "Swarm: which hosts take nodes, such as node.labels.gpu==a100")
-    volume: str = _field("", _text(r"|/\S+|[\w.-]+", "a volume's name, or a path"), "Swarm: one folder for all hosts")
-    max_run: float | None = _field(None, _optional(_duration), "the job is stopped after this time, such as 2h")
-    grace: float = _field(30.0, _duration, "between the request to stop and the kill")
+    volume: str = _field("", _volume, "Swarm: one folder for all hosts")
+    max_run: float | None = _field(None, _optional(_long), "the job is stopped after this time, such as 2h")
+    grace: float = _field(30.0, _grace, "between the request to stop and the kill")
     max_restarts: int = _field(3, _integer(0, 1_000_000), "restarts within restart_window before the job fails")
-    restart_window: float = _field(3600.0, _duration, "the time in which restarts are counted")
+    restart_window: float = _field(3600.0, _long, "the time in which restarts are counted")
     rules: list[dict[str, Any]] = _field([], _rules, "what a failure means; see docs/restarts.md")
     min_trainers: int | None = _field(
         None, _optional(_integer(0, MOST_TRAINERS)), "go on with so few where a node cannot come back"
@@ -215,84 +257,81 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
-            if key.startswith("env."):
-                key, value = "env", {**values.get("env", {}), key[4:]: value}
+            variable = key[4:] if key.startswith("env.") else None
+            key, value = ("env", {variable: value}) if variable is not None else (key, value)
             if key not in FIELDS:
                 near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.7)
                 hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(FIELDS)}"
-                raise UsageError(f"unknown key {key!r}", hint)
+                raise UsageError(f"unknown key {shown(key)}", hint)
             try:
-                values[key] = FIELDS[key].metadata["parse"](value)
+                parsed = FIELDS[key].metadata["parse"](_decoded(value))
             except ValueError as error:
-                raise UsageError(f"{key} must be {error}, not {value!r}", FIELDS[key].metadata["doc"]) from None
+                but = "" if key == "env" else f", not {shown(value)}"
+                raise UsageError(f"{key} must be {error}{but}", FIELDS[key].metadata["doc"]) from None
+            if variable is None:
+                values[key] = parsed
+            else:
+                values.setdefault("env", {}).update(parsed)
     return values
+
+
+def _decoded(value: Any) -> Any:
+    """The same value, its text as UTF-8 also where Python has read the command line in another encoding.
+
+    Raises ValueError for text that no process can be given.
+    """
+    if isinstance(value, str):
+        try:
+            text = value.encode("utf-8", "surrogateescape").decode()
+        except UnicodeError:
+            text = "\0"
+        if "\0" in text:
+            raise ValueError("text in UTF-8 without NUL characters")
+        return text
+    if isinstance(value, Mapping):
+        for name, content in value.items():
+            try:
+                _decoded(content)
+            except ValueError as error:
+                raise ValueError(f"{error}, unlike {shown(name)}") from None
+        return {_decoded(name): _decoded(content) for name, content in value.items()}
+    return [_decoded(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_set(assignments: list[str]) -> dict[str, Any]:
     """The layer that `--set key=value …` stands for; values are YAML."""
-    layer = {}
+    layer: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
-        if not equals:
-            raise UsageError(f"--set {assignment}: no =", "write --set key=value")
+        if not equals:  # what is behind the name may be a secret
+            name = re.match(r"[\w.]*", assignment)[0]  # type: ignore[index]
+            raise UsageError(f"--set {name}: no =", "write --set key=value")
         layer[key] = value
-        if not key.startswith("env.") and key not in TEXT:
+        if not key.startswith("env.") and key not in ("command", "name", "user"):
             with contextlib.suppress(yaml.YAMLError):
-                layer[key] = yaml.safe_load(value)
+                layer[key] = strict_yaml.parse(value, all_text=key == "env")[0]
     return layer
-
-
-def _as_text(node: Any) -> None:
-    """Read the words below a YAML node as they stand: `1.10` is no number there, and `yes` no truth."""
-    if isinstance(node, yaml.ScalarNode):
-        node.tag = "tag:yaml.org,2002:str"
-    for child in node.value if isinstance(node, (yaml.SequenceNode, yaml.MappingNode)) else ():
-        _as_text(child[1] if isinstance(child, tuple) else child)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key is a word that stands once, and nothing an alias (so that a small file stays small)."""
-
-    def compose_node(self, parent: Any, index: int) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(None, None, "aliases are not read", mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(None, None, "a key is a word", key.start_mark)
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
-            seen.add(key.value)
-            if key.value in ("env", *TEXT) or key.value.startswith("env."):
-                _as_text(value)
-        return super().construct_mapping(node, deep)
 
 
 def read_file(path: Path) -> dict[str, Any]:
     """The layer in a job file; raises UsageError with the place of the mistake."""
     try:
-        loader = _StrictLoader(path.read_text())
-        node = loader.get_single_node()
-        value = loader.construct_document(node) if node else {}
-    except OSError as error:
-        raise UsageError(f"cannot read job file {path}: {error.strerror}", "check the path") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is not text", "a job file is YAML in UTF-8") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise UsageError(f"{path}{place}: {getattr(error, 'problem', error)}", "a job file is a YAML mapping") from None
+        value, places = strict_yaml.parse(strict_yaml.read(path), TEXTS)
+    except yaml.MarkedYAMLError as error:
+        problem = f"{_place(path, error.problem_mark)}: {error.problem}"
+        raise UsageError(problem, "a job file is a YAML mapping") from None
+    if places is None:
+        return {}
     if not isinstance(value, dict):
         kind = "a list" if isinstance(value, list) else "a single value"
         raise UsageError(f"{path} holds {kind}, not a mapping of keys to values", "write lines such as `trainers: 3`")
-    for key, _ in node.value if node else []:
+    for key, mark in places.items():
         try:
-            _parsed([{key.value: value.get(key.value)}])
+            _parsed([{key: value[key]}])
         except UsageError as error:
-            place = f"{path}:{key.start_mark.line + 1}:{key.start_mark.column + 1}"
-            raise UsageError(f"{place}: {error}", error.hint) from None
+            raise UsageError(f"{_place(path, mark)}: {error}", error.hint) from None
     return value
+
+
+def _place(path: Path, mark: yaml.Mark | None) -> str:
+    return f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)

@@ -176,7 +176,7 @@ def test_a_value_must_be_read_as_people_write_it(key, value, parsed):
 def test_a_wrong_value_must_be_refused_by_its_key(key, value):
     with pytest.raises(UsageError, match=f"^{key} must be ") as caught:
         resolve({key: value})
-    assert repr(value) in str(caught.value)
+    assert repr(value) in str(caught.value) or key == "env"  # whose values may be secrets
     assert caught.value.hint
 
 
@@ -200,7 +200,7 @@ def test_an_unknown_key_must_be_answered_with_the_nearest_one():
         (b"trainers:\t3\n  x: [\n", r"job.yaml:1:10: found character"),
         (b"trainers: many\n", r"job.yaml:1:1: trainers must be a whole number"),
         (b"\xff\xfe", "is not text"),
-        (b"!!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
+        (b"!!python/object/apply:os.system ['true']\n", "job.yaml:1:1: the tag .* is not supported"),
         (b"{1: 2}\n", "unknown key '1'"),
         (b"? [a]\n: 1\n", "job.yaml:1"),
         (b"trainers: 1\nenv: {A: 1, A: 2}\n", r"job.yaml:2:13: the key 'A' stands twice"),
