@@ -4,6 +4,9 @@ import os
 import sys
 
 try:
+    from orchestrate import terminal
+
+    terminal.prepare()
     from orchestrate.cli import main
 
     code = main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""The command line. It prints, as commands.py does: data to stdout, everything for human eyes to stderr."""
+"""The command line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from orchestrate import __version__, cluster, commands, errors, job, lock
+from orchestrate import __version__, cluster, commands, errors, job, lock, terminal
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import JobPaths
 from orchestrate.plan import Inventory, counted, plan
 from orchestrate.report import text
 from orchestrate.spec import JobSpec, read_file, read_set, resolve
+from orchestrate.terminal import give, out, say
 
 FLAGS = {  # fields of the job file that are flags, too
     "trainers": "N",
@@ -143,13 +144,9 @@ def _add_runs(command: argparse.ArgumentParser) -> None:
 def main(argv: list[str]) -> int:
     """Run a command; return its exit code. All that it printed is written then, for the process ends at once."""
     code = _guarded(argv)
-    try:
-        if sys.stdout:
-            sys.stdout.flush()
-    except BrokenPipeError:  # whoever read our output has seen enough
-        commands.to_nobody(1)
-    except OSError as error:
-        commands.say(f"error: not all of the output was written: {error}")
+    if failure := terminal.finish():
+        say(f"error: not all of the output was written: {failure}")
+        terminal.finish()
         code = code or errors.FAILED
     return code
 
@@ -159,15 +156,16 @@ def _guarded(argv: list[str]) -> int:
     try:
         return _command(argv)
     except OrchestrateError as error:
-        commands.say(f"error: {error}")
+        say(f"error: {error}")
         if error.hint:
-            commands.say(f"hint: {error.hint}")
+            say(f"hint: {error.hint}")
         return error.exit_code
     except KeyboardInterrupt:
-        commands.say("stopped")
+        say("stopped")
         return errors.INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has seen enough
-        commands.to_nobody(1)
+    except SystemExit:  # argparse has printed the help or the version
+        return errors.SUCCEEDED
+    except terminal.Closed:
         return errors.SUCCEEDED
 
 
@@ -207,7 +205,7 @@ def _export(args: argparse.Namespace, script: list[str] | None) -> int:
     name = job.slug(spec)
     write = {"kubernetes": kubernetes, "slurm": slurm}
     text = write[args.target](spec, name, form) if args.target in write else compose(spec, name)
-    print(text, end="")
+    terminal.copy(text)
     return errors.SUCCEEDED
 
 
@@ -222,17 +220,17 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     inventory = engine.inventory(spec, paths.shared, prepare=not dry)
     made = plan(spec, _place(spec, inventory, job_id, paths.root.parent), job_id, engine.port(spec, 0))
     if dry:
-        print(made)
+        out(made)
         return errors.SUCCEEDED
     stops = commands.count_signals(spec) if not args.detach else lambda: 0
     job.create(spec, made, paths)
-    commands.say(str(made))
+    say(str(made))
     if args.detach:
         _detach(args.runs / job_id)
         return errors.SUCCEEDED
-    data = job.supervise(paths, engine, stops, commands.say)
-    commands.say(text(data))
-    commands.give(args.runs / job_id)
+    data = job.supervise(paths, engine, stops, say)
+    say(text(data))
+    give(args.runs / job_id)
     return commands.exit_code(data)
 
 
@@ -241,9 +239,9 @@ def _up(spec: JobSpec, runs: Path) -> int:
     made = cluster.bring_up(commands.engine_of(spec), dataclasses.replace(spec, name=name), runs.resolve())
     nodes = len(made.plan.nodes)
     be = "is" if nodes == 1 else "are"
-    commands.say(f"{counted(nodes, 'node')} {be} up, for jobs from {made.plan.inventory.code}")
-    commands.say(f"hint: python -m orchestrate run uses them; python -m orchestrate down {made.name} removes them")
-    print(made.name)
+    say(f"{counted(nodes, 'node')} {be} up, for jobs from {made.plan.inventory.code}")
+    say(f"hint: python -m orchestrate run uses them; python -m orchestrate down {made.name} removes them")
+    out(made.name)
     return errors.SUCCEEDED
 
 
@@ -254,7 +252,7 @@ def _place(spec: JobSpec, inventory: Inventory, job_id: str, runs: Path) -> Inve
         differences = one.differences(spec, plan(spec, placed, job_id, 0))
         if not differences:
             return placed
-        commands.say(f"{one.name} does not fit: {'; '.join(differences)}")
+        say(f"{one.name} does not fit: {'; '.join(differences)}")
     return inventory
 
 
@@ -269,5 +267,5 @@ def _detach(run: Path) -> None:
     while not lock.holder(paths) and not job.ended(paths) and child.poll() is None:
         time.sleep(0.02)
     child.returncode = child.returncode or 0  # it outlives us
-    commands.say(f"hint: python -m orchestrate attach {run.name}; its supervisor writes to {run / 'supervisor.log'}")
-    print(run, flush=True)
+    say(f"hint: python -m orchestrate attach {run.name}; its supervisor writes to {run / 'supervisor.log'}")
+    out(run)

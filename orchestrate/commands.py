@@ -1,4 +1,4 @@
-"""The commands for jobs that there are, and what all commands share. With cli.py, the only module that prints."""
+"""The commands for jobs that there are, and what all commands share."""
 
 from __future__ import annotations
 
@@ -6,46 +6,27 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import queue
 import signal
-import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrate import cluster, errors, job, lock, logs
+from orchestrate import cluster, errors, job, lock, logs, terminal
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.generation import BY_MAX_RUN
 from orchestrate.paths import NAME, JobPaths
 from orchestrate.redact import Mask
 from orchestrate.report import text
 from orchestrate.spec import JobSpec
+from orchestrate.terminal import give, out, say
 
 PROOFS = 20  # times that a supervisor may not be proven to be one, a tenth of a second apart: it may be beginning
 
 if TYPE_CHECKING:
     from orchestrate.engines import Engine, JobState
     from orchestrate.plan import Plan
-
-
-def say(line: str) -> None:
-    """Print a line for human eyes; nobody may be looking any more."""
-    try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError:
-        to_nobody(2)
-
-
-def give(line: object) -> None:
-    """Print a line of data at the end of a job, which is not its reader's end."""
-    try:
-        print(line, flush=True)
-    except OSError:
-        to_nobody(1)
-
-
-def to_nobody(descriptor: int) -> None:
-    """Let what is printed go nowhere; else Python would fail, and say so by an exit code of its own, at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def exit_code(data: dict[str, Any]) -> int:
@@ -58,14 +39,18 @@ def exit_code(data: dict[str, Any]) -> int:
 def count_signals(spec: JobSpec) -> Any:
     """Take Ctrl-C and SIGTERM as requests to stop, and no notice of SIGHUP; return what counts the requests."""
     seen: list[int] = []
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()  # which a signal handler may put into, whatever it interrupts
 
     def note(number: int, _: object) -> None:
         seen.append(number)
-        if len(seen) == 1:
-            say(f"stopping: the workers have {spec.grace:g} s to end; Ctrl-C again kills them")
-        else:
-            say("killing the workers")
+        first = f"stopping: the workers have {spec.grace:g} s to end; Ctrl-C again kills them"
+        told.put(first if len(seen) == 1 else "killing the workers")
 
+    def tell() -> None:
+        while True:
+            say(told.get())
+
+    threading.Thread(target=tell, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
     signal.signal(signal.SIGHUP, lambda *_: None)
@@ -111,9 +96,10 @@ def doctor(spec: JobSpec) -> int:
 
     worst = errors.SUCCEEDED
     for finding in findings.doctor(spec):
-        print(f"{finding.state:<7}  {finding.what}", flush=True)
+        out(f"{finding.state:<7}  {finding.what}")
         if finding.hint:
-            print(f"         hint: {finding.hint}", flush=True)
+            out(f"         hint: {finding.hint}")
+        terminal.flush()
         if finding.state == findings.BAD:
             worst = errors.ResourceError.exit_code
     return worst
@@ -135,9 +121,7 @@ def ps(args: argparse.Namespace) -> int:
                 plan = job.load(paths)[1]
                 if not plan.inventory.cluster:  # else its nodes are shown by that name
                     rows.append((plan.job_id, plan.engine, "0", "running", str(folder)))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    terminal.table(rows)
     return errors.SUCCEEDED
 
 
@@ -152,7 +136,7 @@ def down(args: argparse.Namespace) -> int:
     holding = _held([engine], name)
     if args.dry_run:
         for thing in [thing for _, thing in holding] + [f"folder {chosen[0].paths.root}"]:
-            print(thing)
+            out(thing)
         return errors.SUCCEEDED
     if supervisor := lock.holder(chosen[0].paths):
         raise UsageError(f"a job uses {name} ({supervisor})", "python -m orchestrate ps; then stop that job")
@@ -199,10 +183,10 @@ def show_logs(args: argparse.Namespace) -> int:
     while True:
         living = args.follow and not job.ended(paths) and lock.holder(paths)
         for line in follower.lines(end=not living):
-            print(line)
+            out(line)
         if not living:
             return errors.SUCCEEDED
-        sys.stdout.flush()
+        terminal.flush()
         time.sleep(0.1)
 
 
@@ -261,7 +245,7 @@ def stop(args: argparse.Namespace) -> int:
     holding = _held(engines, name)
     if args.dry_run:
         for _, thing in holding:
-            print(thing)
+            out(thing)
         return errors.SUCCEEDED
     if job.ended(paths) and not holding and not lock.holder(paths):
         say(f"{name} has ended already")
@@ -346,7 +330,7 @@ def rm(args: argparse.Namespace) -> int:
         raise UsageError(f"{name} may still run on the nodes of a cluster", f"python -m orchestrate stop {name}")
     if args.dry_run:
         for thing in [thing for _, thing in holding] + [f"folder {paths.root}"]:
-            print(thing)
+            out(thing)
         return errors.SUCCEEDED
     _remove(paths, holding)
     job.remove(paths)

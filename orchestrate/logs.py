@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator
 
+from orchestrate import terminal
 from orchestrate.folder import Folder, regular
 from orchestrate.lines import Lines
 from orchestrate.paths import LOGS, JobPaths, log
 
 END = 1 << 16  # bytes of a log that are its end
 MARK = b"[node] generation "  # how a node begins the part of a log that is another generation's
-_ESCAPES = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, cursor
-    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # window title, clipboard
-    r"|\x1b[@-Z\\-_]?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)
 
 
 def clean(line: bytes) -> str:
     """A line as text: what a progress bar drew last, without anything that would steer the terminal."""
     text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
-    return _ESCAPES.sub("", text)
+    return terminal.clean(text)
 
 
 class Follower:

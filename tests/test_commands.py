@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from commanded import create, supervised
-from conftest import ROOT
+from conftest import ROOT, eventually
 from scripted import ALL_WELL
 
 from orchestrate import commands, doctor, lock
@@ -261,13 +261,21 @@ def test_doctor_must_fail_where_one_finding_keeps_jobs_from_running(capsys, monk
 # --- signals
 
 
+def next_line(capsys) -> str:
+    """The next line of stderr, which another thread prints."""
+    parts: list[str] = []
+    eventually(lambda: parts.append(capsys.readouterr().err) or "".join(parts).endswith("\n"))
+    assert "".join(parts).count("\n") == 1
+    return "".join(parts)
+
+
 def test_each_ctrl_c_and_sigterm_must_count_and_a_lost_terminal_must_not(capsys):
     count = commands.count_signals(JobSpec(grace=7.0))
     assert count() == 0
     signal.raise_signal(signal.SIGHUP)
     assert (count(), capsys.readouterr().err) == (0, "")
     signal.raise_signal(signal.SIGINT)
-    first = capsys.readouterr().err
-    assert count() == 1 and "7 s" in first and first.count("\n") == 1
+    first = next_line(capsys)
+    assert count() == 1 and "7 s" in first
     signal.raise_signal(signal.SIGTERM)
-    assert (count(), capsys.readouterr().err) == (2, "killing the workers\n")
+    assert (count(), next_line(capsys)) == (2, "killing the workers\n")

@@ -1,0 +1,126 @@
+"""All that is printed: data to stdout, messages for a person to stderr, without anything that steers a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+READER_LEFT = (errno.EPIPE, errno.EIO)  # a closed pipe, a closed terminal
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, cursor
+    r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # window title, clipboard
+    r"|\x1b[@-Z\\-_]?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+_failures: list[OSError] = []  # why output was not written; a reader that has left is none
+
+
+class Closed(Exception):
+    """Stdout takes no more, so a command that only prints has nothing left to do."""
+
+
+def clean(text: str) -> str:
+    """The text without control characters but newline and tab."""
+    return _ESCAPES.sub("", text)
+
+
+def prepare() -> None:
+    """Make printing safe: every character can be printed, and no file that is opened takes a standard stream's place.
+
+    Call it once, when the process starts.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed: the next file to be opened would get its number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def say(message: object) -> None:
+    """Print a message for a person, who may not be looking any more."""
+    try:
+        _print(sys.stderr, message)
+        _flush(sys.stderr)
+    except OSError as error:
+        _fail(2, error)
+
+
+def out(line: object) -> None:
+    """Print a line of data; raises Closed where stdout takes no more."""
+    with _output():
+        _print(sys.stdout, line)
+
+
+def table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows, each on one line, with their columns below each other; raises Closed."""
+    cells = [[re.sub(r"[\n\t]", " ", clean(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for row in cells:
+        out("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def copy(text: str) -> None:
+    """Print the content of a file: as it is, in UTF-8, unless stdout is a terminal; raises Closed."""
+    if sys.stdout is None or sys.stdout.isatty():
+        return out(text.removesuffix("\n"))
+    with _output():
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
+
+
+def flush() -> None:
+    """Write all data that was printed; raises Closed."""
+    with _output():
+        _flush(sys.stdout)
+
+
+def give(line: object) -> None:
+    """Print a line of data at the end of a job, whose outcome counts more than whether it is read."""
+    with contextlib.suppress(Closed):
+        out(line)
+        flush()
+
+
+def finish() -> OSError | None:
+    """Write all that was printed; return why some of it since the last call is lost."""
+    with contextlib.suppress(Closed):
+        flush()
+    failure = _failures[0] if _failures else None
+    _failures.clear()
+    return failure
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _fail(1, error)
+        raise Closed from None
+
+
+def _print(stream: TextIO | None, line: object) -> None:
+    if stream is not None:  # else `print` would take stdout for stderr
+        print(clean(str(line)), file=stream)
+
+
+def _flush(stream: TextIO | None) -> None:
+    if stream is not None:
+        stream.flush()
+
+
+def _fail(descriptor: int, error: OSError) -> None:
+    """Note why output is lost, and let what follows go nowhere; else Python would fail when it ends."""
+    if error.errno not in READER_LEFT:
+        _failures.append(error)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

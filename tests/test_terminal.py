@@ -1,0 +1,282 @@
+"""What is printed: all of it or an error, in any encoding, and nothing that steers a terminal."""
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commanded import create
+from conftest import ROOT, eventually
+from scripted import ALL_WELL
+from test_commands import end, runs_elsewhere
+
+from orchestrate import doctor, terminal
+from orchestrate.cli import main
+from orchestrate.errors import EngineError
+from orchestrate.paths import JobPaths
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\x1bc\x7f\rb"
+NO_DOCKER = {"DOCKER_HOST": "unix:///nowhere.sock"}
+APP = ("--gpus", "none", "--", "-m", "app.train")
+
+
+# --- clean
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("plain\ttext\n×", "plain\ttext\n×"),
+        ("".join(map(chr, range(160))), "\t\n" + "".join(map(chr, range(32, 127)))),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]52;c;cm0=\x07a\x1b]0;b\x1b\\c", "ac"),
+        ("\x1b]0;no end\nthe next line", "\nthe next line"),
+        ("\x1b\x1b[0m[2J", "[2J"),
+        ("a\rb\x85c\x9b2Jd", "abc2Jd"),
+    ],
+    ids=ascii,
+)
+def test_no_control_character_but_newline_and_tab_may_be_left(text, cleaned):
+    assert terminal.clean(text) == cleaned
+
+
+def test_everything_that_is_printed_must_be_clean(capsys):
+    for show in (terminal.say, terminal.out, terminal.give, lambda text: terminal.table([(text, text)])):
+        show(HOSTILE)
+        out, err = capsys.readouterr()
+        assert not CONTROL.search(out + err) and "a" in out + err
+    terminal.say(EngineError(HOSTILE))
+    assert not CONTROL.search(capsys.readouterr().err)
+
+
+def test_a_row_must_stay_one_line_with_its_columns_in_place(capsys):
+    terminal.table([("NAME", "RUN"), ("a\nforged  running\x1b[A", "/a\tb"), ("b", "c")])
+    assert capsys.readouterr().out == "NAME               RUN\na forged  running  /a b\nb                  c\n"
+
+
+def test_names_of_an_engine_must_not_steer_the_terminal(do, tmp_path):
+    do.engine.states = [runs_elsewhere(Path("/r" + HOSTILE), "j\n" + HOSTILE)]
+    do.engine.things = ["container " + HOSTILE]
+    end(create(JobPaths(tmp_path / "a-1")))
+    for words in (["ps"], ["stop", "a-1", "--dry-run"], ["rm", "a-1", "--dry-run"], ["logs", "zz"]):
+        code, out, err = do(*words)
+        assert out + err and not CONTROL.search("".join(out + err)), words
+    assert len(do("ps")[1]) == 2
+
+
+def test_a_file_for_another_engine_must_be_exact_unless_a_person_sees_it(monkeypatch, tmp_path):
+    text = "a: 'é\x1b[0m'\n"
+    with captured(tmp_path) as (out, _):
+        terminal.copy(text)
+        assert terminal.finish() is None
+    assert out.read_bytes() == text.encode()
+    reader, writer = pty.openpty()
+    with os.fdopen(writer, "w") as tty:
+        monkeypatch.setattr(sys, "stdout", tty)
+        terminal.copy(text)
+        assert terminal.finish() is None
+        assert os.read(reader, 100) == "a: 'é'\r\n".encode()
+        monkeypatch.undo()
+    os.close(reader)
+
+
+# --- what cannot be written
+
+
+@contextlib.contextmanager
+def captured(folder: Path, out: str = "", err: str = "", encoding: str = "utf-8"):
+    """Print to files, as a process of its own would; yields the files of stdout and stderr."""
+    files = [Path(out or folder / "out"), Path(err or folder / "err")]
+    saved, streams = [os.dup(number) for number in (1, 2)], (sys.stdout, sys.stderr)
+    for number, path in enumerate(files, 1):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+    try:
+        yield files
+    finally:
+        sys.stdout, sys.stderr = streams
+        for number, descriptor in enumerate(saved, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+COMMANDS = [
+    ["--help"],
+    ["--version"],
+    ["run", "--help"],
+    ["ps"],
+    ["plan", "--trainers", "2", *APP],
+    ["run", "--dry-run", "--trainers", "2", *APP],
+    ["run", "--trainers", "2", *APP],
+    ["up", "--trainers", "2", "--gpus", "none"],
+    ["doctor"],
+    ["export", "kubernetes", "--image", "a.example/b:1", *APP],
+    ["export", "slurm", *APP],
+    ["export", "compose", *APP],
+    ["logs", "ended"],
+    ["logs", "ended", "-f"],
+    ["attach", "ended"],
+    ["attach", "waiting"],
+    ["stop", "ended", "--dry-run"],
+    ["rm", "ended", "--dry-run"],
+    ["down", "cluster", "--dry-run"],
+]
+RUN = ["run", "--trainers", "2", *APP]
+MESSAGES = [RUN, ["attach", "ended"], ["stop", "ended"], ["rm", "ended"], ["run", "--bogus"]]
+
+
+@pytest.fixture
+def jobs(do, tmp_path, monkeypatch):
+    """A folder with a job that has ended, one that waits for its supervisor, and a cluster."""
+    runs = tmp_path / "runs"
+    ended = create(JobPaths(runs / "ended-1"))
+    end(ended)
+    ended.log(0).write_text("hello ×\n" * 3000)
+    create(JobPaths(runs / "waiting-1"))
+    create(JobPaths(runs / "cluster-1"), cluster="cluster-1")
+    (runs / "cluster-1" / "nodes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "doctor", lambda spec: [doctor.Finding(doctor.GOOD, "a thing", "do it")])
+    do.engine.generations, do.engine.things = [[ALL_WELL]], ["container x"]
+    return do
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_full_stdout_must_be_one_line_of_error(jobs, tmp_path, words):
+    with captured(tmp_path, out="/dev/full") as (_, err):
+        code = main(words)
+    lines = err.read_text().splitlines()
+    assert (code, lines[-1]) == (1, "error: not all of the output was written: [Errno 28] No space left on device")
+    assert sum("error" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("words", MESSAGES, ids=" ".join)
+def test_a_full_stderr_must_be_an_error_and_keep_no_command_from_its_work(jobs, tmp_path, words):
+    with captured(tmp_path) as (out, err):
+        usual = main(words)
+        before = out.read_text()
+    end(create(JobPaths(tmp_path / "runs" / "ended-1"))) if words[0] == "rm" else None
+    jobs.engine.generations = [[ALL_WELL]]
+    with captured(tmp_path, err="/dev/full") as (out, _):
+        assert main(words) == (usual or 1)
+    assert out.read_text().count("\n") == before.count("\n")
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_reader_that_has_left_must_be_no_error(jobs, tmp_path, words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with captured(tmp_path, out=f"/dev/fd/{writer}") as (_, err):
+        assert main(words) == 0
+    os.close(writer)
+    assert "error" not in err.read_text()
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_what_an_encoding_has_not_must_be_printed_as_escapes(jobs, tmp_path, words):
+    with captured(tmp_path, encoding="ascii") as (out, err):
+        terminal.prepare()
+        assert main(words) == 0
+        assert terminal.finish() is None
+    assert "Traceback" not in (text := out.read_text() + err.read_text())
+    if words[0] in ("plan", "logs") or words == ["run", "--dry-run", "--trainers", "2", *APP]:
+        assert "\\xd7" in text
+
+
+# --- as a process
+
+
+def process(*words: str, shell: str = "", **env: str) -> subprocess.CompletedProcess[bytes]:
+    """`python -m orchestrate WORDS`, with the redirections of a shell, in the environment of this test."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "LC_", "LANG"))}
+    command = f'exec "$0" -m orchestrate "$@" {shell}'
+    return subprocess.run(
+        ["sh", "-c", command, sys.executable, *words],
+        env=kept | {"PYTHONPATH": str(ROOT)} | NO_DOCKER | env,
+        capture_output=True,
+        timeout=120,
+    )
+
+
+PLAN = ("plan", "--engine", "process", "--trainers", "1", "--gpus", "none", "--set", "name=ä×", "--", "-m", "json.tool")
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "ascii:strict"},
+        {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        {"PYTHONIOENCODING": "latin-1", "PYTHONUNBUFFERED": "1"},
+    ],
+    ids=str,
+)
+def test_a_plan_must_be_printed_in_every_encoding(env):
+    done = process(*PLAN, **env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"2 nodes \\xd7 1 worker" in done.stdout or b"2 nodes \xd7 1 worker" in done.stdout
+
+
+@pytest.mark.parametrize("shell", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "<&-"])
+@pytest.mark.parametrize("words", [PLAN, ("ps",), ("--help",), ("logs", "nope")], ids=lambda words: words[0])
+def test_closed_streams_must_do_no_harm(tmp_path, words, shell):
+    runs = () if words == ("--help",) else ("--runs", str(tmp_path))
+    done = process(words[0], *runs, *words[1:], shell=shell)
+    assert done.returncode == (2 if "nope" in words else 0)
+    assert b"Traceback" not in done.stderr
+    if "2>&-" in shell:  # and no message takes the place of data
+        assert b"error" not in done.stdout
+    if shell == ">&-" and "nope" not in words and words != ("--help",):
+        assert done.stderr == b""
+
+
+def test_a_file_must_never_take_the_place_of_a_closed_stream(cli, nothing_left):
+    command = 'exec "$0" -m orchestrate run --engine process --trainers 0 -- hello.py <&- >&- 2>&-'
+    (cli.folder / "hello.py").write_text("print('hello')\n")
+    subprocess.run(["sh", "-c", command, sys.executable], cwd=cli.folder, env=cli.env, check=True, timeout=120)
+    events = (cli.run_dir() / "events.jsonl").read_text()
+    assert all(line.startswith("{") for line in events.splitlines())
+    assert "hello" in cli.log(0) and cli.report()["outcome"] == "succeeded"
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_job_whose_output_is_full_must_come_to_its_end(cli, nothing_left, stream):
+    (cli.folder / "hello.py").write_text("print('hello ' * 9999)\n")
+    full = f"{1 if stream == 'stdout' else 2}>/dev/full"
+    command = f'exec "$0" -m orchestrate run --engine process --trainers 1 -- hello.py {full}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable], cwd=cli.folder, env=cli.env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and cli.report()["outcome"] == "succeeded"
+    if stream == "stdout":
+        assert done.stderr.splitlines()[-1].startswith("error: not all of the output was written")
+
+
+def test_signals_must_be_counted_while_nobody_reads(cli, nothing_left):
+    (cli.folder / "forever.py").write_text("import signal\nsignal.pause()\n")
+    env = {key: value for key, value in cli.env.items() if key != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writer, b"." * 4096):
+            pass
+    os.set_blocking(writer, True)
+    command = [sys.executable, "-m", "orchestrate", "run", "--engine", "process", "--trainers", "0", "--", "forever.py"]
+    with subprocess.Popen(command, cwd=cli.folder, env=env, stdout=subprocess.PIPE, stderr=writer) as child:
+        os.close(writer)
+        stack = Path(f"/proc/{child.pid}/wchan")
+        eventually(lambda: list(cli.folder.glob("runs/*/plan.json")) and "pipe" in stack.read_text())
+        child.send_signal(signal.SIGTERM)
+        with os.fdopen(reader, "rb") as file:
+            text = file.read().decode().lstrip(".")
+        assert "Traceback" not in text and "stopping: the workers have" in text
+        assert child.wait(timeout=60) == 130
