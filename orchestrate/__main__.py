@@ -3,6 +3,22 @@
 import os
 import sys
 
+
+def forget_current_folder() -> None:
+    """Import nothing from the current folder, which `-m` puts first: a file named queue.py there is the user's own.
+
+    The package finds its own modules without it, also in a checkout that is not installed.
+    """
+    if getattr(sys.flags, "safe_path", sys.flags.isolated):
+        return  # then `-m` has put nothing there
+    try:
+        if sys.path[0] == os.getcwd():
+            del sys.path[0]
+    except OSError:  # the folder is gone, and is not on the path
+        pass
+
+
+forget_current_folder()
 try:
     from orchestrate import terminal
 

@@ -259,7 +259,8 @@ def _place(spec: JobSpec, inventory: Inventory, job_id: str, runs: Path) -> Inve
 def _detach(run: Path) -> None:
     """Have a process of its own supervise a job; return once it does."""
     paths = JobPaths(run.absolute())
-    command = [sys.executable, "-m", "orchestrate", "attach", run.name, "--runs", str(paths.root.parent)]
+    safe = ["-I"] if sys.flags.isolated else ["-P"] if getattr(sys.flags, "safe_path", False) else []
+    command = [sys.executable, *safe, "-m", "orchestrate", "attach", run.name, "--runs", str(paths.root.parent)]
     with paths.supervisor_log.open("w") as file:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

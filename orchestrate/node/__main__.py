@@ -31,7 +31,11 @@ for number in (signal.SIGTERM, signal.SIGINT):  # process 1 ignores those that i
     signal.signal(number, lambda number, _: os._exit(128 + number))
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])  # the folder that holds `orchestrate`
 
-from orchestrate.node.given import given  # noqa: E402  (the path comes first)
+import orchestrate.node  # noqa: E402, F401  (the path comes first)
+
+del sys.path[0]  # the package finds its modules without it, and nothing else is imported from there
+
+from orchestrate.node.given import given  # noqa: E402
 from orchestrate.node.join import join  # noqa: E402
 from orchestrate.node.lease import relay  # noqa: E402
 from orchestrate.node.wait import wait  # noqa: E402

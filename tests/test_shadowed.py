@@ -1,0 +1,130 @@
+"""A file in the current folder that is named like a module must not run on the host; workers keep that folder first."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Cli
+
+OTHERS = ("docker", "yaml", "_yaml", "requests", "torch", "numpy", "urllib3", "idna", "certifi", "charset_normalizer")
+OTHERS += ("chardet", "simplejson", "websocket", "paramiko", "brotli", "zstandard", "OpenSSL", "cryptography", "socks")
+JOB = ("--engine", "process", "--trainers", "1", "--gpus", "none")
+SCRIPT = ("--", "hello.py")
+
+
+def interpreters_own(folder: Path) -> set[str]:
+    """The modules that `python -m` itself imports, from the current folder too, before any package has a say."""
+    package = folder / "empty"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys\nprint(*sys.modules)")
+    found = subprocess.run(
+        [sys.executable, "-m", "empty"], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
+    shutil.rmtree(package)
+    return set(found.split())
+
+
+def trapped(cli: Cli) -> Path:
+    """Put a file for every module into a folder, each of which leaves a mark in the file that is returned."""
+    mark = cli.folder / "marks"
+    own = interpreters_own(cli.folder)
+    names = {name for name in sys.stdlib_module_names if not name.startswith("__")} | {*OTHERS}
+    assert {"queue", "random", "docker", "yaml", "requests", "torch"} <= names - own
+    for name in names - own:
+        (cli.folder / f"{name}.py").write_text(
+            f"import sys\ntry:\n    with open({str(mark)!r}, 'a') as file:\n"
+            f"        file.write(f'{{__name__}} in {{sys.argv}}\\n')\nexcept OSError:\n    pass\n"
+        )
+    (cli.folder / "hello.py").write_text("print('hello')\n")
+    return mark
+
+
+@pytest.fixture(params=["installed", "checkout"])
+def shadowed(request, cli, nothing_left):
+    """The command line in a folder full of traps: from an installed package, or from a checkout."""
+    if request.param == "checkout":
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "orchestrate", cli.folder / "orchestrate", ignore=ignored)
+        for name in ("docker-compose.yml", "Dockerfile"):
+            shutil.copy(ROOT / name, cli.folder)
+        del cli.env["PYTHONPATH"]
+    cli.env["DOCKER_HOST"] = "unix:///nowhere.sock"
+    return cli, trapped(cli)
+
+
+def run(cli, mark: Path, *words: str, code: int = 0) -> str:
+    done = cli(*words)
+    assert not mark.exists(), (words, mark.read_text())
+    assert done.returncode == code, (words, done.stderr)
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_no_command_may_import_a_module_from_the_current_folder(shadowed):
+    cli, mark = shadowed
+    run(cli, mark, "--help")
+    run(cli, mark, "--version")
+    run(cli, mark, "plan", *JOB, *SCRIPT)
+    run(cli, mark, "doctor", code=4)
+    for words in (["kubernetes", "--image", "a.example/b:1"], ["slurm"], ["compose"]):
+        run(cli, mark, "export", *words, "--trainers", "1", "--gpus", "none", *SCRIPT)
+    first = Path(run(cli, mark, "run", *JOB, *SCRIPT).strip()).name
+    second = Path(run(cli, mark, "run", "--detach", *JOB, *SCRIPT).strip()).name
+    run(cli, mark, "attach", second)
+    for words in (["ps"], ["wait", second], ["logs", first], ["stop", first], ["rm", first]):
+        run(cli, mark, *words)
+    cluster = run(cli, mark, "up", *JOB, "--set", "warm=false").strip()  # what a node imports ahead is the user's
+    run(cli, mark, "run", *JOB, *SCRIPT)
+    run(cli, mark, "down", cluster)
+    assert "hello" in (cli.folder / "runs" / second / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.docker
+def test_no_command_that_asks_an_engine_may_import_a_module_from_the_current_folder(cli, docker_engine, nothing_left):
+    mark = trapped(cli)
+    run(cli, mark, "ps")
+    run(cli, mark, "doctor")
+    run(cli, mark, "run", "--engine", "docker", "--trainers", "1", "--gpus", "none", *SCRIPT)
+
+
+def test_workers_must_find_the_modules_of_their_own_folder(cli, nothing_left):
+    (cli.folder / "queue.py").write_text("print('their own queue')\n")
+    (cli.folder / "hello.py").write_text("import queue\n")
+    for warm in ("true", "false"):
+        assert cli("run", *JOB, "--set", f"warm={warm}", *SCRIPT).returncode == 0
+    assert all("their own queue" in path.read_text() for path in cli.folder.glob("runs/*/logs/rank-*.log"))
+
+
+@pytest.mark.parametrize("safe", ["", "-P", "PYTHONSAFEPATH"])
+def test_what_the_user_puts_on_the_path_must_stay_there(cli, safe):
+    if safe == "-P" and sys.version_info < (3, 11):
+        pytest.skip("this Python has no -P")
+    mark = trapped(cli)
+    env = cli.env | {"PYTHONPATH": f"{cli.folder}{os.pathsep}{ROOT}"}
+    env |= {"PYTHONSAFEPATH": "1"} if safe == "PYTHONSAFEPATH" else {}
+    for path in cli.folder.glob("*.py"):  # one that no other module needs to work
+        if path.name != "simplejson.py":
+            path.unlink()
+    command = [sys.executable, *([safe] if safe == "-P" else []), "-m", "orchestrate", "doctor"]
+    env |= {"DOCKER_HOST": "unix:///nowhere.sock"}
+    subprocess.run(command, cwd=cli.folder, env=env, capture_output=True, timeout=60)
+    assert "simplejson" in mark.read_text()
+
+
+def test_a_supervisor_in_the_background_must_be_found_where_the_command_was(cli, nothing_left):
+    """With `-P`, not in the current folder."""
+    if sys.version_info < (3, 11):
+        pytest.skip("this Python has no -P")
+    (cli.folder / "orchestrate.py").write_text(f"open({str(cli.folder / 'mark')!r}, 'w')\n")
+    (cli.folder / "hello.py").write_text("print('hello')\n")
+    command = [sys.executable, "-P", "-m", "orchestrate", "run", "--detach", *JOB, *SCRIPT]
+    done = subprocess.run(command, cwd=cli.folder, env=cli.env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    job = cli.run_dir().name
+    command[4:] = ["attach", job]
+    assert subprocess.run(command, cwd=cli.folder, env=cli.env, capture_output=True, timeout=120).returncode == 0
+    assert not (cli.folder / "mark").exists()
