@@ -121,7 +121,8 @@ def leftovers(folder: Path) -> dict[str, list[str]]:
     is returned.
     """
     jobs = {path.parent.name for depth in ("", "*/") for path in folder.glob(f"{depth}*/*/job.yaml")}
-    sockets = Path(f"/tmp/orchestrate-{os.getuid()}").glob("*")
+    private = Path(f"/tmp/orchestrate-{os.getuid()}")
+    sockets = [*private.glob("*"), *private.glob("containers/*")]
     found = {
         "processes": [line for pid in processes(folder) if (line := " ".join(proc(pid, "cmdline")).strip())],
         "sockets": [
@@ -207,10 +208,10 @@ class Cli:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.chmod(0o755)  # nodes of root's jobs run as another user
+        folder.chmod(0o755)  # root's nodes run as a user who is not root, and see it
         for script in SCRIPTS.glob("*.py"):
             shutil.copy(script, folder)
-        self.env = {key: value for key, value in os.environ.items() if not key.startswith(("NODE_", "OMP_"))}
+        self.env = {key: value for key, value in os.environ.items() if not key.startswith(("NODE_", "OMP_", "SUDO_"))}
         self.env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": WARNINGS, MARK: str(folder)}
         self.started: list[subprocess.Popen[str]] = []
 

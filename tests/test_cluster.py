@@ -1,13 +1,17 @@
 """Nodes that stay up must serve one job after the other, each as if it were the first."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from conftest import Cli, docker, eventually, gone
 from faults import OPTIONS, Background, compose_hangs, container, kill_node
+
+from orchestrate.engines import sockets
 
 
 class Cluster:
@@ -40,6 +44,12 @@ class Cluster:
         return f", on {self.name}\n" in done.stderr
 
 
+def away(run: Path) -> str:
+    """Where the files of a job are that is on a cluster; nothing once they are at home."""
+    assert (run / "job" / "logs").is_dir()
+    return os.readlink(run / "job") if (run / "job").is_symlink() else ""
+
+
 @pytest.fixture
 def up(cli, engine):
     made = []
@@ -53,6 +63,7 @@ def up(cli, engine):
         done = cli("down", one.name)
         assert (done.returncode, done.stderr) == (0, f"{one.name} is down\n")
         assert not (cli.folder / "runs" / one.name).exists()
+        assert not any(folder.exists() for folder in (sockets.private() / one.name, sockets.of_containers(one.name)))
 
 
 def test_jobs_must_use_the_nodes_and_leave_them_up(up, cli):
@@ -63,7 +74,7 @@ def test_jobs_must_use_the_nodes_and_leave_them_up(up, cli):
         assert cluster.fits(cluster.run("--", "count.py", "3"))
         assert "step 3 in 0" in cli.log(2)
         assert (cluster.nodes(), cluster.state()) == (before, "idle")
-        assert not cli.run_dir().is_symlink() and cli.report()["outcome"] == "succeeded"
+        assert not away(cli.run_dir()) and cli.report()["outcome"] == "succeeded"
     assert cluster.fits(cluster.run("--", "count.py", "3", trainers=1))  # on two of the three
     assert cli.report()["world_size"] == 2
 
@@ -121,7 +132,7 @@ def test_a_cluster_in_use_must_not_be_given_to_a_second_job_nor_taken_down(up, c
     job = Background(cli, engine, "--", "count.py", "100000")
     job.until_step(5)
     first = cli.run_dir()
-    assert first.is_symlink() and cluster.state() == "running"
+    assert away(first) == f"../{cluster.name}/nodes/{first.name}" and cluster.state() == "running"
     second = cli("run", "--engine", engine, "--trainers", "0", *OPTIONS, "--runs", "runs", "--", "count.py", "3")
     assert second.returncode == 0, second.stderr
     assert f"{cluster.name} does not fit: a job uses it (process {job.process.pid})" in second.stderr
@@ -131,7 +142,7 @@ def test_a_cluster_in_use_must_not_be_given_to_a_second_job_nor_taken_down(up, c
     assert (wrong.returncode, f"error: no job {cluster.name}" in wrong.stderr) == (2, True)
     assert cli("stop", first.name).returncode == 0
     assert job.end() == 130
-    assert cluster.state() == "idle" and not first.is_symlink()
+    assert cluster.state() == "idle" and not away(first)
     assert json.loads((first / "report.json").read_text())["outcome"] == "stopped"
 
 
@@ -166,7 +177,7 @@ def test_a_supervisor_that_died_must_be_followed_by_one_that_leaves_the_nodes_cl
     cli.enough()
     done = cli("attach", cli.run_dir().name)
     assert done.returncode == 0, done.stderr
-    assert not cli.run_dir().is_symlink() and cli.report()["generations"] == 1
+    assert not away(cli.run_dir()) and cli.report()["generations"] == 1
     assert cluster.fits(cluster.run("--", "count.py", "3"))
     assert "[node] generation" not in cli.log(0)
 
@@ -176,12 +187,12 @@ def test_a_detached_job_must_use_the_nodes_and_have_its_files_at_home_in_the_end
     done = cluster.run("--detach", "--", "count.py", "told")
     assert cluster.fits(done)
     name = cli.run_dir().name
-    assert cli.run_dir().is_symlink() and done.stdout == f"runs/{name}\n"
+    assert away(cli.run_dir()) and done.stdout == f"runs/{name}\n"
     waiting = cli.start("wait", name)
     cli.enough()
     assert (waiting.communicate(timeout=150), waiting.returncode) == (("", ""), 0)
     eventually(lambda: cluster.state() == "idle")
-    assert not cli.run_dir().is_symlink() and cli.report()["outcome"] == "succeeded"
+    assert not away(cli.run_dir()) and cli.report()["outcome"] == "succeeded"
     assert "step 10 in 0" in cli.log(2)
 
 
@@ -192,7 +203,7 @@ def test_stop_must_end_the_job_of_a_dead_supervisor_and_leave_the_cluster(up, cl
     job.process.kill()
     job.process.communicate()
     assert cli("stop", cli.run_dir().name).returncode == 0
-    assert cluster.state() == "idle" and not cli.run_dir().is_symlink()
+    assert cluster.state() == "idle" and not away(cli.run_dir())
     assert cli.report()["outcome"] == "stopped"
 
 

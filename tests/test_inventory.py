@@ -32,6 +32,7 @@ def spec(**more: object) -> JobSpec:
 def test_an_engine_must_be_shown_as_it_is(answers, daemon, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
+    tmp_path.chmod(0o755)
     (tmp_path / "work.py").write_text("import torch\n")
     answers.images = {"mine:1"}
     found = image.inventory(daemon, spec(), tmp_path / "run", True)

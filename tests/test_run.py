@@ -9,6 +9,8 @@ import pytest
 from conftest import docker, eventually, gone
 from faults import Background, compose_hangs, node_pid
 
+from orchestrate.engines import sockets
+
 RUN = ("run", "--gpus", "none", "--max-restarts", "0")
 
 
@@ -35,26 +37,23 @@ def test_every_worker_must_get_its_environment_and_the_scripts_arguments(cli, en
         assert worker["env"].items() >= plan["workers"][rank]["env"].items()
 
 
-def test_stdout_must_be_the_run_directory_alone_and_the_files_must_be_the_callers(cli, engine):
+def test_stdout_must_be_the_run_directory_alone_and_its_files_be_the_callers_and_the_nodes(cli, engine):
     done = run(cli, engine, "--name", "My Job", "--", "probe.py")
     assert done.returncode == 0, done.stderr
     folder = cli.run_dir()
     assert done.stdout == f"runs/{folder.name}\n"
     assert folder.name.startswith("my-job-")
     names = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    logs = {f"logs/rank-{rank}.log" for rank in range(3)}
-    files = {
-        "job.yaml",
-        "plan.json",
-        "events.jsonl",
-        "report.json",
-        "supervisor.lock",
-        "generation",
-        "logs",
-        "checkpoints",
-    }
-    assert names == files | logs
-    assert {path.stat().st_uid for path in folder.rglob("*")} == {os.getuid()}
+    ours = {"job.yaml", "plan.json", "events.jsonl", "report.json", "supervisor.lock", "job/generation"}
+    theirs = {"job", "job/logs", "job/checkpoints", *(f"job/logs/rank-{rank}.log" for rank in range(3))}
+    links = {name: os.readlink(folder / name) for name in ("logs", "checkpoints", "metrics.jsonl")}
+    assert names == ours | theirs | links.keys()
+    assert links == {name: f"job/{name}" for name in links}
+    owners = {user: {name for name in names if (folder / name).lstat().st_uid == user} for user in (os.getuid(), 1000)}
+    if engine == "docker" and not os.getuid():  # whose nodes are not root
+        assert owners == {0: ours | links.keys(), 1000: theirs}
+    else:
+        assert owners[os.getuid()] == names
     report = cli.report()
     assert (report["outcome"], report["world_size"], report["generations"]) == ("succeeded", 3, 1)
     assert (report["root_cause"], report["checkpoints"], report["final_metrics"]) == (None, [], {})
@@ -311,8 +310,8 @@ def test_a_node_must_be_a_modest_container(cli, docker_engine, nothing_left):
         for node in ("master", "trainer-1"):
             state = json.loads(docker("inspect", cli.container(node)))[0]
             host = state["HostConfig"]
-            owner = cli.run_dir().stat()
-            assert state["Config"]["User"] == f"{owner.st_uid}:{owner.st_gid}"
+            owner = (cli.run_dir() / "job").stat()
+            assert state["Config"]["User"] == f"{owner.st_uid}:{owner.st_gid}" != "0:0"
             assert (host["CapDrop"], host["CapAdd"], host["Privileged"]) == (["ALL"], None, False)
             assert (host["ReadonlyRootfs"], host["Init"], host["RestartPolicy"]["Name"]) == (True, False, "no")
             assert state["Config"]["Tty"] is False
@@ -321,7 +320,9 @@ def test_a_node_must_be_a_modest_container(cli, docker_engine, nothing_left):
             assert {mount["Destination"]: mount["RW"] for mount in state["Mounts"]} == {
                 "/workspace": False,
                 "/opt/orchestrate": False,
+                "/workspace/runs": False,
                 "/job": True,
+                "/run/orchestrate": True,
             }
             assert not any("docker.sock" in mount["Source"] for mount in state["Mounts"])
     finally:
@@ -372,7 +373,7 @@ def test_a_node_must_be_reached_through_the_engine_only_where_it_has_to_be(
     seen = {line.partition(":")[0] for line in actions.splitlines()}
     assert "start" in seen
     assert {action for action in seen if action.startswith("exec")} - {"exec_die"} == through
-    assert not (cli.run_dir() / ".nodes").exists()
+    assert not sockets.of_containers(cli.run_dir().name).exists()
 
 
 @pytest.mark.docker

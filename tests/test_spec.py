@@ -247,6 +247,7 @@ def test_a_written_job_file_must_resolve_to_the_same_job(tmp_path):
         "engine": "docker",
         "image": "mine:1.0",
         "env": {"A": "yes", "B": "1.10"},
+        "user": "7:8",
         "memory": "4g",
         "cpus": 1.5,
         "shm_size": "1024",

@@ -193,7 +193,7 @@ def test_f52_a_second_supervisor_must_look_on_while_one_lives_and_take_over_when
     job.until_step(10, rank=1)
     second = cli.start("attach", cli.run_dir().name)
     told = second.stderr.readline()
-    assert told.startswith(f"process {job.process.pid} supervises {cli.run_dir().name}; looking on")
+    assert told.startswith(f"process {job.process.pid} supervises {cli.run_dir().name}; following it")
     assert not job.events("taken_over")
     orphan(job)
     job.until("taken_over")
@@ -222,7 +222,7 @@ def test_f53_a_terminal_that_goes_away_must_not_take_the_job_with_it(cli, engine
 def test_a_detached_job_must_be_found_waited_for_and_shown(cli, engine):
     detached = ("run", "--engine", engine, "--gpus", "none", "--trainers", "2", "--detach")
     done = cli(*detached, "--", "count.py", "told", "0.03")
-    supervisor = lock.holder(JobPaths(cli.run_dir()))  # from the moment on at which the command has ended
+    supervisor = lock.holder(JobPaths(cli.run_dir())).pid  # from the moment on at which the command has ended
     assert done.returncode == 0, done.stderr
     assert os.getsid(supervisor) == supervisor  # no Ctrl-C of the terminal reaches it
     name = cli.run_dir().name
