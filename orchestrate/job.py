@@ -57,13 +57,14 @@ def check_script(spec: JobSpec) -> JobSpec:
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise UsageError(f"the script {script} {kind}", f"paths count from {Path.cwd()}")
     try:
-        relative = path.relative_to(Path.cwd().resolve())
+        relative = str(path.relative_to(Path.cwd().resolve()))
     except ValueError:
         raise UsageError(
             f"the script {script} is outside {Path.cwd()}, the folder that the nodes see",
             f"start from its folder: cd {path.parent}",
         ) from None
-    return dataclasses.replace(spec, command=(str(relative), *spec.command[1:]))
+    relative = f"./{relative}" if relative.startswith("-") else relative  # else Python would take it for an option
+    return dataclasses.replace(spec, command=(relative, *spec.command[1:]))
 
 
 def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
