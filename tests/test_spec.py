@@ -5,6 +5,7 @@ import re
 import pytest
 import yaml
 from conftest import ROOT
+from odd import odd
 
 from orchestrate.errors import UsageError
 from orchestrate.spec import APP, FIELDS, IMAGE, JobSpec, read_file, read_set, resolve
@@ -347,3 +348,14 @@ def test_the_default_must_be_the_one_in_the_readme(key):
 def test_set_without_a_value_must_be_refused():
     with pytest.raises(UsageError, match="--set trainers: no ="):
         read_set(["trainers"])
+
+
+def test_odd_text_must_survive_the_file_of_a_job(tmp_path):
+    texts = [*odd(300), "\udcff", "a\ud800b"]
+    spec = resolve({"command": ["train.py", *texts], "env": {f"A_{n}": text for n, text in enumerate(texts)}})
+    path = tmp_path / "job.yaml"
+    path.write_text(spec.to_yaml())
+    assert resolve(read_file(path)) == spec
+    for name in ("on", "1e3", "0x10", "1_0", "~", "=", "2024-01-01", "it's: #1"):
+        path.write_text(resolve({"name": name, "command": [name], "image": f"{name[:2]}:1"}).to_yaml())
+        assert (read_file(path)["name"], read_file(path)["image"]) == (name, f"{name[:2]}:1")
