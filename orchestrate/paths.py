@@ -23,6 +23,11 @@ def code_folder(command: tuple[str, ...]) -> Path:
     return PROJECT if ours and not any(Path(name).exists() for name in ("app", "app.py")) else Path.cwd()
 
 
+def is_text(value: str) -> bool:
+    """Whether a path or an argument, which can be any bytes, is text that a file in UTF-8 can hold."""
+    return "\0" not in value and value.encode(errors="replace").decode() == value
+
+
 def write_secret(path: Path, content: bytes) -> None:
     """Write a new file that nobody else can read; raises OSError."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:

@@ -124,10 +124,10 @@ def test_a_request_to_stop_must_end_compose(job, monkeypatch):
 
 @pytest.mark.parametrize("path", ["code", "run"])
 def test_a_folder_that_compose_cannot_mount_must_be_refused_by_name(job, path):
-    run = job.folder / "a:b" if path == "run" else job.run
-    with pytest.raises(EngineError, match="a:b, for the colon in it"):
-        job.engine().up(SPEC, job.plan(code="/a:b" if path == "code" else "/code"), run)
-    assert job.answers.did() == []
+    run = job.folder / "a\udcff" if path == "run" else job.run
+    with pytest.raises(EngineError, match=r"/a.udcff' cannot be mounted: its name is not UTF-8") as caught:
+        job.engine().up(SPEC, job.plan(code="/a\udcff" if path == "code" else "/code"), run)
+    assert caught.value.hint and job.answers.did() == []
 
 
 def test_compose_must_be_told_what_the_job_says(job):
@@ -171,11 +171,13 @@ def test_nodes_must_share_a_folder_of_sockets_and_see_of_the_code_what_is_code(j
     (code / ".dockerignore").write_text("# not code\ndata\n*.env\n__pycache__\nnone\n")
     with pytest.raises(EngineError):
         job.engine().up(SPEC, job.plan(code=str(code)), job.run)
-    *hidden, sockets = job.given()
+    folder, *hidden, sockets = job.given()
+    bound = {"type": "bind", "bind": {"create_host_path": False}}
+    assert folder == {**bound, "source": str(job.run), "target": "/job"}  # in the place of Compose's volume
     places = {mount["target"]: (mount["type"], mount["read_only"]) for mount in hidden}
     empty = dict.fromkeys((f"/workspace/{name}" for name in (".git", "data", "runs")), ("tmpfs", True))
     assert places == empty | {"/workspace/key.env": ("bind", True)}
-    assert sockets == {"type": "bind", "source": str(job.sockets), "target": "/run/orchestrate"}
+    assert sockets == {**bound, "source": str(job.sockets), "target": "/run/orchestrate"}
     assert stat.S_IMODE(job.sockets.stat().st_mode) == 0o700
 
 
@@ -191,7 +193,8 @@ def test_a_job_on_the_network_of_its_host_must_have_composes_second_file(job):
         engine.up(spec, job.plan(spec), job.run)
     files = [word for word in job.words() if word.endswith(".yml") or word == "-"]
     assert [Path(file).name for file in files] == ["docker-compose.yml", "host-network.yml", "-"]
-    assert job.given() == [] and not job.env()["NODE_SOCKETS"]  # there a node's socket would not have a name of its own
+    assert [mount["target"] for mount in job.given()] == ["/job"]
+    assert not job.env()["NODE_SOCKETS"]  # there a node's socket would not have a name of its own
     node = job.answers.container("master")
     node["NetworkSettings"]["Networks"] = {"host": {}}
     assert engine.alive() == {"master"}

@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import os
+import shutil
 import subprocess
 import tarfile
 from dataclasses import replace
@@ -158,6 +160,39 @@ def test_a_pod_must_have_what_a_container_of_ours_has():
         env["JOB_DIR"] == "/job/digits"
         and {"name": "job", "persistentVolumeClaim": {"claimName": "claim"}} in pod["volumes"]
     )
+
+
+@pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize("image", [SPEC["image"], OTHER["image"]])
+def test_secrets_must_come_from_a_secret_of_the_cluster(form, image):
+    env = {"HF_TOKEN": "canary", "A": "b", "URL": "https://me:canary@host"}
+    text = kubernetes(resolve(SPEC | {"env": env, "image": image}), "2nd", form)
+    assert "canary" not in text
+    *_, made = yaml.safe_load_all(text)
+    if form == "job":
+        kubernetes_validate.validate(made, "1.31.0", strict=True)
+    elif form == "trainjob":
+        whole(models.TrainerV1alpha1TrainJob, made)
+    for name in ("HF_TOKEN", "URL"):
+        entry = {"name": name, "valueFrom": {"secretKeyRef": {"name": "job-2nd-env", "key": name}}}
+        assert text.count(f"name: {name}\n") == 1 and json.dumps(entry) in json.dumps(made)
+    assert '{"name": "A", "value": "b"}' in json.dumps(made)
+
+
+def test_the_command_that_makes_the_secret_must_be_told_and_hold_no_value():
+    text = kubernetes(resolve(SPEC | {"env": {"HF_TOKEN": "canary", "API_KEY": "canary"}}), "digits", "job")
+    (line,) = (line for line in text.splitlines() if "kubectl create secret" in line)
+    assert line.startswith("#") and "canary" not in text
+    if not shutil.which("kubectl"):
+        pytest.skip("no kubectl here")
+    command = line.removeprefix("#").strip() + " --dry-run=client --output=json"
+    values = {"HF_TOKEN": "it's $HOME\n", "API_KEY": "two\nlines é"}
+    env = os.environ | {"KUBECONFIG": os.devnull} | values
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=True)
+    secret = json.loads(done.stdout)
+    assert secret["metadata"]["name"] == "digits-env"
+    assert {name: base64.b64decode(value).decode() for name, value in secret["data"].items()} == values
+    assert "kubectl create secret" not in kubernetes(resolve(SPEC), "digits", "job")
 
 
 def test_a_pod_must_have_the_home_that_the_job_names():

@@ -52,18 +52,42 @@ def test_a_node_must_get_what_the_job_says():
 
 def test_a_node_must_see_the_code_the_program_and_the_jobs_folder():
     for role in NODES:
-        volumes = exported()["services"][role]["volumes"]
-        here = Path.cwd()
-        assert volumes == [f"{here}:/workspace:ro", f"{PACKAGE}:/opt/orchestrate:ro", f"{here}/runs/digits:/job"]
+        code, program, folder = exported()["services"][role]["volumes"]
+        here, there = Path.cwd(), {"create_host_path": False}
+        seen = {"type": "bind", "read_only": True, "bind": there}
+        assert code == seen | {"source": str(here), "target": "/workspace"}
+        assert program == seen | {"source": str(PACKAGE), "target": "/opt/orchestrate"}
+        assert folder == {"type": "bind", "source": f"{here}/runs/digits", "target": "/job", "bind": there}
     assert f"Its files come to {Path.cwd()}/runs/digits," in compose(resolve({"command": COMMAND}), "digits")
 
 
-def test_a_folder_must_be_mounted_whatever_its_name_or_be_refused_by_it(monkeypatch):
-    monkeypatch.setattr(export_compose, "code_folder", lambda _: Path("/home/me/$5"))
-    assert exported()["services"]["master"]["volumes"][0] == "/home/me/$$5:/workspace:ro"
-    monkeypatch.setattr(export_compose, "code_folder", lambda _: Path("/home/me/a:b"))
-    with pytest.raises(UsageError, match="/home/me/a:b cannot be mounted"):
+@pytest.mark.parametrize("name", ["$5", "${A:-b}", "a:b", "a:ro", 'it\'s "so" \\', "new\nline", "-dash", " é\x85\x01"])
+def test_a_folder_must_be_mounted_whatever_its_name(monkeypatch, name):
+    monkeypatch.setattr(export_compose, "code_folder", lambda _: Path("/home/me", name))
+    monkeypatch.setattr(export_compose.Path, "cwd", lambda: Path("/srv", name))
+    text = compose(resolve({"command": COMMAND}), "digits")
+    for role in NODES:
+        code, _, folder = yaml.safe_load(text)["services"][role]["volumes"]
+        assert (code["source"], code["target"]) == (f"/home/me/{name}".replace("$", "$$"), "/workspace")
+        assert (folder["source"], folder["target"]) == (f"/srv/{name}/runs/digits".replace("$", "$$"), "/job")
+    assert text.splitlines()[1].startswith("name: ")  # the comment before it is one line
+
+
+def test_a_folder_whose_name_is_no_text_must_be_refused(monkeypatch):
+    monkeypatch.setattr(export_compose, "code_folder", lambda _: Path("/home/me/\udcff"))
+    with pytest.raises(UsageError, match=r"/home/me/.udcff' cannot be mounted") as caught:
         exported()
+    assert caught.value.hint
+
+
+def test_secrets_must_come_from_the_environment_of_compose():
+    env = {"HF_TOKEN": "canary-$1", "URL": "https://me:canary@host", "A": "b"}
+    text = compose(resolve({"command": COMMAND}, {"env": env}), "digits")
+    assert "canary" not in text
+    for role in NODES:
+        found = yaml.safe_load(text)["services"][role]["environment"]
+        assert found["HF_TOKEN"] == "${HF_TOKEN:?set HF_TOKEN}" and found["URL"] == "${URL:?set URL}"
+        assert found["A"] == "b"
 
 
 def test_the_command_and_the_environment_must_reach_the_workers_as_they_are():
@@ -97,7 +121,7 @@ def test_a_node_must_have_no_more_rights_than_under_the_orchestrator_and_be_no_j
     for role in NODES:
         node = exported()["services"][role]
         assert (node["cap_drop"], node["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
-        assert (node["read_only"], node["init"], node["restart"]) == (True, True, "no")
+        assert (node["read_only"], node["init"], node["restart"]) == (True, False, "no")
         assert node["labels"] == {"orchestrate.job": ""}  # by which `ps` and `stop` look for jobs
     assert "labels" not in exported()["networks"]["job"]
 

@@ -274,8 +274,9 @@ def test_a_node_must_see_the_code_read_only_and_write_only_where_it_may():
     for name in NODES:
         node = SERVICES[name]
         code, program, folder = node["volumes"]
-        assert code.endswith(":/workspace:ro") and node["working_dir"] == "/workspace"
-        assert program == "./orchestrate:/opt/orchestrate:ro" and folder == "${NODE_JOB_DIR:-job}:/job"
+        seen = {"type": "bind", "read_only": True, "bind": {"create_host_path": False}}
+        assert code == seen | {"source": "${NODE_CODE:-.}", "target": node["working_dir"]}
+        assert program == seen | {"source": "./orchestrate", "target": "/opt/orchestrate"} and folder == "job:/job"
         assert node["environment"]["JOB_DIR"] == "/job" and node["environment"]["HOME"] == "/tmp"
         assert (node["read_only"], node["restart"], node["init"]) == (True, "no", True)
         assert (node["cap_drop"], node["security_opt"]) == (["ALL"], ["no-new-privileges:true"])

@@ -4,6 +4,7 @@ Here a stand-in has the names of Slurm's commands; see test_slurm.py for a real 
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import eventually
+from odd import odd
 
 from orchestrate.errors import UsageError
 from orchestrate.export.slurm import slurm
@@ -32,22 +34,22 @@ def test_the_options_of_sbatch_must_be_whole_numbers_and_only_those_that_the_job
 WORDS = ["train.py", "two words", "$HOME", "it's"]
 
 
-def launched(form: str, image: str, monkeypatch, folder: str = "/my code") -> list[str]:
+def launched(form: str, image: str, monkeypatch, folder: str = "/my-code", words: list[str] = WORDS) -> list[str]:
     """What bash makes of the words that start a node on each machine."""
     monkeypatch.setattr("orchestrate.export.slurm.code_folder", lambda command: folder)
-    script = slurm(resolve({"command": WORDS, "image": image}), "x", form)
+    script = slurm(resolve({"command": words, "image": image}), "x", form)
     (launch,) = [text for text in script.split("--wait=40 ")[1:]]
     shell = f"JOB_DIR='/job dir/x'; printf '%s\\0' {launch.partition(' &')[0]}"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
-    return done.stdout.split("\0")[:-1]
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, check=True)
+    return done.stdout.decode().split("\0")[:-1]
 
 
 def test_a_node_must_be_started_with_the_very_words_of_the_command(monkeypatch):
     ours, other = "orchestrate-node:0.1", "mine:1"
-    mounts = "/my code:/my code,/job dir/x:/job dir/x"
+    mounts = "/my-code:/my-code,/job dir/x:/job dir/x"
     node = ["python", "/opt/orchestrate/node", *WORDS]
     assert launched("venv", ours, monkeypatch) == [sys.executable, str(NODE), *WORDS]
-    apptainer = ["apptainer", "exec", "--nv", "--pwd", "/my code", "--bind"]
+    apptainer = ["apptainer", "exec", "--nv", "--pwd", "/my-code", "--bind"]
     assert launched("apptainer", ours, monkeypatch) == [*apptainer, mounts, f"docker://{ours}", *node]
     with_node = f"{mounts},{PACKAGE}:/opt/orchestrate"
     assert launched("apptainer", other, monkeypatch) == [*apptainer, with_node, f"docker://{other}", *node]
@@ -55,17 +57,37 @@ def test_a_node_must_be_started_with_the_very_words_of_the_command(monkeypatch):
         assert launched("pyxis", image, monkeypatch) == [
             f"--container-image={image}",
             f"--container-mounts={mounted}",
-            "--container-workdir=/my code",
+            "--container-workdir=/my-code",
             *node,
         ]
 
 
-@pytest.mark.parametrize("folder", ["/a:b", "/a,b"])
+@pytest.mark.parametrize("folder", ["/a:b", "/a,b", "/a^b", "/a\\", '/a"b', "/$(a)", "/a\nb", "/ a", "/it's"])
 def test_a_folder_that_slurms_containers_cannot_mount_must_be_refused(monkeypatch, folder):
     assert launched("venv", "mine:1", monkeypatch, folder)
     for form in ("apptainer", "pyxis"):
-        with pytest.raises(UsageError, match=f"{folder} cannot be mounted"):
+        with pytest.raises(UsageError, match=f"{re.escape(ascii(folder))} cannot be mounted") as caught:
             launched(form, "mine:1", monkeypatch, folder)
+        assert caught.value.hint
+
+
+def test_a_folder_that_is_no_text_must_be_refused(monkeypatch):
+    with pytest.raises(UsageError, match="udcff' is not UTF-8"):
+        launched("venv", "mine:1", monkeypatch, "/a\udcff")
+
+
+def test_a_script_must_have_no_line_breaks_but_its_own(monkeypatch):
+    """Since sbatch refuses those of DOS, and a terminal would take others for orders."""
+    monkeypatch.setattr("orchestrate.export.slurm.code_folder", lambda command: "/a\r\nb\x1b")
+    words = odd(300)
+    spec = resolve({"command": ["train.py", *words], "env": {f"A_{number}": text for number, text in enumerate(words)}})
+    assert all(line.isprintable() for line in slurm(spec, "x", "venv").split("\n"))
+
+
+def test_each_word_of_the_command_must_be_the_same_for_bash(monkeypatch):
+    words = ["train.py", *odd(300)]
+    for form in ("venv", "apptainer", "pyxis"):
+        assert launched(form, "orchestrate-node:0.1", monkeypatch, words=words)[-len(words) :] == words
 
 
 # --- the script, run
@@ -74,6 +96,7 @@ SCONTROL = "#!/bin/bash\nprintf 'n%s\\n' 1 2\n"
 SRUN = """\
 #!/bin/bash
 # Notes how it was called; ends with the next code of the file `codes`, or waits for a signal where there is none.
+cat /proc/$$/environ > "$HERE/environment"
 pwd > "$HERE/where"
 cd "$HERE"
 printf '%s' "$A" > said
@@ -139,6 +162,28 @@ def test_the_jobs_environment_and_folder_must_be_taken_as_they_are_written(sched
     assert ended(scheduler.start("0", env={"A": "two words; $HOME 'and' \\"})) == (0, "")
     assert (scheduler.folder / "said").read_text() == "two words; $HOME 'and' \\"
     assert (scheduler.folder / "where").read_text() == f"{code}\n"
+
+
+def test_each_variable_must_reach_the_nodes_as_it_is_and_not_the_script(scheduler):
+    texts = dict(enumerate(odd(300)))
+    env = {f"ODD_{number}": text for number, text in texts.items()}
+    env |= dict.fromkeys(("UID", "IFS", "PS4", "stop", "code", "step", "attempt", "_"), "0x")
+    env |= {"SHELLOPTS": "posix", "BASH_ENV": "/dev/null", "PATH": "/usr/bin:/bin"}  # without the commands of Slurm
+    assert ended(scheduler.start("1", "0", env=env)) == (0, "generation 0 ended with exit code 1\n")
+    said = (scheduler.folder / "environment").read_bytes().decode().split("\0")
+    assert {name: value for name, _, value in (line.partition("=") for line in said) if name in env} == env
+
+
+def test_secrets_must_come_from_the_environment_of_sbatch(scheduler):
+    env = {"A": "b", "HF_TOKEN": "canary", "URL": "https://me:canary@host"}
+    script = slurm(resolve({"env": env}), "digits", "venv")
+    assert "canary" not in script and "HF_TOKEN" in script.splitlines()[3]
+    code, told = ended(scheduler.start("0", env=env))
+    assert code and "HF_TOKEN: set HF_TOKEN in the environment of sbatch" in told
+    assert not (scheduler.folder / "calls").exists()
+    scheduler.more = {"HF_TOKEN": "it's $HOME\n", "URL": "a"}
+    assert ended(scheduler.start("0", env=env)) == (0, "")
+    assert "\0HF_TOKEN=it's $HOME\n\0" in (scheduler.folder / "environment").read_text()
 
 
 def test_a_failure_must_start_another_generation_with_a_port_of_its_own(scheduler):

@@ -17,6 +17,7 @@ from conftest import ROOT, docker, proc
 from scripted import ALL_WELL, KILLED
 
 from orchestrate import lock
+from orchestrate.cli import EXPORTS
 from orchestrate.paths import JobPaths
 from orchestrate.redact import HIDDEN
 from orchestrate.spec import JobSpec
@@ -111,13 +112,12 @@ def seen(name: str) -> str:
 def test_a_secret_must_reach_the_workers_of_each_supervisor_and_nothing_else(cli, engine):
     (cli.folder / "told.py").write_text(SCRIPT)
     (cli.folder / "job.yaml").write_text(JobSpec(trainers=1, env=ENV, command=("told.py",), warm=False).to_yaml())
-    said = "".join(
-        f"{done.stdout}{done.stderr}"
-        for done in (
-            cli("plan", "job.yaml", "--engine", engine),
-            cli("run", "job.yaml", "--engine", engine, "--detach"),
-        )
-    )
+    said = ""
+    plans = [["plan", "job.yaml", "--engine", engine], ["run", "job.yaml", "--engine", engine, "--detach"]]
+    for command in (*(["export", target, "job.yaml"] for target in EXPORTS), *plans):
+        done = cli(*command)
+        said += f"{done.stdout}{done.stderr}"
+        assert done.returncode == 0, done.stderr
     name = cli.run_dir().name
     digest = hashlib.sha256(CANARY.encode()).hexdigest()
     cli.wait_for(digest, rank=1)

@@ -1,5 +1,6 @@
 """The script for sbatch, run by a real Slurm of two machines: Debian's, in a container."""
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,9 @@ import sys
 import pytest
 from conftest import ROOT, docker, eventually
 from faults import complete
+from odd import odd
+
+from orchestrate.spec import resolve
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 IMAGE, HERE = "orchestrate-slurm:test", ROOT / "tests" / "slurm"
@@ -46,13 +50,13 @@ class Slurm:
         done = subprocess.run(["docker", "exec", self.container, *command], capture_output=True, text=True)
         return done.stdout
 
-    def submit(self, *arguments: str) -> str:
-        """Export a job, with the container's own interpreter, and hand it to sbatch; returns its number."""
+    def submit(self, *arguments: str, env: tuple[str, ...] = ()) -> str:
+        """Export a job, with the container's own interpreter, and hand it to sbatch, in `env`; returns its number."""
         done = self.cli("export", "slurm", "--gpus", "none", "--trainers", "1", *arguments)
         assert done.returncode == 0, done.stderr
         script = self.cli.folder / "job.sh"
         script.write_text(done.stdout.replace(sys.executable, "/opt/venv/bin/python"))
-        return self("sbatch", "--parsable", str(script)).strip()
+        return self("env", *env, "sbatch", "--parsable", str(script)).strip()
 
     def state(self, job: str) -> str:
         return re.search(r"JobState=(\w+)", self("scontrol", "show", "job", job))[1]
@@ -83,6 +87,23 @@ def test_a_script_must_train_on_two_machines(slurm):
     assert slurm.state(job) == "COMPLETED", slurm.output()
     for rank in range(4):
         assert slurm.log("allreduce", rank).endswith(f"rank {rank} of 4: the ranks add up to 6\n")
+
+
+def test_each_variable_and_word_must_reach_the_workers_and_a_secret_only_from_sbatch(slurm):
+    words, secret = odd(50), "it's $HOME\n"
+    env = {f"ODD_{number}": text for number, text in enumerate(words)} | {"stop": "a", "UID": "b"}
+    file = slurm.cli.folder / "job.yaml"
+    file.write_text(resolve({"command": ["probe.py", *words], "env": env | {"HF_TOKEN": "canary"}}).to_yaml())
+    job = slurm.submit(str(file), env=(f"HF_TOKEN={secret}",))
+    eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
+    assert slurm.state(job) == "COMPLETED", slurm.output()
+    for rank in range(2):
+        seen = json.loads(slurm.log("probe", rank))
+        assert seen["args"] == words and seen["env"].items() >= (env | {"HF_TOKEN": secret}).items()
+    assert "canary" not in (slurm.cli.folder / "job.sh").read_text()
+    job = slurm.submit(str(file))
+    eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
+    assert slurm.state(job) == "FAILED" and "set HF_TOKEN in the environment of sbatch" in slurm.output()
 
 
 def test_a_worker_that_is_killed_must_start_the_gang_again_from_its_checkpoint(slurm):

@@ -147,6 +147,7 @@ class Daemon:
             try:
                 process = subprocess.Popen(
                     ["docker", "--host", self.host, "compose", "--project-directory", str(PROJECT), *arguments],
+                    cwd="/",  # Compose makes a URL of it, which takes no line break
                     env=inherited | (env or {}),
                     stdin=stdin,
                     stdout=subprocess.PIPE if capture else 2,

@@ -22,7 +22,7 @@ from orchestrate.engines.links import DYING, Link, Linked
 from orchestrate.engines.masks import masks
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.paths import PROJECT
+from orchestrate.paths import PROJECT, is_text
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
@@ -34,7 +34,7 @@ HOST_NETWORK = Path(__file__).with_name("host-network.yml")
 UP = ("running", "paused")  # the states of a container that still has its processes
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
 SOCKETS = "/run/orchestrate"  # where nodes listen whom this kernel runs
-CODE = "/workspace"
+CODE, JOB = "/workspace", "/job"
 LISTENS = 1.0  # seconds from a container's start until its node does
 
 
@@ -222,8 +222,8 @@ class DockerEngine(Linked):
         """Know the job, and listen to what happens to it."""
         code = plan.inventory.code
         for path in (str(run), code):
-            if ":" in path:
-                raise EngineError(f"Compose cannot mount {path}, for the colon in it", "take a folder without a colon")
+            if not is_text(path):
+                raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
         self.home, self.stays, self.sockets = plan.home, bool(plan.inventory.cluster), sockets.of_containers(plan.home)
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
         self.env = {
@@ -245,9 +245,9 @@ class DockerEngine(Linked):
             "NODE_PRELOAD": " ".join(plan.inventory.preload),
             "NODE_SOCKETS": SOCKETS if self._same_kernel() else "",
         }
-        self.mounts = masks(Path(code), run.parent.parent, CODE)
+        self.mounts = [_bind(run, JOB), *masks(Path(code), run.parent.parent, CODE)]
         if self.env["NODE_SOCKETS"]:
-            self.mounts.append({"type": "bind", "source": str(self.sockets), "target": SOCKETS})
+            self.mounts.append(_bind(self.sockets, SOCKETS))
         if self.events is None:
             self.events = Events(self.daemon, self._ours)
             self.selector.register(self.events.bell, selectors.EVENT_READ, "")
@@ -353,6 +353,11 @@ class DockerEngine(Linked):
                 os.chown(self.sockets, int(user), int(group))
         except OSError as error:
             raise EngineError(f"no folder for the sockets of nodes: {error}") from None
+
+
+def _bind(source: Path, target: str) -> dict[str, Any]:
+    """A mount of a Compose file; in this form, and with a folder that is there, Compose takes any path."""
+    return {"type": "bind", "source": str(source), "target": target, "bind": {"create_host_path": False}}
 
 
 def _literally(value: Any) -> Any:

@@ -6,13 +6,21 @@ environment is the same as here, and so are checkpoints and logs in the job's fo
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
+from typing import Any
+
+import yaml
 
 from orchestrate.errors import UsageError
 from orchestrate.limits import UNLIMITED
+from orchestrate.paths import is_text
+from orchestrate.redact import is_secret
 from orchestrate.spec import IMAGE, JobSpec
 
 MASTER_PORT = 29500  # torch's default
+PLAIN = re.compile(r"-{0,2}[A-Za-z/]|\d+[KMG]i$")  # how text begins that may do without quotes; or a size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +33,7 @@ class Shape:
     gpus: int  # on each node
     env: dict[str, str]
     memory: str  # limit of each node; empty for none
+    secrets: tuple[str, ...]  # names of the job's environment whose values are not written down
 
 
 def shape(spec: JobSpec, name: str) -> Shape:
@@ -42,6 +51,7 @@ def shape(spec: JobSpec, name: str) -> Shape:
     else:
         nproc = spec.nproc_per_node or 1
         gpus = nproc if spec.gpus == "all" else 0
+    _check_text(spec)
     if spec.pin or spec.network == "host":
         raise UsageError("pin and network are for this machine", "leave them out of a job that you export")
     if spec.constraints or spec.encrypt:
@@ -63,8 +73,46 @@ def shape(spec: JobSpec, name: str) -> Shape:
         env["CUDA_VISIBLE_DEVICES"] = ""
     if spec.cpus:
         env["OMP_NUM_THREADS"] = str(max(1, int(spec.cpus) // nproc))
+    secrets = tuple(key for key, value in spec.env.items() if is_secret(key, value))
+    env |= {key: value for key, value in spec.env.items() if key not in secrets}
     memory = "" if spec.memory == UNLIMITED else spec.memory or ""
-    return Shape(name=name, nodes=nodes, nproc=nproc, gpus=gpus, env=env | spec.env, memory=memory)
+    return Shape(name=name, nodes=nodes, nproc=nproc, gpus=gpus, env=env, memory=memory, secrets=secrets)
+
+
+def _check_text(spec: JobSpec) -> None:
+    """Raise UsageError for what none of the files could hold."""
+    for key in spec.env:
+        if not key.isascii():
+            raise UsageError(f"env: the name {key!r} is not ASCII", "use A-Z, a-z, 0-9 and _")
+    for key in ("image", "volume"):
+        if not getattr(spec, key).isprintable():
+            raise UsageError(f"{key} has unprintable characters: {getattr(spec, key)!a}", "check the name")
+    texts = {"command": spec.command} | {f"env.{key}": (value,) for key, value in spec.env.items()}
+    for key, words in texts.items():
+        if not all(map(is_text, words)):
+            raise UsageError(f"{key} is not UTF-8, or contains NUL", "an exported file is UTF-8 text")
+
+
+def document(*objects: Any) -> str:
+    """Objects as YAML, in which text is text for every reader."""
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=math.inf)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what Go's libraries would take for a number or a truth, and PyYAML would not: 1e3, 0o17, y."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write what appears twice in full."""
+        return True
+
+
+def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    plain = PLAIN.match(value) and value.lower() not in ("y", "n") and "\n" not in value
+    style = None if plain else '"' if "\n" in value else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+
+_Dumper.add_representer(str, _text)
 
 
 def carries_node(image: str) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from orchestrate.errors import UsageError
-from orchestrate.export import shape
+from orchestrate.export import Shape, document, shape
 from orchestrate.limits import limits
-from orchestrate.paths import PACKAGE, PROJECT, code_folder
+from orchestrate.paths import PACKAGE, PROJECT, code_folder, is_text
 from orchestrate.spec import JobSpec
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -20,17 +20,14 @@ DROPPED = ("profiles", "build")
 
 
 def compose(spec: JobSpec, name: str) -> str:
-    """The file; `docker compose up` runs it."""
+    """The file; `docker compose up` runs it. Raises UsageError for what it cannot say."""
     job = shape(spec, name)
-    for folder in (code_folder(spec.command), Path.cwd()):
-        if ":" in str(folder):
-            raise UsageError(f"{folder} cannot be mounted, for the colon in it", "take another folder")
+    code, files = (_mountable(folder) for folder in (code_folder(spec.command), Path.cwd() / "runs" / name))
     bounds = limits(spec.memory, 0, job.nodes)
     values = {
         "JOB_ID": name,
         "NODE_IMAGE": spec.image,
-        "NODE_CODE": str(code_folder(spec.command)),
-        "NODE_JOB_DIR": str(Path.cwd() / "runs" / name),
+        "NODE_CODE": code,
         "NODE_USER": f"{os.getuid()}:{os.getgid()}",
         "NODE_SHM": spec.shm_size,
         "NODE_MEMORY": job.memory or "0",
@@ -48,10 +45,9 @@ def compose(spec: JobSpec, name: str) -> str:
         content = {key: value for key, value in file["services"][service + kind].items() if key not in DROPPED}
         filled = _filled(content, values)
         if service != "outcome":
-            filled["command"] = [word.replace("$", "$$") for word in spec.command]  # Compose would look them up
-            filled["environment"] |= {key: value.replace("$", "$$") for key, value in spec.env.items()}
-            mounts = [volume.replace("./orchestrate", str(PACKAGE)) for volume in filled["volumes"]]
-            filled["volumes"] = [mount.replace("$", "$$") for mount in mounts]
+            filled["command"] = [_literal(word) for word in spec.command]
+            filled["environment"] |= _environment(spec, job)
+            filled["volumes"] = [_mount(volume, files) for volume in filled["volumes"]]
             filled["stop_grace_period"] = f"{int(spec.grace) + 10}s"
             filled["networks"] = {"job": {"aliases": [service]}}
             filled["labels"] = {"orchestrate.job": ""}  # else `ps` would take it for a job that we supervise
@@ -62,12 +58,42 @@ def compose(spec: JobSpec, name: str) -> str:
         "services": services,
         "networks": {"job": {"driver_opts": file["networks"]["job"]["driver_opts"]}},
     }
-    head = (
-        f"# {name}: docker compose --file THIS up. Its files come to {values['NODE_JOB_DIR']}, which must be there.\n"
-    )
+    return "".join(f"# {line}\n" for line in _head(spec, job, files)) + document(whole)
+
+
+def _head(spec: JobSpec, job: Shape, files: str) -> list[str]:
+    shown = files if files.isprintable() else ascii(files)
+    lines = [f"{job.name}: docker compose --file THIS up. Its files come to {shown}, which must be there."]
+    if job.secrets:
+        lines.append(f"Set in the environment of docker compose: {', '.join(job.secrets)}.")
     if spec.max_run:
-        head += "# Compose knows no max_run: put `timeout` before its command.\n"
-    return head + yaml.safe_dump(whole, sort_keys=False, width=10_000)
+        lines.append("Compose knows no max_run: put `timeout` before its command.")
+    return lines
+
+
+def _mountable(folder: Path) -> str:
+    if not is_text(str(folder)):
+        raise UsageError(f"{ascii(str(folder))} cannot be mounted: its name is not UTF-8", "use another folder")
+    return str(folder)
+
+
+def _environment(spec: JobSpec, job: Shape) -> dict[str, str]:
+    """The job's own environment; secrets are variables, which Compose looks up when it starts the job."""
+    return {key: f"${{{key}:?set {key}}}" if key in job.secrets else _literal(value) for key, value in spec.env.items()}
+
+
+def _mount(volume: Any, files: str) -> Any:
+    """A mount of this project's file; of folders by their absolute paths, the job's own one instead of a volume."""
+    if volume == "job:/job":
+        return {"type": "bind", "source": _literal(files), "target": "/job", "bind": {"create_host_path": False}}
+    if volume.get("source") == "./orchestrate":
+        return volume | {"source": _literal(str(PACKAGE))}
+    return volume
+
+
+def _literal(text: str) -> str:
+    """Text in which Compose finds no variables."""
+    return text.replace("$", "$$")
 
 
 def _filled(value: Any, values: dict[str, str]) -> Any:
@@ -76,7 +102,7 @@ def _filled(value: Any, values: dict[str, str]) -> Any:
     if isinstance(value, list):
         return [_filled(part, values) for part in value]
     if isinstance(value, str):
-        return VARIABLE.sub(lambda match: values.get(match[1], match[2] or ""), value)
+        return VARIABLE.sub(lambda match: _literal(values.get(match[1], match[2] or "")), value)
     return value
 
 

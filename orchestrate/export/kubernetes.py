@@ -6,10 +6,8 @@ import base64
 import math
 from typing import Any
 
-import yaml
-
 from orchestrate.engines.services import boot, program
-from orchestrate.export import MASTER_PORT, Shape, carries_node, shape
+from orchestrate.export import MASTER_PORT, Shape, carries_node, document, shape
 from orchestrate.spec import JobSpec
 
 VERSIONS = {  # against which the tests hold what is written here
@@ -44,8 +42,12 @@ def kubernetes(spec: JobSpec, name: str, form: str) -> str:
         lines.append("No volume in the job file: files and checkpoints are lost with their pod.")
     if spec.gpus == "auto":
         lines.append("Without GPUs: --gpus all asks for one per worker.")
+    if job.secrets:
+        keys = " ".join(f'--from-file={key}=<(printf %s "${key}")' for key in job.secrets)
+        lines.append("Create its Secret first, from environment variables of your bash:")
+        lines.append(f"  kubectl create secret generic {job.name}-env {keys}")
     head = "".join(f"# {line}\n" for line in lines)
-    return head + yaml.safe_dump_all(objects, sort_keys=False, width=10_000)
+    return head + document(*objects)
 
 
 def _object(version: str, kind: str, name: str, **content: Any) -> Object:
@@ -156,6 +158,9 @@ def _container(spec: JobSpec, job: Shape, master: str) -> Object:
         env.setdefault(name, value)
     if master:  # else Kubeflow says so
         env |= {"MASTER_ADDR": master, "MASTER_PORT": str(MASTER_PORT)}
+    secrets: list[Object] = [
+        {"name": key, "valueFrom": {"secretKeyRef": {"name": f"{job.name}-env", "key": key}}} for key in job.secrets
+    ]
     limits: dict[str, Any] = {}
     if spec.cpus:
         limits["cpu"] = f"{spec.cpus:g}"
@@ -172,8 +177,8 @@ def _container(spec: JobSpec, job: Shape, master: str) -> Object:
         "name": "node",
         "image": spec.image,
         "command": command,
-        "args": list(spec.command),
-        "env": [{"name": key, "value": value} for key, value in env.items()],
+        "args": [_literal(word) for word in spec.command],
+        "env": [{"name": key, "value": _literal(value)} for key, value in env.items()] + secrets,
         "resources": {"limits": limits} if limits else {},
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -182,6 +187,11 @@ def _container(spec: JobSpec, job: Shape, master: str) -> Object:
         },
         "volumeMounts": mounts,
     }
+
+
+def _literal(text: str) -> str:
+    """Text in which Kubernetes finds no `$(NAME)`."""
+    return text.replace("$", "$$")
 
 
 def _volumes(spec: JobSpec, job: Shape) -> list[Object]:

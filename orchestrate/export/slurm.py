@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
+from pathlib import Path
 
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, shape
 from orchestrate.limits import size
-from orchestrate.paths import NODE, PACKAGE, code_folder
+from orchestrate.paths import NODE, PACKAGE, code_folder, is_text
 from orchestrate.plan import counted
 from orchestrate.spec import JobSpec
 
 WARNED = 30  # seconds, besides the grace period, in which workers hear of the end of the allocation
 NEVER = "2|64|78|126|127"  # exit codes that another start does not change; see docs/restarts.md
+MOUNTABLE = re.compile(r"[\w./@%+=~-]+")  # what Apptainer and Pyxis take in the path of a mount, in every version
 HEAD = {
     "venv": "The interpreter is that of this environment, which every machine must see at the same path.",
     "apptainer": "Each node runs in the image {image}, by Apptainer.",
@@ -27,11 +30,10 @@ SCRIPT = """\
 {options}
 
 set -u
-cd {folder}
+{secrets}cd {folder} || exit 2
 export JOB_DIR="$SLURM_SUBMIT_DIR/runs/{name}"
 export NODE_FAILED="$JOB_DIR/.failed" NODE_PATIENT=1
 mkdir -p "$JOB_DIR"
-{env}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 
@@ -42,7 +44,8 @@ for attempt in $(seq 0 {max_restarts}); do
     export TORCHELASTIC_RESTART_COUNT=$((${{SLURM_RESTART_COUNT:-0}} * ({max_restarts} + 1) + attempt))
     export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 97 + TORCHELASTIC_RESTART_COUNT) % 20000))
     rm -f "$NODE_FAILED"
-    srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --wait={wait} \\
+    env {env}"$(command -v srun)" \\
+        --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --wait={wait} \\
         {launch} &
     step=$!
     wait "$step"
@@ -77,15 +80,19 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         options["gpus-per-node"] = job.gpus
     if spec.max_run:
         options["time"] = max(1, math.ceil(spec.max_run / 60))
+    heads = [HEAD[form].format(image=spec.image)]
+    if job.secrets:
+        heads.append(f"Secrets come from the environment of sbatch: {', '.join(job.secrets)}.")
     lines = [f"#SBATCH --{key}={value}" for key, value in options.items()] + ["#SBATCH --requeue"]
     return SCRIPT.format(
         name=name,
         nodes=job.nodes,
         shape=f"{counted(job.nodes, 'node')} × {counted(job.nproc, 'worker')}",
-        head=HEAD[form].format(image=spec.image),
+        head="\n# ".join(heads),
         options="\n".join(lines),
-        folder=shlex.quote(str(code_folder(spec.command))),
-        env="\n".join(f"export {key}={shlex.quote(value)}" for key, value in job.env.items()),
+        secrets="".join(f': "${{{key}:?set {key} in the environment of sbatch}}"\n' for key in job.secrets),
+        folder=_quoted(_checked(code_folder(spec.command), form)),
+        env="".join(f"{key}={_quoted(value)} \\\n        " for key, value in job.env.items()),
         max_restarts=spec.max_restarts,
         wait=math.ceil(spec.grace) + 10,
         launch=_launch(spec, form),
@@ -93,14 +100,35 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
     )
 
 
+def _quoted(text: str) -> str:
+    """Text as a word for bash; what is not printable as escapes, since sbatch takes no line breaks of DOS."""
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_escaped, text)) + "'"
+
+
+def _escaped(char: str) -> str:
+    if char.isprintable() and char not in "\\'":
+        return char
+    return "".join(f"\\{byte:03o}" for byte in char.encode())
+
+
+def _checked(folder: Path, form: str) -> str:
+    """The path of a folder that nodes must see; raises UsageError for one that the form cannot take."""
+    path = str(folder)
+    if not is_text(path):
+        raise UsageError(f"the path {path!a} is not UTF-8", "use another folder")
+    if form != "venv" and not MOUNTABLE.fullmatch(path):
+        raise UsageError(f"{path!a} cannot be mounted by {form}", "use a path of letters, digits and ._-+=@%~/ alone")
+    return path
+
+
 def _launch(spec: JobSpec, form: str) -> str:
-    command = " ".join(map(shlex.quote, spec.command))
+    command = " ".join(map(_quoted, spec.command))
     if form == "venv":
-        return f"{shlex.quote(sys.executable)} {shlex.quote(str(NODE))} {command}"
-    folder = str(code_folder(spec.command))
-    if ":" in folder or "," in folder:
-        raise UsageError(f"{folder} cannot be mounted, for the colon or comma in it", "take another folder")
-    node = [] if carries_node(spec.image) else [f"{PACKAGE}:/opt/orchestrate"]
+        return f"{_quoted(sys.executable)} {_quoted(str(NODE))} {command}"
+    folder = _checked(code_folder(spec.command), form)
+    node = [] if carries_node(spec.image) else [f"{_checked(PACKAGE, form)}:/opt/orchestrate"]
     mounts = ",".join([shlex.quote(f"{folder}:{folder}"), '"$JOB_DIR:$JOB_DIR"', *map(shlex.quote, node)])
     image = shlex.quote(spec.image)
     if form == "apptainer":

@@ -1,0 +1,174 @@
+"""Every byte of a command and of an environment must arrive, whatever a file for another engine makes of it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from odd import odd
+
+from orchestrate.errors import UsageError
+from orchestrate.export import document, shape
+from orchestrate.export.compose import compose
+from orchestrate.export.kubernetes import kubernetes
+from orchestrate.spec import resolve
+
+TEXTS = odd(300)
+ENV = {f"ODD_{number}": text for number, text in enumerate(TEXTS)}
+SPEC = {"command": ["train.py", *TEXTS], "env": ENV | {"y": "y", "NO": "no"}}
+OTHER = {"image": "registry.example/mine:1"}
+FORMS = [("job", {}), ("jobset", {}), ("trainjob", {}), ("job", OTHER)]
+
+
+def read(text: str) -> list[dict]:
+    """The objects as kubectl reads them."""
+    if not shutil.which("kubectl"):
+        pytest.skip("no kubectl here")
+    command = ["kubectl", "annotate", "--local", "--dry-run=client", "--output=json", "--filename=-", "read=here"]
+    env = os.environ | {"KUBECONFIG": os.devnull}
+    done = subprocess.run(command, input=text, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    decoder, found, rest = json.JSONDecoder(), [], done.stdout.strip()
+    while rest:
+        value, end = decoder.raw_decode(rest)
+        found.append(value)
+        rest = rest[end:].strip()
+    return found
+
+
+def container(objects: list[dict], form: str) -> dict:
+    """Where the command and the environment are."""
+    spec = objects[-1]["spec"]
+    if form == "trainjob":
+        return spec["trainer"]
+    job = spec if form == "job" else spec["replicatedJobs"][0]["template"]["spec"]
+    return job["template"]["spec"]["containers"][0]
+
+
+def expanded(text: str, env: dict[str, str]) -> str:
+    """What a kubelet makes of text: `$$` is a dollar sign, `$(NAME)` a variable that it knows, all else stays."""
+    return re.sub(
+        r"\$(\$|\(([^)]*)\))",
+        lambda match: "$" if match[1] == "$" else env.get(match[2], match[0]),
+        text,
+    )
+
+
+def test_the_kubelets_rule_must_be_the_one_of_its_documentation():
+    env = {"A": "x", "": "empty"}
+    cases = {"$(A)": "x", "$$(A)": "$(A)", "$$$(A)": "$x", "$(B)": "$(B)", "$A $": "$A $", "$(": "$(", "$()": "empty"}
+    assert {text: expanded(text, env) for text in cases} == cases
+
+
+@pytest.mark.parametrize(("form", "more"), FORMS)
+@pytest.mark.parametrize("reader", [lambda text: [*yaml.safe_load_all(text)], read], ids=["PyYAML", "kubectl"])
+def test_a_kubelet_must_give_a_container_the_very_text(form, more, reader):
+    made = container(reader(kubernetes(resolve(SPEC, more), "digits", form)), form)
+    env = {one["name"]: one.get("value", "") for one in made["env"]}
+    assert [expanded(word, env) for word in made["args"]] == SPEC["command"]
+    assert {name: expanded(env[name], env) for name in SPEC["env"]} == SPEC["env"]
+    assert [expanded(word, env) for word in made["command"]] == made["command"]
+
+
+@pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize("name", ["on", "y", "1e3", "0x10", "1-0", "null"])
+def test_a_name_must_stay_text(form, name):
+    for thing in read(kubernetes(resolve({}), name, form)):
+        assert thing["metadata"]["name"] in (name, f"job-{name}")
+
+
+def scalars(node: yaml.Node) -> list[yaml.ScalarNode]:
+    if isinstance(node, yaml.ScalarNode):
+        return [node]
+    parts = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+    return [scalar for part in parts for scalar in scalars(part)]
+
+
+def test_only_what_every_reader_takes_for_text_may_be_without_quotes():
+    text = document(TEXTS, dict.fromkeys(TEXTS, "x"))
+    assert list(yaml.safe_load_all(text)) == [TEXTS, dict.fromkeys(TEXTS, "x")]
+    bare = {scalar.value for node in yaml.compose_all(text) for scalar in scalars(node) if scalar.style is None}
+    assert bare and all(re.match(r"-{0,2}[A-Za-z/]", value) and value.lower() not in ("y", "n") for value in bare)
+    assert document("4Gi", "4e3") == "4Gi\n--- '4e3'\n"
+    assert text.isascii() and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"env": {"A": "\udcff"}}, "env.A is not UTF-8, or contains NUL"),
+        ({"env": {"A": "a\0b"}}, "env.A is not UTF-8, or contains NUL"),
+        ({"command": ["train.py", "\ud800"]}, "command is not UTF-8, or contains NUL"),
+        ({"env": {"naïve": "a"}}, "env: the name 'naïve' is not ASCII"),
+        ({"image": "mine\x01:1"}, r"image has unprintable characters: 'mine\\x01:1'"),
+        ({"image": "mine\u202e:1"}, r"image has unprintable characters: 'mine\\u202e:1'"),
+        ({"volume": "/a\x1b"}, r"volume has unprintable characters: '/a\\x1b'"),
+    ],
+)
+def test_what_no_file_can_hold_must_be_refused_by_name(asked, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        shape(resolve(asked), "digits")
+    assert caught.value.hint
+
+
+# --- for real
+
+FOLDER = 'a:b $HOME ${A:-b} it\'s "so" \\ \n\té😀 \x01:ro'
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("name", [FOLDER, "-a", " a "])
+def test_a_job_must_run_in_a_folder_of_any_name(cli, docker_engine, nothing_left, name):
+    """Under the orchestrator, and by Compose alone."""
+    cli.folder /= name
+    cli.folder.mkdir()
+    (cli.folder / "-here.py").write_text("import sys; print(sys.argv)\n")
+    command = ["--gpus", "none", "--trainers", "0", "--set", "warm=false", "--", "./-here.py", "a b"]
+    done = cli("run", "--engine", "docker", *command)
+    assert done.returncode == 0, done.stderr
+    assert "['./-here.py', 'a b']" in cli.log(0)
+    job = cli.folder / "runs" / "here"
+    job.mkdir()
+    file = cli.folder.parent / "job.yml"
+    file.write_text(cli("export", "compose", *command).stdout)
+    compose = ["docker", "compose", "--project-name", f"here-{os.getpid()}", "--file", str(file)]
+    try:
+        done = subprocess.run([*compose, "up", "--scale", "trainer=0"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        subprocess.run([*compose, "down"], check=True, capture_output=True)
+    assert "['./-here.py', 'a b']" in (job / "logs" / "rank-0.log").read_text()
+
+
+PRINT = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+
+
+@pytest.mark.docker
+def test_compose_must_give_a_container_the_very_text(docker_engine, tmp_path, nothing_left, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "odd").mkdir(parents=True)
+    job = yaml.safe_load(compose(resolve(SPEC, {"gpus": "none"}, {"env": {**ENV, "ODD_TOKEN": "canary"}}), "odd"))
+    master = job["services"]["master"] | {"entrypoint": ["python", "-c", PRINT], "depends_on": []}
+    file = tmp_path / "job.yml"
+    file.write_text(document(job | {"services": {"master": master}}))
+    name = f"odd-{os.getpid()}"
+    command = ["docker", "compose", "--project-name", name, "--file", str(file)]
+    secret = '$HOME ${A:-b} $$ it\'s\n"so"'
+    try:
+        done = subprocess.run(
+            [*command, "run", "--rm", "-T", "master"],
+            env=os.environ | {"ODD_TOKEN": secret},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    finally:
+        subprocess.run([*command, "down"], env=os.environ | {"ODD_TOKEN": "x"}, check=True, capture_output=True)
+    words, env = json.loads(done.stdout)
+    assert words == SPEC["command"]
+    assert {key: env[key] for key in ENV} == ENV and env["ODD_TOKEN"] == secret
+    done = subprocess.run([*command, "config"], capture_output=True, text=True)
+    assert done.returncode != 0 and "set ODD_TOKEN" in done.stderr
