@@ -20,9 +20,6 @@ def forget_current_folder() -> None:
 
 forget_current_folder()
 try:
-    from orchestrate import terminal
-
-    terminal.prepare()
     from orchestrate.cli import main
 
     code = main(sys.argv[1:])

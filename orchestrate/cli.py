@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import re
+import stat
 import subprocess
 import sys
 import time
@@ -16,6 +19,7 @@ from orchestrate.paths import JobPaths
 from orchestrate.plan import Inventory, counted, plan
 from orchestrate.report import text
 from orchestrate.spec import JobSpec, read_file, read_set, resolve
+from orchestrate.strict_yaml import shown
 from orchestrate.terminal import give, out, say
 
 FLAGS = {  # fields of the job file that are flags, too
@@ -112,13 +116,13 @@ def parser() -> Parser:
         )
         _add_job(command)
     command = kinds.add_parser("down", help="take down what up brought up", description="Take a cluster down.")
-    command.add_argument("cluster", metavar="CLUSTER", help="its name, or how it begins")
+    command.add_argument("cluster", type=_name, metavar="CLUSTER", help="its name, or how it begins")
     command.add_argument("--dry-run", action="store_true", help="print what would be removed, and end")
     _add_runs(command)
     _add_runs(kinds.add_parser("ps", help="list jobs and clusters", description="List the jobs and clusters."))
     for name, description in JOB_COMMANDS.items():
         command = kinds.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
-        command.add_argument("job", metavar="JOB", help="its id, or how it begins")
+        command.add_argument("job", type=_name, metavar="JOB", help="its id, or how it begins")
         _add_runs(command)
         if name == "logs":
             command.add_argument("--rank", type=int, metavar="N", help="of one worker alone, without prefix")
@@ -138,11 +142,32 @@ def _add_job(command: argparse.ArgumentParser) -> None:
 
 
 def _add_runs(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where jobs leave their files")
+    command.add_argument("--runs", type=_folder, default="runs", metavar="DIR", help="where jobs leave their files")
+
+
+def _name(text: str) -> str:
+    """The name of a job or cluster, or how it begins: as `job.new_id` makes names, so that none is a path."""
+    if not re.fullmatch("[a-z0-9-]{1,63}", text):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a name of lower-case letters, digits and hyphens")
+    return text
+
+
+def _folder(text: str) -> Path:
+    """The folder of `--runs`, which may not exist yet."""
+    try:
+        if not text or not stat.S_ISDIR(os.stat(text).st_mode):
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise argparse.ArgumentTypeError(f"{shown(text)} cannot be used: {why}") from None
+    return Path(text)
 
 
 def main(argv: list[str]) -> int:
     """Run a command; return its exit code. All that it printed is written then, for the process ends at once."""
+    terminal.prepare()
     code = _guarded(argv)
     if failure := terminal.finish():
         say(f"error: not all of the output was written: {failure}")
@@ -167,11 +192,18 @@ def _guarded(argv: list[str]) -> int:
         return errors.SUCCEEDED
     except terminal.Closed:
         return errors.SUCCEEDED
+    except OSError as error:  # a disk that is full, a file that somebody else owns
+        say(f"error: {error.strerror or error}" + f": {error.filename}" * bool(error.filename))
+        return errors.FAILED
 
 
 def _command(argv: list[str]) -> int:
     words, script = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
     args = parser().parse_args(words)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder does not exist any more", "cd to a folder that does") from None
     if args.command == "doctor":
         return commands.doctor(_spec(args, script))
     if args.command == "export":

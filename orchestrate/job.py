@@ -26,6 +26,7 @@ from orchestrate.paths import JobPaths
 from orchestrate.plan import Plan, read_plan
 from orchestrate.redact import Mask
 from orchestrate.spec import APP, JobSpec, read_file, resolve
+from orchestrate.strict_yaml import shown
 from orchestrate.supervisor import Outcome, Supervisor
 from orchestrate.traces import Traces
 
@@ -52,8 +53,12 @@ def check_script(spec: JobSpec) -> JobSpec:
         if script != "-m" or len(spec.command) < 2:
             raise UsageError(f"{script} is no script", "write -- SCRIPT ARGS, or -- -m MODULE ARGS")
         return spec
-    path = Path(script).resolve()
-    if not path.is_file():
+    try:
+        path = Path(script).resolve()
+        found = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle, letters of another locale
+        raise UsageError(f"the script {shown(script)} cannot be read: {error}", "check the path") from None
+    if not found:
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise UsageError(f"the script {script} {kind}", f"paths count from {Path.cwd()}")
     try:

@@ -12,6 +12,7 @@ from conftest import eventually, gone
 from docker.models.containers import Container
 from said import said, sent
 from scripted import Clock
+from test_address import context
 
 from orchestrate.engines import daemon as daemon_module
 from orchestrate.engines.daemon import Daemon, name_of, reason
@@ -59,15 +60,11 @@ def test_an_engine_of_this_machine_that_does_not_answer_must_be_told_with_the_wa
 @pytest.mark.usefixtures("collected")
 def test_the_engine_must_be_that_of_the_users_docker_context(tmp_path, monkeypatch):
     monkeypatch.delenv("DOCKER_HOST", raising=False)
-    monkeypatch.setattr(daemon_module.ContextAPI, "get_current_context", lambda: docker.context.Context("default"))
-    assert daemon_module._context_host().startswith("unix://")
-    mine = docker.context.Context("mine", host="tcp://10.9.9.9:1")
-    monkeypatch.setattr(daemon_module.ContextAPI, "get_current_context", lambda: mine)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("DOCKER_CONTEXT", "mine")
+    context(tmp_path, "mine", "tcp://10.9.9.9:1")
     with pytest.raises(EngineError, match="10.9.9.9"):
         Daemon()
-    for nothing in (None, docker.context.Context("empty", endpoints={"docker": {"Host": ""}})):
-        monkeypatch.setattr(daemon_module.ContextAPI, "get_current_context", lambda found=nothing: found)
-        assert daemon_module._context_host() == "unix:///var/run/docker.sock"
 
 
 @pytest.mark.usefixtures("collected")
@@ -82,6 +79,14 @@ def test_a_missing_compose_must_be_told_and_one_that_is_there_be_taken(answers, 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ResourceError):
         Daemon()
+
+
+def test_what_compose_prints_must_be_read_whatever_its_bytes(answers, command):
+    daemon = Daemon()
+    command("printf 'not \\377 text \\303\\251\\n' >&2; exit 1")
+    with pytest.raises(EngineError, match="not \ufffd text é"):
+        daemon.compose("up", capture=True)
+    daemon.client.close()
 
 
 def test_nodes_must_run_as_the_owner_of_the_run_directory_and_without_root_as_root(daemon, tmp_path):

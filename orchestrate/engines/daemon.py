@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import docker
 import docker.errors
 import requests
-from docker.context import ContextAPI
 from docker.models.containers import Container
 from docker.models.networks import Network
 
 from orchestrate.engines import never
+from orchestrate.engines.address import address
 from orchestrate.engines.links import Link
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.paths import PROJECT
@@ -55,17 +54,11 @@ class Daemon:
 
     def __init__(self) -> None:
         """Connect; raises EngineError where no engine answers, ResourceError where Compose is missing."""
-        self.host = os.environ.get("DOCKER_HOST") or _context_host()
-        parts = urlsplit(self.host)
-        if parts.hostname not in (None, "localhost", "127.0.0.1"):
-            raise EngineError(
-                f"the engine at {self.host} is another machine, which cannot mount this one's folders",
-                "run orchestrate there, or unset DOCKER_HOST (docker context use default)",
-            )
+        self.host = address()
         try:
             self.client = docker.DockerClient(base_url=self.host, version="auto", max_pool_size=32)
             self.info: dict[str, Any] = self.client.info()
-        except ERRORS as error:
+        except Exception as error:  # the SDK also parses Docker's config file, and fails in many ways
             raise EngineError(f"no Docker Engine answers at {self.host}: {reason(error)}", GET_DOCKER) from None
         try:
             if not any(map(os.path.exists, PLUGINS)):  # to ask it takes a tenth of a second
@@ -141,7 +134,7 @@ class Daemon:
         Raises EngineError with the last line that it printed.
         """
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "NODE_"))}
-        with tempfile.TemporaryFile("w+") as stdin:
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as stdin:
             stdin.write(given)
             stdin.seek(0)
             try:
@@ -154,6 +147,8 @@ class Daemon:
                     stderr=subprocess.STDOUT if capture else None,
                     start_new_session=capture,  # Ctrl-C is for us; we take down what Compose is bringing up
                     text=True,
+                    encoding="utf-8",
+                    errors="replace",
                 )
             except FileNotFoundError:
                 raise ResourceError("no `docker` command on PATH", "install it, with its Compose plugin") from None
@@ -295,11 +290,3 @@ def reason(error: Exception) -> str:
         if known in str(text):
             return known.lower()
     return " ".join(str(text).split())[:300]
-
-
-def _context_host() -> str:
-    """Where the `docker` command would look for the engine."""
-    try:
-        return str(ContextAPI.get_current_context().Host or "unix:///var/run/docker.sock")
-    except (docker.errors.DockerException, AttributeError):
-        return "unix:///var/run/docker.sock"

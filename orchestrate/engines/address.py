@@ -1,0 +1,69 @@
+"""Where the Docker Engine is: the address that the user's `docker` command would take, if it is on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from orchestrate.errors import EngineError
+
+SOCKET = "unix:///var/run/docker.sock"
+HERE = (None, "localhost", "127.0.0.1", "::1")
+
+
+def address() -> str:
+    """The engine's address: `$DOCKER_HOST`, else that of `$DOCKER_CONTEXT`, else of the context in Docker's config.
+
+    Raises EngineError for a context that does not exist, and for an engine that cannot mount this machine's folders.
+    """
+    found = os.environ.get("DOCKER_HOST", "").strip() or _of_context()
+    hint = "unset DOCKER_HOST and DOCKER_CONTEXT (docker context use default)"
+    try:
+        parts = urlsplit(found)
+        remote = parts.scheme == "ssh" or parts.hostname not in HERE
+        wrong = parts.scheme not in ("unix", "tcp") or (parts.port or 1) < 1
+    except ValueError as error:
+        raise EngineError(f"{found} is not an address of a Docker Engine: {error}", hint) from None
+    if remote:
+        raise EngineError(
+            f"the engine at {found} is another machine, which cannot mount this one's folders",
+            f"run orchestrate there, or {hint}",
+        )
+    if wrong:
+        raise EngineError(
+            f"{found} is not an address of a Docker Engine: it begins with neither unix:// nor tcp://", hint
+        )
+    return found
+
+
+def _of_context() -> str:
+    """The address of the current context, or the default one."""
+    folder = Path(os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker"))
+    name = os.environ.get("DOCKER_CONTEXT") or _configured(folder)
+    if name in ("", "default"):
+        return SOCKET
+    number = hashlib.sha256(os.fsencode(name)).hexdigest()
+    try:
+        values = _read(folder / "contexts" / "meta" / number / "meta.json")
+        return str(values["Endpoints"]["docker"]["Host"] or SOCKET)
+    except FileNotFoundError:
+        raise EngineError(f"the Docker context {name!r} does not exist", "docker context ls lists them") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise EngineError(f"cannot read the Docker context {name!r}: {error}", "docker context ls") from None
+
+
+def _configured(folder: Path) -> str:
+    """The name of the context that was chosen with `docker context use`."""
+    try:
+        name = _read(folder / "config.json")["currentContext"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # `docker` ignores a damaged file, too
+        return ""
+    return name if isinstance(name, str) else ""
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_bytes())

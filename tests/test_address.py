@@ -1,0 +1,127 @@
+"""Which Docker Engine is meant must be what the user's `docker` command says."""
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from orchestrate.engines.address import SOCKET, address
+from orchestrate.errors import EngineError
+
+NAMES = ("DOCKER_HOST", "DOCKER_CONTEXT")
+
+
+def context(folder: Path, name: str, host: str) -> Path:
+    """A context as `docker context create` leaves it."""
+    path = folder / "contexts" / "meta" / hashlib.sha256(name.encode()).hexdigest() / "meta.json"
+    path.parent.mkdir(parents=True)
+    endpoints = {"docker": {"Host": host, "SkipTLSVerify": False}}
+    path.write_text(json.dumps({"Name": name, "Metadata": {}, "Endpoints": endpoints}))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Docker's configuration with two contexts, and none of the variables that choose one."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    context(tmp_path, "mine", "unix:///mine.sock")
+    context(tmp_path, "other", "unix:///other.sock")
+    return tmp_path
+
+
+HOST = "unix:///host.sock"
+CASES = [  # DOCKER_HOST, DOCKER_CONTEXT and currentContext; None where it is not set
+    (None, None, None, SOCKET),
+    (HOST, None, None, HOST),
+    (HOST, "mine", "other", HOST),
+    (HOST, "nope", "nope", HOST),
+    (None, "mine", None, "unix:///mine.sock"),
+    (None, "mine", "other", "unix:///mine.sock"),
+    (None, "default", "other", SOCKET),
+    (None, None, "other", "unix:///other.sock"),
+    (None, None, "default", SOCKET),
+    ("", "", "other", "unix:///other.sock"),
+    ("", "mine", "", "unix:///mine.sock"),
+    (None, "nope", "other", None),
+    (None, None, "nope", None),
+]
+
+
+def chosen(config: Path, monkeypatch, host: str | None, name: str | None, current: str | None) -> None:
+    for variable, value in zip(NAMES, (host, name)):
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+    if current is not None:
+        (config / "config.json").write_text(json.dumps({"currentContext": current}))
+
+
+@pytest.mark.parametrize(("host", "name", "current", "found"), CASES)
+def test_the_host_must_win_over_the_context_and_that_over_the_configured_one(
+    config, monkeypatch, host, name, current, found
+):
+    chosen(config, monkeypatch, host, name, current)
+    if found:
+        assert address() == found
+    else:
+        with pytest.raises(EngineError, match="the Docker context 'nope' does not exist") as error:
+            address()
+        assert error.value.hint == "docker context ls lists them"
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(("host", "name", "current", "found"), CASES)
+def test_docker_itself_must_take_the_same(docker_engine, config, monkeypatch, host, name, current, found):
+    chosen(config, monkeypatch, host, name, current)
+    command = ["docker", "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode == 0, done.stdout.strip()) == (found is not None, found or "")
+
+
+def test_without_a_configuration_it_must_be_the_default_one(monkeypatch, tmp_path):
+    for name in (*NAMES, "DOCKER_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert address() == SOCKET
+    context(tmp_path / ".docker", "mine", "unix:///mine.sock")  # and no config.json, as `docker` leaves it at first
+    monkeypatch.setenv("DOCKER_CONTEXT", "mine")
+    assert address() == "unix:///mine.sock"
+
+
+def test_no_context_may_be_taken_from_the_current_folder(config, monkeypatch, tmp_path):
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "none"))
+    monkeypatch.setenv("DOCKER_CONTEXT", "mine")
+    monkeypatch.chdir(config)  # which has a folder `contexts`
+    with pytest.raises(EngineError, match="does not exist"):
+        address()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "5", "{}", '{"Endpoints": []}', '{"Endpoints": {"docker": 5}}', "[" * 99_999]
+)
+def test_a_damaged_context_must_be_named(config, monkeypatch, content):
+    path = context(config, "bad", "")
+    path.write_text(content)
+    monkeypatch.setenv("DOCKER_CONTEXT", "bad")
+    with pytest.raises(EngineError, match="cannot read the Docker context 'bad'"):
+        address()
+    (config / "config.json").write_text(content)
+    monkeypatch.delenv("DOCKER_CONTEXT")
+    assert address() == SOCKET
+
+
+def test_a_context_without_an_address_must_be_that_of_the_default_one(config, monkeypatch):
+    context(config, "empty", "")
+    monkeypatch.setenv("DOCKER_CONTEXT", "empty")
+    assert address() == SOCKET
+
+
+@pytest.mark.parametrize(
+    "host", [" ", "unix://", "unix:///a", "tcp://localhost:1", "tcp://127.0.0.1:1", "tcp://[::1]:1"]
+)
+def test_an_engine_of_this_machine_must_be_taken(config, monkeypatch, host):
+    monkeypatch.setenv("DOCKER_HOST", host)
+    assert address() == (host.strip() or SOCKET)

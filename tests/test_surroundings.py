@@ -1,0 +1,264 @@
+"""Odd arguments, folders and environments: each is one error that names the thing, and never a traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commanded import create
+from conftest import ROOT, leftovers
+from test_commands import end
+
+from orchestrate.cli import main
+from orchestrate.paths import JobPaths
+
+# the SDK leaves its socket open when the engine does not answer
+pytestmark = [pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"), pytest.mark.usefixtures("collected")]
+PROCESS = ("--engine", "process", "--trainers", "0", "--gpus", "none")
+COMMANDS = [
+    ("run", *PROCESS, "--", "hello.py"),
+    ("run", "--detach", *PROCESS, "--", "hello.py"),
+    ("up", *PROCESS),
+    ("plan", *PROCESS, "--", "hello.py"),
+    ("ps",),
+    ("logs", "a-1"),
+    ("attach", "a-1"),
+    ("wait", "a-1"),
+    ("stop", "a-1"),
+    ("rm", "a-1"),
+    ("down", "a-1"),
+]
+NAMED = [words for words in COMMANDS if words[-1] == "a-1"]
+
+
+def refused(code: int, message: str, capsys, *words: str) -> str:
+    """Run a command in this process; it must end with one error and one hint."""
+    assert main([*words]) == code
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert lines[0].startswith("error: ") and message in lines[0], err
+    assert len(lines) == 2 and lines[1].startswith("hint: ") and out == "", err
+    return err
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a script, and no engine but local processes."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (folder / "hello.py").write_text("print('hello')\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
+    return folder
+
+
+# --- which job
+
+
+@pytest.mark.parametrize("words", NAMED, ids=" ".join)
+@pytest.mark.parametrize(
+    "name", ["", "../a-1", "/etc", "a/..", ".", "..", "A-1", "a_1", "a*", "a\n1", "ä", "x" * 300], ids=ascii
+)
+def test_what_cannot_be_the_name_of_a_job_must_not_be_looked_up(do, tmp_path, words, name):
+    end(create(JobPaths(tmp_path / "a-1")))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    code, out, err = do(words[0], name)
+    assert (code, out) == (2, [])
+    what = "CLUSTER" if words[0] == "down" else "JOB"
+    assert err[0].startswith(f"error: argument {what}: ") and "lower-case letters, digits and hyphens" in err[0]
+    assert err[1:] == [f"hint: python -m orchestrate {words[0]} --help"]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before and do.engine.calls == []
+
+
+def test_no_job_outside_of_the_runs_may_be_reached_by_its_name(do, tmp_path):
+    end(create(JobPaths(tmp_path.parent / f"{tmp_path.name}-1")))
+    assert do("logs", f"../{tmp_path.name}-1")[0] == 2
+    assert do("rm", "--", f"../{tmp_path.name}-1")[0] == 2
+
+
+# --- which folder
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("kind", ["loop", "file", "below a file", "long", "long below", "nul", "empty"])
+def test_a_folder_for_runs_that_is_none_must_be_refused(here, capsys, words, kind):
+    (here / "loop").symlink_to("loop")
+    (here / "file").touch()
+    runs = {"below a file": "file/runs", "long": "x" * 300, "long below": "x/" * 3000, "nul": "a\0b", "empty": ""}
+    at = words.index("--") if "--" in words else len(words)
+    refused(2, "argument --runs: ", capsys, *words[:at], "--runs", runs.get(kind, kind), *words[at:])
+    assert {path.name for path in here.iterdir()} == {"hello.py", "loop", "file"}
+    assert leftovers(here) == {}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("words", COMMANDS[:3], ids=" ".join)
+def test_runs_that_cannot_be_written_must_be_refused(here, capsys, words):
+    at = words.index("--") if "--" in words else len(words)
+    refused(2, "cannot write to /proc/", capsys, *words[:at], "--runs", "/proc/x", *words[at:])
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, ("doctor",), ("export", "slurm", "--", "hello.py")], ids=" ".join)
+def test_a_current_folder_that_is_gone_must_be_an_error(here, capsys, words):
+    (here / "hello.py").unlink()
+    here.rmdir()
+    refused(2, "the current folder does not exist any more", capsys, *words)
+
+
+def test_a_current_folder_that_is_gone_must_not_keep_help_from_being_printed(here):
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = 'mkdir gone; cd gone; rmdir "$PWD"; exec "$0" -m orchestrate "$@"'
+    for words, code in ((["--help"], 0), (["ps"], 2), (["plan", "--", "x.py"], 2)):
+        done = subprocess.run(["sh", "-c", command, sys.executable, *words], env=env, capture_output=True, text=True)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("script", ["x" * 300 + ".py", "x/" * 3000, "loop/x.py", "hello.py/x"])
+def test_a_script_that_cannot_be_looked_at_must_be_refused(here, capsys, script):
+    (here / "loop").symlink_to("loop")
+    refused(2, "the script ", capsys, "plan", *PROCESS, "--", script)
+
+
+# --- which engine
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("tcp://localhost:99999", "99999"),
+        ("tcp://localhost:x", "localhost:x"),
+        ("tcp://localhost:-1", "localhost:-1"),
+        ("tcp://localhost", "tcp://localhost"),
+        ("tcp://", "tcp://"),
+        ("tcp://[::1", "[::1"),
+        ("tcp://[x]:1", "[x]"),
+        ("npipe://", "npipe://"),
+        ("npipe:////./pipe/docker_engine", "npipe://"),
+        ("ssh://", "ssh://"),
+        ("ssh://me@", "ssh://me@"),
+        ("fd://", "fd://"),
+        ("http://localhost:1", "http://localhost:1"),
+        ("garbage", "garbage"),
+        ("unix//var/run/docker.sock", "unix//"),
+        ("/var/run/docker.sock", "/var/run"),
+        ("unix:///none?x=1", "unix:///none"),
+        ("unix:///" + "x" * 300, "unix:///"),
+        ("\x1b[2J", ""),
+        ("tcp://\udcff:1", ""),
+    ],
+    ids=ascii,
+)
+@pytest.mark.parametrize("engine", ["docker", "swarm"])
+def test_a_docker_host_that_is_none_must_be_an_error_of_the_engine(here, capsys, monkeypatch, host, message, engine):
+    monkeypatch.setenv("DOCKER_HOST", host)
+    error = refused(3, message, capsys, "plan", "--engine", engine, "--", "hello.py")
+    assert "\x1b" not in error
+    assert main(["ps"]) == 0
+
+
+@pytest.mark.parametrize(
+    "config", ["[]", "5", "{", '{"currentContext": 5}', '{"proxies": 5}', '{"auths": 5}', "\0", '{"auths": {"a": 5}}']
+)
+def test_a_damaged_configuration_of_docker_must_be_no_traceback(here, capsys, monkeypatch, tmp_path, config):
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    (tmp_path / "config.json").write_text(config)
+    refused(
+        3, "no Docker Engine answers at unix:///nowhere.sock", capsys, "plan", "--engine", "docker", "--", "hello.py"
+    )
+    monkeypatch.delenv("DOCKER_HOST")
+    monkeypatch.setenv("DOCKER_CONTEXT", "nope")
+    refused(3, "'nope'", capsys, "plan", "--engine", "docker", "--", "hello.py")
+
+
+# --- what else is around
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"OMP_NUM_THREADS": "x"},
+        {"OMP_NUM_THREADS": ""},
+        {"COLUMNS": "0"},
+        {"COLUMNS": "x"},
+        {"COLUMNS": "1"},
+        {"COLUMNS": "-5", "LINES": "-5"},
+        {"HOME": ""},
+        {"HOME": "/nowhere"},
+        {"TMPDIR": "/nowhere"},
+        {"PATH": ""},
+        {"TERM": "dumb"},
+        {"PYTHONINTMAXSTRDIGITS": "640"},
+        {"PYTHONINTMAXSTRDIGITS": "0"},
+        {"PYTHONDEVMODE": "1"},
+        {"PYTHONOPTIMIZE": "2"},
+        {"PYTHONDONTWRITEBYTECODE": "1"},
+        {"PYTHONWARNDEFAULTENCODING": "1"},
+        {"PYTHONMALLOC": "debug"},
+        {"LC_ALL": "nonesuch"},
+        {"TZ": "nonesuch"},
+        {"http_proxy": "garbage", "NO_PROXY": "["},
+        {"DOCKER_CERT_PATH": "/nowhere", "DOCKER_TLS_VERIFY": "1"},
+        {"DOCKER_API_VERSION": "x"},
+        {"COMPOSE_FILE": "nope", "NODE_MODE": "nope"},
+    ],
+    ids=str,
+)
+def test_an_odd_environment_must_not_keep_a_plan_from_being_printed(here, env):
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "PYTHONUNBUFFERED"))}
+    for words in (["plan", *PROCESS, "--", "hello.py"], ["run", "--help"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "orchestrate", *words],
+            env=kept | {"PYTHONPATH": str(ROOT)} | env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_an_environment_without_anything_must_do(here):
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrate", "plan", *PROCESS, "--", "hello.py"],
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_name_of_ten_thousand_characters_must_be_refused(here, capsys):
+    refused(
+        2,
+        "name must be text of at most 200 characters",
+        capsys,
+        "plan",
+        *PROCESS,
+        "--name",
+        "x" * 10_000,
+        "--",
+        "hello.py",
+    )
+
+
+def test_a_file_system_that_fails_must_be_an_error_that_names_the_file(here, capsys, monkeypatch):
+    def fail(*_):
+        raise PermissionError(13, "Permission denied", "/some/file")
+
+    monkeypatch.setattr("orchestrate.job.new_id", fail)
+    assert main(["plan", *PROCESS, "--", "hello.py"]) == 1
+    assert capsys.readouterr().err == "error: Permission denied: /some/file\n"
+
+
+def test_bytes_that_are_no_utf_8_must_be_refused_on_the_command_line(cli):
+    for words in (["--", "x.py", b"\xff"], ["--set", b"env.A=\xff", "--", "x.py"], ["--name", b"\xff", "--", "x.py"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "orchestrate", "plan", *PROCESS, *words],
+            cwd=cli.folder,
+            env=cli.env,
+            capture_output=True,
+            timeout=60,
+        )
+        assert done.returncode == 2 and b"UTF-8" in done.stderr and b"Traceback" not in done.stderr
+        assert Path(cli.folder, "runs").exists() is False
