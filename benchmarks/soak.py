@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from app.checkpoint import load
+from orchestrate.engines.sockets import of_containers, private
 
 STEPS_OF_AN_EPOCH = 188  # of the default data set and batch size
 BETWEEN = (10, 25)  # steps from the furthest one to the next fault
@@ -198,7 +199,7 @@ class Job:
 def ledger(run: Path) -> dict[int, list[int]]:
     """By step: the samples of all workers, of the last generation that did it."""
     steps: dict[int, dict[int, list[int]]] = {}
-    for path in run.glob("ledger-*.jsonl"):
+    for path in run.glob("job/ledger-*.jsonl"):
         for line in path.read_text().splitlines():
             try:
                 entry = json.loads(line)
@@ -228,7 +229,7 @@ def first_difference(one: dict[int, Any], other: dict[int, Any]) -> int | str:
 
 def executed(run: Path) -> int:
     """How many steps rank 0 has done, those included that were lost."""
-    return (run / "ledger-0.jsonl").read_text().count("\n")
+    return (run / "job" / "ledger-0.jsonl").read_text().count("\n")
 
 
 def undisturbed(args: argparse.Namespace, epochs: int, runs: Path) -> Job:
@@ -269,7 +270,8 @@ def disturbed(args: argparse.Namespace, epochs: int, runs: Path, small: bool) ->
 
 def left(job: Job) -> list[str]:
     """What the job has left behind."""
-    found = [f"socket {path}" for path in Path(f"/tmp/orchestrate-{os.getuid()}").glob(job.run.name)]
+    sockets = (private() / job.run.name, of_containers(job.run.name))
+    found = [f"sockets {path}" for path in sockets if path.exists()]
     if job.engine == "docker":
         label = f"label=orchestrate.job={job.run.name}"
         for what in (("ps", "-aq"), ("network", "ls", "-q"), ("volume", "ls", "-q")):

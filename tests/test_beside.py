@@ -199,14 +199,15 @@ def test_the_job_file_must_yield_to_set_and_set_to_flags(cli):
 
 def test_sockets_and_keys_of_a_node_must_be_its_owners_alone(cli, engine):
     other = Other(cli, engine, "other")
-    mine = STATE / other.run.name if engine == "process" else other.run / ".nodes"
-    sockets = [path for path in mine.iterdir() if path.is_socket()]
-    assert len(sockets) == 1
-    for path in (mine, *sockets, *([STATE] if engine == "process" else [])):
+    mine = (STATE if engine == "process" else STATE / sockets.CONTAINERS) / other.run.name
+    (socket,) = (path for path in mine.iterdir() if path.is_socket())
+    node = 1000 if engine == "docker" and os.getuid() == 0 else os.getuid()
+    owners = {STATE: os.getuid(), mine.parent: os.getuid(), mine: node, socket: node}
+    for path, owner in owners.items():
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
-        assert path.stat().st_uid == os.getuid()
-    if os.getuid() == 0:  # a second user tries
-        connect = f"import os, socket\nos.setuid(65534)\nsocket.socket(socket.AF_UNIX).connect({sockets[0].name!r})"
+        assert path.stat().st_uid == owner, path
+    for user, name in ((65534, socket.name), (1000, str(socket))) if os.getuid() == 0 else ():  # others try
+        connect = f"import os, socket\nos.setuid({user})\nsocket.socket(socket.AF_UNIX).connect({name!r})"
         done = subprocess.run([sys.executable, "-c", connect], cwd=mine, capture_output=True, text=True)
         assert "PermissionError" in done.stderr
     assert other.untouched()
@@ -261,7 +262,8 @@ def test_a_folder_of_sockets_must_be_ones_own_alone(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", ["stop", "rm"])
 def test_the_job_of_another_user_must_be_left_alone(cli, docker_engine, nothing_left, command):
     name = f"foreign-{os.getpid():x}"
-    labels = {"orchestrate.job": name, "orchestrate.run": f"{cli.folder}/runs/{name}", "orchestrate.owner": "12345"}
+    labels = {"orchestrate.job": name, "orchestrate.owner": "12345"}
+    labels["orchestrate.run"] = f"{cli.folder}/runs/{name}/job"
     labels["com.docker.compose.service"] = "master"
     options = [word for item in labels.items() for word in ("--label", "=".join(item))]
     made = docker("create", *options, "orchestrate-node:0.1").strip()
