@@ -27,6 +27,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=12,
 )
+NAMES = ["step", "loss", "rank_seconds", "a"]
 FORMS = [
     {"say": "started", "generation": 0, "rank": 0, "pid": 2},
     {"say": "ended", "generation": 0, "rank": 0, "code": 1, "at": 1.0, "sign": "", "asked": False},
@@ -165,6 +166,8 @@ def test_a_report_must_be_made_of_whatever_a_script_measures(tmp_path_factory, m
     assert data["outcome"] == "succeeded" and job.ended(paths) is not None
     assert isinstance(report.text(data), str)
 
+
+OURS = ["events.jsonl", "plan.json", "job.yaml", "report.json", "supervisor.lock"]
 
 # --- files of ours that a disk, or a person, has changed
 
