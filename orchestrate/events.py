@@ -11,10 +11,35 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from orchestrate.forms import Form, fits, number, numbered, one_of, seconds, sequence, text, truth
 from orchestrate.restarts import Cause, Ended
 
 Event = dict[str, Any]
 Emit = Callable[..., None]  # emit(event, **data)
+ANY: Form = {"event": text, "time": seconds, "seconds": seconds}
+COUNT = number(1 << 31)
+CAUSE: Form = {
+    **dict.fromkeys(("node", "cause", "summary", "hint", "log"), text),
+    **dict.fromkeys(("rank", "exit_code"), COUNT),
+    "last_lines": sequence(text),
+}
+FORMS: dict[str, Form] = {  # of the events that a second supervisor goes on from
+    "generation_starting": {"generation": COUNT},
+    "worker_ended": {"rank": COUNT, "exit_code": COUNT, "stopping": truth},
+    "workers_stopping": {"why": text},
+    "hang": {"states": numbered(text)},
+    "generation_ended": {
+        "generation": COUNT,
+        "word": text,
+        "why": text,
+        "cause": lambda value: value is None or fits(value, CAUSE),
+        "time": seconds,
+        "lasted": seconds,
+        "step": number(1 << 63),
+        "progress": truth,
+    },
+    "outcome": {"outcome": one_of(("succeeded", "failed", "stopped", "lost")), "reason": text},
+}
 
 
 def objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:
@@ -26,13 +51,22 @@ def objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     return [value for value in found if isinstance(value, dict)]
 
 
+def read(content: bytes) -> list[Event]:
+    """The events in the lines of a file; raises ValueError for one that has not the form of its name."""
+    events = [event for event in objects(content.splitlines()) if text(event.get("event"))]
+    for count, event in enumerate(events, 1):
+        if not fits(event, ANY | FORMS.get(event["event"], {})):
+            raise ValueError(f"event {count}, {event['event']!r}, is not as we write it")
+    return events
+
+
 class Recorder:
     """Keeps the events of a job, in memory and as lines of a file; goes on where an earlier one ended."""
 
     def __init__(self, path: Path, show: Callable[[Event], None] = lambda _: None) -> None:
-        """`show` gets each new event, too."""
+        """`show` gets each new event, too. Raises ValueError where the file is damaged."""
         content = path.read_bytes() if path.exists() else b""
-        self.events = [event for event in objects(content.splitlines()) if isinstance(event.get("event"), str)]
+        self.events = read(content)
         self._show = show
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._unwritten: list[bytes] = []
@@ -89,7 +123,7 @@ class History:
         elif name == "generation_ended":
             self.running = -1
             values = {field.name: event[field.name] for field in dataclasses.fields(Ended)}
-            values["cause"] = values["cause"] and Cause(**values["cause"])
+            values["cause"] = values["cause"] and Cause(**{name: values["cause"][name] for name in CAUSE})
             self.ended.append(Ended(**values))
         elif name == "outcome":
             self.outcome = event["outcome"], event["reason"]

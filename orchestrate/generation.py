@@ -53,9 +53,9 @@ class Generation:
     def restore(self, exits: list[dict[str, Any]], stopping: str, states: dict[int, str]) -> None:
         """Know what an earlier supervisor knew: which workers ended, why they were to, their states in a hang."""
         self.launched = True
-        if states:
+        if states := {rank: state for rank, state in states.items() if rank in self.running}:
             self.hung = self._late(states)
-        for event in exits:
+        for event in [event for event in exits if event["rank"] in self.running]:
             if known := event.get("known", ""):  # found out by us, while the worker was still there
                 self.known[event["rank"]] = known
             else:

@@ -173,14 +173,15 @@ def supervise(
                 keep(paths, plan)
                 follower.follow(prefixes(plan))
 
-            emit = Recorder(paths.events, tell)
+            try:
+                emit = Recorder(paths.events, tell)
+            except ValueError as error:
+                raise UsageError(
+                    f"{paths.events} is damaged: {error}", f"python -m orchestrate rm {plan.job_id}"
+                ) from None
             emit("supervisor_started", job_id=plan.job_id)
             traces = Traces(paths, hide)
-            try:
-                supervisor = Supervisor(spec, plan, seen, engine, emit, stops, traces, renew)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:  # of its history
-                hint = f"python -m orchestrate rm {plan.job_id}"
-                raise UsageError(f"{paths.events} is damaged: {error!r}", hint) from None
+            supervisor = Supervisor(spec, plan, seen, engine, emit, stops, traces, renew)
             try:
                 outcome = supervisor.supervise()
             except OrchestrateError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -12,8 +13,11 @@ from orchestrate.cores import shares
 from orchestrate.errors import ResourceError
 from orchestrate.limits import UNLIMITED, Limits, in_words, limits
 from orchestrate.node.ranks import assign
+from orchestrate.paths import NAME
 from orchestrate.redact import redacted
 from orchestrate.spec import JobSpec
+
+NODE = re.compile(r"master|trainer-[1-9][0-9]{0,5}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +199,25 @@ def read_plan(text: str, env: Mapping[str, str]) -> Plan:
         for worker in values["workers"]
     )
     tuples = {name: tuple(values[name]) for name in ("command", "nodes", "gpus")}
-    return Plan(**values | tuples | {"inventory": inventory, "workers": workers, "limits": Limits(**values["limits"])})
+    read = Plan(**values | tuples | {"inventory": inventory, "workers": workers, "limits": Limits(**values["limits"])})
+    _check(read)
+    return read
+
+
+def _check(plan: Plan) -> None:
+    """Raise ValueError where a name could not be one that we have made, or a worker is on no node."""
+    for name in (plan.job_id, plan.home):
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a job")
+    for node in plan.nodes:
+        if not NODE.fullmatch(node):
+            raise ValueError(f"{node!r} is no name of a node")
+    ranks = [worker.rank for worker in plan.workers if worker.node in plan.nodes]
+    if ranks != list(range(plan.world_size)) or not ranks:
+        raise ValueError("its ranks are not numbered from 0, or not on its nodes")
+    for worker in plan.workers:
+        if not all(isinstance(text, str) for text in [*worker.env, *worker.env.values()]):
+            raise ValueError(f"the environment of rank {worker.rank} is not text")
 
 
 def _limits(spec: JobSpec, inventory: Inventory) -> Limits:

@@ -56,12 +56,12 @@ def test_a_second_recorder_must_go_on_with_the_seconds_of_the_job(path, clock):
 
 
 def test_a_clock_that_was_set_back_must_not_make_time_negative(path, clock):
-    path.write_text(json.dumps({"event": "one", "time": clock.now + 3600}) + "\n")
+    path.write_text(json.dumps({"event": "one", "time": clock.now + 3600, "seconds": 0.0}) + "\n")
     assert Recorder(path).seconds() == 0.0
 
 
 def test_half_a_line_of_a_process_that_was_killed_must_not_spoil_the_next_event(path):
-    path.write_text('{"event": "one", "time": 1.0}\n{"event": "tw')
+    path.write_text('{"event": "one", "time": 1.0, "seconds": 0.0}\n{"event": "tw')
     emit = Recorder(path)
     emit("three")
     emit.close()
@@ -113,7 +113,9 @@ def test_a_recorder_must_leave_no_file_open(path):
 
 def test_what_is_no_event_must_not_count_as_one(path):
     path.write_text(
-        '{"event": "one", "time": 1.0}\n[1]\n"two"\n{"event": 3}\n{"other": 1}\nnull\n' + "[" * 100_000 + "\n"
+        '{"event": "one", "time": 1.0, "seconds": 0.0}\n[1]\n"two"\n{"event": 3}\n{"other": 1}\nnull\n'
+        + "[" * 100_000
+        + "\n"
     )
     assert [event["event"] for event in Recorder(path).events] == ["one"]
     assert objects([b'{"a": 1}', b"7", b"\xff", b'{"b": 2}']) == [{"a": 1}, {"b": 2}]
@@ -129,7 +131,7 @@ def starting(generation: int) -> dict:
 EXIT = {"event": "worker_ended", "rank": 1, "exit_code": 137}
 ENDED = {"event": "generation_ended", "generation": 0, "word": "failed", "why": "a worker failed", "time": 7.0}
 ENDED |= {"lasted": 2.5, "step": 30, "progress": True}
-CAUSE = {"rank": 1, "node": "trainer-1", "exit_code": 137, "cause": "killed", "summary": "s", "hint": "h"}
+CAUSE = {"log": "", "rank": 1, "node": "trainer-1", "exit_code": 137, "cause": "killed", "summary": "s", "hint": "h"}
 
 
 def stopping(why: str) -> dict:

@@ -15,7 +15,6 @@ import yaml
 
 from orchestrate.errors import UsageError
 from orchestrate.limits import UNLIMITED
-from orchestrate.paths import is_text
 from orchestrate.redact import is_secret
 from orchestrate.spec import IMAGE, JobSpec
 
@@ -51,7 +50,6 @@ def shape(spec: JobSpec, name: str) -> Shape:
     else:
         nproc = spec.nproc_per_node or 1
         gpus = nproc if spec.gpus == "all" else 0
-    _check_text(spec)
     if spec.pin or spec.network == "host":
         raise UsageError("pin and network are for this machine", "leave them out of a job that you export")
     if spec.constraints or spec.encrypt:
@@ -77,20 +75,6 @@ def shape(spec: JobSpec, name: str) -> Shape:
     env |= {key: value for key, value in spec.env.items() if key not in secrets}
     memory = "" if spec.memory == UNLIMITED else spec.memory or ""
     return Shape(name=name, nodes=nodes, nproc=nproc, gpus=gpus, env=env, memory=memory, secrets=secrets)
-
-
-def _check_text(spec: JobSpec) -> None:
-    """Raise UsageError for what none of the files could hold."""
-    for key in spec.env:
-        if not key.isascii():
-            raise UsageError(f"env: the name {key!r} is not ASCII", "use A-Z, a-z, 0-9 and _")
-    for key in ("image", "volume"):
-        if not getattr(spec, key).isprintable():
-            raise UsageError(f"{key} has unprintable characters: {getattr(spec, key)!a}", "check the name")
-    texts = {"command": spec.command} | {f"env.{key}": (value,) for key, value in spec.env.items()}
-    for key, words in texts.items():
-        if not all(map(is_text, words)):
-            raise UsageError(f"{key} is not UTF-8, or contains NUL", "an exported file is UTF-8 text")
 
 
 def document(*objects: Any) -> str:
