@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
+from orchestrate import users
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.image import has_image
 from orchestrate.engines.manager import Thing, gpus, ready
@@ -22,6 +23,7 @@ from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.job import new_id
 from orchestrate.node.files import PIECE, digest
+from orchestrate.paths import JobPaths
 from orchestrate.plan import counted, plan
 from orchestrate.spec import JobSpec
 
@@ -110,11 +112,12 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Find
             entry.size = PIECE
             archive.addfile(entry, io.BytesIO(os.urandom(PIECE)))
         data.flush()
-        run = Path(folder, new_id(asked))
-        run.mkdir()
+        paths = JobPaths(Path(folder, new_id(asked)))
+        paths.create(owner=users.nodes_of(asked))
+        run = paths.shared
         inventory = replace(engine.inventory(asked, run, prepare=False), code=str(run))
         try:
-            engine.up(asked, plan(asked, inventory, run.name, 29500), run)
+            engine.up(asked, plan(asked, inventory, paths.root.name, 29500), run)
             for host, name in sorted((engine.host(name), name) for name in engine.nodes):
                 yield from _ask(engine, name, host, data)
             for host in sorted(hosts - {engine.host(name) for name in engine.nodes}):

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of pytest itself: tests run side by side
+for name in ("SUDO_UID", "SUDO_GID"):  # root's nodes then run as the image's user
+    os.environ.pop(name, None)
 
 pytest_plugins = ("answers", "commanded", "manager_stub")  # fixtures of engines that are played
 ROOT = Path(__file__).resolve().parents[1]
@@ -211,7 +213,7 @@ class Cli:
         folder.chmod(0o755)  # root's nodes run as a user who is not root, and see it
         for script in SCRIPTS.glob("*.py"):
             shutil.copy(script, folder)
-        self.env = {key: value for key, value in os.environ.items() if not key.startswith(("NODE_", "OMP_", "SUDO_"))}
+        self.env = {key: value for key, value in os.environ.items() if not key.startswith(("NODE_", "OMP_"))}
         self.env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": WARNINGS, MARK: str(folder)}
         self.started: list[subprocess.Popen[str]] = []
 

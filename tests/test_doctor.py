@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import socket
 import tarfile
 import tempfile
@@ -12,6 +13,7 @@ import pytest
 from test_plan import HERE
 
 from orchestrate import commands, doctor
+from orchestrate.engines import JobState
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError
 from orchestrate.node.files import PIECE
@@ -101,6 +103,8 @@ class Nodes:
     def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
         self.spec, self.plan, self.run = spec, plan, run
         assert run.is_dir() and plan.inventory.code == str(run)  # and no code of the user's
+        assert JobState(plan.job_id, "swarm", 1, run, os.getuid()).named  # so that `stop` finds what a dead one left
+        assert run.stat().st_uid == (os.getuid() or 1000)
         if self.error:
             raise EngineError(self.error, "look at it")
 

@@ -131,7 +131,16 @@ def starting(generation: int) -> dict:
 EXIT = {"event": "worker_ended", "rank": 1, "exit_code": 137}
 ENDED = {"event": "generation_ended", "generation": 0, "word": "failed", "why": "a worker failed", "time": 7.0}
 ENDED |= {"lasted": 2.5, "step": 30, "progress": True}
-CAUSE = {"log": "", "rank": 1, "node": "trainer-1", "exit_code": 137, "cause": "killed", "summary": "s", "hint": "h"}
+CAUSE = {
+    "log": "",
+    "last_lines": [],
+    "rank": 1,
+    "node": "trainer-1",
+    "exit_code": 137,
+    "cause": "killed",
+    "summary": "s",
+    "hint": "h",
+}
 
 
 def stopping(why: str) -> dict:
