@@ -1,0 +1,114 @@
+"""Nodes must run as whoever starts the job, and never as root unless root asks for it."""
+
+import os
+
+import pytest
+from test_plan import HERE
+
+from orchestrate import job, users
+from orchestrate.engines import image
+from orchestrate.errors import UsageError
+from orchestrate.paths import JobPaths
+from orchestrate.plan import plan
+from orchestrate.spec import JobSpec, resolve
+
+SUDO = {"SUDO_UID": "7", "SUDO_GID": "8"}
+
+
+@pytest.mark.parametrize(
+    ("me", "asked", "environ", "user"),
+    [
+        (5, "auto", {}, None),
+        (5, "auto", SUDO, None),  # who has become someone else by now
+        (0, "auto", {}, (1000, 1000)),
+        (0, "auto", SUDO, (7, 8)),
+        (0, "auto", {"SUDO_UID": "0", "SUDO_GID": "0"}, (1000, 1000)),  # `sudo` by root
+        (0, "auto", {"SUDO_UID": "7"}, (1000, 1000)),
+        (0, "auto", {"SUDO_UID": "-1", "SUDO_GID": "x"}, (1000, 1000)),
+        (0, "root", SUDO, (0, 0)),
+        (0, "7", {}, (7, 7)),
+        (0, "7:8", {}, (7, 8)),
+        (5, "5:6", {}, (5, 6)),
+    ],
+)
+def test_nodes_must_run_as_you_or_where_you_are_root_as_someone_who_is_not(monkeypatch, me, asked, environ, user):
+    monkeypatch.setattr(os, "geteuid", lambda: me)
+    assert users.nodes_of(JobSpec(user=asked), environ) == user
+
+
+@pytest.mark.parametrize("asked", ["root", "7", "0:5"])
+def test_only_root_may_choose_another_user(monkeypatch, asked):
+    monkeypatch.setattr(os, "geteuid", lambda: 5)
+    with pytest.raises(UsageError, match=f"user is {asked}, and you are not root"):
+        users.nodes_of(JobSpec(user=asked))
+
+
+@pytest.mark.parametrize("asked", ["me", "-1", "1:", ":1", "1:2:3", "root:root", ""])
+def test_what_is_no_user_must_be_refused(asked):
+    with pytest.raises(UsageError, match="user"):
+        resolve({"user": asked})
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "readers"),
+    [
+        (0o700, "folder", {"owner", "root"}),
+        (0o750, "folder", {"owner", "group", "root"}),
+        (0o755, "folder", {"owner", "group", "other", "root"}),
+        (0o744, "folder", {"owner", "root"}),  # whose names can be read, and nothing else
+        (0o705, "folder", {"owner", "other", "root"}),
+        (0o604, "file", {"owner", "other", "root"}),
+        (0o000, "file", {"root"}),
+    ],
+)
+def test_who_can_read_must_be_known_by_the_mode(tmp_path, mode, kind, readers):
+    path = tmp_path / "it"
+    path.mkdir() if kind == "folder" else path.touch()
+    path.chmod(mode)
+    status = path.stat()
+    user, group = status.st_uid or 77, status.st_gid
+    if not status.st_uid:
+        os.chown(path, user, group)
+    them = {"owner": (user, 5), "group": (5, group), "other": (5, 5), "root": (0, 0)}
+    assert {name for name, (one, other) in them.items() if users.can_read(path, one, other)} == readers
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="must be root for nodes of another user")
+def test_code_that_the_nodes_cannot_read_must_be_refused_with_the_way_out(answers, daemon, tmp_path, monkeypatch):
+    monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
+    answers.images = {"mine:1"}
+    tmp_path.chmod(0o700)
+    with pytest.raises(UsageError, match=f"nodes run as user 1000, who cannot read {tmp_path}") as error:
+        image.inventory(daemon, JobSpec(image="mine:1"), tmp_path / "run", True)
+    assert error.value.hint == f"chmod -R a+rX {tmp_path}; or --set user=root"
+    assert image.inventory(daemon, JobSpec(image="mine:1", user="root"), tmp_path / "run", True)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="must be root for nodes of another user")
+def test_the_folders_of_nodes_must_be_theirs_and_all_others_ours(tmp_path):
+    paths = JobPaths(tmp_path / "a-1")
+    spec = JobSpec(user="7:8")
+    job.create(spec, plan(spec, HERE, "a-1", 29500), paths)
+    theirs = {paths.shared, *paths.shared.iterdir()}
+    assert {path.name for path in theirs} == {"job", "logs", "checkpoints"}
+    for path in (paths.root, *paths.root.iterdir(), *theirs):
+        status = path.lstat()
+        assert (status.st_uid, status.st_gid) == ((7, 8) if path in theirs else (0, 0)), path
+
+
+@pytest.mark.docker
+@pytest.mark.skipif(os.getuid() != 0, reason="must be root to choose a user")
+@pytest.mark.parametrize(("asked", "user"), [("auto", 1000), ("4242:4243", 4242), ("root", 0)])
+def test_workers_must_run_as_that_user_and_their_files_lose_set_user_id_bits(
+    cli, docker_engine, nothing_left, asked, user
+):
+    (cli.folder / "who.py").write_text(
+        "import os\npath = os.environ['JOB_DIR'] + '/file'\n"
+        "open(path, 'w').close()\nos.chmod(path, 0o6755)\nprint('user', os.getuid(), oct(os.stat(path).st_mode))\n"
+    )
+    options = ("--engine", "docker", "--gpus", "none", "--trainers", "0", "--set", f"user={asked}")
+    done = cli("run", *options, "--", "who.py")
+    assert done.returncode == 0, done.stderr
+    assert cli.log(0) == f"user {user} 0o106755\n"
+    left = (cli.run_dir() / "job" / "file").stat()
+    assert (left.st_uid, left.st_mode) == (user, 0o100755)
