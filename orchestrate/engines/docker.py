@@ -245,7 +245,8 @@ class DockerEngine(Linked):
             "NODE_PRELOAD": " ".join(plan.inventory.preload),
             "NODE_SOCKETS": SOCKETS if self._same_kernel() else "",
         }
-        self.mounts = [_bind(run, JOB), *masks(Path(code), run.parent.parent, CODE)]
+        command = () if plan.job_id == plan.inventory.cluster else spec.command  # a cluster runs none
+        self.mounts = [_bind(run, JOB), *masks(Path(code), run.parent.parent, CODE, command)]
         if self.env["NODE_SOCKETS"]:
             self.mounts.append(_bind(self.sockets, SOCKETS))
         if self.events is None:

@@ -23,11 +23,11 @@ COMPILED = (
 MOST = 256  # mounts of a container
 
 
-def masks(code: Path, runs: Path, place: str) -> list[dict[str, Any]]:
+def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """The mounts, in the long form of a Compose file, that hide things in a folder of code, mounted at `place`.
 
-    `runs` is the folder of all jobs. Raises UsageError where there are too many, or the runs are not in a folder of
-    their own.
+    `runs` is the folder of all jobs. Raises UsageError where there are too many, the runs are not in a folder of their
+    own, or the script of `command` would be hidden: Python would run an empty one, without an error.
     """
     if runs == code:
         raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
@@ -39,7 +39,19 @@ def masks(code: Path, runs: Path, place: str) -> list[dict[str, Any]]:
             f".dockerignore names {len(whole)} files and folders of {code}, and a node can hide {MOST}",
             "name the folders that they are in",
         )
+    for name in whole:
+        if any(f"{path}/".startswith(f"{name}/") for path in _scripts(command)):
+            hint = "remove it from .dockerignore, or add an exception (!); runs and .git are always hidden"
+            raise UsageError(f"nodes do not see {name}, where the script is", hint)
     return [_mask(code / name, f"{place}/{name}") for name in whole]
+
+
+def _scripts(command: tuple[str, ...]) -> list[str]:
+    """The files that a command may run, by their paths in the folder of code."""
+    if command[:1] != ("-m",):
+        return list(command[:1])
+    path = command[1].replace(".", "/")
+    return [f"{path}.py", f"{path}/__main__.py"]
 
 
 def _mask(path: Path, place: str) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+"""What nodes must not see of the folder of code: the files of jobs, the history, and what .dockerignore names."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from orchestrate.engines import masks as masks_module
+from orchestrate.engines.masks import masks
+from orchestrate.errors import UsageError
+
+TREE = (
+    ".env",
+    ".git/config",
+    ".venv/lib/torch.py",
+    "data/raw/large",
+    "data/small",
+    "logs/1.log",
+    "runs/a-1/plan.json",
+    "src/keys/a.pem",
+    "src/keys/b.pub",
+    "src/train.py",
+    "src/__pycache__/train.pyc",
+    "train.py",
+)
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A folder of code."""
+    folder = tmp_path / "code"
+    for name in TREE:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+def hidden(code: Path, ignore: str = "", runs: str = "runs") -> set[str]:
+    """What is hidden; folders end with a slash."""
+    if ignore:
+        (code / ".dockerignore").write_text(ignore)
+    found = masks(code, code / runs, "/workspace")
+    for mount in found:
+        assert mount["read_only"] and mount["target"].startswith("/workspace/")
+        assert mount["type"] == "tmpfs" or mount["source"] == os.devnull
+    names = {mount["target"].removeprefix("/workspace/"): "/" * (mount["type"] == "tmpfs") for mount in found}
+    return {name + slash for name, slash in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("ignore", "more"),
+    [
+        ("", set()),
+        ("# nothing\n\n   \n", set()),
+        ("none\n", set()),
+        (".venv\ndata/\n/.env\n", {".venv/", "data/", ".env"}),
+        ("data\ndata/raw\n", {"data/"}),
+        ("data/*\n", {"data/raw/", "data/small"}),
+        ("*.env\n*.pem\n", {".env"}),  # as Docker reads it: in this folder alone
+        ("**/*.pem\n", {"src/keys/a.pem"}),
+        ("src/keys\n!src/keys/b.pub\n", {"src/keys/a.pem"}),
+        ("data\n!data\n", set()),
+        ("**/__pycache__\n*.pyc\n**/*.py[cod]\n", set()),
+        (".git\nruns\n", set()),
+    ],
+)
+def test_what_is_not_code_must_be_hidden(code, ignore, more):
+    assert hidden(code, ignore) == {".git/", "runs/"} | more
+
+
+def test_only_what_is_there_must_be_hidden_and_jobs_wherever_they_are(code):
+    assert hidden(code, runs="src/jobs") == {".git/", "runs/"}
+    (code / "src" / "jobs").mkdir()
+    assert hidden(code, runs="src/jobs") == {".git/", "runs/", "src/jobs/"}
+    assert hidden(code, runs="../elsewhere") == {".git/", "runs/"}
+    (code / ".git" / "config").unlink()
+    (code / ".git").rmdir()
+    (code / ".git").write_text("gitdir: ../main/.git/worktrees/code")
+    assert hidden(code) == {".git", "runs/"}
+
+
+def test_a_link_must_not_be_hidden_for_a_mount_would_be_on_what_it_leads_to(code):
+    (code / "data" / "link").symlink_to("../train.py")
+    (code / "shortcut").symlink_to("src")
+    assert hidden(code, "data/link\nshortcut\n") == {".git/", "runs/"}
+
+
+def test_jobs_in_the_folder_of_code_itself_must_be_refused(code):
+    with pytest.raises(UsageError, match=f"{code} holds the code that nodes see") as error:
+        masks(code, code, "/workspace")
+    assert error.value.hint == "--runs runs"
+
+
+def test_more_than_a_node_can_hide_must_be_refused_with_the_way_out(code, monkeypatch):
+    monkeypatch.setattr(masks_module, "MOST", 3)
+    assert len(hidden(code, ".env\n")) == 3
+    with pytest.raises(UsageError, match=".dockerignore names 4 files and folders"):
+        hidden(code, ".env\ndata\n")
+
+
+@pytest.mark.parametrize(
+    ("ignore", "command", "name"),
+    [
+        ("*\n", ("train.py",), "train.py"),
+        ("src\n", ("src/train.py", "--lr", "1"), "src"),
+        ("**/*.py\n", ("-m", "src.train"), "src/train.py"),
+        ("src\n", ("-m", "src"), "src"),
+        ("", ("runs/a-1/plan.json",), "runs"),
+    ],
+)
+def test_a_script_that_nodes_would_not_see_must_be_refused_and_not_be_run_as_an_empty_one(code, ignore, command, name):
+    (code / ".dockerignore").write_text(ignore)
+    with pytest.raises(UsageError, match=f"nodes do not see {name}, where the script is") as error:
+        masks(code, code / "runs", "/workspace", command)
+    assert ".dockerignore" in error.value.hint
+
+
+def test_a_script_beside_what_is_hidden_must_be_run(code):
+    (code / ".dockerignore").write_text("data\ntrain\n")
+    (code / "train").mkdir()
+    assert masks(code, code / "runs", "/workspace", ("train.py",))
+    assert masks(code, code / "runs", "/workspace", ("-m", "app.train"))  # which may be installed
+    (code / ".dockerignore").write_text("*\n!src/train.py\n")
+    assert masks(code, code / "runs", "/workspace", ("-m", "src.train"))
