@@ -246,6 +246,15 @@ def test_a_node_that_cannot_be_reached_again_must_be_given_up_after_some_seconds
 # --- taking over
 
 
+def test_a_worker_whose_node_says_of_its_end_only_the_code_must_have_ended(nodes):
+    nodes.played["node-0"].knows(codes={"0": 3})
+    for rank in (1, 2):
+        nodes.played[f"node-{rank}"].knows(running={str(rank): {}})
+    assert nodes.adopt_workers(planned()) == set()
+    assert [(end.rank, end.code) for end in nodes.wait(0)] == [(0, 3)]
+    assert nodes.signs == {0: ""}
+
+
 def test_workers_that_were_started_earlier_must_be_taken_up_as_their_nodes_know_them(nodes):
     nodes.up -= {"node-2"}
     nodes.played["node-0"].knows(4, running={"0": {"pid": 7}})

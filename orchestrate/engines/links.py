@@ -247,7 +247,7 @@ class Linked:
         if state["generation"] != self.generation or word not in state["codes"] | state["running"]:
             return False
         if word in state["codes"]:
-            self.signs[rank] = state["signs"][word]
+            self.signs[rank] = state["signs"].get(word, "")
             self._ended(rank, state["codes"][word], time.time())
         elif pid := state["running"][word]["pid"]:
             self.pids[rank] = pid
