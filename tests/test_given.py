@@ -1,5 +1,7 @@
 """Where somebody else says which node this is, its workers must get torchrun's environment all the same."""
 
+import re
+
 import pytest
 
 from orchestrate.node import given
@@ -65,6 +67,26 @@ def test_what_is_missing_must_be_named(missing):
         envs({name: value for name, value in OURS.items() if name != missing}, [], 4)
 
 
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"RANK": "../../x"}, r"RANK must be a whole number of at least 0, not '../../x'"),
+        ({"RANK": "0\udcff\x1b"}, r"RANK must be a whole number of at least 0, not '0\udcff\x1b'"),
+        ({**OURS, "NODE_RANK": "one"}, "NODE_RANK must be a whole number of at least 0, not 'one'"),
+        ({**OURS, "NODE_RANK": "3"}, "NODE_RANK is 3, and there are 3 nodes"),
+        ({**OURS, "NNODES": "0"}, "NNODES must be a whole number of at least 1, not '0'"),
+        ({**OURS, "NNODES": "1:3"}, "NNODES must be a whole number of at least 1, not '1:3'"),
+        ({**OURS, "NODE_NPROC": "0"}, "NODE_NPROC must be a whole number of at least 1, not '0'"),
+        ({**OURS, "NODE_NPROC": "²"}, r"NODE_NPROC must be a whole number of at least 1, not '\xb2'"),
+        ({**OURS, "MASTER_PORT": "29500/tcp"}, "MASTER_PORT must be a whole number of at least 1, not '29500/tcp'"),
+    ],
+)
+def test_what_is_no_number_must_be_named(told, why):
+    with pytest.raises(ValueError, match=f"^{re.escape(why)}$"):
+        envs(told, [], 4)
+
+
 def test_the_interface_must_be_that_of_the_route():
     assert interface_to("127.0.0.1") in ("lo", "lo0")
     assert interface_to("no.such.host.invalid") == ""
+    assert interface_to("a" * 70) == interface_to("a..b") == ""  # which no host can be called

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from scripted import Clock
 
 from orchestrate.engines import Doing, links
 from orchestrate.engines.links import Link, Linked
-from orchestrate.errors import EngineLost
+from orchestrate.errors import EngineError, EngineLost
 from orchestrate.plan import Plan, WorkerPlan
 
 
@@ -359,3 +360,13 @@ def test_nodes_that_stay_must_have_said_that_they_are_clean(nodes, monkeypatch):
     monkeypatch.setattr(links, "ANSWERS", 0.01)
     nodes._clean()  # which they do not answer
     assert nodes.cleaned == set()
+
+
+@pytest.mark.parametrize("error", ["start: 'X'", "x" * 100_000, 7, None], ids=["text", "long", "number", "none"])
+def test_what_a_node_refuses_must_be_an_error_that_names_node_and_reason(nodes, error):
+    nodes.start(workers(), ("x.py",))
+    nodes.played["node-0"].say("refused", error=error)
+    with pytest.raises(EngineError, match=f"node-0 refused a request: {re.escape(str(error)[:100])}") as raised:
+        while True:  # a long message comes in pieces
+            nodes.wait(30)
+    assert len(str(raised.value)) < 300

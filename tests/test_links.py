@@ -165,9 +165,10 @@ def test_an_answer_must_be_found_among_what_else_a_node_says():
         assert json.loads(there.recv(1000)) == {"ask": "news", "since": 3}
 
 
-def test_what_a_node_cannot_do_must_be_an_error_in_its_words():
+@pytest.mark.parametrize("say", ["put", "refused"])
+def test_what_a_node_cannot_do_must_be_an_error_in_its_words(say):
     with connected() as (link, there), pytest.raises(EngineError, match="no space left"):
-        there.sendall(b'{"say": "put", "error": "no space left"}\n')
+        there.sendall(json.dumps({"say": say, "error": "no space left"}).encode() + b"\n")
         link.converse("put")
 
 

@@ -111,6 +111,27 @@ def test_a_stubborn_script_must_be_killed_after_the_grace_period(tmp_path):
     assert node.returncode == 137
 
 
+def test_a_grace_period_of_a_month_must_not_end_the_node_before_its_workers_have_saved(tmp_path):
+    code = "import signal\nsignal.signal(15, lambda *_: print('asked'))\nprint('ready')\nsignal.pause()\nprint('saved')"
+    node = given(tmp_path, code.replace("signal.pause()", "signal.pause(); signal.pause()"), NODE_GRACE="2592000")
+    eventually(lambda: b"ready" in log(tmp_path))
+    node.send_signal(signal.SIGTERM)
+    eventually(lambda: b"asked" in log(tmp_path))
+    os.kill(descendants(node.pid)[0], signal.SIGTERM)
+    output, _ = node.communicate(timeout=150)
+    assert (node.returncode, log(tmp_path)) == (0, b"ready\nasked\nasked\nsaved\n"), output
+
+
+@pytest.mark.parametrize("mode", ["given", "join", "wait"])
+@pytest.mark.parametrize("grace", ["30s", "-1", "nan", "inf", "\udcff"])
+def test_a_grace_period_that_is_none_must_be_named_before_anything_starts(tmp_path, mode, grace):
+    node = given(tmp_path, "print('ran')", NODE_GRACE=grace, NODE_MODE=mode, NODE_SOCKET=str(tmp_path / "s"))
+    output, _ = node.communicate(timeout=150)
+    assert node.returncode == 2
+    shown = ascii(grace).encode()
+    assert output == b"[node] error: NODE_GRACE must be a number of seconds, not " + shown + b"\n"
+
+
 def test_a_second_sigterm_must_kill_at_once(tmp_path):
     code = "import signal\nsignal.signal(15, lambda *_: print('asked'))\nprint('ready')\nwhile True: signal.pause()"
     node = given(tmp_path, code, NODE_GRACE="1000")

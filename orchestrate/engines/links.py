@@ -98,11 +98,16 @@ class Link:
             if heard is None:
                 break
             for message in heard:
+                if message["say"] == "refused" or (message["say"] == ask and "error" in message):
+                    raise EngineError(f"a node says: {_reason(message)}")
                 if message["say"] == ask:
-                    if "error" in message:
-                        raise EngineError(f"a node says: {message['error']}")
                     return message
         raise ConnectionError("the connection has ended")
+
+
+def _reason(message: dict[str, Any]) -> str:
+    """Why a node has not done something, as it says; no more than a person reads."""
+    return str(message["error"])[:200]
 
 
 class Linked:
@@ -308,6 +313,8 @@ class Linked:
             self.statuses[node] = message
         elif say == "clean":
             self.cleaned.add(node)
+        elif say == "refused":
+            raise EngineError(f"{node} refused a request: {_reason(message)}")
         elif say not in ("started", "ended") or message["generation"] != self.generation:
             return  # what an older one still had to say
         elif self.running.get(message["rank"]) != node:

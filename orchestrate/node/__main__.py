@@ -38,6 +38,8 @@ del sys.path[0]  # the package finds its modules without it, and nothing else is
 from orchestrate.node.given import given  # noqa: E402
 from orchestrate.node.join import join  # noqa: E402
 from orchestrate.node.lease import relay  # noqa: E402
+from orchestrate.node.output import say  # noqa: E402
+from orchestrate.node.protocol import Refused  # noqa: E402
 from orchestrate.node.wait import wait  # noqa: E402
 from orchestrate.node.warm import protect  # noqa: E402
 
@@ -50,6 +52,15 @@ def key() -> bytes:
 def main(arguments: list[str]) -> int:
     """Run the node and return its exit code."""
     protect()
+    try:
+        return run(arguments)
+    except Refused as error:
+        say(f"error: {error}")
+        return 2
+
+
+def run(arguments: list[str]) -> int:
+    """Take work in the way that `NODE_MODE` says; raises Refused for a setting in the environment that is none."""
     mode = os.environ.get("NODE_MODE") or ("given" if "RANK" in os.environ else "join")
     if mode == "wait":
         folder = os.environ.get("NODE_SOCKETS")

@@ -47,7 +47,7 @@ class Files:
             self.coming = tempfile.TemporaryFile()  # noqa: SIM115 (the last piece closes it)
         if self.coming.tell() != offset:
             raise OSError("a piece is missing")
-        self.coming.write(base64.b64decode(data))
+        self.coming.write(base64.b64decode(data, validate=True))
         if not tag:
             return {"tags": self.tags}
         file, self.coming = self.coming, None

@@ -10,6 +10,7 @@ from functools import partial
 from orchestrate.node.loop import Loop
 from orchestrate.node.output import say
 from orchestrate.node.place import interface_to
+from orchestrate.node.protocol import integer
 from orchestrate.node.ranks import Env, assign, gpus
 
 NAMES = {  # what we need, and where others have it: our own names, Kubeflow Trainer's, Kubernetes', Slurm's
@@ -23,12 +24,14 @@ LOOPBACK = ("lo", "lo0")
 
 
 def envs(environ: Mapping[str, str], own_gpus: list[str], cores: int) -> list[Env]:
-    """The environments of the workers of this node, out of the node's own; raises KeyError for what is missing.
+    """The environments of the workers of this node, out of the node's own.
 
+    Raises KeyError for what is missing, ValueError for what is no number, or where there are fewer GPUs than workers.
     With `RANK` in it there is one worker, for which all is said. What the environment says of threads, interfaces,
     restarts or a job's name stands.
     """
     if "RANK" in environ:
+        integer(environ, "RANK")
         return [{}]
     told = {
         name: next((environ[key] for key in (name, *others) if environ.get(key)), "") for name, others in NAMES.items()
@@ -36,13 +39,17 @@ def envs(environ: Mapping[str, str], own_gpus: list[str], cores: int) -> list[En
     for name in ("NODE_RANK", "NNODES", "MASTER_ADDR"):
         if not told[name]:
             raise KeyError(name)
-    nproc = int(told["NODE_NPROC"]) if told["NODE_NPROC"].isdigit() else max(1, len(own_gpus))  # `auto`, say
-    rank, nodes = int(told["NODE_RANK"]), int(told["NNODES"])
+    counted = told["NODE_NPROC"].isdigit()  # else it is `auto`, say
+    nproc = integer(told, "NODE_NPROC", least=1) if counted else max(1, len(own_gpus))
+    rank, nodes = integer(told, "NODE_RANK"), integer(told, "NNODES", least=1)
+    if rank >= nodes:
+        raise ValueError(f"NODE_RANK is {rank}, and there are {nodes} nodes")
+    port = integer(told, "MASTER_PORT", default=29500, least=1)
     interface = interface_to(told["MASTER_ADDR"])
     interface = "" if interface in LOOPBACK and nodes > 1 else interface
     machines = [{"host": str(number), "cpus": cores, "gpus": own_gpus} for number in range(nodes)]
     job = environ.get("JOB_ID", "job")
-    everyone = assign(machines, nproc, told["MASTER_ADDR"], int(told["MASTER_PORT"] or 29500), job, interface)
+    everyone = assign(machines, nproc, told["MASTER_ADDR"], port, job, interface)
     stands = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *_restarts(environ)} & environ.keys()
     return [
         {name: value for name, value in env.items() if value or not name.endswith("_IFNAME")}
@@ -59,7 +66,7 @@ def given(command: list[str]) -> int:
     except KeyError as error:
         say(f"error: NODE_MODE is given, and there is no {error.args[0]}")
         return 2
-    except ValueError as error:  # fewer GPUs than workers
+    except ValueError as error:
         say(f"error: {error}")
         return 2
     codes: list[int] = []

@@ -14,8 +14,20 @@ import time
 from functools import partial
 from typing import Any
 
+from orchestrate.node.listener import serve
 from orchestrate.node.loop import Channel, Loop, connect
 from orchestrate.node.output import say
+from orchestrate.node.protocol import (
+    HELLO,
+    Refused,
+    anything,
+    environments,
+    fields,
+    integer,
+    seconds,
+    shown,
+    whole,
+)
 from orchestrate.node.ranks import Node, assign, gpus
 
 JOIN_PORT = 29400  # where the master listens for trainers; the default port of torch's own rendezvous
@@ -24,11 +36,14 @@ TOO_MANY = "take fewer nodes (--scale trainer=N), or train on CPU (docker compos
 
 
 def join(command: list[str]) -> int:
-    """Train with the other containers of this Compose project; return the exit code of the first failure, or 0."""
+    """Train with the other containers of this Compose project; return the exit code of the first failure, or 0.
+
+    Raises Refused for a setting in the environment that is none.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         host = file.read().strip()
     node = {"name": "master", "host": host, "cpus": os.cpu_count() or 1, "gpus": gpus()}
-    timeout = float(os.environ.get("NODE_JOIN_TIMEOUT", "120"))
+    timeout = seconds(os.environ, "NODE_JOIN_TIMEOUT", 120)
     if os.environ.get("NODE_ROLE") == "trainer":
         return follow(command, node, timeout)
     gang = Gang(command, node)
@@ -74,19 +89,22 @@ class Gang:
         self.channels: dict[str, Channel] = {}
         self.running: dict[int, str] = {}  # rank: the name of its node
         self.server = socket.create_server(("", JOIN_PORT), backlog=128)
-        self.loop.watch(self.server, self.accept)
+        serve(self.loop, self.server, self.accept)
         self.settle()
 
-    def accept(self) -> None:
+    def accept(self, connection: socket.socket, other: tuple[str, int]) -> None:
         """Take a trainer in; a stranger, or one that comes when the gang is settled, is turned away."""
-        connection, (address, _) = self.server.accept()
+        address = other[0]
         if address not in self.names or address in self.channels:
             connection.close()
         else:
             self.channels[address] = Channel(self.loop, connection, lambda message: self.receive(address, message))
 
     def receive(self, address: str, message: Any) -> None:
-        """Take a trainer's message: its hello, the end of one of its workers, or (None) its own end."""
+        """Take a trainer's message: its hello, the end of one of its workers, or (None) its own end.
+
+        Raises Refused for anything else, and for what is another one's to say.
+        """
         name = self.names[address]
         if message is None:
             left = [rank for rank, holder in self.running.items() if holder == name]
@@ -95,19 +113,29 @@ class Gang:
             elif len(self.hellos) < len(self.names) and not self.loop.ending:
                 self.fail(f"error: {name} went away before the job began")
         elif "hello" in message:
-            self.hellos[address] = {**message["hello"], "name": name}
+            hello = fields("hello", fields("message", message, {"hello": anything})["hello"], HELLO)
+            if address in self.hellos:
+                raise Refused(f"{name} has joined already")
+            self.hellos[address] = {**hello, "name": name}
             self.settle()
+        elif "rank" in message:
+            end = fields("end", message, {"rank": whole, "code": whole})
+            if self.running.get(end["rank"]) != name:
+                raise Refused(f"rank {end['rank']} is not one of {name}'s")
+            self.exited(end["rank"], end["code"])
         else:
-            self.exited(message["rank"], message["code"])
+            raise Refused("neither a hello nor the end of a worker")
 
     def settle(self) -> None:
         """Once all trainers are here, give every node its workers."""
         if len(self.hellos) < len(self.names):
             return
         nodes = [self.node, *(self.hellos[address] for address in self.names)]
-        nproc = int(os.environ.get("NODE_NPROC") or 1)
         try:
+            nproc = integer(os.environ, "NODE_NPROC", default=1, least=1)
             envs = assign(nodes, nproc, "master", MASTER_PORT, os.environ.get("JOB_ID", "compose"), "eth0")
+        except Refused as error:
+            return self.fail(f"error: {error}")
         except ValueError as error:
             return self.fail(f"error: {error}\n[node] hint: {TOO_MANY}")
         self.running = {rank: nodes[rank // nproc]["name"] for rank in range(len(envs))}
@@ -152,23 +180,44 @@ def follow(command: list[str], node: Node, timeout: float) -> int:
     except OSError as error:
         say(f"error: no master to join: {error}")
         return 1
-    loop, codes = Loop(), []
+    trainer = Trainer(command, connection)
+    trainer.channel.send({"hello": node})
+    trainer.loop.run()
+    return next(filter(None, trainer.codes), 0)
 
-    def receive(message: Any) -> None:
-        if message is not None and "start" in message:
-            start(loop, command, message["start"], exited)
-        else:  # told to stop, or the master has gone
-            loop.stop(end=True)
 
-    def exited(rank: int, code: int) -> None:
-        codes.append(code)
-        channel.send({"rank": rank, "code": code})
-        loop.ending = loop.ending or not loop.workers
+class Trainer:
+    """A trainer's side: runs the workers that the master hands out, once."""
 
-    channel = Channel(loop, connection, receive)
-    channel.send({"hello": node})
-    loop.run()
-    return next(filter(None, codes), 0)
+    def __init__(self, command: list[str], connection: socket.socket) -> None:
+        """Listen to the master; each worker runs `command`."""
+        self.command, self.loop = command, Loop()
+        self.codes: list[int] = []  # of what has failed or ended
+        self.started = False
+        self.channel = Channel(self.loop, connection, self.receive)
+
+    def receive(self, message: Any) -> None:
+        """Take the master's message: workers to start, a stop, or (None) its end; raises Refused for anything else."""
+        if message is None or "stop" in message:
+            self.loop.stop(end=True)
+        elif "start" in message:
+            envs = fields("message", message, {"start": environments})["start"]
+            if self.started:
+                raise Refused("the workers were started already")
+            self.started = True
+            start(self.loop, self.command, envs, self.exited)
+        elif message.get("say") == "refused":
+            say(f"error: the master refuses this trainer: {shown(str(message.get('error')))}")
+            self.codes.append(1)
+            self.loop.stop(end=True)
+        else:
+            raise Refused("neither a start nor a stop")
+
+    def exited(self, rank: int, code: int) -> None:
+        """Tell the master of the end of a worker; the end of the last one ends the node."""
+        self.codes.append(code)
+        self.channel.send({"rank": rank, "code": code})
+        self.loop.ending = self.loop.ending or not self.loop.workers
 
 
 def start(loop: Loop, command: list[str], envs: list[dict[str, str]], exited: Any) -> None:

@@ -14,12 +14,15 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrate.node.output import say, stdout
+from orchestrate.node.protocol import Refused, parsed, seconds
 from orchestrate.node.ranks import Env
 from orchestrate.node.sealed import Seal
 from orchestrate.node.warm import IMPORT_TAKES, Zygote, adopt_orphans, children
 from orchestrate.node.worker import FAILED_TO_START, Worker, kill
 
 LONGEST_MESSAGE = 1 << 20  # bytes
+LONGEST_GREETING = 1 << 6  # bytes of the word with which a sealed connection begins
+LONGEST_WAIT = 3600.0  # seconds; epoll_wait(2) takes no more than 24 days
 RETRY = 0.05  # seconds
 STUCK = 5.0  # seconds after which somebody who does not read what we send is given up
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -29,11 +32,13 @@ class Loop:
     """Calls back whatever there is to do; ends when it was asked to and no worker is left."""
 
     def __init__(self) -> None:
+        """Take signals over; raises Refused for a setting in the environment that is none."""
         self.selector = selectors.DefaultSelector()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.zygote: Zygote | None = None
         self.adopting = adopt_orphans()  # so that none of them outlives us
         self.workers: list[Worker] = []
+        self.grace = seconds(os.environ, "NODE_GRACE", 30)  # between SIGTERM and SIGKILL
         self.ending = False  # the node has been asked to end, and no more workers are started
         self.on_end: Callable[[], None] = lambda: None  # what else to do when it is
         bell, alarm = socket.socketpair()
@@ -133,7 +138,7 @@ class Loop:
             worker.asked = True
         if asked:
             kill(asked, signal.SIGTERM)
-            self.after(float(os.environ.get("NODE_GRACE", "30")), lambda: kill(asked, signal.SIGKILL))
+            self.after(self.grace, lambda: kill(asked, signal.SIGKILL))
         if end and not self.ending:
             self.ending = True
             self.on_end()
@@ -141,10 +146,10 @@ class Loop:
     def run(self) -> None:
         """Serve until the node has been asked to end and no worker is left."""
         while self.workers or not self.ending:
-            first = min((when - time.monotonic() for when, _ in self.timers), default=None)
+            first = min((when - time.monotonic() for when, _ in self.timers), default=LONGEST_WAIT)
             if stdout.flush():  # somebody reads slowly: look again soon
-                first = min(RETRY, RETRY if first is None else first)
-            for key, _ in self.selector.select(None if first is None else max(0.0, first)):
+                first = min(RETRY, first)
+            for key, _ in self.selector.select(max(0.0, min(first, LONGEST_WAIT))):
                 key.data()
             now = time.monotonic()
             due = [callback for when, callback in self.timers if when <= now]
@@ -212,17 +217,32 @@ class Channel:
     def __init__(
         self, loop: Loop, sock: socket.socket, receive: Callable[[Any], None], seal: Seal | None = None
     ) -> None:
-        """Call `receive` with each message, and with None at the end of the connection; `seal` guards a TCP socket."""
-        self.loop, self.sock, self.receive, self.seal, self.buffer = loop, sock, receive, seal, b""
+        """Call `receive` with each message, and with None at the end of the connection; `seal` guards a TCP socket.
+
+        What `receive` refuses, by raising Refused, the peer is told.
+        """
+        self.loop, self.sock, self.receive, self.seal, self.buffer = loop, sock, receive, seal, bytearray()
+        self.heard = False  # whether the peer has said anything; on a sealed connection, whether it knows the key
+        self.since = time.monotonic()
         loop.watch(sock, self._read)
+        sock.settimeout(STUCK)
         if seal:
-            sock.settimeout(STUCK)
             self._write(seal.word)
+
+    @property
+    def open(self) -> bool:
+        """Whether the connection lasts."""
+        return self.sock.fileno() >= 0
 
     def send(self, message: Any) -> None:
         """Send one message; a peer that has gone shows at the reading side."""
         text = json.dumps(message).encode()
         self._write(self.seal.close(text) if self.seal else text)
+
+    def refuse(self, why: str) -> None:
+        """Tell a peer why its message is not done; one that does not know the key is told nothing."""
+        if self.heard or not self.seal:
+            self.send({"say": "refused", "error": why})
 
     def _write(self, line: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -233,27 +253,53 @@ class Channel:
 
     def close(self) -> None:
         """Close the connection; nothing more is received."""
-        if self.sock.fileno() >= 0:
+        if self.open:
             self.loop.forget(self.sock)
             self.sock.close()
+
+    def end(self) -> None:
+        """Close the connection, as if the peer had."""
+        if self.open:
+            self.close()
+            self.receive(None)
 
     def _read(self) -> None:
         try:
             chunk = self.sock.recv(1 << 16)
         except OSError:
             chunk = b""
-        *lines, self.buffer = (self.buffer + chunk).split(b"\n")
+        self.buffer += chunk
+        lines = []
+        if b"\n" in chunk:
+            *lines, rest = bytes(self.buffer).split(b"\n")
+            self.buffer = bytearray(rest)
+        if not chunk or not all(map(self._take, lines)):
+            return self.end()
+        longest = LONGEST_GREETING if self.seal and not self.seal.met else LONGEST_MESSAGE
+        if len(self.buffer) > longest:
+            self.refuse(f"the message is longer than {longest} bytes")
+            self.end()
+
+    def _take(self, line: bytes) -> bool:
+        """Take one line; False where the peer does not know the key, or speaks another language."""
         try:
-            if self.seal and lines and not self.seal.met:
-                self.seal.meet(lines.pop(0))
-            messages = [json.loads(self.seal.open(line) if self.seal else line) for line in lines]
+            if self.seal and not self.seal.met:
+                self.seal.meet(line)
+                return True
+            text = self.seal.open(line) if self.seal else line
         except ValueError:
-            messages, chunk = [], b""
-        for message in messages:
+            return False
+        self.heard = True
+        try:
+            message = parsed(text)
+        except Refused as error:
+            self.refuse(str(error))
+            return False
+        try:
             self.receive(message)
-        if not chunk or len(self.buffer) > LONGEST_MESSAGE:
-            self.close()
-            self.receive(None)
+        except Refused as error:
+            self.refuse(str(error))
+        return True
 
 
 def connect(family: int, address: Any, timeout: float) -> socket.socket:

@@ -57,4 +57,4 @@ stdout = Stdout()
 
 def say(text: str) -> None:
     """Print a line of the node's own."""
-    stdout.write(f"[node] {text}\n".encode())
+    stdout.write(f"[node] {text}\n".encode(errors="backslashreplace"))

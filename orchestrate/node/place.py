@@ -17,7 +17,7 @@ def placed(env: Env) -> Env:
     """The environment of a worker, completed; its GPUs are those that Swarm has reserved for this node."""
     found = dict(env)
     if not env.get("GLOO_SOCKET_IFNAME"):
-        found["GLOO_SOCKET_IFNAME"] = found["NCCL_SOCKET_IFNAME"] = interface_to(env["MASTER_ADDR"])
+        found["GLOO_SOCKET_IFNAME"] = found["NCCL_SOCKET_IFNAME"] = interface_to(env.get("MASTER_ADDR", ""))
     if env.get("CUDA_VISIBLE_DEVICES"):
         reserved = [value for name, value in sorted(os.environ.items()) if name.startswith("DOCKER_RESOURCE_")]
         found["CUDA_VISIBLE_DEVICES"] = ",".join(reserved) or env["CUDA_VISIBLE_DEVICES"]
@@ -30,7 +30,7 @@ def interface_to(host: str) -> str:
         try:
             probe.connect((host, 9))  # sends nothing
             own = socket.inet_aton(probe.getsockname()[0])
-        except OSError:
+        except (OSError, UnicodeError):  # there is no such host, or it cannot be a name of one
             return ""
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):

@@ -20,6 +20,7 @@ anything:
                               it to end
     {"say": "status", "generation", "codes", "signs", "running", "tags", "time"}
     {"say": "clean"}
+    {"say": "refused", "error"}    to who asked alone: nothing was done, and why; protocol.py has what may be asked
 
 Who asks may go away; the worker stays, and so does its exit code.
 """
@@ -40,10 +41,11 @@ from typing import Any
 
 from orchestrate.node.files import Files
 from orchestrate.node.lease import Lease
+from orchestrate.node.listener import Listener
 from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.place import placed
+from orchestrate.node.protocol import integer, request
 from orchestrate.node.ranks import FENCE, Env, fence
-from orchestrate.node.sealed import Seal
 from orchestrate.node.warm import POSSIBLE
 from orchestrate.node.worker import Worker, doing, kill, oom_kills
 
@@ -71,13 +73,7 @@ class Waiting:
     def listen_tcp(self, port: int, key: bytes) -> None:
         """Have orchestrators that know the key ask over TCP; raises OSError."""
         self.key, self.alone = key, True
-        server = socket.create_server(("", port), backlog=128)
-
-        def accept() -> None:
-            seal = Seal(key, listens=True)
-            channel = Channel(self.loop, server.accept()[0], lambda request: self.receive(channel, request), seal)
-
-        self.loop.watch(server, accept)
+        Listener(self.loop, socket.create_server(("", port), backlog=128), self.receive, key)
 
     def listen(self, path: str) -> None:
         """Have orchestrators ask over the Unix socket `path`; raises OSError."""
@@ -90,34 +86,26 @@ class Waiting:
         finally:
             os.umask(mask)
         server.listen(128)
+        Listener(self.loop, server, self.receive)
 
-        def accept() -> None:
-            channel = Channel(self.loop, server.accept()[0], lambda request: self.receive(channel, request))
-
-        self.loop.watch(server, accept)
-
-    def receive(self, channel: Channel, request: Any) -> None:
-        """Do what is asked; None means that whoever asked has gone."""
-        if request is None:
+    def receive(self, channel: Channel, message: Any) -> None:
+        """Do what is asked, or raise Refused; None means that whoever asked has gone."""
+        if message is None:
             if channel in self.channels:
                 self.channels.remove(channel)
             return
-        ask = request["ask"]
+        ask, facts = request(message)
         if ask in FILES:
-            return self.serve(channel, **request)
+            return self.serve(channel, ask, **facts)
         if channel not in self.channels:
             self.channels.append(channel)
         if ask == "start":
-            env = {**os.environ, **request["env"]} if request["inherit"] else request["env"]
-            if self.alone:
-                env = placed(env)
-            if "log" in request:
-                self.files.follow(env["JOB_DIR"], int(env["RANK"]), request["log"])
-            self.start(request["command"], env, request["cwd"])
+            env = {**os.environ, **facts["env"]} if facts["inherit"] else facts["env"]
+            self.start(facts["command"], placed(env) if self.alone else env, facts["cwd"], facts["log"])
         elif ask == "stop":
             self.fence(self.generation, over=True)
             self.loop.stop()
-            if request["kill"]:
+            if facts["kill"]:
                 kill(self.loop.workers, signal.SIGKILL)
         elif ask == "end":
             self.loop.stop(end=True)
@@ -131,13 +119,13 @@ class Waiting:
         elif ask == "lease":
             if self.lease:
                 self.lease.end()
-            self.lease = Lease(self.loop, self.key, tuple(request["relay"]), self.cut_off)
+            self.lease = Lease(self.loop, self.key, tuple(facts["relay"]), self.cut_off)
 
     def serve(self, channel: Channel, ask: str, **facts: Any) -> None:
         """Give or take files."""
         try:
             channel.send({"say": ask, **FILES[ask](self.files, **facts)})
-        except (OSError, tarfile.TarError) as error:
+        except (OSError, ValueError, tarfile.TarError) as error:
             channel.send({"say": ask, "error": str(error)})
 
     def fence(self, generation: int, over: bool = False) -> None:
@@ -158,12 +146,17 @@ class Waiting:
         for channel in list(self.channels):
             channel.send({"say": what, "generation": generation, "rank": rank, **facts})
 
-    def start(self, command: list[str], env: Env, cwd: str | None) -> None:
-        """Start a worker, unless its generation is over; one of a newer generation ends all older ones."""
+    def start(self, command: list[str], env: Env, cwd: str | None, log: int | None = None) -> None:
+        """Start a worker, unless its generation is over; one of a newer generation ends all older ones.
+
+        `log` is how long its log is at home. Raises Refused where its environment names no rank or generation.
+        """
+        rank, generation = integer(env, "RANK"), integer(env, "TORCHELASTIC_RESTART_COUNT")
+        if log is not None:
+            self.files.follow(env.get("JOB_DIR", ""), rank, log)
         if self.job not in ("", env.get("JOB_ID")):  # nobody has told us that it is over
             self.clean()
         self.job, self.folder, self.sign = env.get("JOB_ID", ""), env.get("JOB_DIR", ""), ""
-        rank, generation = int(env["RANK"]), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         if generation < max(self.generation, fence(env.get("JOB_DIR"))):
             return self.say("ended", generation, rank, code=REFUSED, at=time.time(), sign="", asked=True)
         if generation > self.generation:

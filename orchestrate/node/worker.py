@@ -75,7 +75,7 @@ class Worker:
         """Between fork and exec."""
         _die_with_parent()
         if cores := self.env.get("WORKER_CORES"):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # the node may not use them, or cannot
+            with contextlib.suppress(Exception):  # they are no numbers, or the node may not use them, or cannot
                 os.sched_setaffinity(0, map(int, cores.split(",")))
 
     @property

@@ -116,7 +116,7 @@ def become(command: list[str], env: dict[str, str], cwd: str, output: int, node:
     os.close(output)
     os.chdir(cwd)
     if cores := env.get("WORKER_CORES"):
-        with contextlib.suppress(OSError, ValueError):  # the node may not use them
+        with contextlib.suppress(Exception):  # they are no numbers, or the node may not use them
             os.sched_setaffinity(0, map(int, cores.split(",")))
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = cwd if command[0] == "-m" else os.path.dirname(os.path.realpath(command[0]))

@@ -1,0 +1,93 @@
+"""Where others connect to a node: so many at a time, and no failure to take one in ends the node."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from orchestrate.node.loop import Channel, Loop
+from orchestrate.node.sealed import Seal
+
+MOST = 64  # connections at a time
+PROVES = 10.0  # seconds in which whoever connects over TCP has shown that they know the key
+PAUSE = 0.2  # seconds until a connection is tried again for which there was no descriptor or memory
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def serve(
+    loop: Loop,
+    server: socket.socket,
+    take: Callable[[socket.socket, Any], None],
+    make_room: Callable[[], bool] = lambda: False,
+) -> None:
+    """Have `take` get each connection to `server`, and the address of its other end.
+
+    Where there is no descriptor for a connection, it waits until `make_room` has closed another one, or some time.
+    """
+
+    def accept() -> None:
+        try:
+            sock, address = server.accept()
+        except OSError as error:
+            if error.errno in FULL and not make_room():
+                loop.forget(server)
+                loop.after(PAUSE, lambda: loop.watch(server, accept))
+            return
+        take(sock, address)
+
+    server.setblocking(False)
+    loop.watch(server, accept)
+
+
+class Listener:
+    """Takes clients in, `MOST` at a time; the oldest that has not asked anything makes way for a new one."""
+
+    def __init__(
+        self, loop: Loop, server: socket.socket, receive: Callable[[Channel, Any], None], key: bytes = b""
+    ) -> None:
+        """Call `receive` as a channel does; `key` is what clients over TCP must show to know, in some seconds."""
+        self.loop, self.server, self.receive, self.key = loop, server, receive, key
+        self.channels: list[Channel] = []  # the oldest first
+        self.sweeping = False
+        serve(loop, server, self._take, self._make_room)
+
+    def _take(self, sock: socket.socket, _: Any) -> None:
+        self.channels = [channel for channel in self.channels if channel.open]
+        if len(self.channels) >= MOST and not self._make_room():
+            return self._turn_away(sock)
+        seal = Seal(self.key, listens=True) if self.key else None
+        channel = Channel(self.loop, sock, lambda message: self.receive(channel, message), seal)
+        self.channels.append(channel)
+        if self.key and not self.sweeping:
+            self._sweep()
+
+    def _silent(self) -> list[Channel]:
+        return [channel for channel in self.channels if channel.open and not channel.heard]
+
+    def _make_room(self) -> bool:
+        """End the oldest connection over which nothing was asked; False where there is none."""
+        silent = self._silent()
+        for channel in silent[:1]:
+            channel.end()
+        return bool(silent)
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        if not self.key:
+            why = {"say": "refused", "error": f"{MOST} connections are open already"}
+            with contextlib.suppress(OSError):
+                sock.send(json.dumps(why).encode() + b"\n")
+        sock.close()
+
+    def _sweep(self) -> None:
+        """End what has not shown in time to know the key, and look again as long as there may be more."""
+        for channel in self._silent():
+            if time.monotonic() - channel.since >= PROVES:
+                channel.end()
+        self.sweeping = bool(self._silent())
+        if self.sweeping:
+            self.loop.after(PROVES / 10, self._sweep)

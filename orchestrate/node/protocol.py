@@ -1,0 +1,195 @@
+"""What a node takes from others: the fields of each message, and what they may hold. All else is refused, by name.
+
+A message is looked at as a whole before anything of it is done: it may come from any process in a node's container, or
+any container on its network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MOST_DIGITS = 18  # of a number; one of that many is below 2^63
+WHOLE = re.compile(r"[0-9]{1,9}")  # a number in an environment variable
+Fields = Mapping[str, Callable[[Any], str]]  # field: says what is wrong with its value, or nothing
+
+
+class Refused(ValueError):
+    """A message that cannot be done, or a setting; its text names what is wrong, and holds no secret."""
+
+
+def parsed(line: bytes) -> dict[str, Any]:
+    """The message in a line; raises Refused."""
+    try:
+        message = json.loads(line, parse_int=_digits)
+    except Refused:
+        raise
+    except RecursionError:
+        raise Refused("the message is nested too deeply") from None
+    except ValueError:
+        raise Refused("the message is not JSON") from None
+    if not isinstance(message, dict):
+        raise Refused("the message is not a JSON object")
+    return message
+
+
+def fields(what: str, message: Any, expected: Fields) -> dict[str, Any]:
+    """The fields of a message, None for those that are not there; raises Refused for what is not as expected."""
+    if not isinstance(message, dict):
+        raise Refused(f"{what} must be an object")
+    for name in message.keys() - expected.keys():
+        raise Refused(f"{what}: unknown field {shown(name)}")
+    for name, wrong in expected.items():
+        if why := wrong(message.get(name)):
+            raise Refused(f"{what}: {name}{why if name in message else ' is missing'}")
+    return {name: message.get(name) for name in expected}
+
+
+def request(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What a client asks of a waiting node, and the fields of that; raises Refused."""
+    ask = message.get("ask")
+    if not isinstance(ask, str):
+        raise Refused("the message has no request in it")
+    if ask not in REQUESTS:
+        raise Refused(f"unknown request {shown(ask)}")
+    return ask, fields(ask, {name: message[name] for name in message if name != "ask"}, REQUESTS[ask])
+
+
+def integer(env: Mapping[str, str], name: str, default: int = 0, least: int = 0) -> int:
+    """A whole number in an environment, `default` where it is not set or empty; raises Refused."""
+    value = env.get(name) or str(default)
+    if not WHOLE.fullmatch(value) or int(value) < least:
+        raise Refused(f"{name} must be a whole number of at least {least}, not {shown(value)}")
+    return int(value)
+
+
+def seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    """A time in an environment, as `integer`."""
+    try:
+        value = float(env.get(name) or default)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise Refused(f"{name} must be a number of seconds, not {shown(env[name])}")
+    return value
+
+
+def shown(text: str) -> str:
+    """The beginning of a text that others have written, in quotes and without control characters."""
+    return ascii(text[:60])
+
+
+# --- what values may be: each says what is wrong with one, or nothing
+
+
+def anything(value: Any) -> str:
+    """Whatever it is; it is looked at elsewhere."""
+    return ""
+
+
+def text(value: Any) -> str:
+    """Text that can be an argument, a path or the value of an environment variable."""
+    if not isinstance(value, str):
+        return " must be text"
+    if "\0" in value:
+        return " must not contain a NUL byte"
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        return " has text that cannot be encoded"
+    return ""
+
+
+def whole(value: Any) -> str:
+    """A whole number of at least 0."""
+    return "" if type(value) is int and value >= 0 else " must be a whole number of at least 0"
+
+
+def texts(value: Any) -> str:
+    """A list of texts, which may be empty."""
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        return " must be a list of texts"
+    return next(filter(None, map(text, value)), "")
+
+
+def environment(value: Any) -> str:
+    """The environment of a worker."""
+    if not isinstance(value, dict):
+        return " must be an object of names and values"
+    for name, each in value.items():
+        if not name or "=" in name or text(name):
+            return f": {shown(name)} cannot be a name"
+        if why := text(each):
+            return f": {shown(name)}{why}"
+    if "RANK" not in value:
+        return ": RANK is missing"
+    try:
+        integer(value, "RANK"), integer(value, "TORCHELASTIC_RESTART_COUNT")
+    except Refused as error:
+        return f": {error}"
+    return ""
+
+
+def environments(value: Any) -> str:
+    """A list of environments, one for each worker."""
+    if not isinstance(value, list):
+        return " must be a list of environments"
+    return next(filter(None, map(environment, value)), "")
+
+
+def _digits(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise Refused(f"a number has more than {MOST_DIGITS} digits")
+    return int(digits)
+
+
+def _flag(value: Any) -> str:
+    return "" if isinstance(value, bool) else " must be true or false"
+
+
+def _command(value: Any) -> str:
+    return texts(value) or ("" if value else " must be a list of texts that is not empty")
+
+
+def _lengths(value: Any) -> str:
+    right = isinstance(value, dict) and not any(map(whole, value.values()))
+    return "" if right else " must be an object of names and lengths"
+
+
+def _address(value: Any) -> str:
+    try:
+        host, port = value
+        socket.inet_pton(socket.AF_INET, host)
+        right = isinstance(value, list) and type(port) is int and 0 < port < 1 << 16
+    except (OSError, TypeError, ValueError):
+        right = False
+    return "" if right else " must be an IPv4 address and a port"
+
+
+def _optional(wrong: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda value: "" if value is None else wrong(value)
+
+
+REQUESTS: dict[str, Fields] = {  # what each does is in wait.py and files.py
+    "start": {
+        "command": _command,
+        "env": environment,
+        "inherit": _flag,
+        "cwd": _optional(text),
+        "log": _optional(whole),
+    },
+    "stop": {"kill": _flag},
+    "dump": {},
+    "clean": {},
+    "end": {},
+    "status": {},
+    "lease": {"relay": _address},
+    "put": {"folder": text, "data": text, "offset": whole, "tag": text},
+    "news": {"folder": text, "have": _lengths},
+    "read": {"folder": text, "path": text, "offset": whole},
+}
+HELLO: Fields = {"name": text, "host": text, "cpus": whole, "gpus": texts}  # of a trainer, see join.py

@@ -1,0 +1,177 @@
+"""The master of a plain Compose project must take from a trainer what is that trainer's to say, and nothing else."""
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import eventually
+from test_join import HELLO, NINE, TEN, WAITS, Project, Trainer
+from test_node import NODE
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    made = Project(tmp_path)
+    yield made
+    for trainer in made.trainers:
+        trainer.close()
+    if made.node and made.node.poll() is None:
+        made.node.kill()
+        made.node.communicate()
+
+
+def hello(**facts: object) -> dict:
+    return {"hello": {**HELLO, **facts}}
+
+
+REFUSED = [
+    ({}, "neither a hello nor the end of a worker"),
+    ({"ask": "status"}, "neither a hello nor the end of a worker"),
+    ({"hello": 7}, "hello must be an object"),
+    ({"hello": {}}, "hello: name is missing"),
+    (hello(host=["a"]), "hello: host must be text"),
+    (hello(cpus="8"), "hello: cpus must be a whole number"),
+    (hello(cpus=-1), "hello: cpus must be a whole number"),
+    (hello(cpus=True), "hello: cpus must be a whole number"),
+    (hello(gpus="GPU-a"), "hello: gpus must be a list of texts"),
+    (hello(gpus=[7]), "hello: gpus must be a list of texts"),
+    (hello(gpus=["a\0"]), "hello: gpus must not contain a NUL byte"),
+    (hello(more=1), "hello: unknown field 'more'"),
+    ({**hello(), "rank": 0}, "message: unknown field 'rank'"),
+    ({"rank": 0}, "end: code is missing"),
+    ({"rank": "0", "code": 0}, "end: rank must be a whole number"),
+    ({"rank": 0, "code": None}, "end: code must be a whole number"),
+    ({"rank": 0, "code": 0, "start": []}, "end: unknown field 'start'"),
+    ({"rank": 0, "code": 0}, "rank 0 is not one of trainer-10's"),
+    ({"rank": 2, "code": 0}, "rank 2 is not one of trainer-10's"),  # not yet
+]
+
+
+def test_what_a_trainer_cannot_say_must_be_refused_by_name_and_the_gang_go_on(project):
+    project.start("print('ready')")
+    ten = project.trainer(TEN, hello=False)
+    for message, why in REFUSED:
+        ten.say(**message)
+        assert ten.hears()["error"].startswith(why)
+    project.trainer(NINE)
+    ten.say(**hello())
+    assert ten.ranks() == ["2"] and project.trainers[1].ranks() == ["1"]
+    project.ready()
+    for message in (hello(), {"rank": 0, "code": 9}, {"rank": 1, "code": 9}, {"rank": 3, "code": 9}):
+        ten.say(**message)
+        assert ten.hears()["say"] == "refused"
+    ten.say(rank=2, code=0)
+    ten.say(rank=2, code=9)
+    assert ten.hears()["error"] == "rank 2 is not one of trainer-10's"
+    project.trainers[1].say(rank=1, code=0)
+    assert project.ends()[0] == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"GET / HTTP/1.1\r\n", b"[]\n", b"7\n", b"[" * 100_000 + b"\n", b"x" * (2 << 20)],
+    ids=["http", "list", "number", "nested", "endless"],
+)
+def test_a_trainer_that_speaks_another_language_must_be_told_and_named(project, text):
+    project.start(WAITS)
+    ten = project.trainer(TEN, hello=False)
+    with contextlib.suppress(ConnectionError):
+        ten.file.write(text)
+        ten.file.flush()
+    assert ten.hears()["say"] == "refused"
+    code, out = project.ends()
+    assert (code, out.count("went away before the job began")) == (1, 1)
+
+
+def test_a_connection_for_which_there_is_no_descriptor_must_be_taken_in_later(project):
+    project.start("print('ran')")
+    ten = project.trainer(TEN)
+    eventually(lambda: ten.sock.send(b"{}\n") and ten.hears())  # the master has taken it in
+    limits = resource.prlimit(project.node.pid, resource.RLIMIT_NOFILE, (4, 1000))
+    nine = [project.trainer(NINE, hello=False), *(project.trainer("127.0.0.4", hello=False) for _ in range(50))][0]
+    ten.sock.send(b"{}\n")
+    assert ten.hears()["say"] == "refused"  # and it lives
+    resource.prlimit(project.node.pid, resource.RLIMIT_NOFILE, (1000, 1000))
+    nine.say(**hello())
+    assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
+    assert limits[0] > 4
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many"])
+def test_a_number_of_workers_that_is_none_must_be_named(project, count):
+    project.start("print('ran')", NODE_NPROC=count)
+    project.both()
+    code, out = project.ends()
+    assert code and f"error: NODE_NPROC must be a whole number of at least 1, not '{count}'\n" in out
+    assert "[rank 0]" not in out
+
+
+@pytest.mark.parametrize("role", ["master", "trainer"])
+def test_a_time_to_join_that_is_none_must_be_named(role):
+    env = os.environ | {"NODE_MODE": "join", "NODE_JOIN_TIMEOUT": "2m", "NODE_ROLE": role}
+    done = subprocess.run([sys.executable, NODE, "x.py"], env=env, capture_output=True, text=True)
+    expected = "[node] error: NODE_JOIN_TIMEOUT must be a number of seconds, not '2m'\n"
+    assert (done.returncode, done.stdout) == (2, expected)
+
+
+# --- a trainer
+
+
+STARTS = [
+    ({"start": 7}, "start must be a list of environments"),
+    ({"start": [7]}, "start must be an object of names and values"),
+    ({"start": [{"RANK": "1"}, {}]}, "start: RANK is missing"),
+    ({"start": [{"RANK": "x"}]}, "start: RANK must be a whole number"),
+    ({"start": [{"RANK": "1", "A": "\0"}]}, "start: 'A' must not contain a NUL byte"),
+    ({"start": [{"RANK": "1", "A": 7}]}, "start: 'A' must be text"),
+    ({"run": 1}, "neither a start nor a stop"),
+    ({}, "neither a start nor a stop"),
+]
+
+
+def test_a_trainer_must_refuse_what_a_master_cannot_ask_and_do_what_it_can(project):
+    with socket.create_server(("127.0.0.1", project.port)) as server:
+        server.settimeout(60)
+        project.start("import os\nprint(os.environ['RANK'])", NODE_ROLE="trainer")
+        project.trainers.append(master := Trainer(server.accept()[0]))
+        assert "hello" in master.hears()
+        for message, why in STARTS:
+            master.say(**message)
+            assert why in master.hears()["error"]
+        master.say(start=[{"RANK": "1"}])
+        assert master.hears() == {"rank": 1, "code": 0}
+        code, out = project.ends()
+        assert (code, out) == (0, "[rank 1] 1\n")
+
+
+def test_a_trainer_must_start_its_workers_once(project):
+    with socket.create_server(("127.0.0.1", project.port)) as server:
+        server.settimeout(60)
+        project.start(WAITS, NODE_ROLE="trainer")
+        project.trainers.append(master := Trainer(server.accept()[0]))
+        assert "hello" in master.hears()
+        for rank in ("1", "2"):
+            master.say(start=[{"RANK": rank}])
+        assert json.loads(master.file.readline())["error"] == "the workers were started already"
+        master.say(stop=True)
+        assert master.hears() == {"rank": 1, "code": 143}
+        assert project.ends()[0] == 143
+
+
+def test_a_trainer_that_is_refused_must_say_why_and_fail(project):
+    with socket.create_server(("127.0.0.1", project.port)) as server:
+        server.settimeout(60)
+        project.start(WAITS, NODE_ROLE="trainer")
+        project.trainers.append(master := Trainer(server.accept()[0]))
+        assert "hello" in master.hears()
+        master.say(say="refused", error="hello: cpus is missing\n\x1b[31m")
+        code, out = project.ends()
+        assert code == 1
+        assert out == r"[node] error: the master refuses this trainer: 'hello: cpus is missing\n\x1b[31m'" + "\n"

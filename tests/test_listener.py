@@ -1,0 +1,221 @@
+"""A node must take so many clients and no more, and go on whatever becomes of a connection."""
+
+import contextlib
+import errno
+import json
+import select
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from conftest import eventually
+from test_asked import dial
+from test_mirror import Node
+from waiting import Waiting
+
+from orchestrate.node import listener
+from orchestrate.node.listener import MOST, Listener, serve
+from orchestrate.node.sealed import Seal
+
+KEY = b"a key of the test"
+ASKS = b'{"ask": "status"}\n'
+
+
+class Turns:
+    """The node's loop and its clock, whose turns and time are the test's."""
+
+    def __init__(self) -> None:
+        self.now, self.due, self.watched = 1000.0, [], {}
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def watch(self, source, callback) -> None:
+        self.watched[source] = callback
+
+    def forget(self, source) -> None:
+        del self.watched[source]
+
+    def after(self, seconds: float, callback) -> None:
+        self.due.append((self.now + seconds, callback))
+
+    def turn(self, seconds: float = 0.0) -> None:
+        """Go on by some seconds, and read what is there."""
+        self.now += seconds
+        while due := [timer for timer in self.due if timer[0] <= self.now]:
+            for timer in due:
+                self.due.remove(timer)
+                timer[1]()
+        for source in list(self.watched):
+            if source in self.watched and select.select([source], [], [], 0)[0]:
+                self.watched[source]()
+
+
+@pytest.fixture
+def place(monkeypatch, tmp_path) -> Iterator[SimpleNamespace]:
+    """A listener, the loop that it is in, what it has received, and clients of it."""
+    loop, clients, heard = Turns(), [], []
+    for module in ("loop", "listener"):
+        monkeypatch.setattr(f"orchestrate.node.{module}.time", loop)
+    server = socket.create_server(("127.0.0.1", 0), backlog=2 * MOST)
+
+    def client() -> socket.socket:
+        clients.append(made := socket.create_connection(server.getsockname()))
+        made.settimeout(10)
+        loop.turn()
+        return made
+
+    def listen(key: bytes) -> Listener:
+        return Listener(loop, server, lambda channel, message: heard.append((channel, message)), key)
+
+    yield SimpleNamespace(loop=loop, server=server, client=client, heard=heard, listen=listen)
+    for each in [*clients, *loop.watched]:
+        each.close()
+
+
+def hears(sock: socket.socket) -> bytes:
+    """What the listener says until it ends the connection."""
+    with sock.makefile("rb") as file:
+        return file.read()
+
+
+def proven(sock: socket.socket, loop: Turns) -> Seal:
+    """Show that a client knows the key."""
+    seal = Seal(KEY, listens=False)
+    seal.meet(sock.recv(100).rstrip(b"\n"))
+    sock.sendall(seal.word + b"\n" + seal.close(ASKS[:-1]) + b"\n")
+    loop.turn()
+    return seal
+
+
+def test_the_oldest_client_that_has_asked_nothing_must_make_way(place):
+    place.listen(b"")
+    clients = [place.client() for _ in range(MOST)]
+    clients[0].sendall(ASKS)
+    place.loop.turn()
+    place.client()
+    assert hears(clients[1]) == b""
+    clients[2].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        clients[2].recv(1)
+    (first, asked), (gone, end) = place.heard
+    assert asked == {"ask": "status"} and end is None and gone is not first
+
+
+def test_a_client_must_be_refused_where_all_others_have_asked_something(place):
+    place.listen(b"")
+    clients = [place.client() for _ in range(MOST)]
+    for client in clients:
+        client.sendall(ASKS)
+    place.loop.turn()
+    assert json.loads(hears(place.client())) == {"say": "refused", "error": f"{MOST} connections are open already"}
+    clients[7].close()
+    place.loop.turn()
+    late = place.client()
+    late.sendall(ASKS)
+    place.loop.turn()
+    assert [message for _, message in place.heard].count({"ask": "status"}) == MOST + 1
+
+
+def test_a_client_without_the_key_must_be_cut_off_in_time_and_no_other(place):
+    place.listen(KEY)
+    stranger, friend = place.client(), place.client()
+    proven(friend, place.loop)
+    place.loop.turn(listener.PROVES - 1)
+    late = place.client()
+    place.loop.turn(2)
+    assert len(hears(stranger)) == 33  # its word
+    proven(late, place.loop)
+    for _ in range(30):
+        place.loop.turn(1)
+    assert not place.loop.due  # nothing is waited for any more
+    for client in (late, friend):
+        client.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            client.recv(1)
+    assert [message for _, message in place.heard] == [{"ask": "status"}, None, {"ask": "status"}]
+
+
+def test_clients_without_the_key_must_not_keep_one_with_it_out(place):
+    place.listen(KEY)
+    friend = place.client()
+    proven(friend, place.loop)
+    strangers = [place.client() for _ in range(3 * MOST)]
+    second = place.client()
+    seal = proven(second, place.loop)
+    assert [message for _, message in place.heard if message] == [{"ask": "status"}] * 2
+    assert len(hears(strangers[0])) == 33
+    assert len(place.loop.watched) == MOST + 1 and len(place.loop.due) == 1
+    friend.sendall(b"nonsense\n")
+    place.loop.turn()
+    assert hears(friend) == b""
+    second.sendall(seal.close(b"7") + b"\n")
+    place.loop.turn()
+    assert json.loads(seal.open(hears(second).rstrip(b"\n")))["error"] == "the message is not a JSON object"
+
+
+@pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EPROTO, errno.EMFILE, errno.ENFILE])
+def test_a_connection_that_cannot_be_taken_in_must_be_tried_again(number):
+    class Server:
+        fails = True
+
+        def setblocking(self, flag: bool) -> None:
+            assert not flag
+
+        def accept(self) -> tuple[str, str]:
+            if self.fails:
+                raise OSError(number, "")
+            return "connection", "address"
+
+    loop, server, taken = Turns(), Server(), []
+    serve(loop, server, lambda *each: taken.append(each))
+    loop.watched[server]()
+    server.fails = False
+    if number in (errno.EMFILE, errno.ENFILE):
+        assert server not in loop.watched  # which would be readable all the time
+        ((_, again),) = loop.due
+        again()
+    loop.watched[server]()
+    assert taken == [("connection", "address")]
+
+
+# --- real nodes
+
+
+def test_more_connections_than_a_node_has_descriptors_must_not_end_it(tmp_path):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))"
+    node = Waiting(tmp_path, before=limit)
+    assert node.status()["generation"] == -1
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(dial(tmp_path / "s")) for _ in range(330)]
+        assert node.status()["generation"] == -1
+        for sock in socks[-20:]:
+            with contextlib.suppress(OSError):
+                sock.sendall(ASKS)
+        assert node.status()["generation"] == -1
+    assert node.status()["generation"] == -1  # so the others have gone
+    assert node.run(0, "print('ran')") == 0
+    node.end()
+
+
+def test_many_strangers_must_not_keep_an_orchestrator_out(tmp_path):
+    node = Node(tmp_path)
+    try:
+        assert node.connect().converse("status")["generation"] == -1
+        with contextlib.ExitStack() as stack:
+            for _ in range(330):
+                stack.enter_context(eventually(node.dial))
+            assert node.connect().converse("status")["generation"] == -1
+    finally:
+        node.end()
+
+
+def test_a_client_that_does_not_read_must_be_given_up(tmp_path):
+    node = Waiting(tmp_path, before="loop.STUCK = 0.2")
+    assert node.status()["generation"] == -1
+    with dial(tmp_path / "s") as sock, contextlib.suppress(OSError):
+        while True:
+            sock.sendall(ASKS * 1000)
+    assert node.run(0, "print('ran')") == 0
+    node.end()

@@ -1,0 +1,229 @@
+"""A node must refuse what it cannot do, say why, do nothing of it, and live."""
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+from conftest import eventually
+from test_asked import dial
+from test_mirror import Node
+from waiting import PRELOAD, Waiting
+
+START = {"ask": "start", "command": ["x.py"], "env": {"RANK": "0"}, "inherit": False, "cwd": None}
+PUT = {"ask": "put", "folder": "/nowhere", "data": "", "offset": 0, "tag": ""}
+SECRET = "a-secret-value"
+
+
+def start(**fields: object) -> dict:
+    return {**START, **fields}
+
+
+def env(**values: object) -> dict:
+    return start(env={"RANK": "0", "TOKEN": SECRET, **values})
+
+
+REFUSED = [
+    (b"nonsense", "not JSON"),
+    (b"\xff", "not JSON"),
+    (b'{"ask": "status"', "not JSON"),
+    (b"[" * 200_000, "nested too deeply"),
+    (b'{"ask": ' * 100_000, "nested too deeply"),
+    (b'{"ask": "status", "x": ' + b"9" * 10_000 + b"}", "a number has more than 18 digits"),
+    ([], "not a JSON object"),
+    (7, "not a JSON object"),
+    ("start", "not a JSON object"),
+    (None, "not a JSON object"),
+    ({}, "no request in it"),
+    ({"say": "status"}, "no request in it"),
+    ({"ask": 7}, "no request in it"),
+    ({"ask": ["status"]}, "no request in it"),
+    ({"ask": "fly\x1b[31m"}, r"unknown request 'fly\x1b[31m'"),
+    ({"ask": "status", "x": 1}, "status: unknown field 'x'"),
+    ({"ask": "start"}, "start: command is missing"),
+    (start(command=[]), "start: command must be a list of texts"),
+    (start(command="x.py"), "start: command must be a list of texts"),
+    (start(command=["x.py", 7]), "start: command must be a list of texts"),
+    (start(command=["x.py", "a\0b"]), "start: command must not contain a NUL byte"),
+    (start(command=["x.py", "\ud800"]), "start: command has text that cannot be encoded"),
+    (start(env=[]), "start: env must be an object of names and values"),
+    (start(env={}), "start: env: RANK is missing"),
+    (env(RANK="-1"), "start: env: RANK must be a whole number"),
+    (env(RANK="٣"), "start: env: RANK must be a whole number"),
+    (env(RANK="9" * 10), "start: env: RANK must be a whole number"),
+    (env(TORCHELASTIC_RESTART_COUNT="x"), "start: env: TORCHELASTIC_RESTART_COUNT must be a whole number"),
+    (env(NAME=7), "start: env: 'NAME' must be text"),
+    (env(NAME=f"{SECRET}\0"), "start: env: 'NAME' must not contain a NUL byte"),
+    (env(NAME="\ud800"), "start: env: 'NAME' has text that cannot be encoded"),
+    (env(**{"A=B": ""}), "start: env: 'A=B' cannot be a name"),
+    (env(**{"": ""}), "start: env: '' cannot be a name"),
+    (env(**{"A\0": ""}), r"start: env: 'A\x00' cannot be a name"),
+    (start(inherit=1), "start: inherit must be true or false"),
+    (start(cwd=7), "start: cwd must be text"),
+    (start(cwd="/\0"), "start: cwd must not contain a NUL byte"),
+    (start(log=-1), "start: log must be a whole number"),
+    (start(log=True), "start: log must be a whole number"),
+    (start(log=0.5), "start: log must be a whole number"),
+    ({"ask": "stop"}, "stop: kill is missing"),
+    ({"ask": "stop", "kill": "no"}, "stop: kill must be true or false"),
+    ({"ask": "lease"}, "lease: relay is missing"),
+    ({"ask": "lease", "relay": ["10.0.0.1"]}, "lease: relay must be an IPv4 address and a port"),
+    ({"ask": "lease", "relay": ["10.0.0.1", 65536]}, "lease: relay must be an IPv4 address and a port"),
+    ({"ask": "lease", "relay": ["10.0.0.1", True]}, "lease: relay must be an IPv4 address and a port"),
+    ({"ask": "lease", "relay": ["a" * 300, 1]}, "lease: relay must be an IPv4 address and a port"),
+    ({"ask": "lease", "relay": {"a": 1, "b": 2}}, "lease: relay must be an IPv4 address and a port"),
+    ({**PUT, "data": 7}, "put: data must be text"),
+    ({**PUT, "offset": -1}, "put: offset must be a whole number"),
+    ({**PUT, "folder": "a\0"}, "put: folder must not contain a NUL byte"),
+    ({"ask": "news", "folder": "/", "have": []}, "news: have must be an object of names and lengths"),
+    ({"ask": "news", "folder": "/", "have": {"a": "1"}}, "news: have must be an object of names and lengths"),
+    ({"ask": "read", "folder": "/", "path": "\0", "offset": 0}, "read: path must not contain a NUL byte"),
+    ({"ask": "read", "folder": "/", "path": "etc"}, "read: offset is missing"),
+]
+
+
+def line(message: object) -> bytes:
+    return (message if isinstance(message, bytes) else json.dumps(message).encode()) + b"\n"
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory) -> Iterator[Waiting]:
+    made = Waiting(tmp_path_factory.mktemp("node"))
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize(("message", "why"), REFUSED, ids=[why for _, why in REFUSED])
+def test_what_cannot_be_done_must_be_refused_by_name_and_nothing_of_it_be_done(node, message, why):
+    with dial(node.folder / "s") as sock, sock.makefile("rb") as file:
+        sock.sendall(line(message))
+        said = file.readline()
+        answer = json.loads(said)
+        assert answer["say"] == "refused" and why in answer["error"]
+        assert SECRET.encode() not in said and len(said) < 300
+        if isinstance(message, dict):  # whoever speaks our language is listened to
+            sock.sendall(line({"ask": "status"}))
+            assert json.loads(file.readline())["say"] == "status"
+        else:
+            assert file.readline() == b""
+    assert node.status() == {"generation": -1, "codes": {}, "signs": {}, "running": {}}
+    assert not (node.folder / "logs").exists()
+
+
+def test_a_message_without_an_end_must_be_refused(node):
+    with dial(node.folder / "s") as sock, sock.makefile("rb") as file:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            sock.sendall(b"x" * (3 << 20))
+        assert json.loads(file.readline())["error"] == "the message is longer than 1048576 bytes"
+    assert node.status()["generation"] == -1
+
+
+def test_half_a_message_must_not_be_done_when_who_sent_it_has_gone(node):
+    with dial(node.folder / "s") as sock:
+        sock.sendall(line({"ask": "end"})[:-1])
+    assert node.status()["generation"] == -1 and node.node.poll() is None
+
+
+def test_bytes_that_are_no_text_must_reach_a_worker(tmp_path):
+    odd = os.fsdecode(b"no text \xff")
+    for preload in ("", PRELOAD):
+        folder = tmp_path / f"node-{preload}"
+        folder.mkdir()
+        node = Waiting(folder, preload)
+        script = folder / "0.py"
+        script.write_text("import os, sys\nprint(os.environb[b'ODD'], os.fsencode(sys.argv[1]))")
+        node.command(0, str(script), odd, ODD=odd)
+        assert node.code(0) == 0
+        assert node.log(0) == r"b'no text \xff' b'no text \xff'" + "\n"
+        node.end()
+
+
+@pytest.mark.parametrize("preload", ["", PRELOAD], ids=["fresh", "warm"])
+@pytest.mark.parametrize("cores", ["9" * 25, "-1", "1,,2"])
+def test_cores_that_are_no_numbers_of_cores_must_end_no_node(tmp_path, preload, cores):
+    node = Waiting(tmp_path, preload)
+    (tmp_path / "0.py").write_text("print('ran')")
+    node.command(0, str(tmp_path / "0.py"), WORKER_CORES=cores)
+    assert node.code(0) == 0
+    node.end()
+
+
+def test_what_the_nodes_own_environment_has_wrong_must_be_refused_with_it(tmp_path):
+    node = Waiting(tmp_path, TORCHELASTIC_RESTART_COUNT="many")
+    node.pipe.ask("start", command=["x.py"], env={"RANK": "0"}, inherit=True, cwd=None)
+    assert "TORCHELASTIC_RESTART_COUNT must be a whole number" in node.pipe.until("refused")["error"]
+    assert node.status()["generation"] == -1
+    node.end()
+
+
+# --- over TCP
+
+
+@pytest.fixture
+def remote(tmp_path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.end()
+
+
+def test_who_knows_the_key_must_be_told_what_is_wrong(remote):
+    link = remote.connect()
+    link.send("start")
+    assert remote.until(link, "refused")["error"] == "start: command is missing"
+    assert link.converse("status")["generation"] == -1
+
+
+@pytest.mark.parametrize("data", ["no base64", "A"])
+def test_data_that_is_none_must_be_refused(remote, data):
+    link = remote.connect()
+    link.send("put", folder=str(remote.job), data=data, offset=0, tag="")
+    assert "error" in remote.until(link, "put")
+    assert link.converse("status")["generation"] == -1
+
+
+@pytest.mark.parametrize("address", ["a" * 70, "\ud800", ".", "a..b", ""])
+def test_a_master_whose_name_is_none_must_not_end_the_node(remote, address):
+    link = remote.connect()
+    env = {"RANK": "0", "JOB_DIR": str(remote.job), "MASTER_ADDR": address}
+    link.send("start", command=["-c", "print('ran')"], env=env, inherit=True, cwd=str(remote.folder))
+    if address == "\ud800":
+        assert "'MASTER_ADDR' has text that cannot be encoded" in remote.until(link, "refused")["error"]
+    else:
+        assert remote.until(link, "ended")["code"] == 0
+
+
+@pytest.mark.parametrize("first", [b"x" * 100_000, b"nonsense\n", b"\n", b"0" * 32 + b"\n{}\n", b"GET / HTTP/1.1\r\n"])
+def test_who_does_not_know_the_key_must_be_told_nothing(remote, first):
+    with eventually(remote.dial) as sock:
+        sock.settimeout(30)
+        word = b""
+        while not word.endswith(b"\n"):
+            word += sock.recv(1)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            sock.sendall(first)
+            assert sock.recv(1) == b""
+    assert remote.connect().converse("status")["generation"] == -1
+
+
+def test_a_datagram_of_any_kind_must_not_end_a_relay(tmp_path):
+    port = Node(tmp_path)  # for a free port and a key
+    port.end()
+    (tmp_path / "key").write_bytes(b"key")
+    node = Waiting(tmp_path, NODE_MODE="relay", NODE_PORT=str(port.port), NODE_KEY=str(tmp_path / "key"))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.settimeout(0.2)
+
+        def asks(question: bytes) -> bytes:
+            sock.sendto(question, ("127.0.0.1", port.port))
+            with contextlib.suppress(OSError):  # it does not listen yet
+                return sock.recv(1000)
+            return b""
+
+        for question in (b"", b"x" * 60_000, b"\n", b"link " + b"0" * 64):
+            assert len(eventually(lambda question=question: asks(question))) == 32
+    node.node.kill()
+    node.node.wait()
+    node.pipe.process.kill()
+    node.pipe.close(-9)
