@@ -192,7 +192,7 @@ def _guarded(argv: list[str]) -> int:
         return errors.SUCCEEDED
     except terminal.Closed:
         return errors.SUCCEEDED
-    except OSError as error:  # a disk that is full, a file that somebody else owns
+    except OSError as error:  # a full disk, a file of another user
         say(f"error: {error.strerror or error}" + f": {error.filename}" * bool(error.filename))
         return errors.FAILED
 
@@ -221,7 +221,14 @@ def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:
     layers = [read_file(args.file) if args.file else {}, read_set(args.set), flags]
     if script is not None:
         layers.append({"command": script})
-    return job.check_script(resolve(*layers))
+    spec = resolve(*layers)
+    for key, words in (("command", spec.command), ("env", spec.env.values())):
+        try:
+            list(map(os.fsencode, words))
+        except UnicodeEncodeError as error:
+            message = f"{key} has characters that this locale's encoding, {error.encoding}, does not have"
+            raise UsageError(message, "export LC_ALL=C.UTF-8") from None
+    return job.check_script(spec)
 
 
 def _export(args: argparse.Namespace, script: list[str] | None) -> int:

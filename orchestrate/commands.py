@@ -39,18 +39,18 @@ def exit_code(data: dict[str, Any]) -> int:
 def count_signals(spec: JobSpec) -> Any:
     """Take Ctrl-C and SIGTERM as requests to stop, and no notice of SIGHUP; return what counts the requests."""
     seen: list[int] = []
-    told: queue.SimpleQueue[str] = queue.SimpleQueue()  # which a signal handler may put into, whatever it interrupts
+    messages: queue.SimpleQueue[str] = queue.SimpleQueue()  # safe in a signal handler, unlike printing
 
     def note(number: int, _: object) -> None:
         seen.append(number)
         first = f"stopping: the workers have {spec.grace:g} s to end; Ctrl-C again kills them"
-        told.put(first if len(seen) == 1 else "killing the workers")
+        messages.put(first if len(seen) == 1 else "killing the workers")
 
-    def tell() -> None:
+    def show() -> None:
         while True:
-            say(told.get())
+            say(messages.get())
 
-    threading.Thread(target=tell, daemon=True).start()
+    threading.Thread(target=show, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
     signal.signal(signal.SIGHUP, lambda *_: None)

@@ -262,3 +262,14 @@ def test_bytes_that_are_no_utf_8_must_be_refused_on_the_command_line(cli):
         )
         assert done.returncode == 2 and b"UTF-8" in done.stderr and b"Traceback" not in done.stderr
         assert Path(cli.folder, "runs").exists() is False
+
+
+def test_characters_that_the_locale_does_not_have_must_be_refused_where_a_process_cannot_be_given_them(cli):
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    (cli.folder / "é.py").touch()
+    (cli.folder / "x.py").touch()
+    for words in (["--set", "env.A=é", "--", "x.py"], ["--", "x.py", "é"], ["--", "é.py"]):
+        done = cli("plan", *PROCESS, *words, **locale)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert "this locale's encoding, ascii" in done.stderr and "hint: export LC_ALL=C.UTF-8" in done.stderr
+    assert cli("plan", *PROCESS, "--name", "é", "--", "x.py", **locale).returncode == 0

@@ -91,7 +91,7 @@ def test_a_file_for_another_engine_must_be_exact_unless_a_person_sees_it(monkeyp
 
 @contextlib.contextmanager
 def captured(folder: Path, out: str = "", err: str = "", encoding: str = "utf-8"):
-    """Print to files, as a process of its own would; yields the files of stdout and stderr."""
+    """Print to files, as a separate process would; yields the files of stdout and stderr."""
     files = [Path(out or folder / "out"), Path(err or folder / "err")]
     saved, streams = [os.dup(number) for number in (1, 2)], (sys.stdout, sys.stderr)
     for number, path in enumerate(files, 1):
@@ -261,7 +261,7 @@ def test_a_job_whose_output_is_full_must_come_to_its_end(cli, nothing_left, stre
         assert done.stderr.splitlines()[-1].startswith("error: not all of the output was written")
 
 
-def test_signals_must_be_counted_while_nobody_reads(cli, nothing_left):
+def test_signals_must_be_counted_while_a_message_waits_for_its_reader(cli, nothing_left):
     (cli.folder / "forever.py").write_text("import signal\nsignal.pause()\n")
     env = {key: value for key, value in cli.env.items() if key != "PYTHONUNBUFFERED"}
     reader, writer = os.pipe()
