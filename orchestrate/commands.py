@@ -71,7 +71,7 @@ def engine_of(spec: JobSpec) -> Engine:
         except OrchestrateError as error:
             if spec.engine == "docker":
                 raise
-            say(f"{error}; running local processes instead of containers. To get containers: start Docker.")
+            say(f"{error}; running as local processes, which can do all that you can. Start Docker to use containers.")
     from orchestrate.engines.process import ProcessEngine
 
     return ProcessEngine()

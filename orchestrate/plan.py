@@ -99,7 +99,8 @@ class Plan:
             f"job {self.job_id}: {counted(len(self.nodes), 'node')} × {counted(self.nproc_per_node, 'worker')}, "
             + backend
             + (f", on {self.inventory.cluster}" if self.inventory.cluster else ""),
-            f"{self.inventory.about}, master at {first['MASTER_ADDR']}:{first['MASTER_PORT']}, "
+            f"{self.inventory.about}, master at {first['MASTER_ADDR']}:{first['MASTER_PORT']}"
+            + (" (open on all interfaces), " if self.inventory.network in ("", "host") else ", ")
             + (counted(int(threads), "thread") if threads.isdecimal() else f"{threads} threads")
             + " per worker"
             + (f", {in_words(self.limits.memory)} of memory per node" if self.limits.memory else "")

@@ -8,6 +8,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "ended": {"generation": 0, "rank": 0, "code": 0, "at": 1.0, "sign": "", "asked": False},
     "status": {"generation": 0, "codes": {}, "signs": {}, "running": {}, "tags": {}, "time": 1.0},
     "clean": {},
+    "refused": {"error": "why"},
     "put": {"tags": {}},
     "news": {"logs": {}, "files": {}, "links": {}, "gone": []},
     "read": {"data": "", "facts": [0, 1, 1, 0o644]},

@@ -154,7 +154,7 @@ def test_a_machine_must_be_shown_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "work.py").write_text("import torch\n")
     engine = ProcessEngine()
     found = engine.inventory(spec(image=IMAGE), tmp_path / "run", False)
-    assert (found.engine, found.about, found.network) == ("process", "local processes", "")
+    assert (found.engine, found.about, found.network) == ("process", "local processes without isolation", "")
     assert (found.gpus, found.cores, found.no_gpus) == (("GPU-7",), (3,), "this machine has no NVIDIA GPU")
     assert (found.master_addr, found.interface) == ("127.0.0.1", "lo")
     assert (found.job_dir, found.code) == (str(tmp_path / "run"), str(tmp_path))
@@ -162,7 +162,7 @@ def test_a_machine_must_be_shown_as_it_is(tmp_path, monkeypatch):
     asked = spec(gpus="none", memory="1g", cpus=2.0, shm_size="2g", volume="v")
     found = engine.inventory(asked, tmp_path / "run", False)
     assert found.gpus == ()
-    assert found.about == "local processes, ignoring image, memory, cpus, shm_size, volume"
+    assert found.about == "local processes without isolation, ignoring image, memory, cpus, shm_size, volume"
     monkeypatch.setattr(process, "code_folder", lambda command: PROJECT)
     with pytest.raises(ResourceError, match="no torch in .*python") as error:
         engine.inventory(JobSpec(), tmp_path / "run", False)

@@ -362,11 +362,11 @@ def test_nodes_that_stay_must_have_said_that_they_are_clean(nodes, monkeypatch):
     assert nodes.cleaned == set()
 
 
-@pytest.mark.parametrize("error", ["start: 'X'", "x" * 100_000, 7, None], ids=["text", "long", "number", "none"])
+@pytest.mark.parametrize("error", ["start: 'X'", "x" * 100_000], ids=["text", "long"])
 def test_what_a_node_refuses_must_be_an_error_that_names_node_and_reason(nodes, error):
     nodes.start(workers(), ("x.py",))
     nodes.played["node-0"].say("refused", error=error)
-    with pytest.raises(EngineError, match=f"node-0 refused a request: {re.escape(str(error)[:100])}") as raised:
+    with pytest.raises(EngineError, match=f"node-0 refused a request: {re.escape(error[:100])}") as raised:
         while True:  # a long message comes in pieces
             nodes.wait(30)
     assert len(str(raised.value)) < 300
