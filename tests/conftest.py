@@ -25,6 +25,7 @@ SCRIPTS = Path(__file__).resolve().parent / "scripts"
 # The SDK leaves its socket open when the engine does not answer; no user sees that.
 WARNINGS = "error,ignore:unclosed:ResourceWarning"
 MARK = "ORCHESTRATE_TEST"  # in the environment of all that a test starts: its folder
+SOCKETS = [Path(f"/tmp/orchestrate-{os.getuid()}", place) for place in ("", "containers")]  # of processes, containers
 DOCKER_REQUIRED = os.environ.get("ORCHESTRATE_REQUIRE_DOCKER") == "1"
 
 
@@ -123,8 +124,7 @@ def leftovers(folder: Path) -> dict[str, list[str]]:
     is returned.
     """
     jobs = {path.parent.name for depth in ("", "*/") for path in folder.glob(f"{depth}*/*/job.yaml")}
-    private = Path(f"/tmp/orchestrate-{os.getuid()}")
-    sockets = [*private.glob("*"), *private.glob("containers/*")]
+    sockets = [path for place in SOCKETS for path in place.glob("*")]
     found = {
         "processes": [line for pid in processes(folder) if (line := " ".join(proc(pid, "cmdline")).strip())],
         "sockets": [
@@ -151,6 +151,8 @@ def clear(folder: Path) -> None:
     for what, names in leftovers(folder).items():
         if what in ("container", "network", "volume"):
             docker(what, "rm", "--force", *names)
+    for path in (place / name for name in leftovers(folder).get("sockets", ()) for place in SOCKETS):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture
