@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 
@@ -12,14 +14,15 @@ from conftest import ROOT, descendants, eventually, gone
 NODE = str(ROOT / "orchestrate" / "node")
 
 
-def given(tmp_path, code: str, **env: str) -> subprocess.Popen[bytes]:
-    """A node whose one worker, rank 2, runs `code`."""
+def given(tmp_path, code: str, limit: int | None = None, **env: str) -> subprocess.Popen[bytes]:
+    """A node whose one worker, rank 2, runs `code`; `limit` is how many bytes a file may have, as on a full disk."""
     (tmp_path / "script.py").write_text(code)
     return subprocess.Popen(
         [sys.executable, NODE, str(tmp_path / "script.py")],
         env=os.environ | {"RANK": "2", "WORLD_SIZE": "4", "JOB_DIR": str(tmp_path)} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, 1000)),
     )
 
 
@@ -112,8 +115,11 @@ def test_a_stubborn_script_must_be_killed_after_the_grace_period(tmp_path):
 
 
 def test_a_grace_period_of_a_month_must_not_end_the_node_before_its_workers_have_saved(tmp_path):
-    code = "import signal\nsignal.signal(15, lambda *_: print('asked'))\nprint('ready')\nsignal.pause()\nprint('saved')"
-    node = given(tmp_path, code.replace("signal.pause()", "signal.pause(); signal.pause()"), NODE_GRACE="2592000")
+    code = (
+        "import signal, time\nasked = []\nsignal.signal(15, lambda *_: (print('asked'), asked.append(True)))\n"
+        "print('ready')\nwhile len(asked) < 2: time.sleep(0.01)\nprint('saved')"
+    )
+    node = given(tmp_path, code, NODE_GRACE="2592000")
     eventually(lambda: b"ready" in log(tmp_path))
     node.send_signal(signal.SIGTERM)
     eventually(lambda: b"asked" in log(tmp_path))
@@ -164,13 +170,43 @@ def test_what_a_worker_leaves_running_must_be_ended_with_it(tmp_path):
 
 
 def test_a_log_that_cannot_be_written_must_not_end_the_training(tmp_path):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank-2.log").symlink_to("/dev/full")
-    node = given(tmp_path, "print('a'); print('b')")
+    node = given(tmp_path, "print('a'); print('b')", limit=0)
     output, _ = node.communicate(timeout=150)
     assert node.returncode == 0
-    assert output.count(b"rank 2: the log file cannot be written: [Errno 28] No space left on device") == 1
+    assert output.count(b"rank 2: the log file cannot be written: [Errno 27] File too large") == 1
     assert output.count(b"[rank 2] ") == 2
+
+
+@pytest.mark.parametrize("where", ["logs", "logs/rank-2.log"])
+@pytest.mark.parametrize("what", ["fifo", "read fifo", "socket", "device", "file", "folder", "loop", "closed folder"])
+def test_what_a_worker_has_put_in_the_place_of_its_log_must_be_left_alone(tmp_path, where, what):
+    outside, path = tmp_path / "outside", tmp_path / where
+    outside.mkdir()
+    (outside / "rank-2.log").write_text("mine")
+    path.parent.mkdir(exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        if "fifo" in what:
+            os.mkfifo(path)
+            if what == "read fifo":  # so that it could be written
+                stack.callback(os.close, os.open(path, os.O_RDWR))
+        elif what == "socket":
+            stack.enter_context(socket.socket(socket.AF_UNIX)).bind(str(path))
+        elif what == "closed folder":
+            (tmp_path / "closed").mkdir(mode=0)
+            path.symlink_to(tmp_path / "closed")
+        else:
+            path.symlink_to({"device": "/dev/full", "loop": path, "folder": outside}.get(what, outside / "rank-2.log"))
+        node = given(tmp_path, "print('ran')")
+        output, _ = node.communicate(timeout=60)
+    assert node.returncode == 0
+    assert b"[node] rank 2: no log file: " in output and b"[rank 2] ran\n" in output
+    assert {path.name: path.read_text() for path in outside.iterdir()} == {"rank-2.log": "mine"}
+
+
+def test_a_log_must_be_written_where_there_is_no_folder_for_checkpoints(tmp_path):
+    (tmp_path / "checkpoints").symlink_to("nowhere")
+    given(tmp_path, "print('ran')").communicate(timeout=60)
+    assert log(tmp_path) == b"ran\n"
 
 
 def test_a_log_that_cannot_be_made_must_not_keep_a_worker_from_running(tmp_path):
@@ -264,42 +300,25 @@ def test_a_log_must_go_on_when_the_disk_has_space_again_and_say_how_much_is_miss
     os.mkfifo(fifo)
     code = f"import os\nfifo = os.open({str(fifo)!r}, os.O_RDWR)\n"  # which never waits for a writer
     code += "for line in ('a', 'bcd', 'fg', 'e', 'h'):\n    print(line)\n    os.read(fifo, 1)"
-    (tmp_path / "logs").mkdir()
-    path = tmp_path / "logs" / "rank-2.log"
-    os.mkfifo(path)  # a file whose reader decides when it can be written
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    node = given(tmp_path, code, JOB_DIR=str(tmp_path))
+    node = given(tmp_path, code, limit=2)  # bytes of the log
 
-    def go_on() -> None:
+    def said(line: bytes) -> None:
+        while node.stdout.readline() != b"[rank 2] " + line + b"\n":
+            assert node.poll() is None
+
+    for line in (b"a", b"bcd", b"fg"):
+        said(line)
+        if line == b"fg":  # and now there is space
+            resource.prlimit(node.pid, resource.RLIMIT_FSIZE, (1000, 1000))
         fifo.write_text("x")
-
-    def reads(expected: bytes) -> bool:
-        nonlocal found
-        with contextlib.suppress(BlockingIOError):
-            found += os.read(reader, 1000)  # a line may come in pieces
-        assert expected.startswith(found), found
-        return found == expected
-
-    found = b""
-    eventually(lambda: reads(b"a\n"))
-    os.close(reader)  # now writing fails
-    for word in (b"bcd", b"fg"):
-        go_on()
-        line = node.stdout.readline()
-        while line != b"[rank 2] " + word + b"\n":
-            line = node.stdout.readline()
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    go_on()
-    expected = b"\n[node] 7 bytes are missing here: the file could not be written\ne\n"
-    found = b""
-    eventually(lambda: reads(expected))
-    go_on()
-    found = b""
-    eventually(lambda: reads(b"h\n"))  # it is said once
-    go_on()
+    said(b"e")
+    fifo.write_text("x")
+    said(b"h")
+    fifo.write_text("x")
     node.communicate(timeout=150)
-    os.close(reader)
     assert node.returncode == 0
+    missing = b"\n[node] 7 bytes are missing here: the file could not be written\n"
+    assert log(tmp_path) == b"a\n" + missing + b"e\nh\n"  # it is said once
 
 
 def test_a_reader_that_does_not_read_must_not_hold_a_worker_up_and_be_told_what_it_missed(tmp_path):

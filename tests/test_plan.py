@@ -115,7 +115,10 @@ def test_threads_must_not_be_more_than_a_nodes_limit_of_cores(limit, engine, thr
 def test_the_plan_must_say_that_a_job_is_on_the_network_of_its_host():
     there = dataclasses.replace(HERE, network="host", master_addr="127.0.0.1", interface="lo")
     made = plan(JobSpec(trainers=0, network="host"), there, "a-1")
-    assert "master at 127.0.0.1:29500 (open on all interfaces), 8 threads per worker, on the network of this machine\n" in str(made)
+    assert (
+        "master at 127.0.0.1:29500 (open on all interfaces), 8 threads per worker, on the network of this machine\n"
+        in str(made)
+    )
     assert made.workers[0].env["GLOO_SOCKET_IFNAME"] == "lo"
     without_master = plan(JobSpec(trainers=1), there, "a-1", nodes=("trainer-1",))
     assert without_master.workers[0].env["MASTER_ADDR"] == "127.0.0.1"

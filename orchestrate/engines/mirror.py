@@ -23,8 +23,9 @@ from orchestrate.engines import never
 from orchestrate.engines.links import Link
 from orchestrate.errors import EngineError
 from orchestrate.logs import MARK
-from orchestrate.node.files import LOGS, PIECE, Facts, hidden
+from orchestrate.node.files import LOGS, PIECE, Facts
 from orchestrate.node.ranks import FENCE
+from orchestrate.node.trees import hidden
 from orchestrate.plan import counted
 
 OFTEN = 0.2  # seconds between two looks at the nodes

@@ -16,7 +16,8 @@ from docker.utils.build import exclude_paths
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.engines.mirror import OWN
 from orchestrate.errors import EngineError, ResourceError
-from orchestrate.node.files import LOGS, PIECE, digest, hidden
+from orchestrate.node.files import LOGS, PIECE, digest
+from orchestrate.node.trees import hidden
 
 MOST_CODE = 256 << 20  # bytes
 NO_CODE = ("runs", "__pycache__", "node_modules")  # folders that hold none of a project's code

@@ -18,12 +18,12 @@ import base64
 import contextlib
 import hashlib
 import os
-import shutil
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterator
 from typing import Any, BinaryIO
+
+from orchestrate.node.trees import clear, opened, walk
 
 PIECE = 1 << 19  # bytes of one message
 LOGS = "logs"
@@ -55,16 +55,12 @@ class Files:
             file.close()
             raise OSError("what has come is not what was sent")
         os.makedirs(folder, exist_ok=True)
-        for entry in os.scandir(folder):
-            if entry.is_dir(follow_symlinks=False):
-                if entry.name != LOGS:
-                    shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
-        with file, tarfile.open(fileobj=file) as archive:
-            archive.extractall(folder)
+        with file:
+            if left := clear(folder, keep=_logs):
+                raise OSError(f"{folder} cannot be emptied: {left[0]} stays")
+            _unpack(file, folder)
         self.given = {path: told for path, told in self.given.items() if not path.startswith(f"{folder}/")}
-        self.given |= {f"{folder}/{path}": facts(status) for path, status in _walk(folder)}
+        self.given |= {f"{folder}/{path}": facts(status) for path, status in walk(folder)}
         self.tags[folder] = tag
         return {"tags": self.tags}
 
@@ -73,18 +69,18 @@ class Files:
         path = f"{LOGS}/rank-{rank}.log"
         here = 0
         with contextlib.suppress(OSError):
-            here = os.stat(f"{folder}/{path}").st_size
+            here = os.lstat(f"{folder}/{path}").st_size
         self.bases[path] = length - here
 
     def news(self, folder: str, have: dict[str, int]) -> dict[str, Any]:
         """What there is to bring home."""
         logs, files, links = {}, {}, {}
         for path in self.bases.keys() & have.keys():  # a node may have had another rank before
-            with contextlib.suppress(OSError), open(f"{folder}/{path}", "rb") as file:
+            with contextlib.suppress(OSError), open(opened(f"{folder}/{path}"), "rb") as file:
                 file.seek(max(0, have[path] - self.bases[path]))
                 if data := file.read(PIECE):
                     logs[path] = base64.b64encode(data).decode()
-        for path, status in _walk(folder):
+        for path, status in walk(folder):
             if stat.S_ISLNK(status.st_mode):
                 with contextlib.suppress(OSError):
                     links[path] = os.readlink(f"{folder}/{path}")
@@ -95,11 +91,14 @@ class Files:
         return {"logs": logs, "files": files, "links": links, "gone": gone}
 
     def read(self, folder: str, path: str, offset: int) -> dict[str, Any]:
-        """A piece of a file; raises OSError where it has gone."""
+        """A piece of a file; raises OSError where it has gone, or is none."""
         name = f"{folder}/{path}"
-        if not os.access(name, os.R_OK):  # its writer is this user, who must give the leave first
+        try:
+            descriptor = opened(name)
+        except PermissionError:  # its writer is this user, who must give the leave first
             os.chmod(name, 0o600)
-        with open(name, "rb") as file:
+            descriptor = opened(name)
+        with open(descriptor, "rb") as file:
             file.seek(offset)
             return {"data": base64.b64encode(file.read(PIECE)).decode(), "facts": facts(os.fstat(file.fileno()))}
 
@@ -114,24 +113,20 @@ def digest(file: BinaryIO) -> str:
     return found.hexdigest()
 
 
-def hidden(name: str) -> bool:
-    """Whether a file is nobody's but its writer's; `.metadata` is a part of torch's distributed checkpoints."""
-    return name.startswith(".") and name != ".metadata"
-
-
 def facts(status: os.stat_result) -> Facts:
     """By which a file is told from what it was before."""
     return [status.st_size, status.st_mtime_ns, status.st_ino, stat.S_IMODE(status.st_mode)]
 
 
-def _walk(folder: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files and links that are not hidden, by their path in the folder."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"{folder}/{below}"):
-            if hidden(entry.name):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk(folder, f"{below}{entry.name}/")
-            elif entry.is_symlink() or entry.is_file():
-                with contextlib.suppress(OSError):
-                    yield below + entry.name, entry.stat(follow_symlinks=False)
+def _logs(entry: os.DirEntry[str]) -> bool:
+    return entry.name == LOGS and entry.is_dir(follow_symlinks=False)
+
+
+def _unpack(file: BinaryIO, folder: str) -> None:
+    """Unpack a tar file's files, folders and links, none with a right that could be another user's."""
+    with tarfile.open(fileobj=file) as archive:
+        archive.extraction_filter = getattr(tarfile, "tar_filter", None)  # of Python 3.9.17; refuses what leads out
+        entries = [entry for entry in archive if entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()]
+        for entry in entries:
+            entry.mode &= 0o755
+        archive.extractall(folder, entries)

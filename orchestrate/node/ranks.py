@@ -6,6 +6,8 @@ import re
 import subprocess
 from typing import Any
 
+from orchestrate.node.trees import opened
+
 Node = dict[str, Any]
 Env = dict[str, str]
 
@@ -62,8 +64,8 @@ CONTRACT -= {"OMP_NUM_THREADS"}
 def fence(job_dir: str | None) -> int:
     """The oldest generation that may start workers: the one in the file, or the next where that is `over`."""
     try:
-        with open(f"{job_dir}/{FENCE}") as file:
-            number, *over = file.read().split()
+        with open(opened(f"{job_dir}/{FENCE}")) as file:
+            number, *over = file.read(100).split()
             return int(number) + bool(over)
     except (OSError, ValueError):
         return 0

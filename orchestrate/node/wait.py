@@ -30,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -46,6 +45,7 @@ from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.place import placed
 from orchestrate.node.protocol import integer, request
 from orchestrate.node.ranks import FENCE, Env, fence
+from orchestrate.node.trees import clear, replace
 from orchestrate.node.warm import POSSIBLE
 from orchestrate.node.worker import Worker, doing, kill, oom_kills
 
@@ -133,8 +133,7 @@ class Waiting:
         if self.alone and self.folder and generation >= fence(self.folder):
             with contextlib.suppress(OSError):
                 os.makedirs(self.folder, exist_ok=True)
-                with open(f"{self.folder}/{FENCE}", "w") as file:
-                    file.write(f"{generation}{' over' * over}\n")
+                replace(f"{self.folder}/{FENCE}", f"{generation}{' over' * over}\n")
 
     def cut_off(self) -> None:
         """Nobody could tell us to stop any more: end the workers at once."""
@@ -215,20 +214,20 @@ def wait(path: str, shared: str, tcp: tuple[int, bytes] | None) -> int:
     if tcp:
         waiting.listen_tcp(*tcp)
     loop.run()
-    for each in filter(os.path.exists, (path, shared)):
-        os.unlink(each)
+    for each in filter(None, (path, shared)):
+        with contextlib.suppress(OSError):  # it has gone already, or a worker has put something else there
+            os.unlink(each)
     return 0
 
 
 def wipe(folders: list[str]) -> None:
-    """Empty folders, but for sockets; and free System V's shared memory, which only a container has for itself."""
-    for folder in filter(os.path.isdir, folders):
-        for entry in os.scandir(folder):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            elif not stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
-                with contextlib.suppress(OSError):
-                    os.unlink(entry.path)
+    """Empty folders, but for sockets and for what cannot be removed.
+
+    And free System V's shared memory, which only a container has for itself.
+    """
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            clear(folder, keep=lambda entry: stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode))
     if folders:
         with contextlib.suppress(OSError), open("/proc/sysvipc/shm") as file:
             for line in file.read().splitlines()[1:]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from orchestrate.node.output import say, stdout
 from orchestrate.node.ranks import Env
+from orchestrate.node.trees import FOLDER, opened
 from orchestrate.node.warm import Forked, Zygote
 
 FAILED_TO_START = 126
@@ -48,10 +49,10 @@ class Worker:
         self.asked = False  # whether it has been asked to stop
         self.cancelled: int | None = None  # the exit code of one that was ended before it started
         self.partial = b""
-        self.log = Log(env)
         self.process: subprocess.Popen[bytes] | Forked | None = None
         self.output, self.input = os.pipe()
         os.set_blocking(self.output, False)
+        self.log = Log(env)
 
     def start(self, zygote: Zygote | None) -> None:
         """Have `zygote` fork it, or start a fresh interpreter; raises OSError where that fails."""
@@ -158,15 +159,13 @@ class Log:
         if "JOB_DIR" not in env:
             return
         try:
-            for name in ("logs", "checkpoints"):
-                os.makedirs(f"{env['JOB_DIR']}/{name}", exist_ok=True)
-            path = f"{env['JOB_DIR']}/logs/rank-{self.rank}.log"
-            self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self.file = _log_file(env["JOB_DIR"], f"rank-{self.rank}.log")
+            within_a_line = _ends_within_a_line(self.file)
         except OSError as error:
             say(f"rank {self.rank}: no log file: {error}")
             return
         if generation != "0":
-            self.write(b"\n" * _ends_within_a_line(path) + f"[node] generation {generation}\n".encode())
+            self.write(b"\n" * within_a_line + f"[node] generation {generation}\n".encode())
 
     def write(self, data: bytes) -> None:
         """Write `data`; what could not be written before is made up for by a line that says how much it was."""
@@ -219,11 +218,25 @@ def kill(workers: list[Worker], number: int) -> None:
         worker.kill(number)
 
 
-def _ends_within_a_line(path: str) -> bool:
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read() not in (b"", b"\n")
+def _log_file(job_dir: str, name: str) -> int:
+    """Open a log in a job's folder, which workers may write in; raises OSError where something else is in its place."""
+    os.makedirs(job_dir, exist_ok=True)
+    top = os.open(job_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for folder in ("logs", "checkpoints"):
+            with contextlib.suppress(OSError):
+                os.mkdir(folder, dir_fd=top)
+        logs = os.open("logs", FOLDER, dir_fd=top)
+    finally:
+        os.close(top)
+    try:
+        return opened(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, folder=logs)
+    finally:
+        os.close(logs)
+
+
+def _ends_within_a_line(file: int) -> bool:
+    return os.pread(file, 1, max(0, os.fstat(file).st_size - 1)) not in (b"", b"\n")
 
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -1,0 +1,124 @@
+"""Folders that workers write in, which may hold anything: nothing in them is waited for, followed, or a surprise."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def hidden(name: str) -> bool:
+    """Whether a file is nobody's but its writer's; `.metadata` is a part of torch's distributed checkpoints."""
+    return name.startswith(".") and name != ".metadata"
+
+
+def opened(path: str, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
+    """Open a regular file, in the folder of that descriptor if there is one; raises OSError for anything else.
+
+    No link is followed, and neither a FIFO nor a device is waited for.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor
+
+
+def replace(path: str, text: str) -> None:
+    """Have a file of this content in the place of whatever is there; raises OSError."""
+    fresh = f"{os.path.dirname(path)}/.{os.urandom(8).hex()}"
+    try:
+        with open(opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+            file.write(text)
+        os.replace(fresh, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        raise
+
+
+def walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """The regular files and links that are not hidden, by their path in the folder, as deep as a path can reach."""
+    below = [""]
+    while below:
+        here = below.pop()
+        try:
+            entries = os.scandir(f"{folder}/{here}")
+        except OSError:  # it has gone, or is not for us to read
+            continue
+        with entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    if hidden(entry.name):
+                        continue
+                    if stat.S_ISDIR(status.st_mode):
+                        below.append(f"{here}{entry.name}/")
+                    elif stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
+                        yield here + entry.name, status
+
+
+def clear(folder: str, keep: Callable[[os.DirEntry[str]], bool] = lambda entry: False) -> list[str]:
+    """Remove all that is in a folder, but what is to be kept; returns the paths of what cannot be removed.
+
+    Raises OSError where it cannot be looked at, or is none.
+    """
+    top = _folder(folder, None)
+    try:
+        with os.scandir(top) as entries:
+            names = [entry.name for entry in entries if not keep(entry)]
+        return [path for name in names for path in _remove(top, name)]
+    finally:
+        os.close(top)
+
+
+def _remove(top: int, name: str) -> list[str]:
+    """Remove a file or a folder in the folder `top`; returns what cannot be removed.
+
+    Folders in it are moved to the top first, so neither the stack nor a path grows with their depth.
+    """
+    left, waiting, moved = [], [name], 0
+    unique = f".{os.urandom(8).hex()}"
+    while waiting:
+        name = waiting.pop()
+        try:
+            if not stat.S_ISDIR(os.lstat(name, dir_fd=top).st_mode):
+                os.unlink(name, dir_fd=top)
+                continue
+            here = _folder(name, top)
+        except OSError:
+            left.append(name)
+            continue
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, here)
+            for entry in stack.enter_context(os.scandir(here)):
+                try:
+                    if entry.is_dir(follow_symlinks=False):
+                        os.close(_folder(entry.name, here))  # one that is closed to us could not be moved
+                        moved += 1
+                        os.rename(entry.name, f"{unique}-{moved}", src_dir_fd=here, dst_dir_fd=top)
+                        waiting.append(f"{unique}-{moved}")
+                    else:
+                        os.unlink(entry.name, dir_fd=here)
+                except OSError:
+                    left.append(f"{name}/{entry.name}")
+        with contextlib.suppress(OSError):  # something in it is left
+            os.rmdir(name, dir_fd=top)
+    return left
+
+
+def _folder(name: str, folder: int | None) -> int:
+    """Open a folder, with all its owner's rights."""
+    try:
+        descriptor = os.open(name, FOLDER, dir_fd=folder)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=folder)
+        descriptor = os.open(name, FOLDER, dir_fd=folder)
+    with contextlib.suppress(OSError):  # it may be another one's
+        if os.fstat(descriptor).st_mode & 0o300 != 0o300:
+            os.fchmod(descriptor, 0o700)
+    return descriptor

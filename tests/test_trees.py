@@ -1,0 +1,305 @@
+"""A folder that workers write in must hold nothing that a node waits for, follows out of it, or dies of."""
+
+import io
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_files import packed, put, text
+from test_protected import WITHOUT_CAPABILITIES
+
+from orchestrate.node import ranks
+from orchestrate.node.files import PIECE, Files
+from orchestrate.node.ranks import fence
+from orchestrate.node.trees import clear, opened, replace, walk
+from orchestrate.node.wait import wipe
+
+DEEP = 3000  # folders within each other: more than Python's stack has frames, and a path has characters
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Path]:
+    made = tmp_path / "job"
+    (made / "logs").mkdir(parents=True)
+    yield made
+    subprocess.run(["chmod", "-R", "u+rwx", str(tmp_path)], capture_output=True)
+    subprocess.run(["rm", "-rf", str(made)], check=True)  # pytest could not
+
+
+def nest(folder: Path, name: str = "d" * 100, depth: int = DEEP) -> None:
+    """Make folders within each other, with a file in each hundredth and in the last."""
+    here = os.open(folder, os.O_RDONLY)
+    for level in range(depth):
+        os.mkdir(name, dir_fd=here)
+        there = os.open(name, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = there
+        if level % 100 == 99:
+            os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=here))
+    os.close(here)
+
+
+def odd(folder: Path, outside: Path) -> None:
+    """Put into a folder what is neither a file nor a folder, nor can be read like one."""
+    os.mkfifo(folder / "fifo")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(folder / "socket"))
+    (folder / "loop").symlink_to("loop")
+    (folder / "zero").symlink_to("/dev/zero")
+    (folder / "out").symlink_to(outside)
+    (folder / os.fsdecode(b"no text \xff\n\x1b[31m")).touch()
+    with (folder / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def without_rights(code: str, *arguments: object) -> str:
+    """What a program prints that has no capability: root, too, is kept out by a mode of 0."""
+    rights = WITHOUT_CAPABILITIES if os.geteuid() == 0 else ""
+    command = [sys.executable, "-c", f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{rights}{code}"]
+    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- news
+
+
+@pytest.mark.parametrize("name", ["d", "d" * 100])
+def test_folders_of_any_depth_must_be_looked_through_as_far_as_paths_reach(job, name):
+    nest(job, name)
+    (job / "state.pt").touch()
+    found = Files().news(str(job), {})["files"]
+    assert {path.count("/") for path in found} >= set(range(0, 3800 // (len(name) + 1), 100))
+
+
+def test_what_is_no_file_must_be_no_news_and_not_be_read(job, tmp_path):
+    (tmp_path / "secret").touch()
+    odd(job, tmp_path)
+    news = Files().news(str(job), {})
+    assert set(news["files"]) == {"sparse", os.fsdecode(b"no text \xff\n\x1b[31m")}
+    assert set(news["links"]) == {"loop", "zero", "out"}
+    assert news["files"]["sparse"][0] == 1 << 40
+    for name in ("fifo", "socket", "loop", "zero", "out", "logs", "gone", "out/secret/x", "d" * 5000):
+        with pytest.raises(OSError):
+            Files().read(str(job), name, 0)
+    assert text(Files().read(str(job), "sparse", (1 << 40) - 3)["data"]) == b"\0\0\0"
+    assert len(text(Files().read(str(job), "sparse", 0)["data"])) == PIECE
+    assert text(Files().read(str(job), "sparse", 1 << 41)["data"]) == b""
+    with pytest.raises(OSError):
+        Files().read(str(job), "sparse", 10**18 - 1)
+
+
+@pytest.mark.parametrize("what", ["fifo", "zero", "out", "folder", "loop", "nothing"])
+def test_a_log_that_is_none_must_be_no_news(job, tmp_path, what):
+    odd(tmp_path, tmp_path)
+    (tmp_path / "folder").mkdir()
+    files, log = Files(), job / "logs" / "rank-0.log"
+    files.follow(str(job), 0, 0)
+    if what != "nothing":
+        (tmp_path / what).rename(log)
+    assert files.news(str(job), {"logs/rank-0.log": 0})["logs"] == {}
+    files.follow(str(job), 0, 7)  # nor is one looked for behind a link
+
+
+def test_a_log_of_terabytes_must_be_told_in_pieces(job):
+    files, log = Files(), job / "logs" / "rank-0.log"
+    files.follow(str(job), 0, 0)
+    with log.open("wb") as file:
+        file.truncate(1 << 40)
+    assert len(text(files.news(str(job), {"logs/rank-0.log": 1 << 39})["logs"]["logs/rank-0.log"])) == PIECE
+
+
+def test_a_folder_that_is_closed_to_us_must_be_left_out_and_a_file_be_opened():
+    code = """
+import os, pathlib, tempfile
+from orchestrate.node.files import Files
+with tempfile.TemporaryDirectory() as folder:
+    for name in ("closed", "open"):
+        os.mkdir(f"{folder}/{name}")
+        pathlib.Path(f"{folder}/{name}/file").write_text("x")
+        os.chmod(f"{folder}/{name}/file", 0)
+    os.chmod(f"{folder}/closed", 0)
+    found = Files().news(folder, {})["files"]
+    print(*found, Files().read(folder, "open/file", 0)["data"])
+    os.chmod(f"{folder}/closed", 0o700)
+"""
+    assert without_rights(code) == "open/file eA==\n"
+
+
+# --- put
+
+
+def test_what_is_put_must_take_the_place_of_whatever_is_there(job, tmp_path):
+    (tmp_path / "secret").touch()
+    odd(job, tmp_path)
+    nest(job)
+    (job / "folder").mkdir(mode=0)
+    put(Files(), job, packed(new="new"))
+    assert {path.name for path in job.iterdir()} == {"new", "logs"}
+    assert (tmp_path / "secret").exists()
+
+
+def test_what_is_put_in_a_folder_that_became_a_link_must_be_refused(job, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "mine").touch()
+    job.rename(tmp_path / "moved")
+    job.symlink_to(outside)
+    with pytest.raises(OSError):
+        put(Files(), job, packed(new="new"))
+    assert [path.name for path in outside.iterdir()] == ["mine"]
+
+
+def test_what_is_put_must_be_files_folders_and_links_without_rights_of_others(job, tmp_path):
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for name, kind, mode in (
+            ("folder", tarfile.DIRTYPE, 0o7777),
+            ("folder/tool", tarfile.REGTYPE, 0o6755),
+            ("fifo", tarfile.FIFOTYPE, 0o644),
+            ("device", tarfile.CHRTYPE, 0o666),
+            ("link", tarfile.SYMTYPE, 0o777),
+        ):
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.mode, entry.linkname = kind, mode, "/etc/hostname"
+            archive.addfile(entry)
+    put(Files(), job, made.getvalue())
+    found = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in job.rglob("*") if not path.is_symlink()}
+    assert found | {"logs": 0} == {"folder": 0o755, "tool": 0o755, "logs": 0}
+    assert os.readlink(job / "link") == "/etc/hostname"  # as it is in the user's folder of code
+    outside = io.BytesIO()
+    with tarfile.open(fileobj=outside, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("../evil"))
+    if hasattr(tarfile, "tar_filter"):
+        with pytest.raises(tarfile.TarError):
+            put(Files(), job, outside.getvalue())
+        assert not (tmp_path / "evil").exists()
+
+
+# --- what is emptied
+
+
+def test_a_folder_must_be_emptied_whatever_is_in_it(job, tmp_path):
+    (tmp_path / "secret").touch()
+    odd(job, tmp_path)
+    nest(job)
+    nest(job, "e")
+    wipe([str(job)])
+    assert [path.name for path in job.iterdir()] == ["socket"]
+    assert (tmp_path / "secret").exists()
+
+
+def test_folders_that_are_closed_to_us_must_be_emptied_all_the_same():
+    code = """
+import os, pathlib, tempfile
+from orchestrate.node.wait import wipe
+with tempfile.TemporaryDirectory() as top:
+    folder = f"{top}/folder"
+    os.makedirs(f"{folder}/a/b/c")
+    pathlib.Path(f"{folder}/a/b/c/file").touch()
+    for path in ("a/b/c/file", "a/b/c", "a/b", "a", ""):
+        os.chmod(f"{folder}/{path}", 0)
+    wipe([folder])
+    print(os.listdir(folder))
+"""
+    assert without_rights(code) == "[]\n"
+
+
+def test_what_cannot_be_removed_must_be_left_out():
+    code = """
+import os, sys, tempfile
+from orchestrate.node.trees import clear
+real = os.unlink
+def unlink(path, **more):
+    if path == "kept":
+        raise PermissionError(1, "no", path)
+    real(path, **more)
+with tempfile.TemporaryDirectory() as folder:
+    os.makedirs(f"{folder}/a/b")
+    for name in ("kept", "a/kept", "a/b/kept", "a/b/other", "other"):
+        open(f"{folder}/{name}", "w").close()
+    os.unlink = unlink
+    print(len(clear(folder)), sum(len(files) for _, _, files in os.walk(folder)))
+    os.unlink = real
+    print(clear(folder), os.listdir(folder))
+"""
+    assert without_rights(code) == "3 3\n[] []\n"
+
+
+def test_a_folder_that_is_not_there_or_a_link_must_be_left_alone(tmp_path):
+    (tmp_path / "mine").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "file").touch()
+    wipe([str(tmp_path / name) for name in ("link", "file", "gone", "d" * 5000)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "mine"]
+
+
+# --- the generation
+
+
+@pytest.mark.parametrize("what", ["fifo", "zero", "out", "folder", "loop", "large", "bytes", "empty"])
+def test_a_generation_that_cannot_be_read_must_be_none_and_be_written_all_the_same(job, tmp_path, what):
+    odd(tmp_path, tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "large").write_text(" " * 5000 + "7")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    (tmp_path / "empty").touch()
+    path = job / ranks.FENCE
+    (tmp_path / what).rename(path)
+    assert fence(str(job)) == 0
+    if what != "folder":
+        replace(str(path), "3 over\n")
+        assert path.read_text() == "3 over\n" and fence(str(job)) == 4
+        assert stat.S_IMODE(path.stat().st_mode) & 0o7133 == 0
+    else:
+        with pytest.raises(OSError):
+            replace(str(path), "3\n")
+    assert sorted(os.listdir(job)) == [ranks.FENCE, "logs"]
+
+
+# --- files that change meanwhile
+
+
+def test_files_that_come_and_go_must_not_end_a_look(job):
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            for name in ("a", "b"):
+                (job / name).mkdir(exist_ok=True)
+                (job / name / "file").touch()
+            (job / "a" / "file").unlink()
+            (job / "a").rmdir()
+            (job / "b").rename(job / "c")
+            (job / "c" / "file").unlink()
+            (job / "c").rmdir()
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(300):
+            list(walk(str(job)))
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_only_a_regular_file_must_be_opened(tmp_path):
+    odd(tmp_path, tmp_path)
+    for name in ("fifo", "socket", "loop", "zero", "out"):
+        for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY | os.O_CREAT | os.O_APPEND):
+            with pytest.raises(OSError):
+                opened(str(tmp_path / name), flags)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="not a regular file"):
+        opened(str(tmp_path / "fifo"))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert clear(str(tmp_path)) == []
