@@ -113,6 +113,8 @@ class Generation:
         if not self.launched:
             self.launched = True
             self.engine.start(self.plan.workers, self.plan.command)
+            for text in self.engine.warnings():
+                self.emit("warning", text=text)
             self.emit("generation_started", generation=self.plan.generation)
 
     def _step(self) -> None:

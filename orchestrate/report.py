@@ -144,6 +144,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "node_in_trouble": lambda event: f"{event['node']} {TROUBLES[event['trouble']]}",
     "node_well": lambda event: f"{event['node']} is well again",
     "hang": lambda event: f"nothing has happened for {event['after']:g} s: asking every worker where it stands",
+    "warning": lambda event: f"warning: {event['text']}",
     "engine_lost": lambda event: f"{event['error']}; waiting for it",
     "engine_back": lambda event: "the engine is back",
     "disk_full": lambda event: f"the run directory cannot be written: {event['error']}; waiting",

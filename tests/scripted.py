@@ -125,6 +125,9 @@ class Scripted:
     def troubles(self) -> dict[str, str]:
         return {}
 
+    def warnings(self) -> list[str]:
+        return []
+
     def doing(self) -> dict[int, Doing]:
         return {rank: Doing("S", 1.0) for rank in self.running}
 

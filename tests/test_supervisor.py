@@ -8,6 +8,7 @@ from scripted import ALL_WELL, KILLED, Job, Scripted
 
 from orchestrate.engines import Exit
 from orchestrate.errors import EngineError
+from orchestrate.report import line
 from orchestrate.spec import JobSpec
 from orchestrate.supervisor import Outcome
 
@@ -259,3 +260,12 @@ def test_a_request_to_stop_while_the_nodes_do_not_come_back_must_stop_the_job(jo
     job.stops = lambda: int(engine.calls.count("up") > 2)
     assert job.run(engine) == Outcome("stopped", "stopped by the user")
     assert engine.calls.count("up") == 3
+
+
+def test_a_warning_of_the_engine_must_be_an_event_that_a_person_sees(job):
+    engine = Scripted([KILLED], [ALL_WELL])
+    said = [["the nodes can reach this machine"], []]
+    engine.warnings = lambda: said.pop(0)
+    assert job.run(engine).word == "succeeded"
+    (event,) = [event for event in job.supervisor.emit.events if event["event"] == "warning"]
+    assert line(event) == "warning: the nodes can reach this machine"

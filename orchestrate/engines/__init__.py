@@ -117,6 +117,9 @@ class Engine(Protocol):
     def troubles(self) -> dict[str, str]:
         """The nodes that are `paused` or `silent`, or cut off from the network (`partition`)."""
 
+    def warnings(self) -> list[str]:
+        """What a user must know about the nodes, once each."""
+
     def doing(self) -> dict[int, Doing]:
         """What the running workers are doing, as far as their nodes say."""
 

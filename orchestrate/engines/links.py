@@ -157,6 +157,10 @@ class Linked:
         """No name: all nodes are on this machine."""
         return ""
 
+    def warnings(self) -> list[str]:
+        """None."""
+        return []
+
     def gather(self, stopped: Callable[[], bool]) -> None:
         """Nothing: nodes write in the job's folder itself."""
 
