@@ -18,16 +18,8 @@ from orchestrate.paths import JOB, NODES, JobPaths
 from orchestrate.plan import Inventory, Plan, names, plan
 from orchestrate.spec import JobSpec
 
-SAME = (
-    "image",
-    "user",
-    "memory",
-    "cpus",
-    "shm_size",
-    "network",
-    "grace",
-    *SWARMS,
-)  # what a node is made with, and keeps
+# What a node is made with, and keeps.
+SAME = ("image", "user", "memory", "cpus", "shm_size", "network", "host_access", "grace", *SWARMS)
 
 
 @dataclass(frozen=True)

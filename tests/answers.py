@@ -36,7 +36,7 @@ INFO = {
     "DefaultRuntime": "runc",
     "SecurityOptions": ["name=seccomp,profile=builtin"],
 }
-SPEC = JobSpec(trainers=1)
+SPEC = JobSpec(trainers=1, host_access=True)  # else the engine is asked for helpers at any time
 VERSION = {"Version": "26.1.5", "ApiVersion": "1.44", "MinAPIVersion": "1.24"}
 
 
@@ -49,7 +49,7 @@ class Answers:
         self.containers: list[dict[str, Any]] = []
         self.networks: list[dict[str, Any]] = []
         self.images: set[str] = set()
-        self.output = b""  # of a container that was made
+        self.output, self.code = b"", 0  # of a container that was made
         self.refusals: dict[str, tuple[int, str]] = {}
         self.happens: Callable[[str], None] = lambda what: None  # called with each thing that is asked
         self.at_once = b""  # what an exec writes before its start is even answered
@@ -127,6 +127,9 @@ class Answers:
             return (200, {"Id": "sha256:1"}) if name[1] in self.images else (404, {"message": "No such image"})
         if what == "POST /images/create":
             self.images.add(f"{query['fromImage']}:{query['tag']}")
+        nodes = {f"GET /containers/{one['Id']}/json": one for one in self.containers}
+        if what in nodes:
+            return 200, {"Id": nodes[what]["Id"], "State": {"Pid": 0}}
         known: dict[str, Callable[[], Any]] = {
             "GET /version": lambda: VERSION,
             "GET /info": lambda: self.info,
@@ -135,7 +138,7 @@ class Answers:
             "GET /networks": lambda: [one for one in self.networks if picked(one, filters)],
             "POST /containers/create": lambda: {"Id": "made", "Warnings": []},
             "GET /containers/made/json": lambda: {"Id": "made", "Config": {"Tty": False}},
-            "POST /containers/made/wait": lambda: {"StatusCode": 0},
+            "POST /containers/made/wait": lambda: {"StatusCode": self.code},
             "GET /containers/made/logs": lambda: framed(1, self.output),
         }
         if what in known:

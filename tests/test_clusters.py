@@ -35,6 +35,7 @@ def differences(one: cluster.Cluster, inventory: Inventory = GPUS, **wanted) -> 
         ("cpus", 1.5),
         ("shm_size", "2g"),
         ("network", "host"),
+        ("host_access", True),
         ("grace", 7.0),
         ("encrypt", True),
         ("constraints", ["node.role == worker"]),

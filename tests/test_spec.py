@@ -254,6 +254,7 @@ def test_a_written_job_file_must_resolve_to_the_same_job(tmp_path):
         "shm_size": "1024",
         "pin": True,
         "network": "host",
+        "host_access": True,
         "encrypt": True,
         "constraints": ["node.labels.gpu==a100"],
         "volume": "/mnt/data",

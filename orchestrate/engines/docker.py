@@ -17,6 +17,8 @@ from docker.models.containers import Container
 
 from orchestrate.engines import LOST, Exit, JobState, never, sockets
 from orchestrate.engines.daemon import LABEL, Daemon, Events, name_of
+from orchestrate.engines.guard import LABEL as HELPER
+from orchestrate.engines.guard import Guard
 from orchestrate.engines.image import inventory
 from orchestrate.engines.links import DYING, Link, Linked
 from orchestrate.engines.masks import masks
@@ -59,6 +61,7 @@ class DockerEngine(Linked):
         self.dying: set[str] = set()  # ids of containers that were told to end, and still look well
         self.trouble: dict[str, str] = {}  # node: paused or partition
         self.looked = 0.0
+        self.guard: Guard | None = None
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Check the image, list the GPUs; raises ResourceError for what is missing."""
@@ -73,6 +76,11 @@ class DockerEngine(Linked):
     def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
         """Have Compose bring up the nodes that are not there, or not well."""
         self._settle(spec, plan, run)
+        self._bring_up(plan, stopped)
+        if self.guard and self.stays:  # the next job finds them protected
+            self.guard.finish(self._well_ones)
+
+    def _bring_up(self, plan: Plan, stopped: Callable[[], bool]) -> None:
         if len(self._well_nodes()) >= len(plan.nodes):
             return
         self._mend()
@@ -102,12 +110,19 @@ class DockerEngine(Linked):
             pass
 
     def _well_nodes(self) -> dict[str, Container]:
-        self.nodes = {name: node for name, node in self._look().items() if self._well(node)}
+        self.nodes = self._well_ones()
         return self.nodes
+
+    def _well_ones(self) -> dict[str, Container]:
+        """The nodes that are well; those that have just started begin to be protected."""
+        found = {name: node for name, node in self._look().items() if self._well(node)}
+        if self.guard:
+            self.guard.begin(found.values())
+        return found
 
     def alive(self) -> set[str]:
         """The nodes that run, and are neither paused nor cut off."""
-        return {name for name, node in self._look().items() if self._well(node)}
+        return set(self._well_ones())
 
     def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
         """Find the nodes by their label, and ask them for the workers."""
@@ -117,6 +132,8 @@ class DockerEngine(Linked):
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Have each worker's node start it."""
+        if self.guard:
+            self.guard.finish(self._well_ones)
         self._listen(0)  # what is told until now is of the past
         self.told = {}
         super().start(workers, command)
@@ -166,6 +183,10 @@ class DockerEngine(Linked):
         self.daemon.each(paused, Container.unpause)
         super().stop(kill)
 
+    def warnings(self) -> list[str]:
+        """Why nodes are not protected, where they should be."""
+        return self.guard.warnings() if self.guard else []
+
     def discard(self, nodes: Iterable[str]) -> None:
         """Remove containers by force."""
         found = [self.nodes[name] for name in nodes if name in self.nodes]
@@ -175,6 +196,8 @@ class DockerEngine(Linked):
         """Remove nodes and network; of a cluster, have the nodes make themselves ready for another job."""
         if self.events is not None:
             self.events.close()
+        if self.guard:
+            self.guard.close()
         if self.stays:
             self._clean()
         elif self.home:
@@ -202,14 +225,18 @@ class DockerEngine(Linked):
                 f"network {network.name}"
                 for network in self.client.networks.list(filters={"label": label, "driver": "bridge"})
             ]
-        return sorted(f"container {name_of(container)}" for container in self.daemon.containers(label)) + networks
+        containers = self.daemon.containers(label) + self.daemon.containers(f"{HELPER}={job_id}")
+        return sorted(f"container {name_of(container)}" for container in containers) + networks
 
     def remove(self, job_id: str, grace: float) -> None:
         """Stop and remove containers and networks that carry the job's label, and nothing else."""
+        if self.guard:
+            self.guard.close()
         label = f"{LABEL}={job_id}"
         nodes = self.daemon.containers(label)
         if grace:
             self.daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
+        nodes += self.daemon.containers(f"{HELPER}={job_id}")  # of an orchestrator that was killed
         self.daemon.each(nodes, lambda node: node.remove(force=True, v=True))
         shutil.rmtree(sockets.of_containers(job_id), ignore_errors=True)
         with self.daemon.asking(f"keeps a network of {job_id}"):
@@ -249,6 +276,8 @@ class DockerEngine(Linked):
         self.mounts = [_bind(run, JOB), *masks(Path(code), run.parent.parent, CODE, command)]
         if self.env["NODE_SOCKETS"]:
             self.mounts.append(_bind(self.sockets, SOCKETS))
+        if self.guard is None and not spec.host_access and self.network != "host":
+            self.guard = Guard(self.daemon, self.home, spec.image, run)
         if self.events is None:
             self.events = Events(self.daemon, self._ours)
             self.selector.register(self.events.bell, selectors.EVENT_READ, "")

@@ -1,0 +1,197 @@
+"""Keep nodes from the ports of this machine and from the cloud's metadata service.
+
+A node has no capability, so a helper container that shares its network puts up a packet filter there
+(`node/guard.py`). Helpers run while nodes import torch; no worker starts before they have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_interface, ip_network
+from pathlib import Path
+from typing import Any
+
+import docker.errors
+from docker.models.containers import Container
+from docker.types import LogConfig
+
+from orchestrate.engines.daemon import ERRORS, Daemon
+from orchestrate.errors import EngineError
+from orchestrate.node import guard as program
+from orchestrate.spec import IMAGE
+
+LABEL = "orchestrate.guard"
+TAKES = 30  # seconds that a helper may take
+METADATA = (
+    "169.254.0.0/16",  # most clouds
+    "100.100.100.200/32",  # Alibaba
+    "168.63.129.16/32",  # Azure
+    "192.0.0.192/32",  # Oracle
+    "fd00:ec2::/32",  # AWS
+    "fd20:ce::/32",  # Google
+)
+NEIGHBOURS = ("224.0.0.0/3", "fe80::/10", "ff00::/8")  # broadcast, multicast and link-local: this machine is one, too
+POOLS: list[dict[str, Any]] = [  # of networks, in an engine that is not configured otherwise
+    {"Base": "172.16.0.0/12", "Size": 16},
+    {"Base": "192.168.0.0/16", "Size": 20},
+]
+PROC = Path("/proc")
+
+Address = IPv4Address | IPv6Address
+Pattern = tuple[Address, Address]  # the bits of an address that count, and their mask
+
+
+class Guard:
+    """The helpers of one job's nodes."""
+
+    def __init__(self, daemon: Daemon, home: str, image: str, run: Path) -> None:
+        """`home` is the name under which the nodes exist, `image` theirs, and `run` the folder that they see."""
+        self.daemon, self.home, self.run = daemon, home, run
+        self.images = dict.fromkeys((IMAGE, image))  # the project's own, where the engine has it: it is known
+        self.pool = ThreadPoolExecutor(16)
+        self.begun: dict[str, Future[None]] = {}  # by endpoint; a container has a new one each time it starts
+        self.ended: set[str] = set()  # those whose end has been waited for
+        self.failures: list[str] = []
+        self.warned = False
+
+    def begin(self, nodes: Iterable[Container]) -> None:
+        """Start helpers for the nodes that have had none since they started."""
+        for node in nodes:
+            if _endpoint(node) not in self.begun:
+                self.begun[_endpoint(node)] = self.pool.submit(self._protect, node)
+
+    def finish(self, look: Callable[[], dict[str, Container]]) -> None:
+        """Wait for the helpers; `look` finds the nodes that run by then, and begins with those that started again."""
+        while new := self.begun.keys() - self.ended:
+            wait([self.begun[endpoint] for endpoint in new])
+            self.ended |= new
+            still = new & {_endpoint(node) for node in look().values()}  # a node that has ended needs no filter
+            self.failures += [str(error) for endpoint in still if (error := self.begun[endpoint].exception())]
+
+    def warnings(self) -> list[str]:
+        """What a user must know, once: that nodes are not protected, and why."""
+        if self.warned or not self.failures:
+            return []
+        self.warned = True
+        return [
+            "the nodes can reach this machine's ports and the cloud's metadata service, since the filter that prevents "
+            f"it could not be set up: {self.failures[0]} (to accept that: host_access: true)"
+        ]
+
+    def close(self) -> None:
+        """Wait until no helper is under way, and start no more."""
+        self.pool.shutdown(cancel_futures=True)
+
+    def _protect(self, node: Container) -> None:
+        """Run a helper, unless an earlier orchestrator's has done the same already."""
+        with self.daemon.asking("does not run a helper"):
+            pid = self.daemon.client.api.inspect_container(str(node.id))["State"]["Pid"]
+            source = Path(program.__file__).read_text()
+            words = [f"{value}/{mask}" for value, mask in blocked(self.daemon.info, node)]
+            mark = zlib.crc32("\n".join([source, *words]).encode()) >> 1  # the kernel shows it as a signed number
+            if not marked(pid, mark):
+                self._help(str(node.id), ["python", "-I", "-S", "-c", source, str(mark), *words])
+
+    def _help(self, node: str, command: list[str]) -> None:
+        api = self.daemon.client.api
+        helper = self._create(node, command)
+        try:
+            api.start(helper)
+            if code := api.wait(helper, timeout=TAKES)["StatusCode"]:
+                last = api.logs(helper, tail=1).decode(errors="replace").strip()
+                raise EngineError(last or f"a helper ended with exit code {code}")
+        finally:
+            with contextlib.suppress(*ERRORS):  # what is left is removed with the nodes
+                api.remove_container(helper, force=True)
+
+    def _create(self, node: str, command: list[str]) -> str:
+        """Make a helper, of the first image that the engine has."""
+        api = self.daemon.client.api
+        host = api.create_host_config(
+            network_mode=f"container:{node}",
+            cap_drop=["ALL"],
+            cap_add=["NET_ADMIN"],
+            security_opt=["no-new-privileges:true"],
+            read_only=True,
+            mem_limit="64m",
+            pids_limit=8,
+            log_config=LogConfig(type=LogConfig.types.JSON),
+        )
+        facts: dict[str, Any] = {
+            "entrypoint": command,
+            "user": "0:0",
+            "environment": {"NVIDIA_VISIBLE_DEVICES": "void"},
+            "labels": {LABEL: self.home, "orchestrate.run": str(self.run)},
+            "host_config": host,
+        }
+        for image in self.images:
+            with contextlib.suppress(docker.errors.ImageNotFound):
+                return str(api.create_container(image, **facts)["Id"])
+        raise EngineError(f"no image {image}")
+
+
+def blocked(info: dict[str, Any], node: Container) -> list[Pattern]:
+    """What a node must not reach; `info` is of its engine. The same as long as no address of this machine changes."""
+    found = [_whole(network) for network in (*METADATA, *NEIGHBOURS)]
+    for pool in info.get("DefaultAddressPools") or POOLS:
+        found += _gateways(pool["Base"], pool["Size"])
+    for one in (*addresses(PROC / "net"), *_around(node)):
+        if not any(one.version == value.version and int(one) & int(mask) == int(value) for value, mask in found):
+            found.append(_whole(str(one)))
+    return sorted(found, key=str)
+
+
+def addresses(net: Path) -> list[Address]:
+    """This machine's addresses and those of its broadcasts, out of `/proc/net`; none where there is no such folder."""
+    found: list[Address] = []
+    with contextlib.suppress(OSError):
+        text = (net / "fib_trie").read_text()
+        found += map(IPv4Address, re.findall(r"\|-- (\S+)\n\s+/32 (?:host LOCAL|link BROADCAST)", text))
+    with contextlib.suppress(OSError):
+        lines = (net / "if_inet6").read_text().splitlines()
+        found += [IPv6Address(bytes.fromhex(line.split()[0])) for line in lines]
+    return [one for one in found if not one.is_loopback]
+
+
+def marked(pid: int, mark: int) -> bool:
+    """Whether a helper has left its mark in the network of a process, which any user of its machine may read."""
+    first = f"{int.from_bytes(program.packed(program.MARK), 'little'):08X}"
+    try:
+        lines = (PROC / str(pid) / "net" / "route").read_text().splitlines()
+    except OSError:
+        return False
+    return any((words[1], words[6]) == (first, str(mark)) for words in map(str.split, lines))
+
+
+def _gateways(base: str, size: int) -> list[Pattern]:
+    """The addresses that this machine has, or may get, in each network out of a pool, and those of their broadcasts."""
+    pool = ip_network(base, strict=False)
+    hosts = (1 << (pool.max_prefixlen - size)) - 1
+    mask = ip_address(int(pool.netmask) | hosts)
+    return [(pool[number], mask) for number in ((1, hosts) if pool.version == 4 else (1,))]
+
+
+def _around(node: Container) -> list[Address]:
+    """The gateways of a node's networks, and the addresses of their broadcasts."""
+    found = []
+    for network in node.attrs["NetworkSettings"]["Networks"].values():
+        found += [ip_address(network[key]) for key in ("Gateway", "IPv6Gateway") if network.get(key)]
+        if network.get("IPAddress"):
+            found.append(ip_interface(f"{network['IPAddress']}/{network['IPPrefixLen']}").network.broadcast_address)
+    return found
+
+
+def _whole(network: str) -> Pattern:
+    """All addresses of a network, or one address."""
+    found = ip_network(network)
+    return found.network_address, found.netmask
+
+
+def _endpoint(node: Container) -> str:
+    """What is new whenever a container starts."""
+    networks = node.attrs["NetworkSettings"]["Networks"].values()
+    return " ".join([str(node.id), *(network.get("EndpointID", "") for network in networks)])

@@ -1,0 +1,163 @@
+"""Keep a node from its host's ports and from the cloud's metadata service: a program that runs beside the node.
+
+    python -I -S guard.py MARK ADDRESS/MASK ...
+
+The orchestrator runs it in a container of its own that shares the node's network and has there what no node has,
+CAP_NET_ADMIN. It leaves a packet filter (nf_tables) that refuses what the node sends to these addresses.
+Routes would not do: a socket that is bound to an interface (SO_BINDTODEVICE), or that asks for no gateway
+(SO_DONTROUTE), passes them by, and needs no capability for it.
+
+The one route that it leaves is a mark, which this machine can read in /proc: the filter is there. It goes nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+
+NAME = "orchestrate"  # of the table
+MARK = "240.0.0.0"  # a block of addresses that nothing has
+ROUTE, NETFILTER = 0, 12  # families of netlink
+ADD_ROUTE, DELETE_ROUTE = 24, 25
+BEGIN, END = 16, 17
+TABLE, DELETE_TABLE, CHAIN, RULE = 0xA00, 0xA02, 0xA03, 0xA06
+REQUEST, ACK, CREATE, APPEND = 1, 4, 0x400, 0x800
+REGISTER = 8  # in which expressions keep what they look at
+UNREACHABLE = 7
+IPV4, IPV6 = 2, 10
+LENGTH = {IPV4: 4, IPV6: 16}  # of an address
+DESTINATION = {IPV4: 16, IPV6: 24}  # where it is in a packet's header
+PROHIBITED = {IPV4: b"\x0d", IPV6: b"\x01"}  # ICMP: "administratively prohibited"
+ICMP6 = 58
+DNS = 53
+
+
+def attribute(kind: int, *parts: bytes) -> bytes:
+    """An attribute of a netlink message, or several within one."""
+    content = b"".join(parts)
+    return struct.pack("=HH", 4 + len(content), kind) + content + bytes(-len(content) % 4)
+
+
+def number(kind: int, value: int) -> bytes:
+    """An attribute that is a number."""
+    return attribute(kind, struct.pack(">I", value))
+
+
+def text(kind: int, value: str) -> bytes:
+    """An attribute that is text."""
+    return attribute(kind, value.encode() + b"\0")
+
+
+def expression(name: str, *attributes: bytes) -> bytes:
+    """A part of a rule."""
+    return attribute(1, text(1, name), attribute(2, *attributes))
+
+
+def equals(value: bytes) -> bytes:
+    """Go on with the rule if the register has this value."""
+    return expression("cmp", number(1, REGISTER), number(2, 0), attribute(3, attribute(1, value)))
+
+
+def field(base: int, offset: int, length: int) -> bytes:
+    """Load a part of the packet, from its network header (1) or transport header (2)."""
+    return expression("payload", number(1, REGISTER), number(2, base), number(3, offset), number(4, length))
+
+
+def masked(mask: bytes) -> bytes:
+    """Keep the bits of a mask."""
+    whole = [number(1, REGISTER), number(2, REGISTER), number(3, len(mask))]
+    return expression("bitwise", *whole, attribute(4, attribute(1, mask)), attribute(5, attribute(1, bytes(len(mask)))))
+
+
+ACCEPT = expression("immediate", number(1, 0), attribute(2, attribute(2, number(1, 1))))
+IS_ANSWER = expression("ct", number(1, REGISTER), number(2, 1)) + equals(b"\x01")  # to whom it did not contact itself
+IS_ICMP6 = expression("meta", number(1, REGISTER), number(2, 16)) + equals(bytes([ICMP6]))  # neighbours find each other
+IS_DNS = field(2, 2, 2) + equals(struct.pack(">H", DNS))
+
+
+def rules(family: int, blocked: list[str], servers: list[bytes]) -> list[bytes]:
+    """What is refused in one family of addresses; `blocked` are those of both, `servers` resolve names."""
+    length = LENGTH[family]
+    to = field(1, DESTINATION[family], length)
+    found = [IS_ANSWER + ACCEPT] + [IS_ICMP6 + ACCEPT] * (family == IPV6)
+    found += [to + equals(server) + IS_DNS + ACCEPT for server in servers if len(server) == length]
+    refuse = expression("reject", number(1, 0), attribute(2, PROHIBITED[family]))
+    for word in blocked:
+        value, mask = map(packed, word.split("/"))
+        if len(value) == length:
+            found.append(to + masked(mask) + equals(value) + refuse)
+    return found
+
+
+def packed(address: str) -> bytes:
+    """An address as it is in a packet; raises OSError for other text."""
+    return socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
+
+
+def message(kind: int, flags: int, head: bytes, *attributes: bytes) -> bytes:
+    """A netlink message, numbered by its kind."""
+    body = head + b"".join(attributes)
+    return struct.pack("=IHHII", 16 + len(body), kind, flags | REQUEST, kind, 0) + body
+
+
+def batch(family: int, wanted: list[bytes]) -> list[bytes]:
+    """The messages that put rules in place of those of an earlier call, all at once."""
+    head, table, chain = struct.pack("=BBH", family, 0, 0), text(1, NAME), text(2, NAME)
+    edge = struct.pack(">BBH", 0, 0, 10)
+    hook = attribute(4, number(1, 3), number(2, 0))  # of what this namespace sends, in the middle of the order
+    new = CREATE | ACK
+    return [
+        message(BEGIN, 0, edge),
+        message(TABLE, new, head, table),
+        message(DELETE_TABLE, ACK, head, table),
+        message(TABLE, new, head, table),
+        message(CHAIN, new, head, table, text(3, NAME), hook, text(7, "filter")),
+        *(message(RULE, new | APPEND, head, table, chain, attribute(4, rule)) for rule in wanted),
+        message(END, 0, edge),
+    ]
+
+
+def send(protocol: int, messages: list[bytes]) -> None:
+    """Send messages to the kernel; raises OSError for the first that it refuses."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol) as sock:
+        sock.send(b"".join(messages))
+        for one in messages:
+            if struct.unpack_from("=H", one, 6)[0] & ACK:
+                code = -struct.unpack_from("=i", sock.recv(1 << 16), 16)[0]
+                if code:
+                    raise OSError(code, os.strerror(code))
+
+
+def mark(value: int) -> None:
+    """Leave a mark in place of an earlier one."""
+    head = struct.pack("=8BI", IPV4, 4, 0, 0, 254, 4, 0, UNREACHABLE, 0)
+    to = attribute(1, packed(MARK))
+    with contextlib.suppress(OSError):
+        while True:
+            send(ROUTE, [message(DELETE_ROUTE, ACK, head, to)])
+    send(ROUTE, [message(ADD_ROUTE, CREATE | ACK, head, to, attribute(6, struct.pack("=I", value)))])
+
+
+def resolvers(path: str) -> list[bytes]:
+    """Every address in a resolv.conf, also those of Docker's comment, to which its own server passes questions on."""
+    found = []
+    with open(path) as file:
+        for word in file.read().replace("[", " ").replace("]", " ").split():
+            with contextlib.suppress(OSError):
+                found.append(packed(word))
+    return found
+
+
+def main() -> None:
+    """Filter, then mark."""
+    servers = resolvers("/etc/resolv.conf")
+    for family in [IPV4] + [IPV6] * os.path.exists("/proc/net/if_inet6"):
+        send(NETFILTER, batch(family, rules(family, sys.argv[2:], servers)))
+    mark(int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Network namespaces that stand for what is around a node: the outside of this machine, another kernel's network."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import DOCKER_REQUIRED, die_with_parent
+
+LISTENS = """
+import socket, sys
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+server = socket.create_server((sys.argv[1], int(sys.argv[2])), family=family)
+print("ready", flush=True)
+while True:
+    server.accept()
+"""
+
+NUMBERS = itertools.count()  # a namespace that is removed goes a while later, with its links
+
+
+def command(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, (words, done.stderr)
+    return done.stdout
+
+
+def possible() -> None:
+    """Skip a test that cannot have a network namespace."""
+    if os.geteuid() or not all(map(shutil.which, ("ip", "nsenter"))):
+        why = "network namespaces take root and iproute2"
+        pytest.fail(f"ORCHESTRATE_REQUIRE_DOCKER=1, and {why}") if DOCKER_REQUIRED else pytest.skip(why)
+
+
+class Space:
+    """A namespace, and a cable from there to another one, or to that of this machine."""
+
+    def __init__(self, here: tuple[str, ...], there: tuple[str, ...], other: "Space | None" = None) -> None:
+        """`here` are the addresses of this end of the cable, `there` those of the far one; `other` has this end."""
+        self.name, self.processes = f"space-{os.getpid()}-{next(NUMBERS)}", []
+        self.cable = self.name.replace("space", "sp")
+        command("ip", "netns", "add", self.name)
+        try:
+            command("ip", "link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+            if other:
+                command("ip", "link", "set", self.cable, "netns", other.name)
+            run = other.run if other else command
+            for end, link, addresses in ((run, self.cable, here), (self.run, "eth0", there)):
+                for address in addresses:
+                    end("ip", "addr", "add", address, "dev", link, *(["nodad"] if ":" in address else []))
+                end("ip", "link", "set", link, "up")
+            self.run("ip", "link", "set", "lo", "up")
+        except BaseException:
+            self.remove()
+            raise
+
+    def run(self, *words: str) -> str:
+        return command("nsenter", f"--net=/run/netns/{self.name}", *words)
+
+    def listen(self, address: str, port: int) -> None:
+        """Accept connections."""
+        words = ["nsenter", f"--net=/run/netns/{self.name}", sys.executable, "-c", LISTENS, address, str(port)]
+        self.processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, preexec_fn=die_with_parent))
+        assert self.processes[-1].stdout.readline() == b"ready\n"
+
+    def remove(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+        command("ip", "netns", "delete", self.name)

@@ -1,0 +1,276 @@
+"""What a worker can reach from its node: its peers and the outside, but not this machine, on a real engine."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+
+import pytest
+from conftest import docker, eventually
+from faults import OPTIONS, Background
+from spaces import Space, command, possible
+
+from orchestrate.engines import guard
+from orchestrate.engines.daemon import Daemon
+from orchestrate.spec import IMAGE
+
+pytestmark = pytest.mark.docker
+GUARDED = {"EHOSTUNREACH", "ENETUNREACH"}
+
+
+class Around:
+    """What there is around a node: a machine outside, which has the cloud's metadata service too, and this machine."""
+
+    def __init__(self) -> None:
+        pid = os.getpid()
+        block, self.metadata = f"198.18.{pid >> 6 & 255}", f"169.254.{pid >> 8 & 127}.{pid & 255}"
+        here, self.outside = (f"{block}.{(pid & 63) * 4 + number}" for number in (1, 2))
+        self.space = Space((f"{here}/30",), (f"{self.outside}/30", f"{self.metadata}/32"))
+        self.space.run("ip", "route", "add", "default", "via", here)
+        command("ip", "route", "add", self.metadata, "via", self.outside)
+        self.tcp = socket.create_server(("0.0.0.0", 0))
+        self.port = self.tcp.getsockname()[1]
+        self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.udp.bind(("0.0.0.0", self.port))
+        self.udp.setblocking(False)
+        for address in (self.outside, self.metadata):
+            self.space.listen(address, self.port)
+        lan = json.loads(command("ip", "-json", "route", "get", "198.51.100.1"))[0]["prefsrc"]
+        bridge = json.loads(docker("network", "inspect", "bridge"))[0]["IPAM"]["Config"][0]["Gateway"]
+        self.here = ["gateway", bridge, lan, here]
+
+    def places(self, *ways: str) -> list[str]:
+        """This machine, under each of its names, and the metadata service."""
+        return [f"{way}:{host}:{self.port}" for way in ways for host in (*self.here, self.metadata)]
+
+    def heard(self) -> bool:
+        """Whether a datagram has come to this machine."""
+        try:
+            return self.udp.recv(100) == b"reached"
+        except BlockingIOError:
+            return False
+
+    def remove(self) -> None:
+        self.tcp.close()
+        self.udp.close()
+        self.space.remove()
+
+
+@pytest.fixture(scope="module")
+def around(docker_engine):
+    possible()
+    made = Around()
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def reach(cli):
+    """Run a job that tries to reach places; what came of it, by rank."""
+
+    def run(*places: str, options: tuple[str, ...] = (), trainers: int = 1) -> list[dict[str, str]]:
+        for old in cli.folder.glob("runs/*"):
+            if not (old / "nodes").exists():
+                shutil.rmtree(old)
+        job = ("run", "--engine", "docker", "--trainers", str(trainers), *OPTIONS, *options)
+        done = cli(*job, "--", "reach.py", *places)
+        assert done.returncode == 0, done.stderr
+        assert "warning" not in done.stderr
+        return [json.loads(cli.log(rank)) for rank in range(trainers + 1)]
+
+    return run
+
+
+def test_workers_must_reach_the_outside_but_neither_this_machine_nor_the_metadata_service(around, reach, nothing_left):
+    blocked, open_ = around.places("tcp", "bind"), [f"tcp:{around.outside}:{around.port}"]
+    near = f"near:gateway:{around.port}"
+    datagrams = [f"udp:{host}:{around.port}" for host in (*around.here, "subnet", "255.255.255.255", "224.0.0.1")]
+    for found in reach(*blocked, near, *open_, *datagrams):
+        assert {found[place] for place in [*blocked, near]} <= GUARDED, found
+        assert {found[place] for place in open_} == {"reached"}
+        assert {found[place] for place in datagrams} <= GUARDED | {"EPERM"}
+    assert not around.heard()
+
+
+def test_workers_must_reach_everything_where_the_job_asks_for_it(around, reach, nothing_left):
+    places = [*around.places("tcp"), f"udp:subnet:{around.port}", f"tcp:{around.outside}:{around.port}"]
+    for found in reach(*places, options=("--set", "host_access=true")):
+        assert set(found.values()) == {"reached"}
+    assert around.heard()
+    while around.heard():
+        pass
+
+
+def test_a_node_that_was_started_again_must_be_protected_before_it_has_a_worker(cli, around, nothing_left):
+    (cli.folder / "stay").touch()
+    job = Background(cli, "docker", "--", "reach.py", *around.places("tcp"), trainers=1)
+    eventually(lambda: job.has(1, "}\n") or job.ended_early())
+    docker("restart", "--time", "0", job.node("trainer-1"))
+    assert job.end() == 0, job.err
+    assert len(job.events("generation_started")) == 2
+    for rank in range(2):
+        found = [json.loads(line) for line in re.findall(r"^\{.*", cli.log(rank), re.M)]
+        assert len(found) == 2 and {value for one in found for value in one.values()} <= GUARDED
+
+
+def test_nodes_that_stay_must_be_protected_once_for_all_their_jobs(cli, around, reach, nothing_left):
+    done = cli("up", "--engine", "docker", "--trainers", "1", *OPTIONS, "--set", "warm=false")
+    name = done.stdout.strip()
+    since = docker("info", "--format", "{{.SystemTime}}").strip()
+    for _ in range(2):
+        for found in reach(*around.places("tcp")):
+            assert set(found.values()) <= GUARDED
+    helpers = ["--filter", f"label={guard.LABEL}={name}"]
+    until = docker("info", "--format", "{{.SystemTime}}").strip()
+    assert docker("events", "--since", since, "--until", until, *helpers) == ""
+    assert docker("ps", "--all", "--quiet", *helpers) == ""
+    node = docker("ps", "--quiet", "--filter", f"name={name}-master").strip()
+    docker("restart", "--time", "0", node)
+    for found in reach(*around.places("tcp")):
+        assert set(found.values()) <= GUARDED
+    assert cli("down", name).returncode == 0
+
+
+LIFT = """
+import sys
+sys.path.insert(0, "/opt/orchestrate/node")
+import guard
+head, table = guard.struct.pack("=BBH", guard.IPV4, 0, 0), guard.text(1, guard.NAME)
+guard.send(guard.NETFILTER, [
+    guard.message(guard.BEGIN, 0, guard.struct.pack(">BBH", 0, 0, 10)),
+    guard.message(guard.DELETE_TABLE, guard.ACK, head, table),
+    guard.message(guard.END, 0, guard.struct.pack(">BBH", 0, 0, 10)),
+])
+"""
+
+
+@pytest.fixture
+def protected(cli, nothing_left, docker_engine):
+    """A node that is up and protected; its container."""
+    done = cli("up", "--engine", "docker", "--trainers", "0", *OPTIONS, "--set", "warm=false")
+    name = done.stdout.strip()
+    yield docker("ps", "--quiet", "--filter", f"name={name}-master").strip()
+    assert cli("down", name).returncode == 0
+
+
+@pytest.mark.parametrize("user", ["0:0", "1000:1000"])
+def test_the_protection_must_not_be_lifted_from_within_a_node(protected, user):
+    words = ["docker", "exec", "--user", user, protected, "python", "-c", LIFT]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("PermissionError: [Errno 1] Operation not permitted\n")
+    inside = ["docker", "exec", "--privileged", "--user", "0:0", protected, "python", "-c", LIFT]
+    assert subprocess.run(inside, capture_output=True).returncode == 0  # where one may, it can be
+
+
+def test_this_machine_must_still_reach_its_nodes(protected):
+    listens = "import socket; socket.create_server(('0.0.0.0', 45999)).accept()[0].sendall(b'answer')"
+    docker("exec", "--detach", protected, "python", "-c", listens)
+    network = json.loads(docker("inspect", protected))[0]["NetworkSettings"]["Networks"]
+    (address,) = (one["IPAddress"] for one in network.values())
+
+    def answer() -> bytes:
+        try:
+            with socket.create_connection((address, 45999)) as sock:
+                return sock.recv(100)
+        except ConnectionRefusedError:
+            return b""
+
+    assert eventually(answer) == b"answer"
+
+
+# --- when something goes wrong
+
+
+@pytest.fixture
+def hanging(cli):
+    """A job of one node, whose helper does nothing until it is killed; and that helper."""
+    (cli.folder / "hangs.py").write_text("import signal\nsignal.pause()\n")
+    patch = f"from orchestrate.node import guard\nguard.__file__ = '{cli.folder}/hangs.py'\n"
+    (cli.folder / "patch").mkdir()
+    (cli.folder / "patch" / "sitecustomize.py").write_text(patch)
+    cli.env["PYTHONPATH"] = f"{cli.folder}/patch:{cli.env['PYTHONPATH']}"
+    job = Background(cli, "docker", "--", "probe.py", trainers=0)
+    job.until("nodes_up")
+    found = ["ps", "--quiet", "--filter", f"label={guard.LABEL}={job.home()}"]
+    return job, eventually(lambda: docker(*found).strip() or job.ended_early())
+
+
+def test_a_job_whose_helper_is_killed_must_go_on_with_a_warning(nothing_left, docker_engine, hanging):
+    job, helper = hanging
+    assert not job.events("generation_started")
+    docker("kill", helper)
+    assert job.end() == 0
+    (line,) = (line for line in job.err.splitlines() if line.startswith("warning"))
+    assert line.startswith("warning: the nodes can reach this machine's ports") and "exit code 137" in line
+
+
+def test_what_an_orchestrator_that_was_killed_has_left_must_be_removed(nothing_left, docker_engine, cli, hanging):
+    job, helper = hanging
+    job.process.kill()
+    job.end()
+    name = docker("inspect", "--format", "{{.Name}}", helper).strip().lstrip("/")
+    assert f"container {name}\n" in cli("stop", "--dry-run", job.home()).stdout
+    done = cli("stop", job.home())
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_node_that_was_cut_off_for_a_while_must_still_be_protected(around, protected):
+    (network,) = json.loads(docker("inspect", protected))[0]["NetworkSettings"]["Networks"]
+    places = [f"tcp:gateway:{around.port}", f"tcp:{around.outside}:{around.port}"]
+    docker("network", "disconnect", network, protected)
+    docker("network", "connect", network, protected)
+    found = json.loads(docker("exec", protected, "python", "/workspace/reach.py", *places))
+    assert found[places[0]] in GUARDED and found[places[1]] == "reached"
+
+
+# --- names
+
+
+def answer(question: bytes) -> bytes:
+    """That a name is 192.0.2.7, whichever is asked for, in the words of DNS."""
+    asked = question[12:].partition(b"\0")[0] + question[12 + len(question[12:].partition(b"\0")[0]) :][:5]
+    record = b"\xc0\x0c\0\1\0\1\0\0\0\x3c\0\4" + bytes([192, 0, 2, 7])
+    return question[:2] + b"\x81\x80\0\1\0\1\0\0\0\0" + asked + record
+
+
+@pytest.fixture
+def names(around):
+    """A server of names on this machine, at an address that nodes cannot reach; yields the address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind((around.here[-1], 53))
+
+        def serve() -> None:
+            while question := server.recvfrom(1000):
+                server.sendto(answer(question[0]), question[1])
+                if question[0] == b"end":
+                    return
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield around.here[-1]
+        server.sendto(b"end", server.getsockname())
+        thread.join()
+
+
+def test_names_must_be_resolved_where_this_machine_does_it(names, tmp_path, nothing_left):
+    home, label = f"names-{os.getpid()}", f"orchestrate.run={tmp_path}/"
+    docker("network", "create", "--label", label, home)
+    options = ("--network", home, "--dns", names, "--cap-drop", "ALL", "--label", label)
+    node = docker("run", "--detach", *options, "--entrypoint", "sleep", IMAGE, "1000").strip()
+    daemon = Daemon()
+    helpers = guard.Guard(daemon, home, IMAGE, tmp_path)
+    try:
+        nodes = dict(zip(["master"], daemon.containers(label)))
+        helpers.begin(nodes.values())
+        helpers.finish(lambda: nodes)
+        assert helpers.warnings() == []
+        ask = "import socket; print(socket.gethostbyname('a.example'))"
+        assert docker("exec", node, "python", "-c", ask) == "192.0.2.7\n"
+    finally:
+        helpers.close()
+        daemon.client.close()
+        docker("rm", "--force", node)
+        docker("network", "rm", home)

@@ -1,0 +1,156 @@
+"""What an engine is asked for so that nodes are kept from their host, and what comes of its refusals."""
+
+from collections.abc import Iterator
+from concurrent.futures import wait
+
+import pytest
+from answers import Job
+
+from orchestrate.engines.docker import DockerEngine
+from orchestrate.spec import IMAGE, JobSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
+SPEC = JobSpec(trainers=1, image="mine:1")
+CREATE, END = "POST /containers/create", "POST /containers/made/wait"
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch) -> Iterator[Job]:
+    made = Job(tmp_path, monkeypatch)
+    yield made
+    made.close()
+
+
+def protected(job: Job, spec: JobSpec = SPEC) -> DockerEngine:
+    """An engine with two nodes, whose helpers have ended."""
+    for number, name in enumerate(("master", "trainer-1")):
+        job.answers.container(name)["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": f"first-{number}"}
+    engine = job.engine()
+    engine.up(spec, job.plan(spec), job.run)
+    again(engine)
+    return engine
+
+
+def again(engine: DockerEngine) -> None:
+    """Wait for helpers, as before a generation starts."""
+    engine.alive()
+    if engine.guard:
+        engine.guard.finish(engine._well_ones)
+
+
+def helped(job: Job) -> list[str]:
+    """The nodes that had a helper."""
+    modes = [body["HostConfig"]["NetworkMode"] for what, _, body in job.answers.asked if what == CREATE]
+    return sorted(mode.removeprefix("container:").rstrip("0") for mode in modes)
+
+
+def test_a_helper_must_have_one_capability_and_no_file_of_this_machine(job):
+    engine = protected(job)
+    assert helped(job) == ["j-master-", "j-trainer-1-"]
+    _, body = job.answers.of(CREATE)
+    host = body["HostConfig"]
+    assert (host["CapDrop"], host["CapAdd"], host["ReadonlyRootfs"]) == (["ALL"], ["NET_ADMIN"], True)
+    assert host["SecurityOpt"] == ["no-new-privileges:true"] and host["PidsLimit"] == 8 and host["Memory"] == 64 << 20
+    assert not host.get("Binds") and not host.get("Mounts") and not host.get("Privileged") and not body.get("Volumes")
+    assert body["Entrypoint"][:4] == ["python", "-I", "-S", "-c"] and body["User"] == "0:0"
+    assert body["Labels"] == {"orchestrate.guard": "j", "orchestrate.run": str(job.run)}
+    assert "169.254.0.0/255.255.0.0" in body["Entrypoint"]
+    assert job.answers.did("DELETE") == ["DELETE /containers/made"] * 2
+    assert engine.warnings() == []
+
+
+def test_a_node_must_have_a_helper_each_time_that_it_starts_and_no_other_time(job):
+    engine = protected(job)
+    again(engine)
+    assert len(helped(job)) == 2
+    job.answers.containers[1]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "second"}
+    again(engine)
+    assert helped(job) == ["j-master-", "j-trainer-1-", "j-trainer-1-"]
+
+
+@pytest.mark.parametrize("options", [{"host_access": True}, {"network": "host"}])
+def test_no_helper_must_be_asked_for_where_nodes_may_reach_their_host(job, options):
+    spec = JobSpec(trainers=1, **options)
+    for name in ("master", "trainer-1"):
+        job.answers.container(name)["NetworkSettings"]["Networks"] = {options.get("network", "j_job"): {}}
+    engine = job.engine()
+    engine.up(spec, job.plan(spec), job.run)
+    again(engine)
+    assert engine.guard is None and helped(job) == [] and engine.warnings() == []
+
+
+def test_a_helper_must_be_made_of_the_projects_image_or_else_of_the_nodes(job):
+    images = []
+
+    def lacks(what: str) -> None:
+        if what == CREATE:
+            images.append(job.answers.asked[-1][2]["Image"])
+            missing = images[-1] == IMAGE
+            job.answers.refusals = {CREATE: (404, f"No such image: {IMAGE}")} if missing else {}
+
+    job.answers.happens = lacks
+    job.answers.container("master")
+    engine, spec = job.engine(), JobSpec(trainers=0, image="mine:1")
+    engine.up(spec, job.plan(spec), job.run)
+    again(engine)
+    assert images == [IMAGE, "mine:1"] and engine.warnings() == []
+
+
+REFUSALS = {
+    CREATE: (500, "no space left"),
+    "POST /containers/made/start": (400, 'exec: "python": executable file not found in $PATH'),
+    END: (500, "the helper was lost"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSALS)
+def test_nodes_that_are_not_protected_must_be_told_of_once(job, refused):
+    job.answers.refusals[refused] = REFUSALS[refused]
+    engine = protected(job)
+    (warning,) = engine.warnings()
+    assert REFUSALS[refused][1] in warning and "host_access: true" in warning
+    assert engine.warnings() == []
+    job.answers.containers[1]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "second"}
+    again(engine)
+    assert engine.warnings() == []
+    assert len(job.answers.did("DELETE")) == (0 if refused == CREATE else 3)
+
+
+def test_a_failure_from_before_nodes_were_waited_for_must_be_told_of(job):
+    job.answers.refusals[CREATE] = REFUSALS[CREATE]
+    job.answers.container("master")
+    engine, spec = job.engine(), JobSpec(trainers=0)
+    engine.up(spec, job.plan(spec), job.run)
+    wait(engine.guard.begun.values())
+    again(engine)
+    assert len(engine.warnings()) == 1
+
+
+def test_what_a_helper_says_when_it_fails_must_be_told(job):
+    job.answers.code = 1
+    job.answers.output = b"Traceback ...\nOSError: [Errno 95] Operation not supported\n"
+    (warning,) = protected(job).warnings()
+    assert "OSError: [Errno 95] Operation not supported" in warning
+
+
+def test_a_node_that_has_gone_must_not_be_warned_of(job):
+    job.answers.refusals[CREATE] = (409, "cannot join network of a non running container")
+    job.answers.happens = lambda what: job.answers.containers[1].update(State="exited") if what == CREATE else None
+    for name in ("master", "trainer-1"):
+        job.answers.container(name)
+    engine = job.engine()
+    engine.up(SPEC, job.plan(SPEC), job.run)
+    job.answers.containers[0]["State"] = "exited"
+    again(engine)
+    assert engine.warnings() == []
+
+
+def test_helpers_that_an_orchestrator_has_left_must_be_found_and_removed(job):
+    left = job.answers.container("left")
+    left["Labels"] = {"orchestrate.guard": "j", "orchestrate.run": "/runs/j"}
+    job.answers.container("other")["Labels"] = {"orchestrate.guard": "other"}
+    engine = job.engine()
+    assert engine.holds("j") == ["container j-left-1"]
+    assert engine.jobs() == []  # it is no node
+    engine.remove("j", 30)
+    assert job.answers.did() == [f"DELETE /containers/{left['Id']}"]
