@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import shutil
@@ -15,13 +14,12 @@ from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines import LOST, Exit, JobState, never, sockets
+from orchestrate.engines import LOST, Exit, JobState, mounts, never, sockets
 from orchestrate.engines.daemon import LABEL, Daemon, Events, name_of
 from orchestrate.engines.guard import LABEL as HELPER
 from orchestrate.engines.guard import Guard
 from orchestrate.engines.image import inventory
 from orchestrate.engines.links import DYING, Link, Linked
-from orchestrate.engines.masks import masks
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.paths import PROJECT, is_text
@@ -273,9 +271,9 @@ class DockerEngine(Linked):
             "NODE_SOCKETS": SOCKETS if self._same_kernel() else "",
         }
         command = () if plan.job_id == plan.inventory.cluster else spec.command  # a cluster runs none
-        self.mounts = [_bind(run, JOB), *masks(Path(code), run.parent.parent, CODE, command)]
+        self.mounts = [mounts.bind(run, JOB), *mounts.masks(Path(code), run.parent.parent, CODE, command)]
         if self.env["NODE_SOCKETS"]:
-            self.mounts.append(_bind(self.sockets, SOCKETS))
+            self.mounts.append(mounts.bind(self.sockets, SOCKETS))
         if self.guard is None and not spec.host_access and self.network != "host":
             self.guard = Guard(self.daemon, self.home, spec.image, run)
         if self.events is None:
@@ -366,33 +364,11 @@ class DockerEngine(Linked):
             time.sleep(0.2)
 
     def _project(self, stopped: Callable[[], bool], *arguments: str) -> None:
-        self._share_sockets()
-        mounts = {"volumes": [{key: _literally(value) for key, value in mount.items()} for mount in self.mounts]}
-        more = {"services": {"master": mounts, "trainer": mounts}}
+        sockets.share(self.sockets, self.env["NODE_USER"])
         files = [PROJECT / "docker-compose.yml", *([HOST_NETWORK] if self.network == "host" else []), "-"]
         options = [word for file in files for word in ("--file", str(file))]
         words = ["--project-name", self.home, "--profile", "gpu", *options, *arguments]
-        self.daemon.compose(*words, env=self.env, given=json.dumps(more), capture=True, stopped=stopped)
-
-    def _share_sockets(self) -> None:
-        """Have the folder of the nodes' sockets, which the nodes own."""
-        try:
-            self.sockets.mkdir(mode=0o700, exist_ok=True)
-            user, _, group = self.env["NODE_USER"].partition(":")
-            if os.geteuid() == 0:
-                os.chown(self.sockets, int(user), int(group))
-        except OSError as error:
-            raise EngineError(f"no folder for the sockets of nodes: {error}") from None
-
-
-def _bind(source: Path, target: str) -> dict[str, Any]:
-    """A mount of a Compose file; in this form, and with a folder that is there, Compose takes any path."""
-    return {"type": "bind", "source": str(source), "target": target, "bind": {"create_host_path": False}}
-
-
-def _literally(value: Any) -> Any:
-    """A value of a Compose file that Compose must not look for variables in."""
-    return value.replace("$", "$$") if isinstance(value, str) else value
+        self.daemon.compose(*words, env=self.env, given=mounts.document(self.mounts), capture=True, stopped=stopped)
 
 
 def _node_name(container: Container) -> str:

@@ -44,6 +44,16 @@ def of_containers(home: str) -> Path:
     return folder / home
 
 
+def share(folder: Path, user: str) -> None:
+    """Make the folder of a job's sockets, for its nodes to write in; `user` is UID:GID. Raises EngineError."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if os.geteuid() == 0:
+            os.chown(folder, *map(int, user.split(":")))
+    except OSError as error:
+        raise EngineError(f"no folder for the sockets of nodes: {error}") from None
+
+
 def connect(path: Path, patience: float = 0.0) -> Link:
     """A connection to a Unix socket, which may take some seconds to be there; raises OSError where nothing listens.
 

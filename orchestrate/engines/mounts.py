@@ -1,7 +1,11 @@
-"""What of the folder of code nodes do not see: the files of jobs, the history, and what .dockerignore names."""
+"""What nodes see of this machine: mounts in the form of a Compose file, and masks over what is not theirs to see.
+
+Of the folder of code they see neither the files of jobs, nor the history, nor what .dockerignore names.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +25,21 @@ COMPILED = (
     "*$py.class",
 )  # hold what the files beside them do
 MOST = 256  # mounts of a container
+
+
+def bind(source: Path, target: str) -> dict[str, Any]:
+    """A mount of a folder that is there; in this form Compose takes any path."""
+    return {"type": "bind", "source": str(source), "target": target, "bind": {"create_host_path": False}}
+
+
+def document(mounts: list[dict[str, Any]]) -> str:
+    """A Compose file, beside the project's own, that gives every node these mounts; Compose looks up no variable."""
+    literal = {"volumes": [{key: _literally(value) for key, value in mount.items()} for mount in mounts]}
+    return json.dumps({"services": {"master": literal, "trainer": literal}})
+
+
+def _literally(value: Any) -> Any:
+    return value.replace("$", "$$") if isinstance(value, str) else value
 
 
 def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:

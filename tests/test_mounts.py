@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrate.engines import masks as masks_module
-from orchestrate.engines.masks import masks
+from orchestrate.engines import mounts as mounts_module
+from orchestrate.engines.mounts import masks
 from orchestrate.errors import UsageError
 
 TREE = (
@@ -92,7 +92,7 @@ def test_jobs_in_the_folder_of_code_itself_must_be_refused(code):
 
 
 def test_more_than_a_node_can_hide_must_be_refused_with_the_way_out(code, monkeypatch):
-    monkeypatch.setattr(masks_module, "MOST", 3)
+    monkeypatch.setattr(mounts_module, "MOST", 3)
     assert len(hidden(code, ".env\n")) == 3
     with pytest.raises(UsageError, match=".dockerignore names 4 files and folders"):
         hidden(code, ".env\ndata\n")
