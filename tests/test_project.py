@@ -321,4 +321,5 @@ def test_the_outcome_must_have_no_rights_and_no_network():
     for name in ("outcome", "outcome-cpu"):
         service = SERVICES[name]
         assert service["network_mode"] == "none" and service["read_only"] and service["cap_drop"] == ["ALL"]
+        assert (service["mem_limit"], service["pids_limit"]) == ("256m", 64)
         assert "all ranks succeeded" in service["entrypoint"][-1]

@@ -13,6 +13,7 @@ from orchestrate.cores import cores
 from orchestrate.engines import SWARMS, ignoring
 from orchestrate.engines.daemon import ERRORS, Daemon, reason
 from orchestrate.errors import EngineError, ResourceError, UsageError
+from orchestrate.limits import FEWEST
 from orchestrate.node.ranks import gpu_ids
 from orchestrate.paths import PACKAGE, code_folder
 from orchestrate.plan import Inventory
@@ -96,6 +97,11 @@ def _gpus(daemon: Daemon, spec: JobSpec, run: Path) -> tuple[str, ...]:
             environment={"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
             labels={"orchestrate.run": str(run)},
             network_mode="none",
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges:true"],
+            read_only=True,
+            mem_limit="1g",
+            pids_limit=FEWEST,
             log_config=LogConfig(type=LogConfig.types.JSON),
         )
         container.start()
