@@ -115,6 +115,32 @@ def test_a_script_that_knows_nothing_of_us_must_run_unchanged(cli, swarm):
         assert cli.log(rank) == f"rank {rank} of 3: the ranks add up to 3\n", cli.report()["failures"][0]["summary"]
 
 
+def test_a_node_must_have_the_limits_and_no_more_rights_than_on_one_machine(cli, swarm):
+    job = Job(cli, swarm, "--", "count.py", "100000")
+    job.until_step(1, rank=3)
+    limits = json.loads((cli.run_dir() / "plan.json").read_text())["limits"]
+    for name in ("master", "trainer-3"):
+        host, node = job.where(name)
+        (found,) = json.loads(host.docker("inspect", node))
+        rights = found["HostConfig"]
+        assert (rights["Memory"], rights["PidsLimit"]) == (limits["memory"], limits["processes"])
+        assert (
+            limits["memory"] < json.loads(host.docker("info", "-f", "{{.MemTotal}}")) / 2
+        )  # there may be two on a host
+        assert (rights["CapDrop"], rights["CapAdd"], rights["Privileged"]) == (["ALL"], None, False)
+        assert rights["ReadonlyRootfs"] and "no-new-privileges" in str(rights["SecurityOpt"])
+        mounts = host.docker("exec", node, "cat", "/proc/self/mountinfo").splitlines()
+        flags = {line.split()[4]: line.split()[5].split(",") for line in mounts if " - tmpfs " in line}
+        for place in ("/dev/shm", "/run/orchestrate"):
+            assert {"nosuid", "nodev", "noexec"} <= set(flags[place])
+        room = host.docker(
+            "exec", node, "df", "--block-size=1", "--output=size", "/dev/shm", "/run/orchestrate"
+        ).split()
+        assert [int(size) for size in room[1:]] == [1 << 30, 16 << 20]
+    job.process.send_signal(signal.SIGINT)
+    assert job.end() == 130, job.err
+
+
 ADDRESSES = {"MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "JOB_DIR", "JOB_ID"}
 ADDRESSES |= {"TORCHELASTIC_RUN_ID"}
 

@@ -78,11 +78,9 @@ def task(
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    # What is mounted as tmpfs has nosuid, nodev and noexec; compilers run what they write to /tmp, so that is a volume.
-    options = {"type": "tmpfs", "device": "tmpfs", "o": f"size={plan.limits.tmp},mode=1777,nosuid,nodev"}
-    tmpfs = {"NoCopy": True, "DriverConfig": {"Name": "local", "Options": options}}
+    # A tmpfs of Swarm's has nosuid, nodev and noexec. Compilers run what they write to /tmp, so that is a volume.
     mounts: list[dict[str, Any]] = [
-        {"Type": "volume", "Target": "/tmp", "VolumeOptions": tmpfs},
+        {"Type": "volume", "Target": "/tmp"},
         {"Type": "volume", "Target": "/var/tmp"},
         {"Type": "tmpfs", "Target": PROGRAM, "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": ROOM}},
         {"Type": "tmpfs", "Target": "/dev/shm", "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": size(spec.shm_size)}},
