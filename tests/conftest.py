@@ -30,7 +30,7 @@ DOCKER_REQUIRED = os.environ.get("ORCHESTRATE_REQUIRE_DOCKER") == "1"
 
 
 # Expensive fixtures, and the number of processes that have one, for the tests that share it.
-SHARED = {"hosts": 2, "single": 1, "kept": 1, "slurm_image": 1}
+SHARED = {"hosts": 2, "single": 1, "kept": 1, "slurm_image": 1, "looked_at": 1}
 
 
 @pytest.hookimpl(wrapper=True)  # before xdist looks at the marks

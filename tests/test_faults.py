@@ -5,6 +5,7 @@ The numbers F… are those of docs/failures.md.
 
 import json
 import os
+import re
 import signal
 import subprocess
 
@@ -171,13 +172,19 @@ def test_f35_a_slow_worker_must_be_named_and_left_alone(cli, mnist, nothing_left
 @pytest.mark.docker
 def test_f36_running_out_of_memory_twice_at_the_same_step_must_end_the_job(cli, docker_engine, nothing_left):
     (cli.folder / "hungry.py").write_text(
-        "import os, signal\nif os.environ['RANK'] == '1':\n    x = [b'x' * 1_000_000 for _ in range(10_000)]\n"
-        "signal.pause()\n"
+        "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "if os.environ['RANK'] == '1':\n    x = [b'x' * 1_000_000 for _ in range(10_000)]\n"
+        "signal.sigwait([signal.SIGTERM])\n"
+        "for path in ('/sys/fs/cgroup/memory.events', '/sys/fs/cgroup/memory/memory.oom_control'):\n"
+        "    lines = open(path) if os.path.exists(path) else ()\n"
+        "    print(*(line for line in lines if line.startswith('oom_kill ')), end='')\n"
     )
     job = Background(cli, "docker", "--set", "memory=100m", "--", "hungry.py")
     assert job.end() == 1
     assert cli.report()["reason"] == "out of memory twice at the same step"
     assert job.causes() == [(1, "out of memory")] * 2
+    for rank in (0, 2):  # the other nodes have lost nothing
+        assert set(re.findall(r"^oom_kill \d+$", cli.log(rank), re.M)) == {"oom_kill 0"}
 
 
 @pytest.mark.docker

@@ -1,0 +1,245 @@
+"""What a node can do to its machine: nodes of a running job against two lists that others keep.
+
+`5.N` are the checks of docker-bench-security, section 5 (container runtime, of the CIS Docker Benchmark), `owasp-N` the
+rules of OWASP's Docker Security Cheat Sheet. Its rules 0, 10 and 11 (up-to-date engine, its log, rootless mode) are the
+machine's own; 9 and 13 (how the image is made) are tested in test_project.py. Where a check has nothing to find because
+we do something else instead, the case says what.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from conftest import Cli, docker, eventually, leftovers
+from faults import Background
+
+from orchestrate.spec import IMAGE
+
+pytestmark = pytest.mark.docker
+CANARY = "a-value-that-only-the-worker-may-see"
+LOOK = """
+import json, os, pathlib, resource, socket, stat, time
+
+def lines(path):
+    return pathlib.Path(path).read_text().splitlines()
+
+def writable(folder):
+    try:
+        (pathlib.Path(folder) / f"written-by-{os.getpid()}").touch()
+    except OSError:
+        return False
+    return True
+
+address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if os.environ["RANK"] == "0":
+    server = socket.create_server(("", address[1]))
+while os.environ["RANK"] == "1":
+    try:
+        socket.create_connection(address).close()
+        break
+    except OSError:
+        time.sleep(0.05)
+places = [line.split()[4] for line in lines("/proc/self/mountinfo")]
+listening = [line.split()[1].split(":") for line in lines("/proc/net/tcp") + lines("/proc/net/tcp6") if " 0A " in line]
+folders = ("/", "/dev", "/etc", "/proc", "/sys", "/usr", "/root", "/home", "/var/tmp", "/run", "/opt", *places)
+print(json.dumps({
+    "status": dict(line.split(":", 1) for line in lines("/proc/self/status")),
+    "mounts": {line.split()[4]: line.split()[5].split(",") for line in lines("/proc/self/mountinfo")},
+    "sizes": {place: os.statvfs(place).f_blocks * os.statvfs(place).f_frsize for place in ("/tmp", "/dev/shm")},
+    "processes": [path.read_text().split("(")[1].split(")")[0] for path in pathlib.Path("/proc").glob("[0-9]*/stat")],
+    "listening": [int(port, 16) for host, port in listening if host != "0B00007F"],  # Docker's own DNS
+    "blocks": [path.name for path in pathlib.Path("/dev").iterdir() if stat.S_ISBLK(path.stat().st_mode)],
+    "writable": sorted({place for place in folders if os.path.isdir(place) and writable(place)}),
+    "sockets": [str(path) for path in pathlib.Path("/").glob("*/**/docker.sock")],
+    "oom": int(lines("/proc/self/oom_score_adj")[0]),
+    "core": resource.getrlimit(resource.RLIMIT_CORE),
+    "env": dict(os.environ),
+}), flush=True)
+while not os.path.exists("enough"):
+    time.sleep(0.05)
+"""
+CONNECT = (
+    "import socket, sys\ns = socket.socket()\ns.settimeout(2)\nprint(s.connect_ex((sys.argv[1], int(sys.argv[2]))))"
+)
+
+
+@dataclass
+class Node:
+    """A node as the engine describes it, and as its worker sees it."""
+
+    job: str
+    limits: dict[str, int]  # of the plan
+    engine: dict[str, Any]  # docker info
+    container: dict[str, Any]  # docker inspect
+    inside: dict[str, Any]
+    reached: bool  # whether a container on another network has reached it
+
+    @property
+    def host(self) -> dict[str, Any]:
+        return self.container["HostConfig"]
+
+    @property
+    def options(self) -> list[str]:
+        return self.host["SecurityOpt"]
+
+    @property
+    def networks(self) -> dict[str, Any]:
+        return self.container["NetworkSettings"]["Networks"]
+
+    @property
+    def mounts(self) -> list[dict[str, Any]]:
+        return self.container["Mounts"]
+
+    def has(self, module: str) -> bool:
+        """Whether the engine's kernel has a security module."""
+        return any(f"name={module}" in option for option in self.engine["SecurityOptions"])
+
+    def capabilities(self) -> set[int]:
+        return {int(self.inside["status"][f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")}
+
+
+def connects(address: str, port: str, run: str) -> bool:
+    """Whether a container on Docker's default network reaches an address."""
+    words = ("run", "--rm", "--label", f"orchestrate.run={run}", "--network", "bridge", "--entrypoint", "python", IMAGE)
+    return docker(*words, "-c", CONNECT, address, port) == "0\n"
+
+
+@pytest.fixture(scope="module")
+def looked_at(docker_engine, tmp_path_factory):
+    """The master and a trainer of a job."""
+    cli = Cli(tmp_path_factory.mktemp("rights"))
+    (cli.folder / "look.py").write_text(LOOK)
+    job = Background(cli, "docker", "--set", f"env.TOKEN={CANARY}", "--", "look.py", trainers=1)
+    try:
+        found = []
+        job.until("generation_started")
+        plan = json.loads((cli.run_dir() / "plan.json").read_text())
+        for rank, name in enumerate(plan["nodes"]):
+            eventually(lambda rank=rank: job.has(rank, "}\n") or job.ended_early())
+            (container,) = json.loads(docker("inspect", job.node(name)))
+            inside, engine = json.loads(cli.log(rank)), json.loads(docker("info", "--format", "{{json .}}"))
+            (address,) = (one["IPAddress"] for one in container["NetworkSettings"]["Networks"].values())
+            reached = connects(address, plan["workers"][0]["env"]["MASTER_PORT"], str(cli.run_dir()))
+            found.append(Node(job.home(), plan["limits"], engine, container, inside, reached))
+        cli.enough()
+        assert job.end() == 0, job.err
+    finally:
+        cli.clean()
+    yield found
+    assert leftovers(cli.folder) == {}
+
+
+Check = Callable[[Node], tuple[Any, Any]]  # what is found, and what must be
+SENSITIVE = ("/boot", "/dev", "/etc", "/lib", "/proc", "/sys", "/usr")
+CHECKS: dict[str, Check] = {
+    "5.1 no Swarm where none is needed": lambda node: (
+        [label for label in node.container["Config"]["Labels"] if "swarm" in label],
+        [],
+    ),
+    "5.2 AppArmor where the kernel has it": lambda node: (
+        node.container["AppArmorProfile"],
+        "docker-default" if node.has("apparmor") else "",
+    ),
+    "5.3 SELinux where the kernel has it": lambda node: (
+        (bool(node.container["ProcessLabel"]), [option for option in node.options if option.startswith("label")]),
+        (node.has("selinux"), []),
+    ),
+    "5.4 owasp-3 no capabilities": lambda node: (
+        (node.host["CapDrop"], node.host["CapAdd"], node.capabilities()),
+        (["ALL"], None, {0}),
+    ),
+    "5.5 not privileged": lambda node: (node.host["Privileged"], False),
+    "5.6 no folder of the system": lambda node: (
+        [one["Source"] for one in node.mounts if f"{one['Source']}/".startswith(("//", *(f"{s}/" for s in SENSITIVE)))],
+        [],
+    ),
+    "5.7 no sshd": lambda node: ([name for name in node.inside["processes"] if "ssh" in name], []),
+    "5.8 no privileged port published": lambda node: (node.host["PortBindings"], {}),
+    "5.9 no port open but that of rank 0": lambda node: (
+        (node.inside["listening"], node.container["NetworkSettings"]["Ports"]),
+        ([29500] if node.inside["env"]["RANK"] == "0" else [], {}),
+    ),
+    "5.10 not the network of the host": lambda node: (node.host["NetworkMode"], f"{node.job}_job"),
+    "5.11 limited memory": lambda node: (
+        (node.host["Memory"], node.host["Memory"] > 0),
+        (node.limits["memory"], True),
+    ),
+    "5.12 a lower priority for cores": lambda node: (node.host["CpuShares"], 512),
+    "5.13 a read-only root": lambda node: (node.host["ReadonlyRootfs"], True),
+    "5.14 no traffic from outside": lambda node: (node.host["PublishAllPorts"], False),  # nor any port, as of 5.8
+    "5.15 no restarts by the engine": lambda node: (  # but of the whole gang, by the supervisor, within its budget
+        node.host["RestartPolicy"],
+        {"Name": "no", "MaximumRetryCount": 0},
+    ),
+    "5.16 not the processes of the host": lambda node: (node.host["PidMode"], ""),
+    "5.17 not the shared memory of the host": lambda node: (node.host["IpcMode"] in ("private", "shareable"), True),
+    "5.18 no devices": lambda node: (
+        (node.host["Devices"], node.host["DeviceRequests"], node.host["DeviceCgroupRules"], node.inside["blocks"]),
+        (None, None, None, []),
+    ),
+    "5.19 no core dumps": lambda node: (
+        (node.host["Ulimits"], node.inside["core"]),
+        ([{"Name": "core", "Hard": 0, "Soft": 0}], [0, 0]),
+    ),
+    "5.20 mounts that stay the node's": lambda node: ({one["Propagation"] for one in node.mounts} - {""}, {"rprivate"}),
+    "5.21 not the name of the host": lambda node: (node.host["UTSMode"], ""),
+    "5.22 the default seccomp profile": lambda node: (
+        ([option for option in node.options if "seccomp" in option], node.inside["status"]["Seccomp"].strip()),
+        ([], "2"),
+    ),
+    "5.23 no privileged exec": lambda node: (node.container["ExecIDs"], None),  # nodes are asked over their sockets
+    "5.24 no exec as root": lambda node: (node.container["ExecIDs"], None),
+    "5.25 the engine's own cgroup": lambda node: (node.host["CgroupParent"], ""),
+    "5.26 owasp-4 no new privileges": lambda node: (
+        ("no-new-privileges:true" in node.options, node.inside["status"]["NoNewPrivs"].strip()),
+        (True, "1"),
+    ),
+    "5.27 no health check by the engine": lambda node: (  # but by the supervisor, over the connection to each node
+        (node.container["Config"].get("Healthcheck"), node.container["State"].get("Health")),
+        (None, None),
+    ),
+    "5.28 an image of a version": lambda node: (node.container["Config"]["Image"], IMAGE),  # which nothing pulls anew
+    "5.29 limited processes": lambda node: (node.host["PidsLimit"], node.limits["processes"]),
+    "5.30 not the default bridge": lambda node: ([*node.networks], [f"{node.job}_job"]),
+    "5.31 not the users of the host where the engine has others": lambda node: (node.host["UsernsMode"], ""),
+    "5.32 owasp-1 no socket of Docker": lambda node: (
+        ([one for one in node.mounts if "docker.sock" in one["Source"]], node.inside["sockets"]),
+        ([], []),
+    ),
+    "owasp-2 a user that is named": lambda node: (bool(node.container["Config"]["User"]), True),
+    "owasp-5 no connection from other networks": lambda node: (node.reached, False),  # rank 1 has reached rank 0
+    "owasp-6 no security module that is switched off": lambda node: (node.options, ["no-new-privileges:true"]),
+    "owasp-7 no swap, and the first to be killed": lambda node: (
+        (node.host["MemorySwap"], node.host["OomScoreAdj"], node.inside["oom"], node.inside["sizes"]),
+        (node.limits["memory"], 500, 500, {"/tmp": math.ceil(node.limits["tmp"] / 4096) * 4096, "/dev/shm": 1 << 30}),
+    ),
+    "owasp-8 few places to write": lambda node: (
+        set(node.inside["writable"]) - {"/dev", "/dev/mqueue"},  # the engine's own, of 64 MB and of 800 kB
+        {"/dev/shm", "/job", "/tmp"},
+    ),
+    "owasp-8 no devices and no set-id bits where anyone may write": lambda node: (
+        [{"nosuid", "nodev"} - set(node.inside["mounts"][place]) for place in ("/tmp", "/dev/shm")],
+        [set(), set()],
+    ),
+    "owasp-12 no value of the environment in the engine's hands": lambda node: (
+        (CANARY in json.dumps(node.container), node.inside["env"]["TOKEN"]),
+        (False, CANARY),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_node_must_have(looked_at, name):
+    for node in looked_at:
+        found, wanted = CHECKS[name](node)
+        assert found == wanted
+
+
+def test_no_check_of_the_lists_must_be_left_out():
+    names = " ".join(CHECKS)
+    assert re.findall(r"\b5\.(\d+)", names) == [str(number) for number in range(1, 33)]
+    assert set(re.findall(r"owasp-(\d+)", names)) == {"1", "2", "3", "4", "5", "6", "7", "8", "12"}
