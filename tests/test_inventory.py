@@ -52,6 +52,8 @@ def test_an_engine_must_be_shown_as_it_is(answers, daemon, tmp_path, monkeypatch
     del daemon.info["MemTotal"]
     found = image.inventory(daemon, spec(), tmp_path / "run", True)
     assert (found.cores, found.memory) == ((0,), 0)
+    daemon.info |= {"MemTotal": 8 << 30, "MemoryLimit": False}  # an engine that overlooks limits
+    assert image.inventory(daemon, spec(), tmp_path / "run", True).memory == 0
 
 
 def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_stay(answers, daemon, tmp_path):

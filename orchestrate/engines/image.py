@@ -49,7 +49,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
         job_dir="/job",
         code=str(code),
         preload=preload(spec, code),
-        memory=daemon.info.get("MemTotal", 0),
+        memory=daemon.info.get("MemTotal", 0) if daemon.info.get("MemoryLimit", True) else 0,
     )
 
 
