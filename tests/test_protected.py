@@ -18,7 +18,10 @@ import ctypes, glob, json, os
 libc = ctypes.CDLL(None, use_errno=True)
 
 def parent(pid):
-    return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+    try:
+        return int(open(f"/proc/{pid}/stat", errors="replace").read().rpartition(")")[2].split()[1])
+    except OSError:  # it has gone
+        return 0
 
 def mem(pid, flags):
     try:

@@ -250,3 +250,41 @@ def test_a_process_that_left_its_workers_session_must_end_with_the_node(waiting)
     waiting.node.terminate()
     waiting.node.wait(timeout=150)
     assert gone(pid)
+
+
+@pytest.mark.parametrize("name", [rb"\xff\xfe", rb") R 1 (", rb"a b) (\n"], ids=["bytes", "brackets", "lines"])
+def test_what_a_worker_calls_its_processes_must_not_hide_them(waiting, name):
+    named = f"import ctypes\nctypes.CDLL(None).prctl(15, b'{name.decode()}')\n"
+    inner = f"{named}import signal\nprint('ready', flush=True)\nsignal.pause()"
+    own_session = f"subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True, stdout=-1)"
+    waiting.start(
+        0,
+        f"{named}import signal, subprocess, sys\np = {own_session}\np.stdout.readline()\nprint(p.pid)\nsignal.pause()",
+    )
+    pid = int(eventually(lambda: waiting.log(0)))
+    assert waiting.status()["running"]["0"]["state"] == "S"
+    waiting.pipe.ask("clean")
+    assert waiting.pipe.until("clean")
+    assert gone(pid)
+
+
+WITHOUT_RIGHT_TO_KILL = (
+    "import ctypes; assert not ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())"
+)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to start a process that its parent may not kill")
+def test_a_process_that_a_node_may_not_kill_must_not_end_it(tmp_path):
+    node = Waiting(tmp_path, before=WITHOUT_RIGHT_TO_KILL)  # as one that sudo has started
+    code = (
+        "import os, signal\npid = os.fork()\nif pid == 0:\n    os.setsid()\n    os.setuid(65534)\n    signal.pause()\n"
+    )
+    assert node.run(0, f"{code}print(pid)") == 0
+    pid = int(node.log(0))
+    try:
+        node.pipe.ask("clean")
+        assert node.pipe.until("clean")
+        assert node.run(0, "print('ran')") == 0
+        node.end()
+    finally:
+        os.kill(pid, signal.SIGKILL)

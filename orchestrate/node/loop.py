@@ -128,7 +128,7 @@ class Loop:
         zygote.ready = False
         zygote.end()
         for pid in set(children()) - {worker.pid for worker in self.workers}:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
     def stop(self, end: bool = False) -> None:
@@ -205,8 +205,13 @@ class Loop:
         ours = {self.zygote.process.pid} if self.zygote else set()
         while strays := set(children()) - ours:
             for pid in strays:
-                with contextlib.suppress(ProcessLookupError):
+                try:
                     os.kill(pid, signal.SIGKILL)
+                except PermissionError:  # another user's, as sudo starts them; it stays
+                    ours.add(pid)
+                    continue
+                except ProcessLookupError:
+                    pass
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +119,13 @@ class Zygote:
         return answer
 
 
+def processes() -> Iterator[tuple[int, list[bytes]]]:
+    """All processes that are to be seen, and what proc(5) says of each from its state on, whatever it calls itself."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            yield int(path.parent.name), path.read_bytes().rpartition(b")")[2].split()
+
+
 def children() -> list[int]:
     """The processes whose parent we are."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+    return [pid for pid, facts in processes() if facts and int(facts[1]) == os.getpid()]

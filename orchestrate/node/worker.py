@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from orchestrate.node.output import say, stdout
 from orchestrate.node.ranks import Env
 from orchestrate.node.trees import FOLDER, opened
-from orchestrate.node.warm import Forked, Zygote
+from orchestrate.node.warm import Forked, Zygote, processes
 
 FAILED_TO_START = 126
 LONGEST_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
@@ -193,12 +192,10 @@ class Log:
 def doing(session: int) -> dict[str, Any]:
     """The state of a session's first process, as a letter of proc(5), and the CPU seconds of all of the session."""
     state, ticks = "", 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                ticks += int(fields[11]) + int(fields[12])
-                state = fields[0] if path.parent.name == str(session) else state
+    for pid, facts in processes():
+        if facts and int(facts[3]) == session:
+            ticks += int(facts[11]) + int(facts[12])
+            state = facts[0].decode() if pid == session else state
     return {"state": state, "cpu": ticks / os.sysconf("SC_CLK_TCK")}
 
 
