@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scripted import ALL_WELL
 
-from orchestrate import job, report
+from orchestrate import job, report, spec
+from orchestrate.cli import FLAGS as OPTIONS
 from orchestrate.engines import messages
 from orchestrate.engines.links import Link
 from orchestrate.errors import OrchestrateError, UsageError
@@ -242,3 +243,74 @@ def do_in(tmp_path_factory, monkeypatch, capsys):
 def test_a_plan_that_we_have_not_made_must_be_refused(value):
     with pytest.raises((ValueError, TypeError, KeyError)):
         read_plan(json.dumps(value), {})
+
+
+# --- what people type
+
+KEYS = st.sampled_from([*spec.FIELDS, "env.A", "trainer", "", "a b"])
+LINES = st.text(alphabet="abc:-[]{}#&*!|>'\"%@` \n\t0123456789.,~?\\eE_+\ufeff\x85", max_size=60)
+
+
+@bounded
+@given(
+    st.binary(max_size=200)
+    | LINES.map(str.encode)
+    | st.dictionaries(KEYS, values, max_size=4).map(json.dumps).map(str.encode)
+)
+@example(b"trainers: 2023-13-45")
+@example(b"trainers: " + b"9" * 5000)
+@example(b"trainers: !!int abc")
+@example(b"env: {A: " + b"[" * 5000)
+@example(b"&a [*a]")
+@example(b"name: \xff")
+@example(b"? [a]\n: b")
+@example(b"grace: .inf")
+@example(b"trainers: 1:30")
+def test_a_job_file_must_be_a_job_or_refused_with_its_name(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("file") / "job.yaml"
+    path.write_bytes(content)
+    try:
+        made = spec.resolve(spec.read_file(path))
+    except UsageError as error:
+        assert str(error)
+    else:
+        again = path.with_name("again.yaml")
+        again.write_text(made.to_yaml())
+        assert spec.resolve(spec.read_file(again)) == made
+
+
+@bounded
+@given(KEYS, values | st.text(max_size=30))
+@example("command", ["\ud800"])
+@example("env", {"A": "a\0b"})
+@example("grace", "1e400")
+@example("trainers", "１")
+@example("memory", "9" * 50 + "g")
+def test_a_value_must_be_taken_or_refused_with_its_key(key, value):
+    try:
+        made = spec.resolve({key: value})
+    except UsageError as error:
+        assert repr(key) in str(error) or key.split(".")[0] in str(error)
+    else:
+        assert isinstance(made, spec.JobSpec)
+
+
+COMMANDS = ["plan", "logs", "wait", "stop", "rm", "down", "ps", "attach", "export", ""]
+OTHERS = ["--set", "--runs", "--dry-run", "--rank", "-f", "--", "-m"]
+FLAGS = [*(f"--{name.replace('_', '-')}" for name in OPTIONS), *OTHERS]
+WORDS = st.sampled_from([*FLAGS, "0", "-1", "1e9", "auto", "all", "x=1", "env.A=b", "..", "/"]) | st.text(max_size=12)
+
+
+@bounded
+@given(st.sampled_from(COMMANDS), st.lists(WORDS, max_size=5))
+@example("stop", [""])
+@example("rm", [".."])
+@example("rm", ["/"])
+@example("logs", ["a-1", "--rank", "x"])
+@example("export", ["kubernetes", "--form", "\0"])
+def test_a_command_line_must_be_run_or_refused_without_a_traceback(do_in, command, words):
+    do, paths = do_in()
+    code, _, err = do(command, *words)
+    assert code in (0, 1, 2, 3, 4, 5, 130), err
+    assert "Traceback" not in "\n".join(err) and (code != 2 or any(line.startswith("error: ") for line in err))
+    assert paths.root.exists() or command == "rm"
