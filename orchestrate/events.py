@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from orchestrate.folder import regular
 from orchestrate.forms import Form, fits, number, numbered, one_of, seconds, sequence, text, truth
 from orchestrate.restarts import Cause, Ended
 
@@ -65,7 +66,9 @@ class Recorder:
 
     def __init__(self, path: Path, show: Callable[[Event], None] = lambda _: None) -> None:
         """`show` gets each new event, too. Raises ValueError where the file is damaged."""
-        content = path.read_bytes() if path.exists() else b""
+        content = b""
+        with contextlib.suppress(FileNotFoundError), regular(path) as file:
+            content = file.read()
         self.events = read(content)
         self._show = show
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)

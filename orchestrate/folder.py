@@ -10,17 +10,16 @@ import contextlib
 import errno
 import os
 import secrets
-import shutil
 import stat
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from orchestrate.node.trees import FOLDER, clear, opened, set_mode
+
 DEEPEST = 32  # folders below one another in which anything is looked for
 MOST = 10_000  # entries that one look takes in
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SET_IDS = stat.S_ISUID | stat.S_ISGID
 
 
@@ -39,10 +38,10 @@ class Folder:
     @contextlib.contextmanager
     def opened(self, below: str = "") -> Iterator[int]:
         """A descriptor of the folder, or of one below it; raises OSError for a link on the way."""
-        descriptor = os.open(self.parent, _FOLDER & ~os.O_NOFOLLOW)
+        descriptor = os.open(self.parent, FOLDER & ~os.O_NOFOLLOW)
         try:
             for name in (self.name, *filter(None, below.split("/"))):
-                inner = os.open(name, _FOLDER, dir_fd=descriptor)
+                inner = os.open(name, FOLDER, dir_fd=descriptor)
                 os.close(descriptor)
                 descriptor = inner
             yield descriptor
@@ -108,13 +107,7 @@ class Folder:
 
 def regular(path: str | Path, folder: int | None = None) -> BinaryIO:
     """Open a regular file to read, in the folder of a descriptor; raises OSError for a link, a pipe or a device."""
-    status = os.stat(path, dir_fd=folder, follow_symlinks=False)
-    if stat.S_ISREG(status.st_mode):  # a device could act when it is opened
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return os.fdopen(descriptor, "rb")
-        os.close(descriptor)
-    raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(opened(str(path), folder=folder), "rb")
 
 
 def write_whole(path: str | Path, text: str, folder: int | None = None, mode: int = 0o600) -> None:
@@ -150,23 +143,23 @@ def harmless(path: Path) -> None:
             with contextlib.suppress(OSError):
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode) and status.st_mode & _SET_IDS:
-                    _chmod(name, folder, stat.S_IMODE(status.st_mode) & ~_SET_IDS)
+                    set_mode(name, folder, stat.S_IMODE(status.st_mode) & ~_SET_IDS)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it; raises OSError where that does not let us."""
-    for _ in _walk(path):  # makes it shallow, and lets us in
-        pass
-    shutil.rmtree(path)
+    """Remove a folder with all that is in it, however deep; raises OSError where that does not let us."""
+    if left := clear(str(path)):
+        raise OSError(errno.ENOTEMPTY, "not all of it can be removed", str(path / left[0]))
+    path.rmdir()
 
 
 def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:
     """As os.fwalk; folders that are too deep, or closed, are first moved to the top, or opened for their owner.
 
-    A walk needs a descriptor and a stack frame for each level, and rmtree does, too.
+    A walk needs a descriptor and a stack frame for each level.
     """
     waiting, moved = ["."], 0
-    top = os.open(path, _FOLDER)
+    top = os.open(path, FOLDER)
     try:
         while waiting:
             for root, folders, names, folder in os.fwalk(waiting.pop(), dir_fd=top, follow_symlinks=False):
@@ -174,7 +167,7 @@ def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:
                     with contextlib.suppress(OSError):
                         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                         if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o700 != 0o700:
-                            _chmod(name, folder, stat.S_IMODE(status.st_mode) | 0o700)
+                            set_mode(name, folder, stat.S_IMODE(status.st_mode) | 0o700)
                 if root.count("/") >= DEEPEST:
                     for name in folders:
                         moved += 1
@@ -184,16 +177,3 @@ def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:
                 yield root, folders, names, folder
     finally:
         os.close(top)
-
-
-def _chmod(name: str, folder: int, mode: int) -> None:
-    """As chmod, but of no link's target; Linux has that for a descriptor alone."""
-    if sys.platform != "linux":
-        os.chmod(name, mode, dir_fd=folder, follow_symlinks=False)
-        return
-    descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        if not stat.S_ISLNK(os.fstat(descriptor).st_mode):
-            os.chmod(f"/proc/self/fd/{descriptor}", mode)
-    finally:
-        os.close(descriptor)

@@ -19,7 +19,10 @@ from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
 from orchestrate.traces import Traces
 
-SECRET = '{"event": "outcome", "step": 7, "outcome": "succeeded"}\n'
+SECRET = (
+    '{"event": "outcome", "step": 7, "outcome": "succeeded", "world_size": 1, "duration_s": 1.0, "generations": 1,'
+    ' "root_cause": null, "failures": [], "pace": [], "left_behind": ""}\n'
+)
 OURS = ("plan.json", "report.json", "events.jsonl", ".key")
 READERS = {  # file: what reads it, and says that there is nothing
     "logs/rank-0.log": (

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterator
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -21,6 +22,8 @@ def opened(path: str, flags: int = os.O_RDONLY, folder: int | None = None) -> in
 
     No link is followed, and neither a FIFO nor a device is waited for.
     """
+    if not flags & os.O_CREAT and not stat.S_ISREG(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)  # a device could act when it is opened
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -111,12 +114,24 @@ def _remove(top: int, name: str) -> list[str]:
     return left
 
 
+def set_mode(name: str, folder: int | None, mode: int) -> None:
+    """As chmod, but of no link's target, which Linux has for a descriptor alone; raises OSError."""
+    if sys.platform != "linux":
+        return os.chmod(name, mode, dir_fd=folder, follow_symlinks=False)
+    descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        if not stat.S_ISLNK(os.fstat(descriptor).st_mode):
+            os.chmod(f"/proc/self/fd/{descriptor}", mode)
+    finally:
+        os.close(descriptor)
+
+
 def _folder(name: str, folder: int | None) -> int:
     """Open a folder, with all its owner's rights."""
     try:
         descriptor = os.open(name, FOLDER, dir_fd=folder)
     except PermissionError:
-        os.chmod(name, 0o700, dir_fd=folder)
+        set_mode(name, folder, 0o700)
         descriptor = os.open(name, FOLDER, dir_fd=folder)
     with contextlib.suppress(OSError):  # it may be another one's
         if os.fstat(descriptor).st_mode & 0o300 != 0o300:
