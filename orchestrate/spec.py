@@ -195,7 +195,7 @@ def _limit(value: Any) -> str:
     try:
         return UNLIMITED if value == UNLIMITED else _size(value)
     except ValueError as error:
-        raise ValueError(f"{error}; or {UNLIMITED}") from None
+        raise ValueError(f"{error}, or {UNLIMITED}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

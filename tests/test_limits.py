@@ -102,7 +102,7 @@ def test_the_limits_of_a_clusters_nodes_must_be_theirs_whatever_job_they_run(tmp
 
 def test_limits_must_be_read_as_they_were_written():
     made = plan(JobSpec(memory="4g"), dataclasses.replace(MACHINE, hosts=2, sharing=9), "a-1")
-    assert read_plan(made.to_json()) == made
+    assert read_plan(made.to_json(), {}) == made
 
 
 @pytest.mark.parametrize("memory", ["unlimited", "4g", None])
