@@ -1,5 +1,6 @@
 """A node that waits must do what it is asked, say what came of it, and take no harm from who asks."""
 
+import contextlib
 import json
 import os
 import re
@@ -337,3 +338,23 @@ def test_a_worker_on_another_machine_must_find_its_interface_there(remote):
     remote.start(link, "import os\nprint(os.environ['GLOO_SOCKET_IFNAME'])")
     assert remote.until(link, "ended")["code"] == 0
     assert (remote.job / "logs" / "rank-0.log").read_text() in ("lo\n", "lo0\n")
+
+
+def test_nothing_that_was_asked_for_an_earlier_job_must_be_done_in_a_cleaned_node(waiting):
+    evil = {"ask": "start", "command": ["-c", PAUSES], "env": {"RANK": "0"}, "inherit": True, "cwd": None}
+    with dial(waiting.folder / "s") as known, known.makefile() as file:
+        known.sendall(b'{"ask": "status"}\n')
+        assert json.loads(file.readline())["say"] == "status"
+        waiting.node.send_signal(signal.SIGSTOP)  # so that it finds all of it at once
+        waiting.pipe.ask("clean")
+        known.sendall(json.dumps(evil).encode())  # whose end comes later
+        with dial(waiting.folder / "s") as late:
+            late.sendall(json.dumps(evil).encode() + b"\n")
+            waiting.node.send_signal(signal.SIGCONT)
+            assert waiting.pipe.until("clean")
+            for sock in (known, late):
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(b"\n")
+                    assert sock.recv(1 << 16) == b""
+    assert waiting.status() == {"generation": -1, "codes": {}, "signs": {}, "running": {}}
+    assert descendants(waiting.node.pid) == []

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -224,6 +225,28 @@ def test_where_nothing_can_be_forked_workers_must_start_afresh(tmp_path, preload
         assert node.log(rank) == "ran\n"
     node.end()
     assert node.out.read_text().splitlines()[0] == f"[node] each worker starts an interpreter of its own: {why}"
+
+
+@pytest.mark.parametrize("said", ["[]", "7", "nonsense", "[" * 50_000], ids=["list", "number", "text", "nested"])
+def test_a_module_that_talks_in_place_of_what_forks_must_not_end_the_node(tmp_path, said):
+    code = "import socket, sys\nsock = socket.socket(fileno=int(sys.argv[1]))"
+    (tmp_path / "rude.py").write_text(f"{code}\nsock.send({said.encode()!r})\nsock.detach()")
+    node = Waiting(tmp_path, "rude")
+    assert node.run(0, "print('ran')") == 0
+    node.end()
+    assert node.out.read_text().startswith("[node] each worker starts an interpreter of its own: ")
+
+
+@pytest.mark.parametrize(
+    "said", ['{"pid": -1}', '{"pid": 0}', '{"pid": 1}', '{"pid": "7"}', '{"pid": true}', "[]", "{}"]
+)
+def test_a_process_id_that_is_none_must_not_be_taken_for_a_workers(said):  # a signal to -1 is one to everybody
+    zygote = Zygote.__new__(Zygote)
+    zygote.sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with zygote.sock, other, open(os.devnull) as output:
+        other.send(said.encode())
+        with pytest.raises(OSError, match="does not answer"):
+            zygote.fork(["x.py"], {}, None, output.fileno())
 
 
 @pytest.mark.parametrize("imported", [True, False])

@@ -14,6 +14,7 @@ from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.sealed import Seal
 
 MOST = 64  # connections at a time
+BACKLOG = 128  # connections that may wait to be taken in
 PROVES = 10.0  # seconds in which whoever connects over TCP has shown that they know the key
 PAUSE = 0.2  # seconds until a connection is tried again for which there was no descriptor or memory
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -55,6 +56,15 @@ class Listener:
         self.channels: list[Channel] = []  # the oldest first
         self.sweeping = False
         serve(loop, server, self._take, self._make_room)
+
+    def drop(self, kept: Channel) -> None:
+        """End all connections but one, also those that wait to be taken in: what is asked over them is not done."""
+        with contextlib.suppress(OSError):
+            for _ in range(2 * BACKLOG):
+                self.server.accept()[0].close()
+        for channel in self.channels:
+            if channel is not kept:
+                channel.end()
 
     def _take(self, sock: socket.socket, _: Any) -> None:
         self.channels = [channel for channel in self.channels if channel.open]

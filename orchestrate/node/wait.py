@@ -40,7 +40,7 @@ from typing import Any
 
 from orchestrate.node.files import Files
 from orchestrate.node.lease import Lease
-from orchestrate.node.listener import Listener
+from orchestrate.node.listener import BACKLOG, Listener
 from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.place import placed
 from orchestrate.node.protocol import integer, request
@@ -64,7 +64,8 @@ class Waiting:
         self.workers: dict[int, Worker] = {}  # by rank
         self.codes: dict[int, int] = {}  # of those that have ended
         self.signs: dict[int, str] = {}  # of those, too
-        self.channels: list[Channel] = []
+        self.listeners: list[Listener] = []
+        self.channels: list[Channel] = []  # of those who have asked something
         self.key = b""  # of those who ask over TCP
         self.alone = False  # whether nobody else sees this node's folder
         self.files = Files()
@@ -73,7 +74,8 @@ class Waiting:
     def listen_tcp(self, port: int, key: bytes) -> None:
         """Have orchestrators that know the key ask over TCP; raises OSError."""
         self.key, self.alone = key, True
-        Listener(self.loop, socket.create_server(("", port), backlog=128), self.receive, key)
+        server = socket.create_server(("", port), backlog=BACKLOG)
+        self.listeners.append(Listener(self.loop, server, self.receive, key))
 
     def listen(self, path: str) -> None:
         """Have orchestrators ask over the Unix socket `path`; raises OSError."""
@@ -85,8 +87,8 @@ class Waiting:
             server.bind(path)
         finally:
             os.umask(mask)
-        server.listen(128)
-        Listener(self.loop, server, self.receive)
+        server.listen(BACKLOG)
+        self.listeners.append(Listener(self.loop, server, self.receive))
 
     def receive(self, channel: Channel, message: Any) -> None:
         """Do what is asked, or raise Refused; None means that whoever asked has gone."""
@@ -113,6 +115,8 @@ class Waiting:
             kill(self.loop.workers, signal.SIGABRT)  # on which Python's fault handler prints all stacks
         elif ask == "clean":
             self.clean()
+            for listener in self.listeners:
+                listener.drop(kept=channel)  # what a process of the last job has asked meanwhile
             channel.send({"say": "clean"})
         elif ask == "status":
             channel.send({"say": "status", **self.status()})

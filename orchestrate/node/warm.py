@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from orchestrate.node.protocol import Refused, parsed
+
 PADDING = "." * 4096  # room on its command line, which a forked worker fills with its own
 IMPORT_TAKES = 300.0  # seconds, at most
 ANSWERS = 10.0  # seconds that a fork may take
@@ -80,7 +82,7 @@ class Zygote:
     def read(self) -> None:
         """Take its word whether it is ready; or its end."""
         answer = self._receive()
-        self._settle(bool(answer.get("ready")), answer.get("why", "it ended"))
+        self._settle(answer.get("ready") is True, str(answer.get("why", "it ended")))
 
     def fork(self, command: list[str], env: dict[str, str], cwd: str | None, output: int) -> Forked:
         """Have a worker forked whose output goes to the descriptor.
@@ -91,9 +93,9 @@ class Zygote:
         message = json.dumps({"command": command, "env": env, "cwd": cwd or os.getcwd()})
         socket.send_fds(self.sock, [message.encode()], [output])
         pid = self._receive().get("pid")
-        if not pid:
+        if type(pid) is not int or pid <= 1:  # a signal to -1 would go to everybody
             raise OSError(errno.ETIMEDOUT, "the process that forks workers does not answer")
-        return Forked(int(pid))
+        return Forked(pid)
 
     def late(self) -> None:
         """Give it up, if it is not ready by now."""
@@ -113,10 +115,10 @@ class Zygote:
         self.settled(why)
 
     def _receive(self) -> dict[str, Any]:
-        answer: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            answer = json.loads(self.sock.recv(1 << 16) or b"{}")
-        return answer
+        """What it says; nothing where it has ended, or a module that it has imported speaks in its place."""
+        with contextlib.suppress(OSError, Refused):
+            return parsed(self.sock.recv(1 << 16))
+        return {}
 
 
 def processes() -> Iterator[tuple[int, list[bytes]]]:
