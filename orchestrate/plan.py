@@ -36,7 +36,7 @@ class Inventory:
     code: str = ""  # the folder of this machine in which the command runs
     preload: tuple[str, ...] = ()  # the modules that nodes import before there is a worker
     cluster: str = ""  # whose nodes are used, and stay, where they are not the job's own
-    memory: int = 0  # bytes that the machine has, the smallest one where there are several; 0 where that is not known
+    memory: int = 0  # bytes that the (smallest) machine has; 0 where that is not known or cannot be limited
     hosts: int = 1  # the machines that take nodes
     sharing: int = 0  # the nodes that share them, where those are not the job's own
 
