@@ -140,9 +140,31 @@ def test_a_later_filter_must_take_the_place_of_an_earlier_one(node):
 def test_the_host_must_reach_a_node_that_cannot_reach_it(node):
     node.filter(f"{V4}/{WHOLE4}", f"{V6}/{WHOLE6}")
     node.space.listen("0.0.0.0", PORT)
-    node.space.listen("::", PORT)
-    for address in ("10.99.0.2", "fd99::2"):
-        assert node.host.run(sys.executable, "-c", TRY, f"tcp/{address}/{PORT}") == "reached\n"
+    assert node.host.run(sys.executable, "-c", TRY, f"tcp/10.99.0.2/{PORT}") == "reached\n"
+
+
+SPOOF = """
+import contextlib, socket, sys
+own, host, port = sys.argv[1:]
+family, level, option = (10, 41, 78) if ":" in own else (2, 0, 15)  # IPV6_FREEBIND, IP_FREEBIND
+with socket.socket(family, socket.SOCK_DGRAM) as here, socket.socket(family, socket.SOCK_DGRAM) as spoofed:
+    here.bind((own, 4001))
+    spoofed.setsockopt(level, option, 1)
+    spoofed.bind((host, int(port)))
+    with contextlib.suppress(OSError):
+        spoofed.sendto(b"as if from the host", (own, 4001))
+    try:
+        here.sendto(b"as if an answer", (host, int(port)))
+        print("reached")
+    except OSError:
+        print("refused")
+"""
+
+
+@pytest.mark.parametrize(("own", "host"), [("10.99.0.2", V4), ("fd99::2", V6)])
+def test_a_node_must_not_ask_itself_in_the_name_of_the_host_to_answer_it(node, own, host):
+    node.filter(f"{V4}/{WHOLE4}", f"{V6}/{WHOLE6}")
+    assert node.space.run(sys.executable, "-c", SPOOF, own, host, str(PORT)) == "refused\n"
 
 
 def test_a_filter_that_the_kernel_refuses_must_be_an_error_and_leave_no_mark(node):

@@ -82,7 +82,8 @@ def rules(family: int, blocked: list[str], servers: list[bytes]) -> list[bytes]:
     """What is refused in one family of addresses; `blocked` are those of both, `servers` resolve names."""
     length = LENGTH[family]
     to = field(1, DESTINATION[family], length)
-    found = [IS_ANSWER + ACCEPT] + [IS_ICMP6 + ACCEPT] * (family == IPV6)
+    # With IPv6 a process may send in the host's name (IPV6_FREEBIND), to itself, and then answer.
+    found = [IS_ANSWER + ACCEPT if family == IPV4 else IS_ICMP6 + ACCEPT]
     found += [to + equals(server) + IS_DNS + ACCEPT for server in servers if len(server) == length]
     refuse = expression("reject", number(1, 0), attribute(2, PROHIBITED[family]))
     for word in blocked:
