@@ -300,7 +300,7 @@ def _detach(run: Path) -> None:
     paths = JobPaths(run.absolute())
     safe = ["-I"] if sys.flags.isolated else ["-P"] if getattr(sys.flags, "safe_path", False) else []
     command = [sys.executable, *safe, "-m", "orchestrate", "attach", run.name, "--runs", str(paths.root.parent)]
-    with paths.supervisor_log.open("w") as file:
+    with open(paths.supervisor_log, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
