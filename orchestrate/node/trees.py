@@ -55,10 +55,10 @@ def walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
             continue
         with entries:
             for entry in entries:
+                if hidden(entry.name):
+                    continue
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
-                    if hidden(entry.name):
-                        continue
                     if stat.S_ISDIR(status.st_mode):
                         below.append(f"{here}{entry.name}/")
                     elif stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):

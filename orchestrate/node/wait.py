@@ -231,8 +231,14 @@ def wipe(folders: list[str]) -> None:
     """
     for folder in folders:
         with contextlib.suppress(OSError):
-            clear(folder, keep=lambda entry: stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode))
+            clear(folder, keep=_is_socket)
     if folders:
         with contextlib.suppress(OSError), open("/proc/sysvipc/shm") as file:
             for line in file.read().splitlines()[1:]:
                 ctypes.CDLL(None).shmctl(int(line.split()[1]), IPC_RMID, None)
+
+
+def _is_socket(entry: os.DirEntry[str]) -> bool:
+    with contextlib.suppress(OSError):  # it has gone
+        return stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)
+    return False
