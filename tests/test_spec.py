@@ -331,6 +331,7 @@ IN_WORDS = {
     "command": "the app",
     "nproc_per_node": "GPUs ÷ nodes, or 1",
     "image": "the project's",
+    "memory": "an equal share",
 }
 
 
