@@ -29,6 +29,14 @@ class Around:
         block, self.metadata = f"198.18.{pid >> 6 & 255}", f"169.254.{pid >> 8 & 127}.{pid & 255}"
         here, self.outside = (f"{block}.{(pid & 63) * 4 + number}" for number in (1, 2))
         self.space = Space((f"{here}/30",), (f"{self.outside}/30", f"{self.metadata}/32"))
+        try:
+            self.connect(here)
+        except BaseException:
+            self.space.remove()
+            raise
+
+    def connect(self, here: str) -> None:
+        """Have a way there and back, and listen at both ends; `here` is this machine's address on that way."""
         self.space.run("ip", "route", "add", "default", "via", here)
         command("ip", "route", "add", self.metadata, "via", self.outside)
         self.tcp = socket.create_server(("0.0.0.0", 0))

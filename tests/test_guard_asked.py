@@ -104,7 +104,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("refused", REFUSALS)
-def test_nodes_that_are_not_protected_must_be_told_of_once(job, refused):
+def test_a_user_must_be_warned_once_of_nodes_that_are_not_protected(job, refused):
     job.answers.refusals[refused] = REFUSALS[refused]
     engine = protected(job)
     (warning,) = engine.warnings()
@@ -116,7 +116,7 @@ def test_nodes_that_are_not_protected_must_be_told_of_once(job, refused):
     assert len(job.answers.did("DELETE")) == (0 if refused == CREATE else 3)
 
 
-def test_a_failure_from_before_nodes_were_waited_for_must_be_told_of(job):
+def test_a_user_must_be_warned_of_a_failure_from_before_nodes_were_waited_for(job):
     job.answers.refusals[CREATE] = REFUSALS[CREATE]
     job.answers.container("master")
     engine, spec = job.engine(), JobSpec(trainers=0)
@@ -126,7 +126,7 @@ def test_a_failure_from_before_nodes_were_waited_for_must_be_told_of(job):
     assert len(engine.warnings()) == 1
 
 
-def test_what_a_helper_says_when_it_fails_must_be_told(job):
+def test_what_a_helper_prints_when_it_fails_must_be_in_the_warning(job):
     job.answers.code = 1
     job.answers.output = b"Traceback ...\nOSError: [Errno 95] Operation not supported\n"
     (warning,) = protected(job).warnings()

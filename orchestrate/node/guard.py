@@ -7,7 +7,8 @@ CAP_NET_ADMIN. It leaves a packet filter (nf_tables) that refuses what the node 
 Routes would not do: a socket that is bound to an interface (SO_BINDTODEVICE), or that asks for no gateway
 (SO_DONTROUTE), passes them by, and needs no capability for it.
 
-The one route that it leaves is a mark, which this machine can read in /proc: the filter is there. It goes nowhere.
+The one route that it leaves goes nowhere: it is a mark, by which this machine sees in /proc that the filter is there.
+Numbers are those of linux/netlink.h, linux/rtnetlink.h and linux/netfilter/nf_tables.h.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def rules(family: int, blocked: list[str], servers: list[bytes]) -> list[bytes]:
     """What is refused in one family of addresses; `blocked` are those of both, `servers` resolve names."""
     length = LENGTH[family]
     to = field(1, DESTINATION[family], length)
-    # With IPv6 a process may send in the host's name (IPV6_FREEBIND), to itself, and then answer.
+    # Answers pass with IPv4 alone: with IPv6 a process may ask itself in the host's name (IPV6_FREEBIND), and answer.
     found = [IS_ANSWER + ACCEPT if family == IPV4 else IS_ICMP6 + ACCEPT]
     found += [to + equals(server) + IS_DNS + ACCEPT for server in servers if len(server) == length]
     refuse = expression("reject", number(1, 0), attribute(2, PROHIBITED[family]))
