@@ -122,7 +122,7 @@ def test_a_secret_must_reach_the_workers_of_each_supervisor_and_nothing_else(cli
     digest = hashlib.sha256(CANARY.encode()).hexdigest()
     cli.wait_for(digest, rank=1)
     assert CANARY not in seen(name)
-    os.kill(lock.holder(JobPaths(cli.run_dir())), signal.SIGKILL)
+    os.kill(lock.holder(JobPaths(cli.run_dir())).pid, signal.SIGKILL)
     cli.enough()
     for command in (["ps"], ["attach", name], ["logs", name], ["wait", name]):
         done = cli(*command)
