@@ -120,7 +120,7 @@ def test_a_context_without_an_address_must_be_that_of_the_default_one(config, mo
 
 
 @pytest.mark.parametrize(
-    "host", [" ", "unix://", "unix:///a", "tcp://localhost:1", "tcp://127.0.0.1:1", "tcp://[::1]:1"]
+    "host", [" ", "unix://", "unix:///a", "unix://a", "tcp://localhost:1", "tcp://127.0.0.1:1", "tcp://[::1]:1"]
 )
 def test_an_engine_of_this_machine_must_be_taken(config, monkeypatch, host):
     monkeypatch.setenv("DOCKER_HOST", host)

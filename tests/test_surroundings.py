@@ -136,6 +136,7 @@ def test_a_script_that_cannot_be_looked_at_must_be_refused(here, capsys, script)
         ("tcp://localhost:99999", "99999"),
         ("tcp://localhost:x", "localhost:x"),
         ("tcp://localhost:-1", "localhost:-1"),
+        ("tcp://localhost:0", "localhost:0"),
         ("tcp://localhost", "tcp://localhost"),
         ("tcp://", "tcp://"),
         ("tcp://[::1", "[::1"),

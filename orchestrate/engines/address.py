@@ -24,19 +24,16 @@ def address() -> str:
     hint = "unset DOCKER_HOST and DOCKER_CONTEXT (docker context use default)"
     try:
         parts = urlsplit(found)
-        remote = parts.scheme == "ssh" or parts.hostname not in HERE
-        wrong = parts.scheme not in ("unix", "tcp") or (parts.port or 1) < 1
+        host, port = parts.hostname, parts.port
     except ValueError as error:
         raise EngineError(f"{found} is not an address of a Docker Engine: {error}", hint) from None
-    if remote:
+    if parts.scheme == "ssh" or (parts.scheme != "unix" and host not in HERE):
         raise EngineError(
             f"the engine at {found} is another machine, which cannot mount this one's folders",
             f"run orchestrate there, or {hint}",
         )
-    if wrong:
-        raise EngineError(
-            f"{found} is not an address of a Docker Engine: it begins with neither unix:// nor tcp://", hint
-        )
+    if parts.scheme not in ("unix", "tcp") or port == 0:
+        raise EngineError(f"{found} is not an address of a Docker Engine (unix://PATH or tcp://localhost:PORT)", hint)
     return found
 
 
