@@ -278,7 +278,7 @@ def test_a_node_must_see_the_code_read_only_and_write_only_where_it_may():
         assert code == seen | {"source": "${NODE_CODE:-.}", "target": node["working_dir"]}
         assert program == seen | {"source": "./orchestrate", "target": "/opt/orchestrate"} and folder == "job:/job"
         assert node["environment"]["JOB_DIR"] == "/job" and node["environment"]["HOME"] == "/tmp"
-        assert (node["read_only"], node["restart"], node["init"]) == (True, "no", True)
+        assert (node["read_only"], node["restart"], node["init"]) == (True, "no", False)
         assert (node["cap_drop"], node["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
         assert (node["oom_score_adj"], node["cpu_shares"], node["ulimits"]) == (500, 512, {"core": 0})
         assert node["memswap_limit"] == node["mem_limit"]  # no swap
