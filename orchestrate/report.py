@@ -15,6 +15,7 @@ from orchestrate.supervisor import Outcome
 
 SLOW = 2.0  # times the others' median; a worker that takes longer holds them up
 LARGE, WORD, NAMES = 1 << 63, 1000, 1000  # of a number; of a text, in characters; of names, and of a list
+DEEP = 3  # levels of lists and mappings
 ENOUGH = 5  # lines of metrics about the workers' pace that tell something
 
 
@@ -162,12 +163,12 @@ def _final(metrics: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return dict(list(found.items())[-NAMES:])
 
 
-def _plain(value: Any) -> bool:
-    """Whether a value is a number, a word, or a list of these; a job writes what it likes."""
+def _plain(value: Any, depth: int = DEEP) -> bool:
+    """Whether a value is a number, a word, or a few of these; a job writes what it likes."""
+    if isinstance(value, dict):
+        return all(map(_plain, value)) and _plain(list(value.values()), depth)
     if isinstance(value, list):
-        return len(value) <= NAMES and not any(isinstance(one, list) for one in value) and all(map(_plain, value))
-    return (
-        value is None
-        or (type(value) is str and len(value) <= WORD)
-        or (type(value) in (bool, int, float) and not abs(value) >= LARGE)
-    )
+        return depth > 0 and len(value) <= NAMES and all(_plain(one, depth - 1) for one in value)
+    if isinstance(value, str):
+        return len(value) <= WORD
+    return value is None or not abs(value) >= LARGE

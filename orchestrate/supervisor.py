@@ -281,7 +281,7 @@ class Supervisor:
                 action()
             except OSError as error:
                 if error.errno in MENDS:
-                    raise _Full(*error.args) from None
+                    raise _Full(error.errno, error.strerror, error.filename) from None
                 raise
 
         try:

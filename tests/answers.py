@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+import yaml
 from test_plan import HERE, plan
 
 from orchestrate.engines import daemon as daemon_module
@@ -278,7 +279,7 @@ class Job:
 
     def given(self) -> list[dict[str, Any]]:
         """The mounts of a node that Compose was given besides those of its file."""
-        services = json.loads((self.folder / "given").read_text())["services"]
+        services = yaml.safe_load((self.folder / "given").read_text())["services"]
         assert services["master"] == services["trainer"] and set(services) == {"master", "trainer"}
         return services["master"]["volumes"]
 

@@ -255,8 +255,14 @@ def test_no_file_of_a_job_that_has_ended_must_give_its_owners_rights_to_others(p
 
 
 def test_a_report_must_hold_measurements_and_nothing_else_that_a_script_has_written(paths):
-    values = {"loss": 0.5, "step": 3, "name": "a", "on": True, "none": None, "list": [1, 2.5, "x"]}
-    odd = {"deep": [[1]], "mapping": {"a": 1}, "long": "x" * 2000, "many": [0] * 2000, "large": 1 << 64}
+    values = {"loss": 0.5, "step": 3, "name": "a", "on": True, "none": None, "list": [1, 2.5, "x"], "eval": {"a": [1]}}
+    odd = {
+        "deep": [[[[1]]]],
+        "mapping": {"a": {"b": {"c": {"d": 1}}}},
+        "long": "x" * 2000,
+        "many": [0] * 2000,
+        "large": 1 << 64,
+    }
     paths.metrics.write_text(json.dumps(values) + "\n" + json.dumps(odd) + "\n")
     data = job.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
     assert data["final_metrics"] == values

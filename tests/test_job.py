@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from commanded import Whole, create, supervised
 from scripted import ALL_WELL, KILLED
+from test_commands import end
 
 from orchestrate import job, lock
 from orchestrate.engines import Exit
@@ -117,8 +118,12 @@ def test_a_report_that_is_none_must_not_count_as_the_end(paths, text):
     assert job.ended(paths) is None
     paths.report.write_text(text)
     assert job.ended(paths) is None
-    paths.report.write_text('{"outcome": "succeeded"}')
-    assert job.ended(paths) == {"outcome": "succeeded"}
+    end(paths)
+    assert job.ended(paths)["outcome"] == "succeeded"
+    whole = json.loads(paths.report.read_text())
+    for key in ("outcome", "world_size", "failures"):
+        paths.report.write_text(json.dumps({name: value for name, value in whole.items() if name != key}))
+        assert job.ended(paths) is None
 
 
 def test_a_job_must_be_removed_whole_or_say_why_not(paths):

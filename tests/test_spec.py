@@ -353,7 +353,7 @@ def test_set_without_a_value_must_be_refused():
 
 
 def test_odd_text_must_survive_the_file_of_a_job(tmp_path):
-    texts = [*odd(300), "\udcff", "a\ud800b"]
+    texts = odd(300)
     spec = resolve({"command": ["train.py", *texts], "env": {f"A_{n}": text for n, text in enumerate(texts)}})
     path = tmp_path / "job.yaml"
     path.write_text(spec.to_yaml())

@@ -70,7 +70,7 @@ def played(here, monkeypatch):
 )
 def test_what_cannot_be_the_name_of_a_job_must_not_be_looked_up(do, tmp_path, words, name):
     end(create(JobPaths(tmp_path / "a-1")))
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
     code, out, err = do(words[0], name)
     assert (code, out) == (2, [])
     what = "CLUSTER" if words[0] == "down" else "JOB"

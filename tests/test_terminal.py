@@ -143,7 +143,6 @@ def jobs(do, tmp_path, monkeypatch):
     ended.log(0).write_text("hello ×\n" * 3000)
     create(JobPaths(runs / "waiting-1"))
     create(JobPaths(runs / "cluster-1"), cluster="cluster-1")
-    (runs / "cluster-1" / "nodes").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "doctor", lambda spec: [doctor.Finding(doctor.GOOD, "a thing", "do it")])
     do.engine.generations, do.engine.things = [[ALL_WELL]], ["container x"]

@@ -5,12 +5,12 @@ Of the folder of code they see neither the files of jobs, nor the history, nor w
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from docker.utils.build import PatternMatcher
 
 from orchestrate.errors import UsageError
@@ -35,7 +35,7 @@ def bind(source: Path, target: str) -> dict[str, Any]:
 def document(mounts: list[dict[str, Any]]) -> str:
     """A Compose file, beside the project's own, that gives every node these mounts; Compose looks up no variable."""
     literal = {"volumes": [{key: _literally(value) for key, value in mount.items()} for mount in mounts]}
-    return json.dumps({"services": {"master": literal, "trainer": literal}})
+    return yaml.safe_dump({"services": {"master": literal, "trainer": literal}}, allow_unicode=True)
 
 
 def _literally(value: Any) -> Any:
