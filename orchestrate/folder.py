@@ -137,13 +137,20 @@ def data(file: BinaryIO, offset: int, most: int) -> tuple[int, bytes]:
 
 
 def harmless(path: Path) -> None:
-    """Take set-user-id and set-group-id bits away from all files of a folder; what does not let us stays."""
+    """Take set-user-id and set-group-id bits away from all files of a folder; raises OSError where one keeps them."""
+    kept: OSError | None = None
     for _, _, names, folder in _walk(path):
         for name in names:
-            with contextlib.suppress(OSError):
+            try:
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode) and status.st_mode & _SET_IDS:
                     set_mode(name, folder, stat.S_IMODE(status.st_mode) & ~_SET_IDS)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                kept = error
+    if kept:
+        raise kept
 
 
 def remove(path: Path) -> None:
@@ -158,22 +165,33 @@ def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:
 
     A walk needs a descriptor and a stack frame for each level.
     """
-    waiting, moved = ["."], 0
-    top = os.open(path, FOLDER)
+    waiting, moved, unique = ["."], 0, f".{secrets.token_hex(8)}"  # which no job can have taken
+    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _let_in(path.name, parent)
+        top = os.open(path.name, FOLDER, dir_fd=parent)
+    finally:
+        os.close(parent)
     try:
         while waiting:
             for root, folders, names, folder in os.fwalk(waiting.pop(), dir_fd=top, follow_symlinks=False):
                 for name in folders:
-                    with contextlib.suppress(OSError):
-                        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                        if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o700 != 0o700:
-                            set_mode(name, folder, stat.S_IMODE(status.st_mode) | 0o700)
+                    _let_in(name, folder)
                 if root.count("/") >= DEEPEST:
-                    for name in folders:
+                    for name in [*folders]:
                         moved += 1
-                        os.rename(name, f".deep-{moved}", src_dir_fd=folder, dst_dir_fd=top)
-                        waiting.append(f".deep-{moved}")
-                    folders.clear()
+                        with contextlib.suppress(OSError):
+                            os.rename(name, f"{unique}-{moved}", src_dir_fd=folder, dst_dir_fd=top)
+                            waiting.append(f"{unique}-{moved}")
+                            folders.remove(name)
                 yield root, folders, names, folder
     finally:
         os.close(top)
+
+
+def _let_in(name: str, folder: int) -> None:
+    """Give the owner of a folder, whom its mode may keep out, the right to read, write and enter it."""
+    with contextlib.suppress(OSError):
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o700 != 0o700:
+            set_mode(name, folder, stat.S_IMODE(status.st_mode) | 0o700)

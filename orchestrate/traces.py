@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import stat
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from orchestrate.paths import CHECKPOINTS, LOGS, METRICS, JobPaths
 
 WORDS = 12  # lines of a worker that failed which a person sees
 LOOK = 8 << 20  # bytes of the metrics that one look takes in
-WHOLE = 64 << 20  # bytes of the metrics that a report is made of: the last ones
+WHOLE, ROWS = 64 << 20, 100_000  # bytes and lines of the metrics that a report is made of: the last ones
 
 
 class Traces:
@@ -59,7 +60,8 @@ class Traces:
         with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
             read = Lines()
             read.skip(file, WHOLE)
-            return objects([*read.new(file, WHOLE), read.rest()])
+            last = deque(read.new(file, WHOLE), ROWS)
+            return objects([*last, read.rest()])
         return []
 
     def checkpoints(self) -> list[Path]:

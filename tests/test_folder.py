@@ -267,3 +267,42 @@ def test_a_report_must_hold_measurements_and_nothing_else_that_a_script_has_writ
     data = job.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
     assert data["final_metrics"] == values
     end(paths)
+
+
+@pytest.mark.parametrize("closed_to", [False, True])
+def test_no_name_that_a_job_has_taken_and_no_mode_must_keep_set_id_bits(tmp_path, monkeypatch, closed_to):
+    job_folder = tmp_path / "job"
+    nest(job_folder, 100)
+    for number in range(5):
+        (job_folder / f".deep-{number}" / "full").mkdir(parents=True)
+    (job_folder / "program").touch()
+    (job_folder / "program").chmod(0o6755)
+    if closed_to:
+        job_folder.chmod(0)
+    if not ROOT or not closed_to:
+        folder.harmless(job_folder)
+    else:  # whom modes do not keep out; so another user has to try
+        os.chown(job_folder, 65534, 65534)
+        for _, _, names, here in os.fwalk(job_folder):
+            for name in names:
+                os.chown(name, 65534, 65534, dir_fd=here)
+        for parent in (tmp_path, *tmp_path.parents[:2]):
+            parent.chmod(0o755)
+        (job_folder / "program").chmod(0o6755)
+        if not (pid := os.fork()):
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            try:
+                folder.harmless(job_folder)
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+    assert stat.S_IMODE((job_folder / "program").stat().st_mode) == 0o755
+    job.remove(JobPaths(job_folder))
+
+
+def test_a_report_must_be_made_of_the_last_lines_of_many(paths, monkeypatch):
+    monkeypatch.setattr("orchestrate.traces.ROWS", 3)
+    paths.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(10)))
+    assert [values["step"] for values in Traces(paths).metrics()] == [7, 8, 9]

@@ -362,11 +362,15 @@ def test_nodes_that_stay_must_have_said_that_they_are_clean(nodes, monkeypatch):
     assert nodes.cleaned == set()
 
 
-@pytest.mark.parametrize("error", ["start: 'X'", "x" * 100_000], ids=["text", "long"])
+REFUSED = {"text": "start: 'X'", "long": "x" * 100_000, "lines": "a\nsucceeded: 2 workers"}
+
+
+@pytest.mark.parametrize("error", REFUSED.values(), ids=REFUSED)
 def test_what_a_node_refuses_must_be_an_error_that_names_node_and_reason(nodes, error):
     nodes.start(workers(), ("x.py",))
     nodes.played["node-0"].say("refused", error=error)
-    with pytest.raises(EngineError, match=f"node-0 refused a request: {re.escape(error[:100])}") as raised:
+    line = re.escape(" ".join(error[:100].split()))
+    with pytest.raises(EngineError, match=f"node-0 refused a request: {line}") as raised:
         while True:  # a long message comes in pieces
             nodes.wait(30)
     assert len(str(raised.value)) < 300

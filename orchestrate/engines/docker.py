@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -236,7 +235,7 @@ class DockerEngine(Linked):
             self.daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
         nodes += self.daemon.containers(f"{HELPER}={job_id}")  # of an orchestrator that was killed
         self.daemon.each(nodes, lambda node: node.remove(force=True, v=True))
-        shutil.rmtree(sockets.of_containers(job_id), ignore_errors=True)
+        sockets.unshare(job_id)
         with self.daemon.asking(f"keeps a network of {job_id}"):
             for network in self.client.networks.list(filters={"label": label, "driver": "bridge"}):
                 network.remove()

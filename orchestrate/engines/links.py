@@ -107,7 +107,7 @@ class Link:
 
 def _reason(message: dict[str, Any]) -> str:
     """Why a node has not done something, as it says; no more than a person reads."""
-    return str(message["error"])[:200]
+    return " ".join(message["error"].split())[:200]
 
 
 class Linked:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.errors import EngineError
+from orchestrate.folder import remove
 
 TEMPORARY = Path("/tmp")  # not $TMPDIR: a path of a socket has 104 characters at most, and is the same in every shell
 CONTAINERS = "containers"  # the folder of the jobs whose nodes are containers, which can write in their own
@@ -52,6 +53,16 @@ def share(folder: Path, user: str) -> None:
             os.chown(folder, *map(int, user.split(":")))
     except OSError as error:
         raise EngineError(f"no folder for the sockets of nodes: {error}") from None
+
+
+def unshare(home: str) -> None:
+    """Remove the folder of a job's sockets, in which its nodes may have put anything; raises EngineError."""
+    folder = of_containers(home)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            remove(folder)
+    except OSError as error:
+        raise EngineError(f"{folder} cannot be removed: {error.strerror}") from None
 
 
 def connect(path: Path, patience: float = 0.0) -> Link:
