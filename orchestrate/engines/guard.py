@@ -66,6 +66,7 @@ class Guard:
 
     def finish(self, look: Callable[[], dict[str, Container]]) -> None:
         """Wait for the helpers; `look` finds the nodes that run by then, and begins with those that started again."""
+        look()  # one that was started again since the last look has a new namespace
         while new := self.begun.keys() - self.ended:
             wait([self.begun[endpoint] for endpoint in new])
             self.ended |= new
