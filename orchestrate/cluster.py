@@ -13,8 +13,8 @@ from pathlib import Path
 
 from orchestrate import job, lock
 from orchestrate.engines import SWARMS, Engine
-from orchestrate.errors import UsageError
-from orchestrate.paths import JOB, NODES, JobPaths
+from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.paths import NODES, JobPaths
 from orchestrate.plan import Inventory, Plan, names, plan
 from orchestrate.spec import JobSpec
 
@@ -93,10 +93,17 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> Cluster:
 
 
 def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
-    """Remove a cluster's nodes and files; the files of its jobs stay."""
+    """Remove a cluster's nodes and files; the files of its jobs stay.
+
+    Raises OrchestrateError where a job has left something else in the place of its files.
+    """
     engine.remove(cluster.name, grace)
-    for link in cluster.paths.root.parent.glob(f"*/{JOB}"):
-        paths = JobPaths(link.parent)
-        if paths.cluster == cluster.name:
+    lost = ""
+    for paths in job.on_cluster(cluster.paths.root.parent, cluster.name):
+        try:
             job.bring_home(paths)
+        except OSError as error:
+            lost = lost or f"the files of {paths.root.name} are lost: {error.strerror}"
     job.remove(cluster.paths)
+    if lost:
+        raise OrchestrateError(f"{cluster.name} is down, but {lost}", "python -m orchestrate ps")

@@ -22,7 +22,8 @@ from orchestrate.engines import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.events import Event, Recorder
 from orchestrate.folder import regular, write_whole
-from orchestrate.paths import JobPaths
+from orchestrate.node.trees import clear
+from orchestrate.paths import JOB, JobPaths
 from orchestrate.plan import Plan, read_plan
 from orchestrate.redact import Mask
 from orchestrate.spec import APP, JobSpec, read_file, resolve
@@ -87,17 +88,25 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
         raise UsageError(f"cannot write to {paths.root}: {error.strerror}", "--runs names another folder") from None
 
 
+def on_cluster(runs: Path, cluster: str) -> list[JobPaths]:
+    """The jobs whose files are among those of a cluster."""
+    found = [JobPaths(link.parent) for link in sorted(runs.glob(f"*/{JOB}"))]
+    return [paths for paths in found if paths.cluster == cluster]
+
+
 def bring_home(paths: JobPaths) -> None:
     """Have the files of a job, which are among its cluster's, in the place of the link to them.
 
     They are moved first, to where no node can reach, and looked at then: a node may have put something else there.
     Raises OSError.
     """
-    if not paths.cluster:
+    cluster, there = paths.cluster, paths.folder.path
+    if not cluster:
         return
-    there = paths.folder.path
     paths.shared.unlink()
     there.rename(paths.shared)
+    others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
+    clear(str(there.parent), keep=lambda entry: entry.name in others)  # what the job has put beside its folder
     if paths.shared.is_symlink() or not paths.shared.is_dir():
         paths.shared.unlink()
         raise OSError(errno.ENOTDIR, "the nodes have put something else in the place of the job's folder")

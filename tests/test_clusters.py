@@ -1,6 +1,7 @@
 """Which jobs a cluster's nodes can serve, and whose files are where, by the files of clusters alone."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from test_plan import HERE
 
 from orchestrate import cluster, job
 from orchestrate.engines import JobState, ignoring
-from orchestrate.errors import EngineError
+from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.paths import JobPaths
 from orchestrate.plan import Inventory, plan
 from orchestrate.spec import JobSpec
@@ -189,3 +190,27 @@ def test_keys_that_an_engine_does_not_know_must_be_named_where_they_are_set():
     assert ignoring(JobSpec(memory="2g", encrypt=True, volume="x"), ("memory", "cpus", "encrypt")) == (
         ", ignoring memory, encrypt"
     )
+
+
+def test_down_must_go_on_where_a_job_has_put_something_else_in_the_place_of_its_files(tmp_path):
+    one = made(tmp_path)
+    create(one.paths, cluster="c-1")
+    for name in ("a-1", "b-1"):
+        create(JobPaths(tmp_path / name), cluster="c-1").log(0).write_text(name)
+    shutil.rmtree(one.paths.nodes / "a-1")
+    (one.paths.nodes / "a-1").symlink_to(tmp_path / "b-1")
+    with pytest.raises(OrchestrateError, match="c-1 is down, but the files of a-1 are lost"):
+        cluster.take_down(Whole(), one, 7.0)
+    assert not one.paths.root.exists() and (tmp_path / "b-1" / "logs" / "rank-0.log").read_text() == "b-1"
+
+
+def test_what_a_job_has_put_beside_its_folder_must_be_gone_with_it_and_no_other_job(tmp_path):
+    one = made(tmp_path)
+    create(one.paths, cluster="c-1")
+    ended, waits = (create(JobPaths(tmp_path / name), cluster="c-1") for name in ("a-1", "b-1"))
+    ended.log(0).write_text("mine")
+    (one.paths.nodes / "kept").hardlink_to(ended.log(0))
+    (one.paths.nodes / "a-2").mkdir()
+    job.bring_home(ended)
+    assert [path.name for path in one.paths.nodes.iterdir()] == ["b-1"] and waits.log(0).parent.is_dir()
+    assert ended.log(0).stat().st_nlink == 1
