@@ -317,6 +317,7 @@ def _finish(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
 def _remove(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
     for engine in {id(engine): engine for engine, _ in holding}.values():
         engine.remove(paths.root.name, grace=30)
+    paths.key.unlink(missing_ok=True)
 
 
 def rm(args: argparse.Namespace) -> int:

@@ -113,15 +113,16 @@ class Generation:
         if not self.launched:
             self.launched = True
             self.engine.start(self.plan.workers, self.plan.command)
-            for text in self.engine.warnings():
-                self.emit("warning", text=text)
             self.emit("generation_started", generation=self.plan.generation)
 
     def _step(self) -> None:
         if self.given < self.wanted:
             self.engine.stop(kill=self.wanted > 1)
             self.given = self.wanted
-        for end in self.engine.wait(timeout=0.1):
+        ends = self.engine.wait(timeout=0.1)
+        for text in self.engine.warnings():
+            self.emit("warning", text=text)
+        for end in ends:
             if end.rank in self.running:
                 self._ended(end)
         if self.stops() > self.heard:

@@ -203,6 +203,8 @@ def supervise(
             write_whole(paths.report, json.dumps(data, indent=2) + "\n")
             bring_home(paths)
             folder.harmless(paths.shared)
+            if not outcome.left:
+                paths.key.unlink(missing_ok=True)
         except OSError as error:  # the job has ended all the same
             show(f"warning: not all files of {paths.root} are as they should be: {error}")
     if failure:

@@ -101,7 +101,7 @@ class JobPaths:
 
     @property
     def key(self) -> Path:
-        """What whoever talks to the nodes must know, where those are on other machines."""
+        """What both sides of a connection to a node know, and no worker: 32 bytes. There until the job has ended."""
         return self.root / ".key"
 
     @property
@@ -143,6 +143,8 @@ class JobPaths:
         self._make()
         if cluster:
             self.shared.symlink_to(f"../{cluster}/{NODES}/{self.root.name}")
+        else:
+            write_secret(self.key, os.urandom(32))
         self.folder.make(LOGS, CHECKPOINTS, owner=owner)
         for name in (LOGS, CHECKPOINTS, METRICS):
             (self.root / name).symlink_to(f"{JOB}/{name}")
@@ -150,6 +152,7 @@ class JobPaths:
     def create_cluster(self, owner: tuple[int, int] | None = None) -> None:
         """Make the folders of a cluster; raises as `create` does."""
         self._make()
+        write_secret(self.key, os.urandom(32))
         Folder(self.root, NODES).make(owner=owner)
 
     def _make(self) -> None:

@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import yaml
+from ends import KEY, End
 from test_plan import HERE, plan
 
 from orchestrate.engines import daemon as daemon_module
@@ -153,6 +154,16 @@ def framed(stream: int, text: bytes) -> bytes:
     return bytes([stream, 0, 0, 0]) + len(text).to_bytes(4, "big") + text
 
 
+class Framed(End):
+    """A node's end behind an engine's `exec`, which puts a head before all that comes out of it."""
+
+    def __init__(self, sock: socket) -> None:
+        super().__init__(sock, listens=True)
+
+    def _send(self, line: bytes) -> None:
+        self.sock.sendall(framed(1, line + b"\n"))
+
+
 def picked(thing: dict[str, Any], filters: dict[str, Any]) -> bool:
     """Whether a filter of the engine's lists lets it through; names may be parts of one."""
     labels = [f"{key}={value}" for key, value in thing["Labels"].items()] + [*thing["Labels"]]
@@ -224,6 +235,7 @@ class Job:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers, self.folder, self.paths = Answers(folder), folder, JobPaths(folder / "runs" / "j")
         self.paths.create()
+        self.paths.key.write_bytes(KEY)
         self.run = self.paths.shared
         self.made: list[DockerEngine] = []
         self.compose()

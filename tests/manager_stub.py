@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from ends import KEY
 from scripted import Clock
 from test_plan import HERE, plan
 
@@ -39,7 +40,7 @@ def host(number: int, cpus: int = 4, gpus: int = 0, state: str = "ready", availa
 def settled(run: Path, spec: JobSpec) -> Manager:
     """The manager of a job `j` that has a network and a key."""
     made = Manager()
-    made.settle(plan(spec, HERE, "j"), run, spec)
+    made.settle(plan(spec, HERE, "j"), run, spec, KEY)
     made.prepare(spec)
     return made
 

@@ -3,16 +3,16 @@
 import contextlib
 import dataclasses
 import selectors
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import ends
 from manager_stub import StubManager
 from scripted import Clock
 from test_plan import HERE, plan
 
-from orchestrate.engines.links import Link, Linked
+from orchestrate.engines.links import Linked
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.plan import Plan
 from orchestrate.spec import JobSpec
@@ -24,6 +24,7 @@ SPEC = JobSpec(trainers=2)
 def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmEngine]:
     """The engine of a job with three nodes, all well: t0 and t1 are the trainers, t2 is the master."""
     made = SwarmEngine()
+    (run.parent / ".key").write_bytes(ends.KEY)
     made._settle(SPEC, job(), run)
     made.supplied = {"t0", "t1", "t2"}
     made._supply = lambda code, nodes: made.supplied.update(made.nodes[name]["ID"] for name in nodes)
@@ -36,7 +37,7 @@ def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmEngine]:
     for link in made.links.values():
         link.close()
     for end in made.ends.values():
-        end.close()
+        end.sock.close()
     made.pool.shutdown()
 
 
@@ -49,11 +50,9 @@ def connected(engine: SwarmEngine, *nodes: str) -> None:
     for rank, node in enumerate(("master", "trainer-1", "trainer-2")):
         engine.running[rank] = node
         if node in nodes:
-            here, engine.ends[node] = socket.socketpair()
-            engine.ends[node].settimeout(30)
-            engine.links[node] = Link(here)
+            engine.links[node], engine.ends[node] = ends.connected()
             engine.linked[node] = engine._id(node)
-            engine.selector.register(here, selectors.EVENT_READ, node)
+            engine.selector.register(engine.links[node].sock, selectors.EVENT_READ, node)
 
 
 def state(stub: StubManager, node: str, word: str) -> None:

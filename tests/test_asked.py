@@ -8,6 +8,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import descendants, eventually, gone
+from ends import KEY, End
 from test_mirror import Node
-from waiting import PRELOAD, Waiting
+from waiting import NODE, PRELOAD, Waiting
 
 from orchestrate.node import wait, worker
 from orchestrate.node.warm import Forked
@@ -55,8 +57,9 @@ def test_a_node_must_be_found_by_its_hosts_name_in_the_folder_of_sockets(tmp_pat
     node = Waiting(tmp_path, NODE_SOCKETS=str(tmp_path / "nodes"))
     path = tmp_path / "nodes" / socket.gethostname()
     with dial(path) as sock:
-        sock.sendall(b'{"ask": "status"}\n')
-        assert json.loads(sock.makefile().readline())["say"] == "status"
+        node_end = End(sock)
+        node_end.ask("status")
+        assert node_end.hear()["say"] == "status"
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700 and stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
     assert node.status()["codes"] == {}
     node.end()
@@ -86,9 +89,11 @@ def test_a_request_must_count_however_it_is_cut_and_though_who_asked_has_gone(wa
         env = {"RANK": str(rank), "JOB_DIR": str(waiting.folder)}
         command = [str(waiting.folder / f"{rank}.py")]
         asked.append(json.dumps({"ask": "start", "command": command, "env": env, "inherit": True, "cwd": None}))
-    text = "\n".join([*asked, ""]).encode()
-    half = len(asked[0]) // 2
     with dial(waiting.folder / "s") as sock:
+        end = End(sock)
+        end.meet()
+        text = b"".join(end.seal.close(each.encode()) + b"\n" for each in asked)
+        half = len(asked[0]) // 2
         sock.sendall(text[:half])
         assert waiting.status()["running"] == {}  # so the node has read the first half
         sock.sendall(text[half:])
@@ -99,6 +104,48 @@ def test_a_worker_must_not_make_files_that_are_its_owners_alone(waiting):
     assert waiting.run(0, "print(open('/proc/self/status').read())") == 0
     (mask,) = re.findall(r"^Umask:.*$", Path("/proc/self/status").read_text(), re.M)
     assert mask in waiting.log(0)  # as sockets of the node are
+
+
+SPEAKS = """
+import os, socket
+assert "NODE_KEY" not in os.environ
+for address in (os.environ["NODE_SOCKET"], os.environ["NODE_SOCKETS"] + "/" + socket.gethostname()):
+    for said in (b'{"ask": "end"}', b"0" * 64 + b' {"ask": "end"}'):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(30)
+        sock.connect(address)
+        word = sock.makefile("rb").readline()
+        sock.sendall(word + said + b"\\n")
+        assert len(word) == 33 and sock.recv(100) == b"", "it was answered"
+"""
+
+
+@pytest.mark.parametrize("preload", ["", PRELOAD])
+def test_a_worker_must_not_be_listened_to_since_it_has_no_key(tmp_path, preload):
+    node = Waiting(tmp_path, preload, NODE_SOCKETS=str(tmp_path / "nodes"))
+    assert node.run(0, SPEAKS) == 0, node.log(0)
+    assert node.run(1, "print('ran')") == 0  # the node has not ended
+    node.end()
+
+
+@pytest.mark.parametrize("word", ["", "0" * 63, "x" * 64, "0" * 66])
+def test_a_node_must_not_wait_without_a_key(tmp_path, word):
+    env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(tmp_path / "s"), "NODE_KEY": word}
+    done = subprocess.run([sys.executable, NODE], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "[node] error: NODE_KEY must be 64 hexadecimal digits\n")
+    assert not (tmp_path / "s").exists()
+
+
+def test_no_worker_must_start_where_a_filter_is_expected_and_there_is_none(waiting):
+    (waiting.folder / "0.py").write_text("print('ran')")
+    script, env = [str(waiting.folder / "0.py")], {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "3"}
+    waiting.pipe.ask("start", command=script, env=env, inherit=True, cwd=None, filtered=True)
+    ended = waiting.pipe.until("ended", rank=0, generation=3)
+    assert (ended["code"], ended["sign"], ended["asked"]) == (143, "ending", False)
+    assert waiting.log(0) == "" and waiting.status()["generation"] == -1
+    waiting.pipe.heard.clear()
+    waiting.pipe.ask("start", command=script, env=env, inherit=True, cwd=None, filtered=False)
+    assert waiting.code(0, 3) == 0
 
 
 # --- what it says
@@ -208,7 +255,7 @@ def test_a_node_that_was_cut_off_must_say_so_of_the_workers_that_it_killed(tmp_p
 def test_workers_that_start_after_a_node_was_cut_off_must_end_for_reasons_of_their_own():
     ends, told = [], []
     loop = SimpleNamespace(workers=[], ending=False, start=lambda command, env, cwd, done, started: ends.append(done))
-    node = wait.Waiting(loop)
+    node = wait.Waiting(loop, KEY)
     node.channels.append(SimpleNamespace(send=told.append))
     for generation in range(2):
         node.start(["script.py"], {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(generation)}, None)
@@ -342,19 +389,21 @@ def test_a_worker_on_another_machine_must_find_its_interface_there(remote):
 
 def test_nothing_that_was_asked_for_an_earlier_job_must_be_done_in_a_cleaned_node(waiting):
     evil = {"ask": "start", "command": ["-c", PAUSES], "env": {"RANK": "0"}, "inherit": True, "cwd": None}
-    with dial(waiting.folder / "s") as known, known.makefile() as file:
-        known.sendall(b'{"ask": "status"}\n')
-        assert json.loads(file.readline())["say"] == "status"
+    with dial(waiting.folder / "s") as known, dial(waiting.folder / "s") as late:
+        ends = [End(known), End(late)]
+        for end in ends:
+            end.meet()
+        ends[0].ask("status")
+        assert ends[0].hear()["say"] == "status"
         waiting.node.send_signal(signal.SIGSTOP)  # so that it finds all of it at once
         waiting.pipe.ask("clean")
-        known.sendall(json.dumps(evil).encode())  # whose end comes later
-        with dial(waiting.folder / "s") as late:
-            late.sendall(json.dumps(evil).encode() + b"\n")
-            waiting.node.send_signal(signal.SIGCONT)
-            assert waiting.pipe.until("clean")
-            for sock in (known, late):
-                with contextlib.suppress(ConnectionError):
-                    sock.sendall(b"\n")
-                    assert sock.recv(1 << 16) == b""
+        known.sendall(ends[0].seal.close(json.dumps(evil).encode()))  # whose end comes later
+        ends[1].send(json.dumps(evil).encode())
+        waiting.node.send_signal(signal.SIGCONT)
+        assert waiting.pipe.until("clean")
+        for sock in (known, late):
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(b"\n")
+                assert sock.recv(1 << 16) == b""
     assert waiting.status() == {"generation": -1, "codes": {}, "signs": {}, "running": {}}
     assert descendants(waiting.node.pid) == []

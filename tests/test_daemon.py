@@ -7,9 +7,10 @@ from pathlib import Path
 import docker.errors
 import pytest
 import requests
-from answers import framed
+from answers import Framed, framed
 from conftest import eventually, gone
 from docker.models.containers import Container
+from ends import KEY, End
 from said import said, sent
 from scripted import Clock
 from test_address import context
@@ -17,6 +18,7 @@ from test_address import context
 from orchestrate.engines import daemon as daemon_module
 from orchestrate.engines.daemon import Daemon, name_of, reason
 from orchestrate.errors import EngineError, EngineLost, ResourceError
+from orchestrate.node.sealed import Seal
 from orchestrate.paths import PROJECT
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
@@ -138,38 +140,40 @@ def test_each_container_must_be_seen_to_though_some_need_it_no_more(answers, dae
 @pytest.mark.usefixtures("collected")
 def test_a_command_in_a_container_must_be_talked_to_over_its_stdin_and_stdout(answers, daemon):
     def echo(connection) -> None:
-        heard = connection.recv(100).decode().strip()
-        for stream, text in ((2, b"a warning"), (1, sent("put", tags={"heard": heard}))):
-            connection.sendall(bytes([stream, 0, 0, 0]) + len(text).to_bytes(4, "big") + text)
+        node = Framed(connection)
+        connection.sendall(framed(2, b"a warning"))
+        node.send(sent("put", tags={"heard": str(node.hear())}))
         connection.recv(1)
 
     answers.speaks = echo
-    link = daemon.talk("box", ["pipe", "-x"])
+    link = daemon.talk("box", ["pipe", "-x"], KEY)
     assert link and link.send("dump")
-    assert eventually(link.receive) == [said("put", tags={"heard": '{"ask": "dump"}'})]
-    assert link.seal is None
+    assert eventually(link.receive) == [said("put", tags={"heard": "{'ask': 'dump'}"})]
     made = answers.of("POST /containers/box/exec")[1]
     assert made["Cmd"] == ["pipe", "-x"] and made["AttachStdin"] and made["AttachStdout"] and not made["Tty"]
     link.close()
-    guarded = daemon.talk("box", ["pipe"], b"key")
-    assert guarded and guarded.seal
-    guarded.close()
+    answers.speaks = lambda connection: connection.sendall(framed(1, b"no word\n"))
+    assert daemon.talk("box", ["pipe"], KEY) is None
 
 
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("cut", [0, 5, -1])
 def test_what_a_node_says_at_once_must_not_be_lost(answers, daemon, cut):
-    text = framed(2, b"a warning") + framed(1, sent("clean").rstrip())
+    seal = Seal(KEY, listens=True)
+    text = framed(2, b"a warning") + framed(1, seal.word)
     answers.at_once = text[:cut] if cut else text
 
     def speak(connection) -> None:
-        connection.recv(100)
         connection.sendall(text[cut or len(text) :] + framed(1, b"\n"))
+        node = End(connection)
+        node.seal = seal
+        assert node.hear() == {"ask": "clean"}
+        connection.sendall(framed(1, seal.close(sent("clean").rstrip()) + b"\n"))
         while connection.recv(100):
             pass
 
     answers.speaks = speak
-    link = daemon.talk("box", ["pipe"])
+    link = daemon.talk("box", ["pipe"], KEY)
     assert link and link.sock.gettimeout()
     assert link.converse("clean") == said("clean")
     link.close()
@@ -178,10 +182,10 @@ def test_what_a_node_says_at_once_must_not_be_lost(answers, daemon, cut):
 @pytest.mark.parametrize("status", [404, 409])
 def test_a_container_that_is_not_up_must_not_be_talked_to(answers, daemon, status):
     answers.refusals["POST /containers/box/exec"] = status, "is not running"
-    assert daemon.talk("box", ["pipe"]) is None
+    assert daemon.talk("box", ["pipe"], KEY) is None
     answers.refusals["POST /containers/box/exec"] = 500, "out of room"
     with pytest.raises(EngineError, match="starts nothing in box: out of room"):
-        daemon.talk("box", ["pipe"])
+        daemon.talk("box", ["pipe"], KEY)
 
 
 # --- Compose

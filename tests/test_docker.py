@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import SPEC, Job, framed
+from answers import SPEC, Framed, Job
+from ends import End
 from said import sent
 from scripted import Clock
 from test_links import listening
@@ -262,7 +263,7 @@ def played(folder: Path, name: str, message: bytes) -> socket.socket:
     def speak() -> None:
         connection, _ = server.accept()
         with connection:
-            connection.sendall(message)
+            End(connection, listens=True).send(message)
             while connection.recv(1000):
                 pass
 
@@ -294,8 +295,9 @@ def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(j
 @pytest.mark.parametrize("why", ["network", "Docker Desktop", "no socket"])
 def test_a_node_must_be_reached_through_the_engine_where_it_has_to_be(job, why, monkeypatch):
     def speak(connection: socket.socket) -> None:
-        assert b"status" in connection.recv(1000)
-        connection.sendall(framed(1, KNOWS))
+        node = Framed(connection)
+        assert node.hear() == {"ask": "status"}
+        node.send(KNOWS)
         while connection.recv(1000):
             pass
 

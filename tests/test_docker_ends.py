@@ -1,8 +1,6 @@
 """How nodes on Docker end, by the engine's events, and what is removed then, with an engine that is played."""
 
-import json
 import selectors
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +9,12 @@ from typing import Any
 import pytest
 from answers import SPEC, Job
 from conftest import eventually
+from ends import connected
 from said import sent
 from scripted import Clock
 
 from orchestrate.engines import Exit, JobState
 from orchestrate.engines import docker as docker_module
-from orchestrate.engines.links import Link
 from orchestrate.errors import EngineError, EngineLost
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
@@ -251,16 +249,14 @@ def test_the_nodes_of_a_cluster_must_stay_and_be_asked_to_be_clean(job):
     job.answers.container("master", "c")
     job.answers.container("master", "")  # of plain Compose
     engine = job.settled(cluster="c")
-    here, there = socket.socketpair()
-    there.settimeout(10)
-    engine.links["master"] = Link(here)
-    engine.selector.register(here, selectors.EVENT_READ, "master")
-    there.sendall(sent("clean"))
+    engine.links["master"], node = connected()
+    engine.selector.register(engine.links["master"].sock, selectors.EVENT_READ, "master")
+    node.send(sent("clean"))
     assert engine.home == "c" and engine.env["JOB_ID"] == "c" and engine.network == "c_job"
     engine.down(30.0)
     assert job.answers.did() == []
-    with there:
-        assert json.loads(there.recv(100)) == {"ask": "clean"}
+    with node.sock:
+        assert node.hear() == {"ask": "clean"}
     assert engine.cleaned == {"master"}
     job.engine().down(30.0)  # of a job that was never brought up
     assert job.answers.did() == []

@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 from commanded import Commands, Whole, create
+from ends import KEY, End
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scripted import ALL_WELL
@@ -88,8 +89,12 @@ class Played(Link):
 
     def __init__(self, said: bytes) -> None:
         ours, theirs = socket.socketpair()
-        super().__init__(ours)
-        theirs.sendall(said)
+        super().__init__(ours, KEY)
+        node = End(theirs, listens=True)
+        self.greet(30)
+        node.meet()
+        for line in said.splitlines():
+            node.send(line)
         theirs.close()
 
 

@@ -9,14 +9,13 @@ import threading
 from pathlib import Path
 
 from conftest import eventually
+from ends import KEY
 from said import sent
 
 from orchestrate.engines.links import Link
 from orchestrate.engines.mirror import Mirror
 from orchestrate.node.sealed import Seal
 from orchestrate.paths import JobPaths
-
-KEY = b"a key of the test"
 
 
 class Hostile(threading.Thread):
@@ -57,7 +56,7 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
     paths.create()
     home = paths.shared
     outside.mkdir()
-    for victim in (outside / "victim", tmp_path / "victim", paths.plan, paths.events, paths.fence):
+    for victim in (outside / "victim", tmp_path / "victim", paths.plan, paths.events, paths.fence, paths.key):
         victim.write_text("ours")
     (home / "way").symlink_to(outside)
     names = [
@@ -86,7 +85,7 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
     port = hostile.server.getsockname()[1]
 
     def connect(_: str) -> Link | None:
-        link = Link(socket.create_connection(("127.0.0.1", port)), key=KEY)
+        link = Link(socket.create_connection(("127.0.0.1", port)), KEY)
         return link if link.greet(5) else None
 
     mirror = Mirror(home, "/job", {"master": [0]}, connect)
@@ -97,7 +96,7 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
         mirror.close()
         hostile.join()
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_symlink() or not path.is_dir()}
-    ours = {"j/plan.json", "j/events.jsonl", "j/job/generation", "outside/victim", "victim"}
+    ours = {"j/plan.json", "j/events.jsonl", "j/job/generation", "outside/victim", "victim", "j/.key"}
     beside = {"j/logs", "j/checkpoints", "j/metrics.jsonl"}  # links to what is in the folder of the nodes
     assert found == ours | beside | {"j/job/way", "j/job/fine", "j/job/last"}
     assert {(tmp_path / name).read_text() for name in ours} == {"ours"}

@@ -167,6 +167,22 @@ def test_a_job_that_has_ended_must_have_its_report_and_its_events(paths):
     assert lock.holder(paths) is None
 
 
+def test_the_key_of_a_job_must_go_with_its_nodes(paths, monkeypatch):
+    create(paths)
+    assert len(paths.key.read_bytes()) == 32
+    engine = Whole([ALL_WELL], [ALL_WELL])
+    monkeypatch.setattr(engine, "down", fails)
+    assert supervise(paths, engine)[0]["left_behind"] == "no space left"
+    assert paths.key.exists()  # whoever stops them has to speak to them
+    create(other := JobPaths(paths.root.with_name("b-1")))
+    supervise(other, Whole([ALL_WELL]))
+    assert not other.key.exists()
+
+
+def fails(grace: float) -> None:
+    raise EngineError("no space left")
+
+
 def test_a_report_must_be_about_the_nodes_with_which_a_job_has_ended(paths, monkeypatch):
     monkeypatch.setattr("orchestrate.supervisor.TRIES", 1)
     create(paths, dataclasses.replace(SPEC, min_trainers=0))

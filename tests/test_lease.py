@@ -9,12 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, eventually
+from ends import KEY
 
 from orchestrate.engines.ports import free_port
 from orchestrate.node import lease, wait
 from orchestrate.node.lease import LEASE, Lease, answer
-
-KEY = b"a key of the test"
 
 
 class Now:
@@ -175,7 +174,7 @@ def test_a_relay_must_be_asked_several_times_before_the_lease_is_over():
 def test_a_relay_must_answer_every_question_with_the_key(tmp_path):
     (tmp_path / "key").write_bytes(KEY)
     port = free_port()
-    env = os.environ | {"NODE_MODE": "relay", "NODE_PORT": str(port), "NODE_KEY": str(tmp_path / "key")}
+    env = os.environ | {"NODE_MODE": "relay", "NODE_PORT": str(port), "NODE_KEY": KEY.hex()}
     relay = subprocess.Popen([sys.executable, str(ROOT / "orchestrate" / "node")], env=env)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as node:
@@ -240,7 +239,7 @@ def test_a_node_must_ask_the_last_relay_alone_that_it_was_told_of(monkeypatch):
             self.ended = True
 
     monkeypatch.setattr(wait, "Lease", Asking)
-    node = wait.Waiting(SimpleNamespace())
+    node = wait.Waiting(SimpleNamespace(), KEY)
     for port in (1, 2):
         node.receive(SimpleNamespace(), {"ask": "lease", "relay": ["10.0.0.1", port]})
     assert [(one.address, one.ended) for one in Asking.made] == [(("10.0.0.1", 1), True), (("10.0.0.1", 2), False)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ends import KEY, End, connected
 from said import said, sent
 from waiting import PIPE
 
@@ -33,31 +34,32 @@ LINES = b"".join(json.dumps(message).encode() + b"\n" for message in MESSAGES)
 
 @pytest.fixture
 def ends():
-    here, there = socket.socketpair()
-    yield Link(here), there
-    here.close()
-    there.close()
+    link, node = connected()
+    yield link, node
+    link.close()
+    node.sock.close()
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10_000])
 def test_messages_must_be_put_together_from_pieces(ends, size):
     link, there = ends
     heard = []
-    for start in range(0, len(LINES), size):
-        there.sendall(LINES[start : start + size])
+    wire = b"".join(there.seal.close(line) + b"\n" for line in LINES.splitlines())
+    for start in range(0, len(wire), size):
+        there.sock.sendall(wire[start : start + size])
         heard += link.receive()
     assert heard == MESSAGES
 
 
 def test_what_is_no_message_must_end_the_connection(ends):
     link, there = ends
-    there.sendall(b"OCI runtime exec failed: exec failed: container not running\n")
+    there.sock.sendall(b"OCI runtime exec failed: exec failed: container not running\n")
     assert link.receive() is None
 
 
 def test_a_connection_that_has_ended_must_take_no_request(ends):
     link, there = ends
-    there.close()
+    there.sock.close()
     assert link.receive() is None
     assert not link.send("status")
 
@@ -147,10 +149,11 @@ def test_the_engines_frames_must_be_taken_off_and_stderr_left_out(size):
 
 
 @contextlib.contextmanager
-def connected(key: bytes = b"") -> Iterator[tuple[Link, socket.socket]]:
+def strange() -> Iterator[tuple[Link, socket.socket]]:
+    """A connection on which nothing was said yet."""
     here, there = socket.socketpair()
     there.settimeout(10)
-    link = Link(here, key=key)
+    link = Link(here, KEY)
     try:
         yield link, there
     finally:
@@ -158,45 +161,47 @@ def connected(key: bytes = b"") -> Iterator[tuple[Link, socket.socket]]:
         there.close()
 
 
-def test_an_answer_must_be_found_among_what_else_a_node_says():
-    with connected() as (link, there):
-        there.sendall(sent("started") + sent("news", gone=["a"]))
-        assert link.converse("news", since=3) == said("news", gone=["a"])
-        assert json.loads(there.recv(1000)) == {"ask": "news", "since": 3}
+def test_an_answer_must_be_found_among_what_else_a_node_says(ends):
+    link, there = ends
+    there.send(sent("started"))
+    there.send(sent("news", gone=["a"]))
+    assert link.converse("news", since=3) == said("news", gone=["a"])
+    assert there.hear() == {"ask": "news", "since": 3}
 
 
 @pytest.mark.parametrize("say", ["put", "refused"])
-def test_what_a_node_cannot_do_must_be_an_error_in_its_words(say):
-    with connected() as (link, there), pytest.raises(EngineError, match="no space left"):
-        there.sendall(json.dumps({"say": say, "error": "no space left"}).encode() + b"\n")
+def test_what_a_node_cannot_do_must_be_an_error_in_its_words(ends, say):
+    link, there = ends
+    there.send(json.dumps({"say": say, "error": "no space left"}).encode())
+    with pytest.raises(EngineError, match="no space left"):
         link.converse("put")
 
 
-def test_a_conversation_must_wait_as_long_as_was_asked_for(monkeypatch):
+def test_a_conversation_must_wait_as_long_as_was_asked_for(ends, monkeypatch):
+    link, there = ends
     monkeypatch.setattr(links, "ANSWERS", 0.01)
-    with connected() as (link, there):
-        threading.Timer(0.1, there.sendall, (sent("news"),)).start()
-        assert link.converse("news", patience=10) == said("news")
+    threading.Timer(0.1, there.send, (sent("news"),)).start()
+    assert link.converse("news", patience=10) == said("news")
 
 
-def test_a_node_that_is_silent_or_gone_must_end_the_conversation():
-    with connected() as (link, there):
-        with pytest.raises(ConnectionError):
-            link.converse("news", patience=0.01)
-        there.close()
-        with pytest.raises(ConnectionError):
-            link.converse("news")
+def test_a_node_that_is_silent_or_gone_must_end_the_conversation(ends):
+    link, there = ends
+    with pytest.raises(ConnectionError):
+        link.converse("news", patience=0.01)
+    there.sock.close()
+    with pytest.raises(ConnectionError):
+        link.converse("news")
 
 
-def test_a_node_that_takes_nothing_must_not_be_waited_for_without_end(monkeypatch):
-    monkeypatch.setattr(links, "ANSWERS", 0.05)
-    with connected() as (link, _):
-        assert not link.send("start", env="x" * (1 << 24))
+def test_a_node_that_takes_nothing_must_not_be_waited_for_without_end(ends):
+    link, _ = ends
+    link.sock.settimeout(0.05)
+    assert not link.send("start", env="x" * (1 << 24))
 
 
-def test_a_guarded_connection_must_begin_with_words_and_go_on_in_lines_with_proof():
-    with connected(b"key") as (link, there):
-        node = Seal(b"key", listens=True)
+def test_a_connection_must_begin_with_words_and_go_on_in_lines_with_proof():
+    with strange() as (link, there):
+        node = Seal(KEY, listens=True)
         there.sendall(node.word[:5])
         waits = []
 
@@ -206,7 +211,7 @@ def test_a_guarded_connection_must_begin_with_words_and_go_on_in_lines_with_proo
 
         threading.Timer(0.05, rest).start()
         assert link.greet(9)
-        assert (waits, link.sock.gettimeout()) == ([9], links.ANSWERS)
+        assert 0 < waits[0] <= 9 and link.sock.gettimeout() == links.ANSWERS
         word, rest = there.recv(1000).split(b"\n")
         assert rest == b""
         node.meet(word)
@@ -218,9 +223,9 @@ def test_a_guarded_connection_must_begin_with_words_and_go_on_in_lines_with_proo
         assert link.receive() is None
 
 
-@pytest.mark.parametrize("said", [b"no word\n", b"", None])
-def test_a_guarded_connection_must_be_closed_where_the_node_does_not_greet(said):
-    with connected(b"key") as (link, there):
+@pytest.mark.parametrize("said", [b"no word\n", b"", None, b"0" * 1000, b"0" * 100_000])
+def test_a_connection_must_be_closed_where_the_node_does_not_greet(said):
+    with strange() as (link, there):
         if said is not None:
             there.sendall(said)
             there.shutdown(socket.SHUT_WR)
@@ -229,7 +234,7 @@ def test_a_guarded_connection_must_be_closed_where_the_node_does_not_greet(said)
 
 
 def test_a_connection_must_end_for_the_node_even_if_another_process_holds_its_socket():
-    with connected() as (link, there), link.sock.dup():
+    with strange() as (link, there), link.sock.dup():
         link.close()
         assert there.recv(1) == b""
         link.close()
@@ -251,25 +256,54 @@ def test_a_socket_must_be_found_however_long_its_path_is_and_no_descriptor_stay_
     folder = tmp_path / ("f" * 100) / ("g" * 100)
     folder.mkdir(parents=True)
     with listening(folder, "s") as server:
-        link = connect(folder / "s")
+        made = []
+        dials = threading.Thread(target=lambda: made.append(connect(folder / "s", KEY)))
+        dials.start()
         there, _ = server.accept()
         with there:
-            assert link.send("status") and json.loads(there.recv(100)) == {"ask": "status"}
-        link.close()
+            node = End(there, listens=True)
+            node.meet()
+            dials.join()
+            assert made[0].send("status") and node.hear() == {"ask": "status"}
+        made[0].close()
         for path in (folder / "none", tmp_path / "none" / "s"):
             with pytest.raises(FileNotFoundError):
-                connect(path)
+                connect(path, KEY)
         opened = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
         assert str(folder) not in opened
 
 
 def test_a_socket_that_is_not_there_yet_must_be_waited_for_and_one_without_a_listener_not(tmp_path, monkeypatch):
     made: list[socket.socket] = []
-    monkeypatch.setattr(links.time, "sleep", lambda seconds: made or made.append(listening(tmp_path, "late")))
-    connect(tmp_path / "late", patience=10).close()
+
+    def greet() -> None:
+        with made[0].accept()[0] as there:
+            End(there, listens=True).meet()
+
+    def listens(_: float) -> None:
+        if not made:
+            made.append(listening(tmp_path, "late"))
+            threading.Thread(target=greet).start()
+
+    monkeypatch.setattr(links.time, "sleep", listens)
+    connect(tmp_path / "late", KEY, patience=10).close()
     made[0].close()
     with pytest.raises(ConnectionRefusedError):
-        connect(tmp_path / "late", patience=3600)
+        connect(tmp_path / "late", KEY, patience=3600)
+
+
+def test_what_listens_in_the_place_of_a_node_must_not_be_talked_to(tmp_path):
+    with listening(tmp_path, "s") as server:
+
+        def speak() -> None:
+            with server.accept()[0] as there:
+                there.sendall(b'{"say": "clean"}\n')
+
+        speaks = threading.Thread(target=speak)
+        speaks.start()
+        with pytest.raises(ConnectionRefusedError, match="is not the node"):
+            connect(tmp_path / "s", KEY)
+        speaks.join()
 
 
 # --- ports

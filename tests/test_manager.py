@@ -3,7 +3,6 @@
 import base64
 import io
 import os
-import stat
 import tarfile
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import requests
 from conftest import ROOT, docker
+from ends import KEY
 from manager_stub import StubManager, container, host, scale, settled
 from test_plan import HERE, plan
 
@@ -145,11 +145,10 @@ def test_an_engine_that_manages_no_swarm_must_be_told(stub, swarm, words):
 
 
 @pytest.mark.parametrize(("encrypt", "options"), [(False, {}), (True, {"encrypted": ""})])
-def test_a_job_must_have_one_network_and_one_key_of_its_own(stub, paths, encrypt, options):
+def test_a_job_must_have_one_network_of_its_own(stub, paths, encrypt, options):
     spec = JobSpec(trainers=2, encrypt=encrypt)
-    key = settled(paths.shared, spec).key
-    assert settled(paths.shared, spec).key == key and len(key) == 32  # a supervisor that takes it over has the same
-    assert stat.S_IMODE(paths.key.stat().st_mode) == 0o600 and not any(paths.shared.glob(".*"))
+    for _ in range(2):  # a supervisor that takes it over finds it
+        settled(paths.shared, spec)
     (network,) = stub.overlays()
     assert (network["Name"], network["Driver"], network["Attachable"]) == ("j_job", "overlay", True)
     assert (network["Options"] or {}) == options
@@ -176,16 +175,16 @@ def test_a_node_must_be_found_at_its_address_on_the_network_of_the_job(stub, man
         managed.node_address(managed.look()["trainer-2"] | {"NetworksAttachments": None})
 
 
-def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, managed, paths):
+def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, managed):
     managed.connect(JobSpec(trainers=2))
     assert managed.relay_address() == ("10.0.1.200", 20000)
     (relay,) = stub.containers
     body = relay["Config"]
-    assert set(body["Env"]) == {"NODE_MODE=relay", "NODE_PORT=20000", "NODE_KEY=/run/key"}
+    assert set(body["Env"]) == {"NODE_MODE=relay", "NODE_PORT=20000", f"NODE_KEY={KEY.hex()}"}
     assert body["Entrypoint"] == ["python", "/opt/orchestrate/node"]
     assert (body["Labels"], body["User"]) == ({"orchestrate.relay": "j"}, f"{os.getuid()}:{os.getgid()}")
     rights = body["HostConfig"]
-    assert set(rights["Binds"]) == {f"{ROOT}/orchestrate:/opt/orchestrate:ro", f"{paths.key}:/run/key:ro"}
+    assert set(rights["Binds"]) == {f"{ROOT}/orchestrate:/opt/orchestrate:ro"}
     assert (rights["NetworkMode"], rights["CapDrop"]) == ("j_job", ["ALL"])
     assert (rights["SecurityOpt"], rights["ReadonlyRootfs"]) == (["no-new-privileges:true"], True)
     assert rights["Init"] and rights["PidsLimit"] == 4096
@@ -213,9 +212,10 @@ def test_a_service_must_be_made_of_the_image_that_is_here_and_carry_the_label_of
     assert (secret["Spec"]["Name"], secret["Spec"]["Labels"]) == ("j-node", managed.labels)
     for one in (trainer, master):
         assert one["TaskTemplate"]["ContainerSpec"]["Secrets"][0]["SecretID"] == secret["ID"]
+        assert f"NODE_KEY={KEY.hex()}" in one["TaskTemplate"]["ContainerSpec"]["Env"]
     given = base64.b64decode(next(body["Data"] for body in stub.made if body["kind"] == "secrets"))
     with tarfile.open(fileobj=io.BytesIO(given)) as archive:
-        assert archive.extractfile("key").read() == managed.key
+        assert "orchestrate/node/__main__.py" in archive.getnames() and KEY not in given
 
 
 def test_more_nodes_must_leave_alone_those_that_there_are(stub, managed):
@@ -261,22 +261,7 @@ def test_all_that_a_job_has_must_be_removed_and_nothing_else(stub, managed, path
     assert names == there
     managed.remove("j", 0.0)
     assert not managed.things("j") and len(managed.things("x")) == 4
-    assert not paths.key.exists()
     assert any("DELETE /containers" in request and "force=True" in request for request in stub.asked)
-
-
-def test_the_key_of_a_job_must_be_removed_with_it_and_that_of_another_one_stay(stub, managed, paths, tmp_path):
-    scale(managed, "trainer", 1)
-    others = {name: JobPaths(tmp_path / name) for name in ("x", "y")}
-    for name, other in others.items():  # the folder that one of them names is another's
-        other.create()
-        other.key.touch()
-        labels = managed.labels | {"orchestrate.job": name, "orchestrate.run": str(others["x"].shared)}
-        stub.services.append({"ID": name, "Spec": {"Name": f"{name}-master", "Labels": labels}})
-    managed.remove("y", 0.0)
-    assert [made.key.exists() for made in (paths, *others.values())] == [True, True, True]
-    managed.remove("x", 0.0)
-    assert [made.key.exists() for made in (paths, *others.values())] == [True, False, True]
 
 
 def test_what_is_still_in_use_must_be_tried_again_and_told_in_the_end(stub, managed, clock, monkeypatch):

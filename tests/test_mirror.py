@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, eventually, gone
+from ends import KEY
 
 from orchestrate.engines import mirror as mirror_module
 from orchestrate.engines.links import Link
@@ -17,9 +18,6 @@ from orchestrate.engines.parcels import give, mine, packed
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError
 from orchestrate.node.files import PIECE
-
-KEY = b"a key of the test"
-
 
 LONG = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 85  # a name of 255 bytes
 
@@ -30,8 +28,7 @@ class Node:
     def __init__(self, folder):
         self.folder, self.job, self.port = folder, folder / "job", free_port()
         self.links: list[Link] = []
-        folder.joinpath("key").write_bytes(KEY)
-        settings = {"NODE_MODE": "wait", "NODE_SOCKET": str(folder / "s"), "NODE_KEY": str(folder / "key")}
+        settings = {"NODE_MODE": "wait", "NODE_SOCKET": str(folder / "s"), "NODE_KEY": KEY.hex()}
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "orchestrate" / "node")],
             env=os.environ | settings | {"NODE_PORT": f"{self.port - 3}+3", "NODE_GRACE": "1"},
@@ -88,7 +85,7 @@ def mirror(node, tmp_path):
 
 
 def test_who_does_not_know_the_key_must_get_no_answer(node):
-    link = node.connect(key=b"a guess")
+    link = node.connect(key=bytes(32))
     assert link.send("status")
     assert link.receive() is None
     node.connect().converse("status")  # the node has taken no harm
@@ -310,7 +307,7 @@ def test_of_a_file_that_two_nodes_write_that_of_the_first_must_come_home(tmp_pat
 
 def test_a_node_whose_relay_is_gone_must_end_its_workers(node, tmp_path):
     port = free_port()
-    settings = {"NODE_MODE": "relay", "NODE_PORT": str(port), "NODE_KEY": str(tmp_path / "key")}
+    settings = {"NODE_MODE": "relay", "NODE_PORT": str(port), "NODE_KEY": KEY.hex()}
     relay = subprocess.Popen([sys.executable, str(ROOT / "orchestrate" / "node")], env=os.environ | settings)
     try:
         link = node.connect()

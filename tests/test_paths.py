@@ -99,6 +99,8 @@ def test_a_file_of_ours_must_replace_a_link_and_not_what_it_points_to(paths):
 
 
 def test_a_secret_must_be_new_and_its_owners_alone(paths):
+    assert len(paths.key.read_bytes()) == 32  # the job's, from its beginning
+    paths.key.unlink()
     mask = os.umask(0)
     try:
         write_secret(paths.key, b"a key")
@@ -129,7 +131,7 @@ def test_what_we_write_of_a_job_must_be_its_owners_alone(paths):
     finally:
         os.umask(mask)
     files = [path for path in paths.root.iterdir() if not path.is_symlink() and path.is_file()]
-    assert {path.name for path in files} == {"report.json", "events.jsonl", "job.yaml", "plan.json"}
+    assert {path.name for path in files} == {"report.json", "events.jsonl", "job.yaml", "plan.json", ".key"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     assert stat.S_IMODE(paths.root.stat().st_mode) == 0o700
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import MARK, environ, eventually, gone, processes
+from ends import KEY
 from scripted import Clock
 from test_plan import HERE, plan
 
@@ -41,6 +42,7 @@ class Nodes:
     def __init__(self, folder: Path) -> None:
         self.folder, self.state, self.run = folder, folder / "s", folder / "run"
         (self.run / "logs").mkdir(parents=True)
+        (folder / ".key").write_bytes(KEY)
         self.engines: list[ProcessEngine] = []
 
     def engine(self) -> ProcessEngine:

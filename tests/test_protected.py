@@ -7,7 +7,8 @@ import uuid
 
 import pytest
 from conftest import ROOT, docker, eventually
-from waiting import PRELOAD, Waiting
+from ends import KEY
+from waiting import PRELOAD, Pipe, Waiting
 
 from orchestrate.spec import IMAGE
 
@@ -123,16 +124,12 @@ def container(docker_engine, tmp_path):
 @pytest.mark.parametrize("preload", ["", PRELOAD], ids=["fresh", "warm"])
 def test_a_worker_in_a_container_must_not_reach_into_process_1(container, tmp_path, preload):
     (tmp_path / "0.py").write_text(LOOKS)
-    name = container(NODE_MODE="wait", NODE_PRELOAD=preload, JOB_DIR="/tmp/job")
-    ask = {"ask": "start", "command": ["/workspace/0.py"], "env": {"RANK": "0"}, "inherit": True, "cwd": None}
-    pipe = ["docker", "exec", "-i", name, "python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
-    with subprocess.Popen(pipe, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdin.write(json.dumps(ask).encode() + b"\n")
-        process.stdin.flush()
-        while (said := json.loads(process.stdout.readline()))["say"] != "ended":
-            pass
-        process.stdin.close()
-    assert said["code"] == 0
+    name = container(NODE_MODE="wait", NODE_KEY=KEY.hex(), NODE_PRELOAD=preload, JOB_DIR="/tmp/job")
+    command = ["docker", "exec", "-i", name, "python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
+    pipe = Pipe(dict(os.environ), command)
+    pipe.ask("start", command=["/workspace/0.py"], env={"RANK": "0"}, inherit=True, cwd=None)
+    assert pipe.until("ended")["code"] == 0
+    pipe.close()
     found = json.loads(docker("exec", name, "cat", "/tmp/job/logs/rank-0.log"))
     assert found.pop("node") == 1
     assert found == expected(preload)

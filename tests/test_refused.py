@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import eventually
+from ends import End
 from test_asked import dial
 from test_mirror import Node
 from waiting import PRELOAD, Waiting
@@ -84,10 +85,6 @@ REFUSED = [
 ]
 
 
-def line(message: object) -> bytes:
-    return (message if isinstance(message, bytes) else json.dumps(message).encode()) + b"\n"
-
-
 @pytest.fixture(scope="module")
 def node(tmp_path_factory) -> Iterator[Waiting]:
     made = Waiting(tmp_path_factory.mktemp("node"))
@@ -97,32 +94,37 @@ def node(tmp_path_factory) -> Iterator[Waiting]:
 
 @pytest.mark.parametrize(("message", "why"), REFUSED, ids=[why for _, why in REFUSED])
 def test_what_cannot_be_done_must_be_refused_by_name_and_nothing_of_it_be_done(node, message, why):
-    with dial(node.folder / "s") as sock, sock.makefile("rb") as file:
-        sock.sendall(line(message))
-        said = file.readline()
-        answer = json.loads(said)
+    with dial(node.folder / "s") as sock:
+        end = End(sock)
+        end.send(message if isinstance(message, bytes) else json.dumps(message).encode())
+        answer = end.hear()
         assert answer["say"] == "refused" and why in answer["error"]
-        assert SECRET.encode() not in said and len(said) < 300
+        assert SECRET not in str(answer) and len(str(answer)) < 300
         if isinstance(message, dict):  # whoever speaks our language is listened to
-            sock.sendall(line({"ask": "status"}))
-            assert json.loads(file.readline())["say"] == "status"
+            end.ask("status")
+            assert end.hear()["say"] == "status"
         else:
-            assert file.readline() == b""
+            assert end.hear() is None
     assert node.status() == {"generation": -1, "codes": {}, "signs": {}, "running": {}}
     assert not (node.folder / "logs").exists()
 
 
 def test_a_message_without_an_end_must_be_refused(node):
-    with dial(node.folder / "s") as sock, sock.makefile("rb") as file:
+    with dial(node.folder / "s") as sock:
+        end = End(sock)
+        end.ask("status")
+        assert end.hear()["say"] == "status"
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendall(b"x" * (3 << 20))
-        assert json.loads(file.readline())["error"] == "the message is longer than 1048576 bytes"
+        assert end.hear()["error"] == "the message is longer than 1048576 bytes"
     assert node.status()["generation"] == -1
 
 
 def test_half_a_message_must_not_be_done_when_who_sent_it_has_gone(node):
     with dial(node.folder / "s") as sock:
-        sock.sendall(line({"ask": "end"})[:-1])
+        end = End(sock)
+        end.meet()
+        sock.sendall(end.seal.close(b'{"ask": "end"}'))
     assert node.status()["generation"] == -1 and node.node.poll() is None
 
 
@@ -210,8 +212,7 @@ def test_who_does_not_know_the_key_must_be_told_nothing(remote, first):
 def test_a_datagram_of_any_kind_must_not_end_a_relay(tmp_path):
     port = Node(tmp_path)  # for a free port and a key
     port.end()
-    (tmp_path / "key").write_bytes(b"key")
-    node = Waiting(tmp_path, NODE_MODE="relay", NODE_PORT=str(port.port), NODE_KEY=str(tmp_path / "key"))
+    node = Waiting(tmp_path, NODE_MODE="relay", NODE_PORT=str(port.port))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.settimeout(0.2)
 

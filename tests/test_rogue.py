@@ -158,6 +158,55 @@ def test_two_jobs_must_neither_see_nor_reach_each_other(cli, docker_engine, noth
     first.end(), second.communicate()
 
 
+SPEAKS = r"""
+import glob, json, os, signal, socket
+from hashlib import sha256
+print("NODE_KEY" in os.environ)
+for pid in ["1", *(path.split("/")[2] for path in glob.glob("/proc/[0-9]*/stat"))]:
+    try:
+        text = open(f"/proc/{pid}/environ", "rb").read()
+        print(pid, b"NODE_KEY" in text)
+    except OSError as error:
+        print(pid, error.strerror)
+if os.environ["RANK"] == "1":
+    env = {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "7", "JOB_DIR": "/job"}
+    start = {"ask": "start", "command": ["-c", "print('hijacked')"], "env": env, "inherit": True, "cwd": None}
+    for path in glob.glob("/run/orchestrate/*") + ["/tmp/node.sock"]:
+        for ask in ({"ask": "status"}, {"ask": "stop", "kill": True}, {"ask": "end"}, {"ask": "clean"}, start):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.settimeout(10)
+            sock.connect(path)
+            word = sock.makefile("rb").readline()
+            text = json.dumps(ask).encode()
+            sock.sendall(word + sha256(text).hexdigest().encode() + b" " + text + b"\n" + text + b"\n")
+            assert sock.recv(1000) == b"", "answered"
+    for path in glob.glob("/run/orchestrate/*"):  # and in the place of all nodes, for those that connect now
+        os.rename(path, path + "-old")
+        liar = socket.socket(socket.AF_UNIX)
+        liar.bind(path)
+        liar.listen()
+    os.fork() or (os.setsid(), signal.pause())
+    print("spoke", flush=True)
+"""
+
+
+def test_a_worker_must_not_speak_for_a_node_nor_to_one_on_a_cluster_either(cli, docker_engine, nothing_left):
+    (cli.folder / "speaks.py").write_text(SPEAKS)
+    (cli.folder / "secret.py").write_text("import os\nprint(os.environ['TOKEN'][::-1], os.listdir('/run/orchestrate'))")
+    name = cli("up", "--engine", "docker", "--trainers", "1", "--gpus", "none").stdout.strip()
+    on = ("run", "--engine", "docker", "--trainers", "1", "--gpus", "none", "--max-restarts", "0")
+    done = cli(*on, "--name", "evil", "--", "speaks.py")
+    assert done.returncode == 0, done.stderr
+    (log,) = cli.folder.glob("runs/evil-*/logs/rank-1.log")
+    assert "spoke" in log.read_text() and "True" not in log.read_text()
+    assert "hijacked" not in "".join(path.read_text() for path in log.parent.iterdir())
+    done = cli(*on, "--name", "good", "--set", f"env.TOKEN={CANARY}", "--", "secret.py")
+    assert done.returncode == 0, done.stderr
+    for log in cli.folder.glob("runs/good-*/logs/rank-*.log"):
+        assert CANARY[::-1] in log.read_text()
+    assert cli("down", name).returncode == 0
+
+
 @pytest.mark.parametrize("supervised", [True, False])
 def test_a_job_with_a_paused_node_must_stop_in_good_order(cli, docker_engine, nothing_left, supervised):
     (cli.folder / "saves.py").write_text(

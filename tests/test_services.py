@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
+from ends import KEY
 from test_plan import HERE, plan, with_gpus
 
 from orchestrate.engines import services
+from orchestrate.paths import NODE
 from orchestrate.plan import Inventory
 from orchestrate.spec import JobSpec
 
@@ -18,7 +21,9 @@ from orchestrate.spec import JobSpec
 def asked(spec: JobSpec, role: str = "trainer", gpus: int = 0, inventory: Inventory = HERE) -> dict:
     inventory = dataclasses.replace(with_gpus(gpus) if gpus else inventory, preload=("torch", "numpy"))
     made = plan(spec, inventory, "digits-1")
-    return services.task(spec, made, role, image="image:1", user="7:8", network="net", secret=("id", "digits-1-node"))
+    return services.task(
+        spec, made, role, image="image:1", user="7:8", network="net", secret=("id", "digits-1-node"), key=KEY
+    )
 
 
 def env(task: dict) -> dict[str, str]:
@@ -101,10 +106,13 @@ def test_a_node_must_have_no_more_rights_than_it_needs_and_start_but_once():
 def test_the_nodes_of_a_cluster_must_have_its_name_whatever_job_they_run():
     spec = JobSpec(network="host")
     made = plan(spec, dataclasses.replace(HERE, cluster="c-1"), "digits-1")
-    task = services.task(spec, made, "master", image="i", user="7:8", network="net", secret=("id", "c-1-node"))
+    ids = {"image": "i", "user": "7:8", "network": "net", "secret": ("id", "c-1-node"), "key": KEY}
+    task = services.task(spec, made, "master", **ids)
     assert (env(task)["JOB_ID"], env(task)["NODE_PORT"]) == ("c-1", str(services.port(spec, "c-1") + 1))
     made = plan(JobSpec(), dataclasses.replace(HERE, cluster="c-1"), "digits-1")
-    task = services.task(JobSpec(), made, "trainer", image="i", user="7:8", network="net", secret=("id", "c-1-node"))
+    task = services.task(
+        JobSpec(), made, "trainer", image="i", user="7:8", network="net", secret=("id", "c-1-node"), key=KEY
+    )
     assert task["ContainerSpec"]["Hostname"] == "c-1-trainer-{{.Task.Slot}}"
 
 
@@ -112,19 +120,17 @@ def test_a_node_must_be_told_what_the_job_says():
     told = env(asked(JobSpec(grace=90.0)))
     assert (told["NODE_GRACE"], told["NODE_PRELOAD"], told["JOB_ID"]) == ("90", "torch numpy", "digits-1")
     assert set(told["NODE_WIPE"].split()) == {"/tmp", "/dev/shm", "/var/tmp/job"}
-    assert (told["NODE_MODE"], told["NODE_KEY"], told["HOME"]) == ("wait", "/run/orchestrate/key", "/tmp")
+    assert (told["NODE_MODE"], told["NODE_KEY"], told["HOME"]) == ("wait", KEY.hex(), "/tmp")
     assert told["PYTHONUNBUFFERED"] == told["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
-def test_the_program_of_a_node_must_come_with_a_key_that_only_its_user_reads():
-    with tarfile.open(fileobj=io.BytesIO(services.program(b"secret"))) as archive:
-        assert "orchestrate/node/wait.py" in archive.getnames()
-        key = archive.getmember("key")
-        assert key.mode == 0o400 and archive.extractfile(key).read() == b"secret"
+def test_the_program_of_a_node_must_be_whole():
+    with tarfile.open(fileobj=io.BytesIO(services.program())) as archive:
+        assert {Path(name).name for name in archive.getnames()} == {path.name for path in NODE.glob("*.py")}
 
 
 def test_a_node_must_unpack_its_program_and_become_it(tmp_path, monkeypatch):
-    (tmp_path / "secret").write_bytes(services.program(b"secret"))
+    (tmp_path / "secret").write_bytes(services.program())
     (tmp_path / "x.py").write_text("import sys; print(*sys.argv[1:])")
     monkeypatch.setattr(services, "PROGRAM", str(tmp_path / "program"))
     command = [sys.executable, "-c", services.boot(str(tmp_path / "secret")), "x.py", "a b"]

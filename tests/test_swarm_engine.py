@@ -72,7 +72,7 @@ class Hosts:
         settings = {"NODE_MODE": "wait", "NODE_SOCKET": str(folder / "s"), "NODE_PORT": str(port), "NODE_GRACE": "1"}
         self.nodes[task["ID"]] = subprocess.Popen(
             [sys.executable, str(ROOT / "orchestrate" / "node")],
-            env=os.environ | settings | {"NODE_KEY": str(self.paths.key)},
+            env=os.environ | settings | {"NODE_KEY": self.paths.key.read_bytes().hex()},
             cwd=folder,
             stdout=subprocess.DEVNULL,
             preexec_fn=die_with_parent,
@@ -86,7 +86,7 @@ class Hosts:
             if task["ID"] in self.nodes and self.nodes[task["ID"]].poll() is not None:
                 task["Status"]["State"] = "failed"
 
-    def talk(self, relay: str, command: list[str], key: bytes) -> Link | None:
+    def talk(self, relay: str, command: list[str], key: bytes, patience: float) -> Link | None:
         """What `exec` of a pipe does in the relay."""
         assert (relay, command[:4]) == (self.stub.containers[0]["Id"], PIPE)
         address, port, _ = command[4:]
@@ -96,8 +96,9 @@ class Hosts:
         sock = eventually(lambda: self.dial(address))
         if isinstance(sock, str):
             return None
-        self.links.append(Link(sock, key=key))
-        return self.links[-1]
+        link = Link(sock, key)
+        self.links.append(link)
+        return link if link.greet(patience) else None
 
     def dial(self, address: str) -> socket.socket | str:
         """A connection to a node, nothing while it does not listen, or that it has ended."""
@@ -173,7 +174,6 @@ def test_a_job_must_find_its_code_and_leave_its_files_here_and_nothing_there(the
     engine.down(1.0)
     assert not stub.services and not stub.containers and not stub.overlays() and not stub.secrets
     assert [node.wait(30) for node in there.nodes.values()] == [0, 0]
-    assert not there.paths.key.exists()
 
 
 def test_a_lost_node_must_be_followed_by_one_that_has_what_all_have_written(there, stub):
@@ -245,14 +245,14 @@ def test_the_nodes_of_a_cluster_must_stay_when_a_job_ends_and_keep_its_files_apa
     assert ends(engine, 1) == {0: 0}
     assert home.log(0).exists() and not (cluster.nodes / "logs").exists()
     engine.down(1.0)
-    assert stub.services and stub.containers and there.paths.key.exists()
+    assert stub.services and stub.containers
     assert there.nodes[stub.task("master")["ID"]].poll() is None
 
 
 def test_a_node_that_cannot_be_reached_must_be_told_and_used_no_more(there, stub):
     spec, engine = JobSpec(trainers=1), there.engine()
     talk = there.talk
-    engine.swarm.daemon.talk = lambda relay, command, key: talk(relay, command, key) if "10.0.1.1" in command else None
+    engine.swarm.daemon.talk = lambda *words: talk(*words) if "10.0.1.1" in words[1] else None
     with pytest.raises(EngineError, match="no connection to trainer-1 on host-1") as raised:
         engine.up(spec, there.plan(spec), there.run)
     assert "7946/tcp" in raised.value.hint

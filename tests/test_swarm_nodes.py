@@ -197,7 +197,7 @@ def test_the_connection_to_an_earlier_node_of_the_same_name_must_not_be_used(eng
 
 def test_the_lease_of_a_lost_worker_must_count_from_when_its_node_was_last_heard(engine, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
-    engine.ends["trainer-1"].sendall(sent("status"))
+    engine.ends["trainer-1"].send(sent("status"))
     engine.wait(0.01)
     heard = clock.now
     clock.now += 5

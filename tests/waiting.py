@@ -5,8 +5,12 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from conftest import ROOT
+from ends import KEY
+
+from orchestrate.node.sealed import Seal
 
 NODE = str(ROOT / "orchestrate" / "node")
 PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")
@@ -22,28 +26,45 @@ runpy.run_path({NODE!r}, run_name="__main__")
 
 
 class Pipe:
-    """A client that talks to a node, from outside of a container."""
+    """A client that talks to a node, from outside of a container by what `command` runs there."""
 
-    def __init__(self, env: dict[str, str]) -> None:
-        command = [sys.executable, "-I", "-S", PIPE]
+    def __init__(self, env: dict[str, str], command: Sequence[str] = (sys.executable, "-I", "-S", PIPE)) -> None:
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.heard: list[dict] = []
-        self.partial = b""
+        self.partial, self.seal = b"", Seal(KEY, listens=False)
 
     def ask(self, what: str, **facts) -> None:
-        self.process.stdin.write(json.dumps({"ask": what, **facts}).encode() + b"\n")
+        self.send(json.dumps({"ask": what, **facts}).encode() + b"\n")
+
+    def send(self, text: bytes) -> None:
+        """Have the node take whole lines."""
+        if not self.seal.met:
+            self.seal.meet(self._lines()[0])
+            self._write(self.seal.word + b"\n")
+        self._write(b"".join(self.seal.close(line) + b"\n" for line in text.splitlines()))
+
+    def _write(self, text: bytes) -> None:
+        self.process.stdin.write(text)
         self.process.stdin.flush()
+
+    def _lines(self) -> list[bytes]:
+        """The next lines; none where the node has ended."""
+        *lines, self.partial = self.partial.split(b"\n")
+        while not lines:
+            assert select.select([self.process.stdout], [], [], 60)[0], f"nothing after {self.heard}"
+            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                return []
+            *lines, self.partial = (self.partial + chunk).split(b"\n")
+        return lines
 
     def until(self, say: str, **facts) -> dict | None:
         """The first such message, also among those that were heard before; None where the node ends without it."""
         wanted = {"say": say, **facts}
         while not (found := [message for message in self.heard if wanted.items() <= message.items()]):
-            assert select.select([self.process.stdout], [], [], 60)[0], f"no {wanted} among {self.heard}"
-            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not chunk:
+            if not (lines := self._lines()):
                 return None
-            *lines, self.partial = (self.partial + chunk).split(b"\n")
-            self.heard += map(json.loads, lines)
+            self.heard += [json.loads(self.seal.open(line)) for line in lines]
         return found[0]
 
     def status(self) -> dict:
@@ -65,7 +86,7 @@ class Waiting:
         """`before` is run in the node's process before it begins: `lease.LEASE = 1`, say, of the modules in it."""
         self.folder = tmp_path
         self.env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(tmp_path / "s"), "JOB_DIR": str(tmp_path)}
-        self.env |= {"NODE_PRELOAD": preload, **env}
+        self.env |= {"NODE_KEY": KEY.hex(), "NODE_PRELOAD": preload, **env}
         self.out = tmp_path / "stdout"
         self.pipe = Pipe(self.env)  # before the node listens
         with self.out.open("wb") as out:

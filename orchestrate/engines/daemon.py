@@ -24,7 +24,7 @@ from docker.models.networks import Network
 
 from orchestrate.engines import never
 from orchestrate.engines.address import address
-from orchestrate.engines.links import Link
+from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.paths import PROJECT
 
@@ -106,8 +106,11 @@ class Daemon:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(act, containers))
 
-    def talk(self, container: str, command: list[str], key: bytes = b"") -> Link | None:
-        """Run a command in a container, to talk to over its stdin and stdout; None where the container is not up."""
+    def talk(self, container: str, command: list[str], key: bytes, patience: float = ANSWERS) -> Link | None:
+        """Run a command in a container that connects its stdin and stdout with a node; None where that does not answer.
+
+        `key` is that of the node, which has some seconds to answer.
+        """
         with self.asking(f"starts nothing in {container[:12]}"):
             try:
                 made = self.client.api.exec_create(container, command, stdin=True)["Id"]
@@ -117,9 +120,9 @@ class Daemon:
                     return None
                 raise
         frames = Frames(stream)
-        link = Link(stream._sock, frames.stdout, key)
+        link = Link(stream._sock, key, frames.stdout)
         link.partial = frames.stdout(_ahead(stream))
-        return link
+        return link if link.greet(patience) else None
 
     def compose(
         self,

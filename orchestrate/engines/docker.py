@@ -181,8 +181,8 @@ class DockerEngine(Linked):
         super().stop(kill)
 
     def warnings(self) -> list[str]:
-        """Why nodes are not protected, where they should be."""
-        return self.guard.warnings() if self.guard else []
+        """What nodes have refused, and why they are not protected where they should be."""
+        return super().warnings() + (self.guard.warnings() if self.guard else [])
 
     def discard(self, nodes: Iterable[str]) -> None:
         """Remove containers by force."""
@@ -196,7 +196,8 @@ class DockerEngine(Linked):
         if self.guard:
             self.guard.close()
         if self.stays:
-            self._clean()
+            self.nodes = {name: node for name, node in self._look().items() if self._well(node)}
+            self._clean(self.nodes)
         elif self.home:
             self.remove(self.home, grace if self.running else 0)  # an idle node has nothing to end
 
@@ -248,12 +249,14 @@ class DockerEngine(Linked):
         for path in (str(run), code):
             if not is_text(path):
                 raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
+        self._take_key(run)
         self.home, self.stays, self.sockets = plan.home, bool(plan.inventory.cluster), sockets.of_containers(plan.home)
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
         self.env = {
             "JOB_ID": self.home,
             "JOB_OWNER": str(os.getuid()),
             "NODE_MODE": "wait",
+            "NODE_KEY": self.key.hex(),
             "NODE_IMAGE": spec.image,
             "NODE_CODE": code,
             "NODE_JOB_DIR": str(run),
@@ -305,8 +308,12 @@ class DockerEngine(Linked):
         container = self.nodes[node]
         if container.status == "running" and self.env["NODE_SOCKETS"]:
             with contextlib.suppress(OSError):
-                return sockets.connect(self.sockets / str(container.short_id), LISTENS)
-        return self.daemon.talk(str(container.id), PIPE)
+                return sockets.connect(self.sockets / str(container.short_id), self.key, LISTENS)
+        return self.daemon.talk(str(container.id), PIPE, self.key)
+
+    def _request(self, worker: WorkerPlan) -> dict[str, Any]:
+        filtered = self.guard is not None and self.guard.expects(self.nodes[worker.node])
+        return {**super()._request(worker), "filtered": filtered}
 
     def _same_kernel(self) -> bool:
         """Whether a socket in the job's folder can be the same for a node and for us; and has a name of its own."""

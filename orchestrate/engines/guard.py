@@ -73,6 +73,11 @@ class Guard:
             still = new & {_endpoint(node) for node in look().values()}  # a node that has ended needs no filter
             self.failures += [str(error) for endpoint in still if (error := self.begun[endpoint].exception())]
 
+    def expects(self, node: Container) -> bool:
+        """Whether a node must have its filter before a worker starts there: not where setting it up has failed."""
+        begun = self.begun.get(_endpoint(node))
+        return begun is None or not begun.done() or begun.exception() is None
+
     def warnings(self) -> list[str]:
         """What a user must know, once: that nodes are not protected, and why."""
         if self.warned or not self.failures:
@@ -160,12 +165,10 @@ def addresses(net: Path) -> list[Address]:
 
 def marked(pid: int, mark: int) -> bool:
     """Whether a helper has left its mark in the network of a process, which any user of its machine may read."""
-    first = f"{int.from_bytes(program.packed(program.MARK), 'little'):08X}"
     try:
-        lines = (PROC / str(pid) / "net" / "route").read_text().splitlines()
+        return program.marked((PROC / str(pid) / "net" / "route").read_text(), mark)
     except OSError:
         return False
-    return any((words[1], words[6]) == (first, str(mark)) for words in map(str.split, lines))
 
 
 def _gateways(base: str, size: int) -> list[Pattern]:

@@ -12,11 +12,15 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from orchestrate.engines import LOST, TERMINATED, Doing, Exit, messages
 from orchestrate.errors import EngineError, EngineLost
+from orchestrate.node.loop import LONGEST_GREETING
 from orchestrate.node.sealed import Seal
+from orchestrate.node.worker import FAILED_TO_START
+from orchestrate.paths import JobPaths
 from orchestrate.plan import Plan, WorkerPlan
 
 ANSWERS = 10.0  # seconds that a node may take to answer
@@ -25,40 +29,37 @@ LOOKS = 1.0  # seconds that it may take to say what its workers are doing, while
 
 
 class Link:
-    """A connection to a node: JSON lines, both ways."""
+    """A connection to a node: JSON lines, both ways, which others can reach, too, but not speak on."""
 
-    def __init__(self, sock: socket.socket, decode: Callable[[bytes], bytes] = bytes, key: bytes = b"") -> None:
-        """`decode` takes what was received, piece by piece, out of what an engine wraps around it.
-
-        `key` is what both sides must know where others can reach the node, too.
-        """
+    def __init__(self, sock: socket.socket, key: bytes, decode: Callable[[bytes], bytes] = bytes) -> None:
+        """`key` is that of the job; `decode` takes what was received out of what an engine wraps around it."""
         self.sock, self.decode, self.partial = sock, decode, b""
-        self.seal = Seal(key, listens=False) if key else None
+        self.seal = Seal(key, listens=False)
         sock.settimeout(ANSWERS)
 
     def greet(self, patience: float) -> bool:
-        """Exchange the words that a guarded connection begins with; False where the node does not, in some seconds."""
-        assert self.seal
-        self.sock.settimeout(patience)
+        """Exchange the words that a connection begins with; False where the node does not, in some seconds."""
+        deadline = time.monotonic() + patience
         try:
             while b"\n" not in self.partial:
-                if not (chunk := self.sock.recv(1 << 16)):
-                    raise OSError("the connection has ended")
+                self.sock.settimeout(max(0.001, deadline - time.monotonic()))
+                if len(self.partial) > LONGEST_GREETING or not (chunk := self.sock.recv(1 << 16)):
+                    raise OSError("no word, or the connection has ended")
                 self.partial += self.decode(chunk)
             word, _, self.partial = self.partial.partition(b"\n")
             self.seal.meet(word)
+            self.sock.settimeout(ANSWERS)
             self.sock.sendall(self.seal.word + b"\n")
         except (OSError, ValueError):
             self.close()
             return False
-        self.sock.settimeout(ANSWERS)
         return True
 
     def send(self, ask: str, **facts: Any) -> bool:
         """Ask the node for something; False where the connection has ended."""
         text = json.dumps({"ask": ask, **facts}).encode()
         try:
-            self.sock.sendall((self.seal.close(text) if self.seal else text) + b"\n")
+            self.sock.sendall(self.seal.close(text) + b"\n")
         except OSError:
             return False
         return True
@@ -75,7 +76,7 @@ class Link:
         if len(self.partial) > messages.LONGEST:
             return None
         try:
-            return [messages.read(self.seal.open(line) if self.seal else line) for line in lines]
+            return [messages.read(self.seal.open(line)) for line in lines]
         except ValueError:  # what Docker says where a container ends while something starts in it, say
             return None
 
@@ -115,6 +116,7 @@ class Linked:
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
+        self.key = b""  # of the job, or of its cluster
         self.links: dict[str, Link] = {}  # by node
         self.generation = -1
         self.running: dict[int, str] = {}  # rank: its node, of workers whose end is not known
@@ -126,6 +128,7 @@ class Linked:
         self.broken: set[str] = set()  # nodes whose connection has ended
         self.statuses: dict[str, dict[str, Any]] = {}  # by node, what it has answered
         self.cleaned: set[str] = set()  # nodes that have said that they are ready for another job
+        self.refusals: list[str] = []  # what nodes have not done, and why; not yet reported
 
     def _connect(self, node: str) -> Link | None:
         """A connection to a node, or None where it does not run; raises EngineLost. May be called by a thread."""
@@ -158,8 +161,9 @@ class Linked:
         return ""
 
     def warnings(self) -> list[str]:
-        """None."""
-        return []
+        """What nodes have refused."""
+        found, self.refusals = self.refusals, []
+        return found
 
     def gather(self, stopped: Callable[[], bool]) -> None:
         """Nothing: nodes write in the job's folder itself."""
@@ -202,11 +206,11 @@ class Linked:
 
     def doing(self) -> dict[int, Doing]:
         """What the running workers are doing, as far as their nodes say."""
-        found = {}
-        for state in self._ask(set(self.running.values()), LOOKS).values():
-            for rank, doing in state["running"].items():
-                if doing["state"]:  # where there is /proc
-                    found[int(rank)] = Doing(doing["state"], doing["cpu"])
+        states, found = self._ask(set(self.running.values()), LOOKS), {}
+        for rank, node in self.running.items():
+            doing = states[node]["running"].get(str(rank)) if node in states else None
+            if doing and doing["state"]:  # where there is /proc
+                found[rank] = Doing(doing["state"], doing["cpu"])
         return found
 
     def stop(self, kill: bool) -> None:
@@ -220,19 +224,33 @@ class Linked:
         """Have all workers print where they stand, and abort."""
         self._tell("dump")
 
+    def discard(self, nodes: Iterable[str]) -> None:
+        """Remove nodes by force."""
+        raise NotImplementedError
+
     # --- for engines
+
+    def _take_key(self, run: Path) -> None:
+        """Have the key of the nodes that see the folder `run`; raises EngineError."""
+        try:
+            self.key = JobPaths(run.parent).key.read_bytes()
+        except OSError as error:
+            raise EngineError(f"no key to talk to the nodes: {error}", "start the job, or the cluster, again") from None
 
     def _request(self, worker: WorkerPlan) -> dict[str, Any]:
         """Environment and folder of a worker."""
         return {"env": worker.env, "inherit": True, "cwd": None}
 
-    def _clean(self) -> None:
-        """Have the nodes make themselves ready for another job, and wait until they are."""
-        self.cleaned = set()
+    def _clean(self, nodes: Iterable[str]) -> None:
+        """Have nodes make themselves ready for another job, and wait until they are; discard those that are not."""
+        nodes, self.cleaned = set(nodes), set()
+        self._link(nodes)
         self._tell("clean")
         deadline = time.monotonic() + ANSWERS
-        while self.links.keys() - self.cleaned and time.monotonic() < deadline:
+        while (nodes & self.links.keys()) - self.cleaned and time.monotonic() < deadline:
             self._listen(0.1)
+        if nodes - self.cleaned:  # what the job has started may still be there
+            self.discard(nodes - self.cleaned)
 
     def _break(self, node: str) -> None:
         """The connection to a node has ended; what that means is found out in `wait`."""
@@ -318,7 +336,9 @@ class Linked:
         elif say == "clean":
             self.cleaned.add(node)
         elif say == "refused":
-            raise EngineError(f"{node} refused a request: {_reason(message)}")
+            self.refusals.append(f"{node} refused a request: {_reason(message)}")
+            for rank in [rank for rank, where in self.running.items() if where == node and rank not in self.pids]:
+                self._ended(rank, FAILED_TO_START, time.time(), asked=False)
         elif say not in ("started", "ended") or message["generation"] != self.generation:
             return  # what an older one still had to say
         elif self.running.get(message["rank"]) != node:

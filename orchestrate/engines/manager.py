@@ -18,7 +18,7 @@ from orchestrate.engines import JobState
 from orchestrate.engines import services as parts
 from orchestrate.engines.daemon import LABEL, Daemon, name_of
 from orchestrate.errors import EngineError, EngineLost, ResourceError
-from orchestrate.paths import PACKAGE, JobPaths, write_secret
+from orchestrate.paths import PACKAGE
 from orchestrate.plan import Plan, counted
 from orchestrate.spec import JobSpec
 
@@ -146,19 +146,15 @@ class Manager:
 
     # --- what is made and removed
 
-    def settle(self, plan: Plan, run: Path, spec: JobSpec) -> None:
-        """Know the job."""
-        self.home, self.run = plan.home, run
+    def settle(self, plan: Plan, run: Path, spec: JobSpec, key: bytes) -> None:
+        """Know the job, and the key of its nodes and their relay."""
+        self.home, self.run, self.key = plan.home, run, key
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
         self.port = parts.port(spec, plan.home)  # where the relay answers
         self.labels = {LABEL: plan.home, "orchestrate.run": str(run), "orchestrate.owner": str(os.getuid())}
 
     def prepare(self, spec: JobSpec) -> None:
-        """Have a key and a network."""
-        paths = JobPaths(self.run.parent)
-        if not paths.key.exists():
-            write_secret(paths.key, os.urandom(32))
-        self.key = paths.key.read_bytes()
+        """Have a network."""
         with self.daemon.asking("does not make the job's network"):
             if self.network != "host" and not self.daemon.networks(self.network):
                 options = {"encrypted": ""} if spec.encrypt else {}
@@ -177,17 +173,16 @@ class Manager:
             self.relay.reload()
 
     def _start_relay(self, name: str, spec: JobSpec) -> Container:
-        mounts = {PACKAGE: "/opt/orchestrate", JobPaths(self.run.parent).key: "/run/key"}
         return self.client.containers.run(
             spec.image,
             name=name,
             detach=True,
             entrypoint=["python", "/opt/orchestrate/node"],
-            environment={"NODE_MODE": "relay", "NODE_PORT": str(self.port), "NODE_KEY": "/run/key"},
-            volumes={str(path): {"bind": place, "mode": "ro"} for path, place in mounts.items()},
+            environment={"NODE_MODE": "relay", "NODE_PORT": str(self.port), "NODE_KEY": self.key.hex()},
+            volumes={str(PACKAGE): {"bind": "/opt/orchestrate", "mode": "ro"}},
             network=self.network,
             labels={RELAY: self.home},
-            user=self.daemon.user(self.run.parent),  # to whom the key belongs
+            user=self.daemon.user(self.run),
             init=True,
             cap_drop=["ALL"],
             security_opt=["no-new-privileges:true"],
@@ -249,6 +244,7 @@ class Manager:
                 user=self.daemon.user(self.run),
                 network=str(self.daemon.networks(self.network)[0].id),
                 secret=self._secret(),
+                key=self.key,
             )
             self.api.create_service(  # type: ignore[no-untyped-call]
                 template,
@@ -261,9 +257,6 @@ class Manager:
     def remove(self, job_id: str, grace: float) -> None:
         """Remove all that carries the job's label, and wait until Swarm has let go of it; raises EngineError."""
         deadline = time.monotonic() + grace + VANISHES
-        runs = {state.run for state in self.jobs() if state.job_id == job_id}
-        for run in {run for run in runs if run.parent.name == job_id} | ({self.run} if self.home == job_id else set()):
-            JobPaths(run.parent).key.unlink(missing_ok=True)
         self.home, stuck = job_id, ""
         while True:
             things, tasks, _ = self.things(job_id), self.tasks(), self.hosts()
@@ -294,7 +287,7 @@ class Manager:
         """Id and name of the job's secret."""
         name = f"{self.home}-node"
         found = self.client.secrets.list(filters={"name": name})
-        made = found[0].attrs if found else self.api.create_secret(name, parts.program(self.key), self.labels)
+        made = found[0].attrs if found else self.api.create_secret(name, parts.program(), self.labels)
         return str(made["ID"]), name
 
 

@@ -92,7 +92,7 @@ class ProcessEngine(Linked):
 
     def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
         """Start a waiting process for each node that has none."""
-        self._settle(plan)
+        self._settle(plan, run)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -104,14 +104,14 @@ class ProcessEngine(Linked):
         deadline = time.monotonic() + 60
         while not all(_listener(node.path) for node in fresh):
             if time.monotonic() > deadline or stopped() or not all(node.alive() for node in fresh):
-                raise EngineError("a node did not start", f"try it by hand: NODE_MODE=wait {sys.executable} {NODE}")
+                raise EngineError("a node did not start", f"try it by hand: RANK=0 {sys.executable} {NODE} -c pass")
             time.sleep(0.01)
 
     def _spawn(self, name: str, spec: JobSpec, preload: tuple[str, ...]) -> _Node:
         path = self.folder / f"{name}.sock"
         path.unlink(missing_ok=True)
         env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(path), "NODE_GRACE": str(spec.grace)}
-        env |= {"NODE_PRELOAD": " ".join(preload)}
+        env |= {"NODE_PRELOAD": " ".join(preload), "NODE_KEY": self.key.hex()}
         lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the node holds it as long as it lives
@@ -135,7 +135,7 @@ class ProcessEngine(Linked):
 
     def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
         """Find the nodes by their sockets, and ask them for the workers."""
-        self._settle(plan)
+        self._settle(plan, run)
         return self.adopt_workers(plan)
 
     def explain(self, end: Exit, node: str) -> str:
@@ -155,7 +155,7 @@ class ProcessEngine(Linked):
     def down(self, grace: float) -> None:
         """End the nodes, with what still runs in them; those of a cluster only forget the job."""
         if self.stays:
-            return self._clean()
+            return self._clean(self.nodes)
         _end(list(self.nodes.values()), grace)
         if self.folder.name:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -183,8 +183,9 @@ class ProcessEngine(Linked):
 
     # --- details
 
-    def _settle(self, plan: Plan) -> None:
+    def _settle(self, plan: Plan, run: Path) -> None:
         """Know the job, and the nodes of it that listen."""
+        self._take_key(run)
         self.folder, self.cwd, self.stays = self.state / plan.home, plan.inventory.code, bool(plan.inventory.cluster)
         for path, pid in _waiting(self.folder):
             if path.stem not in self.nodes or not self.nodes[path.stem].alive():
@@ -192,7 +193,7 @@ class ProcessEngine(Linked):
 
     def _connect(self, node: str) -> Link | None:
         try:
-            return sockets.connect(self.nodes[node].path)
+            return sockets.connect(self.nodes[node].path, self.key)
         except (OSError, KeyError):
             return None
 

@@ -13,13 +13,13 @@ from orchestrate.paths import PACKAGE
 from orchestrate.plan import Plan
 from orchestrate.spec import JobSpec
 
-PROGRAM = "/run/orchestrate"  # where a node's program and its key are unpacked
+PROGRAM = "/run/orchestrate"  # where a node's program is unpacked
 CODE, JOB, SHARED = "/var/tmp/code", "/var/tmp/job", "/shared"  # every image has /var/tmp, where anyone may write
 PORT, SPREAD = 20000, 9000
 ROLE = "orchestrate.role"  # the label of a node's container
 GPU = "NVIDIA-GPU"  # the generic resource that hosts offer; see docs/swarm.md
 SECOND = 1_000_000_000  # nanoseconds
-ROOM = 16 << 20  # bytes for a node's program and its key
+ROOM = 16 << 20  # bytes for a node's program
 
 
 def boot(source: str) -> str:
@@ -31,15 +31,15 @@ def boot(source: str) -> str:
     )
 
 
-def program(key: bytes) -> bytes:
-    """What a node is given as its secret: its program, and the key of whoever may ask it, as a tar file."""
+def program() -> bytes:
+    """What a node is given as its secret, for want of another file that Swarm brings to it: its program, as a tar file.
+
+    Workers can read it, as everything of a node; so its key is none of that.
+    """
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as archive:
         for path in sorted(PACKAGE.joinpath("node").glob("*.py")):
             archive.add(path, f"orchestrate/node/{path.name}")
-        entry = tarfile.TarInfo("key")
-        entry.size, entry.mode = len(key), 0o400
-        archive.addfile(entry, io.BytesIO(key))
     return file.getvalue()
 
 
@@ -53,11 +53,12 @@ def port(spec: JobSpec, home: str) -> int:
 
 
 def task(
-    spec: JobSpec, plan: Plan, role: str, *, image: str, user: str, network: str, secret: tuple[str, str]
+    spec: JobSpec, plan: Plan, role: str, *, image: str, user: str, network: str, secret: tuple[str, str], key: bytes
 ) -> dict[str, Any]:
     """The template of the tasks of a service, each a node.
 
-    `role` is master or trainer, `user` is UID:GID, `network` and `secret` are ids, the latter with its name.
+    `role` is master or trainer, `user` is UID:GID, `network` and `secret` are ids, the latter with its name; `key` is
+    that of the job.
     """
     uid, _, gid = user.partition(":")
     name = "master" if role == "master" else f"{plan.home}-{role}-{{{{.Task.Slot}}}}"
@@ -71,7 +72,7 @@ def task(
         "NODE_PRELOAD": " ".join(plan.inventory.preload),
         "NODE_WIPE": f"/tmp /dev/shm {JOB}",
         "NODE_PORT": listens,
-        "NODE_KEY": f"{PROGRAM}/key",
+        "NODE_KEY": key.hex(),
         "HOME": "/tmp",
         "USER": "node",
         "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor",

@@ -65,10 +65,11 @@ def unshare(home: str) -> None:
         raise EngineError(f"{folder} cannot be removed: {error.strerror}") from None
 
 
-def connect(path: Path, patience: float = 0.0) -> Link:
-    """A connection to a Unix socket, which may take some seconds to be there; raises OSError where nothing listens.
+def connect(path: Path, key: bytes, patience: float = 0.0) -> Link:
+    """A connection to a node's Unix socket, which may take some seconds to be there.
 
-    A node can have replaced its socket by a link to another one, which is not followed.
+    Raises OSError where nothing listens, or something that does not know the key. A node can have replaced its socket
+    by a link to another one, which is not followed.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -76,7 +77,10 @@ def connect(path: Path, patience: float = 0.0) -> Link:
         sock.settimeout(ANSWERS)  # whoever listens may accept nothing
         try:
             _dial(sock, path)
-            return Link(sock)
+            link = Link(sock, key)
+            if link.greet(ANSWERS):
+                return link
+            raise ConnectionRefusedError(f"what listens at {path} is not the node")
         except OSError as error:
             sock.close()
             if not isinstance(error, FileNotFoundError) or time.monotonic() > deadline:

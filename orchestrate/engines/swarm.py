@@ -225,7 +225,7 @@ class SwarmEngine(Linked):
             self.mirror.close()
             self.mirror = None
         if self.stays:
-            self._clean()
+            self._clean(self._well_nodes())
         elif self.swarm.home:
             self.remove(self.swarm.home, grace)
 
@@ -253,7 +253,8 @@ class SwarmEngine(Linked):
     def _settle(self, spec: JobSpec, plan: Plan, run: Path) -> None:
         self.stays, self.shared = bool(plan.inventory.cluster), bool(spec.volume)
         self.files = run / plan.job_id if self.stays and plan.home != plan.job_id else run
-        self.swarm.settle(plan, run, spec)
+        self._take_key(run)
+        self.swarm.settle(plan, run, spec, self.key)
         self.swarm.prepare(spec)
 
     def _well_nodes(self) -> dict[str, Thing]:
@@ -317,10 +318,9 @@ class SwarmEngine(Linked):
             return None
         address, port = self.swarm.node_address(task)
         patience = AGAIN if task["ID"] in self.supplied else BOOTS
-        link = self.swarm.daemon.talk(str(relay.id), [*PIPE, address, str(port), str(patience)], self.swarm.key)
-        if link is None or not link.greet(patience + ANSWERS):  # what passes it on starts late where we are busy
-            return None
-        link.send("lease", relay=self.swarm.relay_address())
+        command = [*PIPE, address, str(port), str(patience)]
+        if link := self.swarm.daemon.talk(str(relay.id), command, self.key, patience + ANSWERS):
+            link.send("lease", relay=self.swarm.relay_address())
         return link
 
     def _heard(self, node: str, message: dict[str, Any]) -> None:

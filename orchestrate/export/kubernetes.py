@@ -35,7 +35,7 @@ def kubernetes(spec: JobSpec, name: str, form: str) -> str:
     job = shape(spec, name if name[0].isalpha() else f"job-{name}")
     objects = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}[form](spec, job)
     if not carries_node(spec.image):
-        content = base64.b64encode(program(b"")).decode()
+        content = base64.b64encode(program()).decode()
         objects.insert(0, _object("v1", "ConfigMap", f"{job.name}-node", binaryData={"node": content}))
     lines = [f"{job.name}, for {VERSIONS[form]}.", HEAD[form], f"Your code is what stands in the image {spec.image}."]
     if not spec.volume:

@@ -4,8 +4,8 @@ It takes work in one of these ways (`NODE_MODE`; without it, `given` where `RANK
 
     wait    An orchestrator is in charge, over a Unix socket (`NODE_SOCKET`), which `pipe.py` reaches from outside of a
             container; and over one with the host's name in the folder `NODE_SOCKETS`, which needs no help where that
-            folder is mounted; and over TCP at `NODE_PORT` (`N` or `N+M`), for those who know the key in the file
-            `NODE_KEY`. The node imports `NODE_PRELOAD` ahead, and forks workers from that.
+            folder is mounted; and over TCP at `NODE_PORT` (`N` or `N+M`). Both know `NODE_KEY`, 32 bytes in hexadecimal
+            digits, which no worker gets. The node imports `NODE_PRELOAD` ahead, and forks workers from that.
     relay   Next to the orchestrator of nodes on other machines: answers for the lease of those, see `lease.py`.
     join    Plain `docker compose up`. Trainers register with the master; the master ranks them in Compose's order,
             gives each node its own GPUs, and ends the whole gang when one worker fails.
@@ -39,28 +39,27 @@ from orchestrate.node.given import given  # noqa: E402
 from orchestrate.node.join import join  # noqa: E402
 from orchestrate.node.lease import relay  # noqa: E402
 from orchestrate.node.output import say  # noqa: E402
-from orchestrate.node.protocol import Refused  # noqa: E402
+from orchestrate.node.protocol import Refused, key  # noqa: E402
 from orchestrate.node.wait import wait  # noqa: E402
 from orchestrate.node.warm import protect  # noqa: E402
-
-
-def key() -> bytes:
-    """What those know who may ask over the network."""
-    return pathlib.Path(os.environ["NODE_KEY"]).read_bytes()
 
 
 def main(arguments: list[str]) -> int:
     """Run the node and return its exit code."""
     protect()
+    word = os.environ.pop("NODE_KEY", "")  # workers get what is in our environment
     try:
-        return run(arguments)
+        return run(arguments, word)
     except Refused as error:
         say(f"error: {error}")
         return 2
 
 
-def run(arguments: list[str]) -> int:
-    """Take work in the way that `NODE_MODE` says; raises Refused for a setting in the environment that is none."""
+def run(arguments: list[str], word: str) -> int:
+    """Take work in the way that `NODE_MODE` says; `word` is the key of those who may ask.
+
+    Raises Refused for a setting in the environment that is none.
+    """
     mode = os.environ.get("NODE_MODE") or ("given" if "RANK" in os.environ else "join")
     if mode == "wait":
         folder = os.environ.get("NODE_SOCKETS")
@@ -69,10 +68,11 @@ def run(arguments: list[str]) -> int:
         return wait(
             os.environ.get("NODE_SOCKET", "/tmp/node.sock"),
             shared,
-            (sum(map(int, port.split("+"))), key()) if port else None,
+            sum(map(int, port.split("+"))) if port else 0,
+            key(word),
         )
     if mode == "relay":
-        relay(key(), int(os.environ["NODE_PORT"]))
+        relay(key(word), int(os.environ["NODE_PORT"]))
     command = arguments or ["-m", "app.train"]
     return given(command) if mode == "given" else join(command)
 

@@ -143,6 +143,13 @@ def mark(value: int) -> None:
     send(ROUTE, [message(ADD_ROUTE, CREATE | ACK, head, to, attribute(6, struct.pack("=I", value)))])
 
 
+def marked(routes: str, value: int | None = None) -> bool:
+    """Whether a mark, of this value or of any, is among the routes as `/proc/net/route` shows them."""
+    first = f"{int.from_bytes(packed(MARK), 'little'):08X}"
+    found = [words[6] for words in map(str.split, routes.splitlines()) if words[1] == first]
+    return str(value) in found if value is not None else bool(found)
+
+
 def resolvers(path: str) -> list[bytes]:
     """Every address in a resolv.conf, also those of Docker's comment, to which its own server passes questions on."""
     found = []

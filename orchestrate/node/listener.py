@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import socket
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from orchestrate.node.sealed import Seal
 
 MOST = 64  # connections at a time
 BACKLOG = 128  # connections that may wait to be taken in
-PROVES = 10.0  # seconds in which whoever connects over TCP has shown that they know the key
+PROVES = 10.0  # seconds in which a client has shown that it knows the key
 PAUSE = 0.2  # seconds until a connection is tried again for which there was no descriptor or memory
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -48,10 +47,8 @@ def serve(
 class Listener:
     """Takes clients in, `MOST` at a time; the oldest that has not asked anything makes way for a new one."""
 
-    def __init__(
-        self, loop: Loop, server: socket.socket, receive: Callable[[Channel, Any], None], key: bytes = b""
-    ) -> None:
-        """Call `receive` as a channel does; `key` is what clients over TCP must show to know, in some seconds."""
+    def __init__(self, loop: Loop, server: socket.socket, receive: Callable[[Channel, Any], None], key: bytes) -> None:
+        """Call `receive` as a channel does; clients must show in some seconds that they know `key`."""
         self.loop, self.server, self.receive, self.key = loop, server, receive, key
         self.channels: list[Channel] = []  # the oldest first
         self.sweeping = False
@@ -69,11 +66,11 @@ class Listener:
     def _take(self, sock: socket.socket, _: Any) -> None:
         self.channels = [channel for channel in self.channels if channel.open]
         if len(self.channels) >= MOST and not self._make_room():
-            return self._turn_away(sock)
-        seal = Seal(self.key, listens=True) if self.key else None
+            return sock.close()
+        seal = Seal(self.key, listens=True)
         channel = Channel(self.loop, sock, lambda message: self.receive(channel, message), seal)
         self.channels.append(channel)
-        if self.key and not self.sweeping:
+        if not self.sweeping:
             self._sweep()
 
     def _silent(self) -> list[Channel]:
@@ -85,13 +82,6 @@ class Listener:
         for channel in silent[:1]:
             channel.end()
         return bool(silent)
-
-    def _turn_away(self, sock: socket.socket) -> None:
-        if not self.key:
-            why = {"say": "refused", "error": f"{MOST} connections are open already"}
-            with contextlib.suppress(OSError):
-                sock.send(json.dumps(why).encode() + b"\n")
-        sock.close()
 
     def _sweep(self) -> None:
         """End what has not shown in time to know the key, and look again as long as there may be more."""

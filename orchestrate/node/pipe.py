@@ -42,7 +42,10 @@ def main() -> None:
     node = connect(sys.argv[1:])
     while True:
         for source in select.select([0, node.fileno()], [], [])[0]:
-            data = os.read(source, 1 << 16)
+            try:
+                data = os.read(source, 1 << 16)
+            except ConnectionResetError:  # the node has ended, and not read all of it
+                return
             if not data:
                 return
             if source == 0:

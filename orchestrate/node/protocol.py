@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MOST_DIGITS = 18  # of a number; one of that many is below 2^63
+KEY = re.compile(r"[0-9a-f]{64}")
 WHOLE = re.compile(r"[0-9]{1,9}")  # a number in an environment variable
 Fields = Mapping[str, Callable[[Any], str]]  # field: says what is wrong with its value, or nothing
 
@@ -76,6 +77,13 @@ def seconds(env: Mapping[str, str], name: str, default: float) -> float:
     if not 0 <= value < float("inf"):
         raise Refused(f"{name} must be a number of seconds, not {shown(env[name])}")
     return value
+
+
+def key(word: str) -> bytes:
+    """The key of those who may ask, out of its hexadecimal digits; raises Refused."""
+    if not KEY.fullmatch(word):
+        raise Refused("NODE_KEY must be 64 hexadecimal digits")
+    return bytes.fromhex(word)
 
 
 def shown(text: str) -> str:
@@ -181,6 +189,7 @@ REQUESTS: dict[str, Fields] = {  # what each does is in wait.py and files.py
         "inherit": _flag,
         "cwd": _optional(text),
         "log": _optional(whole),
+        "filtered": _optional(_flag),
     },
     "stop": {"kill": _flag},
     "dump": {},

@@ -1,4 +1,6 @@
-"""Lines over a network that others may reach: each carries a proof that whoever wrote it has the job's key.
+"""Lines between an orchestrator and a node: each carries a proof that its writer has the key of the job or cluster.
+
+Workers can reach the sockets of all nodes of a job, as can others on its network; none of them has the key.
 
 Both sides begin with a random word. From the key and both words comes a key of this connection; each line that follows
 is the HMAC-SHA256 (RFC 2104) of the side that writes it, its number and its text, a space, and the text. So nobody

@@ -1,10 +1,11 @@
 """Mode `wait`: an orchestrator starts workers in the node.
 
-Over a Unix socket, JSON lines. An orchestrator asks, and the node says what happens to everyone who has asked it
-anything:
+Over a Unix socket or TCP, JSON lines under a seal (sealed.py). An orchestrator asks, and the node says what happens to
+everyone who has asked it anything:
 
-    {"ask": "start", "command": […], "env": {…}, "inherit": bool, "cwd": …}    start a worker; with `inherit`, in the
-                              node's own environment and what `env` adds to it
+    {"ask": "start", "command": […], "env": {…}, "inherit": bool, "cwd": …, "filtered": bool}    start a worker; with
+                              `inherit`, in the node's own environment and what `env` adds to it; with `filtered`, only
+                              where the node's network has the filter of guard.py, as it has none after a new start
     {"ask": "stop", "kill": bool}    ask all workers to stop, and kill them after the grace period, or at once
     {"ask": "dump"}           have all workers print where they stand, and abort
     {"ask": "clean"}          make ready for another job
@@ -36,9 +37,11 @@ import stat
 import tarfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from orchestrate.node.files import Files
+from orchestrate.node.guard import marked
 from orchestrate.node.lease import Lease
 from orchestrate.node.listener import BACKLOG, Listener
 from orchestrate.node.loop import Channel, Loop
@@ -57,8 +60,8 @@ REFUSED = 128 + signal.SIGTERM  # the code of a worker whose generation was over
 class Waiting:
     """The workers of the newest generation, running or ended, and who is told of them."""
 
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
+    def __init__(self, loop: Loop, key: bytes) -> None:
+        self.loop, self.key = loop, key
         self.job, self.folder, self.generation = "", "", -1
         self.sign = ""  # why workers end, where we end them of our own accord
         self.workers: dict[int, Worker] = {}  # by rank
@@ -66,16 +69,15 @@ class Waiting:
         self.signs: dict[int, str] = {}  # of those, too
         self.listeners: list[Listener] = []
         self.channels: list[Channel] = []  # of those who have asked something
-        self.key = b""  # of those who ask over TCP
         self.alone = False  # whether nobody else sees this node's folder
         self.files = Files()
         self.lease: Lease | None = None
 
-    def listen_tcp(self, port: int, key: bytes) -> None:
-        """Have orchestrators that know the key ask over TCP; raises OSError."""
-        self.key, self.alone = key, True
+    def listen_tcp(self, port: int) -> None:
+        """Have orchestrators ask over TCP; raises OSError."""
+        self.alone = True
         server = socket.create_server(("", port), backlog=BACKLOG)
-        self.listeners.append(Listener(self.loop, server, self.receive, key))
+        self.listeners.append(Listener(self.loop, server, self.receive, self.key))
 
     def listen(self, path: str) -> None:
         """Have orchestrators ask over the Unix socket `path`; raises OSError."""
@@ -88,7 +90,7 @@ class Waiting:
         finally:
             os.umask(mask)
         server.listen(BACKLOG)
-        self.listeners.append(Listener(self.loop, server, self.receive))
+        self.listeners.append(Listener(self.loop, server, self.receive, self.key))
 
     def receive(self, channel: Channel, message: Any) -> None:
         """Do what is asked, or raise Refused; None means that whoever asked has gone."""
@@ -103,6 +105,8 @@ class Waiting:
             self.channels.append(channel)
         if ask == "start":
             env = {**os.environ, **facts["env"]} if facts["inherit"] else facts["env"]
+            if facts["filtered"] and not marked(Path("/proc/self/net/route").read_text()):
+                return self.say("ended", *whose(env), code=REFUSED, at=time.time(), sign="ending", asked=False)
             self.start(facts["command"], placed(env) if self.alone else env, facts["cwd"], facts["log"])
         elif ask == "stop":
             self.fence(self.generation, over=True)
@@ -154,7 +158,7 @@ class Waiting:
 
         `log` is how long its log is at home. Raises Refused where its environment names no rank or generation.
         """
-        rank, generation = integer(env, "RANK"), integer(env, "TORCHELASTIC_RESTART_COUNT")
+        generation, rank = whose(env)
         if log is not None:
             self.files.follow(env.get("JOB_DIR", ""), rank, log)
         if self.job not in ("", env.get("JOB_ID")):  # nobody has told us that it is over
@@ -199,29 +203,33 @@ class Waiting:
         return {"generation": self.generation, "time": time.time(), **known}
 
 
-def wait(path: str, shared: str, tcp: tuple[int, bytes] | None) -> int:
-    """Listen on the Unix socket `path` for workers to start, until told to end.
+def wait(path: str, shared: str, port: int, key: bytes) -> int:
+    """Listen on the Unix socket `path` for workers to start, until told to end by those who know `key`.
 
     And on `shared`, if it is given and can be: in a folder that this kernel has outside of the container, too, it
-    spares an orchestrator the way through the engine. And on a port (`tcp`, with the key that whoever asks must know)
-    where the orchestrator is on another machine.
+    spares an orchestrator the way through the engine. And on a TCP port, where the orchestrator is on another machine.
     """
     loop = Loop()
     if POSSIBLE and (modules := os.environ.get("NODE_PRELOAD", "").split()):
         loop.warm(modules)
-    waiting = Waiting(loop)
+    waiting = Waiting(loop, key)
     waiting.listen(path)
     if shared:
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(shared), mode=0o700, exist_ok=True)
             waiting.listen(shared)
-    if tcp:
-        waiting.listen_tcp(*tcp)
+    if port:
+        waiting.listen_tcp(port)
     loop.run()
     for each in filter(None, (path, shared)):
         with contextlib.suppress(OSError):  # it has gone already, or a worker has put something else there
             os.unlink(each)
     return 0
+
+
+def whose(env: Env) -> tuple[int, int]:
+    """Generation and rank of a worker, by its environment; raises Refused."""
+    return integer(env, "TORCHELASTIC_RESTART_COUNT"), integer(env, "RANK")
 
 
 def wipe(folders: list[str]) -> None:

@@ -1,0 +1,71 @@
+"""Both ends of a connection to a node, which the key of the job seals."""
+
+import contextlib
+import json
+import socket
+
+from orchestrate.engines.links import Link
+from orchestrate.node.sealed import Seal
+
+KEY = bytes(range(32))
+
+
+class End:
+    """One end; `listens` is the node's."""
+
+    def __init__(self, sock: socket.socket, listens: bool = False, key: bytes = KEY) -> None:
+        self.sock, self.seal, self.partial = sock, Seal(key, listens), b""
+        sock.settimeout(30)
+        if listens:
+            self._send(self.seal.word)
+
+    def meet(self) -> None:
+        """Exchange the words that a connection begins with."""
+        if not self.seal.met:
+            self.seal.meet(self._line())
+            if not self.seal.listens:
+                self._send(self.seal.word)
+
+    def send(self, text: bytes) -> None:
+        self.meet()
+        self._send(self.seal.close(text.rstrip(b"\n")))
+
+    def ask(self, ask: str, **facts: object) -> None:
+        self.send(json.dumps({"ask": ask, **facts}).encode())
+
+    def hear(self) -> dict | None:
+        """The next message; None at the end of the connection."""
+        self.meet()
+        line = self._line()
+        return json.loads(self.seal.open(line)) if line else None
+
+    def heard(self) -> list[dict]:
+        """All messages that are there."""
+        self.meet()
+        self.sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while chunk := self.sock.recv(1 << 16):
+                self.partial += chunk
+        self.sock.settimeout(30)
+        *lines, self.partial = self.partial.split(b"\n")
+        return [json.loads(self.seal.open(line)) for line in lines]
+
+    def _send(self, line: bytes) -> None:
+        self.sock.sendall(line + b"\n")
+
+    def _line(self) -> bytes:
+        while b"\n" not in self.partial:
+            if not (chunk := self.sock.recv(1 << 16)):
+                return b""
+            self.partial += chunk
+        line, _, self.partial = self.partial.partition(b"\n")
+        return line
+
+
+def connected() -> tuple[Link, End]:
+    """An orchestrator's connection to a node, and the node's end, which the test plays."""
+    here, there = socket.socketpair()
+    node, link = End(there, listens=True), Link(here, KEY)
+    assert link.greet(30)
+    node.meet()
+    return link, node
