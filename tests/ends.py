@@ -23,8 +23,10 @@ class End:
         """Exchange the words that a connection begins with."""
         if not self.seal.met:
             self.seal.meet(self._line())
-            if not self.seal.listens:
-                self._send(self.seal.word)
+            if self.seal.listens:
+                assert self.seal.open(self._line()) == b""
+            else:
+                self._send(self.seal.word + b"\n" + self.seal.close(b""))
 
     def send(self, text: bytes) -> None:
         self.meet()

@@ -99,6 +99,7 @@ def test_a_job_must_find_nothing_of_the_one_before(up, cli, engine):
     seen = []
     for _ in range(2):
         assert cluster.fits(cluster.run("--set", "preload=[colorsys]", "--", "leaves.py"))
+        assert cli.report()["generations"] == 1, (cli.run_dir() / "events.jsonl").read_text()
         for rank in range(3):
             *lines, child = cli.log(rank).splitlines()
             seen.append([line.replace(cli.run_dir().name, "JOB") for line in lines])

@@ -37,6 +37,7 @@ class Hostile(threading.Thread):
         file.write(seal.word + b"\n")
         file.flush()
         seal.meet(file.readline().rstrip(b"\n"))
+        assert seal.open(file.readline().rstrip(b"\n")) == b""
         while line := file.readline():
             asked = json.loads(seal.open(line.rstrip(b"\n")))
             if asked["ask"] == "news":

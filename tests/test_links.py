@@ -212,9 +212,9 @@ def test_a_connection_must_begin_with_words_and_go_on_in_lines_with_proof():
         threading.Timer(0.05, rest).start()
         assert link.greet(9)
         assert 0 < waits[0] <= 9 and link.sock.gettimeout() == links.ANSWERS
-        word, rest = there.recv(1000).split(b"\n")
-        assert rest == b""
+        word, proof, rest = there.recv(1000).split(b"\n")
         node.meet(word)
+        assert (node.open(proof), rest) == (b"", b"")
         there.sendall(node.close(sent("status").rstrip()) + b"\n")
         assert link.receive() == [said("status")]
         assert link.send("dump")

@@ -15,6 +15,7 @@ from test_asked import dial
 from test_mirror import Node
 from waiting import Waiting
 
+from orchestrate.engines.links import Link
 from orchestrate.node import listener
 from orchestrate.node.listener import MOST, Listener, serve
 from orchestrate.node.sealed import Seal
@@ -122,6 +123,19 @@ def test_a_client_must_be_turned_away_where_all_others_have_asked_something(plac
     ask(late)
     place.loop.turn()
     assert [message for _, message in place.heard].count({"ask": "status"}) == MOST + 1
+
+
+def test_a_client_that_knows_the_key_may_ask_as_late_as_it_likes(place):
+    place.listen(KEY)
+    friend = place.client()
+    link = Link(friend, KEY)
+    assert link.greet(30)
+    place.loop.turn()
+    for _ in range(3):
+        place.loop.turn(listener.PROVES)
+    assert link.send("status")
+    place.loop.turn()
+    assert [message for _, message in place.heard] == [{"ask": "status"}]
 
 
 def test_a_client_without_the_key_must_be_cut_off_in_time_and_no_other(place):

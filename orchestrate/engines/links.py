@@ -49,7 +49,7 @@ class Link:
             word, _, self.partial = self.partial.partition(b"\n")
             self.seal.meet(word)
             self.sock.settimeout(ANSWERS)
-            self.sock.sendall(self.seal.word + b"\n")
+            self.sock.sendall(self.seal.word + b"\n" + self.seal.close(b"") + b"\n")
         except (OSError, ValueError):
             self.close()
             return False

@@ -295,6 +295,8 @@ class Channel:
         except ValueError:
             return False
         self.heard = True
+        if self.seal and not text:
+            return True
         try:
             message = parsed(text)
         except Refused as error:
