@@ -72,6 +72,7 @@ class Answers:
             "orchestrate.job": job,
             "orchestrate.run": f"/runs/{job}/job",
             "orchestrate.owner": "7",
+            "com.docker.compose.project": job,
             "com.docker.compose.service": service,
             "com.docker.compose.container-number": number or "1",
             **labels,

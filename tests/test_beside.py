@@ -24,6 +24,7 @@ from orchestrate.job import new_id
 from orchestrate.spec import JobSpec
 
 SAME = f"same-{os.getpid():x}"  # how names begin; jobs of other test runs may be on the machine
+KEYS = ("project", "service", "container-number")  # of Compose's labels
 STATE = Path(f"/tmp/orchestrate-{os.getuid()}")
 
 
@@ -264,9 +265,9 @@ def test_the_job_of_another_user_must_be_left_alone(cli, docker_engine, nothing_
     name = f"foreign-{os.getpid():x}"
     labels = {"orchestrate.job": name, "orchestrate.owner": "12345"}
     labels["orchestrate.run"] = f"{cli.folder}/runs/{name}/job"
-    labels["com.docker.compose.service"] = "master"
+    labels |= {f"com.docker.compose.{key}": value for key, value in zip(KEYS, (name, "master", "1"))}
     options = [word for item in labels.items() for word in ("--label", "=".join(item))]
-    made = docker("create", *options, "orchestrate-node:0.1").strip()
+    made = docker("create", "--name", f"{name}-master-1", *options, "orchestrate-node:0.1").strip()
     try:
         done = cli(command, name)
         assert (done.returncode, done.stderr) == (

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from orchestrate.engines.labels import only
 from orchestrate.errors import UsageError
 from orchestrate.export import compose as export_compose
 from orchestrate.export.compose import compose
@@ -122,7 +123,7 @@ def test_a_node_must_have_no_more_rights_than_under_the_orchestrator_and_be_no_j
         node = exported()["services"][role]
         assert (node["cap_drop"], node["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
         assert (node["read_only"], node["init"], node["restart"]) == (True, False, "no")
-        assert node["labels"] == {"orchestrate.job": ""}  # by which `ps` and `stop` look for jobs
+        assert node["labels"] == dict.fromkeys(only({}), "")  # by which `ps` and `stop` look for jobs
     assert "labels" not in exported()["networks"]["job"]
 
 

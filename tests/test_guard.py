@@ -13,7 +13,7 @@ from conftest import docker, eventually
 from faults import OPTIONS, Background
 from spaces import Space, command, possible
 
-from orchestrate.engines import guard
+from orchestrate.engines import guard, labels
 from orchestrate.engines.daemon import Daemon
 from orchestrate.spec import IMAGE
 
@@ -127,7 +127,7 @@ def test_a_node_that_was_started_again_must_be_protected_before_it_has_a_worker(
 def test_nodes_that_stay_must_be_protected_once_for_all_their_jobs(cli, around, reach, nothing_left):
     done = cli("up", "--engine", "docker", "--trainers", "1", *OPTIONS, "--set", "warm=false")
     name = done.stdout.strip()
-    helpers = ["--filter", f"label={guard.LABEL}={name}"]
+    helpers = ["--filter", f"label={labels.GUARD}={name}"]
     while True:
         here, since = guard.addresses(guard.PROC / "net"), docker("info", "--format", "{{.SystemTime}}").strip()
         for _ in range(2):
@@ -205,7 +205,7 @@ def hanging(cli):
     cli.env["PYTHONPATH"] = f"{cli.folder}/patch:{cli.env['PYTHONPATH']}"
     job = Background(cli, "docker", "--", "probe.py", trainers=0)
     job.until("nodes_up")
-    found = ["ps", "--quiet", "--filter", f"label={guard.LABEL}={job.home()}"]
+    found = ["ps", "--quiet", "--filter", f"label={labels.GUARD}={job.home()}"]
     return job, eventually(lambda: docker(*found).strip() or job.ended_early())
 
 

@@ -6,6 +6,7 @@ from concurrent.futures import wait
 import pytest
 from answers import Job
 
+from orchestrate.engines import labels
 from orchestrate.engines.docker import DockerEngine
 from orchestrate.spec import IMAGE, JobSpec
 
@@ -53,7 +54,8 @@ def test_a_helper_must_have_one_capability_and_no_file_of_this_machine(job):
     assert host["SecurityOpt"] == ["no-new-privileges:true"] and host["PidsLimit"] == 8 and host["Memory"] == 64 << 20
     assert not host.get("Binds") and not host.get("Mounts") and not host.get("Privileged") and not body.get("Volumes")
     assert body["Entrypoint"][:4] == ["python", "-I", "-S", "-c"] and body["User"] == "0:0"
-    assert body["Labels"] == {"orchestrate.guard": "j", "orchestrate.run": str(job.run)}
+    assert body["Labels"] == labels.only({"orchestrate.guard": "j", "orchestrate.run": str(job.run)})
+    assert job.answers.of(CREATE)[0]["name"].startswith("j-guard-")
     assert "169.254.0.0/255.255.0.0" in body["Entrypoint"]
     assert job.answers.did("DELETE") == ["DELETE /containers/made"] * 2
     assert engine.warnings() == []
@@ -161,11 +163,13 @@ def test_a_node_that_has_gone_must_not_be_warned_of(job):
 
 
 def test_helpers_that_an_orchestrator_has_left_must_be_found_and_removed(job):
-    left = job.answers.container("left")
+    left = job.answers.container("guard-1a2b3c4d")
+    left["Names"] = ["/j-guard-1a2b3c4d"]
     left["Labels"] = {"orchestrate.guard": "j", "orchestrate.run": "/runs/j"}
     job.answers.container("other")["Labels"] = {"orchestrate.guard": "other"}
+    job.answers.container("strange")["Labels"] = {"orchestrate.guard": "j"}  # of another image
     engine = job.engine()
-    assert engine.holds("j") == ["container j-left-1"]
+    assert engine.holds("j") == ["container j-guard-1a2b3c4d"]
     assert engine.jobs() == []  # it is no node
     engine.remove("j", 30)
     assert job.answers.did() == [f"DELETE /containers/{left['Id']}"]

@@ -7,7 +7,7 @@ import sys
 import pytest
 from test_plan import plan
 
-from orchestrate.engines import image, process
+from orchestrate.engines import image, labels, process
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.paths import PROJECT
@@ -64,7 +64,7 @@ def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_s
     assert words == ["/create", "/made/start", "/made/wait", "/made"]
     _, made = answers.of("POST /containers/create")
     assert (made["Image"], made["Entrypoint"], made["Cmd"]) == ("mine:1", ["nvidia-smi"], ["-L"])
-    assert made["Labels"] == {"orchestrate.run": str(tmp_path / "run")}
+    assert made["Labels"] == labels.only({"orchestrate.run": str(tmp_path / "run")})
     assert set(made["Env"]) == {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=utility"}
     host = made["HostConfig"]
     assert (host["Runtime"], host["NetworkMode"], host["LogConfig"]["Type"]) == ("nvidia", "none", "json-file")

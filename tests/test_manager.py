@@ -15,7 +15,7 @@ from ends import KEY
 from manager_stub import StubManager, container, host, scale, settled
 from test_plan import HERE, plan
 
-from orchestrate.engines import manager
+from orchestrate.engines import labels, manager
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.links import Linked
 from orchestrate.engines.manager import Manager, shared_out
@@ -182,7 +182,7 @@ def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, mana
     body = relay["Config"]
     assert set(body["Env"]) == {"NODE_MODE=relay", "NODE_PORT=20000", f"NODE_KEY={KEY.hex()}"}
     assert body["Entrypoint"] == ["python", "/opt/orchestrate/node"]
-    assert (body["Labels"], body["User"]) == ({"orchestrate.relay": "j"}, f"{os.getuid()}:{os.getgid()}")
+    assert (body["Labels"], body["User"]) == (labels.only({"orchestrate.relay": "j"}), f"{os.getuid()}:{os.getgid()}")
     rights = body["HostConfig"]
     assert set(rights["Binds"]) == {f"{ROOT}/orchestrate:/opt/orchestrate:ro"}
     assert (rights["NetworkMode"], rights["CapDrop"]) == ("j_job", ["ALL"])
@@ -251,10 +251,10 @@ def running(stub: StubManager, made: Manager) -> None:
 
 def test_all_that_a_job_has_must_be_removed_and_nothing_else(stub, managed, paths):
     running(stub, managed)
-    labels = managed.labels | {"orchestrate.job": "x"}
+    other = managed.labels | {"orchestrate.job": "x"}
     for things in (stub.services, stub.secrets):
-        things.append({"ID": "other", "Spec": {"Name": "x", "Labels": labels}})
-    stub.networks.append({"Id": "other", "Name": "x", "Labels": labels})
+        things.append({"ID": "other", "Spec": {"Name": "x-master", "Labels": other}})
+    stub.networks.append({"Id": "other", "Name": "x", "Labels": other})
     stub.containers.append(container("x-relay", "other", Labels={"orchestrate.relay": "x"}))
     names = [f"{kind} {name}" for kind, name, _ in managed.things("j")]
     there = ["service j-trainer", "service j-master", "container j-relay", "secret j-node", "network j_job"]

@@ -12,7 +12,7 @@ import pytest
 from ends import KEY
 from test_plan import HERE, plan, with_gpus
 
-from orchestrate.engines import services
+from orchestrate.engines import labels, services
 from orchestrate.paths import NODE
 from orchestrate.plan import Inventory
 from orchestrate.spec import JobSpec
@@ -93,7 +93,7 @@ def test_a_node_must_have_no_more_rights_than_it_needs_and_start_but_once():
     assert (secret["SecretID"], secret["SecretName"]) == ("id", "digits-1-node")
     assert secret["File"] == {"Name": "node", "UID": "7", "GID": "8", "Mode": 0o400}
     assert container["StopGracePeriod"] == 70_000_000_000
-    assert container["Labels"] == {"orchestrate.role": "trainer"} and container["Image"] == "image:1"
+    assert container["Labels"] == labels.only({"orchestrate.role": "trainer"}) and container["Image"] == "image:1"
     assert task["LogDriver"] == {"Name": "json-file", "Options": {"max-size": "50m", "max-file": "3"}}
     assert set(mounts(task)) == {"/tmp", "/var/tmp", "/dev/shm", "/run/orchestrate"}  # all that can be written to
     for folder in ("/tmp", "/var/tmp"):

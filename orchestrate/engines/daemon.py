@@ -28,7 +28,6 @@ from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.paths import PROJECT
 
-LABEL = "orchestrate.job"
 LONGEST = 600  # seconds that Compose may take to bring nodes up or down
 ENDS = 10.0  # seconds that it has to end when somebody asks to stop, and when it is asked itself
 ERRORS = (docker.errors.DockerException, requests.RequestException)  # all that the SDK raises

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import selectors
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines import LOST, Exit, JobState, mounts, never, sockets
-from orchestrate.engines.daemon import LABEL, Daemon, Events, name_of
-from orchestrate.engines.guard import LABEL as HELPER
+from orchestrate.engines import LOST, Exit, JobState, labels, mounts, never, sockets
+from orchestrate.engines.daemon import Daemon, Events, name_of
 from orchestrate.engines.guard import Guard
 from orchestrate.engines.image import inventory
 from orchestrate.engines.links import DYING, Link, Linked
@@ -204,41 +205,34 @@ class DockerEngine(Linked):
     # --- from another shell
 
     def jobs(self) -> list[JobState]:
-        """The jobs that have containers, by their labels."""
-        jobs: dict[str, list[Container]] = {}
-        for container in self.daemon.containers(LABEL):
-            jobs.setdefault(container.attrs["Labels"][LABEL], []).append(container)
-        states = []
-        for job, nodes in sorted(jobs.items()):
-            labels = nodes[0].attrs["Labels"]
-            run, owner = Path(labels.get("orchestrate.run", "")), int(labels.get("orchestrate.owner") or -1)
-            states += [JobState(job, "docker", len(nodes), run, owner)] if job else []  # else plain Compose
-        return states
+        """The jobs that have nodes, by their labels."""
+        nodes = [job for container in self.daemon.containers(labels.JOB) if (job := labels.node_job(container))]
+        count, jobs = Counter(job.job_id for job in nodes), {job.job_id: job for job in reversed(nodes)}
+        return [dataclasses.replace(jobs[name], nodes=count[name]) for name in sorted(jobs)]
 
     def holds(self, job_id: str) -> list[str]:
         """Containers and networks that carry the job's label."""
-        label = f"{LABEL}={job_id}"
+        label = f"{labels.JOB}={job_id}"
         with self.daemon.asking("does not list its networks"):
             networks = [
                 f"network {network.name}"
                 for network in self.client.networks.list(filters={"label": label, "driver": "bridge"})
             ]
-        containers = self.daemon.containers(label) + self.daemon.containers(f"{HELPER}={job_id}")
+        containers = self._nodes_of(job_id) + self._helpers_of(job_id)
         return sorted(f"container {name_of(container)}" for container in containers) + networks
 
     def remove(self, job_id: str, grace: float) -> None:
         """Stop and remove containers and networks that carry the job's label, and nothing else."""
         if self.guard:
             self.guard.close()
-        label = f"{LABEL}={job_id}"
-        nodes = self.daemon.containers(label)
+        nodes = self._nodes_of(job_id)
         if grace:
             self.daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
-        nodes += self.daemon.containers(f"{HELPER}={job_id}")  # of an orchestrator that was killed
+        nodes += self._helpers_of(job_id)  # of an orchestrator that was killed
         self.daemon.each(nodes, lambda node: node.remove(force=True, v=True))
         sockets.unshare(job_id)
         with self.daemon.asking(f"keeps a network of {job_id}"):
-            for network in self.client.networks.list(filters={"label": label, "driver": "bridge"}):
+            for network in self.client.networks.list(filters={"label": f"{labels.JOB}={job_id}", "driver": "bridge"}):
                 network.remove()
 
     # --- details
@@ -282,11 +276,18 @@ class DockerEngine(Linked):
             self.events = Events(self.daemon, self._ours)
             self.selector.register(self.events.bell, selectors.EVENT_READ, "")
 
+    def _nodes_of(self, job_id: str) -> list[Container]:
+        return [found for found in self.daemon.containers(f"{labels.JOB}={job_id}") if labels.node(found)]
+
+    def _helpers_of(self, job_id: str) -> list[Container]:
+        found = self.daemon.containers(f"{labels.GUARD}={job_id}")
+        return [one for one in found if labels.helps(one, labels.GUARD, job_id)]
+
     def _look(self) -> dict[str, Container]:
         """The job's containers by the names of their nodes; one that is dying is waited for."""
         deadline = time.monotonic() + DYING
         while True:
-            found = {_node_name(node): node for node in self.daemon.containers(f"{LABEL}={self.home}")}
+            found = {labels.node(node): node for node in self._nodes_of(self.home)}
             if time.monotonic() > deadline or not any(
                 node.id in self.dying and node.status == "running" for node in found.values()
             ):
@@ -337,7 +338,7 @@ class DockerEngine(Linked):
 
     def _ours(self, event: dict[str, Any]) -> bool:
         attributes = event["Actor"]["Attributes"]
-        return self.home in (attributes.get(LABEL), attributes.get("name", "").removesuffix("_job"))
+        return self.home in (attributes.get(labels.JOB), attributes.get("name", "").removesuffix("_job"))
 
     def _read(self, event: dict[str, Any]) -> None:
         """Note what an event tells of a container, or that it is time to look at the truth."""
@@ -375,10 +376,3 @@ class DockerEngine(Linked):
         options = [word for file in files for word in ("--file", str(file))]
         words = ["--project-name", self.home, "--profile", "gpu", *options, *arguments]
         self.daemon.compose(*words, env=self.env, given=mounts.document(self.mounts), capture=True, stopped=stopped)
-
-
-def _node_name(container: Container) -> str:
-    """`master`, or `trainer-2` for the second trainer in Compose's order."""
-    labels = container.attrs["Labels"]
-    service = labels["com.docker.compose.service"]
-    return "master" if service == "master" else f"{service}-{labels['com.docker.compose.container-number']}"

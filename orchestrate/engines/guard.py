@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,12 +20,12 @@ import docker.errors
 from docker.models.containers import Container
 from docker.types import LogConfig
 
+from orchestrate.engines import labels
 from orchestrate.engines.daemon import ERRORS, Daemon
 from orchestrate.errors import EngineError
 from orchestrate.node import guard as program
 from orchestrate.spec import IMAGE
 
-LABEL = "orchestrate.guard"
 TAKES = 30  # seconds that a helper may take
 METADATA = (
     "169.254.0.0/16",  # most clouds
@@ -131,7 +132,8 @@ class Guard:
             "entrypoint": command,
             "user": "0:0",
             "environment": {"NVIDIA_VISIBLE_DEVICES": "void"},
-            "labels": {LABEL: self.home, "orchestrate.run": str(self.run)},
+            "name": labels.helper_name(labels.GUARD, self.home, secrets.token_hex(4)),
+            "labels": labels.only({labels.GUARD: self.home, labels.RUN: str(self.run)}),
             "host_config": host,
         }
         for image in self.images:

@@ -10,7 +10,7 @@ from docker.types import LogConfig
 
 from orchestrate import users
 from orchestrate.cores import cores
-from orchestrate.engines import SWARMS, ignoring
+from orchestrate.engines import SWARMS, ignoring, labels
 from orchestrate.engines.daemon import ERRORS, Daemon, reason
 from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.limits import FEWEST
@@ -95,7 +95,7 @@ def _gpus(daemon: Daemon, spec: JobSpec, run: Path) -> tuple[str, ...]:
             entrypoint="nvidia-smi",
             runtime="nvidia",
             environment={"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
-            labels={"orchestrate.run": str(run)},
+            labels=labels.only({labels.RUN: str(run)}),
             network_mode="none",
             cap_drop=["ALL"],
             security_opt=["no-new-privileges:true"],

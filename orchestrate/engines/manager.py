@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import time
@@ -14,15 +15,14 @@ from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines import JobState
+from orchestrate.engines import JobState, labels
 from orchestrate.engines import services as parts
-from orchestrate.engines.daemon import LABEL, Daemon, name_of
+from orchestrate.engines.daemon import Daemon, name_of
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.paths import PACKAGE
 from orchestrate.plan import Plan, counted
 from orchestrate.spec import JobSpec
 
-RELAY = "orchestrate.relay"  # the label of the container on our own host
 PLACED = 1.0  # seconds in which a task has its host
 LAST = "2000"  # lines of a task that was lost
 VANISHES = 20.0  # seconds that Swarm takes to let go of a network whose tasks have ended
@@ -79,11 +79,9 @@ class Manager:
     def tasks(self) -> list[Thing]:
         """The tasks of the job, the newest last, each with the `Name` of its node."""
         with self.daemon.asking("does not list its tasks"):
-            tasks: list[Thing] = self.api.tasks(filters={"label": f"{LABEL}={self.home}"})  # type: ignore[no-untyped-call]
-        for task in tasks:
-            role = task["Spec"]["ContainerSpec"]["Labels"][parts.ROLE]
-            task["Name"] = role if role == "master" else f"{role}-{task['Slot']}"
-        return sorted(tasks, key=lambda task: str(task["CreatedAt"]))
+            tasks: list[Thing] = self.api.tasks(filters={"label": f"{labels.JOB}={self.home}"})  # type: ignore[no-untyped-call]
+        found = [{**task, "Name": name} for task in tasks if (name := labels.task_node(task))]
+        return sorted(found, key=lambda task: str(task["CreatedAt"]))
 
     def look(self) -> dict[str, Thing]:
         """The newest task of each node, ended or not, by the nodes' names; and the hosts anew."""
@@ -121,18 +119,19 @@ class Manager:
         nodes = Counter(task["ServiceID"] for task in tasks if task["DesiredState"] == "running")
         jobs: dict[str, JobState] = {}
         for service in services:
-            labels = service["Spec"]["Labels"]
-            name, run = labels[LABEL], Path(labels["orchestrate.run"])
-            count = nodes[service["ID"]] + (jobs[name].nodes if name in jobs else 0)
-            jobs[name] = JobState(name, "swarm", count, run, int(labels["orchestrate.owner"]))
+            if job := labels.service_job(service):
+                count = nodes[service["ID"]] + (jobs[job.job_id].nodes if job.job_id in jobs else 0)
+                jobs[job.job_id] = dataclasses.replace(job, nodes=count)
         return [jobs[name] for name in sorted(jobs)]
 
     def things(self, job_id: str) -> list[tuple[str, str, Callable[[], Any]]]:
         """All that a job has: what it is, its name, and what removes it."""
-        label = {"label": f"{LABEL}={job_id}"}
+        label = {"label": f"{labels.JOB}={job_id}"}
         with self.daemon.asking("does not list what it has"):
             services = [
-                ("service", str(found.name), found.remove) for found in self.client.services.list(filters=label)
+                ("service", str(found.name), found.remove)
+                for found in self.client.services.list(filters=label)
+                if labels.service_job(found.attrs)
             ]
             secrets = [("secret", str(found.name), found.remove) for found in self.client.secrets.list(filters=label)]
             networks = [
@@ -140,7 +139,8 @@ class Manager:
             ]
         relays = [
             ("container", name_of(found), partial(found.remove, force=True, v=True))
-            for found in self.daemon.containers(f"{RELAY}={job_id}")
+            for found in self.daemon.containers(f"{labels.RELAY}={job_id}")
+            if labels.helps(found, labels.RELAY, job_id)
         ]
         return [*services, *relays, *secrets, *networks]
 
@@ -151,7 +151,7 @@ class Manager:
         self.home, self.run, self.key = plan.home, run, key
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
         self.port = parts.port(spec, plan.home)  # where the relay answers
-        self.labels = {LABEL: plan.home, "orchestrate.run": str(run), "orchestrate.owner": str(os.getuid())}
+        self.labels = {labels.JOB: plan.home, labels.RUN: str(run), labels.OWNER: str(os.getuid())}
 
     def prepare(self, spec: JobSpec) -> None:
         """Have a network."""
@@ -165,7 +165,7 @@ class Manager:
     def connect(self, spec: JobSpec) -> None:
         """Have a relay. To Swarm it is a task like a node, by which it would spread the nodes over the other hosts."""
         with self.daemon.asking("does not start the relay"):
-            name = f"{self.home}-relay"
+            name = labels.helper_name(labels.RELAY, self.home)
             found = self.client.containers.list(all=True, filters={"name": f"^/{name}$"})
             if found and found[0].status != "running":
                 found.pop().remove(force=True)
@@ -181,7 +181,7 @@ class Manager:
             environment={"NODE_MODE": "relay", "NODE_PORT": str(self.port), "NODE_KEY": self.key.hex()},
             volumes={str(PACKAGE): {"bind": "/opt/orchestrate", "mode": "ro"}},
             network=self.network,
-            labels={RELAY: self.home},
+            labels=labels.only({labels.RELAY: self.home}),
             user=self.daemon.user(self.run),
             init=True,
             cap_drop=["ALL"],
@@ -279,7 +279,7 @@ class Manager:
             raise EngineError(f"{counted(len(away), 'node')} on {', '.join(sorted(set(away)))}, which is down")
 
     def _services(self, job_id: str = "") -> list[Thing]:
-        label = f"{LABEL}={job_id}" if job_id else LABEL
+        label = f"{labels.JOB}={job_id}" if job_id else labels.JOB
         found: list[Thing] = self.api.services(filters={"label": label})  # type: ignore[no-untyped-call]
         return found
 

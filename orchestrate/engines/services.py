@@ -8,6 +8,7 @@ import tarfile
 import zlib
 from typing import Any
 
+from orchestrate.engines import labels
 from orchestrate.limits import UNLIMITED, size
 from orchestrate.paths import PACKAGE
 from orchestrate.plan import Plan
@@ -16,7 +17,6 @@ from orchestrate.spec import JobSpec
 PROGRAM = "/run/orchestrate"  # where a node's program is unpacked
 CODE, JOB, SHARED = "/var/tmp/code", "/var/tmp/job", "/shared"  # every image has /var/tmp, where anyone may write
 PORT, SPREAD = 20000, 9000
-ROLE = "orchestrate.role"  # the label of a node's container
 GPU = "NVIDIA-GPU"  # the generic resource that hosts offer; see docs/swarm.md
 SECOND = 1_000_000_000  # nanoseconds
 ROOM = 16 << 20  # bytes for a node's program
@@ -110,7 +110,7 @@ def task(
             **({"Hostname": name} if spec.network != "host" else {}),
             "Env": [f"{key}={value}" for key, value in env.items()],
             "Dir": "/var/tmp",
-            "Labels": {ROLE: role},
+            "Labels": labels.only({labels.ROLE: role}),
             "User": user,
             "Init": False,  # the node is process 1, as in docker-compose.yml
             "ReadOnly": True,

@@ -50,7 +50,7 @@ def compose(spec: JobSpec, name: str) -> str:
             filled["volumes"] = [_mount(volume, files) for volume in filled["volumes"]]
             filled["stop_grace_period"] = f"{int(spec.grace) + 10}s"
             filled["networks"] = {"job": {"aliases": [service]}}
-            filled["labels"] = {"orchestrate.job": ""}  # else `ps` would take it for a job that we supervise
+        filled["labels"] = dict.fromkeys(filled["labels"], "")  # else `ps` would take it for a job that we supervise
         filled["depends_on"] = _renamed(filled.get("depends_on", {}))
         services[service] = filled
     whole = {

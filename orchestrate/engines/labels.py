@@ -1,0 +1,92 @@
+"""Labels by which everything of a job is found in an engine.
+
+Labels are input: a container also has those of its image, and containers of other people can have any. So something
+belongs to a job only if all of its labels have the form that we write and its name, which no image can choose, is the
+one that it was given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from docker.models.containers import Container
+
+from orchestrate.engines import JobState
+from orchestrate.paths import NAME, is_text
+
+JOB, RUN, OWNER = "orchestrate.job", "orchestrate.run", "orchestrate.owner"  # of nodes, networks, services, secrets
+ROLE = "orchestrate.role"  # of the containers of a service: master or trainer
+GUARD, RELAY = "orchestrate.guard", "orchestrate.relay"  # of the containers that help the nodes of a job
+ROLES = ("master", "trainer")
+_COMPOSE = "com.docker.compose."
+
+
+def only(labels: Mapping[str, str]) -> dict[str, str]:
+    """Labels of a container that we make; all others of ours are empty, so that an image cannot set them."""
+    return dict.fromkeys((JOB, RUN, OWNER, ROLE, GUARD, RELAY), "") | dict(labels)
+
+
+def job(labels: Mapping[str, str], engine: str) -> JobState | None:
+    """The job that has something with these labels, without its number of nodes; None where they are not ours."""
+    name, run, owner = (labels.get(key, "") for key in (JOB, RUN, OWNER))
+    if not NAME.fullmatch(name) or not re.fullmatch("[0-9]{1,10}", owner) or not run.startswith("/"):
+        return None
+    return JobState(name, engine, 0, Path(run), int(owner)) if is_text(run) else None
+
+
+def node(container: Container) -> str:
+    """The name of a job's node out of a list: `master`, or `trainer-2` for the second trainer in Compose's order.
+
+    Empty where the container is not a node of the job that its label names.
+    """
+    labels = _labels(container)
+    found = job(labels, "docker")
+    project, service, number = (labels.get(_COMPOSE + key, "") for key in ("project", "service", "container-number"))
+    if not found or project != found.job_id or service not in ROLES or not re.fullmatch("[1-9][0-9]{0,5}", number):
+        return ""
+    if f"{found.job_id}-{service}-{number}" not in _names(container):
+        return ""
+    return service if service == "master" else f"{service}-{number}"
+
+
+def node_job(container: Container) -> JobState | None:
+    """The job of a node, without its number of nodes; None for any other container."""
+    return job(_labels(container), "docker") if node(container) else None
+
+
+def service_job(service: Mapping[str, Any]) -> JobState | None:
+    """The job of a Swarm's service, without its number of nodes; None for the service of something else."""
+    found = job(service["Spec"].get("Labels") or {}, "swarm")
+    return found if found and service["Spec"]["Name"] in [f"{found.job_id}-{role}" for role in ROLES] else None
+
+
+def task_node(task: Mapping[str, Any]) -> str:
+    """The name of the node that a Swarm's task is; empty for the task of something else."""
+    role = (task["Spec"].get("ContainerSpec", {}).get("Labels") or {}).get(ROLE, "")
+    if role not in ROLES or "Slot" not in task:
+        return ""
+    return str(role) if role == "master" else f"{role}-{task['Slot']}"
+
+
+def helper_name(kind: str, job_id: str, suffix: str = "") -> str:
+    """The name of a container with the label `kind`, GUARD or RELAY; with a suffix where a job has several."""
+    return "-".join(filter(None, (job_id, kind.rpartition(".")[2], suffix)))
+
+
+def helps(container: Container, kind: str, job_id: str) -> bool:
+    """Whether a container out of a list helps the nodes of a job, as the guard or the relay that `kind` names."""
+    name = helper_name(kind, job_id)
+    return _labels(container).get(kind) == job_id and any(
+        found == name or found.startswith(f"{name}-") for found in _names(container)
+    )
+
+
+def _labels(container: Container) -> dict[str, str]:
+    return container.attrs.get("Labels") or {}
+
+
+def _names(container: Container) -> list[str]:
+    return [name.removeprefix("/") for name in container.attrs.get("Names") or []]

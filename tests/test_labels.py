@@ -1,0 +1,164 @@
+"""Labels of containers and services are input: of an image, or of somebody who runs other containers."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from answers import Job
+from conftest import docker
+from manager_stub import container, settled
+
+from orchestrate.engines import JobState, labels
+from orchestrate.engines.docker import DockerEngine
+from orchestrate.spec import JobSpec
+
+COMPOSE = "com.docker.compose."
+BAD = [
+    {"orchestrate.owner": "abc"},
+    {"orchestrate.owner": ""},
+    {"orchestrate.owner": "-1"},
+    {"orchestrate.owner": "1" * 5000},  # which Python does not even read
+    {"orchestrate.owner": "٣"},
+    {"orchestrate.job": "../j"},
+    {"orchestrate.job": "J"},
+    {"orchestrate.job": "j\n"},
+    {"orchestrate.job": ""},
+    {"orchestrate.run": ""},
+    {"orchestrate.run": "runs/j/job"},
+    {"orchestrate.run": "/runs/\0/job"},
+    {"orchestrate.run": "/runs/\ud800/job"},
+]
+NOT_A_NODE = [
+    {f"{COMPOSE}project": "k"},
+    {f"{COMPOSE}project": ""},
+    {f"{COMPOSE}service": "outcome"},
+    {f"{COMPOSE}service": "master/../x"},
+    {f"{COMPOSE}container-number": "x"},
+    {f"{COMPOSE}container-number": ""},
+    {f"{COMPOSE}container-number": "0"},
+    {f"{COMPOSE}container-number": "1" * 9},
+]
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch) -> Iterator[Job]:
+    made = Job(tmp_path, monkeypatch)
+    yield made
+    made.close()
+
+
+def label_names() -> list[str]:
+    return ["orchestrate.job", "orchestrate.run", "orchestrate.owner"] + [
+        f"{COMPOSE}{key}" for key in ("project", "service", "container-number")
+    ]
+
+
+def alone(engine: DockerEngine, job: Job) -> None:
+    """Check that of all that exists only the true node counts, and is removed."""
+    there = [one["Id"] for one in job.answers.containers]
+    assert engine.jobs() == [JobState("j", "docker", 1, engine.jobs()[0].run, 7)]
+    assert engine.holds("j") == ["container j-master-1"] and engine.holds("k") == []
+    assert engine._look().keys() == {"master"}
+    job.answers.asked.clear()
+    engine.remove("j", 30)
+    assert [one["Id"] for one in job.answers.containers] == there[1:]
+
+
+@pytest.mark.parametrize("change", [*BAD, *NOT_A_NODE])
+def test_a_container_whose_labels_are_not_of_our_form_must_be_none_of_ours(job, change):
+    engine = job.settled("master")
+    job.answers.container("trainer-1")["Labels"] |= change
+    alone(engine, job)
+
+
+@pytest.mark.parametrize("missing", label_names())
+def test_a_container_without_one_of_the_labels_must_be_none_of_ours(job, missing):
+    engine = job.settled("master")
+    del job.answers.container("trainer-1")["Labels"][missing]
+    alone(engine, job)
+
+
+@pytest.mark.parametrize("names", [["/stranger"], [], None, ["/j-trainer-11"], ["/x/j-trainer-1"]])
+def test_a_container_of_an_image_with_all_labels_of_a_node_must_not_count_since_it_has_another_name(job, names):
+    engine = job.settled("master")
+    job.answers.container("trainer-1")["Names"] = names
+    alone(engine, job)
+
+
+def test_a_container_without_any_label_must_be_no_node(job):
+    engine = job.settled("master")
+    node = engine.nodes["master"]
+    assert labels.node(node) == "master"
+    node.attrs["Labels"] = None
+    assert labels.node(node) == "" and not labels.helps(node, labels.GUARD, "j")
+
+
+@pytest.fixture
+def managed(stub, tmp_path):
+    return settled(tmp_path, JobSpec(trainers=2))
+
+
+@pytest.mark.parametrize("change", BAD)
+def test_a_service_whose_labels_are_not_of_our_form_must_be_none_of_ours(stub, managed, change):
+    spec = {"Name": "j-master", "Labels": {**managed.labels, **change}}
+    stub.services.append({"ID": "x", "Spec": spec})
+    assert managed.jobs() == []
+    assert [kind for kind, _, _ in managed.things("j")] == ["network"]
+
+
+@pytest.mark.parametrize("name", ["j", "x-master", "j-master-1"])
+def test_a_service_of_another_name_must_be_none_of_ours(stub, managed, name):
+    stub.services.append({"ID": "x", "Spec": {"Name": name, "Labels": managed.labels}})
+    assert managed.jobs() == [] and [kind for kind, _, _ in managed.things("j")] == ["network"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"Spec": {"ContainerSpec": {"Labels": {}}}},
+        {"Spec": {"ContainerSpec": {}}},
+        {"Spec": {"ContainerSpec": {"Labels": {"orchestrate.role": "../x"}}}},
+        {"Spec": {"PluginSpec": {}}},
+    ],
+)
+def test_a_task_that_has_no_role_of_ours_must_be_no_node(stub, managed, change):
+    task = {"ID": "t", "Slot": 1, "CreatedAt": "2026", "Labels": managed.labels, **change}
+    stub.tasks.append(task)
+    assert managed.tasks() == []
+    stub.tasks[0] |= {"Spec": {"ContainerSpec": {"Labels": {"orchestrate.role": "master"}}}}
+    assert [task["Name"] for task in managed.tasks()] == ["master"]
+    del stub.tasks[0]["Slot"]  # of a service that is on each host
+    assert managed.tasks() == []
+
+
+def test_a_relay_of_another_name_must_be_none_of_ours(stub, managed):
+    stub.containers.append(container("stranger", "x", Labels={"orchestrate.relay": "j"}))
+    assert [kind for kind, _, _ in managed.things("j")] == ["network"]
+
+
+@pytest.mark.docker
+def test_the_labels_of_a_hostile_image_must_neither_break_a_command_nor_speak_for_a_job(
+    cli, docker_engine, nothing_left
+):
+    name = f"evil-{os.getpid():x}"
+    found = labels.only({key: name for key in (labels.JOB, labels.GUARD, labels.RELAY)})
+    found |= {labels.RUN: f"/runs/{name}/job", labels.OWNER: "abc", labels.ROLE: "master"}
+    found |= {f"{COMPOSE}project": name, f"{COMPOSE}service": "master", f"{COMPOSE}container-number": "1"}
+    lines = "".join(f'LABEL "{key}"="{value}"\n' for key, value in found.items())
+    (cli.folder / "Dockerfile").write_text(f"FROM orchestrate-node:0.1\n{lines}")
+    docker("build", "--quiet", "--tag", f"{name}:1", str(cli.folder))
+    made = [docker("create", f"{name}:1").strip()]
+    try:
+        made.append(docker("create", "--label", f"{labels.OWNER}={os.getuid()}", f"{name}:1").strip())
+        done = cli("ps")
+        assert (done.returncode, done.stderr) == (0, "") and name not in done.stdout
+        for command in ("stop", "rm"):
+            done = cli(command, name)
+            assert done.returncode == 2 and done.stderr.startswith(f"error: no job {name}\n"), done.stderr
+        options = ["--engine", "docker", "--image", f"{name}:1", "--gpus", "none", "--trainers", "1"]
+        done = cli("run", *options, "--", "count.py", "1")
+        assert done.returncode == 0, done.stderr
+        assert docker("ps", "-aq", "--no-trunc", "--filter", f"ancestor={name}:1").split() == made[::-1]
+    finally:
+        docker("rm", "--force", *made)
+        docker("image", "rm", f"{name}:1")
