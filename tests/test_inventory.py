@@ -75,6 +75,30 @@ def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_s
     assert (query["stdout"], query["stderr"]) == ("1", "0")
 
 
+@pytest.mark.parametrize(
+    ("images", "looks"), [({"mine:1"}, ""), (set(), ""), ({"mine:1", IMAGE}, IMAGE), ({IMAGE}, IMAGE)]
+)
+def test_a_plan_must_run_no_image_but_the_projects_own_and_report_that_it_has_not_looked(
+    answers, daemon, tmp_path, images, looks
+):
+    answers.images, answers.output, daemon.info["Runtimes"] = images, LISTING, NVIDIA
+    found = image.inventory(daemon, spec(), tmp_path / "run", False)
+    if looks:
+        assert found.gpus == ("GPU-1", "GPU-2") and answers.of("POST /containers/create")[1]["Image"] == looks
+    else:
+        assert found.gpus == () and answers.did() == []
+        why = f"GPUs were not looked for: a plan runs no image but {IMAGE}, which this engine does not have"
+        assert found.no_gpus == why and f"gloo on CPU ({why})" in str(plan(spec(), found, "j"))
+        with pytest.raises(ResourceError, match="GPUs were not looked for"):
+            plan(spec(gpus=1), found, "j")
+
+
+def test_gpus_must_be_looked_for_in_the_projects_own_image_where_the_engine_has_it(answers, daemon, tmp_path):
+    answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1", IMAGE}, LISTING, NVIDIA
+    assert image.inventory(daemon, spec(), tmp_path / "run", True).gpus == ("GPU-1", "GPU-2")
+    assert answers.of("POST /containers/create")[1]["Image"] == IMAGE
+
+
 @pytest.mark.parametrize("what", ["start", "wait", "create"])
 def test_a_container_that_cannot_look_for_gpus_must_mean_none_and_not_stay(answers, daemon, tmp_path, what):
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
@@ -108,8 +132,7 @@ def test_the_image_of_a_job_that_trains_on_cpu_must_be_pulled_where_it_is_missin
 def test_an_image_that_is_missing_must_be_pulled_only_where_that_is_allowed(answers, daemon, tmp_path):
     daemon.info["Runtimes"] = NVIDIA
     found = image.inventory(daemon, spec(), tmp_path, False)
-    assert (found.gpus, found.no_gpus) == ((), "no image mine:1 to look with")
-    assert answers.did() == []
+    assert found.gpus == () and answers.did() == []
     assert image.has_image(daemon, spec(), True)
     assert answers.of("POST /images/create")[0] == {"tag": "1", "fromImage": "mine"}
     answers.asked.clear()

@@ -1,4 +1,4 @@
-"""What a Docker Engine has for a job: the image, and the GPUs that can be seen from it."""
+"""What a Docker Engine has for a job: the image, and the GPUs that containers can see."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from orchestrate.plan import Inventory
 from orchestrate.preload import preload
 from orchestrate.spec import IMAGE, JobSpec
 
+NOT_LOOKED = f"GPUs were not looked for: a plan runs no image but {IMAGE}, which this engine does not have"
+
 
 def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
     """Check the image, built or pulled where `prepare` allows it, and list the GPUs; raises ResourceError.
@@ -28,12 +30,14 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
     """
     runtime = "nvidia" in daemon.info.get("Runtimes", {})
     hopeless = spec.gpus not in ("auto", "none") and not runtime  # then no image is worth building
-    present = not hopeless and has_image(daemon, spec, prepare)
+    if not hopeless:
+        has_image(daemon, spec, prepare)
     gpus: tuple[str, ...] = ()
     no_gpus = "the engine has no NVIDIA runtime"
     if spec.gpus != "none" and runtime:
-        gpus = _gpus(daemon, spec, run) if present else ()
-        no_gpus = "the engine's NVIDIA runtime finds no GPU" if present else f"no image {spec.image} to look with"
+        image = _looking(daemon, spec, prepare)
+        gpus = _gpus(daemon, image, run) if image else ()
+        no_gpus = "the engine's NVIDIA runtime finds no GPU" if image else NOT_LOOKED
     code = code_folder(spec.command)
     _check_access(spec, code)
     here, count = cores(), max(1, daemon.info["NCPU"])  # those of this machine may not be the engine's
@@ -85,12 +89,17 @@ def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
     return True
 
 
-def _gpus(daemon: Daemon, spec: JobSpec, run: Path) -> tuple[str, ...]:
+def _looking(daemon: Daemon, spec: JobSpec, prepare: bool) -> str:
+    """The image to look for GPUs with: the project's own if there is one; the job's only if the job will run."""
+    return IMAGE if has_image(daemon, JobSpec(), prepare=False) else spec.image if prepare else ""
+
+
+def _gpus(daemon: Daemon, image: str, run: Path) -> tuple[str, ...]:
     """Ask nvidia-smi in a container that sees all GPUs; none where that cannot start, for lack of a driver say."""
     container = None
     try:
         container = daemon.client.containers.create(
-            spec.image,
+            image,
             ["-L"],
             entrypoint="nvidia-smi",
             runtime="nvidia",
