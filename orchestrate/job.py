@@ -74,9 +74,10 @@ def check_script(spec: JobSpec) -> JobSpec:
 
 
 def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
-    """Write down what the job, or cluster, is; raises UsageError where its files cannot be written."""
+    """Write down what the job, or cluster, is, or nothing at all; raises UsageError where that is not possible."""
     cluster = plan.inventory.cluster
     owner = users.nodes_of(spec) if plan.engine != "process" else None
+    theirs = os.path.lexists(paths.root)  # by another job
     try:
         if cluster == plan.job_id:
             paths.create_cluster(owner)
@@ -84,7 +85,12 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
             paths.create(cluster, owner)
         write_whole(paths.spec, spec.to_yaml())
         keep(paths, plan)
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C, too
+        for path in () if theirs else (paths.folder.path, paths.root):  # on a cluster, the former is not in the latter
+            with contextlib.suppress(OSError):
+                folder.remove(path)
+        if not isinstance(error, OSError):
+            raise
         raise UsageError(f"cannot write to {paths.root}: {error.strerror}", "--runs names another folder") from None
 
 

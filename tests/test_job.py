@@ -1,6 +1,7 @@
 """From a spec to a report: what a job is called, what is written of it, and what is shown while it runs."""
 
 import dataclasses
+import errno
 import json
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from orchestrate import job, lock
 from orchestrate.engines import Exit
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.events import objects
+from orchestrate.folder import Folder
 from orchestrate.logs import Follower
 from orchestrate.paths import JobPaths
 from orchestrate.spec import JobSpec
@@ -82,6 +84,7 @@ def test_what_was_written_of_a_job_must_be_read_again(paths):
     assert paths.logs.is_dir() and paths.checkpoints.is_dir()
     with pytest.raises(UsageError, match=f"cannot write to {paths.root}: File exists"):
         create(paths)
+    assert job.load(paths)[1].job_id == "a-1"  # still there
 
 
 def test_a_job_on_a_cluster_must_have_its_files_where_the_nodes_see_them(paths):
@@ -93,6 +96,34 @@ def test_a_job_on_a_cluster_must_have_its_files_where_the_nodes_see_them(paths):
     job.bring_home(paths)
     assert not paths.shared.is_symlink() and paths.shared.is_dir() and job.load(paths)[1].job_id == "a-1"
     assert not inside.exists()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("cluster", "place", "name"),
+    [
+        *((cluster, Folder, "make") for cluster in ("", "c-1", "a-1")),
+        *((cluster, job, "write_whole") for cluster in ("", "c-1", "a-1")),
+        *((cluster, job, "keep") for cluster in ("", "c-1", "a-1")),
+        *((cluster, Path, "symlink_to") for cluster in ("", "c-1")),
+    ],
+)
+def test_files_of_a_job_that_cannot_all_be_made_must_not_stay(paths, monkeypatch, cluster, place, name, error):
+    inside = paths.root.parent / "c-1" / "nodes"
+    (inside / "b-1").mkdir(parents=True)
+    done = getattr(place, name)
+
+    def fail(*arguments, **options):
+        done(*arguments, **options)
+        raise error
+
+    monkeypatch.setattr(place, name, fail)
+    with pytest.raises(UsageError if isinstance(error, OSError) else KeyboardInterrupt) as raised:
+        create(paths, cluster=cluster)
+    if isinstance(error, OSError):
+        assert str(raised.value) == f"cannot write to {paths.root}: No space left on device"
+    assert [path.name for path in paths.root.parent.iterdir()] == ["c-1"]
+    assert [path.name for path in inside.iterdir()] == ["b-1"]
 
 
 @pytest.mark.parametrize(
