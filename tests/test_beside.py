@@ -169,6 +169,28 @@ def test_a_plan_must_build_and_pull_no_image(cli, docker_engine, words):
         engine.remove()
 
 
+@pytest.mark.docker
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (["run", "--image", "nonesuch.invalid/x:1", "--", "probe.py"], "error: no image nonesuch.invalid/x:1 here"),
+        (["run", "--", "hidden.py"], "error: nodes do not see hidden.py, where the script is"),
+        (["run", "--runs", ".", "--", "probe.py"], "holds the code that nodes see"),
+        (["up", "--runs", "."], "holds the code that nodes see"),
+        (["run", "--runs", f"{'/'.join(['x' * 200] * 25)}", "--", "probe.py"], "File name too long"),
+        (["run", "--runs", "file/runs", "--", "probe.py"], "Not a directory"),
+    ],
+)
+def test_what_is_refused_must_leave_no_file(cli, docker_engine, nothing_left, command, error):
+    (cli.folder / "hidden.py").touch()
+    (cli.folder / "file").touch()
+    (cli.folder / ".dockerignore").write_text("hidden.py\n")
+    before = {*cli.folder.iterdir()}
+    done = cli(command[0], "--engine", "docker", "--gpus", "none", "--trainers", "1", *command[1:])
+    assert (done.returncode in (2, 4), error in done.stderr, done.stdout) == (True, True, ""), done.stderr
+    assert {*cli.folder.iterdir()} == before
+
+
 def test_a_look_for_gpus_must_run_nothing_of_the_jobs_image_and_leave_nothing(cli, nvidia_runtime, nothing_left):
     image = f"empty-{os.getpid()}"
     with tarfile.open(cli.folder / "empty.tar", "w"):

@@ -22,7 +22,7 @@ from orchestrate.engines.image import inventory
 from orchestrate.engines.links import DYING, Link, Linked
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.paths import PROJECT, is_text
+from orchestrate.paths import PROJECT
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
@@ -34,7 +34,6 @@ HOST_NETWORK = Path(__file__).with_name("host-network.yml")
 UP = ("running", "paused")  # the states of a container that still has its processes
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
 SOCKETS = "/run/orchestrate"  # where nodes listen whom this kernel runs
-CODE, JOB = "/workspace", "/job"
 LISTENS = 1.0  # seconds from a container's start until its node does
 
 
@@ -240,9 +239,8 @@ class DockerEngine(Linked):
     def _settle(self, spec: JobSpec, plan: Plan, run: Path) -> None:
         """Know the job, and listen to what happens to it."""
         code = plan.inventory.code
-        for path in (str(run), code):
-            if not is_text(path):
-                raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
+        command = () if plan.job_id == plan.inventory.cluster else spec.command  # a cluster runs none
+        self.mounts = mounts.of_nodes(run, Path(code), command)
         self._take_key(run)
         self.home, self.stays, self.sockets = plan.home, bool(plan.inventory.cluster), sockets.of_containers(plan.home)
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
@@ -266,8 +264,6 @@ class DockerEngine(Linked):
             "NODE_PRELOAD": " ".join(plan.inventory.preload),
             "NODE_SOCKETS": SOCKETS if self._same_kernel() else "",
         }
-        command = () if plan.job_id == plan.inventory.cluster else spec.command  # a cluster runs none
-        self.mounts = [mounts.bind(run, JOB), *mounts.masks(Path(code), run.parent.parent, CODE, command)]
         if self.env["NODE_SOCKETS"]:
             self.mounts.append(mounts.bind(self.sockets, SOCKETS))
         if self.guard is None and not spec.host_access and self.network != "host":

@@ -10,12 +10,12 @@ from docker.types import LogConfig
 
 from orchestrate import users
 from orchestrate.cores import cores
-from orchestrate.engines import SWARMS, ignoring, labels
+from orchestrate.engines import SWARMS, ignoring, labels, mounts
 from orchestrate.engines.daemon import ERRORS, Daemon, reason
 from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.limits import FEWEST
 from orchestrate.node.ranks import gpu_ids
-from orchestrate.paths import PACKAGE, code_folder
+from orchestrate.paths import NODES, PACKAGE, code_folder
 from orchestrate.plan import Inventory
 from orchestrate.preload import preload
 from orchestrate.spec import IMAGE, JobSpec
@@ -26,7 +26,7 @@ NOT_LOOKED = f"GPUs were not looked for: a plan runs no image but {IMAGE}, which
 def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
     """Check the image, built or pulled where `prepare` allows it, and list the GPUs; raises ResourceError.
 
-    `run` is the folder that nodes will see, as a label of the container that looks for GPUs.
+    `run` is the folder that nodes will see. Raises UsageError for folders that cannot be mounted.
     """
     runtime = "nvidia" in daemon.info.get("Runtimes", {})
     hopeless = spec.gpus not in ("auto", "none") and not runtime  # then no image is worth building
@@ -40,6 +40,10 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
         no_gpus = "the engine's NVIDIA runtime finds no GPU" if image else NOT_LOOKED
     code = code_folder(spec.command)
     _check_access(spec, code)
+    if run.name == NODES:
+        mounts.of_nodes(run, Path.cwd())  # a cluster runs no command
+    else:
+        mounts.of_nodes(run, code, spec.command)
     here, count = cores(), max(1, daemon.info["NCPU"])  # those of this machine may not be the engine's
     return Inventory(
         engine="docker",

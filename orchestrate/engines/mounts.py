@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 from docker.utils.build import PatternMatcher
 
-from orchestrate.errors import UsageError
+from orchestrate.errors import EngineError, UsageError
+from orchestrate.paths import is_text
 
 ALWAYS = ("runs", ".git")
 COMPILED = (
@@ -24,12 +25,24 @@ COMPILED = (
     "*.py[cod]",
     "*$py.class",
 )  # hold what the files beside them do
+CODE, JOB = "/workspace", "/job"  # where nodes see them
 MOST = 256  # mounts of a container
 
 
 def bind(source: Path, target: str) -> dict[str, Any]:
     """A mount of a folder that is there; in this form Compose takes any path."""
     return {"type": "bind", "source": str(source), "target": target, "bind": {"create_host_path": False}}
+
+
+def of_nodes(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """The mounts of nodes that see the folder `run`, one of those of a job or cluster, and run `command` in `code`.
+
+    Raises UsageError as `masks` does, EngineError where a path cannot be mounted.
+    """
+    for path in (str(run), str(code)):
+        if not is_text(path):
+            raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
+    return [bind(run, JOB), *masks(code, run.parent.parent, CODE, command)]
 
 
 def document(mounts: list[dict[str, Any]]) -> str:
