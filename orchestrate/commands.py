@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrate import cluster, errors, job, lock, logs, terminal
+from orchestrate import cluster, errors, job, lock, logs, older, terminal
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.generation import BY_MAX_RUN
 from orchestrate.paths import NAME, JobPaths
@@ -25,7 +25,7 @@ from orchestrate.terminal import give, out, say
 PROOFS = 20  # times that a supervisor may not be proven to be one, a tenth of a second apart: it may be beginning
 
 if TYPE_CHECKING:
-    from orchestrate.engines import Engine, JobState
+    from orchestrate.engines import Engine
     from orchestrate.plan import Plan
 
 
@@ -128,6 +128,8 @@ def ps(args: argparse.Namespace) -> int:
 def down(args: argparse.Namespace) -> int:
     """Take a cluster down."""
     chosen = [one for one in cluster.found(args.runs.resolve()) if one.name.startswith(args.cluster)]
+    if not chosen:
+        older.refuse(args.cluster, args.runs, _engines())
     if len(chosen) != 1:
         known = ", ".join(one.name for one in chosen or cluster.found(args.runs.resolve())) or f"none in {args.runs}"
         which = "several clusters" if chosen else "no cluster"
@@ -153,12 +155,15 @@ def _job_folders(runs: Path) -> list[Path]:
     ]
 
 
-def _find(args: argparse.Namespace, states: list[JobState]) -> Path:
+def _find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     """The run directory of the job that `args.job` names or begins, living or ended."""
-    living = {state.job_id: state.paths.root for state in states if not state.cluster and state.named}
+    states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]
+    living = {state.job_id: state.paths.root for state in states}
     runs: dict[str, Path] = {folder.name: folder for folder in _job_folders(args.runs)} | living
     found = [args.job] if args.job in runs else [name for name in living if name.startswith(args.job)]
     found = found or sorted(name for name in runs if name.startswith(args.job))
+    if not found:
+        older.refuse(args.job, args.runs, engines)
     if len(found) != 1:
         which = "no job" if not found else "several jobs"
         known = ", ".join(sorted(found or runs)[:8]) or f"none in {args.runs}"
@@ -169,7 +174,7 @@ def _find(args: argparse.Namespace, states: list[JobState]) -> Path:
 def _paths(args: argparse.Namespace) -> JobPaths:
     """The files of the job that `args.job` names; the engines are asked only where the runs have no such job."""
     local = args.runs.joinpath(args.job, "plan.json").exists()
-    return JobPaths(_find(args, [] if local else [state for engine in _engines() for state in engine.jobs()]))
+    return JobPaths(_find(args, [] if local else _engines()))
 
 
 def show_logs(args: argparse.Namespace) -> int:
@@ -288,7 +293,7 @@ def _own_engine(spec: JobSpec, made: Plan) -> Engine:
 def _looked_up(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
     """The files of a job, and all engines that answer; raises the error of the job's own one, where that does not."""
     engines = _engines()
-    paths = JobPaths(_find(args, [state for engine in engines for state in engine.jobs()]))
+    paths = JobPaths(_find(args, engines))
     with contextlib.suppress(UsageError):  # its files say nothing any more
         spec, made = job.load(paths)
         if made.engine not in {engine.name for engine in engines}:

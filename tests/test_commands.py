@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +69,8 @@ class Meanwhile:
 def test_a_job_must_be_found_by_its_name_or_how_it_begins(do, engine, tmp_path, asked, found):
     for name in ("a-1", "a-12", "b-1", "c-1", "c-2", "z-1"):
         create(JobPaths(tmp_path / name), cluster="z-1" if name == "z-1" else "")
-    engine.states = [runs_elsewhere(tmp_path / "c-2", "c-2"), runs_elsewhere(tmp_path / "y-1", "y-1", sees="nodes")]
+    there = create(JobPaths(tmp_path / "elsewhere" / "y-1"), cluster="y-1").root
+    engine.states = [runs_elsewhere(tmp_path / "c-2", "c-2"), runs_elsewhere(there, "y-1", sees="nodes")]
     code, out, err = do("rm", asked, "--dry-run")
     if " " in found:
         assert (code, out, err[0]) == (2, [], f"error: {found}")
@@ -256,6 +259,57 @@ def test_doctor_must_fail_where_one_finding_keeps_jobs_from_running(capsys, monk
         [one.state, *one.what.split()] for one in findings
     ]
     assert sum("hint: do it" in line for line in lines) == states.count("error")
+
+
+# --- what another version has made
+
+
+OLD = "was made by another version of orchestrate, or its files have been moved"
+
+
+def old(do, folder: Path, how: str) -> Path:
+    """The nodes, and the files, of a cluster that this version cannot read."""
+    paths = JobPaths(folder / "c-1")
+    paths.create_cluster()
+    run = paths.nodes
+    if how == "no limits":
+        create(JobPaths(folder / "kept"))
+        made = json.loads((folder / "kept" / "plan.json").read_text())
+        del made["limits"]
+        paths.plan.write_text(json.dumps(made | {"job_id": "c-1"}))
+        shutil.copy(folder / "kept" / "job.yaml", paths.spec)
+        shutil.rmtree(folder / "kept")
+    elif how == "no folder":
+        shutil.rmtree(paths.root)
+        run = paths.root  # as nodes saw it
+    do.engine.states = [JobState("c-1", "docker", 2, run, os.getuid())]
+    do.engine.things = ["container c-1-master-1", "container c-1-trainer-1", "network c-1_job"]
+    return paths.root
+
+
+@pytest.mark.parametrize("how", ["no limits", "no plan", "no folder"])
+@pytest.mark.parametrize("words", [["down", "c-1"], ["down", "c"], ["stop", "c-1"], ["rm", "c-1"], ["rm", "c"]])
+def test_nodes_that_another_version_has_made_must_be_named_with_what_removes_them(do, tmp_path, how, words):
+    root = old(do, tmp_path, how)
+    where = f"; its files are in {root}" if how != "no folder" else ""
+    hint = f"docker rm -f c-1-master-1 c-1-trainer-1 && docker network rm c-1_job{where}"
+    assert do(*words) == (2, [], [f"error: c-1 {OLD}", f"hint: {hint}"])
+    assert do.engine.calls == [] and root.exists() == (how != "no folder")
+    if how != "no folder":  # once that is done
+        do.engine.states, do.engine.things = [], []
+        assert do("down", "c-1") == (2, [], [f"error: c-1 {OLD}", f"hint: its files are in {root}"])
+
+
+def test_nodes_of_another_user_must_not_be_named_as_those_of_another_version(do, tmp_path):
+    old(do, tmp_path, "no folder")
+    do.engine.states = [replace(do.engine.states[0], owner=os.getuid() + 1)]
+    assert do("down", "c-1")[2][0] == "error: no cluster c-1" and do("rm", "c-1")[2][0] == "error: no job c-1"
+
+
+def test_processes_that_another_version_has_started_must_be_ended_by_their_ids(do, tmp_path):
+    old(do, tmp_path, "no folder")
+    do.engine.things = ["process 12 (master)", "process 13 (trainer-1)", "folder /tmp/x y"]
+    assert do("stop", "c-1")[2][1] == "hint: kill 12 13 && rm -r '/tmp/x y'"
 
 
 # --- signals
