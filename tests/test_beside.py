@@ -191,6 +191,18 @@ def test_what_is_refused_must_leave_no_file(cli, docker_engine, nothing_left, co
     assert {*cli.folder.iterdir()} == before
 
 
+@pytest.mark.docker
+def test_a_node_that_starts_slowly_must_be_reached_by_its_socket_all_the_same(cli, docker_engine, nothing_left):
+    (cli.folder / "nothing.py").touch()
+    since = docker("info", "--format", "{{.SystemTime}}").strip()
+    options = ["--gpus", "none", "--trainers", "0", "--set", "cpus=0.03", "--set", "host_access=true"]
+    done = cli("run", "--engine", "docker", *options, "--set", "warm=false", "--", "nothing.py")
+    assert done.returncode == 0, done.stderr
+    until = docker("info", "--format", "{{.SystemTime}}").strip()
+    form = ["--filter", "event=exec_create", "--format", "{{.Actor.Attributes.name}}"]
+    assert cli.run_dir().name not in docker("events", "--since", since, "--until", until, *form)
+
+
 def test_a_look_for_gpus_must_run_nothing_of_the_jobs_image_and_leave_nothing(cli, nvidia_runtime, nothing_left):
     image = f"empty-{os.getpid()}"
     with tarfile.open(cli.folder / "empty.tar", "w"):

@@ -34,7 +34,7 @@ HOST_NETWORK = Path(__file__).with_name("host-network.yml")
 UP = ("running", "paused")  # the states of a container that still has its processes
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
 SOCKETS = "/run/orchestrate"  # where nodes listen whom this kernel runs
-LISTENS = 1.0  # seconds from a container's start until its node does
+LISTENS = 10.0  # seconds from a container's start until its node does, at most: 5 with the least of `cpus`
 
 
 class DockerEngine(Linked):
