@@ -110,6 +110,11 @@ class JobPaths:
         return self.root / JOB
 
     @property
+    def sockets(self) -> Path:
+        """Where nodes in containers of this machine listen; they can write in it. It is there while they are."""
+        return self.root / "sockets"
+
+    @property
     def nodes(self) -> Path:
         """What a cluster's nodes see, with a folder for each job on it."""
         return self.root / NODES

@@ -22,7 +22,6 @@ from ends import KEY, End
 from test_plan import HERE, plan
 
 from orchestrate.engines import daemon as daemon_module
-from orchestrate.engines import sockets
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.docker import DockerEngine
 from orchestrate.paths import JobPaths
@@ -88,7 +87,7 @@ class Answers:
         return made
 
     def network(self, job: str = "j") -> None:
-        labels = {"orchestrate.job": job}
+        labels = {"orchestrate.job": job, "orchestrate.run": f"/runs/{job}/job", "orchestrate.owner": "7"}
         self.networks.append({"Id": f"net-{job}", "Name": f"{job}_job", "Driver": "bridge", "Labels": labels})
 
     def did(self, *methods: str) -> list[str]:
@@ -243,12 +242,11 @@ class Job:
         monkeypatch.setenv("DOCKER_HOST", self.answers.host)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         monkeypatch.setattr("orchestrate.engines.daemon.PLUGINS", ["/"])
-        monkeypatch.setattr("orchestrate.engines.sockets.TEMPORARY", folder)
 
     @property
     def sockets(self) -> Path:
         """The folder in which the job's nodes listen."""
-        return sockets.of_containers("j")
+        return self.paths.sockets
 
     def close(self) -> None:
         for engine in self.made:

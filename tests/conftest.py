@@ -25,7 +25,7 @@ SCRIPTS = Path(__file__).resolve().parent / "scripts"
 # The SDK leaves its socket open when the engine does not answer; no user sees that.
 WARNINGS = "error,ignore:unclosed:ResourceWarning"
 MARK = "ORCHESTRATE_TEST"  # in the environment of all that a test starts: its folder
-SOCKETS = [Path(f"/tmp/orchestrate-{os.getuid()}", place) for place in ("", "containers")]  # of processes, containers
+SOCKETS = Path(f"/tmp/orchestrate-{os.getuid()}")  # of processes
 DOCKER_REQUIRED = os.environ.get("ORCHESTRATE_REQUIRE_DOCKER") == "1"
 
 
@@ -124,11 +124,13 @@ def leftovers(folder: Path) -> dict[str, list[str]]:
     is returned.
     """
     jobs = {path.parent.name for depth in ("", "*/") for path in folder.glob(f"{depth}*/*/job.yaml")}
-    sockets = [path for place in SOCKETS for path in place.glob("*")]
+    sockets = [*SOCKETS.glob("*"), *folder.glob("**/runs/*/sockets")]
     found = {
         "processes": [line for pid in processes(folder) if (line := " ".join(proc(pid, "cmdline")).strip())],
         "sockets": [
-            path.name for path in sockets if path.name in jobs or f"{folder}/" in os.path.realpath(path / "run")
+            str(path)
+            for path in sockets
+            if path.name in jobs or path.name == "sockets" or f"{folder}/" in os.path.realpath(path / "run")
         ],
     }
     for what in ("container", "network", "volume") if docker_answers() else ():
@@ -151,7 +153,7 @@ def clear(folder: Path) -> None:
     for what, names in leftovers(folder).items():
         if what in ("container", "network", "volume"):
             docker(what, "rm", "--force", *names)
-    for path in (place / name for name in leftovers(folder).get("sockets", ()) for place in SOCKETS):
+    for path in leftovers(folder).get("sockets", ()):
         shutil.rmtree(path, ignore_errors=True)
 
 

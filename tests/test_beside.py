@@ -234,7 +234,7 @@ def test_the_job_file_must_yield_to_set_and_set_to_flags(cli):
 
 def test_sockets_and_keys_of_a_node_must_be_its_owners_alone(cli, engine):
     other = Other(cli, engine, "other")
-    mine = (STATE if engine == "process" else STATE / sockets.CONTAINERS) / other.run.name
+    mine = STATE / other.run.name if engine == "process" else other.run / "sockets"
     (socket,) = (path for path in mine.iterdir() if path.is_socket())
     node = 1000 if engine == "docker" and os.getuid() == 0 else os.getuid()
     owners = {STATE: os.getuid(), mine.parent: os.getuid(), mine: node, socket: node}
@@ -274,7 +274,7 @@ def test_a_folder_of_sockets_that_is_anothers_must_be_left_alone_and_keep_no_job
     assert engine.state.parent == tmp_path and engine.state != path and engine.jobs() == []
     assert (engine.state.stat().st_uid, stat.S_IMODE(engine.state.stat().st_mode)) == (os.geteuid(), 0o700)
     assert not path.is_dir() or path.is_symlink() or not any(path.iterdir())
-    assert sockets.private() == sockets.of_containers("a-1").parents[1] == engine.state  # the same from every shell
+    assert sockets.private() == engine.state  # the same from every shell
     assert not engine.state.is_symlink()
 
 
@@ -282,12 +282,11 @@ def test_a_folder_of_sockets_must_be_ones_own_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(sockets, "TEMPORARY", tmp_path)
     mask = os.umask(0)
     try:
-        folder = sockets.of_containers("a-1").parent
+        folder = sockets.private()
     finally:
         os.umask(mask)
-    for made in (folder, folder.parent):
-        assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    assert folder.parent == tmp_path / f"orchestrate-{os.geteuid()}" == sockets.private()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert folder == tmp_path / f"orchestrate-{os.geteuid()}" == sockets.private()
     monkeypatch.setattr(sockets, "TEMPORARY", tmp_path / "none")
     with pytest.raises(EngineError, match="no folder for the sockets of nodes"):
         sockets.private()

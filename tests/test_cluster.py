@@ -63,7 +63,7 @@ def up(cli, engine):
         done = cli("down", one.name)
         assert (done.returncode, done.stderr) == (0, f"{one.name} is down\n")
         assert not (cli.folder / "runs" / one.name).exists()
-        assert not any(folder.exists() for folder in (sockets.private() / one.name, sockets.of_containers(one.name)))
+        assert not (sockets.private() / one.name).exists()
 
 
 def test_jobs_must_use_the_nodes_and_leave_them_up(up, cli):

@@ -16,6 +16,7 @@ from scripted import Clock
 from orchestrate.engines import Exit, JobState
 from orchestrate.engines import docker as docker_module
 from orchestrate.errors import EngineError, EngineLost
+from orchestrate.paths import JobPaths
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
 
@@ -224,8 +225,9 @@ def test_the_end_of_a_job_must_stop_what_runs_and_remove_what_is_the_jobs_alone(
     (listener,) = (one for one in {*threading.enumerate()} - before if one.name.endswith("(_listen)"))
     job.happened("oom", job.answers.containers[0])
     eventually(lambda: engine._listen(0.01) or engine.told)
-    other = job.sockets.with_name("jj")
-    for folder in (job.sockets, other):
+    other = JobPaths(job.paths.root.with_name("jj"))
+    other.root.mkdir()
+    for folder in (job.sockets, other.sockets):
         folder.mkdir()
     engine.running = {0: "master"} if runs else {}
     ids = [node.id for node in engine.nodes.values()]
@@ -240,9 +242,28 @@ def test_the_end_of_a_job_must_stop_what_runs_and_remove_what_is_the_jobs_alone(
     assert (removed["v"].lower(), removed["force"].lower()) == ("true", "true")
     assert [node["Names"] for node in job.answers.containers] == [["/jj-master-1"]]
     assert [network["Name"] for network in job.answers.networks] == ["jj_job"]
-    assert not job.sockets.exists() and other.exists() and job.run.exists()
+    assert not job.sockets.exists() and other.sockets.exists() and job.run.exists()
     listener.join(30)
     assert not listener.is_alive()
+
+
+@pytest.mark.parametrize("left", ["nodes", "network"])
+def test_sockets_must_be_removed_from_another_shell_and_in_no_folder_but_the_jobs(job, left, tmp_path):
+    other = JobPaths(tmp_path / "runs" / "k")
+    for folder in (job.sockets, other.sockets):
+        (folder / "deep" / "er").mkdir(parents=True)
+    (job.sockets / "link").symlink_to(other.sockets)
+    things = []
+    if left == "nodes":
+        things.append(job.answers.container("master"))
+        things.append(job.answers.container("trainer-1"))
+    job.answers.network()
+    things.append(job.answers.networks[0])
+    for thing, run in zip(reversed(things), (job.run, other.shared)):
+        thing["Labels"]["orchestrate.run"] = str(run)
+    job.engine().remove("j", 0)
+    assert not job.sockets.exists() and (other.sockets / "deep" / "er").exists()
+    assert job.answers.containers == job.answers.networks == []
 
 
 def test_the_nodes_of_a_cluster_must_stay_and_be_asked_to_be_clean(job):

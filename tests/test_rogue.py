@@ -58,6 +58,33 @@ def found(log: Path) -> dict:
     return next((json.loads(line.removeprefix("FOUND ")) for line in lines if line.startswith("FOUND ")), {})
 
 
+FILLS = r"""
+import os
+os.chdir("/run/orchestrate")
+for depth in range(200):
+    os.mkdir("d")
+    os.chdir("d")
+os.chdir("/run/orchestrate")
+os.mkfifo("pipe")
+os.symlink("/etc", "etc")
+os.mkdir("closed")
+os.chmod("closed", 0)
+with open("large", "wb") as file:
+    file.write(bytes(50 << 20))
+print("filled", os.statvfs(".").f_fsid == os.statvfs("/job").f_fsid, flush=True)
+"""
+
+
+def test_what_a_node_writes_beside_its_socket_must_be_on_the_disk_of_its_job_and_not_stay(
+    cli, docker_engine, nothing_left
+):
+    (cli.folder / "fills.py").write_text(FILLS)
+    done = cli(*ALONE, "--", "fills.py")
+    assert done.returncode == 0, done.stderr
+    assert "filled True" in cli.log(0)
+    assert not (cli.run_dir() / "sockets").exists()
+
+
 def test_a_node_must_see_of_the_folder_of_code_no_job_no_history_and_nothing_that_is_ignored(
     cli, docker_engine, nothing_left
 ):

@@ -9,8 +9,6 @@ import pytest
 from conftest import docker, eventually, gone
 from faults import Background, compose_hangs, node_pid
 
-from orchestrate.engines import sockets
-
 RUN = ("run", "--gpus", "none", "--max-restarts", "0")
 
 
@@ -373,7 +371,7 @@ def test_a_node_must_be_reached_through_the_engine_only_where_it_has_to_be(
     seen = {line.partition(":")[0] for line in actions.splitlines()}
     assert "start" in seen
     assert {action for action in seen if action.startswith("exec")} - {"exec_die"} == through
-    assert not sockets.of_containers(cli.run_dir().name).exists()
+    assert not (cli.run_dir() / "sockets").exists()
 
 
 @pytest.mark.docker

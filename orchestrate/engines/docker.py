@@ -22,7 +22,7 @@ from orchestrate.engines.image import inventory
 from orchestrate.engines.links import DYING, Link, Linked
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.paths import PROJECT
+from orchestrate.paths import PROJECT, JobPaths
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
@@ -229,10 +229,17 @@ class DockerEngine(Linked):
             self.daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
         nodes += self._helpers_of(job_id)  # of an orchestrator that was killed
         self.daemon.each(nodes, lambda node: node.remove(force=True, v=True))
-        sockets.unshare(job_id)
         with self.daemon.asking(f"keeps a network of {job_id}"):
-            for network in self.client.networks.list(filters={"label": f"{labels.JOB}={job_id}", "driver": "bridge"}):
+            networks = self.client.networks.list(filters={"label": f"{labels.JOB}={job_id}", "driver": "bridge"})
+            for folder in self._sockets_of(job_id, [thing.attrs["Labels"] for thing in (*nodes, *networks)]):
+                sockets.unshare(folder)
+            for network in networks:
                 network.remove()
+
+    def _sockets_of(self, job_id: str, found: list[dict[str, str]]) -> set[Path]:
+        """The folders of a job's sockets, as far as they are known by labels or from `_settle`."""
+        states = [job for each in found if (job := labels.job(each, self.name)) and job.named and job.job_id == job_id]
+        return {job.paths.sockets for job in states} | ({self.sockets} if self.home == job_id else set())
 
     # --- details
 
@@ -242,7 +249,7 @@ class DockerEngine(Linked):
         command = () if plan.job_id == plan.inventory.cluster else spec.command  # a cluster runs none
         self.mounts = mounts.of_nodes(run, Path(code), command)
         self._take_key(run)
-        self.home, self.stays, self.sockets = plan.home, bool(plan.inventory.cluster), sockets.of_containers(plan.home)
+        self.home, self.stays, self.sockets = plan.home, bool(plan.inventory.cluster), JobPaths(run.parent).sockets
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
         self.env = {
             "JOB_ID": self.home,
@@ -262,7 +269,7 @@ class DockerEngine(Linked):
             "NODE_CPUS": str(spec.cpus or 0),
             "NODE_GRACE": str(spec.grace),
             "NODE_PRELOAD": " ".join(plan.inventory.preload),
-            "NODE_SOCKETS": SOCKETS if self._same_kernel() else "",
+            "NODE_SOCKETS": SOCKETS if self._same_kernel() and sockets.possible(run.parent) else "",
         }
         if self.env["NODE_SOCKETS"]:
             self.mounts.append(mounts.bind(self.sockets, SOCKETS))

@@ -1,9 +1,14 @@
-"""Where nodes of this machine listen: a folder that belongs to this user alone, and below it one for each job."""
+"""Where nodes of this machine listen.
+
+Local processes do so in a folder that belongs to this user alone, and below it one for each job. Containers do so in
+the run directory: what they write there is on the disk that they can write to anyway.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import stat
 import sys
@@ -16,7 +21,6 @@ from orchestrate.errors import EngineError
 from orchestrate.folder import remove
 
 TEMPORARY = Path("/tmp")  # not $TMPDIR: a path of a socket has 104 characters at most, and is the same in every shell
-CONTAINERS = "containers"  # the folder of the jobs whose nodes are containers, which can write in their own
 
 
 def private() -> Path:
@@ -38,11 +42,17 @@ def private() -> Path:
         raise EngineError(f"no folder for the sockets of nodes in {TEMPORARY}: {error.strerror}") from None
 
 
-def of_containers(home: str) -> Path:
-    """The folder that a job's containers share with us, of which the last part may not be there yet."""
-    folder = private() / CONTAINERS
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder / home
+def possible(folder: Path) -> bool:
+    """Whether a Unix socket can be made in a folder, which not every file system takes."""
+    name = f".{secrets.token_hex(8)}"
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        probe = stack.enter_context(socket.socket(socket.AF_UNIX))
+        probe.bind(f"/proc/self/fd/{descriptor}/{name}")  # the path itself could be too long for a socket's
+        os.unlink(name, dir_fd=descriptor)
+        return True
+    return False
 
 
 def share(folder: Path, user: str) -> None:
@@ -55,9 +65,8 @@ def share(folder: Path, user: str) -> None:
         raise EngineError(f"no folder for the sockets of nodes: {error}") from None
 
 
-def unshare(home: str) -> None:
+def unshare(folder: Path) -> None:
     """Remove the folder of a job's sockets, in which its nodes may have put anything; raises EngineError."""
-    folder = of_containers(home)
     try:
         with contextlib.suppress(FileNotFoundError):
             remove(folder)
