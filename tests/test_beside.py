@@ -242,7 +242,9 @@ def test_sockets_and_keys_of_a_node_must_be_its_owners_alone(cli, engine):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
         assert path.stat().st_uid == owner, path
     for user, name in ((65534, socket.name), (1000, str(socket))) if os.getuid() == 0 else ():  # others try
-        connect = f"import os, socket\nos.setuid({user})\nsocket.socket(socket.AF_UNIX).connect({name!r})"
+        folder, name = os.path.split(name)
+        reach = f"import os, socket\nos.setuid({user})\nos.chdir({folder or '.'!r})\n"
+        connect = f"{reach}socket.socket(socket.AF_UNIX).connect({name!r})"
         done = subprocess.run([sys.executable, "-c", connect], cwd=mine, capture_output=True, text=True)
         assert "PermissionError" in done.stderr
     assert other.untouched()
