@@ -1,8 +1,11 @@
-"""Who nodes run as: you; and where you are root, someone who is not."""
+"""Who nodes run as: you; and if you are root, a user that no account of this machine has."""
 
 from __future__ import annotations
 
+import contextlib
+import grp
 import os
+import pwd
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +13,14 @@ from pathlib import Path
 from orchestrate.errors import UsageError
 from orchestrate.spec import JobSpec
 
-NODE = (1000, 1000)  # user and group of the image, and of the Compose file
+FREE = range(61000, 61184)  # ids that neither useradd nor systemd hands out: https://systemd.io/UIDS-GIDS
 
 
 def nodes_of(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """The user and group ids that nodes run as; None for those of whoever starts the job.
 
-    For root it is whoever called sudo, else the user of the image: what root's nodes leave could be set-user-id root.
+    For root it is the user who called sudo, else one without an account: what root's nodes leave could be set-user-id
+    root, and an account of the machine could read the environment of its nodes, and signal them.
     Raises UsageError where another user is asked for by one who is not root.
     """
     if spec.user != "auto":
@@ -27,10 +31,39 @@ def nodes_of(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> tuple[in
         return asked
     if os.geteuid():
         return None
-    sudo = environ.get("SUDO_UID", ""), environ.get("SUDO_GID", "")
-    if all(number.isdecimal() and int(number) for number in sudo):
-        return int(sudo[0]), int(sudo[1])
-    return NODE
+    return sudo(environ) or without_account()
+
+
+def sudo(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """The user and group ids of the user who called sudo; None for root itself."""
+    ids = environ.get("SUDO_UID", ""), environ.get("SUDO_GID", "")
+    if all(number.isdecimal() and int(number) for number in ids):
+        return int(ids[0]), int(ids[1])
+    return None
+
+
+def without_account() -> tuple[int, int]:
+    """A user and a group id that no account of this machine has; raises UsageError if there is none left."""
+    for number in FREE:
+        if not account(number) and not _group(number):
+            return number, number
+    raise UsageError(
+        f"all user ids from {FREE[0]} to {FREE[-1]} have an account", "--set user=UID:GID selects the user of the nodes"
+    )
+
+
+def account(user: int) -> str:
+    """The name of a user id's account; empty if it has none."""
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(user).pw_name
+    return ""
+
+
+def _group(group: int) -> str:
+    """The name of a group id; empty if it has none."""
+    with contextlib.suppress(KeyError):
+        return grp.getgrgid(group).gr_name
+    return ""
 
 
 def can_read(path: Path, user: int, group: int) -> bool:

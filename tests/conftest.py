@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of pytest itself: tests run side by side
-for name in ("SUDO_UID", "SUDO_GID"):  # root's nodes then run as the image's user
+for name in ("SUDO_UID", "SUDO_GID"):  # root's nodes then run as a user without an account
     os.environ.pop(name, None)
 
 pytest_plugins = ("answers", "commanded", "manager_stub")  # fixtures of engines that are played

@@ -16,7 +16,7 @@ from conftest import descendants, docker, eventually, gone
 from engines import Engine
 from faults import OPTIONS, Background
 
-from orchestrate import commands
+from orchestrate import commands, users
 from orchestrate.engines import JobState, sockets
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, UsageError
@@ -236,7 +236,7 @@ def test_sockets_and_keys_of_a_node_must_be_its_owners_alone(cli, engine):
     other = Other(cli, engine, "other")
     mine = STATE / other.run.name if engine == "process" else other.run / "sockets"
     (socket,) = (path for path in mine.iterdir() if path.is_socket())
-    node = 1000 if engine == "docker" and os.getuid() == 0 else os.getuid()
+    node = users.without_account()[0] if engine == "docker" and os.getuid() == 0 else os.getuid()
     owners = {STATE: os.getuid(), mine.parent: os.getuid(), mine: node, socket: node}
     for path, owner in owners.items():
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path

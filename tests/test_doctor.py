@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_plan import HERE
 
-from orchestrate import commands, doctor
+from orchestrate import commands, doctor, users
 from orchestrate.engines import JobState
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError
@@ -104,7 +104,7 @@ class Nodes:
         self.spec, self.plan, self.run = spec, plan, run
         assert run.is_dir() and plan.inventory.code == str(run)  # and no code of the user's
         assert JobState(plan.job_id, "swarm", 1, run, os.getuid()).named  # so that `stop` finds what a dead one left
-        assert run.stat().st_uid == (os.getuid() or 1000)
+        assert run.stat().st_uid == (os.getuid() or users.without_account()[0])
         if self.error:
             raise EngineError(self.error, "look at it")
 

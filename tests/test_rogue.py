@@ -9,6 +9,7 @@ import pytest
 from conftest import docker, eventually
 from faults import Background
 
+from orchestrate import users
 from orchestrate.paths import JobPaths
 
 pytestmark = pytest.mark.docker
@@ -112,7 +113,7 @@ def test_roots_nodes_must_run_as_another_user_unless_root_is_asked_for(cli, dock
     (cli.folder / "looks.py").write_text(LOOKS)
     own = (os.getuid(), os.getgid())
     for more, user in [
-        ((), (1000, 1000) if own[0] == 0 else own),
+        ((), users.without_account() if own[0] == 0 else own),
         (("--set", "user=root"), (0, 0)),
         (("--set", "user=1234:5678"), (1234, 5678)),
     ]:

@@ -9,6 +9,8 @@ import pytest
 from conftest import docker, eventually, gone
 from faults import Background, compose_hangs, node_pid
 
+
+from orchestrate import users
 RUN = ("run", "--gpus", "none", "--max-restarts", "0")
 
 
@@ -47,9 +49,10 @@ def test_stdout_must_be_the_run_directory_alone_and_its_files_be_the_callers_and
     links = {name: os.readlink(folder / name) for name in ("logs", "checkpoints", "metrics.jsonl")}
     assert names == ours | theirs | links.keys()
     assert links == {name: f"job/{name}" for name in links}
-    owners = {user: {name for name in names if (folder / name).lstat().st_uid == user} for user in (os.getuid(), 1000)}
+    nodes, _ = users.without_account()
+    owners = {user: {name for name in names if (folder / name).lstat().st_uid == user} for user in (os.getuid(), nodes)}
     if engine == "docker" and not os.getuid():  # whose nodes are not root
-        assert owners == {0: ours | links.keys(), 1000: theirs}
+        assert owners == {0: ours | links.keys(), nodes: theirs}
     else:
         assert owners[os.getuid()] == names
     report = cli.report()

@@ -1,6 +1,9 @@
 """Nodes must run as whoever starts the job, and never as root unless root asks for it."""
 
+import grp
 import os
+import pwd
+from collections.abc import Callable
 
 import pytest
 from test_plan import HERE
@@ -13,6 +16,7 @@ from orchestrate.plan import plan
 from orchestrate.spec import JobSpec, resolve
 
 SUDO = {"SUDO_UID": "7", "SUDO_GID": "8"}
+NODE = users.without_account()
 
 
 @pytest.mark.parametrize(
@@ -20,11 +24,11 @@ SUDO = {"SUDO_UID": "7", "SUDO_GID": "8"}
     [
         (5, "auto", {}, None),
         (5, "auto", SUDO, None),  # who has become someone else by now
-        (0, "auto", {}, (1000, 1000)),
+        (0, "auto", {}, NODE),
         (0, "auto", SUDO, (7, 8)),
-        (0, "auto", {"SUDO_UID": "0", "SUDO_GID": "0"}, (1000, 1000)),  # `sudo` by root
-        (0, "auto", {"SUDO_UID": "7"}, (1000, 1000)),
-        (0, "auto", {"SUDO_UID": "-1", "SUDO_GID": "x"}, (1000, 1000)),
+        (0, "auto", {"SUDO_UID": "0", "SUDO_GID": "0"}, NODE),  # `sudo` by root
+        (0, "auto", {"SUDO_UID": "7"}, NODE),
+        (0, "auto", {"SUDO_UID": "-1", "SUDO_GID": "x"}, NODE),
         (0, "root", SUDO, (0, 0)),
         (0, "7", {}, (7, 7)),
         (0, "7:8", {}, (7, 8)),
@@ -34,6 +38,25 @@ SUDO = {"SUDO_UID": "7", "SUDO_GID": "8"}
 def test_nodes_must_run_as_you_or_where_you_are_root_as_someone_who_is_not(monkeypatch, me, asked, environ, user):
     monkeypatch.setattr(os, "geteuid", lambda: me)
     assert users.nodes_of(JobSpec(user=asked), environ) == user
+
+
+def test_the_user_of_roots_nodes_must_have_no_account_on_the_machine(monkeypatch):
+    assert NODE[0] == NODE[1] and NODE[0] in range(61000, 61184)  # https://systemd.io/UIDS-GIDS
+    with pytest.raises(KeyError):
+        pwd.getpwuid(NODE[0])
+    someone, some = pwd.getpwuid(0), grp.getgrgid(0)
+    users_taken, groups_taken = {61000, 61001}, {61002}
+
+    def taken(numbers: set[int], entry: object) -> Callable[[int], object]:
+        return lambda number: entry if number in numbers else {}[number]
+
+    monkeypatch.setattr(pwd, "getpwuid", taken(users_taken, someone))
+    monkeypatch.setattr(grp, "getgrgid", taken(groups_taken, some))
+    assert users.without_account() == (61003, 61003)
+    users_taken.update(range(61000, 61184))
+    with pytest.raises(UsageError, match="all user ids from 61000 to 61183 have an account") as error:
+        users.without_account()
+    assert "user=UID:GID" in error.value.hint
 
 
 @pytest.mark.parametrize("asked", ["root", "7", "0:5"])
@@ -78,7 +101,7 @@ def test_code_that_the_nodes_cannot_read_must_be_refused_with_the_way_out(answer
     monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
     answers.images = {"mine:1"}
     tmp_path.chmod(0o700)
-    with pytest.raises(UsageError, match=f"nodes run as user 1000, who cannot read {tmp_path}") as error:
+    with pytest.raises(UsageError, match=f"nodes run as user {NODE[0]}, who cannot read {tmp_path}") as error:
         image.inventory(daemon, JobSpec(image="mine:1"), tmp_path / "run", True)
     assert error.value.hint == f"chmod -R a+rX {tmp_path}; or --set user=root"
     assert image.inventory(daemon, JobSpec(image="mine:1", user="root"), tmp_path / "run", True)
@@ -98,7 +121,7 @@ def test_the_folders_of_nodes_must_be_theirs_and_all_others_ours(tmp_path):
 
 @pytest.mark.docker
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root to choose a user")
-@pytest.mark.parametrize(("asked", "user"), [("auto", 1000), ("4242:4243", 4242), ("root", 0)])
+@pytest.mark.parametrize(("asked", "user"), [("auto", NODE[0]), ("4242:4243", 4242), ("root", 0)])
 def test_workers_must_run_as_that_user_and_their_files_lose_set_user_id_bits(
     cli, docker_engine, nothing_left, asked, user
 ):
