@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrate import cluster, errors, job, lock, logs, older, terminal
+from orchestrate import cluster, errors, job, lock, logs, older, terminal, users
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.generation import BY_MAX_RUN
 from orchestrate.paths import NAME, JobPaths
@@ -148,32 +148,38 @@ def down(args: argparse.Namespace) -> int:
 
 
 def _job_folders(runs: Path) -> list[Path]:
-    """The run directories of jobs, without those of clusters."""
-    plans = sorted(runs.resolve().glob("*/plan.json"))
-    return [
-        path.parent for path in plans if NAME.fullmatch(path.parent.name) and not JobPaths(path.parent).nodes.exists()
-    ]
+    """The run directories of jobs that are ours, without those of clusters."""
+    folders = [path.parent for path in sorted(runs.resolve().glob("*/plan.json"))]
+    ours = [folder for folder in folders if NAME.fullmatch(folder.name) and not users.foreign(folder)]
+    return [folder for folder in ours if not JobPaths(folder).nodes.exists()]
 
 
 def _find(args: argparse.Namespace, engines: list[Engine]) -> Path:
-    """The run directory of the job that `args.job` names or begins, living or ended."""
+    """The run directory of the job that `args.job` names or begins, living or ended.
+
+    Raises UsageError for one that another user could have made, or can change: what is in it proves nothing.
+    """
     states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]
     living = {state.job_id: state.paths.root for state in states}
     runs: dict[str, Path] = {folder.name: folder for folder in _job_folders(args.runs)} | living
     found = [args.job] if args.job in runs else [name for name in living if name.startswith(args.job)]
     found = found or sorted(name for name in runs if name.startswith(args.job))
+    folder = runs[found[0]] if found else args.runs.resolve() / args.job
+    if why := users.foreign(folder):
+        raise UsageError(f"{folder} is not a run directory of yours: {why}", "python -m orchestrate ps lists your jobs")
     if not found:
         older.refuse(args.job, args.runs, engines)
     if len(found) != 1:
         which = "no job" if not found else "several jobs"
         known = ", ".join(sorted(found or runs)[:8]) or f"none in {args.runs}"
         raise UsageError(f"{which} {args.job}", f"jobs here: {known}")
-    return runs[found[0]]
+    return folder
 
 
 def _paths(args: argparse.Namespace) -> JobPaths:
     """The files of the job that `args.job` names; the engines are asked only where the runs have no such job."""
-    local = args.runs.joinpath(args.job, "plan.json").exists()
+    folder = args.runs / args.job
+    local = folder.joinpath("plan.json").exists() and not users.foreign(folder)
     return JobPaths(_find(args, [] if local else _engines()))
 
 

@@ -10,7 +10,6 @@ import os
 import queue
 import re
 import secrets
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,6 +108,8 @@ def bring_home(paths: JobPaths) -> None:
     cluster, there = paths.cluster, paths.folder.path
     if not cluster:
         return
+    if why := users.foreign(paths.root):
+        raise OSError(errno.EPERM, f"{paths.root} is not a run directory of yours: {why}")
     paths.shared.unlink()
     there.rename(paths.shared)
     others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
@@ -134,9 +135,8 @@ def keep(paths: JobPaths, plan: Plan) -> None:
 def load(paths: JobPaths) -> tuple[JobSpec, Plan]:
     """Spec and newest plan of a job, or cluster; raises UsageError where its files are not what we have written."""
     try:
-        status = paths.root.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise ValueError("it is not a folder that only you can write")
+        if why := users.foreign(paths.root):
+            raise ValueError(why)
         spec = resolve(read_file(paths.spec))
         with regular(paths.plan) as file:
             plan = read_plan(file.read().decode(), spec.env)
