@@ -23,15 +23,21 @@ def nodes_of(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> tuple[in
     root, and an account of the machine could read the environment of its nodes, and signal them.
     Raises UsageError where another user is asked for by one who is not root.
     """
-    if spec.user != "auto":
-        user, _, group = ("0:0" if spec.user == "root" else spec.user).partition(":")
-        asked = int(user), int(group or user)
-        if os.geteuid() not in (0, asked[0]):
+    if chosen := asked(spec):
+        if os.geteuid() not in (0, chosen[0]):
             raise UsageError(f"user is {spec.user}, and you are not root", "leave it out: nodes run as you")
-        return asked
+        return chosen
     if os.geteuid():
         return None
     return sudo(environ) or without_account()
+
+
+def asked(spec: JobSpec) -> tuple[int, int] | None:
+    """The user and group ids that the job file asks for, if it does."""
+    if spec.user == "auto":
+        return None
+    user, _, group = ("0:0" if spec.user == "root" else spec.user).partition(":")
+    return int(user), int(group or user)
 
 
 def sudo(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:

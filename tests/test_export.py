@@ -14,13 +14,15 @@ import pytest
 import yaml
 from conftest import ROOT, docker, eventually
 from kubeflow_trainer_api import models
+from test_export_compose import make_folder
 
+from orchestrate import users
 from orchestrate.cli import main
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, shape
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
-from orchestrate.spec import read_file, resolve
+from orchestrate.spec import JobSpec, read_file, resolve
 
 SPEC = {
     "trainers": 2,
@@ -221,6 +223,14 @@ def test_an_image_that_is_not_ours_must_get_the_program_of_a_node(form):
 
 
 @pytest.mark.parametrize("form", ["job", "jobset"])
+@pytest.mark.parametrize(("asked", "user", "group"), [("auto", 1000, 1000), ("7", 7, 7), ("7:8", 7, 8), ("root", 0, 0)])
+def test_a_pod_must_run_as_the_user_of_the_job_file_and_as_root_only_where_that_asks_for_it(form, asked, user, group):
+    found = pod_of(form, SPEC | {"user": asked})["securityContext"]
+    assert (found["runAsUser"], found["runAsGroup"], found["fsGroup"]) == (user, group, group)
+    assert found["runAsNonRoot"] is (user != 0)
+
+
+@pytest.mark.parametrize("form", ["job", "jobset"])
 def test_a_pod_without_a_volume_must_have_a_folder_all_the_same(form):
     pod = pod_of(form, OTHER)
     assert {"name": "job", "emptyDir": {}} in pod["volumes"]
@@ -327,6 +337,7 @@ def test_the_script_for_slurm_must_be_one_for_bash(form):
         (["compose", "--form", "job"], "--form job"),
         (["nomad"], "invalid choice: 'nomad'"),
         (["kubernetes", "--set", "network=host"], "pin and network are for this machine"),
+        (["slurm", "--set", "user=root"], "user is root, and Slurm runs a job as the user who submits it"),
         (["slurm", "--set", "constraints=[node.labels.a == b]"], "constraints and encrypt are Swarm's"),
     ],
 )
@@ -381,15 +392,17 @@ def test_compose_must_not_look_up_what_a_command_means_for_itself(cli):
 
 @pytest.mark.docker
 def test_the_compose_file_must_train(cli, docker_engine, nothing_left):
-    file, job = cli.folder / "job.yml", cli.folder / "runs" / "steps"
-    job.mkdir(parents=True)
+    file, job = cli.folder / "job.yml", cli.folder / "runs" / "steps" / "job"
     done = cli("export", "compose", "--gpus", "none", "--trainers", "2", "--", "steps.py", "0=0", "1=0", "2=0")
     file.write_text(done.stdout)
+    make_folder(done.stdout)
     compose = ["docker", "compose", "--file", str(file)]
     try:
         up = subprocess.run([*compose, "up", "--scale", "trainer=2"], capture_output=True, text=True, timeout=120)
         assert up.returncode == 0, up.stdout + up.stderr
         assert eventually(lambda: len(list(job.glob("logs/*.log"))) == 3)
+        owner = users.nodes_of(JobSpec()) or (os.getuid(), os.getgid())
+        assert {(path.stat().st_uid, path.stat().st_gid) for path in job.rglob("*")} == {owner}
     finally:
         subprocess.run([*compose, "down"], check=True, capture_output=True)
     assert not docker("ps", "-aq", "--filter", "label=com.docker.compose.project=steps")

@@ -1,20 +1,29 @@
 """A job as a plain Compose file: this project's own, with everything filled in."""
 
 import os
+import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
+from orchestrate import users
 from orchestrate.engines.labels import only
 from orchestrate.errors import UsageError
 from orchestrate.export import compose as export_compose
 from orchestrate.export.compose import compose
 from orchestrate.paths import PACKAGE
-from orchestrate.spec import resolve
+from orchestrate.spec import JobSpec, resolve
 
 COMMAND = ["train.py", "--text", "$A ${B:-c}"]
 NODES = ("master", "trainer")
+
+
+def make_folder(text: str) -> None:
+    """Run the command at the top of a Compose file that makes the folder of its files."""
+    (line,) = (line for line in text.splitlines() if line.startswith("#   install -d"))
+    subprocess.run(["bash", "-c", line.removeprefix("#")], check=True)
 
 
 def exported(**values) -> dict:
@@ -39,7 +48,7 @@ def test_a_node_must_get_what_the_job_says():
         assert (node["image"], node["mem_limit"], node["cpus"], node["shm_size"]) == ("mine:1", "3g", "1.5", "2g")
         assert (node["memswap_limit"], node["pids_limit"]) == ("3g", "2730")
         assert node["tmpfs"] == [f"/tmp:size={3 << 29},mode=1777,nosuid,nodev,exec"]
-        assert node["user"] == f"{os.getuid()}:{os.getgid()}"
+        assert node["user"] == "{}:{}".format(*users.nodes_of(JobSpec()) or (os.getuid(), os.getgid()))
         env = node["environment"]
         assert (env["NODE_ROLE"], env["NODE_MODE"], env["NODE_NPROC"], env["NODE_GRACE"]) == (role, "join", "2", "90")
         assert (env["JOB_ID"], env["JOB_DIR"]) == ("digits", "/job")
@@ -51,6 +60,32 @@ def test_a_node_must_get_what_the_job_says():
     assert exported(gpus="none", memory="unlimited")["services"]["master"]["mem_limit"] == "0"
 
 
+@pytest.mark.parametrize(
+    ("asked", "sudo", "user"),
+    [
+        ("auto", "", "{}:{}".format(*users.without_account())),
+        ("auto", "7", "7:7"),
+        ("4242:4243", "7", "4242:4243"),
+        ("root", "7", "0:0"),
+    ],
+)
+def test_nodes_of_root_must_run_as_under_the_orchestrator(monkeypatch, asked, sudo, user):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    for name in ("SUDO_UID", "SUDO_GID"):
+        monkeypatch.setenv(name, sudo)
+    made = exported(user=asked)
+    assert {made["services"][role]["user"] for role in NODES} == {user}
+
+
+def test_the_folder_of_the_files_must_be_made_where_other_users_cannot_enter(tmp_path, monkeypatch):
+    (tmp_path / "it's $HOME\n\x1b").mkdir()
+    monkeypatch.chdir(tmp_path / "it's $HOME\n\x1b")
+    make_folder(compose(resolve({"command": COMMAND}), "digits"))
+    run, job = Path("runs/digits").stat(), Path("runs/digits/job").stat()
+    assert stat.S_IMODE(run.st_mode) == 0o700 and run.st_uid == os.getuid()
+    assert (job.st_uid, job.st_gid) == (users.nodes_of(JobSpec()) or (os.getuid(), os.getgid()))
+
+
 def test_a_node_must_see_the_code_the_program_and_the_jobs_folder():
     for role in NODES:
         code, program, folder = exported()["services"][role]["volumes"]
@@ -58,8 +93,7 @@ def test_a_node_must_see_the_code_the_program_and_the_jobs_folder():
         seen = {"type": "bind", "read_only": True, "bind": there}
         assert code == seen | {"source": str(here), "target": "/workspace"}
         assert program == seen | {"source": str(PACKAGE), "target": "/opt/orchestrate"}
-        assert folder == {"type": "bind", "source": f"{here}/runs/digits", "target": "/job", "bind": there}
-    assert f"Its files come to {Path.cwd()}/runs/digits," in compose(resolve({"command": COMMAND}), "digits")
+        assert folder == {"type": "bind", "source": f"{here}/runs/digits/job", "target": "/job", "bind": there}
 
 
 @pytest.mark.parametrize("name", ["$5", "${A:-b}", "a:b", "a:ro", 'it\'s "so" \\', "new\nline", "-dash", " é\x85\x01"])
@@ -70,8 +104,9 @@ def test_a_folder_must_be_mounted_whatever_its_name(monkeypatch, name):
     for role in NODES:
         code, _, folder = yaml.safe_load(text)["services"][role]["volumes"]
         assert (code["source"], code["target"]) == (f"/home/me/{name}".replace("$", "$$"), "/workspace")
-        assert (folder["source"], folder["target"]) == (f"/srv/{name}/runs/digits".replace("$", "$$"), "/job")
-    assert text.splitlines()[1].startswith("name: ")  # the comment before it is one line
+        assert (folder["source"], folder["target"]) == (f"/srv/{name}/runs/digits/job".replace("$", "$$"), "/job")
+    lines = text.splitlines()
+    assert all(line.startswith("# ") for line in lines[:3]) and lines[3].startswith("name: ")
 
 
 def test_a_folder_whose_name_is_no_text_must_be_refused(monkeypatch):

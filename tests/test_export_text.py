@@ -9,6 +9,7 @@ import subprocess
 import pytest
 import yaml
 from odd import odd
+from test_export_compose import make_folder
 
 from orchestrate.errors import UsageError
 from orchestrate.export import document, shape
@@ -129,10 +130,10 @@ def test_a_job_must_run_in_a_folder_of_any_name(cli, docker_engine, nothing_left
     done = cli("run", "--engine", "docker", *command)
     assert done.returncode == 0, done.stderr
     assert "['./-here.py', 'a b']" in cli.log(0)
-    job = cli.folder / "runs" / "here"
-    job.mkdir()
+    job = cli.folder / "runs" / "here" / "job"
     file = cli.folder.parent / "job.yml"
     file.write_text(cli("export", "compose", *command).stdout)
+    make_folder(file.read_text())
     compose = ["docker", "compose", "--project-name", f"here-{os.getpid()}", "--file", str(file)]
     try:
         done = subprocess.run([*compose, "up", "--scale", "trainer=0"], capture_output=True, text=True)
@@ -148,8 +149,9 @@ PRINT = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]
 @pytest.mark.docker
 def test_compose_must_give_a_container_the_very_text(docker_engine, tmp_path, nothing_left, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "odd").mkdir(parents=True)
-    job = yaml.safe_load(compose(resolve(SPEC, {"gpus": "none"}, {"env": {**ENV, "ODD_TOKEN": "canary"}}), "odd"))
+    text = compose(resolve(SPEC, {"gpus": "none"}, {"env": {**ENV, "ODD_TOKEN": "canary"}}), "odd")
+    make_folder(text)
+    job = yaml.safe_load(text)
     master = job["services"]["master"] | {"entrypoint": ["python", "-c", PRINT], "depends_on": []}
     file = tmp_path / "job.yml"
     file.write_text(document(job | {"services": {"master": master}}))

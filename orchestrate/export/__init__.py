@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,3 +103,16 @@ _Dumper.add_representer(str, _text)
 def carries_node(image: str) -> bool:
     """Whether an image is one of ours, by its name, and so holds the program of a node."""
     return image.rpartition("/")[2].partition(":")[0].partition("@")[0] == IMAGE.partition(":")[0]
+
+
+def quoted(text: str) -> str:
+    """Text as a word for bash; what is not printable as escapes, since sbatch takes no line breaks of DOS."""
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_escaped, text)) + "'"
+
+
+def _escaped(char: str) -> str:
+    if char.isprintable() and char not in "\\'":
+        return char
+    return "".join(f"\\{byte:03o}" for byte in char.encode())

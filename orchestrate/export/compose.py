@@ -9,10 +9,11 @@ from typing import Any
 
 import yaml
 
+from orchestrate import users
 from orchestrate.errors import UsageError
-from orchestrate.export import Shape, document, shape
+from orchestrate.export import Shape, document, quoted, shape
 from orchestrate.limits import limits
-from orchestrate.paths import PACKAGE, PROJECT, code_folder, is_text
+from orchestrate.paths import JOB, PACKAGE, PROJECT, code_folder, is_text
 from orchestrate.spec import JobSpec
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -22,13 +23,14 @@ DROPPED = ("profiles", "build")
 def compose(spec: JobSpec, name: str) -> str:
     """The file; `docker compose up` runs it. Raises UsageError for what it cannot say."""
     job = shape(spec, name)
-    code, files = (_mountable(folder) for folder in (code_folder(spec.command), Path.cwd() / "runs" / name))
+    code, run = (_mountable(folder) for folder in (code_folder(spec.command), Path.cwd() / "runs" / name))
+    user = users.nodes_of(spec)
     bounds = limits(spec.memory, 0, job.nodes)
     values = {
         "JOB_ID": name,
         "NODE_IMAGE": spec.image,
         "NODE_CODE": code,
-        "NODE_USER": f"{os.getuid()}:{os.getgid()}",
+        "NODE_USER": "{}:{}".format(*user or (os.getuid(), os.getgid())),
         "NODE_SHM": spec.shm_size,
         "NODE_MEMORY": job.memory or "0",
         "NODE_TMP": str(bounds.tmp),
@@ -47,7 +49,7 @@ def compose(spec: JobSpec, name: str) -> str:
         if service != "outcome":
             filled["command"] = [_literal(word) for word in spec.command]
             filled["environment"] |= _environment(spec, job)
-            filled["volumes"] = [_mount(volume, files) for volume in filled["volumes"]]
+            filled["volumes"] = [_mount(volume, f"{run}/{JOB}") for volume in filled["volumes"]]
             filled["stop_grace_period"] = f"{int(spec.grace) + 10}s"
             filled["networks"] = {"job": {"aliases": [service]}}
         filled["labels"] = dict.fromkeys(filled["labels"], "")  # else `ps` would take it for a job that we supervise
@@ -58,12 +60,16 @@ def compose(spec: JobSpec, name: str) -> str:
         "services": services,
         "networks": {"job": {"driver_opts": file["networks"]["job"]["driver_opts"]}},
     }
-    return "".join(f"# {line}\n" for line in _head(spec, job, files)) + document(whole)
+    return "".join(f"# {line}\n" for line in _head(spec, job, run, user)) + document(whole)
 
 
-def _head(spec: JobSpec, job: Shape, files: str) -> list[str]:
-    shown = files if files.isprintable() else ascii(files)
-    lines = [f"{job.name}: docker compose --file THIS up. Its files come to {shown}, which must be there."]
+def _head(spec: JobSpec, job: Shape, run: str, user: tuple[int, int] | None) -> list[str]:
+    owner = "-o {} -g {} ".format(*user) if user else ""
+    lines = [
+        f"{job.name}: docker compose --file THIS up.",
+        "Create the folder of its files first, in one that other users cannot enter:",
+        f"  install -d -m 700 {quoted(run)} && install -d {owner}{quoted(f'{run}/{JOB}')}",
+    ]
     if job.secrets:
         lines.append(f"Set in the environment of docker compose: {', '.join(job.secrets)}.")
     if spec.max_run:

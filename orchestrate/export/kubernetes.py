@@ -6,6 +6,7 @@ import base64
 import math
 from typing import Any
 
+from orchestrate import users
 from orchestrate.engines.services import boot, program
 from orchestrate.export import MASTER_PORT, Shape, carries_node, document, shape
 from orchestrate.spec import JobSpec
@@ -21,7 +22,7 @@ HEAD = {
     "trainjob": "Kubeflow starts the pods, by way of a JobSet.",
 }
 LOST = 30  # seconds that a machine may be unreachable, where Kubernetes would wait 300
-USER = 1000
+USER = (1000, 1000)  # of the image: the cluster's machines have accounts that we do not know
 PLACES = {"job": "/job", "tmp": "/tmp", "shm": "/dev/shm"}
 ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 Object = dict[str, Any]
@@ -131,6 +132,7 @@ def _pod(spec: JobSpec, job: Shape, master: str) -> Object:
         {"key": f"node.kubernetes.io/{what}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST}
         for what in ("unreachable", "not-ready")
     ]
+    user, group = users.asked(spec) or USER
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _grace(spec),
@@ -138,9 +140,10 @@ def _pod(spec: JobSpec, job: Shape, master: str) -> Object:
         "enableServiceLinks": False,
         "tolerations": gone,
         "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "fsGroup": USER,
+            "runAsNonRoot": user != 0,
+            "runAsUser": user,
+            "runAsGroup": group,
+            "fsGroup": group,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_container(spec, job, master)],

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from orchestrate.errors import UsageError
-from orchestrate.export import carries_node, shape
+from orchestrate.export import carries_node, quoted, shape
 from orchestrate.limits import size
 from orchestrate.paths import NODE, PACKAGE, code_folder, is_text
 from orchestrate.plan import counted
@@ -33,7 +33,7 @@ set -u
 {secrets}cd {folder} || exit 2
 export JOB_DIR="$SLURM_SUBMIT_DIR/runs/{name}"
 export NODE_FAILED="$JOB_DIR/.failed" NODE_PATIENT=1
-mkdir -p "$JOB_DIR"
+mkdir -p -m 700 "$JOB_DIR"
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 
@@ -63,6 +63,8 @@ exit "$code"
 def slurm(spec: JobSpec, name: str, form: str) -> str:
     """The sbatch script of a job; `form`: venv, apptainer or pyxis. Raises UsageError for what it cannot say."""
     job = shape(spec, name)
+    if spec.user != "auto":
+        raise UsageError(f"user is {spec.user}, and Slurm runs a job as the user who submits it", "leave it out")
     options = {
         "job-name": name,
         "nodes": job.nodes,
@@ -91,26 +93,13 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         head="\n# ".join(heads),
         options="\n".join(lines),
         secrets="".join(f': "${{{key}:?set {key} in the environment of sbatch}}"\n' for key in job.secrets),
-        folder=_quoted(_checked(code_folder(spec.command), form)),
-        env="".join(f"{key}={_quoted(value)} \\\n        " for key, value in job.env.items()),
+        folder=quoted(_checked(code_folder(spec.command), form)),
+        env="".join(f"{key}={quoted(value)} \\\n        " for key, value in job.env.items()),
         max_restarts=spec.max_restarts,
         wait=math.ceil(spec.grace) + 10,
         launch=_launch(spec, form),
         never=NEVER,
     )
-
-
-def _quoted(text: str) -> str:
-    """Text as a word for bash; what is not printable as escapes, since sbatch takes no line breaks of DOS."""
-    if text.isprintable():
-        return shlex.quote(text)
-    return "$'" + "".join(map(_escaped, text)) + "'"
-
-
-def _escaped(char: str) -> str:
-    if char.isprintable() and char not in "\\'":
-        return char
-    return "".join(f"\\{byte:03o}" for byte in char.encode())
 
 
 def _checked(folder: Path, form: str) -> str:
@@ -124,9 +113,9 @@ def _checked(folder: Path, form: str) -> str:
 
 
 def _launch(spec: JobSpec, form: str) -> str:
-    command = " ".join(map(_quoted, spec.command))
+    command = " ".join(map(quoted, spec.command))
     if form == "venv":
-        return f"{_quoted(sys.executable)} {_quoted(str(NODE))} {command}"
+        return f"{quoted(sys.executable)} {quoted(str(NODE))} {command}"
     folder = _checked(code_folder(spec.command), form)
     node = [] if carries_node(spec.image) else [f"{_checked(PACKAGE, form)}:/opt/orchestrate"]
     mounts = ",".join([shlex.quote(f"{folder}:{folder}"), '"$JOB_DIR:$JOB_DIR"', *map(shlex.quote, node)])
