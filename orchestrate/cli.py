@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from orchestrate import __version__, cluster, commands, errors, job, lock, terminal
+from orchestrate import __version__, cluster, commands, errors, job, lock, owners, terminal
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import JobPaths
 from orchestrate.plan import Inventory, counted, plan
@@ -204,6 +204,9 @@ def _command(argv: list[str]) -> int:
         os.getcwd()
     except FileNotFoundError:
         raise UsageError("the current folder does not exist any more", "cd to a folder that does") from None
+    if "runs" in args:
+        args.shown, args.runs = args.runs, args.runs.resolve()
+        owners.check(args.runs)
     if args.command == "doctor":
         return commands.doctor(_spec(args, script))
     if args.command == "export":
@@ -255,7 +258,7 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     dry = args.command == "plan" or args.dry_run
     engine = commands.engine_of(spec)
     job_id = job.new_id(spec)
-    paths = JobPaths(args.runs.resolve() / job_id)
+    paths = JobPaths(args.runs / job_id)
     inventory = engine.inventory(spec, paths.shared, prepare=not dry)
     made = plan(spec, _place(spec, inventory, job_id, paths.root.parent), job_id, engine.port(spec, 0))
     if dry:
@@ -265,17 +268,17 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     job.create(spec, made, paths)
     say(str(made))
     if args.detach:
-        _detach(args.runs / job_id)
+        _detach(paths, args.shown)
         return errors.SUCCEEDED
     data = job.supervise(paths, engine, stops, say)
     say(text(data))
-    give(args.runs / job_id)
+    give(args.shown / job_id)
     return commands.exit_code(data)
 
 
 def _up(spec: JobSpec, runs: Path) -> int:
     name = spec.name or "cluster"
-    made = cluster.bring_up(commands.engine_of(spec), dataclasses.replace(spec, name=name), runs.resolve())
+    made = cluster.bring_up(commands.engine_of(spec), dataclasses.replace(spec, name=name), runs)
     nodes = len(made.plan.nodes)
     be = "is" if nodes == 1 else "are"
     say(f"{counted(nodes, 'node')} {be} up, for jobs from {made.plan.inventory.code}")
@@ -295,9 +298,9 @@ def _place(spec: JobSpec, inventory: Inventory, job_id: str, runs: Path) -> Inve
     return inventory
 
 
-def _detach(run: Path) -> None:
-    """Have a process of its own supervise a job; return once it does."""
-    paths = JobPaths(run.absolute())
+def _detach(paths: JobPaths, shown: Path) -> None:
+    """Have a process of its own supervise a job, whose folder is shown as in `shown`; return once it does."""
+    run = shown / paths.root.name
     safe = ["-I"] if sys.flags.isolated else ["-P"] if getattr(sys.flags, "safe_path", False) else []
     command = [sys.executable, *safe, "-m", "orchestrate", "attach", run.name, "--runs", str(paths.root.parent)]
     with open(paths.supervisor_log, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:

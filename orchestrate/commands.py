@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrate import cluster, errors, job, lock, logs, older, terminal, users
+from orchestrate import cluster, errors, job, lock, logs, older, owners, terminal
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.generation import BY_MAX_RUN
 from orchestrate.paths import NAME, JobPaths
@@ -127,11 +127,11 @@ def ps(args: argparse.Namespace) -> int:
 
 def down(args: argparse.Namespace) -> int:
     """Take a cluster down."""
-    chosen = [one for one in cluster.found(args.runs.resolve()) if one.name.startswith(args.cluster)]
+    chosen = [one for one in cluster.found(args.runs) if one.name.startswith(args.cluster)]
     if not chosen:
         older.refuse(args.cluster, args.runs, _engines())
     if len(chosen) != 1:
-        known = ", ".join(one.name for one in chosen or cluster.found(args.runs.resolve())) or f"none in {args.runs}"
+        known = ", ".join(one.name for one in chosen or cluster.found(args.runs)) or f"none in {args.shown}"
         which = "several clusters" if chosen else "no cluster"
         raise UsageError(f"{which} {args.cluster}", f"clusters here: {known}")
     name, engine = chosen[0].name, _own_engine(chosen[0].spec, chosen[0].plan)
@@ -149,8 +149,8 @@ def down(args: argparse.Namespace) -> int:
 
 def _job_folders(runs: Path) -> list[Path]:
     """The run directories of jobs that are ours, without those of clusters."""
-    folders = [path.parent for path in sorted(runs.resolve().glob("*/plan.json"))]
-    ours = [folder for folder in folders if NAME.fullmatch(folder.name) and not users.foreign(folder)]
+    folders = [path.parent for path in sorted(runs.glob("*/plan.json"))]
+    ours = [folder for folder in folders if NAME.fullmatch(folder.name) and not owners.foreign(folder)]
     return [folder for folder in ours if not JobPaths(folder).nodes.exists()]
 
 
@@ -164,14 +164,16 @@ def _find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     runs: dict[str, Path] = {folder.name: folder for folder in _job_folders(args.runs)} | living
     found = [args.job] if args.job in runs else [name for name in living if name.startswith(args.job)]
     found = found or sorted(name for name in runs if name.startswith(args.job))
-    folder = runs[found[0]] if found else args.runs.resolve() / args.job
-    if why := users.foreign(folder):
+    folder = runs[found[0]] if found else args.runs / args.job
+    if why := owners.foreign(folder):
         raise UsageError(f"{folder} is not a run directory of yours: {why}", "python -m orchestrate ps lists your jobs")
+    if folder.parent != args.runs:
+        owners.check(folder.parent)
     if not found:
         older.refuse(args.job, args.runs, engines)
     if len(found) != 1:
         which = "no job" if not found else "several jobs"
-        known = ", ".join(sorted(found or runs)[:8]) or f"none in {args.runs}"
+        known = ", ".join(sorted(found or runs)[:8]) or f"none in {args.shown}"
         raise UsageError(f"{which} {args.job}", f"jobs here: {known}")
     return folder
 
@@ -179,7 +181,7 @@ def _find(args: argparse.Namespace, engines: list[Engine]) -> Path:
 def _paths(args: argparse.Namespace) -> JobPaths:
     """The files of the job that `args.job` names; the engines are asked only where the runs have no such job."""
     folder = args.runs / args.job
-    local = folder.joinpath("plan.json").exists() and not users.foreign(folder)
+    local = folder.joinpath("plan.json").exists() and not owners.foreign(folder)
     return JobPaths(_find(args, [] if local else _engines()))
 
 
@@ -232,7 +234,7 @@ def attach(args: argparse.Namespace) -> int:
             say(line)
     assert data
     say(text(data))
-    give(args.runs / paths.root.name)
+    give(args.shown / paths.root.name)
     return exit_code(data)
 
 

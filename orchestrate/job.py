@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from orchestrate import folder, lock, logs, report, users
+from orchestrate import folder, lock, logs, owners, report, users
 from orchestrate.engines import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.events import Event, Recorder
@@ -78,6 +78,7 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     owner = users.nodes_of(spec) if plan.engine != "process" else None
     theirs = os.path.lexists(paths.root)  # by another job
     try:
+        owners.make(paths.root.parent)
         if cluster == plan.job_id:
             paths.create_cluster(owner)
         else:
@@ -108,7 +109,7 @@ def bring_home(paths: JobPaths) -> None:
     cluster, there = paths.cluster, paths.folder.path
     if not cluster:
         return
-    if why := users.foreign(paths.root):
+    if why := owners.foreign(paths.root):
         raise OSError(errno.EPERM, f"{paths.root} is not a run directory of yours: {why}")
     paths.shared.unlink()
     there.rename(paths.shared)
@@ -135,7 +136,7 @@ def keep(paths: JobPaths, plan: Plan) -> None:
 def load(paths: JobPaths) -> tuple[JobSpec, Plan]:
     """Spec and newest plan of a job, or cluster; raises UsageError where its files are not what we have written."""
     try:
-        if why := users.foreign(paths.root):
+        if why := owners.foreign(paths.root):
             raise ValueError(why)
         spec = resolve(read_file(paths.spec))
         with regular(paths.plan) as file:

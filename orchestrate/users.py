@@ -72,24 +72,6 @@ def _group(group: int) -> str:
     return ""
 
 
-def foreign(run: Path) -> str:
-    """Why a run directory is not one that we have made; empty if it is, or if there is none any more."""
-    try:
-        status = run.lstat()
-    except FileNotFoundError:
-        return ""
-    if not stat.S_ISDIR(status.st_mode):
-        return "it is a link" if stat.S_ISLNK(status.st_mode) else "it is not a folder"
-    if status.st_uid != os.geteuid():
-        return f"it belongs to {_person(status.st_uid)}"
-    return "other users can write to it" if status.st_mode & 0o022 else ""
-
-
-def _person(user: int) -> str:
-    """An account in words."""
-    return f"{name} (user {user})" if (name := account(user)) else f"user {user}"
-
-
 def can_read(path: Path, user: int, group: int) -> bool:
     """Whether a file can be read, or a folder entered, by its mode alone."""
     status = path.stat()

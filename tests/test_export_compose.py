@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrate import users
+from orchestrate import owners, users
 from orchestrate.engines.labels import only
 from orchestrate.errors import UsageError
 from orchestrate.export import compose as export_compose
@@ -71,6 +71,7 @@ def test_a_node_must_get_what_the_job_says():
 )
 def test_nodes_of_root_must_run_as_under_the_orchestrator(monkeypatch, asked, sudo, user):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(owners, "check", lambda runs: None)  # of root, in the folder of whoever tests
     for name in ("SUDO_UID", "SUDO_GID"):
         monkeypatch.setenv(name, sudo)
     made = exported(user=asked)
@@ -165,3 +166,12 @@ def test_a_node_must_have_no_more_rights_than_under_the_orchestrator_and_be_no_j
 def test_a_time_limit_that_compose_does_not_have_must_be_told():
     assert "# Compose knows no max_run" in compose(resolve({"command": COMMAND, "max_run": "1h"}), "digits")
     assert "max_run" not in compose(resolve({"command": COMMAND}), "digits")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="must be root to be refused")
+def test_root_must_name_no_folder_that_another_account_can_replace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir(mode=0o700)
+    (tmp_path / "runs").chmod(0o777)
+    with pytest.raises(UsageError, match="every user can change"):
+        exported()

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from orchestrate import users
+from orchestrate import owners, users
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, document, quoted, shape
 from orchestrate.limits import limits
@@ -23,7 +23,8 @@ DROPPED = ("profiles", "build")
 def compose(spec: JobSpec, name: str) -> str:
     """The file; `docker compose up` runs it. Raises UsageError for what it cannot say."""
     job = shape(spec, name)
-    code, run = (_mountable(folder) for folder in (code_folder(spec.command), Path.cwd() / "runs" / name))
+    code, run = (_mountable(folder) for folder in (code_folder(spec.command), (Path.cwd() / "runs" / name).resolve()))
+    owners.check(Path(run))
     user = users.nodes_of(spec)
     bounds = limits(spec.memory, 0, job.nodes)
     values = {

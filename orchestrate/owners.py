@@ -1,0 +1,83 @@
+"""Who can change a run directory, or a folder above it: what another account has made, or can replace, is not ours."""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from orchestrate import users
+from orchestrate.errors import UsageError
+
+
+def foreign(run: Path) -> str:
+    """Why a run directory is not one that we have made; empty if it is, or if there is none any more."""
+    try:
+        status = run.lstat()
+    except FileNotFoundError:
+        return ""
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is a link" if stat.S_ISLNK(status.st_mode) else "it is not a folder"
+    if status.st_uid != os.geteuid():
+        return f"it belongs to {_person(status.st_uid)}"
+    return "other users can write to it" if status.st_mode & 0o022 else ""
+
+
+def check(runs: Path) -> None:
+    """Raise UsageError if root is to keep jobs in a folder, by its real path, that another account can replace.
+
+    That account could put a link in the place of a run directory while a job runs, and root would write and remove
+    where the link leads. Other users are not refused: it is only their own files that they would change.
+    """
+    if os.geteuid():
+        return
+    trusted = {0, (users.sudo() or (0, 0))[0]}
+    for folder in (*reversed(runs.parents), runs):  # from the top: what is below a folder that is safe stays there
+        try:
+            who = _changer(folder.lstat(), trusted)
+        except FileNotFoundError:
+            return
+        if who:
+            raise UsageError(
+                f"root cannot keep jobs in {runs}: {who} can change {folder}",
+                "--runs DIR names a folder that only root can change, such as --runs /root/runs",
+            )
+
+
+def make(runs: Path) -> None:
+    """Make the folder of run directories, and look at it again: in one like /tmp, another user may have been faster.
+
+    Raises UsageError as `check` does, OSError.
+    """
+    runs.mkdir(parents=True, exist_ok=True)
+    check(runs)
+
+
+def _changer(status: os.stat_result, trusted: set[int]) -> str:
+    """Who, besides trusted users, can replace what is in a folder; empty if there is no such account."""
+    if status.st_uid not in trusted and users.account(status.st_uid):  # checkouts in CI belong to users without one
+        return _person(status.st_uid)
+    if status.st_mode & stat.S_ISVTX:  # as /tmp has: only the owner of a file can replace it
+        return ""
+    if status.st_mode & stat.S_IWOTH:
+        return "every user"
+    return _member(status.st_gid, trusted) if status.st_mode & stat.S_IWGRP else ""
+
+
+def _member(group: int, trusted: set[int]) -> str:
+    """A user of a group who is not trusted; empty if there is none."""
+    found = [entry.pw_uid for entry in pwd.getpwall() if entry.pw_gid == group]
+    with contextlib.suppress(KeyError):
+        for name in grp.getgrgid(group).gr_mem:
+            with contextlib.suppress(KeyError):
+                found.append(pwd.getpwnam(name).pw_uid)
+    others = [user for user in found if user not in trusted]
+    return _person(others[0]) if others else ""
+
+
+def _person(user: int) -> str:
+    """A user id with the name of its account, if it has one."""
+    return f"{name} (user {user})" if (name := users.account(user)) else f"user {user}"

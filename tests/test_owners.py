@@ -1,0 +1,211 @@
+"""Run directories that others have made, or can replace, must be taken for a job by no command."""
+
+import grp
+import os
+import pwd
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commanded import create, supervised
+from test_commands import end, runs_elsewhere
+
+from orchestrate import owners, users
+from orchestrate.cli import JOB_COMMANDS
+from orchestrate.errors import UsageError
+from orchestrate.job import load
+from orchestrate.paths import JobPaths
+from orchestrate.spec import JobSpec
+
+ROOT = os.geteuid() == 0
+
+
+def linked(path: Path) -> None:
+    """Another job of ours, by a link."""
+    path.rename(path.parent / "far")
+    path.symlink_to(path.parent / "far")
+
+
+def writable(path: Path) -> None:
+    path.chmod(0o777)
+
+
+def of_a_group(path: Path) -> None:
+    path.chmod(0o770)
+
+
+def of_another_user(path: Path) -> None:
+    if not ROOT:
+        pytest.skip("must be root to make a folder of another user")
+    os.chown(path, 65534, 65534)
+
+
+FORGED = {
+    linked: "it is a link",
+    writable: "other users can write to it",
+    of_a_group: "other users can write to it",
+    of_another_user: "it belongs to nobody (user 65534)",
+}
+
+
+@pytest.mark.parametrize("found", ["by its folder", "by its nodes"])
+@pytest.mark.parametrize("command", JOB_COMMANDS)
+@pytest.mark.parametrize("forge", FORGED)
+def test_no_command_must_act_on_a_run_directory_that_is_not_ours(
+    do, paths, command: str, forge: Callable[[Path], None], found: str
+):
+    end(paths)
+    forge(paths.root)
+    before = sorted(os.listdir(paths.root))
+    if found == "by its nodes":
+        do.engine.states = [runs_elsewhere(paths.root)]
+    with supervised(paths.root) as other:
+        code, out, err = do(command, "a-1")
+        assert (code, out) == (2, [])
+        assert err == [
+            f"error: {paths.root} is not a run directory of yours: {FORGED[forge]}",
+            "hint: python -m orchestrate ps lists your jobs",
+        ]
+        assert other.poll() is None and do.engine.calls == []
+    assert {*before, "supervisor.lock"} == {*os.listdir(paths.root)}
+    with pytest.raises(UsageError, match="no job that can go on"):
+        load(paths)
+
+
+@pytest.mark.parametrize("forge", FORGED)
+def test_a_run_directory_that_is_not_ours_must_be_listed_and_matched_nowhere(do, paths, forge):
+    forge(create(JobPaths(paths.root.parent / "a-12")).root)
+    with supervised(paths.root.parent / "a-12"):
+        assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
+    assert do("rm", "a", "--dry-run") == (0, [f"folder {paths.root}"], [])
+
+
+def test_a_job_that_lives_must_be_found_though_a_link_has_its_name(do, tmp_path):
+    far = create(JobPaths(tmp_path / "far" / "a-1"))
+    far.log(0).write_text("hello\n")
+    end(far)
+    (tmp_path / "a-1").symlink_to(far.root)
+    do.engine.states = [runs_elsewhere(far.root)]
+    assert do("logs", "a-1") == (0, ["master 0    | hello"], [])
+    assert do("wait", "a-1")[0] == 0
+
+
+def test_a_job_whose_run_directory_is_gone_must_still_be_stopped(do, tmp_path):
+    do.engine.states, do.engine.things = [runs_elsewhere(tmp_path / "a-1")], ["container a-1-master"]
+    assert do("stop", "a-1")[0] == 0 and do.engine.things == []
+
+
+@pytest.mark.parametrize("forge", [linked, writable])
+def test_no_files_of_a_cluster_must_be_moved_to_a_run_directory_that_is_not_ours(do, tmp_path, forge):
+    cluster = create(JobPaths(tmp_path / "c-1"), cluster="c-1")
+    job = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    forge(job.root)
+    code, _, err = do("down", "c-1")
+    why = f"{job.root} is not a run directory of yours: {FORGED[forge]}"
+    assert (code, err[0]) == (1, f"error: c-1 is down, but the files of a-1 are lost: {why}")
+    assert job.shared.is_symlink() and not cluster.root.exists()
+
+
+# --- folders in which root keeps no jobs
+
+NOBODY = pwd.getpwnam("nobody").pw_uid  # an account of every machine
+NONE, _ = users.without_account()
+NOGROUP = pwd.getpwnam("nobody").pw_gid
+COMMANDS = [("run", "--engine", "process", "--", "-m", "app.train"), ("up",), ("plan",), ("ps",), ("down", "c-1")]
+COMMANDS += [(name, "a-1") for name in JOB_COMMANDS]
+needs_root = pytest.mark.skipif(not ROOT, reason="must be root to be refused, and to make folders of other users")
+
+
+@needs_root
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+@pytest.mark.parametrize("below", ["", "runs", "not/yet/there"])
+def test_root_must_keep_no_jobs_where_another_account_can_replace_them(do, tmp_path, command, below):
+    theirs = tmp_path / "theirs"
+    do.runs = theirs / below
+    do.runs.mkdir(parents=True) if below != "not/yet/there" else theirs.mkdir()
+    os.chown(theirs, NOBODY, 0)
+    code, out, err = do(*command)
+    assert (code, out) == (2, [])
+    assert err == [
+        f"error: root cannot keep jobs in {do.runs}: nobody (user {NOBODY}) can change {theirs}",
+        "hint: --runs DIR names a folder that only root can change, such as --runs /root/runs",
+    ]
+    assert do.engine.calls == [] and not theirs.joinpath("not").exists()
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("user", "group", "mode", "sudo", "who"),
+    [
+        (0, 0, 0o755, "", ""),
+        (0, NOGROUP, 0o755, "", ""),
+        (0, NOGROUP, 0o775, "", f"nobody (user {NOBODY})"),
+        (0, NOGROUP, 0o775, NOBODY, ""),
+        (0, NOGROUP, 0o1775, "", ""),
+        (0, NONE, 0o775, "", ""),  # a group without members
+        (0, 0, 0o777, "", "every user"),
+        (0, 0, 0o1777, "", ""),  # as /tmp
+        (NOBODY, 0, 0o700, "", f"nobody (user {NOBODY})"),
+        (NOBODY, 0, 0o1777, "", f"nobody (user {NOBODY})"),
+        (NOBODY, 0, 0o700, NOBODY, ""),
+        (NONE, NONE, 0o755, "", ""),  # a checkout in CI, whose user the container does not know
+        (NONE, NONE, 0o775, "", ""),
+        (NONE, NONE, 0o777, "", "every user"),
+    ],
+)
+def test_a_folder_must_be_roots_by_owner_mode_and_group(tmp_path, monkeypatch, user, group, mode, sudo, who):
+    for name in ("SUDO_UID", "SUDO_GID"):
+        monkeypatch.setenv(name, str(sudo))
+    monkeypatch.setattr(pwd, "getpwall", lambda: [pwd.getpwuid(0), pwd.getpwuid(NOBODY)])  # nogroup has others, too
+    runs = tmp_path / "above" / "runs"
+    runs.mkdir(parents=True)
+    for folder in (runs, runs.parent):
+        os.chown(folder, user, group)
+        folder.chmod(mode)
+        if who:
+            with pytest.raises(UsageError, match=re.escape(f"{who} can change {folder}")):
+                owners.check(runs)
+            os.chown(folder, 0, 0)
+            folder.chmod(0o755)
+        else:
+            owners.check(runs)
+
+
+@needs_root
+def test_members_of_a_group_must_be_those_that_it_lists_too(tmp_path, monkeypatch):
+    group = grp.getgrgid(0)
+    monkeypatch.setattr(grp, "getgrgid", lambda _: grp.struct_group((*group[:3], ["root", "gone", "nobody"])))
+    os.chown(tmp_path, 0, NONE)
+    tmp_path.chmod(0o770)
+    with pytest.raises(UsageError, match="nobody"):
+        owners.check(tmp_path)
+
+
+@needs_root
+def test_a_folder_that_another_user_has_made_meanwhile_must_be_refused(tmp_path):
+    spec, paths = JobSpec(command=("-m", "app.train")), JobPaths(tmp_path / "runs" / "a-1")
+    paths.root.parent.mkdir()
+    os.chown(paths.root.parent, NOBODY, 0)
+    with pytest.raises(UsageError, match="root cannot keep jobs in"):
+        create(paths, spec)
+    assert not paths.root.exists()
+
+
+@needs_root
+def test_a_link_must_be_followed_once_and_never_again(do, tmp_path):
+    (tmp_path / "real").mkdir()
+    create(JobPaths(tmp_path / "real" / "a-1"))
+    (tmp_path / "theirs").mkdir()
+    do.runs = tmp_path / "theirs" / "link"
+    do.runs.symlink_to(tmp_path / "real")
+    os.chown(tmp_path / "theirs", NOBODY, 0)
+    assert do("rm", "a-1", "--dry-run") == (0, [f"folder {tmp_path}/real/a-1"], [])
+    do.engine.states = [runs_elsewhere(tmp_path / "theirs" / "link" / "b-1", "b-1")]
+    assert do("rm", "b-1", "--dry-run")[0] == 2
+
+
+def test_other_users_must_not_be_refused(tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(os, "geteuid", lambda: 5)
+    owners.check(tmp_path)
