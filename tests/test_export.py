@@ -238,6 +238,15 @@ def test_a_pod_without_a_volume_must_have_a_folder_all_the_same(form):
     assert environment(pod_of(form, SPEC))["JOB_DIR"] == "/job/digits"
 
 
+@pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize("volume", ["/mnt/training", "Data", "my_data", "-a", "a.", "a..b", "a" * 254])
+def test_a_volume_that_is_no_name_of_a_claim_must_be_refused(form, volume):
+    with pytest.raises(UsageError, match="on Kubernetes it names a PersistentVolumeClaim") as caught:
+        kubernetes(resolve(SPEC | {"volume": volume}), "digits", form)
+    assert volume in str(caught.value) and "--set volume=NAME" in caught.value.hint
+    assert "claimName: data.v-2\n" in kubernetes(resolve(SPEC | {"volume": "data.v-2"}), "digits", form)
+
+
 def test_what_the_job_file_leaves_out_must_be_told_at_the_top():
     lost, cpu = "files and checkpoints are lost with their pod", "--gpus all asks for one per worker"
     for asked, told in (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from typing import Any
 
 from orchestrate import users
 from orchestrate.engines.services import boot, program
+from orchestrate.errors import UsageError
 from orchestrate.export import MASTER_PORT, Shape, carries_node, document, shape
 from orchestrate.spec import JobSpec
 
@@ -23,6 +25,7 @@ HEAD = {
 }
 LOST = 30  # seconds that a machine may be unreachable, where Kubernetes would wait 300
 USER = (1000, 1000)  # of the image: the cluster's machines have accounts that we do not know
+CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")  # a DNS subdomain (RFC 1123)
 PLACES = {"job": "/job", "tmp": "/tmp", "shm": "/dev/shm"}
 ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 Object = dict[str, Any]
@@ -34,6 +37,11 @@ def kubernetes(spec: JobSpec, name: str, form: str) -> str:
     Raises UsageError for what they cannot say.
     """
     job = shape(spec, name if name[0].isalpha() else f"job-{name}")
+    if spec.volume and (len(spec.volume) > 253 or not CLAIM.fullmatch(spec.volume)):
+        raise UsageError(
+            f"volume is {spec.volume}, and on Kubernetes it names a PersistentVolumeClaim",
+            "create a claim for that storage, and export with --set volume=NAME",
+        )
     objects = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}[form](spec, job)
     if not carries_node(spec.image):
         content = base64.b64encode(program()).decode()
