@@ -6,8 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import requests
 
-from orchestrate.engines.address import SOCKET, address
+from orchestrate.engines.address import SOCKET, TLS, address
 from orchestrate.errors import EngineError
 
 NAMES = ("DOCKER_HOST", "DOCKER_CONTEXT")
@@ -25,7 +26,7 @@ def context(folder: Path, name: str, host: str) -> Path:
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """Docker's configuration with two contexts, and none of the variables that choose one."""
-    for name in NAMES:
+    for name in (*NAMES, *TLS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     context(tmp_path, "mine", "unix:///mine.sock")
@@ -125,3 +126,42 @@ def test_a_context_without_an_address_must_be_that_of_the_default_one(config, mo
 def test_an_engine_of_this_machine_must_be_taken(config, monkeypatch, host):
     monkeypatch.setenv("DOCKER_HOST", host)
     assert address() == (host.strip() or SOCKET)
+
+
+def created(name: str, endpoint: str) -> None:
+    """A context that `docker` itself makes; it needs no engine."""
+    command = ["docker", "context", "create", name, "--docker", endpoint]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def refused_for_tls(host: str) -> None:
+    with pytest.raises(EngineError, match=f"the Docker Engine at {host} uses TLS, which is not supported") as error:
+        address()
+    assert error.value.hint == f"use its Unix socket: export DOCKER_HOST={SOCKET}"
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("more", [f"ca={requests.certs.where()}", "skip-tls-verify=true"])
+def test_a_context_with_tls_must_be_refused(docker_engine, config, monkeypatch, more):
+    created("safe", f"host=tcp://localhost:2376,{more}")
+    monkeypatch.setenv("DOCKER_CONTEXT", "safe")
+    refused_for_tls("tcp://localhost:2376")
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("host", ["tcp://localhost:2375", "unix:///mine.sock"])
+def test_a_context_without_tls_must_be_taken(docker_engine, config, monkeypatch, host):
+    created("plain", f"host={host}")
+    monkeypatch.setenv("DOCKER_CONTEXT", "plain")
+    for name in TLS:
+        monkeypatch.setenv(name, "1")  # which is for $DOCKER_HOST
+    assert address() == host
+
+
+@pytest.mark.parametrize("name", TLS)
+def test_tls_of_the_environment_must_be_refused_for_tcp_alone(config, monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("DOCKER_HOST", "tcp://localhost:2376")
+    refused_for_tls("tcp://localhost:2376")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///a")
+    assert address() == "unix:///a"

@@ -12,15 +12,19 @@ from urllib.parse import urlsplit
 from orchestrate.errors import EngineError
 
 SOCKET = "unix:///var/run/docker.sock"
+TLS = ("DOCKER_TLS", "DOCKER_TLS_VERIFY")  # for $DOCKER_HOST; contexts have files of their own
 HERE = (None, "localhost", "127.0.0.1", "::1")
 
 
 def address() -> str:
     """The engine's address: `$DOCKER_HOST`, else that of `$DOCKER_CONTEXT`, else of the context in Docker's config.
 
-    Raises EngineError for a context that does not exist, and for an engine that cannot mount this machine's folders.
+    Raises EngineError for a context that does not exist, for an engine that cannot mount this machine's folders, and
+    for one that is asked over TLS: we would ask it without, and so believe whatever answers.
     """
-    found = os.environ.get("DOCKER_HOST", "").strip() or _of_context()
+    found, tls = os.environ.get("DOCKER_HOST", "").strip(), any(map(os.environ.get, TLS))
+    if not found:
+        found, tls = _of_context()
     hint = "unset DOCKER_HOST and DOCKER_CONTEXT (docker context use default)"
     try:
         parts = urlsplit(found)
@@ -34,19 +38,25 @@ def address() -> str:
         )
     if parts.scheme not in ("unix", "tcp") or port == 0:
         raise EngineError(f"{found} is not an address of a Docker Engine (unix://PATH or tcp://localhost:PORT)", hint)
+    if parts.scheme == "tcp" and tls:
+        raise EngineError(
+            f"the Docker Engine at {found} uses TLS, which is not supported",
+            f"use its Unix socket: export DOCKER_HOST={SOCKET}",
+        )
     return found
 
 
-def _of_context() -> str:
-    """The address of the current context, or the default one."""
+def _of_context() -> tuple[str, bool]:
+    """The address of the current context, or the default one, and whether it uses TLS."""
     folder = Path(os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker"))
     name = os.environ.get("DOCKER_CONTEXT") or _configured(folder)
     if name in ("", "default"):
-        return SOCKET
+        return SOCKET, False
     number = hashlib.sha256(os.fsencode(name)).hexdigest()
     try:
-        values = _read(folder / "contexts" / "meta" / number / "meta.json")
-        return str(values["Endpoints"]["docker"]["Host"] or SOCKET)
+        endpoint = _read(folder / "contexts" / "meta" / number / "meta.json")["Endpoints"]["docker"]
+        certificates = (folder / "contexts" / "tls" / number).exists()
+        return str(endpoint["Host"] or SOCKET), certificates or bool(endpoint.get("SkipTLSVerify"))
     except FileNotFoundError:
         raise EngineError(f"the Docker context {name!r} does not exist", "docker context ls lists them") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
