@@ -7,10 +7,13 @@ import grp
 import os
 import pwd
 import stat
+import struct
 from pathlib import Path
 
 from orchestrate import users
 from orchestrate.errors import UsageError
+
+ACL_USER, ACL_GROUP, ACL_WRITE = 2, 8, 2  # tags and a right of Linux' access control lists
 
 
 def foreign(run: Path) -> str:
@@ -37,7 +40,7 @@ def check(runs: Path) -> None:
     trusted = {0, (users.sudo() or (0, 0))[0]}
     for folder in (*reversed(runs.parents), runs):  # from the top: what is below a folder that is safe stays there
         try:
-            who = _changer(folder.lstat(), trusted)
+            who = _changer(folder, trusted)
         except FileNotFoundError:
             return
         if who:
@@ -56,26 +59,44 @@ def make(runs: Path) -> None:
     check(runs)
 
 
-def _changer(status: os.stat_result, trusted: set[int]) -> str:
+def _changer(folder: Path, trusted: set[int]) -> str:
     """Who, besides trusted users, can replace what is in a folder; empty if there is no such account."""
-    if status.st_uid not in trusted and users.account(status.st_uid):  # checkouts in CI belong to users without one
+    status = folder.lstat()
+    acts = users.account(status.st_uid) or status.st_uid in users.FREE  # as nodes do; in CI, checkouts have no account
+    if acts and status.st_uid not in trusted:
         return _person(status.st_uid)
     if status.st_mode & stat.S_ISVTX:  # as /tmp has: only the owner of a file can replace it
         return ""
     if status.st_mode & stat.S_IWOTH:
         return "every user"
-    return _member(status.st_gid, trusted) if status.st_mode & stat.S_IWGRP else ""
+    if not status.st_mode & stat.S_IWGRP:  # of a group, or of any entry of an access control list
+        return ""
+    listed = _listed(folder)
+    writers = {who for tag, who in listed if tag == ACL_USER}
+    for group in (status.st_gid, *(who for tag, who in listed if tag == ACL_GROUP)):
+        writers |= _members(group)
+    return next(map(_person, sorted(writers - trusted)), "")
 
 
-def _member(group: int, trusted: set[int]) -> str:
-    """A user of a group who is not trusted; empty if there is none."""
-    found = [entry.pw_uid for entry in pwd.getpwall() if entry.pw_gid == group]
+def _listed(folder: Path) -> list[tuple[int, int]]:
+    """The users and groups that may write to a folder by its access control list, with their tags; see acl(5)."""
+    if not hasattr(os, "getxattr"):
+        return []
+    try:
+        value = os.getxattr(folder, "system.posix_acl_access", follow_symlinks=False)
+    except OSError:  # there is none
+        return []
+    return [(tag, who) for tag, rights, who in struct.iter_unpack("<HHI", value[4:]) if rights & ACL_WRITE]
+
+
+def _members(group: int) -> set[int]:
+    """The users of a group: by their accounts, and by its own list."""
+    found = {entry.pw_uid for entry in pwd.getpwall() if entry.pw_gid == group}
     with contextlib.suppress(KeyError):
         for name in grp.getgrgid(group).gr_mem:
             with contextlib.suppress(KeyError):
-                found.append(pwd.getpwnam(name).pw_uid)
-    others = [user for user in found if user not in trusted]
-    return _person(others[0]) if others else ""
+                found.add(pwd.getpwnam(name).pw_uid)
+    return found
 
 
 def _person(user: int) -> str:

@@ -1,9 +1,12 @@
 """Run directories that others have made, or can replace, must be taken for a job by no command."""
 
+import contextlib
 import grp
 import os
 import pwd
 import re
+import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,7 +113,8 @@ def test_no_files_of_a_cluster_must_be_moved_to_a_run_directory_that_is_not_ours
 # --- folders in which root keeps no jobs
 
 NOBODY = pwd.getpwnam("nobody").pw_uid  # an account of every machine
-NONE, _ = users.without_account()
+NODE, _ = users.without_account()
+NONE = next(user for user in range(54321, 60000) if not users.account(user))
 NOGROUP = pwd.getpwnam("nobody").pw_gid
 COMMANDS = [("run", "--engine", "process", "--", "-m", "app.train"), ("up",), ("plan",), ("ps",), ("down", "c-1")]
 COMMANDS += [(name, "a-1") for name in JOB_COMMANDS]
@@ -149,6 +153,7 @@ def test_root_must_keep_no_jobs_where_another_account_can_replace_them(do, tmp_p
         (NOBODY, 0, 0o700, "", f"nobody (user {NOBODY})"),
         (NOBODY, 0, 0o1777, "", f"nobody (user {NOBODY})"),
         (NOBODY, 0, 0o700, NOBODY, ""),
+        (NODE, 0, 0o755, "", f"user {NODE}"),  # the job's folder of another job, which may be running
         (NONE, NONE, 0o755, "", ""),  # a checkout in CI, whose user the container does not know
         (NONE, NONE, 0o775, "", ""),
         (NONE, NONE, 0o777, "", "every user"),
@@ -170,6 +175,31 @@ def test_a_folder_must_be_roots_by_owner_mode_and_group(tmp_path, monkeypatch, u
             folder.chmod(0o755)
         else:
             owners.check(runs)
+
+
+@needs_root
+@pytest.mark.skipif(sys.platform != "linux", reason="knows no such lists")
+@pytest.mark.parametrize(
+    ("tag", "who", "mask", "may"),
+    [
+        (owners.ACL_USER, NOBODY, 7, True),
+        (owners.ACL_USER, NOBODY, 5, False),
+        (owners.ACL_USER, 0, 7, False),
+        (owners.ACL_GROUP, NOGROUP, 7, True),
+        (owners.ACL_GROUP, NONE, 7, False),
+    ],
+)
+def test_an_access_control_list_must_count(tmp_path, monkeypatch, tag, who, mask, may):
+    monkeypatch.setattr(pwd, "getpwall", lambda: [pwd.getpwuid(0), pwd.getpwuid(NOBODY)])
+    entries = [(1, 7, 0xFFFFFFFF), (tag, 7, who), (4, 5, 0xFFFFFFFF), (0x10, mask, 0xFFFFFFFF), (0x20, 5, 0xFFFFFFFF)]
+    entries.sort(key=lambda entry: entry[0])
+    value = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    try:
+        os.setxattr(tmp_path, "system.posix_acl_access", value)
+    except OSError:
+        pytest.skip("the file system has no access control lists")
+    with pytest.raises(UsageError, match="nobody") if may else contextlib.nullcontext():
+        owners.check(tmp_path)
 
 
 @needs_root
