@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from orchestrate.spec import JobSpec
+
+Search = Callable[[str, str], object]  # search(pattern, text): whether a regular expression is found in a text
 
 # `action` as in the podFailurePolicy of Kubernetes: end the job, count the restart, or restart without counting.
 ACTIONS = ("fail", "count", "ignore")
@@ -88,24 +89,24 @@ class Decision:
     delay: float = 0.0  # seconds to wait before
 
 
-def action(rules: Sequence[dict[str, Any]], cause: Cause) -> str:
+def action(rules: Sequence[dict[str, Any]], cause: Cause, search: Search) -> str:
     """What the first rule that fits says; a failure that none fits is counted."""
     text = "\n".join(cause.last_lines)
     for rule in [*rules, *RULES]:
         if (
             ("exit_codes" not in rule or cause.exit_code in rule["exit_codes"])
             and ("cause" not in rule or rule["cause"] == cause.cause)
-            and ("log" not in rule or re.search(rule["log"], text))
+            and ("log" not in rule or search(rule["log"], text))
         ):
             return str(rule["action"])
     return "count"
 
 
-def decide(spec: JobSpec, history: Sequence[Ended]) -> Decision:
+def decide(spec: JobSpec, history: Sequence[Ended], search: Search) -> Decision:
     """Whether the gang starts again after the failure that `history` ends with."""
     last = history[-1]
     assert last.cause
-    does = action(spec.rules, last.cause)
+    does = action(spec.rules, last.cause, search)
     if does == "fail":
         return Decision(False, "this kind of failure is not tried again")
     failures = [ended for ended in history if ended.cause]
@@ -118,7 +119,9 @@ def decide(spec: JobSpec, history: Sequence[Ended]) -> Decision:
     counted = [
         ended
         for ended in failures
-        if last.time - ended.time < spec.restart_window and ended.cause and action(spec.rules, ended.cause) == "count"
+        if ended.cause
+        and last.time - ended.time < spec.restart_window
+        and action(spec.rules, ended.cause, search) == "count"
     ]
     if does == "count" and len(counted) > spec.max_restarts:
         return Decision(False, f"max_restarts is {spec.max_restarts}")

@@ -26,6 +26,7 @@ IMAGE = "orchestrate-node:0.1"
 TEXTS = ("command", "env", "name", "user")  # keys whose values are text, whatever they look like
 MOST_TRAINERS = 1000  # a Linux bridge takes 1023 ports
 MOST_BYTES = (1 << 63) - 1  # of memory; what the engine can count
+MOST_RULES, LONGEST_PATTERN = 100, 1000  # `re` may take long to compile a long one
 
 _WHOLE = r"-?(0|[1-9][0-9]{0,17})"  # Python takes minutes for a million digits
 _VISIBLE = r"[^\s\x00-\x1f\x7f-\x9f]"  # neither white space nor a control character
@@ -107,8 +108,9 @@ def _env(value: Any) -> dict[str, str]:
 
 
 def _rules(value: Any) -> list[dict[str, Any]]:
-    meaning = f"a list of mappings with an action ({', '.join(ACTIONS)}) and one or more of {', '.join(CONDITIONS)}"
-    if not isinstance(value, list):
+    some = f"a list of at most {MOST_RULES} mappings"
+    meaning = f"{some} with an action ({', '.join(ACTIONS)}) and one or more of {', '.join(CONDITIONS)}"
+    if not isinstance(value, list) or len(value) > MOST_RULES:
         raise ValueError(meaning)
     rules = []
     for rule in value:
@@ -123,6 +125,8 @@ def _rules(value: Any) -> list[dict[str, Any]]:
             raise ValueError(f"{meaning}; log and cause are text")
         if rule.get("cause", "error") not in CAUSES:
             raise ValueError(f"{meaning}; the causes are {', '.join(CAUSES)}")
+        if len(rule.get("log", "")) > LONGEST_PATTERN:
+            raise ValueError(f"{meaning}; log is a regular expression of at most {LONGEST_PATTERN} characters")
         try:
             re.compile(rule.get("log", ""))
         except (re.error, RecursionError, OverflowError) as error:

@@ -14,6 +14,7 @@ from orchestrate.engines import Engine
 from orchestrate.errors import EngineError, EngineLost, OrchestrateError
 from orchestrate.events import History, Recorder
 from orchestrate.generation import BY_USER, Generation
+from orchestrate.patterns import Patterns
 from orchestrate.plan import Plan, in_order, names, plan
 from orchestrate.restarts import Ended, decide
 from orchestrate.spec import JobSpec
@@ -61,6 +62,7 @@ class Supervisor:
         self.spec, self.plan, self.run, self.engine = spec, plan, run, engine
         self.emit, self.stops, self.traces, self.keep = emit, stops, traces, keep
         self.history = History(emit.events)
+        self.patterns = Patterns(lambda text: emit("warning", text=text))
         self.met = False  # whether the engine knows the job, by `up` or `adopt`
         self.pool = ThreadPoolExecutor(1)
         self.rejoining: Future[None] | None = None
@@ -135,7 +137,7 @@ class Supervisor:
                     return Outcome("stopped", BY_USER)
                 ended = self._note(self._next_generation().watch())
             if ended.word == "failed":
-                decision = decide(self.spec, self.history.ended)
+                decision = decide(self.spec, self.history.ended, self._search)
                 self.emit("decision", restart=decision.restart, why=decision.why, delay=decision.delay)
                 if not decision.restart:
                     return Outcome("failed", decision.why)
@@ -144,6 +146,10 @@ class Supervisor:
             elif ended.word != "rescaled":
                 return Outcome(ended.word, ended.why)
             ended = None
+
+    def _search(self, pattern: str, text: str) -> bool:
+        """Whether a rule's pattern is in what a worker wrote; none is where the job is to stop, which must not wait."""
+        return not self.stops() and self.patterns.search(pattern, text)
 
     def _take_over(self) -> Ended | None:
         """Go on with what an earlier supervisor left: a generation whose workers run, or one that has just ended."""

@@ -1,9 +1,15 @@
 """What a failure means must follow from the rules, the budget and the progress, and from nothing else."""
 
+import re
+from functools import partial
+
 import pytest
 
-from orchestrate.restarts import ACTIONS, CAUSES, RULES, Cause, Decision, Ended, action, decide
+from orchestrate import restarts
+from orchestrate.restarts import ACTIONS, CAUSES, RULES, Cause, Decision, Ended
 from orchestrate.spec import JobSpec
+
+decide, action = partial(restarts.decide, search=re.search), partial(restarts.action, search=re.search)
 
 
 def failure(number: int, cause: str = "killed", **facts) -> Ended:
