@@ -6,16 +6,17 @@ Of the folder of code they see neither the files of jobs, nor the history, nor w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from itertools import islice
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
-from docker.utils.build import PatternMatcher
 
+from orchestrate.engines.ignored import ignored
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.paths import is_text
 
+CODE, JOB = "/workspace", "/job"  # where nodes see the code, and the folder that they write
 ALWAYS = ("runs", ".git")
 COMPILED = (
     "__pycache__",
@@ -25,24 +26,12 @@ COMPILED = (
     "*.py[cod]",
     "*$py.class",
 )  # hold what the files beside them do
-CODE, JOB = "/workspace", "/job"  # where nodes see them
-MOST = 256  # mounts of a container
+MOST = 4096  # masks of a node; the engine takes a second for them
 
 
 def bind(source: Path, target: str) -> dict[str, Any]:
     """A mount of a folder that is there; in this form Compose takes any path."""
     return {"type": "bind", "source": str(source), "target": target, "bind": {"create_host_path": False}}
-
-
-def of_nodes(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """The mounts of nodes that see the folder `run`, one of those of a job or cluster, and run `command` in `code`.
-
-    Raises UsageError as `masks` does, EngineError where a path cannot be mounted.
-    """
-    for path in (str(run), str(code)):
-        if not is_text(path):
-            raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
-    return [bind(run, JOB), *masks(code, run.parent.parent, CODE, command)]
 
 
 def document(mounts: list[dict[str, Any]]) -> str:
@@ -55,6 +44,17 @@ def _literally(value: Any) -> Any:
     return value.replace("$", "$$") if isinstance(value, str) else value
 
 
+def of_nodes(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """The mounts of a job's, or cluster's, folder of files and of what is hidden in its folder of code.
+
+    Raises EngineError for a path that the engine cannot be given, UsageError as `masks`.
+    """
+    for path in (str(run), str(code)):
+        if not is_text(path):
+            raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
+    return [bind(run, JOB), *masks(code, run.parent.parent, CODE, command)]
+
+
 def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """The mounts, in the long form of a Compose file, that hide things in a folder of code, mounted at `place`.
 
@@ -64,14 +64,17 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
     if runs == code:
         raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
     names = [*ALWAYS, *([str(runs.relative_to(code))] if runs.is_relative_to(code) else [])]
-    found = sorted({*(name for name in names if _there(code / name)), *ignored(code)})
-    whole = [name for name in found if not any(name.startswith(f"{other}/") for other in found)]
-    if len(whole) > MOST:
+    named = sorted(islice(ignored(code, COMPILED), MOST + 1))
+    if len(named) > MOST:
         raise UsageError(
-            f".dockerignore names {len(whole)} files and folders of {code}, and a node can hide {MOST}",
+            f".dockerignore names more than {MOST} files and folders of {code}, the most that a node can hide",
             "name the folders that they are in",
         )
+    found = {*named, *(name for name in names if _there(code / name))}
+    whole = [name for name in sorted(found) if not any(str(path) in found for path in PurePath(name).parents)]
     for name in whole:
+        if not is_text(name):
+            raise UsageError(f"cannot hide {ascii(name)}: its name is not UTF-8", "rename it")
         if any(f"{path}/".startswith(f"{name}/") for path in _scripts(command)):
             hint = "remove it from .dockerignore, or add an exception (!); runs and .git are always hidden"
             raise UsageError(f"nodes do not see {name}, where the script is", hint)
@@ -95,29 +98,3 @@ def _mask(path: Path, place: str) -> dict[str, Any]:
 def _there(path: Path) -> bool:
     """Whether there is something to hide; a link leads nowhere in a node but to what is in it anyway."""
     return path.exists() and not path.is_symlink()
-
-
-def ignored(code: Path) -> Iterator[str]:
-    """What .dockerignore names, by its path: folders as a whole, if no exception (`!`) is for something in them."""
-    try:
-        lines = (code / ".dockerignore").read_text(errors="replace").splitlines()
-    except OSError:
-        return
-    patterns = [line.strip().strip("/") for line in lines if line.strip() and not line.startswith("#")]
-    patterns = [line for line in patterns if line.rpartition("/")[2] not in COMPILED]
-    if not patterns:
-        return
-    matcher = PatternMatcher(patterns)
-    deepest = float("inf") if any("**" in line for line in patterns) else max(line.count("/") for line in patterns)
-    kept = [line[1:].lstrip("/") for line in patterns if line.startswith("!")]
-    waiting = [""]
-    while waiting:
-        folder = waiting.pop()
-        for entry in os.scandir(code / folder):
-            path, real = folder + entry.name, entry.is_dir(follow_symlinks=False)
-            exceptions = real and any(line.startswith((f"{path}/", "*")) for line in kept)
-            if matcher.matches(path) and not exceptions:  # type: ignore[arg-type]  # the stub is wrong
-                if not entry.is_symlink():
-                    yield path
-            elif real and (path.count("/") < deepest or exceptions):
-                waiting.append(f"{path}/")

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from docker.utils.build import exclude_paths
-
+from orchestrate.engines.ignored import kept
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.engines.mirror import OWN
 from orchestrate.errors import EngineError, ResourceError
@@ -72,22 +71,20 @@ def give(link: Link, folder: str, file: BinaryIO, tag: str) -> None:
 def code_files(folder: Path) -> list[Path]:
     """The files of a folder of code: all but hidden ones, jobs, virtual environments and what .dockerignore names.
 
-    Raises ResourceError where they are too large to be sent about.
+    Raises UsageError where .dockerignore cannot be read, ResourceError where they are too large to be sent about.
     """
-    ignore = folder / ".dockerignore"
-    patterns = ignore.read_text().splitlines() if ignore.is_file() else []
-    kept, size = [], 0
-    for name in exclude_paths(str(folder), [line.strip() for line in patterns if line.strip() and line[0] != "#"]):
+    found, size = [], 0
+    for name in kept(folder, NO_CODE):
         path, parts = folder / name, Path(name).parts
-        if any(part.startswith(".") or part in NO_CODE for part in parts) or not path.is_file():
+        if not path.is_file():
             continue
         if any(folder.joinpath(*parts[:count], "pyvenv.cfg").exists() for count in range(1, len(parts))):
             continue
-        kept.append(path)
+        found.append(path)
         size += path.stat().st_size
         if size > MOST_CODE:
             raise ResourceError(
                 f"{folder} holds more than {MOST_CODE >> 20} MB, and nodes on other hosts get a copy of it",
                 "name in .dockerignore what they do not need; data belongs on a volume or in the image",
             )
-    return kept
+    return found

@@ -1,0 +1,180 @@
+"""What .dockerignore names, as Docker reads it: https://docs.docker.com/build/concepts/context/#dockerignore-files.
+
+A folder of code may be another one's: its file is read within bounds, and no pattern takes long to match. Patterns are
+matched name by name; a wildcard of Python's `fnmatch` does not backtrack into the one before it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrate.errors import UsageError
+from orchestrate.folder import regular
+
+NAME = ".dockerignore"
+LARGEST, MOST = 64 << 10, 1000  # bytes and patterns
+ANY = "**"  # any number of folders
+
+States = frozenset[int]  # which parts of a pattern may come next; its length: what is here fits it
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern as regular expressions for the names of a path, None for `**`; or an exception (`!`) of that form."""
+
+    parts: tuple[re.Pattern[str] | None, ...]
+    excepts: bool = False
+
+    @property
+    def end(self) -> int:
+        """The state in which a path fits."""
+        return len(self.parts)
+
+    def begin(self) -> States:
+        """The states at the top of a folder of code."""
+        return self._closed({0})
+
+    def after(self, states: States, name: str) -> States:
+        """The states after one more name of a path; what is below a folder that fits does so, too."""
+        reached = set()
+        for state in states:
+            part = self.parts[state] if state < self.end else None
+            if part is None:
+                reached.add(state)
+            if state < self.end and (part.match(name) if part else state + 1 == self.end):
+                reached.add(state + 1)
+        return self._closed(reached)
+
+    def _closed(self, states: set[int]) -> States:
+        """With what follows each `**`, which may stand for no folder; at the end it stands for one name at least."""
+        return frozenset(states | {state + 1 for state in states if state + 1 < self.end and self.parts[state] is None})
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file or folder of the code, by its path, and where it is in each pattern."""
+
+    patterns: tuple[Pattern, ...]
+    states: tuple[States, ...]
+    path: str = ""
+
+    def inside(self, name: str) -> Place:
+        """What has this name in the folder."""
+        states = tuple(pattern.after(known, name) for pattern, known in zip(self.patterns, self.states))
+        return Place(self.patterns, states, f"{self.path}/{name}" if self.path else name)
+
+    @property
+    def ignored(self) -> bool:
+        """Whether the last pattern that fits is no exception."""
+        fitting = [one for one, states in zip(self.patterns, self.states) if one.end in states]
+        return bool(fitting) and not fitting[-1].excepts
+
+    def leads_to(self, excepts: bool) -> bool:
+        """Whether patterns, or exceptions, are for something in the folder that it is not as a whole."""
+        return any(
+            one.excepts is excepts and bool(states - {one.end}) for one, states in zip(self.patterns, self.states)
+        )
+
+
+def top(patterns: tuple[Pattern, ...]) -> Place:
+    """The folder of code itself."""
+    return Place(patterns, tuple(pattern.begin() for pattern in patterns))
+
+
+def ignored(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
+    """What .dockerignore names, by its path: folders as a whole, if no exception (`!`) is for something in them.
+
+    Patterns whose last name is one of `but` do not count. Raises UsageError where the file or a folder cannot be read.
+    """
+    patterns = read(code, but)
+    waiting = [top(patterns)] if patterns else []
+    while waiting:
+        for entry, place in _inside(code, waiting.pop()):
+            folder = entry.is_dir(follow_symlinks=False)
+            if folder and (place.leads_to(excepts=True) if place.ignored else place.leads_to(excepts=False)):
+                waiting.append(place)
+            elif place.ignored and not entry.is_symlink():
+                yield place.path
+
+
+def kept(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
+    """The paths of all that .dockerignore does not name, without folders, hidden files and what is named `but`.
+
+    Raises UsageError where the file, or a folder, cannot be read.
+    """
+    waiting = [top(read(code))]
+    while waiting:
+        for entry, place in _inside(code, waiting.pop()):
+            if entry.name.startswith(".") or entry.name in but:
+                continue
+            if not entry.is_dir(follow_symlinks=False):
+                if not place.ignored:
+                    yield place.path
+            elif not place.ignored or place.leads_to(excepts=True):
+                waiting.append(place)
+
+
+def read(code: Path, but: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
+    """The patterns in the .dockerignore of a folder; raises UsageError where it cannot be read."""
+    file = code / NAME
+    try:
+        with regular(file) as opened:
+            content = opened.read(LARGEST + 1)
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        why = "it is a link" if file.is_symlink() else error.strerror
+        raise UsageError(f"cannot read {file}: {why}", "replace it by a text file, or remove it") from None
+    lines = content.decode("utf-8-sig", "replace").splitlines()
+    texts = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if len(content) > LARGEST or len(texts) > MOST:
+        problem = f"{file} has more than {LARGEST >> 10} KiB or {MOST} patterns"
+        raise UsageError(problem, "name folders in it, or use wildcards, instead of single files")
+    found = [(text, _names(text.removeprefix("!").strip())) for text in texts]
+    try:
+        return tuple(
+            Pattern(tuple(map(_part, names)), text.startswith("!"))
+            for text, names in [*found, (f"!{NAME}", [NAME])]
+            if names and names[-1] not in but
+        )
+    except (re.error, ValueError) as error:
+        hint = "write ** as a name of its own, such as a/**/b"
+        raise UsageError(f"{file} has a pattern that is not supported: {error}", hint) from None
+
+
+def _inside(code: Path, folder: Place) -> list[tuple[os.DirEntry[str], Place]]:
+    try:
+        with os.scandir(code / folder.path) as entries:
+            return [(entry, folder.inside(entry.name)) for entry in entries]
+    except OSError as error:
+        why = f"cannot read the folder {code / folder.path}: {error.strerror}"
+        raise UsageError(why, f"name it in {NAME}, or make it readable") from None
+
+
+def _names(text: str) -> list[str]:
+    """The names of a pattern's path, of which `**` may begin one, without `.` and `..`."""
+    names: list[str] = []
+    for name in text.split("/"):
+        if name == "..":
+            del names[-1:]
+        elif name.startswith(ANY):
+            names += [ANY] * (names[-1:] != [ANY])
+            names += [rest] if (rest := name.lstrip("*")) else []
+        elif name not in ("", "."):
+            names.append(name)
+    return names
+
+
+def _part(name: str) -> re.Pattern[str] | None:
+    """A regular expression for a name of a pattern, written as in Go's `path.Match`; None for `**`."""
+    if name == ANY:
+        return None
+    if ANY in name.rstrip("*"):
+        raise ValueError(f"** within {ascii(name[:60])}")
+    literal = re.sub(r"\\(.)", lambda found: f"[{found[1]}]" if found[1] in "*?[" else found[1], name)
+    return re.compile(fnmatch.translate(literal.replace("[^", "[!")))

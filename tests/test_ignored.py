@@ -1,0 +1,174 @@
+"""A .dockerignore must be read as Docker reads it, whatever it is or holds, and within bounds."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import leftovers
+
+from orchestrate.engines.ignored import LARGEST, MOST, ignored, read, top
+from orchestrate.engines.mounts import masks
+from orchestrate.engines.parcels import code_files
+from orchestrate.errors import UsageError
+
+
+def fits(tmp_path: Path, text: str, path: str) -> bool:
+    """Whether a .dockerignore ignores a path."""
+    (tmp_path / ".dockerignore").write_text(text)
+    place = top(read(tmp_path))
+    for name in path.split("/"):
+        place = place.inside(name)
+    return place.ignored
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "ignored"),
+    [
+        ("data", "data", True),
+        ("data", "data/a/b", True),
+        ("data", "a/data", False),
+        ("data", "data2", False),
+        ("/data/", "data", True),
+        ("./a//../data", "data", True),
+        ("..", "a", False),
+        ("*", ".env", True),
+        ("*", ".dockerignore", False),
+        ("*.py", "a.py", True),
+        ("*.py", "a.pyc", False),
+        ("*.py", "a/b.py", False),
+        ("a/*/c", "a/b/c", True),
+        ("a/*/c", "a/c", False),
+        ("a?c", "abc", True),
+        ("a?c", "a/c", False),
+        ("[a-c]x", "bx", True),
+        ("[^a-c]x", "bx", False),
+        ("[^a-c]x", "dx", True),
+        ("[a", "[a", True),
+        (r"\*.py", "*.py", True),
+        (r"\*.py", "a.py", False),
+        (r"\a\[b", "a[b", True),
+        ("**", "a", True),
+        ("**/a", "a", True),
+        ("**/a", "x/y/a", True),
+        ("**/a", "x/y/a/z", True),
+        ("**/**/a", "x/a", True),
+        ("**a", "x/a", True),
+        ("a**", "abc/d", True),
+        ("a/**", "a", False),
+        ("a/**", "a/b/c", True),
+        ("a/**/b", "a/b", True),
+        ("a/**/b", "a/x/y/b", True),
+        ("a/**/b", "a/x/y", False),
+        ("a/**/b/**/c", "a/b/x/b/y/c", True),
+        ("a\n!a/b", "a/b", False),
+        ("a\n!a/b", "a/c", True),
+        ("a\n!a/b\na/b/c", "a/b/c", True),
+        ("!a\na", "a", True),
+        ("# a\n#b", "#b", False),
+        (" #b", "#b", True),
+        ("\ufeffa", "a", True),
+        ("a.b", "axb", False),
+        ("a+(b|c)$", "a+(b|c)$", True),
+        ("a\nb", "a\nb", False),
+    ],
+)
+def test_a_pattern_must_mean_what_it_means_to_docker(tmp_path, text, path, ignored):
+    assert fits(tmp_path, text, path) is ignored
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{'*a' * 60}b",
+        f"{'a*' * 5000}b",
+        f"{'?*' * 100}b",
+        f"{'[a]*' * 100}b",
+        f"{'**/a/' * 1000}b",
+        f"{'**/*/' * 1000}b",
+        f"{'**/*a*a*a*a/' * 100}b",
+        "*" * 60_000 + "b",
+        "**/" * 20_000 + "b",
+        "\n".join(["**/*a*a*a*a*a*a*b"] * MOST),
+    ],
+)
+def test_no_pattern_must_backtrack(tmp_path, text):
+    """Each takes longer than the universe is old, if it does."""
+    assert not fits(tmp_path, text, "a" * 255)
+    assert not fits(tmp_path, text, "a/" * 1000 + "a" * 255)
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a link": (lambda path: path.symlink_to("/dev/zero"), "it is a link"),
+    "a link in the folder": (lambda path: path.symlink_to("work.py"), "it is a link"),
+    "a pipe": (os.mkfifo, "not a regular file"),
+    "a folder": (Path.mkdir, "not a regular file"),
+    "too large": (lambda path: path.write_text("#" * (LARGEST + 1)), "has more than 64 KiB or 1000 patterns"),
+    "endless": (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "has more than 64 KiB or 1000 patterns"),
+    "too many": (lambda path: path.write_text("a\n" * (MOST + 1)), "has more than 64 KiB or 1000 patterns"),
+    "two stars": (lambda path: path.write_text("a**b\n"), r"pattern that is not supported: \*\* within 'a\*\*b'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_list_of_patterns_must_be_refused_by_name_with_the_way_out(tmp_path, name):
+    make, reason = WRONG[name]
+    make(tmp_path / ".dockerignore")
+    for look in (lambda: masks(tmp_path, tmp_path / "runs", "/workspace"), lambda: code_files(tmp_path)):
+        with pytest.raises(UsageError, match=rf"{tmp_path}/\.dockerignore.*{reason}") as error:
+            look()
+        assert error.value.hint
+
+
+def test_bytes_that_are_no_text_must_keep_no_pattern_from_being_read(tmp_path):
+    (tmp_path / ".dockerignore").write_bytes(b"\xff\xfe\nkey\n")
+    assert top(read(tmp_path)).inside("key").ignored
+
+
+def test_a_folder_that_cannot_be_read_must_be_refused_unless_it_is_ignored_as_a_whole(tmp_path, monkeypatch):
+    (tmp_path / ".dockerignore").write_text("**/*.pem")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def closed(path):
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr("orchestrate.engines.ignored.os.scandir", closed)
+    with pytest.raises(UsageError, match=f"cannot read the folder {tmp_path}/closed: Permission denied") as error:
+        list(ignored(tmp_path))
+    assert error.value.hint == "name it in .dockerignore, or make it readable"
+    (tmp_path / ".dockerignore").write_text("**/*.pem\nclosed")
+    assert list(ignored(tmp_path)) == ["closed"]
+
+
+def test_a_name_that_cannot_be_given_to_the_engine_must_be_refused_and_not_stay_visible(tmp_path):
+    (tmp_path / ".dockerignore").write_text("*.pem")
+    (tmp_path / "a\udcff.pem").touch()
+    with pytest.raises(UsageError, match=r"cannot hide 'a.udcff.pem': its name is not UTF-8"):
+        masks(tmp_path, tmp_path / "runs", "/workspace")
+
+
+# --- for real
+
+
+def test_a_refusal_must_leave_no_run_directory(cli, docker_engine, nothing_left):
+    (cli.folder / "work.py").touch()
+    (cli.folder / ".dockerignore").symlink_to("/dev/zero")
+    for words in (["run", "--engine", "docker", "--", "work.py"], ["up", "--engine", "docker"]):
+        done = cli(*words)
+        assert done.returncode == 2 and "it is a link" in done.stderr and "hint: replace it" in done.stderr
+    assert list(cli.folder.glob("runs/*")) == [] and leftovers(cli.folder) == {}
+
+
+def test_a_thousand_files_and_folders_must_be_hidden(cli, docker_engine, nothing_left):
+    (cli.folder / ".dockerignore").write_text("data/*\n")
+    for number in range(1000):
+        (cli.folder / "data" / f"folder-{number}").mkdir(parents=True)
+        (cli.folder / "data" / f"file-{number}").write_text("x")
+    looks = "import pathlib\nprint(sum(path.stat().st_size for path in pathlib.Path('data').glob('file-*')))\n"
+    (cli.folder / "looks.py").write_text(looks + "print(len(list(pathlib.Path('data').iterdir())))\n")
+    done = cli("run", "--engine", "docker", "--trainers", "1", "--gpus", "none", "--", "looks.py")
+    assert done.returncode == 0, done.stderr
+    assert cli.log(0).splitlines()[-2:] == ["0", "2000"]
