@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+from orchestrate.folder import regular
 from orchestrate.spec import JobSpec
 
 TORCH = ("torch", "torch.distributed")
@@ -14,6 +15,7 @@ NEEDS_DYNAMO = re.compile(
     r"\boptim\b|DistributedDataParallel|\bDDP\b|FullyShardedDataParallel|\bfully_shard\b|torch\.compile"
 )
 MOST_FILES = 200
+LARGEST, MOST_BYTES = 1 << 20, 8 << 20  # bytes of a file that is read, and of all of them
 
 
 def preload(spec: JobSpec, folder: Path) -> tuple[str, ...]:
@@ -36,19 +38,28 @@ def _sources(command: tuple[str, ...], folder: Path) -> list[str]:
     first = folder / command[0] if command[0] != "-m" else _file(command[1], folder, "__main__.py")
     waiting, seen = [first], {first}
     texts: list[str] = []
+    left = MOST_BYTES
     while waiting and len(texts) < MOST_FILES:
         path = waiting.pop()
-        try:
-            text = path.read_text() if path else ""
-        except (OSError, ValueError):
-            continue
+        text = _text(path, min(left, LARGEST)) if path else ""
         texts.append(text)
+        left -= len(text)
         for name in sorted(_imported(text, whole=True)):
             found = _file(name, folder) or (path and _file(name, path.parent))
             if found and found not in seen:
                 seen.add(found)
                 waiting.append(found)
     return texts
+
+
+def _text(path: Path, most: int) -> str:
+    """The text of a source, or of the file that a link leads to; none of one that is larger, or no regular file."""
+    try:
+        with regular(path.resolve()) as file:
+            content = file.read(most + 1)
+        return content.decode() if len(content) <= most else ""
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: links in a circle
+        return ""
 
 
 def _imported(text: str, whole: bool = False) -> set[str]:

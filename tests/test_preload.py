@@ -1,5 +1,7 @@
 """What nodes import ahead must be what the script will import, as far as its source tells."""
 
+import os
+
 import pytest
 
 from orchestrate.preload import preload
@@ -112,3 +114,31 @@ def test_what_is_not_there_must_be_nothing(tmp_path, command):
 def test_bytes_that_are_no_text_must_be_nothing(tmp_path):
     (tmp_path / "train.py").write_bytes(b"\xff\xfeimport torch\0")
     assert preload(JobSpec(command=("train.py",)), tmp_path) == ()
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe", "train.py", "."])
+def test_what_is_no_regular_file_must_be_neither_read_nor_waited_for(tmp_path, target):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "train.py").symlink_to(target)
+    assert preload(JobSpec(command=("train.py",)), tmp_path) == ()
+    assert preload(JobSpec(command=("pipe",)), tmp_path) == ()
+
+
+def test_a_link_to_a_script_must_be_read(tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "train.py").write_text("import torch\n")
+    (tmp_path / "train.py").symlink_to("lib/train.py")
+    assert preload(JobSpec(command=("train.py",)), tmp_path) == TORCH
+
+
+def test_only_so_much_of_scripts_must_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrate.preload.LARGEST", 100)
+    monkeypatch.setattr("orchestrate.preload.MOST_BYTES", 150)
+    (tmp_path / "train.py").write_text("import torch".ljust(100))
+    (tmp_path / "large.py").write_text("import torch".ljust(101))
+    (tmp_path / "first.py").write_text("import train".ljust(100))
+    (tmp_path / "endless.py").touch()
+    os.truncate(tmp_path / "endless.py", 1 << 40)
+    assert preload(JobSpec(command=("train.py",)), tmp_path) == TORCH
+    for name in ("large.py", "first.py", "endless.py"):
+        assert preload(JobSpec(command=(name,)), tmp_path) == ()
