@@ -48,6 +48,8 @@ REFUSED = [
     ({"rank": 0}, "end: code is missing"),
     ({"rank": "0", "code": 0}, "end: rank must be a whole number"),
     ({"rank": 0, "code": None}, "end: code must be a whole number"),
+    *(({"rank": 0, "code": code}, "end: code must be a whole number from 0 to 255") for code in (256, -1, 0.0, True)),
+    (hello(cpus=(1 << 20) + 1), "hello: cpus must be a whole number from 0 to 1048576"),
     ({"rank": 0, "code": 0, "start": []}, "end: unknown field 'start'"),
     ({"rank": 0, "code": 0}, "rank 0 is not one of trainer-10's"),
     ({"rank": 2, "code": 0}, "rank 2 is not one of trainer-10's"),  # not yet
@@ -64,7 +66,14 @@ def test_what_a_trainer_cannot_say_must_be_refused_by_name_and_the_gang_go_on(pr
     ten.say(**hello())
     assert ten.ranks() == ["2"] and project.trainers[1].ranks() == ["1"]
     project.ready()
-    for message in (hello(), {"rank": 0, "code": 9}, {"rank": 1, "code": 9}, {"rank": 3, "code": 9}):
+    for message in (
+        hello(),
+        {"rank": 2, "code": 256},
+        {"rank": 2, "code": 1 << 32},
+        {"rank": 0, "code": 9},
+        {"rank": 1, "code": 9},
+        {"rank": 3, "code": 9},
+    ):
         ten.say(**message)
         assert ten.hears()["say"] == "refused"
     ten.say(rank=2, code=0)
@@ -104,12 +113,23 @@ def test_a_connection_for_which_there_is_no_descriptor_must_be_taken_in_later(pr
     assert limits[0] > 4
 
 
-@pytest.mark.parametrize("count", ["0", "-1", "many"])
+def test_the_failure_of_a_trainer_must_be_the_exit_code_of_the_master_whatever_it_says_first(project):
+    project.start(WAITS)
+    nine, ten = project.both()
+    assert nine.ranks() == ["1"] and ten.ranks() == ["2"]
+    project.ready()
+    nine.say(rank=1, code=256)  # which a process ends with as 0
+    assert nine.hears()["say"] == "refused"
+    nine.say(rank=1, code=255)
+    assert project.ends()[0] == 255
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many", "1025"])
 def test_a_number_of_workers_that_is_none_must_be_named(project, count):
     project.start("print('ran')", NODE_NPROC=count)
     project.both()
     code, out = project.ends()
-    assert code and f"error: NODE_NPROC must be a whole number of at least 1, not '{count}'\n" in out
+    assert code and f"error: NODE_NPROC must be a whole number from 1 to 1024, not '{count}'\n" in out
     assert "[rank 0]" not in out
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from orchestrate.node.loop import Loop
 from orchestrate.node.output import say
 from orchestrate.node.place import interface_to
-from orchestrate.node.protocol import integer
+from orchestrate.node.protocol import MOST_NODES, MOST_WORKERS, integer
 from orchestrate.node.ranks import Env, assign, gpus
 
 NAMES = {  # what we need, and where others have it: our own names, Kubeflow Trainer's, Kubernetes', Slurm's
@@ -40,11 +40,11 @@ def envs(environ: Mapping[str, str], own_gpus: list[str], cores: int) -> list[En
         if not told[name]:
             raise KeyError(name)
     counted = told["NODE_NPROC"].isdigit()  # else it is `auto`, say
-    nproc = integer(told, "NODE_NPROC", least=1) if counted else max(1, len(own_gpus))
-    rank, nodes = integer(told, "NODE_RANK"), integer(told, "NNODES", least=1)
+    nproc = integer(told, "NODE_NPROC", least=1, most=MOST_WORKERS) if counted else max(1, len(own_gpus))
+    rank, nodes = integer(told, "NODE_RANK"), integer(told, "NNODES", least=1, most=MOST_NODES)
     if rank >= nodes:
         raise ValueError(f"NODE_RANK is {rank}, and there are {nodes} nodes")
-    port = integer(told, "MASTER_PORT", default=29500, least=1)
+    port = integer(told, "MASTER_PORT", default=29500, least=1, most=65535)
     interface = interface_to(told["MASTER_ADDR"])
     interface = "" if interface in LOOPBACK and nodes > 1 else interface
     machines = [{"host": str(number), "cpus": cores, "gpus": own_gpus} for number in range(nodes)]

@@ -18,7 +18,9 @@ from orchestrate.node.listener import serve
 from orchestrate.node.loop import Channel, Loop, connect
 from orchestrate.node.output import say
 from orchestrate.node.protocol import (
+    END,
     HELLO,
+    MOST_WORKERS,
     Refused,
     anything,
     environments,
@@ -26,7 +28,6 @@ from orchestrate.node.protocol import (
     integer,
     seconds,
     shown,
-    whole,
 )
 from orchestrate.node.ranks import Node, assign, gpus
 
@@ -119,7 +120,7 @@ class Gang:
             self.hellos[address] = {**hello, "name": name}
             self.settle()
         elif "rank" in message:
-            end = fields("end", message, {"rank": whole, "code": whole})
+            end = fields("end", message, END)
             if self.running.get(end["rank"]) != name:
                 raise Refused(f"rank {end['rank']} is not one of {name}'s")
             self.exited(end["rank"], end["code"])
@@ -132,7 +133,7 @@ class Gang:
             return
         nodes = [self.node, *(self.hellos[address] for address in self.names)]
         try:
-            nproc = integer(os.environ, "NODE_NPROC", default=1, least=1)
+            nproc = integer(os.environ, "NODE_NPROC", default=1, least=1, most=MOST_WORKERS)
             envs = assign(nodes, nproc, "master", MASTER_PORT, os.environ.get("JOB_ID", "compose"), "eth0")
         except Refused as error:
             return self.fail(f"error: {error}")

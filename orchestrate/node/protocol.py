@@ -16,6 +16,8 @@ from typing import Any
 MOST_DIGITS = 18  # of a number; one of that many is below 2^63
 KEY = re.compile(r"[0-9a-f]{64}")
 WHOLE = re.compile(r"[0-9]{1,9}")  # a number in an environment variable
+MOST = 10**9 - 1  # the largest of them
+MOST_NODES, MOST_WORKERS = 10_000, 1024  # of a job, and of each of its nodes
 Fields = Mapping[str, Callable[[Any], str]]  # field: says what is wrong with its value, or nothing
 
 
@@ -60,11 +62,12 @@ def request(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return ask, fields(ask, {name: message[name] for name in message if name != "ask"}, REQUESTS[ask])
 
 
-def integer(env: Mapping[str, str], name: str, default: int = 0, least: int = 0) -> int:
+def integer(env: Mapping[str, str], name: str, default: int = 0, least: int = 0, most: int = MOST) -> int:
     """A whole number in an environment, `default` where it is not set or empty; raises Refused."""
     value = env.get(name) or str(default)
-    if not WHOLE.fullmatch(value) or int(value) < least:
-        raise Refused(f"{name} must be a whole number of at least {least}, not {shown(value)}")
+    if not WHOLE.fullmatch(value) or not least <= int(value) <= most:
+        limits = f"of at least {least}" if most == MOST else f"from {least} to {most}"
+        raise Refused(f"{name} must be a whole number {limits}, not {shown(value)}")
     return int(value)
 
 
@@ -115,6 +118,11 @@ def text(value: Any) -> str:
 def whole(value: Any) -> str:
     """A whole number of at least 0."""
     return "" if type(value) is int and value >= 0 else " must be a whole number of at least 0"
+
+
+def _up_to(most: int) -> Callable[[Any], str]:
+    """A whole number from 0 to `most`."""
+    return lambda value: "" if not whole(value) and value <= most else f" must be a whole number from 0 to {most}"
 
 
 def texts(value: Any) -> str:
@@ -201,4 +209,5 @@ REQUESTS: dict[str, Fields] = {  # what each does is in wait.py and files.py
     "news": {"folder": text, "have": _lengths},
     "read": {"folder": text, "path": text, "offset": whole},
 }
-HELLO: Fields = {"name": text, "host": text, "cpus": whole, "gpus": texts}  # of a trainer, see join.py
+HELLO: Fields = {"name": text, "host": text, "cpus": _up_to(1 << 20), "gpus": texts}  # of a trainer, see join.py
+END: Fields = {"rank": whole, "code": _up_to(255)}  # of one of its workers
