@@ -192,7 +192,7 @@ def show_logs(args: argparse.Namespace) -> int:
     chosen = job.prefixes(plan)
     if args.rank is not None and args.rank not in chosen:
         raise UsageError(f"no rank {args.rank} in {paths.root.name}", f"its ranks are 0 to {len(chosen) - 1}")
-    follower = logs.Follower(paths, chosen if args.rank is None else {args.rank: ""}, hide=Mask(spec.env))
+    follower = logs.Follower(paths, chosen if args.rank is None else {args.rank: ""}, hide=Mask(spec.env, spec.secrets))
     while True:
         living = args.follow and not job.ended(paths) and lock.holder(paths)
         for line in follower.lines(end=not living):

@@ -166,7 +166,7 @@ def supervise(
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock.held(paths))
         spec, plan = load(paths)
-        hide, seen = Mask(spec.env), paths.shared
+        hide, seen = Mask(spec.env, spec.secrets), paths.shared
         if cluster := paths.cluster:
             home = JobPaths(paths.root.parent / cluster)
             seen = home.nodes
@@ -236,7 +236,7 @@ def prefixes(plan: Plan) -> dict[int, str]:
 
 def rest(paths: JobPaths, spec: JobSpec, plan: Plan) -> logs.Follower:
     """A follower of the workers' output from its last lines on."""
-    follower = logs.Follower(paths, prefixes(plan), hide=Mask(spec.env))
+    follower = logs.Follower(paths, prefixes(plan), hide=Mask(spec.env, spec.secrets))
     follower.skip()
     return follower
 

@@ -66,6 +66,7 @@ class Plan:
     reason: str  # why the workers run on CPU, where they do
     limits: Limits  # of each node
     workers: tuple[WorkerPlan, ...]
+    secrets: tuple[str, ...] = ()  # variables that the job file calls secret
 
     @property
     def engine(self) -> str:
@@ -86,7 +87,7 @@ class Plan:
         """The plan as JSON, for `plan.json`, without the values of secrets."""
         values = dataclasses.asdict(self)
         for worker in values["workers"]:
-            worker["env"] = redacted(worker["env"])
+            worker["env"] = redacted(worker["env"], self.secrets)
         return json.dumps(values, indent=2)
 
     def __str__(self) -> str:
@@ -184,6 +185,7 @@ def plan(
         reason="" if gpus else "--gpus none" if spec.gpus == "none" else inventory.no_gpus,
         limits=_limits(spec, inventory),
         workers=tuple(workers),
+        secrets=tuple(spec.secrets),
     )
 
 
@@ -199,7 +201,7 @@ def read_plan(text: str, env: Mapping[str, str]) -> Plan:
         WorkerPlan(**worker | {"cores": tuple(worker["cores"]), "env": worker["env"] | env})
         for worker in values["workers"]
     )
-    tuples = {name: tuple(values[name]) for name in ("command", "nodes", "gpus")}
+    tuples = {name: tuple(values[name]) for name in ("command", "nodes", "gpus", "secrets")}
     read = Plan(**values | tuples | {"inventory": inventory, "workers": workers, "limits": Limits(**values["limits"])})
     _check(read)
     return read

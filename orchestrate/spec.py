@@ -31,6 +31,7 @@ MOST_RULES, LONGEST_PATTERN = 100, 1000  # `re` may take long to compile a long 
 _WHOLE = r"-?(0|[1-9][0-9]{0,17})"  # Python takes minutes for a million digits
 _VISIBLE = r"[^\s\x00-\x1f\x7f-\x9f]"  # neither white space nor a control character
 _DAY = 86400
+VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 
 
 def _integer(low: int, high: int) -> Callable[[Any], int]:
@@ -98,7 +99,7 @@ def _env(value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise ValueError("a mapping of names to values")
     for name, content in value.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
+        if not re.fullmatch(VARIABLE, str(name)):
             raise ValueError(f"a mapping of names to values; {shown(name)} is not a name")
         if not isinstance(content, (str, int, float)):
             raise ValueError(f"a mapping of names to values; {name} has no text or number as its value")
@@ -155,6 +156,13 @@ def _constraints(value: Any) -> list[str]:
     ):
         raise ValueError("a list of conditions such as node.labels.gpu==a100 or node.hostname!=box")
     return [str(condition) for condition in conditions]
+
+
+def _variables(value: Any) -> list[str]:
+    names = value.split() if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(re.fullmatch(VARIABLE, str(name)) for name in names):
+        raise ValueError("a list of names of env")
+    return [str(name) for name in names]
 
 
 _long = _duration("10 years", 3650 * _DAY)  # longer than any job, and exact as a float
@@ -215,6 +223,7 @@ class JobSpec:
     image: str = _field(IMAGE, _text(rf"{_VISIBLE}+", "the name of an image"), "what the nodes are made of")
     user: str = _field("auto", _user, "who nodes run as; auto: you, but not root")
     env: dict[str, str] = _field({}, _env, "more environment for every worker")
+    secrets: list[str] = _field([], _variables, "names of env whose values are shown nowhere, whatever they look like")
     memory: str | None = _field(
         None, _optional(_limit), "limit of each node, such as 4g, or unlimited (default its share of the machine's)"
     )
@@ -256,6 +265,8 @@ def resolve(*layers: Mapping[str, Any]) -> JobSpec:
     spec = JobSpec(**_parsed(layers))
     if (spec.min_trainers or 0) > spec.trainers:
         raise UsageError(f"min_trainers is {spec.min_trainers}, and trainers {spec.trainers}", "no more than trainers")
+    if unknown := [name for name in spec.secrets if name not in spec.env]:
+        raise UsageError(f"secrets names {unknown[0]}, and env does not", f"set env.{unknown[0]}, or remove the name")
     return spec
 
 

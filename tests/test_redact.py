@@ -8,11 +8,17 @@ SECRET = (
     "HF_TOKEN token HF_TOKENS TOKEN_2 GITHUB_TOKEN2 CLIENT_SECRET SECRETS SECRET_KEY_BASE DB_PASSWORD PGPASSWORD "
     "PASSWD SSH_PASSPHRASE SMTP_PASS SSHPASS MYSQL_PWD API_KEY OPENAI_API_KEY apiKey WANDB_API_KEY_1 SSH_KEY KEY "
     "AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN KEYS OPENAI_APIKEY CREDENTIAL AWS_CREDENTIALS "
-    "DOCKER_AUTH_CONFIG NPM_CONFIG__AUTH COOKIE SESSION_COOKIES SENTRY_DSN GH_PAT hfToken MY_JWT"
+    "DOCKER_AUTH_CONFIG NPM_CONFIG__AUTH COOKIE SESSION_COOKIES SENTRY_DSN GH_PAT hfToken MY_JWT "
+    "ENCRYPTION_KEY_V2 AUTHORIZATION SIGNING_KEY_BASE64 SSH_PRIVATE_KEY_B64 PRIVATE_KEY_PEM TS_AUTHKEY ACCESSKEY "
+    "SECRETKEY MASTERKEY PASSCODE PASSPHRASES GH_PATS SLACK_WEBHOOK_URL AZURE_STORAGE_CONNECTION_STRING "
+    "connectionString DB_CONNSTR MINIO_ACCESSKEY COSMOS_PRIMARY_KEY accountKey AES_KEY_HEX HTTP_AUTHORIZATION"
 )
 PLAIN = (
     "TOKENIZERS_PARALLELISM TOKENIZER KEYBOARD MONKEY KEY_FILE PRIMARY_KEYED AUTHOR PATH PATIENCE PASSES PWD OLDPWD "
-    "OMP_NUM_THREADS A COMPASS DSNAME DISPATCH HOME ID KEY_SIZE_ID DETOKENIZE"
+    "OMP_NUM_THREADS A COMPASS DSNAME DISPATCH HOME ID KEY_SIZE_ID DETOKENIZE "
+    "MAX_TOKENS NUM_TOKENS PRIMARY_KEY_COLUMN NUM_KEYS SORT_KEY SORT_KEYS PARTITION_KEY CACHE_KEY IMAGE_KEY LABEL_KEY "
+    "CONNECTION STRING CONNECTION_TIMEOUT MODEL_SIGNATURE SIG PATTERN PASSENGER HOTKEYED "
+    "KEYWORDS TOKENIZED KEYFRAMES V B BASE PEM COMPASS_PATH XLA_FLAGS LD_LIBRARY_PATH NCCL_DEBUG BYPASS"
 )
 
 
@@ -36,6 +42,20 @@ def test_a_name_that_only_looks_alike_must_not(name):
         "git+https://x-access-token:canary@example.org/a.git",
         "http://proxy:3128 http://me:canary@proxy:3128",
         "amqp://me:12345@host",
+        "https://me@example.org/ postgres://me:canary@host",
+        "https://a.blob.core.windows.net/data?sv=2024&sig=canary%3D",
+        "https://b.s3.amazonaws.com/x?X-Amz-Expires=60&X-Amz-Signature=canary",
+        "https://b.s3.amazonaws.com/x?X-Amz-Security-Token=canary",
+        "https://example.org/?access_token=canary#top",
+        "https://example.org/#token=canary",
+        "url=https://example.org/?api_key=canary",
+        "Server=db;Database=d;User Id=me;Password=canary;",
+        "Server=db;Pwd=canary",
+        "host=db user=me password=canary",
+        "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=canary==;EndpointSuffix=core.windows.net",
+        "Endpoint=sb://a.example.org/;SharedAccessKey=canary=",
+        "BlobEndpoint=https://a.example.org;SharedAccessSignature=canary",
+        "--user me --api-key=canary",
     ],
 )
 def test_a_url_with_a_password_must_be_secret_whatever_its_name(value):
@@ -53,6 +73,13 @@ def test_a_url_with_a_password_must_be_secret_whatever_its_name(value):
         "s3://bucket/a:b@c",
         "tcp://host:29500",
         "a:b@c",
+        "https://example.org/?page=2&key=name#top",
+        "https://example.org/?max_tokens=4096&use_auth=false",
+        "Server=db;Database=d",
+        "--sort-key=name --max-tokens=4096 --keys=a,b",
+        "a=b c=d",
+        "Password=;",
+        "x=?sig",
     ],
 )
 def test_a_url_without_a_password_must_stay_readable(value):
@@ -81,6 +108,28 @@ def test_text_must_be_shown_without_the_secrets_in_it():
     assert hide("redis://:hunter22@h/0, or hunter22 alone") == f"{HIDDEN}, or {HIDDEN} alone"
     assert hide("canary-line") == HIDDEN
     assert hide("(canary.7c1)") == "(canary.7c1)"
+
+
+def test_what_is_secret_in_a_value_must_be_hidden_by_itself_too():
+    hide = Mask({"DB": "Server=db;Password=canary-7c1;", "BLOB": "https://a.example.org/x?sv=2024-01-01&sig=canary%3D"})
+    assert hide("canary-7c1, canary%3D, 2024-01-01") == f"{HIDDEN}, {HIDDEN}, 2024-01-01"
+
+
+def test_a_variable_that_the_job_file_calls_secret_must_be_hidden_whatever_it_looks_like():
+    env = {"PLAN": "canary-7c1", "FLAG": "true", "EMPTY": "", "A": "b"}
+    named = ("PLAN", "FLAG", "EMPTY")
+    assert redacted(env, named) == {"PLAN": HIDDEN, "FLAG": HIDDEN, "EMPTY": "", "A": "b"}
+    assert Mask(env, named)("canary-7c1 is true") == f"{HIDDEN} is true"
+    assert redacted(env) == env
+
+
+LONG = {"hosts": "://a:" * 200_000, "host": "@" + "://:" * 200_000, "names": "a=" * 500_000, "query": "?a" * 500_000}
+
+
+@pytest.mark.parametrize("value", LONG.values(), ids=LONG)
+def test_a_value_of_a_megabyte_must_be_read_in_linear_time(value):
+    """Each takes an hour where it is searched from every place to its end."""
+    assert not is_secret("A", value)
 
 
 def test_a_value_that_is_too_short_must_not_be_looked_for_in_text():

@@ -17,14 +17,14 @@ from conftest import ROOT, docker, proc
 from scripted import ALL_WELL, KILLED
 
 from orchestrate import lock
-from orchestrate.cli import EXPORTS
+from orchestrate.cli import EXPORTS, main
 from orchestrate.paths import JobPaths
 from orchestrate.redact import HIDDEN
 from orchestrate.spec import JobSpec
 
 CANARY = "canary-0d4f6a3e"
-ENV = {"HF_TOKEN": CANARY, "DATABASE_URL": f"postgres://me:{CANARY}-2@host/db", "A": "b"}
-SPEC = JobSpec(trainers=2, grace=0.01, env=ENV, command=("-m", "app.train"))
+ENV = {"HF_TOKEN": CANARY, "DATABASE_URL": f"postgres://me:{CANARY}-2@host/db", "A": "b", "PHRASE": f"{CANARY}-3"}
+SPEC = JobSpec(trainers=2, grace=0.01, env=ENV, secrets=["PHRASE"], command=("-m", "app.train"))
 
 
 def leaks(folder: Path) -> set[str]:
@@ -45,7 +45,10 @@ def printing(do):
         for worker in workers:
             with (folder / "logs" / f"rank-{worker.rank}.log").open("a") as file:
                 file.write(f"[node] generation {len(do.engine.plans) - 1}\nlogin with {worker.env['HF_TOKEN']}\n")
-        (folder / "metrics.jsonl").write_text(json.dumps({"config": {"token": worker.env["HF_TOKEN"]}}) + "\n")
+                file.write(f"and {worker.env['PHRASE']}\n")
+        (folder / "metrics.jsonl").write_text(
+            json.dumps({"config": {"token": worker.env["HF_TOKEN"], "phrase": worker.env["PHRASE"]}}) + "\n"
+        )
 
     do.engine.start = write
     return do.engine
@@ -63,18 +66,29 @@ def test_a_run_must_show_no_secret_though_its_workers_print_it(do, printing, tmp
     (run,) = (path.parent for path in do.runs.glob("*/report.json"))
     assert leaks(run) == {"job.yaml", "job/metrics.jsonl", *(f"job/logs/rank-{rank}.log" for rank in range(3))}
     report = json.loads((run / "report.json").read_text())
-    assert report["final_metrics"] == {"config": {"token": HIDDEN}}
-    assert report["failures"][0]["last_lines"][-1] == f"login with {HIDDEN}"
-    assert json.loads((run / "plan.json").read_text())["workers"][0]["env"]["A"] == "b"
+    assert report["final_metrics"] == {"config": {"token": HIDDEN, "phrase": HIDDEN}}
+    assert report["failures"][0]["last_lines"][-2:] == [f"login with {HIDDEN}", f"and {HIDDEN}"]
+    shown = json.loads((run / "plan.json").read_text())["workers"][0]["env"]
+    assert (shown["A"], shown["PHRASE"], shown["HF_TOKEN"]) == ("b", HIDDEN, HIDDEN)
     for command in ("logs", "ps", "attach"):
         code, out, err = do(command, *([] if command == "ps" else [run.name]))
         assert code == 0 and CANARY not in "\n".join(out + err)
 
 
+@pytest.mark.parametrize("target", EXPORTS)
+def test_an_export_must_ask_for_a_secret_that_the_job_file_names(do, tmp_path, target, monkeypatch):
+    job = tmp_path / "secret.yaml"
+    job.write_text(SPEC.to_yaml())
+    monkeypatch.chdir(ROOT)
+    assert main(["export", target, str(job)]) == 0
+    out = do.capsys.readouterr().out
+    assert "PHRASE" in out and CANARY not in out
+
+
 @pytest.mark.parametrize("words", [["logs", "a-1"], ["logs", "a-1", "--rank", "1"], ["attach", "a-1"]])
 def test_the_output_of_a_job_must_be_shown_without_the_secrets(do, printing, paths, words):
     paths.spec.write_text(SPEC.to_yaml())
-    paths.log(1).write_text(f"before {CANARY} after\n")
+    paths.log(1).write_text(f"before {CANARY}-3 after\n")
     _, out, err = do(*words)
     shown = "\n".join(out + err)
     assert f"before {HIDDEN} after" in shown and CANARY not in shown
@@ -111,7 +125,9 @@ def seen(name: str) -> str:
 
 def test_a_secret_must_reach_the_workers_of_each_supervisor_and_nothing_else(cli, engine):
     (cli.folder / "told.py").write_text(SCRIPT)
-    (cli.folder / "job.yaml").write_text(JobSpec(trainers=1, env=ENV, command=("told.py",), warm=False).to_yaml())
+    (cli.folder / "job.yaml").write_text(
+        JobSpec(trainers=1, env=ENV, secrets=["PHRASE"], command=("told.py",), warm=False).to_yaml()
+    )
     said = ""
     plans = [["plan", "job.yaml", "--engine", engine], ["run", "job.yaml", "--engine", engine, "--detach"]]
     for command in (*(["export", target, "job.yaml"] for target in EXPORTS), *plans):

@@ -252,6 +252,7 @@ def test_a_written_job_file_must_resolve_to_the_same_job(tmp_path):
         "memory": "4g",
         "cpus": 1.5,
         "shm_size": "1024",
+        "secrets": ["A"],
         "pin": True,
         "network": "host",
         "host_access": True,
@@ -361,3 +362,13 @@ def test_odd_text_must_survive_the_file_of_a_job(tmp_path):
     for name in ("on", "1e3", "0x10", "1_0", "~", "=", "2024-01-01", "it's: #1"):
         path.write_text(resolve({"name": name, "command": [name], "image": f"{name[:2]}:1"}).to_yaml())
         assert (read_file(path)["name"], read_file(path)["image"]) == (name, f"{name[:2]}:1")
+
+
+@pytest.mark.parametrize("names", ["A", ["A"], "A B"])
+def test_secrets_must_be_names_of_env(names):
+    assert set(resolve({"env": {"A": "x", "B": "y"}, "secrets": names}).secrets) <= {"A", "B"}
+    with pytest.raises(UsageError, match="secrets names [AB], and env does not"):
+        resolve({"env": {"C": "x"}, "secrets": names})
+    for wrong in ("A=x", ["a-b"], {"A": "x"}, 7, [7]):
+        with pytest.raises(UsageError, match="secrets must be a list of names of env"):
+            resolve({"env": {"A": "x"}, "secrets": wrong})

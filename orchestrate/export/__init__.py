@@ -16,7 +16,7 @@ import yaml
 
 from orchestrate.errors import UsageError
 from orchestrate.limits import UNLIMITED
-from orchestrate.redact import is_secret
+from orchestrate.redact import secret_names
 from orchestrate.spec import IMAGE, JobSpec
 
 MASTER_PORT = 29500  # torch's default
@@ -72,7 +72,8 @@ def shape(spec: JobSpec, name: str) -> Shape:
         env["CUDA_VISIBLE_DEVICES"] = ""
     if spec.cpus:
         env["OMP_NUM_THREADS"] = str(max(1, int(spec.cpus) // nproc))
-    secrets = tuple(key for key, value in spec.env.items() if is_secret(key, value))
+    found = secret_names(spec.env, spec.secrets)
+    secrets = tuple(key for key in spec.env if key in found)
     env |= {key: value for key, value in spec.env.items() if key not in secrets}
     memory = "" if spec.memory == UNLIMITED else spec.memory or ""
     return Shape(name=name, nodes=nodes, nproc=nproc, gpus=gpus, env=env, memory=memory, secrets=secrets)
