@@ -18,7 +18,7 @@ from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import JobPaths
 from orchestrate.plan import Inventory, counted, plan
 from orchestrate.report import text
-from orchestrate.spec import JobSpec, read_file, read_set, resolve
+from orchestrate.spec import JobSpec, read_file, read_set, resolve, unencodable
 from orchestrate.strict_yaml import shown
 from orchestrate.terminal import give, out, say
 
@@ -225,12 +225,8 @@ def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:
     if script is not None:
         layers.append({"command": script})
     spec = resolve(*layers)
-    for key, words in (("command", spec.command), ("env", spec.env.values())):
-        try:
-            list(map(os.fsencode, words))
-        except UnicodeEncodeError as error:
-            message = f"{key} has characters that this locale's encoding, {error.encoding}, does not have"
-            raise UsageError(message, "export LC_ALL=C.UTF-8") from None
+    if why := unencodable(spec):
+        raise UsageError(why, "export LC_ALL=C.UTF-8")
     return job.check_script(spec)
 
 

@@ -25,6 +25,14 @@ def text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def argument(value: Any) -> bool:
+    """Text that a process can be given: in UTF-8, or as bytes that Python has read from a path or command line."""
+    try:
+        return text(value) and b"\0" not in value.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+
+
 def truth(value: Any) -> bool:
     """True or false."""
     return isinstance(value, bool)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from orchestrate.cores import shares
 from orchestrate.errors import ResourceError
+from orchestrate.forms import argument
 from orchestrate.limits import UNLIMITED, Limits, in_words, limits
 from orchestrate.node.ranks import assign
 from orchestrate.paths import NAME
@@ -218,9 +219,12 @@ def _check(plan: Plan) -> None:
     ranks = [worker.rank for worker in plan.workers if worker.node in plan.nodes]
     if ranks != list(range(plan.world_size)) or not ranks:
         raise ValueError("its ranks are not numbered from 0, or not on its nodes")
+    if not all(map(argument, plan.command)):
+        raise ValueError("its command has text that no process can be given")
     for worker in plan.workers:
-        if not all(isinstance(text, str) for text in [*worker.env, *worker.env.values()]):
-            raise ValueError(f"the environment of rank {worker.rank} is not text")
+        for name, value in worker.env.items():
+            if not name or "=" in name or not argument(name) or not argument(value):
+                raise ValueError(f"rank {worker.rank} cannot be given the environment variable {name[:60]!a}")
 
 
 def _limits(spec: JobSpec, inventory: Inventory) -> Limits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
@@ -268,6 +269,19 @@ def resolve(*layers: Mapping[str, Any]) -> JobSpec:
     if unknown := [name for name in spec.secrets if name not in spec.env]:
         raise UsageError(f"secrets names {unknown[0]}, and env does not", f"set env.{unknown[0]}, or remove the name")
     return spec
+
+
+def unencodable(spec: JobSpec) -> str:
+    """What keeps processes of this machine from getting the job's command and environment; empty where nothing does."""
+    for key, text in [
+        *(("command", word) for word in spec.command),
+        *((f"env.{name}", value) for name, value in spec.env.items()),
+    ]:
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError as error:
+            return f"{key} has characters that this locale's encoding, {error.encoding}, does not have"
+    return ""
 
 
 def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The plan is compared as text: who is which rank, on which GPU, with which environment."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -281,3 +282,16 @@ def test_gpus_that_are_cut_into_slices_must_count_as_their_slices():
         "  MIG 1g.5gb Device 1: (UUID: MIG-b2)\nGPU 1: NVIDIA A100 (UUID: GPU-cc)\n"
     )
     assert gpu_ids(listing) == ["MIG-b1", "MIG-b2", "GPU-cc"]
+
+
+@pytest.mark.parametrize("wrong", ["\ud800", "a\0b"], ids=ascii)
+def test_a_plan_whose_text_no_process_can_be_given_must_be_refused(wrong):
+    values = json.loads(plan(JobSpec(trainers=1), HERE, "j").to_json())
+    with pytest.raises(ValueError, match="its command has text that no process can be given"):
+        read_plan(json.dumps(values | {"command": ["x.py", wrong]}), {})
+    for env in ({wrong: "a"}, {"A": wrong}, {"": "a"}, {"A=B": "a"}):
+        workers = [values["workers"][0], values["workers"][1] | {"env": env}]
+        with pytest.raises(ValueError, match="rank 1 cannot be given the environment variable "):
+            read_plan(json.dumps(values | {"workers": workers}), {})
+    path = [worker | {"env": worker["env"] | {"JOB_DIR": "/a\udcff"}} for worker in values["workers"]]
+    assert read_plan(json.dumps(values | {"workers": path}), {}).workers[0].env["JOB_DIR"] == "/a\udcff"

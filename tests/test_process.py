@@ -342,3 +342,18 @@ def test_a_node_that_was_started_and_does_not_listen_yet_must_be_waited_for_some
             lambda seconds: (sleep(seconds), path.exists() or (server.bind(str(path)), server.listen())),
         )
         assert list(process._waiting(tmp_path)) == [(path, os.getpid())]
+
+
+def test_text_that_nodes_of_this_locale_cannot_take_must_be_refused_before_they_start(nodes, monkeypatch):
+    def ascii_only(text: str) -> bytes:
+        return text.encode("ascii", "surrogateescape")
+
+    monkeypatch.setattr("orchestrate.spec.os.fsencode", ascii_only)
+    engine = nodes.engine()
+    for spec, key in (
+        (dataclasses.replace(SPEC, env={"A": "x", "NAME": "é"}), "env.NAME"),
+        (dataclasses.replace(SPEC, command=("work.py", "é")), "command"),
+    ):
+        with pytest.raises(EngineError, match=f"^{key} has characters that this locale's encoding"):
+            engine.up(spec, nodes.plan(spec), nodes.run)
+    assert engine.nodes == {} and not nodes.state.exists()

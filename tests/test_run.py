@@ -9,8 +9,8 @@ import pytest
 from conftest import docker, eventually, gone
 from faults import Background, compose_hangs, node_pid
 
-
 from orchestrate import users
+
 RUN = ("run", "--gpus", "none", "--max-restarts", "0")
 
 

@@ -40,7 +40,10 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
         no_gpus = "the engine's NVIDIA runtime finds no GPU" if image else NOT_LOOKED
     code = code_folder(spec.command)
     _check_access(spec, code)
-    mounts.of_nodes(run, code, () if run.name == NODES else spec.command)  # before the job has files
+    if run.name == NODES:
+        mounts.of_nodes(run, Path.cwd())  # a cluster runs no command
+    else:
+        mounts.of_nodes(run, code, spec.command)
     here, count = cores(), max(1, daemon.info["NCPU"])  # those of this machine may not be the engine's
     return Inventory(
         engine="docker",

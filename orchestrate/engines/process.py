@@ -28,7 +28,7 @@ from orchestrate.node.warm import POSSIBLE
 from orchestrate.paths import NODE, PROJECT, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.preload import preload
-from orchestrate.spec import JobSpec
+from orchestrate.spec import JobSpec, unencodable
 
 LIMITS = ("image", "user", "memory", "cpus", "shm_size", *SWARMS)  # what only containers have
 BIRTH = 10.0  # seconds in which a node that somebody else has started listens
@@ -92,6 +92,8 @@ class ProcessEngine(Linked):
 
     def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
         """Start a waiting process for each node that has none."""
+        if why := unencodable(spec):  # the nodes have our locale, and refuse it
+            raise EngineError(why, "export LC_ALL=C.UTF-8")
         self._settle(plan, run)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
