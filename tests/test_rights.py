@@ -8,6 +8,7 @@ we do something else instead, the case says what.
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from conftest import Cli, docker, eventually, leftovers
 from docker import DockerClient
 from faults import Background
 
-from orchestrate.spec import IMAGE
+from orchestrate import users
+from orchestrate.spec import IMAGE, JobSpec
 
 pytestmark = pytest.mark.docker
 CANARY = "a-value-that-only-the-worker-may-see"
@@ -34,6 +36,35 @@ def writable(folder):
     except OSError:
         return False
     return True
+
+def changeable():
+    # The folders and regular files of the whole container that can be written, without what is in such folders.
+    found = []
+    for root, folders, names in os.walk("/"):
+        for name in [*folders]:
+            path = os.path.join(root, name)
+            if path in ("/proc", "/sys") or os.path.islink(path):
+                folders.remove(name)
+            elif os.access(path, os.W_OK):
+                found.append(path)
+                folders.remove(name)
+        paths = [os.path.join(root, name) for name in names]
+        files = [path for path in paths if os.path.isfile(path) and not os.path.islink(path)]
+        found += [path for path in files if os.access(path, os.W_OK)]
+    return sorted(found)
+
+def refusal(folder):
+    # Why no device can be made in a folder; nothing where one can.
+    try:
+        os.mknod(f"{folder}/device-{os.getpid()}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    except OSError as error:
+        return error.strerror
+    return ""
+
+def users(kind):
+    # The ids of users or groups that processes of the node have.
+    status = [path.read_text().splitlines() for path in pathlib.Path("/proc").glob("[0-9]*/status")]
+    return sorted({int(word) for line in sum(status, []) if line.startswith(kind) for word in line.split()[1:]})
 
 address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if os.environ["RANK"] == "0":
@@ -55,6 +86,9 @@ print(json.dumps({
     "listening": [int(port, 16) for host, port in listening if host != "0B00007F"],  # Docker's own DNS
     "blocks": [path.name for path in pathlib.Path("/dev").iterdir() if stat.S_ISBLK(path.stat().st_mode)],
     "writable": sorted({place for place in folders if os.path.isdir(place) and writable(place)}),
+    "changeable": changeable(),
+    "refusals": {place: refusal(place) for place in ("/dev/mqueue", "/dev/shm", "/job", "/run/orchestrate", "/tmp")},
+    "users": [users("Uid:"), users("Gid:"), users("Groups:")],
     "sockets": [str(path) for path in pathlib.Path("/").glob("*/**/docker.sock")],
     "oom": int(lines("/proc/self/oom_score_adj")[0]),
     "core": resource.getrlimit(resource.RLIMIT_CORE),
@@ -146,6 +180,8 @@ def looked_at(docker_engine, tmp_path_factory):
 
 
 Check = Callable[[Node], tuple[Any, Any]]  # what is found, and what must be
+OWNER = users.nodes_of(JobSpec()) or (os.geteuid(), os.getegid())
+WRITABLE = ("/dev/mqueue", "/dev/shm", "/job", "/run/orchestrate", "/tmp")  # the first is the engine's own, of 800 kB
 SENSITIVE = ("/boot", "/dev", "/etc", "/lib", "/proc", "/sys", "/usr")
 CHECKS: dict[str, Check] = {
     "5.1 no Swarm where none is needed": lambda node: (
@@ -225,7 +261,10 @@ CHECKS: dict[str, Check] = {
         ([one for one in node.mounts if "docker.sock" in one["Source"]], node.inside["sockets"]),
         ([], []),
     ),
-    "owasp-2 a user that is named": lambda node: (bool(node.container["Config"]["User"]), True),
+    "owasp-2 a user who is not root, in no other's group": lambda node: (
+        (node.container["Config"]["User"], node.inside["users"], 0 in OWNER),
+        (f"{OWNER[0]}:{OWNER[1]}", [[OWNER[0]], [OWNER[1]], [OWNER[1]]], False),
+    ),
     "owasp-5 no connection from other networks": lambda node: (node.reached, False),  # rank 1 has reached rank 0
     "owasp-6 no security module that is switched off": lambda node: (node.options, ["no-new-privileges:true"]),
     "owasp-7 no swap, and the first to be killed": lambda node: (
@@ -233,12 +272,16 @@ CHECKS: dict[str, Check] = {
         (node.limits["memory"], 500, 500, {"/tmp": math.ceil(node.limits["tmp"] / 4096) * 4096, "/dev/shm": 1 << 30}),
     ),
     "owasp-8 few places to write": lambda node: (
-        set(node.inside["writable"]) - {"/dev", "/dev/mqueue"},  # the engine's own, of 64 MB and of 800 kB
-        {"/dev/shm", "/job", "/run/orchestrate", "/tmp"},
+        (node.inside["changeable"], node.inside["writable"]),
+        ([*WRITABLE], [*WRITABLE]),
     ),
-    "owasp-8 no devices and no set-id bits where anyone may write": lambda node: (
-        [{"nosuid", "nodev"} - set(node.inside["mounts"][place]) for place in ("/tmp", "/dev/shm")],
-        [set(), set()],
+    "owasp-8 no devices where a node may write": lambda node: (
+        node.inside["refusals"],
+        dict.fromkeys(WRITABLE, "Operation not permitted"),
+    ),
+    "owasp-8 no devices and no set-id bits in memory": lambda node: (
+        [{"nosuid", "nodev"} - set(node.inside["mounts"][place]) for place in ("/dev/mqueue", "/dev/shm", "/tmp")],
+        [set()] * 3,
     ),
     "owasp-12 no value of the environment in the engine's hands": lambda node: (
         (CANARY in json.dumps(node.container), node.inside["env"]["TOKEN"]),
