@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrate import job, lock
+from orchestrate import job, lock, users
 from orchestrate.engines import SWARMS, Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import NODES, JobPaths
@@ -19,7 +19,7 @@ from orchestrate.plan import Inventory, Plan, names, plan
 from orchestrate.spec import JobSpec
 
 # What a node is made with, and keeps.
-SAME = ("image", "user", "memory", "cpus", "shm_size", "network", "host_access", "grace", *SWARMS)
+SAME = ("image", "memory", "cpus", "shm_size", "network", "host_access", "grace", *SWARMS)
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class Cluster:
             found.append(f"its nodes see {len(self.plan.gpus)} GPUs")
         if wanted.gpus and self.plan.engine == "swarm" and wanted.nproc_per_node > self.plan.nproc_per_node:
             found.append(f"its nodes have {self.plan.nproc_per_node} GPUs each")
+        user, owner = users.nodes_of(spec), self.paths.nodes.stat()  # root may have brought it up by sudo, or without
+        if wanted.engine != "process" and user not in (None, (owner.st_uid, owner.st_gid)):
+            found.append(f"its nodes run as user {owner.st_uid}, those of the job as {user[0]}")
         if supervisor := lock.holder(self.paths):
             found.append(f"a job uses it ({supervisor})")
         return found

@@ -1,6 +1,7 @@
 """Which jobs a cluster's nodes can serve, and whose files are where, by the files of clusters alone."""
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from commanded import Whole, create, supervised
 from test_plan import HERE
 
-from orchestrate import cluster, job
+from orchestrate import cluster, job, users
 from orchestrate.engines import JobState, ignoring
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.paths import JobPaths
@@ -25,6 +26,8 @@ def made(tmp_path: Path, spec: JobSpec = SPEC, inventory: Inventory = GPUS) -> c
 
 def differences(one: cluster.Cluster, inventory: Inventory = GPUS, **wanted) -> list[str]:
     spec = dataclasses.replace(SPEC, **wanted)
+    if not one.paths.root.exists():
+        one.paths.create_cluster(users.nodes_of(one.spec))
     return one.differences(spec, plan(spec, one.place(inventory, "a-1"), "a-1", 0))
 
 
@@ -84,6 +87,15 @@ def test_spare_nodes_of_a_cluster_must_serve_a_larger_job(tmp_path):
     assert differences(one, trainers=4) == ["it has 3 trainers, not 4"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to run nodes as another user")
+def test_a_job_whose_nodes_would_run_as_another_user_must_not_get_a_cluster(tmp_path, monkeypatch):
+    one = made(tmp_path)
+    (found,) = differences(one, user="1234:5678")
+    assert found == f"its nodes run as user {users.without_account()[0]}, those of the job as 1234"
+    monkeypatch.setenv("SUDO_UID", "1001"), monkeypatch.setenv("SUDO_GID", "1001")
+    assert differences(one) == [f"its nodes run as user {users.without_account()[0]}, those of the job as 1001"]
+
+
 @pytest.mark.parametrize(("workers", "fits"), [(1, True), (2, True), (3, False)])
 def test_a_node_of_a_swarm_must_have_as_many_gpus_as_a_job_wants_of_it(tmp_path, workers, fits):
     swarm = dataclasses.replace(GPUS, engine="swarm", gpus=tuple(f"GPU-{number}" for number in range(9)))
@@ -96,7 +108,7 @@ def test_a_node_of_a_swarm_must_have_as_many_gpus_as_a_job_wants_of_it(tmp_path,
 
 def test_a_cluster_that_a_job_uses_must_say_which_process_does(tmp_path):
     one = made(tmp_path)
-    one.paths.create()
+    one.paths.create_cluster(users.nodes_of(one.spec))
     with supervised(one.paths.root) as other:
         assert differences(one) == [f"a job uses it (process {other.pid})"]
 

@@ -9,6 +9,9 @@ import pytest
 from conftest import descendants, eventually, gone
 from waiting import PRELOAD, Pipe, Waiting
 
+from orchestrate.node import worker
+from orchestrate.node.warm import Forked
+
 
 @pytest.fixture(params=["", PRELOAD], ids=["fresh", "warm"])
 def waiting(tmp_path, request):
@@ -266,6 +269,36 @@ def test_what_a_worker_calls_its_processes_must_not_hide_them(waiting, name):
     waiting.pipe.ask("clean")
     assert waiting.pipe.until("clean")
     assert gone(pid)
+
+
+def test_a_worker_that_is_dying_when_all_are_asked_to_stop_must_not_count_as_asked(tmp_path):
+    before = (
+        "real = worker.Worker.dying.fget; worker.Worker.dying = property(lambda self: self.rank == '1' or real(self))"
+    )
+    node = Waiting(tmp_path, before=before)
+    for rank in range(2):
+        node.start(rank, "import signal\nprint('ready')\nsignal.pause()")
+        eventually(lambda rank=rank: "ready" in node.log(rank))
+    node.pipe.ask("stop", kill=False)
+    assert node.pipe.until("ended", rank=0)["asked"]
+    os.kill(node.pipe.until("started", rank=1)["pid"], signal.SIGTERM)
+    assert not node.pipe.until("ended", rank=1)["asked"]
+    node.end()
+
+
+def test_a_process_must_count_as_dying_from_when_the_kernel_closes_its_files():
+    made = worker.Worker([], {"RANK": "0"}, None, lambda code: None)
+    pid = os.fork()
+    if not pid:
+        signal.pause()
+    made.process = Forked(pid)
+    assert not made.dying
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert made.dying
+    assert made.poll() == 137 and not made.dying
+    for end in (made.output, made.input):
+        os.close(end)
 
 
 WITHOUT_RIGHT_TO_KILL = (

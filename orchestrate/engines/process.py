@@ -142,7 +142,7 @@ class ProcessEngine(Linked):
 
     def explain(self, end: Exit, node: str) -> str:
         """Tell whether the worker's node has died, or the kernel killed for lack of memory meanwhile."""
-        if node not in self.alive():
+        if node not in self.links or node not in self.alive():  # it closes its connections before it has ended
             return "node lost"
         return "out of memory" if end.code == LOST and self.signs.get(end.rank) == "oom" else ""
 

@@ -133,7 +133,7 @@ class Loop:
 
     def stop(self, end: bool = False) -> None:
         """Ask the workers to stop, each once, and kill them after the grace period; `end` ends the node with them."""
-        asked = [worker for worker in self.workers if not worker.asked and worker.poll() is None]
+        asked = [worker for worker in self.workers if not worker.asked and worker.poll() is None and not worker.dying]
         for worker in asked:
             worker.asked = True
         if asked:

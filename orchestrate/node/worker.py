@@ -24,6 +24,7 @@ OOM_COUNTERS = (  # of cgroup v2 and v1 in a container, and of the machine
     "/proc/vmstat",
 )
 PR_SET_PDEATHSIG = 1  # of Linux' prctl(2)
+PF_EXITING = 4  # among the flags of proc(5), as in linux/sched.h
 
 
 class Worker:
@@ -82,6 +83,15 @@ class Worker:
     def pid(self) -> int:
         """Its process id; 0 before it has started."""
         return self.process.pid if self.process else 0
+
+    @property
+    def dying(self) -> bool:
+        """Whether the kernel takes it apart already, and closes its connections, though it has no exit code yet."""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                return bool(int(file.read().rpartition(b")")[2].split()[6]) & PF_EXITING)
+        except (OSError, IndexError, ValueError):  # not started, reaped, or not on Linux
+            return False
 
     def poll(self) -> int | None:
         """Its exit code, 128 + n where signal n ended it; None while it runs, or waits to be started."""
