@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import json
 import os
 import queue
@@ -302,13 +301,6 @@ class Job:
         told = {"Action": action, "Type": "container", "time": 1, "timeNano": len(self.answers.asked)}
         labels = {"orchestrate.job": "j", **attributes}
         self.answers.events.put({**told, "Actor": {"ID": node["Id"], "Attributes": labels}})
-
-
-@pytest.fixture
-def collected() -> Iterator[None]:
-    """Have what the SDK has left open closed before another test."""
-    yield
-    gc.collect()
 
 
 @pytest.fixture

@@ -394,7 +394,7 @@ def test_nothing_that_was_asked_for_an_earlier_job_must_be_done_in_a_cleaned_nod
         for end in ends:
             end.meet()
         ends[0].ask("status")
-        assert ends[0].hear()["say"] == "status"
+        assert ends[0].hear()["say"] == "status" and waiting.status()["generation"] == -1  # all are connected
         waiting.node.send_signal(signal.SIGSTOP)  # so that it finds all of it at once
         waiting.pipe.ask("clean")
         known.sendall(ends[0].seal.close(json.dumps(evil).encode()))  # whose end comes later

@@ -50,7 +50,6 @@ def test_an_engine_on_another_machine_must_be_refused(monkeypatch, host):
     assert host in str(error.value) and "DOCKER_HOST" in error.value.hint
 
 
-@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("host", ["tcp://127.0.0.1:1", "tcp://localhost:1", "unix:///none/docker.sock"])
 def test_an_engine_of_this_machine_that_does_not_answer_must_be_told_with_the_way_out(monkeypatch, host):
     monkeypatch.setenv("DOCKER_HOST", host)
@@ -59,7 +58,6 @@ def test_an_engine_of_this_machine_that_does_not_answer_must_be_told_with_the_wa
     assert "--engine process" in error.value.hint
 
 
-@pytest.mark.usefixtures("collected")
 def test_the_engine_must_be_that_of_the_users_docker_context(tmp_path, monkeypatch):
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
@@ -69,7 +67,6 @@ def test_the_engine_must_be_that_of_the_users_docker_context(tmp_path, monkeypat
         Daemon()
 
 
-@pytest.mark.usefixtures("collected")
 def test_a_missing_compose_must_be_told_and_one_that_is_there_be_taken(answers, command, monkeypatch, tmp_path):
     monkeypatch.setattr(daemon_module, "PLUGINS", [str(tmp_path / "none")])
     command(f"echo $* > {tmp_path}/words; echo unknown command: compose >&2; exit 1")
@@ -113,7 +110,6 @@ def test_containers_must_be_found_by_label_whether_they_run_or_not(answers, daem
     assert daemon.containers("orchestrate.job=c") == []
 
 
-@pytest.mark.usefixtures("collected")
 def test_a_refusal_must_be_told_from_an_engine_that_is_away(answers, daemon):
     answers.refusals["GET /containers/json"] = 500, "the store\nis broken"
     with pytest.raises(EngineError, match="does not list its containers: the store is broken") as refused:
@@ -137,7 +133,6 @@ def test_each_container_must_be_seen_to_though_some_need_it_no_more(answers, dae
         daemon.each(found, Container.kill)
 
 
-@pytest.mark.usefixtures("collected")
 def test_a_command_in_a_container_must_be_talked_to_over_its_stdin_and_stdout(answers, daemon):
     def echo(connection) -> None:
         node = Framed(connection)
@@ -157,7 +152,6 @@ def test_a_command_in_a_container_must_be_talked_to_over_its_stdin_and_stdout(an
     assert daemon.talk("box", ["pipe"], KEY) is None
 
 
-@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("cut", [0, 5, -1])
 def test_what_a_node_says_at_once_must_not_be_lost(answers, daemon, cut):
     seal = Seal(KEY, listens=True)

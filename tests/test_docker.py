@@ -106,7 +106,6 @@ def test_a_container_that_cannot_be_started_must_be_composes_to_make_anew(job):
     assert job.words()
 
 
-@pytest.mark.usefixtures("collected")
 def test_an_engine_that_goes_away_while_nodes_are_brought_back_must_be_told(job):
     job.answers.container("master")
     ill = job.answers.container("trainer-1", state="exited")
@@ -291,7 +290,6 @@ def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(j
         server.close()
 
 
-@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("why", ["network", "Docker Desktop", "no socket"])
 def test_a_node_must_be_reached_through_the_engine_where_it_has_to_be(job, why, monkeypatch):
     def speak(connection: socket.socket) -> None:
@@ -316,7 +314,6 @@ def test_a_node_must_be_reached_through_the_engine_where_it_has_to_be(job, why, 
     assert command[0] == "python" and command[-1].endswith("node/pipe.py")
 
 
-@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize(("state", "lost"), [("paused", False), ("exited", True), ("", True)])
 def test_a_node_that_cannot_be_reached_must_be_lost_unless_it_may_come_to_itself(job, state, lost):
     job.answers.container("master")["State"] = "exited"

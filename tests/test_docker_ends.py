@@ -168,7 +168,6 @@ def test_an_event_that_follows_the_loss_of_a_node_must_be_waited_for_a_moment(jo
     assert engine.explain(Exit(0, 137), "master") == "node stopped"
 
 
-@pytest.mark.usefixtures("collected")
 def test_an_engine_that_is_away_must_not_keep_the_end_of_a_worker_from_being_known(job, monkeypatch):
     monkeypatch.setattr(docker_module, "SIGNS", 0.0)
     engine = job.settled("master", "trainer-1")
@@ -180,7 +179,6 @@ def test_an_engine_that_is_away_must_not_keep_the_end_of_a_worker_from_being_kno
         engine.explain(Exit(1, 137), "trainer-1")
 
 
-@pytest.mark.usefixtures("collected")
 def test_nodes_that_are_all_gone_must_be_told_from_an_engine_that_is_being_stopped(job, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(docker_module, "time", clock)

@@ -62,7 +62,6 @@ def test_a_stream_that_ends_must_be_taken_up_where_it_was_without_telling_twice(
     assert taken(events, 3) == [(6, "die"), (6, "oom"), (7, "start")]
 
 
-@pytest.mark.usefixtures("collected")
 def test_an_engine_that_goes_away_must_be_asked_again_until_that_is_not_wanted_any_more(answers, events):
     eventually(lambda: answers.did("GET").count("GET /events") == 1)
     answers.refusals["GET /events"] = 500, "not yet"

@@ -11,6 +11,7 @@ from orchestrate.limits import limits, size
 from orchestrate.paths import JobPaths
 from orchestrate.plan import read_plan
 from orchestrate.spec import JobSpec, resolve
+from orchestrate.users import nodes_of
 
 MB, GB = 1 << 20, 1 << 30
 MACHINE = dataclasses.replace(HERE, memory=64 * GB)
@@ -93,6 +94,7 @@ def test_local_processes_must_have_no_limits():
 def test_the_limits_of_a_clusters_nodes_must_be_theirs_whatever_job_they_run(tmp_path):
     spec = JobSpec(trainers=6, spares=1)
     one = Cluster(JobPaths(tmp_path / "c-1"), spec, plan(spec, MACHINE, "c-1"))
+    one.paths.create_cluster(nodes_of(spec))
     job = JobSpec(trainers=1)
     made = plan(job, one.place(MACHINE, "a-1"), "a-1")
     assert one.differences(job, made) == [] and made.limits == one.plan.limits == limits(None, 64 * GB, 8)

@@ -141,7 +141,7 @@ def test_the_engines_frames_must_be_taken_off_and_stderr_left_out(size):
         return bytes([stream, 0, 0, 0]) + len(content).to_bytes(4, "big") + content
 
     wire = frame(1, LINES[:10]) + frame(2, b"a warning\n") + frame(1, b"") + frame(1, LINES[10:])
-    frames = Frames(None)
+    frames = Frames()
     assert b"".join(frames.stdout(wire[i : i + size]) for i in range(0, len(wire), size)) == LINES
 
 

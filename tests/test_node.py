@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from conftest import ROOT, descendants, eventually, gone
+from ends import KEY
 
 NODE = str(ROOT / "orchestrate" / "node")
 
@@ -131,7 +132,8 @@ def test_a_grace_period_of_a_month_must_not_end_the_node_before_its_workers_have
 @pytest.mark.parametrize("mode", ["given", "join", "wait"])
 @pytest.mark.parametrize("grace", ["30s", "-1", "nan", "inf", "\udcff"])
 def test_a_grace_period_that_is_none_must_be_named_before_anything_starts(tmp_path, mode, grace):
-    node = given(tmp_path, "print('ran')", NODE_GRACE=grace, NODE_MODE=mode, NODE_SOCKET=str(tmp_path / "s"))
+    settings = {"NODE_MODE": mode, "NODE_SOCKET": str(tmp_path / "s"), "NODE_KEY": KEY.hex()}
+    node = given(tmp_path, "print('ran')", NODE_GRACE=grace, **settings)
     output, _ = node.communicate(timeout=150)
     assert node.returncode == 2
     shown = ascii(grace).encode()

@@ -119,9 +119,10 @@ class Daemon:
                 if error.status_code in (404, 409):
                     return None
                 raise
-        frames = Frames(stream)
-        link = Link(stream._sock, key, frames.stdout)
+        frames = Frames()
+        link = Link(stream._sock.dup(), key, frames.stdout)  # only the garbage collector would close the SDK's own
         link.partial = frames.stdout(_ahead(stream))
+        stream._response.close()
         return link if link.greet(patience) else None
 
     def compose(
@@ -195,9 +196,7 @@ def _end_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> str:
 class Frames:
     """What an exec writes, out of the frames that the engine puts it into."""
 
-    def __init__(self, stream: Any) -> None:
-        """`stream` is only kept: the SDK closes a connection that nobody holds."""
-        self._stream = stream
+    def __init__(self) -> None:
         self.partial = b""
 
     def stdout(self, chunk: bytes) -> bytes:
