@@ -156,8 +156,8 @@ def framed(stream: int, text: bytes) -> bytes:
 class Framed(End):
     """A node's end behind an engine's `exec`, which puts a head before all that comes out of it."""
 
-    def __init__(self, sock: socket) -> None:
-        super().__init__(sock, listens=True)
+    def __init__(self, sock: socket, greets: bool = True) -> None:
+        super().__init__(sock, listens=True, greets=greets)
 
     def _send(self, line: bytes) -> None:
         self.sock.sendall(framed(1, line + b"\n"))

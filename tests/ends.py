@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import threading
 
 from orchestrate.engines.links import Link
 from orchestrate.node.sealed import Seal
@@ -11,22 +12,23 @@ KEY = bytes(range(32))
 
 
 class End:
-    """One end; `listens` is the node's."""
+    """One end; `listens` is the node's, which greets first."""
 
-    def __init__(self, sock: socket.socket, listens: bool = False, key: bytes = KEY) -> None:
+    def __init__(self, sock: socket.socket, listens: bool = False, greets: bool = True, key: bytes = KEY) -> None:
         self.sock, self.seal, self.partial = sock, Seal(key, listens), b""
         sock.settimeout(30)
-        if listens:
+        if listens and greets:
             self._send(self.seal.word)
 
     def meet(self) -> None:
         """Exchange the words that a connection begins with."""
         if not self.seal.met:
             self.seal.meet(self._line())
-            if self.seal.listens:
-                assert self.seal.open(self._line()) == b""
-            else:
+            if not self.seal.listens:
                 self._send(self.seal.word + b"\n" + self.seal.close(b""))
+            assert self.seal.open(self._line()) == b""
+            if self.seal.listens:
+                self._send(self.seal.close(b""))
 
     def send(self, text: bytes) -> None:
         self.meet()
@@ -68,6 +70,13 @@ def connected() -> tuple[Link, End]:
     """An orchestrator's connection to a node, and the node's end, which the test plays."""
     here, there = socket.socketpair()
     node, link = End(there, listens=True), Link(here, KEY)
-    assert link.greet(30)
-    node.meet()
+    greeted(link, node)
     return link, node
+
+
+def greeted(link: Link, node: End) -> None:
+    """Have both ends of a connection meet."""
+    meets = threading.Thread(target=node.meet)
+    meets.start()
+    assert link.greet(30)
+    meets.join()

@@ -10,7 +10,7 @@ import requests
 from answers import Framed, framed
 from conftest import eventually, gone
 from docker.models.containers import Container
-from ends import KEY, End
+from ends import KEY
 from said import said, sent
 from scripted import Clock
 from test_address import context
@@ -160,10 +160,10 @@ def test_what_a_node_says_at_once_must_not_be_lost(answers, daemon, cut):
 
     def speak(connection) -> None:
         connection.sendall(text[cut or len(text) :] + framed(1, b"\n"))
-        node = End(connection)
+        node = Framed(connection, greets=False)
         node.seal = seal
         assert node.hear() == {"ask": "clean"}
-        connection.sendall(framed(1, seal.close(sent("clean").rstrip()) + b"\n"))
+        node.send(sent("clean"))
         while connection.recv(100):
             pass
 

@@ -255,14 +255,16 @@ def test_a_signal_that_ends_no_node_must_not_make_it_be_waited_for(job):
 
 
 def played(folder: Path, name: str, message: bytes) -> socket.socket:
-    """A node that listens on a socket, and says this to the first client."""
+    """A node that listens on a socket, and says this to the first client that asks."""
     folder.mkdir(exist_ok=True)
     server = listening(folder, name)
 
     def speak() -> None:
         connection, _ = server.accept()
         with connection:
-            End(connection, listens=True).send(message)
+            node = End(connection, listens=True)
+            assert node.hear() == {"ask": "status"}
+            node.send(message)
             while connection.recv(1000):
                 pass
 

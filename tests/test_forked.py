@@ -1,6 +1,7 @@
 """A worker that is forked by a warm process must be as a fresh one is, by whatever a script can see."""
 
 import os
+import random
 import re
 import signal
 import socket
@@ -218,13 +219,60 @@ def test_where_nothing_can_be_forked_workers_must_start_afresh(tmp_path, preload
     (tmp_path / "bad.py").write_text("raise SystemExit(3)")
     (tmp_path / "deadly.py").write_text("import os\nos.abort()")
     (tmp_path / "threads.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()")
-    (tmp_path / "torch.py").write_text("class cuda: is_initialized = staticmethod(lambda: True)")
-    node = Waiting(tmp_path, preload)
+    (installed := tmp_path / "installed").mkdir()
+    (installed / "torch.py").write_text("class cuda: is_initialized = staticmethod(lambda: True)")
+    node = Waiting(tmp_path, preload, PYTHONPATH=str(installed))
     for rank in range(2):  # the first one waits for the import; when the second one comes, that has failed
         assert node.run(rank, "print('ran')") == 0
         assert node.log(rank) == "ran\n"
     node.end()
     assert node.out.read_text().splitlines()[0] == f"[node] each worker starts an interpreter of its own: {why}"
+
+
+NOTES = "import os, sys\nopen(f'{__name__}-{os.getpid()}', 'w').close()\n"
+
+
+@pytest.mark.parametrize("filtered", ["", "1"])
+def test_the_jobs_own_modules_must_be_imported_only_when_its_network_has_its_filter(tmp_path, filtered):
+    installed, tmp_path = tmp_path / "installed", tmp_path / "job"
+    for path in (tmp_path / "ours.py", tmp_path / "theirs.py", installed / "theirs.py"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(NOTES)
+    node = Waiting(tmp_path, "theirs ours", PYTHONPATH=str(installed), NODE_FILTERED=filtered)
+    zygote = eventually(lambda: [path.name for path in tmp_path.glob("theirs-*")])[0].partition("-")[2]
+    node.status()
+    if filtered:  # it waits for the filter, which never comes here
+        assert not [*tmp_path.glob("ours-*")]
+    assert node.run(0, "import ours, theirs\nprint(theirs.__file__)") == 0
+    assert (tmp_path / f"ours-{zygote}").exists() and not (tmp_path / f"theirs-{zygote}").read_text()
+    assert node.log(0) == f"{tmp_path / 'theirs.py'}\n"  # as in a fresh interpreter, which the worker has
+    node.end()
+
+
+LOOKS = """
+import re
+first, second = HALVES
+found = 0
+for line in [line for line in open("/proc/self/maps") if " rw" in line]:
+    start, end = (int(word, 16) for word in line.split()[0].split("-"))
+    try:
+        with open("/proc/self/mem", "rb", 0) as memory:
+            memory.seek(start)
+            text = memory.read(end - start)
+    except OSError:
+        continue
+    found += sum(text[match.end() : match.end() + 12] == second for match in re.finditer(first, text))
+print("found", found)
+"""
+
+
+def test_a_worker_must_find_nothing_of_an_earlier_ones_environment_in_its_memory(warm):
+    secret = "".join(random.choices("abcdefghij", k=24))
+    (warm.folder / "own.py").write_text("print('ran')")
+    warm.command(0, str(warm.folder / "own.py"), **{f"A_SECRET_{number}": secret for number in range(300)})
+    assert warm.code(0) == 0
+    assert warm.run(1, LOOKS.replace("HALVES", repr((secret[:12].encode(), secret[12:].encode())))) == 0, warm.log(1)
+    assert warm.log(1) == "found 0\n"
 
 
 @pytest.mark.parametrize("said", ["[]", "7", "nonsense", "[" * 50_000], ids=["list", "number", "text", "nested"])

@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 from commanded import Commands, Whole, create
-from ends import KEY, End
+from ends import KEY, End, greeted
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scripted import ALL_WELL
@@ -91,8 +91,7 @@ class Played(Link):
         ours, theirs = socket.socketpair()
         super().__init__(ours, KEY)
         node = End(theirs, listens=True)
-        self.greet(30)
-        node.meet()
+        greeted(self, node)
         for line in said.splitlines():
             node.send(line)
         theirs.close()

@@ -38,6 +38,8 @@ class Hostile(threading.Thread):
         file.flush()
         seal.meet(file.readline().rstrip(b"\n"))
         assert seal.open(file.readline().rstrip(b"\n")) == b""
+        file.write(seal.close(b"") + b"\n")
+        file.flush()
         while line := file.readline():
             asked = json.loads(seal.open(line.rstrip(b"\n")))
             if asked["ask"] == "news":

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from ends import KEY, End
+from ends import KEY, End, greeted
 from said import sent
 from scripted import Clock
 
@@ -65,8 +65,7 @@ class Nodes(Linked):
             return None
         played = self.played[node]
         link = Link(played.there, KEY)
-        assert link.greet(30)
-        played.end_.meet()
+        greeted(link, played.end_)
         played.speak()
         return link
 

@@ -203,18 +203,19 @@ def test_a_connection_must_begin_with_words_and_go_on_in_lines_with_proof():
     with strange() as (link, there):
         node = Seal(KEY, listens=True)
         there.sendall(node.word[:5])
-        waits = []
+        waits, heard = [], []
 
         def rest() -> None:
             waits.append(link.sock.gettimeout())
             there.sendall(node.word[5:] + b"\n")
+            word, proof, rest = there.recv(1000).split(b"\n")
+            node.meet(word)
+            heard.extend((node.open(proof), rest))
+            there.sendall(node.close(b"") + b"\n")
 
         threading.Timer(0.05, rest).start()
         assert link.greet(9)
-        assert 0 < waits[0] <= 9 and link.sock.gettimeout() == links.ANSWERS
-        word, proof, rest = there.recv(1000).split(b"\n")
-        node.meet(word)
-        assert (node.open(proof), rest) == (b"", b"")
+        assert 0 < waits[0] <= 9 and link.sock.gettimeout() == links.ANSWERS and heard == [b"", b""]
         there.sendall(node.close(sent("status").rstrip()) + b"\n")
         assert link.receive() == [said("status")]
         assert link.send("dump")
@@ -231,6 +232,13 @@ def test_a_connection_must_be_closed_where_the_node_does_not_greet(said):
             there.shutdown(socket.SHUT_WR)
         assert not link.greet(0.01)
         assert link.sock.fileno() == -1
+
+
+def test_nothing_must_be_said_to_a_listener_that_has_no_key():
+    with strange() as (link, there):
+        there.sendall(b"0" * 32 + b"\n" + b"0" * 64 + b" \n")  # a word, and a proof that it makes up
+        assert not link.greet(10)
+        assert there.recv(1000).count(b"\n") == 2
 
 
 def test_a_connection_must_end_for_the_node_even_if_another_process_holds_its_socket():

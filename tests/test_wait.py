@@ -271,6 +271,61 @@ def test_what_a_worker_calls_its_processes_must_not_hide_them(waiting, name):
     assert gone(pid)
 
 
+CHANGES = {
+    "fewer descriptors": "resource.prlimit(pid, resource.RLIMIT_NOFILE, (64, 64))",
+    "small files": "resource.prlimit(pid, resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))",
+    "priority": "os.setpriority(os.PRIO_PROCESS, pid, 5)",
+    "scheduler": "os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))",
+    "cores": "os.sched_setaffinity(pid, {min(os.sched_getaffinity(0))})",
+}
+FORKER = """
+node = os.getppid()
+(pid,) = {*map(int, open(f"/proc/{node}/task/{node}/children").read().split())} - {os.getpid()}
+"""
+
+
+@pytest.mark.parametrize("whose", ["node", "forker"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_node_that_a_job_has_changed_must_end_and_not_run_another_one(tmp_path, change, whose):
+    if "affinity" in change and len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core is all that there is")
+    node = Waiting(tmp_path, PRELOAD)
+    find = "pid = os.getppid()" if whose == "node" else FORKER
+    assert node.run(0, f"import os, resource\n{find}\n{change}") == 0, node.log(0)
+    node.pipe.ask("clean")
+    assert node.pipe.until("clean") is None
+    assert node.node.wait(timeout=150) == 0
+    assert "cannot make ready for another job: the job has changed" in node.out.read_text()
+    node.pipe.close()
+
+
+def test_a_node_that_cannot_see_all_processes_must_not_say_that_it_is_clean(tmp_path):
+    blind = "import errno, os\ndef fails(path): raise OSError(errno.EMFILE, 'too many open files')\n"
+    node = Waiting(
+        tmp_path,
+        before=blind + "wait_for = loop.Loop.finish\n"
+        "def finish(self):\n    os.listdir = fails\n    wait_for(self)\nloop.Loop.finish = finish",
+    )
+    assert node.run(0, "pass") == 0
+    node.pipe.ask("clean")
+    assert node.pipe.until("clean") is None
+    node.node.wait(timeout=150)
+    node.pipe.close()
+
+
+def test_a_node_must_listen_again_where_a_job_has_put_something_else_in_the_place_of_its_socket(waiting):
+    code = (
+        "import os, socket\npath = os.environ['NODE_SOCKET']\nos.rename(path, path + '-old')\n"
+        "sock = socket.socket(socket.AF_UNIX)\nsock.bind(path)\nsock.listen()\n"
+    )
+    assert waiting.run(0, code) == 0
+    waiting.pipe.ask("clean")
+    assert waiting.pipe.until("clean")
+    waiting.pipe.close()
+    waiting.pipe = Pipe(waiting.env)
+    assert waiting.status()["generation"] == -1
+
+
 def test_a_worker_that_is_dying_when_all_are_asked_to_stop_must_not_count_as_asked(tmp_path):
     before = (
         "real = worker.Worker.dying.fget; worker.Worker.dying = property(lambda self: self.rank == '1' or real(self))"

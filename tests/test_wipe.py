@@ -2,7 +2,7 @@
 
 import ctypes
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -11,22 +11,23 @@ from orchestrate.node.wait import wipe
 
 
 @pytest.fixture
-def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
-    """A segment of System V's shared memory, and the calls that would have freed some."""
-    libc, freed = ctypes.CDLL(None), []
-    made = libc.shmget(0, 4096, 0o1600)  # IPC_PRIVATE, IPC_CREAT
+def ipc(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, int], set[tuple[object, ...]]]]:
+    """A thing of each kind of System V's, by kind, and the calls that would have freed some."""
+    libc, freed = ctypes.CDLL(None), set()
+    flags = 0o1600  # IPC_CREAT; the key 0 is IPC_PRIVATE
+    made = {"shmctl": libc.shmget(0, 4096, flags), "msgctl": libc.msgget(0, flags), "semctl": libc.semget(0, 1, flags)}
 
     class Recorder:
-        def shmctl(self, *arguments: int) -> None:
-            freed.append(arguments)
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *arguments: freed.add((name, *arguments))
 
     monkeypatch.setattr(wait.ctypes, "CDLL", lambda name: Recorder())
     yield made, freed
-    libc.shmctl(made, 0, None)
+    libc.shmctl(made["shmctl"], 0, None), libc.msgctl(made["msgctl"], 0, None), libc.semctl(made["semctl"], 0, 0)
 
 
-def test_a_folder_must_be_emptied_but_for_sockets_and_what_links_lead_to(tmp_path, shm):
-    made, freed = shm
+def test_a_folder_must_be_emptied_but_for_the_nodes_own_sockets_and_what_links_lead_to(tmp_path, ipc):
+    made, freed = ipc
     folder, outside = tmp_path / "tmp", tmp_path / "outside"
     (folder / "sub" / "deep").mkdir(parents=True)
     outside.mkdir()
@@ -34,14 +35,26 @@ def test_a_folder_must_be_emptied_but_for_sockets_and_what_links_lead_to(tmp_pat
     (folder / "link").symlink_to(outside)
     (folder / "dangling").symlink_to("nowhere")
     (folder / "file").touch()
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(str(folder / "node.sock"))
-    wipe([str(tmp_path / "none"), str(folder)])
+    for name in ("node.sock", "of-a-worker.sock"):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(folder / name))
+    wipe([str(tmp_path / "none"), str(folder)], {(folder / "node.sock").lstat().st_ino})
     assert [path.name for path in folder.iterdir()] == ["node.sock"]
     assert (outside / "mine").exists()
-    assert (made, 0, None) in freed
+    wanted = {
+        ("shmctl", made["shmctl"], 0, None),
+        ("msgctl", made["msgctl"], 0, None),
+        ("semctl", made["semctl"], 0, 0),
+    }
+    assert wanted <= freed
 
 
-def test_shared_memory_of_a_machine_must_be_left_alone_where_there_is_nothing_to_empty(shm):
-    wipe([])
-    assert shm[1] == []
+def test_what_cannot_be_removed_must_be_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(wait, "clear", lambda folder, keep: ["a"])
+    with pytest.raises(OSError, match="1 files of the job cannot be removed"):
+        wipe([str(tmp_path)], set())
+
+
+def test_what_a_machine_shares_must_be_left_alone_where_there_is_nothing_to_empty(ipc):
+    wipe([], set())
+    assert ipc[1] == set()

@@ -40,7 +40,7 @@ class Pipe:
         """Have the node take whole lines."""
         if not self.seal.met:
             self.seal.meet(self._lines()[0])
-            self._write(self.seal.word + b"\n")
+            self._write(self.seal.word + b"\n" + self.seal.close(b"") + b"\n")
         self._write(b"".join(self.seal.close(line) + b"\n" for line in text.splitlines()))
 
     def _write(self, text: bytes) -> None:
@@ -64,7 +64,7 @@ class Pipe:
         while not (found := [message for message in self.heard if wanted.items() <= message.items()]):
             if not (lines := self._lines()):
                 return None
-            self.heard += [json.loads(self.seal.open(line)) for line in lines]
+            self.heard += [json.loads(text) for text in map(self.seal.open, lines) if text]
         return found[0]
 
     def status(self) -> dict:

@@ -198,6 +198,7 @@ class DockerEngine(Linked):
         if self.stays:
             self.nodes = {name: node for name, node in self._look().items() if self._well(node)}
             self._clean(self.nodes)
+            sockets.tidy(self.sockets, {str(node.short_id) for node in self.nodes.values()})
         elif self.home:
             self.remove(self.home, grace if self.running else 0)  # an idle node has nothing to end
 
@@ -251,6 +252,7 @@ class DockerEngine(Linked):
         self._take_key(run)
         self.home, self.stays, self.sockets = plan.home, bool(plan.inventory.cluster), JobPaths(run.parent).sockets
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
+        filtered = not spec.host_access and self.network != "host"
         self.env = {
             "JOB_ID": self.home,
             "JOB_OWNER": str(os.getuid()),
@@ -269,11 +271,12 @@ class DockerEngine(Linked):
             "NODE_CPUS": str(spec.cpus or 0),
             "NODE_GRACE": str(spec.grace),
             "NODE_PRELOAD": " ".join(plan.inventory.preload),
+            "NODE_FILTERED": "1" if filtered else "",
             "NODE_SOCKETS": SOCKETS if self._same_kernel() and sockets.possible(run.parent) else "",
         }
         if self.env["NODE_SOCKETS"]:
             self.mounts.append(mounts.bind(self.sockets, SOCKETS))
-        if self.guard is None and not spec.host_access and self.network != "host":
+        if self.guard is None and filtered:
             self.guard = Guard(self.daemon, self.home, spec.image, run)
         if self.events is None:
             self.events = Events(self.daemon, self._ours)

@@ -41,19 +41,26 @@ class Link:
         """Exchange the words that a connection begins with; False where the node does not, in some seconds."""
         deadline = time.monotonic() + patience
         try:
-            while b"\n" not in self.partial:
-                self.sock.settimeout(max(0.001, deadline - time.monotonic()))
-                if len(self.partial) > LONGEST_GREETING or not (chunk := self.sock.recv(1 << 16)):
-                    raise OSError("no word, or the connection has ended")
-                self.partial += self.decode(chunk)
-            word, _, self.partial = self.partial.partition(b"\n")
-            self.seal.meet(word)
+            self.seal.meet(self._greeting(deadline))
             self.sock.settimeout(ANSWERS)
             self.sock.sendall(self.seal.word + b"\n" + self.seal.close(b"") + b"\n")
+            if self.seal.open(self._greeting(deadline)):
+                raise ValueError("no proof")
+            self.sock.settimeout(ANSWERS)
         except (OSError, ValueError):
             self.close()
             return False
         return True
+
+    def _greeting(self, deadline: float) -> bytes:
+        """The next line, which must be short and come in time; raises OSError."""
+        while b"\n" not in self.partial:
+            self.sock.settimeout(max(0.001, deadline - time.monotonic()))
+            if len(self.partial) > LONGEST_GREETING or not (chunk := self.sock.recv(1 << 16)):
+                raise OSError("no such line, or the connection has ended")
+            self.partial += self.decode(chunk)
+        line, _, self.partial = self.partial.partition(b"\n")
+        return line
 
     def send(self, ask: str, **facts: Any) -> bool:
         """Ask the node for something; False where the connection has ended."""

@@ -70,7 +70,7 @@ def task(
         "NODE_MODE": "wait",
         "NODE_GRACE": f"{spec.grace:g}",
         "NODE_PRELOAD": " ".join(plan.inventory.preload),
-        "NODE_WIPE": f"/tmp /dev/shm {JOB}",
+        "NODE_WIPE": f"/tmp /dev/shm /dev/mqueue {JOB}",
         "NODE_PORT": listens,
         "NODE_KEY": key.hex(),
         "HOME": "/tmp",

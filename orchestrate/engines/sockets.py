@@ -19,6 +19,7 @@ from pathlib import Path
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.errors import EngineError
 from orchestrate.folder import remove
+from orchestrate.node.trees import clear
 
 TEMPORARY = Path("/tmp")  # not $TMPDIR: a path of a socket has 104 characters at most, and is the same in every shell
 
@@ -72,6 +73,12 @@ def unshare(folder: Path) -> None:
             remove(folder)
     except OSError as error:
         raise EngineError(f"{folder} cannot be removed: {error.strerror}") from None
+
+
+def tidy(folder: Path, names: set[str]) -> None:
+    """Remove what a job on a cluster has put beside the sockets of its nodes, as far as that can be."""
+    with contextlib.suppress(OSError):
+        clear(str(folder), keep=lambda entry: entry.name in names)
 
 
 def connect(path: Path, key: bytes, patience: float = 0.0) -> Link:

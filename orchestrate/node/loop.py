@@ -17,11 +17,11 @@ from orchestrate.node.output import say, stdout
 from orchestrate.node.protocol import Refused, parsed, seconds
 from orchestrate.node.ranks import Env
 from orchestrate.node.sealed import Seal
-from orchestrate.node.warm import IMPORT_TAKES, Zygote, adopt_orphans, children
+from orchestrate.node.warm import IMPORT_TAKES, Zygote, adopt_orphans, children, standing
 from orchestrate.node.worker import FAILED_TO_START, Worker, kill
 
 LONGEST_MESSAGE = 1 << 20  # bytes
-LONGEST_GREETING = 1 << 6  # bytes of the word with which a sealed connection begins
+LONGEST_GREETING = 1 << 7  # bytes of each line with which a sealed connection begins
 LONGEST_WAIT = 3600.0  # seconds; epoll_wait(2) takes no more than 24 days
 RETRY = 0.05  # seconds
 STUCK = 5.0  # seconds after which somebody who does not read what we send is given up
@@ -98,6 +98,8 @@ class Loop:
             return None
         self.workers.append(worker)
         self.watch(worker.output, lambda: self._pump(worker))
+        if self.zygote:
+            self.zygote.go()
         if self.zygote is None or self.zygote.ready is not None:
             self._launch(worker)
         return worker
@@ -162,6 +164,11 @@ class Loop:
             self.zygote = None
         self.finish()
         stdout.flush(last=True)
+
+    def changed(self) -> bool:
+        """Whether a worker has changed what the kernel grants the process that forks workers; raises OSError."""
+        zygote = self.zygote
+        return zygote is not None and zygote.ready is True and standing(zygote.process.pid) != zygote.standing
 
     def _pump(self, worker: Worker) -> None:
         if not worker.pump():
@@ -294,6 +301,8 @@ class Channel:
             text = self.seal.open(line) if self.seal else line
         except ValueError:
             return False
+        if self.seal and not self.heard:
+            self._write(self.seal.close(b""))
         self.heard = True
         if self.seal and not text:
             return True

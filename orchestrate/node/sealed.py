@@ -6,7 +6,7 @@ Both sides begin with a random word. From the key and both words comes a key of 
 is the HMAC-SHA256 (RFC 2104) of the side that writes it, its number and its text, a space, and the text. So nobody
 without the key can make up, change, leave out or repeat a line. Reading it is for the network to prevent.
 
-The side that has connected proves at once that it has the key, by a line without text; it may ask much later.
+First the side that has connected and then the other one proves that it has the key, by a line without text.
 """
 
 from __future__ import annotations

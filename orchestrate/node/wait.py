@@ -20,7 +20,7 @@ everyone who has asked it anything:
                               ends, `cut off` where its lease was over, or empty; `asked`: whether the node had asked
                               it to end
     {"say": "status", "generation", "codes", "signs", "running", "tags", "time"}
-    {"say": "clean"}
+    {"say": "clean"}          a node that cannot make ready for another job ends instead
     {"say": "refused", "error"}    to who asked alone: nothing was done, and why; protocol.py has what may be asked
 
 Who asks may go away; the worker stays, and so does its exit code.
@@ -33,7 +33,6 @@ import ctypes
 import os
 import signal
 import socket
-import stat
 import tarfile
 import time
 from collections.abc import Callable
@@ -45,15 +44,18 @@ from orchestrate.node.guard import marked
 from orchestrate.node.lease import Lease
 from orchestrate.node.listener import BACKLOG, Listener
 from orchestrate.node.loop import Channel, Loop
+from orchestrate.node.output import say
 from orchestrate.node.place import placed
 from orchestrate.node.protocol import integer, request
 from orchestrate.node.ranks import FENCE, Env, fence
 from orchestrate.node.trees import clear, replace
-from orchestrate.node.warm import POSSIBLE
+from orchestrate.node.warm import POSSIBLE, standing
 from orchestrate.node.worker import Worker, doing, kill, oom_kills
 
 FILES: dict[str, Callable[..., dict[str, Any]]] = {"put": Files.put, "news": Files.news, "read": Files.read}
-IPC_RMID = 0  # of shmctl(2)
+IPC_RMID = 0  # of shmctl(2), msgctl(2) and semctl(2)
+LOOKS = 0.05  # seconds between two looks whether the filter is there
+ROUTES = Path("/proc/self/net/route")
 REFUSED = 128 + signal.SIGTERM  # the code of a worker whose generation was over before it could start
 
 
@@ -72,6 +74,8 @@ class Waiting:
         self.alone = False  # whether nobody else sees this node's folder
         self.files = Files()
         self.lease: Lease | None = None
+        self.bound: dict[str, int] = {}  # the inodes of our sockets, by their paths
+        self.standing = standing(os.getpid())
 
     def listen_tcp(self, port: int) -> None:
         """Have orchestrators ask over TCP; raises OSError."""
@@ -90,6 +94,7 @@ class Waiting:
         finally:
             os.umask(mask)
         server.listen(BACKLOG)
+        self.bound[path] = os.lstat(path).st_ino
         self.listeners.append(Listener(self.loop, server, self.receive, self.key))
 
     def receive(self, channel: Channel, message: Any) -> None:
@@ -105,7 +110,7 @@ class Waiting:
             self.channels.append(channel)
         if ask == "start":
             env = {**os.environ, **facts["env"]} if facts["inherit"] else facts["env"]
-            if facts["filtered"] and not marked(Path("/proc/self/net/route").read_text()):
+            if facts["filtered"] and not marked(ROUTES.read_text()):
                 return self.say("ended", *whose(env), code=REFUSED, at=time.time(), sign="ending", asked=False)
             self.start(facts["command"], placed(env) if self.alone else env, facts["cwd"], facts["log"])
         elif ask == "stop":
@@ -117,8 +122,7 @@ class Waiting:
             self.loop.stop(end=True)
         elif ask == "dump":
             kill(self.loop.workers, signal.SIGABRT)  # on which Python's fault handler prints all stacks
-        elif ask == "clean":
-            self.clean()
+        elif ask == "clean" and self.clean():
             for listener in self.listeners:
                 listener.drop(kept=channel)  # what a process of the last job has asked meanwhile
             channel.send({"say": "clean"})
@@ -161,8 +165,8 @@ class Waiting:
         generation, rank = whose(env)
         if log is not None:
             self.files.follow(env.get("JOB_DIR", ""), rank, log)
-        if self.job not in ("", env.get("JOB_ID")):  # nobody has told us that it is over
-            self.clean()
+        if self.job not in ("", env.get("JOB_ID")) and not self.clean():  # nobody has told us that it is over
+            return
         self.job, self.folder, self.sign = env.get("JOB_ID", ""), env.get("JOB_DIR", ""), ""
         if generation < max(self.generation, fence(env.get("JOB_DIR"))):
             return self.say("ended", generation, rank, code=REFUSED, at=time.time(), sign="", asked=True)
@@ -184,12 +188,37 @@ class Waiting:
         if worker:
             self.workers[rank] = worker
 
-    def clean(self) -> None:
-        """Make ready for another job: nothing of this one's is left, neither processes nor shared memory nor files."""
+    def clean(self) -> bool:
+        """Make ready for another job: nothing of this one's is left, neither processes nor shared memory nor files.
+
+        Where that cannot be, or the job has changed what the kernel grants us, the node ends; returns False then.
+        """
         self.job, self.generation, self.workers, self.codes, self.signs = "", -1, {}, {}, {}
+        if self.lease:
+            self.lease.end()
+            self.lease = None
         kill(self.loop.workers, signal.SIGKILL)
-        self.loop.finish()
-        wipe(os.environ.get("NODE_WIPE", "").split())
+        try:
+            self.loop.finish()
+            wipe(os.environ.get("NODE_WIPE", "").split(), set(self.bound.values()))
+            self._bind_again()
+            if standing(os.getpid()) != self.standing or self.loop.changed():
+                raise OSError("the job has changed the limits or the priority of the node")
+        except OSError as error:
+            say(f"the node ends, since it cannot make ready for another job: {error}")
+            self.loop.stop(end=True)
+            return False
+        return True
+
+    def _bind_again(self) -> None:
+        """Listen again where a worker has put something else in the place of a socket; raises OSError."""
+        for path, inode in list(self.bound.items()):
+            try:
+                found = os.lstat(path).st_ino
+            except FileNotFoundError:
+                found = 0
+            if found != inode:
+                self.listen(path)
 
     def status(self) -> dict[str, Any]:
         """The generation, the exit codes of the workers that have ended, and what those that run are doing."""
@@ -212,6 +241,7 @@ def wait(path: str, shared: str, port: int, key: bytes) -> int:
     loop = Loop()
     if POSSIBLE and (modules := os.environ.get("NODE_PRELOAD", "").split()):
         loop.warm(modules)
+        warm_up(loop, os.environ.get("NODE_FILTERED") == "1")
     waiting = Waiting(loop, key)
     waiting.listen(path)
     if shared:
@@ -227,26 +257,35 @@ def wait(path: str, shared: str, port: int, key: bytes) -> int:
     return 0
 
 
+def warm_up(loop: Loop, filtered: bool) -> None:
+    """Let modules of the job be imported: at once, or when the filter is there that the network is to have."""
+    if loop.zygote and filtered and not marked(ROUTES.read_text()):
+        loop.after(LOOKS, lambda: warm_up(loop, filtered))
+    elif loop.zygote:
+        loop.zygote.go()
+
+
 def whose(env: Env) -> tuple[int, int]:
     """Generation and rank of a worker, by its environment; raises Refused."""
     return integer(env, "TORCHELASTIC_RESTART_COUNT"), integer(env, "RANK")
 
 
-def wipe(folders: list[str]) -> None:
-    """Empty folders, but for sockets and for what cannot be removed.
+def wipe(folders: list[str], kept: set[int]) -> None:
+    """Empty folders, but for what has one of the inodes `kept`, and free System V's memory, queues and semaphores.
 
-    And free System V's shared memory, which only a container has for itself.
+    Only a container has those for itself. Raises OSError where something stays.
     """
     for folder in folders:
-        with contextlib.suppress(OSError):
-            clear(folder, keep=_is_socket)
-    if folders:
-        with contextlib.suppress(OSError), open("/proc/sysvipc/shm") as file:
+        with contextlib.suppress(FileNotFoundError):
+            if left := clear(folder, keep=lambda entry: entry.inode() in kept):
+                raise OSError(f"{len(left)} files of the job cannot be removed from {folder}")
+    libc = ctypes.CDLL(None)
+    remove = {
+        "shm": lambda number: libc.shmctl(number, IPC_RMID, None),
+        "msg": lambda number: libc.msgctl(number, IPC_RMID, None),
+        "sem": lambda number: libc.semctl(number, 0, IPC_RMID),
+    }
+    for kind in remove if folders else ():
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/sysvipc/{kind}") as file:  # the kernel may lack it
             for line in file.read().splitlines()[1:]:
-                ctypes.CDLL(None).shmctl(int(line.split()[1]), IPC_RMID, None)
-
-
-def _is_socket(entry: os.DirEntry[str]) -> bool:
-    with contextlib.suppress(OSError):  # it has gone
-        return stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)
-    return False
+                remove[kind](int(line.split()[1]))

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ IMPORT_TAKES = 300.0  # seconds, at most
 ANSWERS = 10.0  # seconds that a fork may take
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36  # of Linux' prctl(2)
 POSSIBLE = sys.platform == "linux"
+GO = b"g"  # as in zygote.py
+LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 def adopt_orphans() -> bool:
@@ -63,6 +66,8 @@ class Zygote:
     def __init__(self, modules: list[str], settled: Callable[[str], None]) -> None:
         """Start it; `settled` is called when it turns out whether it can fork, with the reason why not, or nothing."""
         self.ready: bool | None = None
+        self.gone_on = False
+        self.standing: list[Any] = []  # of its process, before there was a worker
         self.settled = settled
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(ANSWERS)
@@ -78,6 +83,13 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+
+    def go(self) -> None:
+        """Let it import modules of the job's own folder, too."""
+        if not self.gone_on:
+            self.gone_on = True
+            with contextlib.suppress(OSError):  # it has ended
+                self.sock.send(GO)
 
     def read(self) -> None:
         """Take its word whether it is ready; or its end."""
@@ -110,7 +122,9 @@ class Zygote:
 
     def _settle(self, ready: bool, why: str) -> None:
         self.ready = ready
-        if not ready:
+        if ready:
+            self.standing = standing(self.process.pid)
+        else:
             self.end()
         self.settled(why)
 
@@ -121,13 +135,27 @@ class Zygote:
         return {}
 
 
+def standing(pid: int) -> list[Any]:
+    """What the kernel grants a process, which any process of its user can change; nothing where that is not Linux."""
+    if not POSSIBLE:
+        return []
+    bounds = [resource.prlimit(pid, number) for number in LIMITS]
+    return [*bounds, os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid), os.sched_getaffinity(pid)]
+
+
 def processes() -> Iterator[tuple[int, list[bytes]]]:
-    """All processes that are to be seen, and what proc(5) says of each from its state on, whatever it calls itself."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            yield int(path.parent.name), path.read_bytes().rpartition(b")")[2].split()
+    """All processes that are to be seen, and what proc(5) says of each from its state on, whatever it calls itself.
+
+    Raises OSError where they cannot be looked at.
+    """
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is hidden
+            yield int(name), Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
 
 
 def children() -> list[int]:
-    """The processes whose parent we are."""
+    """The processes whose parent we are.
+
+    Raises OSError where not all can be seen: a worker of our user can take descriptors from us, by prlimit(2).
+    """
     return [pid for pid, facts in processes() if facts and int(facts[1]) == os.getpid()]

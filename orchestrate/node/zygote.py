@@ -6,6 +6,10 @@ A program of its own, with the standard library alone: what it imports, the work
 socket whether it is ready; then each message is a worker to start, `{"command", "env", "cwd"}`, with the descriptor
 of its output, and is answered with the worker's process id. The worker becomes a child of the node, which reaps it.
 
+Modules of the job's own folder are imported once the node says so (`GO`): when its network has its filter. Nothing else
+is imported from there. A message is read by the worker that it is for: nothing of it, such as a secret in its
+environment, is in the memory of those that are forked later.
+
 A worker that would differ from one in a fresh interpreter gets a fresh interpreter: it execs Python.
 """
 
@@ -35,6 +39,7 @@ import weakref
 from typing import Any, NoReturn
 
 MOST = 1 << 20  # bytes of a message
+GO, READ = b"g", b"r"
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # of Linux' prctl(2)
 libc = ctypes.CDLL(None)
 
@@ -45,14 +50,26 @@ EARLY = ("PYTHON", "PYTORCH", "TORCH", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP
 LATE = ("TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")  # but these count later, or are seen to
 
 
-def preload(modules: list[str]) -> str:
-    """Import what workers will need; return why none can be forked, or nothing."""
-    gc.disable()
+def load(modules: list[str]) -> str:
+    """Import what workers will need; return why that cannot be, or nothing."""
     for name in modules:
         try:
             importlib.import_module(name)
         except BaseException as error:  # whatever a module does, workers can still start without us
             return f"{name} cannot be imported: {type(error).__name__}: {error}"
+    return ""
+
+
+def own(name: str) -> bool:
+    """Whether a module is not installed, so that it can only be the job's own."""
+    try:
+        return importlib.util.find_spec(name.partition(".")[0]) is None
+    except (ImportError, ValueError):
+        return False
+
+
+def settle() -> str:
+    """Make ready to fork; return why no worker can be forked, or nothing."""
     gc.enable()
     gc.collect()
     gc.freeze()  # the collector would write to every object, and unshare its page
@@ -204,23 +221,32 @@ def flush() -> None:
     libc.fflush(None)
 
 
-def fork(message: dict[str, Any], output: int, control: socket.socket, node: int) -> int:
-    """Fork a worker that is nobody's child, so that the node, the next subreaper, adopts it; return its id."""
+def fork(control: socket.socket, node: int) -> int:
+    """Fork the worker that the next message is for; return its id.
+
+    It is nobody's child, so that the node, the next subreaper, adopts it. Raises ValueError where it has not read its
+    message.
+    """
     reader, writer = os.pipe()
     between = os.fork()
     if not between:
         child = os.fork()
         if child:
-            os.write(writer, str(child).encode())
+            os.write(writer, b"%d" % child)
             os._exit(0)
+        data, descriptors, _, _ = socket.recv_fds(control, MOST, 1)
+        os.write(writer, READ)
         for descriptor in (reader, writer, control.detach()):
             os.close(descriptor)
-        become(message["command"], message["env"], message["cwd"], output, node)
+        message = json.loads(data)
+        become(message["command"], message["env"], message["cwd"], descriptors[0], node)
     os.close(writer)
-    os.close(output)
     os.waitpid(between, 0)
     with os.fdopen(reader, "rb") as pipe:
-        return int(pipe.read())
+        said = pipe.read()
+    if READ not in said:  # its message is still there, and would be taken for the next one's
+        raise ValueError("a worker has not read its message")
+    return int(said.replace(READ, b""))
 
 
 def main() -> None:
@@ -228,16 +254,23 @@ def main() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(PR_SET_DUMPABLE, 0)  # workers, which run as the same user, must not write into what forks the next ones
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.getcwd()
+    gc.disable()
+    if not (safe := getattr(sys.flags, "safe_path", False)):
+        del sys.path[0]
     control, node, modules = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[4:]
-    why = preload(modules)
+    later = [name for name in modules if own(name)]
+    why = load([name for name in modules if name not in later])
+    if later and not why and control.recv(1) != GO:
+        return
+    if not safe:
+        sys.path.insert(0, os.getcwd())
+    why = why or load(later) or settle()
     control.send(json.dumps({"ready": not why, "why": why}).encode())
-    while not why:
-        data, descriptors, _, _ = socket.recv_fds(control, MOST, 1)
-        if not data:
-            return
-        control.send(json.dumps({"pid": fork(json.loads(data), descriptors[0], control, node)}).encode())
+    while head := control.recv(1, socket.MSG_PEEK):
+        if head == GO or why:  # to end with a message unread would lose ours; so wait to be ended
+            control.recv(1)
+        else:
+            control.send(json.dumps({"pid": fork(control, node)}).encode())
 
 
 if __name__ == "__main__":
