@@ -17,6 +17,11 @@ _ESCAPES = re.compile(
     r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # window title, clipboard
     r"|\x1b[@-Z\\-_]?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )
+_UNSEEN = re.compile(  # Unicode's categories Cf, Zl and Zp, but the joiner of emoji (U+200D)
+    "[\u00ad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f"
+    "\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0001\U000e0020-\U000e007f]+"
+)
 _failures: list[OSError] = []  # why output was not written; a reader that has left is none
 
 
@@ -25,8 +30,9 @@ class Closed(Exception):
 
 
 def clean(text: str) -> str:
-    """The text without control characters but newline and tab."""
-    return _ESCAPES.sub("", text)
+    """The text without control characters but newline and tab, and without those that change how it is read."""
+    text = _ESCAPES.sub("", text)
+    return text if text.isascii() else _UNSEEN.sub("", text)
 
 
 def prepare() -> None:

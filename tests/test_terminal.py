@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,21 @@ APP = ("--gpus", "none", "--", "-m", "app.train")
         ("\x1b]0;no end\nthe next line", "\nthe next line"),
         ("\x1b\x1b[0m[2J", "[2J"),
         ("a\rb\x85c\x9b2Jd", "abc2Jd"),
+        ("pay\u202eexe.\u202cpdf\u2066\u2069", "payexe.pdf"),  # would be read from right to left
+        ("one\u2028two\u2029three\ufeff\u200b", "onetwothree"),
+        ("👩\u200d🚀 ❤\ufe0f é e\u0301 \u00a0", "👩\u200d🚀 ❤\ufe0f é e\u0301 \u00a0"),
     ],
     ids=ascii,
 )
 def test_no_control_character_but_newline_and_tab_may_be_left(text, cleaned):
     assert terminal.clean(text) == cleaned
+
+
+def test_no_character_that_cannot_be_seen_but_the_joiner_of_emoji_may_be_left():
+    every = "".join(map(chr, range(160, sys.maxunicode + 1)))
+    kept = set(terminal.clean(every))
+    assert {char for char in kept if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp")} == {"\u200d"}
+    assert {unicodedata.category(char) for char in set(every) - kept} <= {"Cf", "Cn", "Zl", "Zp"}  # and nothing else
 
 
 def test_everything_that_is_printed_must_be_clean(capsys):
