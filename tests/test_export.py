@@ -399,6 +399,31 @@ def test_compose_must_not_look_up_what_a_command_means_for_itself(cli):
     assert (master["command"][-1], master["environment"]["A"]) == ("$${B}", "$$HOME")
 
 
+LOOK = """\
+import os
+print(os.listdir("runs"), os.listdir(".git"), repr(open(".env").read()))
+"""
+
+
+@pytest.mark.docker
+def test_a_job_of_the_compose_file_must_see_nothing_that_is_hidden(cli, docker_engine, nothing_left):
+    (cli.folder / ".git").mkdir()
+    for name in (".git/config", ".env"):
+        (cli.folder / name).write_text("canary")
+    (cli.folder / ".dockerignore").write_text(".env\n")
+    (cli.folder / "look.py").write_text(LOOK)
+    file, log = cli.folder / "job.yml", cli.folder / "runs" / "look" / "job" / "logs" / "rank-0.log"
+    file.write_text(cli("export", "compose", "--gpus", "none", "--trainers", "0", "--", "look.py").stdout)
+    make_folder(file.read_text())
+    compose = ["docker", "compose", "--file", str(file)]
+    try:
+        up = subprocess.run([*compose, "up", "--scale", "trainer=0"], capture_output=True, text=True, timeout=120)
+        assert up.returncode == 0, up.stdout + up.stderr
+    finally:
+        subprocess.run([*compose, "down"], check=True, capture_output=True)
+    assert "[] [] ''" in log.read_text()
+
+
 @pytest.mark.docker
 def test_the_compose_file_must_train(cli, docker_engine, nothing_left):
     file, job = cli.folder / "job.yml", cli.folder / "runs" / "steps" / "job"

@@ -87,14 +87,37 @@ def test_the_folder_of_the_files_must_be_made_where_other_users_cannot_enter(tmp
     assert (job.st_uid, job.st_gid) == (users.nodes_of(JobSpec()) or (os.getuid(), os.getgid()))
 
 
-def test_a_node_must_see_the_code_the_program_and_the_jobs_folder():
+def test_a_node_must_see_the_code_the_program_and_the_jobs_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for role in NODES:
-        code, program, folder = exported()["services"][role]["volumes"]
+        code, program, folder, _ = exported()["services"][role]["volumes"]
         here, there = Path.cwd(), {"create_host_path": False}
         seen = {"type": "bind", "read_only": True, "bind": there}
         assert code == seen | {"source": str(here), "target": "/workspace"}
         assert program == seen | {"source": str(PACKAGE), "target": "/opt/orchestrate"}
         assert folder == {"type": "bind", "source": f"{here}/runs/digits/job", "target": "/job", "bind": there}
+
+
+def test_a_node_must_not_see_jobs_the_history_and_what_is_ignored(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("$secrets", ".git"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".env").touch()
+    (tmp_path / ".dockerignore").write_text(".env\n$secrets\n")
+    folder = {"type": "tmpfs", "read_only": True, "tmpfs": {"size": 4096, "mode": 0o555}}
+    hidden = [
+        folder | {"target": "/workspace/$$secrets"},
+        {"type": "bind", "source": os.devnull, "target": "/workspace/.env", "read_only": True},
+        folder | {"target": "/workspace/.git"},
+        folder | {"target": "/workspace/runs"},  # which is made before the job starts
+    ]
+    for role in NODES:
+        found = exported()["services"][role]["volumes"][3:]
+        assert sorted(found, key=lambda mount: mount["target"]) == hidden
+    (tmp_path / ".dockerignore").write_text("train.py\n")
+    (tmp_path / "train.py").touch()
+    with pytest.raises(UsageError, match="nodes do not see train.py, where the script is"):
+        exported()
 
 
 @pytest.mark.parametrize("name", ["$5", "${A:-b}", "a:b", "a:ro", 'it\'s "so" \\', "new\nline", "-dash", " é\x85\x01"])

@@ -58,19 +58,20 @@ def of_nodes(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[
 def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """The mounts, in the long form of a Compose file, that hide things in a folder of code, mounted at `place`.
 
-    `runs` is the folder of all jobs. Raises UsageError where there are too many, the runs are not in a folder of their
-    own, or the script of `command` would be hidden: Python would run an empty one, without an error.
+    `runs` is the folder of all jobs, by its real path; it may be made later. Raises UsageError where there are too
+    many, the runs are not in a folder of their own, or the script of `command` would be hidden: Python would run an
+    empty one, without an error.
     """
     if runs == code:
         raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
-    names = [*ALWAYS, *([str(runs.relative_to(code))] if runs.is_relative_to(code) else [])]
+    jobs = {str(runs.relative_to(code))} if runs.is_relative_to(code) else set()
     named = sorted(islice(ignored(code, COMPILED), MOST + 1))
     if len(named) > MOST:
         raise UsageError(
             f".dockerignore names more than {MOST} files and folders of {code}, the most that a node can hide",
             "name the folders that they are in",
         )
-    found = {*named, *(name for name in names if _there(code / name))}
+    found = {*named, *jobs, *(name for name in ALWAYS if _there(code / name))}
     whole = [name for name in sorted(found) if not any(str(path) in found for path in PurePath(name).parents)]
     for name in whole:
         if not is_text(name):
@@ -90,7 +91,7 @@ def _scripts(command: tuple[str, ...]) -> list[str]:
 
 
 def _mask(path: Path, place: str) -> dict[str, Any]:
-    if path.is_dir():
+    if path.is_dir() or not path.exists():  # as the folder of jobs may not yet
         return {"type": "tmpfs", "target": place, "read_only": True, "tmpfs": {"size": 4096, "mode": 0o555}}
     return {"type": "bind", "source": os.devnull, "target": place, "read_only": True}
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from orchestrate import owners, users
+from orchestrate.engines.mounts import CODE, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, document, quoted, shape
 from orchestrate.limits import limits
@@ -25,6 +26,7 @@ def compose(spec: JobSpec, name: str) -> str:
     job = shape(spec, name)
     code, run = (_mountable(folder) for folder in (code_folder(spec.command), (Path.cwd() / "runs" / name).resolve()))
     owners.check(Path(run))
+    hidden = masks(Path(code), Path(run).parent, CODE, spec.command)
     user = users.nodes_of(spec)
     bounds = limits(spec.memory, 0, job.nodes)
     values = {
@@ -51,6 +53,7 @@ def compose(spec: JobSpec, name: str) -> str:
             filled["command"] = [_literal(word) for word in spec.command]
             filled["environment"] |= _environment(spec, job)
             filled["volumes"] = [_mount(volume, f"{run}/{JOB}") for volume in filled["volumes"]]
+            filled["volumes"] += [{**mask, "target": _literal(mask["target"])} for mask in hidden]
             filled["stop_grace_period"] = f"{int(spec.grace) + 10}s"
             filled["networks"] = {"job": {"aliases": [service]}}
         filled["labels"] = dict.fromkeys(filled["labels"], "")  # else `ps` would take it for a job that we supervise
