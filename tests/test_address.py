@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 import requests
 
+from orchestrate import commands
+from orchestrate.cli import main
+from orchestrate.engines import address as address_module
+from orchestrate.engines import daemon
 from orchestrate.engines.address import SOCKET, TLS, address
-from orchestrate.errors import EngineError
+from orchestrate.errors import EngineError, ResourceError
+from orchestrate.spec import resolve
 
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
 NAMES = ("DOCKER_HOST", "DOCKER_CONTEXT")
 
 
@@ -165,3 +171,61 @@ def test_tls_of_the_environment_must_be_refused_for_tcp_alone(config, monkeypatc
     refused_for_tls("tcp://localhost:2376")
     monkeypatch.setenv("DOCKER_HOST", "unix:///a")
     assert address() == "unix:///a"
+
+
+# --- local processes, where there is no engine
+
+
+@pytest.fixture
+def none_there(config, monkeypatch):
+    """A machine without an engine: the socket is returned that one would have at the default place."""
+    path = config / "default.sock"
+    monkeypatch.setattr(address_module, "SOCKET", f"unix://{path}")
+    return path
+
+
+def test_without_an_engine_auto_must_run_local_processes_and_say_so_in_one_line(none_there, capsys):
+    assert commands.engine_of(resolve({})).name == "process"
+    assert capsys.readouterr().err == (
+        f"no Docker Engine is at unix://{none_there}; running as local processes, which can do all that you can. "
+        "Start Docker to use containers.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "name", "current", "message"),
+    [
+        ("unix:///nowhere.sock", None, None, "no Docker Engine answers at unix:///nowhere.sock: no such file"),
+        ("ssh://me@box", None, None, "is another machine"),
+        ("tcp://localhost:2376", None, None, "uses TLS, which is not supported"),
+        (None, "mine", None, "no Docker Engine answers at unix:///mine.sock: no such file"),
+        (None, "nope", None, "the Docker context 'nope' does not exist"),
+        (None, None, "other", "no Docker Engine answers at unix:///other.sock: no such file"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "up", "plan"])
+def test_an_engine_that_the_user_has_chosen_must_never_be_replaced_by_local_processes(
+    none_there, config, monkeypatch, capsys, host, name, current, message, command
+):
+    chosen(config, monkeypatch, host, name, current)
+    monkeypatch.setenv("DOCKER_TLS_VERIFY", "1")
+    monkeypatch.chdir(config)
+    assert main([command, *(["--", "-m", "app.train"] if command != "up" else [])]) == 3
+    out, err = capsys.readouterr()
+    error, hint = err.splitlines()
+    assert message in error and not out
+    assert hint.startswith("hint: ") and hint.count("--engine process") == 1
+
+
+def test_nor_must_one_at_the_default_place_that_cannot_be_used(none_there, monkeypatch, capsys, answers):
+    monkeypatch.delenv("DOCKER_HOST")
+    none_there.symlink_to("gone")  # as the one of a Docker Desktop that has ended
+    with pytest.raises(EngineError, match=f"no Docker Engine answers at unix://{none_there}"):
+        commands.engine_of(resolve({}))
+    monkeypatch.setenv("DOCKER_HOST", answers.host)
+    monkeypatch.setattr(daemon, "PLUGINS", [])
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ResourceError, match="Compose v2 is missing") as error:
+        commands.engine_of(resolve({}))
+    assert "--engine process" in error.value.hint
+    assert capsys.readouterr().err == ""

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from orchestrate.errors import EngineError
 
 SOCKET = "unix:///var/run/docker.sock"
+DEFAULT = "default"  # the context that is always there
 TLS = ("DOCKER_TLS", "DOCKER_TLS_VERIFY")  # for $DOCKER_HOST; contexts have files of their own
 HERE = (None, "localhost", "127.0.0.1", "::1")
 
@@ -46,11 +47,17 @@ def address() -> str:
     return found
 
 
+def absent() -> bool:
+    """Whether the user has chosen no engine, and there is none at the default place: not even one that has stopped."""
+    chosen = os.environ.get("DOCKER_HOST", "").strip() or _context(_folder()) != DEFAULT
+    return not chosen and not os.path.lexists(SOCKET.removeprefix("unix://"))
+
+
 def _of_context() -> tuple[str, bool]:
     """The address of the current context, or the default one, and whether it uses TLS."""
-    folder = Path(os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker"))
-    name = os.environ.get("DOCKER_CONTEXT") or _configured(folder)
-    if name in ("", "default"):
+    folder = _folder()
+    name = _context(folder)
+    if name == DEFAULT:
         return SOCKET, False
     number = hashlib.sha256(os.fsencode(name)).hexdigest()
     try:
@@ -61,6 +68,16 @@ def _of_context() -> tuple[str, bool]:
         raise EngineError(f"the Docker context {name!r} does not exist", "docker context ls lists them") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise EngineError(f"cannot read the Docker context {name!r}: {error}", "docker context ls") from None
+
+
+def _folder() -> Path:
+    """The folder of Docker's configuration."""
+    return Path(os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker"))
+
+
+def _context(folder: Path) -> str:
+    """The name of the current context."""
+    return os.environ.get("DOCKER_CONTEXT") or _configured(folder) or DEFAULT
 
 
 def _configured(folder: Path) -> str:
