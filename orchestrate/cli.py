@@ -205,8 +205,7 @@ def _command(argv: list[str]) -> int:
     except FileNotFoundError:
         raise UsageError("the current folder does not exist any more", "cd to a folder that does") from None
     if "runs" in args:
-        args.shown, args.runs = args.runs, args.runs.resolve()
-        owners.check(args.runs)
+        args.shown, args.runs = args.runs, owners.check(args.runs)
     if args.command == "doctor":
         return commands.doctor(_spec(args, script))
     if args.command == "export":

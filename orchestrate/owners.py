@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import grp
 import os
 import pwd
@@ -13,6 +14,7 @@ from pathlib import Path
 from orchestrate import users
 from orchestrate.errors import UsageError
 
+LINKS = 40  # as many as Linux follows
 ACL_USER, ACL_GROUP, ACL_WRITE = 2, 8, 2  # tags and a right of Linux' access control lists
 
 
@@ -29,25 +31,34 @@ def foreign(run: Path) -> str:
     return "other users can write to it" if status.st_mode & 0o022 else ""
 
 
-def check(runs: Path) -> None:
-    """Raise UsageError if root is to keep jobs in a folder, by its real path, that another account can replace.
+def check(runs: Path) -> Path:
+    """The real path of a folder for jobs; raises UsageError if root is to keep them where another account can reach.
 
-    That account could put a link in the place of a run directory while a job runs, and root would write and remove
-    where the link leads. Other users are not refused: it is only their own files that they would change.
+    An account that can change a folder on the way, or owns a link there, could lead root elsewhere, also while a job
+    runs: root would write and remove there. Other users are not refused: it is only their own files that they change.
+    Raises OSError for links that lead to each other.
     """
     if os.geteuid():
-        return
+        return runs.resolve()
     trusted = {0, (users.sudo() or (0, 0))[0]}
-    for folder in (*reversed(runs.parents), runs):  # from the top: what is below a folder that is safe stays there
+    here, names, links = Path("/"), [*reversed((Path.cwd() / runs).parts)], 0
+    while names:  # from the top: what is in a folder that is safe stays there
+        here = Path(os.path.normpath(here / names.pop()))
         try:
-            who = _changer(folder, trusted)
+            status = here.lstat()
         except FileNotFoundError:
-            return
-        if who:
+            continue
+        if who := _changer(here, status, trusted):
             raise UsageError(
-                f"root cannot keep jobs in {runs}: {who} can change {folder}",
+                f"root cannot keep jobs in {Path.cwd() / runs}: {who} can change {here}",
                 "--runs DIR names a folder that only root can change, such as --runs /root/runs",
             )
+        if stat.S_ISLNK(status.st_mode):
+            links += 1
+            if links > LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(runs))
+            here, names = here.parent, names + [*reversed(Path(os.readlink(here)).parts)]
+    return here
 
 
 def make(runs: Path) -> None:
@@ -59,13 +70,12 @@ def make(runs: Path) -> None:
     check(runs)
 
 
-def _changer(folder: Path, trusted: set[int]) -> str:
-    """Who, besides trusted users, can replace what is in a folder; empty if there is no such account."""
-    status = folder.lstat()
+def _changer(folder: Path, status: os.stat_result, trusted: set[int]) -> str:
+    """Who, besides trusted users, can replace what is in a folder, or a link; empty if there is no such account."""
     acts = users.account(status.st_uid) or status.st_uid in users.FREE  # as nodes do; in CI, checkouts have no account
     if acts and status.st_uid not in trusted:
         return _person(status.st_uid)
-    if status.st_mode & stat.S_ISVTX:  # as /tmp has: only the owner of a file can replace it
+    if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX:  # as /tmp: only the owner of a file replaces it
         return ""
     if status.st_mode & stat.S_IWOTH:
         return "every user"

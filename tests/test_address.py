@@ -225,7 +225,7 @@ def test_nor_must_one_at_the_default_place_that_cannot_be_used(none_there, monke
     monkeypatch.setenv("DOCKER_HOST", answers.host)
     monkeypatch.setattr(daemon, "PLUGINS", [])
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ResourceError, match="Compose v2 is missing") as error:
+    with pytest.raises(ResourceError, match="no `docker` command on PATH") as error:
         commands.engine_of(resolve({}))
     assert "--engine process" in error.value.hint
     assert capsys.readouterr().err == ""

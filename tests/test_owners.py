@@ -222,20 +222,70 @@ def test_a_folder_that_another_user_has_made_meanwhile_must_be_refused(tmp_path)
     assert not paths.root.exists()
 
 
+@pytest.fixture
+def link(do, tmp_path):
+    """A link of root's to a folder of jobs of root's, in a folder where everyone may make files, as in /tmp."""
+    (tmp_path / "real" / "runs").mkdir(parents=True)
+    create(JobPaths(tmp_path / "real" / "runs" / "a-1"))
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    path = tmp_path / "shared" / "link"
+    path.symlink_to("../real")
+    do.runs = path / "runs"
+    return path
+
+
 @needs_root
-def test_a_link_must_be_followed_once_and_never_again(do, tmp_path):
-    (tmp_path / "real").mkdir()
-    create(JobPaths(tmp_path / "real" / "a-1"))
-    (tmp_path / "theirs").mkdir()
-    do.runs = tmp_path / "theirs" / "link"
-    do.runs.symlink_to(tmp_path / "real")
-    os.chown(tmp_path / "theirs", NOBODY, 0)
-    assert do("rm", "a-1", "--dry-run") == (0, [f"folder {tmp_path}/real/a-1"], [])
-    do.engine.states = [runs_elsewhere(tmp_path / "theirs" / "link" / "b-1", "b-1")]
-    assert do("rm", "b-1", "--dry-run")[0] == 2
+def test_a_link_of_roots_must_be_followed_once(do, tmp_path, link):
+    assert do("rm", "a-1", "--dry-run") == (0, [f"folder {tmp_path}/real/runs/a-1"], [])
+    do.engine.states = [runs_elsewhere(link / "runs" / "b-1", "b-1")]
+    assert do("rm", "b-1", "--dry-run") == (0, [f"folder {tmp_path}/shared/link/runs/b-1"], [])
+
+
+@needs_root
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+@pytest.mark.parametrize("by", ["its owner", "its folder", "another link"])
+def test_root_must_follow_no_link_of_another_account(do, tmp_path, link, command, by):
+    theirs = link.parent if by == "its folder" else link
+    os.chown(theirs, NOBODY, NOBODY, follow_symlinks=False)
+    if by == "another link":
+        do.runs = tmp_path / "ours"
+        do.runs.symlink_to("shared/link/runs")
+    code, out, err = do(*command)
+    assert (code, out) == (2, [])
+    assert err[0] == f"error: root cannot keep jobs in {do.runs}: nobody (user {NOBODY}) can change {theirs}"
+    assert do.engine.calls == [] and os.listdir(tmp_path / "real" / "runs") == ["a-1"]
+
+
+@needs_root
+def test_a_link_that_is_made_meanwhile_must_not_be_followed(tmp_path, link):
+    runs = owners.check(link.parent / "runs")
+    assert runs == link.parent / "runs"  # which is not there yet
+    runs.symlink_to("../real")
+    os.chown(runs, NOBODY, NOBODY, follow_symlinks=False)
+    with pytest.raises(UsageError, match="root cannot keep jobs in"):
+        owners.make(runs)
+
+
+@pytest.mark.parametrize("path", ["a/to/b", "a/to/../b", "gone/../a/to", "a/./up/a", "a/all/etc", "new/one"])
+def test_a_path_must_lead_where_the_system_leads_it(tmp_path, monkeypatch, path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name, target in (("to", "../a"), ("up", ".."), ("all", "/")):
+        (tmp_path / "a" / name).symlink_to(target)
+    monkeypatch.chdir(tmp_path)
+    for given in (Path(path), tmp_path / path):
+        assert owners.check(given) == given.resolve()
 
 
 def test_other_users_must_not_be_refused(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
     monkeypatch.setattr(os, "geteuid", lambda: 5)
     owners.check(tmp_path)
+
+
+@needs_root
+def test_links_that_lead_to_each_other_must_be_refused(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a/c")
+    with pytest.raises(OSError, match="Too many levels"):
+        owners.check(tmp_path / "a")

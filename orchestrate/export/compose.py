@@ -24,8 +24,7 @@ DROPPED = ("profiles", "build")
 def compose(spec: JobSpec, name: str) -> str:
     """The file; `docker compose up` runs it. Raises UsageError for what it cannot say."""
     job = shape(spec, name)
-    code, run = (_mountable(folder) for folder in (code_folder(spec.command), (Path.cwd() / "runs" / name).resolve()))
-    owners.check(Path(run))
+    code, run = (_mountable(folder) for folder in (code_folder(spec.command), owners.check(Path.cwd() / "runs" / name)))
     hidden = masks(Path(code), Path(run).parent, CODE, spec.command)
     user = users.nodes_of(spec)
     bounds = limits(spec.memory, 0, job.nodes)
