@@ -1,4 +1,4 @@
-"""`python -m orchestrate`."""
+"""`python -m orchestrate`, and the command `orchestrate`."""
 
 import os
 import sys
@@ -18,11 +18,17 @@ def forget_current_folder() -> None:
         pass
 
 
-forget_current_folder()
-try:
-    from orchestrate.cli import main
+def run() -> None:
+    """Run the command line, and end the process with its exit code."""
+    forget_current_folder()
+    try:
+        from orchestrate.cli import main
 
-    code = main(sys.argv[1:])
-except KeyboardInterrupt:  # before the command line was read
-    code = 130
-os._exit(code)  # the interpreter would first take apart, for some 50 ms, all that was imported
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:  # before the command line was read
+        code = 130
+    os._exit(code)  # the interpreter would first take apart, for some 50 ms, all that was imported
+
+
+if __name__ == "__main__":
+    run()

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from orchestrate import __version__, cluster, commands, errors, job, lock, owners, terminal
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.paths import JobPaths
+from orchestrate.paths import PACKAGE, JobPaths
 from orchestrate.plan import Inventory, counted, plan
 from orchestrate.report import text
 from orchestrate.spec import JobSpec, read_file, read_set, resolve, unencodable
@@ -300,7 +300,12 @@ def _detach(paths: JobPaths, shown: Path) -> None:
     command = [sys.executable, *safe, "-m", "orchestrate", "attach", run.name, "--runs", str(paths.root.parent)]
     with open(paths.supervisor_log, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=PACKAGE.parent,  # `-m` looks in the current folder first, where another orchestrate.py may be
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     while not lock.holder(paths) and not job.ended(paths) and child.poll() is None:
         time.sleep(0.02)

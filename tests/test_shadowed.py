@@ -1,6 +1,7 @@
 """A file in the current folder that is named like a module must not run on the host; workers keep that folder first."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -128,3 +129,30 @@ def test_a_supervisor_in_the_background_must_be_found_where_the_command_was(cli,
     command[4:] = ["attach", job]
     assert subprocess.run(command, cwd=cli.folder, env=cli.env, capture_output=True, timeout=120).returncode == 0
     assert not (cli.folder / "mark").exists()
+
+
+@pytest.fixture
+def script(cli) -> Path:
+    """The command `orchestrate`, as pip writes it."""
+    text = (ROOT / "pyproject.toml").read_text()
+    module, function = re.findall(r'^\[project\.scripts\]\norchestrate = "([\w.]+):(\w+)"$', text, re.M)[0]
+    path = cli.folder / "bin" / "orchestrate"
+    path.parent.mkdir()
+    path.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    return path
+
+
+def test_the_command_must_run_no_file_of_its_own_name_and_nor_must_its_supervisor(cli, script, nothing_left):
+    mark = trapped(cli)
+    (cli.folder / "orchestrate.py").write_text(f"open({str(mark)!r}, 'w')\n")
+
+    def orchestrate(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(script), *words]
+        return subprocess.run(command, cwd=cli.folder, env=cli.env, capture_output=True, text=True, timeout=120)
+
+    done = orchestrate("run", "--detach", *JOB, *SCRIPT)
+    assert done.returncode == 0 and not mark.exists(), done.stderr
+    assert orchestrate("wait", cli.run_dir().name).returncode == 0 and not mark.exists()
+    assert "hello" in cli.log(0)
+    done = orchestrate("--bogus")
+    assert done.returncode == 2 and "COMMAND" in done.stderr
