@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from orchestrate import imports
 from orchestrate.preload import preload
 from orchestrate.spec import JobSpec
 
@@ -49,6 +50,13 @@ def test_a_script_that_is_nested_too_deeply_must_be_passed_over(tmp_path):
     assert preload(JobSpec(command=("train.py",)), tmp_path) in ((), TORCH)  # as far as this Python reads
 
 
+@pytest.mark.parametrize("part", ["{1}", "{x:{y}}", "{(1)}"])
+def test_a_script_that_takes_too_long_to_parse_must_be_passed_over(tmp_path, part):
+    """Each takes more than a minute, in which Python's parser cannot be interrupted."""
+    (tmp_path / "train.py").write_text("import torch\nf'" + part * (1_000_000 // len(part)) + "'")
+    assert preload(JobSpec(command=("train.py",), preload=["numpy"]), tmp_path) in (("numpy",), (*TORCH, "numpy"))
+
+
 def test_files_that_the_script_imports_must_be_read_too(tmp_path):
     (tmp_path / "train.py").write_text("from lib import model\nimport train")
     (tmp_path / "lib").mkdir()
@@ -91,11 +99,11 @@ def test_a_file_that_cannot_be_read_must_not_hide_the_others(tmp_path):
 
 
 def test_no_more_files_must_be_read_than_a_start_has_time_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("orchestrate.preload.MOST_FILES", 3)
+    monkeypatch.setattr(imports, "MOST_FILES", 3)
     for number, text in enumerate(("import f1", "import f2", "import f3", "import torch")):
         (tmp_path / f"f{number}.py").write_text(text)
-    assert preload(JobSpec(command=("f0.py",)), tmp_path) == ()
-    assert preload(JobSpec(command=("f1.py",)), tmp_path) == TORCH
+    assert imports.uses(["f0.py"], str(tmp_path)) == [False, False]
+    assert imports.uses(["f1.py"], str(tmp_path)) == [True, False]
 
 
 def test_the_job_file_must_have_the_last_word(tmp_path):
@@ -132,13 +140,13 @@ def test_a_link_to_a_script_must_be_read(tmp_path):
 
 
 def test_only_so_much_of_scripts_must_be_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("orchestrate.preload.LARGEST", 100)
-    monkeypatch.setattr("orchestrate.preload.MOST_BYTES", 150)
+    monkeypatch.setattr(imports, "LARGEST", 100)
+    monkeypatch.setattr(imports, "MOST_BYTES", 150)
     (tmp_path / "train.py").write_text("import torch".ljust(100))
     (tmp_path / "large.py").write_text("import torch".ljust(101))
     (tmp_path / "first.py").write_text("import train".ljust(100))
     (tmp_path / "endless.py").touch()
     os.truncate(tmp_path / "endless.py", 1 << 40)
-    assert preload(JobSpec(command=("train.py",)), tmp_path) == TORCH
+    assert imports.uses(["train.py"], str(tmp_path)) == [True, False]
     for name in ("large.py", "first.py", "endless.py"):
-        assert preload(JobSpec(command=(name,)), tmp_path) == ()
+        assert imports.uses([name], str(tmp_path)) == [False, False]

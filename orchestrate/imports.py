@@ -1,0 +1,78 @@
+"""What a script imports, as far as its source says; it is read and never run.
+
+`preload.py` calls this in a process of its own (`bounded.py`), whose start is as fast as its imports are few.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+
+from orchestrate.node.trees import opened
+
+NEEDS_DYNAMO = re.compile(
+    r"\boptim\b|DistributedDataParallel|\bDDP\b|FullyShardedDataParallel|\bfully_shard\b|torch\.compile"
+)
+MOST_FILES = 200
+LARGEST, MOST_BYTES = 1 << 20, 8 << 20  # bytes of a file that is read, and of all of them
+
+
+def uses(command: list[str], folder: str) -> list[bool]:
+    """Whether a script, or a file of `folder` that it imports, imports torch, and whether it uses what needs Dynamo."""
+    torch = dynamo = False
+    for text, names in _sources(command, folder):
+        torch = torch or any(name.partition(".")[0] == "torch" for name in names)
+        dynamo = dynamo or bool(NEEDS_DYNAMO.search(text))
+    return [torch, dynamo]
+
+
+def _sources(command: list[str], folder: str) -> list[tuple[str, set[str]]]:
+    """The script, and all files below `folder` that it imports, directly or not: the text and imports of each."""
+    first = f"{folder}/{command[0]}" if command[0] != "-m" else _file(command[1], folder, "__main__.py")
+    waiting, seen = [first], {first}
+    found: list[tuple[str, set[str]]] = []
+    left = MOST_BYTES
+    while waiting and len(found) < MOST_FILES:
+        path = waiting.pop()
+        text = _text(path, min(left, LARGEST)) if path else ""
+        names = _imported(text)
+        found.append((text, names))
+        left -= len(text)
+        for name in sorted(names):
+            file = _file(name, folder) or (path and _file(name, os.path.dirname(path)))
+            if file and file not in seen:
+                seen.add(file)
+                waiting.append(file)
+    return found
+
+
+def _text(path: str, most: int) -> str:
+    """The text of a source, or of the file that a link leads to; none of one that is larger, or no regular file."""
+    try:
+        with open(opened(os.path.realpath(path)), "rb") as file:
+            content = file.read(most + 1)
+        return content.decode() if len(content) <= most else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def _imported(text: str) -> set[str]:
+    """The names in a source's imports, which may be those of modules, or of what is in them."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: it is nested too deeply
+        return set()
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def _file(module: str, folder: str, package: str = "__init__.py") -> str:
+    """The file of a module below a folder, if it is there; of a package, the one named so."""
+    base = os.path.join(folder, *module.split("."))
+    return next((path for path in (f"{base}.py", f"{base}/{package}") if os.path.isfile(path)), "")

@@ -1,0 +1,52 @@
+"""A function that input can slow down must be called within limits, in a process that leaves nothing behind."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from orchestrate import bounded
+
+
+def test_a_call_must_return_what_the_function_returns():
+    assert bounded.call(re.escape, "a\ud800.b", seconds=1) == "a\ud800\\.b"
+
+
+def test_a_call_that_takes_too_long_must_be_ended():
+    assert bounded.call(re.findall, "(a+)+$", "a" * 100 + "!", seconds=1) is None
+
+
+def test_a_call_that_raises_must_have_no_result():
+    assert bounded.call(re.compile, "(", seconds=1) is None
+
+
+def test_a_call_that_takes_too_much_memory_must_have_no_result(monkeypatch):
+    monkeypatch.setattr(bounded, "MEMORY", 100 << 20)
+    assert bounded.call(re.escape, "." * (30 << 20), seconds=10) is None
+
+
+def test_a_process_that_gets_no_processor_must_be_ended(monkeypatch):
+    monkeypatch.setattr(bounded, "WAITS", 0.1)
+    assert bounded.call(time.sleep, 1000, seconds=1) is None
+
+
+def test_a_process_that_cannot_be_started_must_have_no_result(monkeypatch):
+    monkeypatch.setattr(bounded.sys, "executable", "/nonesuch")
+    assert bounded.call(os.getpid, seconds=1) is None
+
+
+def test_a_result_of_a_process_that_something_else_ends_must_not_count():
+    assert bounded.call(signal.raise_signal, signal.SIGKILL, seconds=1) is None
+
+
+def test_a_process_must_not_get_the_ctrl_c_of_our_terminal():
+    assert bounded.call(os.getsid, 0, seconds=1) != os.getsid(0)
+
+
+@pytest.mark.parametrize("name", ["json", "resource", "importlib"])
+def test_a_process_must_import_nothing_from_the_current_folder(tmp_path, monkeypatch, name):
+    (tmp_path / f"{name}.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    assert bounded.call(os.getcwd, seconds=1) == str(tmp_path)
