@@ -28,6 +28,7 @@ TEXTS = ("command", "env", "name", "user")  # keys whose values are text, whatev
 MOST_TRAINERS = 1000  # a Linux bridge takes 1023 ports
 MOST_BYTES = (1 << 63) - 1  # of memory; what the engine can count
 MOST_RULES, LONGEST_PATTERN = 100, 1000  # `re` may take long to compile a long one
+MOST_CONSTRAINTS, LONGEST_CONSTRAINT = 100, 500
 
 _WHOLE = r"-?(0|[1-9][0-9]{0,17})"  # Python takes minutes for a million digits
 _VISIBLE = r"[^\s\x00-\x1f\x7f-\x9f]"  # neither white space nor a control character
@@ -151,12 +152,16 @@ def _modules(value: Any) -> list[str]:
 
 
 def _constraints(value: Any) -> list[str]:
-    conditions = [value] if isinstance(value, str) else value
-    if not isinstance(conditions, list) or not all(
-        re.fullmatch(rf"{_VISIBLE}+ ?[!=]= ?{_VISIBLE}+", str(one)) for one in conditions
+    conditions = [str(one) for one in value] if isinstance(value, list) else [value]
+    form = r"[^\s\x00-\x1f\x7f-\x9f=!]+ ?[!=]= ?" + f"{_VISIBLE}+"  # the first operator ends the name: linear time
+    if len(conditions) > MOST_CONSTRAINTS or not all(
+        isinstance(one, str) and len(one) <= LONGEST_CONSTRAINT and re.fullmatch(form, one) for one in conditions
     ):
-        raise ValueError("a list of conditions such as node.labels.gpu==a100 or node.hostname!=box")
-    return [str(condition) for condition in conditions]
+        raise ValueError(
+            f"a list of at most {MOST_CONSTRAINTS} conditions such as node.labels.gpu==a100 or node.hostname!=box, "
+            f"each of at most {LONGEST_CONSTRAINT} characters"
+        )
+    return conditions
 
 
 def _variables(value: Any) -> list[str]:

@@ -68,6 +68,8 @@ def test_a_number_of_trainers_that_is_none_must_be_refused(value):
         ("constraints", "node.labels.gpu==a100", ["node.labels.gpu==a100"]),
         ("constraints", "node.hostname != box", ["node.hostname != box"]),
         ("constraints", ["node.hostname != box"], ["node.hostname != box"]),
+        ("constraints", ["a==b=c"], ["a==b=c"]),
+        ("constraints", ["a==" + "b" * 497] * 100, ["a==" + "b" * 497] * 100),
         ("volume", "/mnt/shared", "/mnt/shared"),
         ("volume", "my-data.1", "my-data.1"),
         ("hang_after", None, None),
@@ -146,6 +148,8 @@ def test_a_value_must_be_read_as_people_write_it(key, value, parsed):
         ("constraints", ["node.labels.a = b"]),
         ("constraints", "node.labels.a=="),
         ("constraints", {"a==b": "c"}),
+        ("constraints", ["a==b c"]),
+        ("constraints", ["==b"]),
         ("volume", "a/b"),
         ("volume", "/a b"),
         ("max_restarts", -1),
@@ -372,3 +376,9 @@ def test_secrets_must_be_names_of_env(names):
     for wrong in ("A=x", ["a-b"], {"A": "x"}, 7, [7]):
         with pytest.raises(UsageError, match="secrets must be a list of names of env"):
             resolve({"env": {"A": "x"}, "secrets": wrong})
+
+
+@pytest.mark.parametrize("value", [["a==" * 1_000_000 + "b b"], "a==" + "b" * 498, ["a==b"] * 101])
+def test_constraints_must_have_a_size_that_can_be_read_in_time(value):
+    with pytest.raises(UsageError, match=r"at most 100 conditions .*, each of at most 500 characters, not "):
+        resolve({"constraints": value})
