@@ -1,54 +1,56 @@
-"""Regular expressions from a job file, searched for in a process of their own.
+"""The regular expressions of a job's rules, searched for with a limit on processor time.
 
-Python's `re` may backtrack for years, and cannot be interrupted meanwhile. The kernel ends that process when its
-processor time is over, also where the one that has started it is gone.
+Python's `re` may backtrack for years, and takes long to compile some short patterns.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 
-TAKES = 2  # seconds of processor time for one search, with the start of its process
-WAITS = 60.0  # seconds after which a process that gets no processor is ended
-SEARCH = """
-import json, re, resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[1]),) * 2)
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-sys.stdout.write(str(bool(re.search(*json.load(sys.stdin)))))
-"""
+from orchestrate import bounded, expressions
+
+TAKES = 2  # seconds of processor time: of all searches for one decision, or to compile the patterns of a job file
+ALL = f"the searches of all rules together have {TAKES} s of processor time"
 
 
 class Patterns:
     """Searches texts for patterns; one that takes too long is not found, then and later, and is reported once."""
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn = warn
+    def __init__(self, patterns: Collection[str], warn: Callable[[str], None]) -> None:
+        """`patterns` are searched for together, when the first of them is asked for."""
+        self._patterns, self._warn = patterns, warn
         self._found: dict[tuple[str, str], bool] = {}
         self._slow: set[str] = set()
+        self._left = float(TAKES)
+
+    def renew(self) -> None:
+        """Make the time for searches that of a new decision."""
+        self._left = float(TAKES)
 
     def search(self, pattern: str, text: str) -> bool:
-        """Whether a pattern is found anywhere in a text."""
-        if (pattern, text) not in self._found and pattern not in self._slow:
-            answer = _answer(pattern, text)
-            if answer is None:
-                self._slow.add(pattern)
-                self._warn(f"the rule with log {ascii(pattern[:60])} is ignored: the search takes more than {TAKES} s")
-            else:
-                self._found[pattern, text] = answer
+        """Whether one of the patterns is found anywhere in a text."""
+        if (pattern, text) not in self._found and pattern not in self._slow and self._left >= expressions.LEAST:
+            self._look(text)
         return self._found.get((pattern, text), False)
 
+    def _look(self, text: str) -> None:
+        wanted = [pattern for pattern in dict.fromkeys(self._patterns) if pattern not in self._slow]
+        done = bounded.call(expressions.found, wanted, text, self._left, seconds=TAKES + 1)
+        answers, took = done or ([], self._left)
+        self._left -= took
+        for pattern, answer in zip(wanted, answers):
+            if answer is None:
+                self._slow.add(pattern)
+                self._warn(f"the rule with log {ascii(pattern[:60])} is ignored: its search takes too long ({ALL})")
+            else:
+                self._found[pattern, text] = answer
+        if late := len(wanted) - len(answers):
+            self._warn(f"rules with log are ignored for this failure: no time is left for {late} of them ({ALL})")
 
-def _answer(pattern: str, text: str) -> bool | None:
-    """Whether a pattern is found in a text; None where the search has not come to its end."""
-    command = [sys.executable, "-I", "-S", "-c", SEARCH, str(TAKES)]
-    given = json.dumps([pattern, text])
-    try:  # in a session of its own, where Ctrl-C does not reach it
-        done = subprocess.run(
-            command, input=given, capture_output=True, text=True, timeout=WAITS, start_new_session=True
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return {"True": True, "False": False}.get(done.stdout)
+
+@functools.lru_cache(maxsize=8)  # a job file is checked key by key, and as a whole
+def flaw(patterns: tuple[str, ...]) -> str:
+    """Why patterns cannot be used: one is no regular expression, or all take too long to compile; empty if they can."""
+    why = bounded.call(expressions.flaw, patterns, seconds=TAKES) if patterns else ""
+    return f"takes more than {TAKES} s to compile, with those of all rules; use simpler ones" if why is None else why

@@ -62,7 +62,8 @@ class Supervisor:
         self.spec, self.plan, self.run, self.engine = spec, plan, run, engine
         self.emit, self.stops, self.traces, self.keep = emit, stops, traces, keep
         self.history = History(emit.events)
-        self.patterns = Patterns(lambda text: emit("warning", text=text))
+        logs = [rule["log"] for rule in spec.rules if "log" in rule]
+        self.patterns = Patterns(logs, lambda text: emit("warning", text=text))
         self.met = False  # whether the engine knows the job, by `up` or `adopt`
         self.pool = ThreadPoolExecutor(1)
         self.rejoining: Future[None] | None = None
@@ -137,6 +138,7 @@ class Supervisor:
                     return Outcome("stopped", BY_USER)
                 ended = self._note(self._next_generation().watch())
             if ended.word == "failed":
+                self.patterns.renew()
                 decision = decide(self.spec, self.history.ended, self._search)
                 self.emit("decision", restart=decision.restart, why=decision.why, delay=decision.delay)
                 if not decision.restart:

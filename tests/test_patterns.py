@@ -1,12 +1,11 @@
 """A regular expression of a job file must be searched for as `re` does, and must hold up neither a job nor `stop`."""
 
 import re
-import subprocess
 
 import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
 
-from orchestrate import patterns
+from orchestrate import bounded, patterns
 from orchestrate.errors import UsageError
 from orchestrate.patterns import Patterns
 from orchestrate.spec import JobSpec, resolve
@@ -35,36 +34,70 @@ def job(tmp_path, monkeypatch):
 )
 def test_a_pattern_must_be_found_where_re_finds_it(pattern, text):
     warnings: list[str] = []
-    assert Patterns(warnings.append).search(pattern, text) is bool(re.search(pattern, text))
+    assert Patterns([pattern], warnings.append).search(pattern, text) is bool(re.search(pattern, text))
     assert warnings == []
 
 
-def test_a_pattern_that_takes_too_long_must_not_be_found_and_be_reported_once(monkeypatch):
-    monkeypatch.setattr(patterns, "TAKES", 1)
+def ignored(pattern: str) -> str:
+    """The warning about a rule that takes too long."""
+    return f"the rule with log {pattern!r} is ignored: its search takes too long ({patterns.ALL})"
+
+
+def test_a_pattern_that_takes_too_long_must_not_be_found_and_be_reported_once():
     warnings: list[str] = []
-    found = Patterns(warnings.append)
+    found = Patterns([EVIL, "a+"], warnings.append)
     assert not found.search(EVIL, LOG) and not found.search(EVIL, LOG + "!") and not found.search(EVIL, "a")
-    assert warnings == ["the rule with log '(a+)+$' is ignored: the search takes more than 1 s"]
+    assert warnings == [ignored(EVIL)]
     assert found.search("a+", LOG)
 
 
-def test_a_search_that_something_else_ends_must_not_be_taken_for_an_answer(monkeypatch):
-    monkeypatch.setattr(patterns, "SEARCH", "import os\nos.kill(os.getpid(), 9)")
+def test_all_searches_for_a_decision_must_have_one_budget(monkeypatch):
+    """A hundred took two seconds each."""
+    evil = [f"(a+)+{number}" for number in range(100)]
+    used, call = [], bounded.call
+    monkeypatch.setattr(bounded, "call", lambda *words, **how: (used.append(done := call(*words, **how)), done)[1])
     warnings: list[str] = []
-    assert not Patterns(warnings.append).search("a", "a") and len(warnings) == 1
+    found = Patterns([*evil, "a+"], warnings.append)
+    assert [found.search(pattern, LOG + end) for pattern in evil for end in ("", "!")] == [False] * 200
+    assert sum(took for _, took in used) < patterns.TAKES + 1
+    slow = len(warnings) - 1
+    assert warnings[:-1] == list(map(ignored, evil[:slow]))
+    late = f"rules with log are ignored for this failure: no time is left for {101 - slow} of them ({patterns.ALL})"
+    assert 1 < slow < 10 and warnings[-1] == late
+
+
+def test_rules_that_take_no_time_must_be_searched_for_beside_those_that_do():
+    found = Patterns([EVIL, f"{EVIL}$", "a!"], print)
+    assert found.search("a!", LOG)
+
+
+def test_a_new_decision_must_have_a_budget_of_its_own(monkeypatch):
+    found = Patterns(["a"], print)
+    monkeypatch.setattr(bounded, "call", lambda *words, **how: [[False], 2.0])
+    assert not found.search("a", "b")
+    monkeypatch.undo()
+    assert not found.search("a", "a")
+    found.renew()
+    assert found.search("a", "a")
+
+
+def test_a_search_that_something_else_ends_must_not_be_taken_for_an_answer(monkeypatch):
+    warnings: list[str] = []
+    found = Patterns(["a"], warnings.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(bounded, "CALL", "import os\nos.kill(os.getpid(), 9)")
+        assert not found.search("a", "a")
+    assert "no time is left for 1 of them" in warnings[0] and len(warnings) == 1
+    found.renew()
+    assert found.search("a", "a")
 
 
 def test_a_search_must_be_done_once_for_each_text(monkeypatch):
-    started, run = [], subprocess.run
-    monkeypatch.setattr(patterns.subprocess, "run", lambda *words, **how: (started.append(1), run(*words, **how))[1])
-    found = Patterns(print)
-    assert [found.search("a", "a"), found.search("a", "b"), found.search("a", "a")] == [True, False, True]
+    started, call = [], bounded.call
+    monkeypatch.setattr(bounded, "call", lambda *words, **how: (started.append(1), call(*words, **how))[1])
+    found = Patterns(["a", "b"], print)
+    assert [found.search("a", "a"), found.search("a", "b"), found.search("b", "b")] == [True, False, True]
     assert len(started) == 2
-
-
-def test_a_search_must_not_get_the_ctrl_c_of_our_terminal(monkeypatch):
-    monkeypatch.setattr(patterns, "SEARCH", "import os, sys\nsys.stdout.write(str(os.getsid(0) == os.getpid()))")
-    assert Patterns(print).search("a", "a")
 
 
 def wordy(job: Job) -> JobSpec:
@@ -76,20 +109,18 @@ def wordy(job: Job) -> JobSpec:
 
 def test_a_rule_that_backtracks_for_ever_must_not_hold_up_the_restart(job):
     assert job.run(Scripted([KILLED], [ALL_WELL]), wordy(job)).word == "succeeded"
-    assert [event["text"] for event in job.noted("warning")] == [
-        "the rule with log '(a+)+$' is ignored: the search takes more than 2 s"
-    ]
+    assert [event["text"] for event in job.noted("warning")] == [ignored(EVIL)]
 
 
 def test_a_request_to_stop_must_evaluate_no_rule(job, monkeypatch):
-    monkeypatch.setattr(patterns, "_answer", lambda pattern, text: pytest.fail("a rule was evaluated"))
+    monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("a rule was evaluated"))
     spec, engine = wordy(job), Scripted([KILLED], [ALL_WELL])
     job.stops = lambda: int("stop" in engine.calls)
     assert job.run(engine, spec) == Outcome("stopped", "stopped by the user")
 
 
 def test_what_another_supervisor_has_left_must_be_stopped_without_evaluating_a_rule(job, monkeypatch):
-    monkeypatch.setattr(patterns, "_answer", lambda pattern, text: pytest.fail("a rule was evaluated"))
+    monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("a rule was evaluated"))
     spec, engine = wordy(job), Scripted([KILLED])
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr("orchestrate.supervisor.decide", lambda *arguments: 1 / 0)
@@ -109,3 +140,20 @@ def test_rules_must_have_a_size_that_can_be_read_in_time(rules, reason):
     with pytest.raises(UsageError, match=reason):
         resolve({"rules": rules})
     resolve({"rules": [{"log": "a" * 1000, "action": "fail"}] * 100})
+
+
+SLOW = "(?i)" + "[a-\ufffd]" * 198
+
+
+def test_rules_that_take_too_long_to_compile_must_be_refused():
+    """These took twenty seconds, and as long again in each command that reads the job."""
+    rules = [{"log": f"{SLOW}{number:03}", "action": "fail"} for number in range(100)]
+    with pytest.raises(UsageError, match="takes more than 2 s to compile, with those of all rules; use simpler ones"):
+        resolve({"rules": rules})
+
+
+def test_patterns_that_are_the_same_must_be_compiled_once(monkeypatch):
+    resolve({"rules": [{"log": "compiled", "action": "fail"}]})
+    monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("compiled again"))
+    resolve({"rules": [{"log": "compiled", "action": "count"}]})
+    resolve({"rules": [{"cause": "hang", "action": "count"}]})
