@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import leftovers
 
-from orchestrate.engines.ignored import LARGEST, MOST, ignored, read, top
+from orchestrate.engines.ignored import LARGEST, MOST, ignored, kept, read, top
 from orchestrate.engines.mounts import masks
 from orchestrate.engines.parcels import code_files
 from orchestrate.errors import UsageError
@@ -118,6 +118,28 @@ def test_what_is_no_list_of_patterns_must_be_refused_by_name_with_the_way_out(tm
         with pytest.raises(UsageError, match=rf"{tmp_path}/\.dockerignore.*{reason}") as error:
             look()
         assert error.value.hint
+
+
+@pytest.mark.parametrize("look", [ignored, kept])
+def test_patterns_that_take_too_long_for_so_many_files_must_be_refused(tmp_path, look):
+    """These took half a minute."""
+    folder = tmp_path.joinpath(*("abcdefghijklmn"))
+    folder.mkdir(parents=True)
+    for number in range(3000):
+        (folder / str(number)).touch()
+    (tmp_path / ".dockerignore").write_text((f"{'**/*/' * 20}x\n") * 600)
+    with pytest.raises(UsageError, match=rf"{tmp_path}/.dockerignore has too many patterns for the number of files"):
+        list(look(tmp_path))
+
+
+def test_an_ordinary_list_must_take_few_steps_for_many_files(tmp_path, monkeypatch):
+    """Patterns that fit nothing below a folder are not looked at there."""
+    monkeypatch.setattr("orchestrate.engines.ignored.MOST_STEPS", 1000)
+    (tmp_path / ".dockerignore").write_text("\n".join([f"folder-{number}/data" for number in range(20)]))
+    (tmp_path / "src").mkdir()
+    for number in range(500):
+        (tmp_path / "src" / str(number)).touch()
+    assert list(ignored(tmp_path)) == [] and len(list(kept(tmp_path))) == 500
 
 
 def test_bytes_that_are_no_text_must_keep_no_pattern_from_being_read(tmp_path):

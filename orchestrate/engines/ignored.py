@@ -18,6 +18,7 @@ from orchestrate.folder import regular
 
 NAME = ".dockerignore"
 LARGEST, MOST = 64 << 10, 1000  # bytes and patterns
+MOST_STEPS = 5_000_000  # of patterns through names, about a microsecond each
 ANY = "**"  # any number of folders
 
 States = frozenset[int]  # which parts of a pattern may come next; its length: what is here fits it
@@ -57,44 +58,70 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Place:
-    """A file or folder of the code, by its path, and where it is in each pattern."""
+    """A file or folder of the code, by its path, and where it is in each pattern that may still fit."""
 
-    patterns: tuple[Pattern, ...]
-    states: tuple[States, ...]
+    live: tuple[tuple[Pattern, States], ...]
     path: str = ""
+
+    @property
+    def steps(self) -> int:
+        """How many steps it takes to go to one thing in the folder."""
+        return sum(len(states) for _, states in self.live)
 
     def inside(self, name: str) -> Place:
         """What has this name in the folder."""
-        states = tuple(pattern.after(known, name) for pattern, known in zip(self.patterns, self.states))
-        return Place(self.patterns, states, f"{self.path}/{name}" if self.path else name)
+        reached = ((pattern, pattern.after(states, name)) for pattern, states in self.live)
+        return Place(tuple(one for one in reached if one[1]), f"{self.path}/{name}" if self.path else name)
 
     @property
     def ignored(self) -> bool:
         """Whether the last pattern that fits is no exception."""
-        fitting = [one for one, states in zip(self.patterns, self.states) if one.end in states]
+        fitting = [one for one, states in self.live if one.end in states]
         return bool(fitting) and not fitting[-1].excepts
 
     def leads_to(self, excepts: bool) -> bool:
         """Whether patterns, or exceptions, are for something in the folder that it is not as a whole."""
-        return any(
-            one.excepts is excepts and bool(states - {one.end}) for one, states in zip(self.patterns, self.states)
-        )
+        return any(one.excepts is excepts and bool(states - {one.end}) for one, states in self.live)
 
 
 def top(patterns: tuple[Pattern, ...]) -> Place:
     """The folder of code itself."""
-    return Place(patterns, tuple(pattern.begin() for pattern in patterns))
+    return Place(tuple((pattern, pattern.begin()) for pattern in patterns))
+
+
+class Walk:
+    """A way through a folder of code, of limited length."""
+
+    def __init__(self, code: Path) -> None:
+        self._code, self._left = code, MOST_STEPS
+
+    def inside(self, folder: Place) -> list[tuple[os.DirEntry[str], Place]]:
+        """What is in a folder; raises UsageError where it cannot be read, or the patterns take too long."""
+        try:
+            with os.scandir(self._code / folder.path) as entries:
+                return [(entry, self._next(folder, entry.name)) for entry in entries]
+        except OSError as error:
+            why = f"cannot read the folder {self._code / folder.path}: {error.strerror}"
+            raise UsageError(why, f"name it in {NAME}, or make it readable") from None
+
+    def _next(self, folder: Place, name: str) -> Place:
+        self._left -= folder.steps
+        if self._left < 0:
+            problem = f"{self._code / NAME} has too many patterns for the number of files in {self._code}"
+            raise UsageError(problem, "use fewer patterns with **, or start the job from a folder with fewer files")
+        return folder.inside(name)
 
 
 def ignored(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
     """What .dockerignore names, by its path: folders as a whole, if no exception (`!`) is for something in them.
 
-    Patterns whose last name is one of `but` do not count. Raises UsageError where the file or a folder cannot be read.
+    Patterns whose last name is one of `but` do not count. Raises UsageError where the file or a folder cannot be read,
+    or the patterns take too long.
     """
     patterns = read(code, but)
-    waiting = [top(patterns)] if patterns else []
+    waiting, walk = [top(patterns)] if patterns else [], Walk(code)
     while waiting:
-        for entry, place in _inside(code, waiting.pop()):
+        for entry, place in walk.inside(waiting.pop()):
             folder = entry.is_dir(follow_symlinks=False)
             if folder and (place.leads_to(excepts=True) if place.ignored else place.leads_to(excepts=False)):
                 waiting.append(place)
@@ -105,11 +132,11 @@ def ignored(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
 def kept(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
     """The paths of all that .dockerignore does not name, without folders, hidden files and what is named `but`.
 
-    Raises UsageError where the file, or a folder, cannot be read.
+    Raises UsageError where the file, or a folder, cannot be read, or the patterns take too long.
     """
-    waiting = [top(read(code))]
+    waiting, walk = [top(read(code))], Walk(code)
     while waiting:
-        for entry, place in _inside(code, waiting.pop()):
+        for entry, place in walk.inside(waiting.pop()):
             if entry.name.startswith(".") or entry.name in but:
                 continue
             if not entry.is_dir(follow_symlinks=False):
@@ -145,15 +172,6 @@ def read(code: Path, but: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
     except (re.error, ValueError) as error:
         hint = "write ** as a name of its own, such as a/**/b"
         raise UsageError(f"{file} has a pattern that is not supported: {error}", hint) from None
-
-
-def _inside(code: Path, folder: Place) -> list[tuple[os.DirEntry[str], Place]]:
-    try:
-        with os.scandir(code / folder.path) as entries:
-            return [(entry, folder.inside(entry.name)) for entry in entries]
-    except OSError as error:
-        why = f"cannot read the folder {code / folder.path}: {error.strerror}"
-        raise UsageError(why, f"name it in {NAME}, or make it readable") from None
 
 
 def _names(text: str) -> list[str]:
