@@ -19,6 +19,7 @@ Event = dict[str, Any]
 Emit = Callable[..., None]  # emit(event, **data)
 ANY: Form = {"event": text, "time": seconds, "seconds": seconds}
 COUNT = number(1 << 31)
+OURS = ("event", "outcome", "word", "cause", "node", "job_id", "engine")  # keys whose text only we choose
 CAUSE: Form = {
     **dict.fromkeys(("node", "cause", "summary", "hint", "log"), text),
     **dict.fromkeys(("rank", "exit_code"), COUNT),
@@ -64,13 +65,15 @@ def read(content: bytes) -> list[Event]:
 class Recorder:
     """Keeps the events of a job, in memory and as lines of a file; goes on where an earlier one ended."""
 
-    def __init__(self, path: Path, show: Callable[[Event], None] = lambda _: None) -> None:
-        """`show` gets each new event, too. Raises ValueError where the file is damaged."""
+    def __init__(
+        self, path: Path, show: Callable[[Event], None] = lambda _: None, hide: Callable[[Event], Event] = dict
+    ) -> None:
+        """`show` gets each new event, too; `hide` takes secrets out of one. Raises ValueError for a damaged file."""
         content = b""
         with contextlib.suppress(FileNotFoundError), regular(path) as file:
             content = file.read()
         self.events = read(content)
-        self._show = show
+        self._show, self._hide = show, hide
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._unwritten: list[bytes] = []
         passed = max(0.0, time.time() - self.events[0]["time"]) if self.events else 0.0
@@ -80,7 +83,7 @@ class Recorder:
 
     def __call__(self, event: str, **data: Any) -> None:
         """Note `event`, with the wall clock's time and the seconds since the job's start."""
-        line = {"event": event, "time": round(time.time(), 3), "seconds": self.seconds(), **data}
+        line = {"event": event, "time": round(time.time(), 3), "seconds": self.seconds(), **self._hide(data)}
         self.events.append(line)
         self._unwritten.append(json.dumps(line).encode() + b"\n")
         with contextlib.suppress(OSError):  # the disk is full, say; they are written with the next event

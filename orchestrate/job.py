@@ -19,7 +19,7 @@ from typing import Any
 from orchestrate import folder, lock, logs, owners, report, users
 from orchestrate.engines import Engine
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.events import Event, Recorder
+from orchestrate.events import OURS, Event, Recorder
 from orchestrate.folder import regular, write_whole
 from orchestrate.node.trees import clear
 from orchestrate.paths import JOB, JobPaths
@@ -190,7 +190,7 @@ def supervise(
                 follower.follow(prefixes(plan))
 
             try:
-                emit = Recorder(paths.events, tell)
+                emit = Recorder(paths.events, tell, lambda event: hide.inside(event, but=OURS))
             except ValueError as error:
                 raise UsageError(
                     f"{paths.events} is damaged: {error}", f"python -m orchestrate rm {plan.job_id}"
@@ -205,7 +205,8 @@ def supervise(
         emit("job_ended", outcome=outcome.word, reason=outcome.why)
         emit.close()
         metrics, ended = hide.inside(traces.metrics()), supervisor.history.ended
-        data = report.report(supervisor.plan, outcome, ended, emit.events, metrics, traces.checkpoints())
+        told = report.report(supervisor.plan, outcome, ended, emit.events, metrics, traces.checkpoints())
+        data: dict[str, Any] = hide.inside(told, but=OURS)
         try:
             write_whole(paths.report, json.dumps(data, indent=2) + "\n")
             bring_home(paths)

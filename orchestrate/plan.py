@@ -15,7 +15,7 @@ from orchestrate.forms import argument
 from orchestrate.limits import UNLIMITED, Limits, in_words, limits
 from orchestrate.node.ranks import assign
 from orchestrate.paths import NAME
-from orchestrate.redact import redacted
+from orchestrate.redact import Mask, redacted
 from orchestrate.spec import JobSpec
 
 NODE = re.compile(r"master|trainer-[1-9][0-9]{0,5}")
@@ -86,7 +86,8 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON, for `plan.json`, without the values of secrets."""
-        values = dataclasses.asdict(self)
+        hide = Mask(self.workers[0].env, self.secrets)
+        values = dataclasses.asdict(self) | {"command": list(map(hide, self.command))}
         for worker in values["workers"]:
             worker["env"] = redacted(worker["env"], self.secrets)
         return json.dumps(values, indent=2)
@@ -193,7 +194,8 @@ def plan(
 def read_plan(text: str, env: Mapping[str, str]) -> Plan:
     """The plan that `to_json` wrote; raises ValueError, TypeError or KeyError for anything else.
 
-    `env` is the job's own environment, for the values of secrets, which are not in the text.
+    `env` is the job's own environment, for the values of secrets, which are not in the text; those in the
+    command remain `***`.
     """
     values = json.loads(text)
     lists = {name: tuple(values["inventory"][name]) for name in ("cores", "gpus", "preload")}

@@ -59,7 +59,8 @@ class Supervisor:
         `run` is the folder that nodes see: the job's, or that of its cluster, in which the job's is.
         `stops()` is how often somebody has asked the job to stop.
         """
-        self.spec, self.plan, self.run, self.engine = spec, plan, run, engine
+        self.spec, self.run, self.engine = spec, run, engine
+        self.plan = replace(plan, command=spec.command)  # that of plan.json shows no secrets
         self.emit, self.stops, self.traces, self.keep = emit, stops, traces, keep
         self.history = History(emit.events)
         logs = [rule["log"] for rule in spec.rules if "log" in rule]

@@ -4,6 +4,7 @@ What workers write themselves is in their logs as they wrote it.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -18,6 +19,8 @@ from scripted import ALL_WELL, KILLED
 
 from orchestrate import lock
 from orchestrate.cli import EXPORTS, main
+from orchestrate.errors import EngineError
+from orchestrate.events import read
 from orchestrate.paths import JobPaths
 from orchestrate.redact import HIDDEN
 from orchestrate.spec import JobSpec
@@ -46,6 +49,7 @@ def printing(do):
             with (folder / "logs" / f"rank-{worker.rank}.log").open("a") as file:
                 file.write(f"[node] generation {len(do.engine.plans) - 1}\nlogin with {worker.env['HF_TOKEN']}\n")
                 file.write(f"and {worker.env['PHRASE']}\n")
+        (folder / "job" / "checkpoints" / f"step-1-{worker.env['HF_TOKEN']}").touch()
         (folder / "metrics.jsonl").write_text(
             json.dumps({"config": {"token": worker.env["HF_TOKEN"], "phrase": worker.env["PHRASE"]}}) + "\n"
         )
@@ -67,6 +71,7 @@ def test_a_run_must_show_no_secret_though_its_workers_print_it(do, printing, tmp
     assert leaks(run) == {"job.yaml", "job/metrics.jsonl", *(f"job/logs/rank-{rank}.log" for rank in range(3))}
     report = json.loads((run / "report.json").read_text())
     assert report["final_metrics"] == {"config": {"token": HIDDEN, "phrase": HIDDEN}}
+    assert report["checkpoints"] == [str(run / "checkpoints" / f"step-1-{HIDDEN}")]
     assert report["failures"][0]["last_lines"][-2:] == [f"login with {HIDDEN}", f"and {HIDDEN}"]
     shown = json.loads((run / "plan.json").read_text())["workers"][0]["env"]
     assert (shown["A"], shown["PHRASE"], shown["HF_TOKEN"]) == ("b", HIDDEN, HIDDEN)
@@ -95,12 +100,37 @@ def test_the_output_of_a_job_must_be_shown_without_the_secrets(do, printing, pat
 
 
 def test_another_supervisor_must_start_workers_with_the_secrets(do, printing, tmp_path):
-    paths = create(JobPaths(tmp_path / "b-1"), SPEC)
+    started, start = [], printing.start
+    printing.start = lambda workers, command: (started.append(command), start(workers, command))
+    command = (*SPEC.command, f"--token={CANARY}")
+    paths = create(JobPaths(tmp_path / "b-1"), dataclasses.replace(SPEC, command=command))
     assert leaks(paths.root) == {"job.yaml"}
+    assert json.loads(paths.plan.read_text())["command"] == [*SPEC.command, f"--token={HIDDEN}"]
     assert do("attach", "b-1")[0] == 0
-    assert len(printing.plans) == 2
+    assert len(printing.plans) == 2 and started == [command, command]
     for workers in printing.plans:
         assert all(worker.env.items() >= ENV.items() for worker in workers)
+
+
+def test_words_of_our_own_must_be_read_again_though_a_secret_has_them(do, printing, tmp_path):
+    spec = dataclasses.replace(SPEC, env=ENV | {"PHRASE": "failed", "DB_PASSWORD": "succeeded", "A_TOKEN": "killed"})
+    paths = create(JobPaths(tmp_path / "b-1"), spec)
+    assert do("attach", "b-1")[0] == 0
+    assert json.loads(paths.report.read_text())["outcome"] == "succeeded"
+    assert [event["word"] for event in read(paths.events.read_bytes()) if "word" in event] == ["failed", "succeeded"]
+    assert do("wait", "b-1")[0] == 0
+
+
+def test_events_must_hold_no_secret(do, printing, tmp_path):
+    paths = create(JobPaths(tmp_path / "b-1"), dataclasses.replace(SPEC, max_restarts=0))
+    up = printing.up
+    printing.up = lambda *words, **how: (up(*words, **how), fail())[0]
+
+    def fail() -> None:
+        raise EngineError(f"no {CANARY}")
+
+    assert do("attach", "b-1")[0] != 0
+    assert leaks(paths.root) == {"job.yaml"} and f"no {HIDDEN}" in paths.events.read_text()
 
 
 # --- for real
