@@ -12,11 +12,13 @@ from typing import Any
 HIDDEN = "***"
 WORDS = re.compile(
     r"TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASES?|PASSCODES?|PASS|SSHPASS|CREDENTIALS?|CREDS|AUTH|AUTHORIZATION"
-    r"|COOKIES?|DSN|PATS?|JWT|WEBHOOKS?"
+    r"|COOKIES?|DSN|PATS?|JWT|WEBHOOKS?|BEARER|MNEMONICS?|PGPASS|T?OTP_SEED|SESSION_ID"
     r"|(API|AUTH|ACCESS|SECRET|MASTER|PRIVATE|ENCRYPTION|SIGNING|SHARED|ACCOUNT|DEPLOY|LICENSE|SSH)KEYS?"
     r"|CONNSTR|CONNECTIONSTRINGS?|CONNECTION_STRINGS?"
     r"|\w+(TOKEN|SECRET|PASSWORD|PASSWD|APIKEY)"  # as in PGPASSWORD
 )
+LAST = {"PW", "PIN"}  # which call a secret at the end of a name: DB_PW, but not PIN_MEMORY
+PINNED = {"CPU", "CPUS", "CORE", "CORES", "THREAD", "THREADS", "GPU", "NUMA", "IRQ"}  # which are not secret: CPU_PIN
 FORMS = {"ID", "V", "B", "BASE", "HEX", "PEM", "DER"}  # which may follow a KEY: ENCRYPTION_KEY_V2, PRIVATE_KEY_BASE64
 PLURALS = {"TOKENS", "KEYS"}  # which may be a count, such as MAX_TOKENS=4096
 COUNTS = {"NUM", "MAX", "MIN", "N"}  # before one of those
@@ -27,6 +29,18 @@ URL = re.compile(  # scheme://user:password@host, where no port looks like a pas
 )
 IN_PAIRS = re.compile(r"pwd|sig|.*signature", re.IGNORECASE)  # names that are as good as a password's in such a pair
 PAIR = re.compile(r"(?:^|[;?&#\s])-*([A-Za-z][\w.-]*)=([^;?&#\s]+)")  # of a connection string, or of a URL's query
+KNOWN = re.compile(  # values that have the form of a secret; bounded, so that the time is linear
+    r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY"
+    r"|\bgh[oprsu]_\w{16,}|\bgithub_pat_\w{16,}|\bhf_[A-Za-z0-9]{16,}"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}"
+    r"|\bxox[abeprs]-[\w-]{10,}|\bhooks\.slack\.com/services/[\w/-]+"
+    r"|\bsk-(?:[a-z0-9]{1,12}-){0,3}\w{20,}"
+    r"|(?<=\bBearer )[\w.~+/=-]{8,}"
+    r"|(?<=\bssh://)(?=[A-Za-z_.-]{0,99}\d)[\w.-]{16,255}(?=@)"  # no user's name, such as git
+)
+IN_JSON = re.compile(
+    r'"(?:\w{0,40}_)?(?:private_key|password|passwd|secret|token|api_?key)"\s{0,9}:\s{0,9}"([^"\\][^"]*)', re.IGNORECASE
+)
 DEEPEST = 50  # levels of data that are looked into; a job may nest what it writes as deep as it likes
 SHORTEST = 6  # characters of a value that is looked for in text; a shorter one is part of too many words
 
@@ -89,6 +103,8 @@ def _says_so(name: str, value: str) -> bool:
     words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper())
     if any(map(WORDS.fullmatch, [*words, *map("_".join, zip(words, words[1:]))])) or "PWD" in words[1:]:
         return True
+    if words[-1:] and words[-1] in LAST and not PINNED & set(words[-2:-1]):
+        return True
     while words and words[-1] in FORMS:
         words.pop()
     if words[-1:] == ["KEY"] and not ORDINARY & set(words[-2:-1]):
@@ -98,14 +114,14 @@ def _says_so(name: str, value: str) -> bool:
 
 
 def _inside(value: str) -> list[str]:
-    """The secrets in a value: the passwords in its URLs, and what its pairs of names and values call one."""
+    """The secrets in a value: what has a known form, the passwords in its URLs, and what its pairs or JSON call one."""
     # A word that ends at its last @ is searched in linear time.
     heads = [word[: word.rfind("@") + 1] for word in value.split()]
     found = [part for head in heads for groups in URL.findall(head) for part in groups if part]
     for name, text in PAIR.findall(value):
         if IN_PAIRS.fullmatch(name) or (name.upper() not in ("KEY", "KEYS") and _calls_one(name, text)):
             found.append(text)
-    return found
+    return [*found, *KNOWN.findall(value), *IN_JSON.findall(value)]
 
 
 def _parts(value: str) -> list[str]:

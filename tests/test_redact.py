@@ -11,14 +11,16 @@ SECRET = (
     "DOCKER_AUTH_CONFIG NPM_CONFIG__AUTH COOKIE SESSION_COOKIES SENTRY_DSN GH_PAT hfToken MY_JWT "
     "ENCRYPTION_KEY_V2 AUTHORIZATION SIGNING_KEY_BASE64 SSH_PRIVATE_KEY_B64 PRIVATE_KEY_PEM TS_AUTHKEY ACCESSKEY "
     "SECRETKEY MASTERKEY PASSCODE PASSPHRASES GH_PATS SLACK_WEBHOOK_URL AZURE_STORAGE_CONNECTION_STRING "
-    "connectionString DB_CONNSTR MINIO_ACCESSKEY COSMOS_PRIMARY_KEY accountKey AES_KEY_HEX HTTP_AUTHORIZATION"
+    "connectionString DB_CONNSTR MINIO_ACCESSKEY COSMOS_PRIMARY_KEY accountKey AES_KEY_HEX HTTP_AUTHORIZATION "
+    "BEARER BEARER_HEADER PW DB_PW dbPw PIN CARD_PIN OTP_SEED TOTP_SEED MNEMONIC WALLET_MNEMONIC PGPASS SESSION_ID"
 )
 PLAIN = (
     "TOKENIZERS_PARALLELISM TOKENIZER KEYBOARD MONKEY KEY_FILE PRIMARY_KEYED AUTHOR PATH PATIENCE PASSES PWD OLDPWD "
     "OMP_NUM_THREADS A COMPASS DSNAME DISPATCH HOME ID KEY_SIZE_ID DETOKENIZE "
     "MAX_TOKENS NUM_TOKENS PRIMARY_KEY_COLUMN NUM_KEYS SORT_KEY SORT_KEYS PARTITION_KEY CACHE_KEY IMAGE_KEY LABEL_KEY "
     "CONNECTION STRING CONNECTION_TIMEOUT MODEL_SIGNATURE SIG PATTERN PASSENGER HOTKEYED "
-    "KEYWORDS TOKENIZED KEYFRAMES V B BASE PEM COMPASS_PATH XLA_FLAGS LD_LIBRARY_PATH NCCL_DEBUG BYPASS"
+    "KEYWORDS TOKENIZED KEYFRAMES V B BASE PEM COMPASS_PATH XLA_FLAGS LD_LIBRARY_PATH NCCL_DEBUG BYPASS "
+    "PIN_MEMORY CPU_PIN THREADS_PIN SPIN PINNED SEED RANDOM_SEED SESSION SESSION_NAME PGPASSFILE PW_TEST PGHOST BEAR"
 )
 
 
@@ -56,6 +58,23 @@ def test_a_name_that_only_looks_alike_must_not(name):
         "Endpoint=sb://a.example.org/;SharedAccessKey=canary=",
         "BlobEndpoint=https://a.example.org;SharedAccessSignature=canary",
         "--user me --api-key=canary",
+        "-----BEGIN PRIVATE KEY-----\\ncanary",
+        "x\n-----BEGIN OPENSSH PRIVATE KEY-----\ncanary",
+        "-----BEGIN RSA PRIVATE KEY-----",
+        *(f"gh{letter}_" + "a1B2" * 9 for letter in "poursp"),
+        "github_pat_" + "11AAAA_0" * 5,
+        "AKIA" + "ABCD2345" * 2,
+        *(f"xox{letter}-1234-5678-canary" for letter in "abpr"),
+        "https://hooks.slack.com/services/T0/B0/canary",
+        "sk-" + "a1B2" * 12,
+        "sk-proj-" + "a1B2" * 12,
+        "sk-ant-api03-" + "a1B2" * 12,
+        "hf_" + "aBcD" * 8,
+        "Authorization: Bearer canary-7c1",
+        '{"type": "service_account", "private_key": "canary"}',
+        '{"user":"me","password":"canary"}',
+        '{"db_password": "canary"}',
+        "ssh://canary0123456789ab@example.org/a.git",
     ],
 )
 def test_a_url_with_a_password_must_be_secret_whatever_its_name(value):
@@ -80,6 +99,24 @@ def test_a_url_with_a_password_must_be_secret_whatever_its_name(value):
         "a=b c=d",
         "Password=;",
         "x=?sig",
+        "-----BEGIN CERTIFICATE-----",
+        "-----BEGIN PUBLIC KEY-----",
+        "ghp_short",
+        "hf_transfer",
+        "hf_hub_download_of_a_model",
+        "sk-learn",
+        "sk-learn-pipeline-classifier-large",
+        "task-0123456789abcdef0123456789",
+        "AKIA",
+        "xox",
+        "bearer of news",
+        "https://hooks.slack.com/",
+        "ssh://ubuntu@example.org/a.git",
+        "ssh://ec2-user@example.org",
+        "ssh://a-user-with-a-long-name@example.org",
+        '{"password": "", "private_key_file": "a", "tokens": "4", "lr": 0.1}',
+        "{'a': 'private_key'}",
+        "sha256:" + "0123456789abcdef" * 4,
     ],
 )
 def test_a_url_without_a_password_must_stay_readable(value):
@@ -110,6 +147,11 @@ def test_text_must_be_shown_without_the_secrets_in_it():
     assert hide("(canary.7c1)") == "(canary.7c1)"
 
 
+def test_what_has_the_form_of_a_secret_must_be_hidden_by_itself_too():
+    hide = Mask({"A": "Bearer canary-7c1", "B": '{"user": "someone", "password": "canary-8d2"}'})
+    assert hide("canary-7c1 of someone: canary-8d2") == f"{HIDDEN} of someone: {HIDDEN}"
+
+
 def test_what_is_secret_in_a_value_must_be_hidden_by_itself_too():
     hide = Mask({"DB": "Server=db;Password=canary-7c1;", "BLOB": "https://a.example.org/x?sv=2024-01-01&sig=canary%3D"})
     assert hide("canary-7c1, canary%3D, 2024-01-01") == f"{HIDDEN}, {HIDDEN}, 2024-01-01"
@@ -124,6 +166,9 @@ def test_a_variable_that_the_job_file_calls_secret_must_be_hidden_whatever_it_lo
 
 
 LONG = {"hosts": "://a:" * 200_000, "host": "@" + "://:" * 200_000, "names": "a=" * 500_000, "query": "?a" * 500_000}
+LONG |= {"keys": "sk-a-" * 200_000, "ssh": "ssh://" * 150_000, "user": "ssh://" + "a" * 1_000_000}
+LONG |= {"json": '"password": ' * 90_000, "spaces": '"password" ' * 90_000, "begin": "-----BEGIN " * 90_000}
+LONG |= {"names_in_json": '"' + "a_" * 500_000, "words": "_" * 1_000_000}
 
 
 @pytest.mark.parametrize("value", LONG.values(), ids=LONG)
