@@ -167,7 +167,7 @@ def test_a_variable_that_the_job_file_calls_secret_must_be_hidden_whatever_it_lo
 
 LONG = {"hosts": "://a:" * 200_000, "host": "@" + "://:" * 200_000, "names": "a=" * 500_000, "query": "?a" * 500_000}
 LONG |= {"keys": "sk-a-" * 200_000, "ssh": "ssh://" * 150_000, "user": "ssh://" + "a" * 1_000_000}
-LONG |= {"json": '"password": ' * 90_000, "spaces": '"password" ' * 90_000, "begin": "-----BEGIN " * 90_000}
+LONG |= {"json": '"password":x' * 90_000, "spaces": '"password" ' * 90_000, "begin": "-----BEGIN " * 90_000}
 LONG |= {"names_in_json": '"' + "a_" * 500_000, "words": "_" * 1_000_000}
 
 
