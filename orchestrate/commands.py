@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrate import cluster, errors, job, lock, logs, older, owners, terminal
-from orchestrate.engines import address
-from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.errors import EngineLost, OrchestrateError, ResourceError, UsageError
 from orchestrate.generation import BY_MAX_RUN
 from orchestrate.paths import NAME, JobPaths
 from orchestrate.redact import Mask
@@ -24,8 +23,6 @@ from orchestrate.spec import JobSpec
 from orchestrate.terminal import give, out, say
 
 PROOFS = 20  # times that a supervisor may not be proven to be one, a tenth of a second apart: it may be beginning
-PROCESS = "--engine process"
-UNCONTAINED = "running as local processes, which can do all that you can"
 
 if TYPE_CHECKING:
     from orchestrate.engines import Engine
@@ -61,33 +58,31 @@ def count_signals(spec: JobSpec) -> Any:
 
 
 def engine_of(spec: JobSpec) -> Engine:
-    """The engine that the job asks for; local processes for `auto` where the user has no other engine.
+    """The engine that the job asks for; for `auto` local processes where no Docker Engine with Compose answers.
 
-    An engine that is there, or was chosen, and cannot be used is an error: a job that ran in containers would run with
-    all that its user can do.
+    One that is chosen and cannot be used, as over TLS, is an error: a job that ran in containers would run with all
+    that its user can do.
     """
     if spec.engine == "swarm":
         from orchestrate.engines.swarm import SwarmEngine
 
         return SwarmEngine()
-    if spec.engine == "docker" or (spec.engine == "auto" and not address.absent()):
-        return _docker()
-    if spec.engine == "auto":
-        say(f"no Docker Engine is at {address.SOCKET}; {UNCONTAINED}. Start Docker to use containers.")
+    if spec.engine != "process":
+        from orchestrate.engines.docker import DockerEngine  # the SDK takes half a second to import
+
+        try:
+            return DockerEngine()
+        except (EngineLost, ResourceError) as error:  # ResourceError: without Compose no job has run there
+            if spec.engine == "docker":
+                raise
+            say(f"{error}; running as local processes, which can do all that you can. Start Docker to use containers.")
+        except OrchestrateError as error:
+            if spec.engine == "auto":
+                error.hint += "; --engine process runs the job without containers"
+            raise
     from orchestrate.engines.process import ProcessEngine
 
     return ProcessEngine()
-
-
-def _docker() -> Engine:
-    from orchestrate.engines.docker import DockerEngine  # the SDK takes half a second to import
-
-    try:
-        return DockerEngine()
-    except OrchestrateError as error:
-        if PROCESS not in error.hint:
-            error.hint += f"; {PROCESS} runs the job without containers"
-        raise
 
 
 def _engines() -> list[Engine]:

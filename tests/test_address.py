@@ -1,6 +1,5 @@
 """Which Docker Engine is meant must be what the user's `docker` command says."""
 
-import gc
 import hashlib
 import json
 import subprocess
@@ -11,10 +10,8 @@ import requests
 
 from orchestrate import commands
 from orchestrate.cli import main
-from orchestrate.engines import address as address_module
-from orchestrate.engines import daemon
 from orchestrate.engines.address import SOCKET, TLS, address
-from orchestrate.errors import EngineError, ResourceError
+from orchestrate.errors import EngineError
 from orchestrate.spec import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
@@ -174,60 +171,52 @@ def test_tls_of_the_environment_must_be_refused_for_tcp_alone(config, monkeypatc
     assert address() == "unix:///a"
 
 
-# --- local processes, where there is no engine
+# --- local processes, where no engine answers
 
 
-@pytest.fixture
-def none_there(config, monkeypatch):
-    """A machine without an engine: the socket is returned that one would have at the default place."""
-    path = config / "default.sock"
-    monkeypatch.setattr(address_module, "SOCKET", f"unix://{path}")
-    yield path
-    gc.collect()  # the SDK's sockets, while that is no error
-
-
-def test_without_an_engine_auto_must_run_local_processes_and_say_so_in_one_line(none_there, capsys):
-    assert commands.engine_of(resolve({})).name == "process"
-    assert capsys.readouterr().err == (
-        f"no Docker Engine is at unix://{none_there}; running as local processes, which can do all that you can. "
-        "Start Docker to use containers.\n"
-    )
+def refused_by_all(capsys, message: str) -> None:
+    """No command takes local processes instead, and all say how to ask for them."""
+    for command in ("run", "up", "plan"):
+        assert main([command, *(["--", "-m", "app.train"] if command != "up" else [])]) == 3
+        out, err = capsys.readouterr()
+        error, hint = err.splitlines()
+        assert message in error and not out
+        assert hint.startswith("hint: ") and hint.count("--engine process") == 1
 
 
 @pytest.mark.parametrize(
     ("host", "name", "current", "message"),
     [
-        ("unix:///nowhere.sock", None, None, "no Docker Engine answers at unix:///nowhere.sock: no such file"),
         ("ssh://me@box", None, None, "is another machine"),
         ("tcp://localhost:2376", None, None, "uses TLS, which is not supported"),
-        (None, "mine", None, "no Docker Engine answers at unix:///mine.sock: no such file"),
         (None, "nope", None, "the Docker context 'nope' does not exist"),
-        (None, None, "other", "no Docker Engine answers at unix:///other.sock: no such file"),
     ],
 )
-@pytest.mark.parametrize("command", ["run --dry-run", "plan"])
-def test_an_engine_that_the_user_has_chosen_must_never_be_replaced_by_local_processes(
-    none_there, config, monkeypatch, capsys, host, name, current, message, command
+def test_an_engine_that_cannot_be_used_must_not_be_replaced_by_local_processes(
+    config, monkeypatch, capsys, host, name, current, message
 ):
     chosen(config, monkeypatch, host, name, current)
     monkeypatch.setenv("DOCKER_TLS_VERIFY", "1")
     monkeypatch.chdir(config)
-    assert main([*command.split(), "--", "-m", "app.train"]) == 3
-    out, err = capsys.readouterr()
-    error, hint = err.splitlines()
-    assert message in error and not out
-    assert hint.startswith("hint: ") and hint.count("--engine process") == 1
+    refused_by_all(capsys, message)
 
 
-def test_nor_must_one_at_the_default_place_that_cannot_be_used(none_there, monkeypatch, capsys, answers):
-    monkeypatch.delenv("DOCKER_HOST")
-    none_there.symlink_to("gone")  # as the one of a Docker Desktop that has ended
-    with pytest.raises(EngineError, match=f"no Docker Engine answers at unix://{none_there}"):
-        commands.engine_of(resolve({}))
-    monkeypatch.setenv("DOCKER_HOST", answers.host)
-    monkeypatch.setattr(daemon, "PLUGINS", [])
+@pytest.mark.parametrize(
+    ("host", "name", "current"), [("unix:///nowhere.sock", None, None), (None, "mine", None), (None, None, "other")]
+)
+def test_where_no_engine_answers_auto_must_take_local_processes_and_say_so(
+    config, monkeypatch, capsys, host, name, current
+):
+    chosen(config, monkeypatch, host, name, current)
+    assert commands.engine_of(resolve({})).name == "process"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("no Docker Engine answers at unix:///") and "running as local processes" in line
+    with pytest.raises(EngineError, match="no Docker Engine answers"):
+        commands.engine_of(resolve({"engine": "docker"}))
+
+
+def test_an_engine_without_compose_must_count_as_none(config, monkeypatch, capsys, answers):
+    monkeypatch.setattr("orchestrate.engines.daemon.PLUGINS", [])
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ResourceError, match="no `docker` command on PATH") as error:
-        commands.engine_of(resolve({}))
-    assert "--engine process" in error.value.hint
-    assert capsys.readouterr().err == ""
+    assert commands.engine_of(resolve({})).name == "process"
+    assert capsys.readouterr().err.startswith("no `docker` command on PATH; running as local processes")

@@ -95,9 +95,14 @@ def test_an_engine_on_another_machine_must_be_refused(cli):
     refused(cli, 3, "is another machine", "run", "--engine", "docker", DOCKER_HOST="ssh://someone@example.invalid")
 
 
-def test_an_engine_that_is_chosen_and_not_there_must_be_refused_without_asking_for_containers(cli):
-    message = "no Docker Engine answers at unix:///nowhere.sock: no such file or directory"
-    refused(cli, 3, message, "run", "--trainers", "1", "--", "probe.py", DOCKER_HOST="unix:///nowhere.sock")
+def test_without_an_engine_auto_must_run_local_processes_and_say_so_in_one_line(cli, nothing_left):
+    done = cli("run", "--trainers", "1", "--", "probe.py", DOCKER_HOST="unix:///nowhere.sock")
+    assert done.returncode == 0
+    first = done.stderr.splitlines()[0]
+    assert first == (
+        "no Docker Engine answers at unix:///nowhere.sock: no such file or directory; "
+        "running as local processes, which can do all that you can. Start Docker to use containers."
+    )
 
 
 @pytest.mark.docker

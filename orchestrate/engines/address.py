@@ -47,12 +47,6 @@ def address() -> str:
     return found
 
 
-def absent() -> bool:
-    """Whether the user has chosen no engine, and there is none at the default place: not even one that has stopped."""
-    chosen = os.environ.get("DOCKER_HOST", "").strip() or _context(_folder()) != DEFAULT
-    return not chosen and not os.path.lexists(SOCKET.removeprefix("unix://"))
-
-
 def _of_context() -> tuple[str, bool]:
     """The address of the current context, or the default one, and whether it uses TLS."""
     folder = _folder()

@@ -52,13 +52,13 @@ class Daemon:
     """The Docker Engine that the user's `docker` talks to, too."""
 
     def __init__(self) -> None:
-        """Connect; raises EngineError where no engine answers, ResourceError where Compose is missing."""
+        """Connect; raises EngineLost where no engine answers, EngineError or ResourceError where it cannot be used."""
         self.host = address()
         try:
             self.client = docker.DockerClient(base_url=self.host, version="auto", max_pool_size=32)
             self.info: dict[str, Any] = self.client.info()
         except Exception as error:  # the SDK also parses Docker's config file, and fails in many ways
-            raise EngineError(f"no Docker Engine answers at {self.host}: {reason(error)}", GET_DOCKER) from None
+            raise EngineLost(f"no Docker Engine answers at {self.host}: {reason(error)}", GET_DOCKER) from None
         try:
             if not any(map(os.path.exists, PLUGINS)):  # to ask it takes a tenth of a second
                 self.compose("version", capture=True)
