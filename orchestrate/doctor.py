@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from orchestrate import users
 from orchestrate.engines.daemon import Daemon
+from orchestrate.engines.guard import wanted
 from orchestrate.engines.image import has_image
 from orchestrate.engines.manager import Thing, gpus, ready
 from orchestrate.engines.parcels import give
@@ -25,7 +26,7 @@ from orchestrate.job import new_id
 from orchestrate.node.files import PIECE, digest
 from orchestrate.paths import JobPaths
 from orchestrate.plan import counted, plan
-from orchestrate.spec import JobSpec
+from orchestrate.spec import IMAGE, JobSpec
 
 GOOD, WARNING, BAD = "ok", "warning", "error"
 OLDEST = (20, 10)  # the engine that knows all that we ask for: capabilities of services
@@ -59,6 +60,9 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
         if has_image(daemon, spec, prepare=False)
         else Finding(WARNING, f"it has no image {spec.image}", "the first run builds or pulls it")
     )
+    if spec.image != IMAGE and wanted(spec) and not has_image(daemon, JobSpec(), prepare=False):
+        what = f"it has no image {IMAGE}, which keeps nodes from this machine's ports"
+        yield Finding(WARNING, what, "docker compose build")
     if info.get("Swarm", {}).get("LocalNodeState") != "active":
         yield Finding(GOOD, "it is in no Swarm")
         return

@@ -18,7 +18,7 @@ from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError
 from orchestrate.node.files import PIECE
 from orchestrate.plan import Inventory, Plan
-from orchestrate.spec import JobSpec
+from orchestrate.spec import IMAGE, JobSpec
 
 
 class Host:
@@ -263,6 +263,10 @@ def test_what_an_engine_does_not_have_must_be_told_and_be_no_error(found, capsys
     assert lines[2:4] == [
         "warning  it has no image mine:1",
         "         hint: the first run builds or pulls it",
+    ]
+    assert lines[4:6] == [
+        f"warning  it has no image {IMAGE}, which keeps nodes from this machine's ports",
+        "         hint: docker compose build",
     ]
 
 

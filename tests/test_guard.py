@@ -272,7 +272,7 @@ def test_names_must_be_resolved_where_this_machine_does_it(names, tmp_path, noth
     options = ("--network", home, "--dns", names, "--cap-drop", "ALL", "--label", label)
     node = docker("run", "--detach", *options, "--entrypoint", "sleep", IMAGE, "1000").strip()
     daemon = Daemon()
-    helpers = guard.Guard(daemon, home, IMAGE, tmp_path)
+    helpers = guard.Guard(daemon, home, tmp_path)
     try:
         nodes = dict(zip(["master"], daemon.containers(label)))
         helpers.begin(nodes.values())

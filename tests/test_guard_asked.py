@@ -58,6 +58,7 @@ def test_a_helper_must_have_one_capability_and_no_file_of_this_machine(job):
     assert job.answers.of(CREATE)[0]["name"].startswith("j-guard-")
     assert "169.254.0.0/255.255.0.0" in body["Entrypoint"]
     assert job.answers.did("DELETE") == ["DELETE /containers/made"] * 2
+    assert job.answers.of("DELETE /containers/made")[0] == {"v": "True", "force": "True", "link": "False"}
     assert engine.warnings() == []
 
 
@@ -96,21 +97,12 @@ def test_no_helper_must_be_asked_for_where_nodes_may_reach_their_host(job, optio
     assert engine._request(job.plan(spec).workers[0])["filtered"] is False
 
 
-def test_a_helper_must_be_made_of_the_projects_image_or_else_of_the_nodes(job):
-    images = []
-
-    def lacks(what: str) -> None:
-        if what == CREATE:
-            images.append(job.answers.asked[-1][2]["Image"])
-            missing = images[-1] == IMAGE
-            job.answers.refusals = {CREATE: (404, f"No such image: {IMAGE}")} if missing else {}
-
-    job.answers.happens = lacks
-    job.answers.container("master")
-    engine, spec = job.engine(), JobSpec(trainers=0, image="mine:1")
-    engine.up(spec, job.plan(spec), job.run)
-    again(engine)
-    assert images == [IMAGE, "mine:1"] and engine.warnings() == []
+def test_a_helper_must_never_be_made_of_the_jobs_image_and_a_missing_image_must_be_reported(job):
+    job.answers.refusals[CREATE] = 404, f"No such image: {IMAGE}"
+    engine = protected(job)
+    assert {body["Image"] for what, _, body in job.answers.asked if what == CREATE} == {IMAGE}
+    (warning,) = engine.warnings()
+    assert f"the engine has no image {IMAGE}" in warning and "`docker compose build`" in warning
 
 
 REFUSALS = {

@@ -17,7 +17,7 @@ from docker.models.containers import Container
 
 from orchestrate.engines import LOST, Exit, JobState, labels, mounts, never, sockets
 from orchestrate.engines.daemon import Daemon, Events, name_of
-from orchestrate.engines.guard import Guard
+from orchestrate.engines.guard import Guard, wanted
 from orchestrate.engines.image import inventory
 from orchestrate.engines.links import DYING, Link, Linked
 from orchestrate.engines.ports import free_port
@@ -252,7 +252,7 @@ class DockerEngine(Linked):
         self._take_key(run)
         self.home, self.stays, self.sockets = plan.home, bool(plan.inventory.cluster), JobPaths(run.parent).sockets
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
-        filtered = not spec.host_access and self.network != "host"
+        filtered = wanted(spec)
         self.env = {
             "JOB_ID": self.home,
             "JOB_OWNER": str(os.getuid()),
@@ -277,7 +277,7 @@ class DockerEngine(Linked):
         if self.env["NODE_SOCKETS"]:
             self.mounts.append(mounts.bind(self.sockets, SOCKETS))
         if self.guard is None and filtered:
-            self.guard = Guard(self.daemon, self.home, spec.image, run)
+            self.guard = Guard(self.daemon, self.home, run)
         if self.events is None:
             self.events = Events(self.daemon, self._ours)
             self.selector.register(self.events.bell, selectors.EVENT_READ, "")

@@ -2,6 +2,7 @@
 
 A node has no capability, so a helper container that shares its network puts up a packet filter there
 (`node/guard.py`). Helpers run while nodes import torch; no worker starts before they have ended.
+A helper has a capability and its result is believed, so it runs in the project's own image, never in the job's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from orchestrate.engines import labels
 from orchestrate.engines.daemon import ERRORS, Daemon
 from orchestrate.errors import EngineError
 from orchestrate.node import guard as program
-from orchestrate.spec import IMAGE
+from orchestrate.spec import IMAGE, JobSpec
 
 TAKES = 30  # seconds that a helper may take
 METADATA = (
@@ -49,10 +50,9 @@ Pattern = tuple[Address, Address]  # the bits of an address that count, and thei
 class Guard:
     """The helpers of one job's nodes."""
 
-    def __init__(self, daemon: Daemon, home: str, image: str, run: Path) -> None:
-        """`home` is the name under which the nodes exist, `image` theirs, and `run` the folder that they see."""
+    def __init__(self, daemon: Daemon, home: str, run: Path) -> None:
+        """`home` is the name under which the nodes exist, and `run` the folder that they see."""
         self.daemon, self.home, self.run = daemon, home, run
-        self.images = dict.fromkeys((IMAGE, image))  # the project's own, where the engine has it: it is known
         self.pool = ThreadPoolExecutor(16)
         self.begun: dict[str, Future[None]] = {}  # by endpoint; a container has a new one each time it starts
         self.ended: set[str] = set()  # those whose end has been waited for
@@ -113,10 +113,10 @@ class Guard:
                 raise EngineError(last or f"a helper ended with exit code {code}")
         finally:
             with contextlib.suppress(*ERRORS):  # what is left is removed with the nodes
-                api.remove_container(helper, force=True)
+                api.remove_container(helper, v=True, force=True)
 
     def _create(self, node: str, command: list[str]) -> str:
-        """Make a helper, of the first image that the engine has."""
+        """Make a helper; raises EngineError where the engine does not have the project's image."""
         api = self.daemon.client.api
         host = api.create_host_config(
             network_mode=f"container:{node}",
@@ -136,10 +136,15 @@ class Guard:
             "labels": labels.only({labels.GUARD: self.home, labels.RUN: str(self.run)}),
             "host_config": host,
         }
-        for image in self.images:
-            with contextlib.suppress(docker.errors.ImageNotFound):
-                return str(api.create_container(image, **facts)["Id"])
-        raise EngineError(f"no image {image}")
+        try:
+            return str(api.create_container(IMAGE, **facts)["Id"])
+        except docker.errors.ImageNotFound:
+            raise EngineError(f"the engine has no image {IMAGE}; build it with `docker compose build`") from None
+
+
+def wanted(spec: JobSpec) -> bool:
+    """Whether a job's nodes are to be kept from this machine."""
+    return not spec.host_access and spec.network != "host"
 
 
 def blocked(info: dict[str, Any], node: Container) -> list[Pattern]:

@@ -125,4 +125,4 @@ def _gpus(daemon: Daemon, image: str, run: Path) -> tuple[str, ...]:
     finally:
         if container is not None:
             with daemon.asking("does not remove the container that looked for GPUs"):
-                container.remove(force=True)
+                container.remove(force=True, v=True)
