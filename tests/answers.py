@@ -49,6 +49,7 @@ class Answers:
         self.containers: list[dict[str, Any]] = []
         self.networks: list[dict[str, Any]] = []
         self.images: set[str] = set()
+        self.volumes: list[str] = []  # that each of them declares
         self.output, self.code = b"", 0  # of a container that was made
         self.refusals: dict[str, tuple[int, str]] = {}
         self.happens: Callable[[str], None] = lambda what: None  # called with each thing that is asked
@@ -125,7 +126,12 @@ class Answers:
         filters = json.loads(query.get("filters", "{}"))
         method, _, path = what.partition(" ")
         if method == "GET" and (name := re.fullmatch(r"/images/(.+)/json", path)):
-            return (200, {"Id": "sha256:1"}) if name[1] in self.images else (404, {"message": "No such image"})
+            config = {"Volumes": dict.fromkeys(self.volumes, {}) or None}
+            return (
+                (200, {"Id": "sha256:1", "Config": config})
+                if name[1] in self.images
+                else (404, {"message": "No such image"})
+            )
         if what == "POST /images/create":
             self.images.add(f"{query['fromImage']}:{query['tag']}")
         nodes = {f"GET /containers/{one['Id']}/json": one for one in self.containers}

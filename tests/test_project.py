@@ -283,8 +283,7 @@ def test_a_node_must_see_the_code_read_only_and_write_only_where_it_may():
         assert (node["cap_drop"], node["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
         assert (node["oom_score_adj"], node["cpu_shares"], node["ulimits"]) == (500, 512, {"core": 0})
         assert node["memswap_limit"] == node["mem_limit"]  # no swap
-        assert node["environment"]["USER"]
-        assert node["environment"]["NODE_WIPE"].split() == ["/tmp", "/dev/shm", "/dev/mqueue"]
+        assert node["environment"]["USER"] and defaults(node)["NODE_WIPE"] == "/tmp /dev/shm /dev/mqueue"
         assert node["logging"] == {"driver": "json-file", "options": {"max-size": "50m", "max-file": "3"}}
         assert int(node["stop_grace_period"].removesuffix("s")) > JobSpec().grace
         assert node["tmpfs"] == ["/tmp:size=${NODE_TMP:-2g},mode=1777,nosuid,nodev,exec"]

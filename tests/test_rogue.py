@@ -11,6 +11,7 @@ from faults import Background
 
 from orchestrate import users
 from orchestrate.paths import JobPaths
+from orchestrate.spec import IMAGE
 
 pytestmark = pytest.mark.docker
 
@@ -107,6 +108,45 @@ def test_a_node_must_see_of_the_folder_of_code_no_job_no_history_and_nothing_tha
     assert not any(name.startswith(("runs/", ".git/", "keys/")) for name in names)
     assert seen["job"] == ["checkpoints", "generation", "logs"] and len(seen["sockets"]) == 1
     assert "job.yaml" not in seen["up"] and "plan.json" not in seen["up"]
+
+
+KEEPS = """
+import pathlib
+kept = pathlib.Path("/kept")
+print("KEPT", sorted(path.name for path in kept.iterdir()), flush=True)
+(kept / "folder").mkdir()
+(kept / "folder" / "left").touch()
+"""
+
+
+@pytest.fixture
+def declared(docker_engine):
+    """An image that declares a volume and a check of its health."""
+    name = f"declares-{os.getpid():x}:1"
+    made = docker("create", "--user", "0:0", "--entrypoint", "install", IMAGE, "-d", "-m", "777", "/kept").strip()
+    docker("start", "--attach", made)
+    changes = ["VOLUME /kept", "HEALTHCHECK --interval=1s CMD exit 0"]
+    docker("commit", *(word for change in changes for word in ("--change", change)), made, name)
+    docker("rm", made)
+    yield name
+    docker("image", "rm", name)
+
+
+def test_what_a_job_on_a_cluster_leaves_in_a_volume_of_the_image_must_not_reach_the_next_nor_outlive_the_nodes(
+    cli, declared, nothing_left
+):
+    (cli.folder / "keeps.py").write_text(KEEPS)
+    options = ("--engine", "docker", "--trainers", "0", "--gpus", "none", "--image", declared)
+    name = cli("up", *options).stdout.strip()
+    node = json.loads(docker("inspect", docker("ps", "--quiet", "--filter", f"name={name}-master").strip()))[0]
+    (volume,) = (mount["Name"] for mount in node["Mounts"] if mount["Destination"] == "/kept")
+    for _ in range(2):
+        done = cli("run", *options, "--", "keeps.py")
+        assert done.returncode == 0, done.stderr
+        job = max((cli.folder / "runs").glob("*/report.json"), key=lambda path: path.stat().st_mtime_ns).parent
+        assert "KEPT []" in (job / "logs" / "rank-0.log").read_text()
+    assert cli("down", name).returncode == 0
+    assert volume not in docker("volume", "ls", "--quiet").split()
 
 
 def test_roots_nodes_must_run_as_another_user_unless_root_is_asked_for(cli, docker_engine, nothing_left):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,27 @@ from ends import KEY
 from test_plan import HERE, plan, with_gpus
 
 from orchestrate.engines import labels, services
+from orchestrate.errors import ResourceError
 from orchestrate.paths import NODE
 from orchestrate.plan import Inventory
 from orchestrate.spec import JobSpec
 
 
-def asked(spec: JobSpec, role: str = "trainer", gpus: int = 0, inventory: Inventory = HERE) -> dict:
+def asked(
+    spec: JobSpec, role: str = "trainer", gpus: int = 0, inventory: Inventory = HERE, volumes: Sequence[str] = ()
+) -> dict:
     inventory = dataclasses.replace(with_gpus(gpus) if gpus else inventory, preload=("torch", "numpy"))
     made = plan(spec, inventory, "digits-1")
     return services.task(
-        spec, made, role, image="image:1", user="7:8", network="net", secret=("id", "digits-1-node"), key=KEY
+        spec,
+        made,
+        role,
+        image="image:1",
+        user="7:8",
+        network="net",
+        secret=("id", "digits-1-node"),
+        key=KEY,
+        volumes=volumes,
     )
 
 
@@ -122,6 +134,15 @@ def test_a_node_must_be_told_what_the_job_says():
     assert set(told["NODE_WIPE"].split()) == {"/tmp", "/dev/shm", "/dev/mqueue", "/var/tmp/job"}
     assert (told["NODE_MODE"], told["NODE_KEY"], told["HOME"]) == ("wait", KEY.hex(), "/tmp")
     assert told["PYTHONUNBUFFERED"] == told["PYTHONDONTWRITEBYTECODE"] == "1"
+
+
+def test_the_volumes_of_an_image_must_be_emptied_between_two_jobs():
+    task = asked(JobSpec(), volumes=["/data", "/tmp", "/shared"])
+    assert set(env(task)["NODE_WIPE"].split()) == {"/tmp", "/dev/shm", "/dev/mqueue", "/var/tmp/job", "/data", "/shared"}
+    task = asked(JobSpec(volume="v"), volumes=["/shared"])
+    assert "/shared" not in env(task)["NODE_WIPE"].split()  # the user's own
+    with pytest.raises(ResourceError, match="declares the volume '/var/tmp/job'"):
+        asked(JobSpec(), volumes=["/var/tmp/job"])
 
 
 def test_the_program_of_a_node_must_be_whole():

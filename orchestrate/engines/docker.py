@@ -21,6 +21,7 @@ from orchestrate.engines.guard import Guard, wanted
 from orchestrate.engines.image import inventory
 from orchestrate.engines.links import DYING, Link, Linked
 from orchestrate.engines.ports import free_port
+from orchestrate.engines.volumes import WIPED, volumes
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.paths import PROJECT, JobPaths
 from orchestrate.plan import Inventory, Plan, WorkerPlan
@@ -381,4 +382,6 @@ class DockerEngine(Linked):
         files = [PROJECT / "docker-compose.yml", *([HOST_NETWORK] if self.network == "host" else []), "-"]
         options = [word for file in files for word in ("--file", str(file))]
         words = ["--project-name", self.home, "--profile", "gpu", *options, *arguments]
-        self.daemon.compose(*words, env=self.env, given=mounts.document(self.mounts), capture=True, stopped=stopped)
+        wiped = [*WIPED, *volumes(self.daemon, self.env["NODE_IMAGE"])]
+        env = {**self.env, "NODE_WIPE": " ".join(wiped)}
+        self.daemon.compose(*words, env=env, given=mounts.document(self.mounts), capture=True, stopped=stopped)

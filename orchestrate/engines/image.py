@@ -12,6 +12,7 @@ from orchestrate import users
 from orchestrate.cores import cores
 from orchestrate.engines import SWARMS, ignoring, labels, mounts
 from orchestrate.engines.daemon import ERRORS, Daemon, reason
+from orchestrate.engines.volumes import volumes
 from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.limits import FEWEST
 from orchestrate.node.ranks import gpu_ids
@@ -32,6 +33,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
     hopeless = spec.gpus not in ("auto", "none") and not runtime  # then no image is worth building
     if not hopeless:
         has_image(daemon, spec, prepare)
+        volumes(daemon, spec.image)  # refuses what nodes cannot have
     gpus: tuple[str, ...] = ()
     no_gpus = "the engine has no NVIDIA runtime"
     if spec.gpus != "none" and runtime:

@@ -245,6 +245,7 @@ class Manager:
                 network=str(self.daemon.networks(self.network)[0].id),
                 secret=self._secret(),
                 key=self.key,
+                volumes=(image.get("Config") or {}).get("Volumes") or (),
             )
             self.api.create_service(  # type: ignore[no-untyped-call]
                 template,

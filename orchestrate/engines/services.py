@@ -6,9 +6,11 @@ import io
 import re
 import tarfile
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 from orchestrate.engines import labels
+from orchestrate.engines.volumes import WIPED, checked
 from orchestrate.limits import UNLIMITED, size
 from orchestrate.paths import PACKAGE
 from orchestrate.plan import Plan
@@ -53,12 +55,22 @@ def port(spec: JobSpec, home: str) -> int:
 
 
 def task(
-    spec: JobSpec, plan: Plan, role: str, *, image: str, user: str, network: str, secret: tuple[str, str], key: bytes
+    spec: JobSpec,
+    plan: Plan,
+    role: str,
+    *,
+    image: str,
+    user: str,
+    network: str,
+    secret: tuple[str, str],
+    key: bytes,
+    volumes: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The template of the tasks of a service, each a node.
 
     `role` is master or trainer, `user` is UID:GID, `network` and `secret` are ids, the latter with its name; `key` is
-    that of the job.
+    that of the job, and `volumes` are those that the image declares. Raises ResourceError for one that a node cannot
+    have.
     """
     uid, _, gid = user.partition(":")
     name = "master" if role == "master" else f"{plan.home}-{role}-{{{{.Task.Slot}}}}"
@@ -70,7 +82,6 @@ def task(
         "NODE_MODE": "wait",
         "NODE_GRACE": f"{spec.grace:g}",
         "NODE_PRELOAD": " ".join(plan.inventory.preload),
-        "NODE_WIPE": f"/tmp /dev/shm /dev/mqueue {JOB}",
         "NODE_PORT": listens,
         "NODE_KEY": key.hex(),
         "HOME": "/tmp",
@@ -89,6 +100,8 @@ def task(
     if spec.volume:
         kind = "bind" if spec.volume.startswith("/") else "volume"
         mounts.append({"Type": kind, "Source": spec.volume, "Target": SHARED})
+    declared = checked(spec.image, volumes, [mount["Target"] for mount in mounts])
+    env["NODE_WIPE"] = " ".join([*WIPED, JOB, *declared])
     reserved: dict[str, Any] = {}
     if spec.cpus:
         reserved["NanoCPUs"] = int(spec.cpus * SECOND)

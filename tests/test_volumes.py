@@ -1,0 +1,47 @@
+"""The folders that an image declares with VOLUME: which nodes have, and which images are refused for theirs."""
+
+import pytest
+from test_inventory import spec
+
+from orchestrate.engines import image, volumes
+from orchestrate.errors import ResourceError
+
+
+def test_the_volumes_of_an_image_must_be_those_that_no_mount_of_ours_replaces(answers, daemon):
+    assert volumes.volumes(daemon, "mine:1") == []  # no such image
+    answers.images = {"mine:1"}
+    assert volumes.volumes(daemon, "mine:1") == []
+    answers.volumes = ["/workspace", "/run/orchestrate", "/opt/orchestrate/", "/job", "/tmp", "/var/lib/data", "/data/"]
+    assert volumes.volumes(daemon, "mine:1") == ["/data", "/var/lib/data"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "data",
+        "/a b",
+        "/a\tb",
+        "/a\0b",
+        "/\ud800",
+        "/../job",
+        "/",
+        "/run",
+        "/opt",
+        "/job/a",
+        "/tmp/a",
+        "/dev/shm",
+        "/proc",
+    ],
+)
+def test_an_image_whose_volumes_a_node_cannot_have_must_be_refused_before_a_job_starts(answers, daemon, tmp_path, path):
+    answers.images, answers.volumes = {"mine:1"}, ["/data", path]
+    with pytest.raises(ResourceError, match="the image mine:1 declares the volume") as error:
+        image.inventory(daemon, spec(), tmp_path / "run", False)
+    assert ascii(path) in str(error.value) and error.value.hint == "remove that VOLUME from its Dockerfile"
+
+
+def test_an_image_must_not_have_more_volumes_than_a_nodes_environment_has_room_for():
+    names = [f"/{number}" for number in range(volumes.MOST + 1)]
+    assert volumes.checked("mine:1", names[1:]) == sorted(names[1:])
+    with pytest.raises(ResourceError, match="declares 33 volumes; a node can have 32"):
+        volumes.checked("mine:1", names)
