@@ -37,7 +37,7 @@ def test_the_file_must_have_nothing_left_to_fill_in():
     assert (made["name"], set(made["services"])) == ("digits", {*NODES, "outcome"})
     assert set(made) == {"name", "services", "networks"}
     for service in made["services"].values():
-        assert not {"profiles", "build"} & service.keys()
+        assert not {"profiles", "build"} & service.keys() and service["healthcheck"] == {"disable": True}
 
 
 def test_a_node_must_get_what_the_job_says():

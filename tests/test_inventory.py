@@ -65,6 +65,7 @@ def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_s
     _, made = answers.of("POST /containers/create")
     assert (made["Image"], made["Entrypoint"], made["Cmd"]) == ("mine:1", ["nvidia-smi"], ["-L"])
     assert made["Labels"] == labels.only({"orchestrate.run": str(tmp_path / "run")})
+    assert made["Healthcheck"]["Test"] == ["NONE"]
     assert set(made["Env"]) == {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=utility"}
     host = made["HostConfig"]
     assert (host["Runtime"], host["NetworkMode"], host["LogConfig"]["Type"]) == ("nvidia", "none", "json-file")

@@ -181,7 +181,7 @@ def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, mana
     (relay,) = stub.containers
     body = relay["Config"]
     assert set(body["Env"]) == {"NODE_MODE=relay", "NODE_PORT=20000", f"NODE_KEY={KEY.hex()}"}
-    assert body["Entrypoint"] == ["python", "/opt/orchestrate/node"]
+    assert body["Entrypoint"] == ["python", "/opt/orchestrate/node"] and body["Healthcheck"]["Test"] == ["NONE"]
     assert (body["Labels"], body["User"]) == (labels.only({"orchestrate.relay": "j"}), f"{os.getuid()}:{os.getgid()}")
     rights = body["HostConfig"]
     assert set(rights["Binds"]) == {f"{ROOT}/orchestrate:/opt/orchestrate:ro"}

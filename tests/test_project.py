@@ -271,6 +271,10 @@ def test_what_the_readme_names_must_reach_nodes_and_have_the_defaults_of_a_job()
     assert (gpu["NODE_GPUS"], gpu["NODE_RUNTIME"]) == ("all", "nvidia")
 
 
+def test_no_check_of_an_image_must_run_in_a_container_which_has_the_key_of_the_job():
+    assert all(service["healthcheck"] == {"disable": True} for service in SERVICES.values())
+
+
 def test_a_node_must_see_the_code_read_only_and_write_only_where_it_may():
     for name in NODES:
         node = SERVICES[name]

@@ -136,6 +136,10 @@ def test_a_node_must_be_told_what_the_job_says():
     assert told["PYTHONUNBUFFERED"] == told["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
+def test_no_check_of_an_image_must_run_in_a_node_which_has_the_key_of_the_job():
+    assert asked(JobSpec())["ContainerSpec"]["Healthcheck"] == {"Test": ["NONE"]}
+
+
 def test_the_volumes_of_an_image_must_be_emptied_between_two_jobs():
     task = asked(JobSpec(), volumes=["/data", "/tmp", "/shared"])
     assert set(env(task)["NODE_WIPE"].split()) == {"/tmp", "/dev/shm", "/dev/mqueue", "/var/tmp/job", "/data", "/shared"}

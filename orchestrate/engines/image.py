@@ -112,6 +112,7 @@ def _gpus(daemon: Daemon, image: str, run: Path) -> tuple[str, ...]:
             environment={"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
             labels=labels.only({labels.RUN: str(run)}),
             network_mode="none",
+            healthcheck={"test": ["NONE"]},
             cap_drop=["ALL"],
             security_opt=["no-new-privileges:true"],
             read_only=True,

@@ -168,7 +168,7 @@ class Manager:
             name = labels.helper_name(labels.RELAY, self.home)
             found = self.client.containers.list(all=True, filters={"name": f"^/{name}$"})
             if found and found[0].status != "running":
-                found.pop().remove(force=True)
+                found.pop().remove(force=True, v=True)
             self.relay = found[0] if found else self._start_relay(name, spec)
             self.relay.reload()
 
@@ -183,6 +183,7 @@ class Manager:
             network=self.network,
             labels=labels.only({labels.RELAY: self.home}),
             user=self.daemon.user(self.run),
+            healthcheck={"test": ["NONE"]},
             init=True,
             cap_drop=["ALL"],
             security_opt=["no-new-privileges:true"],

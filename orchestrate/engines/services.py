@@ -124,6 +124,7 @@ def task(
             "Env": [f"{key}={value}" for key, value in env.items()],
             "Dir": "/var/tmp",
             "Labels": labels.only({labels.ROLE: role}),
+            "Healthcheck": {"Test": ["NONE"]},  # an image's own would have the key of the job in its environment
             "User": user,
             "Init": False,  # the node is process 1, as in docker-compose.yml
             "ReadOnly": True,
