@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.events import Event
+from orchestrate.metrics import NAMES, PACE, plain
 from orchestrate.plan import Plan, counted
 from orchestrate.restarts import Ended
 from orchestrate.supervisor import Outcome
 
 SLOW = 2.0  # times the others' median; a worker that takes longer holds them up
-LARGE, WORD, NAMES = 1 << 63, 1000, 1000  # of a number; of a text, in characters; of names, and of a list
-DEEP = 3  # levels of lists and mappings
 ENOUGH = 5  # lines of metrics about the workers' pace that tell something
 
 
@@ -27,7 +26,7 @@ def report(
     metrics: Sequence[dict[str, Any]],
     checkpoints: Iterable[Path],
 ) -> dict[str, Any]:
-    """The content of report.json; `ended` are the generations, `metrics` what metrics.jsonl holds."""
+    """The content of report.json; `ended` are the generations, `metrics` what is kept of metrics.jsonl."""
     last = ended[-1].cause if ended else None
     return {
         "job_id": plan.job_id,
@@ -89,7 +88,7 @@ def _pace(plan: Plan, metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
     A line of metrics.jsonl says so with `rank_seconds`, a number for each rank: the mean of a few steps, without the
     time in which it waited for others.
     """
-    told = [row for values in metrics if _plain(row := values.get("rank_seconds")) and isinstance(row, list)]
+    told = [row for values in metrics if plain(row := values.get(PACE)) and isinstance(row, list)]
     told = [row for row in told if len(row) == plan.world_size and all(type(value) in (int, float) for value in row)]
     if len(told) < ENOUGH:
         return []
@@ -159,16 +158,5 @@ LINES: dict[str, Callable[[Event], str]] = {
 
 def _final(metrics: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The last value of every name, where it is no larger than a measurement."""
-    found = {name: value for values in metrics for name, value in values.items() if _plain(value)}
+    found = {name: value for values in metrics for name, value in values.items() if plain(value)}
     return dict(list(found.items())[-NAMES:])
-
-
-def _plain(value: Any, depth: int = DEEP) -> bool:
-    """Whether a value is a number, a word, or a few of these; a job writes what it likes."""
-    if isinstance(value, dict):
-        return all(map(_plain, value)) and _plain(list(value.values()), depth)
-    if isinstance(value, list):
-        return depth > 0 and len(value) <= NAMES and all(_plain(one, depth - 1) for one in value)
-    if isinstance(value, str):
-        return len(value) <= WORD
-    return value is None or not abs(value) >= LARGE

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate import logs
-from orchestrate.events import objects
 from orchestrate.folder import Folder
 from orchestrate.lines import Lines
+from orchestrate.metrics import LONGEST, fold, measurements
 from orchestrate.paths import CHECKPOINTS, LOGS, METRICS, JobPaths
 
 WORDS = 12  # lines of a worker that failed which a person sees
@@ -50,18 +50,18 @@ class Traces:
         with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
             if file.seek(0, 2) < self._metrics.offset:  # the script has begun anew
                 self._metrics = Lines()
-            found = objects(self._metrics.new(file, LOOK))
+            found = measurements(self._metrics.new(file, LOOK))
             steps = (step for values in found if type(step := values.get("step")) is int and 0 <= step < 1 << 63)
             self._step = max([self._step, *steps])
         return self._step
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, the last ones where they are many."""
+        """What is kept of the lines of metrics.jsonl, the last ones where they are many."""
         with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
             read = Lines()
             read.skip(file, WHOLE)
-            last = deque(read.new(file, WHOLE), ROWS)
-            return objects([*last, read.rest()])
+            last = deque((line for line in read.new(file, WHOLE) if len(line) <= LONGEST), ROWS)
+            return fold([*last, read.rest()])
         return []
 
     def checkpoints(self) -> list[Path]:

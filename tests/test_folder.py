@@ -304,5 +304,6 @@ def test_no_name_that_a_job_has_taken_and_no_mode_must_keep_set_id_bits(tmp_path
 
 def test_a_report_must_be_made_of_the_last_lines_of_many(paths, monkeypatch):
     monkeypatch.setattr("orchestrate.traces.ROWS", 3)
-    paths.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(10)))
-    assert [values["step"] for values in Traces(paths).metrics()] == [7, 8, 9]
+    lines = [*({"old": step} for step in range(7)), *({"rank_seconds": [step]} for step in range(3))]
+    paths.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert Traces(paths).metrics() == [{"rank_seconds": [0]}, {"rank_seconds": [1]}, {"rank_seconds": [2]}]

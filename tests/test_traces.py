@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from orchestrate import metrics
 from orchestrate.paths import JobPaths
 from orchestrate.traces import Traces
 
@@ -80,6 +81,19 @@ def test_steps_must_be_counted_up_as_the_file_of_metrics_grows(traces):
             file.write(text)
             assert traces.step() == step
     assert traces.step() == 12
+
+
+def test_a_line_of_metrics_that_is_too_long_must_not_count(traces):
+    traces.paths.metrics.write_text('{"step": 1}\n' + '{"step": 2}'.ljust(metrics.LONGEST + 1) + '\n{"step": 0}\n')
+    assert traces.step() == 1 and traces.metrics() == [{"step": 0}]
+
+
+def test_the_last_part_of_long_metrics_must_be_read_from_the_first_line_that_begins_there(traces, monkeypatch):
+    monkeypatch.setattr("orchestrate.traces.WHOLE", 3 << 20)
+    traces.paths.metrics.write_text('{"old": 1}\n' + '{"cut": 1}'.ljust(4 << 20) + '\n{"step": 2}\n{"step": 3')
+    assert traces.metrics() == [{"step": 2}]
+    traces.paths.metrics.write_text("x" * (4 << 20))
+    assert traces.metrics() == []
 
 
 def test_what_a_person_sees_of_a_worker_must_be_the_last_lines_of_its_generation(traces):

@@ -1,0 +1,66 @@
+"""What is kept of a job's metrics: as much as a report needs, whatever the job writes."""
+
+import json
+
+import pytest
+
+from orchestrate import metrics
+
+
+def kept(*lines: object) -> list[dict]:
+    """What is kept of lines, which are data, or bytes as they are."""
+    return metrics.fold(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+
+
+def test_the_last_value_of_each_name_must_be_kept_and_each_row_of_the_pace():
+    lines = ({"step": 1, "loss": 0.5, "rank_seconds": [1, 2]}, {"step": 2, "rank_seconds": [3, 4]}, {"step": 3})
+    assert kept(*lines) == [{"rank_seconds": [1, 2]}, {"rank_seconds": [3, 4]}, {"step": 3, "loss": 0.5}]
+    assert kept() == []
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"[8]", b"nonsense", b'{"step": 1', b"\xff", b"[" * 20_000, b'{"a": ' + b"9" * 5000]
+)
+def test_a_line_that_is_no_object_must_not_count(line):
+    assert kept({"step": 1}, line) == [{"step": 1}]
+
+
+def test_a_line_must_count_only_up_to_its_longest_and_not_be_parsed_beyond():
+    room = metrics.LONGEST - len('{"a": ""}')
+    lines = [b'{"step": 1, "a": "' + b"x" * room + b'"}', b" " * room + b'{"step": 2}']
+    assert kept(*lines) == []
+    assert kept(b'{"step": 3}'.ljust(metrics.LONGEST)) == [{"step": 3}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{}] * 1001,
+        [[0] * 500] * 2,  # more than 1000 with the lists themselves
+        {str(number): [0] for number in range(501)},
+        [[[[0]]]],
+        "x" * 1001,
+        1 << 63,
+    ],
+)
+def test_a_value_that_is_larger_than_a_measurement_must_not_be_kept(value):
+    assert kept({"a": value, "b": 1}) == [{"b": 1}]
+
+
+def test_a_loss_that_is_no_number_any_more_must_be_kept():
+    assert str(kept({"loss": float("nan")})) == "[{'loss': nan}]"
+
+
+@pytest.mark.parametrize("value", [[0.5] * 1000, {"a": {"b": [1, None, True]}}, "x" * 1000, [[[0]]]])
+def test_a_value_that_is_no_larger_must_be_kept(value):
+    assert kept({"a": value}) == [{"a": value}]
+
+
+def test_of_many_names_the_last_ones_must_be_kept_and_of_many_rows_as_many_as_there_is_room_for(monkeypatch):
+    monkeypatch.setattr(metrics, "NAMES", 3)
+    monkeypatch.setattr(metrics, "ROOM", 9)
+    assert kept(*({f"name-{number}": number} for number in range(9))) == [{"name-6": 6, "name-7": 7, "name-8": 8}]
+    assert kept(*({"rank_seconds": [number, 0]} for number in range(9))) == [
+        {"rank_seconds": [number, 0]} for number in (6, 7, 8)
+    ]
+    assert kept({"x" * 1001: 1}) == []
