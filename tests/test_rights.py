@@ -251,7 +251,7 @@ CHECKS: dict[str, Check] = {
     ),
     "5.27 no health check by the engine": lambda node: (  # but by the supervisor, over the connection to each node
         (node.container["Config"].get("Healthcheck"), node.container["State"].get("Health")),
-        (None, None),
+        ({"Test": ["NONE"]}, None),
     ),
     "5.28 an image of a version": lambda node: (node.container["Config"]["Image"], IMAGE),  # which nothing pulls anew
     "5.29 limited processes": lambda node: (node.host["PidsLimit"], node.limits["processes"]),
