@@ -17,6 +17,7 @@ from orchestrate import __version__, cluster, commands, errors, job, lock, owner
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import PACKAGE, JobPaths
 from orchestrate.plan import Inventory, counted, plan
+from orchestrate.redact import HIDDEN
 from orchestrate.report import text
 from orchestrate.spec import JobSpec, read_file, read_set, resolve, unencodable
 from orchestrate.strict_yaml import shown
@@ -224,6 +225,11 @@ def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:
     if script is not None:
         layers.append({"command": script})
     spec = resolve(*layers)
+    if name := next((name for name, value in spec.env.items() if value == HIDDEN), ""):
+        raise UsageError(
+            f"env.{name} is {HIDDEN}, which job.yaml has in the place of a secret",
+            f"set it in your own job file, or with --set env.{name}=VALUE",
+        )
     if why := unencodable(spec):
         raise UsageError(why, "export LC_ALL=C.UTF-8")
     return job.check_script(spec)

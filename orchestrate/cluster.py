@@ -52,7 +52,7 @@ class Cluster:
             found.append(f"its nodes see {len(self.plan.gpus)} GPUs")
         if wanted.gpus and self.plan.engine == "swarm" and wanted.nproc_per_node > self.plan.nproc_per_node:
             found.append(f"its nodes have {self.plan.nproc_per_node} GPUs each")
-        user, owner = users.nodes_of(spec), self.paths.nodes.stat()  # root may have brought it up by sudo, or without
+        user, owner = users.nodes_of(spec), self.paths.nodes.lstat()  # root may have brought it up by sudo, or without
         if wanted.engine != "process" and user not in (None, (owner.st_uid, owner.st_gid)):
             found.append(f"its nodes run as user {owner.st_uid}, those of the job as {user[0]}")
         if supervisor := lock.holder(self.paths):

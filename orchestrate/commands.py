@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrate import cluster, errors, job, lock, logs, older, owners, terminal
+from orchestrate import cluster, errors, job, lock, logs, older, owners, records, terminal
 from orchestrate.errors import EngineLost, OrchestrateError, ResourceError, UsageError
 from orchestrate.generation import BY_MAX_RUN
 from orchestrate.paths import NAME, JobPaths
@@ -196,7 +196,7 @@ def _paths(args: argparse.Namespace) -> JobPaths:
 def show_logs(args: argparse.Namespace) -> int:
     """The workers' output."""
     paths = _paths(args)
-    spec, plan = job.load(paths)
+    spec, plan = job.look(paths)
     chosen = job.prefixes(plan)
     if args.rank is not None and args.rank not in chosen:
         raise UsageError(f"no rank {args.rank} in {paths.root.name}", f"its ranks are 0 to {len(chosen) - 1}")
@@ -263,6 +263,8 @@ def stop(args: argparse.Namespace) -> int:
     """Stop a job, and look whether it is stopped."""
     paths, engines = _looked_up(args)
     name = paths.root.name
+    if os.path.lexists(paths.root):
+        records.need(paths.root)
     holding = _held(engines, name)
     if args.dry_run:
         for _, thing in holding:
@@ -338,23 +340,25 @@ def _finish(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
 def _remove(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
     for engine in {id(engine): engine for engine, _ in holding}.values():
         engine.remove(paths.root.name, grace=30)
-    paths.key.unlink(missing_ok=True)
+    records.end(paths.root)
 
 
 def rm(args: argparse.Namespace) -> int:
-    """Remove what a job has left, files and all."""
+    """Remove what a job has left, files and all; of a folder that was made elsewhere, the files alone."""
     paths, engines = _looked_up(args)
     name = paths.root.name
-    holding = _held(engines, name)
+    ours = not os.path.lexists(paths.root) or records.find(paths.root)
+    holding = _held(engines, name) if ours else []
     if supervisor := lock.holder(paths):
         raise UsageError(f"{name} is running, supervised by {supervisor}", f"python -m orchestrate stop {name}")
-    if paths.cluster:
+    if ours and paths.cluster:
         raise UsageError(f"{name} may still run on the nodes of a cluster", f"python -m orchestrate stop {name}")
     if args.dry_run:
         for thing in [thing for _, thing in holding] + [f"folder {paths.root}"]:
             out(thing)
         return errors.SUCCEEDED
-    _remove(paths, holding)
+    if ours:
+        _remove(paths, holding)
     job.remove(paths)
     say(f"{name} is removed")
     return errors.SUCCEEDED

@@ -19,6 +19,7 @@ from typing import BinaryIO
 from orchestrate.node.trees import FOLDER, clear, opened, set_mode
 
 DEEPEST = 32  # folders below one another in which anything is looked for
+LARGEST = 64 << 20  # bytes of a file of ours
 MOST = 10_000  # entries that one look takes in
 _SET_IDS = stat.S_ISUID | stat.S_ISGID
 
@@ -108,6 +109,18 @@ class Folder:
 def regular(path: str | Path, folder: int | None = None) -> BinaryIO:
     """Open a regular file to read, in the folder of a descriptor; raises OSError for a link, a pipe or a device."""
     return os.fdopen(opened(str(path), folder=folder), "rb")
+
+
+def content(path: str | Path, folder: int | None = None) -> str:
+    """The text of a regular file, in the folder of a descriptor; raises OSError for anything else, or for a large one.
+
+    ValueError is raised where it is no text.
+    """
+    with regular(path, folder) as file:
+        read = file.read(LARGEST + 1) if os.fstat(file.fileno()).st_size <= LARGEST else bytes(LARGEST + 1)
+    if len(read) > LARGEST:
+        raise OSError(errno.EFBIG, f"larger than {LARGEST >> 20} MiB", str(path))
+    return read.decode()
 
 
 def write_whole(path: str | Path, text: str, folder: int | None = None, mode: int = 0o600) -> None:

@@ -10,21 +10,22 @@ import os
 import queue
 import re
 import secrets
+import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from orchestrate import folder, lock, logs, owners, report, users
+from orchestrate import folder, lock, logs, owners, records, report, users
 from orchestrate.engines import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.events import OURS, Event, Recorder
-from orchestrate.folder import regular, write_whole
+from orchestrate.folder import content, write_whole
 from orchestrate.node.trees import clear
 from orchestrate.paths import JOB, JobPaths
 from orchestrate.plan import Plan, read_plan
-from orchestrate.redact import Mask
+from orchestrate.redact import Mask, redacted, secret_names
 from orchestrate.spec import APP, JobSpec, read_file, resolve
 from orchestrate.strict_yaml import shown
 from orchestrate.supervisor import Outcome, Supervisor
@@ -77,18 +78,21 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     cluster = plan.inventory.cluster
     owner = users.nodes_of(spec) if plan.engine != "process" else None
     theirs = os.path.lexists(paths.root)  # by another job
+    hidden = {name: spec.env[name] for name in secret_names(spec.env, spec.secrets)}
     try:
         owners.make(paths.root.parent)
         if cluster == plan.job_id:
-            paths.create_cluster(owner)
+            paths.create_cluster(owner, hidden)
         else:
-            paths.create(cluster, owner)
-        write_whole(paths.spec, spec.to_yaml())
+            paths.create(cluster, owner, hidden)
+        write_whole(paths.spec, dataclasses.replace(spec, env=redacted(spec.env, spec.secrets)).to_yaml())
         keep(paths, plan)
     except BaseException as error:  # Ctrl-C, too
         for path in () if theirs else (paths.folder.path, paths.root):  # on a cluster, the former is not in the latter
             with contextlib.suppress(OSError):
                 folder.remove(path)
+        if not theirs:
+            records.forget(paths.root)
         if not isinstance(error, OSError):
             raise
         raise UsageError(f"cannot write to {paths.root}: {error.strerror}", "--runs names another folder") from None
@@ -111,6 +115,8 @@ def bring_home(paths: JobPaths) -> None:
         return
     if why := owners.foreign(paths.root):
         raise OSError(errno.EPERM, f"{paths.root} is not a run directory of yours: {why}")
+    if not records.find(paths.root):
+        raise OSError(errno.EPERM, f"{paths.root} was not made on this machine by you")
     paths.shared.unlink()
     there.rename(paths.shared)
     others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
@@ -121,11 +127,12 @@ def bring_home(paths: JobPaths) -> None:
 
 
 def remove(paths: JobPaths) -> None:
-    """Remove a job's files; raises OrchestrateError where that cannot be."""
+    """Remove a job's files, and its record; raises OrchestrateError where that cannot be."""
     try:
         folder.remove(paths.root)
     except OSError as error:
         raise OrchestrateError(f"{paths.root} cannot be removed: {error}", "see who owns what is in it") from None
+    records.forget(paths.root)
 
 
 def keep(paths: JobPaths, plan: Plan) -> None:
@@ -134,17 +141,30 @@ def keep(paths: JobPaths, plan: Plan) -> None:
 
 
 def load(paths: JobPaths) -> tuple[JobSpec, Plan]:
-    """Spec and newest plan of a job, or cluster; raises UsageError where its files are not what we have written."""
+    """Spec and newest plan of a job, or cluster, of this account; raises UsageError where its files do not say so."""
+    return _read(paths, {} if owners.foreign(paths.root) else records.need(paths.root).secrets)
+
+
+def look(paths: JobPaths) -> tuple[JobSpec, Plan]:
+    """As `load`, to be shown alone: what has ended can come from anywhere, such as results that were copied."""
+    return load(paths) if records.find(paths.root) or not ended(paths) else _read(paths, {})
+
+
+def _read(paths: JobPaths, hidden: Mapping[str, str]) -> tuple[JobSpec, Plan]:
+    """Spec and newest plan by the files of a run directory, with the values of secrets, which they do not have."""
     try:
         if why := owners.foreign(paths.root):
             raise ValueError(why)
-        spec = resolve(read_file(paths.spec))
-        with regular(paths.plan) as file:
-            plan = read_plan(file.read().decode(), spec.env)
+        spec = resolve(read_file(paths.spec), {f"env.{name}": value for name, value in hidden.items()})
+        plan = read_plan(content(paths.plan), spec.env)
         if plan.job_id != paths.root.name:
             raise ValueError(f"its plan is that of {plan.job_id!r}")
         if not os.path.lexists(paths.nodes if plan.inventory.cluster == plan.job_id else paths.shared):
             raise ValueError("an older version of orchestrate has made it")
+        linked = paths.cluster and paths.cluster == plan.inventory.cluster
+        for path in (paths.nodes, paths.sockets, *([] if linked else [paths.shared])):  # which nodes mount
+            if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):
+                raise ValueError(f"{path.name} is not a folder")
         return spec, plan
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{paths.root} holds no job that can go on: {error}", "start it again") from None
@@ -169,6 +189,7 @@ def supervise(
         hide, seen = Mask(spec.env, spec.secrets), paths.shared
         if cluster := paths.cluster:
             home = JobPaths(paths.root.parent / cluster)
+            records.need(home.root)
             seen = home.nodes
             try:
                 stack.enter_context(lock.held(home))
@@ -212,7 +233,7 @@ def supervise(
             bring_home(paths)
             folder.harmless(paths.shared)
             if not outcome.left:
-                paths.key.unlink(missing_ok=True)
+                records.end(paths.root)
         except OSError as error:  # the job has ended all the same
             show(f"warning: not all files of {paths.root} are as they should be: {error}")
     if failure:
@@ -223,8 +244,7 @@ def supervise(
 def ended(paths: JobPaths) -> dict[str, Any] | None:
     """The report of a job that has ended."""
     try:
-        with regular(paths.report) as file:
-            data = json.loads(file.read())
+        data = json.loads(content(paths.report))
     except (OSError, ValueError, RecursionError):
         return None
     return data if report.readable(data) else None

@@ -1,4 +1,4 @@
-"""Nodes and files that another version of orchestrate has made: what they are, and the commands that remove them."""
+"""Nodes and files that another version or machine has made: what they are, and the commands that remove them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ REMOVE = {
 def refuse(name: str, runs: Path, engines: list[Engine]) -> None:
     """Raise UsageError if a job or cluster of this name or prefix exists, but its files cannot be read."""
     states = [state for engine in engines for state in engine.jobs() if state.owner in (os.getuid(), -1)]
-    roots = {state.job_id: state.paths.root for state in states}
-    roots |= {path.parent.name: path.parent for path in runs.resolve().glob(f"*/{NODES}")}
+    living = {state.job_id: state.paths.root for state in states}
+    roots = living | {path.parent.name: path.parent for path in runs.resolve().glob(f"*/{NODES}")}
     for found in sorted(found for found in roots if found.startswith(name)):
         with contextlib.suppress(UsageError):
             job.load(JobPaths(roots[found]))
             continue
-        command = removal(thing for engine in engines for thing in engine.holds(found))
+        things = [thing for engine in engines for thing in engine.holds(found)]
+        command = removal(things if living.get(found) == roots[found] else [])
         files = f"its files are in {roots[found]}" if roots[found].name == found and roots[found].exists() else ""
         raise UsageError(
-            f"{found} was made by another version of orchestrate, or its files have been moved",
+            f"{found} was made by another version of orchestrate, or its files have been moved or copied",
             "; ".join(filter(None, (command, files))),
         )
 

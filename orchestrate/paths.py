@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrate import records
 from orchestrate.folder import Folder
 from orchestrate.node.ranks import FENCE
 
@@ -28,12 +31,6 @@ def is_text(value: str) -> bool:
     return "\0" not in value and value.encode(errors="replace").decode() == value
 
 
-def write_secret(path: Path, content: bytes) -> None:
-    """Write a new file that nobody else can read; raises OSError."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-        file.write(content)
-
-
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")  # a job's or a cluster's, as `job.new_id` makes them
 JOB, NODES = "job", "nodes"  # the folders that nodes see: of a job, and of a cluster
 LOGS, CHECKPOINTS, METRICS = "logs", "checkpoints", "metrics.jsonl"  # what is in that of a job
@@ -51,7 +48,7 @@ class JobPaths:
 
     @property
     def spec(self) -> Path:
-        """The job as resolved from file and flags; `run` takes it as a job file."""
+        """The job as resolved from file and flags, without the values of secrets; `run` takes it as a job file."""
         return self.root / "job.yaml"
 
     @property
@@ -100,11 +97,6 @@ class JobPaths:
         return self.root / "supervisor.lock"
 
     @property
-    def key(self) -> Path:
-        """What both sides of a connection to a node know, and no worker: 32 bytes. There until the job has ended."""
-        return self.root / ".key"
-
-    @property
     def shared(self) -> Path:
         """What a job's nodes see as `$JOB_DIR`."""
         return self.root / JOB
@@ -140,29 +132,30 @@ class JobPaths:
         """All that one worker wrote."""
         return self.root / log(rank)
 
-    def create(self, cluster: str = "", owner: tuple[int, int] | None = None) -> None:
+    def create(
+        self, cluster: str = "", owner: tuple[int, int] | None = None, hidden: Mapping[str, str] | None = None
+    ) -> None:
         """Make the folders, ours for us alone, and that of the nodes for the user and group ids `owner`.
 
-        Raises FileExistsError where the job has some already, OSError where it cannot.
+        Their record has the values of secrets, `hidden`, and a key for the job's own nodes. Raises FileExistsError
+        where the job has some already, OSError or UsageError where it cannot.
         """
-        self._make()
+        self._make(b"" if cluster else secrets.token_bytes(32), hidden)
         if cluster:
             self.shared.symlink_to(f"../{cluster}/{NODES}/{self.root.name}")
-        else:
-            write_secret(self.key, os.urandom(32))
         self.folder.make(LOGS, CHECKPOINTS, owner=owner)
         for name in (LOGS, CHECKPOINTS, METRICS):
             (self.root / name).symlink_to(f"{JOB}/{name}")
 
-    def create_cluster(self, owner: tuple[int, int] | None = None) -> None:
-        """Make the folders of a cluster; raises as `create` does."""
-        self._make()
-        write_secret(self.key, os.urandom(32))
+    def create_cluster(self, owner: tuple[int, int] | None = None, hidden: Mapping[str, str] | None = None) -> None:
+        """Make the folders of a cluster, and its record; raises as `create` does."""
+        self._make(secrets.token_bytes(32), hidden)
         Folder(self.root, NODES).make(owner=owner)
 
-    def _make(self) -> None:
+    def _make(self, key: bytes, hidden: Mapping[str, str] | None) -> None:
         self.root.parent.mkdir(parents=True, exist_ok=True)
         self.root.mkdir(0o700)
+        records.make(self.root, key, hidden)
 
 
 def log(rank: int) -> str:

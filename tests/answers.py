@@ -20,6 +20,7 @@ import yaml
 from ends import KEY, End
 from test_plan import HERE, plan
 
+from orchestrate import records
 from orchestrate.engines import daemon as daemon_module
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.docker import DockerEngine
@@ -240,7 +241,7 @@ class Job:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers, self.folder, self.paths = Answers(folder), folder, JobPaths(folder / "runs" / "j")
         self.paths.create()
-        self.paths.key.write_bytes(KEY)
+        records.make(self.paths.root, KEY)
         self.run = self.paths.shared
         self.made: list[DockerEngine] = []
         self.compose()

@@ -164,6 +164,14 @@ def nothing_left(tmp_path):
     assert leftovers(tmp_path) == {}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state(tmp_path_factory):
+    """Where tests keep the records of their jobs: not at home."""
+    os.environ["XDG_STATE_HOME"] = str(folder := tmp_path_factory.mktemp("state"))
+    yield folder
+    del os.environ["XDG_STATE_HOME"]
+
+
 @pytest.fixture(autouse=True)
 def signals():
     """Give pytest its own signal handlers back: the app in this process takes SIGTERM."""

@@ -12,6 +12,7 @@ from manager_stub import StubManager
 from scripted import Clock
 from test_plan import HERE, plan
 
+from orchestrate import records
 from orchestrate.engines.links import Linked
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.plan import Plan
@@ -24,7 +25,7 @@ SPEC = JobSpec(trainers=2)
 def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmEngine]:
     """The engine of a job with three nodes, all well: t0 and t1 are the trainers, t2 is the master."""
     made = SwarmEngine()
-    (run.parent / ".key").write_bytes(ends.KEY)
+    records.make(run.parent, ends.KEY)
     made._settle(SPEC, job(), run)
     made.supplied = {"t0", "t1", "t2"}
     made._supply = lambda code, nodes: made.supplied.update(made.nodes[name]["ID"] for name in nodes)

@@ -16,8 +16,8 @@ from conftest import descendants, docker, eventually, gone
 from engines import Engine
 from faults import OPTIONS, Background
 
-from orchestrate import commands, users
-from orchestrate.engines import JobState, sockets
+from orchestrate import commands, private, users
+from orchestrate.engines import JobState
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.job import new_id
@@ -269,29 +269,29 @@ def taken(path: Path, how: str) -> None:
 def test_a_folder_of_sockets_that_is_anothers_must_be_left_alone_and_keep_no_job_from_running(
     tmp_path, monkeypatch, how
 ):
-    monkeypatch.setattr(sockets, "TEMPORARY", tmp_path)
+    monkeypatch.setattr(private, "TEMPORARY", tmp_path)
     path = tmp_path / f"orchestrate-{os.geteuid()}"
     taken(path, how)
     engine = ProcessEngine()
     assert engine.state.parent == tmp_path and engine.state != path and engine.jobs() == []
     assert (engine.state.stat().st_uid, stat.S_IMODE(engine.state.stat().st_mode)) == (os.geteuid(), 0o700)
     assert not path.is_dir() or path.is_symlink() or not any(path.iterdir())
-    assert sockets.private() == engine.state  # the same from every shell
+    assert private.temporary() == engine.state  # the same from every shell
     assert not engine.state.is_symlink()
 
 
 def test_a_folder_of_sockets_must_be_ones_own_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(sockets, "TEMPORARY", tmp_path)
+    monkeypatch.setattr(private, "TEMPORARY", tmp_path)
     mask = os.umask(0)
     try:
-        folder = sockets.private()
+        folder = private.temporary()
     finally:
         os.umask(mask)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert folder == tmp_path / f"orchestrate-{os.geteuid()}" == sockets.private()
-    monkeypatch.setattr(sockets, "TEMPORARY", tmp_path / "none")
+    assert folder == tmp_path / f"orchestrate-{os.geteuid()}" == private.temporary()
+    monkeypatch.setattr(private, "TEMPORARY", tmp_path / "none")
     with pytest.raises(EngineError, match="no folder for the sockets of nodes"):
-        sockets.private()
+        private.temporary()
 
 
 @pytest.mark.docker

@@ -11,7 +11,7 @@ import pytest
 from conftest import Cli, docker, eventually, gone
 from faults import OPTIONS, Background, compose_hangs, container, kill_node
 
-from orchestrate.engines import sockets
+from orchestrate import private
 
 
 class Cluster:
@@ -63,7 +63,7 @@ def up(cli, engine):
         done = cli("down", one.name)
         assert (done.returncode, done.stderr) == (0, f"{one.name} is down\n")
         assert not (cli.folder / "runs" / one.name).exists()
-        assert not (sockets.private() / one.name).exists()
+        assert not (private.temporary() / one.name).exists()
 
 
 def test_jobs_must_use_the_nodes_and_leave_them_up(up, cli):

@@ -264,7 +264,7 @@ def test_doctor_must_fail_where_one_finding_keeps_jobs_from_running(capsys, monk
 # --- what another version has made
 
 
-OLD = "was made by another version of orchestrate, or its files have been moved"
+OLD = "was made by another version of orchestrate, or its files have been moved or copied"
 
 
 def old(do, folder: Path, how: str) -> Path:

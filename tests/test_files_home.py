@@ -319,7 +319,7 @@ def test_a_log_must_be_here_to_its_last_piece_before_that_is_said(home, mirrored
 
 def test_what_the_orchestrator_keeps_where_nodes_write_must_be_known_by_name():
     paths = JobPaths(Path("job"))
-    ours = {paths.spec, paths.plan, paths.events, paths.report, paths.fence, paths.lock, paths.key}
+    ours = {paths.spec, paths.plan, paths.events, paths.report, paths.fence, paths.lock}
     ours |= {paths.supervisor_log}
     assert {str(path.relative_to(paths.shared)) for path in ours if path.is_relative_to(paths.shared)} == OWN
 

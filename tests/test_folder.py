@@ -146,7 +146,7 @@ def test_whatever_a_node_leaves_the_supervisor_must_go_on_and_report(paths, outs
 def test_a_job_on_a_cluster_that_has_put_a_link_in_the_place_of_its_folder_must_move_nothing_of_the_host(
     tmp_path, outside
 ):
-    (tmp_path / "runs" / "c-1" / "nodes").mkdir(parents=True)
+    JobPaths(tmp_path / "runs" / "c-1").create_cluster()
     paths = create(JobPaths(tmp_path / "runs" / "a-1"), cluster="c-1")
     inside = tmp_path / "runs" / "c-1" / "nodes" / "a-1"
     engine, shown = Whole([ALL_WELL]), []

@@ -59,16 +59,15 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
     paths.create()
     home = paths.shared
     outside.mkdir()
-    for victim in (outside / "victim", tmp_path / "victim", paths.plan, paths.events, paths.fence, paths.key):
+    for victim in (outside / "victim", tmp_path / "victim", paths.plan, paths.events, paths.fence):
         victim.write_text("ours")
     (home / "way").symlink_to(outside)
     names = [
         "../evil",
         "/tmp/evil-of-a-test",
-        *(f"../{path.name}" for path in (paths.plan, paths.events, paths.spec, paths.report, paths.key, paths.lock)),
+        *(f"../{path.name}" for path in (paths.plan, paths.events, paths.spec, paths.report, paths.lock)),
         "../../victim",
         "generation",
-        ".key",
         "way/evil",
         "logs/rank-9.log",
         "a//b",
@@ -99,7 +98,7 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
         mirror.close()
         hostile.join()
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_symlink() or not path.is_dir()}
-    ours = {"j/plan.json", "j/events.jsonl", "j/job/generation", "outside/victim", "victim", "j/.key"}
+    ours = {"j/plan.json", "j/events.jsonl", "j/job/generation", "outside/victim", "victim"}
     beside = {"j/logs", "j/checkpoints", "j/metrics.jsonl"}  # links to what is in the folder of the nodes
     assert found == ours | beside | {"j/job/way", "j/job/fine", "j/job/last"}
     assert {(tmp_path / name).read_text() for name in ours} == {"ours"}

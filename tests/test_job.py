@@ -11,7 +11,7 @@ from commanded import Whole, create, supervised
 from scripted import ALL_WELL, KILLED
 from test_commands import end
 
-from orchestrate import job, lock
+from orchestrate import job, lock, records
 from orchestrate.engines import Exit
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.events import objects
@@ -200,14 +200,14 @@ def test_a_job_that_has_ended_must_have_its_report_and_its_events(paths):
 
 def test_the_key_of_a_job_must_go_with_its_nodes(paths, monkeypatch):
     create(paths)
-    assert len(paths.key.read_bytes()) == 32
+    assert len(records.need(paths.root).key) == 64
     engine = Whole([ALL_WELL], [ALL_WELL])
     monkeypatch.setattr(engine, "down", fails)
     assert supervise(paths, engine)[0]["left_behind"] == "no space left"
-    assert paths.key.exists()  # whoever stops them has to speak to them
+    assert records.need(paths.root).key  # whoever stops them has to speak to them
     create(other := JobPaths(paths.root.with_name("b-1")))
     supervise(other, Whole([ALL_WELL]))
-    assert not other.key.exists()
+    assert not records.need(other.root).key
 
 
 def fails(grace: float) -> None:
@@ -253,7 +253,7 @@ def test_a_job_that_has_a_supervisor_must_be_left_to_it(paths):
 
 def test_a_job_on_a_cluster_must_use_it_alone_and_have_its_files_at_home_in_the_end(paths, monkeypatch):
     inside = paths.root.parent / "c-1" / "nodes" / "a-1"
-    inside.parent.mkdir(parents=True)
+    JobPaths(paths.root.parent / "c-1").create_cluster()
     create(paths, cluster="c-1")
     seen = []
     engine = Whole([ALL_WELL])

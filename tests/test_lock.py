@@ -14,7 +14,7 @@ from commanded import supervised
 from scripted import Scripted
 from test_plan import HERE
 
-from orchestrate import job, lock
+from orchestrate import job, lock, records
 from orchestrate.errors import UsageError
 from orchestrate.paths import JobPaths
 from orchestrate.plan import plan
@@ -54,6 +54,7 @@ def test_a_job_that_nobody_supervises_must_have_no_holder(tmp_path):
 def test_a_job_whose_cluster_another_job_has_taken_must_say_so_and_start_nothing(tmp_path, other):
     paths = JobPaths(tmp_path / "j")
     (tmp_path / "held" / "nodes").mkdir()
+    records.make(tmp_path / "held")
     made = plan(JobSpec(), dataclasses.replace(HERE, cluster="held"), "j", 29500)
     job.create(JobSpec(), made, paths)
     engine = Scripted()

@@ -14,7 +14,7 @@ from orchestrate.errors import UsageError
 from orchestrate.events import Recorder
 from orchestrate.folder import regular, write_whole
 from orchestrate.logs import Follower, tail
-from orchestrate.paths import JobPaths, write_secret
+from orchestrate.paths import JobPaths
 from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
 from orchestrate.traces import Traces
@@ -23,7 +23,7 @@ SECRET = (
     '{"event": "outcome", "step": 7, "outcome": "succeeded", "world_size": 1, "duration_s": 1.0, "generations": 1,'
     ' "root_cause": null, "failures": [], "pace": [], "left_behind": ""}\n'
 )
-OURS = ("plan.json", "report.json", "events.jsonl", ".key")
+OURS = ("plan.json", "report.json", "events.jsonl")
 READERS = {  # file: what reads it, and says that there is nothing
     "logs/rank-0.log": (
         lambda paths: (
@@ -98,23 +98,6 @@ def test_a_file_of_ours_must_replace_a_link_and_not_what_it_points_to(paths):
     assert not list(paths.root.glob(".report.json*"))
 
 
-def test_a_secret_must_be_new_and_its_owners_alone(paths):
-    assert len(paths.key.read_bytes()) == 32  # the job's, from its beginning
-    paths.key.unlink()
-    mask = os.umask(0)
-    try:
-        write_secret(paths.key, b"a key")
-    finally:
-        os.umask(mask)
-    assert stat.S_IMODE(paths.key.stat().st_mode) == 0o600
-    with pytest.raises(FileExistsError):
-        write_secret(paths.key, b"another")
-    paths.key.unlink()
-    plant(paths, ".key", "link")
-    with pytest.raises(FileExistsError):
-        write_secret(paths.key, b"another")
-
-
 def test_a_folder_must_not_be_opened_as_a_file(paths):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
@@ -131,7 +114,7 @@ def test_what_we_write_of_a_job_must_be_its_owners_alone(paths):
     finally:
         os.umask(mask)
     files = [path for path in paths.root.iterdir() if not path.is_symlink() and path.is_file()]
-    assert {path.name for path in files} == {"report.json", "events.jsonl", "job.yaml", "plan.json", ".key"}
+    assert {path.name for path in files} == {"report.json", "events.jsonl", "job.yaml", "plan.json"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     assert stat.S_IMODE(paths.root.stat().st_mode) == 0o700
 

@@ -19,6 +19,7 @@ from ends import KEY
 from scripted import Clock
 from test_plan import HERE, plan
 
+from orchestrate import records
 from orchestrate.engines import JobState, process
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError
@@ -42,7 +43,7 @@ class Nodes:
     def __init__(self, folder: Path) -> None:
         self.folder, self.state, self.run = folder, folder / "s", folder / "run"
         (self.run / "logs").mkdir(parents=True)
-        (folder / ".key").write_bytes(KEY)
+        records.make(folder, KEY)
         self.engines: list[ProcessEngine] = []
 
     def engine(self) -> ProcessEngine:

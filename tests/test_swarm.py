@@ -17,6 +17,7 @@ from conftest import DOCKER_REQUIRED, ROOT, eventually
 from faults import Background, complete
 from hosts import Swarm, command
 
+from orchestrate import records
 from orchestrate.restarts import Ended
 
 pytestmark = pytest.mark.docker
@@ -104,7 +105,7 @@ def test_the_default_job_must_train_on_all_hosts_to_the_same_accuracy(cli, swarm
     assert accuracy > 98.5
     assert (cli.run_dir() / "checkpoints" / "last" / "state.pt").exists()
     assert {f"rank-{rank}.log" for rank in range(3)} == {path.name for path in (cli.run_dir() / "logs").iterdir()}
-    assert not (cli.run_dir() / ".key").exists()
+    assert not records.need(cli.run_dir()).key
 
 
 def test_a_script_that_knows_nothing_of_us_must_run_unchanged(cli, swarm):

@@ -13,6 +13,7 @@ from conftest import ROOT, die_with_parent, eventually
 from manager_stub import StubManager
 from test_plan import HERE, plan
 
+from orchestrate import records
 from orchestrate.engines import services
 from orchestrate.engines.links import Link
 from orchestrate.engines.manager import Manager
@@ -64,7 +65,7 @@ class Hosts:
             if not question[0]:
                 return
             self.renewed += 1
-            self.relay.sendto(answer(self.paths.key.read_bytes(), question[0]), question[1])
+            self.relay.sendto(answer(bytes.fromhex(records.need(self.paths.root).key), question[0]), question[1])
 
     def start(self, task: dict) -> None:
         folder, port = self.folder / task["ID"], free_port()
@@ -72,7 +73,7 @@ class Hosts:
         settings = {"NODE_MODE": "wait", "NODE_SOCKET": str(folder / "s"), "NODE_PORT": str(port), "NODE_GRACE": "1"}
         self.nodes[task["ID"]] = subprocess.Popen(
             [sys.executable, str(ROOT / "orchestrate" / "node")],
-            env=os.environ | settings | {"NODE_KEY": self.paths.key.read_bytes().hex()},
+            env=os.environ | settings | {"NODE_KEY": records.need(self.paths.root).key},
             cwd=folder,
             stdout=subprocess.DEVNULL,
             preexec_fn=die_with_parent,

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import socket
+import stat
 import subprocess
 import tempfile
 import threading
@@ -69,7 +70,9 @@ class Daemon:
         """Whom nodes run as: whoever owns the run directory; a rootless engine's root is that very person."""
         if any("rootless" in option for option in self.info.get("SecurityOptions") or []):
             return "0:0"
-        owner = run.stat()
+        owner = run.lstat()
+        if not stat.S_ISDIR(owner.st_mode):
+            raise EngineError(f"{run} is not a folder", "start the job, or the cluster, again")
         return f"{owner.st_uid}:{owner.st_gid}"
 
     def containers(self, label: str) -> list[Container]:

@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from orchestrate import records
 from orchestrate.engines import LOST, TERMINATED, Doing, Exit, messages
-from orchestrate.errors import EngineError, EngineLost
+from orchestrate.errors import EngineError, EngineLost, UsageError
 from orchestrate.node.loop import LONGEST_GREETING
 from orchestrate.node.sealed import Seal
 from orchestrate.node.worker import FAILED_TO_START
-from orchestrate.paths import JobPaths
 from orchestrate.plan import Plan, WorkerPlan
 
 ANSWERS = 10.0  # seconds that a node may take to answer
@@ -240,9 +240,11 @@ class Linked:
     def _take_key(self, run: Path) -> None:
         """Have the key of the nodes that see the folder `run`; raises EngineError."""
         try:
-            self.key = JobPaths(run.parent).key.read_bytes()
-        except OSError as error:
-            raise EngineError(f"no key to talk to the nodes: {error}", "start the job, or the cluster, again") from None
+            self.key = bytes.fromhex(records.need(run.parent).key)
+        except UsageError as error:
+            raise EngineError(f"no key to talk to the nodes: {error}", error.hint) from None
+        if not self.key:
+            raise EngineError(f"no key to talk to the nodes: {run.parent.name} has ended", "start it again")
 
     def _request(self, worker: WorkerPlan) -> dict[str, Any]:
         """Environment and folder of a worker."""

@@ -1,6 +1,6 @@
 """What nodes see of this machine: mounts in the form of a Compose file, and masks over what is not theirs to see.
 
-Of the folder of code they see neither the files of jobs, nor the history, nor what .dockerignore names.
+Of the folder of code they see neither the files and records of jobs, nor the history, nor what .dockerignore names.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from orchestrate import records
 from orchestrate.engines.ignored import ignored
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.paths import is_text
@@ -64,7 +65,11 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
     """
     if runs == code:
         raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
-    jobs = {str(runs.relative_to(code))} if runs.is_relative_to(code) else set()
+    kept = [Path(os.path.realpath(folder)) for folder in records.places()]
+    if code in kept:
+        raise UsageError(f"{code} holds the keys and secrets of jobs, and nodes would see it", "use another folder")
+    folders = (runs, *filter(_there, kept))
+    jobs = {str(folder.relative_to(code)) for folder in folders if folder.is_relative_to(code)}
     named = sorted(islice(ignored(code, COMPILED), MOST + 1))
     if len(named) > MOST:
         raise UsageError(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from orchestrate import records
 from orchestrate.engines.ignored import kept
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.engines.mirror import OWN
@@ -69,14 +70,15 @@ def give(link: Link, folder: str, file: BinaryIO, tag: str) -> None:
 
 
 def code_files(folder: Path) -> list[Path]:
-    """The files of a folder of code: all but hidden ones, jobs, virtual environments and what .dockerignore names.
+    """The files of a folder of code: all but hidden ones, jobs, their records, venvs and what .dockerignore names.
 
     Raises UsageError where .dockerignore cannot be read, ResourceError where they are too large to be sent about.
     """
     found, size = [], 0
+    secret = [Path(os.path.realpath(place)) for place in records.places()]
     for name in kept(folder, NO_CODE):
         path, parts = folder / name, Path(name).parts
-        if not path.is_file():
+        if not path.is_file() or any(map(path.is_relative_to, secret)):
             continue
         if any(folder.joinpath(*parts[:count], "pyvenv.cfg").exists() for count in range(1, len(parts))):
             continue

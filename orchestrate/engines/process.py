@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrate import private
 from orchestrate.cores import cores
 from orchestrate.engines import LOST, SWARMS, Exit, JobState, ignoring, never, sockets
 from orchestrate.engines.links import Link, Linked
@@ -61,7 +62,7 @@ class ProcessEngine(Linked):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = sockets.private()
+        self.state = private.temporary()
         self.folder = Path()
         self.cwd = ""
         self.stays = False  # whether the nodes outlive the job

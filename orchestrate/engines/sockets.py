@@ -12,35 +12,13 @@ import secrets
 import socket
 import stat
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.errors import EngineError
 from orchestrate.folder import remove
-from orchestrate.node.trees import clear
-
-TEMPORARY = Path("/tmp")  # not $TMPDIR: a path of a socket has 104 characters at most, and is the same in every shell
-
-
-def private() -> Path:
-    """The user's folder, made if need be; another user who has taken its name only makes it a longer one.
-
-    Raises EngineError where it cannot be made.
-    """
-    name = f"orchestrate-{os.geteuid()}"
-    for path in (TEMPORARY / name, *sorted(TEMPORARY.glob(f"{name}-*"))):
-        with contextlib.suppress(OSError):
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-            status = path.lstat()
-            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
-                return path
-    try:
-        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=TEMPORARY))
-    except OSError as error:
-        raise EngineError(f"no folder for the sockets of nodes in {TEMPORARY}: {error.strerror}") from None
+from orchestrate.node.trees import FOLDER, clear
 
 
 def possible(folder: Path) -> bool:
@@ -59,9 +37,14 @@ def possible(folder: Path) -> bool:
 def share(folder: Path, user: str) -> None:
     """Make the folder of a job's sockets, for its nodes to write in; `user` is UID:GID. Raises EngineError."""
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if os.geteuid() == 0:
-            os.chown(folder, *map(int, user.split(":")))
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        made = os.open(folder, FOLDER)
+        try:
+            if os.geteuid() == 0:
+                os.fchown(made, *map(int, user.split(":")))
+        finally:
+            os.close(made)
     except OSError as error:
         raise EngineError(f"no folder for the sockets of nodes: {error}") from None
 
