@@ -85,9 +85,10 @@ def forget(run: Path) -> None:
 
 def places() -> Iterator[Path]:
     """The folders that records may be in, the preferred one first."""
-    homes = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state")
-    for home in filter(os.path.isabs, homes):
-        yield Path(home, "orchestrate")
+    home = Path(os.path.expanduser("~"))  # which some accounts do not have
+    for state in (os.environ.get("XDG_STATE_HOME", ""), str(home / ".local" / "state") if home.is_dir() else ""):
+        if os.path.isabs(state):
+            yield Path(state, "orchestrate")
     with contextlib.suppress(EngineError):
         yield private.temporary() / "records"
 

@@ -79,6 +79,20 @@ def test_only_what_is_there_must_be_hidden_and_jobs_wherever_they_are(code):
     assert hidden(code) == {".git", "runs/"}
 
 
+def test_records_of_jobs_must_be_hidden_wherever_they_are(code, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(code / "data"))
+    assert hidden(code) == {".git/", "runs/"}
+    (code / "data" / "orchestrate").mkdir()
+    assert hidden(code) == {".git/", "runs/", "data/orchestrate/"}
+    monkeypatch.setenv("HOME", str(code / "src"))
+    (code / "elsewhere" / "orchestrate").mkdir(parents=True)
+    (code / "src" / ".local").mkdir()
+    (code / "src" / ".local" / "state").symlink_to(code / "elsewhere")
+    assert hidden(code) == {".git/", "runs/", "data/orchestrate/", "elsewhere/orchestrate/"}
+    with pytest.raises(UsageError, match="holds the keys and secrets of jobs"):
+        masks(code / "data" / "orchestrate", code / "runs", "/workspace")
+
+
 def test_a_link_must_not_be_hidden_for_a_mount_would_be_on_what_it_leads_to(code):
     (code / "data" / "link").symlink_to("../train.py")
     (code / "shortcut").symlink_to("src")

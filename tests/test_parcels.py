@@ -25,6 +25,15 @@ def test_code_must_be_sent_without_what_is_none(tmp_path):
     assert sent == {"train.py", "pkg/model.py", "pyvenv.cfg", "tools/run.py", "keep.log"}
 
 
+def test_records_of_jobs_must_not_be_sent(tmp_path, monkeypatch):
+    (tmp_path / "code" / "state" / "orchestrate").mkdir(parents=True)
+    for name in ("train.py", "state/orchestrate/0.json"):
+        (tmp_path / "code" / name).write_text("x")
+    (tmp_path / "link").symlink_to("code")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "link" / "state"))
+    assert code_files(tmp_path / "code") == [tmp_path / "code" / "train.py"]
+
+
 def test_code_that_is_too_large_must_be_told(tmp_path):
     with (tmp_path / "weights.bin").open("wb") as file:
         file.truncate(256 << 20)

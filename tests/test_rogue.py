@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -225,6 +226,42 @@ def test_two_jobs_must_neither_see_nor_reach_each_other(cli, docker_engine, noth
     for name in (one, two):
         assert cli("stop", name).returncode == 0
     first.end(), second.communicate()
+
+
+def test_a_job_must_find_no_secret_or_key_of_others_wherever_their_files_are(cli, docker_engine, nothing_left):
+    cli.env["XDG_STATE_HOME"] = str(cli.folder / "state")  # as where a job is started from the home folder
+    stays = "import signal\nsignal.signal(15, lambda *_: exit(0))\nprint('stays', flush=True)\nsignal.pause()\n"
+    (cli.folder / "stays.py").write_text(stays)
+    (cli.folder / "looks.py").write_text(
+        f"import os, time\nprint('began', flush=True)\nwhile not os.path.exists('enough'): time.sleep(0.02)\n{LOOKS}"
+    )
+    same = ("--set", "user=root") if os.geteuid() == 0 else ()  # the user whose files those are
+    away = cli.folder.with_name(f"{cli.folder.name}-away")
+    looks = cli.start(*ALONE, *same, "--runs", str(away), "--", "looks.py")
+    try:
+        eventually(lambda: [path for path in away.glob("*/logs/rank-0.log") if "began" in path.read_text()])
+        assert not (cli.folder / "runs").exists()  # so it is not hidden
+        others = [(), ("--runs", "sub/runs")]
+        for more in others:
+            done = cli(*ALONE, *same, "--detach", "--set", f"env.TOKEN={CANARY}", *more, "--", "stays.py")
+            assert done.returncode == 0, done.stderr
+        runs = eventually(lambda: len(found := [*cli.folder.glob("**/runs/stays-*")]) == 2 and found)
+        keys = [json.loads(path.read_text())["key"] for path in cli.folder.glob("state/orchestrate/*.json")]
+        cli.enough()
+        output = looks.communicate()
+        assert looks.returncode == 0, output
+        (log,) = away.glob("*/logs/rank-0.log")
+        names = found(log)["files"]
+        for run in runs:
+            assert f"/workspace/{run.relative_to(cli.folder)}/job.yaml" in names  # it did look there
+        assert len(keys) == 3 and all(len(key) == 64 for key in keys)
+        assert not [secret for secret in (CANARY, *keys) if secret in log.read_text()]
+        assert not any("state/orchestrate" in name for name in names)
+        for run in runs:
+            done = cli("stop", run.name, "--runs", str(run.parent))
+            assert done.returncode == 0, done.stderr
+    finally:
+        shutil.rmtree(away, ignore_errors=True)
 
 
 SPEAKS = r"""

@@ -1,0 +1,214 @@
+"""A project that brings run directories with it, as a clone of a repository can: what is in them must do nothing."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from commanded import Commands, create, supervised
+from conftest import docker
+from scripted import ALL_WELL
+from test_commands import end
+from test_records import NOT_OURS
+
+from orchestrate import job, records
+from orchestrate.engines import sockets
+from orchestrate.engines.daemon import Daemon
+from orchestrate.errors import EngineError, UsageError
+from orchestrate.paths import JobPaths
+
+GIT = ("git", "-c", "user.name=me", "-c", "user.email=me@localhost", "-c", "init.defaultBranch=main")
+
+
+def forged(folder: Path, victim: Path, name: str = "cluster-e95b") -> JobPaths:
+    """A cluster that was made elsewhere, with links to folders of the victim."""
+    paths = create(JobPaths(folder / name), cluster=name)
+    shutil.rmtree(paths.nodes)
+    paths.nodes.symlink_to(victim / "nodes")
+    paths.sockets.symlink_to(victim / "sockets")
+    (paths.root / ".key").write_bytes(bytes(32))
+    records.forget(paths.root)
+    return paths
+
+
+@pytest.fixture
+def victim(tmp_path) -> Path:
+    """Folders of the user, which no job may come to."""
+    for name in ("nodes", "sockets"):
+        (tmp_path / "victim" / name).mkdir(parents=True, mode=0o700)
+        (tmp_path / "victim" / name / "file").write_text("mine")
+    return tmp_path / "victim"
+
+
+def facts(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Owner and mode of all that is in a folder."""
+    found = {str(path): path.lstat() for path in sorted(folder.rglob("*"))}
+    return {name: (status.st_uid, status.st_gid, status.st_mode) for name, status in found.items()}
+
+
+def vast(paths: JobPaths) -> None:
+    with paths.plan.open("r+b") as file:
+        file.truncate(300 << 30)
+
+
+def of_other_types(paths: JobPaths) -> None:
+    paths.plan.write_text(json.dumps(json.loads(paths.plan.read_text()) | {"gpus": [[]]}))
+
+
+def as_it_was(paths: JobPaths) -> None:
+    """A plan that says what plans say."""
+
+
+PLANS = [as_it_was, vast, of_other_types]
+
+
+@pytest.mark.parametrize("edit", PLANS)
+def test_a_cluster_that_came_with_the_project_must_be_used_by_no_command(do: Commands, victim, tmp_path, edit):
+    do.runs = tmp_path / "runs"
+    paths, before = forged(do.runs, victim), facts(victim)
+    edit(paths)
+    do.engine.generations, do.engine.things = [[ALL_WELL]], ["container cluster-e95b-master-1"]
+    code, out, err = do("down", paths.root.name)
+    assert (code, out) == (2, []) and "have been moved or copied" in err[0]
+    assert err[1] == f"hint: its files are in {paths.root}"  # and not what this engine has by the same name
+    assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
+    code, out, err = do("plan", "--", "-m", "app.train")
+    assert code == 0 and "cluster-e95b" not in "\n".join(out + err)
+    with supervised(paths.root):  # by a lock of its own
+        assert do("run", "--trainers", 2, "--", "-m", "app.train")[0] == 0
+    (made,) = do.runs.glob("app-*/plan.json")
+    assert json.loads(made.read_text())["inventory"]["cluster"] == ""
+    assert facts(victim) == before and (victim / "nodes" / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("edit", PLANS)
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_job_that_came_with_the_project_must_be_shown_at_most(do: Commands, paths, edit, has_ended):
+    if has_ended:
+        end(paths)
+    edit(paths)
+    records.forget(paths.root)
+    shown = has_ended and edit is as_it_was
+    code, _, err = do("logs", "a-1")
+    assert code == (0 if shown else 2)
+    if not shown:
+        assert ("holds no job that can go on" if has_ended else NOT_OURS) in err[0]
+    for command in ("attach", "stop"):
+        assert do(command, "a-1")[0] == 2
+    assert do("wait", "a-1")[0] == (0 if has_ended else 1)
+    assert do("rm", "a-1") == (0, [], ["a-1 is removed"])
+    assert do.engine.calls == []
+
+
+def test_a_job_must_not_be_put_on_a_cluster_that_came_with_the_project(do: Commands, victim, tmp_path):
+    do.runs = tmp_path / "runs"
+    forged(do.runs, victim)
+    (victim / "nodes" / "a-1").mkdir()
+    paths = JobPaths(do.runs / "a-1")
+    create(paths)
+    shutil.rmtree(paths.shared)
+    paths.shared.symlink_to("../cluster-e95b/nodes/a-1")
+    plan = json.loads(paths.plan.read_text())
+    plan["inventory"]["cluster"] = "cluster-e95b"
+    paths.plan.write_text(json.dumps(plan))
+    code, _, err = do("attach", "a-1")
+    assert code == 2 and f"{do.runs / 'cluster-e95b'} {NOT_OURS}" in "\n".join(err)
+    assert do.engine.calls == [] and not (do.runs / "cluster-e95b" / "supervisor.lock").exists()
+
+
+def test_no_files_must_be_moved_to_a_run_directory_that_came_with_the_project(do: Commands, paths, tmp_path):
+    cluster = create(JobPaths(tmp_path / "c-1"), cluster="c-1")
+    on_it = create(JobPaths(tmp_path / "b-1"), cluster="c-1")
+    records.forget(on_it.root)
+    with pytest.raises(OSError, match=NOT_OURS):
+        job.bring_home(on_it)
+    assert on_it.shared.is_symlink() and (cluster.nodes / "b-1").is_dir()
+
+
+# --- in the run directories that are ours
+
+
+@pytest.mark.parametrize("edit", PLANS[1:])
+def test_a_plan_that_is_too_large_or_of_other_types_must_be_refused(paths, edit):
+    edit(paths)
+    with pytest.raises(UsageError, match="holds no job that can go on"):
+        job.load(paths)
+
+
+@pytest.mark.parametrize("name", ["report.json", "job.yaml"])
+def test_a_vast_file_must_not_be_read(do: Commands, paths, name):
+    with (paths.root / name).open("ab") as file:
+        file.truncate(300 << 30)
+    assert job.ended(paths) is None and do("wait", "a-1")[0] == 1
+    if name == "job.yaml":
+        assert do("logs", "a-1")[0] == 2
+
+
+@pytest.mark.parametrize("name", ["job", "sockets", "nodes"])
+def test_what_nodes_mount_must_be_a_folder(paths, victim, name):
+    place = paths.root / name
+    shutil.rmtree(place, ignore_errors=True)
+    place.symlink_to(victim)
+    with pytest.raises(UsageError, match=f"{name} is not a folder"):
+        job.load(paths)
+
+
+def test_sockets_must_not_be_shared_through_a_link(tmp_path, victim):
+    before = facts(tmp_path)
+    (tmp_path / "link").symlink_to(victim / "sockets")
+    with pytest.raises(EngineError, match="no folder for the sockets of nodes"):
+        sockets.share(tmp_path / "link", "1234:1234")
+    (tmp_path / "link").unlink()
+    assert facts(tmp_path) == before
+    for _ in range(2):  # it may be there
+        sockets.share(tmp_path / "made", f"{os.geteuid()}:{os.getegid()}")
+    assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
+
+
+def test_nodes_must_not_run_as_the_owner_of_what_a_link_leads_to(tmp_path, victim):
+    (tmp_path / "job").symlink_to(victim)
+    played = SimpleNamespace(info={})
+    with pytest.raises(EngineError, match="job is not a folder"):
+        Daemon.user(played, tmp_path / "job")
+    assert Daemon.user(played, victim) == f"{os.geteuid()}:{os.getegid()}"
+
+
+# --- for real
+
+
+@pytest.mark.docker
+def test_a_clone_with_a_cluster_of_its_own_must_have_nothing_of_the_host_mounted(
+    cli, docker_engine, nothing_left, victim
+):
+    """The cluster was made with `up`, and its files then edited and committed."""
+    origin = cli.folder / "origin"
+    shutil.copytree(cli.folder, origin, ignore=shutil.ignore_patterns("origin", "victim"))
+    up = ("up", "--engine", "docker", "--trainers", "0", "--gpus", "none")
+    name = cli(*up, "--runs", "origin/runs").stdout.strip()
+    made = JobPaths(origin / "runs" / name)
+    shutil.copytree(made.root, cli.folder / "kept", symlinks=True, ignore=shutil.ignore_patterns("sockets", "nodes"))
+    assert cli("down", name, "--runs", "origin/runs").returncode == 0
+    shutil.copytree(cli.folder / "kept", made.root, symlinks=True)
+    made.plan.write_text(made.plan.read_text().replace(str(cli.folder), str(cli.folder / "clone")))
+    made.nodes.symlink_to("../../../victim/nodes")
+    made.sockets.symlink_to(victim / "sockets")
+    (origin / "looks.py").write_text("import os, socket\nprint(socket.gethostname(), os.listdir('/job'))\n")
+    for words in (("init", "-q"), ("add", "-A", "-f"), ("commit", "-qm", "evil")):
+        subprocess.run([*GIT, *words], cwd=origin, check=True)
+    clone = cli.folder / "clone"
+    subprocess.run([*GIT, "clone", "-q", str(origin), str(clone)], check=True)
+    assert (clone / "runs" / name / "nodes").is_dir()
+    before = facts(victim)
+    cli.folder = clone
+    done = cli("run", "--engine", "docker", "--trainers", "0", "--gpus", "none", "--", "looks.py")
+    assert done.returncode == 0, done.stderr
+    (log,) = clone.glob("runs/looks-*/logs/rank-0.log")
+    assert "file" not in log.read_text() and name not in done.stderr
+    assert facts(victim) == before and not docker("ps", "-aq", "--filter", f"label=orchestrate.job={name}").strip()
+    for project in (origin, clone):
+        (project / "runs" / name / "sockets").unlink()
+    cli.folder = clone.parent

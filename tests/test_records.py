@@ -1,0 +1,275 @@
+"""What an account knows of the jobs that it has made must be its own alone, and true of these very folders."""
+
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commanded import Commands, create, supervised
+from scripted import ALL_WELL
+from test_commands import end, runs_elsewhere
+
+from orchestrate import job, private, records
+from orchestrate.errors import EngineError, UsageError
+from orchestrate.paths import JobPaths
+from orchestrate.spec import JobSpec
+
+KEY = bytes(range(32))
+SPEC = JobSpec(trainers=2, grace=0.01, env={"HF_TOKEN": "canary-1", "A": "b"}, command=("-m", "app.train"))
+NOT_OURS = "was not made on this machine by you"
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch) -> Path:
+    """The folder of the records of one test, which is not there yet."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "orchestrate"
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run directory without a record."""
+    folder = tmp_path / "runs" / "a-1"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_a_record_must_be_this_users_alone(kept, run):
+    mask = os.umask(0)
+    try:
+        records.make(run, KEY, {"HF_TOKEN": "canary-1"})
+    finally:
+        os.umask(mask)
+    (file,) = kept.iterdir()
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (kept, file)]
+    assert modes == [0o700, 0o600] and stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    found = records.need(run)
+    assert (bytes.fromhex(found.key), found.secrets) == (KEY, {"HF_TOKEN": "canary-1"})
+    records.end(run)
+    assert (records.need(run).key, records.need(run).secrets) == ("", {"HF_TOKEN": "canary-1"})
+    records.forget(run)
+    assert records.find(run) is None and not [*kept.iterdir()]
+    records.forget(run), records.end(run)  # there is none
+
+
+def moved(run: Path) -> Path:
+    return run.rename(run.with_name("b-1"))
+
+
+def moved_with_its_project(run: Path) -> Path:
+    return run.parent.rename(run.parent.with_name("elsewhere")) / run.name
+
+
+def copied(run: Path) -> Path:
+    return Path(shutil.copytree(run, run.with_name("b-1")))
+
+
+def replaced(run: Path) -> Path:
+    """By a copy, while the folder that was made still exists."""
+    run.rename(run.with_name("b-1"))
+    return Path(shutil.copytree(run.with_name("b-1"), run))
+
+
+def linked(run: Path) -> Path:
+    run.rename(run.with_name("b-1"))
+    run.symlink_to("b-1")
+    return run
+
+
+@pytest.mark.parametrize("how", [moved, moved_with_its_project, copied, replaced, linked])
+def test_a_record_must_be_that_of_one_folder_alone(kept, run, how: Callable[[Path], Path]):
+    records.make(run, KEY)
+    there = how(run)
+    assert records.find(there) is None
+    with pytest.raises(UsageError, match=f"{there} {NOT_OURS}"):
+        records.need(there)
+
+
+def test_a_folder_must_have_its_record_by_each_path_that_leads_to_its_runs(kept, run):
+    records.make(run, KEY)
+    (run.parent.parent / "link").symlink_to("runs")
+    assert records.find(run.parent.parent / "link" / "a-1") == records.need(run)
+
+
+def missing(home: Path) -> None:
+    """An account without a home folder."""
+
+
+def unwritable(home: Path) -> None:
+    home.mkdir(mode=0o500)
+    if os.geteuid() == 0:  # as where sudo keeps the home folder of its caller
+        os.chown(home, 12345, 12345)
+
+
+def a_file(home: Path) -> None:
+    (home / ".local" / "state").mkdir(parents=True)
+    (home / ".local" / "state" / "orchestrate").write_text("mine")
+
+
+def a_link(home: Path) -> None:
+    (home / ".local" / "state").mkdir(parents=True)
+    (home / ".local" / "state" / "orchestrate").symlink_to(home)
+
+
+def open_to_others(home: Path) -> None:
+    (home / ".local" / "state" / "orchestrate").mkdir(parents=True)
+    (home / ".local" / "state" / "orchestrate").chmod(0o770)
+
+
+def of_another_user(home: Path) -> None:
+    if os.geteuid():
+        pytest.skip("must be root to make a folder of another user")
+    (home / ".local" / "state" / "orchestrate").mkdir(parents=True, mode=0o700)
+    os.chown(home / ".local" / "state" / "orchestrate", 12345, 12345)
+
+
+TAKEN = [missing, unwritable, a_file, a_link, open_to_others, of_another_user]
+
+
+@pytest.mark.parametrize("how", TAKEN)
+@pytest.mark.parametrize("state", [None, "", "relative"])
+def test_where_the_home_folder_takes_no_records_they_must_be_kept_elsewhere(tmp_path, monkeypatch, run, how, state):
+    home = tmp_path / "home"
+    how(home)
+    before = sorted(home.rglob("*"))
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_STATE_HOME") if state is None else monkeypatch.setenv("XDG_STATE_HOME", state)
+    monkeypatch.setattr(private, "TEMPORARY", tmp_path)
+    records.make(run, KEY)
+    assert records.need(run).key == KEY.hex()
+    assert [path.parent for path in tmp_path.glob("orchestrate-*/records/*")] == [private.temporary() / "records"]
+    assert sorted(home.rglob("*")) == before
+
+
+def test_records_must_be_found_in_a_shell_with_other_settings(tmp_path, monkeypatch, run):
+    (home := tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_STATE_HOME")
+    records.make(run, KEY)
+    assert len([*home.glob(".local/state/orchestrate/*.json")]) == 1
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert records.need(run).key == KEY.hex()
+
+
+def test_a_job_must_not_be_made_where_no_record_can_be(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "none"))
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(private, "TEMPORARY", tmp_path / "none")
+    with pytest.raises(UsageError, match=f"no record of {tmp_path}/a-1 can be kept") as error:
+        create(JobPaths(tmp_path / "a-1"))
+    assert "XDG_STATE_HOME" in error.value.hint and not [*tmp_path.iterdir()]
+
+
+def test_records_of_folders_that_are_gone_must_go_with_the_next_one_but_not_those_of_other_machines(
+    kept, run, monkeypatch
+):
+    stays, far, gone = (run.with_name(name) for name in ("stays", "far", "gone"))
+    for folder in (stays, far, gone):
+        folder.mkdir()
+    records.make(stays), records.make(gone)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-machine")
+    records.make(far)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_STATE_HOME", str(kept.parent))
+    (kept / "damaged.json").write_text("{")
+    far.rmdir(), gone.rmdir()
+    assert len([*kept.iterdir()]) == 4
+    records.make(run)
+    assert len([*kept.iterdir()]) == 4 and records.find(stays) and records.find(run)
+    gone.mkdir()
+    assert records.find(gone) is None
+
+
+def test_a_record_that_is_damaged_must_count_as_none(kept, run):
+    records.make(run, KEY)
+    (file,) = kept.iterdir()
+    for text in ("", "{", "[]", "7", '{"run": 1}'):
+        file.write_text(text)
+        assert records.find(run) is None
+    with file.open("r+b") as opened:
+        opened.truncate(300 << 30)
+    assert records.find(run) is None
+
+
+# --- jobs
+
+
+def test_the_record_of_a_job_must_go_with_its_files(do: Commands, kept):
+    for name, words in (("a-1", ["rm", "a-1"]), ("c-1", ["down", "c-1"])):
+        create(JobPaths(do.runs / name), SPEC, cluster=name if name == "c-1" else "")
+        assert len([*kept.iterdir()]) == 1
+        assert do(*words)[0] == 0 and not [*kept.iterdir()]
+
+
+def test_the_nodes_of_a_job_that_has_ended_must_be_spoken_to_no_more(do: Commands, paths):
+    from orchestrate.engines.links import Linked
+
+    do.engine.generations = [[ALL_WELL]]
+    linked = Linked()
+    linked._take_key(paths.shared)
+    assert len(linked.key) == 32
+    assert do("attach", "a-1")[0] == 0
+    with pytest.raises(EngineError, match="no key to talk to the nodes: a-1 has ended"):
+        linked._take_key(paths.shared)
+
+
+@pytest.fixture
+def copy(do: Commands, tmp_path) -> JobPaths:
+    """The files of a job that lives, or lived, elsewhere and has things in the engine."""
+    there = create(JobPaths(tmp_path / "elsewhere" / "a-1"), SPEC)
+    there.log(0).write_text("hello\n")
+    do.engine.things = ["container a-1-master-1"]
+    do.runs = tmp_path / "runs"
+    shutil.copytree(there.root, do.runs / "a-1", symlinks=True)
+    return JobPaths(do.runs / "a-1")
+
+
+def test_a_job_that_was_copied_must_neither_go_on_nor_be_stopped_nor_touch_an_engine(do: Commands, copy):
+    for command in ("attach", "stop", "logs"):
+        code, out, err = do(command, "a-1")
+        assert (code, out, err[0]) == (2, [], f"error: {copy.root} {NOT_OURS}")
+        assert len(err) == 2 and err[1].startswith("hint: ")
+    assert do("wait", "a-1")[0] == 1
+    assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
+    with supervised(copy.root):
+        assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
+    assert do.engine.calls == [] and do.engine.things == ["container a-1-master-1"]
+
+
+def test_results_that_were_copied_must_be_looked_at_and_removed_as_files_alone(do: Commands, copy):
+    end(copy)
+    assert do("logs", "a-1") == (0, ["master 0    | hello"], [])
+    assert do("wait", "a-1") == (0, [], [])
+    assert do("rm", "a-1", "--dry-run") == (0, [f"folder {copy.root}"], [])
+    assert do("rm", "a-1") == (0, [], ["a-1 is removed"])
+    assert not copy.root.exists() and do.engine.calls == [] and do.engine.things == ["container a-1-master-1"]
+    assert records.find(do.runs.parent / "elsewhere" / "a-1")
+
+
+def test_a_job_whose_files_were_replaced_while_it_runs_must_not_be_stopped_by_their_word(do: Commands, copy):
+    do.engine.states = [runs_elsewhere(copy.root)]
+    assert do("stop", "a-1")[0] == 2 and do.engine.things == ["container a-1-master-1"]
+    assert do("rm", "a-1")[0] == 0 and do.engine.things == ["container a-1-master-1"]
+    assert do("stop", "a-1")[0] == 0 and do.engine.things == []  # by the labels of its nodes
+
+
+# --- job.yaml
+
+
+def test_a_job_yaml_must_be_run_again_only_with_its_secrets(do: Commands, tmp_path):
+    copy = shutil.copy(create(JobPaths(tmp_path / "a-1"), SPEC).spec, tmp_path / "again.yaml")
+    assert "canary" not in Path(copy).read_text()
+    for command in ("run", "plan"):
+        code, out, err = do(command, copy)
+        assert (code, out, err[0]) == (2, [], "error: env.HF_TOKEN is ***, which job.yaml has in the place of a secret")
+        assert "--set env.HF_TOKEN=" in err[1]
+    assert do("plan", copy, "--set", "env.HF_TOKEN=another")[0] == 0
+
+
+def test_secrets_must_be_read_from_the_record(tmp_path):
+    paths = create(JobPaths(tmp_path / "a-1"), SPEC)
+    spec, plan = job.load(paths)
+    assert spec == SPEC and {worker.env["HF_TOKEN"] for worker in plan.workers} == {"canary-1"}
