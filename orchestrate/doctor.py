@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from orchestrate import users
+from orchestrate import records, users
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.guard import wanted
 from orchestrate.engines.image import has_image
@@ -128,6 +128,7 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Find
                 yield Finding(WARNING, f"{host}: Swarm put no node there, so it was not tried", "run it again")
         finally:
             engine.down(1)
+            records.forget(paths.root)
 
 
 def _ask(engine: SwarmEngine, node: str, host: str, data: BinaryIO) -> Iterator[Finding]:

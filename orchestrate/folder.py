@@ -117,7 +117,7 @@ def content(path: str | Path, folder: int | None = None) -> str:
     ValueError is raised where it is no text.
     """
     with regular(path, folder) as file:
-        read = file.read(LARGEST + 1) if os.fstat(file.fileno()).st_size <= LARGEST else bytes(LARGEST + 1)
+        read = file.read(LARGEST + 1)
     if len(read) > LARGEST:
         raise OSError(errno.EFBIG, f"larger than {LARGEST >> 20} MiB", str(path))
     return read.decode()

@@ -207,22 +207,22 @@ def read_plan(text: str, env: Mapping[str, str]) -> Plan:
     )
     tuples = {name: tuple(values[name]) for name in ("command", "nodes", "gpus", "secrets")}
     read = Plan(**values | tuples | {"inventory": inventory, "workers": workers, "limits": Limits(**values["limits"])})
-    if not _is(read, Plan):
+    if not _fits(read, Plan):
         raise TypeError("it has values of other types than a plan")
     _check(read)
     return read
 
 
-def _is(value: Any, kind: Any) -> bool:
+def _fits(value: Any, kind: Any) -> bool:
     """Whether a value is of a type, with all that is in it: a dataclass, a mapping, a tuple of any length, or plain."""
     if dataclasses.is_dataclass(kind):
-        return type(value) is kind and all(_is(getattr(value, key), of) for key, of in get_type_hints(kind).items())
+        return type(value) is kind and all(_fits(getattr(value, key), of) for key, of in get_type_hints(kind).items())
     inner = get_args(kind)
     if type(value) is not (get_origin(kind) or kind):
         return False
     if isinstance(value, dict):
-        return all(_is(key, inner[0]) and _is(one, inner[1]) for key, one in value.items())
-    return not isinstance(value, tuple) or all(_is(one, inner[0]) for one in value)
+        return all(_fits(key, inner[0]) and _fits(one, inner[1]) for key, one in value.items())
+    return not isinstance(value, tuple) or all(_fits(one, inner[0]) for one in value)
 
 
 def _check(plan: Plan) -> None:

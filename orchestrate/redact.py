@@ -1,6 +1,6 @@
 """Secrets among environment variables: which they are, and what is shown in their place. Pure.
 
-`job.yaml` is the one file that keeps their values: a second supervisor needs them to start workers again.
+The record of a job keeps their values (`records.py`): a second supervisor needs them to start workers again.
 """
 
 from __future__ import annotations

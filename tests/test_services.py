@@ -142,7 +142,14 @@ def test_no_check_of_an_image_must_run_in_a_node_which_has_the_key_of_the_job():
 
 def test_the_volumes_of_an_image_must_be_emptied_between_two_jobs():
     task = asked(JobSpec(), volumes=["/data", "/tmp", "/shared"])
-    assert set(env(task)["NODE_WIPE"].split()) == {"/tmp", "/dev/shm", "/dev/mqueue", "/var/tmp/job", "/data", "/shared"}
+    assert set(env(task)["NODE_WIPE"].split()) == {
+        "/tmp",
+        "/dev/shm",
+        "/dev/mqueue",
+        "/var/tmp/job",
+        "/data",
+        "/shared",
+    }
     task = asked(JobSpec(volume="v"), volumes=["/shared"])
     assert "/shared" not in env(task)["NODE_WIPE"].split()  # the user's own
     with pytest.raises(ResourceError, match="declares the volume '/var/tmp/job'"):
