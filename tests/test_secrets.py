@@ -130,7 +130,7 @@ def test_events_must_hold_no_secret(do, printing, tmp_path):
         raise EngineError(f"no {CANARY}")
 
     assert do("attach", "b-1")[0] != 0
-    assert leaks(paths.root) == {"job.yaml"} and f"no {HIDDEN}" in paths.events.read_text()
+    assert leaks(paths.root) == set() and f"no {HIDDEN}" in paths.events.read_text()
 
 
 # --- for real

@@ -277,7 +277,9 @@ def wipe(folders: list[str], kept: set[int]) -> None:
     """
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
-            if left := clear(folder, keep=lambda entry: entry.inode() in kept):
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):  # the job has put it in the folder's place
+                os.unlink(folder)
+            elif left := clear(folder, keep=lambda entry: entry.inode() in kept):
                 raise OSError(f"{len(left)} files of the job cannot be removed from {folder}")
     libc = ctypes.CDLL(None)
     remove = {
