@@ -26,8 +26,7 @@ class Record:
     """One job or cluster; it is that of a run directory only while the directory is the very one that was made."""
 
     run: str  # its run directory, by its real path
-    device: int
-    inode: int
+    inode: int  # without the device, which can have another number after a reboot
     machine: str  # by its name; several can share a home folder
     key: str  # what both sides of a connection to a node know, and no worker, in hexadecimal; empty once it has ended
     secrets: dict[str, str]  # the values of env that job.yaml does not have
@@ -40,7 +39,7 @@ def make(run: Path, key: bytes = b"", secrets: Mapping[str, str] | None = None) 
     """
     status = run.lstat()
     machine = socket.gethostname()
-    record = Record(str(_real(run)), status.st_dev, status.st_ino, machine, key.hex(), {**(secrets or {})})
+    record = Record(str(_real(run)), status.st_ino, machine, key.hex(), {**(secrets or {})})
     why = "no folder for it"
     for place in places():
         try:
@@ -97,11 +96,11 @@ def _look(run: Path) -> tuple[Path, Record] | None:
     """The record of a run directory, and the folder that it is in."""
     with contextlib.suppress(OSError):
         status = run.lstat()
-        here = (str(_real(run)), status.st_dev, status.st_ino)
+        here = (str(_real(run)), status.st_ino)
         for place in places() if stat.S_ISDIR(status.st_mode) else ():
             with contextlib.suppress(OSError, ValueError, TypeError), private.opened(place) as folder:
                 record = _read(_name(here[0]), folder)
-                if (record.run, record.device, record.inode) == here:
+                if (record.run, record.inode) == here:
                     return place, record
     return None
 

@@ -33,6 +33,7 @@ import ctypes
 import os
 import signal
 import socket
+import stat
 import tarfile
 import time
 from collections.abc import Callable
