@@ -271,16 +271,24 @@ def whose(env: Env) -> tuple[int, int]:
     return integer(env, "TORCHELASTIC_RESTART_COUNT"), integer(env, "RANK")
 
 
+def ours(folder: str, name: str) -> bool:
+    """Whether a file is a worker's, and so our user's; what a volume has from its image may be another one's."""
+    try:
+        return os.lstat(f"{folder}/{name}").st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
+
+
 def wipe(folders: list[str], kept: set[int]) -> None:
     """Empty folders, but for what has one of the inodes `kept`, and free System V's memory, queues and semaphores.
 
-    Only a container has those for itself. Raises OSError where something stays.
+    Only a container has those for itself. Raises OSError where something of a worker's stays.
     """
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISDIR(os.lstat(folder).st_mode):  # the job has put it in the folder's place
                 os.unlink(folder)
-            elif left := clear(folder, keep=lambda entry: entry.inode() in kept):
+            elif left := [name for name in clear(folder, lambda entry: entry.inode() in kept) if ours(folder, name)]:
                 raise OSError(f"{len(left)} files of the job cannot be removed from {folder}")
     libc = ctypes.CDLL(None)
     remove = {
