@@ -145,7 +145,7 @@ def test_a_command_in_a_container_must_be_talked_to_over_its_stdin_and_stdout(an
     assert link and link.send("dump")
     assert eventually(link.receive) == [said("put", tags={"heard": "{'ask': 'dump'}"})]
     made = answers.of("POST /containers/box/exec")[1]
-    assert made["Env"] == ["NODE_KEY="]  # which workers could read
+    assert (made["Env"], made["User"]) == (["NODE_KEY="], "65534:65534")  # workers must neither read nor trace it
     assert made["Cmd"] == ["pipe", "-x"] and made["AttachStdin"] and made["AttachStdout"] and not made["Tty"]
     link.close()
     answers.speaks = lambda connection: connection.sendall(framed(1, b"no word\n"))

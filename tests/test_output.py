@@ -1,10 +1,13 @@
 """A node's stdout must never hold a worker up, and say what a slow reader has missed."""
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
+from conftest import ROOT
 
 from orchestrate.node import output
 from orchestrate.node.output import Stdout
@@ -105,3 +108,9 @@ def test_stdout_that_is_no_pipe_must_be_left_as_it_is(tmp_path):
         assert os.get_blocking(file.fileno())
         out.write(LINE * 200)
     assert (tmp_path / "out").read_bytes() == LINE * 200
+
+
+def test_whoever_imports_the_modules_of_a_node_must_keep_a_stdout_that_waits():
+    code = "import os, orchestrate.engines.swarm, orchestrate.engines.docker; print(os.get_blocking(1))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n", done.stderr

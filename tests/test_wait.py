@@ -9,7 +9,7 @@ import pytest
 from conftest import descendants, eventually, gone
 from waiting import PRELOAD, Pipe, Waiting
 
-from orchestrate.node import worker
+from orchestrate.node import warm, worker
 from orchestrate.node.warm import Forked
 
 
@@ -376,3 +376,28 @@ def test_a_process_that_a_node_may_not_kill_must_not_end_it(tmp_path):
         node.end()
     finally:
         os.kill(pid, signal.SIGKILL)
+
+
+PROCESSES = {  # process id: state, parent, user
+    1: (b"S", 0, 1000),
+    7: (b"S", 1, 1000),  # the process that forks workers
+    8: (b"Z", 1, 1000),
+    20: (b"S", 0, 65534),  # what the engine runs beside the node
+    21: (b"S", 20, 1000),  # what a worker has had started by that
+    22: (b"Z", 20, 1000),  # which its parent reaps
+    23: (b"S", 0, -1),  # which ends just now
+}
+
+
+@pytest.mark.parametrize(("own", "found"), [(1, [7, 8, 21]), (20, [21, 22])])
+def test_in_a_container_all_processes_of_our_user_must_count_as_left_over(monkeypatch, own, found):
+    listed = [(pid, [state, b"%d" % parent]) for pid, (state, parent, _) in PROCESSES.items()]
+    monkeypatch.setattr(warm, "processes", lambda: iter(listed))
+    monkeypatch.setattr(warm, "_user", lambda pid: PROCESSES[pid][2])
+    monkeypatch.setattr(os, "getpid", lambda: own)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert warm.strays() == found
+
+
+def test_the_user_of_a_process_must_be_told_whatever_its_folder_says():
+    assert warm._user(os.getpid()) == os.geteuid() and warm._user(1 << 22) == -1

@@ -29,6 +29,7 @@ from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.paths import PROJECT
 
+NOBODY = "65534:65534"  # who runs what an engine starts beside a node
 LONGEST = 600  # seconds that Compose may take to bring nodes up or down
 ENDS = 10.0  # seconds that it has to end when somebody asks to stop, and when it is asked itself
 ERRORS = (docker.errors.DockerException, requests.RequestException)  # all that the SDK raises
@@ -115,8 +116,9 @@ class Daemon:
         """
         with self.asking(f"starts nothing in {container[:12]}"):
             try:
-                # Workers can read the environment of this process, which is that of the container.
-                made = self.client.api.exec_create(container, command, stdin=True, environment={"NODE_KEY": ""})["Id"]
+                # Workers can read the environment of a process that runs as their user, and trace it.
+                how: dict[str, Any] = {"stdin": True, "environment": {"NODE_KEY": ""}, "user": NOBODY}
+                made = self.client.api.exec_create(container, command, **how)["Id"]
                 stream: Any = self.client.api.exec_start(made, socket=True)
             except docker.errors.APIError as error:
                 if error.status_code in (404, 409):

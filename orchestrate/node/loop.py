@@ -17,7 +17,7 @@ from orchestrate.node.output import say, stdout
 from orchestrate.node.protocol import Refused, parsed, seconds
 from orchestrate.node.ranks import Env
 from orchestrate.node.sealed import Seal
-from orchestrate.node.warm import IMPORT_TAKES, Zygote, adopt_orphans, children, standing
+from orchestrate.node.warm import IMPORT_TAKES, Zygote, adopt_orphans, children, standing, strays
 from orchestrate.node.worker import FAILED_TO_START, Worker, kill
 
 LONGEST_MESSAGE = 1 << 20  # bytes
@@ -210,8 +210,8 @@ class Loop:
         if not self.adopting:
             return
         ours = {self.zygote.process.pid} if self.zygote else set()
-        while strays := set(children()) - ours:
-            for pid in strays:
+        while left := set(strays()) - ours:
+            for pid in left:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except PermissionError:  # another user's, as sudo starts them; it stays

@@ -22,12 +22,19 @@ class Stdout:
         self.descriptor = descriptor
         self.waiting = bytearray()
         self.dropped = 0  # lines
+        self.began = False
+
+    def _begin(self) -> None:
+        """Have a pipe that is full not hold us up; not sooner than we write, for others import this module, too."""
+        self.began = True
         with contextlib.suppress(OSError):
-            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-                os.set_blocking(descriptor, False)
+            if stat.S_ISFIFO(os.fstat(self.descriptor).st_mode):
+                os.set_blocking(self.descriptor, False)
 
     def write(self, data: bytes) -> None:
         """Write whole lines, or drop them, counted, where too much waits already."""
+        if not self.began:
+            self._begin()
         if len(self.waiting) > MOST:
             self.dropped += data.count(b"\n")
             return

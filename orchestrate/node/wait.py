@@ -36,7 +36,7 @@ import socket
 import stat
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ FILES: dict[str, Callable[..., dict[str, Any]]] = {"put": Files.put, "news": Fil
 IPC_RMID = 0  # of shmctl(2), msgctl(2) and semctl(2)
 LOOKS = 0.05  # seconds between two looks whether the filter is there
 ROUTES = Path("/proc/self/net/route")
+Place = tuple[int, int]  # a file's, in all file systems: device and inode
 REFUSED = 128 + signal.SIGTERM  # the code of a worker whose generation was over before it could start
 
 
@@ -75,7 +76,7 @@ class Waiting:
         self.alone = False  # whether nobody else sees this node's folder
         self.files = Files()
         self.lease: Lease | None = None
-        self.bound: dict[str, int] = {}  # the inodes of our sockets, by their paths
+        self.bound: dict[str, tuple[Place, int]] = {}  # where our sockets are, and their modes, by their paths
         self.standing = standing(os.getpid())
 
     def listen_tcp(self, port: int) -> None:
@@ -84,18 +85,18 @@ class Waiting:
         server = socket.create_server(("", port), backlog=BACKLOG)
         self.listeners.append(Listener(self.loop, server, self.receive, self.key))
 
-    def listen(self, path: str) -> None:
+    def listen(self, path: str, mode: int = 0o600) -> None:
         """Have orchestrators ask over the Unix socket `path`; raises OSError."""
         server = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)  # that of an earlier life
-        mask = os.umask(0o077)
+        mask = os.umask(0o777 & ~mode)
         try:
             server.bind(path)
         finally:
             os.umask(mask)
         server.listen(BACKLOG)
-        self.bound[path] = os.lstat(path).st_ino
+        self.bound[path] = place(os.lstat(path)), mode
         self.listeners.append(Listener(self.loop, server, self.receive, self.key))
 
     def receive(self, channel: Channel, message: Any) -> None:
@@ -201,7 +202,7 @@ class Waiting:
         kill(self.loop.workers, signal.SIGKILL)
         try:
             self.loop.finish()
-            wipe(os.environ.get("NODE_WIPE", "").split(), set(self.bound.values()))
+            wipe(os.environ.get("NODE_WIPE", "").split(), self.bound)
             self._bind_again()
             if standing(os.getpid()) != self.standing or self.loop.changed():
                 raise OSError("the job has changed the limits or the priority of the node")
@@ -213,13 +214,13 @@ class Waiting:
 
     def _bind_again(self) -> None:
         """Listen again where a worker has put something else in the place of a socket; raises OSError."""
-        for path, inode in list(self.bound.items()):
+        for path, (bound, mode) in list(self.bound.items()):
             try:
-                found = os.lstat(path).st_ino
+                found = place(os.lstat(path))
             except FileNotFoundError:
-                found = 0
-            if found != inode:
-                self.listen(path)
+                found = None
+            if found != bound:
+                self.listen(path, mode)
 
     def status(self) -> dict[str, Any]:
         """The generation, the exit codes of the workers that have ended, and what those that run are doing."""
@@ -244,7 +245,7 @@ def wait(path: str, shared: str, port: int, key: bytes) -> int:
         loop.warm(modules)
         warm_up(loop, os.environ.get("NODE_FILTERED") == "1")
     waiting = Waiting(loop, key)
-    waiting.listen(path)
+    waiting.listen(path, 0o666)  # to what an engine runs beside us, as another user; the key keeps others out
     if shared:
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(shared), mode=0o700, exist_ok=True)
@@ -271,6 +272,11 @@ def whose(env: Env) -> tuple[int, int]:
     return integer(env, "TORCHELASTIC_RESTART_COUNT"), integer(env, "RANK")
 
 
+def place(status: os.stat_result) -> Place:
+    """Device and inode of a file."""
+    return status.st_dev, status.st_ino
+
+
 def ours(folder: str, name: str) -> bool:
     """Whether a file is a worker's, and so our user's; what a volume has from its image may be another one's."""
     try:
@@ -279,8 +285,12 @@ def ours(folder: str, name: str) -> bool:
         return False
 
 
-def wipe(folders: list[str], kept: set[int]) -> None:
-    """Empty folders, but for what has one of the inodes `kept`, and free System V's memory, queues and semaphores.
+def _named(names: Collection[str]) -> Callable[[os.DirEntry[str]], bool]:
+    return lambda entry: entry.name in names
+
+
+def wipe(folders: list[str], kept: Collection[str]) -> None:
+    """Empty folders, but for the paths `kept`, and free System V's memory, queues and semaphores.
 
     Only a container has those for itself. Raises OSError where something of a worker's stays.
     """
@@ -288,7 +298,9 @@ def wipe(folders: list[str], kept: set[int]) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISDIR(os.lstat(folder).st_mode):  # the job has put it in the folder's place
                 os.unlink(folder)
-            elif left := [name for name in clear(folder, lambda entry: entry.inode() in kept) if ours(folder, name)]:
+                continue
+            names = {os.path.basename(path) for path in kept if os.path.dirname(path) == folder}
+            if left := [name for name in clear(folder, _named(names)) if ours(folder, name)]:
                 raise OSError(f"{len(left)} files of the job cannot be removed from {folder}")
     libc = ctypes.CDLL(None)
     remove = {

@@ -159,3 +159,25 @@ def children() -> list[int]:
     Raises OSError where not all can be seen: a worker of our user can take descriptors from us, by prlimit(2).
     """
     return [pid for pid, facts in processes() if facts and int(facts[1]) == os.getpid()]
+
+
+def strays() -> list[int]:
+    """Our children, and if we are process 1 of a container, all other processes of our user.
+
+    A worker may have started one that is not our child, by taking over what an engine runs beside us. Raises OSError as
+    `children`.
+    """
+    own = os.getpid()
+    if own != 1:
+        return children()
+    found = [(pid, facts) for pid, facts in processes() if pid != own and facts]
+    return [pid for pid, facts in found if int(facts[1]) == own or (facts[0] != b"Z" and _user(pid) == os.geteuid())]
+
+
+def _user(pid: int) -> int:
+    """The user id of a process; -1 if it has ended. The owner of its folder in /proc would be root's for some."""
+    try:
+        words = Path(f"/proc/{pid}/status").read_text(errors="replace").partition("\nUid:")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+    return int(words[1])
