@@ -12,7 +12,7 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from orchestrate import folder, lock, logs, owners, records, report, users
 from orchestrate.engines import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.events import OURS, Event, Recorder
-from orchestrate.folder import content, write_whole
+from orchestrate.folder import content
 from orchestrate.node.trees import clear
 from orchestrate.paths import JOB, JobPaths
 from orchestrate.plan import Plan, read_plan
+from orchestrate.records import Record
 from orchestrate.redact import Mask, redacted, secret_names
 from orchestrate.spec import APP, JobSpec, read_file, resolve
 from orchestrate.strict_yaml import shown
@@ -85,7 +86,7 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
             paths.create_cluster(owner, hidden)
         else:
             paths.create(cluster, owner, hidden)
-        write_whole(paths.spec, dataclasses.replace(spec, env=redacted(spec.env, spec.secrets)).to_yaml())
+        records.write(paths.spec, dataclasses.replace(spec, env=redacted(spec.env, spec.secrets)).to_yaml())
         keep(paths, plan)
     except BaseException as error:  # Ctrl-C, too
         for path in () if theirs else (paths.folder.path, paths.root):  # on a cluster, the former is not in the latter
@@ -118,9 +119,14 @@ def bring_home(paths: JobPaths) -> None:
     if not records.find(paths.root):
         raise OSError(errno.EPERM, f"{paths.root} was not made on this machine by you")
     paths.shared.unlink()
-    there.rename(paths.shared)
-    others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
-    clear(str(there.parent), keep=lambda entry: entry.name in others)  # what the job has put beside its folder
+    try:
+        there.rename(paths.shared)
+    except FileNotFoundError:  # the nodes have moved it away
+        paths.shared.mkdir()
+        raise
+    finally:
+        others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
+        clear(str(there.parent), keep=lambda entry: entry.name in others)  # what the job has put beside its folder
     if paths.shared.is_symlink() or not paths.shared.is_dir():
         paths.shared.unlink()
         raise OSError(errno.ENOTDIR, "the nodes have put something else in the place of the job's folder")
@@ -137,24 +143,25 @@ def remove(paths: JobPaths) -> None:
 
 def keep(paths: JobPaths, plan: Plan) -> None:
     """Write down the plan of the newest generation."""
-    write_whole(paths.plan, plan.to_json() + "\n")
+    records.write(paths.plan, plan.to_json() + "\n")
 
 
 def load(paths: JobPaths) -> tuple[JobSpec, Plan]:
     """Spec and newest plan of a job, or cluster, of this account; raises UsageError where its files do not say so."""
-    return _read(paths, {} if owners.foreign(paths.root) else records.need(paths.root).secrets)
+    return _read(paths, None if owners.foreign(paths.root) else records.need(paths.root))
 
 
 def look(paths: JobPaths) -> tuple[JobSpec, Plan]:
     """As `load`, to be shown alone: what has ended can come from anywhere, such as results that were copied."""
-    return load(paths) if records.find(paths.root) or not ended(paths) else _read(paths, {})
+    return load(paths) if records.find(paths.root) or not ended(paths) else _read(paths, None)
 
 
-def _read(paths: JobPaths, hidden: Mapping[str, str]) -> tuple[JobSpec, Plan]:
+def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
     """Spec and newest plan by the files of a run directory, with the values of secrets, which they do not have."""
     try:
         if why := owners.foreign(paths.root):
             raise ValueError(why)
+        hidden = record.secrets if record else {}
         spec = resolve(read_file(paths.spec), {f"env.{name}": value for name, value in hidden.items()})
         plan = read_plan(content(paths.plan), spec.env)
         if plan.job_id != paths.root.name:
@@ -165,6 +172,9 @@ def _read(paths: JobPaths, hidden: Mapping[str, str]) -> tuple[JobSpec, Plan]:
         for path in (paths.nodes, paths.sockets, *([] if linked else [paths.shared])):  # which nodes mount
             if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):
                 raise ValueError(f"{path.name} is not a folder")
+        for path in (paths.spec, paths.plan):
+            if record and not records.written(record, path.name, content(path)):
+                raise ValueError(f"{path.name} was changed")
         return spec, plan
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{paths.root} holds no job that can go on: {error}", "start it again") from None
@@ -228,26 +238,32 @@ def supervise(
         metrics, ended = hide.inside(traces.metrics()), supervisor.history.ended
         told = report.report(supervisor.plan, outcome, ended, emit.events, metrics, traces.checkpoints())
         data: dict[str, Any] = hide.inside(told, but=OURS)
-        try:
-            write_whole(paths.report, json.dumps(data, indent=2) + "\n")
-            bring_home(paths)
-            folder.harmless(paths.shared)
-            if not outcome.left:
-                records.end(paths.root)
-        except OSError as error:  # the job has ended all the same
-            show(f"warning: not all files of {paths.root} are as they should be: {error}")
+        text = json.dumps(data, indent=2) + "\n"
+        acts: list[Callable[[], object]] = [
+            lambda: records.write(paths.report, text),
+            lambda: bring_home(paths),
+            lambda: folder.harmless(paths.shared),
+        ]
+        if not outcome.left:
+            acts.append(lambda: records.end(paths.root))
+        for act in acts:
+            try:
+                act()
+            except OSError as error:  # the job has ended all the same
+                show(f"warning: not all files of {paths.root} are as they should be: {error}")
     if failure:
         raise failure
     return data
 
 
 def ended(paths: JobPaths) -> dict[str, Any] | None:
-    """The report of a job that has ended."""
+    """The report of a job that has ended; for a job of this account, it is the one that was written at its end."""
     try:
-        data = json.loads(content(paths.report))
+        data = json.loads(text := content(paths.report))
     except (OSError, ValueError, RecursionError):
         return None
-    return data if report.readable(data) else None
+    record = records.find(paths.root)
+    return data if report.readable(data) and (not record or records.written(record, paths.report.name, text)) else None
 
 
 def prefixes(plan: Plan) -> dict[int, str]:

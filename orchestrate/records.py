@@ -13,7 +13,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from orchestrate import private
@@ -30,6 +30,7 @@ class Record:
     machine: str  # by its name; several can share a home folder
     key: str  # what both sides of a connection to a node know, and no worker, in hexadecimal; empty once it has ended
     secrets: dict[str, str]  # the values of env that job.yaml does not have
+    files: dict[str, list[str]] = field(default_factory=dict)  # digests of the last two states of files, by name
 
 
 def make(run: Path, key: bytes = b"", secrets: Mapping[str, str] | None = None) -> None:
@@ -75,6 +76,24 @@ def end(run: Path) -> None:
             _write(replace(found[1], key=""), folder)
 
 
+def write(path: Path, text: str) -> None:
+    """Write a file of a run directory whole, and note what it is: a project could bring another one in its place.
+
+    Raises OSError.
+    """
+    if found := _look(path.parent):
+        record, digest = found[1], _digest(text)
+        states = [*record.files.get(path.name, [])[-1:], digest]  # until it is written, the earlier state is there
+        with private.opened(found[0]) as folder:
+            _write(replace(record, files={**record.files, path.name: states}), folder)
+    write_whole(path, text)
+
+
+def written(record: Record, name: str, text: str) -> bool:
+    """Whether a file of a run directory is as we have written it."""
+    return _digest(text) in record.files.get(name, [])
+
+
 def forget(run: Path) -> None:
     """Remove the record of a run directory, if there is one."""
     for place in places():
@@ -108,6 +127,10 @@ def _look(run: Path) -> tuple[Path, Record] | None:
 def _real(run: Path) -> Path:
     """The path of a run directory without links on the way to it."""
     return Path(os.path.realpath(run.parent), run.name)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def _name(run: Path | str) -> str:

@@ -114,7 +114,7 @@ def test_a_job_must_not_be_put_on_a_cluster_that_came_with_the_project(do: Comma
     paths.shared.symlink_to("../cluster-e95b/nodes/a-1")
     plan = json.loads(paths.plan.read_text())
     plan["inventory"]["cluster"] = "cluster-e95b"
-    paths.plan.write_text(json.dumps(plan))
+    records.write(paths.plan, json.dumps(plan))
     code, _, err = do("attach", "a-1")
     assert code == 2 and f"{do.runs / 'cluster-e95b'} {NOT_OURS}" in "\n".join(err)
     assert do.engine.calls == [] and not (do.runs / "cluster-e95b" / "supervisor.lock").exists()

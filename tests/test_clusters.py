@@ -226,3 +226,14 @@ def test_what_a_job_has_put_beside_its_folder_must_be_gone_with_it_and_no_other_
     job.bring_home(ended)
     assert [path.name for path in one.paths.nodes.iterdir()] == ["b-1"] and waits.log(0).parent.is_dir()
     assert ended.log(0).stat().st_nlink == 1
+
+
+def test_what_a_job_has_moved_away_must_not_be_left_to_the_next_one(tmp_path):
+    one = made(tmp_path)
+    create(one.paths, cluster="c-1")
+    mine = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    mine.folder.path.rename(one.paths.nodes / "elsewhere")
+    (one.paths.nodes / "left").mkdir()
+    with pytest.raises(FileNotFoundError):
+        job.bring_home(mine)
+    assert [*one.paths.nodes.iterdir()] == [] and mine.shared.is_dir() and not mine.shared.is_symlink()

@@ -16,7 +16,7 @@ from commanded import create, supervised
 from conftest import ROOT, eventually
 from scripted import ALL_WELL
 
-from orchestrate import commands, doctor, lock
+from orchestrate import commands, doctor, lock, records
 from orchestrate.cli import main
 from orchestrate.engines import JobState
 from orchestrate.generation import BY_MAX_RUN, BY_USER
@@ -32,7 +32,7 @@ def engine(do):
 def end(paths: JobPaths, outcome: str = "succeeded", reason: str = "finished") -> None:
     facts = {"root_cause": None, "failures": [], "pace": [], "left_behind": "", "generations": 1}
     facts |= {"job_id": paths.root.name, "world_size": 3, "duration_s": 1.0}
-    paths.report.write_text(json.dumps({"outcome": outcome, "reason": reason, **facts}))
+    records.write(paths.report, json.dumps({"outcome": outcome, "reason": reason, **facts}))
 
 
 def runs_elsewhere(folder: Path, name: str = "a-1", owner: int = -1, sees: str = "job") -> JobState:

@@ -103,7 +103,7 @@ def test_a_job_on_a_cluster_must_have_its_files_where_the_nodes_see_them(paths):
     ("cluster", "place", "name"),
     [
         *((cluster, Folder, "make") for cluster in ("", "c-1", "a-1")),
-        *((cluster, job, "write_whole") for cluster in ("", "c-1", "a-1")),
+        *((cluster, records, "write") for cluster in ("", "c-1", "a-1")),
         *((cluster, job, "keep") for cluster in ("", "c-1", "a-1")),
         *((cluster, Path, "symlink_to") for cluster in ("", "c-1")),
     ],
@@ -147,14 +147,33 @@ def test_a_plan_with_a_key_that_is_not_known_must_be_refused(paths):
 def test_a_report_that_is_none_must_not_count_as_the_end(paths, text):
     create(paths)
     assert job.ended(paths) is None
-    paths.report.write_text(text)
+    records.write(paths.report, text)
     assert job.ended(paths) is None
     end(paths)
     assert job.ended(paths)["outcome"] == "succeeded"
     whole = json.loads(paths.report.read_text())
     for key in ("outcome", "world_size", "failures"):
-        paths.report.write_text(json.dumps({name: value for name, value in whole.items() if name != key}))
+        records.write(paths.report, json.dumps({name: value for name, value in whole.items() if name != key}))
         assert job.ended(paths) is None
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "plan.json"])
+def test_a_file_that_came_in_the_place_of_ours_must_not_be_believed(paths, name):
+    create(paths)
+    path = paths.root / name
+    path.write_text(path.read_text().replace("docker", "process").replace("trainers: 2", "trainers: 1") + "\n")
+    with pytest.raises(UsageError, match=f"{name} was changed"):
+        job.load(paths)
+
+
+def test_a_report_that_came_in_the_place_of_ours_must_not_count(paths):
+    create(paths)
+    end(paths)
+    ours = paths.report.read_text()
+    paths.report.write_text(ours.replace("succeeded", "failed"))
+    assert job.ended(paths) is None
+    paths.report.write_text(ours)
+    assert job.ended(paths)["outcome"] == "succeeded"
 
 
 def test_a_job_must_be_removed_whole_or_say_why_not(paths):

@@ -136,7 +136,9 @@ def test_where_the_home_folder_takes_no_records_they_must_be_kept_elsewhere(tmp_
     how(home)
     before = sorted(home.rglob("*"))
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.delenv("XDG_STATE_HOME") if state is None else monkeypatch.setenv("XDG_STATE_HOME", state)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False) if state is None else monkeypatch.setenv(
+        "XDG_STATE_HOME", state
+    )
     monkeypatch.setattr(private, "TEMPORARY", tmp_path)
     records.make(run, KEY)
     assert records.need(run).key == KEY.hex()
@@ -147,7 +149,7 @@ def test_where_the_home_folder_takes_no_records_they_must_be_kept_elsewhere(tmp_
 def test_records_must_be_found_in_a_shell_with_other_settings(tmp_path, monkeypatch, run):
     (home := tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     records.make(run, KEY)
     assert len([*home.glob(".local/state/orchestrate/*.json")]) == 1
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -156,7 +158,7 @@ def test_records_must_be_found_in_a_shell_with_other_settings(tmp_path, monkeypa
 
 def test_a_job_must_not_be_made_where_no_record_can_be(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "none"))
-    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr(private, "TEMPORARY", tmp_path / "none")
     with pytest.raises(UsageError, match=f"no record of {tmp_path}/a-1 can be kept") as error:
         create(JobPaths(tmp_path / "a-1"))

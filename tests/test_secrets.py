@@ -17,7 +17,7 @@ from commanded import create
 from conftest import ROOT, docker, proc
 from scripted import ALL_WELL, KILLED
 
-from orchestrate import lock
+from orchestrate import lock, records
 from orchestrate.cli import EXPORTS, main
 from orchestrate.errors import EngineError
 from orchestrate.events import read
@@ -92,7 +92,10 @@ def test_an_export_must_ask_for_a_secret_that_the_job_file_names(do, tmp_path, t
 
 @pytest.mark.parametrize("words", [["logs", "a-1"], ["logs", "a-1", "--rank", "1"], ["attach", "a-1"]])
 def test_the_output_of_a_job_must_be_shown_without_the_secrets(do, printing, paths, words):
-    paths.spec.write_text(SPEC.to_yaml())
+    records.forget(paths.root)
+    records.make(paths.root, bytes(32), ENV)
+    records.write(paths.spec, dataclasses.replace(SPEC, env=dict.fromkeys(ENV, HIDDEN)).to_yaml())
+    records.write(paths.plan, paths.plan.read_text())
     paths.log(1).write_text(f"before {CANARY}-3 after\n")
     _, out, err = do(*words)
     shown = "\n".join(out + err)
