@@ -39,7 +39,10 @@ def check(runs: Path) -> Path:
     Raises OSError for links that lead to each other.
     """
     if os.geteuid():
-        return runs.resolve()
+        try:
+            return runs.resolve()
+        except RuntimeError:  # as Python says until 3.12
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(runs)) from None
     trusted = {0, (users.sudo() or (0, 0))[0]}
     here, names, links = Path("/"), [*reversed((Path.cwd() / runs).parts)], 0
     while names:  # from the top: what is in a folder that is safe stays there

@@ -6,6 +6,7 @@ import contextlib
 import grp
 import os
 import pwd
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from orchestrate.errors import UsageError
 from orchestrate.spec import JobSpec
 
+NO_ID = (1 << 32) - 1  # chown(2) takes it for "as it is"
 FREE = range(61000, 61184)  # ids that neither useradd nor systemd hands out: https://systemd.io/UIDS-GIDS
 
 
@@ -43,7 +45,7 @@ def asked(spec: JobSpec) -> tuple[int, int] | None:
 def sudo(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """The user and group ids of the user who called sudo; None for root itself."""
     ids = environ.get("SUDO_UID", ""), environ.get("SUDO_GID", "")
-    if all(number.isdecimal() and int(number) for number in ids):
+    if all(re.fullmatch("[1-9][0-9]{0,9}", number) and int(number) < NO_ID for number in ids):
         return int(ids[0]), int(ids[1])
     return None
 

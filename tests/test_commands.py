@@ -69,12 +69,13 @@ class Meanwhile:
 def test_a_job_must_be_found_by_its_name_or_how_it_begins(do, engine, tmp_path, asked, found):
     for name in ("a-1", "a-12", "b-1", "c-1", "c-2", "z-1"):
         create(JobPaths(tmp_path / name), cluster="z-1" if name == "z-1" else "")
+    records.forget(create(JobPaths(tmp_path / "b")).root)  # that came with the project
     there = create(JobPaths(tmp_path / "elsewhere" / "y-1"), cluster="y-1").root
     engine.states = [runs_elsewhere(tmp_path / "c-2", "c-2"), runs_elsewhere(there, "y-1", sees="nodes")]
     code, out, err = do("rm", asked, "--dry-run")
     if " " in found:
         assert (code, out, err[0]) == (2, [], f"error: {found}")
-        known = "a-1, a-12" if asked == "a" else "a-1, a-12, b-1, c-1, c-2"
+        known = "a-1, a-12" if asked == "a" else "a-1, a-12, b, b-1, c-1, c-2"
         assert err[1] == f"hint: jobs here: {known}"
     else:
         assert (code, out) == (0, [f"folder {tmp_path / found}"])

@@ -28,6 +28,8 @@ NODE = users.without_account()
         (0, "auto", SUDO, (7, 8)),
         (0, "auto", {"SUDO_UID": "0", "SUDO_GID": "0"}, NODE),  # `sudo` by root
         (0, "auto", {"SUDO_UID": "7"}, NODE),
+        (0, "auto", {"SUDO_UID": "4294967295", "SUDO_GID": "4294967295"}, NODE),  # chown takes it for "as it is"
+        (0, "auto", {"SUDO_UID": "99999999999", "SUDO_GID": "7"}, NODE),
         (0, "auto", {"SUDO_UID": "-1", "SUDO_GID": "x"}, NODE),
         (0, "root", SUDO, (0, 0)),
         (0, "7", {}, (7, 7)),
