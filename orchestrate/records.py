@@ -7,6 +7,7 @@ one. So a run directory is acted on only if there is a record of it, and keys an
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from orchestrate import private
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.folder import content, write_whole
+from orchestrate.node.trees import FOLDER
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,18 @@ def write(path: Path, text: str) -> None:
 def written(record: Record, name: str, text: str) -> bool:
     """Whether a file of a run directory is as we have written it."""
     return _digest(text) in record.files.get(name, [])
+
+
+def inode_in(run: Path, name: str) -> int:
+    """The inode of a folder in a run directory that this account has made; raises OSError where that is another one."""
+    record = find(run)
+    folder = os.open(run, FOLDER)
+    try:
+        if record is None or os.fstat(folder).st_ino != record.inode:
+            raise FileNotFoundError(errno.ENOENT, "not made by this account", str(run))
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino
+    finally:
+        os.close(folder)
 
 
 def forget(run: Path) -> None:

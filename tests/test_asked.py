@@ -148,6 +148,19 @@ def test_no_worker_must_start_where_a_filter_is_expected_and_there_is_none(waiti
     assert waiting.code(0, 3) == 0
 
 
+def test_no_worker_must_start_where_a_folder_is_another_one_than_the_orchestrators(waiting):
+    (waiting.folder / "0.py").write_text("print('ran')")
+    script, env = [str(waiting.folder / "0.py")], {"RANK": "0"}
+    here = waiting.folder.stat().st_ino
+    for folders, why in (({str(waiting.folder): here + 1}, "is another folder"), ({"/none": 1}, "cannot be looked at")):
+        waiting.pipe.heard.clear()
+        waiting.pipe.ask("start", command=script, env=env, inherit=True, cwd=None, folders=folders)
+        assert why in waiting.pipe.until("refused")["error"]
+    assert waiting.log(0) == "" and waiting.status()["running"] == {}
+    waiting.pipe.ask("start", command=script, env=env, inherit=True, cwd=None, folders={str(waiting.folder): here})
+    assert waiting.code(0) == 0
+
+
 # --- what it says
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from orchestrate.engines import mounts as mounts_module
 from orchestrate.engines.mounts import masks
-from orchestrate.errors import UsageError
+from orchestrate.errors import EngineError, UsageError
+from orchestrate.paths import JobPaths
 
 TREE = (
     ".env",
@@ -136,3 +137,19 @@ def test_a_script_beside_what_is_hidden_must_be_run(code):
     assert masks(code, code / "runs", "/workspace", ("-m", "app.train"))  # which may be installed
     (code / ".dockerignore").write_text("*\n!src/train.py\n")
     assert masks(code, code / "runs", "/workspace", ("-m", "src.train"))
+
+
+def test_folders_must_be_known_by_their_inodes_and_a_run_directory_that_was_replaced_be_refused(tmp_path, monkeypatch):
+    paths, code = JobPaths(tmp_path / "runs" / "a-1"), tmp_path / "code"
+    paths.create()
+    code.mkdir()
+    wanted = {"/job": paths.shared.stat().st_ino, "/workspace": code.stat().st_ino}
+    assert mounts_module.inodes(paths.shared, code) == wanted
+    monkeypatch.chdir(code)
+    code.rename(tmp_path / "moved")
+    (tmp_path / "code").symlink_to(tmp_path)
+    assert mounts_module.inodes(paths.shared, Path.cwd()) == wanted  # where this process is
+    paths.root.rename(tmp_path / "runs" / "mine")
+    paths.shared.mkdir(parents=True)
+    with pytest.raises(EngineError, match="not made by this account"):
+        mounts_module.inodes(paths.shared, code)

@@ -60,6 +60,7 @@ class DockerEngine(Linked):
         self.trouble: dict[str, str] = {}  # node: paused or partition
         self.looked = 0.0
         self.guard: Guard | None = None
+        self.folders: dict[str, int] = {}  # the inodes of what nodes see of this machine, by their paths there
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Check the image, list the GPUs; raises ResourceError for what is missing."""
@@ -277,6 +278,8 @@ class DockerEngine(Linked):
         }
         if self.env["NODE_SOCKETS"]:
             self.mounts.append(mounts.bind(self.sockets, SOCKETS))
+        if self.env["NODE_SOCKETS"] and not self.folders:
+            self.folders = mounts.inodes(run, Path(code))
         if self.guard is None and filtered:
             self.guard = Guard(self.daemon, self.home, run)
         if self.events is None:
@@ -321,7 +324,7 @@ class DockerEngine(Linked):
 
     def _request(self, worker: WorkerPlan) -> dict[str, Any]:
         filtered = self.guard is not None and self.guard.expects(self.nodes[worker.node])
-        return {**super()._request(worker), "filtered": filtered}
+        return {**super()._request(worker), "filtered": filtered, "folders": self.folders}
 
     def _same_kernel(self) -> bool:
         """Whether a socket in the job's folder can be the same for a node and for us; and has a name of its own."""

@@ -5,6 +5,7 @@ Of the folder of code they see neither the files and records of jobs, nor the hi
 
 from __future__ import annotations
 
+import contextlib
 import os
 from itertools import islice
 from pathlib import Path, PurePath
@@ -33,6 +34,22 @@ MOST = 4096  # masks of a node; the engine takes a second for them
 def bind(source: Path, target: str) -> dict[str, Any]:
     """A mount of a folder that is there; in this form Compose takes any path."""
     return {"type": "bind", "source": str(source), "target": target, "bind": {"create_host_path": False}}
+
+
+def inodes(run: Path, code: Path) -> dict[str, int]:
+    """The inodes of both folders, by their paths in nodes; raises EngineError where `run` is not the one that was made.
+
+    Of the current folder it is its own, wherever its path leads by now.
+    """
+    try:
+        found = {JOB: records.inode_in(run.parent, run.name)}
+        with contextlib.suppress(FileNotFoundError):  # which Compose reports
+            found[CODE] = os.stat("." if os.path.realpath(code) == os.getcwd() else code).st_ino
+        return found
+    except OSError as error:
+        raise EngineError(
+            f"nodes cannot be given {error.filename or run}: {error.strerror}", "start it again"
+        ) from None
 
 
 def document(mounts: list[dict[str, Any]]) -> str:

@@ -198,6 +198,7 @@ REQUESTS: dict[str, Fields] = {  # what each does is in wait.py and files.py
         "cwd": _optional(text),
         "log": _optional(whole),
         "filtered": _optional(_flag),
+        "folders": _optional(_lengths),
     },
     "stop": {"kill": _flag},
     "dump": {},

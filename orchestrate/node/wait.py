@@ -3,9 +3,11 @@
 Over a Unix socket or TCP, JSON lines under a seal (sealed.py). An orchestrator asks, and the node says what happens to
 everyone who has asked it anything:
 
-    {"ask": "start", "command": […], "env": {…}, "inherit": bool, "cwd": …, "filtered": bool}    start a worker; with
-                              `inherit`, in the node's own environment and what `env` adds to it; with `filtered`, only
-                              where the node's network has the filter of guard.py, as it has none after a new start
+    {"ask": "start", "command": […], "env": {…}, "inherit": bool, "cwd": …, "filtered": bool, "folders": {…}}
+                              start a worker; with `inherit`, in the node's own environment and what `env` adds to it;
+                              with `filtered`, only where the node's network has the filter of guard.py, as it has none
+                              after a new start; with `folders`, only where these have the inodes that are given:
+                              another user could have put others in their place before they were mounted
     {"ask": "stop", "kill": bool}    ask all workers to stop, and kill them after the grace period, or at once
     {"ask": "dump"}           have all workers print where they stand, and abort
     {"ask": "clean"}          make ready for another job
@@ -47,7 +49,7 @@ from orchestrate.node.listener import BACKLOG, Listener
 from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.output import say
 from orchestrate.node.place import placed
-from orchestrate.node.protocol import integer, request
+from orchestrate.node.protocol import Refused, integer, request, shown
 from orchestrate.node.ranks import FENCE, Env, fence
 from orchestrate.node.trees import clear, replace
 from orchestrate.node.warm import POSSIBLE, standing
@@ -114,6 +116,7 @@ class Waiting:
             env = {**os.environ, **facts["env"]} if facts["inherit"] else facts["env"]
             if facts["filtered"] and not marked(ROUTES.read_text()):
                 return self.say("ended", *whose(env), code=REFUSED, at=time.time(), sign="ending", asked=False)
+            check(facts["folders"] or {})
             self.start(facts["command"], placed(env) if self.alone else env, facts["cwd"], facts["log"])
         elif ask == "stop":
             self.fence(self.generation, over=True)
@@ -245,7 +248,8 @@ def wait(path: str, shared: str, port: int, key: bytes) -> int:
         loop.warm(modules)
         warm_up(loop, os.environ.get("NODE_FILTERED") == "1")
     waiting = Waiting(loop, key)
-    waiting.listen(path, 0o666)  # to what an engine runs beside us, as another user; the key keeps others out
+    # In a container, to what the engine runs beside us, as another user; the key keeps others out.
+    waiting.listen(path, 0o666 if os.getpid() == 1 else 0o600)
     if shared:
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(shared), mode=0o700, exist_ok=True)
@@ -265,6 +269,17 @@ def warm_up(loop: Loop, filtered: bool) -> None:
         loop.after(LOOKS, lambda: warm_up(loop, filtered))
     elif loop.zygote:
         loop.zygote.go()
+
+
+def check(folders: dict[str, int]) -> None:
+    """Raise Refused for a folder that has not the inode that it is to have."""
+    for path, inode in folders.items():
+        try:
+            found = os.stat(path).st_ino
+        except OSError as error:
+            raise Refused(f"start: folders: {shown(path)} cannot be looked at: {error.strerror}") from None
+        if found != inode:
+            raise Refused(f"start: folders: {shown(path)} is another folder than the orchestrator's")
 
 
 def whose(env: Env) -> tuple[int, int]:
