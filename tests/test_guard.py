@@ -129,7 +129,9 @@ def test_nodes_that_stay_must_be_protected_once_for_all_their_jobs(cli, around, 
     name = done.stdout.strip()
     helpers = ["--filter", f"label={labels.GUARD}={name}"]
     while True:
-        here, since = guard.addresses(guard.PROC / "net"), docker("info", "--format", "{{.SystemTime}}").strip()
+        here = guard.addresses(guard.PROC / "net")
+        reach(*around.places("tcp"))  # which protects from addresses that are new since `up`
+        since = docker("info", "--format", "{{.SystemTime}}").strip()
         for _ in range(2):
             for found in reach(*around.places("tcp")):
                 assert set(found.values()) <= GUARDED
