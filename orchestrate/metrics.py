@@ -58,6 +58,6 @@ def plain(value: Any) -> bool:
         elif isinstance(value, str):
             if len(value) > WORD:
                 return False
-        elif value is not None and not abs(value) < LARGE:  # nor NaN, which is no JSON
+        elif value is not None and abs(value) >= LARGE:
             return False
     return True

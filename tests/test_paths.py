@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from test_plan import HERE
 
-from orchestrate import job
+from orchestrate import job, records
 from orchestrate.errors import UsageError
 from orchestrate.events import Recorder
 from orchestrate.folder import regular, write_whole
@@ -48,7 +48,7 @@ def plant(paths: JobPaths, name: str, kind: str) -> int:
     path = (paths.root if name in OURS else paths.shared) / name
     path.unlink(missing_ok=True)
     if kind == "file":
-        path.write_text(SECRET)
+        records.write(path, SECRET)
     elif kind == "link":
         path.symlink_to(paths.root.parent / "secret")
     elif kind == "pipe without a writer":
