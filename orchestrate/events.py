@@ -1,9 +1,14 @@
-"""events.jsonl: what happened to a job, a line each, in order. Also what a second supervisor goes on from."""
+"""events.jsonl: what happened to a job, a line each, in order. Also what a second supervisor goes on from.
+
+Each line ends with `mac`, which only this account can make, of the line and of the one before: a file that came with
+a project is not believed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hmac
 import json
 import os
 import time
@@ -53,27 +58,46 @@ def objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     return [value for value in found if isinstance(value, dict)]
 
 
-def read(content: bytes) -> list[Event]:
-    """The events in the lines of a file; raises ValueError for one that has not the form of its name."""
+def read(content: bytes, key: bytes = b"") -> tuple[list[Event], str]:
+    """The events in the lines of a file, and the last one's `mac`, which is empty without a key.
+
+    Raises ValueError for an event that has not the form of its name, or was not written with the key in this order.
+    """
     events = [event for event in objects(content.splitlines()) if text(event.get("event"))]
+    last = ""
     for count, event in enumerate(events, 1):
+        mac, last = event.pop("mac", ""), _mac(key, last, event)
+        if mac != last:
+            raise ValueError(f"event {count}, {event['event']!r}, was not written by this job")
         if not fits(event, ANY | FORMS.get(event["event"], {})):
             raise ValueError(f"event {count}, {event['event']!r}, is not as we write it")
-    return events
+    return events, last
+
+
+def _mac(key: bytes, before: str, event: Event) -> str:
+    """HMAC-SHA256 (RFC 2104), cut to 128 bits, of an event and of the `mac` before it; empty without a key."""
+    return hmac.digest(key, f"{before}{json.dumps(event)}".encode(), "sha256")[:16].hex() if key else ""
 
 
 class Recorder:
     """Keeps the events of a job, in memory and as lines of a file; goes on where an earlier one ended."""
 
     def __init__(
-        self, path: Path, show: Callable[[Event], None] = lambda _: None, hide: Callable[[Event], Event] = dict
+        self,
+        path: Path,
+        show: Callable[[Event], None] = lambda _: None,
+        hide: Callable[[Event], Event] = dict,
+        key: bytes = b"",
     ) -> None:
-        """`show` gets each new event, too; `hide` takes secrets out of one. Raises ValueError for a damaged file."""
+        """`show` gets each new event, too; `hide` takes secrets out of one; `key` proves that the lines are ours.
+
+        Raises ValueError for a file that is damaged, or that another key, or none, has written.
+        """
         content = b""
         with contextlib.suppress(FileNotFoundError), regular(path) as file:
             content = file.read()
-        self.events = read(content)
-        self._show, self._hide = show, hide
+        self.events, self._mac = read(content, key)
+        self._show, self._hide, self._key = show, hide, key
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._unwritten: list[bytes] = []
         passed = max(0.0, time.time() - self.events[0]["time"]) if self.events else 0.0
@@ -85,7 +109,8 @@ class Recorder:
         """Note `event`, with the wall clock's time and the seconds since the job's start."""
         line = {"event": event, "time": round(time.time(), 3), "seconds": self.seconds(), **self._hide(data)}
         self.events.append(line)
-        self._unwritten.append(json.dumps(line).encode() + b"\n")
+        self._mac = _mac(self._key, self._mac, line)
+        self._unwritten.append(json.dumps({**line, "mac": self._mac} if self._mac else line).encode() + b"\n")
         with contextlib.suppress(OSError):  # the disk is full, say; they are written with the next event
             while self._unwritten:
                 written = os.write(self._file, self._unwritten[0])

@@ -221,7 +221,8 @@ def supervise(
                 follower.follow(prefixes(plan))
 
             try:
-                emit = Recorder(paths.events, tell, lambda event: hide.inside(event, but=OURS))
+                key = bytes.fromhex(records.need(paths.root).events)
+                emit = Recorder(paths.events, tell, lambda event: hide.inside(event, but=OURS), key)
             except ValueError as error:
                 raise UsageError(
                     f"{paths.events} is damaged: {error}", f"python -m orchestrate rm {plan.job_id}"

@@ -11,6 +11,8 @@ import errno
 import hashlib
 import json
 import os
+import pwd
+import secrets as tokens
 import socket
 import stat
 from collections.abc import Iterator, Mapping
@@ -22,6 +24,8 @@ from orchestrate.errors import EngineError, UsageError
 from orchestrate.folder import content, write_whole
 from orchestrate.node.trees import FOLDER
 
+STATE = (".local", "state", "orchestrate")  # of a home folder; XDG_STATE_HOME names another place for the first two
+
 
 @dataclass(frozen=True)
 class Record:
@@ -32,6 +36,7 @@ class Record:
     machine: str  # by its name; several can share a home folder
     key: str  # what both sides of a connection to a node know, and no worker, in hexadecimal; empty once it has ended
     secrets: dict[str, str]  # the values of env that job.yaml does not have
+    events: str  # the key of events.jsonl, in hexadecimal
     files: dict[str, list[str]] = field(default_factory=dict)  # digests of the last two states of files, by name
 
 
@@ -42,7 +47,7 @@ def make(run: Path, key: bytes = b"", secrets: Mapping[str, str] | None = None) 
     """
     status = run.lstat()
     machine = socket.gethostname()
-    record = Record(str(_real(run)), status.st_ino, machine, key.hex(), {**(secrets or {})})
+    record = Record(str(_real(run)), status.st_ino, machine, key.hex(), {**(secrets or {})}, tokens.token_hex(32))
     why = "no folder for it"
     for place in places():
         try:
@@ -118,11 +123,19 @@ def forget(run: Path) -> None:
 def places() -> Iterator[Path]:
     """The folders that records may be in, the preferred one first."""
     home = Path(os.path.expanduser("~"))  # which some accounts do not have
-    for state in (os.environ.get("XDG_STATE_HOME", ""), str(home / ".local" / "state") if home.is_dir() else ""):
-        if os.path.isabs(state):
-            yield Path(state, "orchestrate")
+    if os.path.isabs(state := os.environ.get("XDG_STATE_HOME", "")):
+        yield Path(state, STATE[-1])
+    if home.is_dir():
+        yield home.joinpath(*STATE)
     with contextlib.suppress(EngineError):
         yield private.temporary() / "records"
+
+
+def kept() -> set[Path]:
+    """The real paths of all folders of records, this account's and those of others, which no node is to see."""
+    homes = {entry.pw_dir for entry in pwd.getpwall()}
+    theirs = (*(Path(home, *STATE) for home in homes), *private.TEMPORARY.glob("orchestrate-*"))
+    return {Path(os.path.realpath(folder)) for folder in (*places(), *theirs)}
 
 
 def _look(run: Path) -> tuple[Path, Record] | None:

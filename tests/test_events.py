@@ -121,6 +121,57 @@ def test_what_is_no_event_must_not_count_as_one(path):
     assert objects([b'{"a": 1}', b"7", b"\xff", b'{"b": 2}']) == [{"a": 1}, {"b": 2}]
 
 
+# --- whose they are
+
+KEY = bytes(range(32))
+
+
+def lines(path, *names: str, key: bytes = KEY) -> list[str]:
+    """The lines of a file, after events of these names."""
+    emit = Recorder(path, key=key)
+    for name in names:
+        emit(name)
+    emit.close()
+    return path.read_text().splitlines()
+
+
+def test_events_must_be_read_with_the_key_that_has_written_them(path):
+    lines(path, "one", "two")
+    with path.open("a") as file:
+        file.write('{"event": "ha')
+    lines(path, "three")
+    assert [event["event"] for event in kept(path)] == ["one", "two", "three"]
+    emit = Recorder(path, key=KEY)
+    emit.close()
+    assert emit.events == [{name: event[name] for name in event if name != "mac"} for event in kept(path)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda had: [had[0].replace("one", "won"), *had[1:]],
+        lambda had: had[1:],
+        lambda had: [had[0], *had[2:]],
+        lambda had: [*had, had[-1]],
+        lambda had: [*had, json.dumps({"event": "one", "time": 1.0, "seconds": 0.0})],
+        lambda had: [json.dumps({"event": "one", "time": 1.0, "seconds": 0.0, "mac": "0" * 32})],
+    ],
+    ids=["changed", "first left out", "left out", "twice", "added", "replaced"],
+)
+def test_events_that_another_hand_has_changed_must_be_refused(path, change):
+    path.write_text("".join(f"{line}\n" for line in change(lines(path, "one", "two", "three"))))
+    with pytest.raises(ValueError, match="was not written by this job"):
+        Recorder(path, key=KEY)
+
+
+def test_events_that_were_written_with_no_key_or_another_one_must_be_refused(path):
+    for key in (b"", KEY[::-1]):
+        lines(path, "one", key=key)
+        with pytest.raises(ValueError, match="event 1, 'one', was not written by this job"):
+            Recorder(path, key=KEY)
+        path.unlink()
+
+
 # --- what they say of a job
 
 

@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scripted import ALL_WELL
 
-from orchestrate import job, report, spec
+from orchestrate import job, records, report, spec
 from orchestrate.cli import FLAGS as OPTIONS
 from orchestrate.engines import messages
 from orchestrate.engines.links import Link
 from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.events import _mac
 from orchestrate.lines import Lines
 from orchestrate.logs import clean, last_words
 from orchestrate.paths import JobPaths
@@ -200,7 +201,13 @@ EVENTS = [
 @example([{"event": "generation_starting", "time": 1e308, "generation": "x"}])
 def test_events_that_are_damaged_must_be_an_error_by_name_and_the_job_stay_removable(tmp_path_factory, events):
     paths = create(JobPaths(tmp_path_factory.mktemp("runs") / "a-1"))
-    paths.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    key, mac, lines = bytes.fromhex(records.need(paths.root).events), "", []
+    for event in events:
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            mac = _mac(key, mac, event)
+            event = {**event, "mac": mac}
+        lines.append(json.dumps(event) + "\n")
+    paths.events.write_text("".join(lines))
     engine = Whole([ALL_WELL], [ALL_WELL])
     try:
         job.supervise(paths, engine, lambda: 1, lambda _: None)

@@ -1,10 +1,12 @@
 """What nodes must not see of the folder of code: the files of jobs, the history, and what .dockerignore names."""
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
+from orchestrate import private
 from orchestrate.engines import mounts as mounts_module
 from orchestrate.engines.mounts import masks
 from orchestrate.errors import EngineError, UsageError
@@ -92,6 +94,16 @@ def test_records_of_jobs_must_be_hidden_wherever_they_are(code, monkeypatch):
     assert hidden(code) == {".git/", "runs/", "data/orchestrate/", "elsewhere/orchestrate/"}
     with pytest.raises(UsageError, match="holds the keys and secrets of jobs"):
         masks(code / "data" / "orchestrate", code / "runs", "/workspace")
+
+
+def test_records_of_other_accounts_must_be_hidden_as_under_sudo(code, monkeypatch):
+    account = pwd.struct_passwd(("ada", "x", 4242, 4242, "", str(code / "src"), "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwall", lambda: [account])
+    monkeypatch.setattr(private, "TEMPORARY", code / "data")
+    (code / "src" / ".local" / "state" / "orchestrate").mkdir(parents=True)
+    (code / "data" / "orchestrate-4242").mkdir()
+    theirs = {"src/.local/state/orchestrate/", "data/orchestrate-4242/"}
+    assert hidden(code) >= {".git/", "runs/"} | theirs
 
 
 def test_a_link_must_not_be_hidden_for_a_mount_would_be_on_what_it_leads_to(code):

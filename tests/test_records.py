@@ -1,5 +1,6 @@
 """What an account knows of the jobs that it has made must be its own alone, and true of these very folders."""
 
+import json
 import os
 import shutil
 import socket
@@ -256,6 +257,16 @@ def test_a_job_whose_files_were_replaced_while_it_runs_must_not_be_stopped_by_th
     assert do("stop", "a-1")[0] == 2 and do.engine.things == ["container a-1-master-1"]
     assert do("rm", "a-1")[0] == 0 and do.engine.things == ["container a-1-master-1"]
     assert do("stop", "a-1")[0] == 0 and do.engine.things == []  # by the labels of its nodes
+
+
+def test_events_that_came_in_the_place_of_ours_must_not_be_gone_on_from(do: Commands):
+    paths = create(JobPaths(do.runs / "a-1"), SPEC)
+    line = {"event": "outcome", "time": 1.0, "seconds": 1.0, "outcome": "succeeded", "reason": "all is well"}
+    paths.events.write_text(json.dumps(line) + "\n")
+    code, _, err = do("attach", "a-1")
+    assert (code, err[-1]) == (2, "hint: python -m orchestrate rm a-1")
+    assert err[-2] == f"error: {paths.events} is damaged: event 1, 'outcome', was not written by this job"
+    assert do("rm", "a-1")[0] == 0
 
 
 # --- job.yaml

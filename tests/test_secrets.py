@@ -20,7 +20,7 @@ from scripted import ALL_WELL, KILLED
 from orchestrate import lock, records
 from orchestrate.cli import EXPORTS, main
 from orchestrate.errors import EngineError
-from orchestrate.events import read
+from orchestrate.events import objects
 from orchestrate.paths import JobPaths
 from orchestrate.redact import HIDDEN
 from orchestrate.spec import JobSpec
@@ -120,7 +120,8 @@ def test_words_of_our_own_must_be_read_again_though_a_secret_has_them(do, printi
     paths = create(JobPaths(tmp_path / "b-1"), spec)
     assert do("attach", "b-1")[0] == 0
     assert json.loads(paths.report.read_text())["outcome"] == "succeeded"
-    assert [event["word"] for event in read(paths.events.read_bytes()) if "word" in event] == ["failed", "succeeded"]
+    events = objects(paths.events.read_bytes().splitlines())
+    assert [event["word"] for event in events if "word" in event] == ["failed", "succeeded"]
     assert do("wait", "b-1")[0] == 0
 
 

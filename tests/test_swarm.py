@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from collections import Counter
 from dataclasses import asdict
 
@@ -18,6 +17,7 @@ from faults import Background, complete
 from hosts import Swarm, command
 
 from orchestrate import records
+from orchestrate.events import Recorder
 from orchestrate.restarts import Ended
 
 pytestmark = pytest.mark.docker
@@ -200,12 +200,10 @@ def test_what_hosts_still_have_when_the_outcome_is_decided_must_come_home(cli, s
         eventually(lambda host=host, node=node: "step 150" in host.docker("logs", node))
     assert not any(complete(job.steps(rank), 150) for rank in RANKS)
     ended = Ended(generation=0, word="succeeded", why="all workers ended with exit code 0")
-    with (cli.run_dir() / "events.jsonl").open("a") as file:  # as if it had died a moment after its decision
-        for event in (
-            {"event": "generation_ended", **asdict(ended)},
-            {"event": "outcome", "outcome": ended.word, "reason": ended.why},
-        ):
-            file.write(json.dumps({"time": time.time(), "seconds": 60.0, **event}) + "\n")
+    emit = Recorder(cli.run_dir() / "events.jsonl", key=bytes.fromhex(records.need(cli.run_dir()).events))
+    emit("generation_ended", **asdict(ended))  # as if it had died a moment after its decision
+    emit("outcome", outcome=ended.word, reason=ended.why)
+    emit.close()
     done = cli("attach", cli.run_dir().name)
     assert done.returncode == 0, done.stderr
     for rank in RANKS:

@@ -82,7 +82,7 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
     """
     if runs == code:
         raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
-    kept = [Path(os.path.realpath(folder)) for folder in records.places()]
+    kept = records.kept()
     if code in kept:
         raise UsageError(f"{code} holds the keys and secrets of jobs, and nodes would see it", "use another folder")
     folders = (runs, *filter(_there, kept))
@@ -120,4 +120,4 @@ def _mask(path: Path, place: str) -> dict[str, Any]:
 
 def _there(path: Path) -> bool:
     """Whether there is something to hide; a link leads nowhere in a node but to what is in it anyway."""
-    return path.exists() and not path.is_symlink()
+    return os.path.exists(path) and not path.is_symlink()

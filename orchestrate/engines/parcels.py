@@ -75,7 +75,7 @@ def code_files(folder: Path) -> list[Path]:
     Raises UsageError where .dockerignore cannot be read, ResourceError where they are too large to be sent about.
     """
     found, size = [], 0
-    secret = [Path(os.path.realpath(place)) for place in records.places()]
+    secret = records.kept()
     for name in kept(folder, NO_CODE):
         path, parts = folder / name, Path(name).parts
         if not path.is_file() or any(map(path.is_relative_to, secret)):
