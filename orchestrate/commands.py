@@ -170,10 +170,10 @@ def _find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]
     living = {state.job_id: state.paths.root for state in states}
     runs: dict[str, Path] = {folder.name: folder for folder in _job_folders(args.runs)} | living
-    ours = [name for name, folder in runs.items() if name in living or records.find(folder)]
-    found = [args.job] if args.job in ours else [name for name in living if name.startswith(args.job)]
-    found = found or sorted(name for name in ours if name.startswith(args.job))
-    found = found or [name for name in runs if name == args.job]  # of another machine, or made by somebody else
+    begun = [name for name in runs if name.startswith(args.job)]
+    ours = [name for name in begun if name in living or records.find(runs[name])]
+    found = [args.job] if args.job in ours else [name for name in ours if name in living] or sorted(ours)
+    found = found or [name for name in begun if name == args.job]  # made on another machine, or by another user
     folder = runs[found[0]] if found else args.runs / args.job
     if why := owners.foreign(folder):
         raise UsageError(f"{folder} is not a run directory of yours: {why}", "python -m orchestrate ps lists your jobs")

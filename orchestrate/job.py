@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from orchestrate import folder, lock, logs, owners, records, report, users
+from orchestrate import folder, lock, logs, owners, records, report, strict_yaml, users
 from orchestrate.engines import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.events import OURS, Event, Recorder
@@ -27,8 +27,7 @@ from orchestrate.paths import JOB, JobPaths
 from orchestrate.plan import Plan, read_plan
 from orchestrate.records import Record
 from orchestrate.redact import Mask, redacted, secret_names
-from orchestrate.spec import APP, JobSpec, read_file, resolve
-from orchestrate.strict_yaml import shown
+from orchestrate.spec import APP, JobSpec, layer, resolve
 from orchestrate.supervisor import Outcome, Supervisor
 from orchestrate.traces import Traces
 
@@ -59,7 +58,7 @@ def check_script(spec: JobSpec) -> JobSpec:
         path = Path(script).resolve()
         found = path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle, letters of another locale
-        raise UsageError(f"the script {shown(script)} cannot be read: {error}", "check the path") from None
+        raise UsageError(f"the script {strict_yaml.shown(script)} cannot be read: {error}", "check the path") from None
     if not found:
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise UsageError(f"the script {script} {kind}", f"paths count from {Path.cwd()}")
@@ -162,8 +161,9 @@ def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
         if why := owners.foreign(paths.root):
             raise ValueError(why)
         hidden = record.secrets if record else {}
-        spec = resolve(read_file(paths.spec), {f"env.{name}": value for name, value in hidden.items()})
-        plan = read_plan(content(paths.plan), spec.env)
+        texts = {paths.spec: strict_yaml.read(paths.spec), paths.plan: content(paths.plan)}
+        spec = resolve(layer(texts[paths.spec], paths.spec), {f"env.{name}": value for name, value in hidden.items()})
+        plan = read_plan(texts[paths.plan], spec.env)
         if plan.job_id != paths.root.name:
             raise ValueError(f"its plan is that of {plan.job_id!r}")
         if not os.path.lexists(paths.nodes if plan.inventory.cluster == plan.job_id else paths.shared):
@@ -172,8 +172,8 @@ def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
         for path in (paths.nodes, paths.sockets, *([] if linked else [paths.shared])):  # which nodes mount
             if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):
                 raise ValueError(f"{path.name} is not a folder")
-        for path in (paths.spec, paths.plan):
-            if record and not records.written(record, path.name, content(path)):
+        for path, text in texts.items():
+            if record and not records.written(record, path.name, text):
                 raise ValueError(f"{path.name} was changed")
         return spec, plan
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

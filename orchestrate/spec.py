@@ -350,9 +350,14 @@ def read_set(assignments: list[str]) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The layer in a job file; raises UsageError with the place of the mistake."""
+    """The layer in a job file; raises UsageError for what is none, with the place of the mistake."""
+    return layer(strict_yaml.read(path), path)
+
+
+def layer(text: str, path: Path) -> dict[str, Any]:
+    """The layer in the text of a job file; raises UsageError with the place of the mistake."""
     try:
-        value, places = strict_yaml.parse(strict_yaml.read(path), TEXTS)
+        value, places = strict_yaml.parse(text, TEXTS)
     except yaml.MarkedYAMLError as error:
         problem = f"{_place(path, error.problem_mark)}: {error.problem}"
         raise UsageError(problem, "a job file is a YAML mapping") from None

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class DockerEngine(Linked):
         self.sockets = Path()  # the folder of their sockets, on this machine
         self.stays = False  # whether they outlive the job
         self.env: dict[str, str] = {}
-        self.mounts: list[dict[str, Any]] = []  # besides those of the Compose file
+        self.mounts: Callable[[], list[dict[str, Any]]] = list  # looks up those that the Compose file does not have
         self.nodes: dict[str, Container] = {}
         self.events: Events | None = None
         self.told: dict[str, set[str]] = {}  # container id: what events have said of it
@@ -250,7 +251,7 @@ class DockerEngine(Linked):
         """Know the job, and listen to what happens to it."""
         code = plan.inventory.code
         command = () if plan.job_id == plan.inventory.cluster else spec.command  # a cluster runs none
-        self.mounts = mounts.of_nodes(run, Path(code), command)
+        self.mounts = partial(mounts.of_nodes, run, Path(code), command)
         self._take_key(run)
         self.home, self.stays, self.sockets = plan.home, bool(plan.inventory.cluster), JobPaths(run.parent).sockets
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
@@ -276,8 +277,6 @@ class DockerEngine(Linked):
             "NODE_FILTERED": "1" if filtered else "",
             "NODE_SOCKETS": SOCKETS if self._same_kernel() and sockets.possible(run.parent) else "",
         }
-        if self.env["NODE_SOCKETS"]:
-            self.mounts.append(mounts.bind(self.sockets, SOCKETS))
         if self.env["NODE_SOCKETS"] and not self.folders:
             self.folders = mounts.inodes(run, Path(code))
         if self.guard is None and filtered:
@@ -387,4 +386,6 @@ class DockerEngine(Linked):
         words = ["--project-name", self.home, "--profile", "gpu", *options, *arguments]
         wiped = [*WIPED, *volumes(self.daemon, self.env["NODE_IMAGE"])]
         env = {**self.env, "NODE_WIPE": " ".join(wiped)}
-        self.daemon.compose(*words, env=env, given=mounts.document(self.mounts), capture=True, stopped=stopped)
+        more = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []
+        given = mounts.document([*self.mounts(), *more])
+        self.daemon.compose(*words, env=env, given=given, capture=True, stopped=stopped)
