@@ -124,7 +124,8 @@ def test_a_request_to_stop_must_end_compose(job, monkeypatch):
 
 @pytest.mark.parametrize("path", ["code", "run"])
 def test_a_folder_that_compose_cannot_mount_must_be_refused_by_name(job, path):
-    run = job.folder / "a\udcff" if path == "run" else job.run
+    run = job.paths.root / "a\udcff" if path == "run" else job.run
+    run.mkdir(exist_ok=True)
     with pytest.raises(EngineError, match=r"/a.udcff' cannot be mounted: its name is not UTF-8") as caught:
         job.engine().up(SPEC, job.plan(code="/a\udcff" if path == "code" else "/code"), run)
     assert caught.value.hint and job.answers.did() == []

@@ -19,6 +19,7 @@ from orchestrate.errors import EngineError, UsageError
 from orchestrate.paths import is_text
 
 CODE, JOB = "/workspace", "/job"  # where nodes see the code, and the folder that they write
+PATHS = ("source", "target")  # of a mount
 ALWAYS = ("runs", ".git")
 COMPILED = (
     "__pycache__",
@@ -54,12 +55,14 @@ def inodes(run: Path, code: Path) -> dict[str, int]:
 
 def document(mounts: list[dict[str, Any]]) -> str:
     """A Compose file, beside the project's own, that gives every node these mounts; Compose looks up no variable."""
-    literal = {"volumes": [{key: _literally(value) for key, value in mount.items()} for mount in mounts]}
-    return yaml.safe_dump({"services": {"master": literal, "trainer": literal}}, allow_unicode=True)
+    volumes = [{key: literal(value) if key in PATHS else value for key, value in mount.items()} for mount in mounts]
+    services = dict.fromkeys(("master", "trainer"), {"volumes": volumes})
+    return yaml.safe_dump({"services": services}, allow_unicode=True)
 
 
-def _literally(value: Any) -> Any:
-    return value.replace("$", "$$") if isinstance(value, str) else value
+def literal(text: str) -> str:
+    """Text in which Compose finds no variables."""
+    return text.replace("$", "$$")
 
 
 def of_nodes(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from orchestrate import owners, users
-from orchestrate.engines.mounts import CODE, masks
+from orchestrate.engines.mounts import CODE, literal, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, document, quoted, shape
 from orchestrate.limits import limits
@@ -49,10 +49,10 @@ def compose(spec: JobSpec, name: str) -> str:
         content = {key: value for key, value in file["services"][service + kind].items() if key not in DROPPED}
         filled = _filled(content, values)
         if service != "outcome":
-            filled["command"] = [_literal(word) for word in spec.command]
+            filled["command"] = [literal(word) for word in spec.command]
             filled["environment"] |= _environment(spec, job)
             filled["volumes"] = [_mount(volume, f"{run}/{JOB}") for volume in filled["volumes"]]
-            filled["volumes"] += [{**mask, "target": _literal(mask["target"])} for mask in hidden]
+            filled["volumes"] += [{**mask, "target": literal(mask["target"])} for mask in hidden]
             filled["stop_grace_period"] = f"{int(spec.grace) + 10}s"
             filled["networks"] = {"job": {"aliases": [service]}}
         filled["labels"] = dict.fromkeys(filled["labels"], "")  # else `ps` would take it for a job that we supervise
@@ -88,21 +88,16 @@ def _mountable(folder: Path) -> str:
 
 def _environment(spec: JobSpec, job: Shape) -> dict[str, str]:
     """The job's own environment; secrets are variables, which Compose looks up when it starts the job."""
-    return {key: f"${{{key}:?set {key}}}" if key in job.secrets else _literal(value) for key, value in spec.env.items()}
+    return {key: f"${{{key}:?set {key}}}" if key in job.secrets else literal(value) for key, value in spec.env.items()}
 
 
 def _mount(volume: Any, files: str) -> Any:
     """A mount of this project's file; of folders by their absolute paths, the job's own one instead of a volume."""
     if volume == "job:/job":
-        return {"type": "bind", "source": _literal(files), "target": "/job", "bind": {"create_host_path": False}}
+        return {"type": "bind", "source": literal(files), "target": "/job", "bind": {"create_host_path": False}}
     if volume.get("source") == "./orchestrate":
-        return volume | {"source": _literal(str(PACKAGE))}
+        return volume | {"source": literal(str(PACKAGE))}
     return volume
-
-
-def _literal(text: str) -> str:
-    """Text in which Compose finds no variables."""
-    return text.replace("$", "$$")
 
 
 def _filled(value: Any, values: dict[str, str]) -> Any:
@@ -111,7 +106,7 @@ def _filled(value: Any, values: dict[str, str]) -> Any:
     if isinstance(value, list):
         return [_filled(part, values) for part in value]
     if isinstance(value, str):
-        return VARIABLE.sub(lambda match: _literal(values.get(match[1], match[2] or "")), value)
+        return VARIABLE.sub(lambda match: literal(values.get(match[1], match[2] or "")), value)
     return value
 
 
