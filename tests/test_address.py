@@ -1,6 +1,5 @@
 """Which Docker Engine is meant must be what the user's `docker` command says."""
 
-import gc
 import hashlib
 import json
 import subprocess
@@ -15,15 +14,7 @@ from orchestrate.engines.address import SOCKET, TLS, address
 from orchestrate.errors import EngineError
 from orchestrate.spec import resolve
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
 NAMES = ("DOCKER_HOST", "DOCKER_CONTEXT")
-
-
-@pytest.fixture(autouse=True)
-def closed():
-    """Have what the SDK has left open closed here, and not in another test."""
-    yield
-    gc.collect()
 
 
 def context(folder: Path, name: str, host: str) -> Path:

@@ -21,8 +21,6 @@ from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.node.sealed import Seal
 from orchestrate.paths import PROJECT
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
-
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):

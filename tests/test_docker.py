@@ -23,8 +23,6 @@ from orchestrate.errors import EngineError, EngineLost
 from orchestrate.paths import PROJECT
 from orchestrate.spec import JobSpec
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
-
 
 @pytest.fixture
 def job(tmp_path, monkeypatch) -> Iterator[Job]:

@@ -18,8 +18,6 @@ from orchestrate.engines import docker as docker_module
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.paths import JobPaths
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
-
 
 @pytest.fixture
 def job(tmp_path, monkeypatch) -> Iterator[Job]:

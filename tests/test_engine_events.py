@@ -10,8 +10,6 @@ from conftest import eventually
 from orchestrate.engines import daemon as daemon_module
 from orchestrate.engines.daemon import Events
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
-
 
 def event(second: int, action: str = "die", actor: str = "c1", nano: int = 0) -> dict:
     return {"time": second, "timeNano": second * 10**9 + nano, "Action": action, "Actor": {"ID": actor}}

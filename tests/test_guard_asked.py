@@ -10,7 +10,6 @@ from orchestrate.engines import labels
 from orchestrate.engines.docker import DockerEngine
 from orchestrate.spec import IMAGE, JobSpec
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves sockets open when it fails
 SPEC = JobSpec(trainers=1, image="mine:1")
 CREATE, END = "POST /containers/create", "POST /containers/made/wait"
 

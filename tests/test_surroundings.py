@@ -15,7 +15,6 @@ from orchestrate.cli import main
 from orchestrate.paths import JobPaths
 
 # the SDK leaves its socket open when the engine does not answer
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 PROCESS = ("--engine", "process", "--trainers", "0", "--gpus", "none")
 COMMANDS = [
     ("run", *PROCESS, "--", "hello.py"),
