@@ -251,6 +251,14 @@ def test_a_node_that_cannot_be_reached_again_must_be_given_up_after_some_seconds
     assert lost(nodes) == [1]
 
 
+def test_a_worker_that_ends_while_its_node_cannot_be_reached_must_have_ended_as_its_node_knows(nodes):
+    nodes.start(workers(), ("x.py",))
+    nodes.look, nodes.running[3] = ["node-1"], "node-1"
+    nodes.again("node-1").knows(codes={"1": 5}, running={"3": {"pid": 7}})
+    assert [(end.rank, end.code) for end in nodes.wait(1)] == [(1, 5)]
+    assert nodes.running == {0: "node-0", 2: "node-2", 3: "node-1"}
+
+
 # --- taking over
 
 
@@ -403,6 +411,19 @@ def test_a_worker_that_runs_must_not_end_by_what_its_node_refuses(nodes):
     assert nodes.wait(30) == []
     nodes.played["node-0"].say("refused", error="unknown request 'x'")
     assert nodes.wait(30) == [] and nodes.running == {0: "node-0"} and len(nodes.warnings()) == 1
+
+
+def test_a_node_that_refuses_for_ever_must_be_reported_once(nodes):
+    nodes.start(workers(1), ("x.py",))
+    for _ in range(10):
+        nodes.played["node-0"].say("refused", error="no")
+    nodes.played["node-0"].knows()
+    while not nodes.statuses:
+        nodes.wait(30)
+    assert len(nodes.warnings()) == 1
+    nodes.start(workers(1, generation=1), ("x.py",))
+    nodes.played["node-0"].say("refused", error="no")
+    assert nodes.wait(30) and len(nodes.warnings()) == 1
 
 
 def test_a_node_must_be_believed_only_about_its_own_workers(nodes):

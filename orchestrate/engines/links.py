@@ -136,6 +136,7 @@ class Linked:
         self.statuses: dict[str, dict[str, Any]] = {}  # by node, what it has answered
         self.cleaned: set[str] = set()  # nodes that have said that they are ready for another job
         self.refusals: list[str] = []  # what nodes have not done, and why; not yet reported
+        self.refused: set[str] = set()  # nodes of which one refusal is known: code of an image could say it for ever
 
     def _connect(self, node: str) -> Link | None:
         """A connection to a node, or None where it does not run; raises EngineLost. May be called by a thread."""
@@ -156,8 +157,8 @@ class Linked:
             self._link([node])
             state = self._ask([node]).get(node)
             if state:
-                lost = {rank for rank, where in self.running.items() if where == node and not self._know(rank, state)}
-                return self._end(lost)
+                its = [rank for rank, where in self.running.items() if where == node]
+                return self._end(rank for rank in its if not self._know(rank, state))
             time.sleep(0.02)
         self._end(rank for rank, where in self.running.items() if where == node)
 
@@ -307,7 +308,8 @@ class Linked:
         self._listen(0)  # a connection that has ended must not be taken for that of a node that is new
         self.generation = int(workers[0].env["TORCHELASTIC_RESTART_COUNT"])
         self.running = {worker.rank: worker.node for worker in workers}
-        self.queued, self.pids, self.signs, self.ended, self.broken = [], {}, {}, [], set()
+        self.queued, self.pids, self.signs, self.ended = [], {}, {}, []
+        self.broken, self.refused = set(), set()
 
     def _start(self, worker: WorkerPlan) -> None:
         if not self._send(worker.node, "start", command=self.command, **self._request(worker)):
@@ -345,7 +347,9 @@ class Linked:
         elif say == "clean":
             self.cleaned.add(node)
         elif say == "refused":
-            self.refusals.append(f"{node} refused a request: {_reason(message)}")
+            if node not in self.refused:
+                self.refused.add(node)
+                self.refusals.append(f"{node} refused a request: {_reason(message)}")
             for rank in [rank for rank, where in self.running.items() if where == node and rank not in self.pids]:
                 self._ended(rank, FAILED_TO_START, time.time(), asked=False)
         elif say not in ("started", "ended") or message["generation"] != self.generation:
