@@ -4,27 +4,13 @@ import contextlib
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from conftest import eventually
-from test_join import HELLO, NINE, TEN, WAITS, Project, Trainer
+from joining import HELLO, NINE, TEN, WAITS
 from test_node import NODE
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Iterator[Project]:
-    made = Project(tmp_path)
-    yield made
-    for trainer in made.trainers:
-        trainer.close()
-    if made.node and made.node.poll() is None:
-        made.node.kill()
-        made.node.communicate()
 
 
 def hello(**facts: object) -> dict:
@@ -156,42 +142,29 @@ STARTS = [
 ]
 
 
-def test_a_trainer_must_refuse_what_a_master_cannot_ask_and_do_what_it_can(project):
-    with socket.create_server(("127.0.0.1", project.port)) as server:
-        server.settimeout(60)
-        project.start("import os\nprint(os.environ['RANK'])", NODE_ROLE="trainer")
-        project.trainers.append(master := Trainer(server.accept()[0]))
-        assert "hello" in master.hears()
-        for message, why in STARTS:
-            master.say(**message)
-            assert why in master.hears()["error"]
-        master.say(start=[{"RANK": "1"}])
-        assert master.hears() == {"rank": 1, "code": 0}
-        code, out = project.ends()
-        assert (code, out) == (0, "[rank 1] 1\n")
+def test_a_trainer_must_refuse_what_a_master_cannot_ask_and_do_what_it_can(project, master):
+    side = master("import os\nprint(os.environ['RANK'])").side
+    for message, why in STARTS:
+        side.say(**message)
+        assert why in side.hears()["error"]
+    side.say(start=[{"RANK": "1"}])
+    assert side.hears() == {"rank": 1, "code": 0}
+    code, out = project.ends()
+    assert (code, out) == (0, "[rank 1] 1\n")
 
 
-def test_a_trainer_must_start_its_workers_once(project):
-    with socket.create_server(("127.0.0.1", project.port)) as server:
-        server.settimeout(60)
-        project.start(WAITS, NODE_ROLE="trainer")
-        project.trainers.append(master := Trainer(server.accept()[0]))
-        assert "hello" in master.hears()
-        for rank in ("1", "2"):
-            master.say(start=[{"RANK": rank}])
-        assert json.loads(master.file.readline())["error"] == "the workers were started already"
-        master.say(stop=True)
-        assert master.hears() == {"rank": 1, "code": 143}
-        assert project.ends()[0] == 143
+def test_a_trainer_must_start_its_workers_once(project, master):
+    side = master(WAITS).side
+    for rank in ("1", "2"):
+        side.say(start=[{"RANK": rank}])
+    assert json.loads(side.file.readline())["error"] == "the workers were started already"
+    side.say(stop=True)
+    assert side.hears() == {"rank": 1, "code": 143}
+    assert project.ends()[0] == 143
 
 
-def test_a_trainer_that_is_refused_must_say_why_and_fail(project):
-    with socket.create_server(("127.0.0.1", project.port)) as server:
-        server.settimeout(60)
-        project.start(WAITS, NODE_ROLE="trainer")
-        project.trainers.append(master := Trainer(server.accept()[0]))
-        assert "hello" in master.hears()
-        master.say(say="refused", error="hello: cpus is missing\n\x1b[31m")
-        code, out = project.ends()
-        assert code == 1
-        assert out == r"[node] error: the master refuses this trainer: 'hello: cpus is missing\n\x1b[31m'" + "\n"
+def test_a_trainer_that_is_refused_must_say_why_and_fail(project, master):
+    master(WAITS).side.say(say="refused", error="hello: cpus is missing\n\x1b[31m")
+    code, out = project.ends()
+    assert code == 1
+    assert out == r"[node] error: the master refuses this trainer: 'hello: cpus is missing\n\x1b[31m'" + "\n"
