@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of pytest itself: tests run sid
 for name in ("SUDO_UID", "SUDO_GID"):  # root's nodes then run as a user without an account
     os.environ.pop(name, None)
 
-pytest_plugins = ("answers", "commanded", "joining", "manager_stub")  # fixtures of engines and nodes that are played
+pytest_plugins = ("answers", "commanded", "joining", "manager_stub", "waiting")  # fixtures of engines and nodes
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 # The SDK leaves its socket open when the engine does not answer; no user sees that.

@@ -8,7 +8,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from conftest import descendants, eventually, gone
 from ends import KEY, End
 from test_mirror import Node
-from waiting import NODE, PRELOAD, Waiting
+from waiting import PRELOAD, Waiting
 
 from orchestrate.node import wait, worker
 from orchestrate.node.warm import Forked
@@ -104,36 +103,6 @@ def test_a_worker_must_not_make_files_that_are_its_owners_alone(waiting):
     assert waiting.run(0, "print(open('/proc/self/status').read())") == 0
     (mask,) = re.findall(r"^Umask:.*$", Path("/proc/self/status").read_text(), re.M)
     assert mask in waiting.log(0)  # as sockets of the node are
-
-
-SPEAKS = """
-import os, socket
-assert "NODE_KEY" not in os.environ
-for address in (os.environ["NODE_SOCKET"], os.environ["NODE_SOCKETS"] + "/" + socket.gethostname()):
-    for said in (b'{"ask": "end"}', b"0" * 64 + b' {"ask": "end"}'):
-        sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(30)
-        sock.connect(address)
-        word = sock.makefile("rb").readline()
-        sock.sendall(word + said + b"\\n")
-        assert len(word) == 33 and sock.recv(100) == b"", "it was answered"
-"""
-
-
-@pytest.mark.parametrize("preload", ["", PRELOAD])
-def test_a_worker_must_not_be_listened_to_since_it_has_no_key(tmp_path, preload):
-    node = Waiting(tmp_path, preload, NODE_SOCKETS=str(tmp_path / "nodes"))
-    assert node.run(0, SPEAKS) == 0, node.log(0)
-    assert node.run(1, "print('ran')") == 0  # the node has not ended
-    node.end()
-
-
-@pytest.mark.parametrize("word", ["", "0" * 63, "x" * 64, "0" * 66])
-def test_a_node_must_not_wait_without_a_key(tmp_path, word):
-    env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(tmp_path / "s"), "NODE_KEY": word}
-    done = subprocess.run([sys.executable, NODE], env=env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "[node] error: NODE_KEY must be 64 hexadecimal digits\n")
-    assert not (tmp_path / "s").exists()
 
 
 def test_no_worker_must_start_where_a_filter_is_expected_and_there_is_none(waiting):
@@ -288,17 +257,6 @@ def test_a_node_must_keep_nothing_open_of_workers_that_have_ended(tmp_path, prel
     for rank in range(24):
         assert node.run(rank, f"import sys\nprint('{PRELOAD}' in sys.modules)") == 0
         assert node.log(rank) == f"{bool(preload)}\n"
-    node.end()
-
-
-def test_a_cleaned_node_must_go_on_forking_workers(tmp_path):
-    node = Waiting(tmp_path, PRELOAD)
-    for rank in range(2):
-        assert node.run(rank, f"import sys\nprint('{PRELOAD}' in sys.modules)") == 0
-        assert node.log(rank) == "True\n"
-        node.pipe.ask("clean")
-        assert node.pipe.until("clean")
-        node.pipe.heard.clear()
     node.end()
 
 

@@ -1,6 +1,11 @@
 """What goes over a network that others may reach must carry the job's key."""
 
+import os
+import subprocess
+import sys
+
 import pytest
+from waiting import NODE, PRELOAD, Waiting
 
 from orchestrate.node.sealed import Seal
 
@@ -81,3 +86,33 @@ def test_a_connection_that_was_recorded_must_be_refused_when_it_is_played_again(
     again.meet(host.word)
     with pytest.raises(ValueError):
         again.open(line)
+
+
+SPEAKS = """
+import os, socket
+assert "NODE_KEY" not in os.environ
+for address in (os.environ["NODE_SOCKET"], os.environ["NODE_SOCKETS"] + "/" + socket.gethostname()):
+    for said in (b'{"ask": "end"}', b"0" * 64 + b' {"ask": "end"}'):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(30)
+        sock.connect(address)
+        word = sock.makefile("rb").readline()
+        sock.sendall(word + said + b"\\n")
+        assert len(word) == 33 and sock.recv(100) == b"", "it was answered"
+"""
+
+
+@pytest.mark.parametrize("preload", ["", PRELOAD])
+def test_a_worker_must_not_be_listened_to_since_it_has_no_key(tmp_path, preload):
+    node = Waiting(tmp_path, preload, NODE_SOCKETS=str(tmp_path / "nodes"))
+    assert node.run(0, SPEAKS) == 0, node.log(0)
+    assert node.run(1, "print('ran')") == 0  # the node has not ended
+    node.end()
+
+
+@pytest.mark.parametrize("word", ["", "0" * 63, "x" * 64, "0" * 66])
+def test_a_node_must_not_wait_without_a_key(tmp_path, word):
+    env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(tmp_path / "s"), "NODE_KEY": word}
+    done = subprocess.run([sys.executable, NODE], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "[node] error: NODE_KEY must be 64 hexadecimal digits\n")
+    assert not (tmp_path / "s").exists()

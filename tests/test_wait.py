@@ -9,16 +9,8 @@ import pytest
 from conftest import descendants, eventually, gone
 from waiting import PRELOAD, Pipe, Waiting
 
-from orchestrate.node import warm, worker
+from orchestrate.node import worker
 from orchestrate.node.warm import Forked
-
-
-@pytest.fixture(params=["", PRELOAD], ids=["fresh", "warm"])
-def waiting(tmp_path, request):
-    node = Waiting(tmp_path, request.param)
-    yield node
-    node.end()
-    assert not (tmp_path / "s").exists()
 
 
 @pytest.fixture(params=["", PRELOAD], ids=["fresh", "warm"])
@@ -139,19 +131,6 @@ def test_a_worker_that_hangs_must_print_where_it_stands_and_abort(waiting):
         assert f'/{rank}.py", line 5 in waits_here' in waiting.log(rank)
 
 
-def test_a_node_that_is_cleaned_must_know_nothing_and_have_nothing_of_the_last_job(waiting):
-    code = (
-        "import os, subprocess\nprint(os.getpid(), subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)\n"
-    )
-    waiting.start(0, code + "import signal\nsignal.pause()")
-    pids = eventually(lambda: waiting.log(0).split())
-    waiting.pipe.ask("clean")
-    assert waiting.pipe.until("clean")
-    assert all(gone(int(pid)) for pid in pids)
-    assert waiting.status() == {"generation": -1, "codes": {}, "signs": {}, "running": {}}
-    assert not [message for message in waiting.pipe.heard if message["say"] == "ended"]
-
-
 def test_what_workers_orphan_must_not_pile_up_while_they_run(waiting):
     waiting.start(
         0,
@@ -255,77 +234,6 @@ def test_a_process_that_left_its_workers_session_must_end_with_the_node(waiting)
     assert gone(pid)
 
 
-@pytest.mark.parametrize("name", [rb"\xff\xfe", rb") R 1 (", rb"a b) (\n"], ids=["bytes", "brackets", "lines"])
-def test_what_a_worker_calls_its_processes_must_not_hide_them(waiting, name):
-    named = f"import ctypes\nctypes.CDLL(None).prctl(15, b'{name.decode()}')\n"
-    inner = f"{named}import signal\nprint('ready', flush=True)\nsignal.pause()"
-    own_session = f"subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True, stdout=-1)"
-    waiting.start(
-        0,
-        f"{named}import signal, subprocess, sys\np = {own_session}\np.stdout.readline()\nprint(p.pid)\nsignal.pause()",
-    )
-    pid = int(eventually(lambda: waiting.log(0)))
-    eventually(lambda: waiting.status()["running"]["0"]["state"] == "S")
-    waiting.pipe.ask("clean")
-    assert waiting.pipe.until("clean")
-    assert gone(pid)
-
-
-CHANGES = {
-    "fewer descriptors": "resource.prlimit(pid, resource.RLIMIT_NOFILE, (64, 64))",
-    "small files": "resource.prlimit(pid, resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))",
-    "priority": "os.setpriority(os.PRIO_PROCESS, pid, 5)",
-    "scheduler": "os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))",
-    "cores": "os.sched_setaffinity(pid, {min(os.sched_getaffinity(0))})",
-}
-FORKER = """
-node = os.getppid()
-(pid,) = {*map(int, open(f"/proc/{node}/task/{node}/children").read().split())} - {os.getpid()}
-"""
-
-
-@pytest.mark.parametrize("whose", ["node", "forker"])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_node_that_a_job_has_changed_must_end_and_not_run_another_one(tmp_path, change, whose):
-    if "affinity" in change and len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one core is all that there is")
-    node = Waiting(tmp_path, PRELOAD)
-    find = "pid = os.getppid()" if whose == "node" else FORKER
-    assert node.run(0, f"import os, resource\n{find}\n{change}") == 0, node.log(0)
-    node.pipe.ask("clean")
-    assert node.pipe.until("clean") is None
-    assert node.node.wait(timeout=150) == 0
-    assert "cannot make ready for another job: the job has changed" in node.out.read_text()
-    node.pipe.close()
-
-
-def test_a_node_that_cannot_see_all_processes_must_not_say_that_it_is_clean(tmp_path):
-    blind = "import errno, os\ndef fails(path): raise OSError(errno.EMFILE, 'too many open files')\n"
-    node = Waiting(
-        tmp_path,
-        before=blind + "wait_for = loop.Loop.finish\n"
-        "def finish(self):\n    os.listdir = fails\n    wait_for(self)\nloop.Loop.finish = finish",
-    )
-    assert node.run(0, "pass") == 0
-    node.pipe.ask("clean")
-    assert node.pipe.until("clean") is None
-    node.node.wait(timeout=150)
-    node.pipe.close()
-
-
-def test_a_node_must_listen_again_where_a_job_has_put_something_else_in_the_place_of_its_socket(waiting):
-    code = (
-        "import os, socket\npath = os.environ['NODE_SOCKET']\nos.rename(path, path + '-old')\n"
-        "sock = socket.socket(socket.AF_UNIX)\nsock.bind(path)\nsock.listen()\n"
-    )
-    assert waiting.run(0, code) == 0
-    waiting.pipe.ask("clean")
-    assert waiting.pipe.until("clean")
-    waiting.pipe.close()
-    waiting.pipe = Pipe(waiting.env)
-    assert waiting.status()["generation"] == -1
-
-
 def test_a_worker_that_is_dying_when_all_are_asked_to_stop_must_not_count_as_asked(tmp_path):
     before = (
         "real = worker.Worker.dying.fget; worker.Worker.dying = property(lambda self: self.rank == '1' or real(self))"
@@ -354,50 +262,3 @@ def test_a_process_must_count_as_dying_from_when_the_kernel_closes_its_files():
     assert made.poll() == 137 and not made.dying
     for end in (made.output, made.input):
         os.close(end)
-
-
-WITHOUT_RIGHT_TO_KILL = (
-    "import ctypes; assert not ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())"
-)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to start a process that its parent may not kill")
-def test_a_process_that_a_node_may_not_kill_must_not_end_it(tmp_path):
-    node = Waiting(tmp_path, before=WITHOUT_RIGHT_TO_KILL)  # as one that sudo has started
-    code = (
-        "import os, signal\npid = os.fork()\nif pid == 0:\n    os.setsid()\n    os.setuid(65534)\n    signal.pause()\n"
-    )
-    assert node.run(0, f"{code}print(pid)") == 0
-    pid = int(node.log(0))
-    try:
-        node.pipe.ask("clean")
-        assert node.pipe.until("clean")
-        assert node.run(0, "print('ran')") == 0
-        node.end()
-    finally:
-        os.kill(pid, signal.SIGKILL)
-
-
-PROCESSES = {  # process id: state, parent, user
-    1: (b"S", 0, 1000),
-    7: (b"S", 1, 1000),  # the process that forks workers
-    8: (b"Z", 1, 1000),
-    20: (b"S", 0, 65534),  # what the engine runs beside the node
-    21: (b"S", 20, 1000),  # what a worker has had started by that
-    22: (b"Z", 20, 1000),  # which its parent reaps
-    23: (b"S", 0, -1),  # which ends just now
-}
-
-
-@pytest.mark.parametrize(("own", "found"), [(1, [7, 8, 21]), (20, [21, 22])])
-def test_in_a_container_all_processes_of_our_user_must_count_as_left_over(monkeypatch, own, found):
-    listed = [(pid, [state, b"%d" % parent]) for pid, (state, parent, _) in PROCESSES.items()]
-    monkeypatch.setattr(warm, "processes", lambda: iter(listed))
-    monkeypatch.setattr(warm, "_user", lambda pid: PROCESSES[pid][2])
-    monkeypatch.setattr(os, "getpid", lambda: own)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert warm.strays() == found
-
-
-def test_the_user_of_a_process_must_be_told_whatever_its_folder_says():
-    assert warm._user(os.getpid()) == os.geteuid() and warm._user(1 << 22) == -1

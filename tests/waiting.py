@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import pytest
 from conftest import ROOT
 from ends import KEY
 
@@ -122,3 +123,11 @@ class Waiting:
         self.node.terminate()
         assert self.node.wait(timeout=150) == 0
         self.pipe.close()
+
+
+@pytest.fixture(params=["", PRELOAD], ids=["fresh", "warm"])
+def waiting(tmp_path, request):
+    node = Waiting(tmp_path, request.param)
+    yield node
+    node.end()
+    assert not (tmp_path / "s").exists()
