@@ -1,20 +1,14 @@
-"""A job as a file for another engine must be valid there, and carry the same environment."""
+"""A job as a file for another engine must say the same there, and be refused where it cannot."""
 
-import base64
-import io
-import json
 import os
-import shutil
 import subprocess
-import tarfile
 from dataclasses import replace
 
-import kubernetes_validate
 import pytest
 import yaml
 from conftest import ROOT, docker, eventually
-from kubeflow_trainer_api import models
 from test_export_compose import make_folder
+from test_export_kubernetes import SPEC, pod_of
 
 from orchestrate import users
 from orchestrate.cli import main
@@ -23,33 +17,6 @@ from orchestrate.export import carries_node, shape
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
 from orchestrate.spec import JobSpec, read_file, resolve
-
-SPEC = {
-    "trainers": 2,
-    "gpus": "all",
-    "nproc_per_node": 2,
-    "cpus": 4,
-    "memory": "8g",
-    "max_run": "1h",
-    "env": {"A": "b"},
-}
-SPEC |= {"volume": "claim", "image": "registry.example/orchestrate-node:1"}
-OTHER = SPEC | {"image": "registry.example/mine:1", "gpus": "none", "volume": ""}
-
-
-def objects(form: str, spec: dict = SPEC) -> list[dict]:
-    return list(yaml.safe_load_all(kubernetes(resolve(spec), "digits", form)))
-
-
-def pod_of(form: str, spec: dict) -> dict:
-    """The pod of a Job or a JobSet."""
-    *_, made = objects(form, spec)
-    job = made if form == "job" else made["spec"]["replicatedJobs"][0]["template"]
-    return job["spec"]["template"]["spec"]
-
-
-def environment(pod: dict) -> dict[str, str]:
-    return {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
 
 
 @pytest.mark.parametrize(
@@ -119,201 +86,6 @@ def test_the_jobs_own_environment_must_win_where_it_may():
 )
 def test_an_image_of_ours_must_be_known_by_its_name(image, ours):
     assert carries_node(image) is ours
-
-
-def whole(model, value: dict) -> None:
-    """A model of the API must take the object, and know all of it."""
-    assert json.loads(json.dumps(model.from_dict(value).to_dict(), default=str)) == value
-
-
-@pytest.mark.parametrize("spec", [SPEC, OTHER], ids=["ours", "other image"])
-@pytest.mark.parametrize("version", ["1.28.0", "1.31.0", "1.34.0", "1.37.0"])
-def test_the_indexed_job_must_be_valid(version, spec):
-    for thing in objects("job", spec):
-        kubernetes_validate.validate(thing, version, strict=True)
-
-
-@pytest.mark.parametrize("spec", [SPEC, OTHER], ids=["ours", "other image"])
-def test_the_jobset_must_be_valid(spec):
-    *_, jobset = objects("jobset", spec)
-    whole(models.JobsetV1alpha2JobSet, jobset)
-    (replicated,) = jobset["spec"]["replicatedJobs"]
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "digits"}, **replicated["template"]}
-    kubernetes_validate.validate(job, "1.37.0", strict=True)
-
-
-@pytest.mark.parametrize("spec", [SPEC, OTHER], ids=["ours", "other image"])
-def test_the_trainjob_must_be_valid(spec):
-    *_, trainjob = objects("trainjob", spec)
-    whole(models.TrainerV1alpha1TrainJob, trainjob)
-
-
-def test_a_pod_must_have_what_a_container_of_ours_has():
-    _, job = objects("job")
-    assert (job["spec"]["completions"], job["spec"]["backoffLimit"]) == (3, 0)
-    pod = job["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    env = {one["name"]: one.get("value") for one in container["env"]}
-    assert env["NNODES"] == "3" and env["NODE_NPROC"] == "2" and env["A"] == "b"
-    assert env["MASTER_ADDR"] == "digits-0.digits" and env["OMP_NUM_THREADS"] == "2"
-    assert container["resources"]["limits"] == {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": 2}
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert (
-        env["JOB_DIR"] == "/job/digits"
-        and {"name": "job", "persistentVolumeClaim": {"claimName": "claim"}} in pod["volumes"]
-    )
-
-
-@pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
-@pytest.mark.parametrize("image", [SPEC["image"], OTHER["image"]])
-def test_secrets_must_come_from_a_secret_of_the_cluster(form, image):
-    env = {"HF_TOKEN": "canary", "A": "b", "URL": "https://me:canary@host"}
-    text = kubernetes(resolve(SPEC | {"env": env, "image": image}), "2nd", form)
-    assert "canary" not in text
-    *_, made = yaml.safe_load_all(text)
-    if form == "job":
-        kubernetes_validate.validate(made, "1.31.0", strict=True)
-    elif form == "trainjob":
-        whole(models.TrainerV1alpha1TrainJob, made)
-    for name in ("HF_TOKEN", "URL"):
-        entry = {"name": name, "valueFrom": {"secretKeyRef": {"name": "job-2nd-env", "key": name}}}
-        assert text.count(f"name: {name}\n") == 1 and json.dumps(entry) in json.dumps(made)
-    assert '{"name": "A", "value": "b"}' in json.dumps(made)
-
-
-def test_the_command_that_makes_the_secret_must_be_told_and_hold_no_value():
-    text = kubernetes(resolve(SPEC | {"env": {"HF_TOKEN": "canary", "API_KEY": "canary"}}), "digits", "job")
-    (line,) = (line for line in text.splitlines() if "kubectl create secret" in line)
-    assert line.startswith("#") and "canary" not in text
-    if not shutil.which("kubectl"):
-        pytest.skip("no kubectl here")
-    command = line.removeprefix("#").strip() + " --dry-run=client --output=json"
-    values = {"HF_TOKEN": "it's $HOME\n", "API_KEY": "two\nlines é"}
-    env = os.environ | {"KUBECONFIG": os.devnull} | values
-    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=True)
-    secret = json.loads(done.stdout)
-    assert secret["metadata"]["name"] == "digits-env"
-    assert {name: base64.b64decode(value).decode() for name, value in secret["data"].items()} == values
-    assert "kubectl create secret" not in kubernetes(resolve(SPEC), "digits", "job")
-
-
-def test_a_pod_must_have_the_home_that_the_job_names():
-    env = environment(pod_of("job", SPEC | {"env": {"HOME": "/job/home", "JOB_FLAG": "1"}}))
-    assert (env["HOME"], env["USER"], env["JOB_FLAG"]) == ("/job/home", "node", "1")
-
-
-def test_a_job_without_gpus_must_see_none():
-    *_, job = objects("job", OTHER)
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert {"name": "CUDA_VISIBLE_DEVICES", "value": ""} in container["env"]
-
-
-@pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
-def test_an_image_that_is_not_ours_must_get_the_program_of_a_node(form):
-    config, *others = objects(form, OTHER)
-    assert config["kind"] == "ConfigMap" and config["metadata"]["name"] == "digits-node"
-    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(config["binaryData"]["node"]))) as archive:
-        assert "orchestrate/node/given.py" in archive.getnames()
-    text = json.dumps(others)
-    assert '"configMap": {"name": "digits-node"}' in text
-    for mount in ({"name": "program", "mountPath": "/node", "readOnly": True}, {"name": "run", "mountPath": "/run"}):
-        assert json.dumps(mount) in text
-    assert "tarfile.open('/node/node')" in text and "/opt/orchestrate" not in text
-    assert "ConfigMap" not in kubernetes(resolve(SPEC), "digits", form)
-
-
-@pytest.mark.parametrize("form", ["job", "jobset"])
-@pytest.mark.parametrize(("asked", "user", "group"), [("auto", 1000, 1000), ("7", 7, 7), ("7:8", 7, 8), ("root", 0, 0)])
-def test_a_pod_must_run_as_the_user_of_the_job_file_and_as_root_only_where_that_asks_for_it(form, asked, user, group):
-    found = pod_of(form, SPEC | {"user": asked})["securityContext"]
-    assert (found["runAsUser"], found["runAsGroup"], found["fsGroup"]) == (user, group, group)
-    assert found["runAsNonRoot"] is (user != 0)
-
-
-@pytest.mark.parametrize("form", ["job", "jobset"])
-def test_a_pod_without_a_volume_must_have_a_folder_all_the_same(form):
-    pod = pod_of(form, OTHER)
-    assert {"name": "job", "emptyDir": {}} in pod["volumes"]
-    assert environment(pod)["JOB_DIR"] == "/job"
-    assert environment(pod_of(form, SPEC))["JOB_DIR"] == "/job/digits"
-
-
-@pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
-@pytest.mark.parametrize("volume", ["/mnt/training", "Data", "my_data", "-a", "a.", "a..b", "a" * 254])
-def test_a_volume_that_is_no_name_of_a_claim_must_be_refused(form, volume):
-    with pytest.raises(UsageError, match="on Kubernetes it names a PersistentVolumeClaim") as caught:
-        kubernetes(resolve(SPEC | {"volume": volume}), "digits", form)
-    assert volume in str(caught.value) and "--set volume=NAME" in caught.value.hint
-    assert "claimName: data.v-2\n" in kubernetes(resolve(SPEC | {"volume": "data.v-2"}), "digits", form)
-
-
-def test_what_the_job_file_leaves_out_must_be_told_at_the_top():
-    lost, cpu = "files and checkpoints are lost with their pod", "--gpus all asks for one per worker"
-    for asked, told in (
-        ({}, {lost, cpu}),
-        ({"volume": "claim"}, {cpu}),
-        ({"gpus": "none"}, {lost}),
-        ({"volume": "claim", "gpus": "all"}, set()),
-    ):
-        text = kubernetes(resolve(asked), "digits", "job")
-        head = [line for line in text.splitlines() if line.startswith("# ")]
-        assert {words for words in (lost, cpu) if any(words in line for line in head)} == told
-
-
-@pytest.mark.parametrize("form", ["job", "jobset"])
-def test_a_pod_must_have_the_limits_of_the_job_and_no_others(form):
-    asked = {"gpus": "none", "cpus": 1.5, "memory": "512m", "shm_size": "2G", "grace": "1.5s", "max_run": "1.5s"}
-    *_, made = objects(form, asked)
-    job = made if form == "job" else made["spec"]["replicatedJobs"][0]["template"]
-    pod = job["spec"]["template"]["spec"]
-    assert pod["containers"][0]["resources"] == {"limits": {"cpu": "1.5", "memory": "512Mi"}}
-    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}} in pod["volumes"]
-    assert (job["spec"]["activeDeadlineSeconds"], pod["terminationGracePeriodSeconds"]) == (2, 12)
-    *_, made = objects(form, {"gpus": "none"})
-    assert "activeDeadlineSeconds" not in json.dumps(made)
-    assert pod_of(form, {"gpus": "none"})["containers"][0]["resources"] == {}
-
-
-def test_a_trainjob_must_have_a_time_limit_where_the_job_has_one():
-    assert objects("trainjob", {"max_run": "1.5s"})[-1]["spec"]["activeDeadlineSeconds"] == 2
-    assert "activeDeadlineSeconds" not in objects("trainjob", {})[-1]["spec"]
-
-
-@pytest.mark.parametrize(
-    ("size", "quantity"), [("1024", "1024"), ("10b", "10"), ("4k", "4Ki"), ("64M", "64Mi"), ("8g", "8Gi")]
-)
-def test_kubernetes_must_get_sizes_in_its_own_units(size, quantity):
-    pod = pod_of("job", {"memory": size, "shm_size": size})
-    assert pod["containers"][0]["resources"]["limits"]["memory"] == quantity
-    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": quantity}} in pod["volumes"]
-
-
-def test_a_name_that_begins_with_a_digit_must_be_made_one_that_kubernetes_takes():
-    text = kubernetes(resolve(SPEC), "2nd-try", "job")
-    service, job = yaml.safe_load_all(text)
-    assert service["metadata"]["name"] == job["metadata"]["name"] == "job-2nd-try"
-    assert {"name": "MASTER_ADDR", "value": "job-2nd-try-0.job-2nd-try"} in job["spec"]["template"]["spec"][
-        "containers"
-    ][0]["env"]
-
-
-def test_a_trainjob_must_have_the_pod_of_the_others():
-    *_, trainjob = objects("trainjob")
-    _, job = objects("job")
-    pod = job["spec"]["template"]["spec"]
-    text = json.dumps(trainjob)
-    for name in ("tolerations", "securityContext", "volumes"):
-        assert json.dumps(pod[name]) in text
-
-
-def test_a_jobset_must_start_all_pods_again_as_another_generation():
-    (jobset,) = objects("jobset")
-    assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 3}
-    (other,) = objects("jobset", SPEC | {"max_restarts": 7})
-    assert other["spec"]["failurePolicy"] == {"maxRestarts": 7}
-    container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
-    (count,) = [one for one in container["env"] if one["name"] == "TORCHELASTIC_RESTART_COUNT"]
-    assert "restart-attempt" in count["valueFrom"]["fieldRef"]["fieldPath"]
 
 
 @pytest.mark.parametrize("form", ["job", "jobset", "trainjob", "slurm"])

@@ -101,7 +101,7 @@ class Played(Link):
 @bounded
 @given(st.lists(mangled(FORMS) | values, max_size=8))
 def test_an_engine_must_survive_what_a_node_says(said):
-    from test_linked import planned
+    from linked_nodes import planned
 
     from orchestrate.engines.links import Linked
 
