@@ -214,7 +214,7 @@ def test_what_has_come_in_another_form_than_it_was_sent_must_not_be_unpacked(nod
     node.job.mkdir()
     (node.job / "kept").touch()
     data = base64.b64encode(b"no tar file").decode()
-    with pytest.raises(EngineError, match="what has come is not what was sent"):
+    with pytest.raises(EngineError, match="the upload is damaged"):
         node.connect().converse("put", folder=str(node.job), data=data, offset=0, tag="0" * 64)
     assert (node.job / "kept").exists()
 

@@ -1,1 +1,1 @@
-"""What runs as process 1 of every node. Standard library alone, Python 3.9 or later; started as `python PATH/node`."""
+"""Process 1 of every node, started as `python PATH/node`. Uses the standard library only, on Python 3.9 or later."""

@@ -1,22 +1,22 @@
-"""Process 1 of a node: gets workers to run, runs them, tags their output, ends with them.
+"""Process 1 of a node: starts workers, tags their output, and ends with them.
 
 It takes work in one of these ways (`NODE_MODE`; without it, `given` where `RANK` is set, else `join`):
 
-    wait    An orchestrator is in charge, over a Unix socket (`NODE_SOCKET`), which `pipe.py` reaches from outside of a
-            container; and over one with the host's name in the folder `NODE_SOCKETS`, which needs no help where that
-            folder is mounted; and over TCP at `NODE_PORT` (`N` or `N+M`). Both know `NODE_KEY`, 32 bytes in hexadecimal
-            digits, which no worker gets. The node imports `NODE_PRELOAD` ahead, and forks workers from that.
-    relay   Next to the orchestrator of nodes on other machines: answers for the lease of those, see `lease.py`.
+    wait    An orchestrator is in charge. It connects to a Unix socket (`NODE_SOCKET`), which `pipe.py` reaches from
+            outside of a container; or to one with the host's name in the folder `NODE_SOCKETS`, directly if that
+            folder is mounted; or to TCP port `NODE_PORT` (`N` or `N+M`). Both sides know `NODE_KEY`, 32 bytes in
+            hexadecimal digits, which no worker gets. The node imports `NODE_PRELOAD` and forks workers from there.
+    relay   Runs next to the orchestrator of nodes on other machines, and renews their leases; see `lease.py`.
     join    Plain `docker compose up`. Trainers register with the master; the master ranks them in Compose's order,
             gives each node its own GPUs, and ends the whole gang when one worker fails.
-    given   Somebody else (Kubernetes, Slurm) has set `RANK` and `WORLD_SIZE`: one worker starts at once. Or they
-            say which node this is, and of how many: its workers start at once, see `given.py`.
+    given   Kubernetes, Slurm or a user has set `RANK` and `WORLD_SIZE`: one worker starts at once. Or they have set
+            the rank of the node and the number of nodes: all its workers start at once; see `given.py`.
 
-A worker's output goes, untouched, to `$JOB_DIR/logs/rank-N.log` and, line by line behind `[rank N] `, to stdout.
-SIGTERM and SIGINT stop the workers (SIGTERM, `NODE_GRACE` seconds, SIGKILL) and end the node; a second one kills at
-once, but not with `NODE_PATIENT` in the environment, for schedulers that repeat themselves. `$JOB_DIR/generation`
-holds the generation whose workers may start, with `over` once they may not any more; so that a stop reaches a worker
-on its way, too.
+A worker's output goes unchanged to `$JOB_DIR/logs/rank-N.log`, and to stdout with `[rank N] ` before each line.
+SIGTERM and SIGINT stop the workers (SIGTERM, `NODE_GRACE` seconds, SIGKILL) and end the node; a second signal kills
+them at once, unless `NODE_PATIENT` is set, for schedulers that repeat the signal. `$JOB_DIR/generation` holds the
+generation whose workers may start, followed by `over` once they may no longer start; so a stop also reaches a worker
+that is being started.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import signal
 import socket
 import sys
 
-for number in (signal.SIGTERM, signal.SIGINT):  # process 1 ignores those that it does not handle
+for number in (signal.SIGTERM, signal.SIGINT):  # process 1 ignores signals that it does not handle
     signal.signal(number, lambda number, _: os._exit(128 + number))
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])  # the folder that holds `orchestrate`
 
@@ -56,9 +56,9 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str], word: str) -> int:
-    """Take work in the way that `NODE_MODE` says; `word` is the key of those who may ask.
+    """Run in the mode of `NODE_MODE`; `word` is the key of the job, in hexadecimal digits.
 
-    Raises Refused for a setting in the environment that is none.
+    Raises Refused for an invalid environment variable.
     """
     mode = os.environ.get("NODE_MODE") or ("given" if "RANK" in os.environ else "join")
     if mode == "wait":
@@ -77,4 +77,4 @@ def run(arguments: list[str], word: str) -> int:
     return given(command) if mode == "given" else join(command)
 
 
-os._exit(main(sys.argv[1:]))  # at once: whoever waits for our end sees that nobody listens any more
+os._exit(main(sys.argv[1:]))  # at once: a client takes a closed socket for the end of the node

@@ -1,15 +1,15 @@
-"""The files of a node that shares no folder with the orchestrator, which brings them home and brings others here.
+"""Files of a node that shares no folder with the orchestrator: the orchestrator uploads some and downloads others.
 
-    {"ask": "put", "folder", "data", "offset", "tag"}    add to a tar file; the last piece has a tag, the SHA-256 of the
-                              whole, which is unpacked in the folder, in the place of all that was there but logs
+    {"ask": "put", "folder", "data", "offset", "tag"}    append to a tar file; the last piece has a tag, the SHA-256 of
+                              the whole, which then replaces everything in the folder except logs
     {"say": "put", "tags": {folder: tag}}
-    {"ask": "news", "folder", "have"}    tell what there is to bring home; `have`: the bytes of each log that are there
-    {"say": "news", "logs": {path: bytes that are new}, "files": {path: facts}, "links",
-                              "gone": [path]}    what was put here, and is not any more
-    {"ask": "read", "folder", "path", "offset"}    a piece of a file
+    {"ask": "news", "folder", "have"}    list what is new; `have`: how many bytes of each log are already downloaded
+    {"say": "news", "logs": {path: new bytes}, "files": {path: facts}, "links",
+                              "gone": [path]}    uploaded files that have been removed
+    {"ask": "read", "folder", "path", "offset"}    read a piece of a file
     {"say": "read", "data", "facts": [size, mtime_ns, inode, mode]}
 
-Bytes travel as base64. Hidden files, and those that were put here and not changed since, are nobody's news.
+Bytes are sent as base64. Hidden files, and uploaded files that have not changed since, are never listed.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ Facts = list[int]  # size, time of change in nanoseconds, inode, mode
 
 
 class Files:
-    """What is known of a node's folder."""
+    """The state of the folders of a node."""
 
     def __init__(self) -> None:
-        self.given: dict[str, Facts] = {}  # what was put here, by path
-        self.tags: dict[str, str] = {}  # of what was put, by folder
-        self.bases: dict[str, int] = {}  # how much longer the log at home is than the one here
+        self.given: dict[str, Facts] = {}  # uploaded files, by path
+        self.tags: dict[str, str] = {}  # the digest of the last upload, by folder
+        self.bases: dict[str, int] = {}  # by how much the downloaded log is longer than the one here
         self.coming: BinaryIO | None = None
 
     def put(self, folder: str, data: str, offset: int, tag: str) -> dict[str, Any]:
         """Take the next piece of a tar file; raises OSError or tarfile.TarError where it cannot be unpacked."""
         if not offset or self.coming is None:
             if self.coming:
-                self.coming.close()  # of somebody who has not come to an end
+                self.coming.close()  # an upload that was not finished
             self.coming = tempfile.TemporaryFile()  # noqa: SIM115 (the last piece closes it)
         if self.coming.tell() != offset:
             raise OSError("a piece is missing")
@@ -53,7 +53,7 @@ class Files:
         file, self.coming = self.coming, None
         if digest(file) != tag:
             file.close()
-            raise OSError("what has come is not what was sent")
+            raise OSError("the upload is damaged: its digest differs")
         os.makedirs(folder, exist_ok=True)
         with file:
             if left := clear(folder, keep=_logs):
@@ -65,7 +65,7 @@ class Files:
         return {"tags": self.tags}
 
     def follow(self, folder: str, rank: int, length: int) -> None:
-        """A worker starts, whose log has this length at home."""
+        """Note that a worker starts whose downloaded log has this length."""
         path = f"{LOGS}/rank-{rank}.log"
         here = 0
         with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ class Files:
         self.bases[path] = length - here
 
     def news(self, folder: str, have: dict[str, int]) -> dict[str, Any]:
-        """What there is to bring home."""
+        """What is new in the folder."""
         logs, files, links = {}, {}, {}
         for path in self.bases.keys() & have.keys():  # a node may have had another rank before
             with contextlib.suppress(OSError), open(opened(f"{folder}/{path}"), "rb") as file:
@@ -91,11 +91,11 @@ class Files:
         return {"logs": logs, "files": files, "links": links, "gone": gone}
 
     def read(self, folder: str, path: str, offset: int) -> dict[str, Any]:
-        """A piece of a file; raises OSError where it has gone, or is none."""
+        """A piece of a file; raises OSError if there is no such file."""
         name = f"{folder}/{path}"
         try:
             descriptor = opened(name)
-        except PermissionError:  # its writer is this user, who must give the leave first
+        except PermissionError:  # this user owns the file, but its mode does not allow reading
             os.chmod(name, 0o600)
             descriptor = opened(name)
         with open(descriptor, "rb") as file:
@@ -104,7 +104,7 @@ class Files:
 
 
 def digest(file: BinaryIO) -> str:
-    """The SHA-256 of a file, which then is at its beginning."""
+    """The SHA-256 of a file; seeks to the start of the file afterwards."""
     found = hashlib.sha256()
     file.seek(0)
     while piece := file.read(PIECE):
@@ -114,7 +114,7 @@ def digest(file: BinaryIO) -> str:
 
 
 def facts(status: os.stat_result) -> Facts:
-    """By which a file is told from what it was before."""
+    """Facts that change when the file changes."""
     return [status.st_size, status.st_mtime_ns, status.st_ino, stat.S_IMODE(status.st_mode)]
 
 
@@ -123,9 +123,9 @@ def _logs(entry: os.DirEntry[str]) -> bool:
 
 
 def _unpack(file: BinaryIO, folder: str) -> None:
-    """Unpack a tar file's files, folders and links, none with a right that could be another user's."""
+    """Unpack the files, folders and links of a tar file, without set-ID bits or write permission for others."""
     with tarfile.open(fileobj=file) as archive:
-        archive.extraction_filter = getattr(tarfile, "tar_filter", None)  # of Python 3.9.17; refuses what leads out
+        archive.extraction_filter = getattr(tarfile, "tar_filter", None)  # since 3.9.17; rejects paths that lead out
         entries = [entry for entry in archive if entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()]
         for entry in entries:
             entry.mode &= 0o755

@@ -1,4 +1,4 @@
-"""Mode `given`: somebody else (Kubernetes, Slurm, or a person) says which node this is, and how many there are."""
+"""Mode `given`: Kubernetes, Slurm or a user sets the rank of this node and the number of nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrate.node.place import interface_to
 from orchestrate.node.protocol import MOST_NODES, MOST_WORKERS, integer
 from orchestrate.node.ranks import Env, assign, gpus
 
-NAMES = {  # what we need, and where others have it: our own names, Kubeflow Trainer's, Kubernetes', Slurm's
+NAMES = {  # the variables that may hold each value: our own, then those of Kubeflow Trainer, Kubernetes and Slurm
     "NODE_RANK": ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID"),
     "NNODES": ("PET_NNODES", "SLURM_NNODES"),
     "NODE_NPROC": ("PET_NPROC_PER_NODE",),
@@ -24,11 +24,11 @@ LOOPBACK = ("lo", "lo0")
 
 
 def envs(environ: Mapping[str, str], own_gpus: list[str], cores: int) -> list[Env]:
-    """The environments of the workers of this node, out of the node's own.
+    """The environments of this node's workers, derived from the node's own.
 
-    Raises KeyError for what is missing, ValueError for what is no number, or where there are fewer GPUs than workers.
-    With `RANK` in it there is one worker, for which all is said. What the environment says of threads, interfaces,
-    restarts or a job's name stands.
+    Raises KeyError for a missing variable, ValueError for one that is not a number or if there are fewer GPUs than
+    workers. If `RANK` is set, there is one worker, and its environment is complete. Variables for threads, interfaces,
+    restarts and the job's name are kept as they are.
     """
     if "RANK" in environ:
         integer(environ, "RANK")
@@ -39,7 +39,7 @@ def envs(environ: Mapping[str, str], own_gpus: list[str], cores: int) -> list[En
     for name in ("NODE_RANK", "NNODES", "MASTER_ADDR"):
         if not told[name]:
             raise KeyError(name)
-    counted = told["NODE_NPROC"].isdigit()  # else it is `auto`, say
+    counted = told["NODE_NPROC"].isdigit()  # otherwise it may be `auto`
     nproc = integer(told, "NODE_NPROC", least=1, most=MOST_WORKERS) if counted else max(1, len(own_gpus))
     rank, nodes = integer(told, "NODE_RANK"), integer(told, "NNODES", least=1, most=MOST_NODES)
     if rank >= nodes:
@@ -59,12 +59,12 @@ def envs(environ: Mapping[str, str], own_gpus: list[str], cores: int) -> list[En
 
 
 def given(command: list[str]) -> int:
-    """Run this node's workers; return the first failure's exit code, or 0. One that fails ends the others."""
+    """Run this node's workers; return the exit code of the first failure, or 0. A failure ends the other workers."""
     try:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         found = envs(os.environ, own_gpus(), cores)
     except KeyError as error:
-        say(f"error: NODE_MODE is given, and there is no {error.args[0]}")
+        say(f"error: NODE_MODE is given, but {error.args[0]} is not set")
         return 2
     except ValueError as error:
         say(f"error: {error}")
@@ -87,13 +87,13 @@ def given(command: list[str]) -> int:
 
 
 def own_gpus() -> list[str]:
-    """The GPUs of this node: those that a scheduler names, which may be none, else all that can be seen."""
+    """The GPUs of this node: those that the scheduler has assigned (possibly none), otherwise all visible ones."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return gpus() if named is None else [name for name in named.split(",") if name]
 
 
 def _note(code: int) -> None:
-    """Write the code of the first failure of all to the file that `NODE_FAILED` names: srun tells only the highest."""
+    """Write the exit code of the first failure to the file `$NODE_FAILED`: srun reports only the highest code."""
     if path := os.environ.get("NODE_FAILED"):
         with contextlib.suppress(OSError), open(path, "x") as file:
             file.write(str(code))

@@ -2,12 +2,12 @@
 
     python -I -S guard.py MARK ADDRESS/MASK ...
 
-The orchestrator runs it in a container of its own that shares the node's network and has there what no node has,
-CAP_NET_ADMIN. It leaves a packet filter (nf_tables) that refuses what the node sends to these addresses.
-Routes would not do: a socket that is bound to an interface (SO_BINDTODEVICE), or that asks for no gateway
-(SO_DONTROUTE), passes them by, and needs no capability for it.
+The orchestrator runs it in a separate container that shares the node's network namespace and has CAP_NET_ADMIN there,
+which no node has. It sets up a packet filter (nf_tables) that rejects what the node sends to these addresses.
+Routes are not enough: a socket that is bound to an interface (SO_BINDTODEVICE) or skips gateways (SO_DONTROUTE)
+bypasses them, and needs no capability for that.
 
-The one route that it leaves goes nowhere: it is a mark, by which this machine sees in /proc that the filter is there.
+It also adds a route to an unused address: a mark that shows the orchestrator, in /proc, that the filter is in place.
 Numbers are those of linux/netlink.h, linux/rtnetlink.h and linux/netfilter/nf_tables.h.
 """
 
@@ -19,18 +19,18 @@ import socket
 import struct
 import sys
 
-NAME = "orchestrate"  # of the table
-MARK = "240.0.0.0"  # a block of addresses that nothing has
+NAME = "orchestrate"  # of the table and its chain
+MARK = "240.0.0.0"  # a reserved block, whose addresses are never used
 ROUTE, NETFILTER = 0, 12  # families of netlink
 ADD_ROUTE, DELETE_ROUTE = 24, 25
 BEGIN, END = 16, 17
 TABLE, DELETE_TABLE, CHAIN, RULE = 0xA00, 0xA02, 0xA03, 0xA06
 REQUEST, ACK, CREATE, APPEND = 1, 4, 0x400, 0x800
-REGISTER = 8  # in which expressions keep what they look at
+REGISTER = 8  # the register that expressions use
 UNREACHABLE = 7
 IPV4, IPV6 = 2, 10
-LENGTH = {IPV4: 4, IPV6: 16}  # of an address
-DESTINATION = {IPV4: 16, IPV6: 24}  # where it is in a packet's header
+LENGTH = {IPV4: 4, IPV6: 16}  # bytes of an address
+DESTINATION = {IPV4: 16, IPV6: 24}  # its offset in the packet's header
 PROHIBITED = {IPV4: b"\x0d", IPV6: b"\x01"}  # ICMP: "administratively prohibited"
 ICMP6 = 58
 DNS = 53
@@ -43,22 +43,22 @@ def attribute(kind: int, *parts: bytes) -> bytes:
 
 
 def number(kind: int, value: int) -> bytes:
-    """An attribute that is a number."""
+    """A numeric attribute."""
     return attribute(kind, struct.pack(">I", value))
 
 
 def text(kind: int, value: str) -> bytes:
-    """An attribute that is text."""
+    """A text attribute."""
     return attribute(kind, value.encode() + b"\0")
 
 
 def expression(name: str, *attributes: bytes) -> bytes:
-    """A part of a rule."""
+    """An expression of a rule."""
     return attribute(1, text(1, name), attribute(2, *attributes))
 
 
 def equals(value: bytes) -> bytes:
-    """Go on with the rule if the register has this value."""
+    """Continue with the rule if the register has this value."""
     return expression("cmp", number(1, REGISTER), number(2, 0), attribute(3, attribute(1, value)))
 
 
@@ -74,16 +74,16 @@ def masked(mask: bytes) -> bytes:
 
 
 ACCEPT = expression("immediate", number(1, 0), attribute(2, attribute(2, number(1, 1))))
-IS_ANSWER = expression("ct", number(1, REGISTER), number(2, 1)) + equals(b"\x01")  # to whom it did not contact itself
-IS_ICMP6 = expression("meta", number(1, REGISTER), number(2, 16)) + equals(bytes([ICMP6]))  # neighbours find each other
+IS_ANSWER = expression("ct", number(1, REGISTER), number(2, 1)) + equals(b"\x01")  # on connections to the node
+IS_ICMP6 = expression("meta", number(1, REGISTER), number(2, 16)) + equals(bytes([ICMP6]))  # neighbour discovery
 IS_DNS = field(2, 2, 2) + equals(struct.pack(">H", DNS))
 
 
 def rules(family: int, blocked: list[str], servers: list[bytes]) -> list[bytes]:
-    """What is refused in one family of addresses; `blocked` are those of both, `servers` resolve names."""
+    """The rules for one address family; `blocked` has addresses of both families, `servers` are DNS servers."""
     length = LENGTH[family]
     to = field(1, DESTINATION[family], length)
-    # Answers pass with IPv4 alone: with IPv6 a process may ask itself in the host's name (IPV6_FREEBIND), and answer.
+    # Only IPv4 allows answers: with IPv6, a process could fake a connection from the host (IPV6_FREEBIND) and answer.
     found = [IS_ANSWER + ACCEPT if family == IPV4 else IS_ICMP6 + ACCEPT]
     found += [to + equals(server) + IS_DNS + ACCEPT for server in servers if len(server) == length]
     refuse = expression("reject", number(1, 0), attribute(2, PROHIBITED[family]))
@@ -95,21 +95,21 @@ def rules(family: int, blocked: list[str], servers: list[bytes]) -> list[bytes]:
 
 
 def packed(address: str) -> bytes:
-    """An address as it is in a packet; raises OSError for other text."""
+    """The bytes of an address; raises OSError if it is invalid."""
     return socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
 
 
 def message(kind: int, flags: int, head: bytes, *attributes: bytes) -> bytes:
-    """A netlink message, numbered by its kind."""
+    """A netlink message with its type as the sequence number."""
     body = head + b"".join(attributes)
     return struct.pack("=IHHII", 16 + len(body), kind, flags | REQUEST, kind, 0) + body
 
 
 def batch(family: int, wanted: list[bytes]) -> list[bytes]:
-    """The messages that put rules in place of those of an earlier call, all at once."""
+    """The messages that replace all rules of an earlier call in one transaction."""
     head, table, chain = struct.pack("=BBH", family, 0, 0), text(1, NAME), text(2, NAME)
     edge = struct.pack(">BBH", 0, 0, 10)
-    hook = attribute(4, number(1, 3), number(2, 0))  # of what this namespace sends, in the middle of the order
+    hook = attribute(4, number(1, 3), number(2, 0))  # outgoing packets, at the default priority
     new = CREATE | ACK
     return [
         message(BEGIN, 0, edge),
@@ -123,7 +123,7 @@ def batch(family: int, wanted: list[bytes]) -> list[bytes]:
 
 
 def send(protocol: int, messages: list[bytes]) -> None:
-    """Send messages to the kernel; raises OSError for the first that it refuses."""
+    """Send messages to the kernel; raises OSError for the first one that fails."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol) as sock:
         sock.send(b"".join(messages))
         for one in messages:
@@ -134,7 +134,7 @@ def send(protocol: int, messages: list[bytes]) -> None:
 
 
 def mark(value: int) -> None:
-    """Leave a mark in place of an earlier one."""
+    """Replace the mark of an earlier call."""
     head = struct.pack("=8BI", IPV4, 4, 0, 0, 254, 4, 0, UNREACHABLE, 0)
     to = attribute(1, packed(MARK))
     with contextlib.suppress(OSError):
@@ -144,14 +144,14 @@ def mark(value: int) -> None:
 
 
 def marked(routes: str, value: int | None = None) -> bool:
-    """Whether a mark, of this value or of any, is among the routes as `/proc/net/route` shows them."""
+    """Whether `/proc/net/route` has a mark: with this value, or with any."""
     first = f"{int.from_bytes(packed(MARK), 'little'):08X}"
     found = [words[6] for words in map(str.split, routes.splitlines()) if words[1] == first]
     return str(value) in found if value is not None else bool(found)
 
 
 def resolvers(path: str) -> list[bytes]:
-    """Every address in a resolv.conf, also those of Docker's comment, to which its own server passes questions on."""
+    """All addresses in a resolv.conf, including the upstream servers that Docker lists in a comment."""
     found = []
     with open(path) as file:
         for word in file.read().replace("[", " ").replace("]", " ").split():
@@ -161,7 +161,7 @@ def resolvers(path: str) -> list[bytes]:
 
 
 def main() -> None:
-    """Filter, then mark."""
+    """Set up the filter, then the mark."""
     servers = resolvers("/etc/resolv.conf")
     for family in [IPV4] + [IPV6] * os.path.exists("/proc/net/if_inet6"):
         send(NETFILTER, batch(family, rules(family, sys.argv[2:], servers)))

@@ -1,7 +1,7 @@
 """Mode `join`: the containers of a plain `docker compose up` become one gang, without a Docker socket.
 
 Compose starts every trainer before the master (`depends_on`), so when the master looks, Docker's DNS knows all of
-them: the alias `trainer` resolves to their addresses, and each address back to its Compose name, which is its number.
+them: the alias `trainer` resolves to their addresses, and each address back to its Compose name with its number.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from orchestrate.node.protocol import (
 from orchestrate.node.ranks import Node, assign, gpus
 
 JOIN_PORT = 29400  # where the master listens for trainers; the default port of torch's own rendezvous
-MASTER_PORT = 29500  # torch's default; a Compose project has a network to itself
+MASTER_PORT = 29500  # torch's default; each Compose project has its own network
 TOO_MANY = "take fewer nodes (--scale trainer=N), or train on CPU (docker compose --profile cpu up)"
 
 
 def join(command: list[str]) -> int:
     """Train with the other containers of this Compose project; return the exit code of the first failure, or 0.
 
-    Raises Refused for a setting in the environment that is none.
+    Raises Refused for an invalid environment variable.
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         host = file.read().strip()
@@ -62,13 +62,13 @@ def trainers() -> dict[str, str]:
         except socket.gaierror as error:
             if error.errno == socket.EAI_NONAME or not left:
                 return {}  # `--scale trainer=0`
-            time.sleep(0.5)  # a name server beyond Docker's was asked, and is slow to say no
+            time.sleep(0.5)  # Docker's DNS has asked an upstream server, which answers slowly
     numbers = {address: number(address) for address in addresses}
     return {address: f"trainer-{numbers[address]}" for address in sorted(addresses, key=lambda a: (numbers[a], a))}
 
 
 def number(address: str) -> int:
-    """The number of the trainer at an address; 0 for one that has ended since its address was found."""
+    """The number of the trainer at an address; 0 if it has ended since its address was resolved."""
     try:
         match = re.search(r"-(\d+)\.", socket.gethostbyaddr(address)[0])
     except OSError:
@@ -77,10 +77,10 @@ def number(address: str) -> int:
 
 
 class Gang:
-    """The master's side: gathers the trainers, ranks them, carries the job to its end."""
+    """The master's side: waits for the trainers, ranks them, and runs the job to its end."""
 
     def __init__(self, command: list[str], node: Node) -> None:
-        """Listen for the trainers that DNS names; `command` runs once all of them have joined."""
+        """Listen for the trainers that DNS knows; `command` runs once all of them have joined."""
         self.command, self.node = command, node
         self.code = 0  # the first failure's exit code
         self.loop = Loop()
@@ -94,7 +94,7 @@ class Gang:
         self.settle()
 
     def accept(self, connection: socket.socket, other: tuple[str, int]) -> None:
-        """Take a trainer in; a stranger, or one that comes when the gang is settled, is turned away."""
+        """Accept a trainer; close connections from strangers, and those that come after all trainers have joined."""
         address = other[0]
         if address not in self.names or address in self.channels:
             connection.close()
@@ -102,9 +102,9 @@ class Gang:
             self.channels[address] = Channel(self.loop, connection, lambda message: self.receive(address, message))
 
     def receive(self, address: str, message: Any) -> None:
-        """Take a trainer's message: its hello, the end of one of its workers, or (None) its own end.
+        """Handle a trainer's message: its hello, the end of one of its workers, or (None) its own end.
 
-        Raises Refused for anything else, and for what is another one's to say.
+        Raises Refused for anything else, including the end of another node's worker.
         """
         name = self.names[address]
         if message is None:
@@ -128,7 +128,7 @@ class Gang:
             raise Refused("neither a hello nor the end of a worker")
 
     def settle(self) -> None:
-        """Once all trainers are here, give every node its workers."""
+        """Once all trainers have joined, start the workers of every node."""
         if len(self.hellos) < len(self.names):
             return
         nodes = [self.node, *(self.hellos[address] for address in self.names)]
@@ -146,7 +146,7 @@ class Gang:
             self.channels[address].send({"start": envs[i * nproc : (i + 1) * nproc]})
 
     def exited(self, rank: int, code: int) -> None:
-        """Note the end of a worker; the first failure ends the gang, and so does the end of the last worker."""
+        """Record the end of a worker; the first failure ends the gang, as does the end of the last worker."""
         name = self.running.pop(rank, None)
         if code and name and not self.loop.ending:
             say(f"rank {rank} on {name} failed with exit code {code}; stopping the others")
@@ -157,25 +157,25 @@ class Gang:
             self.loop.ending = True
 
     def fail(self, text: str) -> None:
-        """End a gang that cannot begin."""
+        """End a gang that cannot start."""
         say(text)
         self.code = 1
         self.loop.stop(end=True)
 
     def tell_stop(self) -> None:
-        """Have every trainer stop."""
+        """Stop every trainer."""
         for channel in self.channels.values():
             channel.send({"stop": True})
 
     def late(self) -> None:
-        """At the deadline, fail if anybody is missing."""
+        """At the deadline, fail if a trainer is missing."""
         missing = [name for address, name in self.names.items() if address not in self.hellos]
         if missing:
             self.fail(f"error: {', '.join(missing)} did not join in time")
 
 
 def follow(command: list[str], node: Node, timeout: float) -> int:
-    """Be a trainer: register with the master, run what it hands out; return the first failure's exit code, or 0."""
+    """Register with the master and run the workers that it assigns; return the exit code of the first failure, or 0."""
     try:
         connection = connect(socket.AF_INET, ("master", JOIN_PORT), timeout)
     except OSError as error:
@@ -188,17 +188,17 @@ def follow(command: list[str], node: Node, timeout: float) -> int:
 
 
 class Trainer:
-    """A trainer's side: runs the workers that the master hands out, once."""
+    """A trainer's side: runs the workers that the master assigns, once."""
 
     def __init__(self, command: list[str], connection: socket.socket) -> None:
         """Listen to the master; each worker runs `command`."""
         self.command, self.loop = command, Loop()
-        self.codes: list[int] = []  # of what has failed or ended
+        self.codes: list[int] = []  # of workers that have ended or failed to start
         self.started = False
         self.channel = Channel(self.loop, connection, self.receive)
 
     def receive(self, message: Any) -> None:
-        """Take the master's message: workers to start, a stop, or (None) its end; raises Refused for anything else."""
+        """Handle the master's message: workers to start, a stop, or (None) its end; raises Refused for others."""
         if message is None or "stop" in message:
             self.loop.stop(end=True)
         elif "start" in message:
@@ -215,7 +215,7 @@ class Trainer:
             raise Refused("neither a start nor a stop")
 
     def exited(self, rank: int, code: int) -> None:
-        """Tell the master of the end of a worker; the end of the last one ends the node."""
+        """Report the end of a worker to the master; the end of the last one ends the node."""
         self.codes.append(code)
         self.channel.send({"rank": rank, "code": code})
         self.loop.ending = self.loop.ending or not self.loop.workers

@@ -1,8 +1,8 @@
-"""The lease of nodes on other machines: whoever is cut off from the orchestrator's machine ends its workers.
+"""The lease of nodes on other machines: a node that is cut off from the orchestrator's machine ends its workers.
 
-A relay answers datagrams; it lives on the orchestrator's machine, but longer than the orchestrator. A node asks it
-every few seconds, and ends its workers when it has had no answer for as long as `LEASE`; the orchestrator starts the
-next generation elsewhere only after that. So both halves of a network that has come apart never train at once.
+A relay on the orchestrator's machine answers datagrams, and outlives the orchestrator. A node asks it every few
+seconds, and ends its workers after `LEASE` seconds without an answer; the orchestrator starts the next generation
+elsewhere only after that. So the two halves of a partitioned network never train at the same time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Callable
 from orchestrate.node.loop import Loop
 
 LEASE = 8.0  # seconds
-ASKS = 1.0  # seconds between two questions
+ASKS = 1.0  # seconds between two requests
 
 
 def answer(key: bytes, question: bytes) -> bytes:
-    """What only a relay of the same job says."""
+    """The answer to a request, which only a relay of the same job can compute."""
     return hmac.digest(key, b"lease " + question, "sha256")
 
 
 def relay(key: bytes, port: int) -> None:
-    """Answer for ever; nothing that was asked changes anything."""
+    """Answer requests for ever; a request changes no state."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind(("", port))
         while True:
@@ -39,7 +39,7 @@ class Lease:
     """The node's side."""
 
     def __init__(self, loop: Loop, key: bytes, address: tuple[str, int], over: Callable[[], None]) -> None:
-        """Ask the relay at `address` from now on; call `over` whenever the lease has run out."""
+        """Ask the relay at `address` from now on; call `over` whenever the lease has expired."""
         self.loop, self.key, self.address, self.over = loop, key, address, over
         self.answered = time.monotonic()
         self.question = b""
@@ -50,11 +50,11 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether the relay has answered lately."""
+        """Whether the lease is still valid."""
         return time.monotonic() - self.answered < LEASE
 
     def end(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         self.loop.forget(self.sock)
         self.sock.close()
 
@@ -64,7 +64,7 @@ class Lease:
         if not self.held:
             self.over()
         self.question = os.urandom(16)
-        with contextlib.suppress(OSError):  # no route, say
+        with contextlib.suppress(OSError):  # for example, no route
             self.sock.sendto(self.question, self.address)
         self.loop.after(ASKS, self._ask)
 

@@ -1,4 +1,4 @@
-"""Where others connect to a node: so many at a time, and no failure to take one in ends the node."""
+"""Accepts connections to a node: a limited number at a time, and no failed accept ends the node."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.sealed import Seal
 
 MOST = 64  # connections at a time
-BACKLOG = 128  # connections that may wait to be taken in
-PROVES = 10.0  # seconds in which a client has shown that it knows the key
-PAUSE = 0.2  # seconds until a connection is tried again for which there was no descriptor or memory
+BACKLOG = 128  # connections that may wait to be accepted
+PROVES = 10.0  # seconds within which a client must prove that it has the key
+PAUSE = 0.2  # seconds until the next attempt, if there was no descriptor or memory for a connection
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -25,9 +25,9 @@ def serve(
     take: Callable[[socket.socket, Any], None],
     make_room: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Have `take` get each connection to `server`, and the address of its other end.
+    """Call `take` with each connection to `server` and the address of its peer.
 
-    Where there is no descriptor for a connection, it waits until `make_room` has closed another one, or some time.
+    If there is no descriptor for a connection, it waits until `make_room` has closed another one, or for some time.
     """
 
     def accept() -> None:
@@ -45,17 +45,17 @@ def serve(
 
 
 class Listener:
-    """Takes clients in, `MOST` at a time; the oldest that has not asked anything makes way for a new one."""
+    """Accepts clients, `MOST` at a time; a new client replaces the oldest one without a request."""
 
     def __init__(self, loop: Loop, server: socket.socket, receive: Callable[[Channel, Any], None], key: bytes) -> None:
-        """Call `receive` as a channel does; clients must show in some seconds that they know `key`."""
+        """Call `receive` as a channel does; clients must prove within some seconds that they have `key`."""
         self.loop, self.server, self.receive, self.key = loop, server, receive, key
         self.channels: list[Channel] = []  # the oldest first
         self.sweeping = False
         serve(loop, server, self._take, self._make_room)
 
     def drop(self, kept: Channel) -> None:
-        """End all connections but one, also those that wait to be taken in: what is asked over them is not done."""
+        """Close all connections but one, including those not yet accepted; their pending requests are dropped."""
         with contextlib.suppress(OSError):
             for _ in range(2 * BACKLOG):
                 self.server.accept()[0].close()
@@ -77,14 +77,14 @@ class Listener:
         return [channel for channel in self.channels if channel.open and not channel.heard]
 
     def _make_room(self) -> bool:
-        """End the oldest connection over which nothing was asked; False where there is none."""
+        """Close the oldest connection without a request; False if there is none."""
         silent = self._silent()
         for channel in silent[:1]:
             channel.end()
         return bool(silent)
 
     def _sweep(self) -> None:
-        """End what has not shown in time to know the key, and look again as long as there may be more."""
+        """Close connections without proof of the key in time; check again while there may be more."""
         for channel in self._silent():
             if time.monotonic() - channel.since >= PROVES:
                 channel.end()

@@ -21,33 +21,33 @@ from orchestrate.node.warm import IMPORT_TAKES, Zygote, adopt_orphans, children,
 from orchestrate.node.worker import FAILED_TO_START, Worker, kill
 
 LONGEST_MESSAGE = 1 << 20  # bytes
-LONGEST_GREETING = 1 << 7  # bytes of each line with which a sealed connection begins
+LONGEST_GREETING = 1 << 7  # bytes of each line at the start of a sealed connection
 LONGEST_WAIT = 3600.0  # seconds; epoll_wait(2) takes no more than 24 days
 RETRY = 0.05  # seconds
-STUCK = 5.0  # seconds after which somebody who does not read what we send is given up
+STUCK = 5.0  # seconds after which a connection is closed whose peer does not read
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 class Loop:
-    """Calls back whatever there is to do; ends when it was asked to and no worker is left."""
+    """Runs callbacks for events and timers; ends once it was asked to and no worker is left."""
 
     def __init__(self) -> None:
-        """Take signals over; raises Refused for a setting in the environment that is none."""
+        """Install signal handlers; raises Refused for an invalid environment variable."""
         self.selector = selectors.DefaultSelector()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.zygote: Zygote | None = None
-        self.adopting = adopt_orphans()  # so that none of them outlives us
+        self.adopting = adopt_orphans()  # so that no orphan outlives the node
         self.workers: list[Worker] = []
         self.grace = seconds(os.environ, "NODE_GRACE", 30)  # between SIGTERM and SIGKILL
-        self.ending = False  # the node has been asked to end, and no more workers are started
-        self.on_end: Callable[[], None] = lambda: None  # what else to do when it is
+        self.ending = False  # the node has been asked to end, and starts no more workers
+        self.on_end: Callable[[], None] = lambda: None  # called when `ending` becomes true
         bell, alarm = socket.socketpair()
         for end in (bell, alarm):
             end.setblocking(False)
-        self._bell = bell  # kept, since its descriptor is the one that signals ring
+        self._bell = bell  # kept open: signals write to its descriptor
         self.watch(alarm, lambda: self._signals(alarm.recv(4096)))
         signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
-        self.asked = False  # by a signal, for the first time; a second one kills
+        self.asked = False  # by a first signal; a second one kills the workers
         for number in (signal.SIGCHLD, *ENDING):
             signal.signal(number, lambda *_: None)
 
@@ -65,7 +65,7 @@ class Loop:
         self.timers.append((time.monotonic() + seconds, callback))
 
     def warm(self, modules: list[str]) -> None:
-        """Have `modules` imported now, for workers that start from then on."""
+        """Import `modules` now, for workers that start later."""
         self.zygote = zygote = Zygote(modules, self._settled)
 
         def read() -> None:
@@ -83,9 +83,9 @@ class Loop:
         done: Callable[[int], None],
         started: Callable[[int], None] = lambda pid: None,
     ) -> Worker | None:
-        """Start a worker, as soon as what it needs is imported; `started` gets its process id, `done` its exit code.
+        """Start a worker as soon as its modules are imported; `started` gets its process id, `done` its exit code.
 
-        Once the node has been asked to end, none is started.
+        No worker starts once the node has been asked to end.
         """
         if self.ending:
             done(128 + signal.SIGTERM)
@@ -105,7 +105,7 @@ class Loop:
         return worker
 
     def _settled(self, why: str) -> None:
-        """What was to be imported is, or cannot be; start whoever has waited for that."""
+        """The import has finished or failed: start the workers that have waited for it."""
         if why:
             say(f"each worker starts an interpreter of its own: {why}")
         for worker in [worker for worker in self.workers if worker.poll() is None and not worker.pid]:
@@ -125,7 +125,7 @@ class Loop:
             worker.cancelled = FAILED_TO_START
 
     def _do_without(self, zygote: Zygote, why: str) -> None:
-        """Give up the process that forks workers, and kill one that it may have forked without telling us."""
+        """Stop using the zygote, and kill a worker that it may have forked without reporting it."""
         say(f"each worker starts an interpreter of its own: {why}")
         zygote.ready = False
         zygote.end()
@@ -134,7 +134,7 @@ class Loop:
                 os.kill(pid, signal.SIGKILL)
 
     def stop(self, end: bool = False) -> None:
-        """Ask the workers to stop, each once, and kill them after the grace period; `end` ends the node with them."""
+        """Send each worker SIGTERM once, and SIGKILL after the grace period; `end` also ends the node."""
         asked = [worker for worker in self.workers if not worker.asked and worker.poll() is None and not worker.dying]
         for worker in asked:
             worker.asked = True
@@ -149,7 +149,7 @@ class Loop:
         """Serve until the node has been asked to end and no worker is left."""
         while self.workers or not self.ending:
             first = min((when - time.monotonic() for when, _ in self.timers), default=LONGEST_WAIT)
-            if stdout.flush():  # somebody reads slowly: look again soon
+            if stdout.flush():  # the reader of stdout is slow: try again soon
                 first = min(RETRY, first)
             for key, _ in self.selector.select(max(0.0, min(first, LONGEST_WAIT))):
                 key.data()
@@ -166,7 +166,7 @@ class Loop:
         stdout.flush(last=True)
 
     def changed(self) -> bool:
-        """Whether a worker has changed what the kernel grants the process that forks workers; raises OSError."""
+        """Whether a worker has changed the limits or priority of the zygote; raises OSError."""
         zygote = self.zygote
         return zygote is not None and zygote.ready is True and standing(zygote.process.pid) != zygote.standing
 
@@ -192,18 +192,18 @@ class Loop:
             self._reap_strays()
 
     def _reap_strays(self) -> None:
-        """Take the exit codes of what workers left running and we have adopted; the kernel keeps them until then."""
+        """Reap adopted processes that workers have left running; until then they stay zombies."""
         ours = {worker.pid for worker in self.workers}
         if self.zygote and self.zygote.process.poll() is None:
             ours.add(self.zygote.process.pid)
         with contextlib.suppress(ChildProcessError):
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if found.si_pid in ours:  # it has ended just now; the next round sees to it
+                if found.si_pid in ours:  # it has just ended; the next turn reaps it
                     return
                 os.waitpid(found.si_pid, 0)
 
     def finish(self) -> None:
-        """Wait for workers that were killed, and kill all that they left running."""
+        """Wait for workers that were killed, and kill the processes that they left running."""
         while self.workers:
             self._reap()
             time.sleep(0.001)
@@ -214,7 +214,7 @@ class Loop:
             for pid in left:
                 try:
                     os.kill(pid, signal.SIGKILL)
-                except PermissionError:  # another user's, as sudo starts them; it stays
+                except PermissionError:  # runs as another user, through sudo for example; it is left running
                     ours.add(pid)
                     continue
                 except ProcessLookupError:
@@ -224,17 +224,17 @@ class Loop:
 
 
 class Channel:
-    """JSON messages, one a line, over a socket."""
+    """JSON messages over a socket, one per line."""
 
     def __init__(
         self, loop: Loop, sock: socket.socket, receive: Callable[[Any], None], seal: Seal | None = None
     ) -> None:
         """Call `receive` with each message, and with None at the end of the connection; `seal` guards a TCP socket.
 
-        What `receive` refuses, by raising Refused, the peer is told.
+        If `receive` raises Refused, the peer gets the reason.
         """
         self.loop, self.sock, self.receive, self.seal, self.buffer = loop, sock, receive, seal, bytearray()
-        self.heard = False  # whether the peer has said anything; on a sealed connection, whether it knows the key
+        self.heard = False  # whether the peer has sent a message; if sealed, whether it has proved that it has the key
         self.since = time.monotonic()
         loop.watch(sock, self._read)
         sock.settimeout(STUCK)
@@ -243,16 +243,16 @@ class Channel:
 
     @property
     def open(self) -> bool:
-        """Whether the connection lasts."""
+        """Whether the connection is open."""
         return self.sock.fileno() >= 0
 
     def send(self, message: Any) -> None:
-        """Send one message; a peer that has gone shows at the reading side."""
+        """Send one message; a closed connection is noticed when reading."""
         text = json.dumps(message).encode()
         self._write(self.seal.close(text) if self.seal else text)
 
     def refuse(self, why: str) -> None:
-        """Tell a peer why its message is not done; one that does not know the key is told nothing."""
+        """Send a peer the reason for a refusal; a peer without the key gets no answer."""
         if self.heard or not self.seal:
             self.send({"say": "refused", "error": why})
 
@@ -260,7 +260,7 @@ class Channel:
         with contextlib.suppress(OSError):
             try:
                 self.sock.sendall(line + b"\n")
-            except OSError:  # half a line may have been sent
+            except OSError:  # a part of a line may have been sent
                 self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -293,7 +293,7 @@ class Channel:
             self.end()
 
     def _take(self, line: bytes) -> bool:
-        """Take one line; False where the peer does not know the key, or speaks another language."""
+        """Handle one line; False if the peer does not have the key or uses another protocol."""
         try:
             if self.seal and not self.seal.met:
                 self.seal.meet(line)
@@ -319,7 +319,7 @@ class Channel:
 
 
 def connect(family: int, address: Any, timeout: float) -> socket.socket:
-    """Connect, as soon as somebody listens at `address`; raises OSError after `timeout` seconds without."""
+    """Connect to `address`, retrying for `timeout` seconds while nothing listens there; then raises OSError."""
     deadline = time.monotonic() + timeout
     while True:
         connection = socket.socket(family)

@@ -1,7 +1,7 @@
-"""A node's stdout: a copy of the workers' output for `docker logs`. A slow reader misses lines; no worker waits for it.
+"""A node's stdout: a copy of the workers' output for `docker logs`. A slow reader misses lines; no worker waits.
 
-The record is each worker's log file. Stdout is a pipe to the engine, which stops reading while its daemon is away; a
-worker that had to wait for that would stop, and its whole gang with it.
+The complete output is in each worker's log file. Stdout is a pipe to the engine, which stops reading while its daemon
+is down; a worker that had to wait for it would block, and with it the whole gang.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 import stat
 import time
 
-MOST = 4 << 20  # bytes that wait for a slow reader
-PATIENCE = 2.0  # seconds that a reader has for the rest when the node ends
+MOST = 4 << 20  # bytes that are buffered for a slow reader
+PATIENCE = 2.0  # seconds to flush the buffer when the node ends
 
 
 class Stdout:
-    """Writes without ever waiting, where stdout is a pipe."""
+    """Writes without blocking, if stdout is a pipe."""
 
     def __init__(self, descriptor: int = 1) -> None:
         self.descriptor = descriptor
@@ -25,14 +25,14 @@ class Stdout:
         self.began = False
 
     def _begin(self) -> None:
-        """Have a pipe that is full not hold us up; not sooner than we write, for others import this module, too."""
+        """Make a pipe non-blocking; only at the first write, since other programs import this module, too."""
         self.began = True
         with contextlib.suppress(OSError):
             if stat.S_ISFIFO(os.fstat(self.descriptor).st_mode):
                 os.set_blocking(self.descriptor, False)
 
     def write(self, data: bytes) -> None:
-        """Write whole lines, or drop them, counted, where too much waits already."""
+        """Write whole lines; drop and count them if the buffer is full."""
         if not self.began:
             self._begin()
         if len(self.waiting) > MOST:
@@ -45,7 +45,7 @@ class Stdout:
         self.flush()
 
     def flush(self, last: bool = False) -> bool:
-        """Write what can be written now (`last`: within a short time); tell whether something still waits."""
+        """Write what can be written now (`last`: within a short time); return whether some is left."""
         deadline = time.monotonic() + PATIENCE
         while self.waiting:
             try:
@@ -54,7 +54,7 @@ class Stdout:
                 if not last or time.monotonic() > deadline:
                     break
                 time.sleep(0.01)
-            except OSError:  # nobody reads any more
+            except OSError:  # the reader has gone
                 self.waiting.clear()
         return bool(self.waiting)
 
@@ -63,5 +63,5 @@ stdout = Stdout()
 
 
 def say(text: str) -> None:
-    """Print a line of the node's own."""
+    """Print a message of the node itself."""
     stdout.write(f"[node] {text}\n".encode(errors="backslashreplace"))

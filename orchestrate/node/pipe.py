@@ -1,9 +1,9 @@
-"""What the engine runs in a waiting node: passes on, both ways, what an orchestrator and the node say to each other.
+"""What the engine runs in a waiting node: forwards bytes between an orchestrator and the node, in both directions.
 
     python -I -S pipe.py      in the node itself
     python -I -S pipe.py ADDRESS PORT SECONDS    in a container on the same network; how long to try
 
-A program of its own that imports next to nothing: a job starts no sooner than the last node's.
+A separate program that imports next to nothing, because a job waits until it has started in every node.
 """
 
 import os
@@ -18,7 +18,7 @@ RETRY = 0.02  # seconds
 
 
 def connect(address: list[str]) -> socket.socket:
-    """Connect to the node, as soon as it listens, over TCP where there is an address; raises OSError in the end."""
+    """Connect to the node as soon as it listens, over TCP if there is an address; raises OSError on timeout."""
     deadline = time.monotonic() + (float(address[2]) if address else PATIENCE)
     while True:
         node = socket.socket(socket.AF_INET if address else socket.AF_UNIX)
@@ -38,13 +38,13 @@ def connect(address: list[str]) -> socket.socket:
 
 
 def main() -> None:
-    """Pass on until one side has ended."""
+    """Forward bytes until one side closes its connection."""
     node = connect(sys.argv[1:])
     while True:
         for source in select.select([0, node.fileno()], [], [])[0]:
             try:
                 data = os.read(source, 1 << 16)
-            except ConnectionResetError:  # the node has ended, and not read all of it
+            except ConnectionResetError:  # the node has ended without reading all of it
                 return
             if not data:
                 return

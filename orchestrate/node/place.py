@@ -1,4 +1,4 @@
-"""What only a worker's own machine knows: the network interface to the master, and the GPUs that were set aside."""
+"""What only a worker's own machine knows: the network interface to the master, and the GPUs reserved for the node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIOCGIFADDR = 0x8915  # of Linux' netdevice(7)
 
 
 def placed(env: Env) -> Env:
-    """The environment of a worker, completed; its GPUs are those that Swarm has reserved for this node."""
+    """The complete environment of a worker; its GPUs are those that Swarm has reserved for this node."""
     found = dict(env)
     if not env.get("GLOO_SOCKET_IFNAME"):
         found["GLOO_SOCKET_IFNAME"] = found["NCCL_SOCKET_IFNAME"] = interface_to(env.get("MASTER_ADDR", ""))
@@ -25,12 +25,12 @@ def placed(env: Env) -> Env:
 
 
 def interface_to(host: str) -> str:
-    """The network interface that the route to a host begins with; empty where there is none."""
+    """The network interface of the route to a host; empty if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing
             own = socket.inet_aton(probe.getsockname()[0])
-        except (OSError, UnicodeError):  # there is no such host, or it cannot be a name of one
+        except (OSError, UnicodeError):  # no such host, or not a valid host name
             return ""
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""What a node takes from others: the fields of each message, and what they may hold. All else is refused, by name.
+"""What a node accepts: the fields of each message and their types. Anything else is refused with a reason.
 
-A message is looked at as a whole before anything of it is done: it may come from any process in a node's container, or
+A message is validated as a whole before the node acts on it: it may come from any process in the node's container, or
 any container on its network.
 """
 
@@ -13,20 +13,20 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MOST_DIGITS = 18  # of a number; one of that many is below 2^63
+MOST_DIGITS = 18  # digits of a number, which is then below 2^63
 KEY = re.compile(r"[0-9a-f]{64}")
 WHOLE = re.compile(r"[0-9]{1,9}")  # a number in an environment variable
 MOST = 10**9 - 1  # the largest of them
 MOST_NODES, MOST_WORKERS = 10_000, 1024  # of a job, and of each of its nodes
-Fields = Mapping[str, Callable[[Any], str]]  # field: says what is wrong with its value, or nothing
+Fields = Mapping[str, Callable[[Any], str]]  # field: returns what is wrong with its value, or an empty string
 
 
 class Refused(ValueError):
-    """A message that cannot be done, or a setting; its text names what is wrong, and holds no secret."""
+    """An invalid message or environment variable; its text says what is wrong, and has no secret."""
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    """The message in a line; raises Refused."""
+    """Parse the message in a line; raises Refused."""
     try:
         message = json.loads(line, parse_int=_digits)
     except Refused:
@@ -41,7 +41,7 @@ def parsed(line: bytes) -> dict[str, Any]:
 
 
 def fields(what: str, message: Any, expected: Fields) -> dict[str, Any]:
-    """The fields of a message, None for those that are not there; raises Refused for what is not as expected."""
+    """The fields of a message, None for optional ones that are missing; raises Refused if one is invalid."""
     if not isinstance(message, dict):
         raise Refused(f"{what} must be an object")
     for name in message.keys() - expected.keys():
@@ -53,7 +53,7 @@ def fields(what: str, message: Any, expected: Fields) -> dict[str, Any]:
 
 
 def request(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What a client asks of a waiting node, and the fields of that; raises Refused."""
+    """A client's request to a waiting node, and its fields; raises Refused."""
     ask = message.get("ask")
     if not isinstance(ask, str):
         raise Refused("the message has no request in it")
@@ -63,7 +63,7 @@ def request(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def integer(env: Mapping[str, str], name: str, default: int = 0, least: int = 0, most: int = MOST) -> int:
-    """A whole number in an environment, `default` where it is not set or empty; raises Refused."""
+    """A whole number in an environment, `default` if it is unset or empty; raises Refused."""
     value = env.get(name) or str(default)
     if not WHOLE.fullmatch(value) or not least <= int(value) <= most:
         limits = f"of at least {least}" if most == MOST else f"from {least} to {most}"
@@ -72,7 +72,7 @@ def integer(env: Mapping[str, str], name: str, default: int = 0, least: int = 0,
 
 
 def seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    """A time in an environment, as `integer`."""
+    """A number of seconds in an environment; otherwise like `integer`."""
     try:
         value = float(env.get(name) or default)
     except ValueError:
@@ -83,22 +83,22 @@ def seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def key(word: str) -> bytes:
-    """The key of those who may ask, out of its hexadecimal digits; raises Refused."""
+    """The key of the job, from its hexadecimal digits; raises Refused."""
     if not KEY.fullmatch(word):
         raise Refused("NODE_KEY must be 64 hexadecimal digits")
     return bytes.fromhex(word)
 
 
 def shown(text: str) -> str:
-    """The beginning of a text that others have written, in quotes and without control characters."""
+    """The beginning of an untrusted text, in quotes and without control characters."""
     return ascii(text[:60])
 
 
-# --- what values may be: each says what is wrong with one, or nothing
+# --- checks of values: each returns what is wrong, or an empty string
 
 
 def anything(value: Any) -> str:
-    """Whatever it is; it is looked at elsewhere."""
+    """Any value; it is checked elsewhere."""
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Ranks: which worker gets which environment. The contract between a node and a training script."""
+"""Ranks: the environment of each worker. The contract between a node and a training script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def assign(nodes: list[Node], nproc: int, master_addr: str, master_port: int, jo
 
     `nodes` holds, in node order, `name`, `host` (equal for nodes on one machine), `cpus` and `gpus` (of that machine:
     a count, and ids in one order for all). Nodes of one machine never share a GPU. A worker sees all GPUs of its node,
-    its own at index `LOCAL_RANK`, as under torchrun. Raises ValueError where a machine has fewer GPUs than workers.
+    its own at index `LOCAL_RANK`, as under torchrun. Raises ValueError if a machine has fewer GPUs than workers.
     """
     envs = []
     hosts = [node["host"] for node in nodes]
@@ -56,13 +56,13 @@ def assign(nodes: list[Node], nproc: int, master_addr: str, master_port: int, jo
 
 FENCE = "generation"  # a file in the job's folder
 
-# The names that a user's own environment must not hold; the number of threads is theirs to change.
+# Variables that a user's own environment must not set; OMP_NUM_THREADS may be set.
 CONTRACT = {*assign([{"host": "", "cpus": 1, "gpus": []}], 1, "", 0, "", "")[0], "JOB_ID", "JOB_DIR", "WORKER_CORES"}
 CONTRACT -= {"OMP_NUM_THREADS"}
 
 
 def fence(job_dir: str | None) -> int:
-    """The oldest generation that may start workers: the one in the file, or the next where that is `over`."""
+    """The oldest generation that may start workers: the one in the file, or the next one if that is `over`."""
     try:
         with open(opened(f"{job_dir}/{FENCE}")) as file:
             number, *over = file.read(100).split()
@@ -72,7 +72,7 @@ def fence(job_dir: str | None) -> int:
 
 
 def gpu_ids(listing: str) -> list[str]:
-    """Return the ids in the output of `nvidia-smi -L`; a GPU that is cut into MIG slices counts as its slices."""
+    """Return the ids in the output of `nvidia-smi -L`; MIG slices take the place of their GPU."""
     ids: list[str] = []
     for match in re.finditer(r"\(UUID: ((GPU|MIG)-[^)\s]+)\)", listing):
         if match[2] == "MIG" and ids and ids[-1].startswith("GPU-"):
@@ -82,7 +82,7 @@ def gpu_ids(listing: str) -> list[str]:
 
 
 def gpus() -> list[str]:
-    """Return the ids of the GPUs that this machine or container shows."""
+    """Return the ids of the GPUs that are visible on this machine or in this container."""
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -2,11 +2,11 @@
 
 Workers can reach the sockets of all nodes of a job, as can others on its network; none of them has the key.
 
-Both sides begin with a random word. From the key and both words comes a key of this connection; each line that follows
-is the HMAC-SHA256 (RFC 2104) of the side that writes it, its number and its text, a space, and the text. So nobody
-without the key can make up, change, leave out or repeat a line. Reading it is for the network to prevent.
+Both sides begin with a nonce. The key and both nonces give the key of the connection; each line that follows is the
+HMAC-SHA256 (RFC 2104) of the writing side, the line number and the text, then a space, then the text. Without the
+key, a line cannot be forged, changed, repeated or left out unnoticed. Lines are not encrypted.
 
-First the side that has connected and then the other one proves that it has the key, by a line without text.
+First the connecting side and then the listening side proves that it has the key, with a line without text.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Seal:
     """One side of one connection."""
 
     def __init__(self, key: bytes, listens: bool) -> None:
-        """`listens`: this is the side that has accepted the connection."""
+        """`listens`: whether this side has accepted the connection."""
         self.key, self.listens, self.met = key, listens, False
         self.word = os.urandom(16).hex().encode()
         self.counts = {True: 0, False: 0}  # lines of the listening side, and of the other
 
     def meet(self, word: bytes) -> None:
-        """Take in the first line of the other side; raises ValueError for what is no word."""
-        if not WORD.fullmatch(word):  # a relay answers what somebody asks, and must not be asked for this
+        """Take the nonce of the other side, its first line; raises ValueError if it is invalid."""
+        if not WORD.fullmatch(word):  # the format differs from a lease request, which a relay would answer
             raise ValueError("no word")
         words = self.word + word if self.listens else word + self.word
         self.key, self.met = hmac.digest(self.key, b"link " + words, "sha256"), True

@@ -1,4 +1,4 @@
-"""Folders that workers write in, which may hold anything: nothing in them is waited for, followed, or a surprise."""
+"""Folders that workers write to, which may hold anything: no link in them is followed, no FIFO or device blocks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def hidden(name: str) -> bool:
-    """Whether a file is nobody's but its writer's; `.metadata` is a part of torch's distributed checkpoints."""
+    """Whether a file is hidden, and so never transferred; `.metadata` belongs to torch's distributed checkpoints."""
     return name.startswith(".") and name != ".metadata"
 
 
 def opened(path: str, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
-    """Open a regular file, in the folder of that descriptor if there is one; raises OSError for anything else.
+    """Open a regular file, relative to a folder's descriptor if there is one; raises OSError for anything else.
 
-    No link is followed, and neither a FIFO nor a device is waited for.
+    Links are not followed, and a FIFO or a device does not block.
     """
     if not flags & os.O_CREAT and not stat.S_ISREG(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", path)  # a device could act when it is opened
+        raise OSError(errno.EINVAL, "not a regular file", path)  # opening a device can have effects
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -32,7 +32,7 @@ def opened(path: str, flags: int = os.O_RDONLY, folder: int | None = None) -> in
 
 
 def replace(path: str, text: str) -> None:
-    """Have a file of this content in the place of whatever is there; raises OSError."""
+    """Replace whatever is at `path` by a file with this content; raises OSError."""
     fresh = f"{os.path.dirname(path)}/.{os.urandom(8).hex()}"
     try:
         with open(opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
@@ -45,13 +45,13 @@ def replace(path: str, text: str) -> None:
 
 
 def walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files and links that are not hidden, by their path in the folder, as deep as a path can reach."""
+    """The regular files and links that are not hidden, by their path in the folder, up to the maximum path length."""
     below = [""]
     while below:
         here = below.pop()
         try:
             entries = os.scandir(f"{folder}/{here}")
-        except OSError:  # it has gone, or is not for us to read
+        except OSError:  # it has gone, or is not readable
             continue
         with entries:
             for entry in entries:
@@ -66,9 +66,9 @@ def walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def clear(folder: str, keep: Callable[[os.DirEntry[str]], bool] = lambda entry: False) -> list[str]:
-    """Remove all that is in a folder, but what is to be kept; returns the paths of what cannot be removed.
+    """Remove everything in a folder except what `keep` selects; returns the paths that cannot be removed.
 
-    Raises OSError where it cannot be looked at, or is none.
+    Raises OSError if it is not a folder, or cannot be read.
     """
     top = _folder(folder, None)
     try:
@@ -80,7 +80,7 @@ def clear(folder: str, keep: Callable[[os.DirEntry[str]], bool] = lambda entry: 
 
 
 def _remove(top: int, name: str) -> list[str]:
-    """Remove a file or a folder in the folder `top`; returns what cannot be removed.
+    """Remove a file or a folder in the folder `top`; returns the paths that cannot be removed.
 
     Folders in it are moved to the top first, so neither the stack nor a path grows with their depth.
     """
@@ -101,7 +101,7 @@ def _remove(top: int, name: str) -> list[str]:
             for entry in stack.enter_context(os.scandir(here)):
                 try:
                     if entry.is_dir(follow_symlinks=False):
-                        os.close(_folder(entry.name, here))  # one that is closed to us could not be moved
+                        os.close(_folder(entry.name, here))  # a folder that is not writable could not be moved
                         moved += 1
                         os.rename(entry.name, f"{unique}-{moved}", src_dir_fd=here, dst_dir_fd=top)
                         waiting.append(f"{unique}-{moved}")
@@ -115,7 +115,7 @@ def _remove(top: int, name: str) -> list[str]:
 
 
 def set_mode(name: str, folder: int | None, mode: int) -> None:
-    """As chmod, but of no link's target, which Linux has for a descriptor alone; raises OSError."""
+    """Like chmod without following a link, which Linux supports only through a descriptor; raises OSError."""
     if sys.platform != "linux":
         return os.chmod(name, mode, dir_fd=folder, follow_symlinks=False)
     descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -127,13 +127,13 @@ def set_mode(name: str, folder: int | None, mode: int) -> None:
 
 
 def _folder(name: str, folder: int | None) -> int:
-    """Open a folder, with all its owner's rights."""
+    """Open a folder after adding all permissions of its owner."""
     try:
         descriptor = os.open(name, FOLDER, dir_fd=folder)
     except PermissionError:
         set_mode(name, folder, 0o700)
         descriptor = os.open(name, FOLDER, dir_fd=folder)
-    with contextlib.suppress(OSError):  # it may be another one's
+    with contextlib.suppress(OSError):  # it may belong to another user
         if os.fstat(descriptor).st_mode & 0o300 != 0o300:
             os.fchmod(descriptor, 0o700)
     return descriptor

@@ -1,31 +1,31 @@
 """Mode `wait`: an orchestrator starts workers in the node.
 
-Over a Unix socket or TCP, JSON lines under a seal (sealed.py). An orchestrator asks, and the node says what happens to
-everyone who has asked it anything:
+Both sides send JSON lines with an HMAC (sealed.py) over a Unix socket or TCP. An orchestrator sends requests; the node
+reports events to every client that has sent one:
 
     {"ask": "start", "command": […], "env": {…}, "inherit": bool, "cwd": …, "filtered": bool, "folders": {…}}
-                              start a worker; with `inherit`, in the node's own environment and what `env` adds to it;
-                              with `filtered`, only where the node's network has the filter of guard.py, as it has none
-                              after a new start; with `folders`, only where these have the inodes that are given:
-                              another user could have put others in their place before they were mounted
-    {"ask": "stop", "kill": bool}    ask all workers to stop, and kill them after the grace period, or at once
-    {"ask": "dump"}           have all workers print where they stand, and abort
-    {"ask": "clean"}          make ready for another job
-    {"ask": "end"}            end the node, too
-    {"ask": "status"}         tell what is known of the workers
-    {"ask": "lease", "relay": [address, port]}    end the workers when the relay there does not answer; see lease.py
+                              start a worker; with `inherit`, `env` is added to the node's own environment; with
+                              `filtered`, only if the node's network has the filter of guard.py, which a restarted
+                              container does not have; with `folders`, only if these paths have the given inodes:
+                              another user could have replaced them before they were mounted
+    {"ask": "stop", "kill": bool}    stop all workers: SIGTERM, then SIGKILL after the grace period, or SIGKILL at once
+    {"ask": "dump"}           make all workers print their stacks, and abort
+    {"ask": "clean"}          clean up for another job
+    {"ask": "end"}            stop all workers and end the node
+    {"ask": "status"}         report the state of the workers
+    {"ask": "lease", "relay": [address, port]}    end the workers when this relay does not answer; see lease.py
     {"ask": "put" …}, {"ask": "news" …}, {"ask": "read" …}    files; see files.py
 
     {"say": "started", "generation", "rank", "pid"}
     {"say": "ended", "generation", "rank", "code", "at", "sign", "asked"}    `at` in seconds since 1970; the sign is
-                              `oom` where the kernel has killed for lack of memory meanwhile, `ending` where the node
-                              ends, `cut off` where its lease was over, or empty; `asked`: whether the node had asked
-                              it to end
+                              `oom` if the kernel has killed a process for lack of memory meanwhile, `ending` if the
+                              node ends, `cut off` if its lease has expired, or empty; `asked`: whether the node had
+                              sent it SIGTERM
     {"say": "status", "generation", "codes", "signs", "running", "tags", "time"}
-    {"say": "clean"}          a node that cannot make ready for another job ends instead
-    {"say": "refused", "error"}    to who asked alone: nothing was done, and why; protocol.py has what may be asked
+    {"say": "clean"}          a node that cannot be cleaned ends instead
+    {"say": "refused", "error"}    to this client only: why a request was not executed; protocol.py defines valid ones
 
-Who asks may go away; the worker stays, and so does its exit code.
+A client may disconnect; its workers go on, and the node keeps their exit codes.
 """
 
 from __future__ import annotations
@@ -57,41 +57,41 @@ from orchestrate.node.worker import Worker, doing, kill, oom_kills
 
 FILES: dict[str, Callable[..., dict[str, Any]]] = {"put": Files.put, "news": Files.news, "read": Files.read}
 IPC_RMID = 0  # of shmctl(2), msgctl(2) and semctl(2)
-LOOKS = 0.05  # seconds between two looks whether the filter is there
+LOOKS = 0.05  # seconds between two checks for the filter
 ROUTES = Path("/proc/self/net/route")
-Place = tuple[int, int]  # a file's, in all file systems: device and inode
+Place = tuple[int, int]  # identifies a file in all file systems: device and inode
 REFUSED = 128 + signal.SIGTERM  # the code of a worker whose generation was over before it could start
 
 
 class Waiting:
-    """The workers of the newest generation, running or ended, and who is told of them."""
+    """The workers of the newest generation, running or ended, and the clients that get reports."""
 
     def __init__(self, loop: Loop, key: bytes) -> None:
         self.loop, self.key = loop, key
         self.job, self.folder, self.generation = "", "", -1
-        self.sign = ""  # why workers end, where we end them of our own accord
+        self.sign = ""  # why workers end, if the node itself ends them
         self.workers: dict[int, Worker] = {}  # by rank
-        self.codes: dict[int, int] = {}  # of those that have ended
-        self.signs: dict[int, str] = {}  # of those, too
+        self.codes: dict[int, int] = {}  # of workers that have ended
+        self.signs: dict[int, str] = {}  # of the same workers
         self.listeners: list[Listener] = []
-        self.channels: list[Channel] = []  # of those who have asked something
-        self.alone = False  # whether nobody else sees this node's folder
+        self.channels: list[Channel] = []  # of clients that have sent a request
+        self.alone = False  # whether only this node sees its job folder
         self.files = Files()
         self.lease: Lease | None = None
-        self.bound: dict[str, tuple[Place, int]] = {}  # where our sockets are, and their modes, by their paths
+        self.bound: dict[str, tuple[Place, int]] = {}  # path of a socket: its inode and mode
         self.standing = standing(os.getpid())
 
     def listen_tcp(self, port: int) -> None:
-        """Have orchestrators ask over TCP; raises OSError."""
+        """Accept requests over TCP; raises OSError."""
         self.alone = True
         server = socket.create_server(("", port), backlog=BACKLOG)
         self.listeners.append(Listener(self.loop, server, self.receive, self.key))
 
     def listen(self, path: str, mode: int = 0o600) -> None:
-        """Have orchestrators ask over the Unix socket `path`; raises OSError."""
+        """Accept requests over the Unix socket `path`; raises OSError."""
         server = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # that of an earlier life
+            os.unlink(path)  # left by an earlier start
         mask = os.umask(0o777 & ~mode)
         try:
             server.bind(path)
@@ -102,7 +102,7 @@ class Waiting:
         self.listeners.append(Listener(self.loop, server, self.receive, self.key))
 
     def receive(self, channel: Channel, message: Any) -> None:
-        """Do what is asked, or raise Refused; None means that whoever asked has gone."""
+        """Execute a request, or raise Refused; None means that the client has disconnected."""
         if message is None:
             if channel in self.channels:
                 self.channels.remove(channel)
@@ -129,7 +129,7 @@ class Waiting:
             kill(self.loop.workers, signal.SIGABRT)  # on which Python's fault handler prints all stacks
         elif ask == "clean" and self.clean():
             for listener in self.listeners:
-                listener.drop(kept=channel)  # what a process of the last job has asked meanwhile
+                listener.drop(kept=channel)  # drops requests of processes of the last job
             channel.send({"say": "clean"})
         elif ask == "status":
             channel.send({"say": "status", **self.status()})
@@ -139,38 +139,38 @@ class Waiting:
             self.lease = Lease(self.loop, self.key, tuple(facts["relay"]), self.cut_off)
 
     def serve(self, channel: Channel, ask: str, **facts: Any) -> None:
-        """Give or take files."""
+        """Send or receive files."""
         try:
             channel.send({"say": ask, **FILES[ask](self.files, **facts)})
         except (OSError, ValueError, tarfile.TarError) as error:
             channel.send({"say": ask, "error": str(error)})
 
     def fence(self, generation: int, over: bool = False) -> None:
-        """Write into the job's folder which generation may save, where nobody else can."""
+        """Write the generation that may save into the job's folder, if the orchestrator has no access to it."""
         if self.alone and self.folder and generation >= fence(self.folder):
             with contextlib.suppress(OSError):
                 os.makedirs(self.folder, exist_ok=True)
                 replace(f"{self.folder}/{FENCE}", f"{generation}{' over' * over}\n")
 
     def cut_off(self) -> None:
-        """Nobody could tell us to stop any more: end the workers at once."""
+        """Kill the workers: a request to stop could no longer reach this node."""
         self.sign = "cut off"
         kill(self.loop.workers, signal.SIGKILL)
 
     def say(self, what: str, generation: int, rank: int, **facts: Any) -> None:
-        """Tell everyone what happened to a worker."""
+        """Report an event of a worker to all clients."""
         for channel in list(self.channels):
             channel.send({"say": what, "generation": generation, "rank": rank, **facts})
 
     def start(self, command: list[str], env: Env, cwd: str | None, log: int | None = None) -> None:
         """Start a worker, unless its generation is over; one of a newer generation ends all older ones.
 
-        `log` is how long its log is at home. Raises Refused where its environment names no rank or generation.
+        `log` is the length of its downloaded log. Raises Refused if its environment has no valid rank or generation.
         """
         generation, rank = whose(env)
         if log is not None:
             self.files.follow(env.get("JOB_DIR", ""), rank, log)
-        if self.job not in ("", env.get("JOB_ID")) and not self.clean():  # nobody has told us that it is over
+        if self.job not in ("", env.get("JOB_ID")) and not self.clean():  # the last job was not cleaned up
             return
         self.job, self.folder, self.sign = env.get("JOB_ID", ""), env.get("JOB_DIR", ""), ""
         if generation < max(self.generation, fence(env.get("JOB_DIR"))):
@@ -184,7 +184,7 @@ class Waiting:
         def done(code: int) -> None:
             codes[rank] = code
             signs[rank] = "oom" if oom_kills() > before else "ending" if self.loop.ending else self.sign
-            if codes is self.codes:  # else nobody waits for it any more
+            if codes is self.codes:  # otherwise a newer generation or job has begun
                 asked = worker is None or worker.asked
                 self.say("ended", generation, rank, code=code, at=time.time(), sign=signs[rank], asked=asked)
 
@@ -194,9 +194,9 @@ class Waiting:
             self.workers[rank] = worker
 
     def clean(self) -> bool:
-        """Make ready for another job: nothing of this one's is left, neither processes nor shared memory nor files.
+        """Clean up for another job: remove all processes, shared memory and files of this one.
 
-        Where that cannot be, or the job has changed what the kernel grants us, the node ends; returns False then.
+        If that fails, or the job has changed the node's limits or priority, the node ends, and this returns False.
         """
         self.job, self.generation, self.workers, self.codes, self.signs = "", -1, {}, {}, {}
         if self.lease:
@@ -216,7 +216,7 @@ class Waiting:
         return True
 
     def _bind_again(self) -> None:
-        """Listen again where a worker has put something else in the place of a socket; raises OSError."""
+        """Listen again if a worker has replaced or removed a socket; raises OSError."""
         for path, (bound, mode) in list(self.bound.items()):
             try:
                 found = place(os.lstat(path))
@@ -226,8 +226,8 @@ class Waiting:
                 self.listen(path, mode)
 
     def status(self) -> dict[str, Any]:
-        """The generation, the exit codes of the workers that have ended, and what those that run are doing."""
-        importing = self.loop.zygote.process.pid if self.loop.zygote else 0  # for whoever waits to be started
+        """The generation, the exit codes of workers that have ended, and the state of those that run."""
+        importing = self.loop.zygote.process.pid if self.loop.zygote else 0  # for workers that wait for the import
         running = {
             rank: {"pid": worker.pid, **doing(worker.pid or importing)}
             for rank, worker in self.workers.items()
@@ -238,17 +238,17 @@ class Waiting:
 
 
 def wait(path: str, shared: str, port: int, key: bytes) -> int:
-    """Listen on the Unix socket `path` for workers to start, until told to end by those who know `key`.
+    """Listen on the Unix socket `path` for requests of clients that have `key`, until asked to end.
 
-    And on `shared`, if it is given and can be: in a folder that this kernel has outside of the container, too, it
-    spares an orchestrator the way through the engine. And on a TCP port, where the orchestrator is on another machine.
+    Also on `shared`, if possible: a socket in a mounted folder, which an orchestrator on the same kernel can reach
+    without the engine. And on a TCP port, for an orchestrator on another machine.
     """
     loop = Loop()
     if POSSIBLE and (modules := os.environ.get("NODE_PRELOAD", "").split()):
         loop.warm(modules)
         warm_up(loop, os.environ.get("NODE_FILTERED") == "1")
     waiting = Waiting(loop, key)
-    # In a container, to what the engine runs beside us, as another user; the key keeps others out.
+    # In a container, pipe.py runs as another user; without the key, others get no answer.
     waiting.listen(path, 0o666 if os.getpid() == 1 else 0o600)
     if shared:
         with contextlib.suppress(OSError):
@@ -258,13 +258,13 @@ def wait(path: str, shared: str, port: int, key: bytes) -> int:
         waiting.listen_tcp(port)
     loop.run()
     for each in filter(None, (path, shared)):
-        with contextlib.suppress(OSError):  # it has gone already, or a worker has put something else there
+        with contextlib.suppress(OSError):  # already removed, or replaced by a worker
             os.unlink(each)
     return 0
 
 
 def warm_up(loop: Loop, filtered: bool) -> None:
-    """Let modules of the job be imported: at once, or when the filter is there that the network is to have."""
+    """Let the zygote import modules of the job: at once, or as soon as the expected filter is in place."""
     if loop.zygote and filtered and not marked(ROUTES.read_text()):
         loop.after(LOOKS, lambda: warm_up(loop, filtered))
     elif loop.zygote:
@@ -272,18 +272,18 @@ def warm_up(loop: Loop, filtered: bool) -> None:
 
 
 def check(folders: dict[str, int]) -> None:
-    """Raise Refused for a folder that has not the inode that it is to have."""
+    """Raise Refused for a folder with another inode than expected."""
     for path, inode in folders.items():
         try:
             found = os.stat(path).st_ino
         except OSError as error:
-            raise Refused(f"start: folders: {shown(path)} cannot be looked at: {error.strerror}") from None
+            raise Refused(f"start: folders: {shown(path)} cannot be read: {error.strerror}") from None
         if found != inode:
             raise Refused(f"start: folders: {shown(path)} is another folder than the orchestrator's")
 
 
 def whose(env: Env) -> tuple[int, int]:
-    """Generation and rank of a worker, by its environment; raises Refused."""
+    """Generation and rank of a worker, from its environment; raises Refused."""
     return integer(env, "TORCHELASTIC_RESTART_COUNT"), integer(env, "RANK")
 
 
@@ -293,7 +293,7 @@ def place(status: os.stat_result) -> Place:
 
 
 def ours(folder: str, name: str) -> bool:
-    """Whether a file is a worker's, and so our user's; what a volume has from its image may be another one's."""
+    """Whether a file belongs to our user, as files of workers do; files from the image may have another owner."""
     try:
         return os.lstat(f"{folder}/{name}").st_uid == os.geteuid()
     except FileNotFoundError:
@@ -305,13 +305,13 @@ def _named(names: Collection[str]) -> Callable[[os.DirEntry[str]], bool]:
 
 
 def wipe(folders: list[str], kept: Collection[str]) -> None:
-    """Empty folders, but for the paths `kept`, and free System V's memory, queues and semaphores.
+    """Empty folders except for the paths `kept`, and free System V shared memory, queues and semaphores.
 
-    Only a container has those for itself. Raises OSError where something of a worker's stays.
+    Only a container has its own ones. Raises OSError if files of a worker cannot be removed.
     """
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISDIR(os.lstat(folder).st_mode):  # the job has put it in the folder's place
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):  # the job has replaced the folder
                 os.unlink(folder)
                 continue
             names = {os.path.basename(path) for path in kept if os.path.dirname(path) == folder}
@@ -324,6 +324,6 @@ def wipe(folders: list[str], kept: Collection[str]) -> None:
         "sem": lambda number: libc.semctl(number, 0, IPC_RMID),
     }
     for kind in remove if folders else ():
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/sysvipc/{kind}") as file:  # the kernel may lack it
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/sysvipc/{kind}") as file:  # not in every kernel
             for line in file.read().splitlines()[1:]:
                 remove[kind](int(line.split()[1]))

@@ -1,4 +1,4 @@
-"""The node's side of warm starts: keeps the process that forks workers, and asks it for them."""
+"""The node's side of warm starts: runs the zygote, the process that forks workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from orchestrate.node.protocol import Refused, parsed
 
-PADDING = "." * 4096  # room on its command line, which a forked worker fills with its own
+PADDING = "." * 4096  # reserves space on its command line, which a forked worker overwrites with its own
 IMPORT_TAKES = 300.0  # seconds, at most
 ANSWERS = 10.0  # seconds that a fork may take
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36  # of Linux' prctl(2)
@@ -28,21 +28,21 @@ LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of each orphan among our descendants, instead of process 1; False where that cannot be."""
+    """Adopt orphaned descendants instead of process 1 (subreaper); False if that is not supported."""
     return POSSIBLE and not ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def protect() -> None:
     """Keep workers, which run as the same user, from reading, writing and tracing this process.
 
-    What is forked from it is as well protected, until it executes a program or sets the flag back.
+    A forked child is protected as well, until it executes a program or resets the flag.
     """
     if POSSIBLE:
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
 
 
 class Forked:
-    """A process that somebody else has forked, and that is our child now; as much of `Popen` as a worker needs."""
+    """A child process that the zygote has forked and we have adopted; the part of `Popen` that a worker needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -53,7 +53,7 @@ class Forked:
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has reaped it
+            except ChildProcessError:  # it was reaped elsewhere
                 pid, status = self.pid, signal.SIGKILL
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
@@ -64,10 +64,10 @@ class Zygote:
     """The process that imports `modules` and forks workers; `ready` is None until it has imported them."""
 
     def __init__(self, modules: list[str], settled: Callable[[str], None]) -> None:
-        """Start it; `settled` is called when it turns out whether it can fork, with the reason why not, or nothing."""
+        """Start it; `settled` is called once it can fork, with an empty string, or once it cannot, with the reason."""
         self.ready: bool | None = None
         self.gone_on = False
-        self.standing: list[Any] = []  # of its process, before there was a worker
+        self.standing: list[Any] = []  # limits and priority of its process before the first worker
         self.settled = settled
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(ANSWERS)
@@ -85,37 +85,37 @@ class Zygote:
             )
 
     def go(self) -> None:
-        """Let it import modules of the job's own folder, too."""
+        """Allow it to import modules of the job's folder, too."""
         if not self.gone_on:
             self.gone_on = True
             with contextlib.suppress(OSError):  # it has ended
                 self.sock.send(GO)
 
     def read(self) -> None:
-        """Take its word whether it is ready; or its end."""
+        """Receive whether it is ready, or notice its end."""
         answer = self._receive()
         self._settle(answer.get("ready") is True, str(answer.get("why", "it ended")))
 
     def fork(self, command: list[str], env: dict[str, str], cwd: str | None, output: int) -> Forked:
-        """Have a worker forked whose output goes to the descriptor.
+        """Fork a worker whose output goes to the descriptor.
 
-        Raises OSError where that fails: of EMSGSIZE where it was too much to say, else where the process does not
-        answer, and may or may not have forked.
+        Raises OSError: EMSGSIZE if the message is too long, another one if the zygote does not answer; it may have
+        forked even so.
         """
         message = json.dumps({"command": command, "env": env, "cwd": cwd or os.getcwd()})
         socket.send_fds(self.sock, [message.encode()], [output])
         pid = self._receive().get("pid")
-        if type(pid) is not int or pid <= 1:  # a signal to -1 would go to everybody
+        if type(pid) is not int or pid <= 1:  # a signal to -1 would reach every process
             raise OSError(errno.ETIMEDOUT, "the process that forks workers does not answer")
         return Forked(pid)
 
     def late(self) -> None:
-        """Give it up, if it is not ready by now."""
+        """Stop using it if it is not ready by now."""
         if self.ready is None:
             self._settle(False, f"importing took longer than {IMPORT_TAKES:g} s")
 
     def end(self) -> None:
-        """End it; its workers stay."""
+        """End it; its workers go on."""
         self.process.kill()
         self.process.wait()
         self.sock.close()
@@ -129,14 +129,14 @@ class Zygote:
         self.settled(why)
 
     def _receive(self) -> dict[str, Any]:
-        """What it says; nothing where it has ended, or a module that it has imported speaks in its place."""
+        """Its next message; empty if it has ended, or if an imported module has written something else."""
         with contextlib.suppress(OSError, Refused):
             return parsed(self.sock.recv(1 << 16))
         return {}
 
 
 def standing(pid: int) -> list[Any]:
-    """What the kernel grants a process, which any process of its user can change; nothing where that is not Linux."""
+    """Limits, priority, scheduler and cores of a process, which its user can change; empty if this is not Linux."""
     if not POSSIBLE:
         return []
     bounds = [resource.prlimit(pid, number) for number in LIMITS]
@@ -144,9 +144,9 @@ def standing(pid: int) -> list[Any]:
 
 
 def processes() -> Iterator[tuple[int, list[bytes]]]:
-    """All processes that are to be seen, and what proc(5) says of each from its state on, whatever it calls itself.
+    """All visible processes with the fields of /proc/PID/stat after the name, which may contain anything.
 
-    Raises OSError where they cannot be looked at.
+    Raises OSError if /proc cannot be read.
     """
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is hidden
@@ -154,9 +154,9 @@ def processes() -> Iterator[tuple[int, list[bytes]]]:
 
 
 def children() -> list[int]:
-    """The processes whose parent we are.
+    """The child processes of this one.
 
-    Raises OSError where not all can be seen: a worker of our user can take descriptors from us, by prlimit(2).
+    Raises OSError if they cannot be listed: a worker can reduce our descriptor limit with prlimit(2).
     """
     return [pid for pid, facts in processes() if facts and int(facts[1]) == os.getpid()]
 
@@ -164,8 +164,8 @@ def children() -> list[int]:
 def strays() -> list[int]:
     """Our children, and if we are process 1 of a container, all other processes of our user.
 
-    A worker may have started one that is not our child, by taking over what an engine runs beside us. Raises OSError as
-    `children`.
+    A worker may have started one that is not our child, by taking over a process that the engine has started in the
+    container. Raises OSError as `children` does.
     """
     own = os.getpid()
     if own != 1:
@@ -175,7 +175,7 @@ def strays() -> list[int]:
 
 
 def _user(pid: int) -> int:
-    """The user id of a process; -1 if it has ended. The owner of its folder in /proc would be root's for some."""
+    """The user id of a process; -1 if it has ended. The folder in /proc belongs to root for some processes."""
     try:
         words = Path(f"/proc/{pid}/status").read_text(errors="replace").partition("\nUid:")[2].split()
     except (FileNotFoundError, ProcessLookupError):

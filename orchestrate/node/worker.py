@@ -18,13 +18,13 @@ from orchestrate.node.warm import Forked, Zygote, processes
 
 FAILED_TO_START = 126
 LONGEST_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
-OOM_COUNTERS = (  # of cgroup v2 and v1 in a container, and of the machine
+OOM_COUNTERS = (  # of cgroup v2, cgroup v1 and the machine
     "/sys/fs/cgroup/memory.events",
     "/sys/fs/cgroup/memory/memory.oom_control",
     "/proc/vmstat",
 )
 PR_SET_PDEATHSIG = 1  # of Linux' prctl(2)
-PF_EXITING = 4  # among the flags of proc(5), as in linux/sched.h
+PF_EXITING = 4  # a flag in /proc/PID/stat, from linux/sched.h
 
 
 class Worker:
@@ -38,16 +38,16 @@ class Worker:
         done: Callable[[int], None],
         started: Callable[[int], None] = lambda pid: None,
     ) -> None:
-        """Be ready to start `command` (arguments of Python).
+        """Prepare to start `command` (arguments of Python).
 
-        `started` gets its process id, `done` its exit code, 128 + n where signal n ended it.
+        `started` gets its process id, `done` its exit code, 128 + n if signal n ended it.
         """
         self.rank = env.get("RANK", "0")
-        # On a fatal signal, and on the SIGABRT that a hung worker gets, Python prints where each thread stands.
+        # On a fatal signal, including the SIGABRT for a hung worker, Python prints the stack of each thread.
         self.command, self.env, self.cwd = command, {"PYTHONFAULTHANDLER": "1"} | env, cwd
         self.done, self.started = done, started
         self.asked = False  # whether it has been asked to stop
-        self.cancelled: int | None = None  # the exit code of one that was ended before it started
+        self.cancelled: int | None = None  # the exit code if it was ended before it started
         self.partial = b""
         self.process: subprocess.Popen[bytes] | Forked | None = None
         self.output, self.input = os.pipe()
@@ -55,7 +55,7 @@ class Worker:
         self.log = Log(env)
 
     def start(self, zygote: Zygote | None) -> None:
-        """Have `zygote` fork it, or start a fresh interpreter; raises OSError where that fails."""
+        """Fork it from `zygote`, or start a fresh interpreter; raises OSError if that fails."""
         if zygote:
             self.process = zygote.fork(self.command, self.env, self.cwd, self.input)
         else:
@@ -73,10 +73,10 @@ class Worker:
         self.started(self.process.pid)
 
     def _before(self) -> None:
-        """Between fork and exec."""
+        """Runs between fork and exec."""
         _die_with_parent()
         if cores := self.env.get("WORKER_CORES"):
-            with contextlib.suppress(Exception):  # they are no numbers, or the node may not use them, or cannot
+            with contextlib.suppress(Exception):  # not numbers, not allowed, or not supported
                 os.sched_setaffinity(0, map(int, cores.split(",")))
 
     @property
@@ -86,7 +86,7 @@ class Worker:
 
     @property
     def dying(self) -> bool:
-        """Whether the kernel takes it apart already, and closes its connections, though it has no exit code yet."""
+        """Whether the kernel is already tearing it down and closing its files, though it has no exit code yet."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as file:
                 return bool(int(file.read().rpartition(b")")[2].split()[6]) & PF_EXITING)
@@ -94,7 +94,7 @@ class Worker:
             return False
 
     def poll(self) -> int | None:
-        """Its exit code, 128 + n where signal n ended it; None while it runs, or waits to be started."""
+        """Its exit code, 128 + n if signal n ended it; None while it runs or waits to be started."""
         if self.process is None:
             return self.cancelled
         code = self.process.poll()
@@ -106,7 +106,7 @@ class Worker:
             self.input = -1
 
     def pump(self) -> bool:
-        """Move what the worker has written to its log and to stdout; False once there is no more to come."""
+        """Copy output of the worker to its log and to stdout; False at the end of the output."""
         try:
             chunk = os.read(self.output, 1 << 16)
         except BlockingIOError:
@@ -125,7 +125,7 @@ class Worker:
         stdout.write(b"".join(tag + line + b"\n" for line in lines))
 
     def kill(self, number: int) -> None:
-        """Send a signal to the worker; SIGKILL goes to all that it started, too. Before it has started, end it."""
+        """Signal the worker; SIGKILL also goes to its process group. A worker that has not started is cancelled."""
         if self.process is None:
             self.cancelled = self.cancelled or 128 + number
             return
@@ -136,7 +136,7 @@ class Worker:
                 os.kill(self.process.pid, number)
 
     def close(self) -> None:
-        """After the worker's end: end what it left running, take its last output, report its exit code."""
+        """After the worker's end: kill its process group, read its last output, report its exit code."""
         self.kill(signal.SIGKILL)
         self._no_more_input()
         self._drain()
@@ -159,10 +159,10 @@ class Worker:
 
 
 class Log:
-    """A worker's log file. While it cannot be written, for a full disk say, output is counted instead of kept."""
+    """A worker's log file. While it cannot be written, on a full disk for example, output is counted and dropped."""
 
     def __init__(self, env: Env) -> None:
-        """Open `$JOB_DIR/logs/rank-N.log`, where there is a job's folder; mark where a later generation begins."""
+        """Open `$JOB_DIR/logs/rank-N.log`, if `$JOB_DIR` is set; write a mark if the generation is not the first."""
         self.rank, self.file, self.lost = env.get("RANK", "0"), -1, 0
         generation = env.get("TORCHELASTIC_RESTART_COUNT", "0")
         if "JOB_DIR" not in env:
@@ -177,7 +177,7 @@ class Log:
             self.write(b"\n" * within_a_line + f"[node] generation {generation}\n".encode())
 
     def write(self, data: bytes) -> None:
-        """Write `data`; what could not be written before is made up for by a line that says how much it was."""
+        """Write `data`; a line before it says how many bytes are missing, if earlier writes have failed."""
         if self.file < 0 or not (data or self.lost):
             return
         pending = data
@@ -200,7 +200,7 @@ class Log:
 
 
 def doing(session: int) -> dict[str, Any]:
-    """The state of a session's first process, as a letter of proc(5), and the CPU seconds of all of the session."""
+    """The state of a session's leader, as a letter of proc(5), and the CPU seconds of the whole session."""
     state, ticks = "", 0
     for pid, facts in processes():
         if facts and int(facts[3]) == session:
@@ -210,7 +210,7 @@ def doing(session: int) -> dict[str, Any]:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory: of this container, or else of this machine."""
+    """How many processes the kernel has killed for lack of memory: in this container, or on this machine."""
     for path in OOM_COUNTERS:
         with contextlib.suppress(OSError), open(path) as file:
             for line in file:
@@ -226,7 +226,7 @@ def kill(workers: list[Worker], number: int) -> None:
 
 
 def _log_file(job_dir: str, name: str) -> int:
-    """Open a log in a job's folder, which workers may write in; raises OSError where something else is in its place."""
+    """Open a log in a job's folder, which workers can write to; raises OSError if it is not a regular file."""
     os.makedirs(job_dir, exist_ok=True)
     top = os.open(job_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -250,6 +250,6 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _die_with_parent() -> None:
-    """Between fork and exec: have the kernel kill this process when the node dies."""
+    """Make the kernel kill this process when the node dies; runs between fork and exec."""
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,23 +1,23 @@
-"""A process that has imported torch and forks workers, so that none of them has to import it again.
+"""A process that has imported torch and forks workers, so that they need not import it again.
 
     python -u zygote.py SOCKET NODE_PID PADDING MODULE…
 
-A program of its own, with the standard library alone: what it imports, the workers find imported. It says over the
-socket whether it is ready; then each message is a worker to start, `{"command", "env", "cwd"}`, with the descriptor
-of its output, and is answered with the worker's process id. The worker becomes a child of the node, which reaps it.
+A separate program that uses the standard library only, since workers inherit what it imports. It reports over the
+socket whether it is ready. After that, each message describes a worker to start, `{"command", "env", "cwd"}`, with the
+descriptor of its output; the answer is the worker's process id. The worker becomes a child of the node, which reaps it.
 
-Modules of the job's own folder are imported once the node says so (`GO`): when its network has its filter. Nothing else
-is imported from there. A message is read by the worker that it is for: nothing of it, such as a secret in its
-environment, is in the memory of those that are forked later.
+Modules of the job's folder are imported only after the node sends `GO`, when its network has the filter. Nothing else
+is imported from there. Each worker reads its own message, so its content, such as a secret in the environment, is never
+in the memory of workers that are forked later.
 
-A worker that would differ from one in a fresh interpreter gets a fresh interpreter: it execs Python.
+A worker that would behave differently from one in a fresh interpreter gets a fresh interpreter: it execs Python.
 """
 
 from __future__ import annotations
 
 import sys
 
-STARTED = set(sys.modules)  # what every interpreter has imported when it starts
+STARTED = set(sys.modules)  # modules that every interpreter imports at its start
 
 # ruff: noqa: E402
 import atexit
@@ -43,25 +43,25 @@ GO, READ = b"g", b"r"
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # of Linux' prctl(2)
 libc = ctypes.CDLL(None)
 
-ENVIRONMENT = dict(os.environ)  # before a module that we import changes it
+ENVIRONMENT = dict(os.environ)  # before an imported module changes it
 
-# Variables that count when an interpreter or a library starts; a worker in which one differs starts afresh.
+# Variables that take effect when an interpreter or a library starts; a worker with other values is not forked.
 EARLY = ("PYTHON", "PYTORCH", "TORCH", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
-LATE = ("TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")  # but these count later, or are seen to
+LATE = ("TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")  # take effect later, or are set here
 
 
 def load(modules: list[str]) -> str:
-    """Import what workers will need; return why that cannot be, or nothing."""
+    """Import what workers will need; return why that failed, or an empty string."""
     for name in modules:
         try:
             importlib.import_module(name)
-        except BaseException as error:  # whatever a module does, workers can still start without us
+        except BaseException as error:  # workers can start without the zygote
             return f"{name} cannot be imported: {type(error).__name__}: {error}"
     return ""
 
 
 def own(name: str) -> bool:
-    """Whether a module is not installed, so that it can only be the job's own."""
+    """Whether a module is not installed, so that it can only come from the job's folder."""
     try:
         return importlib.util.find_spec(name.partition(".")[0]) is None
     except (ImportError, ValueError):
@@ -69,29 +69,29 @@ def own(name: str) -> bool:
 
 
 def settle() -> str:
-    """Make ready to fork; return why no worker can be forked, or nothing."""
+    """Prepare to fork; return why no worker can be forked, or an empty string."""
     gc.enable()
     gc.collect()
-    gc.freeze()  # the collector would write to every object, and unshare its page
+    gc.freeze()  # the collector would write to every object, and so copy its page
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # what was imported here is not taken apart at the end of a worker; see `finish`
+        finalizer.atexit = False  # a worker does not finalise modules that were imported here; see `finish`
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA was initialised, which no forked process can use"
     if not (pid := os.fork()):
         os._exit(0)
     os.waitpid(pid, 0)
-    threads = len(os.listdir("/proc/self/task"))  # without those that a library ends before each fork
+    threads = len(os.listdir("/proc/self/task"))  # counted after a fork, before which libraries end some threads
     return f"{threads - 1} threads were started, which a fork would lose" if threads > 1 else ""
 
 
 def early(env: dict[str, str]) -> dict[str, str]:
-    """The variables that count at a start."""
+    """The variables that take effect at start."""
     return {name: value for name, value in env.items() if name.startswith(EARLY) and not name.startswith(LATE)}
 
 
 def same(command: list[str], env: dict[str, str]) -> bool:
-    """Whether a forked worker would be what a fresh one is: same early environment, no module hides an imported one."""
+    """Whether a forked worker would behave like a fresh one: same early variables, no module hides an imported one."""
     if early(env) != early(ENVIRONMENT):
         return False
     if command[0] == "-m":
@@ -107,7 +107,7 @@ def same(command: list[str], env: dict[str, str]) -> bool:
 
 
 def hides(entry: os.DirEntry[str]) -> bool:
-    """Whether a file of the script's folder would be imported by the name of a module that we have from elsewhere."""
+    """Whether a file in the script's folder hides a module that was imported from elsewhere."""
     name = entry.name.partition(".")[0]
     origin = getattr(sys.modules.get(name), "__file__", None)
     if origin is None or name in STARTED or origin.startswith(os.path.dirname(entry.path) + "/"):
@@ -116,8 +116,8 @@ def hides(entry: os.DirEntry[str]) -> bool:
 
 
 def become(command: list[str], env: dict[str, str], cwd: str, output: int, node: int) -> NoReturn:
-    """Be the worker; runs in the child, whose parent will be the node."""
-    libc.prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own, as that of any process
+    """Become the worker; runs in the forked child, which the node adopts."""
+    libc.prctl(PR_SET_DUMPABLE, 1)  # otherwise /proc/self would belong to root
     os.setsid()
     for _ in range(1000):
         if os.getppid() == node:
@@ -133,7 +133,7 @@ def become(command: list[str], env: dict[str, str], cwd: str, output: int, node:
     os.close(output)
     os.chdir(cwd)
     if cores := env.get("WORKER_CORES"):
-        with contextlib.suppress(Exception):  # they are no numbers, or the node may not use them
+        with contextlib.suppress(Exception):  # not numbers, or not allowed
             os.sched_setaffinity(0, map(int, cores.split(",")))
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = cwd if command[0] == "-m" else os.path.dirname(os.path.realpath(command[0]))
@@ -149,7 +149,7 @@ def become(command: list[str], env: dict[str, str], cwd: str, output: int, node:
 
 
 def seed(env: dict[str, str]) -> None:
-    """Make good what a start does, and a fork does not: threads, and randomness of its own."""
+    """Do what a fresh start would have done: set the number of threads and seed random numbers."""
     torch, random = sys.modules.get("torch"), sys.modules.get("numpy.random")
     if torch is not None and env.get("OMP_NUM_THREADS", "").isdigit():
         torch.set_num_threads(max(1, int(env["OMP_NUM_THREADS"])))
@@ -158,7 +158,7 @@ def seed(env: dict[str, str]) -> None:
 
 
 def rename(command: list[str]) -> None:
-    """Show the worker's own command line to `ps` and `docker top`, in the place of ours."""
+    """Show the worker's command line in `ps` and `docker top`, instead of the zygote's."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat") as file:
             start, end = map(int, file.read().rpartition(")")[2].split()[45:47])
@@ -198,22 +198,22 @@ def run(command: list[str]) -> NoReturn:
 
 
 def finish(main: types.ModuleType, code: int) -> NoReturn:
-    """End as Python does, but leave what was imported before the fork as it is: taking torch apart takes a second.
+    """Exit as Python does, but do not finalise modules that were imported before the fork: torch takes a second for it.
 
-    Threads are waited for, what was registered for the exit is called, the script's objects are finalised, and all
-    that was written is flushed. No destructor of a C++ library runs.
+    Waits for threads, calls exit handlers, finalises the script's objects and flushes all files. No destructor of a C++
+    library runs.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     flush()
     main.__dict__.clear()
-    gc.collect()  # only what is younger than the fork; the rest is frozen
+    gc.collect()  # only objects that are newer than the fork; the rest is frozen
     flush()
     os._exit(code)
 
 
 def flush() -> None:
-    """Write what Python's files and C's still hold back."""
+    """Flush the buffers of Python and of C."""
     for thing in [*gc.get_objects(), sys.stdout, sys.stderr]:
         if isinstance(thing, io.IOBase):
             with contextlib.suppress(Exception):
@@ -224,8 +224,8 @@ def flush() -> None:
 def fork(control: socket.socket, node: int) -> int:
     """Fork the worker that the next message is for; return its id.
 
-    It is nobody's child, so that the node, the next subreaper, adopts it. Raises ValueError where it has not read its
-    message.
+    A double fork orphans the worker, and the node adopts it as the nearest subreaper. Raises ValueError if the worker
+    has not read its message.
     """
     reader, writer = os.pipe()
     between = os.fork()
@@ -244,15 +244,15 @@ def fork(control: socket.socket, node: int) -> int:
     os.waitpid(between, 0)
     with os.fdopen(reader, "rb") as pipe:
         said = pipe.read()
-    if READ not in said:  # its message is still there, and would be taken for the next one's
+    if READ not in said:  # its message would be taken for that of the next worker
         raise ValueError("a worker has not read its message")
     return int(said.replace(READ, b""))
 
 
 def main() -> None:
-    """Import, then fork workers until the node goes away."""
+    """Import, then fork workers until the node ends."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(PR_SET_DUMPABLE, 0)  # workers, which run as the same user, must not write into what forks the next ones
+    libc.prctl(PR_SET_DUMPABLE, 0)  # workers run as the same user, and must not write to the memory of the zygote
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()
     if not (safe := getattr(sys.flags, "safe_path", False)):
@@ -267,7 +267,7 @@ def main() -> None:
     why = why or load(later) or settle()
     control.send(json.dumps({"ready": not why, "why": why}).encode())
     while head := control.recv(1, socket.MSG_PEEK):
-        if head == GO or why:  # to end with a message unread would lose ours; so wait to be ended
+        if head == GO or why:  # exiting with an unread message would lose our answer; so wait to be killed
             control.recv(1)
         else:
             control.send(json.dumps({"pid": fork(control, node)}).encode())
