@@ -110,7 +110,7 @@ def test_containers_must_be_found_by_label_whether_they_run_or_not(answers, daem
 
 def test_a_refusal_must_be_told_from_an_engine_that_is_away(answers, daemon):
     answers.refusals["GET /containers/json"] = 500, "the store\nis broken"
-    with pytest.raises(EngineError, match="does not list its containers: the store is broken") as refused:
+    with pytest.raises(EngineError, match="could not list its containers: the store is broken") as refused:
         daemon.containers("x")
     assert not isinstance(refused.value, EngineLost)
     answers.happens = lambda what: 1 / 0  # which closes the connection
@@ -127,7 +127,7 @@ def test_each_container_must_be_seen_to_though_some_need_it_no_more(answers, dae
     daemon.each(found, Container.kill)
     assert sorted(answers.did()) == [f"POST /containers/{node['Id']}/kill" for node in nodes]
     answers.refusals[f"POST /containers/{nodes[2]['Id']}/kill"] = 500, "no permission"
-    with pytest.raises(EngineError, match="fails on j-trainer-3: no permission"):
+    with pytest.raises(EngineError, match="failed on j-trainer-3: no permission"):
         daemon.each(found, Container.kill)
 
 
@@ -177,7 +177,7 @@ def test_a_container_that_is_not_up_must_not_be_talked_to(answers, daemon, statu
     answers.refusals["POST /containers/box/exec"] = status, "is not running"
     assert daemon.talk("box", ["pipe"], KEY) is None
     answers.refusals["POST /containers/box/exec"] = 500, "out of room"
-    with pytest.raises(EngineError, match="starts nothing in box: out of room"):
+    with pytest.raises(EngineError, match="could not run a command in box: out of room"):
         daemon.talk("box", ["pipe"], KEY)
 
 

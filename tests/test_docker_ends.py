@@ -283,7 +283,7 @@ def test_a_network_that_is_in_use_must_be_an_error(job):
     job.answers.network()
     job.answers.container("master")  # whose folder has gone
     job.answers.refusals["DELETE /networks/net-j"] = 403, "has active endpoints"
-    with pytest.raises(EngineError, match="keeps a network of j: has active endpoints"):
+    with pytest.raises(EngineError, match="could not remove a network of j: has active endpoints"):
         job.engine().remove("j", 0)
 
 

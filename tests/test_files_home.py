@@ -142,7 +142,7 @@ def test_a_file_that_cannot_be_had_must_be_tried_again_only_when_it_may_be(home,
 
     assert mirror.catch_up(20)
     assert tried() == 0 and node.asked.count("good") == 1
-    with pytest.raises(EngineError, match="1 file did not come home, such as bad: a node says: it cannot be read"):
+    with pytest.raises(EngineError, match="1 file could not be copied, such as bad: a node says: it cannot be read"):
         mirror.come_home(20)  # which has it tried
     assert node.asked.count("bad") > 1
     clock.now += mirror_module.AGAIN + 0.1
@@ -180,7 +180,7 @@ def test_files_must_not_be_waited_for_longer_than_was_asked_for(home, monkeypatc
     try:
         assert not mirror.catch_up(0, lambda: clock.now > began + 100)
         assert not mirror.catch_up(100, lambda: True)
-        with pytest.raises(EngineError, match="not all files came home within 0 s"):
+        with pytest.raises(EngineError, match="not all files were copied from the nodes within 0 s"):
             mirror.come_home(0)
         assert clock.now < began + 20
     finally:

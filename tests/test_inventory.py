@@ -146,7 +146,7 @@ def test_an_image_that_cannot_be_pulled_must_be_told_with_the_way_out(answers, d
         image.has_image(daemon, spec(), True)
     assert "docker login" in error.value.hint
     answers.refusals["GET /images/mine:1/json"] = 500, "out of order"
-    with pytest.raises(EngineError, match="whether it has mine:1: out of order"):
+    with pytest.raises(EngineError, match="could not inspect mine:1: out of order"):
         image.has_image(daemon, spec(), True)
 
 
@@ -154,7 +154,7 @@ def test_a_container_that_looked_for_gpus_and_stays_must_be_told(answers, daemon
     daemon.info["Runtimes"] = NVIDIA
     answers.images.add("mine:1")
     answers.refusals["DELETE /containers/made"] = 500, "out of order"
-    with pytest.raises(EngineError, match="does not remove the container that looked for GPUs: out of order"):
+    with pytest.raises(EngineError, match="could not remove the container that looked for GPUs: out of order"):
         image.inventory(daemon, spec(), tmp_path, True)
 
 

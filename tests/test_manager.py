@@ -132,7 +132,7 @@ def managed(stub, paths):
 @pytest.mark.parametrize(
     ("swarm", "words"),
     [
-        ({"ControlAvailable": False, "LocalNodeState": "active"}, "is no manager"),
+        ({"ControlAvailable": False, "LocalNodeState": "active"}, "is not a manager"),
         ({"ControlAvailable": False, "LocalNodeState": "inactive"}, "is in no Swarm"),
         ({}, "is in no Swarm"),
     ],
@@ -268,7 +268,7 @@ def test_what_is_still_in_use_must_be_tried_again_and_told_in_the_end(stub, mana
     running(stub, managed)
     monkeypatch.setattr(manager, "VANISHES", 0.3)
     stub.refused["DELETE /networks"], began = "network j_job has active endpoints", clock.now
-    with pytest.raises(EngineError, match="keeps the network j_job: network j_job has active endpoints") as raised:
+    with pytest.raises(EngineError, match="remove the network j_job: network j_job has active endpoints") as raised:
         managed.remove("j", 0.4)
     assert 0.7 <= clock.now - began < 1 and "stop j" in raised.value.hint
     assert [kind for kind, *_ in managed.things("j")] == ["network"]

@@ -187,7 +187,7 @@ def test_a_node_that_does_not_listen_must_be_given_up_in_the_end(nodes, monkeypa
 def test_a_folder_that_cannot_be_made_must_be_an_error_of_the_engine(nodes):
     nodes.state.mkdir()
     (nodes.state / "j").touch()
-    with pytest.raises(EngineError, match="a node does not start.*j"):
+    with pytest.raises(EngineError, match="cannot start a node.*j"):
         nodes.up()
 
 

@@ -130,12 +130,12 @@ def test_a_host_that_is_lost_must_be_told_when_swarm_comes_to_know_of_it(engine,
 def test_all_files_must_be_here_before_nodes_are_removed(engine, stub, monkeypatch):
     monkeypatch.setattr(swarm, "ENDS", 0.1)
     connected(engine, "master", "trainer-1", "trainer-2")
-    engine.mirror = made = mirror(come_home=EngineError("1 file did not come home"))
-    with pytest.raises(EngineError, match="did not come home"):
+    engine.mirror = made = mirror(come_home=EngineError("1 file could not be copied"))
+    with pytest.raises(EngineError, match="could not be copied"):
         engine.down(0.1)
     assert len(stub.services) == 2 and engine.mirror is made  # so that `stop` finds them
     engine.mirror = mirror(silent={"trainer-1"})
-    with pytest.raises(EngineError, match="files of trainer-1 did not come home") as raised:
+    with pytest.raises(EngineError, match="files of trainer-1 could not be copied") as raised:
         engine.down(0.1)
     assert "7946" in raised.value.hint and stub.services
     state(stub, "trainer-1", "failed")  # whose files are lost

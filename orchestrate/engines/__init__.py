@@ -1,4 +1,4 @@
-"""Engine: where nodes live. An engine does as it is told; it never prints and never decides."""
+"""The interface of an engine, where nodes run. An engine does as it is asked: it prints nothing and decides nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from orchestrate.paths import NAME, NODES, JobPaths
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
-SWARMS = ("encrypt", "constraints", "volume")  # keys of a job file that only Swarm has something for
-LOST = 137  # the exit code of a worker that was lost with its node: as SIGKILL's
-TERMINATED = 143  # of one that SIGTERM ended, or that was asked to end before it started
+SWARMS = ("encrypt", "constraints", "volume")  # keys of a job file that only Swarm supports
+LOST = 137  # the exit code of a worker that was lost with its node: that of SIGKILL
+TERMINATED = 143  # the exit code after SIGTERM, and of a worker that was cancelled before it started
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,16 @@ class Exit:
     """The end of a worker."""
 
     rank: int
-    code: int  # 128 + n where signal n ended it
-    asked: bool = True  # whether its node had asked it to end; true where that is unknown
+    code: int  # 128 + n if signal n ended it
+    asked: bool = True  # whether its node had asked it to end; true if unknown
 
 
 @dataclass(frozen=True)
 class Doing:
     """What a worker is doing."""
 
-    state: str  # a letter of proc(5): R runs, S sleeps, D waits for a disk, T is stopped; empty where nobody knows
-    cpu: float  # seconds that it and all that it started have used
+    state: str  # a letter of proc(5): R runs, S sleeps, D waits for a disk, T is stopped; empty if unknown
+    cpu: float  # CPU seconds of the worker and its child processes
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class JobState:
     job_id: str
     engine: str
     nodes: int
-    run: Path  # the folder that they see
-    owner: int  # the user id of whoever started it
+    run: Path  # the folder that nodes mount
+    owner: int  # the user id of the account that started it
 
     @property
     def paths(self) -> JobPaths:
-        """Its files; a folder with one of them is what its nodes see."""
+        """The paths of its files; its nodes mount a folder in the run directory."""
         return JobPaths(self.run.parent)
 
     @property
     def named(self) -> bool:
-        """Whether its folder has its name, as all that we make have."""
+        """Whether its run directory has its name, as that of every job has."""
         return NAME.fullmatch(self.job_id) is not None and self.run.parent.name == self.job_id
 
     @property
@@ -60,20 +60,20 @@ class JobState:
 
 
 def ignoring(spec: JobSpec, keys: Iterable[str]) -> str:
-    """That an engine has nothing for these keys, where a job file sets one."""
+    """A note on the keys of the job file that an engine does not support; empty if none of them is set."""
     found = [key for key in keys if getattr(spec, key) != getattr(JobSpec(), key)]
     return f", ignoring {', '.join(found)}" if found else ""
 
 
 def never() -> bool:
-    """Nobody asks to stop."""
+    """A `stopped` for callers that are never asked to stop."""
     return False
 
 
 class Engine(Protocol):
-    """What the supervisor and the commands ask of a place where nodes live.
+    """What the supervisor and the commands need from an engine.
 
-    All may raise EngineError, and EngineLost where the engine does not answer at all.
+    All methods may raise EngineError, and EngineLost if the engine does not answer at all.
     """
 
     name: str  # as in a job file
@@ -82,64 +82,64 @@ class Engine(Protocol):
         """Check that the engine can run `spec` and say what it has; `prepare`: build or pull a missing image."""
 
     def port(self, spec: JobSpec, generation: int) -> int:
-        """Where rank 0 of a generation may listen: another port than that of the generation before."""
+        """A port for rank 0 of a generation, other than that of the previous generation."""
 
     def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
-        """Have as many nodes up as `plan` has; what is there and well stays, what is not is replaced.
+        """Bring up the nodes of `plan`; healthy ones are kept, others are replaced.
 
-        Raises EngineError soon after `stopped()`, too: nodes may take long, for an image that is pulled, say.
+        Also raises EngineError soon after `stopped()`: pulling an image, for example, may take long.
         """
 
     def alive(self) -> set[str]:
         """The nodes on which workers can start."""
 
     def host(self, node: str) -> str:
-        """The name of the machine that a node was on when the engine looked last, where there are several; else ''."""
+        """The name of the machine that a node was last seen on; empty if all nodes are on this machine."""
 
     def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
-        """Take up the workers of `plan` that were started earlier; return the ranks that living nodes do not know."""
+        """Take over the workers of `plan` that run already; return the ranks that their nodes do not know."""
 
     def gather(self, stopped: Callable[[], bool]) -> None:
-        """Have in the job's folder all that workers have written, where they write elsewhere, until `stopped()`.
+        """Copy all files of workers on other machines to the job's folder, or until `stopped()`.
 
-        Raises OSError where the disk is full.
+        Raises OSError if the disk is full.
         """
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
-        """Start the workers, rank 0 first; one that cannot start has ended. Earlier workers are forgotten."""
+        """Start the workers, rank 0 first; one that cannot start counts as ended. Forget earlier workers."""
 
     def wait(self, timeout: float) -> list[Exit]:
-        """The workers that have ended since the last call, in order; at most `timeout` seconds pass."""
+        """The workers that have ended since the last call, in order; waits `timeout` seconds at most."""
 
     def explain(self, end: Exit, node: str) -> str:
-        """What is known of the end of a worker on `node` besides its code: a cause of `restarts.CAUSES`, or nothing."""
+        """The cause of a worker's end, from `restarts.CAUSES`; empty if only its exit code is known."""
 
     def troubles(self) -> dict[str, str]:
         """The nodes that are `paused` or `silent`, or cut off from the network (`partition`)."""
 
     def warnings(self) -> list[str]:
-        """What a user must know about the nodes, once each."""
+        """Warnings about the nodes, each returned once."""
 
     def doing(self) -> dict[int, Doing]:
         """What the running workers are doing, as far as their nodes say."""
 
     def dump(self) -> None:
-        """Have all workers print where they stand, and abort."""
+        """Make all workers print their stacks, and abort."""
 
     def stop(self, kill: bool) -> None:
         """Ask all workers to stop; the nodes kill them after the grace period, or at once."""
 
     def discard(self, nodes: Iterable[str]) -> None:
-        """Remove nodes, by force, whose workers do not end."""
+        """Remove nodes by force, if their workers do not end."""
 
     def down(self, grace: float) -> None:
-        """Remove all that `up` made, also half of it; nodes get `grace` seconds to end."""
+        """Remove everything that `up` has made, even if it failed half-way; nodes get `grace` seconds to end."""
 
     def jobs(self) -> list[JobState]:
         """The jobs that have nodes here."""
 
     def holds(self, job_id: str) -> list[str]:
-        """All that a job has here, in words: what `remove` would remove."""
+        """Descriptions of everything that `remove` would remove."""
 
     def remove(self, job_id: str, grace: float) -> None:
-        """Stop and remove what a job has here, after its orchestrator has gone."""
+        """Stop and remove the nodes of a job whose orchestrator has gone, with all that belongs to them."""

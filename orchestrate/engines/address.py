@@ -1,4 +1,4 @@
-"""Where the Docker Engine is: the address that the user's `docker` command would take, if it is on this machine."""
+"""The address of the Docker Engine: the one that the user's `docker` command uses, if it is on this machine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from orchestrate.errors import EngineError
 
 SOCKET = "unix:///var/run/docker.sock"
-DEFAULT = "default"  # the context that is always there
-TLS = ("DOCKER_TLS", "DOCKER_TLS_VERIFY")  # for $DOCKER_HOST; contexts have files of their own
+DEFAULT = "default"  # the context that always exists
+TLS = ("DOCKER_TLS", "DOCKER_TLS_VERIFY")  # for $DOCKER_HOST; contexts store certificates in files
 HERE = (None, "localhost", "127.0.0.1", "::1")
 
 
@@ -21,7 +21,7 @@ def address() -> str:
     """The engine's address: `$DOCKER_HOST`, else that of `$DOCKER_CONTEXT`, else of the context in Docker's config.
 
     Raises EngineError for a context that does not exist, for an engine that cannot mount this machine's folders, and
-    for one that is asked over TLS: we would ask it without, and so believe whatever answers.
+    for one that uses TLS: we would connect without it, and so trust any program that answers.
     """
     found, tls = os.environ.get("DOCKER_HOST", "").strip(), any(map(os.environ.get, TLS))
     if not found:
@@ -75,7 +75,7 @@ def _context(folder: Path) -> str:
 
 
 def _configured(folder: Path) -> str:
-    """The name of the context that was chosen with `docker context use`."""
+    """The name of the context that was selected with `docker context use`."""
     try:
         name = _read(folder / "config.json")["currentContext"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # `docker` ignores a damaged file, too

@@ -1,4 +1,4 @@
-"""The Docker Engine and Compose, as we talk to them: one client, one command line, one stream of events."""
+"""Access to the Docker Engine and Compose: a client, a command line and a stream of events."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.paths import PROJECT
 
-NOBODY = "65534:65534"  # who runs what an engine starts beside a node
+NOBODY = "65534:65534"  # the user of processes that an engine starts beside a node
 LONGEST = 600  # seconds that Compose may take to bring nodes up or down
-ENDS = 10.0  # seconds that it has to end when somebody asks to stop, and when it is asked itself
-ERRORS = (docker.errors.DockerException, requests.RequestException)  # all that the SDK raises
+ENDS = 10.0  # seconds that it has to end after a request to stop, and after SIGTERM
+ERRORS = (docker.errors.DockerException, requests.RequestException)  # everything that the SDK raises
 GET_DOCKER = "start Docker (systemctl start docker, or Docker Desktop), or use --engine process"
 PLUGINS = [  # where the `docker` command looks for Compose on Linux
     f"{folder}/cli-plugins/docker-compose"
@@ -51,10 +51,10 @@ NO_NETWORKS = (
 
 
 class Daemon:
-    """The Docker Engine that the user's `docker` talks to, too."""
+    """The Docker Engine that the user's `docker` command uses."""
 
     def __init__(self) -> None:
-        """Connect; raises EngineLost where no engine answers, EngineError or ResourceError where it cannot be used."""
+        """Connect; raises EngineLost if no engine answers, EngineError or ResourceError if it cannot be used."""
         self.host = address()
         try:
             self.client = docker.DockerClient(base_url=self.host, version="auto", max_pool_size=32)
@@ -62,13 +62,13 @@ class Daemon:
         except Exception as error:  # the SDK also parses Docker's config file, and fails in many ways
             raise EngineLost(f"no Docker Engine answers at {self.host}: {reason(error)}", GET_DOCKER) from None
         try:
-            if not any(map(os.path.exists, PLUGINS)):  # to ask it takes a tenth of a second
+            if not any(map(os.path.exists, PLUGINS)):  # running it takes a tenth of a second
                 self.compose("version", capture=True)
         except EngineError as error:
             raise ResourceError(f"Docker Compose v2 is missing: {error}", "install the docker-compose plugin") from None
 
     def user(self, run: Path) -> str:
-        """Whom nodes run as: whoever owns the run directory; a rootless engine's root is that very person."""
+        """The user of the nodes: the owner of the run directory, who is root inside of a rootless engine."""
         if any("rootless" in option for option in self.info.get("SecurityOptions") or []):
             return "0:0"
         owner = run.lstat()
@@ -78,12 +78,12 @@ class Daemon:
 
     def containers(self, label: str) -> list[Container]:
         """The containers with a label, running or not."""
-        with self.asking("does not list its containers"):
+        with self.asking("could not list its containers"):
             return self.client.containers.list(all=True, filters={"label": label}, sparse=True)
 
     @contextlib.contextmanager
     def asking(self, what: str) -> Iterator[None]:
-        """Turn the SDK's errors into ours: EngineError `the engine WHAT: …`, or EngineLost where nobody answers."""
+        """Turn the SDK's errors into ours: EngineError `the engine WHAT: …`, or EngineLost if it does not answer."""
         try:
             yield
         except docker.errors.APIError as error:
@@ -92,14 +92,14 @@ class Daemon:
             raise EngineLost(f"the engine does not answer: {reason(error)}", GET_DOCKER) from None
 
     def networks(self, name: str) -> list[Network]:
-        """The networks of this very name; the engine itself would also find those whose names contain it."""
+        """The networks with exactly this name; the engine's filter also finds names that contain it."""
         return [network for network in self.client.networks.list(names=[name]) if network.name == name]
 
     def each(self, containers: Iterable[Container], action: Callable[[Container], Any]) -> None:
-        """Do something to all containers at once; one that is gone, or not running, needs it no more."""
+        """Call `action` for all containers in parallel; ignore those that are gone or not running."""
 
         def act(container: Container) -> None:
-            with self.asking(f"fails on {name_of(container)}"):
+            with self.asking(f"failed on {name_of(container)}"):
                 try:
                     action(container)
                 except docker.errors.APIError as error:
@@ -110,11 +110,11 @@ class Daemon:
             list(pool.map(act, containers))
 
     def talk(self, container: str, command: list[str], key: bytes, patience: float = ANSWERS) -> Link | None:
-        """Run a command in a container that connects its stdin and stdout with a node; None where that does not answer.
+        """Run a command in a container that connects its stdin and stdout to a node; None if the node does not answer.
 
-        `key` is that of the node, which has some seconds to answer.
+        `key` is that of the node, which must answer within `patience` seconds.
         """
-        with self.asking(f"starts nothing in {container[:12]}"):
+        with self.asking(f"could not run a command in {container[:12]}"):
             try:
                 # Workers can read the environment of a process that runs as their user, and trace it.
                 how: dict[str, Any] = {"stdin": True, "environment": {"NODE_KEY": ""}, "user": NOBODY}
@@ -125,7 +125,7 @@ class Daemon:
                     return None
                 raise
         frames = Frames()
-        link = Link(stream._sock.dup(), key, frames.stdout)  # only the garbage collector would close the SDK's own
+        link = Link(stream._sock.dup(), key, frames.stdout)  # dup: only the garbage collector closes the SDK's own
         link.partial = frames.stdout(_ahead(stream))
         stream._response.close()
         return link if link.greet(patience) else None
@@ -138,7 +138,7 @@ class Daemon:
         capture: bool = False,
         stopped: Callable[[], bool] = never,
     ) -> None:
-        """Run Compose with a text as its stdin, and end it when `stopped()`.
+        """Run Compose with `given` as its stdin, and end it when `stopped()`.
 
         Raises EngineError with the last line that it printed.
         """
@@ -149,12 +149,12 @@ class Daemon:
             try:
                 process = subprocess.Popen(
                     ["docker", "--host", self.host, "compose", "--project-directory", str(PROJECT), *arguments],
-                    cwd="/",  # Compose makes a URL of it, which takes no line break
+                    cwd="/",  # Compose turns it into a URL, which allows no line break
                     env=inherited | (env or {}),
                     stdin=stdin,
                     stdout=subprocess.PIPE if capture else 2,
                     stderr=subprocess.STDOUT if capture else None,
-                    start_new_session=capture,  # Ctrl-C is for us; we take down what Compose is bringing up
+                    start_new_session=capture,  # Ctrl-C must not reach it: we take down what it brings up
                     text=True,
                     encoding="utf-8",
                     errors="replace",
@@ -172,9 +172,9 @@ class Daemon:
 
 
 def _end_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> str:
-    """What a process that leads its group has printed when it ends; raises EngineError where it had to be ended.
+    """The output of a process, a group leader, when it has ended; raises EngineError if it had to be killed.
 
-    When `stopped()`, or on Ctrl-C, it still has a while: what it is making can be removed only when it is there.
+    After `stopped()` or Ctrl-C it gets some time: what it is creating can be removed only once it exists.
     """
     deadline, hurried, ended = time.monotonic() + LONGEST, False, False
     interrupt: KeyboardInterrupt | None = None
@@ -199,13 +199,13 @@ def _end_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> str:
 
 
 class Frames:
-    """What an exec writes, out of the frames that the engine puts it into."""
+    """Decodes the output of an exec, which the engine sends in frames."""
 
     def __init__(self) -> None:
         self.partial = b""
 
     def stdout(self, chunk: bytes) -> bytes:
-        """The part of stdout in the next piece; a frame is a stream's number, three zeros, a length and its bytes."""
+        """The stdout in the next chunk; a frame is a stream number, three zero bytes, a length and the data."""
         self.partial += chunk
         found = b""
         while len(self.partial) >= 8:
@@ -218,9 +218,9 @@ class Frames:
 
 
 def _ahead(stream: Any) -> bytes:
-    """What an exec has written already, where it was read together with the head of the engine's answer."""
+    """Output of an exec that was already read together with the headers of the engine's response."""
     patience = stream._sock.gettimeout()
-    stream._sock.setblocking(False)  # for nothing must be waited for
+    stream._sock.setblocking(False)  # so that this never blocks
     found: bytes = stream._response.raw._fp.fp.peek()
     stream._sock.settimeout(patience)
     return found
@@ -229,16 +229,16 @@ def _ahead(stream: Any) -> bytes:
 class Events:
     """The engine's events of one job's containers and networks, from now on.
 
-    They are hints: the engine keeps 256 of them, skips a slow reader, and says nothing of what happens while its
-    daemon is down.
+    They are hints: the engine keeps 256 of them, drops events for a slow reader, and reports nothing that happens while
+    its daemon is down.
     """
 
     def __init__(self, daemon: Daemon, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Listen in the background; `wanted` picks the events that are kept."""
-        self.broken = 0.0  # when the stream broke last, by the monotonic clock
+        """Listen in the background; `wanted` selects the events to keep."""
+        self.broken = 0.0  # when the stream last broke, by the monotonic clock
         self._daemon, self._wanted = daemon, wanted
         self._found: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.bell, self._alarm = socket.socketpair()  # rings for each event, for whoever waits for other things, too
+        self.bell, self._alarm = socket.socketpair()  # readable after each event, for select
         for end in (self.bell, self._alarm):
             end.setblocking(False)
         self._stream: Any = None
@@ -265,19 +265,19 @@ class Events:
 
     def _listen(self, since: int) -> None:
         filters = {"type": ["container", "network"]}
-        seen: set[tuple[Any, ...]] = set()  # of the second that the stream is taken up at again
+        seen: set[tuple[Any, ...]] = set()  # events in the second from which the stream is resumed
         while not self._closing:
             with contextlib.suppress(*ERRORS):
                 self._stream = self._daemon.client.api.events(since=since, filters=filters, decode=True)
-                if self._closing:  # before there was a stream to end
+                if self._closing:  # closed before there was a stream
                     self._end_stream()
-                for event in self._stream:  # which ends without a word when the connection breaks
+                for event in self._stream:  # ends without an error when the connection breaks
                     key = event["timeNano"], event["Action"], event["Actor"]["ID"]
                     if event["time"] != since:
                         since, seen = event["time"], set()
                     if key not in seen and self._wanted(event):
                         self._found.put(event)
-                        with contextlib.suppress(BlockingIOError):  # it rings already
+                        with contextlib.suppress(BlockingIOError):  # it is readable already
                             self._alarm.send(b"!")
                     seen.add(key)
             if not self._closing:
@@ -286,7 +286,7 @@ class Events:
 
 
 def name_of(container: Container) -> str:
-    """The name of a container out of a list."""
+    """The name of a container from `containers.list`."""
     return str(container.attrs["Names"][0]).lstrip("/")
 
 

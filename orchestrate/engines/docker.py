@@ -28,56 +28,56 @@ from orchestrate.paths import PROJECT, JobPaths
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
-RECONCILE = 5.0  # seconds between two looks at the truth, in case the event stream has lost something
-LAG = 0.1  # seconds by which its list of containers is behind the engine's events
-SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has gone itself
-SIGNS = 0.2  # seconds in which the engine tells what happened to a node that is lost
+RECONCILE = 5.0  # seconds between two lists of containers, in case the event stream has lost something
+LAG = 0.1  # seconds by which the engine's list of containers lags behind its events
+SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has exited
+SIGNS = 0.2  # seconds in which events explain the loss of a node
 HOST_NETWORK = Path(__file__).with_name("host-network.yml")
 UP = ("running", "paused")  # the states of a container that still has its processes
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
-SOCKETS = "/run/orchestrate"  # where nodes listen whom this kernel runs
-LISTENS = 10.0  # seconds from a container's start until its node does, at most: 5 with the least of `cpus`
+SOCKETS = "/run/orchestrate"  # where nodes on this kernel listen
+LISTENS = 10.0  # seconds at most from a container's start until its node listens: 5 with the lowest `cpus`
 
 
 class DockerEngine(Linked):
-    """Nodes on the Docker Engine that the user's `docker` talks to, too."""
+    """Nodes on the Docker Engine that the user's `docker` command uses."""
 
     name = "docker"
 
     def __init__(self) -> None:
-        """Connect; raises EngineError where no engine answers."""
+        """Connect; raises EngineError if no engine answers."""
         super().__init__()
         self.daemon = Daemon()
         self.client, self.info = self.daemon.client, self.daemon.info
-        self.home, self.network = "", ""  # the name under which the job's nodes exist
-        self.sockets = Path()  # the folder of their sockets, on this machine
-        self.stays = False  # whether they outlive the job
+        self.home, self.network = "", ""  # the job, or the cluster that the nodes belong to
+        self.sockets = Path()  # the folder of the nodes' sockets on this machine
+        self.stays = False  # whether the nodes outlive the job
         self.env: dict[str, str] = {}
-        self.mounts: Callable[[], list[dict[str, Any]]] = list  # looks up those that the Compose file does not have
+        self.mounts: Callable[[], list[dict[str, Any]]] = list  # finds those that the Compose file does not have
         self.nodes: dict[str, Container] = {}
         self.events: Events | None = None
-        self.told: dict[str, set[str]] = {}  # container id: what events have said of it
-        self.dying: set[str] = set()  # ids of containers that were told to end, and still look well
+        self.told: dict[str, set[str]] = {}  # container id: the actions in its events
+        self.dying: set[str] = set()  # ids of containers that were asked to end, but are still listed as running
         self.trouble: dict[str, str] = {}  # node: paused or partition
         self.looked = 0.0
         self.guard: Guard | None = None
-        self.folders: dict[str, int] = {}  # the inodes of what nodes see of this machine, by their paths there
+        self.folders: dict[str, int] = {}  # the inodes of mounted folders, by their paths in nodes
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Check the image, list the GPUs; raises ResourceError for what is missing."""
         return inventory(self.daemon, spec, run, prepare)
 
     def port(self, spec: JobSpec, generation: int) -> int:
-        """Where a job has a network to itself, only its own last generation could still hold a port."""
+        """A free port: in a job's own network, only its last generation could still hold one."""
         return free_port() if spec.network == "host" else 29500 + generation % 1000  # torch's default first
 
     # --- the job
 
     def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
-        """Have Compose bring up the nodes that are not there, or not well."""
+        """Bring up the nodes that are missing or not healthy."""
         self._settle(spec, plan, run)
         self._bring_up(plan, stopped)
-        if self.guard and self.stays:  # the next job finds them protected
+        if self.guard and self.stays:  # so that the next job need not wait for the filter
             self.guard.finish(self._well_ones)
 
     def _bring_up(self, plan: Plan, stopped: Callable[[], bool]) -> None:
@@ -94,10 +94,10 @@ class DockerEngine(Linked):
             raise EngineError(f"Compose did not bring up {missing} of {len(plan.nodes)} nodes", "see docker compose ls")
 
     def _mend(self) -> None:
-        """Have the containers that there are run well; sooner than Compose, which then adds what is missing."""
+        """Repair existing containers, faster than Compose, which then adds the missing ones."""
         found = self._look().values()
         self.daemon.each((node for node in found if node.status != "exited" and not self._well(node)), Container.kill)
-        with self.daemon.asking("does not connect a node"):
+        with self.daemon.asking("could not connect a node to its network"):
             for network in self.daemon.networks(self.network):
                 for node in found:
                     if self.network not in node.attrs["NetworkSettings"]["Networks"]:
@@ -106,7 +106,7 @@ class DockerEngine(Linked):
             self.daemon.each((node for node in found if not self._well(node)), Container.start)
         except EngineLost:
             raise
-        except EngineError:  # Compose knows how to make it anew, or says why it cannot be
+        except EngineError:  # Compose recreates it, or reports why it cannot
             pass
 
     def _well_nodes(self) -> dict[str, Container]:
@@ -114,7 +114,7 @@ class DockerEngine(Linked):
         return self.nodes
 
     def _well_ones(self) -> dict[str, Container]:
-        """The nodes that are well; those that have just started begin to be protected."""
+        """The healthy nodes; starts the helper of those that have just started."""
         found = {name: node for name, node in self._look().items() if self._well(node)}
         if self.guard:
             self.guard.begin(found.values())
@@ -125,21 +125,21 @@ class DockerEngine(Linked):
         return set(self._well_ones())
 
     def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
-        """Find the nodes by their label, and ask them for the workers."""
+        """Find the nodes by their label, and ask them for their workers."""
         self._settle(spec, plan, run)
         self.nodes = self._look()
         return self.adopt_workers(plan)
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
-        """Have each worker's node start it."""
+        """Start the workers on their nodes."""
         if self.guard:
             self.guard.finish(self._well_ones)
-        self._listen(0)  # what is told until now is of the past
+        self._listen(0)  # earlier events are about earlier generations
         self.told = {}
         super().start(workers, command)
 
     def wait(self, timeout: float) -> list[Exit]:
-        """The workers that have ended, by what their nodes say; and a look at the truth, now and then."""
+        """The workers that have ended, as their nodes report; also checks the containers every few seconds."""
         exits = super().wait(timeout)
         if self.running and time.monotonic() - self.looked > RECONCILE:
             self._reconcile()
@@ -147,7 +147,7 @@ class DockerEngine(Linked):
         return exits
 
     def explain(self, end: Exit, node: str) -> str:
-        """Tell what its node, or else events have said, and whether the node runs."""
+        """The cause, from what its node has reported, events, and the state of the container."""
         sign = self.signs.get(end.rank)
         if sign == "oom":
             return "out of memory" if end.code == LOST else "out of memory in a child"
@@ -159,7 +159,7 @@ class DockerEngine(Linked):
         try:
             found = self._look()
         except EngineLost:
-            if sign == "":  # its node lives, and is reached without the engine
+            if sign == "":  # its node runs, and is reached without the engine
                 return ""
             raise
         if not any(container.status == "running" for container in found.values()):
@@ -174,17 +174,17 @@ class DockerEngine(Linked):
         return "" if self._well(found[node]) else "partition"
 
     def troubles(self) -> dict[str, str]:
-        """What events, and the last look at the truth, have told."""
+        """Nodes that are paused or cut off, when the containers were last listed."""
         return dict(self.trouble)
 
     def stop(self, kill: bool) -> None:
-        """Ask all workers to stop, or kill them; those of paused nodes could do neither."""
+        """Stop or kill all workers; unpause nodes first, whose workers could not react."""
         paused = [self.nodes[name] for name, what in self.trouble.items() if what == "paused" and name in self.nodes]
         self.daemon.each(paused, Container.unpause)
         super().stop(kill)
 
     def warnings(self) -> list[str]:
-        """What nodes have refused, and why they are not protected where they should be."""
+        """Requests that nodes have refused, and why nodes are not protected."""
         return super().warnings() + (self.guard.warnings() if self.guard else [])
 
     def discard(self, nodes: Iterable[str]) -> None:
@@ -193,7 +193,7 @@ class DockerEngine(Linked):
         self.daemon.each(found, lambda node: node.remove(force=True, v=True))
 
     def down(self, grace: float) -> None:
-        """Remove nodes and network; of a cluster, have the nodes make themselves ready for another job."""
+        """Remove nodes and network; clean up the nodes of a cluster for another job."""
         if self.events is not None:
             self.events.close()
         if self.guard:
@@ -203,7 +203,7 @@ class DockerEngine(Linked):
             self._clean(self.nodes)
             sockets.tidy(self.sockets, {str(node.short_id) for node in self.nodes.values()})
         elif self.home:
-            self.remove(self.home, grace if self.running else 0)  # an idle node has nothing to end
+            self.remove(self.home, grace if self.running else 0)  # an idle node has no workers to stop
 
     # --- from another shell
 
@@ -216,7 +216,7 @@ class DockerEngine(Linked):
     def holds(self, job_id: str) -> list[str]:
         """Containers and networks that carry the job's label."""
         label = f"{labels.JOB}={job_id}"
-        with self.daemon.asking("does not list its networks"):
+        with self.daemon.asking("could not list its networks"):
             networks = [
                 f"network {network.name}"
                 for network in self.client.networks.list(filters={"label": label, "driver": "bridge"})
@@ -225,7 +225,7 @@ class DockerEngine(Linked):
         return sorted(f"container {name_of(container)}" for container in containers) + networks
 
     def remove(self, job_id: str, grace: float) -> None:
-        """Stop and remove containers and networks that carry the job's label, and nothing else."""
+        """Stop and remove the containers and networks with the job's label, and nothing else."""
         if self.guard:
             self.guard.close()
         nodes = self._nodes_of(job_id)
@@ -233,7 +233,7 @@ class DockerEngine(Linked):
             self.daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
         nodes += self._helpers_of(job_id)  # of an orchestrator that was killed
         self.daemon.each(nodes, lambda node: node.remove(force=True, v=True))
-        with self.daemon.asking(f"keeps a network of {job_id}"):
+        with self.daemon.asking(f"could not remove a network of {job_id}"):
             networks = self.client.networks.list(filters={"label": f"{labels.JOB}={job_id}", "driver": "bridge"})
             for folder in self._sockets_of(job_id, [thing.attrs["Labels"] for thing in (*nodes, *networks)]):
                 sockets.unshare(folder)
@@ -241,14 +241,14 @@ class DockerEngine(Linked):
                 network.remove()
 
     def _sockets_of(self, job_id: str, found: list[dict[str, str]]) -> set[Path]:
-        """The folders of a job's sockets, as far as they are known by labels or from `_settle`."""
+        """The folders of a job's sockets that are known from labels or `_settle`."""
         states = [job for each in found if (job := labels.job(each, self.name)) and job.named and job.job_id == job_id]
         return {job.paths.sockets for job in states} | ({self.sockets} if self.home == job_id else set())
 
     # --- details
 
     def _settle(self, spec: JobSpec, plan: Plan, run: Path) -> None:
-        """Know the job, and listen to what happens to it."""
+        """Set the job whose nodes this is about, and listen to its events."""
         code = plan.inventory.code
         command = () if plan.job_id == plan.inventory.cluster else spec.command  # a cluster runs none
         self.mounts = partial(mounts.of_nodes, run, Path(code), command)
@@ -293,7 +293,7 @@ class DockerEngine(Linked):
         return [one for one in found if labels.helps(one, labels.GUARD, job_id)]
 
     def _look(self) -> dict[str, Container]:
-        """The job's containers by the names of their nodes; one that is dying is waited for."""
+        """The job's containers by the names of their nodes; waits for those that are being killed."""
         deadline = time.monotonic() + DYING
         while True:
             found = {labels.node(node): node for node in self._nodes_of(self.home)}
@@ -305,7 +305,7 @@ class DockerEngine(Linked):
             time.sleep(0.02)
 
     def _well(self, container: Container) -> bool:
-        """Whether it runs, not paused, on the job's network."""
+        """Whether it is running, not paused, and on the job's network."""
         networks = container.attrs["NetworkSettings"]["Networks"]
         return container.status == "running" and self.network in networks
 
@@ -326,12 +326,12 @@ class DockerEngine(Linked):
         return {**super()._request(worker), "filtered": filtered, "folders": self.folders}
 
     def _same_kernel(self) -> bool:
-        """Whether a socket in the job's folder can be the same for a node and for us; and has a name of its own."""
+        """Whether we can connect to a node's socket in the run directory, which is named after its host name."""
         desktop = "Docker Desktop" in self.info["OperatingSystem"]  # a virtual machine
         return sys.platform == "linux" and not desktop and self.network != "host"
 
     def _runs(self, node: str) -> bool:
-        """Whether its container is up; somebody may have killed the pipe alone."""
+        """Whether its container is up: the connection may have ended alone."""
         found = self._look().get(node)
         if found is None or found.status not in UP:
             return False
@@ -350,7 +350,7 @@ class DockerEngine(Linked):
         return self.home in (attributes.get(labels.JOB), attributes.get("name", "").removesuffix("_job"))
 
     def _read(self, event: dict[str, Any]) -> None:
-        """Note what an event tells of a container, or that it is time to look at the truth."""
+        """Record an event of a container, or that the containers must be listed."""
         action, actor, attributes = event["Action"], event["Actor"]["ID"], event["Actor"]["Attributes"]
         if action == "kill" and attributes.get("signal") in ("9", "15"):
             self.told.setdefault(actor, set()).add(action)
@@ -362,7 +362,7 @@ class DockerEngine(Linked):
             self.looked = time.monotonic() - RECONCILE + LAG
 
     def _reconcile(self) -> None:
-        """Look at the truth: which nodes have ended, and which are in trouble."""
+        """List the containers: which nodes have ended, and which are paused or cut off."""
         found = self._look()
         self.trouble = {name: "paused" for name, node in found.items() if node.status == "paused"}
         cut_off = [name for name, node in found.items() if node.status == "running" and not self._well(node)]
@@ -370,7 +370,7 @@ class DockerEngine(Linked):
         self.broken |= {node for node in self.running.values() if node not in found or node not in self.links}
 
     def _expect_shutdown(self) -> None:
-        """No node is left: raise EngineLost if that is because the daemon is being stopped, or was restarted."""
+        """Raise EngineLost if no node is left because the daemon is being stopped or was restarted."""
         deadline = time.monotonic() + SHUTDOWN
         while time.monotonic() < deadline:
             if self.events and self.events.broken > time.monotonic() - 2 * SHUTDOWN:

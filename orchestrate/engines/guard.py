@@ -2,7 +2,7 @@
 
 A node has no capability, so a helper container that shares its network puts up a packet filter there
 (`node/guard.py`). Helpers run while nodes import torch; no worker starts before they have ended.
-A helper has a capability and its result is believed, so it runs in the project's own image, never in the job's.
+A helper has a capability and its result is trusted, so it runs in the project's own image, never in the job's.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ METADATA = (
     "fd00:ec2::/32",  # AWS
     "fd20:ce::/32",  # Google
 )
-NEIGHBOURS = ("224.0.0.0/3", "fe80::/10", "ff00::/8")  # broadcast, multicast and link-local: this machine is one, too
-POOLS: list[dict[str, Any]] = [  # of networks, in an engine that is not configured otherwise
+NEIGHBOURS = ("224.0.0.0/3", "fe80::/10", "ff00::/8")  # broadcast, multicast, link-local: they reach this machine
+POOLS: list[dict[str, Any]] = [  # Docker's default address pools
     {"Base": "172.16.0.0/12", "Size": 16},
     {"Base": "192.168.0.0/16", "Size": 20},
 ]
 PROC = Path("/proc")
 
 Address = IPv4Address | IPv6Address
-Pattern = tuple[Address, Address]  # the bits of an address that count, and their mask
+Pattern = tuple[Address, Address]  # an address and its mask
 
 
 class Guard:
     """The helpers of one job's nodes."""
 
     def __init__(self, daemon: Daemon, home: str, run: Path) -> None:
-        """`home` is the name under which the nodes exist, and `run` the folder that they see."""
+        """`home` is the job or cluster that the nodes belong to, and `run` the folder that they mount."""
         self.daemon, self.home, self.run = daemon, home, run
         self.pool = ThreadPoolExecutor(16)
-        self.begun: dict[str, Future[None]] = {}  # by endpoint; a container has a new one each time it starts
-        self.ended: set[str] = set()  # those whose end has been waited for
+        self.begun: dict[str, Future[None]] = {}  # by endpoint id, which is new each time a container starts
+        self.ended: set[str] = set()  # endpoints whose helper has ended
         self.failures: list[str] = []
         self.warned = False
 
     def begin(self, nodes: Iterable[Container]) -> None:
-        """Start helpers for the nodes that have had none since they started."""
+        """Start a helper for each node that has had none since it started."""
         for node in nodes:
             if _endpoint(node) not in self.begun:
                 self.begun[_endpoint(node)] = self.pool.submit(self._protect, node)
 
     def finish(self, look: Callable[[], dict[str, Container]]) -> None:
-        """Wait for the helpers; `look` finds the nodes that run by then, and begins with those that started again."""
-        look()  # one that was started again since the last look has a new namespace
+        """Wait for the helpers; `look` returns the running nodes, and starts helpers for restarted ones."""
+        look()  # a node that was restarted meanwhile has a new namespace
         while new := self.begun.keys() - self.ended:
             wait([self.begun[endpoint] for endpoint in new])
             self.ended |= new
@@ -75,12 +75,12 @@ class Guard:
             self.failures += [str(error) for endpoint in still if (error := self.begun[endpoint].exception())]
 
     def expects(self, node: Container) -> bool:
-        """Whether a node must have its filter before a worker starts there: not where setting it up has failed."""
+        """Whether a worker needs the filter to start on a node: not if setting it up has failed."""
         begun = self.begun.get(_endpoint(node))
         return begun is None or not begun.done() or begun.exception() is None
 
     def warnings(self) -> list[str]:
-        """What a user must know, once: that nodes are not protected, and why."""
+        """A warning, returned once, that nodes are not protected, and why."""
         if self.warned or not self.failures:
             return []
         self.warned = True
@@ -90,12 +90,12 @@ class Guard:
         ]
 
     def close(self) -> None:
-        """Wait until no helper is under way, and start no more."""
+        """Wait for running helpers, and start no more."""
         self.pool.shutdown(cancel_futures=True)
 
     def _protect(self, node: Container) -> None:
-        """Run a helper, unless an earlier orchestrator's has done the same already."""
-        with self.daemon.asking("does not run a helper"):
+        """Run a helper, unless one of an earlier orchestrator has already set up the same filter."""
+        with self.daemon.asking("could not run a helper"):
             pid = self.daemon.client.api.inspect_container(str(node.id))["State"]["Pid"]
             source = Path(program.__file__).read_text()
             words = [f"{value}/{mask}" for value, mask in blocked(self.daemon.info, node)]
@@ -112,11 +112,11 @@ class Guard:
                 last = api.logs(helper, tail=1).decode(errors="replace").strip()
                 raise EngineError(last or f"a helper ended with exit code {code}")
         finally:
-            with contextlib.suppress(*ERRORS):  # what is left is removed with the nodes
+            with contextlib.suppress(*ERRORS):  # a leftover helper is removed with the nodes
                 api.remove_container(helper, v=True, force=True)
 
     def _create(self, node: str, command: list[str]) -> str:
-        """Make a helper; raises EngineError where the engine does not have the project's image."""
+        """Create a helper; raises EngineError if the engine does not have the project's image."""
         api = self.daemon.client.api
         host = api.create_host_config(
             network_mode=f"container:{node}",
@@ -143,12 +143,12 @@ class Guard:
 
 
 def wanted(spec: JobSpec) -> bool:
-    """Whether a job's nodes are to be kept from this machine."""
+    """Whether the job asks for the filter."""
     return not spec.host_access and spec.network != "host"
 
 
 def blocked(info: dict[str, Any], node: Container) -> list[Pattern]:
-    """What a node must not reach; `info` is of its engine. The same as long as no address of this machine changes."""
+    """The addresses that a node must not reach, which depend on this machine's; `info` is that of the engine."""
     found = [_whole(network) for network in (*METADATA, *NEIGHBOURS)]
     for pool in info.get("DefaultAddressPools") or POOLS:
         found += _gateways(pool["Base"], pool["Size"])
@@ -159,7 +159,7 @@ def blocked(info: dict[str, Any], node: Container) -> list[Pattern]:
 
 
 def addresses(net: Path) -> list[Address]:
-    """This machine's addresses and those of its broadcasts, out of `/proc/net`; none where there is no such folder."""
+    """This machine's addresses and broadcast addresses, from `/proc/net`; empty if that does not exist."""
     found: list[Address] = []
     with contextlib.suppress(OSError):
         text = (net / "fib_trie").read_text()
@@ -171,7 +171,7 @@ def addresses(net: Path) -> list[Address]:
 
 
 def marked(pid: int, mark: int) -> bool:
-    """Whether a helper has left its mark in the network of a process, which any user of its machine may read."""
+    """Whether a helper has left its mark in the network namespace of a process."""
     try:
         return program.marked((PROC / str(pid) / "net" / "route").read_text(), mark)
     except OSError:
@@ -179,7 +179,7 @@ def marked(pid: int, mark: int) -> bool:
 
 
 def _gateways(base: str, size: int) -> list[Pattern]:
-    """The addresses that this machine has, or may get, in each network out of a pool, and those of their broadcasts."""
+    """The addresses that this machine may have in the networks of a pool, and their broadcast addresses."""
     pool = ip_network(base, strict=False)
     hosts = (1 << (pool.max_prefixlen - size)) - 1
     mask = ip_address(int(pool.netmask) | hosts)
@@ -187,7 +187,7 @@ def _gateways(base: str, size: int) -> list[Pattern]:
 
 
 def _around(node: Container) -> list[Address]:
-    """The gateways of a node's networks, and the addresses of their broadcasts."""
+    """The gateways and broadcast addresses of a node's networks."""
     found = []
     for network in node.attrs["NetworkSettings"]["Networks"].values():
         found += [ip_address(network[key]) for key in ("Gateway", "IPv6Gateway") if network.get(key)]
@@ -203,6 +203,6 @@ def _whole(network: str) -> Pattern:
 
 
 def _endpoint(node: Container) -> str:
-    """What is new whenever a container starts."""
+    """An id that is new whenever a container starts."""
     networks = node.attrs["NetworkSettings"]["Networks"].values()
     return " ".join([str(node.id), *(network.get("EndpointID", "") for network in networks)])

@@ -1,7 +1,7 @@
 """What .dockerignore names, as Docker reads it: https://docs.docker.com/build/concepts/context/#dockerignore-files.
 
-A folder of code may be another one's: its file is read within bounds, and no pattern takes long to match. Patterns are
-matched name by name; a wildcard of Python's `fnmatch` does not backtrack into the one before it.
+The folder of code is untrusted: the size of the file, the number of patterns and the time to match are limited.
+Patterns are matched name by name; wildcards as in Python's `fnmatch`, which do not backtrack into one another.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from orchestrate.folder import regular
 
 NAME = ".dockerignore"
 LARGEST, MOST = 64 << 10, 1000  # bytes and patterns
-MOST_STEPS = 5_000_000  # of patterns through names, about a microsecond each
+MOST_STEPS = 5_000_000  # comparisons of a pattern with a name, about a microsecond each
 ANY = "**"  # any number of folders
 
-States = frozenset[int]  # which parts of a pattern may come next; its length: what is here fits it
+States = frozenset[int]  # the parts of a pattern that may match next; len(parts): the path matches
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern as regular expressions for the names of a path, None for `**`; or an exception (`!`) of that form."""
+    """A pattern or an exception (`!`): a regular expression for each name of a path, None for `**`."""
 
     parts: tuple[re.Pattern[str] | None, ...]
     excepts: bool = False
 
     @property
     def end(self) -> int:
-        """The state in which a path fits."""
+        """The state in which a path matches."""
         return len(self.parts)
 
     def begin(self) -> States:
@@ -41,7 +41,7 @@ class Pattern:
         return self._closed({0})
 
     def after(self, states: States, name: str) -> States:
-        """The states after one more name of a path; what is below a folder that fits does so, too."""
+        """The states after one more name; everything in a folder that matches also matches."""
         reached = set()
         for state in states:
             part = self.parts[state] if state < self.end else None
@@ -52,35 +52,35 @@ class Pattern:
         return self._closed(reached)
 
     def _closed(self, states: set[int]) -> States:
-        """With what follows each `**`, which may stand for no folder; at the end it stands for one name at least."""
+        """Add the states after each `**`, which can match no folder; a `**` at the end matches one name at least."""
         return frozenset(states | {state + 1 for state in states if state + 1 < self.end and self.parts[state] is None})
 
 
 @dataclass(frozen=True)
 class Place:
-    """A file or folder of the code, by its path, and where it is in each pattern that may still fit."""
+    """A file or folder in the code, and the states of all patterns that it or its content can match."""
 
     live: tuple[tuple[Pattern, States], ...]
     path: str = ""
 
     @property
     def steps(self) -> int:
-        """How many steps it takes to go to one thing in the folder."""
+        """How many comparisons one entry of the folder takes."""
         return sum(len(states) for _, states in self.live)
 
     def inside(self, name: str) -> Place:
-        """What has this name in the folder."""
+        """The entry of this name in the folder."""
         reached = ((pattern, pattern.after(states, name)) for pattern, states in self.live)
         return Place(tuple(one for one in reached if one[1]), f"{self.path}/{name}" if self.path else name)
 
     @property
     def ignored(self) -> bool:
-        """Whether the last pattern that fits is no exception."""
+        """Whether the last pattern that matches is not an exception."""
         fitting = [one for one, states in self.live if one.end in states]
         return bool(fitting) and not fitting[-1].excepts
 
     def leads_to(self, excepts: bool) -> bool:
-        """Whether patterns, or exceptions, are for something in the folder that it is not as a whole."""
+        """Whether patterns, or exceptions, can match something inside the folder and not only the folder itself."""
         return any(one.excepts is excepts and bool(states - {one.end}) for one, states in self.live)
 
 
@@ -90,13 +90,13 @@ def top(patterns: tuple[Pattern, ...]) -> Place:
 
 
 class Walk:
-    """A way through a folder of code, of limited length."""
+    """A traversal of the folder of code with a limited number of comparisons."""
 
     def __init__(self, code: Path) -> None:
         self._code, self._left = code, MOST_STEPS
 
     def inside(self, folder: Place) -> list[tuple[os.DirEntry[str], Place]]:
-        """What is in a folder; raises UsageError where it cannot be read, or the patterns take too long."""
+        """The entries of a folder; raises UsageError if it cannot be read, or the patterns take too long."""
         try:
             with os.scandir(self._code / folder.path) as entries:
                 return [(entry, self._next(folder, entry.name)) for entry in entries]
@@ -113,10 +113,10 @@ class Walk:
 
 
 def ignored(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
-    """What .dockerignore names, by its path: folders as a whole, if no exception (`!`) is for something in them.
+    """The paths that .dockerignore excludes: whole folders, unless an exception (`!`) can match something inside.
 
-    Patterns whose last name is one of `but` do not count. Raises UsageError where the file or a folder cannot be read,
-    or the patterns take too long.
+    Ignores patterns whose last name is in `but`. Raises UsageError if the file or a folder cannot be read, or the
+    patterns take too long.
     """
     patterns = read(code, but)
     waiting, walk = [top(patterns)] if patterns else [], Walk(code)
@@ -130,9 +130,9 @@ def ignored(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def kept(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
-    """The paths of all that .dockerignore does not name, without folders, hidden files and what is named `but`.
+    """The paths that .dockerignore does not exclude, without folders, hidden files and the names in `but`.
 
-    Raises UsageError where the file, or a folder, cannot be read, or the patterns take too long.
+    Raises UsageError if the file or a folder cannot be read, or the patterns take too long.
     """
     waiting, walk = [top(read(code))], Walk(code)
     while waiting:
@@ -147,7 +147,7 @@ def kept(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def read(code: Path, but: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
-    """The patterns in the .dockerignore of a folder; raises UsageError where it cannot be read."""
+    """The patterns in the .dockerignore of a folder; raises UsageError if it cannot be read."""
     file = code / NAME
     try:
         with regular(file) as opened:
@@ -175,7 +175,7 @@ def read(code: Path, but: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
 
 
 def _names(text: str) -> list[str]:
-    """The names of a pattern's path, of which `**` may begin one, without `.` and `..`."""
+    """The names in a pattern's path, without `.` and `..`; splits a name that begins with `**`."""
     names: list[str] = []
     for name in text.split("/"):
         if name == "..":
@@ -189,7 +189,7 @@ def _names(text: str) -> list[str]:
 
 
 def _part(name: str) -> re.Pattern[str] | None:
-    """A regular expression for a name of a pattern, written as in Go's `path.Match`; None for `**`."""
+    """A regular expression for one name of a pattern, in the syntax of Go's `path.Match`; None for `**`."""
     if name == ANY:
         return None
     if ANY in name.rstrip("*"):

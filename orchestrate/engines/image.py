@@ -1,4 +1,4 @@
-"""What a Docker Engine has for a job: the image, and the GPUs that containers can see."""
+"""What a Docker Engine offers to a job: the image, and the GPUs that containers can see."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ NOT_LOOKED = f"GPUs were not looked for: a plan runs no image but {IMAGE}, which
 
 
 def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
-    """Check the image, built or pulled where `prepare` allows it, and list the GPUs; raises ResourceError.
+    """Check the image, build or pull it if `prepare` allows it, and list the GPUs; raises ResourceError.
 
     `run` is the folder that nodes will see. Raises UsageError for folders that cannot be mounted.
     """
     runtime = "nvidia" in daemon.info.get("Runtimes", {})
-    hopeless = spec.gpus not in ("auto", "none") and not runtime  # then no image is worth building
+    hopeless = spec.gpus not in ("auto", "none") and not runtime  # before the image is built for nothing
     if not hopeless:
         has_image(daemon, spec, prepare)
-        volumes(daemon, spec.image)  # refuses what nodes cannot have
+        volumes(daemon, spec.image)  # raises ResourceError for volumes that nodes cannot have
     gpus: tuple[str, ...] = ()
     no_gpus = "the engine has no NVIDIA runtime"
     if spec.gpus != "none" and runtime:
@@ -46,7 +46,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
         mounts.of_nodes(run, Path.cwd())  # a cluster runs no command
     else:
         mounts.of_nodes(run, code, spec.command)
-    here, count = cores(), max(1, daemon.info["NCPU"])  # those of this machine may not be the engine's
+    here, count = cores(), max(1, daemon.info["NCPU"])  # the engine may run in a virtual machine with other cores
     return Inventory(
         engine="docker",
         about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}{ignoring(spec, SWARMS)}",
@@ -64,7 +64,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
 
 
 def _check_access(spec: JobSpec, code: Path) -> None:
-    """Raise UsageError where nodes that run as another user could not read the code, or their own program."""
+    """Raise UsageError if nodes that run as another user could not read the code or their program."""
     user = users.nodes_of(spec)
     for path in (code, PACKAGE):
         if user and not users.can_read(path, *user):
@@ -75,8 +75,8 @@ def _check_access(spec: JobSpec, code: Path) -> None:
 
 
 def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
-    """Whether the engine has the image, built or pulled where `prepare` allows it; raises ResourceError."""
-    with daemon.asking(f"does not say whether it has {spec.image}"), contextlib.suppress(docker.errors.ImageNotFound):
+    """Whether the engine has the image; builds or pulls it if `prepare` allows it; raises ResourceError."""
+    with daemon.asking(f"could not inspect {spec.image}"), contextlib.suppress(docker.errors.ImageNotFound):
         daemon.client.images.get(spec.image)
         return True
     if not prepare:
@@ -96,12 +96,12 @@ def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
 
 
 def _looking(daemon: Daemon, spec: JobSpec, prepare: bool) -> str:
-    """The image to look for GPUs with: the project's own if there is one; the job's only if the job will run."""
+    """The image that looks for GPUs: the project's own if it exists; the job's only if the job will run."""
     return IMAGE if has_image(daemon, JobSpec(), prepare=False) else spec.image if prepare else ""
 
 
 def _gpus(daemon: Daemon, image: str, run: Path) -> tuple[str, ...]:
-    """Ask nvidia-smi in a container that sees all GPUs; none where that cannot start, for lack of a driver say."""
+    """Run nvidia-smi in a container with all GPUs; empty if it cannot start, without a driver for example."""
     container = None
     try:
         container = daemon.client.containers.create(
@@ -127,5 +127,5 @@ def _gpus(daemon: Daemon, image: str, run: Path) -> tuple[str, ...]:
         return ()
     finally:
         if container is not None:
-            with daemon.asking("does not remove the container that looked for GPUs"):
+            with daemon.asking("could not remove the container that looked for GPUs"):
                 container.remove(force=True, v=True)

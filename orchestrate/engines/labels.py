@@ -1,8 +1,7 @@
 """Labels by which everything of a job is found in an engine.
 
-Labels are input: a container also has those of its image, and containers of other people can have any. So something
-belongs to a job only if all of its labels have the form that we write and its name, which no image can choose, is the
-one that it was given.
+Labels are untrusted: a container inherits those of its image, and containers of other users can have any. So an object
+belongs to a job only if all of its labels are valid and it has the name that we gave it, which no image can choose.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _COMPOSE = "com.docker.compose."
 
 
 def only(labels: Mapping[str, str]) -> dict[str, str]:
-    """Labels of a container that we make; all others of ours are empty, so that an image cannot set them."""
+    """Labels for a container; the rest of our labels are set to empty, so that an image cannot set them."""
     return dict.fromkeys((JOB, RUN, OWNER, ROLE, GUARD, RELAY), "") | dict(labels)
 
 
 def job(labels: Mapping[str, str], engine: str) -> JobState | None:
-    """The job that has something with these labels, without its number of nodes; None where they are not ours."""
+    """The job of an object with these labels, without the number of nodes; None if they are not ours."""
     name, run, owner = (labels.get(key, "") for key in (JOB, RUN, OWNER))
     if not NAME.fullmatch(name) or not re.fullmatch("[0-9]{1,10}", owner) or not run.startswith("/"):
         return None
@@ -38,9 +37,9 @@ def job(labels: Mapping[str, str], engine: str) -> JobState | None:
 
 
 def node(container: Container) -> str:
-    """The name of a job's node out of a list: `master`, or `trainer-2` for the second trainer in Compose's order.
+    """The name of the node in a container: `master`, or `trainer-2` for the second trainer in Compose's order.
 
-    Empty where the container is not a node of the job that its label names.
+    Empty if the container is not a node of the job in its label.
     """
     labels = _labels(container)
     found = job(labels, "docker")
@@ -53,18 +52,18 @@ def node(container: Container) -> str:
 
 
 def node_job(container: Container) -> JobState | None:
-    """The job of a node, without its number of nodes; None for any other container."""
+    """The job of a node, without the number of nodes; None for other containers."""
     return job(_labels(container), "docker") if node(container) else None
 
 
 def service_job(service: Mapping[str, Any]) -> JobState | None:
-    """The job of a Swarm's service, without its number of nodes; None for the service of something else."""
+    """The job of a Swarm service, without the number of nodes; None for other services."""
     found = job(service["Spec"].get("Labels") or {}, "swarm")
     return found if found and service["Spec"]["Name"] in [f"{found.job_id}-{role}" for role in ROLES] else None
 
 
 def task_node(task: Mapping[str, Any]) -> str:
-    """The name of the node that a Swarm's task is; empty for the task of something else."""
+    """The name of the node in a Swarm task; empty for other tasks."""
     role = (task["Spec"].get("ContainerSpec", {}).get("Labels") or {}).get(ROLE, "")
     if role not in ROLES or "Slot" not in task:
         return ""
@@ -77,7 +76,7 @@ def helper_name(kind: str, job_id: str, suffix: str = "") -> str:
 
 
 def helps(container: Container, kind: str, job_id: str) -> bool:
-    """Whether a container out of a list helps the nodes of a job, as the guard or the relay that `kind` names."""
+    """Whether a container is a helper of a job's nodes: its guard or its relay, as in `kind`."""
     name = helper_name(kind, job_id)
     return _labels(container).get(kind) == job_id and any(
         found == name or found.startswith(f"{name}-") for found in _names(container)

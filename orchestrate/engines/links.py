@@ -1,6 +1,6 @@
-"""Connections to nodes, and what an engine does over them: start workers, stop them, hear of their ends.
+"""Connections to nodes, and what an engine does over them: start and stop workers, and learn of their ends.
 
-What is said over them stands in `node/wait.py`.
+`node/wait.py` describes the messages.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from orchestrate.plan import Plan, WorkerPlan
 
 ANSWERS = 10.0  # seconds that a node may take to answer
 DYING = 5.0  # seconds that a node takes to die, at most
-LOOKS = 1.0  # seconds that it may take to say what its workers are doing, while the job goes on; a paused one does not
+LOOKS = 1.0  # seconds that it may take to report its workers while the job goes on; a paused node does not
 
 
 class Link:
-    """A connection to a node: JSON lines, both ways, which others can reach, too, but not speak on."""
+    """A connection to a node: JSON lines in both directions, each with an HMAC."""
 
     def __init__(self, sock: socket.socket, key: bytes, decode: Callable[[bytes], bytes] = bytes) -> None:
-        """`key` is that of the job; `decode` takes what was received out of what an engine wraps around it."""
+        """`key` is that of the job; `decode` removes the frames in which an engine sends data."""
         self.sock, self.decode, self.partial = sock, decode, b""
         self.seal = Seal(key, listens=False)
         sock.settimeout(ANSWERS)
 
     def greet(self, patience: float) -> bool:
-        """Exchange the words that a connection begins with; False where the node does not, in some seconds."""
+        """Exchange nonces and proofs of the key; False if the node does not answer within `patience` seconds."""
         deadline = time.monotonic() + patience
         try:
             self.seal.meet(self._greeting(deadline))
@@ -53,7 +53,7 @@ class Link:
         return True
 
     def _greeting(self, deadline: float) -> bytes:
-        """The next line, which must be short and come in time; raises OSError."""
+        """The next line, which must be short and arrive in time; raises OSError."""
         while b"\n" not in self.partial:
             self.sock.settimeout(max(0.001, deadline - time.monotonic()))
             if len(self.partial) > LONGEST_GREETING or not (chunk := self.sock.recv(1 << 16)):
@@ -63,7 +63,7 @@ class Link:
         return line
 
     def send(self, ask: str, **facts: Any) -> bool:
-        """Ask the node for something; False where the connection has ended."""
+        """Send a request to the node; False if the connection has ended."""
         text = json.dumps({"ask": ask, **facts}).encode()
         try:
             self.sock.sendall(self.seal.close(text) + b"\n")
@@ -72,7 +72,7 @@ class Link:
         return True
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """What the node says, once the socket can be read; None at the end of the connection."""
+        """The messages of the node, once the socket is readable; None at the end of the connection."""
         try:
             chunk = self.sock.recv(1 << 16)
         except OSError:
@@ -84,20 +84,20 @@ class Link:
             return None
         try:
             return [messages.read(self.seal.open(line)) for line in lines]
-        except ValueError:  # what Docker says where a container ends while something starts in it, say
+        except ValueError:  # for example Docker's error text, if a container ends while an exec starts
             return None
 
     def close(self) -> None:
-        """End the connection, whoever else holds its socket."""
+        """End the connection, even if another process holds its socket."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
 
     def converse(self, ask: str, patience: float = ANSWERS, **facts: Any) -> dict[str, Any]:
-        """Ask, and wait for the answer; for a connection that serves nothing else.
+        """Send a request, and wait for the answer; for a connection that is used for nothing else.
 
-        Raises ConnectionError where the connection ends, or is silent for `patience` seconds, EngineError for what the
-        node has to say.
+        Raises ConnectionError if the connection ends or is silent for `patience` seconds, EngineError with an error of
+        the node.
         """
         self.sock.settimeout(patience)
         sent = self.send(ask, **facts)
@@ -114,44 +114,44 @@ class Link:
 
 
 def _reason(message: dict[str, Any]) -> str:
-    """Why a node has not done something, as it says; no more than a person reads."""
+    """Why a node has not executed a request, shortened."""
     return " ".join(message["error"].split())[:200]
 
 
 class Linked:
-    """The half of an engine that is the same wherever nodes live."""
+    """The part of an engine that is the same for all engines."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.key = b""  # of the job, or of its cluster
         self.links: dict[str, Link] = {}  # by node
         self.generation = -1
-        self.running: dict[int, str] = {}  # rank: its node, of workers whose end is not known
-        self.queued: list[WorkerPlan] = []  # workers that start as soon as rank 0 has
+        self.running: dict[int, str] = {}  # rank: node, of workers that have not ended
+        self.queued: list[WorkerPlan] = []  # workers that start as soon as rank 0 has started
         self.command: tuple[str, ...] = ()
         self.pids: dict[int, int] = {}  # by rank, as the node sees them
-        self.signs: dict[int, str] = {}  # by rank, what its node has noticed at its end: oom, ending
+        self.signs: dict[int, str] = {}  # by rank, the sign in the report of its end, such as oom or ending
         self.ended: list[tuple[float, Exit]] = []  # in seconds since 1970; not yet reported
         self.broken: set[str] = set()  # nodes whose connection has ended
-        self.statuses: dict[str, dict[str, Any]] = {}  # by node, what it has answered
-        self.cleaned: set[str] = set()  # nodes that have said that they are ready for another job
-        self.refusals: list[str] = []  # what nodes have not done, and why; not yet reported
-        self.refused: set[str] = set()  # nodes of which one refusal is known: code of an image could say it for ever
+        self.statuses: dict[str, dict[str, Any]] = {}  # by node, its last status
+        self.cleaned: set[str] = set()  # nodes that have reported that they are cleaned
+        self.refusals: list[str] = []  # refused requests, with the reason; not yet reported
+        self.refused: set[str] = set()  # nodes of which a refusal is known; code of an image could repeat it for ever
 
     def _connect(self, node: str) -> Link | None:
-        """A connection to a node, or None where it does not run; raises EngineLost. May be called by a thread."""
+        """Connect to a node; None if it does not run; raises EngineLost. Must be thread-safe."""
         raise NotImplementedError
 
     def _exists(self, node: str) -> bool:
-        """Whether a node that does not answer may still come to itself."""
+        """Whether a node that does not answer may recover."""
         raise NotImplementedError
 
     def _runs(self, node: str) -> bool:
-        """Whether a node whose connection has ended runs all the same, by a fresh look; raises EngineLost."""
+        """Ask the engine whether a node whose connection has ended still runs; raises EngineLost."""
         return False
 
     def _lost(self, node: str) -> None:
-        """A connection has ended: so has the node, though it may still look well; or only the connection has."""
+        """Handle the end of a connection: the node has ended, even if it is still listed, or the connection alone."""
         deadline = time.monotonic() + DYING
         while time.monotonic() < deadline and self._runs(node):
             self._link([node])
@@ -165,21 +165,21 @@ class Linked:
     # --- what the supervisor asks for
 
     def host(self, node: str) -> str:
-        """No name: all nodes are on this machine."""
+        """Empty: all nodes are on this machine."""
         return ""
 
     def warnings(self) -> list[str]:
-        """What nodes have refused."""
+        """Requests that nodes have refused."""
         found, self.refusals = self.refusals, []
         return found
 
     def gather(self, stopped: Callable[[], bool]) -> None:
-        """Nothing: nodes write in the job's folder itself."""
+        """Do nothing: nodes write to the job's folder itself."""
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
-        """Have each worker's node start it, the others' as soon as rank 0 is there.
+        """Start the workers on their nodes, the others as soon as rank 0 has started.
 
-        Whoever does not find torch's store listening, which rank 0 opens, looks again only after half a second.
+        Rank 0 opens torch's store; a worker that cannot connect to it waits half a second before it tries again.
         """
         self._expect(workers)
         self._link(dict.fromkeys(worker.node for worker in workers))
@@ -187,7 +187,7 @@ class Linked:
         self._start(workers[0])
 
     def adopt_workers(self, plan: Plan) -> set[int]:
-        """Take up the workers of a plan that were started earlier; return the ranks that living nodes do not know."""
+        """Take over the workers of a plan that run already; return the ranks that their nodes do not know."""
         self._expect(plan.workers)
         nodes = list(dict.fromkeys(worker.node for worker in plan.workers))
         self._link(nodes)
@@ -217,7 +217,7 @@ class Linked:
         states, found = self._ask(set(self.running.values()), LOOKS), {}
         for rank, node in self.running.items():
             doing = states[node]["running"].get(str(rank)) if node in states else None
-            if doing and doing["state"]:  # where there is /proc
+            if doing and doing["state"]:  # only if there is /proc
                 found[rank] = Doing(doing["state"], doing["cpu"])
         return found
 
@@ -229,7 +229,7 @@ class Linked:
         self._tell("stop", kill=kill)
 
     def dump(self) -> None:
-        """Have all workers print where they stand, and abort."""
+        """Make all workers print their stacks, and abort."""
         self._tell("dump")
 
     def discard(self, nodes: Iterable[str]) -> None:
@@ -239,7 +239,7 @@ class Linked:
     # --- for engines
 
     def _take_key(self, run: Path) -> None:
-        """Have the key of the nodes that see the folder `run`; raises EngineError."""
+        """Read the key of the nodes that mount the folder `run`; raises EngineError."""
         try:
             self.key = bytes.fromhex(records.need(run.parent).key)
         except UsageError as error:
@@ -248,29 +248,29 @@ class Linked:
             raise EngineError(f"no key to talk to the nodes: {run.parent.name} has ended", "start it again")
 
     def _request(self, worker: WorkerPlan) -> dict[str, Any]:
-        """Environment and folder of a worker."""
+        """Environment and working directory of a worker, as fields of its request."""
         return {"env": worker.env, "inherit": True, "cwd": None}
 
     def _clean(self, nodes: Iterable[str]) -> None:
-        """Have nodes make themselves ready for another job, and wait until they are; discard those that are not."""
+        """Clean up nodes for another job, and wait for that; discard those that do not confirm it."""
         nodes, self.cleaned = set(nodes), set()
         self._link(nodes)
         self._tell("clean")
         deadline = time.monotonic() + ANSWERS
         while (nodes & self.links.keys()) - self.cleaned and time.monotonic() < deadline:
             self._listen(0.1)
-        if nodes - self.cleaned:  # what the job has started may still be there
+        if nodes - self.cleaned:  # processes of the job may still run there
             self.discard(nodes - self.cleaned)
 
     def _break(self, node: str) -> None:
-        """The connection to a node has ended; what that means is found out in `wait`."""
+        """Close the connection to a node; `wait` finds out whether the node has ended."""
         link = self.links.pop(node)
         self.selector.unregister(link.sock)
         link.close()
         self.broken.add(node)
 
     def _ask(self, nodes: Iterable[str], patience: float = ANSWERS) -> dict[str, dict[str, Any]]:
-        """What nodes know of their workers, as far as they answer."""
+        """The status of the nodes that answer."""
         self.statuses = {}
         asked = {node for node in nodes if self._send(node, "status")}
         deadline = time.monotonic() + patience
@@ -279,7 +279,7 @@ class Linked:
         return self.statuses
 
     def _know(self, rank: int, state: dict[str, Any]) -> bool:
-        """Take up what a node knows of a worker, if it knows it."""
+        """Take over a node's status of a worker; False if the node does not know it."""
         word = str(rank)
         if state["generation"] != self.generation or word not in state["codes"] | state["running"]:
             return False
@@ -291,12 +291,12 @@ class Linked:
         return True
 
     def _end(self, ranks: Iterable[int]) -> None:
-        """Workers are lost with their node."""
+        """Report workers as lost with their node."""
         for rank in list(ranks):
             self._ended(rank, LOST, time.time())
 
     def _send(self, node: str, ask: str, **facts: Any) -> bool:
-        """Ask a node for something; False where there is no connection any more."""
+        """Send a request to a node; False if there is no connection."""
         if node not in self.links:
             return False
         if self.links[node].send(ask, **facts):
@@ -305,7 +305,7 @@ class Linked:
         return False
 
     def _expect(self, workers: tuple[WorkerPlan, ...]) -> None:
-        self._listen(0)  # a connection that has ended must not be taken for that of a node that is new
+        self._listen(0)  # notice closed connections now, before a new node has the same name
         self.generation = int(workers[0].env["TORCHELASTIC_RESTART_COUNT"])
         self.running = {worker.rank: worker.node for worker in workers}
         self.queued, self.pids, self.signs, self.ended = [], {}, {}, []
@@ -316,7 +316,7 @@ class Linked:
             self._end([worker.rank])
 
     def _link(self, nodes: Iterable[str]) -> None:
-        """Have connections to nodes, made all at once; none to those that do not run."""
+        """Connect in parallel to the nodes that run and have no connection yet."""
         lacking = [node for node in nodes if node not in self.links]
         if not lacking:
             return
@@ -332,7 +332,7 @@ class Linked:
             self._send(node, ask, **facts)
 
     def _listen(self, timeout: float) -> None:
-        """Take in what nodes say, as soon as one does."""
+        """Receive messages of nodes; returns after the first ones."""
         for key, _ in self.selector.select(timeout):
             said = self.links[key.data].receive() if key.data in self.links else []
             if said is None:
@@ -353,9 +353,9 @@ class Linked:
             for rank in [rank for rank, where in self.running.items() if where == node and rank not in self.pids]:
                 self._ended(rank, FAILED_TO_START, time.time(), asked=False)
         elif say not in ("started", "ended") or message["generation"] != self.generation:
-            return  # what an older one still had to say
+            return  # from an older generation
         elif self.running.get(message["rank"]) != node:
-            return  # we know already how it ended; or it is another node's
+            return  # its end is known already, or it belongs to another node
         elif say == "started":
             self.pids[message["rank"]] = message["pid"]
             queued, self.queued = self.queued, []

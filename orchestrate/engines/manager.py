@@ -1,4 +1,4 @@
-"""Docker Swarm as we talk to it: its hosts, and what a job has there: services, tasks, a network, a secret, a relay."""
+"""Access to Docker Swarm: its hosts, and a job's services, tasks, network, secret and relay."""
 
 from __future__ import annotations
 
@@ -23,52 +23,52 @@ from orchestrate.paths import PACKAGE
 from orchestrate.plan import Plan, counted
 from orchestrate.spec import JobSpec
 
-PLACED = 1.0  # seconds in which a task has its host
-LAST = "2000"  # lines of a task that was lost
-VANISHES = 20.0  # seconds that Swarm takes to let go of a network whose tasks have ended
+PLACED = 1.0  # seconds within which a task is assigned to a host
+LAST = "2000"  # log lines to fetch of a lost task
+VANISHES = 20.0  # seconds that Swarm takes to release a network whose tasks have ended
 NO_MANAGER = "run orchestrate on a manager (docker node ls there), or make this host one: docker swarm init"
 COMING = ("new", "pending", "assigned", "accepted", "preparing", "ready", "starting")  # states of a task
 ENDED = ("complete", "shutdown", "failed", "rejected", "remove", "orphaned")
-Thing = dict[str, Any]  # a host, or a task, as the Engine's API describes it
+Thing = dict[str, Any]  # a host or a task, as in the Engine's API
 
 
 class Manager:
-    """The manager of a Swarm that the user's `docker` talks to, and one job's part of the Swarm."""
+    """The Swarm manager that the user's `docker` command uses, and what one job has in the Swarm."""
 
     def __init__(self) -> None:
-        """Connect; raises EngineError where no manager answers."""
+        """Connect; raises EngineError if no manager answers."""
         self.daemon = Daemon()
         self.client, self.api = self.daemon.client, self.daemon.client.api
         self.info: Thing = self.daemon.info
         swarm = self.info.get("Swarm", {})
         if not swarm.get("ControlAvailable"):
-            state = "no manager" if swarm.get("LocalNodeState") == "active" else "in no Swarm"
+            state = "not a manager" if swarm.get("LocalNodeState") == "active" else "in no Swarm"
             raise EngineError(f"the engine at {self.daemon.host} is {state}", NO_MANAGER)
-        self.address = str(swarm["NodeAddr"])  # of this host, for the others
+        self.address = str(swarm["NodeAddr"])  # of this host, as other hosts reach it
         self.home, self.network, self.run = "", "", Path()
         self.labels: dict[str, str] = {}
         self.port = 0
         self.key = b""
         self.relay: Container | None = None
-        self.known: dict[str, Thing] = {}  # the hosts by their ids, when we looked last
+        self.known: dict[str, Thing] = {}  # the hosts by id, when last listed
 
-    # --- what there is
+    # --- hosts, tasks and jobs
 
     def hosts(self) -> dict[str, Thing]:
-        """The hosts by their ids."""
-        with self.daemon.asking("does not list its hosts"):
+        """The hosts by id; lists them again."""
+        with self.daemon.asking("could not list its hosts"):
             self.known = {host["ID"]: host for host in self.api.nodes()}
         return self.known
 
     def takers(self, spec: JobSpec) -> list[Thing]:
-        """The hosts that take a job's nodes; raises ResourceError where none is ready."""
+        """The hosts that take a job's nodes; raises ResourceError if none is ready."""
         hosts = [host for host in self.hosts().values() if ready(host)]
         if not hosts:
             raise ResourceError("no host of the Swarm is ready", "see docker node ls")
-        return [host for host in hosts if fits(host, spec.constraints)] or hosts  # if none fits, Swarm says why
+        return [host for host in hosts if fits(host, spec.constraints)] or hosts  # if none matches, Swarm reports why
 
     def answers(self, task: Thing) -> bool:
-        """Whether the host of a task was there when we looked last."""
+        """Whether the host of a task was up when last listed."""
         return answers(self.known.get(task.get("NodeID", ""), {}))
 
     def host(self, task: Thing) -> str:
@@ -78,23 +78,23 @@ class Manager:
 
     def tasks(self) -> list[Thing]:
         """The tasks of the job, the newest last, each with the `Name` of its node."""
-        with self.daemon.asking("does not list its tasks"):
+        with self.daemon.asking("could not list its tasks"):
             tasks: list[Thing] = self.api.tasks(filters={"label": f"{labels.JOB}={self.home}"})  # type: ignore[no-untyped-call]
         found = [{**task, "Name": name} for task in tasks if (name := labels.task_node(task))]
         return sorted(found, key=lambda task: str(task["CreatedAt"]))
 
     def look(self) -> dict[str, Thing]:
-        """The newest task of each node, ended or not, by the nodes' names; and the hosts anew."""
+        """The newest task of each node, ended or not, by the node's name; also lists the hosts again."""
         self.hosts()
         return {task["Name"]: task for task in self.tasks()}
 
     def dead(self) -> set[str]:
-        """The ids of the tasks that are known to have ended, by fresh word of their hosts."""
+        """The ids of the tasks that have ended, as reported by hosts that are up."""
         self.hosts()
         return {task["ID"] for task in self.tasks() if self.answers(task) and ended(task)}
 
     def refusal(self, image: str, old: set[str], impatient: bool) -> tuple[str, str] | None:
-        """Why a task cannot start, besides `old` ones, and a hint; `impatient`: also one that no host has taken yet."""
+        """Why a task not in `old` cannot start, and a hint; `impatient`: also for a task that no host takes."""
         for task in self.tasks():
             state, error = task["Status"]["State"], task["Status"].get("Err", "")
             waits = state == "pending" and "no suitable node" in error
@@ -104,8 +104,8 @@ class Manager:
         return None
 
     def output(self, task: Thing) -> bytes:
-        """The last lines of a task's stdout, by Swarm's log; nothing where that cannot be had."""
-        with contextlib.suppress(Exception):  # whatever the SDK and its libraries raise, the log is only not longer
+        """The last lines of a task's stdout, from Swarm's log; empty if they cannot be read."""
+        with contextlib.suppress(Exception):  # after any error of the SDK, the log only stays shorter
             found = self.api.service_logs(task["ServiceID"], details=True, stdout=True, is_tty=False, tail=LAST)
             lines = (line.partition(b" ") for line in b"".join(found).split(b"\n"))
             return b"\n".join(text for details, _, text in lines if f"task.id={task['ID']}".encode() in details)
@@ -113,7 +113,7 @@ class Manager:
 
     def jobs(self) -> list[JobState]:
         """The jobs that have services here."""
-        with self.daemon.asking("does not list its services"):
+        with self.daemon.asking("could not list its services"):
             services = self._services()
             tasks: list[Thing] = self.api.tasks()  # type: ignore[no-untyped-call]
         nodes = Counter(task["ServiceID"] for task in tasks if task["DesiredState"] == "running")
@@ -125,9 +125,9 @@ class Manager:
         return [jobs[name] for name in sorted(jobs)]
 
     def things(self, job_id: str) -> list[tuple[str, str, Callable[[], Any]]]:
-        """All that a job has: what it is, its name, and what removes it."""
+        """Everything that a job has: the kind, the name, and a function that removes it."""
         label = {"label": f"{labels.JOB}={job_id}"}
-        with self.daemon.asking("does not list what it has"):
+        with self.daemon.asking("could not list the objects of a job"):
             services = [
                 ("service", str(found.name), found.remove)
                 for found in self.client.services.list(filters=label)
@@ -144,18 +144,18 @@ class Manager:
         ]
         return [*services, *relays, *secrets, *networks]
 
-    # --- what is made and removed
+    # --- create and remove
 
     def settle(self, plan: Plan, run: Path, spec: JobSpec, key: bytes) -> None:
-        """Know the job, and the key of its nodes and their relay."""
+        """Set the job, and the key of its nodes and their relay."""
         self.home, self.run, self.key = plan.home, run, key
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
         self.port = parts.port(spec, plan.home)  # where the relay answers
         self.labels = {labels.JOB: plan.home, labels.RUN: str(run), labels.OWNER: str(os.getuid())}
 
     def prepare(self, spec: JobSpec) -> None:
-        """Have a network."""
-        with self.daemon.asking("does not make the job's network"):
+        """Create the job's network."""
+        with self.daemon.asking("could not create the job's network"):
             if self.network != "host" and not self.daemon.networks(self.network):
                 options = {"encrypted": ""} if spec.encrypt else {}
                 self.client.networks.create(
@@ -163,8 +163,8 @@ class Manager:
                 )
 
     def connect(self, spec: JobSpec) -> None:
-        """Have a relay. To Swarm it is a task like a node, by which it would spread the nodes over the other hosts."""
-        with self.daemon.asking("does not start the relay"):
+        """Start the relay, as a container: Swarm would count a task as a node, and spread the nodes to other hosts."""
+        with self.daemon.asking("could not start the relay"):
             name = labels.helper_name(labels.RELAY, self.home)
             found = self.client.containers.list(all=True, filters={"name": f"^/{name}$"})
             if found and found[0].status != "running":
@@ -192,14 +192,14 @@ class Manager:
         )
 
     def relay_address(self) -> tuple[str, int]:
-        """Where the relay answers nodes."""
+        """The relay's address and port, as nodes reach it."""
         assert self.relay
         if self.network == "host":
             return self.address, self.port
         return str(self.relay.attrs["NetworkSettings"]["Networks"][self.network]["IPAddress"]), self.port
 
     def node_address(self, task: Thing) -> tuple[str, int]:
-        """Where a node listens."""
+        """A node's address and port."""
         if self.network == "host":
             number = int(task["Name"].partition("-")[2] or 0)
             return str(self.known[task["NodeID"]]["Status"]["Addr"]), self.port + 1 + number
@@ -209,23 +209,23 @@ class Manager:
         raise EngineError(f"{task['Name']} has no address on the job's network")
 
     def scale(self, spec: JobSpec, plan: Plan, role: str, more: int) -> None:
-        """Have more tasks of a service, which is made where it is not there, and wait until they have their hosts.
+        """Add tasks to a service, which is created if it does not exist, and wait until they have their hosts.
 
-        Its restart policy has Swarm leave alone what has ended; a task that is new has a slot of its own.
+        With its restart policy, Swarm does not replace tasks that have ended; a new task gets the next slot.
         """
         if more <= 0:
             return
         count, deadline = len(self.tasks()) + more, time.monotonic() + PLACED
         self._scale(spec, plan, role, more)
         while time.monotonic() < deadline and sum("NodeID" in task for task in self.tasks()) < count:
-            time.sleep(0.02)  # the tasks of two services that are placed at once may share a host
+            time.sleep(0.02)  # tasks of two services that are placed at the same time may share a host
 
     def _scale(self, spec: JobSpec, plan: Plan, role: str, more: int) -> None:
         name = f"{self.home}-{role}"
-        with self.daemon.asking(f"does not start the service {name}"):
+        with self.daemon.asking(f"could not start the service {name}"):
             for service in self._services(self.home):
                 there = service["Spec"]
-                if there["Name"] == name:  # anything else than another number would have all of its tasks made anew
+                if there["Name"] == name:  # any change other than the number would recreate all tasks
                     self.api.update_service(
                         service["ID"],
                         service["Version"]["Index"],
@@ -257,7 +257,7 @@ class Manager:
             )
 
     def remove(self, job_id: str, grace: float) -> None:
-        """Remove all that carries the job's label, and wait until Swarm has let go of it; raises EngineError."""
+        """Remove everything with the job's label, and wait until Swarm has released it; raises EngineError."""
         deadline = time.monotonic() + grace + VANISHES
         self.home, stuck = job_id, ""
         while True:
@@ -270,11 +270,11 @@ class Manager:
                 raise EngineError(stuck or f"{', '.join(left)} did not end", f"python -m orchestrate stop {job_id}")
             for kind, name, remove in things:
                 try:
-                    with self.daemon.asking(f"keeps the {kind} {name}"):
+                    with self.daemon.asking(f"could not remove the {kind} {name}"):
                         remove()
                 except EngineLost:
                     raise
-                except EngineError as error:  # something else still uses it, say
+                except EngineError as error:  # for example because another container uses it
                     stuck = str(error)
             time.sleep(0.1)
         if away := [self.host(task) for task in tasks if task["Status"]["State"] == "running"]:
@@ -294,7 +294,7 @@ class Manager:
 
 
 def answers(host: Thing) -> bool:
-    """Whether a host is there, by what Swarm knows."""
+    """Whether Swarm reports a host as up."""
     return bool(host) and bool(host["Status"]["State"] == "ready")
 
 
@@ -304,7 +304,7 @@ def ready(host: Thing) -> bool:
 
 
 def fits(host: Thing, constraints: Iterable[str]) -> bool:
-    """Whether a host satisfies constraints such as `node.labels.gpu == a100`; as in Swarm, no label is an empty one."""
+    """Whether a host satisfies constraints such as `node.labels.gpu == a100`; a missing label is empty, as in Swarm."""
     spec, about, platform = host["Spec"], host["Description"], host["Description"].get("Platform", {})
     facts = {"node.id": host["ID"], "node.hostname": about["Hostname"], "node.role": spec.get("Role", "")}
     facts |= {"node.platform.os": platform.get("OS", ""), "node.platform.arch": platform.get("Architecture", "")}
@@ -318,17 +318,17 @@ def fits(host: Thing, constraints: Iterable[str]) -> bool:
 
 
 def well(task: Thing) -> bool:
-    """Whether a task runs, and is to."""
+    """Whether a task runs and is not being stopped."""
     return bool(task["Status"]["State"] == "running" and task["DesiredState"] == "running")
 
 
 def coming(task: Thing) -> bool:
-    """Whether a task is on its way to run."""
+    """Whether a task is being started."""
     return task["Status"]["State"] in COMING and task["DesiredState"] in ("ready", "running")
 
 
 def ended(task: Thing) -> bool:
-    """Whether a task does not run any more."""
+    """Whether a task has ended."""
     return task["Status"]["State"] in ENDED
 
 
@@ -342,7 +342,7 @@ def gpus(host: Thing) -> int:
 
 
 def shared_out(offered: list[int], nodes: int, spares: int) -> int:
-    """How many of the GPUs that hosts offer `nodes` can have, as many each, since a node is on one host."""
+    """How many GPUs `nodes` nodes can have in total, with the same number each, all of it on one host."""
     each = max(offered, default=0)
     while each > 1 and sum(count // each for count in offered) < nodes + spares:
         each -= 1

@@ -1,4 +1,4 @@
-"""What a node may say: other people's code may speak in its place, so anything of another form is no message.
+"""The messages of nodes, which are untrusted: anything that does not have one of these forms is rejected.
 
 The forms are described in `node/wait.py` and `node/files.py`.
 """
@@ -42,7 +42,7 @@ FORMS: dict[str, Form] = {
 
 
 def read(line: bytes) -> dict[str, Any]:
-    """The message of a line; raises ValueError where it is none."""
+    """Parse the message in a line; raises ValueError if it is invalid."""
     try:
         message = json.loads(line)
     except RecursionError:

@@ -1,7 +1,7 @@
-"""The files of nodes that share no folder with us: what they write comes home.
+"""Copies the files of nodes that share no folder with us to the job's folder here.
 
-It is the nodes' word that names the files, and the nodes run other people's code: nothing is written outside of the
-job's folder, nor over what the orchestrator itself keeps there, nor through a link.
+The names of the files are untrusted, since nodes run other people's code: nothing is written outside of the job's
+folder, over the orchestrator's own files there, or through a link.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from orchestrate.node.ranks import FENCE
 from orchestrate.node.trees import hidden
 from orchestrate.plan import counted
 
-OFTEN = 0.2  # seconds between two looks at the nodes
-OVERLAP = 256  # bytes that are looked for
-AGAIN = 5.0  # seconds until what could not come home is tried again
+OFTEN = 0.2  # seconds between two rounds
+OVERLAP = 256  # bytes at the end of a log by which it is found in the node's stdout
+AGAIN = 5.0  # seconds until a failed file is tried again
 FULL = (errno.ENOSPC, errno.EDQUOT)
-TURN = 0.5  # seconds for which a node's files are fetched before its logs have their turn
-OWN = {FENCE}  # what the orchestrator keeps in a job's folder
+TURN = 0.5  # seconds for which files of a node are fetched before its logs are again
+OWN = {FENCE}  # files of the orchestrator in a job's folder
 
 
 class _Fetch:
-    """A file that is on its way, under a hidden name."""
+    """A file that is being copied, under a hidden name."""
 
     def __init__(self, home: Path, path: str, told: Facts) -> None:
         self.path, self.told, self.target = path, told, home / path
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        # a name may have 255 bytes, which leave no room for more
+        # not the name with a suffix, which could have more than 255 bytes
         self.temporary = self.target.with_name(f".{hashlib.sha256(os.fsencode(path)).hexdigest()}.coming")
         self.temporary.unlink(missing_ok=True)
         self.file = self.temporary.open("xb")
 
     def keep(self) -> None:
-        """Have it in its place, with the time of change that it has on its node, and executable where it is there."""
+        """Move it to its place, with the modification time and the executable bit of the original."""
         self.file.close()
         if self.told[3] & 0o100:
             mode = self.temporary.stat().st_mode
@@ -57,7 +57,7 @@ class _Fetch:
         self.temporary.replace(self.target)
 
     def drop(self) -> None:
-        """Have nothing of it."""
+        """Remove it."""
         with contextlib.suppress(OSError):
             self.file.close()
         with contextlib.suppress(OSError):
@@ -66,47 +66,47 @@ class _Fetch:
 
 @dataclass(eq=False)
 class _Node:
-    """What has come home from one node."""
+    """What has been copied from one node."""
 
     name: str
     logs: list[str]  # paths
     link: Link | None = None
-    files: dict[str, Facts] = field(default_factory=dict)  # and links, with no facts
-    failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # which could not come home as they were; when
+    files: dict[str, Facts] = field(default_factory=dict)  # copied files; links have no facts
+    failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # failed files: facts and time
     fetching: _Fetch | None = None
-    heard: bool = False  # whether it has answered when we looked last
+    heard: bool = False  # whether it has answered in the last round
 
 
 class Mirror:
-    """Brings home the files of a job while it runs, in the background."""
+    """Copies the files of a job in the background while it runs."""
 
     def __init__(
         self, home: Path, folder: str, ranks: dict[str, list[int]], connect: Callable[[str], Link | None]
     ) -> None:
-        """Bring home `folder` of these nodes from now on, and the logs of their ranks; an earlier node's files win.
+        """Copy `folder` of these nodes from now on, and the logs of their ranks; earlier nodes take precedence.
 
-        `connect` makes a connection to a node, or none where that does not run; it raises EngineError.
+        `connect` connects to a node, or returns None if the node does not run; it raises EngineError.
         """
         self.home, self.folder, self.connect = home, folder, connect
         self.nodes = [_Node(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
-        self.owners: dict[str, int] = {}  # path: the number of the node that it comes from
-        self.owning = threading.Lock()  # while that changes, or a file by it
-        self.errors: dict[str, Exception] = {}  # path: why it is not here
-        self.looks = 0  # at all nodes, that have begun
+        self.owners: dict[str, int] = {}  # path: the index of the node that it is copied from
+        self.owning = threading.Lock()  # held while `owners`, or a file that depends on it, is changed
+        self.errors: dict[str, Exception] = {}  # path: why it could not be copied
+        self.looks = 0  # rounds that have begun
         self.changed = threading.Condition()
         self.closing = False
-        self.called = 0.0  # when somebody last asked for all that there is
+        self.called = 0.0  # when `catch_up` was last called
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def catch_up(self, timeout: float, stopped: Callable[[], bool] = never) -> bool:
-        """Return when all that nodes have written before the call is here, or cannot be had; else False.
+        """Wait until everything that nodes had written before the call is copied or has failed; else False.
 
-        At most `timeout` seconds pass, and nothing is waited for once `stopped()`.
+        Returns after `timeout` seconds at most, and once `stopped()`.
         """
         with self.changed:
             self.called = time.monotonic()
-            until = self.looks + 2  # the look that goes on may have begun before the call
+            until = self.looks + 2  # the current round may have begun before the call
             while not (done := self.looks >= until or self.closing):
                 if stopped() or time.monotonic() > self.called + timeout:
                     break
@@ -114,25 +114,25 @@ class Mirror:
             return done
 
     def lacks_space(self) -> None:
-        """Raise an OSError where the disk at home was full."""
-        for path, error in self.errors.copy().items():  # which the thread goes on with
+        """Raise an OSError if the disk here was full."""
+        for path, error in self.errors.copy().items():  # a copy: the thread may change it
             if isinstance(error, OSError) and error.errno in FULL:
                 raise OSError(error.errno, error.strerror, path)
 
     def come_home(self, timeout: float) -> None:
-        """Have all files here; raises EngineError where some cannot be, which then stay on their nodes."""
+        """Copy all files; raises EngineError if some fail, which then stay on their nodes."""
         if not self.catch_up(timeout):
-            raise EngineError(f"not all files came home within {timeout:g} s")
+            raise EngineError(f"not all files were copied from the nodes within {timeout:g} s")
         errors = self.errors.copy()
         for path, why in errors.items():
-            raise EngineError(f"{counted(len(errors), 'file')} did not come home, such as {path}: {why}")
+            raise EngineError(f"{counted(len(errors), 'file')} could not be copied, such as {path}: {why}")
 
     def silent(self) -> set[str]:
-        """The nodes that have not answered when we looked last."""
+        """The nodes that have not answered in the last round."""
         return {node.name for node in self.nodes if not node.heard}
 
     def close(self) -> None:
-        """Bring home no more."""
+        """Stop copying."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
@@ -156,7 +156,7 @@ class Mirror:
                         self.changed.wait_for(lambda: self.closing, OFTEN)
 
     def _visit(self, node: _Node) -> bool:
-        """Bring home what is new on a node; whether there is more."""
+        """Copy what is new on a node; return whether there is more."""
         try:
             node.link = node.link or self.connect(node.name)
             if node.link is None:
@@ -167,10 +167,10 @@ class Mirror:
             said = [self._append(path, data) for path, data in news["logs"].items() if path in have]
             self._make_way(node, {**news["files"], **news["links"]})
             more = self._fetch(node, news["files"])
-            if not more:  # what has taken the place of others is here
+            if not more:  # replacements of removed files are here
                 self._tidy(node, news)
             return more or any(said)
-        except Exception:  # the node has gone, or talks nonsense: the next look, if there is one, begins anew
+        except Exception:  # no connection, or an invalid answer: the next round starts over
             self._forget(node)
             return False
 
@@ -189,28 +189,28 @@ class Mirror:
             return 0
 
     def _append(self, path: str, data: str) -> bool:
-        """Have what is new in a log; whether that has worked."""
+        """Append new output to a log; return whether that has worked."""
         try:
             descriptor = os.open(self.home / path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             with os.fdopen(descriptor, "ab") as file:
                 file.write(base64.b64decode(data))
-        except OSError as error:  # the disk is full, say; half of a piece is gone on with
+        except OSError as error:  # for example a full disk; the next round continues after a partial write
             self.errors[path] = error
             return False
         self.errors.pop(path, None)
         return True
 
     def _fetch(self, node: _Node, files: dict[str, Facts]) -> bool:
-        """Some pieces of the files that differ from what is here, the oldest first; whether there is more."""
+        """Fetch pieces of files that differ from those here, oldest first; return whether there is more."""
         wanted, now = {}, time.monotonic()
-        for path in node.failed.keys() - files.keys():  # it is not there any more
+        for path in node.failed.keys() - files.keys():  # removed on the node
             del node.failed[path]
             self.errors.pop(path, None)
         for path, told in files.items():
             failed, when = node.failed.get(path, ([], 0.0))
             waits = told == failed and when > max(self.called, now - AGAIN)
             if told != node.files.get(path) and not waits and self._ours(node, path):
-                if _same(self.home / path, told):  # brought by an earlier supervisor
+                if _same(self.home / path, told):  # copied by an earlier supervisor
                     node.files[path] = told
                 else:
                     wanted[path] = told
@@ -229,7 +229,7 @@ class Mirror:
                 self.errors.pop(path, None)
             except ConnectionError:
                 raise
-            except (OSError, EngineError) as error:  # this one cannot be had; others may
+            except (OSError, EngineError) as error:  # skip this file only
                 node.failed[path] = files.get(path, []), time.monotonic()
                 self.errors[path] = error
             if node.fetching:
@@ -238,23 +238,23 @@ class Mirror:
         return True
 
     def _piece(self, node: _Node, fetch: _Fetch) -> bool:
-        """Fetch the next piece of a file; whether there is no more to come."""
+        """Fetch the next piece of a file; return whether this attempt is over."""
         assert node.link
         piece = node.link.converse("read", folder=self.folder, path=fetch.path, offset=fetch.file.tell())
         data = base64.b64decode(piece["data"])
         fetch.file.write(data)
-        if piece["facts"] != fetch.told:  # it was changed meanwhile; the next look sees it as it is then
+        if piece["facts"] != fetch.told:  # changed meanwhile; the next round fetches it again
             return True
         if len(data) == PIECE:
             return False
         with self.owning:
-            if self.owners.get(fetch.path) == self.nodes.index(node):  # and no earlier node has taken it over
+            if self.owners.get(fetch.path) == self.nodes.index(node):  # unless an earlier node has claimed it
                 fetch.keep()
                 node.files[fetch.path] = fetch.told
         return True
 
     def _ours(self, node: _Node, path: str) -> bool:
-        """Whether a file may come home from this node: no earlier one has it, and its name does no harm."""
+        """Whether a file may be copied from this node: its path is safe, and no earlier node has it."""
         parts = PurePosixPath(path).parts
         harmless = parts and path == "/".join(parts) and not parts[0].startswith("/") and not {"..", "."} & set(parts)
         if not harmless or parts[0] in OWN or parts[0] == LOGS or any(map(hidden, parts)):
@@ -266,11 +266,11 @@ class Mirror:
             owner = self.owners.setdefault(path, number)
             if number < owner:
                 self.owners[path] = number
-                self.nodes[owner].files.pop(path, None)  # its own comes home again once there is no other
+                self.nodes[owner].files.pop(path, None)  # copied again once no earlier node has it
             return number <= owner
 
     def _make_way(self, node: _Node, files: dict[str, Any]) -> None:
-        """Remove a file where the node now has a folder of that name, and the files of a folder that now is a file."""
+        """Remove files that are in the way of a new folder, or of a file where a folder was."""
         for path in [path for path in node.files if path not in files]:
             if any(other.startswith(f"{path}/") for other in files) or any(
                 str(folder) in files for folder in PurePosixPath(path).parents
@@ -278,13 +278,13 @@ class Mirror:
                 self._remove(node, path)
 
     def _tidy(self, node: _Node, news: dict[str, Any]) -> None:
-        """Remove what the node has removed, and have its links."""
+        """Remove what the node has removed, and create its links."""
         number = self.nodes.index(node)
         mine = {path for path, owner in [*self.owners.items()] if owner == number}
         for path in mine - news["files"].keys() - news["links"].keys():
             if path in node.files:
                 self._remove(node, path)
-            else:  # it has not come home
+            else:  # it was never copied
                 self.owners.pop(path, None)
         if node is self.nodes[0]:
             for path in news["gone"]:
@@ -306,11 +306,11 @@ class Mirror:
             if self.owners.pop(path, None) is not None:
                 target.unlink(missing_ok=True)
                 for folder in list(target.parents)[: len(PurePosixPath(path).parts) - 1]:
-                    folder.rmdir()  # if nothing else is in it
+                    folder.rmdir()  # only if it is empty
 
 
 def _link(link: Path, there: str) -> None:
-    """Have a link to `there`; who reads it meanwhile finds this one or the one before."""
+    """Create a link to `there`, or replace an old one atomically."""
     if link.is_symlink() and os.readlink(link) == there:
         return
     link.parent.mkdir(parents=True, exist_ok=True)
@@ -329,10 +329,10 @@ def _same(path: Path, told: Facts) -> bool:
 
 
 def rescued(home: bytes, copy: bytes, rank: int) -> bytes:
-    """What the end of a worker's log at home lacks, out of its node's stdout, where each line stands behind its rank.
+    """What is missing at the end of a worker's log, from its node's stdout, whose lines begin with the rank.
 
-    Where the two do not overlap, only the end of the last line, on which the next generation's mark must not follow: a
-    node's stdout is a copy that may have gaps.
+    If the two do not overlap, only a line break, so that the mark of the next generation begins a new line: a node's
+    stdout is a copy that may have gaps.
     """
     tag = f"[rank {rank}] ".encode()
     text = b"\n".join(line.removeprefix(tag) for line in copy.split(b"\n") if line.startswith(tag))

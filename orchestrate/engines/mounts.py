@@ -1,6 +1,6 @@
-"""What nodes see of this machine: mounts in the form of a Compose file, and masks over what is not theirs to see.
+"""What nodes see of this machine: mounts in the form of a Compose file, and masks that hide parts of them.
 
-Of the folder of code they see neither the files and records of jobs, nor the history, nor what .dockerignore names.
+In the folder of code, run directories, records, `.git` and what .dockerignore excludes are hidden.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestrate.engines.ignored import ignored
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.paths import is_text
 
-CODE, JOB = "/workspace", "/job"  # where nodes see the code, and the folder that they write
+CODE, JOB = "/workspace", "/job"  # where nodes see the code, and the folder that they write to
 PATHS = ("source", "target")  # of a mount
 ALWAYS = ("runs", ".git")
 COMPILED = (
@@ -28,33 +28,33 @@ COMPILED = (
     "*.py[co]",
     "*.py[cod]",
     "*$py.class",
-)  # hold what the files beside them do
-MOST = 4096  # masks of a node; the engine takes a second for them
+)  # compiled copies of files next to them
+MOST = 4096  # masks of a node; mounting that many takes a second
 
 
 def bind(source: Path, target: str) -> dict[str, Any]:
-    """A mount of a folder that is there; in this form Compose takes any path."""
+    """A mount of an existing folder, in the form in which Compose accepts any path."""
     return {"type": "bind", "source": str(source), "target": target, "bind": {"create_host_path": False}}
 
 
 def inodes(run: Path, code: Path) -> dict[str, int]:
-    """The inodes of both folders, by their paths in nodes; raises EngineError where `run` is not the one that was made.
+    """The inodes of both folders, by their paths in nodes; raises EngineError if `run` is not the one that was made.
 
-    Of the current folder it is its own, wherever its path leads by now.
+    For the current folder it is that of the folder itself, even if its path leads elsewhere by now.
     """
     try:
         found = {JOB: records.inode_in(run.parent, run.name)}
-        with contextlib.suppress(FileNotFoundError):  # which Compose reports
+        with contextlib.suppress(FileNotFoundError):  # Compose reports it
             found[CODE] = os.stat("." if os.path.realpath(code) == os.getcwd() else code).st_ino
         return found
     except OSError as error:
         raise EngineError(
-            f"nodes cannot be given {error.filename or run}: {error.strerror}", "start it again"
+            f"cannot mount {error.filename or run} in nodes: {error.strerror}", "start it again"
         ) from None
 
 
 def document(mounts: list[dict[str, Any]]) -> str:
-    """A Compose file, beside the project's own, that gives every node these mounts; Compose looks up no variable."""
+    """A Compose file that adds these mounts to every node; Compose expands no variables in it."""
     volumes = [{key: literal(value) if key in PATHS else value for key, value in mount.items()} for mount in mounts]
     services = dict.fromkeys(("master", "trainer"), {"volumes": volumes})
     return yaml.safe_dump({"services": services}, allow_unicode=True)
@@ -66,9 +66,9 @@ def literal(text: str) -> str:
 
 
 def of_nodes(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """The mounts of a job's, or cluster's, folder of files and of what is hidden in its folder of code.
+    """The mount of a job's or cluster's files, and the masks in its folder of code.
 
-    Raises EngineError for a path that the engine cannot be given, UsageError as `masks`.
+    Raises EngineError for a path that cannot be mounted, UsageError as `masks` does.
     """
     for path in (str(run), str(code)):
         if not is_text(path):
@@ -79,9 +79,9 @@ def of_nodes(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[
 def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """The mounts, in the long form of a Compose file, that hide things in a folder of code, mounted at `place`.
 
-    `runs` is the folder of all jobs, by its real path; it may be made later. Raises UsageError where there are too
-    many, the runs are not in a folder of their own, or the script of `command` would be hidden: Python would run an
-    empty one, without an error.
+    `runs` is the real path of the folder of all jobs, which need not exist yet. Raises UsageError if there are too
+    many, the runs are not in a separate folder, or the script of `command` would be hidden: Python would run an empty
+    file, without an error.
     """
     if runs == code:
         raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
@@ -116,11 +116,11 @@ def _scripts(command: tuple[str, ...]) -> list[str]:
 
 
 def _mask(path: Path, place: str) -> dict[str, Any]:
-    if path.is_dir() or not path.exists():  # as the folder of jobs may not yet
+    if path.is_dir() or not path.exists():  # the folder of jobs may not exist yet
         return {"type": "tmpfs", "target": place, "read_only": True, "tmpfs": {"size": 4096, "mode": 0o555}}
     return {"type": "bind", "source": os.devnull, "target": place, "read_only": True}
 
 
 def _there(path: Path) -> bool:
-    """Whether there is something to hide; a link leads nowhere in a node but to what is in it anyway."""
+    """Whether there is something to hide; a link cannot lead out of a node."""
     return os.path.exists(path) and not path.is_symlink()

@@ -1,4 +1,4 @@
-"""What nodes that share no folder with us are sent: the code, and what earlier generations have written."""
+"""Files that are sent to nodes that share no folder with us: the code, and files of earlier generations."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from orchestrate.node.files import LOGS, PIECE, digest
 from orchestrate.node.trees import hidden
 
 MOST_CODE = 256 << 20  # bytes
-NO_CODE = ("runs", "__pycache__", "node_modules")  # folders that hold none of a project's code
-UNPACKS = 600.0  # seconds that a node may take to unpack what it got
+NO_CODE = ("runs", "__pycache__", "node_modules")  # folders without code of the project
+UNPACKS = 600.0  # seconds that a node may take to unpack an upload
 
 
 def mine(home: Path) -> list[Path]:
-    """What nodes have written in a job's folder, but for logs: files and links."""
+    """The files and links that nodes have written to a job's folder, except logs."""
     found = []
     for path in home.rglob("*"):
         parts = path.relative_to(home).parts
@@ -41,7 +41,7 @@ def mine(home: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def packed(folder: Path, paths: Iterable[Path]) -> Iterator[tuple[BinaryIO, str]]:
-    """Files of a folder as a tar file, and its digest; raises EngineError where they cannot be read."""
+    """Files of a folder as a tar file, and its digest; raises EngineError if they cannot be read."""
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(tempfile.TemporaryFile())
@@ -54,9 +54,9 @@ def packed(folder: Path, paths: Iterable[Path]) -> Iterator[tuple[BinaryIO, str]
 
 
 def give(link: Link, folder: str, file: BinaryIO, tag: str) -> None:
-    """Have a node unpack a tar file in a folder; `tag` is its SHA-256.
+    """Send a tar file that a node unpacks in a folder; `tag` is its SHA-256.
 
-    Raises EngineError where the node cannot, ConnectionError where it has gone.
+    Raises EngineError if the node fails, ConnectionError if it has gone.
     """
     size, start = os.fstat(file.fileno()).st_size, 0
     while True:
@@ -70,9 +70,9 @@ def give(link: Link, folder: str, file: BinaryIO, tag: str) -> None:
 
 
 def code_files(folder: Path) -> list[Path]:
-    """The files of a folder of code: all but hidden ones, jobs, their records, venvs and what .dockerignore names.
+    """The files of a folder of code, except hidden ones, jobs, records, venvs and what .dockerignore excludes.
 
-    Raises UsageError where .dockerignore cannot be read, ResourceError where they are too large to be sent about.
+    Raises UsageError if .dockerignore cannot be read, ResourceError if the files are too large.
     """
     found, size = [], 0
     secret = records.kept()
@@ -87,6 +87,6 @@ def code_files(folder: Path) -> list[Path]:
         if size > MOST_CODE:
             raise ResourceError(
                 f"{folder} holds more than {MOST_CODE >> 20} MB, and nodes on other hosts get a copy of it",
-                "name in .dockerignore what they do not need; data belongs on a volume or in the image",
+                "exclude what they do not need in .dockerignore; keep data on a volume or in the image",
             )
     return found

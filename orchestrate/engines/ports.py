@@ -10,7 +10,7 @@ from orchestrate.errors import EngineError
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody uses, below those that the kernel hands out by itself."""
+    """A free port of the loopback interface, below the kernel's ephemeral ports."""
     for port in random.sample(range(20000, 30000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""Nodes as local processes: the same job, plan, logs and files without Docker."""
+"""Nodes as local processes: the same plan, logs and files without Docker."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.preload import preload
 from orchestrate.spec import JobSpec, unencodable
 
-LIMITS = ("image", "user", "memory", "cpus", "shm_size", *SWARMS)  # what only containers have
-BIRTH = 10.0  # seconds in which a node that somebody else has started listens
+LIMITS = ("image", "user", "memory", "cpus", "shm_size", *SWARMS)  # keys of a job file that only containers support
+BIRTH = 10.0  # seconds within which a node of another orchestrator listens
 
 
 @dataclass
 class _Node:
-    """A process that waits on a Unix socket; `child` where we have started it ourselves."""
+    """A process that waits on a Unix socket; `child` if we have started it ourselves."""
 
     path: Path
     pid: int
@@ -56,7 +56,7 @@ class _Node:
 
 
 class ProcessEngine(Linked):
-    """A node is a process group that waits on a Unix socket; the folder of the sockets tells which jobs there are."""
+    """A node is a process group that waits on a Unix socket; jobs are found by the folders of their sockets."""
 
     name = "process"
 
@@ -69,7 +69,7 @@ class ProcessEngine(Linked):
         self.nodes: dict[str, _Node] = {}
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
-        """Say what this machine has; raises ResourceError where the app cannot run for lack of torch."""
+        """Return what this machine has; raises ResourceError if torch is missing and the app needs it."""
         code = code_folder(spec.command)
         if code == PROJECT and importlib.util.find_spec("torch") is None:
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
@@ -93,7 +93,7 @@ class ProcessEngine(Linked):
 
     def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
         """Start a waiting process for each node that has none."""
-        if why := unencodable(spec):  # the nodes have our locale, and refuse it
+        if why := unencodable(spec):  # nodes have our locale, and reject such text
             raise EngineError(why, "export LC_ALL=C.UTF-8")
         self._settle(plan, run)
         try:
@@ -103,11 +103,11 @@ class ProcessEngine(Linked):
             lacking = [name for name in plan.nodes if name not in self.nodes or not self.nodes[name].alive()]
             fresh = [self._spawn(name, spec, plan.inventory.preload) for name in lacking]
         except OSError as error:
-            raise EngineError(f"a node does not start: {error}") from None
+            raise EngineError(f"cannot start a node: {error}") from None
         deadline = time.monotonic() + 60
         while not all(_listener(node.path) for node in fresh):
             if time.monotonic() > deadline or stopped() or not all(node.alive() for node in fresh):
-                raise EngineError("a node did not start", f"try it by hand: RANK=0 {sys.executable} {NODE} -c pass")
+                raise EngineError("a node did not start", f"to see why: RANK=0 {sys.executable} {NODE} -c pass")
             time.sleep(0.01)
 
     def _spawn(self, name: str, spec: JobSpec, preload: tuple[str, ...]) -> _Node:
@@ -137,18 +137,18 @@ class ProcessEngine(Linked):
         return {name for name, node in list(self.nodes.items()) if node.alive()}
 
     def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
-        """Find the nodes by their sockets, and ask them for the workers."""
+        """Find the nodes by their sockets, and ask them for their workers."""
         self._settle(plan, run)
         return self.adopt_workers(plan)
 
     def explain(self, end: Exit, node: str) -> str:
-        """Tell whether the worker's node has died, or the kernel killed for lack of memory meanwhile."""
-        if node not in self.links or node not in self.alive():  # it closes its connections before it has ended
+        """The cause: its node has ended, or the kernel has killed a process for lack of memory."""
+        if node not in self.links or node not in self.alive():  # its connections are closed before it has ended
             return "node lost"
         return "out of memory" if end.code == LOST and self.signs.get(end.rank) == "oom" else ""
 
     def troubles(self) -> dict[str, str]:
-        """None: a process cannot be paused but by a signal, nor cut off."""
+        """None: local processes are neither paused nor cut off from the network."""
         return {}
 
     def discard(self, nodes: Iterable[str]) -> None:
@@ -156,7 +156,7 @@ class ProcessEngine(Linked):
         _end([self.nodes[name] for name in nodes], 0, (signal.SIGKILL,))
 
     def down(self, grace: float) -> None:
-        """End the nodes, with what still runs in them; those of a cluster only forget the job."""
+        """End the nodes and all that runs in them; clean up those of a cluster."""
         if self.stays:
             return self._clean(self.nodes)
         _end(list(self.nodes.values()), grace)
@@ -187,7 +187,7 @@ class ProcessEngine(Linked):
     # --- details
 
     def _settle(self, plan: Plan, run: Path) -> None:
-        """Know the job, and the nodes of it that listen."""
+        """Set the job, and find those of its nodes that listen."""
         self._take_key(run)
         self.folder, self.cwd, self.stays = self.state / plan.home, plan.inventory.code, bool(plan.inventory.cluster)
         for path, pid in _waiting(self.folder):
@@ -207,16 +207,16 @@ class ProcessEngine(Linked):
         return {"env": os.environ | {"PYTHONUNBUFFERED": "1"} | worker.env, "inherit": False, "cwd": self.cwd}
 
     def _lost(self, node: str) -> None:
-        """The node has died: its workers, and what they started, must not outlive it."""
+        """Kill the workers of a node that has died, with their process groups."""
         for rank in [rank for rank, where in self.running.items() if where == node and rank in self.pids]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if self.pids[rank] > 1:  # it is the node's word
+                if self.pids[rank] > 1:  # the node reports it, so it is untrusted
                     os.killpg(self.pids[rank], signal.SIGKILL)
         super()._lost(node)
 
 
 def _waiting(folder: Path) -> Iterator[tuple[Path, int]]:
-    """The sockets and process ids of a job's nodes; one that was started and does not listen yet is waited for."""
+    """The sockets and process ids of a job's nodes; waits for those that do not listen yet."""
     for lock in sorted(folder.glob("*.lock")):
         path, deadline = lock.with_suffix(".sock"), time.monotonic() + BIRTH
         while not (pid := _listener(path)) and _held(lock) and time.monotonic() < deadline:
@@ -226,7 +226,7 @@ def _waiting(folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _held(lock: Path) -> bool:
-    """Whether a node has this lock."""
+    """Whether a node holds this lock."""
     try:
         with lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What the services of a job on Docker Swarm are made of. Pure: the bodies of requests to the Engine's API."""
+"""The services of a job on Docker Swarm, as bodies of requests to the Engine's API. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orchestrate.plan import Plan
 from orchestrate.spec import JobSpec
 
 PROGRAM = "/run/orchestrate"  # where a node's program is unpacked
-CODE, JOB, SHARED = "/var/tmp/code", "/var/tmp/job", "/shared"  # every image has /var/tmp, where anyone may write
+CODE, JOB, SHARED = "/var/tmp/code", "/var/tmp/job", "/shared"  # /var/tmp exists in every image, for every user
 PORT, SPREAD = 20000, 9000
 GPU = "NVIDIA-GPU"  # the generic resource that hosts offer; see docs/swarm.md
 SECOND = 1_000_000_000  # nanoseconds
@@ -25,7 +25,7 @@ ROOM = 16 << 20  # bytes for a node's program
 
 
 def boot(source: str) -> str:
-    """The Python that unpacks a node's program and becomes it; arguments go on to it."""
+    """Python code that unpacks a node's program and executes it with the same arguments."""
     return (
         "import os, sys, tarfile; "
         f"tarfile.open('{source}').extractall('{PROGRAM}'); "
@@ -34,9 +34,9 @@ def boot(source: str) -> str:
 
 
 def program() -> bytes:
-    """What a node is given as its secret, for want of another file that Swarm brings to it: its program, as a tar file.
+    """The node's program as a tar file, which is sent as a Docker secret: Swarm copies no other large file to a node.
 
-    Workers can read it, as everything of a node; so its key is none of that.
+    It is not confidential, as workers can read it; so it does not contain the node's key.
     """
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as archive:
@@ -46,10 +46,10 @@ def program() -> bytes:
 
 
 def port(spec: JobSpec, home: str) -> int:
-    """Where the relay answers; nodes listen behind that.
+    """The port of the relay; nodes listen on the ports after it.
 
-    On the network of the hosts, where other jobs have theirs, too, the number is made of the job's name, and each node
-    has one of its own.
+    On the network of the hosts, which other jobs share, the number is derived from the job's name, and each node has a
+    different one.
     """
     return PORT if spec.network != "host" else PORT + 1 + zlib.crc32(home.encode()) % SPREAD
 
@@ -66,11 +66,10 @@ def task(
     key: bytes,
     volumes: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The template of the tasks of a service, each a node.
+    """The template of a service's tasks, each of which is a node.
 
-    `role` is master or trainer, `user` is UID:GID, `network` and `secret` are ids, the latter with its name; `key` is
-    that of the job, and `volumes` are those that the image declares. Raises ResourceError for one that a node cannot
-    have.
+    `role` is master or trainer, `user` is UID:GID, `network` is an id, `secret` an id and a name; `key` is that of the
+    job, and `volumes` are those that the image declares. Raises ResourceError for one that a node cannot have.
     """
     uid, _, gid = user.partition(":")
     name = "master" if role == "master" else f"{plan.home}-{role}-{{{{.Task.Slot}}}}"
@@ -90,7 +89,7 @@ def task(
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    # A tmpfs of Swarm's has nosuid, nodev and noexec. Compilers run what they write to /tmp, so that is a volume.
+    # A tmpfs in Swarm has nosuid, nodev and noexec. Compilers execute files in /tmp, so that is a volume.
     mounts: list[dict[str, Any]] = [
         {"Type": "volume", "Target": "/tmp"},
         {"Type": "volume", "Target": "/var/tmp"},
@@ -108,7 +107,7 @@ def task(
     limits = {**reserved, "Pids": plan.limits.processes}
     if plan.limits.memory:
         limits["MemoryBytes"] = plan.limits.memory
-    if spec.memory not in (None, UNLIMITED):  # what is a node's share only by default may be used by others, too
+    if spec.memory not in (None, UNLIMITED):  # a default share is a limit, but not reserved
         reserved["MemoryBytes"] = plan.limits.memory
     if plan.gpus:
         resource = {"Kind": GPU, "Value": plan.nproc_per_node}
@@ -128,7 +127,7 @@ def task(
             "User": user,
             "Init": False,  # the node is process 1, as in docker-compose.yml
             "ReadOnly": True,
-            "OomScoreAdj": 500,  # since Docker 27; earlier ones overlook it
+            "OomScoreAdj": 500,  # since Docker 27; ignored by earlier versions
             "CapabilityDrop": ["ALL"],
             "Privileges": {"NoNewPrivileges": True},
             "Mounts": mounts,
@@ -143,15 +142,15 @@ def task(
             ],
         },
         "Resources": {"Limits": limits, "Reservations": reserved},
-        "RestartPolicy": {"Condition": "none"},  # a node that is new has no worker: the gang starts again as a whole
-        "Placement": {"Constraints": list(spec.constraints)},  # Swarm spreads tasks of its own accord
+        "RestartPolicy": {"Condition": "none"},  # a new node has no worker: the gang restarts as a whole
+        "Placement": {"Constraints": list(spec.constraints)},  # Swarm spreads tasks by default
         "Networks": [network_config],
         "LogDriver": {"Name": "json-file", "Options": {"max-size": "50m", "max-file": "3"}},
     }
 
 
 def in_words(error: str, host: str, image: str) -> tuple[str, str]:
-    """What Swarm says of a task that does not start, as a message and a hint."""
+    """Swarm's error about a task that does not start, as a message and a hint."""
     if re.search(r"No such image|pull access denied|manifest unknown|not found: manifest", error):
         return f"{host} has no image {image}", f"docker save {image} | ssh {host} docker load; or push it to a registry"
     if "no suitable node" in error:
@@ -160,5 +159,5 @@ def in_words(error: str, host: str, image: str) -> tuple[str, str]:
             "see docs/swarm.md, Where nodes go",
         )
     if "bind source path does not exist" in error or "invalid mount" in error:
-        return f"{host}: {error}", "a volume that is a path must be there on every host"
+        return f"{host}: {error}", "if volume is a path, it must exist on every host"
     return f"{host}: {error}", ""

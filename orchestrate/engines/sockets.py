@@ -50,7 +50,7 @@ def share(folder: Path, user: str) -> None:
 
 
 def unshare(folder: Path) -> None:
-    """Remove the folder of a job's sockets, in which its nodes may have put anything; raises EngineError."""
+    """Remove the folder of a job's sockets, which may contain anything; raises EngineError."""
     try:
         with contextlib.suppress(FileNotFoundError):
             remove(folder)
@@ -59,21 +59,21 @@ def unshare(folder: Path) -> None:
 
 
 def tidy(folder: Path, names: set[str]) -> None:
-    """Remove what a job on a cluster has put beside the sockets of its nodes, as far as that can be."""
+    """Remove what a job on a cluster has created next to the sockets of its nodes, as far as possible."""
     with contextlib.suppress(OSError):
         clear(str(folder), keep=lambda entry: entry.name in names)
 
 
 def connect(path: Path, key: bytes, patience: float = 0.0) -> Link:
-    """A connection to a node's Unix socket, which may take some seconds to be there.
+    """Connect to a node's Unix socket, which may appear only after some seconds.
 
-    Raises OSError where nothing listens, or something that does not know the key. A node can have replaced its socket
-    by a link to another one, which is not followed.
+    Raises OSError if nothing listens there, or a program without the key. A node could have replaced its socket by a
+    link to another one; links are not followed.
     """
     deadline = time.monotonic() + patience
     while True:
         sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(ANSWERS)  # whoever listens may accept nothing
+        sock.settimeout(ANSWERS)  # the listener may never accept
         try:
             _dial(sock, path)
             link = Link(sock, key)

@@ -1,7 +1,7 @@
-"""Nodes as tasks of Docker Swarm, on as many hosts as there are: the Engine that is already inside Docker.
+"""Nodes as tasks of Docker Swarm on several hosts.
 
-Nothing but Swarm's own ports has to be open between hosts, and no daemon is reachable for others: we talk to nodes by
-way of a relay, a small container on our own host that is on the job's network. Hosts need share no folder.
+Only Swarm's own ports have to be open between hosts, and no daemon listens on the network: we reach nodes through a
+relay, a small container on our own host that is on the job's network. Hosts need not share a folder.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from orchestrate.plan import Inventory, Plan, WorkerPlan, counted
 from orchestrate.preload import preload
 from orchestrate.spec import JobSpec
 
-LOOK = 2.0  # seconds between two looks at Swarm's tasks and hosts
-SILENT = 6.0  # seconds without a word after which a node counts as not answering
+LOOK = 2.0  # seconds between two lists of Swarm's tasks and hosts
+SILENT = 6.0  # seconds without a message after which a node counts as not answering
 STARTS, PULLS = 120.0, 3600.0  # seconds that Swarm may take to start the nodes, and to pull the image before that
-PENDING = 8.0  # seconds that a task may wait for a host that takes it
+PENDING = 8.0  # seconds that a task may be pending
 ENDS = 2.0  # seconds that a node whose workers have ended takes to end
-BOOTS, AGAIN = 20.0, 2.0  # seconds that a node has to take a connection, at first and later
-TELLS = 25.0  # seconds after which Swarm knows of a host that does not answer; it needs 15
-STOPS = LEASE + 2 * ASKS + 2 * STUCK  # seconds in which a node that hears nothing has ended its workers
-RESCUES = 5.0  # seconds that Swarm has to hand out the last lines of a lost task
-CATCHES_UP = 10.0  # seconds in which the last lines of workers come home
-COMES_HOME = 3600.0  # seconds that all files of a job may take to come home at its end
+BOOTS, AGAIN = 20.0, 2.0  # seconds that a node has to accept a connection, at first and later
+TELLS = 25.0  # seconds after which Swarm reports a host that does not answer; it needs 15
+STOPS = LEASE + 2 * ASKS + 2 * STUCK  # seconds within which a node that is cut off has killed its workers
+RESCUES = 5.0  # seconds that Swarm has to return the last lines of a lost task
+CATCHES_UP = 10.0  # seconds that copying the last lines of workers may take
+COMES_HOME = 3600.0  # seconds that copying all files of a job may take at its end
 PORTS = "7946/tcp, 7946/udp and 4789/udp must be open between the hosts: python -m orchestrate doctor"
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
 
@@ -53,15 +53,15 @@ class SwarmEngine(Linked):
     name = "swarm"
 
     def __init__(self) -> None:
-        """Connect; raises EngineError where no manager of a Swarm answers."""
+        """Connect; raises EngineError if no Swarm manager answers."""
         super().__init__()
         self.swarm = Manager()
         self.files = Path()  # the job's folder here
         self.shared = self.stays = False  # whether nodes share a folder; whether they outlive the job
-        self.nodes: dict[str, Thing] = {}  # the tasks by the names of their nodes
-        self.asked: dict[str, float] = {}  # node: since when it owes us an answer
-        self.linked: dict[str, str] = {}  # node: the id of the task to which its connection leads
-        self.said: dict[str, float] = {}  # node: when it last said something
+        self.nodes: dict[str, Thing] = {}  # the task of each node
+        self.asked: dict[str, float] = {}  # node: since when an answer is outstanding
+        self.linked: dict[str, str] = {}  # node: the id of the task that its connection leads to
+        self.said: dict[str, float] = {}  # node: when its last message arrived
         self.first = ""  # the node of rank 0
         self.looked = 0.0
         self.unsure: dict[str, float] = {}  # id of a task that was lost: when its lease is over
@@ -70,13 +70,13 @@ class SwarmEngine(Linked):
         self.pool = ThreadPoolExecutor(1)
         self.lost: dict[int, str] = {}  # rank: its node, of workers whose last lines may be missing
         self.supplied: set[str] = set()  # the ids of tasks that have the code
-        self.given_up: set[str] = set()  # of those that have lost their workers, and do not answer
+        self.given_up: set[str] = set()  # the ids of tasks that count as lost, since they do not answer
         self.mirror: Mirror | None = None
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
-        """Check the image, count hosts, cores and GPUs; raises ResourceError for what is missing."""
+        """Check the image; count hosts, cores and GPUs; raises ResourceError if something is missing."""
         if spec.pin:
-            raise UsageError("pin: Swarm does not say which cores a host has free", "leave out pin, or use cpus")
+            raise UsageError("pin: Swarm does not report which cores are free", "leave out pin, or use cpus")
         has_image(self.swarm.daemon, spec, prepare)
         code = code_folder(spec.command)
         code_files(code)  # which may be too large
@@ -104,13 +104,13 @@ class SwarmEngine(Linked):
         )
 
     def port(self, spec: JobSpec, generation: int) -> int:
-        """A job has a network to itself; on that of the hosts, a port that is free here is most likely free there."""
+        """A port; on the network of the hosts one that is free here, and so probably on the other hosts."""
         return free_port() if spec.network == "host" else 29500 + generation % 1000
 
     # --- the job
 
     def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
-        """Have Swarm start the nodes that are not there, or not well, and give them the code."""
+        """Start the nodes that are missing or not healthy, and send them the code."""
         self._settle(spec, plan, run)
         began = time.monotonic()
         found = self._well_nodes()
@@ -130,7 +130,7 @@ class SwarmEngine(Linked):
         self._supply(Path(plan.inventory.code), found)
 
     def alive(self) -> set[str]:
-        """The nodes that run on hosts that are ready, and have the code."""
+        """The nodes that have the code and run on hosts that are up."""
         return {name for name, task in self._well_nodes().items() if task["ID"] in self.supplied}
 
     def host(self, node: str) -> str:
@@ -138,7 +138,7 @@ class SwarmEngine(Linked):
         return self.swarm.host(self.nodes[node]) if node in self.nodes else ""
 
     def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
-        """Find the nodes by their services, and ask them for the workers."""
+        """Find the nodes by their services, and ask them for their workers."""
         self._settle(spec, plan, run)
         self.swarm.connect(spec)
         self._well_nodes()
@@ -147,29 +147,29 @@ class SwarmEngine(Linked):
         return strangers
 
     def gather(self, stopped: Callable[[], bool]) -> None:
-        """Have all files here: what is not is lost when nodes get what is."""
+        """Copy all files here: the next generation replaces the files on the nodes by those that are here."""
         if self.mirror:
             self.mirror.catch_up(COMES_HOME, stopped)
             self.mirror.lacks_space()
 
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
-        """Bring every node what earlier generations have left, and have it start its workers."""
+        """Send every node the files of earlier generations, and start the workers."""
         self.first = workers[0].node
         if self.mirror:
             self.mirror.close()
         while {task for task, until in self.unsure.items() if time.monotonic() < until} - self.swarm.dead():
-            time.sleep(0.2)  # an older generation may still run where nobody can tell it to stop
+            time.sleep(0.2)  # an older generation may still run on a node that is cut off
         self.unsure, self.asked = {}, {}
         self._well_nodes()
         self._bring(workers)
         for node, task in [(node, self.linked[node]) for node in self.links]:
-            if task != self._id(node) or task in self.given_up:  # an earlier node, or one whose files would stay there
+            if task != self._id(node) or task in self.given_up:  # replaced by a new task, or lost
                 self._break(node)
         self._follow(workers)
         super().start(workers, command)
 
     def wait(self, timeout: float) -> list[Exit]:
-        """The workers that have ended, once all that they have written is here."""
+        """The workers that have ended; waits until the last lines of their logs are here."""
         exits = super().wait(timeout)
         if exits and self.mirror and not self.running:
             self.mirror.catch_up(CATCHES_UP)
@@ -181,18 +181,18 @@ class SwarmEngine(Linked):
             for node in filter(self._gone, list(self.links)):
                 self._break(node)
             for node, since in list(self.asked.items()):
-                if time.monotonic() - since > TELLS:  # nor has Swarm said anything: only the nodes' network is cut
+                if time.monotonic() - since > TELLS:  # Swarm reports nothing either: only the nodes' network is cut
                     self._give_up(node)
             self._tell("status")  # the answer is a sign of life
             self.asked = dict.fromkeys(self.links, time.monotonic()) | self.asked
         return exits
 
     def explain(self, end: Exit, node: str) -> str:
-        """Tell what its node has said, or what Swarm says of task and host."""
+        """The cause, from what its node has reported, or from the state of its task and host."""
         sign = self.signs.get(end.rank)
         if sign == "oom":
             return "out of memory" if end.code == LOST else "out of memory in a child"
-        if sign is not None:  # by which its node lives, or says that it ends
+        if sign is not None:  # its node is alive, or has reported that it ends
             return {"cut off": "host lost", "ending": "node stopped"}.get(sign, "")
         deadline = time.monotonic() + TELLS
         while True:
@@ -206,22 +206,22 @@ class SwarmEngine(Linked):
             time.sleep(0.2)
 
     def troubles(self) -> dict[str, str]:
-        """Nodes that do not answer; when their host is lost, Swarm says so later."""
+        """Nodes that do not answer; if their host is lost, Swarm reports it later."""
         now = time.monotonic()
         return {node: "silent" for node in self.running.values() if now - self.asked.get(node, now) > SILENT}
 
     def discard(self, nodes: Iterable[str]) -> None:
-        """Have nothing more to do with nodes; Swarm removes no single task, but all of them at the end."""
+        """Give nodes up; Swarm cannot remove a single task, so they are removed at the end."""
         for name in nodes:
             self._give_up(name)
 
     def down(self, grace: float) -> None:
-        """Have all files here, then remove services, network and relay."""
+        """Copy all files here, then remove services, network and relay."""
         if self.mirror:
             if self.links and grace:
                 self.mirror.come_home(COMES_HOME)
                 for node in self.mirror.silent() & self._well_nodes().keys():
-                    raise EngineError(f"the files of {node} did not come home: it does not answer", PORTS)
+                    raise EngineError(f"the files of {node} could not be copied: it does not answer", PORTS)
             self.mirror.close()
             self.mirror = None
         if self.stays:
@@ -238,7 +238,7 @@ class SwarmEngine(Linked):
         return [f"{kind} {name}" for kind, name, _ in self.swarm.things(job_id)]
 
     def remove(self, job_id: str, grace: float) -> None:
-        """Remove all that carries the job's label, and wait until Swarm has let go of it."""
+        """Remove everything with the job's label, and wait until Swarm has released it."""
         known = set(self.links)
         self._tell("end")  # a task that Swarm itself ends takes four seconds, of which it only waits for two
         deadline = time.monotonic() + grace + ENDS
@@ -274,16 +274,16 @@ class SwarmEngine(Linked):
                 self.unsure[self.nodes[node]["ID"]] = self.said.get(node, time.monotonic()) + STOPS
 
     def _id(self, node: str) -> str:
-        """The id of a node's task, when we looked last."""
+        """The id of a node's task, when last listed."""
         return str(self.nodes[node]["ID"]) if node in self.nodes else ""
 
     def _gone(self, node: str) -> bool:
-        """Whether a node cannot be reached any more, by what Swarm has said last."""
+        """Whether the task of a node has ended or its host is down, when last listed."""
         task = self.nodes.get(node)
         return task is not None and (ended(task) or not self.swarm.answers(task))
 
     def _give_up(self, node: str) -> None:
-        """Have nothing more to do with a node."""
+        """Give a node up, and close its connection."""
         self.asked.pop(node, None)
         if node in self.nodes:
             self.given_up.add(self.nodes[node]["ID"])
@@ -291,7 +291,7 @@ class SwarmEngine(Linked):
             self._break(node)
 
     def _rescue(self) -> None:
-        """Add to the logs of lost workers what their nodes could not send any more, as far as Swarm has it soon."""
+        """Complete the logs of lost workers from Swarm's log, if it answers soon."""
         lost, self.lost = self.lost, {}
         tasks = self.swarm.look() if lost else {}
         for rank, node in lost.items():
@@ -312,7 +312,7 @@ class SwarmEngine(Linked):
         return self.reach(node)
 
     def reach(self, node: str) -> Link | None:
-        """A connection by way of the relay, of which the node is told that it answers for its lease."""
+        """Connect to a node through the relay, and send it the relay's address for its lease."""
         task, relay = self.nodes.get(node), self.swarm.relay
         if task is None or relay is None or task["ID"] in self.given_up:
             return None
@@ -330,14 +330,14 @@ class SwarmEngine(Linked):
 
     def _request(self, worker: WorkerPlan) -> dict[str, Any]:
         env = worker.env
-        if self.swarm.network == "host":  # there nodes have no names
+        if self.swarm.network == "host":  # nodes have no host names there
             env = env | {"MASTER_ADDR": self.swarm.node_address(self.nodes[self.first])[0]}
         path = self.files / log(worker.rank)
         length = path.stat().st_size if path.exists() else 0
         return {"env": env, "inherit": True, "cwd": parts.CODE, "log": length}
 
     def _each(self, nodes: Iterable[str], act: Callable[[Link], None]) -> list[EngineError]:
-        """Do something with a fresh connection to each node, to several at once; give up those where it fails."""
+        """Call `act` with a new connection to each node, in parallel; give up nodes where it fails."""
 
         def with_link(node: str) -> EngineError | None:
             try:
@@ -352,14 +352,14 @@ class SwarmEngine(Linked):
                 raise
             except (EngineError, OSError) as error:
                 self.given_up.add(self.nodes[node]["ID"])
-                return error if isinstance(error, EngineError) else EngineError(f"{node} takes no files: {error}")
+                return error if isinstance(error, EngineError) else EngineError(f"cannot send files to {node}: {error}")
             return None
 
         with ThreadPoolExecutor(8) as pool:
             return [error for error in pool.map(with_link, nodes) if error]
 
     def _supply(self, code: Path, nodes: Iterable[str]) -> None:
-        """Have the code on every node, as it is at the first call; raises EngineError."""
+        """Send the code, as it was at the first call, to nodes without it; raises EngineError."""
         if self.code is None:
             self.code = self.kept.enter_context(packed(code, code_files(code)))
         file, digest = self.code
@@ -373,7 +373,7 @@ class SwarmEngine(Linked):
         self.supplied |= {self.nodes[name]["ID"] for name in nodes}
 
     def _bring(self, workers: tuple[WorkerPlan, ...]) -> None:
-        """Have on every node what earlier generations have written, unless all of them see one folder."""
+        """Send every node the files of earlier generations, unless all nodes share a folder."""
         folder, files = workers[0].env["JOB_DIR"], mine(self.files)
         if self.shared or not files:
             return
@@ -383,14 +383,14 @@ class SwarmEngine(Linked):
 
             def act(link: Link) -> None:
                 there = link.converse("news", folder=folder, have={})["files"]
-                same = {path: told[:2] for path, told in there.items()} == here  # it has written all of them itself
+                same = {path: told[:2] for path, told in there.items()} == here  # it has written all of them
                 if not same and link.converse("status")["tags"].get(folder) != digest:
                     give(link, folder, file, digest)
 
             self._each(dict.fromkeys(worker.node for worker in workers), act)
 
     def _follow(self, workers: tuple[WorkerPlan, ...]) -> None:
-        """Have what nodes write brought home from now on."""
+        """Copy the files of nodes here from now on."""
         ranks: dict[str, list[int]] = {}
         for worker in workers:
             ranks.setdefault(worker.node, []).append(worker.rank)
