@@ -1,7 +1,7 @@
-"""Functions that untrusted input can slow down, called in a process of their own with limited processor time.
+"""Calls functions that untrusted input can slow down, in a separate process with limited processor time.
 
-Python's parser and its `re` may take years, and the former cannot be interrupted meanwhile. The kernel ends such a
-process when its time is over, also where the one that has started it is gone.
+Python's parser and `re` can take years, and the parser cannot be interrupted. The kernel ends the process at its limit,
+even if its parent has gone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from orchestrate.paths import PROJECT
 
-WAITS = 60.0  # seconds after which a process that gets no processor is ended
-MEMORY = 1 << 30  # bytes of a process
+WAITS = 60.0  # seconds after which the process is killed in any case
+MEMORY = 1 << 30  # bytes of memory
 CALL = """
 import importlib, json, resource, sys
 seconds, memory, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -30,13 +30,13 @@ sys.stdout.write(json.dumps(answer))
 
 
 def call(function: Callable[..., Any], *arguments: Any, seconds: int) -> Any:
-    """What a function of a module returns; None where it raises, or takes more processor time than these `seconds`.
+    """The result of a function of a module; None if it raises, or uses more than `seconds` of processor time.
 
-    Arguments and result are JSON data. The module is imported anew each time, so it should import little.
+    Arguments and result are JSON data. Each call imports the module, so it should import little.
     """
     limits = [str(seconds), str(MEMORY), str(PROJECT)]
     given = json.dumps([function.__module__, function.__name__, arguments])
-    try:  # in a session of its own, where Ctrl-C does not reach it
+    try:  # in a new session, which Ctrl-C does not reach
         done = subprocess.run(
             [sys.executable, "-I", "-S", f"-Xutf8={sys.flags.utf8_mode}", "-c", CALL, *limits],
             input=given,

@@ -173,7 +173,7 @@ def _find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     begun = [name for name in runs if name.startswith(args.job)]
     ours = [name for name in begun if name in living or records.find(runs[name])]
     found = [args.job] if args.job in ours else [name for name in ours if name in living] or sorted(ours)
-    found = found or [name for name in begun if name == args.job]  # made on another machine, or by another user
+    found = found or [name for name in begun if name == args.job]  # made on another machine or by another account
     folder = runs[found[0]] if found else args.runs / args.job
     if why := owners.foreign(folder):
         raise UsageError(f"{folder} is not a run directory of yours: {why}", "python -m orchestrate ps lists your jobs")

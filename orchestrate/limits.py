@@ -1,15 +1,15 @@
-"""The limits of a node, by which all nodes of a job together leave their machine alive. Pure."""
+"""The limits of a node, so that all nodes of a job together do not overload their machine. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-UNLIMITED = "unlimited"  # for a job's `memory`
+UNLIMITED = "unlimited"  # a value of `memory`
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-KEPT = 1 << 30  # bytes of memory that a machine keeps for everything else; a tenth of its memory where that is more
+KEPT = 1 << 30  # bytes of memory that a machine keeps for everything else; a tenth of its memory if that is more
 LEAST = 512 << 20  # bytes of memory that a node gets by default, however many there are
 TMP = 2 << 30  # bytes of /tmp where a node's share of the memory is not known, as in docker-compose.yml
-PROCESSES, FEWEST = 16384, 512  # of all nodes together; of a node, however many there are
+PROCESSES, FEWEST = 16384, 512  # of all nodes together; at least this many for each node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +17,14 @@ class Limits:
     """What a node may use at most, in bytes; `memory` is 0 where it is not limited."""
 
     memory: int
-    tmp: int  # of its memory, for files in /tmp
+    tmp: int  # bytes of its memory that files in /tmp may use
     processes: int
 
 
 def limits(asked: str | None, machine: int, nodes: int) -> Limits:
-    """The limits of each of `nodes` nodes on a machine that has so many bytes of memory (0: not known).
+    """The limits of each of `nodes` nodes on a machine with `machine` bytes of memory (0: unknown).
 
-    `asked` is a job's `memory`; None stands for a node's share of what the machine can do without.
+    `asked` is a job's `memory`; None means an equal share of the memory that the machine does not keep for itself.
     """
     share = max(LEAST, (machine - max(KEPT, machine // 10)) // nodes) if machine else 0
     memory = share if asked is None else 0 if asked == UNLIMITED else size(asked)

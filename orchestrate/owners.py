@@ -1,4 +1,4 @@
-"""Who can change a run directory, or a folder above it: what another account has made, or can replace, is not ours."""
+"""Checks that no other account has made, or can replace, a run directory or a folder above it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from orchestrate import users
 from orchestrate.errors import UsageError
 
-LINKS = 40  # as many as Linux follows
-ACL_USER, ACL_GROUP, ACL_WRITE = 2, 8, 2  # tags and a right of Linux' access control lists
+LINKS = 40  # links that Linux follows
+ACL_USER, ACL_GROUP, ACL_WRITE = 2, 8, 2  # tags and a permission in Linux access control lists
 
 
 def foreign(run: Path) -> str:
-    """Why a run directory is not one that we have made; empty if it is, or if there is none any more."""
+    """Why a run directory cannot be one of ours; empty if it can be, or if it has gone."""
     try:
         status = run.lstat()
     except FileNotFoundError:
@@ -32,20 +32,20 @@ def foreign(run: Path) -> str:
 
 
 def check(runs: Path) -> Path:
-    """The real path of a folder for jobs; raises UsageError if root is to keep them where another account can reach.
+    """The real path of a folder for jobs; raises UsageError if root would keep jobs where other accounts can reach.
 
-    An account that can change a folder on the way, or owns a link there, could lead root elsewhere, also while a job
-    runs: root would write and remove there. Other users are not refused: it is only their own files that they change.
-    Raises OSError for links that lead to each other.
+    An account that can change a folder in the path, or owns a link there, could redirect root while a job runs, and
+    root would write and remove files there. Other users are not refused: they can lose only files of their own.
+    Raises OSError for a loop of links.
     """
     if os.geteuid():
         try:
             return runs.resolve()
-        except RuntimeError:  # as Python says until 3.12
+        except RuntimeError:  # Python raises this until 3.12
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(runs)) from None
     trusted = {0, (users.sudo() or (0, 0))[0]}
     here, names, links = Path("/"), [*reversed((Path.cwd() / runs).parts)], 0
-    while names:  # from the top: what is in a folder that is safe stays there
+    while names:  # from the root down: entries of a safe folder cannot be replaced
         here = Path(os.path.normpath(here / names.pop()))
         try:
             status = here.lstat()
@@ -65,24 +65,24 @@ def check(runs: Path) -> Path:
 
 
 def make(runs: Path) -> None:
-    """Make the folder of run directories, and look at it again: in one like /tmp, another user may have been faster.
+    """Create the folder of run directories, and check it again: in /tmp, another user may have created it first.
 
-    Raises UsageError as `check` does, OSError.
+    Raises UsageError as `check` does, and OSError.
     """
     runs.mkdir(parents=True, exist_ok=True)
     check(runs)
 
 
 def _changer(folder: Path, status: os.stat_result, trusted: set[int]) -> str:
-    """Who, besides trusted users, can replace what is in a folder, or a link; empty if there is no such account."""
-    acts = users.account(status.st_uid) or status.st_uid in users.FREE  # as nodes do; in CI, checkouts have no account
+    """An account, other than trusted users, that can replace a link or the entries of a folder; empty if none can."""
+    acts = users.account(status.st_uid) or status.st_uid in users.FREE  # nodes act as FREE; other ids cannot
     if acts and status.st_uid not in trusted:
         return _person(status.st_uid)
-    if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX:  # as /tmp: only the owner of a file replaces it
+    if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX:  # as in /tmp: only its owner replaces a file
         return ""
     if status.st_mode & stat.S_IWOTH:
         return "every user"
-    if not status.st_mode & stat.S_IWGRP:  # of a group, or of any entry of an access control list
+    if not status.st_mode & stat.S_IWGRP:  # the group bits, or the mask of an access control list
         return ""
     listed = _listed(folder)
     writers = {who for tag, who in listed if tag == ACL_USER}
@@ -92,18 +92,18 @@ def _changer(folder: Path, status: os.stat_result, trusted: set[int]) -> str:
 
 
 def _listed(folder: Path) -> list[tuple[int, int]]:
-    """The users and groups that may write to a folder by its access control list, with their tags; see acl(5)."""
+    """The users and groups, with their tags, that an access control list allows to write; see acl(5)."""
     if not hasattr(os, "getxattr"):
         return []
     try:
         value = os.getxattr(folder, "system.posix_acl_access", follow_symlinks=False)
-    except OSError:  # there is none
+    except OSError:  # no such list
         return []
     return [(tag, who) for tag, rights, who in struct.iter_unpack("<HHI", value[4:]) if rights & ACL_WRITE]
 
 
 def _members(group: int) -> set[int]:
-    """The users of a group: by their accounts, and by its own list."""
+    """The users of a group: those with it as primary group, and its members."""
     found = {entry.pw_uid for entry in pwd.getpwall() if entry.pw_gid == group}
     with contextlib.suppress(KeyError):
         for name in grp.getgrgid(group).gr_mem:

@@ -1,4 +1,4 @@
-"""Folders of this user alone, which no other user can have made or can look into."""
+"""Folders that belong to this user, and that no other user can enter."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from orchestrate.errors import EngineError
 from orchestrate.node.trees import FOLDER
 
-TEMPORARY = Path("/tmp")  # not $TMPDIR: a path of a socket has 104 characters at most, and is the same in every shell
+TEMPORARY = Path("/tmp")  # not $TMPDIR: a socket's path has 104 characters at most, and must be the same in every shell
 
 
 def temporary() -> Path:
-    """The user's folder in /tmp, made if need be; another user who has taken its name only makes it a longer one.
+    """The user's folder in /tmp, created if necessary; its name is longer if another user has taken the first one.
 
-    Raises EngineError where it cannot be made.
+    Raises EngineError if it cannot be created.
     """
     name = f"orchestrate-{os.geteuid()}"
     for path in (TEMPORARY / name, *sorted(TEMPORARY.glob(f"{name}-*"))):
@@ -34,9 +34,9 @@ def temporary() -> Path:
 
 
 def make(path: Path) -> None:
-    """Make a folder, and those above it, where they are missing and belong below a folder of this user.
+    """Create a folder and missing parents, if the first existing parent belongs to this user.
 
-    Raises OSError. A root that has kept the home folder of the user who called sudo makes nothing there.
+    Raises OSError. So root creates nothing in the home folder of the user who called sudo.
     """
     if os.path.lexists(path):
         return
@@ -49,7 +49,7 @@ def make(path: Path) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a folder; raises OSError for a link, and for a folder that is not this user's alone."""
+    """Open a folder; raises OSError for a link, and for a folder that others own or can enter."""
     descriptor = os.open(path, FOLDER)
     try:
         status = os.fstat(descriptor)

@@ -1,7 +1,7 @@
-"""Records: what this user's account knows of the jobs and clusters that it has made, outside of every project.
+"""Records of the jobs and clusters that this account has made, kept outside of every project.
 
-All that is in a run directory can have come with a project, by `git clone` say, and a job may read what is in another
-one. So a run directory is acted on only if there is a record of it, and keys and secrets are in the record alone.
+A run directory can have come with a project, through `git clone` for example, and a job may be able to read those of
+other jobs. So commands act on a run directory only if it has a record, and only the record has keys and secrets.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ STATE = (".local", "state", "orchestrate")  # of a home folder; XDG_STATE_HOME n
 
 @dataclass(frozen=True)
 class Record:
-    """One job or cluster; it is that of a run directory only while the directory is the very one that was made."""
+    """The record of a job or cluster; it is valid only for the run directory with this inode."""
 
-    run: str  # its run directory, by its real path
-    inode: int  # without the device, which can have another number after a reboot
-    machine: str  # by its name; several can share a home folder
-    key: str  # what both sides of a connection to a node know, and no worker, in hexadecimal; empty once it has ended
-    secrets: dict[str, str]  # the values of env that job.yaml does not have
-    events: str  # the key of events.jsonl, in hexadecimal
-    files: dict[str, list[str]] = field(default_factory=dict)  # digests of the last two states of files, by name
+    run: str  # the real path of its run directory
+    inode: int  # without the device number, which can change at a reboot
+    machine: str  # host name: several machines can share a home folder
+    key: str  # the key for connections to its nodes, in hexadecimal digits; empty once it has ended
+    secrets: dict[str, str]  # values of env that are left out of job.yaml
+    events: str  # the key that signs the lines of events.jsonl, in hexadecimal digits
+    files: dict[str, list[str]] = field(default_factory=dict)  # name of a file: digests of its last two versions
 
 
 def make(run: Path, key: bytes = b"", secrets: Mapping[str, str] | None = None) -> None:
-    """Make the record of a run directory that was just made; raises UsageError where no place takes one.
+    """Create the record of a new run directory; raises UsageError if no folder for records can be written.
 
-    Records whose run directories have gone are removed.
+    Also removes records whose run directories have gone.
     """
     status = run.lstat()
     machine = socket.gethostname()
@@ -61,13 +61,13 @@ def make(run: Path, key: bytes = b"", secrets: Mapping[str, str] | None = None) 
 
 
 def find(run: Path) -> Record | None:
-    """The record of a run directory; None where this account has not made that very directory."""
+    """The record of a run directory; None if this account has not made that directory."""
     found = _look(run)
     return found[1] if found else None
 
 
 def need(run: Path) -> Record:
-    """The record of a run directory; raises UsageError where this account has not made that very directory."""
+    """The record of a run directory; raises UsageError if this account has not made that directory."""
     if record := find(run):
         return record
     raise UsageError(
@@ -77,32 +77,32 @@ def need(run: Path) -> Record:
 
 
 def end(run: Path) -> None:
-    """Drop the key of a job that has ended; raises OSError. Its secrets stay: `logs` shows `***` in their place."""
+    """Remove the key of a job that has ended; raises OSError. The secrets stay, so that `logs` can hide them."""
     if found := _look(run):
         with private.opened(found[0]) as folder:
             _write(replace(found[1], key=""), folder)
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file of a run directory whole, and note what it is: a project could bring another one in its place.
+    """Write a file of a run directory, and record its digest: a project could bring another file in its place.
 
     Raises OSError.
     """
     if found := _look(path.parent):
         record, digest = found[1], _digest(text)
-        states = [*record.files.get(path.name, [])[-1:], digest]  # until it is written, the earlier state is there
+        states = [*record.files.get(path.name, [])[-1:], digest]  # valid until the new file is written
         with private.opened(found[0]) as folder:
             _write(replace(record, files={**record.files, path.name: states}), folder)
     write_whole(path, text)
 
 
 def written(record: Record, name: str, text: str) -> bool:
-    """Whether a file of a run directory is as we have written it."""
+    """Whether a file of a run directory is unchanged since we have written it."""
     return _digest(text) in record.files.get(name, [])
 
 
 def inode_in(run: Path, name: str) -> int:
-    """The inode of a folder in a run directory that this account has made; raises OSError where that is another one."""
+    """The inode of a folder in a run directory of this account; raises OSError if that was replaced."""
     record = find(run)
     folder = os.open(run, FOLDER)
     try:
@@ -121,8 +121,8 @@ def forget(run: Path) -> None:
 
 
 def places() -> Iterator[Path]:
-    """The folders that records may be in, the preferred one first."""
-    home = Path(os.path.expanduser("~"))  # which some accounts do not have
+    """The folders for records, the preferred one first."""
+    home = Path(os.path.expanduser("~"))  # some accounts have no home folder
     if os.path.isabs(state := os.environ.get("XDG_STATE_HOME", "")):
         yield Path(state, STATE[-1])
     if home.is_dir():
@@ -132,14 +132,14 @@ def places() -> Iterator[Path]:
 
 
 def kept() -> set[Path]:
-    """The real paths of all folders of records, this account's and those of others, which no node is to see."""
+    """The real paths of all folders for records, of this account and of others; nodes must not see them."""
     homes = {entry.pw_dir for entry in pwd.getpwall()}
     theirs = (*(Path(home, *STATE) for home in homes), *private.TEMPORARY.glob("orchestrate-*"))
     return {Path(os.path.realpath(folder)) for folder in (*places(), *theirs)}
 
 
 def _look(run: Path) -> tuple[Path, Record] | None:
-    """The record of a run directory, and the folder that it is in."""
+    """The record of a run directory, and the folder of that record."""
     with contextlib.suppress(OSError):
         status = run.lstat()
         here = (str(_real(run)), status.st_ino)
@@ -152,7 +152,7 @@ def _look(run: Path) -> tuple[Path, Record] | None:
 
 
 def _real(run: Path) -> Path:
-    """The path of a run directory without links on the way to it."""
+    """The path of a run directory with links in its parent resolved."""
     return Path(os.path.realpath(run.parent), run.name)
 
 
@@ -165,7 +165,7 @@ def _name(run: Path | str) -> str:
 
 
 def _read(name: str, folder: int) -> Record:
-    """A record; raises OSError, ValueError or TypeError for a file that is none."""
+    """Read a record; raises OSError, ValueError or TypeError if the file is invalid."""
     return Record(**json.loads(content(name, folder)))
 
 

@@ -17,10 +17,10 @@ CONDITIONS = {"exit_codes", "log", "cause"}
 CAUSES = {
     "error": "the worker ended with an error of its own",
     "script": "the script cannot be loaded: a module or file is missing, or the syntax is wrong",
-    "usage": "the script did not like its arguments (exit code 2, 64 or 78)",
+    "usage": "the script rejected its arguments (exit code 2, 64 or 78)",
     "not started": "the worker could not be started (exit code 126 or 127)",
-    "killed": "somebody, or the kernel, killed the worker",
-    "terminated": "somebody sent SIGTERM to the worker, as a preemption does",
+    "killed": "the worker was killed (SIGKILL) by a user or the kernel",
+    "terminated": "the worker got SIGTERM, as at a preemption",
     "crash": "native code crashed: SIGSEGV, SIGABRT, SIGFPE, SIGILL",
     "shared memory": "/dev/shm was full (SIGBUS)",
     "out of memory": "the kernel killed the worker for lack of memory",
@@ -33,7 +33,7 @@ CAUSES = {
     "partition": "the node was cut off from the job's network",
     "host lost": "the host of the node was down, or cut off from the network",
     "node lost": "the node ended by itself",
-    "node stopped": "somebody stopped or removed the node",
+    "node stopped": "the node was stopped or removed",
     "engine lost": "the engine was away, and took the workers with it",
     "interrupted": "the orchestrator died while it started the workers",
 }

@@ -266,9 +266,9 @@ class Supervisor:
         return False
 
     def _patiently(self, action: Callable[[], None], fails: type[Exception], event: str) -> None:
-        """Do something until it does not fail any more, with patience; `event` tells of the first failure.
+        """Retry `action` until it succeeds or the time limit is over; emit `event` at the first failure.
 
-        There is little patience where the job is to stop: a node that is paused, say, does not answer.
+        The limit is shorter if the job is being stopped: a paused node, for example, does not answer.
         """
         deadline = time.monotonic() + (HURRY if self.stops() else PATIENCE)
         told = False

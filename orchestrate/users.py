@@ -1,4 +1,4 @@
-"""Who nodes run as: you; and if you are root, a user that no account of this machine has."""
+"""The user that nodes run as: you; if you are root, a user without an account on this machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pathlib import Path
 from orchestrate.errors import UsageError
 from orchestrate.spec import JobSpec
 
-NO_ID = (1 << 32) - 1  # chown(2) takes it for "as it is"
-FREE = range(61000, 61184)  # ids that neither useradd nor systemd hands out: https://systemd.io/UIDS-GIDS
+NO_ID = (1 << 32) - 1  # means "unchanged" to chown(2)
+FREE = range(61000, 61184)  # ids that neither useradd nor systemd assigns: https://systemd.io/UIDS-GIDS
 
 
 def nodes_of(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """The user and group ids that nodes run as; None for those of whoever starts the job.
+    """The user and group ids that nodes run as; None for those of the caller.
 
-    For root it is the user who called sudo, else one without an account: what root's nodes leave could be set-user-id
-    root, and an account of the machine could read the environment of its nodes, and signal them.
-    Raises UsageError where another user is asked for by one who is not root.
+    For root it is the user who called sudo, otherwise one without an account: nodes of root could leave set-user-ID
+    programs, and any account could read the environment of nodes that run as it, and signal them.
+    Raises UsageError if a caller other than root asks for another user.
     """
     if chosen := asked(spec):
         if os.geteuid() not in (0, chosen[0]):

@@ -10,7 +10,7 @@ from orchestrate.plan import Plan, WorkerPlan
 
 
 class Node:
-    """The far end of connections to a node; what it is to say waits until it is read."""
+    """The far end of connections to a node; messages wait until a client is connected."""
 
     def __init__(self) -> None:
         self.here, self.there = socket.socketpair()
@@ -21,7 +21,7 @@ class Node:
         self.speak()
 
     def speak(self) -> None:
-        """Say what it is to say, once somebody is connected."""
+        """Send the waiting messages once a client is connected."""
         while self.end_.seal.met and self.waits:
             self.end_.send(self.waits.pop(0))
 

@@ -1,4 +1,4 @@
-"""Network namespaces that stand for what is around a node: the outside of this machine, another kernel's network."""
+"""Network namespaces in place of the networks around a node: hosts outside of this machine, or another kernel."""
 
 import itertools
 import os

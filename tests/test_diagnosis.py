@@ -193,7 +193,7 @@ def test_other_last_words_must_not_count_as_complaints(words):
         ),
         (1, "", ["torch.OutOfMemoryError: CUDA out of memory."], "out of GPU memory", "exited with code 1"),
         (1, "", ["OSError: [Errno 28] No space left on device"], "disk full", "exited with code 1"),
-        (137, "node stopped", [], "node stopped", "was ended with its node, which somebody stopped or removed"),
+        (137, "node stopped", [], "node stopped", "was ended with its node, which was stopped or removed"),
         (137, "node lost", [], "node lost", "was lost with its node, which ended"),
         (137, "partition", [], "partition", "was cut off from the job's network"),
         (137, "engine lost", [], "engine lost", "was lost while the engine was away"),

@@ -71,7 +71,7 @@ def test_a_node_must_get_what_the_job_says():
 )
 def test_nodes_of_root_must_run_as_under_the_orchestrator(monkeypatch, asked, sudo, user):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(owners, "check", Path.resolve)  # of root, in the folder of whoever tests
+    monkeypatch.setattr(owners, "check", Path.resolve)  # root refuses the folder of the user who runs the tests
     for name in ("SUDO_UID", "SUDO_GID"):
         monkeypatch.setenv(name, sudo)
     made = exported(user=asked)

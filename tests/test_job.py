@@ -223,7 +223,7 @@ def test_the_key_of_a_job_must_go_with_its_nodes(paths, monkeypatch):
     engine = Whole([ALL_WELL], [ALL_WELL])
     monkeypatch.setattr(engine, "down", fails)
     assert supervise(paths, engine)[0]["left_behind"] == "no space left"
-    assert records.need(paths.root).key  # whoever stops them has to speak to them
+    assert records.need(paths.root).key  # needed to stop the nodes
     create(other := JobPaths(paths.root.with_name("b-1")))
     supervise(other, Whole([ALL_WELL]))
     assert not records.need(other.root).key

@@ -100,7 +100,7 @@ def test_what_cannot_be_done_must_be_refused_by_name_and_nothing_of_it_be_done(n
         answer = end.hear()
         assert answer["say"] == "refused" and why in answer["error"]
         assert SECRET not in str(answer) and len(str(answer)) < 300
-        if isinstance(message, dict):  # whoever speaks our language is listened to
+        if isinstance(message, dict):  # a client that speaks the protocol stays connected
             end.ask("status")
             assert end.hear()["say"] == "status"
         else:

@@ -224,7 +224,7 @@ def test_a_dead_node_must_be_told_from_a_dead_worker(cli, engine):
         os.kill(node_pid("process", cli.run_dir().name, "trainer-1"), signal.SIGKILL)
     _, err = job.communicate(timeout=150)
     assert job.returncode == 1
-    how = {"docker": "was ended with its node, which somebody", "process": "was lost with its node, which ended"}
+    how = {"docker": "was ended with its node, which was stopped", "process": "was lost with its node, which ended"}
     assert f"first to fail: rank 1 on trainer-1 {how[engine]}" in err
 
 

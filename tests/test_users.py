@@ -1,4 +1,4 @@
-"""Nodes must run as whoever starts the job, and never as root unless root asks for it."""
+"""Nodes must run as the user who starts the job, and never as root unless root asks for it."""
 
 import grp
 import os

@@ -97,7 +97,7 @@ def test_a_node_that_is_asked_to_must_kill_its_workers_and_stay(patient):
     assert waiting.node.poll() is None
 
 
-def test_a_worker_must_outlive_whoever_started_it_and_the_next_one_must_hear_how_it_ended(waiting):
+def test_a_worker_must_outlive_its_client_and_the_next_client_must_get_its_exit_code(waiting):
     code = "import os, signal, sys\nsignal.signal(15, lambda *_: sys.exit(9))\nprint(os.getpid())\nsignal.pause()"
     waiting.start(0, code)
     assert waiting.pipe.until("started", rank=0, generation=0)
