@@ -6,15 +6,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
 from scripted import Scripted
 from test_plan import HERE
 
-from orchestrate import commands, job
+from orchestrate import commands, job, records
 from orchestrate.cli import main
 from orchestrate.engines import Exit, JobState, never
+from orchestrate.events import Recorder
 from orchestrate.paths import JobPaths
 from orchestrate.plan import Inventory, plan
 from orchestrate.spec import JobSpec
@@ -88,6 +90,14 @@ def create(paths: JobPaths, spec: JobSpec | None = None, cluster: str = "") -> J
     spec = spec or JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
     job.create(spec, plan(spec, replace(HERE, cluster=cluster), paths.root.name, 29500), paths)
     return paths
+
+
+def noted(paths: JobPaths, **events: dict[str, Any]) -> None:
+    """Add events, by their names, to those of a job."""
+    emit = Recorder(paths.events, key=bytes.fromhex(records.need(paths.root).events))
+    for name, facts in events.items():
+        emit(name, **facts)
+    emit.close()
 
 
 @pytest.fixture

@@ -287,7 +287,7 @@ def test_a_worker_that_fails_must_end_the_others_and_its_code_be_the_nodes(tmp_p
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"MASTER_ADDR": ""}, b"there is no MASTER_ADDR"),
+        ({"MASTER_ADDR": ""}, b"MASTER_ADDR is not set"),
         ({"CUDA_VISIBLE_DEVICES": "GPU-a"}, b"error: 2 workers on one machine need as many GPUs; it has 1"),
     ],
 )

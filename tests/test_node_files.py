@@ -79,7 +79,7 @@ def test_a_tar_file_must_come_in_pieces_and_the_next_one_begin_anew(job):
     files, pieces = Files(), [b"some ", b"bytes"]
     for _ in range(2):  # the first of them is never finished
         assert files.put(str(job), base64.b64encode(pieces[0]).decode(), 0, "") == {"tags": {}}
-    with pytest.raises(OSError, match="is not what was sent"):
+    with pytest.raises(OSError, match="the upload is damaged"):
         files.put(str(job), base64.b64encode(pieces[1]).decode(), 5, "wrong")
     with pytest.raises(OSError, match="a piece is missing"):  # what was refused is not gone on with
         files.put(str(job), base64.b64encode(pieces[1]).decode(), 10, "")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commanded import Whole, create, supervised
+from commanded import Whole, create, noted, supervised
 from scripted import ALL_WELL
 from test_commands import Meanwhile, end, runs_elsewhere
 
@@ -88,7 +88,7 @@ def test_stop_must_wait_for_a_supervisor_that_has_only_its_clean_up_to_do(do, pa
 
 
 def test_workers_whose_supervisor_has_died_must_be_stopped_in_good_order(do, paths, engine):
-    paths.events.write_text('{"event": "generation_starting", "generation": 0, "time": 1.0, "seconds": 0.0}\n')
+    noted(paths, generation_starting={"generation": 0})
     engine.generations = [[]]
     assert do("stop", "a-1")[0] == 0
     assert (engine.calls, engine.graces) == (["adopt", "stop", "down"], [0.01])  # of the job file

@@ -12,12 +12,13 @@ from collections import Counter
 from dataclasses import asdict
 
 import pytest
+from commanded import noted
 from conftest import DOCKER_REQUIRED, ROOT, eventually
 from faults import Background, complete
 from hosts import Swarm, command
 
 from orchestrate import records
-from orchestrate.events import Recorder
+from orchestrate.paths import JobPaths
 from orchestrate.restarts import Ended
 
 pytestmark = pytest.mark.docker
@@ -200,10 +201,8 @@ def test_what_hosts_still_have_when_the_outcome_is_decided_must_come_home(cli, s
         eventually(lambda host=host, node=node: "step 150" in host.docker("logs", node))
     assert not any(complete(job.steps(rank), 150) for rank in RANKS)
     ended = Ended(generation=0, word="succeeded", why="all workers ended with exit code 0")
-    emit = Recorder(cli.run_dir() / "events.jsonl", key=bytes.fromhex(records.need(cli.run_dir()).events))
-    emit("generation_ended", **asdict(ended))  # as if it had died a moment after its decision
-    emit("outcome", outcome=ended.word, reason=ended.why)
-    emit.close()
+    decided = {"outcome": ended.word, "reason": ended.why}  # as if it had died a moment after its decision
+    noted(JobPaths(cli.run_dir()), generation_ended=asdict(ended), outcome=decided)
     done = cli("attach", cli.run_dir().name)
     assert done.returncode == 0, done.stderr
     for rank in RANKS:
