@@ -13,6 +13,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -82,28 +83,33 @@ class Folder:
         """Names and facts of what is in the folder or in one below it, links as such; nothing where it is no folder."""
         found = []
         with contextlib.suppress(OSError), self.opened(below) as folder, os.scandir(folder) as entries:
-            for entry in entries:
+            for entry in islice(entries, MOST):
                 with contextlib.suppress(OSError):
                     found.append((entry.name, entry.stat(follow_symlinks=False)))
-                if len(found) == MOST:
-                    break
         return found
 
-    def files(self, below: str) -> list[str]:
-        """The regular files in a folder below, and in all folders of it, by their paths; none that is hidden."""
+    def files(self, below: str) -> tuple[list[str], bool]:
+        """The regular files in a folder below, and in all folders of it, by their paths; none that is hidden.
+
+        And whether these are all: there can be more entries, of any kind, than one look takes in.
+        """
         found: list[str] = []
-        waiting = [below]
-        while waiting and len(found) < MOST:
-            folder = waiting.pop()
-            for name, status in self.entries(folder):
-                path = f"{folder}/{name}"
-                if name.startswith("."):  # on its way to be a file
-                    continue
-                if stat.S_ISREG(status.st_mode):
-                    found.append(path)
-                elif stat.S_ISDIR(status.st_mode) and path.count("/") < DEEPEST:
-                    waiting.append(path)
-        return sorted(found)[:MOST]
+        waiting, room = [below], MOST
+        while waiting:
+            here = waiting.pop()
+            with contextlib.suppress(OSError), self.opened(here) as folder, os.scandir(folder) as entries:
+                for entry in entries:
+                    if not room:
+                        return sorted(found), False
+                    room -= 1
+                    path = f"{here}/{entry.name}"
+                    if entry.name.startswith("."):  # on its way to be a file
+                        continue
+                    if entry.is_file(follow_symlinks=False):
+                        found.append(path)
+                    elif entry.is_dir(follow_symlinks=False) and path.count("/") < DEEPEST:
+                        waiting.append(path)
+        return sorted(found), True
 
 
 def regular(path: str | Path, folder: int | None = None) -> BinaryIO:

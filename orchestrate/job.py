@@ -237,7 +237,7 @@ def supervise(
         emit("job_ended", outcome=outcome.word, reason=outcome.why)
         emit.close()
         metrics, ended = hide.inside(traces.metrics()), supervisor.history.ended
-        told = report.report(supervisor.plan, outcome, ended, emit.events, metrics, traces.checkpoints())
+        told = report.report(supervisor.plan, outcome, ended, emit.events, metrics, *traces.checkpoints())
         data: dict[str, Any] = hide.inside(told, but=OURS)
         text = json.dumps(data, indent=2) + "\n"
         acts: list[Callable[[], object]] = [

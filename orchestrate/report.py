@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +18,8 @@ from orchestrate.supervisor import Outcome
 
 SLOW = 2.0  # times the others' median; a worker that takes longer holds them up
 ENOUGH = 5  # lines of metrics about the workers' pace that tell something
+ROOM = 4 << 20  # bytes of a list that a job can fill: all of them take a fifth of what is read back (`folder.LARGEST`)
+LONGEST = 1000  # characters of a reason, which can be a node's
 
 
 def report(
@@ -25,26 +29,38 @@ def report(
     events: Sequence[Event],
     metrics: Sequence[dict[str, Any]],
     checkpoints: Iterable[Path],
+    whole: bool = True,
 ) -> dict[str, Any]:
-    """The content of report.json; `ended` are the generations, `metrics` what is kept of metrics.jsonl."""
+    """The content of report.json; `ended` are the generations, `metrics` what is kept of metrics.jsonl.
+
+    `whole`: whether `checkpoints` are all that there are. Where a list is too long, the last of it are in the report,
+    and `truncated` names it.
+    """
     last = ended[-1].cause if ended else None
+    failures, all_failures = _fitting(
+        [
+            {"generation": end.generation, "step": end.step, "lasted_s": end.lasted, **asdict(end.cause)}
+            for end in ended
+            if end.cause
+        ]
+    )
+    files, all_files = _fitting([str(path) for path in checkpoints])
+    final, all_final = _fitting(_final(metrics), NAMES)
+    complete = {"failures": all_failures, "checkpoints": whole and all_files, "final_metrics": all_final}
     return {
         "job_id": plan.job_id,
         "outcome": outcome.word,
-        "reason": outcome.why,
+        "reason": outcome.why[:LONGEST],
         "engine": plan.engine,
         "world_size": plan.world_size,
         "generations": len(ended),
         "duration_s": next((event["seconds"] for event in events if event["event"] == "job_ended"), 0.0),
         "root_cause": asdict(last) if last and outcome.word == "failed" else None,
-        "failures": [
-            {"generation": end.generation, "step": end.step, "lasted_s": end.lasted, **asdict(end.cause)}
-            for end in ended
-            if end.cause
-        ],
-        "left_behind": outcome.left,
-        "checkpoints": [str(path) for path in checkpoints],
-        "final_metrics": _final(metrics),
+        "failures": failures,
+        "left_behind": outcome.left[:LONGEST],
+        "checkpoints": files,
+        "final_metrics": dict(final),
+        "truncated": [key for key, all_there in complete.items() if not all_there],
         "pace": _pace(plan, metrics),
     }
 
@@ -68,6 +84,8 @@ def text(data: dict[str, Any]) -> str:
         if slow["step_s"] > SLOW * slow["others_s"]:
             own, others = (f"{1000 * slow[key]:.3g} ms" for key in ("step_s", "others_s"))
             lines += [f"slow: rank {slow['rank']} on {slow['node']} took {own} a step for itself, the others {others}"]
+    if cut := data.get("truncated"):  # which earlier versions did not write
+        lines += [f"warning: report.json does not list all {', '.join(cut)}: they are too many, or too large"]
     if data["left_behind"]:
         lines += [f"warning: nodes are left: {data['left_behind']}"]
         lines += [f"hint: python -m orchestrate stop {data['job_id']}"]
@@ -156,7 +174,17 @@ LINES: dict[str, Callable[[Event], str]] = {
 }
 
 
-def _final(metrics: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def _final(metrics: Iterable[dict[str, Any]]) -> list[tuple[str, Any]]:
     """The last value of every name, where it is no larger than a measurement."""
-    found = {name: value for values in metrics for name, value in values.items() if plain(value)}
-    return dict(list(found.items())[-NAMES:])
+    return list({name: value for values in metrics for name, value in values.items() if plain(value)}.items())
+
+
+def _fitting(values: list[Any], most: int = sys.maxsize) -> tuple[list[Any], bool]:
+    """The last `most` values, or as many of these as a list of the report has room for; and whether that is all."""
+    count, room = 0, ROOM
+    for value in reversed(values[-most:]):
+        room -= len(json.dumps([[value]], indent=2))  # as deep as it is in the report
+        if room < 0:
+            break
+        count += 1
+    return values[len(values) - count :], count == len(values)

@@ -64,11 +64,10 @@ class Traces:
             return fold([*last, read.rest()])
         return []
 
-    def checkpoints(self) -> list[Path]:
-        """The files that the script has saved."""
-        with contextlib.suppress(OSError):
-            return [self.paths.root / path for path in self._folder.files(CHECKPOINTS)]
-        return []
+    def checkpoints(self) -> tuple[list[Path], bool]:
+        """The files that the script has saved, and whether these are all."""
+        found, whole = self._folder.files(CHECKPOINTS)
+        return [self.paths.root / path for path in found], whole
 
     def saved(self) -> tuple[object, ...]:
         """What is in the folder of checkpoints, with times of change; it differs after a save."""

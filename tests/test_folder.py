@@ -189,12 +189,49 @@ def test_files_must_be_found_in_the_order_of_their_names_but_not_without_end(tmp
     for name in ("x/b", "x/a", "x/.hidden", "x/.half/file", "x/c/d/e"):
         (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "a" / name).touch()
-    assert made.files("x") == ["x/a", "x/b", "x/c/d/e"]
-    assert made.files("none") == []
+    assert made.files("x") == (["x/a", "x/b", "x/c/d/e"], True)
+    assert made.files("none") == ([], True)
     monkeypatch.setattr(folder, "DEEPEST", 1)
-    assert made.files("x") == ["x/a", "x/b"]
+    assert made.files("x") == (["x/a", "x/b"], True)
+    monkeypatch.setattr(folder, "MOST", 5)
+    assert made.files("x") == (["x/a", "x/b"], True)
     monkeypatch.setattr(folder, "MOST", 1)
-    assert len(made.files("x")) <= 1 and len(made.entries("x")) == 1
+    found, whole = made.files("x")
+    assert len(found) <= 1 and not whole and len(made.entries("x")) == 1
+
+
+@pytest.mark.parametrize("name", ["{}", ".{}", "{}/{}"])
+def test_folders_without_any_file_must_not_be_looked_into_without_end(tmp_path, monkeypatch, name):
+    made = Folder(tmp_path, "a")
+    made.make("x")
+    for number in range(20):
+        (tmp_path / "a" / "x" / name.format(number, number)).mkdir(parents=True)
+    looks: list[str] = []
+    whole = Folder.opened
+
+    def opened(self, below=""):
+        looks.append(below)
+        return whole(self, below)
+
+    monkeypatch.setattr(Folder, "opened", opened)
+    monkeypatch.setattr(folder, "MOST", 5)
+    assert made.files("x") == ([], False) and len(looks) <= 6
+
+
+@pytest.mark.timeout(120)
+def test_a_report_must_be_believed_whatever_the_job_has_left_for_it(paths, do):
+    deep = paths.shared.joinpath("checkpoints", *["\N{ROCKET}" * 63] * 12)  # of which JSON makes 9 KB
+    deep.mkdir(parents=True)
+    for number in range(folder.MOST):
+        (deep / f"{number}").touch()
+    with paths.metrics.open("w") as file:
+        for number in range(1001):
+            file.write(json.dumps({f"{number}": ["\N{ROCKET}" * 1000] * 8}, ensure_ascii=False) + "\n")
+    do.engine.generations = [[ALL_WELL]]
+    (code, _, said), *others = (do(name, "a-1") for name in ("attach", "wait", "logs", "attach"))
+    assert code == 0 and [code for code, *_ in others] == [0, 0, 0], others
+    assert "warning: report.json does not list all checkpoints, final_metrics: they are too many, or too large" in said
+    assert paths.report.stat().st_size < folder.LARGEST / 3
 
 
 @pytest.mark.parametrize("length", [10, 1000, 5000])

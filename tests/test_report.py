@@ -1,12 +1,14 @@
 """The report must say what a person wants to know, from what there is."""
 
+import json
 from pathlib import Path
 
 import pytest
 from test_plan import HERE
 
+from orchestrate import folder
 from orchestrate.plan import plan
-from orchestrate.report import line, report, text
+from orchestrate.report import line, readable, report, text
 from orchestrate.restarts import Cause, Ended
 from orchestrate.spec import JobSpec
 from orchestrate.supervisor import Outcome
@@ -85,6 +87,57 @@ def test_the_last_value_of_each_metric_must_be_the_final_one():
     ]
     data = report(PLAN, Outcome("succeeded", "finished"), [], [], rows, [])
     assert data["final_metrics"] == {"step": 3, "loss": 0.2, "epoch": 1, "accuracy": 0.9}
+
+
+MANY = "\N{ROCKET}" * 1000  # of which JSON makes 12 bytes each
+LEFT_OUT = {
+    "checkpoints": {"checkpoints": [Path(f"{number:05}", *["\N{ROCKET}" * 60] * 30) for number in range(10_000)]},
+    "final_metrics": {"metrics": [{f"{number:04}": [MANY] * 8} for number in range(1000)]},
+    "failures": {"lines": ["\ufffd" * (5 << 10)] * 12},
+}
+
+
+def full(checkpoints=(), metrics=(), lines=()) -> dict:
+    """The report of a job that has failed 200 times, with last lines."""
+    facts = {"exit_code": 1, "cause": "error", "hint": "look", "last_lines": [*lines], "log": "log"}
+    cause = Cause(rank=1, node="n", summary="rank 1 failed", **facts)
+    ended = [Ended(generation=number, word="failed", why="a worker failed", cause=cause) for number in range(200)]
+    return report(PLAN, Outcome("failed", "why"), ended, [], metrics, checkpoints)
+
+
+@pytest.mark.parametrize("key", LEFT_OUT)
+def test_of_what_does_not_fit_the_last_must_be_in_the_report_and_a_warning_say_so(key):
+    data = full(**LEFT_OUT[key])
+    assert data["truncated"] == [key]
+    warning = f"warning: report.json does not list all {key}: they are too many, or too large"
+    assert [line for line in text(data).splitlines() if "warning" in line] == [warning]
+    whole = {
+        "checkpoints": list(map(str, LEFT_OUT["checkpoints"]["checkpoints"])),
+        "final_metrics": [f"{number:04}" for number in range(1000)],
+        "failures": [*range(200)],
+    }
+    kept = [failure["generation"] for failure in data[key]] if key == "failures" else [*data[key]]
+    assert 9 < len(kept) < len(whole[key]) and kept == whole[key][-len(kept) :]
+
+
+def test_whatever_a_job_has_left_its_report_must_be_read_back_with_room_to_spare():
+    everything = {name: value for each in LEFT_OUT.values() for name, value in each.items()}
+    data = full(**everything)
+    assert data["truncated"] == ["failures", "checkpoints", "final_metrics"]
+    assert len(json.dumps(data, indent=2)) < folder.LARGEST / 3
+
+
+def test_a_report_that_leaves_nothing_out_must_not_warn():
+    data = full([Path("a")], [{"loss": 0.5}], ["word"])
+    assert data["truncated"] == [] and "warning" not in text(data)
+    assert (len(data["failures"]), data["checkpoints"], data["final_metrics"]) == (200, ["a"], {"loss": 0.5})
+    del data["truncated"]
+    assert "warning" not in text(data) and readable(data)  # as an earlier version wrote it
+
+
+def test_what_nodes_have_said_at_length_must_be_cut():
+    data = report(PLAN, Outcome("failed", "x" * 10_000, left="y" * 10_000), [], [], [], [])
+    assert (data["reason"], data["left_behind"]) == ("x" * 1000, "y" * 1000)
 
 
 CAUSE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="rank 1 exited with code 1", hint="look", log="log")
