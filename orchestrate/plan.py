@@ -17,7 +17,7 @@ from orchestrate.limits import UNLIMITED, Limits, in_words, limits
 from orchestrate.node.ranks import assign
 from orchestrate.paths import NAME
 from orchestrate.redact import Mask, redacted
-from orchestrate.spec import JobSpec
+from orchestrate.spec import MOST_TRAINERS, MOST_WORKERS, JobSpec
 
 NODE = re.compile(r"master|trainer-[1-9][0-9]{0,5}")
 
@@ -213,10 +213,13 @@ def read_plan(text: str, env: Mapping[str, str]) -> Plan:
     return read
 
 
+_TYPES = {kind: get_type_hints(kind) for kind in (Plan, Inventory, Limits, WorkerPlan)}  # slow for each worker
+
+
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value is of a type, with all that is in it: a dataclass, a mapping, a tuple of any length, or plain."""
-    if dataclasses.is_dataclass(kind):
-        return type(value) is kind and all(_fits(getattr(value, key), of) for key, of in get_type_hints(kind).items())
+    if types := _TYPES.get(kind):
+        return type(value) is kind and all(_fits(getattr(value, key), of) for key, of in types.items())
     inner = get_args(kind)
     if type(value) is not (get_origin(kind) or kind):
         return False
@@ -233,8 +236,13 @@ def _check(plan: Plan) -> None:
     for node in plan.nodes:
         if not NODE.fullmatch(node):
             raise ValueError(f"{node!r} is no name of a node")
-    ranks = [worker.rank for worker in plan.workers if worker.node in plan.nodes]
-    if ranks != list(range(plan.world_size)) or not ranks:
+    if not 0 < len(plan.nodes) <= 1 + MOST_TRAINERS or not 0 < plan.nproc_per_node <= MOST_WORKERS:
+        raise ValueError(
+            f"it has {len(plan.nodes)} nodes of {plan.nproc_per_node} workers, "
+            f"and a job has 1 to {1 + MOST_TRAINERS} of 1 to {MOST_WORKERS}"
+        )
+    places = enumerate(node for node in plan.nodes for _ in range(plan.nproc_per_node))
+    if [(worker.rank, worker.node) for worker in plan.workers] != list(places):
         raise ValueError("its ranks are not numbered from 0, or not on its nodes")
     if not all(map(argument, plan.command)):
         raise ValueError("its command has text that no process can be given")

@@ -27,6 +27,7 @@ APP = ("-m", "app.train", "--resume", "auto")
 IMAGE = "orchestrate-node:0.1"
 TEXTS = ("command", "env", "name", "user")  # keys whose values are text, whatever they look like
 MOST_TRAINERS = 1000  # a Linux bridge takes 1023 ports
+MOST_WORKERS = 1024  # of a node
 MOST_BYTES = (1 << 63) - 1  # of memory; what the engine can count
 MOST_RULES, LONGEST_PATTERN = 100, 1000
 MOST_CONSTRAINTS, LONGEST_CONSTRAINT = 100, 500
@@ -222,7 +223,7 @@ class JobSpec:
     name: str = _field("", _name, "what the job is called; its id adds four characters")
     command: tuple[str, ...] = _field(APP, _command, "SCRIPT ARGS, or -m MODULE ARGS")
     trainers: int = _field(3, _integer(0, MOST_TRAINERS), "nodes besides the master")
-    nproc_per_node: int | None = _field(None, _optional(_integer(1, 1024)), "workers on each node")
+    nproc_per_node: int | None = _field(None, _optional(_integer(1, MOST_WORKERS)), "workers on each node")
     gpus: str | int = _field("auto", _gpus, "auto (what the engine has), all, none, or how many")
     engine: str = _field("auto", _choice("auto", "docker", "process", "swarm"), "where the nodes live")
     image: str = _field(IMAGE, _text(rf"{_VISIBLE}+", "the name of an image"), "what the nodes are made of")

@@ -284,6 +284,38 @@ def test_gpus_that_are_cut_into_slices_must_count_as_their_slices():
     assert gpu_ids(listing) == ["MIG-b1", "MIG-b2", "GPU-cc"]
 
 
+def forged(nodes: int, nproc: int, node: str = "", **more) -> str:
+    """A plan of so many nodes and workers on each, who say that they are on `node`, or where they belong."""
+    values = json.loads(plan(JobSpec(trainers=1), HERE, "j").to_json())
+    names = ["master", *(f"trainer-{number}" for number in range(1, nodes))][:nodes]
+    places = enumerate(name for name in names for _ in range(nproc))
+    workers = [values["workers"][0] | {"rank": rank, "node": node or name, "env": {}} for rank, name in places]
+    return json.dumps(values | {"nodes": names, "nproc_per_node": nproc, "workers": workers, **more})
+
+
+@pytest.mark.parametrize(("nodes", "nproc"), [(1001, 1), (1, 1024)])
+def test_a_plan_of_as_many_nodes_and_workers_as_a_job_file_can_ask_for_must_be_read(nodes, nproc):
+    assert read_plan(forged(nodes, nproc), {}).world_size == nodes * nproc
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nproc", "more"),
+    [(1002, 1, {}), (20_000, 1, {}), (1, 1025, {}), (0, 1, {}), (1, 0, {}), (1, 1, {"nproc_per_node": 10**12})],
+)
+def test_a_plan_of_more_nodes_or_workers_than_a_job_file_can_ask_for_must_be_refused(nodes, nproc, more):
+    with pytest.raises(ValueError, match=f"it has {nodes} nodes of [0-9]+ workers, and a job has 1 to 1001 of 1 to "):
+        read_plan(forged(nodes, nproc, **more), {})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nproc", "node", "more"),
+    [(2, 1, "trainer-7", {}), (2, 2, "master", {}), (1, 2, "", {"nproc_per_node": 1}), (1, 1, "", {"workers": []})],
+)
+def test_a_plan_whose_workers_are_not_where_their_ranks_belong_must_be_refused(nodes, nproc, node, more):
+    with pytest.raises(ValueError, match="its ranks are not numbered from 0, or not on its nodes"):
+        read_plan(forged(nodes, nproc, node, **more), {})
+
+
 @pytest.mark.parametrize("wrong", ["\ud800", "a\0b"], ids=ascii)
 def test_a_plan_whose_text_no_process_can_be_given_must_be_refused(wrong):
     values = json.loads(plan(JobSpec(trainers=1), HERE, "j").to_json())
