@@ -20,7 +20,7 @@ import yaml
 from ends import KEY, End
 from test_plan import HERE, plan
 
-from orchestrate import records
+from orchestrate import records, users
 from orchestrate.engines import daemon as daemon_module
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.docker import DockerEngine
@@ -240,7 +240,7 @@ class Job:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers, self.folder, self.paths = Answers(folder), folder, JobPaths(folder / "runs" / "j")
-        self.paths.create()
+        self.paths.create(owner=users.nodes_of(SPEC))
         records.make(self.paths.root, KEY)
         self.run = self.paths.shared
         self.made: list[DockerEngine] = []

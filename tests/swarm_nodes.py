@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import selectors
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.plan import Plan
 from orchestrate.spec import JobSpec
 
-SPEC = JobSpec(trainers=2)
+SPEC = JobSpec(trainers=2, user=str(os.getuid()))  # to whom the folder of a test belongs
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from orchestrate.engines import sockets
 from orchestrate.engines.daemon import Daemon
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.paths import JobPaths
+from orchestrate.spec import JobSpec
 
 GIT = ("git", "-c", "user.name=me", "-c", "user.email=me@localhost", "-c", "init.defaultBranch=main")
 
@@ -173,8 +174,8 @@ def test_nodes_must_not_run_as_the_owner_of_what_a_link_leads_to(tmp_path, victi
     (tmp_path / "job").symlink_to(victim)
     played = SimpleNamespace(info={})
     with pytest.raises(EngineError, match="job is not a folder"):
-        Daemon.user(played, tmp_path / "job")
-    assert Daemon.user(played, victim) == f"{os.geteuid()}:{os.getegid()}"
+        Daemon.user(played, tmp_path / "job", JobSpec())
+    assert Daemon.user(played, victim, JobSpec(user=str(os.geteuid()))) == f"{os.geteuid()}:{os.getegid()}"
 
 
 # --- for real

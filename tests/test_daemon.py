@@ -20,6 +20,7 @@ from orchestrate.engines.daemon import Daemon, name_of, reason
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.node.sealed import Seal
 from orchestrate.paths import PROJECT
+from orchestrate.spec import JobSpec
 
 
 @pytest.fixture
@@ -89,11 +90,24 @@ def test_what_compose_prints_must_be_read_whatever_its_bytes(answers, command):
 def test_nodes_must_run_as_the_owner_of_the_run_directory_and_without_root_as_root(daemon, tmp_path):
     os.chown(tmp_path, 1234, 5678) if os.getuid() == 0 else None
     owner = tmp_path.stat()
-    assert daemon.user(tmp_path) == f"{owner.st_uid}:{owner.st_gid}"
+    assert daemon.user(tmp_path, JobSpec()) == f"{owner.st_uid}:{owner.st_gid}"
     daemon.info["SecurityOptions"] = ["name=seccomp", "name=rootless"]
-    assert daemon.user(tmp_path) == "0:0"
+    assert daemon.user(tmp_path, JobSpec()) == "0:0"
     daemon.info["SecurityOptions"] = None
-    assert daemon.user(tmp_path) != "0:0"
+    assert daemon.user(tmp_path, JobSpec()) != "0:0"
+
+
+@pytest.mark.parametrize("asked", ["auto", "7:8", "7"])
+def test_nodes_must_not_run_as_root_where_that_was_not_asked_for(daemon, asked):
+    """On a file system that knows no owners, or lets none be changed, the folder of root's nodes stays root's."""
+    with pytest.raises(EngineError, match="nodes would run as root: / belongs to root") as error:
+        daemon.user(Path("/"), JobSpec(user=asked))
+    assert "--runs DIR" in error.value.hint and "--set user=root" in error.value.hint
+
+
+@pytest.mark.parametrize("asked", ["root", "0", "0:0", "0:5"])
+def test_nodes_must_run_as_root_where_that_was_asked_for(daemon, asked):
+    assert daemon.user(Path("/"), JobSpec(user=asked)) == "0:0"
 
 
 # --- what is asked of it

@@ -141,7 +141,7 @@ def test_compose_must_be_told_what_the_job_says(job):
             "NODE_IMAGE": "mine:1",
             "NODE_CODE": "/code",
             "NODE_JOB_DIR": str(job.run),
-            "NODE_USER": f"{os.getuid()}:{job.run.stat().st_gid}",
+            "NODE_USER": f"{job.run.stat().st_uid}:{job.run.stat().st_gid}",
             "NODE_RUNTIME": "runc",
             "NODE_GPUS": "void",
             "NODE_SHM": "512m",

@@ -15,6 +15,7 @@ from ends import KEY
 from manager_stub import StubManager, container, host, scale, settled
 from test_plan import HERE, plan
 
+from orchestrate import users
 from orchestrate.engines import labels, manager
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.links import Linked
@@ -115,11 +116,17 @@ def test_of_networks_the_one_of_the_very_name_must_be_taken(docker_engine, tmp_p
         docker("network", "rm", name)
 
 
+def user_of(managed: Manager) -> str:
+    """The owner of the folder that nodes see."""
+    status = managed.run.stat()
+    return f"{status.st_uid}:{status.st_gid}"
+
+
 @pytest.fixture
 def paths(tmp_path):
     """The files of the job `j`."""
     made = JobPaths(tmp_path / "j")
-    made.create()
+    made.create(owner=users.nodes_of(JobSpec()))
     return made
 
 
@@ -182,7 +189,7 @@ def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, mana
     body = relay["Config"]
     assert set(body["Env"]) == {"NODE_MODE=relay", "NODE_PORT=20000", f"NODE_KEY={KEY.hex()}"}
     assert body["Entrypoint"] == ["python", "/opt/orchestrate/node"] and body["Healthcheck"]["Test"] == ["NONE"]
-    assert (body["Labels"], body["User"]) == (labels.only({"orchestrate.relay": "j"}), f"{os.getuid()}:{os.getgid()}")
+    assert (body["Labels"], body["User"]) == (labels.only({"orchestrate.relay": "j"}), user_of(managed))
     rights = body["HostConfig"]
     assert set(rights["Binds"]) == {f"{ROOT}/orchestrate:/opt/orchestrate:ro"}
     assert (rights["NetworkMode"], rights["CapDrop"]) == ("j_job", ["ALL"])
@@ -206,7 +213,7 @@ def test_a_service_must_be_made_of_the_image_that_is_here_and_carry_the_label_of
     assert trainer["Labels"] == managed.labels and trainer["EndpointSpec"] == {"Mode": "dnsrr"}
     template = trainer["TaskTemplate"]
     assert template["ContainerSpec"]["Image"] == "orchestrate-node:0.1@sha256:2"  # not what a tag is elsewhere
-    assert template["ContainerSpec"]["User"] == f"{os.getuid()}:{os.getgid()}"
+    assert template["ContainerSpec"]["User"] == user_of(managed)
     assert template["Networks"][0]["Target"] == stub.overlays()[0]["Id"]
     (secret,) = stub.secrets  # one for both
     assert (secret["Spec"]["Name"], secret["Spec"]["Labels"]) == ("j-node", managed.labels)

@@ -13,7 +13,7 @@ from conftest import ROOT, die_with_parent, eventually
 from manager_stub import StubManager
 from test_plan import HERE, plan
 
-from orchestrate import records
+from orchestrate import records, users
 from orchestrate.engines import services
 from orchestrate.engines.links import Link
 from orchestrate.engines.manager import Manager
@@ -42,7 +42,7 @@ class Hosts:
     def __init__(self, folder: Path, stub: StubManager, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.stub = folder, stub
         self.paths, self.code = JobPaths(folder / "j"), folder / "project"
-        self.paths.create()
+        self.paths.create(owner=users.nodes_of(JobSpec()))
         self.run = self.paths.shared
         self.code.mkdir()
         (self.code / "train.py").write_text(WRITES)
@@ -238,7 +238,7 @@ def test_the_nodes_of_a_cluster_must_stay_when_a_job_ends_and_keep_its_files_apa
     of_cluster = dataclasses.replace(made.inventory, cluster="j", job_dir="job/of-a-job")
     job = plan(spec, of_cluster, "of-a-job")
     there.paths = cluster = JobPaths(there.folder / "runs" / "j")
-    cluster.create_cluster()
+    cluster.create_cluster(users.nodes_of(spec))
     home = JobPaths(there.folder / "runs" / "of-a-job")
     home.create("j")
     engine.up(spec, job, cluster.nodes)

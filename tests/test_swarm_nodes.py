@@ -1,5 +1,7 @@
 """Which nodes the engine for Swarm starts, waits for and uses; Swarm, its nodes and time are made up."""
 
+import dataclasses
+
 import pytest
 from manager_stub import StubManager, host
 from said import sent
@@ -207,7 +209,7 @@ def test_the_lease_of_a_lost_worker_must_count_from_when_its_node_was_last_heard
 
 
 def test_on_the_network_of_the_hosts_workers_must_find_the_master_by_its_hosts_address(stub, tmp_path):
-    spec, made = JobSpec(trainers=1, network="host"), SwarmEngine()
+    spec, made = dataclasses.replace(SPEC, trainers=1, network="host"), SwarmEngine()
     made._settle(spec, job(spec, network="host"), tmp_path)
     for role in ("master", "trainer"):
         made.swarm.scale(spec, job(spec), role, 1)

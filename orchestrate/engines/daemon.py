@@ -23,11 +23,13 @@ import requests
 from docker.models.containers import Container
 from docker.models.networks import Network
 
+from orchestrate import users
 from orchestrate.engines import never
 from orchestrate.engines.address import address
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.paths import PROJECT
+from orchestrate.spec import JobSpec
 
 NOBODY = "65534:65534"  # the user of processes that an engine starts beside a node
 LONGEST = 600  # seconds that Compose may take to bring nodes up or down
@@ -67,13 +69,22 @@ class Daemon:
         except EngineError as error:
             raise ResourceError(f"Docker Compose v2 is missing: {error}", "install the docker-compose plugin") from None
 
-    def user(self, run: Path) -> str:
-        """The user of the nodes: the owner of the run directory, who is root inside of a rootless engine."""
+    def user(self, run: Path, spec: JobSpec) -> str:
+        """The user and group of the nodes: the owner of the folder that they see; 0:0 on a rootless engine.
+
+        Raises EngineError if that is root, and the job does not ask for it: some file systems keep no owners.
+        """
         if any("rootless" in option for option in self.info.get("SecurityOptions") or []):
             return "0:0"
         owner = run.lstat()
         if not stat.S_ISDIR(owner.st_mode):
             raise EngineError(f"{run} is not a folder", "start the job, or the cluster, again")
+        asked = users.asked(spec)
+        if owner.st_uid == 0 and (asked is None or asked[0] != 0):
+            raise EngineError(
+                f"nodes would run as root: {run} belongs to root",
+                "--runs DIR names a folder whose file system keeps owners; --set user=root runs them as root",
+            )
         return f"{owner.st_uid}:{owner.st_gid}"
 
     def containers(self, label: str) -> list[Container]:

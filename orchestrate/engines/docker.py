@@ -264,7 +264,7 @@ class DockerEngine(Linked):
             "NODE_IMAGE": spec.image,
             "NODE_CODE": code,
             "NODE_JOB_DIR": str(run),
-            "NODE_USER": self.daemon.user(run),
+            "NODE_USER": self.daemon.user(run, spec),
             "NODE_RUNTIME": "nvidia" if plan.gpus else self.info["DefaultRuntime"],
             "NODE_GPUS": ",".join(plan.gpus) or "void",
             "NODE_SHM": spec.shm_size,
