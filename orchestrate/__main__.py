@@ -5,17 +5,21 @@ import sys
 
 
 def forget_current_folder() -> None:
-    """Import nothing from the current folder, which `-m` puts first: a file named queue.py there is the user's own.
+    """Import nothing from the current folder: a file named queue.py there is the user's own.
 
-    The package finds its own modules without it, also in a checkout that is not installed.
+    `-m` puts that folder first, and so does an empty entry of PYTHONPATH, as in `:/x`, in its place. The package finds
+    its own modules without it, also in a checkout that is not installed. One that PYTHONPATH names stays.
     """
-    if getattr(sys.flags, "safe_path", sys.flags.isolated):
-        return  # then `-m` has put nothing there
     try:
-        if sys.path[0] == os.getcwd():
-            del sys.path[0]
+        here = os.getcwd()
     except OSError:  # the folder is gone, and is not on the path
-        pass
+        return
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated) and sys.path[0] == here:
+        del sys.path[0]
+    entries = "" if sys.flags.ignore_environment else os.environ.get("PYTHONPATH", "")
+    named = {os.path.abspath(entry) for entry in entries.split(os.pathsep) if entry}
+    if entries and here in sys.path and here not in named:
+        sys.path.remove(here)
 
 
 def run() -> None:

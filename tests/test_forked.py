@@ -249,6 +249,37 @@ def test_the_jobs_own_modules_must_be_imported_only_when_its_network_has_its_fil
     node.end()
 
 
+EMPTY = ["{1}{0}", "{0}{1}", "{0}{1}{1}{0}", "{1}"]  # entries of PYTHONPATH: each is the working directory for Python
+
+
+@pytest.mark.parametrize("path", EMPTY)
+def test_an_empty_entry_of_the_python_path_must_not_have_the_jobs_modules_imported_in_its_node(tmp_path, path):
+    installed, folder = tmp_path / "installed", tmp_path / "job"
+    for path_ in (installed / "theirs.py", folder / "ready.py"):
+        path_.parent.mkdir()
+        path_.write_text(NOTES)
+    for name in ("theirs", "sitecustomize", "json", "random"):
+        (folder / f"{name}.py").write_text("open('own', 'w').close()\n")
+    preload = "theirs ready" if "{0}" in path else "ready"
+    node = Waiting(folder, preload, PYTHONPATH=path.format(installed, os.pathsep))
+    assert eventually(lambda: [*folder.glob("ready-*")])
+    assert not (folder / "own").exists() and len([*folder.glob("theirs-*")]) == preload.count("theirs")
+    node.end()
+
+
+@pytest.mark.parametrize("path", EMPTY)
+def test_a_worker_must_be_forked_with_such_an_entry_where_its_folder_comes_first_anyway(tmp_path, path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "below" / "1.py").write_text(f"import beside\n{IS_FORKED}")
+    node = Waiting(tmp_path, PRELOAD, PYTHONPATH=path.format(tmp_path / "none", os.pathsep))
+    assert node.run(0, f"import beside, os\n{IS_FORKED}\nprint(os.environ['PYTHONPATH'])") == 0
+    node.command(1, "below/1.py")
+    assert node.code(1) == 0
+    assert node.log(0) == f"True\n{node.env['PYTHONPATH']}\n" and node.log(1) == "False\n"
+    node.end()
+
+
 LOOKS = """
 import re
 first, second = HALVES

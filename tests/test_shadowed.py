@@ -116,6 +116,42 @@ def test_what_the_user_puts_on_the_path_must_stay_there(cli, safe):
     assert "simplejson" in mark.read_text()
 
 
+@pytest.mark.parametrize("path", [":{root}", "{root}:", "{root}::/none", ":{root}:"])
+def test_an_empty_entry_of_the_python_path_must_put_the_current_folder_nowhere(cli, nothing_left, path):
+    """Python takes it for the current folder; `PYTHONPATH=$PYTHONPATH:/x` makes one where there was nothing before."""
+    mark = trapped(cli)
+    del cli.env["PYTHONWARNINGS"]  # for which Python itself imports `re` when it starts
+    cli.env |= {"PYTHONPATH": path.format(root=ROOT).replace(":", os.pathsep), "DOCKER_HOST": "unix:///nowhere.sock"}
+    run(cli, mark, "plan", *JOB, *SCRIPT)
+    run(cli, mark, "doctor", code=4)
+    run(cli, mark, "run", *JOB, *SCRIPT)
+    first = Path(run(cli, mark, "run", "--detach", *JOB, *SCRIPT).strip()).name
+    run(cli, mark, "attach", first)
+
+
+@pytest.mark.parametrize("path", [".:{root}", ":.:{root}", "{root}::{here}"])
+def test_a_current_folder_that_the_python_path_names_must_stay_there(cli, path):
+    mark = trapped(cli)
+    for module in cli.folder.glob("*.py"):
+        if module.name != "simplejson.py":
+            module.unlink()
+    named = path.format(root=ROOT, here=cli.folder).replace(":", os.pathsep)
+    env = cli.env | {"PYTHONPATH": named, "DOCKER_HOST": "unix:///nowhere.sock"}
+    subprocess.run([sys.executable, "-m", "orchestrate", "doctor"], cwd=cli.folder, env=env, capture_output=True)
+    assert "simplejson" in mark.read_text()
+
+
+def test_workers_must_have_the_python_path_as_it_is(cli, nothing_left):
+    (cli.folder / "beside.py").write_text("print('beside')\n")
+    (cli.folder / "below").mkdir()
+    (cli.folder / "below" / "hello.py").write_text("import beside, os\nprint(os.environ['PYTHONPATH'])\n")
+    cli.env["PYTHONPATH"] = f"{os.pathsep}{ROOT}"
+    for warm in ("true", "false"):
+        assert cli("run", *JOB, "--set", f"warm={warm}", "--", "below/hello.py").returncode == 0
+    logs = [path.read_text() for path in cli.folder.glob("runs/*/logs/rank-*.log")]
+    assert logs == [f"beside\n{cli.env['PYTHONPATH']}\n"] * 4
+
+
 def test_a_supervisor_in_the_background_must_be_found_where_the_command_was(cli, nothing_left):
     """With `-P`, not in the current folder."""
     if sys.version_info < (3, 11):

@@ -91,7 +91,7 @@ class Waiting:
         self.out = tmp_path / "stdout"
         self.pipe = Pipe(self.env)  # before the node listens
         with self.out.open("wb") as out:
-            command = [sys.executable, "-c", BEFORE.format(before=before)] if before else [sys.executable, NODE]
+            command = [sys.executable, "-c", BEFORE.format(before=before)] if before else [sys.executable, "-I", NODE]
             self.node = subprocess.Popen(command, env=self.env, stdout=out, cwd=tmp_path)
 
     def start(self, rank: int, code: str, generation: int = 0) -> None:

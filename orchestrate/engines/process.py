@@ -119,7 +119,7 @@ class ProcessEngine(Linked):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the node holds it as long as it lives
         child = subprocess.Popen(
-            [sys.executable, str(NODE)],
+            [sys.executable, "-I", f"-Xutf8={sys.flags.utf8_mode}", str(NODE)],  # it imports nothing of the job's
             env=env,
             cwd=self.cwd,
             stdin=subprocess.DEVNULL,

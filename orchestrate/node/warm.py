@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class Zygote:
             path = str(Path(__file__).with_name("zygote.py"))
             self.process = subprocess.Popen(
                 [sys.executable, "-u", path, end, str(os.getpid()), PADDING, *modules],
-                env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+                env=_elsewhere(os.environ) | {"PYTHONFAULTHANDLER": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -133,6 +133,12 @@ class Zygote:
         with contextlib.suppress(OSError, Refused):
             return parsed(self.sock.recv(1 << 16))
         return {}
+
+
+def _elsewhere(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment without empty entries of PYTHONPATH: for Python these are the working directory, the job's own."""
+    path = os.pathsep.join(filter(None, env.get("PYTHONPATH", "").split(os.pathsep)))
+    return {**env, **({"PYTHONPATH": path} if "PYTHONPATH" in env else {})}
 
 
 def standing(pid: int) -> list[Any]:

@@ -86,8 +86,14 @@ def settle() -> str:
 
 
 def early(env: dict[str, str]) -> dict[str, str]:
-    """The variables that take effect at start."""
-    return {name: value for name, value in env.items() if name.startswith(EARLY) and not name.startswith(LATE)}
+    """The variables that take effect at start.
+
+    An empty entry of PYTHONPATH means the working directory, and has no effect where that is searched first anyway.
+    """
+    found = {name: value for name, value in env.items() if name.startswith(EARLY) and not name.startswith(LATE)}
+    if "PYTHONPATH" in found and sys.path[0] == os.getcwd():
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, found["PYTHONPATH"].split(os.pathsep)))
+    return found
 
 
 def same(command: list[str], env: dict[str, str]) -> bool:
