@@ -3,6 +3,7 @@
 import os
 import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ NODES = ("master", "trainer")
 
 def make_folder(text: str) -> None:
     """Run the command at the top of a Compose file that makes the folder of its files."""
-    (line,) = (line for line in text.splitlines() if line.startswith("#   install -d"))
+    (line,) = (line for line in text.splitlines() if line.startswith("#   mkdir -p"))
     subprocess.run(["bash", "-c", line.removeprefix("#")], check=True)
 
 
@@ -85,6 +86,45 @@ def test_the_folder_of_the_files_must_be_made_where_other_users_cannot_enter(tmp
     run, job = Path("runs/digits").stat(), Path("runs/digits/job").stat()
     assert stat.S_IMODE(run.st_mode) == 0o700 and run.st_uid == os.getuid()
     assert (job.st_uid, job.st_gid) == (users.nodes_of(JobSpec()) or (os.getuid(), os.getgid()))
+
+
+def things(run: Path, elsewhere: Path) -> list[Callable[[], object]]:
+    """What a clone can have in the place of a run directory."""
+    return [
+        lambda: run.symlink_to(elsewhere),
+        lambda: run.symlink_to(elsewhere / "none"),
+        lambda: (run.mkdir(), (run / "job").symlink_to(elsewhere)),
+        lambda: run.mkdir(),
+        lambda: run.touch(),
+    ]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_folder_of_files_that_came_with_the_code_must_be_refused_and_stay_as_it_is(tmp_path, monkeypatch, number):
+    code, elsewhere = tmp_path / "code", tmp_path / "elsewhere"
+    code.mkdir()
+    elsewhere.mkdir(mode=0o755)
+    monkeypatch.chdir(code)
+    text = compose(resolve({"command": COMMAND}), "digits")
+    (code / "runs").mkdir()
+    things(code / "runs" / "digits", elsewhere)[number]()
+    with pytest.raises(UsageError, match=f"{code}/runs/digits is (a link|there already)") as error:
+        exported()
+    assert "--name" in error.value.hint
+    before = elsewhere.stat()
+    with pytest.raises(subprocess.CalledProcessError):  # of a file that is older than what is there now
+        make_folder(text)
+    assert elsewhere.stat() == before and not [*elsewhere.iterdir()]
+
+
+def test_runs_that_are_a_link_must_be_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to("elsewhere")
+    for _ in range(2):  # whether it leads somewhere or not
+        with pytest.raises(UsageError, match=f"{tmp_path}/runs is a link") as error:
+            exported()
+        assert error.value.hint
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
 
 
 def test_a_node_must_see_the_code_the_program_and_the_jobs_folder(tmp_path, monkeypatch):

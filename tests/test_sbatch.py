@@ -6,6 +6,7 @@ Here a stand-in has the names of Slurm's commands; see test_slurm.py for a real 
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,7 @@ read -r code failed rest < codes || code=wait
 sed -i 1d codes
 [ "$code" != wait ] || { touch started; read -r code < asked; failed=; }
 [ -z "$failed" ] || echo -n "$failed" > "$NODE_FAILED"
+[ -z "${AFTER:-}" ] || eval "$AFTER"
 exit "$code"
 """
 SCANCEL = '#!/bin/bash\ncd "$HERE"\necho "$@" > cancelled\necho 143 > asked\n'
@@ -153,6 +155,69 @@ def test_a_job_that_succeeds_must_run_once(scheduler):
     ((generation, _, master, folder),) = scheduler.calls()
     assert (generation, master, folder) == ("0", "n1", f"{scheduler.folder}/runs/digits")
     assert Path(folder).is_dir()
+
+
+def test_other_users_must_not_enter_the_jobs_folder_and_it_must_serve_another_submission(scheduler):
+    for count in (1, 2):
+        assert ended(scheduler.start("0")) == (0, "")
+        assert len(scheduler.calls()) == count
+    assert stat.S_IMODE((scheduler.folder / "runs" / "digits").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("name", ["runs", "runs/digits"])
+@pytest.mark.parametrize("what", ["a link", "a dangling link", "a file", "another user's"])
+def test_a_folder_that_is_not_the_submitters_own_must_be_refused(scheduler, tmp_path, name, what):
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    path = scheduler.folder / name
+    path.parent.mkdir(exist_ok=True)
+    if what == "another user's":
+        if os.getuid():
+            pytest.skip("must be root to make a folder of another user")
+        path.mkdir()
+        os.chown(path, 12345, 12345)
+    elif what == "a file":
+        path.touch()
+    else:
+        path.symlink_to(elsewhere if what == "a link" else elsewhere / "none")
+    code, told = ended(scheduler.start("0"))
+    assert code == 2 and f"error: {path} is not a folder of yours" in told and "--name" in told
+    assert not (scheduler.folder / "calls").exists() and not [*elsewhere.iterdir()]
+
+
+def test_a_folder_that_a_generation_has_replaced_by_a_link_must_be_refused_to_the_next_one(scheduler, tmp_path):
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    scheduler.more = {"AFTER": f'mv "$JOB_DIR" "$JOB_DIR.old"; ln -s {elsewhere} "$JOB_DIR"'}
+    code, told = ended(scheduler.start("1", "0"))
+    assert code == 2 and "runs/digits is not a folder of yours" in told
+    assert len(scheduler.calls()) == 1 and not [*elsewhere.iterdir()]
+
+
+@pytest.mark.parametrize("text", ["link", "fifo", "folder", "canary", "3 canary", "0000", "999", "-1", ""])
+def test_what_workers_have_left_in_the_place_of_the_first_failure_must_not_be_shown_or_waited_for(
+    scheduler, tmp_path, text
+):
+    (tmp_path / "secret").write_text("canary")
+    how = {"link": f"ln -sf {tmp_path}/secret", "fifo": "mkfifo", "folder": "mkdir"}.get(text, f"echo -n '{text}' >")
+    scheduler.more = {"AFTER": f'{how} "$NODE_FAILED"'}
+    code, told = ended(scheduler.start("9", max_restarts=0))
+    assert (code, told) == (9, "generation 0 ended with exit code 9\n")
+
+
+def test_a_link_that_came_with_the_code_must_be_refused_when_the_script_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert slurm(resolve({}), "digits", "venv")
+    (tmp_path / "runs" / "digits").mkdir(parents=True)
+    assert slurm(resolve({}), "digits", "venv")  # to go on from its checkpoints with other settings
+    (tmp_path / "runs" / "digits").rmdir()
+    (tmp_path / "runs" / "digits").symlink_to("elsewhere")
+    with pytest.raises(UsageError, match="runs/digits is a link") as error:
+        slurm(resolve({}), "digits", "venv")
+    assert "--name" in error.value.hint
+    assert slurm(resolve({}), "other", "venv")
+    (tmp_path / "runs").rename(tmp_path / "others")
+    (tmp_path / "runs").symlink_to("others")
+    with pytest.raises(UsageError, match="runs is a link"):
+        slurm(resolve({}), "other", "venv")
 
 
 def test_the_jobs_environment_and_folder_must_be_taken_as_they_are_written(scheduler, monkeypatch):

@@ -1,7 +1,7 @@
 """Files for engines that others maintain: the same job on Kubernetes, on Slurm, or by Compose alone.
 
-Pure: from a spec to text. In each of them a node is `orchestrate/node` without an orchestrator: so the workers'
-environment is the same as here, and so are checkpoints and logs in the job's folder.
+From a spec to text; nothing is made. In each of them a node is `orchestrate/node` without an orchestrator: so the
+workers' environment is the same as here, and so are checkpoints and logs in the job's folder.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import re
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -77,6 +78,13 @@ def shape(spec: JobSpec, name: str) -> Shape:
     env |= {key: value for key, value in spec.env.items() if key not in secrets}
     memory = "" if spec.memory == UNLIMITED else spec.memory or ""
     return Shape(name=name, nodes=nodes, nproc=nproc, gpus=gpus, env=env, memory=memory, secrets=secrets)
+
+
+def no_links(run: Path) -> None:
+    """Raise UsageError where a folder of files would be reached by a link, which can have come with the code."""
+    for folder in (run.parent, run):
+        if folder.is_symlink():
+            raise UsageError(f"{folder} is a link", "remove it, or export under another --name or from another folder")
 
 
 def document(*objects: Any) -> str:

@@ -12,7 +12,7 @@ import yaml
 from orchestrate import owners, users
 from orchestrate.engines.mounts import CODE, literal, masks
 from orchestrate.errors import UsageError
-from orchestrate.export import Shape, document, quoted, shape
+from orchestrate.export import Shape, document, no_links, quoted, shape
 from orchestrate.limits import limits
 from orchestrate.paths import JOB, PACKAGE, PROJECT, code_folder, is_text
 from orchestrate.spec import JobSpec
@@ -24,7 +24,7 @@ DROPPED = ("profiles", "build")
 def compose(spec: JobSpec, name: str) -> str:
     """The file; `docker compose up` runs it. Raises UsageError for what it cannot say."""
     job = shape(spec, name)
-    code, run = (_mountable(folder) for folder in (code_folder(spec.command), owners.check(Path.cwd() / "runs" / name)))
+    code, run = (_mountable(folder) for folder in (code_folder(spec.command), _run(name)))
     hidden = masks(Path(code), Path(run).parent, CODE, spec.command)
     user = users.nodes_of(spec)
     bounds = limits(spec.memory, 0, job.nodes)
@@ -71,13 +71,26 @@ def _head(spec: JobSpec, job: Shape, run: str, user: tuple[int, int] | None) -> 
     lines = [
         f"{job.name}: docker compose --file THIS up.",
         "Create the folder of its files first, in one that other users cannot enter:",
-        f"  install -d -m 700 {quoted(run)} && install -d {owner}{quoted(f'{run}/{JOB}')}",
+        f"  mkdir -p {quoted(os.path.dirname(run))} && mkdir -m 700 {quoted(run)} && "
+        f"install -d {owner}{quoted(f'{run}/{JOB}')}",
     ]
     if job.secrets:
         lines.append(f"Set in the environment of docker compose: {', '.join(job.secrets)}.")
     if spec.max_run:
         lines.append("Compose knows no max_run: put `timeout` before its command.")
     return lines
+
+
+def _run(name: str) -> Path:
+    """The run directory, which is yet to be made; raises UsageError where something is there.
+
+    It can have come with the code, and have links in it, through which nodes would be given another folder.
+    """
+    run = Path.cwd() / "runs" / name
+    no_links(run)
+    if os.path.lexists(run):
+        raise UsageError(f"{run} is there already", "export the job under another --name, or move that folder away")
+    return owners.check(run)
 
 
 def _mountable(folder: Path) -> str:

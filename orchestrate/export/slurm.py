@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from orchestrate.errors import UsageError
-from orchestrate.export import carries_node, quoted, shape
+from orchestrate.export import carries_node, no_links, quoted, shape
 from orchestrate.limits import size
 from orchestrate.paths import NODE, PACKAGE, code_folder, is_text
 from orchestrate.plan import counted
@@ -33,7 +33,15 @@ set -u
 {secrets}cd {folder} || exit 2
 export JOB_DIR="$SLURM_SUBMIT_DIR/runs/{name}"
 export NODE_FAILED="$JOB_DIR/.failed" NODE_PATIENT=1
-mkdir -p -m 700 "$JOB_DIR"
+own() {{  # what came with the code, or a job has left, could lead elsewhere
+    mkdir -p -m 700 "$1" && [ -d "$1" ] && [ -O "$1" ] && [ ! -L "$1" ] && return
+    echo "error: $1 is not a folder of yours: remove it, or export the job under another --name" >&2
+    exit 2
+}}
+first_failure() {{  # the exit code of the worker that failed first, from a file that workers can write
+    [ -f "$NODE_FAILED" ] && [ ! -L "$NODE_FAILED" ] && set -- "$(head -c 4 "$NODE_FAILED")" &&
+        [[ $1 =~ ^[1-9][0-9]{{0,2}}$ ]] && (($1 < 256)) && echo "$1"
+}}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 
@@ -43,6 +51,8 @@ for attempt in $(seq 0 {max_restarts}); do
     # A generation has a number, and a port, of its own; Slurm itself may have started this script again.
     export TORCHELASTIC_RESTART_COUNT=$((${{SLURM_RESTART_COUNT:-0}} * ({max_restarts} + 1) + attempt))
     export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 97 + TORCHELASTIC_RESTART_COUNT) % 20000))
+    own "$SLURM_SUBMIT_DIR/runs"
+    own "$JOB_DIR"
     rm -f "$NODE_FAILED"
     env {env}"$(command -v srun)" \\
         --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --wait={wait} \\
@@ -51,7 +61,7 @@ for attempt in $(seq 0 {max_restarts}); do
     wait "$step"
     code=$?
     while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a signal ends the first wait
-    [ "$code" = 0 ] || code=$(cat "$NODE_FAILED" 2>/dev/null || echo "$code")  # of the first that failed
+    [ "$code" = 0 ] || code=$(first_failure || echo "$code")
     case $code in 0) exit 0 ;; {never}) exit "$code" ;; esac
     [ -z "$stop" ] || exit "$code"
     echo "generation $TORCHELASTIC_RESTART_COUNT ended with exit code $code" >&2
@@ -63,6 +73,7 @@ exit "$code"
 def slurm(spec: JobSpec, name: str, form: str) -> str:
     """The sbatch script of a job; `form`: venv, apptainer or pyxis. Raises UsageError for what it cannot say."""
     job = shape(spec, name)
+    no_links(Path.cwd() / "runs" / name)
     if spec.user != "auto":
         raise UsageError(f"user is {spec.user}, and Slurm runs a job as the user who submits it", "leave it out")
     options = {
