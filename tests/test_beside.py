@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,12 @@ from faults import OPTIONS, Background
 
 from orchestrate import commands, private, users
 from orchestrate.engines import JobState
+from orchestrate.engines.daemon import Daemon
+from orchestrate.engines.image import _gpus
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.job import new_id
-from orchestrate.spec import JobSpec
+from orchestrate.spec import IMAGE, JobSpec
 
 SAME = f"same-{os.getpid():x}"  # how names begin; jobs of other test runs may be on the machine
 KEYS = ("project", "service", "container-number")  # of Compose's labels
@@ -213,6 +216,26 @@ def test_a_look_for_gpus_must_run_nothing_of_the_jobs_image_and_leave_nothing(cl
         assert (done.returncode, done.stderr) == (0, "")
         assert "NCCL on GPU\n" in done.stdout  # though the image has not even nvidia-smi
     finally:
+        docker("image", "rm", image)
+
+
+def test_a_look_for_gpus_must_take_little_memory_whatever_the_image_writes(nvidia_runtime, nothing_left, tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nhead -c 100000000 /dev/zero | tr '\\000' x\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    image, container = f"flood-{os.getpid()}", docker("create", IMAGE).strip()
+    try:
+        docker("cp", str(tmp_path / "nvidia-smi"), f"{container}:/usr/local/bin/nvidia-smi")
+        docker("commit", container, image)
+    finally:
+        docker("rm", "--volumes", container)
+    daemon = Daemon()
+    tracemalloc.start()
+    try:
+        assert _gpus(daemon, image, tmp_path) == ()
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+        daemon.client.close()
         docker("image", "rm", image)
 
 

@@ -69,11 +69,12 @@ def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_s
     assert set(made["Env"]) == {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=utility"}
     host = made["HostConfig"]
     assert (host["Runtime"], host["NetworkMode"], host["LogConfig"]["Type"]) == ("nvidia", "none", "json-file")
+    assert host["LogConfig"]["Config"] == {"max-size": "1m", "max-file": "1"}
     assert (host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges:true"])  # the image may be anyone's
     assert (host["ReadonlyRootfs"], host["Memory"], host["PidsLimit"]) == (True, 1 << 30, 512)
     assert answers.of("DELETE /containers/made")[0] == {"v": "True", "force": "True", "link": "False"}
     query, _ = answers.of("GET /containers/made/logs")
-    assert (query["stdout"], query["stderr"]) == ("1", "0")
+    assert (query["stdout"], query["stderr"], query["tail"]) == ("1", "0", "1000")
 
 
 @pytest.mark.parametrize(

@@ -118,11 +118,12 @@ def _gpus(daemon: Daemon, image: str, run: Path) -> tuple[str, ...]:
             read_only=True,
             mem_limit="1g",
             pids_limit=FEWEST,
-            log_config=LogConfig(type=LogConfig.types.JSON),
+            log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": "1m", "max-file": "1"}),
         )
         container.start()
         container.wait(timeout=60)
-        return tuple(gpu_ids(container.logs(stderr=False).decode(errors="replace")))
+        output = container.logs(stderr=False, tail=1000)  # 16 KiB each at most, and the log is bounded, too
+        return tuple(gpu_ids(output.decode(errors="replace")))
     except ERRORS:
         return ()
     finally:
