@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,15 +21,13 @@ def temporary() -> Path:
 
     Raises EngineError if it cannot be created.
     """
-    name = f"orchestrate-{os.geteuid()}"
-    for path in (TEMPORARY / name, *sorted(TEMPORARY.glob(f"{name}-*"))):
-        with contextlib.suppress(OSError):
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-            with opened(path):
-                return path
+    path = TEMPORARY / f"orchestrate-{os.geteuid()}"
     try:
-        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=TEMPORARY))
+        if _ours(path):
+            return path
+        if not _ours(_longer(path)):  # any more
+            _longer.cache_clear()
+        return _longer(path)
     except OSError as error:
         raise EngineError(f"no folder for the sockets of nodes in {TEMPORARY}: {error.strerror}") from None
 
@@ -58,3 +57,32 @@ def opened(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _ours(path: Path) -> bool:
+    """Whether a folder is this user's alone; it is made if it is missing."""
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        with opened(path):
+            return True
+    return False
+
+
+@functools.cache
+def _longer(path: Path) -> Path:
+    """This user's folder where another user has taken its name, made if need be; raises OSError.
+
+    Others can have made any number of such folders: they are passed over by their owner, once in a process.
+    """
+    with os.scandir(path.parent) as entries:
+        names = [entry.name for entry in entries if entry.name.startswith(f"{path.name}-") and _own(entry)]
+    found = filter(_ours, (path.with_name(name) for name in sorted(names)))
+    return next(found, None) or Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+
+
+def _own(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder that this user has made."""
+    with contextlib.suppress(OSError):
+        return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+    return False

@@ -131,11 +131,21 @@ def places() -> Iterator[Path]:
         yield private.temporary() / "records"
 
 
-def kept() -> set[Path]:
-    """The real paths of all folders for records, of this account and of others; nodes must not see them."""
-    homes = {entry.pw_dir for entry in pwd.getpwall()}
-    theirs = (*(Path(home, *STATE) for home in homes), *private.TEMPORARY.glob("orchestrate-*"))
-    return {Path(os.path.realpath(folder)) for folder in (*places(), *theirs)}
+def kept(code: Path) -> set[Path]:
+    """The real paths of folders for records, of this account and of others, that could be below `code`.
+
+    Folders that are not their account's own do not count: by a link, other users would decide what nodes see.
+    """
+    found = {Path(os.path.realpath(folder)) for folder in places()}
+    for entry in pwd.getpwall():
+        folder = Path(os.path.realpath(Path(entry.pw_dir, *STATE)))
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid == entry.pw_uid:
+                found.add(folder)
+    temporary = Path(os.path.realpath(private.TEMPORARY))
+    if temporary.is_relative_to(code):  # else they are not listed: any user can make any number of them
+        found.update(temporary.glob("orchestrate-*"))
+    return found
 
 
 def _look(run: Path) -> tuple[Path, Record] | None:

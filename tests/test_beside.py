@@ -303,6 +303,36 @@ def test_a_folder_of_sockets_that_is_anothers_must_be_left_alone_and_keep_no_job
     assert not engine.state.is_symlink()
 
 
+def test_folders_of_others_must_be_looked_at_once_and_not_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(private, "TEMPORARY", tmp_path)
+    name, opened, listed = f"orchestrate-{os.geteuid()}", [], []
+    (tmp_path / name).touch()
+    for number in range(100):
+        (tmp_path / f"{name}-{number}").symlink_to("elsewhere")  # whose owner is not looked at in a folder's place
+    if os.getuid() == 0:
+        for number in range(100, 200):
+            (tmp_path / f"{name}-{number}").mkdir(mode=0o700)
+            os.chown(tmp_path / f"{name}-{number}", 12345, 12345)
+    own = tmp_path / f"{name}-x"
+    own.mkdir(mode=0o700)
+    real_open, real_list = os.open, os.scandir
+    monkeypatch.setattr(os, "open", lambda path, *how, **more: opened.append(path) or real_open(path, *how, **more))
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or real_list(path))
+    assert [private.temporary() for _ in range(3)] == [own] * 3
+    assert len(opened) < 10 and listed == [tmp_path]
+    own.rmdir()
+    assert private.temporary() == own and stat.S_IMODE(own.stat().st_mode) == 0o700
+    own.rmdir()
+    own.symlink_to("elsewhere")
+    assert (other := private.temporary()) != own and other.is_dir() and private.temporary() == other
+
+
+def test_a_folder_of_ones_own_must_be_found_without_a_look_at_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(private, "TEMPORARY", tmp_path)
+    monkeypatch.setattr(os, "scandir", lambda path: pytest.fail(f"{path} was listed"))
+    assert private.temporary() == private.temporary() == tmp_path / f"orchestrate-{os.geteuid()}"
+
+
 def test_a_folder_of_sockets_must_be_ones_own_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(private, "TEMPORARY", tmp_path)
     mask = os.umask(0)

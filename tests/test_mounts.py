@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrate import private
+from orchestrate import private, records
 from orchestrate.engines import mounts as mounts_module
 from orchestrate.engines.mounts import masks
 from orchestrate.errors import EngineError, UsageError
@@ -97,13 +97,37 @@ def test_records_of_jobs_must_be_hidden_wherever_they_are(code, monkeypatch):
 
 
 def test_records_of_other_accounts_must_be_hidden_as_under_sudo(code, monkeypatch):
-    account = pwd.struct_passwd(("ada", "x", 4242, 4242, "", str(code / "src"), "/bin/sh"))
+    account = pwd.struct_passwd(("ada", "x", os.getuid(), 4242, "", str(code / "src"), "/bin/sh"))
     monkeypatch.setattr(pwd, "getpwall", lambda: [account])
     monkeypatch.setattr(private, "TEMPORARY", code / "data")
     (code / "src" / ".local" / "state" / "orchestrate").mkdir(parents=True)
     (code / "data" / "orchestrate-4242").mkdir()
     theirs = {"src/.local/state/orchestrate/", "data/orchestrate-4242/"}
     assert hidden(code) >= {".git/", "runs/"} | theirs
+
+
+def test_other_accounts_must_not_decide_what_is_hidden(code, monkeypatch):
+    homes = code.parent / "homes"
+    account = pwd.struct_passwd(("eve", "x", 4242, 4242, "", str(homes), "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwall", lambda: [account])
+    monkeypatch.setattr(private, "TEMPORARY", homes)
+    (homes / ".local").mkdir(parents=True)
+    (homes / ".local" / "state").symlink_to(code / "src")
+    (homes / "orchestrate-4242").symlink_to(code / "data")
+    (code / "src" / "orchestrate").mkdir()
+    assert hidden(code) == {".git/", "runs/"}
+    assert masks(code / "src" / "orchestrate", code / "runs", "/workspace") == []
+    assert masks(code / "data", code / "runs", "/workspace") == []
+
+
+def test_folders_in_tmp_must_not_be_looked_at_for_code_elsewhere(code, monkeypatch):
+    (others := code.parent / "others").mkdir()
+    for number in range(100):
+        (others / f"orchestrate-4242-{number}").mkdir()
+    monkeypatch.setattr(private, "TEMPORARY", others)
+    found = {path for path in records.kept(code) if path.is_relative_to(others)}
+    assert found <= {others / f"orchestrate-{os.geteuid()}" / "records"}
+    assert {others / "orchestrate-4242-1", others / "orchestrate-4242-99"} <= records.kept(others)
 
 
 def test_a_link_must_not_be_hidden_for_a_mount_would_be_on_what_it_leads_to(code):

@@ -85,7 +85,7 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
     """
     if runs == code:
         raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
-    kept = records.kept()
+    kept = records.kept(code)
     if code in kept:
         raise UsageError(f"{code} holds the keys and secrets of jobs, and nodes would see it", "use another folder")
     folders = (runs, *filter(_there, kept))

@@ -75,7 +75,7 @@ def code_files(folder: Path) -> list[Path]:
     Raises UsageError if .dockerignore cannot be read, ResourceError if the files are too large.
     """
     found, size = [], 0
-    secret = records.kept()
+    secret = records.kept(folder)
     for name in kept(folder, NO_CODE):
         path, parts = folder / name, Path(name).parts
         if not path.is_file() or any(map(path.is_relative_to, secret)):
