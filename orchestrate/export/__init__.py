@@ -7,6 +7,7 @@ workers' environment is the same as here, and so are checkpoints and logs in the
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -80,11 +81,12 @@ def shape(spec: JobSpec, name: str) -> Shape:
     return Shape(name=name, nodes=nodes, nproc=nproc, gpus=gpus, env=env, memory=memory, secrets=secrets)
 
 
-def no_links(run: Path) -> None:
-    """Raise UsageError where a folder of files would be reached by a link, which can have come with the code."""
-    for folder in (run.parent, run):
-        if folder.is_symlink():
-            raise UsageError(f"{folder} is a link", "remove it, or export under another --name or from another folder")
+def check_folders(*folders: Path) -> None:
+    """Raise UsageError for a folder of files that is something else: a link, for example, that came with the code."""
+    for folder in folders:
+        if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
+            what = "a link" if folder.is_symlink() else "not a folder"
+            raise UsageError(f"{folder} is {what}", "remove it, or export under another --name or from another folder")
 
 
 def document(*objects: Any) -> str:

@@ -12,7 +12,7 @@ import yaml
 from orchestrate import owners, users
 from orchestrate.engines.mounts import CODE, literal, masks
 from orchestrate.errors import UsageError
-from orchestrate.export import Shape, document, no_links, quoted, shape
+from orchestrate.export import Shape, check_folders, document, quoted, shape
 from orchestrate.limits import limits
 from orchestrate.paths import JOB, PACKAGE, PROJECT, code_folder, is_text
 from orchestrate.spec import JobSpec
@@ -82,14 +82,9 @@ def _head(spec: JobSpec, job: Shape, run: str, user: tuple[int, int] | None) -> 
 
 
 def _run(name: str) -> Path:
-    """The run directory, which is yet to be made; raises UsageError where something is there.
-
-    It can have come with the code, and have links in it, through which nodes would be given another folder.
-    """
+    """The run directory, which may not exist yet; raises UsageError if nodes would be given another folder."""
     run = Path.cwd() / "runs" / name
-    no_links(run)
-    if os.path.lexists(run):
-        raise UsageError(f"{run} is there already", "export the job under another --name, or move that folder away")
+    check_folders(run.parent, run, run / JOB)
     return owners.check(run)
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from orchestrate.errors import UsageError
-from orchestrate.export import carries_node, no_links, quoted, shape
+from orchestrate.export import carries_node, check_folders, quoted, shape
 from orchestrate.limits import size
 from orchestrate.paths import NODE, PACKAGE, code_folder, is_text
 from orchestrate.plan import counted
@@ -73,7 +73,8 @@ exit "$code"
 def slurm(spec: JobSpec, name: str, form: str) -> str:
     """The sbatch script of a job; `form`: venv, apptainer or pyxis. Raises UsageError for what it cannot say."""
     job = shape(spec, name)
-    no_links(Path.cwd() / "runs" / name)
+    runs = Path.cwd() / "runs"
+    check_folders(runs, runs / name)
     if spec.user != "auto":
         raise UsageError(f"user is {spec.user}, and Slurm runs a job as the user who submits it", "leave it out")
     options = {
