@@ -56,7 +56,9 @@ CHANGES = {
     "priority": "os.setpriority(os.PRIO_PROCESS, pid, 5)",
     "scheduler": "os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))",
     "cores": "os.sched_setaffinity(pid, {min(os.sched_getaffinity(0))})",
+    "disk priority": "import ctypes\nassert not ctypes.CDLL(None).syscall(IOPRIO_SET, 1, pid, 3 << 13)",
 }
+IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 FORKER = """
 node = os.getppid()
 (pid,) = {*map(int, open(f"/proc/{node}/task/{node}/children").read().split())} - {os.getpid()}
@@ -68,6 +70,7 @@ node = os.getppid()
 def test_a_node_that_a_job_has_changed_must_end_and_not_run_another_one(tmp_path, change, whose):
     if "affinity" in change and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core is all that there is")
+    change = change.replace("IOPRIO_SET", str(IOPRIO_SET[os.uname().machine]))
     node = Waiting(tmp_path, PRELOAD)
     find = "pid = os.getppid()" if whose == "node" else FORKER
     assert node.run(0, f"import os, resource\n{find}\n{change}") == 0, node.log(0)
@@ -76,6 +79,20 @@ def test_a_node_that_a_job_has_changed_must_end_and_not_run_another_one(tmp_path
     assert node.node.wait(timeout=150) == 0
     assert "cannot make ready for another job: the job has changed" in node.out.read_text()
     node.pipe.close()
+
+
+def test_a_process_that_forks_workers_must_go_on_after_the_job_that_has_stopped_it(tmp_path):
+    node = Waiting(tmp_path, PRELOAD)
+    wait = "while not os.path.exists('go'): time.sleep(0.01)"
+    node.start(0, f"import os, signal, time\n{FORKER}\n{wait}\nos.kill(pid, signal.SIGSTOP)")
+    node.pipe.until("started", rank=0)
+    (tmp_path / "go").touch()
+    assert node.code(0) == 0, node.log(0)
+    node.pipe.ask("clean")
+    assert node.pipe.until("clean")
+    assert node.run(1, "pass") == 0
+    node.end()
+    assert "starts an interpreter of its own" not in node.out.read_text()
 
 
 def test_a_node_that_cannot_see_all_processes_must_not_say_that_it_is_clean(tmp_path):

@@ -203,7 +203,7 @@ class Loop:
                 os.waitpid(found.si_pid, 0)
 
     def finish(self) -> None:
-        """Wait for workers that were killed, and kill the processes that they left running."""
+        """Wait for workers that were killed, kill what they left running, and continue what they have stopped."""
         while self.workers:
             self._reap()
             time.sleep(0.001)
@@ -221,6 +221,8 @@ class Loop:
                     pass
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
+        if self.zygote:
+            self.zygote.process.send_signal(signal.SIGCONT)
 
 
 class Channel:

@@ -24,6 +24,8 @@ ANSWERS = 10.0  # seconds that a fork may take
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36  # of Linux' prctl(2)
 POSSIBLE = sys.platform == "linux"
 GO = b"g"  # as in zygote.py
+IOPRIO_GET = {"x86_64": 252, "aarch64": 31}  # ioprio_get(2), for which the C library has no function
+IOPRIO_WHO_PROCESS = 1
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
@@ -146,7 +148,14 @@ def standing(pid: int) -> list[Any]:
     if not POSSIBLE:
         return []
     bounds = [resource.prlimit(pid, number) for number in LIMITS]
-    return [*bounds, os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid), os.sched_getaffinity(pid)]
+    priorities = [os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid), _disk_priority(pid)]
+    return [*bounds, *priorities, os.sched_getaffinity(pid)]
+
+
+def _disk_priority(pid: int) -> int:
+    """The priority of a process where it reads and writes; 0 on a machine of which we do not know how to ask."""
+    number = IOPRIO_GET.get(os.uname().machine) if sys.maxsize > 1 << 32 else None
+    return int(ctypes.CDLL(None).syscall(number, IOPRIO_WHO_PROCESS, pid)) if number else 0
 
 
 def processes() -> Iterator[tuple[int, list[bytes]]]:
