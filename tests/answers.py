@@ -50,6 +50,7 @@ class Answers:
         self.containers: list[dict[str, Any]] = []
         self.networks: list[dict[str, Any]] = []
         self.images: set[str] = set()
+        self.started = "2026-01-01T00:00:00.123456789Z"  # when containers were
         self.volumes: list[str] = []  # that each of them declares
         self.output, self.code = b"", 0  # of a container that was made
         self.refusals: dict[str, tuple[int, str]] = {}
@@ -137,7 +138,7 @@ class Answers:
             self.images.add(f"{query['fromImage']}:{query['tag']}")
         nodes = {f"GET /containers/{one['Id']}/json": one for one in self.containers}
         if what in nodes:
-            return 200, {"Id": nodes[what]["Id"], "State": {"Pid": 0}}
+            return 200, {"Id": nodes[what]["Id"], "State": {"Pid": 0, "StartedAt": self.started}}
         known: dict[str, Callable[[], Any]] = {
             "GET /version": lambda: VERSION,
             "GET /info": lambda: self.info,

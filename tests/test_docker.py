@@ -5,6 +5,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,7 @@ def test_a_request_to_stop_must_end_compose(job, monkeypatch):
 
 @pytest.mark.parametrize("path", ["code", "run"])
 def test_a_folder_that_compose_cannot_mount_must_be_refused_by_name(job, path):
-    run = job.paths.root / "a\udcff" if path == "run" else job.run
-    run.mkdir(exist_ok=True)
+    run = job.run.rename(job.run.with_name("a\udcff")) if path == "run" else job.run
     with pytest.raises(EngineError, match=r"/a.udcff' cannot be mounted: its name is not UTF-8") as caught:
         job.engine().up(SPEC, job.plan(code="/a\udcff" if path == "code" else "/code"), run)
     assert caught.value.hint and job.answers.did() == []
@@ -279,6 +279,7 @@ def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(j
     names = [node["Id"][:12] for node in (master, trainer)]
     assert names == ["j-master-000", "j-trainer-1-"]
     monkeypatch.setattr(docker_module, "LISTENS", 30.0)
+    job.answers.started = time.strftime("%Y-%m-%dT%H:%M:%S.123456789Z", time.gmtime())
     servers = [played(job.sockets, names[0], KNOWS)]
     late = threading.Timer(0.1, lambda: servers.append(played(job.sockets, names[1], KNOWS)))
     late.start()
@@ -292,7 +293,7 @@ def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(j
 
 
 @pytest.mark.parametrize("why", ["network", "Docker Desktop", "no socket"])
-def test_a_node_must_be_reached_through_the_engine_where_it_has_to_be(job, why, monkeypatch):
+def test_a_node_must_be_reached_through_the_engine_where_it_has_to_be(job, why):
     def speak(connection: socket.socket) -> None:
         node = Framed(connection)
         assert node.hear() == {"ask": "status"}
@@ -300,7 +301,6 @@ def test_a_node_must_be_reached_through_the_engine_where_it_has_to_be(job, why, 
         while connection.recv(1000):
             pass
 
-    monkeypatch.setattr(docker_module, "LISTENS", 0.01)
     job.answers.speaks = speak
     spec = dataclasses.replace(SPEC, network="host" if why == "network" else "bridge")
     job.answers.info["OperatingSystem"] = "Docker Desktop" if why == "Docker Desktop" else "Debian"

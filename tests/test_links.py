@@ -294,10 +294,10 @@ def test_a_socket_that_is_not_there_yet_must_be_waited_for_and_one_without_a_lis
             threading.Thread(target=greet).start()
 
     monkeypatch.setattr(links.time, "sleep", listens)
-    connect(tmp_path / "late", KEY, patience=10).close()
+    connect(tmp_path / "late", KEY, patience=lambda: 10).close()
     made[0].close()
     with pytest.raises(ConnectionRefusedError):
-        connect(tmp_path / "late", KEY, patience=3600)
+        connect(tmp_path / "late", KEY, patience=lambda: 3600)
 
 
 def test_what_listens_in_the_place_of_a_node_must_not_be_talked_to(tmp_path):

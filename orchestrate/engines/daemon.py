@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 import contextlib
 import os
 import queue
@@ -91,6 +92,12 @@ class Daemon:
         """The containers with a label, running or not."""
         with self.asking("could not list its containers"):
             return self.client.containers.list(all=True, filters={"label": label}, sparse=True)
+
+    def age(self, container: Container) -> float:
+        """The seconds since a container was started."""
+        with self.asking(f"could not inspect {name_of(container)}"):
+            started = self.client.api.inspect_container(str(container.id))["State"]["StartedAt"]
+        return time.time() - calendar.timegm(time.strptime(started[:19], "%Y-%m-%dT%H:%M:%S"))  # in UTC, always
 
     @contextlib.contextmanager
     def asking(self, what: str) -> Iterator[None]:

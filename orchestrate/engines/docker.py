@@ -317,8 +317,9 @@ class DockerEngine(Linked):
             return None
         container = self.nodes[node]
         if container.status == "running" and self.env["NODE_SOCKETS"]:
-            with contextlib.suppress(OSError):
-                return sockets.connect(self.sockets / str(container.short_id), self.key, LISTENS)
+            with contextlib.suppress(OSError, EngineError):
+                path = self.sockets / str(container.short_id)
+                return sockets.connect(path, self.key, lambda: LISTENS - self.daemon.age(container))
         return self.daemon.talk(str(container.id), PIPE, self.key)
 
     def _request(self, worker: WorkerPlan) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from orchestrate.engines.links import ANSWERS, Link
@@ -64,13 +65,13 @@ def tidy(folder: Path, names: set[str]) -> None:
         clear(str(folder), keep=lambda entry: entry.name in names)
 
 
-def connect(path: Path, key: bytes, patience: float = 0.0) -> Link:
-    """Connect to a node's Unix socket, which may appear only after some seconds.
+def connect(path: Path, key: bytes, patience: Callable[[], float] = lambda: 0.0) -> Link:
+    """Connect to a node's Unix socket; if it is missing, `patience` says how many seconds it may take to appear.
 
     Raises OSError if nothing listens there, or a program without the key. A node could have replaced its socket by a
     link to another one; links are not followed.
     """
-    deadline = time.monotonic() + patience
+    deadline: float | None = None
     while True:
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(ANSWERS)  # the listener may never accept
@@ -82,7 +83,11 @@ def connect(path: Path, key: bytes, patience: float = 0.0) -> Link:
             raise ConnectionRefusedError(f"what listens at {path} is not the node")
         except OSError as error:
             sock.close()
-            if not isinstance(error, FileNotFoundError) or time.monotonic() > deadline:
+            if not isinstance(error, FileNotFoundError):
+                raise
+            if deadline is None:
+                deadline = time.monotonic() + patience()
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
 
