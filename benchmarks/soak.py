@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from app.checkpoint import load
-from orchestrate.engines.sockets import of_containers, private
+from orchestrate import private
+from orchestrate.paths import JobPaths
 
 STEPS_OF_AN_EPOCH = 188  # of the default data set and batch size
 BETWEEN = (10, 25)  # steps from the furthest one to the next fault
@@ -270,7 +271,7 @@ def disturbed(args: argparse.Namespace, epochs: int, runs: Path, small: bool) ->
 
 def left(job: Job) -> list[str]:
     """What the job has left behind."""
-    sockets = (private() / job.run.name, of_containers(job.run.name))
+    sockets = (private.temporary() / job.run.name, JobPaths(job.run).sockets)
     found = [f"sockets {path}" for path in sockets if path.exists()]
     if job.engine == "docker":
         label = f"label=orchestrate.job={job.run.name}"

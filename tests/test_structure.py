@@ -1,6 +1,7 @@
 """What may import what, and what must agree with what."""
 
 import ast
+import importlib
 import re
 import sys
 
@@ -37,6 +38,15 @@ def test_a_module_must_import_only_what_it_may(path):
     if where.parts[1] == "node":
         others = {name.split(".")[0] for name in names if not name.startswith("orchestrate.node")}
         assert others <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/*.py")), ids=lambda path: path.name)
+def test_what_a_benchmark_uses_of_the_project_must_be_there(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("app", "orchestrate"):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
