@@ -15,7 +15,7 @@ from orchestrate.lines import Lines
 from orchestrate.metrics import LONGEST, fold, measurements
 from orchestrate.paths import CHECKPOINTS, LOGS, METRICS, JobPaths
 
-WORDS = 12  # lines of a worker that failed which a person sees
+WORDS, WIDEST = 12, 2000  # lines of a worker that failed which a person sees, and their characters
 LOOK = 8 << 20  # bytes of the metrics that one look takes in
 WHOLE, ROWS = 64 << 20, 100_000  # bytes and lines of the metrics that a report is made of: the last ones
 
@@ -34,8 +34,9 @@ class Traces:
         return self.paths.folder
 
     def words(self, rank: int) -> list[str]:
-        """The last lines of a worker of this generation."""
-        return logs.last_words(self.text(rank), self.generation, WORDS)
+        """The last lines of a worker of this generation, each cut to what a person reads; events keep them for good."""
+        words = logs.last_words(self.text(rank), self.generation, WORDS)
+        return [line if len(line) <= WIDEST else f"{line[: WIDEST - 1]}…" for line in words]
 
     def text(self, rank: int) -> str:
         """The end of a worker's log."""

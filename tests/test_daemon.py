@@ -97,6 +97,14 @@ def test_nodes_must_run_as_the_owner_of_the_run_directory_and_without_root_as_ro
     assert daemon.user(tmp_path, JobSpec()) != "0:0"
 
 
+def test_nodes_must_have_the_users_own_group_also_in_a_folder_that_gives_another_one(daemon, tmp_path, monkeypatch):
+    user = tmp_path.stat().st_uid or 1234
+    os.chown(tmp_path, user, 5678) if os.getuid() == 0 else None
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "getegid", lambda: 4321)
+    assert daemon.user(tmp_path, JobSpec()) == f"{user}:4321"
+
+
 @pytest.mark.parametrize("asked", ["auto", "7:8", "7"])
 def test_nodes_must_not_run_as_root_where_that_was_not_asked_for(daemon, asked):
     """On a file system that knows no owners, or lets none be changed, the folder of root's nodes stays root's."""

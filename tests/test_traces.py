@@ -106,6 +106,11 @@ def test_what_a_person_sees_of_a_worker_must_be_the_last_lines_of_its_generation
     assert traces.text(1).endswith("\nnew")
 
 
+def test_a_last_line_must_be_cut_to_what_a_person_reads(traces):
+    traces.paths.log(0).write_text("short\n" + "x" * 2000 + "\n" + "y" * 2001 + "\n")
+    assert traces.words(0) == ["short", "x" * 2000, "y" * 1999 + "…"]
+
+
 def test_the_fence_must_name_the_generation_and_whether_its_workers_may_start(traces):
     traces.fence(3)
     assert traces.paths.fence.read_text() == "3\n"

@@ -86,7 +86,8 @@ class Daemon:
                 f"nodes would run as root: {run} belongs to root",
                 "--runs DIR names a folder whose file system keeps owners; --set user=root runs them as root",
             )
-        return f"{owner.st_uid}:{owner.st_gid}"
+        ours = owner.st_uid == os.geteuid() != 0  # a folder with set-group-ID gives what is in it another group
+        return f"{owner.st_uid}:{os.getegid() if ours else owner.st_gid}"
 
     def containers(self, label: str) -> list[Container]:
         """The containers with a label, running or not."""
