@@ -125,7 +125,7 @@ def bring_home(paths: JobPaths) -> None:
         raise
     finally:
         others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
-        clear(str(there.parent), keep=lambda entry: entry.name in others)  # what the job has put beside its folder
+        clear(str(there.parent), keep=others)  # what the job has put beside its folder
     if paths.shared.is_symlink() or not paths.shared.is_dir():
         paths.shared.unlink()
         raise OSError(errno.ENOTDIR, "the nodes have put something else in the place of the job's folder")

@@ -62,7 +62,7 @@ def unshare(folder: Path) -> None:
 def tidy(folder: Path, names: set[str]) -> None:
     """Remove what a job on a cluster has created next to the sockets of its nodes, as far as possible."""
     with contextlib.suppress(OSError):
-        clear(str(folder), keep=lambda entry: entry.name in names)
+        clear(str(folder), names)
 
 
 def connect(path: Path, key: bytes, patience: Callable[[], float] = lambda: 0.0) -> Link:

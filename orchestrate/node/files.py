@@ -56,7 +56,7 @@ class Files:
             raise OSError("the upload is damaged: its digest differs")
         os.makedirs(folder, exist_ok=True)
         with file:
-            if left := clear(folder, keep=_logs):
+            if left := clear(folder, keep=[LOGS] if real_folder(f"{folder}/{LOGS}") else []):
                 raise OSError(f"{folder} cannot be emptied: {left[0]} stays")
             _unpack(file, folder)
         self.given = {path: told for path, told in self.given.items() if not path.startswith(f"{folder}/")}
@@ -118,8 +118,9 @@ def facts(status: os.stat_result) -> Facts:
     return [status.st_size, status.st_mtime_ns, status.st_ino, stat.S_IMODE(status.st_mode)]
 
 
-def _logs(entry: os.DirEntry[str]) -> bool:
-    return entry.name == LOGS and entry.is_dir(follow_symlinks=False)
+def real_folder(path: str) -> bool:
+    """Whether a path is that of a folder, and not of a link to one."""
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def _unpack(file: BinaryIO, folder: str) -> None:

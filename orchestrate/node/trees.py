@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -65,15 +65,15 @@ def walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
                         yield here + entry.name, status
 
 
-def clear(folder: str, keep: Callable[[os.DirEntry[str]], bool] = lambda entry: False) -> list[str]:
-    """Remove everything in a folder except what `keep` selects; returns the paths that cannot be removed.
+def clear(folder: str, keep: Collection[str] = ()) -> list[str]:
+    """Remove everything in a folder except the names `keep`; returns the paths that cannot be removed.
 
     Raises OSError if it is not a folder, or cannot be read.
     """
     top = _folder(folder, None)
     try:
         with os.scandir(top) as entries:
-            names = [entry.name for entry in entries if not keep(entry)]
+            names = [entry.name for entry in entries if entry.name not in keep]
         return [path for name in names for path in _remove(top, name)]
     finally:
         os.close(top)

@@ -59,7 +59,6 @@ FILES: dict[str, Callable[..., dict[str, Any]]] = {"put": Files.put, "news": Fil
 IPC_RMID = 0  # of shmctl(2), msgctl(2) and semctl(2)
 LOOKS = 0.05  # seconds between two checks for the filter
 ROUTES = Path("/proc/self/net/route")
-Place = tuple[int, int]  # identifies a file in all file systems: device and inode
 REFUSED = 128 + signal.SIGTERM  # the code of a worker whose generation was over before it could start
 
 
@@ -78,7 +77,7 @@ class Waiting:
         self.alone = False  # whether only this node sees its job folder
         self.files = Files()
         self.lease: Lease | None = None
-        self.bound: dict[str, tuple[Place, int]] = {}  # path of a socket: its inode and mode
+        self.bound: dict[str, tuple[os.stat_result, int]] = {}  # path of a socket: the file, and its mode
         self.standing = standing(os.getpid())
 
     def listen_tcp(self, port: int) -> None:
@@ -98,7 +97,7 @@ class Waiting:
         finally:
             os.umask(mask)
         server.listen(BACKLOG)
-        self.bound[path] = place(os.lstat(path)), mode
+        self.bound[path] = os.lstat(path), mode
         self.listeners.append(Listener(self.loop, server, self.receive, self.key))
 
     def receive(self, channel: Channel, message: Any) -> None:
@@ -219,10 +218,10 @@ class Waiting:
         """Listen again if a worker has replaced or removed a socket; raises OSError."""
         for path, (bound, mode) in list(self.bound.items()):
             try:
-                found = place(os.lstat(path))
+                there = os.path.samestat(os.lstat(path), bound)
             except FileNotFoundError:
-                found = None
-            if found != bound:
+                there = False
+            if not there:
                 self.listen(path, mode)
 
     def status(self) -> dict[str, Any]:
@@ -287,21 +286,12 @@ def whose(env: Env) -> tuple[int, int]:
     return integer(env, "TORCHELASTIC_RESTART_COUNT"), integer(env, "RANK")
 
 
-def place(status: os.stat_result) -> Place:
-    """Device and inode of a file."""
-    return status.st_dev, status.st_ino
-
-
 def ours(folder: str, name: str) -> bool:
     """Whether a file belongs to our user, as files of workers do; files from the image may have another owner."""
     try:
         return os.lstat(f"{folder}/{name}").st_uid == os.geteuid()
     except FileNotFoundError:
         return False
-
-
-def _named(names: Collection[str]) -> Callable[[os.DirEntry[str]], bool]:
-    return lambda entry: entry.name in names
 
 
 def wipe(folders: list[str], kept: Collection[str]) -> None:
@@ -315,7 +305,7 @@ def wipe(folders: list[str], kept: Collection[str]) -> None:
                 os.unlink(folder)
                 continue
             names = {os.path.basename(path) for path in kept if os.path.dirname(path) == folder}
-            if left := [name for name in clear(folder, _named(names)) if ours(folder, name)]:
+            if left := [name for name in clear(folder, names) if ours(folder, name)]:
                 raise OSError(f"{len(left)} files of the job cannot be removed from {folder}")
     libc = ctypes.CDLL(None)
     remove = {

@@ -159,13 +159,18 @@ def _disk_priority(pid: int) -> int:
 
 
 def processes() -> Iterator[tuple[int, list[bytes]]]:
-    """All visible processes with the fields of /proc/PID/stat after the name, which may contain anything.
+    """All visible processes with their `fields`.
 
     Raises OSError if /proc cannot be read.
     """
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is hidden
-            yield int(name), Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
+            yield int(name), fields(int(name))
+
+
+def fields(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat after the name, which may contain anything; raises OSError if it has ended."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def children() -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 from orchestrate.node.output import say, stdout
 from orchestrate.node.ranks import Env
 from orchestrate.node.trees import FOLDER, opened
-from orchestrate.node.warm import Forked, Zygote, processes
+from orchestrate.node.warm import Forked, Zygote, fields, processes
 
 FAILED_TO_START = 126
 LONGEST_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
@@ -88,8 +88,7 @@ class Worker:
     def dying(self) -> bool:
         """Whether the kernel is already tearing it down and closing its files, though it has no exit code yet."""
         try:
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                return bool(int(file.read().rpartition(b")")[2].split()[6]) & PF_EXITING)
+            return bool(int(fields(self.pid)[6]) & PF_EXITING)
         except (OSError, IndexError, ValueError):  # not started, reaped, or not on Linux
             return False
 
