@@ -4,15 +4,15 @@ import os
 
 import pytest
 from manager_stub import host, scale, settled
+from swarm_nodes import SPEC
 
 from orchestrate.engines import manager
-from orchestrate.spec import JobSpec
 
 
 @pytest.fixture
 def managed(stub, tmp_path):
     """The manager of a job `j` with a network, and what makes its tasks."""
-    return settled(tmp_path, JobSpec(trainers=2))
+    return settled(tmp_path, SPEC)
 
 
 @pytest.mark.parametrize(
