@@ -57,7 +57,14 @@ class Cluster:
             found.append(f"its nodes run as user {owner.st_uid}, those of the job as {user[0]}")
         if supervisor := lock.holder(self.paths):
             found.append(f"a job uses it ({supervisor})")
+        elif left := [paths for paths in self.jobs() if not job.ended(paths)]:  # its workers may still run
+            name = left[0].root.name
+            found.append(f"{name} has not ended there, and has no supervisor: attach to it, or stop it")
         return found
+
+    def jobs(self) -> list[JobPaths]:
+        """The jobs whose files are still among its own."""
+        return job.on_cluster(self.paths.root.parent, self.name)
 
     def place(self, inventory: Inventory, job_id: str) -> Inventory:
         """What the engine has, for a job on this cluster."""
@@ -102,7 +109,7 @@ def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
     """
     engine.remove(cluster.name, grace)
     lost = ""
-    for paths in job.on_cluster(cluster.paths.root.parent, cluster.name):
+    for paths in cluster.jobs():
         try:
             job.bring_home(paths)
         except OSError as error:

@@ -222,7 +222,7 @@ def supervise(
 
             try:
                 key = bytes.fromhex(records.need(paths.root).events)
-                emit = Recorder(paths.events, tell, lambda event: hide.inside(event, but=OURS), key)
+                emit = Recorder(paths.events, tell, lambda event: hide.inside(event, ours=OURS), key)
             except ValueError as error:
                 raise UsageError(
                     f"{paths.events} is damaged: {error}", f"python -m orchestrate rm {plan.job_id}"
@@ -238,7 +238,7 @@ def supervise(
         emit.close()
         metrics, ended = hide.inside(traces.metrics()), supervisor.history.ended
         told = report.report(supervisor.plan, outcome, ended, emit.events, metrics, *traces.checkpoints())
-        data: dict[str, Any] = hide.inside(told, but=OURS)
+        data: dict[str, Any] = hide.inside(told, ours=OURS)
         text = json.dumps(data, indent=2) + "\n"
         acts: list[Callable[[], object]] = [
             lambda: records.write(paths.report, text),

@@ -75,20 +75,22 @@ class Mask:
         """The text with `***` in place of each secret."""
         return self._pattern.sub(HIDDEN, text)
 
-    def inside(self, data: Any, depth: int = DEEPEST, but: Collection[str] = ()) -> Any:
+    def inside(self, data: Any, depth: int = DEEPEST, ours: Collection[str] | None = None) -> Any:
         """JSON data with `***` in place of each secret, in keys as well as in values, and of what is nested deeper.
 
-        Text of the keys `but` stays as it is.
+        `ours` is for data whose keys we have chosen: all keys stay as they are, and so does text of the keys `ours`.
         """
         if isinstance(data, (list, dict)) and not depth:
             return HIDDEN
         if isinstance(data, str):
             return self(data)
         if isinstance(data, list):
-            return [self.inside(value, depth - 1, but) for value in data]
+            return [self.inside(value, depth - 1, ours) for value in data]
+        if isinstance(data, dict) and ours is None:
+            return {self(key): self.inside(value, depth - 1) for key, value in data.items()}
         if isinstance(data, dict):
             return {
-                self(key): value if key in but and isinstance(value, str) else self.inside(value, depth - 1, but)
+                key: value if key in (ours or ()) and isinstance(value, str) else self.inside(value, depth - 1, ours)
                 for key, value in data.items()
             }
         return data

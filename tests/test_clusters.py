@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commanded import Whole, create, supervised
+from test_commands import end
 from test_plan import HERE
 
 from orchestrate import cluster, job, users
@@ -111,6 +112,15 @@ def test_a_cluster_that_a_job_uses_must_say_which_process_does(tmp_path):
     one.paths.create_cluster(users.nodes_of(one.spec))
     with supervised(one.paths.root) as other:
         assert differences(one) == [f"a job uses it (process {other.pid})"]
+
+
+def test_a_cluster_on_which_a_job_has_not_ended_must_not_be_given_to_another_one(tmp_path):
+    one = made(tmp_path)
+    create(one.paths, cluster="c-1")
+    left = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    assert differences(one) == ["a-1 has not ended there, and has no supervisor: attach to it, or stop it"]
+    end(left)
+    assert differences(one) == []
 
 
 @pytest.mark.parametrize(("engine", "folder"), [("docker", "/job/a-1"), ("swarm", "/job/a-1"), ("process", "/job")])

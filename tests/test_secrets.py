@@ -125,6 +125,18 @@ def test_words_of_our_own_must_be_read_again_though_a_secret_has_them(do, printi
     assert do("wait", "b-1")[0] == 0
 
 
+@pytest.mark.parametrize("word", ["generation", "outcome", "final_metrics", "seconds"])
+def test_a_secret_that_is_one_of_our_keys_must_not_keep_a_job_from_its_end(do, tmp_path, word):
+    paths = create(JobPaths(tmp_path / "b-1"), dataclasses.replace(SPEC, env=ENV | {"DB_PASSWORD": word}))
+    do.engine.generations = [[ALL_WELL]]
+    paths.metrics.write_text(json.dumps({f"loss of {word}": 1.0, "step": 1}) + "\n")
+    code, _, err = do("attach", "b-1")
+    assert code == 0, err
+    report = json.loads(paths.report.read_text())
+    assert report["outcome"] == "succeeded" and f"loss of {HIDDEN}" in report["final_metrics"]
+    assert do("wait", "b-1")[0] == 0
+
+
 def test_events_must_hold_no_secret(do, printing, tmp_path):
     paths = create(JobPaths(tmp_path / "b-1"), dataclasses.replace(SPEC, max_restarts=0))
     up = printing.up
