@@ -169,6 +169,17 @@ def test_a_node_that_went_away_between_two_jobs_must_be_brought_back(up, cli, en
     assert "step 3 in 0" in cli.log(2)
 
 
+def test_a_node_must_be_made_anew_where_what_it_hid_is_gone(cli, docker_engine, nothing_left):
+    (cli.folder / ".dockerignore").write_text("key.pem\n")
+    (cli.folder / "key.pem").touch()
+    cluster = Cluster(cli, "docker")
+    (cli.folder / "key.pem").unlink()
+    kill_node("docker", cluster.name, "trainer-2")
+    done = cluster.run("--", "count.py", "3")
+    assert cli("down", cluster.name).returncode == 0
+    assert cluster.fits(done)
+
+
 def test_a_supervisor_that_died_must_be_followed_by_one_that_leaves_the_nodes_clean(up, cli, engine):
     cluster = up()
     job = Background(cli, engine, "--", "count.py", "told")

@@ -5,6 +5,7 @@ import pwd
 from pathlib import Path
 
 import pytest
+from test_links import listening
 
 from orchestrate import private, records
 from orchestrate.engines import mounts as mounts_module
@@ -128,6 +129,17 @@ def test_folders_in_tmp_must_not_be_looked_at_for_code_elsewhere(code, monkeypat
     found = {path for path in records.kept(code) if path.is_relative_to(others)}
     assert found <= {others / f"orchestrate-{os.geteuid()}" / "records"}
     assert {others / "orchestrate-4242-1", others / "orchestrate-4242-99"} <= records.kept(others)
+
+
+def test_what_leads_to_processes_of_this_machine_must_be_hidden_from_nodes(code, tmp_path):
+    os.mkfifo(code / "src" / "pipe")
+    listening(code, "agent.sock").close()
+    listening(code / "data", "hidden.sock").close()
+    (code / ".dockerignore").write_text("data\n")
+    (code / "way").symlink_to("agent.sock")
+    run = tmp_path / "elsewhere" / "a-1" / "job"
+    doors = [mount for mount in mounts_module.of_nodes(run, code) if mount.get("source") == os.devnull]
+    assert [mount["target"] for mount in doors] == ["/workspace/agent.sock", "/workspace/src/pipe"]
 
 
 def test_a_link_must_not_be_hidden_for_a_mount_would_be_on_what_it_leads_to(code):

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import docker.errors
 from docker.models.containers import Container
 
 from orchestrate.engines import LOST, Exit, JobState, labels, mounts, never, sockets
@@ -102,12 +103,7 @@ class DockerEngine(Linked):
                 for node in found:
                     if self.network not in node.attrs["NetworkSettings"]["Networks"]:
                         network.connect(node, aliases=[node.attrs["Labels"]["com.docker.compose.service"]])
-        try:
-            self.daemon.each((node for node in found if not self._well(node)), Container.start)
-        except EngineLost:
-            raise
-        except EngineError:  # Compose recreates it, or reports why it cannot
-            pass
+        self.daemon.each((node for node in found if not self._well(node)), _start)
 
     def _well_nodes(self) -> dict[str, Container]:
         self.nodes = self._well_ones()
@@ -390,3 +386,11 @@ class DockerEngine(Linked):
         more = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []
         given = mounts.document([*self.mounts(), *more])
         self.daemon.compose(*words, env=env, given=given, capture=True, stopped=stopped)
+
+
+def _start(node: Container) -> None:
+    """Start a container, or remove it for Compose to create it anew: a file that it hid may be gone, for example."""
+    try:
+        node.start()
+    except docker.errors.APIError:
+        node.remove(force=True, v=True)

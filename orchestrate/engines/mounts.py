@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
+from collections.abc import Collection, Iterator
 from itertools import islice
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -29,6 +31,7 @@ COMPILED = (
     "*.py[cod]",
     "*$py.class",
 )  # compiled copies of files next to them
+LOOKS = 50_000  # entries of a folder of code among which sockets are looked for; that takes a tenth of a second
 MOST = 4096  # masks of a node; mounting that many takes a second
 
 
@@ -73,7 +76,10 @@ def of_nodes(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[
     for path in (str(run), str(code)):
         if not is_text(path):
             raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
-    return [bind(run, JOB), *masks(code, run.parent.parent, CODE, command)]
+    hidden = masks(code, run.parent.parent, CODE, command)
+    names = {mount["target"].removeprefix(f"{CODE}/") for mount in hidden}
+    doors = [_mask(code, name, CODE) for name in islice(_doors(code, names), MOST - len(names))]
+    return [bind(run, JOB), *hidden, *doors]
 
 
 def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -97,14 +103,35 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
             "name the folders that they are in",
         )
     found = {*named, *jobs, *(name for name in ALWAYS if _there(code / name))}
-    whole = [name for name in sorted(found) if not any(str(path) in found for path in PurePath(name).parents)]
-    for name in whole:
-        if not is_text(name):
-            raise UsageError(f"cannot hide {ascii(name)}: its name is not UTF-8", "rename it")
+    whole: list[str] = []
+    for name in sorted(found, key=lambda name: name.replace("/", "\0")):  # what is in a folder comes right after it
+        if whole and name.startswith(f"{whole[-1]}/"):
+            continue
+        whole.append(name)
         if any(f"{path}/".startswith(f"{name}/") for path in _scripts(command)):
             hint = "remove it from .dockerignore, or add an exception (!); runs and .git are always hidden"
             raise UsageError(f"nodes do not see {name}, where the script is", hint)
-    return [_mask(code / name, f"{place}/{name}") for name in whole]
+    return [_mask(code, name, place) for name in whole]
+
+
+def _doors(code: Path, hidden: Collection[str]) -> Iterator[str]:
+    """The sockets, pipes and devices in a folder of code: a node could talk through them to processes of this machine.
+
+    Looks at a limited number of entries, those near the top first, and not in folders that are hidden anyway.
+    """
+    waiting, room = deque([""]), LOOKS
+    while waiting and room > 0:
+        folder = waiting.popleft()
+        with contextlib.suppress(OSError), os.scandir(code / folder) as entries:
+            for entry in islice(entries, room):
+                room -= 1
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                if name in hidden or entry.is_symlink():
+                    continue
+                if entry.is_dir():
+                    waiting.append(name)
+                elif not entry.is_file():
+                    yield name
 
 
 def _scripts(command: tuple[str, ...]) -> list[str]:
@@ -115,10 +142,13 @@ def _scripts(command: tuple[str, ...]) -> list[str]:
     return [f"{path}.py", f"{path}/__main__.py"]
 
 
-def _mask(path: Path, place: str) -> dict[str, Any]:
+def _mask(code: Path, name: str, place: str) -> dict[str, Any]:
+    if not is_text(name):
+        raise UsageError(f"cannot hide {ascii(name)}: its name is not UTF-8", "rename it")
+    path, target = code / name, f"{place}/{name}"
     if path.is_dir() or not path.exists():  # the folder of jobs may not exist yet
-        return {"type": "tmpfs", "target": place, "read_only": True, "tmpfs": {"size": 4096, "mode": 0o555}}
-    return {"type": "bind", "source": os.devnull, "target": place, "read_only": True}
+        return {"type": "tmpfs", "target": target, "read_only": True, "tmpfs": {"size": 4096, "mode": 0o555}}
+    return {"type": "bind", "source": os.devnull, "target": target, "read_only": True}
 
 
 def _there(path: Path) -> bool:
