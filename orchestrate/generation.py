@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from orchestrate.supervisor import Supervisor
 
 BY_USER, BY_MAX_RUN = "stopped by the user", "max_run is over"
-FAILED, RESCALED = "a worker failed", "a node is back"
+FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
 PARTITION_PATIENCE = 5.0  # seconds that a node may be cut off from the network
 DUMP_TAKES = 5.0  # seconds in which workers print their stacks
 MOST_LOSSES = 50  # times that the engine may go away during one generation
@@ -104,6 +104,8 @@ class Generation:
             return self._result("stopped", self.why)
         if self.why == RESCALED and not any(end.exit.code and not end.ours for end in self.ends):
             return self._result("rescaled", self.why)
+        if self.why == REMOVED:
+            return self._result("failed", self.why)
         if self.why or self.hung:
             return self._result("failed", FAILED, self._cause())
         return self._result("succeeded", "finished")
@@ -130,6 +132,8 @@ class Generation:
             self._stop(BY_USER)
         if self.spec.max_run and self.emit.seconds() > self.spec.max_run and not self.why:
             self._stop(BY_MAX_RUN)
+        if not self.why and self.traces.gone():
+            self._stop(REMOVED)
         self._look_for_trouble()
         if self.why or self.hung:
             return

@@ -247,6 +247,9 @@ def supervise(
         ]
         if not outcome.left:
             acts.append(lambda: records.end(paths.root))
+        if traces.gone():
+            show(f"warning: {paths.root} was removed while the job ran: it has neither report nor logs")
+            acts = []
         for act in acts:
             try:
                 act()

@@ -138,7 +138,7 @@ class Supervisor:
                 if self.stops():
                     return Outcome("stopped", BY_USER)
                 ended = self._note(self._next_generation().watch())
-            if ended.word == "failed":
+            if ended.cause:
                 self.patterns.renew()
                 decision = decide(self.spec, self.history.ended, self._search)
                 self.emit("decision", restart=decision.restart, why=decision.why, delay=decision.delay)

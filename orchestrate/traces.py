@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import stat
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +33,10 @@ class Traces:
     @property
     def _folder(self) -> Folder:
         return self.paths.folder
+
+    def gone(self) -> bool:
+        """Whether the run directory was removed; nodes cannot do that."""
+        return not os.path.lexists(self.paths.shared)
 
     def words(self, rank: int) -> list[str]:
         """The last lines of a worker of this generation, each cut to what a person reads; events keep them for good."""

@@ -142,6 +142,21 @@ def test_a_run_directory_that_has_been_removed_must_end_the_job_at_once(job, fil
     assert job.clock.now - began < 1 and "disk_full" not in job.names() and engine.calls[-1] == "down"
 
 
+def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(job):
+    engine, looks = Scripted([]), [*range(50)]
+    wait = engine.wait
+
+    def remove(timeout: float) -> list[Exit]:
+        if looks and not looks.pop():
+            shutil.rmtree(job.paths.root)
+        return wait(timeout)
+
+    engine.wait = remove
+    outcome = job.run(engine)
+    assert (outcome.word, outcome.why) == ("failed", "its run directory was removed")
+    assert engine.calls[-2:] == ["stop", "down"] and job.when("workers_stopping")[0] < 6
+
+
 def test_the_plan_of_each_generation_must_be_written_down_before_its_workers_start(job):
     kept = []
     engine = Scripted([KILLED], [ALL_WELL])
