@@ -254,7 +254,7 @@ def wait(args: argparse.Namespace) -> int:
     while not (data := job.ended(paths)):
         if not lock.holder(paths) and not job.ended(paths):
             raise OrchestrateError(
-                f"{paths.root.name} has no supervisor, and nobody would say that it has ended",
+                f"{paths.root.name} has no supervisor, and no report of its end",
                 f"python -m orchestrate attach {paths.root.name}",
             )
         time.sleep(0.1)

@@ -116,7 +116,7 @@ def bring_home(paths: JobPaths) -> None:
     if why := owners.foreign(paths.root):
         raise OSError(errno.EPERM, f"{paths.root} is not a run directory of yours: {why}")
     if not records.find(paths.root):
-        raise OSError(errno.EPERM, f"{paths.root} was not made on this machine by you")
+        raise OSError(errno.EPERM, f"{paths.root} has no record: {records.FOREIGN}")
     paths.shared.unlink()
     try:
         there.rename(paths.shared)

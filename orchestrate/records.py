@@ -24,6 +24,7 @@ from orchestrate.errors import EngineError, UsageError
 from orchestrate.folder import content, write_whole
 from orchestrate.node.trees import FOLDER
 
+FOREIGN = "it was moved or copied, or made by another user, on another machine or by an older version of orchestrate"
 STATE = (".local", "state", "orchestrate")  # of a home folder; XDG_STATE_HOME names another place for the first two
 
 
@@ -71,7 +72,7 @@ def need(run: Path) -> Record:
     if record := find(run):
         return record
     raise UsageError(
-        f"{run} was not made on this machine by you",
+        f"{run} has no record: {FOREIGN}",
         "if you have moved or copied it, use it where it was made; otherwise, start the job or the cluster again",
     )
 

@@ -293,6 +293,26 @@ def forged(nodes: int, nproc: int, node: str = "", **more) -> str:
     return json.dumps(values | {"nodes": names, "nproc_per_node": nproc, "workers": workers, **more})
 
 
+@pytest.mark.parametrize("name", ["/etc", "..", "../a-0000", "a/../b-0000", "a-0000\n", "A-0000", ""])
+@pytest.mark.parametrize("key", ["job_id", "cluster"])
+def test_a_plan_of_a_job_that_we_could_not_have_named_must_be_refused(name, key):
+    values = json.loads(forged(2, 1))
+    if key == "cluster":
+        values["inventory"]["cluster"] = name or " "
+    else:
+        values["job_id"] = name
+    with pytest.raises(ValueError, match="is no name of a job"):
+        read_plan(json.dumps(values), {})
+
+
+@pytest.mark.parametrize("name", ["/etc", "trainer-0", "trainer-1\n", "trainer-1/..", "master-1", ""])
+def test_a_plan_of_a_node_that_we_could_not_have_named_must_be_refused(name):
+    values = json.loads(forged(2, 1))
+    values["nodes"][1] = values["workers"][1]["node"] = name
+    with pytest.raises(ValueError, match="is no name of a node"):
+        read_plan(json.dumps(values), {})
+
+
 @pytest.mark.parametrize(("nodes", "nproc"), [(1001, 1), (1, 1024)])
 def test_a_plan_of_as_many_nodes_and_workers_as_a_job_file_can_ask_for_must_be_read(nodes, nproc):
     assert read_plan(forged(nodes, nproc), {}).world_size == nodes * nproc

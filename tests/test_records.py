@@ -20,7 +20,7 @@ from orchestrate.spec import JobSpec
 
 KEY = bytes(range(32))
 SPEC = JobSpec(trainers=2, grace=0.01, env={"HF_TOKEN": "canary-1", "A": "b"}, command=("-m", "app.train"))
-NOT_OURS = "was not made on this machine by you"
+NOT_OURS = f"has no record: {records.FOREIGN}"
 
 
 @pytest.fixture

@@ -245,6 +245,7 @@ CHECKS: dict[str, Check] = {
     ),
     "5.24 no exec as root": lambda node: ([one for one in node.execs if one["user"]], []),  # but as the node's user
     "5.25 the engine's own cgroup": lambda node: (node.host["CgroupParent"], ""),
+    "a cgroup namespace of its own": lambda node: (node.host["CgroupnsMode"], "private"),
     "5.26 owasp-4 no new privileges": lambda node: (
         ("no-new-privileges:true" in node.options, node.inside["status"]["NoNewPrivs"].strip()),
         (True, "1"),
