@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from ends import KEY, End, connected
 from said import said, sent
+from scripted import Clock
 from waiting import PIPE
 
 from orchestrate.engines import links
@@ -191,6 +192,28 @@ def test_a_node_that_is_silent_or_gone_must_end_the_conversation(ends):
     there.sock.close()
     with pytest.raises(ConnectionError):
         link.converse("news")
+
+
+def test_a_node_that_says_other_things_must_not_keep_the_conversation_for_ever(ends, monkeypatch):
+    link, there = ends
+    clock = Clock()
+    monkeypatch.setattr(links, "time", clock)
+
+    def later(chunk: bytes) -> bytes:
+        clock.sleep(1)  # with each piece that comes
+        return chunk
+
+    def speak() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed when it has heard enough
+            for line in [sent("clean", text="x" * (1 << 16))] * 3 + [sent("news")]:
+                there.send(line)
+
+    link.decode, speaks = later, threading.Thread(target=speak)
+    speaks.start()
+    with pytest.raises(ConnectionError):
+        link.converse("news", patience=2)
+    link.close()
+    speaks.join()
 
 
 def test_a_node_that_takes_nothing_must_not_be_waited_for_without_end(ends):

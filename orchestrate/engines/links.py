@@ -96,12 +96,14 @@ class Link:
     def converse(self, ask: str, patience: float = ANSWERS, **facts: Any) -> dict[str, Any]:
         """Send a request, and wait for the answer; for a connection that is used for nothing else.
 
-        Raises ConnectionError if the connection ends or is silent for `patience` seconds, EngineError with an error of
-        the node.
+        Raises ConnectionError where the connection ends, or the answer takes more than `patience` seconds, whatever
+        else the node sends meanwhile; EngineError where the node refuses.
         """
+        deadline = time.monotonic() + patience
         self.sock.settimeout(patience)
         sent = self.send(ask, **facts)
-        while sent:
+        while sent and (left := deadline - time.monotonic()) > 0:
+            self.sock.settimeout(left)
             heard = self.receive()
             if heard is None:
                 break
@@ -110,7 +112,7 @@ class Link:
                     raise EngineError(f"a node says: {_reason(message)}")
                 if message["say"] == ask:
                     return message
-        raise ConnectionError("the connection has ended")
+        raise ConnectionError("the node has not answered in time, or the connection has ended")
 
 
 def _reason(message: dict[str, Any]) -> str:
