@@ -38,11 +38,17 @@ class Folder:
         return self.parent / self.name
 
     @contextlib.contextmanager
-    def opened(self, below: str = "") -> Iterator[int]:
-        """A descriptor of the folder, or of one below it; raises OSError for a link on the way."""
+    def opened(self, below: str = "", make: bool = False) -> Iterator[int]:
+        """A descriptor of the folder, or of one below it; raises OSError for a link on the way.
+
+        `make`: folders that are missing are made.
+        """
         descriptor = os.open(self.parent, FOLDER & ~os.O_NOFOLLOW)
         try:
             for name in (self.name, *filter(None, below.split("/"))):
+                if make:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name, dir_fd=descriptor)
                 inner = os.open(name, FOLDER, dir_fd=descriptor)
                 os.close(descriptor)
                 descriptor = inner
@@ -142,17 +148,6 @@ def write_whole(path: str | Path, text: str, folder: int | None = None, mode: in
     except OSError:
         os.unlink(temporary, dir_fd=folder)
         raise
-
-
-def data(file: BinaryIO, offset: int, most: int) -> tuple[int, bytes]:
-    """The next bytes of a file from an offset on, at most `most`, and where they begin: behind a hole of the file."""
-    if hasattr(os, "SEEK_DATA"):
-        try:
-            offset = os.lseek(file.fileno(), offset, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # there is none
-                return offset, b""
-    return offset, os.pread(file.fileno(), most, offset)
 
 
 def harmless(path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from orchestrate.folder import data
+from orchestrate.node.trees import data
 
 LONGEST = 1 << 20  # bytes of a line; a longer one comes in pieces
 CHUNK = 1 << 20  # bytes that are read at once

@@ -11,7 +11,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "refused": {"error": "why"},
     "put": {"tags": {}},
     "news": {"logs": {}, "files": {}, "links": {}, "gone": []},
-    "read": {"data": "", "facts": [0, 1, 1, 0o644]},
+    "read": {"data": "", "offset": 0, "facts": [0, 1, 1, 0o644]},
 }
 
 

@@ -14,6 +14,7 @@ from scripted import Clock
 from orchestrate.engines import mirror as mirror_module
 from orchestrate.engines.mirror import OWN, Mirror
 from orchestrate.errors import EngineError
+from orchestrate.folder import DEEPEST
 from orchestrate.node.files import PIECE
 from orchestrate.paths import JobPaths
 
@@ -31,6 +32,7 @@ class Told:
         self.asked: list[str] = []
         self.changes: dict[str, bytes] = {}  # files that are written while they are read
         self.closed = self.dead = False
+        self.ended = threading.Event()
 
     def facts(self, path: str) -> list[int]:
         return [len(self.files[path]), self.times.get(path, 1), 1, 0o644]
@@ -52,10 +54,13 @@ class Told:
         data = self.files[path][offset : offset + PIECE]
         if path in self.changes:
             self.files[path], self.times[path] = self.changes.pop(path), 2
-        return {"data": base64.b64encode(data).decode(), "facts": self.facts(path)}
+        return {"data": base64.b64encode(data).decode(), "offset": offset, "facts": self.facts(path)}
 
     def close(self) -> None:
         self.closed = True
+
+    def interrupt(self) -> None:
+        self.ended.set()
 
 
 @pytest.fixture
@@ -187,6 +192,125 @@ def test_files_must_not_be_waited_for_longer_than_was_asked_for(home, monkeypatc
         gate.set()
         mirror.close()
     assert mirror.catch_up(100)  # nothing more comes
+
+
+def test_files_must_not_be_waited_for_once_that_is_no_longer_wanted(home, mirrored):
+    node, asked = Told(), threading.Event()
+    node.files, converse = {"endless": b"1"}, node.converse
+
+    def endless(ask: str, **facts: object) -> dict:
+        asked.set()
+        told = converse(ask, **facts)
+        return told if ask == "news" else told | {"data": base64.b64encode(b"1").decode(), "offset": facts["offset"]}
+
+    node.converse, node.facts = endless, lambda path: [1 << 62, 1, 1, 0o644]
+    mirror = mirrored(master=node)
+    with pytest.raises(EngineError, match="stopped before all files were copied"):
+        mirror.come_home(3600, asked.is_set)
+
+
+@pytest.mark.parametrize("piece", [{"offset": 1}, {"offset": 5, "data": "MTIz"}])
+def test_a_piece_that_is_out_of_place_must_not_be_taken(home, mirrored, piece):
+    node = Told()
+    node.files, converse = {"good": b"1", "odd": b"123456"}, node.converse
+    node.times["odd"] = 0  # it comes first
+
+    def odd(ask: str, **facts: object) -> dict:
+        told = converse(ask, **facts)
+        if ask == "news" or facts["path"] == "good":
+            return told
+        return told | (piece if facts["offset"] else {"offset": 3, "data": base64.b64encode(b"1").decode()})
+
+    node.converse = odd
+    mirror = mirrored(master=node)
+    assert mirror.catch_up(20)
+    assert [path.name for path in home.iterdir()] == ["good"]
+    assert "sends bytes that are out of place" in str(mirror.errors["odd"])
+
+
+def test_the_end_must_not_wait_for_a_node_that_does_not_answer(home):
+    node, asked = Told(), threading.Event()
+    node.converse = lambda *_, **facts: (asked.set(), node.ended.wait(), node.dead)[2]  # which is no answer
+    mirror = Mirror(home, "job", {"master": [0]}, lambda _: node)
+    assert asked.wait(20)
+    mirror.close()
+    assert not mirror.thread.is_alive() and node.closed
+
+
+def test_the_end_must_not_wait_for_long_for_a_connection_which_is_then_not_used(home, monkeypatch):
+    monkeypatch.setattr(mirror_module, "CLOSES", 0.01)
+    node, gate, asked = Told(), threading.Event(), threading.Event()
+    node.converse = lambda *_, **facts: pytest.fail("it is not to be asked")
+    mirror = Mirror(home, "job", {"master": [0]}, lambda _: (asked.set(), gate.wait(), node)[2])
+    assert asked.wait(20)
+    mirror.close()
+    assert mirror.thread.is_alive()
+    gate.set()
+    mirror.thread.join()
+    assert node.closed
+
+
+def test_what_a_node_no_longer_has_must_be_forgotten_while_others_come(home, monkeypatch):
+    clock, node, owned = Clock(), Told(), []
+    monkeypatch.setattr(mirror_module, "time", clock)
+    monkeypatch.setattr(mirror_module, "MOST", 3)
+    converse = node.converse
+
+    def slowly(ask: str, **facts: object) -> dict:
+        if ask == "news":  # of files that are all new, of which only some can be fetched until the next look
+            owned.append(len(mirror.owners) + len(mirror.nodes[0].files))
+            node.files = dict.fromkeys((f"{len(owned)}-{each}" for each in range(8)), b"")
+        clock.now += mirror_module.TURN / 4 * (ask == "read")
+        return converse(ask, **facts)
+
+    gate = threading.Event()
+    node.converse = slowly
+    mirror = Mirror(home, "job", {"master": [0]}, lambda _: gate.wait() and node)
+    gate.set()
+    try:
+        eventually(lambda: len(owned) > 30)
+    finally:
+        mirror.close()
+    assert max(owned) < 30 and len(list(home.iterdir())) < 30
+
+
+def test_a_path_of_very_many_folders_must_be_left_and_named_and_others_come(home, mirrored):
+    node, deep = Told(), "d/" * 1100
+    node.files = {f"{deep}f": b"1", "d/f": b"2", f"{'d/' * DEEPEST}f": b"3", f"{'x' * 250}/" * 17 + "f": b"4"}
+    node.links = {f"{deep}link": "f", "link": "f"}
+    mirror = mirrored(master=node)
+    assert mirror.catch_up(20) and mirror.catch_up(20) and not mirror.errors
+    assert leads(home / "link") == "f"
+    found = {str(path.relative_to(home)): path.read_bytes() for path in home.rglob("f")}
+    assert found == {"d/f": b"2", f"{'d/' * DEEPEST}f": b"3"}
+    (text,) = mirror.warnings()
+    assert text.startswith("master: not all files are copied, such as 'd/d/") and len(text) < 200
+    assert mirror.catch_up(20) and not mirror.warnings()
+
+
+def test_a_file_that_fails_in_any_way_must_not_keep_others_away(home, mirrored, monkeypatch):
+    node = Told()
+    node.files = {"a": b"1", "b": b"2"}
+    begin = mirror_module.Fetch
+
+    def failing(*facts: object) -> object:
+        if facts[1] == "a":
+            raise RecursionError("too deep")
+        return begin(*facts)
+
+    monkeypatch.setattr(mirror_module, "Fetch", failing)
+    mirror = mirrored(master=node)
+    assert mirror.catch_up(20)
+    assert (home / "b").exists() and list(mirror.errors) == ["a"]
+    assert mirror.errors["a"].__traceback__ is None  # it would keep the piece that was read last, of each file
+
+
+def test_a_file_of_a_time_that_there_is_not_must_come_home(home, mirrored):
+    node = Told()
+    node.files, node.times = {"late": b"1", "early": b"2"}, {"late": 1 << 95, "early": -(10**9)}
+    assert mirrored(master=node).catch_up(20)
+    assert {path.name for path in home.iterdir()} == {"late", "early"}
+    assert (home / "early").stat().st_mtime == -1
 
 
 def test_nodes_that_do_not_answer_must_be_known(home, mirrored):

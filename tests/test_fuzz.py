@@ -47,7 +47,7 @@ FORMS = [
     {"say": "refused", "error": "no"},
     {"say": "put", "tags": {}},
     {"say": "news", "logs": {}, "files": {"a": [1, 2, 3, 4]}, "links": {"b": "a"}, "gone": []},
-    {"say": "read", "data": "", "facts": [1, 2, 3, 4]},
+    {"say": "read", "data": "", "offset": 0, "facts": [1, 2, 3, 4]},
 ]
 
 

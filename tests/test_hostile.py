@@ -49,7 +49,11 @@ class Hostile(threading.Thread):
                 told["gone"] = ["generation", "../plan.json", "../../victim", "way/victim", "", "."]
             else:
                 data = self.files[asked["path"]]
-                told = {"data": base64.b64encode(data).decode(), "facts": [len(data), 1, 1, 0o4777]}
+                told = {
+                    "data": base64.b64encode(data).decode(),
+                    "offset": asked["offset"],
+                    "facts": [len(data), 1, 1, 0o4777],
+                }
             file.write(seal.close(sent(asked["ask"], **told).rstrip()) + b"\n")
             file.flush()
 

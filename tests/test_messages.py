@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 
 import pytest
 from said import WHOLE, said, sent
@@ -64,6 +65,20 @@ def test_what_a_node_says_of_its_workers_must_be_of_that_form(facts):
     assert read(json.dumps(BUSY).encode()) == BUSY
     with pytest.raises(ValueError):
         read(json.dumps(BUSY | facts).encode())
+
+
+@pytest.mark.parametrize("facts", [[0, -1, 1, 0], [1, 1 << 92, 1 << 64, 0o7777]])
+def test_a_file_that_is_dated_oddly_must_not_keep_others_away(facts):
+    told = said("news", files={"odd": facts, os.fsdecode(b"no text \xff"): [0, 1, 1, 0]})
+    assert read(json.dumps(told).encode()) == told
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0b"])
+@pytest.mark.parametrize("where", ["files", "links", "gone"])
+def test_what_cannot_be_the_name_of_a_file_must_be_refused(name, where):
+    value = {"files": {name: [0, 1, 1, 0]}, "links": {name: "a"}, "gone": [name]}[where]
+    with pytest.raises(ValueError):
+        read(json.dumps(said("news", **{where: value})).encode())
 
 
 @pytest.mark.parametrize(

@@ -118,10 +118,29 @@ def test_what_a_worker_writes_must_come_home(node, mirror):
     assert (mirror.home / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
 
 
+def test_a_file_that_is_larger_than_any_disk_must_come_home_with_its_holes(node, mirror):
+    link = node.connect()
+    node.start(
+        link,
+        "import os\n"
+        "with open(os.environ['JOB_DIR'] + '/sparse', 'wb') as file:\n"
+        "    for offset in (0, 1 << 30, 1 << 41):\n"
+        "        file.seek(offset)\n"
+        "        file.write(b'data')\n"
+        "    file.truncate(1 << 42)\n",
+    )
+    assert node.until(link, "ended")["code"] == 0
+    mirror.come_home(60)
+    with (mirror.home / "sparse").open("rb") as file:
+        status = os.fstat(file.fileno())
+        assert status.st_size == 1 << 42 and status.st_blocks * 512 < 1 << 20
+        assert [os.pread(file.fileno(), 4, offset) for offset in (0, 1 << 30, 1 << 41)] == [b"data"] * 3
+
+
 def test_what_was_written_last_must_come_home_last(node, mirror, monkeypatch):
     came = []
-    keep = mirror_module._Fetch.keep
-    monkeypatch.setattr(mirror_module._Fetch, "keep", lambda self: (came.append(self.path), keep(self)))
+    keep = mirror_module.Fetch.keep
+    monkeypatch.setattr(mirror_module.Fetch, "keep", lambda self: (came.append(self.path), keep(self)))
     link = node.connect()
     node.start(
         link,

@@ -4,6 +4,7 @@ import base64
 import io
 import os
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,12 @@ def test_only_files_and_links_that_are_not_hidden_must_be_told(job):
     assert news(Files(), job / "not there") == {"logs": {}, "files": {}, "links": {}, "gone": []}
 
 
+def test_what_is_put_must_not_fill_the_memory_of_the_node_on_its_way(job, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(job / "not there"))  # where /tmp is, which may be in memory
+    put(Files(), job, one="1")
+    assert (job / "one").read_text() == "1"
+
+
 def test_of_a_log_what_is_not_at_home_must_be_told_piece_by_piece(job):
     files, log = Files(), job / "logs" / "rank-0.log"
     log.write_bytes(b"x" * (PIECE + 3))
@@ -134,10 +141,47 @@ def test_a_file_must_be_read_in_pieces_with_what_it_is_told_by(job):
     (job / "state.pt").write_bytes(content)
     files = Files()
     found = [files.read(str(job), "state.pt", offset) for offset in (0, PIECE, PIECE + 5)]
+    assert [one["offset"] for one in found] == [0, PIECE, PIECE + 5]
     assert [base64.b64decode(one["data"]) for one in found] == [content[:PIECE], content[PIECE:], b""]
     assert [one["facts"] for one in found] == [news(files, job)["files"]["state.pt"]] * 3
     with pytest.raises(FileNotFoundError):
         files.read(str(job), "gone", 0)
+
+
+def sparse(path: Path, size: int, *offsets: int) -> None:
+    """A file of this size that has a few bytes at each offset, and holes elsewhere."""
+    with path.open("wb") as file:
+        for offset in offsets:
+            file.seek(offset)
+            file.write(b"data")
+        file.truncate(size)
+
+
+def test_holes_of_a_file_must_not_be_read(job):
+    sparse(job / "sparse", 1 << 42, 1 << 30, 1 << 41)
+    files, at, found = Files(), 0, []
+    while piece := base64.b64decode((told := files.read(str(job), "sparse", at))["data"]):
+        at = told["offset"] + len(piece)
+        found.append((told["offset"], piece.rstrip(b"\0")))
+        assert told["facts"][0] == 1 << 42 and len(piece) < PIECE
+    assert found == [(1 << 30, b"data"), (1 << 41, b"data")]
+
+
+def test_holes_of_a_log_must_be_left_out(job):
+    log = job / "logs" / "rank-0.log"
+    files, home = Files(), b""
+    files.follow(str(job), 0, 0)
+    log.write_bytes(b"first\n")
+    for size in (1 << 30, 1 << 40):
+        while told := news(files, job, rank_0=len(home))["logs"]:
+            assert told == news(files, job, rank_0=len(home))["logs"]  # where the answer was lost
+            home += base64.b64decode(told["logs/rank-0.log"])
+        with log.open("r+b") as file:
+            file.seek(size)
+            file.write(b"more\n")
+    while told := news(files, job, rank_0=len(home))["logs"]:
+        home += base64.b64decode(told["logs/rank-0.log"])
+    assert home.replace(b"\0", b"") == b"first\nmore\nmore\n" and len(home) < PIECE
 
 
 @pytest.mark.parametrize("change", ["size", "time", "inode", "mode"])

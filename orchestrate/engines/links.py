@@ -87,10 +87,14 @@ class Link:
         except ValueError:  # for example Docker's error text, if a container ends while an exec starts
             return None
 
-    def close(self) -> None:
-        """End the connection, even if another process holds its socket."""
+    def interrupt(self) -> None:
+        """End the connection, for another thread that waits for an answer, too; it is still to be closed."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection, whoever else holds its socket."""
+        self.interrupt()
         self.sock.close()
 
     def converse(self, ask: str, patience: float = ANSWERS, **facts: Any) -> dict[str, Any]:

@@ -8,16 +8,38 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from orchestrate.forms import Check, Form, each, fits, number, numbered, one_of, seconds, sequence, text, truth
+from orchestrate.forms import (
+    Check,
+    Form,
+    argument,
+    each,
+    fits,
+    number,
+    numbered,
+    one_of,
+    seconds,
+    sequence,
+    text,
+    truth,
+)
 
 LONGEST = 16 << 20  # bytes of a message: the list of all files of a node is one
 RANK, CODE, PID = number(1 << 20), number(255), number(1 << 31)
 SIGN = one_of(("", "oom", "ending", "cut off"))
-FACTS = sequence(number(1 << 63), 4)
+MOST = 1 << 96  # of the facts of a file: file systems know times far from now
 
 
 def _generation(value: Any) -> bool:
     return type(value) is int and -1 <= value < 1 << 31
+
+
+def _facts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 4 and all(type(one) is int and abs(one) < MOST for one in value)
+
+
+def _paths(check: Check) -> Check:
+    """A mapping of paths to such values."""
+    return lambda value: each(check)(value) and all(map(argument, value))
 
 
 WORKER: Form = {"pid": PID, "state": text, "cpu": seconds}
@@ -36,8 +58,8 @@ FORMS: dict[str, Form] = {
     "clean": {},
     "refused": {"error": text},
     "put": {"tags": each(text)},
-    "news": {"logs": each(text), "files": each(FACTS), "links": each(text), "gone": sequence(text)},
-    "read": {"data": text, "facts": FACTS},
+    "news": {"logs": each(text), "files": _paths(_facts), "links": _paths(argument), "gone": sequence(argument)},
+    "read": {"data": text, "offset": number(1 << 63), "facts": _facts},
 }
 
 

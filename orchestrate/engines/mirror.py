@@ -9,10 +9,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
-import hashlib
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,10 +20,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from orchestrate.engines import never
+from orchestrate.engines.fetch import Fetch, reachable, same
+from orchestrate.engines.fetch import link as place_link
 from orchestrate.engines.links import Link
 from orchestrate.errors import EngineError
+from orchestrate.folder import DEEPEST, MOST, Folder
 from orchestrate.logs import MARK
-from orchestrate.node.files import LOGS, PIECE, Facts
+from orchestrate.node.files import LOGS, Facts
+from orchestrate.node.protocol import shown
 from orchestrate.node.ranks import FENCE
 from orchestrate.node.trees import hidden
 from orchestrate.plan import counted
@@ -32,36 +36,9 @@ OFTEN = 0.2  # seconds between two rounds
 OVERLAP = 256  # bytes at the end of a log by which it is found in the node's stdout
 AGAIN = 5.0  # seconds until a failed file is tried again
 FULL = (errno.ENOSPC, errno.EDQUOT)
-TURN = 0.5  # seconds for which files of a node are fetched before its logs are again
-OWN = {FENCE}  # files of the orchestrator in a job's folder
-
-
-class _Fetch:
-    """A file that is being copied, under a hidden name."""
-
-    def __init__(self, home: Path, path: str, told: Facts) -> None:
-        self.path, self.told, self.target = path, told, home / path
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        # not the name with a suffix, which could have more than 255 bytes
-        self.temporary = self.target.with_name(f".{hashlib.sha256(os.fsencode(path)).hexdigest()}.coming")
-        self.temporary.unlink(missing_ok=True)
-        self.file = self.temporary.open("xb")
-
-    def keep(self) -> None:
-        """Move it to its place, with the modification time and the executable bit of the original."""
-        self.file.close()
-        if self.told[3] & 0o100:
-            mode = self.temporary.stat().st_mode
-            self.temporary.chmod(mode | (mode & 0o444) >> 2)
-        os.utime(self.temporary, ns=(self.told[1], self.told[1]))
-        self.temporary.replace(self.target)
-
-    def drop(self) -> None:
-        """Remove it."""
-        with contextlib.suppress(OSError):
-            self.file.close()
-        with contextlib.suppress(OSError):
-            self.temporary.unlink(missing_ok=True)
+CLOSES = 5.0  # seconds in which what is under way ends; a connection that is being made may take longer
+TURN = 0.5  # seconds for which a node's files are fetched before its logs have their turn
+OWN = {FENCE}  # what the orchestrator keeps in a job's folder
 
 
 @dataclass(eq=False)
@@ -71,10 +48,10 @@ class _Node:
     name: str
     logs: list[str]  # paths
     link: Link | None = None
-    files: dict[str, Facts] = field(default_factory=dict)  # copied files; links have no facts
-    failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # failed files: facts and time
-    fetching: _Fetch | None = None
-    heard: bool = False  # whether it has answered in the last round
+    files: dict[str, Facts] = field(default_factory=dict)  # and links, with no facts
+    failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # which could not come home as they were; when
+    fetching: Fetch | None = None
+    heard: bool = False  # whether it has answered when we looked last
 
 
 class Mirror:
@@ -88,11 +65,14 @@ class Mirror:
         `connect` connects to a node, or returns None if the node does not run; it raises EngineError.
         """
         self.home, self.folder, self.connect = home, folder, connect
+        self.here = Folder(home.parent, home.name)
         self.nodes = [_Node(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
-        self.owners: dict[str, int] = {}  # path: the index of the node that it is copied from
-        self.owning = threading.Lock()  # held while `owners`, or a file that depends on it, is changed
-        self.errors: dict[str, Exception] = {}  # path: why it could not be copied
-        self.looks = 0  # rounds that have begun
+        self.owners: dict[str, int] = {}  # path: the number of the node that it comes from
+        self.owning = threading.Lock()  # while that changes, or a file by it
+        self.errors: dict[str, Exception] = {}  # path: why it is not here
+        self.left: dict[str, str] = {}  # node: a path of it that cannot be here
+        self.warned: set[str] = set()  # the nodes of which that was reported
+        self.looks = 0  # at all nodes, that have begun
         self.changed = threading.Condition()
         self.closing = False
         self.called = 0.0  # when `catch_up` was last called
@@ -119,10 +99,14 @@ class Mirror:
             if isinstance(error, OSError) and error.errno in FULL:
                 raise OSError(error.errno, error.strerror, path)
 
-    def come_home(self, timeout: float) -> None:
-        """Copy all files; raises EngineError if some fail, which then stay on their nodes."""
-        if not self.catch_up(timeout):
-            raise EngineError(f"not all files were copied from the nodes within {timeout:g} s")
+    def come_home(self, timeout: float, stopped: Callable[[], bool] = never) -> None:
+        """Have all files here; raises EngineError where some cannot be, which then stay on their nodes.
+
+        At most `timeout` seconds pass, and nothing is waited for once `stopped()`.
+        """
+        if not self.catch_up(timeout, stopped):
+            late = "stopped before all files were copied"
+            raise EngineError(late if stopped() else f"not all files came home within {timeout:g} s")
         errors = self.errors.copy()
         for path, why in errors.items():
             raise EngineError(f"{counted(len(errors), 'file')} could not be copied, such as {path}: {why}")
@@ -131,14 +115,22 @@ class Mirror:
         """The nodes that have not answered in the last round."""
         return {node.name for node in self.nodes if not node.heard}
 
+    def warnings(self) -> list[str]:
+        """What a user must know of files that stay on their nodes, once for each node."""
+        new = {node: path for node, path in self.left.copy().items() if node not in self.warned}
+        self.warned |= new.keys()
+        why = f"its path has more than {DEEPEST} folders, or is too long here"
+        return [f"{node}: not all files are copied, such as {shown(path)}: {why}" for node, path in new.items()]
+
     def close(self) -> None:
-        """Stop copying."""
+        """Bring home no more, and wait, but not for long, until what is under way has ended."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
-        self.thread.join()
-        for node in self.nodes:
-            self._forget(node)
+        for link in [node.link for node in self.nodes]:
+            if link:
+                link.interrupt()
+        self.thread.join(CLOSES)
 
     # --- the thread
 
@@ -154,12 +146,14 @@ class Mirror:
                 if not busy:
                     with self.changed:
                         self.changed.wait_for(lambda: self.closing, OFTEN)
+        for node in self.nodes:
+            self._forget(node)
 
     def _visit(self, node: _Node) -> bool:
         """Copy what is new on a node; return whether there is more."""
         try:
             node.link = node.link or self.connect(node.name)
-            if node.link is None:
+            if node.link is None or self.closing:
                 return False
             have = {path: self._size(path) for path in node.logs}
             news = node.link.converse("news", folder=self.folder, have=have)
@@ -167,8 +161,7 @@ class Mirror:
             said = [self._append(path, data) for path, data in news["logs"].items() if path in have]
             self._make_way(node, {**news["files"], **news["links"]})
             more = self._fetch(node, news["files"])
-            if not more:  # replacements of removed files are here
-                self._tidy(node, news)
+            self._tidy(node, news, more)
             return more or any(said)
         except Exception:  # no connection, or an invalid answer: the next round starts over
             self._forget(node)
@@ -210,7 +203,7 @@ class Mirror:
             failed, when = node.failed.get(path, ([], 0.0))
             waits = told == failed and when > max(self.called, now - AGAIN)
             if told != node.files.get(path) and not waits and self._ours(node, path):
-                if _same(self.home / path, told):  # copied by an earlier supervisor
+                if same(self.home / path, told):  # brought by an earlier supervisor
                     node.files[path] = told
                 else:
                     wanted[path] = told
@@ -218,34 +211,32 @@ class Mirror:
             wanted.pop(node.fetching.path, None)
         youngest_first = sorted(wanted, key=lambda path: wanted[path][1], reverse=True)
         until = time.monotonic() + TURN
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self.closing:
             if not node.fetching and not youngest_first:
                 return False
             path = node.fetching.path if node.fetching else youngest_first.pop()
             try:
-                node.fetching = node.fetching or _Fetch(self.home, path, wanted[path])
+                node.fetching = node.fetching or Fetch(self.here, path, wanted[path])
                 if not self._piece(node, node.fetching):
                     continue
                 self.errors.pop(path, None)
             except ConnectionError:
                 raise
-            except (OSError, EngineError) as error:  # skip this file only
+            except Exception as error:  # this one cannot be had; others may
                 node.failed[path] = files.get(path, []), time.monotonic()
-                self.errors[path] = error
+                self.errors[path] = error.with_traceback(None)  # which would keep the piece
             if node.fetching:
                 node.fetching.drop()
             node.fetching = None
         return True
 
-    def _piece(self, node: _Node, fetch: _Fetch) -> bool:
-        """Fetch the next piece of a file; return whether this attempt is over."""
+    def _piece(self, node: _Node, fetch: Fetch) -> bool:
+        """Fetch the next piece of a file; whether there is no more to come."""
         assert node.link
-        piece = node.link.converse("read", folder=self.folder, path=fetch.path, offset=fetch.file.tell())
-        data = base64.b64decode(piece["data"])
-        fetch.file.write(data)
-        if piece["facts"] != fetch.told:  # changed meanwhile; the next round fetches it again
+        piece = node.link.converse("read", folder=self.folder, path=fetch.path, offset=fetch.offset)
+        if piece["facts"] != fetch.told:  # it was changed meanwhile; the next look sees it as it is then
             return True
-        if len(data) == PIECE:
+        if not fetch.take(base64.b64decode(piece["data"]), piece["offset"]):
             return False
         with self.owning:
             if self.owners.get(fetch.path) == self.nodes.index(node):  # unless an earlier node has claimed it
@@ -259,7 +250,10 @@ class Mirror:
         harmless = parts and path == "/".join(parts) and not parts[0].startswith("/") and not {"..", "."} & set(parts)
         if not harmless or parts[0] in OWN or parts[0] == LOGS or any(map(hidden, parts)):
             return False
-        if any(folder.is_symlink() for folder in list((self.home / path).parents)[: len(parts) - 1]):
+        if not reachable(self.here, path):
+            self.left.setdefault(node.name, path)
+            return False
+        if any(os.path.islink(folder) for folder in list((self.home / path).parents)[: len(parts) - 1]):
             return False
         number = self.nodes.index(node)
         with self.owning:
@@ -270,22 +264,31 @@ class Mirror:
             return number <= owner
 
     def _make_way(self, node: _Node, files: dict[str, Any]) -> None:
-        """Remove files that are in the way of a new folder, or of a file where a folder was."""
-        for path in [path for path in node.files if path not in files]:
-            if any(other.startswith(f"{path}/") for other in files) or any(
-                str(folder) in files for folder in PurePosixPath(path).parents
-            ):
+        """Remove a file where the node now has a folder of that name, and the files of a folder that now is a file."""
+        gone = [path for path in node.files if path not in files]
+        names = sorted(files) if gone else []
+        for path in gone:
+            first = bisect_left(names, f"{path}/")
+            folder = first < len(names) and names[first].startswith(f"{path}/")
+            if folder or any(str(parent) in files for parent in PurePosixPath(path).parents):
                 self._remove(node, path)
 
-    def _tidy(self, node: _Node, news: dict[str, Any]) -> None:
-        """Remove what the node has removed, and create its links."""
-        number = self.nodes.index(node)
-        mine = {path for path, owner in [*self.owners.items()] if owner == number}
-        for path in mine - news["files"].keys() - news["links"].keys():
-            if path in node.files:
-                self._remove(node, path)
-            else:  # it was never copied
-                self.owners.pop(path, None)
+    def _tidy(self, node: _Node, news: dict[str, Any], more: bool) -> None:
+        """Remove what the node has removed, and have its links.
+
+        While `more` of its files come, what they may replace stays: but only so much of it.
+        """
+        number, there = self.nodes.index(node), news["files"].keys() | news["links"].keys()
+        with self.owning:
+            gone = [path for path, owner in self.owners.items() if owner == number and path not in there]
+            for path in gone:
+                if path not in node.files:  # it has not come home
+                    del self.owners[path]
+        old = [path for path in gone if path in node.files]
+        if more and len(old) < MOST:
+            return
+        for path in old:
+            self._remove(node, path)
         if node is self.nodes[0]:
             for path in news["gone"]:
                 if self._ours(node, path):
@@ -293,11 +296,11 @@ class Mirror:
         for path, there in news["links"].items():
             link = self.home / path
             plain = "/" not in there and there not in ("..", ".", "")
-            free = link.is_symlink() or path in node.files or not link.exists()
+            free = os.path.islink(link) or path in node.files or not os.path.exists(link)
             if plain and free and self._ours(node, path):
                 with contextlib.suppress(OSError):
                     node.files[path] = []
-                    _link(link, there)
+                    place_link(self.here, path, there)
 
     def _remove(self, node: _Node, path: str) -> None:
         node.files.pop(path, None)
@@ -307,25 +310,6 @@ class Mirror:
                 target.unlink(missing_ok=True)
                 for folder in list(target.parents)[: len(PurePosixPath(path).parts) - 1]:
                     folder.rmdir()  # only if it is empty
-
-
-def _link(link: Path, there: str) -> None:
-    """Create a link to `there`, or replace an old one atomically."""
-    if link.is_symlink() and os.readlink(link) == there:
-        return
-    link.parent.mkdir(parents=True, exist_ok=True)
-    fresh = link.with_name(f".{hashlib.sha256(os.fsencode(link.name)).hexdigest()}.coming")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(there)
-    fresh.replace(link)
-
-
-def _same(path: Path, told: Facts) -> bool:
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return [status.st_size, status.st_mtime_ns] == told[:2]
 
 
 def rescued(home: bytes, copy: bytes, rank: int) -> bytes:

@@ -3,13 +3,14 @@
     {"ask": "put", "folder", "data", "offset", "tag"}    append to a tar file; the last piece has a tag, the SHA-256 of
                               the whole, which then replaces everything in the folder except logs
     {"say": "put", "tags": {folder: tag}}
-    {"ask": "news", "folder", "have"}    list what is new; `have`: how many bytes of each log are already downloaded
-    {"say": "news", "logs": {path: new bytes}, "files": {path: facts}, "links",
-                              "gone": [path]}    uploaded files that have been removed
-    {"ask": "read", "folder", "path", "offset"}    read a piece of a file
-    {"say": "read", "data", "facts": [size, mtime_ns, inode, mode]}
+    {"ask": "news", "folder", "have"}    tell what there is to bring home; `have`: the bytes of each log that are there
+    {"say": "news", "logs": {path: bytes that are new}, "files": {path: facts}, "links",
+                              "gone": [path]}    what was put here, and is not any more
+    {"ask": "read", "folder", "path", "offset"}    the next piece of a file
+    {"say": "read", "data", "offset", "facts": [size, mtime_ns, inode, mode]}    where it begins: behind a hole
 
-Bytes are sent as base64. Hidden files, and uploaded files that have not changed since, are never listed.
+Bytes travel as base64, holes do not: a file may be larger than any disk, and a log comes home without its holes. Hidden
+files, and those that were put here and not changed since, are nobody's news.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tarfile
 import tempfile
 from typing import Any, BinaryIO
 
-from orchestrate.node.trees import clear, opened, walk
+from orchestrate.node.trees import clear, data, opened, walk
 
 PIECE = 1 << 19  # bytes of one message
 LOGS = "logs"
@@ -43,8 +44,9 @@ class Files:
         """Take the next piece of a tar file; raises OSError or tarfile.TarError where it cannot be unpacked."""
         if not offset or self.coming is None:
             if self.coming:
-                self.coming.close()  # an upload that was not finished
-            self.coming = tempfile.TemporaryFile()  # noqa: SIM115 (the last piece closes it)
+                self.coming.close()  # of somebody who has not come to an end
+            # Beside the folder: /tmp may be in memory. The last piece closes it.
+            self.coming = tempfile.TemporaryFile(dir=os.path.dirname(folder))  # noqa: SIM115
         if self.coming.tell() != offset:
             raise OSError("a piece is missing")
         self.coming.write(base64.b64decode(data, validate=True))
@@ -77,9 +79,11 @@ class Files:
         logs, files, links = {}, {}, {}
         for path in self.bases.keys() & have.keys():  # a node may have had another rank before
             with contextlib.suppress(OSError), open(opened(f"{folder}/{path}"), "rb") as file:
-                file.seek(max(0, have[path] - self.bases[path]))
-                if data := file.read(PIECE):
-                    logs[path] = base64.b64encode(data).decode()
+                start = max(0, have[path] - self.bases[path])
+                offset, text = data(file, start, PIECE)
+                if text:
+                    self.bases[path] -= offset - start  # the log at home has no hole here
+                    logs[path] = base64.b64encode(text).decode()
         for path, status in walk(folder):
             if stat.S_ISLNK(status.st_mode):
                 with contextlib.suppress(OSError):
@@ -91,7 +95,7 @@ class Files:
         return {"logs": logs, "files": files, "links": links, "gone": gone}
 
     def read(self, folder: str, path: str, offset: int) -> dict[str, Any]:
-        """A piece of a file; raises OSError if there is no such file."""
+        """The next piece of a file, behind a hole that there may be; raises OSError where it has gone, or is none."""
         name = f"{folder}/{path}"
         try:
             descriptor = opened(name)
@@ -99,8 +103,9 @@ class Files:
             os.chmod(name, 0o600)
             descriptor = opened(name)
         with open(descriptor, "rb") as file:
-            file.seek(offset)
-            return {"data": base64.b64encode(file.read(PIECE)).decode(), "facts": facts(os.fstat(file.fileno()))}
+            offset, piece = data(file, offset, PIECE)
+            known = facts(os.fstat(file.fileno()))
+            return {"data": base64.b64encode(piece).decode(), "offset": offset, "facts": known}
 
 
 def digest(file: BinaryIO) -> str:

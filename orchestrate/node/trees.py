@@ -7,7 +7,8 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -29,6 +30,21 @@ def opened(path: str, flags: int = os.O_RDONLY, folder: int | None = None) -> in
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
     return descriptor
+
+
+def data(file: BinaryIO, offset: int, most: int) -> tuple[int, bytes]:
+    """The next bytes of a file from an offset on, at most `most` and none of a hole, and where they begin.
+
+    No bytes where there are none, or the rest is a hole.
+    """
+    if hasattr(os, "SEEK_DATA"):
+        try:
+            offset = os.lseek(file.fileno(), offset, os.SEEK_DATA)
+            most = min(most, os.lseek(file.fileno(), offset, os.SEEK_HOLE) - offset)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return offset, b""
+    return offset, os.pread(file.fileno(), most, offset)
 
 
 def replace(path: str, text: str) -> None:

@@ -1,0 +1,94 @@
+"""A file of a node on its way into the job's folder: written below that folder alone, and through no link."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+from orchestrate.errors import EngineError
+from orchestrate.folder import DEEPEST, Folder
+from orchestrate.node.files import Facts
+
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+LONGEST = os.pathconf("/", "PC_PATH_MAX")  # bytes of a path, with the one that ends it
+
+
+class Fetch:
+    """A file that is on its way, under a hidden name."""
+
+    def __init__(self, home: Folder, path: str, told: Facts) -> None:
+        """Begin it, in folders that are made where they are missing; raises OSError."""
+        self.home, self.path, self.told = home, path, told
+        self.below, _, self.name = path.rpartition("/")
+        self.temporary = _hidden(self.name)
+        self.offset = 0  # of the next piece
+        with home.opened(self.below, make=True) as folder:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.temporary, dir_fd=folder)
+            self.file = os.fdopen(os.open(self.temporary, NEW, 0o666, dir_fd=folder), "wb")
+
+    def take(self, data: bytes, offset: int) -> bool:
+        """Write the next piece, after a hole if there is one; return whether it is the last.
+
+        Raises OSError, and EngineError for bytes that belong elsewhere.
+        """
+        if not self.offset <= offset <= offset + len(data) <= max(offset, self.told[0]):
+            raise EngineError("its node sends bytes that are out of place")
+        self.file.seek(offset)
+        self.file.write(data)
+        self.offset = offset + len(data)
+        return not data or self.offset == self.told[0]  # what is left is a hole
+
+    def keep(self) -> None:
+        """Have it in its place, with the time of change that it has on its node, and executable where it is there."""
+        self.file.truncate(self.told[0])
+        number = self.file.fileno()
+        if self.told[3] & 0o100:
+            mode = os.fstat(number).st_mode
+            os.fchmod(number, mode | (mode & 0o444) >> 2)
+        with contextlib.suppress(OverflowError):  # a time that only the file system of its node knows
+            os.utime(number, ns=(self.told[1], self.told[1]))
+        self.file.close()
+        with self.home.opened(self.below) as folder:
+            os.replace(self.temporary, self.name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def drop(self) -> None:
+        """Have nothing of it."""
+        with contextlib.suppress(OSError):
+            self.file.close()
+        with contextlib.suppress(OSError), self.home.opened(self.below) as folder:
+            os.unlink(self.temporary, dir_fd=folder)
+
+
+def reachable(home: Folder, path: str) -> bool:
+    """Whether a file can have this path here: not deeper than a job's files are looked for, nor longer than a path."""
+    return path.count("/") <= DEEPEST and len(os.fsencode(home.path / path)) < LONGEST
+
+
+def link(home: Folder, path: str, there: str) -> None:
+    """Have a link to `there`; whoever reads it meanwhile finds this one or the one before. Raises OSError."""
+    below, _, name = path.rpartition("/")
+    with home.opened(below, make=True) as folder:
+        with contextlib.suppress(OSError):
+            if os.readlink(name, dir_fd=folder) == there:
+                return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_hidden(name), dir_fd=folder)
+        os.symlink(there, _hidden(name), dir_fd=folder)
+        os.replace(_hidden(name), name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def same(path: Path, told: Facts) -> bool:
+    """Whether a file is here as it is on its node."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return [status.st_size, status.st_mtime_ns] == told[:2]
+
+
+def _hidden(name: str) -> str:
+    """The name of a file on its way; one may have 255 bytes, which leave no room for more."""
+    return f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.coming"
