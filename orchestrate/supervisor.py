@@ -92,22 +92,28 @@ class Supervisor:
         self.emit("nodes_stopping")
         left = ""
         try:
-            grace = 0 if self.stops() > 1 else self.spec.grace
+            grace = 0 if self._hurried() else self.spec.grace
             if self.met:
-                self.engine.down(grace)
+                self.engine.down(grace, self._hurried)
             elif self.plan.inventory.cluster:
                 self.engine.adopt(self.spec, self.plan, self.run)
-                self.engine.down(grace)
+                self.engine.down(grace, self._hurried)
             else:  # what another supervisor has left; this one has not asked for any node
                 self.engine.remove(self.plan.job_id, grace)
             self.emit("nodes_down")
         except OrchestrateError as error:
             left = str(error)
             self.emit("nodes_left", error=left)
+        for text in self.engine.warnings():
+            self.emit("warning", text=text)
         if failure:
             raise failure
         assert outcome
         return replace(outcome, left=left)
+
+    def _hurried(self) -> bool:
+        """Whether the job was asked to stop a second time."""
+        return self.stops() > 1
 
     def _meet(self) -> None:
         """Know the nodes that an earlier supervisor has left: what they have written may not be here yet."""

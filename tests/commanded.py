@@ -64,8 +64,8 @@ class Whole(Scripted):
         super().remove(job_id, grace)
         self.things.clear()
 
-    def down(self, grace) -> None:
-        super().down(grace)
+    def down(self, grace, stopped=never) -> None:
+        super().down(grace, stopped)
         self.things.clear()
 
 

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 from test_plan import HERE
 
-from orchestrate.engines import Doing, Exit
+from orchestrate.engines import Doing, Exit, never
 from orchestrate.errors import EngineError
 from orchestrate.events import Recorder
 from orchestrate.paths import JobPaths
@@ -146,7 +146,7 @@ class Scripted:
         self.calls.append(f"remove {job_id}")
         self.graces.append(grace)
 
-    def down(self, grace) -> None:
+    def down(self, grace, stopped=never) -> None:
         self.calls.append("down")
         self.graces.append(grace)
 

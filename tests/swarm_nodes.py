@@ -68,7 +68,7 @@ def down(stub: StubManager, number: int) -> None:
 def mirror(**answers: object) -> SimpleNamespace:
     """What brings files home, with no node."""
     made = SimpleNamespace(calls=[])
-    for name in ("catch_up", "come_home", "lacks_space", "silent", "close"):
+    for name in ("catch_up", "come_home", "lacks_space", "silent", "warnings", "close"):
         answer = answers.get(name)
 
         def call(*_: object, name: str = name, answer: object = answer) -> object:

@@ -2,14 +2,18 @@
 
 import base64
 import io
+import os
 import tarfile
+from pathlib import Path
 
 import pytest
+from test_node_files import sparse
 
+from orchestrate.engines import parcels
 from orchestrate.engines.mirror import OWN
 from orchestrate.engines.parcels import code_files, give, mine, packed
-from orchestrate.errors import EngineError, ResourceError
-from orchestrate.node.files import PIECE, digest
+from orchestrate.errors import EngineError, ResourceError, UsageError
+from orchestrate.node.files import PIECE, Files, digest
 
 
 def test_code_must_be_sent_without_what_is_none(tmp_path):
@@ -21,7 +25,7 @@ def test_code_must_be_sent_without_what_is_none(tmp_path):
         (tmp_path / name).write_text("x")
     (tmp_path / ".dockerignore").write_text("# none of it\n\n data \n*.log\n!keep.log\n")
     (tmp_path / "gone.py").symlink_to("not there")
-    sent = {str(path.relative_to(tmp_path)) for path in code_files(tmp_path)}
+    sent = {str(path.relative_to(tmp_path)) for path in code_files(tmp_path, tmp_path / "runs")}
     assert sent == {"train.py", "pkg/model.py", "pyvenv.cfg", "tools/run.py", "keep.log"}
 
 
@@ -31,18 +35,33 @@ def test_records_of_jobs_must_not_be_sent(tmp_path, monkeypatch):
         (tmp_path / "code" / name).write_text("x")
     (tmp_path / "link").symlink_to("code")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "link" / "state"))
-    assert code_files(tmp_path / "code") == [tmp_path / "code" / "train.py"]
+    assert code_files(tmp_path / "code", tmp_path / "runs") == [tmp_path / "code" / "train.py"]
+
+
+def test_run_directories_must_not_be_sent_wherever_they_are(tmp_path):
+    code = tmp_path / "code"
+    for name in ("train.py", "out/jobs/j-1/plan.json", "out/x", "jobs/y"):
+        (code / name).parent.mkdir(parents=True, exist_ok=True)
+        (code / name).touch()
+
+    def sent(runs: Path) -> set[str]:
+        return {str(path.relative_to(code)) for path in code_files(code, runs)}
+
+    assert sent(code / "out" / "jobs") == {"train.py", "out/x", "jobs/y"}
+    assert sent(tmp_path) == sent(tmp_path / "elsewhere") == {"train.py", "out/x", "jobs/y", "out/jobs/j-1/plan.json"}
+    with pytest.raises(UsageError, match="holds the code that nodes see"):
+        sent(code)
 
 
 def test_code_that_is_too_large_must_be_told(tmp_path):
     with (tmp_path / "weights.bin").open("wb") as file:
         file.truncate(256 << 20)
-    assert code_files(tmp_path) == [tmp_path / "weights.bin"]
+    assert code_files(tmp_path, tmp_path / "runs") == [tmp_path / "weights.bin"]
     (tmp_path / "train.py").write_text("x")  # together they are
     with pytest.raises(ResourceError, match="more than 256 MB"):
-        code_files(tmp_path)
+        code_files(tmp_path, tmp_path / "runs")
     (tmp_path / ".dockerignore").write_text("weights.bin")
-    assert code_files(tmp_path) == [tmp_path / "train.py"]
+    assert code_files(tmp_path, tmp_path / "runs") == [tmp_path / "train.py"]
 
 
 def test_what_nodes_have_written_must_be_sent_with_its_links(tmp_path):
@@ -91,4 +110,33 @@ def test_a_parcel_must_be_sent_in_pieces_of_which_the_last_says_so(tmp_path):
 
 def test_files_that_go_while_they_are_packed_must_be_told(tmp_path):
     with pytest.raises(EngineError, match="cannot be sent to the nodes"), packed(tmp_path, [tmp_path / "gone"]):
+        pass
+
+
+def test_holes_of_a_file_must_be_sent_as_such(tmp_path):
+    given, job = tmp_path / "given", tmp_path / "node" / "job"
+    given.mkdir()
+    job.parent.mkdir()
+    sparse(given / "sparse", 1 << 42, 0, 1 << 30, 1 << 41)
+    sparse(given / "empty", 1 << 41)
+    (given / "dense").write_bytes(os.urandom(100_000))
+    (given / "link").symlink_to("dense")
+    with packed(given, mine(given)) as (file, tag):
+        assert os.fstat(file.fileno()).st_size < 1 << 20
+        Files().put(str(job), base64.b64encode(file.read()).decode(), 0, tag)
+    for name in ("sparse", "empty", "dense", "link"):
+        assert (job / name).lstat().st_size == (given / name).lstat().st_size
+    with (job / "sparse").open("rb") as there:
+        assert os.fstat(there.fileno()).st_blocks * 512 < 1 << 20
+        assert [os.pread(there.fileno(), 4, offset) for offset in (0, 1 << 30, 1 << 41)] == [b"data"] * 3
+    assert (job / "dense").read_bytes() == (given / "dense").read_bytes()
+
+
+def test_a_file_with_too_many_holes_must_be_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(parcels, "MOST_PARTS", 2)
+    sparse(tmp_path / "sparse", 1 << 42, 0, 1 << 30, 1 << 41)
+    with (
+        pytest.raises(EngineError, match="sparse has more than 2 parts between holes"),
+        packed(tmp_path, [tmp_path / "sparse"]),
+    ):
         pass

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+from collections.abc import Callable
 
 import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
@@ -35,6 +36,27 @@ def test_nodes_must_have_the_grace_period_unless_stopped_twice(job, requests, gr
     assert engine.calls[-1] == "down" and engine.graces == [grace]
 
 
+def test_a_second_request_to_stop_must_be_heard_while_nodes_are_taken_down(job):
+    engine, heard, requests = Scripted([ALL_WELL]), [], [0]
+    job.stops = lambda: requests[0]
+
+    def down(grace: float, stopped: Callable[[], bool]) -> None:
+        for requests[0] in range(3):
+            heard.append(stopped())
+        raise EngineError("stopped before all files were copied")
+
+    engine.down = down
+    assert job.run(engine).left == "stopped before all files were copied"
+    assert heard == [False, False, True]
+
+
+def test_what_is_known_of_nodes_only_at_their_end_must_be_reported(job):
+    engine = Scripted([ALL_WELL])
+    engine.warnings = lambda: ["not all files are copied"] * (engine.calls[-1] == "down")
+    job.run(engine)
+    assert job.noted("warning") == [{"text": "not all files are copied"}]
+
+
 def test_nodes_that_are_removed_without_being_known_must_have_the_grace_period(job):
     engine = Scripted()
     job.stops = lambda: 1
@@ -52,7 +74,7 @@ def test_nodes_of_a_cluster_must_be_cleaned_and_not_removed_by_who_has_not_asked
 def test_a_job_that_could_not_start_must_say_why_though_the_clean_up_fails_too(job):
     engine = Scripted()
     engine.missing = {"trainer-1"}
-    engine.down = lambda grace: (_ for _ in ()).throw(EngineError("stuck"))
+    engine.down = lambda grace, stopped: (_ for _ in ()).throw(EngineError("stuck"))
     with pytest.raises(EngineError, match="no such node"):
         job.run(engine)
     assert job.noted("nodes_left") == [{"error": "stuck"}]

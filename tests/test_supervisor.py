@@ -249,7 +249,7 @@ def test_files_that_never_fit_at_home_must_end_the_job_and_stay_where_they_are(j
 
 def test_a_failed_clean_up_must_not_replace_the_outcome(job):
     engine = Scripted([ALL_WELL])
-    engine.down = lambda grace: (_ for _ in ()).throw(EngineError("stuck"))
+    engine.down = lambda grace, stopped: (_ for _ in ()).throw(EngineError("stuck"))
     assert job.run(engine) == Outcome("succeeded", "finished", left="stuck")
 
 

@@ -144,17 +144,33 @@ def test_all_files_must_be_here_before_nodes_are_removed(engine, stub, monkeypat
     assert not stub.services and made.calls[-1] == "close" and engine.mirror is None
 
 
+def test_files_must_not_be_waited_for_at_the_end_once_that_is_no_longer_wanted(engine):
+    connected(engine, "master")
+    engine.mirror, asked = mirror(), []
+    engine.mirror.come_home = lambda timeout, stopped: asked.append(stopped())
+    engine.down(0.1, lambda: True)
+    assert asked == [True]
+
+
+def test_what_files_stay_on_their_nodes_must_be_reported_before_and_after_the_end(engine):
+    connected(engine, "master")
+    engine.mirror = mirror(warnings=["not all files are copied"])
+    assert engine.warnings() == ["not all files are copied"]
+    engine.down(0)
+    assert engine.warnings() == ["not all files are copied"] and engine.warnings() == []
+
+
 def test_a_hurried_end_must_not_wait_for_files(engine, stub):
     connected(engine, "master")
     engine.mirror = made = mirror()
     engine.down(0)
-    assert made.calls == ["close"] and not stub.services
+    assert "come_home" not in made.calls and made.calls[-1] == "close" and not stub.services
 
 
 def test_files_of_nodes_that_were_never_reached_must_not_be_waited_for(engine, stub):
     engine.mirror = made = mirror(come_home=EngineError("not all files came home"))
     engine.down(0.1)
-    assert made.calls == ["close"] and not stub.services
+    assert "come_home" not in made.calls and made.calls[-1] == "close" and not stub.services
 
 
 def test_nodes_must_end_before_swarm_removes_them_but_not_be_waited_for_long(engine, stub, clock, monkeypatch):

@@ -1,6 +1,6 @@
 """Which nodes the engine for Swarm starts, waits for and uses; Swarm, its nodes and time are made up."""
 
-import dataclasses
+import tarfile
 
 import pytest
 from manager_stub import StubManager, host
@@ -75,6 +75,21 @@ def test_code_that_is_too_large_must_be_told_before_anything_is_started(stub, co
         file.truncate(300 << 20)
     with pytest.raises(ResourceError, match="more than 256 MB"):
         SwarmEngine().inventory(SPEC, tmp_path, prepare=False)
+
+
+def test_run_directories_must_be_no_part_of_the_code(engine, stub, code, tmp_path):
+    for name in ("train.py", "out/j/job/secret"):
+        (code / name).parent.mkdir(parents=True, exist_ok=True)
+        (code / name).touch()
+    with (code / "out" / "large").open("wb") as file:
+        file.truncate(300 << 20)
+    SwarmEngine().inventory(SPEC, code / "out" / "j" / "job", prepare=False)  # it is not too large
+    engine.swarm.run, engine._each = code / "out" / "j" / "job", lambda nodes, act: []
+    SwarmEngine._supply(engine, code, [])
+    file, _ = engine.code
+    with tarfile.open(fileobj=file) as archive:
+        assert archive.getnames() == ["train.py"]
+    engine.kept.close()
 
 
 @pytest.mark.parametrize(("generation", "port"), [(0, 29500), (7, 29507), (1001, 29501)])

@@ -132,8 +132,12 @@ class Engine(Protocol):
     def discard(self, nodes: Iterable[str]) -> None:
         """Remove nodes by force, if their workers do not end."""
 
-    def down(self, grace: float) -> None:
-        """Remove everything that `up` has made, even if it failed half-way; nodes get `grace` seconds to end."""
+    def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
+        """Remove all that `up` made, also half of it; nodes get `grace` seconds to end.
+
+        Files that are elsewhere are brought to the job's folder first, until `stopped()`. Raises EngineError where some
+        are not there, and leaves the nodes.
+        """
 
     def jobs(self) -> list[JobState]:
         """The jobs that have nodes here."""

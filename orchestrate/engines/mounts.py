@@ -89,9 +89,8 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
     many, the runs are not in a separate folder, or the script of `command` would be hidden: Python would run an empty
     file, without an error.
     """
-    if runs == code:
-        raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
-    kept = records.kept(code)
+    apart(code, runs)
+    kept = records.kept()
     if code in kept:
         raise UsageError(f"{code} holds the keys and secrets of jobs, and nodes would see it", "use another folder")
     folders = (runs, *filter(_there, kept))
@@ -132,6 +131,12 @@ def _doors(code: Path, hidden: Collection[str]) -> Iterator[str]:
                     waiting.append(name)
                 elif not entry.is_file():
                     yield name
+
+
+def apart(code: Path, runs: Path) -> None:
+    """Raise UsageError where the folder of all jobs is the folder of code, so that it cannot be hidden there."""
+    if runs == code:
+        raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
 
 
 def _scripts(command: tuple[str, ...]) -> list[str]:

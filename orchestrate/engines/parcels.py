@@ -7,7 +7,8 @@ import contextlib
 import os
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,13 +16,16 @@ from orchestrate import records
 from orchestrate.engines.ignored import kept
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.engines.mirror import OWN
-from orchestrate.errors import EngineError, ResourceError
+from orchestrate.engines.mounts import apart
+from orchestrate.errors import EngineError, EngineLost, ResourceError
+from orchestrate.folder import regular
 from orchestrate.node.files import LOGS, PIECE, digest
-from orchestrate.node.trees import hidden
+from orchestrate.node.trees import data, hidden
 
 MOST_CODE = 256 << 20  # bytes
-NO_CODE = ("runs", "__pycache__", "node_modules")  # folders without code of the project
-UNPACKS = 600.0  # seconds that a node may take to unpack an upload
+NO_CODE = ("runs", "__pycache__", "node_modules")  # folders that hold none of a project's code
+MOST_PARTS = 100_000  # of a file with holes; a list of them is kept in memory
+UNPACKS = 600.0  # seconds that a node may take to unpack what it got
 
 
 def mine(home: Path) -> list[Path]:
@@ -47,10 +51,48 @@ def packed(folder: Path, paths: Iterable[Path]) -> Iterator[tuple[BinaryIO, str]
             file = stack.enter_context(tempfile.TemporaryFile())
             with tarfile.open(fileobj=file, mode="w") as archive:
                 for path in sorted(paths):
-                    archive.add(path, str(path.relative_to(folder)), recursive=False)
+                    _add(archive, path, str(path.relative_to(folder)))
         except OSError as error:
             raise EngineError(f"{folder} cannot be sent to the nodes: {error}") from None
         yield file, digest(file)
+
+
+def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
+    """Add a file or link; raises OSError.
+
+    Of a file with holes only its parts are added, in the form 0.1 of GNU tar, which tarfile unpacks.
+    """
+    entry = archive.gettarinfo(path, name)
+    if not entry.isreg():
+        return archive.addfile(entry)
+    with regular(path) as file:
+        if entry.size <= os.fstat(file.fileno()).st_blocks * 512:
+            return archive.addfile(entry, file)
+        with tempfile.TemporaryFile() as dense:
+            parts = _parts(file, dense)
+            if len(parts) > MOST_PARTS:
+                raise OSError(f"{name} has more than {MOST_PARTS} parts between holes")
+            numbers = ",".join(f"{offset},{length}" for offset, length in [*parts, (entry.size, 0)])
+            entry.pax_headers = {"GNU.sparse.size": str(entry.size), "GNU.sparse.map": numbers}
+            entry.size = dense.tell()
+            dense.seek(0)
+            archive.addfile(entry, dense)
+
+
+def _parts(file: BinaryIO, dense: BinaryIO) -> list[tuple[int, int]]:
+    """Copy a file without its holes; return offset and length of each part, of at most one more than can be sent."""
+    found: list[tuple[int, int]] = []
+    end = 0
+    while len(found) <= MOST_PARTS:
+        start, piece = data(file, end, PIECE)
+        if not piece:
+            break
+        dense.write(piece)
+        follows = found and start == end
+        begin = found.pop()[0] if follows else start
+        end = start + len(piece)
+        found.append((begin, end - begin))
+    return found
 
 
 def give(link: Link, folder: str, file: BinaryIO, tag: str) -> None:
@@ -69,13 +111,36 @@ def give(link: Link, folder: str, file: BinaryIO, tag: str) -> None:
             return
 
 
-def code_files(folder: Path) -> list[Path]:
-    """The files of a folder of code, except hidden ones, jobs, records, venvs and what .dockerignore excludes.
+def visited(nodes: Iterable[str], reach: Callable[[str], Link], act: Callable[[Link], None]) -> dict[str, EngineError]:
+    """Do something with a fresh connection to each node, to several at once; why it failed, by node.
 
-    Raises UsageError if .dockerignore cannot be read, ResourceError if the files are too large.
+    Raises EngineLost.
     """
+
+    def visit(node: str) -> EngineError | None:
+        try:
+            with contextlib.closing(reach(node)) as link:
+                act(link)
+        except EngineLost:
+            raise
+        except (EngineError, OSError) as error:
+            return error if isinstance(error, EngineError) else EngineError(f"{node} takes no files: {error}")
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        nodes = list(nodes)
+        return {node: error for node, error in zip(nodes, pool.map(visit, nodes)) if error}
+
+
+def code_files(folder: Path, runs: Path) -> list[Path]:
+    """The files of a folder of code: all but hidden ones, jobs, their records, venvs and what .dockerignore names.
+
+    `runs` is the folder of all jobs. Raises UsageError where that is the folder of code, or .dockerignore cannot be
+    read; ResourceError where the files are too large to be sent about.
+    """
+    apart(folder, runs)
     found, size = [], 0
-    secret = records.kept(folder)
+    secret = [*records.kept(), *([runs] if runs.is_relative_to(folder) else [])]
     for name in kept(folder, NO_CODE):
         path, parts = folder / name, Path(name).parts
         if not path.is_file() or any(map(path.is_relative_to, secret)):

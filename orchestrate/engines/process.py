@@ -155,8 +155,8 @@ class ProcessEngine(Linked):
         """Kill nodes, with their workers."""
         _end([self.nodes[name] for name in nodes], 0, (signal.SIGKILL,))
 
-    def down(self, grace: float) -> None:
-        """End the nodes and all that runs in them; clean up those of a cluster."""
+    def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
+        """End the nodes, with what still runs in them; those of a cluster only forget the job."""
         if self.stays:
             return self._clean(self.nodes)
         _end(list(self.nodes.values()), grace)

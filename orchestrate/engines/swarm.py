@@ -22,9 +22,9 @@ from orchestrate.engines.image import has_image
 from orchestrate.engines.links import ANSWERS, Link, Linked
 from orchestrate.engines.manager import Manager, Thing, coming, ended, gpus, shared_out, well
 from orchestrate.engines.mirror import Mirror, rescued
-from orchestrate.engines.parcels import code_files, give, mine, packed
+from orchestrate.engines.parcels import code_files, give, mine, packed, visited
 from orchestrate.engines.ports import free_port
-from orchestrate.errors import EngineError, EngineLost, UsageError
+from orchestrate.errors import EngineError, UsageError
 from orchestrate.node.lease import ASKS, LEASE
 from orchestrate.node.loop import STUCK
 from orchestrate.paths import code_folder, log
@@ -79,7 +79,7 @@ class SwarmEngine(Linked):
             raise UsageError("pin: Swarm does not report which cores are free", "leave out pin, or use cpus")
         has_image(self.swarm.daemon, spec, prepare)
         code = code_folder(spec.command)
-        code_files(code)  # which may be too large
+        code_files(code, run.parent.parent)  # which may be too large
         hosts = self.swarm.takers(spec)
         nodes = spec.trainers + 1
         resources = [host["Description"]["Resources"] for host in hosts]
@@ -205,6 +205,10 @@ class SwarmEngine(Linked):
                 return "" if node in self.links else "host lost"
             time.sleep(0.2)
 
+    def warnings(self) -> list[str]:
+        """What nodes have refused, and which of their files cannot be here."""
+        return super().warnings() + (self.mirror.warnings() if self.mirror else [])
+
     def troubles(self) -> dict[str, str]:
         """Nodes that do not answer; if their host is lost, Swarm reports it later."""
         now = time.monotonic()
@@ -215,13 +219,14 @@ class SwarmEngine(Linked):
         for name in nodes:
             self._give_up(name)
 
-    def down(self, grace: float) -> None:
-        """Copy all files here, then remove services, network and relay."""
+    def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
+        """Have all files here, then remove services, network and relay."""
         if self.mirror:
             if self.links and grace:
-                self.mirror.come_home(COMES_HOME)
+                self.mirror.come_home(COMES_HOME, stopped)
                 for node in self.mirror.silent() & self._well_nodes().keys():
-                    raise EngineError(f"the files of {node} could not be copied: it does not answer", PORTS)
+                    raise EngineError(f"the files of {node} did not come home: it does not answer", PORTS)
+            self.refusals += self.mirror.warnings()
             self.mirror.close()
             self.mirror = None
         if self.stays:
@@ -339,29 +344,19 @@ class SwarmEngine(Linked):
     def _each(self, nodes: Iterable[str], act: Callable[[Link], None]) -> list[EngineError]:
         """Call `act` with a new connection to each node, in parallel; give up nodes where it fails."""
 
-        def with_link(node: str) -> EngineError | None:
-            try:
-                link = self.reach(node)
-                if link is None:
-                    raise EngineError(f"no connection to {node} on {self.swarm.host(self.nodes[node])}", PORTS)
-                try:
-                    act(link)
-                finally:
-                    link.close()
-            except EngineLost:
-                raise
-            except (EngineError, OSError) as error:
-                self.given_up.add(self.nodes[node]["ID"])
-                return error if isinstance(error, EngineError) else EngineError(f"cannot send files to {node}: {error}")
-            return None
+        def reached(node: str) -> Link:
+            if link := self.reach(node):
+                return link
+            raise EngineError(f"no connection to {node} on {self.host(node)}", PORTS)
 
-        with ThreadPoolExecutor(8) as pool:
-            return [error for error in pool.map(with_link, nodes) if error]
+        failed = visited(nodes, reached, act)
+        self.given_up |= {self.nodes[node]["ID"] for node in failed}
+        return [*failed.values()]
 
     def _supply(self, code: Path, nodes: Iterable[str]) -> None:
         """Send the code, as it was at the first call, to nodes without it; raises EngineError."""
         if self.code is None:
-            self.code = self.kept.enter_context(packed(code, code_files(code)))
+            self.code = self.kept.enter_context(packed(code, code_files(code, self.swarm.run.parent.parent)))
         file, digest = self.code
 
         def act(link: Link) -> None:
