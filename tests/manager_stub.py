@@ -65,6 +65,7 @@ class StubManager:
         self.containers: list[dict] = []
         self.state = "running"  # of tasks that are new
         self.refused: dict[str, str] = {}  # beginnings of requests, such as DELETE /networks, and why
+        self.status = 409  # of what is refused
         self.log = b""  # of every service
         self.asked: list[str] = []  # each request: method, path and query
         self.made: list[dict] = []  # the bodies of requests that make or change something
@@ -210,7 +211,7 @@ def handler(stub: StubManager) -> type[BaseHTTPRequestHandler]:
             why = [why for start, why in stub.refused.items() if request.startswith(start)]
             _, kind, name, what, *_ = [*path.split("/"), "", ""]
             if why:
-                return self.say(409, json.dumps({"message": why[0]}).encode())
+                return self.say(stub.status, json.dumps({"message": why[0]}).encode())
             if self.command == "GET" and what == "logs":
                 return self.say(200, stub.log)
             if self.command == "GET":

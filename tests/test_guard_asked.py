@@ -51,6 +51,8 @@ def test_a_helper_must_have_one_capability_and_no_file_of_this_machine(job):
     host = body["HostConfig"]
     assert (host["CapDrop"], host["CapAdd"], host["ReadonlyRootfs"]) == (["ALL"], ["NET_ADMIN"], True)
     assert host["SecurityOpt"] == ["no-new-privileges:true"] and host["PidsLimit"] == 8 and host["Memory"] == 64 << 20
+    assert (host["MemorySwap"], host["OomScoreAdj"]) == (64 << 20, 500)
+    assert host["LogConfig"] == {"Type": "json-file", "Config": {"max-size": "1m"}}
     assert not host.get("Binds") and not host.get("Mounts") and not host.get("Privileged") and not body.get("Volumes")
     assert body["Entrypoint"][:4] == ["python", "-I", "-S", "-c"] and body["User"] == "0:0"
     assert body["Labels"] == labels.only({"orchestrate.guard": "j", "orchestrate.run": str(job.run)})

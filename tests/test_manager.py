@@ -24,7 +24,7 @@ from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.node.lease import LEASE
 from orchestrate.paths import JobPaths
-from orchestrate.spec import JobSpec
+from orchestrate.spec import IMAGE, JobSpec
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,24 @@ def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, mana
     assert (rights["NetworkMode"], rights["CapDrop"]) == ("j_job", ["ALL"])
     assert (rights["SecurityOpt"], rights["ReadonlyRootfs"]) == (["no-new-privileges:true"], True)
     assert rights["Init"] and rights["PidsLimit"] == 4096
+    assert (rights["Memory"], rights["MemorySwap"], rights["OomScoreAdj"]) == (224 << 20, 224 << 20, 500)
+    assert rights["LogConfig"] == {"Type": "json-file", "Config": {"max-size": "1m"}}
+
+
+def test_the_relay_must_have_memory_for_its_connections_to_all_nodes(stub, managed):
+    managed.connect(JobSpec(trainers=9, spares=2))
+    assert stub.containers[0]["Config"]["HostConfig"]["Memory"] == 512 << 20
+
+
+def test_the_relay_must_never_be_made_of_the_jobs_image_and_a_missing_image_must_be_named(stub, managed):
+    managed.connect(JobSpec(image="other:1"))
+    assert stub.containers[0]["Config"]["Image"] == IMAGE
+    stub.containers.clear()
+    stub.refused["POST /containers/create"] = f"No such image: {IMAGE}"
+    stub.status = 404
+    with pytest.raises(EngineError, match=f"no image {IMAGE}.*docker compose build"):
+        managed.connect(JobSpec(image="other:1"))
+    assert not any(request.startswith("POST /images") for request in stub.asked)  # in a registry, it may not be ours
 
 
 @pytest.mark.parametrize(("status", "kept"), [("running", True), ("exited", False), ("created", False)])

@@ -11,7 +11,7 @@ from orchestrate.engines import swarm
 from orchestrate.engines.parcels import packed
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError, ResourceError, UsageError
-from orchestrate.spec import JobSpec
+from orchestrate.spec import IMAGE, JobSpec
 
 
 @pytest.fixture
@@ -26,6 +26,16 @@ def code(stub, tmp_path, monkeypatch):
     monkeypatch.setattr(swarm, "code_folder", lambda command: tmp_path / "code")
     (tmp_path / "code").mkdir()
     return tmp_path / "code"
+
+
+@pytest.mark.parametrize(("image", "prepare", "asked"), [("mine:1", True, 2), ("mine:1", False, 2), (IMAGE, True, 1)])
+def test_the_image_of_the_relay_must_be_here_before_anything_is_started(
+    stub, code, tmp_path, monkeypatch, image, prepare, asked
+):
+    looked = []
+    monkeypatch.setattr(swarm, "has_image", lambda daemon, spec, prepare: looked.append((spec.image, prepare)))
+    SwarmEngine().inventory(JobSpec(image=image), tmp_path / "j", prepare=prepare)
+    assert looked == [(image, prepare), (IMAGE, prepare)][:asked]
 
 
 def test_what_hosts_offer_must_be_counted_for_as_many_nodes_as_there_are(stub, code, tmp_path):

@@ -17,17 +17,16 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_interface, ip_net
 from pathlib import Path
 from typing import Any
 
-import docker.errors
 from docker.models.containers import Container
-from docker.types import LogConfig
 
-from orchestrate.engines import labels
+from orchestrate.engines import helpers, labels
 from orchestrate.engines.daemon import ERRORS, Daemon
 from orchestrate.errors import EngineError
 from orchestrate.node import guard as program
-from orchestrate.spec import IMAGE, JobSpec
+from orchestrate.spec import JobSpec
 
 TAKES = 30  # seconds that a helper may take
+MEMORY, PROCESSES = 64 << 20, 8  # that it may use
 METADATA = (
     "169.254.0.0/16",  # most clouds
     "100.100.100.200/32",  # Alibaba
@@ -105,7 +104,17 @@ class Guard:
 
     def _help(self, node: str, command: list[str]) -> None:
         api = self.daemon.client.api
-        helper = self._create(node, command)
+        helper = helpers.create(
+            self.daemon,
+            MEMORY,
+            PROCESSES,
+            {"network_mode": f"container:{node}", "cap_add": ["NET_ADMIN"]},
+            entrypoint=command,
+            user="0:0",
+            environment={"NVIDIA_VISIBLE_DEVICES": "void"},
+            name=labels.helper_name(labels.GUARD, self.home, secrets.token_hex(4)),
+            labels=labels.only({labels.GUARD: self.home, labels.RUN: str(self.run)}),
+        )
         try:
             api.start(helper)
             if code := api.wait(helper, timeout=TAKES)["StatusCode"]:
@@ -114,32 +123,6 @@ class Guard:
         finally:
             with contextlib.suppress(*ERRORS):  # a leftover helper is removed with the nodes
                 api.remove_container(helper, v=True, force=True)
-
-    def _create(self, node: str, command: list[str]) -> str:
-        """Create a helper; raises EngineError if the engine does not have the project's image."""
-        api = self.daemon.client.api
-        host = api.create_host_config(
-            network_mode=f"container:{node}",
-            cap_drop=["ALL"],
-            cap_add=["NET_ADMIN"],
-            security_opt=["no-new-privileges:true"],
-            read_only=True,
-            mem_limit="64m",
-            pids_limit=8,
-            log_config=LogConfig(type=LogConfig.types.JSON),
-        )
-        facts: dict[str, Any] = {
-            "entrypoint": command,
-            "user": "0:0",
-            "environment": {"NVIDIA_VISIBLE_DEVICES": "void"},
-            "name": labels.helper_name(labels.GUARD, self.home, secrets.token_hex(4)),
-            "labels": labels.only({labels.GUARD: self.home, labels.RUN: str(self.run)}),
-            "host_config": host,
-        }
-        try:
-            return str(api.create_container(IMAGE, **facts)["Id"])
-        except docker.errors.ImageNotFound:
-            raise EngineError(f"the engine has no image {IMAGE}; build it with `docker compose build`") from None
 
 
 def wanted(spec: JobSpec) -> bool:

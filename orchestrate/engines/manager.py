@@ -15,7 +15,7 @@ from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines import JobState, labels
+from orchestrate.engines import JobState, helpers, labels
 from orchestrate.engines import services as parts
 from orchestrate.engines.daemon import Daemon, name_of
 from orchestrate.errors import EngineError, EngineLost, ResourceError
@@ -23,9 +23,11 @@ from orchestrate.paths import PACKAGE
 from orchestrate.plan import Plan, counted
 from orchestrate.spec import JobSpec
 
-PLACED = 1.0  # seconds within which a task is assigned to a host
-LAST = "2000"  # log lines to fetch of a lost task
-VANISHES = 20.0  # seconds that Swarm takes to release a network whose tasks have ended
+PLACED = 1.0  # seconds in which a task has its host
+LAST = "2000"  # lines of a task that was lost
+RELAYS, RELAYED = 128 << 20, 32 << 20  # bytes of memory of a relay, and of its connections to a node: some 4 MB each
+PROCESSES = 4096  # of a relay, one for each connection
+VANISHES = 20.0  # seconds that Swarm takes to let go of a network whose tasks have ended
 NO_MANAGER = "run orchestrate on a manager (docker node ls there), or make this host one: docker swarm init"
 COMING = ("new", "pending", "assigned", "accepted", "preparing", "ready", "starting")  # states of a task
 ENDED = ("complete", "shutdown", "failed", "rejected", "remove", "orphaned")
@@ -173,23 +175,21 @@ class Manager:
             self.relay.reload()
 
     def _start_relay(self, name: str, spec: JobSpec) -> Container:
-        return self.client.containers.run(
-            spec.image,
+        nodes = spec.trainers + 1 + spec.spares
+        relay = helpers.create(
+            self.daemon,
+            RELAYS + nodes * RELAYED,
+            PROCESSES,
+            {"network_mode": self.network, "binds": [f"{PACKAGE}:/opt/orchestrate:ro"], "init": True},
             name=name,
-            detach=True,
             entrypoint=["python", "/opt/orchestrate/node"],
             environment={"NODE_MODE": "relay", "NODE_PORT": str(self.port), "NODE_KEY": self.key.hex()},
-            volumes={str(PACKAGE): {"bind": "/opt/orchestrate", "mode": "ro"}},
-            network=self.network,
             labels=labels.only({labels.RELAY: self.home}),
             user=self.daemon.user(self.run, spec),
             healthcheck={"test": ["NONE"]},
-            init=True,
-            cap_drop=["ALL"],
-            security_opt=["no-new-privileges:true"],
-            read_only=True,
-            pids_limit=4096,
         )
+        self.api.start(relay)
+        return self.client.containers.get(relay)
 
     def relay_address(self) -> tuple[str, int]:
         """The relay's address and port, as nodes reach it."""

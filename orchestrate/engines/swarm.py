@@ -30,7 +30,7 @@ from orchestrate.node.loop import STUCK
 from orchestrate.paths import code_folder, log
 from orchestrate.plan import Inventory, Plan, WorkerPlan, counted
 from orchestrate.preload import preload
-from orchestrate.spec import JobSpec
+from orchestrate.spec import IMAGE, JobSpec
 
 LOOK = 2.0  # seconds between two lists of Swarm's tasks and hosts
 SILENT = 6.0  # seconds without a message after which a node counts as not answering
@@ -78,6 +78,8 @@ class SwarmEngine(Linked):
         if spec.pin:
             raise UsageError("pin: Swarm does not report which cores are free", "leave out pin, or use cpus")
         has_image(self.swarm.daemon, spec, prepare)
+        if spec.image != IMAGE:
+            has_image(self.swarm.daemon, JobSpec(), prepare)  # of the relay
         code = code_folder(spec.command)
         code_files(code, run.parent.parent)  # which may be too large
         hosts = self.swarm.takers(spec)
