@@ -4,7 +4,6 @@ import base64
 import io
 import os
 import tarfile
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -110,12 +109,6 @@ def test_only_files_and_links_that_are_not_hidden_must_be_told(job):
     assert set(found["files"]) == {"a", ".metadata", "sub/b", "sub/deep/e", "logs.txt"}
     assert found["links"] == {"sub/to": "b", "nowhere": "not/there", "folder": "sub"}
     assert news(Files(), job / "not there") == {"logs": {}, "files": {}, "links": {}, "gone": []}
-
-
-def test_what_is_put_must_not_fill_the_memory_of_the_node_on_its_way(job, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(job / "not there"))  # where /tmp is, which may be in memory
-    put(Files(), job, one="1")
-    assert (job / "one").read_text() == "1"
 
 
 def test_of_a_log_what_is_not_at_home_must_be_told_piece_by_piece(job):

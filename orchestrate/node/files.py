@@ -45,8 +45,7 @@ class Files:
         if not offset or self.coming is None:
             if self.coming:
                 self.coming.close()  # of somebody who has not come to an end
-            # Beside the folder: /tmp may be in memory. The last piece closes it.
-            self.coming = tempfile.TemporaryFile(dir=os.path.dirname(folder))  # noqa: SIM115
+            self.coming = tempfile.TemporaryFile()  # noqa: SIM115 (the last piece closes it)
         if self.coming.tell() != offset:
             raise OSError("a piece is missing")
         self.coming.write(base64.b64decode(data, validate=True))
