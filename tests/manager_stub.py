@@ -1,6 +1,7 @@
 """A Docker Engine for tests that manages a Swarm of made-up hosts: it answers the SDK's requests, over HTTP."""
 
 import json
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ def settled(run: Path, spec: JobSpec) -> Manager:
 
 
 def scale(made: Manager, role: str, more: int) -> None:
-    spec = JobSpec(trainers=2)
+    spec = JobSpec(trainers=2, user=str(os.getuid()))  # to whom the folder of a test belongs
     made.scale(spec, plan(spec, HERE, "j"), role, more)
 
 

@@ -1,5 +1,6 @@
 """Which nodes the engine for Swarm starts, waits for and uses; Swarm, its nodes and time are made up."""
 
+import dataclasses
 import tarfile
 
 import pytest

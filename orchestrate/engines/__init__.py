@@ -133,10 +133,10 @@ class Engine(Protocol):
         """Remove nodes by force, if their workers do not end."""
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
-        """Remove all that `up` made, also half of it; nodes get `grace` seconds to end.
+        """Remove everything that `up` has made, even if it failed half-way; nodes get `grace` seconds to end.
 
-        Files that are elsewhere are brought to the job's folder first, until `stopped()`. Raises EngineError where some
-        are not there, and leaves the nodes.
+        Files that are elsewhere are copied to the job's folder first, until `stopped()`. Raises EngineError if that is
+        not complete, and keeps the nodes.
         """
 
     def jobs(self) -> list[JobState]:

@@ -189,7 +189,7 @@ class DockerEngine(Linked):
         self.daemon.each(found, lambda node: node.remove(force=True, v=True))
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
-        """Remove nodes and network; of a cluster, have the nodes make themselves ready for another job."""
+        """Remove nodes and network; clean up the nodes of a cluster for another job."""
         if self.events is not None:
             self.events.close()
         if self.guard:

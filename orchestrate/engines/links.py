@@ -88,20 +88,20 @@ class Link:
             return None
 
     def interrupt(self) -> None:
-        """End the connection, for another thread that waits for an answer, too; it is still to be closed."""
+        """End the connection, also for a thread that waits for an answer; it must still be closed."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection, whoever else holds its socket."""
+        """End the connection, even if another process holds its socket."""
         self.interrupt()
         self.sock.close()
 
     def converse(self, ask: str, patience: float = ANSWERS, **facts: Any) -> dict[str, Any]:
         """Send a request, and wait for the answer; for a connection that is used for nothing else.
 
-        Raises ConnectionError where the connection ends, or the answer takes more than `patience` seconds, whatever
-        else the node sends meanwhile; EngineError where the node refuses.
+        Raises ConnectionError if the connection ends or the answer takes more than `patience` seconds, whatever else
+        the node sends meanwhile; EngineError with an error of the node.
         """
         deadline = time.monotonic() + patience
         self.sock.settimeout(patience)

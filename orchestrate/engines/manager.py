@@ -23,11 +23,11 @@ from orchestrate.paths import PACKAGE
 from orchestrate.plan import Plan, counted
 from orchestrate.spec import JobSpec
 
-PLACED = 1.0  # seconds in which a task has its host
-LAST = "2000"  # lines of a task that was lost
+PLACED = 1.0  # seconds within which a task is assigned to a host
+LAST = "2000"  # log lines to fetch of a lost task
 RELAYS, RELAYED = 128 << 20, 32 << 20  # bytes of memory of a relay, and of its connections to a node: some 4 MB each
 PROCESSES = 4096  # of a relay, one for each connection
-VANISHES = 20.0  # seconds that Swarm takes to let go of a network whose tasks have ended
+VANISHES = 20.0  # seconds that Swarm takes to release a network whose tasks have ended
 NO_MANAGER = "run orchestrate on a manager (docker node ls there), or make this host one: docker swarm init"
 COMING = ("new", "pending", "assigned", "accepted", "preparing", "ready", "starting")  # states of a task
 ENDED = ("complete", "shutdown", "failed", "rejected", "remove", "orphaned")

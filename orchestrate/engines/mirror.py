@@ -48,10 +48,10 @@ class _Node:
     name: str
     logs: list[str]  # paths
     link: Link | None = None
-    files: dict[str, Facts] = field(default_factory=dict)  # and links, with no facts
-    failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # which could not come home as they were; when
+    files: dict[str, Facts] = field(default_factory=dict)  # copied files; links have no facts
+    failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # failed files: facts and time
     fetching: Fetch | None = None
-    heard: bool = False  # whether it has answered when we looked last
+    heard: bool = False  # whether it has answered in the last round
 
 
 class Mirror:
@@ -68,11 +68,11 @@ class Mirror:
         self.here = Folder(home.parent, home.name)
         self.nodes = [_Node(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
         self.owners: dict[str, int] = {}  # path: the number of the node that it comes from
-        self.owning = threading.Lock()  # while that changes, or a file by it
-        self.errors: dict[str, Exception] = {}  # path: why it is not here
-        self.left: dict[str, str] = {}  # node: a path of it that cannot be here
-        self.warned: set[str] = set()  # the nodes of which that was reported
-        self.looks = 0  # at all nodes, that have begun
+        self.owning = threading.Lock()  # held while `owners`, or a file that depends on it, is changed
+        self.errors: dict[str, Exception] = {}  # path: why it could not be copied
+        self.left: dict[str, str] = {}  # node: a path that cannot be copied
+        self.warned: set[str] = set()  # nodes for which that was reported
+        self.looks = 0  # rounds that have begun
         self.changed = threading.Condition()
         self.closing = False
         self.called = 0.0  # when `catch_up` was last called
@@ -100,13 +100,13 @@ class Mirror:
                 raise OSError(error.errno, error.strerror, path)
 
     def come_home(self, timeout: float, stopped: Callable[[], bool] = never) -> None:
-        """Have all files here; raises EngineError where some cannot be, which then stay on their nodes.
+        """Copy all files; raises EngineError if some fail, which then stay on their nodes.
 
         At most `timeout` seconds pass, and nothing is waited for once `stopped()`.
         """
         if not self.catch_up(timeout, stopped):
             late = "stopped before all files were copied"
-            raise EngineError(late if stopped() else f"not all files came home within {timeout:g} s")
+            raise EngineError(late if stopped() else f"not all files were copied from the nodes within {timeout:g} s")
         errors = self.errors.copy()
         for path, why in errors.items():
             raise EngineError(f"{counted(len(errors), 'file')} could not be copied, such as {path}: {why}")
@@ -123,7 +123,7 @@ class Mirror:
         return [f"{node}: not all files are copied, such as {shown(path)}: {why}" for node, path in new.items()]
 
     def close(self) -> None:
-        """Bring home no more, and wait, but not for long, until what is under way has ended."""
+        """Stop copying, and wait for a short time until a running copy has ended."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
@@ -203,7 +203,7 @@ class Mirror:
             failed, when = node.failed.get(path, ([], 0.0))
             waits = told == failed and when > max(self.called, now - AGAIN)
             if told != node.files.get(path) and not waits and self._ours(node, path):
-                if same(self.home / path, told):  # brought by an earlier supervisor
+                if same(self.home / path, told):  # copied by an earlier supervisor
                     node.files[path] = told
                 else:
                     wanted[path] = told
@@ -222,19 +222,19 @@ class Mirror:
                 self.errors.pop(path, None)
             except ConnectionError:
                 raise
-            except Exception as error:  # this one cannot be had; others may
+            except Exception as error:  # skip this file only
                 node.failed[path] = files.get(path, []), time.monotonic()
-                self.errors[path] = error.with_traceback(None)  # which would keep the piece
+                self.errors[path] = error.with_traceback(None)  # it would keep the piece in memory
             if node.fetching:
                 node.fetching.drop()
             node.fetching = None
         return True
 
     def _piece(self, node: _Node, fetch: Fetch) -> bool:
-        """Fetch the next piece of a file; whether there is no more to come."""
+        """Fetch the next piece of a file; return whether this attempt is over."""
         assert node.link
         piece = node.link.converse("read", folder=self.folder, path=fetch.path, offset=fetch.offset)
-        if piece["facts"] != fetch.told:  # it was changed meanwhile; the next look sees it as it is then
+        if piece["facts"] != fetch.told:  # changed meanwhile; the next round fetches it again
             return True
         if not fetch.take(base64.b64decode(piece["data"]), piece["offset"]):
             return False
@@ -282,7 +282,7 @@ class Mirror:
         with self.owning:
             gone = [path for path, owner in self.owners.items() if owner == number and path not in there]
             for path in gone:
-                if path not in node.files:  # it has not come home
+                if path not in node.files:  # it was never copied
                     del self.owners[path]
         old = [path for path in gone if path in node.files]
         if more and len(old) < MOST:

@@ -90,7 +90,7 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
     file, without an error.
     """
     apart(code, runs)
-    kept = records.kept()
+    kept = records.kept(code)
     if code in kept:
         raise UsageError(f"{code} holds the keys and secrets of jobs, and nodes would see it", "use another folder")
     folders = (runs, *filter(_there, kept))
@@ -134,7 +134,7 @@ def _doors(code: Path, hidden: Collection[str]) -> Iterator[str]:
 
 
 def apart(code: Path, runs: Path) -> None:
-    """Raise UsageError where the folder of all jobs is the folder of code, so that it cannot be hidden there."""
+    """Raise UsageError if the folder of all jobs is the folder of code, where it cannot be hidden."""
     if runs == code:
         raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
 

@@ -23,9 +23,9 @@ from orchestrate.node.files import LOGS, PIECE, digest
 from orchestrate.node.trees import data, hidden
 
 MOST_CODE = 256 << 20  # bytes
-NO_CODE = ("runs", "__pycache__", "node_modules")  # folders that hold none of a project's code
+NO_CODE = ("runs", "__pycache__", "node_modules")  # folders without code of the project
 MOST_PARTS = 100_000  # of a file with holes; a list of them is kept in memory
-UNPACKS = 600.0  # seconds that a node may take to unpack what it got
+UNPACKS = 600.0  # seconds that a node may take to unpack an upload
 
 
 def mine(home: Path) -> list[Path]:
@@ -112,7 +112,7 @@ def give(link: Link, folder: str, file: BinaryIO, tag: str) -> None:
 
 
 def visited(nodes: Iterable[str], reach: Callable[[str], Link], act: Callable[[Link], None]) -> dict[str, EngineError]:
-    """Do something with a fresh connection to each node, to several at once; why it failed, by node.
+    """Call `act` with a new connection to each node, in parallel; return the errors by node.
 
     Raises EngineLost.
     """
@@ -124,7 +124,7 @@ def visited(nodes: Iterable[str], reach: Callable[[str], Link], act: Callable[[L
         except EngineLost:
             raise
         except (EngineError, OSError) as error:
-            return error if isinstance(error, EngineError) else EngineError(f"{node} takes no files: {error}")
+            return error if isinstance(error, EngineError) else EngineError(f"cannot send files to {node}: {error}")
         return None
 
     with ThreadPoolExecutor(8) as pool:
@@ -133,14 +133,14 @@ def visited(nodes: Iterable[str], reach: Callable[[str], Link], act: Callable[[L
 
 
 def code_files(folder: Path, runs: Path) -> list[Path]:
-    """The files of a folder of code: all but hidden ones, jobs, their records, venvs and what .dockerignore names.
+    """The files of a folder of code, except hidden ones, jobs, records, venvs and what .dockerignore excludes.
 
-    `runs` is the folder of all jobs. Raises UsageError where that is the folder of code, or .dockerignore cannot be
-    read; ResourceError where the files are too large to be sent about.
+    `runs` is the folder of all jobs. Raises UsageError if that is the folder of code, or .dockerignore cannot be read;
+    ResourceError if the files are too large.
     """
     apart(folder, runs)
     found, size = [], 0
-    secret = [*records.kept(), *([runs] if runs.is_relative_to(folder) else [])]
+    secret = [*records.kept(folder), *([runs] if runs.is_relative_to(folder) else [])]
     for name in kept(folder, NO_CODE):
         path, parts = folder / name, Path(name).parts
         if not path.is_file() or any(map(path.is_relative_to, secret)):

@@ -156,7 +156,7 @@ class ProcessEngine(Linked):
         _end([self.nodes[name] for name in nodes], 0, (signal.SIGKILL,))
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
-        """End the nodes, with what still runs in them; those of a cluster only forget the job."""
+        """End the nodes and all that runs in them; clean up those of a cluster."""
         if self.stays:
             return self._clean(self.nodes)
         _end(list(self.nodes.values()), grace)

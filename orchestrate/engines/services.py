@@ -89,8 +89,8 @@ def task(
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    # A tmpfs of Swarm's has nosuid, nodev and noexec. Compilers run what they write to /tmp, so that is a volume. It
-    # could be in memory by options of the driver `local`, but volumes with options stay on their host after the task.
+    # A tmpfs in Swarm has nosuid, nodev and noexec. Compilers execute files in /tmp, so that is a volume. Options of
+    # the driver `local` could put it in memory, but volumes with options stay on their host after the task.
     mounts: list[dict[str, Any]] = [
         {"Type": "volume", "Target": "/tmp"},
         {"Type": "volume", "Target": "/var/tmp"},

@@ -208,7 +208,7 @@ class SwarmEngine(Linked):
             time.sleep(0.2)
 
     def warnings(self) -> list[str]:
-        """What nodes have refused, and which of their files cannot be here."""
+        """Requests that nodes have refused, and files of them that cannot be copied."""
         return super().warnings() + (self.mirror.warnings() if self.mirror else [])
 
     def troubles(self) -> dict[str, str]:
@@ -222,12 +222,12 @@ class SwarmEngine(Linked):
             self._give_up(name)
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
-        """Have all files here, then remove services, network and relay."""
+        """Copy all files here, then remove services, network and relay."""
         if self.mirror:
             if self.links and grace:
                 self.mirror.come_home(COMES_HOME, stopped)
                 for node in self.mirror.silent() & self._well_nodes().keys():
-                    raise EngineError(f"the files of {node} did not come home: it does not answer", PORTS)
+                    raise EngineError(f"the files of {node} could not be copied: it does not answer", PORTS)
             self.refusals += self.mirror.warnings()
             self.mirror.close()
             self.mirror = None
