@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -229,7 +230,7 @@ def test_the_key_of_a_job_must_go_with_its_nodes(paths, monkeypatch):
     assert not records.need(other.root).key
 
 
-def fails(grace: float) -> None:
+def fails(grace: float, stopped: Callable[[], bool]) -> None:
     raise EngineError("no space left")
 
 
