@@ -3,14 +3,14 @@
     {"ask": "put", "folder", "data", "offset", "tag"}    append to a tar file; the last piece has a tag, the SHA-256 of
                               the whole, which then replaces everything in the folder except logs
     {"say": "put", "tags": {folder: tag}}
-    {"ask": "news", "folder", "have"}    tell what there is to bring home; `have`: the bytes of each log that are there
-    {"say": "news", "logs": {path: bytes that are new}, "files": {path: facts}, "links",
-                              "gone": [path]}    what was put here, and is not any more
-    {"ask": "read", "folder", "path", "offset"}    the next piece of a file
-    {"say": "read", "data", "offset", "facts": [size, mtime_ns, inode, mode]}    where it begins: behind a hole
+    {"ask": "news", "folder", "have"}    list what is new; `have`: how many bytes of each log are already downloaded
+    {"say": "news", "logs": {path: new bytes}, "files": {path: facts}, "links",
+                              "gone": [path]}    uploaded files that have been removed
+    {"ask": "read", "folder", "path", "offset"}    read the next piece of a file
+    {"say": "read", "data", "offset", "facts": [size, mtime_ns, inode, mode]}    the piece may begin after a hole
 
-Bytes travel as base64, holes do not: a file may be larger than any disk, and a log comes home without its holes. Hidden
-files, and those that were put here and not changed since, are nobody's news.
+Bytes are encoded as base64. Holes are not sent: a file may be larger than any disk, and logs are downloaded without
+their holes. Hidden files are not listed, nor are uploaded files that have not changed.
 """
 
 from __future__ import annotations
