@@ -48,6 +48,7 @@ def test_a_message_with_a_fact_of_another_form_must_be_none(say, fact, value):
         {"running": {"1": {"pid": -1, "state": "R", "cpu": 1.0}}},
         {"running": {"1": {"pid": 7, "state": "R"}}},
         {"running": {"1": {"pid": 7, "state": 1, "cpu": 1.0}}},
+        {"running": {"1": {"pid": 7, "state": "RR", "cpu": 1.0}}},
         {"running": {"1": {"pid": 7, "state": "R", "cpu": float("inf")}}},
         {"running": {"1": 7}},
         {"running": {"one": {"pid": 7, "state": "R", "cpu": 1.0}}},

@@ -42,7 +42,7 @@ def _paths(check: Check) -> Check:
     return lambda value: each(check)(value) and all(map(argument, value))
 
 
-WORKER: Form = {"pid": PID, "state": text, "cpu": seconds}
+WORKER: Form = {"pid": PID, "state": lambda value: text(value) and len(value) < 2, "cpu": seconds}  # as in proc(5)
 RUNNING: Check = numbered(lambda value: fits(value, WORKER))
 FORMS: dict[str, Form] = {
     "started": {"generation": _generation, "rank": RANK, "pid": PID},
