@@ -114,7 +114,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_what_is_no_list_of_patterns_must_be_refused_by_name_with_the_way_out(tmp_path, name):
     make, reason = WRONG[name]
     make(tmp_path / ".dockerignore")
-    for look in (lambda: masks(tmp_path, tmp_path / "runs", "/workspace"), lambda: code_files(tmp_path)):
+    for look in (
+        lambda: masks(tmp_path, tmp_path / "runs", "/workspace"),
+        lambda: code_files(tmp_path, tmp_path / "runs"),
+    ):
         with pytest.raises(UsageError, match=rf"{tmp_path}/\.dockerignore.*{reason}") as error:
             look()
         assert error.value.hint

@@ -145,6 +145,24 @@ def test_a_node_whose_connection_was_cut_must_be_asked_again_for_its_workers(nod
     assert [(end.rank, end.code) for end in nodes.wait(1)] == [(1, 5)]
 
 
+def test_nodes_that_fall_silent_must_be_given_up_all_at_once(nodes, monkeypatch):
+    nodes.start(workers(), ("x.py",))
+    nodes.look, asked, ask = ["node-0", "node-1", "node-2"], [], nodes._ask
+
+    def silent(names: set[str], patience: float = 10.0) -> dict:
+        asked.append(set(names))
+        return ask(names, 0.01)
+
+    monkeypatch.setattr(nodes, "_ask", silent)
+    for name in ("node-0", "node-1", "node-2"):
+        nodes.again(name)
+    ended = []
+    while len(ended) < 3:
+        ended += nodes.wait(30)
+    assert {"node-0", "node-1", "node-2"} in asked
+    assert sorted((end.rank, end.code) for end in ended) == [(0, 137), (1, 137), (2, 137)]
+
+
 def test_a_node_that_cannot_be_reached_again_must_be_given_up_after_some_seconds(nodes, monkeypatch):
     monkeypatch.setattr(links, "DYING", 0.05)
     nodes.start(workers(), ("x.py",))

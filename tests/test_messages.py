@@ -28,6 +28,12 @@ def test_what_a_node_cannot_do_must_need_no_more_than_why():
             read(line)
 
 
+@pytest.mark.parametrize("say", ["started", "ended", "status"])
+def test_an_error_must_not_excuse_a_message_that_lacks_its_facts(say):
+    with pytest.raises(ValueError):
+        read(json.dumps({"say": say, "error": "x"}).encode())
+
+
 @pytest.mark.parametrize(("say", "fact"), [(say, fact) for say, facts in WHOLE.items() for fact in facts])
 @pytest.mark.parametrize("value", [None, {"a": None}, [None], -2, 1 << 70, float("nan"), "\udc00" * 2, ["x", {}]])
 def test_a_message_with_a_fact_of_another_form_must_be_none(say, fact, value):

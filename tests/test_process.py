@@ -240,7 +240,7 @@ def test_workers_of_a_node_that_has_died_must_be_killed_with_what_they_started_a
         ended = subprocess.Popen(["true"])
         ended.wait()
         engine.pids = {rank: worker.pid for rank, worker in enumerate(workers)} | {2: ended.pid}  # and 3 has none yet
-        engine._lost("trainer-1")
+        engine._lost({"trainer-1"})
         assert [(end.rank, end.code) for end in engine.wait(0)] == [(1, 137), (2, 137), (3, 137)]
         assert workers[1].wait() == -signal.SIGKILL
         assert workers[0].poll() is None

@@ -90,11 +90,13 @@ def test_what_is_no_file_must_be_no_news_and_not_be_read(job, tmp_path):
     for name in ("fifo", "socket", "loop", "zero", "out", "logs", "gone", "out/secret/x", "d" * 5000):
         with pytest.raises(OSError):
             Files().read(str(job), name, 0)
-    assert text(Files().read(str(job), "sparse", (1 << 40) - 3)["data"]) == b"\0\0\0"
-    assert len(text(Files().read(str(job), "sparse", 0)["data"])) == PIECE
-    assert text(Files().read(str(job), "sparse", 1 << 41)["data"]) == b""
-    with pytest.raises(OSError):
-        Files().read(str(job), "sparse", 10**18 - 1)
+    for offset in (0, (1 << 40) - 3, 1 << 41, 10**18 - 1):  # holes are not sent
+        assert text(Files().read(str(job), "sparse", offset)["data"]) == b""
+    with (job / "sparse").open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"end")
+    piece = Files().read(str(job), "sparse", 0)
+    assert text(piece["data"]).endswith(b"end") and piece["offset"] + len(text(piece["data"])) == 1 << 40
 
 
 @pytest.mark.parametrize("what", ["fifo", "zero", "out", "folder", "loop", "nothing"])
@@ -109,12 +111,16 @@ def test_a_log_that_is_none_must_be_no_news(job, tmp_path, what):
     files.follow(str(job), 0, 7)  # nor is one looked for behind a link
 
 
-def test_a_log_of_terabytes_must_be_told_in_pieces(job):
+def test_a_log_of_terabytes_must_be_told_in_pieces_and_without_its_holes(job):
     files, log = Files(), job / "logs" / "rank-0.log"
     files.follow(str(job), 0, 0)
     with log.open("wb") as file:
         file.truncate(1 << 40)
-    assert len(text(files.news(str(job), {"logs/rank-0.log": 1 << 39})["logs"]["logs/rank-0.log"])) == PIECE
+        file.seek(1 << 39)
+        file.write(b"x" * (PIECE + 1))
+    name = "logs/rank-0.log"
+    assert text(files.news(str(job), {name: 0})["logs"][name]) == b"x" * PIECE
+    assert text(files.news(str(job), {name: PIECE})["logs"][name]).rstrip(b"\0") == b"x"
 
 
 def test_a_folder_that_is_closed_to_us_must_be_left_out_and_a_file_be_opened():

@@ -156,17 +156,25 @@ class Linked:
         """Ask the engine whether a node whose connection has ended still runs; raises EngineLost."""
         return False
 
-    def _lost(self, node: str) -> None:
-        """Handle the end of a connection: the node has ended, even if it is still listed, or the connection alone."""
+    def _lost(self, nodes: set[str]) -> None:
+        """Handle the end of connections: the nodes have ended, even if they are still listed, or the connections alone.
+
+        All at once: a node that takes connections and says nothing takes as long as it may.
+        """
         deadline = time.monotonic() + DYING
-        while time.monotonic() < deadline and self._runs(node):
-            self._link([node])
-            state = self._ask([node]).get(node)
-            if state:
-                its = [rank for rank, where in self.running.items() if where == node]
-                return self._end(rank for rank in its if not self._know(rank, state))
-            time.sleep(0.02)
-        self._end(rank for rank, where in self.running.items() if where == node)
+        while nodes:
+            alive = {node for node in nodes if time.monotonic() < deadline and self._runs(node)}
+            self._end(rank for node in nodes - alive for rank in self._on(node))
+            self._link(alive)
+            states = dict(self._ask(alive))
+            for node, state in states.items():
+                self._end([rank for rank in self._on(node) if not self._know(rank, state)])
+            nodes = alive - states.keys()
+            time.sleep(0.02 * bool(nodes))
+
+    def _on(self, node: str) -> list[int]:
+        """The ranks on a node that have not ended."""
+        return [rank for rank, where in self.running.items() if where == node]
 
     # --- what the supervisor asks for
 
@@ -213,8 +221,8 @@ class Linked:
     def wait(self, timeout: float) -> list[Exit]:
         """The workers that have ended since the last call, in the order of their ends."""
         self._listen(0 if self.ended else timeout)
-        while self.broken:
-            self._lost(self.broken.pop())
+        broken, self.broken = self.broken, set()
+        self._lost(broken)
         ended, self.ended = sorted(self.ended, key=lambda one: one[0]), []
         return [exit for _, exit in ended]
 
@@ -356,7 +364,7 @@ class Linked:
             if node not in self.refused:
                 self.refused.add(node)
                 self.refusals.append(f"{node} refused a request: {_reason(message)}")
-            for rank in [rank for rank, where in self.running.items() if where == node and rank not in self.pids]:
+            for rank in [rank for rank in self._on(node) if rank not in self.pids]:
                 self._ended(rank, FAILED_TO_START, time.time(), asked=False)
         elif say not in ("started", "ended") or message["generation"] != self.generation:
             return  # from an older generation

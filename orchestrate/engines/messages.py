@@ -63,6 +63,9 @@ FORMS: dict[str, Form] = {
 }
 
 
+FAIL = ("put", "news", "read")  # answers that can be an error instead
+
+
 def read(line: bytes) -> dict[str, Any]:
     """Parse the message in a line; raises ValueError if it is invalid."""
     try:
@@ -71,7 +74,8 @@ def read(line: bytes) -> dict[str, Any]:
         raise ValueError("too deep") from None
     if not fits(message, {"say": one_of(FORMS)}):
         raise ValueError("no message")
-    form: Form = {"error": text} if "error" in message else FORMS[message["say"]]
+    failed = "error" in message and message["say"] in FAIL
+    form: Form = {"error": text} if failed else FORMS[message["say"]]
     if not fits(message, form):
         raise ValueError(f"no message of the form {message['say']}")
     return dict(message)

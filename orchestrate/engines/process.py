@@ -206,13 +206,13 @@ class ProcessEngine(Linked):
     def _request(self, worker: WorkerPlan) -> dict[str, Any]:
         return {"env": os.environ | {"PYTHONUNBUFFERED": "1"} | worker.env, "inherit": False, "cwd": self.cwd}
 
-    def _lost(self, node: str) -> None:
-        """Kill the workers of a node that has died, with their process groups."""
-        for rank in [rank for rank, where in self.running.items() if where == node and rank in self.pids]:
+    def _lost(self, nodes: set[str]) -> None:
+        """Kill the workers of nodes that have died, with their process groups."""
+        for pid in [self.pids[rank] for node in nodes for rank in self._on(node) if rank in self.pids]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if self.pids[rank] > 1:  # the node reports it, so it is untrusted
-                    os.killpg(self.pids[rank], signal.SIGKILL)
-        super()._lost(node)
+                if pid > 1:  # the node reports it, so it is untrusted
+                    os.killpg(pid, signal.SIGKILL)
+        super()._lost(nodes)
 
 
 def _waiting(folder: Path) -> Iterator[tuple[Path, int]]:

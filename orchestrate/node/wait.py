@@ -198,6 +198,7 @@ class Waiting:
         If that fails, or the job has changed the node's limits or priority, the node ends, and this returns False.
         """
         self.job, self.generation, self.workers, self.codes, self.signs = "", -1, {}, {}, {}
+        self.files = Files()  # what was uploaded may have been changed
         if self.lease:
             self.lease.end()
             self.lease = None
