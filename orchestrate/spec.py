@@ -238,7 +238,9 @@ class JobSpec:
     pin: bool = _field(False, _truth, "keep each worker to cores of its own")
     network: str = _field("bridge", _choice("bridge", "host"), "bridge: one of the job's own; host: this machine's")
     host_access: bool = _field(
-        False, _truth, "let nodes reach this machine's own ports and the cloud's metadata service"
+        False,
+        _truth,
+        "let nodes reach this machine's own ports and the cloud's metadata service, and this machine theirs",
     )
     encrypt: bool = _field(False, _truth, "Swarm: encrypt what goes over the job's network")
     constraints: list[str] = _field([], _constraints, "Swarm: which hosts take nodes, such as node.labels.gpu==a100")

@@ -137,10 +137,15 @@ def test_a_later_filter_must_take_the_place_of_an_earlier_one(node):
     assert [line.split()[6] for line in routes if line.split()[1] == "000000F0"] == [str(0x7FFFFFFF)]
 
 
-def test_the_host_must_reach_a_node_that_cannot_reach_it(node):
-    node.filter(f"{V4}/{WHOLE4}", f"{V6}/{WHOLE6}")
+def test_the_host_must_not_reach_a_node_but_where_that_may_reach_it(node):
     node.space.listen("0.0.0.0", PORT)
-    assert node.host.run(sys.executable, "-c", TRY, f"tcp/10.99.0.2/{PORT}") == "reached\n"
+    node.space.listen("::", PORT)
+    places = [f"tcp/{address}/{PORT}" for address in ("10.99.0.2", "fd99::2")]
+    for blocked, refused in (((), ()), ((f"{V4}/{WHOLE4}",), (0,)), ((f"{V4}/{WHOLE4}", f"{V6}/{WHOLE6}"), (0, 1))):
+        node.filter(*blocked)
+        found = node.host.run(sys.executable, "-c", TRY, *places).split()
+        assert [came in REFUSED for came in found] == [number in refused for number in range(2)], found
+    assert node.reach("tcp/127.0.0.1/4000", "tcp/::1/4000", "tcp/10.98.0.1/4000", "tcp/fd98::1/4000") == ["reached"] * 4
 
 
 SPOOF = """

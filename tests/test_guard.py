@@ -1,5 +1,6 @@
 """What a worker can reach from its node: its peers and the outside, but not this machine, on a real engine."""
 
+import errno
 import json
 import os
 import re
@@ -161,9 +162,11 @@ guard.send(guard.NETFILTER, [
 
 
 @pytest.fixture
-def protected(cli, nothing_left, docker_engine):
+def protected(request, cli, nothing_left, docker_engine):
     """A node that is up and protected; its container."""
-    done = cli("up", "--engine", "docker", "--trainers", "0", *OPTIONS, "--set", "warm=false")
+    done = cli(
+        "up", "--engine", "docker", "--trainers", "0", *OPTIONS, "--set", "warm=false", *getattr(request, "param", ())
+    )
     name = done.stdout.strip()
     yield docker("ps", "--quiet", "--filter", f"name={name}-master").strip()
     assert cli("down", name).returncode == 0
@@ -178,7 +181,8 @@ def test_the_protection_must_not_be_lifted_from_within_a_node(protected, user):
     assert subprocess.run(inside, capture_output=True).returncode == 0  # where one may, it can be
 
 
-def test_this_machine_must_still_reach_its_nodes(protected):
+@pytest.mark.parametrize("protected", [(), ("--set", "host_access=true")], ids=["default", "open"], indirect=True)
+def test_users_of_this_machine_must_reach_a_node_only_where_it_may_reach_them(protected, request):
     listens = "import socket; socket.create_server(('0.0.0.0', 45999)).accept()[0].sendall(b'answer')"
     docker("exec", "--detach", protected, "python", "-c", listens)
     network = json.loads(docker("inspect", protected))[0]["NetworkSettings"]["Networks"]
@@ -188,10 +192,12 @@ def test_this_machine_must_still_reach_its_nodes(protected):
         try:
             with socket.create_connection((address, 45999)) as sock:
                 return sock.recv(100)
-        except ConnectionRefusedError:
+        except ConnectionRefusedError:  # it does not listen yet
             return b""
+        except OSError as error:
+            return errno.errorcode[error.errno].encode()
 
-    assert eventually(answer) == b"answer"
+    assert eventually(answer) == (b"answer" if "open" in request.node.name else b"EHOSTUNREACH")
 
 
 # --- when something goes wrong

@@ -131,7 +131,7 @@ def test_folders_in_tmp_must_not_be_looked_at_for_code_elsewhere(code, monkeypat
     assert {others / "orchestrate-4242-1", others / "orchestrate-4242-99"} <= records.kept(others)
 
 
-def test_what_leads_to_processes_of_this_machine_must_be_hidden_from_nodes(code, tmp_path):
+def test_what_leads_to_processes_of_this_machine_must_be_hidden_from_nodes(code, tmp_path, monkeypatch):
     os.mkfifo(code / "src" / "pipe")
     listening(code, "agent.sock").close()
     listening(code / "data", "hidden.sock").close()
@@ -140,6 +140,9 @@ def test_what_leads_to_processes_of_this_machine_must_be_hidden_from_nodes(code,
     run = tmp_path / "elsewhere" / "a-1" / "job"
     doors = [mount for mount in mounts_module.of_nodes(run, code) if mount.get("source") == os.devnull]
     assert [mount["target"] for mount in doors] == ["/workspace/agent.sock", "/workspace/src/pipe"]
+    monkeypatch.setattr(mounts_module, "MOST", 4)
+    with pytest.raises(UsageError, match=f"{code} has more than 4 sockets, pipes and files to hide"):
+        mounts_module.of_nodes(run, code)
 
 
 def test_a_link_must_not_be_hidden_for_a_mount_would_be_on_what_it_leads_to(code):

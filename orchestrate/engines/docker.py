@@ -231,10 +231,10 @@ class DockerEngine(Linked):
         self.daemon.each(nodes, lambda node: node.remove(force=True, v=True))
         with self.daemon.asking(f"could not remove a network of {job_id}"):
             networks = self.client.networks.list(filters={"label": f"{labels.JOB}={job_id}", "driver": "bridge"})
-            for folder in self._sockets_of(job_id, [thing.attrs["Labels"] for thing in (*nodes, *networks)]):
-                sockets.unshare(folder)
             for network in networks:
                 network.remove()
+        for folder in self._sockets_of(job_id, [thing.attrs["Labels"] for thing in (*nodes, *networks)]):
+            sockets.unshare(folder)
 
     def _sockets_of(self, job_id: str, found: list[dict[str, str]]) -> set[Path]:
         """The folders of a job's sockets that are known from labels or `_settle`."""

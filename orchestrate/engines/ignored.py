@@ -20,6 +20,7 @@ NAME = ".dockerignore"
 LARGEST, MOST = 64 << 10, 1000  # bytes and patterns
 MOST_STEPS = 5_000_000  # comparisons of a pattern with a name, about a microsecond each
 ANY = "**"  # any number of folders
+WILD = set("*?[\\")  # what makes more than text of a pattern
 
 States = frozenset[int]  # the parts of a pattern that may match next; len(parts): the path matches
 
@@ -170,19 +171,25 @@ def read(code: Path, but: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
             if names and names[-1] not in but
         )
     except (re.error, ValueError) as error:
-        hint = "write ** as a name of its own, such as a/**/b"
+        hint = "write ** as a name of its own, such as a/**/b, and [^a] for all characters but a"
         raise UsageError(f"{file} has a pattern that is not supported: {error}", hint) from None
 
 
 def _names(text: str) -> list[str]:
-    """The names in a pattern's path, without `.` and `..`; splits a name that begins with `**`."""
+    """The names in a pattern's path, without `.` and `..`; splits a name that begins with `**`.
+
+    Text without wildcards after a leading `**` is the end of a path: as Docker's patternmatcher, `**.key` matches
+    `a/id.key`, and `**.ke?` does not (https://pkg.go.dev/github.com/moby/patternmatcher).
+    """
     names: list[str] = []
     for name in text.split("/"):
         if name == "..":
             del names[-1:]
         elif name.startswith(ANY):
+            plain = not names and not WILD & set(text.lstrip("/")[len(ANY) :])
             names += [ANY] * (names[-1:] != [ANY])
-            names += [rest] if (rest := name.lstrip("*")) else []
+            rest = re.sub(r"^(\*\*)+", "", name)
+            names += [f"*{rest}" if plain else rest] if rest else []
         elif name not in ("", "."):
             names.append(name)
     return names
@@ -194,5 +201,7 @@ def _part(name: str) -> re.Pattern[str] | None:
         return None
     if ANY in name.rstrip("*"):
         raise ValueError(f"** within {ascii(name[:60])}")
+    if "[!" in name:  # which Docker takes literally, and most other programs as [^
+        raise ValueError(f"[! in {ascii(name[:60])}")
     literal = re.sub(r"\\(.)", lambda found: f"[{found[1]}]" if found[1] in "*?[" else found[1], name)
     return re.compile(fnmatch.translate(literal.replace("[^", "[!")))

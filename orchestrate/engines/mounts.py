@@ -78,8 +78,13 @@ def of_nodes(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[
             raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
     hidden = masks(code, run.parent.parent, CODE, command)
     names = {mount["target"].removeprefix(f"{CODE}/") for mount in hidden}
-    doors = [_mask(code, name, CODE) for name in islice(_doors(code, names), MOST - len(names))]
-    return [bind(run, JOB), *hidden, *doors]
+    doors = [*islice(_doors(code, names), MOST + 1 - len(names))]
+    if len(hidden) + len(doors) > MOST:
+        raise UsageError(
+            f"{code} has more than {MOST} sockets, pipes and files to hide, the most that a node can hide",
+            "name the folders that they are in in .dockerignore, or use another folder",
+        )
+    return [bind(run, JOB), *hidden, *(_mask(code, name, CODE) for name in doors)]
 
 
 def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:

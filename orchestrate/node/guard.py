@@ -1,9 +1,12 @@
-"""Keep a node from its host's ports and from the cloud's metadata service: a program that runs beside the node.
+"""Keep a node from its host's ports and the cloud's metadata service, and the host's users from the node's ports.
+
+A program that runs beside the node:
 
     python -I -S guard.py MARK ADDRESS/MASK ...
 
 The orchestrator runs it in a separate container that shares the node's network namespace and has CAP_NET_ADMIN there,
-which no node has. It sets up a packet filter (nf_tables) that rejects what the node sends to these addresses.
+which no node has. It sets up a packet filter (nf_tables) that rejects what the node sends to these addresses, and what
+it gets from them: the store of torch has no password, and any user of the host could change what is in it.
 Routes are not enough: a socket that is bound to an interface (SO_BINDTODEVICE) or skips gateways (SO_DONTROUTE)
 bypasses them, and needs no capability for that.
 
@@ -19,7 +22,8 @@ import socket
 import struct
 import sys
 
-NAME = "orchestrate"  # of the table and its chain
+NAME = "orchestrate"  # of the table
+INCOMING, OUTGOING = ("in", 1), ("out", 3)  # names of chains, and their hooks
 MARK = "240.0.0.0"  # a reserved block, whose addresses are never used
 ROUTE, NETFILTER = 0, 12  # families of netlink
 ADD_ROUTE, DELETE_ROUTE = 24, 25
@@ -30,7 +34,7 @@ REGISTER = 8  # the register that expressions use
 UNREACHABLE = 7
 IPV4, IPV6 = 2, 10
 LENGTH = {IPV4: 4, IPV6: 16}  # bytes of an address
-DESTINATION = {IPV4: 16, IPV6: 24}  # its offset in the packet's header
+SOURCE, DESTINATION = {IPV4: 12, IPV6: 8}, {IPV4: 16, IPV6: 24}  # its offsets in the packet's header
 PROHIBITED = {IPV4: b"\x0d", IPV6: b"\x01"}  # ICMP: "administratively prohibited"
 ICMP6 = 58
 DNS = 53
@@ -79,19 +83,26 @@ IS_ICMP6 = expression("meta", number(1, REGISTER), number(2, 16)) + equals(bytes
 IS_DNS = field(2, 2, 2) + equals(struct.pack(">H", DNS))
 
 
-def rules(family: int, blocked: list[str], servers: list[bytes]) -> list[bytes]:
-    """The rules for one address family; `blocked` has addresses of both families, `servers` are DNS servers."""
-    length = LENGTH[family]
-    to = field(1, DESTINATION[family], length)
+def outgoing(family: int, blocked: list[str], servers: list[bytes]) -> list[bytes]:
+    """The rules for what a node sends; `blocked` has addresses of both families, `servers` are DNS servers."""
+    to = field(1, DESTINATION[family], LENGTH[family])
     # Only IPv4 allows answers: with IPv6, a process could fake a connection from the host (IPV6_FREEBIND) and answer.
     found = [IS_ANSWER + ACCEPT if family == IPV4 else IS_ICMP6 + ACCEPT]
-    found += [to + equals(server) + IS_DNS + ACCEPT for server in servers if len(server) == length]
+    found += [to + equals(server) + IS_DNS + ACCEPT for server in servers if len(server) == LENGTH[family]]
+    return found + refused(family, to, blocked)
+
+
+def incoming(family: int, blocked: list[str]) -> list[bytes]:
+    """The rules for what a node gets: only answers from these addresses."""
+    found = [IS_ANSWER + ACCEPT] + [IS_ICMP6 + ACCEPT] * (family == IPV6)
+    return found + refused(family, field(1, SOURCE[family], LENGTH[family]), blocked)
+
+
+def refused(family: int, address: bytes, blocked: list[str]) -> list[bytes]:
+    """A rule for each blocked address of a family; `address` loads that of the packet."""
     refuse = expression("reject", number(1, 0), attribute(2, PROHIBITED[family]))
-    for word in blocked:
-        value, mask = map(packed, word.split("/"))
-        if len(value) == length:
-            found.append(to + masked(mask) + equals(value) + refuse)
-    return found
+    pairs = [[*map(packed, word.split("/"))] for word in blocked]
+    return [address + masked(mask) + equals(value) + refuse for value, mask in pairs if len(value) == LENGTH[family]]
 
 
 def packed(address: str) -> bytes:
@@ -105,19 +116,22 @@ def message(kind: int, flags: int, head: bytes, *attributes: bytes) -> bytes:
     return struct.pack("=IHHII", 16 + len(body), kind, flags | REQUEST, kind, 0) + body
 
 
-def batch(family: int, wanted: list[bytes]) -> list[bytes]:
-    """The messages that replace all rules of an earlier call in one transaction."""
-    head, table, chain = struct.pack("=BBH", family, 0, 0), text(1, NAME), text(2, NAME)
+def batch(family: int, wanted: dict[tuple[str, int], list[bytes]]) -> list[bytes]:
+    """The messages that replace all rules of an earlier call in one transaction; `wanted` are the rules by chain."""
+    head, table = struct.pack("=BBH", family, 0, 0), text(1, NAME)
     edge = struct.pack(">BBH", 0, 0, 10)
-    hook = attribute(4, number(1, 3), number(2, 0))  # outgoing packets, at the default priority
     new = CREATE | ACK
+    chains = []
+    for (name, hook), rules in wanted.items():
+        where = attribute(4, number(1, hook), number(2, 0))  # at the default priority
+        chains.append(message(CHAIN, new, head, table, text(3, name), where, text(7, "filter")))
+        chains += [message(RULE, new | APPEND, head, table, text(2, name), attribute(4, rule)) for rule in rules]
     return [
         message(BEGIN, 0, edge),
         message(TABLE, new, head, table),
         message(DELETE_TABLE, ACK, head, table),
         message(TABLE, new, head, table),
-        message(CHAIN, new, head, table, text(3, NAME), hook, text(7, "filter")),
-        *(message(RULE, new | APPEND, head, table, chain, attribute(4, rule)) for rule in wanted),
+        *chains,
         message(END, 0, edge),
     ]
 
@@ -162,9 +176,10 @@ def resolvers(path: str) -> list[bytes]:
 
 def main() -> None:
     """Set up the filter, then the mark."""
-    servers = resolvers("/etc/resolv.conf")
+    servers, blocked = resolvers("/etc/resolv.conf"), sys.argv[2:]
     for family in [IPV4] + [IPV6] * os.path.exists("/proc/net/if_inet6"):
-        send(NETFILTER, batch(family, rules(family, sys.argv[2:], servers)))
+        rules = {INCOMING: incoming(family, blocked), OUTGOING: outgoing(family, blocked, servers)}
+        send(NETFILTER, batch(family, rules))
     mark(int(sys.argv[1]))
 
 
