@@ -145,6 +145,19 @@ def test_what_leads_to_processes_of_this_machine_must_be_hidden_from_nodes(code,
         mounts_module.of_nodes(run, code)
 
 
+def test_file_systems_of_the_kernel_must_be_hidden_and_not_be_code(code, tmp_path, monkeypatch):
+    rows = [
+        f"1 2 0:3 / {code}/src/a\\040b/proc rw - proc proc rw",
+        f"2 2 0:4 / {code}/data rw shared:1 - ext4 /dev/sda rw",
+    ]
+    (tmp_path / "mountinfo").write_text("\n".join([*rows, "3 2 0:5 / /somewhere/proc rw - proc proc rw"]))
+    monkeypatch.setattr(mounts_module, "MOUNTED", tmp_path / "mountinfo")
+    assert hidden(code) == {".git/", "runs/", "src/a b/proc/"}
+    for inside in (Path("/"), Path("/somewhere/proc"), Path("/somewhere/proc/sys")):
+        with pytest.raises(UsageError, match=f"nodes cannot be given {inside} as their code"):
+            masks(inside, code / "runs", "/workspace")
+
+
 def test_a_link_must_not_be_hidden_for_a_mount_would_be_on_what_it_leads_to(code):
     (code / "data" / "link").symlink_to("../train.py")
     (code / "shortcut").symlink_to("src")

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,30 @@ def test_a_job_must_not_talk_to_what_listens_in_the_folder_of_code(cli, docker_e
         (log,) = cli.folder.glob("runs/mine-*/logs/rank-0.log")
         assert "sub/agent.sock" in log.read_text() and "TALKS" not in log.read_text()
         assert os.read(reader, 100) == b""
+
+
+ROOTS = """
+import pathlib
+for root in pathlib.Path("rootfs/proc").glob("[0-9]*/root"):
+    try:
+        print("REACHED", root, len([*root.iterdir()]), flush=True)
+    except OSError as error:
+        print(root, error.strerror)
+print("looked")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes root to mount a file system")
+def test_a_job_must_not_reach_the_files_of_processes_by_a_proc_in_the_folder_of_code(cli, docker_engine, nothing_left):
+    (cli.folder / "roots.py").write_text(ROOTS)
+    (cli.folder / "rootfs" / "proc").mkdir(parents=True)
+    subprocess.run(["mount", "-t", "proc", "proc", cli.folder / "rootfs" / "proc"], check=True)
+    try:
+        done = cli(*ALONE, "--name", "mine", "--", "roots.py")
+    finally:
+        subprocess.run(["umount", cli.folder / "rootfs" / "proc"], check=True)
+    (log,) = cli.folder.glob("runs/mine-*/logs/rank-0.log")
+    assert done.returncode == 0 and log.read_text() == "looked\n"
 
 
 KEEPS = """

@@ -203,5 +203,7 @@ def _part(name: str) -> re.Pattern[str] | None:
         raise ValueError(f"** within {ascii(name[:60])}")
     if "[!" in name:  # which Docker takes literally, and most other programs as [^
         raise ValueError(f"[! in {ascii(name[:60])}")
+    if re.search(r"\[[^]]*\\", name):
+        raise ValueError(f"a backslash within brackets in {ascii(name[:60])}")
     literal = re.sub(r"\\(.)", lambda found: f"[{found[1]}]" if found[1] in "*?[" else found[1], name)
     return re.compile(fnmatch.translate(literal.replace("[^", "[!")))
