@@ -22,6 +22,7 @@ from pathlib import Path
 from orchestrate import private
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.folder import content, write_whole
+from orchestrate.mountinfo import paths
 from orchestrate.node.trees import FOLDER
 
 FOREIGN = "it was moved or copied, or made by another user, on another machine or by an older version of orchestrate"
@@ -144,7 +145,9 @@ def kept(code: Path) -> set[Path]:
             if folder.lstat().st_uid == entry.pw_uid:
                 found.add(folder)
     temporary = Path(os.path.realpath(private.TEMPORARY))
-    if temporary.is_relative_to(code):  # else they are not listed: any user can make any number of them
+    if any(
+        path.is_relative_to(code) for path in paths(temporary)
+    ):  # else they are not listed: any user can make any number of them
         found.update(temporary.glob("orchestrate-*"))
     return found
 

@@ -2,14 +2,16 @@
 
 import os
 import pwd
+import subprocess
 from pathlib import Path
 
 import pytest
 from test_links import listening
 
-from orchestrate import private, records
+from orchestrate import mountinfo, private, records
 from orchestrate.engines import mounts as mounts_module
 from orchestrate.engines.mounts import masks
+from orchestrate.engines.parcels import code_files
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.paths import JobPaths
 
@@ -145,13 +147,29 @@ def test_what_leads_to_processes_of_this_machine_must_be_hidden_from_nodes(code,
         mounts_module.of_nodes(run, code)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="takes root to mount a folder")
+def test_what_is_hidden_must_be_hidden_at_each_of_its_paths(code, tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    (home / "state" / "orchestrate").mkdir(parents=True)
+    (home / "runs").mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    subprocess.run(["mount", "--bind", home, code / "data"], check=True)
+    try:
+        assert hidden(code, runs=str(home / "runs")) == {".git/", "runs/", "data/runs/", "data/state/orchestrate/"}
+        with pytest.raises(UsageError, match="holds the keys and secrets of jobs"):
+            masks(code / "data" / "state" / "orchestrate", code / "runs", "/workspace")
+        assert not any("orchestrate" in path.parts for path in code_files(code, home / "runs"))
+    finally:
+        subprocess.run(["umount", code / "data"], check=True)
+
+
 def test_file_systems_of_the_kernel_must_be_hidden_and_not_be_code(code, tmp_path, monkeypatch):
     rows = [
         f"1 2 0:3 / {code}/src/a\\040b/proc rw - proc proc rw",
         f"2 2 0:4 / {code}/data rw shared:1 - ext4 /dev/sda rw",
     ]
     (tmp_path / "mountinfo").write_text("\n".join([*rows, "3 2 0:5 / /somewhere/proc rw - proc proc rw"]))
-    monkeypatch.setattr(mounts_module, "MOUNTED", tmp_path / "mountinfo")
+    monkeypatch.setattr(mountinfo, "FILE", tmp_path / "mountinfo")
     assert hidden(code) == {".git/", "runs/", "src/a b/proc/"}
     for inside in (Path("/"), Path("/somewhere/proc"), Path("/somewhere/proc/sys")):
         with pytest.raises(UsageError, match=f"nodes cannot be given {inside} as their code"):

@@ -101,6 +101,8 @@ class Walk:
         try:
             with os.scandir(self._code / folder.path) as entries:
                 return [(entry, self._next(folder, entry.name)) for entry in entries]
+        except FileNotFoundError:  # removed meanwhile
+            return []
         except OSError as error:
             why = f"cannot read the folder {self._code / folder.path}: {error.strerror}"
             raise UsageError(why, f"name it in {NAME}, or make it readable") from None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections import deque
 from collections.abc import Collection, Iterator
 from itertools import islice
@@ -19,6 +18,7 @@ import yaml
 from orchestrate import records
 from orchestrate.engines.ignored import ignored
 from orchestrate.errors import EngineError, UsageError
+from orchestrate.mountinfo import kernels, paths
 from orchestrate.paths import is_text
 
 CODE, JOB = "/workspace", "/job"  # where nodes see the code, and the folder that they write to
@@ -33,19 +33,6 @@ COMPILED = (
     "*$py.class",
 )  # compiled copies of files next to them
 LOOKS = 50_000  # entries of a folder of code among which sockets are looked for; that takes a tenth of a second
-MOUNTED = Path("/proc/self/mountinfo")
-KERNELS = {"proc", "sysfs", "devpts", "devtmpfs", "cgroup", "cgroup2", "mqueue", "hugetlbfs", "nsfs", "autofs", "bpf"}
-KERNELS |= {
-    "binfmt_misc",
-    "configfs",
-    "debugfs",
-    "efivarfs",
-    "fusectl",
-    "pstore",
-    "rpc_pipefs",
-    "securityfs",
-    "tracefs",
-}
 MOST = 4096  # masks of a node; mounting that many takes a second
 
 
@@ -109,10 +96,10 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
     file, without an error.
     """
     apart(code, runs)
-    kept = records.kept(code)
+    kept = {path for folder in records.kept(code) for path in paths(folder)}
     if code in kept:
         raise UsageError(f"{code} holds the keys and secrets of jobs, and nodes would see it", "use another folder")
-    folders = (runs, *filter(_there, kept), *_kernels())
+    folders = (*paths(runs), *filter(_there, kept), *kernels())
     jobs = {str(folder.relative_to(code)) for folder in folders if folder.is_relative_to(code)}
     named = sorted(islice(ignored(code, COMPILED), MOST + 1))
     if len(named) > MOST:
@@ -156,23 +143,8 @@ def apart(code: Path, runs: Path) -> None:
     """Raise UsageError for a folder of code in which something would be seen that cannot be hidden."""
     if runs == code:
         raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
-    if code == Path("/") or any(code.is_relative_to(place) for place in _kernels()):
+    if code == Path("/") or any(code.is_relative_to(place) for place in kernels()):
         raise UsageError(f"nodes cannot be given {code} as their code: it is the system's own", "use another folder")
-
-
-def _kernels() -> set[Path]:
-    """Where file systems of the kernel are mounted, by proc(5).
-
-    Links in `/proc` lead to the files of other processes, which a mount that cannot be written does not protect.
-    """
-    found = set()
-    with contextlib.suppress(OSError):  # on another system
-        for line in MOUNTED.read_bytes().splitlines():
-            mount, _, kind = line.partition(b" - ")
-            if os.fsdecode(kind.split()[0]) in KERNELS:
-                path = re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), mount.split()[4])
-                found.add(Path(os.fsdecode(path)))
-    return found
 
 
 def _scripts(command: tuple[str, ...]) -> list[str]:

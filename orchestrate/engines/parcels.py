@@ -19,6 +19,7 @@ from orchestrate.engines.mirror import OWN
 from orchestrate.engines.mounts import apart
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.folder import regular
+from orchestrate.mountinfo import paths
 from orchestrate.node.files import LOGS, PIECE, digest
 from orchestrate.node.trees import data, hidden
 
@@ -140,7 +141,7 @@ def code_files(folder: Path, runs: Path) -> list[Path]:
     """
     apart(folder, runs)
     found, size = [], 0
-    secret = [*records.kept(folder), *([runs] if runs.is_relative_to(folder) else [])]
+    secret = [path for one in (*records.kept(folder), runs) for path in paths(one) if path.is_relative_to(folder)]
     for name in kept(folder, NO_CODE):
         path, parts = folder / name, Path(name).parts
         if not path.is_file() or any(map(path.is_relative_to, secret)):

@@ -1,0 +1,75 @@
+"""What is mounted where on this machine, by `/proc/self/mountinfo` (proc(5)); nothing on other systems."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = Path("/proc/self/mountinfo")
+KERNELS = {"proc", "sysfs", "devpts", "devtmpfs", "cgroup", "cgroup2", "mqueue", "hugetlbfs", "nsfs", "autofs", "bpf"}
+KERNELS |= {
+    "binfmt_misc",
+    "configfs",
+    "debugfs",
+    "efivarfs",
+    "fusectl",
+    "pstore",
+    "rpc_pipefs",
+    "securityfs",
+    "tracefs",
+}
+
+
+@dataclass(frozen=True)
+class Mount:
+    """The folder `root` of a file system, which can be seen at `point`."""
+
+    device: bytes  # major:minor of the file system
+    root: Path
+    point: Path
+    kind: str  # the type of the file system
+
+
+def mounts() -> list[Mount]:
+    """All mounts, in the order in which they were made."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in FILE.read_bytes().splitlines():
+            mount, _, kind = line.partition(b" - ")
+            _, _, device, root, point, *_ = mount.split()
+            found.append(Mount(device, _path(root), _path(point), os.fsdecode(kind.split()[0])))
+    return found
+
+
+def kernels() -> set[Path]:
+    """Where file systems of the kernel are mounted.
+
+    Links in `/proc` lead to the files of other processes, which a mount that cannot be written does not protect.
+    """
+    return {mount.point for mount in mounts() if mount.kind in KERNELS}
+
+
+def paths(folder: Path) -> Iterator[Path]:
+    """All paths of a folder that is given by its real path: bind mounts can show it at others, too."""
+    yield folder
+    known = mounts()
+    around = [mount for mount in known if folder.is_relative_to(mount.point)]
+    if not around:
+        return
+    own = max(around, key=lambda mount: len(mount.point.parts))
+    place = own.root / folder.relative_to(own.point)
+    for mount in known:
+        if mount.device == own.device and place.is_relative_to(mount.root):
+            path = mount.point / place.relative_to(mount.root)
+            with contextlib.suppress(OSError):  # another mount hides it
+                if path != folder and os.path.samefile(path, folder):
+                    yield path
+
+
+def _path(text: bytes) -> Path:
+    """A path in which spaces and the like are octal numbers."""
+    return Path(os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), text)))
