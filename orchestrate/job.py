@@ -12,6 +12,7 @@ import re
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,8 @@ from orchestrate.supervisor import Outcome, Supervisor
 from orchestrate.traces import Traces
 
 LOOKS = (0.05, 0.25)  # seconds between two looks at the logs, while workers write and while they are silent
+LOOK = 1 << 20  # bytes of each log that one look shows, before our own lines have their turn
+CATCHES_UP = 10.0  # seconds for what workers have written at the end of a job
 UNREAD = 60.0  # seconds that a reader has for the last lines
 
 
@@ -293,7 +296,7 @@ def _following(follower: logs.Follower, show: Callable[[str], None]) -> Iterator
 
     def catch_up(end: bool = False) -> int:
         shown = count = said.qsize()
-        for line in follower.lines(end):  # what the workers wrote before we said something
+        for line in follower.lines(end, LOOK):  # what the workers wrote before we said something
             show(line)
             shown += 1
         for _ in range(count):
@@ -304,7 +307,10 @@ def _following(follower: logs.Follower, show: Callable[[str], None]) -> Iterator
         pause = LOOKS[0]
         while not done.wait(pause):
             pause = LOOKS[0] if catch_up() else min(LOOKS[1], 1.5 * pause)
-        catch_up(end=True)
+        until = time.monotonic() + CATCHES_UP
+        while catch_up(end=True):
+            if time.monotonic() > until:
+                return show(f"warning: workers wrote more than can be shown: see {follower.paths.logs}")
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from orchestrate import terminal
 from orchestrate.folder import Folder, regular
 from orchestrate.lines import Lines
+from orchestrate.node.trees import data
 from orchestrate.paths import LOGS, JobPaths, log
 
 END = 1 << 16  # bytes of a log that are its end
@@ -46,15 +47,19 @@ class Follower:
             with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
                 self.read[rank].skip(file, last)
 
-    def lines(self, end: bool = False) -> Iterator[str]:
-        """The lines since the last call, those of one rank together; `end`: also a last one without a newline."""
+    def lines(self, end: bool = False, most: float = float("inf")) -> Iterator[str]:
+        """The lines since the last call, those of one rank together; `end`: also a last one without a newline.
+
+        Of each log, about `most` bytes are read.
+        """
         for rank, folder in self._each():
-            read, prefix = self.read[rank], self.ranks[rank]
+            read, prefix, whole = self.read[rank], self.ranks[rank], True
             with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
-                for line in read.new(file):
+                for line in read.new(file, most):
                     if self.marks or not line.startswith(MARK):
                         yield prefix + self.hide(clean(line))
-            if end and read.partial:
+                whole = not data(file, read.offset, 1)[1]
+            if end and whole and read.partial:
                 yield prefix + self.hide(clean(read.rest()))
 
     def _each(self) -> Iterator[tuple[int, int]]:

@@ -115,7 +115,7 @@ def _output() -> Iterator[None]:
 
 def _print(stream: TextIO | None, line: object) -> None:
     if stream is not None:  # else `print` would take stdout for stderr
-        print(clean(str(line)), file=stream)
+        stream.write(f"{clean(str(line))}\n")  # at once: another thread may print, too
 
 
 def _flush(stream: TextIO | None) -> None:

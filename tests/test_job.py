@@ -311,6 +311,17 @@ def test_all_that_workers_write_must_be_shown_before_the_end_and_with_their_name
     ]
 
 
+def test_a_flood_of_lines_must_not_hold_up_the_end_nor_what_we_say(paths, monkeypatch):
+    monkeypatch.setattr(job, "CATCHES_UP", -1.0)
+    create(paths)
+    engine = Whole([ALL_WELL])
+    start = engine.start
+    engine.start = lambda *words: (start(*words), paths.log(0).write_text("\n" * (8 << 20)))
+    _, shown = supervise(paths, engine)
+    assert f"warning: workers wrote more than can be shown: see {paths.logs}" in shown[-3:]
+    assert shown.count("master 0    | ") < 8 << 20
+
+
 def test_nodes_that_came_later_must_be_shown_under_their_own_names(paths, monkeypatch):
     monkeypatch.setattr("orchestrate.supervisor.TRIES", 1)
     create(paths, dataclasses.replace(SPEC, min_trainers=0))

@@ -6,6 +6,15 @@ from orchestrate.logs import Follower, clean, last_words, prefixes, tail
 from orchestrate.paths import JobPaths
 
 
+def test_a_log_must_be_read_in_parts_and_its_last_line_be_whole(paths):
+    paths.log(0).write_text("x" * (3 << 20) + "\nlast")
+    follower = Follower(paths, {0: ""})
+    looks = [[*follower.lines(end=True, most=1 << 20)] for _ in range(5)]
+    lines = [line for look in looks for line in look]
+    assert "".join(lines) == "x" * (3 << 20) + "last" and lines[-1] == "last"
+    assert looks[-1] == [] and all(sum(map(len, look)) <= 2 << 20 for look in looks)
+
+
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
