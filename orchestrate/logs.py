@@ -53,13 +53,13 @@ class Follower:
         Of each log, about `most` bytes are read.
         """
         for rank, folder in self._each():
-            read, prefix, whole = self.read[rank], self.ranks[rank], True
+            read, prefix, last = self.read[rank], self.ranks[rank], end
             with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
                 for line in read.new(file, most):
                     if self.marks or not line.startswith(MARK):
                         yield prefix + self.hide(clean(line))
-                whole = not data(file, read.offset, 1)[1]
-            if end and whole and read.partial:
+                last = end and not data(file, read.offset, 1)[1]
+            if last and read.partial:
                 yield prefix + self.hide(clean(read.rest()))
 
     def _each(self) -> Iterator[tuple[int, int]]:

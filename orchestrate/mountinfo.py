@@ -10,17 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE = Path("/proc/self/mountinfo")
-KERNELS = {"proc", "sysfs", "devpts", "devtmpfs", "cgroup", "cgroup2", "mqueue", "hugetlbfs", "nsfs", "autofs", "bpf"}
-KERNELS |= {
-    "binfmt_misc",
-    "configfs",
-    "debugfs",
-    "efivarfs",
-    "fusectl",
-    "pstore",
-    "rpc_pipefs",
-    "securityfs",
-    "tracefs",
+KERNELS = {
+    *("proc", "sysfs", "devpts", "devtmpfs", "cgroup", "cgroup2", "mqueue", "hugetlbfs", "nsfs", "autofs", "bpf"),
+    *("binfmt_misc", "configfs", "debugfs", "efivarfs", "fusectl", "pstore", "rpc_pipefs", "securityfs", "tracefs"),
 }
 
 
@@ -53,10 +45,15 @@ def kernels() -> set[Path]:
     return {mount.point for mount in mounts() if mount.kind in KERNELS}
 
 
-def paths(folder: Path) -> Iterator[Path]:
-    """All paths of a folder that is given by its real path: bind mounts can show it at others, too."""
-    yield folder
+def paths(*folders: Path) -> Iterator[Path]:
+    """All paths of folders that are given by their real paths: bind mounts can show them at others, too."""
     known = mounts()
+    for folder in folders:
+        yield folder
+        yield from _others(folder, known)
+
+
+def _others(folder: Path, known: list[Mount]) -> Iterator[Path]:
     around = [mount for mount in known if folder.is_relative_to(mount.point)]
     if not around:
         return

@@ -145,9 +145,8 @@ def kept(code: Path) -> set[Path]:
             if folder.lstat().st_uid == entry.pw_uid:
                 found.add(folder)
     temporary = Path(os.path.realpath(private.TEMPORARY))
-    if any(
-        path.is_relative_to(code) for path in paths(temporary)
-    ):  # else they are not listed: any user can make any number of them
+    # They are listed only if need be: any user can make any number of them.
+    if any(path.is_relative_to(code) for path in paths(temporary)):
         found.update(temporary.glob("orchestrate-*"))
     return found
 

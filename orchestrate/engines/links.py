@@ -170,7 +170,8 @@ class Linked:
             for node, state in states.items():
                 self._end([rank for rank in self._on(node) if not self._know(rank, state)])
             nodes = alive - states.keys()
-            time.sleep(0.02 * bool(nodes))
+            if nodes:
+                time.sleep(0.02)
 
     def _on(self, node: str) -> list[int]:
         """The ranks on a node that have not ended."""

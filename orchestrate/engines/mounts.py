@@ -96,7 +96,7 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
     file, without an error.
     """
     apart(code, runs)
-    kept = {path for folder in records.kept(code) for path in paths(folder)}
+    kept = set(paths(*records.kept(code)))
     if code in kept:
         raise UsageError(f"{code} holds the keys and secrets of jobs, and nodes would see it", "use another folder")
     folders = (*paths(runs), *filter(_there, kept), *kernels())

@@ -141,7 +141,7 @@ def code_files(folder: Path, runs: Path) -> list[Path]:
     """
     apart(folder, runs)
     found, size = [], 0
-    secret = [path for one in (*records.kept(folder), runs) for path in paths(one) if path.is_relative_to(folder)]
+    secret = [path for path in paths(*records.kept(folder), runs) if path.is_relative_to(folder)]
     for name in kept(folder, NO_CODE):
         path, parts = folder / name, Path(name).parts
         if not path.is_file() or any(map(path.is_relative_to, secret)):
