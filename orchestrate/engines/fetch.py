@@ -1,4 +1,4 @@
-"""A file of a node on its way into the job's folder: written below that folder alone, and through no link."""
+"""Copies a file of a node to the job's folder; writes only below that folder, and never through a link."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from orchestrate.folder import DEEPEST, Folder
 from orchestrate.node.files import Facts
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-LONGEST = os.pathconf("/", "PC_PATH_MAX")  # bytes of a path, with the one that ends it
+LONGEST = os.pathconf("/", "PC_PATH_MAX")  # bytes of a path, including the terminating null
 
 
 class Fetch:
-    """A file that is on its way, under a hidden name."""
+    """A file that is being copied, under a hidden name."""
 
     def __init__(self, home: Folder, path: str, told: Facts) -> None:
-        """Begin it, in folders that are made where they are missing; raises OSError."""
+        """Create the hidden file, and missing folders; raises OSError."""
         self.home, self.path, self.told = home, path, told
         self.below, _, self.name = path.rpartition("/")
         self.temporary = _hidden(self.name)
@@ -42,20 +42,20 @@ class Fetch:
         return not data or self.offset == self.told[0]  # what is left is a hole
 
     def keep(self) -> None:
-        """Have it in its place, with the time of change that it has on its node, and executable where it is there."""
+        """Move it to its place, with the modification time and the executable bit of the original; raises OSError."""
         self.file.truncate(self.told[0])
         number = self.file.fileno()
         if self.told[3] & 0o100:
             mode = os.fstat(number).st_mode
             os.fchmod(number, mode | (mode & 0o444) >> 2)
-        with contextlib.suppress(OverflowError):  # a time that only the file system of its node knows
+        with contextlib.suppress(OverflowError):  # a time that this file system cannot store
             os.utime(number, ns=(self.told[1], self.told[1]))
         self.file.close()
         with self.home.opened(self.below) as folder:
             os.replace(self.temporary, self.name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def drop(self) -> None:
-        """Have nothing of it."""
+        """Remove it."""
         with contextlib.suppress(OSError):
             self.file.close()
         with contextlib.suppress(OSError), self.home.opened(self.below) as folder:
@@ -63,12 +63,12 @@ class Fetch:
 
 
 def reachable(home: Folder, path: str) -> bool:
-    """Whether a file can have this path here: not deeper than a job's files are looked for, nor longer than a path."""
+    """Whether a file can have this path here: not too deep for the job's files to be listed, and not too long."""
     return path.count("/") <= DEEPEST and len(os.fsencode(home.path / path)) < LONGEST
 
 
 def link(home: Folder, path: str, there: str) -> None:
-    """Have a link to `there`; whoever reads it meanwhile finds this one or the one before. Raises OSError."""
+    """Create a link to `there`, or replace an old one atomically; raises OSError."""
     below, _, name = path.rpartition("/")
     with home.opened(below, make=True) as folder:
         with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ def link(home: Folder, path: str, there: str) -> None:
 
 
 def same(path: Path, told: Facts) -> bool:
-    """Whether a file is here as it is on its node."""
+    """Whether the file here has the size and modification time of the one on its node."""
     try:
         status = path.lstat()
     except OSError:
@@ -90,5 +90,5 @@ def same(path: Path, told: Facts) -> bool:
 
 
 def _hidden(name: str) -> str:
-    """The name of a file on its way; one may have 255 bytes, which leave no room for more."""
+    """The hidden name of a file; a suffix could make a name longer than the 255 bytes that are allowed."""
     return f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.coming"

@@ -1,4 +1,4 @@
-"""Containers that help the nodes of a job: of the project's own image, never of the job's, and with limits."""
+"""Containers that help the nodes of a job: with limits, and of the project's own image, never of the job's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from orchestrate.spec import IMAGE
 
 
 def create(daemon: Daemon, memory: int, processes: int, host: dict[str, Any], **facts: Any) -> str:
-    """Make a helper and return its id; raises EngineError where the engine does not have the project's image.
+    """Create a helper and return its id; raises EngineError if the engine does not have the project's image.
 
-    `memory` is in bytes, and `host` what it has of this machine besides these limits. No image is pulled: in a registry
-    this name may be somebody else's.
+    `memory` is in bytes; `host` is the rest of the host configuration. No image is pulled: in a registry, the name may
+    belong to someone else.
     """
     api = daemon.client.api
     config = api.create_host_config(
