@@ -316,8 +316,8 @@ def test_a_worker_must_not_speak_for_a_node_nor_to_one_on_a_cluster_either(cli, 
 @pytest.mark.parametrize("supervised", [True, False])
 def test_a_job_with_a_paused_node_must_stop_in_good_order(cli, docker_engine, nothing_left, supervised):
     (cli.folder / "saves.py").write_text(
-        "import signal, sys\nsignal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
-        "print('ready', flush=True)\nwhile True: signal.pause()\n"
+        "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {15})\nprint('ready', flush=True)\n"
+        "signal.sigwait({15})\nprint('saved')\n"
     )
     job = Background(cli, "docker", "--", "saves.py", trainers=1)
     for rank in (0, 1):
