@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BY_USER, BY_MAX_RUN = "stopped by the user", "max_run is over"
 FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
 PARTITION_PATIENCE = 5.0  # seconds that a node may be cut off from the network
-DUMP_TAKES = 5.0  # seconds in which workers print their stacks
+DUMP_TAKES = 15.0  # seconds at most in which workers print their stacks, on a machine that is busy
 MOST_LOSSES = 50  # times that the engine may go away during one generation
 AFTER_GRACE = 5.0  # seconds that nodes have, after the grace period, to say that their workers have ended
 
@@ -202,7 +202,8 @@ class Generation:
         self.hung = self._stuck(min(self.running), "the job hung; the engine was lost before it was known where")
         self.engine.dump()
         deadline = time.monotonic() + DUMP_TAKES
-        while self.running and time.monotonic() < deadline:
+        frozen = {rank for rank, letter in letters.items() if letter in hang.FROZEN}  # they print nothing
+        while self.running - frozen and time.monotonic() < deadline:
             for end in self.engine.wait(timeout=0.1):
                 self._ended(end)
         self.hung = self._late(letters)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 IDLE = 0.05  # share of a core; a worker that waits for its peers uses less, though torch looks for them all the time
 STATES = {"T": "is stopped (SIGSTOP)", "t": "is held by a debugger", "D": "waits for a disk or a network file system"}
+FROZEN = ("T", "t")
 WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")  # where a rank waits for others
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (\S+)', re.M)
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen")
@@ -46,7 +47,7 @@ def late(states: Mapping[int, str], stands: Mapping[int, Stand | None]) -> tuple
     while others are; else the one that stands where the fewest stand.
     """
     for rank, state in sorted(states.items()):
-        if state in ("T", "t"):
+        if state in FROZEN:
             return rank, f"{STATES[state]}{_others(stands, rank)}"
     known = {rank: stand for rank, stand in sorted(stands.items()) if stand}
     if not known:
