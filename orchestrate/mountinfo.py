@@ -11,7 +11,7 @@ from pathlib import Path
 
 FILE = Path("/proc/self/mountinfo")
 KERNELS = {
-    *("proc", "sysfs", "devpts", "devtmpfs", "cgroup", "cgroup2", "mqueue", "hugetlbfs", "nsfs", "autofs", "bpf"),
+    *("proc", "sysfs", "devpts", "devtmpfs", "cgroup", "cgroup2", "mqueue", "hugetlbfs", "nsfs", "bpf"),
     *("binfmt_misc", "configfs", "debugfs", "efivarfs", "fusectl", "pstore", "rpc_pipefs", "securityfs", "tracefs"),
 }
 
@@ -38,11 +38,18 @@ def mounts() -> list[Mount]:
 
 
 def kernels() -> set[Path]:
-    """Where file systems of the kernel are mounted.
+    """Where file systems of the kernel are mounted, and no other one is on top.
 
     Links in `/proc` lead to the files of other processes, which a mount that cannot be written does not protect.
     """
-    return {mount.point for mount in mounts() if mount.kind in KERNELS}
+    top = {mount.point: mount.kind for mount in mounts()}
+    return {point for point, kind in top.items() if kind in KERNELS}
+
+
+def is_kernels(folder: Path) -> bool:
+    """Whether a folder, given by its real path, is in a file system of the kernel."""
+    own = _own(folder, mounts())
+    return own is not None and own.kind in KERNELS
 
 
 def paths(*folders: Path) -> Iterator[Path]:
@@ -54,10 +61,9 @@ def paths(*folders: Path) -> Iterator[Path]:
 
 
 def _others(folder: Path, known: list[Mount]) -> Iterator[Path]:
-    around = [mount for mount in known if folder.is_relative_to(mount.point)]
-    if not around:
+    own = _own(folder, known)
+    if own is None:
         return
-    own = max(around, key=lambda mount: len(mount.point.parts))
     place = own.root / folder.relative_to(own.point)
     for mount in known:
         if mount.device == own.device and place.is_relative_to(mount.root):
@@ -65,6 +71,12 @@ def _others(folder: Path, known: list[Mount]) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # another mount hides it
                 if path != folder and os.path.samefile(path, folder):
                     yield path
+
+
+def _own(folder: Path, known: list[Mount]) -> Mount | None:
+    """The mount that a folder is in: the innermost one, and the last of those at one point."""
+    around = [mount for mount in reversed(known) if folder.is_relative_to(mount.point)]
+    return max(around, key=lambda mount: len(mount.point.parts), default=None)
 
 
 def _path(text: bytes) -> Path:

@@ -145,6 +145,9 @@ def test_what_leads_to_processes_of_this_machine_must_be_hidden_from_nodes(code,
     monkeypatch.setattr(mounts_module, "MOST", 4)
     with pytest.raises(UsageError, match=f"{code} has more than 4 sockets, pipes and files to hide"):
         mounts_module.of_nodes(run, code)
+    (code / ".dockerignore").write_text("src\nlogs\n.env\n.venv\n")  # with .git, more than there may be
+    with pytest.raises(UsageError, match=f"{code} has more than 4 sockets, pipes and files to hide"):
+        mounts_module.of_nodes(run, code)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root to mount a folder")
@@ -170,10 +173,30 @@ def test_file_systems_of_the_kernel_must_be_hidden_and_not_be_code(code, tmp_pat
     ]
     (tmp_path / "mountinfo").write_text("\n".join([*rows, "3 2 0:5 / /somewhere/proc rw - proc proc rw"]))
     monkeypatch.setattr(mountinfo, "FILE", tmp_path / "mountinfo")
+    (code / "src" / "a b" / "proc").mkdir(parents=True)
     assert hidden(code) == {".git/", "runs/", "src/a b/proc/"}
     for inside in (Path("/"), Path("/somewhere/proc"), Path("/somewhere/proc/sys")):
         with pytest.raises(UsageError, match=f"nodes cannot be given {inside} as their code"):
             masks(inside, code / "runs", "/workspace")
+
+
+def test_what_is_on_top_of_a_file_system_of_the_kernel_must_count(code, tmp_path, monkeypatch):
+    """As with /dev/shm, which is in /dev; and a mount that another one hides is not there."""
+    rows = [
+        f"1 2 0:3 / {tmp_path} rw - devtmpfs none rw",
+        f"2 2 0:4 / {code} rw - tmpfs none rw",
+        f"3 2 0:5 / {code}/data rw - proc proc rw",
+        f"4 2 0:6 / {code}/data rw - tmpfs none rw",
+        f"5 2 0:7 / {code}/gone/proc rw - proc proc rw",
+        f"6 2 0:8 / {code}/src rw - autofs systemd-1 rw",
+        f"7 2 0:9 / {code}/logs rw - tmpfs none rw",
+        f"8 2 0:3 / {code}/logs rw - sysfs none rw",
+    ]
+    (tmp_path / "mountinfo").write_text("\n".join(rows))
+    monkeypatch.setattr(mountinfo, "FILE", tmp_path / "mountinfo")
+    assert hidden(code) == {".git/", "runs/", "logs/"}
+    with pytest.raises(UsageError, match="it is the system's own"):
+        masks(code / "logs", tmp_path / "runs", "/workspace")
 
 
 def test_a_link_must_not_be_hidden_for_a_mount_would_be_on_what_it_leads_to(code):

@@ -18,7 +18,7 @@ import yaml
 from orchestrate import records
 from orchestrate.engines.ignored import ignored
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.mountinfo import kernels, paths
+from orchestrate.mountinfo import is_kernels, kernels, paths
 from orchestrate.paths import is_text
 
 CODE, JOB = "/workspace", "/job"  # where nodes see the code, and the folder that they write to
@@ -79,13 +79,13 @@ def of_nodes(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[
             raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
     hidden = masks(code, run.parent.parent, CODE, command)
     names = {mount["target"].removeprefix(f"{CODE}/") for mount in hidden}
-    doors = [*islice(_doors(code, names), MOST + 1 - len(names))]
+    doors = [*islice(_doors(code, names), max(0, MOST + 1 - len(names)))]
     if len(hidden) + len(doors) > MOST:
         raise UsageError(
             f"{code} has more than {MOST} sockets, pipes and files to hide, the most that a node can hide",
             "name the folders that they are in in .dockerignore, or use another folder",
         )
-    return [bind(run, JOB), *hidden, *(_mask(code, name, CODE) for name in doors)]
+    return [bind(run, JOB), *hidden, *(_mask(code, name, CODE, folder=False) for name in doors)]
 
 
 def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
     kept = set(paths(*records.kept(code)))
     if code in kept:
         raise UsageError(f"{code} holds the keys and secrets of jobs, and nodes would see it", "use another folder")
-    folders = (*paths(runs), *filter(_there, kept), *kernels())
+    folders = (*paths(runs), *filter(_there, kept | kernels()))
     jobs = {str(folder.relative_to(code)) for folder in folders if folder.is_relative_to(code)}
     named = sorted(islice(ignored(code, COMPILED), MOST + 1))
     if len(named) > MOST:
@@ -116,7 +116,7 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
         if any(f"{path}/".startswith(f"{name}/") for path in _scripts(command)):
             hint = "remove it from .dockerignore, or add an exception (!); runs and .git are always hidden"
             raise UsageError(f"nodes do not see {name}, where the script is", hint)
-    return [_mask(code, name, place) for name in whole]
+    return [_mask(code, name, place, _as_folder(code / name)) for name in whole]
 
 
 def _doors(code: Path, hidden: Collection[str]) -> Iterator[str]:
@@ -143,7 +143,7 @@ def apart(code: Path, runs: Path) -> None:
     """Raise UsageError for a folder of code in which something would be seen that cannot be hidden."""
     if runs == code:
         raise UsageError(f"{runs} holds the code that nodes see, and jobs cannot be there, too", "--runs runs")
-    if code == Path("/") or any(code.is_relative_to(place) for place in kernels()):
+    if code == Path("/") or is_kernels(code):
         raise UsageError(f"nodes cannot be given {code} as their code: it is the system's own", "use another folder")
 
 
@@ -155,11 +155,16 @@ def _scripts(command: tuple[str, ...]) -> list[str]:
     return [f"{path}.py", f"{path}/__main__.py"]
 
 
-def _mask(code: Path, name: str, place: str) -> dict[str, Any]:
+def _as_folder(path: Path) -> bool:
+    """Whether to hide it as a folder; that of jobs may not exist yet."""
+    return os.path.isdir(path) or not os.path.exists(path)
+
+
+def _mask(code: Path, name: str, place: str, folder: bool) -> dict[str, Any]:
     if not is_text(name):
         raise UsageError(f"cannot hide {ascii(name)}: its name is not UTF-8", "rename it")
-    path, target = code / name, f"{place}/{name}"
-    if path.is_dir() or not path.exists():  # the folder of jobs may not exist yet
+    target = f"{place}/{name}"
+    if folder:
         return {"type": "tmpfs", "target": target, "read_only": True, "tmpfs": {"size": 4096, "mode": 0o555}}
     return {"type": "bind", "source": os.devnull, "target": target, "read_only": True}
 
