@@ -129,6 +129,7 @@ def bring_home(paths: JobPaths) -> None:
     finally:
         others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
         clear(str(there.parent), keep=others)  # what the job has put beside its folder
+        folder.renew(there.parent)
     if paths.shared.is_symlink() or not paths.shared.is_dir():
         paths.shared.unlink()
         raise OSError(errno.ENOTDIR, "the nodes have put something else in the place of the job's folder")
@@ -236,7 +237,7 @@ def supervise(
             try:
                 outcome = supervisor.supervise()
             except OrchestrateError as error:
-                outcome, failure = Outcome("failed", f"could not start: {error}"), error
+                outcome, failure = Outcome("failed", supervisor.could_not(error)), error
         emit("job_ended", outcome=outcome.word, reason=outcome.why)
         emit.close()
         metrics, ended = hide.inside(traces.metrics()), supervisor.history.ended

@@ -83,7 +83,7 @@ class Supervisor:
                 self.emit("outcome", outcome=outcome.word, reason=outcome.why)
         except OrchestrateError as error:
             failure = error
-            self.emit("outcome", outcome="failed", reason=f"could not start: {error}")
+            self.emit("outcome", outcome="failed", reason=self.could_not(error))
         except BaseException:
             self._end_rejoining()
             self.engine.down(0)
@@ -110,6 +110,10 @@ class Supervisor:
             raise failure
         assert outcome
         return replace(outcome, left=left)
+
+    def could_not(self, error: OrchestrateError) -> str:
+        """What an error has kept the job from."""
+        return f"could not {'go on' if self.history.ended else 'start'}: {error}"
 
     def _hurried(self) -> bool:
         """Whether the job was asked to stop a second time."""

@@ -193,7 +193,7 @@ def test_what_is_given_to_a_node_must_be_there_and_not_come_back(node, mirror, t
     node.job.mkdir()
     (node.job / "stale").touch()
     link = node.connect()
-    with packed(given.parent, mine(given.parent)) as (file, digest):
+    with packed(given.parent, mine(given.parent), given.parent) as (file, digest):
         give(link, str(node.job), file, digest)
     assert link.converse("status")["tags"] == {str(node.job): digest}
     assert (node.job / "checkpoints" / "last").read_bytes() == (given / "state.pt").read_bytes()
@@ -207,7 +207,7 @@ def test_what_the_workers_of_the_first_node_remove_of_it_must_go_at_home_too(nod
     for name in ("old", "new"):
         (mirror.home / "checkpoints" / name).write_text("given")
     link = node.connect()
-    with packed(mirror.home, mine(mirror.home)) as (file, digest):
+    with packed(mirror.home, mine(mirror.home), mirror.home) as (file, digest):
         give(link, str(node.job), file, digest)
     node.start(link, "import os, pathlib; (pathlib.Path(os.environ['JOB_DIR']) / 'checkpoints' / 'old').unlink()")
     node.until(link, "ended")
@@ -224,7 +224,7 @@ def test_files_that_are_sent_again_after_an_interruption_must_be_whole(node, tmp
     link.converse("put", folder=str(node.job), data=piece, offset=0, tag="")
     with pytest.raises(EngineError, match="a piece is missing"):
         link.converse("put", folder=str(node.job), data=piece, offset=PIECE, tag="")
-    with packed(given, mine(given)) as (file, digest):
+    with packed(given, mine(given), given) as (file, digest):
         give(link, str(node.job), file, digest)
     assert (node.job / "state.pt").read_bytes() == (given / "state.pt").read_bytes()
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import os
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from test_node_files import sparse
 from orchestrate.engines import parcels
 from orchestrate.engines.mirror import OWN
 from orchestrate.engines.parcels import code_files, give, mine, packed
-from orchestrate.errors import EngineError, ResourceError, UsageError
+from orchestrate.errors import ResourceError, UsageError
 from orchestrate.node.files import PIECE, Files, digest
 
 
@@ -97,7 +98,7 @@ def test_a_parcel_must_be_sent_in_pieces_of_which_the_last_says_so(tmp_path):
     (tmp_path / "folder" / "inside").touch()
     (tmp_path / "folder" / "not").touch()
     node = Taking()
-    with packed(tmp_path, [tmp_path / "large", tmp_path / "folder" / "inside"]) as (file, tag):
+    with packed(tmp_path, [tmp_path / "large", tmp_path / "folder" / "inside"], tmp_path) as (file, tag):
         give(node, "job", file, tag)
         assert tag == digest(file)
     assert [sent for sent, _ in node.asked] == ["", "", tag]
@@ -109,8 +110,30 @@ def test_a_parcel_must_be_sent_in_pieces_of_which_the_last_says_so(tmp_path):
 
 
 def test_files_that_go_while_they_are_packed_must_be_told(tmp_path):
-    with pytest.raises(EngineError, match="cannot be sent to the nodes"), packed(tmp_path, [tmp_path / "gone"]):
+    with pytest.raises(ResourceError, match="cannot be sent"), packed(tmp_path, [tmp_path / "gone"], tmp_path):
         pass
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes root to mount a small disk")
+@pytest.mark.parametrize("name", ["dense", "sparse"])
+def test_files_must_be_packed_on_the_disk_of_the_job_and_a_full_one_be_told(tmp_path, name):
+    run, small = tmp_path / "run", tmp_path / "small"
+    run.mkdir()
+    small.mkdir()
+    (tmp_path / "dense").write_bytes(os.urandom(1 << 20))
+    sparse(tmp_path / "sparse", 1 << 30, *range(0, 64 << 20, 1 << 20))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", small], check=True)
+    try:
+        with (
+            pytest.raises(ResourceError, match="No space left on device") as error,
+            packed(tmp_path, [tmp_path / name], small),
+        ):
+            pass
+        assert error.value.hint == f"see df {small}"
+        with packed(tmp_path, [tmp_path / name], run) as (file, _):
+            assert os.readlink(f"/proc/self/fd/{file.fileno()}").startswith(f"{run}/")
+    finally:
+        subprocess.run(["umount", small], check=True)
 
 
 def test_holes_of_a_file_must_be_sent_as_such(tmp_path):
@@ -121,7 +144,7 @@ def test_holes_of_a_file_must_be_sent_as_such(tmp_path):
     sparse(given / "empty", 1 << 41)
     (given / "dense").write_bytes(os.urandom(100_000))
     (given / "link").symlink_to("dense")
-    with packed(given, mine(given)) as (file, tag):
+    with packed(given, mine(given), given.parent) as (file, tag):
         assert os.fstat(file.fileno()).st_size < 1 << 20
         Files().put(str(job), base64.b64encode(file.read()).decode(), 0, tag)
     for name in ("sparse", "empty", "dense", "link"):
@@ -136,7 +159,7 @@ def test_a_file_with_too_many_holes_must_be_named(tmp_path, monkeypatch):
     monkeypatch.setattr(parcels, "MOST_PARTS", 2)
     sparse(tmp_path / "sparse", 1 << 42, 0, 1 << 30, 1 << 41)
     with (
-        pytest.raises(EngineError, match="sparse has more than 2 parts between holes"),
-        packed(tmp_path, [tmp_path / "sparse"]),
+        pytest.raises(ResourceError, match="sparse has more than 2 parts between holes"),
+        packed(tmp_path, [tmp_path / "sparse"], tmp_path),
     ):
         pass

@@ -7,7 +7,7 @@ import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
 
 from orchestrate.engines import Exit
-from orchestrate.errors import EngineError
+from orchestrate.errors import EngineError, ResourceError
 from orchestrate.report import line
 from orchestrate.spec import JobSpec
 from orchestrate.supervisor import Outcome
@@ -140,6 +140,23 @@ def test_a_job_that_could_not_start_must_not_be_started_by_who_removes_its_rest(
     engine = Scripted()
     assert job.run(engine) == Outcome("failed", "could not start: no such node")
     assert engine.calls == ["adopt", "down"]
+
+
+def test_what_can_never_be_sent_to_the_nodes_must_end_the_job_and_not_count_as_a_lost_engine(job):
+    engine = Scripted([KILLED], [ALL_WELL])
+    start = engine.start
+
+    def fail(workers, command) -> None:
+        if len(job.supervisor.history.ended) == 1:
+            raise ResourceError("files cannot be sent to the nodes: No space left on device")
+        start(workers, command)
+
+    engine.start = fail
+    with pytest.raises(ResourceError):
+        job.run(engine)
+    (outcome,) = job.noted("outcome")
+    assert outcome["reason"] == "could not go on: files cannot be sent to the nodes: No space left on device"
+    assert engine.calls == ["up", "start", "stop", "up", "down"]
 
 
 def test_a_request_while_the_nodes_come_up_must_not_wait_for_them(job):

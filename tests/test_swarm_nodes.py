@@ -285,7 +285,7 @@ def test_files_must_be_sent_only_to_nodes_that_do_not_have_them(engine, tmp_path
     (tmp_path / "state.pt").write_text("saved")
     status = (tmp_path / "state.pt").stat()
     facts = [status.st_size, status.st_mtime_ns, 1, 0o644]
-    with packed(tmp_path, [tmp_path / "state.pt"]) as (_, digest):
+    with packed(tmp_path, [tmp_path / "state.pt"], tmp_path) as (_, digest):
         nodes = {
             "master": Has({"state.pt": facts}),
             "trainer-1": Has({}, digest),

@@ -45,20 +45,26 @@ def mine(home: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def packed(folder: Path, paths: Iterable[Path]) -> Iterator[tuple[BinaryIO, str]]:
-    """Files of a folder as a tar file, and its digest; raises EngineError if they cannot be read."""
+def packed(folder: Path, paths: Iterable[Path], run: Path) -> Iterator[tuple[BinaryIO, str]]:
+    """Files of a folder as a tar file, and its digest; raises ResourceError if they cannot be read, or copied.
+
+    The tar file is on the disk of the run directory `run`: that has room for what a job writes, if any has.
+    """
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(tempfile.TemporaryFile())
+            file = stack.enter_context(tempfile.TemporaryFile(dir=run))
             with tarfile.open(fileobj=file, mode="w") as archive:
                 for path in sorted(paths):
-                    _add(archive, path, str(path.relative_to(folder)))
+                    _add(archive, path, str(path.relative_to(folder)), run)
+            file.flush()
         except OSError as error:
-            raise EngineError(f"{folder} cannot be sent to the nodes: {error}") from None
+            with contextlib.suppress(OSError):  # closing writes what is left, to a disk that is full
+                stack.close()
+            raise ResourceError(f"{folder} cannot be sent to the nodes: {error}", f"see df {run}") from None
         yield file, digest(file)
 
 
-def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
+def _add(archive: tarfile.TarFile, path: Path, name: str, run: Path) -> None:
     """Add a file or link; raises OSError.
 
     Of a file with holes only its parts are added, in the form 0.1 of GNU tar, which tarfile unpacks.
@@ -69,7 +75,7 @@ def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
     with regular(path) as file:
         if entry.size <= os.fstat(file.fileno()).st_blocks * 512:
             return archive.addfile(entry, file)
-        with tempfile.TemporaryFile() as dense:
+        with tempfile.TemporaryFile(dir=run) as dense:
             parts = _parts(file, dense)
             if len(parts) > MOST_PARTS:
                 raise OSError(f"{name} has more than {MOST_PARTS} parts between holes")

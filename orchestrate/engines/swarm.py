@@ -356,9 +356,10 @@ class SwarmEngine(Linked):
         return [*failed.values()]
 
     def _supply(self, code: Path, nodes: Iterable[str]) -> None:
-        """Send the code, as it was at the first call, to nodes without it; raises EngineError."""
+        """Send the code, as it was at the first call, to nodes without it; raises EngineError, ResourceError."""
         if self.code is None:
-            self.code = self.kept.enter_context(packed(code, code_files(code, self.swarm.run.parent.parent)))
+            run = self.swarm.run.parent
+            self.code = self.kept.enter_context(packed(code, code_files(code, run.parent), run))
         file, digest = self.code
 
         def act(link: Link) -> None:
@@ -376,7 +377,7 @@ class SwarmEngine(Linked):
             return
         facts = {str(path.relative_to(self.files)): path.stat() for path in files if not path.is_symlink()}
         here = {path: [status.st_size, status.st_mtime_ns] for path, status in facts.items()}
-        with packed(self.files, files) as (file, digest):
+        with packed(self.files, files, self.swarm.run.parent) as (file, digest):
 
             def act(link: Link) -> None:
                 there = link.converse("news", folder=folder, have={})["files"]
