@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_had_must_be_tried_again_only_when_it_may_be(home,
 
     assert mirror.catch_up(20)
     assert tried() == 0 and node.asked.count("good") == 1
-    with pytest.raises(EngineError, match="1 file could not be copied, such as bad: a node says: it cannot be read"):
+    with pytest.raises(EngineError, match="1 file could not be copied, such as 'bad': a node says: it cannot be read"):
         mirror.come_home(20)  # which has it tried
     assert node.asked.count("bad") > 1
     clock.now += mirror_module.AGAIN + 0.1

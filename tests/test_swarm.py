@@ -381,7 +381,7 @@ def test_files_that_do_not_fit_at_home_must_stay_until_they_do(cli, swarm, grow)
     )
     done = cli("run", "--engine", "swarm", "--gpus", "none", "--trainers", "1", "--", "large.py")
     assert done.returncode == 0
-    assert "warning: nodes are left: 1 file could not be copied, such as large: " in done.stderr
+    assert "warning: nodes are left: 1 file could not be copied, such as 'large': " in done.stderr
     name = cli.run_dir().name
     done = cli("stop", name)
     assert (done.returncode, "1 file could not be copied" in done.stderr) == (1, True)

@@ -109,7 +109,7 @@ class Mirror:
             raise EngineError(late if stopped() else f"not all files were copied from the nodes within {timeout:g} s")
         errors = self.errors.copy()
         for path, why in errors.items():
-            raise EngineError(f"{counted(len(errors), 'file')} could not be copied, such as {path}: {why}")
+            raise EngineError(f"{counted(len(errors), 'file')} could not be copied, such as {shown(path)}: {why}")
 
     def silent(self) -> set[str]:
         """The nodes that have not answered in the last round."""

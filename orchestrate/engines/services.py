@@ -101,7 +101,7 @@ def task(
         kind = "bind" if spec.volume.startswith("/") else "volume"
         mounts.append({"Type": kind, "Source": spec.volume, "Target": SHARED})
     declared = checked(spec.image, volumes, [mount["Target"] for mount in mounts])
-    env["NODE_WIPE"] = " ".join([*WIPED, "/var/tmp", *declared])
+    env["NODE_WIPE"] = " ".join([*WIPED, "/var/tmp", PROGRAM, *declared])
     reserved: dict[str, Any] = {}
     if spec.cpus:
         reserved["NanoCPUs"] = int(spec.cpus * SECOND)
