@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -172,6 +173,19 @@ def remove(path: Path) -> None:
     if left := clear(str(path)):
         raise OSError(errno.ENOTEMPTY, "not all of it can be removed", str(path / left[0]))
     path.rmdir()
+
+
+def renew(path: Path) -> None:
+    """Give a folder of nodes the mode of a new one, and take away extended attributes, such as access control lists.
+
+    What one job has set there would count for the files of the next one. Raises OSError.
+    """
+    with Folder(path.parent, path.name).opened() as folder:
+        if sys.platform == "linux":
+            for name in os.listxattr(folder):
+                with contextlib.suppress(OSError):  # of the system itself, such as security.selinux
+                    os.removexattr(folder, name)
+        os.fchmod(folder, 0o755)
 
 
 def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:

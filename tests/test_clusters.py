@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,18 @@ def test_what_a_job_has_put_beside_its_folder_must_be_gone_with_it_and_no_other_
     job.bring_home(ended)
     assert [path.name for path in one.paths.nodes.iterdir()] == ["b-1"] and waits.log(0).parent.is_dir()
     assert ended.log(0).stat().st_nlink == 1
+
+
+def test_what_a_job_has_set_on_the_folder_of_its_cluster_must_not_count_for_the_next_one(tmp_path):
+    one = made(tmp_path)
+    create(one.paths, cluster="c-1")
+    mine = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    no_one = struct.pack("<I" + "HHI" * 3, 2, *(part for tag in (1, 4, 32) for part in (tag, 0, 0xFFFFFFFF)))
+    os.setxattr(one.paths.nodes, "system.posix_acl_default", no_one)  # of owner, group and others; see acl(5)
+    os.setxattr(one.paths.nodes, "user.note", b"of job a")
+    one.paths.nodes.chmod(0o2777)
+    job.bring_home(mine)
+    assert os.listxattr(one.paths.nodes) == [] and one.paths.nodes.stat().st_mode & 0o7777 == 0o755
 
 
 def test_what_a_job_has_moved_away_must_not_be_left_to_the_next_one(tmp_path):
