@@ -51,8 +51,10 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def secret_names(env: Mapping[str, str], named: Collection[str] = ()) -> set[str]:
-    """The variables of an environment that hold secrets: those that are `named`, and those that look like it."""
-    return {name for name, value in env.items() if value and (name in named or is_secret(name, value))}
+    """The variables of an environment that hold secrets: those that are `named`, look like it, or repeat one."""
+    found = {name for name, value in env.items() if value and (name in named or is_secret(name, value))}
+    texts = {text for name in found for text in _parts(env[name]) if len(text) >= SHORTEST}
+    return found | {name for name, value in env.items() if any(text in value for text in texts)}
 
 
 def redacted(env: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:

@@ -165,6 +165,13 @@ def test_a_variable_that_the_job_file_calls_secret_must_be_hidden_whatever_it_lo
     assert redacted(env) == env
 
 
+def test_a_variable_that_repeats_a_secret_must_be_one():
+    env = {"HF_TOKEN": "canary-7c1", "ARGS": "--login canary-7c1", "DB": "https://me:canary-8d2@a.example.org"}
+    env |= {"ALSO": "canary-8d2", "SHORT_TOKEN": "a1", "A": "a1"}
+    hidden = ("HF_TOKEN", "ARGS", "DB", "ALSO", "SHORT_TOKEN")
+    assert redacted(env) == env | dict.fromkeys(hidden, HIDDEN)
+
+
 LONG = {"hosts": "://a:" * 200_000, "host": "@" + "://:" * 200_000, "names": "a=" * 500_000, "query": "?a" * 500_000}
 LONG |= {"keys": "sk-a-" * 200_000, "ssh": "ssh://" * 150_000, "user": "ssh://" + "a" * 1_000_000}
 LONG |= {"json": '"password":x' * 90_000, "spaces": '"password" ' * 90_000, "begin": "-----BEGIN " * 90_000}
