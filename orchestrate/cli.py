@@ -35,6 +35,7 @@ FLAGS = {  # fields of the job file that are flags, too
     "min_trainers": "N",
     "spares": "N",
 }
+RUNS = Path("runs")
 RUN_COMMANDS = {
     "run": "run a job to its end",
     "plan": "print who would be which rank, and end",
@@ -143,7 +144,7 @@ def _add_job(command: argparse.ArgumentParser) -> None:
 
 
 def _add_runs(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--runs", type=_folder, default="runs", metavar="DIR", help="where jobs leave their files")
+    command.add_argument("--runs", type=_folder, metavar="DIR", help=f"where jobs leave their files (default {RUNS})")
 
 
 def _name(text: str) -> str:
@@ -206,6 +207,7 @@ def _command(argv: list[str]) -> int:
     except FileNotFoundError:
         raise UsageError("the current folder does not exist any more", "cd to a folder that does") from None
     if "runs" in args:
+        _check_link(args)
         args.shown, args.runs = args.runs, owners.check(args.runs)
     if args.command == "doctor":
         return commands.doctor(_spec(args, script))
@@ -216,6 +218,13 @@ def _command(argv: list[str]) -> int:
     if script is not None:
         raise UsageError(f"{args.command} takes nothing behind --", f"python -m orchestrate {args.command} --help")
     return commands.BY_NAME[args.command](args)
+
+
+def _check_link(args: argparse.Namespace) -> None:
+    """Raise UsageError if files would go where a link leads that may have come with a project."""
+    if args.command in RUN_COMMANDS and args.runs is None and RUNS.is_symlink():
+        raise UsageError(f"{RUNS} is a link, and jobs would be where it leads", "--runs DIR names that folder")
+    args.runs = args.runs or RUNS
 
 
 def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:

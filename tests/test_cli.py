@@ -317,3 +317,19 @@ def test_local_processes_must_need_no_docker_engine(monkeypatch, capsys):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
     assert commands.engine_of(resolve({"engine": "process"})).name == "process"
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["run", "up", "plan"])
+def test_a_link_that_came_with_a_project_must_not_lead_the_files_of_jobs_elsewhere(
+    engine, tmp_path, monkeypatch, capsys, command
+):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs").symlink_to("elsewhere")
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--trainers", "2", "--gpus", "none"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: runs is a link, and jobs would be where it leads",
+        "hint: --runs DIR names that folder",
+    ]
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+    assert main(["ps"]) == 0
