@@ -86,7 +86,8 @@ class Supervisor:
             self.emit("outcome", outcome="failed", reason=self.could_not(error))
         except BaseException:
             self._end_rejoining()
-            self.engine.down(0)
+            with contextlib.suppress(EngineError):  # nodes with files that are not here stay
+                self.engine.down(0)
             raise
         self._end_rejoining()
         self.emit("nodes_stopping")

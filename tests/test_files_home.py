@@ -11,6 +11,7 @@ import pytest
 from conftest import eventually
 from scripted import Clock
 
+from orchestrate.engines import fetch
 from orchestrate.engines import mirror as mirror_module
 from orchestrate.engines.mirror import OWN, Mirror
 from orchestrate.errors import EngineError
@@ -286,6 +287,20 @@ def test_a_path_of_very_many_folders_must_be_left_and_named_and_others_come(home
     (text,) = mirror.warnings()
     assert text.startswith("master: not all files are copied, such as 'd/d/") and len(text) < 200
     assert mirror.catch_up(20) and not mirror.warnings()
+
+
+def test_a_name_that_this_locale_does_not_have_must_be_left_and_named_and_others_come(home, mirrored, monkeypatch):
+    def ascii_alone(path: object) -> bytes:
+        return str(path).encode("ascii")
+
+    monkeypatch.setattr(fetch.os, "fsencode", ascii_alone)
+    node = Told()
+    node.files = {"checkpoint-\N{CJK UNIFIED IDEOGRAPH-4E00}": b"1", "f": b"2"}
+    mirror = mirrored(master=node)
+    assert mirror.catch_up(20) and not mirror.errors
+    assert (home / "f").read_bytes() == b"2"
+    (text,) = mirror.warnings()
+    assert "'checkpoint-" in text and "no text in this locale" in text
 
 
 def test_a_file_that_fails_in_any_way_must_not_keep_others_away(home, mirrored, monkeypatch):

@@ -181,31 +181,32 @@ def test_a_relay_must_answer_every_question_with_the_key(tmp_path):
             node.settimeout(0.05)
 
             def asks() -> bytes:
-                node.sendto(b"a question", ("127.0.0.1", port))
+                node.sendto(b"a question of 16", ("127.0.0.1", port))
                 try:
                     return node.recv(64)
                 except OSError:  # it does not listen yet
                     return b""
 
-            assert eventually(asks) == answer(KEY, b"a question")
+            assert eventually(asks) == answer(KEY, b"a question of 16")
     finally:
         relay.kill()
         relay.wait()
 
 
-def test_a_relay_must_go_on_where_an_answer_cannot_be_sent(monkeypatch):
+def test_a_relay_must_go_on_where_an_answer_cannot_be_sent_and_answer_no_answer(monkeypatch):
     class Enough(Exception):
         pass
 
     class Wire:
         """A socket over which the first node cannot be reached."""
 
-        asked, sent = [b"first", b"second"], []
+        asked, sent = [b"of the first one", answer(KEY, b"of another relay"), b"short", b"of the second on"], []
 
         def recvfrom(self, size: int) -> tuple[bytes, str]:
             if not self.asked:
                 raise Enough
-            return self.asked[0], f"the {self.asked.pop(0).decode()} node"
+            question = self.asked.pop(0)
+            return question, "the first node" if b"first" in question else "the second node"
 
         def sendto(self, text: bytes, address: str) -> None:
             if address == "the first node":
@@ -224,7 +225,7 @@ def test_a_relay_must_go_on_where_an_answer_cannot_be_sent(monkeypatch):
     monkeypatch.setattr(lease.socket, "socket", lambda *_: Wire())
     with pytest.raises(Enough):
         lease.relay(KEY, 1)
-    assert Wire.sent == [(answer(KEY, b"second"), "the second node")]
+    assert Wire.sent == [(answer(KEY, b"of the second on"), "the second node")]
 
 
 def test_a_node_must_ask_the_last_relay_alone_that_it_was_told_of(monkeypatch):

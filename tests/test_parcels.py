@@ -39,6 +39,13 @@ def test_records_of_jobs_must_not_be_sent(tmp_path, monkeypatch):
     assert code_files(tmp_path / "code", tmp_path / "runs") == [tmp_path / "code" / "train.py"]
 
 
+def test_a_link_that_leads_nowhere_must_not_be_sent_whatever_its_text(tmp_path):
+    for name, there in (("long", "x" * 300), ("loop", "loop"), ("gone", "none/at/all")):
+        (tmp_path / name).symlink_to(there)
+    (tmp_path / "train.py").touch()
+    assert code_files(tmp_path, tmp_path / "runs") == [tmp_path / "train.py"]
+
+
 def test_run_directories_must_not_be_sent_wherever_they_are(tmp_path):
     code = tmp_path / "code"
     for name in ("train.py", "out/jobs/j-1/plan.json", "out/x", "jobs/y"):

@@ -160,11 +160,16 @@ def test_what_files_stay_on_their_nodes_must_be_reported_before_and_after_the_en
     assert engine.warnings() == ["not all files are copied"] and engine.warnings() == []
 
 
-def test_a_hurried_end_must_not_wait_for_files(engine, stub):
+def test_a_hurried_end_must_wait_for_files_a_few_seconds_and_leave_nodes_that_have_more(engine, stub):
     connected(engine, "master")
+    engine.mirror = mirror(come_home=EngineError("not all files were copied from the nodes within 5 s"))
+    services = [*stub.services]
+    with pytest.raises(EngineError, match="not all files were copied"):
+        engine.down(0, lambda: True)
+    assert services and [*stub.services] == services
     engine.mirror = made = mirror()
-    engine.down(0)
-    assert "come_home" not in made.calls and made.calls[-1] == "close" and not stub.services
+    engine.down(0, lambda: True)
+    assert "come_home" in made.calls and made.calls[-1] == "close" and not stub.services
 
 
 def test_files_of_nodes_that_were_never_reached_must_not_be_waited_for(engine, stub):

@@ -63,8 +63,14 @@ class Fetch:
 
 
 def reachable(home: Folder, path: str) -> bool:
-    """Whether a file can have this path here: not too deep for the job's files to be listed, and not too long."""
-    return path.count("/") <= DEEPEST and len(os.fsencode(home.path / path)) < LONGEST
+    """Whether a file can have this path here: not too deep for the job's files to be listed, and not too long.
+
+    None has a path that the locale of this machine cannot write.
+    """
+    try:
+        return path.count("/") <= DEEPEST and len(os.fsencode(home.path / path)) < LONGEST
+    except UnicodeEncodeError:
+        return False
 
 
 def link(home: Folder, path: str, there: str) -> None:

@@ -119,7 +119,7 @@ class Mirror:
         """What a user must know of files that stay on their nodes, once for each node."""
         new = {node: path for node, path in self.left.copy().items() if node not in self.warned}
         self.warned |= new.keys()
-        why = f"its path has more than {DEEPEST} folders, or is too long here"
+        why = f"its path has more than {DEEPEST} folders, or is too long here, or no text in this locale"
         return [f"{node}: not all files are copied, such as {shown(path)}: {why}" for node, path in new.items()]
 
     def close(self) -> None:

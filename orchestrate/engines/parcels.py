@@ -150,7 +150,7 @@ def code_files(folder: Path, runs: Path) -> list[Path]:
     secret = [path for path in paths(*records.kept(folder), runs) if path.is_relative_to(folder)]
     for name in kept(folder, NO_CODE):
         path, parts = folder / name, Path(name).parts
-        if not path.is_file() or any(map(path.is_relative_to, secret)):
+        if not os.path.isfile(path) or any(map(path.is_relative_to, secret)):
             continue
         if any(folder.joinpath(*parts[:count], "pyvenv.cfg").exists() for count in range(1, len(parts))):
             continue

@@ -43,6 +43,7 @@ STOPS = LEASE + 2 * ASKS + 2 * STUCK  # seconds within which a node that is cut 
 RESCUES = 5.0  # seconds that Swarm has to return the last lines of a lost task
 CATCHES_UP = 10.0  # seconds that copying the last lines of workers may take
 COMES_HOME = 3600.0  # seconds that copying all files of a job may take at its end
+HURRIES = 5.0  # seconds for the same if it was asked to stop twice; what is not copied then stays on its nodes
 PORTS = "7946/tcp, 7946/udp and 4789/udp must be open between the hosts: python -m orchestrate doctor"
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
 
@@ -224,8 +225,8 @@ class SwarmEngine(Linked):
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
         """Copy all files here, then remove services, network and relay."""
         if self.mirror:
-            if self.links and grace:
-                self.mirror.come_home(COMES_HOME, stopped)
+            if self.links:  # the last files are most likely here already
+                self.mirror.come_home(*((COMES_HOME, stopped) if grace else (HURRIES, never)))
                 for node in self.mirror.silent() & self._well_nodes().keys():
                     raise EngineError(f"the files of {node} could not be copied: it does not answer", PORTS)
             self.refusals += self.mirror.warnings()

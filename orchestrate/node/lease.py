@@ -17,6 +17,7 @@ from collections.abc import Callable
 from orchestrate.node.loop import Loop
 
 LEASE = 8.0  # seconds
+QUESTION = 16  # bytes
 ASKS = 1.0  # seconds between two requests
 
 
@@ -32,7 +33,8 @@ def relay(key: bytes, port: int) -> None:
         while True:
             with contextlib.suppress(OSError):
                 question, address = sock.recvfrom(64)
-                sock.sendto(answer(key, question), address)
+                if len(question) == QUESTION:  # not an answer of another relay, which would answer for ever
+                    sock.sendto(answer(key, question), address)
 
 
 class Lease:
@@ -63,7 +65,7 @@ class Lease:
             return
         if not self.held:
             self.over()
-        self.question = os.urandom(16)
+        self.question = os.urandom(QUESTION)
         with contextlib.suppress(OSError):  # for example, no route
             self.sock.sendto(self.question, self.address)
         self.loop.after(ASKS, self._ask)
