@@ -34,6 +34,7 @@ from orchestrate.traces import Traces
 
 LOOKS = (0.05, 0.25)  # seconds between two looks at the logs, while workers write and while they are silent
 LOOK = 1 << 20  # bytes of each log that one look shows, before our own lines have their turn
+TURN = 1.0  # seconds that it takes at most
 CATCHES_UP = 10.0  # seconds for what workers have written at the end of a job
 UNREAD = 60.0  # seconds that a reader has for the last lines
 
@@ -294,12 +295,22 @@ def _following(follower: logs.Follower, show: Callable[[str], None]) -> Iterator
     """
     done = threading.Event()
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    left: Iterator[str] = iter(())  # of a look that took too long
 
     def catch_up(end: bool = False) -> int:
+        nonlocal left
         shown = count = said.qsize()
-        for line in follower.lines(end, LOOK):  # what the workers wrote before we said something
-            show(line)
-            shown += 1
+        until, fresh = time.monotonic() + TURN, False
+        while True:  # what the workers wrote before we said something
+            if (line := next(left, None)) is not None:
+                show(line)
+                shown += 1
+                if time.monotonic() > until:
+                    break
+            elif fresh:
+                break
+            else:
+                left, fresh = follower.lines(end, LOOK), True
         for _ in range(count):
             show(said.get())
         return shown

@@ -322,6 +322,35 @@ def test_a_flood_of_lines_must_not_hold_up_the_end_nor_what_we_say(paths, monkey
     assert shown.count("master 0    | ") < 8 << 20
 
 
+def test_a_flood_of_many_workers_must_not_hold_up_the_end_either(paths, monkeypatch):
+    monkeypatch.setattr(job, "CATCHES_UP", -1.0)
+    monkeypatch.setattr(job, "TURN", 0.01)
+    create(paths)
+    engine = Whole([ALL_WELL])
+    start = engine.start
+
+    def write(*words) -> None:
+        start(*words)
+        for rank in range(3):
+            paths.log(rank).write_text("\n" * (1 << 20))  # as much as is read of each at once
+
+    engine.start = write
+    _, shown = supervise(paths, engine)
+    assert f"warning: workers wrote more than can be shown: see {paths.logs}" in shown[-3:]
+    assert len(shown) < 1 << 20
+
+
+def test_what_is_left_of_a_look_that_took_too_long_must_be_shown_in_the_next_ones(paths, monkeypatch):
+    monkeypatch.setattr(job, "TURN", -1.0)
+    create(paths)
+    engine = Whole([ALL_WELL])
+    start = engine.start
+    written = [f"line {number}" for number in range(300)]
+    engine.start = lambda *words: (start(*words), paths.log(0).write_text("\n".join(written)))
+    _, shown = supervise(paths, engine)
+    assert [line.removeprefix("master 0    | ") for line in shown if line.startswith("master")] == written
+
+
 def test_nodes_that_came_later_must_be_shown_under_their_own_names(paths, monkeypatch):
     monkeypatch.setattr("orchestrate.supervisor.TRIES", 1)
     create(paths, dataclasses.replace(SPEC, min_trainers=0))

@@ -29,7 +29,7 @@ from orchestrate.node import pipe
 from orchestrate.node.sealed import Seal
 from orchestrate.spec import JobSpec
 
-MESSAGES = [said("status"), said("ended", rank=3, text="ä" * 300)]
+MESSAGES = [said("status"), {"say": "refused", "error": "ä" * 300}]
 LINES = b"".join(json.dumps(message).encode() + b"\n" for message in MESSAGES)
 
 

@@ -24,6 +24,7 @@ from orchestrate.forms import (
 )
 
 LONGEST = 16 << 20  # bytes of a message: the list of all files of a node is one
+LONG, SHORT = (b'{"say": "news", ', b'{"say": "read", '), 1 << 20  # how long messages begin; bytes of any other one
 RANK, CODE, PID = number(1 << 20), number(255), number(1 << 31)
 SIGN = one_of(("", "oom", "ending", "cut off"))
 MOST = 1 << 96  # of the facts of a file: file systems know times far from now
@@ -67,7 +68,9 @@ FAIL = ("put", "news", "read")  # answers that can be an error instead
 
 
 def read(line: bytes) -> dict[str, Any]:
-    """Parse the message in a line; raises ValueError if it is invalid."""
+    """Parse the message in a line, and return what its form has; raises ValueError if it is invalid."""
+    if len(line) > SHORT and not line.startswith(LONG):
+        raise ValueError("too long")
     try:
         message = json.loads(line)
     except RecursionError:
@@ -78,4 +81,4 @@ def read(line: bytes) -> dict[str, Any]:
     form: Form = {"error": text} if failed else FORMS[message["say"]]
     if not fits(message, form):
         raise ValueError(f"no message of the form {message['say']}")
-    return dict(message)
+    return {key: message[key] for key in ("say", *form)}
