@@ -175,7 +175,7 @@ def remove(path: Path) -> None:
     path.rmdir()
 
 
-def renew(path: Path) -> None:
+def renew(path: Path, mode: int) -> None:
     """Give a folder of nodes the mode of a new one, and take away extended attributes, such as access control lists.
 
     What one job has set there would count for the files of the next one. Raises OSError.
@@ -185,7 +185,7 @@ def renew(path: Path) -> None:
             for name in os.listxattr(folder):
                 with contextlib.suppress(OSError):  # of the system itself, such as security.selinux
                     os.removexattr(folder, name)
-        os.fchmod(folder, 0o755)
+        os.fchmod(folder, mode)
 
 
 def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:

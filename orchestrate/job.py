@@ -130,7 +130,7 @@ def bring_home(paths: JobPaths) -> None:
     finally:
         others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
         clear(str(there.parent), keep=others)  # what the job has put beside its folder
-        folder.renew(there.parent)
+        folder.renew(there.parent, 0o755)
     if paths.shared.is_symlink() or not paths.shared.is_dir():
         paths.shared.unlink()
         raise OSError(errno.ENOTDIR, "the nodes have put something else in the place of the job's folder")

@@ -170,6 +170,16 @@ def test_sockets_must_not_be_shared_through_a_link(tmp_path, victim):
     assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
 
 
+def test_what_a_job_has_set_on_the_folder_of_sockets_must_not_count_for_the_next_one(tmp_path):
+    (tmp_path / "sockets").mkdir(0o777)
+    for name in ("kept", "left"):
+        (tmp_path / "sockets" / name).touch()
+    os.setxattr(tmp_path / "sockets", "user.note", b"of job a")
+    sockets.tidy(tmp_path / "sockets", {"kept"})
+    assert [path.name for path in (tmp_path / "sockets").iterdir()] == ["kept"]
+    assert os.listxattr(tmp_path / "sockets") == [] and stat.S_IMODE((tmp_path / "sockets").stat().st_mode) == 0o700
+
+
 def test_nodes_must_not_run_as_the_owner_of_what_a_link_leads_to(tmp_path, victim):
     (tmp_path / "job").symlink_to(victim)
     played = SimpleNamespace(info={})

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.errors import EngineError
-from orchestrate.folder import remove
+from orchestrate.folder import remove, renew
 from orchestrate.node.trees import FOLDER, clear
 
 
@@ -63,6 +63,7 @@ def tidy(folder: Path, names: set[str]) -> None:
     """Remove what a job on a cluster has created next to the sockets of its nodes, as far as possible."""
     with contextlib.suppress(OSError):
         clear(str(folder), names)
+        renew(folder, 0o700)
 
 
 def connect(path: Path, key: bytes, patience: Callable[[], float] = lambda: 0.0) -> Link:
