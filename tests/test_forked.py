@@ -62,8 +62,34 @@ SCRIPTS = {
         "if __name__ == '__main__':\n    with m.get_context('fork').Pool(2) as p: print(p.map(f, [1, 2, 3]))"
     ),
     "what it pickles": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))), A.__module__)",
+    "a proxy of what is gone": "import weakref\nclass A: pass\nproxy = weakref.proxy(A())\nprint('done')",
+    "an object whose class raises": (
+        "class A:\n    @property\n    def __class__(self): raise RuntimeError('no class')\na = A()\nprint('done')"
+    ),
+    "an exit handler that raises": "import atexit, sys\natexit.register(sys.exit, 3)\natexit.register(lambda: 1 / 0)",
+    "a thread that raises": "import threading\nthreading.Thread(target=lambda: 1 / 0).start()",
+    "a file that cannot be flushed": (
+        "import io, sys\nclass A(io.StringIO):\n    def flush(self): sys.exit(3)\na = A()\nprint('done')"
+    ),
+    "a closed stdout": "import sys\nprint('done')\nsys.stdout.close()",
+    "a closed descriptor": "import os\nprint('done')\nos.close(1)",
+    "no stdout": "import sys\nsys.stdout = sys.stderr = None",
     "death": "import os\nos.kill(os.getpid(), 11)",
 }
+
+ENDS = {  # what is printed differs in its wording
+    "a destructor that raises": "class A:\n    def __del__(self): raise RuntimeError('del')\na = A()",
+    "a hook that raises": "import sys\nsys.excepthook = lambda *a: 1 / 0\nraise ValueError('wrong')",
+    "a last word to a closed stderr": "import sys\nsys.stderr.close()\nsys.exit('error: enough')",
+}
+
+
+@pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
+def test_a_forked_worker_must_end_as_a_fresh_one(tmp_path, code):
+    (fresh, _, _), (forked, _, _) = (
+        how_it_ends(tmp_path / (preload or "fresh"), preload, code) for preload in ("", PRELOAD)
+    )
+    assert forked == fresh
 
 
 @pytest.mark.parametrize("code", SCRIPTS.values(), ids=SCRIPTS)

@@ -26,7 +26,6 @@ import ctypes
 import gc
 import importlib
 import importlib.util
-import io
 import json
 import os
 import runpy
@@ -36,6 +35,8 @@ import threading
 import time
 import types
 import weakref
+from _io import _IOBase
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 MOST = 1 << 20  # bytes of a message
@@ -194,35 +195,61 @@ def run(command: list[str]) -> NoReturn:
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        show(error.with_traceback(trace))
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         del error, trace
     if not isinstance(code, int) and code is not None:
-        sys.stderr.write(f"{code}\n")
+        with contextlib.suppress(Exception):
+            sys.stderr.write(f"{code}\n")
         code = 1
     finish(main, (code or 0) & 0xFF)
+
+
+def show(error: BaseException) -> None:
+    """Print an exception that ends the worker, with the script's own hook if it has one."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            sys.__excepthook__(type(error), error, error.__traceback__)
 
 
 def finish(main: types.ModuleType, code: int) -> NoReturn:
     """Exit as Python does, but do not finalise modules that were imported before the fork: torch takes a second for it.
 
     Waits for threads, calls exit handlers, finalises the script's objects and flushes all files. No destructor of a C++
-    library runs.
+    library runs. Whatever these raise is printed, and does not change the exit code.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    flush()
-    main.__dict__.clear()
-    gc.collect()  # only objects that are newer than the fork; the rest is frozen
-    flush()
-    os._exit(code)
+    last: list[Callable[[], Any]] = [
+        threading._shutdown,  # type: ignore[attr-defined]
+        atexit._run_exitfuncs,
+        flush,
+        main.__dict__.clear,
+        gc.collect,  # only objects that are newer than the fork; the rest is frozen
+        flush,
+    ]
+    try:
+        for step in last:
+            ignoring(step)
+    finally:
+        os._exit(code)
+
+
+def ignoring(step: Callable[[], Any]) -> None:
+    """Call `step`; print what it raises as Python prints an exception that nothing can catch."""
+    try:
+        step()
+    except BaseException as error:
+        facts = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
+        with contextlib.suppress(BaseException):
+            sys.unraisablehook(types.SimpleNamespace(**facts, err_msg=None, object=step))
 
 
 def flush() -> None:
     """Flush the buffers of Python and of C."""
     for thing in [*gc.get_objects(), sys.stdout, sys.stderr]:
-        if isinstance(thing, io.IOBase):
-            with contextlib.suppress(Exception):
+        if issubclass(type(thing), _IOBase):  # isinstance would ask `__class__`, which may raise
+            with contextlib.suppress(BaseException):
                 thing.flush()
     libc.fflush(None)
 
