@@ -5,166 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import re
-import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
-from orchestrate import __version__, cluster, commands, errors, job, lock, owners, terminal
+from orchestrate import cluster, commands, errors, job, lock, owners, terminal
+from orchestrate.arguments import EXPORTS, RUN_COMMANDS, RUNS, flags, parse
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import PACKAGE, JobPaths
 from orchestrate.plan import Inventory, counted, plan
 from orchestrate.redact import HIDDEN
 from orchestrate.report import text
 from orchestrate.spec import JobSpec, read_file, read_set, resolve, unencodable
-from orchestrate.strict_yaml import shown
 from orchestrate.terminal import give, out, say
-
-FLAGS = {  # fields of the job file that are flags, too
-    "trainers": "N",
-    "gpus": "all|none|N",
-    "nproc_per_node": "N",
-    "engine": "auto|docker|process|swarm",
-    "image": "NAME",
-    "name": "NAME",
-    "max_run": "2h",
-    "max_restarts": "N",
-    "min_trainers": "N",
-    "spares": "N",
-}
-RUNS = Path("runs")
-RUN_COMMANDS = {
-    "run": "run a job to its end",
-    "plan": "print who would be which rank, and end",
-    "up": "bring up nodes that stay, for jobs to come",
-}
-JOB_COMMANDS = {
-    "logs": "print the workers' output",
-    "attach": "follow a job to its end, and supervise it where nobody does",
-    "wait": "wait for the end of a job, and end with its exit code",
-    "stop": "stop a job and remove its nodes",
-    "rm": "remove the files of a job that has ended, and all that it may have left",
-}
-EXPORTS = {"kubernetes": ("job", "jobset", "trainjob"), "slurm": ("venv", "apptainer", "pyxis"), "compose": ()}
-EXITS = """\
-exit codes:
-  0    succeeded                   4    something is missing: image, GPUs, Compose
-  1    a worker failed             5    lost: the engine does not answer any more
-  2    usage or job file           124  --max-run was over
-  3    no engine, or it refused    130  stopped by a person
-"""
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors in our own form: what, and what next."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise UsageError."""
-        raise UsageError(message, f"{self.prog} --help")
-
-
-def parser() -> Parser:
-    """The command line."""
-    top = Parser(
-        prog="python -m orchestrate",
-        description="Run any PyTorch distributed program as a real multi-node job in containers.",
-        epilog=EXITS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    top.add_argument("--version", action="version", version=__version__)
-    kinds = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for name, description in RUN_COMMANDS.items():
-        command = kinds.add_parser(
-            name,
-            help=description,
-            description=f"{description[0].upper()}{description[1:]}.",
-            usage="%(prog)s [JOB.yaml] [options]" + " [-- SCRIPT ARGS | -- -m MODULE ARGS]" * (name != "up"),
-        )
-        _add_job(command)
-        if name == "run":
-            command.add_argument("--dry-run", action="store_true", help="print the plan, create nothing")
-            command.add_argument(
-                "--detach", action="store_true", help="leave the job to a supervisor in the background"
-            )
-        _add_runs(command)
-    command = kinds.add_parser(
-        "doctor",
-        help="look for what keeps jobs from running here",
-        description="Look for what keeps jobs from running on this engine, and on the hosts of its Swarm.",
-    )
-    _add_job(command)
-    command = kinds.add_parser(
-        "export",
-        help="print the job as a file for another engine",
-        description="Print the job as a file for an engine that others maintain.",
-        usage="%(prog)s kubernetes|slurm|compose [JOB.yaml] [options] [-- SCRIPT ARGS | -- -m MODULE ARGS]",
-    )
-    targets = command.add_subparsers(
-        dest="target", metavar="|".join(EXPORTS), required=True, prog=f"{top.prog} export", parser_class=Parser
-    )
-    for target, forms in EXPORTS.items():
-        command = targets.add_parser(
-            target,
-            help=", ".join(forms) or "a plain file",
-            usage="%(prog)s [JOB.yaml] [options] [-- SCRIPT ARGS | -- -m MODULE ARGS]",
-        )
-        command.add_argument(
-            "--form",
-            metavar="FORM",
-            help=f"{', '.join(forms)}; the first is the default" if forms else argparse.SUPPRESS,
-        )
-        _add_job(command)
-    command = kinds.add_parser("down", help="take down what up brought up", description="Take a cluster down.")
-    command.add_argument("cluster", type=_name, metavar="CLUSTER", help="its name, or how it begins")
-    command.add_argument("--dry-run", action="store_true", help="print what would be removed, and end")
-    _add_runs(command)
-    _add_runs(kinds.add_parser("ps", help="list jobs and clusters", description="List the jobs and clusters."))
-    for name, description in JOB_COMMANDS.items():
-        command = kinds.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
-        command.add_argument("job", type=_name, metavar="JOB", help="its id, or how it begins")
-        _add_runs(command)
-        if name == "logs":
-            command.add_argument("--rank", type=int, metavar="N", help="of one worker alone, without prefix")
-            command.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
-        if name in ("stop", "rm"):
-            command.add_argument("--dry-run", action="store_true", help="print what would be removed, and end")
-    return top
-
-
-def _add_job(command: argparse.ArgumentParser) -> None:
-    command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; flags win over it")
-    for field in dataclasses.fields(JobSpec):
-        if field.name in FLAGS:
-            flag = "--" + field.name.replace("_", "-")
-            command.add_argument(flag, metavar=FLAGS[field.name], help=field.metadata["doc"])
-    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the job file")
-
-
-def _add_runs(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--runs", type=_folder, metavar="DIR", help=f"where jobs leave their files (default {RUNS})")
-
-
-def _name(text: str) -> str:
-    """The name of a job or cluster, or how it begins: as `job.new_id` makes names, so that none is a path."""
-    if not re.fullmatch("[a-z0-9-]{1,63}", text):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a name of lower-case letters, digits and hyphens")
-    return text
-
-
-def _folder(text: str) -> Path:
-    """The folder of `--runs`, which may not exist yet."""
-    try:
-        if not text or not stat.S_ISDIR(os.stat(text).st_mode):
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise argparse.ArgumentTypeError(f"{shown(text)} cannot be used: {why}") from None
-    return Path(text)
 
 
 def main(argv: list[str]) -> int:
@@ -200,8 +54,7 @@ def _guarded(argv: list[str]) -> int:
 
 
 def _command(argv: list[str]) -> int:
-    words, script = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
-    args = parser().parse_args(words)
+    args, script = parse(argv)
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -216,7 +69,7 @@ def _command(argv: list[str]) -> int:
     if args.command in RUN_COMMANDS and not (args.command == "up" and script is not None):
         return _run(args, script)
     if script is not None:
-        raise UsageError(f"{args.command} takes nothing behind --", f"python -m orchestrate {args.command} --help")
+        raise UsageError(f"{args.command} takes no script", f"python -m orchestrate {args.command} --help")
     return commands.BY_NAME[args.command](args)
 
 
@@ -229,8 +82,7 @@ def _check_link(args: argparse.Namespace) -> None:
 
 def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:
     """The job that the command line asks for."""
-    flags = {name: value for name in FLAGS if (value := getattr(args, name)) is not None}
-    layers = [read_file(args.file) if args.file else {}, read_set(args.set), flags]
+    layers = [read_file(args.file) if args.file else {}, read_set(args.set), flags(args)]
     if script is not None:
         layers.append({"command": script})
     spec = resolve(*layers)

@@ -23,8 +23,18 @@ COMPLAINT = re.compile(
     rf"onnection (closed|reset|refused)|remote process exited|Broken pipe|DistNetworkError|{TIMEOUT.pattern}"
 )
 
+NOT_FOUND = "the program is not where the workers run: name an image that has it (--image)"
+
+NOT_RUN = "it is no program that can be run: see its first line, and chmod +x"
+
 # What the last lines of a failed worker tell; the first match counts.
 BY_WORDS = [
+    (r"(?m)^\[node\] rank \d+ did not start: No such file", "not started", NOT_FOUND),
+    (
+        r"(?m)^\[node\] rank \d+ did not start: ",
+        "not started",
+        "check that it is a program: chmod +x, and its first line",
+    ),
     (
         r"No module named '?([\w.]+)",
         "script",
@@ -60,8 +70,8 @@ BY_CODE = {
     2: ("usage", "the script rejected its arguments: see its --help"),
     64: ("usage", "the script rejected its arguments: see its --help"),
     78: ("usage", "the script rejected its configuration"),
-    126: ("not started", "the node could not start it: see docker logs"),
-    127: ("not started", "the node could not start it: see docker logs"),
+    126: ("not started", "the program could not be started: the end of its log says why"),
+    127: ("not started", NOT_FOUND),
     132: ("crash", "the processor does not know an instruction in it: the image is for another one"),
     ABORTED: ("crash", "the lines above say where each thread stood"),
     135: ("shared memory", "/dev/shm was full, most likely: --set shm_size=4g"),

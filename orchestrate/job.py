@@ -23,6 +23,7 @@ from orchestrate.engines import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.events import OURS, Event, Recorder
 from orchestrate.folder import content
+from orchestrate.node.command import of_python
 from orchestrate.node.trees import clear
 from orchestrate.paths import JOB, JobPaths
 from orchestrate.plan import Plan, read_plan
@@ -52,8 +53,12 @@ def slug(spec: JobSpec) -> str:
 
 
 def check_script(spec: JobSpec) -> JobSpec:
-    """Check that the script is there, below the current folder; return the spec with its path relative to that."""
+    """Check that the script is there, below the current folder; return the spec with its path relative to that.
+
+    A name without a slash may also be a program of the image, and so may a path of another folder.
+    """
     script = spec.command[0]
+    ours = of_python(list(spec.command))
     if script.startswith("-"):
         if script != "-m" or len(spec.command) < 2:
             raise UsageError(f"{script} is no script", "write -- SCRIPT ARGS, or -- -m MODULE ARGS")
@@ -63,17 +68,27 @@ def check_script(spec: JobSpec) -> JobSpec:
         found = path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle, letters of another locale
         raise UsageError(f"the script {strict_yaml.shown(script)} cannot be read: {error}", "check the path") from None
+    below = path.is_relative_to(Path.cwd().resolve())
+    if path.is_dir():
+        module = ".".join(Path(script).parts) or "PACKAGE"
+        raise UsageError(f"the script {script} is a folder", f"to run a module in it: -- -m {module}.MODULE")
+    if not ours and (not below or "/" not in script) and (not found or (not below and os.access(path, os.X_OK))):
+        return spec
     if not found:
-        kind = "is a folder" if path.is_dir() else "does not exist"
-        raise UsageError(f"the script {script} {kind}", f"paths count from {Path.cwd()}")
-    try:
-        relative = str(path.relative_to(Path.cwd().resolve()))
-    except ValueError:
+        raise UsageError(f"the script {script} does not exist", f"paths count from {Path.cwd()}")
+    if not below:
         raise UsageError(
             f"the script {script} is outside {Path.cwd()}, the folder that the nodes see",
             f"start from its folder: cd {path.parent}",
-        ) from None
-    relative = f"./{relative}" if relative.startswith("-") else relative  # else Python would take it for an option
+        )
+    if not ours and not os.access(path, os.X_OK):
+        raise UsageError(
+            f"{script} is neither a .py file nor a program",
+            f"chmod +x {script}, or name what runs it: -- python {script}",
+        )
+    relative = str(path.relative_to(Path.cwd().resolve()))
+    # Python would take it for an option, and a program is looked for in PATH where its name has no slash.
+    relative = f"./{relative}" if relative.startswith("-") or not ours else relative
     return dataclasses.replace(spec, command=(relative, *spec.command[1:]))
 
 

@@ -173,7 +173,14 @@ def plan(
             node=nodes[rank // nproc],
             gpu=gpus[rank] if gpus else "",
             cores=kept[rank],
-            env={**env, **restarts, "JOB_ID": job_id, "JOB_DIR": inventory.job_dir, **_pinned(kept[rank]), **spec.env},
+            env={
+                **env,
+                **restarts,
+                "JOB_ID": job_id,
+                "JOB_DIR": inventory.job_dir,
+                **_own(spec, kept[rank]),
+                **spec.env,
+            },
         )
         for rank, env in enumerate(envs)
     ]
@@ -277,8 +284,10 @@ def _gpus(spec: JobSpec, inventory: Inventory) -> tuple[str, ...]:
     return inventory.gpus
 
 
-def _pinned(cores: tuple[int, ...]) -> dict[str, str]:
-    return {"WORKER_CORES": ",".join(map(str, cores))} if cores else {}
+def _own(spec: JobSpec, cores: tuple[int, ...]) -> dict[str, str]:
+    """What a node is asked about a worker; only where it differs from what nodes do anyway."""
+    pinned = {"WORKER_CORES": ",".join(map(str, cores))} if cores else {}
+    return pinned if spec.expand else {**pinned, "WORKER_EXPAND": "false"}
 
 
 def _cores(cores: tuple[int, ...]) -> str:

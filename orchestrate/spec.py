@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from orchestrate import strict_yaml
+from orchestrate import command, strict_yaml
 from orchestrate.errors import UsageError
 from orchestrate.limits import UNLIMITED
 from orchestrate.node.ranks import CONTRACT
@@ -45,6 +45,14 @@ def _integer(low: int, high: int) -> Callable[[Any], int]:
         return int(value)
 
     return parse
+
+
+def _trainers(nodes: Any) -> int:
+    """The trainers of so many nodes; raises UsageError."""
+    try:
+        return _integer(1, MOST_TRAINERS + 1)(nodes) - 1
+    except ValueError as error:
+        raise UsageError(f"nodes must be {error}, not {shown(nodes)}", "the master and all trainers") from None
 
 
 def _choice(*names: str) -> Callable[[Any], str]:
@@ -222,6 +230,7 @@ class JobSpec:
 
     name: str = _field("", _name, "what the job is called; its id adds four characters")
     command: tuple[str, ...] = _field(APP, _command, "SCRIPT ARGS, or -m MODULE ARGS")
+    expand: bool = _field(True, _truth, "replace $JOB_DIR, $RANK and the like in command, in each worker")
     trainers: int = _field(3, _integer(0, MOST_TRAINERS), "nodes besides the master")
     nproc_per_node: int | None = _field(None, _optional(_integer(1, MOST_WORKERS)), "workers on each node")
     gpus: str | int = _field("auto", _gpus, "auto (what the engine has), all, none, or how many")
@@ -270,7 +279,9 @@ FIELDS = {field.name: field for field in dataclasses.fields(JobSpec)}
 
 def resolve(*layers: Mapping[str, Any]) -> JobSpec:
     """Make the spec out of layers of field values, a later one winning; raises UsageError, naming key and reason."""
-    spec = JobSpec(**_parsed(layers))
+    values = _parsed(layers)
+    words, asked = command.read(values.get("command", APP))
+    spec = JobSpec(**_parsed([asked]) | values | {"command": words})
     if (spec.min_trainers or 0) > spec.trainers:
         raise UsageError(f"min_trainers is {spec.min_trainers}, and trainers {spec.trainers}", "no more than trainers")
     if unknown := [name for name in spec.secrets if name not in spec.env]:
@@ -295,7 +306,11 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The value of each key of the layers, by itself; how keys fit together is not looked at."""
     values: dict[str, Any] = {}
     for layer in layers:
+        if {"nodes", "trainers"} <= layer.keys():
+            raise UsageError("nodes and trainers are given", "one of them is enough: nodes counts the master, too")
         for key, value in layer.items():
+            if key == "nodes":
+                key, value = "trainers", _trainers(value)
             variable = key[4:] if key.startswith("env.") else None
             key, value = ("env", {variable: value}) if variable is not None else (key, value)
             if key not in FIELDS:

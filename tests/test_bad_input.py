@@ -40,12 +40,12 @@ def refused(cli, code: int, message: str, *arguments: str, **env: str) -> None:
         ("command must be a script", ["run", "--"]),
         ("cannot read job file none.yaml", ["run", "none.yaml"]),
         ("unknown key 'trainer'", ["run", "--set", "trainer=1"]),
-        ("unrecognized arguments: --bogus", ["run", "--bogus"]),
+        ("run takes no '--bogus'", ["run", "--bogus"]),
         ("cannot write to /proc/", ["run", "--engine", "process", "--runs", "/proc/x", "--", "probe.py"]),
         ("no job nope", ["logs", "nope"]),
         ("no job nope", ["stop", "nope"]),
-        ("ps takes nothing behind --", ["ps", "--", "x"]),
-        ("the following arguments are required: COMMAND", []),
+        ("ps takes no script", ["ps", "--", "x"]),
+        ("unknown command 'x'", ["x"]),
     ],
 )
 def test_a_wrong_command_line_must_be_refused(cli, message, arguments):

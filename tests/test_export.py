@@ -116,7 +116,7 @@ def test_the_script_for_slurm_must_be_one_for_bash(form):
         (["kubernetes", "--gpus", "3", "--trainers", "1"], "3 GPUs cannot be shared out evenly to 2 nodes"),
         (["slurm", "--form", "job"], "--form job"),
         (["compose", "--form", "job"], "--form job"),
-        (["nomad"], "invalid choice: 'nomad'"),
+        (["nomad"], "unknown target 'nomad'"),
         (["kubernetes", "--set", "network=host"], "pin and network are for this machine"),
         (["slurm", "--set", "user=root"], "user is root, and Slurm runs a job as the user who submits it"),
         (["slurm", "--set", "constraints=[node.labels.a == b]"], "constraints and encrypt are Swarm's"),

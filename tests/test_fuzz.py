@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scripted import ALL_WELL
 
 from orchestrate import job, records, report, spec
-from orchestrate.cli import FLAGS as OPTIONS
+from orchestrate.arguments import FLAGS as OPTIONS
 from orchestrate.engines import messages
 from orchestrate.engines.links import Link
 from orchestrate.errors import OrchestrateError, UsageError

@@ -58,8 +58,8 @@ def test_a_script_must_be_named_from_the_folder_that_the_nodes_see(tmp_path, mon
 
 def test_a_script_that_looks_like_an_option_must_be_none_for_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "-c").touch()
-    assert job.check_script(JobSpec(command=("./-c", "-c"))).command == ("./-c", "-c")
+    (tmp_path / "-c.py").touch()
+    assert job.check_script(JobSpec(command=("./-c.py", "-c"))).command == ("./-c.py", "-c")
 
 
 def test_a_module_must_be_left_to_the_nodes_and_be_named():

@@ -15,7 +15,7 @@ from commanded import create, supervised
 from test_commands import end, runs_elsewhere
 
 from orchestrate import owners, users
-from orchestrate.cli import JOB_COMMANDS
+from orchestrate.arguments import JOB_COMMANDS
 from orchestrate.errors import UsageError
 from orchestrate.job import load
 from orchestrate.paths import JobPaths

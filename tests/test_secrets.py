@@ -18,7 +18,8 @@ from conftest import ROOT, docker, proc
 from scripted import ALL_WELL, KILLED
 
 from orchestrate import lock, records
-from orchestrate.cli import EXPORTS, main
+from orchestrate.arguments import EXPORTS
+from orchestrate.cli import main
 from orchestrate.errors import EngineError
 from orchestrate.events import objects
 from orchestrate.paths import JobPaths

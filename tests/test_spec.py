@@ -246,6 +246,7 @@ def test_a_written_job_file_must_resolve_to_the_same_job(tmp_path):
     values = {
         "name": "010",
         "command": "x.py 'a b' yes 1.10",
+        "expand": False,
         "trainers": 2,
         "nproc_per_node": 4,
         "gpus": 2,

@@ -262,3 +262,35 @@ def test_a_process_must_count_as_dying_from_when_the_kernel_closes_its_files():
     assert made.poll() == 137 and not made.dying
     for end in (made.output, made.input):
         os.close(end)
+
+
+def test_a_command_must_have_the_workers_own_values_in_the_place_of_their_names(waiting):
+    (waiting.folder / "0.py").write_text("import sys\nprint(sys.argv[1:])")
+    words = ["--out=$JOB_DIR/x", "${RANK} of $WORLD_SIZE", "$RANKED $HOME $NONE $$ $ ${", "${RANK", "$NODE_MODE"]
+    script = str(waiting.folder / "0.py")
+    waiting.command(0, script, *words, WORLD_SIZE="4")
+    waiting.command(1, script, *words, WORLD_SIZE="4", WORKER_EXPAND="false")
+    assert [waiting.code(rank) for rank in range(2)] == [0, 0]
+    own = [f"--out={waiting.folder}/x", "0 of 4", *words[2:]]
+    assert [waiting.log(rank) for rank in range(2)] == [f"{own}\n", f"{words}\n"]
+
+
+def test_any_program_must_run_as_a_worker(waiting):
+    go = waiting.folder / "go"
+    go.write_text('#!/bin/sh\necho "rank $RANK: $@" here; exit $RANK\n')
+    go.chmod(0o755)
+    waiting.command(0, "sh", "-c", 'echo "$0 $RANK"; exit 3', "$RANK")
+    waiting.command(1, str(go), "a b")
+    waiting.command(2, "./go", "a b")
+    assert [waiting.code(rank) for rank in range(3)] == [3, 1, 2]
+    assert [waiting.log(rank) for rank in range(3)] == ["0 0\n", "rank 1: a b here\n", "rank 2: a b here\n"]
+
+
+@pytest.mark.parametrize(
+    "program, code, why", [("nonesuch", 127, "No such file"), ("./0.txt", 126, "Permission denied")]
+)
+def test_the_log_must_tell_why_a_program_did_not_start(waiting, program, code, why):
+    (waiting.folder / "0.txt").write_text("text")
+    waiting.command(0, program)
+    assert waiting.code(0) == code
+    assert waiting.log(0).startswith(f"[node] rank 0 did not start: {why}") and program in waiting.log(0)

@@ -150,7 +150,7 @@ def apart(code: Path, runs: Path) -> None:
 def _scripts(command: tuple[str, ...]) -> list[str]:
     """The files that a command may run, by their paths in the folder of code."""
     if command[:1] != ("-m",):
-        return list(command[:1])
+        return [os.path.normpath(word) for word in command[:1]]
     path = command[1].replace(".", "/")
     return [f"{path}.py", f"{path}/__main__.py"]
 

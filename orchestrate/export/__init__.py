@@ -72,6 +72,8 @@ def shape(spec: JobSpec, name: str) -> Shape:
     }
     if not gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
+    if not spec.expand:
+        env["WORKER_EXPAND"] = "false"
     if spec.cpus:
         env["OMP_NUM_THREADS"] = str(max(1, int(spec.cpus) // nproc))
     found = secret_names(spec.env, spec.secrets)

@@ -121,8 +121,7 @@ class Loop:
                         self._do_without(self.zygote, str(error))
             worker.start(None)
         except OSError as error:
-            say(f"rank {worker.rank} did not start: {error}")
-            worker.cancelled = FAILED_TO_START
+            worker.failed_to_start(error)
 
     def _do_without(self, zygote: Zygote, why: str) -> None:
         """Stop using the zygote, and kill a worker that it may have forked without reporting it."""

@@ -57,7 +57,8 @@ def assign(nodes: list[Node], nproc: int, master_addr: str, master_port: int, jo
 FENCE = "generation"  # a file in the job's folder
 
 # Variables that a user's own environment must not set; OMP_NUM_THREADS may be set.
-CONTRACT = {*assign([{"host": "", "cpus": 1, "gpus": []}], 1, "", 0, "", "")[0], "JOB_ID", "JOB_DIR", "WORKER_CORES"}
+CONTRACT = {*assign([{"host": "", "cpus": 1, "gpus": []}], 1, "", 0, "", "")[0], "JOB_ID", "JOB_DIR"}
+CONTRACT |= {"WORKER_CORES", "WORKER_EXPAND"}
 CONTRACT -= {"OMP_NUM_THREADS"}
 
 

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from orchestrate.node.command import expanded, of_python, words
 from orchestrate.node.output import say, stdout
 from orchestrate.node.ranks import Env
 from orchestrate.node.trees import FOLDER, opened
 from orchestrate.node.warm import Forked, Zygote, fields, processes
 
-FAILED_TO_START = 126
+FAILED_TO_START, NOT_FOUND = 126, 127  # exit codes, as those of a shell
 LONGEST_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
 OOM_COUNTERS = (  # of cgroup v2, cgroup v1 and the machine
     "/sys/fs/cgroup/memory.events",
@@ -38,13 +39,13 @@ class Worker:
         done: Callable[[int], None],
         started: Callable[[int], None] = lambda pid: None,
     ) -> None:
-        """Prepare to start `command` (arguments of Python).
+        """Prepare to start `command`, in which the names of some variables may stand for the worker's values.
 
         `started` gets its process id, `done` its exit code, 128 + n if signal n ended it.
         """
         self.rank = env.get("RANK", "0")
         # On a fatal signal, including the SIGABRT for a hung worker, Python prints the stack of each thread.
-        self.command, self.env, self.cwd = command, {"PYTHONFAULTHANDLER": "1"} | env, cwd
+        self.command, self.env, self.cwd = expanded(command, env), {"PYTHONFAULTHANDLER": "1"} | env, cwd
         self.done, self.started = done, started
         self.asked = False  # whether it has been asked to stop
         self.cancelled: int | None = None  # the exit code if it was ended before it started
@@ -55,12 +56,12 @@ class Worker:
         self.log = Log(env)
 
     def start(self, zygote: Zygote | None) -> None:
-        """Fork it from `zygote`, or start a fresh interpreter; raises OSError if that fails."""
-        if zygote:
+        """Fork it from `zygote` if it is for Python, or start a process; raises OSError if that fails."""
+        if zygote and of_python(self.command):
             self.process = zygote.fork(self.command, self.env, self.cwd, self.input)
         else:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", *self.command],
+                words(self.command),
                 env=self.env,
                 cwd=self.cwd,
                 stdin=subprocess.DEVNULL,
@@ -71,6 +72,14 @@ class Worker:
             )
         self._no_more_input()
         self.started(self.process.pid)
+
+    def failed_to_start(self, error: OSError) -> None:
+        """Give it an end, and its log the reason."""
+        why = f"rank {self.rank} did not start: {error.strerror}: {error.filename or self.command[0]}"
+        say(why)
+        self.log.write(f"[node] {why}\n".encode(errors="backslashreplace"))
+        missing = isinstance(error, FileNotFoundError) and error.filename != self.cwd
+        self.cancelled = NOT_FOUND if missing else FAILED_TO_START
 
     def _before(self) -> None:
         """Runs between fork and exec."""

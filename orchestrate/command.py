@@ -1,0 +1,99 @@
+"""The command of a job as people write it, for torchrun among others, and what it says of the job besides. Pure."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any, NoReturn
+
+from orchestrate.errors import UsageError
+
+PYTHON = re.compile(r"python(3(\.[0-9]+)?)?")
+LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+# Flags of torchrun (torch 2.10) for what the orchestrator does itself: the place to meet, logs, and watching workers.
+OURS = [
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-conf",
+    "--monitor-interval",
+    "--start-method",
+    "--role",
+    "--log-dir",
+    "--redirects",
+    "--tee",
+    "--local-ranks-filter",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--local-addr",
+    "--logs-specs",
+    "--signals-to-handle",
+]
+SHORT = {"--redirects": "-r", "--tee": "-t"}
+HINT = "give the rest to orchestrate: run [options] -- SCRIPT ARGS"
+
+
+def read(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The words that a worker runs, and the keys of a job file that the command stands for.
+
+    `python SCRIPT.py` is `SCRIPT.py`, which a worker can be forked for, and `torchrun FLAGS SCRIPT.py` is the same with
+    the numbers of nodes and workers in its flags. Raises UsageError for flags that cannot be followed.
+    """
+    if words[0] == "torchrun":
+        return _torchrun(words[1:])
+    if PYTHON.fullmatch(words[0]):
+        rest = words[2:] if words[1:2] == ("-u",) else words[1:]
+        if rest[:1] == ("-m",) and rest[1:2] and rest[1] in LAUNCHERS:
+            return _torchrun(rest[2:])
+        if rest and (rest[0] == "-m" or (rest[0].endswith(".py") and not rest[0].startswith("-"))):
+            return rest, {}
+    return words, {}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"torchrun: {message}", HINT)
+
+
+def _torchrun(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    parser = _Parser(prog="torchrun", add_help=False, allow_abbrev=False)
+    parser.add_argument("--nnodes", type=_nodes, default={})
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=_workers, default={})
+    parser.add_argument("--max-restarts", "--max_restarts")
+    parser.add_argument("--standalone", action="store_true")
+    parser.add_argument("-m", "--module", action="store_true")
+    parser.add_argument("--no-python", "--no_python", action="store_true")
+    for flag in OURS:
+        names = {flag, f"--{flag[2:].replace('-', '_')}"} | ({SHORT[flag]} if flag in SHORT else set())
+        parser.add_argument(*sorted(names), dest="ours")
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    found = parser.parse_args(words)
+    rest = tuple(found.words)
+    if rest[:1] == ("--",):
+        rest = rest[1:]
+    if not rest:
+        raise UsageError("torchrun is given no script", "write -- torchrun FLAGS SCRIPT ARGS")
+    if rest[0].startswith("-"):
+        raise UsageError(f"torchrun: {rest[0]} cannot be followed here", HINT)
+    asked = {**({"trainers": 0} if found.standalone else {}), **found.nnodes, **found.nproc_per_node}
+    if found.max_restarts is not None:
+        asked["max_restarts"] = found.max_restarts
+    if found.module:
+        return ("-m", *rest), asked
+    if found.no_python or rest[0].endswith(".py"):
+        return read(rest)[0], asked
+    return ("python", *rest), asked
+
+
+def _nodes(text: str) -> dict[str, Any]:
+    """`4`, or `1:4` for a job that goes on with fewer."""
+    least, _, most = text.rpartition(":")
+    if not re.fullmatch("[1-9][0-9]{0,5}", most) or not re.fullmatch("([1-9][0-9]{0,5})?", least):
+        raise argparse.ArgumentTypeError(f"{text!a} is not a number of nodes, such as 4 or 1:4")
+    return {"trainers": int(most) - 1} | ({"min_trainers": int(least) - 1} if least and least != most else {})
+
+
+def _workers(text: str) -> dict[str, Any]:
+    """A number, or a word that leaves it to what a node has."""
+    return {} if text in ("auto", "gpu", "cpu", "xpu") else {"nproc_per_node": text}

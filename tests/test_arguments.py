@@ -1,0 +1,197 @@
+"""Words as users of torchrun and Docker write them must mean what they mean there."""
+
+import pytest
+from test_cli import do, engine, runs  # noqa: F401
+
+from orchestrate import command, job
+from orchestrate.arguments import parse
+from orchestrate.cli import main
+from orchestrate.errors import UsageError
+from orchestrate.spec import resolve
+
+SCRIPT = ["train.py", "--lr", "0.1"]
+MODULE = ("-m", "a.b", "--lr", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        ("run train.py --lr 0.1", "run"),
+        ("run -- train.py --lr 0.1", "run"),
+        ("run --trainers 2 --dry-run train.py --lr 0.1", "run --trainers 2 --dry-run"),
+        ("run --trainers=2 train.py --lr 0.1", "run --trainers=2"),
+        ("run job.yaml train.py --lr 0.1", "run job.yaml"),
+        ("run job.yml --gpus none train.py --lr 0.1", "run job.yml --gpus none"),
+        ("run -e A=b train.py --lr 0.1", "run -e A=b"),
+        ("run -eA=b train.py --lr 0.1", "run -eA=b"),
+        ("run --env A train.py --lr 0.1", "run --env A"),
+        ("plan --nproc_per_node 2 train.py --lr 0.1", "plan --nproc_per_node 2"),
+        ("export kubernetes --form jobset train.py --lr 0.1", "export kubernetes --form jobset"),
+    ],
+)
+def test_the_jobs_command_must_begin_where_ours_ends(monkeypatch, words, own):
+    monkeypatch.setenv("A", "b")
+    args, found = parse(words.split())
+    assert found == SCRIPT
+    assert vars(args) == vars(parse(own.split())[0])
+
+
+@pytest.mark.parametrize("words", ["-m a.b --lr 0.1", "--gpus none -m a.b --lr 0.1", "-- -m a.b --lr 0.1"])
+def test_a_module_must_need_no_dashes_before_it(words):
+    assert parse(["run", *words.split()])[1] == [*MODULE]
+
+
+@pytest.mark.parametrize("words", ["run", "run job.yaml", "run --trainers 2", "logs a", "ps"])
+def test_without_a_command_there_must_be_none(words):
+    assert parse(words.split())[1] is None
+
+
+def test_dashes_of_the_jobs_command_must_be_left_to_it():
+    assert parse(["run", "bash", "go.sh", "--", "--dry-run"])[1] == ["bash", "go.sh", "--", "--dry-run"]
+
+
+@pytest.mark.parametrize(
+    ("words", "read", "asked"),
+    [
+        ("train.py a", "train.py a", {}),
+        ("python train.py a", "train.py a", {}),
+        ("python3.12 -u train.py a", "train.py a", {}),
+        ("python -m a.b c", "-m a.b c", {}),
+        ("python -O train.py", "python -O train.py", {}),
+        ("python -c 1", "python -c 1", {}),
+        ("python train", "python train", {}),
+        ("python", "python", {}),
+        ("bash go.sh", "bash go.sh", {}),
+        ("torchrun train.py a", "train.py a", {}),
+        ("torchrun --nproc-per-node 2 train.py --nnodes 3", "train.py --nnodes 3", {"nproc_per_node": "2"}),
+        ("torchrun --nproc_per_node=gpu --nnodes=4 train.py", "train.py", {"trainers": 3}),
+        ("torchrun --nnodes 2:4 -m a.b c", "-m a.b c", {"trainers": 3, "min_trainers": 1}),
+        ("torchrun --nnodes 4:4 --max_restarts 5 train.py", "train.py", {"trainers": 3, "max_restarts": "5"}),
+        ("torchrun --standalone train.py", "train.py", {"trainers": 0}),
+        ("torchrun --standalone --nproc-per-node 3 a.py", "a.py", {"trainers": 0, "nproc_per_node": "3"}),
+        ("torchrun --no-python bash go.sh", "bash go.sh", {}),
+        ("torchrun train", "python train", {}),
+        ("torchrun --rdzv-backend c10d --rdzv_endpoint a:1 --node_rank 0 -r 3 --tee 3 train.py", "train.py", {}),
+        ("torchrun --nproc-per-node 2 -- train.py a", "train.py a", {"nproc_per_node": "2"}),
+        ("python -m torch.distributed.run --nnodes 2 train.py", "train.py", {"trainers": 1}),
+        ("python3 -u -m torch.distributed.launch --nproc_per_node 2 train.py", "train.py", {"nproc_per_node": "2"}),
+    ],
+)  # fmt: skip
+def test_a_command_must_mean_what_it_means_to_torchrun(words, read, asked):
+    assert command.read(tuple(words.split())) == (tuple(read.split()), asked)
+    again = command.read(tuple(read.split()))
+    assert again == (tuple(read.split()), {})  # as `attach` reads it
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("torchrun", "no script"),
+        ("torchrun --nnodes 2", "no script"),
+        ("torchrun --nnodes 0 train.py", "'0' is not a number of nodes"),
+        ("torchrun --nnodes 4:x train.py", "'4:x' is not a number of nodes"),
+        ("torchrun --nnodes", "expected one argument"),
+        ("torchrun --numa-binding node train.py", "--numa-binding"),
+    ],
+)
+def test_what_cannot_be_followed_must_be_named(words, why):
+    with pytest.raises(UsageError, match=why) as found:
+        command.read(tuple(words.split()))
+    assert "torchrun" in str(found.value) and found.value.hint
+
+
+def test_our_own_flags_must_win_over_torchruns(do, runs):  # noqa: F811
+    words = ["torchrun", "--nnodes", "4", "--nproc-per-node", "2", "-m", "app.train"]
+    assert do("plan", "--gpus", "none", "--", *words)[1][0].split(": ")[1].startswith("4 nodes × 2 workers")
+    assert do("plan", "--nodes", "2", "--gpus", "none", "--", *words)[1][0].split(": ")[1].startswith("2 nodes × 2")
+
+
+@pytest.mark.parametrize("words", [["--nodes", "3"], ["--nnodes", "3"], ["--trainers", "2"], ["--set", "nodes=3"]])
+def test_nodes_must_be_counted_as_others_count_them(do, runs, words):  # noqa: F811
+    assert do("plan", "--gpus", "none", *words, "--", "-m", "app.train")[1][0].split(": ")[1].startswith("3 nodes")
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"), [({"nodes": 0}, "nodes must be a whole number from 1"), ({"nodes": 2, "trainers": 1}, "one of")]
+)
+def test_a_number_of_nodes_that_is_none_must_be_refused(layer, why):
+    with pytest.raises(UsageError) as found:
+        resolve(layer)
+    assert why in f"{found.value} {found.value.hint}"
+
+
+def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("HERE", "of the shell")
+    from scripted import ALL_WELL
+
+    engine.generations = [[ALL_WELL]]
+    words = ["-e", "HERE", "--env", "A=b=c", "-eNONE=", "--memory", "2g", "--cpus", "1.5", "--trainers", "2"]
+    assert do("run", "--gpus", "none", *words, "--", "-m", "app.train")[0] == 0
+    spec, _ = job.load(job.JobPaths(next(runs.iterdir())))
+    assert (spec.env, spec.memory, spec.cpus) == ({"HERE": "of the shell", "A": "b=c", "NONE": ""}, "2g", 1.5)
+    assert do("plan", "-e", "NOWHERE")[2] == [
+        "error: --env 'NOWHERE': this shell has no such variable",
+        "hint: write --env NAME=VALUE",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "hint"),
+    [
+        ("pln train.py", "unknown command 'pln'", "did you mean plan?"),
+        ("export nomad", "unknown target 'nomad'", "one of kubernetes, slurm, compose"),
+        ("frobnicate", "unknown command 'frobnicate'", "python -m orchestrate --help"),
+        ("run --trainer 2", "run takes no '--trainer'", "did you mean --trainers?"),
+        ("run --detatch train.py", "run takes no '--detatch'", "did you mean --detach?"),
+        ("run --max-restart=2", "run takes no '--max-restart=2'", "did you mean --max-restarts?"),
+        ("logs a --folow", "logs takes no '--folow'", "did you mean --follow?"),
+        ("logs a --xyz", "logs takes no '--xyz'", "python -m orchestrate logs --help"),
+        ("export kubernets", "unknown target 'kubernets'", "did you mean kubernetes?"),
+        ("export slurm --from venv", "export takes no '--from'", "did you mean --form?"),
+    ],
+)
+def test_a_word_that_is_unknown_must_be_answered_with_the_nearest_one(do, words, what, hint):  # noqa: F811
+    assert do(*words.split()) == (2, [], [f"error: {what}", f"hint: {hint}"])
+
+
+def test_without_a_word_the_commands_must_be_listed(capsys):
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert "\n    run  " in out and err == ""
+
+
+# --- programs
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "go").write_text("#!/bin/sh\n")
+    (tmp_path / "go").chmod(0o755)
+    (tmp_path / "notes.txt").write_text("text")
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"),
+    [
+        ("go a", "./go a"),
+        ("./go a", "./go a"),
+        ("{here}/go", "./go"),
+        ("bash go", "bash go"),
+        ("/bin/sh go", "/bin/sh go"),
+    ],
+)
+def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, words, runs):  # noqa: F811
+    assert job.check_script(resolve({"command": words.format(here=here)})).command == tuple(runs.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [("notes.txt", "neither a .py file nor a program"), ("./none", "does not exist"), ("./folder", "is a folder")],
+)
+def test_a_file_that_is_no_program_must_be_refused(here, words, why):
+    with pytest.raises(UsageError, match=why) as found:
+        job.check_script(resolve({"command": words}))
+    assert found.value.hint
