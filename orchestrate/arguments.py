@@ -30,8 +30,8 @@ FLAGS = {  # keys of the job file that are flags, too
     "min_trainers": "N",
     "spares": "N",
 }
-SWITCHES = ("--dry-run", "--detach", "-h", "--help")  # of commands that take a job: flags without a value
 RUNS = Path("runs")
+SWITCHES = ("--dry-run", "--detach", "--print-path", "--json", "-h", "--help")  # flags of `run` without a value
 RUN_COMMANDS = {
     "run": "run a job to its end",
     "plan": "print who would be which rank, and end",
@@ -44,6 +44,8 @@ JOB_COMMANDS = {
     "stop": "stop a job and remove its nodes",
     "rm": "remove the files of a job that has ended, and all that it may have left",
 }
+READING = ("logs", "attach", "wait")  # commands that take the latest job where none is named
+LATEST = "latest"
 EXPORTS = {"kubernetes": ("job", "jobset", "trainjob"), "slurm": ("venv", "apptainer", "pyxis"), "compose": ()}
 FILES = (".yaml", ".yml", ".json")  # how the name of a job file ends
 COMMAND = "[[--] SCRIPT.py ARGS | -m MODULE ARGS | PROGRAM ARGS]"
@@ -148,6 +150,7 @@ def _parser() -> Parser:
         _add_job(command)
         if name == "run":
             command.add_argument("--dry-run", action="store_true", help="print the plan, create nothing")
+            _add_instead(command)
             command.add_argument(
                 "--detach", action="store_true", help="leave the job to a supervisor in the background"
             )
@@ -184,8 +187,12 @@ def _parser() -> Parser:
     _add_runs(kinds.add_parser("ps", help="list jobs and clusters", description="List the jobs and clusters."))
     for name, description in JOB_COMMANDS.items():
         command = kinds.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
-        command.add_argument("job", type=_name, metavar="JOB", help="its id, or how it begins")
+        alone: dict[str, Any] = {"nargs": "?", "default": LATEST} if name in READING else {}
+        said = "its id, how it begins, its folder, or latest" + " (the default)" * bool(alone)
+        command.add_argument("job", type=_job, metavar="JOB", help=said, **alone)
         _add_runs(command)
+        if name == "attach":
+            _add_instead(command)
         if name == "logs":
             command.add_argument("--rank", type=int, metavar="N", help="of one worker alone, without prefix")
             command.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
@@ -212,6 +219,13 @@ def _add_job(command: argparse.ArgumentParser) -> None:
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the job file")
 
 
+def _add_instead(command: argparse.ArgumentParser) -> None:
+    """Add what stdout may have at the end instead of the workers' output, which then goes to stderr."""
+    instead = command.add_mutually_exclusive_group()
+    instead.add_argument("--print-path", action="store_true", help="to stdout: the job's folder alone, at the end")
+    instead.add_argument("--json", action="store_true", help="to stdout: the report alone, at the end")
+
+
 def _add_runs(command: argparse.ArgumentParser) -> None:
     command.add_argument("--runs", type=_folder, metavar="DIR", help=f"where jobs leave their files (default {RUNS})")
 
@@ -221,6 +235,14 @@ def _name(text: str) -> str:
     if not re.fullmatch("[a-z0-9-]{1,63}", text):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a name of lower-case letters, digits and hyphens")
     return text
+
+
+def _job(text: str) -> str:
+    """A job by its name, or by its folder, as `run` prints it."""
+    if "/" not in text:
+        return _name(text)
+    path = Path(text)
+    return f"{path.parent}/{_name(path.name)}"
 
 
 def _folder(text: str) -> Path:

@@ -11,14 +11,13 @@ import time
 from pathlib import Path
 
 from orchestrate import cluster, commands, errors, job, lock, owners, terminal
-from orchestrate.arguments import EXPORTS, RUN_COMMANDS, RUNS, flags, parse
+from orchestrate.arguments import EXPORTS, LATEST, RUN_COMMANDS, RUNS, flags, parse
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import PACKAGE, JobPaths
 from orchestrate.plan import Inventory, counted, plan
 from orchestrate.redact import HIDDEN
-from orchestrate.report import text
 from orchestrate.spec import JobSpec, read_file, read_set, resolve, unencodable
-from orchestrate.terminal import give, out, say
+from orchestrate.terminal import out, say
 
 
 def main(argv: list[str]) -> int:
@@ -60,8 +59,7 @@ def _command(argv: list[str]) -> int:
     except FileNotFoundError:
         raise UsageError("the current folder does not exist any more", "cd to a folder that does") from None
     if "runs" in args:
-        _check_link(args)
-        args.shown, args.runs = args.runs, owners.check(args.runs)
+        _settle_runs(args)
     if args.command == "doctor":
         return commands.doctor(_spec(args, script))
     if args.command == "export":
@@ -73,11 +71,19 @@ def _command(argv: list[str]) -> int:
     return commands.BY_NAME[args.command](args)
 
 
-def _check_link(args: argparse.Namespace) -> None:
-    """Raise UsageError if files would go where a link leads that may have come with a project."""
+def _settle_runs(args: argparse.Namespace) -> None:
+    """Set the folder of jobs, and for a job that is named by its folder, or as the latest, its name there.
+
+    Raises UsageError for a folder that cannot be used: a link may have come with a project, for example.
+    """
     if args.command in RUN_COMMANDS and args.runs is None and RUNS.is_symlink():
         raise UsageError(f"{RUNS} is a link, and jobs would be where it leads", "--runs DIR names that folder")
-    args.runs = args.runs or RUNS
+    args.shown, name = args.runs or RUNS, vars(args).get("job", "")
+    if "/" in name:
+        args.shown, args.job = Path(name).parent, Path(name).name
+    args.runs = owners.check(args.shown)
+    if name == LATEST:
+        args.job = commands.latest(args.runs, args.shown)
 
 
 def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:
@@ -132,10 +138,8 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     if args.detach:
         _detach(paths, args.shown)
         return errors.SUCCEEDED
-    data = job.supervise(paths, engine, stops, say)
-    say(text(data))
-    give(args.shown / job_id)
-    return commands.exit_code(data)
+    data = job.supervise(paths, engine, stops, say, output=commands.output(args))
+    return commands.end(args, job_id, data)
 
 
 def _up(spec: JobSpec, runs: Path) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import queue
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,22 @@ def exit_code(data: dict[str, Any]) -> int:
     if data["outcome"] == "stopped":
         return errors.TIMED_OUT if data["reason"] == BY_MAX_RUN else errors.INTERRUPTED
     return {"succeeded": errors.SUCCEEDED, "failed": errors.FAILED, "lost": errors.LOST}[data["outcome"]]
+
+
+def output(args: argparse.Namespace) -> Callable[[str], None]:
+    """What prints the workers' lines: to stdout, unless that is for something else."""
+    return say if args.print_path or args.json else give
+
+
+def end(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
+    """Tell how a job has ended, and return the exit code for that."""
+    say(text(data))
+    say(args.shown / name)
+    if args.print_path:
+        give(args.shown / name)
+    if args.json:
+        give(json.dumps(data, indent=2))
+    return exit_code(data)
 
 
 def count_signals(spec: JobSpec) -> Any:
@@ -157,7 +175,7 @@ def down(args: argparse.Namespace) -> int:
 
 def _job_folders(runs: Path) -> list[Path]:
     """The run directories of jobs that are ours, without those of clusters."""
-    folders = [path.parent for path in sorted(runs.glob("*/plan.json"))]
+    folders = [path.parent for path in sorted(runs.glob("*/plan.json")) if os.path.lexists(JobPaths(path.parent).spec)]
     ours = [folder for folder in folders if NAME.fullmatch(folder.name) and not owners.foreign(folder)]
     return [folder for folder in ours if not JobPaths(folder).nodes.exists()]
 
@@ -169,7 +187,8 @@ def _find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     """
     states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]
     living = {state.job_id: state.paths.root for state in states}
-    runs: dict[str, Path] = {folder.name: folder for folder in _job_folders(args.runs)} | living
+    here = {folder.name: folder for folder in _job_folders(args.runs)}
+    runs = here | living
     begun = [name for name in runs if name.startswith(args.job)]
     ours = [name for name in begun if name in living or records.find(runs[name])]
     found = [args.job] if args.job in ours else [name for name in ours if name in living] or sorted(ours)
@@ -183,9 +202,27 @@ def _find(args: argparse.Namespace, engines: list[Engine]) -> Path:
         older.refuse(args.job, args.runs, engines)
     if len(found) != 1:
         which = "no job" if not found else "several jobs"
-        known = ", ".join(sorted(found or runs)[:8]) or f"none in {args.shown}"
-        raise UsageError(f"{which} {args.job}", f"jobs here: {known}")
+        known = ", ".join(sorted(found or here)[:8])
+        none = f"there is no job in {args.shown}; --runs names another folder"
+        hint = f"jobs in {args.shown}: {known}" if known else none
+        raise UsageError(f"{which} {args.job}", hint)
     return folder
+
+
+def latest(runs: Path, shown: Path) -> str:
+    """The job of this account that was made last; raises UsageError where there is none."""
+    ours = [JobPaths(folder) for folder in _job_folders(runs) if records.find(folder)]
+    if not ours:
+        raise UsageError(f"there is no job in {shown}", "--runs names another folder")
+    return max(ours, key=lambda paths: (_made(paths), paths.root.name)).root.name
+
+
+def _made(paths: JobPaths) -> int:
+    """When a job was made: its file is written once."""
+    try:
+        return paths.spec.lstat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _paths(args: argparse.Namespace) -> JobPaths:
@@ -217,7 +254,7 @@ def attach(args: argparse.Namespace) -> int:
     """Look on while somebody else supervises the job; supervise it when nobody does; tell how it ended."""
     paths = _paths(args)
     spec, made = job.load(paths)
-    follower = job.rest(paths, spec, made)
+    follower, show = job.rest(paths, spec, made), output(args)
     looking = False
     while not (data := job.ended(paths)):
         if supervisor := lock.holder(paths):
@@ -225,7 +262,7 @@ def attach(args: argparse.Namespace) -> int:
                 say(f"{supervisor} supervises {paths.root.name}; following it (Ctrl-C detaches)")
             looking = True
             for line in follower.lines():
-                say(line)
+                show(line)
             time.sleep(0.1)
             continue
         if job.ended(paths):
@@ -233,7 +270,7 @@ def attach(args: argparse.Namespace) -> int:
         say(f"supervising {paths.root.name}")
         engine = _own_engine(spec, made)
         try:
-            data = job.supervise(paths, engine, count_signals(spec), say, follower)
+            data = job.supervise(paths, engine, count_signals(spec), say, follower, show)
             break
         except BlockingIOError:  # somebody else was faster
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -241,11 +278,9 @@ def attach(args: argparse.Namespace) -> int:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if looking:
         for line in follower.lines(end=True):
-            say(line)
+            show(line)
     assert data
-    say(text(data))
-    give(args.shown / paths.root.name)
-    return exit_code(data)
+    return end(args, paths.root.name, data)
 
 
 def wait(args: argparse.Namespace) -> int:

@@ -206,12 +206,13 @@ def supervise(
     stops: Callable[[], int],
     show: Callable[[str], None],
     follower: logs.Follower | None = None,
+    output: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Carry a job from where it stands to its end; hand each line for a person to `show`; return the report.
 
     `stops()` is the number of requests to stop so far; `follower` continues where the logs were shown last (default:
-    from their beginning). Raises OrchestrateError where the job could not start, BlockingIOError where another process
-    supervises it.
+    from their beginning), and `output` gets the workers' lines (default: as `show`). Raises OrchestrateError where the
+    job could not start, BlockingIOError where another process supervises it.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock.held(paths))
@@ -230,7 +231,7 @@ def supervise(
         follower.follow(prefixes(plan))
         follower.marks = False  # the supervisor announces generations itself
         failure = None
-        with _following(follower, show) as say:
+        with _following(follower, show, output or show) as say:
 
             def tell(event: Event) -> None:
                 if said := report.line(event):
@@ -303,8 +304,10 @@ def rest(paths: JobPaths, spec: JobSpec, plan: Plan) -> logs.Follower:
 
 
 @contextmanager
-def _following(follower: logs.Follower, show: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """Show the workers' output as it comes, all of it before the end; yields what shows a line of our own.
+def _following(
+    follower: logs.Follower, show: Callable[[str], None], output: Callable[[str], None]
+) -> Iterator[Callable[[str], None]]:
+    """Hand the workers' lines to `output` as they come, all of them before the end; yields what shows a line of ours.
 
     One thread shows everything: whoever does not read what we print must not stop the supervisor.
     """
@@ -318,7 +321,7 @@ def _following(follower: logs.Follower, show: Callable[[str], None]) -> Iterator
         until, fresh = time.monotonic() + TURN, False
         while True:  # what the workers wrote before we said something
             if (line := next(left, None)) is not None:
-                show(line)
+                output(line)
                 shown += 1
                 if time.monotonic() > until:
                     break

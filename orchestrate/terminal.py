@@ -89,7 +89,7 @@ def flush() -> None:
 
 
 def give(line: object) -> None:
-    """Print a line of data at the end of a job, whose outcome counts more than whether it is read."""
+    """Print a line of data at once; a job goes on, or ends as it did, whether it is read or not."""
     with contextlib.suppress(Closed):
         out(line)
         flush()

@@ -1,6 +1,7 @@
 """What is asked for on the command line must be what is done, on an engine that plays a script."""
 
 import io
+import json
 import os
 import re
 import signal
@@ -45,13 +46,13 @@ def engine(do):
 # --- a job
 
 
-def test_run_must_print_the_folder_of_the_job_and_end_as_the_job_does(do, engine, runs):
+def test_run_must_tell_the_folder_of_the_job_and_end_as_the_job_does(do, engine, runs):
     engine.generations = [[ALL_WELL]]
     code, out, err = do("run", "--trainers", "2", "--name", "mine", *APP)
     (folder,) = runs.iterdir()
-    assert (code, out) == (0, [str(folder)])
+    assert (code, out) == (0, [])
     assert err[0].startswith(f"job {folder.name}: 3 nodes")
-    assert err[-1].startswith("succeeded: 3 workers")
+    assert err[-2].startswith("succeeded: 3 workers") and err[-1] == str(folder)
     assert engine.calls == ["prepare", "up", "start", "down"]
     spec, plan = job.load(JobPaths(folder))
     assert (spec.name, spec.trainers, spec.command) == ("mine", 2, ("-m", "app.train"))
@@ -62,7 +63,30 @@ def test_run_must_print_the_folder_of_the_job_and_end_as_the_job_does(do, engine
 def test_run_must_end_with_the_code_of_what_came_of_the_job(do, engine, runs, words, code):
     engine.generations = [[KILLED] if code == 1 else []]
     ended, out, err = do("run", "--trainers", "2", "--set", "grace=0.01s", *words, *APP)
-    assert (ended, out) == (code, [str(next(runs.iterdir()))])
+    assert (ended, out, err[-1]) == (code, [], str(next(runs.iterdir())))
+
+
+def test_stdout_must_have_what_workers_print_or_what_is_asked_for_instead(do, engine, runs):
+    start = engine.start
+
+    def prints(workers, command) -> None:
+        start(workers, command)
+        JobPaths(next(runs.iterdir())).log(0).write_text("loss 0.5\n")
+
+    engine.start, found = prints, {}
+    for flag in ("", "--print-path", "--json"):
+        engine.generations = [[ALL_WELL]]
+        code, out, err = do("run", "--trainers", "2", *filter(None, [flag]), *APP)
+        assert code == 0 and ("master 0    | loss 0.5" in err) == bool(flag)
+        (folder,) = runs.iterdir()
+        found[flag] = out, folder
+        assert do("attach", folder, *filter(None, [flag]))[1] == (out if flag else [])
+        assert do("rm", folder)[0] == 0
+    assert found[""][0] == ["master 0    | loss 0.5"]
+    assert found["--print-path"][0] == [str(found["--print-path"][1])]
+    report = json.loads("\n".join(found["--json"][0]))
+    assert (report["job_id"], report["outcome"]) == (found["--json"][1].name, "succeeded")
+    assert do("run", "--json", "--print-path", *APP)[0] == 2
 
 
 def test_run_must_end_with_the_code_of_the_error_where_the_job_could_not_start(do, engine, runs):
@@ -140,7 +164,7 @@ def test_up_must_bring_up_nodes_that_jobs_use_and_down_removes(do, engine, runs)
     code, out, err = do("run", "--trainers", "2", *APP)
     assert code == 0 and f", on {name}" in err[0]
     assert engine.calls == ["prepare", "up", "start", "down"]
-    assert {path.name for path in runs.iterdir()} == {name, Path(out[0]).name}
+    assert {path.name for path in runs.iterdir()} == {name, Path(err[-1]).name}
 
 
 def test_a_cluster_of_one_node_must_have_the_name_that_it_was_given(do, engine, runs):
@@ -194,7 +218,7 @@ FLAGS += ["--min-trainers", "--spares", "--set", "--nodes", "--memory", "--cpus"
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("run", [*FLAGS, *RUNS, "--dry-run", "--detach"]),
+        ("run", [*FLAGS, *RUNS, "--dry-run", "--detach", "--print-path", "--json"]),
         ("plan", [*FLAGS, *RUNS]),
         ("up", [*FLAGS, *RUNS]),
         ("doctor", FLAGS),
@@ -204,7 +228,7 @@ FLAGS += ["--min-trainers", "--spares", "--set", "--nodes", "--memory", "--cpus"
         ("down", [*RUNS, "--dry-run"]),
         ("ps", RUNS),
         ("logs", [*RUNS, "--rank", "--follow"]),
-        ("attach", RUNS),
+        ("attach", [*RUNS, "--print-path", "--json"]),
         ("wait", RUNS),
         ("stop", [*RUNS, "--dry-run"]),
         ("rm", [*RUNS, "--dry-run"]),

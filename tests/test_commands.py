@@ -76,7 +76,7 @@ def test_a_job_must_be_found_by_its_name_or_how_it_begins(do, engine, tmp_path, 
     if " " in found:
         assert (code, out, err[0]) == (2, [], f"error: {found}")
         known = "a-1, a-12" if asked == "a" else "a-1, a-12, b, b-1, c-1, c-2"
-        assert err[1] == f"hint: jobs here: {known}"
+        assert err[1] == f"hint: jobs in {tmp_path}: {known}"
     else:
         assert (code, out) == (0, [f"folder {tmp_path / found}"])
 
@@ -91,7 +91,42 @@ def test_a_job_that_lives_must_be_found_from_any_folder(do, engine, tmp_path):
 
 
 def test_where_there_are_no_jobs_the_folder_must_be_named(do, engine, tmp_path):
-    assert do("logs", "a") == (2, [], ["error: no job a", f"hint: jobs here: none in {tmp_path}"])
+    hint = f"hint: there is no job in {tmp_path}; --runs names another folder"
+    assert do("logs", "a") == (2, [], ["error: no job a", hint])
+    assert do("logs") == (2, [], [f"error: there is no job in {tmp_path}", "hint: --runs names another folder"])
+
+
+def test_the_jobs_that_are_named_must_be_those_of_the_folder(do, engine, tmp_path):
+    create(JobPaths(tmp_path / "a-1"))
+    engine.states = [runs_elsewhere(create(JobPaths(tmp_path / "far" / "b-1")).root, "b-1")]
+    assert do("logs", "c")[2][1] == f"hint: jobs in {tmp_path}: a-1"
+
+
+def test_a_job_must_be_found_by_its_folder_as_run_prints_it(do, tmp_path, monkeypatch):
+    far = create(JobPaths(tmp_path / "far" / "a-1"))
+    far.log(0).write_text("hello\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("far/a-1", "far/a-1/", "./far/a", f"{far.root}", f"../{tmp_path.name}/far/a-1"):
+        assert do("logs", name) == (0, ["master 0    | hello"], [])
+    assert do("rm", "far/a-1", "--dry-run") == (0, [f"folder {far.root}"], [])
+
+
+def test_the_latest_job_must_be_the_one_that_was_made_last(do, tmp_path):
+    for place, name in enumerate(("b-1", "c-1", "a-1", "z-1", "y-1")):
+        paths = create(JobPaths(tmp_path / name), cluster=name if name == "y-1" else "")
+        paths.log(0).write_text(f"{name}\n") if name != "y-1" else None
+        os.utime(paths.spec, ns=(0, place))
+    records.forget(tmp_path / "z-1")  # that came with the project
+    for words in (["logs"], ["logs", "latest"]):
+        assert do(*words) == (0, ["master 0    | a-1"], [])
+    assert do("rm", "latest", "--dry-run") == (0, [f"folder {tmp_path / 'a-1'}"], [])
+
+
+@pytest.mark.parametrize("command", ["stop", "rm"])
+def test_what_ends_or_removes_a_job_must_be_told_which(do, tmp_path, command):
+    create(JobPaths(tmp_path / "a-1"))
+    code, out, err = do(command)
+    assert (code, out, err[0]) == (2, [], "error: the following arguments are required: JOB")
 
 
 # --- looking
@@ -115,7 +150,7 @@ def test_wait_and_attach_must_end_as_the_job_did_though_no_engine_answers(
     paths.log(0).write_text("shown before\n")
     assert do("wait", "a-1") == (code, [], [])
     ended, out, err = do("attach", "a-1")
-    assert (ended, out) == (code, [str(paths.root)])
+    assert (ended, out, err[-1]) == (code, [], str(paths.root))
     assert err[0].startswith(f"{outcome}: 3 workers")
 
 
@@ -178,25 +213,19 @@ def test_attach_must_look_on_from_the_last_lines_to_the_end(do, paths, monkeypat
     monkeypatch.setattr(commands, "time", Meanwhile(lambda: next(ticks)()))
     with supervised(paths.root) as other:
         code, out, err = do("attach", "a-1")
-    assert (code, out) == (0, [str(paths.root)])
+    assert code == 0 and len(err) == 3
     assert err[0].startswith(f"process {other.pid} supervises a-1;")
-    assert [line for line in err if line.startswith("process")] == err[:1]  # once
-    assert err[-4:] == [
-        "master 0    | line 999",
-        "trainer-1 1 | one",
-        "trainer-1 1 | two",
-        "succeeded: 3 workers, 1.0 s",
-    ]
-    assert len(err) < 1000
+    assert err[1:] == ["succeeded: 3 workers, 1.0 s", str(paths.root)]
+    assert out[-3:] == ["master 0    | line 999", "trainer-1 1 | one", "trainer-1 1 | two"]
+    assert len(out) < 1000
 
 
 def test_attach_must_supervise_a_job_that_has_no_supervisor(do, paths, engine):
     engine.generations = [[ALL_WELL]]
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     code, out, err = do("attach", "a-1")
-    assert (code, out) == (0, [str(paths.root)])
-    assert "master 0    | line 999" in err and len(err) < 1000  # from the last lines on
-    assert err[0] == "supervising a-1" and err[-1].startswith("succeeded: 3 workers")
+    assert code == 0 and out[-1] == "master 0    | line 999" and len(out) < 1000  # from the last lines on
+    assert err[0] == "supervising a-1" and err[-2].startswith("succeeded: 3 workers")
     assert engine.calls == ["up", "start", "down"]
 
 

@@ -389,7 +389,7 @@ def test_what_workers_wrote_before_we_said_something_must_be_shown_before_it(pat
         release.set()
 
     follower = Follower(paths, {0: ""})
-    with job._following(follower, show) as say:
+    with job._following(follower, show, show) as say:
         paths.log(0).write_text("of a worker\n")
         say("ours")
         say("ours again")

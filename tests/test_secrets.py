@@ -67,7 +67,7 @@ def test_a_run_must_show_no_secret_though_its_workers_print_it(do, printing, tmp
     for command in (["plan", job], ["run", job, "--dry-run"], ["run", job]):
         code, out, err = do(*command)
         assert code == 0 and CANARY not in "\n".join(out + err)
-    assert f"login with {HIDDEN}" in "\n".join(err)
+    assert f"login with {HIDDEN}" in "\n".join(out)
     (run,) = (path.parent for path in do.runs.glob("*/report.json"))
     assert leaks(run) == {"job/metrics.jsonl", *(f"job/logs/rank-{rank}.log" for rank in range(3))}
     report = json.loads((run / "report.json").read_text())
