@@ -13,6 +13,7 @@ from pathlib import Path
 from orchestrate import cluster, commands, errors, job, lock, owners, terminal
 from orchestrate.arguments import EXPORTS, LATEST, RUN_COMMANDS, RUNS, flags, parse
 from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.find import latest
 from orchestrate.paths import PACKAGE, JobPaths
 from orchestrate.plan import Inventory, counted, plan
 from orchestrate.redact import HIDDEN
@@ -83,7 +84,7 @@ def _settle_runs(args: argparse.Namespace) -> None:
         args.shown, args.job = Path(name).parent, Path(name).name
     args.runs = owners.check(args.shown)
     if name == LATEST:
-        args.job = commands.latest(args.runs, args.shown)
+        args.job = latest(args.runs, args.shown)
 
 
 def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:

@@ -12,13 +12,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrate import cluster, errors, job, lock, logs, older, owners, records, terminal
 from orchestrate.errors import EngineLost, OrchestrateError, ResourceError, UsageError
+from orchestrate.find import find, job_folders
 from orchestrate.generation import BY_MAX_RUN
-from orchestrate.paths import NAME, JobPaths
+from orchestrate.paths import JobPaths
 from orchestrate.redact import Mask
 from orchestrate.report import text
 from orchestrate.spec import JobSpec
@@ -140,7 +140,7 @@ def ps(args: argparse.Namespace) -> int:
             word = "running" if busy else "idle" if state.cluster else "without supervisor"
             rows.append((state.job_id, state.engine, str(state.nodes), word, str(state.paths.root)))
     shown = {name for name, *_ in rows}
-    for folder in _job_folders(args.runs):
+    for folder in job_folders(args.runs):
         paths = JobPaths(folder)
         if folder.name not in shown and lock.holder(paths):
             with contextlib.suppress(UsageError):  # its files say nothing any more
@@ -173,63 +173,11 @@ def down(args: argparse.Namespace) -> int:
     return errors.SUCCEEDED
 
 
-def _job_folders(runs: Path) -> list[Path]:
-    """The run directories of jobs that are ours, without those of clusters."""
-    folders = [path.parent for path in sorted(runs.glob("*/plan.json")) if os.path.lexists(JobPaths(path.parent).spec)]
-    ours = [folder for folder in folders if NAME.fullmatch(folder.name) and not owners.foreign(folder)]
-    return [folder for folder in ours if not JobPaths(folder).nodes.exists()]
-
-
-def _find(args: argparse.Namespace, engines: list[Engine]) -> Path:
-    """The run directory of the job that `args.job` names or begins, living or ended.
-
-    Raises UsageError for one that another user could have made, or can change: what is in it proves nothing.
-    """
-    states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]
-    living = {state.job_id: state.paths.root for state in states}
-    here = {folder.name: folder for folder in _job_folders(args.runs)}
-    runs = here | living
-    begun = [name for name in runs if name.startswith(args.job)]
-    ours = [name for name in begun if name in living or records.find(runs[name])]
-    found = [args.job] if args.job in ours else [name for name in ours if name in living] or sorted(ours)
-    found = found or [name for name in begun if name == args.job]  # made on another machine or by another account
-    folder = runs[found[0]] if found else args.runs / args.job
-    if why := owners.foreign(folder):
-        raise UsageError(f"{folder} is not a run directory of yours: {why}", "python -m orchestrate ps lists your jobs")
-    if folder.parent != args.runs:
-        owners.check(folder.parent)
-    if not found:
-        older.refuse(args.job, args.runs, engines)
-    if len(found) != 1:
-        which = "no job" if not found else "several jobs"
-        known = ", ".join(sorted(found or here)[:8])
-        none = f"there is no job in {args.shown}; --runs names another folder"
-        hint = f"jobs in {args.shown}: {known}" if known else none
-        raise UsageError(f"{which} {args.job}", hint)
-    return folder
-
-
-def latest(runs: Path, shown: Path) -> str:
-    """The job of this account that was made last; raises UsageError where there is none."""
-    ours = [JobPaths(folder) for folder in _job_folders(runs) if records.find(folder)]
-    if not ours:
-        raise UsageError(f"there is no job in {shown}", "--runs names another folder")
-    return max(ours, key=lambda paths: (_made(paths), paths.root.name)).root.name
-
-
-def _made(paths: JobPaths) -> int:
-    """When a job was made: its file is written once."""
-    try:
-        return paths.spec.lstat().st_mtime_ns
-    except OSError:
-        return 0
-
-
 def _paths(args: argparse.Namespace) -> JobPaths:
     """The files of the job that `args.job` names; the engines are asked only where the runs have no such job."""
     folder = args.runs / args.job
     local = folder.joinpath("plan.json").exists() and not owners.foreign(folder) and records.find(folder)
-    return JobPaths(_find(args, [] if local else _engines()))
+    return JobPaths(find(args, [] if local else _engines()))
 
 
 def show_logs(args: argparse.Namespace) -> int:
@@ -348,7 +296,7 @@ def _own_engine(spec: JobSpec, made: Plan) -> Engine:
 def _looked_up(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
     """The files of a job, and all engines that answer; raises the error of the job's own one, where that does not."""
     engines = _engines()
-    paths = JobPaths(_find(args, engines))
+    paths = JobPaths(find(args, engines))
     with contextlib.suppress(UsageError):  # its files say nothing any more
         spec, made = job.load(paths)
         if made.engine not in {engine.name for engine in engines}:

@@ -1,0 +1,67 @@
+"""Which job a command is about: by its name, how it begins, or as the latest one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrate import older, owners, records
+from orchestrate.errors import UsageError
+from orchestrate.paths import NAME, JobPaths
+
+if TYPE_CHECKING:
+    from orchestrate.engines import Engine
+
+
+def job_folders(runs: Path) -> list[Path]:
+    """The run directories of jobs that are ours, without those of clusters."""
+    folders = [path.parent for path in sorted(runs.glob("*/plan.json")) if os.path.lexists(JobPaths(path.parent).spec)]
+    ours = [folder for folder in folders if NAME.fullmatch(folder.name) and not owners.foreign(folder)]
+    return [folder for folder in ours if not JobPaths(folder).nodes.exists()]
+
+
+def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
+    """The run directory of the job that `args.job` names or begins, living or ended.
+
+    Raises UsageError for one that another user could have made, or can change: what is in it proves nothing.
+    """
+    states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]
+    living = {state.job_id: state.paths.root for state in states}
+    here = {folder.name: folder for folder in job_folders(args.runs)}
+    runs = here | living
+    begun = [name for name in runs if name.startswith(args.job)]
+    ours = [name for name in begun if name in living or records.find(runs[name])]
+    found = [args.job] if args.job in ours else [name for name in ours if name in living] or sorted(ours)
+    found = found or [name for name in begun if name == args.job]  # made on another machine or by another account
+    folder = runs[found[0]] if found else args.runs / args.job
+    if why := owners.foreign(folder):
+        raise UsageError(f"{folder} is not a run directory of yours: {why}", "python -m orchestrate ps lists your jobs")
+    if folder.parent != args.runs:
+        owners.check(folder.parent)
+    if not found:
+        older.refuse(args.job, args.runs, engines)
+    if len(found) != 1:
+        which = "no job" if not found else "several jobs"
+        known = ", ".join(sorted(found or here)[:8])
+        none = f"there is no job in {args.shown}; --runs names another folder"
+        hint = f"jobs in {args.shown}: {known}" if known else none
+        raise UsageError(f"{which} {args.job}", hint)
+    return folder
+
+
+def latest(runs: Path, shown: Path) -> str:
+    """The job of this account that was made last; raises UsageError where there is none."""
+    ours = [JobPaths(folder) for folder in job_folders(runs) if records.find(folder)]
+    if not ours:
+        raise UsageError(f"there is no job in {shown}", "--runs names another folder")
+    return max(ours, key=lambda paths: (_made(paths), paths.root.name)).root.name
+
+
+def _made(paths: JobPaths) -> int:
+    """When a job was made: its file is written once."""
+    try:
+        return paths.spec.lstat().st_mtime_ns
+    except OSError:
+        return 0
