@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from orchestrate.paths import PROJECT
+from orchestrate.paths import PACKAGE
 
 WAITS = 60.0  # seconds after which the process is killed in any case
 MEMORY = 1 << 30  # bytes of memory
@@ -34,7 +34,7 @@ def call(function: Callable[..., Any], *arguments: Any, seconds: int) -> Any:
 
     Arguments and result are JSON data. Each call imports the module, so it should import little.
     """
-    limits = [str(seconds), str(MEMORY), str(PROJECT)]
+    limits = [str(seconds), str(MEMORY), str(PACKAGE.parent)]
     given = json.dumps([function.__module__, function.__name__, arguments])
     try:  # in a new session, which Ctrl-C does not reach
         done = subprocess.run(

@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).resolve().parent
 NODE = PACKAGE / "node"
 
 
-PROJECT = PACKAGE.parent  # the checkout, with docker-compose.yml, Dockerfile and app/
+SHIPPED = PACKAGE / "project"  # in a wheel alone
+PROJECT = SHIPPED if SHIPPED.is_dir() else PACKAGE.parent  # with docker-compose.yml, Dockerfile and app/
 
 
 def code_folder(command: tuple[str, ...]) -> Path:

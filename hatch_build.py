@@ -1,0 +1,34 @@
+"""What a wheel has besides the package: in `orchestrate/project`, what Compose and Docker need of this folder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FILES = ("Dockerfile", "docker-compose.yml", "requirements.lock", ".dockerignore", "orchestrate/__init__.py")
+FOLDERS = ("app", "orchestrate/node")  # the latter twice: in the package, and where the image is built from
+
+
+class Project(BuildHookInterface):  # type: ignore[type-arg]
+    """Copies files, since hatchling puts no file into two places."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the files to a wheel; an editable installation has them anyway."""
+        if version == "editable":
+            return
+        root, self.copy = Path(self.root), Path(tempfile.mkdtemp())
+        for name in FILES:
+            (self.copy / name).parent.mkdir(exist_ok=True)
+            shutil.copy(root / name, self.copy / name)
+        for name in FOLDERS:
+            shutil.copytree(root / name, self.copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        build_data["force_include"][str(self.copy)] = "orchestrate/project"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove the copies."""
+        if version != "editable":
+            shutil.rmtree(self.copy)

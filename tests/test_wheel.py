@@ -1,0 +1,108 @@
+"""What is installed from a wheel must work in any folder, without this one."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import MARK, ROOT
+
+BUILD = "import hatchling.build as made, sys\nprint(getattr(made, sys.argv[1])(sys.argv[2]))"
+HELLO = "import os, sys\nprint('hello of', os.environ['RANK'], sys.argv[1:])\n"
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+
+
+def run(*words: object, cwd: Path, **env: str) -> str:
+    done = subprocess.run([*map(str, words)], cwd=cwd, env=os.environ | env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def environment(folder: Path, *needs: object) -> Path:
+    """A fresh environment with these packages; its programs."""
+    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    run(folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", *needs, cwd=folder.parent)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel that is made of the source distribution."""
+    folder = tmp_path_factory.mktemp("built")
+    python = environment(folder / "builds", "hatchling") / "python"
+    run("git", "clone", "--quiet", "--no-hardlinks", ROOT, folder / "clone", cwd=folder)
+    source = run(python, "-c", BUILD, "build_sdist", folder, cwd=folder / "clone").split()[-1]
+    with tarfile.open(folder / source) as archive:
+        archive.extractall(folder, filter="data")
+    (unpacked,) = folder.glob("torch_orchestrate-*/")
+    return folder / run(python, "-c", BUILD, "build_wheel", folder, cwd=unpacked).split()[-1]
+
+
+@pytest.fixture(scope="module")
+def programs(wheel, tmp_path_factory) -> Path:
+    return environment(tmp_path_factory.mktemp("installed") / "venv", wheel)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A user's folder, with names of ours in it, that other users can read."""
+    monkeypatch.setenv(MARK, str(tmp_path))
+    for name in ("app", "tests", "benchmarks"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('of the user')")
+    for name in ("app.py", "orchestrate.py", "docker.py", "yaml.py"):
+        (tmp_path / name).write_text("raise SystemExit('of the user')")
+    (tmp_path / "hello.py").write_text(HELLO)
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    return tmp_path
+
+
+def test_a_wheel_must_have_what_compose_and_docker_need_and_nothing_beside_the_package(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        shipped = {name: archive.read(name) for name in names if name.startswith("orchestrate/project/")}
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"orchestrate"}
+    for name, content in shipped.items():
+        assert (ROOT / name.removeprefix("orchestrate/project/")).read_bytes() == content
+    compose = yaml.safe_load(shipped["orchestrate/project/docker-compose.yml"])
+    assert compose["x-build"]["context"] == "."
+    for path in (*ROOT.glob("orchestrate/node/*.py"), *ROOT.glob("app/*.py"), ROOT / "requirements.lock"):
+        assert f"orchestrate/project/{path.relative_to(ROOT)}" in shipped
+
+
+@pytest.mark.parametrize("engine", ["process", pytest.param("docker", marks=pytest.mark.docker)])
+def test_what_is_installed_must_run_a_script_of_any_folder(programs, here, engine, request):
+    if engine == "docker":
+        request.getfixturevalue("docker_engine")
+    words = ("--engine", engine, "--gpus", "none", "--trainers", "1", "--json", "hello.py", "a")
+    report = json.loads(run(programs / "orchestrate", "run", *words, cwd=here))
+    assert report["outcome"] == "succeeded"
+    assert (here / "runs" / report["job_id"] / "logs" / "rank-1.log").read_text() == "hello of 1 ['a']\n"
+
+
+@pytest.mark.docker
+def test_what_is_installed_must_have_the_default_job(programs, here, docker_engine):
+    for path in here.iterdir():
+        path.rename(here.parent / f"{here.name}-{path.name}")
+    words = ("--gpus", "none", "--trainers", "1", "--json", "--", "-m", "app.train", "--epochs", "1")
+    report = json.loads(run(programs / "torch-orchestrate", "run", "--engine", "docker", *words, cwd=here))
+    assert report["final_metrics"]["test_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("target", ["compose", "slurm", "kubernetes"])
+def test_what_is_installed_must_export_a_job(programs, here, target):
+    text = run(programs / "orchestrate", "export", target, "--image", "a.example/b:1", "hello.py", cwd=here)
+    assert "hello.py" in text
+
+
+def test_what_is_installed_must_say_what_it_is(programs, here):
+    assert run(programs / "orchestrate", "--version", cwd=here) == run(
+        programs / "python", "-P", "-m", "orchestrate", "--version", cwd=here
+    )
