@@ -172,6 +172,13 @@ def _constraints(value: Any) -> list[str]:
     return conditions
 
 
+def _optional_keys(value: Any) -> list[str]:
+    names = re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(name in FIELDS for name in names):
+        raise ValueError("a list of keys of the job file")
+    return [str(name) for name in names]
+
+
 def _variables(value: Any) -> list[str]:
     names = value.split() if isinstance(value, str) else value
     if not isinstance(names, list) or not all(re.fullmatch(VARIABLE, str(name)) for name in names):
@@ -265,6 +272,7 @@ class JobSpec:
     spares: int = _field(0, _integer(0, MOST_TRAINERS), "more nodes that wait for the place of one that is lost")
     hang_after: float | None = _field(600.0, _patience, "of silence and idleness before a job counts as hung; or none")
 
+    optional: list[str] = _field([], _optional_keys, "keys that an engine without them may ignore")
     warm: bool = _field(True, _truth, "fork workers from a process that has imported torch already")
     preload: list[str] = _field([], _modules, "more modules that such a process imports")
 

@@ -13,7 +13,7 @@ from test_plan import HERE
 
 from orchestrate import cluster, job, users
 from orchestrate.engines import JobState, ignoring
-from orchestrate.errors import EngineError, OrchestrateError
+from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.paths import JobPaths
 from orchestrate.plan import Inventory, plan
 from orchestrate.spec import JobSpec
@@ -209,10 +209,13 @@ def test_a_cluster_must_be_told_from_a_job_by_its_folder(run, is_one):
 
 
 def test_keys_that_an_engine_does_not_know_must_be_named_where_they_are_set():
-    assert ignoring(JobSpec(), ("image", "memory", "shm_size", "encrypt")) == ""
-    assert ignoring(JobSpec(memory="2g", encrypt=True, volume="x"), ("memory", "cpus", "encrypt")) == (
-        ", ignoring memory, encrypt"
-    )
+    keys = ("image", "memory", "shm_size", "encrypt")
+    spec = JobSpec(memory="2g", encrypt=True, volume="x", optional=["encrypt", "memory"])
+    assert ignoring(JobSpec(), keys, "an engine") == ""
+    assert ignoring(spec, keys, "an engine") == ", ignoring memory, encrypt"
+    with pytest.raises(UsageError, match="an engine cannot do what the job says of memory") as error:
+        ignoring(dataclasses.replace(spec, optional=["encrypt"]), keys, "an engine")
+    assert error.value.hint.endswith("--set optional=memory,encrypt")
 
 
 def test_down_must_go_on_where_a_job_has_put_something_else_in_the_place_of_its_files(tmp_path):

@@ -43,7 +43,9 @@ def test_an_engine_must_be_shown_as_it_is(answers, daemon, tmp_path, monkeypatch
     assert found.preload == ("torch", "torch.distributed")
     assert (found.memory, found.hosts) == (8 << 30, 1)
     assert answers.did() == []
-    found = image.inventory(daemon, spec(network="host", volume="v", memory="1g"), tmp_path / "run", True)
+    found = image.inventory(
+        daemon, spec(network="host", volume="v", memory="1g", optional=["volume"]), tmp_path / "run", True
+    )
     assert (found.network, found.master_addr, found.interface) == ("host", "127.0.0.1", "lo")
     assert found.about == "Docker Engine 26.1.5, image mine:1, ignoring volume"
     daemon.info["NCPU"] = 2  # in a virtual machine, say
@@ -188,7 +190,8 @@ def test_a_machine_must_be_shown_as_it_is(tmp_path, monkeypatch):
     assert (found.master_addr, found.interface) == ("127.0.0.1", "lo")
     assert (found.job_dir, found.code) == (str(tmp_path / "run"), str(tmp_path))
     assert found.preload == ("torch", "torch.distributed")
-    asked = spec(gpus="none", memory="1g", cpus=2.0, shm_size="2g", volume="v")
+    given = ["image", "memory", "cpus", "shm_size", "volume"]
+    asked = spec(gpus="none", memory="1g", cpus=2.0, shm_size="2g", volume="v", optional=given)
     found = engine.inventory(asked, tmp_path / "run", False)
     assert found.gpus == ()
     assert found.about == "local processes without isolation, ignoring image, memory, cpus, shm_size, volume"

@@ -272,6 +272,7 @@ def test_a_written_job_file_must_resolve_to_the_same_job(tmp_path):
         "min_trainers": 1,
         "spares": 1,
         "hang_after": "none",
+        "optional": ["memory"],
         "warm": False,
         "preload": ["numpy"],
     }

@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
 
 def run(*words: object, cwd: Path, **env: str) -> str:
-    done = subprocess.run([*map(str, words)], cwd=cwd, env=os.environ | env, capture_output=True, text=True)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | env
+    done = subprocess.run([*map(str, words)], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from orchestrate.errors import UsageError
 from orchestrate.paths import NAME, NODES, JobPaths
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
@@ -59,9 +60,17 @@ class JobState:
         return self.run.name == NODES
 
 
-def ignoring(spec: JobSpec, keys: Iterable[str]) -> str:
-    """A note on the keys of the job file that an engine does not support; empty if none of them is set."""
+def ignoring(spec: JobSpec, keys: Iterable[str], engine: str) -> str:
+    """A note on the keys of the job file that an engine does not support; empty if none of them is set.
+
+    Raises UsageError for one that is set, and is not among the optional ones.
+    """
     found = [key for key in keys if getattr(spec, key) != getattr(JobSpec(), key)]
+    if needed := [key for key in found if key not in spec.optional]:
+        raise UsageError(
+            f"{engine} cannot do what the job says of {', '.join(needed)}",
+            f"leave it out, or say that the job can do without: --set optional={','.join(found)}",
+        )
     return f", ignoring {', '.join(found)}" if found else ""
 
 

@@ -49,7 +49,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
     here, count = cores(), max(1, daemon.info["NCPU"])  # the engine may run in a virtual machine with other cores
     return Inventory(
         engine="docker",
-        about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}{ignoring(spec, SWARMS)}",
+        about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}{ignoring(spec, SWARMS, 'one Docker Engine')}",
         cores=here if len(here) == count else tuple(range(count)),
         gpus=gpus,
         no_gpus=no_gpus,

@@ -75,7 +75,7 @@ class ProcessEngine(Linked):
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
         return Inventory(
             engine="process",
-            about=f"local processes without isolation{ignoring(spec, LIMITS)}",
+            about=f"local processes without isolation{ignoring(spec, LIMITS, 'local processes')}",
             cores=cores(),
             gpus=tuple(gpus()) if spec.gpus != "none" else (),
             no_gpus="this machine has no NVIDIA GPU",
