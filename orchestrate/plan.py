@@ -17,7 +17,8 @@ from orchestrate.limits import UNLIMITED, Limits, in_words, limits
 from orchestrate.node.ranks import assign
 from orchestrate.paths import NAME
 from orchestrate.redact import Mask, redacted
-from orchestrate.spec import MOST_TRAINERS, MOST_WORKERS, JobSpec
+from orchestrate.spec import JobSpec
+from orchestrate.values import MOST_TRAINERS, MOST_WORKERS
 
 NODE = re.compile(r"master|trainer-[1-9][0-9]{0,5}")
 

@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,161 +14,21 @@ from typing import Any
 
 import yaml
 
-from orchestrate import command, strict_yaml
+from orchestrate import command, strict_yaml, values
 from orchestrate.errors import UsageError
-from orchestrate.limits import UNLIMITED
-from orchestrate.node.ranks import CONTRACT
-from orchestrate.patterns import flaw
-from orchestrate.restarts import ACTIONS, CAUSES, CONDITIONS
 from orchestrate.strict_yaml import shown
 
 APP = ("-m", "app.train", "--resume", "auto")
 IMAGE = "orchestrate-node:0.1"
 TEXTS = ("command", "env", "name", "user")  # keys whose values are text, whatever they look like
-MOST_TRAINERS = 1000  # a Linux bridge takes 1023 ports
-MOST_WORKERS = 1024  # of a node
-MOST_BYTES = (1 << 63) - 1  # of memory; what the engine can count
-MOST_RULES, LONGEST_PATTERN = 100, 1000
-MOST_CONSTRAINTS, LONGEST_CONSTRAINT = 100, 500
-
-_WHOLE = r"-?(0|[1-9][0-9]{0,17})"  # Python takes minutes for a million digits
-_VISIBLE = r"[^\s\x00-\x1f\x7f-\x9f]"  # neither white space nor a control character
-_DAY = 86400
-VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
-
-
-def _integer(low: int, high: int) -> Callable[[Any], int]:
-    def parse(value: Any) -> int:
-        if isinstance(value, bool) or not re.fullmatch(_WHOLE, str(value)) or not low <= int(value) <= high:
-            raise ValueError(f"a whole number from {low} to {high}")
-        return int(value)
-
-    return parse
 
 
 def _trainers(nodes: Any) -> int:
     """The trainers of so many nodes; raises UsageError."""
     try:
-        return _integer(1, MOST_TRAINERS + 1)(nodes) - 1
+        return values.integer(1, values.MOST_TRAINERS + 1)(nodes) - 1
     except ValueError as error:
         raise UsageError(f"nodes must be {error}, not {shown(nodes)}", "the master and all trainers") from None
-
-
-def _choice(*names: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if value not in names:
-            raise ValueError(f"one of {', '.join(names)}")
-        return str(value)
-
-    return parse
-
-
-def _text(pattern: str, meaning: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not re.fullmatch(pattern, str(value)):
-            raise ValueError(meaning)
-        return str(value)
-
-    return parse
-
-
-def _command(value: Any) -> tuple[str, ...]:
-    meaning = "a script or -m MODULE, with arguments; one string, or a list of strings"
-    try:
-        words = shlex.split(value) if isinstance(value, str) else value
-    except ValueError as error:  # a quotation without an end
-        raise ValueError(f"{meaning} ({error})") from None
-    if not isinstance(words, (list, tuple)) or not words or not all(isinstance(w, (str, int, float)) for w in words):
-        raise ValueError(meaning)
-    return tuple(str(word) for word in words)
-
-
-def _gpus(value: Any) -> str | int:
-    if value in ("auto", "all", "none"):
-        return str(value)
-    try:
-        return _integer(1, 1024)(value)
-    except ValueError:
-        raise ValueError("auto, all, none or a whole number from 1") from None
-
-
-def _duration(longest: str, most: float) -> Callable[[Any], float]:
-    """A duration of at most `most` seconds; `longest` says the same in words."""
-
-    def parse(value: Any) -> float:
-        match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,30})?)\s*([smhd]?)", str(value).strip())
-        seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": _DAY}[match[2]] if match else 0.0
-        if isinstance(value, bool) or not 0.001 <= seconds <= most:
-            raise ValueError(f"a duration such as 90s, 30m, 2h or 1d, from 1 ms to {longest}")
-        return seconds
-
-    return parse
-
-
-def _env(value: Any) -> dict[str, str]:
-    """The names and values; an error names no value, which may be a secret."""
-    if not isinstance(value, Mapping):
-        raise ValueError("a mapping of names to values")
-    for name, content in value.items():
-        if not re.fullmatch(VARIABLE, str(name)):
-            raise ValueError(f"a mapping of names to values; {shown(name)} is not a name")
-        if not isinstance(content, (str, int, float)):
-            raise ValueError(f"a mapping of names to values; {name} has no text or number as its value")
-        if name in CONTRACT:
-            raise ValueError(f"a mapping without {name}, which the orchestrator sets in every worker")
-    return {str(name): str(content) for name, content in value.items()}
-
-
-def _rules(value: Any) -> list[dict[str, Any]]:
-    some = f"a list of at most {MOST_RULES} mappings"
-    meaning = f"{some} with an action ({', '.join(ACTIONS)}) and one or more of {', '.join(CONDITIONS)}"
-    if not isinstance(value, list) or len(value) > MOST_RULES:
-        raise ValueError(meaning)
-    rules = []
-    for rule in value:
-        if not isinstance(rule, Mapping) or rule.get("action") not in ACTIONS or not CONDITIONS & rule.keys():
-            raise ValueError(meaning)
-        if unknown := rule.keys() - CONDITIONS - {"action"}:
-            raise ValueError(f"{meaning}; {unknown.pop()!r} is none of them")
-        codes = rule.get("exit_codes", [])
-        if not isinstance(codes, list) or not all(type(code) is int and 0 < code < 256 for code in codes):
-            raise ValueError(f"{meaning}; exit_codes is a list of numbers from 1 to 255")
-        if not all(isinstance(rule.get(name, ""), str) for name in ("log", "cause")):
-            raise ValueError(f"{meaning}; log and cause are text")
-        if rule.get("cause", "error") not in CAUSES:
-            raise ValueError(f"{meaning}; the causes are {', '.join(CAUSES)}")
-        if len(rule.get("log", "")) > LONGEST_PATTERN:
-            raise ValueError(f"{meaning}; log is a regular expression of at most {LONGEST_PATTERN} characters")
-        rules.append(dict(rule))
-    if why := flaw(tuple(rule["log"] for rule in rules if "log" in rule)):
-        raise ValueError(f"{meaning}; log is a regular expression ({why})")
-    return rules
-
-
-def _truth(value: Any) -> bool:
-    if value in (True, False, "true", "false"):
-        return value in (True, "true")
-    raise ValueError("true or false")
-
-
-def _modules(value: Any) -> list[str]:
-    names = value.split() if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", str(name)) for name in names):
-        raise ValueError("a list of modules")
-    return [str(name) for name in names]
-
-
-def _constraints(value: Any) -> list[str]:
-    conditions = [str(one) for one in value] if isinstance(value, list) else [value]
-    form = r"[^\s\x00-\x1f\x7f-\x9f=!]+ ?[!=]= ?" + f"{_VISIBLE}+"  # the first operator ends the name: linear time
-    if len(conditions) > MOST_CONSTRAINTS or not all(
-        isinstance(one, str) and len(one) <= LONGEST_CONSTRAINT and re.fullmatch(form, one) for one in conditions
-    ):
-        raise ValueError(
-            f"a list of at most {MOST_CONSTRAINTS} conditions such as node.labels.gpu==a100 or node.hostname!=box, "
-            f"each of at most {LONGEST_CONSTRAINT} characters"
-        )
-    return conditions
 
 
 def _optional_keys(value: Any) -> list[str]:
@@ -179,102 +38,71 @@ def _optional_keys(value: Any) -> list[str]:
     return [str(name) for name in names]
 
 
-def _variables(value: Any) -> list[str]:
-    names = value.split() if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(re.fullmatch(VARIABLE, str(name)) for name in names):
-        raise ValueError("a list of names of env")
-    return [str(name) for name in names]
-
-
-_long = _duration("10 years", 3650 * _DAY)  # longer than any job, and exact as a float
-_grace = _duration("1 day", _DAY)  # as seconds of Docker and as milliseconds of poll() it has to fit 32 bits
-
-
-def _patience(value: Any) -> float | None:
-    return None if value in (None, "none") else _long(value)
-
-
-def _optional(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else parse(value)
-
-
 def _field(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
     factory = (lambda: type(default)(default)) if isinstance(default, (dict, list)) else (lambda: default)
     return dataclasses.field(default_factory=factory, metadata={"parse": parse, "doc": doc})
-
-
-_name = _text(r"[^\x00-\x1f\x7f-\x9f]{0,200}", "text of at most 200 characters, on one line")
-_user = _text(r"auto|root|[0-9]{1,9}(:[0-9]{1,9})?", "auto, root, UID, or UID:GID")
-_volume = _text(rf"|/{_VISIBLE}+|[\w.-]+", "a volume's name, or a path")
-
-
-def _size(value: Any) -> str:
-    text = _text(r"0{0,9}[1-9][0-9]{0,18}[bkmgBKMG]?", "a size such as 512m or 4g")(value)
-    number, unit = re.fullmatch(r"([0-9]+)(.?)", text).groups()  # type: ignore[union-attr]
-    if int(number) << {"k": 10, "m": 20, "g": 30}.get(unit.lower(), 0) > MOST_BYTES:
-        raise ValueError("a size such as 512m or 4g, below 8 EiB")
-    return text
-
-
-def _cpus(value: Any) -> float:
-    meaning = "a number from 0.01 to 10000"
-    number = float(_text(r"[0-9]{1,6}(\.[0-9]{1,30})?", meaning)(value))
-    if not 0.01 <= number <= 10_000:
-        raise ValueError(meaning)
-    return number
-
-
-def _limit(value: Any) -> str:
-    try:
-        return UNLIMITED if value == UNLIMITED else _size(value)
-    except ValueError as error:
-        raise ValueError(f"{error}, or {UNLIMITED}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """One job. The fields are the keys of a job file; durations are in seconds once read."""
 
-    name: str = _field("", _name, "what the job is called; its id adds four characters")
-    command: tuple[str, ...] = _field(APP, _command, "SCRIPT ARGS, or -m MODULE ARGS")
-    expand: bool = _field(True, _truth, "replace $JOB_DIR, $RANK and the like in command, in each worker")
-    trainers: int = _field(3, _integer(0, MOST_TRAINERS), "nodes besides the master")
-    nproc_per_node: int | None = _field(None, _optional(_integer(1, MOST_WORKERS)), "workers on each node")
-    gpus: str | int = _field("auto", _gpus, "auto (what the engine has), all, none, or how many")
-    engine: str = _field("auto", _choice("auto", "docker", "process", "swarm"), "where the nodes live")
-    image: str = _field(IMAGE, _text(rf"{_VISIBLE}+", "the name of an image"), "what the nodes are made of")
-    user: str = _field("auto", _user, "who nodes run as; auto: you, but not root")
-    env: dict[str, str] = _field({}, _env, "more environment for every worker")
-    secrets: list[str] = _field([], _variables, "names of env whose values are shown nowhere, whatever they look like")
-    memory: str | None = _field(
-        None, _optional(_limit), "limit of each node, such as 4g, or unlimited (default its share of the machine's)"
+    name: str = _field("", values.NAME, "what the job is called; its id adds four characters")
+    command: tuple[str, ...] = _field(APP, values.command, "SCRIPT ARGS, or -m MODULE ARGS")
+    expand: bool = _field(True, values.truth, "replace $JOB_DIR, $RANK and the like in command, in each worker")
+    trainers: int = _field(3, values.integer(0, values.MOST_TRAINERS), "nodes besides the master")
+    nproc_per_node: int | None = _field(
+        None, values.optional(values.integer(1, values.MOST_WORKERS)), "workers on each node"
     )
-    cpus: float | None = _field(None, _optional(_cpus), "of each node")
-    shm_size: str = _field("1g", _size, "/dev/shm of each node")
-    pin: bool = _field(False, _truth, "keep each worker to cores of its own")
-    network: str = _field("bridge", _choice("bridge", "host"), "bridge: one of the job's own; host: this machine's")
+    gpus: str | int = _field("auto", values.gpus, "auto (what the engine has), all, none, or how many")
+    engine: str = _field("auto", values.choice("auto", "docker", "process", "swarm"), "where the nodes live")
+    image: str = _field(IMAGE, values.text(rf"{values.VISIBLE}+", "the name of an image"), "what the nodes are made of")
+    user: str = _field("auto", values.USER, "who nodes run as; auto: you, but not root")
+    env: dict[str, str] = _field({}, values.env, "more environment for every worker")
+    secrets: list[str] = _field(
+        [], values.variables, "names of env whose values are shown nowhere, whatever they look like"
+    )
+    memory: str | None = _field(
+        None,
+        values.optional(values.limit),
+        "limit of each node, such as 4g, or unlimited (default its share of the machine's)",
+    )
+    cpus: float | None = _field(None, values.optional(values.cpus), "of each node")
+    shm_size: str = _field("1g", values.size, "/dev/shm of each node")
+    pin: bool = _field(False, values.truth, "keep each worker to cores of its own")
+    network: str = _field(
+        "bridge", values.choice("bridge", "host"), "bridge: one of the job's own; host: this machine's"
+    )
     host_access: bool = _field(
         False,
-        _truth,
+        values.truth,
         "let nodes reach this machine's own ports and the cloud's metadata service, and this machine theirs",
     )
-    encrypt: bool = _field(False, _truth, "Swarm: encrypt what goes over the job's network")
-    constraints: list[str] = _field([], _constraints, "Swarm: which hosts take nodes, such as node.labels.gpu==a100")
-    volume: str = _field("", _volume, "Swarm: one folder for all hosts")
-    max_run: float | None = _field(None, _optional(_long), "the job is stopped after this time, such as 2h")
-    grace: float = _field(30.0, _grace, "between the request to stop and the kill")
-    max_restarts: int = _field(3, _integer(0, 1_000_000), "restarts within restart_window before the job fails")
-    restart_window: float = _field(3600.0, _long, "the time in which restarts are counted")
-    rules: list[dict[str, Any]] = _field([], _rules, "what a failure means; see docs/restarts.md")
-    min_trainers: int | None = _field(
-        None, _optional(_integer(0, MOST_TRAINERS)), "go on with so few where a node cannot come back"
+    encrypt: bool = _field(False, values.truth, "Swarm: encrypt what goes over the job's network")
+    constraints: list[str] = _field(
+        [], values.constraints, "Swarm: which hosts take nodes, such as node.labels.gpu==a100"
     )
-    spares: int = _field(0, _integer(0, MOST_TRAINERS), "more nodes that wait for the place of one that is lost")
-    hang_after: float | None = _field(600.0, _patience, "of silence and idleness before a job counts as hung; or none")
+    volume: str = _field("", values.VOLUME, "Swarm: one folder for all hosts")
+    max_run: float | None = _field(None, values.optional(values.LONG), "the job is stopped after this time, such as 2h")
+    grace: float = _field(30.0, values.GRACE, "between the request to stop and the kill")
+    max_restarts: int = _field(3, values.integer(0, 1_000_000), "restarts within restart_window before the job fails")
+    restart_window: float = _field(3600.0, values.LONG, "the time in which restarts are counted")
+    rules: list[dict[str, Any]] = _field([], values.rules, "what a failure means; see docs/restarts.md")
+    min_trainers: int | None = _field(
+        None,
+        values.optional(values.integer(0, values.MOST_TRAINERS)),
+        "go on with so few where a node cannot come back",
+    )
+    spares: int = _field(
+        0, values.integer(0, values.MOST_TRAINERS), "more nodes that wait for the place of one that is lost"
+    )
+    hang_after: float | None = _field(
+        600.0, values.patience, "of silence and idleness before a job counts as hung; or none"
+    )
 
     optional: list[str] = _field([], _optional_keys, "keys that an engine without them may ignore")
-    warm: bool = _field(True, _truth, "fork workers from a process that has imported torch already")
-    preload: list[str] = _field([], _modules, "more modules that such a process imports")
+    warm: bool = _field(True, values.truth, "fork workers from a process that has imported torch already")
+    preload: list[str] = _field([], values.modules, "more modules that such a process imports")
 
     def to_yaml(self) -> str:
         """The job as a job file that resolves to this very spec."""

@@ -47,9 +47,10 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
     else:
         mounts.of_nodes(run, code, spec.command)
     here, count = cores(), max(1, daemon.info["NCPU"])  # the engine may run in a virtual machine with other cores
+    ignored = ignoring(spec, SWARMS, "one Docker Engine")
     return Inventory(
         engine="docker",
-        about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}{ignoring(spec, SWARMS, 'one Docker Engine')}",
+        about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}{ignored}",
         cores=here if len(here) == count else tuple(range(count)),
         gpus=gpus,
         no_gpus=no_gpus,
