@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,23 +24,31 @@ COMPLAINT = re.compile(
     rf"onnection (closed|reset|refused)|remote process exited|Broken pipe|DistNetworkError|{TIMEOUT.pattern}"
 )
 
-NOT_FOUND = "the program is not where the workers run: name an image that has it (--image)"
+# How torch says that it finds no GPU, or was built without CUDA.
+NO_CUDA = r"not compiled with CUDA|No CUDA GPUs are available|no CUDA-capable device|Found no NVIDIA driver"
+RANK = r"(?:\[rank\d+\]: )?"  # how torch begins the lines of a traceback
 
+NOT_FOUND = "the program is not where the workers run: name an image that has it (--image)"
 NOT_RUN = "it is no program that can be run: see its first line, and chmod +x"
+NO_MODULE = r"\1 is not installed where the workers run: name an image that has it (--image)"
+NO_FILE = "nodes see the folder that you started from, as their working directory, and no other one of this machine"
+READ_ONLY = "nodes see your folder read-only: write to the folder in $JOB_DIR"
+MORE_MEMORY = "raise the limit (--set memory=8g), or lower the batch size"
+FEWER_LOADERS = "raise the limit (--set memory=8g), or use fewer DataLoader workers"
+HERE = {  # what hints are for local processes, which have no image and no limits
+    NOT_FOUND: "the program is not on this machine's PATH",
+    NO_MODULE: rf"\1 is not installed: {sys.executable} -m pip install \1",
+    NO_FILE: "paths count from the folder that you started from",
+    READ_ONLY: "the workers run as you, and may not write there: write to the folder in $JOB_DIR",
+    MORE_MEMORY: "a smaller batch or fewer workers: this machine has no memory left",
+    FEWER_LOADERS: "fewer DataLoader workers: this machine has no memory left",
+}
 
 # What the last lines of a failed worker tell; the first match counts.
 BY_WORDS = [
     (r"(?m)^\[node\] rank \d+ did not start: No such file", "not started", NOT_FOUND),
-    (
-        r"(?m)^\[node\] rank \d+ did not start: ",
-        "not started",
-        "check that it is a program: chmod +x, and its first line",
-    ),
-    (
-        r"No module named '?([\w.]+)",
-        "script",
-        r"\1 is not installed where the workers run: name an image that has it (--image)",
-    ),
+    (r"(?m)^\[node\] rank \d+ did not start: ", "not started", NOT_RUN),
+    (r"No module named '?([\w.]+)", "script", NO_MODULE),
     (r"can't open file", "script", "the script is not below the folder that you started from"),
     (r"(?m)^\S*:? ?(ImportError|SyntaxError|IndentationError): ", "script", "the script does not load: see above"),
     (
@@ -51,14 +60,16 @@ BY_WORDS = [
     (
         r"DataLoader worker .* killed by signal: Killed",
         "out of memory in a child",
-        "raise the limit (--set memory=8g), or use fewer DataLoader workers",
+        FEWER_LOADERS,
     ),
     (r"CUDA out of memory|OutOfMemoryError", "out of GPU memory", "a smaller batch, or GPUs with more memory"),
     (r"No space left on device", "disk full", "free some disk, or some /dev/shm (--set shm_size=4g)"),
+    (r"Read-only file system|Permission denied", "not writable", READ_ONLY),
+    (NO_CUDA, "no GPUs", "this job has no GPUs: --gpus all gives it some, or have the script train on the CPU"),
     (
-        r"Read-only file system|Permission denied",
-        "error",
-        "nodes see your folder read-only: write to the folder in $JOB_DIR",
+        rf"(?m)^{RANK}(FileNotFound|NotADirectory)Error: (?![\s\S]*^{RANK}[\w.]+(Error|Exception)\b)",  # no later one
+        "no such file",
+        NO_FILE,
     ),
     (
         r"terminate called without an active exception",
@@ -81,8 +92,8 @@ BY_CODE = {
     TERMINATED: ("terminated", "it got SIGTERM from outside of the job, as at a preemption"),
 }
 BY_ENGINE = {
-    "out of memory": "raise the limit (--set memory=8g), or lower the batch size",
-    "out of memory in a child": "raise the limit (--set memory=8g), or use fewer DataLoader workers",
+    "out of memory": MORE_MEMORY,
+    "out of memory in a child": FEWER_LOADERS,
     "node lost": "see docker events, and dmesg on the host",
     "node stopped": "it was ended by docker stop, kill, restart or rm; to end a job: orchestrate stop",
     "partition": "check for docker network disconnect, or a removed network",
@@ -151,19 +162,21 @@ def diagnose(plan: Plan, exit: Exit, known: str, lines: list[str], log: str, hos
 
     `host` is the machine of its node, where there are several.
     """
-    worker = plan.workers[exit.rank]
+    worker, local = plan.workers[exit.rank], plan.engine == "process"
     cause, hint = BY_CODE.get(
         exit.code, ("error", "the lines above are the end of its log; the cause may stand further up")
     )
     if exit.code < 128 or exit.code == ABORTED:
         for pattern, kind, advice in BY_WORDS:
             match = re.search(pattern, "\n".join(lines))
-            if match:
-                cause, hint = kind, match.expand(advice)
+            if match and not (kind == "no GPUs" and plan.gpus):
+                cause, hint = kind, match.expand(HERE.get(advice, advice) if local else advice)
                 break
     if known:
         cause = known
         hint = BY_ENGINE.get(known, hint)
+    if local:
+        hint = HERE.get(hint, hint)
     if cause in ("timeout", "left early"):
         hint = "its own log says what it did meanwhile"
     return Cause(

@@ -19,6 +19,9 @@ CAUSES = {
     "script": "the script cannot be loaded: a module or file is missing, or the syntax is wrong",
     "usage": "the script rejected its arguments (exit code 2, 64 or 78)",
     "not started": "the worker could not be started (exit code 126 or 127)",
+    "no such file": "the script opened a file that is not there",
+    "not writable": "the worker wrote where it may not",
+    "no GPUs": "the worker called CUDA, and the job has no GPUs",
     "killed": "the worker was killed (SIGKILL) by a user or the kernel",
     "terminated": "the worker got SIGTERM, as at a preemption",
     "crash": "native code crashed: SIGSEGV, SIGABRT, SIGFPE, SIGILL",
@@ -41,11 +44,15 @@ RULES: list[dict[str, Any]] = [
     {"cause": "script", "action": "fail"},
     {"cause": "usage", "action": "fail"},
     {"cause": "not started", "action": "fail"},
+    {"cause": "no such file", "action": "fail"},
+    {"cause": "not writable", "action": "fail"},
+    {"cause": "no GPUs", "action": "fail"},
     {"cause": "terminated", "action": "ignore"},
     {"cause": "host lost", "action": "ignore"},
     {"cause": "engine lost", "action": "ignore"},
     {"cause": "interrupted", "action": "ignore"},
 ]
+PASSING = ("no such file", "not writable", "no GPUs")  # causes that may pass where the job had come further before them
 OUR_OWN = ("engine lost", "interrupted")  # causes that say nothing of the job
 NO_PROGRESS = 3  # generations without progress that end a job; as nvidia-resiliency-ext counts
 FAST = 30.0  # seconds; a generation that fails sooner, without progress, is part of a crash loop
@@ -89,10 +96,13 @@ class Decision:
     delay: float = 0.0  # seconds to wait before
 
 
-def action(rules: Sequence[dict[str, Any]], cause: Cause, search: Search) -> str:
-    """What the first rule that fits says; a failure that none fits is counted."""
+def action(rules: Sequence[dict[str, Any]], ended: Ended, search: Search) -> str:
+    """What the first rule that fits a failure says; one that none fits is counted."""
+    cause = ended.cause
+    assert cause
     text = "\n".join(cause.last_lines)
-    for rule in [*rules, *RULES]:
+    ours = () if ended.progress and cause.cause in PASSING else RULES
+    for rule in [*rules, *ours]:
         if (
             ("exit_codes" not in rule or cause.exit_code in rule["exit_codes"])
             and ("cause" not in rule or rule["cause"] == cause.cause)
@@ -105,8 +115,7 @@ def action(rules: Sequence[dict[str, Any]], cause: Cause, search: Search) -> str
 def decide(spec: JobSpec, history: Sequence[Ended], search: Search) -> Decision:
     """Whether the gang starts again after the failure that `history` ends with."""
     last = history[-1]
-    assert last.cause
-    does = action(spec.rules, last.cause, search)
+    does = action(spec.rules, last, search)
     if does == "fail":
         return Decision(False, "this kind of failure is not tried again")
     failures = [ended for ended in history if ended.cause]
@@ -119,9 +128,7 @@ def decide(spec: JobSpec, history: Sequence[Ended], search: Search) -> Decision:
     counted = [
         ended
         for ended in failures
-        if ended.cause
-        and last.time - ended.time < spec.restart_window
-        and action(spec.rules, ended.cause, search) == "count"
+        if ended.cause and last.time - ended.time < spec.restart_window and action(spec.rules, ended, search) == "count"
     ]
     if does == "count" and len(counted) > spec.max_restarts:
         return Decision(False, f"max_restarts is {spec.max_restarts}")

@@ -1,5 +1,8 @@
 """Who is to blame must be the worker that failed, not the peers that complain; and what it was must be said right."""
 
+import dataclasses
+import sys
+
 import pytest
 from test_plan import HERE
 
@@ -218,7 +221,9 @@ def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cau
         (135, "", [], "shm_size"),
         (1, "", ["DataLoader worker (pid 9) is killed by signal: Bus error."], "shm_size"),
         (1, "", ["DataLoader worker (pid 9) is killed by signal: Killed."], "DataLoader workers"),
-        (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "$JOB_DIR"),
+        (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "nodes see your folder read-only"),
+        (1, "", ["FileNotFoundError: [Errno 2] No such file or directory: 'a.csv'"], "nodes see the folder that you"),
+        (1, "", ["RuntimeError: No CUDA GPUs are available"], "--gpus all"),
         (1, "", ["PermissionError: [Errno 13] Permission denied: 'x'"], "$JOB_DIR"),
         (134, "", ["terminate called without an active exception"], "destroy_process_group"),
         (132, "", [], "processor"),
@@ -239,6 +244,43 @@ def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cau
 )
 def test_a_hint_must_say_what_to_do(code, known, words, hint):
     assert hint in diagnose(PLAN, Exit(1, code), known, words, "log").hint
+
+
+@pytest.mark.parametrize(
+    ("code", "known", "words", "hint"),
+    [
+        (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], f"{sys.executable} -m pip install a.b_c"),
+        (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "the workers run as you"),
+        (1, "", ["[rank1]: FileNotFoundError: [Errno 2] No such file or directory: 'a'"], "paths count from"),
+        (127, "", ["[node] rank 0 did not start: No such file or directory: x"], "PATH"),
+        (137, "out of memory", [], "this machine has no memory left"),
+        (1, "", ["DataLoader worker (pid 9) is killed by signal: Killed."], "this machine has no memory left"),
+    ],
+)
+def test_a_hint_must_fit_local_processes(code, known, words, hint):
+    plan = dataclasses.replace(PLAN, inventory=dataclasses.replace(PLAN.inventory, engine="process"))
+    assert hint in diagnose(plan, Exit(1, code), known, words, "log").hint
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["AssertionError: Torch not compiled with CUDA enabled"], "no GPUs"),
+        (["RuntimeError: Found no NVIDIA driver on your system."], "no GPUs"),
+        (["PermissionError: [Errno 13] Permission denied: 'out'"], "not writable"),
+        (["FileNotFoundError: [Errno 2] No such file or directory: 'a'"], "no such file"),
+        (["FileNotFoundError: [Errno 2] No such file or directory: 'a'", "", "ValueError: no data"], "error"),
+        (["[rank0]: FileNotFoundError: [Errno 2] No such file", "[W1] Warning: destroy it"], "no such file"),
+        (["no FileNotFoundError: here", "ValueError: no data"], "error"),
+    ],
+)
+def test_what_will_fail_again_must_be_told_from_other_errors(words, cause):
+    assert diagnose(PLAN, Exit(1, 1), "", words, "log").cause == cause
+
+
+def test_a_gpu_that_does_not_answer_must_not_be_one_that_the_job_does_not_have():
+    plan = dataclasses.replace(PLAN, gpus=("GPU-1", "GPU-2"))
+    assert diagnose(plan, Exit(1, 1), "", ["RuntimeError: No CUDA GPUs are available"], "log").cause == "error"
 
 
 def test_a_cause_must_say_which_worker_it_was_and_where_it_was():

@@ -118,21 +118,25 @@ def test_only_fast_failures_without_progress_must_wait_longer_and_longer():
     ],
 )
 def test_a_rule_of_the_users_must_win_where_all_its_conditions_hold(rule, fits):
-    cause = failure(0, last_lines=["epoch 3", "uncorrectable ECC error"]).cause
-    assert cause
-    assert action([rule], cause) == ("ignore" if fits else "count")
+    ended = failure(0, last_lines=["epoch 3", "uncorrectable ECC error"])
+    assert action([rule], ended) == ("ignore" if fits else "count")
 
 
 def test_of_the_rules_that_fit_the_first_must_win():
     rules = [{"cause": "crash", "action": "fail"}, {"cause": "killed", "action": "ignore"}]
-    cause = failure(0).cause
-    assert cause
-    assert action([*rules, {"exit_codes": [137], "action": "fail"}], cause) == "ignore"
-    assert action([{"exit_codes": [137], "action": "fail"}, *rules], cause) == "fail"
+    ended = failure(0)
+    assert action([*rules, {"exit_codes": [137], "action": "fail"}], ended) == "ignore"
+    assert action([{"exit_codes": [137], "action": "fail"}, *rules], ended) == "fail"
 
 
 def test_a_users_rule_must_win_over_ours():
     assert decide(JobSpec(rules=[{"cause": "usage", "action": "count"}]), [failure(0, "usage")]).restart
+
+
+@pytest.mark.parametrize("cause", ["no such file", "not writable", "no GPUs"])
+def test_what_fails_again_must_not_be_tried_again_unless_the_job_had_come_further(cause):
+    assert not decide(JobSpec(), [failure(0, cause, progress=False)]).restart
+    assert decide(JobSpec(), [failure(0, cause)]).restart
 
 
 def test_our_rules_must_be_such_as_a_user_could_write():
