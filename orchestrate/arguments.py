@@ -15,6 +15,7 @@ from orchestrate import __version__
 from orchestrate.errors import UsageError
 from orchestrate.spec import JobSpec
 from orchestrate.strict_yaml import shown
+from orchestrate.terminal import called
 
 FLAGS = {  # keys of the job file that are flags, too
     "trainers": "N",
@@ -133,7 +134,7 @@ def _own(argv: list[str], most: int) -> int:
 
 def _parser() -> Parser:
     top = Parser(
-        prog="python -m orchestrate",
+        prog=called(),
         description="Run any PyTorch distributed program as a real multi-node job in containers.",
         epilog=EXITS,
         formatter_class=argparse.RawDescriptionHelpFormatter,

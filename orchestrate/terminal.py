@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
+COMMANDS, MODULE = ("orchestrate", "torch-orchestrate"), "python -m orchestrate"
 READER_LEFT = (errno.EPIPE, errno.EIO)  # a closed pipe, a closed terminal
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, cursor
@@ -50,10 +51,16 @@ def prepare() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def called() -> str:
+    """How this program was called: by its own name, or as a module."""
+    name = os.path.basename(sys.argv[0])
+    return name if name in COMMANDS else MODULE
+
+
 def say(message: object) -> None:
-    """Print a message for a person, who may not be looking any more."""
+    """Print a message for a person, who may not be looking any more; commands in it are named as this one was."""
     try:
-        _print(sys.stderr, message)
+        _print(sys.stderr, str(message).replace(f"{MODULE} ", f"{called()} "))
         _flush(sys.stderr)
     except OSError as error:
         _fail(2, error)

@@ -61,6 +61,7 @@ def make(tmp_path):
 
 
 INSTALL = "pip install --quiet --quiet --disable-pip-version-check --editable ."
+WITH_TORCH = "pip install --disable-pip-version-check --editable ."  # some GB, so it is seen how far it is
 
 
 def test_make_run_must_set_up_once_and_run_the_job_with_its_arguments(make):
@@ -74,14 +75,14 @@ def test_make_run_must_set_up_once_and_run_the_job_with_its_arguments(make):
 def test_torch_must_be_set_up_only_where_local_processes_need_it(make, lacking):
     assert make("run")[1][0] == INSTALL
     assert make.stamps() == {".base"}
-    assert make("run", NO_DOCKER=lacking)[1][0] == f"{INSTALL}[torch]"
+    assert make("run", NO_DOCKER=lacking)[1][0] == f"{WITH_TORCH}[torch]"
     assert make.stamps() == {".base", ".torch"}
     assert len(make("run")[1]) == len(make("run", NO_DOCKER=lacking)[1]) == 1
 
 
 def test_make_test_must_run_every_check_with_its_arguments(make):
     checks = ["ruff check", "ruff format --check", "mypy", "python -m pytest -n 4 -k plan"]
-    assert make("test", "ARGS=-k plan") == (0, [f"{INSTALL}[test]", *checks])
+    assert make("test", "ARGS=-k plan") == (0, [f"{WITH_TORCH}[test]", *checks])
     assert make.stamps() == {".base", ".torch", ".test"}  # which holds the others
     assert make("test", "JOBS=0", "ARGS=-x")[1][-1] == "python -m pytest -n 0 -x"
     assert len(make("run", NO_DOCKER="info")[1]) == 1
