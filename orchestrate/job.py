@@ -31,6 +31,7 @@ from orchestrate.records import Record
 from orchestrate.redact import Mask, redacted, secret_names
 from orchestrate.spec import APP, JobSpec, layer, resolve
 from orchestrate.supervisor import Outcome, Supervisor
+from orchestrate.terminal import phase, progress
 from orchestrate.traces import Traces
 
 LOOKS = (0.05, 0.25)  # seconds between two looks at the logs, while workers write and while they are silent
@@ -234,6 +235,8 @@ def supervise(
         with _following(follower, show, output or show) as say:
 
             def tell(event: Event) -> None:
+                if (now := report.phase(event)) is not None:
+                    phase(now)
                 if said := report.line(event):
                     say(said)
 
@@ -321,6 +324,7 @@ def _following(
         until, fresh = time.monotonic() + TURN, False
         while True:  # what the workers wrote before we said something
             if (line := next(left, None)) is not None:
+                phase("")
                 output(line)
                 shown += 1
                 if time.monotonic() > until:
@@ -331,6 +335,8 @@ def _following(
                 left, fresh = follower.lines(end, LOOK), True
         for _ in range(count):
             show(said.get())
+        if now := follower.progress():
+            progress(now)
         return shown
 
     def follow() -> None:
@@ -349,3 +355,4 @@ def _following(
     finally:
         done.set()
         thread.join(UNREAD)
+        phase("")

@@ -62,6 +62,13 @@ class Follower:
             if last and read.partial:
                 yield prefix + self.hide(clean(read.rest()))
 
+    def progress(self) -> str:
+        """How far a worker says that it is, in a line that it has not ended but begun anew; empty if none says so."""
+        for rank in sorted(self.ranks):
+            if b"\r" in self.read[rank].partial:
+                return self.ranks[rank] + self.hide(clean(self.read[rank].partial))
+        return ""
+
     def _each(self) -> Iterator[tuple[int, int]]:
         """The ranks, with a descriptor of the folder of their logs; none where there is no such folder."""
         with contextlib.suppress(OSError), self.paths.folder.opened(LOGS) as folder:

@@ -130,6 +130,12 @@ def line(event: Event) -> str:
     return says(event) if says else ""
 
 
+def phase(event: Event) -> str | None:
+    """What goes on from an event on, in a few words; empty where that is over, None where nothing changes."""
+    tells = PHASES.get(event["event"])
+    return tells(event) if tells else None
+
+
 def _failed(event: Event) -> str:
     return f"generation {event['generation']} failed: {event['cause']['summary']}" if event["cause"] else ""
 
@@ -171,6 +177,17 @@ LINES: dict[str, Callable[[Event], str]] = {
     ),
     "node_back": lambda event: "a missing node is back: going on with it after the next checkpoint",
     "workers_lost": lambda event: f"ranks {', '.join(map(str, event['ranks']))} do not end: removing their nodes",
+}
+
+
+PHASES: dict[str, Callable[[Event], str]] = {
+    "nodes_starting": lambda event: f"bringing up {counted(event['nodes'], 'node')}",
+    "nodes_up": lambda event: "starting the workers",
+    "generation_started": lambda event: "waiting for the first line of the workers, which import what they need",
+    "generation_ended": lambda event: "",
+    "nodes_stopping": lambda event: "taking down the nodes",
+    "nodes_down": lambda event: "",
+    "nodes_left": lambda event: "",
 }
 
 

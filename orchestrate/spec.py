@@ -48,7 +48,7 @@ class JobSpec:
     """One job. The fields are the keys of a job file; durations are in seconds once read."""
 
     name: str = _field("", values.NAME, "what the job is called; its id adds four characters")
-    command: tuple[str, ...] = _field(APP, values.command, "SCRIPT ARGS, or -m MODULE ARGS")
+    command: tuple[str, ...] = _field(APP, values.command, "SCRIPT.py ARGS, -m MODULE ARGS, or a program with its ARGS")
     expand: bool = _field(True, values.truth, "replace $JOB_DIR, $RANK and the like in command, in each worker")
     trainers: int = _field(3, values.integer(0, values.MOST_TRAINERS), "nodes besides the master")
     nproc_per_node: int | None = _field(

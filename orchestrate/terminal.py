@@ -7,7 +7,10 @@ import errno
 import io
 import os
 import re
+import shutil
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
@@ -23,7 +26,20 @@ _UNSEEN = re.compile(  # Unicode's categories Cf, Zl and Zp, but the joiner of e
     "\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
     "\U000e0001\U000e0020-\U000e007f]+"
 )
+LASTS = 3.0  # seconds after which what goes on now becomes a line
+BETWEEN = 10.0  # seconds between two lines of a worker's progress
 _failures: list[OSError] = []  # why output was not written; a reader that has left is none
+
+
+class _Now:
+    """What goes on now."""
+
+    text = ""
+    timer: threading.Timer | None = None
+    shown = float("-inf")  # when progress was last shown
+
+
+_now, _lock = _Now(), threading.RLock()
 
 
 class Closed(Exception):
@@ -49,6 +65,62 @@ def prepare() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def phase(text: str) -> None:
+    """Tell what goes on now, or with no text that it is over.
+
+    A terminal shows it at once, as a last line that is replaced. Elsewhere it becomes a line if it takes long.
+    """
+    with _lock:
+        if text == _now.text:
+            return
+        if _now.timer:
+            _now.timer.cancel()
+        _erase()
+        _now.text, _now.timer = text, None
+        _draw()
+        if text and not _replaces(sys.stderr):
+            _now.timer = threading.Timer(LASTS, _announce, [text])
+            _now.timer.daemon = True
+            _now.timer.start()
+
+
+def progress(text: str) -> None:
+    """Show how far a worker says that it is, in a line that it replaces; elsewhere than on a terminal now and then."""
+    if _replaces(sys.stderr):
+        phase(text)
+    elif text and time.monotonic() > _now.shown + BETWEEN:
+        _now.shown = time.monotonic()
+        give(text)
+
+
+def _announce(text: str) -> None:
+    with _lock:
+        if text == _now.text:
+            say(text)
+
+
+def _replaces(stream: TextIO | None) -> bool:
+    """Whether a line on it can be replaced."""
+    with contextlib.suppress(ValueError):  # it is closed
+        return stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return False
+
+
+def _erase() -> None:
+    if _now.text and _replaces(sys.stderr):
+        with contextlib.suppress(OSError):
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def _draw() -> None:
+    if _now.text and _replaces(sys.stderr):
+        width = shutil.get_terminal_size().columns
+        with contextlib.suppress(OSError):
+            sys.stderr.write(clean(_now.text).replace("\n", " ").replace("\t", " ")[: width - 1])
+            sys.stderr.flush()
 
 
 def called() -> str:
@@ -104,6 +176,7 @@ def give(line: object) -> None:
 
 def finish() -> OSError | None:
     """Write all that was printed; return why some of it since the last call is lost."""
+    phase("")
     with contextlib.suppress(Closed):
         flush()
     failure = _failures[0] if _failures else None
@@ -121,8 +194,16 @@ def _output() -> Iterator[None]:
 
 
 def _print(stream: TextIO | None, line: object) -> None:
-    if stream is not None:  # else `print` would take stdout for stderr
-        stream.write(f"{clean(str(line))}\n")  # at once: another thread may print, too
+    if stream is None:  # else `print` would take stdout for stderr
+        return
+    with _lock:
+        if not (_now.text and _replaces(stream)):
+            stream.write(f"{clean(str(line))}\n")  # at once: another thread may print, too
+            return
+        _erase()
+        stream.write(f"{clean(str(line))}\n")
+        stream.flush()
+        _draw()
 
 
 def _flush(stream: TextIO | None) -> None:

@@ -136,6 +136,7 @@ class Answers:
             )
         if what == "POST /images/create":
             self.images.add(f"{query['fromImage']}:{query['tag']}")
+            return 200, {"status": "Downloading", "id": "1", "progressDetail": {"current": 3 << 20, "total": 8 << 20}}
         nodes = {f"GET /containers/{one['Id']}/json": one for one in self.containers}
         if what in nodes:
             return 200, {"Id": nodes[what]["Id"], "State": {"Pid": 0, "StartedAt": self.started}}

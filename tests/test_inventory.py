@@ -143,6 +143,14 @@ def test_an_image_that_is_missing_must_be_pulled_only_where_that_is_allowed(answ
     assert image.has_image(daemon, spec(), True) and answers.did() == []
 
 
+def test_it_must_be_told_that_an_image_is_pulled_and_how_far_it_is(answers, daemon, monkeypatch, capsys):
+    phases = []
+    monkeypatch.setattr(image, "phase", phases.append)
+    assert image.has_image(daemon, spec(), True)
+    assert capsys.readouterr().err == "pulling the image mine:1, once\n"
+    assert phases == ["pulling the image mine:1: 3 of 8 MB known so far", ""]
+
+
 def test_an_image_that_cannot_be_pulled_must_be_told_with_the_way_out(answers, daemon):
     answers.refusals["POST /images/create"] = 404, "pull access denied for mine"
     with pytest.raises(ResourceError, match="no image mine:1 here, nor to pull: pull access denied") as error:

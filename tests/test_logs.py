@@ -206,3 +206,13 @@ def test_of_several_dumps_the_last_must_be_shown_and_one_without_a_current_threa
         "Fatal Python error: Aborted",
         *stack,
     ]
+
+
+def test_a_line_that_is_begun_anew_must_be_how_far_its_worker_is(paths):
+    paths.log(0).write_bytes(b"begun\n")
+    paths.log(1).write_bytes(b"begun\n 10%|#   |\r 20%|##  |\r")
+    follower = Follower(paths, {0: "a | ", 1: "b | "})
+    assert [*follower.lines()] == ["a | begun", "b | begun"] and follower.progress() == "b |  20%|##  |"
+    with paths.log(1).open("ab") as file:
+        file.write(b"100%\n")
+    assert [*follower.lines()] == ["b | 100%"] and follower.progress() == ""

@@ -290,3 +290,51 @@ def test_signals_must_be_counted_while_a_message_waits_for_its_reader(cli, nothi
             text = file.read().decode().lstrip(".")
         assert "Traceback" not in text and "stopping: the workers have" in text
         assert child.wait(timeout=60) == 130
+
+
+# --- what goes on now
+
+
+TOLD = """
+import sys, time
+from orchestrate import terminal
+terminal.LASTS, terminal.BETWEEN = LASTS, 0.0
+terminal.phase("bringing up 2 nodes")
+time.sleep(PAUSE)
+terminal.say("ours")
+terminal.give("master 0 | a line")
+terminal.phase("")
+for part in ("10%", "20%"):
+    terminal.progress(f"master 0 | {part}")
+terminal.phase("x" * 500 + HOSTILE)
+terminal.finish()
+"""
+
+
+def told(lasts: float, pause: float = 0.0) -> list[str]:
+    code = TOLD.replace("= LASTS", f"= {lasts}").replace("PAUSE", str(pause))
+    return [sys.executable, "-c", code.replace("HOSTILE", repr(HOSTILE))]
+
+
+def test_what_goes_on_must_be_the_last_line_of_a_terminal_and_be_replaced():
+    leader, follower = pty.openpty()
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "40", "PYTHONPATH": str(ROOT)}
+    subprocess.run(told(1000), stdout=follower, stderr=follower, env=env, check=True)
+    os.close(follower)
+    shown = b""
+    with contextlib.suppress(OSError):
+        while chunk := os.read(leader, 1 << 16):
+            shown += chunk
+    os.close(leader)
+    gone, now = "\r\x1b[K", "bringing up 2 nodes"
+    parts = [now, "ours\n" + now, "master 0 | a line\n" + now, "master 0 | 10%", "master 0 | 20%", "x" * 39, ""]
+    assert shown.decode().replace("\r\n", "\n") == gone.join(parts)
+
+
+@pytest.mark.parametrize(("lasts", "shown"), [(1000, []), (0.0, ["bringing up 2 nodes"])])
+def test_what_goes_on_must_be_a_line_elsewhere_if_it_takes_long(lasts, shown):
+    env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(told(lasts, pause=0.3), capture_output=True, text=True, env=env, check=True)
+    assert done.stderr.splitlines()[: len(shown) + 1] == [*shown, "ours"]
+    assert done.stdout.splitlines() == ["master 0 | a line", "master 0 | 10%", "master 0 | 20%"]
+    assert "\x1b" not in done.stderr + done.stdout

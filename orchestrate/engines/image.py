@@ -7,6 +7,7 @@ from pathlib import Path
 
 import docker.errors
 from docker.types import LogConfig
+from docker.utils import parse_repository_tag
 
 from orchestrate import users
 from orchestrate.cores import cores
@@ -20,6 +21,7 @@ from orchestrate.paths import NODES, PACKAGE, code_folder
 from orchestrate.plan import Inventory
 from orchestrate.preload import preload
 from orchestrate.spec import IMAGE, JobSpec
+from orchestrate.terminal import phase, say
 
 NOT_LOOKED = f"GPUs were not looked for: a plan runs no image but {IMAGE}, which this engine does not have"
 
@@ -84,9 +86,10 @@ def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
         return False
     try:
         if spec.image == IMAGE:
+            say(f"building the image {IMAGE}, once: about 6 GB, some minutes")
             daemon.compose("--profile", "gpu", "build", "master", env={"NODE_IMAGE": spec.image})
         else:
-            daemon.client.images.pull(spec.image)
+            _pull(daemon, spec.image)
     except EngineError as error:
         hint = "its base image is BASE_IMAGE, and CA_BUNDLE names a CA bundle; see README, The image"
         raise ResourceError(f"the image {spec.image} could not be built: {error}", hint) from None
@@ -94,6 +97,22 @@ def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
         hint = "check the name, `docker login`, or build it: docker build -t NAME ."
         raise ResourceError(f"no image {spec.image} here, nor to pull: {reason(error)}", hint) from None
     return True
+
+
+def _pull(daemon: Daemon, image: str) -> None:
+    """Pull an image; raises docker's errors."""
+    say(f"pulling the image {image}, once")
+    repository, tag = parse_repository_tag(image)
+    done: dict[str, tuple[int, int]] = {}  # bytes of each layer: here, and in all
+    for event in daemon.client.api.pull(repository, tag or "latest", stream=True, decode=True):
+        if error := event.get("error"):
+            raise docker.errors.APIError(error)
+        sizes = event.get("progressDetail") or {}
+        if event.get("status") == "Downloading" and sizes.get("total"):
+            done[event["id"]] = sizes["current"], sizes["total"]
+            here, whole = (sum(each) for each in zip(*done.values()))
+            phase(f"pulling the image {image}: {here >> 20} of {whole >> 20} MB known so far")
+    phase("")
 
 
 def _looking(daemon: Daemon, spec: JobSpec, prepare: bool) -> str:
