@@ -18,7 +18,9 @@ from orchestrate.paths import PACKAGE, JobPaths
 from orchestrate.plan import Inventory, counted, plan
 from orchestrate.redact import HIDDEN
 from orchestrate.spec import JobSpec, read_file, read_set, resolve, unencodable
-from orchestrate.terminal import out, say
+from orchestrate.terminal import out, phase, say
+
+IMPORTS = 120.0  # seconds that nodes of a cluster may take to import what workers need; torch takes 2 to 20
 
 
 def main(argv: list[str]) -> int:
@@ -144,9 +146,15 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
 
 
 def _up(spec: JobSpec, runs: Path) -> int:
-    name = spec.name or "cluster"
-    made = cluster.bring_up(commands.engine_of(spec), dataclasses.replace(spec, name=name), runs)
+    name, engine = spec.name or "cluster", commands.engine_of(spec)
+    phase(f"bringing up {counted(spec.trainers + 1 + spec.spares, 'node')}")
+    made = cluster.bring_up(engine, dataclasses.replace(spec, name=name), runs)
     nodes = len(made.plan.nodes)
+    if modules := made.plan.inventory.preload:
+        phase(f"importing {', '.join(modules)} in {counted(nodes, 'node')}")
+        if not engine.warmed(made.plan.nodes, IMPORTS):
+            say(f"the nodes still import {', '.join(modules)}: the first job waits for that")
+        phase("")
     be = "is" if nodes == 1 else "are"
     say(f"{counted(nodes, 'node')} {be} up, for jobs from {made.plan.inventory.code}")
     say(f"hint: python -m orchestrate run uses them; python -m orchestrate down {made.name} removes them")
@@ -162,6 +170,9 @@ def _place(spec: JobSpec, inventory: Inventory, job_id: str, runs: Path) -> Inve
         if not differences:
             return placed
         say(f"{one.name} does not fit: {'; '.join(differences)}")
+    for one in cluster.elsewhere(runs):
+        if one.plan.inventory.code == inventory.code and one.plan.engine == inventory.engine:
+            say(f"{one.name} is not used: its jobs are in {one.paths.root.parent}, which --runs names")
     return inventory
 
 

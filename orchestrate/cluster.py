@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrate import job, lock, users
+from orchestrate import job, lock, records, users
 from orchestrate.engines import SWARMS, Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import NODES, JobPaths
@@ -83,6 +83,12 @@ def found(runs: Path) -> list[Cluster]:
             if plan.inventory.cluster == plan.job_id:
                 clusters.append(Cluster(paths, spec, plan))
     return clusters
+
+
+def elsewhere(runs: Path) -> list[Cluster]:
+    """The clusters of this account whose files are not below `runs`."""
+    others = {run.parent for run in records.known()} - {runs}
+    return [one for other in sorted(others) for one in found(other)]
 
 
 def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> Cluster:

@@ -6,7 +6,7 @@ from typing import Any
 WHOLE: dict[str, dict[str, Any]] = {
     "started": {"generation": 0, "rank": 0, "pid": 7},
     "ended": {"generation": 0, "rank": 0, "code": 0, "at": 1.0, "sign": "", "asked": False},
-    "status": {"generation": 0, "codes": {}, "signs": {}, "running": {}, "tags": {}, "time": 1.0},
+    "status": {"generation": 0, "codes": {}, "signs": {}, "running": {}, "tags": {}, "time": 1.0, "importing": False},
     "clean": {},
     "refused": {"error": "why"},
     "put": {"tags": {}},

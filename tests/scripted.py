@@ -75,6 +75,7 @@ class Scripted:
         self.generations, self.stubborn = [list(batches) for batches in generations], stubborn
         self.batches: list[list[Exit]] = []
         self.running: set[int] = set()
+        self.warm = True
         self.calls: list[str] = []
         self.plans: list = []
         self.nodes = {"master", "trainer-1", "trainer-2"}
@@ -130,6 +131,10 @@ class Scripted:
 
     def doing(self) -> dict[int, Doing]:
         return {rank: Doing("S", 1.0) for rank in self.running}
+
+    def warmed(self, nodes, patience) -> bool:
+        self.calls.append("warmed")
+        return self.warm
 
     def dump(self) -> None:
         self.calls.append("dump")

@@ -1,5 +1,6 @@
 """What is asked for on the command line must be what is done, on an engine that plays a script."""
 
+import dataclasses
 import io
 import json
 import os
@@ -165,6 +166,24 @@ def test_up_must_bring_up_nodes_that_jobs_use_and_down_removes(do, engine, runs)
     assert code == 0 and f", on {name}" in err[0]
     assert engine.calls == ["prepare", "up", "start", "down"]
     assert {path.name for path in runs.iterdir()} == {name, Path(err[-1]).name}
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_up_must_return_when_its_nodes_are_warm_or_say_that_they_are_not(do, engine, runs, warm):
+    engine.warm, look = warm, engine.inventory
+    engine.inventory = lambda *some, **more: dataclasses.replace(look(*some, **more), preload=("torch", "numpy"))
+    code, _, err = do("up", "--trainers", "2", "--gpus", "none")
+    assert code == 0 and engine.calls == ["prepare", "up", "warmed"]
+    assert ("the nodes still import torch, numpy: the first job waits for that" in err) != warm
+
+
+def test_a_cluster_whose_jobs_are_in_another_folder_must_be_named_with_that_folder(do, engine, runs, tmp_path):
+    _, (name,), _ = do("up", "--trainers", "2", "--gpus", "none")
+    engine.generations = [[ALL_WELL]]
+    do.runs = tmp_path / "others"
+    code, _, err = do("run", "--trainers", "2", *APP)
+    assert code == 0 and err[0] == f"{name} is not used: its jobs are in {runs}, which --runs names"
+    assert " on " not in err[1].partition("workers")[2]
 
 
 def test_a_cluster_of_one_node_must_have_the_name_that_it_was_given(do, engine, runs):

@@ -354,3 +354,19 @@ def test_a_node_must_be_believed_only_about_its_own_workers(nodes):
     nodes.played["node-1"].knows(running={"1": busy})
     nodes.played["node-2"].knows()
     assert nodes.doing() == {0: Doing("R", 5.0), 1: Doing("R", 5.0)}
+
+
+def test_nodes_must_be_waited_for_until_they_have_imported_what_workers_need(nodes):
+    names = ["node-0", "node-1"]
+    nodes.played["node-0"].knows()
+    nodes.played["node-1"].knows(importing=True)
+    assert not nodes.warmed(names, 0)
+    for name in names:
+        nodes.played[name].knows()
+    assert nodes.warmed(names, 60)
+
+
+def test_a_node_that_cannot_be_asked_must_not_count_as_warm(nodes):
+    nodes.up.discard("node-1")
+    nodes.played["node-0"].knows()
+    assert not nodes.warmed(["node-0", "node-1"], 0)

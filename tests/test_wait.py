@@ -294,3 +294,18 @@ def test_the_log_must_tell_why_a_program_did_not_start(waiting, program, code, w
     waiting.command(0, program)
     assert waiting.code(0) == code
     assert waiting.log(0).startswith(f"[node] rank 0 did not start: {why}") and program in waiting.log(0)
+
+
+def test_a_node_must_say_as_long_as_it_imports_what_workers_will_need(tmp_path):
+    (tmp_path / "slow.py").write_text("import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)\n")
+    node = Waiting(tmp_path, "slow", PYTHONPATH="")
+
+    def importing() -> bool:
+        node.pipe.heard.clear()
+        node.pipe.ask("status")
+        return node.pipe.until("status")["importing"]
+
+    assert importing()
+    (tmp_path / "go").touch()
+    eventually(lambda: not importing())
+    node.end()

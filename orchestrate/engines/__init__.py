@@ -99,6 +99,9 @@ class Engine(Protocol):
         Also raises EngineError soon after `stopped()`: pulling an image, for example, may take long.
         """
 
+    def warmed(self, nodes: Iterable[str], patience: float) -> bool:
+        """Wait until nodes have imported what workers will need; False if some have not within `patience` seconds."""
+
     def alive(self) -> set[str]:
         """The nodes on which workers can start."""
 

@@ -243,6 +243,18 @@ class Linked:
         self.queued = []
         self._tell("stop", kill=kill)
 
+    def warmed(self, nodes: Iterable[str], patience: float) -> bool:
+        """Wait until nodes have imported what workers will need; False if some have not within `patience` seconds."""
+        self._link(nodes := list(nodes))
+        deadline = time.monotonic() + patience
+        while True:
+            states = self._ask(nodes, LOOKS)
+            if len(states) == len(nodes) and not any(state["importing"] for state in states.values()):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+
     def dump(self) -> None:
         """Make all workers print their stacks, and abort."""
         self._tell("dump")

@@ -55,6 +55,7 @@ FORMS: dict[str, Form] = {
         "running": RUNNING,
         "tags": each(text),
         "time": seconds,
+        "importing": truth,
     },
     "clean": {},
     "refused": {"error": text},

@@ -21,7 +21,7 @@ reports events to every client that has sent one:
                               `oom` if the kernel has killed a process for lack of memory meanwhile, `ending` if the
                               node ends, `cut off` if its lease has expired, or empty; `asked`: whether the node had
                               sent it SIGTERM
-    {"say": "status", "generation", "codes", "signs", "running", "tags", "time"}
+    {"say": "status", "generation", "codes", "signs", "running", "tags", "time", "importing"}
     {"say": "clean"}          a node that cannot be cleaned ends instead
     {"say": "refused", "error"}    to this client only: why a request was not executed; protocol.py defines valid ones
 
@@ -227,13 +227,15 @@ class Waiting:
 
     def status(self) -> dict[str, Any]:
         """The generation, the exit codes of workers that have ended, and the state of those that run."""
-        importing = self.loop.zygote.process.pid if self.loop.zygote else 0  # for workers that wait for the import
+        zygote = self.loop.zygote
+        importing = zygote.process.pid if zygote else 0  # for workers that wait for the import
         running = {
             rank: {"pid": worker.pid, **doing(worker.pid or importing)}
             for rank, worker in self.workers.items()
             if rank not in self.codes
         }
-        known = {"codes": self.codes, "signs": self.signs, "running": running, "tags": self.files.tags}
+        known: dict[str, Any] = {"codes": self.codes, "signs": self.signs, "running": running, "tags": self.files.tags}
+        known["importing"] = zygote is not None and zygote.ready is None
         return {"generation": self.generation, "time": time.time(), **known}
 
 
