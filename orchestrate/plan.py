@@ -41,6 +41,7 @@ class Inventory:
     cluster: str = ""  # whose nodes are used, and stay, where they are not the job's own
     memory: int = 0  # bytes that the (smallest) machine has; 0 where that is not known or cannot be limited
     hosts: int = 1  # the machines that take nodes
+    python: str = "python"  # with which nodes in containers run
     sharing: int = 0  # the nodes that share them, where those are not the job's own
 
 

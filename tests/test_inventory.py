@@ -7,7 +7,7 @@ import sys
 import pytest
 from test_plan import plan
 
-from orchestrate.engines import image, labels, process
+from orchestrate.engines import image, labels, probe, process
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.paths import PROJECT
@@ -15,6 +15,14 @@ from orchestrate.spec import IMAGE, JobSpec
 
 LISTING = b"\xff\nGPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n"
 NVIDIA = {"runc": {}, "nvidia": {}}
+
+
+@pytest.fixture(autouse=True)
+def probed(monkeypatch):
+    """Images have Python, and a torch for all GPUs: `test_probe.py` looks into real ones."""
+    monkeypatch.setattr(probe, "python", lambda *_: "python")
+    monkeypatch.setattr(probe, "useless", lambda *_: "")
+    monkeypatch.setattr(process, "_useless", lambda _: "")
 
 
 def compose(folder, monkeypatch, script: str) -> None:

@@ -277,7 +277,9 @@ def test_no_check_of_an_image_must_run_in_a_container_which_has_the_key_of_the_j
 
 
 def test_a_node_must_import_nothing_of_its_job_whatever_the_python_path_of_the_image():
-    assert {tuple(SERVICES[name]["entrypoint"]) for name in NODES} == {("python", "-I", "/opt/orchestrate/node")}
+    assert {tuple(SERVICES[name]["entrypoint"]) for name in NODES} == {
+        ("${NODE_PYTHON:-python}", "-I", "/opt/orchestrate/node")
+    }
 
 
 def test_a_node_must_see_the_code_read_only_and_write_only_where_it_may():

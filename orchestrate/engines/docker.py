@@ -35,7 +35,7 @@ SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has exi
 SIGNS = 0.2  # seconds in which events explain the loss of a node
 HOST_NETWORK = Path(__file__).with_name("host-network.yml")
 UP = ("running", "paused")  # the states of a container that still has its processes
-PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
+PIPE = ["-I", "-S", "/opt/orchestrate/node/pipe.py"]
 SOCKETS = "/run/orchestrate"  # where nodes on this kernel listen
 LISTENS = 10.0  # seconds at most from a container's start until its node listens: 5 with the lowest `cpus`
 
@@ -258,6 +258,7 @@ class DockerEngine(Linked):
             "NODE_MODE": "wait",
             "NODE_KEY": self.key.hex(),
             "NODE_IMAGE": spec.image,
+            "NODE_PYTHON": plan.inventory.python,
             "NODE_CODE": code,
             "NODE_JOB_DIR": str(run),
             "NODE_USER": self.daemon.user(run, spec),
@@ -316,7 +317,7 @@ class DockerEngine(Linked):
             with contextlib.suppress(OSError, EngineError):
                 path = self.sockets / str(container.short_id)
                 return sockets.connect(path, self.key, lambda: LISTENS - self.daemon.age(container))
-        return self.daemon.talk(str(container.id), PIPE, self.key)
+        return self.daemon.talk(str(container.id), [self.env["NODE_PYTHON"], *PIPE], self.key)
 
     def _request(self, worker: WorkerPlan) -> dict[str, Any]:
         filtered = self.guard is not None and self.guard.expects(self.nodes[worker.node])

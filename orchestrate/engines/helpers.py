@@ -1,4 +1,7 @@
-"""Containers that help the nodes of a job: with limits, and of the project's own image, never of the job's."""
+"""Containers that help the nodes of a job, or look into its image: with limits.
+
+What helps a node is of the project's own image, never of the job's.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from orchestrate.errors import EngineError
 from orchestrate.spec import IMAGE
 
 
-def create(daemon: Daemon, memory: int, processes: int, host: dict[str, Any], **facts: Any) -> str:
-    """Create a helper and return its id; raises EngineError if the engine does not have the project's image.
+def create(daemon: Daemon, memory: int, processes: int, host: dict[str, Any], image: str = IMAGE, **facts: Any) -> str:
+    """Create a helper and return its id; raises EngineError if the engine does not have its image.
 
     `memory` is in bytes; `host` is the rest of the host configuration. No image is pulled: in a registry, the name may
     belong to someone else.
@@ -31,6 +34,6 @@ def create(daemon: Daemon, memory: int, processes: int, host: dict[str, Any], **
         **host,
     )
     try:
-        return str(api.create_container(IMAGE, host_config=config, **facts)["Id"])
+        return str(api.create_container(image, host_config=config, **facts)["Id"])
     except docker.errors.ImageNotFound:
-        raise EngineError(f"the engine has no image {IMAGE}; build it with `docker compose build`") from None
+        raise EngineError(f"the engine has no image {image}; build it with `docker compose build`") from None

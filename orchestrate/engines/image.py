@@ -11,7 +11,7 @@ from docker.utils import parse_repository_tag
 
 from orchestrate import users
 from orchestrate.cores import cores
-from orchestrate.engines import SWARMS, ignoring, labels, mounts
+from orchestrate.engines import SWARMS, ignoring, labels, mounts, probe
 from orchestrate.engines.daemon import ERRORS, Daemon, reason
 from orchestrate.engines.volumes import volumes
 from orchestrate.errors import EngineError, ResourceError, UsageError
@@ -36,14 +36,18 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
     if not hopeless:
         has_image(daemon, spec, prepare)
         volumes(daemon, spec.image)  # raises ResourceError for volumes that nodes cannot have
+    code = code_folder(spec.command)
+    _check_access(spec, code)
+    python = probe.python(daemon, spec.image, run) if prepare and not hopeless else "python"
+    modules = preload(spec, code)
     gpus: tuple[str, ...] = ()
     no_gpus = "the engine has no NVIDIA runtime"
     if spec.gpus != "none" and runtime:
         image = _looking(daemon, spec, prepare)
         gpus = _gpus(daemon, image, run) if image else ()
         no_gpus = "the engine's NVIDIA runtime finds no GPU" if image else NOT_LOOKED
-    code = code_folder(spec.command)
-    _check_access(spec, code)
+    if gpus and prepare and "torch" in modules and (why := probe.useless(daemon, spec.image, run, python, gpus)):
+        gpus, no_gpus = (), f"{spec.image} cannot use the GPUs: {why}"
     if run.name == NODES:
         mounts.of_nodes(run, Path.cwd())  # a cluster runs no command
     else:
@@ -61,7 +65,8 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
         interface="lo" if spec.network == "host" else "eth0",
         job_dir="/job",
         code=str(code),
-        preload=preload(spec, code),
+        preload=modules,
+        python=python,
         memory=daemon.info.get("MemTotal", 0) if daemon.info.get("MemoryLimit", True) else 0,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrate import private
+from orchestrate import looked, private
 from orchestrate.cores import cores
 from orchestrate.engines import LOST, SWARMS, Exit, JobState, ignoring, never, sockets
 from orchestrate.engines.links import Link, Linked
@@ -73,18 +74,22 @@ class ProcessEngine(Linked):
         code = code_folder(spec.command)
         if code == PROJECT and importlib.util.find_spec("torch") is None:
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
+        modules = preload(spec, code)
+        found, why = tuple(gpus()) if spec.gpus != "none" else (), "this machine has no NVIDIA GPU"
+        if found and "torch" in modules and (useless := _useless(found)):
+            found, why = (), f"{sys.executable} cannot use the GPUs: {useless}"
         return Inventory(
             engine="process",
             about=f"local processes without isolation{ignoring(spec, LIMITS, 'local processes')}",
             cores=cores(),
-            gpus=tuple(gpus()) if spec.gpus != "none" else (),
-            no_gpus="this machine has no NVIDIA GPU",
+            gpus=found,
+            no_gpus=why,
             network="",
             master_addr="127.0.0.1",
             interface="lo" if sys.platform == "linux" else "lo0",
             job_dir=str(run),
             code=str(code),
-            preload=preload(spec, code) if POSSIBLE else (),
+            preload=modules if POSSIBLE else (),
         )
 
     def port(self, spec: JobSpec, generation: int) -> int:
@@ -235,6 +240,22 @@ def _held(lock: Path) -> bool:
     except OSError:
         pass
     return False
+
+
+def _useless(gpus: tuple[str, ...]) -> str:
+    """Why this interpreter's torch cannot use these GPUs; empty if it can, or if there is no torch."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    key = ["cuda", sys.executable, version, *sorted(gpus)]
+    if looked.known(key):
+        return ""
+    try:
+        done = subprocess.run([sys.executable, "-I", "-c", looked.CUDA], capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return looked.cuda(key, "", str(error))
+    return looked.cuda(key, (done.stdout.strip().splitlines() or [""])[-1])
 
 
 def _listener(path: Path) -> int:

@@ -1,0 +1,100 @@
+"""What the image of a job has for its nodes: Python, and a torch that can use the GPUs. A container of it finds out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from orchestrate import looked
+from orchestrate.engines import helpers, labels
+from orchestrate.engines.daemon import ERRORS, Daemon, reason
+from orchestrate.errors import ResourceError
+from orchestrate.limits import FEWEST
+from orchestrate.spec import IMAGE
+
+PYTHONS = (  # where images have it; conda's and those of environments are often not on PATH
+    *("python", "python3", "/opt/conda/bin/python", "/opt/venv/bin/python", "/usr/local/bin/python3"),
+    *("/usr/bin/python3", "/venv/bin/python", "/app/.venv/bin/python"),
+)
+OLDEST = (3, 9)  # Python that can run a node
+MEMORY = 4 << 30  # bytes; torch with CUDA takes up to two
+LOOKS = 120  # seconds
+VERSION = "import sys; sys.stdout.write('%d %d' % sys.version_info[:2])"
+
+
+def python(daemon: Daemon, image: str, run: Path) -> str:
+    """The program that nodes of an image run with; raises ResourceError if it has none that can.
+
+    `run` is the folder that nodes will see, for the container's label.
+    """
+    if image == IMAGE:
+        return PYTHONS[0]
+    key = ["python", _id(daemon, image)]
+    if name := looked.known(key):
+        return name
+    old, why = "", ""
+    for name in PYTHONS:
+        said, failure = _run(daemon, image, run, [name, "-I", "-S", "-c", VERSION])
+        why = why or ("" if "exec: " in failure or "no such file" in failure else failure)  # there is no such program
+        if not re.fullmatch(r"\d{1,3} \d{1,3}", said):
+            continue
+        if tuple(map(int, said.split())) >= OLDEST:
+            looked.note(key, name)
+            return name
+        old = old or f"{name} is Python {said.replace(' ', '.')}"
+    needs = ".".join(map(str, OLDEST))
+    raise ResourceError(
+        f"the image {image} has no Python {needs} or later for its nodes: {old or why or 'none was found'}",
+        f"add it to the image, as `python` or `python3` on its PATH (tried {', '.join(PYTHONS)})",
+    )
+
+
+def useless(daemon: Daemon, image: str, run: Path, python: str, gpus: Iterable[str]) -> str:
+    """Why torch in the image cannot use these GPUs; empty if it can, or if there is no torch."""
+    key = ["cuda", _id(daemon, image), *sorted(gpus)]
+    if looked.known(key):
+        return ""
+    visible = {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus), "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+    said, failure = _run(
+        daemon, image, run, [python, "-c", looked.CUDA], {"runtime": "nvidia"}, environment={**visible, "HOME": "/tmp"}
+    )
+    return looked.cuda(key, said, failure)
+
+
+def _run(
+    daemon: Daemon, image: str, run: Path, command: list[str], host: dict[str, Any] | None = None, **facts: Any
+) -> tuple[str, str]:
+    """The last line that a command prints in a container of the image, and why it could not run."""
+    made = ""
+    api = daemon.client.api
+    try:
+        made = helpers.create(
+            daemon,
+            MEMORY,
+            FEWEST,
+            {"network_mode": "none", "tmpfs": {"/tmp": "size=1g"}, **(host or {})},
+            image=image,
+            entrypoint=command[:1],
+            command=command[1:],
+            user="65534:65534",
+            labels=labels.only({labels.RUN: str(run)}),
+            healthcheck={"test": ["NONE"]},
+            **facts,
+        )
+        api.start(made)
+        api.wait(made, timeout=LOOKS)
+        lines = api.logs(made, stderr=False, tail=20).decode(errors="replace").split("\n")
+        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), ""), ""
+    except ERRORS as error:
+        return "", reason(error)
+    finally:
+        if made:
+            with daemon.asking("could not remove the container that looked into the image"):
+                api.remove_container(made, force=True, v=True)
+
+
+def _id(daemon: Daemon, image: str) -> str:
+    with daemon.asking(f"could not inspect {image}"):
+        return str(daemon.client.images.get(image).id)
