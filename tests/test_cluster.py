@@ -116,7 +116,7 @@ def test_a_job_must_find_nothing_of_the_one_before(up, cli, engine):
     [
         (("--trainers", "3"), "it has 2 trainers, not 3"),
         (("--set", "grace=7s"), "grace is 5.0 there, 7.0 here"),
-        (("--set", "shm_size=128m"), "shm_size is 1g there, 128m here"),
+        (("--set", "shm_size=128m", "--set", "optional=shm_size"), "shm_size is 1g there, 128m here"),
     ],
 )
 def test_a_job_that_does_not_fit_must_say_why_and_bring_up_its_own_nodes(up, options, why):

@@ -39,7 +39,7 @@ def test_f31_a_worker_that_is_killed_must_restart_the_gang_which_goes_on_from_it
     ports = [event["master_port"] for event in job.events("generation_starting")]
     assert len(set(ports)) == 2
     for rank, node in enumerate(("master", "trainer-1", "trainer-2")):  # a person has seen each line once
-        shown = [line.partition("| ")[2] for line in job.err.splitlines() if line.startswith(f"{node} {rank} ")]
+        shown = [line.partition("| ")[2] for line in job.out.splitlines() if line.startswith(f"{node} {rank} ")]
         assert shown == [line for line in ready.log(rank).splitlines() if line != "[node] generation 1"]
 
 
@@ -373,7 +373,7 @@ def test_f56_the_last_words_before_a_sudden_death_must_be_kept(ready, engine):
     job = Background(ready, engine, "--max-restarts", "0", "--", "sudden.py", trainers=1)
     assert job.end() == 1
     assert ready.log(1) == "x" * 100_000 + "\nlast"
-    assert "trainer-1 1 | last\n" in job.err
+    assert "trainer-1 1 | last\n" in job.out
     assert ready.report()["root_cause"]["last_lines"][-1] == "last"
 
 

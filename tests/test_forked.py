@@ -205,7 +205,7 @@ def test_a_script_that_is_no_file_with_a_name_of_pythons_must_run_all_the_same(w
     (warm.folder / "script").write_text(IS_FORKED)
     (warm.folder / "package").mkdir()
     (warm.folder / "package" / "__main__.py").write_text(IS_FORKED)
-    warm.command(0, str(warm.folder / name))
+    warm.command(0, sys.executable, str(warm.folder / name))
     assert warm.code(0) == 0
     assert warm.log(0) == "False\n"
 

@@ -41,6 +41,7 @@ FORMS = [
         "signs": {"0": ""},
         "running": {"1": {"pid": 2, "state": "S", "cpu": 0.5}},
         "tags": {},
+        "importing": False,
         "time": 1.0,
     },
     {"say": "clean"},

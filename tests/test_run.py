@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import sys
 import time
 
 import pytest
@@ -16,6 +18,9 @@ RUN = ("run", "--gpus", "none", "--max-restarts", "0")
 
 def ordered(trainers: int) -> list[str]:
     return ["master", *(f"trainer-{number}" for number in range(1, trainers + 1))]
+
+
+TRAINERS = ("trainer-1", "trainer-2")
 
 
 def run(cli, engine, *arguments, **env):
@@ -37,11 +42,12 @@ def test_every_worker_must_get_its_environment_and_the_scripts_arguments(cli, en
         assert worker["env"].items() >= plan["workers"][rank]["env"].items()
 
 
-def test_stdout_must_be_the_run_directory_alone_and_its_files_be_the_callers_and_the_nodes(cli, engine):
+def test_stdout_must_be_what_workers_print_and_the_files_of_the_run_directory_be_the_callers_and_the_nodes(cli, engine):
     done = run(cli, engine, "--name", "My Job", "--", "probe.py")
     assert done.returncode == 0, done.stderr
     folder = cli.run_dir()
-    assert done.stdout == f"runs/{folder.name}\n"
+    assert done.stderr.splitlines()[-1] == f"runs/{folder.name}"
+    assert {line.partition(" | ")[0].split()[0] for line in done.stdout.splitlines()} == {"master", *TRAINERS}
     assert folder.name.startswith("my-job-")
     names = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     ours = {"job.yaml", "plan.json", "events.jsonl", "report.json", "supervisor.lock", "job/generation"}
@@ -119,7 +125,8 @@ def test_a_script_without_a_module_that_it_needs_must_be_told_what_to_do(cli, en
     (cli.folder / "train.py").write_text("import nonesuch\n")
     done = run(cli, engine, "--", "train.py")
     assert done.returncode == 1
-    assert "hint: nonesuch is not installed where the workers run" in done.stderr
+    hint = "where the workers run" if engine == "docker" else f": {sys.executable} -m pip install nonesuch"
+    assert re.search(rf"hint: nonesuch is not installed:? ?{re.escape(hint.removeprefix(': '))}", done.stderr)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -130,7 +137,7 @@ def test_a_request_to_stop_must_end_the_job_in_good_order(cli, engine, number):
     out, err = job.communicate(timeout=150)
     assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")
     assert "stopping: the workers have 30 s to end" in err
-    assert out == f"runs/{cli.run_dir().name}\n"
+    assert "trainer-1 1 | stepping\n" in out and err.endswith(f"\nruns/{cli.run_dir().name}\n")
 
 
 def test_ctrl_c_while_the_nodes_come_up_must_leave_nothing(cli, engine):
@@ -386,3 +393,21 @@ def test_a_node_on_the_network_of_its_host_must_be_replaced(cli, docker_engine, 
     cli.enough()
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "node stopped")]
+
+
+def test_each_worker_must_have_its_own_values_in_its_command_and_any_program_may_be_run(cli, engine):
+    (cli.folder / "args.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    done = run(cli, engine, "--", "args.py", "--out=$JOB_DIR/x", "${RANK} of $WORLD_SIZE", "$HOME $$")
+    assert done.returncode == 0, done.stderr
+    own = cli.run_dir() / "job" if engine == "process" else "/job"
+    for rank in range(3):
+        assert cli.log(rank) == f"{[f'--out={own}/x', f'{rank} of 3', '$HOME $$']}\n"
+    (cli.folder / "go.sh").write_text('#!/bin/sh\necho "$RANK: $1"\n')
+    (cli.folder / "go.sh").chmod(0o755)
+    for words in (["go.sh", "a b"], ["sh", "go.sh", "a b"], ["sh", "-c", 'echo "$0: a b"', "$RANK"]):
+        assert run(cli, engine, "--name", "go", "--", *words).returncode == 0
+        (folder,) = cli.folder.glob("runs/go-*")
+        assert [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in range(3)] == [
+            f"{rank}: a b\n" for rank in range(3)
+        ]
+        assert cli("rm", folder.name).returncode == 0
