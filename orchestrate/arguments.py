@@ -136,11 +136,14 @@ def _parser() -> Parser:
     top = Parser(
         prog=called(),
         description="Run any PyTorch distributed program as a real multi-node job in containers.",
-        epilog=EXITS,
+        usage="%(prog)s COMMAND [options]",
+        epilog=f"to begin with:\n  {called()} run train.py --lr 0.1\n  {called()} run --help\n\n{EXITS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=__version__)
-    kinds = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    kinds = top.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, prog=top.prog, parser_class=Parser, title="commands"
+    )
     for name, description in RUN_COMMANDS.items():
         command = kinds.add_parser(
             name,
@@ -205,10 +208,13 @@ def _parser() -> Parser:
 def _add_job(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; flags win over it")
     docs = {field.name: field.metadata["doc"] for field in dataclasses.fields(JobSpec)}
-    command.add_argument("--nodes", "--nnodes", metavar="N", help="nodes with the master: --nodes 4 is --trainers 3")
+    command.add_argument("--nodes", metavar="N", help="nodes with the master: --nodes 4 is --trainers 3")
+    command.add_argument("--nnodes", dest="nodes", help=argparse.SUPPRESS)
     for name, value in FLAGS.items():
-        spellings = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
-        command.add_argument(*spellings, dest=name, metavar=value, help=docs[name])
+        flag = f"--{name.replace('_', '-')}"
+        command.add_argument(flag, dest=name, metavar=value, help=docs[name])
+        if flag != f"--{name}":  # as torchrun spells it, too
+            command.add_argument(f"--{name}", dest=name, help=argparse.SUPPRESS)
     command.add_argument(
         "-e",
         "--env",

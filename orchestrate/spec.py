@@ -67,7 +67,7 @@ class JobSpec:
         values.optional(values.limit),
         "limit of each node, such as 4g, or unlimited (default its share of the machine's)",
     )
-    cpus: float | None = _field(None, values.optional(values.cpus), "of each node")
+    cpus: float | None = _field(None, values.optional(values.cpus), "how many cores each node may use")
     shm_size: str = _field("1g", values.size, "/dev/shm of each node")
     pin: bool = _field(False, values.truth, "keep each worker to cores of its own")
     network: str = _field(
