@@ -59,7 +59,7 @@ def check_script(spec: JobSpec) -> JobSpec:
     A name without a slash may also be a program of the image, and so may a path of another folder.
     """
     script = spec.command[0]
-    ours = of_python(list(spec.command))
+    ours = of_python(spec.command)
     if script.startswith("-"):
         if script != "-m" or len(spec.command) < 2:
             raise UsageError(f"{script} is no script", "write -- SCRIPT ARGS, or -- -m MODULE ARGS")

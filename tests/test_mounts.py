@@ -225,6 +225,8 @@ def test_more_than_a_node_can_hide_must_be_refused_with_the_way_out(code, monkey
         ("src\n", ("src/train.py", "--lr", "1"), "src"),
         ("**/*.py\n", ("-m", "src.train"), "src/train.py"),
         ("src\n", ("-m", "src"), "src"),
+        ("train.py\n", ("bash", "-x", "train.py"), "train.py"),
+        ("src\n", ("./src/train.sh",), "src"),
         ("", ("runs/a-1/plan.json",), "runs"),
     ],
 )

@@ -19,6 +19,7 @@ from orchestrate import records
 from orchestrate.engines.ignored import ignored
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.mountinfo import is_kernels, kernels, paths
+from orchestrate.node.command import of_python
 from orchestrate.paths import is_text
 
 CODE, JOB = "/workspace", "/job"  # where nodes see the code, and the folder that they write to
@@ -150,7 +151,8 @@ def apart(code: Path, runs: Path) -> None:
 def _scripts(command: tuple[str, ...]) -> list[str]:
     """The files that a command may run, by their paths in the folder of code."""
     if command[:1] != ("-m",):
-        return [os.path.normpath(word) for word in command[:1]]
+        given = [] if of_python(command) else [word for word in command[1:] if not word.startswith("-")]  # bash go.sh
+        return [os.path.normpath(word) for word in (*command[:1], *given[:1])]
     path = command[1].replace(".", "/")
     return [f"{path}.py", f"{path}/__main__.py"]
 

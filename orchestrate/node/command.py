@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 
 from orchestrate.node.ranks import CONTRACT, Env
 
@@ -26,9 +27,9 @@ def expanded(command: list[str], env: Env) -> list[str]:
     return [VARIABLE.sub(value, word) for word in command]
 
 
-def of_python(command: list[str]) -> bool:
+def of_python(command: Sequence[str]) -> bool:
     """Whether a command is for Python: `SCRIPT.py ARGS` or `-m MODULE ARGS`; any other one names a program."""
-    return command[0].startswith("-") or command[0].endswith(".py")
+    return bool(command) and (command[0].startswith("-") or command[0].endswith(".py"))
 
 
 def words(command: list[str]) -> list[str]:
