@@ -16,6 +16,8 @@ from orchestrate.spec import IMAGE, JobSpec
 CHANGES = {  # what is done to the project's image
     "elsewhere": "ENV PATH=/nowhere",
     "none": "USER root\nRUN rm -rf /opt/venv /usr/bin/python3* /usr/local/bin/python3*",
+    "stuck": "USER root\nRUN rm -f /opt/venv/bin/python && "
+    "printf '#!/bin/sh\\nsleep 1000\\n' > /opt/venv/bin/python && chmod +x /opt/venv/bin/python",
     "old": "USER root\nRUN rm -rf /opt/venv /usr/bin/python3* /usr/local/bin/python3* && "
     "printf '#!/bin/sh\\nprintf \"3 8\"\\n' > /usr/bin/python3 && chmod +x /usr/bin/python3",
 }
@@ -56,6 +58,12 @@ def test_an_image_without_a_python_for_nodes_must_be_refused_before_anything_sta
     said = f"error: the image {images[what]} has no Python 3.9 or later for its nodes: {why}"
     assert done.stderr.splitlines()[-2] == said and "tried python, python3" in done.stderr
     assert not [*cli.folder.glob("runs/*")]
+
+
+def test_an_image_whose_python_hangs_must_not_hold_up_the_user_for_long(images, monkeypatch, tmp_path):
+    monkeypatch.setattr(probe, "ANSWERS", 1)
+    with pytest.raises(ResourceError, match="timed out"):
+        probe.python(Daemon(), images["stuck"], tmp_path)
 
 
 def test_gpus_that_torch_cannot_use_must_not_be_trained_on_in_name_alone(cli, nvidia_runtime, nothing_left):

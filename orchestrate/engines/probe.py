@@ -20,7 +20,7 @@ PYTHONS = (  # where images have it; conda's and those of environments are often
 )
 OLDEST = (3, 9)  # Python that can run a node
 MEMORY = 4 << 30  # bytes; torch with CUDA takes up to two
-LOOKS = 120  # seconds
+ANSWERS, COMPUTES = 30, 120  # seconds that Python may take to say its version, and torch to compute on all GPUs
 VERSION = "import sys; sys.stdout.write('%d %d' % sys.version_info[:2])"
 
 
@@ -36,8 +36,10 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
         return name
     old, why = "", ""
     for name in PYTHONS:
-        said, failure = _run(daemon, image, run, [name, "-I", "-S", "-c", VERSION])
+        said, failure = _run(daemon, image, run, [name, "-I", "-S", "-c", VERSION], ANSWERS)
         why = why or ("" if "exec: " in failure or "no such file" in failure else failure)  # there is no such program
+        if "timed out" in failure:
+            break
         if not re.fullmatch(r"\d{1,3} \d{1,3}", said):
             continue
         if tuple(map(int, said.split())) >= OLDEST:
@@ -58,15 +60,30 @@ def useless(daemon: Daemon, image: str, run: Path, python: str, gpus: Iterable[s
         return ""
     visible = {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus), "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
     said, failure = _run(
-        daemon, image, run, [python, "-c", looked.CUDA], {"runtime": "nvidia"}, environment={**visible, "HOME": "/tmp"}
+        daemon,
+        image,
+        run,
+        [python, "-c", looked.CUDA],
+        COMPUTES,
+        {"runtime": "nvidia"},
+        environment={**visible, "HOME": "/tmp"},
     )
     return looked.cuda(key, said, failure)
 
 
 def _run(
-    daemon: Daemon, image: str, run: Path, command: list[str], host: dict[str, Any] | None = None, **facts: Any
+    daemon: Daemon,
+    image: str,
+    run: Path,
+    command: list[str],
+    patience: int,
+    host: dict[str, Any] | None = None,
+    **facts: Any,
 ) -> tuple[str, str]:
-    """The last line that a command prints in a container of the image, and why it could not run."""
+    """The last line that a command prints in a container of the image, and why it could not run.
+
+    It has `patience` seconds.
+    """
     made = ""
     api = daemon.client.api
     try:
@@ -84,7 +101,7 @@ def _run(
             **facts,
         )
         api.start(made)
-        api.wait(made, timeout=LOOKS)
+        api.wait(made, timeout=patience)
         lines = api.logs(made, stderr=False, tail=20).decode(errors="replace").split("\n")
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), ""), ""
     except ERRORS as error:
