@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
             one = self.of(found.command)
             one = one.of(found.target) if found.command == "export" else one
             flag = unknown[0].partition("=")[0]
-            raise UsageError(f"{found.command} takes no {shown(unknown[0])}", _near(flag, one.flags(), one.prog))
+            raise UsageError(f"{found.command}: unknown option {shown(unknown[0])}", _near(flag, one.flags(), one.prog))
         return found
 
     def flags(self) -> list[str]:
@@ -192,7 +192,7 @@ def _parser() -> Parser:
     for name, description in JOB_COMMANDS.items():
         command = kinds.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
         alone: dict[str, Any] = {"nargs": "?", "default": LATEST} if name in READING else {}
-        said = "its id, how it begins, its folder, or latest" + " (the default)" * bool(alone)
+        said = "id, unique prefix, run directory, or latest" + " (default)" * bool(alone)
         command.add_argument("job", type=_job, metavar="JOB", help=said, **alone)
         _add_runs(command)
         if name == "attach":
@@ -208,7 +208,7 @@ def _parser() -> Parser:
 def _add_job(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; flags win over it")
     docs = {field.name: field.metadata["doc"] for field in dataclasses.fields(JobSpec)}
-    command.add_argument("--nodes", metavar="N", help="nodes with the master: --nodes 4 is --trainers 3")
+    command.add_argument("--nodes", metavar="N", help="nodes including the master; --nodes 4 equals --trainers 3")
     command.add_argument("--nnodes", dest="nodes", help=argparse.SUPPRESS)
     for name, value in FLAGS.items():
         flag = f"--{name.replace('_', '-')}"
@@ -221,7 +221,7 @@ def _add_job(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="environment for every worker; without a value, that of this shell",
+        help="environment variable for every worker; without =VALUE, the value in this shell",
     )
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the job file")
 
@@ -229,8 +229,8 @@ def _add_job(command: argparse.ArgumentParser) -> None:
 def _add_instead(command: argparse.ArgumentParser) -> None:
     """Add what stdout may have at the end instead of the workers' output, which then goes to stderr."""
     instead = command.add_mutually_exclusive_group()
-    instead.add_argument("--print-path", action="store_true", help="to stdout: the job's folder alone, at the end")
-    instead.add_argument("--json", action="store_true", help="to stdout: the report alone, at the end")
+    instead.add_argument("--print-path", action="store_true", help="print only the run directory to stdout")
+    instead.add_argument("--json", action="store_true", help="print only the report to stdout, as JSON")
 
 
 def _add_runs(command: argparse.ArgumentParser) -> None:
@@ -275,5 +275,5 @@ def _variable(text: str) -> tuple[str, str]:
     """The key of a job file, and its value, that `NAME=VALUE` stands for, or `NAME` for a variable of this shell."""
     name, equals, value = text.partition("=")
     if not equals and name not in os.environ:
-        raise UsageError(f"--env {shown(name)}: this shell has no such variable", "write --env NAME=VALUE")
+        raise UsageError(f"--env {shown(name)} is not set in this shell", "write --env NAME=VALUE")
     return f"env.{name}", value if equals else os.environ[name]

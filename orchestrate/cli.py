@@ -70,7 +70,7 @@ def _command(argv: list[str]) -> int:
     if args.command in RUN_COMMANDS and not (args.command == "up" and script is not None):
         return _run(args, script)
     if script is not None:
-        raise UsageError(f"{args.command} takes no script", f"python -m orchestrate {args.command} --help")
+        raise UsageError(f"{args.command} does not take a script", f"python -m orchestrate {args.command} --help")
     return commands.BY_NAME[args.command](args)
 
 
@@ -80,7 +80,7 @@ def _settle_runs(args: argparse.Namespace) -> None:
     Raises UsageError for a folder that cannot be used: a link may have come with a project, for example.
     """
     if args.command in RUN_COMMANDS and args.runs is None and RUNS.is_symlink():
-        raise UsageError(f"{RUNS} is a link, and jobs would be where it leads", "--runs DIR names that folder")
+        raise UsageError(f"{RUNS} is a symbolic link", "to use the folder that it points to: --runs DIR")
     args.shown, name = args.runs or RUNS, vars(args).get("job", "")
     if "/" in name:
         args.shown, args.job = Path(name).parent, Path(name).name
@@ -147,13 +147,13 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
 
 def _up(spec: JobSpec, runs: Path) -> int:
     name, engine = spec.name or "cluster", commands.engine_of(spec)
-    phase(f"bringing up {counted(spec.trainers + 1 + spec.spares, 'node')}")
+    phase(f"starting {counted(spec.trainers + 1 + spec.spares, 'node')}")
     made = cluster.bring_up(engine, dataclasses.replace(spec, name=name), runs)
     nodes = len(made.plan.nodes)
     if modules := made.plan.inventory.preload:
         phase(f"importing {', '.join(modules)} in {counted(nodes, 'node')}")
         if not engine.warmed(made.plan.nodes, IMPORTS):
-            say(f"the nodes still import {', '.join(modules)}: the first job waits for that")
+            say(f"the nodes are still importing {', '.join(modules)}; the first job will wait for them")
         phase("")
     be = "is" if nodes == 1 else "are"
     say(f"{counted(nodes, 'node')} {be} up, for jobs from {made.plan.inventory.code}")
@@ -172,7 +172,7 @@ def _place(spec: JobSpec, inventory: Inventory, job_id: str, runs: Path) -> Inve
         say(f"{one.name} does not fit: {'; '.join(differences)}")
     for one in cluster.elsewhere(runs):
         if one.plan.inventory.code == inventory.code and one.plan.engine == inventory.engine:
-            say(f"{one.name} is not used: its jobs are in {one.paths.root.parent}, which --runs names")
+            say(f"not using {one.name}: its jobs are in {one.paths.root.parent} (--runs {one.paths.root.parent})")
     return inventory
 
 

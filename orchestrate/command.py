@@ -31,7 +31,7 @@ OURS = [
     "--signals-to-handle",
 ]
 SHORT = {"--redirects": "-r", "--tee": "-t"}
-HINT = "give the rest to orchestrate: run [options] -- SCRIPT ARGS"
+HINT = "use the options of `run` instead: run [options] -- SCRIPT ARGS"
 
 
 def read(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -73,9 +73,9 @@ def _torchrun(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
     if rest[:1] == ("--",):
         rest = rest[1:]
     if not rest:
-        raise UsageError("torchrun is given no script", "write -- torchrun FLAGS SCRIPT ARGS")
+        raise UsageError("torchrun: no script to run", "write -- torchrun FLAGS SCRIPT ARGS")
     if rest[0].startswith("-"):
-        raise UsageError(f"torchrun: {rest[0]} cannot be followed here", HINT)
+        raise UsageError(f"torchrun: the option {rest[0]} is not supported", HINT)
     asked = {**({"trainers": 0} if found.standalone else {}), **found.nnodes, **found.nproc_per_node}
     if found.max_restarts is not None:
         asked["max_restarts"] = found.max_restarts

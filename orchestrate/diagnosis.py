@@ -28,20 +28,20 @@ COMPLAINT = re.compile(
 NO_CUDA = r"not compiled with CUDA|No CUDA GPUs are available|no CUDA-capable device|Found no NVIDIA driver"
 RANK = r"(?:\[rank\d+\]: )?"  # how torch begins the lines of a traceback
 
-NOT_FOUND = "the program is not where the workers run: name an image that has it (--image)"
-NOT_RUN = "it is no program that can be run: see its first line, and chmod +x"
+NOT_FOUND = "the program is not installed in the image: use an image that has it (--image)"
+NOT_RUN = "the file is not executable (chmod +x), or its first line names an interpreter that is not installed"
 NO_MODULE = r"\1 is not installed where the workers run: name an image that has it (--image)"
-NO_FILE = "nodes see the folder that you started from, as their working directory, and no other one of this machine"
+NO_FILE = "nodes see only the folder that you started from, as their working directory"
 READ_ONLY = "nodes see your folder read-only: write to the folder in $JOB_DIR"
 MORE_MEMORY = "raise the limit (--set memory=8g), or lower the batch size"
 FEWER_LOADERS = "raise the limit (--set memory=8g), or use fewer DataLoader workers"
 HERE = {  # what hints are for local processes, which have no image and no limits
-    NOT_FOUND: "the program is not on this machine's PATH",
+    NOT_FOUND: "the program was not found on this machine's PATH",
     NO_MODULE: rf"\1 is not installed: {sys.executable} -m pip install \1",
     NO_FILE: "paths count from the folder that you started from",
-    READ_ONLY: "the workers run as you, and may not write there: write to the folder in $JOB_DIR",
-    MORE_MEMORY: "a smaller batch or fewer workers: this machine has no memory left",
-    FEWER_LOADERS: "fewer DataLoader workers: this machine has no memory left",
+    READ_ONLY: "the workers run as your user, who cannot write there: write to the folder in $JOB_DIR",
+    MORE_MEMORY: "this machine ran out of memory: use a smaller batch or fewer workers",
+    FEWER_LOADERS: "this machine ran out of memory: use fewer DataLoader workers",
 }
 
 # What the last lines of a failed worker tell; the first match counts.
@@ -65,7 +65,7 @@ BY_WORDS = [
     (r"CUDA out of memory|OutOfMemoryError", "out of GPU memory", "a smaller batch, or GPUs with more memory"),
     (r"No space left on device", "disk full", "free some disk, or some /dev/shm (--set shm_size=4g)"),
     (r"Read-only file system|Permission denied", "not writable", READ_ONLY),
-    (NO_CUDA, "no GPUs", "this job has no GPUs: --gpus all gives it some, or have the script train on the CPU"),
+    (NO_CUDA, "no GPUs", "this job has no GPUs: use --gpus all, or train on the CPU"),
     (
         rf"(?m)^{RANK}(FileNotFound|NotADirectory)Error: (?![\s\S]*^{RANK}[\w.]+(Error|Exception)\b)",  # no later one
         "no such file",

@@ -45,7 +45,7 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     if len(found) != 1:
         which = "no job" if not found else "several jobs"
         known = ", ".join(sorted(found or here)[:8])
-        none = f"there is no job in {args.shown}; --runs names another folder"
+        none = f"no jobs in {args.shown}; use --runs for another folder"
         hint = f"jobs in {args.shown}: {known}" if known else none
         raise UsageError(f"{which} {args.job}", hint)
     return folder
@@ -55,7 +55,7 @@ def latest(runs: Path, shown: Path) -> str:
     """The job of this account that was made last; raises UsageError where there is none."""
     ours = [JobPaths(folder) for folder in job_folders(runs) if records.find(folder)]
     if not ours:
-        raise UsageError(f"there is no job in {shown}", "--runs names another folder")
+        raise UsageError(f"no jobs in {shown}", "use --runs for another folder")
     return max(ours, key=lambda paths: (_made(paths), paths.root.name)).root.name
 
 

@@ -84,8 +84,8 @@ def check_script(spec: JobSpec) -> JobSpec:
         )
     if not ours and not os.access(path, os.X_OK):
         raise UsageError(
-            f"{script} is neither a .py file nor a program",
-            f"chmod +x {script}, or name what runs it: -- python {script}",
+            f"{script} is neither a .py file nor executable",
+            f"chmod +x {script}, or run it with an interpreter: -- python {script}",
         )
     relative = str(path.relative_to(Path.cwd().resolve()))
     # Python would take it for an option, and a program is looked for in PATH where its name has no slash.

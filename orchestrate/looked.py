@@ -26,7 +26,7 @@ else:
         say("works")
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        say(f"torch {torch.__version__} says: {lines[0].split('. ')[0]}")
+        say(f"torch {torch.__version__}: {lines[0].split('. ')[0]}")
 """
 
 
@@ -35,7 +35,7 @@ def cuda(key: list[str], said: str, failure: str = "") -> str:
     if said in ("works", "no torch"):
         note(key, said)
         return ""
-    return said or failure or "torch ended without a word"
+    return said or failure or "torch exited without output"
 
 
 def _name(key: list[str]) -> str:

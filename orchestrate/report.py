@@ -181,11 +181,11 @@ LINES: dict[str, Callable[[Event], str]] = {
 
 
 PHASES: dict[str, Callable[[Event], str]] = {
-    "nodes_starting": lambda event: f"bringing up {counted(event['nodes'], 'node')}",
+    "nodes_starting": lambda event: f"starting {counted(event['nodes'], 'node')}",
     "nodes_up": lambda event: "starting the workers",
     "generation_started": lambda event: "waiting for the workers' first output",
     "generation_ended": lambda event: "",
-    "nodes_stopping": lambda event: "taking down the nodes",
+    "nodes_stopping": lambda event: "removing the nodes",
     "nodes_down": lambda event: "",
     "nodes_left": lambda event: "",
 }

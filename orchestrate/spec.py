@@ -28,7 +28,7 @@ def _trainers(nodes: Any) -> int:
     try:
         return values.integer(1, values.MOST_TRAINERS + 1)(nodes) - 1
     except ValueError as error:
-        raise UsageError(f"nodes must be {error}, not {shown(nodes)}", "the master and all trainers") from None
+        raise UsageError(f"nodes must be {error}, not {shown(nodes)}", "it includes the master") from None
 
 
 def _optional_keys(value: Any) -> list[str]:
@@ -49,7 +49,7 @@ class JobSpec:
 
     name: str = _field("", values.NAME, "what the job is called; its id adds four characters")
     command: tuple[str, ...] = _field(APP, values.command, "SCRIPT.py ARGS, -m MODULE ARGS, or a program with its ARGS")
-    expand: bool = _field(True, values.truth, "replace $JOB_DIR, $RANK and the like in command, in each worker")
+    expand: bool = _field(True, values.truth, "replace $JOB_DIR, $RANK, … in command with each worker's values")
     trainers: int = _field(3, values.integer(0, values.MOST_TRAINERS), "nodes besides the master")
     nproc_per_node: int | None = _field(
         None, values.optional(values.integer(1, values.MOST_WORKERS)), "workers on each node"
@@ -100,7 +100,7 @@ class JobSpec:
         600.0, values.patience, "of silence and idleness before a job counts as hung; or none"
     )
 
-    optional: list[str] = _field([], _optional_keys, "keys that an engine without them may ignore")
+    optional: list[str] = _field([], _optional_keys, "keys that may be ignored if the engine does not support them")
     warm: bool = _field(True, values.truth, "fork workers from a process that has imported torch already")
     preload: list[str] = _field([], values.modules, "more modules that such a process imports")
 
@@ -143,7 +143,7 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for layer in layers:
         if {"nodes", "trainers"} <= layer.keys():
-            raise UsageError("nodes and trainers are given", "one of them is enough: nodes counts the master, too")
+            raise UsageError("nodes and trainers are both set", "set one of them; nodes includes the master")
         for key, value in layer.items():
             if key == "nodes":
                 key, value = "trainers", _trainers(value)

@@ -130,7 +130,7 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, 
     spec, _ = job.load(job.JobPaths(next(runs.iterdir())))
     assert (spec.env, spec.memory, spec.cpus) == ({"HERE": "of the shell", "A": "b=c", "NONE": ""}, "2g", 1.5)
     assert do("plan", "-e", "NOWHERE")[2] == [
-        "error: --env 'NOWHERE': this shell has no such variable",
+        "error: --env 'NOWHERE' is not set in this shell",
         "hint: write --env NAME=VALUE",
     ]
 
@@ -141,13 +141,13 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, 
         ("pln train.py", "unknown command 'pln'", "did you mean plan?"),
         ("export nomad", "unknown target 'nomad'", "one of kubernetes, slurm, compose"),
         ("frobnicate", "unknown command 'frobnicate'", "python -m orchestrate --help"),
-        ("run --trainer 2", "run takes no '--trainer'", "did you mean --trainers?"),
-        ("run --detatch train.py", "run takes no '--detatch'", "did you mean --detach?"),
-        ("run --max-restart=2", "run takes no '--max-restart=2'", "did you mean --max-restarts?"),
-        ("logs a --folow", "logs takes no '--folow'", "did you mean --follow?"),
-        ("logs a --xyz", "logs takes no '--xyz'", "python -m orchestrate logs --help"),
+        ("run --trainer 2", "run: unknown option '--trainer'", "did you mean --trainers?"),
+        ("run --detatch train.py", "run: unknown option '--detatch'", "did you mean --detach?"),
+        ("run --max-restart=2", "run: unknown option '--max-restart=2'", "did you mean --max-restarts?"),
+        ("logs a --folow", "logs: unknown option '--folow'", "did you mean --follow?"),
+        ("logs a --xyz", "logs: unknown option '--xyz'", "python -m orchestrate logs --help"),
         ("export kubernets", "unknown target 'kubernets'", "did you mean kubernetes?"),
-        ("export slurm --from venv", "export takes no '--from'", "did you mean --form?"),
+        ("export slurm --from venv", "export: unknown option '--from'", "did you mean --form?"),
     ],
 )
 def test_a_word_that_is_unknown_must_be_answered_with_the_nearest_one(do, words, what, hint):  # noqa: F811
@@ -189,7 +189,7 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, words,
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [("notes.txt", "neither a .py file nor a program"), ("./none", "does not exist"), ("./folder", "is a folder")],
+    [("notes.txt", "neither a .py file nor executable"), ("./none", "does not exist"), ("./folder", "is a folder")],
 )
 def test_a_file_that_is_no_program_must_be_refused(here, words, why):
     with pytest.raises(UsageError, match=why) as found:

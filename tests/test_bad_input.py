@@ -40,11 +40,11 @@ def refused(cli, code: int, message: str, *arguments: str, **env: str) -> None:
         ("command must be a script", ["run", "--"]),
         ("cannot read job file none.yaml", ["run", "none.yaml"]),
         ("unknown key 'trainer'", ["run", "--set", "trainer=1"]),
-        ("run takes no '--bogus'", ["run", "--bogus"]),
+        ("run: unknown option '--bogus'", ["run", "--bogus"]),
         ("cannot write to /proc/", ["run", "--engine", "process", "--runs", "/proc/x", "--", "probe.py"]),
         ("no job nope", ["logs", "nope"]),
         ("no job nope", ["stop", "nope"]),
-        ("ps takes no script", ["ps", "--", "x"]),
+        ("ps does not take a script", ["ps", "--", "x"]),
         ("unknown command 'x'", ["x"]),
     ],
 )

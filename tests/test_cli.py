@@ -174,7 +174,7 @@ def test_up_must_return_when_its_nodes_are_warm_or_say_that_they_are_not(do, eng
     engine.inventory = lambda *some, **more: dataclasses.replace(look(*some, **more), preload=("torch", "numpy"))
     code, _, err = do("up", "--trainers", "2", "--gpus", "none")
     assert code == 0 and engine.calls == ["prepare", "up", "warmed"]
-    assert ("the nodes still import torch, numpy: the first job waits for that" in err) != warm
+    assert ("the nodes are still importing torch, numpy; the first job will wait for them" in err) != warm
 
 
 def test_a_cluster_whose_jobs_are_in_another_folder_must_be_named_with_that_folder(do, engine, runs, tmp_path):
@@ -182,7 +182,7 @@ def test_a_cluster_whose_jobs_are_in_another_folder_must_be_named_with_that_fold
     engine.generations = [[ALL_WELL]]
     do.runs = tmp_path / "others"
     code, _, err = do("run", "--trainers", "2", *APP)
-    assert code == 0 and err[0] == f"{name} is not used: its jobs are in {runs}, which --runs names"
+    assert code == 0 and err[0] == f"not using {name}: its jobs are in {runs} (--runs {runs})"
     assert " on " not in err[1].partition("workers")[2]
 
 
@@ -274,7 +274,8 @@ def test_a_command_that_runs_no_script_must_refuse_one(do, engine, runs, command
     name = command.split()[0]
     assert (code, out) == (2, [])
     assert (
-        err[0].startswith(f"error: {name} takes no script") and err[1] == f"hint: python -m orchestrate {name} --help"
+        err[0].startswith(f"error: {name} does not take a script")
+        and err[1] == f"hint: python -m orchestrate {name} --help"
     )
 
 
@@ -374,8 +375,8 @@ def test_a_link_that_came_with_a_project_must_not_lead_the_files_of_jobs_elsewhe
     monkeypatch.chdir(tmp_path)
     assert main([command, "--trainers", "2", "--gpus", "none"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "error: runs is a link, and jobs would be where it leads",
-        "hint: --runs DIR names that folder",
+        "error: runs is a symbolic link",
+        "hint: to use the folder that it points to: --runs DIR",
     ]
     assert not [*(tmp_path / "elsewhere").iterdir()]
     assert main(["ps"]) == 0

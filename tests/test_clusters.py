@@ -213,7 +213,7 @@ def test_keys_that_an_engine_does_not_know_must_be_named_where_they_are_set():
     spec = JobSpec(memory="2g", encrypt=True, volume="x", optional=["encrypt", "memory"])
     assert ignoring(JobSpec(), keys, "an engine") == ""
     assert ignoring(spec, keys, "an engine") == ", ignoring memory, encrypt"
-    with pytest.raises(UsageError, match="an engine cannot do what the job says of memory") as error:
+    with pytest.raises(UsageError, match="an engine does not support memory") as error:
         ignoring(dataclasses.replace(spec, optional=["encrypt"]), keys, "an engine")
     assert error.value.hint.endswith("--set optional=memory,encrypt")
 

@@ -91,9 +91,9 @@ def test_a_job_that_lives_must_be_found_from_any_folder(do, engine, tmp_path):
 
 
 def test_where_there_are_no_jobs_the_folder_must_be_named(do, engine, tmp_path):
-    hint = f"hint: there is no job in {tmp_path}; --runs names another folder"
+    hint = f"hint: no jobs in {tmp_path}; use --runs for another folder"
     assert do("logs", "a") == (2, [], ["error: no job a", hint])
-    assert do("logs") == (2, [], [f"error: there is no job in {tmp_path}", "hint: --runs names another folder"])
+    assert do("logs") == (2, [], [f"error: no jobs in {tmp_path}", "hint: use --runs for another folder"])
 
 
 def test_the_jobs_that_are_named_must_be_those_of_the_folder(do, engine, tmp_path):

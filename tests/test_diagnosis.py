@@ -222,7 +222,12 @@ def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cau
         (1, "", ["DataLoader worker (pid 9) is killed by signal: Bus error."], "shm_size"),
         (1, "", ["DataLoader worker (pid 9) is killed by signal: Killed."], "DataLoader workers"),
         (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "nodes see your folder read-only"),
-        (1, "", ["FileNotFoundError: [Errno 2] No such file or directory: 'a.csv'"], "nodes see the folder that you"),
+        (
+            1,
+            "",
+            ["FileNotFoundError: [Errno 2] No such file or directory: 'a.csv'"],
+            "nodes see only the folder that you",
+        ),
         (1, "", ["RuntimeError: No CUDA GPUs are available"], "--gpus all"),
         (1, "", ["PermissionError: [Errno 13] Permission denied: 'x'"], "$JOB_DIR"),
         (134, "", ["terminate called without an active exception"], "destroy_process_group"),
@@ -250,11 +255,11 @@ def test_a_hint_must_say_what_to_do(code, known, words, hint):
     ("code", "known", "words", "hint"),
     [
         (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], f"{sys.executable} -m pip install a.b_c"),
-        (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "the workers run as you"),
+        (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "the workers run as your user"),
         (1, "", ["[rank1]: FileNotFoundError: [Errno 2] No such file or directory: 'a'"], "paths count from"),
         (127, "", ["[node] rank 0 did not start: No such file or directory: x"], "PATH"),
-        (137, "out of memory", [], "this machine has no memory left"),
-        (1, "", ["DataLoader worker (pid 9) is killed by signal: Killed."], "this machine has no memory left"),
+        (137, "out of memory", [], "this machine ran out of memory"),
+        (1, "", ["DataLoader worker (pid 9) is killed by signal: Killed."], "this machine ran out of memory"),
     ],
 )
 def test_a_hint_must_fit_local_processes(code, known, words, hint):

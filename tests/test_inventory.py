@@ -155,8 +155,8 @@ def test_it_must_be_told_that_an_image_is_pulled_and_how_far_it_is(answers, daem
     phases = []
     monkeypatch.setattr(image, "phase", phases.append)
     assert image.has_image(daemon, spec(), True)
-    assert capsys.readouterr().err == "pulling the image mine:1, once\n"
-    assert phases == ["pulling the image mine:1: 3 of 8 MB known so far", ""]
+    assert capsys.readouterr().err == "pulling the image mine:1\n"
+    assert phases == ["pulling the image mine:1: 3 of 8 MB", ""]
 
 
 def test_an_image_that_cannot_be_pulled_must_be_told_with_the_way_out(answers, daemon):

@@ -48,14 +48,14 @@ def test_an_image_whose_python_is_not_on_its_path_must_run_a_job(cli, images, no
     assert cli.log(1).startswith("hello of /")
 
 
-@pytest.mark.parametrize(("what", "why"), [("none", "none was found"), ("old", "python3 is Python 3.8")])
+@pytest.mark.parametrize(("what", "why"), [("none", "none found"), ("old", "python3 is Python 3.8")])
 def test_an_image_without_a_python_for_nodes_must_be_refused_before_anything_starts(
     cli, images, nothing_left, what, why
 ):
     (cli.folder / "hello.py").write_text("print('hello')\n")
     done = run(cli, "--image", images[what], "--gpus", "none", "--", "hello.py")
     assert done.returncode == 4
-    said = f"error: the image {images[what]} has no Python 3.9 or later for its nodes: {why}"
+    said = f"error: the image {images[what]} has no Python 3.9 or later: {why}"
     assert done.stderr.splitlines()[-2] == said and "tried python, python3" in done.stderr
     assert not [*cli.folder.glob("runs/*")]
 
@@ -111,6 +111,6 @@ def test_local_processes_must_not_be_given_gpus_that_their_torch_cannot_use(monk
 def test_torch_that_works_must_be_noted_and_one_that_does_not_be_asked_again(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     tmp_path.chmod(0o700)
-    assert looked.cuda(["a"], "torch 2 says: no") == "torch 2 says: no" and not looked.known(["a"])
-    assert looked.cuda(["a"], "") == "torch ended without a word"
+    assert looked.cuda(["a"], "torch 2: no") == "torch 2: no" and not looked.known(["a"])
+    assert looked.cuda(["a"], "") == "torch exited without output"
     assert looked.cuda(["a"], "works") == "" and looked.known(["a"]) == "works" and not looked.known(["b"])

@@ -16,7 +16,7 @@ from app.checkpoint import read_manifest
 
 README = (ROOT / "README.md").read_text()
 # What only the first run says, or one that takes long.
-PASSING = "setting up|building the image|bringing up|starting the|waiting for the|importing|taking down"
+PASSING = "setting up|building the image|starting|waiting for the|importing|removing the"
 ACTIVATE = ". .venv/bin/activate"
 
 

@@ -299,7 +299,7 @@ TOLD = """
 import sys, time
 from orchestrate import terminal
 terminal.LASTS, terminal.BETWEEN = LASTS, 0.0
-terminal.phase("bringing up 2 nodes")
+terminal.phase("starting 2 nodes")
 time.sleep(PAUSE)
 terminal.say("ours")
 terminal.give("master 0 | a line")
@@ -326,12 +326,12 @@ def test_what_goes_on_must_be_the_last_line_of_a_terminal_and_be_replaced():
         while chunk := os.read(leader, 1 << 16):
             shown += chunk
     os.close(leader)
-    gone, now = "\r\x1b[K", "bringing up 2 nodes"
+    gone, now = "\r\x1b[K", "starting 2 nodes"
     parts = [now, "ours\n" + now, "master 0 | a line\n" + now, "master 0 | 10%", "master 0 | 20%", "x" * 39, ""]
     assert shown.decode().replace("\r\n", "\n") == gone.join(parts)
 
 
-@pytest.mark.parametrize(("lasts", "shown"), [(1000, []), (0.0, ["bringing up 2 nodes"])])
+@pytest.mark.parametrize(("lasts", "shown"), [(1000, []), (0.0, ["starting 2 nodes"])])
 def test_what_goes_on_must_be_a_line_elsewhere_if_it_takes_long(lasts, shown):
     env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(told(lasts, pause=0.3), capture_output=True, text=True, env=env, check=True)

@@ -68,8 +68,8 @@ def ignoring(spec: JobSpec, keys: Iterable[str], engine: str) -> str:
     found = [key for key in keys if getattr(spec, key) != getattr(JobSpec(), key)]
     if needed := [key for key in found if key not in spec.optional]:
         raise UsageError(
-            f"{engine} cannot do what the job says of {', '.join(needed)}",
-            f"leave it out, or say that the job can do without: --set optional={','.join(found)}",
+            f"{engine} does not support {', '.join(needed)}",
+            f"remove it, or mark it as optional: --set optional={','.join(found)}",
         )
     return f", ignoring {', '.join(found)}" if found else ""
 

@@ -53,7 +53,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
     else:
         mounts.of_nodes(run, code, spec.command)
     here, count = cores(), max(1, daemon.info["NCPU"])  # the engine may run in a virtual machine with other cores
-    ignored = ignoring(spec, SWARMS, "one Docker Engine")
+    ignored = ignoring(spec, SWARMS, "a single Docker Engine")
     return Inventory(
         engine="docker",
         about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}{ignored}",
@@ -91,7 +91,7 @@ def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
         return False
     try:
         if spec.image == IMAGE:
-            say(f"building the image {IMAGE}, once: about 6 GB, some minutes")
+            say(f"building the image {IMAGE} (once, about 6 GB; this takes some minutes)")
             daemon.compose("--profile", "gpu", "build", "master", env={"NODE_IMAGE": spec.image})
         else:
             _pull(daemon, spec.image)
@@ -106,7 +106,7 @@ def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
 
 def _pull(daemon: Daemon, image: str) -> None:
     """Pull an image; raises docker's errors."""
-    say(f"pulling the image {image}, once")
+    say(f"pulling the image {image}")
     repository, tag = parse_repository_tag(image)
     done: dict[str, tuple[int, int]] = {}  # bytes of each layer: here, and in all
     for event in daemon.client.api.pull(repository, tag or "latest", stream=True, decode=True):
@@ -116,7 +116,7 @@ def _pull(daemon: Daemon, image: str) -> None:
         if event.get("status") == "Downloading" and sizes.get("total"):
             done[event["id"]] = sizes["current"], sizes["total"]
             here, whole = (sum(each) for each in zip(*done.values()))
-            phase(f"pulling the image {image}: {here >> 20} of {whole >> 20} MB known so far")
+            phase(f"pulling the image {image}: {here >> 20} of {whole >> 20} MB")
     phase("")
 
 

@@ -48,8 +48,8 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
         old = old or f"{name} is Python {said.replace(' ', '.')}"
     needs = ".".join(map(str, OLDEST))
     raise ResourceError(
-        f"the image {image} has no Python {needs} or later for its nodes: {old or why or 'none was found'}",
-        f"add it to the image, as `python` or `python3` on its PATH (tried {', '.join(PYTHONS)})",
+        f"the image {image} has no Python {needs} or later: {old or why or 'none found'}",
+        f"install it in the image as `python` or `python3` (tried {', '.join(PYTHONS)})",
     )
 
 

@@ -80,7 +80,7 @@ class ProcessEngine(Linked):
             found, why = (), f"{sys.executable} cannot use the GPUs: {useless}"
         return Inventory(
             engine="process",
-            about=f"local processes without isolation{ignoring(spec, LIMITS, 'local processes')}",
+            about=f"local processes without isolation{ignoring(spec, LIMITS, 'the process engine')}",
             cores=cores(),
             gpus=found,
             no_gpus=why,
