@@ -70,7 +70,9 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             known = re.findall(r"[\w-]+", wrong[2])
             kind = "target" if known == [*EXPORTS] else "command"
-            raise UsageError(f"unknown {kind} {shown(wrong[1])}", _near(wrong[1], known, self.prog))
+            script = kind == "command" and wrong[1].endswith((".py", ".sh"))
+            hint = f"{self.prog} run {wrong[1]}" if script else _near(wrong[1], known, self.prog)
+            raise UsageError(f"unknown {kind} {shown(wrong[1])}", hint)
         raise UsageError(message, f"{self.prog} --help")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

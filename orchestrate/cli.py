@@ -9,16 +9,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orchestrate import cluster, commands, errors, job, lock, owners, terminal
 from orchestrate.arguments import EXPORTS, LATEST, RUN_COMMANDS, RUNS, flags, parse
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.find import latest
-from orchestrate.paths import PACKAGE, JobPaths
+from orchestrate.paths import PACKAGE, JobPaths, hidden
 from orchestrate.plan import Inventory, counted, plan
 from orchestrate.redact import HIDDEN
-from orchestrate.spec import JobSpec, read_file, read_set, resolve, unencodable
+from orchestrate.spec import APP, JobSpec, read_file, read_set, resolve, unencodable
 from orchestrate.terminal import out, phase, say
+
+if TYPE_CHECKING:
+    from orchestrate.engines import Engine
 
 IMPORTS = 120.0  # seconds that nodes of a cluster may take to import what workers need; torch takes 2 to 20
 
@@ -46,8 +50,8 @@ def _guarded(argv: list[str]) -> int:
     except KeyboardInterrupt:
         say("stopped")
         return errors.INTERRUPTED
-    except SystemExit:  # argparse has printed the help or the version
-        return errors.SUCCEEDED
+    except SystemExit as end:  # argparse has printed the help or the version, or a user has detached from a job
+        return end.code if isinstance(end.code, int) else errors.SUCCEEDED
     except terminal.Closed:
         return errors.SUCCEEDED
     except OSError as error:  # a full disk, a file of another user
@@ -100,6 +104,11 @@ def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:
             f"env.{name} is {HIDDEN}, which job.yaml has in the place of a secret",
             f"set it in your own job file, or with --set env.{name}=VALUE",
         )
+    if spec.command == APP and "command" not in {key for layer in layers for key in layer} and hidden():
+        raise UsageError(
+            "no script, and `app` in this folder would be run instead of the default job",
+            f"python -m orchestrate {args.command} SCRIPT.py",
+        )
     if why := unencodable(spec):
         raise UsageError(why, "export LC_ALL=C.UTF-8")
     return job.check_script(spec)
@@ -131,7 +140,7 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     job_id = job.new_id(spec)
     paths = JobPaths(args.runs / job_id)
     inventory = engine.inventory(spec, paths.shared, prepare=not dry)
-    made = plan(spec, _place(spec, inventory, job_id, paths.root.parent), job_id, engine.port(spec, 0))
+    made = plan(spec, _place(spec, inventory, job_id, paths.root.parent, engine), job_id, engine.port(spec, 0))
     if dry:
         out(made)
         return errors.SUCCEEDED
@@ -162,7 +171,7 @@ def _up(spec: JobSpec, runs: Path) -> int:
     return errors.SUCCEEDED
 
 
-def _place(spec: JobSpec, inventory: Inventory, job_id: str, runs: Path) -> Inventory:
+def _place(spec: JobSpec, inventory: Inventory, job_id: str, runs: Path, engine: Engine) -> Inventory:
     """The nodes of the first cluster that fits a job; its own where none does, with the reasons."""
     for one in cluster.found(runs):
         placed = one.place(inventory, job_id)
@@ -170,8 +179,8 @@ def _place(spec: JobSpec, inventory: Inventory, job_id: str, runs: Path) -> Inve
         if not differences:
             return placed
         say(f"{one.name} does not fit: {'; '.join(differences)}")
-    for one in cluster.elsewhere(runs):
-        if one.plan.inventory.code == inventory.code and one.plan.engine == inventory.engine:
+    for one in cluster.elsewhere(engine, runs):
+        if one.plan.inventory.code == inventory.code:
             say(f"not using {one.name}: its jobs are in {one.paths.root.parent} (--runs {one.paths.root.parent})")
     return inventory
 

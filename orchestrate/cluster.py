@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrate import job, lock, records, users
+from orchestrate import job, lock, users
 from orchestrate.engines import SWARMS, Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import NODES, JobPaths
@@ -20,6 +20,10 @@ from orchestrate.spec import JobSpec
 
 # What a node is made with, and keeps.
 SAME = ("image", "memory", "cpus", "shm_size", "network", "host_access", "grace", *SWARMS)
+
+
+def _shown(spec: JobSpec, key: str) -> object:
+    return "not set" if (value := getattr(spec, key)) is None else value
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Cluster:
     def differences(self, spec: JobSpec, wanted: Plan) -> list[str]:
         """What keeps a job from running here, in words."""
         found = [
-            f"{key} is {getattr(self.spec, key)} there, {getattr(spec, key)} here"
+            f"{key} is {_shown(self.spec, key)} there, {_shown(spec, key)} here"
             for key in SAME
             if getattr(self.spec, key) != getattr(spec, key)
         ]
@@ -85,10 +89,14 @@ def found(runs: Path) -> list[Cluster]:
     return clusters
 
 
-def elsewhere(runs: Path) -> list[Cluster]:
-    """The clusters of this account whose files are not below `runs`."""
-    others = {run.parent for run in records.known()} - {runs}
-    return [one for other in sorted(others) for one in found(other)]
+def elsewhere(engine: Engine, runs: Path) -> list[Cluster]:
+    """The clusters of this account on an engine whose files are not below `runs`."""
+    clusters = []
+    for state in engine.jobs():
+        if state.cluster and state.named and state.paths.root.parent != runs:
+            with contextlib.suppress(UsageError):  # it is another account's
+                clusters.append(Cluster(state.paths, *job.load(state.paths)))
+    return clusters
 
 
 def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> Cluster:

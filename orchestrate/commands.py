@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from orchestrate import cluster, errors, job, lock, logs, older, owners, records, terminal
@@ -180,6 +180,16 @@ def _paths(args: argparse.Namespace) -> JobPaths:
     return JobPaths(find(args, [] if local else _engines()))
 
 
+@contextlib.contextmanager
+def _watching(name: str) -> Iterator[None]:
+    """End the command at Ctrl-C, and say that the job goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"detached; {name} continues")
+        raise SystemExit(errors.INTERRUPTED) from None
+
+
 def show_logs(args: argparse.Namespace) -> int:
     """The workers' output."""
     paths = _paths(args)
@@ -188,14 +198,16 @@ def show_logs(args: argparse.Namespace) -> int:
     if args.rank is not None and args.rank not in chosen:
         raise UsageError(f"no rank {args.rank} in {paths.root.name}", f"its ranks are 0 to {len(chosen) - 1}")
     follower = logs.Follower(paths, chosen if args.rank is None else {args.rank: ""}, hide=Mask(spec.env, spec.secrets))
-    while True:
-        living = args.follow and not job.ended(paths) and lock.holder(paths)
-        for line in follower.lines(end=not living):
-            out(line)
-        if not living:
-            return errors.SUCCEEDED
-        terminal.flush()
-        time.sleep(0.1)
+    with _watching(paths.root.name):
+        while True:
+            living = args.follow and not job.ended(paths) and lock.holder(paths)
+            for line in follower.lines(end=not living):
+                out(line)
+            if not living:
+                return errors.SUCCEEDED
+            terminal.flush()
+            terminal.progress(follower.progress(), out)
+            time.sleep(0.1)
 
 
 def attach(args: argparse.Namespace) -> int:
@@ -209,9 +221,11 @@ def attach(args: argparse.Namespace) -> int:
             if not looking:
                 say(f"{supervisor} supervises {paths.root.name}; following it (Ctrl-C detaches)")
             looking = True
-            for line in follower.lines():
-                show(line)
-            time.sleep(0.1)
+            with _watching(paths.root.name):
+                for line in follower.lines():
+                    show(line)
+                terminal.progress(follower.progress(), show)
+                time.sleep(0.1)
             continue
         if job.ended(paths):
             continue
@@ -234,13 +248,14 @@ def attach(args: argparse.Namespace) -> int:
 def wait(args: argparse.Namespace) -> int:
     """The end of a job."""
     paths = _paths(args)
-    while not (data := job.ended(paths)):
-        if not lock.holder(paths) and not job.ended(paths):
-            raise OrchestrateError(
-                f"{paths.root.name} has no supervisor, and no report of its end",
-                f"python -m orchestrate attach {paths.root.name}",
-            )
-        time.sleep(0.1)
+    with _watching(paths.root.name):
+        while not (data := job.ended(paths)):
+            if not lock.holder(paths) and not job.ended(paths):
+                raise OrchestrateError(
+                    f"{paths.root.name} has no supervisor, and no report of its end",
+                    f"python -m orchestrate attach {paths.root.name}",
+                )
+            time.sleep(0.1)
     return exit_code(data)
 
 

@@ -25,7 +25,10 @@ COMPLAINT = re.compile(
 )
 
 # How torch says that it finds no GPU, or was built without CUDA.
-NO_CUDA = r"not compiled with CUDA|No CUDA GPUs are available|no CUDA-capable device|Found no NVIDIA driver"
+NO_CUDA = (
+    r"not compiled with CUDA|No CUDA GPUs are available|no CUDA-capable device|Found no NVIDIA driver"
+    r"|NCCL is only supported with GPUs"
+)
 RANK = r"(?:\[rank\d+\]: )?"  # how torch begins the lines of a traceback
 
 NOT_FOUND = "the program is not installed in the image: use an image that has it (--image)"
@@ -65,7 +68,7 @@ BY_WORDS = [
     (r"CUDA out of memory|OutOfMemoryError", "out of GPU memory", "a smaller batch, or GPUs with more memory"),
     (r"No space left on device", "disk full", "free some disk, or some /dev/shm (--set shm_size=4g)"),
     (r"Read-only file system|Permission denied", "not writable", READ_ONLY),
-    (NO_CUDA, "no GPUs", "this job has no GPUs: use --gpus all, or train on the CPU"),
+    (NO_CUDA, "no GPUs", "this job has no GPUs: use --gpus all, or train on the CPU with the backend gloo"),
     (
         rf"(?m)^{RANK}(FileNotFound|NotADirectory)Error: (?![\s\S]*^{RANK}[\w.]+(Error|Exception)\b)",  # no later one
         "no such file",
@@ -82,7 +85,7 @@ BY_CODE = {
     64: ("usage", "the script rejected its arguments: see its --help"),
     78: ("usage", "the script rejected its configuration"),
     126: ("not started", "the program could not be started: the end of its log says why"),
-    127: ("not started", NOT_FOUND),
+    127: ("not started", "a program or a script was not found: the end of the log names it"),
     132: ("crash", "the processor does not know an instruction in it: the image is for another one"),
     ABORTED: ("crash", "the lines above say where each thread stood"),
     135: ("shared memory", "/dev/shm was full, most likely: --set shm_size=4g"),

@@ -43,11 +43,11 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     if not found:
         older.refuse(args.job, args.runs, engines)
     if len(found) != 1:
-        which = "no job" if not found else "several jobs"
+        what = f"{args.job} is the prefix of {len(found)} jobs" if found else f"no job {args.job}"
         known = ", ".join(sorted(found or here)[:8])
         none = f"no jobs in {args.shown}; use --runs for another folder"
         hint = f"jobs in {args.shown}: {known}" if known else none
-        raise UsageError(f"{which} {args.job}", hint)
+        raise UsageError(what, hint)
     return folder
 
 

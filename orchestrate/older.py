@@ -31,7 +31,10 @@ def refuse(name: str, runs: Path, engines: list[Engine]) -> None:
     states = [state for engine in engines for state in engine.jobs() if state.owner in (os.getuid(), -1)]
     living = {state.job_id: state.paths.root for state in states}
     roots = living | {path.parent.name: path.parent for path in runs.resolve().glob(f"*/{NODES}")}
-    for found in sorted(found for found in roots if found.startswith(name)):
+    here = {
+        found for found in roots if found.startswith(name) and (roots[found] / found).is_relative_to(runs.resolve())
+    }
+    for found in sorted(here | ({name} & roots.keys())):
         with contextlib.suppress(UsageError):
             job.load(JobPaths(roots[found]))
             continue

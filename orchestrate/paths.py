@@ -21,6 +21,11 @@ SHIPPED = PACKAGE / "project"  # in a wheel alone
 PROJECT = SHIPPED if SHIPPED.is_dir() else PACKAGE.parent  # with docker-compose.yml, Dockerfile and app/
 
 
+def hidden() -> bool:
+    """Whether the current folder has an `app` of its own, which hides ours."""
+    return Path.cwd() != PROJECT and any(Path(name).exists() for name in ("app", "app.py"))
+
+
 def code_folder(command: tuple[str, ...]) -> Path:
     """The folder in which a command runs: the current one, but for our own app where that has none of this name."""
     ours = command[0] == "-m" and command[1].split(".")[0] == "app"

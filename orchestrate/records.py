@@ -115,15 +115,6 @@ def inode_in(run: Path, name: str) -> int:
         os.close(folder)
 
 
-def known() -> Iterator[Path]:
-    """The run directories that have records, by their real paths; some may have gone."""
-    for place in places():
-        with contextlib.suppress(OSError), private.opened(place) as folder:
-            for name in sorted(os.listdir(folder)):
-                with contextlib.suppress(OSError, ValueError, TypeError):
-                    yield Path(_read(name, folder).run)
-
-
 def forget(run: Path) -> None:
     """Remove the record of a run directory, if there is one."""
     for place in places():

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 COMMANDS, MODULE = ("orchestrate", "torch-orchestrate"), "python -m orchestrate"
@@ -86,13 +86,13 @@ def phase(text: str) -> None:
             _now.timer.start()
 
 
-def progress(text: str) -> None:
-    """Show how far a worker says that it is, in a line that it replaces; elsewhere than on a terminal now and then."""
+def progress(text: str, show: Callable[[str], None]) -> None:
+    """Show a worker's progress bar as the last line of a terminal; elsewhere `show` gets it now and then."""
     if _replaces(sys.stderr):
         phase(text)
     elif text and time.monotonic() > _now.shown + BETWEEN:
         _now.shown = time.monotonic()
-        give(text)
+        show(text)
 
 
 def _announce(text: str) -> None:

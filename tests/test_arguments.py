@@ -140,6 +140,7 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, 
     [
         ("pln train.py", "unknown command 'pln'", "did you mean plan?"),
         ("export nomad", "unknown target 'nomad'", "one of kubernetes, slurm, compose"),
+        ("train.py --lr 1", "unknown command 'train.py'", "python -m orchestrate run train.py"),
         ("frobnicate", "unknown command 'frobnicate'", "python -m orchestrate --help"),
         ("run --trainer 2", "run: unknown option '--trainer'", "did you mean --trainers?"),
         ("run --detatch train.py", "run: unknown option '--detatch'", "did you mean --detach?"),

@@ -82,7 +82,10 @@ def test_a_beginning_that_fits_several_jobs_must_be_refused(cli, nothing_left):
     for command in ("stop", "logs", "attach", "wait"):
         done = cli(command, SAME)
         names = ", ".join(job.run.name for job in jobs)
-        assert (done.returncode, done.stderr) == (2, f"error: several jobs {SAME}\nhint: jobs in runs: {names}\n")
+        assert (done.returncode, done.stderr) == (
+            2,
+            f"error: {SAME} is the prefix of 2 jobs\nhint: jobs in runs: {names}\n",
+        )
     assert all(job.untouched() for job in jobs)
     assert cli("stop", f"{SAME}-1").returncode == 0
     assert jobs[1].untouched()

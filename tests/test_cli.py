@@ -19,6 +19,7 @@ from scripted import ALL_WELL, KILLED
 from orchestrate import __version__, commands, errors, job
 from orchestrate.arguments import EXITS, EXPORTS
 from orchestrate.cli import main
+from orchestrate.engines import JobState
 from orchestrate.errors import EngineError, EngineLost, OrchestrateError, ResourceError, UsageError
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
@@ -180,6 +181,7 @@ def test_up_must_return_when_its_nodes_are_warm_or_say_that_they_are_not(do, eng
 def test_a_cluster_whose_jobs_are_in_another_folder_must_be_named_with_that_folder(do, engine, runs, tmp_path):
     _, (name,), _ = do("up", "--trainers", "2", "--gpus", "none")
     engine.generations = [[ALL_WELL]]
+    engine.states = [JobState(name, "docker", 3, runs / name / "nodes", os.getuid())]
     do.runs = tmp_path / "others"
     code, _, err = do("run", "--trainers", "2", *APP)
     assert code == 0 and err[0] == f"not using {name}: its jobs are in {runs} (--runs {runs})"
@@ -380,3 +382,12 @@ def test_a_link_that_came_with_a_project_must_not_lead_the_files_of_jobs_elsewhe
     ]
     assert not [*(tmp_path / "elsewhere").iterdir()]
     assert main(["ps"]) == 0
+
+
+def test_an_app_of_the_users_must_not_be_run_as_the_default_job(engine, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "app.py").write_text("print('mine')\n")
+    assert main(["run", "--gpus", "none"]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert "`app` in this folder would be run" in error and hint == "hint: python -m orchestrate run SCRIPT.py"
+    assert main(["plan", "--gpus", "none", "--", "-m", "app"]) == 0

@@ -50,7 +50,8 @@ def differences(one: cluster.Cluster, inventory: Inventory = GPUS, **wanted) -> 
 )
 def test_a_job_that_asks_for_nodes_that_are_made_otherwise_must_not_get_a_cluster(tmp_path, key, value):
     (why,) = differences(made(tmp_path), **{key: value})
-    assert why == f"{key} is {getattr(SPEC, key)} there, {value} here"
+    there = "not set" if getattr(SPEC, key) is None else getattr(SPEC, key)
+    assert why == f"{key} is {there} there, {value} here"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Meanwhile:
         ("b", "b-1"),
         ("c-1", "c-1"),
         ("c", "c-2"),  # the one that lives
-        ("a", "several jobs a"),
+        ("a", "a is the prefix of 2 jobs"),
         ("d", "no job d"),
         ("z-1", "no job z-1"),  # a cluster
         ("y", "no job y"),
@@ -363,3 +363,14 @@ def test_each_ctrl_c_and_sigterm_must_count_and_a_lost_terminal_must_not(capsys)
     assert count() == 1 and "7 s" in first
     signal.raise_signal(signal.SIGTERM)
     assert (count(), next_line(capsys)) == (2, "killing the workers\n")
+
+
+@pytest.mark.parametrize("words", [["attach", "a-1"], ["logs", "a-1", "-f"], ["wait", "a-1"]], ids=" ".join)
+def test_ctrl_c_must_detach_from_a_job_and_say_that_it_continues(do, paths, monkeypatch, words):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "time", Meanwhile(interrupt))
+    with supervised(paths.root):
+        code, _, err = do(*words)
+    assert (code, err[-1]) == (130, "detached; a-1 continues")

@@ -232,7 +232,7 @@ def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cau
         (1, "", ["PermissionError: [Errno 13] Permission denied: 'x'"], "$JOB_DIR"),
         (134, "", ["terminate called without an active exception"], "destroy_process_group"),
         (132, "", [], "processor"),
-        (127, "", [], "--image"),
+        (127, "", [], "the end of the log names it"),
         (127, "", ["[node] rank 0 did not start: No such file or directory: x"], "--image"),
         (126, "", ["[node] rank 0 did not start: Permission denied: ./x"], "chmod"),
         (137, "out of memory", [], "memory=8g"),
@@ -272,6 +272,7 @@ def test_a_hint_must_fit_local_processes(code, known, words, hint):
     [
         (["AssertionError: Torch not compiled with CUDA enabled"], "no GPUs"),
         (["RuntimeError: Found no NVIDIA driver on your system."], "no GPUs"),
+        (["ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!"], "no GPUs"),
         (["PermissionError: [Errno 13] Permission denied: 'out'"], "not writable"),
         (["FileNotFoundError: [Errno 2] No such file or directory: 'a'"], "no such file"),
         (["FileNotFoundError: [Errno 2] No such file or directory: 'a'", "", "ValueError: no data"], "error"),

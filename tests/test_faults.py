@@ -14,6 +14,8 @@ from conftest import ROOT, docker, eventually
 from engines import Engine
 from faults import Background, complete
 
+from orchestrate.spec import IMAGE
+
 
 def restarted(job: Background, rank: int, cause: str) -> None:
     """The job goes on after one failure, ends well when it is told to, and every rank's log is complete."""
@@ -316,9 +318,9 @@ def one_network(docker_engine):
 
 @pytest.mark.docker
 def test_f20_used_up_networks_must_be_told_with_the_way_out(cli, one_network):
-    one_network.docker("import", "-", "empty", content=bytes(1024))
+    one_network.docker("import", "-", IMAGE, content=bytes(1024))
     one_network.docker("network", "create", "taken")
-    options = ["--engine", "docker", "--image", "empty", "--gpus", "none", "--trainers", "1"]
+    options = ["--engine", "docker", "--gpus", "none", "--trainers", "1"]
     done = cli("run", *options, "--", "count.py", "1", DOCKER_HOST=one_network.host)
     assert done.returncode == 3
     assert "address pool" in done.stderr.partition("hint: ")[0]

@@ -417,3 +417,15 @@ def test_a_reader_that_reads_no_more_must_not_stop_the_supervisor(paths, monkeyp
     data = job.supervise(paths, engine, lambda: 0, lambda _: reads.wait(60) and None)
     reads.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)
+
+
+def test_a_progress_bar_must_go_where_the_workers_lines_go(paths, monkeypatch):
+    """Stdout may be for the report alone."""
+    monkeypatch.setattr("orchestrate.terminal.BETWEEN", -1.0)
+    create(paths)
+    engine, shown, lines = Whole([[], ALL_WELL]), [], []
+    start = engine.start
+    engine.start = lambda *words: (start(*words), paths.log(0).write_text("10%\r"))
+    engine.wait, wait = lambda timeout: (eventually(lambda: lines), wait(timeout))[1], engine.wait
+    job.supervise(paths, engine, lambda: 0, shown.append, output=lines.append)
+    assert lines[0] == "master 0    | 10%" and not any("10%" in line for line in shown)

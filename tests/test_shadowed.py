@@ -73,7 +73,7 @@ def test_no_command_may_import_a_module_from_the_current_folder(shadowed):
     run(cli, mark, "doctor", code=4)
     for words in (["kubernetes", "--image", "a.example/b:1"], ["slurm"], ["compose"]):
         run(cli, mark, "export", *words, "--trainers", "1", "--gpus", "none", *SCRIPT)
-    first = Path(run(cli, mark, "run", *JOB, *SCRIPT).strip()).name
+    first = Path(run(cli, mark, "run", "--print-path", *JOB, *SCRIPT).strip()).name
     second = Path(run(cli, mark, "run", "--detach", *JOB, *SCRIPT).strip()).name
     run(cli, mark, "attach", second)
     for words in (["ps"], ["wait", second], ["logs", first], ["stop", first], ["rm", first]):

@@ -305,7 +305,7 @@ terminal.say("ours")
 terminal.give("master 0 | a line")
 terminal.phase("")
 for part in ("10%", "20%"):
-    terminal.progress(f"master 0 | {part}")
+    terminal.progress(f"master 0 | {part}", terminal.give)
 terminal.phase("x" * 500 + HOSTILE)
 terminal.finish()
 """

@@ -102,6 +102,7 @@ def test_who_can_read_must_be_known_by_the_mode(tmp_path, mode, kind, readers):
 def test_code_that_the_nodes_cannot_read_must_be_refused_with_the_way_out(answers, daemon, tmp_path, monkeypatch):
     monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
     answers.images = {"mine:1"}
+    monkeypatch.setattr(image.probe, "python", lambda *_: "python")
     tmp_path.chmod(0o700)
     with pytest.raises(UsageError, match=f"nodes run as user {NODE[0]}, who cannot read {tmp_path}") as error:
         image.inventory(daemon, JobSpec(image="mine:1"), tmp_path / "run", True)

@@ -46,7 +46,8 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
         image = _looking(daemon, spec, prepare)
         gpus = _gpus(daemon, image, run) if image else ()
         no_gpus = "the engine's NVIDIA runtime finds no GPU" if image else NOT_LOOKED
-    if gpus and prepare and "torch" in modules and (why := probe.useless(daemon, spec.image, run, python, gpus)):
+    maybe = "torch" in modules or not spec.command[0].endswith(".py")  # what else runs may use torch as well
+    if gpus and prepare and maybe and (why := probe.useless(daemon, spec.image, run, python, gpus)):
         gpus, no_gpus = (), f"{spec.image} cannot use the GPUs: {why}"
     if run.name == NODES:
         mounts.of_nodes(run, Path.cwd())  # a cluster runs no command

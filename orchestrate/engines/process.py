@@ -76,7 +76,8 @@ class ProcessEngine(Linked):
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
         modules = preload(spec, code)
         found, why = tuple(gpus()) if spec.gpus != "none" else (), "this machine has no NVIDIA GPU"
-        if found and "torch" in modules and (useless := _useless(found)):
+        maybe = "torch" in modules or not spec.command[0].endswith(".py")  # what else runs may use torch as well
+        if found and maybe and (useless := _useless(found)):
             found, why = (), f"{sys.executable} cannot use the GPUs: {useless}"
         return Inventory(
             engine="process",
