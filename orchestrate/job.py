@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,13 +234,13 @@ def supervise(
         follower.follow(prefixes(plan))
         follower.marks = False  # the supervisor announces generations itself
         failure = None
-        with _following(follower, show, output or show) as say:
+        with _following(follower, show, output or show) as in_turn:
 
             def tell(event: Event) -> None:
                 if (now := report.phase(event)) is not None:
-                    phase(now)
+                    in_turn(partial(phase, now))
                 if said := report.line(event):
-                    say(said)
+                    in_turn(partial(show, said))
 
             def renew(plan: Plan) -> None:
                 keep(paths, plan)
@@ -310,18 +311,20 @@ def rest(paths: JobPaths, spec: JobSpec, plan: Plan) -> logs.Follower:
 @contextmanager
 def _following(
     follower: logs.Follower, show: Callable[[str], None], output: Callable[[str], None]
-) -> Iterator[Callable[[str], None]]:
-    """Hand the workers' lines to `output` as they come, all of them before the end; yields what shows a line of ours.
+) -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Hand the workers' lines to `output` as they come, all of them before the end.
+
+    Yields a function that has something else printed in its turn.
 
     One thread shows everything: whoever does not read what we print must not stop the supervisor.
     """
     done = threading.Event()
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     left: Iterator[str] = iter(())  # of a look that took too long
 
     def catch_up(end: bool = False) -> int:
         nonlocal left
-        shown = count = said.qsize()
+        shown = count = waiting.qsize()
         until, fresh = time.monotonic() + TURN, False
         while True:  # what the workers wrote before we said something
             if (line := next(left, None)) is not None:
@@ -335,7 +338,7 @@ def _following(
             else:
                 left, fresh = follower.lines(end, LOOK), True
         for _ in range(count):
-            show(said.get())
+            waiting.get()()
         if now := follower.progress():
             progress(now, output)
         return shown
@@ -352,7 +355,7 @@ def _following(
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
     try:
-        yield said.put
+        yield waiting.put
     finally:
         done.set()
         thread.join(UNREAD)

@@ -72,7 +72,9 @@ def phase(text: str) -> None:
 
     A terminal shows it at once, as a last line that is replaced. Elsewhere it becomes a line if it takes long.
     """
-    with _lock:
+    if not _lock.acquire(timeout=1):  # a reader that does not read keeps another thread from printing
+        return
+    try:
         if text == _now.text:
             return
         if _now.timer:
@@ -84,6 +86,8 @@ def phase(text: str) -> None:
             _now.timer = threading.Timer(LASTS, _announce, [text])
             _now.timer.daemon = True
             _now.timer.start()
+    finally:
+        _lock.release()
 
 
 def progress(text: str, show: Callable[[str], None]) -> None:
@@ -96,9 +100,8 @@ def progress(text: str, show: Callable[[str], None]) -> None:
 
 
 def _announce(text: str) -> None:
-    with _lock:
-        if text == _now.text:
-            say(text)
+    if text == _now.text:
+        say(text)
 
 
 def _replaces(stream: TextIO | None) -> bool:
@@ -196,10 +199,10 @@ def _output() -> Iterator[None]:
 def _print(stream: TextIO | None, line: object) -> None:
     if stream is None:  # else `print` would take stdout for stderr
         return
+    if not (_now.text and _replaces(stream)):
+        stream.write(f"{clean(str(line))}\n")  # at once: another thread may print, too
+        return
     with _lock:
-        if not (_now.text and _replaces(stream)):
-            stream.write(f"{clean(str(line))}\n")  # at once: another thread may print, too
-            return
         _erase()
         stream.write(f"{clean(str(line))}\n")
         stream.flush()

@@ -2,7 +2,9 @@
 
 import dataclasses
 import errno
+import io
 import json
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from orchestrate.folder import Folder
 from orchestrate.logs import Follower
 from orchestrate.paths import JobPaths
 from orchestrate.spec import JobSpec
+from orchestrate.terminal import give
 
 SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
 
@@ -390,10 +393,10 @@ def test_what_workers_wrote_before_we_said_something_must_be_shown_before_it(pat
         release.set()
 
     follower = Follower(paths, {0: ""})
-    with job._following(follower, show, show) as say:
+    with job._following(follower, show, show) as act:
         paths.log(0).write_text("of a worker\n")
-        say("ours")
-        say("ours again")
+        act(lambda: show("ours"))
+        act(lambda: show("ours again"))
     assert release.is_set() and shown == ["of a worker", "ours", "ours again"]
 
 
@@ -429,3 +432,24 @@ def test_a_progress_bar_must_go_where_the_workers_lines_go(paths, monkeypatch):
     engine.wait, wait = lambda timeout: (eventually(lambda: lines), wait(timeout))[1], engine.wait
     job.supervise(paths, engine, lambda: 0, shown.append, output=lines.append)
     assert lines[0] == "master 0    | 10%" and not any("10%" in line for line in shown)
+
+
+class Stuck(io.StringIO):
+    """A stdout that nobody reads."""
+
+    read = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.read.wait()
+        return len(text)
+
+
+@pytest.mark.timeout(60)
+def test_a_stdout_that_nobody_reads_must_not_stop_the_supervisor(paths, monkeypatch):
+    monkeypatch.setattr(job, "UNREAD", 0.01)
+    monkeypatch.setattr(sys, "stdout", Stuck())
+    create(paths)
+    paths.log(0).write_text("line\n")
+    data = job.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, lambda _: None, output=give)
+    Stuck.read.set()
+    assert (data["outcome"], data["generations"]) == ("succeeded", 2)

@@ -23,7 +23,7 @@ CHANGES = {  # what is done to the project's image
 }
 TORCH = "import torch\nprint('cuda', torch.cuda.is_available())\n"
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("probe")]  # which share their images
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -37,8 +38,9 @@ def wheel(tmp_path_factory) -> Path:
     """The wheel that is made of the source distribution."""
     folder = tmp_path_factory.mktemp("built")
     python = environment(folder / "builds", "hatchling") / "python"
-    run("git", "clone", "--quiet", "--no-hardlinks", ROOT, folder / "clone", cwd=folder)
-    source = run(python, "-c", BUILD, "build_sdist", folder, cwd=folder / "clone").split()[-1]
+    left_out = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, folder / "copy", ignore=left_out)
+    source = run(python, "-c", BUILD, "build_sdist", folder, cwd=folder / "copy").split()[-1]
     with tarfile.open(folder / source) as archive:
         archive.extractall(folder, filter="data")
     (unpacked,) = folder.glob("torch_orchestrate-*/")
