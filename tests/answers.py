@@ -139,7 +139,8 @@ class Answers:
             return 200, {"status": "Downloading", "id": "1", "progressDetail": {"current": 3 << 20, "total": 8 << 20}}
         nodes = {f"GET /containers/{one['Id']}/json": one for one in self.containers}
         if what in nodes:
-            return 200, {"Id": nodes[what]["Id"], "State": {"Pid": 0, "StartedAt": self.started}}
+            running = nodes[what]["State"] == "running"
+            return 200, {"Id": nodes[what]["Id"], "State": {"Pid": 0, "StartedAt": self.started, "Running": running}}
         known: dict[str, Callable[[], Any]] = {
             "GET /version": lambda: VERSION,
             "GET /info": lambda: self.info,

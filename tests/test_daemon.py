@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import docker.errors
@@ -151,6 +152,15 @@ def test_each_container_must_be_seen_to_though_some_need_it_no_more(answers, dae
     answers.refusals[f"POST /containers/{nodes[2]['Id']}/kill"] = 500, "no permission"
     with pytest.raises(EngineError, match="failed on j-trainer-3: no permission"):
         daemon.each(found, Container.kill)
+
+
+@pytest.mark.parametrize(
+    ("state", "ago", "young"), [("running", 0, True), ("running", 7200, False), ("exited", 0, False)]
+)
+def test_a_container_must_be_young_only_while_it_runs(answers, daemon, state, ago, young):
+    answers.container("master", state=state)
+    answers.started = time.strftime("%Y-%m-%dT%H:%M:%S.123456789Z", time.gmtime(time.time() - ago))
+    assert daemon.young(daemon.containers("orchestrate.job")[0], 3600) is young
 
 
 def test_a_command_in_a_container_must_be_talked_to_over_its_stdin_and_stdout(answers, daemon):

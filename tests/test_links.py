@@ -18,7 +18,7 @@ from said import said, sent
 from scripted import Clock
 from waiting import PIPE
 
-from orchestrate.engines import links
+from orchestrate.engines import links, sockets
 from orchestrate.engines.daemon import Frames
 from orchestrate.engines.links import Link, Linked
 from orchestrate.engines.ports import free_port
@@ -317,10 +317,19 @@ def test_a_socket_that_is_not_there_yet_must_be_waited_for_and_one_without_a_lis
             threading.Thread(target=greet).start()
 
     monkeypatch.setattr(links.time, "sleep", listens)
-    connect(tmp_path / "late", KEY, patience=lambda: 10).close()
+    connect(tmp_path / "late", KEY, lambda: True).close()
     made[0].close()
     with pytest.raises(ConnectionRefusedError):
-        connect(tmp_path / "late", KEY, patience=lambda: 3600)
+        connect(tmp_path / "late", KEY, lambda: True)
+
+
+def test_a_socket_must_be_waited_for_only_while_its_node_may_still_make_it(tmp_path, monkeypatch):
+    now, comes = [0.0], [True, True, False]
+    monkeypatch.setattr(sockets.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sockets.time, "sleep", lambda _: now.append(now.pop() + 0.3))
+    with pytest.raises(FileNotFoundError):
+        connect(tmp_path / "never", KEY, lambda: comes.pop(0))
+    assert comes == [] and 2 < now[0] < 4
 
 
 def test_what_listens_in_the_place_of_a_node_must_not_be_talked_to(tmp_path):

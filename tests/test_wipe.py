@@ -4,11 +4,12 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from orchestrate.node import wait
-from orchestrate.node.wait import wipe
+from orchestrate.node.wait import Waiting, free_ipc, wipe
 
 
 @pytest.fixture
@@ -27,8 +28,7 @@ def ipc(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, int], set[t
     libc.shmctl(made["shmctl"], 0, None), libc.msgctl(made["msgctl"], 0, None), libc.semctl(made["semctl"], 0, 0)
 
 
-def test_a_folder_must_be_emptied_but_for_the_nodes_own_sockets_and_what_links_lead_to(tmp_path, ipc):
-    made, freed = ipc
+def test_a_folder_must_be_emptied_but_for_the_nodes_own_sockets_and_what_links_lead_to(tmp_path):
     folder, outside = tmp_path / "tmp", tmp_path / "outside"
     (folder / "sub" / "deep").mkdir(parents=True)
     outside.mkdir()
@@ -43,6 +43,11 @@ def test_a_folder_must_be_emptied_but_for_the_nodes_own_sockets_and_what_links_l
     wipe([str(tmp_path / "none"), str(folder)], {str(folder / "node.sock")})
     assert [path.name for path in folder.iterdir()] == ["node.sock"]
     assert (outside / "mine").exists()
+
+
+def test_what_processes_share_must_be_freed(ipc):
+    made, freed = ipc
+    free_ipc()
     wanted = {
         ("shmctl", made["shmctl"], 0, None),
         ("msgctl", made["msgctl"], 0, None),
@@ -60,6 +65,12 @@ def test_what_cannot_be_removed_must_be_an_error(tmp_path, monkeypatch):
     wipe([str(tmp_path)], set())  # of the image, which the worker could not have made
 
 
-def test_what_a_machine_shares_must_be_left_alone_where_there_is_nothing_to_empty(ipc):
-    wipe([], set())
-    assert ipc[1] == set()
+@pytest.mark.parametrize("folders", ["", "/no/such/folder"])
+def test_what_a_machine_shares_must_be_left_alone_where_there_is_nothing_to_empty(folders, monkeypatch):
+    freed: list[str] = []
+    monkeypatch.setattr(wait, "kill", lambda workers, number: None)
+    monkeypatch.setattr(wait, "free_ipc", lambda: freed.append("all"))
+    monkeypatch.setenv("NODE_WIPE", folders)
+    loop = SimpleNamespace(workers=[], finish=lambda: None, changed=lambda: False)
+    assert Waiting(loop, b"").clean()
+    assert freed == ["all"] * bool(folders)

@@ -94,11 +94,12 @@ class Daemon:
         with self.asking("could not list its containers"):
             return self.client.containers.list(all=True, filters={"label": label}, sparse=True)
 
-    def age(self, container: Container) -> float:
-        """The seconds since a container was started."""
+    def young(self, container: Container, seconds: float) -> bool:
+        """Whether a container runs, and was started in the last `seconds`."""
         with self.asking(f"could not inspect {name_of(container)}"):
-            started = self.client.api.inspect_container(str(container.id))["State"]["StartedAt"]
-        return time.time() - calendar.timegm(time.strptime(started[:19], "%Y-%m-%dT%H:%M:%S"))  # in UTC, always
+            state = self.client.api.inspect_container(str(container.id))["State"]
+        started = calendar.timegm(time.strptime(state["StartedAt"][:19], "%Y-%m-%dT%H:%M:%S"))  # in UTC, always
+        return bool(state["Running"]) and time.time() - started < seconds
 
     @contextlib.contextmanager
     def asking(self, what: str) -> Iterator[None]:

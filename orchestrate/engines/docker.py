@@ -37,7 +37,7 @@ HOST_NETWORK = Path(__file__).with_name("host-network.yml")
 UP = ("running", "paused")  # the states of a container that still has its processes
 PIPE = ["-I", "-S", "/opt/orchestrate/node/pipe.py"]
 SOCKETS = "/run/orchestrate"  # where nodes on this kernel listen
-LISTENS = 10.0  # seconds at most from a container's start until its node listens: 5 with the lowest `cpus`
+LISTENS = 60.0  # seconds from a container's start until its node listens; 5 for the lowest `cpus`, if idle
 
 
 class DockerEngine(Linked):
@@ -316,7 +316,7 @@ class DockerEngine(Linked):
         if container.status == "running" and self.env["NODE_SOCKETS"]:
             with contextlib.suppress(OSError, EngineError):
                 path = self.sockets / str(container.short_id)
-                return sockets.connect(path, self.key, lambda: LISTENS - self.daemon.age(container))
+                return sockets.connect(path, self.key, lambda: self.daemon.young(container, LISTENS))
         return self.daemon.talk(str(container.id), [self.env["NODE_PYTHON"], *PIPE], self.key)
 
     def _request(self, worker: WorkerPlan) -> dict[str, Any]:

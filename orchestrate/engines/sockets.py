@@ -7,6 +7,7 @@ the run directory: what they write there is on the disk that they can write to a
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import socket
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from orchestrate.engines import never
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.errors import EngineError
 from orchestrate.folder import remove, renew
@@ -66,13 +68,13 @@ def tidy(folder: Path, names: set[str]) -> None:
         renew(folder, 0o700)
 
 
-def connect(path: Path, key: bytes, patience: Callable[[], float] = lambda: 0.0) -> Link:
-    """Connect to a node's Unix socket; if it is missing, `patience` says how many seconds it may take to appear.
+def connect(path: Path, key: bytes, comes: Callable[[], bool] = never) -> Link:
+    """Connect to a node's Unix socket; if it is missing, wait for it while it still `comes()`, asked once a second.
 
     Raises OSError if nothing listens there, or a program without the key. A node could have replaced its socket by a
     link to another one; links are not followed.
     """
-    deadline: float | None = None
+    asked = -math.inf
     while True:
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(ANSWERS)  # the listener may never accept
@@ -86,10 +88,10 @@ def connect(path: Path, key: bytes, patience: Callable[[], float] = lambda: 0.0)
             sock.close()
             if not isinstance(error, FileNotFoundError):
                 raise
-            if deadline is None:
-                deadline = time.monotonic() + patience()
-            if time.monotonic() > deadline:
-                raise
+            if time.monotonic() - asked > 1:
+                if not comes():
+                    raise
+                asked = time.monotonic()
             time.sleep(0.01)
 
 

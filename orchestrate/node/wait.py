@@ -205,7 +205,9 @@ class Waiting:
         kill(self.loop.workers, signal.SIGKILL)
         try:
             self.loop.finish()
-            wipe(os.environ.get("NODE_WIPE", "").split(), self.bound)
+            if folders := os.environ.get("NODE_WIPE", "").split():  # only a container has its own ones
+                wipe(folders, self.bound)
+                free_ipc()
             self._bind_again()
             if standing(os.getpid()) != self.standing or self.loop.changed():
                 raise OSError("the job has changed the limits or the priority of the node")
@@ -298,10 +300,7 @@ def ours(folder: str, name: str) -> bool:
 
 
 def wipe(folders: list[str], kept: Collection[str]) -> None:
-    """Empty folders except for the paths `kept`, and free System V shared memory, queues and semaphores.
-
-    Only a container has its own ones. Raises OSError if files of a worker cannot be removed.
-    """
+    """Empty folders except for the paths `kept`; raises OSError if files of a worker cannot be removed."""
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISDIR(os.lstat(folder).st_mode):  # the job has replaced the folder
@@ -310,13 +309,17 @@ def wipe(folders: list[str], kept: Collection[str]) -> None:
             names = {os.path.basename(path) for path in kept if os.path.dirname(path) == folder}
             if left := [name for name in clear(folder, names) if ours(folder, name)]:
                 raise OSError(f"{len(left)} files of the job cannot be removed from {folder}")
+
+
+def free_ipc() -> None:
+    """Free all System V shared memory, queues and semaphores; only a container has its own ones."""
     libc = ctypes.CDLL(None)
     remove = {
         "shm": lambda number: libc.shmctl(number, IPC_RMID, None),
         "msg": lambda number: libc.msgctl(number, IPC_RMID, None),
         "sem": lambda number: libc.semctl(number, 0, IPC_RMID),
     }
-    for kind in remove if folders else ():
+    for kind in remove:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/sysvipc/{kind}") as file:  # not in every kernel
             for line in file.read().splitlines()[1:]:
                 remove[kind](int(line.split()[1]))
