@@ -136,9 +136,9 @@ def complains(words: Sequence[str], about: re.Pattern[str] = COMPLAINT) -> bool:
 def blame(ends: Sequence[End], words: Callable[[int], list[str]], window: float = PEERS_FAIL) -> tuple[Exit, str]:
     """The worker to blame, and `timeout` or `left early` where it is one that did not fail itself.
 
-    Peers of a worker that is still dying may be heard before it. A death by signal, or by the node's, explains a
-    complaint about a peer that has gone, and so does an error of another kind; never the other way round. An abort
-    whose last words are a complaint is NCCL's watchdog, which ends a worker when a peer has gone.
+    Peers of a worker that is still dying, or has just left, may be heard before it. A death by signal, or by the
+    node's, explains a complaint about a peer that has gone, and so does an error of another kind; never the other way
+    round. An abort whose last words are a complaint is NCCL's watchdog, which ends a worker when a peer has gone.
 
     `ends` are in the engine's order, at least one; `words(rank)` are a worker's last lines; `window` is how many
     seconds after the first failure another one may be its cause.
@@ -151,7 +151,7 @@ def blame(ends: Sequence[End], words: Callable[[int], list[str]], window: float 
     dead = [exit for exit in near if exit.code in BY_SIGNAL and (exit.code != ABORTED or exit in own)]
     if dead or own:
         return (dead or own)[0], ""
-    left = [end.exit for end in ends if end.exit.code == 0 and end.at <= first and not end.ours]
+    left = [end.exit for end in ends if end.exit.code == 0 and end.at - first < window and not end.ours]
     if left:
         return left[0], "left early"
     late = [end.exit for end in ends if end.ours and end.exit not in near and not complains(words(end.exit.rank))]

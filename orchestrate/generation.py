@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from orchestrate import hang
-from orchestrate.diagnosis import PEERS_FAIL, End, blame, diagnose
+from orchestrate.diagnosis import PEERS_FAIL, TIMEOUT, End, blame, complains, diagnose
 from orchestrate.engines import LOST, Exit
 from orchestrate.errors import EngineError
 from orchestrate.plan import Plan
@@ -41,6 +41,7 @@ class Generation:
         self.wanted, self.given = 0, 0  # orders to the workers: 1 to end, 2 to die
         self.heard = 0  # how many of the user's requests to stop have been passed on
         self.give_up = float("inf")
+        self.failing = float("inf")  # when the others are stopped after a failure
         self.started = time.monotonic()
         self.saved = self.traces.saved()
         self.best = max((ended.step for ended in supervisor.history.ended), default=0)
@@ -127,6 +128,7 @@ class Generation:
         for end in ends:
             if end.rank in self.running:
                 self._ended(end)
+        self._stop_if_failing()
         if self.stops() > self.heard:
             self.heard = self.stops()
             self._stop(BY_USER)
@@ -151,6 +153,17 @@ class Generation:
         if self.wanted < 2:  # what we have killed says nothing
             self.ends.append(End(self.emit.seconds(), end, ours))
         if end.code and not stopping:
+            timeout = complains(self.traces.words(end.rank), TIMEOUT)
+            self.failing = min(self.failing, time.monotonic() + PEERS_FAIL * timeout)
+        self._stop_if_failing()
+
+    def _stop_if_failing(self) -> None:
+        """Stop the others after a failure; after a timeout, let those that wait as well run into it first.
+
+        The worker that is left to stop is the one that they waited for.
+        """
+        due = time.monotonic() >= self.failing or (self.failing < float("inf") and len(self.running) < 2)
+        if due and not self.why and not self.hung:
             self._stop(FAILED)
 
     def _stop(self, why: str) -> None:

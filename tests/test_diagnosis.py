@@ -111,11 +111,12 @@ def test_a_worker_that_complains_of_a_timeout_and_was_stopped_meanwhile_must_not
 def test_a_worker_that_left_while_the_others_worked_must_be_the_cause():
     assert found((0.0, 1, 0), (0.1, 0, 1), (0.2, 2, 1), words={0: [GLOO], 2: [GLOO]}) == (Exit(1, 0), "left early")
     assert found((0.0, 2, 0), (0.0, 1, 0), (0.0, 0, 1), words={0: [GLOO]}) == (Exit(2, 0), "left early")
+    assert found((0.0, 0, 1), (0.1, 1, 0), words={0: [GLOO]}) == (Exit(1, 0), "left early")  # heard later
 
 
 def test_a_worker_that_ended_well_because_we_asked_it_to_must_not_be_blamed_for_leaving():
     assert found((0.0, 1, 0, "ours"), (0.1, 0, 1), words={0: [GLOO]}) == (Exit(0, 1), "")
-    assert found((0.0, 0, 1), (0.1, 1, 0), words={0: [GLOO]}) == (Exit(0, 1), "")  # it left after the failure
+    assert found((0.0, 0, 1), (2.1, 1, 0), words={0: [GLOO]}) == (Exit(0, 1), "")  # it left long after the failure
 
 
 def test_a_worker_that_ended_well_must_not_be_blamed_for_anothers_own_error():

@@ -104,6 +104,25 @@ def test_a_worker_that_somebody_else_has_ended_must_be_told_from_one_that_we_hav
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
 
 
+@pytest.mark.parametrize(
+    ("later", "cause", "stopped"),
+    [
+        ([[]] * 10 + [[Exit(2, 1)]], (1, "timeout"), 1.2),  # as soon as one worker is left
+        ([], (1, "timeout"), 2.1),
+        ([[Exit(2, 0)]], (2, "left early"), 0.2),
+        ([[Exit(1, 137)]], (1, "killed"), 0.2),
+        ([[Exit(2, 0), Exit(1, 1)]], (1, "error"), 0.2),
+    ],
+)
+def test_workers_that_wait_as_well_must_have_time_to_run_into_a_timeout(job, later, cause, stopped):
+    for rank in (0, 2):
+        job.paths.log(rank).write_text("RuntimeError: Timed out waiting 3000ms for recv operation to complete\n")
+    engine = Scripted([[Exit(0, 1)], *later], [ALL_WELL])
+    assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
+    assert job.causes() == [cause]
+    assert job.when("workers_stopping") == [pytest.approx(stopped, abs=0.15)]  # two steps of 0.1 s at most
+
+
 def test_workers_that_fail_one_after_the_other_must_be_stopped_once(job):
     engine = Scripted([[Exit(0, 1)], [Exit(1, 1, False)], [Exit(2, 1, False)]], [ALL_WELL])
     engine.stop = lambda kill: engine.calls.append("stop")
