@@ -26,7 +26,7 @@ lock: $(VENV)/.base
 		--no-emit-index-url --custom-compile-command 'make lock' --output-file requirements.lock -
 
 $(VENV)/.base $(VENV)/.torch $(VENV)/.test: $(VENV)/.%: pyproject.toml
-	@echo 'setting up $(VENV) for "$*", once$(if $(filter base,$*),,: torch is some GB)' >&2
+	@echo 'installing the packages that "make $(if $(filter test,$*),test,run)" needs in $(VENV)$(if $(filter base,$*),,: torch is some GB)' >&2
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/pip install $(if $(filter base,$*),--quiet --quiet) --disable-pip-version-check --editable '.$(patsubst %,[%],$(filter-out base,$*))'
 	@touch $@ $(VENV)/.base $(if $(filter test,$*),$(VENV)/.torch)

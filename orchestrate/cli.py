@@ -159,13 +159,16 @@ def _up(spec: JobSpec, runs: Path) -> int:
     phase(f"starting {counted(spec.trainers + 1 + spec.spares, 'node')}")
     made = cluster.bring_up(engine, dataclasses.replace(spec, name=name), runs)
     nodes = len(made.plan.nodes)
-    if modules := made.plan.inventory.preload:
-        phase(f"importing {', '.join(modules)} in {counted(nodes, 'node')}")
+    if packages := ", ".join(made.plan.inventory.packages):
+        phase(f"importing {packages} in {counted(nodes, 'node')}")
         if not engine.warmed(made.plan.nodes, IMPORTS):
-            say(f"the nodes are still importing {', '.join(modules)}; the first job will wait for them")
+            say(f"the nodes are still importing {packages}; the first job will wait for them")
         phase("")
     be = "is" if nodes == 1 else "are"
     say(f"{counted(nodes, 'node')} {be} up, for jobs from {made.plan.inventory.code}")
+    for one in cluster.found(runs):
+        if one.name != made.name and one.plan.inventory.code == made.plan.inventory.code:
+            say(f"note: {one.name} is up as well")
     say(f"hint: python -m orchestrate run uses them; python -m orchestrate down {made.name} removes them")
     out(made.name)
     return errors.SUCCEEDED

@@ -59,12 +59,18 @@ class Cluster:
         user, owner = users.nodes_of(spec), self.paths.nodes.lstat()  # root may have brought it up by sudo, or without
         if wanted.engine != "process" and user not in (None, (owner.st_uid, owner.st_gid)):
             found.append(f"its nodes run as user {owner.st_uid}, those of the job as {user[0]}")
-        if supervisor := lock.holder(self.paths):
-            found.append(f"a job uses it ({supervisor})")
+        if job_there := self.user():
+            found.append(f"{job_there} uses it")
         elif left := [paths for paths in self.jobs() if not job.ended(paths)]:  # its workers may still run
             name = left[0].root.name
             found.append(f"{name} has not ended there, and has no supervisor: attach to it, or stop it")
         return found
+
+    def user(self) -> str:
+        """The job that uses it now, with its supervisor; empty if none does."""
+        if supervisor := lock.holder(self.paths):
+            return f"{next((paths.root.name for paths in self.jobs() if lock.holder(paths)), 'a job')} ({supervisor})"
+        return ""
 
     def jobs(self) -> list[JobPaths]:
         """The jobs whose files are still among its own."""

@@ -93,7 +93,7 @@ def engine_of(spec: JobSpec) -> Engine:
         except (EngineLost, ResourceError) as error:  # ResourceError: without Compose no job has run there
             if spec.engine == "docker":
                 raise
-            say(f"{error}; running as local processes, which can do all that you can. Start Docker to use containers.")
+            say(f"{error}; running as local processes, without isolation. Start Docker to use containers.")
         except OrchestrateError as error:
             if spec.engine == "auto":
                 error.hint += "; --engine process runs the job without containers"
@@ -127,26 +127,32 @@ def doctor(spec: JobSpec) -> int:
             out(f"         hint: {finding.hint}")
         terminal.flush()
         if finding.state == findings.BAD:
-            worst = errors.ResourceError.exit_code
+            worst = worst or finding.code
     return worst
 
 
 def ps(args: argparse.Namespace) -> int:
-    """The jobs that have nodes, and those whose supervisor has none yet, or none any more."""
+    """The jobs that have nodes or use those of a cluster, and those whose supervisor has none yet, or none any more."""
     rows = [("NAME", "ENGINE", "NODES", "STATE", "RUN")]
+
+    def add(paths: JobPaths, state: str) -> None:
+        with contextlib.suppress(UsageError):  # its files say nothing any more
+            plan = job.load(paths)[1]
+            nodes = len(plan.nodes) if plan.inventory.cluster else 0
+            rows.append((plan.job_id, plan.engine, str(nodes), state, str(paths.root)))
+
     for engine in _engines():
         for state in engine.jobs():
             busy = lock.holder(state.paths)
-            word = "running" if busy else "idle" if state.cluster else "without supervisor"
+            word = ("in use" if busy else "idle") if state.cluster else "running" if busy else "without supervisor"
             rows.append((state.job_id, state.engine, str(state.nodes), word, str(state.paths.root)))
+            for paths in job.on_cluster(state.paths.root.parent, state.job_id) if state.cluster and busy else ():
+                if lock.holder(paths):
+                    add(paths, f"running on {state.job_id}")
     shown = {name for name, *_ in rows}
     for folder in job_folders(args.runs):
-        paths = JobPaths(folder)
-        if folder.name not in shown and lock.holder(paths):
-            with contextlib.suppress(UsageError):  # its files say nothing any more
-                plan = job.load(paths)[1]
-                if not plan.inventory.cluster:  # else its nodes are shown by that name
-                    rows.append((plan.job_id, plan.engine, "0", "running", str(folder)))
+        if folder.name not in shown and lock.holder(JobPaths(folder)):
+            add(JobPaths(folder), "running")
     terminal.table(rows)
     return errors.SUCCEEDED
 
@@ -166,8 +172,8 @@ def down(args: argparse.Namespace) -> int:
         for thing in [thing for _, thing in holding] + [f"folder {chosen[0].paths.root}"]:
             out(thing)
         return errors.SUCCEEDED
-    if supervisor := lock.holder(chosen[0].paths):
-        raise UsageError(f"a job uses {name} ({supervisor})", "python -m orchestrate ps; then stop that job")
+    if user := chosen[0].user():
+        raise UsageError(f"{user} uses {name}", f"python -m orchestrate stop {user.split()[0]}")
     cluster.take_down(engine, chosen[0], grace=30)
     say(f"{name} is down")
     return errors.SUCCEEDED

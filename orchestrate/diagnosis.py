@@ -33,14 +33,14 @@ RANK = r"(?:\[rank\d+\]: )?"  # how torch begins the lines of a traceback
 
 NOT_FOUND = "the program is not installed in the image: use an image that has it (--image)"
 NOT_RUN = "the file is not executable (chmod +x), or its first line names an interpreter that is not installed"
-NO_MODULE = r"\1 is not installed where the workers run: name an image that has it (--image)"
+NO_MODULE = r"\1 is neither in your folder nor in the image: use an image that has it (--image)"
 NO_FILE = "nodes see only the folder that you started from, as their working directory"
-READ_ONLY = "nodes see your folder read-only: write to the folder in $JOB_DIR"
+READ_ONLY = "nodes see your folder read-only: write to the folder in $JOB_DIR (in single quotes on a command line)"
 MORE_MEMORY = "raise the limit (--set memory=8g), or lower the batch size"
 FEWER_LOADERS = "raise the limit (--set memory=8g), or use fewer DataLoader workers"
 HERE = {  # what hints are for local processes, which have no image and no limits
     NOT_FOUND: "the program was not found on this machine's PATH",
-    NO_MODULE: rf"\1 is not installed: {sys.executable} -m pip install \1",
+    NO_MODULE: rf"\1 is neither in your folder nor installed: {sys.executable} -m pip install \1",
     NO_FILE: "paths count from the folder that you started from",
     READ_ONLY: "the workers run as your user, who cannot write there: write to the folder in $JOB_DIR",
     MORE_MEMORY: "this machine ran out of memory: use a smaller batch or fewer workers",
@@ -52,8 +52,14 @@ BY_WORDS = [
     (r"(?m)^\[node\] rank \d+ did not start: No such file", "not started", NOT_FOUND),
     (r"(?m)^\[node\] rank \d+ did not start: ", "not started", NOT_RUN),
     (r"No module named '?([\w.]+)", "script", NO_MODULE),
+    (r"can't open file .*Permission denied", "script", "the user that nodes run as cannot read it: chmod a+r"),
     (r"can't open file", "script", "the script is not below the folder that you started from"),
     (r"(?m)^\S*:? ?(ImportError|SyntaxError|IndentationError): ", "script", "the script does not load: see above"),
+    (
+        rf"(?m)^{RANK}(bdb\.BdbQuit|EOFError: EOF when reading a line)",
+        "script",
+        "workers cannot read from a terminal: remove breakpoint() or input()",
+    ),
     (
         r"error: unrecognized arguments|error: argument|the following arguments are required",
         "usage",

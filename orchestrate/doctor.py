@@ -6,11 +6,13 @@ import io
 import os
 import re
 import socket
+import sys
 import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,7 +23,7 @@ from orchestrate.engines.image import has_image
 from orchestrate.engines.manager import Thing, gpus, ready
 from orchestrate.engines.parcels import give
 from orchestrate.engines.swarm import SwarmEngine
-from orchestrate.errors import EngineError, OrchestrateError
+from orchestrate.errors import EngineError, OrchestrateError, ResourceError
 from orchestrate.job import new_id
 from orchestrate.node.files import PIECE, digest
 from orchestrate.paths import JobPaths
@@ -42,14 +44,19 @@ class Finding:
     state: str  # ok, warning or error
     what: str
     hint: str = ""
+    code: int = ResourceError.exit_code  # of the command, if this is an error
 
 
 def doctor(spec: JobSpec) -> Iterator[Finding]:
-    """Look at the Docker Engine, and at the Swarm that it manages, if it does."""
+    """Look at the Docker Engine, and at the Swarm that it manages, if it does; or at what local processes need."""
+    if spec.engine == "process":
+        yield _local()
+        return
     try:
         daemon = Daemon()
     except OrchestrateError as error:
-        yield Finding(BAD, str(error), error.hint)
+        yield Finding(BAD, str(error), error.hint, error.exit_code)
+        yield _local()
         return
     info = daemon.info
     yield Finding(GOOD, f"Docker Engine {info['ServerVersion']} at {daemon.host}, with Compose")
@@ -72,6 +79,15 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
         yield Finding(WARNING, str(error), error.hint)
         return
     yield from _swarm(engine, spec)
+
+
+def _local() -> Finding:
+    """Whether local processes find torch."""
+    try:
+        return Finding(GOOD, f"local processes: torch {metadata.version('torch')} in {sys.executable}")
+    except metadata.PackageNotFoundError:
+        hint = f"{sys.executable} -m pip install torch"
+        return Finding(WARNING, f"local processes: torch is not installed in {sys.executable}", hint)
 
 
 def _swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:

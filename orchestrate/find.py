@@ -14,6 +14,8 @@ from orchestrate.paths import NAME, JobPaths
 if TYPE_CHECKING:
     from orchestrate.engines import Engine
 
+MOST = 8  # jobs that an error names
+
 
 def job_folders(runs: Path) -> list[Path]:
     """The run directories of jobs that are ours, without those of clusters."""
@@ -33,7 +35,7 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     runs = here | living
     begun = [name for name in runs if name.startswith(args.job)]
     ours = [name for name in begun if name in living or records.find(runs[name])]
-    found = [args.job] if args.job in ours else [name for name in ours if name in living] or sorted(ours)
+    found = [args.job] if args.job in ours else [name for name in ours if name in living] or ours
     found = found or [name for name in begun if name == args.job]  # made on another machine or by another account
     folder = runs[found[0]] if found else args.runs / args.job
     if why := owners.foreign(folder):
@@ -44,9 +46,11 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
         older.refuse(args.job, args.runs, engines)
     if len(found) != 1:
         what = f"{args.job} is the prefix of {len(found)} jobs" if found else f"no job {args.job}"
-        known = ", ".join(sorted(found or here)[:8])
+        known = _newest([JobPaths(runs[name]) for name in found or here])
+        more = f" and {len(known) - MOST} more" if len(known) > MOST else ""
+        names = ", ".join(paths.root.name for paths in known[:MOST]) + more
         none = f"no jobs in {args.shown}; use --runs for another folder"
-        hint = f"jobs in {args.shown}: {known}" if known else none
+        hint = f"jobs in {args.shown}: {names}" if known else none
         raise UsageError(what, hint)
     return folder
 
@@ -56,7 +60,12 @@ def latest(runs: Path, shown: Path) -> str:
     ours = [JobPaths(folder) for folder in job_folders(runs) if records.find(folder)]
     if not ours:
         raise UsageError(f"no jobs in {shown}", "use --runs for another folder")
-    return max(ours, key=lambda paths: (_made(paths), paths.root.name)).root.name
+    return _newest(ours)[0].root.name
+
+
+def _newest(jobs: list[JobPaths]) -> list[JobPaths]:
+    """Jobs in order of their making, the newest first."""
+    return sorted(jobs, key=lambda paths: (_made(paths), paths.root.name), reverse=True)
 
 
 def _made(paths: JobPaths) -> int:

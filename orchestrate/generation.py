@@ -32,6 +32,8 @@ class Generation:
         self.spec, self.traces, self.stops = supervisor.spec, supervisor.traces, supervisor.stops
         self.running = {worker.rank for worker in plan.workers}
         self.launched = False
+        self.awaited: set[int] | None = None  # workers that have not started yet; None if all have
+        self.noted = 0.0  # when that was last reported
         self.losses = 0  # how often the engine was away
         self.ends: list[End] = []
         self.known: dict[int, str] = {}  # rank: what we know of its end besides the exit code
@@ -116,7 +118,9 @@ class Generation:
         if not self.launched:
             self.launched = True
             self.engine.start(self.plan.workers, self.plan.command)
-            self.emit("generation_started", generation=self.plan.generation)
+            facts = {"generation": self.plan.generation, "imports": self.plan.inventory.packages}
+            self.emit("generation_started", **facts)
+            self.awaited, self.noted = set(), time.monotonic()
 
     def _step(self) -> None:
         if self.given < self.wanted:
@@ -129,6 +133,7 @@ class Generation:
             if end.rank in self.running:
                 self._ended(end)
         self._stop_if_failing()
+        self._look_for_started()
         if self.stops() > self.heard:
             self.heard = self.stops()
             self._stop(BY_USER)
@@ -143,6 +148,18 @@ class Generation:
             self._hang()
         elif not self.troubles and self.job.can_rescale():
             self._at_a_checkpoint()
+
+    def _look_for_started(self) -> None:
+        """Report the workers that others wait for, once a second if they change, and that all have started."""
+        if self.awaited is None or self.why:
+            return
+        awaited = self.engine.starting() & self.running
+        if not awaited:
+            self.awaited = None
+            self.emit("workers_started")
+        elif self.awaited != awaited != self.running and time.monotonic() > self.noted + 1.0:
+            self.awaited, self.noted = awaited, time.monotonic()
+            self.emit("workers_awaited", ranks=sorted(awaited))
 
     def _ended(self, end: Exit) -> None:
         self.running.discard(end.rank)

@@ -49,7 +49,9 @@ def new_id(spec: JobSpec) -> str:
 
 def slug(spec: JobSpec) -> str:
     """The name of a job, as Docker, DNS and file systems take it."""
-    name = spec.name or (spec.command[1] if spec.command[0] == "-m" else Path(spec.command[0]).stem)
+    scripts = [word for word in spec.command[:2] if word.endswith((".py", ".sh"))]
+    module = spec.command[0] == "-m"
+    name = spec.name or (spec.command[1] if module else Path(scripts[0] if scripts else spec.command[0]).stem)
     name = "digits" if not spec.name and spec.command == APP else name
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:32].strip("-") or "job"
 
@@ -238,7 +240,8 @@ def supervise(
 
             def tell(event: Event) -> None:
                 if (now := report.phase(event)) is not None:
-                    in_turn(partial(phase, now))
+                    late = event["event"] == "workers_started"  # a worker may have written before the others started
+                    in_turn(lambda: phase(now if follower.silent or not late else ""))
                 if said := report.line(event):
                     in_turn(partial(show, said))
 

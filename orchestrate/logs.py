@@ -34,6 +34,7 @@ class Follower:
         """
         self.paths, self.marks, self.hide = paths, marks, hide
         self.read: dict[int, Lines] = {}
+        self.silent = True  # whether no worker has written anything yet
         self.follow(ranks)
 
     def follow(self, ranks: dict[int, str]) -> None:
@@ -56,7 +57,9 @@ class Follower:
             read, prefix, last = self.read[rank], self.ranks[rank], end
             with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
                 for line in read.new(file, most):
-                    if self.marks or not line.startswith(MARK):
+                    mark = line.startswith(MARK)
+                    self.silent = self.silent and mark
+                    if self.marks or not mark:
                         yield prefix + self.hide(clean(line))
                 last = end and not data(file, read.offset, 1)[1]
             if last and read.partial:

@@ -44,6 +44,11 @@ class Inventory:
     python: str = "python"  # with which nodes in containers run
     sharing: int = 0  # the nodes that share them, where those are not the job's own
 
+    @property
+    def packages(self) -> list[str]:
+        """The top-level packages of the modules that nodes import."""
+        return list(dict.fromkeys(name.partition(".")[0] for name in self.preload))
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:

@@ -19,6 +19,7 @@ from orchestrate.supervisor import Outcome
 SLOW = 2.0  # times the others' median; a worker that takes longer holds them up
 ENOUGH = 5  # lines of metrics about the workers' pace that tell something
 ROOM = 4 << 20  # bytes of a list that a job can fill: all of them take a fifth of what is read back (`folder.LARGEST`)
+FEW = 8  # ranks that a line names
 LONGEST = 1000  # characters of a reason, which can be a node's
 
 
@@ -153,6 +154,12 @@ def _decided(event: Event) -> str:
     return f"starting all workers again{wait} ({event['why']})" if event["restart"] else ""
 
 
+def _ranks(ranks: list[int]) -> str:
+    """Ranks by number, of which the first eight are named."""
+    more = f" and {len(ranks) - FEW} more" if len(ranks) > FEW else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:FEW]))}{more}"
+
+
 TROUBLES = {
     "paused": "is paused (docker unpause), and the job waits",
     "silent": "does not answer, and the job waits",
@@ -176,16 +183,20 @@ LINES: dict[str, Callable[[Event], str]] = {
         f"going on with {len(event['nodes'])} nodes, {event['missing']} fewer: {event['error']}"
     ),
     "node_back": lambda event: "a missing node is back: going on with it after the next checkpoint",
-    "workers_lost": lambda event: f"ranks {', '.join(map(str, event['ranks']))} do not end: removing their nodes",
+    "workers_lost": lambda event: f"no end of {_ranks(event['ranks'])} after the grace period: removing the nodes",
 }
 
 
 PHASES: dict[str, Callable[[Event], str]] = {
     "nodes_starting": lambda event: f"starting {counted(event['nodes'], 'node')}",
     "nodes_up": lambda event: "starting the workers",
-    "generation_started": lambda event: "waiting for the workers' first output",
+    "generation_started": lambda event: (
+        f"importing {', '.join(event['imports'])}" if event["imports"] else "starting the workers"
+    ),
+    "workers_awaited": lambda event: f"waiting for {_ranks(event['ranks'])} to start",
+    "workers_started": lambda event: "waiting for the workers' first output",
     "generation_ended": lambda event: "",
-    "nodes_stopping": lambda event: "removing the nodes",
+    "nodes_stopping": lambda event: "cleaning up",
     "nodes_down": lambda event: "",
     "nodes_left": lambda event: "",
 }

@@ -81,6 +81,7 @@ class Scripted:
         self.nodes = {"master", "trainer-1", "trainer-2"}
         self.missing: set[str] = set()
         self.hosts: dict[str, str] = {}
+        self.slow: list[set[int]] = []  # workers that have not started yet, by call
         self.graces: list[float] = []  # of each clean-up
         self.full: list[OSError] = []  # by which files do not come home
 
@@ -114,6 +115,9 @@ class Scripted:
         self.plans.append(workers)
         self.running = {worker.rank for worker in workers}
         self.batches = self.generations.pop(0)
+
+    def starting(self) -> set[int]:
+        return self.slow.pop(0) if self.slow else set()
 
     def wait(self, timeout):
         exits = self.batches.pop(0) if self.batches else []

@@ -101,7 +101,7 @@ def test_without_an_engine_auto_must_run_local_processes_and_say_so_in_one_line(
     first = done.stderr.splitlines()[0]
     assert first == (
         "no Docker Engine answers at unix:///nowhere.sock: no such file or directory; "
-        "running as local processes, which can do all that you can. Start Docker to use containers."
+        "running as local processes, without isolation. Start Docker to use containers."
     )
 
 

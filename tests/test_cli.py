@@ -169,6 +169,12 @@ def test_up_must_bring_up_nodes_that_jobs_use_and_down_removes(do, engine, runs)
     assert {path.name for path in runs.iterdir()} == {name, Path(err[-1]).name}
 
 
+def test_up_must_name_other_clusters_for_jobs_from_this_folder(do, engine, runs):
+    _, (name,), err = do("up", "--trainers", "2", "--gpus", "none")
+    assert not any("note" in line for line in err)
+    assert f"note: {name} is up as well" in do("up", "--trainers", "1", "--gpus", "none")[2]
+
+
 @pytest.mark.parametrize("warm", [True, False])
 def test_up_must_return_when_its_nodes_are_warm_or_say_that_they_are_not(do, engine, runs, warm):
     engine.warm, look = warm, engine.inventory

@@ -133,12 +133,13 @@ def test_a_cluster_in_use_must_not_be_given_to_a_second_job_nor_taken_down(up, c
     job = Background(cli, engine, "--", "count.py", "100000")
     job.until_step(5)
     first = cli.run_dir()
-    assert away(first) == f"../{cluster.name}/nodes/{first.name}" and cluster.state() == "running"
+    assert away(first) == f"../{cluster.name}/nodes/{first.name}" and cluster.state() == "in use"
     second = cli("run", "--engine", engine, "--trainers", "0", *OPTIONS, "--runs", "runs", "--", "count.py", "3")
     assert second.returncode == 0, second.stderr
-    assert f"{cluster.name} does not fit: a job uses it (process {job.process.pid})" in second.stderr
+    assert f"{cluster.name} does not fit: {first.name} (process {job.process.pid}) uses it" in second.stderr
     refused = cli("down", cluster.name)
-    assert (refused.returncode, f"error: a job uses {cluster.name}" in refused.stderr) == (2, True)
+    assert (refused.returncode, f" uses {cluster.name}\nhint: " in refused.stderr) == (2, True)
+    assert refused.stderr.endswith(f" stop {first.name}\n")
     wrong = cli("stop", cluster.name)
     assert (wrong.returncode, f"error: no job {cluster.name}" in wrong.stderr) == (2, True)
     assert cli("stop", first.name).returncode == 0

@@ -109,11 +109,15 @@ def test_a_node_of_a_swarm_must_have_as_many_gpus_as_a_job_wants_of_it(tmp_path,
     assert differences(one, swarm, gpus="none", **wanted) == []  # where it wants none
 
 
-def test_a_cluster_that_a_job_uses_must_say_which_process_does(tmp_path):
+def test_a_cluster_that_a_job_uses_must_say_which_job_and_which_process_does(tmp_path):
     one = made(tmp_path)
     one.paths.create_cluster(users.nodes_of(one.spec))
     with supervised(one.paths.root) as other:
-        assert differences(one) == [f"a job uses it (process {other.pid})"]
+        assert differences(one) == [f"a job (process {other.pid}) uses it"]  # which has just begun
+    create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    create(JobPaths(tmp_path / "b-1"), cluster="c-1")
+    with supervised(one.paths.root) as other, supervised(tmp_path / "b-1"):
+        assert differences(one) == [f"b-1 (process {other.pid}) uses it"]
 
 
 def test_a_cluster_on_which_a_job_has_not_ended_must_not_be_given_to_another_one(tmp_path):

@@ -75,10 +75,17 @@ def test_a_job_must_be_found_by_its_name_or_how_it_begins(do, engine, tmp_path, 
     code, out, err = do("rm", asked, "--dry-run")
     if " " in found:
         assert (code, out, err[0]) == (2, [], f"error: {found}")
-        known = "a-1, a-12" if asked == "a" else "a-1, a-12, b, b-1, c-1, c-2"
+        known = "a-12, a-1" if asked == "a" else "b, c-2, c-1, b-1, a-12, a-1"  # the newest first
         assert err[1] == f"hint: jobs in {tmp_path}: {known}"
     else:
         assert (code, out) == (0, [f"folder {tmp_path / found}"])
+
+
+def test_where_there_are_many_jobs_the_newest_must_be_named(do, tmp_path):
+    for number in range(10, 20):
+        create(JobPaths(tmp_path / f"a-{number}"))
+    names = "a-19, a-18, a-17, a-16, a-15, a-14, a-13, a-12 and 2 more"
+    assert do("rm", "a")[2] == ["error: a is the prefix of 10 jobs", f"hint: jobs in {tmp_path}: {names}"]
 
 
 def test_a_job_that_lives_must_be_found_from_any_folder(do, engine, tmp_path):
@@ -260,9 +267,10 @@ def test_ps_must_tell_who_runs_who_is_idle_and_who_has_no_supervisor(do, engine,
         ["runs", "docker", "3"],
         ["cluster", "docker", "3"],
         ["used", "docker", "3"],
+        ["on-used", "docker", "3"],
         ["new", "docker", "0"],
     ]
-    for row, state in zip(rows[1:], ["without supervisor", "running", "idle", "running", "running"]):
+    for row, state in zip(rows[1:], ["without supervisor", "running", "idle", "in use", "running on used", "running"]):
         assert row[3].startswith(f"{state} ") and row[3].endswith(str(tmp_path / row[0]))
 
 

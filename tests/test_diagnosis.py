@@ -215,9 +215,12 @@ def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cau
 @pytest.mark.parametrize(
     ("code", "known", "words", "hint"),
     [
-        (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], "a.b_c is not installed"),
-        (1, "", ["/usr/bin/python: No module named nonesuch"], "nonesuch is not installed"),
+        (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], "a.b_c is neither in your folder nor in the image"),
+        (1, "", ["/usr/bin/python: No module named nonesuch"], "nonesuch is neither in your folder nor in the image"),
         (2, "", ["python: can't open file '/workspace/x.py'"], "below the folder"),
+        (2, "", ["python: can't open file '/workspace/x.py': [Errno 13] Permission denied"], "chmod a+r"),
+        (1, "", ["[rank0]: bdb.BdbQuit"], "breakpoint()"),
+        (1, "", ["EOFError: EOF when reading a line"], "input()"),
         (2, "", ["error: unrecognized arguments: --lrr"], "--help"),
         (135, "", [], "shm_size"),
         (1, "", ["DataLoader worker (pid 9) is killed by signal: Bus error."], "shm_size"),

@@ -4,6 +4,7 @@ import base64
 import io
 import os
 import socket
+import sys
 import tarfile
 import tempfile
 import time
@@ -275,8 +276,30 @@ def test_an_engine_that_does_not_answer_must_be_an_error(monkeypatch, capsys):
         raise EngineError("no Docker Engine answers", "start Docker")
 
     monkeypatch.setattr(doctor, "Daemon", refuse)
-    assert commands.doctor(JobSpec()) == 4
-    assert capsys.readouterr().out == "error    no Docker Engine answers\n         hint: start Docker\n"
+    assert commands.doctor(JobSpec()) == 3
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("error    no Docker Engine answers", "         hint: start Docker")
+    assert third.startswith("ok       local processes: torch ")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_local_processes_need_must_be_looked_for_where_they_are_asked_for(monkeypatch, capsys, there):
+    def version(name: str) -> str:
+        if not there:
+            raise doctor.metadata.PackageNotFoundError
+        return f"2.0 of {name}"
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    assert commands.doctor(JobSpec(engine="process")) == 0
+    python = sys.executable
+    assert capsys.readouterr().out.splitlines() == (
+        [f"ok       local processes: torch 2.0 of torch in {python}"]
+        if there
+        else [
+            f"warning  local processes: torch is not installed in {python}",
+            f"         hint: {python} -m pip install torch",
+        ]
+    )
 
 
 def test_a_swarm_that_cannot_be_asked_must_be_told(found, capsys):

@@ -191,4 +191,4 @@ def test_what_a_generation_starts_with_must_be_told(job):
     assert job.noted("nodes_up") == [{"nodes": nodes, "hosts": {"master": "one", "trainer-2": "two"}}]
     starting = {"generation": 0, "nodes": nodes, "world_size": 6, "master_port": 29500}
     assert job.noted("generation_starting") == [starting]
-    assert job.noted("generation_started") == [{"generation": 0}]
+    assert job.noted("generation_started") == [{"generation": 0, "imports": []}]

@@ -16,7 +16,7 @@ from app.checkpoint import read_manifest
 
 README = (ROOT / "README.md").read_text()
 # What only the first run says, or one that takes long.
-PASSING = "setting up|building the image|starting|waiting for the|importing|removing the"
+PASSING = "installing|building the image|starting|waiting for|importing|cleaning up"
 ACTIVATE = ". .venv/bin/activate"
 
 
@@ -32,7 +32,7 @@ def blocks() -> list[tuple[str, str]]:
 def spoken(output: str) -> dict[str, list[str]]:
     """What each worker says, and what we do (""): lines in their order, without what differs between two runs."""
     found: dict[str, list[str]] = {}
-    for line in re.sub(rf"^({PASSING}) .*\n", "", output, flags=re.M).splitlines():
+    for line in re.sub(rf"^({PASSING})\b.*\n", "", output, flags=re.M).splitlines():
         speaker, bar, text = line.partition(" | ") if " | " in line else ("", "", line)
         found.setdefault(speaker.rstrip(), []).append(alike(text).rstrip())
     return found

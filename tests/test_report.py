@@ -8,7 +8,7 @@ from test_plan import HERE
 
 from orchestrate import folder
 from orchestrate.plan import plan
-from orchestrate.report import line, readable, report, text
+from orchestrate.report import line, phase, readable, report, text
 from orchestrate.restarts import Cause, Ended
 from orchestrate.spec import JobSpec
 from orchestrate.supervisor import Outcome
@@ -223,10 +223,30 @@ def test_a_worker_must_not_be_called_slow_after_a_few_lines_nor_where_it_is_alon
         ("disk_full", {"error": "[Errno 28] full"}, "[Errno 28] full"),
         ("nodes_missing", {"nodes": ["master", "a"], "missing": 1, "error": "gone"}, "with 2 nodes, 1 fewer: gone"),
         ("node_back", {}, "a missing node is back"),
-        ("workers_lost", {"ranks": [0, 2]}, "ranks 0, 2 do not end"),
+        ("workers_lost", {"ranks": [0, 2]}, "no end of ranks 0, 2 after"),
         ("worker_ended", {"rank": 0, "exit_code": 1}, ""),
     ],
 )
 def test_a_person_must_be_told_of_events_that_matter(event, facts, said):
     shown = line({"event": event, "time": 1.0, "seconds": 1.0, **facts})
     assert said in shown and bool(shown) is bool(said)
+
+
+@pytest.mark.parametrize(
+    ("event", "facts", "shown"),
+    [
+        ("nodes_starting", {"nodes": 4}, "starting 4 nodes"),
+        ("nodes_up", {}, "starting the workers"),
+        ("generation_started", {"imports": []}, "starting the workers"),
+        ("generation_started", {"imports": ["torch", "numpy"]}, "importing torch, numpy"),
+        ("workers_awaited", {"ranks": [2]}, "waiting for rank 2 to start"),
+        ("workers_awaited", {"ranks": [*range(1, 11)]}, "waiting for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more to start"),
+        ("workers_started", {}, "waiting for the workers' first output"),
+        ("generation_ended", {}, ""),
+        ("nodes_stopping", {}, "cleaning up"),
+        ("nodes_down", {}, ""),
+        ("worker_ended", {}, None),
+    ],
+)
+def test_what_a_job_does_now_must_follow_from_its_events(event, facts, shown):
+    assert phase({"event": event, **facts}) == shown

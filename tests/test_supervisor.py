@@ -305,3 +305,21 @@ def test_a_warning_of_the_engine_must_be_an_event_that_a_person_sees(job):
     assert job.run(engine).word == "succeeded"
     (event,) = [event for event in job.supervisor.emit.events if event["event"] == "warning"]
     assert line(event) == "warning: the nodes can reach this machine"
+
+
+def test_workers_that_others_wait_for_must_be_named_as_long_as_they_have_not_started(job):
+    engine = Scripted([[]] * 60 + [ALL_WELL])
+    engine.slow = [{0, 1, 2}] * 20 + [{1, 2}] * 2 + [{2}] * 20
+    assert job.run(engine).word == "succeeded"
+    assert job.noted("workers_awaited") == [{"ranks": [1, 2]}, {"ranks": [2]}]  # and not all, whom no other waits for
+    first, second = job.when("workers_awaited")
+    assert second - first > 0.99
+    assert job.noted("workers_started") == [{}]
+    assert job.when("workers_started") == [pytest.approx(4.3, abs=0.15)]
+
+
+def test_workers_that_are_stopped_before_they_start_must_not_be_reported_as_started(job):
+    engine = Scripted([[Exit(0, 137)]], [ALL_WELL])
+    engine.slow = [{1, 2}]
+    assert job.run(engine).word == "succeeded"
+    assert len(job.noted("workers_started")) == 1  # of the second generation

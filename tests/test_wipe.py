@@ -3,6 +3,7 @@
 import ctypes
 import os
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -63,6 +64,26 @@ def test_what_cannot_be_removed_must_be_an_error(tmp_path, monkeypatch):
         wipe([str(tmp_path)], set())
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     wipe([str(tmp_path)], set())  # of the image, which the worker could not have made
+
+
+def test_a_socket_must_not_be_seen_before_it_can_be_connected_to(tmp_path, monkeypatch):
+    path, seen = tmp_path / "s", []
+
+    class Slow(socket.socket):
+        def listen(self, backlog: int) -> None:
+            seen.append(path.exists())
+            super().listen(backlog)
+
+    monkeypatch.setattr(wait, "Listener", lambda loop, server, receive, key: server)
+    monkeypatch.setattr(wait.socket, "socket", Slow)
+    node = Waiting(SimpleNamespace(), b"")
+    for _ in range(2):  # the second time, as after a job that has removed or replaced it
+        node.listen(str(path), 0o600)
+        assert stat.S_ISSOCK(path.lstat().st_mode) and path.lstat().st_mode & 0o777 == 0o600
+        path.unlink()
+    assert seen == [False, False]
+    for server in node.listeners:
+        server.close()
 
 
 @pytest.mark.parametrize("folders", ["", "/no/such/folder"])

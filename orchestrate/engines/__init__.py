@@ -120,6 +120,9 @@ class Engine(Protocol):
     def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
         """Start the workers, rank 0 first; one that cannot start counts as ended. Forget earlier workers."""
 
+    def starting(self) -> set[int]:
+        """The ranks of the workers that have not started yet: their nodes are importing modules, for example."""
+
     def wait(self, timeout: float) -> list[Exit]:
         """The workers that have ended since the last call, in order; waits `timeout` seconds at most."""
 

@@ -73,10 +73,9 @@ class Link:
 
     def receive(self) -> list[dict[str, Any]] | None:
         """The messages of the node, once the socket is readable; None at the end of the connection."""
-        try:
+        chunk = b""
+        with contextlib.suppress(OSError):
             chunk = self.sock.recv(1 << 16)
-        except OSError:
-            chunk = b""
         if not chunk:
             return None
         *lines, self.partial = (self.partial + self.decode(chunk)).split(b"\n")
@@ -218,6 +217,10 @@ class Linked:
             else:
                 self._end([worker.rank])
         return strangers
+
+    def starting(self) -> set[int]:
+        """The ranks of the workers that have not started yet."""
+        return self.running.keys() - self.pids.keys()
 
     def wait(self, timeout: float) -> list[Exit]:
         """The workers that have ended since the last call, in the order of their ends."""

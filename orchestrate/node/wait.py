@@ -88,15 +88,16 @@ class Waiting:
 
     def listen(self, path: str, mode: int = 0o600) -> None:
         """Accept requests over the Unix socket `path`; raises OSError."""
-        server = socket.socket(socket.AF_UNIX)
+        server, early = socket.socket(socket.AF_UNIX), f"{path}~"
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # left by an earlier start
+            os.unlink(early)  # left by an earlier start
         mask = os.umask(0o777 & ~mode)
         try:
-            server.bind(path)
+            server.bind(early)
         finally:
             os.umask(mask)
         server.listen(BACKLOG)
+        os.replace(early, path)  # whoever sees it can connect to it
         self.bound[path] = os.lstat(path), mode
         self.listeners.append(Listener(self.loop, server, self.receive, self.key))
 
