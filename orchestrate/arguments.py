@@ -32,7 +32,6 @@ FLAGS = {  # keys of the job file that are flags, too
     "spares": "N",
 }
 RUNS = Path("runs")
-SWITCHES = ("--dry-run", "--detach", "--print-path", "--json", "-h", "--help")  # flags of `run` without a value
 RUN_COMMANDS = {
     "run": "run a job to its end",
     "plan": "print who would be which rank, and end",
@@ -89,6 +88,10 @@ class Parser(argparse.ArgumentParser):
         """The names of its flags."""
         return [name for action in self._actions for name in action.option_strings]
 
+    def switches(self) -> set[str]:
+        """The names of its flags that take no value."""
+        return {name for action in self._actions if action.nargs == 0 for name in action.option_strings}
+
     def of(self, command: str) -> Parser:
         """The parser of a command."""
         (kinds,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
@@ -107,16 +110,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str] | None]:
 
     The job's command begins behind `--`, with `-m`, or with the first word that is neither a flag nor a job file.
     """
-    own = len(argv) if "--" not in argv else argv.index("--")
+    parser, own = _parser(), len(argv) if "--" not in argv else argv.index("--")
     if argv[:1] and argv[0] in (*RUN_COMMANDS, "doctor", "export"):
-        own = _own(argv, own)
+        own = _own(argv, own, parser.of(argv[0]).switches())
     words, rest = argv[:own], argv[own:]
-    args = _parser().parse_args(words or ["--help"])
+    args = parser.parse_args(words or ["--help"])
     return args, (rest[1:] if rest[:1] == ["--"] else rest) if own < len(argv) else None
 
 
-def _own(argv: list[str], most: int) -> int:
-    """How many words are ours."""
+def _own(argv: list[str], most: int, switches: set[str]) -> int:
+    """How many words are ours, of which `switches` are flags without a value."""
     place = 2 if argv[0] == "export" else 1  # behind the command, and its target
     file = False
     while place < most:
@@ -124,7 +127,7 @@ def _own(argv: list[str], most: int) -> int:
         if word == "-m":
             return place
         if word.startswith("-") and word != "-":
-            valued = word not in SWITCHES and "=" not in word and not re.match("-e.", word)
+            valued = word not in switches and "=" not in word and not re.match("-e.", word)
             place += 1 + valued
         elif not file and word.endswith(FILES):
             file = True

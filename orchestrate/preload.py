@@ -12,6 +12,11 @@ DYNAMO = "torch._dynamo"  # which the constructors of DDP and of the optimizers 
 TAKES = 3  # seconds of processor time to read a script with all that it imports
 
 
+def may_use_torch(spec: JobSpec, modules: tuple[str, ...]) -> bool:
+    """Whether workers may use torch: `modules` has it, or the command is not a script, whose imports were read."""
+    return "torch" in modules or not spec.command[0].endswith(".py")
+
+
 def preload(spec: JobSpec, folder: Path) -> tuple[str, ...]:
     """The modules that nodes import before there is any worker; none where workers get fresh interpreters.
 

@@ -106,8 +106,8 @@ class JobSpec:
 
     def to_yaml(self) -> str:
         """The job as a job file that resolves to this very spec."""
-        values = dataclasses.asdict(self) | {"command": list(self.command)}
-        return yaml.safe_dump(values, sort_keys=False)
+        fields = dataclasses.asdict(self) | {"command": list(self.command)}
+        return yaml.safe_dump(fields, sort_keys=False)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(JobSpec)}
@@ -115,9 +115,9 @@ FIELDS = {field.name: field for field in dataclasses.fields(JobSpec)}
 
 def resolve(*layers: Mapping[str, Any]) -> JobSpec:
     """Make the spec out of layers of field values, a later one winning; raises UsageError, naming key and reason."""
-    values = _parsed(layers)
-    words, asked = command.read(values.get("command", APP))
-    spec = JobSpec(**_parsed([asked]) | values | {"command": words})
+    given = _parsed(layers)
+    words, asked = command.read(given.get("command", APP))
+    spec = JobSpec(**_parsed([asked]) | given | {"command": words})
     if (spec.min_trainers or 0) > spec.trainers:
         raise UsageError(f"min_trainers is {spec.min_trainers}, and trainers {spec.trainers}", "no more than trainers")
     if unknown := [name for name in spec.secrets if name not in spec.env]:
@@ -140,7 +140,7 @@ def unencodable(spec: JobSpec) -> str:
 
 def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The value of each key of the layers, by itself; how keys fit together is not looked at."""
-    values: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for layer in layers:
         if {"nodes", "trainers"} <= layer.keys():
             raise UsageError("nodes and trainers are both set", "set one of them; nodes includes the master")
@@ -159,10 +159,10 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 but = "" if key == "env" else f", not {shown(value)}"
                 raise UsageError(f"{key} must be {error}{but}", FIELDS[key].metadata["doc"]) from None
             if variable is None:
-                values[key] = parsed
+                found[key] = parsed
             else:
-                values.setdefault("env", {}).update(parsed)
-    return values
+                found.setdefault("env", {}).update(parsed)
+    return found
 
 
 def _decoded(value: Any) -> Any:

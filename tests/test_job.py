@@ -438,7 +438,7 @@ def test_a_progress_bar_must_go_where_the_workers_lines_go(paths, monkeypatch):
 
 
 class Stuck(io.StringIO):
-    """A stdout that nobody reads."""
+    """A stdout without a reader."""
 
     read = threading.Event()
 

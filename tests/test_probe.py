@@ -1,4 +1,4 @@
-"""What an image lacks must be told before anything starts, and be found out only once."""
+"""What is missing in an image must be reported before anything starts, and be looked for only once."""
 
 import subprocess
 import sys
@@ -85,7 +85,7 @@ def test_what_is_known_of_an_image_must_not_be_found_out_again(images, monkeypat
     for _ in range(2):
         assert probe.python(daemon, images["elsewhere"], tmp_path) == "/opt/venv/bin/python"
     assert began == ["python", "python3", "/opt/conda/bin/python", "/opt/venv/bin/python"]
-    for _ in range(2):  # it may be mended by a new driver, say
+    for _ in range(2):  # a new driver may have fixed it
         with pytest.raises(ResourceError):
             probe.python(daemon, images["none"], tmp_path)
     assert began[4:] == [*probe.PYTHONS] * 2

@@ -19,7 +19,7 @@ from orchestrate.limits import FEWEST
 from orchestrate.node.ranks import gpu_ids
 from orchestrate.paths import NODES, PACKAGE, code_folder
 from orchestrate.plan import Inventory
-from orchestrate.preload import preload
+from orchestrate.preload import may_use_torch, preload
 from orchestrate.spec import IMAGE, JobSpec
 from orchestrate.terminal import phase, say
 
@@ -46,8 +46,8 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
         image = _looking(daemon, spec, prepare)
         gpus = _gpus(daemon, image, run) if image else ()
         no_gpus = "the engine's NVIDIA runtime finds no GPU" if image else NOT_LOOKED
-    maybe = "torch" in modules or not spec.command[0].endswith(".py")  # what else runs may use torch as well
-    if gpus and prepare and maybe and (why := probe.useless(daemon, spec.image, run, python, gpus)):
+    look = gpus and prepare and may_use_torch(spec, modules)
+    if look and (why := probe.useless(daemon, spec.image, run, python, gpus)):
         gpus, no_gpus = (), f"{spec.image} cannot use the GPUs: {why}"
     if run.name == NODES:
         mounts.of_nodes(run, Path.cwd())  # a cluster runs no command

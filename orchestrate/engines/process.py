@@ -29,7 +29,7 @@ from orchestrate.node.ranks import gpus
 from orchestrate.node.warm import POSSIBLE
 from orchestrate.paths import NODE, PROJECT, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan
-from orchestrate.preload import preload
+from orchestrate.preload import may_use_torch, preload
 from orchestrate.spec import JobSpec, unencodable
 
 LIMITS = ("image", "user", "memory", "cpus", "shm_size", *SWARMS)  # keys of a job file that only containers support
@@ -76,8 +76,7 @@ class ProcessEngine(Linked):
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
         modules = preload(spec, code)
         found, why = tuple(gpus()) if spec.gpus != "none" else (), "this machine has no NVIDIA GPU"
-        maybe = "torch" in modules or not spec.command[0].endswith(".py")  # what else runs may use torch as well
-        if found and maybe and (useless := _useless(found)):
+        if found and may_use_torch(spec, modules) and (useless := _useless(found)):
             found, why = (), f"{sys.executable} cannot use the GPUs: {useless}"
         return Inventory(
             engine="process",
