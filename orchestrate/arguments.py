@@ -33,16 +33,16 @@ FLAGS = {  # keys of the job file that are flags, too
 }
 RUNS = Path("runs")
 RUN_COMMANDS = {
-    "run": "run a job to its end",
-    "plan": "print who would be which rank, and end",
-    "up": "bring up nodes that stay, for jobs to come",
+    "run": "run a job until it ends",
+    "plan": "print the rank assignment without creating anything",
+    "up": "start nodes that later jobs use",
 }
 JOB_COMMANDS = {
-    "logs": "print the workers' output",
-    "attach": "follow a job to its end, and supervise it where nobody does",
-    "wait": "wait for the end of a job, and end with its exit code",
+    "logs": "print the output of the workers",
+    "attach": "follow a job until it ends; take over if its supervisor is gone",
+    "wait": "wait until a job ends, and exit with its exit code",
     "stop": "stop a job and remove its nodes",
-    "rm": "remove the files of a job that has ended, and all that it may have left",
+    "rm": "remove the files of a job that has ended, and everything else that is left of it",
 }
 READING = ("logs", "attach", "wait")  # commands that take the latest job where none is named
 LATEST = "latest"
@@ -52,9 +52,9 @@ COMMAND = "[[--] SCRIPT.py ARGS | -m MODULE ARGS | PROGRAM ARGS]"
 EXITS = """\
 exit codes:
   0    succeeded                   4    something is missing: image, GPUs, Compose
-  1    a worker failed             5    lost: the engine does not answer any more
-  2    usage or job file           124  --max-run was over
-  3    no engine, or it refused    130  stopped by a person
+  1    a worker failed             5    lost: the engine no longer answers
+  2    usage or job file           124  the time limit --max-run was reached
+  3    no engine, or it refused    130  stopped by a user
 """
 
 
@@ -142,7 +142,7 @@ def _parser() -> Parser:
         prog=called(),
         description="Run any PyTorch distributed program as a real multi-node job in containers.",
         usage="%(prog)s COMMAND [options]",
-        epilog=f"to begin with:\n  {called()} run train.py --lr 0.1\n  {called()} run --help\n\n{EXITS}",
+        epilog=f"get started:\n  {called()} run train.py --lr 0.1\n  {called()} run --help\n\n{EXITS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=__version__)
@@ -161,19 +161,19 @@ def _parser() -> Parser:
             command.add_argument("--dry-run", action="store_true", help="print the plan, create nothing")
             _add_instead(command)
             command.add_argument(
-                "--detach", action="store_true", help="leave the job to a supervisor in the background"
+                "--detach", action="store_true", help="run in the background, and print the run directory"
             )
         _add_runs(command)
     command = kinds.add_parser(
         "doctor",
-        help="look for what keeps jobs from running here",
-        description="Look for what keeps jobs from running on this engine, and on the hosts of its Swarm.",
+        help="report problems that keep jobs from running here",
+        description="Report problems that keep jobs from running on this engine or on the hosts of its Swarm.",
     )
     _add_job(command)
     command = kinds.add_parser(
         "export",
-        help="print the job as a file for another engine",
-        description="Print the job as a file for an engine that others maintain.",
+        help="print the job as a file for Kubernetes, Slurm or Compose",
+        description="Print the job as a file for Kubernetes, Slurm or Docker Compose.",
         usage=f"%(prog)s kubernetes|slurm|compose [JOB.yaml] [options] {COMMAND}",
     )
     targets = command.add_subparsers(
@@ -189,9 +189,13 @@ def _parser() -> Parser:
             help=f"{', '.join(forms)}; the first is the default" if forms else argparse.SUPPRESS,
         )
         _add_job(command)
-    command = kinds.add_parser("down", help="take down what up brought up", description="Take a cluster down.")
-    command.add_argument("cluster", type=_name, metavar="CLUSTER", help="its name, or how it begins")
-    command.add_argument("--dry-run", action="store_true", help="print what would be removed, and end")
+    command = kinds.add_parser(
+        "down",
+        help="remove the nodes that up started",
+        description="Remove a cluster's nodes and files; those of its jobs stay.",
+    )
+    command.add_argument("cluster", type=_name, metavar="CLUSTER", help="name or unique prefix")
+    command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
     _add_runs(command)
     _add_runs(kinds.add_parser("ps", help="list jobs and clusters", description="List the jobs and clusters."))
     for name, description in JOB_COMMANDS.items():
@@ -203,15 +207,15 @@ def _parser() -> Parser:
         if name == "attach":
             _add_instead(command)
         if name == "logs":
-            command.add_argument("--rank", type=int, metavar="N", help="of one worker alone, without prefix")
-            command.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
+            command.add_argument("--rank", type=int, metavar="N", help="only the output of this rank, without prefix")
+            command.add_argument("-f", "--follow", action="store_true", help="continue until the job ends")
         if name in ("stop", "rm"):
-            command.add_argument("--dry-run", action="store_true", help="print what would be removed, and end")
+            command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
     return top
 
 
 def _add_job(command: argparse.ArgumentParser) -> None:
-    command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; flags win over it")
+    command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; options override it")
     docs = {field.name: field.metadata["doc"] for field in dataclasses.fields(JobSpec)}
     command.add_argument("--nodes", metavar="N", help="nodes including the master; --nodes 4 equals --trainers 3")
     command.add_argument("--nnodes", dest="nodes", help=argparse.SUPPRESS)
@@ -239,7 +243,7 @@ def _add_instead(command: argparse.ArgumentParser) -> None:
 
 
 def _add_runs(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--runs", type=_folder, metavar="DIR", help=f"where jobs leave their files (default {RUNS})")
+    command.add_argument("--runs", type=_folder, metavar="DIR", help=f"folder of the run directories (default {RUNS})")
 
 
 def _name(text: str) -> str:

@@ -47,62 +47,68 @@ def _field(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
 class JobSpec:
     """One job. The fields are the keys of a job file; durations are in seconds once read."""
 
-    name: str = _field("", values.NAME, "what the job is called; its id adds four characters")
+    name: str = _field("", values.NAME, "name of the job; its id adds four characters (default: that of the script)")
     command: tuple[str, ...] = _field(APP, values.command, "SCRIPT.py ARGS, -m MODULE ARGS, or a program with its ARGS")
     expand: bool = _field(True, values.truth, "replace $JOB_DIR, $RANK, … in command with each worker's values")
-    trainers: int = _field(3, values.integer(0, values.MOST_TRAINERS), "nodes besides the master")
+    trainers: int = _field(3, values.integer(0, values.MOST_TRAINERS), "nodes besides the master (default 3)")
     nproc_per_node: int | None = _field(
-        None, values.optional(values.integer(1, values.MOST_WORKERS)), "workers on each node"
+        None,
+        values.optional(values.integer(1, values.MOST_WORKERS)),
+        "workers on each node (default: GPUs per node, or 1)",
     )
-    gpus: str | int = _field("auto", values.gpus, "auto (what the engine has), all, none, or how many")
-    engine: str = _field("auto", values.choice("auto", "docker", "process", "swarm"), "where the nodes live")
-    image: str = _field(IMAGE, values.text(rf"{values.VISIBLE}+", "the name of an image"), "what the nodes are made of")
-    user: str = _field("auto", values.USER, "who nodes run as; auto: you, but not root")
-    env: dict[str, str] = _field({}, values.env, "more environment for every worker")
-    secrets: list[str] = _field(
-        [], values.variables, "names of env whose values are shown nowhere, whatever they look like"
+    gpus: str | int = _field("auto", values.gpus, "auto (what the engine has, the default), all, none, or a number")
+    engine: str = _field(
+        "auto",
+        values.choice("auto", "docker", "process", "swarm"),
+        "where nodes run; auto (default): Docker if it answers, else processes",
     )
+    image: str = _field(
+        IMAGE, values.text(rf"{values.VISIBLE}+", "the name of an image"), "image of the nodes (default: the project's)"
+    )
+    user: str = _field("auto", values.USER, "user that nodes run as; auto: you, but not root")
+    env: dict[str, str] = _field({}, values.env, "environment variables for every worker")
+    secrets: list[str] = _field([], values.variables, "variables of env whose values are never shown")
     memory: str | None = _field(
         None,
         values.optional(values.limit),
-        "limit of each node, such as 4g, or unlimited (default its share of the machine's)",
+        "memory limit of each node, such as 4g, or unlimited (default: an equal share)",
     )
-    cpus: float | None = _field(None, values.optional(values.cpus), "how many cores each node may use")
-    shm_size: str = _field("1g", values.size, "/dev/shm of each node")
-    pin: bool = _field(False, values.truth, "keep each worker to cores of its own")
+    cpus: float | None = _field(None, values.optional(values.cpus), "number of cores that each node may use")
+    shm_size: str = _field("1g", values.size, "size of /dev/shm of each node")
+    pin: bool = _field(False, values.truth, "bind each worker to its own cores")
     network: str = _field(
-        "bridge", values.choice("bridge", "host"), "bridge: one of the job's own; host: this machine's"
+        "bridge", values.choice("bridge", "host"), "bridge: a network of the job; host: that of this machine"
     )
     host_access: bool = _field(
         False,
         values.truth,
         "let nodes reach this machine's own ports and the cloud's metadata service, and this machine theirs",
     )
-    encrypt: bool = _field(False, values.truth, "Swarm: encrypt what goes over the job's network")
+    encrypt: bool = _field(False, values.truth, "Swarm: encrypt traffic on the job's network")
     constraints: list[str] = _field(
         [], values.constraints, "Swarm: which hosts take nodes, such as node.labels.gpu==a100"
     )
-    volume: str = _field("", values.VOLUME, "Swarm: one folder for all hosts")
-    max_run: float | None = _field(None, values.optional(values.LONG), "the job is stopped after this time, such as 2h")
-    grace: float = _field(30.0, values.GRACE, "between the request to stop and the kill")
-    max_restarts: int = _field(3, values.integer(0, 1_000_000), "restarts within restart_window before the job fails")
-    restart_window: float = _field(3600.0, values.LONG, "the time in which restarts are counted")
+    volume: str = _field("", values.VOLUME, "Swarm: a folder or volume that all hosts share")
+    max_run: float | None = _field(None, values.optional(values.LONG), "time limit of the job, such as 2h")
+    grace: float = _field(30.0, values.GRACE, "time between SIGTERM and SIGKILL (default 30s)")
+    max_restarts: int = _field(
+        3, values.integer(0, 1_000_000), "number of restarts in restart_window before the job fails (default 3)"
+    )
+    restart_window: float = _field(3600.0, values.LONG, "time in which restarts count (default 1h)")
     rules: list[dict[str, Any]] = _field([], values.rules, "what a failure means; see docs/restarts.md")
     min_trainers: int | None = _field(
         None,
         values.optional(values.integer(0, values.MOST_TRAINERS)),
-        "go on with so few where a node cannot come back",
+        "minimum number of trainers to continue with after a node is lost",
     )
-    spares: int = _field(
-        0, values.integer(0, values.MOST_TRAINERS), "more nodes that wait for the place of one that is lost"
-    )
+    spares: int = _field(0, values.integer(0, values.MOST_TRAINERS), "standby nodes that replace lost ones (default 0)")
     hang_after: float | None = _field(
-        600.0, values.patience, "of silence and idleness before a job counts as hung; or none"
+        600.0, values.patience, "treat the job as hung after this time without output or CPU use, or none (default 10m)"
     )
 
-    optional: list[str] = _field([], _optional_keys, "keys that may be ignored if the engine does not support them")
-    warm: bool = _field(True, values.truth, "fork workers from a process that has imported torch already")
-    preload: list[str] = _field([], values.modules, "more modules that such a process imports")
+    optional: list[str] = _field([], _optional_keys, "keys to ignore if the engine does not support them")
+    warm: bool = _field(True, values.truth, "fork workers from a process that has imported torch")
+    preload: list[str] = _field([], values.modules, "more modules for that process to import")
 
     def to_yaml(self) -> str:
         """The job as a job file that resolves to this very spec."""

@@ -326,7 +326,7 @@ def test_ctrl_c_must_end_a_command_without_a_traceback(do, monkeypatch):
 def test_the_exit_codes_must_be_those_of_the_help():
     codes = {errors.SUCCEEDED: "succeeded", errors.FAILED: "a worker failed", errors.LOST: "lost"}
     codes |= {UsageError.exit_code: "usage", EngineError.exit_code: "no engine", ResourceError.exit_code: "something"}
-    codes |= {errors.TIMED_OUT: "--max-run was over", errors.INTERRUPTED: "stopped by a person"}
+    codes |= {errors.TIMED_OUT: "time limit", errors.INTERRUPTED: "stopped by a user"}
     assert all(f" {code}  " in EXITS.replace("\n", "  ") and meaning in EXITS for code, meaning in codes.items())
     found = {"succeeded": 0, "failed": 1, "lost": 5}
     assert {word: commands.exit_code({"outcome": word, "reason": ""}) for word in found} == found
