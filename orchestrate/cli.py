@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrate import cluster, commands, errors, job, lock, owners, terminal
+from orchestrate import choice, cluster, commands, errors, job, lock, owners, terminal
 from orchestrate.arguments import EXPORTS, LATEST, RUN_COMMANDS, RUNS, flags, parse
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.find import latest
@@ -115,9 +115,10 @@ def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:
 
 
 def _export(args: argparse.Namespace, script: list[str] | None) -> int:
-    from orchestrate.export.compose import compose
-    from orchestrate.export.kubernetes import kubernetes
-    from orchestrate.export.slurm import slurm
+    with choice.sdk():
+        from orchestrate.export.compose import compose
+        from orchestrate.export.kubernetes import kubernetes
+        from orchestrate.export.slurm import slurm
 
     forms = EXPORTS[args.target] or ("",)
     form = args.form or forms[0]
@@ -136,7 +137,7 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     if args.command == "up":
         return _up(spec, args.runs)
     dry = args.command == "plan" or args.dry_run
-    engine = commands.engine_of(spec)
+    engine = choice.engine_of(spec)
     job_id = job.new_id(spec)
     paths = JobPaths(args.runs / job_id)
     inventory = engine.inventory(spec, paths.shared, prepare=not dry)
@@ -155,7 +156,7 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
 
 
 def _up(spec: JobSpec, runs: Path) -> int:
-    name, engine = spec.name or "cluster", commands.engine_of(spec)
+    name, engine = spec.name or "cluster", choice.engine_of(spec)
     phase(f"starting {counted(spec.trainers + 1 + spec.spares, 'node')}")
     made = cluster.bring_up(engine, dataclasses.replace(spec, name=name), runs)
     nodes = len(made.plan.nodes)

@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from orchestrate import cluster, errors, job, lock, logs, older, owners, records, terminal
-from orchestrate.errors import EngineLost, OrchestrateError, ResourceError, UsageError
+from orchestrate import choice, cluster, errors, findings, job, lock, logs, older, owners, records, terminal
+from orchestrate.choice import sdk
+from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.find import find, job_folders
+from orchestrate.findings import Finding
 from orchestrate.generation import BY_MAX_RUN
 from orchestrate.paths import JobPaths
 from orchestrate.redact import Mask
@@ -75,53 +77,19 @@ def count_signals(spec: JobSpec) -> Any:
     return lambda: len(seen)
 
 
-def engine_of(spec: JobSpec) -> Engine:
-    """The engine that the job asks for; for `auto` local processes where no Docker Engine with Compose answers.
-
-    One that is chosen and cannot be used, as over TLS, is an error: a job that ran in containers would run with all
-    that its user can do.
-    """
-    if spec.engine == "swarm":
-        from orchestrate.engines.swarm import SwarmEngine
-
-        return SwarmEngine()
-    if spec.engine != "process":
-        from orchestrate.engines.docker import DockerEngine  # the SDK takes half a second to import
-
-        try:
-            return DockerEngine()
-        except (EngineLost, ResourceError) as error:  # ResourceError: without Compose no job has run there
-            if spec.engine == "docker":
-                raise
-            say(f"{error}; running as local processes, without isolation. Start Docker to use containers.")
-        except OrchestrateError as error:
-            if spec.engine == "auto":
-                error.hint += "; --engine process runs the job without containers"
-            raise
-    from orchestrate.engines.process import ProcessEngine
-
-    return ProcessEngine()
-
-
-def _engines() -> list[Engine]:
-    """All engines that answer."""
-    from orchestrate.engines.docker import DockerEngine
-    from orchestrate.engines.process import ProcessEngine
-    from orchestrate.engines.swarm import SwarmEngine
-
-    found: list[Engine] = [ProcessEngine()]
-    for kind in (SwarmEngine, DockerEngine):
-        with contextlib.suppress(OrchestrateError):
-            found.insert(0, kind())
-    return found
+def _findings(spec: JobSpec) -> Iterator[Finding]:
+    if spec.engine == "process":
+        yield findings.local()
+        return
+    with sdk():
+        from orchestrate import doctor
+    yield from doctor.doctor(spec)
 
 
 def doctor(spec: JobSpec) -> int:
     """What keeps jobs from running here."""
-    from orchestrate import doctor as findings
-
     worst = errors.SUCCEEDED
-    for finding in findings.doctor(spec):
+    for finding in _findings(spec):
         out(f"{finding.state:<7}  {finding.what}")
         if finding.hint:
             out(f"         hint: {finding.hint}")
@@ -141,7 +109,7 @@ def ps(args: argparse.Namespace) -> int:
             nodes = len(plan.nodes) if plan.inventory.cluster else 0
             rows.append((plan.job_id, plan.engine, str(nodes), state, str(paths.root)))
 
-    for engine in _engines():
+    for engine in choice.answering():
         for state in engine.jobs():
             busy = lock.holder(state.paths)
             word = ("in use" if busy else "idle") if state.cluster else "running" if busy else "without supervisor"
@@ -161,7 +129,7 @@ def down(args: argparse.Namespace) -> int:
     """Take a cluster down."""
     chosen = [one for one in cluster.found(args.runs) if one.name.startswith(args.cluster)]
     if not chosen:
-        older.refuse(args.cluster, args.runs, _engines())
+        older.refuse(args.cluster, args.runs, choice.answering())
     if len(chosen) != 1:
         known = ", ".join(one.name for one in chosen or cluster.found(args.runs)) or f"none in {args.shown}"
         which = "several clusters" if chosen else "no cluster"
@@ -183,7 +151,7 @@ def _paths(args: argparse.Namespace) -> JobPaths:
     """The files of the job that `args.job` names; the engines are asked only where the runs have no such job."""
     folder = args.runs / args.job
     local = folder.joinpath("plan.json").exists() and not owners.foreign(folder) and records.find(folder)
-    return JobPaths(find(args, [] if local else _engines()))
+    return JobPaths(find(args, [] if local else choice.answering()))
 
 
 @contextlib.contextmanager
@@ -311,12 +279,12 @@ def _ask_to_stop(paths: JobPaths) -> None:
 
 def _own_engine(spec: JobSpec, made: Plan) -> Engine:
     """The engine that a job was planned for, which its file may leave open."""
-    return engine_of(dataclasses.replace(spec, engine=made.engine))
+    return choice.engine_of(dataclasses.replace(spec, engine=made.engine))
 
 
 def _looked_up(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
     """The files of a job, and all engines that answer; raises the error of the job's own one, where that does not."""
-    engines = _engines()
+    engines = choice.answering()
     paths = JobPaths(find(args, engines))
     with contextlib.suppress(UsageError):  # its files say nothing any more
         spec, made = job.load(paths)

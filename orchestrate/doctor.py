@@ -6,13 +6,11 @@ import io
 import os
 import re
 import socket
-import sys
 import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from importlib import metadata
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,40 +21,27 @@ from orchestrate.engines.image import has_image
 from orchestrate.engines.manager import Thing, gpus, ready
 from orchestrate.engines.parcels import give
 from orchestrate.engines.swarm import SwarmEngine
-from orchestrate.errors import EngineError, OrchestrateError, ResourceError
+from orchestrate.errors import EngineError, OrchestrateError
+from orchestrate.findings import BAD, GOOD, WARNING, Finding, local
 from orchestrate.job import new_id
 from orchestrate.node.files import PIECE, digest
 from orchestrate.paths import JobPaths
 from orchestrate.plan import counted, plan
 from orchestrate.spec import IMAGE, JobSpec
 
-GOOD, WARNING, BAD = "ok", "warning", "error"
 OLDEST = (20, 10)  # the engine that knows all that we ask for: capabilities of services
 SKEW = 1.0  # seconds that hosts' clocks may differ, for logs to be read side by side
 CONNECTS = 2.0  # seconds for a port to answer
 SWARM_PORTS = (2377, 7946)  # TCP: of managers, of every host
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    state: str  # ok, warning or error
-    what: str
-    hint: str = ""
-    code: int = ResourceError.exit_code  # of the command, if this is an error
-
-
 def doctor(spec: JobSpec) -> Iterator[Finding]:
-    """Look at the Docker Engine, and at the Swarm that it manages, if it does; or at what local processes need."""
-    if spec.engine == "process":
-        yield _local()
-        return
+    """Look at the Docker Engine, and at the Swarm that it manages, if it does."""
     try:
         daemon = Daemon()
     except OrchestrateError as error:
         yield Finding(BAD, str(error), error.hint, error.exit_code)
-        yield _local()
+        yield local()
         return
     info = daemon.info
     yield Finding(GOOD, f"Docker Engine {info['ServerVersion']} at {daemon.host}, with Compose")
@@ -79,15 +64,6 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
         yield Finding(WARNING, str(error), error.hint)
         return
     yield from _swarm(engine, spec)
-
-
-def _local() -> Finding:
-    """Whether local processes find torch."""
-    try:
-        return Finding(GOOD, f"local processes: torch {metadata.version('torch')} in {sys.executable}")
-    except metadata.PackageNotFoundError:
-        hint = f"{sys.executable} -m pip install torch"
-        return Finding(WARNING, f"local processes: torch is not installed in {sys.executable}", hint)
 
 
 def _swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:

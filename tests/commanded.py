@@ -13,7 +13,7 @@ from conftest import ROOT
 from scripted import Scripted
 from test_plan import HERE
 
-from orchestrate import commands, job, records
+from orchestrate import choice, job, records
 from orchestrate.cli import main
 from orchestrate.engines import Exit, JobState, never
 from orchestrate.events import Recorder
@@ -74,8 +74,8 @@ class Commands:
 
     def __init__(self, runs: Path, monkeypatch, capsys) -> None:
         self.runs, self.capsys, self.engine = runs, capsys, Whole()
-        monkeypatch.setattr(commands, "_engines", lambda: [self.engine])
-        monkeypatch.setattr(commands, "engine_of", lambda spec: self.engine)
+        monkeypatch.setattr(choice, "answering", lambda: [self.engine])
+        monkeypatch.setattr(choice, "engine_of", lambda spec: self.engine)
 
     def __call__(self, *words: object) -> tuple[int, list[str], list[str]]:
         """Run a command: its exit code, and the lines of stdout and stderr."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from orchestrate import commands
+from orchestrate import choice
 from orchestrate.cli import main
 from orchestrate.engines.address import SOCKET, TLS, address
 from orchestrate.errors import EngineError
@@ -207,15 +207,15 @@ def test_where_no_engine_answers_auto_must_take_local_processes_and_say_so(
     config, monkeypatch, capsys, host, name, current
 ):
     chosen(config, monkeypatch, host, name, current)
-    assert commands.engine_of(resolve({})).name == "process"
+    assert choice.engine_of(resolve({})).name == "process"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("no Docker Engine answers at unix:///") and "running as local processes" in line
     with pytest.raises(EngineError, match="no Docker Engine answers"):
-        commands.engine_of(resolve({"engine": "docker"}))
+        choice.engine_of(resolve({"engine": "docker"}))
 
 
 def test_an_engine_without_compose_must_count_as_none(config, monkeypatch, capsys, answers):
     monkeypatch.setattr("orchestrate.engines.daemon.PLUGINS", [])
     monkeypatch.setenv("PATH", "")
-    assert commands.engine_of(resolve({})).name == "process"
+    assert choice.engine_of(resolve({})).name == "process"
     assert capsys.readouterr().err.startswith("no `docker` command on PATH; running as local processes")

@@ -16,7 +16,7 @@ from commanded import Commands
 from conftest import ROOT
 from scripted import ALL_WELL, KILLED
 
-from orchestrate import __version__, commands, errors, job
+from orchestrate import __version__, choice, commands, errors, job
 from orchestrate.arguments import EXITS, EXPORTS
 from orchestrate.cli import main
 from orchestrate.engines import JobState
@@ -311,7 +311,7 @@ def test_an_error_must_be_told_with_its_hint_and_its_exit_code(do, monkeypatch, 
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(commands, "_engines", fail)
+    monkeypatch.setattr(choice, "answering", fail)
     assert do("ps") == (code, [], ["error: what", *["hint: next"] * bool(error.hint)])
 
 
@@ -319,7 +319,7 @@ def test_ctrl_c_must_end_a_command_without_a_traceback(do, monkeypatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "_engines", interrupt)
+    monkeypatch.setattr(choice, "answering", interrupt)
     assert do("ps") == (130, [], ["stopped"])
 
 
@@ -370,7 +370,7 @@ def test_commands_must_work_where_no_docker_engine_answers(cli):
 
 def test_local_processes_must_need_no_docker_engine(monkeypatch, capsys):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
-    assert commands.engine_of(resolve({"engine": "process"})).name == "process"
+    assert choice.engine_of(resolve({"engine": "process"})).name == "process"
     assert capsys.readouterr().err == ""
 
 

@@ -16,7 +16,7 @@ from commanded import create, supervised
 from conftest import ROOT, eventually
 from scripted import ALL_WELL
 
-from orchestrate import commands, doctor, lock, records
+from orchestrate import choice, commands, doctor, lock, records
 from orchestrate.cli import main
 from orchestrate.engines import JobState
 from orchestrate.generation import BY_MAX_RUN, BY_USER
@@ -152,7 +152,7 @@ def test_what_ends_or_removes_a_job_must_be_told_which(do, tmp_path, command):
 def test_wait_and_attach_must_end_as_the_job_did_though_no_engine_answers(
     do, paths, monkeypatch, outcome, reason, code
 ):
-    monkeypatch.setattr(commands, "_engines", lambda: 1 / 0)  # nothing is asked of them
+    monkeypatch.setattr(choice, "answering", lambda: 1 / 0)  # nothing is asked of them
     end(paths, outcome, reason)
     paths.log(0).write_text("shown before\n")
     assert do("wait", "a-1") == (code, [], [])

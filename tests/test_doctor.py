@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_plan import HERE
 
-from orchestrate import commands, doctor, users
+from orchestrate import commands, doctor, findings, users
 from orchestrate.engines import JobState
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError
@@ -286,10 +286,10 @@ def test_an_engine_that_does_not_answer_must_be_an_error(monkeypatch, capsys):
 def test_what_local_processes_need_must_be_looked_for_where_they_are_asked_for(monkeypatch, capsys, there):
     def version(name: str) -> str:
         if not there:
-            raise doctor.metadata.PackageNotFoundError
+            raise findings.metadata.PackageNotFoundError
         return f"2.0 of {name}"
 
-    monkeypatch.setattr(doctor.metadata, "version", version)
+    monkeypatch.setattr(findings.metadata, "version", version)
     assert commands.doctor(JobSpec(engine="process")) == 0
     python = sys.executable
     assert capsys.readouterr().out.splitlines() == (

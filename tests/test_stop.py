@@ -11,7 +11,7 @@ from commanded import Whole, create, noted, supervised
 from scripted import ALL_WELL
 from test_commands import Meanwhile, end, runs_elsewhere
 
-from orchestrate import commands, job, lock
+from orchestrate import choice, commands, job, lock
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.generation import BY_USER
 from orchestrate.paths import JobPaths
@@ -148,8 +148,8 @@ def test_a_job_whose_own_engine_does_not_answer_must_stay(do, paths, monkeypatch
         assert spec.engine == "docker"  # for which it was planned
         raise EngineError("docker is away", "start it")
 
-    monkeypatch.setattr(commands, "_engines", lambda: [other])
-    monkeypatch.setattr(commands, "engine_of", away)
+    monkeypatch.setattr(choice, "answering", lambda: [other])
+    monkeypatch.setattr(choice, "engine_of", away)
     assert do(command, "a-1") == (3, [], ["error: docker is away", "hint: start it"])
     assert paths.root.exists() and other.calls == []
 

@@ -10,7 +10,7 @@ from commanded import Whole, create
 from conftest import ROOT
 from test_commands import end
 
-from orchestrate import commands
+from orchestrate import choice
 from orchestrate.cli import main
 from orchestrate.paths import JobPaths
 
@@ -56,7 +56,7 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def played(here, monkeypatch):
     """The same with an engine that plays a script, so that nothing starts where a command is not refused."""
-    monkeypatch.setattr(commands, "engine_of", lambda spec: Whole())
+    monkeypatch.setattr(choice, "engine_of", lambda spec: Whole())
     return here
 
 

@@ -1,0 +1,53 @@
+"""Local processes must need nothing of Docker's SDK, and a command that does must say so."""
+
+import sys
+
+import pytest
+from conftest import ROOT
+
+HINT = f"install it ({sys.executable} -m pip install docker)"
+
+
+@pytest.fixture
+def bare(cli, tmp_path):
+    """The command line in an environment without the package."""
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "docker.py").write_text("raise ModuleNotFoundError('no docker', name='docker')\n")
+    cli.env["PYTHONPATH"] = f"{tmp_path / 'without'}:{ROOT}"
+    return cli
+
+
+def test_local_processes_must_run_without_it_and_all_commands_find_their_jobs(bare, nothing_left):
+    done = bare("run", "--gpus", "none", "--trainers", "1", "--", "probe.py")
+    assert done.returncode == 0
+    assert done.stderr.splitlines()[0] == (
+        "the Python package docker is missing; running as local processes, without isolation. "
+        f"I{HINT[1:]} to use containers."
+    )
+    name = bare.run_dir().name
+    for words in (
+        ["ps"],
+        ["logs"],
+        ["wait"],
+        ["attach"],
+        ["stop", name],
+        ["doctor", "--engine", "process"],
+        ["rm", name],
+    ):
+        done = bare(*words)
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "--engine", "docker", "probe.py"],
+        ["plan", "--engine", "swarm", "probe.py"],
+        ["doctor"],
+        ["export", "slurm"],
+    ],
+)
+def test_what_needs_it_must_name_it(bare, words):
+    done = bare(*words)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == f"error: the Python package docker is missing\nhint: {HINT}\n"
