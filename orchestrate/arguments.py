@@ -46,6 +46,7 @@ JOB_COMMANDS = {
 }
 READING = ("logs", "attach", "wait")  # commands that take the latest job where none is named
 LATEST = "latest"
+TOP = ("-h", "--help", "--version", "--")  # what may come before a command, or in its place
 EXPORTS = {"kubernetes": ("job", "jobset", "trainjob"), "slurm": ("venv", "apptainer", "pyxis"), "compose": ()}
 FILES = (".yaml", ".yml", ".json")  # how the name of a job file ends
 COMMAND = "[[--] SCRIPT.py ARGS | -m MODULE ARGS | PROGRAM ARGS]"
@@ -81,7 +82,8 @@ class Parser(argparse.ArgumentParser):
             one = self.of(found.command)
             one = one.of(found.target) if found.command == "export" else one
             flag = unknown[0].partition("=")[0]
-            raise UsageError(f"{found.command}: unknown option {shown(unknown[0])}", _near(flag, one.flags(), one.prog))
+            kind = "unknown option" if flag.startswith("-") else "unexpected argument"
+            raise UsageError(f"{found.command}: {kind} {shown(unknown[0])}", _near(flag, one.flags(), one.prog))
         return found
 
     def flags(self) -> list[str]:
@@ -100,7 +102,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _near(word: str, known: list[str], prog: str) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     few = f"one of {', '.join(known)}" if known == [*EXPORTS] else f"{prog} --help"
     return f"did you mean {near[0]}?" if near else few
 
@@ -110,6 +112,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str] | None]:
 
     The job's command begins behind `--`, with `-m`, or with the first word that is neither a flag nor a job file.
     """
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
+    if argv and argv[0].startswith("-") and argv[0] not in TOP:
+        hint = f"options come after a command: {called()} run {argv[0]} …"
+        raise UsageError(f"expected a command before {shown(argv[0])}", hint)
     parser, own = _parser(), len(argv) if "--" not in argv else argv.index("--")
     if argv[:1] and argv[0] in (*RUN_COMMANDS, "doctor", "export"):
         own = _own(argv, own, parser.of(argv[0]).switches())

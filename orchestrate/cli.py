@@ -95,16 +95,16 @@ def _settle_runs(args: argparse.Namespace) -> None:
 
 def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:
     """The job that the command line asks for."""
-    layers = [read_file(args.file) if args.file else {}, read_set(args.set), flags(args)]
-    if script is not None:
-        layers.append({"command": script})
+    typed = read_set(args.set) | flags(args) | ({"command": script} if script is not None else {})
+    layers = [read_file(args.file) if args.file else {}, typed]
     spec = resolve(*layers)
     if name := next((name for name, value in spec.env.items() if value == HIDDEN), ""):
         raise UsageError(
             f"env.{name} is {HIDDEN}, which job.yaml has in the place of a secret",
             f"set it in your own job file, or with --set env.{name}=VALUE",
         )
-    if spec.command == APP and "command" not in {key for layer in layers for key in layer} and hidden():
+    runs = args.command not in ("up", "doctor")
+    if runs and spec.command == APP and "command" not in {key for layer in layers for key in layer} and hidden():
         raise UsageError(
             "no script, and `app` in this folder would be run instead of the default job",
             f"python -m orchestrate {args.command} SCRIPT.py",
@@ -162,8 +162,12 @@ def _up(spec: JobSpec, runs: Path) -> int:
     nodes = len(made.plan.nodes)
     if packages := ", ".join(made.plan.inventory.packages):
         phase(f"importing {packages} in {counted(nodes, 'node')}")
-        if not engine.warmed(made.plan.nodes, IMPORTS):
-            say(f"the nodes are still importing {packages}; the first job will wait for them")
+        try:
+            if not engine.warmed(made.plan.nodes, IMPORTS):
+                say(f"the nodes are still importing {packages}; the first job will wait for them")
+        except BaseException:  # Ctrl-C
+            cluster.take_down(engine, made, 0)
+            raise
         phase("")
     be = "is" if nodes == 1 else "are"
     say(f"{counted(nodes, 'node')} {be} up, for jobs from {made.plan.inventory.code}")

@@ -10,8 +10,14 @@ from orchestrate.errors import UsageError
 
 PYTHON = re.compile(r"python(3(\.[0-9]+)?)?")
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
-# Flags of torchrun (torch 2.10) for what the orchestrator does itself: the place to meet, logs, and watching workers.
+# Flags of torchrun (torch 2.15) for what the orchestrator does itself: the place to meet, logs, and watching workers.
 OURS = [
+    "--duplicate-stderr-filters",
+    "--duplicate-stdout-filters",
+    "--event-log-handler",
+    "--log-line-prefix-template",
+    "--numa-binding",
+    "--shutdown-timeout",
     "--rdzv-backend",
     "--rdzv-endpoint",
     "--rdzv-id",
@@ -57,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _torchrun(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    parser = _Parser(prog="torchrun", add_help=False, allow_abbrev=False)
+    parser = _Parser(prog="torchrun", add_help=False)
     parser.add_argument("--nnodes", type=_nodes, default={})
     parser.add_argument("--nproc-per-node", "--nproc_per_node", type=_workers, default={})
     parser.add_argument("--max-restarts", "--max_restarts")

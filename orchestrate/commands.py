@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from orchestrate import choice, cluster, errors, findings, job, lock, logs, older, owners, records, terminal
 from orchestrate.choice import sdk
@@ -52,7 +52,7 @@ def end(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
     if args.print_path:
         give(args.shown / name)
     if args.json:
-        give(json.dumps(data, indent=2))
+        give(json.dumps({"run_directory": str(args.shown / name), **data}, indent=2))
     return exit_code(data)
 
 
@@ -132,7 +132,7 @@ def down(args: argparse.Namespace) -> int:
         older.refuse(args.cluster, args.runs, choice.answering())
     if len(chosen) != 1:
         known = ", ".join(one.name for one in chosen or cluster.found(args.runs)) or f"none in {args.shown}"
-        which = "several clusters" if chosen else "no cluster"
+        which = "several clusters begin with" if chosen else "no cluster named"
         raise UsageError(f"{which} {args.cluster}", f"clusters here: {known}")
     name, engine = chosen[0].name, _own_engine(chosen[0].spec, chosen[0].plan)
     holding = _held([engine], name)
@@ -160,7 +160,7 @@ def _watching(name: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say(f"detached; {name} continues")
+        say(f"{name} continues")
         raise SystemExit(errors.INTERRUPTED) from None
 
 
@@ -178,6 +178,8 @@ def show_logs(args: argparse.Namespace) -> int:
             for line in follower.lines(end=not living):
                 out(line)
             if not living:
+                if args.follow and not job.ended(paths):
+                    _unsupervised(paths)
                 return errors.SUCCEEDED
             terminal.flush()
             terminal.progress(follower.progress(), out)
@@ -225,12 +227,17 @@ def wait(args: argparse.Namespace) -> int:
     with _watching(paths.root.name):
         while not (data := job.ended(paths)):
             if not lock.holder(paths) and not job.ended(paths):
-                raise OrchestrateError(
-                    f"{paths.root.name} has no supervisor, and no report of its end",
-                    f"python -m orchestrate attach {paths.root.name}",
-                )
+                _unsupervised(paths)
             time.sleep(0.1)
     return exit_code(data)
+
+
+def _unsupervised(paths: JobPaths) -> NoReturn:
+    """Raise OrchestrateError for a job that no supervisor follows, so that nothing reports its end."""
+    name = paths.root.name
+    raise OrchestrateError(
+        f"{name} has no supervisor, and no report of its end", f"python -m orchestrate attach {name}"
+    )
 
 
 def stop(args: argparse.Namespace) -> int:

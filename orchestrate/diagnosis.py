@@ -27,17 +27,19 @@ COMPLAINT = re.compile(
 # How torch says that it finds no GPU, or was built without CUDA.
 NO_CUDA = (
     r"not compiled with CUDA|No CUDA GPUs are available|no CUDA-capable device|Found no NVIDIA driver"
-    r"|NCCL is only supported with GPUs"
+    r"|NCCL is only supported with GPUs|requires at least one CUDA device"
 )
+# Options of `run`, which a script does not know.
+OURS = "nodes|nnodes|trainers|gpus|engine|image|dry-run|detach|set|runs|json|print-path|nproc[-_]per[-_]node"
 RANK = r"(?:\[rank\d+\]: )?"  # how torch begins the lines of a traceback
 
 NOT_FOUND = "the program is not installed in the image: use an image that has it (--image)"
-NOT_RUN = "the file is not executable (chmod +x), or its first line names an interpreter that is not installed"
+NOT_RUN = "make the file executable (chmod +x), and check its first line: #!/bin/bash, for example"
 NO_MODULE = r"\1 is neither in your folder nor in the image: use an image that has it (--image)"
-NO_FILE = "nodes see only the folder that you started from, as their working directory"
+NO_FILE = "nodes see only the folder that you started from, as their working directory: use paths relative to it"
 READ_ONLY = "nodes see your folder read-only: write to the folder in $JOB_DIR (in single quotes on a command line)"
-MORE_MEMORY = "raise the limit (--set memory=8g), or lower the batch size"
-FEWER_LOADERS = "raise the limit (--set memory=8g), or use fewer DataLoader workers"
+MORE_MEMORY = "raise the limit (--memory 8g), or lower the batch size"
+FEWER_LOADERS = "raise the limit (--memory 8g), or use fewer DataLoader workers"
 HERE = {  # what hints are for local processes, which have no image and no limits
     NOT_FOUND: "the program was not found on this machine's PATH",
     NO_MODULE: rf"\1 is neither in your folder nor installed: {sys.executable} -m pip install \1",
@@ -47,18 +49,17 @@ HERE = {  # what hints are for local processes, which have no image and no limit
     FEWER_LOADERS: "this machine ran out of memory: use fewer DataLoader workers",
 }
 
-# What the last lines of a failed worker tell; the first match counts.
-BY_WORDS = [
+# What the last lines of a failed worker say; the first match counts.
+BY_LINE = [
     (r"(?m)^\[node\] rank \d+ did not start: No such file", "not started", NOT_FOUND),
     (r"(?m)^\[node\] rank \d+ did not start: ", "not started", NOT_RUN),
-    (r"No module named '?([\w.]+)", "script", NO_MODULE),
+    (r"__path__ attribute not found on '(\w+)'", "script", r"your file \1.py hides the package \1: rename one of them"),
     (r"can't open file .*Permission denied", "script", "the user that nodes run as cannot read it: chmod a+r"),
     (r"can't open file", "script", "the script is not below the folder that you started from"),
-    (r"(?m)^\S*:? ?(ImportError|SyntaxError|IndentationError): ", "script", "the script does not load: see above"),
     (
-        rf"(?m)^{RANK}(bdb\.BdbQuit|EOFError: EOF when reading a line)",
-        "script",
-        "workers cannot read from a terminal: remove breakpoint() or input()",
+        rf"error: unrecognized arguments:.* --({OURS})(?![\w-])",
+        "usage",
+        "options of `run` come before the script: run --gpus none SCRIPT ARGS",
     ),
     (
         r"error: unrecognized arguments|error: argument|the following arguments are required",
@@ -66,25 +67,27 @@ BY_WORDS = [
         "see the script's --help",
     ),
     (r"DataLoader worker .* killed by signal: Bus", "shared memory", "more shared memory: --set shm_size=4g"),
-    (
-        r"DataLoader worker .* killed by signal: Killed",
-        "out of memory in a child",
-        FEWER_LOADERS,
-    ),
-    (r"CUDA out of memory|OutOfMemoryError", "out of GPU memory", "a smaller batch, or GPUs with more memory"),
-    (r"No space left on device", "disk full", "free some disk, or some /dev/shm (--set shm_size=4g)"),
-    (r"Read-only file system|Permission denied", "not writable", READ_ONLY),
-    (NO_CUDA, "no GPUs", "this job has no GPUs: use --gpus all, or train on the CPU with the backend gloo"),
-    (
-        rf"(?m)^{RANK}(FileNotFound|NotADirectory)Error: (?![\s\S]*^{RANK}[\w.]+(Error|Exception)\b)",  # no later one
-        "no such file",
-        NO_FILE,
-    ),
+    (r"DataLoader worker .* killed by signal: Killed", "out of memory in a child", FEWER_LOADERS),
     (
         r"terminate called without an active exception",
         "crash",
         "torch's threads still ran when the script ended: call torch.distributed.destroy_process_group() last",
     ),
+    (rf"in _execute_child\n(?:{RANK}\s.*\n)*{RANK}FileNotFoundError: (?![\s\S]*Traceback)", "no such file", NOT_FOUND),
+]
+BY_ERROR = [  # in the exception that a traceback ends with, and after it
+    (r"No module named '?([\w.]+)", "script", NO_MODULE),
+    (r"(?m)^\S*:? ?(ImportError|SyntaxError|IndentationError): ", "script", "the script does not load: see above"),
+    (
+        rf"(?m)^{RANK}(bdb\.BdbQuit|EOFError: EOF when reading a line)",
+        "script",
+        "workers cannot read from a terminal: remove breakpoint() or input()",
+    ),
+    (r"CUDA out of memory|OutOfMemoryError", "out of GPU memory", "a smaller batch, or GPUs with more memory"),
+    (r"No space left on device", "disk full", "free some disk, or some /dev/shm (--set shm_size=4g)"),
+    (r"Read-only file system|Permission denied", "not writable", READ_ONLY),
+    (NO_CUDA, "no GPUs", "this job has no GPUs: use --gpus all, or train on the CPU with the backend gloo"),
+    (rf"(?m)^{RANK}(FileNotFound|NotADirectory)Error: ", "no such file", NO_FILE),
 ]
 BY_CODE = {
     2: ("usage", "the script rejected its arguments: see its --help"),
@@ -120,7 +123,7 @@ SUMMARY = {
     "engine lost": "was lost while the engine was away",
     "interrupted": "was being started when the orchestrator died",
     "timeout": "did not take part in a collective in time, and its peers gave up",
-    "left early": "ended well while the others still worked with it",
+    "left early": "exited while the others still worked with it",
 }
 
 
@@ -166,6 +169,18 @@ def blame(ends: Sequence[End], words: Callable[[int], list[str]], window: float 
     return near[0], ""
 
 
+def last_error(lines: list[str]) -> list[str]:
+    """The exception that the last traceback ends with, and the lines after it; all lines if there is none."""
+    frames = [place for place, line in enumerate(lines) if re.match(rf'{RANK}\s+File "', line)]
+    if not frames:
+        named = [place for place, line in enumerate(lines) if re.match(rf"{RANK}[\w.]+(Error|Exception)\b", line)]
+        return lines[named[-1] :] if named else lines
+    place = frames[-1] + 1
+    while place < len(lines) and re.match(rf"{RANK}\s", lines[place]):  # lines of the source, which are indented
+        place += 1
+    return lines[place:]
+
+
 def diagnose(plan: Plan, exit: Exit, known: str, lines: list[str], log: str, host: str = "") -> Cause:
     """What happened to the worker to blame; `known` is what engine or supervisor know besides its exit code.
 
@@ -176,18 +191,21 @@ def diagnose(plan: Plan, exit: Exit, known: str, lines: list[str], log: str, hos
         exit.code, ("error", "the lines above are the end of its log; the cause may stand further up")
     )
     if exit.code < 128 or exit.code == ABORTED:
-        for pattern, kind, advice in BY_WORDS:
-            match = re.search(pattern, "\n".join(lines))
+        clues = [(lines, *clue) for clue in BY_LINE] + [(last_error(lines), *clue) for clue in BY_ERROR]
+        for text, pattern, kind, advice in clues:
+            match = re.search(pattern, "\n".join(text))
             if match and not (kind == "no GPUs" and plan.gpus):
                 cause, hint = kind, match.expand(HERE.get(advice, advice) if local else advice)
                 break
+    if cause == "error" and any("Traceback (most recent call last)" in line for line in lines):
+        hint = ""  # it is all there
     if known:
         cause = known
         hint = BY_ENGINE.get(known, hint)
     if local:
         hint = HERE.get(hint, hint)
     if cause in ("timeout", "left early"):
-        hint = "its own log says what it did meanwhile"
+        hint = "the log of this rank shows what it did until then"
     return Cause(
         rank=exit.rank,
         node=worker.node,

@@ -33,7 +33,7 @@ class Generation:
         self.running = {worker.rank for worker in plan.workers}
         self.launched = False
         self.awaited: set[int] | None = None  # workers that have not started yet; None if all have
-        self.noted = 0.0  # when that was last reported
+        self.noted = 0.0  # when they were last found to be others, or infinity once they are reported
         self.losses = 0  # how often the engine was away
         self.ends: list[End] = []
         self.known: dict[int, str] = {}  # rank: what we know of its end besides the exit code
@@ -150,15 +150,17 @@ class Generation:
             self._at_a_checkpoint()
 
     def _look_for_started(self) -> None:
-        """Report the workers that others wait for, once a second if they change, and that all have started."""
+        """Report the workers that others have waited for a second, and that all have started."""
         if self.awaited is None or self.why:
             return
         awaited = self.engine.starting() & self.running
         if not awaited:
             self.awaited = None
             self.emit("workers_started")
-        elif self.awaited != awaited != self.running and time.monotonic() > self.noted + 1.0:
+        elif awaited != self.awaited:
             self.awaited, self.noted = awaited, time.monotonic()
+        elif awaited != self.running and time.monotonic() > self.noted + 1.0:
+            self.noted = float("inf")
             self.emit("workers_awaited", ranks=sorted(awaited))
 
     def _ended(self, end: Exit) -> None:

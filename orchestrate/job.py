@@ -10,6 +10,7 @@ import os
 import queue
 import re
 import secrets
+import shutil
 import stat
 import threading
 import time
@@ -35,6 +36,7 @@ from orchestrate.supervisor import Outcome, Supervisor
 from orchestrate.terminal import phase, progress
 from orchestrate.traces import Traces
 
+SHELLS = ("sh", "bash", "zsh")
 LOOKS = (0.05, 0.25)  # seconds between two looks at the logs, while workers write and while they are silent
 LOOK = 1 << 20  # bytes of each log that one look shows, before our own lines have their turn
 TURN = 1.0  # seconds that it takes at most
@@ -63,6 +65,8 @@ def check_script(spec: JobSpec) -> JobSpec:
     """
     script = spec.command[0]
     ours = of_python(spec.command)
+    if not script:
+        raise UsageError("the script has an empty name", "write -- SCRIPT ARGS, or -- -m MODULE ARGS")
     if script.startswith("-"):
         if script != "-m" or len(spec.command) < 2:
             raise UsageError(f"{script} is no script", "write -- SCRIPT ARGS, or -- -m MODULE ARGS")
@@ -76,7 +80,9 @@ def check_script(spec: JobSpec) -> JobSpec:
     if path.is_dir():
         module = ".".join(Path(script).parts) or "PACKAGE"
         raise UsageError(f"the script {script} is a folder", f"to run a module in it: -- -m {module}.MODULE")
-    if not ours and (not below or "/" not in script) and (not found or (not below and os.access(path, os.X_OK))):
+    program = not ours and os.access(path, os.X_OK) and (not below or ("/" not in script and shutil.which(script)))
+    if program or (not ours and not found and (not below or "/" not in script)):
+        _check_shell_script(spec)
         return spec
     if not found:
         raise UsageError(f"the script {script} does not exist", f"paths count from {Path.cwd()}")
@@ -95,6 +101,13 @@ def check_script(spec: JobSpec) -> JobSpec:
     # Python would take it for an option, and a program is looked for in PATH where its name has no slash.
     relative = f"./{relative}" if relative.startswith("-") or not ours else relative
     return dataclasses.replace(spec, command=(relative, *spec.command[1:]))
+
+
+def _check_shell_script(spec: JobSpec) -> None:
+    """Raise UsageError if a shell is to run a file of the current folder that does not exist."""
+    shell, *words = spec.command
+    if Path(shell).name in SHELLS and words and not words[0].startswith(("-", "/")) and not Path(words[0]).exists():
+        raise UsageError(f"the script {words[0]} does not exist", f"paths count from {Path.cwd()}")
 
 
 def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
@@ -321,7 +334,7 @@ def _following(
 
     One thread shows everything: whoever does not read what we print must not stop the supervisor.
     """
-    done = threading.Event()
+    bell, done = threading.Event(), threading.Event()
     waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     left: Iterator[str] = iter(())  # of a look that took too long
 
@@ -348,18 +361,25 @@ def _following(
 
     def follow() -> None:
         pause = LOOKS[0]
-        while not done.wait(pause):
+        while not done.is_set():
+            bell.wait(pause)
+            bell.clear()
             pause = LOOKS[0] if catch_up() else min(LOOKS[1], 1.5 * pause)
         until = time.monotonic() + CATCHES_UP
         while catch_up(end=True):
             if time.monotonic() > until:
                 return show(f"warning: workers wrote more than can be shown: see {follower.paths.logs}")
 
+    def in_turn(action: Callable[[], None]) -> None:
+        waiting.put(action)
+        bell.set()  # before the workers of another generation write
+
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
     try:
-        yield waiting.put
+        yield in_turn
     finally:
         done.set()
+        bell.set()
         thread.join(UNREAD)
         phase("")

@@ -27,11 +27,11 @@ def limits(asked: str | None, machine: int, nodes: int) -> Limits:
     `asked` is a job's `memory`; None means an equal share of the memory that the machine does not keep for itself.
     """
     share = max(LEAST, (machine - max(KEPT, machine // 10)) // nodes) if machine else 0
-    memory = share if asked is None else 0 if asked == UNLIMITED else size(asked)
+    memory = share if asked is None else 0 if asked == UNLIMITED else in_bytes(asked)
     return Limits(memory=memory, tmp=(memory or share) // 2 or TMP, processes=max(FEWEST, PROCESSES // nodes))
 
 
-def size(text: str) -> int:
+def in_bytes(text: str) -> int:
     """Docker's `4g` in bytes."""
     return int(text.rstrip("bkmgBKMG")) * UNITS[text.lstrip("0123456789").lower()]
 

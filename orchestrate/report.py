@@ -80,7 +80,7 @@ def text(data: dict[str, Any]) -> str:
     if root:
         lines += [f"first to fail: {root['summary']}"]
         lines += [f"    {line}" for line in root["last_lines"]]
-        lines += [f"whole log: {root['log']}", f"hint: {root['hint']}"]
+        lines += [f"whole log: {root['log']}", *([f"hint: {root['hint']}"] if root["hint"] else [])]
     for slow in data["pace"]:
         if slow["step_s"] > SLOW * slow["others_s"]:
             own, others = (f"{1000 * slow[key]:.3g} ms" for key in ("step_s", "others_s"))

@@ -120,10 +120,20 @@ FIELDS = {field.name: field for field in dataclasses.fields(JobSpec)}
 
 
 def resolve(*layers: Mapping[str, Any]) -> JobSpec:
-    """Make the spec out of layers of field values, a later one winning; raises UsageError, naming key and reason."""
+    """Make the spec out of layers of field values, a later one winning; raises UsageError, naming key and reason.
+
+    The flags of `torchrun` in a command belong to its layer, whose own values must not differ from them.
+    """
     given = _parsed(layers)
-    words, asked = command.read(given.get("command", APP))
-    spec = JobSpec(**_parsed([asked]) | given | {"command": words})
+    words, flags = command.read(given.get("command", APP))
+    place = max((place for place, layer in enumerate(layers) if "command" in layer), default=-1)
+    own, later, asked = _parsed(layers[max(0, place) : place + 1]), _parsed(layers[place + 1 :]), _parsed([flags])
+    if differ := [key for key in asked if own.get(key, asked[key]) != asked[key]]:
+        raise UsageError(
+            f"{differ[0]} is {own[differ[0]]}, and {asked[differ[0]]} by torchrun's flags", "set one of them"
+        )
+    found = given | {key: value for key, value in asked.items() if key not in later}
+    spec = JobSpec(**found | {"command": words})
     if (spec.min_trainers or 0) > spec.trainers:
         raise UsageError(f"min_trainers is {spec.min_trainers}, and trainers {spec.trainers}", "no more than trainers")
     if unknown := [name for name in spec.secrets if name not in spec.env]:

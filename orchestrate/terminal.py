@@ -8,6 +8,7 @@ import io
 import os
 import re
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -105,9 +106,10 @@ def _announce(text: str) -> None:
 
 
 def _replaces(stream: TextIO | None) -> bool:
-    """Whether a line on it can be replaced."""
-    with contextlib.suppress(ValueError):  # it is closed
-        return stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    """Whether a line on it can be replaced: not if a reader of stdout may write to the same terminal, such as grep."""
+    with contextlib.suppress(ValueError, AttributeError):  # one is closed, or missing
+        alone = sys.stdout is None or not stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
+        return alone and stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return False
 
 

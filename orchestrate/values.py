@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrate.limits import UNLIMITED
+from orchestrate.limits import UNLIMITED, in_bytes
 from orchestrate.node.ranks import CONTRACT
 from orchestrate.patterns import flaw
 from orchestrate.restarts import ACTIONS, CAUSES, CONDITIONS
@@ -16,6 +16,7 @@ from orchestrate.strict_yaml import shown
 MOST_TRAINERS = 1000  # a Linux bridge takes 1023 ports
 MOST_WORKERS = 1024  # of a node
 MOST_BYTES = (1 << 63) - 1  # of memory; what the engine can count
+LEAST_MEMORY = 64 << 20  # bytes of a node; less does not start Python, and is a unit that was left out, such as 4
 MOST_RULES, LONGEST_PATTERN = 100, 1000
 MOST_CONSTRAINTS, LONGEST_CONSTRAINT = 100, 500
 
@@ -193,8 +194,7 @@ VOLUME = text(rf"|/{VISIBLE}+|[\w.-]+", "a volume's name, or a path")
 def size(value: Any) -> str:
     """A number of bytes, as Docker writes it."""
     given = text(r"0{0,9}[1-9][0-9]{0,18}[bkmgBKMG]?", "a size such as 512m or 4g")(value)
-    number, unit = re.fullmatch(r"([0-9]+)(.?)", given).groups()  # type: ignore[union-attr]
-    if int(number) << {"k": 10, "m": 20, "g": 30}.get(unit.lower(), 0) > MOST_BYTES:
+    if in_bytes(given) > MOST_BYTES:
         raise ValueError("a size such as 512m or 4g, below 8 EiB")
     return given
 
@@ -211,6 +211,10 @@ def cpus(value: Any) -> float:
 def limit(value: Any) -> str:
     """A number of bytes, or no limit."""
     try:
-        return UNLIMITED if value == UNLIMITED else size(value)
+        if value == UNLIMITED:
+            return UNLIMITED
+        if in_bytes(given := size(value)) < LEAST_MEMORY:
+            raise ValueError("a size such as 512m or 4g, at least 64m")
+        return given
     except ValueError as error:
         raise ValueError(f"{error}, or {UNLIMITED}") from None

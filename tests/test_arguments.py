@@ -91,7 +91,7 @@ def test_a_command_must_mean_what_it_means_to_torchrun(words, read, asked):
         ("torchrun --nnodes 0 train.py", "'0' is not a number of nodes"),
         ("torchrun --nnodes 4:x train.py", "'4:x' is not a number of nodes"),
         ("torchrun --nnodes", "expected one argument"),
-        ("torchrun --numa-binding node train.py", "--numa-binding"),
+        ("torchrun --virtual-local-rank train.py", "--virtual-local-rank"),
     ],
 )
 def test_what_cannot_be_followed_must_be_named(words, why):
@@ -100,10 +100,34 @@ def test_what_cannot_be_followed_must_be_named(words, why):
     assert "torchrun" in str(found.value) and found.value.hint
 
 
-def test_our_own_flags_must_win_over_torchruns(do, runs):  # noqa: F811
+def test_every_flag_of_torchrun_must_be_known_or_refused():
+    from torch.distributed.run import get_args_parser
+
+    taking = [action for action in get_args_parser()._actions if action.option_strings and action.nargs is None]
+    for name in [name for action in taking for name in action.option_strings]:
+        if name != "--print-completion" and name != "--print_completion":
+            assert command.read(("torchrun", name, "1", "train.py"))[0] == ("train.py",)
+
+
+def test_torchruns_flags_must_agree_with_ours_on_the_same_line(do, runs):  # noqa: F811
     words = ["torchrun", "--nnodes", "4", "--nproc-per-node", "2", "-m", "app.train"]
     assert do("plan", "--gpus", "none", "--", *words)[1][0].split(": ")[1].startswith("4 nodes × 2 workers")
-    assert do("plan", "--nodes", "2", "--gpus", "none", "--", *words)[1][0].split(": ")[1].startswith("2 nodes × 2")
+    assert do("plan", "--nodes", "4", "--gpus", "none", "--", *words)[1][0].split(": ")[1].startswith("4 nodes × 2")
+    for flags in (["--nodes", "2"], ["--set", "trainers=1"]):
+        code, _, err = do("plan", *flags, "--gpus", "none", "--", *words)
+        assert (code, err[0]) == (2, "error: trainers is 1, and 3 by torchrun's flags")
+    code, _, err = do("plan", "--nodes", "3", "--set", "trainers=1", "--", "-m", "app.train")
+    assert (code, err[0]) == (2, "error: nodes and trainers are both set")
+
+
+def test_what_is_typed_must_win_over_a_job_file_also_where_one_of_both_has_torchruns_flags():
+    two, four = {"command": "torchrun --nnodes 2 a.py"}, {"command": "torchrun --nnodes 4 a.py"}
+    assert resolve({"trainers": 7}, two).trainers == 1
+    assert resolve(two, {"trainers": 7}).trainers == 7
+    assert resolve(two, four).trainers == 3
+    assert resolve(four, {"command": "a.py"}).trainers == 3  # the default
+    with pytest.raises(UsageError, match="trainers is 7, and 1 by torchrun's flags"):
+        resolve({"trainers": 7, **two}, {"grace": "1s"})
 
 
 @pytest.mark.parametrize("words", [["--nodes", "3"], ["--nnodes", "3"], ["--trainers", "2"], ["--set", "nodes=3"]])
@@ -161,6 +185,28 @@ def test_without_a_word_the_commands_must_be_listed(capsys):
     assert "\n    run  " in out and err == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "what", "hint"),
+    [
+        (["--trainers", "2", "train.py"], "expected a command before '--trainers'", "run --trainers"),
+        (["rm", "a-1", "b-1"], "rm: unexpected argument 'b-1'", "rm --help"),
+        (["up", "--detach"], "up: unknown option '--detach'", "up --help"),
+        (["ps", "--run", "x"], "ps: unknown option '--run'", "did you mean --runs?"),
+    ],
+)
+def test_a_word_in_the_wrong_place_must_be_named(words, what, hint):
+    with pytest.raises(UsageError) as found:
+        parse(words)
+    assert str(found.value) == what and hint in found.value.hint
+
+
+def test_help_must_be_a_command_as_well(capsys):
+    for words in (["help"], ["help", "logs"]):
+        with pytest.raises(SystemExit):
+            parse(words)
+        assert f"orchestrate {'COMMAND' if len(words) == 1 else 'logs'}" in capsys.readouterr().out
+
+
 # --- programs
 
 
@@ -169,6 +215,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "go").write_text("#!/bin/sh\n")
     (tmp_path / "go").chmod(0o755)
+    (tmp_path / "seq").write_text("#!/bin/sh\n")
+    (tmp_path / "seq").chmod(0o755)
     (tmp_path / "notes.txt").write_text("text")
     (tmp_path / "folder").mkdir()
     return tmp_path
@@ -181,6 +229,10 @@ def here(tmp_path, monkeypatch):
         ("./go a", "./go a"),
         ("{here}/go", "./go"),
         ("bash go", "bash go"),
+        ("bash -c go", "bash -c go"),
+        ("bash /image/go", "bash /image/go"),
+        ("seq 2", "seq 2"),  # as a shell would run it
+        ("./seq 2", "./seq 2"),
         ("/bin/sh go", "/bin/sh go"),
     ],
 )
@@ -190,7 +242,13 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, words,
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [("notes.txt", "neither a .py file nor executable"), ("./none", "does not exist"), ("./folder", "is a folder")],
+    [
+        ("notes.txt", "neither a .py file nor executable"),
+        ("./none", "does not exist"),
+        ("./folder", "is a folder"),
+        ("bash none.sh a", "the script none.sh does not exist"),
+        ("''", "empty name"),
+    ],
 )
 def test_a_file_that_is_no_program_must_be_refused(here, words, why):
     with pytest.raises(UsageError, match=why) as found:

@@ -132,7 +132,7 @@ def test_gpus_on_an_engine_without_nvidia_runtime_must_be_refused_before_any_ima
 def test_help_must_name_the_exit_codes(cli):
     done = cli("--help")
     assert done.returncode == 0
-    assert "130  stopped by a person" in done.stdout
+    assert "130  stopped by a user" in done.stdout
 
 
 def test_output_that_cannot_be_written_must_be_an_error_but_for_a_reader_that_has_left(tmp_path):

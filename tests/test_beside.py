@@ -79,9 +79,9 @@ def test_the_rest_of_a_job_must_be_removed_and_no_other_jobs(cli, engine, comman
 
 def test_a_beginning_that_fits_several_jobs_must_be_refused(cli, nothing_left):
     jobs = [Other(cli, "process", name) for name in (f"{SAME}-1", f"{SAME}-2")]
+    names = ", ".join(job.run.name for job in reversed(jobs))  # the newest first
     for command in ("stop", "logs", "attach", "wait"):
         done = cli(command, SAME)
-        names = ", ".join(job.run.name for job in jobs)
         assert (done.returncode, done.stderr) == (
             2,
             f"error: {SAME} is the prefix of 2 jobs\nhint: jobs in runs: {names}\n",
@@ -114,7 +114,7 @@ def test_a_beginning_that_fits_several_clusters_must_be_refused(cli, nothing_lef
     done = cli("down", "same")
     assert (done.returncode, done.stderr) == (
         2,
-        f"error: several clusters same\nhint: clusters here: {', '.join(names)}\n",
+        f"error: several clusters begin with same\nhint: clusters here: {', '.join(names)}\n",
     )
     assert sorted(row[0] for row in cli.ps()) == names
     assert [cli("down", name).returncode for name in names] == [0, 0]

@@ -175,6 +175,18 @@ def test_up_must_name_other_clusters_for_jobs_from_this_folder(do, engine, runs)
     assert f"note: {name} is up as well" in do("up", "--trainers", "1", "--gpus", "none")[2]
 
 
+def test_up_must_leave_no_nodes_where_it_is_interrupted(do, engine, runs, monkeypatch):
+    look = engine.inventory
+    engine.inventory = lambda *some, **more: dataclasses.replace(look(*some, **more), preload=("torch",))
+
+    def interrupted(*_) -> bool:
+        raise KeyboardInterrupt
+
+    engine.warmed = interrupted
+    assert do("up", "--trainers", "2", "--gpus", "none")[0] == 130
+    assert [path.name for path in runs.iterdir()] == [] and engine.calls[-1].startswith("remove cluster-")
+
+
 @pytest.mark.parametrize("warm", [True, False])
 def test_up_must_return_when_its_nodes_are_warm_or_say_that_they_are_not(do, engine, runs, warm):
     engine.warm, look = warm, engine.inventory

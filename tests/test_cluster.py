@@ -251,7 +251,7 @@ def test_what_is_no_cluster_must_be_told(cli):
     done = cli("down", "nonesuch")
     assert (done.returncode, done.stderr) == (
         2,
-        "error: no cluster nonesuch\nhint: clusters here: none in runs\n",
+        "error: no cluster named nonesuch\nhint: clusters here: none in runs\n",
     )
 
 

@@ -181,7 +181,9 @@ def test_logs_must_show_what_was_written_just_before_the_end(do, paths, monkeypa
         return 0
 
     monkeypatch.setattr(lock, "holder", holder)
-    assert do("logs", "a-1", "-f", "--rank", "0") == (0, ["first", "last, without a newline"], [])
+    said = ["error: a-1 has no supervisor, and no report of its end", "hint: python -m orchestrate attach a-1"]
+    assert do("logs", "a-1", "-f", "--rank", "0") == (1, ["first", "last, without a newline"], said)
+    assert do("logs", "a-1", "--rank", "0")[0] == 0
 
 
 def test_logs_must_follow_only_where_it_is_asked_to_and_only_to_the_end(do, paths, monkeypatch):
@@ -341,7 +343,7 @@ def test_nodes_that_another_version_has_made_must_be_named_with_what_removes_the
 def test_nodes_of_another_user_must_not_be_named_as_those_of_another_version(do, tmp_path):
     old(do, tmp_path, "no folder")
     do.engine.states = [replace(do.engine.states[0], owner=os.getuid() + 1)]
-    assert do("down", "c-1")[2][0] == "error: no cluster c-1" and do("rm", "c-1")[2][0] == "error: no job c-1"
+    assert do("down", "c-1")[2][0] == "error: no cluster named c-1" and do("rm", "c-1")[2][0] == "error: no job c-1"
 
 
 def test_processes_that_another_version_has_started_must_be_ended_by_their_ids(do, tmp_path):
@@ -381,4 +383,4 @@ def test_ctrl_c_must_detach_from_a_job_and_say_that_it_continues(do, paths, monk
     monkeypatch.setattr(commands, "time", Meanwhile(interrupt))
     with supervised(paths.root):
         code, _, err = do(*words)
-    assert (code, err[-1]) == (130, "detached; a-1 continues")
+    assert (code, err[-1]) == (130, "a-1 continues")

@@ -16,6 +16,7 @@ GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer
 RESET = "RuntimeError: [gloo/transport/tcp/buffer.cc:58] Read error [172.18.0.3]: Connection reset by peer"
 TIMED_OUT = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation"
 NCCL = "[rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+TRACE = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "    load()", "    ^^^^^^"]
 DUMP = [
     "Fatal Python error: Aborted",
     "Current thread 0x01 (most recent call first):",
@@ -202,7 +203,7 @@ def test_other_last_words_must_not_count_as_complaints(words):
         (137, "partition", [], "partition", "was cut off from the job's network"),
         (137, "engine lost", [], "engine lost", "was lost while the engine was away"),
         (143, "timeout", [], "timeout", "did not take part in a collective in time"),
-        (0, "left early", [], "left early", "ended well while the others still worked with it (exit code 0)"),
+        (0, "left early", [], "left early", "exited while the others still worked with it (exit code 0)"),
     ],
 )
 def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cause, sentence):
@@ -220,6 +221,9 @@ def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cau
         (2, "", ["python: can't open file '/workspace/x.py'"], "below the folder"),
         (2, "", ["python: can't open file '/workspace/x.py': [Errno 13] Permission denied"], "chmod a+r"),
         (1, "", ["[rank0]: bdb.BdbQuit"], "breakpoint()"),
+        (2, "", ["train.py: error: unrecognized arguments: --gpus none"], "before the script"),
+        (2, "", ["train.py: error: unrecognized arguments: --gpus-per-node 2"], "see the script's --help"),
+        (1, "", ["(ModuleNotFoundError: __path__ attribute not found on 'app' while"], "app.py hides the package app"),
         (1, "", ["EOFError: EOF when reading a line"], "input()"),
         (2, "", ["error: unrecognized arguments: --lrr"], "--help"),
         (135, "", [], "shm_size"),
@@ -239,7 +243,7 @@ def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cau
         (127, "", [], "the end of the log names it"),
         (127, "", ["[node] rank 0 did not start: No such file or directory: x"], "--image"),
         (126, "", ["[node] rank 0 did not start: Permission denied: ./x"], "chmod"),
-        (137, "out of memory", [], "memory=8g"),
+        (137, "out of memory", [], "--memory 8g"),
         (137, "out of memory in a child", [], "DataLoader workers"),
         (137, "node stopped", [], "orchestrate stop"),
         (137, "node lost", [], "docker events"),
@@ -247,8 +251,8 @@ def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cau
         (137, "host lost", [], "min_trainers"),
         (137, "engine lost", [], "live-restore"),
         (137, "interrupted", [], "nothing"),
-        (143, "timeout", [], "its own log"),
-        (0, "left early", [], "its own log"),
+        (143, "timeout", [], "the log of this rank"),
+        (0, "left early", [], "the log of this rank"),
     ],
 )
 def test_a_hint_must_say_what_to_do(code, known, words, hint):
@@ -282,6 +286,13 @@ def test_a_hint_must_fit_local_processes(code, known, words, hint):
         (["FileNotFoundError: [Errno 2] No such file or directory: 'a'", "", "ValueError: no data"], "error"),
         (["[rank0]: FileNotFoundError: [Errno 2] No such file", "[W1] Warning: destroy it"], "no such file"),
         (["no FileNotFoundError: here", "ValueError: no data"], "error"),
+        (["RuntimeError: nccl2 requires at least one CUDA device"], "no GPUs"),
+        ([*TRACE, "ModuleNotFoundError: No module named 'apex'", "", *TRACE, "RuntimeError: remote gone"], "error"),
+        ([*TRACE, "RuntimeError: cannot load x", "ModuleNotFoundError: No module named 'apex'"], "script"),
+        (["ModuleNotFoundError: No module named 'apex'", *TRACE, "RuntimeError: net"], "error"),
+        ([*TRACE, "ModuleNotFoundError: No module named 'apex'"], "script"),
+        ([f"[rank1]: {line}" for line in (*TRACE, "ModuleNotFoundError: No module named 'apex'")], "script"),
+        ([f"[rank1]: {line}" for line in (*TRACE, "OSError: [Errno 30] Read-only file system: 'x'")], "not writable"),
     ],
 )
 def test_what_will_fail_again_must_be_told_from_other_errors(words, cause):
@@ -303,5 +314,20 @@ def test_a_cause_must_say_which_worker_it_was_and_where_it_was():
 def test_every_cause_that_is_named_must_be_in_the_list():
     from orchestrate import diagnosis
 
-    named = {kind for _, kind, _ in diagnosis.BY_WORDS} | {kind for kind, _ in diagnosis.BY_CODE.values()}
+    named = {kind for _, kind, _ in [*diagnosis.BY_LINE, *diagnosis.BY_ERROR]} | {
+        kind for kind, _ in diagnosis.BY_CODE.values()
+    }
     assert named | set(BY_ENGINE) | set(diagnosis.SUMMARY) <= set(CAUSES)
+
+
+def test_a_program_that_a_script_does_not_find_must_be_told_from_a_file():
+    trace = [*TRACE, '  File "subprocess.py", line 1, in _execute_child', "    raise child_exception_type(errno_num)"]
+    lines = [*trace, "FileNotFoundError: [Errno 2] No such file or directory: 'nvidia-smi'"]
+    assert "the program is not installed" in diagnose(PLAN, Exit(1, 1), "", lines, "log").hint
+    later = [*lines, "", *TRACE, "FileNotFoundError: [Errno 2] No such file or directory: 'a.csv'"]
+    assert "the folder that you started from" in diagnose(PLAN, Exit(1, 1), "", later, "log").hint
+
+
+def test_a_whole_traceback_must_need_no_hint():
+    assert diagnose(PLAN, Exit(1, 1), "", [*TRACE, "ValueError: no"], "log").hint == ""
+    assert "further up" in diagnose(PLAN, Exit(1, 1), "", ["ValueError: no"], "log").hint

@@ -152,7 +152,8 @@ def test_flags_may_stand_before_the_job_file(cli):
 
 
 @pytest.mark.parametrize(
-    ("memory", "slurms"), [("8g", "8G"), ("512M", "512M"), ("64k", "64K"), ("1073741824", "1048576K"), ("1025b", "2K")]
+    ("memory", "slurms"),
+    [("8g", "8G"), ("512M", "512M"), ("65536k", "65536K"), ("1073741824", "1048576K"), ("67109888b", "65537K")],
 )
 def test_slurm_must_get_memory_in_its_own_units(memory, slurms):
     assert f"#SBATCH --mem={slurms}\n" in slurm(resolve(SPEC | {"memory": memory}), "x", "venv")
@@ -164,6 +165,13 @@ def test_memory_that_is_not_limited_must_not_be_asked_for(memory):
     assert pod_of("job", {"memory": memory})["containers"][0]["resources"] == {}
 
 
+@pytest.mark.parametrize("target", ["kubernetes", "slurm", "compose"])
+@pytest.mark.parametrize("expand", ["true", "false"])
+def test_a_command_must_be_expanded_where_the_job_does_not_say_otherwise(capsys, target, expand):
+    assert main(["export", target, "--gpus", "none", "--set", f"expand={expand}", "--", "-m", "app.train"]) == 0
+    assert ("WORKER_EXPAND" in capsys.readouterr().out) is (expand == "false")
+
+
 def test_compose_must_not_look_up_what_a_command_means_for_itself(cli):
     done = cli("export", "compose", "--gpus", "none", "--set", "env.A=$HOME", "--", "count.py", "${B}")
     assert done.returncode == 0, done.stderr
@@ -172,9 +180,12 @@ def test_compose_must_not_look_up_what_a_command_means_for_itself(cli):
 
 
 LOOK = """\
-import os
-print(os.listdir("runs"), os.listdir(".git"), repr(open(".env").read()))
+import os, sys
+print(os.listdir("runs"), os.listdir(".git"), repr(open(".env").read()), sys.argv[1])
 """
+
+
+WORDS = ("--set", "expand=false", "--", "look.py", "$RANK")
 
 
 @pytest.mark.docker
@@ -185,7 +196,7 @@ def test_a_job_of_the_compose_file_must_see_nothing_that_is_hidden(cli, docker_e
     (cli.folder / ".dockerignore").write_text(".env\n")
     (cli.folder / "look.py").write_text(LOOK)
     file, log = cli.folder / "job.yml", cli.folder / "runs" / "look" / "job" / "logs" / "rank-0.log"
-    file.write_text(cli("export", "compose", "--gpus", "none", "--trainers", "0", "--", "look.py").stdout)
+    file.write_text(cli("export", "compose", "--gpus", "none", "--trainers", "0", *WORDS).stdout)
     make_folder(file.read_text())
     compose = ["docker", "compose", "--file", str(file)]
     try:
@@ -193,7 +204,7 @@ def test_a_job_of_the_compose_file_must_see_nothing_that_is_hidden(cli, docker_e
         assert up.returncode == 0, up.stdout + up.stderr
     finally:
         subprocess.run([*compose, "down"], check=True, capture_output=True)
-    assert "[] [] ''" in log.read_text()
+    assert "[] [] '' $RANK\n" in log.read_text()
 
 
 @pytest.mark.docker

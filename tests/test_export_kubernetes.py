@@ -204,7 +204,8 @@ def test_a_trainjob_must_have_a_time_limit_where_the_job_has_one():
 
 
 @pytest.mark.parametrize(
-    ("size", "quantity"), [("1024", "1024"), ("10b", "10"), ("4k", "4Ki"), ("64M", "64Mi"), ("8g", "8Gi")]
+    ("size", "quantity"),
+    [("67108864", "67108864"), ("67108865b", "67108865"), ("65536k", "65536Ki"), ("64M", "64Mi"), ("8g", "8Gi")],
 )
 def test_kubernetes_must_get_sizes_in_its_own_units(size, quantity):
     pod = pod_of("job", {"memory": size, "shm_size": size})

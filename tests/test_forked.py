@@ -74,11 +74,37 @@ SCRIPTS = {
     "a closed stdout": "import sys\nprint('done')\nsys.stdout.close()",
     "a closed descriptor": "import os\nprint('done')\nos.close(1)",
     "no stdout": "import sys\nsys.stdout = sys.stderr = None",
+    "a stdout of its own on the same descriptor": (
+        "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer, line_buffering=True)\n"
+        "print('done', sys.stdout.seekable(), sys.stderr.seekable())"
+    ),
+    "a detached stdout": "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.detach())\nprint('done')",
+    "a stdout that cannot be written": "import sys\nsys.stdout = open('/dev/full', 'w')\nprint('lost')",
+    "an exit code that no C long holds": "raise SystemExit(-2**64)",
+    "a hook that exits": "import sys\nsys.excepthook = lambda *a: sys.exit(75)\n1 / 0",
+    "a destructor that needs what it imported": (
+        "from pathlib import Path\nclass A:\n    def __del__(self): Path('unclosed').write_text('kept')\na = A()"
+    ),
+    "a destructor that exits": "import os\nclass A:\n    def __del__(self): os._exit(5)\na = A()",
+    "a destructor beside a handler": (
+        "import signal\nclass A:\n    def __del__(self): print('del')\na = A()\n"
+        "def handle(*_): pass\nsignal.signal(signal.SIGTERM, handle)"
+    ),
+    "a destructor in a module of its own": (
+        "code = 'class A:\\n    def __del__(self): print(__name__)\\na = A()'\nopen('store.py', 'w').write(code)\n"
+        "import importlib\nimportlib.invalidate_caches()\nimport store"
+    ),
+    "a thread that does not end": (
+        "import os, threading, time\nbeats = 0\ndef beat():\n    global beats\n    try:\n        while True:\n"
+        "            beats += 1\n            time.sleep(0.0005)\n    except Exception:\n        os._exit(13)\n"
+        "threading.Thread(target=beat, daemon=True).start()\nbig = [[i] for i in range(300_000)]"
+    ),
     "death": "import os\nos.kill(os.getpid(), 11)",
 }
 
 ENDS = {  # what is printed differs in its wording
     "a destructor that raises": "class A:\n    def __del__(self): raise RuntimeError('del')\na = A()",
+    "an exit handler of threading that raises": "import threading\nthreading._register_atexit(lambda: 1 / 0)",
     "a hook that raises": "import sys\nsys.excepthook = lambda *a: 1 / 0\nraise ValueError('wrong')",
     "a last word to a closed stderr": "import sys\nsys.stderr.close()\nsys.exit('error: enough')",
 }

@@ -311,11 +311,30 @@ def test_all_that_workers_write_must_be_shown_before_the_end_and_with_their_name
 
     engine.start = write
     _, shown = supervise(paths, engine)
-    assert [line for line in shown if "|" in line] == [
+    assert sorted(line for line in shown if "|" in line) == [
         "master 0    | first",
         "master 0    | last, without a newline",
         "trainer-2 2 | other",  # marks of generations are the nodes' way to say what the supervisor says itself
     ]
+
+
+def test_the_end_of_a_generation_must_be_shown_before_the_next_one_writes(paths, monkeypatch):
+    monkeypatch.setattr(job, "LOOKS", (3600.0, 3600.0))  # so that only what we say has the logs looked at
+    create(paths)
+    engine, shown = Whole([[Exit(0, 1)]], [ALL_WELL]), []
+    start = engine.start
+
+    def write(workers, command) -> None:
+        start(workers, command)
+        if engine.calls.count("start") == 2:
+            eventually(lambda: any("starting all workers again" in line for line in shown), timeout=30)
+        paths.log(0).write_text("hello\n" * engine.calls.count("start"))
+
+    engine.start = write
+    job.supervise(paths, engine, lambda: 0, shown.append)
+    hello = [place for place, line in enumerate(shown) if "hello" in line]
+    again = [place for place, line in enumerate(shown) if "starting all workers again" in line]
+    assert len(hello) == 2 and len(again) == 1 and hello[0] < again[0] < hello[1]
 
 
 def test_a_flood_of_lines_must_not_hold_up_the_end_nor_what_we_say(paths, monkeypatch):

@@ -7,7 +7,7 @@ from test_plan import HERE, plan, with_gpus
 
 from orchestrate.cluster import Cluster
 from orchestrate.errors import UsageError
-from orchestrate.limits import limits, size
+from orchestrate.limits import in_bytes, limits
 from orchestrate.paths import JobPaths
 from orchestrate.plan import read_plan
 from orchestrate.spec import JobSpec, resolve
@@ -120,4 +120,4 @@ def test_what_is_no_size_must_be_refused(memory):
 
 @pytest.mark.parametrize(("text", "count"), [("1", 1), ("10b", 10), ("4k", 4096), ("64M", 64 << 20), ("2g", 2 << 30)])
 def test_sizes_must_be_dockers(text, count):
-    assert size(text) == count
+    assert in_bytes(text) == count

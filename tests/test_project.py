@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from orchestrate.engines.labels import only
 from orchestrate.export.compose import VARIABLE
-from orchestrate.limits import limits, size
+from orchestrate.limits import in_bytes, limits
 from orchestrate.spec import JobSpec
 
 # --- make
@@ -264,7 +264,7 @@ def test_what_the_readme_names_must_reach_nodes_and_have_the_defaults_of_a_job()
     assert (found["NODE_SHM"], found["NODE_GRACE"]) == (job.shm_size, f"{job.grace:g}")
     assert (found["NODE_MODE"], found["NPROC_PER_NODE"], found["TRAINERS"]) == ("join", "1", "1")
     assert (found["NODE_MEMORY"], found["NODE_CPUS"]) == ("0", "0")
-    assert size(found["NODE_TMP"]) == limits(None, 0, 1).tmp
+    assert in_bytes(found["NODE_TMP"]) == limits(None, 0, 1).tmp
     assert int(found["NODE_PIDS"]) == limits(None, 0, 4).processes
     assert defaults(FILE["secrets"]) == {"CA_BUNDLE": "/dev/null"}
     assert SERVICES["master"]["build"]["secrets"] == [*FILE["secrets"]]

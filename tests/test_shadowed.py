@@ -70,7 +70,7 @@ def test_no_command_may_import_a_module_from_the_current_folder(shadowed):
     run(cli, mark, "--help")
     run(cli, mark, "--version")
     run(cli, mark, "plan", *JOB, *SCRIPT)
-    run(cli, mark, "doctor", code=4)
+    run(cli, mark, "doctor", code=3)
     for words in (["kubernetes", "--image", "a.example/b:1"], ["slurm"], ["compose"]):
         run(cli, mark, "export", *words, "--trainers", "1", "--gpus", "none", *SCRIPT)
     first = Path(run(cli, mark, "run", "--print-path", *JOB, *SCRIPT).strip()).name
@@ -90,6 +90,15 @@ def test_no_command_that_asks_an_engine_may_import_a_module_from_the_current_fol
     run(cli, mark, "ps")
     run(cli, mark, "doctor")
     run(cli, mark, "run", "--engine", "docker", "--trainers", "1", "--gpus", "none", *SCRIPT)
+
+
+def test_commands_without_a_script_must_not_mind_an_app_of_the_users_own(cli, nothing_left):
+    (cli.folder / "app.py").write_text("print('mine')\n")
+    assert cli("doctor", "--engine", "process").returncode == 0
+    cluster = cli("up", *JOB).stdout.strip()
+    assert cli("down", cluster).returncode == 0
+    refused = cli("run", *JOB)
+    assert (refused.returncode, "would be run instead of the default job" in refused.stderr) == (2, True)
 
 
 def test_workers_must_find_the_modules_of_their_own_folder(cli, nothing_left):
@@ -123,7 +132,7 @@ def test_an_empty_entry_of_the_python_path_must_put_the_current_folder_nowhere(c
     del cli.env["PYTHONWARNINGS"]  # for which Python itself imports `re` when it starts
     cli.env |= {"PYTHONPATH": path.format(root=ROOT).replace(":", os.pathsep), "DOCKER_HOST": "unix:///nowhere.sock"}
     run(cli, mark, "plan", *JOB, *SCRIPT)
-    run(cli, mark, "doctor", code=4)
+    run(cli, mark, "doctor", code=3)
     run(cli, mark, "run", *JOB, *SCRIPT)
     first = Path(run(cli, mark, "run", "--detach", *JOB, *SCRIPT).strip()).name
     run(cli, mark, "attach", first)
@@ -191,4 +200,4 @@ def test_the_command_must_run_no_file_of_its_own_name_and_nor_must_its_superviso
     assert orchestrate("wait", cli.run_dir().name).returncode == 0 and not mark.exists()
     assert "hello" in cli.log(0)
     done = orchestrate("--bogus")
-    assert done.returncode == 2 and "COMMAND" in done.stderr
+    assert done.returncode == 2 and "expected a command" in done.stderr

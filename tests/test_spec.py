@@ -55,7 +55,7 @@ def test_a_number_of_trainers_that_is_none_must_be_refused(value):
         ("env", {"A": 1}, {"A": "1"}),
         ("env", {"_b2": 0.5, "OMP_NUM_THREADS": 2}, {"_b2": "0.5", "OMP_NUM_THREADS": "2"}),
         ("memory", "4g", "4g"),
-        ("memory", 1024, "1024"),
+        ("memory", 67108864, "67108864"),
         ("memory", None, None),
         ("shm_size", "512M", "512M"),
         ("cpus", 1.5, 1.5),
@@ -137,6 +137,8 @@ def test_a_value_must_be_read_as_people_write_it(key, value, parsed):
         ("cpus", "two"),
         ("cpus", "0.0"),
         ("memory", "0g"),
+        ("memory", 4),  # gigabytes, most likely
+        ("memory", "67108863"),
         ("shm_size", 0),
         ("cpus", -1),
         ("cpus", True),

@@ -225,8 +225,8 @@ def test_a_cluster_that_a_job_uses_must_stay_up(do, engine, tmp_path):
 
 def test_what_is_no_cluster_must_be_answered_with_those_that_there_are(do, engine, tmp_path):
     create(JobPaths(tmp_path / "a-1"))
-    assert do("down", "a-1")[2] == ["error: no cluster a-1", f"hint: clusters here: none in {tmp_path}"]
+    assert do("down", "a-1")[2] == ["error: no cluster named a-1", f"hint: clusters here: none in {tmp_path}"]
     for name in ("c-1", "c-2", "d-1"):
         cluster(tmp_path, name)
     assert do("down", "a-1")[2][1] == "hint: clusters here: c-1, c-2, d-1"
-    assert do("down", "c") == (2, [], ["error: several clusters c", "hint: clusters here: c-1, c-2"])
+    assert do("down", "c") == (2, [], ["error: several clusters begin with c", "hint: clusters here: c-1, c-2"])

@@ -331,6 +331,16 @@ def test_what_goes_on_must_be_the_last_line_of_a_terminal_and_be_replaced():
     assert shown.decode().replace("\r\n", "\n") == gone.join(parts)
 
 
+def test_a_terminal_that_another_program_may_write_to_must_get_whole_lines():
+    leader, follower = pty.openpty()
+    env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(told(1000), stdout=subprocess.PIPE, stderr=follower, env=env, check=True)  # `| grep`
+    os.close(follower)
+    assert os.read(leader, 1 << 16) == b"ours\r\n"
+    os.close(leader)
+    assert done.stdout.splitlines() == [b"master 0 | a line", b"master 0 | 10%", b"master 0 | 20%"]
+
+
 @pytest.mark.parametrize(("lasts", "shown"), [(1000, []), (0.0, ["starting 2 nodes"])])
 def test_what_goes_on_must_be_a_line_elsewhere_if_it_takes_long(lasts, shown):
     env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}

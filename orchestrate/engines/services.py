@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrate.engines import labels
 from orchestrate.engines.volumes import WIPED, checked
-from orchestrate.limits import UNLIMITED, size
+from orchestrate.limits import UNLIMITED, in_bytes
 from orchestrate.paths import PACKAGE
 from orchestrate.plan import Plan
 from orchestrate.spec import JobSpec
@@ -95,7 +95,7 @@ def task(
         {"Type": "volume", "Target": "/tmp"},
         {"Type": "volume", "Target": "/var/tmp"},
         {"Type": "tmpfs", "Target": PROGRAM, "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": ROOM}},
-        {"Type": "tmpfs", "Target": "/dev/shm", "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": size(spec.shm_size)}},
+        {"Type": "tmpfs", "Target": "/dev/shm", "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": in_bytes(spec.shm_size)}},
     ]
     if spec.volume:
         kind = "bind" if spec.volume.startswith("/") else "volume"

@@ -96,7 +96,9 @@ def _mountable(folder: Path) -> str:
 
 def _environment(spec: JobSpec, job: Shape) -> dict[str, str]:
     """The job's own environment; secrets are variables, which Compose looks up when it starts the job."""
-    return {key: f"${{{key}:?set {key}}}" if key in job.secrets else literal(value) for key, value in spec.env.items()}
+    own = {} if spec.expand else {"WORKER_EXPAND": "false"}
+    asked = spec.env.items()
+    return own | {key: f"${{{key}:?set {key}}}" if key in job.secrets else literal(value) for key, value in asked}
 
 
 def _mount(volume: Any, files: str) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, check_folders, quoted, shape
-from orchestrate.limits import size
+from orchestrate.limits import in_bytes
 from orchestrate.paths import NODE, PACKAGE, code_folder, is_text
 from orchestrate.plan import counted
 from orchestrate.spec import JobSpec
@@ -89,7 +89,7 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         options["cpus-per-task"] = math.ceil(spec.cpus)
     if job.memory:
         whole = job.memory[-1:].lower() in ("k", "m", "g")  # Slurm has these units, and no bytes
-        options["mem"] = job.memory.upper() if whole else f"{math.ceil(size(job.memory) / 1024)}K"
+        options["mem"] = job.memory.upper() if whole else f"{math.ceil(in_bytes(job.memory) / 1024)}K"
     if job.gpus:
         options["gpus-per-node"] = job.gpus
     if spec.max_run:

@@ -73,15 +73,16 @@ class Zygote:
         self.settled = settled
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(ANSWERS)
-        with theirs:
+        reader, writer = os.pipe()
+        with theirs, open(reader, "rb"), open(writer, "wb"):
             end = str(theirs.fileno())
             path = str(Path(__file__).with_name("zygote.py"))
             self.process = subprocess.Popen(
                 [sys.executable, "-u", path, end, str(os.getpid()), PADDING, *modules],
                 env=_elsewhere(os.environ) | {"PYTHONFAULTHANDLER": "1"},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=writer,
+                stderr=writer,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

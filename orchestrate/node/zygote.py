@@ -25,6 +25,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -42,6 +43,8 @@ from typing import Any, NoReturn
 MOST = 1 << 20  # bytes of a message
 GO, READ = b"g", b"r"
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # of Linux' prctl(2)
+LOST_OUTPUT = 120  # Python's exit code if it cannot flush stdout or stderr
+AHEAD: set[str] = set()  # the modules that were imported before the fork
 libc = ctypes.CDLL(None)
 
 ENVIRONMENT = dict(os.environ)  # before an imported module changes it
@@ -73,6 +76,7 @@ def settle() -> str:
     """Prepare to fork; return why no worker can be forked, or an empty string."""
     gc.enable()
     gc.collect()
+    AHEAD.update(sys.modules)
     gc.freeze()  # the collector would write to every object, and so copy its page
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # a worker does not finalise modules that were imported here; see `finish`
@@ -176,78 +180,135 @@ def rename(command: list[str]) -> None:
 
 def run(command: list[str]) -> NoReturn:
     """Run a script or module as Python does: as `__main__`, with its own traceback and exit code."""
-    code: Any = 0
-    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    code: object = None
     try:
-        if command[0] == "-m":
-            sys.argv = command[1:]
-            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = list(command)
-            path = os.path.abspath(command[0])
-            main.__dict__.update(__file__=path, __builtins__=__builtins__)
-            sys.modules["__main__"] = main
-            with open(path, "rb") as file:
-                exec(compile(file.read(), path, "exec", dont_inherit=True), main.__dict__)
+        execute(command)
     except SystemExit as error:
         code = error.code
     except BaseException as error:
-        trace = error.__traceback__
-        while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
-            trace = trace.tb_next
-        show(error.with_traceback(trace))
-        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        del error, trace
-    if not isinstance(code, int) and code is not None:
-        with contextlib.suppress(Exception):
-            sys.stderr.write(f"{code}\n")
-        code = 1
-    finish(main, (code or 0) & 0xFF)
+        code = show(trimmed(error))
+        del error
+    finish(status(code))
 
 
-def show(error: BaseException) -> None:
-    """Print an exception that ends the worker, with the script's own hook if it has one."""
+def trimmed(error: BaseException) -> BaseException:
+    """The exception without the frames of this file and of `runpy` at the start of its traceback."""
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return error.with_traceback(trace)
+
+
+def execute(command: list[str]) -> None:
+    """Run the script or module in `__main__`; nothing here refers to its variables afterwards."""
+    sys.argv = list(command)
+    if command[0] == "-m":
+        del sys.argv[1]
+        runpy._run_module_as_main(command[1])  # type: ignore[attr-defined]
+        return
+    path = os.path.abspath(command[0])
+    variables = sys.modules["__main__"].__dict__
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    variables.update(__file__=path, __cached__=None, __loader__=loader, __builtins__=__builtins__)
+    with open(path, "rb") as file:
+        exec(compile(file.read(), path, "exec", dont_inherit=True), variables)
+
+
+def status(code: object) -> int:
+    """The exit code for an argument of `sys.exit`, which is printed if it is not a number."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return (code if -(1 << 63) <= code < 1 << 63 else -1) & 0xFF  # what does not fit into a C long is -1
+    with contextlib.suppress(Exception):
+        sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def show(error: BaseException) -> object:
+    """Print an exception that ends the worker, with the script's own hook if it has one; return what it exits with."""
+    code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     try:
         sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as end:
+        return end.code
     except BaseException:
         with contextlib.suppress(Exception):
             sys.__excepthook__(type(error), error, error.__traceback__)
+    return code
 
 
-def finish(main: types.ModuleType, code: int) -> NoReturn:
+def finish(code: int) -> NoReturn:
     """Exit as Python does, but do not finalise modules that were imported before the fork: torch takes a second for it.
 
-    Waits for threads, calls exit handlers, finalises the script's objects and flushes all files. No destructor of a C++
-    library runs. Whatever these raise is printed, and does not change the exit code.
+    Waits for threads, calls exit handlers, finalises the objects of the script and of the modules that it has imported,
+    and flushes all files. No destructor of a C++ library runs. Whatever these raise is printed, and does not change the
+    exit code, but output that cannot be written does.
     """
-    last: list[Callable[[], Any]] = [
-        threading._shutdown,  # type: ignore[attr-defined]
-        atexit._run_exitfuncs,
-        flush,
-        main.__dict__.clear,
-        gc.collect,  # only objects that are newer than the fork; the rest is frozen
-        flush,
-    ]
     try:
-        for step in last:
+        for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+            ignoring(step)
+        if not printed():
+            code = LOST_OUTPUT
+        # Only what is newer than the fork is collected; the rest is frozen. A file in a cycle may lose its buffer then.
+        for step in (flush, unhandle, forget, gc.collect, flush):
             ignoring(step)
     finally:
         os._exit(code)
 
 
+def unhandle() -> None:
+    """Handle no signal in Python any more, as Python does not at this point; a handler keeps its globals."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+
+
+def forget() -> None:
+    """Drop all modules that were imported after the fork, so that their objects end while their globals are whole."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the script's own ones end as well
+    for name in {*sys.modules} - AHEAD | {"__main__"}:
+        sys.modules.pop(name, None)
+
+
 def ignoring(step: Callable[[], Any]) -> None:
-    """Call `step`; print what it raises as Python prints an exception that nothing can catch."""
+    """Call `step`, and report what it raises."""
     try:
         step()
     except BaseException as error:
-        facts = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
-        with contextlib.suppress(BaseException):
-            sys.unraisablehook(types.SimpleNamespace(**facts, err_msg=None, object=step))
+        report(error, step)
+
+
+def report(error: BaseException, thing: object) -> None:
+    """Print an exception as Python prints one that nothing can catch."""
+    trimmed(error)
+    what = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
+    with contextlib.suppress(BaseException):
+        if sys.unraisablehook is not sys.__unraisablehook__:
+            hook: Callable[[Any], object] = sys.unraisablehook
+            hook(types.SimpleNamespace(**what, err_msg=None, object=thing))
+        else:  # which takes only what Python itself makes
+            sys.stderr.write(f"Exception ignored in: {thing!r}\n")
+            sys.__excepthook__(type(error), error, error.__traceback__)
+
+
+def printed() -> bool:
+    """Flush stdout and stderr as Python does at its end; return whether all output was written."""
+    good = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
+        except BaseException as error:
+            report(error, stream)
+            good = False
+    return good
 
 
 def flush() -> None:
     """Flush the buffers of Python and of C."""
-    for thing in [*gc.get_objects(), sys.stdout, sys.stderr]:
+    for thing in [*gc.get_objects(), sys.__stdout__, sys.__stderr__]:
         if issubclass(type(thing), _IOBase):  # isinstance would ask `__class__`, which may raise
             with contextlib.suppress(BaseException):
                 thing.flush()
@@ -284,6 +345,9 @@ def fork(control: socket.socket, node: int) -> int:
 
 def main() -> None:
     """Import, then fork workers until the node ends."""
+    with open(os.devnull, "wb") as null:  # stdout and stderr were pipes, as a worker's are: Python has noted that
+        os.dup2(null.fileno(), 1)
+        os.dup2(null.fileno(), 2)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(PR_SET_DUMPABLE, 0)  # workers run as the same user, and must not write to the memory of the zygote
     signal.signal(signal.SIGINT, signal.default_int_handler)
