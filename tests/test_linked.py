@@ -275,7 +275,26 @@ def test_all_nodes_must_be_told_how_to_stop_their_workers(nodes, kill):
     nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
     nodes.wait(1)
     assert [node.asked() for node in nodes.played.values()] == [[], [], []]  # nothing starts any more
+
+
+def test_all_workers_must_stand_still_before_one_that_prints_its_stack_ends(nodes, monkeypatch):
+    nodes.start(workers(), ("x.py",))
+    listen, seen = nodes._listen, []
+
+    def answered(timeout: float) -> None:
+        for node in nodes.played.values():
+            if "status" in (asked := asks(node)):
+                seen.append(asked)
+                node.knows(time=0.0)
+        listen(timeout)
+
+    nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
+    nodes.wait(1)
+    for node in nodes.played.values():
+        node.asked()
+    monkeypatch.setattr(nodes, "_listen", answered)
     nodes.dump()
+    assert seen == [["freeze", "status"]] * 3
     assert [asks(node) for node in nodes.played.values()] == [["dump"]] * 3
 
 

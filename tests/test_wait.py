@@ -120,11 +120,18 @@ def test_a_worker_must_outlive_its_client_and_the_next_client_must_get_its_exit_
     another.close()
 
 
-def test_a_worker_that_hangs_must_print_where_it_stands_and_abort(waiting):
-    code = "import signal\n\ndef waits_here():\n    print('ready')\n    signal.pause()\n\nwaits_here()"
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_worker_that_hangs_must_print_where_it_stands_and_abort(waiting, frozen):
+    code = "import os, signal\n\ndef waits_here():\n    print(os.getpid(), 'ready')\n    signal.pause()\n\nwaits_here()"
     for rank in range(2):
         waiting.start(rank, code)
         eventually(lambda rank=rank: "ready\n" in waiting.log(rank))
+    if frozen:
+        waiting.pipe.ask("freeze")
+        pids = [waiting.log(rank).split()[0] for rank in range(2)]
+        eventually(
+            lambda: all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T" for pid in pids)
+        )
     waiting.pipe.ask("dump")
     assert [waiting.code(rank) for rank in range(2)] == [134, 134]
     for rank in range(2):

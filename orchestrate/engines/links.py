@@ -112,15 +112,10 @@ class Link:
                 break
             for message in heard:
                 if message["say"] == "refused" or (message["say"] == ask and "error" in message):
-                    raise EngineError(f"a node says: {_reason(message)}")
+                    raise EngineError(f"a node says: {messages.reason(message)}")
                 if message["say"] == ask:
                     return message
         raise ConnectionError("the node has not answered in time, or the connection has ended")
-
-
-def _reason(message: dict[str, Any]) -> str:
-    """Why a node has not executed a request, shortened."""
-    return " ".join(message["error"].split())[:200]
 
 
 class Linked:
@@ -260,6 +255,8 @@ class Linked:
 
     def dump(self) -> None:
         """Make all workers print their stacks, and abort."""
+        self._tell("freeze")
+        self._ask(set(self.running.values()), LOOKS)  # else one that ends would let others leave where they stand
         self._tell("dump")
 
     def discard(self, nodes: Iterable[str]) -> None:
@@ -379,7 +376,7 @@ class Linked:
         elif say == "refused":
             if node not in self.refused:
                 self.refused.add(node)
-                self.refusals.append(f"{node} refused a request: {_reason(message)}")
+                self.refusals.append(f"{node} refused a request: {messages.reason(message)}")
             for rank in [rank for rank in self._on(node) if rank not in self.pids]:
                 self._ended(rank, FAILED_TO_START, time.time(), asked=False)
         elif say not in ("started", "ended") or message["generation"] != self.generation:

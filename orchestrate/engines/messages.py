@@ -83,3 +83,8 @@ def read(line: bytes) -> dict[str, Any]:
     if not fits(message, form):
         raise ValueError(f"no message of the form {message['say']}")
     return {key: message[key] for key in ("say", *form)}
+
+
+def reason(message: dict[str, Any]) -> str:
+    """Why a node has not executed a request, shortened."""
+    return " ".join(message["error"].split())[:200]

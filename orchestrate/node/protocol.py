@@ -202,6 +202,7 @@ REQUESTS: dict[str, Fields] = {  # what each does is in wait.py and files.py
     },
     "stop": {"kill": _flag},
     "dump": {},
+    "freeze": {},
     "clean": {},
     "end": {},
     "status": {},

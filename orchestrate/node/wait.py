@@ -9,6 +9,7 @@ reports events to every client that has sent one:
                               container does not have; with `folders`, only if these paths have the given inodes:
                               another user could have replaced them before they were mounted
     {"ask": "stop", "kill": bool}    stop all workers: SIGTERM, then SIGKILL after the grace period, or SIGKILL at once
+    {"ask": "freeze"}         stop all workers where they stand (SIGSTOP)
     {"ask": "dump"}           make all workers print their stacks, and abort
     {"ask": "clean"}          clean up for another job
     {"ask": "end"}            stop all workers and end the node
@@ -125,8 +126,11 @@ class Waiting:
                 kill(self.loop.workers, signal.SIGKILL)
         elif ask == "end":
             self.loop.stop(end=True)
+        elif ask == "freeze":
+            kill([worker for worker in self.loop.workers if worker.pid], signal.SIGSTOP)
         elif ask == "dump":
             kill(self.loop.workers, signal.SIGABRT)  # on which Python's fault handler prints all stacks
+            kill([worker for worker in self.loop.workers if worker.pid], signal.SIGCONT)
         elif ask == "clean" and self.clean():
             for listener in self.listeners:
                 listener.drop(kept=channel)  # drops requests of processes of the last job
