@@ -67,10 +67,14 @@ class Cluster:
         return found
 
     def user(self) -> str:
-        """The job that uses it now, with its supervisor; empty if none does."""
+        """The job that uses it now, or just `a job`, with its supervisor; empty if none does."""
         if supervisor := lock.holder(self.paths):
-            return f"{next((paths.root.name for paths in self.jobs() if lock.holder(paths)), 'a job')} ({supervisor})"
+            return f"{self.busy_with() or 'a job'} ({supervisor})"
         return ""
+
+    def busy_with(self) -> str:
+        """The name of the job that is supervised on it; empty if there is none, or not yet."""
+        return next((paths.root.name for paths in self.jobs() if lock.holder(paths)), "")
 
     def jobs(self) -> list[JobPaths]:
         """The jobs whose files are still among its own."""

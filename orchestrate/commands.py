@@ -141,7 +141,8 @@ def down(args: argparse.Namespace) -> int:
             out(thing)
         return errors.SUCCEEDED
     if user := chosen[0].user():
-        raise UsageError(f"{user} uses {name}", f"python -m orchestrate stop {user.split()[0]}")
+        there = chosen[0].busy_with()
+        raise UsageError(f"{user} uses {name}", f"python -m orchestrate {f'stop {there}' if there else 'ps'}")
     cluster.take_down(engine, chosen[0], grace=30)
     say(f"{name} is down")
     return errors.SUCCEEDED

@@ -107,7 +107,7 @@ def _announce(text: str) -> None:
 
 def _replaces(stream: TextIO | None) -> bool:
     """Whether a line on it can be replaced: not if a reader of stdout may write to the same terminal, such as grep."""
-    with contextlib.suppress(ValueError, AttributeError):  # one is closed, or missing
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # one is closed, or missing
         alone = sys.stdout is None or not stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
         return alone and stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return False

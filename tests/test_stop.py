@@ -219,7 +219,13 @@ def test_a_cluster_that_a_job_uses_must_stay_up(do, engine, tmp_path):
     made = cluster(tmp_path, "c-1")
     with supervised(made.root) as other:
         code, _, err = do("down", "c-1")
-    assert code == 2 and f"(process {other.pid})" in err[0]
+    assert (code, err) == (
+        2,
+        [f"error: a job (process {other.pid}) uses c-1", "hint: python -m orchestrate ps"],
+    )
+    create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    with supervised(made.root), supervised(tmp_path / "a-1"):
+        assert do("down", "c-1")[2][1] == "hint: python -m orchestrate stop a-1"
     assert engine.calls == [] and made.root.exists()
 
 
