@@ -46,7 +46,6 @@ JOB_COMMANDS = {
 }
 READING = ("logs", "attach", "wait")  # commands that take the latest job where none is named
 LATEST = "latest"
-TOP = ("-h", "--help", "--version", "--")  # what may come before a command, or in its place
 EXPORTS = {"kubernetes": ("job", "jobset", "trainjob"), "slurm": ("venv", "apptainer", "pyxis"), "compose": ()}
 FILES = (".yaml", ".yml", ".json")  # how the name of a job file ends
 COMMAND = "[[--] SCRIPT.py ARGS | -m MODULE ARGS | PROGRAM ARGS]"
@@ -114,10 +113,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str] | None]:
     """
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
-    if argv and argv[0].startswith("-") and argv[0] not in TOP:
+    parser = _parser()
+    if argv and argv[0].startswith("-") and argv[0] not in (*parser.flags(), "--"):
         hint = f"options come after a command: {called()} run {argv[0]} …"
         raise UsageError(f"expected a command before {shown(argv[0])}", hint)
-    parser, own = _parser(), len(argv) if "--" not in argv else argv.index("--")
+    own = len(argv) if "--" not in argv else argv.index("--")
     if argv[:1] and argv[0] in (*RUN_COMMANDS, "doctor", "export"):
         own = _own(argv, own, parser.of(argv[0]).switches())
     words, rest = argv[:own], argv[own:]

@@ -191,9 +191,10 @@ def diagnose(plan: Plan, exit: Exit, known: str, lines: list[str], log: str, hos
         exit.code, ("error", "the lines above are the end of its log; the cause may stand further up")
     )
     if exit.code < 128 or exit.code == ABORTED:
-        clues = [(lines, *clue) for clue in BY_LINE] + [(last_error(lines), *clue) for clue in BY_ERROR]
+        whole, error = "\n".join(lines), "\n".join(last_error(lines))
+        clues = [(whole, *clue) for clue in BY_LINE] + [(error, *clue) for clue in BY_ERROR]
         for text, pattern, kind, advice in clues:
-            match = re.search(pattern, "\n".join(text))
+            match = re.search(pattern, text)
             if match and not (kind == "no GPUs" and plan.gpus):
                 cause, hint = kind, match.expand(HERE.get(advice, advice) if local else advice)
                 break

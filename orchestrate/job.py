@@ -92,10 +92,10 @@ def check_script(spec: JobSpec) -> JobSpec:
             f"start from its folder: cd {path.parent}",
         )
     if not ours and not os.access(path, os.X_OK):
-        program = "bash" if path.suffix == ".sh" else "python"
+        interpreter = "bash" if path.suffix == ".sh" else "python"
         raise UsageError(
             f"{script} is neither a .py file nor executable",
-            f"chmod +x {script}, or run it with an interpreter: -- {program} {script}",
+            f"chmod +x {script}, or run it with an interpreter: -- {interpreter} {script}",
         )
     relative = str(path.relative_to(Path.cwd().resolve()))
     # Python would take it for an option, and a program is looked for in PATH where its name has no slash.

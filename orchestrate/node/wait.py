@@ -98,7 +98,7 @@ class Waiting:
         finally:
             os.umask(mask)
         server.listen(BACKLOG)
-        os.replace(early, path)  # whoever sees it can connect to it
+        os.replace(early, path)  # clients see it only once it accepts connections
         self.bound[path] = os.lstat(path), mode
         self.listeners.append(Listener(self.loop, server, self.receive, self.key))
 
@@ -130,7 +130,7 @@ class Waiting:
             kill([worker for worker in self.loop.workers if worker.pid], signal.SIGSTOP)
         elif ask == "dump":
             kill(self.loop.workers, signal.SIGABRT)  # on which Python's fault handler prints all stacks
-            kill([worker for worker in self.loop.workers if worker.pid], signal.SIGCONT)
+            kill(self.loop.workers, signal.SIGCONT)
         elif ask == "clean" and self.clean():
             for listener in self.listeners:
                 listener.drop(kept=channel)  # drops requests of processes of the last job
@@ -319,12 +319,12 @@ def wipe(folders: list[str], kept: Collection[str]) -> None:
 def free_ipc() -> None:
     """Free all System V shared memory, queues and semaphores; only a container has its own ones."""
     libc = ctypes.CDLL(None)
-    remove = {
+    remove: dict[str, Callable[[int], object]] = {
         "shm": lambda number: libc.shmctl(number, IPC_RMID, None),
         "msg": lambda number: libc.msgctl(number, IPC_RMID, None),
         "sem": lambda number: libc.semctl(number, 0, IPC_RMID),
     }
-    for kind in remove:
+    for kind, free in remove.items():
         with contextlib.suppress(FileNotFoundError), open(f"/proc/sysvipc/{kind}") as file:  # not in every kernel
             for line in file.read().splitlines()[1:]:
-                remove[kind](int(line.split()[1]))
+                free(int(line.split()[1]))
