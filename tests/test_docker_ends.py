@@ -166,6 +166,27 @@ def test_an_event_that_follows_the_loss_of_a_node_must_be_waited_for_a_moment(jo
     assert engine.explain(Exit(0, 137), "master") == "node stopped"
 
 
+@pytest.mark.parametrize("events", [(), ("die",)])
+def test_a_node_that_says_that_it_is_ending_must_be_waited_for_until_it_has_ended(job, events):
+    engine = job.settled("master", "trainer-1")
+    node = job.answers.containers[1]
+    engine.signs = {1: "ending"}
+    engine.told = {node["Id"]: set(events)}
+    assert engine.explain(Exit(1, 143), "trainer-1") == "node stopped"
+    job.answers.asked.clear()
+    job.answers.happens = lambda what: len(job.answers.asked) == 3 and node.update(State="exited")
+    assert engine.alive() == ({"master", "trainer-1"} if events else {"master"})
+
+
+def test_a_node_that_ends_and_starts_again_at_once_must_not_be_waited_for_any_longer(job):
+    engine = job.settled("master", "trainer-1")
+    node = job.answers.containers[1]
+    engine.dying = {node["Id"]}
+    job.answers.happens = lambda what: len(job.answers.asked) == 3 and job.happened("die", node)
+    engine.alive()
+    assert len(job.answers.asked) < 20 and not engine.dying
+
+
 def test_an_engine_that_is_away_must_not_keep_the_end_of_a_worker_from_being_known(job, monkeypatch):
     monkeypatch.setattr(docker_module, "SIGNS", 0.0)
     engine = job.settled("master", "trainer-1")

@@ -317,3 +317,11 @@ def reason(error: Exception) -> str:
         if known in str(text):
             return known.lower()
     return " ".join(str(text).split())[:300]
+
+
+def begin(node: Container) -> None:
+    """Start a container, or remove it for Compose to create it anew: a file that it hid may be gone, for example."""
+    try:
+        node.start()
+    except docker.errors.APIError:
+        node.remove(force=True, v=True)

@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import docker.errors
 from docker.models.containers import Container
 
 from orchestrate.engines import LOST, Exit, JobState, labels, mounts, never, sockets
-from orchestrate.engines.daemon import Daemon, Events, name_of
+from orchestrate.engines.daemon import Daemon, Events, begin, name_of
 from orchestrate.engines.guard import Guard, wanted
 from orchestrate.engines.image import inventory
 from orchestrate.engines.links import DYING, Link, Linked
@@ -103,7 +102,7 @@ class DockerEngine(Linked):
                 for node in found:
                     if self.network not in node.attrs["NetworkSettings"]["Networks"]:
                         network.connect(node, aliases=[node.attrs["Labels"]["com.docker.compose.service"]])
-        self.daemon.each((node for node in found if not self._well(node)), _start)
+        self.daemon.each((node for node in found if not self._well(node)), begin)
 
     def _well_nodes(self) -> dict[str, Container]:
         self.nodes = self._well_ones()
@@ -164,6 +163,8 @@ class DockerEngine(Linked):
         if "oom" in told and not runs:
             return "out of memory"
         if sign == "ending" or "kill" in told or "destroy" in told:
+            if runs and "die" not in told:  # the engine may report it later than the node
+                self.dying.add(str(found[node].id))
             return "node stopped"
         if not runs:
             return "node lost"
@@ -293,6 +294,7 @@ class DockerEngine(Linked):
         """The job's containers by the names of their nodes; waits for those that are being killed."""
         deadline = time.monotonic() + DYING
         while True:
+            self._hear()
             found = {labels.node(node): node for node in self._nodes_of(self.home)}
             if time.monotonic() > deadline or not any(
                 node.id in self.dying and node.status == "running" for node in found.values()
@@ -340,6 +342,9 @@ class DockerEngine(Linked):
 
     def _listen(self, timeout: float) -> None:
         super()._listen(timeout)
+        self._hear()
+
+    def _hear(self) -> None:
         for event in self.events.taken() if self.events else ():
             self._read(event)
 
@@ -387,11 +392,3 @@ class DockerEngine(Linked):
         more = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []
         given = mounts.document([*self.mounts(), *more])
         self.daemon.compose(*words, env=env, given=given, capture=True, stopped=stopped)
-
-
-def _start(node: Container) -> None:
-    """Start a container, or remove it for Compose to create it anew: a file that it hid may be gone, for example."""
-    try:
-        node.start()
-    except docker.errors.APIError:
-        node.remove(force=True, v=True)
