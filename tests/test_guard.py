@@ -116,7 +116,7 @@ def test_workers_must_reach_everything_where_the_job_asks_for_it(around, reach, 
 def test_a_node_that_was_started_again_must_be_protected_before_it_has_a_worker(cli, around, nothing_left):
     (cli.folder / "stay").touch()
     job = Background(cli, "docker", "--", "reach.py", *around.places("tcp"), trainers=1)
-    eventually(lambda: job.has(1, "}\n") or job.ended_early())
+    eventually(lambda: all(job.has(rank, "}\n") for rank in range(2)) or job.ended_early())
     docker("restart", "--time", "0", job.node("trainer-1"))
     assert job.end() == 0, job.err
     assert len(job.events("generation_started")) == 2
