@@ -15,6 +15,7 @@ from test_plan import HERE, plan
 
 from orchestrate import records, users
 from orchestrate.engines import services
+from orchestrate.engines import swarm as swarm_module
 from orchestrate.engines.links import Link
 from orchestrate.engines.manager import Manager
 from orchestrate.engines.ports import free_port
@@ -261,6 +262,33 @@ def test_a_node_that_cannot_be_reached_must_be_told_and_used_no_more(there, stub
     engine.swarm.daemon.talk = talk
     engine.up(spec, there.plan(spec), there.run)
     assert engine.alive() == {"master", "trainer-2"}
+
+
+BUSY = {"State": "failed", "Err": "starting container failed: unable to remount: device or resource busy"}
+
+
+def test_a_node_whose_container_does_not_start_must_be_replaced(there, stub):
+    spec, engine = JobSpec(trainers=1), there.engine()
+    place = stub.placed
+
+    def placed(task: dict) -> None:
+        if len(stub.tasks) == 1:
+            task["Status"] = BUSY
+        else:
+            place(task)
+
+    stub.placed = placed
+    engine.up(spec, there.plan(spec), there.run)
+    assert engine.alive() == {"master", "trainer-2"}
+
+
+def test_a_node_of_which_no_container_starts_must_be_told(there, stub, monkeypatch):
+    monkeypatch.setattr(swarm_module, "PENDING", 0.5)
+    spec, engine = JobSpec(trainers=0), there.engine()
+    stub.placed = lambda task: task.update(Status=BUSY)
+    with pytest.raises(EngineError, match="device or resource busy"):
+        engine.up(spec, there.plan(spec), there.run)
+    assert len(stub.tasks) > 2
 
 
 def test_a_node_must_not_be_given_up_where_it_is_the_engine_that_does_not_answer(there):

@@ -100,10 +100,17 @@ class Manager:
         for task in self.tasks():
             state, error = task["Status"]["State"], task["Status"].get("Err", "")
             waits = state == "pending" and "no suitable node" in error
-            ends = state == "rejected" or (state == "failed" and "starting container failed" in error)
-            if task["ID"] not in old and (ends or (waits and impatient)):
+            if task["ID"] not in old and (state == "rejected" or unstarted(task) or (waits and impatient)):
                 return parts.in_words(error, self.host(task), image)
         return None
+
+    def replace(self, spec: JobSpec, plan: Plan, old: set[str]) -> bool:
+        """Replace tasks not in `old` whose containers failed to start, and add them to it; False if there are none."""
+        failed = [task for task in self.tasks() if task["ID"] not in old and unstarted(task)]
+        old |= {task["ID"] for task in failed}
+        for task in failed:
+            self.scale(spec, plan, task["Name"].partition("-")[0], 1)
+        return bool(failed)
 
     def output(self, task: Thing) -> bytes:
         """The last lines of a task's stdout, from Swarm's log; empty if they cannot be read."""
@@ -330,6 +337,11 @@ def coming(task: Thing) -> bool:
 def ended(task: Thing) -> bool:
     """Whether a task has ended."""
     return task["Status"]["State"] in ENDED
+
+
+def unstarted(task: Thing) -> bool:
+    """Whether a task has ended because its container failed to start."""
+    return task["Status"]["State"] == "failed" and "starting container failed" in task["Status"].get("Err", "")
 
 
 def gpus(host: Thing) -> int:

@@ -35,7 +35,7 @@ from orchestrate.spec import IMAGE, JobSpec
 LOOK = 2.0  # seconds between two lists of Swarm's tasks and hosts
 SILENT = 6.0  # seconds without a message after which a node counts as not answering
 STARTS, PULLS = 120.0, 3600.0  # seconds that Swarm may take to start the nodes, and to pull the image before that
-PENDING = 8.0  # seconds that a task may be pending
+PENDING = 8.0  # seconds that a task may be pending, and in which one that fails to start is replaced
 ENDS = 2.0  # seconds that a node whose workers have ended takes to end
 BOOTS, AGAIN = 20.0, 2.0  # seconds that a node has to accept a connection, at first and later
 TELLS = 25.0  # seconds after which Swarm reports a host that does not answer; it needs 15
@@ -123,7 +123,9 @@ class SwarmEngine(Linked):
             self.swarm.scale(spec, plan, role, wanted - sum(name.startswith(role) for name in there))
         self.swarm.connect(spec)
         while len(found) < len(plan.nodes):
-            if why := self.swarm.refusal(spec.image, old, impatient=time.monotonic() - began > PENDING):
+            late = time.monotonic() - began > PENDING
+            why = self.swarm.refusal(spec.image, old, impatient=late)
+            if why and (late or not self.swarm.replace(spec, plan, old)):
                 raise EngineError(*why)
             pulls = any(coming(task) and task["Status"]["State"] == "preparing" for task in self.nodes.values())
             if stopped() or time.monotonic() - began > (PULLS if pulls else STARTS):
