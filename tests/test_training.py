@@ -224,9 +224,10 @@ def test_fewer_shards_than_workers_must_be_refused(sharded):
 
 
 def killed_at(mnist: Path, folder: Path, step: int, *arguments: str) -> None:
-    """Train on three workers until the ledger of rank 0 has `step`, then SIGKILL them all."""
+    """Train on three workers until rank 0 has `step` in its ledger and has saved once, then SIGKILL them all."""
     job, path = gang(mnist, folder, 3, *arguments), folder / "ledger-0.jsonl"
     eventually(lambda: path.exists() and f'"step": {step},' in path.read_text())
+    eventually(lambda: [*folder.glob("checkpoints/step-*")])
     job.kill()
 
 
