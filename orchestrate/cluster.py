@@ -15,7 +15,7 @@ from orchestrate import job, lock, users
 from orchestrate.engines import SWARMS, Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import NODES, JobPaths
-from orchestrate.plan import Inventory, Plan, names, plan
+from orchestrate.plan import Inventory, Plan, counted, names, plan
 from orchestrate.spec import JobSpec
 
 # What a node is made with, and keeps.
@@ -49,9 +49,10 @@ class Cluster:
         if self.plan.engine != wanted.engine:
             found.append(f"its nodes are on the engine {self.plan.engine}")
         if self.plan.inventory.code != wanted.inventory.code:
-            found.append(f"its nodes see {self.plan.inventory.code}")
+            found.append(f"its nodes see {self.plan.inventory.code}, the job needs {wanted.inventory.code}")
         if spec.trainers + spec.spares > self.spec.trainers + self.spec.spares:
-            found.append(f"it has {self.spec.trainers + self.spec.spares} trainers, not {spec.trainers + spec.spares}")
+            there = counted(self.spec.trainers + self.spec.spares, "trainer")
+            found.append(f"it has {there}, not {spec.trainers + spec.spares}")
         if not set(wanted.gpus) <= set(self.plan.gpus):
             found.append(f"its nodes see {len(self.plan.gpus)} GPUs")
         if wanted.gpus and self.plan.engine == "swarm" and wanted.nproc_per_node > self.plan.nproc_per_node:

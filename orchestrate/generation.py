@@ -44,7 +44,7 @@ class Generation:
         self.heard = 0  # how many of the user's requests to stop have been passed on
         self.give_up = float("inf")
         self.failing = float("inf")  # when the others are stopped after a failure
-        self.started = time.monotonic()
+        self.started = time.monotonic()  # of this generation; later, of its first worker
         self.saved = self.traces.saved()
         self.best = max((ended.step for ended in supervisor.history.ended), default=0)
         self.watch_for_hangs = _Watch(self) if self.spec.hang_after else None
@@ -154,6 +154,8 @@ class Generation:
         if self.awaited is None or self.why:
             return
         awaited = self.engine.starting() & self.running
+        if awaited and awaited == self.running:
+            self.started = time.monotonic()  # the time in which nodes import says nothing about the script
         if not awaited:
             self.awaited = None
             self.emit("workers_started")

@@ -70,6 +70,10 @@ def check_script(spec: JobSpec) -> JobSpec:
     if script.startswith("-"):
         if script != "-m" or len(spec.command) < 2:
             raise UsageError(f"{script} is no script", "write -- SCRIPT ARGS, or -- -m MODULE ARGS")
+        module = spec.command[1]
+        if module.endswith(".py") and os.path.isfile(module):
+            name = module.removesuffix(".py").replace("/", ".")
+            raise UsageError(f"-m takes a module, and {module} is a file", f"leave out -m, or write -m {name}")
         return spec
     try:
         path = Path(script).resolve()

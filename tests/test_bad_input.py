@@ -33,6 +33,7 @@ def refused(cli, code: int, message: str, *arguments: str, **env: str) -> None:
         ("trainers must be a whole number from 0 to 1000, not '-1'", ["run", "--trainers", "-1"]),
         ("trainers must be a whole number from 0 to 1000, not 'x'", ["run", "--trainers", "x"]),
         ("the script nope.py does not exist", ["run", "--", "nope.py"]),
+        ("-m takes a module, and probe.py is a file", ["run", "-m", "probe.py"]),
         ("the script . is a folder", ["run", "--", "."]),
         ("the script /etc/passwd is outside", ["run", "--", "/etc/passwd"]),
         ("--flag is no script", ["run", "--", "--flag"]),

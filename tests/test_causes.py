@@ -48,6 +48,16 @@ def test_a_worker_that_its_node_killed_after_the_grace_period_must_not_be_blamed
     assert job.causes() == [cause]
 
 
+@pytest.mark.parametrize(("slow", "starts"), [(400, 1), (0, 3)])
+def test_the_time_in_which_nodes_import_must_not_count_as_progress(job, slow, starts):
+    """Forty seconds in which no worker has started, or has done something."""
+    engine = Scripted(*[[[]] * 400 + [[Exit(1, 1)]] for _ in range(3)])
+    engine.slow = [{0, 1, 2}] * slow
+    job.paths.log(1).write_text("OSError: [Errno 30] Read-only file system: 'x'\n")
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=2)).word == "failed"
+    assert engine.calls.count("start") == starts
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_without_metrics_a_new_checkpoint_must_count_as_progress(job, saves):
     engine = Scripted(*[[KILLED]] * 4, [ALL_WELL])
