@@ -101,7 +101,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _near(word: str, known: list[str], prog: str) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
     few = f"one of {', '.join(known)}" if known == [*EXPORTS] else f"{prog} --help"
     return f"did you mean {near[0]}?" if near else few
 

@@ -163,6 +163,7 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, 
     ("words", "what", "hint"),
     [
         ("pln train.py", "unknown command 'pln'", "did you mean plan?"),
+        ("rnu train.py", "unknown command 'rnu'", "did you mean run?"),
         ("export nomad", "unknown target 'nomad'", "one of kubernetes, slurm, compose"),
         ("train.py --lr 1", "unknown command 'train.py'", "python -m orchestrate run train.py"),
         ("frobnicate", "unknown command 'frobnicate'", "python -m orchestrate --help"),
