@@ -91,6 +91,16 @@ def phase(text: str) -> None:
         _lock.release()
 
 
+@contextlib.contextmanager
+def during(text: str) -> Iterator[None]:
+    """Tell what goes on within a `with` block."""
+    phase(text)
+    try:
+        yield
+    finally:
+        phase("")
+
+
 def progress(text: str, show: Callable[[str], None]) -> None:
     """Show a worker's progress bar as the last line of a terminal; elsewhere `show` gets it now and then."""
     if _replaces(sys.stderr):

@@ -7,6 +7,7 @@ import sys
 import pytest
 from test_plan import plan
 
+from orchestrate import terminal
 from orchestrate.engines import image, labels, probe, process
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, ResourceError
@@ -85,6 +86,19 @@ def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_s
     assert answers.of("DELETE /containers/made")[0] == {"v": "True", "force": "True", "link": "False"}
     query, _ = answers.of("GET /containers/made/logs")
     assert (query["stdout"], query["stderr"], query["tail"]) == ("1", "0", "1000")
+
+
+def test_what_is_looked_for_must_be_told_from_the_first_moment(answers, daemon, tmp_path, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(terminal, "phase", told.append)
+    monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
+    tmp_path.chmod(0o755)
+    (tmp_path / "work.py").write_text("import torch\n")
+    answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
+    answers.happens = lambda what: told.append(what) if what.endswith("/made/start") else None
+    image.inventory(daemon, spec(), tmp_path / "run", True)
+    looking = ["looking for GPUs", "POST /containers/made/start", ""]
+    assert told == ["looking for Python in the image", "", *looking, "trying the GPUs with torch", ""]
 
 
 @pytest.mark.parametrize(

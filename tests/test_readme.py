@@ -16,7 +16,9 @@ from app.checkpoint import read_manifest
 
 README = (ROOT / "README.md").read_text()
 # What only the first run says, or one that takes long.
-PASSING = "installing|building the image|starting|the nodes are still|waiting for|importing|cleaning up"
+PASSING = (
+    "installing|building the image|starting|the nodes are still|waiting for|importing|cleaning up|looking for|trying"
+)
 ACTIVATE = ". .venv/bin/activate"
 
 

@@ -21,7 +21,7 @@ from orchestrate.paths import NODES, PACKAGE, code_folder
 from orchestrate.plan import Inventory
 from orchestrate.preload import may_use_torch, preload
 from orchestrate.spec import IMAGE, JobSpec
-from orchestrate.terminal import phase, say
+from orchestrate.terminal import during, phase, say
 
 NOT_LOOKED = f"GPUs were not looked for: a plan runs no image but {IMAGE}, which this engine does not have"
 
@@ -38,17 +38,21 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
         volumes(daemon, spec.image)  # raises ResourceError for volumes that nodes cannot have
     code = code_folder(spec.command)
     _check_access(spec, code)
-    python = probe.python(daemon, spec.image, run) if prepare and not hopeless else "python"
+    with during("looking for Python in the image"):
+        python = probe.python(daemon, spec.image, run) if prepare and not hopeless else "python"
     modules = preload(spec, code)
     gpus: tuple[str, ...] = ()
     no_gpus = "the engine has no NVIDIA runtime"
     if spec.gpus != "none" and runtime:
         image = _looking(daemon, spec, prepare)
-        gpus = _gpus(daemon, image, run) if image else ()
+        with during("looking for GPUs"):
+            gpus = _gpus(daemon, image, run) if image else ()
         no_gpus = "the engine's NVIDIA runtime finds no GPU" if image else NOT_LOOKED
-    look = gpus and prepare and may_use_torch(spec, modules)
-    if look and (why := probe.useless(daemon, spec.image, run, python, gpus)):
-        gpus, no_gpus = (), f"{spec.image} cannot use the GPUs: {why}"
+    if gpus and prepare and may_use_torch(spec, modules):
+        with during("trying the GPUs with torch"):
+            why = probe.useless(daemon, spec.image, run, python, gpus)
+        if why:
+            gpus, no_gpus = (), f"{spec.image} cannot use the GPUs: {why}"
     if run.name == NODES:
         mounts.of_nodes(run, Path.cwd())  # a cluster runs no command
     else:

@@ -31,6 +31,7 @@ from orchestrate.paths import NODE, PROJECT, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.preload import may_use_torch, preload
 from orchestrate.spec import JobSpec, unencodable
+from orchestrate.terminal import during
 
 LIMITS = ("image", "user", "memory", "cpus", "shm_size", *SWARMS)  # keys of a job file that only containers support
 BIRTH = 10.0  # seconds within which a node of another orchestrator listens
@@ -76,8 +77,11 @@ class ProcessEngine(Linked):
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
         modules = preload(spec, code)
         found, why = tuple(gpus()) if spec.gpus != "none" else (), "this machine has no NVIDIA GPU"
-        if found and may_use_torch(spec, modules) and (useless := _useless(found)):
-            found, why = (), f"{sys.executable} cannot use the GPUs: {useless}"
+        if found and may_use_torch(spec, modules):
+            with during("trying the GPUs with torch"):
+                useless = _useless(found)
+            if useless:
+                found, why = (), f"{sys.executable} cannot use the GPUs: {useless}"
         return Inventory(
             engine="process",
             about=f"local processes without isolation{ignoring(spec, LIMITS, 'the process engine')}",
