@@ -72,8 +72,7 @@ def check_script(spec: JobSpec) -> JobSpec:
             raise UsageError(f"{script} is no script", "write -- SCRIPT ARGS, or -- -m MODULE ARGS")
         module = spec.command[1]
         if module.endswith(".py") and os.path.isfile(module):
-            name = module.removesuffix(".py").replace("/", ".")
-            raise UsageError(f"-m takes a module, and {module} is a file", f"leave out -m, or write -m {name}")
+            raise UsageError(f"-m takes a module, and {module} is a file", "leave out -m")
         return spec
     try:
         path = Path(script).resolve()

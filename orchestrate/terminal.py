@@ -93,7 +93,7 @@ def phase(text: str) -> None:
 
 @contextlib.contextmanager
 def during(text: str) -> Iterator[None]:
-    """Tell what goes on within a `with` block."""
+    """Tell what goes on within a `with` block, or a function that this decorates."""
     phase(text)
     try:
         yield

@@ -216,7 +216,7 @@ def test_a_look_for_gpus_must_run_nothing_of_the_jobs_image_and_leave_nothing(cl
     docker("import", str(cli.folder / "empty.tar"), image)
     try:
         done = cli("plan", "--engine", "docker", "--gpus", "auto", "--image", image, "--", "probe.py")
-        assert done.returncode == 0 and set(done.stderr.splitlines()) <= {"looking for GPUs"}  # where it takes long
+        assert done.returncode == 0 and done.stderr in ("", "looking for GPUs\n")  # the latter where it takes long
         assert "NCCL on GPU\n" in done.stdout  # though the image has not even nvidia-smi
     finally:
         docker("image", "rm", image)

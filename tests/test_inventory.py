@@ -7,7 +7,7 @@ import sys
 import pytest
 from test_plan import plan
 
-from orchestrate import terminal
+from orchestrate import looked, terminal
 from orchestrate.engines import image, labels, probe, process
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, ResourceError
@@ -16,6 +16,7 @@ from orchestrate.spec import IMAGE, JobSpec
 
 LISTING = b"\xff\nGPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n"
 NVIDIA = {"runc": {}, "nvidia": {}}
+PYTHON, USELESS = probe.python, probe.useless  # as they are, which tests replace
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +91,11 @@ def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_s
 
 def test_what_is_looked_for_must_be_told_from_the_first_moment(answers, daemon, tmp_path, monkeypatch):
     told: list[str] = []
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(probe, "python", PYTHON)
+    monkeypatch.setattr(probe, "useless", USELESS)
+    monkeypatch.setattr(probe, "_id", lambda *_: "an-id")
+    monkeypatch.setattr(probe, "_run", lambda *words, **_: ("works" if looked.CUDA in words[3] else "3 12", ""))
     monkeypatch.setattr(terminal, "phase", told.append)
     monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
     tmp_path.chmod(0o755)

@@ -17,7 +17,8 @@ from app.checkpoint import read_manifest
 README = (ROOT / "README.md").read_text()
 # What only the first run says, or one that takes long.
 PASSING = (
-    "installing|building the image|starting|the nodes are still|waiting for|importing|cleaning up|looking for|trying"
+    "installing|building the image|starting|the nodes are still|waiting for|importing|cleaning up|"
+    "looking for GPUs$|trying the GPUs with torch$"
 )
 ACTIVATE = ". .venv/bin/activate"
 

@@ -38,21 +38,17 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
         volumes(daemon, spec.image)  # raises ResourceError for volumes that nodes cannot have
     code = code_folder(spec.command)
     _check_access(spec, code)
-    with during("looking for Python in the image"):
-        python = probe.python(daemon, spec.image, run) if prepare and not hopeless else "python"
+    python = probe.python(daemon, spec.image, run) if prepare and not hopeless else "python"
     modules = preload(spec, code)
     gpus: tuple[str, ...] = ()
     no_gpus = "the engine has no NVIDIA runtime"
     if spec.gpus != "none" and runtime:
         image = _looking(daemon, spec, prepare)
-        with during("looking for GPUs"):
-            gpus = _gpus(daemon, image, run) if image else ()
+        gpus = _gpus(daemon, image, run) if image else ()
         no_gpus = "the engine's NVIDIA runtime finds no GPU" if image else NOT_LOOKED
-    if gpus and prepare and may_use_torch(spec, modules):
-        with during("trying the GPUs with torch"):
-            why = probe.useless(daemon, spec.image, run, python, gpus)
-        if why:
-            gpus, no_gpus = (), f"{spec.image} cannot use the GPUs: {why}"
+    look = gpus and prepare and may_use_torch(spec, modules)
+    if look and (why := probe.useless(daemon, spec.image, run, python, gpus)):
+        gpus, no_gpus = (), f"{spec.image} cannot use the GPUs: {why}"
     if run.name == NODES:
         mounts.of_nodes(run, Path.cwd())  # a cluster runs no command
     else:
@@ -130,6 +126,7 @@ def _looking(daemon: Daemon, spec: JobSpec, prepare: bool) -> str:
     return IMAGE if has_image(daemon, JobSpec(), prepare=False) else spec.image if prepare else ""
 
 
+@during("looking for GPUs")
 def _gpus(daemon: Daemon, image: str, run: Path) -> tuple[str, ...]:
     """Run nvidia-smi in a container with all GPUs; empty if it cannot start, without a driver for example."""
     container = None

@@ -13,6 +13,7 @@ from orchestrate.engines.daemon import ERRORS, Daemon, reason
 from orchestrate.errors import ResourceError
 from orchestrate.limits import FEWEST
 from orchestrate.spec import IMAGE
+from orchestrate.terminal import during
 
 PYTHONS = (  # where images have it; conda's and those of environments are often not on PATH
     *("python", "python3", "/opt/conda/bin/python", "/opt/venv/bin/python", "/usr/local/bin/python3"),
@@ -24,6 +25,7 @@ ANSWERS, COMPUTES = 30, 120  # seconds that Python may take to say its version, 
 VERSION = "import sys; sys.stdout.write('%d %d' % sys.version_info[:2])"
 
 
+@during("looking for Python in the image")
 def python(daemon: Daemon, image: str, run: Path) -> str:
     """The program that nodes of an image run with; raises ResourceError if it has none that can.
 
@@ -53,6 +55,7 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
     )
 
 
+@during("trying the GPUs with torch")
 def useless(daemon: Daemon, image: str, run: Path, python: str, gpus: Iterable[str]) -> str:
     """Why torch in the image cannot use these GPUs; empty if it can, or if there is no torch."""
     key = ["cuda", _id(daemon, image), *sorted(gpus)]

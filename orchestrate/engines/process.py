@@ -77,11 +77,8 @@ class ProcessEngine(Linked):
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
         modules = preload(spec, code)
         found, why = tuple(gpus()) if spec.gpus != "none" else (), "this machine has no NVIDIA GPU"
-        if found and may_use_torch(spec, modules):
-            with during("trying the GPUs with torch"):
-                useless = _useless(found)
-            if useless:
-                found, why = (), f"{sys.executable} cannot use the GPUs: {useless}"
+        if found and may_use_torch(spec, modules) and (useless := _useless(found)):
+            found, why = (), f"{sys.executable} cannot use the GPUs: {useless}"
         return Inventory(
             engine="process",
             about=f"local processes without isolation{ignoring(spec, LIMITS, 'the process engine')}",
@@ -246,6 +243,7 @@ def _held(lock: Path) -> bool:
     return False
 
 
+@during("trying the GPUs with torch")
 def _useless(gpus: tuple[str, ...]) -> str:
     """Why this interpreter's torch cannot use these GPUs; empty if it can, or if there is no torch."""
     try:
