@@ -4,6 +4,8 @@ ARG BASE_IMAGE=python:3.12.15-slim-bookworm@sha256:34386ef0cb081344d7ec1c103ba39
 FROM ${BASE_IMAGE}
 
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# torch.compile builds its kernels with a C++ compiler, and Triton's launchers with a C compiler.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 # The secret `ca` is a CA bundle for people behind a proxy that re-signs TLS; it never enters a layer.
 # A package whose hash is not that of the lock is refused, wherever it comes from; `make lock` renews the lock.
 RUN --mount=type=secret,id=ca,required=false \
