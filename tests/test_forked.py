@@ -264,21 +264,41 @@ def test_what_is_not_there_must_be_told_in_pythons_own_words(warm, words):
         ("bad", "bad cannot be imported: SystemExit: 3"),
         ("deadly", "it ended"),
         ("threads", "1 threads were started, which a fork would lose"),
-        ("torch", "CUDA was initialised, which no forked process can use"),
     ],
 )
 def test_where_nothing_can_be_forked_workers_must_start_afresh(tmp_path, preload, why):
     (tmp_path / "bad.py").write_text("raise SystemExit(3)")
     (tmp_path / "deadly.py").write_text("import os\nos.abort()")
     (tmp_path / "threads.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()")
-    (installed := tmp_path / "installed").mkdir()
-    (installed / "torch.py").write_text("class cuda: is_initialized = staticmethod(lambda: True)")
-    node = Waiting(tmp_path, preload, PYTHONPATH=str(installed))
+    node = Waiting(tmp_path, preload)
     for rank in range(2):  # the first one waits for the import; when the second one comes, that has failed
         assert node.run(rank, "print('ran')") == 0
         assert node.log(rank) == "ran\n"
     node.end()
     assert node.out.read_text().splitlines()[0] == f"[node] each worker starts an interpreter of its own: {why}"
+
+
+TOUCHES = """
+import os, sys
+from orchestrate.node import zygote
+import torch
+zygote.DEVICES = (sys.argv[1],)
+if sys.argv[2] == "uses":
+    try:
+        torch.cuda.device_count()
+        torch.cuda.init()
+    except Exception:
+        pass
+if not os.fork():
+    os._exit(zygote.used_cuda())
+print(os.wait()[1] >> 8)
+"""
+
+
+@pytest.mark.parametrize(("device", "does", "found"), [("/", "uses", 1), ("/none", "uses", 0), ("/", "nothing", 0)])
+def test_cuda_that_was_used_before_a_fork_must_be_found_where_there_are_gpus(device, does, found):
+    done = subprocess.run([sys.executable, "-c", TOUCHES, device, does], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{found}\n"
 
 
 NOTES = "import os, sys\nopen(f'{__name__}-{os.getpid()}', 'w').close()\n"

@@ -44,6 +44,7 @@ MOST = 1 << 20  # bytes of a message
 GO, READ = b"g", b"r"
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # of Linux' prctl(2)
 LOST_OUTPUT = 120  # Python's exit code if it cannot flush stdout or stderr
+DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # one of which is there if there are GPUs; the latter on WSL
 AHEAD: set[str] = set()  # the modules that were imported before the fork
 libc = ctypes.CDLL(None)
 
@@ -80,14 +81,29 @@ def settle() -> str:
     gc.freeze()  # the collector would write to every object, and so copy its page
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # a worker does not finalise modules that were imported here; see `finish`
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "CUDA was initialised, which no forked process can use"
     if not (pid := os.fork()):
-        os._exit(0)
-    os.waitpid(pid, 0)
+        os._exit(used_cuda())
+    if os.waitpid(pid, 0)[1]:
+        return "CUDA was used while importing, and cannot be used after a fork: do that in the script, not in a module"
     threads = len(os.listdir("/proc/self/task"))  # counted after a fork, before which libraries end some threads
     return f"{threads - 1} threads were started, which a fork would lose" if threads > 1 else ""
+
+
+def used_cuda() -> bool:
+    """Whether CUDA was used before the fork, by torch or by any other library; runs in a forked child.
+
+    torch notes calls such as cudaGetDeviceCount, after which a forked process cannot initialise CUDA; without a GPU
+    that does no harm. Of other libraries, the device for unified memory tells, which CUDA opens and NVML does not.
+    """
+    torch = sys.modules.get("torch")
+    with contextlib.suppress(AttributeError):
+        if torch is not None and torch.cuda._is_in_bad_fork() and any(map(os.path.exists, DEVICES)):
+            return True
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia-uvm"):
+                return True
+    return False
 
 
 def early(env: dict[str, str]) -> dict[str, str]:
@@ -351,6 +367,7 @@ def main() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(PR_SET_DUMPABLE, 0)  # workers run as the same user, and must not write to the memory of the zygote
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that torch.cuda.is_available() does not initialise CUDA
     gc.disable()
     if not (safe := getattr(sys.flags, "safe_path", False)):
         del sys.path[0]
