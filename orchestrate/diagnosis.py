@@ -21,13 +21,23 @@ TIMEOUT = re.compile(
     r"[Tt]imed out (waiting|after)|collective operation timeout|Wait timeout|DistStoreError.*imed out|wait timeout"
 )
 COMPLAINT = re.compile(
-    rf"onnection (closed|reset|refused)|remote process exited|Broken pipe|DistNetworkError|{TIMEOUT.pattern}"
+    r"onnection (closed|reset|refused)|remote process exited|communicator was aborted|Broken pipe|DistNetworkError"
+    rf"|{TIMEOUT.pattern}"
 )
 
 # How torch says that it finds no GPU, or was built without CUDA.
 NO_CUDA = (
     r"not compiled with CUDA|No CUDA GPUs are available|no CUDA-capable device|Found no NVIDIA driver"
     r"|NCCL is only supported with GPUs|requires at least one CUDA device"
+)
+# How torch and NCCL say that a kernel or the GPU itself has failed.
+ASSERTED = r"device-side assert triggered"
+GPU_FAILED = (
+    r"(CUDA error|Triton Error \[CUDA\]): (an illegal (memory access|instruction)|misaligned address|unknown error"
+    r"|unspecified launch failure|the launch timed out|uncorrectable ECC|hardware stack error|invalid program counter"
+    r"|CUDA-capable device\(s\) is/are busy|system not yet initialized)"
+    r"|CUBLAS_STATUS_EXECUTION_FAILED|CUDNN_STATUS_EXECUTION_FAILED|GPU is lost|GPU has fallen off the bus"
+    r"|Unable to determine the device handle|\bXid\b"
 )
 # Options of `run`, which a script does not know.
 OURS = "nodes|nnodes|trainers|gpus|engine|image|dry-run|detach|set|runs|json|print-path|nproc[-_]per[-_]node"
@@ -86,6 +96,26 @@ BY_ERROR = [  # in the exception that a traceback ends with, and after it
     (r"CUDA out of memory|OutOfMemoryError", "out of GPU memory", "a smaller batch, or GPUs with more memory"),
     (r"No space left on device", "disk full", "free some disk, or some /dev/shm (--set shm_size=4g)"),
     (r"Read-only file system|Permission denied", "not writable", READ_ONLY),
+    (
+        ASSERTED,
+        "GPU error",
+        "an index or a label out of range, most often; -e CUDA_LAUNCH_BLOCKING=1 makes the traceback name the line",
+    ),
+    (
+        GPU_FAILED,
+        "GPU error",
+        "see Xid in dmesg on the host; -e CUDA_LAUNCH_BLOCKING=1 makes the traceback name the line of a bug",
+    ),
+    (
+        r"Duplicate GPU detected",
+        "GPU shared",
+        "give each worker its own GPU, or use the backend gloo, which takes CUDA tensors, or NCCL 2.30",
+    ),
+    (
+        r"Detected mismatch between collectives on ranks",
+        "mismatch",
+        "all workers must call the same collectives in the same order, with the same shapes: see the lines above",
+    ),
     (NO_CUDA, "no GPUs", "this job has no GPUs: use --gpus all, or train on the CPU with the backend gloo"),
     (rf"(?m)^{RANK}(FileNotFound|NotADirectory)Error: ", "no such file", NO_FILE),
 ]
@@ -138,8 +168,13 @@ class End:
 
 def complains(words: Sequence[str], about: re.Pattern[str] = COMPLAINT) -> bool:
     """Whether a worker's last words, before a dump of its stacks, are about a peer that has gone or does not answer."""
-    fatal = [i for i, line in enumerate(words) if line.startswith("Fatal Python error: ")]
-    return bool(about.search("\n".join(words[: fatal[0] if fatal else None][-3:])))
+    return bool(about.search("\n".join([line for line in before_dump(words) if line.strip()][-3:])))
+
+
+def before_dump(lines: Sequence[str]) -> Sequence[str]:
+    """The lines before Python's dump of all stacks, or all lines if there is none."""
+    fatal = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
+    return lines[: fatal[0] if fatal else None]
 
 
 def blame(ends: Sequence[End], words: Callable[[int], list[str]], window: float = PEERS_FAIL) -> tuple[Exit, str]:
@@ -169,7 +204,7 @@ def blame(ends: Sequence[End], words: Callable[[int], list[str]], window: float 
     return near[0], ""
 
 
-def last_error(lines: list[str]) -> list[str]:
+def last_error(lines: Sequence[str]) -> Sequence[str]:
     """The exception that the last traceback ends with, and the lines after it; all lines if there is none."""
     frames = [place for place, line in enumerate(lines) if re.match(rf'{RANK}\s+File "', line)]
     if not frames:
@@ -191,7 +226,7 @@ def diagnose(plan: Plan, exit: Exit, known: str, lines: list[str], log: str, hos
         exit.code, ("error", "the lines above are the end of its log; the cause may stand further up")
     )
     if exit.code < 128 or exit.code == ABORTED:
-        whole, error = "\n".join(lines), "\n".join(last_error(lines))
+        whole, error = "\n".join(lines), "\n".join(last_error(before_dump(lines) or lines))
         clues = [(whole, *clue) for clue in BY_LINE] + [(error, *clue) for clue in BY_ERROR]
         for text, pattern, kind, advice in clues:
             match = re.search(pattern, text)

@@ -21,6 +21,7 @@ FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run direct
 PARTITION_PATIENCE = 5.0  # seconds that a node may be cut off from the network
 DUMP_TAKES = 15.0  # seconds at most in which workers print their stacks, on a machine that is busy
 MOST_LOSSES = 50  # times that the engine may go away during one generation
+IN_NCCL = 5.0  # seconds after a failure in which workers on GPUs end: one that waits in NCCL never handles SIGTERM
 AFTER_GRACE = 5.0  # seconds that nodes have, after the grace period, to say that their workers have ended
 
 
@@ -44,6 +45,7 @@ class Generation:
         self.heard = 0  # how many of the user's requests to stop have been passed on
         self.give_up = float("inf")
         self.failing = float("inf")  # when the others are stopped after a failure
+        self.killing = float("inf")  # when those that have not ended by then are killed
         self.started = time.monotonic()  # of this generation; later, of its first worker
         self.saved = self.traces.saved()
         self.best = max((ended.step for ended in supervisor.history.ended), default=0)
@@ -133,6 +135,8 @@ class Generation:
             if end.rank in self.running:
                 self._ended(end)
         self._stop_if_failing()
+        if time.monotonic() > self.killing:
+            self._kill()
         self._look_for_started()
         if self.stops() > self.heard:
             self.heard = self.stops()
@@ -193,7 +197,17 @@ class Generation:
         with contextlib.suppress(OSError):  # a full disk; the nodes stop what runs all the same
             self.traces.fence(self.plan.generation, over=True)
         self.emit("workers_stopping", why=why, kill=self.wanted > 1)
+        if self.why == FAILED and self.plan.gpus:
+            self.killing = min(self.killing, time.monotonic() + IN_NCCL)
         self._give_time()
+
+    def _kill(self) -> None:
+        """Kill the workers that have not ended."""
+        self.killing = float("inf")
+        if self.wanted < 2:
+            self.wanted = 2
+            self.emit("workers_stopping", why=self.why, kill=True)
+            self._give_time()
 
     def _give_time(self) -> None:
         self.give_up = time.monotonic() + AFTER_GRACE + (0 if self.wanted > 1 else self.spec.grace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 
 from orchestrate import terminal
@@ -13,6 +14,7 @@ from orchestrate.node.trees import data
 from orchestrate.paths import LOGS, JobPaths, log
 
 END = 1 << 16  # bytes of a log that are its end
+NATIVE = re.compile(r"(frame #\d+: |Exception raised from .* \(most recent call first\):$)")  # of torch's C++ code
 MARK = b"[node] generation "  # how a node begins the part of a log that is another generation's
 
 
@@ -103,10 +105,13 @@ def tail(folder: Folder, rank: int) -> str:
 def last_words(text: str, generation: int, count: int) -> list[str]:
     """The last lines that a worker of a generation wrote; of a dump of all its stacks, the first part alone.
 
+    Stack frames of C++ code are left out: NCCL's watchdog prints dozens of them after its message.
+
     `text` is the end of its log. What stands before the dump is what it had to say itself.
     """
     mark = f"{MARK.decode()}{generation}"
     lines = text.rpartition(mark + "\n")[2].splitlines() if generation else text.splitlines()
+    lines = [line for line in lines if not NATIVE.match(line)]
     if text.endswith(mark):
         return []
     fatal = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")]

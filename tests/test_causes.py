@@ -1,11 +1,14 @@
 """The cause of a failure must come with all that is known of it, and progress be measured; on a scripted engine."""
 
+import dataclasses
 import json
 
 import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
+from test_plan import HERE
 
 from orchestrate.engines import Exit
+from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
 from orchestrate.supervisor import Outcome
 
@@ -97,3 +100,20 @@ def test_only_a_step_beyond_all_earlier_ones_must_count_as_progress(job):
     engine.start = advance
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).word == "succeeded"
     assert [ended.progress for ended in job.supervisor.history.ended] == [True, True, False, False, True, True]
+
+
+@pytest.mark.parametrize(("gpus", "killed_after"), [("all", 5.0), ("none", None)])
+def test_workers_that_hang_in_nccl_after_a_failure_must_be_killed_before_the_grace_period_is_over(
+    job, gpus, killed_after
+):
+    """A worker that waits in a kernel of NCCL's handles no SIGTERM; on a CPU it gets its whole grace period."""
+    engine = Scripted([[Exit(1, 1)], *[[]] * 200, [Exit(0, 143), Exit(2, 143)]], [ALL_WELL])
+    orders: list[tuple[float, bool]] = []
+    engine.stop = lambda kill: orders.append((job.clock.now, kill))
+    spec = JobSpec(trainers=2, grace=30.0, gpus=gpus)
+    there = dataclasses.replace(HERE, gpus=("GPU-0", "GPU-1", "GPU-2"))
+    assert job.run(engine, spec, plan(spec, there, "j", 29500)).word == "succeeded"
+    assert [kill for _, kill in orders] == [False, True][: 2 if killed_after else 1]
+    if killed_after:
+        assert 0 <= orders[1][0] - orders[0][0] - killed_after < 1
+    assert job.causes() == [(1, "error")]

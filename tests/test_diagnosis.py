@@ -8,6 +8,7 @@ from test_plan import HERE
 
 from orchestrate.diagnosis import BY_ENGINE, End, blame, complains, diagnose
 from orchestrate.engines import Exit
+from orchestrate.logs import last_words
 from orchestrate.plan import plan
 from orchestrate.restarts import CAUSES
 from orchestrate.spec import JobSpec
@@ -22,6 +23,18 @@ DUMP = [
     "Current thread 0x01 (most recent call first):",
     '  File "t.py", line 3 in x',
     "  ...",
+]
+# How NCCL's watchdog ends a worker: torch 2.9's words, shortened.
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+WATCHDOG = ["terminate called after throwing an instance of 'c10::DistBackendError'"]
+WHAT = "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception:"
+FRAMES = [
+    "Exception raised from checkTimeout at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:685 "
+    "(most recent call first):",
+    *(
+        f"frame #{number}: c10d::ProcessGroupNCCL::Watchdog::run() + 0x{number} (0x7f in libtorch_cuda.so)"
+        for number in range(9)
+    ),
 ]
 PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 
@@ -142,13 +155,24 @@ def test_a_worker_that_ended_well_must_not_be_blamed_for_anothers_own_error():
         ["RuntimeError: the operation timed out after 60000ms"],
         ["RuntimeError: Wait timeout"],
         ["DistBackendError: wait timeout after 300000ms, keys: /default_pg/0/0"],
+        ["[rank0]: torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0."],
+        last_words("\n".join([NCCL, *WATCHDOG, f"  what():  {WHAT} {NCCL}", *FRAMES, "", *DUMP]), 0, 12),
     ],
 )
 def test_complaints_about_a_peer_must_be_known(words):
     assert complains(words)
 
 
-@pytest.mark.parametrize("words", [[], ["ValueError: no"], [GLOO, "a", "b", "c"], ["ValueError", *DUMP]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["ValueError: no"],
+        [GLOO, "a", "b", "c"],
+        ["ValueError", *DUMP],
+        last_words("\n".join([*WATCHDOG, f"  what():  {WHAT} {ILLEGAL}", *FRAMES, "", *DUMP]), 0, 12),
+    ],
+)
 def test_other_last_words_must_not_count_as_complaints(words):
     assert not complains(words)
 
@@ -197,6 +221,25 @@ def test_other_last_words_must_not_count_as_complaints(words):
             "lost a process that it had started: the kernel killed that for lack of memory (exit code 1)",
         ),
         (1, "", ["torch.OutOfMemoryError: CUDA out of memory."], "out of GPU memory", "exited with code 1"),
+        (1, "", [f"torch.AcceleratorError: {ILLEGAL}"], "GPU error", "exited with code 1"),
+        (1, "", [f"RuntimeError: {ILLEGAL.replace('CUDA error', 'Triton Error [CUDA]')}"], "GPU error", "exited with"),
+        (
+            1,
+            "",
+            ["torch.AcceleratorError: CUDA error: device-side assert triggered"],
+            "GPU error",
+            "exited with code 1",
+        ),
+        (1, "", ["RuntimeError: CUDA error: uncorrectable ECC error encountered"], "GPU error", "exited with code 1"),
+        (134, "", [*WATCHDOG, f"  what():  {WHAT} {ILLEGAL}", *DUMP], "GPU error", "was ended by SIGABRT"),
+        (
+            1,
+            "",
+            ["[rank0]: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 7000"],
+            "GPU shared",
+            "exited",
+        ),
+        (1, "", ["RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is …"], "mismatch", "exited"),
         (1, "", ["OSError: [Errno 28] No space left on device"], "disk full", "exited with code 1"),
         (137, "node stopped", [], "node stopped", "was ended with its node, which was stopped or removed"),
         (137, "node lost", [], "node lost", "was lost with its node, which ended"),
