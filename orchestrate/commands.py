@@ -79,7 +79,7 @@ def count_signals(spec: JobSpec) -> Any:
 
 def _findings(spec: JobSpec) -> Iterator[Finding]:
     if spec.engine == "process":
-        yield findings.local()
+        yield from findings.local()
         return
     with sdk():
         from orchestrate import doctor

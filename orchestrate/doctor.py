@@ -12,17 +12,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from orchestrate import records, users
+from orchestrate.engines import toolkit
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.guard import wanted
 from orchestrate.engines.image import has_image
-from orchestrate.engines.manager import Thing, gpus, ready
+from orchestrate.engines.manager import Thing, ready
+from orchestrate.engines.manager import gpus as offered
 from orchestrate.engines.parcels import give
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError, OrchestrateError
-from orchestrate.findings import BAD, GOOD, WARNING, Finding, local
+from orchestrate.findings import BAD, GOOD, WARNING, Finding, gpus, local
+from orchestrate.gpus import look
 from orchestrate.job import new_id
 from orchestrate.node.files import PIECE, digest
 from orchestrate.paths import JobPaths
@@ -41,12 +44,11 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
         daemon = Daemon()
     except OrchestrateError as error:
         yield Finding(BAD, str(error), error.hint, error.exit_code)
-        yield local()
+        yield from local()
         return
     info = daemon.info
     yield Finding(GOOD, f"Docker Engine {info['ServerVersion']} at {daemon.host}, with Compose")
-    runtime = "nvidia" in info.get("Runtimes", {})
-    yield Finding(GOOD, "it has the NVIDIA runtime" if runtime else "it has no NVIDIA runtime: jobs train on the CPU")
+    yield from _gpus(info)
     yield (
         Finding(GOOD, f"it has the image {spec.image}")
         if has_image(daemon, spec, prepare=False)
@@ -64,6 +66,18 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
         yield Finding(WARNING, str(error), error.hint)
         return
     yield from _swarm(engine, spec)
+
+
+def _gpus(info: dict[str, Any]) -> Iterator[Finding]:
+    """How containers get GPUs, and those of this machine."""
+    found, way = look(), toolkit.way(info)
+    hint = "install NVIDIA's container toolkit, then nvidia-ctk runtime configure --runtime=docker" if found else ""
+    yield {
+        "runtime": Finding(GOOD, "it has the NVIDIA runtime"),
+        "cdi": Finding(GOOD, f"it gives containers GPUs as CDI devices ({toolkit.CDI})"),
+        "": Finding(WARNING if found else GOOD, "it has no NVIDIA runtime: jobs train on the CPU", hint),
+    }[way]
+    yield from gpus(found)
 
 
 def _swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
@@ -87,7 +101,7 @@ def _host(host: Thing) -> Iterator[Finding]:
         state = f"{host['Status']['State']}, {host['Spec']['Availability']}"
         yield Finding(WARNING, f"{name} ({address}) takes no nodes: {state}", f"docker node inspect {name}")
         return
-    yield Finding(GOOD, f"{name} ({address}): engine {version}, {counted(gpus(host), 'GPU')} offered")
+    yield Finding(GOOD, f"{name} ({address}): engine {version}, {counted(offered(host), 'GPU')} offered")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
         yield Finding(
             BAD, f"{name}: engine {version} is older than {'.'.join(map(str, OLDEST))}", "update Docker there"

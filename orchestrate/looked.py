@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import subprocess
+import sys
+from importlib import metadata
 
 from orchestrate import private, records
 from orchestrate.folder import content, write_whole
+from orchestrate.terminal import during
 
 FOLDER = "looked"
+COMPUTES = 120  # seconds that torch may take to compute on all GPUs
 # Computes on each GPU: a build of torch without code for a GPU finds it available all the same.
 CUDA = """
 import sys
@@ -57,3 +63,21 @@ def note(key: list[str], value: str) -> None:
             private.make(place / FOLDER)
             with private.opened(place / FOLDER) as folder:
                 return write_whole(_name(key), value, folder)
+
+
+@during("trying the GPUs with torch")
+def useless(gpus: list[str]) -> str:
+    """Why this interpreter's torch cannot use these GPUs; empty if it can, or if there is no torch."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+    key = ["cuda", sys.executable, version, *sorted(gpus)]
+    if known(key):
+        return ""
+    env, command = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, [sys.executable, "-I", "-c", CUDA]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMPUTES)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return cuda(key, "", str(error))
+    return cuda(key, (done.stdout.strip().splitlines() or [""])[-1])

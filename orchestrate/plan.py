@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from orchestrate.cores import shares
+from orchestrate.cores import shares_near
 from orchestrate.errors import ResourceError
 from orchestrate.forms import argument
 from orchestrate.limits import UNLIMITED, Limits, in_words, limits
@@ -43,6 +43,8 @@ class Inventory:
     hosts: int = 1  # the machines that take nodes
     python: str = "python"  # with which nodes in containers run
     sharing: int = 0  # the nodes that share them, where those are not the job's own
+    gpu_note: str = ""  # what to know about GPUs that other programs use
+    gpu_cores: tuple[tuple[int, ...], ...] = ()  # the cores near each GPU, where workers are to be kept to them
 
     @property
     def packages(self) -> list[str]:
@@ -102,7 +104,10 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan for a person: a line per worker."""
-        backend = "NCCL on GPU" if self.gpus else f"gloo on CPU ({self.reason})"
+        note = f" ({self.inventory.gpu_note})" if self.inventory.gpu_note else ""
+        shared = counted(len(self.gpus), "shared GPU") if len(self.gpus) < self.world_size else ""
+        on_gpus = f"on {shared}{note}" if shared else f"NCCL on GPU{note}"
+        backend = on_gpus if self.gpus else f"gloo on CPU ({self.reason})"
         first = self.workers[0].env
         threads = first["OMP_NUM_THREADS"]  # a script's author may have set it, to a list for nested regions, say
         width = max(map(len, self.nodes))
@@ -149,16 +154,19 @@ def plan(
     """
     wanted_nodes = len(names(spec))
     nodes = nodes or names(spec)
-    gpus = _gpus(spec, inventory)
+    gpus = offered = _gpus(spec, inventory)
     nproc = spec.nproc_per_node or max(1, len(gpus) // wanted_nodes)
     wanted = len(nodes) * nproc
+    if spec.share_gpus and nproc <= len(offered):  # the workers of a node still have one each
+        gpus = tuple(offered[rank % len(offered)] for rank in range(wanted))
     if gpus and len(gpus) < wanted:
         fewer = len(gpus) // nproc - 1
         ways = [f"--trainers {fewer}"] if fewer >= 0 else []
         raise ResourceError(
             f"{wanted} workers need {wanted} GPUs, and there {_are(len(gpus))}",
             f"take fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
-            "or train with gloo on CPU (--gpus none)",
+            + ("let nodes share GPUs (--set share_gpus=true), " if nproc <= len(gpus) else "")
+            + "or train with gloo on CPU (--gpus none)",
         )
     usable = len(inventory.cores)
     if spec.pin and usable < wanted:
@@ -168,7 +176,9 @@ def plan(
         )
     if spec.cpus and inventory.engine != "process":  # more threads than that would only wait for each other
         usable = min(usable, math.floor(spec.cpus * len(nodes)))
-    kept = shares(inventory.cores, wanted) if spec.pin else [()] * wanted
+    close = dict(zip(inventory.gpus, inventory.gpu_cores))
+    near = [close.get(gpu, ()) for gpu in gpus[:wanted]] or [()] * wanted
+    kept = shares_near(inventory.cores, near) if spec.pin else [()] * wanted
     machine = {"host": "", "cpus": usable, "gpus": list(gpus)}
     home = inventory.cluster or job_id
     address = inventory.master_addr or (nodes[0] if nodes[0] == "master" else f"{home}-{nodes[0]}")
@@ -198,7 +208,7 @@ def plan(
         inventory=inventory,
         nodes=nodes,
         nproc_per_node=nproc,
-        gpus=gpus[:wanted],
+        gpus=offered[:wanted],
         reason="" if gpus else "--gpus none" if spec.gpus == "none" else inventory.no_gpus,
         limits=_limits(spec, inventory),
         workers=tuple(workers),
@@ -214,6 +224,7 @@ def read_plan(text: str, env: Mapping[str, str]) -> Plan:
     """
     values = json.loads(text)
     lists = {name: tuple(values["inventory"][name]) for name in ("cores", "gpus", "preload")}
+    lists["gpu_cores"] = tuple(map(tuple, values["inventory"].get("gpu_cores", ())))
     inventory = Inventory(**values["inventory"] | lists)
     workers = tuple(
         WorkerPlan(**worker | {"cores": tuple(worker["cores"]), "env": worker["env"] | env})
@@ -279,7 +290,7 @@ def _gpus(spec: JobSpec, inventory: Inventory) -> tuple[str, ...]:
     if spec.gpus != "auto" and not inventory.gpus:
         raise ResourceError(
             f"--gpus {spec.gpus}: {inventory.no_gpus}",
-            "train with gloo on CPU (--gpus none), or install the NVIDIA driver and container toolkit",
+            "python -m orchestrate doctor lists the GPUs and what is missing; --gpus none trains with gloo on CPU",
         )
     if isinstance(spec.gpus, int):
         if spec.gpus > len(inventory.gpus):
@@ -292,9 +303,10 @@ def _gpus(spec: JobSpec, inventory: Inventory) -> tuple[str, ...]:
 
 
 def _own(spec: JobSpec, cores: tuple[int, ...]) -> dict[str, str]:
-    """What a node is asked about a worker; only where it differs from what nodes do anyway."""
-    pinned = {"WORKER_CORES": ",".join(map(str, cores))} if cores else {}
-    return pinned if spec.expand else {**pinned, "WORKER_EXPAND": "false"}
+    """What a node is asked about a worker, and NCCL of several on a GPU; only where it differs from the default."""
+    own = {"WORKER_CORES": ",".join(map(str, cores))} if cores else {}
+    own |= {} if spec.expand else {"WORKER_EXPAND": "false"}
+    return own | ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if spec.share_gpus else {})
 
 
 def _cores(cores: tuple[int, ...]) -> str:

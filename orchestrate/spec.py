@@ -57,6 +57,7 @@ class JobSpec:
         "workers on each node (default: GPUs per node, or 1)",
     )
     gpus: str | int = _field("auto", values.gpus, "auto (what the engine has, the default), all, none, or a number")
+    share_gpus: bool = _field(False, values.truth, "let nodes share GPUs where there are fewer than workers")
     engine: str = _field(
         "auto",
         values.choice("auto", "docker", "process", "swarm"),

@@ -183,6 +183,7 @@ def test_nodes_must_share_a_folder_of_sockets_and_see_of_the_code_what_is_code(j
 def test_the_gpus_of_the_plan_and_no_others_must_be_given(job):
     engine = job.settled(gpus=with_gpus(4).gpus, spec=dataclasses.replace(SPEC, nproc_per_node=1, gpus="all"))
     assert (engine.env["NODE_RUNTIME"], engine.env["NODE_GPUS"]) == ("nvidia", "GPU-0,GPU-1")
+    assert engine.devices == {}
 
 
 def test_a_job_on_the_network_of_its_host_must_have_composes_second_file(job):

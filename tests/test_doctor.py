@@ -1,6 +1,7 @@
 """What `doctor` finds on hosts; see test_swarm.py for real ones, which have the same clock."""
 
 import base64
+import dataclasses
 import io
 import os
 import socket
@@ -13,13 +14,30 @@ from pathlib import Path
 import pytest
 from test_plan import HERE
 
-from orchestrate import commands, doctor, findings, users
+from orchestrate import commands, doctor, findings, looked, users
 from orchestrate.engines import JobState
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError
+from orchestrate.gpus import Gpu
 from orchestrate.node.files import PIECE
 from orchestrate.plan import Inventory, Plan
 from orchestrate.spec import IMAGE, JobSpec
+
+OWN = Gpu(id="GPU-1", index=0, name="NVIDIA H200", total=141 << 30, driver="580.95.05")
+
+
+@pytest.fixture(autouse=True)
+def own(monkeypatch):
+    """What this machine has: no GPU, unless a test says so."""
+
+    def have(*gpus: Gpu, why: str = "this machine has no NVIDIA GPU", useless: str = "") -> None:
+        for module in (doctor, findings):
+            monkeypatch.setattr(module, "look", lambda: gpus)
+        monkeypatch.setattr(findings, "why_none", lambda: why)
+        monkeypatch.setattr(looked, "useless", lambda ids: useless)
+
+    have()
+    return have
 
 
 class Host:
@@ -252,20 +270,21 @@ def found(monkeypatch):
 
 def test_an_engine_that_is_well_must_be_called_so(found, capsys):
     lines, code = found(capsys, Runtimes={"nvidia": {}, "runc": {}}, Swarm={"LocalNodeState": "inactive"})
-    assert code == 0 and all(line.startswith("ok ") for line in lines) and len(lines) == 4
+    assert code == 0 and all(line.startswith("ok ") for line in lines) and len(lines) == 5
     assert "28.0.1 at unix:///var/run/docker.sock" in lines[0] and "has the NVIDIA runtime" in lines[1]
-    assert "it has the image mine:1" in lines[2] and "in no Swarm" in lines[3]
+    assert lines[2] == "ok       this machine has no NVIDIA GPU"
+    assert "it has the image mine:1" in lines[3] and "in no Swarm" in lines[4]
 
 
 def test_what_an_engine_does_not_have_must_be_told_and_be_no_error(found, capsys):
     lines, code = found(capsys, image=False, Runtimes={"runc": {}})
     assert code == 0
     assert "no NVIDIA runtime: jobs train on the CPU" in lines[1]
-    assert lines[2:4] == [
+    assert lines[3:5] == [
         "warning  it has no image mine:1",
         "         hint: the first run builds or pulls it",
     ]
-    assert lines[4:6] == [
+    assert lines[5:7] == [
         f"warning  it has no image {IMAGE}, which keeps nodes from this machine's ports",
         "         hint: docker compose build",
     ]
@@ -277,9 +296,10 @@ def test_an_engine_that_does_not_answer_must_be_an_error(monkeypatch, capsys):
 
     monkeypatch.setattr(doctor, "Daemon", refuse)
     assert commands.doctor(JobSpec()) == 3
-    first, second, third = capsys.readouterr().out.splitlines()
+    first, second, third, fourth = capsys.readouterr().out.splitlines()
     assert (first, second) == ("error    no Docker Engine answers", "         hint: start Docker")
     assert third.startswith("ok       local processes: torch ")
+    assert fourth == "ok       this machine has no NVIDIA GPU"
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -292,7 +312,7 @@ def test_what_local_processes_need_must_be_looked_for_where_they_are_asked_for(m
     monkeypatch.setattr(findings.metadata, "version", version)
     assert commands.doctor(JobSpec(engine="process")) == 0
     python = sys.executable
-    assert capsys.readouterr().out.splitlines() == (
+    assert capsys.readouterr().out.splitlines()[:-1] == (
         [f"ok       local processes: torch 2.0 of torch in {python}"]
         if there
         else [
@@ -315,3 +335,32 @@ def test_a_swarm_must_be_looked_at_where_there_is_one(found, capsys, port):
     lines, code = found(capsys, swarm=lambda: engine, Swarm={"LocalNodeState": "active"})
     assert code == 4
     assert lines[-2:] == ["error    no overlay", "         hint: look at it"]
+
+
+def test_the_gpus_of_this_machine_must_be_listed_with_what_slows_them_or_keeps_torch_from_them(own, capsys):
+    idle = dataclasses.replace(OWN, id="GPU-2", used=100 << 30, persistent=False)
+    own(OWN, idle, useless="torch 2.15.0: The NVIDIA driver on your system is too old")
+    assert commands.doctor(JobSpec(engine="process")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == [
+        "ok       GPU-1: NVIDIA H200, 141 GiB, driver 580.95.05",
+        "ok       GPU-2, 71 % of its memory in use: NVIDIA H200, 141 GiB, driver 580.95.05",
+    ]
+    assert lines[3].startswith("warning  persistence mode is off") and "nvidia-smi -pm 1" in lines[4]
+    assert lines[5].startswith("warning  local processes cannot use the GPUs: torch 2.15.0: The NVIDIA driver")
+
+
+def test_a_driver_that_does_not_match_its_libraries_must_be_a_warning(own, capsys):
+    own(why="nvidia-smi: Failed to initialize NVML: Driver/library version mismatch")
+    commands.doctor(JobSpec(engine="process"))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "warning  nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
+
+
+def test_gpus_that_containers_do_not_get_must_be_a_warning_with_the_toolkit(own, found, capsys):
+    own(OWN)
+    lines, code = found(capsys, Runtimes={"runc": {}})
+    assert code == 0 and lines[1] == "warning  it has no NVIDIA runtime: jobs train on the CPU"
+    assert "container toolkit" in lines[2] and lines[3].startswith("ok       GPU-1: ")
+    lines, _ = found(capsys, Runtimes={"runc": {}}, CDISpecDirs=["/etc/cdi"])
+    assert lines[1] == "ok       it gives containers GPUs as CDI devices (nvidia.com/gpu)"

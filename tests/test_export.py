@@ -45,7 +45,8 @@ def test_workers_and_gpus_must_follow_from_what_the_job_says(asked, workers, gpu
         ({"gpus": 3, "nproc_per_node": 2}, "2 workers and 1 GPUs on a node"),
         ({"gpus": 6, "nproc_per_node": 1}, "1 workers and 2 GPUs on a node"),
         ({"gpus": 2}, "2 GPUs cannot be shared out evenly to 3 nodes"),
-        ({"pin": True}, "pin and network"),
+        ({"pin": True}, "pin, share_gpus and network"),
+        ({"share_gpus": True}, "pin, share_gpus and network"),
         ({"encrypt": True}, "constraints and encrypt"),
     ],
 )
@@ -117,7 +118,7 @@ def test_the_script_for_slurm_must_be_one_for_bash(form):
         (["slurm", "--form", "job"], "--form job"),
         (["compose", "--form", "job"], "--form job"),
         (["nomad"], "unknown target 'nomad'"),
-        (["kubernetes", "--set", "network=host"], "pin and network are for this machine"),
+        (["kubernetes", "--set", "network=host"], "pin, share_gpus and network are for this machine"),
         (["slurm", "--set", "user=root"], "user is root, and Slurm runs a job as the user who submits it"),
         (["slurm", "--set", "constraints=[node.labels.a == b]"], "constraints and encrypt are Swarm's"),
     ],

@@ -15,6 +15,11 @@ from orchestrate.paths import PROJECT
 from orchestrate.spec import IMAGE, JobSpec
 
 LISTING = b"\xff\nGPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n"
+LISTED = "GPU 0: A100 (UUID: GPU-7)\nGPU 1: A100 (UUID: GPU-8)"
+IN_USE = (
+    '<nvidia_smi_log><gpu id="00000000:07:00.0"><uuid>GPU-7</uuid>'
+    "<fb_memory_usage><total>1000 MiB</total><used>51 MiB</used></fb_memory_usage></gpu></nvidia_smi_log>"
+)
 NVIDIA = {"runc": {}, "nvidia": {}}
 PYTHON, USELESS = probe.python, probe.useless  # as they are, which tests replace
 
@@ -24,7 +29,7 @@ def probed(monkeypatch):
     """Images have Python, and a torch for all GPUs: `test_probe.py` looks into real ones."""
     monkeypatch.setattr(probe, "python", lambda *_: "python")
     monkeypatch.setattr(probe, "useless", lambda *_: "")
-    monkeypatch.setattr(process, "_useless", lambda _: "")
+    monkeypatch.setattr(looked, "useless", lambda _: "")
 
 
 def compose(folder, monkeypatch, script: str) -> None:
@@ -75,18 +80,19 @@ def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_s
     words = [what.partition("/containers")[2] for what in answers.did()]
     assert words == ["/create", "/made/start", "/made/wait", "/made"]
     _, made = answers.of("POST /containers/create")
-    assert (made["Image"], made["Entrypoint"], made["Cmd"]) == ("mine:1", ["nvidia-smi"], ["-L"])
+    assert made["Image"] == "mine:1"
+    assert (made["Entrypoint"], made["Cmd"]) == (["sh"], ["-c", "nvidia-smi -L; nvidia-smi -q -x"])
     assert made["Labels"] == labels.only({"orchestrate.run": str(tmp_path / "run")})
     assert made["Healthcheck"]["Test"] == ["NONE"]
-    assert set(made["Env"]) == {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=utility"}
+    assert set(made["Env"]) == {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"}
     host = made["HostConfig"]
     assert (host["Runtime"], host["NetworkMode"], host["LogConfig"]["Type"]) == ("nvidia", "none", "json-file")
-    assert host["LogConfig"]["Config"] == {"max-size": "1m", "max-file": "1"}
+    assert host["LogConfig"]["Config"] == {"max-size": "8m"}
     assert (host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges:true"])  # the image may be anyone's
     assert (host["ReadonlyRootfs"], host["Memory"], host["PidsLimit"]) == (True, 1 << 30, 512)
     assert answers.of("DELETE /containers/made")[0] == {"v": "True", "force": "True", "link": "False"}
     query, _ = answers.of("GET /containers/made/logs")
-    assert (query["stdout"], query["stderr"], query["tail"]) == ("1", "0", "1000")
+    assert (query["stdout"], query["stderr"]) == ("1", "0")
 
 
 def test_what_is_looked_for_must_be_told_from_the_first_moment(answers, daemon, tmp_path, monkeypatch):
@@ -193,7 +199,7 @@ def test_a_container_that_looked_for_gpus_and_stays_must_be_told(answers, daemon
     daemon.info["Runtimes"] = NVIDIA
     answers.images.add("mine:1")
     answers.refusals["DELETE /containers/made"] = 500, "out of order"
-    with pytest.raises(EngineError, match="could not remove the container that looked for GPUs: out of order"):
+    with pytest.raises(EngineError, match="could not remove the container that looked into the image: out of order"):
         image.inventory(daemon, spec(), tmp_path, True)
 
 
@@ -212,7 +218,7 @@ def test_our_own_image_must_be_built_by_compose(answers, daemon, tmp_path, monke
 
 def test_a_machine_must_be_shown_as_it_is(tmp_path, monkeypatch):
     path = tmp_path / "nvidia-smi"
-    path.write_text("#!/bin/sh\necho 'GPU 0: A100 (UUID: GPU-7)'\n")
+    path.write_text(f"#!/bin/sh\n[ $1 = -L ] && echo '{LISTED}' || echo '{IN_USE}'\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
@@ -222,14 +228,15 @@ def test_a_machine_must_be_shown_as_it_is(tmp_path, monkeypatch):
     engine = ProcessEngine()
     found = engine.inventory(spec(image=IMAGE), tmp_path / "run", False)
     assert (found.engine, found.about, found.network) == ("process", "local processes without isolation", "")
-    assert (found.gpus, found.cores, found.no_gpus) == (("GPU-7",), (3,), "this machine has no NVIDIA GPU")
+    assert (found.gpus, found.cores, found.no_gpus) == (("GPU-8",), (3,), "")
     assert (found.master_addr, found.interface) == ("127.0.0.1", "lo")
     assert (found.job_dir, found.code) == (str(tmp_path / "run"), str(tmp_path))
     assert found.preload == ("torch", "torch.distributed")
+    assert found.gpu_note == "1 GPU in use by other programs, left out" and found.gpu_cores == ()
     given = ["image", "memory", "cpus", "shm_size", "volume"]
     asked = spec(gpus="none", memory="1g", cpus=2.0, shm_size="2g", volume="v", optional=given)
     found = engine.inventory(asked, tmp_path / "run", False)
-    assert found.gpus == ()
+    assert (found.gpus, found.no_gpus) == ((), "")
     assert found.about == "local processes without isolation, ignoring image, memory, cpus, shm_size, volume"
     monkeypatch.setattr(process, "code_folder", lambda command: PROJECT)
     with pytest.raises(ResourceError, match="no torch in .*python") as error:

@@ -11,6 +11,7 @@ from orchestrate.engines import probe, process
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import ResourceError
+from orchestrate.gpus import Gpu
 from orchestrate.spec import IMAGE, JobSpec
 
 CHANGES = {  # what is done to the project's image
@@ -98,7 +99,7 @@ def test_the_projects_own_image_must_not_be_looked_into(monkeypatch, tmp_path):
 
 
 def test_local_processes_must_not_be_given_gpus_that_their_torch_cannot_use(monkeypatch, tmp_path):
-    monkeypatch.setattr(process, "gpus", lambda: ["GPU-1"])
+    monkeypatch.setattr(process, "look", lambda: (Gpu(id="GPU-1", index=0),))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "uses.py").write_text(TORCH)
     found = ProcessEngine().inventory(JobSpec(command=("uses.py",)), tmp_path / "run", True)

@@ -252,6 +252,7 @@ def test_a_written_job_file_must_resolve_to_the_same_job(tmp_path):
         "trainers": 2,
         "nproc_per_node": 4,
         "gpus": 2,
+        "share_gpus": True,
         "engine": "docker",
         "image": "mine:1.0",
         "env": {"A": "yes", "B": "1.10"},

@@ -16,7 +16,7 @@ from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines import LOST, Exit, JobState, labels, mounts, never, sockets
+from orchestrate.engines import LOST, Exit, JobState, labels, mounts, never, sockets, toolkit
 from orchestrate.engines.daemon import Daemon, Events, begin, name_of
 from orchestrate.engines.guard import Guard, wanted
 from orchestrate.engines.image import inventory
@@ -54,6 +54,7 @@ class DockerEngine(Linked):
         self.stays = False  # whether the nodes outlive the job
         self.env: dict[str, str] = {}
         self.mounts: Callable[[], list[dict[str, Any]]] = list  # finds those that the Compose file does not have
+        self.devices: dict[str, Any] = {}  # of each node, in a Compose file
         self.nodes: dict[str, Container] = {}
         self.events: Events | None = None
         self.told: dict[str, set[str]] = {}  # container id: the actions in its events
@@ -252,7 +253,8 @@ class DockerEngine(Linked):
         self._take_key(run)
         self.home, self.stays, self.sockets = plan.home, bool(plan.inventory.cluster), JobPaths(run.parent).sockets
         self.network = "host" if spec.network == "host" else f"{plan.home}_job"
-        filtered = wanted(spec)
+        filtered, way = wanted(spec), toolkit.way(self.info)
+        self.devices = toolkit.service(way, plan.gpus)
         self.env = {
             "JOB_ID": self.home,
             "JOB_OWNER": str(os.getuid()),
@@ -263,8 +265,8 @@ class DockerEngine(Linked):
             "NODE_CODE": code,
             "NODE_JOB_DIR": str(run),
             "NODE_USER": self.daemon.user(run, spec),
-            "NODE_RUNTIME": "nvidia" if plan.gpus else self.info["DefaultRuntime"],
-            "NODE_GPUS": ",".join(plan.gpus) or "void",
+            "NODE_RUNTIME": "nvidia" if plan.gpus and way != "cdi" else self.info["DefaultRuntime"],
+            "NODE_GPUS": (",".join(plan.gpus) if way != "cdi" else "") or "void",
             "NODE_SHM": spec.shm_size,
             "NODE_MEMORY": str(plan.limits.memory),
             "NODE_TMP": str(plan.limits.tmp),
@@ -390,5 +392,5 @@ class DockerEngine(Linked):
         wiped = [*WIPED, *volumes(self.daemon, self.env["NODE_IMAGE"])]
         env = {**self.env, "NODE_WIPE": " ".join(wiped)}
         more = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []
-        given = mounts.document([*self.mounts(), *more])
+        given = mounts.document([*self.mounts(), *more], self.devices)
         self.daemon.compose(*words, env=env, given=given, capture=True, stopped=stopped)

@@ -5,21 +5,32 @@ What helps a node is of the project's own image, never of the job's.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import docker.errors
 from docker.types import LogConfig
 
-from orchestrate.engines.daemon import Daemon
+from orchestrate.engines import labels
+from orchestrate.engines.daemon import ERRORS, Daemon, reason
 from orchestrate.errors import EngineError
+from orchestrate.limits import FEWEST
 from orchestrate.spec import IMAGE
 
 
-def create(daemon: Daemon, memory: int, processes: int, host: dict[str, Any], image: str = IMAGE, **facts: Any) -> str:
+def create(
+    daemon: Daemon,
+    memory: int,
+    processes: int,
+    host: dict[str, Any],
+    image: str = IMAGE,
+    log: str = "1m",
+    **facts: Any,
+) -> str:
     """Create a helper and return its id; raises EngineError if the engine does not have its image.
 
-    `memory` is in bytes; `host` is the rest of the host configuration. No image is pulled: in a registry, the name may
-    belong to someone else.
+    `memory` is in bytes; `host` is the rest of the host configuration; `log` is the size of the log that the engine
+    keeps, of which the end counts. No image is pulled: in a registry, the name may belong to someone else.
     """
     api = daemon.client.api
     config = api.create_host_config(
@@ -30,10 +41,50 @@ def create(daemon: Daemon, memory: int, processes: int, host: dict[str, Any], im
         memswap_limit=memory,  # together with swap
         oom_score_adj=500,  # as nodes have
         pids_limit=processes,
-        log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": "1m"}),
+        log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": log}),
         **host,
     )
     try:
         return str(api.create_container(image, host_config=config, **facts)["Id"])
     except docker.errors.ImageNotFound:
         raise EngineError(f"the engine has no image {image}; build it with `docker compose build`") from None
+
+
+def output(
+    daemon: Daemon,
+    run: Path,
+    command: list[str],
+    seconds: int,
+    host: dict[str, Any],
+    *,
+    image: str,
+    memory: int,
+    **facts: Any,
+) -> tuple[str, str]:
+    """What a command prints to stdout in a container without a network, and why it could not run; at most `seconds`.
+
+    `run` is the folder that nodes will see, for the container's label. Raises EngineError if the container stays.
+    """
+    api, made = daemon.client.api, ""
+    try:
+        made = create(
+            daemon,
+            memory,
+            FEWEST,
+            {"network_mode": "none", **host},
+            image=image,
+            entrypoint=command[:1],
+            command=command[1:],
+            labels=labels.only({labels.RUN: str(run)}),
+            healthcheck={"test": ["NONE"]},
+            **facts,
+        )
+        api.start(made)
+        api.wait(made, timeout=seconds)
+        return api.logs(made, stderr=False).decode(errors="replace"), ""
+    except ERRORS as error:
+        return "", reason(error)
+    finally:
+        if made:
+            with daemon.asking("could not remove the container that looked into the image"):
+                api.remove_container(made, force=True, v=True)

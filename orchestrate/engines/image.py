@@ -6,23 +6,23 @@ import contextlib
 from pathlib import Path
 
 import docker.errors
-from docker.types import LogConfig
 from docker.utils import parse_repository_tag
 
 from orchestrate import users
 from orchestrate.cores import cores
-from orchestrate.engines import SWARMS, ignoring, labels, mounts, probe
+from orchestrate.engines import SWARMS, helpers, ignoring, mounts, probe, toolkit
 from orchestrate.engines.daemon import ERRORS, Daemon, reason
 from orchestrate.engines.volumes import volumes
 from orchestrate.errors import EngineError, ResourceError, UsageError
-from orchestrate.limits import FEWEST
-from orchestrate.node.ranks import gpu_ids
+from orchestrate.gpus import ANSWERS, DETAILS, LIST, Offer, fields, offer, read, trouble_of
 from orchestrate.paths import NODES, PACKAGE, code_folder
 from orchestrate.plan import Inventory
 from orchestrate.preload import may_use_torch, preload
 from orchestrate.spec import IMAGE, JobSpec
 from orchestrate.terminal import during, phase, say
 
+NO_TOOLKIT = "the engine has no NVIDIA runtime"
+NO_GPU = "the engine's NVIDIA runtime finds no GPU"
 NOT_LOOKED = f"GPUs were not looked for: a plan runs no image but {IMAGE}, which this engine does not have"
 
 
@@ -31,8 +31,8 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
 
     `run` is the folder that nodes will see. Raises UsageError for folders that cannot be mounted.
     """
-    runtime = "nvidia" in daemon.info.get("Runtimes", {})
-    hopeless = spec.gpus not in ("auto", "none") and not runtime  # before the image is built for nothing
+    way = toolkit.way(daemon.info)
+    hopeless = spec.gpus not in ("auto", "none") and not way  # before the image is built for nothing
     if not hopeless:
         has_image(daemon, spec, prepare)
         volumes(daemon, spec.image)  # raises ResourceError for volumes that nodes cannot have
@@ -40,15 +40,14 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
     _check_access(spec, code)
     python = probe.python(daemon, spec.image, run) if prepare and not hopeless else "python"
     modules = preload(spec, code)
-    gpus: tuple[str, ...] = ()
-    no_gpus = "the engine has no NVIDIA runtime"
-    if spec.gpus != "none" and runtime:
+    offered = Offer(why=NO_TOOLKIT)
+    if spec.gpus != "none" and way:
         image = _looking(daemon, spec, prepare)
-        gpus = _gpus(daemon, image, run) if image else ()
-        no_gpus = "the engine's NVIDIA runtime finds no GPU" if image else NOT_LOOKED
-    look = gpus and prepare and may_use_torch(spec, modules)
-    if look and (why := probe.useless(daemon, spec.image, run, python, gpus)):
-        gpus, no_gpus = (), f"{spec.image} cannot use the GPUs: {why}"
+        offered = _offer(daemon, image, run, spec) if image else Offer(why=NOT_LOOKED)
+    ids = [gpu.id for gpu in offered.gpus]
+    look = ids and prepare and may_use_torch(spec, modules)
+    if look and (why := probe.useless(daemon, spec.image, run, python, ids)):
+        offered = Offer(why=f"{spec.image} cannot use the GPUs: {why}")
     if run.name == NODES:
         mounts.of_nodes(run, Path.cwd())  # a cluster runs no command
     else:
@@ -59,8 +58,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
         engine="docker",
         about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}{ignored}",
         cores=here if len(here) == count else tuple(range(count)),
-        gpus=gpus,
-        no_gpus=no_gpus,
+        **fields(offered, spec.pin),
         network=spec.network,
         master_addr="127.0.0.1" if spec.network == "host" else "",
         interface="lo" if spec.network == "host" else "eth0",
@@ -127,33 +125,24 @@ def _looking(daemon: Daemon, spec: JobSpec, prepare: bool) -> str:
 
 
 @during("looking for GPUs")
-def _gpus(daemon: Daemon, image: str, run: Path) -> tuple[str, ...]:
-    """Run nvidia-smi in a container with all GPUs; empty if it cannot start, without a driver for example."""
-    container = None
-    try:
-        container = daemon.client.containers.create(
-            image,
-            ["-L"],
-            entrypoint="nvidia-smi",
-            runtime="nvidia",
-            environment={"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
-            labels=labels.only({labels.RUN: str(run)}),
-            network_mode="none",
-            healthcheck={"test": ["NONE"]},
-            cap_drop=["ALL"],
-            security_opt=["no-new-privileges:true"],
-            read_only=True,
-            mem_limit="1g",
-            pids_limit=FEWEST,
-            log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": "1m", "max-file": "1"}),
-        )
-        container.start()
-        container.wait(timeout=60)
-        output = container.logs(stderr=False, tail=1000)  # 16 KiB each at most, and the log is bounded, too
-        return tuple(gpu_ids(output.decode(errors="replace")))
-    except ERRORS:
-        return ()
-    finally:
-        if container is not None:
-            with daemon.asking("could not remove the container that looked for GPUs"):
-                container.remove(force=True, v=True)
+def _offer(daemon: Daemon, image: str, run: Path, spec: JobSpec) -> Offer:
+    """What `nvidia-smi` lists in a container with all GPUs; nothing if that cannot start, without a driver say."""
+    way, every = toolkit.way(daemon.info), ["all"]
+    text, failure = helpers.output(
+        daemon,
+        run,
+        ["sh", "-c", "; ".join(" ".join(command) for command in (LIST, DETAILS))],
+        int(ANSWERS),
+        toolkit.host_config(way, every),
+        image=image,
+        memory=1 << 30,
+        log="8m",  # the details of one GPU take some 50 KB
+        environment=toolkit.environment(way, every),
+    )
+    found = offer(read(text, text), spec.gpus)
+    if found.gpus or found.why:
+        return found
+    return Offer(
+        why=trouble_of(text)
+        or (f"the engine has no CDI device {toolkit.CDI}=all" if way == "cdi" and failure else NO_GPU)
+    )

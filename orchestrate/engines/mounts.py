@@ -58,10 +58,10 @@ def inodes(run: Path, code: Path) -> dict[str, int]:
         ) from None
 
 
-def document(mounts: list[dict[str, Any]]) -> str:
-    """A Compose file that adds these mounts to every node; Compose expands no variables in it."""
+def document(mounts: list[dict[str, Any]], more: dict[str, Any]) -> str:
+    """A Compose file that adds these mounts to every node, and `more`; Compose expands no variables in it."""
     volumes = [{key: literal(value) if key in PATHS else value for key, value in mount.items()} for mount in mounts]
-    services = dict.fromkeys(("master", "trainer"), {"volumes": volumes})
+    services = dict.fromkeys(("master", "trainer"), {"volumes": volumes, **more})
     return yaml.safe_dump({"services": services}, allow_unicode=True)
 
 

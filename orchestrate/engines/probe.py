@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from orchestrate import looked
-from orchestrate.engines import helpers, labels
-from orchestrate.engines.daemon import ERRORS, Daemon, reason
+from orchestrate.engines import helpers, toolkit
+from orchestrate.engines.daemon import Daemon
 from orchestrate.errors import ResourceError
-from orchestrate.limits import FEWEST
 from orchestrate.spec import IMAGE
 from orchestrate.terminal import during
 
@@ -21,7 +20,7 @@ PYTHONS = (  # where images have it; conda's and those of environments are often
 )
 OLDEST = (3, 9)  # Python that can run a node
 MEMORY = 4 << 30  # bytes; torch with CUDA takes up to two
-ANSWERS, COMPUTES = 30, 120  # seconds that Python may take to say its version, and torch to compute on all GPUs
+ANSWERS = 30  # seconds that Python may take to report its version
 VERSION = "import sys; sys.stdout.write('%d %d' % sys.version_info[:2])"
 
 
@@ -56,21 +55,15 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
 
 
 @during("trying the GPUs with torch")
-def useless(daemon: Daemon, image: str, run: Path, python: str, gpus: Iterable[str]) -> str:
+def useless(daemon: Daemon, image: str, run: Path, python: str, gpus: Collection[str]) -> str:
     """Why torch in the image cannot use these GPUs; empty if it can, or if there is no torch."""
     key = ["cuda", _id(daemon, image), *sorted(gpus)]
     if looked.known(key):
         return ""
-    visible = {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus), "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-    said, failure = _run(
-        daemon,
-        image,
-        run,
-        [python, "-c", looked.CUDA],
-        COMPUTES,
-        {"runtime": "nvidia"},
-        environment={**visible, "HOME": "/tmp"},
-    )
+    way = toolkit.way(daemon.info)
+    visible = {**toolkit.environment(way, gpus), "HOME": "/tmp"}
+    host = toolkit.host_config(way, gpus)
+    said, failure = _run(daemon, image, run, [python, "-c", looked.CUDA], looked.COMPUTES, host, environment=visible)
     return looked.cuda(key, said, failure)
 
 
@@ -87,32 +80,10 @@ def _run(
 
     It has `patience` seconds.
     """
-    made = ""
-    api = daemon.client.api
-    try:
-        made = helpers.create(
-            daemon,
-            MEMORY,
-            FEWEST,
-            {"network_mode": "none", "tmpfs": {"/tmp": "size=1g"}, **(host or {})},
-            image=image,
-            entrypoint=command[:1],
-            command=command[1:],
-            user="65534:65534",
-            labels=labels.only({labels.RUN: str(run)}),
-            healthcheck={"test": ["NONE"]},
-            **facts,
-        )
-        api.start(made)
-        api.wait(made, timeout=patience)
-        lines = api.logs(made, stderr=False, tail=20).decode(errors="replace").split("\n")
-        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), ""), ""
-    except ERRORS as error:
-        return "", reason(error)
-    finally:
-        if made:
-            with daemon.asking("could not remove the container that looked into the image"):
-                api.remove_container(made, force=True, v=True)
+    host = {"tmpfs": {"/tmp": "size=1g"}, **(host or {})}
+    facts |= {"user": "65534:65534", "image": image, "memory": MEMORY}
+    text, failure = helpers.output(daemon, run, command, patience, host, **facts)
+    return next((line.strip()[:300] for line in reversed(text.split("\n")) if line.strip()), ""), failure
 
 
 def _id(daemon: Daemon, image: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -25,7 +24,7 @@ from orchestrate.engines import LOST, SWARMS, Exit, JobState, ignoring, never, s
 from orchestrate.engines.links import Link, Linked
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, ResourceError
-from orchestrate.node.ranks import gpus
+from orchestrate.gpus import Offer, fields, look, offer, why_none
 from orchestrate.node.warm import POSSIBLE
 from orchestrate.paths import NODE, PROJECT, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan
@@ -76,15 +75,14 @@ class ProcessEngine(Linked):
         if code == PROJECT and importlib.util.find_spec("torch") is None:
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
         modules = preload(spec, code)
-        found, why = tuple(gpus()) if spec.gpus != "none" else (), "this machine has no NVIDIA GPU"
-        if found and may_use_torch(spec, modules) and (useless := _useless(found)):
-            found, why = (), f"{sys.executable} cannot use the GPUs: {useless}"
+        offered = _offer(spec)
+        if offered.gpus and may_use_torch(spec, modules) and (why := looked.useless([gpu.id for gpu in offered.gpus])):
+            offered = Offer(why=f"{sys.executable} cannot use the GPUs: {why}")
         return Inventory(
             engine="process",
             about=f"local processes without isolation{ignoring(spec, LIMITS, 'the process engine')}",
             cores=cores(),
-            gpus=found,
-            no_gpus=why,
+            **fields(offered, spec.pin),
             network="",
             master_addr="127.0.0.1",
             interface="lo" if sys.platform == "linux" else "lo0",
@@ -243,21 +241,13 @@ def _held(lock: Path) -> bool:
     return False
 
 
-@during("trying the GPUs with torch")
-def _useless(gpus: tuple[str, ...]) -> str:
-    """Why this interpreter's torch cannot use these GPUs; empty if it can, or if there is no torch."""
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    key = ["cuda", sys.executable, version, *sorted(gpus)]
-    if looked.known(key):
-        return ""
-    try:
-        done = subprocess.run([sys.executable, "-I", "-c", looked.CUDA], capture_output=True, text=True, timeout=120)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return looked.cuda(key, "", str(error))
-    return looked.cuda(key, (done.stdout.strip().splitlines() or [""])[-1])
+@during("looking for GPUs")
+def _offer(spec: JobSpec) -> Offer:
+    """The GPUs of this machine that a job can have."""
+    if spec.gpus == "none":
+        return Offer()
+    found = look()
+    return offer(found, spec.gpus) if found else Offer(why=why_none())
 
 
 def _listener(path: Path) -> int:

@@ -76,8 +76,8 @@ class SwarmEngine(Linked):
 
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Check the image; count hosts, cores and GPUs; raises ResourceError if something is missing."""
-        if spec.pin:
-            raise UsageError("pin: Swarm does not report which cores are free", "leave out pin, or use cpus")
+        if spec.pin or spec.share_gpus:
+            raise UsageError("pin and share_gpus are for a single machine", "leave them out; cpus limits cores")
         has_image(self.swarm.daemon, spec, prepare)
         if spec.image != IMAGE:
             has_image(self.swarm.daemon, JobSpec(), prepare)  # of the relay

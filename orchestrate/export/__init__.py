@@ -53,8 +53,8 @@ def shape(spec: JobSpec, name: str) -> Shape:
     else:
         nproc = spec.nproc_per_node or 1
         gpus = nproc if spec.gpus == "all" else 0
-    if spec.pin or spec.network == "host":
-        raise UsageError("pin and network are for this machine", "leave them out of a job that you export")
+    if spec.pin or spec.share_gpus or spec.network == "host":
+        raise UsageError("pin, share_gpus and network are for this machine", "leave them out of a job that you export")
     if spec.constraints or spec.encrypt:
         raise UsageError(
             "constraints and encrypt are Swarm's",

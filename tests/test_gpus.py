@@ -1,0 +1,296 @@
+"""Which GPUs a job gets must follow from what `nvidia-smi` prints, and from the caller's environment."""
+
+import dataclasses
+
+import pytest
+from test_plan import HERE, plan
+
+from orchestrate import gpus
+from orchestrate.cores import near, shares_near
+from orchestrate.errors import ResourceError
+from orchestrate.gpus import Gpu, Offer, offer, read, trouble_of, why_none
+from orchestrate.plan import read_plan
+from orchestrate.spec import JobSpec
+
+# As nvidia-smi 580 prints them, shortened: two GPUs, the second in MIG mode with two instances.
+LISTING = """\
+GPU 0: NVIDIA H200 (UUID: GPU-45cbf7b3-f919-7228-7a26-b06628ebefa1)
+GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-8932f937-d72c-4106-c12f-20bd9faed9f6)
+  MIG 3g.40gb     Device  0: (UUID: MIG-c7384736-a75d-5afc-978f-d2f1294409fd)
+  MIG 1g.10gb     Device  1: (UUID: MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d)
+"""
+DETAILS = """\
+<?xml version="1.0" ?>
+<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v13.dtd">
+<nvidia_smi_log>
+	<driver_version>580.95.05</driver_version>
+	<cuda_version>13.0</cuda_version>
+	<attached_gpus>2</attached_gpus>
+	<gpu id="00000000:07:00.0">
+		<product_name>NVIDIA H200</product_name>
+		<persistence_mode>Disabled</persistence_mode>
+		<mig_mode>
+			<current_mig>Disabled</current_mig>
+		</mig_mode>
+		<mig_devices>
+			None
+		</mig_devices>
+		<uuid>GPU-45cbf7b3-f919-7228-7a26-b06628ebefa1</uuid>
+		<fb_memory_usage>
+			<total>143771 MiB</total>
+			<reserved>651 MiB</reserved>
+			<used>20000 MiB</used>
+			<free>123120 MiB</free>
+		</fb_memory_usage>
+		<processes>
+			<process_info>
+				<pid>1701</pid>
+				<type>C</type>
+				<used_memory>19000 MiB</used_memory>
+			</process_info>
+			<process_info>
+				<pid>900</pid>
+				<type>G</type>
+				<used_memory>1000 MiB</used_memory>
+			</process_info>
+		</processes>
+	</gpu>
+	<gpu id="00000000:0A:00.0">
+		<persistence_mode>Enabled</persistence_mode>
+		<mig_devices>
+			<mig_device>
+				<index>0</index>
+				<fb_memory_usage>
+					<total>40192 MiB</total>
+					<used>37 MiB</used>
+				</fb_memory_usage>
+			</mig_device>
+			<mig_device>
+				<index>1</index>
+				<fb_memory_usage>
+					<total>9728 MiB</total>
+					<used>9000 MiB</used>
+				</fb_memory_usage>
+			</mig_device>
+		</mig_devices>
+		<uuid>GPU-8932f937-d72c-4106-c12f-20bd9faed9f6</uuid>
+		<fb_memory_usage>
+			<total>N/A</total>
+			<used>N/A</used>
+		</fb_memory_usage>
+	</gpu>
+</nvidia_smi_log>
+"""
+FREE, BUSY = (
+    Gpu(id=f"GPU-{name}", index=0, used=used << 20, total=1000 << 20) for name, used in (("f", 50), ("b", 51))
+)
+BOX = tuple(dataclasses.replace(gpu, id=f"{gpu.id}{i}", index=i) for i, gpu in enumerate((BUSY, FREE, BUSY, FREE)))
+
+
+def ids(offered: Offer) -> list[str]:
+    return [gpu.id for gpu in offered.gpus]
+
+
+def test_gpus_and_mig_instances_must_be_read_with_their_memory_and_place():
+    whole, large, small = read(LISTING, DETAILS)
+    assert whole == Gpu(
+        id="GPU-45cbf7b3-f919-7228-7a26-b06628ebefa1",
+        index=0,
+        name="NVIDIA H200",
+        bus="00000000:07:00.0",
+        used=19000 << 20,  # what graphics use does not count
+        total=143771 << 20,
+        persistent=False,
+        driver="580.95.05",
+    )
+    assert (large.id, small.id) == (
+        "MIG-c7384736-a75d-5afc-978f-d2f1294409fd",
+        "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d",
+    )
+    assert (large.index, large.bus, large.name, large.persistent) == (
+        1,
+        "00000000:0A:00.0",
+        "NVIDIA A100-SXM4-80GB",
+        True,
+    )
+    assert (large.used, large.total, small.used >> 20, small.total >> 20) == (37 << 20, 40192 << 20, 9000, 9728)
+    assert (whole.busy, large.busy, small.busy) == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    "details",
+    ["", "No devices were found", "<nvidia_smi_log>", "<a/>", DETAILS.replace("MiB", "?").replace("00000000:", "../")],
+)
+def test_gpus_must_be_read_without_details_too(details):
+    found = read(LISTING, details)
+    assert [gpu.id[:8] for gpu in found] == ["GPU-45cb", "MIG-c738", "MIG-a28a"]
+    assert not any(gpu.busy or gpu.bus for gpu in found)
+
+
+def test_details_must_define_no_entities():
+    log = "<nvidia_smi_log><driver_version>&a;</driver_version></nvidia_smi_log>"
+    bomb = f'<!DOCTYPE nvidia_smi_log [<!ENTITY a "580">]>{log}'
+    assert read(LISTING, bomb)[0].driver == ""
+
+
+@pytest.mark.parametrize("listing", ["", "No devices were found\n", "GPU 0: x (UUID: ../../etc)", "(UUID: GPU-1)"])
+def test_what_is_no_list_of_gpus_must_be_none(listing):
+    assert read(listing, DETAILS) == ()
+
+
+def test_auto_must_leave_out_gpus_that_others_use_and_a_number_take_them_last():
+    assert ids(offer(BOX, "auto", {})) == ["GPU-f1", "GPU-f3"]
+    assert offer(BOX, "auto", {}).note == "2 GPUs in use by other programs, left out"
+    assert ids(offer(BOX, 3, {})) == ["GPU-f1", "GPU-f3", "GPU-b0"]
+    assert offer(BOX, 3, {}).note == "GPU-b0, 5 % of its memory in use" and offer(BOX, 2, {}).note == ""
+    assert ids(offer(BOX, "all", {})) == [gpu.id for gpu in BOX]
+    assert len(offer(BOX, 5, {}).gpus) == 4  # the plan says that there are too few
+
+
+def test_where_all_gpus_are_in_use_auto_must_say_so_with_the_way_out():
+    assert offer((BOX[0],), "auto", {}) == Offer(why="1 GPU in use by other programs: --gpus all takes it")
+    assert offer((BOX[0], BOX[2]), "auto", {}).why.endswith("--gpus all takes them")
+
+
+MIG = read(LISTING, DETAILS)
+
+
+@pytest.mark.parametrize(
+    ("found", "named", "seen"),
+    [
+        (BOX, "1,0", ["GPU-f1", "GPU-b0"]),
+        (BOX, " 3 , 1 ", ["GPU-f3", "GPU-f1"]),
+        (BOX, "GPU-f3", ["GPU-f3"]),
+        (BOX, "1,9,2", ["GPU-f1"]),  # as CUDA, which looks no further than a number that does not exist
+        (BOX, "1,1,2", ["GPU-f1"]),
+        (BOX, "", []),
+        (BOX, "-1", []),
+        (BOX, "NoDevFiles", []),
+        (MIG, "1", [gpu.id for gpu in MIG[1:]]),
+        (MIG, "MIG-a28", [MIG[2].id]),
+    ],
+)
+def test_the_callers_cuda_visible_devices_must_be_respected(found, named, seen):
+    offered = offer(found, "all", {"CUDA_VISIBLE_DEVICES": named})
+    assert ids(offered) == seen
+    assert offered.why == ("" if seen else f"CUDA_VISIBLE_DEVICES={named} leaves none of 4 GPUs")
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with an `nvidia-smi` of a test's own, or without, and with devices of PCI."""
+
+    def made(smi: str = "", **devices: tuple[str, str]) -> None:
+        (tmp_path / "bin").mkdir()
+        if smi:
+            (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+            (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin" if smi else str(tmp_path / "bin"))
+        for name, (kind, vendor) in devices.items():
+            (tmp_path / "pci" / name).mkdir(parents=True)
+            (tmp_path / "pci" / name / "class").write_text(f"{kind}\n")
+            (tmp_path / "pci" / name / "vendor").write_text(f"{vendor}\n")
+        monkeypatch.setattr(gpus, "PCI", tmp_path / "pci")
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("devices", "why"),
+    [
+        ({}, "this machine has no NVIDIA GPU"),
+        ({"net": ("0x020000", "0x8086")}, "this machine has no NVIDIA GPU"),
+        ({"a": ("0x030000", "0x8086")}, "this machine has no NVIDIA GPU, and Intel's are not supported"),
+        (
+            {"a": ("0x120000", "0x1002"), "b": ("0x038000", "0x8086")},
+            "this machine has no NVIDIA GPU, and AMD's or Intel's are not supported",
+        ),
+        (
+            {"a": ("0x030200", "0x10de"), "b": ("0x030000", "0x8086")},
+            "this machine has an NVIDIA GPU, and nvidia-smi does not list it: install NVIDIA's driver",
+        ),
+    ],
+)
+def test_why_there_is_no_gpu_must_follow_from_the_devices(machine, devices, why):
+    machine(**devices)
+    assert gpus.look() == () and why_none() == why
+
+
+MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
+UNREACHED = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (MISMATCH, f"nvidia-smi: {MISMATCH} (restart the machine to load the new driver)"),
+        (UNREACHED, f"nvidia-smi: {UNREACHED.rstrip('.')}"),
+    ],
+)
+def test_a_driver_that_fails_must_be_reported_in_its_own_words(machine, said, why):
+    machine(f'echo "{said}"; exit 18', a=("0x030200", "0x10de"))
+    assert gpus.look() == () and why_none() == why == trouble_of(f"x\n{said}\nNVML library version: 580.95\n")
+
+
+def test_output_of_a_container_must_not_reach_the_terminal_as_it_is():
+    assert (
+        trouble_of("Failed to initialize NVML: \x1b]0;owned\x07") == "nvidia-smi: Failed to initialize NVML: ]0;owned"
+    )
+
+
+def test_the_gpus_of_this_machine_must_be_those_that_nvidia_smi_lists(machine, tmp_path):
+    (tmp_path / "list").write_text(LISTING)
+    (tmp_path / "details").write_text(DETAILS)
+    machine(f'[ "$1" = -L ] && cat {tmp_path}/list || cat {tmp_path}/details')
+    assert gpus.look() == MIG
+
+
+def test_the_cores_near_a_gpu_must_be_those_of_its_numa_node(tmp_path):
+    (tmp_path / "0000:0a:00.0").mkdir()
+    (tmp_path / "0000:0a:00.0" / "local_cpulist").write_text("0-2,8\n")
+    assert near("00000000:0A:00.0", tmp_path) == (0, 1, 2, 8)
+    (tmp_path / "0000:0a:00.0" / "local_cpulist").write_text("\n")  # a machine that does not say
+    assert near("00000000:0A:00.0", tmp_path) == near("00000000:0B:00.0", tmp_path) == near("", tmp_path) == ()
+
+
+def test_workers_must_be_kept_to_the_cores_near_their_gpus():
+    first, second = (0, 1, 2, 3), (4, 5, 6, 7)
+    assert shares_near(tuple(range(8)), [second, first]) == [(4, 5, 6, 7), (0, 1, 2, 3)]
+    assert shares_near(tuple(range(8)), [second, second, first]) == [(4, 5), (6, 7), (0, 1)]
+    assert shares_near((2, 3, 5), [second, first]) == [(5,), (2,)]  # the others are not ours to use
+    for unknown in ([(), first], [(0, 1, 2), (2, 3)], [(9,), first]):
+        assert shares_near(tuple(range(8)), unknown) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_a_pinned_plan_must_use_the_cores_near_the_gpus_and_be_read_again_as_it_was():
+    there = dataclasses.replace(HERE, gpus=("GPU-0", "GPU-1"), gpu_cores=((4, 5, 6, 7), (0, 1, 2, 3)))
+    made = plan(JobSpec(trainers=1, pin=True), there, "a-1")
+    assert [worker.cores for worker in made.workers] == [(4, 5, 6, 7), (0, 1, 2, 3)]
+    assert read_plan(made.to_json(), {}) == made
+
+
+def test_nodes_that_share_gpus_must_take_turns_and_the_plan_say_so():
+    there = dataclasses.replace(HERE, gpus=("GPU-0", "GPU-1"), gpu_note="2 GPUs in use by other programs, left out")
+    made = plan(JobSpec(trainers=2, share_gpus=True), there, "a-1")
+    assert [worker.env["CUDA_VISIBLE_DEVICES"] for worker in made.workers] == ["GPU-0", "GPU-1", "GPU-0"]
+    assert {worker.env["NCCL_MULTI_RANK_GPU_ENABLE"] for worker in made.workers} == {"1"}
+    assert made.gpus == ("GPU-0", "GPU-1")
+    first = str(made).splitlines()[0]
+    assert first.endswith("3 nodes × 1 worker, on 2 shared GPUs (2 GPUs in use by other programs, left out)")
+    alone = plan(JobSpec(trainers=1, share_gpus=True), there, "a-1")
+    assert "NCCL on GPU (2 GPUs" in str(alone) and alone.gpus == ("GPU-0", "GPU-1")
+
+
+def test_the_workers_of_one_node_must_not_share_a_gpu():
+    there = dataclasses.replace(HERE, gpus=("GPU-0",))
+    with pytest.raises(ResourceError, match="4 workers need 4 GPUs, and there is 1") as caught:
+        plan(JobSpec(trainers=1, nproc_per_node=2, share_gpus=True), there, "a-1")
+    assert "share_gpus" not in caught.value.hint
+    with pytest.raises(ResourceError) as caught:
+        plan(JobSpec(trainers=1), there, "a-1")
+    assert "let nodes share GPUs (--set share_gpus=true)" in caught.value.hint
+
+
+def test_a_listing_must_not_wait_for_input(machine):
+    machine("cat")  # which ends at once where nothing can be read
+    assert gpus.look() == ()

@@ -1,0 +1,75 @@
+"""Containers must get the GPUs of their job, by NVIDIA's runtime or as CDI devices, whichever the engine has."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import DOCKER_REQUIRED
+
+from orchestrate.engines import toolkit
+from orchestrate.engines.daemon import Daemon
+
+DEVICE = {"Source": "cdi", "ID": "nvidia.com/gpu=all"}
+LISTS = """
+import os, subprocess
+lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
+print("sees", len(lines), "has", os.environ["CUDA_VISIBLE_DEVICES"].count("GPU-"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("info", "way"),
+    [
+        ({"Runtimes": {"nvidia": {}}, "CDISpecDirs": ["/etc/cdi"]}, "runtime"),
+        ({"Runtimes": {"runc": {}}, "CDISpecDirs": ["/etc/cdi"]}, "cdi"),  # before 28.2
+        ({"Runtimes": {"runc": {}}, "CDISpecDirs": ["/etc/cdi"], "DiscoveredDevices": [DEVICE]}, "cdi"),
+        ({"Runtimes": {"runc": {}}, "CDISpecDirs": ["/etc/cdi"], "DiscoveredDevices": []}, ""),
+        ({"Runtimes": {"runc": {}}, "CDISpecDirs": ["/etc/cdi"], "DiscoveredDevices": [{"ID": "amd.com/gpu=0"}]}, ""),
+        ({"Runtimes": {"runc": {}}, "CDISpecDirs": []}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_way_must_be_the_one_that_the_engine_reports(info, way):
+    assert toolkit.way(info) == way
+
+
+# The command line on a real engine with CDI devices, which seems to have no NVIDIA runtime.
+WITHOUT_RUNTIME = """
+import sys
+from orchestrate.engines import toolkit
+from orchestrate.engines.daemon import Daemon
+made = Daemon.__init__
+def init(self):
+    made(self)
+    self.info["Runtimes"].pop("nvidia", None)
+Daemon.__init__, toolkit.CDI = init, sys.argv.pop(1)
+from orchestrate.__main__ import run
+run()
+"""
+
+
+@pytest.fixture
+def on_cdi(docker_engine, cli):
+    if not Daemon().info.get("CDISpecDirs"):
+        why = "the engine has no CDI devices; .ci/docker-engine starts one with stand-ins"
+        pytest.fail(why) if DOCKER_REQUIRED else pytest.skip(why)
+    (cli.folder / "lists.py").write_text(LISTS)
+
+    def command(kind: str, *words: str) -> subprocess.CompletedProcess[str]:
+        program = [sys.executable, "-c", WITHOUT_RUNTIME, kind, *words]
+        return subprocess.run(program, cwd=cli.folder, env=cli.env, capture_output=True, text=True)
+
+    return command
+
+
+@pytest.mark.docker
+def test_nodes_must_see_their_gpus_as_cdi_devices(on_cdi, nothing_left):
+    done = on_cdi(toolkit.CDI, "run", "--engine", "docker", "--gpus", "2", "--trainers", "1", "--", "lists.py")
+    assert done.returncode == 0 and "NCCL on GPU" in done.stderr, done.stderr
+    assert [line.rpartition("| ")[2] for line in done.stdout.splitlines()] == ["sees 2 has 1"] * 2
+
+
+@pytest.mark.docker
+def test_an_engine_without_the_device_must_train_on_the_cpu_and_say_why(on_cdi):
+    done = on_cdi("nvidia.com/nonesuch", "plan", "--engine", "docker", "--trainers", "0", "--", "lists.py")
+    assert "gloo on CPU (the engine has no CDI device nvidia.com/nonesuch=all)" in done.stdout
