@@ -39,7 +39,8 @@ class Demo:
     """One worker's side of every collective; rank r holds r + 1, or a row of such numbers."""
 
     def __init__(self, job: Job) -> None:
-        self.rank, self.n, self.device = job.rank, job.world_size, job.device
+        self.rank, self.n = job.rank, job.world_size
+        self.device = job.device if dist.get_backend() == "nccl" else torch.device("cpu")  # gloo sends from there alone
         self.group: Any = None
         self.all = [rank + 1 for rank in range(self.n)]
 
@@ -163,7 +164,7 @@ def show(args: argparse.Namespace) -> None:
         store.set(f"{name}/{job.rank}", json.dumps(row))
         table.append((name, [json.loads(store.get(f"{name}/{rank}")) for rank in range(job.world_size)]))
     backend = dist.get_backend()
-    job.say(f"{backend} on torch {torch.__version__}, {job.world_size} workers on {job.device.type}")
+    job.say(f"{backend} on torch {torch.__version__}, {job.world_size} workers on {demo.device.type}")
     for name, rows in table:
         words = sorted({row["word"] for row in rows})
         job.say(f"\n{name}: {'; '.join(words)}")

@@ -1,6 +1,7 @@
 """Data sets that fit in memory, as tensors: drawn offline, or read from their own files in a folder."""
 
 import contextlib
+import functools
 import math
 import os
 from pathlib import Path
@@ -146,12 +147,15 @@ _COLOUR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 def normalised(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """uint8 (N, C, H, W) to floats of mean 0 and deviation 1."""
-    mean, deviation = (torch.tensor(v, dtype=dtype, device=images.device) for v in _statistics(images.shape[1]))
-    return (images.to(dtype) / 255 - mean.view(-1, 1, 1)) / deviation.view(-1, 1, 1)
+    mean, deviation = _statistics(images.shape[1], dtype, images.device)
+    return (images.to(dtype) / 255 - mean) / deviation
 
 
-def _statistics(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    return _GREY if channels == 1 else _COLOUR
+@functools.cache  # a copy to a GPU waits for it
+def _statistics(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel: (C, 1, 1) both."""
+    mean, deviation = (torch.tensor(v, dtype=dtype, device=device) for v in (_GREY if channels == 1 else _COLOUR))
+    return mean.view(-1, 1, 1), deviation.view(-1, 1, 1)
 
 
 def augmented(images: Tensor) -> Tensor:

@@ -32,13 +32,28 @@ class Job:
             signal.signal(signal.SIGTERM, self._ask)
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            if local >= count:
+                hint = "take fewer workers, or CUDA_VISIBLE_DEVICES= to train on the CPU"
+                raise SystemExit(f"error: local rank {local} has no GPU: torch sees {count}\nhint: {hint}")
+            self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
         elif os.environ.get("CUDA_VISIBLE_DEVICES"):
             self.say("warning: a GPU was given, but torch cannot use it: training on the CPU")
         if self.world_size > 1:
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+            backend = self._backend()
+            device = self.device if backend == "nccl" else None  # NCCL need not guess it, and connects at once
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), device_id=device)
+
+    def _backend(self) -> str:
+        """What carries tensors between the workers; gloo takes those of a GPU, too, by way of the CPU."""
+        if self.device.type == "cpu":
+            return "gloo"
+        version = torch.cuda.nccl.version()[:2]
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and version < (2, 30):
+            self.say(f"workers share a GPU, which NCCL {version[0]}.{version[1]} cannot: gradients travel by gloo")
+            return "gloo"
+        return "nccl"
 
     def _ask(self, *_: object) -> None:
         self.asked = True

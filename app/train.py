@@ -13,6 +13,7 @@ It reads torchrun's variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`
 import argparse
 import json
 import math
+import os
 import pickle
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from app.checkpoint import Checkpoints, load
 from app.job import STOPPED, Job, append, leave, spawn
 from app.order import GlobalOrder, ShardOrder
 from app.shards import Shards
+from app.stopwatch import Stopwatch
 
 SHOWN = 10  # steps whose losses are summed over all workers at once, and after which all agree whether to stop
 
@@ -52,8 +54,11 @@ def arguments() -> argparse.Namespace:
     add("--gamma", type=float, default=0.7)
     add("--dropout", type=float, default=1.0, help="factor on the model's dropout rates")
     add("--dtype", choices=["float32", "float64"], default="float32")
-    add("--amp", action="store_true", help="mixed precision: float16 on GPUs, bfloat16 on CPUs")
-    add("--compile", action="store_true", help="torch.compile")
+    half = ["auto", "float16", "bfloat16"]
+    add("--amp", nargs="?", const="auto", choices=half, help="mixed precision; auto: float16 on GPUs, bfloat16 on CPUs")
+    modes = ["default", "reduce-overhead", "max-autotune"]
+    add("--compile", nargs="?", const="default", choices=modes, help="torch.compile; reduce-overhead: CUDA graphs")
+    add("--deterministic", action="store_true", help="bit-identical runs on GPUs, too, with slower kernels")
     add("--seed", type=int, default=1)
     add("--save-every", type=int, default=0, metavar="STEPS", help="save between the ends of epochs, too")
     add("--keep", type=int, default=2, help="newest checkpoints to keep, besides the best")
@@ -82,7 +87,7 @@ class Samples:
             self.images, self.labels, self.ids = train.images.to(job.device), train.labels.to(job.device), train.ids
             self.test_images, self.test_labels = test.images.to(job.device), test.labels.to(job.device)
             self.count = sum(train.counts)
-            self.order = ShardOrder(train.counts, args.batch_size, job.rank, args.seed)
+            self.order = ShardOrder(train.counts, args.batch_size, job.rank, args.seed, job.device)
         else:
             tensors = data.load(args.dataset, args.data, args.download) if job.rank == 0 else None
             kinds = [(4, torch.uint8), (1, torch.int64)] * 2
@@ -91,21 +96,22 @@ class Samples:
             self.test_images, self.test_labels = test_images[part], test_labels[part]
             self.count = len(self.images)
             self.ids = torch.arange(self.count)
-            self.order = GlobalOrder(self.count, args.batch_size, job.rank, job.world_size, args.seed)
+            self.order = GlobalOrder(self.count, args.batch_size, job.rank, job.world_size, args.seed, job.device)
 
 
 def evaluate(job: Job, net: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
     """Mean loss and accuracy over the test images of all workers."""
     net.eval()
     dtype = next(net.parameters()).dtype
-    total = torch.zeros(3, dtype=torch.float64)  # loss, right answers, images
+    total = torch.tensor([0, 0, len(images)], dtype=torch.float64, device=images.device)
+    loss, right, _ = total.unbind()
     with torch.no_grad():
         for x, y in zip(images.split(500), labels.split(500)):
             output = net(data.normalised(x, dtype))
-            loss = F.cross_entropy(output, y, reduction="sum")
-            total += torch.tensor([float(loss), float((output.argmax(1) == y).sum()), len(y)], dtype=torch.float64)
-    loss, right, count = job.sum(total).tolist()
-    return loss / count, right / count
+            loss += F.cross_entropy(output, y, reduction="sum")
+            right += (output.argmax(1) == y).sum()
+    all_loss, all_right, count = job.sum(total).tolist()
+    return all_loss / count, all_right / count
 
 
 def optimizer_of(args: argparse.Namespace, net: nn.Module) -> torch.optim.Optimizer:
@@ -130,6 +136,12 @@ def parts(x: Tensor, y: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor, bo
         yield part_x, part_y, i == count
 
 
+def half_of(amp: str | None, device: torch.device) -> torch.dtype:
+    """The type of mixed precision; float16 alone needs a GradScaler, since small gradients vanish in it."""
+    auto = torch.float16 if device.type == "cuda" else torch.bfloat16
+    return {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(amp or "auto", auto)
+
+
 def random_state(job: Job) -> Tensor:
     """The state of this worker's generator, of the GPU or the CPU: (N,) uint8."""
     return torch.cuda.get_rng_state(job.device) if job.device.type == "cuda" else torch.get_rng_state()
@@ -142,8 +154,10 @@ def restore(state: dict[str, Any], job: Job, args: argparse.Namespace, holders: 
             was, now, flag = state["arguments"][name], getattr(args, name), name.replace("_", "-")
             raise SystemExit(f"error: the checkpoint was made with --{flag} {was}, not {now}\nhint: --{flag} {was}")
     for name, holder in holders.items():
-        holder.load_state_dict(state[name])
-    if len(state["random"]) == job.world_size:  # another number of workers draws other random numbers
+        if state[name]:  # a run without float16 saved no scaler
+            holder.load_state_dict(state[name])
+    same_kind = state["random"][0].shape == random_state(job).shape  # the generator of a GPU is not that of the CPU
+    if same_kind and len(state["random"]) == job.world_size:  # another number of workers draws other random numbers
         mine = state["random"][job.rank]
         torch.cuda.set_rng_state(mine, job.device) if job.device.type == "cuda" else torch.set_rng_state(mine)
     return state["epoch"], state["epoch_step"]
@@ -186,6 +200,10 @@ def transfer(net: nn.Module, path: Path, say: Any) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """Build, train, close."""
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
     job = Job()
     print(f"rank {job.rank} of {job.world_size} on {job.device}", flush=True)
     samples = Samples(job, args)
@@ -198,8 +216,8 @@ def train(args: argparse.Namespace) -> None:
         transfer(net, args.init_from, job.say)
     optimizer = optimizer_of(args, net)
     scheduler = scheduler_of(args, optimizer)
-    half = torch.float16 if job.device.type == "cuda" else torch.bfloat16
-    scaler = torch.amp.GradScaler(job.device.type, enabled=args.amp and half == torch.float16)
+    mixed, half = args.amp is not None, half_of(args.amp, job.device)
+    scaler = torch.amp.GradScaler(job.device.type, enabled=mixed and half == torch.float16)
     holders = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     torch.manual_seed(args.seed + job.rank)  # dropout differs between workers; the weights do not
 
@@ -213,20 +231,19 @@ def train(args: argparse.Namespace) -> None:
 
     way = strategy.Strategy(args.strategy, job, net)
     way.settle(data.normalised(samples.images[:1], dtype), samples.labels[:1])
-    network = torch.compile(way.model) if args.compile else way.model
+    network = torch.compile(way.model, mode=args.compile) if args.compile else way.model
     ledger = job.folder / f"ledger-{job.rank}.jsonl"
     losses: list[tuple[int, int, Tensor]] = []  # epoch, step, this worker's part of the loss
-    own: list[float] = []  # seconds in which this worker waited for no other
+    own = Stopwatch(job.device, time.perf_counter)  # of work in which this worker waits for no other
 
     def show() -> bool:
         """Record the losses; True where a worker was asked to end, which all workers learn at the same step."""
         more = torch.zeros(1 + job.world_size, dtype=dtype)
-        more[0], more[1 + job.rank] = float(job.asked), sum(own) / max(1, len(losses))
+        more[0], more[1 + job.rank] = float(job.asked), own.read() / max(1, len(losses))
         sums = job.sum(torch.cat([*(loss.reshape(1) for _, _, loss in losses), more.to(job.device)])).tolist()
         asking, *seconds = sums[len(losses) :]
         if losses:
             job.record(kind="pace", step=losses[-1][1], rank_seconds=seconds)
-        own.clear()
         for (at_epoch, at_step, _), value in zip(losses, sums):
             if not math.isfinite(value):  # before weights that are lost are saved
                 raise SystemExit(f"error: the loss is {value} at step {at_step}\nhint: a lower --lr")
@@ -255,23 +272,25 @@ def train(args: argparse.Namespace) -> None:
         network.train()
         for epoch_step, (mine, total) in enumerate(samples.order.batches(epoch, first), first + 1):
             step = (epoch - 1) * samples.order.steps + epoch_step
-            began = time.perf_counter()
+            own.start()
             if args.ledger:
-                entry = {"generation": job.generation, "step": step, "samples": samples.ids[mine].tolist()}
+                entry = {"generation": job.generation, "step": step, "samples": samples.ids[mine.cpu()].tolist()}
                 append(ledger, [json.dumps(entry)])
             optimizer.zero_grad()
+            if args.compile:
+                torch.compiler.cudagraph_mark_step_begin()  # the results of the step before may be overwritten
             loss = torch.zeros((), dtype=dtype, device=job.device)
             for x, y, last in parts(samples.images[mine], samples.labels[mine], args.accumulate):
                 idle = len(x) == 0  # this worker has nothing to add, but its peers wait for its gradients
                 network.train(not idle)  # nor must a sample that does not count be learnt by a batch norm
                 x, y = (samples.images[:1], samples.labels[:1]) if idle else (x, y)
                 x = data.normalised(data.augmented(x) if args.augment else x, dtype)
-                with way.accumulating(last), torch.autocast(job.device.type, half, enabled=args.amp):
+                with way.accumulating(last), torch.autocast(job.device.type, half, enabled=mixed):
                     # The mean over the global batch: gradients are averaged over workers, whose shares may differ.
                     part = F.cross_entropy(network(x), y, reduction="sum") * (0 if idle else 1 / total)
-                    own.append(time.perf_counter() - began)  # the backward pass waits for the other workers
+                    own.stop()  # the backward pass waits for the other workers
                     scaler.scale(part * job.world_size).backward()
-                began = time.perf_counter()
+                own.start()
                 loss += part.detach()
             way.average()
             if args.skew_rank == job.rank:

@@ -27,6 +27,7 @@ class Gang:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         place = {"WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        place["CUDA_VISIBLE_DEVICES"] = ""  # more workers than a machine may have GPUs
         envs = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **place} for rank in range(workers)]
         self.outputs = [folder / f".output-{rank}" for rank in range(max(1, workers))]
         self.processes: list[BaseProcess] = [

@@ -28,8 +28,9 @@ def command(mnist: Path, *arguments: str) -> list[str]:
 
 
 def run(mnist: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The app as a person starts it."""
-    env = {key: value for key, value in os.environ.items() if key != "RANK"} | {"JOB_DIR": str(folder)}
+    """The app as a person starts it, on the CPU."""
+    env = {key: value for key, value in os.environ.items() if key != "RANK"}
+    env |= {"JOB_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}  # more workers than a machine may have GPUs
     return subprocess.run(command(mnist, *arguments), cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
@@ -333,7 +334,7 @@ def test_the_app_must_run_under_torchrun(mnist, tmp_path):
         "-m",
     ]
     arguments = command(mnist, "--epochs", "1")[2:]
-    env = os.environ | {"JOB_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"JOB_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ok(subprocess.run([*torchrun, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300))
     assert len(losses(tmp_path)) == 7
 
