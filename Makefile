@@ -8,7 +8,7 @@ JOBS ?= 4
 # With an engine, torch lives in the image; without one, local processes need it here.
 NEEDS = $(shell docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 && echo base || echo torch)
 
-.PHONY: run test lock
+.PHONY: run test test-gpu lock
 run: $(VENV)/.$(NEEDS)
 	@$(VENV)/bin/python -m orchestrate run $(ARGS)
 
@@ -17,6 +17,10 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+# The tests on GPUs, with what $(PYTHON) has: torch, pytest and pyyaml. Warnings of other versions are no errors.
+test-gpu:
+	$(PYTHON) -m pytest -o addopts=-ra -W default -m gpu $(ARGS) tests/test_gpu_*.py
 
 # What the image installs: the newest versions that pyproject.toml allows, with their hashes, for Python 3.11 and later.
 lock: $(VENV)/.base

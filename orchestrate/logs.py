@@ -14,7 +14,10 @@ from orchestrate.node.trees import data
 from orchestrate.paths import LOGS, JobPaths, log
 
 END = 1 << 16  # bytes of a log that are its end
-NATIVE = re.compile(r"(frame #\d+: |Exception raised from .* \(most recent call first\):$)")  # of torch's C++ code
+NOISE = re.compile(  # what torch's C++ code prints after an error
+    r"frame #\d+: |Exception raised from .* \(most recent call first\):$|CUDA kernel errors might be asynchronously "
+    r"|For debugging consider passing CUDA_LAUNCH_BLOCKING|Compile with `TORCH_USE_CUDA_DSA`|Search for `cuda"
+)
 MARK = b"[node] generation "  # how a node begins the part of a log that is another generation's
 
 
@@ -105,13 +108,13 @@ def tail(folder: Folder, rank: int) -> str:
 def last_words(text: str, generation: int, count: int) -> list[str]:
     """The last lines that a worker of a generation wrote; of a dump of all its stacks, the first part alone.
 
-    Stack frames of C++ code are left out: NCCL's watchdog prints dozens of them after its message.
+    Stack frames of C++ code and torch's general advice are left out, of which NCCL's watchdog prints dozens of lines.
 
     `text` is the end of its log. What stands before the dump is what it had to say itself.
     """
     mark = f"{MARK.decode()}{generation}"
     lines = text.rpartition(mark + "\n")[2].splitlines() if generation else text.splitlines()
-    lines = [line for line in lines if not NATIVE.match(line)]
+    lines = [line for line in lines if not NOISE.match(line)]
     if text.endswith(mark):
         return []
     fatal = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
@@ -120,5 +123,5 @@ def last_words(text: str, generation: int, count: int) -> list[str]:
     dump = [line for line in lines[fatal[-1] :] if "/orchestrate/node/zygote.py" not in line]
     current = [i for i, line in enumerate(dump) if line.startswith("Current thread")]
     stack = dump[current[0] :] if current else dump[1:]
-    head = lines[max(0, fatal[-1] - count // 3) : fatal[-1] + 1]
+    head = [*[line for line in lines[: fatal[-1]] if line.strip()][-(count // 3) :], lines[fatal[-1]]]
     return head + [line for line in stack if line.strip() and not line.startswith("Extension modules")][: count // 2]

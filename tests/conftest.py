@@ -1,8 +1,10 @@
 """Fixtures: the command line as a user has it, the engines, and the check that a test leaves nothing behind."""
 
+import collections
 import contextlib
 import ctypes
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -19,7 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of pytest itself: tests run sid
 for name in ("SUDO_UID", "SUDO_GID"):  # root's nodes then run as a user without an account
     os.environ.pop(name, None)
 
-pytest_plugins = ("answers", "commanded", "joining", "manager_stub", "waiting")  # fixtures of engines and nodes
+pytest_plugins = ["commanded", "joining", "on_gpus", "waiting"]  # fixtures of engines and nodes
+if importlib.util.find_spec("docker"):  # tests on GPUs need no SDK
+    pytest_plugins += ["answers", "manager_stub"]
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 # The SDK leaves its socket open when the engine does not answer; no user sees that.
@@ -42,11 +46,22 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "ready" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group(f"ready-{item.callspec.params['engine']}"))
+        if item.get_closest_marker("gpu"):  # one after the other: they look at the memory in use
+            item.add_marker(pytest.mark.xdist_group("gpu"))
     return (yield)
 
 
+def pytest_report_teststatus(report):
+    """Count the skipped tests for GPUs by themselves: the summary has a line for each reason, not for each test."""
+    return ("skipped (GPU)", "s", "SKIPPED") if report.skipped and "gpu" in report.keywords else None
+
+
 def pytest_terminal_summary(terminalreporter, config):
-    """With `--durations`, also print how long the tests of each file took, and how many there are."""
+    """Print why tests for GPUs were skipped; with `--durations`, also how long each file's tests took."""
+    skipped = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped (GPU)", ()))
+    for reason, count in skipped.items():
+        counted = "1 test for GPUs was" if count == 1 else f"{count} tests for GPUs were"
+        terminalreporter.write_line(f"{counted} skipped: {reason.removeprefix('Skipped: ')}")
     if config.option.durations is None:
         return
     seconds: dict[str, float] = {}

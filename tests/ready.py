@@ -10,6 +10,8 @@ from faults import OPTIONS
 class Ready(Cli):
     """Four nodes, and the folder whose jobs use them; jobs that ask for other ones get their own."""
 
+    options: tuple[str, ...] = ("--trainers", "3", *OPTIONS)
+
     def __init__(self, folder: Path, engine: str) -> None:
         super().__init__(folder)
         self.engine, self.cluster = engine, ""
@@ -21,7 +23,7 @@ class Ready(Cli):
             if run.name != self.cluster:
                 shutil.rmtree(run)
         if not self.cluster:
-            done = self("up", "--engine", self.engine, "--trainers", "3", *OPTIONS)
+            done = self("up", "--engine", self.engine, *self.options)
             assert done.returncode == 0, done.stderr
             self.cluster = done.stdout.strip()
 

@@ -1,0 +1,173 @@
+"""Fixtures for tests on GPUs: those of this machine, which processes use them, and nodes on them that stay up."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from conftest import DOCKER_REQUIRED, Cli, descendants
+from faults import Background, node_pid
+from ready import Ready
+
+from orchestrate import looked
+from orchestrate.gpus import Gpu, look, offer, read, why_none
+from orchestrate.spec import IMAGE
+
+GPU_REQUIRED = os.environ.get("ORCHESTRATE_REQUIRE_GPU") == "1"
+GRACE = ("--set", "grace=5s")
+SHARED = ("--set", "share_gpus=true")
+ALONE = ("--trainers", "0", "--gpus", "1")  # one worker
+NEARLY = 256 << 20  # bytes by which the memory in use may differ before and after a job
+# How containers get GPUs: by NVIDIA's runtime, or as CDI devices.
+WAYS = (
+    ("--runtime", "nvidia", "--env", "NVIDIA_VISIBLE_DEVICES=all", "--env", "NVIDIA_DRIVER_CAPABILITIES=utility"),
+    ("--device", "nvidia.com/gpu=all"),
+)
+
+
+@functools.cache
+def unusable() -> str:
+    """Why tests cannot use GPUs on this machine; empty if they can."""
+    if not look():
+        return why_none()
+    done = subprocess.run([sys.executable, "-c", looked.CUDA], capture_output=True, text=True)
+    if done.stdout.endswith("works"):
+        return ""
+    return f"torch in {sys.executable} cannot use the GPUs: {done.stdout or done.stderr[-300:]}"
+
+
+@functools.cache
+def uncontained() -> str:
+    """Why containers cannot use this machine's GPUs; empty if they can. The stand-in for NVIDIA's runtime cannot."""
+    for way in WAYS:
+        command = ["docker", "run", "--rm", "--pull", "never", *way, "--entrypoint", "nvidia-smi", IMAGE, "-L"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0 and {gpu.id for gpu in read(done.stdout, "")} == {gpu.id for gpu in look()}:
+            return ""
+    return f"containers cannot use the GPUs: {(done.stderr or done.stdout).strip()[-300:]}"
+
+
+@pytest.fixture(scope="session")
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs that jobs can use."""
+    if why := unusable():
+        pytest.fail(f"ORCHESTRATE_REQUIRE_GPU=1, and {why}") if GPU_REQUIRED else pytest.skip(why)
+    return offer(look(), "all").gpus
+
+
+@pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
+def gpu_engine(request, gpus, nothing_left):
+    """Each engine in turn that can use the GPUs; a test of it must leave nothing behind."""
+    if request.param == "docker":
+        request.getfixturevalue("docker_engine")
+        if why := uncontained():
+            pytest.fail(why) if GPU_REQUIRED and DOCKER_REQUIRED else pytest.skip(why)
+    return request.param
+
+
+def tolerant(cli: Cli) -> Cli:
+    """The same command line, where a warning is no error: torch warns of what a GPU can and cannot do."""
+    cli.env["PYTHONWARNINGS"] = "default"
+    return cli
+
+
+@pytest.fixture
+def gpu_cli(cli, gpu_engine):
+    """The command line where GPUs are."""
+    return tolerant(cli)
+
+
+class GpuNodes(Ready):
+    """Two nodes that see all GPUs, and the folder whose jobs use them.
+
+    `pair` are the options of two workers on two nodes: with a GPU each if there are two, which then use NCCL.
+    """
+
+    def __init__(self, folder: Path, engine: str, gpus: tuple[Gpu, ...]) -> None:
+        super().__init__(folder, engine)
+        tolerant(self)
+        self.env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+        self.gpus = gpus
+        self.options = ("--trainers", "1", "--gpus", "all", *SHARED, *GRACE)
+        self.pair = ("--trainers", "1", "--gpus", "2") if len(gpus) > 1 else ("--trainers", "1", "--gpus", "1", *SHARED)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a job, whose run directory becomes the only one."""
+        for run in self.folder.glob("runs/*"):
+            if run.name != self.cluster:
+                shutil.rmtree(run)
+        return self("run", "--engine", self.engine, *GRACE, *arguments)
+
+    def start_job(self, *arguments: str) -> Background:
+        """Start a job in the background."""
+        return OnGpus(self, *arguments)
+
+    def used(self) -> int:
+        """Bytes of memory of the GPUs that are in use."""
+        return sum(gpu.used for gpu in look() if gpu.id in {one.id for one in self.gpus})
+
+    def processes(self) -> list[int]:
+        """The processes of the nodes, and those that they have started."""
+        if self.engine == "docker":
+            nodes = [node_pid("docker", self.cluster, name) for name in ("master", "trainer-1")]
+        else:
+            nodes = [int(pid) for pid in re.findall(r"process (\d+) ", self("down", "--dry-run", self.cluster).stdout)]
+        return [*nodes, *descendants(*nodes)]
+
+    def only_nodes(self) -> bool:
+        """Whether nothing is there but two nodes with what forks their workers; a zombie counts."""
+        return len(self.processes()) == 4
+
+
+class OnGpus(Background):
+    """`orchestrate run` on GPUs, in the background."""
+
+    def __init__(self, nodes: GpuNodes, *arguments: str) -> None:
+        self.cli, self.engine = nodes, nodes.engine
+        self.process = nodes.start("run", "--engine", nodes.engine, *GRACE, *arguments)
+        self.out, self.err = "", ""
+
+
+@pytest.fixture(scope="session")
+def gpu_clusters(tmp_path_factory, gpus):
+    """Nodes of each engine that stay up, made when they are asked for."""
+    made: dict[str, GpuNodes] = {}
+
+    def of(engine: str) -> GpuNodes:
+        if engine not in made:
+            made[engine] = GpuNodes(tmp_path_factory.mktemp(f"gpus-{engine}"), engine, gpus)
+        return made[engine]
+
+    yield of
+    for nodes in made.values():
+        nodes.down()
+
+
+@pytest.fixture
+def gpu_nodes(gpu_engine, gpu_clusters):
+    """The command line where nodes with GPUs are up already, and warm."""
+    nodes = gpu_clusters(gpu_engine)
+    nodes.up()
+    yield nodes
+    nodes.settle()
+
+
+def on_cuda(pids: Iterable[int]) -> set[int]:
+    """Those processes that have initialised CUDA, as far as this user can see: only root sees what forks workers.
+
+    CUDA opens the device for unified memory; to look for GPUs, as nvidia-smi does, needs only the others.
+    """
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            for path in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):  # it has just been closed
+                    if "/dev/nvidia-uvm" in os.readlink(path):
+                        found.add(pid)
+    return found
