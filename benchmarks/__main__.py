@@ -1,7 +1,8 @@
 """Run benchmarks and print their tables.
 
     python -m benchmarks T9             one
-    python -m benchmarks                all
+    python -m benchmarks                all of T1 to T12, which need Docker
+    python -m benchmarks gpu            all of G1 to G6, which need a GPU
     python -m benchmarks --json FILE    and write what was measured, in place of what stood there of the same name
     python -m benchmarks soak           a training under faults; see --help of it
 
@@ -10,29 +11,67 @@ times do not.
 """
 
 import argparse
+import datetime
+import importlib
 import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
+import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.starts import ROOT
+from orchestrate.errors import FAILED, ResourceError
 
-from benchmarks import soak, t1, t2, t3, t4, t5, t6, t7, t8, t9, t10, t11, t12
+ON_GPUS = {f"G{number}": f"gpu{number}" for number in range(1, 7)}
+MODULES = {f"T{number}": f"t{number}" for number in range(1, 13)} | ON_GPUS  # imported when they run: T7 needs docker
 
-ALL = dict(zip([f"T{number}" for number in range(1, 13)], [t1, t2, t3, t4, t5, t6, t7, t8, t9, t10, t11, t12]))
+
+def printed(*command: str) -> str | None:
+    """What a command prints, without the last newline; None if it fails or is missing."""
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.rstrip("\n")
+
+
+def commit() -> str:
+    """The commit of this checkout, with `+ changes` if files differ from it; `unknown` without git."""
+    name, changed = printed("git", "rev-parse", "--short=10", "HEAD"), printed("git", "status", "--porcelain")
+    return "unknown" if not name else f"{name} + changes" if changed else name
+
+
+def gpus(listing: str) -> dict[str, str]:
+    """The GPUs by name and their driver, out of the lines `NAME, DRIVER` of nvidia-smi; empty without lines."""
+    rows = [line.rsplit(", ", 1) for line in listing.splitlines() if ", " in line]
+    if not rows:
+        return {}
+    names = Counter(name for name, _ in rows)
+    return {"GPUs": " + ".join(f"{number} × {name}" for name, number in names.items()), "driver": rows[0][1]}
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    return {
+    """What the figures are measured on: the machine, its versions and the commit."""
+    import torch
+
+    found: dict[str, Any] = {
         "cpus": os.cpu_count(),
         "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+    listing = printed("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    if there := gpus(listing or ""):
+        found |= there
+        if torch.version.cuda:
+            nccl = torch.cuda.nccl.version()
+            found |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, nccl))}
+    return found | {"commit": commit()}
 
 
 def line(name: str, values: list[float], unit: str) -> str:
@@ -40,34 +79,72 @@ def line(name: str, values: list[float], unit: str) -> str:
     return f"  {name:<44}{statistics.median(values):>10.3f} {unit:<4} ({min(values):.3f} to {max(values):.3f})"
 
 
-def main() -> None:
-    """Run what the command line names."""
+def measured(name: str, runs: int) -> tuple[dict[str, Any], bool]:
+    """Run one benchmark and print its figures; returns the result, and whether the benchmark ran to its end.
+
+    One that raises an error does not keep the others from running: the traceback goes to stderr.
+    """
+    about, whole = "", True
+    try:
+        module = importlib.import_module(f"benchmarks.{MODULES[name]}")
+        about = (module.__doc__ or "").splitlines()[0]
+        print(f"{name}: {about}", flush=True)
+        result = module.measure(runs)
+    except Exception as error:
+        traceback.print_exc()
+        whole, why = False, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        result = {"values": {}, "ratios": {}, "failed": {name: why}}
+    for what, (values, unit) in result["values"].items():
+        print(line(what, values, unit))
+    for what, ratio in result["ratios"].items():
+        print(f"  {what:<44}{ratio:>10.3g}")
+    for what, why in result.get("failed", {}).items():
+        print(f"  {what} was not measured: {why}", flush=True)
+    return {"about": about, **result}, whole
+
+
+def no_gpu() -> str:
+    """Why torch cannot use a GPU here; empty if it can."""
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA"
+    return "" if torch.cuda.is_available() else f"torch {torch.__version__} finds none that it can use"
+
+
+def main() -> int:
+    """Run the benchmarks that the command line names; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, side by side.")
-    parser.add_argument("names", nargs="*", metavar="T1 … T12")
+    parser.add_argument("names", nargs="*", metavar="T1 … T12, G1 … G6, gpu", help="default: T1 … T12; gpu: G1 … G6")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    unknown = set(args.names) - set(ALL)
-    if unknown:
-        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
-    measured: dict[str, Any] = {"machine": machine()}
-    print(", ".join(f"{key} {value}" for key, value in measured["machine"].items()))
-    for name in args.names or ALL:
-        print(f"{name}: {(ALL[name].__doc__ or '').splitlines()[0]}", flush=True)
-        result = ALL[name].measure(args.runs)
-        for what, (values, unit) in result["values"].items():
-            print(line(what, values, unit))
-        for what, ratio in result["ratios"].items():
-            print(f"  {what:<44}{ratio:>10.3g}")
-        for what, why in result.get("failed", {}).items():
-            print(f"  {what} was not measured: {why}")
-        measured[name] = {"about": (ALL[name].__doc__ or "").splitlines()[0], **result}
+    names = [one for name in args.names for one in (ON_GPUS if name == "gpu" else [name])]
+    names = list(dict.fromkeys(names)) or [name for name in MODULES if name not in ON_GPUS]
+    if unknown := set(names) - set(MODULES):
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(MODULES)}")
+    if (needy := [name for name in names if name in ON_GPUS]) and (why := no_gpu()):
+        print(f"error: {', '.join(needy)} need{'s' * (len(needy) == 1)} an NVIDIA GPU: {why}", file=sys.stderr)
+        return ResourceError.exit_code
+    here, date = machine(), datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    print(", ".join(f"{key} {value}" for key, value in here.items()))
+    code = 0
+    for name in names:
+        result, whole = measured(name, args.runs)
+        code = code if whole else FAILED
         if args.json:
             before = json.loads(args.json.read_text()) if args.json.exists() else {}
-            args.json.write_text(json.dumps(before | measured, indent=2) + "\n")
+            # GPU machines are many, and each G says where it was measured; all T of a file are from one machine.
+            fresh = (
+                {name: result | {"machine": here, "date": date}} if name in ON_GPUS else {"machine": here, name: result}
+            )
+            args.json.write_text(json.dumps(before | fresh, indent=2) + "\n")
+    return code
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["soak"]:
+        from benchmarks import soak
+
         sys.exit(soak.main(sys.argv[2:]))
-    main()
+    sys.exit(main())

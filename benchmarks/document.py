@@ -2,6 +2,7 @@
 
     python -m benchmarks.document FILE
 
+Benchmarks on GPUs (G1 to G6) go to `docs/performance-gpu.md`; a document is written only if FILE has results for it.
 What misses its target stands first, with the reason as far as it is known.
 """
 
@@ -40,15 +41,16 @@ def section(name: str, result: dict[str, Any]) -> str:
     misses = [label for label, value in result["ratios"].items() if met(label, value) is False]
     if misses and name in REASONS:
         lines += [f"Missed: {REASONS[name]}".replace(". ", ".\n"), ""]
-    lines += ["| what | median | lowest | highest |", "| --- | --- | --- | --- |"]
+    lines += ["| what | median | lowest | highest |", "| --- | --- | --- | --- |"] if result["values"] else []
     for what, (values, unit) in result["values"].items():
         middle, low, high = statistics.median(values), min(values), max(values)
         lines.append(f"| {what} | {middle:.4g} {unit} | {low:.4g} | {high:.4g} |")
-    lines += ["", "| figure (target) | value | met |", "| --- | --- | --- |"]
+    lines += ["", "| figure (target) | value | met |", "| --- | --- | --- |"] if result["ratios"] else []
     for label, value in result["ratios"].items():
         lines.append(f"| {label} | {value:.3g} | {({True: 'yes', False: 'no', None: ''})[met(label, value)]} |")
     lines += [f"\n{what} was not measured: {why}" for what, why in result.get("failed", {}).items()]
-    return "\n".join([*lines, "", f"![{name}](performance/{name}.svg)", ""])
+    picture = ["", f"![{name}](performance/{name}.svg)"] if result["values"] else []
+    return "\n".join([*lines, *picture, ""])
 
 
 def plot(result: dict[str, Any]) -> str:
@@ -70,30 +72,62 @@ def plot(result: dict[str, Any]) -> str:
     return f"<svg {size} {style}>{''.join(bars)}</svg>\n"
 
 
-def main() -> None:
-    """Write the document."""
-    measured = json.loads(Path(sys.argv[1]).read_text())
-    machine = ", ".join(f"{key} {value}" for key, value in measured.pop("machine").items())
-    folder = ROOT / "docs" / "performance"
+def described(machine: dict[str, Any]) -> str:
+    """A machine in one line."""
+    return ", ".join(f"{key} {value}" for key, value in machine.items())
+
+
+def by_targets(item: tuple[str, Any]) -> tuple[bool, int]:
+    """The place of a benchmark: first those that miss a target, then by number."""
+    return all(met(*ratio) is not False for ratio in item[1]["ratios"].items()), int(item[0][1:])
+
+
+def page(title: str, intro: list[str], results: dict[str, Any], notes: dict[str, str], docs: Path) -> str:
+    """A document of all results; their plots are written to `docs`/performance."""
+    folder = docs / "performance"
     folder.mkdir(exist_ok=True)
-
-    def missed(item: tuple[str, Any]) -> tuple[bool, int]:
-        return all(met(*ratio) is not False for ratio in item[1]["ratios"].items()), int(item[0][1:])
-
     text = [
-        "# Performance",
+        title,
         "",
-        "Measured on one machine, side by side, by `python -m benchmarks --json FILE`; "
-        "written from that by `python -m benchmarks.document FILE`.",
-        f"The machine: {machine}.",
+        *intro,
         "Ratios carry to other machines, times do not.",
         "What misses its target stands first.",
         "",
     ]
-    for name, result in sorted(measured.items(), key=missed):
-        text.append(section(name, result))
-        (folder / f"{name}.svg").write_text(plot(result))
-    (ROOT / "docs" / "performance.md").write_text("\n".join(text))
+    for name, result in sorted(results.items(), key=by_targets):
+        text.append(section(name, result) + notes.get(name, ""))
+        if result["values"]:
+            (folder / f"{name}.svg").write_text(plot(result))
+    return "\n".join(text)
+
+
+def gpu_page(results: dict[str, Any], docs: Path) -> str:
+    """The document of the benchmarks on GPUs; results may be from several machines, commits and days."""
+    where = {name: f"{described(result['machine'])}; {result['date']}" for name, result in results.items()}
+    intro = [
+        "Measured with local processes, side by side, by `python -m benchmarks gpu --json FILE`; "
+        "written from that by `python -m benchmarks.document FILE`."
+    ]
+    if len(set(where.values())) == 1:
+        return page("# Performance on GPUs", [*intro, f"The machine: {where.popitem()[1]}."], results, {}, docs)
+    notes = {name: f"\nThe machine: {text}.\n" for name, text in where.items()}
+    return page("# Performance on GPUs", intro, results, notes, docs)
+
+
+def main(docs: Path = ROOT / "docs") -> None:
+    """Write the documents."""
+    measured = json.loads(Path(sys.argv[1]).read_text())
+    on_gpus = {name: result for name, result in measured.items() if name.startswith("G")}
+    others = {name: result for name, result in measured.items() if name.startswith("T")}
+    if others:
+        intro = [
+            "Measured on one machine, side by side, by `python -m benchmarks --json FILE`; "
+            "written from that by `python -m benchmarks.document FILE`.",
+            f"The machine: {described(measured['machine'])}.",
+        ]
+        (docs / "performance.md").write_text(page("# Performance", intro, others, {}, docs))
+    if on_gpus:
+        (docs / "performance-gpu.md").write_text(gpu_page(on_gpus, docs))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the PyTorch examples' MNIST script does, written anew: the peer of T10.
 
 The same network, optimizer, schedule and batch; every image goes through PIL and a transform of its own, as
-torchvision's data set has it. `python benchmarks/mnist.py DATASET SEED`
+torchvision's data set has it. `python benchmarks/mnist.py DATASET SEED [DEVICE]`
 """
 
 import sys
@@ -34,27 +34,27 @@ class Images(Dataset[Any]):
         return self.transform(to_pil_image(self.images[i])), int(self.labels[i])
 
 
-def main(dataset: str, seed: int) -> None:
+def main(dataset: str, seed: int, device: str = "cpu") -> None:
     """Train, and print the accuracy after each epoch."""
     images, labels, test_images, test_labels = data.load(dataset, data.HOME, download=False)
     torch.manual_seed(seed)
     train_loader = DataLoader(Images(images, labels), 64, shuffle=True)
     test_loader = DataLoader(Images(test_images, test_labels), 1000)
-    net = Mnist(1, 28)
+    net = Mnist(1, 28).to(device)
     optimizer = torch.optim.Adadelta(net.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
     for epoch in range(1, EPOCHS + 1):
         net.train()
         for x, y in train_loader:
             optimizer.zero_grad()
-            F.cross_entropy(net(x), y).backward()
+            F.cross_entropy(net(x.to(device)), y.to(device)).backward()
             optimizer.step()
         scheduler.step()
         net.eval()
         with torch.no_grad():
-            right = sum(int((net(x).argmax(1) == y).sum()) for x, y in test_loader)
+            right = sum(int((net(x.to(device)).argmax(1) == y.to(device)).sum()) for x, y in test_loader)
         print(f"epoch {epoch}/{EPOCHS}: accuracy {right / len(test_labels):.2%}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

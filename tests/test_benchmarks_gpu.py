@@ -1,0 +1,398 @@
+"""Benchmarks on GPUs: what they conclude and write, that they need no Docker, and each of them, played on the CPU."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+from conftest import MARK, ROOT
+
+from app import data
+from benchmarks import __main__ as command
+from benchmarks import document, gpu, gpu1, gpu2, gpu3, gpu4, gpu5, gpu6
+
+TWO = gpu.Group(("--gpus", "none", "--trainers", "1"), "gloo", 2, "2 ranks on the CPU")
+RESULT = {"about": "What it is.", "values": {"one": [[2.0, 1.0, 3.0], "s"]}, "ratios": {"to the other (≤ 1.5)": 1.25}}
+MACHINE = {"cpus": 16, "GPUs": "1 × NVIDIA H200", "commit": "0123456789"}
+
+
+def benchmarks(*arguments: str, **env: str) -> "subprocess.CompletedProcess[str]":
+    """`python -m benchmarks` as a user starts it."""
+    words = [sys.executable, "-m", "benchmarks", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=os.environ | env)
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A PYTHONPATH without docker and torchvision."""
+    for name in ("docker", "torchvision"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}', name='{name}')\n")
+    return f"{tmp_path}:{ROOT}"
+
+
+@pytest.fixture
+def on_cpu(tmp_path, monkeypatch, nothing_left):
+    """The same commands with the CPU as their device, and all files in the test's folder."""
+    monkeypatch.setenv(MARK, str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu, "ONE", ("--gpus", "none"))
+    monkeypatch.setattr(gpu, "ALL", ("--gpus", "none"))
+    monkeypatch.setattr(gpu, "group", lambda: TWO)
+
+
+@pytest.fixture
+def little(mnist, monkeypatch):
+    """Arguments of the app for a few images; the generated digits are not drawn."""
+    monkeypatch.setattr(data, "load", lambda *_, **__: [])
+    return "--dataset", "mnist", "--data", str(mnist)
+
+
+# --- the command
+
+
+def test_a_benchmark_must_run_without_docker_and_be_written_with_its_machine(bare, tmp_path):
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps({"T1": RESULT}))
+    done = benchmarks("T11", "--runs", "1", "--json", str(file), PYTHONPATH=bare)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(file.read_text())
+    assert set(measured) == {"machine", "T1", "T11"}
+    assert measured["T1"] == RESULT
+    assert re.fullmatch(r"[0-9a-f]{10}( \+ changes)?|unknown", measured["machine"]["commit"])
+
+
+def test_benchmarks_on_gpus_must_be_importable_without_gpu_docker_and_torchvision(bare):
+    code = "import importlib, benchmarks.__main__ as b; [importlib.import_module('benchmarks.' + n) for n in NAMES]"
+    code = code.replace("NAMES", "b.ON_GPUS.values()")
+    env = os.environ | {"PYTHONPATH": bare, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "subject"), [("gpu", "G1, G2, G3, G4, G5, G6 need"), ("G3", "G3 needs")], ids=["all", "one"]
+)
+def test_without_a_gpu_the_command_must_say_so_in_one_line(name, subject):
+    done = benchmarks(name, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert re.fullmatch(rf"error: {subject} an NVIDIA GPU: torch \S+ (finds none|is built without).*\n", done.stderr)
+
+
+def test_an_unknown_name_must_be_refused():
+    done = benchmarks("G7")
+    assert done.returncode == 2
+    assert "no benchmark G7; there are T1, T2" in done.stderr
+
+
+def test_without_names_all_that_need_no_gpu_must_run(monkeypatch):
+    assert run_here(monkeypatch, []) == (0, [f"T{number}" for number in range(1, 13)])
+
+
+def test_gpu_must_mean_all_that_need_one_each_once(monkeypatch):
+    monkeypatch.setattr(command, "no_gpu", lambda: "")
+    assert run_here(monkeypatch, ["G4", "gpu"]) == (0, ["G4", "G1", "G2", "G3", "G5", "G6"])
+
+
+def run_here(monkeypatch, arguments: list[str]) -> tuple[int, list[str]]:
+    """The exit code of the command, and the names of the benchmarks that it runs, without running them."""
+    names: list[str] = []
+    monkeypatch.setattr(command, "measured", lambda name, runs: names.append(name) or (RESULT, True))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+    return command.main(), names
+
+
+def test_a_benchmark_that_fails_must_be_reported_and_not_keep_others_from_running(monkeypatch, tmp_path, capsys):
+    def measure(runs: int) -> None:
+        raise RuntimeError("the GPU is gone\nand more")
+
+    monkeypatch.setattr(command, "no_gpu", lambda: "")
+    monkeypatch.setattr(gpu5, "measure", measure)
+    monkeypatch.setattr(gpu6, "measure", lambda runs: RESULT | {"failed": {"NCCL": "one GPU"}})
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "G5", "G6", "--json", str(tmp_path / "measured.json")])
+    assert command.main() == 1
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert measured["G5"]["failed"] == {"G5": "RuntimeError: the GPU is gone"}
+    assert measured["G6"]["values"] == RESULT["values"]
+    assert (measured["G5"]["machine"], set(measured)) == (command.machine(), {"G5", "G6"})
+    text = capsys.readouterr().out
+    assert "G5 was not measured: RuntimeError: the GPU is gone" in text
+    assert "NCCL was not measured: one GPU" in text
+    assert re.search(r"one +2\.000 s +\(1\.000 to 3\.000\)", text)
+
+
+def test_gpus_must_be_counted_by_name():
+    listing = "NVIDIA H200, 570.1\nNVIDIA H200, 570.1\nTesla T4, 570.1\n"
+    assert command.gpus(listing) == {"GPUs": "2 × NVIDIA H200 + 1 × Tesla T4", "driver": "570.1"}
+    assert command.gpus("") == {}
+
+
+def test_a_machine_with_gpus_must_be_described_with_its_versions(monkeypatch):
+    answers = {"nvidia-smi": "NVIDIA H200, 570.1", "git": None}
+    monkeypatch.setattr(command, "printed", lambda *words: answers[words[0]])
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
+    found = list(command.machine().items())[4:]
+    assert found == [
+        ("GPUs", "1 × NVIDIA H200"),
+        ("driver", "570.1"),
+        ("CUDA", "13.0"),
+        ("NCCL", "2.28.9"),
+        ("commit", "unknown"),
+    ]
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_the_commit_must_be_marked_if_there_are_changes_and_be_unknown_without_git(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert command.commit() == "unknown"
+    me = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
+    for words in (["init", "--quiet"], [*me, "commit", "--quiet", "--allow-empty", "--message", "first"]):
+        subprocess.run(["git", *words], check=True, cwd=tmp_path)
+    clean = command.commit()
+    assert re.fullmatch("[0-9a-f]{10}", clean)
+    (tmp_path / "new.py").touch()
+    assert command.commit() == f"{clean} + changes"
+
+
+# --- the documents
+
+
+def written(monkeypatch, folder, measured: dict[str, object]) -> dict[str, str]:
+    """The files that the document command writes, by path."""
+    file = folder / "measured.json"
+    file.write_text(json.dumps(measured))
+    monkeypatch.setattr(sys, "argv", ["document", str(file)])
+    (docs := folder / "docs").mkdir()
+    document.main(docs)
+    return {str(path.relative_to(docs)): path.read_text() for path in docs.glob("**/*.*")}
+
+
+def test_results_of_both_kinds_must_go_to_two_documents(monkeypatch, tmp_path):
+    on_gpu = RESULT | {"machine": MACHINE, "date": "2026-05-04", "failed": {"NCCL": "one GPU"}}
+    missed = on_gpu | {"ratios": {"rate (≥ 2)": 1.5}}
+    found = written(monkeypatch, tmp_path, {"machine": {"cpus": 2}, "T9": RESULT, "G1": on_gpu, "G2": missed})
+    assert set(found) == {"performance.md", "performance-gpu.md", *(f"performance/{n}.svg" for n in ("T9", "G1", "G2"))}
+    assert (
+        found["performance.md"]
+        == """# Performance
+
+Measured on one machine, side by side, by `python -m benchmarks --json FILE`; written from that by \
+`python -m benchmarks.document FILE`.
+The machine: cpus 2.
+Ratios carry to other machines, times do not.
+What misses its target stands first.
+
+## T9
+
+What it is.
+
+| what | median | lowest | highest |
+| --- | --- | --- | --- |
+| one | 2 s | 1 | 3 |
+
+| figure (target) | value | met |
+| --- | --- | --- |
+| to the other (≤ 1.5) | 1.25 | yes |
+
+![T9](performance/T9.svg)
+"""
+    )
+    text = found["performance-gpu.md"]
+    assert "The machine: cpus 16, GPUs 1 × NVIDIA H200, commit 0123456789; 2026-05-04.\n" in text
+    assert text.index("## G2") < text.index("## G1")
+    assert "| rate (≥ 2) | 1.5 | no |" in text
+    assert "\nNCCL was not measured: one GPU\n" in text
+
+
+def test_results_of_gpus_alone_must_not_replace_the_other_document(monkeypatch, tmp_path):
+    places = [{"machine": MACHINE | {"cpus": cpus}, "date": "2026-05-04"} for cpus in (16, 32)]
+    nothing = {"values": {}, "ratios": {}, "failed": {"G2": "no disk"}}
+    found = written(monkeypatch, tmp_path, {"G1": RESULT | places[0], "G2": RESULT | nothing | places[1]})
+    assert set(found) == {"performance-gpu.md", "performance/G1.svg"}
+    first, second = found["performance-gpu.md"].split("## G")[1:]
+    assert "The machine: cpus 16, " in first
+    assert "The machine: cpus 32, " in second
+    assert "| what |" not in second and "svg" not in second
+    assert "G2 was not measured: no disk" in second
+
+
+# --- what is concluded from what was measured
+
+
+def test_rounds_must_interleave_ways_and_leave_out_one_that_has_failed():
+    calls = []
+
+    def good(number: int) -> gpu.Figures:
+        calls.append(("good", number))
+        return {"good": 2.0 * number}
+
+    def bad(number: int) -> gpu.Figures:
+        calls.append(("bad", number))
+        if number == 2:
+            raise RuntimeError("error: no GPU\nhint: buy one")
+        return {"bad": 1.0}
+
+    values, failed = gpu.rounds({"good": good, "bad": bad}, 3)
+    assert calls == [("good", 1), ("bad", 1), ("good", 2), ("bad", 2), ("good", 3)]
+    assert (values, failed) == ({"good": [2.0, 4.0, 6.0], "bad": [1.0]}, {"bad": "error: no GPU"})
+    assert gpu.ratios(values, {"to bad": ("good", "bad"), "to none": ("good", "none")}) == {"to bad": 4.0}
+    assert gpu.medians(values, {"of good": "good", "of none": "none"}) == {"of good": 4.0}
+
+
+def test_a_command_that_fails_must_be_explained_by_its_error():
+    code = "import sys; print('Traceback'); sys.exit('ValueError: 7 is odd\\nhint: take 8')"
+    with pytest.raises(RuntimeError, match="^ValueError: 7 is odd$"):
+        gpu.output([sys.executable, "-c", code])
+    with pytest.raises(RuntimeError, match="^exit code 3: "):
+        gpu.output([sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_a_command_that_takes_too_long_must_be_stopped(monkeypatch):
+    monkeypatch.setattr(gpu, "LIMIT", 0.1)
+    with pytest.raises(RuntimeError, match=r"^stopped after 0\.1 s: "):
+        gpu.output([sys.executable, "-c", "import signal; signal.pause()"])
+
+
+def test_one_gpu_must_be_shared_with_gloo_and_several_must_use_nccl(monkeypatch):
+    monkeypatch.setattr(gpu, "count", lambda: 1)
+    one = gpu.group()
+    assert one[:3] == (("--gpus", "all", "--trainers", "1", "--set", "share_gpus=true"), "gloo", 2)
+    assert gpu.without_nccl(one) == {"NCCL between GPUs": "it needs two GPUs, and this machine has one"}
+    monkeypatch.setattr(gpu, "count", lambda: 8)
+    eight = gpu.group()
+    assert eight[:3] == (("--gpus", "all", "--trainers", "7"), "nccl", 8)
+    assert gpu.without_nccl(eight) == {}
+
+
+def test_a_warm_run_must_be_refused_if_it_did_not_use_the_nodes():
+    nodes = SimpleNamespace(name="cluster-77aa")
+    text = "job one: 1 node × 1 worker, NCCL on GPU, on cluster-77aa\n"
+    assert gpu.Cluster.check(nodes, text) == text
+    with pytest.raises(RuntimeError, match="did not use the nodes that are up: cluster-77aa does not fit"):
+        gpu.Cluster.check(nodes, "cluster-77aa does not fit: 2 GPUs\njob one: 1 node × 1 worker, NCCL on GPU\n")
+
+
+def test_the_parts_of_a_start_must_be_those_of_the_slowest_worker():
+    lines = [{"import torch": 1.0, "NCCL init": 3.0}, {"import torch": 2.0, "NCCL init": 0.5}]
+    text = "".join(f"master {rank}    | {json.dumps(line)}\n" for rank, line in enumerate(lines))
+    assert gpu1.parts(text) == {"import torch": 2.0, "NCCL init": 3.0}
+    with pytest.raises(ValueError, match="printed no times"):
+        gpu1.parts("nothing\n")
+
+
+def epochs(*records: tuple[float, float]) -> str:
+    """metrics.jsonl with epochs of these seconds and accuracies, and a step."""
+    lines = [{"kind": "step", "loss": 1.0}]
+    lines += [{"kind": "epoch", "seconds": s, "test_accuracy": accuracy, "samples": 1200} for s, accuracy in records]
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def test_the_rate_of_a_training_must_be_that_of_its_median_epoch_without_the_first():
+    assert gpu3.rate(epochs((60.0, 0.1), (2.0, 0.1), (3.0, 0.1), (4.0, 0.1))) == 400.0
+
+
+def test_a_training_must_be_timed_up_to_the_epoch_that_shows_its_goal():
+    assert gpu4.training(epochs((1.0, 0.5), (2.0, 0.98994), (4.0, 0.98996), (8.0, 0.999))) == 7.0
+    with pytest.raises(ValueError, match="no epoch with 99 %"):
+        gpu4.training(epochs((1.0, 0.9)))
+
+
+def test_a_size_must_be_shown_in_its_largest_unit():
+    assert list(map(gpu6.shown, (1 << 10, 1 << 18, 1 << 26, 1 << 30))) == ["1 KB", "256 KB", "64 MB", "1 GB"]
+
+
+def test_a_checkpoint_must_not_be_measured_on_a_disk_that_is_too_small(monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=8 << 30))
+    result = gpu5.measure(1)
+    assert result["values"] == {}
+    assert result["failed"]["G5"].startswith("it needs 12 GB of free disk space, and ")
+
+
+# --- each of them, played on the CPU
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "base"), [(1, "python"), (2, "torchrun")])
+def test_a_start_must_be_measured_in_all_its_parts(on_cpu, monkeypatch, workers, base):
+    monkeypatch.setattr(gpu, "count", lambda: workers)
+    monkeypatch.setattr(gpu, "ALL", ("--gpus", "none", "--nproc-per-node", str(workers)))
+    result = gpu1.measure(1)
+    parts = ("", ": import torch", ": CUDA context", ": NCCL init")
+    assert result["failed"] == {}
+    assert list(result["values"]) == [f"{name}{part}" for name in (base, gpu1.COLD, gpu1.WARM) for part in parts]
+    assert set(result["ratios"]) == {f"orchestrate, to {base}", f"nodes up, to {base}"}
+
+
+@pytest.mark.slow
+def test_restarts_must_be_measured_for_every_kill(on_cpu, monkeypatch):
+    monkeypatch.setattr(gpu2, "KILLS", 2)
+    monkeypatch.setattr("benchmarks.t3.PATIENCE", 300.0)  # this machine may do much else
+    monkeypatch.setattr(gpu, "TORCHRUN", [sys.executable, "-c", "raise SystemExit(1)"])  # one that loses its job
+    result = gpu2.measure(1)
+    ((seconds, unit),) = result["values"].values()
+    assert (len(seconds), unit, min(seconds) > 0) == (2, "s", True)
+    assert result["ratios"]["jobs lost in 2 kills (≤ 0)"] == 0.0
+    assert result["ratios"]["jobs that torchrun lost in 1 kills"] == 1.0
+    assert result["failed"]["torchrun"] == "no worker was restarted"
+
+
+@pytest.mark.slow
+def test_samples_per_second_must_be_measured_under_every_launcher(on_cpu, monkeypatch, little):
+    monkeypatch.setattr(gpu3, "EPOCHS", {"lenet": 2, "mnist": 3})
+    monkeypatch.setattr(gpu3, "ARGUMENTS", (*gpu3.ARGUMENTS, *little))
+    result = gpu3.measure(1)
+    models, launchers = ("lenet", "mnist"), ("python", "torchrun", "orchestrate")
+    assert set(result["values"]) == {f"{model}: {name}" for model in models for name in launchers}
+    assert set(result["ratios"]) == {f"{model}: to {name} (≥ 0.99)" for model in models for name in launchers[:2]}
+
+
+@pytest.mark.slow
+def test_seconds_to_a_goal_must_be_measured_on_nodes_that_are_up_and_without(on_cpu, monkeypatch, little):
+    monkeypatch.setattr(gpu, "HAS_TORCHVISION", False)
+    monkeypatch.setattr(gpu4, "GOAL", 0.0)
+    monkeypatch.setattr(gpu4, "ARGUMENTS", (*gpu4.ARGUMENTS, *little))
+    result = gpu4.measure(1)
+    assert list(result["values"]) == [f"{name}, digits" for name in (gpu4.COLD, gpu4.WARM, gpu4.TRAINING)]
+    assert set(result["ratios"]) == {"nodes up, in seconds (≤ 5)", "training alone, in seconds (≤ 2)"}
+    assert result["failed"] == {gpu4.PEER: "the Python package torchvision is missing"}
+
+
+def test_the_script_that_the_app_is_compared_with_must_train_on_the_device_that_it_is_given(mnist, monkeypatch, capsys):
+    from benchmarks import mnist as script
+
+    tensors = data.load("mnist", mnist, download=False)
+    monkeypatch.setattr(data, "load", lambda *_, **__: tensors)
+    monkeypatch.setattr(script, "EPOCHS", 1)
+    script.main("mnist", 1, "cpu")
+    assert re.fullmatch(r"epoch 1/1: accuracy [\d.]+%\n", capsys.readouterr().out)
+    with pytest.raises(RuntimeError, match="(?i)meta"):  # a device without data, which the loss notices
+        script.main("mnist", 1, "meta")
+
+
+def test_a_checkpoint_must_be_measured_until_it_is_durable(on_cpu, monkeypatch):
+    monkeypatch.setattr(gpu5, "SIZE", 1 << 22)
+    monkeypatch.setattr(gpu5, "TENSORS", 4)
+    monkeypatch.setattr(gpu5, "pinned", lambda tensor: tensor.clone())  # without a GPU nothing can be pinned
+    result = gpu5.measure(2)
+    assert {name: len(values) for name, (values, _) in result["values"].items()} == dict.fromkeys(
+        (gpu5.COPY, gpu5.HELD, gpu5.SAVE, gpu5.DURABLE), 2
+    )
+    assert all(
+        held < durable for held, durable in zip(result["values"][gpu5.HELD][0], result["values"][gpu5.DURABLE][0])
+    )
+
+
+@pytest.mark.slow
+def test_the_bandwidth_must_be_measured_for_every_size(on_cpu, monkeypatch):
+    monkeypatch.setattr(gpu6, "LARGEST", {"gloo": 1 << 14})
+    result = gpu6.measure(2)
+    assert list(result["values"]) == [f"2 ranks on the CPU: {size} KB" for size in (1, 4, 16)]
+    assert all(len(rates) == 2 and min(rates) > 0 and unit == "GB/s" for rates, unit in result["values"].values())
