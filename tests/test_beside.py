@@ -20,7 +20,7 @@ from faults import OPTIONS, Background
 from orchestrate import commands, private, users
 from orchestrate.engines import JobState
 from orchestrate.engines.daemon import Daemon
-from orchestrate.engines.image import _gpus
+from orchestrate.engines.image import _offer
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.job import new_id
@@ -234,7 +234,7 @@ def test_a_look_for_gpus_must_take_little_memory_whatever_the_image_writes(nvidi
     daemon = Daemon()
     tracemalloc.start()
     try:
-        assert _gpus(daemon, image, tmp_path) == ()
+        assert _offer(daemon, image, tmp_path, JobSpec()).gpus == ()
         assert tracemalloc.get_traced_memory()[1] < 20 << 20
     finally:
         tracemalloc.stop()

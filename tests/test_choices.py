@@ -85,11 +85,12 @@ def test_a_model_must_be_in_training_mode_at_each_step(small, monkeypatch):
 
 def test_a_model_must_be_compiled_only_where_that_is_asked_for(small, monkeypatch):
     compiled = []
-    monkeypatch.setattr(torch, "compile", lambda net: compiled.append(net) or net)
+    monkeypatch.setattr(torch, "compile", lambda net, mode: compiled.append(mode) or net)
     small()
     assert compiled == []
     small("--compile")
-    assert len(compiled) == 1
+    small("--compile", "reduce-overhead")
+    assert compiled == ["default", "reduce-overhead"]
 
 
 def test_a_ledger_must_be_written_only_where_that_is_asked_for(small):

@@ -87,7 +87,7 @@ def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_s
     assert set(made["Env"]) == {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"}
     host = made["HostConfig"]
     assert (host["Runtime"], host["NetworkMode"], host["LogConfig"]["Type"]) == ("nvidia", "none", "json-file")
-    assert host["LogConfig"]["Config"] == {"max-size": "8m"}
+    assert host["LogConfig"]["Config"] == {"max-size": "4m"}
     assert (host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges:true"])  # the image may be anyone's
     assert (host["ReadonlyRootfs"], host["Memory"], host["PidsLimit"]) == (True, 1 << 30, 512)
     assert answers.of("DELETE /containers/made")[0] == {"v": "True", "force": "True", "link": "False"}

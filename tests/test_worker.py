@@ -30,7 +30,11 @@ def place(monkeypatch, tmp_path) -> None:
 def noted(monkeypatch) -> list[Any]:
     """What is asked of torch.distributed and of the GPUs, which this machine need not have."""
     calls: list[Any] = []
-    monkeypatch.setattr(job.dist, "init_process_group", lambda backend, timeout: calls.append((backend, timeout)))
+    monkeypatch.setattr(
+        job.dist,
+        "init_process_group",
+        lambda backend, timeout, device_id: calls.append((backend, timeout, device_id)),
+    )
     monkeypatch.setattr(job.dist, "barrier", lambda: calls.append("barrier"))
     monkeypatch.setattr(job.dist, "destroy_process_group", lambda: calls.append("destroy"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
@@ -59,15 +63,17 @@ def test_a_worker_must_take_the_gpu_of_its_local_rank(monkeypatch, noted, gpus, 
     for name, value in (("RANK", "6"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "2"), ("TORCHELASTIC_RESTART_COUNT", "4")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     made = Job(timeout=7)
     assert (made.rank, made.world_size, made.generation, str(made.device)) == (6, 8, 4, device)
-    assert noted == [torch.device(device)] * gpus + [(backend, datetime.timedelta(seconds=7))]
+    own = torch.device(device) if gpus else None
+    assert noted == [own] * gpus + [(backend, datetime.timedelta(seconds=7), own)]
 
 
 def test_workers_must_wait_for_each_other_for_half_an_hour(monkeypatch, noted):
     monkeypatch.setenv("WORLD_SIZE", "2")
     Job()
-    assert noted == [("gloo", datetime.timedelta(minutes=30))]
+    assert noted == [("gloo", datetime.timedelta(minutes=30), None)]
 
 
 def test_no_worker_must_leave_the_group_before_all_have_come_to_the_end(monkeypatch, noted):

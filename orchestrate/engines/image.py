@@ -136,7 +136,7 @@ def _offer(daemon: Daemon, image: str, run: Path, spec: JobSpec) -> Offer:
         toolkit.host_config(way, every),
         image=image,
         memory=1 << 30,
-        log="8m",  # the details of one GPU take some 50 KB
+        log="4m",  # the details of one GPU take some 50 KB
         environment=toolkit.environment(way, every),
     )
     found = offer(read(text, text), spec.gpus)
