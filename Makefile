@@ -18,7 +18,7 @@ test: $(VENV)/.test
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
-# The tests on GPUs, with what $(PYTHON) has: torch, pytest and pyyaml. Warnings of other versions are no errors.
+# The tests on GPUs, with what $(PYTHON) has: torch, pytest and pyyaml. Warnings of other versions do not fail them.
 test-gpu:
 	$(PYTHON) -m pytest -o addopts=-ra -W default -m gpu $(ARGS) tests/test_gpu_*.py
 

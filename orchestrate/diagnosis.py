@@ -33,11 +33,14 @@ NO_CUDA = (
 # How torch and NCCL say that a kernel or the GPU itself has failed.
 ASSERTED = r"device-side assert triggered"
 GPU_FAILED = (
-    r"(CUDA error|Triton Error \[CUDA\]): (an illegal (memory access|instruction)|misaligned address|unknown error"
-    r"|unspecified launch failure|the launch timed out|uncorrectable ECC|hardware stack error|invalid program counter"
-    r"|CUDA-capable device\(s\) is/are busy|system not yet initialized)"
+    r"(CUDA error: |Triton Error \[CUDA\]: |Cuda failure \d+ ')(an illegal (memory access|instruction)"
+    r"|misaligned address|unknown error|unspecified launch failure|the launch timed out|uncorrectable ECC"
+    r"|hardware stack error|invalid program counter)"
     r"|CUBLAS_STATUS_EXECUTION_FAILED|CUDNN_STATUS_EXECUTION_FAILED|GPU is lost|GPU has fallen off the bus"
-    r"|Unable to determine the device handle|\bXid\b"
+    r"|Unable to determine the device handle|NVRM: Xid|Xid \(PCI"
+)
+NO_GPU_MEMORY = (
+    r"CUDA out of memory|OutOfMemoryError|(CUDA error: |Cuda failure 2 ')out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 )
 # Options of `run`, which a script does not know.
 OURS = "nodes|nnodes|trainers|gpus|engine|image|dry-run|detach|set|runs|json|print-path|nproc[-_]per[-_]node"
@@ -93,13 +96,23 @@ BY_ERROR = [  # in the exception that a traceback ends with, and after it
         "script",
         "workers cannot read from a terminal: remove breakpoint() or input()",
     ),
-    (r"CUDA out of memory|OutOfMemoryError", "out of GPU memory", "a smaller batch, or GPUs with more memory"),
+    (NO_GPU_MEMORY, "out of GPU memory", "a smaller batch, or GPUs with more memory"),
     (r"No space left on device", "disk full", "free some disk, or some /dev/shm (--set shm_size=4g)"),
     (r"Read-only file system|Permission denied", "not writable", READ_ONLY),
     (
         ASSERTED,
         "GPU error",
         "an index or a label out of range, most often; -e CUDA_LAUNCH_BLOCKING=1 makes the traceback name the line",
+    ),
+    (
+        r"CUDA-capable device\(s\) is/are busy",
+        "GPU error",
+        "another process has the GPU in exclusive compute mode: nvidia-smi -c 0 allows several",
+    ),
+    (
+        r"CUDA error: system not yet initialized",
+        "GPU error",
+        "start NVIDIA's fabric manager: systemctl start nvidia-fabricmanager",
     ),
     (
         GPU_FAILED,
@@ -109,7 +122,7 @@ BY_ERROR = [  # in the exception that a traceback ends with, and after it
     (
         r"Duplicate GPU detected",
         "GPU shared",
-        "give each worker its own GPU, or use the backend gloo, which takes CUDA tensors, or NCCL 2.30",
+        "give each worker its own GPU, or use the gloo backend, which takes CUDA tensors, or NCCL 2.30 or later",
     ),
     (
         r"Detected mismatch between collectives on ranks",

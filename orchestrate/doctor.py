@@ -74,7 +74,7 @@ def _gpus(info: dict[str, Any]) -> Iterator[Finding]:
     hint = "install NVIDIA's container toolkit, then nvidia-ctk runtime configure --runtime=docker" if found else ""
     yield {
         "runtime": Finding(GOOD, "it has the NVIDIA runtime"),
-        "cdi": Finding(GOOD, f"it gives containers GPUs as CDI devices ({toolkit.CDI})"),
+        "cdi": Finding(GOOD, f"GPUs are available to containers as CDI devices ({toolkit.CDI})"),
         "": Finding(WARNING if found else GOOD, "it has no NVIDIA runtime: jobs train on the CPU", hint),
     }[way]
     yield from gpus(found)

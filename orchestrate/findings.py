@@ -34,7 +34,7 @@ def local() -> Iterator[Finding]:
         yield Finding(WARNING, f"local processes: torch is not installed in {sys.executable}", hint)
     found = look()
     yield from gpus(found)
-    if found and (why := looked.useless([gpu.id for gpu in found])):
+    if found and (why := looked.useless(found)):
         hint = "install a build of torch for this driver: nvidia-smi shows the newest CUDA version that it supports"
         yield Finding(WARNING, f"local processes cannot use the GPUs: {why}", hint)
 
@@ -43,10 +43,10 @@ def gpus(found: Sequence[Gpu]) -> Iterator[Finding]:
     """The GPUs of this machine, and their driver."""
     if not found:
         why = why_none()
-        yield Finding(WARNING if why.startswith("nvidia-smi: ") else GOOD, why)
+        yield Finding(WARNING if why.startswith("nvidia-smi") else GOOD, why)
     for gpu in found:
         memory = f", {in_words(gpu.total)}" if gpu.total else ""
         yield Finding(GOOD, f"{gpu}: {gpu.name}{memory}{gpu.driver and f', driver {gpu.driver}'}")
-    if any(not gpu.persistent for gpu in found):
+    if any(not gpu.persistent and not gpu.display for gpu in found):
         what = "persistence mode is off: each job waits seconds for the driver to load"
         yield Finding(WARNING, what, "sudo nvidia-smi -pm 1, or enable the service nvidia-persistenced")

@@ -46,6 +46,7 @@ class Generation:
         self.give_up = float("inf")
         self.failing = float("inf")  # when the others are stopped after a failure
         self.killing = float("inf")  # when those that have not ended by then are killed
+        self.late = False  # whether that has been done: one of them may be the worker that the others waited for
         self.started = time.monotonic()  # of this generation; later, of its first worker
         self.saved = self.traces.saved()
         self.best = max((ended.step for ended in supervisor.history.ended), default=0)
@@ -175,7 +176,7 @@ class Generation:
         stopping = bool(self.why or self.hung)
         ours = stopping and end.asked
         self.emit("worker_ended", rank=end.rank, node=node, exit_code=end.code, stopping=ours)
-        if self.wanted < 2:  # what we have killed says nothing
+        if self.wanted < 2 or self.late:  # what else we have killed says nothing
             self.ends.append(End(self.emit.seconds(), end, ours))
         if end.code and not stopping:
             timeout = complains(self.traces.words(end.rank), TIMEOUT)
@@ -205,7 +206,7 @@ class Generation:
         """Kill the workers that have not ended."""
         self.killing = float("inf")
         if self.wanted < 2:
-            self.wanted = 2
+            self.wanted, self.late = 2, True
             self.emit("workers_stopping", why=self.why, kill=True)
             self._give_time()
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,12 +15,16 @@ from xml.etree import ElementTree
 from orchestrate.cores import PCI, near
 
 BUSY = 0.05  # share of its memory from which a GPU counts as in use: the driver alone takes less
+DESKTOP = 2 << 30  # bytes that a desktop on the same GPU may take besides; a container does not see its processes
+MOST = 1024  # GPUs that are read from a listing, which a container may have written
 LIST, DETAILS = ("nvidia-smi", "-L"), ("nvidia-smi", "-q", "-x")  # only the first has the UUIDs of MIG instances
 ANSWERS = 60.0  # seconds for each; without persistence mode, each loads the driver
 VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}  # vendor ids of PCI
 DISPLAY = ("0x03", "0x12")  # classes of PCI: display controllers, processing accelerators
-LINE = re.compile(r"^(?:GPU \d+: ([^(\n]*)|[ \t]+MIG [^(\n]*)\(UUID: ((?:GPU|MIG)-[\w/-]{1,90})\)", re.M)
-TROUBLE = re.compile(r"Failed to initialize NVML: .*|NVIDIA-SMI has failed .*|Unable to determine .*|.*GPU is lost.*")
+LINE = re.compile(
+    r"^(?:GPU (\d{1,4}): ([^\n]{0,100}?)|[ \t]+MIG [^\n]{0,100}?) ?\(UUID: ((?:GPU|MIG)-[\w/-]{1,90})\)", re.M
+)
+TROUBLE = re.compile(r"(Failed to initialize NVML: |NVIDIA-SMI has failed |Unable to determine )[^\n]{0,200}")
 HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES without any GPU
 
 
@@ -31,15 +36,16 @@ class Gpu:
     index: int  # number of the GPU on its machine; MIG instances have that of their GPU
     name: str = ""
     bus: str = ""  # PCI address, such as 00000000:07:00.0
-    used: int = 0  # bytes that programs hold, other than for graphics
+    used: int = 0  # bytes
     total: int = 0  # bytes
+    display: bool = False  # whether it draws a desktop
     persistent: bool = True  # whether the driver stays loaded while no program uses the GPU
     driver: str = ""  # its version
 
     @property
     def busy(self) -> bool:
         """Whether other programs use it."""
-        return self.used > BUSY * self.total
+        return self.used > BUSY * self.total + DESKTOP * self.display
 
     def __str__(self) -> str:
         share = f", {100 * self.used / self.total:.0f} % of its memory in use" if self.total and self.busy else ""
@@ -77,26 +83,34 @@ def read(listing: str, details: str) -> tuple[Gpu, ...]:
     Both may come from a container, which can have written anything: details that are not as expected are left out.
     """
     elements, driver = _elements(details)
-    found: list[list[Gpu]] = []  # each GPU, followed by its instances
-    for name, unit in LINE.findall(listing):
+    found: dict[str, list[Gpu]] = {}  # by UUID, each GPU, followed by its instances
+    whole, element = Gpu(id="", index=0), ElementTree.Element("gpu")
+    for number, name, unit in islice(LINE.findall(listing), MOST):
         if unit.startswith("GPU-"):
             element = elements.get(unit, ElementTree.Element("gpu"))
-            bus, mode = element.get("id", ""), element.findtext("persistence_mode", "")
-            whole = Gpu(
-                id=unit,
-                index=len(found),
-                name=re.sub(r"[^\w .-]", "", name)[:60].strip(),
-                bus=bus if re.fullmatch(r"[0-9A-Fa-f:.]{1,20}", bus) else "",
-                persistent=mode != "Disabled",
-                driver=driver,
-            )
-            found.append([_with_memory(whole, element)])
-        elif found:
-            whole, number = found[-1][0], len(found[-1]) - 1
-            parts = elements.get(whole.id, ElementTree.Element("gpu")).findall("mig_devices/mig_device")
-            element = parts[number] if number < len(parts) else ElementTree.Element("mig_device")
-            found[-1].append(_with_memory(replace(whole, id=unit), element))
-    return tuple(unit for units in found for unit in units[1:] or units)
+            whole = _with_memory(_whole(unit, int(number), name, element, driver), element)
+            found.setdefault(unit, [whole])
+        elif whole.id and unit not in {gpu.id for gpu in found[whole.id]}:
+            place, parts = len(found[whole.id]) - 1, element.findall("mig_devices/mig_device")
+            part = parts[place] if place < len(parts) else ElementTree.Element("mig_device")
+            found[whole.id].append(_with_memory(replace(whole, id=unit), part))
+    for unit, gpus in found.items():  # in MIG mode, a GPU can be used by its instances only
+        mode = elements[unit].findtext("mig_mode/current_mig") if unit in elements else ""
+        found[unit] = gpus[1:] if mode == "Enabled" else gpus[1:] or gpus
+    return tuple(gpu for gpus in found.values() for gpu in gpus)
+
+
+def _whole(unit: str, number: int, name: str, element: ElementTree.Element, driver: str) -> Gpu:
+    bus = element.get("id", "")
+    return Gpu(
+        id=unit,
+        index=number,
+        name=re.sub(r"[^\w .()-]", "", name)[:60].strip(),
+        bus=bus if re.fullmatch(r"[0-9A-Fa-f:.]{1,20}", bus) else "",
+        persistent=element.findtext("persistence_mode") != "Disabled",
+        display="Enabled" in (element.findtext("display_active"), element.findtext("display_mode")),
+        driver=driver,
+    )
 
 
 def offer(found: tuple[Gpu, ...], asked: str | int, environ: Mapping[str, str] = os.environ) -> Offer:
@@ -108,7 +122,7 @@ def offer(found: tuple[Gpu, ...], asked: str | int, environ: Mapping[str, str] =
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     seen = found if visible is None else tuple(_visible(found, visible))
     if found and not seen:
-        return Offer(why=f"CUDA_VISIBLE_DEVICES={visible} leaves none of {_counted(found)}")
+        return Offer(why=f"CUDA_VISIBLE_DEVICES={visible} matches none of the {_counted(found)}")
     free, busy = [gpu for gpu in seen if not gpu.busy], [gpu for gpu in seen if gpu.busy]
     if asked == "auto":
         left = f"{_counted(busy)} in use by other programs" if busy else ""
@@ -124,9 +138,9 @@ def why_none() -> str:
         return trouble_of(trouble[0])
     vendors = {vendor for vendor in map(_vendor, PCI.glob("*")) if vendor}
     if "NVIDIA" in vendors:
-        return "this machine has an NVIDIA GPU, and nvidia-smi does not list it: install NVIDIA's driver"
-    others = " or ".join(f"{vendor}'s" for vendor in sorted(vendors))
-    return f"this machine has no NVIDIA GPU{others and f', and {others} are not supported'}"
+        return "nvidia-smi does not list the NVIDIA GPU of this machine: install NVIDIA's driver"
+    others = " and ".join(sorted(vendors))
+    return f"this machine has no NVIDIA GPU{others and f' ({others} GPUs are not supported)'}"
 
 
 def trouble_of(output: str) -> str:
@@ -134,7 +148,7 @@ def trouble_of(output: str) -> str:
     found = TROUBLE.search(output)
     if not found:
         return ""
-    text = re.sub(r"[^ -~]", "", found[0])[:200].strip().rstrip(".")
+    text = re.sub(r"[^ -~]", "", found[0]).strip().rstrip(".")
     mismatch = "version mismatch" in text  # the kernel module is older than the libraries, after an update
     return f"nvidia-smi: {text}{' (restart the machine to load the new driver)' if mismatch else ''}"
 
@@ -142,7 +156,9 @@ def trouble_of(output: str) -> str:
 def _output(command: tuple[str, ...]) -> str:
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWERS)
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
+        return f"NVIDIA-SMI has failed to answer within {ANSWERS:g} s"
+    except OSError:
         return ""
     return (done.stdout + done.stderr).decode(errors="replace")
 
@@ -160,10 +176,8 @@ def _elements(details: str) -> tuple[dict[str, ElementTree.Element], str]:
 
 
 def _with_memory(gpu: Gpu, element: ElementTree.Element) -> Gpu:
-    processes = element.findall("processes/process_info")
-    graphics = sum(_bytes(one, "used_memory") for one in processes if one.findtext("type") == "G")
     used, total = (_bytes(element, f"fb_memory_usage/{name}") for name in ("used", "total"))
-    return replace(gpu, used=max(0, used - graphics), total=total)
+    return replace(gpu, used=used, total=total)
 
 
 def _bytes(element: ElementTree.Element, path: str) -> int:
@@ -175,7 +189,7 @@ def _bytes(element: ElementTree.Element, path: str) -> int:
 def _visible(found: tuple[Gpu, ...], names: str) -> Iterator[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES names by number, UUID or the beginning of one; as in CUDA, up to a wrong one.
 
-    Numbers count in the order of `nvidia-smi`, which is CUDA's own order among GPUs of one model.
+    Numbers are those of `nvidia-smi`, whose order is CUDA's own among GPUs of one model.
     """
     taken: set[str] = set()
     for name in names.split(",") if names.strip() not in HIDDEN else ():

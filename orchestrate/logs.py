@@ -15,8 +15,9 @@ from orchestrate.paths import LOGS, JobPaths, log
 
 END = 1 << 16  # bytes of a log that are its end
 NOISE = re.compile(  # what torch's C++ code prints after an error
-    r"frame #\d+: |Exception raised from .* \(most recent call first\):$|CUDA kernel errors might be asynchronously "
-    r"|For debugging consider passing CUDA_LAUNCH_BLOCKING|Compile with `TORCH_USE_CUDA_DSA`|Search for `cuda"
+    r"(?:\[rank\d+\]: ?)?(?:frame #\d+: .*\(0x[0-9a-f]+|Exception raised from .* \(most recent call first\):$"
+    r"|CUDA kernel errors might be asynchronously |For debugging consider passing CUDA_LAUNCH_BLOCKING"
+    r"|Compile with `TORCH_USE_CUDA_DSA`|Search for `cuda)"
 )
 MARK = b"[node] generation "  # how a node begins the part of a log that is another generation's
 

@@ -8,10 +8,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 
 from orchestrate import private, records
 from orchestrate.folder import content, write_whole
+from orchestrate.gpus import Gpu
 from orchestrate.terminal import during
 
 FOLDER = "looked"
@@ -66,16 +68,19 @@ def note(key: list[str], value: str) -> None:
 
 
 @during("trying the GPUs with torch")
-def useless(gpus: list[str]) -> str:
+def useless(gpus: Sequence[Gpu]) -> str:
     """Why this interpreter's torch cannot use these GPUs; empty if it can, or if there is no torch."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
         return ""
-    key = ["cuda", sys.executable, version, *sorted(gpus)]
+    key = ["cuda", sys.executable, version, *sorted(f"{gpu.id} {gpu.driver}" for gpu in gpus)]
     if known(key):
         return ""
-    env, command = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, [sys.executable, "-I", "-c", CUDA]
+    env, command = (
+        os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus)},
+        [sys.executable, "-I", "-c", CUDA],
+    )
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMPUTES)
     except (OSError, subprocess.TimeoutExpired) as error:

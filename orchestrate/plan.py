@@ -17,7 +17,7 @@ from orchestrate.limits import UNLIMITED, Limits, in_words, limits
 from orchestrate.node.ranks import assign
 from orchestrate.paths import NAME
 from orchestrate.redact import Mask, redacted
-from orchestrate.spec import JobSpec
+from orchestrate.spec import APP, JobSpec
 from orchestrate.values import MOST_TRAINERS, MOST_WORKERS
 
 NODE = re.compile(r"master|trainer-[1-9][0-9]{0,5}")
@@ -155,15 +155,21 @@ def plan(
     wanted_nodes = len(names(spec))
     nodes = nodes or names(spec)
     gpus = offered = _gpus(spec, inventory)
-    nproc = spec.nproc_per_node or max(1, len(gpus) // wanted_nodes)
+    most = 1 if any(gpu.startswith("MIG-") for gpu in gpus) else MOST_WORKERS  # CUDA uses one instance in a process
+    nproc = spec.nproc_per_node or min(most, max(1, len(gpus) // wanted_nodes))
     wanted = len(nodes) * nproc
-    if spec.share_gpus and nproc <= len(offered):  # the workers of a node still have one each
+    if gpus and nproc > most:
+        raise ResourceError(f"{nproc} workers on a node, and one can use a single MIG instance", "--nproc-per-node 1")
+    shares = spec.share_gpus or (spec.gpus == "auto" and spec.command == APP)  # any machine with a GPU runs the app
+    if shares and nproc <= len(offered) and inventory.engine != "swarm":  # a node's workers still have one each
         gpus = tuple(offered[rank % len(offered)] for rank in range(wanted))
+    shared = len(set(gpus[:wanted])) < wanted and bool(gpus) and inventory.engine != "swarm"
     if gpus and len(gpus) < wanted:
         fewer = len(gpus) // nproc - 1
         ways = [f"--trainers {fewer}"] if fewer >= 0 else []
         raise ResourceError(
-            f"{wanted} workers need {wanted} GPUs, and there {_are(len(gpus))}",
+            f"{wanted} workers need {wanted} GPUs, and there {_are(len(gpus))}"
+            + (f" ({inventory.gpu_note})" if inventory.gpu_note else ""),
             f"take fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
             + ("let nodes share GPUs (--set share_gpus=true), " if nproc <= len(gpus) else "")
             + "or train with gloo on CPU (--gpus none)",
@@ -195,7 +201,7 @@ def plan(
                 **restarts,
                 "JOB_ID": job_id,
                 "JOB_DIR": inventory.job_dir,
-                **_own(spec, kept[rank]),
+                **_own(spec, kept[rank], shared),
                 **spec.env,
             },
         )
@@ -302,11 +308,11 @@ def _gpus(spec: JobSpec, inventory: Inventory) -> tuple[str, ...]:
     return inventory.gpus
 
 
-def _own(spec: JobSpec, cores: tuple[int, ...]) -> dict[str, str]:
+def _own(spec: JobSpec, cores: tuple[int, ...], shared: bool) -> dict[str, str]:
     """What a node is asked about a worker, and NCCL of several on a GPU; only where it differs from the default."""
     own = {"WORKER_CORES": ",".join(map(str, cores))} if cores else {}
     own |= {} if spec.expand else {"WORKER_EXPAND": "false"}
-    return own | ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if spec.share_gpus else {})
+    return own | ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shared else {})
 
 
 def _cores(cores: tuple[int, ...]) -> str:

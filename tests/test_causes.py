@@ -117,3 +117,15 @@ def test_workers_that_hang_in_nccl_after_a_failure_must_be_killed_before_the_gra
     if killed_after:
         assert 0 <= orders[1][0] - orders[0][0] - killed_after < 1
     assert job.causes() == [(1, "error")]
+
+
+def test_the_worker_that_the_others_waited_for_must_be_named_though_it_had_to_be_killed(job):
+    """NCCL's watchdog ends the workers that wait; the one they wait for is stuck, and hears no SIGTERM."""
+    engine = Scripted([[Exit(0, 134), Exit(1, 134)], *[[]] * 100, [Exit(2, 137, True)]])
+    engine.stop = lambda kill: None
+    for rank in (0, 1):
+        job.paths.log(rank).write_text("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
+    there = dataclasses.replace(HERE, gpus=("GPU-0", "GPU-1", "GPU-2"))
+    spec = JobSpec(trainers=2, gpus="all", max_restarts=0)
+    assert job.run(engine, spec, plan(spec, there, "j", 29500)).word == "failed"
+    assert job.causes() == [(2, "timeout")]

@@ -362,5 +362,5 @@ def test_gpus_that_containers_do_not_get_must_be_a_warning_with_the_toolkit(own,
     lines, code = found(capsys, Runtimes={"runc": {}})
     assert code == 0 and lines[1] == "warning  it has no NVIDIA runtime: jobs train on the CPU"
     assert "container toolkit" in lines[2] and lines[3].startswith("ok       GPU-1: ")
-    lines, _ = found(capsys, Runtimes={"runc": {}}, CDISpecDirs=["/etc/cdi"])
-    assert lines[1] == "ok       it gives containers GPUs as CDI devices (nvidia.com/gpu)"
+    lines, _ = found(capsys, Runtimes={"runc": {}}, CDISpecDirs=["/etc/cdi"], ServerVersion="27.5.1")
+    assert lines[1] == "ok       GPUs are available to containers as CDI devices (nvidia.com/gpu)"

@@ -282,7 +282,9 @@ TOUCHES = """
 import os, sys
 from orchestrate.node import zygote
 import torch
-zygote.DEVICES = (sys.argv[1],)
+zygote.DEVICES, zygote.UNIFIED = (sys.argv[1],), os.path.realpath(__import__("torch").__file__)
+if sys.argv[2] == "opens":
+    held = open(zygote.UNIFIED)
 if sys.argv[2] == "uses":
     try:
         torch.cuda.device_count()
@@ -295,7 +297,9 @@ print(os.wait()[1] >> 8)
 """
 
 
-@pytest.mark.parametrize(("device", "does", "found"), [("/", "uses", 1), ("/none", "uses", 0), ("/", "nothing", 0)])
+@pytest.mark.parametrize(
+    ("device", "does", "found"), [("/", "uses", 1), ("/none", "uses", 0), ("/", "nothing", 0), ("/", "opens", 1)]
+)
 def test_cuda_that_was_used_before_a_fork_must_be_found_where_there_are_gpus(device, does, found):
     done = subprocess.run([sys.executable, "-c", TOUCHES, device, does], capture_output=True, text=True, check=True)
     assert done.stdout == f"{found}\n"

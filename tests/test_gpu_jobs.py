@@ -94,7 +94,7 @@ def test_too_few_gpus_must_be_refused_before_anything_is_made(gpu_cli, gpu_engin
 @pytest.mark.parametrize("value", ["", "-1"])
 def test_gpus_that_the_caller_hides_must_not_be_used(gpu_cli, gpu_engine, value):
     words = ("plan", "--engine", gpu_engine, "--trainers", "0", "--gpus")
-    hidden = f"CUDA_VISIBLE_DEVICES={value} leaves none of"
+    hidden = f"CUDA_VISIBLE_DEVICES={value} matches none of"
     done = gpu_cli(*words, "all", "--", "cuda_sum.py", CUDA_VISIBLE_DEVICES=value)
     assert done.returncode == 4 and f"error: --gpus all: {hidden}" in done.stderr
     done = gpu_cli(*words, "auto", "--", "cuda_sum.py", CUDA_VISIBLE_DEVICES=value)

@@ -28,6 +28,7 @@ DETAILS = """\
 	<attached_gpus>2</attached_gpus>
 	<gpu id="00000000:07:00.0">
 		<product_name>NVIDIA H200</product_name>
+		<display_active>Disabled</display_active>
 		<persistence_mode>Disabled</persistence_mode>
 		<mig_mode>
 			<current_mig>Disabled</current_mig>
@@ -42,21 +43,12 @@ DETAILS = """\
 			<used>20000 MiB</used>
 			<free>123120 MiB</free>
 		</fb_memory_usage>
-		<processes>
-			<process_info>
-				<pid>1701</pid>
-				<type>C</type>
-				<used_memory>19000 MiB</used_memory>
-			</process_info>
-			<process_info>
-				<pid>900</pid>
-				<type>G</type>
-				<used_memory>1000 MiB</used_memory>
-			</process_info>
-		</processes>
 	</gpu>
 	<gpu id="00000000:0A:00.0">
 		<persistence_mode>Enabled</persistence_mode>
+		<mig_mode>
+			<current_mig>Enabled</current_mig>
+		</mig_mode>
 		<mig_devices>
 			<mig_device>
 				<index>0</index>
@@ -98,7 +90,7 @@ def test_gpus_and_mig_instances_must_be_read_with_their_memory_and_place():
         index=0,
         name="NVIDIA H200",
         bus="00000000:07:00.0",
-        used=19000 << 20,  # what graphics use does not count
+        used=20000 << 20,
         total=143771 << 20,
         persistent=False,
         driver="580.95.05",
@@ -125,6 +117,30 @@ def test_gpus_must_be_read_without_details_too(details):
     found = read(LISTING, details)
     assert [gpu.id[:8] for gpu in found] == ["GPU-45cb", "MIG-c738", "MIG-a28a"]
     assert not any(gpu.busy or gpu.bus for gpu in found)
+
+
+def test_a_gpu_in_mig_mode_without_instances_must_not_be_offered():
+    listing = "".join(line for line in LISTING.splitlines(keepends=True) if "MIG" not in line)
+    assert [gpu.name for gpu in read(listing, DETAILS)] == ["NVIDIA H200"]
+    assert len(read(listing, "")) == 2  # whether it is in that mode is not known
+
+
+def test_a_desktop_on_the_same_gpu_must_not_count_as_another_program():
+    drawn = read(LISTING, DETAILS.replace("<display_active>Disabled", "<display_active>Enabled"))[0]
+    assert drawn.display and drawn.busy  # by 20 GB
+    assert not dataclasses.replace(drawn, used=9 << 30).busy and dataclasses.replace(drawn, used=10 << 30).busy
+
+
+def test_names_with_brackets_and_numbers_with_gaps_must_be_read():
+    (found,) = read("GPU 3: NVIDIA TITAN X (Pascal) (UUID: GPU-1)\n", "")
+    assert (found.name, found.index) == ("NVIDIA TITAN X (Pascal)", 3)
+
+
+def test_a_listing_without_end_must_give_few_gpus_each_once_and_soon():
+    assert len(read("".join(f"GPU 0: x (UUID: GPU-{n})\n" for n in range(5000)), "")) == gpus.MOST
+    assert len(read("GPU 0: x (UUID: GPU-1)\n" * 3 + "  MIG a (UUID: MIG-1)\n" * 3, "")) == 1
+    flood = "GPU is lost " * 100_000
+    assert read(flood, flood) == () and trouble_of(flood) == ""  # within the time limit of a test
 
 
 def test_details_must_define_no_entities():
@@ -173,7 +189,7 @@ MIG = read(LISTING, DETAILS)
 def test_the_callers_cuda_visible_devices_must_be_respected(found, named, seen):
     offered = offer(found, "all", {"CUDA_VISIBLE_DEVICES": named})
     assert ids(offered) == seen
-    assert offered.why == ("" if seen else f"CUDA_VISIBLE_DEVICES={named} leaves none of 4 GPUs")
+    assert offered.why == ("" if seen else f"CUDA_VISIBLE_DEVICES={named} matches none of the 4 GPUs")
 
 
 @pytest.fixture
@@ -200,14 +216,14 @@ def machine(tmp_path, monkeypatch):
     [
         ({}, "this machine has no NVIDIA GPU"),
         ({"net": ("0x020000", "0x8086")}, "this machine has no NVIDIA GPU"),
-        ({"a": ("0x030000", "0x8086")}, "this machine has no NVIDIA GPU, and Intel's are not supported"),
+        ({"a": ("0x030000", "0x8086")}, "this machine has no NVIDIA GPU (Intel GPUs are not supported)"),
         (
             {"a": ("0x120000", "0x1002"), "b": ("0x038000", "0x8086")},
-            "this machine has no NVIDIA GPU, and AMD's or Intel's are not supported",
+            "this machine has no NVIDIA GPU (AMD and Intel GPUs are not supported)",
         ),
         (
             {"a": ("0x030200", "0x10de"), "b": ("0x030000", "0x8086")},
-            "this machine has an NVIDIA GPU, and nvidia-smi does not list it: install NVIDIA's driver",
+            "nvidia-smi does not list the NVIDIA GPU of this machine: install NVIDIA's driver",
         ),
     ],
 )
@@ -281,16 +297,38 @@ def test_nodes_that_share_gpus_must_take_turns_and_the_plan_say_so():
     assert "NCCL on GPU (2 GPUs" in str(alone) and alone.gpus == ("GPU-0", "GPU-1")
 
 
+def test_a_restart_in_which_each_node_has_a_gpu_must_not_share_any():
+    there = dataclasses.replace(HERE, gpus=("GPU-0", "GPU-1"))
+    fewer = plan(JobSpec(trainers=2, share_gpus=True), there, "a-1", nodes=("master", "trainer-2"))
+    assert "NCCL on GPU\n" in str(fewer) and "NCCL_MULTI_RANK_GPU_ENABLE" not in fewer.workers[0].env
+
+
+def test_the_default_job_must_run_on_any_machine_with_a_gpu():
+    there = dataclasses.replace(HERE, gpus=("GPU-0",), gpu_note="1 GPU in use by other programs, left out")
+    assert ", on 1 shared GPU (" in str(plan(JobSpec(), there, "a-1"))
+    for spec in (JobSpec(command=("x.py",)), JobSpec(gpus="all")):
+        with pytest.raises(ResourceError, match=r"there is 1 \(1 GPU in use by other programs, left out\)"):
+            plan(spec, there, "a-1")
+
+
+def test_a_node_must_use_one_mig_instance():
+    there = dataclasses.replace(HERE, gpus=("MIG-0", "MIG-1", "MIG-2"))
+    assert [worker.gpu for worker in plan(JobSpec(trainers=1), there, "a-1").workers] == ["MIG-0", "MIG-1"]
+    with pytest.raises(ResourceError, match="2 workers on a node, and one can use a single MIG instance"):
+        plan(JobSpec(trainers=0, nproc_per_node=2), there, "a-1")
+
+
 def test_the_workers_of_one_node_must_not_share_a_gpu():
     there = dataclasses.replace(HERE, gpus=("GPU-0",))
     with pytest.raises(ResourceError, match="4 workers need 4 GPUs, and there is 1") as caught:
         plan(JobSpec(trainers=1, nproc_per_node=2, share_gpus=True), there, "a-1")
     assert "share_gpus" not in caught.value.hint
     with pytest.raises(ResourceError) as caught:
-        plan(JobSpec(trainers=1), there, "a-1")
+        plan(JobSpec(trainers=1, command=("x.py",)), there, "a-1")
     assert "let nodes share GPUs (--set share_gpus=true)" in caught.value.hint
 
 
-def test_a_listing_must_not_wait_for_input(machine):
-    machine("cat")  # which ends at once where nothing can be read
-    assert gpus.look() == ()
+def test_a_listing_must_not_wait_for_input_nor_for_a_driver_that_hangs(machine, monkeypatch):
+    machine("cat; sleep 100")
+    monkeypatch.setattr(gpus, "ANSWERS", 0.2)
+    assert gpus.look() == () and why_none() == "nvidia-smi: NVIDIA-SMI has failed to answer within 0.2 s"

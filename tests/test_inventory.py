@@ -143,7 +143,7 @@ def test_a_container_that_cannot_look_for_gpus_must_mean_none_and_not_stay(answe
     path = "/containers/create" if what == "create" else f"/containers/made/{what}"
     answers.refusals[f"POST {path}"] = 500, "no driver"
     found = image.inventory(daemon, spec(), tmp_path, True)
-    assert found.gpus == () and "finds no GPU" in found.no_gpus
+    assert found.gpus == () and "find no GPU" in found.no_gpus
     assert ("DELETE /containers/made" in answers.did()) is (what != "create")
 
 

@@ -203,7 +203,10 @@ def test_stack_frames_of_native_code_must_not_hide_what_was_said_before_them():
     raised = "Exception raised from checkTimeout at /pytorch/ProcessGroupNCCL.cpp:685 (most recent call first):\n"
     said = f"  what():  Watchdog caught collective operation timeout\n{ADVICE}\n{raised}{frames}\n"
     assert last_words(said + DUMP, 0, 12)[:2] == [said.splitlines()[0], "Fatal Python error: Segmentation fault"]
-    assert last_words(f"frame of mind\n{said}", 0, 12)[:2] == ["frame of mind", said.splitlines()[0]]
+    own = ["frame of mind", "frame #12: cannot decode"]
+    assert last_words("\n".join([*own, said]), 0, 12)[:3] == [*own, said.splitlines()[0]]
+    prefixed = "".join(f"[rank1]: {line}\n" for line in said.splitlines())
+    assert [line for line in last_words(prefixed, 0, 12) if line.strip() != "[rank1]:"] == [prefixed.splitlines()[0]]
 
 
 def test_of_a_deep_stack_the_innermost_lines_must_be_shown():

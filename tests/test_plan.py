@@ -241,11 +241,11 @@ def test_the_users_environment_must_reach_every_worker():
 @pytest.mark.parametrize(
     ("spec", "gpus", "message", "hint"),
     [
-        (JobSpec(trainers=3), 2, "4 workers need 4 GPUs, and there are 2", "--trainers 1"),
+        (JobSpec(trainers=3, command=("x.py",)), 2, "4 workers need 4 GPUs, and there are 2", "--trainers 1"),
         (JobSpec(trainers=3, gpus=2), 4, "4 workers need 4 GPUs, and there are 2", "--gpus none"),
         (JobSpec(trainers=0, nproc_per_node=2), 1, "2 workers need 2 GPUs, and there is 1", "(--nproc-per-node 1)"),
-        (JobSpec(nproc_per_node=2), 5, "8 workers need 8 GPUs, and there are 5", "(--trainers 1, --nproc-per-node 1)"),
-        (JobSpec(trainers=2), 1, "3 workers need 3 GPUs, and there is 1", "(--trainers 0)"),
+        (JobSpec(nproc_per_node=2, gpus="all"), 5, "8 workers need 8 GPUs", "(--trainers 1, --nproc-per-node 1)"),
+        (JobSpec(trainers=2, command=("x.py",)), 1, "3 workers need 3 GPUs, and there is 1", "(--trainers 0)"),
         (JobSpec(gpus=5), 4, "--gpus 5: there are 4: GPU-0, GPU-1, GPU-2, GPU-3", "--gpus 4"),
         (JobSpec(gpus="all"), 0, "--gpus all: the engine has no NVIDIA runtime", "--gpus none"),
         (JobSpec(gpus=1), 0, "--gpus 1: the engine has no NVIDIA runtime", "--gpus none"),

@@ -358,3 +358,13 @@ def test_text_that_nodes_of_this_locale_cannot_take_must_be_refused_before_they_
         with pytest.raises(EngineError, match=f"^{key} has characters that this locale's encoding"):
             engine.up(spec, nodes.plan(spec), nodes.run)
     assert engine.nodes == {} and not nodes.state.exists()
+
+
+def test_modules_that_are_imported_ahead_must_see_the_gpus_of_the_job_and_no_others(cli, nothing_left):
+    (cli.folder / "notes.py").write_text(
+        "import os\nopen('seen', 'w').write(repr(os.environ['CUDA_VISIBLE_DEVICES']))\n"
+    )
+    (cli.folder / "hello.py").write_text("import notes\n")
+    options = ("--engine", "process", "--trainers", "0", "--gpus", "none", "--set", "preload=[notes]")
+    assert cli("run", *options, "--", "hello.py", CUDA_VISIBLE_DEVICES="7").returncode == 0
+    assert (cli.folder / "seen").read_text() == "''"

@@ -1,5 +1,6 @@
 """Containers must get the GPUs of their job, by NVIDIA's runtime or as CDI devices, whichever the engine has."""
 
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from orchestrate.engines import toolkit
 from orchestrate.engines.daemon import Daemon
 
 DEVICE = {"Source": "cdi", "ID": "nvidia.com/gpu=all"}
+OTHER = {"Source": "cdi", "ID": "amd.com/gpu=all"}
 LISTS = """
 import os, subprocess
 lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
@@ -21,11 +23,11 @@ print("sees", len(lines), "has", os.environ["CUDA_VISIBLE_DEVICES"].count("GPU-"
     ("info", "way"),
     [
         ({"Runtimes": {"nvidia": {}}, "CDISpecDirs": ["/etc/cdi"]}, "runtime"),
-        ({"Runtimes": {"runc": {}}, "CDISpecDirs": ["/etc/cdi"]}, "cdi"),  # before 28.2
-        ({"Runtimes": {"runc": {}}, "CDISpecDirs": ["/etc/cdi"], "DiscoveredDevices": [DEVICE]}, "cdi"),
-        ({"Runtimes": {"runc": {}}, "CDISpecDirs": ["/etc/cdi"], "DiscoveredDevices": []}, ""),
-        ({"Runtimes": {"runc": {}}, "CDISpecDirs": ["/etc/cdi"], "DiscoveredDevices": [{"ID": "amd.com/gpu=0"}]}, ""),
-        ({"Runtimes": {"runc": {}}, "CDISpecDirs": []}, ""),
+        ({"ServerVersion": "26.1.5+dfsg1", "CDISpecDirs": ["/etc/cdi"]}, "cdi"),
+        ({"ServerVersion": "28.1.1", "CDISpecDirs": []}, ""),
+        ({"ServerVersion": "28.2.0", "CDISpecDirs": ["/etc/cdi"], "DiscoveredDevices": [DEVICE]}, "cdi"),
+        ({"ServerVersion": "29.0.0", "CDISpecDirs": ["/etc/cdi"], "DiscoveredDevices": [OTHER]}, ""),
+        ({"ServerVersion": "29.0.0", "CDISpecDirs": ["/etc/cdi"]}, ""),  # it leaves the field out where there are none
         ({}, ""),
     ],
 )
@@ -72,4 +74,5 @@ def test_nodes_must_see_their_gpus_as_cdi_devices(on_cdi, nothing_left):
 @pytest.mark.docker
 def test_an_engine_without_the_device_must_train_on_the_cpu_and_say_why(on_cdi):
     done = on_cdi("nvidia.com/nonesuch", "plan", "--engine", "docker", "--trainers", "0", "--", "lists.py")
-    assert "gloo on CPU (the engine has no CDI device nvidia.com/nonesuch=all)" in done.stdout
+    (why,) = re.findall(r"gloo on CPU \((.*)\)$", done.stdout, re.M)
+    assert why.startswith("containers of the engine find no GPU: ") and "nvidia.com/nonesuch=all" in why

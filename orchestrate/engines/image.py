@@ -19,10 +19,10 @@ from orchestrate.paths import NODES, PACKAGE, code_folder
 from orchestrate.plan import Inventory
 from orchestrate.preload import may_use_torch, preload
 from orchestrate.spec import IMAGE, JobSpec
-from orchestrate.terminal import during, phase, say
+from orchestrate.terminal import clean, during, phase, say
 
 NO_TOOLKIT = "the engine has no NVIDIA runtime"
-NO_GPU = "the engine's NVIDIA runtime finds no GPU"
+NO_GPU = "containers of the engine find no GPU"
 NOT_LOOKED = f"GPUs were not looked for: a plan runs no image but {IMAGE}, which this engine does not have"
 
 
@@ -44,9 +44,8 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Invent
     if spec.gpus != "none" and way:
         image = _looking(daemon, spec, prepare)
         offered = _offer(daemon, image, run, spec) if image else Offer(why=NOT_LOOKED)
-    ids = [gpu.id for gpu in offered.gpus]
-    look = ids and prepare and may_use_torch(spec, modules)
-    if look and (why := probe.useless(daemon, spec.image, run, python, ids)):
+    look = offered.gpus and prepare and may_use_torch(spec, modules)
+    if look and (why := probe.useless(daemon, spec.image, run, python, offered.gpus)):
         offered = Offer(why=f"{spec.image} cannot use the GPUs: {why}")
     if run.name == NODES:
         mounts.of_nodes(run, Path.cwd())  # a cluster runs no command
@@ -126,7 +125,7 @@ def _looking(daemon: Daemon, spec: JobSpec, prepare: bool) -> str:
 
 @during("looking for GPUs")
 def _offer(daemon: Daemon, image: str, run: Path, spec: JobSpec) -> Offer:
-    """What `nvidia-smi` lists in a container with all GPUs; nothing if that cannot start, without a driver say."""
+    """What `nvidia-smi` lists in a container with all GPUs; no GPUs if the container cannot start."""
     way, every = toolkit.way(daemon.info), ["all"]
     text, failure = helpers.output(
         daemon,
@@ -142,7 +141,4 @@ def _offer(daemon: Daemon, image: str, run: Path, spec: JobSpec) -> Offer:
     found = offer(read(text, text), spec.gpus)
     if found.gpus or found.why:
         return found
-    return Offer(
-        why=trouble_of(text)
-        or (f"the engine has no CDI device {toolkit.CDI}=all" if way == "cdi" and failure else NO_GPU)
-    )
+    return Offer(why=trouble_of(text) or NO_GPU + (f": {clean(failure)[-200:]}" if failure else ""))

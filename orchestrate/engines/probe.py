@@ -11,6 +11,7 @@ from orchestrate import looked
 from orchestrate.engines import helpers, toolkit
 from orchestrate.engines.daemon import Daemon
 from orchestrate.errors import ResourceError
+from orchestrate.gpus import Gpu
 from orchestrate.spec import IMAGE
 from orchestrate.terminal import during
 
@@ -55,14 +56,14 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
 
 
 @during("trying the GPUs with torch")
-def useless(daemon: Daemon, image: str, run: Path, python: str, gpus: Collection[str]) -> str:
+def useless(daemon: Daemon, image: str, run: Path, python: str, gpus: Collection[Gpu]) -> str:
     """Why torch in the image cannot use these GPUs; empty if it can, or if there is no torch."""
-    key = ["cuda", _id(daemon, image), *sorted(gpus)]
+    key = ["cuda", _id(daemon, image), *sorted(f"{gpu.id} {gpu.driver}" for gpu in gpus)]
     if looked.known(key):
         return ""
-    way = toolkit.way(daemon.info)
-    visible = {**toolkit.environment(way, gpus), "HOME": "/tmp"}
-    host = toolkit.host_config(way, gpus)
+    way, ids = toolkit.way(daemon.info), [gpu.id for gpu in gpus]
+    visible = {**toolkit.environment(way, ids), "HOME": "/tmp"}
+    host = toolkit.host_config(way, ids)
     said, failure = _run(daemon, image, run, [python, "-c", looked.CUDA], looked.COMPUTES, host, environment=visible)
     return looked.cuda(key, said, failure)
 

@@ -76,7 +76,7 @@ class ProcessEngine(Linked):
             raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
         modules = preload(spec, code)
         offered = _offer(spec)
-        if offered.gpus and may_use_torch(spec, modules) and (why := looked.useless([gpu.id for gpu in offered.gpus])):
+        if offered.gpus and may_use_torch(spec, modules) and (why := looked.useless(offered.gpus)):
             offered = Offer(why=f"{sys.executable} cannot use the GPUs: {why}")
         return Inventory(
             engine="process",
@@ -105,7 +105,7 @@ class ProcessEngine(Linked):
             with contextlib.suppress(FileExistsError):
                 (self.folder / "run").symlink_to(run)
             lacking = [name for name in plan.nodes if name not in self.nodes or not self.nodes[name].alive()]
-            fresh = [self._spawn(name, spec, plan.inventory.preload) for name in lacking]
+            fresh = [self._spawn(name, spec, plan) for name in lacking]
         except OSError as error:
             raise EngineError(f"cannot start a node: {error}") from None
         deadline = time.monotonic() + 60
@@ -114,11 +114,14 @@ class ProcessEngine(Linked):
                 raise EngineError("a node did not start", f"to see why: RANK=0 {sys.executable} {NODE} -c pass")
             time.sleep(0.01)
 
-    def _spawn(self, name: str, spec: JobSpec, preload: tuple[str, ...]) -> _Node:
+    def _spawn(self, name: str, spec: JobSpec, plan: Plan) -> _Node:
         path = self.folder / f"{name}.sock"
         path.unlink(missing_ok=True)
         env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(path), "NODE_GRACE": str(spec.grace)}
-        env |= {"NODE_PRELOAD": " ".join(preload), "NODE_KEY": self.key.hex()}
+        env |= {"NODE_PRELOAD": " ".join(plan.inventory.preload), "NODE_KEY": self.key.hex()}
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(
+            plan.gpus
+        )  # so that modules find those of the job when they are imported
         lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the node holds it as long as it lives

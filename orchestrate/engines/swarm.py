@@ -77,7 +77,7 @@ class SwarmEngine(Linked):
     def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
         """Check the image; count hosts, cores and GPUs; raises ResourceError if something is missing."""
         if spec.pin or spec.share_gpus:
-            raise UsageError("pin and share_gpus are for a single machine", "leave them out; cpus limits cores")
+            raise UsageError("Docker Swarm does not support pin and share_gpus", "leave them out; cpus limits cores")
         has_image(self.swarm.daemon, spec, prepare)
         if spec.image != IMAGE:
             has_image(self.swarm.daemon, JobSpec(), prepare)  # of the relay

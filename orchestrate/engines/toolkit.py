@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from docker.types import DeviceRequest
 
 CDI = "nvidia.com/gpu"  # the kind of device that `nvidia-ctk cdi generate` describes; named by UUID, and `all`
+REPORTS = (28, 2)  # the version of the engine from which on it reports CDI devices
 CAPABILITIES = "compute,utility"  # the parts of the driver that CUDA and nvidia-smi need
 
 
 def way(info: dict[str, Any]) -> str:
     """How the engine gives GPUs, by its own report: `runtime`, `cdi`, or an empty string.
 
-    An engine before 28.2 does not report the devices that it has found, only where it looks for them.
+    From 28.2 on, an engine reports the devices that it has found; an older one only the folders in which it looks.
     """
     if "nvidia" in info.get("Runtimes", {}):
         return "runtime"
-    found = info.get("DiscoveredDevices")
-    known = any(str(one.get("ID", "")).startswith(f"{CDI}=") for one in found or ())
-    return "cdi" if info.get("CDISpecDirs") and (found is None or known) else ""
+    version = tuple(map(int, re.findall(r"\d+", str(info.get("ServerVersion", "")))[:2]))
+    if version < REPORTS:
+        return "cdi" if info.get("CDISpecDirs") else ""
+    found = (str(one.get("ID", "")) for one in info.get("DiscoveredDevices") or ())
+    return "cdi" if any(name.startswith(f"{CDI}=") for name in found) else ""
 
 
 def host_config(way: str, gpus: Iterable[str]) -> dict[str, Any]:

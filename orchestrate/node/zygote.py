@@ -45,6 +45,7 @@ GO, READ = b"g", b"r"
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # of Linux' prctl(2)
 LOST_OUTPUT = 120  # Python's exit code if it cannot flush stdout or stderr
 DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # one of which is there if there are GPUs; the latter on WSL
+UNIFIED = "/dev/nvidia-uvm"  # the device for unified memory
 AHEAD: set[str] = set()  # the modules that were imported before the fork
 libc = ctypes.CDLL(None)
 
@@ -84,7 +85,7 @@ def settle() -> str:
     if not (pid := os.fork()):
         os._exit(used_cuda())
     if os.waitpid(pid, 0)[1]:
-        return "CUDA was used while importing, and cannot be used after a fork: do that in the script, not in a module"
+        return "a module that it imported uses CUDA, which forked processes cannot: use CUDA in the script instead"
     threads = len(os.listdir("/proc/self/task"))  # counted after a fork, before which libraries end some threads
     return f"{threads - 1} threads were started, which a fork would lose" if threads > 1 else ""
 
@@ -101,7 +102,7 @@ def used_cuda() -> bool:
             return True
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia-uvm"):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(UNIFIED):
                 return True
     return False
 
