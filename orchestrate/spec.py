@@ -33,9 +33,9 @@ def _trainers(nodes: Any) -> int:
 
 def _optional_keys(value: Any) -> list[str]:
     names = re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(name in FIELDS for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name in FIELDS for name in names):
         raise ValueError("a list of keys of the job file")
-    return [str(name) for name in names]
+    return names
 
 
 def _field(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:

@@ -1,5 +1,6 @@
 """The app in processes that are forked from one that has imported torch, so that many tests pay for that once."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -39,8 +40,9 @@ class Gang:
 
     def kill(self) -> None:
         for process in self.processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.join()
 

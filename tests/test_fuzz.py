@@ -298,6 +298,7 @@ def test_a_job_file_must_be_a_job_or_refused_with_its_name(tmp_path_factory, con
 @example("grace", "1e400")
 @example("trainers", "１")
 @example("memory", "9" * 50 + "g")
+@example("optional", [[]])
 def test_a_value_must_be_taken_or_refused_with_its_key(key, value):
     try:
         made = spec.resolve({key: value})
