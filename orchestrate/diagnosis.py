@@ -6,11 +6,9 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from orchestrate.engines import TERMINATED, Exit
+from orchestrate.outcomes import TERMINATED, Cause, ObservedExit, WorkerExit
 from orchestrate.plan import Plan
-from orchestrate.restarts import Cause
 
 ABORTED, KILLED = 134, 137  # exit codes: 128 + the number of the signal
 BY_SIGNAL = {132, ABORTED, 135, 136, KILLED, 139}  # ILL, ABRT, BUS, FPE, KILL, SEGV: never a complaint about a peer
@@ -170,15 +168,6 @@ SUMMARY = {
 }
 
 
-@dataclass(frozen=True)
-class End:
-    """The end of a worker, as the supervisor heard of it."""
-
-    at: float  # seconds
-    exit: Exit
-    ours: bool  # whether we had asked it to end
-
-
 def complains(words: Sequence[str], about: re.Pattern[str] = COMPLAINT) -> bool:
     """Whether a worker's last words, before a dump of its stacks, are about a peer that has gone or does not answer."""
     return bool(about.search("\n".join([line for line in before_dump(words) if line.strip()][-3:])))
@@ -190,7 +179,9 @@ def before_dump(lines: Sequence[str]) -> Sequence[str]:
     return lines[: fatal[0] if fatal else None]
 
 
-def blame(ends: Sequence[End], words: Callable[[int], list[str]], window: float = PEERS_FAIL) -> tuple[Exit, str]:
+def blame(
+    ends: Sequence[ObservedExit], words: Callable[[int], list[str]], window: float = PEERS_FAIL
+) -> tuple[WorkerExit, str]:
     """The worker to blame, and `timeout` or `left early` where it is one that did not fail itself.
 
     Peers of a worker that is still dying, or has just left, may be heard before it. A death by signal, or by the
@@ -229,7 +220,7 @@ def last_error(lines: Sequence[str]) -> Sequence[str]:
     return lines[place:]
 
 
-def diagnose(plan: Plan, exit: Exit, known: str, lines: list[str], log: str, host: str = "") -> Cause:
+def diagnose(plan: Plan, exit: WorkerExit, known: str, lines: list[str], log: str, host: str = "") -> Cause:
     """What happened to the worker to blame; `known` is what engine or supervisor know besides its exit code.
 
     `host` is the machine of its node, where there are several.

@@ -18,7 +18,7 @@ from typing import Any
 
 from orchestrate.folder import regular
 from orchestrate.forms import Form, fits, number, numbered, one_of, seconds, sequence, text, truth
-from orchestrate.restarts import Cause, Ended
+from orchestrate.outcomes import Cause, GenerationResult
 
 Event = dict[str, Any]
 Emit = Callable[..., None]  # emit(event, **data)
@@ -132,7 +132,7 @@ class History:
     """What the events say of a job so far."""
 
     def __init__(self, events: Iterable[Event]) -> None:
-        self.ended: list[Ended] = []  # the generations that are over
+        self.ended: list[GenerationResult] = []  # the generations that are over
         self.running = -1  # the generation whose workers were started last, if it is not over
         self.exits: list[Event] = []  # what is known of its workers' ends
         self.stopping = ""  # why its workers were asked to end
@@ -140,6 +140,11 @@ class History:
         self.outcome: tuple[str, str] | None = None  # word and why, once it was decided
         for event in events:
             self._add(event)
+
+    @property
+    def furthest(self) -> int:
+        """The highest step that a generation has come to."""
+        return max((ended.step for ended in self.ended), default=0)
 
     def _add(self, event: Event) -> None:
         name = event["event"]
@@ -153,8 +158,8 @@ class History:
             self.states = {int(rank): state for rank, state in event["states"].items()}
         elif name == "generation_ended":
             self.running = -1
-            values = {field.name: event[field.name] for field in dataclasses.fields(Ended)}
+            values = {field.name: event[field.name] for field in dataclasses.fields(GenerationResult)}
             values["cause"] = values["cause"] and Cause(**{name: values["cause"][name] for name in CAUSE})
-            self.ended.append(Ended(**values))
+            self.ended.append(GenerationResult(**values))
         elif name == "outcome":
             self.outcome = event["outcome"], event["reason"]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from orchestrate import hang
-from orchestrate.diagnosis import PEERS_FAIL, TIMEOUT, End, blame, complains, diagnose
-from orchestrate.engines import LOST, Exit
+from orchestrate.diagnosis import PEERS_FAIL, TIMEOUT, blame, complains, diagnose
 from orchestrate.errors import EngineError
+from orchestrate.outcomes import LOST, Cause, GenerationResult, ObservedExit, WorkerExit
 from orchestrate.plan import Plan
-from orchestrate.restarts import FAST, Cause, Ended
-
-if TYPE_CHECKING:
-    from orchestrate.supervisor import Supervisor
+from orchestrate.restarts import FAST
+from orchestrate.running import PATIENCE, Running
 
 BY_USER, BY_MAX_RUN = "stopped by the user", "max_run is over"
 FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
@@ -28,15 +27,17 @@ AFTER_GRACE = 5.0  # seconds that nodes have, after the grace period, to say tha
 class Generation:
     """Follows the workers of one plan."""
 
-    def __init__(self, supervisor: Supervisor, plan: Plan) -> None:
-        self.job, self.plan, self.engine, self.emit = supervisor, plan, supervisor.engine, supervisor.emit
-        self.spec, self.traces, self.stops = supervisor.spec, supervisor.traces, supervisor.stops
+    def __init__(self, job: Running, plan: Plan, furthest: int, nodes_back: Callable[[], bool]) -> None:
+        """`furthest` is the highest step of earlier generations; `nodes_back()` tells when missing nodes are back."""
+        self.job, self.plan, self.engine, self.emit = job, plan, job.engine, job.emit
+        self.spec, self.traces, self.stops = job.spec, job.traces, job.stops
+        self.best, self.nodes_back = furthest, nodes_back
         self.running = {worker.rank for worker in plan.workers}
         self.launched = False
         self.awaited: set[int] | None = None  # workers that have not started yet; None if all have
         self.noted = 0.0  # when they were last found to be others, or infinity once they are reported
         self.losses = 0  # how often the engine was away
-        self.ends: list[End] = []
+        self.ends: list[ObservedExit] = []
         self.known: dict[int, str] = {}  # rank: what we know of its end besides the exit code
         self.engine_lost = ""  # what the engine said when it was lost
         self.hung: Cause | None = None
@@ -49,7 +50,6 @@ class Generation:
         self.late = False  # whether that has been done: one of them may be the worker that the others waited for
         self.started = time.monotonic()  # of this generation; later, of its first worker
         self.saved = self.traces.saved()
-        self.best = max((ended.step for ended in supervisor.history.ended), default=0)
         self.watch_for_hangs = _Watch(self) if self.spec.hang_after else None
         self.troubles: dict[str, tuple[str, float]] = {}  # node: what, since when
         self.boundary: object = None  # the checkpoints at the time when a missing node was back
@@ -66,7 +66,9 @@ class Generation:
                 self.known[event["rank"]] = known
             else:
                 self.running.discard(event["rank"])
-            self.ends.append(End(event["seconds"], Exit(event["rank"], event["exit_code"]), event["stopping"]))
+            self.ends.append(
+                ObservedExit(event["seconds"], WorkerExit(event["rank"], event["exit_code"]), event["stopping"])
+            )
         if stopping or self.hung or any(end.exit.code for end in self.ends):
             self._stop(stopping or FAILED)
 
@@ -79,11 +81,11 @@ class Generation:
         if strangers:  # on nodes that live, but do not know them
             for rank in strangers:
                 self.known[rank] = "engine lost" if self.engine_lost else "interrupted"
-                self._ended(Exit(rank, LOST))
+                self._ended(WorkerExit(rank, LOST))
 
     # --- to its end
 
-    def watch(self) -> Ended:
+    def watch(self) -> GenerationResult:
         """Follow the workers until all have ended."""
         while self.running and time.monotonic() < self.give_up:
             try:
@@ -93,7 +95,7 @@ class Generation:
                 self.emit("engine_lost", error=str(error))
                 self.engine_lost = str(error)
                 self.losses += 1
-                if self.losses > MOST_LOSSES or not self.job.reconnect(self):
+                if self.losses > MOST_LOSSES or not self._reconnect():
                     return self._result("lost", str(error))
                 if self.hung and not self.why:  # it was lost while we asked where the workers stand
                     self._stop(FAILED)
@@ -105,7 +107,9 @@ class Generation:
             except EngineError as error:
                 self.emit("nodes_left", error=str(error))
             if not self.ends:  # of which another supervisor may have known more
-                self.ends = [End(self.emit.seconds(), Exit(rank, LOST), True) for rank in sorted(self.running)]
+                self.ends = [
+                    ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST), True) for rank in sorted(self.running)
+                ]
         if self.why in (BY_USER, BY_MAX_RUN):
             return self._result("stopped", self.why)
         if self.why == RESCALED and not any(end.exit.code and not end.ours for end in self.ends):
@@ -115,6 +119,20 @@ class Generation:
         if self.why or self.hung:
             return self._result("failed", FAILED, self._cause())
         return self._result("succeeded", "finished")
+
+    def _reconnect(self) -> bool:
+        """Wait for an engine that went away, and find the workers again; False if it stays away."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            if self.job.sleep(0.5):
+                return False
+            try:
+                self.adopt()
+            except EngineError:
+                continue
+            self.emit("engine_back")
+            return True
+        return False
 
     def _launch(self) -> None:
         """Start the workers, once."""
@@ -151,7 +169,7 @@ class Generation:
             return
         if self.watch_for_hangs and self.watch_for_hangs.hung(bool(self.troubles)):
             self._hang()
-        elif not self.troubles and self.job.can_rescale():
+        elif not self.troubles and self.nodes_back():
             self._at_a_checkpoint()
 
     def _look_for_started(self) -> None:
@@ -170,14 +188,14 @@ class Generation:
             self.noted = float("inf")
             self.emit("workers_awaited", ranks=sorted(awaited))
 
-    def _ended(self, end: Exit) -> None:
+    def _ended(self, end: WorkerExit) -> None:
         self.running.discard(end.rank)
         node = self.plan.workers[end.rank].node
         stopping = bool(self.why or self.hung)
         ours = stopping and end.asked
         self.emit("worker_ended", rank=end.rank, node=node, exit_code=end.code, stopping=ours)
         if self.wanted < 2 or self.late:  # what else we have killed says nothing
-            self.ends.append(End(self.emit.seconds(), end, ours))
+            self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
         if end.code and not stopping:
             timeout = complains(self.traces.words(end.rank), TIMEOUT)
             self.failing = min(self.failing, time.monotonic() + PEERS_FAIL * timeout)
@@ -231,7 +249,7 @@ class Generation:
                 self.known[rank] = "partition"
                 facts = {"rank": rank, "node": node, "exit_code": LOST, "stopping": False}
                 self.emit("worker_ended", **facts, known="partition")
-                self.ends.append(End(self.emit.seconds(), Exit(rank, LOST), False))
+                self.ends.append(ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST), False))
                 self._stop(FAILED)
 
     def _at_a_checkpoint(self) -> None:
@@ -293,7 +311,7 @@ class Generation:
         words, log = self.traces.words(exit.rank), str(self.traces.log(exit.rank))
         return diagnose(self.plan, exit, known, words, log, self.engine.host(self.plan.workers[exit.rank].node))
 
-    def _result(self, word: str, why: str, cause: Cause | None = None) -> Ended:
+    def _result(self, word: str, why: str, cause: Cause | None = None) -> GenerationResult:
         lasted = time.monotonic() - self.started
         step, saved = self.traces.step(), self.traces.saved()
         if step or self.best:
@@ -302,7 +320,7 @@ class Generation:
             progress = saved != self.saved
         else:
             progress = lasted > FAST  # it leaves nothing to measure it by
-        return Ended(
+        return GenerationResult(
             generation=self.plan.generation,
             word=word,
             why=why,

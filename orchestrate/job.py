@@ -27,12 +27,13 @@ from orchestrate.events import OURS, Event, Recorder
 from orchestrate.folder import content
 from orchestrate.node.command import of_python
 from orchestrate.node.trees import clear
+from orchestrate.outcomes import JobResult
 from orchestrate.paths import JOB, JobPaths
 from orchestrate.plan import Plan, read_plan
 from orchestrate.records import Record
 from orchestrate.redact import Mask, redacted, secret_names
 from orchestrate.spec import APP, JobSpec, layer, resolve
-from orchestrate.supervisor import Outcome, Supervisor
+from orchestrate.supervisor import Supervisor
 from orchestrate.terminal import phase, progress
 from orchestrate.traces import Traces
 
@@ -278,7 +279,7 @@ def supervise(
             try:
                 outcome = supervisor.supervise()
             except OrchestrateError as error:
-                outcome, failure = Outcome("failed", supervisor.could_not(error)), error
+                outcome, failure = JobResult("failed", supervisor.could_not(error)), error
         emit("job_ended", outcome=outcome.word, reason=outcome.why)
         emit.close()
         metrics, ended = hide.inside(traces.metrics()), supervisor.history.ended

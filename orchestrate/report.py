@@ -12,9 +12,8 @@ from typing import Any
 
 from orchestrate.events import Event
 from orchestrate.metrics import NAMES, PACE, plain
+from orchestrate.outcomes import GenerationResult, JobResult
 from orchestrate.plan import Plan, counted
-from orchestrate.restarts import Ended
-from orchestrate.supervisor import Outcome
 
 SLOW = 2.0  # times the others' median; a worker that takes longer holds them up
 ENOUGH = 5  # lines of metrics about the workers' pace that tell something
@@ -25,8 +24,8 @@ LONGEST = 1000  # characters of a reason, which can be a node's
 
 def report(
     plan: Plan,
-    outcome: Outcome,
-    ended: Sequence[Ended],
+    outcome: JobResult,
+    ended: Sequence[GenerationResult],
     events: Sequence[Event],
     metrics: Sequence[dict[str, Any]],
     checkpoints: Iterable[Path],

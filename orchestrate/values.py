@@ -9,8 +9,8 @@ from typing import Any
 
 from orchestrate.limits import UNLIMITED, in_bytes
 from orchestrate.node.ranks import CONTRACT
+from orchestrate.outcomes import ACTIONS, CAUSES, CONDITIONS
 from orchestrate.patterns import flaw
-from orchestrate.restarts import ACTIONS, CAUSES, CONDITIONS
 from orchestrate.strict_yaml import shown
 
 MOST_TRAINERS = 1000  # a Linux bridge takes 1023 ports

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import yaml
-from ends import KEY, End
+from ends import KEY, ObservedExit
 from test_plan import HERE, plan
 
 from orchestrate import records, users
@@ -163,7 +163,7 @@ def framed(stream: int, text: bytes) -> bytes:
     return bytes([stream, 0, 0, 0]) + len(text).to_bytes(4, "big") + text
 
 
-class Framed(End):
+class Framed(ObservedExit):
     """A node's end behind an engine's `exec`, which puts a head before all that comes out of it."""
 
     def __init__(self, sock: socket, greets: bool = True) -> None:

@@ -15,8 +15,9 @@ from test_plan import HERE
 
 from orchestrate import choice, job, records
 from orchestrate.cli import main
-from orchestrate.engines import Exit, JobState, never
+from orchestrate.engines import JobState, never
 from orchestrate.events import Recorder
+from orchestrate.outcomes import WorkerExit
 from orchestrate.paths import JobPaths
 from orchestrate.plan import Inventory, plan
 from orchestrate.spec import JobSpec
@@ -41,7 +42,7 @@ class Whole(Scripted):
 
     name = "docker"  # as in the inventory
 
-    def __init__(self, *generations: list[list[Exit]], things: tuple[str, ...] = (), **more) -> None:
+    def __init__(self, *generations: list[list[WorkerExit]], things: tuple[str, ...] = (), **more) -> None:
         super().__init__(*generations, **more)
         self.things = list(things)  # what the job holds
         self.states: list[JobState] = []

@@ -4,17 +4,18 @@ from concurrent.futures import Future
 
 from test_plan import HERE
 
-from orchestrate.engines import Doing, Exit, never
+from orchestrate.engines import never
 from orchestrate.errors import EngineError
 from orchestrate.events import Recorder
+from orchestrate.outcomes import Doing, JobResult, WorkerExit
 from orchestrate.paths import JobPaths
 from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome, Supervisor
+from orchestrate.supervisor import Supervisor
 from orchestrate.traces import Traces
 
-ALL_WELL = [Exit(0, 0), Exit(1, 0), Exit(2, 0)]
-KILLED = [Exit(1, 137)]
+ALL_WELL = [WorkerExit(0, 0), WorkerExit(1, 0), WorkerExit(2, 0)]
+KILLED = [WorkerExit(1, 137)]
 
 
 class Clock:
@@ -71,9 +72,9 @@ class WhenAsked:
 class Scripted:
     """An engine whose generations end as told: each is a list of exits per call of `wait`; a stop ends the rest."""
 
-    def __init__(self, *generations: list[list[Exit]], stubborn: bool = False) -> None:
+    def __init__(self, *generations: list[list[WorkerExit]], stubborn: bool = False) -> None:
         self.generations, self.stubborn = [list(batches) for batches in generations], stubborn
-        self.batches: list[list[Exit]] = []
+        self.batches: list[list[WorkerExit]] = []
         self.running: set[int] = set()
         self.warm = True
         self.calls: list[str] = []
@@ -146,7 +147,7 @@ class Scripted:
     def stop(self, kill) -> None:
         self.calls.append("kill" if kill else "stop")
         if kill or not self.stubborn:
-            self.batches.append([Exit(rank, 137 if kill else 143) for rank in sorted(self.running)])
+            self.batches.append([WorkerExit(rank, 137 if kill else 143) for rank in sorted(self.running)])
 
     def discard(self, nodes) -> None:
         self.calls.append(f"discard {' '.join(sorted(nodes))}")
@@ -165,14 +166,14 @@ class Job:
 
     def __init__(self, folder, monkeypatch) -> None:
         self.clock = Clock()
-        for module in ("supervisor", "generation", "events"):
+        for module in ("running", "nodes", "generation", "events"):
             monkeypatch.setattr(f"orchestrate.{module}.time", self.clock)
         self.paths = JobPaths(folder / "run")
         self.paths.create()
         self.stops = lambda: 0
         self.events: list[dict] = []
 
-    def run(self, engine, spec=None, plan_=None) -> Outcome:
+    def run(self, engine, spec=None, plan_=None) -> JobResult:
         wait = engine.wait
         engine.wait = lambda timeout: (self.clock.sleep(timeout), wait(timeout))[1]
         spec = spec or JobSpec(trainers=2, grace=0.01)

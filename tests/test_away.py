@@ -3,10 +3,9 @@
 import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
 
-from orchestrate.engines import Exit
 from orchestrate.errors import EngineError, EngineLost
+from orchestrate.outcomes import JobResult, WorkerExit
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome
 
 
 @pytest.fixture
@@ -17,7 +16,7 @@ def job(tmp_path, monkeypatch):
 class Leaving(Scripted):
     """It is away for so many seconds, once, from when `leaves` says so."""
 
-    def __init__(self, job: Job, seconds: float, *generations: list[list[Exit]]) -> None:
+    def __init__(self, job: Job, seconds: float, *generations: list[list[WorkerExit]]) -> None:
         super().__init__(*generations)
         self.job, self.seconds, self.left = job, seconds, 0.0
 
@@ -53,7 +52,7 @@ def test_a_node_that_does_not_answer_when_the_engine_is_back_must_be_asked_again
         return adopt(*arguments)
 
     engine.adopt = fail_once
-    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert job.run(engine) == JobResult("succeeded", "finished")
 
 
 @pytest.mark.parametrize(("times", "word"), [(40, "succeeded"), (60, "lost")])
@@ -84,7 +83,7 @@ def test_workers_that_were_being_stopped_when_the_engine_went_away_must_be_asked
 
     engine = LeavingOnStop(job, 100, [], [[], []])
     job.stops = lambda: int("start" in engine.calls)
-    assert job.run(engine, JobSpec(trainers=2, grace=1.0)) == Outcome("stopped", "stopped by the user")
+    assert job.run(engine, JobSpec(trainers=2, grace=1.0)) == JobResult("stopped", "stopped by the user")
     assert engine.calls == ["up", "start", "stop", "adopt", "stop", "down"]
 
 
@@ -98,11 +97,11 @@ def test_a_node_that_the_engine_took_with_it_must_not_be_blamed(job, lost, known
 
 
 def test_a_worker_that_ended_before_the_engine_went_away_must_not_count_as_lost_with_it(job):
-    engine = Leaving(job, 1, [[Exit(1, 0)]], [[Exit(0, 0), Exit(2, 0)]])
+    engine = Leaving(job, 1, [[WorkerExit(1, 0)]], [[WorkerExit(0, 0), WorkerExit(2, 0)]])
     engine.leaves = lambda: 1 not in engine.running
     adopt = engine.adopt
     engine.adopt = lambda *arguments: adopt(*arguments) | {1}
-    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert job.run(engine) == JobResult("succeeded", "finished")
     assert len(job.supervisor.history.ended) == 1
 
 
@@ -115,18 +114,19 @@ def test_an_engine_that_comes_back_must_be_asked_for_the_workers_it_still_has(jo
         raise EngineLost("gone")
 
     engine.wait = wait_once
-    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["up", "start", "adopt", "down"]
     assert job.names().count("engine_lost") == job.names().count("engine_back") == 1
 
 
 def test_an_engine_that_does_not_come_back_must_lose_the_job(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.PATIENCE", 0.6)
+    for module in ("running", "generation"):
+        monkeypatch.setattr(f"orchestrate.{module}.PATIENCE", 0.6)
     engine = Scripted([])
     engine.wait = lambda timeout: (_ for _ in ()).throw(EngineLost("gone"))
     engine.adopt = engine.wait
     engine.adopt = lambda *_: engine.wait(0)
-    assert job.run(engine) == Outcome("lost", "gone")
+    assert job.run(engine) == JobResult("lost", "gone")
     assert engine.calls == ["up", "start", "down"]
 
 

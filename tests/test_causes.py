@@ -7,10 +7,9 @@ import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
 from test_plan import HERE
 
-from orchestrate.engines import Exit
+from orchestrate.outcomes import JobResult, WorkerExit
 from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome
 
 RESET = "RuntimeError: Connection reset by peer\n"
 
@@ -35,7 +34,7 @@ def test_a_cause_must_be_told_with_what_its_node_knows_and_the_worker_wrote(job)
 
 
 def test_a_worker_that_left_must_be_blamed_for_that_and_its_node_not_be_asked(job):
-    engine = Scripted([[Exit(1, 0)], [], [Exit(0, 1)]], [ALL_WELL])
+    engine = Scripted([[WorkerExit(1, 0)], [], [WorkerExit(0, 1)]], [ALL_WELL])
     engine.explain = lambda end, node: "node lost"
     job.paths.log(0).write_text(RESET)
     assert job.run(engine).word == "succeeded"
@@ -44,7 +43,7 @@ def test_a_worker_that_left_must_be_blamed_for_that_and_its_node_not_be_asked(jo
 
 @pytest.mark.parametrize(("grace", "cause"), [(1.0, (0, "error")), (30.0, (1, "killed"))])
 def test_a_worker_that_its_node_killed_after_the_grace_period_must_not_be_blamed(job, grace, cause):
-    engine = Scripted([[Exit(0, 1)], *[[]] * 14, [Exit(1, 137), Exit(2, 143)]], [ALL_WELL])
+    engine = Scripted([[WorkerExit(0, 1)], *[[]] * 14, [WorkerExit(1, 137), WorkerExit(2, 143)]], [ALL_WELL])
     engine.stop = lambda kill: None
     job.paths.log(0).write_text(RESET)
     assert job.run(engine, JobSpec(trainers=2, grace=grace)).word == "succeeded"
@@ -54,7 +53,7 @@ def test_a_worker_that_its_node_killed_after_the_grace_period_must_not_be_blamed
 @pytest.mark.parametrize(("slow", "starts"), [(400, 1), (0, 3)])
 def test_the_time_in_which_nodes_import_must_not_count_as_progress(job, slow, starts):
     """Forty seconds in which no worker has started, or has done something."""
-    engine = Scripted(*[[[]] * 400 + [[Exit(1, 1)]] for _ in range(3)])
+    engine = Scripted(*[[[]] * 400 + [[WorkerExit(1, 1)]] for _ in range(3)])
     engine.slow = [{0, 1, 2}] * slow
     job.paths.log(1).write_text("OSError: [Errno 30] Read-only file system: 'x'\n")
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=2)).word == "failed"
@@ -74,7 +73,9 @@ def test_without_metrics_a_new_checkpoint_must_count_as_progress(job, saves):
 
     engine.start = save
     outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10))
-    assert outcome == (Outcome("succeeded", "finished") if saves else Outcome("failed", "no progress in 3 generations"))
+    assert outcome == (
+        JobResult("succeeded", "finished") if saves else JobResult("failed", "no progress in 3 generations")
+    )
     assert {ended.progress for ended in job.supervisor.history.ended} == {saves}
 
 
@@ -107,7 +108,7 @@ def test_workers_that_hang_in_nccl_after_a_failure_must_be_killed_before_the_gra
     job, gpus, killed_after
 ):
     """A worker that waits in a kernel of NCCL's handles no SIGTERM; on a CPU it gets its whole grace period."""
-    engine = Scripted([[Exit(1, 1)], *[[]] * 200, [Exit(0, 143), Exit(2, 143)]], [ALL_WELL])
+    engine = Scripted([[WorkerExit(1, 1)], *[[]] * 200, [WorkerExit(0, 143), WorkerExit(2, 143)]], [ALL_WELL])
     orders: list[tuple[float, bool]] = []
     engine.stop = lambda kill: orders.append((job.clock.now, kill))
     spec = JobSpec(trainers=2, grace=30.0, gpus=gpus)
@@ -121,7 +122,7 @@ def test_workers_that_hang_in_nccl_after_a_failure_must_be_killed_before_the_gra
 
 def test_the_worker_that_the_others_waited_for_must_be_named_though_it_had_to_be_killed(job):
     """NCCL's watchdog ends the workers that wait; the one they wait for is stuck, and hears no SIGTERM."""
-    engine = Scripted([[Exit(0, 134), Exit(1, 134)], *[[]] * 100, [Exit(2, 137, True)]])
+    engine = Scripted([[WorkerExit(0, 134), WorkerExit(1, 134)], *[[]] * 100, [WorkerExit(2, 137, True)]])
     engine.stop = lambda kill: None
     for rank in (0, 1):
         job.paths.log(rank).write_text("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")

@@ -6,11 +6,10 @@ import sys
 import pytest
 from test_plan import HERE
 
-from orchestrate.diagnosis import BY_ENGINE, End, blame, complains, diagnose
-from orchestrate.engines import Exit
+from orchestrate.diagnosis import BY_ENGINE, blame, complains, diagnose
 from orchestrate.logs import last_words
+from orchestrate.outcomes import CAUSES, ObservedExit, WorkerExit
 from orchestrate.plan import plan
-from orchestrate.restarts import CAUSES
 from orchestrate.spec import JobSpec
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [172.18.0.3]:31337"
@@ -39,102 +38,114 @@ FRAMES = [
 PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 
 
-def found(*ends: tuple, words: dict | None = None) -> tuple[Exit, str]:
+def found(*ends: tuple, words: dict | None = None) -> tuple[WorkerExit, str]:
     """The one to blame of ends, each (seconds, rank, code) or (seconds, rank, code, "ours")."""
-    made = [End(end[0], Exit(end[1], end[2]), len(end) > 3) for end in ends]
+    made = [ObservedExit(end[0], WorkerExit(end[1], end[2]), len(end) > 3) for end in ends]
     return blame(made, lambda rank: (words or {}).get(rank, []))
 
 
 @pytest.mark.parametrize("code", [132, 134, 135, 136, 137, 139])
 def test_a_death_by_signal_must_be_the_cause_though_its_peers_are_heard_first(code):
-    assert found((0.0, 0, 1), (0.1, 2, 1), (0.2, 1, code), words={0: [GLOO], 2: [RESET]}) == (Exit(1, code), "")
+    assert found((0.0, 0, 1), (0.1, 2, 1), (0.2, 1, code), words={0: [GLOO], 2: [RESET]}) == (WorkerExit(1, code), "")
 
 
 def test_an_error_of_its_own_must_be_the_cause_though_peers_that_complain_are_heard_first():
-    assert found((0.0, 0, 1), (0.1, 2, 1), words={0: [GLOO]}) == (Exit(2, 1), "")
+    assert found((0.0, 0, 1), (0.1, 2, 1), words={0: [GLOO]}) == (WorkerExit(2, 1), "")
 
 
 def test_where_all_complain_the_first_must_be_the_cause():
-    assert found((0.0, 1, 1), (0.1, 0, 1), words={0: [GLOO], 1: [RESET]}) == (Exit(1, 1), "")
+    assert found((0.0, 1, 1), (0.1, 0, 1), words={0: [GLOO], 1: [RESET]}) == (WorkerExit(1, 1), "")
 
 
 def test_of_two_errors_the_first_must_be_the_cause():
     words = {rank: ["ValueError: no"] for rank in range(3)}
-    assert found((0.0, 1, 1), (0.1, 0, 1), (0.2, 2, 1), words=words) == (Exit(1, 1), "")
-    assert found((0.0, 1, 137), (0.1, 0, 139), words=words) == (Exit(1, 137), "")
+    assert found((0.0, 1, 1), (0.1, 0, 1), (0.2, 2, 1), words=words) == (WorkerExit(1, 1), "")
+    assert found((0.0, 1, 137), (0.1, 0, 139), words=words) == (WorkerExit(1, 137), "")
 
 
 @pytest.mark.parametrize("code", [132, 135, 136, 137, 139])
 def test_a_death_by_signal_must_be_the_cause_though_a_peer_has_an_error_that_is_no_complaint(code):
-    assert found((0.0, 0, 1), (0.1, 1, code), words={0: ["ValueError: no"]}) == (Exit(1, code), "")
+    assert found((0.0, 0, 1), (0.1, 1, code), words={0: ["ValueError: no"]}) == (WorkerExit(1, code), "")
 
 
 def test_a_death_by_signal_that_is_heard_when_all_are_asked_to_end_must_be_the_cause():
-    assert found((0.0, 0, 1), (1.0, 1, 139, "ours"), (1.1, 2, 143, "ours"), words={0: [GLOO]}) == (Exit(1, 139), "")
+    assert found((0.0, 0, 1), (1.0, 1, 139, "ours"), (1.1, 2, 143, "ours"), words={0: [GLOO]}) == (
+        WorkerExit(1, 139),
+        "",
+    )
 
 
 def test_what_we_stopped_must_never_be_the_cause():
-    assert found((0.0, 0, 1), (0.1, 1, 143, "ours"), (0.1, 2, 143, "ours"), words={0: [GLOO]})[0] == Exit(0, 1)
+    assert found((0.0, 0, 1), (0.1, 1, 143, "ours"), (0.1, 2, 143, "ours"), words={0: [GLOO]})[0] == WorkerExit(0, 1)
 
 
 def test_what_ends_long_after_the_first_must_never_be_the_cause():
-    assert found((0.0, 0, 1), (30.0, 1, 137, "ours"), words={0: [GLOO]})[0] == Exit(0, 1)
-    assert found((10.0, 0, 1), (13.0, 1, 137), words={0: [GLOO]})[0] == Exit(0, 1)
-    assert found((10.0, 0, 1), (11.0, 1, 137), words={0: [GLOO]})[0] == Exit(1, 137)
-    ends = [End(10.0, Exit(0, 1), False), End(11.0, Exit(1, 137), False)]
-    assert blame(ends, lambda rank: [GLOO] * (rank == 0), window=0.5)[0] == Exit(0, 1)
+    assert found((0.0, 0, 1), (30.0, 1, 137, "ours"), words={0: [GLOO]})[0] == WorkerExit(0, 1)
+    assert found((10.0, 0, 1), (13.0, 1, 137), words={0: [GLOO]})[0] == WorkerExit(0, 1)
+    assert found((10.0, 0, 1), (11.0, 1, 137), words={0: [GLOO]})[0] == WorkerExit(1, 137)
+    ends = [ObservedExit(10.0, WorkerExit(0, 1), False), ObservedExit(11.0, WorkerExit(1, 137), False)]
+    assert blame(ends, lambda rank: [GLOO] * (rank == 0), window=0.5)[0] == WorkerExit(0, 1)
 
 
 def test_a_peer_that_aborts_because_one_has_gone_must_not_be_the_cause():
-    assert found((0.0, 0, 134), (0.1, 1, 1), words={0: [GLOO, *DUMP], 1: ["ValueError"]})[0] == Exit(1, 1)
+    assert found((0.0, 0, 134), (0.1, 1, 1), words={0: [GLOO, *DUMP], 1: ["ValueError"]})[0] == WorkerExit(1, 1)
 
 
 def test_an_abort_of_its_own_must_be_the_cause():
-    assert found((0.0, 0, 1), (0.1, 1, 134), words={0: [GLOO], 1: ["assertion failed", *DUMP]})[0] == Exit(1, 134)
+    assert found((0.0, 0, 1), (0.1, 1, 134), words={0: [GLOO], 1: ["assertion failed", *DUMP]})[0] == WorkerExit(1, 134)
     words = {0: ["ValueError: no"], 1: ["assertion failed", *DUMP]}
-    assert found((0.0, 0, 1), (0.1, 1, 134), words=words)[0] == Exit(1, 134)
+    assert found((0.0, 0, 1), (0.1, 1, 134), words=words)[0] == WorkerExit(1, 134)
 
 
 @pytest.mark.parametrize("complaint", [TIMED_OUT, NCCL])
 def test_a_worker_that_let_its_peers_wait_too_long_must_be_the_cause(complaint):
     ends = (0.0, 0, 1), (0.1, 1, 1), (1.0, 2, 143, "ours")
-    assert found(*ends, words={0: [complaint], 1: [complaint]}) == (Exit(2, 143), "timeout")
-    assert found(*ends, words={0: [complaint], 1: [RESET]}) == (Exit(2, 143), "timeout")
-    assert found(*ends, (1.1, 3, 143, "ours"), words={0: [complaint], 1: [complaint]}) == (Exit(2, 143), "timeout")
+    assert found(*ends, words={0: [complaint], 1: [complaint]}) == (WorkerExit(2, 143), "timeout")
+    assert found(*ends, words={0: [complaint], 1: [RESET]}) == (WorkerExit(2, 143), "timeout")
+    assert found(*ends, (1.1, 3, 143, "ours"), words={0: [complaint], 1: [complaint]}) == (
+        WorkerExit(2, 143),
+        "timeout",
+    )
 
 
 def test_a_worker_that_fails_of_itself_long_after_a_timeout_must_not_be_taken_for_one_that_let_others_wait():
     words = {0: [TIMED_OUT], 2: ["ValueError: no"]}
-    assert found((0.0, 0, 1), (30.0, 2, 1), words=words) == (Exit(0, 1), "")
+    assert found((0.0, 0, 1), (30.0, 2, 1), words=words) == (WorkerExit(0, 1), "")
 
 
 def test_a_worker_that_was_stopped_must_not_be_blamed_for_a_peer_that_has_gone():
-    assert found((0.0, 0, 1), (1.0, 1, 143, "ours"), words={0: [GLOO]}) == (Exit(0, 1), "")
+    assert found((0.0, 0, 1), (1.0, 1, 143, "ours"), words={0: [GLOO]}) == (WorkerExit(0, 1), "")
 
 
 def test_where_none_failed_of_itself_one_that_was_ended_must_be_named():
-    assert found((0.0, 0, 0), (1.0, 1, 143, "ours")) == (Exit(1, 143), "")
-    assert found((0.0, 1, 0), (0.1, 0, 0))[0] == Exit(1, 0)
+    assert found((0.0, 0, 0), (1.0, 1, 143, "ours")) == (WorkerExit(1, 143), "")
+    assert found((0.0, 1, 0), (0.1, 0, 0))[0] == WorkerExit(1, 0)
 
 
 def test_a_worker_that_complains_of_a_timeout_and_was_stopped_meanwhile_must_not_be_the_cause():
     ends = (0.0, 2, 1), (0.1, 0, 143, "ours"), (1.0, 1, 143, "ours")
-    assert found(*ends, words={0: [TIMED_OUT], 2: [TIMED_OUT]}) == (Exit(1, 143), "timeout")
+    assert found(*ends, words={0: [TIMED_OUT], 2: [TIMED_OUT]}) == (WorkerExit(1, 143), "timeout")
 
 
 def test_a_worker_that_left_while_the_others_worked_must_be_the_cause():
-    assert found((0.0, 1, 0), (0.1, 0, 1), (0.2, 2, 1), words={0: [GLOO], 2: [GLOO]}) == (Exit(1, 0), "left early")
-    assert found((0.0, 2, 0), (0.0, 1, 0), (0.0, 0, 1), words={0: [GLOO]}) == (Exit(2, 0), "left early")
-    assert found((0.0, 0, 1), (0.1, 1, 0), words={0: [GLOO]}) == (Exit(1, 0), "left early")  # heard later
+    assert found((0.0, 1, 0), (0.1, 0, 1), (0.2, 2, 1), words={0: [GLOO], 2: [GLOO]}) == (
+        WorkerExit(1, 0),
+        "left early",
+    )
+    assert found((0.0, 2, 0), (0.0, 1, 0), (0.0, 0, 1), words={0: [GLOO]}) == (WorkerExit(2, 0), "left early")
+    assert found((0.0, 0, 1), (0.1, 1, 0), words={0: [GLOO]}) == (WorkerExit(1, 0), "left early")  # heard later
 
 
 def test_a_worker_that_ended_well_because_we_asked_it_to_must_not_be_blamed_for_leaving():
-    assert found((0.0, 1, 0, "ours"), (0.1, 0, 1), words={0: [GLOO]}) == (Exit(0, 1), "")
-    assert found((0.0, 0, 1), (2.1, 1, 0), words={0: [GLOO]}) == (Exit(0, 1), "")  # it left long after the failure
+    assert found((0.0, 1, 0, "ours"), (0.1, 0, 1), words={0: [GLOO]}) == (WorkerExit(0, 1), "")
+    assert found((0.0, 0, 1), (2.1, 1, 0), words={0: [GLOO]}) == (
+        WorkerExit(0, 1),
+        "",
+    )  # it left long after the failure
 
 
 def test_a_worker_that_ended_well_must_not_be_blamed_for_anothers_own_error():
-    assert found((0.0, 1, 0), (0.1, 0, 1), words={0: ["ValueError: no"]}) == (Exit(0, 1), "")
+    assert found((0.0, 1, 0), (0.1, 0, 1), words={0: ["ValueError: no"]}) == (WorkerExit(0, 1), "")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +261,7 @@ def test_other_last_words_must_not_count_as_complaints(words):
     ],
 )
 def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cause, sentence):
-    made = diagnose(PLAN, Exit(1, code), known, words, "log")
+    made = diagnose(PLAN, WorkerExit(1, code), known, words, "log")
     assert made.cause == cause
     assert made.summary.startswith(f"rank 1 on trainer-1 {sentence}")
     assert made.hint
@@ -299,7 +310,7 @@ def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cau
     ],
 )
 def test_a_hint_must_say_what_to_do(code, known, words, hint):
-    assert hint in diagnose(PLAN, Exit(1, code), known, words, "log").hint
+    assert hint in diagnose(PLAN, WorkerExit(1, code), known, words, "log").hint
 
 
 @pytest.mark.parametrize(
@@ -315,7 +326,7 @@ def test_a_hint_must_say_what_to_do(code, known, words, hint):
 )
 def test_a_hint_must_fit_local_processes(code, known, words, hint):
     plan = dataclasses.replace(PLAN, inventory=dataclasses.replace(PLAN.inventory, engine="process"))
-    assert hint in diagnose(plan, Exit(1, code), known, words, "log").hint
+    assert hint in diagnose(plan, WorkerExit(1, code), known, words, "log").hint
 
 
 @pytest.mark.parametrize(
@@ -339,16 +350,16 @@ def test_a_hint_must_fit_local_processes(code, known, words, hint):
     ],
 )
 def test_what_will_fail_again_must_be_told_from_other_errors(words, cause):
-    assert diagnose(PLAN, Exit(1, 1), "", words, "log").cause == cause
+    assert diagnose(PLAN, WorkerExit(1, 1), "", words, "log").cause == cause
 
 
 def test_a_gpu_that_does_not_answer_must_not_be_one_that_the_job_does_not_have():
     plan = dataclasses.replace(PLAN, gpus=("GPU-1", "GPU-2"))
-    assert diagnose(plan, Exit(1, 1), "", ["RuntimeError: No CUDA GPUs are available"], "log").cause == "error"
+    assert diagnose(plan, WorkerExit(1, 1), "", ["RuntimeError: No CUDA GPUs are available"], "log").cause == "error"
 
 
 def test_a_cause_must_say_which_worker_it_was_and_where_it_was():
-    made = diagnose(PLAN, Exit(2, 3), "", ["one", "two"], "rank-2.log", "gpu-box")
+    made = diagnose(PLAN, WorkerExit(2, 3), "", ["one", "two"], "rank-2.log", "gpu-box")
     assert (made.rank, made.node, made.exit_code) == (2, "trainer-2", 3)
     assert (made.last_lines, made.log) == (["one", "two"], "rank-2.log")
     assert made.summary == "rank 2 on trainer-2 (gpu-box) exited with code 3"
@@ -366,11 +377,11 @@ def test_every_cause_that_is_named_must_be_in_the_list():
 def test_a_program_that_a_script_does_not_find_must_be_told_from_a_file():
     trace = [*TRACE, '  File "subprocess.py", line 1, in _execute_child', "    raise child_exception_type(errno_num)"]
     lines = [*trace, "FileNotFoundError: [Errno 2] No such file or directory: 'nvidia-smi'"]
-    assert "the program is not installed" in diagnose(PLAN, Exit(1, 1), "", lines, "log").hint
+    assert "the program is not installed" in diagnose(PLAN, WorkerExit(1, 1), "", lines, "log").hint
     later = [*lines, "", *TRACE, "FileNotFoundError: [Errno 2] No such file or directory: 'a.csv'"]
-    assert "the folder that you started from" in diagnose(PLAN, Exit(1, 1), "", later, "log").hint
+    assert "the folder that you started from" in diagnose(PLAN, WorkerExit(1, 1), "", later, "log").hint
 
 
 def test_a_whole_traceback_must_need_no_hint():
-    assert diagnose(PLAN, Exit(1, 1), "", [*TRACE, "ValueError: no"], "log").hint == ""
-    assert "further up" in diagnose(PLAN, Exit(1, 1), "", ["ValueError: no"], "log").hint
+    assert diagnose(PLAN, WorkerExit(1, 1), "", [*TRACE, "ValueError: no"], "log").hint == ""
+    assert "further up" in diagnose(PLAN, WorkerExit(1, 1), "", ["ValueError: no"], "log").hint

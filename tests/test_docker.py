@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from answers import SPEC, Framed, Job
-from ends import End
+from ends import ObservedExit
 from said import sent
 from scripted import Clock
 from test_links import listening
@@ -262,7 +262,7 @@ def played(folder: Path, name: str, message: bytes) -> socket.socket:
     def speak() -> None:
         connection, _ = server.accept()
         with connection:
-            node = End(connection, listens=True)
+            node = ObservedExit(connection, listens=True)
             assert node.hear() == {"ask": "status"}
             node.send(message)
             while connection.recv(1000):

@@ -13,9 +13,10 @@ from ends import connected
 from said import sent
 from scripted import Clock
 
-from orchestrate.engines import Exit, JobState
+from orchestrate.engines import JobState
 from orchestrate.engines import docker as docker_module
 from orchestrate.errors import EngineError, EngineLost
+from orchestrate.outcomes import WorkerExit
 from orchestrate.paths import JobPaths
 
 
@@ -141,7 +142,7 @@ def test_the_end_of_a_worker_must_be_explained_by_what_became_of_its_node(
         node["State"] = state
     if not state:
         job.answers.containers.remove(node)
-    assert engine.explain(Exit(1, code), "trainer-1") == why
+    assert engine.explain(WorkerExit(1, code), "trainer-1") == why
 
 
 def test_an_event_that_follows_the_loss_of_a_node_must_be_waited_for_a_moment(job, monkeypatch):
@@ -160,10 +161,10 @@ def test_an_event_that_follows_the_loss_of_a_node_must_be_waited_for_a_moment(jo
 
     monkeypatch.setattr(engine, "_listen", hear)
     threading.Timer(0.1, job.happened, ("kill", node), {"signal": "9"}).start()
-    assert engine.explain(Exit(1, 137), "trainer-1") == "node stopped"
+    assert engine.explain(WorkerExit(1, 137), "trainer-1") == "node stopped"
     engine.signs = {0: "ending"}  # which says enough
     monkeypatch.setattr(engine, "_listen", lambda timeout: 1 / 0)
-    assert engine.explain(Exit(0, 137), "master") == "node stopped"
+    assert engine.explain(WorkerExit(0, 137), "master") == "node stopped"
 
 
 @pytest.mark.parametrize("events", [(), ("die",)])
@@ -172,7 +173,7 @@ def test_a_node_that_says_that_it_is_ending_must_be_waited_for_until_it_has_ende
     node = job.answers.containers[1]
     engine.signs = {1: "ending"}
     engine.told = {node["Id"]: set(events)}
-    assert engine.explain(Exit(1, 143), "trainer-1") == "node stopped"
+    assert engine.explain(WorkerExit(1, 143), "trainer-1") == "node stopped"
     job.answers.asked.clear()
     job.answers.happens = lambda what: len(job.answers.asked) == 3 and node.update(State="exited")
     assert engine.alive() == ({"master", "trainer-1"} if events else {"master"})
@@ -192,10 +193,10 @@ def test_an_engine_that_is_away_must_not_keep_the_end_of_a_worker_from_being_kno
     engine = job.settled("master", "trainer-1")
     job.answers.happens = lambda what: 1 / 0
     engine.signs = {1: ""}
-    assert engine.explain(Exit(1, 1), "trainer-1") == ""  # its node lives
+    assert engine.explain(WorkerExit(1, 1), "trainer-1") == ""  # its node lives
     engine.signs = {}
     with pytest.raises(EngineLost):
-        engine.explain(Exit(1, 137), "trainer-1")
+        engine.explain(WorkerExit(1, 137), "trainer-1")
 
 
 def test_nodes_that_are_all_gone_must_be_told_from_an_engine_that_is_being_stopped(job, monkeypatch):
@@ -205,19 +206,19 @@ def test_nodes_that_are_all_gone_must_be_told_from_an_engine_that_is_being_stopp
     engine = job.settled("master")
     job.answers.containers[0]["State"] = "exited"
     began = clock.now
-    assert engine.explain(Exit(0, 137), "master") == "node lost"
+    assert engine.explain(WorkerExit(0, 137), "master") == "node lost"
     assert clock.now - began > 3  # so long it may take to go away
     engine.events.broken = clock.now - 10
-    assert engine.explain(Exit(0, 137), "master") == "node lost"
+    assert engine.explain(WorkerExit(0, 137), "master") == "node lost"
     engine.events.broken = clock.now - 2
     with pytest.raises(EngineLost, match="the engine was restarted"):
-        engine.explain(Exit(0, 137), "master")
+        engine.explain(WorkerExit(0, 137), "master")
     other = job.answers.container("trainer-1")
-    assert engine.explain(Exit(0, 137), "master") == "node lost"  # for the other one runs
+    assert engine.explain(WorkerExit(0, 137), "master") == "node lost"  # for the other one runs
     other["State"], engine.events.broken = "exited", 0.0
     job.answers.happens = lambda what: what in ("GET /_ping", "HEAD /_ping") and 1 / 0
     with pytest.raises(EngineLost, match="does not answer"):
-        engine.explain(Exit(0, 137), "master")
+        engine.explain(WorkerExit(0, 137), "master")
 
 
 # --- the end

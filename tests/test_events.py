@@ -8,7 +8,7 @@ import pytest
 from scripted import Clock
 
 from orchestrate.events import History, Recorder, objects
-from orchestrate.restarts import Cause, Ended
+from orchestrate.outcomes import Cause, GenerationResult
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_a_generation_that_is_over_must_be_known_with_all_that_is_known_of_it(ca
     history = History([starting(0), {**ENDED, "cause": cause, "seconds": 3.0}])
     facts = {"time": 7.0, "lasted": 2.5, "step": 30, "progress": True}
     assert history.ended == [
-        Ended(generation=0, word="failed", why="a worker failed", cause=cause and Cause(**cause), **facts)
+        GenerationResult(generation=0, word="failed", why="a worker failed", cause=cause and Cause(**cause), **facts)
     ]
     assert history.running == -1
 

@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 from commanded import Commands, Whole, create
-from ends import KEY, End, greeted
+from ends import KEY, ObservedExit, greeted
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scripted import ALL_WELL
@@ -92,7 +92,7 @@ class Played(Link):
     def __init__(self, said: bytes) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours, KEY)
-        node = End(theirs, listens=True)
+        node = ObservedExit(theirs, listens=True)
         greeted(self, node)
         for line in said.splitlines():
             node.send(line)

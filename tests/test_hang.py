@@ -3,11 +3,10 @@
 import pytest
 from scripted import ALL_WELL, Job, Scripted
 
-from orchestrate.engines import Doing, Exit
 from orchestrate.errors import EngineLost
 from orchestrate.hang import Stand, late, stand
+from orchestrate.outcomes import Doing, JobResult, WorkerExit
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
 REDUCE = (f"{TORCH}/distributed/distributed_c10d.py", 2501, "all_reduce")
@@ -168,7 +167,7 @@ def test_nodes_that_say_nothing_of_their_workers_must_not_make_a_job_hang(job, s
     engine, silent = Scripted([[]] * 600 + [ALL_WELL]), job.clock.now + since
     doing = engine.doing
     engine.doing = lambda: doing() if job.clock.now < silent else {}
-    assert job.run(engine, SPEC) == Outcome("succeeded", "finished")
+    assert job.run(engine, SPEC) == JobResult("succeeded", "finished")
     assert not job.causes()
 
 
@@ -182,7 +181,7 @@ def test_workers_that_take_long_to_save_and_end_must_not_count_as_hung(job):
 
 def test_without_a_limit_no_job_must_count_as_hung(job):
     engine = Scripted([[]] * 9000 + [ALL_WELL])
-    assert job.run(engine, JobSpec(trainers=2, hang_after=None)) == Outcome("succeeded", "finished")
+    assert job.run(engine, JobSpec(trainers=2, hang_after=None)) == JobResult("succeeded", "finished")
     assert not job.causes()
 
 
@@ -195,7 +194,7 @@ def test_nodes_must_not_be_asked_all_the_time_what_their_workers_do(job):
 
 
 def test_a_hang_must_be_told_with_what_each_worker_that_is_left_does(job):
-    engine = Scripted([[Exit(0, 0)]], [ALL_WELL])
+    engine = Scripted([[WorkerExit(0, 0)]], [ALL_WELL])
     engine.doing = lambda: {0: Doing("T", 1.0), 1: Doing("S", 1.0), 2: Doing("D", 1.0)}
     job.paths.log(1).write_text("loading\nstill loading\n")
     assert job.run(engine, SPEC).word == "succeeded"
@@ -212,7 +211,7 @@ def test_workers_that_hang_must_have_a_few_seconds_to_print_their_stacks_and_be_
 
     def dump() -> None:
         engine.calls.append("dump")
-        engine.batches = [[]] * int(takes * 10 - 1) + [[Exit(rank, 134) for rank in range(3)]]
+        engine.batches = [[]] * int(takes * 10 - 1) + [[WorkerExit(rank, 134) for rank in range(3)]]
 
     engine.dump = dump
     assert job.run(engine, SPEC).word == "succeeded"
@@ -230,7 +229,7 @@ def test_a_worker_that_is_frozen_must_not_be_waited_for_since_it_prints_nothing(
 
     def dump() -> None:
         engine.calls.append("dump")
-        engine.batches = [[Exit(0, 134), Exit(2, 134)]] + [[]] * 1000
+        engine.batches = [[WorkerExit(0, 134), WorkerExit(2, 134)]] + [[]] * 1000
 
     engine.dump = dump
     assert job.run(engine, SPEC).word == "succeeded"
@@ -262,7 +261,7 @@ def test_a_job_that_does_nothing_must_count_as_hung_and_every_worker_must_be_ask
         for rank in range(3):
             place = ("/w/train.py", "load") if rank == 2 else ("/x/torch/distributed/c10d.py", "all_reduce")
             job.paths.log(rank).write_text(stack.format(*place))
-        engine.batches.append([Exit(rank, 134) for rank in range(3)])
+        engine.batches.append([WorkerExit(rank, 134) for rank in range(3)])
 
     engine.dump = dump
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0)).word == "succeeded"
@@ -294,7 +293,7 @@ def test_a_job_that_does_anything_must_not_count_as_hung(job, alive):
         engine.doing = lambda: {0: Doing("R", job.clock.now / 4), 1: Doing("S", 1.0), 2: Doing("S", 1.0)}
     if alive == "pause":
         engine.troubles = lambda: {"trainer-1": "paused"}
-    assert job.run(engine, JobSpec(trainers=2, hang_after=10.0)) == Outcome("succeeded", "finished")
+    assert job.run(engine, JobSpec(trainers=2, hang_after=10.0)) == JobResult("succeeded", "finished")
     assert len(job.supervisor.history.ended) == 1
 
 

@@ -16,11 +16,11 @@ from scripted import ALL_WELL, KILLED
 from test_commands import end
 
 from orchestrate import job, lock, records
-from orchestrate.engines import Exit
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.events import objects
 from orchestrate.folder import Folder
 from orchestrate.logs import Follower
+from orchestrate.outcomes import WorkerExit
 from orchestrate.paths import JobPaths
 from orchestrate.spec import JobSpec
 from orchestrate.terminal import give
@@ -242,9 +242,9 @@ def fails(grace: float, stopped: Callable[[], bool]) -> None:
 
 
 def test_a_report_must_be_about_the_nodes_with_which_a_job_has_ended(paths, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.TRIES", 1)
+    monkeypatch.setattr("orchestrate.nodes.TRIES", 1)
     create(paths, dataclasses.replace(SPEC, min_trainers=0))
-    engine = Whole([KILLED], [[Exit(0, 0), Exit(1, 0)]])
+    engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
     data, _ = supervise(paths, engine)
@@ -321,7 +321,7 @@ def test_all_that_workers_write_must_be_shown_before_the_end_and_with_their_name
 def test_the_end_of_a_generation_must_be_shown_before_the_next_one_writes(paths, monkeypatch):
     monkeypatch.setattr(job, "LOOKS", (3600.0, 3600.0))  # so that only what we say has the logs looked at
     create(paths)
-    engine, shown = Whole([[Exit(0, 1)]], [ALL_WELL]), []
+    engine, shown = Whole([[WorkerExit(0, 1)]], [ALL_WELL]), []
     start = engine.start
 
     def write(workers, command) -> None:
@@ -378,9 +378,9 @@ def test_what_is_left_of_a_look_that_took_too_long_must_be_shown_in_the_next_one
 
 
 def test_nodes_that_came_later_must_be_shown_under_their_own_names(paths, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.TRIES", 1)
+    monkeypatch.setattr("orchestrate.nodes.TRIES", 1)
     create(paths, dataclasses.replace(SPEC, min_trainers=0))
-    engine = Whole([KILLED], [[Exit(0, 0), Exit(1, 0)]])
+    engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
     start = engine.start
 
     def write(workers, command) -> None:

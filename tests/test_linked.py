@@ -7,8 +7,9 @@ import pytest
 from linked_nodes import Node, Nodes, asks, planned, workers
 from scripted import Clock
 
-from orchestrate.engines import Doing, links
+from orchestrate.engines import links
 from orchestrate.errors import EngineLost
+from orchestrate.outcomes import Doing
 
 
 @pytest.fixture

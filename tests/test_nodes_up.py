@@ -9,11 +9,10 @@ import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
 from test_plan import HERE
 
-from orchestrate.engines import Exit
 from orchestrate.errors import EngineError, EngineLost
+from orchestrate.outcomes import JobResult, WorkerExit
 from orchestrate.plan import plan, read_plan
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome
 from orchestrate.traces import Traces
 
 
@@ -72,7 +71,7 @@ def test_an_engine_that_is_away_for_minutes_must_be_waited_for_and_told_of_once(
 def test_an_engine_that_stays_away_must_lose_a_job_that_has_run_and_fail_one_that_has_not(job):
     engine = Scripted([KILLED])
     away(job, engine, 310, 1)
-    assert job.run(engine) == Outcome("lost", "gone")
+    assert job.run(engine) == JobResult("lost", "gone")
     assert 300 <= job.clock.now - 1_000_000 < 310
     job.paths.events.unlink()
     away(job, engine := Scripted(), 310, 0)
@@ -146,7 +145,7 @@ def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(
     engine, looks = Scripted([]), [*range(50)]
     wait = engine.wait
 
-    def remove(timeout: float) -> list[Exit]:
+    def remove(timeout: float) -> list[WorkerExit]:
         if looks and not looks.pop():
             shutil.rmtree(job.paths.root)
         return wait(timeout)
@@ -183,7 +182,7 @@ def test_a_restart_on_a_cluster_must_keep_the_name_of_the_job(job):
 
 
 def test_what_a_generation_starts_with_must_be_told(job):
-    engine = Scripted([[Exit(rank, 0) for rank in range(6)]])
+    engine = Scripted([[WorkerExit(rank, 0) for rank in range(6)]])
     engine.hosts = {"master": "one", "trainer-2": "two", "trainer-9": "two"}
     assert job.run(engine, JobSpec(trainers=2, nproc_per_node=2)).word == "succeeded"
     nodes = ["master", "trainer-1", "trainer-2"]

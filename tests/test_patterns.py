@@ -7,9 +7,9 @@ from scripted import ALL_WELL, KILLED, Job, Scripted
 
 from orchestrate import bounded, patterns
 from orchestrate.errors import UsageError
+from orchestrate.outcomes import JobResult
 from orchestrate.patterns import Patterns
 from orchestrate.spec import JobSpec, resolve
-from orchestrate.supervisor import Outcome
 
 EVIL, LOG = "(a+)+$", "a" * 100 + "!"  # 2^100 ways to read it
 RULE = {"log": EVIL, "action": "fail"}
@@ -116,7 +116,7 @@ def test_a_request_to_stop_must_evaluate_no_rule(job, monkeypatch):
     monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("a rule was evaluated"))
     spec, engine = wordy(job), Scripted([KILLED], [ALL_WELL])
     job.stops = lambda: int("stop" in engine.calls)
-    assert job.run(engine, spec) == Outcome("stopped", "stopped by the user")
+    assert job.run(engine, spec) == JobResult("stopped", "stopped by the user")
 
 
 def test_what_another_supervisor_has_left_must_be_stopped_without_evaluating_a_rule(job, monkeypatch):
@@ -126,7 +126,7 @@ def test_what_another_supervisor_has_left_must_be_stopped_without_evaluating_a_r
         patch.setattr("orchestrate.supervisor.decide", lambda *arguments: 1 / 0)
         job.run(engine, spec)
     job.stops = lambda: 1
-    assert job.run(Scripted(), spec) == Outcome("stopped", "stopped by the user")
+    assert job.run(Scripted(), spec) == JobResult("stopped", "stopped by the user")
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,24 @@ import pytest
 from test_plan import HERE
 
 from orchestrate import folder
+from orchestrate.outcomes import Cause, GenerationResult, JobResult
 from orchestrate.plan import plan
 from orchestrate.report import line, phase, readable, report, text
-from orchestrate.restarts import Cause, Ended
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome
 
 PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 
 
 def test_the_root_cause_must_be_that_of_the_last_generation_and_its_last_lines_be_shown():
-    def ended(generation: int, rank: int) -> Ended:
+    def ended(generation: int, rank: int) -> GenerationResult:
         lines = [f"word {word} of rank {rank}" for word in range(3)]
         facts = {"exit_code": 1, "cause": "error", "hint": "look", "last_lines": lines, "log": f"rank-{rank}.log"}
         cause = Cause(rank=rank, node=f"trainer-{rank}", summary=f"rank {rank} failed", **facts)
-        return Ended(generation=generation, word="failed", why="a worker failed", cause=cause, step=5 * generation)
+        return GenerationResult(
+            generation=generation, word="failed", why="a worker failed", cause=cause, step=5 * generation
+        )
 
-    data = report(PLAN, Outcome("failed", "max_restarts is 1"), [ended(0, 1), ended(1, 2)], [], [], [])
+    data = report(PLAN, JobResult("failed", "max_restarts is 1"), [ended(0, 1), ended(1, 2)], [], [], [])
     assert data["root_cause"]["rank"] == 2
     assert [failure["rank"] for failure in data["failures"]] == [1, 2]
     assert text(data).splitlines() == [
@@ -41,10 +42,10 @@ def test_the_root_cause_must_be_that_of_the_last_generation_and_its_last_lines_b
 def test_a_job_that_was_restarted_must_say_so_and_what_failed():
     cause = Cause(rank=1, node="n", exit_code=137, cause="killed", summary="rank 1 was killed", hint="")
     ended = [
-        Ended(generation=0, word="failed", why="", cause=cause, step=7),
-        Ended(generation=1, word="succeeded", why="finished"),
+        GenerationResult(generation=0, word="failed", why="", cause=cause, step=7),
+        GenerationResult(generation=1, word="succeeded", why="finished"),
     ]
-    data = report(PLAN, Outcome("succeeded", "finished"), ended, [{"event": "job_ended", "seconds": 3.0}], [], [])
+    data = report(PLAN, JobResult("succeeded", "finished"), ended, [{"event": "job_ended", "seconds": 3.0}], [], [])
     assert data["root_cause"] is None
     assert text(data).splitlines() == [
         "succeeded: 3 workers, 3.0 s, 2 generations",
@@ -53,7 +54,7 @@ def test_a_job_that_was_restarted_must_say_so_and_what_failed():
 
 
 def pace(*rows: object) -> dict:
-    return report(PLAN, Outcome("succeeded", "finished"), [], [], [{"rank_seconds": row} for row in rows], [])
+    return report(PLAN, JobResult("succeeded", "finished"), [], [], [{"rank_seconds": row} for row in rows], [])
 
 
 def test_a_worker_that_is_slow_in_most_steps_must_be_named_with_its_node():
@@ -85,7 +86,7 @@ def test_the_last_value_of_each_metric_must_be_the_final_one():
         {"epoch": 1, "accuracy": 0.9},
         {"step": 3, "loss": 0.2},
     ]
-    data = report(PLAN, Outcome("succeeded", "finished"), [], [], rows, [])
+    data = report(PLAN, JobResult("succeeded", "finished"), [], [], rows, [])
     assert data["final_metrics"] == {"step": 3, "loss": 0.2, "epoch": 1, "accuracy": 0.9}
 
 
@@ -101,8 +102,10 @@ def full(checkpoints=(), metrics=(), lines=()) -> dict:
     """The report of a job that has failed 200 times, with last lines."""
     facts = {"exit_code": 1, "cause": "error", "hint": "look", "last_lines": [*lines], "log": "log"}
     cause = Cause(rank=1, node="n", summary="rank 1 failed", **facts)
-    ended = [Ended(generation=number, word="failed", why="a worker failed", cause=cause) for number in range(200)]
-    return report(PLAN, Outcome("failed", "why"), ended, [], metrics, checkpoints)
+    ended = [
+        GenerationResult(generation=number, word="failed", why="a worker failed", cause=cause) for number in range(200)
+    ]
+    return report(PLAN, JobResult("failed", "why"), ended, [], metrics, checkpoints)
 
 
 @pytest.mark.parametrize("key", LEFT_OUT)
@@ -136,17 +139,17 @@ def test_a_report_that_leaves_nothing_out_must_not_warn():
 
 
 def test_what_nodes_have_said_at_length_must_be_cut():
-    data = report(PLAN, Outcome("failed", "x" * 10_000, left="y" * 10_000), [], [], [], [])
+    data = report(PLAN, JobResult("failed", "x" * 10_000, left="y" * 10_000), [], [], [], [])
     assert (data["reason"], data["left_behind"]) == ("x" * 1000, "y" * 1000)
 
 
 CAUSE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="rank 1 exited with code 1", hint="look", log="log")
-FAILED = Ended(generation=0, word="failed", why="a worker failed", cause=CAUSE, lasted=2.5)
+FAILED = GenerationResult(generation=0, word="failed", why="a worker failed", cause=CAUSE, lasted=2.5)
 
 
 def test_the_data_must_say_what_the_job_was_and_how_long_it_took():
     events = [{"event": "outcome", "seconds": 1.0}, {"event": "job_ended", "seconds": 12.25}]
-    data = report(PLAN, Outcome("lost", "gone", left="no answer"), [FAILED], events, [], [Path("a"), Path("b")])
+    data = report(PLAN, JobResult("lost", "gone", left="no answer"), [FAILED], events, [], [Path("a"), Path("b")])
     assert {key: data[key] for key in ("job_id", "outcome", "reason", "engine", "world_size", "generations")} == {
         "job_id": "j",
         "outcome": "lost",
@@ -162,7 +165,7 @@ def test_the_data_must_say_what_the_job_was_and_how_long_it_took():
 
 @pytest.mark.parametrize("word", ["succeeded", "stopped", "lost"])
 def test_only_a_job_that_failed_must_have_a_root_cause(word):
-    data = report(PLAN, Outcome(word, "why"), [FAILED], [], [], [])
+    data = report(PLAN, JobResult(word, "why"), [FAILED], [], [], [])
     assert data["root_cause"] is None
     assert text(data).splitlines()[1:] == [
         "generation 0: rank 1 exited with code 1"
@@ -170,21 +173,21 @@ def test_only_a_job_that_failed_must_have_a_root_cause(word):
 
 
 def test_a_job_that_failed_without_a_worker_to_blame_must_have_no_root_cause():
-    stopped = Ended(generation=1, word="rescaled", why="a node is back")
-    data = report(PLAN, Outcome("failed", "the job cannot go on: no such node"), [FAILED, stopped], [], [], [])
+    stopped = GenerationResult(generation=1, word="rescaled", why="a node is back")
+    data = report(PLAN, JobResult("failed", "the job cannot go on: no such node"), [FAILED, stopped], [], [], [])
     assert (data["root_cause"], len(data["failures"])) == (None, 1)
-    assert report(PLAN, Outcome("failed", "could not start"), [], [], [], [])["root_cause"] is None
+    assert report(PLAN, JobResult("failed", "could not start"), [], [], [], [])["root_cause"] is None
 
 
 @pytest.mark.parametrize(("word", "said"), [("succeeded", ""), ("stopped", " (why)"), ("lost", " (why)")])
 def test_why_a_job_has_not_succeeded_must_be_said(word, said):
-    once = Ended(generation=0, word=word, why="why")
-    data = report(PLAN, Outcome(word, "why"), [once], [], [], [])
+    once = GenerationResult(generation=0, word=word, why="why")
+    data = report(PLAN, JobResult(word, "why"), [once], [], [], [])
     assert text(data) == f"{word}: 3 workers, 0.0 s{said}"
 
 
 def test_nodes_that_are_left_must_be_told_with_the_command_that_removes_them():
-    data = report(PLAN, Outcome("succeeded", "finished", left="stuck"), [], [], [], [])
+    data = report(PLAN, JobResult("succeeded", "finished", left="stuck"), [], [], [], [])
     assert text(data).splitlines()[1:] == ["warning: nodes are left: stuck", "hint: python -m orchestrate stop j"]
 
 
@@ -193,7 +196,7 @@ def test_a_worker_must_not_be_called_slow_after_a_few_lines_nor_where_it_is_alon
     assert "slow: rank 2" in text(pace(*[[0.01, 0.01, 0.05]] * 5))
     assert "slow" not in text(pace(*[[0.01, 0.01, 0.02]] * 5))  # twice as long is not slow yet
     alone = plan(JobSpec(trainers=0), HERE, "j", 29500)
-    (found,) = report(alone, Outcome("succeeded", ""), [], [], [{"rank_seconds": [0.5]}] * 5, [])["pace"]
+    (found,) = report(alone, JobResult("succeeded", ""), [], [], [{"rank_seconds": [0.5]}] * 5, [])["pace"]
     assert (found["step_s"], found["others_s"]) == (0.5, 0.5)
 
 

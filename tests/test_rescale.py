@@ -3,10 +3,10 @@
 import pytest
 from scripted import ALL_WELL, KILLED, AtOnce, Job, Scripted, WhenAsked
 
-from orchestrate.engines import Exit
 from orchestrate.errors import EngineLost
+from orchestrate.nodes import REJOIN
+from orchestrate.outcomes import JobResult, WorkerExit
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import REJOIN, Outcome
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def job(tmp_path, monkeypatch):
 
 
 def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_after_a_checkpoint(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.REJOIN", (0.0, 0.0))
+    monkeypatch.setattr("orchestrate.nodes.REJOIN", (0.0, 0.0))
     engine = Scripted([KILLED], [], [ALL_WELL])
     start, saved = engine.start, []
 
@@ -42,7 +42,7 @@ def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_
 
 
 def test_a_node_that_is_back_must_not_be_taken_in_before_a_checkpoint(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.REJOIN", (0.0, 0.0))
+    monkeypatch.setattr("orchestrate.nodes.REJOIN", (0.0, 0.0))
     engine = Scripted([KILLED], [])
     start, wait = engine.start, engine.wait
 
@@ -54,7 +54,7 @@ def test_a_node_that_is_back_must_not_be_taken_in_before_a_checkpoint(job, monke
 
     def end_when_it_is_back(timeout):
         looks = job.paths.events.read_text().count("node_back")
-        return wait(timeout) or ([Exit(0, 0), Exit(1, 0)] if looks and 0 in engine.running else [])
+        return wait(timeout) or ([WorkerExit(0, 0), WorkerExit(1, 0)] if looks and 0 in engine.running else [])
 
     engine.start, engine.wait = play, end_when_it_is_back
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
@@ -70,7 +70,7 @@ def test_fewer_nodes_than_the_minimum_must_fail_the_job(job):
 
 
 def test_a_node_that_does_not_come_back_must_be_tried_again_less_and_less_often(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", AtOnce)
     engine = Scripted([KILLED], [])
     start, up, wait, tried = engine.start, engine.up, engine.wait, []
 
@@ -83,7 +83,9 @@ def test_a_node_that_does_not_come_back_must_be_tried_again_less_and_less_often(
         up(*arguments)
 
     engine.start, engine.up = play, note
-    engine.wait = lambda timeout: wait(timeout) or [Exit(0, 0), Exit(1, 0)] * (len(tried) > 11 and 0 in engine.running)
+    engine.wait = lambda timeout: (
+        wait(timeout) or [WorkerExit(0, 0), WorkerExit(1, 0)] * (len(tried) > 11 and 0 in engine.running)
+    )
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1, hang_after=0.0)).word == "succeeded"
     gaps = [later - sooner for sooner, later in zip(tried, tried[1:]) if later - sooner > 5]  # after the restart itself
     assert gaps[:7] == pytest.approx([10, 20, 40, 80, 160, 300, 300], rel=0.15)
@@ -91,7 +93,7 @@ def test_a_node_that_does_not_come_back_must_be_tried_again_less_and_less_often(
 
 
 def test_a_job_whose_minimum_is_no_trainer_must_go_on_with_the_master_alone(job):
-    engine = Scripted([KILLED], [[Exit(0, 0)]])
+    engine = Scripted([KILLED], [[WorkerExit(0, 0)]])
     engine.hosts = {"master": "one", "trainer-1": "two"}
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.update({"trainer-1", "trainer-2"}))
@@ -116,13 +118,13 @@ def test_an_engine_that_stays_away_must_not_be_taken_for_a_missing_node(job):
         up(*arguments)
 
     engine.up = away
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=0)) == Outcome("lost", "gone")
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=0)) == JobResult("lost", "gone")
     assert 300 <= job.clock.now - 1_000_000 < 305
 
 
 def test_the_workers_must_not_wait_for_a_try_to_bring_a_node_back_but_the_clean_up_must(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", WhenAsked)
-    engine = Scripted([KILLED], [*[[]] * 200, [Exit(0, 0), Exit(1, 0)]])
+    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", WhenAsked)
+    engine = Scripted([KILLED], [*[[]] * 200, [WorkerExit(0, 0), WorkerExit(1, 0)]])
     loses_trainer_1(engine)
     up = engine.up
     engine.up = lambda *arguments: (engine.calls.append("while they run") if engine.running else None, up(*arguments))
@@ -131,7 +133,7 @@ def test_the_workers_must_not_wait_for_a_try_to_bring_a_node_back_but_the_clean_
 
 
 def test_a_supervisor_that_breaks_must_wait_for_the_node_that_it_brings_back_before_it_removes_all(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", WhenAsked)
+    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", WhenAsked)
     engine = Scripted([KILLED], [[]] * 200)
     loses_trainer_1(engine)
     wait = engine.wait
@@ -143,8 +145,8 @@ def test_a_supervisor_that_breaks_must_wait_for_the_node_that_it_brings_back_bef
 
 
 def test_a_missing_node_must_not_be_tried_while_another_one_is_in_trouble(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", AtOnce)
-    engine = Scripted([KILLED], [*[[]] * 200, [Exit(0, 0), Exit(1, 0)]])
+    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", AtOnce)
+    engine = Scripted([KILLED], [*[[]] * 200, [WorkerExit(0, 0), WorkerExit(1, 0)]])
     loses_trainer_1(engine)
     engine.troubles = lambda: {"trainer-2": "paused"} if len(engine.plans) == 2 else {}
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
@@ -152,9 +154,9 @@ def test_a_missing_node_must_not_be_tried_while_another_one_is_in_trouble(job, m
 
 
 def test_a_node_that_came_back_and_is_missing_again_must_not_count_as_back(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr("orchestrate.supervisor.REJOIN", (1.0, 1.0))
-    two = [*[[]] * 50, [Exit(0, 0), Exit(1, 0)]]
+    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("orchestrate.nodes.REJOIN", (1.0, 1.0))
+    two = [*[[]] * 50, [WorkerExit(0, 0), WorkerExit(1, 0)]]
     engine = Scripted([KILLED], [[]] * 50, [KILLED], two)
     start, wait = engine.start, engine.wait
 
@@ -179,8 +181,8 @@ def test_a_node_that_came_back_and_is_missing_again_must_not_count_as_back(job, 
 def test_a_worker_that_fails_while_all_are_stopped_for_a_node_that_is_back_must_count_as_a_failure(
     job, monkeypatch, end, asked, word
 ):
-    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr("orchestrate.supervisor.REJOIN", (1.0, 1.0))
+    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("orchestrate.nodes.REJOIN", (1.0, 1.0))
     engine = Scripted([KILLED], [], [ALL_WELL])
     start, wait = engine.start, engine.wait
 
@@ -193,7 +195,7 @@ def test_a_worker_that_fails_while_all_are_stopped_for_a_node_that_is_back_must_
         return wait(timeout)
 
     def stop(kill: bool) -> None:
-        engine.batches.append([Exit(0, 143), Exit(1, end, asked), Exit(2, 143)])
+        engine.batches.append([WorkerExit(0, 143), WorkerExit(1, end, asked), WorkerExit(2, 143)])
 
     engine.start, engine.wait, engine.stop = play, save, stop
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"

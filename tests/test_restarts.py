@@ -6,17 +6,18 @@ from functools import partial
 import pytest
 
 from orchestrate import restarts
-from orchestrate.restarts import ACTIONS, CAUSES, RULES, Cause, Decision, Ended
+from orchestrate.outcomes import ACTIONS, CAUSES, RULES, Cause, GenerationResult
+from orchestrate.restarts import Decision
 from orchestrate.spec import JobSpec
 
 decide, action = partial(restarts.decide, search=re.search), partial(restarts.action, search=re.search)
 
 
-def failure(number: int, cause: str = "killed", **facts) -> Ended:
+def failure(number: int, cause: str = "killed", **facts) -> GenerationResult:
     code, lines = facts.pop("exit_code", 137), facts.pop("last_lines", [])
     made = Cause(rank=1, node="n", exit_code=code, cause=cause, summary="", hint="", last_lines=lines)
     facts = {"time": 100.0 * number, "lasted": 60.0, "progress": True, "step": number * 10} | facts
-    return Ended(generation=number, word="failed", why="", cause=made, **facts)
+    return GenerationResult(generation=number, word="failed", why="", cause=made, **facts)
 
 
 def test_a_failure_must_be_restarted_within_the_budget():
@@ -57,7 +58,7 @@ def test_what_is_not_counted_must_leave_the_budget_to_what_is():
 
 
 def test_a_generation_that_was_stopped_to_take_a_node_in_must_not_be_counted():
-    back = Ended(generation=1, word="rescaled", why="a node is back", time=100.0)
+    back = GenerationResult(generation=1, word="rescaled", why="a node is back", time=100.0)
     assert decide(JobSpec(max_restarts=2), [failure(0), back, failure(2)]) == Decision(True, "restart 2 of 2")
 
 

@@ -3,20 +3,19 @@
 import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted, WhenAsked
 
-from orchestrate.engines import Exit
+from orchestrate.outcomes import JobResult, WorkerExit
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome
 
 SPEC = JobSpec(trainers=2, grace=0.01, spares=1)
 
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.ThreadPoolExecutor", WhenAsked)
+    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", WhenAsked)
     return Job(tmp_path, monkeypatch)
 
 
-def with_spare(*generations: list[list[Exit]], lost: tuple[str, ...] = ("trainer-1",)) -> Scripted:
+def with_spare(*generations: list[list[WorkerExit]], lost: tuple[str, ...] = ("trainer-1",)) -> Scripted:
     """An engine with a spare node that loses nodes, for good, in the first generation."""
     engine = Scripted(*generations)
     engine.nodes.add("trainer-3")
@@ -61,7 +60,7 @@ def test_a_job_without_spare_nodes_must_have_its_nodes_up_before_the_next_genera
 
 def test_a_job_that_loses_more_nodes_than_it_has_spare_ones_must_wait_for_one_to_come_back(job):
     engine = with_spare([KILLED], [ALL_WELL], lost=("trainer-1", "trainer-2"))
-    assert job.run(engine, SPEC) == Outcome("failed", "the job cannot go on: no such node")
+    assert job.run(engine, SPEC) == JobResult("failed", "the job cannot go on: no such node")
     assert engine.calls == ["up", "start", "stop", "up", "up", "up", "down"]
 
 
@@ -88,7 +87,7 @@ def test_a_job_without_a_minimum_must_not_go_on_with_fewer_nodes_than_it_wants(j
 
     engine.alive = look
     outcome = job.run(engine, SPEC)
-    assert outcome == Outcome("failed", "the job cannot go on: 2 of 3 nodes are alive")
+    assert outcome == JobResult("failed", "the job cannot go on: 2 of 3 nodes are alive")
 
 
 def test_a_spare_node_that_is_lost_at_the_last_moment_must_leave_a_job_that_may_go_on_with_fewer(job):

@@ -8,11 +8,10 @@ import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
 from test_plan import HERE
 
-from orchestrate.engines import Exit
 from orchestrate.errors import EngineError
+from orchestrate.outcomes import JobResult, WorkerExit
 from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome
 from orchestrate.traces import Traces
 
 
@@ -81,11 +80,11 @@ def test_a_job_that_could_not_start_must_say_why_though_the_clean_up_fails_too(j
 
 
 def test_an_outcome_must_be_decided_once_and_known_to_who_looks_again(job):
-    engine = Scripted([KILLED], [[Exit(0, 1)]])
+    engine = Scripted([KILLED], [[WorkerExit(0, 1)]])
     outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=1))
     ended = job.supervisor.history.ended
     again = Scripted()
-    assert job.run(again) == outcome == Outcome("failed", "max_restarts is 1")
+    assert job.run(again) == outcome == JobResult("failed", "max_restarts is 1")
     assert again.calls == ["adopt", "down"]
     assert job.supervisor.history.ended == ended and [end.cause.rank for end in ended] == [1, 0]
     assert job.names()[-2:] == ["nodes_stopping", "nodes_down"]
@@ -112,7 +111,7 @@ def test_a_request_to_stop_must_end_the_wait_for_the_next_generation(job):
         return int(bool(decided) and job.clock.now > decided[0] + 0.3)
 
     job.stops = stops
-    assert job.run(engine, spec) == Outcome("stopped", "stopped by the user")
+    assert job.run(engine, spec) == JobResult("stopped", "stopped by the user")
     assert job.clock.now < decided[0] + 0.6
     assert len(engine.plans) == 2
 
@@ -121,7 +120,7 @@ def test_a_request_to_stop_must_end_the_wait_for_the_next_generation(job):
 def test_nodes_whose_workers_do_not_end_must_be_removed_in_time(job, requests, call, least):
     engine = Deaf([])
     job.stops = lambda: requests * ("start" in engine.calls)
-    assert job.run(engine, JobSpec(trainers=2, grace=30.0)) == Outcome("stopped", "stopped by the user")
+    assert job.run(engine, JobSpec(trainers=2, grace=30.0)) == JobResult("stopped", "stopped by the user")
     assert engine.calls == ["up", "start", call, "discard master trainer-1 trainer-2", "down"]
     assert least <= job.when("workers_lost")[0] < least + 1
     assert job.noted("workers_lost") == [{"ranks": [0, 1, 2]}]
@@ -129,7 +128,7 @@ def test_nodes_whose_workers_do_not_end_must_be_removed_in_time(job, requests, c
 
 def test_workers_that_outlast_the_maximum_run_time_must_be_stopped_once_and_removed_in_time(job):
     engine = Deaf([])
-    assert job.run(engine, JobSpec(trainers=2, grace=30.0, max_run=10.0)) == Outcome("stopped", "max_run is over")
+    assert job.run(engine, JobSpec(trainers=2, grace=30.0, max_run=10.0)) == JobResult("stopped", "max_run is over")
     assert job.noted("workers_stopping") == [{"why": "max_run is over", "kill": False}]
     assert 45 <= job.when("workers_lost")[0] < 46
 
@@ -138,15 +137,15 @@ def test_nodes_that_cannot_be_removed_must_not_keep_the_job_from_its_end(job):
     engine = Deaf([])
     engine.discard = lambda nodes: (_ for _ in ()).throw(EngineError("stuck"))
     job.stops = lambda: int("start" in engine.calls)
-    assert job.run(engine) == Outcome("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult("stopped", "stopped by the user")
     assert job.noted("nodes_left") == [{"error": "stuck"}]
 
 
 def test_workers_that_were_killed_by_a_second_request_must_not_be_blamed(job):
-    engine = Scripted([[Exit(0, 1)]], stubborn=True)
+    engine = Scripted([[WorkerExit(0, 1)]], stubborn=True)
     job.stops = lambda: 2 * ("stop" in engine.calls)
     outcome = job.run(engine, JobSpec(trainers=2, grace=30.0, max_restarts=0))
-    assert outcome == Outcome("failed", "max_restarts is 0")
+    assert outcome == JobResult("failed", "max_restarts is 0")
     assert engine.calls == ["up", "start", "stop", "kill", "down"]
     assert job.causes() == [(0, "error")]
 
@@ -154,7 +153,7 @@ def test_workers_that_were_killed_by_a_second_request_must_not_be_blamed(job):
 def test_a_request_to_stop_must_not_hide_why_the_workers_were_ending_already(job):
     engine = Scripted([KILLED])
     job.stops = lambda: int("stop" in engine.calls)
-    assert job.run(engine) == Outcome("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult("stopped", "stopped by the user")
     assert job.causes() == [(1, "killed")]
 
 
@@ -171,12 +170,15 @@ def test_a_full_disk_must_not_keep_workers_from_being_stopped(job, monkeypatch):
 
     engine.start = start_and_fill
     job.stops = lambda: int("start" in engine.calls)
-    assert job.run(engine) == Outcome("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult("stopped", "stopped by the user")
     assert engine.calls == ["up", "start", "stop", "down"]
 
 
 def test_the_end_of_each_worker_must_be_noted_with_whether_we_had_asked_for_it(job):
-    engine = Scripted([[Exit(2, 137)], [Exit(0, 1, False), Exit(1, 143)]], [[Exit(0, 0)], [Exit(0, 0)], ALL_WELL])
+    engine = Scripted(
+        [[WorkerExit(2, 137)], [WorkerExit(0, 1, False), WorkerExit(1, 143)]],
+        [[WorkerExit(0, 0)], [WorkerExit(0, 0)], ALL_WELL],
+    )
     engine.stop = lambda kill: None
     assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
     ends = [(end["rank"], end["node"], end["exit_code"], end["stopping"]) for end in job.noted("worker_ended")]

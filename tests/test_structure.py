@@ -1,6 +1,7 @@
 """What may import what, and what must agree with what."""
 
 import ast
+import graphlib
 import importlib
 import re
 import sys
@@ -10,7 +11,7 @@ from conftest import ROOT
 
 from orchestrate import __version__
 from orchestrate.node.ranks import CONTRACT
-from orchestrate.restarts import CAUSES, RULES
+from orchestrate.outcomes import CAUSES, RULES
 from orchestrate.spec import FIELDS, IMAGE, read_file
 
 FILES = sorted([*ROOT.glob("orchestrate/**/*.py"), *ROOT.glob("app/**/*.py")])
@@ -38,6 +39,33 @@ def test_a_module_must_import_only_what_it_may(path):
     if where.parts[1] == "node":
         others = {name.split(".")[0] for name in names if not name.startswith("orchestrate.node")}
         assert others <= sys.stdlib_module_names
+
+
+def modules_of(path) -> set[str]:
+    """The modules that a file imports, or the packages of names that are no modules."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in names}
+    return found
+
+
+def named(path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {named(path): path for path in FILES}
+
+
+def test_no_modules_may_import_each_other_in_a_circle():
+    """Nor for their types alone: what needs each other's types is one thing."""
+    graph = {
+        name: {other for other in modules_of(path) & {*MODULES} if other != name} for name, path in MODULES.items()
+    }
+    assert [*graphlib.TopologicalSorter(graph).static_order()]  # raises CycleError with the circle
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/*.py")), ids=lambda path: path.name)

@@ -7,11 +7,10 @@ import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
 from test_plan import HERE
 
-from orchestrate.engines import Exit
 from orchestrate.errors import EngineLost
+from orchestrate.outcomes import JobResult, WorkerExit
 from orchestrate.plan import plan
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def test_before_anything_was_started_it_must_begin_at_the_beginning(job):
 def test_while_workers_run_it_must_take_them_up(job):
     died(job, STARTING, STARTED)
     engine = Scripted([ALL_WELL])
-    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["adopt", "down"]
     assert job.noted("taken_over") == [{"generation": 0}]
 
@@ -84,7 +83,7 @@ def test_a_failure_that_was_seen_must_not_be_forgotten(job):
 def test_a_request_to_stop_that_was_passed_on_must_be_carried_out(job):
     died(job, STARTING, {"event": "workers_stopping", "why": "stopped by the user"})
     engine = Scripted([[]])
-    assert job.run(engine) == Outcome("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult("stopped", "stopped by the user")
     assert engine.calls == ["adopt", "stop", "down"]
 
 
@@ -98,13 +97,13 @@ def test_between_two_generations_it_must_decide_as_the_first_would_have(job):
 
 def test_a_budget_that_was_used_up_must_stay_used_up(job):
     died(job, STARTING, ENDED)
-    assert job.run(Scripted(), JobSpec(trainers=2, max_restarts=0)) == Outcome("failed", "max_restarts is 0")
+    assert job.run(Scripted(), JobSpec(trainers=2, max_restarts=0)) == JobResult("failed", "max_restarts is 0")
 
 
 def test_after_the_outcome_only_the_nodes_must_be_taken_down(job):
     died(job, STARTING, ENDED, {"event": "outcome", "outcome": "failed", "reason": "max_restarts is 0"})
     engine = Scripted()
-    assert job.run(engine) == Outcome("failed", "max_restarts is 0")
+    assert job.run(engine) == JobResult("failed", "max_restarts is 0")
     assert engine.calls == ["adopt", "down"]  # what the nodes have may not be at home yet
 
 
@@ -116,7 +115,7 @@ def test_nodes_that_cannot_be_known_any_more_must_be_removed_all_the_same(job, m
         raise EngineLost("trainer-1 does not answer")
 
     monkeypatch.setattr(engine, "adopt", adopt)
-    assert job.run(engine) == Outcome("failed", "max_restarts is 0")
+    assert job.run(engine) == JobResult("failed", "max_restarts is 0")
     assert engine.calls == ["remove j"]
 
 
@@ -139,7 +138,7 @@ def test_the_ends_of_an_earlier_generation_must_not_count_as_those_of_the_next(j
     second = {"generation": 1}
     died(job, STARTING, STARTED, exit, ENDED, {**STARTING, **second}, {**STARTED, **second})
     engine = Scripted([[], [], ALL_WELL])
-    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["adopt", "down"]
 
 
@@ -154,7 +153,7 @@ def test_half_a_last_line_must_not_stop_it(job):
 def test_a_partition_that_was_seen_must_not_be_forgotten(job):
     cut_off = {"event": "worker_ended", "rank": 1, "exit_code": 137, "stopping": False, "known": "partition"}
     died(job, STARTING, cut_off, {"event": "workers_stopping", "why": "a worker failed"})
-    engine = Scripted([[Exit(0, 0), Exit(1, 0), Exit(2, 0)]], [ALL_WELL])
+    engine = Scripted([[WorkerExit(0, 0), WorkerExit(1, 0), WorkerExit(2, 0)]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(1, "partition")]
 
@@ -165,9 +164,9 @@ def ended(rank: int, code: int, seconds: float = 5.0, stopping: bool = False) ->
 
 def test_workers_that_had_ended_well_must_not_be_waited_for_nor_stop_the_others(job):
     died(job, STARTING, STARTED, ended(1, 0))
-    engine = Scripted([[], [Exit(0, 0), Exit(2, 0)]])
+    engine = Scripted([[], [WorkerExit(0, 0), WorkerExit(2, 0)]])
     engine.adopt = lambda *arguments, adopt=engine.adopt: adopt(*arguments) | {1}
-    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["adopt", "down"]
     assert [end["rank"] for end in job.noted("worker_ended")] == [1, 0, 2]
 
@@ -191,7 +190,7 @@ def test_of_the_ends_that_were_seen_only_those_near_the_first_must_be_blamed(job
 
 def test_a_worker_of_a_node_that_was_cut_off_must_still_be_waited_for(job):
     died(job, STARTING, STARTED, {**ended(1, 137), "known": "partition"}, ended(0, 143, stopping=True))
-    engine = Scripted([[], [], [Exit(2, 143)]], [ALL_WELL])
+    engine = Scripted([[], [], [WorkerExit(2, 143)]], [ALL_WELL])
     engine.stop = lambda kill: engine.calls.append("stop")
     assert job.run(engine).word == "succeeded"
     assert engine.calls == ["adopt", "stop", "discard trainer-1", "up", "start", "down"]
@@ -202,7 +201,9 @@ def test_the_last_words_must_be_those_of_the_generation_that_is_taken_up(job):
     died(job, STARTING, ENDED, second, {**STARTED, "generation": 1})
     job.paths.log(1).write_text("ModuleNotFoundError: No module named 'x'\n[node] generation 1\nnew\n")
     spec = JobSpec(trainers=2, grace=0.01)
-    assert job.run(Scripted([[Exit(1, 1)]], [ALL_WELL]), spec, plan(spec, HERE, "j", 29501, 1)).word == "succeeded"
+    assert (
+        job.run(Scripted([[WorkerExit(1, 1)]], [ALL_WELL]), spec, plan(spec, HERE, "j", 29501, 1)).word == "succeeded"
+    )
     (_, cause, _) = [end.cause for end in job.supervisor.history.ended]
     assert (cause.cause, cause.last_lines) == ("error", ["new"])
 
@@ -218,7 +219,7 @@ def test_an_engine_that_is_away_must_be_waited_for(job):
         return adopt(*arguments)
 
     engine.adopt = away
-    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert job.run(engine) == JobResult("succeeded", "finished")
     assert job.noted("engine_lost") == [{"error": "gone"}]
 
 
@@ -233,14 +234,14 @@ def test_the_generation_after_the_last_that_ended_must_be_next(job):
 def test_a_generation_that_ended_the_job_must_be_its_outcome(job, word, why):
     died(job, STARTING, ENDED, {**ENDED, "generation": 1, "word": word, "why": why, "cause": None})
     engine = Scripted()
-    assert job.run(engine) == Outcome(word, why)
+    assert job.run(engine) == JobResult(word, why)
     assert engine.calls == ["adopt", "down"]
 
 
 def test_a_generation_that_was_stopped_to_take_a_node_in_must_be_followed_by_the_next(job):
     died(job, STARTING, {**ENDED, "word": "rescaled", "why": "a node is back", "cause": None})
     engine = Scripted([], [ALL_WELL])
-    assert job.run(engine, JobSpec(trainers=2, max_restarts=0)) == Outcome("succeeded", "finished")
+    assert job.run(engine, JobSpec(trainers=2, max_restarts=0)) == JobResult("succeeded", "finished")
     assert engine.calls == ["adopt", "up", "start", "down"]
 
 
@@ -260,7 +261,7 @@ def test_the_furthest_step_of_earlier_generations_must_be_what_progress_is_measu
 
 
 def test_what_a_second_supervisor_must_know_must_be_written_down_before_it_is_done(job):
-    engine = Scripted([[Exit(1, 137)]], [ALL_WELL])
+    engine = Scripted([[WorkerExit(1, 137)]], [ALL_WELL])
     last: list[tuple[str, str]] = []
 
     def noting(call: str, act: Callable[..., None]) -> Callable[..., None]:
@@ -302,7 +303,7 @@ def test_an_engine_that_stays_away_must_lose_the_job_not_fail_it(job):
         raise EngineLost("gone")
 
     engine.adopt = gone
-    assert job.run(engine) == Outcome("lost", "gone")
+    assert job.run(engine) == JobResult("lost", "gone")
 
 
 @pytest.mark.parametrize("seen", [0, 2])
@@ -310,7 +311,7 @@ def test_a_hang_that_was_found_must_stay_one(job, seen):
     hang = {"event": "hang", "states": {str(rank): "T" if rank == 1 else "S" for rank in range(3)}, "after": 9.0}
     aborted = {"event": "worker_ended", "node": "n", "exit_code": 134, "stopping": True}
     died(job, STARTING, STARTED, hang, *({**aborted, "rank": rank} for rank in range(seen)))
-    engine = Scripted([[], [Exit(rank, 134) for rank in range(seen, 3)]], [ALL_WELL])
+    engine = Scripted([[], [WorkerExit(rank, 134) for rank in range(seen, 3)]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(1, "hang")]
     assert "kill" in engine.calls

@@ -6,11 +6,10 @@ import json
 import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
 
-from orchestrate.engines import Exit
 from orchestrate.errors import EngineError, ResourceError
+from orchestrate.outcomes import JobResult, WorkerExit
 from orchestrate.report import line
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome
 
 
 @pytest.fixture
@@ -19,14 +18,14 @@ def job(tmp_path, monkeypatch):
 
 
 def test_the_job_must_succeed_only_when_all_have(job):
-    engine = Scripted([[Exit(1, 0)], [], [Exit(0, 0), Exit(2, 0)]])
-    assert job.run(engine) == Outcome("succeeded", "finished")
+    engine = Scripted([[WorkerExit(1, 0)], [], [WorkerExit(0, 0), WorkerExit(2, 0)]])
+    assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["up", "start", "down"]
 
 
 def test_a_failure_must_stop_the_gang_and_start_the_next_generation_of_all(job):
-    engine = Scripted([[Exit(1, 0)], [], [Exit(2, 137)]], [ALL_WELL])
-    assert job.run(engine) == Outcome("succeeded", "finished")
+    engine = Scripted([[WorkerExit(1, 0)], [], [WorkerExit(2, 137)]], [ALL_WELL])
+    assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
     assert job.causes() == [(2, "killed")]
 
@@ -54,7 +53,7 @@ def test_workers_that_are_being_stopped_must_be_fenced_off_first(job):
 def test_a_job_that_fails_too_often_must_end_with_the_last_cause(job):
     engine = Scripted(*[[KILLED]] * 2)
     outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=1))
-    assert outcome == Outcome("failed", "max_restarts is 1")
+    assert outcome == JobResult("failed", "max_restarts is 1")
     assert job.causes() == [(1, "killed")] * 2
     assert engine.calls[-1] == "down"
 
@@ -82,14 +81,14 @@ def test_metrics_that_repeat_themselves_must_not_count_as_progress(job):
 
 def test_a_mistake_must_not_be_tried_again(job):
     job.paths.log(0).write_text("ModuleNotFoundError: No module named 'nonesuch'\n")
-    engine = Scripted([[Exit(0, 1)]])
-    assert job.run(engine) == Outcome("failed", "this kind of failure is not tried again")
+    engine = Scripted([[WorkerExit(0, 1)]])
+    assert job.run(engine) == JobResult("failed", "this kind of failure is not tried again")
     assert job.causes() == [(0, "script")]
 
 
 def test_only_the_last_words_of_its_own_generation_may_be_held_against_a_worker(job):
     job.paths.log(1).write_text("ModuleNotFoundError: No module named 'x'\n[node] generation 1\nValueError: new\n")
-    engine = Scripted([[Exit(0, 137)]], [[Exit(1, 1)]], [ALL_WELL])
+    engine = Scripted([[WorkerExit(0, 137)]], [[WorkerExit(1, 1)]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(0, "killed"), (1, "error")]
 
@@ -97,7 +96,7 @@ def test_only_the_last_words_of_its_own_generation_may_be_held_against_a_worker(
 @pytest.mark.parametrize(("asked", "cause"), [(False, (1, "terminated")), (True, (0, "error"))])
 def test_a_worker_that_somebody_else_has_ended_must_be_told_from_one_that_we_have(job, asked, cause):
     job.paths.log(0).write_text("RuntimeError: Connection reset by peer\n")
-    engine = Scripted([[Exit(0, 1)], [Exit(1, 143, asked)], [Exit(2, 143)]], [ALL_WELL])
+    engine = Scripted([[WorkerExit(0, 1)], [WorkerExit(1, 143, asked)], [WorkerExit(2, 143)]], [ALL_WELL])
     engine.stop = lambda kill: engine.calls.append("stop")  # its peer was heard first, and we have stopped all
     assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
     assert job.causes() == [cause]
@@ -107,24 +106,24 @@ def test_a_worker_that_somebody_else_has_ended_must_be_told_from_one_that_we_hav
 @pytest.mark.parametrize(
     ("later", "cause", "stopped"),
     [
-        ([[]] * 10 + [[Exit(2, 1)]], (1, "timeout"), 1.2),  # as soon as one worker is left
+        ([[]] * 10 + [[WorkerExit(2, 1)]], (1, "timeout"), 1.2),  # as soon as one worker is left
         ([], (1, "timeout"), 2.1),
-        ([[Exit(2, 0)]], (2, "left early"), 0.2),
-        ([[Exit(1, 137)]], (1, "killed"), 0.2),
-        ([[Exit(2, 0), Exit(1, 1)]], (1, "error"), 0.2),
+        ([[WorkerExit(2, 0)]], (2, "left early"), 0.2),
+        ([[WorkerExit(1, 137)]], (1, "killed"), 0.2),
+        ([[WorkerExit(2, 0), WorkerExit(1, 1)]], (1, "error"), 0.2),
     ],
 )
 def test_workers_that_wait_as_well_must_have_time_to_run_into_a_timeout(job, later, cause, stopped):
     for rank in (0, 2):
         job.paths.log(rank).write_text("RuntimeError: Timed out waiting 3000ms for recv operation to complete\n")
-    engine = Scripted([[Exit(0, 1)], *later], [ALL_WELL])
+    engine = Scripted([[WorkerExit(0, 1)], *later], [ALL_WELL])
     assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
     assert job.causes() == [cause]
     assert job.when("workers_stopping") == [pytest.approx(stopped, abs=0.15)]  # two steps of 0.1 s at most
 
 
 def test_workers_that_fail_one_after_the_other_must_be_stopped_once(job):
-    engine = Scripted([[Exit(0, 1)], [Exit(1, 1, False)], [Exit(2, 1, False)]], [ALL_WELL])
+    engine = Scripted([[WorkerExit(0, 1)], [WorkerExit(1, 1, False)], [WorkerExit(2, 1, False)]], [ALL_WELL])
     engine.stop = lambda kill: engine.calls.append("stop")
     assert job.run(engine).word == "succeeded"
     assert job.names().count("workers_stopping") == 1
@@ -133,7 +132,7 @@ def test_workers_that_fail_one_after_the_other_must_be_stopped_once(job):
 def test_a_request_to_stop_must_stop_the_gang(job):
     engine = Scripted([])
     job.stops = lambda: 1 if "start" in engine.calls else 0
-    assert job.run(engine) == Outcome("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult("stopped", "stopped by the user")
     assert engine.calls == ["up", "start", "stop", "down"]
 
 
@@ -157,7 +156,7 @@ def test_a_job_that_could_not_start_must_not_be_started_by_who_removes_its_rest(
     with pytest.raises(EngineError):
         job.run(engine)
     engine = Scripted()
-    assert job.run(engine) == Outcome("failed", "could not start: no such node")
+    assert job.run(engine) == JobResult("failed", "could not start: no such node")
     assert engine.calls == ["adopt", "down"]
 
 
@@ -189,7 +188,7 @@ def test_a_request_while_the_nodes_come_up_must_not_wait_for_them(job):
 def test_a_request_while_the_next_generation_waits_must_end_the_job(job):
     engine = Scripted([KILLED], [KILLED], [ALL_WELL])
     job.stops = lambda: int(len(job.supervisor.history.ended) == 2)  # when it would wait for a second
-    assert job.run(engine) == Outcome("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult("stopped", "stopped by the user")
 
 
 def test_only_a_second_request_may_kill(job):
@@ -201,7 +200,7 @@ def test_only_a_second_request_may_kill(job):
 
 def test_nodes_whose_workers_do_not_end_must_be_removed_before_the_next_generation(job, monkeypatch):
     monkeypatch.setattr("orchestrate.generation.AFTER_GRACE", 0.01)
-    engine = Scripted([[Exit(1, 137)]], [ALL_WELL], stubborn=True)
+    engine = Scripted([[WorkerExit(1, 137)]], [ALL_WELL], stubborn=True)
     assert job.run(engine).word == "succeeded"
     assert engine.calls == ["up", "start", "stop", "discard master trainer-2", "up", "start", "down"]
 
@@ -214,11 +213,11 @@ def test_nodes_must_be_removed_only_when_their_workers_have_had_the_grace_period
         engine.calls.append("stop")
         stopped.append(job.clock.now)
 
-    def wait(timeout: float) -> list[Exit]:
+    def wait(timeout: float) -> list[WorkerExit]:
         first = engine.calls.count("start") == 1
         if first and engine.running and stopped and takes is not None and job.clock.now - stopped[0] > takes:
             engine.running.clear()
-            return [Exit(0, 143), Exit(2, 143)]
+            return [WorkerExit(0, 143), WorkerExit(2, 143)]
         return scripted(timeout)
 
     engine = Scripted([KILLED], [ALL_WELL])
@@ -237,14 +236,14 @@ def test_a_supervisor_that_breaks_must_take_the_nodes_down(job):
 
 
 def test_the_maximum_run_time_must_stop_the_gang(job):
-    assert job.run(Scripted([]), JobSpec(trainers=2, max_run=0.01)) == Outcome("stopped", "max_run is over")
+    assert job.run(Scripted([]), JobSpec(trainers=2, max_run=0.01)) == JobResult("stopped", "max_run is over")
 
 
 def test_the_maximum_run_time_must_count_from_the_start_of_the_job_and_not_of_a_generation(job):
     began = job.clock.now
     engine = Scripted([[]] * 200 + [KILLED], [])  # twenty seconds, and then for ever
     outcome = job.run(engine, JobSpec(trainers=2, grace=1.0, max_run=30.0))
-    assert outcome == Outcome("stopped", "max_run is over")
+    assert outcome == JobResult("stopped", "max_run is over")
     assert engine.calls == ["up", "start", "stop", "up", "start", "stop", "down"]
     assert 30 <= job.clock.now - began < 31
 
@@ -261,7 +260,7 @@ def test_nodes_that_cannot_come_back_must_fail_the_job(job):
     engine = Scripted([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
-    assert job.run(engine) == Outcome("failed", "the job cannot go on: no such node")
+    assert job.run(engine) == JobResult("failed", "the job cannot go on: no such node")
 
 
 def test_files_that_do_not_fit_at_home_must_be_waited_for_before_nodes_lose_them(job):
@@ -274,19 +273,20 @@ def test_files_that_do_not_fit_at_home_must_be_waited_for_before_nodes_lose_them
 
 
 def test_files_that_never_fit_at_home_must_end_the_job_and_stay_where_they_are(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervisor.PATIENCE", 0.01)
+    for module in ("running", "generation"):
+        monkeypatch.setattr(f"orchestrate.{module}.PATIENCE", 0.01)
     engine = Scripted([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.full.extend([OSError(errno.ENOSPC, "full")] * 9))
     reason = "the job cannot go on: the run directory cannot be written: [Errno 28] full"
-    assert job.run(engine) == Outcome("failed", reason)
+    assert job.run(engine) == JobResult("failed", reason)
     assert engine.calls == ["up", "start", "stop", "up", "gather", "gather", "down"]
 
 
 def test_a_failed_clean_up_must_not_replace_the_outcome(job):
     engine = Scripted([ALL_WELL])
     engine.down = lambda grace, stopped: (_ for _ in ()).throw(EngineError("stuck"))
-    assert job.run(engine) == Outcome("succeeded", "finished", left="stuck")
+    assert job.run(engine) == JobResult("succeeded", "finished", left="stuck")
 
 
 def test_a_request_to_stop_while_the_nodes_do_not_come_back_must_stop_the_job(job):
@@ -294,7 +294,7 @@ def test_a_request_to_stop_while_the_nodes_do_not_come_back_must_stop_the_job(jo
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
     job.stops = lambda: int(engine.calls.count("up") > 2)
-    assert job.run(engine) == Outcome("stopped", "stopped by the user")
+    assert job.run(engine) == JobResult("stopped", "stopped by the user")
     assert engine.calls.count("up") == 3
 
 
@@ -318,7 +318,7 @@ def test_workers_that_others_wait_for_must_be_named_as_long_as_they_have_not_sta
 
 
 def test_workers_that_are_stopped_before_they_start_must_not_be_reported_as_started(job):
-    engine = Scripted([[Exit(0, 137)]], [ALL_WELL])
+    engine = Scripted([[WorkerExit(0, 137)]], [ALL_WELL])
     engine.slow = [{1, 2}]
     assert job.run(engine).word == "succeeded"
     assert len(job.noted("workers_started")) == 1  # of the second generation

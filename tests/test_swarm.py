@@ -18,8 +18,8 @@ from faults import Background, complete
 from hosts import Swarm, command
 
 from orchestrate import records
+from orchestrate.outcomes import GenerationResult
 from orchestrate.paths import JobPaths
-from orchestrate.restarts import Ended
 
 pytestmark = pytest.mark.docker
 RANKS = range(4)
@@ -200,7 +200,7 @@ def test_what_hosts_still_have_when_the_outcome_is_decided_must_come_home(cli, s
         host, node = job.where(["master", "trainer-1", "trainer-2", "trainer-3"][rank])
         eventually(lambda host=host, node=node: "step 150" in host.docker("logs", node))
     assert not any(complete(job.steps(rank), 150) for rank in RANKS)
-    ended = Ended(generation=0, word="succeeded", why="all workers ended with exit code 0")
+    ended = GenerationResult(generation=0, word="succeeded", why="all workers ended with exit code 0")
     decided = {"outcome": ended.word, "reason": ended.why}  # as if it had died a moment after its decision
     noted(JobPaths(cli.run_dir()), generation_ended=asdict(ended), outcome=decided)
     done = cli("attach", cli.run_dir().name)

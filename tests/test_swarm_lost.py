@@ -8,9 +8,10 @@ from said import sent
 from scripted import Clock
 from swarm_nodes import connected, down, mirror, state, three_nodes
 
-from orchestrate.engines import Exit, swarm
+from orchestrate.engines import swarm
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError
+from orchestrate.outcomes import WorkerExit
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_a_node_that_does_not_answer_must_count_as_silent_and_then_be_given_up(e
     silence(engine, clock, swarm.TELLS - swarm.SILENT)
     assert engine.given_up == {"t0", "t1"} and set(engine.links) == {"master"} and not engine.troubles()
     began = clock.now
-    assert engine.explain(Exit(1, 137), "trainer-1") == "host lost" and clock.now == began
+    assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost" and clock.now == began
 
 
 def test_a_node_that_falls_silent_after_another_one_must_be_noticed_too(engine, clock):
@@ -103,27 +104,27 @@ def test_a_worker_whose_node_was_never_reached_must_be_found_lost(engine, stub, 
 def test_what_its_node_has_said_of_a_worker_must_come_first(engine, stub, sign, code, cause):
     engine.signs[1] = sign
     state(stub, "trainer-1", "failed")
-    assert engine.explain(Exit(1, code), "trainer-1") == cause
+    assert engine.explain(WorkerExit(1, code), "trainer-1") == cause
 
 
 def test_the_end_of_a_worker_must_be_put_down_to_what_swarm_says_of_its_node(engine, stub, clock, monkeypatch):
     monkeypatch.setattr(swarm, "TELLS", 1.0)
     connected(engine, "master")
     began = clock.now
-    assert engine.explain(Exit(0, 137), "master") == "" and clock.now == began  # it can be reached
-    assert engine.explain(Exit(1, 137), "trainer-1") == "host lost"  # Swarm finds it well, but it cannot be
+    assert engine.explain(WorkerExit(0, 137), "master") == "" and clock.now == began  # it can be reached
+    assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"  # Swarm finds it well, but it cannot be
     assert swarm.TELLS < clock.now - began < swarm.TELLS + 1
     state(stub, "trainer-1", "failed")
-    assert engine.explain(Exit(1, 137), "trainer-1") == "node lost"
-    assert engine.explain(Exit(3, 137), "trainer-3") == "node lost"  # of which Swarm knows nothing any more
+    assert engine.explain(WorkerExit(1, 137), "trainer-1") == "node lost"
+    assert engine.explain(WorkerExit(3, 137), "trainer-3") == "node lost"  # of which Swarm knows nothing any more
     down(stub, 1)
-    assert engine.explain(Exit(1, 137), "trainer-1") == "host lost"
+    assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"
 
 
 def test_a_host_that_is_lost_must_be_told_when_swarm_comes_to_know_of_it(engine, stub, clock):
     began, sleep = clock.now, clock.sleep
     clock.sleep = lambda seconds: (sleep(seconds), clock.now > began + 1 and down(stub, 1))
-    assert engine.explain(Exit(1, 137), "trainer-1") == "host lost"
+    assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"
     assert clock.now < began + 2
 
 

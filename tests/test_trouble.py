@@ -3,9 +3,8 @@
 import pytest
 from scripted import ALL_WELL, Job, Scripted
 
-from orchestrate.engines import Exit
+from orchestrate.outcomes import JobResult, WorkerExit
 from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Outcome
 
 
 @pytest.fixture
@@ -15,7 +14,7 @@ def job(tmp_path, monkeypatch):
 
 def troubled(job: Job, *times: tuple[float, float, str], workers: int = 3) -> Scripted:
     """An engine whose trainer-2 is in trouble in its first generation, from and to seconds after the start."""
-    well = [Exit(rank, 0) for rank in range(workers)]
+    well = [WorkerExit(rank, 0) for rank in range(workers)]
     engine, began = Scripted([*[[]] * 1000, well], [well]), job.clock.now
 
     def troubles() -> dict[str, str]:
@@ -65,7 +64,7 @@ def test_a_node_that_is_given_up_must_be_known_by_its_first_worker_and_noted_onc
 
 def test_a_node_that_is_cut_off_while_workers_are_stopped_must_not_be_blamed(job):
     engine = troubled(job, (1, 60, "partition"))
-    engine.generations[0] = [[]] * 20 + [[Exit(1, 1)]] + [[]] * 100 + [[Exit(0, 143), Exit(2, 143)]]
+    engine.generations[0] = [[]] * 20 + [[WorkerExit(1, 1)]] + [[]] * 100 + [[WorkerExit(0, 143), WorkerExit(2, 143)]]
     engine.stop = lambda kill: None
     assert job.run(engine, JobSpec(trainers=2, grace=30.0)).word == "succeeded"
     assert job.causes() == [(1, "error")]
@@ -73,7 +72,7 @@ def test_a_node_that_is_cut_off_while_workers_are_stopped_must_not_be_blamed(job
 
 
 def test_a_node_that_is_given_up_must_not_be_called_well(job):
-    engine = Scripted([[], [Exit(2, 137)]], [ALL_WELL])
+    engine = Scripted([[], [WorkerExit(2, 137)]], [ALL_WELL])
     engine.troubles = lambda: {"trainer-2": "silent"} if 2 in engine.running else {}
     assert job.run(engine).word == "succeeded"
     assert "node_in_trouble" in job.names() and "node_well" not in job.names()
@@ -100,7 +99,7 @@ def test_trouble_of_a_node_that_has_no_workers_must_not_matter(job, monkeypatch)
     monkeypatch.setattr("orchestrate.generation.PARTITION_PATIENCE", 0.0)
     engine = Scripted([[]] * 5 + [ALL_WELL])
     engine.troubles = lambda: {"trainer-7": "partition"}
-    assert job.run(engine) == Outcome("succeeded", "finished")
+    assert job.run(engine) == JobResult("succeeded", "finished")
     assert len(job.supervisor.history.ended) == 1
     assert not job.noted("node_in_trouble")
 
@@ -113,7 +112,7 @@ def test_trouble_of_a_node_that_has_no_workers_must_not_excuse_a_hang(job):
 
 
 def test_a_node_whose_workers_have_ended_well_may_be_cut_off(job):
-    engine = Scripted([[Exit(2, 0)], *[[]] * 100, ALL_WELL[:2]])
+    engine = Scripted([[WorkerExit(2, 0)], *[[]] * 100, ALL_WELL[:2]])
     engine.troubles = lambda: {"trainer-2": "partition"} if 2 not in engine.running else {}
     assert job.run(engine).word == "succeeded"
     assert job.causes() == []

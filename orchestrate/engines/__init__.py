@@ -8,30 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from orchestrate.errors import UsageError
+from orchestrate.outcomes import Doing, WorkerExit
 from orchestrate.paths import NAME, NODES, JobPaths
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
 
 SWARMS = ("encrypt", "constraints", "volume")  # keys of a job file that only Swarm supports
-LOST = 137  # the exit code of a worker that was lost with its node: that of SIGKILL
-TERMINATED = 143  # the exit code after SIGTERM, and of a worker that was cancelled before it started
-
-
-@dataclass(frozen=True)
-class Exit:
-    """The end of a worker."""
-
-    rank: int
-    code: int  # 128 + n if signal n ended it
-    asked: bool = True  # whether its node had asked it to end; true if unknown
-
-
-@dataclass(frozen=True)
-class Doing:
-    """What a worker is doing."""
-
-    state: str  # a letter of proc(5): R runs, S sleeps, D waits for a disk, T is stopped; empty if unknown
-    cpu: float  # CPU seconds of the worker and its child processes
 
 
 @dataclass(frozen=True)
@@ -123,10 +105,10 @@ class Engine(Protocol):
     def starting(self) -> set[int]:
         """The ranks of the workers that have not started yet: their nodes are importing modules, for example."""
 
-    def wait(self, timeout: float) -> list[Exit]:
+    def wait(self, timeout: float) -> list[WorkerExit]:
         """The workers that have ended since the last call, in order; waits `timeout` seconds at most."""
 
-    def explain(self, end: Exit, node: str) -> str:
+    def explain(self, end: WorkerExit, node: str) -> str:
         """The cause of a worker's end, from `restarts.CAUSES`; empty if only its exit code is known."""
 
     def troubles(self) -> dict[str, str]:

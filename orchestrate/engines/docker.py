@@ -16,7 +16,7 @@ from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines import LOST, Exit, JobState, labels, mounts, never, sockets, toolkit
+from orchestrate.engines import JobState, labels, mounts, never, sockets, toolkit
 from orchestrate.engines.daemon import Daemon, Events, begin, name_of
 from orchestrate.engines.guard import Guard, wanted
 from orchestrate.engines.image import inventory
@@ -24,6 +24,7 @@ from orchestrate.engines.links import DYING, Link, Linked
 from orchestrate.engines.ports import free_port
 from orchestrate.engines.volumes import WIPED, volumes
 from orchestrate.errors import EngineError, EngineLost
+from orchestrate.outcomes import LOST, WorkerExit
 from orchestrate.paths import PROJECT, JobPaths
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.spec import JobSpec
@@ -134,7 +135,7 @@ class DockerEngine(Linked):
         self.told = {}
         super().start(workers, command)
 
-    def wait(self, timeout: float) -> list[Exit]:
+    def wait(self, timeout: float) -> list[WorkerExit]:
         """The workers that have ended, as their nodes report; also checks the containers every few seconds."""
         exits = super().wait(timeout)
         if self.running and time.monotonic() - self.looked > RECONCILE:
@@ -142,7 +143,7 @@ class DockerEngine(Linked):
             self.looked = time.monotonic()
         return exits
 
-    def explain(self, end: Exit, node: str) -> str:
+    def explain(self, end: WorkerExit, node: str) -> str:
         """The cause, from what its node has reported, events, and the state of the container."""
         sign = self.signs.get(end.rank)
         if sign == "oom":

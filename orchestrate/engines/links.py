@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate import records
-from orchestrate.engines import LOST, TERMINATED, Doing, Exit, messages
+from orchestrate.engines import messages
 from orchestrate.errors import EngineError, EngineLost, UsageError
 from orchestrate.node.loop import LONGEST_GREETING
 from orchestrate.node.sealed import Seal
 from orchestrate.node.worker import FAILED_TO_START
+from orchestrate.outcomes import LOST, TERMINATED, Doing, WorkerExit
 from orchestrate.plan import Plan, WorkerPlan
 
 ANSWERS = 10.0  # seconds that a node may take to answer
@@ -131,7 +132,7 @@ class Linked:
         self.command: tuple[str, ...] = ()
         self.pids: dict[int, int] = {}  # by rank, as the node sees them
         self.signs: dict[int, str] = {}  # by rank, the sign in the report of its end, such as oom or ending
-        self.ended: list[tuple[float, Exit]] = []  # in seconds since 1970; not yet reported
+        self.ended: list[tuple[float, WorkerExit]] = []  # in seconds since 1970; not yet reported
         self.broken: set[str] = set()  # nodes whose connection has ended
         self.statuses: dict[str, dict[str, Any]] = {}  # by node, its last status
         self.cleaned: set[str] = set()  # nodes that have reported that they are cleaned
@@ -217,7 +218,7 @@ class Linked:
         """The ranks of the workers that have not started yet."""
         return self.running.keys() - self.pids.keys()
 
-    def wait(self, timeout: float) -> list[Exit]:
+    def wait(self, timeout: float) -> list[WorkerExit]:
         """The workers that have ended since the last call, in the order of their ends."""
         self._listen(0 if self.ended else timeout)
         broken, self.broken = self.broken, set()
@@ -394,4 +395,4 @@ class Linked:
 
     def _ended(self, rank: int, code: int, at: float, asked: bool = True) -> None:
         if self.running.pop(rank, None) is not None:
-            self.ended.append((at, Exit(rank, code, asked)))
+            self.ended.append((at, WorkerExit(rank, code, asked)))

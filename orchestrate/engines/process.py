@@ -20,12 +20,13 @@ from typing import Any
 
 from orchestrate import looked, private
 from orchestrate.cores import cores
-from orchestrate.engines import LOST, SWARMS, Exit, JobState, ignoring, never, sockets
+from orchestrate.engines import SWARMS, JobState, ignoring, never, sockets
 from orchestrate.engines.links import Link, Linked
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.gpus import Offer, fields, look, offer, why_none
 from orchestrate.node.warm import POSSIBLE
+from orchestrate.outcomes import LOST, WorkerExit
 from orchestrate.paths import NODE, PROJECT, code_folder
 from orchestrate.plan import Inventory, Plan, WorkerPlan
 from orchestrate.preload import may_use_torch, preload
@@ -148,7 +149,7 @@ class ProcessEngine(Linked):
         self._settle(plan, run)
         return self.adopt_workers(plan)
 
-    def explain(self, end: Exit, node: str) -> str:
+    def explain(self, end: WorkerExit, node: str) -> str:
         """The cause: its node has ended, or the kernel has killed a process for lack of memory."""
         if node not in self.links or node not in self.alive():  # its connections are closed before it has ended
             return "node lost"

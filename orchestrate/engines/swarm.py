@@ -12,11 +12,10 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from orchestrate.engines import LOST, Exit, JobState, never
+from orchestrate.engines import JobState, never
 from orchestrate.engines import services as parts
 from orchestrate.engines.image import has_image
 from orchestrate.engines.links import ANSWERS, Link, Linked
@@ -27,6 +26,7 @@ from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.node.lease import ASKS, LEASE
 from orchestrate.node.loop import STUCK
+from orchestrate.outcomes import LOST, WorkerExit
 from orchestrate.paths import code_folder, log
 from orchestrate.plan import Inventory, Plan, WorkerPlan, counted
 from orchestrate.preload import preload
@@ -68,7 +68,7 @@ class SwarmEngine(Linked):
         self.unsure: dict[str, float] = {}  # id of a task that was lost: when its lease is over
         self.kept = contextlib.ExitStack()
         self.code: tuple[BinaryIO, str] | None = None  # as a tar file, and its digest
-        self.pool = ThreadPoolExecutor(1)
+        self.pool = futures.ThreadPoolExecutor(1)
         self.lost: dict[int, str] = {}  # rank: its node, of workers whose last lines may be missing
         self.supplied: set[str] = set()  # the ids of tasks that have the code
         self.given_up: set[str] = set()  # the ids of tasks that count as lost, since they do not answer
@@ -173,7 +173,7 @@ class SwarmEngine(Linked):
         self._follow(workers)
         super().start(workers, command)
 
-    def wait(self, timeout: float) -> list[Exit]:
+    def wait(self, timeout: float) -> list[WorkerExit]:
         """The workers that have ended; waits until the last lines of their logs are here."""
         exits = super().wait(timeout)
         if exits and self.mirror and not self.running:
@@ -192,7 +192,7 @@ class SwarmEngine(Linked):
             self.asked = dict.fromkeys(self.links, time.monotonic()) | self.asked
         return exits
 
-    def explain(self, end: Exit, node: str) -> str:
+    def explain(self, end: WorkerExit, node: str) -> str:
         """The cause, from what its node has reported, or from the state of its task and host."""
         sign = self.signs.get(end.rank)
         if sign == "oom":
