@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrate import choice, cluster, commands, errors, job, lock, owners, terminal
+from orchestrate import choice, cluster, commands, errors, launch, lock, owners, store, terminal
 from orchestrate.arguments import EXPORTS, LATEST, RUN_COMMANDS, RUNS, flags, parse
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.find import latest
@@ -111,7 +111,7 @@ def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:
         )
     if why := unencodable(spec):
         raise UsageError(why, "export LC_ALL=C.UTF-8")
-    return job.check_script(spec)
+    return launch.check_script(spec)
 
 
 def _export(args: argparse.Namespace, script: list[str] | None) -> int:
@@ -125,7 +125,7 @@ def _export(args: argparse.Namespace, script: list[str] | None) -> int:
     if form not in forms:
         raise UsageError(f"--form {form}", f"{args.target} has {', '.join(forms)}" if forms[0] else "compose has none")
     spec = _spec(args, script)
-    name = job.slug(spec)
+    name = store.slug(spec)
     write = {"kubernetes": kubernetes, "slurm": slurm}
     text = write[args.target](spec, name, form) if args.target in write else compose(spec, name)
     terminal.copy(text)
@@ -138,7 +138,7 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
         return _up(spec, args.runs)
     dry = args.command == "plan" or args.dry_run
     engine = choice.engine_of(spec)
-    job_id = job.new_id(spec)
+    job_id = store.new_id(spec)
     paths = JobPaths(args.runs / job_id)
     inventory = engine.inventory(spec, paths.shared, prepare=not dry)
     made = plan(spec, _place(spec, inventory, job_id, paths.root.parent, engine), job_id, engine.port(spec, 0))
@@ -146,12 +146,12 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
         out(made)
         return errors.SUCCEEDED
     stops = commands.count_signals(spec) if not args.detach else lambda: 0
-    job.create(spec, made, paths)
+    store.create(spec, made, paths)
     say(str(made))
     if args.detach:
         _detach(paths, args.shown)
         return errors.SUCCEEDED
-    data = job.supervise(paths, engine, stops, say, output=commands.output(args))
+    data = launch.supervise(paths, engine, stops, say, output=commands.output(args))
     return commands.end(args, job_id, data)
 
 
@@ -207,7 +207,7 @@ def _detach(paths: JobPaths, shown: Path) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    while not lock.holder(paths) and not job.ended(paths) and child.poll() is None:
+    while not lock.holder(paths) and not store.ended(paths) and child.poll() is None:
         time.sleep(0.02)
     child.returncode = child.returncode or 0  # it outlives us
     say(f"hint: python -m orchestrate attach {run.name}; its supervisor writes to {run / 'supervisor.log'}")

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrate import job, lock, users
+from orchestrate import lock, store, users
 from orchestrate.engines import SWARMS, Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.paths import NODES, JobPaths
@@ -62,7 +62,7 @@ class Cluster:
             found.append(f"its nodes run as user {owner.st_uid}, those of the job as {user[0]}")
         if job_there := self.user():
             found.append(f"{job_there} uses it")
-        elif left := [paths for paths in self.jobs() if not job.ended(paths)]:  # its workers may still run
+        elif left := [paths for paths in self.jobs() if not store.ended(paths)]:  # its workers may still run
             name = left[0].root.name
             found.append(f"{name} has not ended there, and has no supervisor: attach to it, or stop it")
         return found
@@ -79,7 +79,7 @@ class Cluster:
 
     def jobs(self) -> list[JobPaths]:
         """The jobs whose files are still among its own."""
-        return job.on_cluster(self.paths.root.parent, self.name)
+        return store.on_cluster(self.paths.root.parent, self.name)
 
     def place(self, inventory: Inventory, job_id: str) -> Inventory:
         """What the engine has, for a job on this cluster."""
@@ -94,7 +94,7 @@ def found(runs: Path) -> list[Cluster]:
     for folder in sorted(runs.glob(f"*/{NODES}")):
         paths = JobPaths(folder.parent)
         with contextlib.suppress(UsageError):  # half made, or half removed
-            spec, plan = job.load(paths)
+            spec, plan = store.load(paths)
             if plan.inventory.cluster == plan.job_id:
                 clusters.append(Cluster(paths, spec, plan))
     return clusters
@@ -106,18 +106,18 @@ def elsewhere(engine: Engine, runs: Path) -> list[Cluster]:
     for state in engine.jobs():
         if state.cluster and state.named and state.paths.root.parent != runs:
             with contextlib.suppress(UsageError):  # it is another account's
-                clusters.append(Cluster(state.paths, *job.load(state.paths)))
+                clusters.append(Cluster(state.paths, *store.load(state.paths)))
     return clusters
 
 
 def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> Cluster:
     """Make a cluster, and have its nodes up; takes back what it has made where that fails."""
-    name = job.new_id(spec)
+    name = store.new_id(spec)
     paths = JobPaths(runs / name)
     inventory = engine.inventory(spec, paths.nodes, prepare=True)
     inventory = dataclasses.replace(inventory, cluster=name, code=str(Path.cwd()))
     made = plan(spec, inventory, name, engine.port(spec, 0))
-    job.create(spec, made, paths)
+    store.create(spec, made, paths)
     cluster = Cluster(paths, spec, made)
     try:
         engine.up(spec, dataclasses.replace(made, nodes=names(spec, spares=True)), paths.nodes)
@@ -136,9 +136,9 @@ def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
     lost = ""
     for paths in cluster.jobs():
         try:
-            job.bring_home(paths)
+            store.bring_home(paths)
         except OSError as error:
             lost = lost or f"the files of {paths.root.name} are lost: {error.strerror}"
-    job.remove(cluster.paths)
+    store.remove(cluster.paths)
     if lost:
         raise OrchestrateError(f"{cluster.name} is down, but {lost}", "python -m orchestrate ps")

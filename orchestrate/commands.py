@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from orchestrate import choice, cluster, errors, findings, job, lock, logs, older, owners, records, terminal
+from orchestrate import choice, cluster, errors, findings, launch, lock, logs, older, owners, records, store, terminal
 from orchestrate.choice import sdk
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.find import find, job_folders
@@ -105,7 +105,7 @@ def ps(args: argparse.Namespace) -> int:
 
     def add(paths: JobPaths, state: str) -> None:
         with contextlib.suppress(UsageError):  # its files say nothing any more
-            plan = job.load(paths)[1]
+            plan = store.load(paths)[1]
             nodes = len(plan.nodes) if plan.inventory.cluster else 0
             rows.append((plan.job_id, plan.engine, str(nodes), state, str(paths.root)))
 
@@ -114,7 +114,7 @@ def ps(args: argparse.Namespace) -> int:
             busy = lock.holder(state.paths)
             word = ("in use" if busy else "idle") if state.cluster else "running" if busy else "without supervisor"
             rows.append((state.job_id, state.engine, str(state.nodes), word, str(state.paths.root)))
-            for paths in job.on_cluster(state.paths.root.parent, state.job_id) if state.cluster and busy else ():
+            for paths in store.on_cluster(state.paths.root.parent, state.job_id) if state.cluster and busy else ():
                 if lock.holder(paths):
                     add(paths, f"running on {state.job_id}")
     shown = {name for name, *_ in rows}
@@ -168,18 +168,18 @@ def _watching(name: str) -> Iterator[None]:
 def show_logs(args: argparse.Namespace) -> int:
     """The workers' output."""
     paths = _paths(args)
-    spec, plan = job.look(paths)
-    chosen = job.prefixes(plan)
+    spec, plan = store.look(paths)
+    chosen = launch.prefixes(plan)
     if args.rank is not None and args.rank not in chosen:
         raise UsageError(f"no rank {args.rank} in {paths.root.name}", f"its ranks are 0 to {len(chosen) - 1}")
     follower = logs.Follower(paths, chosen if args.rank is None else {args.rank: ""}, hide=Mask(spec.env, spec.secrets))
     with _watching(paths.root.name):
         while True:
-            living = args.follow and not job.ended(paths) and lock.holder(paths)
+            living = args.follow and not store.ended(paths) and lock.holder(paths)
             for line in follower.lines(end=not living):
                 out(line)
             if not living:
-                if args.follow and not job.ended(paths):
+                if args.follow and not store.ended(paths):
                     _unsupervised(paths)
                 return errors.SUCCEEDED
             terminal.flush()
@@ -190,10 +190,10 @@ def show_logs(args: argparse.Namespace) -> int:
 def attach(args: argparse.Namespace) -> int:
     """Look on while somebody else supervises the job; supervise it when nobody does; tell how it ended."""
     paths = _paths(args)
-    spec, made = job.load(paths)
-    follower, show = job.rest(paths, spec, made), output(args)
+    spec, made = store.load(paths)
+    follower, show = launch.rest(paths, spec, made), output(args)
     looking = False
-    while not (data := job.ended(paths)):
+    while not (data := store.ended(paths)):
         if supervisor := lock.holder(paths):
             if not looking:
                 say(f"{supervisor} supervises {paths.root.name}; following it (Ctrl-C detaches)")
@@ -204,12 +204,12 @@ def attach(args: argparse.Namespace) -> int:
                 terminal.progress(follower.progress(), show)
                 time.sleep(0.1)
             continue
-        if job.ended(paths):
+        if store.ended(paths):
             continue
         say(f"supervising {paths.root.name}")
         engine = _own_engine(spec, made)
         try:
-            data = job.supervise(paths, engine, count_signals(spec), say, follower, show)
+            data = launch.supervise(paths, engine, count_signals(spec), say, follower, show)
             break
         except BlockingIOError:  # somebody else was faster
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -226,8 +226,8 @@ def wait(args: argparse.Namespace) -> int:
     """The end of a job."""
     paths = _paths(args)
     with _watching(paths.root.name):
-        while not (data := job.ended(paths)):
-            if not lock.holder(paths) and not job.ended(paths):
+        while not (data := store.ended(paths)):
+            if not lock.holder(paths) and not store.ended(paths):
                 _unsupervised(paths)
             time.sleep(0.1)
     return exit_code(data)
@@ -252,12 +252,12 @@ def stop(args: argparse.Namespace) -> int:
         for _, thing in holding:
             out(thing)
         return errors.SUCCEEDED
-    if job.ended(paths) and not holding and not lock.holder(paths):
+    if store.ended(paths) and not holding and not lock.holder(paths):
         say(f"{name} has ended already")
         return errors.SUCCEEDED
     _ask_to_stop(paths)
     holding = _held(engines, name)
-    if holding or not job.ended(paths):
+    if holding or not store.ended(paths):
         say(f"{name} has no supervisor: removing its nodes")
         _finish(paths, holding)
     left = [thing for _, thing in _held(engines, name)]
@@ -295,7 +295,7 @@ def _looked_up(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
     engines = choice.answering()
     paths = JobPaths(find(args, engines))
     with contextlib.suppress(UsageError):  # its files say nothing any more
-        spec, made = job.load(paths)
+        spec, made = store.load(paths)
         if made.engine not in {engine.name for engine in engines}:
             return paths, [_own_engine(spec, made), *engines]
     return paths, engines
@@ -307,10 +307,10 @@ def _finish(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
     Raises OrchestrateError where nodes still have files that cannot be brought home.
     """
     try:
-        spec, made = job.load(paths)
+        spec, made = store.load(paths)
         engine = _own_engine(spec, made)
         more = count_signals(spec)
-        data = job.supervise(paths, engine, lambda: 1 + more(), say, job.rest(paths, spec, made))
+        data = launch.supervise(paths, engine, lambda: 1 + more(), say, launch.rest(paths, spec, made))
     except (OrchestrateError, BlockingIOError):
         return _remove(paths, holding)
     if why := data["left_behind"]:
@@ -341,7 +341,7 @@ def rm(args: argparse.Namespace) -> int:
         return errors.SUCCEEDED
     if ours:
         _remove(paths, holding)
-    job.remove(paths)
+    store.remove(paths)
     say(f"{name} is removed")
     return errors.SUCCEEDED
 

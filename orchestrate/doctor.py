@@ -26,11 +26,11 @@ from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.findings import BAD, GOOD, WARNING, Finding, gpus, local
 from orchestrate.gpus import look
-from orchestrate.job import new_id
 from orchestrate.node.files import PIECE, digest
 from orchestrate.paths import JobPaths
 from orchestrate.plan import counted, plan
 from orchestrate.spec import IMAGE, JobSpec
+from orchestrate.store import new_id
 
 OLDEST = (20, 10)  # the engine that knows all that we ask for: capabilities of services
 SKEW = 1.0  # seconds that hosts' clocks may differ, for logs to be read side by side

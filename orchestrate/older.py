@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrate import job
+from orchestrate import store
 from orchestrate.errors import UsageError
 from orchestrate.paths import NODES, JobPaths
 
@@ -36,7 +36,7 @@ def refuse(name: str, runs: Path, engines: list[Engine]) -> None:
     }
     for found in sorted(here | ({name} & roots.keys())):
         with contextlib.suppress(UsageError):
-            job.load(JobPaths(roots[found]))
+            store.load(JobPaths(roots[found]))
             continue
         things = [thing for engine in engines for thing in engine.holds(found)]
         command = removal(things if living.get(found) == roots[found] else [])

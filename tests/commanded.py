@@ -13,7 +13,7 @@ from conftest import ROOT
 from scripted import Scripted
 from test_plan import HERE
 
-from orchestrate import choice, job, records
+from orchestrate import choice, records, store
 from orchestrate.cli import main
 from orchestrate.engines import JobState, never
 from orchestrate.events import Recorder
@@ -89,7 +89,7 @@ class Commands:
 def create(paths: JobPaths, spec: JobSpec | None = None, cluster: str = "") -> JobPaths:
     """The files of a job that is about to start; of one that uses a cluster, where it is named."""
     spec = spec or JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
-    job.create(spec, plan(spec, replace(HERE, cluster=cluster), paths.root.name, 29500), paths)
+    store.create(spec, plan(spec, replace(HERE, cluster=cluster), paths.root.name, 29500), paths)
     return paths
 
 

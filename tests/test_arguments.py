@@ -3,7 +3,7 @@
 import pytest
 from test_cli import do, engine, runs  # noqa: F401
 
-from orchestrate import command, job
+from orchestrate import command, launch, store
 from orchestrate.arguments import parse
 from orchestrate.cli import main
 from orchestrate.errors import UsageError
@@ -151,7 +151,7 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, 
     engine.generations = [[ALL_WELL]]
     words = ["-e", "HERE", "--env", "A=b=c", "-eNONE=", "--memory", "2g", "--cpus", "1.5", "--trainers", "2"]
     assert do("run", "--gpus", "none", *words, "--", "-m", "app.train")[0] == 0
-    spec, _ = job.load(job.JobPaths(next(runs.iterdir())))
+    spec, _ = store.load(store.JobPaths(next(runs.iterdir())))
     assert (spec.env, spec.memory, spec.cpus) == ({"HERE": "of the shell", "A": "b=c", "NONE": ""}, "2g", 1.5)
     assert do("plan", "-e", "NOWHERE")[2] == [
         "error: --env 'NOWHERE' is not set in this shell",
@@ -238,7 +238,7 @@ def here(tmp_path, monkeypatch):
     ],
 )
 def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, words, runs):  # noqa: F811
-    assert job.check_script(resolve({"command": words.format(here=here)})).command == tuple(runs.split())
+    assert launch.check_script(resolve({"command": words.format(here=here)})).command == tuple(runs.split())
 
 
 @pytest.mark.parametrize(
@@ -253,5 +253,5 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, words,
 )
 def test_a_file_that_is_no_program_must_be_refused(here, words, why):
     with pytest.raises(UsageError, match=why) as found:
-        job.check_script(resolve({"command": words}))
+        launch.check_script(resolve({"command": words}))
     assert found.value.hint

@@ -23,8 +23,8 @@ from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.image import _offer
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.job import new_id
 from orchestrate.spec import IMAGE, JobSpec
+from orchestrate.store import new_id
 
 SAME = f"same-{os.getpid():x}"  # how names begin; jobs of other test runs may be on the machine
 KEYS = ("project", "service", "container-number")  # of Compose's labels

@@ -16,7 +16,7 @@ from commanded import Commands
 from conftest import ROOT
 from scripted import ALL_WELL, KILLED
 
-from orchestrate import __version__, choice, commands, errors, job
+from orchestrate import __version__, choice, commands, errors, store
 from orchestrate.arguments import EXITS, EXPORTS
 from orchestrate.cli import main
 from orchestrate.engines import JobState
@@ -56,7 +56,7 @@ def test_run_must_tell_the_folder_of_the_job_and_end_as_the_job_does(do, engine,
     assert err[0].startswith(f"job {folder.name}: 3 nodes")
     assert err[-2].startswith("succeeded: 3 workers") and err[-1] == str(folder)
     assert engine.calls == ["prepare", "up", "start", "down"]
-    spec, plan = job.load(JobPaths(folder))
+    spec, plan = store.load(JobPaths(folder))
     assert (spec.name, spec.trainers, spec.command) == ("mine", 2, ("-m", "app.train"))
     assert plan.workers[0].env["MASTER_PORT"] == "29500"
 
@@ -95,7 +95,7 @@ def test_run_must_end_with_the_code_of_the_error_where_the_job_could_not_start(d
     engine.missing = {"trainer-1"}
     code, out, err = do("run", "--trainers", "2", *APP)
     assert (code, out, err[-1]) == (3, [], "error: no such node")
-    assert job.ended(JobPaths(next(runs.iterdir())))["outcome"] == "failed"
+    assert store.ended(JobPaths(next(runs.iterdir())))["outcome"] == "failed"
 
 
 @pytest.mark.parametrize("words", [["plan"], ["run", "--dry-run"]], ids=" ".join)
@@ -109,7 +109,7 @@ def test_a_plan_must_be_printed_and_nothing_be_made(do, engine, runs, words):
 def test_all_words_after_the_first_dashes_must_be_the_scripts(do, engine, runs):
     engine.generations = [[ALL_WELL]]
     do("run", "--trainers", "2", *APP, "--trainers", "7", "--", "-x", "--help")
-    spec, _ = job.load(JobPaths(next(runs.iterdir())))
+    spec, _ = store.load(JobPaths(next(runs.iterdir())))
     assert spec.command == ("-m", "app.train", "--trainers", "7", "--", "-x", "--help")
     assert spec.trainers == 2
 
@@ -123,7 +123,7 @@ def test_every_flag_must_reach_the_job(do, engine, runs, tmp_path):
     more = ("--set", "max_restarts=1", "--set", "memory=2g", "--set", "env.A=b")
     code, _, err = do("run", tmp_path / "job.yaml", *words, *more, "--", "-m", "app.train")
     assert code == 0, err
-    spec, _ = job.load(JobPaths(next(runs.iterdir())))
+    spec, _ = store.load(JobPaths(next(runs.iterdir())))
     assert {name: getattr(spec, name) for name in flags} == flags
     assert (spec.grace, spec.memory, spec.env) == (5.0, "2g", {"A": "b"})
 

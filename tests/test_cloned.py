@@ -15,7 +15,7 @@ from scripted import ALL_WELL
 from test_commands import end
 from test_records import NOT_OURS
 
-from orchestrate import job, records
+from orchestrate import records, store
 from orchestrate.engines import sockets
 from orchestrate.engines.daemon import Daemon
 from orchestrate.errors import EngineError, UsageError
@@ -126,7 +126,7 @@ def test_no_files_must_be_moved_to_a_run_directory_that_came_with_the_project(do
     on_it = create(JobPaths(tmp_path / "b-1"), cluster="c-1")
     records.forget(on_it.root)
     with pytest.raises(OSError, match=NOT_OURS):
-        job.bring_home(on_it)
+        store.bring_home(on_it)
     assert on_it.shared.is_symlink() and (cluster.nodes / "b-1").is_dir()
 
 
@@ -137,14 +137,14 @@ def test_no_files_must_be_moved_to_a_run_directory_that_came_with_the_project(do
 def test_a_plan_that_is_too_large_or_of_other_types_must_be_refused(paths, edit):
     edit(paths)
     with pytest.raises(UsageError, match="holds no job that can go on"):
-        job.load(paths)
+        store.load(paths)
 
 
 @pytest.mark.parametrize("name", ["report.json", "job.yaml"])
 def test_a_vast_file_must_not_be_read(do: Commands, paths, name):
     with (paths.root / name).open("ab") as file:
         file.truncate(300 << 30)
-    assert job.ended(paths) is None and do("wait", "a-1")[0] == 1
+    assert store.ended(paths) is None and do("wait", "a-1")[0] == 1
     if name == "job.yaml":
         assert do("logs", "a-1")[0] == 2
 
@@ -155,7 +155,7 @@ def test_what_nodes_mount_must_be_a_folder(paths, victim, name):
     shutil.rmtree(place, ignore_errors=True)
     place.symlink_to(victim)
     with pytest.raises(UsageError, match=f"{name} is not a folder"):
-        job.load(paths)
+        store.load(paths)
 
 
 def test_sockets_must_not_be_shared_through_a_link(tmp_path, victim):

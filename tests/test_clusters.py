@@ -11,7 +11,7 @@ from commanded import Whole, create, supervised
 from test_commands import end
 from test_plan import HERE
 
-from orchestrate import cluster, job, users
+from orchestrate import cluster, store, users
 from orchestrate.engines import JobState, ignoring
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.paths import JobPaths
@@ -188,7 +188,7 @@ def test_the_files_of_a_clusters_jobs_must_outlive_it(tmp_path):
     for name in ("a-1", "b-1"):
         assert not (tmp_path / name / "job").is_symlink()
         assert (tmp_path / name / "logs" / "rank-0.log").read_text() == name
-        assert job.load(JobPaths(tmp_path / name))[1].job_id == name
+        assert store.load(JobPaths(tmp_path / name))[1].job_id == name
 
 
 def test_the_files_must_stay_where_the_nodes_cannot_be_removed(tmp_path):
@@ -242,7 +242,7 @@ def test_what_a_job_has_put_beside_its_folder_must_be_gone_with_it_and_no_other_
     ended.log(0).write_text("mine")
     (one.paths.nodes / "kept").hardlink_to(ended.log(0))
     (one.paths.nodes / "a-2").mkdir()
-    job.bring_home(ended)
+    store.bring_home(ended)
     assert [path.name for path in one.paths.nodes.iterdir()] == ["b-1"] and waits.log(0).parent.is_dir()
     assert ended.log(0).stat().st_nlink == 1
 
@@ -255,7 +255,7 @@ def test_what_a_job_has_set_on_the_folder_of_its_cluster_must_not_count_for_the_
     os.setxattr(one.paths.nodes, "system.posix_acl_default", no_one)  # of owner, group and others; see acl(5)
     os.setxattr(one.paths.nodes, "user.note", b"of job a")
     one.paths.nodes.chmod(0o2777)
-    job.bring_home(mine)
+    store.bring_home(mine)
     assert os.listxattr(one.paths.nodes) == [] and one.paths.nodes.stat().st_mode & 0o7777 == 0o755
 
 
@@ -266,5 +266,5 @@ def test_what_a_job_has_moved_away_must_not_be_left_to_the_next_one(tmp_path):
     mine.folder.path.rename(one.paths.nodes / "elsewhere")
     (one.paths.nodes / "left").mkdir()
     with pytest.raises(FileNotFoundError):
-        job.bring_home(mine)
+        store.bring_home(mine)
     assert [*one.paths.nodes.iterdir()] == [] and mine.shared.is_dir() and not mine.shared.is_symlink()

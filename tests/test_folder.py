@@ -13,7 +13,7 @@ from commanded import Whole, create
 from scripted import ALL_WELL, KILLED
 from test_commands import end
 
-from orchestrate import folder, job, lines
+from orchestrate import folder, launch, lines, store
 from orchestrate.folder import Folder
 from orchestrate.paths import JobPaths
 from orchestrate.traces import Traces
@@ -135,7 +135,7 @@ def test_whatever_a_node_leaves_the_supervisor_must_go_on_and_report(paths, outs
     assert traces.step() == 0 and isinstance(traces.saved(), tuple) and isinstance(traces.activity(), tuple)
     assert CANARY not in traces.text(0) + "".join(traces.words(0))
     shown: list[str] = []
-    data = job.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, shown.append)
+    data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, shown.append)
     assert data["outcome"] == "succeeded"
     assert CANARY not in json.dumps(data) + "".join(shown)
     assert json.loads(paths.report.read_text()) == json.loads(json.dumps(data))
@@ -158,12 +158,12 @@ def test_a_job_on_a_cluster_that_has_put_a_link_in_the_place_of_its_folder_must_
         inside.symlink_to(outside)
 
     engine.start = swap
-    data = job.supervise(paths, engine, lambda: 0, shown.append)
+    data = launch.supervise(paths, engine, lambda: 0, shown.append)
     assert data["outcome"] == "succeeded"
     assert untouched(outside) and not os.path.lexists(inside)
     assert not paths.shared.exists() and CANARY not in json.dumps(data)
     assert any("something else in the place of the job's folder" in line for line in shown)
-    job.remove(paths)
+    store.remove(paths)
     assert untouched(outside)
 
 
@@ -278,7 +278,7 @@ def test_no_file_of_a_job_that_has_ended_must_give_its_owners_rights_to_others(p
         (paths.shared / name).touch()
         (paths.shared / name).chmod(mode)
     (paths.shared / "checkpoints").chmod(0o2755)
-    job.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
+    launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
     modes = {name: stat.S_IMODE((paths.shared / name).stat().st_mode) for name in ("program", "closed", "plain")}
     assert modes == {"program": 0o755, "closed": 0, "plain": 0o644}
     assert stat.S_IMODE((outside / "file").stat().st_mode) == 0o4755
@@ -301,7 +301,7 @@ def test_a_report_must_hold_measurements_and_nothing_else_that_a_script_has_writ
         "large": 1 << 64,
     }
     paths.metrics.write_text(json.dumps(values) + "\n" + json.dumps(odd) + "\n")
-    data = job.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
+    data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
     assert data["final_metrics"] == values
     end(paths)
 
@@ -336,7 +336,7 @@ def test_no_name_that_a_job_has_taken_and_no_mode_must_keep_set_id_bits(tmp_path
                 os._exit(0)
         os.waitpid(pid, 0)
     assert stat.S_IMODE((job_folder / "program").stat().st_mode) == 0o755
-    job.remove(JobPaths(job_folder))
+    store.remove(JobPaths(job_folder))
 
 
 def test_a_report_must_be_made_of_the_last_lines_of_many(paths, monkeypatch):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scripted import ALL_WELL
 
-from orchestrate import job, records, report, spec
+from orchestrate import launch, records, report, spec, store
 from orchestrate.arguments import FLAGS as OPTIONS
 from orchestrate.engines import messages
 from orchestrate.engines.links import Link
@@ -169,8 +169,8 @@ def monkeypatch_lines(monkeypatch):
 def test_a_report_must_be_made_of_whatever_a_script_measures(tmp_path_factory, metrics):
     paths = create(JobPaths(tmp_path_factory.mktemp("runs") / "a-1"))
     paths.metrics.write_text("".join(json.dumps(value) + "\n" for value in metrics))
-    data = job.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
-    assert data["outcome"] == "succeeded" and job.ended(paths) is not None
+    data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
+    assert data["outcome"] == "succeeded" and store.ended(paths) is not None
     assert isinstance(report.text(data), str)
 
 
@@ -211,12 +211,12 @@ def test_events_that_are_damaged_must_be_an_error_by_name_and_the_job_stay_remov
     paths.events.write_text("".join(lines))
     engine = Whole([ALL_WELL], [ALL_WELL])
     try:
-        job.supervise(paths, engine, lambda: 1, lambda _: None)
+        launch.supervise(paths, engine, lambda: 1, lambda _: None)
     except UsageError as error:
         assert str(paths.events) in str(error)
     except OrchestrateError:
         pass
-    job.remove(paths)
+    store.remove(paths)
 
 
 @bounded

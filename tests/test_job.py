@@ -15,7 +15,7 @@ from conftest import eventually
 from scripted import ALL_WELL, KILLED
 from test_commands import end
 
-from orchestrate import job, lock, records
+from orchestrate import launch, lock, records, store
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.events import objects
 from orchestrate.folder import Folder
@@ -46,33 +46,33 @@ SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
     ],
 )
 def test_a_job_must_have_a_name_that_docker_and_dns_take(spec, name):
-    assert job.slug(spec) == name
-    assert job.new_id(spec).startswith(f"{name}-") and len(job.new_id(spec)) == len(name) + 5
+    assert store.slug(spec) == name
+    assert store.new_id(spec).startswith(f"{name}-") and len(store.new_id(spec)) == len(name) + 5
 
 
 def test_a_script_must_be_named_from_the_folder_that_the_nodes_see(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "train.py").touch()
     monkeypatch.setattr(Path, "cwd", lambda: tmp_path)
-    spec = job.check_script(JobSpec(command=(f"{tmp_path}/sub/../sub/train.py", "a", "/b"), trainers=5))
+    spec = launch.check_script(JobSpec(command=(f"{tmp_path}/sub/../sub/train.py", "a", "/b"), trainers=5))
     assert (spec.command, spec.trainers) == (("sub/train.py", "a", "/b"), 5)
     monkeypatch.setattr(Path, "cwd", lambda: tmp_path / "sub")
     (tmp_path / "outside.py").touch()
     with pytest.raises(UsageError, match="is outside") as error:
-        job.check_script(JobSpec(command=(f"{tmp_path}/outside.py",)))
+        launch.check_script(JobSpec(command=(f"{tmp_path}/outside.py",)))
     assert error.value.hint.endswith(f"cd {tmp_path}")
 
 
 def test_a_script_that_looks_like_an_option_must_be_none_for_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "-c.py").touch()
-    assert job.check_script(JobSpec(command=("./-c.py", "-c"))).command == ("./-c.py", "-c")
+    assert launch.check_script(JobSpec(command=("./-c.py", "-c"))).command == ("./-c.py", "-c")
 
 
 def test_a_module_must_be_left_to_the_nodes_and_be_named():
-    assert job.check_script(JobSpec(command=("-m", "nonesuch"))).command == ("-m", "nonesuch")
+    assert launch.check_script(JobSpec(command=("-m", "nonesuch"))).command == ("-m", "nonesuch")
     with pytest.raises(UsageError):
-        job.check_script(JobSpec(command=("-m",)))
+        launch.check_script(JobSpec(command=("-m",)))
 
 
 # --- what is written
@@ -87,12 +87,12 @@ def paths(tmp_path):
 
 def test_what_was_written_of_a_job_must_be_read_again(paths):
     create(paths)
-    spec, made = job.load(paths)
+    spec, made = store.load(paths)
     assert (spec, made.job_id, made.command) == (SPEC, "a-1", SPEC.command)
     assert paths.logs.is_dir() and paths.checkpoints.is_dir()
     with pytest.raises(UsageError, match=f"cannot write to {paths.root}: File exists"):
         create(paths)
-    assert job.load(paths)[1].job_id == "a-1"  # still there
+    assert store.load(paths)[1].job_id == "a-1"  # still there
 
 
 def test_a_job_on_a_cluster_must_have_its_files_where_the_nodes_see_them(paths):
@@ -101,8 +101,8 @@ def test_a_job_on_a_cluster_must_have_its_files_where_the_nodes_see_them(paths):
     create(paths, cluster="c-1")
     assert paths.shared.is_symlink() and not paths.shared.readlink().is_absolute()
     assert {path.name for path in inside.iterdir()} == {"logs", "checkpoints"}
-    job.bring_home(paths)
-    assert not paths.shared.is_symlink() and paths.shared.is_dir() and job.load(paths)[1].job_id == "a-1"
+    store.bring_home(paths)
+    assert not paths.shared.is_symlink() and paths.shared.is_dir() and store.load(paths)[1].job_id == "a-1"
     assert not inside.exists()
 
 
@@ -112,7 +112,7 @@ def test_a_job_on_a_cluster_must_have_its_files_where_the_nodes_see_them(paths):
     [
         *((cluster, Folder, "make") for cluster in ("", "c-1", "a-1")),
         *((cluster, records, "write") for cluster in ("", "c-1", "a-1")),
-        *((cluster, job, "keep") for cluster in ("", "c-1", "a-1")),
+        *((cluster, store, "keep") for cluster in ("", "c-1", "a-1")),
         *((cluster, Path, "symlink_to") for cluster in ("", "c-1")),
     ],
 )
@@ -141,28 +141,28 @@ def test_a_plan_that_is_none_must_be_refused_with_the_folder(paths, text):
     create(paths)
     paths.plan.write_text(text)
     with pytest.raises(UsageError, match=f"{paths.root} holds no job"):
-        job.load(paths)
+        store.load(paths)
 
 
 def test_a_plan_with_a_key_that_is_not_known_must_be_refused(paths):
     create(paths)
     paths.plan.write_text(json.dumps({**json.loads(paths.plan.read_text()), "later": 1}))
     with pytest.raises(UsageError):
-        job.load(paths)
+        store.load(paths)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '"succeeded"', "null", DEEP])
 def test_a_report_that_is_none_must_not_count_as_the_end(paths, text):
     create(paths)
-    assert job.ended(paths) is None
+    assert store.ended(paths) is None
     records.write(paths.report, text)
-    assert job.ended(paths) is None
+    assert store.ended(paths) is None
     end(paths)
-    assert job.ended(paths)["outcome"] == "succeeded"
+    assert store.ended(paths)["outcome"] == "succeeded"
     whole = json.loads(paths.report.read_text())
     for key in ("outcome", "world_size", "failures"):
         records.write(paths.report, json.dumps({name: value for name, value in whole.items() if name != key}))
-        assert job.ended(paths) is None
+        assert store.ended(paths) is None
 
 
 @pytest.mark.parametrize("name", ["job.yaml", "plan.json"])
@@ -171,7 +171,7 @@ def test_a_file_that_came_in_the_place_of_ours_must_not_be_believed(paths, name)
     path = paths.root / name
     path.write_text(path.read_text().replace("docker", "process").replace("trainers: 2", "trainers: 1") + "\n")
     with pytest.raises(UsageError, match=f"{name} was changed"):
-        job.load(paths)
+        store.load(paths)
 
 
 def test_a_report_that_came_in_the_place_of_ours_must_not_count(paths):
@@ -179,18 +179,18 @@ def test_a_report_that_came_in_the_place_of_ours_must_not_count(paths):
     end(paths)
     ours = paths.report.read_text()
     paths.report.write_text(ours.replace("succeeded", "failed"))
-    assert job.ended(paths) is None
+    assert store.ended(paths) is None
     paths.report.write_text(ours)
-    assert job.ended(paths)["outcome"] == "succeeded"
+    assert store.ended(paths)["outcome"] == "succeeded"
 
 
 def test_a_job_must_be_removed_whole_or_say_why_not(paths):
     create(paths)
     paths.log(0).touch()
-    job.remove(paths)
+    store.remove(paths)
     assert not paths.root.exists() and paths.root.parent.exists()
     with pytest.raises(OrchestrateError, match=f"{paths.root} cannot be removed"):
-        job.remove(paths)
+        store.remove(paths)
 
 
 # --- from there to a report
@@ -198,7 +198,7 @@ def test_a_job_must_be_removed_whole_or_say_why_not(paths):
 
 def supervise(paths: JobPaths, engine: Whole, stops=lambda: 0, follower: Follower | None = None) -> tuple[dict, list]:
     shown: list[str] = []
-    return job.supervise(paths, engine, stops, shown.append, follower), shown
+    return launch.supervise(paths, engine, stops, shown.append, follower), shown
 
 
 def test_a_job_that_has_ended_must_have_its_report_and_its_events(paths):
@@ -212,7 +212,7 @@ def test_a_job_that_has_ended_must_have_its_report_and_its_events(paths):
     (paths.checkpoints / ".step-11.half" / "state.pt").touch()
     (paths.checkpoints / "last").symlink_to("step-10")
     data, shown = supervise(paths, Whole([KILLED], [ALL_WELL]))
-    assert job.ended(paths) == data
+    assert store.ended(paths) == data
     assert (data["outcome"], data["generations"], data["final_metrics"]) == ("succeeded", 2, {"step": 4, "loss": 0.5})
     assert data["checkpoints"] == [str(paths.checkpoints / name / "state.pt") for name in sorted(names)]
     events = objects(paths.events.read_bytes().splitlines())
@@ -220,7 +220,7 @@ def test_a_job_that_has_ended_must_have_its_report_and_its_events(paths):
     ended = events[-1]
     assert (ended["event"], ended["outcome"], ended["reason"]) == ("job_ended", "succeeded", "finished")
     assert data["duration_s"] == ended["seconds"]
-    assert job.load(paths)[1].generation == 1  # of the newest generation
+    assert store.load(paths)[1].generation == 1  # of the newest generation
     assert [line for line in shown if line.startswith("generation 0 failed: rank 1 on trainer-1")]
     assert lock.holder(paths) is None
 
@@ -248,7 +248,7 @@ def test_a_report_must_be_about_the_nodes_with_which_a_job_has_ended(paths, monk
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
     data, _ = supervise(paths, engine)
-    assert (data["world_size"], job.load(paths)[1].nodes) == (2, ("master", "trainer-2"))
+    assert (data["world_size"], store.load(paths)[1].nodes) == (2, ("master", "trainer-2"))
 
 
 def test_a_job_that_cannot_start_must_leave_a_report_and_raise(paths):
@@ -257,7 +257,7 @@ def test_a_job_that_cannot_start_must_leave_a_report_and_raise(paths):
     engine.missing = {"trainer-1"}
     with pytest.raises(EngineError, match="no such node"):
         supervise(paths, engine)
-    assert (job.ended(paths)["outcome"], job.ended(paths)["reason"]) == ("failed", "could not start: no such node")
+    assert (store.ended(paths)["outcome"], store.ended(paths)["reason"]) == ("failed", "could not start: no such node")
     assert objects(paths.events.read_bytes().splitlines())[-1]["event"] == "job_ended"
 
 
@@ -293,7 +293,7 @@ def test_a_job_on_a_cluster_must_use_it_alone_and_have_its_files_at_home_in_the_
     assert data["outcome"] == "succeeded"
     assert seen == [inside.parent]  # the folder that the nodes of the cluster see
     assert taken == [paths, JobPaths(inside.parents[1])]
-    assert not paths.shared.is_symlink() and job.ended(paths) == data and not inside.exists()
+    assert not paths.shared.is_symlink() and store.ended(paths) == data and not inside.exists()
 
 
 # --- what is shown
@@ -319,7 +319,7 @@ def test_all_that_workers_write_must_be_shown_before_the_end_and_with_their_name
 
 
 def test_the_end_of_a_generation_must_be_shown_before_the_next_one_writes(paths, monkeypatch):
-    monkeypatch.setattr(job, "LOOKS", (3600.0, 3600.0))  # so that only what we say has the logs looked at
+    monkeypatch.setattr(launch, "LOOKS", (3600.0, 3600.0))  # so that only what we say has the logs looked at
     create(paths)
     engine, shown = Whole([[WorkerExit(0, 1)]], [ALL_WELL]), []
     start = engine.start
@@ -331,14 +331,14 @@ def test_the_end_of_a_generation_must_be_shown_before_the_next_one_writes(paths,
         paths.log(0).write_text("hello\n" * engine.calls.count("start"))
 
     engine.start = write
-    job.supervise(paths, engine, lambda: 0, shown.append)
+    launch.supervise(paths, engine, lambda: 0, shown.append)
     hello = [place for place, line in enumerate(shown) if "hello" in line]
     again = [place for place, line in enumerate(shown) if "starting all workers again" in line]
     assert len(hello) == 2 and len(again) == 1 and hello[0] < again[0] < hello[1]
 
 
 def test_a_flood_of_lines_must_not_hold_up_the_end_nor_what_we_say(paths, monkeypatch):
-    monkeypatch.setattr(job, "CATCHES_UP", -1.0)
+    monkeypatch.setattr(launch, "CATCHES_UP", -1.0)
     create(paths)
     engine = Whole([ALL_WELL])
     start = engine.start
@@ -349,8 +349,8 @@ def test_a_flood_of_lines_must_not_hold_up_the_end_nor_what_we_say(paths, monkey
 
 
 def test_a_flood_of_many_workers_must_not_hold_up_the_end_either(paths, monkeypatch):
-    monkeypatch.setattr(job, "CATCHES_UP", -1.0)
-    monkeypatch.setattr(job, "TURN", 0.01)
+    monkeypatch.setattr(launch, "CATCHES_UP", -1.0)
+    monkeypatch.setattr(launch, "TURN", 0.01)
     create(paths)
     engine = Whole([ALL_WELL])
     start = engine.start
@@ -367,7 +367,7 @@ def test_a_flood_of_many_workers_must_not_hold_up_the_end_either(paths, monkeypa
 
 
 def test_what_is_left_of_a_look_that_took_too_long_must_be_shown_in_the_next_ones(paths, monkeypatch):
-    monkeypatch.setattr(job, "TURN", -1.0)
+    monkeypatch.setattr(launch, "TURN", -1.0)
     create(paths)
     engine = Whole([ALL_WELL])
     start = engine.start
@@ -397,7 +397,7 @@ def test_nodes_that_came_later_must_be_shown_under_their_own_names(paths, monkey
 def test_lines_must_be_shown_from_where_they_were_shown_last(paths):
     create(paths)
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
-    follower = job.rest(paths, *job.load(paths))
+    follower = launch.rest(paths, *store.load(paths))
     last = list(follower.lines())
     assert last[-1] == "master 0    | line 999" and len(last) < 1000
     with paths.log(0).open("a") as file:
@@ -415,7 +415,7 @@ def test_what_workers_wrote_before_we_said_something_must_be_shown_before_it(pat
         release.set()
 
     follower = Follower(paths, {0: ""})
-    with job._following(follower, show, show) as act:
+    with launch._following(follower, show, show) as act:
         paths.log(0).write_text("of a worker\n")
         act(lambda: show("ours"))
         act(lambda: show("ours again"))
@@ -430,16 +430,16 @@ def test_what_workers_wrote_must_be_shown_though_the_supervisor_breaks(paths):
     engine.wait = lambda timeout: {}[timeout]
     before = threading.active_count()
     with pytest.raises(KeyError):
-        job.supervise(paths, engine, lambda: 0, shown.append)
+        launch.supervise(paths, engine, lambda: 0, shown.append)
     assert shown[-1] == "master 0    | last"
     eventually(lambda: threading.active_count() <= before)
 
 
 def test_a_reader_that_reads_no_more_must_not_stop_the_supervisor(paths, monkeypatch):
-    monkeypatch.setattr(job, "UNREAD", 0.01)
+    monkeypatch.setattr(launch, "UNREAD", 0.01)
     create(paths)
     engine, reads = Whole([KILLED], [ALL_WELL]), threading.Event()
-    data = job.supervise(paths, engine, lambda: 0, lambda _: reads.wait(60) and None)
+    data = launch.supervise(paths, engine, lambda: 0, lambda _: reads.wait(60) and None)
     reads.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)
 
@@ -452,7 +452,7 @@ def test_a_progress_bar_must_go_where_the_workers_lines_go(paths, monkeypatch):
     start = engine.start
     engine.start = lambda *words: (start(*words), paths.log(0).write_text("10%\r"))
     engine.wait, wait = lambda timeout: (eventually(lambda: lines), wait(timeout))[1], engine.wait
-    job.supervise(paths, engine, lambda: 0, shown.append, output=lines.append)
+    launch.supervise(paths, engine, lambda: 0, shown.append, output=lines.append)
     assert lines[0] == "master 0    | 10%" and not any("10%" in line for line in shown)
 
 
@@ -468,10 +468,10 @@ class Stuck(io.StringIO):
 
 @pytest.mark.timeout(60)
 def test_a_stdout_that_nobody_reads_must_not_stop_the_supervisor(paths, monkeypatch):
-    monkeypatch.setattr(job, "UNREAD", 0.01)
+    monkeypatch.setattr(launch, "UNREAD", 0.01)
     monkeypatch.setattr(sys, "stdout", Stuck())
     create(paths)
     paths.log(0).write_text("line\n")
-    data = job.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, lambda _: None, output=give)
+    data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, lambda _: None, output=give)
     Stuck.read.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)

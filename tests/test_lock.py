@@ -14,7 +14,7 @@ from commanded import supervised
 from scripted import Scripted
 from test_plan import HERE
 
-from orchestrate import job, lock, records
+from orchestrate import launch, lock, records, store
 from orchestrate.errors import UsageError
 from orchestrate.paths import JobPaths
 from orchestrate.plan import plan
@@ -56,10 +56,10 @@ def test_a_job_whose_cluster_another_job_has_taken_must_say_so_and_start_nothing
     (tmp_path / "held" / "nodes").mkdir()
     records.make(tmp_path / "held")
     made = plan(JobSpec(), dataclasses.replace(HERE, cluster="held"), "j", 29500)
-    job.create(JobSpec(), made, paths)
+    store.create(JobSpec(), made, paths)
     engine = Scripted()
     with pytest.raises(UsageError, match="another job has taken held$") as refused:
-        job.supervise(paths, engine, lambda: 0, print)
+        launch.supervise(paths, engine, lambda: 0, print)
     assert "attach j" in refused.value.hint
     assert not engine.calls
 

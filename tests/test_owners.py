@@ -17,9 +17,9 @@ from test_commands import end, runs_elsewhere
 from orchestrate import owners, users
 from orchestrate.arguments import JOB_COMMANDS
 from orchestrate.errors import UsageError
-from orchestrate.job import load
 from orchestrate.paths import JobPaths
 from orchestrate.spec import JobSpec
+from orchestrate.store import load
 
 ROOT = os.geteuid() == 0
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from test_plan import HERE
 
-from orchestrate import job, records
+from orchestrate import records, store
 from orchestrate.errors import UsageError
 from orchestrate.events import Recorder
 from orchestrate.folder import regular, write_whole
@@ -31,14 +31,14 @@ READERS = {  # file: what reads it, and says that there is nothing
         )
     ),
     "metrics.jsonl": lambda paths: (Traces(paths).metrics(), Traces(paths).step()) == ([], 0),
-    "report.json": lambda paths: job.ended(paths) is None,
+    "report.json": lambda paths: store.ended(paths) is None,
 }
 
 
 @pytest.fixture
 def paths(tmp_path):
     made = JobPaths(tmp_path / "run")
-    job.create(JobSpec(trainers=0), plan(JobSpec(trainers=0), HERE, "run", 29500), made)
+    store.create(JobSpec(trainers=0), plan(JobSpec(trainers=0), HERE, "run", 29500), made)
     (tmp_path / "secret").write_text(SECRET)
     return made
 
@@ -73,12 +73,12 @@ def test_only_a_file_must_be_read(paths, name, kind):
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_only_a_file_must_be_taken_for_a_plan(paths, kind):
-    assert job.load(paths)[1].job_id == "run"
+    assert store.load(paths)[1].job_id == "run"
     text = paths.plan.read_text()
     writer = plant(paths, "plan.json", kind)
     (paths.root.parent / "secret").write_text(text)
     with pytest.raises(UsageError, match="holds no job that can go on"):
-        job.load(paths)
+        store.load(paths)
     if kind == "pipe":
         os.close(writer)
 

@@ -13,7 +13,7 @@ from commanded import Commands, create, supervised
 from scripted import ALL_WELL
 from test_commands import end, runs_elsewhere
 
-from orchestrate import job, private, records
+from orchestrate import private, records, store
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.paths import JobPaths
 from orchestrate.spec import JobSpec
@@ -284,5 +284,5 @@ def test_a_job_yaml_must_be_run_again_only_with_its_secrets(do: Commands, tmp_pa
 
 def test_secrets_must_be_read_from_the_record(tmp_path):
     paths = create(JobPaths(tmp_path / "a-1"), SPEC)
-    spec, plan = job.load(paths)
+    spec, plan = store.load(paths)
     assert spec == SPEC and {worker.env["HF_TOKEN"] for worker in plan.workers} == {"canary-1"}

@@ -11,7 +11,7 @@ from commanded import Whole, create, noted, supervised
 from scripted import ALL_WELL
 from test_commands import Meanwhile, end, runs_elsewhere
 
-from orchestrate import choice, commands, job, lock
+from orchestrate import choice, commands, lock, store
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.generation import BY_USER
 from orchestrate.paths import JobPaths
@@ -42,13 +42,13 @@ def test_what_a_job_that_has_ended_has_left_must_be_removed(do, paths, engine):
     code, out, err = do("stop", "a-1")
     assert (code, out, err[-1]) == (0, [], "a-1 is stopped")
     assert engine.things == [] and engine.calls
-    assert job.ended(paths)["outcome"] == "succeeded"  # as it has ended
+    assert store.ended(paths)["outcome"] == "succeeded"  # as it has ended
 
 
 def test_stop_must_write_the_report_of_a_job_whose_supervisor_has_died(do, paths, engine):
     code, _, err = do("stop", "a-1")
     assert (code, err[0], err[-1]) == (0, "a-1 has no supervisor: removing its nodes", "a-1 is stopped")
-    assert (job.ended(paths)["outcome"], job.ended(paths)["reason"]) == ("stopped", BY_USER)
+    assert (store.ended(paths)["outcome"], store.ended(paths)["reason"]) == ("stopped", BY_USER)
     assert "up" not in engine.calls and "start" not in engine.calls
 
 
@@ -59,7 +59,7 @@ def test_stop_must_ask_the_supervisor_and_wait_for_its_end(do, paths, engine):
         assert other.wait(timeout=60) == -signal.SIGTERM  # before our own end
     assert code == 0
     assert err.count("asking the supervisor of a-1 to stop") == 1
-    assert engine.things == [] and job.ended(paths)["outcome"] == "stopped"
+    assert engine.things == [] and store.ended(paths)["outcome"] == "stopped"
 
 
 def test_stop_must_ask_each_supervisor_that_takes_the_job_over_once(do, paths, engine, monkeypatch):

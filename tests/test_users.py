@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from test_plan import HERE
 
-from orchestrate import job, users
+from orchestrate import store, users
 from orchestrate.engines import image
 from orchestrate.errors import UsageError
 from orchestrate.paths import JobPaths
@@ -114,7 +114,7 @@ def test_code_that_the_nodes_cannot_read_must_be_refused_with_the_way_out(answer
 def test_the_folders_of_nodes_must_be_theirs_and_all_others_ours(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     spec = JobSpec(user="7:8")
-    job.create(spec, plan(spec, HERE, "a-1", 29500), paths)
+    store.create(spec, plan(spec, HERE, "a-1", 29500), paths)
     theirs = {paths.shared, *paths.shared.iterdir()}
     assert {path.name for path in theirs} == {"job", "logs", "checkpoints"}
     for path in (paths.root, *paths.root.iterdir(), *theirs):
