@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from app.checkpoint import load
-from orchestrate import private
-from orchestrate.paths import JobPaths
+from orchestrate.files import private
+from orchestrate.files.paths import JobPaths
 
 STEPS_OF_AN_EPOCH = 188  # of the default data set and batch size
 BETWEEN = (10, 25)  # steps from the furthest one to the next fault

@@ -26,7 +26,7 @@ def run() -> None:
     """Run the command line, and end the process with its exit code."""
     forget_current_folder()
     try:
-        from orchestrate.cli import main
+        from orchestrate.cli.main import main
 
         code = main(sys.argv[1:])
     except KeyboardInterrupt:  # before the command line was read

@@ -17,16 +17,17 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import yaml
-from ends import KEY, ObservedExit
+from ends import KEY, End
 from test_plan import HERE, plan
 
-from orchestrate import records, users
 from orchestrate.engines import daemon as daemon_module
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.docker import DockerEngine
-from orchestrate.paths import JobPaths
-from orchestrate.plan import Plan
-from orchestrate.spec import JobSpec
+from orchestrate.files import records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import users
+from orchestrate.job.plan import Plan
+from orchestrate.job.spec import JobSpec
 
 INFO = {
     "OperatingSystem": "Debian GNU/Linux 12 (bookworm)",
@@ -163,7 +164,7 @@ def framed(stream: int, text: bytes) -> bytes:
     return bytes([stream, 0, 0, 0]) + len(text).to_bytes(4, "big") + text
 
 
-class Framed(ObservedExit):
+class Framed(End):
     """A node's end behind an engine's `exec`, which puts a head before all that comes out of it."""
 
     def __init__(self, sock: socket, greets: bool = True) -> None:

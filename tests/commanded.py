@@ -13,17 +13,18 @@ from conftest import ROOT
 from scripted import Scripted
 from test_plan import HERE
 
-from orchestrate import choice, records, store
-from orchestrate.cli import main
-from orchestrate.engines import JobState, never
-from orchestrate.events import Recorder
-from orchestrate.outcomes import WorkerExit
-from orchestrate.paths import JobPaths
-from orchestrate.plan import Inventory, plan
-from orchestrate.spec import JobSpec
+from orchestrate.cli.main import main
+from orchestrate.engines import JobState, choice, never
+from orchestrate.files import records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.events import Recorder
+from orchestrate.job.outcomes import WorkerExit
+from orchestrate.job.plan import Inventory, plan
+from orchestrate.job.spec import JobSpec
 
 HOLDS = (
-    "import pathlib, sys\nfrom orchestrate import lock\nfrom orchestrate.paths import JobPaths\n"
+    "import pathlib, sys\nfrom orchestrate.files import lock\nfrom orchestrate.files.paths import JobPaths\n"
     "with lock.held(JobPaths(pathlib.Path(sys.argv[1]))):\n    print('held', flush=True)\n    sys.stdin.read()\n"
 )
 

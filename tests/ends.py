@@ -11,7 +11,7 @@ from orchestrate.node.sealed import Seal
 KEY = bytes(range(32))
 
 
-class ObservedExit:
+class End:
     """One end; `listens` is the node's, which greets first."""
 
     def __init__(self, sock: socket.socket, listens: bool = False, greets: bool = True, key: bytes = KEY) -> None:
@@ -66,15 +66,15 @@ class ObservedExit:
         return line
 
 
-def connected() -> tuple[Link, ObservedExit]:
+def connected() -> tuple[Link, End]:
     """An orchestrator's connection to a node, and the node's end, which the test plays."""
     here, there = socket.socketpair()
-    node, link = ObservedExit(there, listens=True), Link(here, KEY)
+    node, link = End(there, listens=True), Link(here, KEY)
     greeted(link, node)
     return link, node
 
 
-def greeted(link: Link, node: ObservedExit) -> None:
+def greeted(link: Link, node: End) -> None:
     """Have both ends of a connection meet."""
     meets = threading.Thread(target=node.meet)
     meets.start()

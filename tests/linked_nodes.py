@@ -2,11 +2,11 @@
 
 import socket
 
-from ends import KEY, ObservedExit, greeted
+from ends import KEY, End, greeted
 from said import sent
 
 from orchestrate.engines.links import Link, Linked
-from orchestrate.plan import Plan, WorkerPlan
+from orchestrate.job.plan import Plan, WorkerPlan
 
 
 class Node:
@@ -14,7 +14,7 @@ class Node:
 
     def __init__(self) -> None:
         self.here, self.there = socket.socketpair()
-        self.end_, self.waits = ObservedExit(self.here, listens=True), []
+        self.end_, self.waits = End(self.here, listens=True), []
 
     def say(self, say: str, **facts: object) -> None:
         self.waits.append(sent(say, **facts))

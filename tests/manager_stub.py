@@ -17,7 +17,7 @@ from test_plan import HERE, plan
 
 from orchestrate.engines import manager, swarm
 from orchestrate.engines.manager import Manager
-from orchestrate.spec import JobSpec
+from orchestrate.job.spec import JobSpec
 
 NAMES: dict[str, Callable[[str, str], bool]] = {  # how the engine's filter `name` compares
     "networks": lambda wanted, name: wanted in name,

@@ -15,9 +15,9 @@ from conftest import DOCKER_REQUIRED, Cli, descendants
 from faults import Background, node_pid
 from ready import Ready
 
-from orchestrate import looked
-from orchestrate.gpus import Gpu, look, offer, read, why_none
-from orchestrate.spec import IMAGE
+from orchestrate.engines import looked
+from orchestrate.job.gpus import Gpu, look, offer, read, why_none
+from orchestrate.job.spec import IMAGE
 
 GPU_REQUIRED = os.environ.get("ORCHESTRATE_REQUIRE_GPU") == "1"
 GRACE = ("--set", "grace=5s")

@@ -6,13 +6,13 @@ from test_plan import HERE
 
 from orchestrate.engines import never
 from orchestrate.errors import EngineError
-from orchestrate.events import Recorder
-from orchestrate.outcomes import Doing, JobResult, WorkerExit
-from orchestrate.paths import JobPaths
-from orchestrate.plan import plan
-from orchestrate.spec import JobSpec
-from orchestrate.supervisor import Supervisor
-from orchestrate.traces import Traces
+from orchestrate.files.paths import JobPaths
+from orchestrate.job.events import Recorder
+from orchestrate.job.outcomes import Doing, JobResult, WorkerExit
+from orchestrate.job.plan import plan
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.job_files import Traces
+from orchestrate.supervise.supervisor import Supervisor
 
 ALL_WELL = [WorkerExit(0, 0), WorkerExit(1, 0), WorkerExit(2, 0)]
 KILLED = [WorkerExit(1, 137)]
@@ -166,7 +166,7 @@ class Job:
 
     def __init__(self, folder, monkeypatch) -> None:
         self.clock = Clock()
-        for module in ("running", "nodes", "generation", "events"):
+        for module in ("supervise.running", "supervise.nodes", "supervise.generation", "job.events"):
             monkeypatch.setattr(f"orchestrate.{module}.time", self.clock)
         self.paths = JobPaths(folder / "run")
         self.paths.create()

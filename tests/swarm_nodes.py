@@ -13,11 +13,11 @@ from manager_stub import StubManager
 from scripted import Clock
 from test_plan import HERE, plan
 
-from orchestrate import records
 from orchestrate.engines.links import Linked
 from orchestrate.engines.swarm import SwarmEngine
-from orchestrate.plan import Plan
-from orchestrate.spec import JobSpec
+from orchestrate.files import records
+from orchestrate.job.plan import Plan
+from orchestrate.job.spec import JobSpec
 
 SPEC = JobSpec(trainers=2, user=str(os.getuid()))  # to whom the folder of a test belongs
 

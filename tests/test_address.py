@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import requests
 
-from orchestrate import choice
-from orchestrate.cli import main
+from orchestrate.cli.main import main
+from orchestrate.engines import choice
 from orchestrate.engines.address import SOCKET, TLS, address
 from orchestrate.errors import EngineError
-from orchestrate.spec import resolve
+from orchestrate.job.spec import resolve
 
 NAMES = ("DOCKER_HOST", "DOCKER_CONTEXT")
 

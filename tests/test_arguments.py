@@ -3,11 +3,12 @@
 import pytest
 from test_cli import do, engine, runs  # noqa: F401
 
-from orchestrate import command, launch, store
-from orchestrate.arguments import parse
-from orchestrate.cli import main
+from orchestrate.cli.arguments import parse
+from orchestrate.cli.main import main
 from orchestrate.errors import UsageError
-from orchestrate.spec import resolve
+from orchestrate.job import command, store
+from orchestrate.job.spec import resolve
+from orchestrate.supervise import launch
 
 SCRIPT = ["train.py", "--lr", "0.1"]
 MODULE = ("-m", "a.b", "--lr", "0.1")

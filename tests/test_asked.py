@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import descendants, eventually, gone
-from ends import KEY, ObservedExit
+from ends import KEY, End
 from test_mirror import Node
 from waiting import PRELOAD, Waiting
 
@@ -56,7 +56,7 @@ def test_a_node_must_be_found_by_its_hosts_name_in_the_folder_of_sockets(tmp_pat
     node = Waiting(tmp_path, NODE_SOCKETS=str(tmp_path / "nodes"))
     path = tmp_path / "nodes" / socket.gethostname()
     with dial(path) as sock:
-        node_end = ObservedExit(sock)
+        node_end = End(sock)
         node_end.ask("status")
         assert node_end.hear()["say"] == "status"
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700 and stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
@@ -89,7 +89,7 @@ def test_a_request_must_count_however_it_is_cut_and_though_who_asked_has_gone(wa
         command = [str(waiting.folder / f"{rank}.py")]
         asked.append(json.dumps({"ask": "start", "command": command, "env": env, "inherit": True, "cwd": None}))
     with dial(waiting.folder / "s") as sock:
-        end = ObservedExit(sock)
+        end = End(sock)
         end.meet()
         text = b"".join(end.seal.close(each.encode()) + b"\n" for each in asked)
         half = len(asked[0]) // 2
@@ -361,7 +361,7 @@ def test_a_worker_on_another_machine_must_find_its_interface_there(remote):
 def test_nothing_that_was_asked_for_an_earlier_job_must_be_done_in_a_cleaned_node(waiting):
     evil = {"ask": "start", "command": ["-c", PAUSES], "env": {"RANK": "0"}, "inherit": True, "cwd": None}
     with dial(waiting.folder / "s") as known, dial(waiting.folder / "s") as late:
-        ends = [ObservedExit(known), ObservedExit(late)]
+        ends = [End(known), End(late)]
         for end in ends:
             end.meet()
         ends[0].ask("status")

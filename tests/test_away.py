@@ -4,8 +4,8 @@ import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
 
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.outcomes import JobResult, WorkerExit
-from orchestrate.spec import JobSpec
+from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.spec import JobSpec
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_an_engine_that_comes_back_must_be_asked_for_the_workers_it_still_has(jo
 
 
 def test_an_engine_that_does_not_come_back_must_lose_the_job(job, monkeypatch):
-    for module in ("running", "generation"):
+    for module in ("supervise.running", "supervise.generation"):
         monkeypatch.setattr(f"orchestrate.{module}.PATIENCE", 0.6)
     engine = Scripted([])
     engine.wait = lambda timeout: (_ for _ in ()).throw(EngineLost("gone"))

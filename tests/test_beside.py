@@ -17,14 +17,16 @@ from conftest import descendants, docker, eventually, gone
 from engines import Engine
 from faults import OPTIONS, Background
 
-from orchestrate import commands, private, users
+from orchestrate.cli import commands
 from orchestrate.engines import JobState
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.image import _offer
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.spec import IMAGE, JobSpec
-from orchestrate.store import new_id
+from orchestrate.files import private
+from orchestrate.job import users
+from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.job.store import new_id
 
 SAME = f"same-{os.getpid():x}"  # how names begin; jobs of other test runs may be on the machine
 KEYS = ("project", "service", "container-number")  # of Compose's labels

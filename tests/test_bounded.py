@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from orchestrate import bounded
+from orchestrate.files import bounded
 
 
 def test_a_call_must_return_what_the_function_returns():

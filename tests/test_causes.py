@@ -7,9 +7,9 @@ import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
 from test_plan import HERE
 
-from orchestrate.outcomes import JobResult, WorkerExit
-from orchestrate.plan import plan
-from orchestrate.spec import JobSpec
+from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.plan import plan
+from orchestrate.job.spec import JobSpec
 
 RESET = "RuntimeError: Connection reset by peer\n"
 

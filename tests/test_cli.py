@@ -16,16 +16,18 @@ from commanded import Commands
 from conftest import ROOT
 from scripted import ALL_WELL, KILLED
 
-from orchestrate import __version__, choice, commands, errors, store
-from orchestrate.arguments import EXITS, EXPORTS
-from orchestrate.cli import main
-from orchestrate.engines import JobState
+from orchestrate import __version__, errors
+from orchestrate.cli import commands
+from orchestrate.cli.arguments import EXITS, EXPORTS
+from orchestrate.cli.main import main
+from orchestrate.engines import JobState, choice
 from orchestrate.errors import EngineError, EngineLost, OrchestrateError, ResourceError, UsageError
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
-from orchestrate.generation import BY_MAX_RUN, BY_USER
-from orchestrate.paths import JobPaths
-from orchestrate.spec import resolve
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.spec import resolve
+from orchestrate.supervise.generation import BY_MAX_RUN, BY_USER
 
 APP = ("--gpus", "none", "--", "-m", "app.train")
 

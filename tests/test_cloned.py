@@ -15,12 +15,13 @@ from scripted import ALL_WELL
 from test_commands import end
 from test_records import NOT_OURS
 
-from orchestrate import records, store
 from orchestrate.engines import sockets
 from orchestrate.engines.daemon import Daemon
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.paths import JobPaths
-from orchestrate.spec import JobSpec
+from orchestrate.files import records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.spec import JobSpec
 
 GIT = ("git", "-c", "user.name=me", "-c", "user.email=me@localhost", "-c", "init.defaultBranch=main")
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import Cli, docker, eventually, gone
 from faults import OPTIONS, Background, compose_hangs, container, kill_node
 
-from orchestrate import private
+from orchestrate.files import private
 
 
 class Cluster:

@@ -11,12 +11,13 @@ from commanded import Whole, create, supervised
 from test_commands import end
 from test_plan import HERE
 
-from orchestrate import cluster, store, users
+from orchestrate.cli import cluster
 from orchestrate.engines import JobState, ignoring
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
-from orchestrate.paths import JobPaths
-from orchestrate.plan import Inventory, plan
-from orchestrate.spec import JobSpec
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store, users
+from orchestrate.job.plan import Inventory, plan
+from orchestrate.job.spec import JobSpec
 
 SPEC = JobSpec(trainers=2, gpus="auto")
 GPUS = dataclasses.replace(HERE, gpus=tuple(f"GPU-{number}" for number in range(6)))

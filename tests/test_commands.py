@@ -16,12 +16,14 @@ from commanded import create, supervised
 from conftest import ROOT, eventually
 from scripted import ALL_WELL
 
-from orchestrate import choice, commands, doctor, lock, records
-from orchestrate.cli import main
-from orchestrate.engines import JobState
-from orchestrate.generation import BY_MAX_RUN, BY_USER
-from orchestrate.paths import JobPaths
-from orchestrate.spec import JobSpec
+from orchestrate.cli import commands
+from orchestrate.cli.main import main
+from orchestrate.doctor import checks
+from orchestrate.engines import JobState, choice
+from orchestrate.files import lock, records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.generation import BY_MAX_RUN, BY_USER
 
 
 @pytest.fixture
@@ -289,10 +291,10 @@ def test_columns_must_stand_below_each_other_and_without_jobs_only_their_names(d
 )
 def test_doctor_must_fail_where_one_finding_keeps_jobs_from_running(capsys, monkeypatch, states, code):
     findings = [
-        doctor.Finding(state, f"thing {number}", "do it" * (state == "error")) for number, state in enumerate(states)
+        checks.Finding(state, f"thing {number}", "do it" * (state == "error")) for number, state in enumerate(states)
     ]
     asked: list[str] = []
-    monkeypatch.setattr(doctor, "doctor", lambda spec: (asked.append(spec.image), iter(findings))[1])
+    monkeypatch.setattr(checks, "doctor", lambda spec: (asked.append(spec.image), iter(findings))[1])
     assert (main(["doctor", "--image", "mine:1"]), asked) == (code, ["mine:1"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines if "hint" not in line] == [

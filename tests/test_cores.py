@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from orchestrate.cores import cores, shares
+from orchestrate.job.cores import cores, shares
 
 
 @pytest.fixture

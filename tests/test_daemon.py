@@ -19,9 +19,9 @@ from test_address import context
 from orchestrate.engines import daemon as daemon_module
 from orchestrate.engines.daemon import Daemon, name_of, reason
 from orchestrate.errors import EngineError, EngineLost, ResourceError
+from orchestrate.files.paths import PROJECT
+from orchestrate.job.spec import JobSpec
 from orchestrate.node.sealed import Seal
-from orchestrate.paths import PROJECT
-from orchestrate.spec import JobSpec
 
 
 @pytest.fixture

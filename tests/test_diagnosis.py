@@ -6,11 +6,11 @@ import sys
 import pytest
 from test_plan import HERE
 
-from orchestrate.diagnosis import BY_ENGINE, blame, complains, diagnose
-from orchestrate.logs import last_words
-from orchestrate.outcomes import CAUSES, ObservedExit, WorkerExit
-from orchestrate.plan import plan
-from orchestrate.spec import JobSpec
+from orchestrate.job.logs import last_words
+from orchestrate.job.outcomes import CAUSES, ObservedExit, WorkerExit
+from orchestrate.job.plan import plan
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.diagnosis import BY_ENGINE, blame, complains, diagnose
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [172.18.0.3]:31337"
 RESET = "RuntimeError: [gloo/transport/tcp/buffer.cc:58] Read error [172.18.0.3]: Connection reset by peer"
@@ -366,7 +366,7 @@ def test_a_cause_must_say_which_worker_it_was_and_where_it_was():
 
 
 def test_every_cause_that_is_named_must_be_in_the_list():
-    from orchestrate import diagnosis
+    from orchestrate.supervise import diagnosis
 
     named = {kind for _, kind, _ in [*diagnosis.BY_LINE, *diagnosis.BY_ERROR]} | {
         kind for kind, _ in diagnosis.BY_CODE.values()

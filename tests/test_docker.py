@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from answers import SPEC, Framed, Job
-from ends import ObservedExit
+from ends import End
 from said import sent
 from scripted import Clock
 from test_links import listening
@@ -21,8 +21,8 @@ from test_plan import with_gpus
 from orchestrate.engines import daemon as daemon_module
 from orchestrate.engines import docker as docker_module
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.paths import PROJECT
-from orchestrate.spec import JobSpec
+from orchestrate.files.paths import PROJECT
+from orchestrate.job.spec import JobSpec
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def played(folder: Path, name: str, message: bytes) -> socket.socket:
     def speak() -> None:
         connection, _ = server.accept()
         with connection:
-            node = ObservedExit(connection, listens=True)
+            node = End(connection, listens=True)
             assert node.hear() == {"ask": "status"}
             node.send(message)
             while connection.recv(1000):

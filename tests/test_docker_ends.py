@@ -16,8 +16,8 @@ from scripted import Clock
 from orchestrate.engines import JobState
 from orchestrate.engines import docker as docker_module
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.outcomes import WorkerExit
-from orchestrate.paths import JobPaths
+from orchestrate.files.paths import JobPaths
+from orchestrate.job.outcomes import WorkerExit
 
 
 @pytest.fixture

@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 from test_plan import HERE
 
-from orchestrate import commands, doctor, findings, looked, users
-from orchestrate.engines import JobState
+from orchestrate.cli import commands
+from orchestrate.doctor import checks, findings
+from orchestrate.engines import JobState, looked
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError
-from orchestrate.gpus import Gpu
+from orchestrate.job import users
+from orchestrate.job.gpus import Gpu
+from orchestrate.job.plan import Inventory, Plan
+from orchestrate.job.spec import IMAGE, JobSpec
 from orchestrate.node.files import PIECE
-from orchestrate.plan import Inventory, Plan
-from orchestrate.spec import IMAGE, JobSpec
 
 OWN = Gpu(id="GPU-1", index=0, name="NVIDIA H200", total=141 << 30, driver="580.95.05")
 
@@ -31,7 +33,7 @@ def own(monkeypatch):
     """What this machine has: no GPU, unless a test says so."""
 
     def have(*gpus: Gpu, why: str = "this machine has no NVIDIA GPU", useless: str = "") -> None:
-        for module in (doctor, findings):
+        for module in (checks, findings):
             monkeypatch.setattr(module, "look", lambda: gpus)
         monkeypatch.setattr(findings, "why_none", lambda: why)
         monkeypatch.setattr(looked, "useless", lambda ids: useless)
@@ -65,8 +67,8 @@ class Host:
     ("ahead", "told"), [(0.0, ""), (0.5, ""), (-0.5, ""), (3600.0, "+3600.0 s"), (-3600.0, "-3600.0 s")]
 )
 def test_a_clock_that_differs_must_be_told(monkeypatch, ahead, told):
-    monkeypatch.setattr(doctor, "give", lambda *_: None)
-    found = [finding.what for finding in doctor._ask(Host(ahead), "master", "host-1", io.BytesIO())]
+    monkeypatch.setattr(checks, "give", lambda *_: None)
+    found = [finding.what for finding in checks._ask(Host(ahead), "master", "host-1", io.BytesIO())]
     assert [text for text in found if "clock" in text] == ([f"host-1: its clock differs by {told}"] if told else [])
     assert found[-1].startswith("host-1: it has the image, and a node there answers")
 
@@ -75,16 +77,16 @@ def test_a_clock_that_differs_must_be_told(monkeypatch, ahead, told):
 def test_a_host_that_large_packets_do_not_reach_must_be_told(error):
     there = Host(0.0, error)
     with tempfile.TemporaryFile() as data:
-        (found,) = doctor._ask(there, "master", "host-1", data)
-    assert found.state == doctor.BAD and found.what == "host-1: small packets arrive, and large ones do not"
+        (found,) = checks._ask(there, "master", "host-1", data)
+    assert found.state == checks.BAD and found.what == "host-1: small packets arrive, and large ones do not"
     assert "docs/swarm.md" in found.hint and there.closed
 
 
 def test_a_node_that_does_not_answer_must_be_told_with_the_ports(monkeypatch):
     silent = Host(0.0)
     monkeypatch.setattr(silent, "reach", lambda node: None)
-    (found,) = doctor._ask(silent, "master", "host-1", io.BytesIO())
-    assert found.state == doctor.BAD and found.what == "host-1: a node there does not answer"
+    (found,) = checks._ask(silent, "master", "host-1", io.BytesIO())
+    assert found.state == checks.BAD and found.what == "host-1: a node there does not answer"
     assert "4789/udp" in found.hint and "7946/udp" in found.hint
 
 
@@ -133,11 +135,11 @@ class Nodes:
 
 def test_each_host_must_be_tried_with_a_node_that_is_removed_again():
     engine = Nodes({"master": "host-2", "trainer-1": "host-1"})
-    found = [*doctor._probe(engine, JobSpec(image="mine:1", trainers=7), {"host-1", "host-2", "host-3"})]
+    found = [*checks._probe(engine, JobSpec(image="mine:1", trainers=7), {"host-1", "host-2", "host-3"})]
     assert [(one.state, one.what.partition(":")[0]) for one in found] == [
-        (doctor.GOOD, "host-1"),
-        (doctor.GOOD, "host-2"),
-        (doctor.WARNING, "host-3"),  # where Swarm put none
+        (checks.GOOD, "host-1"),
+        (checks.GOOD, "host-2"),
+        (checks.WARNING, "host-3"),  # where Swarm put none
     ]
     assert engine.plan.nodes == ("master", "trainer-1", "trainer-2") and engine.plan.gpus == ()
     assert (engine.spec.image, engine.spec.warm) == ("mine:1", False)
@@ -151,7 +153,7 @@ def test_each_host_must_be_tried_with_a_node_that_is_removed_again():
 def test_nodes_that_do_not_come_up_must_be_removed_too():
     engine = Nodes({"master": "host-1"}, "no image mine:1")
     with pytest.raises(EngineError, match="no image"):
-        [*doctor._probe(engine, JobSpec(), {"host-1"})]
+        [*checks._probe(engine, JobSpec(), {"host-1"})]
     assert engine.down_after > 0 and not engine.run.exists()
 
 
@@ -168,43 +170,43 @@ def port(monkeypatch):
     """One that answers, in the place of all of Swarm's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         number = server.getsockname()[1]
-        monkeypatch.setattr(doctor, "SWARM_PORTS", (number, number))
+        monkeypatch.setattr(checks, "SWARM_PORTS", (number, number))
         yield number
 
 
 def test_a_host_that_is_well_must_be_called_so(port):
-    (found,) = doctor._host(host(port))
-    assert (found.state, found.what) == (doctor.GOOD, "host-1 (127.0.0.1): engine 28.0.1, 0 GPUs offered")
+    (found,) = checks._host(host(port))
+    assert (found.state, found.what) == (checks.GOOD, "host-1 (127.0.0.1): engine 28.0.1, 0 GPUs offered")
 
 
 @pytest.mark.parametrize(
     ("status", "state", "told"),
     [
-        ({"State": "down"}, doctor.WARNING, "takes no nodes: down, active"),
-        ({"availability": "drain"}, doctor.WARNING, "takes no nodes: ready, drain"),
-        ({"version": "18.9.1"}, doctor.BAD, "engine 18.9.1 is older than 20.10"),
-        ({"version": "20.9.0"}, doctor.BAD, "engine 20.9.0 is older than 20.10"),
-        ({"version": "20.10.0"}, doctor.GOOD, "engine 20.10.0"),
-        ({"version": "100.0.0-rc.1"}, doctor.GOOD, "engine 100.0.0-rc.1"),
+        ({"State": "down"}, checks.WARNING, "takes no nodes: down, active"),
+        ({"availability": "drain"}, checks.WARNING, "takes no nodes: ready, drain"),
+        ({"version": "18.9.1"}, checks.BAD, "engine 18.9.1 is older than 20.10"),
+        ({"version": "20.9.0"}, checks.BAD, "engine 20.9.0 is older than 20.10"),
+        ({"version": "20.10.0"}, checks.GOOD, "engine 20.10.0"),
+        ({"version": "100.0.0-rc.1"}, checks.GOOD, "engine 100.0.0-rc.1"),
     ],
 )
 def test_what_keeps_nodes_from_a_host_must_be_told(port, status, state, told):
-    found = [*doctor._host(host(port, **status))][-1]
+    found = [*checks._host(host(port, **status))][-1]
     assert found.state == state and told in found.what
 
 
 def test_a_port_that_is_closed_must_be_told(port, monkeypatch):
-    monkeypatch.setattr(doctor, "SWARM_PORTS", (port, free_port()))
-    found = [*doctor._host(host(port))][-1]
-    assert found.state == doctor.BAD and found.what.endswith(f"does not answer at {doctor.SWARM_PORTS[1]}/tcp")
+    monkeypatch.setattr(checks, "SWARM_PORTS", (port, free_port()))
+    found = [*checks._host(host(port))][-1]
+    assert found.state == checks.BAD and found.what.endswith(f"does not answer at {checks.SWARM_PORTS[1]}/tcp")
 
 
 def test_only_a_manager_must_answer_at_the_port_of_managers(port, monkeypatch):
-    monkeypatch.setattr(doctor, "SWARM_PORTS", (free_port(), port))
-    assert [found.state for found in doctor._host(host(port))] == [doctor.GOOD]
-    found = [*doctor._host(host(port) | {"ManagerStatus": {"Leader": True}})]
-    assert [one.state for one in found] == [doctor.GOOD, doctor.BAD]
-    assert f"at {doctor.SWARM_PORTS[0]}/tcp" in found[1].what
+    monkeypatch.setattr(checks, "SWARM_PORTS", (free_port(), port))
+    assert [found.state for found in checks._host(host(port))] == [checks.GOOD]
+    found = [*checks._host(host(port) | {"ManagerStatus": {"Leader": True}})]
+    assert [one.state for one in found] == [checks.GOOD, checks.BAD]
+    assert f"at {checks.SWARM_PORTS[0]}/tcp" in found[1].what
 
 
 def test_the_gpus_that_a_host_offers_must_be_counted(port):
@@ -212,20 +214,20 @@ def test_the_gpus_that_a_host_offers_must_be_counted(port):
     there["Description"]["Resources"] = {
         "GenericResources": [{"NamedResourceSpec": {"Kind": "NVIDIA-GPU", "Value": f"GPU-{i}"}} for i in range(2)]
     }
-    (found,) = doctor._host(there)
+    (found,) = checks._host(there)
     assert found.what.endswith("2 GPUs offered")
 
 
 def test_only_hosts_that_take_nodes_must_be_tried(port):
     hosts = host(port, name="host-2"), host(port, name="host-1"), host(port, name="host-3", availability="drain")
     engine = Nodes({"master": "host-1", "trainer-1": "host-2"}, swarm=Manager(*hosts))
-    found = [(one.state, one.what.replace("(", ":").split(":")[0].strip()) for one in doctor._swarm(engine, JobSpec())]
+    found = [(one.state, one.what.replace("(", ":").split(":")[0].strip()) for one in checks._swarm(engine, JobSpec())]
     assert found == [
-        (doctor.GOOD, "host-1"),
-        (doctor.GOOD, "host-2"),
-        (doctor.WARNING, "host-3"),
-        (doctor.GOOD, "host-1"),
-        (doctor.GOOD, "host-2"),
+        (checks.GOOD, "host-1"),
+        (checks.GOOD, "host-2"),
+        (checks.WARNING, "host-3"),
+        (checks.GOOD, "host-1"),
+        (checks.GOOD, "host-2"),
     ]
     assert engine.plan.nodes == ("master", "trainer-1")
 
@@ -233,13 +235,13 @@ def test_only_hosts_that_take_nodes_must_be_tried(port):
 def test_hosts_whose_engines_differ_must_be_told_once(port):
     hosts = host(port), host(port, name="host-2", version="27.0.0"), host(port, name="host-3")
     engine = Nodes({"master": "host-1", "trainer-1": "host-2", "trainer-2": "host-3"}, swarm=Manager(*hosts))
-    (told,) = [one for one in doctor._swarm(engine, JobSpec()) if one.state != doctor.GOOD]
-    assert told.state == doctor.WARNING and told.what == "the hosts' engines differ: 27.0.0, 28.0.1"
+    (told,) = [one for one in checks._swarm(engine, JobSpec()) if one.state != checks.GOOD]
+    assert told.state == checks.WARNING and told.what == "the hosts' engines differ: 27.0.0, 28.0.1"
 
 
 def test_what_keeps_nodes_from_all_hosts_must_be_told(port):
     engine = Nodes({"master": "host-1"}, "no overlay", swarm=Manager(host(port)))
-    assert [*doctor._swarm(engine, JobSpec())][-1] == doctor.Finding(doctor.BAD, "no overlay", "look at it")
+    assert [*checks._swarm(engine, JobSpec())][-1] == checks.Finding(checks.BAD, "no overlay", "look at it")
 
 
 # --- the engine that is here
@@ -259,9 +261,9 @@ def found(monkeypatch):
     """What is found of an engine with some facts, which has the image or not; and the exit code of the command."""
 
     def look(capsys, image: bool = True, swarm: object = None, **info: object) -> tuple[list[str], int]:
-        monkeypatch.setattr(doctor, "Daemon", lambda: Engine(**info))
-        monkeypatch.setattr(doctor, "has_image", lambda daemon, spec, prepare: image and not prepare)
-        monkeypatch.setattr(doctor, "SwarmEngine", swarm)
+        monkeypatch.setattr(checks, "Daemon", lambda: Engine(**info))
+        monkeypatch.setattr(checks, "has_image", lambda daemon, spec, prepare: image and not prepare)
+        monkeypatch.setattr(checks, "SwarmEngine", swarm)
         code = commands.doctor(JobSpec(image="mine:1"))
         return capsys.readouterr().out.splitlines(), code
 
@@ -294,7 +296,7 @@ def test_an_engine_that_does_not_answer_must_be_an_error(monkeypatch, capsys):
     def refuse() -> None:
         raise EngineError("no Docker Engine answers", "start Docker")
 
-    monkeypatch.setattr(doctor, "Daemon", refuse)
+    monkeypatch.setattr(checks, "Daemon", refuse)
     assert commands.doctor(JobSpec()) == 3
     first, second, third, fourth = capsys.readouterr().out.splitlines()
     assert (first, second) == ("error    no Docker Engine answers", "         hint: start Docker")

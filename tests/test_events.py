@@ -7,14 +7,14 @@ import resource
 import pytest
 from scripted import Clock
 
-from orchestrate.events import History, Recorder, objects
-from orchestrate.outcomes import Cause, GenerationResult
+from orchestrate.job.events import History, Recorder, objects
+from orchestrate.job.outcomes import Cause, GenerationResult
 
 
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr("orchestrate.events.time", made)
+    monkeypatch.setattr("orchestrate.job.events.time", made)
     return made
 
 

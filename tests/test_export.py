@@ -10,13 +10,13 @@ from conftest import ROOT, docker, eventually
 from test_export_compose import make_folder
 from test_export_kubernetes import SPEC, pod_of
 
-from orchestrate import users
-from orchestrate.cli import main
+from orchestrate.cli.main import main
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, shape
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
-from orchestrate.spec import JobSpec, read_file, resolve
+from orchestrate.job import users
+from orchestrate.job.spec import JobSpec, read_file, resolve
 
 
 @pytest.mark.parametrize(

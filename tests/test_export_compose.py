@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrate import owners, users
 from orchestrate.engines.labels import only
 from orchestrate.errors import UsageError
 from orchestrate.export import compose as export_compose
 from orchestrate.export.compose import compose
-from orchestrate.paths import PACKAGE
-from orchestrate.spec import JobSpec, resolve
+from orchestrate.files.paths import PACKAGE
+from orchestrate.job import owners, users
+from orchestrate.job.spec import JobSpec, resolve
 
 COMMAND = ["train.py", "--text", "$A ${B:-c}"]
 NODES = ("master", "trainer")

@@ -15,7 +15,7 @@ from kubeflow_trainer_api import models
 
 from orchestrate.errors import UsageError
 from orchestrate.export.kubernetes import kubernetes
-from orchestrate.spec import resolve
+from orchestrate.job.spec import resolve
 
 SPEC = {
     "trainers": 2,

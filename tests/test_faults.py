@@ -14,7 +14,7 @@ from conftest import ROOT, docker, eventually
 from engines import Engine
 from faults import Background, complete
 
-from orchestrate.spec import IMAGE
+from orchestrate.job.spec import IMAGE
 
 
 def restarted(job: Background, rank: int, cause: str) -> None:
@@ -289,7 +289,7 @@ def test_f19_where_one_node_cannot_start_the_others_must_be_removed_and_the_reas
     cli, docker_engine, nothing_left
 ):
     docker("create", "--name", "count-abcd-trainer-2", "orchestrate-node:0.1")
-    known = "import secrets, sys; secrets.token_hex = lambda n: 'abcd'; from orchestrate.cli import main; "
+    known = "import secrets, sys; secrets.token_hex = lambda n: 'abcd'; from orchestrate.cli.main import main; "
     command = ["run", "--engine", "docker", "--gpus", "none", "--trainers", "2", "--", "count.py", "1"]
     try:
         done = subprocess.run(

@@ -15,9 +15,9 @@ from orchestrate.engines import fetch
 from orchestrate.engines import mirror as mirror_module
 from orchestrate.engines.mirror import OWN, Mirror
 from orchestrate.errors import EngineError
-from orchestrate.folder import DEEPEST
+from orchestrate.files.folder import DEEPEST
+from orchestrate.files.paths import JobPaths
 from orchestrate.node.files import PIECE
-from orchestrate.paths import JobPaths
 
 
 class Told:

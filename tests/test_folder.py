@@ -13,10 +13,12 @@ from commanded import Whole, create
 from scripted import ALL_WELL, KILLED
 from test_commands import end
 
-from orchestrate import folder, launch, lines, store
-from orchestrate.folder import Folder
-from orchestrate.paths import JobPaths
-from orchestrate.traces import Traces
+from orchestrate.files import folder, lines
+from orchestrate.files.folder import Folder
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.supervise import launch
+from orchestrate.supervise.job_files import Traces
 
 CANARY = "a secret of the host"
 OUTSIDE = f'{CANARY}\n{{"step": 7, "secret": "{CANARY}"}}\n'
@@ -340,7 +342,7 @@ def test_no_name_that_a_job_has_taken_and_no_mode_must_keep_set_id_bits(tmp_path
 
 
 def test_a_report_must_be_made_of_the_last_lines_of_many(paths, monkeypatch):
-    monkeypatch.setattr("orchestrate.traces.ROWS", 3)
+    monkeypatch.setattr("orchestrate.supervise.job_files.ROWS", 3)
     lines = [*({"old": step} for step in range(7)), *({"rank_seconds": [step]} for step in range(3))]
     paths.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert Traces(paths).metrics() == [{"rank_seconds": [0]}, {"rank_seconds": [1]}, {"rank_seconds": [2]}]

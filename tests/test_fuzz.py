@@ -7,21 +7,23 @@ import tempfile
 
 import pytest
 from commanded import Commands, Whole, create
-from ends import KEY, ObservedExit, greeted
+from ends import KEY, End, greeted
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scripted import ALL_WELL
 
-from orchestrate import launch, records, report, spec, store
-from orchestrate.arguments import FLAGS as OPTIONS
+from orchestrate.cli.arguments import FLAGS as OPTIONS
 from orchestrate.engines import messages
 from orchestrate.engines.links import Link
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.events import _mac
-from orchestrate.lines import Lines
-from orchestrate.logs import clean, last_words
-from orchestrate.paths import JobPaths
-from orchestrate.plan import read_plan
+from orchestrate.files import records
+from orchestrate.files.lines import Lines
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import report, spec, store
+from orchestrate.job.events import _mac
+from orchestrate.job.logs import clean, last_words
+from orchestrate.job.plan import read_plan
+from orchestrate.supervise import launch
 
 bounded = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -92,7 +94,7 @@ class Played(Link):
     def __init__(self, said: bytes) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours, KEY)
-        node = ObservedExit(theirs, listens=True)
+        node = End(theirs, listens=True)
         greeted(self, node)
         for line in said.splitlines():
             node.send(line)
@@ -154,8 +156,8 @@ def test_all_bytes_of_a_log_must_come_in_lines(monkeypatch_lines, content, longe
 @pytest.fixture
 def monkeypatch_lines(monkeypatch):
     def patch(longest: int, chunk: int) -> None:
-        monkeypatch.setattr("orchestrate.lines.LONGEST", longest)
-        monkeypatch.setattr("orchestrate.lines.CHUNK", chunk)
+        monkeypatch.setattr("orchestrate.files.lines.LONGEST", longest)
+        monkeypatch.setattr("orchestrate.files.lines.CHUNK", chunk)
 
     return patch
 

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 from test_plan import HERE, plan
 
-from orchestrate import gpus
-from orchestrate.cores import near, shares_near
 from orchestrate.errors import ResourceError
-from orchestrate.gpus import Gpu, Offer, offer, read, trouble_of, why_none
-from orchestrate.plan import read_plan
-from orchestrate.spec import JobSpec
+from orchestrate.job import gpus
+from orchestrate.job.cores import near, shares_near
+from orchestrate.job.gpus import Gpu, Offer, offer, read, trouble_of, why_none
+from orchestrate.job.plan import read_plan
+from orchestrate.job.spec import JobSpec
 
 # As nvidia-smi 580 prints them, shortened: two GPUs, the second in MIG mode with two instances.
 LISTING = """\

@@ -16,7 +16,7 @@ from spaces import Space, command, possible
 
 from orchestrate.engines import guard, labels
 from orchestrate.engines.daemon import Daemon
-from orchestrate.spec import IMAGE
+from orchestrate.job.spec import IMAGE
 
 pytestmark = pytest.mark.docker
 GUARDED = {"EHOSTUNREACH", "ENETUNREACH"}

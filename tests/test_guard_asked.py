@@ -8,7 +8,7 @@ from answers import Job
 
 from orchestrate.engines import labels
 from orchestrate.engines.docker import DockerEngine
-from orchestrate.spec import IMAGE, JobSpec
+from orchestrate.job.spec import IMAGE, JobSpec
 
 SPEC = JobSpec(trainers=1, image="mine:1")
 CREATE, END = "POST /containers/create", "POST /containers/made/wait"

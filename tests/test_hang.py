@@ -4,9 +4,9 @@ import pytest
 from scripted import ALL_WELL, Job, Scripted
 
 from orchestrate.errors import EngineLost
-from orchestrate.hang import Stand, late, stand
-from orchestrate.outcomes import Doing, JobResult, WorkerExit
-from orchestrate.spec import JobSpec
+from orchestrate.job.outcomes import Doing, JobResult, WorkerExit
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.hang import Stand, late, stand
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
 REDUCE = (f"{TORCH}/distributed/distributed_c10d.py", 2501, "all_reduce")

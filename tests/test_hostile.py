@@ -14,8 +14,8 @@ from said import sent
 
 from orchestrate.engines.links import Link
 from orchestrate.engines.mirror import Mirror
+from orchestrate.files.paths import JobPaths
 from orchestrate.node.sealed import Seal
-from orchestrate.paths import JobPaths
 
 
 class Hostile(threading.Thread):

@@ -7,12 +7,12 @@ import sys
 import pytest
 from test_plan import plan
 
-from orchestrate import looked, terminal
-from orchestrate.engines import image, labels, probe, process
+from orchestrate import console
+from orchestrate.engines import image, labels, looked, probe, process
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, ResourceError
-from orchestrate.paths import PROJECT
-from orchestrate.spec import IMAGE, JobSpec
+from orchestrate.files.paths import PROJECT
+from orchestrate.job.spec import IMAGE, JobSpec
 
 LISTING = b"\xff\nGPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n"
 LISTED = "GPU 0: A100 (UUID: GPU-7)\nGPU 1: A100 (UUID: GPU-8)"
@@ -102,7 +102,7 @@ def test_what_is_looked_for_must_be_told_from_the_first_moment(answers, daemon, 
     monkeypatch.setattr(probe, "useless", USELESS)
     monkeypatch.setattr(probe, "_id", lambda *_: "an-id")
     monkeypatch.setattr(probe, "_run", lambda *words, **_: ("works" if looked.CUDA in words[3] else "3 12", ""))
-    monkeypatch.setattr(terminal, "phase", told.append)
+    monkeypatch.setattr(console, "phase", told.append)
     monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
     tmp_path.chmod(0o755)
     (tmp_path / "work.py").write_text("import torch\n")

@@ -15,15 +15,17 @@ from conftest import eventually
 from scripted import ALL_WELL, KILLED
 from test_commands import end
 
-from orchestrate import launch, lock, records, store
+from orchestrate.console import give
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
-from orchestrate.events import objects
-from orchestrate.folder import Folder
-from orchestrate.logs import Follower
-from orchestrate.outcomes import WorkerExit
-from orchestrate.paths import JobPaths
-from orchestrate.spec import JobSpec
-from orchestrate.terminal import give
+from orchestrate.files import lock, records
+from orchestrate.files.folder import Folder
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.events import objects
+from orchestrate.job.logs import Follower
+from orchestrate.job.outcomes import WorkerExit
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise import launch
 
 SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
 
@@ -242,7 +244,7 @@ def fails(grace: float, stopped: Callable[[], bool]) -> None:
 
 
 def test_a_report_must_be_about_the_nodes_with_which_a_job_has_ended(paths, monkeypatch):
-    monkeypatch.setattr("orchestrate.nodes.TRIES", 1)
+    monkeypatch.setattr("orchestrate.supervise.nodes.TRIES", 1)
     create(paths, dataclasses.replace(SPEC, min_trainers=0))
     engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
     start = engine.start
@@ -378,7 +380,7 @@ def test_what_is_left_of_a_look_that_took_too_long_must_be_shown_in_the_next_one
 
 
 def test_nodes_that_came_later_must_be_shown_under_their_own_names(paths, monkeypatch):
-    monkeypatch.setattr("orchestrate.nodes.TRIES", 1)
+    monkeypatch.setattr("orchestrate.supervise.nodes.TRIES", 1)
     create(paths, dataclasses.replace(SPEC, min_trainers=0))
     engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
     start = engine.start
@@ -446,7 +448,7 @@ def test_a_reader_that_reads_no_more_must_not_stop_the_supervisor(paths, monkeyp
 
 def test_a_progress_bar_must_go_where_the_workers_lines_go(paths, monkeypatch):
     """Stdout may be for the report alone."""
-    monkeypatch.setattr("orchestrate.terminal.BETWEEN", -1.0)
+    monkeypatch.setattr("orchestrate.console.BETWEEN", -1.0)
     create(paths)
     engine, shown, lines = Whole([[], ALL_WELL]), [], []
     start = engine.start

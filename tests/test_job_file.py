@@ -6,8 +6,8 @@ import re
 import pytest
 
 from orchestrate.errors import UsageError
-from orchestrate.spec import JobSpec, read_file, read_set, resolve
-from orchestrate.strict_yaml import LARGEST
+from orchestrate.job.spec import JobSpec, read_file, read_set, resolve
+from orchestrate.job.strict_yaml import LARGEST
 
 DIGITS = "9" * 5000
 

@@ -10,7 +10,7 @@ from manager_stub import container, settled
 
 from orchestrate.engines import JobState, labels
 from orchestrate.engines.docker import DockerEngine
-from orchestrate.spec import JobSpec
+from orchestrate.job.spec import JobSpec
 
 COMPOSE = "com.docker.compose."
 BAD = [

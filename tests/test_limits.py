@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 from test_plan import HERE, plan, with_gpus
 
-from orchestrate.cluster import Cluster
+from orchestrate.cli.cluster import Cluster
 from orchestrate.errors import UsageError
-from orchestrate.limits import in_bytes, limits
-from orchestrate.paths import JobPaths
-from orchestrate.plan import read_plan
-from orchestrate.spec import JobSpec, resolve
-from orchestrate.users import nodes_of
+from orchestrate.files.paths import JobPaths
+from orchestrate.job.limits import in_bytes, limits
+from orchestrate.job.plan import read_plan
+from orchestrate.job.spec import JobSpec, resolve
+from orchestrate.job.users import nodes_of
 
 MB, GB = 1 << 20, 1 << 30
 MACHINE = dataclasses.replace(HERE, memory=64 * GB)

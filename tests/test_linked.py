@@ -9,7 +9,7 @@ from scripted import Clock
 
 from orchestrate.engines import links
 from orchestrate.errors import EngineLost
-from orchestrate.outcomes import Doing
+from orchestrate.job.outcomes import Doing
 
 
 @pytest.fixture

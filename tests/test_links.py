@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ends import KEY, ObservedExit, connected
+from ends import KEY, End, connected
 from said import said, sent
 from scripted import Clock
 from waiting import PIPE
@@ -25,9 +25,9 @@ from orchestrate.engines.ports import free_port
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.engines.sockets import connect
 from orchestrate.errors import EngineError
+from orchestrate.job.spec import JobSpec
 from orchestrate.node import pipe
 from orchestrate.node.sealed import Seal
-from orchestrate.spec import JobSpec
 
 MESSAGES = [said("status"), {"say": "refused", "error": "ä" * 300}]
 LINES = b"".join(json.dumps(message).encode() + b"\n" for message in MESSAGES)
@@ -292,7 +292,7 @@ def test_a_socket_must_be_found_however_long_its_path_is_and_no_descriptor_stay_
         dials.start()
         there, _ = server.accept()
         with there:
-            node = ObservedExit(there, listens=True)
+            node = End(there, listens=True)
             node.meet()
             dials.join()
             assert made[0].send("status") and node.hear() == {"ask": "status"}
@@ -309,7 +309,7 @@ def test_a_socket_that_is_not_there_yet_must_be_waited_for_and_one_without_a_lis
 
     def greet() -> None:
         with made[0].accept()[0] as there:
-            ObservedExit(there, listens=True).meet()
+            End(there, listens=True).meet()
 
     def listens(_: float) -> None:
         if not made:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import eventually
-from ends import KEY, ObservedExit
+from ends import KEY, End
 from test_asked import dial
 from test_mirror import Node
 from waiting import Waiting
@@ -84,7 +84,7 @@ def hears(sock: socket.socket) -> bytes:
 
 def ask(sock: socket.socket, loop: Turns) -> None:
     """Ask over a connection on which nothing was said yet."""
-    asks = threading.Thread(target=ObservedExit(sock).send, args=(ASKS,))
+    asks = threading.Thread(target=End(sock).send, args=(ASKS,))
     asks.start()
     while asks.is_alive():
         loop.turn()
@@ -243,7 +243,7 @@ def test_a_client_that_does_not_read_must_be_given_up(tmp_path):
     node = Waiting(tmp_path, before="loop.STUCK = 0.2")
     assert node.status()["generation"] == -1
     with dial(tmp_path / "s") as sock, contextlib.suppress(OSError):
-        end = ObservedExit(sock)
+        end = End(sock)
         while True:
             end.send(ASKS)
     assert node.run(0, "print('ran')") == 0

@@ -14,11 +14,13 @@ from commanded import supervised
 from scripted import Scripted
 from test_plan import HERE
 
-from orchestrate import launch, lock, records, store
 from orchestrate.errors import UsageError
-from orchestrate.paths import JobPaths
-from orchestrate.plan import plan
-from orchestrate.spec import JobSpec
+from orchestrate.files import lock, records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.plan import plan
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise import launch
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from orchestrate.logs import Follower, clean, last_words, prefixes, tail
-from orchestrate.paths import JobPaths
+from orchestrate.files.paths import JobPaths
+from orchestrate.job.logs import Follower, clean, last_words, prefixes, tail
 
 
 def test_a_log_must_be_read_in_parts_and_its_last_line_be_whole(paths):
@@ -103,7 +103,7 @@ def test_a_progress_bar_must_be_one_line_of_the_tail(tmp_path):
 
 
 def test_a_log_that_is_longer_than_a_chunk_must_be_shown_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("orchestrate.lines.CHUNK", 7)
+    monkeypatch.setattr("orchestrate.files.lines.CHUNK", 7)
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
     written = [f"line {number}" for number in range(20)]

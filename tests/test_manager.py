@@ -15,16 +15,16 @@ from ends import KEY
 from manager_stub import StubManager, container, host, scale, settled
 from test_plan import HERE, plan
 
-from orchestrate import users
 from orchestrate.engines import labels, manager
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.links import Linked
 from orchestrate.engines.manager import Manager, shared_out
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError, EngineLost, ResourceError
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import users
+from orchestrate.job.spec import IMAGE, JobSpec
 from orchestrate.node.lease import LEASE
-from orchestrate.paths import JobPaths
-from orchestrate.spec import IMAGE, JobSpec
 
 
 @pytest.mark.parametrize(

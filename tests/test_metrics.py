@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from orchestrate import metrics
+from orchestrate.job import metrics
 
 
 def kept(*lines: object) -> list[dict]:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from test_links import listening
 
-from orchestrate import mountinfo, private, records
 from orchestrate.engines import mounts as mounts_module
 from orchestrate.engines.mounts import masks
 from orchestrate.engines.parcels import code_files
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.paths import JobPaths
+from orchestrate.files import mountinfo, private, records
+from orchestrate.files.paths import JobPaths
 
 TREE = (
     ".env",

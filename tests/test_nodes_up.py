@@ -10,10 +10,10 @@ from scripted import ALL_WELL, KILLED, Job, Scripted
 from test_plan import HERE
 
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.outcomes import JobResult, WorkerExit
-from orchestrate.plan import plan, read_plan
-from orchestrate.spec import JobSpec
-from orchestrate.traces import Traces
+from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.plan import plan, read_plan
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.job_files import Traces
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ import pytest
 from commanded import create, supervised
 from test_commands import end, runs_elsewhere
 
-from orchestrate import owners, users
-from orchestrate.arguments import JOB_COMMANDS
+from orchestrate.cli.arguments import JOB_COMMANDS
 from orchestrate.errors import UsageError
-from orchestrate.paths import JobPaths
-from orchestrate.spec import JobSpec
-from orchestrate.store import load
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import owners, users
+from orchestrate.job.spec import JobSpec
+from orchestrate.job.store import load
 
 ROOT = os.geteuid() == 0
 

@@ -9,15 +9,16 @@ import pytest
 from conftest import ROOT
 from test_plan import HERE
 
-from orchestrate import records, store
 from orchestrate.errors import UsageError
-from orchestrate.events import Recorder
-from orchestrate.folder import regular, write_whole
-from orchestrate.logs import Follower, tail
-from orchestrate.paths import JobPaths
-from orchestrate.plan import plan
-from orchestrate.spec import JobSpec
-from orchestrate.traces import Traces
+from orchestrate.files import records
+from orchestrate.files.folder import regular, write_whole
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.events import Recorder
+from orchestrate.job.logs import Follower, tail
+from orchestrate.job.plan import plan
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.job_files import Traces
 
 SECRET = (
     '{"event": "outcome", "step": 7, "outcome": "succeeded", "world_size": 1, "duration_s": 1.0, "generations": 1,'
@@ -142,7 +143,7 @@ def test_the_folders_of_a_job_must_be_made_once(tmp_path):
 def test_only_our_own_app_must_run_in_our_own_folder(tmp_path, command, there, ours):
     if there:
         (tmp_path / there).mkdir()
-    asks = f"from orchestrate.paths import code_folder; print(code_folder({tuple(command.split())}))"
+    asks = f"from orchestrate.files.paths import code_folder; print(code_folder({tuple(command.split())}))"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", asks], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == str(ROOT if ours else tmp_path), done.stderr

@@ -5,11 +5,12 @@ import re
 import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
 
-from orchestrate import bounded, patterns
 from orchestrate.errors import UsageError
-from orchestrate.outcomes import JobResult
-from orchestrate.patterns import Patterns
-from orchestrate.spec import JobSpec, resolve
+from orchestrate.files import bounded
+from orchestrate.job import patterns
+from orchestrate.job.outcomes import JobResult
+from orchestrate.job.patterns import Patterns
+from orchestrate.job.spec import JobSpec, resolve
 
 EVIL, LOG = "(a+)+$", "a" * 100 + "!"  # 2^100 ways to read it
 RULE = {"log": EVIL, "action": "fail"}
@@ -123,7 +124,7 @@ def test_what_another_supervisor_has_left_must_be_stopped_without_evaluating_a_r
     monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("a rule was evaluated"))
     spec, engine = wordy(job), Scripted([KILLED])
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("orchestrate.supervisor.decide", lambda *arguments: 1 / 0)
+        patch.setattr("orchestrate.supervise.supervisor.decide", lambda *arguments: 1 / 0)
         job.run(engine, spec)
     job.stops = lambda: 1
     assert job.run(Scripted(), spec) == JobResult("stopped", "stopped by the user")

@@ -6,10 +6,10 @@ import json
 import pytest
 
 from orchestrate.errors import ResourceError
+from orchestrate.job.plan import Inventory, in_order, names, read_plan
+from orchestrate.job.plan import plan as plan_
+from orchestrate.job.spec import JobSpec
 from orchestrate.node.ranks import assign, gpu_ids
-from orchestrate.plan import Inventory, in_order, names, read_plan
-from orchestrate.plan import plan as plan_
-from orchestrate.spec import JobSpec
 
 HERE = Inventory(
     engine="docker",

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from orchestrate import imports
-from orchestrate.preload import preload
-from orchestrate.spec import JobSpec
+from orchestrate.job import imports
+from orchestrate.job.preload import preload
+from orchestrate.job.spec import JobSpec
 
 TORCH = ("torch", "torch.distributed")
 ALL = (*TORCH, "torch._dynamo")

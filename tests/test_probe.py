@@ -6,13 +6,12 @@ import sys
 import pytest
 from conftest import docker, leftovers
 
-from orchestrate import looked
-from orchestrate.engines import probe, process
+from orchestrate.engines import looked, probe, process
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import ResourceError
-from orchestrate.gpus import Gpu
-from orchestrate.spec import IMAGE, JobSpec
+from orchestrate.job.gpus import Gpu
+from orchestrate.job.spec import IMAGE, JobSpec
 
 CHANGES = {  # what is done to the project's image
     "elsewhere": "ENV PATH=/nowhere",

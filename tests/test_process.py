@@ -19,12 +19,12 @@ from ends import KEY
 from scripted import Clock
 from test_plan import HERE, plan
 
-from orchestrate import records
 from orchestrate.engines import JobState, process
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError
-from orchestrate.plan import Plan
-from orchestrate.spec import JobSpec
+from orchestrate.files import records
+from orchestrate.job.plan import Plan
+from orchestrate.job.spec import JobSpec
 
 SPEC = JobSpec(trainers=1, grace=7.0, command=("work.py",))
 
@@ -349,7 +349,7 @@ def test_text_that_nodes_of_this_locale_cannot_take_must_be_refused_before_they_
     def ascii_only(text: str) -> bytes:
         return text.encode("ascii", "surrogateescape")
 
-    monkeypatch.setattr("orchestrate.spec.os.fsencode", ascii_only)
+    monkeypatch.setattr("orchestrate.job.spec.os.fsencode", ascii_only)
     engine = nodes.engine()
     for spec, key in (
         (dataclasses.replace(SPEC, env={"A": "x", "NAME": "é"}), "env.NAME"),

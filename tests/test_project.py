@@ -13,8 +13,8 @@ from packaging.requirements import Requirement
 
 from orchestrate.engines.labels import only
 from orchestrate.export.compose import VARIABLE
-from orchestrate.limits import in_bytes, limits
-from orchestrate.spec import JobSpec
+from orchestrate.job.limits import in_bytes, limits
+from orchestrate.job.spec import JobSpec
 
 # --- make
 

@@ -10,7 +10,7 @@ from conftest import ROOT, docker, eventually
 from ends import KEY
 from waiting import PRELOAD, Pipe, Waiting
 
-from orchestrate.spec import IMAGE
+from orchestrate.job.spec import IMAGE
 
 # What a worker finds: who may be written into, and whether it is an ordinary process itself.
 LOOKS = """

@@ -13,10 +13,11 @@ from commanded import Commands, create, supervised
 from scripted import ALL_WELL
 from test_commands import end, runs_elsewhere
 
-from orchestrate import private, records, store
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.paths import JobPaths
-from orchestrate.spec import JobSpec
+from orchestrate.files import private, records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.spec import JobSpec
 
 KEY = bytes(range(32))
 SPEC = JobSpec(trainers=2, grace=0.01, env={"HF_TOKEN": "canary-1", "A": "b"}, command=("-m", "app.train"))

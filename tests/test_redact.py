@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrate.redact import HIDDEN, Mask, is_secret, redacted
+from orchestrate.job.redact import HIDDEN, Mask, is_secret, redacted
 
 SECRET = (
     "HF_TOKEN token HF_TOKENS TOKEN_2 GITHUB_TOKEN2 CLIENT_SECRET SECRETS SECRET_KEY_BASE DB_PASSWORD PGPASSWORD "

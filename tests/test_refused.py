@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import eventually
-from ends import ObservedExit
+from ends import End
 from test_asked import dial
 from test_mirror import Node
 from waiting import PRELOAD, Waiting
@@ -95,7 +95,7 @@ def node(tmp_path_factory) -> Iterator[Waiting]:
 @pytest.mark.parametrize(("message", "why"), REFUSED, ids=[why for _, why in REFUSED])
 def test_what_cannot_be_done_must_be_refused_by_name_and_nothing_of_it_be_done(node, message, why):
     with dial(node.folder / "s") as sock:
-        end = ObservedExit(sock)
+        end = End(sock)
         end.send(message if isinstance(message, bytes) else json.dumps(message).encode())
         answer = end.hear()
         assert answer["say"] == "refused" and why in answer["error"]
@@ -111,7 +111,7 @@ def test_what_cannot_be_done_must_be_refused_by_name_and_nothing_of_it_be_done(n
 
 def test_a_message_without_an_end_must_be_refused(node):
     with dial(node.folder / "s") as sock:
-        end = ObservedExit(sock)
+        end = End(sock)
         end.ask("status")
         assert end.hear()["say"] == "status"
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -122,7 +122,7 @@ def test_a_message_without_an_end_must_be_refused(node):
 
 def test_half_a_message_must_not_be_done_when_who_sent_it_has_gone(node):
     with dial(node.folder / "s") as sock:
-        end = ObservedExit(sock)
+        end = End(sock)
         end.meet()
         sock.sendall(end.seal.close(b'{"ask": "end"}'))
     assert node.status()["generation"] == -1 and node.node.poll() is None

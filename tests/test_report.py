@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from test_plan import HERE
 
-from orchestrate import folder
-from orchestrate.outcomes import Cause, GenerationResult, JobResult
-from orchestrate.plan import plan
-from orchestrate.report import line, phase, readable, report, text
-from orchestrate.spec import JobSpec
+from orchestrate.files import folder
+from orchestrate.job.outcomes import Cause, GenerationResult, JobResult
+from orchestrate.job.plan import plan
+from orchestrate.job.report import line, phase, readable, report, text
+from orchestrate.job.spec import JobSpec
 
 PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 

@@ -4,9 +4,9 @@ import pytest
 from scripted import ALL_WELL, KILLED, AtOnce, Job, Scripted, WhenAsked
 
 from orchestrate.errors import EngineLost
-from orchestrate.nodes import REJOIN
-from orchestrate.outcomes import JobResult, WorkerExit
-from orchestrate.spec import JobSpec
+from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.nodes import REJOIN
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def job(tmp_path, monkeypatch):
 
 
 def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_after_a_checkpoint(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.nodes.REJOIN", (0.0, 0.0))
+    monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN", (0.0, 0.0))
     engine = Scripted([KILLED], [], [ALL_WELL])
     start, saved = engine.start, []
 
@@ -42,7 +42,7 @@ def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_
 
 
 def test_a_node_that_is_back_must_not_be_taken_in_before_a_checkpoint(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.nodes.REJOIN", (0.0, 0.0))
+    monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN", (0.0, 0.0))
     engine = Scripted([KILLED], [])
     start, wait = engine.start, engine.wait
 
@@ -70,7 +70,7 @@ def test_fewer_nodes_than_the_minimum_must_fail_the_job(job):
 
 
 def test_a_node_that_does_not_come_back_must_be_tried_again_less_and_less_often(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
     engine = Scripted([KILLED], [])
     start, up, wait, tried = engine.start, engine.up, engine.wait, []
 
@@ -123,7 +123,7 @@ def test_an_engine_that_stays_away_must_not_be_taken_for_a_missing_node(job):
 
 
 def test_the_workers_must_not_wait_for_a_try_to_bring_a_node_back_but_the_clean_up_must(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", WhenAsked)
+    monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", WhenAsked)
     engine = Scripted([KILLED], [*[[]] * 200, [WorkerExit(0, 0), WorkerExit(1, 0)]])
     loses_trainer_1(engine)
     up = engine.up
@@ -133,7 +133,7 @@ def test_the_workers_must_not_wait_for_a_try_to_bring_a_node_back_but_the_clean_
 
 
 def test_a_supervisor_that_breaks_must_wait_for_the_node_that_it_brings_back_before_it_removes_all(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", WhenAsked)
+    monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", WhenAsked)
     engine = Scripted([KILLED], [[]] * 200)
     loses_trainer_1(engine)
     wait = engine.wait
@@ -145,7 +145,7 @@ def test_a_supervisor_that_breaks_must_wait_for_the_node_that_it_brings_back_bef
 
 
 def test_a_missing_node_must_not_be_tried_while_another_one_is_in_trouble(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
     engine = Scripted([KILLED], [*[[]] * 200, [WorkerExit(0, 0), WorkerExit(1, 0)]])
     loses_trainer_1(engine)
     engine.troubles = lambda: {"trainer-2": "paused"} if len(engine.plans) == 2 else {}
@@ -154,8 +154,8 @@ def test_a_missing_node_must_not_be_tried_while_another_one_is_in_trouble(job, m
 
 
 def test_a_node_that_came_back_and_is_missing_again_must_not_count_as_back(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr("orchestrate.nodes.REJOIN", (1.0, 1.0))
+    monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN", (1.0, 1.0))
     two = [*[[]] * 50, [WorkerExit(0, 0), WorkerExit(1, 0)]]
     engine = Scripted([KILLED], [[]] * 50, [KILLED], two)
     start, wait = engine.start, engine.wait
@@ -181,8 +181,8 @@ def test_a_node_that_came_back_and_is_missing_again_must_not_count_as_back(job, 
 def test_a_worker_that_fails_while_all_are_stopped_for_a_node_that_is_back_must_count_as_a_failure(
     job, monkeypatch, end, asked, word
 ):
-    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr("orchestrate.nodes.REJOIN", (1.0, 1.0))
+    monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN", (1.0, 1.0))
     engine = Scripted([KILLED], [], [ALL_WELL])
     start, wait = engine.start, engine.wait
 

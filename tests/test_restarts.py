@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 
-from orchestrate import restarts
-from orchestrate.outcomes import ACTIONS, CAUSES, RULES, Cause, GenerationResult
-from orchestrate.restarts import Decision
-from orchestrate.spec import JobSpec
+from orchestrate.job.outcomes import ACTIONS, CAUSES, RULES, Cause, GenerationResult
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise import policy
+from orchestrate.supervise.policy import Decision
 
-decide, action = partial(restarts.decide, search=re.search), partial(restarts.action, search=re.search)
+decide, action = partial(policy.decide, search=re.search), partial(policy.action, search=re.search)
 
 
 def failure(number: int, cause: str = "killed", **facts) -> GenerationResult:

@@ -19,8 +19,8 @@ from conftest import Cli, docker, eventually, leftovers
 from docker import DockerClient
 from faults import Background
 
-from orchestrate import users
-from orchestrate.spec import IMAGE, JobSpec
+from orchestrate.job import users
+from orchestrate.job.spec import IMAGE, JobSpec
 
 pytestmark = pytest.mark.docker
 CANARY = "a-value-that-only-the-worker-may-see"

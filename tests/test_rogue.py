@@ -10,9 +10,9 @@ import pytest
 from conftest import docker, eventually
 from faults import Background
 
-from orchestrate import users
-from orchestrate.paths import JobPaths
-from orchestrate.spec import IMAGE
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import users
+from orchestrate.job.spec import IMAGE
 
 pytestmark = pytest.mark.docker
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import docker, eventually, gone
 from faults import Background, compose_hangs, node_pid
 
-from orchestrate import users
+from orchestrate.job import users
 
 RUN = ("run", "--gpus", "none", "--max-restarts", "0")
 

@@ -17,8 +17,8 @@ from odd import odd
 
 from orchestrate.errors import UsageError
 from orchestrate.export.slurm import slurm
-from orchestrate.paths import NODE, PACKAGE
-from orchestrate.spec import resolve
+from orchestrate.files.paths import NODE, PACKAGE
+from orchestrate.job.spec import resolve
 
 
 def test_the_options_of_sbatch_must_be_whole_numbers_and_only_those_that_the_job_needs():

@@ -17,14 +17,14 @@ from commanded import create
 from conftest import ROOT, docker, proc
 from scripted import ALL_WELL, KILLED
 
-from orchestrate import lock, records
-from orchestrate.arguments import EXPORTS
-from orchestrate.cli import main
+from orchestrate.cli.arguments import EXPORTS
+from orchestrate.cli.main import main
 from orchestrate.errors import EngineError
-from orchestrate.events import objects
-from orchestrate.paths import JobPaths
-from orchestrate.redact import HIDDEN
-from orchestrate.spec import JobSpec
+from orchestrate.files import lock, records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job.events import objects
+from orchestrate.job.redact import HIDDEN
+from orchestrate.job.spec import JobSpec
 
 CANARY = "canary-0d4f6a3e"
 ENV = {"HF_TOKEN": CANARY, "DATABASE_URL": f"postgres://me:{CANARY}-2@host/db", "A": "b", "PHRASE": f"{CANARY}-3"}

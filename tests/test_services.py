@@ -15,9 +15,9 @@ from test_plan import HERE, plan, with_gpus
 
 from orchestrate.engines import labels, services
 from orchestrate.errors import ResourceError
-from orchestrate.paths import NODE
-from orchestrate.plan import Inventory
-from orchestrate.spec import JobSpec
+from orchestrate.files.paths import NODE
+from orchestrate.job.plan import Inventory
+from orchestrate.job.spec import JobSpec
 
 
 def asked(

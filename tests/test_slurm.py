@@ -12,7 +12,7 @@ from conftest import ROOT, docker, eventually
 from faults import complete
 from odd import odd
 
-from orchestrate.spec import resolve
+from orchestrate.job.spec import resolve
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 IMAGE, HERE = "orchestrate-slurm:test", ROOT / "tests" / "slurm"

@@ -3,15 +3,15 @@
 import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted, WhenAsked
 
-from orchestrate.outcomes import JobResult, WorkerExit
-from orchestrate.spec import JobSpec
+from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.spec import JobSpec
 
 SPEC = JobSpec(trainers=2, grace=0.01, spares=1)
 
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr("orchestrate.nodes.ThreadPoolExecutor", WhenAsked)
+    monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", WhenAsked)
     return Job(tmp_path, monkeypatch)
 
 

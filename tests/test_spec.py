@@ -8,7 +8,7 @@ from conftest import ROOT
 from odd import odd
 
 from orchestrate.errors import UsageError
-from orchestrate.spec import APP, FIELDS, IMAGE, JobSpec, read_file, read_set, resolve
+from orchestrate.job.spec import APP, FIELDS, IMAGE, JobSpec, read_file, read_set, resolve
 
 
 def test_the_defaults_are_the_default_job():

@@ -11,11 +11,14 @@ from commanded import Whole, create, noted, supervised
 from scripted import ALL_WELL
 from test_commands import Meanwhile, end, runs_elsewhere
 
-from orchestrate import choice, commands, lock, store
+from orchestrate.cli import commands
+from orchestrate.engines import choice
 from orchestrate.errors import EngineError, OrchestrateError
-from orchestrate.generation import BY_USER
-from orchestrate.paths import JobPaths
-from orchestrate.spec import JobSpec
+from orchestrate.files import lock
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.generation import BY_USER
 
 
 @pytest.fixture

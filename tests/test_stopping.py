@@ -9,10 +9,10 @@ from scripted import ALL_WELL, KILLED, Job, Scripted
 from test_plan import HERE
 
 from orchestrate.errors import EngineError
-from orchestrate.outcomes import JobResult, WorkerExit
-from orchestrate.plan import plan
-from orchestrate.spec import JobSpec
-from orchestrate.traces import Traces
+from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.plan import plan
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.job_files import Traces
 
 
 @pytest.fixture

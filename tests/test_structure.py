@@ -10,9 +10,9 @@ import pytest
 from conftest import ROOT
 
 from orchestrate import __version__
+from orchestrate.job.outcomes import CAUSES, RULES
+from orchestrate.job.spec import FIELDS, IMAGE, read_file
 from orchestrate.node.ranks import CONTRACT
-from orchestrate.outcomes import CAUSES, RULES
-from orchestrate.spec import FIELDS, IMAGE, read_file
 
 FILES = sorted([*ROOT.glob("orchestrate/**/*.py"), *ROOT.glob("app/**/*.py")])
 
@@ -62,10 +62,36 @@ MODULES = {named(path): path for path in FILES}
 
 def test_no_modules_may_import_each_other_in_a_circle():
     """Nor for their types alone: what needs each other's types is one thing."""
-    graph = {
-        name: {other for other in modules_of(path) & {*MODULES} if other != name} for name, path in MODULES.items()
-    }
+    graph = {name: modules_of(path) & {*MODULES} - {name} for name, path in MODULES.items()}
     assert [*graphlib.TopologicalSorter(graph).static_order()]  # raises CycleError with the circle
+
+
+# The rooms of the host's code, from the bottom to the top; `__main__` imports the command line.
+FLOORS = ("node", "", "files", "job", "engines", "supervise", "export", "doctor", "cli", "__main__")
+
+
+def floor(name: str) -> int:
+    """Where a module is; that of modules that all others may use is the one above `node`."""
+    _, room, *rest = [*name.split("."), ""]
+    return FLOORS.index(room if room in FLOORS and (rest or room == "__main__") else "")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("orchestrate")])
+def test_a_module_must_import_nothing_from_a_room_above(name):
+    found = {other for other in modules_of(MODULES[name]) & {*MODULES} if other.startswith("orchestrate")}
+    assert {other for other in found if floor(other) > floor(name)} == set()
+
+
+def test_the_architecture_must_name_each_room_and_module_where_it_is():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    rooms = re.findall(r"^\| `(\w+)/` \| (.*) \|$", text, re.M)
+    order = [floor(f"orchestrate.{room}.x") for room, _ in rooms]
+    assert order == sorted(order, reverse=True) and {room for room, _ in rooms} >= {*FLOORS} - {"", "__main__"}
+    about = dict(rooms) | {"engines": text[text.index("| `engines/`") : text.index("## How a node works")]}
+    for name in MODULES:
+        _, room, *module = [*name.split("."), ""]
+        if room in about and room not in ("node", "export") and name.startswith("orchestrate") and module[0]:
+            assert f"`{module[0]}`" in about[room], name
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/*.py")), ids=lambda path: path.name)
@@ -79,7 +105,7 @@ def test_what_a_benchmark_uses_of_the_project_must_be_there(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_one_module_may_print(path):
-    if path.relative_to(ROOT).parts[0] == "orchestrate" and path.name != "terminal.py":
+    if path.relative_to(ROOT).parts[0] == "orchestrate" and path.name != "console.py":
         assert not re.search(r"\bprint\(", path.read_text())
 
 

@@ -8,9 +8,9 @@ from scripted import ALL_WELL, KILLED, Job, Scripted
 from test_plan import HERE
 
 from orchestrate.errors import EngineLost
-from orchestrate.outcomes import JobResult, WorkerExit
-from orchestrate.plan import plan
-from orchestrate.spec import JobSpec
+from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.plan import plan
+from orchestrate.job.spec import JobSpec
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 from scripted import ALL_WELL, KILLED, Job, Scripted
 
 from orchestrate.errors import EngineError, ResourceError
-from orchestrate.outcomes import JobResult, WorkerExit
-from orchestrate.report import line
-from orchestrate.spec import JobSpec
+from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.report import line
+from orchestrate.job.spec import JobSpec
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_only_a_second_request_may_kill(job):
 
 
 def test_nodes_whose_workers_do_not_end_must_be_removed_before_the_next_generation(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.generation.AFTER_GRACE", 0.01)
+    monkeypatch.setattr("orchestrate.supervise.generation.AFTER_GRACE", 0.01)
     engine = Scripted([[WorkerExit(1, 137)]], [ALL_WELL], stubborn=True)
     assert job.run(engine).word == "succeeded"
     assert engine.calls == ["up", "start", "stop", "discard master trainer-2", "up", "start", "down"]
@@ -273,7 +273,7 @@ def test_files_that_do_not_fit_at_home_must_be_waited_for_before_nodes_lose_them
 
 
 def test_files_that_never_fit_at_home_must_end_the_job_and_stay_where_they_are(job, monkeypatch):
-    for module in ("running", "generation"):
+    for module in ("supervise.running", "supervise.generation"):
         monkeypatch.setattr(f"orchestrate.{module}.PATIENCE", 0.01)
     engine = Scripted([KILLED])
     start = engine.start

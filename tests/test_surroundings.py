@@ -10,9 +10,9 @@ from commanded import Whole, create
 from conftest import ROOT
 from test_commands import end
 
-from orchestrate import choice
-from orchestrate.cli import main
-from orchestrate.paths import JobPaths
+from orchestrate.cli.main import main
+from orchestrate.engines import choice
+from orchestrate.files.paths import JobPaths
 
 # the SDK leaves its socket open when the engine does not answer
 PROCESS = ("--engine", "process", "--trainers", "0", "--gpus", "none")
@@ -257,7 +257,7 @@ def test_a_file_system_that_fails_must_be_an_error_that_names_the_file(here, cap
     def fail(*_):
         raise PermissionError(13, "Permission denied", "/some/file")
 
-    monkeypatch.setattr("orchestrate.job.new_id", fail)
+    monkeypatch.setattr("orchestrate.job.store.new_id", fail)
     assert main(["plan", *PROCESS, "--", "hello.py"]) == 1
     assert capsys.readouterr().err == "error: Permission denied: /some/file\n"
 

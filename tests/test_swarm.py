@@ -17,9 +17,9 @@ from conftest import DOCKER_REQUIRED, ROOT, eventually
 from faults import Background, complete
 from hosts import Swarm, command
 
-from orchestrate import records
-from orchestrate.outcomes import GenerationResult
-from orchestrate.paths import JobPaths
+from orchestrate.files import records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job.outcomes import GenerationResult
 
 pytestmark = pytest.mark.docker
 RANKS = range(4)

@@ -13,7 +13,6 @@ from conftest import ROOT, die_with_parent, eventually
 from manager_stub import StubManager
 from test_plan import HERE, plan
 
-from orchestrate import records, users
 from orchestrate.engines import services
 from orchestrate.engines import swarm as swarm_module
 from orchestrate.engines.links import Link
@@ -21,10 +20,12 @@ from orchestrate.engines.manager import Manager
 from orchestrate.engines.ports import free_port
 from orchestrate.engines.swarm import PIPE, SwarmEngine
 from orchestrate.errors import EngineError, EngineLost
+from orchestrate.files import records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import users
+from orchestrate.job.plan import Plan
+from orchestrate.job.spec import JobSpec
 from orchestrate.node.lease import answer
-from orchestrate.paths import JobPaths
-from orchestrate.plan import Plan
-from orchestrate.spec import JobSpec
 
 WRITES = """import os, pathlib, sys
 rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]

@@ -11,7 +11,7 @@ from swarm_nodes import connected, down, mirror, state, three_nodes
 from orchestrate.engines import swarm
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError
-from orchestrate.outcomes import WorkerExit
+from orchestrate.job.outcomes import WorkerExit
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from orchestrate.engines import swarm
 from orchestrate.engines.parcels import packed
 from orchestrate.engines.swarm import SwarmEngine
 from orchestrate.errors import EngineError, ResourceError, UsageError
-from orchestrate.spec import IMAGE, JobSpec
+from orchestrate.job.spec import IMAGE, JobSpec
 
 
 @pytest.fixture

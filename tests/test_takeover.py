@@ -14,8 +14,8 @@ import pytest
 from conftest import eventually, processes
 from faults import Background, complete
 
-from orchestrate import lock
-from orchestrate.paths import JobPaths
+from orchestrate.files import lock
+from orchestrate.files.paths import JobPaths
 
 
 def attach(cli, timeout: float = 120) -> subprocess.CompletedProcess[str]:

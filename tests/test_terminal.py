@@ -16,10 +16,11 @@ from conftest import ROOT, eventually
 from scripted import ALL_WELL
 from test_commands import end, runs_elsewhere
 
-from orchestrate import doctor, terminal
-from orchestrate.cli import main
+from orchestrate import console
+from orchestrate.cli.main import main
+from orchestrate.doctor import checks
 from orchestrate.errors import EngineError
-from orchestrate.paths import JobPaths
+from orchestrate.files.paths import JobPaths
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\x1bc\x7f\rb"
@@ -47,27 +48,27 @@ APP = ("--gpus", "none", "--", "-m", "app.train")
     ids=ascii,
 )
 def test_no_control_character_but_newline_and_tab_may_be_left(text, cleaned):
-    assert terminal.clean(text) == cleaned
+    assert console.clean(text) == cleaned
 
 
 def test_no_character_that_cannot_be_seen_but_the_joiner_of_emoji_may_be_left():
     every = "".join(map(chr, range(160, sys.maxunicode + 1)))
-    kept = set(terminal.clean(every))
+    kept = set(console.clean(every))
     assert {char for char in kept if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp")} == {"\u200d"}
     assert {unicodedata.category(char) for char in set(every) - kept} <= {"Cf", "Cn", "Zl", "Zp"}  # and nothing else
 
 
 def test_everything_that_is_printed_must_be_clean(capsys):
-    for show in (terminal.say, terminal.out, terminal.give, lambda text: terminal.table([(text, text)])):
+    for show in (console.say, console.out, console.give, lambda text: console.table([(text, text)])):
         show(HOSTILE)
         out, err = capsys.readouterr()
         assert not CONTROL.search(out + err) and "a" in out + err
-    terminal.say(EngineError(HOSTILE))
+    console.say(EngineError(HOSTILE))
     assert not CONTROL.search(capsys.readouterr().err)
 
 
 def test_a_row_must_stay_one_line_with_its_columns_in_place(capsys):
-    terminal.table([("NAME", "RUN"), ("a\nforged  running\x1b[A", "/a\tb"), ("b", "c")])
+    console.table([("NAME", "RUN"), ("a\nforged  running\x1b[A", "/a\tb"), ("b", "c")])
     assert capsys.readouterr().out == "NAME               RUN\na forged  running  /a b\nb                  c\n"
 
 
@@ -84,14 +85,14 @@ def test_names_of_an_engine_must_not_steer_the_terminal(do, tmp_path):
 def test_a_file_for_another_engine_must_be_exact_unless_a_person_sees_it(monkeypatch, tmp_path):
     text = "a: 'é\x1b[0m'\n"
     with captured(tmp_path) as (out, _):
-        terminal.copy(text)
-        assert terminal.finish() is None
+        console.copy(text)
+        assert console.finish() is None
     assert out.read_bytes() == text.encode()
     reader, writer = pty.openpty()
     with os.fdopen(writer, "w") as tty:
         monkeypatch.setattr(sys, "stdout", tty)
-        terminal.copy(text)
-        assert terminal.finish() is None
+        console.copy(text)
+        assert console.finish() is None
         assert os.read(reader, 100) == "a: 'é'\r\n".encode()
         monkeypatch.undo()
     os.close(reader)
@@ -155,7 +156,7 @@ def jobs(do, tmp_path, monkeypatch):
     create(JobPaths(runs / "waiting-1"))
     create(JobPaths(runs / "cluster-1"), cluster="cluster-1")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "doctor", lambda spec: [doctor.Finding(doctor.GOOD, "a thing", "do it")])
+    monkeypatch.setattr(checks, "doctor", lambda spec: [checks.Finding(checks.GOOD, "a thing", "do it")])
     do.engine.generations, do.engine.things = [[ALL_WELL]], ["container x"]
     return do
 
@@ -194,9 +195,9 @@ def test_a_reader_that_has_left_must_be_no_error(jobs, tmp_path, words):
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_what_an_encoding_has_not_must_be_printed_as_escapes(jobs, tmp_path, words):
     with captured(tmp_path, encoding="ascii") as (out, err):
-        terminal.prepare()
+        console.prepare()
         assert main(words) == 0
-        assert terminal.finish() is None
+        assert console.finish() is None
     assert "Traceback" not in (text := out.read_text() + err.read_text())
     if words[0] in ("plan", "logs") or words == ["run", "--dry-run", "--trainers", "2", *APP]:
         assert "\\xd7" in text
@@ -297,17 +298,17 @@ def test_signals_must_be_counted_while_a_message_waits_for_its_reader(cli, nothi
 
 TOLD = """
 import sys, time
-from orchestrate import terminal
-terminal.LASTS, terminal.BETWEEN = LASTS, 0.0
-terminal.phase("starting 2 nodes")
+from orchestrate import console
+console.LASTS, console.BETWEEN = LASTS, 0.0
+console.phase("starting 2 nodes")
 time.sleep(PAUSE)
-terminal.say("ours")
-terminal.give("master 0 | a line")
-terminal.phase("")
+console.say("ours")
+console.give("master 0 | a line")
+console.phase("")
 for part in ("10%", "20%"):
-    terminal.progress(f"master 0 | {part}", terminal.give)
-terminal.phase("x" * 500 + HOSTILE)
-terminal.finish()
+    console.progress(f"master 0 | {part}", console.give)
+console.phase("x" * 500 + HOSTILE)
+console.finish()
 """
 
 

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from orchestrate import metrics
-from orchestrate.paths import JobPaths
-from orchestrate.traces import Traces
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import metrics
+from orchestrate.supervise.job_files import Traces
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_line_of_metrics_that_is_too_long_must_not_count(traces):
 
 
 def test_the_last_part_of_long_metrics_must_be_read_from_the_first_line_that_begins_there(traces, monkeypatch):
-    monkeypatch.setattr("orchestrate.traces.WHOLE", 3 << 20)
+    monkeypatch.setattr("orchestrate.supervise.job_files.WHOLE", 3 << 20)
     traces.paths.metrics.write_text('{"old": 1}\n' + '{"cut": 1}'.ljust(4 << 20) + '\n{"step": 2}\n{"step": 3')
     assert traces.metrics() == [{"step": 2}]
     traces.paths.metrics.write_text("x" * (4 << 20))

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 from test_plan import HERE
 
-from orchestrate import store, users
 from orchestrate.engines import image
 from orchestrate.errors import UsageError
-from orchestrate.paths import JobPaths
-from orchestrate.plan import plan
-from orchestrate.spec import JobSpec, resolve
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import store, users
+from orchestrate.job.plan import plan
+from orchestrate.job.spec import JobSpec, resolve
 
 SUDO = {"SUDO_UID": "7", "SUDO_GID": "8"}
 NODE = users.without_account()

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Protocol
 
 from orchestrate.errors import UsageError
-from orchestrate.outcomes import Doing, WorkerExit
-from orchestrate.paths import NAME, NODES, JobPaths
-from orchestrate.plan import Inventory, Plan, WorkerPlan
-from orchestrate.spec import JobSpec
+from orchestrate.files.paths import NAME, NODES, JobPaths
+from orchestrate.job.outcomes import Doing, WorkerExit
+from orchestrate.job.plan import Inventory, Plan, WorkerPlan
+from orchestrate.job.spec import JobSpec
 
 SWARMS = ("encrypt", "constraints", "volume")  # keys of a job file that only Swarm supports
 
@@ -109,7 +109,7 @@ class Engine(Protocol):
         """The workers that have ended since the last call, in order; waits `timeout` seconds at most."""
 
     def explain(self, end: WorkerExit, node: str) -> str:
-        """The cause of a worker's end, from `restarts.CAUSES`; empty if only its exit code is known."""
+        """The cause of a worker's end, from `outcomes.CAUSES`; empty if only its exit code is known."""
 
     def troubles(self) -> dict[str, str]:
         """The nodes that are `paused` or `silent`, or cut off from the network (`partition`)."""

@@ -24,13 +24,13 @@ import requests
 from docker.models.containers import Container
 from docker.models.networks import Network
 
-from orchestrate import users
 from orchestrate.engines import never
 from orchestrate.engines.address import address
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.errors import EngineError, EngineLost, ResourceError
-from orchestrate.paths import PROJECT
-from orchestrate.spec import JobSpec
+from orchestrate.files.paths import PROJECT
+from orchestrate.job import users
+from orchestrate.job.spec import JobSpec
 
 NOBODY = "65534:65534"  # the user of processes that an engine starts beside a node
 LONGEST = 600  # seconds that Compose may take to bring nodes up or down

@@ -24,10 +24,10 @@ from orchestrate.engines.links import DYING, Link, Linked
 from orchestrate.engines.ports import free_port
 from orchestrate.engines.volumes import WIPED, volumes
 from orchestrate.errors import EngineError, EngineLost
-from orchestrate.outcomes import LOST, WorkerExit
-from orchestrate.paths import PROJECT, JobPaths
-from orchestrate.plan import Inventory, Plan, WorkerPlan
-from orchestrate.spec import JobSpec
+from orchestrate.files.paths import PROJECT, JobPaths
+from orchestrate.job.outcomes import LOST, WorkerExit
+from orchestrate.job.plan import Inventory, Plan, WorkerPlan
+from orchestrate.job.spec import JobSpec
 
 RECONCILE = 5.0  # seconds between two lists of containers, in case the event stream has lost something
 LAG = 0.1  # seconds by which the engine's list of containers lags behind its events

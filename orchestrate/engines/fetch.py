@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from orchestrate.errors import EngineError
-from orchestrate.folder import DEEPEST, Folder
+from orchestrate.files.folder import DEEPEST, Folder
 from orchestrate.node.files import Facts
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -22,8 +22,8 @@ from docker.models.containers import Container
 from orchestrate.engines import helpers, labels
 from orchestrate.engines.daemon import ERRORS, Daemon
 from orchestrate.errors import EngineError
+from orchestrate.job.spec import JobSpec
 from orchestrate.node import guard as program
-from orchestrate.spec import JobSpec
 
 TAKES = 30  # seconds that a helper may take
 MEMORY, PROCESSES = 64 << 20, 8  # that it may use

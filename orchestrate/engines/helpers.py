@@ -14,8 +14,8 @@ from docker.types import LogConfig
 from orchestrate.engines import labels
 from orchestrate.engines.daemon import ERRORS, Daemon, reason
 from orchestrate.errors import EngineError
-from orchestrate.limits import FEWEST
-from orchestrate.spec import IMAGE
+from orchestrate.job.limits import FEWEST
+from orchestrate.job.spec import IMAGE
 
 
 def create(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrate.errors import UsageError
-from orchestrate.folder import regular
+from orchestrate.files.folder import regular
 
 NAME = ".dockerignore"
 LARGEST, MOST = 64 << 10, 1000  # bytes and patterns

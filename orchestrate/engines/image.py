@@ -8,18 +8,18 @@ from pathlib import Path
 import docker.errors
 from docker.utils import parse_repository_tag
 
-from orchestrate import users
-from orchestrate.cores import cores
+from orchestrate.console import clean, during, phase, say
 from orchestrate.engines import SWARMS, helpers, ignoring, mounts, probe, toolkit
 from orchestrate.engines.daemon import ERRORS, Daemon, reason
 from orchestrate.engines.volumes import volumes
 from orchestrate.errors import EngineError, ResourceError, UsageError
-from orchestrate.gpus import ANSWERS, DETAILS, LIST, Offer, fields, offer, read, trouble_of
-from orchestrate.paths import NODES, PACKAGE, code_folder
-from orchestrate.plan import Inventory
-from orchestrate.preload import may_use_torch, preload
-from orchestrate.spec import IMAGE, JobSpec
-from orchestrate.terminal import clean, during, phase, say
+from orchestrate.files.paths import NODES, PACKAGE, code_folder
+from orchestrate.job import users
+from orchestrate.job.cores import cores
+from orchestrate.job.gpus import ANSWERS, DETAILS, LIST, Offer, fields, offer, read, trouble_of
+from orchestrate.job.plan import Inventory
+from orchestrate.job.preload import may_use_torch, preload
+from orchestrate.job.spec import IMAGE, JobSpec
 
 NO_TOOLKIT = "the engine has no NVIDIA runtime"
 NO_GPU = "containers of the engine find no GPU"

@@ -14,7 +14,7 @@ from typing import Any
 from docker.models.containers import Container
 
 from orchestrate.engines import JobState
-from orchestrate.paths import NAME, is_text
+from orchestrate.files.paths import NAME, is_text
 
 JOB, RUN, OWNER = "orchestrate.job", "orchestrate.run", "orchestrate.owner"  # of nodes, networks, services, secrets
 ROLE = "orchestrate.role"  # of the containers of a service: master or trainer

@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from orchestrate import records
 from orchestrate.engines import messages
 from orchestrate.errors import EngineError, EngineLost, UsageError
+from orchestrate.files import records
+from orchestrate.job.outcomes import LOST, TERMINATED, Doing, WorkerExit
+from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.node.loop import LONGEST_GREETING
 from orchestrate.node.sealed import Seal
 from orchestrate.node.worker import FAILED_TO_START
-from orchestrate.outcomes import LOST, TERMINATED, Doing, WorkerExit
-from orchestrate.plan import Plan, WorkerPlan
 
 ANSWERS = 10.0  # seconds that a node may take to answer
 DYING = 5.0  # seconds that a node takes to die, at most

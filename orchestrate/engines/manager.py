@@ -19,9 +19,9 @@ from orchestrate.engines import JobState, helpers, labels
 from orchestrate.engines import services as parts
 from orchestrate.engines.daemon import Daemon, name_of
 from orchestrate.errors import EngineError, EngineLost, ResourceError
-from orchestrate.paths import PACKAGE
-from orchestrate.plan import Plan, counted
-from orchestrate.spec import JobSpec
+from orchestrate.files.paths import PACKAGE
+from orchestrate.job.plan import Plan, counted
+from orchestrate.job.spec import JobSpec
 
 PLACED = 1.0  # seconds within which a task is assigned to a host
 LAST = "2000"  # log lines to fetch of a lost task

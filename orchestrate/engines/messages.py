@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from orchestrate.forms import (
+from orchestrate.files.forms import (
     Check,
     Form,
     argument,

@@ -24,13 +24,13 @@ from orchestrate.engines.fetch import Fetch, reachable, same
 from orchestrate.engines.fetch import link as place_link
 from orchestrate.engines.links import Link
 from orchestrate.errors import EngineError
-from orchestrate.folder import DEEPEST, MOST, Folder
-from orchestrate.logs import MARK
+from orchestrate.files.folder import DEEPEST, MOST, Folder
+from orchestrate.job.logs import MARK
+from orchestrate.job.plan import counted
 from orchestrate.node.files import LOGS, Facts
 from orchestrate.node.protocol import shown
 from orchestrate.node.ranks import FENCE
 from orchestrate.node.trees import hidden
-from orchestrate.plan import counted
 
 OFTEN = 0.2  # seconds between two rounds
 OVERLAP = 256  # bytes at the end of a log by which it is found in the node's stdout

@@ -15,12 +15,12 @@ from typing import Any
 
 import yaml
 
-from orchestrate import records
 from orchestrate.engines.ignored import ignored
 from orchestrate.errors import EngineError, UsageError
-from orchestrate.mountinfo import is_kernels, kernels, paths
+from orchestrate.files import records
+from orchestrate.files.mountinfo import is_kernels, kernels, paths
+from orchestrate.files.paths import is_text
 from orchestrate.node.command import of_python
-from orchestrate.paths import is_text
 
 CODE, JOB = "/workspace", "/job"  # where nodes see the code, and the folder that they write to
 PATHS = ("source", "target")  # of a mount

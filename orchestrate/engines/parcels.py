@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from orchestrate import records
 from orchestrate.engines.ignored import kept
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.engines.mirror import OWN
 from orchestrate.engines.mounts import apart
 from orchestrate.errors import EngineError, EngineLost, ResourceError
-from orchestrate.folder import regular
-from orchestrate.mountinfo import paths
+from orchestrate.files import records
+from orchestrate.files.folder import regular
+from orchestrate.files.mountinfo import paths
 from orchestrate.node.files import LOGS, PIECE, digest
 from orchestrate.node.trees import data, hidden
 

@@ -7,13 +7,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from orchestrate import looked
-from orchestrate.engines import helpers, toolkit
+from orchestrate.console import during
+from orchestrate.engines import helpers, looked, toolkit
 from orchestrate.engines.daemon import Daemon
 from orchestrate.errors import ResourceError
-from orchestrate.gpus import Gpu
-from orchestrate.spec import IMAGE
-from orchestrate.terminal import during
+from orchestrate.job.gpus import Gpu
+from orchestrate.job.spec import IMAGE
 
 PYTHONS = (  # where images have it; conda's and those of environments are often not on PATH
     *("python", "python3", "/opt/conda/bin/python", "/opt/venv/bin/python", "/usr/local/bin/python3"),

@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrate import looked, private
-from orchestrate.cores import cores
-from orchestrate.engines import SWARMS, JobState, ignoring, never, sockets
+from orchestrate.console import during
+from orchestrate.engines import SWARMS, JobState, ignoring, looked, never, sockets
 from orchestrate.engines.links import Link, Linked
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, ResourceError
-from orchestrate.gpus import Offer, fields, look, offer, why_none
+from orchestrate.files import private
+from orchestrate.files.paths import NODE, PROJECT, code_folder
+from orchestrate.job.cores import cores
+from orchestrate.job.gpus import Offer, fields, look, offer, why_none
+from orchestrate.job.outcomes import LOST, WorkerExit
+from orchestrate.job.plan import Inventory, Plan, WorkerPlan
+from orchestrate.job.preload import may_use_torch, preload
+from orchestrate.job.spec import JobSpec, unencodable
 from orchestrate.node.warm import POSSIBLE
-from orchestrate.outcomes import LOST, WorkerExit
-from orchestrate.paths import NODE, PROJECT, code_folder
-from orchestrate.plan import Inventory, Plan, WorkerPlan
-from orchestrate.preload import may_use_torch, preload
-from orchestrate.spec import JobSpec, unencodable
-from orchestrate.terminal import during
 
 LIMITS = ("image", "user", "memory", "cpus", "shm_size", *SWARMS)  # keys of a job file that only containers support
 BIRTH = 10.0  # seconds within which a node of another orchestrator listens

@@ -11,10 +11,10 @@ from typing import Any
 
 from orchestrate.engines import labels
 from orchestrate.engines.volumes import WIPED, checked
-from orchestrate.limits import UNLIMITED, in_bytes
-from orchestrate.paths import PACKAGE
-from orchestrate.plan import Plan
-from orchestrate.spec import JobSpec
+from orchestrate.files.paths import PACKAGE
+from orchestrate.job.limits import UNLIMITED, in_bytes
+from orchestrate.job.plan import Plan
+from orchestrate.job.spec import JobSpec
 
 PROGRAM = "/run/orchestrate"  # where a node's program is unpacked
 CODE, JOB, SHARED = "/var/tmp/code", "/var/tmp/job", "/shared"  # /var/tmp exists in every image, for every user

@@ -20,7 +20,7 @@ from pathlib import Path
 from orchestrate.engines import never
 from orchestrate.engines.links import ANSWERS, Link
 from orchestrate.errors import EngineError
-from orchestrate.folder import remove, renew
+from orchestrate.files.folder import remove, renew
 from orchestrate.node.trees import FOLDER, clear
 
 

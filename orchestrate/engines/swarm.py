@@ -24,13 +24,13 @@ from orchestrate.engines.mirror import Mirror, rescued
 from orchestrate.engines.parcels import code_files, give, mine, packed, visited
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, UsageError
+from orchestrate.files.paths import code_folder, log
+from orchestrate.job.outcomes import LOST, WorkerExit
+from orchestrate.job.plan import Inventory, Plan, WorkerPlan, counted
+from orchestrate.job.preload import preload
+from orchestrate.job.spec import IMAGE, JobSpec
 from orchestrate.node.lease import ASKS, LEASE
 from orchestrate.node.loop import STUCK
-from orchestrate.outcomes import LOST, WorkerExit
-from orchestrate.paths import code_folder, log
-from orchestrate.plan import Inventory, Plan, WorkerPlan, counted
-from orchestrate.preload import preload
-from orchestrate.spec import IMAGE, JobSpec
 
 LOOK = 2.0  # seconds between two lists of Swarm's tasks and hosts
 SILENT = 6.0  # seconds without a message after which a node counts as not answering

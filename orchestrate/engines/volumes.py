@@ -12,7 +12,7 @@ import docker.errors
 from orchestrate.engines.daemon import Daemon
 from orchestrate.engines.mounts import CODE, JOB
 from orchestrate.errors import ResourceError
-from orchestrate.paths import is_text
+from orchestrate.files.paths import is_text
 
 MOUNTED = (CODE, JOB, "/opt/orchestrate", "/run/orchestrate", "/tmp")  # a mount of ours replaces the image's volume
 WIPED = ("/tmp", "/dev/shm", "/dev/mqueue")  # emptied between two jobs on a cluster, like the volumes

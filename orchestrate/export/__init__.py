@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 
 from orchestrate.errors import UsageError
-from orchestrate.limits import UNLIMITED
-from orchestrate.redact import secret_names
-from orchestrate.spec import IMAGE, JobSpec
+from orchestrate.job.limits import UNLIMITED
+from orchestrate.job.redact import secret_names
+from orchestrate.job.spec import IMAGE, JobSpec
 
 MASTER_PORT = 29500  # torch's default
 PLAIN = re.compile(r"-{0,2}[A-Za-z/]|\d+[KMG]i$")  # how text begins that may do without quotes; or a size

@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
-from orchestrate import owners, users
 from orchestrate.engines.mounts import CODE, literal, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, check_folders, document, quoted, shape
-from orchestrate.limits import limits
-from orchestrate.paths import JOB, PACKAGE, PROJECT, code_folder, is_text
-from orchestrate.spec import JobSpec
+from orchestrate.files.paths import JOB, PACKAGE, PROJECT, code_folder, is_text
+from orchestrate.job import owners, users
+from orchestrate.job.limits import limits
+from orchestrate.job.spec import JobSpec
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 DROPPED = ("profiles", "build")

@@ -7,11 +7,11 @@ import math
 import re
 from typing import Any
 
-from orchestrate import users
 from orchestrate.engines.services import boot, program
 from orchestrate.errors import UsageError
 from orchestrate.export import MASTER_PORT, Shape, carries_node, document, shape
-from orchestrate.spec import JobSpec
+from orchestrate.job import users
+from orchestrate.job.spec import JobSpec
 
 VERSIONS = {  # against which the tests hold what is written here
     "job": "Kubernetes 1.28 and later",

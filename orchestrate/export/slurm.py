@@ -10,10 +10,10 @@ from pathlib import Path
 
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, check_folders, quoted, shape
-from orchestrate.limits import in_bytes
-from orchestrate.paths import NODE, PACKAGE, code_folder, is_text
-from orchestrate.plan import counted
-from orchestrate.spec import JobSpec
+from orchestrate.files.paths import NODE, PACKAGE, code_folder, is_text
+from orchestrate.job.limits import in_bytes
+from orchestrate.job.plan import counted
+from orchestrate.job.spec import JobSpec
 
 WARNED = 30  # seconds, besides the grace period, in which workers hear of the end of the allocation
 NEVER = "2|64|78|126|127"  # exit codes that another start does not change; see docs/restarts.md

@@ -1,0 +1,156 @@
+"""doctor(): what keeps jobs from running on the engine that is here, and on the hosts of its Swarm."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import socket
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding, gpus, local
+from orchestrate.engines import toolkit
+from orchestrate.engines.daemon import Daemon
+from orchestrate.engines.guard import wanted
+from orchestrate.engines.image import has_image
+from orchestrate.engines.manager import Thing, ready
+from orchestrate.engines.manager import gpus as offered
+from orchestrate.engines.parcels import give
+from orchestrate.engines.swarm import SwarmEngine
+from orchestrate.errors import EngineError, OrchestrateError
+from orchestrate.files import records
+from orchestrate.files.paths import JobPaths
+from orchestrate.job import users
+from orchestrate.job.gpus import look
+from orchestrate.job.plan import counted, plan
+from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.job.store import new_id
+from orchestrate.node.files import PIECE, digest
+
+OLDEST = (20, 10)  # the engine that knows all that we ask for: capabilities of services
+SKEW = 1.0  # seconds that hosts' clocks may differ, for logs to be read side by side
+CONNECTS = 2.0  # seconds for a port to answer
+SWARM_PORTS = (2377, 7946)  # TCP: of managers, of every host
+
+
+def doctor(spec: JobSpec) -> Iterator[Finding]:
+    """Look at the Docker Engine, and at the Swarm that it manages, if it does."""
+    try:
+        daemon = Daemon()
+    except OrchestrateError as error:
+        yield Finding(BAD, str(error), error.hint, error.exit_code)
+        yield from local()
+        return
+    info = daemon.info
+    yield Finding(GOOD, f"Docker Engine {info['ServerVersion']} at {daemon.host}, with Compose")
+    yield from _gpus(info)
+    yield (
+        Finding(GOOD, f"it has the image {spec.image}")
+        if has_image(daemon, spec, prepare=False)
+        else Finding(WARNING, f"it has no image {spec.image}", "the first run builds or pulls it")
+    )
+    if spec.image != IMAGE and wanted(spec) and not has_image(daemon, JobSpec(), prepare=False):
+        what = f"it has no image {IMAGE}, which keeps nodes from this machine's ports"
+        yield Finding(WARNING, what, "docker compose build")
+    if info.get("Swarm", {}).get("LocalNodeState") != "active":
+        yield Finding(GOOD, "it is in no Swarm")
+        return
+    try:
+        engine = SwarmEngine()
+    except OrchestrateError as error:
+        yield Finding(WARNING, str(error), error.hint)
+        return
+    yield from _swarm(engine, spec)
+
+
+def _gpus(info: dict[str, Any]) -> Iterator[Finding]:
+    """How containers get GPUs, and those of this machine."""
+    found, way = look(), toolkit.way(info)
+    hint = "install NVIDIA's container toolkit, then nvidia-ctk runtime configure --runtime=docker" if found else ""
+    yield {
+        "runtime": Finding(GOOD, "it has the NVIDIA runtime"),
+        "cdi": Finding(GOOD, f"GPUs are available to containers as CDI devices ({toolkit.CDI})"),
+        "": Finding(WARNING if found else GOOD, "it has no NVIDIA runtime: jobs train on the CPU", hint),
+    }[way]
+    yield from gpus(found)
+
+
+def _swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
+    hosts = sorted(engine.swarm.hosts().values(), key=lambda host: str(host["Description"]["Hostname"]))
+    versions = {str(host["Description"]["Engine"]["EngineVersion"]) for host in hosts}
+    if len(versions) > 1:
+        yield Finding(WARNING, f"the hosts' engines differ: {', '.join(sorted(versions))}", "update the older ones")
+    for host in hosts:
+        yield from _host(host)
+    try:
+        yield from _probe(engine, spec, {str(host["Description"]["Hostname"]) for host in hosts if ready(host)})
+    except OrchestrateError as error:
+        yield Finding(BAD, str(error), error.hint)
+
+
+def _host(host: Thing) -> Iterator[Finding]:
+    """What the manager knows of a host, and whether its ports answer."""
+    name, address = host["Description"]["Hostname"], host["Status"]["Addr"]
+    version = host["Description"]["Engine"]["EngineVersion"]
+    if not ready(host):
+        state = f"{host['Status']['State']}, {host['Spec']['Availability']}"
+        yield Finding(WARNING, f"{name} ({address}) takes no nodes: {state}", f"docker node inspect {name}")
+        return
+    yield Finding(GOOD, f"{name} ({address}): engine {version}, {counted(offered(host), 'GPU')} offered")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
+        yield Finding(
+            BAD, f"{name}: engine {version} is older than {'.'.join(map(str, OLDEST))}", "update Docker there"
+        )
+    for port in SWARM_PORTS if host.get("ManagerStatus") else SWARM_PORTS[1:]:
+        try:
+            socket.create_connection((address, port), CONNECTS).close()
+        except OSError:
+            yield Finding(BAD, f"{name}: {address} does not answer at {port}/tcp", "open it between the hosts")
+
+
+def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Finding]:
+    """Have a node on each host, and talk to it; raises EngineError where that cannot be: no image, no overlay, say."""
+    asked = JobSpec(name="doctor", trainers=len(hosts) - 1, gpus="none", image=spec.image, warm=False, grace=1.0)
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "data").open("w+b") as data:
+        with tarfile.open(fileobj=data, mode="w") as archive:  # it travels in packets as large as can be
+            entry = tarfile.TarInfo("data")
+            entry.size = PIECE
+            archive.addfile(entry, io.BytesIO(os.urandom(PIECE)))
+        data.flush()
+        paths = JobPaths(Path(folder, new_id(asked)))
+        paths.create(owner=users.nodes_of(asked))
+        run = paths.shared
+        inventory = replace(engine.inventory(asked, run, prepare=False), code=str(run))
+        try:
+            engine.up(asked, plan(asked, inventory, paths.root.name, 29500), run)
+            for host, name in sorted((engine.host(name), name) for name in engine.nodes):
+                yield from _ask(engine, name, host, data)
+            for host in sorted(hosts - {engine.host(name) for name in engine.nodes}):
+                yield Finding(WARNING, f"{host}: Swarm put no node there, so it was not tried", "run it again")
+        finally:
+            engine.down(1)
+            records.forget(paths.root)
+
+
+def _ask(engine: SwarmEngine, node: str, host: str, data: BinaryIO) -> Iterator[Finding]:
+    if not (link := engine.reach(node)):
+        yield Finding(BAD, f"{host}: a node there does not answer", "open 4789/udp and 7946/udp between the hosts")
+        return
+    try:
+        before = time.time()
+        skew = link.converse("status")["time"] - (before + time.time()) / 2
+        if abs(skew) > SKEW:
+            yield Finding(WARNING, f"{host}: its clock differs by {skew:+.1f} s", "set up NTP (chrony, timesyncd)")
+        give(link, "/var/tmp/doctor", data, digest(data))
+        yield Finding(GOOD, f"{host}: it has the image, and a node there answers over an overlay network")
+    except (OSError, EngineError):
+        hint = "the overlay's packets are too large for the link between the hosts: see docs/swarm.md, Network"
+        yield Finding(BAD, f"{host}: small packets arrive, and large ones do not", hint)
+    finally:
+        link.close()

@@ -1,0 +1,52 @@
+"""What `doctor` reports, and what local processes need, which is looked at without Docker's SDK."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from orchestrate.engines import looked
+from orchestrate.errors import ResourceError
+from orchestrate.job.gpus import Gpu, look, why_none
+from orchestrate.job.limits import in_words
+
+GOOD, WARNING, BAD = "ok", "warning", "error"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    state: str  # ok, warning or error
+    what: str
+    hint: str = ""
+    code: int = ResourceError.exit_code  # of the command, if this is an error
+
+
+def local() -> Iterator[Finding]:
+    """Whether local processes find torch, and the GPUs of this machine."""
+    try:
+        yield Finding(GOOD, f"local processes: torch {metadata.version('torch')} in {sys.executable}")
+    except metadata.PackageNotFoundError:
+        hint = f"{sys.executable} -m pip install torch"
+        yield Finding(WARNING, f"local processes: torch is not installed in {sys.executable}", hint)
+    found = look()
+    yield from gpus(found)
+    if found and (why := looked.useless(found)):
+        hint = "install a build of torch for this driver: nvidia-smi shows the newest CUDA version that it supports"
+        yield Finding(WARNING, f"local processes cannot use the GPUs: {why}", hint)
+
+
+def gpus(found: Sequence[Gpu]) -> Iterator[Finding]:
+    """The GPUs of this machine, and their driver."""
+    if not found:
+        why = why_none()
+        yield Finding(WARNING if why.startswith("nvidia-smi") else GOOD, why)
+    for gpu in found:
+        memory = f", {in_words(gpu.total)}" if gpu.total else ""
+        yield Finding(GOOD, f"{gpu}: {gpu.name}{memory}{gpu.driver and f', driver {gpu.driver}'}")
+    if any(not gpu.persistent and not gpu.display for gpu in found):
+        what = "persistence mode is off: each job waits seconds for the driver to load"
+        yield Finding(WARNING, what, "sudo nvidia-smi -pm 1, or enable the service nvidia-persistenced")

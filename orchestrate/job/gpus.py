@@ -1,0 +1,215 @@
+"""The GPUs of a machine, by `nvidia-smi`: which of them a job can use, and why there are none."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from orchestrate.job.cores import PCI, near
+
+BUSY = 0.05  # share of its memory from which a GPU counts as in use: the driver alone takes less
+DESKTOP = 2 << 30  # bytes that a desktop on the same GPU may take besides; a container does not see its processes
+MOST = 1024  # GPUs that are read from a listing, which a container may have written
+LIST, DETAILS = ("nvidia-smi", "-L"), ("nvidia-smi", "-q", "-x")  # only the first has the UUIDs of MIG instances
+ANSWERS = 60.0  # seconds for each; without persistence mode, each loads the driver
+VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}  # vendor ids of PCI
+DISPLAY = ("0x03", "0x12")  # classes of PCI: display controllers, processing accelerators
+LINE = re.compile(
+    r"^(?:GPU (\d{1,4}): ([^\n]{0,100}?)|[ \t]+MIG [^\n]{0,100}?) ?\(UUID: ((?:GPU|MIG)-[\w/-]{1,90})\)", re.M
+)
+TROUBLE = re.compile(r"(Failed to initialize NVML: |NVIDIA-SMI has failed |Unable to determine )[^\n]{0,200}")
+HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES without any GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU, or a MIG instance of one; facts that `nvidia-smi` does not report are empty or 0."""
+
+    id: str  # UUID, as CUDA_VISIBLE_DEVICES takes it
+    index: int  # number of the GPU on its machine; MIG instances have that of their GPU
+    name: str = ""
+    bus: str = ""  # PCI address, such as 00000000:07:00.0
+    used: int = 0  # bytes
+    total: int = 0  # bytes
+    display: bool = False  # whether it draws a desktop
+    persistent: bool = True  # whether the driver stays loaded while no program uses the GPU
+    driver: str = ""  # its version
+
+    @property
+    def busy(self) -> bool:
+        """Whether other programs use it."""
+        return self.used > BUSY * self.total + DESKTOP * self.display
+
+    def __str__(self) -> str:
+        share = f", {100 * self.used / self.total:.0f} % of its memory in use" if self.total and self.busy else ""
+        return f"{self.id}{share}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a job can have."""
+
+    gpus: tuple[Gpu, ...] = ()  # in the order in which workers get them
+    why: str = ""  # why there are none
+    note: str = ""  # what to know about those that are in use
+
+
+def fields(offer: Offer, pin: bool) -> dict[str, Any]:
+    """An offer as the fields of an `Inventory`; `pin`: with the cores near each GPU."""
+    return {
+        "gpus": tuple(gpu.id for gpu in offer.gpus),
+        "no_gpus": offer.why,
+        "gpu_note": offer.note,
+        "gpu_cores": tuple(near(gpu.bus) for gpu in offer.gpus) if pin else (),
+    }
+
+
+def look() -> tuple[Gpu, ...]:
+    """The GPUs that `nvidia-smi` lists on this machine; none if it is not installed or fails."""
+    listing = _output(LIST)
+    return read(listing, _output(DETAILS)) if LINE.search(listing) else ()
+
+
+def read(listing: str, details: str) -> tuple[Gpu, ...]:
+    """The GPUs in the output of `LIST` and `DETAILS`; MIG instances take the place of their GPU.
+
+    Both may come from a container, which can have written anything: details that are not as expected are left out.
+    """
+    elements, driver = _elements(details)
+    found: dict[str, list[Gpu]] = {}  # by UUID, each GPU, followed by its instances
+    whole, element = Gpu(id="", index=0), ElementTree.Element("gpu")
+    for number, name, unit in islice(LINE.findall(listing), MOST):
+        if unit.startswith("GPU-"):
+            element = elements.get(unit, ElementTree.Element("gpu"))
+            whole = _with_memory(_whole(unit, int(number), name, element, driver), element)
+            found.setdefault(unit, [whole])
+        elif whole.id and unit not in {gpu.id for gpu in found[whole.id]}:
+            place, parts = len(found[whole.id]) - 1, element.findall("mig_devices/mig_device")
+            part = parts[place] if place < len(parts) else ElementTree.Element("mig_device")
+            found[whole.id].append(_with_memory(replace(whole, id=unit), part))
+    for unit, gpus in found.items():  # in MIG mode, a GPU can be used by its instances only
+        mode = elements[unit].findtext("mig_mode/current_mig") if unit in elements else ""
+        found[unit] = gpus[1:] if mode == "Enabled" else gpus[1:] or gpus
+    return tuple(gpu for gpus in found.values() for gpu in gpus)
+
+
+def _whole(unit: str, number: int, name: str, element: ElementTree.Element, driver: str) -> Gpu:
+    bus = element.get("id", "")
+    return Gpu(
+        id=unit,
+        index=number,
+        name=re.sub(r"[^\w .()-]", "", name)[:60].strip(),
+        bus=bus if re.fullmatch(r"[0-9A-Fa-f:.]{1,20}", bus) else "",
+        persistent=element.findtext("persistence_mode") != "Disabled",
+        display="Enabled" in (element.findtext("display_active"), element.findtext("display_mode")),
+        driver=driver,
+    )
+
+
+def offer(found: tuple[Gpu, ...], asked: str | int, environ: Mapping[str, str] = os.environ) -> Offer:
+    """Which GPUs a job can have: `asked` is `auto`, `all` or a number.
+
+    A caller's CUDA_VISIBLE_DEVICES is respected. `auto` leaves out GPUs that other programs use; a number takes them
+    last.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    seen = found if visible is None else tuple(_visible(found, visible))
+    if found and not seen:
+        return Offer(why=f"CUDA_VISIBLE_DEVICES={visible} matches none of the {_counted(found)}")
+    free, busy = [gpu for gpu in seen if not gpu.busy], [gpu for gpu in seen if gpu.busy]
+    if asked == "auto":
+        left = f"{_counted(busy)} in use by other programs" if busy else ""
+        why = f"{left}: --gpus all takes {'it' if len(busy) == 1 else 'them'}" if busy and not free else ""
+        return Offer(gpus=tuple(free), why=why, note=f"{left}, left out" if free and busy else "")
+    gpus = tuple(free + busy)[:asked] if isinstance(asked, int) and asked <= len(seen) else seen
+    return Offer(gpus=gpus, note="; ".join(str(gpu) for gpu in gpus if gpu.busy))
+
+
+def why_none() -> str:
+    """Why `look` finds no GPU on this machine."""
+    if trouble := TROUBLE.search(_output(LIST)):
+        return trouble_of(trouble[0])
+    vendors = {vendor for vendor in map(_vendor, PCI.glob("*")) if vendor}
+    if "NVIDIA" in vendors:
+        return "nvidia-smi does not list the NVIDIA GPU of this machine: install NVIDIA's driver"
+    others = " and ".join(sorted(vendors))
+    return f"this machine has no NVIDIA GPU{others and f' ({others} GPUs are not supported)'}"
+
+
+def trouble_of(output: str) -> str:
+    """What `nvidia-smi` complains about in its output, with the way out; empty if it does not."""
+    found = TROUBLE.search(output)
+    if not found:
+        return ""
+    text = re.sub(r"[^ -~]", "", found[0]).strip().rstrip(".")
+    mismatch = "version mismatch" in text  # the kernel module is older than the libraries, after an update
+    return f"nvidia-smi: {text}{' (restart the machine to load the new driver)' if mismatch else ''}"
+
+
+def _output(command: tuple[str, ...]) -> str:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWERS)
+    except subprocess.TimeoutExpired:
+        return f"NVIDIA-SMI has failed to answer within {ANSWERS:g} s"
+    except OSError:
+        return ""
+    return (done.stdout + done.stderr).decode(errors="replace")
+
+
+def _elements(details: str) -> tuple[dict[str, ElementTree.Element], str]:
+    """The elements of GPUs by UUID, and the driver's version."""
+    text = details[details.find("<nvidia_smi_log") :]  # without the document type, which could define entities
+    try:
+        root = ElementTree.fromstring(text[: text.rfind(">") + 1] or "<nothing/>")
+    except ElementTree.ParseError:
+        return {}, ""
+    driver = root.findtext("driver_version", "")
+    named = {gpu.findtext("uuid", ""): gpu for gpu in root.findall("gpu")}
+    return named, driver if re.fullmatch(r"[\d.]{1,20}", driver) else ""
+
+
+def _with_memory(gpu: Gpu, element: ElementTree.Element) -> Gpu:
+    used, total = (_bytes(element, f"fb_memory_usage/{name}") for name in ("used", "total"))
+    return replace(gpu, used=used, total=total)
+
+
+def _bytes(element: ElementTree.Element, path: str) -> int:
+    """An amount of memory; 0 where it is `N/A`."""
+    match = re.fullmatch(r"\s*(\d{1,9}) MiB\s*", element.findtext(path, ""))
+    return int(match[1]) << 20 if match else 0
+
+
+def _visible(found: tuple[Gpu, ...], names: str) -> Iterator[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names by number, UUID or the beginning of one; as in CUDA, up to a wrong one.
+
+    Numbers are those of `nvidia-smi`, whose order is CUDA's own among GPUs of one model.
+    """
+    taken: set[str] = set()
+    for name in names.split(",") if names.strip() not in HIDDEN else ():
+        word = name.strip()
+        units = [gpu for gpu in found if (str(gpu.index) == word if word.isdecimal() else gpu.id.startswith(word))]
+        if not word or not units or taken & {gpu.id for gpu in units}:
+            return
+        taken |= {gpu.id for gpu in units}
+        yield from units
+
+
+def _vendor(device: Path) -> str:
+    """Whose GPU a device of PCI is; empty if it is none."""
+    try:
+        display = (device / "class").read_text().startswith(DISPLAY)
+        return VENDORS.get((device / "vendor").read_text().strip(), "") if display else ""
+    except OSError:
+        return ""
+
+
+def _counted(gpus: Iterable[Gpu]) -> str:
+    number = len(list(gpus))
+    return f"{number} GPU{'s' if number > 1 else ''}"

@@ -1,0 +1,157 @@
+"""The files of a job: made, read again, brought home from a cluster, removed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+from orchestrate.errors import OrchestrateError, UsageError
+from orchestrate.files import folder, records
+from orchestrate.files.folder import content
+from orchestrate.files.paths import JOB, JobPaths
+from orchestrate.files.records import Record
+from orchestrate.job import owners, report, strict_yaml, users
+from orchestrate.job.plan import Plan, read_plan
+from orchestrate.job.redact import redacted, secret_names
+from orchestrate.job.spec import APP, JobSpec, layer, resolve
+from orchestrate.node.trees import clear
+
+
+def new_id(spec: JobSpec) -> str:
+    """A job id such as `mnist-4f2a`: its name, and four random characters."""
+    return f"{slug(spec)}-{secrets.token_hex(2)}"
+
+
+def slug(spec: JobSpec) -> str:
+    """The name of a job, as Docker, DNS and file systems take it."""
+    scripts = [word for word in spec.command[:2] if word.endswith((".py", ".sh"))]
+    module = spec.command[0] == "-m"
+    name = spec.name or (spec.command[1] if module else Path(scripts[0] if scripts else spec.command[0]).stem)
+    name = "digits" if not spec.name and spec.command == APP else name
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:32].strip("-") or "job"
+
+
+def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
+    """Write down what the job, or cluster, is, or nothing at all; raises UsageError where that is not possible."""
+    cluster = plan.inventory.cluster
+    owner = users.nodes_of(spec) if plan.engine != "process" else None
+    theirs = os.path.lexists(paths.root)  # by another job
+    hidden = {name: spec.env[name] for name in secret_names(spec.env, spec.secrets)}
+    try:
+        owners.make(paths.root.parent)
+        if cluster == plan.job_id:
+            paths.create_cluster(owner, hidden)
+        else:
+            paths.create(cluster, owner, hidden)
+        records.write(paths.spec, dataclasses.replace(spec, env=redacted(spec.env, spec.secrets)).to_yaml())
+        keep(paths, plan)
+    except BaseException as error:  # Ctrl-C, too
+        for path in () if theirs else (paths.folder.path, paths.root):  # on a cluster, the former is not in the latter
+            with contextlib.suppress(OSError):
+                folder.remove(path)
+        if not theirs:
+            records.forget(paths.root)
+        if not isinstance(error, OSError):
+            raise
+        raise UsageError(f"cannot write to {paths.root}: {error.strerror}", "--runs names another folder") from None
+
+
+def on_cluster(runs: Path, cluster: str) -> list[JobPaths]:
+    """The jobs whose files are among those of a cluster."""
+    found = [JobPaths(link.parent) for link in sorted(runs.glob(f"*/{JOB}"))]
+    return [paths for paths in found if paths.cluster == cluster]
+
+
+def bring_home(paths: JobPaths) -> None:
+    """Have the files of a job, which are among its cluster's, in the place of the link to them.
+
+    They are moved first, to where no node can reach, and looked at then: a node may have put something else there.
+    Raises OSError.
+    """
+    cluster, there = paths.cluster, paths.folder.path
+    if not cluster:
+        return
+    if why := owners.foreign(paths.root):
+        raise OSError(errno.EPERM, f"{paths.root} is not a run directory of yours: {why}")
+    if not records.find(paths.root):
+        raise OSError(errno.EPERM, f"{paths.root} has no record: {records.FOREIGN}")
+    paths.shared.unlink()
+    try:
+        there.rename(paths.shared)
+    except FileNotFoundError:  # the nodes have moved it away
+        paths.shared.mkdir()
+        raise
+    finally:
+        others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
+        clear(str(there.parent), keep=others)  # what the job has put beside its folder
+        folder.renew(there.parent, 0o755)
+    if paths.shared.is_symlink() or not paths.shared.is_dir():
+        paths.shared.unlink()
+        raise OSError(errno.ENOTDIR, "the nodes have put something else in the place of the job's folder")
+
+
+def remove(paths: JobPaths) -> None:
+    """Remove a job's files, and its record; raises OrchestrateError where that cannot be."""
+    try:
+        folder.remove(paths.root)
+    except OSError as error:
+        raise OrchestrateError(f"{paths.root} cannot be removed: {error}", "see who owns what is in it") from None
+    records.forget(paths.root)
+
+
+def keep(paths: JobPaths, plan: Plan) -> None:
+    """Write down the plan of the newest generation."""
+    records.write(paths.plan, plan.to_json() + "\n")
+
+
+def load(paths: JobPaths) -> tuple[JobSpec, Plan]:
+    """Spec and newest plan of a job, or cluster, of this account; raises UsageError where its files do not say so."""
+    return _read(paths, None if owners.foreign(paths.root) else records.need(paths.root))
+
+
+def look(paths: JobPaths) -> tuple[JobSpec, Plan]:
+    """As `load`, to be shown alone: what has ended can come from anywhere, such as results that were copied."""
+    return load(paths) if records.find(paths.root) or not ended(paths) else _read(paths, None)
+
+
+def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
+    """Spec and newest plan by the files of a run directory, with the values of secrets, which they do not have."""
+    try:
+        if why := owners.foreign(paths.root):
+            raise ValueError(why)
+        hidden = record.secrets if record else {}
+        texts = {paths.spec: strict_yaml.read(paths.spec), paths.plan: content(paths.plan)}
+        spec = resolve(layer(texts[paths.spec], paths.spec), {f"env.{name}": value for name, value in hidden.items()})
+        plan = read_plan(texts[paths.plan], spec.env)
+        if plan.job_id != paths.root.name:
+            raise ValueError(f"its plan is that of {plan.job_id!r}")
+        if not os.path.lexists(paths.nodes if plan.inventory.cluster == plan.job_id else paths.shared):
+            raise ValueError("an older version of orchestrate has made it")
+        linked = paths.cluster and paths.cluster == plan.inventory.cluster
+        for path in (paths.nodes, paths.sockets, *([] if linked else [paths.shared])):  # which nodes mount
+            if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):
+                raise ValueError(f"{path.name} is not a folder")
+        for path, text in texts.items():
+            if record and not records.written(record, path.name, text):
+                raise ValueError(f"{path.name} was changed")
+        return spec, plan
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UsageError(f"{paths.root} holds no job that can go on: {error}", "start it again") from None
+
+
+def ended(paths: JobPaths) -> dict[str, Any] | None:
+    """The report of a job that has ended; for a job of this account, it is the one that was written at its end."""
+    try:
+        data = json.loads(text := content(paths.report))
+    except (OSError, ValueError, RecursionError):
+        return None
+    record = records.find(paths.root)
+    return data if report.readable(data) and (not record or records.written(record, paths.report.name, text)) else None

@@ -1,0 +1,82 @@
+"""The user that nodes run as: you; if you are root, a user without an account on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import pwd
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from orchestrate.errors import UsageError
+from orchestrate.job.spec import JobSpec
+
+NO_ID = (1 << 32) - 1  # means "unchanged" to chown(2)
+FREE = range(61000, 61184)  # ids that neither useradd nor systemd assigns: https://systemd.io/UIDS-GIDS
+
+
+def nodes_of(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """The user and group ids that nodes run as; None for those of the caller.
+
+    For root it is the user who called sudo, otherwise one without an account: nodes of root could leave set-user-ID
+    programs, and any account could read the environment of nodes that run as it, and signal them.
+    Raises UsageError if a caller other than root asks for another user.
+    """
+    if chosen := asked(spec):
+        if os.geteuid() not in (0, chosen[0]):
+            raise UsageError(f"user is {spec.user}, and you are not root", "leave it out: nodes run as you")
+        return chosen
+    if os.geteuid():
+        return None
+    return sudo(environ) or without_account()
+
+
+def asked(spec: JobSpec) -> tuple[int, int] | None:
+    """The user and group ids that the job file asks for, if it does."""
+    if spec.user == "auto":
+        return None
+    user, _, group = ("0:0" if spec.user == "root" else spec.user).partition(":")
+    return int(user), int(group or user)
+
+
+def sudo(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """The user and group ids of the user who called sudo; None for root itself."""
+    ids = environ.get("SUDO_UID", ""), environ.get("SUDO_GID", "")
+    if all(re.fullmatch("[1-9][0-9]{0,9}", number) and int(number) < NO_ID for number in ids):
+        return int(ids[0]), int(ids[1])
+    return None
+
+
+def without_account() -> tuple[int, int]:
+    """A user and a group id that no account of this machine has; raises UsageError if there is none left."""
+    for number in FREE:
+        if not account(number) and not _group(number):
+            return number, number
+    raise UsageError(
+        f"all user ids from {FREE[0]} to {FREE[-1]} have an account", "--set user=UID:GID selects the user of the nodes"
+    )
+
+
+def account(user: int) -> str:
+    """The name of a user id's account; empty if it has none."""
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(user).pw_name
+    return ""
+
+
+def _group(group: int) -> str:
+    """The name of a group id; empty if it has none."""
+    with contextlib.suppress(KeyError):
+        return grp.getgrgid(group).gr_name
+    return ""
+
+
+def can_read(path: Path, user: int, group: int) -> bool:
+    """Whether a file can be read, or a folder entered, by its mode alone."""
+    status = path.stat()
+    shift = 6 if status.st_uid == user else 3 if status.st_gid == group else 0
+    wanted = 5 if stat.S_ISDIR(status.st_mode) else 4
+    return user == 0 or (status.st_mode >> shift) & wanted == wanted

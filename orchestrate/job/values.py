@@ -1,0 +1,220 @@
+"""What the values of a job file may be: functions that read one, or raise ValueError that says what it may be. Pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from orchestrate.job.limits import UNLIMITED, in_bytes
+from orchestrate.job.outcomes import ACTIONS, CAUSES, CONDITIONS
+from orchestrate.job.patterns import flaw
+from orchestrate.job.strict_yaml import shown
+from orchestrate.node.ranks import CONTRACT
+
+MOST_TRAINERS = 1000  # a Linux bridge takes 1023 ports
+MOST_WORKERS = 1024  # of a node
+MOST_BYTES = (1 << 63) - 1  # of memory; what the engine can count
+LEAST_MEMORY = 64 << 20  # bytes of a node; less does not start Python, and is a unit that was left out, such as 4
+MOST_RULES, LONGEST_PATTERN = 100, 1000
+MOST_CONSTRAINTS, LONGEST_CONSTRAINT = 100, 500
+
+_WHOLE = r"-?(0|[1-9][0-9]{0,17})"  # Python takes minutes for a million digits
+VISIBLE = r"[^\s\x00-\x1f\x7f-\x9f]"  # neither white space nor a control character
+_DAY = 86400
+VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+
+
+def integer(low: int, high: int) -> Callable[[Any], int]:
+    """A whole number in this range."""
+
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not re.fullmatch(_WHOLE, str(value)) or not low <= int(value) <= high:
+            raise ValueError(f"a whole number from {low} to {high}")
+        return int(value)
+
+    return parse
+
+
+def choice(*names: str) -> Callable[[Any], str]:
+    """One of these words."""
+
+    def parse(value: Any) -> str:
+        if value not in names:
+            raise ValueError(f"one of {', '.join(names)}")
+        return str(value)
+
+    return parse
+
+
+def text(pattern: str, meaning: str) -> Callable[[Any], str]:
+    """Text, or a number as text, of a form that `meaning` says in words."""
+
+    def parse(value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not re.fullmatch(pattern, str(value)):
+            raise ValueError(meaning)
+        return str(value)
+
+    return parse
+
+
+def command(value: Any) -> tuple[str, ...]:
+    """The words of a command line."""
+    meaning = "a script or -m MODULE, with arguments; one string, or a list of strings"
+    try:
+        words = shlex.split(value) if isinstance(value, str) else value
+    except ValueError as error:  # a quotation without an end
+        raise ValueError(f"{meaning} ({error})") from None
+    if not isinstance(words, (list, tuple)) or not words or not all(isinstance(w, (str, int, float)) for w in words):
+        raise ValueError(meaning)
+    return tuple(str(word) for word in words)
+
+
+def gpus(value: Any) -> str | int:
+    """Which GPUs."""
+    if value in ("auto", "all", "none"):
+        return str(value)
+    try:
+        return integer(1, 1024)(value)
+    except ValueError:
+        raise ValueError("auto, all, none or a whole number from 1") from None
+
+
+def duration(longest: str, most: float) -> Callable[[Any], float]:
+    """A duration of at most `most` seconds; `longest` says the same in words."""
+
+    def parse(value: Any) -> float:
+        match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,30})?)\s*([smhd]?)", str(value).strip())
+        seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": _DAY}[match[2]] if match else 0.0
+        if isinstance(value, bool) or not 0.001 <= seconds <= most:
+            raise ValueError(f"a duration such as 90s, 30m, 2h or 1d, from 1 ms to {longest}")
+        return seconds
+
+    return parse
+
+
+def env(value: Any) -> dict[str, str]:
+    """The names and values; an error names no value, which may be a secret."""
+    if not isinstance(value, Mapping):
+        raise ValueError("a mapping of names to values")
+    for name, content in value.items():
+        if not re.fullmatch(VARIABLE, str(name)):
+            raise ValueError(f"a mapping of names to values; {shown(name)} is not a name")
+        if not isinstance(content, (str, int, float)):
+            raise ValueError(f"a mapping of names to values; {name} has no text or number as its value")
+        if name in CONTRACT:
+            raise ValueError(f"a mapping without {name}, which the orchestrator sets in every worker")
+    return {str(name): str(content) for name, content in value.items()}
+
+
+def rules(value: Any) -> list[dict[str, Any]]:
+    """What failures mean."""
+    some = f"a list of at most {MOST_RULES} mappings"
+    meaning = f"{some} with an action ({', '.join(ACTIONS)}) and one or more of {', '.join(CONDITIONS)}"
+    if not isinstance(value, list) or len(value) > MOST_RULES:
+        raise ValueError(meaning)
+    found = []
+    for rule in value:
+        if not isinstance(rule, Mapping) or rule.get("action") not in ACTIONS or not CONDITIONS & rule.keys():
+            raise ValueError(meaning)
+        if unknown := rule.keys() - CONDITIONS - {"action"}:
+            raise ValueError(f"{meaning}; {unknown.pop()!r} is none of them")
+        codes = rule.get("exit_codes", [])
+        if not isinstance(codes, list) or not all(type(code) is int and 0 < code < 256 for code in codes):
+            raise ValueError(f"{meaning}; exit_codes is a list of numbers from 1 to 255")
+        if not all(isinstance(rule.get(name, ""), str) for name in ("log", "cause")):
+            raise ValueError(f"{meaning}; log and cause are text")
+        if rule.get("cause", "error") not in CAUSES:
+            raise ValueError(f"{meaning}; the causes are {', '.join(CAUSES)}")
+        if len(rule.get("log", "")) > LONGEST_PATTERN:
+            raise ValueError(f"{meaning}; log is a regular expression of at most {LONGEST_PATTERN} characters")
+        found.append(dict(rule))
+    if why := flaw(tuple(rule["log"] for rule in found if "log" in rule)):
+        raise ValueError(f"{meaning}; log is a regular expression ({why})")
+    return found
+
+
+def truth(value: Any) -> bool:
+    """True or false."""
+    if value in (True, False, "true", "false"):
+        return value in (True, "true")
+    raise ValueError("true or false")
+
+
+def modules(value: Any) -> list[str]:
+    """Names of modules, as a list or as one text."""
+    names = value.split() if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", str(name)) for name in names):
+        raise ValueError("a list of modules")
+    return [str(name) for name in names]
+
+
+def constraints(value: Any) -> list[str]:
+    """Conditions for Swarm's hosts."""
+    conditions = [str(one) for one in value] if isinstance(value, list) else [value]
+    form = r"[^\s\x00-\x1f\x7f-\x9f=!]+ ?[!=]= ?" + f"{VISIBLE}+"  # the first operator ends the name: linear time
+    if len(conditions) > MOST_CONSTRAINTS or not all(
+        isinstance(one, str) and len(one) <= LONGEST_CONSTRAINT and re.fullmatch(form, one) for one in conditions
+    ):
+        raise ValueError(
+            f"a list of at most {MOST_CONSTRAINTS} conditions such as node.labels.gpu==a100 or node.hostname!=box, "
+            f"each of at most {LONGEST_CONSTRAINT} characters"
+        )
+    return conditions
+
+
+def variables(value: Any) -> list[str]:
+    """Names of variables, as a list or as one text."""
+    names = value.split() if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(re.fullmatch(VARIABLE, str(name)) for name in names):
+        raise ValueError("a list of names of env")
+    return [str(name) for name in names]
+
+
+LONG = duration("10 years", 3650 * _DAY)  # longer than any job, and exact as a float
+GRACE = duration("1 day", _DAY)  # as seconds of Docker and as milliseconds of poll() it has to fit 32 bits
+
+
+def patience(value: Any) -> float | None:
+    """A duration, or None for no end."""
+    return None if value in (None, "none") else LONG(value)
+
+
+def optional(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """As `parse`, or None."""
+    return lambda value: None if value is None else parse(value)
+
+
+NAME = text(r"[^\x00-\x1f\x7f-\x9f]{0,200}", "text of at most 200 characters, on one line")
+USER = text(r"auto|root|[0-9]{1,9}(:[0-9]{1,9})?", "auto, root, UID, or UID:GID")
+VOLUME = text(rf"|/{VISIBLE}+|[\w.-]+", "a volume's name, or a path")
+
+
+def size(value: Any) -> str:
+    """A number of bytes, as Docker writes it."""
+    given = text(r"0{0,9}[1-9][0-9]{0,18}[bkmgBKMG]?", "a size such as 512m or 4g")(value)
+    if in_bytes(given) > MOST_BYTES:
+        raise ValueError("a size such as 512m or 4g, below 8 EiB")
+    return given
+
+
+def cpus(value: Any) -> float:
+    """How many cores."""
+    meaning = "a number from 0.01 to 10000"
+    number = float(text(r"[0-9]{1,6}(\.[0-9]{1,30})?", meaning)(value))
+    if not 0.01 <= number <= 10_000:
+        raise ValueError(meaning)
+    return number
+
+
+def limit(value: Any) -> str:
+    """A number of bytes, or no limit."""
+    try:
+        if value == UNLIMITED:
+            return UNLIMITED
+        if in_bytes(given := size(value)) < LEAST_MEMORY:
+            raise ValueError("a size such as 512m or 4g, at least 64m")
+        return given
+    except ValueError as error:
+        raise ValueError(f"{error}, or {UNLIMITED}") from None

@@ -1,0 +1,361 @@
+"""One launch of all workers: from the first start to the last end, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from orchestrate.errors import EngineError
+from orchestrate.job.outcomes import LOST, Cause, GenerationResult, ObservedExit, WorkerExit
+from orchestrate.job.plan import Plan
+from orchestrate.supervise import hang
+from orchestrate.supervise.diagnosis import PEERS_FAIL, TIMEOUT, blame, complains, diagnose
+from orchestrate.supervise.policy import FAST
+from orchestrate.supervise.running import PATIENCE, Running
+
+BY_USER, BY_MAX_RUN = "stopped by the user", "max_run is over"
+FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
+PARTITION_PATIENCE = 5.0  # seconds that a node may be cut off from the network
+DUMP_TAKES = 15.0  # seconds at most in which workers print their stacks, on a machine that is busy
+MOST_LOSSES = 50  # times that the engine may go away during one generation
+IN_NCCL = 5.0  # seconds after a failure in which workers on GPUs end: one that waits in NCCL never handles SIGTERM
+AFTER_GRACE = 5.0  # seconds that nodes have, after the grace period, to say that their workers have ended
+
+
+class Generation:
+    """Follows the workers of one plan."""
+
+    def __init__(self, job: Running, plan: Plan, furthest: int, nodes_back: Callable[[], bool]) -> None:
+        """`furthest` is the highest step of earlier generations; `nodes_back()` tells when missing nodes are back."""
+        self.job, self.plan, self.engine, self.emit = job, plan, job.engine, job.emit
+        self.spec, self.traces, self.stops = job.spec, job.traces, job.stops
+        self.best, self.nodes_back = furthest, nodes_back
+        self.running = {worker.rank for worker in plan.workers}
+        self.launched = False
+        self.awaited: set[int] | None = None  # workers that have not started yet; None if all have
+        self.noted = 0.0  # when they were last found to be others, or infinity once they are reported
+        self.losses = 0  # how often the engine was away
+        self.ends: list[ObservedExit] = []
+        self.known: dict[int, str] = {}  # rank: what we know of its end besides the exit code
+        self.engine_lost = ""  # what the engine said when it was lost
+        self.hung: Cause | None = None
+        self.why = ""  # why the workers were asked to end
+        self.wanted, self.given = 0, 0  # orders to the workers: 1 to end, 2 to die
+        self.heard = 0  # how many of the user's requests to stop have been passed on
+        self.give_up = float("inf")
+        self.failing = float("inf")  # when the others are stopped after a failure
+        self.killing = float("inf")  # when those that have not ended by then are killed
+        self.late = False  # whether that has been done: one of them may be the worker that the others waited for
+        self.started = time.monotonic()  # of this generation; later, of its first worker
+        self.saved = self.traces.saved()
+        self.watch_for_hangs = _Watch(self) if self.spec.hang_after else None
+        self.troubles: dict[str, tuple[str, float]] = {}  # node: what, since when
+        self.boundary: object = None  # the checkpoints at the time when a missing node was back
+
+    # --- after another supervisor
+
+    def restore(self, exits: list[dict[str, Any]], stopping: str, states: dict[int, str]) -> None:
+        """Know what an earlier supervisor knew: which workers ended, why they were to, their states in a hang."""
+        self.launched = True
+        if states := {rank: state for rank, state in states.items() if rank in self.running}:
+            self.hung = self._late(states)
+        for event in [event for event in exits if event["rank"] in self.running]:
+            if known := event.get("known", ""):  # found out by us, while the worker was still there
+                self.known[event["rank"]] = known
+            else:
+                self.running.discard(event["rank"])
+            self.ends.append(
+                ObservedExit(event["seconds"], WorkerExit(event["rank"], event["exit_code"]), event["stopping"])
+            )
+        if stopping or self.hung or any(end.exit.code for end in self.ends):
+            self._stop(stopping or FAILED)
+
+    def adopt(self) -> None:
+        """Find the workers that another supervisor, or we before the engine went away, have started."""
+        self.given = 0
+        if self.why:
+            self._give_time()
+        strangers = self.engine.adopt(self.spec, self.plan, self.job.run) & self.running
+        if strangers:  # on nodes that live, but do not know them
+            for rank in strangers:
+                self.known[rank] = "engine lost" if self.engine_lost else "interrupted"
+                self._ended(WorkerExit(rank, LOST))
+
+    # --- to its end
+
+    def watch(self) -> GenerationResult:
+        """Follow the workers until all have ended."""
+        while self.running and time.monotonic() < self.give_up:
+            try:
+                self._launch()
+                self._step()
+            except EngineError as error:
+                self.emit("engine_lost", error=str(error))
+                self.engine_lost = str(error)
+                self.losses += 1
+                if self.losses > MOST_LOSSES or not self._reconnect():
+                    return self._result("lost", str(error))
+                if self.hung and not self.why:  # it was lost while we asked where the workers stand
+                    self._stop(FAILED)
+        if self.running:
+            nodes = {self.plan.workers[rank].node for rank in self.running}
+            self.emit("workers_lost", ranks=sorted(self.running))
+            try:
+                self.engine.discard(nodes)
+            except EngineError as error:
+                self.emit("nodes_left", error=str(error))
+            if not self.ends:  # of which another supervisor may have known more
+                self.ends = [
+                    ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST), True) for rank in sorted(self.running)
+                ]
+        if self.why in (BY_USER, BY_MAX_RUN):
+            return self._result("stopped", self.why)
+        if self.why == RESCALED and not any(end.exit.code and not end.ours for end in self.ends):
+            return self._result("rescaled", self.why)
+        if self.why == REMOVED:
+            return self._result("failed", self.why)
+        if self.why or self.hung:
+            return self._result("failed", FAILED, self._cause())
+        return self._result("succeeded", "finished")
+
+    def _reconnect(self) -> bool:
+        """Wait for an engine that went away, and find the workers again; False if it stays away."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            if self.job.sleep(0.5):
+                return False
+            try:
+                self.adopt()
+            except EngineError:
+                continue
+            self.emit("engine_back")
+            return True
+        return False
+
+    def _launch(self) -> None:
+        """Start the workers, once."""
+        if not self.launched:
+            self.launched = True
+            self.engine.start(self.plan.workers, self.plan.command)
+            facts = {"generation": self.plan.generation, "imports": self.plan.inventory.packages}
+            self.emit("generation_started", **facts)
+            self.awaited, self.noted = set(), time.monotonic()
+
+    def _step(self) -> None:
+        if self.given < self.wanted:
+            self.engine.stop(kill=self.wanted > 1)
+            self.given = self.wanted
+        ends = self.engine.wait(timeout=0.1)
+        for text in self.engine.warnings():
+            self.emit("warning", text=text)
+        for end in ends:
+            if end.rank in self.running:
+                self._ended(end)
+        self._stop_if_failing()
+        if time.monotonic() > self.killing:
+            self._kill()
+        self._look_for_started()
+        if self.stops() > self.heard:
+            self.heard = self.stops()
+            self._stop(BY_USER)
+        if self.spec.max_run and self.emit.seconds() > self.spec.max_run and not self.why:
+            self._stop(BY_MAX_RUN)
+        if not self.why and self.traces.gone():
+            self._stop(REMOVED)
+        self._look_for_trouble()
+        if self.why or self.hung:
+            return
+        if self.watch_for_hangs and self.watch_for_hangs.hung(bool(self.troubles)):
+            self._hang()
+        elif not self.troubles and self.nodes_back():
+            self._at_a_checkpoint()
+
+    def _look_for_started(self) -> None:
+        """Report the workers that others have waited for a second, and that all have started."""
+        if self.awaited is None or self.why:
+            return
+        awaited = self.engine.starting() & self.running
+        if awaited and awaited == self.running:
+            self.started = time.monotonic()  # the time in which nodes import says nothing about the script
+        if not awaited:
+            self.awaited = None
+            self.emit("workers_started")
+        elif awaited != self.awaited:
+            self.awaited, self.noted = awaited, time.monotonic()
+        elif awaited != self.running and time.monotonic() > self.noted + 1.0:
+            self.noted = float("inf")
+            self.emit("workers_awaited", ranks=sorted(awaited))
+
+    def _ended(self, end: WorkerExit) -> None:
+        self.running.discard(end.rank)
+        node = self.plan.workers[end.rank].node
+        stopping = bool(self.why or self.hung)
+        ours = stopping and end.asked
+        self.emit("worker_ended", rank=end.rank, node=node, exit_code=end.code, stopping=ours)
+        if self.wanted < 2 or self.late:  # what else we have killed says nothing
+            self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
+        if end.code and not stopping:
+            timeout = complains(self.traces.words(end.rank), TIMEOUT)
+            self.failing = min(self.failing, time.monotonic() + PEERS_FAIL * timeout)
+        self._stop_if_failing()
+
+    def _stop_if_failing(self) -> None:
+        """Stop the others after a failure; after a timeout, let those that wait as well run into it first.
+
+        The worker that is left to stop is the one that they waited for.
+        """
+        due = time.monotonic() >= self.failing or (self.failing < float("inf") and len(self.running) < 2)
+        if due and not self.why and not self.hung:
+            self._stop(FAILED)
+
+    def _stop(self, why: str) -> None:
+        self.why = self.why or why
+        self.wanted = 2 if self.stops() > 1 or (self.hung and self.why == FAILED) else max(1, self.wanted)
+        with contextlib.suppress(OSError):  # a full disk; the nodes stop what runs all the same
+            self.traces.fence(self.plan.generation, over=True)
+        self.emit("workers_stopping", why=why, kill=self.wanted > 1)
+        if self.why == FAILED and self.plan.gpus:
+            self.killing = min(self.killing, time.monotonic() + IN_NCCL)
+        self._give_time()
+
+    def _kill(self) -> None:
+        """Kill the workers that have not ended."""
+        self.killing = float("inf")
+        if self.wanted < 2:
+            self.wanted, self.late = 2, True
+            self.emit("workers_stopping", why=self.why, kill=True)
+            self._give_time()
+
+    def _give_time(self) -> None:
+        self.give_up = time.monotonic() + AFTER_GRACE + (0 if self.wanted > 1 else self.spec.grace)
+
+    def _look_for_trouble(self) -> None:
+        """Note nodes that are paused, for which we wait, and those that are cut off, for which we do not wait long."""
+        troubles = {node: what for node, what in self.engine.troubles().items() if node in self.plan.nodes}
+        for node in self.troubles.keys() - troubles.keys():
+            if any(self.plan.workers[rank].node == node for rank in self.running):  # else it has been given up
+                self.emit("node_well", node=node)
+            del self.troubles[node]
+        for node, what in troubles.items():
+            if self.troubles.get(node, ("", 0.0))[0] != what:
+                self.emit("node_in_trouble", node=node, trouble=what)
+                self.troubles[node] = what, time.monotonic()
+            cut_off = what == "partition" and time.monotonic() - self.troubles[node][1] > PARTITION_PATIENCE
+            ranks = [rank for rank in self.running if self.plan.workers[rank].node == node]
+            if cut_off and ranks and not self.why and not self.hung:
+                rank = min(ranks)
+                self.known[rank] = "partition"
+                facts = {"rank": rank, "node": node, "exit_code": LOST, "stopping": False}
+                self.emit("worker_ended", **facts, known="partition")
+                self.ends.append(ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST), False))
+                self._stop(FAILED)
+
+    def _at_a_checkpoint(self) -> None:
+        """A missing node is back: once the job has saved, stop it to go on with all nodes."""
+        saved = self.traces.saved()
+        if self.boundary is None:
+            self.emit("node_back")
+            self.boundary = saved
+        elif saved != self.boundary:
+            self._stop(RESCALED)
+
+    def _hang(self) -> None:
+        """Have every worker print where it stands; find out whom they wait for; kill them."""
+        states = self.engine.doing()
+        letters = {rank: doing.state for rank, doing in states.items() if rank in self.running}
+        self.emit("hang", states={str(rank): state for rank, state in letters.items()}, after=self.spec.hang_after)
+        self.hung = self._stuck(min(self.running), "the job hung; the engine was lost before it was known where")
+        self.engine.dump()
+        deadline = time.monotonic() + DUMP_TAKES
+        frozen = {rank for rank, letter in letters.items() if letter in hang.FROZEN}  # they print nothing
+        while self.running - frozen and time.monotonic() < deadline:
+            for end in self.engine.wait(timeout=0.1):
+                self._ended(end)
+        self.hung = self._late(letters)
+        self._stop(FAILED)
+
+    def _late(self, states: dict[int, str]) -> Cause:
+        """Whom the others wait for, by the workers' states and by what they have printed of where they stand."""
+        rank, what = hang.late(states, {rank: hang.stand(self.traces.text(rank)) for rank in sorted(states)})
+        return self._stuck(rank, f"the job hung: rank {rank} on {self.plan.workers[rank].node} {what}")
+
+    def _stuck(self, rank: int, summary: str) -> Cause:
+        return Cause(
+            rank=rank,
+            node=self.plan.workers[rank].node,
+            exit_code=LOST,
+            cause="hang",
+            summary=summary,
+            hint="the log of each rank ends with its stacks; hang_after in the job file says when a job counts as hung",
+            last_lines=self.traces.words(rank),
+            log=str(self.traces.log(rank)),
+        )
+
+    # --- what came of it
+
+    def _cause(self) -> Cause:
+        if self.hung:
+            return self.hung
+        window = min(PEERS_FAIL, self.spec.grace)  # later, it is we who kill
+        exit, known = blame(self.ends, self.traces.words, window)
+        known = known or self.known.get(exit.rank, "")
+        if not known:
+            try:
+                known = self.engine.explain(exit, self.plan.workers[exit.rank].node)
+            except EngineError:
+                known = "engine lost"
+        if self.engine_lost and known.startswith("node "):
+            known = "engine lost"
+        words, log = self.traces.words(exit.rank), str(self.traces.log(exit.rank))
+        return diagnose(self.plan, exit, known, words, log, self.engine.host(self.plan.workers[exit.rank].node))
+
+    def _result(self, word: str, why: str, cause: Cause | None = None) -> GenerationResult:
+        lasted = time.monotonic() - self.started
+        step, saved = self.traces.step(), self.traces.saved()
+        if step or self.best:
+            progress = step > self.best
+        elif saved:
+            progress = saved != self.saved
+        else:
+            progress = lasted > FAST  # it leaves nothing to measure it by
+        return GenerationResult(
+            generation=self.plan.generation,
+            word=word,
+            why=why,
+            cause=cause,
+            time=round(time.time(), 3),
+            lasted=round(lasted, 3),
+            step=step,
+            progress=progress,
+        )
+
+
+class _Watch:
+    """Finds out that a job hangs: nothing was written for the whole time, and nobody computed in its last half."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.traces, self.engine = generation.traces, generation.engine
+        self.patience = generation.spec.hang_after or float("inf")
+        self.looked = self.active = self.asked = time.monotonic()
+        self.activity: object = None
+        self.cpu: dict[int, float] = {}  # seconds by rank, when the nodes were asked last
+
+    def hung(self, excused: bool) -> bool:
+        """Whether the job has done nothing for too long; time in which it is `excused` does not count."""
+        now = time.monotonic()
+        if now - self.looked < min(1.0, self.patience / 20):
+            return False
+        self.looked = now
+        activity = self.traces.activity()
+        if excused or activity != self.activity:
+            self.activity, self.active, self.cpu = activity, now, {}
+        if now - self.active < self.patience / 2 or now - self.asked < self.patience / 10:
+            return False  # asking the nodes is not free
+        before, passed = self.cpu, now - self.asked
+        self.cpu = {rank: doing.cpu for rank, doing in self.engine.doing().items()}
+        self.asked = now
+        if any(seconds - before.get(rank, seconds) > hang.IDLE * passed for rank, seconds in self.cpu.items()):
+            self.active, self.cpu = now, {}
+        return bool(before and self.cpu) and now - self.active > self.patience

@@ -1,0 +1,109 @@
+"""The nodes of a job: brought up, replaced by spare ones, and brought back while the job runs on fewer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+from orchestrate.errors import EngineError, EngineLost
+from orchestrate.job.plan import Plan, in_order, names, plan
+from orchestrate.supervise.running import Running
+
+TRIES = 3  # to bring nodes back, a second apart
+REJOIN = (10.0, 300.0)  # seconds between two tries to bring a missing node back, at first and at most
+
+
+class Nodes:
+    """Those that the engine keeps for one job."""
+
+    def __init__(self, job: Running, plan: Plan, keep: Callable[[Plan], None]) -> None:
+        """`plan` is that of the newest generation, and `keep` writes down the plan of each new one."""
+        self.job, self.plan, self.keep = job, plan, keep
+        self.spec, self.engine, self.emit = job.spec, job.engine, job.emit
+        self.pool = ThreadPoolExecutor(1)
+        self.rejoining: Future[None] | None = None
+        self.rejoin_at, self.rejoin_delay = 0.0, REJOIN[0]
+
+    def bring_up(self, number: int) -> None:
+        """Have all nodes up, or as many as the job may go on with, and make the plan of generation `number`."""
+        wanted = names(self.spec)
+        self.emit("nodes_starting", nodes=len(wanted), engine=self.plan.engine)
+        self.end_rejoining()
+        error = ""
+        everything = replace(self._planned(wanted, number), nodes=names(self.spec, spares=True))
+        try:
+            if number and self.spec.spares and len(self.engine.alive()) >= len(wanted):
+                # A spare node takes the place of one that is lost; that one comes back meanwhile.
+                self.rejoining = self.pool.submit(self._up, everything)
+            else:
+                self._try_up(everything, TRIES if number else 1)
+        except EngineLost:
+            raise
+        except EngineError as lacking:
+            if not number or (self.spec.min_trainers is None and len(self.engine.alive()) < len(wanted)):
+                raise
+            error = str(lacking)
+            self.rejoin_at = time.monotonic() + self.rejoin_delay
+        nodes = in_order(self.engine.alive())[: len(wanted)]
+        missing = len(wanted) - len(nodes)
+        error = error or f"{len(nodes)} of {len(wanted)} nodes are alive"
+        fewest = self.spec.trainers if self.spec.min_trainers is None or not number else self.spec.min_trainers
+        if len(nodes) < 1 + fewest:
+            raise EngineError(error)
+        if missing:
+            self.emit("nodes_missing", nodes=list(nodes), missing=missing, error=error)
+        hosts = {node: host for node in nodes if (host := self.engine.host(node))}
+        self.emit("nodes_up", nodes=list(nodes), **({"hosts": hosts} if hosts else {}))
+        self.job.write(lambda: self.engine.gather(lambda: self.job.stops() > 0))
+        self.plan = self._planned(nodes, number)
+        self.job.write(lambda: self.keep(self.plan))
+
+    def are_back(self) -> bool:
+        """Whether a node that was missing is back; tries to bring it back, in the background and not too often."""
+        if len(self.plan.nodes) == len(names(self.spec)):
+            return False
+        if self.rejoining is None and time.monotonic() > self.rejoin_at:
+            wanted = self._planned(names(self.spec), self.plan.generation)
+            self.rejoining = self.pool.submit(self._up, wanted)
+        if self.rejoining is None or not self.rejoining.done():
+            return False
+        if self.rejoining.exception() is None:
+            return True
+        self.rejoining = None
+        self.rejoin_delay = min(REJOIN[1], self.rejoin_delay * 2)
+        self.rejoin_at = time.monotonic() + self.rejoin_delay
+        return False
+
+    def end_rejoining(self) -> None:
+        """Wait for the try to bring a node back that is under way: what it brings up must be known."""
+        if self.rejoining:
+            self.rejoining.exception()
+            self.rejoining = None
+
+    def _try_up(self, wanted: Plan, tries: int) -> None:
+        """Have the nodes up; whoever took one down may still be at it, so a later generation tries more than once."""
+        while True:
+            try:
+                self.job.patiently(lambda: self._up(wanted), EngineLost, "engine_lost")
+                alive = len(self.engine.alive())
+                if alive >= len(wanted.nodes):
+                    return
+                raise EngineError(f"{alive} of {len(wanted.nodes)} nodes are alive")
+            except EngineLost:
+                raise
+            except EngineError:
+                tries -= 1
+                if not tries or self.job.stops() or self.job.sleep(1.0):
+                    raise
+
+    def _up(self, wanted: Plan) -> None:
+        self.engine.up(self.spec, wanted, self.job.run, lambda: self.job.stops() > 0)
+
+    def _planned(self, nodes: tuple[str, ...], generation: int) -> Plan:
+        """The plan of a generation; the first one has been made already, and shown."""
+        if generation == self.plan.generation and nodes == self.plan.nodes:
+            return self.plan
+        port = self.engine.port(self.spec, generation)
+        return plan(self.spec, self.plan.inventory, self.plan.job_id, port, generation, nodes)

@@ -1,0 +1,176 @@
+"""The supervisor carries a job through its generations to an outcome. It decides; it prints nothing, and no engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from orchestrate.engines import Engine
+from orchestrate.errors import EngineError, EngineLost, OrchestrateError
+from orchestrate.job.events import History, Recorder
+from orchestrate.job.outcomes import GenerationResult, JobResult
+from orchestrate.job.patterns import Patterns
+from orchestrate.job.plan import Plan
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise.generation import BY_USER, Generation
+from orchestrate.supervise.job_files import Traces
+from orchestrate.supervise.nodes import Nodes
+from orchestrate.supervise.policy import decide
+from orchestrate.supervise.running import Running
+
+
+class Supervisor:
+    """One job, from where its events stand to its end."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        plan: Plan,
+        run: Path,
+        engine: Engine,
+        emit: Recorder,
+        stops: Callable[[], int],
+        traces: Traces,
+        keep: Callable[[Plan], None],
+    ) -> None:
+        """`plan` is that of the newest generation, and `keep` writes down the plan of each new one.
+
+        `run` is the folder that nodes see: the job's, or that of its cluster, in which the job's is.
+        `stops()` is how often somebody has asked the job to stop.
+        """
+        self.job = Running(spec=spec, run=run, engine=engine, emit=emit, stops=stops, traces=traces)
+        self.spec, self.engine, self.emit, self.stops, self.traces = spec, engine, emit, stops, traces
+        self.nodes = Nodes(self.job, replace(plan, command=spec.command), keep)  # that of plan.json shows no secrets
+        self.history = History(emit.events)
+        logs = [rule["log"] for rule in spec.rules if "log" in rule]
+        self.patterns = Patterns(logs, lambda text: emit("warning", text=text))
+        self.met = False  # whether the engine knows the job, by `up` or `adopt`
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the newest generation."""
+        return self.nodes.plan
+
+    def supervise(self) -> JobResult:
+        """Run the job and take its nodes down, whatever happens; raises OrchestrateError where it could not start."""
+        failure = None
+        decided = self.history.outcome
+        outcome = JobResult(*decided) if decided else None
+        if self.history.running < 0 and (decided or self.history.ended):
+            self._meet()
+        try:
+            if outcome is None:
+                outcome = self._carry()
+                self.emit("outcome", outcome=outcome.word, reason=outcome.why)
+        except OrchestrateError as error:
+            failure = error
+            self.emit("outcome", outcome="failed", reason=self.could_not(error))
+        except BaseException:
+            self.nodes.end_rejoining()
+            with contextlib.suppress(EngineError):  # nodes with files that are not here stay
+                self.engine.down(0)
+            raise
+        self.nodes.end_rejoining()
+        self.emit("nodes_stopping")
+        left = ""
+        try:
+            grace = 0 if self.job.hurried() else self.spec.grace
+            if self.met:
+                self.engine.down(grace, self.job.hurried)
+            elif self.plan.inventory.cluster:
+                self.engine.adopt(self.spec, self.plan, self.job.run)
+                self.engine.down(grace, self.job.hurried)
+            else:  # what another supervisor has left; this one has not asked for any node
+                self.engine.remove(self.plan.job_id, grace)
+            self.emit("nodes_down")
+        except OrchestrateError as error:
+            left = str(error)
+            self.emit("nodes_left", error=left)
+        for text in self.engine.warnings():
+            self.emit("warning", text=text)
+        if failure:
+            raise failure
+        assert outcome
+        return replace(outcome, left=left)
+
+    def could_not(self, error: OrchestrateError) -> str:
+        """What an error has kept the job from."""
+        return f"could not {'go on' if self.history.ended else 'start'}: {error}"
+
+    def _meet(self) -> None:
+        """Know the nodes that an earlier supervisor has left: what they have written may not be here yet."""
+        with contextlib.suppress(EngineError):
+            self.engine.adopt(self.spec, self.plan, self.job.run)
+            self.met = True
+
+    def _carry(self) -> JobResult:
+        """Launch generation after generation until one ends the job."""
+        try:
+            ended = self._take_over()
+        except EngineLost as error:
+            return JobResult("stopped", BY_USER) if self.stops() else JobResult("lost", str(error))
+        while True:
+            if ended is None:
+                if self.stops():
+                    return JobResult("stopped", BY_USER)
+                try:
+                    self.met = True
+                    self.nodes.bring_up(self.history.ended[-1].generation + 1 if self.history.ended else 0)
+                except EngineError as error:
+                    if self.stops():
+                        return JobResult("stopped", BY_USER)
+                    if not self.history.ended:
+                        raise
+                    if isinstance(error, EngineLost):
+                        return JobResult("lost", str(error))
+                    return JobResult("failed", f"the job cannot go on: {error}")
+                if self.stops():
+                    return JobResult("stopped", BY_USER)
+                ended = self._note(self._next_generation().watch())
+            if ended.cause:
+                self.patterns.renew()
+                decision = decide(self.spec, self.history.ended, self._search)
+                self.emit("decision", restart=decision.restart, why=decision.why, delay=decision.delay)
+                if not decision.restart:
+                    return JobResult("failed", decision.why)
+                if self.job.sleep(decision.delay):
+                    return JobResult("stopped", BY_USER)
+            elif ended.word != "rescaled":
+                return JobResult(ended.word, ended.why)
+            ended = None
+
+    def _search(self, pattern: str, text: str) -> bool:
+        """Whether a rule's pattern is in what a worker wrote; none is where the job is to stop, which must not wait."""
+        return not self.stops() and self.patterns.search(pattern, text)
+
+    def _take_over(self) -> GenerationResult | None:
+        """Go on with what an earlier supervisor left: a generation whose workers run, or one that has just ended."""
+        if self.history.running < 0:
+            return self.history.ended[-1] if self.history.ended else None
+        self.met = True
+        self.emit("taken_over", generation=self.history.running)
+        self.traces.generation = self.plan.generation
+        generation = self._generation()
+        generation.restore(self.history.exits, self.history.stopping, self.history.states)
+        self.job.patiently(generation.adopt, EngineLost, "engine_lost")
+        return self._note(generation.watch())
+
+    def _next_generation(self) -> Generation:
+        """Fence off all older workers, and make ready to launch the plan."""
+        number = self.plan.generation
+        self.traces.generation = number
+        self.job.write(lambda: self.traces.fence(number))
+        port = self.plan.workers[0].env["MASTER_PORT"]
+        facts = {"nodes": list(self.plan.nodes), "world_size": self.plan.world_size, "master_port": int(port)}
+        self.emit("generation_starting", generation=number, **facts)
+        return self._generation()
+
+    def _generation(self) -> Generation:
+        return Generation(self.job, self.plan, self.history.furthest, self.nodes.are_back)
+
+    def _note(self, ended: GenerationResult) -> GenerationResult:
+        self.history.ended.append(ended)
+        self.emit("generation_ended", **asdict(ended))
+        return ended
