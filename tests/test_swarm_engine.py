@@ -289,7 +289,7 @@ def test_a_node_of_which_no_container_starts_must_be_told(there, stub, monkeypat
     stub.placed = lambda task: task.update(Status=BUSY)
     with pytest.raises(EngineError, match="device or resource busy"):
         engine.up(spec, there.plan(spec), there.run)
-    assert len(stub.tasks) > 2
+    assert len(stub.tasks) > 1  # it was replaced
 
 
 def test_a_node_must_not_be_given_up_where_it_is_the_engine_that_does_not_answer(there):
