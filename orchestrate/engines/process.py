@@ -119,10 +119,9 @@ class ProcessEngine(Linked):
         path = self.folder / f"{name}.sock"
         path.unlink(missing_ok=True)
         env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(path), "NODE_GRACE": str(spec.grace)}
+        visible = ",".join(plan.gpus)  # so that modules find the GPUs of the job when they are imported
         env |= {"NODE_PRELOAD": " ".join(plan.inventory.preload), "NODE_KEY": self.key.hex()}
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(
-            plan.gpus
-        )  # so that modules find those of the job when they are imported
+        env["CUDA_VISIBLE_DEVICES"] = visible
         lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the node holds it as long as it lives
