@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import gpu
 from benchmarks.starts import ROOT
-from benchmarks.t3 import TAIL, Training
+from benchmarks.t3 import Training, ends
 
 KILLS = 3  # of ours for each run that is asked for; of torchrun's there is one
 OURS, THEIRS = "orchestrate", "torchrun"
@@ -34,12 +34,7 @@ class Local(Training):
 
     def tails(self) -> list[str]:
         """Out of each rank's file."""
-        tails = [""] * self.ranks
-        for path in Path(self.folder.name).glob("rank-*.log"):
-            with path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-                tails[int(path.stem.rpartition("-")[2])] = file.read().decode(errors="replace")
-        return tails
+        return ends(Path(self.folder.name).glob("rank-*.log"), self.ranks)
 
     def kill_worker(self, rank: int) -> float:
         """SIGKILL; returns when."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ from benchmarks.starts import COMPOSE, NODES, ROOT, docker, plain_image
 PATIENCE = 60.0  # seconds after which a restart counts as failed
 TAIL = 1 << 13  # bytes of a log that are looked at
 STEP = re.compile(r"pid (\S+) step \d+ at ([\d.]+)")
+
+
+def ends(logs: Iterable[Path], ranks: int) -> list[str]:
+    """The end of each rank's output, out of files named `rank-N.log`; empty for a rank that has none."""
+    found = [""] * ranks
+    for path in logs:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            found[int(path.stem.rpartition("-")[2])] = file.read().decode(errors="replace")
+    return found
 
 
 class Training:
@@ -82,12 +93,7 @@ class Ours(Training):
 
     def tails(self) -> list[str]:
         """Out of the run directory."""
-        tails = [""] * NODES
-        for path in Path(self.folder.name).glob("*/logs/rank-*.log"):
-            with path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-                tails[int(path.stem.rpartition("-")[2])] = file.read().decode(errors="replace")
-        return tails
+        return ends(Path(self.folder.name).glob("*/logs/rank-*.log"), NODES)
 
     def container(self, rank: int) -> str:
         """By the plan."""

@@ -332,12 +332,9 @@ def engine(request, nothing_left):
 @pytest.fixture(scope="session")
 def ready_nodes(tmp_path_factory):
     """Nodes of each engine that stay up, made when they are asked for."""
-    from ready import Ready
+    from ready import Ready, of_each_engine
 
-    made: dict[str, Ready] = {}
-    yield lambda engine: made.setdefault(engine, Ready(tmp_path_factory.mktemp(f"ready-{engine}"), engine))
-    for nodes in made.values():
-        nodes.down()
+    yield from of_each_engine(lambda engine: Ready(tmp_path_factory.mktemp(f"ready-{engine}"), engine))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import DOCKER_REQUIRED, Cli, descendants
 from faults import Background, node_pid
-from ready import Ready
+from ready import Ready, of_each_engine
 
 from orchestrate.engines import looked
 from orchestrate.job.gpus import Gpu, look, offer, read, why_none
@@ -137,16 +137,7 @@ class OnGpus(Background):
 @pytest.fixture(scope="session")
 def gpu_clusters(tmp_path_factory, gpus):
     """Nodes of each engine that stay up, made when they are asked for."""
-    made: dict[str, GpuNodes] = {}
-
-    def of(engine: str) -> GpuNodes:
-        if engine not in made:
-            made[engine] = GpuNodes(tmp_path_factory.mktemp(f"gpus-{engine}"), engine, gpus)
-        return made[engine]
-
-    yield of
-    for nodes in made.values():
-        nodes.down()
+    yield from of_each_engine(lambda engine: GpuNodes(tmp_path_factory.mktemp(f"gpus-{engine}"), engine, gpus))
 
 
 @pytest.fixture

@@ -1,10 +1,19 @@
 """Nodes that stay up for many tests and have imported torch, so that a job of theirs costs a fork."""
 
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from conftest import Cli, leftovers
 from faults import OPTIONS
+
+
+def of_each_engine(make: Callable[[str], "Ready"]) -> Iterator[Callable[[str], "Ready"]]:
+    """Nodes of each engine that stay up, made when they are asked for; for a fixture of the whole session."""
+    made: dict[str, Ready] = {}
+    yield lambda engine: made.get(engine) or made.setdefault(engine, make(engine))
+    for nodes in made.values():
+        nodes.down()
 
 
 class Ready(Cli):

@@ -235,7 +235,7 @@ def test_where_memory_cannot_be_pinned_other_memory_must_do_with_one_line_about_
 
     def refuses(*shape: object, pin_memory: bool = False, **options: object) -> Tensor:
         if pin_memory:
-            raise RuntimeError("CUDA error: out of memory\nmore that nobody reads")
+            raise RuntimeError("CUDA error: out of memory\nmore lines")
         return empty(*shape, **options)
 
     class OnGpu:

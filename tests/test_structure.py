@@ -5,6 +5,7 @@ import graphlib
 import importlib
 import re
 import sys
+from collections.abc import Iterator
 
 import pytest
 from conftest import ROOT
@@ -17,14 +18,17 @@ from orchestrate.node.ranks import CONTRACT
 FILES = sorted([*ROOT.glob("orchestrate/**/*.py"), *ROOT.glob("app/**/*.py")])
 
 
-def imports(path) -> set[str]:
-    found = set()
+def imported(path) -> Iterator[tuple[str, str]]:
+    """The imports of a file: each module, and the name that is taken from it, or nothing."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
-    return found
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def imports(path) -> set[str]:
+    return {module for module, _ in imported(path)}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -43,14 +47,7 @@ def test_a_module_must_import_only_what_it_may(path):
 
 def modules_of(path) -> set[str]:
     """The modules that a file imports, or the packages of names that are no modules."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else str(node.module) for name in names}
-    return found
+    return {whole if (whole := f"{module}.{name}") in MODULES else module for module, name in imported(path)}
 
 
 def named(path) -> str:

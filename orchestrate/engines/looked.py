@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 
 from orchestrate.console import during
@@ -36,6 +36,11 @@ else:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         say(f"torch {torch.__version__}: {lines[0].split('. ')[0]}")
 """
+
+
+def cuda_key(where: list[str], gpus: Iterable[Gpu]) -> list[str]:
+    """What a result is noted for: an image or an interpreter, these GPUs, and their driver."""
+    return ["cuda", *where, *sorted(f"{gpu.id} {gpu.driver}" for gpu in gpus)]
 
 
 def cuda(key: list[str], said: str, failure: str = "") -> str:
@@ -74,13 +79,11 @@ def useless(gpus: Sequence[Gpu]) -> str:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
         return ""
-    key = ["cuda", sys.executable, version, *sorted(f"{gpu.id} {gpu.driver}" for gpu in gpus)]
+    key = cuda_key([sys.executable, version], gpus)
     if known(key):
         return ""
-    env, command = (
-        os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus)},
-        [sys.executable, "-I", "-c", CUDA],
-    )
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus)}
+    command = [sys.executable, "-I", "-c", CUDA]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMPUTES)
     except (OSError, subprocess.TimeoutExpired) as error:

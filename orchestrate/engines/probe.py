@@ -57,7 +57,7 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
 @during("trying the GPUs with torch")
 def useless(daemon: Daemon, image: str, run: Path, python: str, gpus: Collection[Gpu]) -> str:
     """Why torch in the image cannot use these GPUs; empty if it can, or if there is no torch."""
-    key = ["cuda", _id(daemon, image), *sorted(f"{gpu.id} {gpu.driver}" for gpu in gpus)]
+    key = looked.cuda_key([_id(daemon, image)], gpus)
     if looked.known(key):
         return ""
     way, ids = toolkit.way(daemon.info), [gpu.id for gpu in gpus]

@@ -163,7 +163,6 @@ def plan(
     shares = spec.share_gpus or (spec.gpus == "auto" and spec.command == APP)  # any machine with a GPU runs the app
     if shares and nproc <= len(offered) and inventory.engine != "swarm":  # a node's workers still have one each
         gpus = tuple(offered[rank % len(offered)] for rank in range(wanted))
-    shared = len(set(gpus[:wanted])) < wanted and bool(gpus) and inventory.engine != "swarm"
     if gpus and len(gpus) < wanted:
         fewer = len(gpus) // nproc - 1
         ways = [f"--trainers {fewer}"] if fewer >= 0 else []
@@ -201,7 +200,7 @@ def plan(
                 **restarts,
                 "JOB_ID": job_id,
                 "JOB_DIR": inventory.job_dir,
-                **_own(spec, kept[rank], shared),
+                **_own(spec, kept[rank], shared=bool(gpus) and len(offered) < wanted),
                 **spec.env,
             },
         )

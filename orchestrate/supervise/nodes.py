@@ -83,7 +83,7 @@ class Nodes:
             self.rejoining = None
 
     def _try_up(self, wanted: Plan, tries: int) -> None:
-        """Have the nodes up; whoever took one down may still be at it, so a later generation tries more than once."""
+        """Bring the nodes up; in a later generation more than once, since a node may still be on its way down."""
         while True:
             try:
                 self.job.patiently(lambda: self._up(wanted), EngineLost, "engine_lost")

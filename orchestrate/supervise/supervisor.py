@@ -38,7 +38,7 @@ class Supervisor:
         """`plan` is that of the newest generation, and `keep` writes down the plan of each new one.
 
         `run` is the folder that nodes see: the job's, or that of its cluster, in which the job's is.
-        `stops()` is how often somebody has asked the job to stop.
+        `stops()` is how often the job was asked to stop.
         """
         self.job = Running(spec=spec, run=run, engine=engine, emit=emit, stops=stops, traces=traces)
         self.spec, self.engine, self.emit, self.stops, self.traces = spec, engine, emit, stops, traces
