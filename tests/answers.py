@@ -20,9 +20,9 @@ import yaml
 from ends import KEY, End
 from test_plan import HERE, plan
 
-from orchestrate.engines import daemon as daemon_module
-from orchestrate.engines.daemon import Daemon
-from orchestrate.engines.docker import DockerEngine
+from orchestrate.engines.docker import client as daemon_module
+from orchestrate.engines.docker.client import Daemon
+from orchestrate.engines.docker.engine import DockerEngine
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import users
@@ -251,7 +251,7 @@ class Job:
         self.compose()
         monkeypatch.setenv("DOCKER_HOST", self.answers.host)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-        monkeypatch.setattr("orchestrate.engines.daemon.PLUGINS", ["/"])
+        monkeypatch.setattr("orchestrate.engines.docker.client.PLUGINS", ["/"])
 
     @property
     def sockets(self) -> Path:

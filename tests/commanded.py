@@ -14,7 +14,8 @@ from scripted import Scripted
 from test_plan import HERE
 
 from orchestrate.cli.main import main
-from orchestrate.engines import JobState, choice, never
+from orchestrate.engines import choice
+from orchestrate.engines.base import JobState, never
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store

@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 
-from orchestrate.engines.links import Link
+from orchestrate.engines.connection import Link
 from orchestrate.node.sealed import Seal
 
 KEY = bytes(range(32))

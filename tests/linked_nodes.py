@@ -5,7 +5,7 @@ import socket
 from ends import KEY, End, greeted
 from said import sent
 
-from orchestrate.engines.links import Link, Linked
+from orchestrate.engines.connection import Link, Linked
 from orchestrate.job.plan import Plan, WorkerPlan
 
 

@@ -15,8 +15,9 @@ from ends import KEY
 from scripted import Clock
 from test_plan import HERE, plan
 
-from orchestrate.engines import manager, swarm
-from orchestrate.engines.manager import Manager
+from orchestrate.engines.swarm import engine as swarm
+from orchestrate.engines.swarm import manager
+from orchestrate.engines.swarm.manager import Manager
 from orchestrate.job.spec import JobSpec
 
 NAMES: dict[str, Callable[[str, str], bool]] = {  # how the engine's filter `name` compares
@@ -76,7 +77,7 @@ class StubManager:
         self.server.daemon_threads = True
         monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{self.server.server_port}")
         monkeypatch.setattr(
-            "orchestrate.engines.daemon.PLUGINS", [__file__]
+            "orchestrate.engines.docker.client.PLUGINS", [__file__]
         )  # whether there is Compose does not matter
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 from test_plan import HERE
 
-from orchestrate.engines import never
+from orchestrate.engines.base import never
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.events import Recorder

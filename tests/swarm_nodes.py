@@ -13,8 +13,8 @@ from manager_stub import StubManager
 from scripted import Clock
 from test_plan import HERE, plan
 
-from orchestrate.engines.links import Linked
-from orchestrate.engines.swarm import SwarmEngine
+from orchestrate.engines.connection import Linked
+from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.files import records
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec

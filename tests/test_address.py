@@ -10,7 +10,7 @@ import requests
 
 from orchestrate.cli.main import main
 from orchestrate.engines import choice
-from orchestrate.engines.address import SOCKET, TLS, address
+from orchestrate.engines.docker.address import SOCKET, TLS, address
 from orchestrate.errors import EngineError
 from orchestrate.job.spec import resolve
 
@@ -215,7 +215,7 @@ def test_where_no_engine_answers_auto_must_take_local_processes_and_say_so(
 
 
 def test_an_engine_without_compose_must_count_as_none(config, monkeypatch, capsys, answers):
-    monkeypatch.setattr("orchestrate.engines.daemon.PLUGINS", [])
+    monkeypatch.setattr("orchestrate.engines.docker.client.PLUGINS", [])
     monkeypatch.setenv("PATH", "")
     assert choice.engine_of(resolve({})).name == "process"
     assert capsys.readouterr().err.startswith("no `docker` command on PATH; running as local processes")

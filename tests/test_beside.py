@@ -18,9 +18,9 @@ from engines import Engine
 from faults import OPTIONS, Background
 
 from orchestrate.cli import commands
-from orchestrate.engines import JobState
-from orchestrate.engines.daemon import Daemon
-from orchestrate.engines.image import _offer
+from orchestrate.engines.base import JobState
+from orchestrate.engines.docker.client import Daemon
+from orchestrate.engines.docker.image import _offer
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files import private

@@ -20,7 +20,8 @@ from orchestrate import __version__, errors
 from orchestrate.cli import commands
 from orchestrate.cli.arguments import EXITS, EXPORTS
 from orchestrate.cli.main import main
-from orchestrate.engines import JobState, choice
+from orchestrate.engines import choice
+from orchestrate.engines.base import JobState
 from orchestrate.errors import EngineError, EngineLost, OrchestrateError, ResourceError, UsageError
 from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm

@@ -16,7 +16,7 @@ from test_commands import end
 from test_records import NOT_OURS
 
 from orchestrate.engines import sockets
-from orchestrate.engines.daemon import Daemon
+from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths

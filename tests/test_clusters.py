@@ -12,7 +12,7 @@ from test_commands import end
 from test_plan import HERE
 
 from orchestrate.cli import cluster
-from orchestrate.engines import JobState, ignoring
+from orchestrate.engines.base import JobState, ignoring
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store, users

@@ -19,7 +19,8 @@ from scripted import ALL_WELL
 from orchestrate.cli import commands
 from orchestrate.cli.main import main
 from orchestrate.doctor import checks
-from orchestrate.engines import JobState, choice
+from orchestrate.engines import choice
+from orchestrate.engines.base import JobState
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.spec import JobSpec

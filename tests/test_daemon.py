@@ -16,8 +16,8 @@ from said import said, sent
 from scripted import Clock
 from test_address import context
 
-from orchestrate.engines import daemon as daemon_module
-from orchestrate.engines.daemon import Daemon, name_of, reason
+from orchestrate.engines.docker import client as daemon_module
+from orchestrate.engines.docker.client import Daemon, name_of, reason
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
 from orchestrate.job.spec import JobSpec

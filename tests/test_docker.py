@@ -18,8 +18,8 @@ from scripted import Clock
 from test_links import listening
 from test_plan import with_gpus
 
-from orchestrate.engines import daemon as daemon_module
-from orchestrate.engines import docker as docker_module
+from orchestrate.engines.docker import client as daemon_module
+from orchestrate.engines.docker import engine as docker_module
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import PROJECT
 from orchestrate.job.spec import JobSpec

@@ -13,8 +13,8 @@ from ends import connected
 from said import sent
 from scripted import Clock
 
-from orchestrate.engines import JobState
-from orchestrate.engines import docker as docker_module
+from orchestrate.engines.base import JobState
+from orchestrate.engines.docker import engine as docker_module
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.outcomes import WorkerExit

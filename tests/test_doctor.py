@@ -16,7 +16,8 @@ from test_plan import HERE
 
 from orchestrate.cli import commands
 from orchestrate.doctor import checks, findings
-from orchestrate.engines import JobState, looked
+from orchestrate.engines import looked
+from orchestrate.engines.base import JobState
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError
 from orchestrate.job import users

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from conftest import eventually
 
-from orchestrate.engines import daemon as daemon_module
-from orchestrate.engines.daemon import Events
+from orchestrate.engines.docker import client as daemon_module
+from orchestrate.engines.docker.client import Events
 
 
 def event(second: int, action: str = "die", actor: str = "c1", nano: int = 0) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrate.engines.labels import only
+from orchestrate.engines.docker.labels import only
 from orchestrate.errors import UsageError
 from orchestrate.export import compose as export_compose
 from orchestrate.export.compose import compose

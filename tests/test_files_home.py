@@ -11,9 +11,9 @@ import pytest
 from conftest import eventually
 from scripted import Clock
 
-from orchestrate.engines import fetch
-from orchestrate.engines import mirror as mirror_module
-from orchestrate.engines.mirror import OWN, Mirror
+from orchestrate.engines.swarm import fetch
+from orchestrate.engines.swarm import sync as mirror_module
+from orchestrate.engines.swarm.sync import OWN, Mirror
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import DEEPEST
 from orchestrate.files.paths import JobPaths

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from spaces import Space, possible
 
-from orchestrate.engines import guard
+from orchestrate.engines.docker import guard
 from orchestrate.node import guard as program
 
 PORT, DNS = 4000, 53

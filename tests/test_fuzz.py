@@ -14,7 +14,7 @@ from scripted import ALL_WELL
 
 from orchestrate.cli.arguments import FLAGS as OPTIONS
 from orchestrate.engines import messages
-from orchestrate.engines.links import Link
+from orchestrate.engines.connection import Link
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import records
 from orchestrate.files.lines import Lines
@@ -106,7 +106,7 @@ class Played(Link):
 def test_an_engine_must_survive_what_a_node_says(said):
     from linked_nodes import planned
 
-    from orchestrate.engines.links import Linked
+    from orchestrate.engines.connection import Linked
 
     nodes = Linked()
     nodes._exists = lambda node: False

@@ -14,8 +14,8 @@ from conftest import docker, eventually
 from faults import OPTIONS, Background
 from spaces import Space, command, possible
 
-from orchestrate.engines import guard, labels
-from orchestrate.engines.daemon import Daemon
+from orchestrate.engines.docker import guard, labels
+from orchestrate.engines.docker.client import Daemon
 from orchestrate.job.spec import IMAGE
 
 pytestmark = pytest.mark.docker

@@ -6,8 +6,8 @@ from concurrent.futures import wait
 import pytest
 from answers import Job
 
-from orchestrate.engines import labels
-from orchestrate.engines.docker import DockerEngine
+from orchestrate.engines.docker import labels
+from orchestrate.engines.docker.engine import DockerEngine
 from orchestrate.job.spec import IMAGE, JobSpec
 
 SPEC = JobSpec(trainers=1, image="mine:1")

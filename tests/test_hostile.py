@@ -12,8 +12,8 @@ from conftest import eventually
 from ends import KEY
 from said import sent
 
-from orchestrate.engines.links import Link
-from orchestrate.engines.mirror import Mirror
+from orchestrate.engines.connection import Link
+from orchestrate.engines.swarm.sync import Mirror
 from orchestrate.files.paths import JobPaths
 from orchestrate.node.sealed import Seal
 

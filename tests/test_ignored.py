@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from conftest import leftovers
 
-from orchestrate.engines.ignored import LARGEST, MOST, ignored, kept, read, top
-from orchestrate.engines.mounts import masks
-from orchestrate.engines.parcels import code_files
+from orchestrate.engines.docker.ignored import LARGEST, MOST, ignored, kept, read, top
+from orchestrate.engines.docker.mounts import masks
+from orchestrate.engines.swarm.upload import code_files
 from orchestrate.errors import UsageError
 
 
@@ -150,7 +150,7 @@ def test_patterns_that_take_too_long_for_so_many_files_must_be_refused(tmp_path,
 
 def test_an_ordinary_list_must_take_few_steps_for_many_files(tmp_path, monkeypatch):
     """Patterns that fit nothing below a folder are not looked at there."""
-    monkeypatch.setattr("orchestrate.engines.ignored.MOST_STEPS", 1000)
+    monkeypatch.setattr("orchestrate.engines.docker.ignored.MOST_STEPS", 1000)
     (tmp_path / ".dockerignore").write_text("\n".join([f"folder-{number}/data" for number in range(20)]))
     (tmp_path / "src").mkdir()
     for number in range(500):
@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_read_must_be_refused_unless_it_is_ignored_as_a_
             raise PermissionError(13, "Permission denied")
         return scandir(path)
 
-    monkeypatch.setattr("orchestrate.engines.ignored.os.scandir", closed)
+    monkeypatch.setattr("orchestrate.engines.docker.ignored.os.scandir", closed)
     with pytest.raises(UsageError, match=f"cannot read the folder {tmp_path}/closed: Permission denied") as error:
         list(ignored(tmp_path))
     assert error.value.hint == "name it in .dockerignore, or make it readable"

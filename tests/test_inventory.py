@@ -8,7 +8,8 @@ import pytest
 from test_plan import plan
 
 from orchestrate import console
-from orchestrate.engines import image, labels, looked, probe, process
+from orchestrate.engines import looked, process
+from orchestrate.engines.docker import image, labels, probe
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.files.paths import PROJECT

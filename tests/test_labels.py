@@ -8,8 +8,9 @@ from answers import Job
 from conftest import docker
 from manager_stub import container, settled
 
-from orchestrate.engines import JobState, labels
-from orchestrate.engines.docker import DockerEngine
+from orchestrate.engines.base import JobState
+from orchestrate.engines.docker import labels
+from orchestrate.engines.docker.engine import DockerEngine
 from orchestrate.job.spec import JobSpec
 
 COMPOSE = "com.docker.compose."

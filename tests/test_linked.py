@@ -7,7 +7,7 @@ import pytest
 from linked_nodes import Node, Nodes, asks, planned, workers
 from scripted import Clock
 
-from orchestrate.engines import links
+from orchestrate.engines import connection as links
 from orchestrate.errors import EngineLost
 from orchestrate.job.outcomes import Doing
 

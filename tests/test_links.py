@@ -18,9 +18,10 @@ from said import said, sent
 from scripted import Clock
 from waiting import PIPE
 
-from orchestrate.engines import links, sockets
-from orchestrate.engines.daemon import Frames
-from orchestrate.engines.links import Link, Linked
+from orchestrate.engines import connection as links
+from orchestrate.engines import sockets
+from orchestrate.engines.connection import Link, Linked
+from orchestrate.engines.docker.client import Frames
 from orchestrate.engines.ports import free_port
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.engines.sockets import connect

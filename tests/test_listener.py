@@ -16,7 +16,7 @@ from test_asked import dial
 from test_mirror import Node
 from waiting import Waiting
 
-from orchestrate.engines.links import Link
+from orchestrate.engines.connection import Link
 from orchestrate.node import listener
 from orchestrate.node.listener import MOST, Listener, serve
 from orchestrate.node.sealed import Seal

@@ -15,11 +15,12 @@ from ends import KEY
 from manager_stub import StubManager, container, host, scale, settled
 from test_plan import HERE, plan
 
-from orchestrate.engines import labels, manager
-from orchestrate.engines.daemon import Daemon
-from orchestrate.engines.links import Linked
-from orchestrate.engines.manager import Manager, shared_out
-from orchestrate.engines.swarm import SwarmEngine
+from orchestrate.engines.connection import Linked
+from orchestrate.engines.docker import labels
+from orchestrate.engines.docker.client import Daemon
+from orchestrate.engines.swarm import manager
+from orchestrate.engines.swarm.engine import SwarmEngine
+from orchestrate.engines.swarm.manager import Manager, shared_out
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import users

@@ -11,11 +11,11 @@ import pytest
 from conftest import ROOT, eventually, gone
 from ends import KEY
 
-from orchestrate.engines import mirror as mirror_module
-from orchestrate.engines.links import Link
-from orchestrate.engines.mirror import Mirror, rescued
-from orchestrate.engines.parcels import give, mine, packed
+from orchestrate.engines.connection import Link
 from orchestrate.engines.ports import free_port
+from orchestrate.engines.swarm import sync as mirror_module
+from orchestrate.engines.swarm.sync import Mirror, rescued
+from orchestrate.engines.swarm.upload import give, mine, packed
 from orchestrate.errors import EngineError
 from orchestrate.node.files import PIECE
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from test_links import listening
 
-from orchestrate.engines import mounts as mounts_module
-from orchestrate.engines.mounts import masks
-from orchestrate.engines.parcels import code_files
+from orchestrate.engines.docker import mounts as mounts_module
+from orchestrate.engines.docker.mounts import masks
+from orchestrate.engines.swarm.upload import code_files
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files import mountinfo, private, records
 from orchestrate.files.paths import JobPaths

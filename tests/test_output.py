@@ -111,6 +111,6 @@ def test_stdout_that_is_no_pipe_must_be_left_as_it_is(tmp_path):
 
 
 def test_a_program_that_imports_the_modules_of_a_node_must_keep_a_blocking_stdout():
-    code = "import os, orchestrate.engines.swarm, orchestrate.engines.docker; print(os.get_blocking(1))"
+    code = "import os, orchestrate.engines.swarm.engine, orchestrate.engines.docker.engine; print(os.get_blocking(1))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "True\n", done.stderr

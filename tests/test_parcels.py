@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from test_node_files import sparse
 
-from orchestrate.engines import parcels
-from orchestrate.engines.mirror import OWN
-from orchestrate.engines.parcels import code_files, give, mine, packed
+from orchestrate.engines.swarm import upload as parcels
+from orchestrate.engines.swarm.sync import OWN
+from orchestrate.engines.swarm.upload import code_files, give, mine, packed
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.node.files import PIECE, Files, digest
 

@@ -6,8 +6,9 @@ import sys
 import pytest
 from conftest import docker, leftovers
 
-from orchestrate.engines import looked, probe, process
-from orchestrate.engines.daemon import Daemon
+from orchestrate.engines import looked, process
+from orchestrate.engines.docker import probe
+from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import ResourceError
 from orchestrate.job.gpus import Gpu

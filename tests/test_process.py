@@ -19,7 +19,8 @@ from ends import KEY
 from scripted import Clock
 from test_plan import HERE, plan
 
-from orchestrate.engines import JobState, process
+from orchestrate.engines import process
+from orchestrate.engines.base import JobState
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError
 from orchestrate.files import records

@@ -11,7 +11,7 @@ import yaml
 from conftest import ROOT
 from packaging.requirements import Requirement
 
-from orchestrate.engines.labels import only
+from orchestrate.engines.docker.labels import only
 from orchestrate.export.compose import VARIABLE
 from orchestrate.job.limits import in_bytes, limits
 from orchestrate.job.spec import JobSpec

@@ -209,7 +209,7 @@ def test_the_record_of_a_job_must_go_with_its_files(do: Commands, kept):
 
 
 def test_the_nodes_of_a_job_that_has_ended_must_be_spoken_to_no_more(do: Commands, paths):
-    from orchestrate.engines.links import Linked
+    from orchestrate.engines.connection import Linked
 
     do.engine.generations = [[ALL_WELL]]
     linked = Linked()

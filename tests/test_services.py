@@ -13,7 +13,8 @@ import pytest
 from ends import KEY
 from test_plan import HERE, plan, with_gpus
 
-from orchestrate.engines import labels, services
+from orchestrate.engines.docker import labels
+from orchestrate.engines.swarm import service_spec as services
 from orchestrate.errors import ResourceError
 from orchestrate.files.paths import NODE
 from orchestrate.job.plan import Inventory

@@ -13,12 +13,12 @@ from conftest import ROOT, die_with_parent, eventually
 from manager_stub import StubManager
 from test_plan import HERE, plan
 
-from orchestrate.engines import services
-from orchestrate.engines import swarm as swarm_module
-from orchestrate.engines.links import Link
-from orchestrate.engines.manager import Manager
+from orchestrate.engines.connection import Link
 from orchestrate.engines.ports import free_port
-from orchestrate.engines.swarm import PIPE, SwarmEngine
+from orchestrate.engines.swarm import engine as swarm_module
+from orchestrate.engines.swarm import service_spec as services
+from orchestrate.engines.swarm.engine import PIPE, SwarmEngine
+from orchestrate.engines.swarm.manager import Manager
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths

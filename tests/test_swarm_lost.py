@@ -8,8 +8,8 @@ from said import sent
 from scripted import Clock
 from swarm_nodes import connected, down, mirror, state, three_nodes
 
-from orchestrate.engines import swarm
-from orchestrate.engines.swarm import SwarmEngine
+from orchestrate.engines.swarm import engine as swarm
+from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import WorkerExit
 

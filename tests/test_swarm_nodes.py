@@ -8,9 +8,9 @@ from manager_stub import StubManager, host
 from said import sent
 from swarm_nodes import SPEC, connected, down, job, state, three_nodes
 
-from orchestrate.engines import swarm
-from orchestrate.engines.parcels import packed
-from orchestrate.engines.swarm import SwarmEngine
+from orchestrate.engines.swarm import engine as swarm
+from orchestrate.engines.swarm.engine import SwarmEngine
+from orchestrate.engines.swarm.upload import packed
 from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.job.spec import IMAGE, JobSpec
 

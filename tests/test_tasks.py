@@ -6,7 +6,7 @@ import pytest
 from manager_stub import host, scale, settled
 from swarm_nodes import SPEC
 
-from orchestrate.engines import manager
+from orchestrate.engines.swarm import manager
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import sys
 import pytest
 from conftest import DOCKER_REQUIRED
 
-from orchestrate.engines import toolkit
-from orchestrate.engines.daemon import Daemon
+from orchestrate.engines.docker import toolkit
+from orchestrate.engines.docker.client import Daemon
 
 DEVICE = {"Source": "cdi", "ID": "nvidia.com/gpu=all"}
 OTHER = {"Source": "cdi", "ID": "amd.com/gpu=all"}
@@ -38,8 +38,8 @@ def test_the_way_must_be_the_one_that_the_engine_reports(info, way):
 # The command line on a real engine with CDI devices, which seems to have no NVIDIA runtime.
 WITHOUT_RUNTIME = """
 import sys
-from orchestrate.engines import toolkit
-from orchestrate.engines.daemon import Daemon
+from orchestrate.engines.docker import toolkit
+from orchestrate.engines.docker.client import Daemon
 made = Daemon.__init__
 def init(self):
     made(self)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from test_plan import HERE
 
-from orchestrate.engines import image
+from orchestrate.engines.docker import image
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store, users

@@ -3,7 +3,7 @@
 import pytest
 from test_inventory import spec
 
-from orchestrate.engines import image, volumes
+from orchestrate.engines.docker import image, volumes
 from orchestrate.errors import ResourceError
 
 

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrate.engines import SWARMS, Engine
+from orchestrate.engines.base import SWARMS, Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import NODES, JobPaths

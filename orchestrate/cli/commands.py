@@ -35,7 +35,7 @@ from orchestrate.supervise.generation import BY_MAX_RUN
 PROOFS = 20  # times that a supervisor may not be proven to be one, a tenth of a second apart: it may be beginning
 
 if TYPE_CHECKING:
-    from orchestrate.engines import Engine
+    from orchestrate.engines.base import Engine
     from orchestrate.job.plan import Plan
 
 

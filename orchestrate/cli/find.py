@@ -14,7 +14,7 @@ from orchestrate.files.paths import NAME, JobPaths
 from orchestrate.job import owners
 
 if TYPE_CHECKING:
-    from orchestrate.engines import Engine
+    from orchestrate.engines.base import Engine
 
 MOST = 8  # jobs that an error names
 

@@ -27,7 +27,7 @@ from orchestrate.job.spec import APP, JobSpec, read_file, read_set, resolve, une
 from orchestrate.supervise import launch
 
 if TYPE_CHECKING:
-    from orchestrate.engines import Engine
+    from orchestrate.engines.base import Engine
 
 IMPORTS = 120.0  # seconds that nodes of a cluster may take to import what workers need; torch takes 2 to 20
 

@@ -14,7 +14,7 @@ from orchestrate.files.paths import NODES, JobPaths
 from orchestrate.job import store
 
 if TYPE_CHECKING:
-    from orchestrate.engines import Engine
+    from orchestrate.engines.base import Engine
 
 REMOVE = {
     "container": "docker rm -f",

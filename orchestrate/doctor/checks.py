@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding, gpus, local
-from orchestrate.engines import toolkit
-from orchestrate.engines.daemon import Daemon
-from orchestrate.engines.guard import wanted
-from orchestrate.engines.image import has_image
-from orchestrate.engines.manager import Thing, ready
-from orchestrate.engines.manager import gpus as offered
-from orchestrate.engines.parcels import give
-from orchestrate.engines.swarm import SwarmEngine
+from orchestrate.engines.docker import toolkit
+from orchestrate.engines.docker.client import Daemon
+from orchestrate.engines.docker.guard import wanted
+from orchestrate.engines.docker.image import has_image
+from orchestrate.engines.swarm.engine import SwarmEngine
+from orchestrate.engines.swarm.manager import Thing, ready
+from orchestrate.engines.swarm.manager import gpus as offered
+from orchestrate.engines.swarm.upload import give
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths

@@ -12,7 +12,7 @@ from orchestrate.errors import EngineLost, OrchestrateError, ResourceError
 from orchestrate.job.spec import JobSpec
 
 if TYPE_CHECKING:
-    from orchestrate.engines import Engine
+    from orchestrate.engines.base import Engine
 
 
 def engine_of(spec: JobSpec) -> Engine:
@@ -54,13 +54,13 @@ def sdk() -> Iterator[None]:
 
 def _docker() -> Engine:
     with sdk():
-        from orchestrate.engines.docker import DockerEngine
+        from orchestrate.engines.docker.engine import DockerEngine
     return DockerEngine()
 
 
 def _swarm() -> Engine:
     with sdk():
-        from orchestrate.engines.swarm import SwarmEngine
+        from orchestrate.engines.swarm.engine import SwarmEngine
     return SwarmEngine()
 
 

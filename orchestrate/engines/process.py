@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.console import during
-from orchestrate.engines import SWARMS, JobState, ignoring, looked, never, sockets
-from orchestrate.engines.links import Link, Linked
+from orchestrate.engines import looked, sockets
+from orchestrate.engines.base import SWARMS, JobState, ignoring, never
+from orchestrate.engines.connection import Link, Linked
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.files import private

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrate.engines import never
-from orchestrate.engines.links import ANSWERS, Link
+from orchestrate.engines.base import never
+from orchestrate.engines.connection import ANSWERS, Link
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import remove, renew
 from orchestrate.node.trees import FOLDER, clear

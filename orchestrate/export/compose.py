@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from orchestrate.engines.mounts import CODE, literal, masks
+from orchestrate.engines.docker.mounts import CODE, literal, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, check_folders, document, quoted, shape
 from orchestrate.files.paths import JOB, PACKAGE, PROJECT, code_folder, is_text

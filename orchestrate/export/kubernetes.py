@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from orchestrate.engines.services import boot, program
+from orchestrate.engines.swarm.service_spec import boot, program
 from orchestrate.errors import UsageError
 from orchestrate.export import MASTER_PORT, Shape, carries_node, document, shape
 from orchestrate.job import users

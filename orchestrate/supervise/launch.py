@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.console import phase, progress
-from orchestrate.engines import Engine
+from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, lock, records
 from orchestrate.files.paths import JobPaths

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrate.engines import Engine
+from orchestrate.engines.base import Engine
 from orchestrate.errors import EngineError
 from orchestrate.job.events import Recorder
 from orchestrate.job.spec import JobSpec

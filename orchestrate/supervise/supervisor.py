@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from orchestrate.engines import Engine
+from orchestrate.engines.base import Engine
 from orchestrate.errors import EngineError, EngineLost, OrchestrateError
 from orchestrate.job.events import History, Recorder
 from orchestrate.job.outcomes import GenerationResult, JobResult

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.console import during
-from orchestrate.engines import helpers, looked, toolkit
-from orchestrate.engines.daemon import Daemon
+from orchestrate.engines import looked
+from orchestrate.engines.docker import helpers, toolkit
+from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import ResourceError
 from orchestrate.job.gpus import Gpu
 from orchestrate.job.spec import IMAGE

@@ -13,7 +13,7 @@ from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines import JobState
+from orchestrate.engines.base import JobState
 from orchestrate.files.paths import NAME, is_text
 
 JOB, RUN, OWNER = "orchestrate.job", "orchestrate.run", "orchestrate.owner"  # of nodes, networks, services, secrets

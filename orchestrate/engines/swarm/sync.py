@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from orchestrate.engines import never
-from orchestrate.engines.fetch import Fetch, reachable, same
-from orchestrate.engines.fetch import link as place_link
-from orchestrate.engines.links import Link
+from orchestrate.engines.base import never
+from orchestrate.engines.connection import Link
+from orchestrate.engines.swarm.fetch import Fetch, reachable, same
+from orchestrate.engines.swarm.fetch import link as place_link
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import DEEPEST, MOST, Folder
 from orchestrate.job.logs import MARK

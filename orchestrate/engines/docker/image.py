@@ -9,9 +9,10 @@ import docker.errors
 from docker.utils import parse_repository_tag
 
 from orchestrate.console import clean, during, phase, say
-from orchestrate.engines import SWARMS, helpers, ignoring, mounts, probe, toolkit
-from orchestrate.engines.daemon import ERRORS, Daemon, reason
-from orchestrate.engines.volumes import volumes
+from orchestrate.engines.base import SWARMS, ignoring
+from orchestrate.engines.docker import helpers, mounts, probe, toolkit
+from orchestrate.engines.docker.client import ERRORS, Daemon, reason
+from orchestrate.engines.docker.volumes import volumes
 from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.files.paths import NODES, PACKAGE, code_folder
 from orchestrate.job import users

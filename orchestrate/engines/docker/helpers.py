@@ -11,8 +11,8 @@ from typing import Any
 import docker.errors
 from docker.types import LogConfig
 
-from orchestrate.engines import labels
-from orchestrate.engines.daemon import ERRORS, Daemon, reason
+from orchestrate.engines.docker import labels
+from orchestrate.engines.docker.client import ERRORS, Daemon, reason
 from orchestrate.errors import EngineError
 from orchestrate.job.limits import FEWEST
 from orchestrate.job.spec import IMAGE

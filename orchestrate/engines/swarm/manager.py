@@ -15,9 +15,10 @@ from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines import JobState, helpers, labels
-from orchestrate.engines import services as parts
-from orchestrate.engines.daemon import Daemon, name_of
+from orchestrate.engines.base import JobState
+from orchestrate.engines.docker import helpers, labels
+from orchestrate.engines.docker.client import Daemon, name_of
+from orchestrate.engines.swarm import service_spec as parts
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PACKAGE
 from orchestrate.job.plan import Plan, counted

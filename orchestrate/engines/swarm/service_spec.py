@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-from orchestrate.engines import labels
-from orchestrate.engines.volumes import WIPED, checked
+from orchestrate.engines.docker import labels
+from orchestrate.engines.docker.volumes import WIPED, checked
 from orchestrate.files.paths import PACKAGE
 from orchestrate.job.limits import UNLIMITED, in_bytes
 from orchestrate.job.plan import Plan

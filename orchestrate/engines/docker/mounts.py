@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from orchestrate.engines.ignored import ignored
+from orchestrate.engines.docker.ignored import ignored
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files import records
 from orchestrate.files.mountinfo import is_kernels, kernels, paths

@@ -19,8 +19,8 @@ from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines import helpers, labels
-from orchestrate.engines.daemon import ERRORS, Daemon
+from orchestrate.engines.docker import helpers, labels
+from orchestrate.engines.docker.client import ERRORS, Daemon
 from orchestrate.errors import EngineError
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import guard as program

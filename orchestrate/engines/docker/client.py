@@ -24,9 +24,9 @@ import requests
 from docker.models.containers import Container
 from docker.models.networks import Network
 
-from orchestrate.engines import never
-from orchestrate.engines.address import address
-from orchestrate.engines.links import ANSWERS, Link
+from orchestrate.engines.base import never
+from orchestrate.engines.connection import ANSWERS, Link
+from orchestrate.engines.docker.address import address
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
 from orchestrate.job import users

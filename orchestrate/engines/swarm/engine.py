@@ -15,14 +15,14 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from orchestrate.engines import JobState, never
-from orchestrate.engines import services as parts
-from orchestrate.engines.image import has_image
-from orchestrate.engines.links import ANSWERS, Link, Linked
-from orchestrate.engines.manager import Manager, Thing, coming, ended, gpus, shared_out, well
-from orchestrate.engines.mirror import Mirror, rescued
-from orchestrate.engines.parcels import code_files, give, mine, packed, visited
+from orchestrate.engines.base import JobState, never
+from orchestrate.engines.connection import ANSWERS, Link, Linked
+from orchestrate.engines.docker.image import has_image
 from orchestrate.engines.ports import free_port
+from orchestrate.engines.swarm import service_spec as parts
+from orchestrate.engines.swarm.manager import Manager, Thing, coming, ended, gpus, shared_out, well
+from orchestrate.engines.swarm.sync import Mirror, rescued
+from orchestrate.engines.swarm.upload import code_files, give, mine, packed, visited
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files.paths import code_folder, log
 from orchestrate.job.outcomes import LOST, WorkerExit

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from orchestrate.engines.ignored import kept
-from orchestrate.engines.links import ANSWERS, Link
-from orchestrate.engines.mirror import OWN
-from orchestrate.engines.mounts import apart
+from orchestrate.engines.connection import ANSWERS, Link
+from orchestrate.engines.docker.ignored import kept
+from orchestrate.engines.docker.mounts import apart
+from orchestrate.engines.swarm.sync import OWN
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files import records
 from orchestrate.files.folder import regular

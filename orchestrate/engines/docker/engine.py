@@ -16,13 +16,15 @@ from typing import Any
 
 from docker.models.containers import Container
 
-from orchestrate.engines import JobState, labels, mounts, never, sockets, toolkit
-from orchestrate.engines.daemon import Daemon, Events, begin, name_of
-from orchestrate.engines.guard import Guard, wanted
-from orchestrate.engines.image import inventory
-from orchestrate.engines.links import DYING, Link, Linked
+from orchestrate.engines import sockets
+from orchestrate.engines.base import JobState, never
+from orchestrate.engines.connection import DYING, Link, Linked
+from orchestrate.engines.docker import labels, mounts, toolkit
+from orchestrate.engines.docker.client import Daemon, Events, begin, name_of
+from orchestrate.engines.docker.guard import Guard, wanted
+from orchestrate.engines.docker.image import inventory
+from orchestrate.engines.docker.volumes import WIPED, volumes
 from orchestrate.engines.ports import free_port
-from orchestrate.engines.volumes import WIPED, volumes
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import PROJECT, JobPaths
 from orchestrate.job.outcomes import LOST, WorkerExit

@@ -9,8 +9,8 @@ from pathlib import PurePosixPath
 
 import docker.errors
 
-from orchestrate.engines.daemon import Daemon
-from orchestrate.engines.mounts import CODE, JOB
+from orchestrate.engines.docker.client import Daemon
+from orchestrate.engines.docker.mounts import CODE, JOB
 from orchestrate.errors import ResourceError
 from orchestrate.files.paths import is_text
 

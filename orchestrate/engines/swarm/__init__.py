@@ -1,0 +1,1 @@
+"""Nodes as tasks of Docker Swarm, on several hosts."""
