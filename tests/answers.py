@@ -23,6 +23,7 @@ from test_plan import HERE, plan
 from orchestrate.engines.docker import client as daemon_module
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.engine import DockerEngine
+from orchestrate.engines.docker.session import DockerSession
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import users
@@ -248,6 +249,8 @@ class Job:
         records.make(self.paths.root, KEY)
         self.run = self.paths.shared
         self.made: list[DockerEngine] = []
+        self.sessions: list[DockerSession] = []
+        self.warned: list[str] = []
         self.compose()
         monkeypatch.setenv("DOCKER_HOST", self.answers.host)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -259,34 +262,45 @@ class Job:
         return self.paths.sockets
 
     def close(self) -> None:
+        for session in self.sessions:
+            session.events.close()
+            session.events.bell.close()
+            session.events._alarm.close()
+            session.clients.selector.close()
+            for connection in session.clients.connections.values():
+                connection.close()
         for engine in self.made:
-            if engine.events:
-                engine.events.close()
-                engine.events.bell.close()
-                engine.events._alarm.close()
-            engine.selector.close()
-            for link in engine.links.values():
-                link.close()
-            engine.client.close()
+            engine.daemon.client.close()
         self.answers.close()
 
     def engine(self) -> DockerEngine:
         self.made.append(DockerEngine())
         return self.made[-1]
 
+    def session(self, spec: JobSpec = SPEC, run: Path | None = None, **inventory: Any) -> DockerSession:
+        """The nodes of the job; what it warns of is in `warned`."""
+        made = self.engine().open(spec, self.plan(spec, **inventory), run or self.run, self.warned.append)
+        self.sessions.append(made)
+        return made
+
+    def warnings(self) -> list[str]:
+        """Those since the last call."""
+        found = [*self.warned]
+        self.warned.clear()
+        return found
+
     def plan(self, spec: JobSpec = SPEC, **inventory: Any) -> Plan:
         return plan(spec, dataclasses.replace(HERE, **{"code": "/code", **inventory}), "j")
 
-    def settled(self, *nodes: str, spec: JobSpec = SPEC, **inventory: Any) -> DockerEngine:
-        """An engine that knows the job, whose workers run on these nodes."""
+    def settled(self, *nodes: str, spec: JobSpec = SPEC, **inventory: Any) -> DockerSession:
+        """The job, whose workers run on these nodes."""
         for name in nodes:
             self.answers.container(name)
-        engine = self.engine()
-        engine._settle(spec, self.plan(spec, **inventory), self.run)
-        engine.nodes, engine.generation = engine._look(), 0
-        engine.running = dict(enumerate(nodes))
+        session = self.session(spec, **inventory)
+        session.nodes, session.clients.generation = session._look(), 0
+        session.clients.running = dict(enumerate(nodes))
         self.answers.asked.clear()
-        return engine
+        return session
 
     def compose(self, script: str = "") -> None:
         path = self.folder / "docker"

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from scripted import Scripted
 from test_plan import HERE
 
 from orchestrate.cli.main import main
 from orchestrate.engines import choice
-from orchestrate.engines.base import JobState, never
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
@@ -39,37 +38,18 @@ def supervised(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
-class Whole(Scripted):
-    """A scripted engine with what commands ask of one: which jobs there are, and what they hold."""
+class Whole(RecordingEngine):
+    """An engine that is taken for Docker's, of which the inventory is that of other tests."""
 
     name = "docker"  # as in the inventory
 
     def __init__(self, *generations: list[list[WorkerExit]], things: tuple[str, ...] = (), **more) -> None:
         super().__init__(*generations, **more)
-        self.things = list(things)  # what the job holds
-        self.states: list[JobState] = []
+        self.things = list(things)
 
-    def inventory(self, spec, run, prepare) -> Inventory:
-        self.calls.append("prepare" if prepare else "look")
+    def inventory(self, spec, run, look_inside) -> Inventory:
+        self.calls += [] if look_inside else ["look"]
         return replace(HERE, code=str(Path.cwd()))
-
-    def up(self, spec, plan, run, stopped=never) -> None:
-        super().up(spec, plan, run, stopped)
-        self.things = [f"container {node}" for node in plan.nodes]
-
-    def jobs(self) -> list[JobState]:
-        return self.states
-
-    def holds(self, job_id) -> list[str]:
-        return [*self.things]
-
-    def remove(self, job_id, grace) -> None:
-        super().remove(job_id, grace)
-        self.things.clear()
-
-    def down(self, grace, stopped=never) -> None:
-        super().down(grace, stopped)
-        self.things.clear()
 
 
 class Commands:

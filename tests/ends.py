@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 
-from orchestrate.engines.connection import Link
+from orchestrate.engines.connection import NodeConnection
 from orchestrate.node.sealed import Seal
 
 KEY = bytes(range(32))
@@ -66,15 +66,15 @@ class End:
         return line
 
 
-def connected() -> tuple[Link, End]:
+def connected() -> tuple[NodeConnection, End]:
     """An orchestrator's connection to a node, and the node's end, which the test plays."""
     here, there = socket.socketpair()
-    node, link = End(there, listens=True), Link(here, KEY)
+    node, link = End(there, listens=True), NodeConnection(here, KEY)
     greeted(link, node)
     return link, node
 
 
-def greeted(link: Link, node: End) -> None:
+def greeted(link: NodeConnection, node: End) -> None:
     """Have both ends of a connection meet."""
     meets = threading.Thread(target=node.meet)
     meets.start()

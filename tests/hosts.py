@@ -264,7 +264,7 @@ def share_image(target: Path) -> None:
 
 
 def share(root: Path, wanted: list[Path], target: Path) -> None:
-    """Link what stands below `root` into another folder; or copy it, where that is on another disk."""
+    """NodeConnection what stands below `root` into another folder; or copy it, where that is on another disk."""
     copy = ["cp", "--archive", "--parents", *(str(path.relative_to(root)) for path in wanted), str(target)]
     # A running engine has its data folder mounted on itself, across which there are no links.
     look_below = f'umount --lazy {root}; cd {root} && exec "$@"'

@@ -1,11 +1,13 @@
 """An engine whose nodes are played: the far ends of its connections are the test's."""
 
 import socket
+from typing import Any
 
 from ends import KEY, End, greeted
 from said import sent
 
-from orchestrate.engines.connection import Link, Linked
+from orchestrate.engines.clients import NodeClients
+from orchestrate.engines.connection import NodeConnection
 from orchestrate.job.plan import Plan, WorkerPlan
 
 
@@ -39,11 +41,37 @@ class Node:
         self.here.close()
 
 
-class Nodes(Linked):
-    """An engine whose nodes are played; a node that ends is made anew by `again`."""
+class Reached:
+    """How nodes that are played are reached."""
+
+    def __init__(self, nodes: "Nodes") -> None:
+        self.nodes = nodes
+
+    def connect(self, node: str) -> NodeConnection | None:
+        if node not in self.nodes.up:
+            return None
+        played = self.nodes.played[node]
+        made = NodeConnection(played.there, KEY)
+        greeted(made, played.end_)
+        played.speak()
+        return made
+
+    def may_recover(self, node: str) -> bool:
+        return node in self.nodes.there
+
+    def runs(self, node: str) -> bool:
+        return node in self.nodes.look and not self.nodes.look.remove(node)
+
+    def request(self, worker: WorkerPlan) -> dict[str, Any]:
+        return {"env": worker.env, "inherit": True, "cwd": None}
+
+
+class Nodes(NodeClients):
+    """Connections to nodes that are played; a node that ends is made anew by `again`."""
 
     def __init__(self, count: int) -> None:
-        super().__init__()
+        self.warned: list[str] = []
+        super().__init__(Reached(self), self.warned.append)
         self.played = {f"node-{rank}": Node() for rank in range(count)}
         self.up = set(self.played)  # those that can be connected to
         self.look: list[str] = []  # whose container is found to run, once for each
@@ -54,47 +82,31 @@ class Nodes(Linked):
         self.played[name] = Node()
         return self.played[name]
 
-    def _connect(self, node: str) -> Link | None:
-        if node not in self.up:
-            return None
-        played = self.played[node]
-        link = Link(played.there, KEY)
-        greeted(link, played.end_)
-        played.speak()
-        return link
-
-    def _exists(self, node: str) -> bool:
-        return node in self.there
-
-    def _runs(self, node: str) -> bool:
-        return node in self.look and not self.look.remove(node)
+    def warnings(self) -> list[str]:
+        """Those since the last call."""
+        found = [*self.warned]
+        self.warned.clear()
+        return found
 
     def close(self) -> None:
         self.selector.close()
-        for link in self.links.values():
-            link.close()
+        for connection in self.connections.values():
+            connection.close()
         for node in self.played.values():
             node.there.close()
             node.end()
 
 
-def workers(count: int = 3, generation: int = 0) -> tuple[WorkerPlan, ...]:
-    """One on each node."""
-    return tuple(
-        WorkerPlan(
-            rank=rank,
-            node=f"node-{rank}",
-            gpu="",
-            cores=(),
-            env={"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(generation)},
-        )
+def planned(count: int = 3, generation: int = 0, command: tuple[str, ...] = ("x.py",)) -> Plan:
+    """A plan with one worker on each node."""
+    env = {"TORCHELASTIC_RESTART_COUNT": str(generation)}
+    workers = tuple(
+        WorkerPlan(rank=rank, node=f"node-{rank}", gpu="", cores=(), env={"RANK": str(rank), **env})
         for rank in range(count)
     )
-
-
-def planned(count: int = 3, generation: int = 0) -> Plan:
     made = object.__new__(Plan)
-    object.__setattr__(made, "workers", workers(count, generation))
+    for name, value in (("workers", workers), ("generation", generation), ("command", command)):
+        object.__setattr__(made, name, value)
     return made
 
 

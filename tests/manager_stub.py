@@ -15,9 +15,9 @@ from ends import KEY
 from scripted import Clock
 from test_plan import HERE, plan
 
-from orchestrate.engines.swarm import engine as swarm
-from orchestrate.engines.swarm import manager
+from orchestrate.engines.swarm import manager, objects, session
 from orchestrate.engines.swarm.manager import Manager
+from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.job.spec import JobSpec
 
 NAMES: dict[str, Callable[[str, str], bool]] = {  # how the engine's filter `name` compares
@@ -39,17 +39,16 @@ def host(number: int, cpus: int = 4, gpus: int = 0, state: str = "ready", availa
     }
 
 
-def settled(run: Path, spec: JobSpec) -> Manager:
-    """The manager of a job `j` that has a network and a key."""
-    made = Manager()
-    made.settle(plan(spec, HERE, "j"), run, spec, KEY)
-    made.prepare(spec)
+def settled(run: Path, spec: JobSpec) -> SwarmJob:
+    """A job `j` that has a network and a key."""
+    made = SwarmJob(Manager(), spec, plan(spec, HERE, "j"), run, KEY)
+    made.prepare()
     return made
 
 
-def scale(made: Manager, role: str, more: int) -> None:
-    spec = JobSpec(trainers=2, user=str(os.getuid()))  # to whom the folder of a test belongs
-    made.scale(spec, plan(spec, HERE, "j"), role, more)
+def scale(made: SwarmJob, role: str, more: int) -> None:
+    made.spec = JobSpec(trainers=2, user=str(os.getuid()))  # to whom the folder of a test belongs
+    made.scale(role, more)
 
 
 class StubManager:
@@ -253,6 +252,6 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubManager]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Time that passes only while the engine for Swarm waits."""
     made = Clock()
-    for module in (manager, swarm):
+    for module in (manager, objects, session):
         monkeypatch.setattr(module, "time", made)
     return made

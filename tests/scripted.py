@@ -4,11 +4,9 @@ from concurrent.futures import Future
 
 from test_plan import HERE
 
-from orchestrate.engines.base import never
-from orchestrate.errors import EngineError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.events import Recorder
-from orchestrate.job.outcomes import Doing, JobResult, WorkerExit
+from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import Traces
@@ -67,98 +65,6 @@ class WhenAsked:
                 return super().exception(timeout)
 
         return Later()
-
-
-class Scripted:
-    """An engine whose generations end as told: each is a list of exits per call of `wait`; a stop ends the rest."""
-
-    def __init__(self, *generations: list[list[WorkerExit]], stubborn: bool = False) -> None:
-        self.generations, self.stubborn = [list(batches) for batches in generations], stubborn
-        self.batches: list[list[WorkerExit]] = []
-        self.running: set[int] = set()
-        self.warm = True
-        self.calls: list[str] = []
-        self.plans: list = []
-        self.nodes = {"master", "trainer-1", "trainer-2"}
-        self.missing: set[str] = set()
-        self.hosts: dict[str, str] = {}
-        self.slow: list[set[int]] = []  # workers that have not started yet, by call
-        self.graces: list[float] = []  # of each clean-up
-        self.full: list[OSError] = []  # by which files do not come home
-
-    def port(self, spec, generation) -> int:
-        return 29500 + generation
-
-    def up(self, spec, plan, run, stopped) -> None:
-        self.calls.append("up")
-        if self.missing & set(plan.nodes):
-            raise EngineError("no such node")
-
-    def alive(self) -> set[str]:
-        return self.nodes - self.missing
-
-    def host(self, node) -> str:
-        return self.hosts.get(node, "")
-
-    def gather(self, stopped) -> None:
-        if self.full:
-            self.calls.append("gather")
-            raise self.full.pop()
-
-    def adopt(self, spec, plan, run) -> set[int]:
-        self.calls.append("adopt")
-        self.running = {worker.rank for worker in plan.workers}
-        self.batches = self.generations.pop(0) if self.generations else []
-        return set()
-
-    def start(self, workers, command) -> None:
-        self.calls.append("start")
-        self.plans.append(workers)
-        self.running = {worker.rank for worker in workers}
-        self.batches = self.generations.pop(0)
-
-    def starting(self) -> set[int]:
-        return self.slow.pop(0) if self.slow else set()
-
-    def wait(self, timeout):
-        exits = self.batches.pop(0) if self.batches else []
-        self.running -= {end.rank for end in exits}
-        return exits
-
-    def explain(self, end, node) -> str:
-        return ""
-
-    def troubles(self) -> dict[str, str]:
-        return {}
-
-    def warnings(self) -> list[str]:
-        return []
-
-    def doing(self) -> dict[int, Doing]:
-        return {rank: Doing("S", 1.0) for rank in self.running}
-
-    def warmed(self, nodes, patience) -> bool:
-        self.calls.append("warmed")
-        return self.warm
-
-    def dump(self) -> None:
-        self.calls.append("dump")
-
-    def stop(self, kill) -> None:
-        self.calls.append("kill" if kill else "stop")
-        if kill or not self.stubborn:
-            self.batches.append([WorkerExit(rank, 137 if kill else 143) for rank in sorted(self.running)])
-
-    def discard(self, nodes) -> None:
-        self.calls.append(f"discard {' '.join(sorted(nodes))}")
-
-    def remove(self, job_id, grace) -> None:
-        self.calls.append(f"remove {job_id}")
-        self.graces.append(grace)
-
-    def down(self, grace, stopped=never) -> None:
-        self.calls.append("down")
-        self.graces.append(grace)
 
 
 class Job:

@@ -13,8 +13,8 @@ from manager_stub import StubManager
 from scripted import Clock
 from test_plan import HERE, plan
 
-from orchestrate.engines.connection import Linked
 from orchestrate.engines.swarm.engine import SwarmEngine
+from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.files import records
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
@@ -23,20 +23,23 @@ SPEC = JobSpec(trainers=2, user=str(os.getuid()))  # to whom the folder of a tes
 
 
 @contextlib.contextmanager
-def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmEngine]:
-    """The engine of a job with three nodes, all well: t0 and t1 are the trainers, t2 is the master."""
-    made = SwarmEngine()
+def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmSession]:
+    """A job with three nodes, all well: t0 and t1 are the trainers, t2 is the master."""
     records.make(run.parent, ends.KEY)
-    made._settle(SPEC, job(), run)
+    warned: list[str] = []
+    made = SwarmEngine().open(SPEC, job(), run, warned.append)
+    made.swarm.prepare()
+    made.warned = warned
     made.supplied = {"t0", "t1", "t2"}
     made._supply = lambda code, nodes: made.supplied.update(made.nodes[name]["ID"] for name in nodes)
     for role, count in (("trainer", 2), ("master", 1)):
-        made.swarm.scale(SPEC, job(), role, count)
+        made.swarm.scale(role, count)
     made.nodes = made.swarm.look()
     made.ends = {}  # of their connections, by node
-    made._listen = lambda seconds: (clock.sleep(seconds), Linked._listen(made, min(seconds, 0.01)))
+    listen = made.clients.listen
+    made.clients.listen = lambda seconds: (clock.sleep(seconds), listen(min(seconds, 0.01)))
     yield made
-    for link in made.links.values():
+    for link in made.clients.connections.values():
         link.close()
     for end in made.ends.values():
         end.sock.close()
@@ -47,14 +50,14 @@ def job(spec: JobSpec = SPEC, **inventory: str) -> Plan:
     return plan(spec, dataclasses.replace(HERE, **inventory), "j")
 
 
-def connected(engine: SwarmEngine, *nodes: str) -> None:
+def connected(engine: SwarmSession, *nodes: str) -> None:
     """Have connections to nodes, whose other ends are in `ends`."""
     for rank, node in enumerate(("master", "trainer-1", "trainer-2")):
-        engine.running[rank] = node
+        engine.clients.running[rank] = node
         if node in nodes:
-            engine.links[node], engine.ends[node] = ends.connected()
+            engine.clients.connections[node], engine.ends[node] = ends.connected()
             engine.linked[node] = engine._id(node)
-            engine.selector.register(engine.links[node].sock, selectors.EVENT_READ, node)
+            engine.clients.selector.register(engine.clients.connections[node].sock, selectors.EVENT_READ, node)
 
 
 def state(stub: StubManager, node: str, word: str) -> None:

@@ -1,8 +1,9 @@
 """An engine that goes away while workers run must be waited for, and asked again; on an engine that plays a script."""
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job, Scripted
+from scripted import ALL_WELL, KILLED, Job
 
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.spec import JobSpec
@@ -13,7 +14,7 @@ def job(tmp_path, monkeypatch):
     return Job(tmp_path, monkeypatch)
 
 
-class Leaving(Scripted):
+class Leaving(RecordingEngine):
     """It is away for so many seconds, once, from when `leaves` says so."""
 
     def __init__(self, job: Job, seconds: float, *generations: list[list[WorkerExit]]) -> None:
@@ -57,7 +58,7 @@ def test_a_node_that_does_not_answer_when_the_engine_is_back_must_be_asked_again
 
 @pytest.mark.parametrize(("times", "word"), [(40, "succeeded"), (60, "lost")])
 def test_an_engine_that_goes_away_again_and_again_must_lose_the_job(job, times, word):
-    engine = Scripted([], *[[]] * (times - 1), [ALL_WELL])
+    engine = RecordingEngine([], *[[]] * (times - 1), [ALL_WELL])
     wait = engine.wait
 
     def leave(timeout):
@@ -90,7 +91,7 @@ def test_workers_that_were_being_stopped_when_the_engine_went_away_must_be_asked
 @pytest.mark.parametrize("lost", [True, False])
 @pytest.mark.parametrize("known", ["node lost", "node stopped", "out of memory"])
 def test_a_node_that_the_engine_took_with_it_must_not_be_blamed(job, lost, known):
-    engine = Leaving(job, 1, [], [KILLED], [ALL_WELL]) if lost else Scripted([KILLED], [ALL_WELL])
+    engine = Leaving(job, 1, [], [KILLED], [ALL_WELL]) if lost else RecordingEngine([KILLED], [ALL_WELL])
     engine.explain = lambda end, node: known
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(1, "engine lost" if lost and known.startswith("node ") else known)]
@@ -106,7 +107,7 @@ def test_a_worker_that_ended_before_the_engine_went_away_must_not_count_as_lost_
 
 
 def test_an_engine_that_comes_back_must_be_asked_for_the_workers_it_still_has(job):
-    engine = Scripted([[]], [ALL_WELL])
+    engine = RecordingEngine([[]], [ALL_WELL])
     wait = engine.wait
 
     def wait_once(timeout):
@@ -122,7 +123,7 @@ def test_an_engine_that_comes_back_must_be_asked_for_the_workers_it_still_has(jo
 def test_an_engine_that_does_not_come_back_must_lose_the_job(job, monkeypatch):
     for module in ("supervise.running", "supervise.generation"):
         monkeypatch.setattr(f"orchestrate.{module}.PATIENCE", 0.6)
-    engine = Scripted([])
+    engine = RecordingEngine([])
     engine.wait = lambda timeout: (_ for _ in ()).throw(EngineLost("gone"))
     engine.adopt = engine.wait
     engine.adopt = lambda *_: engine.wait(0)
@@ -131,18 +132,18 @@ def test_an_engine_that_does_not_come_back_must_lose_the_job(job, monkeypatch):
 
 
 def test_workers_that_the_engine_took_with_it_must_not_count(job):
-    engine = Scripted([KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [ALL_WELL])
     engine.explain = lambda end, node: (_ for _ in ()).throw(EngineLost("gone"))
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).word == "succeeded"
     assert job.causes() == [(1, "engine lost")]
 
 
 def test_an_engine_that_goes_away_while_the_workers_start_must_not_fail_the_job(job):
-    engine = Scripted([], [], [ALL_WELL])
+    engine = RecordingEngine([], [], [ALL_WELL])
     start, adopt = engine.start, engine.adopt
 
-    def start_half(workers, command) -> None:
-        start(workers, command)
+    def start_half(plan) -> None:
+        start(plan)
         engine.start = start
         raise EngineLost("gone")
 

@@ -4,9 +4,11 @@ import dataclasses
 import json
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job, Scripted
+from scripted import ALL_WELL, KILLED, Job
 from test_plan import HERE
 
+from orchestrate.engines.base import Stop
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec
@@ -21,7 +23,7 @@ def job(tmp_path, monkeypatch):
 
 def test_a_cause_must_be_told_with_what_its_node_knows_and_the_worker_wrote(job):
     asked = []
-    engine = Scripted([KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [ALL_WELL])
     engine.explain = lambda end, node: (asked.append((end.rank, node)), "out of memory")[1]
     engine.hosts = {"trainer-1": "gpu-box"}
     job.paths.log(1).write_text("epoch 1\nepoch 2\n")
@@ -34,7 +36,7 @@ def test_a_cause_must_be_told_with_what_its_node_knows_and_the_worker_wrote(job)
 
 
 def test_a_worker_that_left_must_be_blamed_for_that_and_its_node_not_be_asked(job):
-    engine = Scripted([[WorkerExit(1, 0)], [], [WorkerExit(0, 1)]], [ALL_WELL])
+    engine = RecordingEngine([[WorkerExit(1, 0)], [], [WorkerExit(0, 1)]], [ALL_WELL])
     engine.explain = lambda end, node: "node lost"
     job.paths.log(0).write_text(RESET)
     assert job.run(engine).word == "succeeded"
@@ -43,8 +45,8 @@ def test_a_worker_that_left_must_be_blamed_for_that_and_its_node_not_be_asked(jo
 
 @pytest.mark.parametrize(("grace", "cause"), [(1.0, (0, "error")), (30.0, (1, "killed"))])
 def test_a_worker_that_its_node_killed_after_the_grace_period_must_not_be_blamed(job, grace, cause):
-    engine = Scripted([[WorkerExit(0, 1)], *[[]] * 14, [WorkerExit(1, 137), WorkerExit(2, 143)]], [ALL_WELL])
-    engine.stop = lambda kill: None
+    engine = RecordingEngine([[WorkerExit(0, 1)], *[[]] * 14, [WorkerExit(1, 137), WorkerExit(2, 143)]], [ALL_WELL])
+    engine.stop = lambda how: None
     job.paths.log(0).write_text(RESET)
     assert job.run(engine, JobSpec(trainers=2, grace=grace)).word == "succeeded"
     assert job.causes() == [cause]
@@ -53,7 +55,7 @@ def test_a_worker_that_its_node_killed_after_the_grace_period_must_not_be_blamed
 @pytest.mark.parametrize(("slow", "starts"), [(400, 1), (0, 3)])
 def test_the_time_in_which_nodes_import_must_not_count_as_progress(job, slow, starts):
     """Forty seconds in which no worker has started, or has done something."""
-    engine = Scripted(*[[[]] * 400 + [[WorkerExit(1, 1)]] for _ in range(3)])
+    engine = RecordingEngine(*[[[]] * 400 + [[WorkerExit(1, 1)]] for _ in range(3)])
     engine.slow = [{0, 1, 2}] * slow
     job.paths.log(1).write_text("OSError: [Errno 30] Read-only file system: 'x'\n")
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=2)).word == "failed"
@@ -62,7 +64,7 @@ def test_the_time_in_which_nodes_import_must_not_count_as_progress(job, slow, st
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_without_metrics_a_new_checkpoint_must_count_as_progress(job, saves):
-    engine = Scripted(*[[KILLED]] * 4, [ALL_WELL])
+    engine = RecordingEngine(*[[KILLED]] * 4, [ALL_WELL])
     start = engine.start
     job.paths.checkpoints.joinpath("step-0").touch()
 
@@ -82,7 +84,7 @@ def test_without_metrics_a_new_checkpoint_must_count_as_progress(job, saves):
 @pytest.mark.parametrize(("seconds", "progress"), [(28, False), (32, True)])
 def test_of_a_job_that_leaves_nothing_half_a_minute_must_count_as_progress(job, seconds, progress):
     began = job.clock.now
-    assert job.run(Scripted([*[[]] * (seconds * 10), KILLED], [ALL_WELL])).word == "succeeded"
+    assert job.run(RecordingEngine([*[[]] * (seconds * 10), KILLED], [ALL_WELL])).word == "succeeded"
     ended = job.supervisor.history.ended[0]
     assert ended.progress is progress
     assert ended.lasted == pytest.approx(seconds, abs=1) and ended.time == pytest.approx(began + seconds, abs=1)
@@ -90,7 +92,7 @@ def test_of_a_job_that_leaves_nothing_half_a_minute_must_count_as_progress(job, 
 
 
 def test_only_a_step_beyond_all_earlier_ones_must_count_as_progress(job):
-    engine = Scripted(*[[KILLED]] * 5, [ALL_WELL])
+    engine = RecordingEngine(*[[KILLED]] * 5, [ALL_WELL])
     start, steps = engine.start, iter([10, 20, 15, 20, 21, 22])
 
     def advance(*arguments) -> None:
@@ -108,13 +110,13 @@ def test_workers_that_hang_in_nccl_after_a_failure_must_be_killed_before_the_gra
     job, gpus, killed_after
 ):
     """A worker that waits in a kernel of NCCL's handles no SIGTERM; on a CPU it gets its whole grace period."""
-    engine = Scripted([[WorkerExit(1, 1)], *[[]] * 200, [WorkerExit(0, 143), WorkerExit(2, 143)]], [ALL_WELL])
-    orders: list[tuple[float, bool]] = []
-    engine.stop = lambda kill: orders.append((job.clock.now, kill))
+    engine = RecordingEngine([[WorkerExit(1, 1)], *[[]] * 200, [WorkerExit(0, 143), WorkerExit(2, 143)]], [ALL_WELL])
+    orders: list[tuple[float, Stop]] = []
+    engine.stop = lambda how: orders.append((job.clock.now, how))
     spec = JobSpec(trainers=2, grace=30.0, gpus=gpus)
     there = dataclasses.replace(HERE, gpus=("GPU-0", "GPU-1", "GPU-2"))
     assert job.run(engine, spec, plan(spec, there, "j", 29500)).word == "succeeded"
-    assert [kill for _, kill in orders] == [False, True][: 2 if killed_after else 1]
+    assert [how for _, how in orders] == [Stop.TERMINATE, Stop.KILL][: 2 if killed_after else 1]
     if killed_after:
         assert 0 <= orders[1][0] - orders[0][0] - killed_after < 1
     assert job.causes() == [(1, "error")]
@@ -122,8 +124,8 @@ def test_workers_that_hang_in_nccl_after_a_failure_must_be_killed_before_the_gra
 
 def test_the_worker_that_the_others_waited_for_must_be_named_though_it_had_to_be_killed(job):
     """NCCL's watchdog ends the workers that wait; the one they wait for is stuck, and hears no SIGTERM."""
-    engine = Scripted([[WorkerExit(0, 134), WorkerExit(1, 134)], *[[]] * 100, [WorkerExit(2, 137, True)]])
-    engine.stop = lambda kill: None
+    engine = RecordingEngine([[WorkerExit(0, 134), WorkerExit(1, 134)], *[[]] * 100, [WorkerExit(2, 137, True)]])
+    engine.stop = lambda how: None
     for rank in (0, 1):
         job.paths.log(rank).write_text("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
     there = dataclasses.replace(HERE, gpus=("GPU-0", "GPU-1", "GPU-2"))

@@ -74,8 +74,8 @@ def test_run_must_end_with_the_code_of_what_came_of_the_job(do, engine, runs, wo
 def test_stdout_must_have_what_workers_print_or_what_is_asked_for_instead(do, engine, runs):
     start = engine.start
 
-    def prints(workers, command) -> None:
-        start(workers, command)
+    def prints(plan) -> None:
+        start(plan)
         JobPaths(next(runs.iterdir())).log(0).write_text("loss 0.5\n")
 
     engine.start, found = prints, {}

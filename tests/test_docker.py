@@ -19,7 +19,7 @@ from test_links import listening
 from test_plan import with_gpus
 
 from orchestrate.engines.docker import client as daemon_module
-from orchestrate.engines.docker import engine as docker_module
+from orchestrate.engines.docker import session as docker_module
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import PROJECT
 from orchestrate.job.spec import JobSpec
@@ -43,8 +43,8 @@ def test_nodes_that_are_well_must_be_left_alone(job):
     for name in ("master", "trainer-1"):
         job.answers.container(name)
     job.answers.container("trainer-1", "other", state="paused")
-    engine = job.engine()
-    engine.up(SPEC, job.plan(), job.run)
+    engine = job.session()
+    engine.up(job.plan())
     assert set(engine.nodes) == {"master", "trainer-1"}
     assert job.answers.did() == [] and job.words() == []
 
@@ -65,7 +65,7 @@ def test_a_node_that_is_not_well_must_be_brought_back_without_compose(job, state
     job.answers.network("other-j")  # whose name ends like this one's
     well, ill = job.answers.container("master"), job.answers.container("trainer-1", state=state)
     ill["NetworkSettings"]["Networks"] = dict.fromkeys(networks, {})
-    job.engine().up(SPEC, job.plan(), job.run)
+    job.session().up(job.plan())
     assert [asked.rpartition("/")[2] for asked in job.answers.did()] == done
     assert not [asked for asked in job.answers.did() if well["Id"] in asked]
     assert job.words() == []
@@ -82,7 +82,7 @@ def test_nodes_that_are_missing_must_be_composes_to_bring_up(job):
         and (job.folder / "up").exists()
         and job.answers.container("trainer-1")
     )
-    job.engine().up(SPEC, job.plan(), job.run)
+    job.session().up(job.plan())
     files = ["--file", str(PROJECT / "docker-compose.yml"), "--file", "-"]
     project = ["--project-name", "j", "--profile", "gpu", *files]
     options = ["--detach", "--no-build", "--no-recreate", "--pull", "never", "--scale", "trainer=1"]
@@ -92,7 +92,7 @@ def test_nodes_that_are_missing_must_be_composes_to_bring_up(job):
 def test_nodes_that_compose_does_not_bring_up_must_be_counted(job):
     job.answers.container("master")
     with pytest.raises(EngineError, match="Compose did not bring up 2 of 3 nodes"):
-        job.engine().up(JobSpec(trainers=2), job.plan(JobSpec(trainers=2)), job.run)
+        job.session(JobSpec(trainers=2)).up(job.plan(JobSpec(trainers=2)))
     assert "trainer=2" in job.words()
 
 
@@ -101,7 +101,7 @@ def test_a_container_that_cannot_be_started_must_be_composes_to_make_anew(job):
     ill = job.answers.container("trainer-1", state="exited")
     job.answers.refusals[short(ill, "start")] = 500, "no such runtime"
     with pytest.raises(EngineError, match="did not bring up 1 of 2 nodes"):
-        job.engine().up(SPEC, job.plan(), job.run)
+        job.session().up(job.plan())
     assert job.words()
 
 
@@ -110,7 +110,7 @@ def test_an_engine_that_goes_away_while_nodes_are_brought_back_must_be_told(job)
     ill = job.answers.container("trainer-1", state="exited")
     job.answers.happens = lambda what: what == short(ill, "start") and 1 / 0
     with pytest.raises(EngineLost):
-        job.engine().up(SPEC, job.plan(), job.run)
+        job.session().up(job.plan())
     assert job.words() == []
 
 
@@ -118,14 +118,15 @@ def test_a_request_to_stop_must_end_compose(job, monkeypatch):
     monkeypatch.setattr(daemon_module, "ENDS", 0.1)
     job.compose("exec sleep 600")
     with pytest.raises(EngineError, match="did not end by itself"):
-        job.engine().up(SPEC, job.plan(), job.run, lambda: True)
+        job.session().up(job.plan(), lambda: True)
 
 
 @pytest.mark.parametrize("path", ["code", "run"])
 def test_a_folder_that_compose_cannot_mount_must_be_refused_by_name(job, path):
     run = job.run.rename(job.run.with_name("a\udcff")) if path == "run" else job.run
+    code = "/a\udcff" if path == "code" else "/code"
     with pytest.raises(EngineError, match=r"/a.udcff' cannot be mounted: its name is not UTF-8") as caught:
-        job.engine().up(SPEC, job.plan(code="/a\udcff" if path == "code" else "/code"), run)
+        job.session(run=run, code=code).up(job.plan(code=code))
     assert caught.value.hint and job.answers.did() == []
 
 
@@ -157,7 +158,7 @@ def test_compose_must_be_told_what_the_job_says(job):
     free = job.settled()
     assert (free.env["NODE_MEMORY"], free.env["NODE_CPUS"]) == ("0", "0")
     with pytest.raises(EngineError):
-        free.up(SPEC, job.plan(), job.run)
+        free.up(job.plan())
     assert job.env().items() >= free.env.items()
 
 
@@ -169,7 +170,7 @@ def test_nodes_must_share_a_folder_of_sockets_and_see_of_the_code_what_is_code(j
         (code / name).touch()
     (code / ".dockerignore").write_text("# not code\ndata\n*.env\n__pycache__\nnone\n")
     with pytest.raises(EngineError):
-        job.engine().up(SPEC, job.plan(code=str(code)), job.run)
+        job.session(code=str(code)).up(job.plan(code=str(code)))
     folder, *hidden, sockets = job.given()
     bound = {"type": "bind", "bind": {"create_host_path": False}}
     assert folder == {**bound, "source": str(job.run), "target": "/job"}  # in the place of Compose's volume
@@ -190,22 +191,14 @@ def test_a_job_on_the_network_of_its_host_must_have_composes_second_file(job):
     spec = JobSpec(trainers=0, network="host")
     engine = job.settled(spec=spec)
     with pytest.raises(EngineError):
-        engine.up(spec, job.plan(spec), job.run)
+        engine.up(job.plan(spec))
     files = [word for word in job.words() if word.endswith(".yml") or word == "-"]
     assert [Path(file).name for file in files] == ["docker-compose.yml", "host-network.yml", "-"]
     assert [mount["target"] for mount in job.given()] == ["/job"]
     assert not job.env()["NODE_SOCKETS"]  # there a node's socket would not have a name of its own
     node = job.answers.container("master")
     node["NetworkSettings"]["Networks"] = {"host": {}}
-    assert engine.alive() == {"master"}
-
-
-def test_a_generation_must_have_another_port_than_the_one_before(job, monkeypatch):
-    engine = job.engine()
-    ports = [engine.port(SPEC, generation) for generation in (0, 1, 999, 1000)]
-    assert ports == [29500, 29501, 30499, 29500]
-    monkeypatch.setattr(docker_module, "free_port", lambda: 20001)
-    assert engine.port(dataclasses.replace(SPEC, network="host"), 1) == 20001
+    assert {*engine.alive()} == {"master"}
 
 
 # --- which nodes there are
@@ -216,7 +209,7 @@ def test_nodes_must_be_those_that_run_on_the_jobs_network(job):
     for index, state in ((1, "exited"), (2, "paused")):
         job.answers.containers[index]["State"] = state
     job.answers.containers[3]["NetworkSettings"]["Networks"] = {"other_job": {}}
-    assert engine.alive() == {"master", "trainer-12"}
+    assert {*engine.alive()} == {"master", "trainer-12"}
 
 
 def test_a_container_that_was_told_to_end_must_be_waited_for_and_not_longer_than_that_may_take(job, monkeypatch):
@@ -226,13 +219,13 @@ def test_a_container_that_was_told_to_end_must_be_waited_for_and_not_longer_than
     job.answers.happens = lambda what: (
         len(job.answers.asked) == 3 and node.update(State="exited")  # what the engine's list shows only later
     )
-    assert engine.alive() == {"master"} and not engine.dying
+    assert {*engine.alive()} == {"master"} and not engine.dying
     assert len(job.answers.asked) == 3
     node["State"], engine.dying = "running", {node["Id"]}
     clock = Clock()
     monkeypatch.setattr(docker_module, "time", clock)
     began = clock.now
-    assert engine.alive() == {"master", "trainer-1"} and not engine.dying
+    assert {*engine.alive()} == {"master", "trainer-1"} and not engine.dying
     assert 4 < clock.now - began < 6
 
 
@@ -241,13 +234,13 @@ def test_a_signal_that_ends_no_node_must_not_make_it_be_waited_for(job):
     (node,) = job.answers.containers
     for signal, dying in (("10", False), ("15", True)):
         engine._read({"Type": "container", "Action": "kill", "Actor": {"ID": "x", "Attributes": {"signal": signal}}})
-        assert (engine.dying, engine.told) == (({"x"}, {"x": {"kill"}}) if dying else (set(), {}))
+        assert (engine.dying, engine.seen_events) == (({"x"}, {"x": {"kill"}}) if dying else (set(), {}))
     engine._read({"Type": "container", "Action": "kill", "Actor": {"ID": "y", "Attributes": {"signal": "9"}}})
     assert engine.dying == {"x", "y"}
     engine._read({"Type": "container", "Action": "die", "Actor": {"ID": "x", "Attributes": {}}})
     assert engine.dying == {"y"}
     engine._read({"Type": "container", "Action": "destroy", "Actor": {"ID": "z", "Attributes": {}}})
-    assert engine.told.pop("z") == {"destroy"} and engine.told == {"x": {"kill", "die"}, "y": {"kill"}}
+    assert engine.seen_events.pop("z") == {"destroy"} and engine.seen_events == {"x": {"kill", "die"}, "y": {"kill"}}
     assert node["State"] == "running"
 
 
@@ -284,9 +277,9 @@ def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(j
     servers = [played(job.sockets, names[0], KNOWS)]
     late = threading.Timer(0.1, lambda: servers.append(played(job.sockets, names[1], KNOWS)))
     late.start()
-    engine = job.engine()
-    assert engine.adopt(SPEC, job.plan(), job.run) == set()
-    assert sorted((end.rank, end.code) for end in engine.wait(0)) == [(0, 0), (1, 3)]
+    engine = job.session()
+    assert engine.adopt(job.plan()) == set()
+    assert sorted((end.rank, end.code) for end in engine.wait(0).exits) == [(0, 0), (1, 3)]
     assert job.answers.did() == []
     late.join()
     for server in servers:
@@ -307,8 +300,8 @@ def test_a_node_must_be_reached_through_the_engine_where_it_has_to_be(job, why):
     job.answers.info["OperatingSystem"] = "Docker Desktop" if why == "Docker Desktop" else "Debian"
     nodes = [job.answers.container(name) for name in ("master", "trainer-1")]
     job.sockets.mkdir()
-    engine = job.engine()
-    assert engine.adopt(spec, job.plan(spec), job.run) == set()
+    engine = job.session(spec)
+    assert engine.adopt(job.plan(spec)) == set()
     assert engine.env["NODE_SOCKETS"] == ("/run/orchestrate" if why == "no socket" else "")
     execs = [asked for asked in job.answers.did() if asked.endswith("/exec")]
     assert sorted(execs) == [short(node, "exec") for node in nodes]
@@ -323,22 +316,22 @@ def test_a_node_that_cannot_be_reached_must_be_lost_unless_it_may_come_to_itself
         node = job.answers.container("trainer-1", state=state)
         job.answers.refusals[short(node, "exec")] = 409, f"is {state}"
     job.answers.refusals[short(job.answers.containers[0], "exec")] = 409, "is not running"
-    engine = job.engine()
+    engine = job.session()
     if lost:
-        assert engine.adopt(SPEC, job.plan(), job.run) == set()
-        assert [(end.rank, end.code) for end in engine.wait(0)] == [(0, 137), (1, 137)]
+        assert engine.adopt(job.plan()) == set()
+        assert [(end.rank, end.code) for end in engine.wait(0).exits] == [(0, 137), (1, 137)]
     else:
         with pytest.raises(EngineLost, match="trainer-1 does not answer"):
-            engine.adopt(SPEC, job.plan(), job.run)
+            engine.adopt(job.plan())
 
 
 def test_a_connection_that_has_ended_must_be_judged_by_a_fresh_look(job):
     engine = job.settled("master", "trainer-1")
     old = engine.nodes["master"]
-    assert engine._runs("master") and engine.nodes["master"] is not old
-    assert not engine._runs("trainer-2")
+    assert engine.runs("master") and engine.nodes["master"] is not old
+    assert not engine.runs("trainer-2")
     job.answers.containers[1]["State"] = "exited"
-    assert not engine._runs("trainer-1")
+    assert not engine.runs("trainer-1")
     job.answers.containers[1]["State"] = "paused"
     with pytest.raises(EngineLost, match="trainer-1 is paused"):
-        engine._runs("trainer-1")
+        engine.runs("trainer-1")

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import SPEC, Job
+from answers import Job
 from conftest import eventually
 from ends import connected
 from said import sent
 from scripted import Clock
 
 from orchestrate.engines.base import JobState
-from orchestrate.engines.docker import engine as docker_module
+from orchestrate.engines.docker import session as docker_module
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.outcomes import WorkerExit
@@ -39,45 +39,45 @@ def test_the_truth_must_be_looked_at_now_and_then_while_workers_run(job, monkeyp
     monkeypatch.setattr(docker_module, "time", clock)
     engine = job.settled("master", "trainer-1", "trainer-2")
     _, paused, cut_off = job.answers.containers
-    engine.links = dict.fromkeys(engine.nodes)  # all are connected
-    engine._break = lambda node: None
+    engine.clients.connections = dict.fromkeys(engine.nodes)  # all are connected
+    engine.clients.drop = lambda node: None
     paused["State"] = "paused"
     cut_off["NetworkSettings"]["Networks"] = {}
-    assert engine.wait(0) == [] and looks(job) == 1
-    assert engine.troubles() == {"trainer-1": "paused", "trainer-2": "partition"}
-    engine.troubles().clear()
-    assert engine.troubles()
+    assert engine.wait(0).exits == [] and looks(job) == 1
+    assert engine.troubles == {"trainer-1": "paused", "trainer-2": "partition"}
+    engine.wait(0).troubles.clear()
+    assert engine.troubles
     clock.now += 4
-    assert engine.wait(0) == [] and looks(job) == 1
+    assert engine.wait(0).exits == [] and looks(job) == 1
     clock.now += 2
     paused["State"] = "running"
-    assert engine.wait(0) == [] and looks(job) == 2
-    assert engine.troubles() == {"trainer-2": "partition"} and not engine.broken
+    assert engine.wait(0).exits == [] and looks(job) == 2
+    assert engine.troubles == {"trainer-2": "partition"} and not engine.clients.broken
     clock.now += 6
-    engine.running, running = {}, engine.running
-    assert engine.wait(0) == [] and looks(job) == 2  # no worker runs
-    engine.running = running
+    engine.clients.running, running = {}, engine.clients.running
+    assert engine.wait(0).exits == [] and looks(job) == 2  # no worker runs
+    engine.clients.running = running
     for what in ("pause", "unpause", "die", "network"):
         kind = "network" if what == "network" else "container"
         action = "disconnect" if what == "network" else what
         engine.looked, before = clock.now, looks(job)
         engine._read({"Type": kind, "Action": action, "Actor": {"ID": "x", "Attributes": {}}})
-        assert engine.wait(0) == [] and looks(job) == before  # the list is a little behind
+        assert engine.wait(0).exits == [] and looks(job) == before  # the list is a little behind
         clock.now += 0.05
-        assert engine.wait(0) == [] and looks(job) == before
+        assert engine.wait(0).exits == [] and looks(job) == before
         clock.now += 0.2
-        assert engine.wait(0) == [] and looks(job) == before + 1
-    engine.links = {}
+        assert engine.wait(0).exits == [] and looks(job) == before + 1
+    engine.clients.connections = {}
 
 
 def test_a_node_that_has_vanished_or_has_no_connection_must_be_found_out(job, monkeypatch):
     engine = job.settled("master", "trainer-1")
-    monkeypatch.setattr(engine, "_connect", lambda node: None)
-    engine.links = dict.fromkeys(["master", "trainer-2"])
-    engine.running[2] = "trainer-2"
+    monkeypatch.setattr(engine, "connect", lambda node: None)
+    engine.clients.connections = dict.fromkeys(["master", "trainer-2"])
+    engine.clients.running[2] = "trainer-2"
     engine._reconcile()
-    assert engine.broken == {"trainer-1", "trainer-2"}
-    engine.links = {}
+    assert engine.clients.broken == {"trainer-1", "trainer-2"}
+    engine.clients.connections = {}
 
 
 def test_events_of_the_job_and_no_others_must_be_kept(job):
@@ -91,20 +91,17 @@ def test_events_of_the_job_and_no_others_must_be_kept(job):
     assert not engine._ours(event({"orchestrate.job": "k", "name": "k_job"})) and not engine._ours(event({}))
     job.happened("oom", node, **{"orchestrate.job": "k"})
     job.happened("die", node)
-    eventually(lambda: engine._listen(0.01) or engine.told)
-    assert engine.told == {node["Id"]: {"die"}}
-    events = engine.events
-    engine._settle(SPEC, job.plan(), job.run)
-    assert engine.events is events  # there is one stream
+    eventually(lambda: engine.clients.listen(0.01) or engine.seen_events)
+    assert engine.seen_events == {node["Id"]: {"die"}}
 
 
 def test_what_was_told_of_the_generation_before_must_be_forgotten(job):
     engine = job.settled("master", "trainer-1")
-    engine.told = {"x": {"oom"}}
-    engine._connect = lambda node: None
-    engine.start(job.plan().workers, ("x.py",))
-    assert engine.told == {}
-    assert [end.rank for end in engine.wait(0)] == [0]
+    engine.seen_events = {"x": {"oom"}}
+    engine.connect = lambda node: None
+    engine.start(job.plan())
+    assert engine.seen_events == {}
+    assert [end.rank for end in engine.wait(0).exits] == [0]
 
 
 # --- why a worker has ended
@@ -134,8 +131,8 @@ def test_the_end_of_a_worker_must_be_explained_by_what_became_of_its_node(
     monkeypatch.setattr(docker_module, "SIGNS", 0.0)
     engine = job.settled("master", "trainer-1")
     node = job.answers.containers[1]
-    engine.signs = {} if sign is None else {1: sign}
-    engine.told = {node["Id"]: told, job.answers.containers[0]["Id"]: {"oom", "kill"}}
+    engine.clients.exit_hints = {} if sign is None else {1: sign}
+    engine.seen_events = {node["Id"]: told, job.answers.containers[0]["Id"]: {"oom", "kill"}}
     if state == "cut off":
         node["NetworkSettings"]["Networks"] = {}
     else:
@@ -152,18 +149,18 @@ def test_an_event_that_follows_the_loss_of_a_node_must_be_waited_for_a_moment(jo
     node["State"] = "exited"
     clock = Clock()  # which stands while it listens
     monkeypatch.setattr(docker_module, "time", clock)
-    listen = engine._listen
+    listen = engine.clients.listen
 
     def hear(timeout: float) -> None:
         assert timeout > 0
         listen(timeout)
-        clock.now += 31 if engine.told else 0.1
+        clock.now += 31 if engine.seen_events else 0.1
 
-    monkeypatch.setattr(engine, "_listen", hear)
+    monkeypatch.setattr(engine.clients, "listen", hear)
     threading.Timer(0.1, job.happened, ("kill", node), {"signal": "9"}).start()
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "node stopped"
-    engine.signs = {0: "ending"}  # which says enough
-    monkeypatch.setattr(engine, "_listen", lambda timeout: 1 / 0)
+    engine.clients.exit_hints = {0: "ending"}  # which says enough
+    monkeypatch.setattr(engine.clients, "listen", lambda timeout: 1 / 0)
     assert engine.explain(WorkerExit(0, 137), "master") == "node stopped"
 
 
@@ -171,12 +168,12 @@ def test_an_event_that_follows_the_loss_of_a_node_must_be_waited_for_a_moment(jo
 def test_a_node_that_says_that_it_is_ending_must_be_waited_for_until_it_has_ended(job, events):
     engine = job.settled("master", "trainer-1")
     node = job.answers.containers[1]
-    engine.signs = {1: "ending"}
-    engine.told = {node["Id"]: set(events)}
+    engine.clients.exit_hints = {1: "ending"}
+    engine.seen_events = {node["Id"]: set(events)}
     assert engine.explain(WorkerExit(1, 143), "trainer-1") == "node stopped"
     job.answers.asked.clear()
     job.answers.happens = lambda what: len(job.answers.asked) == 3 and node.update(State="exited")
-    assert engine.alive() == ({"master", "trainer-1"} if events else {"master"})
+    assert {*engine.alive()} == ({"master", "trainer-1"} if events else {"master"})
 
 
 def test_a_node_that_ends_and_starts_again_at_once_must_not_be_waited_for_any_longer(job):
@@ -192,9 +189,9 @@ def test_an_engine_that_is_away_must_not_keep_the_end_of_a_worker_from_being_kno
     monkeypatch.setattr(docker_module, "SIGNS", 0.0)
     engine = job.settled("master", "trainer-1")
     job.answers.happens = lambda what: 1 / 0
-    engine.signs = {1: ""}
+    engine.clients.exit_hints = {1: ""}
     assert engine.explain(WorkerExit(1, 1), "trainer-1") == ""  # its node lives
-    engine.signs = {}
+    engine.clients.exit_hints = {}
     with pytest.raises(EngineLost):
         engine.explain(WorkerExit(1, 137), "trainer-1")
 
@@ -242,12 +239,12 @@ def test_the_end_of_a_job_must_stop_what_runs_and_remove_what_is_the_jobs_alone(
     engine = job.settled("master", "trainer-1")
     (listener,) = (one for one in {*threading.enumerate()} - before if one.name.endswith("(_listen)"))
     job.happened("oom", job.answers.containers[0])
-    eventually(lambda: engine._listen(0.01) or engine.told)
+    eventually(lambda: engine.clients.listen(0.01) or engine.seen_events)
     other = JobPaths(job.paths.root.with_name("jj"))
     other.root.mkdir()
     for folder in (job.sockets, other.sockets):
         folder.mkdir()
-    engine.running = {0: "master"} if runs else {}
+    engine.clients.running = {0: "master"} if runs else {}
     ids = [node.id for node in engine.nodes.values()]
     engine.down(30.5)
     did = job.answers.did()
@@ -288,17 +285,15 @@ def test_the_nodes_of_a_cluster_must_stay_and_be_asked_to_be_clean(job):
     job.answers.container("master", "c")
     job.answers.container("master", "")  # of plain Compose
     engine = job.settled(cluster="c")
-    engine.links["master"], node = connected()
-    engine.selector.register(engine.links["master"].sock, selectors.EVENT_READ, "master")
+    engine.clients.connections["master"], node = connected()
+    engine.clients.selector.register(engine.clients.connections["master"].sock, selectors.EVENT_READ, "master")
     node.send(sent("clean"))
     assert engine.home == "c" and engine.env["JOB_ID"] == "c" and engine.network == "c_job"
     engine.down(30.0)
     assert job.answers.did() == []
     with node.sock:
         assert node.hear() == {"ask": "clean"}
-    assert engine.cleaned == {"master"}
-    job.engine().down(30.0)  # of a job that was never brought up
-    assert job.answers.did() == []
+    assert engine.clients.cleaned == {"master"}
 
 
 def test_a_network_that_is_in_use_must_be_an_error(job):

@@ -105,25 +105,28 @@ class Nodes:
     """An engine whose nodes are on the hosts that it is given."""
 
     def __init__(self, placed: dict[str, str], error: str = "", swarm: Manager | None = None) -> None:
-        self.placed, self.error, self.swarm = placed, error, swarm
+        self.placed, self.error, self.manager = placed, error, swarm or Manager()
         self.down_after, self.links = 0.0, {host: Host(0.0) for host in placed.values()}
 
-    @property
-    def nodes(self) -> list[str]:
-        return [*self.placed]
+        self.manager.host = lambda node: self.placed[node]
 
-    def host(self, node: str) -> str:
-        return self.placed[node]
+    @property
+    def nodes(self) -> dict[str, str]:
+        return {node: node for node in self.placed}  # its task
 
     def reach(self, node: str) -> Host:
         return self.links[self.placed[node]]
 
-    def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
-        assert not prepare
+    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> Inventory:
+        assert not look_inside
         return HERE
 
-    def up(self, spec: JobSpec, plan: Plan, run: Path) -> None:
-        self.spec, self.plan, self.run = spec, plan, run
+    def open(self, spec: JobSpec, plan: Plan, run: Path, warn: object) -> "Nodes":
+        self.spec, self.run = spec, run
+        return self
+
+    def up(self, plan: Plan) -> None:
+        self.plan, run = plan, self.run
         assert run.is_dir() and plan.inventory.code == str(run)  # and no code of the user's
         assert JobState(plan.job_id, "swarm", 1, run, os.getuid()).named  # so that `stop` finds what a dead one left
         assert run.stat().st_uid == (os.getuid() or users.without_account()[0])
@@ -263,7 +266,7 @@ def found(monkeypatch):
 
     def look(capsys, image: bool = True, swarm: object = None, **info: object) -> tuple[list[str], int]:
         monkeypatch.setattr(checks, "Daemon", lambda: Engine(**info))
-        monkeypatch.setattr(checks, "has_image", lambda daemon, spec, prepare: image and not prepare)
+        monkeypatch.setattr(checks, "has_image", lambda daemon, name: image)
         monkeypatch.setattr(checks, "SwarmEngine", swarm)
         code = commands.doctor(JobSpec(image="mine:1"))
         return capsys.readouterr().out.splitlines(), code

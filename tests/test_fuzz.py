@@ -14,7 +14,7 @@ from scripted import ALL_WELL
 
 from orchestrate.cli.arguments import FLAGS as OPTIONS
 from orchestrate.engines import messages
-from orchestrate.engines.connection import Link
+from orchestrate.engines.connection import NodeConnection
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import records
 from orchestrate.files.lines import Lines
@@ -88,7 +88,7 @@ def test_a_line_must_be_a_message_or_refused(line):
         assert messages.read(line)["say"] in messages.FORMS
 
 
-class Played(Link):
+class Played(NodeConnection):
     """A connection whose other side has said all that it will."""
 
     def __init__(self, said: bytes) -> None:
@@ -104,25 +104,21 @@ class Played(Link):
 @bounded
 @given(st.lists(mangled(FORMS) | values, max_size=8))
 def test_an_engine_must_survive_what_a_node_says(said):
-    from linked_nodes import planned
+    from linked_nodes import Nodes, planned
 
-    from orchestrate.engines.connection import Linked
-
-    nodes = Linked()
-    nodes._exists = lambda node: False
+    nodes = Nodes(0)
     link = Played("".join(json.dumps(message) + "\n" for message in said).encode())
-    nodes.links = {"node-0": link}
+    nodes.connections = {"node-0": link}
     nodes.selector.register(link.sock, 1, "node-0")
     plan = planned()
-    nodes._expect(plan.workers)
-    nodes._connect = lambda node: None
+    nodes._expect(plan)
     exits = []
     for _ in range(3):
         exits += nodes.wait(0)
         nodes.doing()
     assert all(0 <= end.code <= 255 and end.rank in range(len(plan.workers)) for end in exits)
     nodes.selector.close()
-    for link in nodes.links.values():
+    for link in nodes.connections.values():
         link.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 from answers import Job
 
 from orchestrate.engines.docker import labels
-from orchestrate.engines.docker.engine import DockerEngine
+from orchestrate.engines.docker.session import DockerSession
 from orchestrate.job.spec import IMAGE, JobSpec
 
 SPEC = JobSpec(trainers=1, image="mine:1")
@@ -21,21 +21,22 @@ def job(tmp_path, monkeypatch) -> Iterator[Job]:
     made.close()
 
 
-def protected(job: Job, spec: JobSpec = SPEC) -> DockerEngine:
+def protected(job: Job, spec: JobSpec = SPEC) -> DockerSession:
     """An engine with two nodes, whose helpers have ended."""
     for number, name in enumerate(("master", "trainer-1")):
         job.answers.container(name)["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": f"first-{number}"}
-    engine = job.engine()
-    engine.up(spec, job.plan(spec), job.run)
+    engine = job.session(spec)
+    engine.up(job.plan(spec))
     again(engine)
     return engine
 
 
-def again(engine: DockerEngine) -> None:
+def again(engine: DockerSession) -> None:
     """Wait for helpers, as before a generation starts."""
     engine.alive()
     if engine.guard:
         engine.guard.finish(engine._well_ones)
+    engine._warn()
 
 
 def helped(job: Job) -> list[str]:
@@ -45,7 +46,7 @@ def helped(job: Job) -> list[str]:
 
 
 def test_a_helper_must_have_one_capability_and_no_file_of_this_machine(job):
-    engine = protected(job)
+    protected(job)
     assert helped(job) == ["j-master-", "j-trainer-1-"]
     _, body = job.answers.of(CREATE)
     host = body["HostConfig"]
@@ -60,7 +61,7 @@ def test_a_helper_must_have_one_capability_and_no_file_of_this_machine(job):
     assert "169.254.0.0/255.255.0.0" in body["Entrypoint"]
     assert job.answers.did("DELETE") == ["DELETE /containers/made"] * 2
     assert job.answers.of("DELETE /containers/made")[0] == {"v": "True", "force": "True", "link": "False"}
-    assert engine.warnings() == []
+    assert job.warnings() == []
 
 
 def test_a_node_must_have_a_helper_each_time_that_it_starts_and_no_other_time(job):
@@ -75,15 +76,15 @@ def test_a_node_must_have_a_helper_each_time_that_it_starts_and_no_other_time(jo
 def test_a_node_must_start_a_worker_only_behind_its_filter_unless_that_cannot_be_set_up(job):
     engine = protected(job)
     worker = job.plan().workers[0]
-    assert engine._request(worker)["filtered"] is True
+    assert engine.request(worker)["filtered"] is True
     job.answers.refusals[CREATE] = 500, "no room"
     job.answers.containers[0]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "second"}
     again(engine)
     engine.nodes = engine._look()
-    assert [engine._request(worker)["filtered"] for worker in job.plan().workers[:2]] == [False, True]
+    assert [engine.request(worker)["filtered"] for worker in job.plan().workers[:2]] == [False, True]
     job.answers.containers[0]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "third"}
     engine.nodes = engine._look()  # it was started again since
-    assert engine._request(worker)["filtered"] is True
+    assert engine.request(worker)["filtered"] is True
 
 
 @pytest.mark.parametrize("options", [{"host_access": True}, {"network": "host"}])
@@ -91,18 +92,18 @@ def test_no_helper_must_be_asked_for_where_nodes_may_reach_their_host(job, optio
     spec = JobSpec(trainers=1, **options)
     for name in ("master", "trainer-1"):
         job.answers.container(name)["NetworkSettings"]["Networks"] = {options.get("network", "j_job"): {}}
-    engine = job.engine()
-    engine.up(spec, job.plan(spec), job.run)
+    engine = job.session(spec)
+    engine.up(job.plan(spec))
     again(engine)
-    assert engine.guard is None and helped(job) == [] and engine.warnings() == []
-    assert engine._request(job.plan(spec).workers[0])["filtered"] is False
+    assert engine.guard is None and helped(job) == [] and job.warnings() == []
+    assert engine.request(job.plan(spec).workers[0])["filtered"] is False
 
 
 def test_a_helper_must_never_be_made_of_the_jobs_image_and_a_missing_image_must_be_reported(job):
     job.answers.refusals[CREATE] = 404, f"No such image: {IMAGE}"
-    engine = protected(job)
+    protected(job)
     assert {body["Image"] for what, _, body in job.answers.asked if what == CREATE} == {IMAGE}
-    (warning,) = engine.warnings()
+    (warning,) = job.warnings()
     assert f"the engine has no image {IMAGE}" in warning and "`docker compose build`" in warning
 
 
@@ -117,29 +118,31 @@ REFUSALS = {
 def test_a_user_must_be_warned_once_of_nodes_that_are_not_protected(job, refused):
     job.answers.refusals[refused] = REFUSALS[refused]
     engine = protected(job)
-    (warning,) = engine.warnings()
+    (warning,) = job.warnings()
     assert REFUSALS[refused][1] in warning and "host_access: true" in warning
-    assert engine.warnings() == []
+    assert job.warnings() == []
     job.answers.containers[1]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "second"}
     again(engine)
-    assert engine.warnings() == []
+    assert job.warnings() == []
     assert len(job.answers.did("DELETE")) == (0 if refused == CREATE else 3)
 
 
 def test_a_user_must_be_warned_of_a_failure_from_before_nodes_were_waited_for(job):
     job.answers.refusals[CREATE] = REFUSALS[CREATE]
     job.answers.container("master")
-    engine, spec = job.engine(), JobSpec(trainers=0)
-    engine.up(spec, job.plan(spec), job.run)
+    spec = JobSpec(trainers=0)
+    engine = job.session(spec)
+    engine.up(job.plan(spec))
     wait(engine.guard.begun.values())
     again(engine)
-    assert len(engine.warnings()) == 1
+    assert len(job.warnings()) == 1
 
 
 def test_what_a_helper_prints_when_it_fails_must_be_in_the_warning(job):
     job.answers.code = 1
     job.answers.output = b"Traceback ...\nOSError: [Errno 95] Operation not supported\n"
-    (warning,) = protected(job).warnings()
+    protected(job)
+    (warning,) = job.warnings()
     assert "OSError: [Errno 95] Operation not supported" in warning
 
 
@@ -148,11 +151,11 @@ def test_a_node_that_has_gone_must_not_be_warned_of(job):
     job.answers.happens = lambda what: job.answers.containers[1].update(State="exited") if what == CREATE else None
     for name in ("master", "trainer-1"):
         job.answers.container(name)
-    engine = job.engine()
-    engine.up(SPEC, job.plan(SPEC), job.run)
+    engine = job.session()
+    engine.up(job.plan())
     job.answers.containers[0]["State"] = "exited"
     again(engine)
-    assert engine.warnings() == []
+    assert job.warnings() == []
 
 
 def test_helpers_that_an_orchestrator_has_left_must_be_found_and_removed(job):

@@ -1,8 +1,9 @@
 """A job that hangs must be told from one that works, and the worker that the others wait for must be found."""
 
 import pytest
-from scripted import ALL_WELL, Job, Scripted
+from scripted import ALL_WELL, Job
 
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost
 from orchestrate.job.outcomes import Doing, JobResult, WorkerExit
 from orchestrate.job.spec import JobSpec
@@ -131,7 +132,7 @@ SPEC = JobSpec(trainers=2, grace=0.01, hang_after=10.0)
 
 @pytest.mark.parametrize(("share", "hangs"), [(0.02, True), (0.1, False)])
 def test_workers_that_only_look_around_must_count_as_idle(job, share, hangs):
-    engine, began = Scripted([[]] * 1500 + [ALL_WELL], [ALL_WELL]), job.clock.now
+    engine, began = RecordingEngine([[]] * 1500 + [ALL_WELL], [ALL_WELL]), job.clock.now
     engine.doing = lambda: {rank: Doing("S", 1.0 + share * (job.clock.now - began)) for rank in engine.running}
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=100.0)).word == "succeeded"
     assert len(job.causes()) == hangs
@@ -139,7 +140,7 @@ def test_workers_that_only_look_around_must_count_as_idle(job, share, hangs):
 
 @pytest.mark.parametrize("sign", ["output", "processor", "paused", "silent"])
 def test_the_time_must_count_from_the_last_sign_of_life(job, sign):
-    engine, began = Scripted([], [ALL_WELL]), job.clock.now
+    engine, began = RecordingEngine([], [ALL_WELL]), job.clock.now
     wait = engine.wait
 
     def busy() -> bool:
@@ -164,7 +165,7 @@ def test_the_time_must_count_from_the_last_sign_of_life(job, sign):
 
 @pytest.mark.parametrize("since", [0.0, 9.9])
 def test_nodes_that_say_nothing_of_their_workers_must_not_make_a_job_hang(job, since):
-    engine, silent = Scripted([[]] * 600 + [ALL_WELL]), job.clock.now + since
+    engine, silent = RecordingEngine([[]] * 600 + [ALL_WELL]), job.clock.now + since
     doing = engine.doing
     engine.doing = lambda: doing() if job.clock.now < silent else {}
     assert job.run(engine, SPEC) == JobResult("succeeded", "finished")
@@ -172,21 +173,21 @@ def test_nodes_that_say_nothing_of_their_workers_must_not_make_a_job_hang(job, s
 
 
 def test_workers_that_take_long_to_save_and_end_must_not_count_as_hung(job):
-    engine = Scripted([])
-    engine.stop = lambda kill: engine.batches.extend([[]] * 600 + [ALL_WELL])
+    engine = RecordingEngine([])
+    engine.stop = lambda how: engine.batches.extend([[]] * 600 + [ALL_WELL])
     job.stops = lambda: int("start" in engine.calls)
     assert job.run(engine, JobSpec(trainers=2, grace=100.0, hang_after=10.0)).word == "stopped"
     assert "hang" not in job.names() and "dump" not in engine.calls
 
 
 def test_without_a_limit_no_job_must_count_as_hung(job):
-    engine = Scripted([[]] * 9000 + [ALL_WELL])
+    engine = RecordingEngine([[]] * 9000 + [ALL_WELL])
     assert job.run(engine, JobSpec(trainers=2, hang_after=None)) == JobResult("succeeded", "finished")
     assert not job.causes()
 
 
 def test_nodes_must_not_be_asked_all_the_time_what_their_workers_do(job):
-    engine, asked = Scripted([[]] * 90 + [ALL_WELL]), []
+    engine, asked = RecordingEngine([[]] * 90 + [ALL_WELL]), []
     doing = engine.doing
     engine.doing = lambda: (asked.append(job.clock.now), doing())[1]
     assert job.run(engine, SPEC).word == "succeeded"
@@ -194,7 +195,7 @@ def test_nodes_must_not_be_asked_all_the_time_what_their_workers_do(job):
 
 
 def test_a_hang_must_be_told_with_what_each_worker_that_is_left_does(job):
-    engine = Scripted([[WorkerExit(0, 0)]], [ALL_WELL])
+    engine = RecordingEngine([[WorkerExit(0, 0)]], [ALL_WELL])
     engine.doing = lambda: {0: Doing("T", 1.0), 1: Doing("S", 1.0), 2: Doing("D", 1.0)}
     job.paths.log(1).write_text("loading\nstill loading\n")
     assert job.run(engine, SPEC).word == "succeeded"
@@ -207,7 +208,7 @@ def test_a_hang_must_be_told_with_what_each_worker_that_is_left_does(job):
 
 @pytest.mark.parametrize(("takes", "calls"), [(14.0, ["dump"]), (16.0, ["dump", "kill"])])
 def test_workers_that_hang_must_have_a_few_seconds_to_print_their_stacks_and_be_killed_then(job, takes, calls):
-    engine = Scripted([], [ALL_WELL])
+    engine = RecordingEngine([], [ALL_WELL])
 
     def dump() -> None:
         engine.calls.append("dump")
@@ -224,7 +225,7 @@ def test_workers_that_hang_must_have_a_few_seconds_to_print_their_stacks_and_be_
 
 
 def test_a_worker_that_is_frozen_must_not_be_waited_for_since_it_prints_nothing(job):
-    engine = Scripted([], [ALL_WELL])
+    engine = RecordingEngine([], [ALL_WELL])
     engine.doing = lambda: {0: Doing("S", 1.0), 1: Doing("T", 1.0), 2: Doing("S", 1.0)}
 
     def dump() -> None:
@@ -238,7 +239,7 @@ def test_a_worker_that_is_frozen_must_not_be_waited_for_since_it_prints_nothing(
 
 
 def test_an_engine_that_goes_away_while_it_asks_where_workers_stand_must_leave_the_job_hung(job):
-    engine = Scripted([], [], [ALL_WELL])
+    engine = RecordingEngine([], [], [ALL_WELL])
     dump = engine.dump
 
     def leave() -> None:
@@ -254,7 +255,7 @@ def test_an_engine_that_goes_away_while_it_asks_where_workers_stand_must_leave_t
 
 
 def test_a_job_that_does_nothing_must_count_as_hung_and_every_worker_must_be_asked_where_it_stands(job):
-    engine = Scripted([], [ALL_WELL])
+    engine = RecordingEngine([], [ALL_WELL])
     stack = 'Fatal Python error: Aborted\n\nCurrent thread 0x0f (most recent call first):\n  File "{}", line 4 in {}\n'
 
     def dump() -> None:
@@ -275,7 +276,7 @@ def test_a_job_that_does_nothing_must_count_as_hung_and_every_worker_must_be_ask
 
 @pytest.mark.parametrize("alive", ["output", "processor", "metrics", "checkpoints", "pause"])
 def test_a_job_that_does_anything_must_not_count_as_hung(job, alive):
-    engine = Scripted([[]] * 400 + [ALL_WELL])  # forty seconds
+    engine = RecordingEngine([[]] * 400 + [ALL_WELL])  # forty seconds
     ticks, wait = iter(range(1000)), engine.wait
 
     def wait_and_live(timeout):
@@ -298,7 +299,7 @@ def test_a_job_that_does_anything_must_not_count_as_hung(job, alive):
 
 
 def test_a_job_that_does_nothing_must_count_as_hung_after_the_time_that_its_file_says(job):
-    engine = Scripted([])
+    engine = RecordingEngine([])
     engine.doing = lambda: {
         rank: Doing("S", 1.0 + job.clock.now / 1000) for rank in engine.running
     }  # it only looks around

@@ -12,7 +12,7 @@ from conftest import eventually
 from ends import KEY
 from said import sent
 
-from orchestrate.engines.connection import Link
+from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.swarm.sync import Mirror
 from orchestrate.files.paths import JobPaths
 from orchestrate.node.sealed import Seal
@@ -90,8 +90,8 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
     hostile = Hostile(dict.fromkeys(names, b"evil") | {"fine": b"fine"}, links)
     port = hostile.server.getsockname()[1]
 
-    def connect(_: str) -> Link | None:
-        link = Link(socket.create_connection(("127.0.0.1", port)), KEY)
+    def connect(_: str) -> NodeConnection | None:
+        link = NodeConnection(socket.create_connection(("127.0.0.1", port)), KEY)
         return link if link.greet(5) else None
 
     mirror = Mirror(home, "/job", {"master": [0]}, connect)

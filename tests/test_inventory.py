@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from test_plan import plan
@@ -10,9 +11,11 @@ from test_plan import plan
 from orchestrate import console
 from orchestrate.engines import looked, process
 from orchestrate.engines.docker import image, labels, probe
+from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.files.paths import PROJECT
+from orchestrate.job.plan import Inventory
 from orchestrate.job.spec import IMAGE, JobSpec
 
 LISTING = b"\xff\nGPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n"
@@ -45,13 +48,20 @@ def spec(**more: object) -> JobSpec:
     return JobSpec(**{"image": "mine:1", "command": ("work.py",), **more})
 
 
+def inventory(daemon: Daemon, asked: JobSpec, run: Path, runs: bool) -> Inventory:
+    """What the engine has for a job that runs, or is planned only."""
+    if runs:
+        image.prepare(daemon, asked)
+    return image.inventory(daemon, asked, run, runs)
+
+
 def test_an_engine_must_be_shown_as_it_is(answers, daemon, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
     tmp_path.chmod(0o755)
     (tmp_path / "work.py").write_text("import torch\n")
     answers.images = {"mine:1"}
-    found = image.inventory(daemon, spec(), tmp_path / "run", True)
+    found = inventory(daemon, spec(), tmp_path / "run", True)
     assert (found.engine, found.about) == ("docker", "Docker Engine 26.1.5, image mine:1")
     assert (found.cores, found.gpus, found.no_gpus) == ((4, 5, 6, 7), (), "the engine has no NVIDIA runtime")
     assert (found.network, found.master_addr, found.interface) == ("bridge", "", "eth0")
@@ -59,24 +69,24 @@ def test_an_engine_must_be_shown_as_it_is(answers, daemon, tmp_path, monkeypatch
     assert found.preload == ("torch", "torch.distributed")
     assert (found.memory, found.hosts) == (8 << 30, 1)
     assert answers.did() == []
-    found = image.inventory(
+    found = inventory(
         daemon, spec(network="host", volume="v", memory="1g", optional=["volume"]), tmp_path / "run", True
     )
     assert (found.network, found.master_addr, found.interface) == ("host", "127.0.0.1", "lo")
     assert found.about == "Docker Engine 26.1.5, image mine:1, ignoring volume"
     daemon.info["NCPU"] = 2  # in a virtual machine, say
-    assert image.inventory(daemon, spec(), tmp_path / "run", True).cores == (0, 1)
+    assert inventory(daemon, spec(), tmp_path / "run", True).cores == (0, 1)
     daemon.info["NCPU"] = 0
     del daemon.info["MemTotal"]
-    found = image.inventory(daemon, spec(), tmp_path / "run", True)
+    found = inventory(daemon, spec(), tmp_path / "run", True)
     assert (found.cores, found.memory) == ((0,), 0)
     daemon.info |= {"MemTotal": 8 << 30, "MemoryLimit": False}  # an engine that overlooks limits
-    assert image.inventory(daemon, spec(), tmp_path / "run", True).memory == 0
+    assert inventory(daemon, spec(), tmp_path / "run", True).memory == 0
 
 
 def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_stay(answers, daemon, tmp_path):
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
-    found = image.inventory(daemon, spec(), tmp_path / "run", True)
+    found = inventory(daemon, spec(), tmp_path / "run", True)
     assert found.gpus == ("GPU-1", "GPU-2")
     words = [what.partition("/containers")[2] for what in answers.did()]
     assert words == ["/create", "/made/start", "/made/wait", "/made"]
@@ -109,7 +119,7 @@ def test_what_is_looked_for_must_be_told_from_the_first_moment(answers, daemon, 
     (tmp_path / "work.py").write_text("import torch\n")
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
     answers.happens = lambda what: told.append(what) if what.endswith("/made/start") else None
-    image.inventory(daemon, spec(), tmp_path / "run", True)
+    inventory(daemon, spec(), tmp_path / "run", True)
     looking = ["looking for GPUs", "POST /containers/made/start", ""]
     assert told == ["looking for Python in the image", "", *looking, "trying the GPUs with torch", ""]
 
@@ -121,7 +131,7 @@ def test_a_plan_must_run_no_image_but_the_projects_own_and_report_that_it_has_no
     answers, daemon, tmp_path, images, looks
 ):
     answers.images, answers.output, daemon.info["Runtimes"] = images, LISTING, NVIDIA
-    found = image.inventory(daemon, spec(), tmp_path / "run", False)
+    found = inventory(daemon, spec(), tmp_path / "run", False)
     if looks:
         assert found.gpus == ("GPU-1", "GPU-2") and answers.of("POST /containers/create")[1]["Image"] == looks
     else:
@@ -134,7 +144,7 @@ def test_a_plan_must_run_no_image_but_the_projects_own_and_report_that_it_has_no
 
 def test_gpus_must_be_looked_for_in_the_projects_own_image_where_the_engine_has_it(answers, daemon, tmp_path):
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1", IMAGE}, LISTING, NVIDIA
-    assert image.inventory(daemon, spec(), tmp_path / "run", True).gpus == ("GPU-1", "GPU-2")
+    assert inventory(daemon, spec(), tmp_path / "run", True).gpus == ("GPU-1", "GPU-2")
     assert answers.of("POST /containers/create")[1]["Image"] == IMAGE
 
 
@@ -143,20 +153,20 @@ def test_a_container_that_cannot_look_for_gpus_must_mean_none_and_not_stay(answe
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
     path = "/containers/create" if what == "create" else f"/containers/made/{what}"
     answers.refusals[f"POST {path}"] = 500, "no driver"
-    found = image.inventory(daemon, spec(), tmp_path, True)
+    found = inventory(daemon, spec(), tmp_path, True)
     assert found.gpus == () and "find no GPU" in found.no_gpus
     assert ("DELETE /containers/made" in answers.did()) is (what != "create")
 
 
 def test_gpus_that_are_not_asked_for_must_not_be_looked_for(answers, daemon, tmp_path):
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
-    assert image.inventory(daemon, spec(gpus="none"), tmp_path, True).gpus == ()
+    assert inventory(daemon, spec(gpus="none"), tmp_path, True).gpus == ()
     assert answers.did() == []
 
 
 @pytest.mark.parametrize("gpus", ["all", 2])
 def test_no_image_must_be_pulled_for_gpus_that_the_engine_cannot_give(answers, daemon, tmp_path, gpus):
-    found = image.inventory(daemon, spec(gpus=gpus), tmp_path, True)
+    found = inventory(daemon, spec(gpus=gpus), tmp_path, True)
     assert found.no_gpus == "the engine has no NVIDIA runtime" and answers.did() == []
     with pytest.raises(ResourceError):
         plan(spec(gpus=gpus), found, "j")
@@ -164,24 +174,25 @@ def test_no_image_must_be_pulled_for_gpus_that_the_engine_cannot_give(answers, d
 
 @pytest.mark.parametrize("gpus", ["auto", "none"])
 def test_the_image_of_a_job_that_trains_on_cpu_must_be_pulled_where_it_is_missing(answers, daemon, tmp_path, gpus):
-    image.inventory(daemon, spec(gpus=gpus), tmp_path, True)
+    inventory(daemon, spec(gpus=gpus), tmp_path, True)
     assert answers.did() == ["POST /images/create"]
 
 
 def test_an_image_that_is_missing_must_be_pulled_only_where_that_is_allowed(answers, daemon, tmp_path):
     daemon.info["Runtimes"] = NVIDIA
-    found = image.inventory(daemon, spec(), tmp_path, False)
+    found = inventory(daemon, spec(), tmp_path, False)
     assert found.gpus == () and answers.did() == []
-    assert image.has_image(daemon, spec(), True)
+    image.ensure_image(daemon, spec())
     assert answers.of("POST /images/create")[0] == {"tag": "1", "fromImage": "mine"}
     answers.asked.clear()
-    assert image.has_image(daemon, spec(), True) and answers.did() == []
+    image.ensure_image(daemon, spec())
+    assert answers.did() == []
 
 
 def test_it_must_be_told_that_an_image_is_pulled_and_how_far_it_is(answers, daemon, monkeypatch, capsys):
     phases = []
     monkeypatch.setattr(image, "phase", phases.append)
-    assert image.has_image(daemon, spec(), True)
+    image.ensure_image(daemon, spec())
     assert capsys.readouterr().err == "pulling the image mine:1\n"
     assert phases == ["pulling the image mine:1: 3 of 8 MB", ""]
 
@@ -189,11 +200,11 @@ def test_it_must_be_told_that_an_image_is_pulled_and_how_far_it_is(answers, daem
 def test_an_image_that_cannot_be_pulled_must_be_told_with_the_way_out(answers, daemon):
     answers.refusals["POST /images/create"] = 404, "pull access denied for mine"
     with pytest.raises(ResourceError, match="no image mine:1 here, nor to pull: pull access denied") as error:
-        image.has_image(daemon, spec(), True)
+        image.ensure_image(daemon, spec())
     assert "docker login" in error.value.hint
     answers.refusals["GET /images/mine:1/json"] = 500, "out of order"
     with pytest.raises(EngineError, match="could not inspect mine:1: out of order"):
-        image.has_image(daemon, spec(), True)
+        image.ensure_image(daemon, spec())
 
 
 def test_a_container_that_looked_for_gpus_and_stays_must_be_told(answers, daemon, tmp_path):
@@ -201,19 +212,19 @@ def test_a_container_that_looked_for_gpus_and_stays_must_be_told(answers, daemon
     answers.images.add("mine:1")
     answers.refusals["DELETE /containers/made"] = 500, "out of order"
     with pytest.raises(EngineError, match="could not remove the container that looked into the image: out of order"):
-        image.inventory(daemon, spec(), tmp_path, True)
+        inventory(daemon, spec(), tmp_path, True)
 
 
 def test_our_own_image_must_be_built_by_compose(answers, daemon, tmp_path, monkeypatch):
     compose(tmp_path, monkeypatch, "")
-    assert not image.has_image(daemon, JobSpec(), False) and not (tmp_path / "words").exists()
-    assert image.has_image(daemon, JobSpec(), True)
+    assert not image.has_image(daemon, IMAGE) and not (tmp_path / "words").exists()
+    image.ensure_image(daemon, JobSpec())
     command, name = (tmp_path / "words").read_text().splitlines()
     assert command.endswith(f"compose --project-directory {PROJECT} --profile gpu build master")
     assert name == IMAGE and answers.did() == []
     compose(tmp_path, monkeypatch, "exit 1")
     with pytest.raises(ResourceError, match=f"the image {IMAGE} could not be built") as error:
-        image.has_image(daemon, JobSpec(), True)
+        image.ensure_image(daemon, JobSpec())
     assert "BASE_IMAGE" in error.value.hint
 
 
@@ -243,4 +254,3 @@ def test_a_machine_must_be_shown_as_it_is(tmp_path, monkeypatch):
     with pytest.raises(ResourceError, match="no torch in .*python") as error:
         engine.inventory(JobSpec(), tmp_path / "run", False)
     assert sys.executable in str(error.value) and "pip install torch" in error.value.hint
-    engine.selector.close()

@@ -287,7 +287,7 @@ def test_a_job_on_a_cluster_must_use_it_alone_and_have_its_files_at_home_in_the_
     seen = []
     engine = Whole([ALL_WELL])
     up = engine.up
-    engine.up = lambda spec, plan, run, stopped: (seen.append(run), up(spec, plan, run, stopped))
+    engine.up = lambda plan, stopped: (seen.append(engine.run), up(plan, stopped))
     taken: list[JobPaths] = []
     held = lock.held
     monkeypatch.setattr(lock, "held", lambda of: (taken.append(of), held(of))[1])
@@ -306,8 +306,8 @@ def test_all_that_workers_write_must_be_shown_before_the_end_and_with_their_name
     engine = Whole([ALL_WELL])
     start = engine.start
 
-    def write(workers, command) -> None:
-        start(workers, command)
+    def write(plan) -> None:
+        start(plan)
         paths.log(0).write_text("first\nlast, without a newline")
         paths.log(2).write_text("[node] generation 0\nother\n")
 
@@ -326,8 +326,8 @@ def test_the_end_of_a_generation_must_be_shown_before_the_next_one_writes(paths,
     engine, shown = Whole([[WorkerExit(0, 1)]], [ALL_WELL]), []
     start = engine.start
 
-    def write(workers, command) -> None:
-        start(workers, command)
+    def write(plan) -> None:
+        start(plan)
         if engine.calls.count("start") == 2:
             eventually(lambda: any("starting all workers again" in line for line in shown), timeout=30)
         paths.log(0).write_text("hello\n" * engine.calls.count("start"))
@@ -385,11 +385,11 @@ def test_nodes_that_came_later_must_be_shown_under_their_own_names(paths, monkey
     engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
     start = engine.start
 
-    def write(workers, command) -> None:
-        start(workers, command)
+    def write(plan) -> None:
+        start(plan)
         engine.missing.add("trainer-1")
         with paths.log(1).open("a") as file:
-            file.write(f"of {workers[1].node}\n")
+            file.write(f"of {plan.workers[1].node}\n")
 
     engine.start = write
     _, shown = supervise(paths, engine)

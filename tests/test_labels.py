@@ -10,7 +10,7 @@ from manager_stub import container, settled
 
 from orchestrate.engines.base import JobState
 from orchestrate.engines.docker import labels
-from orchestrate.engines.docker.engine import DockerEngine
+from orchestrate.engines.docker.session import DockerSession
 from orchestrate.job.spec import JobSpec
 
 COMPOSE = "com.docker.compose."
@@ -54,12 +54,12 @@ def label_names() -> list[str]:
     ]
 
 
-def alone(engine: DockerEngine, job: Job) -> None:
+def alone(session: DockerSession, job: Job) -> None:
     """Check that of all that exists only the true node counts, and is removed."""
-    there = [one["Id"] for one in job.answers.containers]
+    engine, there = job.engine(), [one["Id"] for one in job.answers.containers]
     assert engine.jobs() == [JobState("j", "docker", 1, engine.jobs()[0].run, 7)]
     assert engine.holds("j") == ["container j-master-1"] and engine.holds("k") == []
-    assert engine._look().keys() == {"master"}
+    assert session._look().keys() == {"master"}
     job.answers.asked.clear()
     engine.remove("j", 30)
     assert [one["Id"] for one in job.answers.containers] == there[1:]
@@ -103,14 +103,14 @@ def managed(stub, tmp_path):
 def test_a_service_whose_labels_are_not_of_our_form_must_be_none_of_ours(stub, managed, change):
     spec = {"Name": "j-master", "Labels": {**managed.labels, **change}}
     stub.services.append({"ID": "x", "Spec": spec})
-    assert managed.jobs() == []
-    assert [kind for kind, _, _ in managed.things("j")] == ["network"]
+    assert managed.manager.jobs() == []
+    assert [kind for kind, _, _ in managed.manager.objects("j")] == ["network"]
 
 
 @pytest.mark.parametrize("name", ["j", "x-master", "j-master-1"])
 def test_a_service_of_another_name_must_be_none_of_ours(stub, managed, name):
     stub.services.append({"ID": "x", "Spec": {"Name": name, "Labels": managed.labels}})
-    assert managed.jobs() == [] and [kind for kind, _, _ in managed.things("j")] == ["network"]
+    assert managed.manager.jobs() == [] and [kind for kind, _, _ in managed.manager.objects("j")] == ["network"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_task_that_has_no_role_of_ours_must_be_no_node(stub, managed, change):
 
 def test_a_relay_of_another_name_must_be_none_of_ours(stub, managed):
     stub.containers.append(container("stranger", "x", Labels={"orchestrate.relay": "j"}))
-    assert [kind for kind, _, _ in managed.things("j")] == ["network"]
+    assert [kind for kind, _, _ in managed.manager.objects("j")] == ["network"]
 
 
 @pytest.mark.docker

@@ -4,10 +4,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from linked_nodes import Node, Nodes, asks, planned, workers
+from linked_nodes import Node, Nodes, asks, planned
 from scripted import Clock
 
-from orchestrate.engines import connection as links
+from orchestrate.engines import clients
+from orchestrate.engines.base import Stop
 from orchestrate.errors import EngineLost
 from orchestrate.job.outcomes import Doing
 
@@ -30,7 +31,7 @@ def lost(nodes: Nodes) -> list[int]:
 
 
 def test_the_other_workers_must_start_when_rank_0_has_and_only_once(nodes):
-    nodes.start(workers(), ("x.py", "-a"))
+    nodes.start(planned(command=("x.py", "-a")))
     first, *others = nodes.played.values()
     (request,) = first.asked()
     assert (request["ask"], request["command"]) == ("start", ["x.py", "-a"])
@@ -48,7 +49,7 @@ def test_the_other_workers_must_start_when_rank_0_has_and_only_once(nodes):
 
 def test_a_worker_whose_node_is_not_there_must_be_lost_at_once(nodes):
     nodes.up -= {"node-2"}
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
     assert lost(nodes) == [2]
     assert set(nodes.running) == {0, 1}
@@ -56,7 +57,7 @@ def test_a_worker_whose_node_is_not_there_must_be_lost_at_once(nodes):
 
 def test_the_first_worker_must_be_lost_where_its_node_is_not_there(nodes):
     nodes.up -= {"node-0"}
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     later = threading.Timer(0.2, nodes.played["node-1"].ended, (1, 1))
     later.start()
     assert [(end.rank, end.code) for end in nodes.wait(30)] == [(0, 137)]  # which waits for nothing else
@@ -65,15 +66,15 @@ def test_the_first_worker_must_be_lost_where_its_node_is_not_there(nodes):
 
 
 def test_a_generation_must_begin_with_nothing_of_the_one_before(nodes):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     node = nodes.played["node-0"]
     node.ended(0, 1, sign="oom")
-    nodes._listen(1)
+    nodes.listen(1)
     nodes.broken.add("node-1")
     nodes.pids = {2: 9}
-    nodes.start(workers(2, generation=1), ("y.py",))
+    nodes.start(planned(2, generation=1, command=("y.py",)))
     assert (nodes.generation, nodes.running) == (1, {0: "node-0", 1: "node-1"})
-    assert (nodes.pids, nodes.signs, nodes.broken, nodes.ended) == ({}, {}, set(), [])
+    assert (nodes.pids, nodes.exit_hints, nodes.broken, nodes.ended) == ({}, {}, set(), [])
     node.asked()
     node.ended(0, 9)  # of the generation before
     node.say("started", generation=0, rank=0, pid=70)
@@ -84,9 +85,9 @@ def test_a_generation_must_begin_with_nothing_of_the_one_before(nodes):
 
 
 def test_a_node_that_was_made_anew_must_not_be_taken_for_the_one_before(nodes):
-    nodes.start(workers(1), ("x.py",))
+    nodes.start(planned(1))
     node = nodes.again("node-0")
-    nodes.start(workers(1, generation=1), ("x.py",))
+    nodes.start(planned(1, generation=1))
     assert asks(node) == ["start"]
     assert nodes.wait(0) == []
 
@@ -95,19 +96,19 @@ def test_a_node_that_was_made_anew_must_not_be_taken_for_the_one_before(nodes):
 
 
 def test_how_a_worker_ended_must_be_told_once_with_what_its_node_says_of_it(nodes):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     node = nodes.played["node-1"]
     node.ended(1, 137, sign="oom", asked=True)
     node.ended(1, 0, sign="ending")
     assert [(end.rank, end.code, end.asked) for end in nodes.wait(1)] == [(1, 137, True)]
-    assert nodes.signs == {1: "oom"}
+    assert nodes.exit_hints == {1: "oom"}
     assert nodes.wait(0) == []
     nodes.played["node-2"].ended(2, 1)
     assert [(end.rank, end.asked) for end in nodes.wait(1)] == [(2, False)]
 
 
 def test_a_worker_must_be_lost_whose_node_ends_its_connection_and_does_not_run(nodes):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     nodes.played["node-1"].end()
     assert lost(nodes) == [1]
     assert set(nodes.running) == {0, 2}
@@ -115,12 +116,12 @@ def test_a_worker_must_be_lost_whose_node_ends_its_connection_and_does_not_run(n
         nodes.played[f"node-{rank}"].end()
     assert sorted(lost(nodes)) == [0, 2]
     nodes.played |= {name: Node() for name in nodes.played}  # on descriptors of the same numbers
-    nodes.start(workers(generation=1), ("x.py",))
+    nodes.start(planned(generation=1))
     assert [asks(node) for node in nodes.played.values()] == [["start"], [], []]
 
 
 def test_a_node_that_ends_while_its_worker_is_being_started_must_be_lost(nodes):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
     nodes.played["node-1"].end()
     assert lost(nodes) == [1]
@@ -128,15 +129,15 @@ def test_a_node_that_ends_while_its_worker_is_being_started_must_be_lost(nodes):
 
 
 def test_a_worker_that_was_lost_before_it_was_started_must_not_end_again_when_the_job_is_stopped(nodes):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     nodes.played["node-1"].end()
     assert lost(nodes) == [1]
-    nodes.stop(kill=False)
+    nodes.stop(Stop.TERMINATE)
     assert [(end.rank, end.code) for end in nodes.wait(0)] == [(2, 143)]
 
 
 def test_a_node_whose_connection_was_cut_must_be_asked_again_for_its_workers(nodes):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     nodes.look, nodes.running[3] = ["node-1"], "node-1"
     nodes.again("node-1").knows(running={"1": {"pid": 7}})
     assert lost(nodes) == [3]  # which it does not know
@@ -147,14 +148,14 @@ def test_a_node_whose_connection_was_cut_must_be_asked_again_for_its_workers(nod
 
 
 def test_nodes_that_fall_silent_must_be_given_up_all_at_once(nodes, monkeypatch):
-    nodes.start(workers(), ("x.py",))
-    nodes.look, asked, ask = ["node-0", "node-1", "node-2"], [], nodes._ask
+    nodes.start(planned())
+    nodes.look, asked, ask = ["node-0", "node-1", "node-2"], [], nodes.ask
 
     def silent(names: set[str], patience: float = 10.0) -> dict:
         asked.append(set(names))
         return ask(names, 0.01)
 
-    monkeypatch.setattr(nodes, "_ask", silent)
+    monkeypatch.setattr(nodes, "ask", silent)
     for name in ("node-0", "node-1", "node-2"):
         nodes.again(name)
     ended = []
@@ -165,16 +166,16 @@ def test_nodes_that_fall_silent_must_be_given_up_all_at_once(nodes, monkeypatch)
 
 
 def test_a_node_that_cannot_be_reached_again_must_be_given_up_after_some_seconds(nodes, monkeypatch):
-    monkeypatch.setattr(links, "DYING", 0.05)
-    nodes.start(workers(), ("x.py",))
-    monkeypatch.setattr(nodes, "_runs", lambda node: True)
+    monkeypatch.setattr(clients, "DYING", 0.05)
+    nodes.start(planned())
+    monkeypatch.setattr(nodes.access, "runs", lambda node: True)
     nodes.up -= {"node-1"}
     nodes.played["node-1"].end()
     assert lost(nodes) == [1]
 
 
 def test_a_worker_that_ends_while_its_node_cannot_be_reached_must_have_ended_as_its_node_knows(nodes):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     nodes.look, nodes.running[3] = ["node-1"], "node-1"
     nodes.again("node-1").knows(codes={"1": 5}, running={"3": {"pid": 7}})
     assert [(end.rank, end.code) for end in nodes.wait(1)] == [(1, 5)]
@@ -188,19 +189,19 @@ def test_a_worker_whose_node_says_of_its_end_only_the_code_must_have_ended(nodes
     nodes.played["node-0"].knows(codes={"0": 3})
     for rank in (1, 2):
         nodes.played[f"node-{rank}"].knows(running={str(rank): {}})
-    assert nodes.adopt_workers(planned()) == set()
+    assert nodes.adopt(planned()) == set()
     assert [(end.rank, end.code) for end in nodes.wait(0)] == [(0, 3)]
-    assert nodes.signs == {0: ""}
+    assert nodes.exit_hints == {0: ""}
 
 
 def test_workers_that_were_started_earlier_must_be_taken_up_as_their_nodes_know_them(nodes):
     nodes.up -= {"node-2"}
     nodes.played["node-0"].knows(4, running={"0": {"pid": 7}})
     nodes.played["node-1"].knows(4, codes={"1": 0}, signs={"1": "ending"})
-    assert nodes.adopt_workers(planned(generation=4)) == set()
+    assert nodes.adopt(planned(generation=4)) == set()
     assert [asks(nodes.played[f"node-{rank}"]) for rank in (0, 1)] == [["status"], ["status"]]
     assert sorted((end.rank, end.code) for end in nodes.wait(0)) == [(1, 0), (2, 137)]
-    assert (nodes.running, nodes.pids, nodes.signs) == ({0: "node-0"}, {0: 7}, {1: "ending"})
+    assert (nodes.running, nodes.pids, nodes.exit_hints) == ({0: "node-0"}, {0: 7}, {1: "ending"})
 
 
 @pytest.mark.parametrize("generation", [3, 5])
@@ -208,7 +209,7 @@ def test_workers_that_living_nodes_do_not_know_must_be_named(nodes, generation):
     for rank in (0, 2):
         nodes.played[f"node-{rank}"].knows(4, running={str(rank): {"pid": 0}})
     nodes.played["node-1"].knows(generation, running={"1": {"pid": 8}})
-    assert nodes.adopt_workers(planned(generation=4)) == {1}
+    assert nodes.adopt(planned(generation=4)) == {1}
     assert set(nodes.running) == {0, 1, 2}
     assert not nodes.pids  # one that has none yet
 
@@ -217,18 +218,18 @@ def test_a_node_that_may_come_to_itself_must_not_be_taken_for_lost(nodes):
     nodes.played["node-0"].knows()
     nodes.up, nodes.there = {"node-0"}, {"node-1"}
     with pytest.raises(EngineLost, match="node-1 does not answer"):
-        nodes.adopt_workers(planned(2))
+        nodes.adopt(planned(2))
     nodes.again("node-0").knows()
     nodes.there = set()
-    assert nodes.adopt_workers(planned(2)) == {0}
+    assert nodes.adopt(planned(2)) == {0}
     assert lost(nodes) == [1]
 
 
 def test_workers_that_waited_to_be_started_must_not_be_started_once_they_were_taken_up(nodes):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     for name in nodes.played:
         nodes.again(name).knows(running={"0": {"pid": 7}})
-    assert nodes.adopt_workers(planned()) == {1, 2}
+    assert nodes.adopt(planned()) == {1, 2}
     nodes.played["node-0"].say("started", generation=0, rank=0, pid=7)
     assert nodes.wait(1) == []
     assert [asks(node) for node in nodes.played.values()] == [["status"]] * 3
@@ -238,13 +239,13 @@ def test_workers_that_waited_to_be_started_must_not_be_started_once_they_were_ta
 
 
 def test_what_workers_are_doing_must_be_what_nodes_say_now(nodes, monkeypatch):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     idle = {"pid": 7, "state": "S", "cpu": 1.5}
     nodes.played["node-0"].knows(running={"0": idle, "3": {**idle, "state": ""}})
     nodes.played["node-1"].knows(running={"1": {"pid": 8, "state": "R", "cpu": 0.0}})
-    clock, listen = Clock(), nodes._listen
-    monkeypatch.setattr(links, "time", clock)
-    monkeypatch.setattr(nodes, "_listen", lambda timeout: (listen(0), clock.sleep(timeout)))
+    clock, listen = Clock(), nodes.listen
+    monkeypatch.setattr(clients, "time", clock)
+    monkeypatch.setattr(nodes, "listen", lambda timeout: (listen(0), clock.sleep(timeout)))
     began = clock.now
     assert nodes.doing() == {0: Doing("S", 1.5), 1: Doing("R", 0.0)}
     assert nodes.doing() == {}  # what was said then is not known of now
@@ -252,25 +253,25 @@ def test_what_workers_are_doing_must_be_what_nodes_say_now(nodes, monkeypatch):
 
 
 def test_a_node_that_dies_while_it_is_asked_must_not_be_waited_for(nodes, monkeypatch):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     for rank in (0, 2):
         nodes.played[f"node-{rank}"].knows(running={})
-    listen, calls = nodes._listen, []
+    listen, calls = nodes.listen, []
 
     def ends(timeout: float) -> None:
         calls.append(timeout)
         nodes.played["node-1"].end()
         listen(timeout)
 
-    monkeypatch.setattr(nodes, "_listen", ends)
+    monkeypatch.setattr(nodes, "listen", ends)
     assert nodes.doing() == {}
     assert nodes.broken == {"node-1"} and len(calls) < 4
 
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_all_nodes_must_be_told_how_to_stop_their_workers(nodes, kill):
-    nodes.start(workers(), ("x.py",))
-    nodes.stop(kill)
+    nodes.start(planned())
+    nodes.stop(Stop.KILL if kill else Stop.TERMINATE)
     told = [node.asked()[-1] for node in nodes.played.values()]
     assert told == [{"ask": "stop", "kill": kill}] * 3
     nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
@@ -279,8 +280,8 @@ def test_all_nodes_must_be_told_how_to_stop_their_workers(nodes, kill):
 
 
 def test_all_workers_must_stand_still_before_one_that_prints_its_stack_ends(nodes, monkeypatch):
-    nodes.start(workers(), ("x.py",))
-    listen, seen = nodes._listen, []
+    nodes.start(planned())
+    listen, seen = nodes.listen, []
 
     def answered(timeout: float) -> None:
         for node in nodes.played.values():
@@ -293,41 +294,36 @@ def test_all_workers_must_stand_still_before_one_that_prints_its_stack_ends(node
     nodes.wait(1)
     for node in nodes.played.values():
         node.asked()
-    monkeypatch.setattr(nodes, "_listen", answered)
-    nodes.dump()
+    monkeypatch.setattr(nodes, "listen", answered)
+    nodes.stop(Stop.DUMP)
     assert seen == [["freeze", "status"]] * 3
     assert [asks(node) for node in nodes.played.values()] == [["dump"]] * 3
 
 
 def test_nodes_that_stay_must_have_said_that_they_are_clean(nodes, monkeypatch):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     said = iter(nodes.played.values())
-    listen = nodes._listen
+    listen = nodes.listen
 
     def next_one(timeout: float) -> None:
         next(said).say("clean")
         listen(timeout)
 
-    monkeypatch.setattr(nodes, "_listen", next_one)
-    nodes._clean(nodes.played)
+    monkeypatch.setattr(nodes, "listen", next_one)
+    assert not nodes.clean(nodes.played)
     assert [asks(node)[-1] for node in nodes.played.values()] == ["clean"] * 3
     assert next(said, None) is None  # all have
-    monkeypatch.setattr(nodes, "_listen", listen)
-    monkeypatch.setattr(links, "ANSWERS", 0.01)
-    nodes.discard = lambda names: discarded.extend(sorted(names))
-    discarded: list[str] = []
-    nodes._clean(nodes.played)  # which they do not answer
-    assert nodes.cleaned == set() and discarded == sorted(nodes.played)
+    monkeypatch.setattr(nodes, "listen", listen)
+    monkeypatch.setattr(clients, "ANSWERS", 0.01)
+    assert nodes.clean(nodes.played) == {*nodes.played}  # which they do not answer
 
 
-def test_a_node_without_a_connection_must_be_connected_to_and_cleaned_or_discarded(nodes, monkeypatch):
-    monkeypatch.setattr(links, "ANSWERS", 0.01)
-    discarded: list[str] = []
-    nodes.discard = lambda names: discarded.extend(sorted(names))
+def test_a_node_without_a_connection_must_be_connected_to_and_cleaned_or_named(nodes, monkeypatch):
+    monkeypatch.setattr(clients, "ANSWERS", 0.01)
     nodes.up -= {"node-2"}
     nodes.played["node-0"].say("clean")
-    nodes._clean(nodes.played)
-    assert asks(nodes.played["node-0"]) == ["clean"] and discarded == ["node-1", "node-2"]
+    assert nodes.clean(nodes.played) == {"node-1", "node-2"}
+    assert asks(nodes.played["node-0"]) == ["clean"]
 
 
 REFUSED = {"text": "start: 'X'", "long": "x" * 100_000, "lines": "a\nsucceeded: 2 workers"}
@@ -335,7 +331,7 @@ REFUSED = {"text": "start: 'X'", "long": "x" * 100_000, "lines": "a\nsucceeded: 
 
 @pytest.mark.parametrize("error", REFUSED.values(), ids=REFUSED)
 def test_what_a_node_refuses_must_be_a_failure_of_its_worker_and_a_warning_that_names_node_and_reason(nodes, error):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     nodes.played["node-0"].say("refused", error=error)
     ended = []
     while not ended:  # a long message comes in pieces
@@ -347,7 +343,7 @@ def test_what_a_node_refuses_must_be_a_failure_of_its_worker_and_a_warning_that_
 
 
 def test_a_worker_that_runs_must_not_end_by_what_its_node_refuses(nodes):
-    nodes.start(workers(1), ("x.py",))
+    nodes.start(planned(1))
     nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
     assert nodes.wait(30) == []
     nodes.played["node-0"].say("refused", error="unknown request 'x'")
@@ -355,20 +351,20 @@ def test_a_worker_that_runs_must_not_end_by_what_its_node_refuses(nodes):
 
 
 def test_a_node_that_refuses_for_ever_must_be_reported_once(nodes):
-    nodes.start(workers(1), ("x.py",))
+    nodes.start(planned(1))
     for _ in range(10):
         nodes.played["node-0"].say("refused", error="no")
     nodes.played["node-0"].knows()
     while not nodes.statuses:
         nodes.wait(30)
     assert len(nodes.warnings()) == 1
-    nodes.start(workers(1, generation=1), ("x.py",))
+    nodes.start(planned(1, generation=1))
     nodes.played["node-0"].say("refused", error="no")
     assert nodes.wait(30) and len(nodes.warnings()) == 1
 
 
 def test_a_node_must_be_believed_only_about_its_own_workers(nodes):
-    nodes.start(workers(), ("x.py",))
+    nodes.start(planned())
     busy = {"pid": 7, "state": "R", "cpu": 5.0}
     nodes.played["node-0"].knows(running={"0": busy, "1": busy | {"cpu": 99.0}})
     nodes.played["node-1"].knows(running={"1": busy})

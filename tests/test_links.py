@@ -14,19 +14,19 @@ from types import SimpleNamespace
 
 import pytest
 from ends import KEY, End, connected
+from linked_nodes import Nodes
 from said import said, sent
 from scripted import Clock
 from waiting import PIPE
 
 from orchestrate.engines import connection as links
 from orchestrate.engines import sockets
-from orchestrate.engines.connection import Link, Linked
+from orchestrate.engines.base import Stop
+from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.docker.client import Frames
-from orchestrate.engines.ports import free_port
-from orchestrate.engines.process import ProcessEngine
+from orchestrate.engines.ports import free_port, port
 from orchestrate.engines.sockets import connect
 from orchestrate.errors import EngineError
-from orchestrate.job.spec import JobSpec
 from orchestrate.node import pipe
 from orchestrate.node.sealed import Seal
 
@@ -66,8 +66,8 @@ def test_a_connection_that_has_ended_must_take_no_request(ends):
     assert not link.send("status")
 
 
-def linked(generation: int, ranks: int) -> Linked:
-    engine = Linked()
+def linked(generation: int, ranks: int) -> Nodes:
+    engine = Nodes(0)
     engine.generation, engine.running = generation, {rank: f"node-{rank}" for rank in range(ranks)}
     return engine
 
@@ -75,7 +75,7 @@ def linked(generation: int, ranks: int) -> Linked:
 def test_ends_must_be_told_in_their_own_order_whatever_is_heard_first():
     engine = linked(0, 3)
     for rank, code, at in ((2, 1, 12.5), (0, 1, 12.0), (1, 139, 11.5)):
-        engine._heard(f"node-{rank}", said("ended", rank=rank, code=code, at=at))
+        engine._take(f"node-{rank}", said("ended", rank=rank, code=code, at=at))
     assert [(exit.rank, exit.code) for exit in engine.wait(0)] == [(1, 139), (0, 1), (2, 1)]
 
 
@@ -83,7 +83,7 @@ def test_ends_must_be_told_in_their_own_order_whatever_is_heard_first():
 def test_only_what_a_node_knows_of_this_generation_must_count(generation, known):
     engine = linked(1, 2)
     state = {"generation": generation, "codes": {"0": 3}, "signs": {"0": ""}, "running": {"1": {"pid": 7}}}
-    assert [engine._know(rank, state) for rank in (0, 1)] == [known, known]
+    assert [engine.know(rank, state) for rank in (0, 1)] == [known, known]
     assert [exit.code for exit in engine.wait(0)] == [3] * known
     assert engine.pids == {1: 7} if known else not engine.pids
 
@@ -91,7 +91,7 @@ def test_only_what_a_node_knows_of_this_generation_must_count(generation, known)
 def test_workers_that_have_not_started_must_end_at_once_when_the_job_is_stopped():
     engine = linked(0, 3)
     engine.queued = [SimpleNamespace(rank=rank) for rank in (1, 2)]
-    engine.stop(kill=False)
+    engine.stop(Stop.TERMINATE)
     assert [(exit.rank, exit.code, exit.asked) for exit in engine.wait(0)] == [(1, 143, True), (2, 143, True)]
     assert engine.running == {0: "node-0"} and not engine.queued
 
@@ -151,11 +151,11 @@ def test_the_engines_frames_must_be_taken_off_and_stderr_left_out(size):
 
 
 @contextlib.contextmanager
-def strange() -> Iterator[tuple[Link, socket.socket]]:
+def strange() -> Iterator[tuple[NodeConnection, socket.socket]]:
     """A connection on which nothing was said yet."""
     here, there = socket.socketpair()
     there.settimeout(10)
-    link = Link(here, KEY)
+    link = NodeConnection(here, KEY)
     try:
         yield link, there
     finally:
@@ -350,14 +350,16 @@ def test_what_listens_in_the_place_of_a_node_must_not_be_talked_to(tmp_path):
 # --- ports
 
 
+def test_a_generation_must_have_another_port_than_the_one_before():
+    assert [port("bridge", generation) for generation in (0, 1, 999, 1000)] == [29500, 29501, 30499, 29500]
+
+
 def test_a_port_must_be_free_and_below_those_that_the_kernel_hands_out(monkeypatch):
     assert {port for port in (free_port() for _ in range(20)) if not 20000 <= port < 30000} == set()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         used, free = taken.getsockname()[1], free_port()
         monkeypatch.setattr(random, "sample", lambda *_: [used, free, used])
-        engine = ProcessEngine()
-        assert free_port() == engine.port(JobSpec(), 3) == free
-        engine.selector.close()
+        assert free_port() == port("", 3) == port("host", 3) == free  # where other jobs have theirs, too
         monkeypatch.setattr(random, "sample", lambda *_: [used, used])
         with pytest.raises(EngineError, match="no free port"):
             free_port()

@@ -16,7 +16,7 @@ from test_asked import dial
 from test_mirror import Node
 from waiting import Waiting
 
-from orchestrate.engines.connection import Link
+from orchestrate.engines.connection import NodeConnection
 from orchestrate.node import listener
 from orchestrate.node.listener import MOST, Listener, serve
 from orchestrate.node.sealed import Seal
@@ -132,7 +132,7 @@ def test_a_client_must_be_turned_away_where_all_others_have_asked_something(plac
 def test_a_client_that_knows_the_key_may_ask_as_late_as_it_likes(place):
     place.listen(KEY)
     friend = place.client()
-    link = Link(friend, KEY)
+    link = NodeConnection(friend, KEY)
     greets = threading.Thread(target=link.greet, args=(30,))
     greets.start()
     while greets.is_alive():

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from commanded import supervised
-from scripted import Scripted
 from test_plan import HERE
 
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import UsageError
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths
@@ -59,7 +59,7 @@ def test_a_job_whose_cluster_another_job_has_taken_must_say_so_and_start_nothing
     records.make(tmp_path / "held")
     made = plan(JobSpec(), dataclasses.replace(HERE, cluster="held"), "j", 29500)
     store.create(JobSpec(), made, paths)
-    engine = Scripted()
+    engine = RecordingEngine()
     with pytest.raises(UsageError, match="another job has taken held$") as refused:
         launch.supervise(paths, engine, lambda: 0, print)
     assert "attach j" in refused.value.hint

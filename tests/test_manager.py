@@ -4,28 +4,23 @@ import base64
 import io
 import os
 import tarfile
-import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import requests
 from conftest import ROOT, docker
 from ends import KEY
 from manager_stub import StubManager, container, host, scale, settled
-from test_plan import HERE, plan
 
-from orchestrate.engines.connection import Linked
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.swarm import manager
-from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.manager import Manager, shared_out
+from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import users
 from orchestrate.job.spec import IMAGE, JobSpec
-from orchestrate.node.lease import LEASE
 
 
 @pytest.mark.parametrize(
@@ -72,34 +67,11 @@ def test_only_hosts_that_take_nodes_must_count(stub, constraints, fit):
         Manager().takers(JobSpec())
 
 
-def test_the_workers_of_a_node_that_is_silent_must_be_waited_for_until_its_lease_is_over():
-    engine = SwarmEngine.__new__(SwarmEngine)  # without a Swarm
-    Linked.__init__(engine)
-    engine.nodes, engine.lost, engine.unsure = {"trainer-1": {"ID": "task"}}, {}, {}
-    heard = time.monotonic() - 3
-    engine.said, engine.running = {"trainer-1": heard}, {1: "trainer-1"}
-    engine._end([1])
-    assert engine.unsure["task"] > heard + LEASE
-
-
-def test_a_request_to_stop_must_end_the_wait_for_nodes_that_do_not_start(clock, tmp_path):
-    engine = SwarmEngine.__new__(SwarmEngine)  # without a Swarm
-    Linked.__init__(engine)
-    engine.nodes, began = {}, clock.now
-    engine._settle, engine._well_nodes = lambda *_: None, dict
-    nothing = {"tasks": list, "scale": lambda *_: None, "connect": lambda _: None, "refusal": lambda *_, **__: None}
-    engine.swarm = SimpleNamespace(**nothing)
-    with pytest.raises(EngineError, match="3 of 3 nodes did not start"):
-        engine.up(JobSpec(trainers=2), plan(JobSpec(trainers=2), HERE, "j"), tmp_path, lambda: clock.now > began + 5)
-    assert clock.now < began + 6
-
-
 def test_what_is_on_a_host_that_is_down_must_not_be_waited_for(clock, tmp_path, monkeypatch):
     made, began = Manager.__new__(Manager), clock.now
-    made.home, made.run = "j", tmp_path
     made.known = {"h": {"ID": "h", "Status": {"State": "down"}, "Description": {"Hostname": "host-3"}}}
     task = {"Name": "trainer-1", "NodeID": "h", "Status": {"State": "running"}}
-    found = {"jobs": list, "things": lambda _: [], "tasks": lambda: [task], "hosts": dict}
+    found = {"jobs": list, "objects": lambda _: [], "tasks": lambda _: [task], "hosts": dict}
     for name, answer in found.items():
         monkeypatch.setattr(made, name, answer)
     with pytest.raises(EngineError, match="1 node on host-3, which is down"):
@@ -117,7 +89,7 @@ def test_of_networks_the_one_of_the_very_name_must_be_taken(docker_engine, tmp_p
         docker("network", "rm", name)
 
 
-def user_of(managed: Manager) -> str:
+def user_of(managed: SwarmJob) -> str:
     """The owner of the folder that nodes see."""
     status = managed.run.stat()
     return f"{status.st_uid}:{status.st_gid}"
@@ -168,8 +140,8 @@ def test_on_the_network_of_the_hosts_nodes_must_be_found_at_their_hosts(stub, pa
     spec = JobSpec(trainers=2, network="host")
     made = settled(paths.shared, spec)
     assert not stub.overlays()
-    made.hosts()
-    made.connect(spec)
+    made.manager.hosts()
+    made.connect()
     assert made.relay_address() == ("10.1.1.1", made.port)
     at = {"NodeID": "h2", "NetworksAttachments": []}
     found = [made.node_address({**at, "Name": name}) for name in ("master", "trainer-1", "trainer-12")]
@@ -184,7 +156,8 @@ def test_a_node_must_be_found_at_its_address_on_the_network_of_the_job(stub, man
 
 
 def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, managed):
-    managed.connect(JobSpec(trainers=2))
+    managed.spec = JobSpec(trainers=2)
+    managed.connect()
     assert managed.relay_address() == ("10.0.1.200", 20000)
     (relay,) = stub.containers
     body = relay["Config"]
@@ -201,25 +174,29 @@ def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, mana
 
 
 def test_the_relay_must_have_memory_for_its_connections_to_all_nodes(stub, managed):
-    managed.connect(JobSpec(trainers=9, spares=2))
+    managed.spec = JobSpec(trainers=9, spares=2)
+    managed.connect()
     assert stub.containers[0]["Config"]["HostConfig"]["Memory"] == 512 << 20
 
 
 def test_the_relay_must_never_be_made_of_the_jobs_image_and_a_missing_image_must_be_named(stub, managed):
-    managed.connect(JobSpec(image="other:1"))
+    managed.spec = JobSpec(image="other:1")
+    managed.connect()
     assert stub.containers[0]["Config"]["Image"] == IMAGE
     stub.containers.clear()
     stub.refused["POST /containers/create"] = f"No such image: {IMAGE}"
     stub.status = 404
     with pytest.raises(EngineError, match=f"no image {IMAGE}.*docker compose build"):
-        managed.connect(JobSpec(image="other:1"))
+        managed.spec = JobSpec(image="other:1")
+        managed.connect()
     assert not any(request.startswith("POST /images") for request in stub.asked)  # in a registry, it may not be ours
 
 
 @pytest.mark.parametrize(("status", "kept"), [("running", True), ("exited", False), ("created", False)])
 def test_a_relay_must_be_used_again_only_where_it_runs(stub, managed, status, kept):
     stub.containers += [container("x-j-relay", "another"), container("j-relay", "old", status)]
-    managed.connect(JobSpec(trainers=2))
+    managed.spec = JobSpec(trainers=2)
+    managed.connect()
     assert (managed.relay.id == "old") == kept
     assert len([one for one in stub.containers if one["Name"] == "/j-relay"]) == 1
 
@@ -269,10 +246,11 @@ def test_services_must_be_placed_one_after_the_other_but_not_waited_for_long(stu
     assert clock.now == began
 
 
-def running(stub: StubManager, made: Manager) -> None:
+def running(stub: StubManager, made: SwarmJob) -> None:
     scale(made, "trainer", 1)
     scale(made, "master", 1)
-    made.connect(JobSpec(trainers=2))
+    made.spec = JobSpec(trainers=2)
+    made.connect()
 
 
 def test_all_that_a_job_has_must_be_removed_and_nothing_else(stub, managed, paths):
@@ -282,11 +260,11 @@ def test_all_that_a_job_has_must_be_removed_and_nothing_else(stub, managed, path
         things.append({"ID": "other", "Spec": {"Name": "x-master", "Labels": other}})
     stub.networks.append({"Id": "other", "Name": "x", "Labels": other})
     stub.containers.append(container("x-relay", "other", Labels={"orchestrate.relay": "x"}))
-    names = [f"{kind} {name}" for kind, name, _ in managed.things("j")]
+    names = [f"{kind} {name}" for kind, name, _ in managed.manager.objects("j")]
     there = ["service j-trainer", "service j-master", "container j-relay", "secret j-node", "network j_job"]
     assert names == there
-    managed.remove("j", 0.0)
-    assert not managed.things("j") and len(managed.things("x")) == 4
+    managed.manager.remove("j", 0.0)
+    assert not managed.manager.objects("j") and len(managed.manager.objects("x")) == 4
     assert any("DELETE /containers" in request and "force=True" in request for request in stub.asked)
 
 
@@ -295,17 +273,17 @@ def test_what_is_still_in_use_must_be_tried_again_and_told_in_the_end(stub, mana
     monkeypatch.setattr(manager, "VANISHES", 0.3)
     stub.refused["DELETE /networks"], began = "network j_job has active endpoints", clock.now
     with pytest.raises(EngineError, match="remove the network j_job: network j_job has active endpoints") as raised:
-        managed.remove("j", 0.4)
+        managed.manager.remove("j", 0.4)
     assert 0.7 <= clock.now - began < 1 and "stop j" in raised.value.hint
-    assert [kind for kind, *_ in managed.things("j")] == ["network"]
+    assert [kind for kind, *_ in managed.manager.objects("j")] == ["network"]
     del stub.refused["DELETE /networks"]
-    managed.remove("j", 5.0)
+    managed.manager.remove("j", 5.0)
     assert not stub.overlays()
 
 
 def test_a_task_that_does_not_end_must_be_told_with_its_host(stub, managed, clock, monkeypatch):
     running(stub, managed)
-    managed = Manager()  # of the process that removes it later
+    later = Manager()  # of the process that removes it later
     monkeypatch.setattr(manager, "VANISHES", 0.3)
     tasks = [stub.tasks[0]]
     monkeypatch.setattr(stub, "delete", lambda kind, number: (StubManager.delete(stub, kind, number), keep()))
@@ -314,21 +292,21 @@ def test_a_task_that_does_not_end_must_be_told_with_its_host(stub, managed, cloc
         stub.tasks[:] = tasks
 
     with pytest.raises(EngineError, match="^trainer-1 on host-1 did not end$"):
-        managed.remove("j", 0.0)
+        later.remove("j", 0.0)
     stub.hosts[0]["Status"]["State"] = "down"
     with pytest.raises(EngineError, match="1 node on host-1, which is down"):
-        managed.remove("j", 0.0)
+        later.remove("j", 0.0)
     tasks[0]["Status"]["State"] = "shutdown"  # of which its host has said so
-    managed.remove("j", 0.0)
+    later.remove("j", 0.0)
 
 
 def test_an_engine_that_has_gone_must_not_be_waited_for(stub, managed, clock):
     running(stub, managed)
-    things, began = managed.things("j"), clock.now
+    things, began = managed.manager.objects("j"), clock.now
     gone = requests.exceptions.ConnectionError("refused")
-    managed.things = lambda _: [(*things[0][:2], raising(gone))]
+    managed.manager.objects = lambda _: [(*things[0][:2], raising(gone))]
     with pytest.raises(EngineLost):
-        managed.remove("j", 30.0)
+        managed.manager.remove("j", 30.0)
     assert clock.now == began
 
 

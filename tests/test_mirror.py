@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, eventually, gone
 from ends import KEY
 
-from orchestrate.engines.connection import Link
+from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.ports import free_port
 from orchestrate.engines.swarm import sync as mirror_module
 from orchestrate.engines.swarm.sync import Mirror, rescued
@@ -27,7 +27,7 @@ class Node:
 
     def __init__(self, folder):
         self.folder, self.job, self.port = folder, folder / "job", free_port()
-        self.links: list[Link] = []
+        self.links: list[NodeConnection] = []
         settings = {"NODE_MODE": "wait", "NODE_SOCKET": str(folder / "s"), "NODE_KEY": KEY.hex()}
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "orchestrate" / "node")],
@@ -42,8 +42,8 @@ class Node:
         self.process.terminate()
         self.process.wait()
 
-    def connect(self, name: str = "", key: bytes = KEY) -> Link | None:
-        link = Link(eventually(self.dial), key=key)
+    def connect(self, name: str = "", key: bytes = KEY) -> NodeConnection | None:
+        link = NodeConnection(eventually(self.dial), key=key)
         self.links.append(link)
         return link if link.greet(5) else None
 
@@ -53,14 +53,14 @@ class Node:
         except OSError:
             return None
 
-    def start(self, link: Link, code: str, rank: int = 0, generation: int = 0, log: int = 0) -> None:
+    def start(self, link: NodeConnection, code: str, rank: int = 0, generation: int = 0, log: int = 0) -> None:
         script = self.folder / f"script-{rank}-{generation}.py"
         script.write_text(code)
         env = {"RANK": str(rank), "WORLD_SIZE": "1", "JOB_ID": "job", "JOB_DIR": str(self.job)}
         env |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": str(generation)}
         link.send("start", command=[str(script)], env=env, inherit=True, cwd=str(self.folder), log=log)
 
-    def until(self, link: Link, what: str) -> dict:
+    def until(self, link: NodeConnection, what: str) -> dict:
         while (messages := link.receive()) is not None:
             for message in messages:
                 if message["say"] == what:

@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job, Scripted
+from scripted import ALL_WELL, KILLED, Job
 from test_plan import HERE
 
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.plan import plan, read_plan
@@ -23,7 +24,7 @@ def job(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_node_that_comes_back_at_the_third_try_must_not_fail_the_job(job, fails):
-    engine, tried = Scripted([KILLED], [ALL_WELL]), []
+    engine, tried = RecordingEngine([KILLED], [ALL_WELL]), []
     up = engine.up
 
     def come_back(*arguments) -> None:
@@ -39,14 +40,14 @@ def test_a_node_that_comes_back_at_the_third_try_must_not_fail_the_job(job, fail
 
 
 def test_nodes_that_are_said_to_be_up_must_be_alive_before_workers_start_on_them(job):
-    engine = Scripted([ALL_WELL])
+    engine = RecordingEngine([ALL_WELL])
     engine.nodes.discard("trainer-2")
     with pytest.raises(EngineError, match="2 of 3 nodes are alive"):
         job.run(engine)
     assert engine.calls == ["up", "down"]
 
 
-def away(job: Job, engine: Scripted, seconds: float, generation: int) -> None:
+def away(job: Job, engine: RecordingEngine, seconds: float, generation: int) -> None:
     """Have the engine away for so long, before a generation."""
     up, since = engine.up, []
 
@@ -62,25 +63,25 @@ def away(job: Job, engine: Scripted, seconds: float, generation: int) -> None:
 
 @pytest.mark.parametrize("generation", [0, 1])
 def test_an_engine_that_is_away_for_minutes_must_be_waited_for_and_told_of_once(job, generation):
-    engine = Scripted(*[[KILLED]] * generation, [ALL_WELL])
+    engine = RecordingEngine(*[[KILLED]] * generation, [ALL_WELL])
     away(job, engine, 290, generation)
     assert job.run(engine).word == "succeeded"
     assert job.noted("engine_lost") == [{"error": "gone"}]
 
 
 def test_an_engine_that_stays_away_must_lose_a_job_that_has_run_and_fail_one_that_has_not(job):
-    engine = Scripted([KILLED])
+    engine = RecordingEngine([KILLED])
     away(job, engine, 310, 1)
     assert job.run(engine) == JobResult("lost", "gone")
     assert 300 <= job.clock.now - 1_000_000 < 310
     job.paths.events.unlink()
-    away(job, engine := Scripted(), 310, 0)
+    away(job, engine := RecordingEngine(), 310, 0)
     with pytest.raises(EngineLost, match="gone"):
         job.run(engine)
 
 
 def test_a_request_to_stop_must_end_the_wait_for_an_engine_that_is_away(job):
-    engine = Scripted([KILLED])
+    engine = RecordingEngine([KILLED])
     away(job, engine, 310, 1)
     began = job.clock.now
     job.stops = lambda: int(job.clock.now > began + 20)
@@ -90,7 +91,7 @@ def test_a_request_to_stop_must_end_the_wait_for_an_engine_that_is_away(job):
 
 @pytest.mark.parametrize("call", ["up", "gather"])
 def test_nodes_that_take_long_must_learn_that_the_job_is_to_stop(job, call):
-    engine, asked, told = Scripted(), [], []
+    engine, asked, told = RecordingEngine(), [], []
 
     def take_long(*arguments) -> None:
         told.append(arguments[-1]())
@@ -122,14 +123,14 @@ def test_a_file_without_which_workers_cannot_start_must_be_waited_for(job, monke
     monkeypatch.setattr(kind, write, no_space)
 
     job.stops = make_space
-    engine = Scripted([ALL_WELL])
+    engine = RecordingEngine([ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert path.is_file() and job.names().count("disk_full") == 1
 
 
 @pytest.mark.parametrize("file", ["fence", "plan"])
 def test_a_run_directory_that_has_been_removed_must_end_the_job_at_once(job, file):
-    engine = Scripted([ALL_WELL])
+    engine = RecordingEngine([ALL_WELL])
     up = engine.up
     engine.up = lambda *arguments: (
         shutil.rmtree(job.paths.root if file == "plan" else job.paths.shared),
@@ -142,7 +143,7 @@ def test_a_run_directory_that_has_been_removed_must_end_the_job_at_once(job, fil
 
 
 def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(job):
-    engine, looks = Scripted([]), [*range(50)]
+    engine, looks = RecordingEngine([]), [*range(50)]
     wait = engine.wait
 
     def remove(timeout: float) -> list[WorkerExit]:
@@ -158,31 +159,31 @@ def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(
 
 def test_the_plan_of_each_generation_must_be_written_down_before_its_workers_start(job):
     kept = []
-    engine = Scripted([KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [ALL_WELL])
     start = engine.start
     engine.start = lambda *arguments: (kept.append(read_plan(job.paths.plan.read_text(), {})), start(*arguments))
     job.run(engine)
     assert [made.generation for made in kept] == [0, 1]
-    assert [made.workers for made in kept] == engine.plans
+    assert kept == engine.plans
 
 
 def test_the_first_generation_must_be_as_it_was_shown(job):
     spec = JobSpec(trainers=2, grace=0.01)
     shown = plan(spec, HERE, "j", 31_000)
-    engine = Scripted([ALL_WELL])
+    engine = RecordingEngine([ALL_WELL])
     assert job.run(engine, spec, shown).word == "succeeded"
-    assert engine.plans == [shown.workers]
+    assert engine.plans == [shown]
 
 
 def test_a_restart_on_a_cluster_must_keep_the_name_of_the_job(job):
     spec = JobSpec(trainers=2, grace=0.01)
-    engine = Scripted([KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [ALL_WELL])
     job.run(engine, spec, plan(spec, dataclasses.replace(HERE, cluster="box"), "j", 29500))
-    assert [workers[0].env["JOB_ID"] for workers in engine.plans] == ["j", "j"]
+    assert [made.workers[0].env["JOB_ID"] for made in engine.plans] == ["j", "j"]
 
 
 def test_what_a_generation_starts_with_must_be_told(job):
-    engine = Scripted([[WorkerExit(rank, 0) for rank in range(6)]])
+    engine = RecordingEngine([[WorkerExit(rank, 0) for rank in range(6)]])
     engine.hosts = {"master": "one", "trainer-2": "two", "trainer-9": "two"}
     assert job.run(engine, JobSpec(trainers=2, nproc_per_node=2)).word == "succeeded"
     nodes = ["master", "trainer-1", "trainer-2"]

@@ -3,8 +3,9 @@
 import re
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job, Scripted
+from scripted import ALL_WELL, KILLED, Job
 
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import UsageError
 from orchestrate.files import bounded
 from orchestrate.job import patterns
@@ -109,25 +110,25 @@ def wordy(job: Job) -> JobSpec:
 
 
 def test_a_rule_that_backtracks_for_ever_must_not_hold_up_the_restart(job):
-    assert job.run(Scripted([KILLED], [ALL_WELL]), wordy(job)).word == "succeeded"
+    assert job.run(RecordingEngine([KILLED], [ALL_WELL]), wordy(job)).word == "succeeded"
     assert [event["text"] for event in job.noted("warning")] == [ignored(EVIL)]
 
 
 def test_a_request_to_stop_must_evaluate_no_rule(job, monkeypatch):
     monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("a rule was evaluated"))
-    spec, engine = wordy(job), Scripted([KILLED], [ALL_WELL])
+    spec, engine = wordy(job), RecordingEngine([KILLED], [ALL_WELL])
     job.stops = lambda: int("stop" in engine.calls)
     assert job.run(engine, spec) == JobResult("stopped", "stopped by the user")
 
 
 def test_what_another_supervisor_has_left_must_be_stopped_without_evaluating_a_rule(job, monkeypatch):
     monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("a rule was evaluated"))
-    spec, engine = wordy(job), Scripted([KILLED])
+    spec, engine = wordy(job), RecordingEngine([KILLED])
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr("orchestrate.supervise.supervisor.decide", lambda *arguments: 1 / 0)
         job.run(engine, spec)
     job.stops = lambda: 1
-    assert job.run(Scripted(), spec) == JobResult("stopped", "stopped by the user")
+    assert job.run(RecordingEngine(), spec) == JobResult("stopped", "stopped by the user")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from test_plan import HERE, plan
 
 from orchestrate.engines import process
 from orchestrate.engines.base import JobState
-from orchestrate.engines.process import ProcessEngine
+from orchestrate.engines.process import ProcessEngine, ProcessSession
 from orchestrate.errors import EngineError
 from orchestrate.files import records
 from orchestrate.job.plan import Plan
@@ -45,38 +45,41 @@ class Nodes:
         self.folder, self.state, self.run = folder, folder / "s", folder / "run"
         (self.run / "logs").mkdir(parents=True)
         records.make(folder, KEY)
-        self.engines: list[ProcessEngine] = []
+        self.sessions: list[ProcessSession] = []
 
-    def engine(self) -> ProcessEngine:
+    def shell(self) -> ProcessEngine:
         made = ProcessEngine()
         made.state = self.state
-        self.engines.append(made)
         return made
+
+    def session(self, job: str = "j", **inventory: object) -> ProcessSession:
+        self.sessions.append(self.shell().open(SPEC, self.plan(job=job, **inventory), self.run, str))
+        return self.sessions[-1]
 
     def plan(self, spec: JobSpec = SPEC, job: str = "j", **inventory: object) -> Plan:
         here = dataclasses.replace(HERE, engine="process", master_addr="127.0.0.1", interface="lo", network="")
         changes = {"code": str(self.folder), "job_dir": str(self.run), **inventory}
         return plan(spec, dataclasses.replace(here, **changes), job)
 
-    def up(self, job: str = "j", **inventory: object) -> ProcessEngine:
-        made = self.engine()
-        made.up(SPEC, self.plan(job=job, **inventory), self.run)
+    def up(self, job: str = "j", **inventory: object) -> ProcessSession:
+        made = self.session(job, **inventory)
+        made.up(self.plan(job=job, **inventory))
         return made
 
-    def start(self, engine: ProcessEngine, script: str) -> None:
+    def start(self, session: ProcessSession, script: str) -> None:
         (self.folder / "work.py").write_text(script)
-        engine.start(self.plan().workers, ("work.py",))
+        session.start(dataclasses.replace(self.plan(), command=("work.py",)))
 
     def clear(self) -> None:
         left = processes(self.folder)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for engine in self.engines:
-            engine.selector.close()
-            for link in engine.links.values():
-                link.close()
-            for node in engine.nodes.values():
+        for session in self.sessions:
+            session.clients.selector.close()
+            for connection in session.clients.connections.values():
+                connection.close()
+            for node in session.nodes.values():
                 if node.child:
                     node.child.wait()
 
@@ -89,7 +92,7 @@ def nodes(tmp_path, monkeypatch) -> Iterator[Nodes]:
     made.clear()
 
 
-def pids(engine: ProcessEngine) -> dict[str, int]:
+def pids(engine: ProcessSession) -> dict[str, int]:
     return {name: node.pid for name, node in engine.nodes.items()}
 
 
@@ -98,7 +101,7 @@ def pids(engine: ProcessEngine) -> dict[str, int]:
 
 def test_a_node_must_be_started_once_with_what_the_job_says_of_it(nodes):
     engine = nodes.up(preload=("colorsys", "wave"))
-    assert engine.alive() == {"master", "trainer-1"} == set(pids(engine))
+    assert {*engine.alive()} == {"master", "trainer-1"} == set(pids(engine))
     for name, pid in pids(engine).items():
         told = environ(pid)
         assert (told["NODE_MODE"], told["NODE_GRACE"], told["NODE_PRELOAD"]) == ("wait", "7.0", "colorsys wave")
@@ -108,7 +111,7 @@ def test_a_node_must_be_started_once_with_what_the_job_says_of_it(nodes):
         assert {os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)} == {"/dev/null"}
     assert stat.S_IMODE((nodes.state / "j").stat().st_mode) == 0o700
     before = pids(engine)
-    engine.up(SPEC, nodes.plan(), nodes.run)
+    engine.up(nodes.plan())
     assert pids(engine) == before
 
 
@@ -116,27 +119,27 @@ def test_only_a_node_that_has_gone_must_be_replaced(nodes):
     engine = nodes.up()
     before = pids(engine)
     os.kill(before["trainer-1"], signal.SIGKILL)
-    eventually(lambda: engine.alive() == {"master"})
-    engine.up(SPEC, nodes.plan(), nodes.run)
+    eventually(lambda: {*engine.alive()} == {"master"})
+    engine.up(nodes.plan())
     after = pids(engine)
-    assert engine.alive() == {"master", "trainer-1"}
+    assert {*engine.alive()} == {"master", "trainer-1"}
     assert after["master"] == before["master"] and after["trainer-1"] != before["trainer-1"]
 
 
 def test_nodes_of_another_orchestrator_must_be_found_used_and_ended(nodes):
-    before, first = pids(nodes.up()), nodes.engines[0]
+    before, first = pids(nodes.up()), nodes.sessions[0]
     second, third = nodes.up(), nodes.up()
-    assert pids(second) == before and second.alive() == {"master", "trainer-1"}
+    assert pids(second) == before and {*second.alive()} == {"master", "trainer-1"}
     second.discard(["trainer-1"])
-    assert second.alive() == {"master"}
-    eventually(lambda: first.alive() == {"master"})
-    second.up(SPEC, nodes.plan(), nodes.run)
+    assert {*second.alive()} == {"master"}
+    eventually(lambda: {*first.alive()} == {"master"})
+    second.up(nodes.plan())
     assert pids(second)["trainer-1"] != before["trainer-1"]
-    assert third.alive() == {"master"}  # what listens now is another process
-    third.adopt(SPEC, nodes.plan(), nodes.run)
-    assert third.alive() == {"master", "trainer-1"}
+    assert {*third.alive()} == {"master"}  # what listens now is another process
+    third.adopt(nodes.plan())
+    assert {*third.alive()} == {"master", "trainer-1"}
     second.down(30.0)
-    assert second.alive() == set()
+    assert {*second.alive()} == set()
     eventually(lambda: not first.alive())
     assert not (nodes.state / "j").exists()
 
@@ -147,17 +150,17 @@ def test_the_end_of_a_job_must_end_its_nodes_and_leave_those_of_others(nodes):
     engine.down(30.0)
     assert all(map(gone, before.values()))
     assert [path.name for path in nodes.state.iterdir()] == ["other"]
-    assert other.alive() == {"master", "trainer-1"}
-    nodes.engine().down(30.0)  # of a job that was never brought up
+    assert {*other.alive()} == {"master", "trainer-1"}
+    nodes.session("none").down(30.0)  # of a job that was never brought up
     assert nodes.state.exists()
 
 
 def test_the_nodes_of_a_cluster_must_outlive_its_jobs(nodes):
     engine = nodes.up(cluster="c")
     assert [path.name for path in nodes.state.iterdir()] == ["c"]
-    engine.adopt(SPEC, nodes.plan(cluster="c"), nodes.run)
+    engine.adopt(nodes.plan(cluster="c"))
     engine.down(30.0)
-    assert engine.alive() == {"master", "trainer-1"} and engine.cleaned == {"master", "trainer-1"}
+    assert {*engine.alive()} == {"master", "trainer-1"} and engine.clients.cleaned == {"master", "trainer-1"}
 
 
 def test_nodes_must_be_called_not_up_at_once_where_one_dies_or_the_job_is_stopped(nodes, monkeypatch):
@@ -167,11 +170,11 @@ def test_nodes_must_be_called_not_up_at_once_where_one_dies_or_the_job_is_stoppe
     )
     looks = iter(range(3000))  # half a minute
     with pytest.raises(EngineError, match="a node did not start"):
-        nodes.engine().up(SPEC, nodes.plan(), nodes.run, lambda: next(looks) < 0)
+        nodes.session().up(nodes.plan(), lambda: next(looks) < 0)
     (nodes.folder / "node.py").write_text("import signal\nsignal.pause()\n")
     looks = iter(range(3000))
     with pytest.raises(EngineError, match="a node did not start"):
-        nodes.engine().up(SPEC, nodes.plan(job="k"), nodes.run, lambda: next(looks) > 3)
+        nodes.session("k").up(nodes.plan(job="k"), lambda: next(looks) > 3)
 
 
 def test_a_node_that_does_not_listen_must_be_given_up_in_the_end(nodes, monkeypatch):
@@ -204,45 +207,47 @@ def test_a_worker_must_have_the_environment_of_its_caller_and_the_jobs_own_first
         engine, "import json, os\njson.dump([dict(os.environ), os.getcwd()], open(f\"{os.environ['RANK']}\", 'w'))\n"
     )
     ends = []
-    eventually(lambda: len(ends.extend(engine.wait(1)) or ends) == 2)
+    eventually(lambda: len(ends.extend(engine.wait(1).exits) or ends) == 2)
     assert sorted((end.rank, end.code) for end in ends) == [(0, 0), (1, 0)]
     for rank in (0, 1):
         env, folder = json.loads((nodes.folder / str(rank)).read_text())
         assert (env["RANK"], env["MINE"], env["PYTHONUNBUFFERED"]) == (str(rank), "caller", "1")
         assert "NODE_SOCKET" not in env and folder == str(nodes.folder)
-    again = nodes.engine()  # which asks what has become of them
-    assert again.adopt(SPEC, nodes.plan(), nodes.run) == set()
-    assert sorted((end.rank, end.code) for end in again.wait(0)) == [(0, 0), (1, 0)]
-    assert again.adopt(SPEC, nodes.plan(), nodes.run) == set()
-    fresh = nodes.engine()
-    assert fresh.adopt(SPEC, nodes.plan(job="none"), nodes.run) == set()
-    assert [end.code for end in fresh.wait(0)] == [137, 137]  # there are no nodes
+    again = nodes.session()  # which asks what has become of them
+    assert again.adopt(nodes.plan()) == set()
+    assert sorted((end.rank, end.code) for end in again.wait(0).exits) == [(0, 0), (1, 0)]
+    assert again.adopt(nodes.plan()) == set()
+    fresh = nodes.session("none")
+    assert fresh.adopt(nodes.plan(job="none")) == set()
+    assert [end.code for end in fresh.wait(0).exits] == [137, 137]  # there are no nodes
 
 
 def test_a_node_that_has_died_must_be_told_from_a_lack_of_memory(nodes):
     engine = nodes.up()
     nodes.start(engine, "import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\nsignal.pause()\n")
-    (end,) = eventually(lambda: engine.wait(1))
+    (end,) = eventually(lambda: engine.wait(1).exits)
     assert (end.rank, end.code, engine.explain(end, "trainer-1")) == (1, 137, "")
-    engine.signs[1] = "oom"
+    engine.clients.exit_hints[1] = "oom"
     assert engine.explain(end, "trainer-1") == "out of memory"
     assert engine.explain(dataclasses.replace(end, code=1), "trainer-1") == ""
     os.kill(pids(engine)["trainer-1"], signal.SIGKILL)
     eventually(lambda: "trainer-1" not in engine.alive())
     assert engine.explain(end, "trainer-1") == "node lost"
-    assert engine.troubles() == {}
+    assert engine.wait(0).troubles == {}
 
 
 def test_workers_of_a_node_that_has_died_must_be_killed_with_what_they_started_and_no_others(nodes):
-    engine = nodes.engine()
+    engine = nodes.session()
     workers = [subprocess.Popen(["sh", "-c", "sleep 600 & wait"], start_new_session=True) for _ in range(2)]
     try:
-        engine.running = {0: "master", 1: "trainer-1", 2: "trainer-1", 3: "trainer-1"}
+        engine.clients.running = {0: "master", 1: "trainer-1", 2: "trainer-1", 3: "trainer-1"}
         ended = subprocess.Popen(["true"])
         ended.wait()
-        engine.pids = {rank: worker.pid for rank, worker in enumerate(workers)} | {2: ended.pid}  # and 3 has none yet
-        engine._lost({"trainer-1"})
-        assert [(end.rank, end.code) for end in engine.wait(0)] == [(1, 137), (2, 137), (3, 137)]
+        engine.clients.pids = {rank: worker.pid for rank, worker in enumerate(workers)} | {
+            2: ended.pid
+        }  # and 3 has none yet
+        engine.clients._judge({"trainer-1"})
+        assert [(end.rank, end.code) for end in engine.wait(0).exits] == [(1, 137), (2, 137), (3, 137)]
         assert workers[1].wait() == -signal.SIGKILL
         assert workers[0].poll() is None
     finally:
@@ -260,9 +265,9 @@ def test_workers_must_have_the_grace_period_to_end(nodes, monkeypatch, how):
         "import signal, sys, time\nsignal.signal(15, lambda *_: (time.sleep(0.3), open('saved', 'w'), sys.exit()))\n"
         "open('listens', 'w')\nwhile True: signal.pause()\n",
     )
-    eventually(lambda: engine.wait(0.01) or (nodes.folder / "listens").exists())
+    eventually(lambda: engine.wait(0.01).exits or (nodes.folder / "listens").exists())
     monkeypatch.setattr(process, "time", Quick())
-    engine.down(3000.0) if how == "down" else nodes.engine().remove("j", 3000.0)
+    engine.down(3000.0) if how == "down" else nodes.shell().remove("j", 3000.0)
     assert (nodes.folder / "saved").exists()
     assert not (nodes.state / "j").exists()
     eventually(lambda: not engine.alive())
@@ -282,11 +287,12 @@ def test_a_node_must_be_asked_to_end_first_and_killed_where_it_does_not(tmp_path
     process._end([gentle, deaf], 0.0)
     assert [node.child.returncode for node in (gentle, deaf)] == [5, -signal.SIGKILL]
     gentle.signal(0)  # which has gone
-    engine = ProcessEngine()
+    records.make(tmp_path, KEY)
+    engine = ProcessEngine().open(SPEC, plan(SPEC, HERE, "j"), tmp_path / "run", str)
     engine.nodes = {"killed": killed}
     engine.discard(["killed"])
     assert killed.child.returncode == -signal.SIGKILL
-    engine.selector.close()
+    engine.clients.selector.close()
 
 
 # --- from another shell
@@ -299,7 +305,7 @@ def test_jobs_must_be_those_whose_nodes_listen(nodes):
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(nodes.state / "c" / "master.sock"))  # on which no node listens
     expected = [JobState(name, "process", 2, nodes.run.resolve(), os.getuid()) for name in ("a", "b")]
-    shell = nodes.engine()
+    shell = nodes.shell()
     assert shell.jobs() == expected
     assert shell.holds("b") == [
         *(f"process {pid} ({name})" for name, pid in sorted(pids(engine).items())),
@@ -351,14 +357,13 @@ def test_text_that_nodes_of_this_locale_cannot_take_must_be_refused_before_they_
         return text.encode("ascii", "surrogateescape")
 
     monkeypatch.setattr("orchestrate.job.spec.os.fsencode", ascii_only)
-    engine = nodes.engine()
     for spec, key in (
         (dataclasses.replace(SPEC, env={"A": "x", "NAME": "é"}), "env.NAME"),
         (dataclasses.replace(SPEC, command=("work.py", "é")), "command"),
     ):
         with pytest.raises(EngineError, match=f"^{key} has characters that this locale's encoding"):
-            engine.up(spec, nodes.plan(spec), nodes.run)
-    assert engine.nodes == {} and not nodes.state.exists()
+            nodes.shell().open(spec, nodes.plan(spec), nodes.run, str).up(nodes.plan(spec))
+    assert not nodes.state.exists()
 
 
 def test_modules_that_are_imported_ahead_must_see_the_gpus_of_the_job_and_no_others(cli, nothing_left):

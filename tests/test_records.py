@@ -13,6 +13,7 @@ from commanded import Commands, create, supervised
 from scripted import ALL_WELL
 from test_commands import end, runs_elsewhere
 
+from orchestrate.engines.clients import key_of
 from orchestrate.errors import EngineError, UsageError
 from orchestrate.files import private, records
 from orchestrate.files.paths import JobPaths
@@ -209,15 +210,11 @@ def test_the_record_of_a_job_must_go_with_its_files(do: Commands, kept):
 
 
 def test_the_nodes_of_a_job_that_has_ended_must_be_spoken_to_no_more(do: Commands, paths):
-    from orchestrate.engines.connection import Linked
-
     do.engine.generations = [[ALL_WELL]]
-    linked = Linked()
-    linked._take_key(paths.shared)
-    assert len(linked.key) == 32
+    assert len(key_of(paths.shared)) == 32
     assert do("attach", "a-1")[0] == 0
     with pytest.raises(EngineError, match="no key to talk to the nodes: a-1 has ended"):
-        linked._take_key(paths.shared)
+        key_of(paths.shared)
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """A job that may go on with fewer nodes must do so, try in vain less and less often, and take none in too early."""
 
 import pytest
-from scripted import ALL_WELL, KILLED, AtOnce, Job, Scripted, WhenAsked
+from scripted import ALL_WELL, KILLED, AtOnce, Job, WhenAsked
 
+from orchestrate.engines.base import Observed, Stop
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.spec import JobSpec
@@ -16,11 +18,11 @@ def job(tmp_path, monkeypatch):
 
 def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_after_a_checkpoint(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN", (0.0, 0.0))
-    engine = Scripted([KILLED], [], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [], [ALL_WELL])
     start, saved = engine.start, []
 
-    def play(workers, command) -> None:
-        start(workers, command)
+    def play(plan) -> None:
+        start(plan)
         engine.missing = {"trainer-1"} if len(engine.plans) == 1 else set()
 
     def save_when_it_is_back() -> int:
@@ -31,7 +33,7 @@ def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_
     engine.start = play
     job.stops = save_when_it_is_back
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1, max_restarts=1)).word == "succeeded"
-    assert [[worker.node for worker in workers] for workers in engine.plans] == [
+    assert [[worker.node for worker in made.workers] for made in engine.plans] == [
         ["master", "trainer-1", "trainer-2"],
         ["master", "trainer-2"],
         ["master", "trainer-1", "trainer-2"],
@@ -43,18 +45,19 @@ def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_
 
 def test_a_node_that_is_back_must_not_be_taken_in_before_a_checkpoint(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN", (0.0, 0.0))
-    engine = Scripted([KILLED], [])
+    engine = RecordingEngine([KILLED], [])
     start, wait = engine.start, engine.wait
 
-    def play(workers, command) -> None:
-        start(workers, command)
+    def play(plan) -> None:
+        start(plan)
         engine.missing = {"trainer-1"} if len(engine.plans) == 1 else set()
         if len(engine.plans) == 2:  # one that is older than the node's return says nothing
             job.paths.checkpoints.joinpath("step-1").touch()
 
     def end_when_it_is_back(timeout):
         looks = job.paths.events.read_text().count("node_back")
-        return wait(timeout) or ([WorkerExit(0, 0), WorkerExit(1, 0)] if looks and 0 in engine.running else [])
+        ended = looks and 0 in engine.running
+        return Observed([WorkerExit(0, 0), WorkerExit(1, 0)]) if ended else wait(timeout)
 
     engine.start, engine.wait = play, end_when_it_is_back
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
@@ -63,7 +66,7 @@ def test_a_node_that_is_back_must_not_be_taken_in_before_a_checkpoint(job, monke
 
 
 def test_fewer_nodes_than_the_minimum_must_fail_the_job(job):
-    engine = Scripted([KILLED])
+    engine = RecordingEngine([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.update({"trainer-1", "trainer-2"}))
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "failed"
@@ -71,11 +74,11 @@ def test_fewer_nodes_than_the_minimum_must_fail_the_job(job):
 
 def test_a_node_that_does_not_come_back_must_be_tried_again_less_and_less_often(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
-    engine = Scripted([KILLED], [])
+    engine = RecordingEngine([KILLED], [])
     start, up, wait, tried = engine.start, engine.up, engine.wait, []
 
-    def play(workers, command) -> None:
-        start(workers, command)
+    def play(plan) -> None:
+        start(plan)
         engine.missing = {"trainer-1"}
 
     def note(*arguments) -> None:
@@ -84,7 +87,7 @@ def test_a_node_that_does_not_come_back_must_be_tried_again_less_and_less_often(
 
     engine.start, engine.up = play, note
     engine.wait = lambda timeout: (
-        wait(timeout) or [WorkerExit(0, 0), WorkerExit(1, 0)] * (len(tried) > 11 and 0 in engine.running)
+        Observed([WorkerExit(0, 0), WorkerExit(1, 0)]) if len(tried) > 11 and 0 in engine.running else wait(timeout)
     )
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1, hang_after=0.0)).word == "succeeded"
     gaps = [later - sooner for sooner, later in zip(tried, tried[1:]) if later - sooner > 5]  # after the restart itself
@@ -93,23 +96,23 @@ def test_a_node_that_does_not_come_back_must_be_tried_again_less_and_less_often(
 
 
 def test_a_job_whose_minimum_is_no_trainer_must_go_on_with_the_master_alone(job):
-    engine = Scripted([KILLED], [[WorkerExit(0, 0)]])
+    engine = RecordingEngine([KILLED], [[WorkerExit(0, 0)]])
     engine.hosts = {"master": "one", "trainer-1": "two"}
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.update({"trainer-1", "trainer-2"}))
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=0)).word == "succeeded"
-    assert [worker.node for worker in engine.plans[1]] == ["master"]
+    assert [worker.node for worker in engine.plans[1].workers] == ["master"]
     assert job.noted("nodes_up")[1] == {"nodes": ["master"], "hosts": {"master": "one"}}
 
 
-def loses_trainer_1(engine: Scripted) -> None:
+def loses_trainer_1(engine: RecordingEngine) -> None:
     """Have it lost in the first generation, and not come back."""
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
 
 
 def test_an_engine_that_stays_away_must_not_be_taken_for_a_missing_node(job):
-    engine = Scripted([KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [ALL_WELL])
     up = engine.up
 
     def away(*arguments) -> None:
@@ -124,7 +127,7 @@ def test_an_engine_that_stays_away_must_not_be_taken_for_a_missing_node(job):
 
 def test_the_workers_must_not_wait_for_a_try_to_bring_a_node_back_but_the_clean_up_must(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", WhenAsked)
-    engine = Scripted([KILLED], [*[[]] * 200, [WorkerExit(0, 0), WorkerExit(1, 0)]])
+    engine = RecordingEngine([KILLED], [*[[]] * 200, [WorkerExit(0, 0), WorkerExit(1, 0)]])
     loses_trainer_1(engine)
     up = engine.up
     engine.up = lambda *arguments: (engine.calls.append("while they run") if engine.running else None, up(*arguments))
@@ -134,7 +137,7 @@ def test_the_workers_must_not_wait_for_a_try_to_bring_a_node_back_but_the_clean_
 
 def test_a_supervisor_that_breaks_must_wait_for_the_node_that_it_brings_back_before_it_removes_all(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", WhenAsked)
-    engine = Scripted([KILLED], [[]] * 200)
+    engine = RecordingEngine([KILLED], [[]] * 200)
     loses_trainer_1(engine)
     wait = engine.wait
     engine.wait = lambda timeout: wait(timeout) if engine.batches or len(engine.plans) == 1 else {}[timeout]
@@ -146,7 +149,7 @@ def test_a_supervisor_that_breaks_must_wait_for_the_node_that_it_brings_back_bef
 
 def test_a_missing_node_must_not_be_tried_while_another_one_is_in_trouble(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
-    engine = Scripted([KILLED], [*[[]] * 200, [WorkerExit(0, 0), WorkerExit(1, 0)]])
+    engine = RecordingEngine([KILLED], [*[[]] * 200, [WorkerExit(0, 0), WorkerExit(1, 0)]])
     loses_trainer_1(engine)
     engine.troubles = lambda: {"trainer-2": "paused"} if len(engine.plans) == 2 else {}
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
@@ -157,7 +160,7 @@ def test_a_node_that_came_back_and_is_missing_again_must_not_count_as_back(job, 
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN", (1.0, 1.0))
     two = [*[[]] * 50, [WorkerExit(0, 0), WorkerExit(1, 0)]]
-    engine = Scripted([KILLED], [[]] * 50, [KILLED], two)
+    engine = RecordingEngine([KILLED], [[]] * 50, [KILLED], two)
     start, wait = engine.start, engine.wait
 
     def play(*arguments) -> None:
@@ -183,7 +186,7 @@ def test_a_worker_that_fails_while_all_are_stopped_for_a_node_that_is_back_must_
 ):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN", (1.0, 1.0))
-    engine = Scripted([KILLED], [], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [], [ALL_WELL])
     start, wait = engine.start, engine.wait
 
     def play(*arguments) -> None:
@@ -194,7 +197,7 @@ def test_a_worker_that_fails_while_all_are_stopped_for_a_node_that_is_back_must_
         job.paths.checkpoints.joinpath(f"step-{job.clock.now}").touch()
         return wait(timeout)
 
-    def stop(kill: bool) -> None:
+    def stop(how: Stop) -> None:
         engine.batches.append([WorkerExit(0, 143), WorkerExit(1, end, asked), WorkerExit(2, 143)])
 
     engine.start, engine.wait, engine.stop = play, save, stop

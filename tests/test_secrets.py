@@ -43,10 +43,10 @@ def printing(do):
     do.engine.generations = [[KILLED], [ALL_WELL]]
     start = do.engine.start
 
-    def write(workers, command) -> None:
-        start(workers, command)
+    def write(plan) -> None:
+        start(plan)
         folder = next(do.runs.glob("*/logs")).parent
-        for worker in workers:
+        for worker in plan.workers:
             with (folder / "logs" / f"rank-{worker.rank}.log").open("a") as file:
                 file.write(f"[node] generation {len(do.engine.plans) - 1}\nlogin with {worker.env['HF_TOKEN']}\n")
                 file.write(f"and {worker.env['PHRASE']}\n")
@@ -105,15 +105,15 @@ def test_the_output_of_a_job_must_be_shown_without_the_secrets(do, printing, pat
 
 def test_another_supervisor_must_start_workers_with_the_secrets(do, printing, tmp_path):
     started, start = [], printing.start
-    printing.start = lambda workers, command: (started.append(command), start(workers, command))
+    printing.start = lambda plan: (started.append(plan.command), start(plan))
     command = (*SPEC.command, f"--token={CANARY}")
     paths = create(JobPaths(tmp_path / "b-1"), dataclasses.replace(SPEC, command=command))
     assert leaks(paths.root) == {"job.yaml"}
     assert json.loads(paths.plan.read_text())["command"] == [*SPEC.command, f"--token={HIDDEN}"]
     assert do("attach", "b-1")[0] == 0
     assert len(printing.plans) == 2 and started == [command, command]
-    for workers in printing.plans:
-        assert all(worker.env.items() >= ENV.items() for worker in workers)
+    for made in printing.plans:
+        assert all(worker.env.items() >= ENV.items() for worker in made.workers)
 
 
 def test_words_of_our_own_must_be_read_again_though_a_secret_has_them(do, printing, tmp_path):

@@ -1,8 +1,9 @@
 """A spare node must take the place of one that is lost at once, on an engine that plays a script."""
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job, Scripted, WhenAsked
+from scripted import ALL_WELL, KILLED, Job, WhenAsked
 
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.spec import JobSpec
 
@@ -15,23 +16,23 @@ def job(tmp_path, monkeypatch):
     return Job(tmp_path, monkeypatch)
 
 
-def with_spare(*generations: list[list[WorkerExit]], lost: tuple[str, ...] = ("trainer-1",)) -> Scripted:
+def with_spare(*generations: list[list[WorkerExit]], lost: tuple[str, ...] = ("trainer-1",)) -> RecordingEngine:
     """An engine with a spare node that loses nodes, for good, in the first generation."""
-    engine = Scripted(*generations)
+    engine = RecordingEngine(*generations)
     engine.nodes.add("trainer-3")
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.update(lost))
     return engine
 
 
-def nodes(engine: Scripted) -> list[list[str]]:
-    return [[worker.node for worker in workers] for workers in engine.plans]
+def nodes(engine: RecordingEngine) -> list[list[str]]:
+    return [[worker.node for worker in made.workers] for made in engine.plans]
 
 
 def test_a_spare_node_must_be_up_before_the_job_starts_and_have_no_worker(job):
     engine, asked = with_spare([ALL_WELL]), []
     up = engine.up
-    engine.up = lambda spec, plan, *more: (asked.append(plan.nodes), up(spec, plan, *more))
+    engine.up = lambda plan, stopped: (asked.append(plan.nodes), up(plan, stopped))
     assert job.run(engine, SPEC).word == "succeeded"
     assert asked == [("master", "trainer-1", "trainer-2", "trainer-3")]
     assert engine.calls == ["up", "start", "down"]
@@ -53,7 +54,7 @@ def test_a_node_that_comes_back_meanwhile_must_be_up_before_the_next_failure_is_
 
 
 def test_a_job_without_spare_nodes_must_have_its_nodes_up_before_the_next_generation(job):
-    engine = Scripted([KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [ALL_WELL])
     assert job.run(engine, JobSpec(trainers=2, grace=0.01)).word == "succeeded"
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
 
@@ -81,9 +82,9 @@ def test_a_job_without_a_minimum_must_not_go_on_with_fewer_nodes_than_it_wants(j
     engine = with_spare([KILLED], [ALL_WELL])
     alive, looks = engine.alive, []
 
-    def look() -> set[str]:  # the spare one dies, too, as soon as it was counted
+    def look() -> dict[str, str]:  # the spare one dies, too, as soon as it was counted
         looks.extend(["look"] * (engine.calls[-1:] == ["stop"]))
-        return alive() - ({"trainer-3"} if len(looks) > 1 else set())
+        return {node: "" for node in alive() if node != "trainer-3" or len(looks) < 2}
 
     engine.alive = look
     outcome = job.run(engine, SPEC)
@@ -94,9 +95,9 @@ def test_a_spare_node_that_is_lost_at_the_last_moment_must_leave_a_job_that_may_
     engine = with_spare([KILLED], [ALL_WELL[:2]])
     alive, looks = engine.alive, []
 
-    def look() -> set[str]:
+    def look() -> dict[str, str]:
         looks.extend(["after the failure"] * ("stop" in engine.calls))
-        return alive() - ({"trainer-3"} if len(looks) > 1 else set())
+        return {node: "" for node in alive() if node != "trainer-3" or len(looks) < 2}
 
     engine.alive = look
     few = JobSpec(trainers=2, grace=0.01, spares=1, min_trainers=1)

@@ -5,9 +5,11 @@ import errno
 from collections.abc import Callable
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job, Scripted
+from scripted import ALL_WELL, KILLED, Job
 from test_plan import HERE
 
+from orchestrate.engines.base import Stop
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.plan import plan
@@ -20,23 +22,23 @@ def job(tmp_path, monkeypatch):
     return Job(tmp_path, monkeypatch)
 
 
-class Deaf(Scripted):
+class Deaf(RecordingEngine):
     """Its workers do not end, whatever they are asked."""
 
-    def stop(self, kill) -> None:
-        self.calls.append("kill" if kill else "stop")
+    def stop(self, how: Stop) -> None:
+        self.calls.append("kill" if how is Stop.KILL else "stop")
 
 
 @pytest.mark.parametrize(("requests", "grace"), [(0, 7.0), (1, 7.0), (2, 0)])
 def test_nodes_must_have_the_grace_period_unless_stopped_twice(job, requests, grace):
-    engine = Scripted([] if requests else [ALL_WELL])
+    engine = RecordingEngine([] if requests else [ALL_WELL])
     job.stops = lambda: requests * ("start" in engine.calls)
     job.run(engine, JobSpec(trainers=2, grace=7.0))
     assert engine.calls[-1] == "down" and engine.graces == [grace]
 
 
 def test_a_second_request_to_stop_must_be_heard_while_nodes_are_taken_down(job):
-    engine, heard, requests = Scripted([ALL_WELL]), [], [0]
+    engine, heard, requests = RecordingEngine([ALL_WELL]), [], [0]
     job.stops = lambda: requests[0]
 
     def down(grace: float, stopped: Callable[[], bool]) -> None:
@@ -50,28 +52,28 @@ def test_a_second_request_to_stop_must_be_heard_while_nodes_are_taken_down(job):
 
 
 def test_what_is_known_of_nodes_only_at_their_end_must_be_reported(job):
-    engine = Scripted([ALL_WELL])
-    engine.warnings = lambda: ["not all files are copied"] * (engine.calls[-1] == "down")
+    engine = RecordingEngine([ALL_WELL])
+    engine.down = lambda grace, stopped: engine.warn("not all files are copied")
     job.run(engine)
     assert job.noted("warning") == [{"text": "not all files are copied"}]
 
 
 def test_nodes_that_are_removed_without_being_known_must_have_the_grace_period(job):
-    engine = Scripted()
+    engine = RecordingEngine()
     job.stops = lambda: 1
     assert job.run(engine, JobSpec(trainers=2, grace=7.0)).word == "stopped"
     assert engine.calls == ["remove j"] and engine.graces == [7.0]
 
 
 def test_nodes_of_a_cluster_must_be_cleaned_and_not_removed_by_who_has_not_asked_for_them(job):
-    spec, engine = JobSpec(trainers=2, grace=7.0), Scripted()
+    spec, engine = JobSpec(trainers=2, grace=7.0), RecordingEngine()
     job.stops = lambda: 1
     job.run(engine, spec, plan(spec, dataclasses.replace(HERE, cluster="box"), "j", 29500))
     assert engine.calls == ["adopt", "down"] and engine.graces == [7.0]
 
 
 def test_a_job_that_could_not_start_must_say_why_though_the_clean_up_fails_too(job):
-    engine = Scripted()
+    engine = RecordingEngine()
     engine.missing = {"trainer-1"}
     engine.down = lambda grace, stopped: (_ for _ in ()).throw(EngineError("stuck"))
     with pytest.raises(EngineError, match="no such node"):
@@ -80,10 +82,10 @@ def test_a_job_that_could_not_start_must_say_why_though_the_clean_up_fails_too(j
 
 
 def test_an_outcome_must_be_decided_once_and_known_to_who_looks_again(job):
-    engine = Scripted([KILLED], [[WorkerExit(0, 1)]])
+    engine = RecordingEngine([KILLED], [[WorkerExit(0, 1)]])
     outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=1))
     ended = job.supervisor.history.ended
-    again = Scripted()
+    again = RecordingEngine()
     assert job.run(again) == outcome == JobResult("failed", "max_restarts is 1")
     assert again.calls == ["adopt", "down"]
     assert job.supervisor.history.ended == ended and [end.cause.rank for end in ended] == [1, 0]
@@ -91,7 +93,7 @@ def test_an_outcome_must_be_decided_once_and_known_to_who_looks_again(job):
 
 
 def test_failures_one_after_the_other_must_be_followed_by_a_wait(job):
-    job.run(Scripted([KILLED], [KILLED], [ALL_WELL]))
+    job.run(RecordingEngine([KILLED], [KILLED], [ALL_WELL]))
     assert job.noted("decision") == [
         {"restart": True, "why": "restart 1 of 3", "delay": 0.0},
         {"restart": True, "why": "restart 2 of 3", "delay": 1.0},
@@ -102,7 +104,7 @@ def test_failures_one_after_the_other_must_be_followed_by_a_wait(job):
 
 def test_a_request_to_stop_must_end_the_wait_for_the_next_generation(job):
     spec = JobSpec(trainers=2, grace=0.01, rules=[{"cause": "killed", "action": "ignore"}])
-    engine = Scripted([KILLED], [KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [KILLED], [ALL_WELL])
     decided = []
 
     def stops() -> int:
@@ -142,7 +144,7 @@ def test_nodes_that_cannot_be_removed_must_not_keep_the_job_from_its_end(job):
 
 
 def test_workers_that_were_killed_by_a_second_request_must_not_be_blamed(job):
-    engine = Scripted([[WorkerExit(0, 1)]], stubborn=True)
+    engine = RecordingEngine([[WorkerExit(0, 1)]], stubborn=True)
     job.stops = lambda: 2 * ("stop" in engine.calls)
     outcome = job.run(engine, JobSpec(trainers=2, grace=30.0, max_restarts=0))
     assert outcome == JobResult("failed", "max_restarts is 0")
@@ -151,14 +153,14 @@ def test_workers_that_were_killed_by_a_second_request_must_not_be_blamed(job):
 
 
 def test_a_request_to_stop_must_not_hide_why_the_workers_were_ending_already(job):
-    engine = Scripted([KILLED])
+    engine = RecordingEngine([KILLED])
     job.stops = lambda: int("stop" in engine.calls)
     assert job.run(engine) == JobResult("stopped", "stopped by the user")
     assert job.causes() == [(1, "killed")]
 
 
 def test_a_full_disk_must_not_keep_workers_from_being_stopped(job, monkeypatch):
-    engine = Scripted([])
+    engine = RecordingEngine([])
     start = engine.start
 
     def full(*_, **__) -> None:
@@ -175,11 +177,11 @@ def test_a_full_disk_must_not_keep_workers_from_being_stopped(job, monkeypatch):
 
 
 def test_the_end_of_each_worker_must_be_noted_with_whether_we_had_asked_for_it(job):
-    engine = Scripted(
+    engine = RecordingEngine(
         [[WorkerExit(2, 137)], [WorkerExit(0, 1, False), WorkerExit(1, 143)]],
         [[WorkerExit(0, 0)], [WorkerExit(0, 0)], ALL_WELL],
     )
-    engine.stop = lambda kill: None
+    engine.stop = lambda how: None
     assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
     ends = [(end["rank"], end["node"], end["exit_code"], end["stopping"]) for end in job.noted("worker_ended")]
     assert ends == [

@@ -4,9 +4,10 @@ import json
 from collections.abc import Callable
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job, Scripted
+from scripted import ALL_WELL, KILLED, Job
 from test_plan import HERE
 
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.plan import plan
@@ -49,14 +50,14 @@ ENDED = {
 
 def test_before_anything_was_started_it_must_begin_at_the_beginning(job):
     died(job, {"event": "supervisor_started"}, {"event": "nodes_starting"})
-    engine = Scripted([ALL_WELL])
+    engine = RecordingEngine([ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert engine.calls == ["up", "start", "down"]
 
 
 def test_while_workers_run_it_must_take_them_up(job):
     died(job, STARTING, STARTED)
-    engine = Scripted([ALL_WELL])
+    engine = RecordingEngine([ALL_WELL])
     assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["adopt", "down"]
     assert job.noted("taken_over") == [{"generation": 0}]
@@ -64,7 +65,7 @@ def test_while_workers_run_it_must_take_them_up(job):
 
 def test_workers_that_nobody_knows_must_be_started_again_without_counting(job):
     died(job, STARTING)
-    engine = Scripted([[]], [ALL_WELL])
+    engine = RecordingEngine([[]], [ALL_WELL])
     adopt = engine.adopt
     engine.adopt = lambda *arguments: adopt(*arguments) | {2}
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).word == "succeeded"
@@ -74,7 +75,7 @@ def test_workers_that_nobody_knows_must_be_started_again_without_counting(job):
 
 def test_a_failure_that_was_seen_must_not_be_forgotten(job):
     died(job, STARTING, {"event": "worker_ended", "rank": 1, "exit_code": 137, "stopping": False})
-    engine = Scripted([[]], [ALL_WELL])
+    engine = RecordingEngine([[]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(1, "killed")]
     assert engine.calls == ["adopt", "stop", "up", "start", "down"]
@@ -82,34 +83,34 @@ def test_a_failure_that_was_seen_must_not_be_forgotten(job):
 
 def test_a_request_to_stop_that_was_passed_on_must_be_carried_out(job):
     died(job, STARTING, {"event": "workers_stopping", "why": "stopped by the user"})
-    engine = Scripted([[]])
+    engine = RecordingEngine([[]])
     assert job.run(engine) == JobResult("stopped", "stopped by the user")
     assert engine.calls == ["adopt", "stop", "down"]
 
 
 def test_between_two_generations_it_must_decide_as_the_first_would_have(job):
     died(job, STARTING, ENDED)
-    engine = Scripted([], [ALL_WELL])
+    engine = RecordingEngine([], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert engine.calls == ["adopt", "up", "start", "down"]  # what the nodes have may not be at home yet
-    assert engine.plans[0][0].env["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert engine.plans[0].workers[0].env["TORCHELASTIC_RESTART_COUNT"] == "1"
 
 
 def test_a_budget_that_was_used_up_must_stay_used_up(job):
     died(job, STARTING, ENDED)
-    assert job.run(Scripted(), JobSpec(trainers=2, max_restarts=0)) == JobResult("failed", "max_restarts is 0")
+    assert job.run(RecordingEngine(), JobSpec(trainers=2, max_restarts=0)) == JobResult("failed", "max_restarts is 0")
 
 
 def test_after_the_outcome_only_the_nodes_must_be_taken_down(job):
     died(job, STARTING, ENDED, {"event": "outcome", "outcome": "failed", "reason": "max_restarts is 0"})
-    engine = Scripted()
+    engine = RecordingEngine()
     assert job.run(engine) == JobResult("failed", "max_restarts is 0")
     assert engine.calls == ["adopt", "down"]  # what the nodes have may not be at home yet
 
 
 def test_nodes_that_cannot_be_known_any_more_must_be_removed_all_the_same(job, monkeypatch):
     died(job, STARTING, ENDED, {"event": "outcome", "outcome": "failed", "reason": "max_restarts is 0"})
-    engine = Scripted()
+    engine = RecordingEngine()
 
     def adopt(*_) -> None:
         raise EngineLost("trainer-1 does not answer")
@@ -126,7 +127,7 @@ def test_the_maximum_run_time_must_count_from_the_start_of_the_job(job, ago, wor
         {**STARTING, "time": job.clock.now - ago},
         {**STARTED, "time": job.clock.now - 1},
     )
-    engine = Scripted([[], ALL_WELL])
+    engine = RecordingEngine([[], ALL_WELL])
     outcome = job.run(engine, JobSpec(trainers=2, max_run=1800.0))
     assert outcome.word == word
     assert engine.calls == (["adopt", "stop", "down"] if word == "stopped" else ["adopt", "down"])
@@ -137,7 +138,7 @@ def test_the_ends_of_an_earlier_generation_must_not_count_as_those_of_the_next(j
     exit = {"event": "worker_ended", "rank": 1, "node": "trainer-1", "exit_code": 137, "stopping": False}
     second = {"generation": 1}
     died(job, STARTING, STARTED, exit, ENDED, {**STARTING, **second}, {**STARTED, **second})
-    engine = Scripted([[], [], ALL_WELL])
+    engine = RecordingEngine([[], [], ALL_WELL])
     assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["adopt", "down"]
 
@@ -146,14 +147,14 @@ def test_half_a_last_line_must_not_stop_it(job):
     died(job, STARTING)
     with job.paths.events.open("a") as file:
         file.write('{"event": "worker_en')
-    assert job.run(Scripted([ALL_WELL])).word == "succeeded"
+    assert job.run(RecordingEngine([ALL_WELL])).word == "succeeded"
     assert json.loads(job.paths.events.read_text().splitlines()[-1])["event"] == "nodes_down"
 
 
 def test_a_partition_that_was_seen_must_not_be_forgotten(job):
     cut_off = {"event": "worker_ended", "rank": 1, "exit_code": 137, "stopping": False, "known": "partition"}
     died(job, STARTING, cut_off, {"event": "workers_stopping", "why": "a worker failed"})
-    engine = Scripted([[WorkerExit(0, 0), WorkerExit(1, 0), WorkerExit(2, 0)]], [ALL_WELL])
+    engine = RecordingEngine([[WorkerExit(0, 0), WorkerExit(1, 0), WorkerExit(2, 0)]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(1, "partition")]
 
@@ -164,7 +165,7 @@ def ended(rank: int, code: int, seconds: float = 5.0, stopping: bool = False) ->
 
 def test_workers_that_had_ended_well_must_not_be_waited_for_nor_stop_the_others(job):
     died(job, STARTING, STARTED, ended(1, 0))
-    engine = Scripted([[], [WorkerExit(0, 0), WorkerExit(2, 0)]])
+    engine = RecordingEngine([[], [WorkerExit(0, 0), WorkerExit(2, 0)]])
     engine.adopt = lambda *arguments, adopt=engine.adopt: adopt(*arguments) | {1}
     assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["adopt", "down"]
@@ -176,7 +177,7 @@ def test_of_the_ends_that_were_seen_those_that_were_asked_for_must_not_be_blamed
     died(job, STARTING, STARTED, ended(1, 1), stopping, ended(0, 143, stopping=True), ended(2, 1, stopping=True))
     job.paths.log(1).write_text("RuntimeError: Connection reset by peer\n")
     job.paths.log(2).write_text("RuntimeError: Connection reset by peer\n")
-    assert job.run(Scripted([], [ALL_WELL])).word == "succeeded"
+    assert job.run(RecordingEngine([], [ALL_WELL])).word == "succeeded"
     assert job.causes() == [(1, "error")]
 
 
@@ -184,14 +185,14 @@ def test_of_the_ends_that_were_seen_those_that_were_asked_for_must_not_be_blamed
 def test_of_the_ends_that_were_seen_only_those_near_the_first_must_be_blamed(job, later, cause):
     died(job, STARTING, STARTED, ended(1, 1), ended(2, 137, 5.0 + later, True), ended(0, 143, 5.0 + later, True))
     job.paths.log(1).write_text("RuntimeError: Connection reset by peer\n")
-    assert job.run(Scripted([], [ALL_WELL]), JobSpec(trainers=2, grace=30.0)).word == "succeeded"
+    assert job.run(RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=30.0)).word == "succeeded"
     assert job.causes() == [cause]
 
 
 def test_a_worker_of_a_node_that_was_cut_off_must_still_be_waited_for(job):
     died(job, STARTING, STARTED, {**ended(1, 137), "known": "partition"}, ended(0, 143, stopping=True))
-    engine = Scripted([[], [], [WorkerExit(2, 143)]], [ALL_WELL])
-    engine.stop = lambda kill: engine.calls.append("stop")
+    engine = RecordingEngine([[], [], [WorkerExit(2, 143)]], [ALL_WELL])
+    engine.stop = lambda how: engine.calls.append("stop")
     assert job.run(engine).word == "succeeded"
     assert engine.calls == ["adopt", "stop", "discard trainer-1", "up", "start", "down"]
 
@@ -202,7 +203,8 @@ def test_the_last_words_must_be_those_of_the_generation_that_is_taken_up(job):
     job.paths.log(1).write_text("ModuleNotFoundError: No module named 'x'\n[node] generation 1\nnew\n")
     spec = JobSpec(trainers=2, grace=0.01)
     assert (
-        job.run(Scripted([[WorkerExit(1, 1)]], [ALL_WELL]), spec, plan(spec, HERE, "j", 29501, 1)).word == "succeeded"
+        job.run(RecordingEngine([[WorkerExit(1, 1)]], [ALL_WELL]), spec, plan(spec, HERE, "j", 29501, 1)).word
+        == "succeeded"
     )
     (_, cause, _) = [end.cause for end in job.supervisor.history.ended]
     assert (cause.cause, cause.last_lines) == ("error", ["new"])
@@ -210,7 +212,7 @@ def test_the_last_words_must_be_those_of_the_generation_that_is_taken_up(job):
 
 def test_an_engine_that_is_away_must_be_waited_for(job):
     died(job, STARTING, STARTED)
-    engine, began = Scripted([ALL_WELL]), job.clock.now
+    engine, began = RecordingEngine([ALL_WELL]), job.clock.now
     adopt = engine.adopt
 
     def away(*arguments):
@@ -225,43 +227,43 @@ def test_an_engine_that_is_away_must_be_waited_for(job):
 
 def test_the_generation_after_the_last_that_ended_must_be_next(job):
     died(job, STARTING, {**ENDED, "generation": 4})
-    engine, spec = Scripted([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)
+    engine, spec = RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)
     assert job.run(engine, spec, plan(spec, HERE, "j", 29504, 4)).word == "succeeded"
-    assert engine.plans[0][0].env["TORCHELASTIC_RESTART_COUNT"] == "5"
+    assert engine.plans[0].workers[0].env["TORCHELASTIC_RESTART_COUNT"] == "5"
 
 
 @pytest.mark.parametrize(("word", "why"), [("succeeded", "finished"), ("stopped", "max_run is over"), ("lost", "gone")])
 def test_a_generation_that_ended_the_job_must_be_its_outcome(job, word, why):
     died(job, STARTING, ENDED, {**ENDED, "generation": 1, "word": word, "why": why, "cause": None})
-    engine = Scripted()
+    engine = RecordingEngine()
     assert job.run(engine) == JobResult(word, why)
     assert engine.calls == ["adopt", "down"]
 
 
 def test_a_generation_that_was_stopped_to_take_a_node_in_must_be_followed_by_the_next(job):
     died(job, STARTING, {**ENDED, "word": "rescaled", "why": "a node is back", "cause": None})
-    engine = Scripted([], [ALL_WELL])
+    engine = RecordingEngine([], [ALL_WELL])
     assert job.run(engine, JobSpec(trainers=2, max_restarts=0)) == JobResult("succeeded", "finished")
     assert engine.calls == ["adopt", "up", "start", "down"]
 
 
 def test_a_plan_for_fewer_nodes_that_was_not_started_must_be_made_again_for_those_that_there_are(job):
     died(job, STARTING, ENDED)
-    engine, spec = Scripted([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01, min_trainers=1)
+    engine, spec = RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01, min_trainers=1)
     fewer = plan(spec, HERE, "j", 29501, 1, ("master", "trainer-2"))
     assert job.run(engine, spec, fewer).word == "succeeded"
-    assert len(engine.plans[0]) == 3
+    assert len(engine.plans[0].workers) == 3
 
 
 def test_the_furthest_step_of_earlier_generations_must_be_what_progress_is_measured_by(job):
     died(job, STARTING, {**ENDED, "step": 50})
     job.paths.metrics.write_text('{"step": 40}\n')
-    assert job.run(Scripted([], [KILLED], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)).word == "succeeded"
+    assert job.run(RecordingEngine([], [KILLED], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)).word == "succeeded"
     assert [end.progress for end in job.supervisor.history.ended] == [False, False, False]
 
 
 def test_what_a_second_supervisor_must_know_must_be_written_down_before_it_is_done(job):
-    engine = Scripted([[WorkerExit(1, 137)]], [ALL_WELL])
+    engine = RecordingEngine([[WorkerExit(1, 137)]], [ALL_WELL])
     last: list[tuple[str, str]] = []
 
     def noting(call: str, act: Callable[..., None]) -> Callable[..., None]:
@@ -289,15 +291,15 @@ def test_what_a_second_supervisor_must_know_must_be_written_down_before_it_is_do
 
 def test_workers_that_fail_and_never_end_must_be_told_as_such_though_no_end_was_seen(job):
     died(job, STARTING, STARTED, {"event": "workers_stopping", "why": "a worker failed"})
-    engine = Scripted([], [ALL_WELL])
-    engine.stop = lambda kill: None
+    engine = RecordingEngine([], [ALL_WELL])
+    engine.stop = lambda how: None
     assert job.run(engine).word == "succeeded"
     assert [rank for rank, _ in job.causes()] == [0]
 
 
 def test_an_engine_that_stays_away_must_lose_the_job_not_fail_it(job):
     died(job, STARTING, STARTED)
-    engine = Scripted([])
+    engine = RecordingEngine([])
 
     def gone(*_: object) -> None:
         raise EngineLost("gone")
@@ -311,7 +313,7 @@ def test_a_hang_that_was_found_must_stay_one(job, seen):
     hang = {"event": "hang", "states": {str(rank): "T" if rank == 1 else "S" for rank in range(3)}, "after": 9.0}
     aborted = {"event": "worker_ended", "node": "n", "exit_code": 134, "stopping": True}
     died(job, STARTING, STARTED, hang, *({**aborted, "rank": rank} for rank in range(seen)))
-    engine = Scripted([[], [WorkerExit(rank, 134) for rank in range(seen, 3)]], [ALL_WELL])
+    engine = RecordingEngine([[], [WorkerExit(rank, 134) for rank in range(seen, 3)]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(1, "hang")]
     assert "kill" in engine.calls

@@ -4,8 +4,10 @@ import errno
 import json
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job, Scripted
+from scripted import ALL_WELL, KILLED, Job
 
+from orchestrate.engines.base import Observed, Stop
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.report import line
@@ -18,13 +20,13 @@ def job(tmp_path, monkeypatch):
 
 
 def test_the_job_must_succeed_only_when_all_have(job):
-    engine = Scripted([[WorkerExit(1, 0)], [], [WorkerExit(0, 0), WorkerExit(2, 0)]])
+    engine = RecordingEngine([[WorkerExit(1, 0)], [], [WorkerExit(0, 0), WorkerExit(2, 0)]])
     assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["up", "start", "down"]
 
 
 def test_a_failure_must_stop_the_gang_and_start_the_next_generation_of_all(job):
-    engine = Scripted([[WorkerExit(1, 0)], [], [WorkerExit(2, 137)]], [ALL_WELL])
+    engine = RecordingEngine([[WorkerExit(1, 0)], [], [WorkerExit(2, 137)]], [ALL_WELL])
     assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
     assert job.causes() == [(2, "killed")]
@@ -32,26 +34,26 @@ def test_a_failure_must_stop_the_gang_and_start_the_next_generation_of_all(job):
 
 def test_each_generation_must_have_a_port_a_count_and_a_fence_of_its_own(job):
     fences = []
-    engine = Scripted([KILLED], [KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [KILLED], [ALL_WELL])
     start = engine.start
     engine.start = lambda *arguments: (fences.append(job.paths.fence.read_text()), start(*arguments))
     job.run(engine)
-    envs = [workers[0].env for workers in engine.plans]
+    envs = [made.workers[0].env for made in engine.plans]
     assert [env["MASTER_PORT"] for env in envs] == ["29500", "29501", "29502"]
     assert [env["TORCHELASTIC_RESTART_COUNT"] for env in envs] == ["0", "1", "2"]
     assert fences == ["0\n", "1\n", "2\n"]
 
 
 def test_workers_that_are_being_stopped_must_be_fenced_off_first(job):
-    engine = Scripted([KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [ALL_WELL])
     stop = engine.stop
-    engine.stop = lambda kill: (stop(kill), engine.calls.append(job.paths.fence.read_text().strip()))
+    engine.stop = lambda how: (stop(how), engine.calls.append(job.paths.fence.read_text().strip()))
     job.run(engine)
     assert engine.calls[2:4] == ["stop", "0 over"]
 
 
 def test_a_job_that_fails_too_often_must_end_with_the_last_cause(job):
-    engine = Scripted(*[[KILLED]] * 2)
+    engine = RecordingEngine(*[[KILLED]] * 2)
     outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=1))
     assert outcome == JobResult("failed", "max_restarts is 1")
     assert job.causes() == [(1, "killed")] * 2
@@ -59,11 +61,11 @@ def test_a_job_that_fails_too_often_must_end_with_the_last_cause(job):
 
 
 def test_metrics_must_count_as_progress(job):
-    engine = Scripted(*[[KILLED]] * 6, [ALL_WELL])
+    engine = RecordingEngine(*[[KILLED]] * 6, [ALL_WELL])
     start = engine.start
 
-    def advance(workers, command) -> None:
-        start(workers, command)
+    def advance(plan) -> None:
+        start(plan)
         with job.paths.metrics.open("a") as file:
             file.write(json.dumps({"step": 10 * len(engine.plans)}) + "\n")
 
@@ -73,7 +75,7 @@ def test_metrics_must_count_as_progress(job):
 
 
 def test_metrics_that_repeat_themselves_must_not_count_as_progress(job):
-    engine = Scripted(*[[KILLED]] * 6)
+    engine = RecordingEngine(*[[KILLED]] * 6)
     job.paths.metrics.write_text('{"step": 5}\n')
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).why == "no progress in 3 generations"
     assert [ended.progress for ended in job.supervisor.history.ended] == [True, False, False, False]
@@ -81,14 +83,14 @@ def test_metrics_that_repeat_themselves_must_not_count_as_progress(job):
 
 def test_a_mistake_must_not_be_tried_again(job):
     job.paths.log(0).write_text("ModuleNotFoundError: No module named 'nonesuch'\n")
-    engine = Scripted([[WorkerExit(0, 1)]])
+    engine = RecordingEngine([[WorkerExit(0, 1)]])
     assert job.run(engine) == JobResult("failed", "this kind of failure is not tried again")
     assert job.causes() == [(0, "script")]
 
 
 def test_only_the_last_words_of_its_own_generation_may_be_held_against_a_worker(job):
     job.paths.log(1).write_text("ModuleNotFoundError: No module named 'x'\n[node] generation 1\nValueError: new\n")
-    engine = Scripted([[WorkerExit(0, 137)]], [[WorkerExit(1, 1)]], [ALL_WELL])
+    engine = RecordingEngine([[WorkerExit(0, 137)]], [[WorkerExit(1, 1)]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(0, "killed"), (1, "error")]
 
@@ -96,8 +98,8 @@ def test_only_the_last_words_of_its_own_generation_may_be_held_against_a_worker(
 @pytest.mark.parametrize(("asked", "cause"), [(False, (1, "terminated")), (True, (0, "error"))])
 def test_a_worker_that_somebody_else_has_ended_must_be_told_from_one_that_we_have(job, asked, cause):
     job.paths.log(0).write_text("RuntimeError: Connection reset by peer\n")
-    engine = Scripted([[WorkerExit(0, 1)], [WorkerExit(1, 143, asked)], [WorkerExit(2, 143)]], [ALL_WELL])
-    engine.stop = lambda kill: engine.calls.append("stop")  # its peer was heard first, and we have stopped all
+    engine = RecordingEngine([[WorkerExit(0, 1)], [WorkerExit(1, 143, asked)], [WorkerExit(2, 143)]], [ALL_WELL])
+    engine.stop = lambda how: engine.calls.append("stop")  # its peer was heard first, and we have stopped all
     assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
     assert job.causes() == [cause]
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
@@ -116,58 +118,58 @@ def test_a_worker_that_somebody_else_has_ended_must_be_told_from_one_that_we_hav
 def test_workers_that_wait_as_well_must_have_time_to_run_into_a_timeout(job, later, cause, stopped):
     for rank in (0, 2):
         job.paths.log(rank).write_text("RuntimeError: Timed out waiting 3000ms for recv operation to complete\n")
-    engine = Scripted([[WorkerExit(0, 1)], *later], [ALL_WELL])
+    engine = RecordingEngine([[WorkerExit(0, 1)], *later], [ALL_WELL])
     assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
     assert job.causes() == [cause]
     assert job.when("workers_stopping") == [pytest.approx(stopped, abs=0.15)]  # two steps of 0.1 s at most
 
 
 def test_workers_that_fail_one_after_the_other_must_be_stopped_once(job):
-    engine = Scripted([[WorkerExit(0, 1)], [WorkerExit(1, 1, False)], [WorkerExit(2, 1, False)]], [ALL_WELL])
-    engine.stop = lambda kill: engine.calls.append("stop")
+    engine = RecordingEngine([[WorkerExit(0, 1)], [WorkerExit(1, 1, False)], [WorkerExit(2, 1, False)]], [ALL_WELL])
+    engine.stop = lambda how: engine.calls.append("stop")
     assert job.run(engine).word == "succeeded"
     assert job.names().count("workers_stopping") == 1
 
 
 def test_a_request_to_stop_must_stop_the_gang(job):
-    engine = Scripted([])
+    engine = RecordingEngine([])
     job.stops = lambda: 1 if "start" in engine.calls else 0
     assert job.run(engine) == JobResult("stopped", "stopped by the user")
     assert engine.calls == ["up", "start", "stop", "down"]
 
 
 def test_a_request_before_the_workers_start_must_start_none(job):
-    engine = Scripted()
+    engine = RecordingEngine()
     job.stops = lambda: len(engine.calls)
     assert job.run(engine).word == "stopped"
     assert engine.calls == ["up", "down"]
 
 
 def test_a_request_before_the_nodes_come_up_must_bring_up_none_and_remove_what_there_may_be(job):
-    engine = Scripted()
+    engine = RecordingEngine()
     job.stops = lambda: 1
     assert job.run(engine).word == "stopped"
     assert engine.calls == ["remove j"]
 
 
 def test_a_job_that_could_not_start_must_not_be_started_by_who_removes_its_rest(job):
-    engine = Scripted()
+    engine = RecordingEngine()
     engine.missing = {"trainer-1"}
     with pytest.raises(EngineError):
         job.run(engine)
-    engine = Scripted()
+    engine = RecordingEngine()
     assert job.run(engine) == JobResult("failed", "could not start: no such node")
     assert engine.calls == ["adopt", "down"]
 
 
 def test_what_can_never_be_sent_to_the_nodes_must_end_the_job_and_not_count_as_a_lost_engine(job):
-    engine = Scripted([KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [ALL_WELL])
     start = engine.start
 
-    def fail(workers, command) -> None:
+    def fail(plan) -> None:
         if len(job.supervisor.history.ended) == 1:
             raise ResourceError("files cannot be sent to the nodes: No space left on device")
-        start(workers, command)
+        start(plan)
 
     engine.start = fail
     with pytest.raises(ResourceError):
@@ -178,7 +180,7 @@ def test_what_can_never_be_sent_to_the_nodes_must_end_the_job_and_not_count_as_a
 
 
 def test_a_request_while_the_nodes_come_up_must_not_wait_for_them(job):
-    engine = Scripted()
+    engine = RecordingEngine()
     engine.missing = {"trainer-1"}
     job.stops = lambda: int("up" in engine.calls)
     assert job.run(engine).word == "stopped"
@@ -186,13 +188,13 @@ def test_a_request_while_the_nodes_come_up_must_not_wait_for_them(job):
 
 
 def test_a_request_while_the_next_generation_waits_must_end_the_job(job):
-    engine = Scripted([KILLED], [KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [KILLED], [ALL_WELL])
     job.stops = lambda: int(len(job.supervisor.history.ended) == 2)  # when it would wait for a second
     assert job.run(engine) == JobResult("stopped", "stopped by the user")
 
 
 def test_only_a_second_request_may_kill(job):
-    engine = Scripted([], stubborn=True)
+    engine = RecordingEngine([], stubborn=True)
     job.stops = lambda: ("start" in engine.calls) + ("stop" in engine.calls)
     assert job.run(engine, JobSpec(trainers=2, grace=30)).word == "stopped"
     assert engine.calls == ["up", "start", "stop", "kill", "down"]
@@ -200,7 +202,7 @@ def test_only_a_second_request_may_kill(job):
 
 def test_nodes_whose_workers_do_not_end_must_be_removed_before_the_next_generation(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.generation.AFTER_GRACE", 0.01)
-    engine = Scripted([[WorkerExit(1, 137)]], [ALL_WELL], stubborn=True)
+    engine = RecordingEngine([[WorkerExit(1, 137)]], [ALL_WELL], stubborn=True)
     assert job.run(engine).word == "succeeded"
     assert engine.calls == ["up", "start", "stop", "discard master trainer-2", "up", "start", "down"]
 
@@ -209,18 +211,18 @@ def test_nodes_whose_workers_do_not_end_must_be_removed_before_the_next_generati
 def test_nodes_must_be_removed_only_when_their_workers_have_had_the_grace_period(job, takes):
     stopped = []
 
-    def end(kill: bool) -> None:
+    def end(how: Stop) -> None:
         engine.calls.append("stop")
         stopped.append(job.clock.now)
 
-    def wait(timeout: float) -> list[WorkerExit]:
+    def wait(timeout: float) -> Observed:
         first = engine.calls.count("start") == 1
         if first and engine.running and stopped and takes is not None and job.clock.now - stopped[0] > takes:
             engine.running.clear()
-            return [WorkerExit(0, 143), WorkerExit(2, 143)]
+            return Observed([WorkerExit(0, 143), WorkerExit(2, 143)])
         return scripted(timeout)
 
-    engine = Scripted([KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [ALL_WELL])
     engine.stop, scripted, engine.wait = end, engine.wait, wait
     assert job.run(engine, JobSpec(trainers=2, grace=30.0)).word == "succeeded"
     removed = [call for call in engine.calls if call.startswith("discard")]
@@ -228,7 +230,7 @@ def test_nodes_must_be_removed_only_when_their_workers_have_had_the_grace_period
 
 
 def test_a_supervisor_that_breaks_must_take_the_nodes_down(job):
-    engine = Scripted([])
+    engine = RecordingEngine([])
     engine.wait = lambda timeout: {}[timeout]
     with pytest.raises(KeyError):
         job.run(engine)
@@ -236,12 +238,12 @@ def test_a_supervisor_that_breaks_must_take_the_nodes_down(job):
 
 
 def test_the_maximum_run_time_must_stop_the_gang(job):
-    assert job.run(Scripted([]), JobSpec(trainers=2, max_run=0.01)) == JobResult("stopped", "max_run is over")
+    assert job.run(RecordingEngine([]), JobSpec(trainers=2, max_run=0.01)) == JobResult("stopped", "max_run is over")
 
 
 def test_the_maximum_run_time_must_count_from_the_start_of_the_job_and_not_of_a_generation(job):
     began = job.clock.now
-    engine = Scripted([[]] * 200 + [KILLED], [])  # twenty seconds, and then for ever
+    engine = RecordingEngine([[]] * 200 + [KILLED], [])  # twenty seconds, and then for ever
     outcome = job.run(engine, JobSpec(trainers=2, grace=1.0, max_run=30.0))
     assert outcome == JobResult("stopped", "max_run is over")
     assert engine.calls == ["up", "start", "stop", "up", "start", "stop", "down"]
@@ -249,7 +251,7 @@ def test_the_maximum_run_time_must_count_from_the_start_of_the_job_and_not_of_a_
 
 
 def test_nodes_that_cannot_come_up_must_be_taken_down(job):
-    engine = Scripted()
+    engine = RecordingEngine()
     engine.missing = {"trainer-1"}
     with pytest.raises(EngineError, match="no such node"):
         job.run(engine, JobSpec(trainers=2, min_trainers=0))
@@ -257,14 +259,14 @@ def test_nodes_that_cannot_come_up_must_be_taken_down(job):
 
 
 def test_nodes_that_cannot_come_back_must_fail_the_job(job):
-    engine = Scripted([KILLED])
+    engine = RecordingEngine([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
     assert job.run(engine) == JobResult("failed", "the job cannot go on: no such node")
 
 
 def test_files_that_do_not_fit_at_home_must_be_waited_for_before_nodes_lose_them(job):
-    engine = Scripted([KILLED], [ALL_WELL])
+    engine = RecordingEngine([KILLED], [ALL_WELL])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.full.append(OSError(errno.ENOSPC, "full", "a")))
     assert job.run(engine).word == "succeeded"
@@ -275,7 +277,7 @@ def test_files_that_do_not_fit_at_home_must_be_waited_for_before_nodes_lose_them
 def test_files_that_never_fit_at_home_must_end_the_job_and_stay_where_they_are(job, monkeypatch):
     for module in ("supervise.running", "supervise.generation"):
         monkeypatch.setattr(f"orchestrate.{module}.PATIENCE", 0.01)
-    engine = Scripted([KILLED])
+    engine = RecordingEngine([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.full.extend([OSError(errno.ENOSPC, "full")] * 9))
     reason = "the job cannot go on: the run directory cannot be written: [Errno 28] full"
@@ -284,13 +286,13 @@ def test_files_that_never_fit_at_home_must_end_the_job_and_stay_where_they_are(j
 
 
 def test_a_failed_clean_up_must_not_replace_the_outcome(job):
-    engine = Scripted([ALL_WELL])
+    engine = RecordingEngine([ALL_WELL])
     engine.down = lambda grace, stopped: (_ for _ in ()).throw(EngineError("stuck"))
     assert job.run(engine) == JobResult("succeeded", "finished", left="stuck")
 
 
 def test_a_request_to_stop_while_the_nodes_do_not_come_back_must_stop_the_job(job):
-    engine = Scripted([KILLED])
+    engine = RecordingEngine([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
     job.stops = lambda: int(engine.calls.count("up") > 2)
@@ -299,16 +301,16 @@ def test_a_request_to_stop_while_the_nodes_do_not_come_back_must_stop_the_job(jo
 
 
 def test_a_warning_of_the_engine_must_be_an_event_that_a_person_sees(job):
-    engine = Scripted([KILLED], [ALL_WELL])
-    said = [["the nodes can reach this machine"], []]
-    engine.warnings = lambda: said.pop(0) if said else []
+    engine = RecordingEngine([KILLED], [ALL_WELL])
+    start = engine.start
+    engine.start = lambda plan: (start(plan), len(engine.plans) > 1 and engine.warn("the nodes can reach this machine"))
     assert job.run(engine).word == "succeeded"
     (event,) = [event for event in job.supervisor.emit.events if event["event"] == "warning"]
     assert line(event) == "warning: the nodes can reach this machine"
 
 
 def test_workers_that_others_wait_for_must_be_named_as_long_as_they_have_not_started(job):
-    engine = Scripted([[]] * 60 + [ALL_WELL])
+    engine = RecordingEngine([[]] * 60 + [ALL_WELL])
     engine.slow = [{0, 1, 2}] * 20 + [{1, 2}] * 2 + [{2}] * 20  # a tenth of a second each
     assert job.run(engine).word == "succeeded"
     assert job.noted("workers_awaited") == [{"ranks": [2]}]  # no other waits for all three, nor for long for two
@@ -318,7 +320,7 @@ def test_workers_that_others_wait_for_must_be_named_as_long_as_they_have_not_sta
 
 
 def test_workers_that_are_stopped_before_they_start_must_not_be_reported_as_started(job):
-    engine = Scripted([[WorkerExit(0, 137)]], [ALL_WELL])
+    engine = RecordingEngine([[WorkerExit(0, 137)]], [ALL_WELL])
     engine.slow = [{1, 2}]
     assert job.run(engine).word == "succeeded"
     assert len(job.noted("workers_started")) == 1  # of the second generation

@@ -13,12 +13,14 @@ from conftest import ROOT, die_with_parent, eventually
 from manager_stub import StubManager
 from test_plan import HERE, plan
 
-from orchestrate.engines.connection import Link
+from orchestrate.engines.base import Stop
+from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.ports import free_port
-from orchestrate.engines.swarm import engine as swarm_module
 from orchestrate.engines.swarm import service_spec as services
-from orchestrate.engines.swarm.engine import PIPE, SwarmEngine
-from orchestrate.engines.swarm.manager import Manager
+from orchestrate.engines.swarm import session as swarm_module
+from orchestrate.engines.swarm.engine import SwarmEngine
+from orchestrate.engines.swarm.objects import SwarmJob
+from orchestrate.engines.swarm.session import PIPE, SwarmSession
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
@@ -51,15 +53,15 @@ class Hosts:
         self.at: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}  # ports and nodes by their addresses
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}  # by the ids of tasks
         self.commands: list[list[str]] = []  # by which nodes were reached
-        self.links: list[Link] = []
-        self.engines: list[SwarmEngine] = []
+        self.links: list[NodeConnection] = []
+        self.sessions: list[SwarmSession] = []
         self.relay = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.relay.bind(("127.0.0.1", 0))
         self.renewed = 0  # leases
         self.leases = threading.Thread(target=self.renew, daemon=True)
         self.leases.start()
         monkeypatch.setattr(services, "CODE", "code")  # in the working directory of each node
-        monkeypatch.setattr(Manager, "relay_address", lambda _: self.relay.getsockname())
+        monkeypatch.setattr(SwarmJob, "relay_address", lambda _: self.relay.getsockname())
         stub.placed, stub.looked = self.start, self.look
 
     def renew(self) -> None:
@@ -89,7 +91,7 @@ class Hosts:
             if task["ID"] in self.nodes and self.nodes[task["ID"]].poll() is not None:
                 task["Status"]["State"] = "failed"
 
-    def talk(self, relay: str, command: list[str], key: bytes, patience: float) -> Link | None:
+    def talk(self, relay: str, command: list[str], key: bytes, patience: float) -> NodeConnection | None:
         """What `exec` of a pipe does in the relay."""
         assert (relay, command[:4]) == (self.stub.containers[0]["Id"], PIPE)
         address, port, _ = command[4:]
@@ -99,7 +101,7 @@ class Hosts:
         sock = eventually(lambda: self.dial(address))
         if isinstance(sock, str):
             return None
-        link = Link(sock, key)
+        link = NodeConnection(sock, key)
         self.links.append(link)
         return link if link.greet(patience) else None
 
@@ -111,11 +113,11 @@ class Hosts:
         except OSError:
             return "" if node.poll() is None else "ended"
 
-    def engine(self) -> SwarmEngine:
+    def engine(self, spec: JobSpec, plan: Plan | None = None) -> SwarmSession:
         made = SwarmEngine()
-        made.swarm.daemon.talk = self.talk
-        self.engines.append(made)
-        return made
+        made.manager.daemon.talk = self.talk
+        self.sessions.append(made.open(spec, plan or self.plan(spec), self.run, str))
+        return self.sessions[-1]
 
     def plan(self, spec: JobSpec, generation: int = 0, nodes: tuple[str, ...] = ()) -> Plan:
         inventory = dataclasses.replace(HERE, engine="swarm", job_dir="job", code=str(self.code))
@@ -123,7 +125,7 @@ class Hosts:
         return plan(spec, inventory, "j", generation=generation, **({"nodes": nodes} if nodes else {}))
 
     def close(self) -> None:
-        for engine in self.engines:
+        for engine in self.sessions:
             if engine.mirror:
                 engine.mirror.close()
             engine.pool.shutdown()
@@ -146,25 +148,26 @@ def there(stub, tmp_path, monkeypatch):
     made.close()
 
 
-def ends(engine: SwarmEngine, count: int) -> dict[int, int]:
+def ends(engine: SwarmSession, count: int) -> dict[int, int]:
     """The exit codes of so many workers, by rank, when they have all ended."""
     found: dict[int, int] = {}
     while len(found) < count:
-        found |= {end.rank: end.code for end in engine.wait(5)}
+        found |= {end.rank: end.code for end in engine.wait(5).exits}
     return found
 
 
-def started(engine: SwarmEngine, made: Plan, *command: str) -> None:
-    engine.start(made.workers, ("train.py", *command))
+def started(engine: SwarmSession, made: Plan, *command: str) -> None:
+    engine.start(dataclasses.replace(made, command=("train.py", *command)))
 
 
 def test_a_job_must_find_its_code_and_leave_its_files_here_and_nothing_there(there, stub):
-    spec, engine = JobSpec(trainers=1, grace=1.0), there.engine()
+    spec = JobSpec(trainers=1, grace=1.0)
+    engine = there.engine(spec)
     made = there.plan(spec)
-    engine.up(spec, made, there.run)
-    assert engine.alive() == {"master", "trainer-1"}
+    engine.up(made)
+    assert {*engine.alive()} == {"master", "trainer-1"}
     assert there.links and all(link.sock.fileno() < 0 for link in there.links)  # by which the code has come
-    assert (engine.host("master"), engine.host("trainer-1"), engine.host("x")) == ("host-2", "host-1", "")
+    assert engine.alive() == {"master": "host-2", "trainer-1": "host-1"}
     assert {float(command[-1]) for command in there.commands} == {20.0}  # which a node may take to listen
     there.commands.clear()
     started(engine, made, "3")
@@ -180,11 +183,12 @@ def test_a_job_must_find_its_code_and_leave_its_files_here_and_nothing_there(the
 
 
 def test_a_lost_node_must_be_followed_by_one_that_has_what_all_have_written(there, stub):
-    spec, engine = JobSpec(trainers=1, grace=1.0), there.engine()
+    spec = JobSpec(trainers=1, grace=1.0)
+    engine = there.engine(spec)
     made = there.plan(spec)
-    engine.up(spec, made, there.run)
+    engine.up(made)
     started(engine, made, "0", "wait")
-    eventually(lambda: engine.wait(0.1) or all((there.run / f"of-{rank}-0").exists() for rank in (0, 1)))
+    eventually(lambda: engine.wait(0.1).exits or all((there.run / f"of-{rank}-0").exists() for rank in (0, 1)))
     lost = stub.task("trainer-1")
     log = b"[rank 1] found\n[rank 1] the last line\n"
     said = f"com.docker.swarm.task.id={lost['ID']} ".encode()
@@ -193,18 +197,18 @@ def test_a_lost_node_must_be_followed_by_one_that_has_what_all_have_written(ther
         for line in (said + text for text in log.splitlines(keepends=True))
     )
     there.nodes[lost["ID"]].kill()
-    (end,) = eventually(lambda: engine.wait(0.1))
+    (end,) = eventually(lambda: engine.wait(0.1).exits)
     assert (end.rank, end.code, engine.explain(end, "trainer-1")) == (1, 137, "node lost")
-    engine.stop(kill=True)
+    engine.stop(Stop.KILL)
     assert ends(engine, 1)
     assert there.paths.log(1).read_text().splitlines() == ["found", "the last line"]
-    assert engine.alive() == {"master"}
-    engine.up(spec, made, there.run)
-    assert engine.alive() == {"master", "trainer-2"} and len(stub.tasks) == 3
+    assert {*engine.alive()} == {"master"}
+    engine.up(made)
+    assert {*engine.alive()} == {"master", "trainer-2"} and len(stub.tasks) == 3
     engine.gather(lambda: False)
-    made, link = there.plan(spec, 1, ("master", "trainer-2")), engine.links["master"]
+    made, link = there.plan(spec, 1, ("master", "trainer-2")), engine.clients.connections["master"]
     started(engine, made, "0")
-    assert engine.links["master"] is link
+    assert engine.clients.connections["master"] is link
     assert ends(engine, 2) == {0: 0, 1: 0}
     for rank in (0, 1):  # the node that stayed and the one that is new
         assert there.paths.log(rank).read_text().endswith("found of-0-0 of-1-0\n")
@@ -213,21 +217,22 @@ def test_a_lost_node_must_be_followed_by_one_that_has_what_all_have_written(ther
 
 
 def test_a_supervisor_that_takes_a_job_over_must_find_its_workers_and_their_files(there, stub):
-    spec, engine = JobSpec(trainers=1, grace=1.0), there.engine()
+    spec = JobSpec(trainers=1, grace=1.0)
+    engine = there.engine(spec)
     made = there.plan(spec)
-    engine.up(spec, made, there.run)
+    engine.up(made)
     started(engine, made, "0", "wait")
-    eventually(lambda: len(engine.pids) == 2 or engine.wait(0.1))
+    eventually(lambda: len(engine.clients.pids) == 2 or engine.wait(0.1).exits)
     engine.mirror.close()
-    for node in list(engine.links):
-        engine._break(node)
-    another = there.engine()
-    assert another.adopt(spec, made, there.run) == set()
-    assert another.running == {0: "master", 1: "trainer-1"} and len(stub.containers) == 1
+    for node in list(engine.clients.connections):
+        engine.clients.drop(node)
+    another = there.engine(spec)
+    assert another.adopt(made) == set()
+    assert another.clients.running == {0: "master", 1: "trainer-1"} and len(stub.containers) == 1
     earlier = another.mirror
-    another.adopt(spec, made, there.run)  # as after an engine that did not answer
+    another.adopt(made)  # as after an engine that did not answer
     assert not earlier.thread.is_alive()
-    another.stop(kill=True)
+    another.stop(Stop.KILL)
     assert ends(another, 2)
     assert (there.run / "of-1-0").exists()
     another.down(1.0)
@@ -235,7 +240,7 @@ def test_a_supervisor_that_takes_a_job_over_must_find_its_workers_and_their_file
 
 
 def test_the_nodes_of_a_cluster_must_stay_when_a_job_ends_and_keep_its_files_apart(there, stub):
-    spec, engine = JobSpec(trainers=0, grace=1.0), there.engine()
+    spec = JobSpec(trainers=0, grace=1.0)
     made = there.plan(spec)
     of_cluster = dataclasses.replace(made.inventory, cluster="j", job_dir="job/of-a-job")
     job = plan(spec, of_cluster, "of-a-job")
@@ -243,7 +248,9 @@ def test_the_nodes_of_a_cluster_must_stay_when_a_job_ends_and_keep_its_files_apa
     cluster.create_cluster(users.nodes_of(spec))
     home = JobPaths(there.folder / "runs" / "of-a-job")
     home.create("j")
-    engine.up(spec, job, cluster.nodes)
+    there.run = cluster.nodes
+    engine = there.engine(spec, job)
+    engine.up(job)
     started(engine, job, "0")
     assert ends(engine, 1) == {0: 0}
     assert home.log(0).exists() and not (cluster.nodes / "logs").exists()
@@ -253,23 +260,25 @@ def test_the_nodes_of_a_cluster_must_stay_when_a_job_ends_and_keep_its_files_apa
 
 
 def test_a_node_that_cannot_be_reached_must_be_told_and_used_no_more(there, stub):
-    spec, engine = JobSpec(trainers=1), there.engine()
+    spec = JobSpec(trainers=1)
+    engine = there.engine(spec)
     talk = there.talk
-    engine.swarm.daemon.talk = lambda *words: talk(*words) if "10.0.1.1" in words[1] else None
+    engine.manager.daemon.talk = lambda *words: talk(*words) if "10.0.1.1" in words[1] else None
     with pytest.raises(EngineError, match="no connection to trainer-1 on host-1") as raised:
-        engine.up(spec, there.plan(spec), there.run)
+        engine.up(there.plan(spec))
     assert "7946/tcp" in raised.value.hint
     assert not engine.alive()  # the code has not come to all
-    engine.swarm.daemon.talk = talk
-    engine.up(spec, there.plan(spec), there.run)
-    assert engine.alive() == {"master", "trainer-2"}
+    engine.manager.daemon.talk = talk
+    engine.up(there.plan(spec))
+    assert {*engine.alive()} == {"master", "trainer-2"}
 
 
 BUSY = {"State": "failed", "Err": "starting container failed: unable to remount: device or resource busy"}
 
 
 def test_a_node_whose_container_does_not_start_must_be_replaced(there, stub):
-    spec, engine = JobSpec(trainers=1), there.engine()
+    spec = JobSpec(trainers=1)
+    engine = there.engine(spec)
     place = stub.placed
 
     def placed(task: dict) -> None:
@@ -279,33 +288,36 @@ def test_a_node_whose_container_does_not_start_must_be_replaced(there, stub):
             place(task)
 
     stub.placed = placed
-    engine.up(spec, there.plan(spec), there.run)
-    assert engine.alive() == {"master", "trainer-2"}
+    engine.up(there.plan(spec))
+    assert {*engine.alive()} == {"master", "trainer-2"}
 
 
 def test_a_node_of_which_no_container_starts_must_be_told(there, stub, monkeypatch):
     monkeypatch.setattr(swarm_module, "PENDING", 0.5)
-    spec, engine = JobSpec(trainers=0), there.engine()
+    spec = JobSpec(trainers=0)
+    engine = there.engine(spec)
     stub.placed = lambda task: task.update(Status=BUSY)
     with pytest.raises(EngineError, match="device or resource busy"):
-        engine.up(spec, there.plan(spec), there.run)
+        engine.up(there.plan(spec))
     assert len(stub.tasks) > 1  # it was replaced
 
 
 def test_a_node_must_not_be_given_up_where_it_is_the_engine_that_does_not_answer(there):
-    spec, engine = JobSpec(trainers=0), there.engine()
+    spec = JobSpec(trainers=0)
+    engine = there.engine(spec)
 
     def talk(*_: object) -> None:
         raise EngineLost("the engine does not answer")
 
-    engine.swarm.daemon.talk = talk
+    engine.manager.daemon.talk = talk
     with pytest.raises(EngineLost):
-        engine.up(spec, there.plan(spec), there.run)
+        engine.up(there.plan(spec))
     assert not engine.given_up
 
 
 def test_files_that_cannot_be_sent_to_a_node_must_be_told_with_its_name(there, stub):
-    spec, engine = JobSpec(trainers=0), there.engine()
+    spec = JobSpec(trainers=0)
+    engine = there.engine(spec)
     place = stub.placed
 
     def placed(task: dict) -> None:
@@ -314,19 +326,20 @@ def test_files_that_cannot_be_sent_to_a_node_must_be_told_with_its_name(there, s
 
     stub.placed = placed
     with pytest.raises(EngineError, match="File exists"):
-        engine.up(spec, there.plan(spec), there.run)
+        engine.up(there.plan(spec))
     assert not engine.alive()
 
 
 def test_a_node_must_get_the_code_once(there, stub):
-    spec, engine = JobSpec(trainers=0), there.engine()
-    engine.up(spec, there.plan(spec), there.run)
+    spec = JobSpec(trainers=0)
+    engine = there.engine(spec)
+    engine.up(there.plan(spec))
     code = there.folder / stub.task("master")["ID"] / "code"
     (code / "mark").touch()  # which would go with a second copy
-    engine.up(spec, there.plan(spec), there.run)
-    another = there.engine()
-    another.up(spec, there.plan(spec), there.run)
+    engine.up(there.plan(spec))
+    another = there.engine(spec)
+    another.up(there.plan(spec))
     assert (code / "mark").exists()
     (there.code / "train.py").write_text("changed")
-    there.engine().up(spec, there.plan(spec), there.run)
+    there.engine(spec).up(there.plan(spec))
     assert not (code / "mark").exists() and (code / "train.py").read_text() == "changed"

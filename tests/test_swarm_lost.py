@@ -6,12 +6,13 @@ import threading
 import pytest
 from said import sent
 from scripted import Clock
-from swarm_nodes import connected, down, mirror, state, three_nodes
+from swarm_nodes import connected, down, job, mirror, state, three_nodes
 
-from orchestrate.engines.swarm import engine as swarm
-from orchestrate.engines.swarm.engine import SwarmEngine
+from orchestrate.engines.swarm import session as swarm
+from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import WorkerExit
+from orchestrate.node.lease import LEASE
 
 
 @pytest.fixture
@@ -28,10 +29,12 @@ def test_the_connection_to_a_node_that_swarm_knows_to_be_lost_must_be_given_up(e
     else:
         down(stub, 1)  # that of the master, too
     clock.now += swarm.LOOK + 0.1
-    assert not engine.wait(0)
+    assert not engine.wait(0).exits
     lost = {"trainer-1"} | ({"master"} if how == "host down" else set())
-    assert engine.broken == lost and set(engine.links) == {"master", "trainer-1", "trainer-2"} - lost
-    assert {end.rank for end in engine.wait(0)} == ({0, 1} if how == "host down" else {1})
+    assert (
+        engine.clients.broken == lost and set(engine.clients.connections) == {"master", "trainer-1", "trainer-2"} - lost
+    )
+    assert {end.rank for end in engine.wait(0).exits} == ({0, 1} if how == "host down" else {1})
 
 
 def test_nodes_must_be_asked_for_a_sign_of_life_every_other_second(engine, clock):
@@ -45,7 +48,7 @@ def test_nodes_must_be_asked_for_a_sign_of_life_every_other_second(engine, clock
     assert engine.ends["master"].heard() == [{"ask": "status"}]
 
 
-def silence(engine: SwarmEngine, clock: Clock, seconds: float) -> None:
+def silence(engine: SwarmSession, clock: Clock, seconds: float) -> None:
     """Time passes, in which only the master answers."""
     for _ in range(round(seconds)):
         clock.now += 1.0
@@ -56,19 +59,23 @@ def silence(engine: SwarmEngine, clock: Clock, seconds: float) -> None:
 def test_a_node_that_does_not_answer_must_count_as_silent_and_then_be_given_up(engine, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
     silence(engine, clock, swarm.SILENT)
-    assert not engine.troubles()
+    assert not engine.wait(0).troubles
     silence(engine, clock, 3)
-    assert engine.troubles() == {"trainer-1": "silent", "trainer-2": "silent"}
-    assert set(engine.links) == {"master", "trainer-1", "trainer-2"}
+    assert engine.wait(0).troubles == {"trainer-1": "silent", "trainer-2": "silent"}
+    assert set(engine.clients.connections) == {"master", "trainer-1", "trainer-2"}
     for node in ("trainer-1", "trainer-2"):
         engine.ends[node].send(sent("status"))
     engine.wait(0.01)
-    assert not engine.troubles()
-    del engine.running[2]  # whose worker has ended meanwhile
+    assert not engine.wait(0).troubles
+    del engine.clients.running[2]  # whose worker has ended meanwhile
     silence(engine, clock, swarm.SILENT + 3)
-    assert engine.troubles() == {"trainer-1": "silent"}
+    assert engine.wait(0).troubles == {"trainer-1": "silent"}
     silence(engine, clock, swarm.TELLS - swarm.SILENT)
-    assert engine.given_up == {"t0", "t1"} and set(engine.links) == {"master"} and not engine.troubles()
+    assert (
+        engine.given_up == {"t0", "t1"}
+        and set(engine.clients.connections) == {"master"}
+        and not engine.wait(0).troubles
+    )
     began = clock.now
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost" and clock.now == began
 
@@ -78,9 +85,9 @@ def test_a_node_that_falls_silent_after_another_one_must_be_noticed_too(engine, 
     for _ in range(10):
         engine.ends["trainer-2"].send(sent("status"))
         silence(engine, clock, 1)
-    assert engine.troubles() == {"trainer-1": "silent"}
+    assert engine.wait(0).troubles == {"trainer-1": "silent"}
     silence(engine, clock, 9)
-    assert engine.troubles() == {"trainer-1": "silent", "trainer-2": "silent"}
+    assert engine.wait(0).troubles == {"trainer-1": "silent", "trainer-2": "silent"}
 
 
 def test_a_worker_whose_node_was_never_reached_must_be_found_lost(engine, stub, clock):
@@ -88,7 +95,7 @@ def test_a_worker_whose_node_was_never_reached_must_be_found_lost(engine, stub, 
     state(stub, "trainer-2", "failed")
     clock.now += swarm.LOOK + 0.1
     engine.wait(0)
-    assert [end.rank for end in engine.wait(0)] == [2]
+    assert [end.rank for end in engine.wait(0).exits] == [2]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +109,7 @@ def test_a_worker_whose_node_was_never_reached_must_be_found_lost(engine, stub, 
     ],
 )
 def test_what_its_node_has_said_of_a_worker_must_come_first(engine, stub, sign, code, cause):
-    engine.signs[1] = sign
+    engine.clients.exit_hints[1] = sign
     state(stub, "trainer-1", "failed")
     assert engine.explain(WorkerExit(1, code), "trainer-1") == cause
 
@@ -156,9 +163,10 @@ def test_files_must_not_be_waited_for_at_the_end_once_that_is_no_longer_wanted(e
 def test_what_files_stay_on_their_nodes_must_be_reported_before_and_after_the_end(engine):
     connected(engine, "master")
     engine.mirror = mirror(warnings=["not all files are copied"])
-    assert engine.warnings() == ["not all files are copied"]
+    engine.wait(0)
+    assert engine.warned == ["not all files are copied"]
     engine.down(0)
-    assert engine.warnings() == ["not all files are copied"] and engine.warnings() == []
+    assert engine.warned == ["not all files are copied"] * 2
 
 
 def test_a_hurried_end_must_wait_for_files_a_few_seconds_and_leave_nodes_that_have_more(engine, stub):
@@ -186,7 +194,7 @@ def test_nodes_must_end_before_swarm_removes_them_but_not_be_waited_for_long(eng
     engine.down(0.5)
     assert 1.0 <= clock.now - began < 1.5
     assert {"ask": "end"} in engine.ends["master"].heard()
-    assert not engine.links and not stub.services
+    assert not engine.clients.connections and not stub.services
 
 
 def test_nodes_that_have_ended_must_not_be_waited_for(engine, stub, clock):
@@ -196,12 +204,6 @@ def test_nodes_that_have_ended_must_not_be_waited_for(engine, stub, clock):
     began = clock.now
     engine.down(30.0)
     assert clock.now < began + 1
-
-
-def test_a_job_of_which_no_node_was_asked_for_must_leave_other_jobs_alone(stub):
-    made = SwarmEngine()
-    made.down(0)
-    assert not any(request.startswith("DELETE") for request in stub.asked)
 
 
 def test_a_full_disk_must_be_told_before_the_next_generation(engine):
@@ -217,8 +219,8 @@ def test_the_last_lines_of_workers_must_be_here_before_their_ends_are_told(engin
     engine.mirror = made = mirror()
     for rank, node in enumerate(("master", "trainer-1", "trainer-2")):
         engine.ends[node].send(sent("ended", generation=-1, rank=rank))
-        assert [end.rank for end in engine.wait(1)] == [rank]
-        assert made.calls == ["catch_up"] * (rank == 2)
+        assert [end.rank for end in engine.wait(1).exits] == [rank]
+        assert ("catch_up" in made.calls) == (rank == 2)
 
 
 @pytest.mark.parametrize("trouble", ["", "host down", "no task", "no log", "slow"])
@@ -249,3 +251,19 @@ def test_the_last_lines_of_a_lost_worker_must_be_added_to_its_log_where_they_can
         assert log.read_bytes() == start + b"first\n" + b"second\n" * (not trouble) + (start[-45:] + b"first\n") * (
             not trouble
         )
+
+
+def test_the_workers_of_a_node_that_is_silent_must_be_waited_for_until_its_lease_is_over(engine, clock):
+    connected(engine, "trainer-1")
+    engine.last_heard["trainer-1"] = heard = clock.now - 3
+    engine.clients.lose([1])
+    assert engine.unsure["t0"] > heard + LEASE
+
+
+def test_a_request_to_stop_must_end_the_wait_for_nodes_that_do_not_start(engine, stub, clock):
+    began, stub.placed = clock.now, lambda task: task["Status"].update(State="preparing")
+    for task in stub.tasks:
+        task["Status"]["State"] = "failed"
+    with pytest.raises(EngineError, match="3 of 3 nodes did not start"):
+        engine.up(job(), lambda: clock.now > began + 5)
+    assert clock.now < began + 6

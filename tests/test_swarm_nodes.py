@@ -4,14 +4,18 @@ import dataclasses
 import tarfile
 
 import pytest
+from ends import KEY
 from manager_stub import StubManager, host
 from said import sent
 from swarm_nodes import SPEC, connected, down, job, state, three_nodes
 
-from orchestrate.engines.swarm import engine as swarm
+from orchestrate.engines.swarm import engine as engine_module
+from orchestrate.engines.swarm import session as swarm
 from orchestrate.engines.swarm.engine import SwarmEngine
+from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.engines.swarm.upload import packed
 from orchestrate.errors import EngineError, ResourceError, UsageError
+from orchestrate.files import records
 from orchestrate.job.spec import IMAGE, JobSpec
 
 
@@ -24,68 +28,66 @@ def engine(stub, clock, tmp_path):
 @pytest.fixture
 def code(stub, tmp_path, monkeypatch):
     """The folder of the code of a job that is planned."""
-    monkeypatch.setattr(swarm, "code_folder", lambda command: tmp_path / "code")
+    monkeypatch.setattr(engine_module, "code_folder", lambda command: tmp_path / "code")
     (tmp_path / "code").mkdir()
     return tmp_path / "code"
 
 
-@pytest.mark.parametrize(("image", "prepare", "asked"), [("mine:1", True, 2), ("mine:1", False, 2), (IMAGE, True, 1)])
-def test_the_image_of_the_relay_must_be_here_before_anything_is_started(
-    stub, code, tmp_path, monkeypatch, image, prepare, asked
-):
+@pytest.mark.parametrize(("image", "asked"), [("mine:1", ["mine:1", IMAGE]), (IMAGE, [IMAGE])])
+def test_the_image_of_the_relay_must_be_here_before_anything_is_started(stub, monkeypatch, image, asked):
     looked = []
-    monkeypatch.setattr(swarm, "has_image", lambda daemon, spec, prepare: looked.append((spec.image, prepare)))
-    SwarmEngine().inventory(JobSpec(image=image), tmp_path / "j", prepare=prepare)
-    assert looked == [(image, prepare), (IMAGE, prepare)][:asked]
+    monkeypatch.setattr(engine_module, "ensure_image", lambda daemon, spec: looked.append(spec.image))
+    SwarmEngine().prepare(JobSpec(image=image))
+    assert looked == asked
 
 
 def test_what_hosts_offer_must_be_counted_for_as_many_nodes_as_there_are(stub, code, tmp_path):
     stub.hosts = [host(1, cpus=8, gpus=2), host(2, cpus=4, gpus=2), host(3, cpus=2, gpus=8, availability="drain")]
-    found = SwarmEngine().inventory(JobSpec(trainers=3), tmp_path / "j", prepare=False)
+    found = SwarmEngine().inventory(JobSpec(trainers=3), tmp_path / "j", look_inside=False)
     assert "of 2 hosts, image orchestrate-node:0.1" in found.about and "26.1.5" in found.about
     assert len(found.cores) == 8  # two nodes on each host, and the smaller one has four cores
     assert (found.engine, found.gpus, found.network) == ("swarm", ("NVIDIA-GPU",) * 4, "bridge")
     assert (found.job_dir, found.code, found.interface, found.master_addr) == ("/var/tmp/job", str(code), "", "")
     assert (found.memory, found.hosts) == (8 << 30, 2)
-    there = SwarmEngine().inventory(JobSpec(constraints=["node.hostname==host-2"]), tmp_path / "j", prepare=False)
+    there = SwarmEngine().inventory(JobSpec(constraints=["node.hostname==host-2"]), tmp_path / "j", look_inside=False)
     assert (there.memory, there.hosts, len(there.cores)) == (16 << 30, 1, 4)
 
 
 @pytest.mark.parametrize(("trainers", "cores"), [(0, 4), (1, 8), (2, 6), (30, 7)])
 def test_cores_must_be_those_of_the_smallest_host_for_each_node_that_shares_it(stub, code, tmp_path, trainers, cores):
-    found = SwarmEngine().inventory(JobSpec(trainers=trainers), tmp_path, prepare=False)
+    found = SwarmEngine().inventory(JobSpec(trainers=trainers), tmp_path, look_inside=False)
     assert len(found.cores) == cores
 
 
 def test_a_host_of_which_nothing_is_known_must_count_as_one_core(stub, code, tmp_path):
     stub.hosts[0]["Description"]["Resources"] = {}
-    found = SwarmEngine().inventory(SPEC, tmp_path, prepare=False)
+    found = SwarmEngine().inventory(SPEC, tmp_path, look_inside=False)
     assert (found.cores, found.memory) == ((0,), 0)
 
 
 def test_what_a_job_does_not_want_must_not_be_looked_for_and_a_volume_hold_its_files(stub, code, tmp_path):
     stub.hosts = [host(1, gpus=2)]
     spec = JobSpec(gpus="none", volume="data", network="host")
-    found = SwarmEngine().inventory(spec, tmp_path / "j" / "job", prepare=False)
+    found = SwarmEngine().inventory(spec, tmp_path / "j" / "job", look_inside=False)
     assert (found.gpus, found.job_dir, found.network) == ((), "/shared/j", "host")
     assert "NVIDIA-GPU" in found.no_gpus
     spares = JobSpec(trainers=0, spares=1)
-    assert len(SwarmEngine().inventory(spares, tmp_path, prepare=False).gpus) == 1  # and one for the spare node
+    assert len(SwarmEngine().inventory(spares, tmp_path, look_inside=False).gpus) == 1  # and one for the spare node
 
 
 def test_a_swarm_that_takes_no_node_must_be_told(stub, code, tmp_path):
     stub.hosts = [host(1, availability="pause"), host(2, state="down")]
     with pytest.raises(ResourceError, match="no host of the Swarm is ready"):
-        SwarmEngine().inventory(SPEC, tmp_path, prepare=False)
+        SwarmEngine().inventory(SPEC, tmp_path, look_inside=False)
     with pytest.raises(UsageError, match="pin"):
-        SwarmEngine().inventory(JobSpec(pin=True), tmp_path, prepare=False)
+        SwarmEngine().inventory(JobSpec(pin=True), tmp_path, look_inside=False)
 
 
 def test_code_that_is_too_large_must_be_told_before_anything_is_started(stub, code, tmp_path):
     with (code / "weights.bin").open("wb") as file:
         file.truncate(300 << 20)
     with pytest.raises(ResourceError, match="more than 256 MB"):
-        SwarmEngine().inventory(SPEC, tmp_path, prepare=False)
+        SwarmEngine().inventory(SPEC, tmp_path, look_inside=False)
 
 
 def test_run_directories_must_be_no_part_of_the_code(engine, stub, code, tmp_path):
@@ -94,20 +96,13 @@ def test_run_directories_must_be_no_part_of_the_code(engine, stub, code, tmp_pat
         (code / name).touch()
     with (code / "out" / "large").open("wb") as file:
         file.truncate(300 << 20)
-    SwarmEngine().inventory(SPEC, code / "out" / "j" / "job", prepare=False)  # it is not too large
+    SwarmEngine().inventory(SPEC, code / "out" / "j" / "job", look_inside=False)  # it is not too large
     engine.swarm.run, engine._each = code / "out" / "j" / "job", lambda nodes, act: []
-    SwarmEngine._supply(engine, code, [])
+    SwarmSession._supply(engine, code, [])
     file, _ = engine.code
     with tarfile.open(fileobj=file) as archive:
         assert archive.getnames() == ["train.py"]
     engine.kept.close()
-
-
-@pytest.mark.parametrize(("generation", "port"), [(0, 29500), (7, 29507), (1001, 29501)])
-def test_each_generation_must_have_a_port_of_its_own(engine, monkeypatch, generation, port):
-    assert engine.port(SPEC, generation) == port
-    monkeypatch.setattr(swarm, "free_port", lambda: 23456)  # where other jobs have theirs, too
-    assert engine.port(JobSpec(network="host"), generation) == 23456
 
 
 def counts(stub: StubManager) -> dict[str, int]:
@@ -115,24 +110,24 @@ def counts(stub: StubManager) -> dict[str, int]:
 
 
 def test_only_what_is_lacking_must_be_started(engine, stub, tmp_path):
-    engine.up(SPEC, job(), tmp_path)
+    engine.up(job())
     assert counts(stub) == {"j-trainer": 2, "j-master": 1} and stub.containers
     state(stub, "trainer-1", "failed")
-    engine.up(SPEC, job(), tmp_path)
+    engine.up(job())
     assert counts(stub) == {"j-trainer": 3, "j-master": 1}
-    assert engine.alive() == {"master", "trainer-2", "trainer-3"}
+    assert {*engine.alive()} == {"master", "trainer-2", "trainer-3"}
     stub.task("master")["DesiredState"] = "shutdown"
     stub.placed = lambda task: task.update(Slot=1)  # as a service of one has no other name for its task
-    engine.up(SPEC, job(), tmp_path)
+    engine.up(job())
     assert counts(stub) == {"j-trainer": 3, "j-master": 2}
 
 
 def test_a_node_that_was_given_up_must_be_replaced(engine, stub, tmp_path):
-    engine.up(SPEC, job(), tmp_path)
+    engine.up(job())
     engine.discard(["trainer-1"])
-    assert engine.alive() == {"master", "trainer-2"}
-    engine.up(SPEC, job(), tmp_path)
-    assert engine.alive() == {"master", "trainer-2", "trainer-3"}
+    assert {*engine.alive()} == {"master", "trainer-2"}
+    engine.up(job())
+    assert {*engine.alive()} == {"master", "trainer-2", "trainer-3"}
 
 
 def test_a_node_on_its_way_must_be_waited_for_and_not_be_started_twice(engine, stub, tmp_path, clock, monkeypatch):
@@ -146,9 +141,9 @@ def test_a_node_on_its_way_must_be_waited_for_and_not_be_started_twice(engine, s
             state(stub, "trainer-1", "running")
 
     clock.sleep = slept
-    engine.up(SPEC, job(), tmp_path)
+    engine.up(job())
     assert counts(stub) == {"j-trainer": 2, "j-master": 1}
-    assert engine.alive() == {"master", "trainer-1", "trainer-2"}
+    assert {*engine.alive()} == {"master", "trainer-1", "trainer-2"}
 
 
 @pytest.mark.parametrize(("word", "seconds"), [("starting", 0.4), ("preparing", 0.8)])
@@ -160,7 +155,7 @@ def test_a_node_that_does_not_start_must_be_waited_for_only_so_long(
     state(stub, "trainer-1", word)
     began = clock.now
     with pytest.raises(EngineError, match="1 of 3 nodes did not start"):
-        engine.up(SPEC, job(), tmp_path)
+        engine.up(job())
     assert seconds <= clock.now - began < seconds + 0.3
 
 
@@ -170,30 +165,30 @@ def test_a_task_that_no_host_takes_must_be_told_soon_but_one_that_ended_earlier_
     monkeypatch.setattr(swarm, "PENDING", 0.5)
     stub.task("trainer-1")["Status"] = {"State": "rejected", "Err": "No such image: x"}
     began = clock.now
-    engine.up(SPEC, job(), tmp_path)  # which that task has no part in
+    engine.up(job())  # which that task has no part in
     assert clock.now < began + 0.2
     stub.placed = lambda task: task.update(Status={"State": "pending", "Err": "no suitable node (too small)"})
     engine.discard(["trainer-2"])
     with pytest.raises(EngineError, match="no host takes a node: too small") as raised:
-        engine.up(SPEC, job(), tmp_path)
+        engine.up(job())
     assert 0.5 < clock.now - began < 0.9 and raised.value.hint
 
 
 def test_the_nodes_of_a_host_that_is_lost_must_be_replaced(engine, stub, tmp_path):
     down(stub, 2)  # that of trainer-2
-    engine.up(SPEC, job(), tmp_path)
-    assert engine.alive() == {"master", "trainer-1", "trainer-3"}
+    engine.up(job())
+    assert {*engine.alive()} == {"master", "trainer-1", "trainer-3"}
 
 
 def test_a_node_without_the_code_must_not_count(engine):
     engine.supplied = {"t0", "t2"}
-    assert engine.alive() == {"master", "trainer-1"}
+    assert {*engine.alive()} == {"master", "trainer-1"}
 
 
-def start(engine: SwarmEngine) -> None:
+def start(engine: SwarmSession) -> None:
     engine._bring = engine._follow = lambda workers: None
-    engine._link = engine._start = lambda _: None
-    engine.start(job().workers, ("train.py",))
+    engine.clients.connect = engine.clients._start = lambda _: None
+    engine.start(job())
 
 
 def test_the_next_generation_must_wait_for_the_lease_of_a_lost_node(engine, clock):
@@ -220,7 +215,7 @@ def test_the_connection_to_an_earlier_node_of_the_same_name_must_not_be_used(eng
     stub.place(stub.services[0], 1)  # a new trainer-1
     engine.given_up = {"t1"}  # trainer-2, which takes no files
     start(engine)
-    assert set(engine.links) == {"master"}
+    assert set(engine.clients.connections) == {"master"}
 
 
 def test_the_lease_of_a_lost_worker_must_count_from_when_its_node_was_last_heard(engine, clock):
@@ -229,22 +224,23 @@ def test_the_lease_of_a_lost_worker_must_count_from_when_its_node_was_last_heard
     engine.wait(0.01)
     heard = clock.now
     clock.now += 5
-    engine._end([1, 2])
+    engine.clients.lose([1, 2])
     assert engine.unsure == {"t0": heard + swarm.STOPS, "t1": clock.now + swarm.STOPS}
-    assert engine.lost == {1: "trainer-1", 2: "trainer-2"} and engine.running == {0: "master"}
+    assert engine.lost == {1: "trainer-1", 2: "trainer-2"} and engine.clients.running == {0: "master"}
 
 
 def test_on_the_network_of_the_hosts_workers_must_find_the_master_by_its_hosts_address(stub, tmp_path):
-    spec, made = dataclasses.replace(SPEC, trainers=1, network="host"), SwarmEngine()
-    made._settle(spec, job(spec, network="host"), tmp_path)
+    spec = dataclasses.replace(SPEC, trainers=1, network="host")
+    records.make(tmp_path.parent, KEY)
+    made = SwarmEngine().open(spec, job(spec, network="host"), tmp_path, str)
     for role in ("master", "trainer"):
-        made.swarm.scale(spec, job(spec), role, 1)
+        made.swarm.scale(role, 1)
     made._well_nodes()
     made.first = "master"
     stub.hosts[0]["Status"]["Addr"] = "10.1.1.7"
-    made.swarm.hosts()
+    made.manager.hosts()
     for worker in job(spec).workers:  # each on a host of its own
-        asked = made._request(worker)
+        asked = made.request(worker)
         assert asked["env"] == worker.env | {"MASTER_ADDR": "10.1.1.7"} and worker.env["MASTER_ADDR"] == "master"
         assert (asked["inherit"], asked["cwd"], asked["log"]) == (True, "/var/tmp/code", 0)
 
@@ -252,22 +248,22 @@ def test_on_the_network_of_the_hosts_workers_must_find_the_master_by_its_hosts_a
 def test_a_worker_must_be_told_how_long_its_log_is_already(engine, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-1.log").write_text("so far")
-    found = [engine._request(worker) for worker in job().workers]
+    found = [engine.request(worker) for worker in job().workers]
     assert [one["log"] for one in found] == [0, 6, 0]
     assert [one["env"] for one in found] == [worker.env for worker in job().workers]
 
 
 @pytest.mark.parametrize("lacking", ["task", "relay", "given up"])
 def test_no_connection_must_be_made_to_a_node_that_is_not_there(engine, lacking):
-    engine.swarm.connect(SPEC)
-    engine.swarm.daemon.talk = lambda *_: pytest.fail("it is not to be reached")
+    engine.swarm.connect()
+    engine.manager.daemon.talk = lambda *_: pytest.fail("it is not to be reached")
     if lacking == "task":
         engine.nodes.pop("trainer-1")
     elif lacking == "relay":
         engine.swarm.relay = None
     else:
         engine.given_up = {"t0"}
-    assert engine._connect("trainer-1") is None
+    assert engine.connect("trainer-1") is None
 
 
 class Has:
@@ -294,7 +290,7 @@ def test_files_must_be_sent_only_to_nodes_that_do_not_have_them(engine, tmp_path
     engine._each = lambda names, act: [act(nodes[name]) for name in names]
     engine._bring(job().workers)
     assert [node.got for node in nodes.values()] == [0, 0, 1]
-    engine._settle(JobSpec(trainers=2, volume="data"), job(), tmp_path)  # all nodes see one folder
+    engine.shared = True  # all nodes see one folder
     engine._bring(job().workers)
     assert nodes["trainer-2"].got == 1
     engine.shared = False

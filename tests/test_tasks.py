@@ -7,6 +7,7 @@ from manager_stub import host, scale, settled
 from swarm_nodes import SPEC
 
 from orchestrate.engines.swarm import manager
+from orchestrate.job.spec import JobSpec
 
 
 @pytest.fixture
@@ -32,11 +33,12 @@ def test_what_keeps_a_task_from_starting_must_be_told_of_tasks_that_are_new(
 ):
     scale(managed, "trainer", 1)
     stub.tasks[0]["Status"] = {"State": state, "Err": error}
-    managed.hosts()
-    assert bool(managed.refusal("image:1", set(), impatient)) == told
-    assert managed.refusal("image:1", {"t0"}, impatient) is None
+    managed.manager.hosts()
+    managed.spec = JobSpec(image="image:1")
+    assert bool(managed.refusal(set(), impatient)) == told
+    assert managed.refusal({"t0"}, impatient) is None
     if state == "rejected":
-        assert managed.refusal("image:1", set(), impatient)[0] == "host-1 has no image image:1"
+        assert managed.refusal(set(), impatient)[0] == "host-1 has no image image:1"
 
 
 def test_of_the_tasks_of_a_node_the_newest_must_count(stub, managed):
@@ -70,7 +72,7 @@ def test_jobs_must_be_shown_with_the_nodes_that_are_to_run(stub, managed, tmp_pa
     other = {**managed.labels, "orchestrate.job": "a", "orchestrate.owner": "7"}
     stub.services.append({"ID": "x", "Spec": {"Name": "a-master", "Labels": other}})
     stub.services.append({"ID": "y", "Spec": {"Name": "of another user", "Labels": {}}})
-    found = [(one.job_id, one.engine, one.nodes, one.run, one.owner) for one in managed.jobs()]
+    found = [(one.job_id, one.engine, one.nodes, one.run, one.owner) for one in managed.manager.jobs()]
     assert found == [("a", "swarm", 0, tmp_path, 7), ("j", "swarm", 3, tmp_path, os.getuid())]
 
 

@@ -1,8 +1,9 @@
 """A node that is paused or silent must be waited for, and one that is cut off not for long; on a scripted engine."""
 
 import pytest
-from scripted import ALL_WELL, Job, Scripted
+from scripted import ALL_WELL, Job
 
+from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.spec import JobSpec
 
@@ -12,10 +13,10 @@ def job(tmp_path, monkeypatch):
     return Job(tmp_path, monkeypatch)
 
 
-def troubled(job: Job, *times: tuple[float, float, str], workers: int = 3) -> Scripted:
+def troubled(job: Job, *times: tuple[float, float, str], workers: int = 3) -> RecordingEngine:
     """An engine whose trainer-2 is in trouble in its first generation, from and to seconds after the start."""
     well = [WorkerExit(rank, 0) for rank in range(workers)]
-    engine, began = Scripted([*[[]] * 1000, well], [well]), job.clock.now
+    engine, began = RecordingEngine([*[[]] * 1000, well], [well]), job.clock.now
 
     def troubles() -> dict[str, str]:
         now = job.clock.now - began
@@ -65,14 +66,14 @@ def test_a_node_that_is_given_up_must_be_known_by_its_first_worker_and_noted_onc
 def test_a_node_that_is_cut_off_while_workers_are_stopped_must_not_be_blamed(job):
     engine = troubled(job, (1, 60, "partition"))
     engine.generations[0] = [[]] * 20 + [[WorkerExit(1, 1)]] + [[]] * 100 + [[WorkerExit(0, 143), WorkerExit(2, 143)]]
-    engine.stop = lambda kill: None
+    engine.stop = lambda how: None
     assert job.run(engine, JobSpec(trainers=2, grace=30.0)).word == "succeeded"
     assert job.causes() == [(1, "error")]
     assert job.names().count("worker_ended") == 6
 
 
 def test_a_node_that_is_given_up_must_not_be_called_well(job):
-    engine = Scripted([[], [WorkerExit(2, 137)]], [ALL_WELL])
+    engine = RecordingEngine([[], [WorkerExit(2, 137)]], [ALL_WELL])
     engine.troubles = lambda: {"trainer-2": "silent"} if 2 in engine.running else {}
     assert job.run(engine).word == "succeeded"
     assert "node_in_trouble" in job.names() and "node_well" not in job.names()
@@ -80,7 +81,7 @@ def test_a_node_that_is_given_up_must_not_be_called_well(job):
 
 def test_a_node_that_stays_cut_off_must_stop_the_gang_before_the_next_generation(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.generation.PARTITION_PATIENCE", 0.05)
-    engine = Scripted([], [ALL_WELL])
+    engine = RecordingEngine([], [ALL_WELL])
     engine.troubles = lambda: {"trainer-2": "partition"} if engine.calls.count("start") == 1 else {}
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(2, "partition")]
@@ -88,7 +89,7 @@ def test_a_node_that_stays_cut_off_must_stop_the_gang_before_the_next_generation
 
 
 def test_a_node_that_is_cut_off_for_a_moment_must_be_left_alone(job):
-    engine = Scripted([[]] * 5 + [ALL_WELL])
+    engine = RecordingEngine([[]] * 5 + [ALL_WELL])
     troubles = iter([{"trainer-2": "partition"}, {"trainer-2": "partition"}])
     engine.troubles = lambda: next(troubles, {})
     assert job.run(engine).word == "succeeded"
@@ -97,7 +98,7 @@ def test_a_node_that_is_cut_off_for_a_moment_must_be_left_alone(job):
 
 def test_trouble_of_a_node_that_has_no_workers_must_not_matter(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.generation.PARTITION_PATIENCE", 0.0)
-    engine = Scripted([[]] * 5 + [ALL_WELL])
+    engine = RecordingEngine([[]] * 5 + [ALL_WELL])
     engine.troubles = lambda: {"trainer-7": "partition"}
     assert job.run(engine) == JobResult("succeeded", "finished")
     assert len(job.supervisor.history.ended) == 1
@@ -105,14 +106,14 @@ def test_trouble_of_a_node_that_has_no_workers_must_not_matter(job, monkeypatch)
 
 
 def test_trouble_of_a_node_that_has_no_workers_must_not_excuse_a_hang(job):
-    engine = Scripted([], [ALL_WELL])
+    engine = RecordingEngine([], [ALL_WELL])
     engine.troubles = lambda: {"trainer-7": "paused"}  # a spare one
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0)).word == "succeeded"
     assert [cause for _, cause in job.causes()] == ["hang"]
 
 
 def test_a_node_whose_workers_have_ended_well_may_be_cut_off(job):
-    engine = Scripted([[WorkerExit(2, 0)], *[[]] * 100, ALL_WELL[:2]])
+    engine = RecordingEngine([[WorkerExit(2, 0)], *[[]] * 100, ALL_WELL[:2]])
     engine.troubles = lambda: {"trainer-2": "partition"} if 2 not in engine.running else {}
     assert job.run(engine).word == "succeeded"
     assert job.causes() == []

@@ -11,7 +11,9 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrate.engines.base import SWARMS, Engine
+from orchestrate.console import say
+from orchestrate.engines.base import SWARMS, Engine, Session
+from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import NODES, JobPaths
@@ -111,21 +113,23 @@ def elsewhere(engine: Engine, runs: Path) -> list[Cluster]:
     return clusters
 
 
-def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> Cluster:
+def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> tuple[Cluster, Session]:
     """Make a cluster, and have its nodes up; takes back what it has made where that fails."""
     name = store.new_id(spec)
     paths = JobPaths(runs / name)
-    inventory = engine.inventory(spec, paths.nodes, prepare=True)
+    engine.prepare(spec)
+    inventory = engine.inventory(spec, paths.nodes, look_inside=True)
     inventory = dataclasses.replace(inventory, cluster=name, code=str(Path.cwd()))
-    made = plan(spec, inventory, name, engine.port(spec, 0))
+    made = plan(spec, inventory, name, port(inventory.network, 0))
     store.create(spec, made, paths)
     cluster = Cluster(paths, spec, made)
     try:
-        engine.up(spec, dataclasses.replace(made, nodes=names(spec, spares=True)), paths.nodes)
+        session = engine.open(spec, made, paths.nodes, warn=say)
+        session.up(dataclasses.replace(made, nodes=names(spec, spares=True)))
     except BaseException:
         take_down(engine, cluster, 0)
         raise
-    return cluster
+    return cluster, session
 
 
 def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:

@@ -17,6 +17,7 @@ from orchestrate.cli.arguments import EXPORTS, LATEST, RUN_COMMANDS, RUNS, flags
 from orchestrate.cli.find import latest
 from orchestrate.console import out, phase, say
 from orchestrate.engines import choice
+from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import PACKAGE, JobPaths, hidden
@@ -145,8 +146,11 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     engine = choice.engine_of(spec)
     job_id = store.new_id(spec)
     paths = JobPaths(args.runs / job_id)
-    inventory = engine.inventory(spec, paths.shared, prepare=not dry)
-    made = plan(spec, _place(spec, inventory, job_id, paths.root.parent, engine), job_id, engine.port(spec, 0))
+    if not dry:
+        engine.prepare(spec)
+    inventory = engine.inventory(spec, paths.shared, look_inside=not dry)
+    placed = _place(spec, inventory, job_id, paths.root.parent, engine)
+    made = plan(spec, placed, job_id, port(inventory.network, 0))
     if dry:
         out(made)
         return errors.SUCCEEDED
@@ -163,12 +167,12 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
 def _up(spec: JobSpec, runs: Path) -> int:
     name, engine = spec.name or "cluster", choice.engine_of(spec)
     phase(f"starting {counted(spec.trainers + 1 + spec.spares, 'node')}")
-    made = cluster.bring_up(engine, dataclasses.replace(spec, name=name), runs)
+    made, session = cluster.bring_up(engine, dataclasses.replace(spec, name=name), runs)
     nodes = len(made.plan.nodes)
     if packages := ", ".join(made.plan.inventory.packages):
         phase(f"importing {packages} in {counted(nodes, 'node')}")
         try:
-            if not engine.warmed(made.plan.nodes, IMPORTS):
+            if not session.warmed(made.plan.nodes, IMPORTS):
                 say(f"the nodes are still importing {packages}; the first job will wait for them")
         except BaseException:  # Ctrl-C
             cluster.take_down(engine, made, 0)

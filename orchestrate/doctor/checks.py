@@ -14,14 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from orchestrate.console import say
 from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding, gpus, local
 from orchestrate.engines.docker import toolkit
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.guard import wanted
 from orchestrate.engines.docker.image import has_image
 from orchestrate.engines.swarm.engine import SwarmEngine
-from orchestrate.engines.swarm.manager import Thing, ready
+from orchestrate.engines.swarm.manager import ApiObject, ready
 from orchestrate.engines.swarm.manager import gpus as offered
+from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.engines.swarm.upload import give
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.files import records
@@ -52,10 +54,10 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
     yield from _gpus(info)
     yield (
         Finding(GOOD, f"it has the image {spec.image}")
-        if has_image(daemon, spec, prepare=False)
+        if has_image(daemon, spec.image)
         else Finding(WARNING, f"it has no image {spec.image}", "the first run builds or pulls it")
     )
-    if spec.image != IMAGE and wanted(spec) and not has_image(daemon, JobSpec(), prepare=False):
+    if spec.image != IMAGE and wanted(spec) and not has_image(daemon, IMAGE):
         what = f"it has no image {IMAGE}, which keeps nodes from this machine's ports"
         yield Finding(WARNING, what, "docker compose build")
     if info.get("Swarm", {}).get("LocalNodeState") != "active":
@@ -82,7 +84,7 @@ def _gpus(info: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
-    hosts = sorted(engine.swarm.hosts().values(), key=lambda host: str(host["Description"]["Hostname"]))
+    hosts = sorted(engine.manager.hosts().values(), key=lambda host: str(host["Description"]["Hostname"]))
     versions = {str(host["Description"]["Engine"]["EngineVersion"]) for host in hosts}
     if len(versions) > 1:
         yield Finding(WARNING, f"the hosts' engines differ: {', '.join(sorted(versions))}", "update the older ones")
@@ -94,7 +96,7 @@ def _swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
         yield Finding(BAD, str(error), error.hint)
 
 
-def _host(host: Thing) -> Iterator[Finding]:
+def _host(host: ApiObject) -> Iterator[Finding]:
     """What the manager knows of a host, and whether its ports answer."""
     name, address = host["Description"]["Hostname"], host["Status"]["Addr"]
     version = host["Description"]["Engine"]["EngineVersion"]
@@ -126,20 +128,25 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Find
         paths = JobPaths(Path(folder, new_id(asked)))
         paths.create(owner=users.nodes_of(asked))
         run = paths.shared
-        inventory = replace(engine.inventory(asked, run, prepare=False), code=str(run))
+        inventory = replace(engine.inventory(asked, run, look_inside=False), code=str(run))
+        made = plan(asked, inventory, paths.root.name, 29500)
         try:
-            engine.up(asked, plan(asked, inventory, paths.root.name, 29500), run)
-            for host, name in sorted((engine.host(name), name) for name in engine.nodes):
-                yield from _ask(engine, name, host, data)
-            for host in sorted(hosts - {engine.host(name) for name in engine.nodes}):
-                yield Finding(WARNING, f"{host}: Swarm put no node there, so it was not tried", "run it again")
+            session = engine.open(asked, made, run, warn=say)
+            try:
+                session.up(made)
+                there = {name: engine.manager.host(task) for name, task in session.nodes.items()}
+                for name, host in sorted(there.items(), key=lambda one: one[::-1]):
+                    yield from _ask(session, name, host, data)
+                for host in sorted(hosts - {*there.values()}):
+                    yield Finding(WARNING, f"{host}: Swarm put no node there, so it was not tried", "run it again")
+            finally:
+                session.down(1)
         finally:
-            engine.down(1)
             records.forget(paths.root)
 
 
-def _ask(engine: SwarmEngine, node: str, host: str, data: BinaryIO) -> Iterator[Finding]:
-    if not (link := engine.reach(node)):
+def _ask(session: SwarmSession, node: str, host: str, data: BinaryIO) -> Iterator[Finding]:
+    if not (link := session.reach(node)):
         yield Finding(BAD, f"{host}: a node there does not answer", "open 4789/udp and 7946/udp between the hosts")
         return
     try:

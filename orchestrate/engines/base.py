@@ -1,16 +1,20 @@
-"""The interface of an engine, where nodes run. An engine does as it is asked: it prints nothing and decides nothing."""
+"""What an engine is. An engine does as it is asked: it prints nothing and decides nothing.
+
+`Engine` is what any place can be asked for; `Session` is the nodes and workers of one job there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import NAME, NODES, JobPaths
 from orchestrate.job.outcomes import Doing, WorkerExit
-from orchestrate.job.plan import Inventory, Plan, WorkerPlan
+from orchestrate.job.plan import Inventory, Plan
 from orchestrate.job.spec import JobSpec
 
 SWARMS = ("encrypt", "constraints", "volume")  # keys of a job file that only Swarm supports
@@ -61,36 +65,42 @@ def never() -> bool:
     return False
 
 
-class Engine(Protocol):
-    """What the supervisor and the commands need from an engine.
+class Stop(Enum):
+    """How workers are asked to end."""
+
+    TERMINATE = "terminate"  # SIGTERM; their nodes kill them after the grace period
+    KILL = "kill"  # SIGKILL, at once
+    DUMP = "dump"  # all stand still, print their stacks, and abort
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a session has found out since it was last asked."""
+
+    exits: list[WorkerExit] = field(default_factory=list)  # the workers that have ended, in order
+    starting: set[int] = field(default_factory=set)  # ranks that have not started yet: their nodes import modules, say
+    troubles: dict[str, str] = field(default_factory=dict)  # nodes that are `paused`, `silent`, or cut off: `partition`
+
+
+class Session(Protocol):
+    """The nodes of one job, or those of its cluster, and its workers on them.
 
     All methods may raise EngineError, and EngineLost if the engine does not answer at all.
     """
 
-    name: str  # as in a job file
-
-    def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
-        """Check that the engine can run `spec` and say what it has; `prepare`: build or pull a missing image."""
-
-    def port(self, spec: JobSpec, generation: int) -> int:
-        """A port for rank 0 of a generation, other than that of the previous generation."""
-
-    def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
+    def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Bring up the nodes of `plan`; healthy ones are kept, others are replaced.
 
         Also raises EngineError soon after `stopped()`: pulling an image, for example, may take long.
         """
 
+    def alive(self) -> dict[str, str]:
+        """The nodes on which workers can start, with the name of each one's machine; empty for this machine."""
+
     def warmed(self, nodes: Iterable[str], patience: float) -> bool:
         """Wait until nodes have imported what workers will need; False if some have not within `patience` seconds."""
 
-    def alive(self) -> set[str]:
-        """The nodes on which workers can start."""
-
-    def host(self, node: str) -> str:
-        """The name of the machine that a node was last seen on; empty if all nodes are on this machine."""
-
-    def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
+    def adopt(self, plan: Plan) -> set[int]:
         """Take over the workers of `plan` that run already; return the ranks that their nodes do not know."""
 
     def gather(self, stopped: Callable[[], bool]) -> None:
@@ -99,32 +109,20 @@ class Engine(Protocol):
         Raises OSError if the disk is full.
         """
 
-    def start(self, workers: tuple[WorkerPlan, ...], command: tuple[str, ...]) -> None:
-        """Start the workers, rank 0 first; one that cannot start counts as ended. Forget earlier workers."""
+    def start(self, plan: Plan) -> None:
+        """Start the workers of `plan`, rank 0 first; one that cannot start counts as ended. Forget earlier workers."""
 
-    def starting(self) -> set[int]:
-        """The ranks of the workers that have not started yet: their nodes are importing modules, for example."""
+    def wait(self, timeout: float) -> Observed:
+        """What has happened to the workers and their nodes; waits `timeout` seconds at most."""
 
-    def wait(self, timeout: float) -> list[WorkerExit]:
-        """The workers that have ended since the last call, in order; waits `timeout` seconds at most."""
+    def doing(self) -> dict[int, Doing]:
+        """What the running workers are doing, by rank, as far as their nodes say."""
 
     def explain(self, end: WorkerExit, node: str) -> str:
         """The cause of a worker's end, from `outcomes.CAUSES`; empty if only its exit code is known."""
 
-    def troubles(self) -> dict[str, str]:
-        """The nodes that are `paused` or `silent`, or cut off from the network (`partition`)."""
-
-    def warnings(self) -> list[str]:
-        """Warnings about the nodes, each returned once."""
-
-    def doing(self) -> dict[int, Doing]:
-        """What the running workers are doing, as far as their nodes say."""
-
-    def dump(self) -> None:
-        """Make all workers print their stacks, and abort."""
-
-    def stop(self, kill: bool) -> None:
-        """Ask all workers to stop; the nodes kill them after the grace period, or at once."""
+    def stop(self, how: Stop) -> None:
+        """Ask all workers to end."""
 
     def discard(self, nodes: Iterable[str]) -> None:
         """Remove nodes by force, if their workers do not end."""
@@ -135,6 +133,27 @@ class Engine(Protocol):
         Files that are elsewhere are copied to the job's folder first, until `stopped()`. Raises EngineError if that is
         not complete, and keeps the nodes.
         """
+
+
+class Engine(Protocol):
+    """A place where jobs can run.
+
+    All methods may raise EngineError, and EngineLost if the engine does not answer at all.
+    """
+
+    name: str  # as in a job file
+
+    def prepare(self, spec: JobSpec) -> None:
+        """Have what the nodes of a job need: build or pull its image; raises ResourceError if that fails."""
+
+    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> Inventory:
+        """What the engine has for a job whose nodes will see the folder `run`; `look_inside`: also run its image.
+
+        Raises ResourceError or UsageError for what keeps the job from running here.
+        """
+
+    def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> Session:
+        """The nodes of a job, which exist already or not; `warn` is told what a user must know of them."""
 
     def jobs(self) -> list[JobState]:
         """The jobs that have nodes here."""

@@ -1,4 +1,4 @@
-"""Ports of this machine."""
+"""On which port rank 0 listens."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise EngineError("no free port from 20000 to 30000 on the loopback interface", "see what listens there: ss -ltn")
+
+
+def port(network: str, generation: int) -> int:
+    """A port for rank 0 of a generation; `network` is that of an `Inventory`.
+
+    In a network of its own only the job's last generation could still hold one: torch's default comes first, and each
+    generation gets another. Elsewhere it is one that is free here, and so most likely on other hosts.
+    """
+    return 29500 + generation % 1000 if network == "bridge" else free_port()

@@ -20,15 +20,15 @@ from typing import Any
 
 from orchestrate.console import during
 from orchestrate.engines import looked, sockets
-from orchestrate.engines.base import SWARMS, JobState, ignoring, never
-from orchestrate.engines.connection import Link, Linked
-from orchestrate.engines.ports import free_port
+from orchestrate.engines.base import SWARMS, JobState, Observed, Stop, ignoring, never
+from orchestrate.engines.clients import NodeClients, key_of
+from orchestrate.engines.connection import NodeConnection
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.files import private
 from orchestrate.files.paths import NODE, PROJECT, code_folder
 from orchestrate.job.cores import cores
 from orchestrate.job.gpus import Offer, fields, look, offer, why_none
-from orchestrate.job.outcomes import LOST, WorkerExit
+from orchestrate.job.outcomes import LOST, Doing, WorkerExit
 from orchestrate.job.plan import Inventory, Plan, WorkerPlan
 from orchestrate.job.preload import may_use_torch, preload
 from orchestrate.job.spec import JobSpec, unencodable
@@ -58,20 +58,18 @@ class _Node:
             os.kill(self.pid, number)
 
 
-class ProcessEngine(Linked):
+class ProcessEngine:
     """A node is a process group that waits on a Unix socket; jobs are found by the folders of their sockets."""
 
     name = "process"
 
     def __init__(self) -> None:
-        super().__init__()
         self.state = private.temporary()
-        self.folder = Path()
-        self.cwd = ""
-        self.stays = False  # whether the nodes outlive the job
-        self.nodes: dict[str, _Node] = {}
 
-    def inventory(self, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
+    def prepare(self, spec: JobSpec) -> None:
+        """Do nothing: local processes need no image."""
+
+    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> Inventory:
         """Return what this machine has; raises ResourceError if torch is missing and the app needs it."""
         code = code_folder(spec.command)
         if code == PROJECT and importlib.util.find_spec("torch") is None:
@@ -93,83 +91,9 @@ class ProcessEngine(Linked):
             preload=modules if POSSIBLE else (),
         )
 
-    def port(self, spec: JobSpec, generation: int) -> int:
-        """A free port of the loopback interface."""
-        return free_port()
-
-    def up(self, spec: JobSpec, plan: Plan, run: Path, stopped: Callable[[], bool] = never) -> None:
-        """Start a waiting process for each node that has none."""
-        if why := unencodable(spec):  # nodes have our locale, and reject such text
-            raise EngineError(why, "export LC_ALL=C.UTF-8")
-        self._settle(plan, run)
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                (self.folder / "run").symlink_to(run)
-            lacking = [name for name in plan.nodes if name not in self.nodes or not self.nodes[name].alive()]
-            fresh = [self._spawn(name, spec, plan) for name in lacking]
-        except OSError as error:
-            raise EngineError(f"cannot start a node: {error}") from None
-        deadline = time.monotonic() + 60
-        while not all(_listener(node.path) for node in fresh):
-            if time.monotonic() > deadline or stopped() or not all(node.alive() for node in fresh):
-                raise EngineError("a node did not start", f"to see why: RANK=0 {sys.executable} {NODE} -c pass")
-            time.sleep(0.01)
-
-    def _spawn(self, name: str, spec: JobSpec, plan: Plan) -> _Node:
-        path = self.folder / f"{name}.sock"
-        path.unlink(missing_ok=True)
-        env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(path), "NODE_GRACE": str(spec.grace)}
-        visible = ",".join(plan.gpus)  # so that modules find the GPUs of the job when they are imported
-        env |= {"NODE_PRELOAD": " ".join(plan.inventory.preload), "NODE_KEY": self.key.hex()}
-        env["CUDA_VISIBLE_DEVICES"] = visible
-        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the node holds it as long as it lives
-        child = subprocess.Popen(
-            [sys.executable, "-I", f"-Xutf8={sys.flags.utf8_mode}", str(NODE)],  # it imports nothing of the job's
-            env=env,
-            cwd=self.cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=[lock],
-        )
-        os.close(lock)
-        self.nodes[name] = _Node(path, child.pid, child)
-        return self.nodes[name]
-
-    def alive(self) -> set[str]:
-        """The nodes that run."""
-        return {name for name, node in list(self.nodes.items()) if node.alive()}
-
-    def adopt(self, spec: JobSpec, plan: Plan, run: Path) -> set[int]:
-        """Find the nodes by their sockets, and ask them for their workers."""
-        self._settle(plan, run)
-        return self.adopt_workers(plan)
-
-    def explain(self, end: WorkerExit, node: str) -> str:
-        """The cause: its node has ended, or the kernel has killed a process for lack of memory."""
-        if node not in self.links or node not in self.alive():  # its connections are closed before it has ended
-            return "node lost"
-        return "out of memory" if end.code == LOST and self.signs.get(end.rank) == "oom" else ""
-
-    def troubles(self) -> dict[str, str]:
-        """None: local processes are neither paused nor cut off from the network."""
-        return {}
-
-    def discard(self, nodes: Iterable[str]) -> None:
-        """Kill nodes, with their workers."""
-        _end([self.nodes[name] for name in nodes], 0, (signal.SIGKILL,))
-
-    def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
-        """End the nodes and all that runs in them; clean up those of a cluster."""
-        if self.stays:
-            return self._clean(self.nodes)
-        _end(list(self.nodes.values()), grace)
-        if self.folder.name:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> ProcessSession:
+        """The processes of a job; raises EngineError if there is no key to talk to them."""
+        return ProcessSession(self.state / plan.home, spec, plan, run, warn)
 
     def jobs(self) -> list[JobState]:
         """The jobs whose nodes listen."""
@@ -192,35 +116,139 @@ class ProcessEngine(Linked):
         _end([_Node(path, pid) for path, pid in _waiting(self.state / job_id)], grace)
         shutil.rmtree(self.state / job_id, ignore_errors=True)
 
-    # --- details
 
-    def _settle(self, plan: Plan, run: Path) -> None:
-        """Set the job, and find those of its nodes that listen."""
-        self._take_key(run)
-        self.folder, self.cwd, self.stays = self.state / plan.home, plan.inventory.code, bool(plan.inventory.cluster)
+class ProcessSession:
+    """The local processes that are the nodes of one job."""
+
+    def __init__(self, folder: Path, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
+        """`folder` is where nodes listen, and `run` what they would mount; raises EngineError if it has no key."""
+        self.folder, self.spec, self.run, self.key = folder, spec, run, key_of(run)
+        self.cwd, self.stays = plan.inventory.code, bool(plan.inventory.cluster)  # whether nodes outlive the job
+        self.nodes: dict[str, _Node] = {}
+        self.clients = NodeClients(self, warn)
+
+    def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
+        """Start a waiting process for each node that has none."""
+        if why := unencodable(self.spec):  # nodes have our locale, and reject such text
+            raise EngineError(why, "export LC_ALL=C.UTF-8")
+        self._find()
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                (self.folder / "run").symlink_to(self.run)
+            lacking = [name for name in plan.nodes if name not in self.nodes or not self.nodes[name].alive()]
+            fresh = [self._spawn(name, plan) for name in lacking]
+        except OSError as error:
+            raise EngineError(f"cannot start a node: {error}") from None
+        deadline = time.monotonic() + 60
+        while not all(_listener(node.path) for node in fresh):
+            if time.monotonic() > deadline or stopped() or not all(node.alive() for node in fresh):
+                raise EngineError("a node did not start", f"to see why: RANK=0 {sys.executable} {NODE} -c pass")
+            time.sleep(0.01)
+
+    def _spawn(self, name: str, plan: Plan) -> _Node:
+        path = self.folder / f"{name}.sock"
+        path.unlink(missing_ok=True)
+        env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(path), "NODE_GRACE": str(self.spec.grace)}
+        visible = ",".join(plan.gpus)  # so that modules find the GPUs of the job when they are imported
+        env |= {"NODE_PRELOAD": " ".join(plan.inventory.preload), "NODE_KEY": self.key.hex()}
+        env["CUDA_VISIBLE_DEVICES"] = visible
+        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the node holds it as long as it lives
+        child = subprocess.Popen(
+            [sys.executable, "-I", f"-Xutf8={sys.flags.utf8_mode}", str(NODE)],  # it imports nothing of the job's
+            env=env,
+            cwd=self.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[lock],
+        )
+        os.close(lock)
+        self.nodes[name] = _Node(path, child.pid, child)
+        return self.nodes[name]
+
+    def alive(self) -> dict[str, str]:
+        """The nodes that run, all on this machine."""
+        return {name: "" for name, node in list(self.nodes.items()) if node.alive()}
+
+    def warmed(self, nodes: Iterable[str], patience: float) -> bool:
+        """Wait until nodes have imported what workers will need."""
+        return self.clients.warmed(nodes, patience)
+
+    def adopt(self, plan: Plan) -> set[int]:
+        """Find the nodes by their sockets, and ask them for their workers."""
+        self._find()
+        return self.clients.adopt(plan)
+
+    def gather(self, stopped: Callable[[], bool]) -> None:
+        """Do nothing: nodes write to the job's folder itself."""
+
+    def start(self, plan: Plan) -> None:
+        """Start the workers of a plan."""
+        self.clients.start(plan)
+
+    def wait(self, timeout: float) -> Observed:
+        """What has happened to the workers; local processes are neither paused nor cut off from the network."""
+        return Observed(self.clients.wait(timeout), self.clients.starting())
+
+    def doing(self) -> dict[int, Doing]:
+        """What the running workers are doing."""
+        return self.clients.doing()
+
+    def explain(self, end: WorkerExit, node: str) -> str:
+        """The cause: its node has ended, or the kernel has killed a process for lack of memory."""
+        if node not in self.clients.connections or node not in self.alive():  # connections close before it has ended
+            return "node lost"
+        return "out of memory" if end.code == LOST and self.clients.exit_hints.get(end.rank) == "oom" else ""
+
+    def stop(self, how: Stop) -> None:
+        """Ask all workers to end."""
+        self.clients.stop(how)
+
+    def discard(self, nodes: Iterable[str]) -> None:
+        """Kill nodes, with their workers."""
+        _end([self.nodes[name] for name in nodes], 0, (signal.SIGKILL,))
+
+    def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
+        """End the nodes and all that runs in them; clean up those of a cluster."""
+        if self.stays:
+            return self.discard(self.clients.clean(self.nodes))
+        _end(list(self.nodes.values()), grace)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _find(self) -> None:
+        """Find those of the job's nodes that listen."""
         for path, pid in _waiting(self.folder):
             if path.stem not in self.nodes or not self.nodes[path.stem].alive():
                 self.nodes[path.stem] = _Node(path, pid)
 
-    def _connect(self, node: str) -> Link | None:
+    # --- what connections to nodes ask for
+
+    def connect(self, node: str) -> NodeConnection | None:
+        """Connect to the socket of a node; None if nothing listens there."""
         try:
             return sockets.connect(self.nodes[node].path, self.key)
         except (OSError, KeyError):
             return None
 
-    def _exists(self, node: str) -> bool:
-        return node in self.alive()
-
-    def _request(self, worker: WorkerPlan) -> dict[str, Any]:
-        return {"env": os.environ | {"PYTHONUNBUFFERED": "1"} | worker.env, "inherit": False, "cwd": self.cwd}
-
-    def _lost(self, nodes: set[str]) -> None:
-        """Kill the workers of nodes that have died, with their process groups."""
-        for pid in [self.pids[rank] for node in nodes for rank in self._on(node) if rank in self.pids]:
+    def runs(self, node: str) -> bool:
+        """No: the node has died. Kills the process groups of its workers."""
+        for pid in [self.clients.pids[rank] for rank in self.clients.on(node) if rank in self.clients.pids]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if pid > 1:  # the node reports it, so it is untrusted
                     os.killpg(pid, signal.SIGKILL)
-        super()._lost(nodes)
+        return False
+
+    def may_recover(self, node: str) -> bool:
+        """Whether it is alive, though it does not answer."""
+        return node in self.alive()
+
+    def request(self, worker: WorkerPlan) -> dict[str, Any]:
+        """The environment of this process and the worker's own."""
+        return {"env": os.environ | {"PYTHONUNBUFFERED": "1"} | worker.env, "inherit": False, "cwd": self.cwd}
 
 
 def _waiting(folder: Path) -> Iterator[tuple[Path, int]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrate.engines.base import never
-from orchestrate.engines.connection import ANSWERS, Link
+from orchestrate.engines.connection import ANSWERS, NodeConnection
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import remove, renew
 from orchestrate.node.trees import FOLDER, clear
@@ -68,7 +68,7 @@ def tidy(folder: Path, names: set[str]) -> None:
         renew(folder, 0o700)
 
 
-def connect(path: Path, key: bytes, comes: Callable[[], bool] = never) -> Link:
+def connect(path: Path, key: bytes, comes: Callable[[], bool] = never) -> NodeConnection:
     """Connect to a node's Unix socket; if it is missing, wait for it while it still `comes()`, asked once a second.
 
     Raises OSError if nothing listens there, or a program without the key. A node could have replaced its socket by a
@@ -80,7 +80,7 @@ def connect(path: Path, key: bytes, comes: Callable[[], bool] = never) -> Link:
         sock.settimeout(ANSWERS)  # the listener may never accept
         try:
             _dial(sock, path)
-            link = Link(sock, key)
+            link = NodeConnection(sock, key)
             if link.greet(ANSWERS):
                 return link
             raise ConnectionRefusedError(f"what listens at {path} is not the node")

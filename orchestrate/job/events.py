@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.files.folder import regular
-from orchestrate.files.forms import Form, fits, number, numbered, one_of, seconds, sequence, text, truth
+from orchestrate.files.forms import Form, each, fits, number, numbered, one_of, seconds, sequence, text, truth
 from orchestrate.job.outcomes import Cause, GenerationResult
 
 Event = dict[str, Any]
@@ -32,6 +32,7 @@ CAUSE: Form = {
 }
 FORMS: dict[str, Form] = {  # of the events that a second supervisor goes on from
     "generation_starting": {"generation": COUNT},
+    "nodes_up": {"hosts": each(text)},
     "worker_ended": {"rank": COUNT, "exit_code": COUNT, "stopping": truth},
     "workers_stopping": {"why": text},
     "hang": {"states": numbered(text)},
@@ -137,6 +138,7 @@ class History:
         self.exits: list[Event] = []  # what is known of its workers' ends
         self.stopping = ""  # why its workers were asked to end
         self.states: dict[int, str] = {}  # of its workers, as letters of proc(5), where it hung
+        self.hosts: dict[str, str] = {}  # the machines of its nodes, where there are several
         self.outcome: tuple[str, str] | None = None  # word and why, once it was decided
         for event in events:
             self._add(event)
@@ -150,6 +152,8 @@ class History:
         name = event["event"]
         if name == "generation_starting":
             self.running, self.exits, self.stopping, self.states = event["generation"], [], "", {}
+        elif name == "nodes_up":
+            self.hosts = event["hosts"]
         elif name == "worker_ended":
             self.exits.append(event)
         elif name == "workers_stopping":

@@ -73,7 +73,7 @@ class Plan:
     inventory: Inventory
     nodes: tuple[str, ...]  # names; the first is the master
     nproc_per_node: int
-    gpus: tuple[str, ...]
+    gpus: tuple[str, ...]  # of all its nodes, also of those that are missing
     reason: str  # why the workers run on CPU, where they do
     limits: Limits  # of each node
     workers: tuple[WorkerPlan, ...]
@@ -213,7 +213,7 @@ def plan(
         inventory=inventory,
         nodes=nodes,
         nproc_per_node=nproc,
-        gpus=offered[:wanted],
+        gpus=offered[: wanted_nodes * nproc],
         reason="" if gpus else "--gpus none" if spec.gpus == "none" else inventory.no_gpus,
         limits=_limits(spec, inventory),
         workers=tuple(workers),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from typing import Any
 
+from orchestrate.engines.base import Stop
 from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import LOST, Cause, GenerationResult, ObservedExit, WorkerExit
 from orchestrate.job.plan import Plan
 from orchestrate.supervise import hang
 from orchestrate.supervise.diagnosis import PEERS_FAIL, TIMEOUT, blame, complains, diagnose
+from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import FAST
 from orchestrate.supervise.running import PATIENCE, Running
 
@@ -27,11 +28,11 @@ AFTER_GRACE = 5.0  # seconds that nodes have, after the grace period, to say tha
 class Generation:
     """Follows the workers of one plan."""
 
-    def __init__(self, job: Running, plan: Plan, furthest: int, nodes_back: Callable[[], bool]) -> None:
-        """`furthest` is the highest step of earlier generations; `nodes_back()` tells when missing nodes are back."""
-        self.job, self.plan, self.engine, self.emit = job, plan, job.engine, job.emit
+    def __init__(self, job: Running, plan: Plan, furthest: int, nodes: Nodes) -> None:
+        """`furthest` is the highest step of earlier generations; `nodes` tells where they are, and when one is back."""
+        self.job, self.plan, self.emit, self.nodes = job, plan, job.emit, nodes
         self.spec, self.traces, self.stops = job.spec, job.traces, job.stops
-        self.best, self.nodes_back = furthest, nodes_back
+        self.best = furthest
         self.running = {worker.rank for worker in plan.workers}
         self.launched = False
         self.awaited: set[int] | None = None  # workers that have not started yet; None if all have
@@ -77,7 +78,7 @@ class Generation:
         self.given = 0
         if self.why:
             self._give_time()
-        strangers = self.engine.adopt(self.spec, self.plan, self.job.run) & self.running
+        strangers = self.job.session.adopt(self.plan) & self.running
         if strangers:  # on nodes that live, but do not know them
             for rank in strangers:
                 self.known[rank] = "engine lost" if self.engine_lost else "interrupted"
@@ -103,7 +104,7 @@ class Generation:
             nodes = {self.plan.workers[rank].node for rank in self.running}
             self.emit("workers_lost", ranks=sorted(self.running))
             try:
-                self.engine.discard(nodes)
+                self.job.session.discard(nodes)
             except EngineError as error:
                 self.emit("nodes_left", error=str(error))
             if not self.ends:  # of which another supervisor may have known more
@@ -138,25 +139,23 @@ class Generation:
         """Start the workers, once."""
         if not self.launched:
             self.launched = True
-            self.engine.start(self.plan.workers, self.plan.command)
+            self.job.session.start(self.plan)
             facts = {"generation": self.plan.generation, "imports": self.plan.inventory.packages}
             self.emit("generation_started", **facts)
             self.awaited, self.noted = set(), time.monotonic()
 
     def _step(self) -> None:
         if self.given < self.wanted:
-            self.engine.stop(kill=self.wanted > 1)
+            self.job.session.stop(Stop.KILL if self.wanted > 1 else Stop.TERMINATE)
             self.given = self.wanted
-        ends = self.engine.wait(timeout=0.1)
-        for text in self.engine.warnings():
-            self.emit("warning", text=text)
-        for end in ends:
+        seen = self.job.session.wait(timeout=0.1)
+        for end in seen.exits:
             if end.rank in self.running:
                 self._ended(end)
         self._stop_if_failing()
         if time.monotonic() > self.killing:
             self._kill()
-        self._look_for_started()
+        self._look_for_started(seen.starting)
         if self.stops() > self.heard:
             self.heard = self.stops()
             self._stop(BY_USER)
@@ -164,19 +163,19 @@ class Generation:
             self._stop(BY_MAX_RUN)
         if not self.why and self.traces.gone():
             self._stop(REMOVED)
-        self._look_for_trouble()
+        self._look_for_trouble(seen.troubles)
         if self.why or self.hung:
             return
         if self.watch_for_hangs and self.watch_for_hangs.hung(bool(self.troubles)):
             self._hang()
-        elif not self.troubles and self.nodes_back():
+        elif not self.troubles and self.nodes.are_back():
             self._at_a_checkpoint()
 
-    def _look_for_started(self) -> None:
+    def _look_for_started(self, starting: set[int]) -> None:
         """Report the workers that others have waited for a second, and that all have started."""
         if self.awaited is None or self.why:
             return
-        awaited = self.engine.starting() & self.running
+        awaited = starting & self.running
         if awaited and awaited == self.running:
             self.started = time.monotonic()  # the time in which nodes import says nothing about the script
         if not awaited:
@@ -231,9 +230,9 @@ class Generation:
     def _give_time(self) -> None:
         self.give_up = time.monotonic() + AFTER_GRACE + (0 if self.wanted > 1 else self.spec.grace)
 
-    def _look_for_trouble(self) -> None:
+    def _look_for_trouble(self, found: dict[str, str]) -> None:
         """Note nodes that are paused, for which we wait, and those that are cut off, for which we do not wait long."""
-        troubles = {node: what for node, what in self.engine.troubles().items() if node in self.plan.nodes}
+        troubles = {node: what for node, what in found.items() if node in self.plan.nodes}
         for node in self.troubles.keys() - troubles.keys():
             if any(self.plan.workers[rank].node == node for rank in self.running):  # else it has been given up
                 self.emit("node_well", node=node)
@@ -263,15 +262,15 @@ class Generation:
 
     def _hang(self) -> None:
         """Have every worker print where it stands; find out whom they wait for; kill them."""
-        states = self.engine.doing()
+        states = self.job.session.doing()
         letters = {rank: doing.state for rank, doing in states.items() if rank in self.running}
         self.emit("hang", states={str(rank): state for rank, state in letters.items()}, after=self.spec.hang_after)
         self.hung = self._stuck(min(self.running), "the job hung; the engine was lost before it was known where")
-        self.engine.dump()
+        self.job.session.stop(Stop.DUMP)
         deadline = time.monotonic() + DUMP_TAKES
         frozen = {rank for rank, letter in letters.items() if letter in hang.FROZEN}  # they print nothing
         while self.running - frozen and time.monotonic() < deadline:
-            for end in self.engine.wait(timeout=0.1):
+            for end in self.job.session.wait(timeout=0.1).exits:
                 self._ended(end)
         self.hung = self._late(letters)
         self._stop(FAILED)
@@ -300,16 +299,16 @@ class Generation:
             return self.hung
         window = min(PEERS_FAIL, self.spec.grace)  # later, it is we who kill
         exit, known = blame(self.ends, self.traces.words, window)
-        known = known or self.known.get(exit.rank, "")
+        known, node = known or self.known.get(exit.rank, ""), self.plan.workers[exit.rank].node
         if not known:
             try:
-                known = self.engine.explain(exit, self.plan.workers[exit.rank].node)
+                known = self.job.session.explain(exit, node)
             except EngineError:
                 known = "engine lost"
         if self.engine_lost and known.startswith("node "):
             known = "engine lost"
         words, log = self.traces.words(exit.rank), str(self.traces.log(exit.rank))
-        return diagnose(self.plan, exit, known, words, log, self.engine.host(self.plan.workers[exit.rank].node))
+        return diagnose(self.plan, exit, known, words, log, self.nodes.hosts.get(node, ""))
 
     def _result(self, word: str, why: str, cause: Cause | None = None) -> GenerationResult:
         lasted = time.monotonic() - self.started
@@ -336,7 +335,7 @@ class _Watch:
     """Finds out that a job hangs: nothing was written for the whole time, and nobody computed in its last half."""
 
     def __init__(self, generation: Generation) -> None:
-        self.traces, self.engine = generation.traces, generation.engine
+        self.traces, self.job = generation.traces, generation.job
         self.patience = generation.spec.hang_after or float("inf")
         self.looked = self.active = self.asked = time.monotonic()
         self.activity: object = None
@@ -354,7 +353,7 @@ class _Watch:
         if now - self.active < self.patience / 2 or now - self.asked < self.patience / 10:
             return False  # asking the nodes is not free
         before, passed = self.cpu, now - self.asked
-        self.cpu = {rank: doing.cpu for rank, doing in self.engine.doing().items()}
+        self.cpu = {rank: doing.cpu for rank, doing in self.job.session.doing().items()}
         self.asked = now
         if any(seconds - before.get(rank, seconds) > hang.IDLE * passed for rank, seconds in self.cpu.items()):
             self.active, self.cpu = now, {}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
+from orchestrate.engines.ports import port
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.job.plan import Plan, in_order, names, plan
 from orchestrate.supervise.running import Running
@@ -18,10 +19,10 @@ REJOIN = (10.0, 300.0)  # seconds between two tries to bring a missing node back
 class Nodes:
     """Those that the engine keeps for one job."""
 
-    def __init__(self, job: Running, plan: Plan, keep: Callable[[Plan], None]) -> None:
-        """`plan` is that of the newest generation, and `keep` writes down the plan of each new one."""
-        self.job, self.plan, self.keep = job, plan, keep
-        self.spec, self.engine, self.emit = job.spec, job.engine, job.emit
+    def __init__(self, job: Running, hosts: dict[str, str], keep: Callable[[Plan], None]) -> None:
+        """`hosts` is where the nodes were last, as far as they have hosts; `keep` writes down each new plan."""
+        self.job, self.plan, self.hosts, self.keep = job, job.plan, hosts, keep
+        self.spec, self.emit = job.spec, job.emit
         self.pool = ThreadPoolExecutor(1)
         self.rejoining: Future[None] | None = None
         self.rejoin_at, self.rejoin_delay = 0.0, REJOIN[0]
@@ -34,7 +35,7 @@ class Nodes:
         error = ""
         everything = replace(self._planned(wanted, number), nodes=names(self.spec, spares=True))
         try:
-            if number and self.spec.spares and len(self.engine.alive()) >= len(wanted):
+            if number and self.spec.spares and len(self.job.session.alive()) >= len(wanted):
                 # A spare node takes the place of one that is lost; that one comes back meanwhile.
                 self.rejoining = self.pool.submit(self._up, everything)
             else:
@@ -42,11 +43,12 @@ class Nodes:
         except EngineLost:
             raise
         except EngineError as lacking:
-            if not number or (self.spec.min_trainers is None and len(self.engine.alive()) < len(wanted)):
+            if not number or (self.spec.min_trainers is None and len(self.job.session.alive()) < len(wanted)):
                 raise
             error = str(lacking)
             self.rejoin_at = time.monotonic() + self.rejoin_delay
-        nodes = in_order(self.engine.alive())[: len(wanted)]
+        alive = self.job.session.alive()
+        nodes = in_order(alive)[: len(wanted)]
         missing = len(wanted) - len(nodes)
         error = error or f"{len(nodes)} of {len(wanted)} nodes are alive"
         fewest = self.spec.trainers if self.spec.min_trainers is None or not number else self.spec.min_trainers
@@ -54,9 +56,9 @@ class Nodes:
             raise EngineError(error)
         if missing:
             self.emit("nodes_missing", nodes=list(nodes), missing=missing, error=error)
-        hosts = {node: host for node in nodes if (host := self.engine.host(node))}
-        self.emit("nodes_up", nodes=list(nodes), **({"hosts": hosts} if hosts else {}))
-        self.job.write(lambda: self.engine.gather(lambda: self.job.stops() > 0))
+        self.hosts = {node: alive[node] for node in nodes if alive[node]}
+        self.emit("nodes_up", nodes=list(nodes), hosts=self.hosts)
+        self.job.write(lambda: self.job.session.gather(lambda: self.job.stops() > 0))
         self.plan = self._planned(nodes, number)
         self.job.write(lambda: self.keep(self.plan))
 
@@ -87,7 +89,7 @@ class Nodes:
         while True:
             try:
                 self.job.patiently(lambda: self._up(wanted), EngineLost, "engine_lost")
-                alive = len(self.engine.alive())
+                alive = len(self.job.session.alive())
                 if alive >= len(wanted.nodes):
                     return
                 raise EngineError(f"{alive} of {len(wanted.nodes)} nodes are alive")
@@ -99,11 +101,11 @@ class Nodes:
                     raise
 
     def _up(self, wanted: Plan) -> None:
-        self.engine.up(self.spec, wanted, self.job.run, lambda: self.job.stops() > 0)
+        self.job.session.up(wanted, lambda: self.job.stops() > 0)
 
     def _planned(self, nodes: tuple[str, ...], generation: int) -> Plan:
         """The plan of a generation; the first one has been made already, and shown."""
         if generation == self.plan.generation and nodes == self.plan.nodes:
             return self.plan
-        port = self.engine.port(self.spec, generation)
-        return plan(self.spec, self.plan.inventory, self.plan.job_id, port, generation, nodes)
+        inventory = self.plan.inventory
+        return plan(self.spec, inventory, self.plan.job_id, port(inventory.network, generation), generation, nodes)

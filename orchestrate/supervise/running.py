@@ -6,11 +6,13 @@ import errno
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from orchestrate.engines.base import Engine
+from orchestrate.engines.base import Engine, Session
 from orchestrate.errors import EngineError
 from orchestrate.job.events import Recorder
+from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import Traces
 
@@ -28,11 +30,17 @@ class Running:
     """A job that is being supervised."""
 
     spec: JobSpec
+    plan: Plan  # of the generation that was the newest when this supervisor began
     run: Path  # the folder that nodes see: the job's, or that of its cluster, in which the job's is
     engine: Engine
     emit: Recorder
     stops: Callable[[], int]  # how often the job was asked to stop
     traces: Traces
+
+    @cached_property
+    def session(self) -> Session:
+        """The nodes and workers of the job; raises EngineError if there is no way to them, and may be asked again."""
+        return self.engine.open(self.spec, self.plan, self.run, lambda text: self.emit("warning", text=text))
 
     def hurried(self) -> bool:
         """Whether the job was asked to stop a second time."""

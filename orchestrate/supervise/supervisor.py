@@ -40,10 +40,11 @@ class Supervisor:
         `run` is the folder that nodes see: the job's, or that of its cluster, in which the job's is.
         `stops()` is how often the job was asked to stop.
         """
-        self.job = Running(spec=spec, run=run, engine=engine, emit=emit, stops=stops, traces=traces)
-        self.spec, self.engine, self.emit, self.stops, self.traces = spec, engine, emit, stops, traces
-        self.nodes = Nodes(self.job, replace(plan, command=spec.command), keep)  # that of plan.json shows no secrets
+        plan = replace(plan, command=spec.command)  # that of plan.json shows no secrets
+        self.job = Running(spec=spec, plan=plan, run=run, engine=engine, emit=emit, stops=stops, traces=traces)
+        self.spec, self.emit, self.stops, self.traces = spec, emit, stops, traces
         self.history = History(emit.events)
+        self.nodes = Nodes(self.job, self.history.hosts, keep)
         logs = [rule["log"] for rule in spec.rules if "log" in rule]
         self.patterns = Patterns(logs, lambda text: emit("warning", text=text))
         self.met = False  # whether the engine knows the job, by `up` or `adopt`
@@ -70,7 +71,7 @@ class Supervisor:
         except BaseException:
             self.nodes.end_rejoining()
             with contextlib.suppress(EngineError):  # nodes with files that are not here stay
-                self.engine.down(0)
+                self.job.session.down(0)
             raise
         self.nodes.end_rejoining()
         self.emit("nodes_stopping")
@@ -78,18 +79,16 @@ class Supervisor:
         try:
             grace = 0 if self.job.hurried() else self.spec.grace
             if self.met:
-                self.engine.down(grace, self.job.hurried)
+                self.job.session.down(grace, self.job.hurried)
             elif self.plan.inventory.cluster:
-                self.engine.adopt(self.spec, self.plan, self.job.run)
-                self.engine.down(grace, self.job.hurried)
+                self.job.session.adopt(self.plan)
+                self.job.session.down(grace, self.job.hurried)
             else:  # what another supervisor has left; this one has not asked for any node
-                self.engine.remove(self.plan.job_id, grace)
+                self.job.engine.remove(self.plan.job_id, grace)
             self.emit("nodes_down")
         except OrchestrateError as error:
             left = str(error)
             self.emit("nodes_left", error=left)
-        for text in self.engine.warnings():
-            self.emit("warning", text=text)
         if failure:
             raise failure
         assert outcome
@@ -102,7 +101,7 @@ class Supervisor:
     def _meet(self) -> None:
         """Know the nodes that an earlier supervisor has left: what they have written may not be here yet."""
         with contextlib.suppress(EngineError):
-            self.engine.adopt(self.spec, self.plan, self.job.run)
+            self.job.session.adopt(self.plan)
             self.met = True
 
     def _carry(self) -> JobResult:
@@ -168,7 +167,7 @@ class Supervisor:
         return self._generation()
 
     def _generation(self) -> Generation:
-        return Generation(self.job, self.plan, self.history.furthest, self.nodes.are_back)
+        return Generation(self.job, self.plan, self.history.furthest, self.nodes)
 
     def _note(self, ended: GenerationResult) -> GenerationResult:
         self.history.ended.append(ended)

@@ -25,7 +25,7 @@ from docker.models.containers import Container
 from docker.models.networks import Network
 
 from orchestrate.engines.base import never
-from orchestrate.engines.connection import ANSWERS, Link
+from orchestrate.engines.connection import ANSWERS, NodeConnection
 from orchestrate.engines.docker.address import address
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
@@ -129,7 +129,7 @@ class Daemon:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(act, containers))
 
-    def talk(self, container: str, command: list[str], key: bytes, patience: float = ANSWERS) -> Link | None:
+    def talk(self, container: str, command: list[str], key: bytes, patience: float = ANSWERS) -> NodeConnection | None:
         """Run a command in a container that connects its stdin and stdout to a node; None if the node does not answer.
 
         `key` is that of the node, which must answer within `patience` seconds.
@@ -145,10 +145,11 @@ class Daemon:
                     return None
                 raise
         frames = Frames()
-        link = Link(stream._sock.dup(), key, frames.stdout)  # dup: only the garbage collector closes the SDK's own
-        link.partial = frames.stdout(_ahead(stream))
+        own = stream._sock.dup()  # only the garbage collector closes the SDK's
+        connection = NodeConnection(own, key, frames.stdout)
+        connection.partial = frames.stdout(_ahead(stream))
         stream._response.close()
-        return link if link.greet(patience) else None
+        return connection if connection.greet(patience) else None
 
     def compose(
         self,

@@ -27,25 +27,35 @@ NO_GPU = "containers of the engine find no GPU"
 NOT_LOOKED = f"GPUs were not looked for: a plan runs no image but {IMAGE}, which this engine does not have"
 
 
-def inventory(daemon: Daemon, spec: JobSpec, run: Path, prepare: bool) -> Inventory:
-    """Check the image, build or pull it if `prepare` allows it, and list the GPUs; raises ResourceError.
+def hopeless(daemon: Daemon, spec: JobSpec) -> bool:
+    """Whether a job asks for GPUs that containers cannot have: no image need be built for it."""
+    return spec.gpus not in ("auto", "none") and not toolkit.way(daemon.info)
 
-    `run` is the folder that nodes will see. Raises UsageError for folders that cannot be mounted.
+
+def prepare(daemon: Daemon, spec: JobSpec) -> None:
+    """Have the image of a job, unless the job cannot run here anyway; raises ResourceError."""
+    if not hopeless(daemon, spec):
+        ensure_image(daemon, spec)
+
+
+def inventory(daemon: Daemon, spec: JobSpec, run: Path, look_inside: bool) -> Inventory:
+    """Check the image, and list the GPUs; raises ResourceError.
+
+    `run` is the folder that nodes will see; `look_inside` allows to run the job's image, which must be here then.
+    Raises UsageError for folders that cannot be mounted.
     """
-    way = toolkit.way(daemon.info)
-    hopeless = spec.gpus not in ("auto", "none") and not way  # before the image is built for nothing
-    if not hopeless:
-        has_image(daemon, spec, prepare)
+    way, look_inside = toolkit.way(daemon.info), look_inside and not hopeless(daemon, spec)
+    if not hopeless(daemon, spec):
         volumes(daemon, spec.image)  # raises ResourceError for volumes that nodes cannot have
     code = code_folder(spec.command)
     _check_access(spec, code)
-    python = probe.python(daemon, spec.image, run) if prepare and not hopeless else "python"
+    python = probe.python(daemon, spec.image, run) if look_inside else "python"
     modules = preload(spec, code)
     offered = Offer(why=NO_TOOLKIT)
     if spec.gpus != "none" and way:
-        image = _looking(daemon, spec, prepare)
+        image = _looking(daemon, spec, look_inside)
         offered = _offer(daemon, image, run, spec) if image else Offer(why=NOT_LOOKED)
-    look = offered.gpus and prepare and may_use_torch(spec, modules)
+    look = offered.gpus and look_inside and may_use_torch(spec, modules)
     if look and (why := probe.useless(daemon, spec.image, run, python, offered.gpus)):
         offered = Offer(why=f"{spec.image} cannot use the GPUs: {why}")
     if run.name == NODES:
@@ -81,13 +91,18 @@ def _check_access(spec: JobSpec, code: Path) -> None:
             )
 
 
-def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
-    """Whether the engine has the image; builds or pulls it if `prepare` allows it; raises ResourceError."""
-    with daemon.asking(f"could not inspect {spec.image}"), contextlib.suppress(docker.errors.ImageNotFound):
-        daemon.client.images.get(spec.image)
+def has_image(daemon: Daemon, image: str) -> bool:
+    """Whether the engine has an image."""
+    with daemon.asking(f"could not inspect {image}"), contextlib.suppress(docker.errors.ImageNotFound):
+        daemon.client.images.get(image)
         return True
-    if not prepare:
-        return False
+    return False
+
+
+def ensure_image(daemon: Daemon, spec: JobSpec) -> None:
+    """Build or pull the image of a job, unless the engine has it; raises ResourceError."""
+    if has_image(daemon, spec.image):
+        return
     try:
         if spec.image == IMAGE:
             say(f"building the image {IMAGE} (once, about 6 GB; this takes some minutes)")
@@ -100,7 +115,6 @@ def has_image(daemon: Daemon, spec: JobSpec, prepare: bool) -> bool:
     except ERRORS as error:
         hint = "check the name, `docker login`, or build it: docker build -t NAME ."
         raise ResourceError(f"no image {spec.image} here, nor to pull: {reason(error)}", hint) from None
-    return True
 
 
 def _pull(daemon: Daemon, image: str) -> None:
@@ -119,9 +133,9 @@ def _pull(daemon: Daemon, image: str) -> None:
     phase("")
 
 
-def _looking(daemon: Daemon, spec: JobSpec, prepare: bool) -> str:
+def _looking(daemon: Daemon, spec: JobSpec, look_inside: bool) -> str:
     """The image that looks for GPUs: the project's own if it exists; the job's only if the job will run."""
-    return IMAGE if has_image(daemon, JobSpec(), prepare=False) else spec.image if prepare else ""
+    return IMAGE if has_image(daemon, IMAGE) else spec.image if look_inside else ""
 
 
 @during("looking for GPUs")

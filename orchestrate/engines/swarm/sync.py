@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from orchestrate.engines.base import never
-from orchestrate.engines.connection import Link
+from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.swarm.fetch import Fetch, reachable, same
 from orchestrate.engines.swarm.fetch import link as place_link
 from orchestrate.errors import EngineError
@@ -47,7 +47,7 @@ class _Node:
 
     name: str
     logs: list[str]  # paths
-    link: Link | None = None
+    link: NodeConnection | None = None
     files: dict[str, Facts] = field(default_factory=dict)  # copied files; links have no facts
     failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # failed files: facts and time
     fetching: Fetch | None = None
@@ -58,7 +58,7 @@ class Mirror:
     """Copies the files of a job in the background while it runs."""
 
     def __init__(
-        self, home: Path, folder: str, ranks: dict[str, list[int]], connect: Callable[[str], Link | None]
+        self, home: Path, folder: str, ranks: dict[str, list[int]], connect: Callable[[str], NodeConnection | None]
     ) -> None:
         """Copy `folder` of these nodes from now on, and the logs of their ranks; earlier nodes take precedence.
 

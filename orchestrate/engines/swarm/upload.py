@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from orchestrate.engines.connection import ANSWERS, Link
+from orchestrate.engines.connection import ANSWERS, NodeConnection
 from orchestrate.engines.docker.ignored import kept
 from orchestrate.engines.docker.mounts import apart
 from orchestrate.engines.swarm.sync import OWN
@@ -102,7 +102,7 @@ def _parts(file: BinaryIO, dense: BinaryIO) -> list[tuple[int, int]]:
     return found
 
 
-def give(link: Link, folder: str, file: BinaryIO, tag: str) -> None:
+def give(link: NodeConnection, folder: str, file: BinaryIO, tag: str) -> None:
     """Send a tar file that a node unpacks in a folder; `tag` is its SHA-256.
 
     Raises EngineError if the node fails, ConnectionError if it has gone.
@@ -118,7 +118,9 @@ def give(link: Link, folder: str, file: BinaryIO, tag: str) -> None:
             return
 
 
-def visited(nodes: Iterable[str], reach: Callable[[str], Link], act: Callable[[Link], None]) -> dict[str, EngineError]:
+def visited(
+    nodes: Iterable[str], reach: Callable[[str], NodeConnection], act: Callable[[NodeConnection], None]
+) -> dict[str, EngineError]:
     """Call `act` with a new connection to each node, in parallel; return the errors by node.
 
     Raises EngineLost.

@@ -1,0 +1,339 @@
+"""The nodes of a job as containers: Compose brings them up, and the SDK finds them by label."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from docker.models.containers import Container
+
+from orchestrate.engines import sockets
+from orchestrate.engines.base import Observed, Stop, never
+from orchestrate.engines.clients import DYING, NodeClients, key_of
+from orchestrate.engines.connection import NodeConnection
+from orchestrate.engines.docker import labels, mounts, objects, toolkit
+from orchestrate.engines.docker.client import Daemon, Events, begin
+from orchestrate.engines.docker.guard import Guard, wanted
+from orchestrate.engines.docker.volumes import WIPED, volumes
+from orchestrate.errors import EngineError, EngineLost
+from orchestrate.files.paths import PROJECT, JobPaths
+from orchestrate.job.outcomes import LOST, Doing, WorkerExit
+from orchestrate.job.plan import Plan, WorkerPlan
+from orchestrate.job.spec import JobSpec
+
+RECONCILE = 5.0  # seconds between two lists of containers, in case the event stream has lost something
+LAG = 0.1  # seconds by which the engine's list of containers lags behind its events
+SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has exited
+SIGNS = 0.2  # seconds in which events explain the loss of a node
+HOST_NETWORK = Path(__file__).with_name("host-network.yml")
+UP = ("running", "paused")  # the states of a container that still has its processes
+PIPE = ["-I", "-S", "/opt/orchestrate/node/pipe.py"]
+SOCKETS = "/run/orchestrate"  # where nodes on this kernel listen
+LISTENS = 60.0  # seconds from a container's start until its node listens; 5 for the lowest `cpus`, if idle
+
+
+class DockerSession:
+    """The containers that are the nodes of one job: Compose brings them up, and they are found by their label."""
+
+    def __init__(self, daemon: Daemon, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
+        """`run` is the folder that nodes mount; raises EngineError if they could not have it, or it has no key."""
+        self.daemon, self.spec, self.warn, self.key = daemon, spec, warn, key_of(run)
+        self.home = plan.home  # the job, or the cluster that the nodes belong to
+        self.stays = bool(plan.inventory.cluster)  # whether the nodes outlive the job
+        self.network = "host" if spec.network == "host" else f"{plan.home}_job"
+        self.sockets = JobPaths(run.parent).sockets  # the folder of the nodes' sockets on this machine
+        code = plan.inventory.code
+        command = () if plan.job_id == plan.inventory.cluster else spec.command  # a cluster runs none
+        self.mounts = partial(mounts.of_nodes, run, Path(code), command)  # those that the Compose file does not have
+        self.devices = toolkit.service(toolkit.way(daemon.info), plan.gpus)  # of each node, in a Compose file
+        self.env = self._environment(plan, run)
+        # The inodes of mounted folders, by their paths in nodes.
+        self.folders = mounts.inodes(run, Path(code)) if self.env["NODE_SOCKETS"] else {}
+        self.nodes: dict[str, Container] = {}
+        self.seen_events: dict[str, set[str]] = {}  # container id: the actions in its events
+        self.dying: set[str] = set()  # ids of containers that were asked to end, but are still listed as running
+        self.troubles: dict[str, str] = {}  # node: paused or partition
+        self.looked = 0.0
+        self.guard = Guard(daemon, self.home, run) if wanted(spec) else None
+        self.clients = NodeClients(self, warn)
+        self.events = Events(daemon, self._ours)
+        self.clients.watch(self.events.bell, self._hear)
+
+    def _environment(self, plan: Plan, run: Path) -> dict[str, str]:
+        """What the Compose file is filled in with."""
+        spec, way = self.spec, toolkit.way(self.daemon.info)
+        return {
+            "JOB_ID": self.home,
+            "JOB_OWNER": str(os.getuid()),
+            "NODE_MODE": "wait",
+            "NODE_KEY": self.key.hex(),
+            "NODE_IMAGE": spec.image,
+            "NODE_PYTHON": plan.inventory.python,
+            "NODE_CODE": plan.inventory.code,
+            "NODE_JOB_DIR": str(run),
+            "NODE_USER": self.daemon.user(run, spec),
+            "NODE_RUNTIME": "nvidia" if plan.gpus and way != "cdi" else self.daemon.info["DefaultRuntime"],
+            "NODE_GPUS": (",".join(plan.gpus) if way != "cdi" else "") or "void",
+            "NODE_SHM": spec.shm_size,
+            "NODE_MEMORY": str(plan.limits.memory),
+            "NODE_TMP": str(plan.limits.tmp),
+            "NODE_PIDS": str(plan.limits.processes),
+            "NODE_CPUS": str(spec.cpus or 0),
+            "NODE_GRACE": str(spec.grace),
+            "NODE_PRELOAD": " ".join(plan.inventory.preload),
+            "NODE_FILTERED": "1" if wanted(spec) else "",
+            "NODE_SOCKETS": SOCKETS if self._same_kernel() and sockets.possible(run.parent) else "",
+        }
+
+    def _same_kernel(self) -> bool:
+        """Whether we can connect to a node's socket in the run directory, which is named after its host name."""
+        desktop = "Docker Desktop" in self.daemon.info["OperatingSystem"]  # a virtual machine
+        return sys.platform == "linux" and not desktop and self.network != "host"
+
+    def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
+        """Bring up the nodes that are missing or not healthy."""
+        self._bring_up(plan, stopped)
+        if self.guard and self.stays:  # so that the next job need not wait for the filter
+            self.guard.finish(self._well_ones)
+            self._warn()
+
+    def _bring_up(self, plan: Plan, stopped: Callable[[], bool]) -> None:
+        if len(self._well_nodes()) >= len(plan.nodes):
+            return
+        self._mend()
+        if len(self._well_nodes()) >= len(plan.nodes):
+            return
+        scale = f"trainer={len(plan.nodes) - 1}"
+        arguments = ("--detach", "--no-build", "--no-recreate", "--pull", "never", "--scale", scale)
+        self._project(stopped, "up", *arguments, "master", "trainer")
+        missing = len(plan.nodes) - len(self._well_nodes())
+        if missing > 0:
+            raise EngineError(f"Compose did not bring up {missing} of {len(plan.nodes)} nodes", "see docker compose ls")
+
+    def _mend(self) -> None:
+        """Repair existing containers, faster than Compose, which then adds the missing ones."""
+        found = self._look().values()
+        self.daemon.each((node for node in found if node.status != "exited" and not self._well(node)), Container.kill)
+        with self.daemon.asking("could not connect a node to its network"):
+            for network in self.daemon.networks(self.network):
+                for node in found:
+                    if self.network not in node.attrs["NetworkSettings"]["Networks"]:
+                        network.connect(node, aliases=[node.attrs["Labels"]["com.docker.compose.service"]])
+        self.daemon.each((node for node in found if not self._well(node)), begin)
+
+    def _well_nodes(self) -> dict[str, Container]:
+        self.nodes = self._well_ones()
+        return self.nodes
+
+    def _well_ones(self) -> dict[str, Container]:
+        """The healthy nodes; starts the helper of those that have just started."""
+        found = {name: node for name, node in self._look().items() if self._well(node)}
+        if self.guard:
+            self.guard.begin(found.values())
+        return found
+
+    def alive(self) -> dict[str, str]:
+        """The nodes that run, and are neither paused nor cut off; all are on this machine."""
+        return dict.fromkeys(self._well_ones(), "")
+
+    def warmed(self, nodes: Iterable[str], patience: float) -> bool:
+        """Wait until nodes have imported what workers will need."""
+        return self.clients.warmed(nodes, patience)
+
+    def adopt(self, plan: Plan) -> set[int]:
+        """Find the nodes by their label, and ask them for their workers."""
+        self.nodes = self._look()
+        return self.clients.adopt(plan)
+
+    def gather(self, stopped: Callable[[], bool]) -> None:
+        """Do nothing: nodes write to the job's folder itself."""
+
+    def start(self, plan: Plan) -> None:
+        """Start the workers on their nodes."""
+        if self.guard:
+            self.guard.finish(self._well_ones)
+        self.clients.listen(0)  # earlier events are about earlier generations
+        self.seen_events = {}
+        self.clients.start(plan)
+
+    def wait(self, timeout: float) -> Observed:
+        """What nodes report of their workers; also checks the containers every few seconds."""
+        exits = self.clients.wait(timeout)
+        if self.clients.running and time.monotonic() - self.looked > RECONCILE:
+            self._reconcile()
+            self.looked = time.monotonic()
+        self._warn()
+        return Observed(exits, self.clients.starting(), dict(self.troubles))
+
+    def doing(self) -> dict[int, Doing]:
+        """What the running workers are doing."""
+        return self.clients.doing()
+
+    def explain(self, end: WorkerExit, node: str) -> str:
+        """The cause, from what its node has reported, events, and the state of the container."""
+        hint = self.clients.exit_hints.get(end.rank)
+        if hint == "oom":
+            return "out of memory" if end.code == LOST else "out of memory in a child"
+        until = time.monotonic() + SIGNS
+        while hint is None and time.monotonic() < until:
+            self.clients.listen(until - time.monotonic())
+        container = self.nodes.get(node)
+        seen = self.seen_events.get(str(container.id), set()) if container else set()
+        try:
+            found = self._look()
+        except EngineLost:
+            if hint == "":  # its node runs, and is reached without the engine
+                return ""
+            raise
+        if not any(container.status == "running" for container in found.values()):
+            self._expect_shutdown()
+        runs = node in found and found[node].status == "running"
+        if "oom" in seen and not runs:
+            return "out of memory"
+        if hint == "ending" or "kill" in seen or "destroy" in seen:
+            if runs and "die" not in seen:  # the engine may report it later than the node
+                self.dying.add(str(found[node].id))
+            return "node stopped"
+        if not runs:
+            return "node lost"
+        return "" if self._well(found[node]) else "partition"
+
+    def stop(self, how: Stop) -> None:
+        """Ask all workers to end; where that is final, unpause nodes first, whose workers could not react."""
+        if how is not Stop.DUMP:
+            paused = {name for name, what in self.troubles.items() if what == "paused"}
+            self.daemon.each([self.nodes[name] for name in paused & self.nodes.keys()], Container.unpause)
+        self.clients.stop(how)
+
+    def discard(self, nodes: Iterable[str]) -> None:
+        """Remove containers by force."""
+        found = [self.nodes[name] for name in nodes if name in self.nodes]
+        self.daemon.each(found, lambda node: node.remove(force=True, v=True))
+
+    def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
+        """Remove nodes and network; clean up the nodes of a cluster for another job."""
+        self.events.close()
+        self._warn()
+        if self.guard:
+            self.guard.close()
+        if self.stays:
+            self.nodes = {name: node for name, node in self._look().items() if self._well(node)}
+            if unclean := self.clients.clean(self.nodes):
+                self.discard(unclean)
+            sockets.tidy(self.sockets, {str(node.short_id) for node in self.nodes.values()})
+        else:  # an idle node has no workers to stop
+            objects.remove(self.daemon, self.home, grace if self.clients.running else 0, [self.sockets])
+
+    def _warn(self) -> None:
+        for text in self.guard.warnings() if self.guard else ():
+            self.warn(text)
+
+    # --- containers
+
+    def _look(self) -> dict[str, Container]:
+        """The job's containers by the names of their nodes; waits for those that are being killed."""
+        deadline = time.monotonic() + DYING
+        while True:
+            self._hear()
+            found = {labels.node(node): node for node in objects.nodes_of(self.daemon, self.home)}
+            if time.monotonic() > deadline or not any(
+                node.id in self.dying and node.status == "running" for node in found.values()
+            ):
+                self.dying = set()
+                return found
+            time.sleep(0.02)
+
+    def _well(self, container: Container) -> bool:
+        """Whether it is running, not paused, and on the job's network."""
+        networks = container.attrs["NetworkSettings"]["Networks"]
+        return container.status == "running" and self.network in networks
+
+    # --- what connections to nodes ask for
+
+    def may_recover(self, node: str) -> bool:
+        """Whether it has its processes still, as a paused one does."""
+        return node in self.nodes and self.nodes[node].status in UP
+
+    def connect(self, node: str) -> NodeConnection | None:
+        """Connect to a node's socket, or through the engine; None if it does not run."""
+        if node not in self.nodes:
+            return None
+        container = self.nodes[node]
+        if container.status == "running" and self.env["NODE_SOCKETS"]:
+            with contextlib.suppress(OSError, EngineError):
+                path = self.sockets / str(container.short_id)
+                return sockets.connect(path, self.key, lambda: self.daemon.young(container, LISTENS))
+        return self.daemon.talk(str(container.id), [self.env["NODE_PYTHON"], *PIPE], self.key)
+
+    def request(self, worker: WorkerPlan) -> dict[str, Any]:
+        """The worker's environment, and what its node must see first: the packet filter, and the mounted folders."""
+        filtered = self.guard is not None and self.guard.expects(self.nodes[worker.node])
+        return {"env": worker.env, "inherit": True, "cwd": None, "filtered": filtered, "folders": self.folders}
+
+    def runs(self, node: str) -> bool:
+        """Whether its container is up: the connection may have ended alone."""
+        found = self._look().get(node)
+        if found is None or found.status not in UP:
+            return False
+        if found.status == "paused":
+            raise EngineLost(f"{node} is paused")
+        self.nodes[node] = found
+        return True
+
+    # --- events
+
+    def _hear(self) -> None:
+        for event in self.events.taken():
+            self._read(event)
+
+    def _ours(self, event: dict[str, Any]) -> bool:
+        attributes = event["Actor"]["Attributes"]
+        return self.home in (attributes.get(labels.JOB), attributes.get("name", "").removesuffix("_job"))
+
+    def _read(self, event: dict[str, Any]) -> None:
+        """Record an event of a container, or that the containers must be listed."""
+        action, actor, attributes = event["Action"], event["Actor"]["ID"], event["Actor"]["Attributes"]
+        if action == "kill" and attributes.get("signal") in ("9", "15"):
+            self.seen_events.setdefault(actor, set()).add(action)
+            self.dying.add(actor)
+        elif action in ("oom", "destroy", "die"):
+            self.seen_events.setdefault(actor, set()).add(action)
+            self.dying.discard(actor)
+        if event["Type"] == "network" or action in ("pause", "unpause", "die"):
+            self.looked = time.monotonic() - RECONCILE + LAG
+
+    def _reconcile(self) -> None:
+        """List the containers: which nodes have ended, and which are paused or cut off."""
+        found = self._look()
+        self.troubles = {name: "paused" for name, node in found.items() if node.status == "paused"}
+        cut_off = [name for name, node in found.items() if node.status == "running" and not self._well(node)]
+        self.troubles |= dict.fromkeys(cut_off, "partition")
+        working = set(self.clients.running.values())
+        self.clients.broken |= {node for node in working if node not in found or node not in self.clients.connections}
+
+    def _expect_shutdown(self) -> None:
+        """Raise EngineLost if no node is left because the daemon is being stopped or was restarted."""
+        deadline = time.monotonic() + SHUTDOWN
+        while time.monotonic() < deadline:
+            if self.events.broken > time.monotonic() - 2 * SHUTDOWN:
+                raise EngineLost("the engine was restarted")
+            with self.daemon.asking("does not answer"):
+                self.daemon.client.ping()
+            time.sleep(0.2)
+
+    def _project(self, stopped: Callable[[], bool], *arguments: str) -> None:
+        sockets.share(self.sockets, self.env["NODE_USER"])
+        files = [PROJECT / "docker-compose.yml", *([HOST_NETWORK] if self.network == "host" else []), "-"]
+        options = [word for file in files for word in ("--file", str(file))]
+        words = ["--project-name", self.home, "--profile", "gpu", *options, *arguments]
+        wiped = [*WIPED, *volumes(self.daemon, self.env["NODE_IMAGE"])]
+        env = {**self.env, "NODE_WIPE": " ".join(wiped)}
+        more = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []
+        given = mounts.document([*self.mounts(), *more], self.devices)
+        self.daemon.compose(*words, env=env, given=given, capture=True, stopped=stopped)

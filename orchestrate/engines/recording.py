@@ -1,0 +1,161 @@
+"""An engine without nodes, to test what uses engines: it plays a script, and records what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from orchestrate.engines.base import Engine, JobState, Observed, Session, Stop, never
+from orchestrate.errors import EngineError
+from orchestrate.job.outcomes import Doing, WorkerExit
+from orchestrate.job.plan import Inventory, Plan, names
+from orchestrate.job.spec import JobSpec
+
+
+class RecordingEngine:
+    """An engine with one job, and the session of that job.
+
+    What it is to find out is in its attributes, which may be changed at any time, and its methods may be replaced.
+    """
+
+    name = "recording"
+
+    def __init__(self, *generations: list[list[WorkerExit]], stubborn: bool = False) -> None:
+        """Each generation is a list of exits per call of `wait`; a stop ends the rest, unless they are `stubborn`."""
+        self.generations, self.stubborn = [list(batches) for batches in generations], stubborn
+        self.calls: list[str] = []  # what it was asked that changes something
+        self.plans: list[Plan] = []  # those that were started
+        self.graces: list[float] = []  # of each clean-up
+        self.states: list[JobState] = []  # of the jobs that there are
+        self.things: list[str] = []  # that the job holds; `up` makes its nodes, `down` and `remove` remove everything
+        self.nodes = {*names(JobSpec(trainers=2))}
+        self.missing: set[str] = set()  # nodes that cannot be brought up
+        self.hosts: dict[str, str] = {}  # by node
+        self.slow: list[set[int]] = []  # workers that have not started yet, by call of `wait`
+        self.warm = True  # whether nodes import in time
+        self.full: list[OSError] = []  # why files do not come home, by call of `gather`
+        self.run = Path()  # the folder that nodes would see
+        self.warn: Callable[[str], None] = lambda text: None
+        self.running: set[int] = set()
+        self.batches: list[list[WorkerExit]] = []
+
+    # --- the engine
+
+    def prepare(self, spec: JobSpec) -> None:
+        """Record the call."""
+        self.calls.append("prepare")
+
+    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> Inventory:
+        """Two cores and no GPU."""
+        return Inventory(
+            engine=self.name,
+            about="no nodes",
+            cores=(0, 1),
+            gpus=(),
+            no_gpus="it has none",
+            network="bridge",
+            master_addr="",
+            interface="eth0",
+            job_dir=str(run),
+        )
+
+    def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> RecordingEngine:
+        """Itself."""
+        self.run, self.warn = run, warn
+        return self
+
+    def jobs(self) -> list[JobState]:
+        """Those of `states`."""
+        return self.states
+
+    def holds(self, job_id: str) -> list[str]:
+        """What is in `things`."""
+        return [*self.things]
+
+    def remove(self, job_id: str, grace: float) -> None:
+        """Record the call."""
+        self.calls.append(f"remove {job_id}")
+        self.graces.append(grace)
+        self.things.clear()
+
+    # --- the session
+
+    def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
+        """Record the call; raises EngineError if a node of the plan is missing."""
+        self.calls.append("up")
+        if self.missing & set(plan.nodes):
+            raise EngineError("no such node")
+        self.things = [f"container {node}" for node in plan.nodes]
+
+    def alive(self) -> dict[str, str]:
+        """The nodes that are not missing."""
+        return {node: self.hosts.get(node, "") for node in self.nodes - self.missing}
+
+    def warmed(self, nodes: Iterable[str], patience: float) -> bool:
+        """Record the call."""
+        self.calls.append("warmed")
+        return self.warm
+
+    def adopt(self, plan: Plan) -> set[int]:
+        """Play the next generation, as one that runs already."""
+        self.calls.append("adopt")
+        self.running = {worker.rank for worker in plan.workers}
+        self.batches = self.generations.pop(0) if self.generations else []
+        return set()
+
+    def gather(self, stopped: Callable[[], bool]) -> None:
+        """Raise the next error of `full`."""
+        if self.full:
+            self.calls.append("gather")
+            raise self.full.pop()
+
+    def start(self, plan: Plan) -> None:
+        """Play the next generation."""
+        self.calls.append("start")
+        self.plans.append(plan)
+        self.running = {worker.rank for worker in plan.workers}
+        self.batches = self.generations.pop(0)
+
+    def wait(self, timeout: float) -> Observed:
+        """The next exits of the generation."""
+        exits = self.batches.pop(0) if self.batches else []
+        self.running -= {end.rank for end in exits}
+        return Observed(exits, self.slow.pop(0) if self.slow else set(), self.troubles())
+
+    def troubles(self) -> dict[str, str]:
+        """What `wait` tells of nodes: none is in trouble."""
+        return {}
+
+    def doing(self) -> dict[int, Doing]:
+        """Every running worker sleeps."""
+        return {rank: Doing("S", 1.0) for rank in self.running}
+
+    def explain(self, end: WorkerExit, node: str) -> str:
+        """Nothing but the exit code is known."""
+        return ""
+
+    def stop(self, how: Stop) -> None:
+        """Record the call; the workers end at the next `wait` that finds no others, but not for a dump."""
+        if how is Stop.DUMP:
+            return self.dump()
+        self.calls.append("kill" if how is Stop.KILL else "stop")
+        if how is Stop.KILL or not self.stubborn:
+            code = 137 if how is Stop.KILL else 143
+            self.batches.append([WorkerExit(rank, code) for rank in sorted(self.running)])
+
+    def dump(self) -> None:
+        """What workers do that are to print their stacks: record the call."""
+        self.calls.append("dump")
+
+    def discard(self, nodes: Iterable[str]) -> None:
+        """Record the call."""
+        self.calls.append(f"discard {' '.join(sorted(nodes))}")
+
+    def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
+        """Record the call."""
+        self.calls.append("down")
+        self.graces.append(grace)
+        self.things.clear()
+
+
+_: tuple[Engine, Session] = (RecordingEngine(), RecordingEngine())  # it is both, as a type checker proves

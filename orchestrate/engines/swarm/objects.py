@@ -1,0 +1,184 @@
+"""What one job has in a Swarm: services, tasks, network, secret and relay."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from docker.models.containers import Container
+
+from orchestrate.engines.docker import helpers, labels
+from orchestrate.engines.swarm import service_spec as parts
+from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, unstarted
+from orchestrate.errors import EngineError
+from orchestrate.files.paths import PACKAGE
+from orchestrate.job.plan import Plan
+from orchestrate.job.spec import JobSpec
+
+PLACED = 1.0  # seconds within which a task is assigned to a host
+LAST = "2000"  # log lines to fetch of a lost task
+RELAYS, RELAYED = 128 << 20, 32 << 20  # bytes of memory of a relay, and of its connections to a node: some 4 MB each
+PROCESSES = 4096  # of a relay, one for each connection
+
+
+class SwarmJob:
+    """The objects of one job."""
+
+    def __init__(self, manager: Manager, spec: JobSpec, plan: Plan, run: Path, key: bytes) -> None:
+        """`run` is the folder that nodes would mount; `key` is that of the nodes and their relay."""
+        self.manager, self.spec, self.plan, self.run, self.key = manager, spec, plan, run, key
+        self.daemon, self.client, self.api = manager.daemon, manager.client, manager.api
+        self.home = plan.home  # the job, or the cluster that the nodes belong to
+        self.network = "host" if spec.network == "host" else f"{plan.home}_job"
+        self.port = parts.port(spec, plan.home)  # where the relay answers
+        self.labels = {labels.JOB: plan.home, labels.RUN: str(run), labels.OWNER: str(os.getuid())}
+        self.relay: Container | None = None
+
+    def tasks(self) -> list[ApiObject]:
+        """The tasks of the job, the newest last, each with the `Name` of its node."""
+        return self.manager.tasks(self.home)
+
+    def look(self) -> dict[str, ApiObject]:
+        """The newest task of each node, ended or not, by the node's name; also lists the hosts again."""
+        self.manager.hosts()
+        return {task["Name"]: task for task in self.tasks()}
+
+    def dead(self) -> set[str]:
+        """The ids of the tasks that have ended, as reported by hosts that are up."""
+        self.manager.hosts()
+        return {task["ID"] for task in self.tasks() if self.manager.answers(task) and ended(task)}
+
+    def refusal(self, old: set[str], impatient: bool) -> tuple[str, str] | None:
+        """Why a task not in `old` cannot start, and a hint; `impatient`: also for a task that no host takes."""
+        for task in self.tasks():
+            state, error = task["Status"]["State"], task["Status"].get("Err", "")
+            waits = state == "pending" and "no suitable node" in error
+            if task["ID"] not in old and (state == "rejected" or unstarted(task) or (waits and impatient)):
+                return parts.in_words(error, self.manager.host(task), self.spec.image)
+        return None
+
+    def replace(self, old: set[str]) -> bool:
+        """Replace tasks not in `old` whose containers failed to start, and add them to it; False if there are none."""
+        failed = [task for task in self.tasks() if task["ID"] not in old and unstarted(task)]
+        old |= {task["ID"] for task in failed}
+        for task in failed:
+            self.scale(task["Name"].partition("-")[0], 1)
+        return bool(failed)
+
+    def output(self, task: ApiObject) -> bytes:
+        """The last lines of a task's stdout, from Swarm's log; empty if they cannot be read."""
+        with contextlib.suppress(Exception):  # after any error of the SDK, the log only stays shorter
+            found = self.api.service_logs(task["ServiceID"], details=True, stdout=True, is_tty=False, tail=LAST)
+            lines = (line.partition(b" ") for line in b"".join(found).split(b"\n"))
+            return b"\n".join(text for details, _, text in lines if f"task.id={task['ID']}".encode() in details)
+        return b""
+
+    def prepare(self) -> None:
+        """Create the job's network."""
+        with self.daemon.asking("could not create the job's network"):
+            if self.network != "host" and not self.daemon.networks(self.network):
+                options = {"encrypted": ""} if self.spec.encrypt else {}
+                self.client.networks.create(
+                    self.network, "overlay", options=options, labels=self.labels, attachable=True
+                )
+
+    def connect(self) -> None:
+        """Start the relay, as a container: Swarm would count a task as a node, and spread the nodes to other hosts."""
+        with self.daemon.asking("could not start the relay"):
+            name = labels.helper_name(labels.RELAY, self.home)
+            found = self.client.containers.list(all=True, filters={"name": f"^/{name}$"})
+            if found and found[0].status != "running":
+                found.pop().remove(force=True, v=True)
+            self.relay = found[0] if found else self._start_relay(name)
+            self.relay.reload()
+
+    def _start_relay(self, name: str) -> Container:
+        nodes = self.spec.trainers + 1 + self.spec.spares
+        relay = helpers.create(
+            self.daemon,
+            RELAYS + nodes * RELAYED,
+            PROCESSES,
+            {"network_mode": self.network, "binds": [f"{PACKAGE}:/opt/orchestrate:ro"], "init": True},
+            name=name,
+            entrypoint=["python", "/opt/orchestrate/node"],
+            environment={"NODE_MODE": "relay", "NODE_PORT": str(self.port), "NODE_KEY": self.key.hex()},
+            labels=labels.only({labels.RELAY: self.home}),
+            user=self.daemon.user(self.run, self.spec),
+            healthcheck={"test": ["NONE"]},
+        )
+        self.api.start(relay)
+        return self.client.containers.get(relay)
+
+    def relay_address(self) -> tuple[str, int]:
+        """The relay's address and port, as nodes reach it."""
+        assert self.relay
+        if self.network == "host":
+            return self.manager.address, self.port
+        return str(self.relay.attrs["NetworkSettings"]["Networks"][self.network]["IPAddress"]), self.port
+
+    def node_address(self, task: ApiObject) -> tuple[str, int]:
+        """A node's address and port."""
+        if self.network == "host":
+            number = int(task["Name"].partition("-")[2] or 0)
+            return str(self.manager.known[task["NodeID"]]["Status"]["Addr"]), self.port + 1 + number
+        for attached in task.get("NetworksAttachments") or []:
+            if attached["Network"]["Spec"]["Name"] == self.network:
+                return str(attached["Addresses"][0].partition("/")[0]), self.port + 1
+        raise EngineError(f"{task['Name']} has no address on the job's network")
+
+    def scale(self, role: str, more: int) -> None:
+        """Add tasks to a service, which is created if it does not exist, and wait until they have their hosts.
+
+        With its restart policy, Swarm does not replace tasks that have ended; a new task gets the next slot.
+        """
+        if more <= 0:
+            return
+        count, deadline = len(self.tasks()) + more, time.monotonic() + PLACED
+        self._scale(role, more)
+        while time.monotonic() < deadline and sum("NodeID" in task for task in self.tasks()) < count:
+            time.sleep(0.02)  # tasks of two services that are placed at the same time may share a host
+
+    def _scale(self, role: str, more: int) -> None:
+        name = f"{self.home}-{role}"
+        with self.daemon.asking(f"could not start the service {name}"):
+            for service in self.manager.services(self.home):
+                there = service["Spec"]
+                if there["Name"] == name:  # any change other than the number would recreate all tasks
+                    self.api.update_service(
+                        service["ID"],
+                        service["Version"]["Index"],
+                        task_template=there["TaskTemplate"],
+                        name=name,
+                        labels=there["Labels"],
+                        mode={"Replicated": {"Replicas": there["Mode"]["Replicated"]["Replicas"] + more}},
+                        endpoint_spec={"Mode": "dnsrr"},
+                    )
+                    return
+            image = self.client.images.get(self.spec.image).attrs
+            template = parts.task(
+                self.spec,
+                self.plan,
+                role,
+                image=(image["RepoDigests"] or [image["Id"]])[0],
+                user=self.daemon.user(self.run, self.spec),
+                network=str(self.daemon.networks(self.network)[0].id),
+                secret=self._secret(),
+                key=self.key,
+                volumes=(image.get("Config") or {}).get("Volumes") or (),
+            )
+            self.api.create_service(  # type: ignore[no-untyped-call]
+                template,
+                name=name,
+                labels=self.labels,
+                mode={"Replicated": {"Replicas": more}},
+                endpoint_spec={"Mode": "dnsrr"},
+            )
+
+    def _secret(self) -> tuple[str, str]:
+        """Id and name of the job's secret."""
+        name = f"{self.home}-node"
+        found = self.client.secrets.list(filters={"name": name})
+        made = found[0].attrs if found else self.api.create_secret(name, parts.program(), self.labels)
+        return str(made["ID"]), name

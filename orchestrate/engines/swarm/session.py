@@ -1,0 +1,355 @@
+"""The nodes of a job as tasks of Docker Swarm on several hosts.
+
+Only Swarm's own ports have to be open between hosts, and no daemon listens on the network: we reach nodes through a
+relay, a small container on our own host that is on the job's network. Hosts need not share a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent import futures
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from orchestrate.engines.base import Observed, Stop, never
+from orchestrate.engines.clients import NodeClients, key_of
+from orchestrate.engines.connection import ANSWERS, NodeConnection
+from orchestrate.engines.swarm import service_spec as parts
+from orchestrate.engines.swarm.manager import ApiObject, Manager, coming, ended, well
+from orchestrate.engines.swarm.objects import SwarmJob
+from orchestrate.engines.swarm.sync import Mirror, rescued
+from orchestrate.engines.swarm.upload import code_files, give, mine, packed, visited
+from orchestrate.errors import EngineError
+from orchestrate.files.paths import log
+from orchestrate.job.outcomes import LOST, Doing, WorkerExit
+from orchestrate.job.plan import Plan, WorkerPlan
+from orchestrate.job.spec import JobSpec
+from orchestrate.node.lease import ASKS, LEASE
+from orchestrate.node.loop import STUCK
+
+LOOK = 2.0  # seconds between two lists of Swarm's tasks and hosts
+SILENT = 6.0  # seconds without a message after which a node counts as not answering
+STARTS, PULLS = 120.0, 3600.0  # seconds that Swarm may take to start the nodes, and to pull the image before that
+PENDING = 8.0  # seconds that a task may be pending, and in which one that fails to start is replaced
+ENDS = 2.0  # seconds that a node whose workers have ended takes to end
+BOOTS, AGAIN = 20.0, 2.0  # seconds that a node has to accept a connection, at first and later
+TELLS = 25.0  # seconds after which Swarm reports a host that does not answer; it needs 15
+STOPS = LEASE + 2 * ASKS + 2 * STUCK  # seconds within which a node that is cut off has killed its workers
+RESCUES = 5.0  # seconds that Swarm has to return the last lines of a lost task
+CATCHES_UP = 10.0  # seconds that copying the last lines of workers may take
+COMES_HOME = 3600.0  # seconds that copying all files of a job may take at its end
+HURRIES = 5.0  # seconds for the same if it was asked to stop twice; what is not copied then stays on its nodes
+PORTS = "7946/tcp, 7946/udp and 4789/udp must be open between the hosts: python -m orchestrate doctor"
+PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
+
+
+class SwarmSession:
+    """The nodes of one job."""
+
+    def __init__(self, manager: Manager, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
+        """`run` is the folder that nodes would mount; raises EngineError if it has no key."""
+        self.warn, self.key, self.manager = warn, key_of(run), manager
+        self.swarm = SwarmJob(manager, spec, plan, run, self.key)
+        self.stays, self.shared = bool(plan.inventory.cluster), bool(spec.volume)  # outlive the job; share a folder
+        self.files = run / plan.job_id if self.stays and plan.home != plan.job_id else run  # the job's folder here
+        self.job_dir = plan.inventory.job_dir  # the same in the nodes
+        self.clients = NodeClients(self, warn, self._heard, self._lost)
+        self.nodes: dict[str, ApiObject] = {}  # the task of each node
+        self.asked: dict[str, float] = {}  # node: since when an answer is outstanding
+        self.linked: dict[str, str] = {}  # node: the id of the task that its connection leads to
+        self.last_heard: dict[str, float] = {}  # node: when its last message arrived
+        self.first = ""  # the node of rank 0
+        self.looked = 0.0
+        self.unsure: dict[str, float] = {}  # id of a task that was lost: when its lease is over
+        self.kept = contextlib.ExitStack()
+        self.code: tuple[BinaryIO, str] | None = None  # as a tar file, and its digest
+        self.pool = futures.ThreadPoolExecutor(1)
+        self.lost: dict[int, str] = {}  # rank: its node, of workers whose last lines may be missing
+        self.supplied: set[str] = set()  # the ids of tasks that have the code
+        self.given_up: set[str] = set()  # the ids of tasks that count as lost, since they do not answer
+        self.mirror: Mirror | None = None
+
+    def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
+        """Start the nodes that are missing or not healthy, and send them the code."""
+        self.swarm.prepare()
+        began = time.monotonic()
+        found = self._well_nodes()
+        old = {task["ID"] for task in self.swarm.tasks() if ended(task)}
+        there = {name for name, task in self.nodes.items() if name in found or coming(task)}
+        for role, wanted in (("trainer", len(plan.nodes) - 1), ("master", 1)):
+            self.swarm.scale(role, wanted - sum(name.startswith(role) for name in there))
+        self.swarm.connect()
+        while len(found) < len(plan.nodes):
+            late = time.monotonic() - began > PENDING
+            why = self.swarm.refusal(old, impatient=late)
+            if why and (late or not self.swarm.replace(old)):
+                raise EngineError(*why)
+            pulls = any(coming(task) and task["Status"]["State"] == "preparing" for task in self.nodes.values())
+            if stopped() or time.monotonic() - began > (PULLS if pulls else STARTS):
+                raise EngineError(f"{len(plan.nodes) - len(found)} of {len(plan.nodes)} nodes did not start")
+            time.sleep(0.1)
+            found = self._well_nodes()
+        self._supply(Path(plan.inventory.code), found)
+
+    def alive(self) -> dict[str, str]:
+        """The nodes that have the code and run on hosts that are up, with their hosts."""
+        found = self._well_nodes().items()
+        return {name: self.manager.host(task) for name, task in found if task["ID"] in self.supplied}
+
+    def warmed(self, nodes: Iterable[str], patience: float) -> bool:
+        """Wait until nodes have imported what workers will need."""
+        return self.clients.warmed(nodes, patience)
+
+    def adopt(self, plan: Plan) -> set[int]:
+        """Find the nodes by their services, and ask them for their workers."""
+        self.swarm.prepare()
+        self.swarm.connect()
+        self._well_nodes()
+        strangers = self.clients.adopt(plan)
+        self._follow(plan.workers)
+        return strangers
+
+    def gather(self, stopped: Callable[[], bool]) -> None:
+        """Copy all files here: the next generation replaces the files on the nodes by those that are here."""
+        if self.mirror:
+            self.mirror.catch_up(COMES_HOME, stopped)
+            self.mirror.lacks_space()
+
+    def start(self, plan: Plan) -> None:
+        """Send every node the files of earlier generations, and start the workers."""
+        self.first = plan.workers[0].node
+        if self.mirror:
+            self.mirror.close()
+        while {task for task, until in self.unsure.items() if time.monotonic() < until} - self.swarm.dead():
+            time.sleep(0.2)  # an older generation may still run on a node that is cut off
+        self.unsure, self.asked = {}, {}
+        self._well_nodes()
+        self._bring(plan.workers)
+        for node, task in [(node, self.linked[node]) for node in self.clients.connections]:
+            if task != self._id(node) or task in self.given_up:  # replaced by a new task, or lost
+                self.clients.drop(node)
+        self._follow(plan.workers)
+        self.clients.start(plan)
+
+    def wait(self, timeout: float) -> Observed:
+        """What has happened; when the last worker has ended, waits until the last lines of their logs are here."""
+        exits = self.clients.wait(timeout)
+        if exits and self.mirror and not self.clients.running:
+            self.mirror.catch_up(CATCHES_UP)
+            self._rescue()
+        if self.clients.running and time.monotonic() - self.looked > LOOK:
+            self.looked = time.monotonic()
+            self._look_for_signs_of_life()
+        self._warn()
+        now = time.monotonic()
+        silent = [node for node in self.clients.running.values() if now - self.asked.get(node, now) > SILENT]
+        return Observed(exits, self.clients.starting(), dict.fromkeys(silent, "silent"))  # Swarm reports a host later
+
+    def _look_for_signs_of_life(self) -> None:
+        self._well_nodes()
+        self.clients.broken |= set(self.clients.running.values()) - self.clients.connections.keys()
+        for node in filter(self._gone, list(self.clients.connections)):
+            self.clients.drop(node)
+        for node, since in list(self.asked.items()):
+            if time.monotonic() - since > TELLS:  # Swarm reports nothing either: only the nodes' network is cut
+                self._give_up(node)
+        self.clients.tell("status")  # the answer is a sign of life
+        self.asked = dict.fromkeys(self.clients.connections, time.monotonic()) | self.asked
+
+    def doing(self) -> dict[int, Doing]:
+        """What the running workers are doing."""
+        return self.clients.doing()
+
+    def explain(self, end: WorkerExit, node: str) -> str:
+        """The cause, from what its node has reported, or from the state of its task and host."""
+        hint = self.clients.exit_hints.get(end.rank)
+        if hint == "oom":
+            return "out of memory" if end.code == LOST else "out of memory in a child"
+        if hint is not None:  # its node is alive, or has reported that it ends
+            return {"cut off": "host lost", "ending": "node stopped"}.get(hint, "")
+        deadline = time.monotonic() + TELLS
+        while True:
+            task = self.swarm.look().get(node)
+            if task and (not self.manager.answers(task) or task["ID"] in self.given_up):
+                return "host lost"
+            if not task or not well(task):
+                return "node lost"
+            if node in self.clients.connections or time.monotonic() > deadline:
+                return "" if node in self.clients.connections else "host lost"
+            time.sleep(0.2)
+
+    def stop(self, how: Stop) -> None:
+        """Ask all workers to end."""
+        self.clients.stop(how)
+
+    def discard(self, nodes: Iterable[str]) -> None:
+        """Give nodes up; Swarm cannot remove a single task, so they are removed at the end."""
+        for name in nodes:
+            self._give_up(name)
+
+    def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
+        """Copy all files here, then remove services, network and relay."""
+        if self.mirror:
+            if self.clients.connections:  # the last files are most likely here already
+                self.mirror.come_home(*((COMES_HOME, stopped) if grace else (HURRIES, never)))
+                for node in self.mirror.silent() & self._well_nodes().keys():
+                    raise EngineError(f"the files of {node} could not be copied: it does not answer", PORTS)
+            self._warn()
+            self.mirror.close()
+            self.mirror = None
+        if self.stays:
+            self.discard(self.clients.clean(self._well_nodes()))
+        else:
+            self._remove(grace)
+
+    def _remove(self, grace: float) -> None:
+        known = set(self.clients.connections)
+        self.clients.tell("end")  # a task that Swarm itself ends takes four seconds, of which it only waits for two
+        deadline = time.monotonic() + grace + ENDS
+        while known & self._well_nodes().keys() and time.monotonic() < deadline:
+            self.clients.listen(0.1)
+        for node in list(self.clients.connections):
+            self.clients.drop(node)
+        self.manager.remove(self.swarm.home, grace)
+
+    # --- details
+
+    def _warn(self) -> None:
+        for text in self.mirror.warnings() if self.mirror else ():
+            self.warn(text)
+
+    def _well_nodes(self) -> dict[str, ApiObject]:
+        self.nodes = self.swarm.look()
+        return {
+            name: task
+            for name, task in self.nodes.items()
+            if well(task) and self.manager.answers(task) and task["ID"] not in self.given_up
+        }
+
+    def _heard(self, node: str) -> None:
+        self.asked.pop(node, None)
+        self.last_heard[node] = time.monotonic()
+
+    def _lost(self, rank: int, node: str) -> None:
+        """Note that the last lines of a worker may be missing, and until when it may still run on its host."""
+        self.lost[rank] = node
+        if node in self.nodes:
+            self.unsure[self.nodes[node]["ID"]] = self.last_heard.get(node, time.monotonic()) + STOPS
+
+    def _id(self, node: str) -> str:
+        """The id of a node's task, when last listed."""
+        return str(self.nodes[node]["ID"]) if node in self.nodes else ""
+
+    def _gone(self, node: str) -> bool:
+        """Whether the task of a node has ended or its host is down, when last listed."""
+        task = self.nodes.get(node)
+        return task is not None and (ended(task) or not self.manager.answers(task))
+
+    def _give_up(self, node: str) -> None:
+        """Give a node up, and close its connection."""
+        self.asked.pop(node, None)
+        if node in self.nodes:
+            self.given_up.add(self.nodes[node]["ID"])
+        if node in self.clients.connections:
+            self.clients.drop(node)
+
+    def _rescue(self) -> None:
+        """Complete the logs of lost workers from Swarm's log, if it answers soon."""
+        lost, self.lost = self.lost, {}
+        tasks = self.swarm.look() if lost else {}
+        for rank, node in lost.items():
+            task, path = tasks.get(node), self.files / log(rank)
+            asked = self.pool.submit(self.swarm.output, task) if task and self.manager.answers(task) else None
+            with contextlib.suppress(futures.TimeoutError, OSError), path.open("r+b") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+                file.write(rescued(file.read(), asked.result(RESCUES) if asked else b"", rank))
+
+    # --- what connections to nodes ask for
+
+    def runs(self, node: str) -> bool:
+        """Whether its task runs, though the connection to it has ended."""
+        return node in self._well_nodes()
+
+    may_recover = runs
+
+    def connect(self, node: str) -> NodeConnection | None:
+        """Connect to a node through the relay; None if it does not run."""
+        self.linked[node] = self._id(node)
+        return self.reach(node)
+
+    def reach(self, node: str) -> NodeConnection | None:
+        """Connect to a node through the relay, and send it the relay's address for its lease."""
+        task, relay = self.nodes.get(node), self.swarm.relay
+        if task is None or relay is None or task["ID"] in self.given_up:
+            return None
+        address, port = self.swarm.node_address(task)
+        patience = AGAIN if task["ID"] in self.supplied else BOOTS
+        command = [*PIPE, address, str(port), str(patience)]
+        if link := self.manager.daemon.talk(str(relay.id), command, self.key, patience + ANSWERS):
+            link.send("lease", relay=self.swarm.relay_address())
+        return link
+
+    def request(self, worker: WorkerPlan) -> dict[str, Any]:
+        """Its environment, and how much of its log is here already."""
+        env = worker.env
+        if self.swarm.network == "host":  # nodes have no host names there
+            env = env | {"MASTER_ADDR": self.swarm.node_address(self.nodes[self.first])[0]}
+        path = self.files / log(worker.rank)
+        length = path.stat().st_size if path.exists() else 0
+        return {"env": env, "inherit": True, "cwd": parts.CODE, "log": length}
+
+    def _each(self, nodes: Iterable[str], act: Callable[[NodeConnection], None]) -> list[EngineError]:
+        """Call `act` with a new connection to each node, in parallel; give up nodes where it fails."""
+
+        def reached(node: str) -> NodeConnection:
+            if link := self.reach(node):
+                return link
+            raise EngineError(f"no connection to {node} on {self.manager.host(self.nodes[node])}", PORTS)
+
+        failed = visited(nodes, reached, act)
+        self.given_up |= {self.nodes[node]["ID"] for node in failed}
+        return [*failed.values()]
+
+    def _supply(self, code: Path, nodes: Iterable[str]) -> None:
+        """Send the code, as it was at the first call, to nodes without it; raises EngineError, ResourceError."""
+        if self.code is None:
+            run = self.swarm.run.parent
+            self.code = self.kept.enter_context(packed(code, code_files(code, run.parent), run))
+        file, digest = self.code
+
+        def act(link: NodeConnection) -> None:
+            if link.converse("status")["tags"].get(parts.CODE) != digest:
+                give(link, parts.CODE, file, digest)
+
+        for error in self._each(nodes, act):
+            raise error
+        self.supplied |= {self.nodes[name]["ID"] for name in nodes}
+
+    def _bring(self, workers: tuple[WorkerPlan, ...]) -> None:
+        """Send every node the files of earlier generations, unless all nodes share a folder."""
+        files = mine(self.files)
+        if self.shared or not files:
+            return
+        facts = {str(path.relative_to(self.files)): path.stat() for path in files if not path.is_symlink()}
+        here = {path: [status.st_size, status.st_mtime_ns] for path, status in facts.items()}
+        with packed(self.files, files, self.swarm.run.parent) as (file, digest):
+
+            def act(link: NodeConnection) -> None:
+                there = link.converse("news", folder=self.job_dir, have={})["files"]
+                same = {path: told[:2] for path, told in there.items()} == here  # it has written all of them
+                if not same and link.converse("status")["tags"].get(self.job_dir) != digest:
+                    give(link, self.job_dir, file, digest)
+
+            self._each(dict.fromkeys(worker.node for worker in workers), act)
+
+    def _follow(self, workers: tuple[WorkerPlan, ...]) -> None:
+        """Copy the files of nodes here from now on."""
+        ranks: dict[str, list[int]] = {}
+        for worker in workers:
+            ranks.setdefault(worker.node, []).append(worker.rank)
+        if self.mirror:
+            self.mirror.close()
+        self.mirror = Mirror(self.files, self.job_dir, ranks, self.reach)
