@@ -49,7 +49,7 @@ class Trainer:
 
     def ranks(self) -> list[str]:
         """The ranks of the workers that it is to start."""
-        return [env["RANK"] for env in self.hears()["start"]]
+        return [env["RANK"] for env in self.hears()["envs"]]
 
     def close(self) -> None:
         self.file.close()
@@ -86,7 +86,7 @@ class Project:
 
         self.trainers.append(made := Trainer(eventually(dial)))
         if hello:
-            made.say(hello=HELLO | facts)
+            made.say(say="hello", **HELLO | facts)
         return made
 
     def both(self) -> tuple[Trainer, Trainer]:
@@ -126,6 +126,6 @@ def master(project: Project) -> Iterator[SimpleNamespace]:
             project.start(code, NODE_ROLE="trainer", NODE_GRACE="1000", GIVEN="1")
             side = Trainer(server.accept()[0])
             project.trainers.append(side)
-            return SimpleNamespace(side=side, hello=side.hears()["hello"])
+            return SimpleNamespace(side=side, hello=side.hears())
 
         yield start

@@ -1,7 +1,6 @@
 """An engine whose nodes are played: the far ends of its connections are the test's."""
 
 import socket
-from typing import Any
 
 from ends import KEY, End, greeted
 from said import sent
@@ -9,6 +8,7 @@ from said import sent
 from orchestrate.engines.clients import NodeClients
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.job.plan import Plan, WorkerPlan
+from orchestrate.node import protocol
 
 
 class Node:
@@ -62,8 +62,8 @@ class Reached:
     def runs(self, node: str) -> bool:
         return node in self.nodes.look and not self.nodes.look.remove(node)
 
-    def request(self, worker: WorkerPlan) -> dict[str, Any]:
-        return {"env": worker.env, "inherit": True, "cwd": None}
+    def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
+        return protocol.Start([*command], worker.env, inherit=True)
 
 
 class Nodes(NodeClients):

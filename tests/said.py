@@ -3,20 +3,23 @@
 import json
 from typing import Any
 
+from orchestrate.node import protocol
+
 WHOLE: dict[str, dict[str, Any]] = {
     "started": {"generation": 0, "rank": 0, "pid": 7},
-    "ended": {"generation": 0, "rank": 0, "code": 0, "at": 1.0, "sign": "", "asked": False},
-    "status": {"generation": 0, "codes": {}, "signs": {}, "running": {}, "tags": {}, "time": 1.0, "importing": False},
-    "clean": {},
+    "ended": {"generation": 0, "rank": 0, "code": 0, "at": 1.0, "hint": "", "asked": False},
+    "status": {"generation": 0, "codes": {}, "hints": {}, "running": {}, "tags": {}, "time": 1.0, "importing": False},
+    "cleaned": {},
     "refused": {"error": "why"},
-    "put": {"tags": {}},
-    "news": {"logs": {}, "files": {}, "links": {}, "gone": []},
-    "read": {"data": "", "offset": 0, "facts": [0, 1, 1, 0o644]},
+    "failed": {"error": "why"},
+    "uploaded": {"tags": {}},
+    "changes": {"logs": {}, "files": {}, "links": {}, "gone": []},
+    "piece": {"data": "", "offset": 0, "facts": [0, 1, 1, 0o644]},
 }
 
 
-def said(say: str, **facts: Any) -> dict[str, Any]:
-    """A message of a node."""
+def told(say: str, **facts: Any) -> dict[str, Any]:
+    """A report of a node, as an object of JSON."""
     message = {"say": say, **WHOLE[say], **facts}
     if say == "status":
         idle = {"pid": 7, "state": "S", "cpu": 1.0}
@@ -24,6 +27,11 @@ def said(say: str, **facts: Any) -> dict[str, Any]:
     return message
 
 
+def said(say: str, **facts: Any) -> protocol.Report:
+    """A report of a node."""
+    return protocol.REPORTS[say](**{name: value for name, value in told(say, **facts).items() if name != "say"})
+
+
 def sent(say: str, **facts: Any) -> bytes:
     """The same, as it comes over a connection."""
-    return json.dumps(said(say, **facts)).encode() + b"\n"
+    return json.dumps(told(say, **facts)).encode() + b"\n"

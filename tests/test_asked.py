@@ -19,7 +19,7 @@ from ends import KEY, End
 from test_mirror import Node
 from waiting import PRELOAD, Waiting
 
-from orchestrate.node import wait, worker
+from orchestrate.node import protocol, wait, worker
 from orchestrate.node.warm import Forked
 
 PAUSES = "import os, signal\nprint(os.getpid())\nsignal.pause()"
@@ -110,7 +110,7 @@ def test_no_worker_must_start_where_a_filter_is_expected_and_there_is_none(waiti
     script, env = [str(waiting.folder / "0.py")], {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "3"}
     waiting.pipe.ask("start", command=script, env=env, inherit=True, cwd=None, filtered=True)
     ended = waiting.pipe.until("ended", rank=0, generation=3)
-    assert (ended["code"], ended["sign"], ended["asked"]) == (143, "ending", False)
+    assert (ended["code"], ended["hint"], ended["asked"]) == (143, "ending", False)
     assert waiting.log(0) == "" and waiting.status()["generation"] == -1
     waiting.pipe.heard.clear()
     waiting.pipe.ask("start", command=script, env=env, inherit=True, cwd=None, filtered=False)
@@ -152,7 +152,7 @@ def test_a_worker_that_must_not_start_must_end_as_one_that_was_asked_to(waiting)
     (waiting.folder / "generation").write_text("1\n")
     assert waiting.run(0, "print('late')") == 143
     ended = waiting.pipe.until("ended", rank=0)
-    assert (ended["generation"], ended["asked"], ended["sign"]) == (0, True, "")
+    assert (ended["generation"], ended["asked"], ended["hint"]) == (0, True, "")
 
 
 def test_a_node_that_is_asked_to_end_must_stop_its_workers_start_no_more_and_end(tmp_path):
@@ -165,7 +165,7 @@ def test_a_node_that_is_asked_to_end_must_stop_its_workers_start_no_more_and_end
     assert node.log(1) == "" and node.pipe.until("ended", rank=1)["asked"] is True
     os.kill(node.status()["running"]["0"]["pid"], signal.SIGKILL)
     ended = node.pipe.until("ended", rank=0)
-    assert (ended["code"], ended["sign"], ended["asked"]) == (137, "ending", True)
+    assert (ended["code"], ended["hint"], ended["asked"]) == (137, "ending", True)
     assert node.node.wait(timeout=150) == 0
     node.pipe.close()
 
@@ -191,7 +191,7 @@ def test_a_worker_of_another_job_must_take_over_a_node_that_was_not_cleaned(wait
     waiting.command(0, "-c", "print('ran')", JOB_ID="other")
     assert waiting.code(0) == 0
     assert gone(pid)
-    assert waiting.status() == {"generation": 0, "codes": {"0": 0}, "signs": {"0": ""}, "running": {}}
+    assert waiting.status() == {"generation": 0, "codes": {"0": 0}, "hints": {"0": ""}, "running": {}}
 
 
 # --- why workers end
@@ -204,7 +204,7 @@ def test_a_lack_of_memory_must_be_told_of_the_worker_that_ends_after_it(tmp_path
     assert node.run(0, "raise SystemExit(1)") == 1
     assert node.run(1, f"open({str(counter)!r}, 'w').write('oom_kill 3')\nraise SystemExit(1)") == 1
     assert node.run(2, "raise SystemExit(1)") == 1
-    assert node.status()["signs"] == {"0": "", "1": "oom", "2": ""}
+    assert node.status()["hints"] == {"0": "", "1": "oom", "2": ""}
     node.end()
 
 
@@ -230,7 +230,7 @@ def test_a_node_that_was_cut_off_must_say_so_of_the_workers_that_it_killed(tmp_p
         assert node.pipe.until("started", rank=0)
         node.pipe.ask("lease", relay=silent.getsockname())
         ended = node.pipe.until("ended", rank=0)
-    assert (ended["code"], ended["sign"]) == (137, "cut off")
+    assert (ended["code"], ended["hint"]) == (137, "cut off")
     node.end()
 
 
@@ -244,7 +244,7 @@ def test_workers_that_start_after_a_node_was_cut_off_must_end_for_reasons_of_the
         if generation == 0:
             node.cut_off()
         ends[generation](1)
-    assert [end["sign"] for end in told] == ["cut off", ""]
+    assert [end.hint for end in told] == ["cut off", ""]
 
 
 # --- what it leaves
@@ -322,15 +322,15 @@ def remote(tmp_path: Path) -> Iterator[Node]:
 def test_a_node_that_is_alone_with_its_folder_must_say_there_which_generation_may_save(remote):
     link = remote.connect()
     remote.start(link, PAUSES)
-    assert remote.until(link, "started")
+    assert remote.until(link, protocol.Started)
     assert (remote.job / "generation").read_text() == "0\n"
-    link.send("stop", kill=False)
-    assert remote.until(link, "ended")["code"] == 143
+    link.send(protocol.Stop(kill=False))
+    assert remote.until(link, protocol.Ended).code == 143
     assert (remote.job / "generation").read_text() == "0 over\n"
     remote.start(link, PAUSES)
-    assert remote.until(link, "ended")["code"] == 143
+    assert remote.until(link, protocol.Ended).code == 143
     remote.start(link, "print(open('job/generation').read())", generation=2)
-    assert remote.until(link, "ended")["code"] == 0
+    assert remote.until(link, protocol.Ended).code == 0
     assert (remote.job / "logs" / "rank-0.log").read_text().endswith("[node] generation 2\n2\n\n")
 
 
@@ -343,9 +343,9 @@ def test_a_node_that_shares_its_folder_must_leave_the_generation_to_the_orchestr
 
 def test_who_asks_for_files_alone_must_not_be_told_of_workers(remote):
     files, link = remote.connect(), remote.connect()
-    assert files.converse("news", folder=str(remote.job), have={})["files"] == {}
+    assert files.converse(protocol.GetChanges(str(remote.job), {}), protocol.Changes).files == {}
     remote.start(link, "print('ran')")
-    assert remote.until(link, "ended")["code"] == 0
+    assert remote.until(link, protocol.Ended).code == 0
     files.sock.setblocking(False)
     with pytest.raises(BlockingIOError):
         files.sock.recv(1)
@@ -354,7 +354,7 @@ def test_who_asks_for_files_alone_must_not_be_told_of_workers(remote):
 def test_a_worker_on_another_machine_must_find_its_interface_there(remote):
     link = remote.connect()
     remote.start(link, "import os\nprint(os.environ['GLOO_SOCKET_IFNAME'])")
-    assert remote.until(link, "ended")["code"] == 0
+    assert remote.until(link, protocol.Ended).code == 0
     assert (remote.job / "logs" / "rank-0.log").read_text() in ("lo\n", "lo0\n")
 
 
@@ -371,10 +371,10 @@ def test_nothing_that_was_asked_for_an_earlier_job_must_be_done_in_a_cleaned_nod
         known.sendall(ends[0].seal.close(json.dumps(evil).encode()))  # whose end comes later
         ends[1].send(json.dumps(evil).encode())
         waiting.node.send_signal(signal.SIGCONT)
-        assert waiting.pipe.until("clean")
+        assert waiting.pipe.until("cleaned")
         for sock in (known, late):
             with contextlib.suppress(ConnectionError):
                 sock.sendall(b"\n")
                 assert sock.recv(1 << 16) == b""
-    assert waiting.status() == {"generation": -1, "codes": {}, "signs": {}, "running": {}}
+    assert waiting.status() == {"generation": -1, "codes": {}, "hints": {}, "running": {}}
     assert descendants(waiting.node.pid) == []

@@ -20,7 +20,7 @@ def refused(cli, code: int, message: str, *arguments: str, **env: str) -> None:
     before = files(cli.folder)
     done = cli(*arguments, **env)
     assert done.returncode == code, done.stderr
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("pulling the image")]
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(("pulling the image", "looking for"))]
     assert lines[0].startswith("error: ") and message in lines[0]
     assert lines[1].startswith("hint: ") and len(lines) == 2
     assert done.stdout == ""

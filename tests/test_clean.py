@@ -17,9 +17,9 @@ def test_a_node_that_is_cleaned_must_know_nothing_and_have_nothing_of_the_last_j
     waiting.start(0, code + "import signal\nsignal.pause()")
     pids = eventually(lambda: waiting.log(0).split())
     waiting.pipe.ask("clean")
-    assert waiting.pipe.until("clean")
+    assert waiting.pipe.until("cleaned")
     assert all(gone(int(pid)) for pid in pids)
-    assert waiting.status() == {"generation": -1, "codes": {}, "signs": {}, "running": {}}
+    assert waiting.status() == {"generation": -1, "codes": {}, "hints": {}, "running": {}}
     assert not [message for message in waiting.pipe.heard if message["say"] == "ended"]
 
 
@@ -35,7 +35,7 @@ def test_what_a_worker_calls_its_processes_must_not_hide_them(waiting, name):
     pid = int(eventually(lambda: waiting.log(0)))
     eventually(lambda: waiting.status()["running"]["0"]["state"] == "S")
     waiting.pipe.ask("clean")
-    assert waiting.pipe.until("clean")
+    assert waiting.pipe.until("cleaned")
     assert gone(pid)
 
 
@@ -45,7 +45,7 @@ def test_a_cleaned_node_must_go_on_forking_workers(tmp_path):
         assert node.run(rank, f"import sys\nprint('{PRELOAD}' in sys.modules)") == 0
         assert node.log(rank) == "True\n"
         node.pipe.ask("clean")
-        assert node.pipe.until("clean")
+        assert node.pipe.until("cleaned")
         node.pipe.heard.clear()
     node.end()
 
@@ -75,7 +75,7 @@ def test_a_node_that_a_job_has_changed_must_end_and_not_run_another_one(tmp_path
     find = "pid = os.getppid()" if whose == "node" else FORKER
     assert node.run(0, f"import os, resource\n{find}\n{change}") == 0, node.log(0)
     node.pipe.ask("clean")
-    assert node.pipe.until("clean") is None
+    assert node.pipe.until("cleaned") is None
     assert node.node.wait(timeout=150) == 0
     assert "cannot make ready for another job: the job has changed" in node.out.read_text()
     node.pipe.close()
@@ -89,7 +89,7 @@ def test_a_process_that_forks_workers_must_go_on_after_the_job_that_has_stopped_
     (tmp_path / "go").touch()
     assert node.code(0) == 0, node.log(0)
     node.pipe.ask("clean")
-    assert node.pipe.until("clean")
+    assert node.pipe.until("cleaned")
     assert node.run(1, "pass") == 0
     node.end()
     assert "starts an interpreter of its own" not in node.out.read_text()
@@ -104,7 +104,7 @@ def test_a_node_that_cannot_see_all_processes_must_not_say_that_it_is_clean(tmp_
     )
     assert node.run(0, "pass") == 0
     node.pipe.ask("clean")
-    assert node.pipe.until("clean") is None
+    assert node.pipe.until("cleaned") is None
     node.node.wait(timeout=150)
     node.pipe.close()
 
@@ -116,7 +116,7 @@ def test_a_node_must_listen_again_where_a_job_has_put_something_else_in_the_plac
     )
     assert waiting.run(0, code) == 0
     waiting.pipe.ask("clean")
-    assert waiting.pipe.until("clean")
+    assert waiting.pipe.until("cleaned")
     waiting.pipe.close()
     waiting.pipe = Pipe(waiting.env)
     assert waiting.status()["generation"] == -1
@@ -137,7 +137,7 @@ def test_a_process_that_a_node_may_not_kill_must_not_end_it(tmp_path):
     pid = int(node.log(0))
     try:
         node.pipe.ask("clean")
-        assert node.pipe.until("clean")
+        assert node.pipe.until("cleaned")
         assert node.run(0, "print('ran')") == 0
         node.end()
     finally:

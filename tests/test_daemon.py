@@ -21,6 +21,7 @@ from orchestrate.engines.docker.client import Daemon, name_of, reason
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
 from orchestrate.job.spec import JobSpec
+from orchestrate.node import protocol
 from orchestrate.node.sealed import Seal
 
 
@@ -167,13 +168,13 @@ def test_a_command_in_a_container_must_be_talked_to_over_its_stdin_and_stdout(an
     def echo(connection) -> None:
         node = Framed(connection)
         connection.sendall(framed(2, b"a warning"))
-        node.send(sent("put", tags={"heard": str(node.hear())}))
+        node.send(sent("uploaded", tags={"heard": str(node.hear())}))
         connection.recv(1)
 
     answers.speaks = echo
     link = daemon.talk("box", ["pipe", "-x"], KEY)
-    assert link and link.send("dump")
-    assert eventually(link.receive) == [said("put", tags={"heard": "{'ask': 'dump'}"})]
+    assert link and link.send(protocol.Dump())
+    assert eventually(link.receive) == [said("uploaded", tags={"heard": "{'ask': 'dump'}"})]
     made = answers.of("POST /containers/box/exec")[1]
     assert (made["Env"], made["User"]) == (["NODE_KEY="], "65534:65534")  # workers must neither read nor trace it
     assert made["Cmd"] == ["pipe", "-x"] and made["AttachStdin"] and made["AttachStdout"] and not made["Tty"]
@@ -193,14 +194,14 @@ def test_what_a_node_says_at_once_must_not_be_lost(answers, daemon, cut):
         node = Framed(connection, greets=False)
         node.seal = seal
         assert node.hear() == {"ask": "clean"}
-        node.send(sent("clean"))
+        node.send(sent("cleaned"))
         while connection.recv(100):
             pass
 
     answers.speaks = speak
     link = daemon.talk("box", ["pipe"], KEY)
     assert link and link.sock.gettimeout()
-    assert link.converse("clean") == said("clean")
+    assert link.converse(protocol.Clean(), protocol.Cleaned) == said("cleaned")
     link.close()
 
 

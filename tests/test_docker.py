@@ -265,7 +265,7 @@ def played(folder: Path, name: str, message: bytes) -> socket.socket:
     return server
 
 
-KNOWS = sent("status", codes={"0": 0, "1": 3}, signs={"0": "", "1": ""})
+KNOWS = sent("status", codes={"0": 0, "1": 3}, hints={"0": "", "1": ""})
 
 
 def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(job, monkeypatch):

@@ -287,7 +287,7 @@ def test_the_nodes_of_a_cluster_must_stay_and_be_asked_to_be_clean(job):
     engine = job.settled(cluster="c")
     engine.clients.connections["master"], node = connected()
     engine.clients.selector.register(engine.clients.connections["master"].sock, selectors.EVENT_READ, "master")
-    node.send(sent("clean"))
+    node.send(sent("cleaned"))
     assert engine.home == "c" and engine.env["JOB_ID"] == "c" and engine.network == "c_job"
     engine.down(30.0)
     assert job.answers.did() == []

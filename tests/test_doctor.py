@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from said import said
 from test_plan import HERE
 
 from orchestrate.cli import commands
@@ -24,6 +25,7 @@ from orchestrate.job import users
 from orchestrate.job.gpus import Gpu
 from orchestrate.job.plan import Inventory, Plan
 from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
 
 OWN = Gpu(id="GPU-1", index=0, name="NVIDIA H200", total=141 << 30, driver="580.95.05")
@@ -53,12 +55,12 @@ class Host:
     def reach(self, node: str) -> "Host":
         return self
 
-    def converse(self, ask: str, **facts: object) -> dict[str, float]:
-        if ask == "put":
+    def converse(self, request: protocol.Request, *_: object, **__: object) -> protocol.Status:
+        if isinstance(request, protocol.Upload):
             if self.error:
                 raise self.error
-            self.got += base64.b64decode(str(facts["data"]))
-        return {"time": time.time() + self.ahead}
+            self.got += base64.b64decode(request.data)
+        return said("status", time=time.time() + self.ahead)
 
     def close(self) -> None:
         self.closed = True

@@ -17,6 +17,7 @@ from orchestrate.engines.swarm.sync import OWN, Mirror
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import DEEPEST
 from orchestrate.files.paths import JobPaths
+from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
 
 
@@ -38,24 +39,24 @@ class Told:
     def facts(self, path: str) -> list[int]:
         return [len(self.files[path]), self.times.get(path, 1), 1, 0o644]
 
-    def converse(
-        self, ask: str, folder: str, path: str = "", offset: int = 0, have: dict[str, int] | None = None
-    ) -> dict:
-        assert folder == "job"
+    def converse(self, request: protocol.GetChanges | protocol.Read, answer: type) -> protocol.Report:
+        assert request.folder == "job"
         if self.dead:
             raise ConnectionError
-        if ask == "news":
+        if isinstance(request, protocol.GetChanges):
+            have = request.have
             files = {name: self.facts(name) for name in self.files}
             more = {log: text[have.get(log, 0) :][:10] for log, text in self.logs.items()}
             logs = {log: base64.b64encode(text).decode() for log, text in more.items() if text}
-            return {"logs": logs, "files": files, "links": dict(self.links), "gone": list(self.gone)}
+            return protocol.Changes(logs, files, dict(self.links), list(self.gone))
+        path, offset = request.path, request.offset
         self.asked.append(path)
         if path in self.refused:
             raise EngineError("a node says: it cannot be read")
         data = self.files[path][offset : offset + PIECE]
         if path in self.changes:
             self.files[path], self.times[path] = self.changes.pop(path), 2
-        return {"data": base64.b64encode(data).decode(), "offset": offset, "facts": self.facts(path)}
+        return protocol.Piece(base64.b64encode(data).decode(), offset, self.facts(path))
 
     def close(self) -> None:
         self.closed = True
@@ -131,9 +132,9 @@ def test_a_file_that_cannot_be_had_must_be_tried_again_only_when_it_may_be(home,
     node.files, node.refused = {"bad": b"1", "good": b"2"}, {"bad"}
     converse = node.converse
 
-    def later(ask: str, **facts: object) -> dict:
+    def later(request: protocol.Request, answer: type) -> protocol.Report:
         clock.now += 0.001
-        return converse(ask, **facts)
+        return converse(request, answer)
 
     node.converse = later
     mirror = mirrored(master=node)
@@ -199,10 +200,12 @@ def test_files_must_not_be_waited_for_once_that_is_no_longer_wanted(home, mirror
     node, asked = Told(), threading.Event()
     node.files, converse = {"endless": b"1"}, node.converse
 
-    def endless(ask: str, **facts: object) -> dict:
+    def endless(request: protocol.Request, answer: type) -> protocol.Report:
         asked.set()
-        told = converse(ask, **facts)
-        return told if ask == "news" else told | {"data": base64.b64encode(b"1").decode(), "offset": facts["offset"]}
+        told = converse(request, answer)
+        if isinstance(request, protocol.GetChanges):
+            return told
+        return told._replace(data=base64.b64encode(b"1").decode(), offset=request.offset)
 
     node.converse, node.facts = endless, lambda path: [1 << 62, 1, 1, 0o644]
     mirror = mirrored(master=node)
@@ -216,11 +219,11 @@ def test_a_piece_that_is_out_of_place_must_not_be_taken(home, mirrored, piece):
     node.files, converse = {"good": b"1", "odd": b"123456"}, node.converse
     node.times["odd"] = 0  # it comes first
 
-    def odd(ask: str, **facts: object) -> dict:
-        told = converse(ask, **facts)
-        if ask == "news" or facts["path"] == "good":
+    def odd(request: protocol.Request, answer: type) -> protocol.Report:
+        told = converse(request, answer)
+        if isinstance(request, protocol.GetChanges) or request.path == "good":
             return told
-        return told | (piece if facts["offset"] else {"offset": 3, "data": base64.b64encode(b"1").decode()})
+        return told._replace(**(piece if request.offset else {"offset": 3, "data": base64.b64encode(b"1").decode()}))
 
     node.converse = odd
     mirror = mirrored(master=node)
@@ -257,12 +260,12 @@ def test_what_a_node_no_longer_has_must_be_forgotten_while_others_come(home, mon
     monkeypatch.setattr(mirror_module, "MOST", 3)
     converse = node.converse
 
-    def slowly(ask: str, **facts: object) -> dict:
-        if ask == "news":  # of files that are all new, of which only some can be fetched until the next look
+    def slowly(request: protocol.Request, answer: type) -> protocol.Report:
+        if isinstance(request, protocol.GetChanges):  # files are all new: some are fetched before the next look
             owned.append(len(mirror.owners) + len(mirror.nodes[0].files))
             node.files = dict.fromkeys((f"{len(owned)}-{each}" for each in range(8)), b"")
-        clock.now += mirror_module.TURN / 4 * (ask == "read")
-        return converse(ask, **facts)
+        clock.now += mirror_module.TURN / 4 * isinstance(request, protocol.Read)
+        return converse(request, answer)
 
     gate = threading.Event()
     node.converse = slowly
@@ -343,12 +346,12 @@ def test_what_has_half_come_home_must_be_removed_when_no_more_is_brought(home):
     node.files = {"state.pt": b"1" * PIECE * 3}
     converse = node.converse
 
-    def dies(ask: str, **facts: object) -> dict:
-        if facts.get("offset"):
+    def dies(request: protocol.Request, answer: type) -> protocol.Report:
+        if getattr(request, "offset", 0):
             assert list(home.glob(".*.coming"))
             read.set()
             raise ConnectionError
-        return converse(ask, **facts)
+        return converse(request, answer)
 
     node.converse = dies
     mirror = Mirror(home, "job", {"master": [0]}, lambda _: node)
@@ -469,16 +472,16 @@ def test_logs_must_have_their_turn_while_a_large_file_comes(home, monkeypatch):
     node.files = {"large": b"x" * PIECE * 4}
     converse = node.converse
 
-    def slowly(ask: str, **facts: object) -> dict:
-        asked.append(ask)
-        clock.now += mirror_module.TURN * (ask == "read")
-        return converse(ask, **facts)
+    def slowly(request: protocol.Request, answer: type) -> protocol.Report:
+        asked.append(type(request))
+        clock.now += mirror_module.TURN * isinstance(request, protocol.Read)
+        return converse(request, answer)
 
     node.converse = slowly
     mirror = Mirror(home, "job", {"master": [0]}, lambda _: node)
     try:
         assert mirror.catch_up(20) and (home / "large").stat().st_size == PIECE * 4  # all of it, though it takes long
-        assert asked[:8] == ["news", "read"] * 4
+        assert asked[:8] == [protocol.GetChanges, protocol.Read] * 4
     finally:
         mirror.close()
 
@@ -490,10 +493,10 @@ def test_what_a_node_has_replaced_must_stay_until_the_new_is_here(home, monkeypa
     node.files = {"step-1": b"old"}
     converse = node.converse
 
-    def slowly(ask: str, **facts: object) -> dict:
-        clock.now += mirror_module.TURN * (ask == "read")
+    def slowly(request: protocol.Request, answer: type) -> protocol.Report:
+        clock.now += mirror_module.TURN * isinstance(request, protocol.Read)
         there.append((home / "step-1").exists())
-        return converse(ask, **facts)
+        return converse(request, answer)
 
     node.converse = slowly
     mirror = Mirror(home, "job", {"master": [0]}, lambda _: node)

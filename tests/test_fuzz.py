@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scripted import ALL_WELL
 
 from orchestrate.cli.arguments import FLAGS as OPTIONS
-from orchestrate.engines import messages
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import records
@@ -23,6 +22,7 @@ from orchestrate.job import report, spec, store
 from orchestrate.job.events import _mac
 from orchestrate.job.logs import clean, last_words
 from orchestrate.job.plan import read_plan
+from orchestrate.node import protocol
 from orchestrate.supervise import launch
 
 bounded = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -35,22 +35,23 @@ values = st.recursive(
 NAMES = ["step", "loss", "rank_seconds", "a"]
 FORMS = [
     {"say": "started", "generation": 0, "rank": 0, "pid": 2},
-    {"say": "ended", "generation": 0, "rank": 0, "code": 1, "at": 1.0, "sign": "", "asked": False},
+    {"say": "ended", "generation": 0, "rank": 0, "code": 1, "at": 1.0, "hint": "", "asked": False},
     {
         "say": "status",
         "generation": 0,
         "codes": {"0": 1},
-        "signs": {"0": ""},
+        "hints": {"0": ""},
         "running": {"1": {"pid": 2, "state": "S", "cpu": 0.5}},
         "tags": {},
         "importing": False,
         "time": 1.0,
     },
-    {"say": "clean"},
+    {"say": "cleaned"},
     {"say": "refused", "error": "no"},
-    {"say": "put", "tags": {}},
-    {"say": "news", "logs": {}, "files": {"a": [1, 2, 3, 4]}, "links": {"b": "a"}, "gone": []},
-    {"say": "read", "data": "", "offset": 0, "facts": [1, 2, 3, 4]},
+    {"say": "failed", "error": "no"},
+    {"say": "uploaded", "tags": {}},
+    {"say": "changes", "logs": {}, "files": {"a": [1, 2, 3, 4]}, "links": {"b": "a"}, "gone": []},
+    {"say": "piece", "data": "", "offset": 0, "facts": [1, 2, 3, 4]},
 ]
 
 
@@ -74,7 +75,7 @@ def mangled(draw, forms):
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form["say"])
 def test_a_message_of_each_form_must_be_taken(form):
-    assert messages.read(json.dumps(form).encode()) == form
+    assert json.loads(protocol.encode(protocol.report(json.dumps(form).encode()))) == form
 
 
 @bounded
@@ -82,10 +83,10 @@ def test_a_message_of_each_form_must_be_taken(form):
 @example(b"[" * 100_000)
 @example(b'{"say": []}')
 @example(b'{"say": "ended", "error": ["x"]}')
-@example(b'{"say": "news", "logs": {}, "files": {"a": [1, 2, 3, 1' + b"0" * 5000 + b']}, "links": {}, "gone": []}')
+@example(b'{"say": "changes", "logs": {}, "files": {"a": [1, 2, 3, 1' + b"0" * 5000 + b']}, "links": {}, "gone": []}')
 def test_a_line_must_be_a_message_or_refused(line):
     with contextlib.suppress(ValueError):
-        assert messages.read(line)["say"] in messages.FORMS
+        assert type(protocol.report(line)) in protocol.REPORTS.values()
 
 
 class Played(NodeConnection):

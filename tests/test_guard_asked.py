@@ -76,15 +76,15 @@ def test_a_node_must_have_a_helper_each_time_that_it_starts_and_no_other_time(jo
 def test_a_node_must_start_a_worker_only_behind_its_filter_unless_that_cannot_be_set_up(job):
     engine = protected(job)
     worker = job.plan().workers[0]
-    assert engine.request(worker)["filtered"] is True
+    assert engine.request(worker, ("x.py",)).filtered is True
     job.answers.refusals[CREATE] = 500, "no room"
     job.answers.containers[0]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "second"}
     again(engine)
     engine.nodes = engine._look()
-    assert [engine.request(worker)["filtered"] for worker in job.plan().workers[:2]] == [False, True]
+    assert [engine.request(worker, ("x.py",)).filtered for worker in job.plan().workers[:2]] == [False, True]
     job.answers.containers[0]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "third"}
     engine.nodes = engine._look()  # it was started again since
-    assert engine.request(worker)["filtered"] is True
+    assert engine.request(worker, ("x.py",)).filtered is True
 
 
 @pytest.mark.parametrize("options", [{"host_access": True}, {"network": "host"}])
@@ -96,7 +96,7 @@ def test_no_helper_must_be_asked_for_where_nodes_may_reach_their_host(job, optio
     engine.up(job.plan(spec))
     again(engine)
     assert engine.guard is None and helped(job) == [] and job.warnings() == []
-    assert engine.request(job.plan(spec).workers[0])["filtered"] is False
+    assert engine.request(job.plan(spec).workers[0], ("x.py",)).filtered is False
 
 
 def test_a_helper_must_never_be_made_of_the_jobs_image_and_a_missing_image_must_be_reported(job):

@@ -42,7 +42,7 @@ class Hostile(threading.Thread):
         file.flush()
         while line := file.readline():
             asked = json.loads(seal.open(line.rstrip(b"\n")))
-            if asked["ask"] == "news":
+            if asked["ask"] == "changes":
                 facts = {path: [len(data), 1, 1, 0o4777] for path, data in self.files.items()}
                 log = base64.b64encode(b"evil").decode()
                 told = {"logs": {"../plan.json": log, "generation": log}, "files": facts, "links": self.links}
@@ -54,7 +54,7 @@ class Hostile(threading.Thread):
                     "offset": asked["offset"],
                     "facts": [len(data), 1, 1, 0o4777],
                 }
-            file.write(seal.close(sent(asked["ask"], **told).rstrip()) + b"\n")
+            file.write(seal.close(sent({"changes": "changes", "read": "piece"}[asked["ask"]], **told).rstrip()) + b"\n")
             file.flush()
 
 

@@ -14,14 +14,14 @@ from orchestrate.node import join
 def test_a_gang_must_be_ranked_by_the_numbers_of_its_trainers_whichever_comes_first(project):
     project.start("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])", NODE_NPROC="2")
     nine, ten = project.both()
-    first, second = nine.hears()["start"], ten.hears()["start"]
+    first, second = nine.hears()["envs"], ten.hears()["envs"]
     assert [env["RANK"] for env in [*first, *second]] == ["2", "3", "4", "5"]
     expected = {"WORLD_SIZE": "6", "NODE_RANK": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "master"}
     expected |= {"MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "compose", "GLOO_SOCKET_IFNAME": "eth0"}
     assert expected.items() <= second[1].items()
     for trainer, ranks in ((nine, (2, 3)), (ten, (4, 5))):
         for rank in ranks:
-            trainer.say(rank=rank, code=0)
+            trainer.say(say="exited", rank=rank, code=0)
     code, out = project.ends()
     assert code == 0
     assert "[node] 3 nodes, world size 6, rank 0 on the master\n" in out
@@ -33,10 +33,10 @@ def test_a_gang_must_last_until_its_last_worker_has_ended(project):
     nine, ten = project.both()
     assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
     project.ready()
-    nine.say(rank=1, code=0)
+    nine.say(say="exited", rank=1, code=0)
     nine.close()  # a trainer whose workers have ended leaves
     assert project.trainer("127.0.0.4", hello=False).hears() is None  # the master is there, and has heard it
-    ten.say(rank=2, code=5)
+    ten.say(say="exited", rank=2, code=5)
     assert project.ends()[0] == 5
 
 
@@ -45,9 +45,9 @@ def test_the_first_failure_must_end_the_gang_and_its_code_be_the_masters(project
     nine, ten = project.both()
     assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
     project.ready()
-    ten.say(rank=2, code=3)
-    assert nine.hears() == {"stop": True} and ten.hears() == {"stop": True}
-    nine.say(rank=1, code=143)
+    ten.say(say="exited", rank=2, code=3)
+    assert nine.hears() == {"ask": "end"} and ten.hears() == {"ask": "end"}
+    nine.say(say="exited", rank=1, code=143)
     code, out = project.ends()
     assert code == 3
     assert "rank 2 on trainer-10 failed with exit code 3; stopping the others" in out and out.count("failed") == 1
@@ -58,7 +58,7 @@ def test_a_trainer_that_goes_away_must_end_the_gang_as_if_it_had_been_killed(pro
     nine, ten = project.both()
     assert (nine.ranks(), ten.ranks()) == (["2", "3"], ["4", "5"])
     nine.close()
-    assert ten.hears() == {"stop": True}
+    assert ten.hears() == {"ask": "end"}
     code, out = project.ends()
     assert code == 137
     assert "rank 2 on trainer-9 failed with exit code 137" in out
@@ -68,7 +68,7 @@ def test_a_trainer_that_goes_away_before_it_has_joined_must_be_named(project):
     project.start(WAITS)
     ten = project.trainer(TEN)
     project.trainer(NINE, hello=False).close()
-    assert ten.hears() == {"stop": True}
+    assert ten.hears() == {"ask": "end"}
     code, out = project.ends()
     assert code == 1
     assert "error: trainer-9 went away before the job began" in out and "[rank 0]" not in out
@@ -77,7 +77,7 @@ def test_a_trainer_that_goes_away_before_it_has_joined_must_be_named(project):
 def test_trainers_that_do_not_join_in_time_must_be_named(project):
     project.start(WAITS, NODE_JOIN_TIMEOUT="0.5")
     nine = project.trainer(NINE)
-    assert nine.hears() == {"stop": True}
+    assert nine.hears() == {"ask": "end"}
     code, out = project.ends()
     assert code == 1
     assert "error: trainer-10 did not join in time" in out and "trainer-9" not in out
@@ -87,8 +87,8 @@ def test_a_gang_that_has_joined_in_time_must_not_be_ended_when_the_time_is_over(
     project.start("import time\ntime.sleep(0.5)", NODE_JOIN_TIMEOUT="0.4")  # a step takes longer
     nine, ten = project.both()
     assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
-    nine.say(rank=1, code=0)
-    ten.say(rank=2, code=0)
+    nine.say(say="exited", rank=1, code=0)
+    ten.say(say="exited", rank=2, code=0)
     assert project.ends()[0] == 0
 
 
@@ -114,7 +114,7 @@ def test_more_workers_than_gpus_must_end_the_gang_before_it_begins_with_the_ways
     project.start("print('ran')")
     host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # all on one machine
     nine, ten = (project.trainer(address, host=host, gpus=project.gpus) for address in (NINE, TEN))
-    assert nine.hears() == {"stop": True} and ten.hears() == {"stop": True}
+    assert nine.hears() == {"ask": "end"} and ten.hears() == {"ask": "end"}
     code, out = project.ends()
     assert code == 1
     assert "error: 3 workers on one machine need as many GPUs; it has 2" in out
@@ -126,11 +126,11 @@ def test_nodes_of_one_machine_must_have_a_gpu_each_and_those_of_another_its_own(
     project.start("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])", JOB_ID="mine")
     host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     nine, ten = project.trainer(NINE, host=host, gpus=project.gpus), project.trainer(TEN, gpus=["GPU-c"])
-    (first,), (second,) = nine.hears()["start"], ten.hears()["start"]
+    (first,), (second,) = nine.hears()["envs"], ten.hears()["envs"]
     assert (first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]) == ("GPU-b", "GPU-c")
     assert first["TORCHELASTIC_RUN_ID"] == "mine"
-    nine.say(rank=1, code=0)
-    ten.say(rank=2, code=0)
+    nine.say(say="exited", rank=1, code=0)
+    ten.say(say="exited", rank=2, code=0)
     code, out = project.ends()
     assert code == 0 and "[rank 0] GPU-a\n" in out
 
@@ -141,7 +141,7 @@ def test_a_master_that_is_asked_to_end_must_stop_its_trainers_too(project):
     assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
     project.ready()
     project.node.send_signal(signal.SIGTERM)
-    assert nine.hears() == {"stop": True} and ten.hears() == {"stop": True}
+    assert nine.hears() == {"ask": "end"} and ten.hears() == {"ask": "end"}
     assert project.ends()[0] == 143
 
 
@@ -160,7 +160,7 @@ def test_a_trainer_must_say_what_its_machine_has_run_what_it_is_told_and_report_
     told = master("import os, sys\nprint(os.environ['GIVEN'])\nsys.exit(int(os.environ['CODE']))")
     assert told.hello["cpus"] == os.cpu_count() and told.hello["gpus"] == ["GPU-a"]
     assert told.hello["host"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    told.side.say(start=[{"RANK": "2", "CODE": "0"}, {"RANK": "3", "CODE": "5", "GIVEN": "2"}])
+    told.side.say(ask="run", envs=[{"RANK": "2", "CODE": "0"}, {"RANK": "3", "CODE": "5", "GIVEN": "2"}])
     ends = [told.side.hears() for _ in range(2)]
     assert sorted((end["rank"], end["code"]) for end in ends) == [(2, 0), (3, 5)]
     code, out = project.ends()
@@ -174,20 +174,20 @@ def test_a_trainer_must_stop_its_workers_when_the_gang_ends(project, master, gon
         "import os, signal, sys\nif os.environ['RANK'] == '2': sys.exit(4)\n"
         "signal.signal(15, lambda *_: sys.exit(7))\nprint('ready')\nsignal.pause()"
     )
-    told.side.say(start=[{"RANK": "1"}, {"RANK": "2"}])
-    assert told.side.hears() == {"rank": 2, "code": 4}
+    told.side.say(ask="run", envs=[{"RANK": "1"}, {"RANK": "2"}])
+    assert told.side.hears() == {"say": "exited", "rank": 2, "code": 4}
     project.ready()
     if gone:
         told.side.close()
     else:
-        told.side.say(stop=True)
-        assert told.side.hears() == {"rank": 1, "code": 7}
+        told.side.say(ask="end")
+        assert told.side.hears() == {"say": "exited", "rank": 1, "code": 7}
     assert project.ends()[0] == 4
 
 
 def test_a_trainer_that_has_nothing_to_do_any_more_must_end(project, master):
     told = master("print('ran')")
-    told.side.say(stop=True)  # before it was told to start anything
+    told.side.say(ask="end")  # before it was told to start anything
     code, out = project.ends()
     assert (code, out) == (0, "")
 

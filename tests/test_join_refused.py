@@ -14,14 +14,15 @@ from test_node import NODE
 
 
 def hello(**facts: object) -> dict:
-    return {"hello": {**HELLO, **facts}}
+    return {"say": "hello", **HELLO, **facts}
 
 
 REFUSED = [
-    ({}, "neither a hello nor the end of a worker"),
-    ({"ask": "status"}, "neither a hello nor the end of a worker"),
-    ({"hello": 7}, "hello must be an object"),
-    ({"hello": {}}, "hello: name is missing"),
+    ({}, "the message has no request in it"),
+    ({"ask": "status"}, "the message has no request in it"),
+    ({"say": "status"}, "unknown request 'status'"),
+    ({"say": 7}, "the message has no request in it"),
+    ({"say": "hello"}, "hello: name is missing"),
     (hello(host=["a"]), "hello: host must be text"),
     (hello(cpus="8"), "hello: cpus must be a whole number"),
     (hello(cpus=-1), "hello: cpus must be a whole number"),
@@ -30,15 +31,18 @@ REFUSED = [
     (hello(gpus=[7]), "hello: gpus must be a list of texts"),
     (hello(gpus=["a\0"]), "hello: gpus must not contain a NUL byte"),
     (hello(more=1), "hello: unknown field 'more'"),
-    ({**hello(), "rank": 0}, "message: unknown field 'rank'"),
-    ({"rank": 0}, "end: code is missing"),
-    ({"rank": "0", "code": 0}, "end: rank must be a whole number"),
-    ({"rank": 0, "code": None}, "end: code must be a whole number"),
-    *(({"rank": 0, "code": code}, "end: code must be a whole number from 0 to 255") for code in (256, -1, 0.0, True)),
+    (hello(rank=0), "hello: unknown field 'rank'"),
+    ({"say": "exited", "rank": 0}, "exited: code is missing"),
+    ({"say": "exited", "rank": "0", "code": 0}, "exited: rank must be a whole number"),
+    ({"say": "exited", "rank": 0, "code": None}, "exited: code must be a whole number"),
+    *(
+        ({"say": "exited", "rank": 0, "code": code}, "exited: code must be a whole number from 0 to 255")
+        for code in (256, -1, 0.0, True)
+    ),
     (hello(cpus=(1 << 20) + 1), "hello: cpus must be a whole number from 0 to 1048576"),
-    ({"rank": 0, "code": 0, "start": []}, "end: unknown field 'start'"),
-    ({"rank": 0, "code": 0}, "rank 0 is not one of trainer-10's"),
-    ({"rank": 2, "code": 0}, "rank 2 is not one of trainer-10's"),  # not yet
+    ({"say": "exited", "rank": 0, "code": 0, "start": []}, "exited: unknown field 'start'"),
+    ({"say": "exited", "rank": 0, "code": 0}, "rank 0 is not one of trainer-10's"),
+    ({"say": "exited", "rank": 2, "code": 0}, "rank 2 is not one of trainer-10's"),  # not yet
 ]
 
 
@@ -54,18 +58,18 @@ def test_what_a_trainer_cannot_say_must_be_refused_by_name_and_the_gang_go_on(pr
     project.ready()
     for message in (
         hello(),
-        {"rank": 2, "code": 256},
-        {"rank": 2, "code": 1 << 32},
-        {"rank": 0, "code": 9},
-        {"rank": 1, "code": 9},
-        {"rank": 3, "code": 9},
+        {"say": "exited", "rank": 2, "code": 256},
+        {"say": "exited", "rank": 2, "code": 1 << 32},
+        {"say": "exited", "rank": 0, "code": 9},
+        {"say": "exited", "rank": 1, "code": 9},
+        {"say": "exited", "rank": 3, "code": 9},
     ):
         ten.say(**message)
         assert ten.hears()["say"] == "refused"
-    ten.say(rank=2, code=0)
-    ten.say(rank=2, code=9)
+    ten.say(say="exited", rank=2, code=0)
+    ten.say(say="exited", rank=2, code=9)
     assert ten.hears()["error"] == "rank 2 is not one of trainer-10's"
-    project.trainers[1].say(rank=1, code=0)
+    project.trainers[1].say(say="exited", rank=1, code=0)
     assert project.ends()[0] == 0
 
 
@@ -104,9 +108,9 @@ def test_the_failure_of_a_trainer_must_be_the_exit_code_of_the_master_whatever_i
     nine, ten = project.both()
     assert nine.ranks() == ["1"] and ten.ranks() == ["2"]
     project.ready()
-    nine.say(rank=1, code=256)  # which a process ends with as 0
+    nine.say(say="exited", rank=1, code=256)  # which a process ends with as 0
     assert nine.hears()["say"] == "refused"
-    nine.say(rank=1, code=255)
+    nine.say(say="exited", rank=1, code=255)
     assert project.ends()[0] == 255
 
 
@@ -131,14 +135,14 @@ def test_a_time_to_join_that_is_none_must_be_named(role):
 
 
 STARTS = [
-    ({"start": 7}, "start must be a list of environments"),
-    ({"start": [7]}, "start must be an object of names and values"),
-    ({"start": [{"RANK": "1"}, {}]}, "start: RANK is missing"),
-    ({"start": [{"RANK": "x"}]}, "start: RANK must be a whole number"),
-    ({"start": [{"RANK": "1", "A": "\0"}]}, "start: 'A' must not contain a NUL byte"),
-    ({"start": [{"RANK": "1", "A": 7}]}, "start: 'A' must be text"),
-    ({"run": 1}, "neither a start nor a stop"),
-    ({}, "neither a start nor a stop"),
+    ({"ask": "run", "envs": 7}, "run: envs must be a list of environments"),
+    ({"ask": "run", "envs": [7]}, "run: envs must be an object of names and values"),
+    ({"ask": "run", "envs": [{"RANK": "1"}, {}]}, "run: envs: RANK is missing"),
+    ({"ask": "run", "envs": [{"RANK": "x"}]}, "run: envs: RANK must be a whole number"),
+    ({"ask": "run", "envs": [{"RANK": "1", "A": "\0"}]}, "run: envs: 'A' must not contain a NUL byte"),
+    ({"ask": "run", "envs": [{"RANK": "1", "A": 7}]}, "run: envs: 'A' must be text"),
+    ({"ask": "start"}, "unknown request 'start'"),
+    ({}, "the message has no request in it"),
 ]
 
 
@@ -147,8 +151,8 @@ def test_a_trainer_must_refuse_what_a_master_cannot_ask_and_do_what_it_can(proje
     for message, why in STARTS:
         side.say(**message)
         assert why in side.hears()["error"]
-    side.say(start=[{"RANK": "1"}])
-    assert side.hears() == {"rank": 1, "code": 0}
+    side.say(ask="run", envs=[{"RANK": "1"}])
+    assert side.hears() == {"say": "exited", "rank": 1, "code": 0}
     code, out = project.ends()
     assert (code, out) == (0, "[rank 1] 1\n")
 
@@ -156,10 +160,10 @@ def test_a_trainer_must_refuse_what_a_master_cannot_ask_and_do_what_it_can(proje
 def test_a_trainer_must_start_its_workers_once(project, master):
     side = master(WAITS).side
     for rank in ("1", "2"):
-        side.say(start=[{"RANK": rank}])
+        side.say(ask="run", envs=[{"RANK": rank}])
     assert json.loads(side.file.readline())["error"] == "the workers were started already"
-    side.say(stop=True)
-    assert side.hears() == {"rank": 1, "code": 143}
+    side.say(ask="end")
+    assert side.hears() == {"say": "exited", "rank": 1, "code": 143}
     assert project.ends()[0] == 143
 
 

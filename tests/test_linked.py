@@ -35,7 +35,7 @@ def test_the_other_workers_must_start_when_rank_0_has_and_only_once(nodes):
     first, *others = nodes.played.values()
     (request,) = first.asked()
     assert (request["ask"], request["command"]) == ("start", ["x.py", "-a"])
-    assert (request["inherit"], request["cwd"]) == (True, None)
+    assert (request["inherit"], request.get("cwd")) == (True, None)
     assert request["env"] == {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
     assert [node.asked() for node in others] == [[], []]
     first.say("started", generation=0, rank=0, pid=70)
@@ -68,7 +68,7 @@ def test_the_first_worker_must_be_lost_where_its_node_is_not_there(nodes):
 def test_a_generation_must_begin_with_nothing_of_the_one_before(nodes):
     nodes.start(planned())
     node = nodes.played["node-0"]
-    node.ended(0, 1, sign="oom")
+    node.ended(0, 1, hint="oom")
     nodes.listen(1)
     nodes.broken.add("node-1")
     nodes.pids = {2: 9}
@@ -98,8 +98,8 @@ def test_a_node_that_was_made_anew_must_not_be_taken_for_the_one_before(nodes):
 def test_how_a_worker_ended_must_be_told_once_with_what_its_node_says_of_it(nodes):
     nodes.start(planned())
     node = nodes.played["node-1"]
-    node.ended(1, 137, sign="oom", asked=True)
-    node.ended(1, 0, sign="ending")
+    node.ended(1, 137, hint="oom", asked=True)
+    node.ended(1, 0, hint="ending")
     assert [(end.rank, end.code, end.asked) for end in nodes.wait(1)] == [(1, 137, True)]
     assert nodes.exit_hints == {1: "oom"}
     assert nodes.wait(0) == []
@@ -197,7 +197,7 @@ def test_a_worker_whose_node_says_of_its_end_only_the_code_must_have_ended(nodes
 def test_workers_that_were_started_earlier_must_be_taken_up_as_their_nodes_know_them(nodes):
     nodes.up -= {"node-2"}
     nodes.played["node-0"].knows(4, running={"0": {"pid": 7}})
-    nodes.played["node-1"].knows(4, codes={"1": 0}, signs={"1": "ending"})
+    nodes.played["node-1"].knows(4, codes={"1": 0}, hints={"1": "ending"})
     assert nodes.adopt(planned(generation=4)) == set()
     assert [asks(nodes.played[f"node-{rank}"]) for rank in (0, 1)] == [["status"], ["status"]]
     assert sorted((end.rank, end.code) for end in nodes.wait(0)) == [(1, 0), (2, 137)]
@@ -306,7 +306,7 @@ def test_nodes_that_stay_must_have_said_that_they_are_clean(nodes, monkeypatch):
     listen = nodes.listen
 
     def next_one(timeout: float) -> None:
-        next(said).say("clean")
+        next(said).say("cleaned")
         listen(timeout)
 
     monkeypatch.setattr(nodes, "listen", next_one)
@@ -321,7 +321,7 @@ def test_nodes_that_stay_must_have_said_that_they_are_clean(nodes, monkeypatch):
 def test_a_node_without_a_connection_must_be_connected_to_and_cleaned_or_named(nodes, monkeypatch):
     monkeypatch.setattr(clients, "ANSWERS", 0.01)
     nodes.up -= {"node-2"}
-    nodes.played["node-0"].say("clean")
+    nodes.played["node-0"].say("cleaned")
     assert nodes.clean(nodes.played) == {"node-1", "node-2"}
     assert asks(nodes.played["node-0"]) == ["clean"]
 

@@ -27,11 +27,11 @@ from orchestrate.engines.docker.client import Frames
 from orchestrate.engines.ports import free_port, port
 from orchestrate.engines.sockets import connect
 from orchestrate.errors import EngineError
-from orchestrate.node import pipe
+from orchestrate.node import pipe, protocol
 from orchestrate.node.sealed import Seal
 
-MESSAGES = [said("status"), {"say": "refused", "error": "ä" * 300}]
-LINES = b"".join(json.dumps(message).encode() + b"\n" for message in MESSAGES)
+MESSAGES = [said("status"), said("refused", error="ä" * 300)]
+LINES = b"".join(protocol.encode(message) + b"\n" for message in MESSAGES)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_connection_that_has_ended_must_take_no_request(ends):
     link, there = ends
     there.sock.close()
     assert link.receive() is None
-    assert not link.send("status")
+    assert not link.send(protocol.GetStatus())
 
 
 def linked(generation: int, ranks: int) -> Nodes:
@@ -82,7 +82,7 @@ def test_ends_must_be_told_in_their_own_order_whatever_is_heard_first():
 @pytest.mark.parametrize(("generation", "known"), [(0, False), (1, True), (2, False)])
 def test_only_what_a_node_knows_of_this_generation_must_count(generation, known):
     engine = linked(1, 2)
-    state = {"generation": generation, "codes": {"0": 3}, "signs": {"0": ""}, "running": {"1": {"pid": 7}}}
+    state = said("status", generation=generation, codes={"0": 3}, hints={"0": ""}, running={"1": {}})
     assert [engine.know(rank, state) for rank in (0, 1)] == [known, known]
     assert [exit.code for exit in engine.wait(0)] == [3] * known
     assert engine.pids == {1: 7} if known else not engine.pids
@@ -166,33 +166,33 @@ def strange() -> Iterator[tuple[NodeConnection, socket.socket]]:
 def test_an_answer_must_be_found_among_what_else_a_node_says(ends):
     link, there = ends
     there.send(sent("started"))
-    there.send(sent("news", gone=["a"]))
-    assert link.converse("news", since=3) == said("news", gone=["a"])
-    assert there.hear() == {"ask": "news", "since": 3}
+    there.send(sent("changes", gone=["a"]))
+    assert link.converse(protocol.GetChanges("job", {"a": 3}), protocol.Changes) == said("changes", gone=["a"])
+    assert there.hear() == {"ask": "changes", "folder": "job", "have": {"a": 3}}
 
 
-@pytest.mark.parametrize("say", ["put", "refused"])
+@pytest.mark.parametrize("say", ["failed", "refused"])
 def test_what_a_node_cannot_do_must_be_an_error_in_its_words(ends, say):
     link, there = ends
     there.send(json.dumps({"say": say, "error": "no space left"}).encode())
     with pytest.raises(EngineError, match="no space left"):
-        link.converse("put")
+        link.converse(protocol.GetChanges("job", {}), protocol.Changes)
 
 
 def test_a_conversation_must_wait_as_long_as_was_asked_for(ends, monkeypatch):
     link, there = ends
     monkeypatch.setattr(links, "ANSWERS", 0.01)
-    threading.Timer(0.1, there.send, (sent("news"),)).start()
-    assert link.converse("news", patience=10) == said("news")
+    threading.Timer(0.1, there.send, (sent("changes"),)).start()
+    assert link.converse(protocol.GetChanges("job", {}), protocol.Changes, patience=10) == said("changes")
 
 
 def test_a_node_that_is_silent_or_gone_must_end_the_conversation(ends):
     link, there = ends
     with pytest.raises(ConnectionError):
-        link.converse("news", patience=0.01)
+        link.converse(protocol.GetChanges("job", {}), protocol.Changes, patience=0.01)
     there.sock.close()
     with pytest.raises(ConnectionError):
-        link.converse("news")
+        link.converse(protocol.GetChanges("job", {}), protocol.Changes)
 
 
 def test_a_node_that_says_other_things_must_not_keep_the_conversation_for_ever(ends, monkeypatch):
@@ -206,13 +206,13 @@ def test_a_node_that_says_other_things_must_not_keep_the_conversation_for_ever(e
 
     def speak() -> None:
         with contextlib.suppress(OSError):  # the other end is closed when it has heard enough
-            for line in [sent("clean", text="x" * (1 << 16))] * 3 + [sent("news")]:
+            for line in [sent("cleaned", text="x" * (1 << 16))] * 3 + [sent("changes")]:
                 there.send(line)
 
     link.decode, speaks = later, threading.Thread(target=speak)
     speaks.start()
     with pytest.raises(ConnectionError):
-        link.converse("news", patience=2)
+        link.converse(protocol.GetChanges("job", {}), protocol.Changes, patience=2)
     link.close()
     speaks.join()
 
@@ -220,7 +220,7 @@ def test_a_node_that_says_other_things_must_not_keep_the_conversation_for_ever(e
 def test_a_node_that_takes_nothing_must_not_be_waited_for_without_end(ends):
     link, _ = ends
     link.sock.settimeout(0.05)
-    assert not link.send("start", env="x" * (1 << 24))
+    assert not link.send(protocol.Start(["x"], {"A": "x" * (1 << 24)}, inherit=True))
 
 
 def test_a_connection_must_begin_with_words_and_go_on_in_lines_with_proof():
@@ -242,7 +242,7 @@ def test_a_connection_must_begin_with_words_and_go_on_in_lines_with_proof():
         assert 0 < waits[0] <= 9 and link.sock.gettimeout() == links.ANSWERS and heard == [b"", b""]
         there.sendall(node.close(sent("status").rstrip()) + b"\n")
         assert link.receive() == [said("status")]
-        assert link.send("dump")
+        assert link.send(protocol.Dump())
         assert json.loads(node.open(there.recv(1000).rstrip(b"\n"))) == {"ask": "dump"}
         there.sendall(sent("status"))  # without the key
         assert link.receive() is None
@@ -296,7 +296,7 @@ def test_a_socket_must_be_found_however_long_its_path_is_and_no_descriptor_stay_
             node = End(there, listens=True)
             node.meet()
             dials.join()
-            assert made[0].send("status") and node.hear() == {"ask": "status"}
+            assert made[0].send(protocol.GetStatus()) and node.hear() == {"ask": "status"}
         made[0].close()
         for path in (folder / "none", tmp_path / "none" / "s"):
             with pytest.raises(FileNotFoundError):

@@ -17,7 +17,7 @@ from test_mirror import Node
 from waiting import Waiting
 
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.node import listener
+from orchestrate.node import listener, protocol
 from orchestrate.node.listener import MOST, Listener, serve
 from orchestrate.node.sealed import Seal
 
@@ -139,7 +139,7 @@ def test_a_client_that_knows_the_key_may_ask_as_late_as_it_likes(place):
         place.loop.turn()
     for _ in range(3):
         place.loop.turn(listener.PROVES)
-    assert link.send("status")
+    assert link.send(protocol.GetStatus())
     place.loop.turn()
     assert [message for _, message in place.heard] == [{"ask": "status"}]
 
@@ -230,11 +230,11 @@ def test_more_connections_than_a_node_has_descriptors_must_not_end_it(tmp_path):
 def test_many_strangers_must_not_keep_an_orchestrator_out(tmp_path):
     node = Node(tmp_path)
     try:
-        assert node.connect().converse("status")["generation"] == -1
+        assert node.connect().converse(protocol.GetStatus(), protocol.Status).generation == -1
         with contextlib.ExitStack() as stack:
             for _ in range(330):
                 stack.enter_context(eventually(node.dial))
-            assert node.connect().converse("status")["generation"] == -1
+            assert node.connect().converse(protocol.GetStatus(), protocol.Status).generation == -1
     finally:
         node.end()
 

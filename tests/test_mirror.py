@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from conftest import ROOT, eventually, gone
@@ -17,9 +18,13 @@ from orchestrate.engines.swarm import sync as mirror_module
 from orchestrate.engines.swarm.sync import Mirror, rescued
 from orchestrate.engines.swarm.upload import give, mine, packed
 from orchestrate.errors import EngineError
+from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
 
 LONG = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 85  # a name of 255 bytes
+
+
+Report = TypeVar("Report")
 
 
 class Node:
@@ -58,13 +63,13 @@ class Node:
         script.write_text(code)
         env = {"RANK": str(rank), "WORLD_SIZE": "1", "JOB_ID": "job", "JOB_DIR": str(self.job)}
         env |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": str(generation)}
-        link.send("start", command=[str(script)], env=env, inherit=True, cwd=str(self.folder), log=log)
+        link.send(protocol.Start([str(script)], env, inherit=True, cwd=str(self.folder), log=log))
 
-    def until(self, link: NodeConnection, what: str) -> dict:
-        while (messages := link.receive()) is not None:
-            for message in messages:
-                if message["say"] == what:
-                    return message
+    def until(self, link: NodeConnection, what: type[Report]) -> Report:
+        while (reports := link.receive()) is not None:
+            for report in reports:
+                if isinstance(report, what):
+                    return report
         raise AssertionError("the connection has ended")
 
 
@@ -86,7 +91,7 @@ def mirror(node, tmp_path):
 
 def test_who_does_not_know_the_key_must_get_no_answer(node):
     assert node.connect(key=bytes(32)) is None
-    node.connect().converse("status")  # the node has taken no harm
+    node.connect().converse(protocol.GetStatus(), protocol.Status)  # the node has taken no harm
 
 
 def test_what_a_worker_writes_must_come_home(node, mirror):
@@ -105,7 +110,7 @@ def test_what_a_worker_writes_must_come_home(node, mirror):
         "(home / os.fsdecode(b'no text \\xff')).touch()\n"
         "print('done\\r\\x00', end='')\n",
     )
-    assert node.until(link, "ended")["code"] == 0
+    assert node.until(link, protocol.Ended).code == 0
     mirror.catch_up(20)
     odd = os.fsdecode(b"no text \xff")
     found = {str(path.relative_to(mirror.home)) for path in mirror.home.rglob("*") if not path.is_dir()}
@@ -129,7 +134,7 @@ def test_a_file_that_is_larger_than_any_disk_must_come_home_with_its_holes(node,
         "        file.write(b'data')\n"
         "    file.truncate(1 << 42)\n",
     )
-    assert node.until(link, "ended")["code"] == 0
+    assert node.until(link, protocol.Ended).code == 0
     mirror.come_home(60)
     with (mirror.home / "sparse").open("rb") as file:
         status = os.fstat(file.fileno())
@@ -152,7 +157,7 @@ def test_what_was_written_last_must_come_home_last(node, mirror, monkeypatch):
         "    os.utime(half / name, (time, 1 if name == 'a' else 10 * time))\n"
         "half.rename(half.with_name('step-1'))\n",
     )
-    assert node.until(link, "ended")["code"] == 0
+    assert node.until(link, protocol.Ended).code == 0
     mirror.catch_up(20)
     assert came == ["checkpoints/step-1/b", "checkpoints/step-1/a", "checkpoints/step-1/manifest"]
 
@@ -161,11 +166,11 @@ def test_what_a_worker_removes_must_go_at_home_too(node, mirror):
     link = node.connect()
     write = "import os, pathlib; (pathlib.Path(os.environ['JOB_DIR']) / 'checkpoints' / '{}').{}"
     node.start(link, write.format("old", "touch()"))
-    node.until(link, "ended")
+    node.until(link, protocol.Ended)
     mirror.catch_up(20)
     assert (mirror.home / "checkpoints" / "old").exists()
     node.start(link, write.format("old", "unlink()"), generation=1)
-    node.until(link, "ended")
+    node.until(link, protocol.Ended)
     mirror.catch_up(20)
     assert not (mirror.home / "checkpoints" / "old").exists()
 
@@ -175,12 +180,12 @@ def test_the_log_of_another_node_must_be_gone_on_with(node, mirror):
     log.write_bytes(b"what a node wrote that is lost\n")
     link = node.connect()
     node.start(link, "print('more')", generation=1, log=log.stat().st_size)
-    node.until(link, "ended")
+    node.until(link, protocol.Ended)
     mirror.catch_up(20)
     so_far = b"what a node wrote that is lost\n[node] generation 1\nmore\n"
     assert log.read_bytes() == so_far
     node.start(link, "print('again')", generation=2, log=log.stat().st_size)  # and so must that of this node be
-    node.until(link, "ended")
+    node.until(link, protocol.Ended)
     mirror.catch_up(20)
     assert log.read_bytes() == so_far + b"[node] generation 2\nagain\n"
 
@@ -195,7 +200,7 @@ def test_what_is_given_to_a_node_must_be_there_and_not_come_back(node, mirror, t
     link = node.connect()
     with packed(given.parent, mine(given.parent), given.parent) as (file, digest):
         give(link, str(node.job), file, digest)
-    assert link.converse("status")["tags"] == {str(node.job): digest}
+    assert link.converse(protocol.GetStatus(), protocol.Status).tags == {str(node.job): digest}
     assert (node.job / "checkpoints" / "last").read_bytes() == (given / "state.pt").read_bytes()
     assert not (node.job / "stale").exists()
     mirror.catch_up(20)
@@ -210,7 +215,7 @@ def test_what_the_workers_of_the_first_node_remove_of_it_must_go_at_home_too(nod
     with packed(mirror.home, mine(mirror.home), mirror.home) as (file, digest):
         give(link, str(node.job), file, digest)
     node.start(link, "import os, pathlib; (pathlib.Path(os.environ['JOB_DIR']) / 'checkpoints' / 'old').unlink()")
-    node.until(link, "ended")
+    node.until(link, protocol.Ended)
     mirror.catch_up(20)
     assert [path.name for path in (mirror.home / "checkpoints").iterdir()] == ["new"]
 
@@ -221,9 +226,9 @@ def test_files_that_are_sent_again_after_an_interruption_must_be_whole(node, tmp
     (given / "state.pt").write_bytes(os.urandom(3 * PIECE))
     link = node.connect()
     piece = base64.b64encode(b"of somebody who dies").decode()
-    link.converse("put", folder=str(node.job), data=piece, offset=0, tag="")
+    link.converse(protocol.Upload(str(node.job), piece, 0, ""), protocol.Uploaded)
     with pytest.raises(EngineError, match="a piece is missing"):
-        link.converse("put", folder=str(node.job), data=piece, offset=PIECE, tag="")
+        link.converse(protocol.Upload(str(node.job), piece, PIECE, ""), protocol.Uploaded)
     with packed(given, mine(given), given) as (file, digest):
         give(link, str(node.job), file, digest)
     assert (node.job / "state.pt").read_bytes() == (given / "state.pt").read_bytes()
@@ -234,7 +239,7 @@ def test_what_has_come_in_another_form_than_it_was_sent_must_not_be_unpacked(nod
     (node.job / "kept").touch()
     data = base64.b64encode(b"no tar file").decode()
     with pytest.raises(EngineError, match="the upload is damaged"):
-        node.connect().converse("put", folder=str(node.job), data=data, offset=0, tag="0" * 64)
+        node.connect().converse(protocol.Upload(str(node.job), data, 0, "0" * 64), protocol.Uploaded)
     assert (node.job / "kept").exists()
 
 
@@ -247,7 +252,7 @@ def test_a_file_that_cannot_come_home_must_be_told_and_not_keep_others_away(node
         "import os, pathlib\n"
         "for name in ('taken', 'free'): (pathlib.Path(os.environ['JOB_DIR']) / name).write_text('x')\n",
     )
-    node.until(link, "ended")
+    node.until(link, protocol.Ended)
     assert mirror.catch_up(20)
     assert (mirror.home / "free").read_text() == "x" and (mirror.home / "taken" / "mine").exists()
     assert list(mirror.errors) == ["taken"] and isinstance(mirror.errors["taken"], IsADirectoryError)
@@ -265,7 +270,7 @@ def test_what_changes_its_kind_must_come_home_as_what_it_is(node, mirror):
         f"{home}(home / 'a' / 'b').mkdir(parents=True); (home / 'a' / 'b' / 'x').touch(); (home / 'c').touch()\n"
         "(home / 'run.sh').touch(); (home / 'run.sh').chmod(0o755); (home / 'a' / 'b' / 'to').symlink_to('x')\n",
     )
-    node.until(link, "ended")
+    node.until(link, protocol.Ended)
     assert mirror.catch_up(20)
     assert (mirror.home / "a" / "b" / "to").readlink() == Path("x") and (mirror.home / "c").is_file()
     assert os.access(mirror.home / "run.sh", os.X_OK) and not os.access(mirror.home / "c", os.X_OK)
@@ -275,7 +280,7 @@ def test_what_changes_its_kind_must_come_home_as_what_it_is(node, mirror):
         "(home / 'c').unlink(); (home / 'c').mkdir(); (home / 'c' / 'x').touch()\n",
         generation=1,
     )
-    node.until(link, "ended")
+    node.until(link, protocol.Ended)
     assert mirror.catch_up(20)
     assert (mirror.home / "a").read_text() == "file" and (mirror.home / "c" / "x").is_file() and not mirror.errors
 
@@ -283,7 +288,7 @@ def test_what_changes_its_kind_must_come_home_as_what_it_is(node, mirror):
 def test_a_file_that_its_writer_may_not_read_must_come_home_all_the_same(node, mirror):
     link = node.connect()
     node.start(link, "import os; os.close(os.open(os.environ['JOB_DIR'] + '/shut', os.O_CREAT | os.O_WRONLY, 0))")
-    node.until(link, "ended")
+    node.until(link, protocol.Ended)
     assert mirror.catch_up(20)
     assert (mirror.home / "shut").is_file()
 
@@ -293,7 +298,7 @@ def test_a_log_that_cannot_be_written_must_be_told_and_gone_on_with(node, mirror
     log.symlink_to("elsewhere")
     link = node.connect()
     node.start(link, "print('all of it')")
-    node.until(link, "ended")
+    node.until(link, protocol.Ended)
     assert mirror.catch_up(20)
     assert list(mirror.errors) == ["logs/rank-0.log"]
     log.unlink()
@@ -328,9 +333,9 @@ def test_a_node_whose_relay_is_gone_must_end_its_workers(node, tmp_path):
     relay = subprocess.Popen([sys.executable, str(ROOT / "orchestrate" / "node")], env=os.environ | settings)
     try:
         link = node.connect()
-        link.send("lease", relay=["127.0.0.1", port])
+        link.send(protocol.Lease(("127.0.0.1", port)))
         node.start(link, "import time; time.sleep(600)")
-        pid = node.until(link, "started")["pid"]
+        pid = node.until(link, protocol.Started).pid
         link.sock.settimeout(12)  # it is held for longer than a lease
         with pytest.raises(TimeoutError):
             link.sock.recv(1)
@@ -339,8 +344,8 @@ def test_a_node_whose_relay_is_gone_must_end_its_workers(node, tmp_path):
         relay.kill()
         relay.wait()
     link.sock.settimeout(30)
-    ended = node.until(link, "ended")
-    assert (ended["code"], ended["sign"]) == (137, "cut off")
+    ended = node.until(link, protocol.Ended)
+    assert (ended.code, ended.hint) == (137, "cut off")
     assert gone(pid)
 
 

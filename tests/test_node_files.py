@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, Files, digest
 
 
@@ -30,23 +31,23 @@ def put(files: Files, folder: Path, **content: str) -> str:
         entry.type, entry.linkname = tarfile.SYMTYPE, "not/there"
         archive.addfile(entry)
     tag, data = digest(made), base64.b64encode(made.getvalue()).decode()
-    assert files.put(str(folder), data, 0, tag)["tags"][str(folder)] == tag
+    assert files.upload(str(folder), data, 0, tag).tags[str(folder)] == tag
     return tag
 
 
-def news(files: Files, folder: Path, **have: int) -> dict:
-    return files.news(str(folder), {f"logs/{name}.log".replace("_", "-"): count for name, count in have.items()})
+def changes(files: Files, folder: Path, **have: int) -> protocol.Changes:
+    return files.changes(str(folder), {f"logs/{name}.log".replace("_", "-"): count for name, count in have.items()})
 
 
 def test_what_was_given_must_be_no_news_until_it_is_changed_or_removed(job):
     files = Files()
     put(files, job, one="1", two="2", three="3")
-    assert news(files, job) == {"logs": {}, "files": {}, "links": {"link": "not/there"}, "gone": []}
+    assert changes(files, job) == protocol.Changes({}, {}, {"link": "not/there"}, [])
     (job / "one").write_text("changed")
     (job / "two").unlink()
-    found = news(files, job)
-    assert (list(found["files"]), found["gone"]) == (["one"], ["two"])
-    assert found["files"]["one"][0] == 7
+    found = changes(files, job)
+    assert (list(found.files), found.gone) == (["one"], ["two"])
+    assert found.files["one"][0] == 7
 
 
 def test_what_was_given_in_another_folder_must_not_count(job, tmp_path):
@@ -57,11 +58,11 @@ def test_what_was_given_in_another_folder_must_not_count(job, tmp_path):
     assert files.tags | {str(near): ""} == {str(job): first, str(code): second, str(near): ""}
     (near / "one").unlink()
     (code / "one").unlink()
-    assert news(files, job)["gone"] == [] and not news(files, job)["files"]
+    assert changes(files, job).gone == [] and not changes(files, job).files
     for folder in (code, job):
         put(files, folder)  # in place of what was there
-    assert not news(files, job)["files"] and news(files, code)["gone"] == []
-    assert news(files, near)["gone"] == ["one"]
+    assert not changes(files, job).files and changes(files, code).gone == []
+    assert changes(files, near).gone == ["one"]
 
 
 def test_what_is_given_must_take_the_place_of_all_but_logs(job):
@@ -78,11 +79,11 @@ def test_what_is_given_must_take_the_place_of_all_but_logs(job):
 def test_a_tar_file_must_come_in_pieces_and_the_next_one_begin_anew(job):
     files, pieces = Files(), [b"some ", b"bytes"]
     for _ in range(2):  # the first of them is never finished
-        assert files.put(str(job), base64.b64encode(pieces[0]).decode(), 0, "") == {"tags": {}}
+        assert files.upload(str(job), base64.b64encode(pieces[0]).decode(), 0, "") == protocol.Uploaded({})
     with pytest.raises(OSError, match="the upload is damaged"):
-        files.put(str(job), base64.b64encode(pieces[1]).decode(), 5, "wrong")
+        files.upload(str(job), base64.b64encode(pieces[1]).decode(), 5, "wrong")
     with pytest.raises(OSError, match="a piece is missing"):  # what was refused is not gone on with
-        files.put(str(job), base64.b64encode(pieces[1]).decode(), 10, "")
+        files.upload(str(job), base64.b64encode(pieces[1]).decode(), 10, "")
     put(files, job, one="1")
     assert (job / "one").read_text() == "1"
 
@@ -105,28 +106,28 @@ def test_only_files_and_links_that_are_not_hidden_must_be_told(job):
     (job / "nowhere").symlink_to("not/there")
     (job / "folder").symlink_to("sub")
     os.mkfifo(job / "pipe")
-    found = news(Files(), job)
-    assert set(found["files"]) == {"a", ".metadata", "sub/b", "sub/deep/e", "logs.txt"}
-    assert found["links"] == {"sub/to": "b", "nowhere": "not/there", "folder": "sub"}
-    assert news(Files(), job / "not there") == {"logs": {}, "files": {}, "links": {}, "gone": []}
+    found = changes(Files(), job)
+    assert set(found.files) == {"a", ".metadata", "sub/b", "sub/deep/e", "logs.txt"}
+    assert found.links == {"sub/to": "b", "nowhere": "not/there", "folder": "sub"}
+    assert changes(Files(), job / "not there") == protocol.Changes({}, {}, {}, [])
 
 
 def test_of_a_log_what_is_not_at_home_must_be_told_piece_by_piece(job):
     files, log = Files(), job / "logs" / "rank-0.log"
     log.write_bytes(b"x" * (PIECE + 3))
-    assert not news(files, job, rank_0=0)["logs"]  # of a rank that it never had
+    assert not changes(files, job, rank_0=0).logs  # of a rank that it never had
     files.follow(str(job), 0, PIECE + 3)  # the log at home is as long: it is this one
 
     def told(have: int) -> bytes:
-        return base64.b64decode(news(files, job, rank_0=have)["logs"].get("logs/rank-0.log", ""))
+        return base64.b64decode(changes(files, job, rank_0=have).logs.get("logs/rank-0.log", ""))
 
     assert [len(told(have)) for have in (0, 1, 3, PIECE, PIECE + 3)] == [PIECE, PIECE, PIECE, 3, 0]
-    assert not news(files, job)["logs"] and not news(files, job, rank_1=0)["logs"]
+    assert not changes(files, job).logs and not changes(files, job, rank_1=0).logs
     files.follow(str(job), 0, PIECE + 10)  # 7 bytes more at home, which another node has written
     assert [len(told(have)) for have in (5, PIECE + 9, PIECE + 10)] == [PIECE, 1, 0]
     files.follow(str(job), 1, 100)
     (job / "logs" / "rank-1.log").write_text("new")
-    assert base64.b64decode(news(files, job, rank_1=101)["logs"]["logs/rank-1.log"]) == b"ew"
+    assert base64.b64decode(changes(files, job, rank_1=101).logs["logs/rank-1.log"]) == b"ew"
 
 
 def test_a_file_must_be_read_in_pieces_with_what_it_is_told_by(job):
@@ -134,9 +135,9 @@ def test_a_file_must_be_read_in_pieces_with_what_it_is_told_by(job):
     (job / "state.pt").write_bytes(content)
     files = Files()
     found = [files.read(str(job), "state.pt", offset) for offset in (0, PIECE, PIECE + 5)]
-    assert [one["offset"] for one in found] == [0, PIECE, PIECE + 5]
-    assert [base64.b64decode(one["data"]) for one in found] == [content[:PIECE], content[PIECE:], b""]
-    assert [one["facts"] for one in found] == [news(files, job)["files"]["state.pt"]] * 3
+    assert [one.offset for one in found] == [0, PIECE, PIECE + 5]
+    assert [base64.b64decode(one.data) for one in found] == [content[:PIECE], content[PIECE:], b""]
+    assert [one.facts for one in found] == [changes(files, job).files["state.pt"]] * 3
     with pytest.raises(FileNotFoundError):
         files.read(str(job), "gone", 0)
 
@@ -153,10 +154,10 @@ def sparse(path: Path, size: int, *offsets: int) -> None:
 def test_holes_of_a_file_must_not_be_read(job):
     sparse(job / "sparse", 1 << 42, 1 << 30, 1 << 41)
     files, at, found = Files(), 0, []
-    while piece := base64.b64decode((told := files.read(str(job), "sparse", at))["data"]):
-        at = told["offset"] + len(piece)
-        found.append((told["offset"], piece.rstrip(b"\0")))
-        assert told["facts"][0] == 1 << 42 and len(piece) < PIECE
+    while piece := base64.b64decode((told := files.read(str(job), "sparse", at)).data):
+        at = told.offset + len(piece)
+        found.append((told.offset, piece.rstrip(b"\0")))
+        assert told.facts[0] == 1 << 42 and len(piece) < PIECE
     assert found == [(1 << 30, b"data"), (1 << 41, b"data")]
 
 
@@ -166,13 +167,13 @@ def test_holes_of_a_log_must_be_left_out(job):
     files.follow(str(job), 0, 0)
     log.write_bytes(b"first\n")
     for size in (1 << 30, 1 << 40):
-        while told := news(files, job, rank_0=len(home))["logs"]:
-            assert told == news(files, job, rank_0=len(home))["logs"]  # where the answer was lost
+        while told := changes(files, job, rank_0=len(home)).logs:
+            assert told == changes(files, job, rank_0=len(home)).logs  # where the answer was lost
             home += base64.b64decode(told["logs/rank-0.log"])
         with log.open("r+b") as file:
             file.seek(size)
             file.write(b"more\n")
-    while told := news(files, job, rank_0=len(home))["logs"]:
+    while told := changes(files, job, rank_0=len(home)).logs:
         home += base64.b64decode(told["logs/rank-0.log"])
     assert home.replace(b"\0", b"") == b"first\nmore\nmore\n" and len(home) < PIECE
 
@@ -192,4 +193,4 @@ def test_any_change_of_a_file_must_be_told(job, change):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + (change == "time")))
     if change == "inode":
         path.chmod(status.st_mode)
-    assert list(news(files, job)["files"]) == ["one"]
+    assert list(changes(files, job).files) == ["one"]

@@ -14,6 +14,7 @@ from orchestrate.engines.swarm import upload as parcels
 from orchestrate.engines.swarm.sync import OWN
 from orchestrate.engines.swarm.upload import code_files, give, mine, packed
 from orchestrate.errors import ResourceError, UsageError
+from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, Files, digest
 
 
@@ -94,10 +95,10 @@ class Taking:
     def __init__(self) -> None:
         self.content, self.asked = b"", []
 
-    def converse(self, ask: str, patience: float, folder: str, data: str, offset: int, tag: str) -> None:
-        assert (ask, folder, offset) == ("put", "job", len(self.content))
-        self.content += base64.b64decode(data)
-        self.asked.append((tag, patience))
+    def converse(self, request: protocol.Upload, answer: type, patience: float) -> None:
+        assert (request.folder, request.offset, answer) == ("job", len(self.content), protocol.Uploaded)
+        self.content += base64.b64decode(request.data)
+        self.asked.append((request.tag, patience))
 
 
 def test_a_parcel_must_be_sent_in_pieces_of_which_the_last_says_so(tmp_path):
@@ -154,7 +155,7 @@ def test_holes_of_a_file_must_be_sent_as_such(tmp_path):
     (given / "link").symlink_to("dense")
     with packed(given, mine(given), given.parent) as (file, tag):
         assert os.fstat(file.fileno()).st_size < 1 << 20
-        Files().put(str(job), base64.b64encode(file.read()).decode(), 0, tag)
+        Files().upload(str(job), base64.b64encode(file.read()).decode(), 0, tag)
     for name in ("sparse", "empty", "dense", "link"):
         assert (job / name).lstat().st_size == (given / name).lstat().st_size
     with (job / "sparse").open("rb") as there:

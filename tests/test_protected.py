@@ -97,7 +97,7 @@ def test_a_node_without_capabilities_must_know_its_workers_and_what_they_leave(n
     running = node.status()["running"]["0"]
     assert running["state"] and running["cpu"] >= 0
     node.pipe.ask("clean")
-    assert node.pipe.until("clean")
+    assert node.pipe.until("cleaned")
     assert not os.path.exists(f"/proc/{pid}")
 
 

@@ -13,8 +13,10 @@ from test_asked import dial
 from test_mirror import Node
 from waiting import PRELOAD, Waiting
 
+from orchestrate.node import protocol
+
 START = {"ask": "start", "command": ["x.py"], "env": {"RANK": "0"}, "inherit": False, "cwd": None}
-PUT = {"ask": "put", "folder": "/nowhere", "data": "", "offset": 0, "tag": ""}
+UPLOAD = {"ask": "upload", "folder": "/nowhere", "data": "", "offset": 0, "tag": ""}
 SECRET = "a-secret-value"
 
 
@@ -75,11 +77,11 @@ REFUSED = [
     ({"ask": "lease", "relay": ["10.0.0.1", True]}, "lease: relay must be an IPv4 address and a port"),
     ({"ask": "lease", "relay": ["a" * 300, 1]}, "lease: relay must be an IPv4 address and a port"),
     ({"ask": "lease", "relay": {"a": 1, "b": 2}}, "lease: relay must be an IPv4 address and a port"),
-    ({**PUT, "data": 7}, "put: data must be text"),
-    ({**PUT, "offset": -1}, "put: offset must be a whole number"),
-    ({**PUT, "folder": "a\0"}, "put: folder must not contain a NUL byte"),
-    ({"ask": "news", "folder": "/", "have": []}, "news: have must be an object of names and lengths"),
-    ({"ask": "news", "folder": "/", "have": {"a": "1"}}, "news: have must be an object of names and lengths"),
+    ({**UPLOAD, "data": 7}, "upload: data must be text"),
+    ({**UPLOAD, "offset": -1}, "upload: offset must be a whole number"),
+    ({**UPLOAD, "folder": "a\0"}, "upload: folder must not contain a NUL byte"),
+    ({"ask": "changes", "folder": "/", "have": []}, "changes: have must be an object of names and lengths"),
+    ({"ask": "changes", "folder": "/", "have": {"a": "1"}}, "changes: have must be an object of names and lengths"),
     ({"ask": "read", "folder": "/", "path": "\0", "offset": 0}, "read: path must not contain a NUL byte"),
     ({"ask": "read", "folder": "/", "path": "etc"}, "read: offset is missing"),
 ]
@@ -105,7 +107,7 @@ def test_what_cannot_be_done_must_be_refused_by_name_and_nothing_of_it_be_done(n
             assert end.hear()["say"] == "status"
         else:
             assert end.hear() is None
-    assert node.status() == {"generation": -1, "codes": {}, "signs": {}, "running": {}}
+    assert node.status() == {"generation": -1, "codes": {}, "hints": {}, "running": {}}
     assert not (node.folder / "logs").exists()
 
 
@@ -172,28 +174,28 @@ def remote(tmp_path) -> Iterator[Node]:
 
 def test_who_knows_the_key_must_be_told_what_is_wrong(remote):
     link = remote.connect()
-    link.send("start")
-    assert remote.until(link, "refused")["error"] == "start: command is missing"
-    assert link.converse("status")["generation"] == -1
+    link.sock.sendall(link.seal.close(b'{"ask": "start"}') + b"\n")
+    assert remote.until(link, protocol.Refusal).error == "start: command is missing"
+    assert link.converse(protocol.GetStatus(), protocol.Status).generation == -1
 
 
 @pytest.mark.parametrize("data", ["no base64", "A"])
 def test_data_that_is_none_must_be_refused(remote, data):
     link = remote.connect()
-    link.send("put", folder=str(remote.job), data=data, offset=0, tag="")
-    assert "error" in remote.until(link, "put")
-    assert link.converse("status")["generation"] == -1
+    link.send(protocol.Upload(str(remote.job), data, 0, ""))
+    assert remote.until(link, protocol.Failed).error
+    assert link.converse(protocol.GetStatus(), protocol.Status).generation == -1
 
 
 @pytest.mark.parametrize("address", ["a" * 70, "\ud800", ".", "a..b", ""])
 def test_a_master_whose_name_is_none_must_not_end_the_node(remote, address):
     link = remote.connect()
     env = {"RANK": "0", "JOB_DIR": str(remote.job), "MASTER_ADDR": address}
-    link.send("start", command=["-c", "print('ran')"], env=env, inherit=True, cwd=str(remote.folder))
+    link.send(protocol.Start(["-c", "print('ran')"], env, inherit=True, cwd=str(remote.folder)))
     if address == "\ud800":
-        assert "'MASTER_ADDR' has text that cannot be encoded" in remote.until(link, "refused")["error"]
+        assert "'MASTER_ADDR' has text that cannot be encoded" in remote.until(link, protocol.Refusal).error
     else:
-        assert remote.until(link, "ended")["code"] == 0
+        assert remote.until(link, protocol.Ended).code == 0
 
 
 @pytest.mark.parametrize("first", [b"x" * 100_000, b"nonsense\n", b"\n", b"0" * 32 + b"\n{}\n", b"GET / HTTP/1.1\r\n"])
@@ -206,7 +208,7 @@ def test_who_does_not_know_the_key_must_be_told_nothing(remote, first):
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendall(first)
             assert sock.recv(1) == b""
-    assert remote.connect().converse("status")["generation"] == -1
+    assert remote.connect().converse(protocol.GetStatus(), protocol.Status).generation == -1
 
 
 def test_a_datagram_of_any_kind_must_not_end_a_relay(tmp_path):

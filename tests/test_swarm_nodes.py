@@ -6,7 +6,7 @@ import tarfile
 import pytest
 from ends import KEY
 from manager_stub import StubManager, host
-from said import sent
+from said import said, sent
 from swarm_nodes import SPEC, connected, down, job, state, three_nodes
 
 from orchestrate.engines.swarm import engine as engine_module
@@ -17,6 +17,7 @@ from orchestrate.engines.swarm.upload import packed
 from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.files import records
 from orchestrate.job.spec import IMAGE, JobSpec
+from orchestrate.node import protocol
 
 
 @pytest.fixture
@@ -240,17 +241,17 @@ def test_on_the_network_of_the_hosts_workers_must_find_the_master_by_its_hosts_a
     stub.hosts[0]["Status"]["Addr"] = "10.1.1.7"
     made.manager.hosts()
     for worker in job(spec).workers:  # each on a host of its own
-        asked = made.request(worker)
-        assert asked["env"] == worker.env | {"MASTER_ADDR": "10.1.1.7"} and worker.env["MASTER_ADDR"] == "master"
-        assert (asked["inherit"], asked["cwd"], asked["log"]) == (True, "/var/tmp/code", 0)
+        asked = made.request(worker, ())
+        assert asked.env == worker.env | {"MASTER_ADDR": "10.1.1.7"} and worker.env["MASTER_ADDR"] == "master"
+        assert (asked.inherit, asked.cwd, asked.log) == (True, "/var/tmp/code", 0)
 
 
 def test_a_worker_must_be_told_how_long_its_log_is_already(engine, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-1.log").write_text("so far")
-    found = [engine.request(worker) for worker in job().workers]
-    assert [one["log"] for one in found] == [0, 6, 0]
-    assert [one["env"] for one in found] == [worker.env for worker in job().workers]
+    found = [engine.request(worker, ()) for worker in job().workers]
+    assert [one.log for one in found] == [0, 6, 0]
+    assert [one.env for one in found] == [worker.env for worker in job().workers]
 
 
 @pytest.mark.parametrize("lacking", ["task", "relay", "given up"])
@@ -272,9 +273,11 @@ class Has:
     def __init__(self, files: dict[str, list[int]], tag: str = "") -> None:
         self.files, self.tag, self.got = files, tag, 0
 
-    def converse(self, ask: str, **facts: object) -> dict:
-        self.got += ask == "put"
-        return {"files": self.files, "tags": {"/job": self.tag}}
+    def converse(self, request: protocol.Request, answer: type, **_: object) -> protocol.Report:
+        self.got += isinstance(request, protocol.Upload)
+        return (
+            said("status", tags={"/job": self.tag}) if answer is protocol.Status else said("changes", files=self.files)
+        )
 
 
 def test_files_must_be_sent_only_to_nodes_that_do_not_have_them(engine, tmp_path):

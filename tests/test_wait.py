@@ -84,7 +84,7 @@ def test_a_worker_of_a_newer_generation_must_end_those_of_older_ones(waiting):
     pid = int(eventually(lambda: waiting.log(0)))
     assert waiting.run(1, "print('new')", generation=1) == 0
     eventually(lambda: gone(pid))
-    assert waiting.status() == {"generation": 1, "codes": {"1": 0}, "signs": {"1": ""}, "running": {}}
+    assert waiting.status() == {"generation": 1, "codes": {"1": 0}, "hints": {"1": ""}, "running": {}}
     assert waiting.run(2, "print('older')") == 143
 
 
@@ -114,7 +114,7 @@ def test_a_worker_must_outlive_its_client_and_the_next_client_must_get_its_exit_
     assert another.status() == {
         "generation": 0,
         "codes": {"0": 9},
-        "signs": {"0": ""},
+        "hints": {"0": ""},
         "running": {},
     }  # also when it is over
     another.close()

@@ -72,7 +72,7 @@ class Pipe:
         self.heard = [message for message in self.heard if message["say"] != "status"]
         self.ask("status")
         status = self.until("status")
-        return {key: status[key] for key in ("generation", "codes", "signs", "running")}
+        return {key: status[key] for key in ("generation", "codes", "hints", "running")}
 
     def close(self, code: int = 0) -> None:
         for stream in (self.process.stdin, self.process.stdout):

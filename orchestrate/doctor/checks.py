@@ -33,6 +33,7 @@ from orchestrate.job.gpus import look
 from orchestrate.job.plan import counted, plan
 from orchestrate.job.spec import IMAGE, JobSpec
 from orchestrate.job.store import new_id
+from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, digest
 
 OLDEST = (20, 10)  # the engine that knows all that we ask for: capabilities of services
@@ -151,7 +152,7 @@ def _ask(session: SwarmSession, node: str, host: str, data: BinaryIO) -> Iterato
         return
     try:
         before = time.time()
-        skew = link.converse("status")["time"] - (before + time.time()) / 2
+        skew = link.converse(protocol.GetStatus(), protocol.Status).time - (before + time.time()) / 2
         if abs(skew) > SKEW:
             yield Finding(WARNING, f"{host}: its clock differs by {skew:+.1f} s", "set up NTP (chrony, timesyncd)")
         give(link, "/var/tmp/doctor", data, digest(data))

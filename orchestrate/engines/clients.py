@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from orchestrate.engines import messages
 from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import ANSWERS, NodeConnection
 from orchestrate.errors import EngineError, EngineLost, UsageError
 from orchestrate.files import records
 from orchestrate.job.outcomes import LOST, TERMINATED, Doing, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
+from orchestrate.node import protocol
 from orchestrate.node.worker import FAILED_TO_START
 
 DYING = 5.0  # seconds that a node takes to die, at most
@@ -35,8 +35,8 @@ class Access(Protocol):
     def may_recover(self, node: str) -> bool:
         """Whether a node that does not answer may do so later."""
 
-    def request(self, worker: WorkerPlan) -> dict[str, Any]:
-        """What a node is sent to start a worker, besides its command: environment and working directory."""
+    def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
+        """What a node is sent to start a worker."""
 
 
 class NodeClients:
@@ -65,7 +65,7 @@ class NodeClients:
         self.exit_hints: dict[int, str] = {}  # by rank, what its node adds to the exit code, such as oom or ending
         self.ended: list[tuple[float, WorkerExit]] = []  # in seconds since 1970; not yet reported
         self.broken: set[str] = set()  # nodes whose connection has ended
-        self.statuses: dict[str, dict[str, Any]] = {}  # by node, its last status
+        self.statuses: dict[str, protocol.Status] = {}  # by node, its last status
         self.cleaned: set[str] = set()  # nodes that have reported that they are clean
         self.refused: set[str] = set()  # nodes of which a refusal is known; code of an image could repeat it for ever
 
@@ -119,7 +119,7 @@ class NodeClients:
         """What the running workers are doing, as far as their nodes say."""
         states, found = self.ask(set(self.running.values()), LOOKS), {}
         for rank, node in self.running.items():
-            doing = states[node]["running"].get(str(rank)) if node in states else None
+            doing = states[node].running.get(str(rank)) if node in states else None
             if doing and doing["state"]:  # only if there is /proc
                 found[rank] = Doing(doing["state"], doing["cpu"])
         return found
@@ -127,13 +127,13 @@ class NodeClients:
     def stop(self, how: Stop) -> None:
         """Ask all workers to end."""
         if how is Stop.DUMP:
-            self.tell("freeze")
+            self.tell(protocol.Freeze())
             self.ask(set(self.running.values()), LOOKS)  # else one that ends would let others leave where they stand
-            return self.tell("dump")
+            return self.tell(protocol.Dump())
         for worker in self.queued:
             self._ended(worker.rank, TERMINATED, time.time())
         self.queued = []
-        self.tell("stop", kill=how is Stop.KILL)
+        self.tell(protocol.Stop(kill=how is Stop.KILL))
 
     def on(self, node: str) -> list[int]:
         """The ranks on a node that have not ended."""
@@ -172,7 +172,7 @@ class NodeClients:
         deadline = time.monotonic() + patience
         while True:
             states = self.ask(nodes, LOOKS)
-            if len(states) == len(nodes) and not any(state["importing"] for state in states.values()):
+            if len(states) == len(nodes) and not any(state.importing for state in states.values()):
                 return True
             if time.monotonic() > deadline:
                 return False
@@ -182,25 +182,25 @@ class NodeClients:
         """Clean up nodes for another job; return those that do not confirm it: processes of the job may run there."""
         nodes, self.cleaned = set(nodes), set()
         self.connect(nodes)
-        self.tell("clean")
+        self.tell(protocol.Clean())
         deadline = time.monotonic() + ANSWERS
         while (nodes & self.connections.keys()) - self.cleaned and time.monotonic() < deadline:
             self.listen(0.1)
         return nodes - self.cleaned
 
-    def ask(self, nodes: Iterable[str], patience: float = ANSWERS) -> dict[str, dict[str, Any]]:
+    def ask(self, nodes: Iterable[str], patience: float = ANSWERS) -> dict[str, protocol.Status]:
         """The status of the nodes that answer."""
         self.statuses = {}
-        asked = {node for node in nodes if self._send(node, "status")}
+        asked = {node for node in nodes if self._send(node, protocol.GetStatus())}
         deadline = time.monotonic() + patience
         while (asked & self.connections.keys()) - self.statuses.keys() and time.monotonic() < deadline:
             self.listen(0.1)
         return self.statuses
 
-    def tell(self, ask: str, **facts: Any) -> None:
+    def tell(self, request: protocol.Request) -> None:
         """Send a request to all nodes that have a connection."""
         for node in list(self.connections):
-            self._send(node, ask, **facts)
+            self._send(node, request)
 
     def listen(self, timeout: float) -> None:
         """Receive messages of nodes; returns after the first ones."""
@@ -233,23 +233,23 @@ class NodeClients:
             if nodes:
                 time.sleep(0.02)
 
-    def know(self, rank: int, state: dict[str, Any]) -> bool:
+    def know(self, rank: int, state: protocol.Status) -> bool:
         """Take over a node's status of a worker; False if the node does not know it."""
         word = str(rank)
-        if state["generation"] != self.generation or word not in state["codes"] | state["running"]:
+        if state.generation != self.generation or word not in state.codes | state.running:
             return False
-        if word in state["codes"]:
-            self.exit_hints[rank] = state["signs"].get(word, "")
-            self._ended(rank, state["codes"][word], time.time())
-        elif pid := state["running"][word]["pid"]:
+        if word in state.codes:
+            self.exit_hints[rank] = state.hints.get(word, "")
+            self._ended(rank, state.codes[word], time.time())
+        elif pid := state.running[word]["pid"]:
             self.pids[rank] = pid
         return True
 
-    def _send(self, node: str, ask: str, **facts: Any) -> bool:
+    def _send(self, node: str, request: protocol.Request) -> bool:
         """Send a request to a node; False if there is no connection."""
         if node not in self.connections:
             return False
-        if self.connections[node].send(ask, **facts):
+        if self.connections[node].send(request):
             return True
         self.drop(node)
         return False
@@ -262,35 +262,34 @@ class NodeClients:
         self.broken, self.refused = set(), set()
 
     def _start(self, worker: WorkerPlan) -> None:
-        if not self._send(worker.node, "start", command=self.command, **self.access.request(worker)):
+        if not self._send(worker.node, self.access.request(worker, self.command)):
             self.lose([worker.rank])
 
-    def _take(self, node: str, message: dict[str, Any]) -> None:
-        """Take note of a message."""
+    def _take(self, node: str, report: protocol.Report) -> None:
+        """Take note of what a node reports."""
         self.heard(node)
-        say = message["say"]
-        if say == "status":
-            self.statuses[node] = message
-        elif say == "clean":
+        if isinstance(report, protocol.Status):
+            self.statuses[node] = report
+        elif isinstance(report, protocol.Cleaned):
             self.cleaned.add(node)
-        elif say == "refused":
+        elif isinstance(report, protocol.Refusal):
             if node not in self.refused:
                 self.refused.add(node)
-                self.warn(f"{node} refused a request: {messages.reason(message)}")
+                self.warn(f"{node} refused a request: {protocol.reason(report.error)}")
             for rank in [rank for rank in self.on(node) if rank not in self.pids]:
                 self._ended(rank, FAILED_TO_START, time.time(), asked=False)
-        elif say not in ("started", "ended") or message["generation"] != self.generation:
+        elif not isinstance(report, protocol.Started | protocol.Ended) or report.generation != self.generation:
             return  # from an older generation
-        elif self.running.get(message["rank"]) != node:
+        elif self.running.get(report.rank) != node:
             return  # its end is known already, or it belongs to another node
-        elif say == "started":
-            self.pids[message["rank"]] = message["pid"]
+        elif isinstance(report, protocol.Started):
+            self.pids[report.rank] = report.pid
             queued, self.queued = self.queued, []
             for worker in queued:
                 self._start(worker)
         else:
-            self.exit_hints[message["rank"]] = message["sign"]
-            self._ended(message["rank"], message["code"], message["at"], message["asked"])
+            self.exit_hints[report.rank] = report.hint
+            self._ended(report.rank, report.code, report.at, report.asked)
 
     def _ended(self, rank: int, code: int, at: float, asked: bool = True) -> None:
         if self.running.pop(rank, None) is not None:

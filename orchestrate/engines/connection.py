@@ -1,19 +1,19 @@
-"""A connection to a node. `node/wait.py` describes the messages."""
+"""A connection to a node."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
-from orchestrate.engines import messages
 from orchestrate.errors import EngineError
+from orchestrate.node import protocol
 from orchestrate.node.loop import LONGEST_GREETING
 from orchestrate.node.sealed import Seal
 
+T = TypeVar("T")
 ANSWERS = 10.0  # seconds that a node may take to answer
 
 
@@ -51,27 +51,26 @@ class NodeConnection:
         line, _, self.partial = self.partial.partition(b"\n")
         return line
 
-    def send(self, ask: str, **facts: Any) -> bool:
+    def send(self, request: protocol.Request) -> bool:
         """Send a request to the node; False if the connection has ended."""
-        text = json.dumps({"ask": ask, **facts}).encode()
         try:
-            self.sock.sendall(self.seal.close(text) + b"\n")
+            self.sock.sendall(self.seal.close(protocol.encode(request)) + b"\n")
         except OSError:
             return False
         return True
 
-    def receive(self) -> list[dict[str, Any]] | None:
-        """The messages of the node, once the socket is readable; None at the end of the connection."""
+    def receive(self) -> list[protocol.Report] | None:
+        """The reports of the node, once the socket is readable; None at the end of the connection."""
         chunk = b""
         with contextlib.suppress(OSError):
             chunk = self.sock.recv(1 << 16)
         if not chunk:
             return None
         *lines, self.partial = (self.partial + self.decode(chunk)).split(b"\n")
-        if len(self.partial) > messages.LONGEST:
+        if len(self.partial) > protocol.LONGEST:
             return None
         try:
-            return [messages.read(self.seal.open(line)) for line in lines]
+            return [protocol.report(self.seal.open(line)) for line in lines]
         except ValueError:  # for example Docker's error text, if a container ends while an exec starts
             return None
 
@@ -85,23 +84,23 @@ class NodeConnection:
         self.interrupt()
         self.sock.close()
 
-    def converse(self, ask: str, patience: float = ANSWERS, **facts: Any) -> dict[str, Any]:
-        """Send a request, and wait for the answer; for a connection that is used for nothing else.
+    def converse(self, request: protocol.Request, answer: type[T], patience: float = ANSWERS) -> T:
+        """Send a request, and wait for a report of the type `answer`; for a connection that is used for nothing else.
 
         Raises ConnectionError if the connection ends or the answer takes more than `patience` seconds, whatever else
         the node sends meanwhile; EngineError with an error of the node.
         """
         deadline = time.monotonic() + patience
         self.sock.settimeout(patience)
-        sent = self.send(ask, **facts)
+        sent = self.send(request)
         while sent and (left := deadline - time.monotonic()) > 0:
             self.sock.settimeout(left)
             heard = self.receive()
             if heard is None:
                 break
-            for message in heard:
-                if message["say"] == "refused" or (message["say"] == ask and "error" in message):
-                    raise EngineError(f"a node says: {messages.reason(message)}")
-                if message["say"] == ask:
-                    return message
+            for report in heard:
+                if isinstance(report, protocol.Refusal | protocol.Failed):
+                    raise EngineError(f"a node says: {protocol.reason(report.error)}")
+                if isinstance(report, answer):
+                    return report
         raise ConnectionError("the node has not answered in time, or the connection has ended")

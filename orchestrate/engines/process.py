@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from orchestrate.console import during
 from orchestrate.engines import looked, sockets
@@ -32,6 +31,7 @@ from orchestrate.job.outcomes import LOST, Doing, WorkerExit
 from orchestrate.job.plan import Inventory, Plan, WorkerPlan
 from orchestrate.job.preload import may_use_torch, preload
 from orchestrate.job.spec import JobSpec, unencodable
+from orchestrate.node import protocol
 from orchestrate.node.warm import POSSIBLE
 
 LIMITS = ("image", "user", "memory", "cpus", "shm_size", *SWARMS)  # keys of a job file that only containers support
@@ -246,9 +246,10 @@ class ProcessSession:
         """Whether it is alive, though it does not answer."""
         return node in self.alive()
 
-    def request(self, worker: WorkerPlan) -> dict[str, Any]:
+    def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
         """The environment of this process and the worker's own."""
-        return {"env": os.environ | {"PYTHONUNBUFFERED": "1"} | worker.env, "inherit": False, "cwd": self.cwd}
+        env = os.environ | {"PYTHONUNBUFFERED": "1"} | worker.env
+        return protocol.Start([*command], env, inherit=False, cwd=self.cwd)
 
 
 def _waiting(folder: Path) -> Iterator[tuple[Path, int]]:

@@ -35,11 +35,11 @@ import orchestrate.node  # noqa: E402, F401  (the path comes first)
 
 del sys.path[0]  # the package finds its modules without it, and nothing else is imported from there
 
+from orchestrate.node.checks import Refused, key  # noqa: E402
 from orchestrate.node.given import given  # noqa: E402
 from orchestrate.node.join import join  # noqa: E402
 from orchestrate.node.lease import relay  # noqa: E402
 from orchestrate.node.output import say  # noqa: E402
-from orchestrate.node.protocol import Refused, key  # noqa: E402
 from orchestrate.node.wait import wait  # noqa: E402
 from orchestrate.node.warm import protect  # noqa: E402
 

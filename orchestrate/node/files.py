@@ -1,16 +1,7 @@
 """Files of a node that shares no folder with the orchestrator: the orchestrator uploads some and downloads others.
 
-    {"ask": "put", "folder", "data", "offset", "tag"}    append to a tar file; the last piece has a tag, the SHA-256 of
-                              the whole, which then replaces everything in the folder except logs
-    {"say": "put", "tags": {folder: tag}}
-    {"ask": "news", "folder", "have"}    list what is new; `have`: how many bytes of each log are already downloaded
-    {"say": "news", "logs": {path: new bytes}, "files": {path: facts}, "links",
-                              "gone": [path]}    uploaded files that have been removed
-    {"ask": "read", "folder", "path", "offset"}    read the next piece of a file
-    {"say": "read", "data", "offset", "facts": [size, mtime_ns, inode, mode]}    the piece may begin after a hole
-
 Bytes are encoded as base64. Holes are not sent: a file may be larger than any disk, and logs are downloaded without
-their holes. Hidden files are not listed, nor are uploaded files that have not changed.
+their holes.
 """
 
 from __future__ import annotations
@@ -22,8 +13,9 @@ import os
 import stat
 import tarfile
 import tempfile
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+from orchestrate.node.protocol import Changes, Piece, Uploaded
 from orchestrate.node.trees import clear, data, opened, walk
 
 PIECE = 1 << 19  # bytes of one message
@@ -35,12 +27,12 @@ class Files:
     """The state of the folders of a node."""
 
     def __init__(self) -> None:
-        self.given: dict[str, Facts] = {}  # uploaded files, by path
+        self.uploaded: dict[str, Facts] = {}  # uploaded files, by path
         self.tags: dict[str, str] = {}  # the digest of the last upload, by folder
         self.bases: dict[str, int] = {}  # by how much the downloaded log is longer than the one here
         self.coming: BinaryIO | None = None
 
-    def put(self, folder: str, data: str, offset: int, tag: str) -> dict[str, Any]:
+    def upload(self, folder: str, data: str, offset: int, tag: str) -> Uploaded:
         """Take the next piece of a tar file; raises OSError or tarfile.TarError where it cannot be unpacked."""
         if not offset or self.coming is None:
             if self.coming:
@@ -50,7 +42,7 @@ class Files:
             raise OSError("a piece is missing")
         self.coming.write(base64.b64decode(data, validate=True))
         if not tag:
-            return {"tags": self.tags}
+            return Uploaded(self.tags)
         file, self.coming = self.coming, None
         if digest(file) != tag:
             file.close()
@@ -60,10 +52,10 @@ class Files:
             if left := clear(folder, keep=[LOGS] if real_folder(f"{folder}/{LOGS}") else []):
                 raise OSError(f"{folder} cannot be emptied: {left[0]} stays")
             _unpack(file, folder)
-        self.given = {path: told for path, told in self.given.items() if not path.startswith(f"{folder}/")}
-        self.given |= {f"{folder}/{path}": facts(status) for path, status in walk(folder)}
+        self.uploaded = {path: told for path, told in self.uploaded.items() if not path.startswith(f"{folder}/")}
+        self.uploaded |= {f"{folder}/{path}": facts(status) for path, status in walk(folder)}
         self.tags[folder] = tag
-        return {"tags": self.tags}
+        return Uploaded(self.tags)
 
     def follow(self, folder: str, rank: int, length: int) -> None:
         """Note that a worker starts whose downloaded log has this length."""
@@ -73,7 +65,7 @@ class Files:
             here = os.lstat(f"{folder}/{path}").st_size
         self.bases[path] = length - here
 
-    def news(self, folder: str, have: dict[str, int]) -> dict[str, Any]:
+    def changes(self, folder: str, have: dict[str, int]) -> Changes:
         """What is new in the folder."""
         logs, files, links = {}, {}, {}
         for path in self.bases.keys() & have.keys():  # a node may have had another rank before
@@ -87,13 +79,13 @@ class Files:
             if stat.S_ISLNK(status.st_mode):
                 with contextlib.suppress(OSError):
                     links[path] = os.readlink(f"{folder}/{path}")
-            elif not path.startswith(f"{LOGS}/") and self.given.get(f"{folder}/{path}") != facts(status):
+            elif not path.startswith(f"{LOGS}/") and self.uploaded.get(f"{folder}/{path}") != facts(status):
                 files[path] = facts(status)
-        given = (path.removeprefix(f"{folder}/") for path in self.given if path.startswith(f"{folder}/"))
-        gone = [path for path in given if not os.path.lexists(f"{folder}/{path}")]
-        return {"logs": logs, "files": files, "links": links, "gone": gone}
+        uploaded = (path.removeprefix(f"{folder}/") for path in self.uploaded if path.startswith(f"{folder}/"))
+        gone = [path for path in uploaded if not os.path.lexists(f"{folder}/{path}")]
+        return Changes(logs, files, links, gone)
 
-    def read(self, folder: str, path: str, offset: int) -> dict[str, Any]:
+    def read(self, folder: str, path: str, offset: int) -> Piece:
         """The next piece of a file, behind a hole that there may be; raises OSError where it has gone, or is none."""
         name = f"{folder}/{path}"
         try:
@@ -104,7 +96,7 @@ class Files:
         with open(descriptor, "rb") as file:
             offset, piece = data(file, offset, PIECE)
             known = facts(os.fstat(file.fileno()))
-            return {"data": base64.b64encode(piece).decode(), "offset": offset, "facts": known}
+            return Piece(base64.b64encode(piece).decode(), offset, known)
 
 
 def digest(file: BinaryIO) -> str:

@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from functools import partial
 
+from orchestrate.node.checks import MOST_NODES, MOST_WORKERS, integer
 from orchestrate.node.loop import Loop
 from orchestrate.node.output import say
 from orchestrate.node.place import interface_to
-from orchestrate.node.protocol import MOST_NODES, MOST_WORKERS, integer
 from orchestrate.node.ranks import Env, assign, gpus
 
 NAMES = {  # the variables that may hold each value: our own, then those of Kubeflow Trainer, Kubernetes and Slurm

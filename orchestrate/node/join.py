@@ -14,21 +14,11 @@ import time
 from functools import partial
 from typing import Any
 
+from orchestrate.node.checks import MOST_WORKERS, Refused, integer, seconds, shown
 from orchestrate.node.listener import serve
 from orchestrate.node.loop import Channel, Loop, connect
 from orchestrate.node.output import say
-from orchestrate.node.protocol import (
-    END,
-    HELLO,
-    MOST_WORKERS,
-    Refused,
-    anything,
-    environments,
-    fields,
-    integer,
-    seconds,
-    shown,
-)
+from orchestrate.node.protocol import TO_MASTER, TO_TRAINER, End, Exited, Hello, Run, decode
 from orchestrate.node.ranks import Node, assign, gpus
 
 JOIN_PORT = 29400  # where the master listens for trainers; the default port of torch's own rendezvous
@@ -113,19 +103,17 @@ class Gang:
                 self.exited(min(left), 128 + signal.SIGKILL)
             elif len(self.hellos) < len(self.names) and not self.loop.ending:
                 self.fail(f"error: {name} went away before the job began")
-        elif "hello" in message:
-            hello = fields("hello", fields("message", message, {"hello": anything})["hello"], HELLO)
+            return
+        said = decode(message, TO_MASTER, "say")
+        if isinstance(said, Hello):
             if address in self.hellos:
                 raise Refused(f"{name} has joined already")
-            self.hellos[address] = {**hello, "name": name}
+            self.hellos[address] = {**said._asdict(), "name": name}
             self.settle()
-        elif "rank" in message:
-            end = fields("end", message, END)
-            if self.running.get(end["rank"]) != name:
-                raise Refused(f"rank {end['rank']} is not one of {name}'s")
-            self.exited(end["rank"], end["code"])
+        elif self.running.get(said.rank) != name:
+            raise Refused(f"rank {said.rank} is not one of {name}'s")
         else:
-            raise Refused("neither a hello nor the end of a worker")
+            self.exited(said.rank, said.code)
 
     def settle(self) -> None:
         """Once all trainers have joined, start the workers of every node."""
@@ -143,7 +131,7 @@ class Gang:
         say(f"{len(nodes)} nodes, world size {len(envs)}, rank 0 on the master")
         start(self.loop, self.command, envs[:nproc], self.exited)
         for i, address in enumerate(self.names, 1):
-            self.channels[address].send({"start": envs[i * nproc : (i + 1) * nproc]})
+            self.channels[address].send(Run(envs[i * nproc : (i + 1) * nproc]))
 
     def exited(self, rank: int, code: int) -> None:
         """Record the end of a worker; the first failure ends the gang, as does the end of the last worker."""
@@ -165,7 +153,7 @@ class Gang:
     def tell_stop(self) -> None:
         """Stop every trainer."""
         for channel in self.channels.values():
-            channel.send({"stop": True})
+            channel.send(End())
 
     def late(self) -> None:
         """At the deadline, fail if a trainer is missing."""
@@ -182,7 +170,7 @@ def follow(command: list[str], node: Node, timeout: float) -> int:
         say(f"error: no master to join: {error}")
         return 1
     trainer = Trainer(command, connection)
-    trainer.channel.send({"hello": node})
+    trainer.channel.send(Hello(**node))
     trainer.loop.run()
     return next(filter(None, trainer.codes), 0)
 
@@ -199,25 +187,24 @@ class Trainer:
 
     def receive(self, message: Any) -> None:
         """Handle the master's message: workers to start, a stop, or (None) its end; raises Refused for others."""
-        if message is None or "stop" in message:
+        if message is None:
             self.loop.stop(end=True)
-        elif "start" in message:
-            envs = fields("message", message, {"start": environments})["start"]
-            if self.started:
-                raise Refused("the workers were started already")
-            self.started = True
-            start(self.loop, self.command, envs, self.exited)
         elif message.get("say") == "refused":
             say(f"error: the master refuses this trainer: {shown(str(message.get('error')))}")
             self.codes.append(1)
             self.loop.stop(end=True)
+        elif isinstance(asked := decode(message, TO_TRAINER), End):
+            self.loop.stop(end=True)
+        elif self.started:
+            raise Refused("the workers were started already")
         else:
-            raise Refused("neither a start nor a stop")
+            self.started = True
+            start(self.loop, self.command, asked.envs, self.exited)
 
     def exited(self, rank: int, code: int) -> None:
         """Report the end of a worker to the master; the end of the last one ends the node."""
         self.codes.append(code)
-        self.channel.send({"rank": rank, "code": code})
+        self.channel.send(Exited(rank, code))
         self.loop.ending = self.loop.ending or not self.loop.workers
 
 

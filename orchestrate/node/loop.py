@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import selectors
 import signal
@@ -13,8 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from orchestrate.node.checks import Refused, seconds
 from orchestrate.node.output import say, stdout
-from orchestrate.node.protocol import Refused, parsed, seconds
+from orchestrate.node.protocol import Refusal, encode, parsed
 from orchestrate.node.ranks import Env
 from orchestrate.node.sealed import Seal
 from orchestrate.node.warm import IMPORT_TAKES, Zygote, adopt_orphans, children, standing, strays
@@ -225,14 +225,14 @@ class Loop:
 
 
 class Channel:
-    """JSON messages over a socket, one per line."""
+    """Messages over a socket, one per line; what they are is in protocol.py."""
 
     def __init__(
         self, loop: Loop, sock: socket.socket, receive: Callable[[Any], None], seal: Seal | None = None
     ) -> None:
-        """Call `receive` with each message, and with None at the end of the connection; `seal` guards a TCP socket.
+        """Call `receive` with the object in each line, and with None at the end of the connection.
 
-        If `receive` raises Refused, the peer gets the reason.
+        With a `seal`, each line needs a proof. If `receive` raises Refused, the peer gets the reason.
         """
         self.loop, self.sock, self.receive, self.seal, self.buffer = loop, sock, receive, seal, bytearray()
         self.heard = False  # whether the peer has sent a message; if sealed, whether it has proved that it has the key
@@ -249,13 +249,13 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """Send one message; a closed connection is noticed when reading."""
-        text = json.dumps(message).encode()
+        text = encode(message)
         self._write(self.seal.close(text) if self.seal else text)
 
     def refuse(self, why: str) -> None:
         """Send a peer the reason for a refusal; a peer without the key gets no answer."""
         if self.heard or not self.seal:
-            self.send({"say": "refused", "error": why})
+            self.send(Refusal(why))
 
     def _write(self, line: bytes) -> None:
         with contextlib.suppress(OSError):

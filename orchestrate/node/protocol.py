@@ -1,34 +1,279 @@
-"""What a node accepts: the fields of each message and their types. Anything else is refused with a reason.
+"""What an orchestrator and a node say to each other: JSON lines, each of which is one of these messages.
 
-A message is validated as a whole before the node acts on it: it may come from any process in the node's container, or
-any container on its network.
+Over a Unix socket or TCP, each line with a proof (auth.py). An orchestrator sends requests, `{"ask": "start", …}`; the
+node sends reports, `{"say": "started", …}`, to every client that has sent a request. A client may disconnect; its
+workers go on, and the node keeps their exit codes.
+
+Messages are checked as a whole before anything is done, on both sides: what a node receives may come from any process
+in its container, or any container on its network; what a node sends may come from other people's code.
+
+They are named tuples, since the import of dataclasses would take a node ten milliseconds.
 """
 
-from __future__ import annotations
-
+import functools
 import json
-import os
-import re
-import socket
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any, NamedTuple
+
+from orchestrate.node import checks
+from orchestrate.node.checks import Check, Refused, shown, up_to
 
 MOST_DIGITS = 18  # digits of a number, which is then below 2^63
-KEY = re.compile(r"[0-9a-f]{64}")
-WHOLE = re.compile(r"[0-9]{1,9}")  # a number in an environment variable
-MOST = 10**9 - 1  # the largest of them
-MOST_NODES, MOST_WORKERS = 10_000, 1024  # of a job, and of each of its nodes
-Fields = Mapping[str, Callable[[Any], str]]  # field: returns what is wrong with its value, or an empty string
+LONGEST = 16 << 20  # bytes of a report: the list of all files of a node is one
+LONG, SHORT = (b'{"say": "changes", ', b'{"say": "piece", '), 1 << 20  # how long ones begin; bytes of any other one
+
+Flag = Annotated[bool, checks.flag]
+Text = Annotated[str, checks.text]
+AnyText = Annotated[str, checks.any_text]
+Number = Annotated[int, checks.whole]
+Lengths = Annotated[dict[str, int], checks.lengths]
+Rank = Annotated[int, up_to(1 << 20)]
+Code = Annotated[int, up_to(255)]
+Generation = Annotated[int, checks.generation]
+Time = Annotated[float, checks.time]
+Hint = Annotated[str, checks.one_of(("", "oom", "ending", "cut off"))]
+Environment = Annotated[dict[str, str], checks.environment]
 
 
-class Refused(ValueError):
-    """An invalid message or environment variable; its text says what is wrong, and has no secret."""
+def _facts(value: Any) -> str:
+    """Facts of a file; file systems know times far from now."""
+    right = (
+        isinstance(value, list) and len(value) == 4 and all(type(one) is int and abs(one) < 1 << 96 for one in value)
+    )
+    return "" if right else " must be size, time of change, inode and mode"
 
 
-def parsed(line: bytes) -> dict[str, Any]:
-    """Parse the message in a line; raises Refused."""
+def _doing(value: Any) -> str:
+    """The process of a worker: process id, state as in proc(5), processor time."""
+    if not isinstance(value, dict) or not {"pid", "state", "cpu"} <= value.keys():
+        return " must be the state of a process"
+    state = checks.any_text(value["state"]) or ("" if len(value["state"]) < 2 else " must be a state of proc(5)")
+    return up_to(1 << 31)(value["pid"]) or state or checks.time(value["cpu"])
+
+
+Facts = Annotated[list[int], _facts]  # size, time of change in nanoseconds, inode, mode
+
+
+# --- requests
+
+
+class Start(NamedTuple):
+    """Start a worker."""
+
+    command: Annotated[list[str], checks.command]
+    env: Environment
+    inherit: Flag  # whether `env` is added to the node's own environment
+    cwd: Text | None = None
+    log: Number | None = None  # bytes of its log that were downloaded
+    filtered: Flag | None = None  # only if the node's network has its packet filter: a restarted container has none
+    folders: Lengths | None = None  # only if these paths have the given inodes: others could have replaced them
+
+
+class Stop(NamedTuple):
+    """Stop all workers: SIGTERM, then SIGKILL after the grace period, or SIGKILL at once."""
+
+    kill: Flag
+
+
+class Freeze(NamedTuple):
+    """Stop all workers where they stand (SIGSTOP)."""
+
+
+class Dump(NamedTuple):
+    """Have all workers print their stacks, and abort."""
+
+
+class Clean(NamedTuple):
+    """Clean up for another job. A node that cannot be cleaned ends."""
+
+
+class End(NamedTuple):
+    """Stop all workers, and end the node."""
+
+
+class GetStatus(NamedTuple):
+    """Report the state of the workers."""
+
+
+class Lease(NamedTuple):
+    """End the workers when this relay does not answer; see lease.py."""
+
+    relay: Annotated[tuple[str, int], checks.address]
+
+
+class Upload(NamedTuple):
+    """Append to a tar file. The last piece has a tag, the SHA-256 of the whole, which then replaces the folder."""
+
+    folder: Text
+    data: Text  # base64
+    offset: Number
+    tag: Text
+
+
+class GetChanges(NamedTuple):
+    """List what is new in a folder."""
+
+    folder: Text
+    have: Lengths  # how many bytes of each log are downloaded already
+
+
+class Read(NamedTuple):
+    """Read the next piece of a file."""
+
+    folder: Text
+    path: Text
+    offset: Number
+
+
+# --- reports
+
+
+class Started(NamedTuple):
+    """A worker has started."""
+
+    generation: Generation
+    rank: Rank
+    pid: Annotated[int, up_to(1 << 31)]
+
+
+class Ended(NamedTuple):
+    """A worker has ended."""
+
+    generation: Generation
+    rank: Rank
+    code: Code
+    at: Time  # in seconds since 1970
+    hint: Hint  # `oom` if the kernel has killed a process, `ending` if the node ends, `cut off` if its lease is over
+    asked: Flag  # whether the node had sent it SIGTERM
+
+
+class Status(NamedTuple):
+    """The workers of the newest generation."""
+
+    generation: Generation
+    codes: Annotated[dict[str, int], checks.mapping(up_to(255), checks.numeral)]  # by rank, of those that have ended
+    hints: Annotated[dict[str, str], checks.mapping(checks.one_of(("", "oom", "ending", "cut off")), checks.numeral)]
+    running: Annotated[dict[str, dict[str, Any]], checks.mapping(_doing, checks.numeral)]  # by rank: pid, state, cpu
+    tags: Annotated[dict[str, str], checks.mapping(checks.any_text)]  # the digest of the last upload, by folder
+    time: Time  # by the node's clock
+    importing: Flag  # whether the node imports modules that its workers will need
+
+
+class Cleaned(NamedTuple):
+    """The node is ready for another job."""
+
+
+class Refusal(NamedTuple):
+    """Why a request was not executed; to its sender only."""
+
+    error: AnyText
+
+
+class Uploaded(NamedTuple):
+    """A piece has arrived, and the last one is unpacked."""
+
+    tags: Annotated[dict[str, str], checks.mapping(checks.any_text)]
+
+
+class Changes(NamedTuple):
+    """What is new in a folder. Hidden files are not listed, nor are uploaded files that have not changed."""
+
+    logs: Annotated[dict[str, str], checks.mapping(checks.any_text)]  # new bytes in base64, without holes, by path
+    files: Annotated[dict[str, list[int]], checks.mapping(_facts, checks.path)]
+    links: Annotated[dict[str, str], checks.mapping(checks.path, checks.path)]
+    gone: Annotated[list[str], checks.list_of(checks.path)]  # uploaded files that have been removed
+
+
+class Piece(NamedTuple):
+    """The next piece of a file, behind a hole that there may be."""
+
+    data: AnyText  # base64
+    offset: Annotated[int, up_to(1 << 63)]
+    facts: Facts
+
+
+class Failed(NamedTuple):
+    """Why a request for files failed."""
+
+    error: AnyText
+
+
+# --- between the containers of a plain `docker compose up` (join.py)
+
+
+class Hello(NamedTuple):
+    """A trainer joins."""
+
+    name: Text
+    host: Text
+    cpus: Annotated[int, up_to(1 << 20)]
+    gpus: Annotated[list[str], checks.texts]
+
+
+class Exited(NamedTuple):
+    """A worker of a trainer has ended."""
+
+    rank: Number
+    code: Code
+
+
+class Run(NamedTuple):
+    """Start a worker for each environment."""
+
+    envs: Annotated[list[dict[str, str]], checks.environments]
+
+
+Request = Start | Stop | Freeze | Dump | Clean | End | GetStatus | Lease | Upload | GetChanges | Read
+Report = Started | Ended | Status | Cleaned | Refusal | Uploaded | Changes | Piece | Failed
+REQUESTS: dict[str, type] = {
+    "start": Start,
+    "stop": Stop,
+    "freeze": Freeze,
+    "dump": Dump,
+    "clean": Clean,
+    "end": End,
+    "status": GetStatus,
+    "lease": Lease,
+    "upload": Upload,
+    "changes": GetChanges,
+    "read": Read,
+}
+REPORTS: dict[str, type] = {
+    "started": Started,
+    "ended": Ended,
+    "status": Status,
+    "cleaned": Cleaned,
+    "refused": Refusal,
+    "uploaded": Uploaded,
+    "changes": Changes,
+    "piece": Piece,
+    "failed": Failed,
+}
+TO_MASTER: dict[str, type] = {"hello": Hello, "exited": Exited}
+TO_TRAINER: dict[str, type] = {"run": Run, "end": End}
+_WORDS = {
+    **{kind: ("say", word) for word, kind in {**REPORTS, **TO_MASTER}.items()},
+    **{kind: ("ask", word) for word, kind in {**TO_TRAINER, **REQUESTS}.items()},
+}
+
+
+def encode(message: Any) -> bytes:
+    """The line of a message, without its end."""
+    kind, word = _WORDS[type(message)]
+    facts = {name: value for name, value in message._asdict().items() if value is not None}
+    return json.dumps({kind: word, **facts}).encode()
+
+
+def _digits(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise Refused(f"a number has more than {MOST_DIGITS} digits")
+    return int(digits)
+
+
+def parsed(line: bytes, parse_int: Callable[[str], int] | None = _digits) -> dict[str, Any]:
+    """The object in a line; raises Refused."""
     try:
-        message = json.loads(line, parse_int=_digits)
+        message = json.loads(line, parse_int=parse_int)
     except Refused:
         raise
     except RecursionError:
@@ -40,176 +285,51 @@ def parsed(line: bytes) -> dict[str, Any]:
     return message
 
 
-def fields(what: str, message: Any, expected: Fields) -> dict[str, Any]:
-    """The fields of a message, None for optional ones that are missing; raises Refused if one is invalid."""
-    if not isinstance(message, dict):
-        raise Refused(f"{what} must be an object")
-    for name in message.keys() - expected.keys():
-        raise Refused(f"{what}: unknown field {shown(name)}")
-    for name, wrong in expected.items():
-        if why := wrong(message.get(name)):
-            raise Refused(f"{what}: {name}{why if name in message else ' is missing'}")
-    return {name: message.get(name) for name in expected}
-
-
-def request(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A client's request to a waiting node, and its fields; raises Refused."""
-    ask = message.get("ask")
-    if not isinstance(ask, str):
+def decode(message: Mapping[str, Any], known: Mapping[str, type], key: str = "ask") -> Any:
+    """The message of one of the `known` kinds, which `key` names; raises Refused."""
+    word = message.get(key)
+    if not isinstance(word, str):
         raise Refused("the message has no request in it")
-    if ask not in REQUESTS:
-        raise Refused(f"unknown request {shown(ask)}")
-    return ask, fields(ask, {name: message[name] for name in message if name != "ask"}, REQUESTS[ask])
+    if word not in known:
+        raise Refused(f"unknown request {shown(word)}")
+    facts = {name: value for name, value in message.items() if name != key}
+    if unknown := facts.keys() - known[word]._fields:  # type: ignore[attr-defined]
+        raise Refused(f"{word}: unknown field {shown(min(unknown))}")
+    return _checked(known[word], word, facts)
 
 
-def integer(env: Mapping[str, str], name: str, default: int = 0, least: int = 0, most: int = MOST) -> int:
-    """A whole number in an environment, `default` if it is unset or empty; raises Refused."""
-    value = env.get(name) or str(default)
-    if not WHOLE.fullmatch(value) or not least <= int(value) <= most:
-        limits = f"of at least {least}" if most == MOST else f"from {least} to {most}"
-        raise Refused(f"{name} must be a whole number {limits}, not {shown(value)}")
-    return int(value)
+def report(line: bytes) -> Any:
+    """The report in a line, of which unknown fields are ignored; raises ValueError if it is none."""
+    if len(line) > SHORT and not line.startswith(LONG):
+        raise ValueError("too long")
+    message = parsed(line, parse_int=None)  # file systems know large numbers
+    word = message.get("say")
+    if not isinstance(word, str) or word not in REPORTS:
+        raise ValueError("no report")
+    kind = REPORTS[word]
+    return _checked(kind, word, {name: message[name] for name in kind._fields if name in message})  # type: ignore[attr-defined]
 
 
-def seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    """A number of seconds in an environment; otherwise like `integer`."""
-    try:
-        value = float(env.get(name) or default)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise Refused(f"{name} must be a number of seconds, not {shown(env[name])}")
-    return value
+def reason(error: str) -> str:
+    """The error of a node for a person to read: in one line, and shortened."""
+    return " ".join(error.split())[:200]
 
 
-def key(word: str) -> bytes:
-    """The key of the job, from its hexadecimal digits; raises Refused."""
-    if not KEY.fullmatch(word):
-        raise Refused("NODE_KEY must be 64 hexadecimal digits")
-    return bytes.fromhex(word)
+def _checked(kind: Any, word: str, facts: Mapping[str, Any]) -> Any:
+    for name in kind._fields:
+        if name not in facts and name not in kind._field_defaults:
+            raise Refused(f"{word}: {name} is missing")
+        value = facts.get(name)
+        if not (value is None and name in kind._field_defaults) and (why := _check(kind, name)(value)):
+            raise Refused(f"{word}: {name}{why}")
+    return kind(**facts)
 
 
-def shown(text: str) -> str:
-    """The beginning of an untrusted text, in quotes and without control characters."""
-    return ascii(text[:60])
-
-
-# --- checks of values: each returns what is wrong, or an empty string
-
-
-def anything(value: Any) -> str:
-    """Any value; it is checked elsewhere."""
-    return ""
-
-
-def text(value: Any) -> str:
-    """Text that can be an argument, a path or the value of an environment variable."""
-    if not isinstance(value, str):
-        return " must be text"
-    if "\0" in value:
-        return " must not contain a NUL byte"
-    try:
-        os.fsencode(value)
-    except UnicodeEncodeError:
-        return " has text that cannot be encoded"
-    return ""
-
-
-def whole(value: Any) -> str:
-    """A whole number of at least 0."""
-    return "" if type(value) is int and value >= 0 else " must be a whole number of at least 0"
-
-
-def _up_to(most: int) -> Callable[[Any], str]:
-    """A whole number from 0 to `most`."""
-    return lambda value: "" if not whole(value) and value <= most else f" must be a whole number from 0 to {most}"
-
-
-def texts(value: Any) -> str:
-    """A list of texts, which may be empty."""
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        return " must be a list of texts"
-    return next(filter(None, map(text, value)), "")
-
-
-def environment(value: Any) -> str:
-    """The environment of a worker."""
-    if not isinstance(value, dict):
-        return " must be an object of names and values"
-    for name, each in value.items():
-        if not name or "=" in name or text(name):
-            return f": {shown(name)} cannot be a name"
-        if why := text(each):
-            return f": {shown(name)}{why}"
-    if "RANK" not in value:
-        return ": RANK is missing"
-    try:
-        integer(value, "RANK"), integer(value, "TORCHELASTIC_RESTART_COUNT")
-    except Refused as error:
-        return f": {error}"
-    return ""
-
-
-def environments(value: Any) -> str:
-    """A list of environments, one for each worker."""
-    if not isinstance(value, list):
-        return " must be a list of environments"
-    return next(filter(None, map(environment, value)), "")
-
-
-def _digits(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise Refused(f"a number has more than {MOST_DIGITS} digits")
-    return int(digits)
-
-
-def _flag(value: Any) -> str:
-    return "" if isinstance(value, bool) else " must be true or false"
-
-
-def _command(value: Any) -> str:
-    return texts(value) or ("" if value else " must be a list of texts that is not empty")
-
-
-def _lengths(value: Any) -> str:
-    right = isinstance(value, dict) and not any(map(whole, value.values()))
-    return "" if right else " must be an object of names and lengths"
-
-
-def _address(value: Any) -> str:
-    try:
-        host, port = value
-        socket.inet_pton(socket.AF_INET, host)
-        right = isinstance(value, list) and type(port) is int and 0 < port < 1 << 16
-    except (OSError, TypeError, ValueError):
-        right = False
-    return "" if right else " must be an IPv4 address and a port"
-
-
-def _optional(wrong: Callable[[Any], str]) -> Callable[[Any], str]:
-    return lambda value: "" if value is None else wrong(value)
-
-
-REQUESTS: dict[str, Fields] = {  # what each does is in wait.py and files.py
-    "start": {
-        "command": _command,
-        "env": environment,
-        "inherit": _flag,
-        "cwd": _optional(text),
-        "log": _optional(whole),
-        "filtered": _optional(_flag),
-        "folders": _optional(_lengths),
-    },
-    "stop": {"kill": _flag},
-    "dump": {},
-    "freeze": {},
-    "clean": {},
-    "end": {},
-    "status": {},
-    "lease": {"relay": _address},
-    "put": {"folder": text, "data": text, "offset": whole, "tag": text},
-    "news": {"folder": text, "have": _lengths},
-    "read": {"folder": text, "path": text, "offset": whole},
-}
-HELLO: Fields = {"name": text, "host": text, "cpus": _up_to(1 << 20), "gpus": texts}  # of a trainer, see join.py
-END: Fields = {"rank": whole, "code": _up_to(255)}  # of one of its workers
+@functools.cache
+def _check(kind: Any, name: str) -> Check:
+    """The check in the annotation of a field, which may be optional."""
+    annotation = kind.__annotations__[name]
+    if not hasattr(annotation, "__metadata__"):
+        annotation = next(each for each in annotation.__args__ if hasattr(each, "__metadata__"))
+    found: Check = annotation.__metadata__[0]
+    return found

@@ -1,33 +1,4 @@
-"""Mode `wait`: an orchestrator starts workers in the node.
-
-Both sides send JSON lines with an HMAC (sealed.py) over a Unix socket or TCP. An orchestrator sends requests; the node
-reports events to every client that has sent one:
-
-    {"ask": "start", "command": […], "env": {…}, "inherit": bool, "cwd": …, "filtered": bool, "folders": {…}}
-                              start a worker; with `inherit`, `env` is added to the node's own environment; with
-                              `filtered`, only if the node's network has the filter of guard.py, which a restarted
-                              container does not have; with `folders`, only if these paths have the given inodes:
-                              another user could have replaced them before they were mounted
-    {"ask": "stop", "kill": bool}    stop all workers: SIGTERM, then SIGKILL after the grace period, or SIGKILL at once
-    {"ask": "freeze"}         stop all workers where they stand (SIGSTOP)
-    {"ask": "dump"}           make all workers print their stacks, and abort
-    {"ask": "clean"}          clean up for another job
-    {"ask": "end"}            stop all workers and end the node
-    {"ask": "status"}         report the state of the workers
-    {"ask": "lease", "relay": [address, port]}    end the workers when this relay does not answer; see lease.py
-    {"ask": "put" …}, {"ask": "news" …}, {"ask": "read" …}    files; see files.py
-
-    {"say": "started", "generation", "rank", "pid"}
-    {"say": "ended", "generation", "rank", "code", "at", "sign", "asked"}    `at` in seconds since 1970; the sign is
-                              `oom` if the kernel has killed a process for lack of memory meanwhile, `ending` if the
-                              node ends, `cut off` if its lease has expired, or empty; `asked`: whether the node had
-                              sent it SIGTERM
-    {"say": "status", "generation", "codes", "signs", "running", "tags", "time", "importing"}
-    {"say": "clean"}          a node that cannot be cleaned ends instead
-    {"say": "refused", "error"}    to this client only: why a request was not executed; protocol.py defines valid ones
-
-A client may disconnect; its workers go on, and the node keeps their exit codes.
-"""
+"""An orchestrator starts workers in the node, and is told how they end. What it can ask is in protocol.py."""
 
 from __future__ import annotations
 
@@ -43,6 +14,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from orchestrate.node import protocol
+from orchestrate.node.checks import Refused, integer, shown
 from orchestrate.node.files import Files
 from orchestrate.node.guard import marked
 from orchestrate.node.lease import Lease
@@ -50,13 +23,11 @@ from orchestrate.node.listener import BACKLOG, Listener
 from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.output import say
 from orchestrate.node.place import placed
-from orchestrate.node.protocol import Refused, integer, request, shown
 from orchestrate.node.ranks import FENCE, Env, fence
 from orchestrate.node.trees import clear, replace
 from orchestrate.node.warm import POSSIBLE, standing
 from orchestrate.node.worker import Worker, doing, kill, oom_kills
 
-FILES: dict[str, Callable[..., dict[str, Any]]] = {"put": Files.put, "news": Files.news, "read": Files.read}
 IPC_RMID = 0  # of shmctl(2), msgctl(2) and semctl(2)
 LOOKS = 0.05  # seconds between two checks for the filter
 ROUTES = Path("/proc/self/net/route")
@@ -69,10 +40,10 @@ class Waiting:
     def __init__(self, loop: Loop, key: bytes) -> None:
         self.loop, self.key = loop, key
         self.job, self.folder, self.generation = "", "", -1
-        self.sign = ""  # why workers end, if the node itself ends them
+        self.hint = ""  # why workers end, if the node itself ends them
         self.workers: dict[int, Worker] = {}  # by rank
         self.codes: dict[int, int] = {}  # of workers that have ended
-        self.signs: dict[int, str] = {}  # of the same workers
+        self.hints: dict[int, str] = {}  # of the same workers
         self.listeners: list[Listener] = []
         self.channels: list[Channel] = []  # of clients that have sent a request
         self.alone = False  # whether only this node sees its job folder
@@ -108,46 +79,47 @@ class Waiting:
             if channel in self.channels:
                 self.channels.remove(channel)
             return
-        ask, facts = request(message)
-        if ask in FILES:
-            return self.serve(channel, ask, **facts)
+        request = protocol.decode(message, protocol.REQUESTS)
+        if isinstance(request, protocol.Upload | protocol.GetChanges | protocol.Read):
+            return self.serve(channel, request)
         if channel not in self.channels:
             self.channels.append(channel)
-        if ask == "start":
-            env = {**os.environ, **facts["env"]} if facts["inherit"] else facts["env"]
-            if facts["filtered"] and not marked(ROUTES.read_text()):
-                return self.say("ended", *whose(env), code=REFUSED, at=time.time(), sign="ending", asked=False)
-            check(facts["folders"] or {})
-            self.start(facts["command"], placed(env) if self.alone else env, facts["cwd"], facts["log"])
-        elif ask == "stop":
-            self.fence(self.generation, over=True)
-            self.loop.stop()
-            if facts["kill"]:
-                kill(self.loop.workers, signal.SIGKILL)
-        elif ask == "end":
-            self.loop.stop(end=True)
-        elif ask == "freeze":
-            kill([worker for worker in self.loop.workers if worker.pid], signal.SIGSTOP)
-        elif ask == "dump":
-            kill(self.loop.workers, signal.SIGABRT)  # on which Python's fault handler prints all stacks
-            kill(self.loop.workers, signal.SIGCONT)
-        elif ask == "clean" and self.clean():
-            for listener in self.listeners:
-                listener.drop(kept=channel)  # drops requests of processes of the last job
-            channel.send({"say": "clean"})
-        elif ask == "status":
-            channel.send({"say": "status", **self.status()})
-        elif ask == "lease":
-            if self.lease:
-                self.lease.end()
-            self.lease = Lease(self.loop, self.key, tuple(facts["relay"]), self.cut_off)
+        match request:
+            case protocol.Start():
+                self.asked_to_start(request)
+            case protocol.Stop():
+                self.fence(self.generation, over=True)
+                self.loop.stop()
+                if request.kill:
+                    kill(self.loop.workers, signal.SIGKILL)
+            case protocol.End():
+                self.loop.stop(end=True)
+            case protocol.Freeze():
+                kill([worker for worker in self.loop.workers if worker.pid], signal.SIGSTOP)
+            case protocol.Dump():
+                kill(self.loop.workers, signal.SIGABRT)  # on which Python's fault handler prints all stacks
+                kill(self.loop.workers, signal.SIGCONT)
+            case protocol.Clean() if self.clean():
+                for listener in self.listeners:
+                    listener.drop(kept=channel)  # drops requests of processes of the last job
+                channel.send(protocol.Cleaned())
+            case protocol.GetStatus():
+                channel.send(self.status())
+            case protocol.Lease(relay):
+                if self.lease:
+                    self.lease.end()
+                self.lease = Lease(self.loop, self.key, (relay[0], relay[1]), self.cut_off)
 
-    def serve(self, channel: Channel, ask: str, **facts: Any) -> None:
+    def serve(self, channel: Channel, request: protocol.Upload | protocol.GetChanges | protocol.Read) -> None:
         """Send or receive files."""
         try:
-            channel.send({"say": ask, **FILES[ask](self.files, **facts)})
+            if isinstance(request, protocol.Upload):
+                return channel.send(self.files.upload(*request))
+            channel.send(
+                self.files.read(*request) if isinstance(request, protocol.Read) else self.files.changes(*request)
+            )
         except (OSError, ValueError, tarfile.TarError) as error:
-            channel.send({"say": ask, "error": str(error)})
+            channel.send(protocol.Failed(str(error)))
 
     def fence(self, generation: int, over: bool = False) -> None:
         """Write the generation that may save into the job's folder, if the orchestrator has no access to it."""
@@ -158,13 +130,21 @@ class Waiting:
 
     def cut_off(self) -> None:
         """Kill the workers: a request to stop could no longer reach this node."""
-        self.sign = "cut off"
+        self.hint = "cut off"
         kill(self.loop.workers, signal.SIGKILL)
 
-    def say(self, what: str, generation: int, rank: int, **facts: Any) -> None:
-        """Report an event of a worker to all clients."""
+    def tell(self, report: protocol.Started | protocol.Ended) -> None:
+        """Tell all clients of a worker."""
         for channel in list(self.channels):
-            channel.send({"say": what, "generation": generation, "rank": rank, **facts})
+            channel.send(report)
+
+    def asked_to_start(self, request: protocol.Start) -> None:
+        """Start a worker, if the node is what the orchestrator takes it for; raises Refused."""
+        env = {**os.environ, **request.env} if request.inherit else request.env
+        if request.filtered and not marked(ROUTES.read_text()):
+            return self.tell(protocol.Ended(*whose(env), REFUSED, time.time(), "ending", asked=False))
+        check(request.folders or {})
+        self.start(request.command, placed(env) if self.alone else env, request.cwd, request.log)
 
     def start(self, command: list[str], env: Env, cwd: str | None, log: int | None = None) -> None:
         """Start a worker, unless its generation is over; one of a newer generation ends all older ones.
@@ -176,24 +156,25 @@ class Waiting:
             self.files.follow(env.get("JOB_DIR", ""), rank, log)
         if self.job not in ("", env.get("JOB_ID")) and not self.clean():  # the last job was not cleaned up
             return
-        self.job, self.folder, self.sign = env.get("JOB_ID", ""), env.get("JOB_DIR", ""), ""
+        self.job, self.folder, self.hint = env.get("JOB_ID", ""), env.get("JOB_DIR", ""), ""
         if generation < max(self.generation, fence(env.get("JOB_DIR"))):
-            return self.say("ended", generation, rank, code=REFUSED, at=time.time(), sign="", asked=True)
+            return self.tell(protocol.Ended(generation, rank, REFUSED, time.time(), "", asked=True))
         if generation > self.generation:
             kill(list(self.workers.values()), signal.SIGKILL)
-            self.generation, self.workers, self.codes, self.signs = generation, {}, {}, {}
+            self.generation, self.workers, self.codes, self.hints = generation, {}, {}, {}
             self.fence(generation)
-        codes, signs, before = self.codes, self.signs, oom_kills()
+        codes, hints, before = self.codes, self.hints, oom_kills()
 
         def done(code: int) -> None:
             codes[rank] = code
-            signs[rank] = "oom" if oom_kills() > before else "ending" if self.loop.ending else self.sign
+            hints[rank] = "oom" if oom_kills() > before else "ending" if self.loop.ending else self.hint
             if codes is self.codes:  # otherwise a newer generation or job has begun
                 asked = worker is None or worker.asked
-                self.say("ended", generation, rank, code=code, at=time.time(), sign=signs[rank], asked=asked)
+                self.tell(protocol.Ended(generation, rank, code, time.time(), hints[rank], asked))
 
         worker: Worker | None = None
-        worker = self.loop.start(command, env, cwd, done, lambda pid: self.say("started", generation, rank, pid=pid))
+        started = lambda pid: self.tell(protocol.Started(generation, rank, pid))  # noqa: E731
+        worker = self.loop.start(command, env, cwd, done, started)
         if worker:
             self.workers[rank] = worker
 
@@ -202,7 +183,7 @@ class Waiting:
 
         If that fails, or the job has changed the node's limits or priority, the node ends, and this returns False.
         """
-        self.job, self.generation, self.workers, self.codes, self.signs = "", -1, {}, {}, {}
+        self.job, self.generation, self.workers, self.codes, self.hints = "", -1, {}, {}, {}
         self.files = Files()  # what was uploaded may have been changed
         if self.lease:
             self.lease.end()
@@ -232,18 +213,24 @@ class Waiting:
             if not there:
                 self.listen(path, mode)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> protocol.Status:
         """The generation, the exit codes of workers that have ended, and the state of those that run."""
         zygote = self.loop.zygote
         importing = zygote.process.pid if zygote else 0  # for workers that wait for the import
         running = {
-            rank: {"pid": worker.pid, **doing(worker.pid or importing)}
+            str(rank): {"pid": worker.pid, **doing(worker.pid or importing)}
             for rank, worker in self.workers.items()
             if rank not in self.codes
         }
-        known: dict[str, Any] = {"codes": self.codes, "signs": self.signs, "running": running, "tags": self.files.tags}
-        known["importing"] = zygote is not None and zygote.ready is None
-        return {"generation": self.generation, "time": time.time(), **known}
+        return protocol.Status(
+            generation=self.generation,
+            codes={str(rank): code for rank, code in self.codes.items()},
+            hints={str(rank): hint for rank, hint in self.hints.items()},
+            running=running,
+            tags=self.files.tags,
+            time=time.time(),
+            importing=zygote is not None and zygote.ready is None,
+        )
 
 
 def wait(path: str, shared: str, port: int, key: bytes) -> int:

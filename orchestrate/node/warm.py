@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrate.node.protocol import Refused, parsed
+from orchestrate.node.checks import Refused
+from orchestrate.node.protocol import parsed
 
 PADDING = "." * 4096  # reserves space on its command line, which a forked worker overwrites with its own
 IMPORT_TAKES = 300.0  # seconds, at most

@@ -26,6 +26,7 @@ from orchestrate.files.paths import PROJECT, JobPaths
 from orchestrate.job.outcomes import LOST, Doing, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
+from orchestrate.node import protocol
 
 RECONCILE = 5.0  # seconds between two lists of containers, in case the event stream has lost something
 LAG = 0.1  # seconds by which the engine's list of containers lags behind its events
@@ -271,10 +272,10 @@ class DockerSession:
                 return sockets.connect(path, self.key, lambda: self.daemon.young(container, LISTENS))
         return self.daemon.talk(str(container.id), [self.env["NODE_PYTHON"], *PIPE], self.key)
 
-    def request(self, worker: WorkerPlan) -> dict[str, Any]:
+    def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
         """The worker's environment, and what its node must see first: the packet filter, and the mounted folders."""
         filtered = self.guard is not None and self.guard.expects(self.nodes[worker.node])
-        return {"env": worker.env, "inherit": True, "cwd": None, "filtered": filtered, "folders": self.folders}
+        return protocol.Start([*command], worker.env, inherit=True, filtered=filtered, folders=self.folders)
 
     def runs(self, node: str) -> bool:
         """Whether its container is up: the connection may have ended alone."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from orchestrate.engines.base import Observed, Stop, never
 from orchestrate.engines.clients import NodeClients, key_of
@@ -27,6 +27,7 @@ from orchestrate.files.paths import log
 from orchestrate.job.outcomes import LOST, Doing, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
+from orchestrate.node import protocol
 from orchestrate.node.lease import ASKS, LEASE
 from orchestrate.node.loop import STUCK
 
@@ -156,7 +157,7 @@ class SwarmSession:
         for node, since in list(self.asked.items()):
             if time.monotonic() - since > TELLS:  # Swarm reports nothing either: only the nodes' network is cut
                 self._give_up(node)
-        self.clients.tell("status")  # the answer is a sign of life
+        self.clients.tell(protocol.GetStatus())  # the answer is a sign of life
         self.asked = dict.fromkeys(self.clients.connections, time.monotonic()) | self.asked
 
     def doing(self) -> dict[int, Doing]:
@@ -207,7 +208,9 @@ class SwarmSession:
 
     def _remove(self, grace: float) -> None:
         known = set(self.clients.connections)
-        self.clients.tell("end")  # a task that Swarm itself ends takes four seconds, of which it only waits for two
+        self.clients.tell(
+            protocol.End()
+        )  # a task that Swarm itself ends takes four seconds, of which it only waits for two
         deadline = time.monotonic() + grace + ENDS
         while known & self._well_nodes().keys() and time.monotonic() < deadline:
             self.clients.listen(0.1)
@@ -289,17 +292,17 @@ class SwarmSession:
         patience = AGAIN if task["ID"] in self.supplied else BOOTS
         command = [*PIPE, address, str(port), str(patience)]
         if link := self.manager.daemon.talk(str(relay.id), command, self.key, patience + ANSWERS):
-            link.send("lease", relay=self.swarm.relay_address())
+            link.send(protocol.Lease(self.swarm.relay_address()))
         return link
 
-    def request(self, worker: WorkerPlan) -> dict[str, Any]:
+    def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
         """Its environment, and how much of its log is here already."""
         env = worker.env
         if self.swarm.network == "host":  # nodes have no host names there
             env = env | {"MASTER_ADDR": self.swarm.node_address(self.nodes[self.first])[0]}
         path = self.files / log(worker.rank)
         length = path.stat().st_size if path.exists() else 0
-        return {"env": env, "inherit": True, "cwd": parts.CODE, "log": length}
+        return protocol.Start([*command], env, inherit=True, cwd=parts.CODE, log=length)
 
     def _each(self, nodes: Iterable[str], act: Callable[[NodeConnection], None]) -> list[EngineError]:
         """Call `act` with a new connection to each node, in parallel; give up nodes where it fails."""
@@ -321,7 +324,7 @@ class SwarmSession:
         file, digest = self.code
 
         def act(link: NodeConnection) -> None:
-            if link.converse("status")["tags"].get(parts.CODE) != digest:
+            if _tags(link).get(parts.CODE) != digest:
                 give(link, parts.CODE, file, digest)
 
         for error in self._each(nodes, act):
@@ -338,9 +341,9 @@ class SwarmSession:
         with packed(self.files, files, self.swarm.run.parent) as (file, digest):
 
             def act(link: NodeConnection) -> None:
-                there = link.converse("news", folder=self.job_dir, have={})["files"]
+                there = link.converse(protocol.GetChanges(self.job_dir, {}), protocol.Changes).files
                 same = {path: told[:2] for path, told in there.items()} == here  # it has written all of them
-                if not same and link.converse("status")["tags"].get(self.job_dir) != digest:
+                if not same and _tags(link).get(self.job_dir) != digest:
                     give(link, self.job_dir, file, digest)
 
             self._each(dict.fromkeys(worker.node for worker in workers), act)
@@ -353,3 +356,8 @@ class SwarmSession:
         if self.mirror:
             self.mirror.close()
         self.mirror = Mirror(self.files, self.job_dir, ranks, self.reach)
+
+
+def _tags(connection: NodeConnection) -> dict[str, str]:
+    """The digests of what a node was sent last, by folder."""
+    return connection.converse(protocol.GetStatus(), protocol.Status).tags

@@ -27,8 +27,9 @@ from orchestrate.errors import EngineError
 from orchestrate.files.folder import DEEPEST, MOST, Folder
 from orchestrate.job.logs import MARK
 from orchestrate.job.plan import counted
+from orchestrate.node import protocol
+from orchestrate.node.checks import shown
 from orchestrate.node.files import LOGS, Facts
-from orchestrate.node.protocol import shown
 from orchestrate.node.ranks import FENCE
 from orchestrate.node.trees import hidden
 
@@ -156,11 +157,11 @@ class Mirror:
             if node.link is None or self.closing:
                 return False
             have = {path: self._size(path) for path in node.logs}
-            news = node.link.converse("news", folder=self.folder, have=have)
+            news = node.link.converse(protocol.GetChanges(self.folder, have), protocol.Changes)
             node.heard = True
-            said = [self._append(path, data) for path, data in news["logs"].items() if path in have]
-            self._make_way(node, {**news["files"], **news["links"]})
-            more = self._fetch(node, news["files"])
+            said = [self._append(path, data) for path, data in news.logs.items() if path in have]
+            self._make_way(node, {**news.files, **news.links})
+            more = self._fetch(node, news.files)
             self._tidy(node, news, more)
             return more or any(said)
         except Exception:  # no connection, or an invalid answer: the next round starts over
@@ -233,10 +234,10 @@ class Mirror:
     def _piece(self, node: _Node, fetch: Fetch) -> bool:
         """Fetch the next piece of a file; return whether this attempt is over."""
         assert node.link
-        piece = node.link.converse("read", folder=self.folder, path=fetch.path, offset=fetch.offset)
-        if piece["facts"] != fetch.told:  # changed meanwhile; the next round fetches it again
+        piece = node.link.converse(protocol.Read(self.folder, fetch.path, fetch.offset), protocol.Piece)
+        if piece.facts != fetch.told:  # changed meanwhile; the next round fetches it again
             return True
-        if not fetch.take(base64.b64decode(piece["data"]), piece["offset"]):
+        if not fetch.take(base64.b64decode(piece.data), piece.offset):
             return False
         with self.owning:
             if self.owners.get(fetch.path) == self.nodes.index(node):  # unless an earlier node has claimed it
@@ -273,12 +274,12 @@ class Mirror:
             if folder or any(str(parent) in files for parent in PurePosixPath(path).parents):
                 self._remove(node, path)
 
-    def _tidy(self, node: _Node, news: dict[str, Any], more: bool) -> None:
+    def _tidy(self, node: _Node, news: protocol.Changes, more: bool) -> None:
         """Remove what the node has removed, and have its links.
 
         While `more` of its files come, what they may replace stays: but only so much of it.
         """
-        number, there = self.nodes.index(node), news["files"].keys() | news["links"].keys()
+        number, there = self.nodes.index(node), news.files.keys() | news.links.keys()
         with self.owning:
             gone = [path for path, owner in self.owners.items() if owner == number and path not in there]
             for path in gone:
@@ -290,17 +291,17 @@ class Mirror:
         for path in old:
             self._remove(node, path)
         if node is self.nodes[0]:
-            for path in news["gone"]:
+            for path in news.gone:
                 if self._ours(node, path):
                     self._remove(node, path)
-        for path, there in news["links"].items():
+        for path, target in news.links.items():
             link = self.home / path
-            plain = "/" not in there and there not in ("..", ".", "")
+            plain = "/" not in target and target not in ("..", ".", "")
             free = os.path.islink(link) or path in node.files or not os.path.exists(link)
             if plain and free and self._ours(node, path):
                 with contextlib.suppress(OSError):
                     node.files[path] = []
-                    place_link(self.here, path, there)
+                    place_link(self.here, path, target)
 
     def _remove(self, node: _Node, path: str) -> None:
         node.files.pop(path, None)

@@ -20,6 +20,7 @@ from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files import records
 from orchestrate.files.folder import regular
 from orchestrate.files.mountinfo import paths
+from orchestrate.node import protocol
 from orchestrate.node.files import LOGS, PIECE, digest
 from orchestrate.node.trees import data, hidden
 
@@ -112,8 +113,8 @@ def give(link: NodeConnection, folder: str, file: BinaryIO, tag: str) -> None:
         piece, offset = base64.b64encode(os.pread(file.fileno(), PIECE, start)).decode(), start
         start += PIECE
         last = start >= size
-        facts = {"folder": folder, "data": piece, "offset": offset, "tag": tag if last else ""}
-        link.converse("put", patience=UNPACKS if last else ANSWERS, **facts)
+        request = protocol.Upload(folder, piece, offset, tag if last else "")
+        link.converse(request, protocol.Uploaded, patience=UNPACKS if last else ANSWERS)
         if last:
             return
 
