@@ -27,8 +27,8 @@ _UNSEEN = re.compile(  # Unicode's categories Cf, Zl and Zp, but the joiner of e
     "\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
     "\U000e0001\U000e0020-\U000e007f]+"
 )
-LASTS = 3.0  # seconds after which what goes on now becomes a line
-BETWEEN = 10.0  # seconds between two lines of a worker's progress
+ANNOUNCE_AFTER = 3.0  # seconds after which what goes on now becomes a line
+PROGRESS_INTERVAL = 10.0  # seconds between two lines of a worker's progress
 _failures: list[OSError] = []  # why output was not written; a reader that has left is none
 
 
@@ -84,7 +84,7 @@ def phase(text: str) -> None:
         _now.text, _now.timer = text, None
         _draw()
         if text and not _replaces(sys.stderr):
-            _now.timer = threading.Timer(LASTS, _announce, [text])
+            _now.timer = threading.Timer(ANNOUNCE_AFTER, _announce, [text])
             _now.timer.daemon = True
             _now.timer.start()
     finally:
@@ -105,7 +105,7 @@ def progress(text: str, show: Callable[[str], None]) -> None:
     """Show a worker's progress bar as the last line of a terminal; elsewhere `show` gets it now and then."""
     if _replaces(sys.stderr):
         phase(text)
-    elif text and time.monotonic() > _now.shown + BETWEEN:
+    elif text and time.monotonic() > _now.shown + PROGRESS_INTERVAL:
         _now.shown = time.monotonic()
         show(text)
 

@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of pytest itself: tests run sid
 for name in ("SUDO_UID", "SUDO_GID"):  # root's nodes then run as a user without an account
     os.environ.pop(name, None)
 
-pytest_plugins = ["commanded", "joining", "on_gpus", "waiting"]  # fixtures of engines and nodes
+pytest_plugins = ["commanded", "joining", "on_gpus", "agents"]  # fixtures of engines and nodes
 if importlib.util.find_spec("docker"):  # tests on GPUs need no SDK
     pytest_plugins += ["answers", "manager_stub"]
 ROOT = Path(__file__).resolve().parents[1]

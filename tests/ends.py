@@ -1,4 +1,4 @@
-"""Both ends of a connection to a node, which the key of the job seals."""
+"""Both ends of a connection to a node, whose lines carry proofs of the key of the job."""
 
 import contextlib
 import json
@@ -6,7 +6,7 @@ import socket
 import threading
 
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.node.sealed import Seal
+from orchestrate.node.auth import Signer
 
 KEY = bytes(range(32))
 
@@ -15,24 +15,24 @@ class End:
     """One end; `listens` is the node's, which greets first."""
 
     def __init__(self, sock: socket.socket, listens: bool = False, greets: bool = True, key: bytes = KEY) -> None:
-        self.sock, self.seal, self.partial = sock, Seal(key, listens), b""
+        self.sock, self.signer, self.partial = sock, Signer(key, listens), b""
         sock.settimeout(30)
         if listens and greets:
-            self._send(self.seal.word)
+            self._send(self.signer.nonce)
 
     def meet(self) -> None:
         """Exchange the words that a connection begins with."""
-        if not self.seal.met:
-            self.seal.meet(self._line())
-            if not self.seal.listens:
-                self._send(self.seal.word + b"\n" + self.seal.close(b""))
-            assert self.seal.open(self._line()) == b""
-            if self.seal.listens:
-                self._send(self.seal.close(b""))
+        if not self.signer.met:
+            self.signer.meet(self._line())
+            if not self.signer.listens:
+                self._send(self.signer.nonce + b"\n" + self.signer.sign(b""))
+            assert self.signer.verify(self._line()) == b""
+            if self.signer.listens:
+                self._send(self.signer.sign(b""))
 
     def send(self, text: bytes) -> None:
         self.meet()
-        self._send(self.seal.close(text.rstrip(b"\n")))
+        self._send(self.signer.sign(text.rstrip(b"\n")))
 
     def ask(self, ask: str, **facts: object) -> None:
         self.send(json.dumps({"ask": ask, **facts}).encode())
@@ -41,7 +41,7 @@ class End:
         """The next message; None at the end of the connection."""
         self.meet()
         line = self._line()
-        return json.loads(self.seal.open(line)) if line else None
+        return json.loads(self.signer.verify(line)) if line else None
 
     def heard(self) -> list[dict]:
         """All messages that are there."""
@@ -52,7 +52,7 @@ class End:
                 self.partial += chunk
         self.sock.settimeout(30)
         *lines, self.partial = self.partial.split(b"\n")
-        return [json.loads(self.seal.open(line)) for line in lines]
+        return [json.loads(self.signer.verify(line)) for line in lines]
 
     def _send(self, line: bytes) -> None:
         self.sock.sendall(line + b"\n")

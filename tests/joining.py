@@ -17,7 +17,7 @@ from orchestrate.engines.ports import free_port
 # Docker's name server, and GPUs, are played; what trainers say comes from addresses of the loopback interface.
 BOOT = """
 import socket, sys
-from orchestrate.node import join
+from orchestrate.node import rendezvous as join
 names, join.JOIN_PORT, gpus = eval(sys.argv[1])
 connect, hosts = join.connect, {"master": "127.0.0.1"}
 join.connect = lambda family, address, timeout: connect(family, (hosts[address[0]], address[1]), timeout)

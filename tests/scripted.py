@@ -9,7 +9,7 @@ from orchestrate.job.events import Recorder
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.job_files import Traces
+from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.supervisor import Supervisor
 
 ALL_WELL = [WorkerExit(0, 0), WorkerExit(1, 0), WorkerExit(2, 0)]
@@ -92,7 +92,7 @@ class Job:
             engine,
             emit,
             lambda: self.stops(),
-            Traces(self.paths),
+            JobFiles(self.paths),
             lambda made: self.paths.plan.write_text(made.to_json()),
         )
         try:

@@ -14,12 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from agents import PRELOAD, Waiting
 from conftest import descendants, eventually, gone
 from ends import KEY, End
-from test_mirror import Node
-from waiting import PRELOAD, Waiting
+from test_sync import Node
 
-from orchestrate.node import protocol, wait, worker
+from orchestrate.node import agent as wait
+from orchestrate.node import protocol, worker
 from orchestrate.node.warm import Forked
 
 PAUSES = "import os, signal\nprint(os.getpid())\nsignal.pause()"
@@ -91,7 +92,7 @@ def test_a_request_must_count_however_it_is_cut_and_though_who_asked_has_gone(wa
     with dial(waiting.folder / "s") as sock:
         end = End(sock)
         end.meet()
-        text = b"".join(end.seal.close(each.encode()) + b"\n" for each in asked)
+        text = b"".join(end.signer.sign(each.encode()) + b"\n" for each in asked)
         half = len(asked[0]) // 2
         sock.sendall(text[:half])
         assert waiting.status()["running"] == {}  # so the node has read the first half
@@ -223,7 +224,7 @@ def test_killed_processes_must_be_counted_where_the_kernel_counts_them(monkeypat
 
 
 def test_a_node_that_was_cut_off_must_say_so_of_the_workers_that_it_killed(tmp_path):
-    node = Waiting(tmp_path, before="lease.LEASE, lease.ASKS = 0.3, 0.05")
+    node = Waiting(tmp_path, before="lease.LEASE_TIMEOUT, lease.RENEW_INTERVAL = 0.3, 0.05")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.1", 0))
         node.start(0, PAUSES)
@@ -237,7 +238,7 @@ def test_a_node_that_was_cut_off_must_say_so_of_the_workers_that_it_killed(tmp_p
 def test_workers_that_start_after_a_node_was_cut_off_must_end_for_reasons_of_their_own():
     ends, told = [], []
     loop = SimpleNamespace(workers=[], ending=False, start=lambda command, env, cwd, done, started: ends.append(done))
-    node = wait.Waiting(loop, KEY)
+    node = wait.Agent(loop, KEY)
     node.channels.append(SimpleNamespace(send=told.append))
     for generation in range(2):
         node.start(["script.py"], {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(generation)}, None)
@@ -275,7 +276,7 @@ def test_a_process_that_is_no_child_must_be_waited_for_as_one():
 
 def test_an_import_that_takes_too_long_must_not_keep_workers_waiting(tmp_path):
     (tmp_path / "slow.py").write_text("import signal\nsignal.pause()")
-    node = Waiting(tmp_path, "slow", before="loop.IMPORT_TAKES = warm.IMPORT_TAKES = 0.5")
+    node = Waiting(tmp_path, "slow", before="loop.IMPORT_TIMEOUT = warm.IMPORT_TIMEOUT = 0.5")
     node.start(0, "print('ran')")
     assert node.code(0) == 0
     assert "importing took longer than 0.5 s" in node.out.read_text()
@@ -284,7 +285,7 @@ def test_an_import_that_takes_too_long_must_not_keep_workers_waiting(tmp_path):
 
 
 def test_a_process_that_does_not_fork_in_time_must_be_given_up(tmp_path):
-    node = Waiting(tmp_path, PRELOAD, before="warm.ANSWERS = 0.2")
+    node = Waiting(tmp_path, PRELOAD, before="warm.FORK_TIMEOUT = 0.2")
     assert node.run(0, "print('ran')") == 0
     (zygote,) = eventually(lambda: len(found := descendants(node.node.pid)) == 1 and found)
     os.kill(zygote, signal.SIGSTOP)
@@ -368,7 +369,7 @@ def test_nothing_that_was_asked_for_an_earlier_job_must_be_done_in_a_cleaned_nod
         assert ends[0].hear()["say"] == "status" and waiting.status()["generation"] == -1  # all are connected
         waiting.node.send_signal(signal.SIGSTOP)  # so that it finds all of it at once
         waiting.pipe.ask("clean")
-        known.sendall(ends[0].seal.close(json.dumps(evil).encode()))  # whose end comes later
+        known.sendall(ends[0].signer.sign(json.dumps(evil).encode()))  # whose end comes later
         ends[1].send(json.dumps(evil).encode())
         waiting.node.send_signal(signal.SIGCONT)
         assert waiting.pipe.until("cleaned")

@@ -122,7 +122,7 @@ def test_an_engine_that_comes_back_must_be_asked_for_the_workers_it_still_has(jo
 
 def test_an_engine_that_does_not_come_back_must_lose_the_job(job, monkeypatch):
     for module in ("supervise.running", "supervise.generation"):
-        monkeypatch.setattr(f"orchestrate.{module}.PATIENCE", 0.6)
+        monkeypatch.setattr(f"orchestrate.{module}.ENGINE_TIMEOUT", 0.6)
     engine = RecordingEngine([])
     engine.wait = lambda timeout: (_ for _ in ()).throw(EngineLost("gone"))
     engine.adopt = engine.wait

@@ -28,7 +28,7 @@ def test_a_call_that_takes_too_much_memory_must_have_no_result(monkeypatch):
 
 
 def test_a_process_that_gets_no_processor_must_be_ended(monkeypatch):
-    monkeypatch.setattr(bounded, "WAITS", 0.1)
+    monkeypatch.setattr(bounded, "KILL_AFTER", 0.1)
     assert bounded.call(time.sleep, 1000, seconds=1) is None
 
 

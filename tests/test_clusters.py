@@ -150,7 +150,7 @@ def test_clusters_must_be_found_in_the_order_of_their_names_without_jobs_and_hal
 def test_a_cluster_must_have_all_its_nodes_up_with_the_spare_ones(tmp_path):
     engine, seen = Whole(), []
     engine.inventory = lambda spec, run, look_inside: HERE if look_inside else None
-    engine.up = lambda plan: seen.append((plan.nodes, plan.home, engine.run))
+    engine.up = lambda plan: seen.append((plan.nodes, plan.project, engine.run))
     one, _ = cluster.bring_up(engine, JobSpec(trainers=1, spares=1, name="mine"), tmp_path)
     assert one.name.startswith("mine-")
     assert seen == [(("master", "trainer-1", "trainer-2"), one.name, tmp_path / one.name / "nodes")]

@@ -22,7 +22,7 @@ from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
-from orchestrate.node.sealed import Seal
+from orchestrate.node.auth import Signer
 
 
 @pytest.fixture
@@ -185,14 +185,14 @@ def test_a_command_in_a_container_must_be_talked_to_over_its_stdin_and_stdout(an
 
 @pytest.mark.parametrize("cut", [0, 5, -1])
 def test_what_a_node_says_at_once_must_not_be_lost(answers, daemon, cut):
-    seal = Seal(KEY, listens=True)
-    text = framed(2, b"a warning") + framed(1, seal.word)
+    signer = Signer(KEY, listens=True)
+    text = framed(2, b"a warning") + framed(1, signer.nonce)
     answers.at_once = text[:cut] if cut else text
 
     def speak(connection) -> None:
         connection.sendall(text[cut or len(text) :] + framed(1, b"\n"))
         node = Framed(connection, greets=False)
-        node.seal = seal
+        node.signer = signer
         assert node.hear() == {"ask": "clean"}
         node.send(sent("cleaned"))
         while connection.recv(100):
@@ -271,7 +271,7 @@ def test_compose_must_have_a_while_to_end_when_the_job_is_stopped(daemon, comman
 def test_a_compose_that_does_not_end_must_be_ended_with_what_it_has_started(
     daemon, command, tmp_path, monkeypatch, listens
 ):
-    monkeypatch.setattr(daemon_module, "ENDS", 0.1)
+    monkeypatch.setattr(daemon_module, "COMPOSE_STOP_TIMEOUT", 0.1)
     traps = f"touch {tmp_path}/asked; exit 3" if listens else ""
     started = "sleep" if listens else "sh -c \"trap '' TERM; while :; do sleep 0.1; done\" sleep"
     command(
@@ -301,7 +301,7 @@ def test_a_compose_that_is_asked_to_end_must_have_a_while_for_it(daemon, command
 
 
 def test_a_compose_that_takes_too_long_must_be_ended_without_a_request(daemon, command, monkeypatch):
-    monkeypatch.setattr(daemon_module, "LONGEST", 0.1)
+    monkeypatch.setattr(daemon_module, "COMPOSE_TIMEOUT", 0.1)
     command("exec sleep 600")
     with pytest.raises(EngineError, match="did not end by itself"):
         daemon.compose("up", capture=True)

@@ -15,7 +15,7 @@ from answers import SPEC, Framed, Job
 from ends import End
 from said import sent
 from scripted import Clock
-from test_links import listening
+from test_connection import listening
 from test_plan import with_gpus
 
 from orchestrate.engines.docker import client as daemon_module
@@ -115,7 +115,7 @@ def test_an_engine_that_goes_away_while_nodes_are_brought_back_must_be_told(job)
 
 
 def test_a_request_to_stop_must_end_compose(job, monkeypatch):
-    monkeypatch.setattr(daemon_module, "ENDS", 0.1)
+    monkeypatch.setattr(daemon_module, "COMPOSE_STOP_TIMEOUT", 0.1)
     job.compose("exec sleep 600")
     with pytest.raises(EngineError, match="did not end by itself"):
         job.session().up(job.plan(), lambda: True)
@@ -138,7 +138,7 @@ def test_compose_must_be_told_what_the_job_says(job):
         >= {
             "JOB_ID": "j",
             "JOB_OWNER": str(os.getuid()),
-            "NODE_MODE": "wait",
+            "NODE_MODE": "agent",
             "NODE_IMAGE": "mine:1",
             "NODE_CODE": "/code",
             "NODE_JOB_DIR": str(job.run),
@@ -272,7 +272,7 @@ def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(j
     master, trainer = job.answers.container("master"), job.answers.container("trainer-1")
     names = [node["Id"][:12] for node in (master, trainer)]
     assert names == ["j-master-000", "j-trainer-1-"]
-    monkeypatch.setattr(docker_module, "LISTENS", 30.0)
+    monkeypatch.setattr(docker_module, "LISTEN_TIMEOUT", 30.0)
     job.answers.started = time.strftime("%Y-%m-%dT%H:%M:%S.123456789Z", time.gmtime())
     servers = [played(job.sockets, names[0], KNOWS)]
     late = threading.Timer(0.1, lambda: servers.append(played(job.sockets, names[1], KNOWS)))

@@ -128,7 +128,7 @@ def test_what_was_told_of_the_generation_before_must_be_forgotten(job):
 def test_the_end_of_a_worker_must_be_explained_by_what_became_of_its_node(
     job, monkeypatch, code, sign, told, state, why
 ):
-    monkeypatch.setattr(docker_module, "SIGNS", 0.0)
+    monkeypatch.setattr(docker_module, "EVENT_TIMEOUT", 0.0)
     engine = job.settled("master", "trainer-1")
     node = job.answers.containers[1]
     engine.clients.exit_hints = {} if sign is None else {1: sign}
@@ -143,7 +143,7 @@ def test_the_end_of_a_worker_must_be_explained_by_what_became_of_its_node(
 
 
 def test_an_event_that_follows_the_loss_of_a_node_must_be_waited_for_a_moment(job, monkeypatch):
-    monkeypatch.setattr(docker_module, "SIGNS", 30.0)
+    monkeypatch.setattr(docker_module, "EVENT_TIMEOUT", 30.0)
     engine = job.settled("master", "trainer-1")
     node = job.answers.containers[1]
     node["State"] = "exited"
@@ -186,7 +186,7 @@ def test_a_node_that_ends_and_starts_again_at_once_must_not_be_waited_for_any_lo
 
 
 def test_an_engine_that_is_away_must_not_keep_the_end_of_a_worker_from_being_known(job, monkeypatch):
-    monkeypatch.setattr(docker_module, "SIGNS", 0.0)
+    monkeypatch.setattr(docker_module, "EVENT_TIMEOUT", 0.0)
     engine = job.settled("master", "trainer-1")
     job.answers.happens = lambda what: 1 / 0
     engine.clients.exit_hints = {1: ""}
@@ -199,7 +199,7 @@ def test_an_engine_that_is_away_must_not_keep_the_end_of_a_worker_from_being_kno
 def test_nodes_that_are_all_gone_must_be_told_from_an_engine_that_is_being_stopped(job, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(docker_module, "time", clock)
-    monkeypatch.setattr(docker_module, "SIGNS", 0.0)
+    monkeypatch.setattr(docker_module, "EVENT_TIMEOUT", 0.0)
     engine = job.settled("master")
     job.answers.containers[0]["State"] = "exited"
     began = clock.now
@@ -288,7 +288,7 @@ def test_the_nodes_of_a_cluster_must_stay_and_be_asked_to_be_clean(job):
     engine.clients.connections["master"], node = connected()
     engine.clients.selector.register(engine.clients.connections["master"].sock, selectors.EVENT_READ, "master")
     node.send(sent("cleaned"))
-    assert engine.home == "c" and engine.env["JOB_ID"] == "c" and engine.network == "c_job"
+    assert engine.project == "c" and engine.env["JOB_ID"] == "c" and engine.network == "c_job"
     engine.down(30.0)
     assert job.answers.did() == []
     with node.sock:

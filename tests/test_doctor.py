@@ -70,7 +70,7 @@ class Host:
     ("ahead", "told"), [(0.0, ""), (0.5, ""), (-0.5, ""), (3600.0, "+3600.0 s"), (-3600.0, "-3600.0 s")]
 )
 def test_a_clock_that_differs_must_be_told(monkeypatch, ahead, told):
-    monkeypatch.setattr(checks, "give", lambda *_: None)
+    monkeypatch.setattr(checks, "send_archive", lambda *_: None)
     found = [finding.what for finding in checks._ask(Host(ahead), "master", "host-1", io.BytesIO())]
     assert [text for text in found if "clock" in text] == ([f"host-1: its clock differs by {told}"] if told else [])
     assert found[-1].startswith("host-1: it has the image, and a node there answers")

@@ -5,7 +5,7 @@ import os
 import subprocess
 
 import pytest
-from test_links import listening
+from test_connection import listening
 from test_rogue import ALONE
 
 pytestmark = pytest.mark.docker

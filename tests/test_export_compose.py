@@ -51,7 +51,12 @@ def test_a_node_must_get_what_the_job_says():
         assert node["tmpfs"] == [f"/tmp:size={3 << 29},mode=1777,nosuid,nodev,exec"]
         assert node["user"] == "{}:{}".format(*users.nodes_of(JobSpec()) or (os.getuid(), os.getgid()))
         env = node["environment"]
-        assert (env["NODE_ROLE"], env["NODE_MODE"], env["NODE_NPROC"], env["NODE_GRACE"]) == (role, "join", "2", "90")
+        assert (env["NODE_ROLE"], env["NODE_MODE"], env["NODE_NPROC"], env["NODE_GRACE"]) == (
+            role,
+            "rendezvous",
+            "2",
+            "90",
+        )
         assert (env["JOB_ID"], env["JOB_DIR"]) == ("digits", "/job")
         assert node["stop_grace_period"] == "100s"  # else Compose would kill while the workers save
     assert made["services"]["outcome"]["image"] == "mine:1"

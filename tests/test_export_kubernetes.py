@@ -137,7 +137,7 @@ def test_an_image_that_is_not_ours_must_get_the_program_of_a_node(form):
     config, *others = objects(form, OTHER)
     assert config["kind"] == "ConfigMap" and config["metadata"]["name"] == "digits-node"
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(config["binaryData"]["node"]))) as archive:
-        assert "orchestrate/node/given.py" in archive.getnames()
+        assert "orchestrate/node/static.py" in archive.getnames()
     text = json.dumps(others)
     assert '"configMap": {"name": "digits-node"}' in text
     for mount in ({"name": "program", "mountPath": "/node", "readOnly": True}, {"name": "run", "mountPath": "/run"}):

@@ -18,7 +18,7 @@ from orchestrate.files.folder import Folder
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.supervise import launch
-from orchestrate.supervise.job_files import Traces
+from orchestrate.supervise.job_files import JobFiles
 
 CANARY = "a secret of the host"
 OUTSIDE = f'{CANARY}\n{{"step": 7, "secret": "{CANARY}"}}\n'
@@ -133,9 +133,9 @@ def test_whatever_a_node_leaves_every_command_must_end_and_show_nothing_of_the_h
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_a_node_leaves_the_supervisor_must_go_on_and_report(paths, outside, place, kind):
     plant(paths.shared / place, kind, outside)
-    traces = Traces(paths)
-    assert traces.step() == 0 and isinstance(traces.saved(), tuple) and isinstance(traces.activity(), tuple)
-    assert CANARY not in traces.text(0) + "".join(traces.words(0))
+    files = JobFiles(paths)
+    assert files.step() == 0 and isinstance(files.saved(), tuple) and isinstance(files.activity(), tuple)
+    assert CANARY not in files.text(0) + "".join(files.last_lines(0))
     shown: list[str] = []
     data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, shown.append)
     assert data["outcome"] == "succeeded"
@@ -193,11 +193,11 @@ def test_files_must_be_found_in_the_order_of_their_names_but_not_without_end(tmp
         (tmp_path / "a" / name).touch()
     assert made.files("x") == (["x/a", "x/b", "x/c/d/e"], True)
     assert made.files("none") == ([], True)
-    monkeypatch.setattr(folder, "DEEPEST", 1)
+    monkeypatch.setattr(folder, "MAX_DEPTH", 1)
     assert made.files("x") == (["x/a", "x/b"], True)
-    monkeypatch.setattr(folder, "MOST", 5)
+    monkeypatch.setattr(folder, "MAX_ENTRIES", 5)
     assert made.files("x") == (["x/a", "x/b"], True)
-    monkeypatch.setattr(folder, "MOST", 1)
+    monkeypatch.setattr(folder, "MAX_ENTRIES", 1)
     found, whole = made.files("x")
     assert len(found) <= 1 and not whole and len(made.entries("x")) == 1
 
@@ -216,7 +216,7 @@ def test_folders_without_any_file_must_not_be_looked_into_without_end(tmp_path, 
         return whole(self, below)
 
     monkeypatch.setattr(Folder, "opened", opened)
-    monkeypatch.setattr(folder, "MOST", 5)
+    monkeypatch.setattr(folder, "MAX_ENTRIES", 5)
     assert made.files("x") == ([], False) and len(looks) <= 6
 
 
@@ -224,7 +224,7 @@ def test_folders_without_any_file_must_not_be_looked_into_without_end(tmp_path, 
 def test_a_report_must_be_believed_whatever_the_job_has_left_for_it(paths, do):
     deep = paths.shared.joinpath("checkpoints", *["\N{ROCKET}" * 63] * 12)  # of which JSON makes 9 KB
     deep.mkdir(parents=True)
-    for number in range(folder.MOST):
+    for number in range(folder.MAX_ENTRIES):
         (deep / f"{number}").touch()
     with paths.metrics.open("w") as file:
         for number in range(1001):
@@ -233,12 +233,12 @@ def test_a_report_must_be_believed_whatever_the_job_has_left_for_it(paths, do):
     (code, _, said), *others = (do(name, "a-1") for name in ("attach", "wait", "logs", "attach"))
     assert code == 0 and [code for code, *_ in others] == [0, 0, 0], others
     assert "warning: report.json does not list all checkpoints, final_metrics: they are too many, or too large" in said
-    assert paths.report.stat().st_size < folder.LARGEST / 3
+    assert paths.report.stat().st_size < folder.MAX_FILE / 3
 
 
 @pytest.mark.parametrize("length", [10, 1000, 5000])
 def test_a_long_line_must_come_in_pieces_of_which_nothing_is_lost(tmp_path, monkeypatch, length):
-    monkeypatch.setattr(lines, "LONGEST", 100)
+    monkeypatch.setattr(lines, "MAX_LINE", 100)
     monkeypatch.setattr(lines, "CHUNK", 64)
     text = bytes(97 + number % 26 for number in range(length))
     (tmp_path / "log").write_bytes(b"before\n" + text + b"\nafter\nhal")
@@ -342,7 +342,7 @@ def test_no_name_that_a_job_has_taken_and_no_mode_must_keep_set_id_bits(tmp_path
 
 
 def test_a_report_must_be_made_of_the_last_lines_of_many(paths, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervise.job_files.ROWS", 3)
+    monkeypatch.setattr("orchestrate.supervise.job_files.MAX_ROWS", 3)
     lines = [*({"old": step} for step in range(7)), *({"rank_seconds": [step]} for step in range(3))]
     paths.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert Traces(paths).metrics() == [{"rank_seconds": [0]}, {"rank_seconds": [1]}, {"rank_seconds": [2]}]
+    assert JobFiles(paths).metrics() == [{"rank_seconds": [0]}, {"rank_seconds": [1]}, {"rank_seconds": [2]}]

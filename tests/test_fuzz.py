@@ -105,7 +105,7 @@ class Played(NodeConnection):
 @bounded
 @given(st.lists(mangled(FORMS) | values, max_size=8))
 def test_an_engine_must_survive_what_a_node_says(said):
-    from linked_nodes import Nodes, planned
+    from played_nodes import Nodes, planned
 
     nodes = Nodes(0)
     link = Played("".join(json.dumps(message) + "\n" for message in said).encode())
@@ -153,7 +153,7 @@ def test_all_bytes_of_a_log_must_come_in_lines(monkeypatch_lines, content, longe
 @pytest.fixture
 def monkeypatch_lines(monkeypatch):
     def patch(longest: int, chunk: int) -> None:
-        monkeypatch.setattr("orchestrate.files.lines.LONGEST", longest)
+        monkeypatch.setattr("orchestrate.files.lines.MAX_LINE", longest)
         monkeypatch.setattr("orchestrate.files.lines.CHUNK", chunk)
 
     return patch

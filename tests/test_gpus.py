@@ -330,5 +330,5 @@ def test_the_workers_of_one_node_must_not_share_a_gpu():
 
 def test_a_listing_must_not_wait_for_input_nor_for_a_driver_that_hangs(machine, monkeypatch):
     machine("cat; sleep 100")
-    monkeypatch.setattr(gpus, "ANSWERS", 0.2)
+    monkeypatch.setattr(gpus, "NVIDIA_SMI_TIMEOUT", 0.2)
     assert gpus.look() == () and why_none() == "nvidia-smi: NVIDIA-SMI has failed to answer within 0.2 s"

@@ -13,9 +13,9 @@ from ends import KEY
 from said import sent
 
 from orchestrate.engines.connection import NodeConnection
-from orchestrate.engines.swarm.sync import Mirror
+from orchestrate.engines.swarm.sync import FileSync
 from orchestrate.files.paths import JobPaths
-from orchestrate.node.sealed import Seal
+from orchestrate.node.auth import Signer
 
 
 class Hostile(threading.Thread):
@@ -33,15 +33,15 @@ class Hostile(threading.Thread):
             self.serve(file)
 
     def serve(self, file):
-        seal = Seal(KEY, listens=True)
-        file.write(seal.word + b"\n")
+        signer = Signer(KEY, listens=True)
+        file.write(signer.nonce + b"\n")
         file.flush()
-        seal.meet(file.readline().rstrip(b"\n"))
-        assert seal.open(file.readline().rstrip(b"\n")) == b""
-        file.write(seal.close(b"") + b"\n")
+        signer.meet(file.readline().rstrip(b"\n"))
+        assert signer.verify(file.readline().rstrip(b"\n")) == b""
+        file.write(signer.sign(b"") + b"\n")
         file.flush()
         while line := file.readline():
-            asked = json.loads(seal.open(line.rstrip(b"\n")))
+            asked = json.loads(signer.verify(line.rstrip(b"\n")))
             if asked["ask"] == "changes":
                 facts = {path: [len(data), 1, 1, 0o4777] for path, data in self.files.items()}
                 log = base64.b64encode(b"evil").decode()
@@ -54,7 +54,9 @@ class Hostile(threading.Thread):
                     "offset": asked["offset"],
                     "facts": [len(data), 1, 1, 0o4777],
                 }
-            file.write(seal.close(sent({"changes": "changes", "read": "piece"}[asked["ask"]], **told).rstrip()) + b"\n")
+            file.write(
+                signer.sign(sent({"changes": "changes", "read": "piece"}[asked["ask"]], **told).rstrip()) + b"\n"
+            )
             file.flush()
 
 
@@ -94,7 +96,7 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
         link = NodeConnection(socket.create_connection(("127.0.0.1", port)), KEY)
         return link if link.greet(5) else None
 
-    mirror = Mirror(home, "/job", {"master": [0]}, connect)
+    mirror = FileSync(home, "/job", {"master": [0]}, connect)
     try:
         eventually(lambda: (home / "fine").exists())
         mirror.catch_up(20)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import leftovers
 
-from orchestrate.engines.docker.ignored import LARGEST, MOST, ignored, kept, read, top
+from orchestrate.engines.docker.ignored import MAX_FILE, MAX_PATTERNS, ignored, kept, read, top
 from orchestrate.engines.docker.mounts import masks
 from orchestrate.engines.swarm.upload import code_files
 from orchestrate.errors import UsageError
@@ -102,7 +102,7 @@ def test_a_pattern_must_mean_what_it_means_to_docker(tmp_path, text, path, ignor
         f"{'**/*a*a*a*a/' * 100}b",
         "*" * 60_000 + "b",
         "**/" * 20_000 + "b",
-        "\n".join(["**/*a*a*a*a*a*a*b"] * MOST),
+        "\n".join(["**/*a*a*a*a*a*a*b"] * MAX_PATTERNS),
     ],
 )
 def test_no_pattern_must_backtrack(tmp_path, text):
@@ -116,9 +116,9 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a link in the folder": (lambda path: path.symlink_to("work.py"), "it is a link"),
     "a pipe": (os.mkfifo, "not a regular file"),
     "a folder": (Path.mkdir, "not a regular file"),
-    "too large": (lambda path: path.write_text("#" * (LARGEST + 1)), "has more than 64 KiB or 1000 patterns"),
+    "too large": (lambda path: path.write_text("#" * (MAX_FILE + 1)), "has more than 64 KiB or 1000 patterns"),
     "endless": (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "has more than 64 KiB or 1000 patterns"),
-    "too many": (lambda path: path.write_text("a\n" * (MOST + 1)), "has more than 64 KiB or 1000 patterns"),
+    "too many": (lambda path: path.write_text("a\n" * (MAX_PATTERNS + 1)), "has more than 64 KiB or 1000 patterns"),
     "two stars": (lambda path: path.write_text("a**b\n"), r"pattern that is not supported: \*\* within 'a\*\*b'"),
 }
 
@@ -150,7 +150,7 @@ def test_patterns_that_take_too_long_for_so_many_files_must_be_refused(tmp_path,
 
 def test_an_ordinary_list_must_take_few_steps_for_many_files(tmp_path, monkeypatch):
     """Patterns that fit nothing below a folder are not looked at there."""
-    monkeypatch.setattr("orchestrate.engines.docker.ignored.MOST_STEPS", 1000)
+    monkeypatch.setattr("orchestrate.engines.docker.ignored.MAX_STEPS", 1000)
     (tmp_path / ".dockerignore").write_text("\n".join([f"folder-{number}/data" for number in range(20)]))
     (tmp_path / "src").mkdir()
     for number in range(500):

@@ -244,7 +244,7 @@ def fails(grace: float, stopped: Callable[[], bool]) -> None:
 
 
 def test_a_report_must_be_about_the_nodes_with_which_a_job_has_ended(paths, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervise.nodes.TRIES", 1)
+    monkeypatch.setattr("orchestrate.supervise.nodes.MAX_ATTEMPTS", 1)
     create(paths, dataclasses.replace(SPEC, min_trainers=0))
     engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
     start = engine.start
@@ -321,7 +321,7 @@ def test_all_that_workers_write_must_be_shown_before_the_end_and_with_their_name
 
 
 def test_the_end_of_a_generation_must_be_shown_before_the_next_one_writes(paths, monkeypatch):
-    monkeypatch.setattr(launch, "LOOKS", (3600.0, 3600.0))  # so that only what we say has the logs looked at
+    monkeypatch.setattr(launch, "LOG_INTERVAL", (3600.0, 3600.0))  # so that only what we say has the logs looked at
     create(paths)
     engine, shown = Whole([[WorkerExit(0, 1)]], [ALL_WELL]), []
     start = engine.start
@@ -340,7 +340,7 @@ def test_the_end_of_a_generation_must_be_shown_before_the_next_one_writes(paths,
 
 
 def test_a_flood_of_lines_must_not_hold_up_the_end_nor_what_we_say(paths, monkeypatch):
-    monkeypatch.setattr(launch, "CATCHES_UP", -1.0)
+    monkeypatch.setattr(launch, "LAST_LINES_TIMEOUT", -1.0)
     create(paths)
     engine = Whole([ALL_WELL])
     start = engine.start
@@ -351,8 +351,8 @@ def test_a_flood_of_lines_must_not_hold_up_the_end_nor_what_we_say(paths, monkey
 
 
 def test_a_flood_of_many_workers_must_not_hold_up_the_end_either(paths, monkeypatch):
-    monkeypatch.setattr(launch, "CATCHES_UP", -1.0)
-    monkeypatch.setattr(launch, "TURN", 0.01)
+    monkeypatch.setattr(launch, "LAST_LINES_TIMEOUT", -1.0)
+    monkeypatch.setattr(launch, "MAX_TURN", 0.01)
     create(paths)
     engine = Whole([ALL_WELL])
     start = engine.start
@@ -369,7 +369,7 @@ def test_a_flood_of_many_workers_must_not_hold_up_the_end_either(paths, monkeypa
 
 
 def test_what_is_left_of_a_look_that_took_too_long_must_be_shown_in_the_next_ones(paths, monkeypatch):
-    monkeypatch.setattr(launch, "TURN", -1.0)
+    monkeypatch.setattr(launch, "MAX_TURN", -1.0)
     create(paths)
     engine = Whole([ALL_WELL])
     start = engine.start
@@ -380,7 +380,7 @@ def test_what_is_left_of_a_look_that_took_too_long_must_be_shown_in_the_next_one
 
 
 def test_nodes_that_came_later_must_be_shown_under_their_own_names(paths, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervise.nodes.TRIES", 1)
+    monkeypatch.setattr("orchestrate.supervise.nodes.MAX_ATTEMPTS", 1)
     create(paths, dataclasses.replace(SPEC, min_trainers=0))
     engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
     start = engine.start
@@ -438,7 +438,7 @@ def test_what_workers_wrote_must_be_shown_though_the_supervisor_breaks(paths):
 
 
 def test_a_reader_that_reads_no_more_must_not_stop_the_supervisor(paths, monkeypatch):
-    monkeypatch.setattr(launch, "UNREAD", 0.01)
+    monkeypatch.setattr(launch, "READER_TIMEOUT", 0.01)
     create(paths)
     engine, reads = Whole([KILLED], [ALL_WELL]), threading.Event()
     data = launch.supervise(paths, engine, lambda: 0, lambda _: reads.wait(60) and None)
@@ -448,7 +448,7 @@ def test_a_reader_that_reads_no_more_must_not_stop_the_supervisor(paths, monkeyp
 
 def test_a_progress_bar_must_go_where_the_workers_lines_go(paths, monkeypatch):
     """Stdout may be for the report alone."""
-    monkeypatch.setattr("orchestrate.console.BETWEEN", -1.0)
+    monkeypatch.setattr("orchestrate.console.PROGRESS_INTERVAL", -1.0)
     create(paths)
     engine, shown, lines = Whole([[], ALL_WELL]), [], []
     start = engine.start
@@ -470,7 +470,7 @@ class Stuck(io.StringIO):
 
 @pytest.mark.timeout(60)
 def test_a_stdout_that_nobody_reads_must_not_stop_the_supervisor(paths, monkeypatch):
-    monkeypatch.setattr(launch, "UNREAD", 0.01)
+    monkeypatch.setattr(launch, "READER_TIMEOUT", 0.01)
     monkeypatch.setattr(sys, "stdout", Stuck())
     create(paths)
     paths.log(0).write_text("line\n")

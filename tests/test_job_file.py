@@ -7,7 +7,7 @@ import pytest
 
 from orchestrate.errors import UsageError
 from orchestrate.job.spec import JobSpec, read_file, read_set, resolve
-from orchestrate.job.strict_yaml import LARGEST
+from orchestrate.job.strict_yaml import MAX_FILE
 
 DIGITS = "9" * 5000
 
@@ -182,12 +182,12 @@ def test_text_that_looks_like_a_date_must_stay_text(path):
 
 def test_a_job_file_that_is_too_large_must_be_refused_before_it_is_read(path, monkeypatch):
     monkeypatch.setattr("yaml.reader.Reader.__init__", lambda *_: pytest.fail("was parsed"))
-    for content in (b"name: a\n# " + b"x" * LARGEST, b"trainers: 1\n" * (20 << 17)):
+    for content in (b"name: a\n# " + b"x" * MAX_FILE, b"trainers: 1\n" * (20 << 17)):
         assert f"{path} is larger than 1 MiB" in str(refused(path, content))
 
 
 def test_a_job_file_of_the_largest_size_must_be_read(path):
-    path.write_bytes((b"name: a\n" + b"#" * LARGEST)[:LARGEST])
+    path.write_bytes((b"name: a\n" + b"#" * MAX_FILE)[:MAX_FILE])
     assert resolve(read_file(path)).name == "a"
 
 

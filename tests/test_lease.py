@@ -12,8 +12,9 @@ from conftest import ROOT, eventually
 from ends import KEY
 
 from orchestrate.engines.ports import free_port
-from orchestrate.node import lease, wait
-from orchestrate.node.lease import LEASE, Lease, answer
+from orchestrate.node import agent as wait
+from orchestrate.node import lease
+from orchestrate.node.lease import LEASE_TIMEOUT, Lease, answer
 
 
 class Now:
@@ -57,11 +58,11 @@ def held(monkeypatch):
 
 def test_an_answer_to_the_last_question_must_renew_it(held):
     made, relay, loop, over = held
-    loop.now += LEASE - 0.1
+    loop.now += LEASE_TIMEOUT - 0.1
     question, node = relay.recvfrom(64)
     relay.sendto(answer(KEY, question), node)
     loop.read()
-    loop.now += LEASE - 0.1
+    loop.now += LEASE_TIMEOUT - 0.1
     loop.turn()
     assert made.held and not over
 
@@ -78,7 +79,7 @@ def test_an_answer_to_the_last_question_must_renew_it(held):
 )
 def test_the_words_of_anyone_else_must_not_renew_it(held, words):
     made, relay, loop, over = held
-    loop.now += LEASE - 0.1
+    loop.now += LEASE_TIMEOUT - 0.1
     question, node = relay.recvfrom(64)
     relay.sendto(words(question), node)
     loop.read()
@@ -93,7 +94,7 @@ def test_each_question_must_be_a_new_one_and_several_asked_in_a_lease(held):
     for _ in range(3):
         loop.turn()
     assert len({relay.recvfrom(64)[0] for _ in range(4)}) == 4
-    assert len(loop.pauses) == 4 and 0 < max(loop.pauses) <= LEASE / 4  # so that some may be lost on their way
+    assert len(loop.pauses) == 4 and 0 < max(loop.pauses) <= LEASE_TIMEOUT / 4  # so that some may be lost on their way
 
 
 def answered(relay: socket.socket, loop: Now) -> None:
@@ -108,7 +109,7 @@ def answered(relay: socket.socket, loop: Now) -> None:
 def test_a_lease_that_has_run_out_must_be_asked_for_and_can_be_had_again(held):
     made, relay, loop, over = held
     for _ in range(2):
-        loop.now += LEASE
+        loop.now += LEASE_TIMEOUT
         assert not made.held
         loop.turn()
     assert len(over) == 2  # as long as it lasts, whatever was started meanwhile is ended
@@ -120,7 +121,7 @@ def test_a_lease_that_is_given_up_must_neither_ask_nor_run_out(held):
     made, relay, loop, over = held
     relay.recvfrom(64)
     made.end()
-    loop.now += 2 * LEASE
+    loop.now += 2 * LEASE_TIMEOUT
     loop.turn()
     relay.setblocking(False)
     with pytest.raises(BlockingIOError):
@@ -147,7 +148,7 @@ def test_a_relay_must_not_answer_what_the_key_of_a_connection_is_made_of():
 
 def test_a_node_that_is_cut_off_must_end_whatever_starts_until_there_is_an_answer(held):
     made, relay, loop, over = held
-    loop.now += LEASE
+    loop.now += LEASE_TIMEOUT
     loop.turn()
     loop.now += 1
     loop.turn()
@@ -161,14 +162,14 @@ def test_a_relay_to_which_there_is_no_way_must_be_asked_again(monkeypatch):
     monkeypatch.setattr(lease, "time", loop)
     made = Lease(loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now))  # to which no process may write
     loop.turn()
-    loop.now += LEASE
+    loop.now += LEASE_TIMEOUT
     loop.turn()
     assert over == [loop.now] and len(loop.due) == 1
     made.end()
 
 
 def test_a_relay_must_be_asked_several_times_before_the_lease_is_over():
-    assert 4 * lease.ASKS <= LEASE
+    assert 4 * lease.RENEW_INTERVAL <= LEASE_TIMEOUT
 
 
 def test_a_relay_must_answer_every_question_with_the_key(tmp_path):
@@ -240,7 +241,7 @@ def test_a_node_must_ask_the_last_relay_alone_that_it_was_told_of(monkeypatch):
             self.ended = True
 
     monkeypatch.setattr(wait, "Lease", Asking)
-    node = wait.Waiting(SimpleNamespace(), KEY)
+    node = wait.Agent(SimpleNamespace(), KEY)
     for port in (1, 2):
         node.receive(SimpleNamespace(), {"ask": "lease", "relay": ["10.0.0.1", port]})
     assert [(one.address, one.ended) for one in Asking.made] == [(("10.0.0.1", 1), True), (("10.0.0.1", 2), False)]

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from agents import Waiting
 from conftest import eventually
 from ends import KEY, End
 from test_asked import dial
-from test_mirror import Node
-from waiting import Waiting
+from test_sync import Node
 
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.node import listener, protocol
-from orchestrate.node.listener import MOST, Listener, serve
-from orchestrate.node.sealed import Seal
+from orchestrate.node.auth import Signer
+from orchestrate.node.listener import MAX_CLIENTS, Listener, serve
 
 ASKS = b'{"ask": "status"}\n'
 
@@ -60,7 +60,7 @@ def place(monkeypatch, tmp_path) -> Iterator[SimpleNamespace]:
     loop, clients, heard = Turns(), [], []
     for module in ("loop", "listener"):
         monkeypatch.setattr(f"orchestrate.node.{module}.time", loop)
-    server = socket.create_server(("127.0.0.1", 0), backlog=2 * MOST)
+    server = socket.create_server(("127.0.0.1", 0), backlog=2 * MAX_CLIENTS)
 
     def client() -> socket.socket:
         clients.append(made := socket.create_connection(server.getsockname()))
@@ -90,18 +90,18 @@ def ask(sock: socket.socket, loop: Turns) -> None:
         loop.turn()
 
 
-def proven(sock: socket.socket, loop: Turns) -> Seal:
+def proven(sock: socket.socket, loop: Turns) -> Signer:
     """Show that a client knows the key."""
-    seal = Seal(KEY, listens=False)
-    seal.meet(sock.recv(100).rstrip(b"\n"))
-    sock.sendall(seal.word + b"\n" + seal.close(ASKS[:-1]) + b"\n")
+    signer = Signer(KEY, listens=False)
+    signer.meet(sock.recv(100).rstrip(b"\n"))
+    sock.sendall(signer.nonce + b"\n" + signer.sign(ASKS[:-1]) + b"\n")
     loop.turn()
-    return seal
+    return signer
 
 
 def test_the_oldest_client_that_has_asked_nothing_must_make_way(place):
     place.listen(KEY)
-    clients = [place.client() for _ in range(MOST)]
+    clients = [place.client() for _ in range(MAX_CLIENTS)]
     ask(clients[0], place.loop)
     place.loop.turn()
     place.client()
@@ -116,7 +116,7 @@ def test_the_oldest_client_that_has_asked_nothing_must_make_way(place):
 
 def test_a_client_must_be_turned_away_where_all_others_have_asked_something(place):
     place.listen(KEY)
-    clients = [place.client() for _ in range(MOST)]
+    clients = [place.client() for _ in range(MAX_CLIENTS)]
     for client in clients:
         ask(client, place.loop)
     place.loop.turn()
@@ -126,7 +126,7 @@ def test_a_client_must_be_turned_away_where_all_others_have_asked_something(plac
     late = place.client()
     ask(late, place.loop)
     place.loop.turn()
-    assert [message for _, message in place.heard].count({"ask": "status"}) == MOST + 1
+    assert [message for _, message in place.heard].count({"ask": "status"}) == MAX_CLIENTS + 1
 
 
 def test_a_client_that_knows_the_key_may_ask_as_late_as_it_likes(place):
@@ -138,7 +138,7 @@ def test_a_client_that_knows_the_key_may_ask_as_late_as_it_likes(place):
     while greets.is_alive():
         place.loop.turn()
     for _ in range(3):
-        place.loop.turn(listener.PROVES)
+        place.loop.turn(listener.PROOF_TIMEOUT)
     assert link.send(protocol.GetStatus())
     place.loop.turn()
     assert [message for _, message in place.heard] == [{"ask": "status"}]
@@ -148,7 +148,7 @@ def test_a_client_without_the_key_must_be_cut_off_in_time_and_no_other(place):
     place.listen(KEY)
     stranger, friend = place.client(), place.client()
     proven(friend, place.loop)
-    place.loop.turn(listener.PROVES - 1)
+    place.loop.turn(listener.PROOF_TIMEOUT - 1)
     late = place.client()
     place.loop.turn(2)
     assert len(hears(stranger)) == 33  # its word
@@ -168,19 +168,22 @@ def test_clients_without_the_key_must_not_keep_one_with_it_out(place):
     place.listen(KEY)
     friend = place.client()
     proven(friend, place.loop)
-    strangers = [place.client() for _ in range(3 * MOST)]
+    strangers = [place.client() for _ in range(3 * MAX_CLIENTS)]
     second = place.client()
-    seal = proven(second, place.loop)
+    signer = proven(second, place.loop)
     assert [message for _, message in place.heard if message] == [{"ask": "status"}] * 2
     assert len(hears(strangers[0])) == 33
-    assert len(place.loop.watched) == MOST + 1 and len(place.loop.due) == 1
+    assert len(place.loop.watched) == MAX_CLIENTS + 1 and len(place.loop.due) == 1
     friend.sendall(b"nonsense\n")
     place.loop.turn()
     assert b"refused" not in hears(friend)
-    second.sendall(seal.close(b"7") + b"\n")
+    second.sendall(signer.sign(b"7") + b"\n")
     place.loop.turn()
     proof, refusal = hears(second).splitlines()
-    assert seal.open(proof) == b"" and json.loads(seal.open(refusal))["error"] == "the message is not a JSON object"
+    assert (
+        signer.verify(proof) == b""
+        and json.loads(signer.verify(refusal))["error"] == "the message is not a JSON object"
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EPROTO, errno.EMFILE, errno.ENFILE])
@@ -240,7 +243,7 @@ def test_many_strangers_must_not_keep_an_orchestrator_out(tmp_path):
 
 
 def test_a_client_that_does_not_read_must_be_given_up(tmp_path):
-    node = Waiting(tmp_path, before="loop.STUCK = 0.2")
+    node = Waiting(tmp_path, before="loop.SEND_TIMEOUT = 0.2")
     assert node.status()["generation"] == -1
     with dial(tmp_path / "s") as sock, contextlib.suppress(OSError):
         end = End(sock)

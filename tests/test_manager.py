@@ -270,7 +270,7 @@ def test_all_that_a_job_has_must_be_removed_and_nothing_else(stub, managed, path
 
 def test_what_is_still_in_use_must_be_tried_again_and_told_in_the_end(stub, managed, clock, monkeypatch):
     running(stub, managed)
-    monkeypatch.setattr(manager, "VANISHES", 0.3)
+    monkeypatch.setattr(manager, "NETWORK_RELEASE_TIMEOUT", 0.3)
     stub.refused["DELETE /networks"], began = "network j_job has active endpoints", clock.now
     with pytest.raises(EngineError, match="remove the network j_job: network j_job has active endpoints") as raised:
         managed.manager.remove("j", 0.4)
@@ -284,7 +284,7 @@ def test_what_is_still_in_use_must_be_tried_again_and_told_in_the_end(stub, mana
 def test_a_task_that_does_not_end_must_be_told_with_its_host(stub, managed, clock, monkeypatch):
     running(stub, managed)
     later = Manager()  # of the process that removes it later
-    monkeypatch.setattr(manager, "VANISHES", 0.3)
+    monkeypatch.setattr(manager, "NETWORK_RELEASE_TIMEOUT", 0.3)
     tasks = [stub.tasks[0]]
     monkeypatch.setattr(stub, "delete", lambda kind, number: (StubManager.delete(stub, kind, number), keep()))
 

@@ -26,10 +26,10 @@ def test_a_line_that_is_no_object_must_not_count(line):
 
 
 def test_a_line_must_count_only_up_to_its_longest_and_not_be_parsed_beyond():
-    room = metrics.LONGEST - len('{"a": ""}')
+    room = metrics.MAX_LINE - len('{"a": ""}')
     lines = [b'{"step": 1, "a": "' + b"x" * room + b'"}', b" " * room + b'{"step": 2}']
     assert kept(*lines) == []
-    assert kept(b'{"step": 3}'.ljust(metrics.LONGEST)) == [{"step": 3}]
+    assert kept(b'{"step": 3}'.ljust(metrics.MAX_LINE)) == [{"step": 3}]
 
 
 @pytest.mark.parametrize(

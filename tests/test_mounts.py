@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_links import listening
+from test_connection import listening
 
 from orchestrate.engines.docker import mounts as mounts_module
 from orchestrate.engines.docker.mounts import masks
@@ -142,7 +142,7 @@ def test_what_leads_to_processes_of_this_machine_must_be_hidden_from_nodes(code,
     run = tmp_path / "elsewhere" / "a-1" / "job"
     doors = [mount for mount in mounts_module.of_nodes(run, code) if mount.get("source") == os.devnull]
     assert [mount["target"] for mount in doors] == ["/workspace/agent.sock", "/workspace/src/pipe"]
-    monkeypatch.setattr(mounts_module, "MOST", 4)
+    monkeypatch.setattr(mounts_module, "MAX_MASKS", 4)
     with pytest.raises(UsageError, match=f"{code} has more than 4 sockets, pipes and files to hide"):
         mounts_module.of_nodes(run, code)
     (code / ".dockerignore").write_text("src\nlogs\n.env\n.venv\n")  # with .git, more than there may be
@@ -212,7 +212,7 @@ def test_jobs_in_the_folder_of_code_itself_must_be_refused(code):
 
 
 def test_more_than_a_node_can_hide_must_be_refused_with_the_way_out(code, monkeypatch):
-    monkeypatch.setattr(mounts_module, "MOST", 2)
+    monkeypatch.setattr(mounts_module, "MAX_MASKS", 2)
     assert len(hidden(code, ".env\ndata\n")) == 4  # with the jobs and the history, which nobody has named
     with pytest.raises(UsageError, match=f".dockerignore names more than 2 files and folders of {code}"):
         hidden(code, ".env\ndata\nlogs\n")

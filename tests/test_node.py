@@ -255,7 +255,7 @@ def test_a_node_that_is_told_nothing_must_train_the_app(tmp_path):
 def workers(tmp_path, code: str, **env: str) -> subprocess.CompletedProcess[bytes]:
     """The end of a node with two workers, of which another program has said which node this is."""
     (tmp_path / "script.py").write_text(code)
-    told = {"NODE_MODE": "given", "NODE_RANK": "0", "NNODES": "1", "NODE_NPROC": "2", "MASTER_ADDR": "127.0.0.1"}
+    told = {"NODE_MODE": "static", "NODE_RANK": "0", "NNODES": "1", "NODE_NPROC": "2", "MASTER_ADDR": "127.0.0.1"}
     told |= {"CUDA_VISIBLE_DEVICES": "", "JOB_DIR": str(tmp_path), "NODE_FAILED": str(tmp_path / "failed")}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_"))}
     command = [sys.executable, NODE, str(tmp_path / "script.py")]
@@ -265,7 +265,7 @@ def workers(tmp_path, code: str, **env: str) -> subprocess.CompletedProcess[byte
 def test_a_node_must_run_as_many_workers_as_it_is_given(tmp_path):
     done = workers(tmp_path, "import os\nprint(os.environ['RANK'], os.environ['NODE_MODE'])")
     assert done.returncode == 0
-    assert sorted(done.stdout.splitlines()) == [b"[rank 0] 0 given", b"[rank 1] 1 given"]
+    assert sorted(done.stdout.splitlines()) == [b"[rank 0] 0 static", b"[rank 1] 1 static"]
     assert not (tmp_path / "failed").exists()
 
 

@@ -14,7 +14,7 @@ from orchestrate.errors import EngineError, EngineLost
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.plan import plan, read_plan
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.job_files import Traces
+from orchestrate.supervise.job_files import JobFiles
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_nodes_that_take_long_must_learn_that_the_job_is_to_stop(job, call):
 @pytest.mark.parametrize("file", ["fence", "plan"])
 def test_a_file_without_which_workers_cannot_start_must_be_waited_for(job, monkeypatch, file):
     path, full = getattr(job.paths, file), ["full"]
-    kind, write = (Traces, "fence") if file == "fence" else (Path, "write_text")
+    kind, write = (JobFiles, "fence") if file == "fence" else (Path, "write_text")
     really = getattr(kind, write)
 
     def no_space(*arguments) -> None:

@@ -42,7 +42,7 @@ def read(reader: int) -> bytes:
 
 
 def test_a_slow_reader_must_be_told_how_many_lines_it_has_missed(pipe, monkeypatch):
-    monkeypatch.setattr(output, "MOST", 100_000)
+    monkeypatch.setattr(output, "MAX_BUFFERED", 100_000)
     reader, out = pipe
     for _ in range(200):
         out.write(LINE * 2)
@@ -75,7 +75,7 @@ def test_what_waits_for_a_slow_reader_must_arrive_whole_and_in_order(pipe):
 def test_a_reader_must_have_some_time_for_the_rest_when_the_node_ends(pipe, monkeypatch):
     reader, out = pipe
     os.set_blocking(reader, True)
-    monkeypatch.setattr(output, "PATIENCE", 60.0)
+    monkeypatch.setattr(output, "LAST_FLUSH_TIMEOUT", 60.0)
     out.write(LINE * 200)
     found: list[bytes] = []
     reads = threading.Thread(target=lambda: found.extend(iter(lambda: os.read(reader, 1 << 16), b"")))
@@ -88,7 +88,7 @@ def test_a_reader_must_have_some_time_for_the_rest_when_the_node_ends(pipe, monk
 
 def test_a_node_must_not_wait_for_ever_for_a_reader_that_does_not_read(pipe, monkeypatch):
     _, out = pipe
-    monkeypatch.setattr(output, "PATIENCE", 0.05)
+    monkeypatch.setattr(output, "LAST_FLUSH_TIMEOUT", 0.05)
     out.write(LINE * 200)
     assert out.flush(last=True)
 

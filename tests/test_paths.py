@@ -18,7 +18,7 @@ from orchestrate.job.events import Recorder
 from orchestrate.job.logs import Follower, tail
 from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.job_files import Traces
+from orchestrate.supervise.job_files import JobFiles
 
 SECRET = (
     '{"event": "outcome", "step": 7, "outcome": "succeeded", "world_size": 1, "duration_s": 1.0, "generations": 1,'
@@ -28,10 +28,10 @@ OURS = ("plan.json", "report.json", "events.jsonl")
 READERS = {  # file: what reads it, and says that there is nothing
     "logs/rank-0.log": (
         lambda paths: (
-            [*Follower(paths, {0: ""}).lines(end=True), tail(paths.folder, 0), *Traces(paths).words(0)] == [""]
+            [*Follower(paths, {0: ""}).lines(end=True), tail(paths.folder, 0), *JobFiles(paths).last_lines(0)] == [""]
         )
     ),
-    "metrics.jsonl": lambda paths: (Traces(paths).metrics(), Traces(paths).step()) == ([], 0),
+    "metrics.jsonl": lambda paths: (JobFiles(paths).metrics(), JobFiles(paths).step()) == ([], 0),
     "report.json": lambda paths: store.ended(paths) is None,
 }
 

@@ -59,8 +59,8 @@ def test_the_plan_must_name_the_cluster_whose_nodes_are_used():
     first, second, *_ = str(made).splitlines()
     assert first.startswith("job a-1: 2 nodes × 1 worker, gloo on CPU (") and first.endswith("), on box-77aa")
     assert second == "Docker Engine 26.1.5, master at master:29500, 1 thread per worker, warm"
-    assert (made.home, made.job_id) == ("box-77aa", "a-1")
-    assert plan(JobSpec(), HERE, "a-1").home == "a-1"
+    assert (made.project, made.job_id) == ("box-77aa", "a-1")
+    assert plan(JobSpec(), HERE, "a-1").project == "a-1"
     without_master = plan(JobSpec(trainers=1), there, "a-1", nodes=("trainer-1",))
     assert without_master.workers[0].env["MASTER_ADDR"] == "box-77aa-trainer-1"
     for name in ("TORCHELASTIC_RUN_ID", "JOB_ID"):

@@ -140,8 +140,8 @@ def test_a_link_to_a_script_must_be_read(tmp_path):
 
 
 def test_only_so_much_of_scripts_must_be_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(imports, "LARGEST", 100)
-    monkeypatch.setattr(imports, "MOST_BYTES", 150)
+    monkeypatch.setattr(imports, "MAX_FILE", 100)
+    monkeypatch.setattr(imports, "MAX_BYTES", 150)
     (tmp_path / "train.py").write_text("import torch".ljust(100))
     (tmp_path / "large.py").write_text("import torch".ljust(101))
     (tmp_path / "first.py").write_text("import train".ljust(100))

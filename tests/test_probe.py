@@ -62,7 +62,7 @@ def test_an_image_without_a_python_for_nodes_must_be_refused_before_anything_sta
 
 
 def test_an_image_whose_python_hangs_must_not_hold_up_the_user_for_long(images, monkeypatch, tmp_path):
-    monkeypatch.setattr(probe, "ANSWERS", 1)
+    monkeypatch.setattr(probe, "PYTHON_TIMEOUT", 1)
     with pytest.raises(ResourceError, match="timed out"):
         probe.python(Daemon(), images["stuck"], tmp_path)
 

@@ -104,7 +104,7 @@ def test_a_node_must_be_started_once_with_what_the_job_says_of_it(nodes):
     assert {*engine.alive()} == {"master", "trainer-1"} == set(pids(engine))
     for name, pid in pids(engine).items():
         told = environ(pid)
-        assert (told["NODE_MODE"], told["NODE_GRACE"], told["NODE_PRELOAD"]) == ("wait", "7.0", "colorsys wave")
+        assert (told["NODE_MODE"], told["NODE_GRACE"], told["NODE_PRELOAD"]) == ("agent", "7.0", "colorsys wave")
         assert told["NODE_SOCKET"] == str(nodes.state / "j" / f"{name}.sock")
         assert os.getsid(pid) == pid  # Ctrl-C is not for it
         assert os.readlink(f"/proc/{pid}/cwd") == str(nodes.folder)

@@ -262,7 +262,7 @@ def test_what_the_readme_names_must_reach_nodes_and_have_the_defaults_of_a_job()
     job = JobSpec()
     assert found["NODE_CODE"] == "." and found["NODE_COMMAND"] == "-m app.train"
     assert (found["NODE_SHM"], found["NODE_GRACE"]) == (job.shm_size, f"{job.grace:g}")
-    assert (found["NODE_MODE"], found["NPROC_PER_NODE"], found["TRAINERS"]) == ("join", "1", "1")
+    assert (found["NODE_MODE"], found["NPROC_PER_NODE"], found["TRAINERS"]) == ("rendezvous", "1", "1")
     assert (found["NODE_MEMORY"], found["NODE_CPUS"]) == ("0", "0")
     assert in_bytes(found["NODE_TMP"]) == limits(None, 0, 1).tmp
     assert int(found["NODE_PIDS"]) == limits(None, 0, 4).processes

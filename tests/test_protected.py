@@ -6,9 +6,9 @@ import subprocess
 import uuid
 
 import pytest
+from agents import PRELOAD, Pipe, Waiting
 from conftest import ROOT, docker, eventually
 from ends import KEY
-from waiting import PRELOAD, Pipe, Waiting
 
 from orchestrate.job.spec import IMAGE
 
@@ -124,7 +124,7 @@ def container(docker_engine, tmp_path):
 @pytest.mark.parametrize("preload", ["", PRELOAD], ids=["fresh", "warm"])
 def test_a_worker_in_a_container_must_not_reach_into_process_1(container, tmp_path, preload):
     (tmp_path / "0.py").write_text(LOOKS)
-    name = container(NODE_MODE="wait", NODE_KEY=KEY.hex(), NODE_PRELOAD=preload, JOB_DIR="/tmp/job")
+    name = container(NODE_MODE="agent", NODE_KEY=KEY.hex(), NODE_PRELOAD=preload, JOB_DIR="/tmp/job")
     command = ["docker", "exec", "-i", name, "python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
     pipe = Pipe(dict(os.environ), command)
     pipe.ask("start", command=["/workspace/0.py"], env={"RANK": "0"}, inherit=True, cwd=None)
@@ -140,7 +140,7 @@ def test_process_1_must_end_when_it_is_asked_to_before_it_has_begun(container, t
     slow = tmp_path / "nvidia-smi"
     slow.write_text("#!/bin/sh\ntouch /tmp/asked\nsleep 1000\n")
     slow.chmod(0o755)
-    name = container(NODE_MODE="join", PATH="/workspace:/opt/venv/bin:/usr/local/bin:/usr/bin:/bin")
+    name = container(NODE_MODE="rendezvous", PATH="/workspace:/opt/venv/bin:/usr/local/bin:/usr/bin:/bin")
     eventually(lambda: not subprocess.run(["docker", "exec", name, "ls", "/tmp/asked"], capture_output=True).returncode)
     docker("stop", "--time", "20", name)  # after which it is killed
     assert docker("inspect", "--format", "{{.State.ExitCode}}", name).strip() == "143"

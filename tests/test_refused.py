@@ -7,11 +7,11 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from agents import PRELOAD, Waiting
 from conftest import eventually
 from ends import End
 from test_asked import dial
-from test_mirror import Node
-from waiting import PRELOAD, Waiting
+from test_sync import Node
 
 from orchestrate.node import protocol
 
@@ -126,7 +126,7 @@ def test_half_a_message_must_not_be_done_when_who_sent_it_has_gone(node):
     with dial(node.folder / "s") as sock:
         end = End(sock)
         end.meet()
-        sock.sendall(end.seal.close(b'{"ask": "end"}'))
+        sock.sendall(end.signer.sign(b'{"ask": "end"}'))
     assert node.status()["generation"] == -1 and node.node.poll() is None
 
 
@@ -174,7 +174,7 @@ def remote(tmp_path) -> Iterator[Node]:
 
 def test_who_knows_the_key_must_be_told_what_is_wrong(remote):
     link = remote.connect()
-    link.sock.sendall(link.seal.close(b'{"ask": "start"}') + b"\n")
+    link.sock.sendall(link.signer.sign(b'{"ask": "start"}') + b"\n")
     assert remote.until(link, protocol.Refusal).error == "start: command is missing"
     assert link.converse(protocol.GetStatus(), protocol.Status).generation == -1
 

@@ -127,7 +127,7 @@ def test_whatever_a_job_has_left_its_report_must_be_read_back_with_room_to_spare
     everything = {name: value for each in LEFT_OUT.values() for name, value in each.items()}
     data = full(**everything)
     assert data["truncated"] == ["failures", "checkpoints", "final_metrics"]
-    assert len(json.dumps(data, indent=2)) < folder.LARGEST / 3
+    assert len(json.dumps(data, indent=2)) < folder.MAX_FILE / 3
 
 
 def test_a_report_that_leaves_nothing_out_must_not_warn():

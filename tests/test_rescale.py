@@ -8,7 +8,7 @@ from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.nodes import REJOIN
+from orchestrate.supervise.nodes import REJOIN_INTERVAL
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def job(tmp_path, monkeypatch):
 
 
 def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_after_a_checkpoint(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN", (0.0, 0.0))
+    monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN_INTERVAL", (0.0, 0.0))
     engine = RecordingEngine([KILLED], [], [ALL_WELL])
     start, saved = engine.start, []
 
@@ -44,7 +44,7 @@ def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_
 
 
 def test_a_node_that_is_back_must_not_be_taken_in_before_a_checkpoint(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN", (0.0, 0.0))
+    monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN_INTERVAL", (0.0, 0.0))
     engine = RecordingEngine([KILLED], [])
     start, wait = engine.start, engine.wait
 
@@ -92,7 +92,7 @@ def test_a_node_that_does_not_come_back_must_be_tried_again_less_and_less_often(
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1, hang_after=0.0)).word == "succeeded"
     gaps = [later - sooner for sooner, later in zip(tried, tried[1:]) if later - sooner > 5]  # after the restart itself
     assert gaps[:7] == pytest.approx([10, 20, 40, 80, 160, 300, 300], rel=0.15)
-    assert REJOIN == (10.0, 300.0)
+    assert REJOIN_INTERVAL == (10.0, 300.0)
 
 
 def test_a_job_whose_minimum_is_no_trainer_must_go_on_with_the_master_alone(job):
@@ -158,7 +158,7 @@ def test_a_missing_node_must_not_be_tried_while_another_one_is_in_trouble(job, m
 
 def test_a_node_that_came_back_and_is_missing_again_must_not_count_as_back(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN", (1.0, 1.0))
+    monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN_INTERVAL", (1.0, 1.0))
     two = [*[[]] * 50, [WorkerExit(0, 0), WorkerExit(1, 0)]]
     engine = RecordingEngine([KILLED], [[]] * 50, [KILLED], two)
     start, wait = engine.start, engine.wait
@@ -185,7 +185,7 @@ def test_a_worker_that_fails_while_all_are_stopped_for_a_node_that_is_back_must_
     job, monkeypatch, end, asked, word
 ):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN", (1.0, 1.0))
+    monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN_INTERVAL", (1.0, 1.0))
     engine = RecordingEngine([KILLED], [], [ALL_WELL])
     start, wait = engine.start, engine.wait
 

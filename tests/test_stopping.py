@@ -14,7 +14,7 @@ from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.job_files import Traces
+from orchestrate.supervise.job_files import JobFiles
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_full_disk_must_not_keep_workers_from_being_stopped(job, monkeypatch):
 
     def start_and_fill(*arguments) -> None:
         start(*arguments)
-        monkeypatch.setattr(Traces, "fence", full)
+        monkeypatch.setattr(JobFiles, "fence", full)
 
     engine.start = start_and_fill
     job.stops = lambda: int("start" in engine.calls)

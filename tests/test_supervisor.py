@@ -201,7 +201,7 @@ def test_only_a_second_request_may_kill(job):
 
 
 def test_nodes_whose_workers_do_not_end_must_be_removed_before_the_next_generation(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervise.generation.AFTER_GRACE", 0.01)
+    monkeypatch.setattr("orchestrate.supervise.generation.REPORT_TIMEOUT", 0.01)
     engine = RecordingEngine([[WorkerExit(1, 137)]], [ALL_WELL], stubborn=True)
     assert job.run(engine).word == "succeeded"
     assert engine.calls == ["up", "start", "stop", "discard master trainer-2", "up", "start", "down"]
@@ -276,7 +276,7 @@ def test_files_that_do_not_fit_at_home_must_be_waited_for_before_nodes_lose_them
 
 def test_files_that_never_fit_at_home_must_end_the_job_and_stay_where_they_are(job, monkeypatch):
     for module in ("supervise.running", "supervise.generation"):
-        monkeypatch.setattr(f"orchestrate.{module}.PATIENCE", 0.01)
+        monkeypatch.setattr(f"orchestrate.{module}.ENGINE_TIMEOUT", 0.01)
     engine = RecordingEngine([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.full.extend([OSError(errno.ENOSPC, "full")] * 9))

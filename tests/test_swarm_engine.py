@@ -74,7 +74,7 @@ class Hosts:
     def start(self, task: dict) -> None:
         folder, port = self.folder / task["ID"], free_port()
         folder.mkdir()
-        settings = {"NODE_MODE": "wait", "NODE_SOCKET": str(folder / "s"), "NODE_PORT": str(port), "NODE_GRACE": "1"}
+        settings = {"NODE_MODE": "agent", "NODE_SOCKET": str(folder / "s"), "NODE_PORT": str(port), "NODE_GRACE": "1"}
         self.nodes[task["ID"]] = subprocess.Popen(
             [sys.executable, str(ROOT / "orchestrate" / "node")],
             env=os.environ | settings | {"NODE_KEY": records.need(self.paths.root).key},
@@ -293,7 +293,7 @@ def test_a_node_whose_container_does_not_start_must_be_replaced(there, stub):
 
 
 def test_a_node_of_which_no_container_starts_must_be_told(there, stub, monkeypatch):
-    monkeypatch.setattr(swarm_module, "PENDING", 0.5)
+    monkeypatch.setattr(swarm_module, "PENDING_TIMEOUT", 0.5)
     spec = JobSpec(trainers=0)
     engine = there.engine(spec)
     stub.placed = lambda task: task.update(Status=BUSY)

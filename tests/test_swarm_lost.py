@@ -12,7 +12,7 @@ from orchestrate.engines.swarm import session as swarm
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import WorkerExit
-from orchestrate.node.lease import LEASE
+from orchestrate.node.lease import LEASE_TIMEOUT
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_the_connection_to_a_node_that_swarm_knows_to_be_lost_must_be_given_up(e
         state(stub, "trainer-1", "failed")
     else:
         down(stub, 1)  # that of the master, too
-    clock.now += swarm.LOOK + 0.1
+    clock.now += swarm.LIST_INTERVAL + 0.1
     assert not engine.wait(0).exits
     lost = {"trainer-1"} | ({"master"} if how == "host down" else set())
     assert (
@@ -39,11 +39,11 @@ def test_the_connection_to_a_node_that_swarm_knows_to_be_lost_must_be_given_up(e
 
 def test_nodes_must_be_asked_for_a_sign_of_life_every_other_second(engine, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
-    clock.now += swarm.LOOK + 0.1
+    clock.now += swarm.LIST_INTERVAL + 0.1
     engine.wait(0)
     engine.wait(0)
     assert [end.heard() for end in engine.ends.values()] == [[{"ask": "status"}]] * 3
-    clock.now += swarm.LOOK + 0.1
+    clock.now += swarm.LIST_INTERVAL + 0.1
     engine.wait(0)
     assert engine.ends["master"].heard() == [{"ask": "status"}]
 
@@ -58,7 +58,7 @@ def silence(engine: SwarmSession, clock: Clock, seconds: float) -> None:
 
 def test_a_node_that_does_not_answer_must_count_as_silent_and_then_be_given_up(engine, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
-    silence(engine, clock, swarm.SILENT)
+    silence(engine, clock, swarm.SILENT_AFTER)
     assert not engine.wait(0).troubles
     silence(engine, clock, 3)
     assert engine.wait(0).troubles == {"trainer-1": "silent", "trainer-2": "silent"}
@@ -68,9 +68,9 @@ def test_a_node_that_does_not_answer_must_count_as_silent_and_then_be_given_up(e
     engine.wait(0.01)
     assert not engine.wait(0).troubles
     del engine.clients.running[2]  # whose worker has ended meanwhile
-    silence(engine, clock, swarm.SILENT + 3)
+    silence(engine, clock, swarm.SILENT_AFTER + 3)
     assert engine.wait(0).troubles == {"trainer-1": "silent"}
-    silence(engine, clock, swarm.TELLS - swarm.SILENT)
+    silence(engine, clock, swarm.HOST_DOWN_TIMEOUT - swarm.SILENT_AFTER)
     assert (
         engine.given_up == {"t0", "t1"}
         and set(engine.clients.connections) == {"master"}
@@ -93,7 +93,7 @@ def test_a_node_that_falls_silent_after_another_one_must_be_noticed_too(engine, 
 def test_a_worker_whose_node_was_never_reached_must_be_found_lost(engine, stub, clock):
     connected(engine, "master", "trainer-1")
     state(stub, "trainer-2", "failed")
-    clock.now += swarm.LOOK + 0.1
+    clock.now += swarm.LIST_INTERVAL + 0.1
     engine.wait(0)
     assert [end.rank for end in engine.wait(0).exits] == [2]
 
@@ -115,12 +115,12 @@ def test_what_its_node_has_said_of_a_worker_must_come_first(engine, stub, sign, 
 
 
 def test_the_end_of_a_worker_must_be_put_down_to_what_swarm_says_of_its_node(engine, stub, clock, monkeypatch):
-    monkeypatch.setattr(swarm, "TELLS", 1.0)
+    monkeypatch.setattr(swarm, "HOST_DOWN_TIMEOUT", 1.0)
     connected(engine, "master")
     began = clock.now
     assert engine.explain(WorkerExit(0, 137), "master") == "" and clock.now == began  # it can be reached
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"  # Swarm finds it well, but it cannot be
-    assert swarm.TELLS < clock.now - began < swarm.TELLS + 1
+    assert swarm.HOST_DOWN_TIMEOUT < clock.now - began < swarm.HOST_DOWN_TIMEOUT + 1
     state(stub, "trainer-1", "failed")
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "node lost"
     assert engine.explain(WorkerExit(3, 137), "trainer-3") == "node lost"  # of which Swarm knows nothing any more
@@ -136,7 +136,7 @@ def test_a_host_that_is_lost_must_be_told_when_swarm_comes_to_know_of_it(engine,
 
 
 def test_all_files_must_be_here_before_nodes_are_removed(engine, stub, monkeypatch):
-    monkeypatch.setattr(swarm, "ENDS", 0.1)
+    monkeypatch.setattr(swarm, "NODE_END_TIMEOUT", 0.1)
     connected(engine, "master", "trainer-1", "trainer-2")
     engine.mirror = made = mirror(come_home=EngineError("1 file could not be copied"))
     with pytest.raises(EngineError, match="could not be copied"):
@@ -188,7 +188,7 @@ def test_files_of_nodes_that_were_never_reached_must_not_be_waited_for(engine, s
 
 
 def test_nodes_must_end_before_swarm_removes_them_but_not_be_waited_for_long(engine, stub, clock, monkeypatch):
-    monkeypatch.setattr(swarm, "ENDS", 0.5)
+    monkeypatch.setattr(swarm, "NODE_END_TIMEOUT", 0.5)
     connected(engine, "master", "trainer-1", "trainer-2")
     began = clock.now
     engine.down(0.5)
@@ -238,7 +238,7 @@ def test_the_last_lines_of_a_lost_worker_must_be_added_to_its_log_where_they_can
     if trouble == "host down":
         down(stub, 1)
     if trouble == "slow":
-        monkeypatch.setattr(swarm, "RESCUES", 0)
+        monkeypatch.setattr(swarm, "LOG_TIMEOUT", 0)
         made = engine.pool.submit
         gate = threading.Event()
         engine.pool.submit = lambda *words: made(gate.wait)
@@ -257,7 +257,7 @@ def test_the_workers_of_a_node_that_is_silent_must_be_waited_for_until_its_lease
     connected(engine, "trainer-1")
     engine.last_heard["trainer-1"] = heard = clock.now - 3
     engine.clients.lose([1])
-    assert engine.unsure["t0"] > heard + LEASE
+    assert engine.unsure["t0"] > heard + LEASE_TIMEOUT
 
 
 def test_a_request_to_stop_must_end_the_wait_for_nodes_that_do_not_start(engine, stub, clock):

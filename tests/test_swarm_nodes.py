@@ -132,7 +132,7 @@ def test_a_node_that_was_given_up_must_be_replaced(engine, stub, tmp_path):
 
 
 def test_a_node_on_its_way_must_be_waited_for_and_not_be_started_twice(engine, stub, tmp_path, clock, monkeypatch):
-    monkeypatch.setattr(swarm, "STARTS", 0.3)
+    monkeypatch.setattr(swarm, "START_TIMEOUT", 0.3)
     state(stub, "trainer-1", "preparing")
     began, sleep = clock.now, clock.sleep
 
@@ -151,8 +151,8 @@ def test_a_node_on_its_way_must_be_waited_for_and_not_be_started_twice(engine, s
 def test_a_node_that_does_not_start_must_be_waited_for_only_so_long(
     engine, stub, tmp_path, clock, monkeypatch, word, seconds
 ):
-    monkeypatch.setattr(swarm, "STARTS", 0.4)
-    monkeypatch.setattr(swarm, "PULLS", 0.8)
+    monkeypatch.setattr(swarm, "START_TIMEOUT", 0.4)
+    monkeypatch.setattr(swarm, "PULL_TIMEOUT", 0.8)
     state(stub, "trainer-1", word)
     began = clock.now
     with pytest.raises(EngineError, match="1 of 3 nodes did not start"):
@@ -163,7 +163,7 @@ def test_a_node_that_does_not_start_must_be_waited_for_only_so_long(
 def test_a_task_that_no_host_takes_must_be_told_soon_but_one_that_ended_earlier_not(
     engine, stub, tmp_path, clock, monkeypatch
 ):
-    monkeypatch.setattr(swarm, "PENDING", 0.5)
+    monkeypatch.setattr(swarm, "PENDING_TIMEOUT", 0.5)
     stub.task("trainer-1")["Status"] = {"State": "rejected", "Err": "No such image: x"}
     began = clock.now
     engine.up(job())  # which that task has no part in
@@ -226,7 +226,7 @@ def test_the_lease_of_a_lost_worker_must_count_from_when_its_node_was_last_heard
     heard = clock.now
     clock.now += 5
     engine.clients.lose([1, 2])
-    assert engine.unsure == {"t0": heard + swarm.STOPS, "t1": clock.now + swarm.STOPS}
+    assert engine.unsure == {"t0": heard + swarm.LEASE_OVER_AFTER, "t1": clock.now + swarm.LEASE_OVER_AFTER}
     assert engine.lost == {1: "trainer-1", 2: "trainer-2"} and engine.clients.running == {0: "master"}
 
 

@@ -299,7 +299,7 @@ def test_signals_must_be_counted_while_a_message_waits_for_its_reader(cli, nothi
 TOLD = """
 import sys, time
 from orchestrate import console
-console.LASTS, console.BETWEEN = LASTS, 0.0
+console.ANNOUNCE_AFTER, console.PROGRESS_INTERVAL = LASTS, 0.0
 console.phase("starting 2 nodes")
 time.sleep(PAUSE)
 console.say("ours")

@@ -17,10 +17,10 @@ from test_files import packed, put, text
 from test_protected import WITHOUT_CAPABILITIES
 
 from orchestrate.node import ranks
+from orchestrate.node.agent import wipe
 from orchestrate.node.files import PIECE, Files
 from orchestrate.node.ranks import fence
 from orchestrate.node.trees import clear, opened, replace, walk
-from orchestrate.node.wait import wipe
 
 DEEP = 3000  # folders within each other: more than Python's stack has frames, and a path has characters
 
@@ -76,27 +76,27 @@ def without_rights(code: str, *arguments: object) -> str:
 def test_folders_of_any_depth_must_be_looked_through_as_far_as_paths_reach(job, name):
     nest(job, name)
     (job / "state.pt").touch()
-    found = Files().news(str(job), {})["files"]
+    found = Files().changes(str(job), {}).files
     assert {path.count("/") for path in found} >= set(range(0, 3800 // (len(name) + 1), 100))
 
 
 def test_what_is_no_file_must_be_no_news_and_not_be_read(job, tmp_path):
     (tmp_path / "secret").touch()
     odd(job, tmp_path)
-    news = Files().news(str(job), {})
-    assert set(news["files"]) == {"sparse", os.fsdecode(b"no text \xff\n\x1b[31m")}
-    assert set(news["links"]) == {"loop", "zero", "out"}
-    assert news["files"]["sparse"][0] == 1 << 40
+    news = Files().changes(str(job), {})
+    assert set(news.files) == {"sparse", os.fsdecode(b"no text \xff\n\x1b[31m")}
+    assert set(news.links) == {"loop", "zero", "out"}
+    assert news.files["sparse"][0] == 1 << 40
     for name in ("fifo", "socket", "loop", "zero", "out", "logs", "gone", "out/secret/x", "d" * 5000):
         with pytest.raises(OSError):
             Files().read(str(job), name, 0)
     for offset in (0, (1 << 40) - 3, 1 << 41, 10**18 - 1):  # holes are not sent
-        assert text(Files().read(str(job), "sparse", offset)["data"]) == b""
+        assert text(Files().read(str(job), "sparse", offset).data) == b""
     with (job / "sparse").open("r+b") as file:
         file.seek(-3, os.SEEK_END)
         file.write(b"end")
     piece = Files().read(str(job), "sparse", 0)
-    assert text(piece["data"]).endswith(b"end") and piece["offset"] + len(text(piece["data"])) == 1 << 40
+    assert text(piece.data).endswith(b"end") and piece.offset + len(text(piece.data)) == 1 << 40
 
 
 @pytest.mark.parametrize("what", ["fifo", "zero", "out", "folder", "loop", "nothing"])
@@ -107,7 +107,7 @@ def test_a_log_that_is_none_must_be_no_news(job, tmp_path, what):
     files.follow(str(job), 0, 0)
     if what != "nothing":
         (tmp_path / what).rename(log)
-    assert files.news(str(job), {"logs/rank-0.log": 0})["logs"] == {}
+    assert files.changes(str(job), {"logs/rank-0.log": 0}).logs == {}
     files.follow(str(job), 0, 7)  # nor is one looked for behind a link
 
 
@@ -119,8 +119,8 @@ def test_a_log_of_terabytes_must_be_told_in_pieces_and_without_its_holes(job):
         file.seek(1 << 39)
         file.write(b"x" * (PIECE + 1))
     name = "logs/rank-0.log"
-    assert text(files.news(str(job), {name: 0})["logs"][name]) == b"x" * PIECE
-    assert text(files.news(str(job), {name: PIECE})["logs"][name]).rstrip(b"\0") == b"x"
+    assert text(files.changes(str(job), {name: 0}).logs[name]) == b"x" * PIECE
+    assert text(files.changes(str(job), {name: PIECE}).logs[name]).rstrip(b"\0") == b"x"
 
 
 def test_a_folder_that_is_closed_to_us_must_be_left_out_and_a_file_be_opened():
@@ -133,8 +133,8 @@ with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(f"{folder}/{name}/file").write_text("x")
         os.chmod(f"{folder}/{name}/file", 0)
     os.chmod(f"{folder}/closed", 0)
-    found = Files().news(folder, {})["files"]
-    print(*found, Files().read(folder, "open/file", 0)["data"])
+    found = Files().changes(folder, {}).files
+    print(*found, Files().read(folder, "open/file", 0).data)
     os.chmod(f"{folder}/closed", 0o700)
 """
     assert without_rights(code) == "open/file eA==\n"
@@ -206,7 +206,7 @@ def test_a_folder_must_be_emptied_whatever_is_in_it(job, tmp_path):
 def test_folders_that_are_closed_to_us_must_be_emptied_all_the_same():
     code = """
 import os, pathlib, tempfile
-from orchestrate.node.wait import wipe
+from orchestrate.node.agent import wipe
 with tempfile.TemporaryDirectory() as top:
     folder = f"{top}/folder"
     os.makedirs(f"{folder}/a/b/c")

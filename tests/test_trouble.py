@@ -80,7 +80,7 @@ def test_a_node_that_is_given_up_must_not_be_called_well(job):
 
 
 def test_a_node_that_stays_cut_off_must_stop_the_gang_before_the_next_generation(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervise.generation.PARTITION_PATIENCE", 0.05)
+    monkeypatch.setattr("orchestrate.supervise.generation.PARTITION_TIMEOUT", 0.05)
     engine = RecordingEngine([], [ALL_WELL])
     engine.troubles = lambda: {"trainer-2": "partition"} if engine.calls.count("start") == 1 else {}
     assert job.run(engine).word == "succeeded"
@@ -97,7 +97,7 @@ def test_a_node_that_is_cut_off_for_a_moment_must_be_left_alone(job):
 
 
 def test_trouble_of_a_node_that_has_no_workers_must_not_matter(job, monkeypatch):
-    monkeypatch.setattr("orchestrate.supervise.generation.PARTITION_PATIENCE", 0.0)
+    monkeypatch.setattr("orchestrate.supervise.generation.PARTITION_TIMEOUT", 0.0)
     engine = RecordingEngine([[]] * 5 + [ALL_WELL])
     engine.troubles = lambda: {"trainer-7": "partition"}
     assert job.run(engine) == JobResult("succeeded", "finished")

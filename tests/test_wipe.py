@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrate.node import wait
-from orchestrate.node.wait import Waiting, free_ipc, wipe
+from orchestrate.node import agent as wait
+from orchestrate.node.agent import Agent, free_ipc, wipe
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_socket_must_not_be_seen_before_it_can_be_connected_to(tmp_path, monke
 
     monkeypatch.setattr(wait, "Listener", lambda loop, server, receive, key: server)
     monkeypatch.setattr(wait.socket, "socket", Slow)
-    node = Waiting(SimpleNamespace(), b"")
+    node = Agent(SimpleNamespace(), b"")
     for _ in range(2):  # the second time, as after a job that has removed or replaced it
         node.listen(str(path), 0o600)
         assert stat.S_ISSOCK(path.lstat().st_mode) and path.lstat().st_mode & 0o777 == 0o600
@@ -93,5 +93,5 @@ def test_what_a_machine_shares_must_be_left_alone_where_there_is_nothing_to_empt
     monkeypatch.setattr(wait, "free_ipc", lambda: freed.append("all"))
     monkeypatch.setenv("NODE_WIPE", folders)
     loop = SimpleNamespace(workers=[], finish=lambda: None, changed=lambda: False)
-    assert Waiting(loop, b"").clean()
+    assert Agent(loop, b"").clean()
     assert freed == ["all"] * bool(folders)

@@ -32,7 +32,7 @@ from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import launch
 from orchestrate.supervise.generation import BY_MAX_RUN
 
-PROOFS = 20  # times that a supervisor may not be proven to be one, a tenth of a second apart: it may be beginning
+MAX_PROOFS = 20  # times that a supervisor may not be proven to be one, a tenth of a second apart: it may be beginning
 
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
@@ -280,7 +280,7 @@ def _ask_to_stop(paths: JobPaths) -> None:
         say(f"asking the supervisor of {paths.root.name} to stop")
         if not supervisor.ask_to_stop():  # it ends just now, or begins
             refused += 1
-            if refused > PROOFS:
+            if refused > MAX_PROOFS:
                 raise OrchestrateError(
                     f"{paths.lock} is locked by a process that is not known to be its supervisor",
                     "stop the job where it was started, in the same container or as the same user",

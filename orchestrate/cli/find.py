@@ -16,7 +16,7 @@ from orchestrate.job import owners
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
 
-MOST = 8  # jobs that an error names
+MAX_SHOWN = 8  # jobs that an error names
 
 
 def job_folders(runs: Path) -> list[Path]:
@@ -49,8 +49,8 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
     if len(found) != 1:
         what = f"{args.job} is the prefix of {len(found)} jobs" if found else f"no job {args.job}"
         known = _newest([JobPaths(runs[name]) for name in found or here])
-        more = f" and {len(known) - MOST} more" if len(known) > MOST else ""
-        names = ", ".join(paths.root.name for paths in known[:MOST]) + more
+        more = f" and {len(known) - MAX_SHOWN} more" if len(known) > MAX_SHOWN else ""
+        names = ", ".join(paths.root.name for paths in known[:MAX_SHOWN]) + more
         none = f"no jobs in {args.shown}; use --runs for another folder"
         hint = f"jobs in {args.shown}: {names}" if known else none
         raise UsageError(what, hint)

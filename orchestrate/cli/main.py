@@ -30,7 +30,7 @@ from orchestrate.supervise import launch
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
 
-IMPORTS = 120.0  # seconds that nodes of a cluster may take to import what workers need; torch takes 2 to 20
+IMPORT_TIMEOUT = 120.0  # seconds that nodes of a cluster may take to import what workers need; torch takes 2 to 20
 
 
 def main(argv: list[str]) -> int:
@@ -172,7 +172,7 @@ def _up(spec: JobSpec, runs: Path) -> int:
     if packages := ", ".join(made.plan.inventory.packages):
         phase(f"importing {packages} in {counted(nodes, 'node')}")
         try:
-            if not session.warmed(made.plan.nodes, IMPORTS):
+            if not session.warmed(made.plan.nodes, IMPORT_TIMEOUT):
                 say(f"the nodes are still importing {packages}; the first job will wait for them")
         except BaseException:  # Ctrl-C
             cluster.take_down(engine, made, 0)

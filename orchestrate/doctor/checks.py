@@ -24,7 +24,7 @@ from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.manager import ApiObject, ready
 from orchestrate.engines.swarm.manager import gpus as offered
 from orchestrate.engines.swarm.session import SwarmSession
-from orchestrate.engines.swarm.upload import give
+from orchestrate.engines.swarm.upload import send_archive
 from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
@@ -37,8 +37,8 @@ from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, digest
 
 OLDEST = (20, 10)  # the engine that knows all that we ask for: capabilities of services
-SKEW = 1.0  # seconds that hosts' clocks may differ, for logs to be read side by side
-CONNECTS = 2.0  # seconds for a port to answer
+MAX_CLOCK_SKEW = 1.0  # seconds that hosts' clocks may differ, for logs to be read side by side
+CONNECT_TIMEOUT = 2.0  # seconds for a port to answer
 SWARM_PORTS = (2377, 7946)  # TCP: of managers, of every host
 
 
@@ -112,7 +112,7 @@ def _host(host: ApiObject) -> Iterator[Finding]:
         )
     for port in SWARM_PORTS if host.get("ManagerStatus") else SWARM_PORTS[1:]:
         try:
-            socket.create_connection((address, port), CONNECTS).close()
+            socket.create_connection((address, port), CONNECT_TIMEOUT).close()
         except OSError:
             yield Finding(BAD, f"{name}: {address} does not answer at {port}/tcp", "open it between the hosts")
 
@@ -153,9 +153,9 @@ def _ask(session: SwarmSession, node: str, host: str, data: BinaryIO) -> Iterato
     try:
         before = time.time()
         skew = link.converse(protocol.GetStatus(), protocol.Status).time - (before + time.time()) / 2
-        if abs(skew) > SKEW:
+        if abs(skew) > MAX_CLOCK_SKEW:
             yield Finding(WARNING, f"{host}: its clock differs by {skew:+.1f} s", "set up NTP (chrony, timesyncd)")
-        give(link, "/var/tmp/doctor", data, digest(data))
+        send_archive(link, "/var/tmp/doctor", data, digest(data))
         yield Finding(GOOD, f"{host}: it has the image, and a node there answers over an overlay network")
     except (OSError, EngineError):
         hint = "the overlay's packets are too large for the link between the hosts: see docs/swarm.md, Network"

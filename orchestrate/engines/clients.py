@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from orchestrate.engines.base import Stop
-from orchestrate.engines.connection import ANSWERS, NodeConnection
+from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineError, EngineLost, UsageError
 from orchestrate.files import records
 from orchestrate.job.outcomes import LOST, TERMINATED, Doing, WorkerExit
@@ -19,8 +19,8 @@ from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.node import protocol
 from orchestrate.node.worker import FAILED_TO_START
 
-DYING = 5.0  # seconds that a node takes to die, at most
-LOOKS = 1.0  # seconds that it may take to report its workers while the job goes on; a paused node does not
+NODE_EXIT_TIMEOUT = 5.0  # seconds that a node takes to die, at most
+STATUS_TIMEOUT = 1.0  # seconds that it may take to report its workers while the job goes on; a paused node does not
 
 
 class Access(Protocol):
@@ -117,7 +117,7 @@ class NodeClients:
 
     def doing(self) -> dict[int, Doing]:
         """What the running workers are doing, as far as their nodes say."""
-        states, found = self.ask(set(self.running.values()), LOOKS), {}
+        states, found = self.ask(set(self.running.values()), STATUS_TIMEOUT), {}
         for rank, node in self.running.items():
             doing = states[node].running.get(str(rank)) if node in states else None
             if doing and doing["state"]:  # only if there is /proc
@@ -128,7 +128,9 @@ class NodeClients:
         """Ask all workers to end."""
         if how is Stop.DUMP:
             self.tell(protocol.Freeze())
-            self.ask(set(self.running.values()), LOOKS)  # else one that ends would let others leave where they stand
+            self.ask(
+                set(self.running.values()), STATUS_TIMEOUT
+            )  # else one that ends would let others leave where they stand
             return self.tell(protocol.Dump())
         for worker in self.queued:
             self._ended(worker.rank, TERMINATED, time.time())
@@ -171,7 +173,7 @@ class NodeClients:
         self.connect(nodes := list(nodes))
         deadline = time.monotonic() + patience
         while True:
-            states = self.ask(nodes, LOOKS)
+            states = self.ask(nodes, STATUS_TIMEOUT)
             if len(states) == len(nodes) and not any(state.importing for state in states.values()):
                 return True
             if time.monotonic() > deadline:
@@ -183,12 +185,12 @@ class NodeClients:
         nodes, self.cleaned = set(nodes), set()
         self.connect(nodes)
         self.tell(protocol.Clean())
-        deadline = time.monotonic() + ANSWERS
+        deadline = time.monotonic() + ANSWER_TIMEOUT
         while (nodes & self.connections.keys()) - self.cleaned and time.monotonic() < deadline:
             self.listen(0.1)
         return nodes - self.cleaned
 
-    def ask(self, nodes: Iterable[str], patience: float = ANSWERS) -> dict[str, protocol.Status]:
+    def ask(self, nodes: Iterable[str], patience: float = ANSWER_TIMEOUT) -> dict[str, protocol.Status]:
         """The status of the nodes that answer."""
         self.statuses = {}
         asked = {node for node in nodes if self._send(node, protocol.GetStatus())}
@@ -221,7 +223,7 @@ class NodeClients:
 
         All at once: a node that takes connections and says nothing takes as long as it may.
         """
-        deadline = time.monotonic() + DYING
+        deadline = time.monotonic() + NODE_EXIT_TIMEOUT
         while nodes:
             alive = {node for node in nodes if time.monotonic() < deadline and self.access.runs(node)}
             self.lose(rank for node in nodes - alive for rank in self.on(node))

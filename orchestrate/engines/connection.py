@@ -10,11 +10,11 @@ from typing import TypeVar
 
 from orchestrate.errors import EngineError
 from orchestrate.node import protocol
-from orchestrate.node.loop import LONGEST_GREETING
-from orchestrate.node.sealed import Seal
+from orchestrate.node.auth import Signer
+from orchestrate.node.loop import MAX_GREETING
 
 T = TypeVar("T")
-ANSWERS = 10.0  # seconds that a node may take to answer
+ANSWER_TIMEOUT = 10.0  # seconds that a node may take to answer
 
 
 class NodeConnection:
@@ -23,19 +23,19 @@ class NodeConnection:
     def __init__(self, sock: socket.socket, key: bytes, decode: Callable[[bytes], bytes] = bytes) -> None:
         """`key` is that of the job; `decode` removes the frames in which an engine sends data."""
         self.sock, self.decode, self.partial = sock, decode, b""
-        self.seal = Seal(key, listens=False)
-        sock.settimeout(ANSWERS)
+        self.signer = Signer(key, listens=False)
+        sock.settimeout(ANSWER_TIMEOUT)
 
     def greet(self, patience: float) -> bool:
         """Exchange nonces and proofs of the key; False if the node does not answer within `patience` seconds."""
         deadline = time.monotonic() + patience
         try:
-            self.seal.meet(self._greeting(deadline))
-            self.sock.settimeout(ANSWERS)
-            self.sock.sendall(self.seal.word + b"\n" + self.seal.close(b"") + b"\n")
-            if self.seal.open(self._greeting(deadline)):
+            self.signer.meet(self._greeting(deadline))
+            self.sock.settimeout(ANSWER_TIMEOUT)
+            self.sock.sendall(self.signer.nonce + b"\n" + self.signer.sign(b"") + b"\n")
+            if self.signer.verify(self._greeting(deadline)):
                 raise ValueError("no proof")
-            self.sock.settimeout(ANSWERS)
+            self.sock.settimeout(ANSWER_TIMEOUT)
         except (OSError, ValueError):
             self.close()
             return False
@@ -45,7 +45,7 @@ class NodeConnection:
         """The next line, which must be short and arrive in time; raises OSError."""
         while b"\n" not in self.partial:
             self.sock.settimeout(max(0.001, deadline - time.monotonic()))
-            if len(self.partial) > LONGEST_GREETING or not (chunk := self.sock.recv(1 << 16)):
+            if len(self.partial) > MAX_GREETING or not (chunk := self.sock.recv(1 << 16)):
                 raise OSError("no such line, or the connection has ended")
             self.partial += self.decode(chunk)
         line, _, self.partial = self.partial.partition(b"\n")
@@ -54,7 +54,7 @@ class NodeConnection:
     def send(self, request: protocol.Request) -> bool:
         """Send a request to the node; False if the connection has ended."""
         try:
-            self.sock.sendall(self.seal.close(protocol.encode(request)) + b"\n")
+            self.sock.sendall(self.signer.sign(protocol.encode(request)) + b"\n")
         except OSError:
             return False
         return True
@@ -67,10 +67,10 @@ class NodeConnection:
         if not chunk:
             return None
         *lines, self.partial = (self.partial + self.decode(chunk)).split(b"\n")
-        if len(self.partial) > protocol.LONGEST:
+        if len(self.partial) > protocol.MAX_REPORT:
             return None
         try:
-            return [protocol.report(self.seal.open(line)) for line in lines]
+            return [protocol.report(self.signer.verify(line)) for line in lines]
         except ValueError:  # for example Docker's error text, if a container ends while an exec starts
             return None
 
@@ -84,7 +84,7 @@ class NodeConnection:
         self.interrupt()
         self.sock.close()
 
-    def converse(self, request: protocol.Request, answer: type[T], patience: float = ANSWERS) -> T:
+    def converse(self, request: protocol.Request, answer: type[T], patience: float = ANSWER_TIMEOUT) -> T:
         """Send a request, and wait for a report of the type `answer`; for a connection that is used for nothing else.
 
         Raises ConnectionError if the connection ends or the answer takes more than `patience` seconds, whatever else

@@ -17,7 +17,7 @@ from orchestrate.files.folder import content, write_whole
 from orchestrate.job.gpus import Gpu
 
 FOLDER = "looked"
-COMPUTES = 120  # seconds that torch may take to compute on all GPUs
+COMPUTE_TIMEOUT = 120  # seconds that torch may take to compute on all GPUs
 # Computes on each GPU: a build of torch without code for a GPU finds it available all the same.
 CUDA = """
 import sys
@@ -85,7 +85,7 @@ def useless(gpus: Sequence[Gpu]) -> str:
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus)}
     command = [sys.executable, "-I", "-c", CUDA]
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMPUTES)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMPUTE_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
         return cuda(key, "", str(error))
     return cuda(key, (done.stdout.strip().splitlines() or [""])[-1])

@@ -35,7 +35,7 @@ from orchestrate.node import protocol
 from orchestrate.node.warm import POSSIBLE
 
 LIMITS = ("image", "user", "memory", "cpus", "shm_size", *SWARMS)  # keys of a job file that only containers support
-BIRTH = 10.0  # seconds within which a node of another orchestrator listens
+LISTEN_TIMEOUT = 10.0  # seconds within which a node of another orchestrator listens
 
 
 @dataclass
@@ -93,7 +93,7 @@ class ProcessEngine:
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> ProcessSession:
         """The processes of a job; raises EngineError if there is no key to talk to them."""
-        return ProcessSession(self.state / plan.home, spec, plan, run, warn)
+        return ProcessSession(self.state / plan.project, spec, plan, run, warn)
 
     def jobs(self) -> list[JobState]:
         """The jobs whose nodes listen."""
@@ -149,7 +149,7 @@ class ProcessSession:
     def _spawn(self, name: str, plan: Plan) -> _Node:
         path = self.folder / f"{name}.sock"
         path.unlink(missing_ok=True)
-        env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(path), "NODE_GRACE": str(self.spec.grace)}
+        env = os.environ | {"NODE_MODE": "agent", "NODE_SOCKET": str(path), "NODE_GRACE": str(self.spec.grace)}
         visible = ",".join(plan.gpus)  # so that modules find the GPUs of the job when they are imported
         env |= {"NODE_PRELOAD": " ".join(plan.inventory.preload), "NODE_KEY": self.key.hex()}
         env["CUDA_VISIBLE_DEVICES"] = visible
@@ -255,7 +255,7 @@ class ProcessSession:
 def _waiting(folder: Path) -> Iterator[tuple[Path, int]]:
     """The sockets and process ids of a job's nodes; waits for those that do not listen yet."""
     for lock in sorted(folder.glob("*.lock")):
-        path, deadline = lock.with_suffix(".sock"), time.monotonic() + BIRTH
+        path, deadline = lock.with_suffix(".sock"), time.monotonic() + LISTEN_TIMEOUT
         while not (pid := _listener(path)) and _held(lock) and time.monotonic() < deadline:
             time.sleep(0.01)
         if pid:

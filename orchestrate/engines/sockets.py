@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrate.engines.base import never
-from orchestrate.engines.connection import ANSWERS, NodeConnection
+from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import remove, renew
 from orchestrate.node.trees import FOLDER, clear
@@ -77,11 +77,11 @@ def connect(path: Path, key: bytes, comes: Callable[[], bool] = never) -> NodeCo
     asked = -math.inf
     while True:
         sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(ANSWERS)  # the listener may never accept
+        sock.settimeout(ANSWER_TIMEOUT)  # the listener may never accept
         try:
             _dial(sock, path)
             link = NodeConnection(sock, key)
-            if link.greet(ANSWERS):
+            if link.greet(ANSWER_TIMEOUT):
                 return link
             raise ConnectionRefusedError(f"what listens at {path} is not the node")
         except OSError as error:

@@ -61,7 +61,7 @@ def shape(spec: JobSpec, name: str) -> Shape:
             "leave them out, and say in the file what the other engine has for them",
         )
     env = {
-        "NODE_MODE": "given",
+        "NODE_MODE": "static",
         "NODE_NPROC": str(nproc),
         "NNODES": str(nodes),
         "NODE_GRACE": f"{spec.grace:g}",

@@ -23,7 +23,7 @@ HEAD = {
     "jobset": "When a pod fails, all of them start again from the last checkpoint.",
     "trainjob": "Kubeflow starts the pods, by way of a JobSet.",
 }
-LOST = 30  # seconds that a machine may be unreachable, where Kubernetes would wait 300
+UNREACHABLE_SECONDS = 30  # seconds that a machine may be unreachable, where Kubernetes would wait 300
 USER = (1000, 1000)  # of the image: the cluster's machines have accounts that we do not know
 CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")  # a DNS subdomain (RFC 1123)
 PLACES = {"job": "/job", "tmp": "/tmp", "shm": "/dev/shm"}
@@ -137,7 +137,12 @@ def _indexed(spec: JobSpec, job: Shape, pod: Object) -> Object:
 
 def _pod(spec: JobSpec, job: Shape, master: str) -> Object:
     gone = [
-        {"key": f"node.kubernetes.io/{what}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST}
+        {
+            "key": f"node.kubernetes.io/{what}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": UNREACHABLE_SECONDS,
+        }
         for what in ("unreachable", "not-ready")
     ]
     user, group = users.asked(spec) or USER

@@ -15,7 +15,7 @@ from orchestrate.job.limits import in_bytes
 from orchestrate.job.plan import counted
 from orchestrate.job.spec import JobSpec
 
-WARNED = 30  # seconds, besides the grace period, in which workers hear of the end of the allocation
+NOTICE_SECONDS = 30  # seconds, besides the grace period, in which workers hear of the end of the allocation
 NEVER = "2|64|78|126|127"  # exit codes that another start does not change; see docs/restarts.md
 MOUNTABLE = re.compile(r"[\w./@%+=~-]+")  # what Apptainer and Pyxis take in the path of a mount, in every version
 HEAD = {
@@ -83,7 +83,7 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         "ntasks-per-node": 1,
         "output": f"slurm-{name}-%j.log",
         "open-mode": "append",
-        "signal": f"B:TERM@{math.ceil(spec.grace) + WARNED}",
+        "signal": f"B:TERM@{math.ceil(spec.grace) + NOTICE_SECONDS}",
     }
     if spec.cpus:
         options["cpus-per-task"] = math.ceil(spec.cpus)

@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrate.files.paths import PACKAGE
 
-WAITS = 60.0  # seconds after which the process is killed in any case
+KILL_AFTER = 60.0  # seconds after which the process is killed in any case
 MEMORY = 1 << 30  # bytes of memory
 CALL = """
 import importlib, json, resource, sys
@@ -42,7 +42,7 @@ def call(function: Callable[..., Any], *arguments: Any, seconds: int) -> Any:
             input=given,
             capture_output=True,
             text=True,
-            timeout=WAITS,
+            timeout=KILL_AFTER,
             start_new_session=True,
         )
     except (OSError, subprocess.TimeoutExpired):

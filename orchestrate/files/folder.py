@@ -20,9 +20,9 @@ from typing import BinaryIO
 
 from orchestrate.node.trees import FOLDER, clear, opened, set_mode
 
-DEEPEST = 32  # folders below one another in which anything is looked for
-LARGEST = 64 << 20  # bytes of a file of ours
-MOST = 10_000  # entries that one look takes in
+MAX_DEPTH = 32  # folders below one another in which anything is looked for
+MAX_FILE = 64 << 20  # bytes of a file of ours
+MAX_ENTRIES = 10_000  # entries that one look takes in
 _SET_IDS = stat.S_ISUID | stat.S_ISGID
 
 
@@ -90,7 +90,7 @@ class Folder:
         """Names and facts of what is in the folder or in one below it, links as such; nothing where it is no folder."""
         found = []
         with contextlib.suppress(OSError), self.opened(below) as folder, os.scandir(folder) as entries:
-            for entry in islice(entries, MOST):
+            for entry in islice(entries, MAX_ENTRIES):
                 with contextlib.suppress(OSError):
                     found.append((entry.name, entry.stat(follow_symlinks=False)))
         return found
@@ -101,7 +101,7 @@ class Folder:
         And whether these are all: there can be more entries, of any kind, than one look takes in.
         """
         found: list[str] = []
-        waiting, room = [below], MOST
+        waiting, room = [below], MAX_ENTRIES
         while waiting:
             here = waiting.pop()
             with contextlib.suppress(OSError), self.opened(here) as folder, os.scandir(folder) as entries:
@@ -114,7 +114,7 @@ class Folder:
                         continue
                     if entry.is_file(follow_symlinks=False):
                         found.append(path)
-                    elif entry.is_dir(follow_symlinks=False) and path.count("/") < DEEPEST:
+                    elif entry.is_dir(follow_symlinks=False) and path.count("/") < MAX_DEPTH:
                         waiting.append(path)
         return sorted(found), True
 
@@ -130,9 +130,9 @@ def content(path: str | Path, folder: int | None = None) -> str:
     ValueError is raised where it is no text.
     """
     with regular(path, folder) as file:
-        read = file.read(LARGEST + 1)
-    if len(read) > LARGEST:
-        raise OSError(errno.EFBIG, f"larger than {LARGEST >> 20} MiB", str(path))
+        read = file.read(MAX_FILE + 1)
+    if len(read) > MAX_FILE:
+        raise OSError(errno.EFBIG, f"larger than {MAX_FILE >> 20} MiB", str(path))
     return read.decode()
 
 
@@ -205,7 +205,7 @@ def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:
             for root, folders, names, folder in os.fwalk(waiting.pop(), dir_fd=top, follow_symlinks=False):
                 for name in folders:
                     _let_in(name, folder)
-                if root.count("/") >= DEEPEST:
+                if root.count("/") >= MAX_DEPTH:
                     for name in [*folders]:
                         moved += 1
                         with contextlib.suppress(OSError):

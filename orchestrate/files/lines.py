@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from orchestrate.node.trees import data
 
-LONGEST = 1 << 20  # bytes of a line; a longer one comes in pieces
+MAX_LINE = 1 << 20  # bytes of a line; a longer one comes in pieces
 CHUNK = 1 << 20  # bytes that are read at once
 
 
@@ -34,7 +34,7 @@ class Lines:
             most -= len(chunk)
             *lines, self.partial = (self.partial + chunk).split(b"\n")
             yield from lines
-            if len(self.partial) >= LONGEST:
+            if len(self.partial) >= MAX_LINE:
                 yield self.rest()
 
     def rest(self) -> bytes:

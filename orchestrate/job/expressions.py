@@ -7,7 +7,7 @@ import signal
 import time
 
 WRONG = (re.error, RecursionError, OverflowError, MemoryError)
-LEAST = 0.1  # seconds of processor time with which a search is started
+MIN_CPU_SECONDS = 0.1  # seconds of processor time with which a search is started
 
 
 def flaw(patterns: list[str]) -> str:
@@ -24,13 +24,13 @@ def found(patterns: list[str], text: str, seconds: float) -> tuple[list[bool | N
     """Whether each pattern is found in a text, None for one that takes too long; and the processor time of all.
 
     They have `seconds` together, and each at most half of what is left, so that one cannot keep others from theirs;
-    when less than LEAST is left, the others have no answer.
+    when less than MIN_CPU_SECONDS is left, the others have no answer.
     """
     signal.signal(signal.SIGPROF, _out_of_time)
     answers: list[bool | None] = []
     for pattern in patterns:
         left = seconds - time.process_time()
-        if left < LEAST:
+        if left < MIN_CPU_SECONDS:
             break
         answers.append(_is_found(pattern, text, left / 2))
     return answers, time.process_time()

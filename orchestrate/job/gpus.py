@@ -15,10 +15,12 @@ from xml.etree import ElementTree
 from orchestrate.job.cores import PCI, near
 
 BUSY = 0.05  # share of its memory from which a GPU counts as in use: the driver alone takes less
-DESKTOP = 2 << 30  # bytes that a desktop on the same GPU may take besides; a container does not see its processes
+DESKTOP_MEMORY = (
+    2 << 30
+)  # bytes that a desktop on the same GPU may take besides; a container does not see its processes
 MOST = 1024  # GPUs that are read from a listing, which a container may have written
 LIST, DETAILS = ("nvidia-smi", "-L"), ("nvidia-smi", "-q", "-x")  # only the first has the UUIDs of MIG instances
-ANSWERS = 60.0  # seconds for each; without persistence mode, each loads the driver
+NVIDIA_SMI_TIMEOUT = 60.0  # seconds for each; without persistence mode, each loads the driver
 VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}  # vendor ids of PCI
 DISPLAY = ("0x03", "0x12")  # classes of PCI: display controllers, processing accelerators
 LINE = re.compile(
@@ -45,7 +47,7 @@ class Gpu:
     @property
     def busy(self) -> bool:
         """Whether other programs use it."""
-        return self.used > BUSY * self.total + DESKTOP * self.display
+        return self.used > BUSY * self.total + DESKTOP_MEMORY * self.display
 
     def __str__(self) -> str:
         share = f", {100 * self.used / self.total:.0f} % of its memory in use" if self.total and self.busy else ""
@@ -155,9 +157,9 @@ def trouble_of(output: str) -> str:
 
 def _output(command: tuple[str, ...]) -> str:
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWERS)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=NVIDIA_SMI_TIMEOUT)
     except subprocess.TimeoutExpired:
-        return f"NVIDIA-SMI has failed to answer within {ANSWERS:g} s"
+        return f"NVIDIA-SMI has failed to answer within {NVIDIA_SMI_TIMEOUT:g} s"
     except OSError:
         return ""
     return (done.stdout + done.stderr).decode(errors="replace")

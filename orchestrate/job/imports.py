@@ -15,7 +15,7 @@ NEEDS_DYNAMO = re.compile(
     r"\boptim\b|DistributedDataParallel|\bDDP\b|FullyShardedDataParallel|\bfully_shard\b|torch\.compile"
 )
 MOST_FILES = 200
-LARGEST, MOST_BYTES = 1 << 20, 8 << 20  # bytes of a file that is read, and of all of them
+MAX_FILE, MAX_BYTES = 1 << 20, 8 << 20  # bytes of a file that is read, and of all of them
 
 
 def uses(command: list[str], folder: str) -> list[bool]:
@@ -32,10 +32,10 @@ def _sources(command: list[str], folder: str) -> list[tuple[str, set[str]]]:
     first = f"{folder}/{command[0]}" if command[0] != "-m" else _file(command[1], folder, "__main__.py")
     waiting, seen = [first], {first}
     found: list[tuple[str, set[str]]] = []
-    left = MOST_BYTES
+    left = MAX_BYTES
     while waiting and len(found) < MOST_FILES:
         path = waiting.pop()
-        text = _text(path, min(left, LARGEST)) if path else ""
+        text = _text(path, min(left, MAX_FILE)) if path else ""
         names = _imported(text)
         found.append((text, names))
         left -= len(text)

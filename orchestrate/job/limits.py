@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 UNLIMITED = "unlimited"  # a value of `memory`
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-KEPT = 1 << 30  # bytes of memory that a machine keeps for everything else; a tenth of its memory if that is more
-LEAST = 512 << 20  # bytes of memory that a node gets by default, however many there are
+RESERVED_MEMORY = (
+    1 << 30
+)  # bytes of memory that a machine keeps for everything else; a tenth of its memory if that is more
+MIN_MEMORY = 512 << 20  # bytes of memory that a node gets by default, however many there are
 TMP = 2 << 30  # bytes of /tmp where a node's share of the memory is not known, as in docker-compose.yml
-PROCESSES, FEWEST = 16384, 512  # of all nodes together; at least this many for each node
+PROCESSES, MIN_PROCESSES = 16384, 512  # of all nodes together; at least this many for each node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +28,9 @@ def limits(asked: str | None, machine: int, nodes: int) -> Limits:
 
     `asked` is a job's `memory`; None means an equal share of the memory that the machine does not keep for itself.
     """
-    share = max(LEAST, (machine - max(KEPT, machine // 10)) // nodes) if machine else 0
+    share = max(MIN_MEMORY, (machine - max(RESERVED_MEMORY, machine // 10)) // nodes) if machine else 0
     memory = share if asked is None else 0 if asked == UNLIMITED else in_bytes(asked)
-    return Limits(memory=memory, tmp=(memory or share) // 2 or TMP, processes=max(FEWEST, PROCESSES // nodes))
+    return Limits(memory=memory, tmp=(memory or share) // 2 or TMP, processes=max(MIN_PROCESSES, PROCESSES // nodes))
 
 
 def in_bytes(text: str) -> int:

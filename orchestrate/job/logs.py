@@ -13,7 +13,7 @@ from orchestrate.files.lines import Lines
 from orchestrate.files.paths import LOGS, JobPaths, log
 from orchestrate.node.trees import data
 
-END = 1 << 16  # bytes of a log that are its end
+TAIL = 1 << 16  # bytes of a log that are its end
 NOISE = re.compile(  # what torch's C++ code prints after an error
     r"(?:\[rank\d+\]: ?)?(?:frame #\d+: .*\(0x[0-9a-f]+|Exception raised from .* \(most recent call first\):$"
     r"|CUDA kernel errors might be asynchronously |For debugging consider passing CUDA_LAUNCH_BLOCKING"
@@ -100,8 +100,8 @@ def tail(folder: Folder, rank: int) -> str:
     """The end of a worker's log, as text that is safe for a terminal."""
     try:
         with folder.open(log(rank)) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - END))
-            return "\n".join(map(clean, file.read(END).removesuffix(b"\n").split(b"\n")))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            return "\n".join(map(clean, file.read(TAIL).removesuffix(b"\n").split(b"\n")))
     except OSError:
         return ""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrate.job.events import objects
 
-LONGEST = 32 << 10  # bytes of a line, enough for a number of each of 1000 ranks; a longer one does not count
+MAX_LINE = 32 << 10  # bytes of a line, enough for a number of each of 1000 ranks; a longer one does not count
 LARGE, WORD, NAMES = 1 << 63, 1000, 1000  # of a number; of a text, in characters; of names, and of a value's parts
 DEEP = 3  # levels of lists and mappings
 ROOM = 250_000  # numbers of all rows together
@@ -17,7 +17,7 @@ PACE = "rank_seconds"  # the name of a row: the seconds that each rank took for 
 
 def measurements(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The objects of lines, one at a time: as data, JSON takes up to fifty times its bytes."""
-    return (values for line in lines if len(line) <= LONGEST for values in objects([line]))
+    return (values for line in lines if len(line) <= MAX_LINE for values in objects([line]))
 
 
 def fold(lines: Iterable[bytes]) -> list[dict[str, Any]]:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection
 from orchestrate.files import bounded
 from orchestrate.job import expressions
 
-TAKES = 2  # seconds of processor time: of all searches for one decision, or to compile the patterns of a job file
-ALL = f"the searches of all rules together have {TAKES} s of processor time"
+MAX_CPU_SECONDS = (
+    2  # seconds of processor time: of all searches for one decision, or to compile the patterns of a job file
+)
+ALL = f"the searches of all rules together have {MAX_CPU_SECONDS} s of processor time"
 
 
 class Patterns:
@@ -23,21 +25,25 @@ class Patterns:
         self._patterns, self._warn = patterns, warn
         self._found: dict[tuple[str, str], bool] = {}
         self._slow: set[str] = set()
-        self._left = float(TAKES)
+        self._left = float(MAX_CPU_SECONDS)
 
     def renew(self) -> None:
         """Make the time for searches that of a new decision."""
-        self._left = float(TAKES)
+        self._left = float(MAX_CPU_SECONDS)
 
     def search(self, pattern: str, text: str) -> bool:
         """Whether one of the patterns is found anywhere in a text."""
-        if (pattern, text) not in self._found and pattern not in self._slow and self._left >= expressions.LEAST:
+        if (
+            (pattern, text) not in self._found
+            and pattern not in self._slow
+            and self._left >= expressions.MIN_CPU_SECONDS
+        ):
             self._look(text)
         return self._found.get((pattern, text), False)
 
     def _look(self, text: str) -> None:
         wanted = [pattern for pattern in dict.fromkeys(self._patterns) if pattern not in self._slow]
-        done = bounded.call(expressions.found, wanted, text, self._left, seconds=TAKES + 1)
+        done = bounded.call(expressions.found, wanted, text, self._left, seconds=MAX_CPU_SECONDS + 1)
         answers, took = done or ([], self._left)
         self._left -= took
         for pattern, answer in zip(wanted, answers):
@@ -53,5 +59,9 @@ class Patterns:
 @functools.lru_cache(maxsize=8)  # a job file is checked key by key, and as a whole
 def flaw(patterns: tuple[str, ...]) -> str:
     """Why patterns cannot be used: one is no regular expression, or all take too long to compile; empty if they can."""
-    why = bounded.call(expressions.flaw, patterns, seconds=TAKES) if patterns else ""
-    return f"takes more than {TAKES} s to compile, with those of all rules; use simpler ones" if why is None else why
+    why = bounded.call(expressions.flaw, patterns, seconds=MAX_CPU_SECONDS) if patterns else ""
+    return (
+        f"takes more than {MAX_CPU_SECONDS} s to compile, with those of all rules; use simpler ones"
+        if why is None
+        else why
+    )

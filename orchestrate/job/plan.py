@@ -17,7 +17,7 @@ from orchestrate.job.cores import shares_near
 from orchestrate.job.limits import UNLIMITED, Limits, in_words, limits
 from orchestrate.job.redact import Mask, redacted
 from orchestrate.job.spec import APP, JobSpec
-from orchestrate.job.values import MOST_TRAINERS, MOST_WORKERS
+from orchestrate.job.values import MAX_TRAINERS, MAX_WORKERS
 from orchestrate.node.ranks import assign
 
 NODE = re.compile(r"master|trainer-[1-9][0-9]{0,5}")
@@ -85,7 +85,7 @@ class Plan:
         return self.inventory.engine
 
     @property
-    def home(self) -> str:
+    def project(self) -> str:
         """The name under which its nodes exist: the cluster's, or its own id."""
         return self.inventory.cluster or self.job_id
 
@@ -155,7 +155,7 @@ def plan(
     wanted_nodes = len(names(spec))
     nodes = nodes or names(spec)
     gpus = offered = _gpus(spec, inventory)
-    most = 1 if any(gpu.startswith("MIG-") for gpu in gpus) else MOST_WORKERS  # CUDA uses one instance in a process
+    most = 1 if any(gpu.startswith("MIG-") for gpu in gpus) else MAX_WORKERS  # CUDA uses one instance in a process
     nproc = spec.nproc_per_node or min(most, max(1, len(gpus) // wanted_nodes))
     wanted = len(nodes) * nproc
     if gpus and nproc > most:
@@ -185,8 +185,8 @@ def plan(
     near = [close.get(gpu, ()) for gpu in gpus[:wanted]] or [()] * wanted
     kept = shares_near(inventory.cores, near) if spec.pin else [()] * wanted
     machine = {"host": "", "cpus": usable, "gpus": list(gpus)}
-    home = inventory.cluster or job_id
-    address = inventory.master_addr or (nodes[0] if nodes[0] == "master" else f"{home}-{nodes[0]}")
+    project = inventory.cluster or job_id
+    address = inventory.master_addr or (nodes[0] if nodes[0] == "master" else f"{project}-{nodes[0]}")
     envs = assign([machine for _ in nodes], nproc, address, port, job_id, inventory.interface)
     restarts = {"TORCHELASTIC_RESTART_COUNT": str(generation), "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts)}
     workers = [
@@ -260,16 +260,16 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _check(plan: Plan) -> None:
     """Raise ValueError where a name could not be one that we have made, or a worker is on no node."""
-    for name in (plan.job_id, plan.home):
+    for name in (plan.job_id, plan.project):
         if not NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a job")
     for node in plan.nodes:
         if not NODE.fullmatch(node):
             raise ValueError(f"{node!r} is no name of a node")
-    if not 0 < len(plan.nodes) <= 1 + MOST_TRAINERS or not 0 < plan.nproc_per_node <= MOST_WORKERS:
+    if not 0 < len(plan.nodes) <= 1 + MAX_TRAINERS or not 0 < plan.nproc_per_node <= MAX_WORKERS:
         raise ValueError(
             f"it has {len(plan.nodes)} nodes of {plan.nproc_per_node} workers, "
-            f"and a job has 1 to {1 + MOST_TRAINERS} of 1 to {MOST_WORKERS}"
+            f"and a job has 1 to {1 + MAX_TRAINERS} of 1 to {MAX_WORKERS}"
         )
     places = enumerate(node for node in plan.nodes for _ in range(plan.nproc_per_node))
     if [(worker.rank, worker.node) for worker in plan.workers] != list(places):

@@ -10,7 +10,7 @@ from orchestrate.job.spec import JobSpec
 
 TORCH = ("torch", "torch.distributed")
 DYNAMO = "torch._dynamo"  # which the constructors of DDP and of the optimizers import: half a second to two
-TAKES = 3  # seconds of processor time to read a script with all that it imports
+MAX_CPU_SECONDS = 3  # seconds of processor time to read a script with all that it imports
 
 
 def may_use_torch(spec: JobSpec, modules: tuple[str, ...]) -> bool:
@@ -26,6 +26,6 @@ def preload(spec: JobSpec, folder: Path) -> tuple[str, ...]:
     """
     if not spec.warm:
         return ()
-    torch, dynamo = bounded.call(imports.uses, spec.command, str(folder), seconds=TAKES) or (False, False)
+    torch, dynamo = bounded.call(imports.uses, spec.command, str(folder), seconds=MAX_CPU_SECONDS) or (False, False)
     found = [*TORCH, DYNAMO][: (len(TORCH) + dynamo) * torch]
     return (*found, *(name for name in spec.preload if name not in found))

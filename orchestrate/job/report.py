@@ -15,9 +15,11 @@ from orchestrate.job.metrics import NAMES, PACE, plain
 from orchestrate.job.outcomes import GenerationResult, JobResult
 from orchestrate.job.plan import Plan, counted
 
-SLOW = 2.0  # times the others' median; a worker that takes longer holds them up
+STRAGGLER_FACTOR = 2.0  # times the others' median; a worker that takes longer holds them up
 ENOUGH = 5  # lines of metrics about the workers' pace that tell something
-ROOM = 4 << 20  # bytes of a list that a job can fill: all of them take a fifth of what is read back (`folder.LARGEST`)
+MAX_LIST = (
+    4 << 20
+)  # bytes of a list that a job can fill: all of them take a fifth of what is read back (`folder.MAX_FILE`)
 FEW = 8  # ranks that a line names
 LONGEST = 1000  # characters of a reason, which can be a node's
 
@@ -81,7 +83,7 @@ def text(data: dict[str, Any]) -> str:
         lines += [f"    {line}" for line in root["last_lines"]]
         lines += [f"whole log: {root['log']}", *([f"hint: {root['hint']}"] if root["hint"] else [])]
     for slow in data["pace"]:
-        if slow["step_s"] > SLOW * slow["others_s"]:
+        if slow["step_s"] > STRAGGLER_FACTOR * slow["others_s"]:
             own, others = (f"{1000 * slow[key]:.3g} ms" for key in ("step_s", "others_s"))
             lines += [f"slow: rank {slow['rank']} on {slow['node']} took {own} a step for itself, the others {others}"]
     if cut := data.get("truncated"):  # which earlier versions did not write
@@ -208,7 +210,7 @@ def _final(metrics: Iterable[dict[str, Any]]) -> list[tuple[str, Any]]:
 
 def _fitting(values: list[Any], most: int = sys.maxsize) -> tuple[list[Any], bool]:
     """The last `most` values, or as many of these as a list of the report has room for; and whether that is all."""
-    count, room = 0, ROOM
+    count, room = 0, MAX_LIST
     for value in reversed(values[-most:]):
         room -= len(json.dumps([[value]], indent=2))  # as deep as it is in the report
         if room < 0:

@@ -26,7 +26,7 @@ TEXTS = ("command", "env", "name", "user")  # keys whose values are text, whatev
 def _trainers(nodes: Any) -> int:
     """The trainers of so many nodes; raises UsageError."""
     try:
-        return values.integer(1, values.MOST_TRAINERS + 1)(nodes) - 1
+        return values.integer(1, values.MAX_TRAINERS + 1)(nodes) - 1
     except ValueError as error:
         raise UsageError(f"nodes must be {error}, not {shown(nodes)}", "it includes the master") from None
 
@@ -50,10 +50,10 @@ class JobSpec:
     name: str = _field("", values.NAME, "name of the job; its id adds four characters (default: that of the script)")
     command: tuple[str, ...] = _field(APP, values.command, "SCRIPT.py ARGS, -m MODULE ARGS, or a program with its ARGS")
     expand: bool = _field(True, values.truth, "replace $JOB_DIR, $RANK, … in command with each worker's values")
-    trainers: int = _field(3, values.integer(0, values.MOST_TRAINERS), "nodes besides the master (default 3)")
+    trainers: int = _field(3, values.integer(0, values.MAX_TRAINERS), "nodes besides the master (default 3)")
     nproc_per_node: int | None = _field(
         None,
-        values.optional(values.integer(1, values.MOST_WORKERS)),
+        values.optional(values.integer(1, values.MAX_WORKERS)),
         "workers on each node (default: GPUs per node, or 1)",
     )
     gpus: str | int = _field("auto", values.gpus, "auto (what the engine has, the default), all, none, or a number")
@@ -99,10 +99,10 @@ class JobSpec:
     rules: list[dict[str, Any]] = _field([], values.rules, "what a failure means; see docs/restarts.md")
     min_trainers: int | None = _field(
         None,
-        values.optional(values.integer(0, values.MOST_TRAINERS)),
+        values.optional(values.integer(0, values.MAX_TRAINERS)),
         "minimum number of trainers to continue with after a node is lost",
     )
-    spares: int = _field(0, values.integer(0, values.MOST_TRAINERS), "standby nodes that replace lost ones (default 0)")
+    spares: int = _field(0, values.integer(0, values.MAX_TRAINERS), "standby nodes that replace lost ones (default 0)")
     hang_after: float | None = _field(
         600.0, values.patience, "treat the job as hung after this time without output or CPU use, or none (default 10m)"
     )

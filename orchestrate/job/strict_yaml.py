@@ -12,7 +12,7 @@ import yaml
 
 from orchestrate.errors import UsageError
 
-LARGEST = 1 << 20  # bytes of a job file
+MAX_FILE = 1 << 20  # bytes of a job file
 DEEPEST = 10  # levels of lists and mappings; a job file needs four
 KEPT = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:bool")
 TEXT = "tag:yaml.org,2002:str"
@@ -130,11 +130,11 @@ def read(path: Path) -> str:
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UsageError(f"cannot read job file {path}: not a regular file", "write the job to a file")
-            content = file.read(LARGEST + 1)
+            content = file.read(MAX_FILE + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot read job file {path}: {why}", "check the path") from None
-    if len(content) > LARGEST:
+    if len(content) > MAX_FILE:
         raise UsageError(f"{path} is larger than 1 MiB", "a job file holds settings; keep data in other files")
     try:
         return content.decode()

@@ -13,10 +13,10 @@ from orchestrate.job.patterns import flaw
 from orchestrate.job.strict_yaml import shown
 from orchestrate.node.ranks import CONTRACT
 
-MOST_TRAINERS = 1000  # a Linux bridge takes 1023 ports
-MOST_WORKERS = 1024  # of a node
+MAX_TRAINERS = 1000  # a Linux bridge takes 1023 ports
+MAX_WORKERS = 1024  # of a node
 MOST_BYTES = (1 << 63) - 1  # of memory; what the engine can count
-LEAST_MEMORY = 64 << 20  # bytes of a node; less does not start Python, and is a unit that was left out, such as 4
+MIN_MEMORY = 64 << 20  # bytes of a node; less does not start Python, and is a unit that was left out, such as 4
 MOST_RULES, LONGEST_PATTERN = 100, 1000
 MOST_CONSTRAINTS, LONGEST_CONSTRAINT = 100, 500
 
@@ -213,7 +213,7 @@ def limit(value: Any) -> str:
     try:
         if value == UNLIMITED:
             return UNLIMITED
-        if in_bytes(given := size(value)) < LEAST_MEMORY:
+        if in_bytes(given := size(value)) < MIN_MEMORY:
             raise ValueError("a size such as 512m or 4g, at least 64m")
         return given
     except ValueError as error:

@@ -1,16 +1,16 @@
 """Process 1 of a node: starts workers, tags their output, and ends with them.
 
-It takes work in one of these ways (`NODE_MODE`; without it, `given` where `RANK` is set, else `join`):
+It takes work in one of these ways (`NODE_MODE`; without it, `static` where `RANK` is set, else `rendezvous`):
 
-    wait    An orchestrator is in charge. It connects to a Unix socket (`NODE_SOCKET`), which `pipe.py` reaches from
+    agent       An orchestrator is in charge. It connects to a Unix socket (`NODE_SOCKET`), which `pipe.py` reaches from
             outside of a container; or to one with the host's name in the folder `NODE_SOCKETS`, directly if that
             folder is mounted; or to TCP port `NODE_PORT` (`N` or `N+M`). Both sides know `NODE_KEY`, 32 bytes in
             hexadecimal digits, which no worker gets. The node imports `NODE_PRELOAD` and forks workers from there.
-    relay   Runs next to the orchestrator of nodes on other machines, and renews their leases; see `lease.py`.
-    join    Plain `docker compose up`. Trainers register with the master; the master ranks them in Compose's order,
+    relay       Runs next to the orchestrator of nodes on other machines, and renews their leases; see `lease.py`.
+    rendezvous  Plain `docker compose up`. Trainers register with the master; the master ranks them in Compose's order,
             gives each node its own GPUs, and ends the whole gang when one worker fails.
-    given   Kubernetes, Slurm or a user has set `RANK` and `WORLD_SIZE`: one worker starts at once. Or they have set
-            the rank of the node and the number of nodes: all its workers start at once; see `given.py`.
+    static      Kubernetes, Slurm or a user has set `RANK` and `WORLD_SIZE`: one worker starts at once. Or they have set
+            the rank of the node and the number of nodes: all its workers start at once; see `static.py`.
 
 A worker's output goes unchanged to `$JOB_DIR/logs/rank-N.log`, and to stdout with `[rank N] ` before each line.
 SIGTERM and SIGINT stop the workers (SIGTERM, `NODE_GRACE` seconds, SIGKILL) and end the node; a second signal kills
@@ -35,12 +35,12 @@ import orchestrate.node  # noqa: E402, F401  (the path comes first)
 
 del sys.path[0]  # the package finds its modules without it, and nothing else is imported from there
 
+from orchestrate.node.agent import serve  # noqa: E402
 from orchestrate.node.checks import Refused, key  # noqa: E402
-from orchestrate.node.given import given  # noqa: E402
-from orchestrate.node.join import join  # noqa: E402
 from orchestrate.node.lease import relay  # noqa: E402
 from orchestrate.node.output import say  # noqa: E402
-from orchestrate.node.wait import wait  # noqa: E402
+from orchestrate.node.rendezvous import join  # noqa: E402
+from orchestrate.node.static import static  # noqa: E402
 from orchestrate.node.warm import protect  # noqa: E402
 
 
@@ -60,12 +60,12 @@ def run(arguments: list[str], word: str) -> int:
 
     Raises Refused for an invalid environment variable.
     """
-    mode = os.environ.get("NODE_MODE") or ("given" if "RANK" in os.environ else "join")
-    if mode == "wait":
+    mode = os.environ.get("NODE_MODE") or ("static" if "RANK" in os.environ else "rendezvous")
+    if mode == "agent":
         folder = os.environ.get("NODE_SOCKETS")
         shared = f"{folder}/{socket.gethostname()}" if folder else ""
         port = os.environ.get("NODE_PORT")
-        return wait(
+        return serve(
             os.environ.get("NODE_SOCKET", "/tmp/node.sock"),
             shared,
             sum(map(int, port.split("+"))) if port else 0,
@@ -74,7 +74,7 @@ def run(arguments: list[str], word: str) -> int:
     if mode == "relay":
         relay(key(word), int(os.environ["NODE_PORT"]))
     command = arguments or ["-m", "app.train"]
-    return given(command) if mode == "given" else join(command)
+    return static(command) if mode == "static" else join(command)
 
 
 os._exit(main(sys.argv[1:]))  # at once: a client takes a closed socket for the end of the node

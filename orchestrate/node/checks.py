@@ -9,10 +9,10 @@ import socket
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-KEY = re.compile(r"[0-9a-f]{64}")
-WHOLE = re.compile(r"[0-9]{1,9}")  # a number in an environment variable
-MOST = 10**9 - 1  # the largest of them
-MOST_NODES, MOST_WORKERS = 10_000, 1024  # of a job, and of each of its nodes
+KEY_DIGITS = re.compile(r"[0-9a-f]{64}")
+WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")  # a number in an environment variable
+MAX_NUMBER = 10**9 - 1  # the largest of them
+MAX_NODES, MAX_WORKERS = 10_000, 1024  # of a job, and of each of its nodes
 Check = Callable[[Any], str]
 
 
@@ -20,11 +20,11 @@ class Refused(ValueError):
     """An invalid message or environment variable; its text says what is wrong, and has no secret."""
 
 
-def integer(env: Mapping[str, str], name: str, default: int = 0, least: int = 0, most: int = MOST) -> int:
+def integer(env: Mapping[str, str], name: str, default: int = 0, least: int = 0, most: int = MAX_NUMBER) -> int:
     """A whole number in an environment, `default` if it is unset or empty; raises Refused."""
     value = env.get(name) or str(default)
-    if not WHOLE.fullmatch(value) or not least <= int(value) <= most:
-        limits = f"of at least {least}" if most == MOST else f"from {least} to {most}"
+    if not WHOLE_NUMBER.fullmatch(value) or not least <= int(value) <= most:
+        limits = f"of at least {least}" if most == MAX_NUMBER else f"from {least} to {most}"
         raise Refused(f"{name} must be a whole number {limits}, not {shown(value)}")
     return int(value)
 
@@ -42,7 +42,7 @@ def seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 def key(word: str) -> bytes:
     """The key of the job, from its hexadecimal digits; raises Refused."""
-    if not KEY.fullmatch(word):
+    if not KEY_DIGITS.fullmatch(word):
         raise Refused("NODE_KEY must be 64 hexadecimal digits")
     return bytes.fromhex(word)
 

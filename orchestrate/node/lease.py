@@ -1,8 +1,8 @@
 """The lease of nodes on other machines: a node that is cut off from the orchestrator's machine ends its workers.
 
 A relay on the orchestrator's machine answers datagrams, and outlives the orchestrator. A node asks it every few
-seconds, and ends its workers after `LEASE` seconds without an answer; the orchestrator starts the next generation
-elsewhere only after that. So the two halves of a partitioned network never train at the same time.
+seconds, and ends its workers after `LEASE_TIMEOUT` seconds without an answer; the orchestrator starts the next
+generation elsewhere only after that. So the two halves of a partitioned network never train at the same time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from orchestrate.node.loop import Loop
 
-LEASE = 8.0  # seconds
+LEASE_TIMEOUT = 8.0  # seconds
 QUESTION = 16  # bytes
-ASKS = 1.0  # seconds between two requests
+RENEW_INTERVAL = 1.0  # seconds between two requests
 
 
 def answer(key: bytes, question: bytes) -> bytes:
@@ -53,7 +53,7 @@ class Lease:
     @property
     def held(self) -> bool:
         """Whether the lease is still valid."""
-        return time.monotonic() - self.answered < LEASE
+        return time.monotonic() - self.answered < LEASE_TIMEOUT
 
     def end(self) -> None:
         """Stop asking."""
@@ -68,7 +68,7 @@ class Lease:
         self.question = os.urandom(QUESTION)
         with contextlib.suppress(OSError):  # for example, no route
             self.sock.sendto(self.question, self.address)
-        self.loop.after(ASKS, self._ask)
+        self.loop.after(RENEW_INTERVAL, self._ask)
 
     def _read(self) -> None:
         with contextlib.suppress(OSError):

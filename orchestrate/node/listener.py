@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from orchestrate.node.auth import Signer
 from orchestrate.node.loop import Channel, Loop
-from orchestrate.node.sealed import Seal
 
-MOST = 64  # connections at a time
+MAX_CLIENTS = 64  # connections at a time
 BACKLOG = 128  # connections that may wait to be accepted
-PROVES = 10.0  # seconds within which a client must prove that it has the key
-PAUSE = 0.2  # seconds until the next attempt, if there was no descriptor or memory for a connection
+PROOF_TIMEOUT = 10.0  # seconds within which a client must prove that it has the key
+ACCEPT_INTERVAL = 0.2  # seconds until the next attempt, if there was no descriptor or memory for a connection
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -36,7 +36,7 @@ def serve(
         except OSError as error:
             if error.errno in FULL and not make_room():
                 loop.forget(server)
-                loop.after(PAUSE, lambda: loop.watch(server, accept))
+                loop.after(ACCEPT_INTERVAL, lambda: loop.watch(server, accept))
             return
         take(sock, address)
 
@@ -45,7 +45,7 @@ def serve(
 
 
 class Listener:
-    """Accepts clients, `MOST` at a time; a new client replaces the oldest one without a request."""
+    """Accepts clients, `MAX_CLIENTS` at a time; a new client replaces the oldest one without a request."""
 
     def __init__(self, loop: Loop, server: socket.socket, receive: Callable[[Channel, Any], None], key: bytes) -> None:
         """Call `receive` as a channel does; clients must prove within some seconds that they have `key`."""
@@ -65,10 +65,10 @@ class Listener:
 
     def _take(self, sock: socket.socket, _: Any) -> None:
         self.channels = [channel for channel in self.channels if channel.open]
-        if len(self.channels) >= MOST and not self._make_room():
+        if len(self.channels) >= MAX_CLIENTS and not self._make_room():
             return sock.close()
-        seal = Seal(self.key, listens=True)
-        channel = Channel(self.loop, sock, lambda message: self.receive(channel, message), seal)
+        signer = Signer(self.key, listens=True)
+        channel = Channel(self.loop, sock, lambda message: self.receive(channel, message), signer)
         self.channels.append(channel)
         if not self.sweeping:
             self._sweep()
@@ -86,8 +86,8 @@ class Listener:
     def _sweep(self) -> None:
         """Close connections without proof of the key in time; check again while there may be more."""
         for channel in self._silent():
-            if time.monotonic() - channel.since >= PROVES:
+            if time.monotonic() - channel.since >= PROOF_TIMEOUT:
                 channel.end()
         self.sweeping = bool(self._silent())
         if self.sweeping:
-            self.loop.after(PROVES / 10, self._sweep)
+            self.loop.after(PROOF_TIMEOUT / 10, self._sweep)

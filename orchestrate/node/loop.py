@@ -12,19 +12,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from orchestrate.node.auth import Signer
 from orchestrate.node.checks import Refused, seconds
 from orchestrate.node.output import say, stdout
 from orchestrate.node.protocol import Refusal, encode, parsed
 from orchestrate.node.ranks import Env
-from orchestrate.node.sealed import Seal
-from orchestrate.node.warm import IMPORT_TAKES, Zygote, adopt_orphans, children, standing, strays
+from orchestrate.node.warm import IMPORT_TIMEOUT, Zygote, adopt_orphans, children, standing, strays
 from orchestrate.node.worker import FAILED_TO_START, Worker, kill
 
-LONGEST_MESSAGE = 1 << 20  # bytes
-LONGEST_GREETING = 1 << 7  # bytes of each line at the start of a sealed connection
-LONGEST_WAIT = 3600.0  # seconds; epoll_wait(2) takes no more than 24 days
-RETRY = 0.05  # seconds
-STUCK = 5.0  # seconds after which a connection is closed whose peer does not read
+MAX_MESSAGE = 1 << 20  # bytes
+MAX_GREETING = 1 << 7  # bytes of each line at the start of a signed connection
+MAX_WAIT = 3600.0  # seconds; epoll_wait(2) takes no more than 24 days
+FLUSH_INTERVAL = 0.05  # seconds
+SEND_TIMEOUT = 5.0  # seconds after which a connection is closed whose peer does not read
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -73,7 +73,7 @@ class Loop:
             zygote.read()
 
         self.watch(zygote.sock, read)
-        self.after(IMPORT_TAKES, zygote.late)
+        self.after(IMPORT_TIMEOUT, zygote.late)
 
     def start(
         self,
@@ -147,10 +147,10 @@ class Loop:
     def run(self) -> None:
         """Serve until the node has been asked to end and no worker is left."""
         while self.workers or not self.ending:
-            first = min((when - time.monotonic() for when, _ in self.timers), default=LONGEST_WAIT)
+            first = min((when - time.monotonic() for when, _ in self.timers), default=MAX_WAIT)
             if stdout.flush():  # the reader of stdout is slow: try again soon
-                first = min(RETRY, first)
-            for key, _ in self.selector.select(max(0.0, min(first, LONGEST_WAIT))):
+                first = min(FLUSH_INTERVAL, first)
+            for key, _ in self.selector.select(max(0.0, min(first, MAX_WAIT))):
                 key.data()
             now = time.monotonic()
             due = [callback for when, callback in self.timers if when <= now]
@@ -228,19 +228,19 @@ class Channel:
     """Messages over a socket, one per line; what they are is in protocol.py."""
 
     def __init__(
-        self, loop: Loop, sock: socket.socket, receive: Callable[[Any], None], seal: Seal | None = None
+        self, loop: Loop, sock: socket.socket, receive: Callable[[Any], None], signer: Signer | None = None
     ) -> None:
         """Call `receive` with the object in each line, and with None at the end of the connection.
 
-        With a `seal`, each line needs a proof. If `receive` raises Refused, the peer gets the reason.
+        With a `signer`, each line needs a proof. If `receive` raises Refused, the peer gets the reason.
         """
-        self.loop, self.sock, self.receive, self.seal, self.buffer = loop, sock, receive, seal, bytearray()
-        self.heard = False  # whether the peer has sent a message; if sealed, whether it has proved that it has the key
+        self.loop, self.sock, self.receive, self.signer, self.buffer = loop, sock, receive, signer, bytearray()
+        self.heard = False  # whether the peer has sent a message; if signed, whether it has proved that it has the key
         self.since = time.monotonic()
         loop.watch(sock, self._read)
-        sock.settimeout(STUCK)
-        if seal:
-            self._write(seal.word)
+        sock.settimeout(SEND_TIMEOUT)
+        if signer:
+            self._write(signer.nonce)
 
     @property
     def open(self) -> bool:
@@ -250,11 +250,11 @@ class Channel:
     def send(self, message: Any) -> None:
         """Send one message; a closed connection is noticed when reading."""
         text = encode(message)
-        self._write(self.seal.close(text) if self.seal else text)
+        self._write(self.signer.sign(text) if self.signer else text)
 
     def refuse(self, why: str) -> None:
         """Send a peer the reason for a refusal; a peer without the key gets no answer."""
-        if self.heard or not self.seal:
+        if self.heard or not self.signer:
             self.send(Refusal(why))
 
     def _write(self, line: bytes) -> None:
@@ -288,7 +288,7 @@ class Channel:
             self.buffer = bytearray(rest)
         if not chunk or not all(map(self._take, lines)):
             return self.end()
-        longest = LONGEST_GREETING if self.seal and not self.seal.met else LONGEST_MESSAGE
+        longest = MAX_GREETING if self.signer and not self.signer.met else MAX_MESSAGE
         if len(self.buffer) > longest:
             self.refuse(f"the message is longer than {longest} bytes")
             self.end()
@@ -296,16 +296,16 @@ class Channel:
     def _take(self, line: bytes) -> bool:
         """Handle one line; False if the peer does not have the key or uses another protocol."""
         try:
-            if self.seal and not self.seal.met:
-                self.seal.meet(line)
+            if self.signer and not self.signer.met:
+                self.signer.meet(line)
                 return True
-            text = self.seal.open(line) if self.seal else line
+            text = self.signer.verify(line) if self.signer else line
         except ValueError:
             return False
-        if self.seal and not self.heard:
-            self._write(self.seal.close(b""))
+        if self.signer and not self.heard:
+            self._write(self.signer.sign(b""))
         self.heard = True
-        if self.seal and not text:
+        if self.signer and not text:
             return True
         try:
             message = parsed(text)

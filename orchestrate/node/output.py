@@ -11,8 +11,8 @@ import os
 import stat
 import time
 
-MOST = 4 << 20  # bytes that are buffered for a slow reader
-PATIENCE = 2.0  # seconds to flush the buffer when the node ends
+MAX_BUFFERED = 4 << 20  # bytes that are buffered for a slow reader
+LAST_FLUSH_TIMEOUT = 2.0  # seconds to flush the buffer when the node ends
 
 
 class Stdout:
@@ -35,7 +35,7 @@ class Stdout:
         """Write whole lines; drop and count them if the buffer is full."""
         if not self.began:
             self._begin()
-        if len(self.waiting) > MOST:
+        if len(self.waiting) > MAX_BUFFERED:
             self.dropped += data.count(b"\n")
             return
         if self.dropped:
@@ -46,7 +46,7 @@ class Stdout:
 
     def flush(self, last: bool = False) -> bool:
         """Write what can be written now (`last`: within a short time); return whether some is left."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + LAST_FLUSH_TIMEOUT
         while self.waiting:
             try:
                 del self.waiting[: os.write(self.descriptor, self.waiting[: 1 << 16])]

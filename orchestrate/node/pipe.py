@@ -12,19 +12,19 @@ import socket
 import sys
 import time
 
-PATIENCE = 60.0  # seconds until the node listens
-ATTEMPT = 5.0  # seconds for one try
-RETRY = 0.02  # seconds
+LISTEN_TIMEOUT = 60.0  # seconds until the node listens
+CONNECT_TIMEOUT = 5.0  # seconds for one try
+RETRY_INTERVAL = 0.02  # seconds
 
 
 def connect(address: list[str]) -> socket.socket:
     """Connect to the node as soon as it listens, over TCP if there is an address; raises OSError on timeout."""
-    deadline = time.monotonic() + (float(address[2]) if address else PATIENCE)
+    deadline = time.monotonic() + (float(address[2]) if address else LISTEN_TIMEOUT)
     while True:
         node = socket.socket(socket.AF_INET if address else socket.AF_UNIX)
         try:
             if address:
-                node.settimeout(max(0.1, min(ATTEMPT, deadline - time.monotonic())))
+                node.settimeout(max(0.1, min(CONNECT_TIMEOUT, deadline - time.monotonic())))
                 node.connect((address[0], int(address[1])))
                 node.settimeout(None)
             else:
@@ -34,7 +34,7 @@ def connect(address: list[str]) -> socket.socket:
             node.close()
             if time.monotonic() > deadline:
                 raise
-            time.sleep(RETRY)
+            time.sleep(RETRY_INTERVAL)
 
 
 def main() -> None:

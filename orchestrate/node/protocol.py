@@ -18,9 +18,12 @@ from typing import Annotated, Any, NamedTuple
 from orchestrate.node import checks
 from orchestrate.node.checks import Check, Refused, shown, up_to
 
-MOST_DIGITS = 18  # digits of a number, which is then below 2^63
-LONGEST = 16 << 20  # bytes of a report: the list of all files of a node is one
-LONG, SHORT = (b'{"say": "changes", ', b'{"say": "piece", '), 1 << 20  # how long ones begin; bytes of any other one
+MAX_DIGITS = 18  # digits of a number, which is then below 2^63
+MAX_REPORT = 16 << 20  # bytes of a report: the list of all files of a node is one
+LONG_REPORTS, MAX_SHORT_REPORT = (
+    (b'{"say": "changes", ', b'{"say": "piece", '),
+    1 << 20,
+)  # how long ones begin; bytes of any other one
 
 Flag = Annotated[bool, checks.flag]
 Text = Annotated[str, checks.text]
@@ -265,8 +268,8 @@ def encode(message: Any) -> bytes:
 
 
 def _digits(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise Refused(f"a number has more than {MOST_DIGITS} digits")
+    if len(digits) > MAX_DIGITS:
+        raise Refused(f"a number has more than {MAX_DIGITS} digits")
     return int(digits)
 
 
@@ -300,7 +303,7 @@ def decode(message: Mapping[str, Any], known: Mapping[str, type], key: str = "as
 
 def report(line: bytes) -> Any:
     """The report in a line, of which unknown fields are ignored; raises ValueError if it is none."""
-    if len(line) > SHORT and not line.startswith(LONG):
+    if len(line) > MAX_SHORT_REPORT and not line.startswith(LONG_REPORTS):
         raise ValueError("too long")
     message = parsed(line, parse_int=None)  # file systems know large numbers
     word = message.get("say")

@@ -20,8 +20,8 @@ from orchestrate.node.checks import Refused
 from orchestrate.node.protocol import parsed
 
 PADDING = "." * 4096  # reserves space on its command line, which a forked worker overwrites with its own
-IMPORT_TAKES = 300.0  # seconds, at most
-ANSWERS = 10.0  # seconds that a fork may take
+IMPORT_TIMEOUT = 300.0  # seconds, at most
+FORK_TIMEOUT = 10.0  # seconds that a fork may take
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36  # of Linux' prctl(2)
 POSSIBLE = sys.platform == "linux"
 GO = b"g"  # as in zygote.py
@@ -73,7 +73,7 @@ class Zygote:
         self.standing: list[Any] = []  # limits and priority of its process before the first worker
         self.settled = settled
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sock.settimeout(ANSWERS)
+        self.sock.settimeout(FORK_TIMEOUT)
         reader, writer = os.pipe()
         with theirs, open(reader, "rb"), open(writer, "wb"):
             end = str(theirs.fileno())
@@ -116,7 +116,7 @@ class Zygote:
     def late(self) -> None:
         """Stop using it if it is not ready by now."""
         if self.ready is None:
-            self._settle(False, f"importing took longer than {IMPORT_TAKES:g} s")
+            self._settle(False, f"importing took longer than {IMPORT_TIMEOUT:g} s")
 
     def end(self) -> None:
         """End it; its workers go on."""

@@ -18,7 +18,7 @@ from orchestrate.node.trees import FOLDER, opened
 from orchestrate.node.warm import Forked, Zygote, fields, processes
 
 FAILED_TO_START, NOT_FOUND = 126, 127  # exit codes, as those of a shell
-LONGEST_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
+MAX_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
 OOM_COUNTERS = (  # of cgroup v2, cgroup v1 and the machine
     "/sys/fs/cgroup/memory.events",
     "/sys/fs/cgroup/memory/memory.oom_control",
@@ -126,7 +126,7 @@ class Worker:
         self.log.write(chunk)
         lines = (self.partial + chunk).split(b"\n")
         self.partial = lines.pop()
-        if len(self.partial) > LONGEST_LINE or (not chunk and self.partial):
+        if len(self.partial) > MAX_LINE or (not chunk and self.partial):
             lines.append(self.partial)
             self.partial = b""
         tag = f"[rank {self.rank}] ".encode()

@@ -40,7 +40,7 @@ from _io import _IOBase
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-MOST = 1 << 20  # bytes of a message
+MAX_MESSAGE = 1 << 20  # bytes of a message
 GO, READ = b"g", b"r"
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # of Linux' prctl(2)
 LOST_OUTPUT = 120  # Python's exit code if it cannot flush stdout or stderr
@@ -345,7 +345,7 @@ def fork(control: socket.socket, node: int) -> int:
         if child:
             os.write(writer, b"%d" % child)
             os._exit(0)
-        data, descriptors, _, _ = socket.recv_fds(control, MOST, 1)
+        data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE, 1)
         os.write(writer, READ)
         for descriptor in (reader, writer, control.detach()):
             os.close(descriptor)

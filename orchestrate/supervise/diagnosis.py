@@ -12,7 +12,7 @@ from orchestrate.job.plan import Plan
 
 ABORTED, KILLED = 134, 137  # exit codes: 128 + the number of the signal
 BY_SIGNAL = {132, ABORTED, 135, 136, KILLED, 139}  # ILL, ABRT, BUS, FPE, KILL, SEGV: never a complaint about a peer
-PEERS_FAIL = 2.0  # seconds in which the peers of a dead worker fail, too
+PEER_FAILURE_WINDOW = 2.0  # seconds in which the peers of a dead worker fail, too
 
 # How gloo, NCCL and the store say that a peer has gone, or does not answer.
 TIMEOUT = re.compile(
@@ -180,7 +180,7 @@ def before_dump(lines: Sequence[str]) -> Sequence[str]:
 
 
 def blame(
-    ends: Sequence[ObservedExit], words: Callable[[int], list[str]], window: float = PEERS_FAIL
+    ends: Sequence[ObservedExit], words: Callable[[int], list[str]], window: float = PEER_FAILURE_WINDOW
 ) -> tuple[WorkerExit, str]:
     """The worker to blame, and `timeout` or `left early` where it is one that did not fail itself.
 

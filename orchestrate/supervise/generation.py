@@ -11,18 +11,20 @@ from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import LOST, Cause, GenerationResult, ObservedExit, WorkerExit
 from orchestrate.job.plan import Plan
 from orchestrate.supervise import hang
-from orchestrate.supervise.diagnosis import PEERS_FAIL, TIMEOUT, blame, complains, diagnose
+from orchestrate.supervise.diagnosis import PEER_FAILURE_WINDOW, TIMEOUT, blame, complains, diagnose
 from orchestrate.supervise.nodes import Nodes
-from orchestrate.supervise.policy import FAST
-from orchestrate.supervise.running import PATIENCE, Running
+from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
+from orchestrate.supervise.running import ENGINE_TIMEOUT, Running
 
 BY_USER, BY_MAX_RUN = "stopped by the user", "max_run is over"
 FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
-PARTITION_PATIENCE = 5.0  # seconds that a node may be cut off from the network
-DUMP_TAKES = 15.0  # seconds at most in which workers print their stacks, on a machine that is busy
-MOST_LOSSES = 50  # times that the engine may go away during one generation
-IN_NCCL = 5.0  # seconds after a failure in which workers on GPUs end: one that waits in NCCL never handles SIGTERM
-AFTER_GRACE = 5.0  # seconds that nodes have, after the grace period, to say that their workers have ended
+PARTITION_TIMEOUT = 5.0  # seconds that a node may be cut off from the network
+DUMP_TIMEOUT = 15.0  # seconds at most in which workers print their stacks, on a machine that is busy
+MAX_ENGINE_LOSSES = 50  # times that the engine may go away during one generation
+NCCL_STOP_TIMEOUT = (
+    5.0  # seconds after a failure in which workers on GPUs end: one that waits in NCCL never handles SIGTERM
+)
+REPORT_TIMEOUT = 5.0  # seconds that nodes have, after the grace period, to say that their workers have ended
 
 
 class Generation:
@@ -31,7 +33,7 @@ class Generation:
     def __init__(self, job: Running, plan: Plan, furthest: int, nodes: Nodes) -> None:
         """`furthest` is the highest step of earlier generations; `nodes` tells where they are, and when one is back."""
         self.job, self.plan, self.emit, self.nodes = job, plan, job.emit, nodes
-        self.spec, self.traces, self.stops = job.spec, job.traces, job.stops
+        self.spec, self.files, self.stops = job.spec, job.files, job.stops
         self.best = furthest
         self.running = {worker.rank for worker in plan.workers}
         self.launched = False
@@ -43,14 +45,14 @@ class Generation:
         self.engine_lost = ""  # what the engine said when it was lost
         self.hung: Cause | None = None
         self.why = ""  # why the workers were asked to end
-        self.wanted, self.given = 0, 0  # orders to the workers: 1 to end, 2 to die
+        self.requested, self.sent = 0, 0  # orders to the workers: 1 to end, 2 to die
         self.heard = 0  # how many of the user's requests to stop have been passed on
         self.give_up = float("inf")
         self.failing = float("inf")  # when the others are stopped after a failure
         self.killing = float("inf")  # when those that have not ended by then are killed
         self.late = False  # whether that has been done: one of them may be the worker that the others waited for
         self.started = time.monotonic()  # of this generation; later, of its first worker
-        self.saved = self.traces.saved()
+        self.saved = self.files.saved()
         self.watch_for_hangs = _Watch(self) if self.spec.hang_after else None
         self.troubles: dict[str, tuple[str, float]] = {}  # node: what, since when
         self.boundary: object = None  # the checkpoints at the time when a missing node was back
@@ -75,7 +77,7 @@ class Generation:
 
     def adopt(self) -> None:
         """Find the workers that another supervisor, or we before the engine went away, have started."""
-        self.given = 0
+        self.sent = 0
         if self.why:
             self._give_time()
         strangers = self.job.session.adopt(self.plan) & self.running
@@ -96,7 +98,7 @@ class Generation:
                 self.emit("engine_lost", error=str(error))
                 self.engine_lost = str(error)
                 self.losses += 1
-                if self.losses > MOST_LOSSES or not self._reconnect():
+                if self.losses > MAX_ENGINE_LOSSES or not self._reconnect():
                     return self._result("lost", str(error))
                 if self.hung and not self.why:  # it was lost while we asked where the workers stand
                     self._stop(FAILED)
@@ -123,7 +125,7 @@ class Generation:
 
     def _reconnect(self) -> bool:
         """Wait for an engine that went away, and find the workers again; False if it stays away."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + ENGINE_TIMEOUT
         while time.monotonic() < deadline:
             if self.job.sleep(0.5):
                 return False
@@ -145,9 +147,9 @@ class Generation:
             self.awaited, self.noted = set(), time.monotonic()
 
     def _step(self) -> None:
-        if self.given < self.wanted:
-            self.job.session.stop(Stop.KILL if self.wanted > 1 else Stop.TERMINATE)
-            self.given = self.wanted
+        if self.sent < self.requested:
+            self.job.session.stop(Stop.KILL if self.requested > 1 else Stop.TERMINATE)
+            self.sent = self.requested
         seen = self.job.session.wait(timeout=0.1)
         for end in seen.exits:
             if end.rank in self.running:
@@ -161,7 +163,7 @@ class Generation:
             self._stop(BY_USER)
         if self.spec.max_run and self.emit.seconds() > self.spec.max_run and not self.why:
             self._stop(BY_MAX_RUN)
-        if not self.why and self.traces.gone():
+        if not self.why and self.files.gone():
             self._stop(REMOVED)
         self._look_for_trouble(seen.troubles)
         if self.why or self.hung:
@@ -193,11 +195,11 @@ class Generation:
         stopping = bool(self.why or self.hung)
         ours = stopping and end.asked
         self.emit("worker_ended", rank=end.rank, node=node, exit_code=end.code, stopping=ours)
-        if self.wanted < 2 or self.late:  # what else we have killed says nothing
+        if self.requested < 2 or self.late:  # what else we have killed says nothing
             self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
         if end.code and not stopping:
-            timeout = complains(self.traces.words(end.rank), TIMEOUT)
-            self.failing = min(self.failing, time.monotonic() + PEERS_FAIL * timeout)
+            timeout = complains(self.files.last_lines(end.rank), TIMEOUT)
+            self.failing = min(self.failing, time.monotonic() + PEER_FAILURE_WINDOW * timeout)
         self._stop_if_failing()
 
     def _stop_if_failing(self) -> None:
@@ -211,24 +213,24 @@ class Generation:
 
     def _stop(self, why: str) -> None:
         self.why = self.why or why
-        self.wanted = 2 if self.stops() > 1 or (self.hung and self.why == FAILED) else max(1, self.wanted)
+        self.requested = 2 if self.stops() > 1 or (self.hung and self.why == FAILED) else max(1, self.requested)
         with contextlib.suppress(OSError):  # a full disk; the nodes stop what runs all the same
-            self.traces.fence(self.plan.generation, over=True)
-        self.emit("workers_stopping", why=why, kill=self.wanted > 1)
+            self.files.fence(self.plan.generation, over=True)
+        self.emit("workers_stopping", why=why, kill=self.requested > 1)
         if self.why == FAILED and self.plan.gpus:
-            self.killing = min(self.killing, time.monotonic() + IN_NCCL)
+            self.killing = min(self.killing, time.monotonic() + NCCL_STOP_TIMEOUT)
         self._give_time()
 
     def _kill(self) -> None:
         """Kill the workers that have not ended."""
         self.killing = float("inf")
-        if self.wanted < 2:
-            self.wanted, self.late = 2, True
+        if self.requested < 2:
+            self.requested, self.late = 2, True
             self.emit("workers_stopping", why=self.why, kill=True)
             self._give_time()
 
     def _give_time(self) -> None:
-        self.give_up = time.monotonic() + AFTER_GRACE + (0 if self.wanted > 1 else self.spec.grace)
+        self.give_up = time.monotonic() + REPORT_TIMEOUT + (0 if self.requested > 1 else self.spec.grace)
 
     def _look_for_trouble(self, found: dict[str, str]) -> None:
         """Note nodes that are paused, for which we wait, and those that are cut off, for which we do not wait long."""
@@ -241,7 +243,7 @@ class Generation:
             if self.troubles.get(node, ("", 0.0))[0] != what:
                 self.emit("node_in_trouble", node=node, trouble=what)
                 self.troubles[node] = what, time.monotonic()
-            cut_off = what == "partition" and time.monotonic() - self.troubles[node][1] > PARTITION_PATIENCE
+            cut_off = what == "partition" and time.monotonic() - self.troubles[node][1] > PARTITION_TIMEOUT
             ranks = [rank for rank in self.running if self.plan.workers[rank].node == node]
             if cut_off and ranks and not self.why and not self.hung:
                 rank = min(ranks)
@@ -253,7 +255,7 @@ class Generation:
 
     def _at_a_checkpoint(self) -> None:
         """A missing node is back: once the job has saved, stop it to go on with all nodes."""
-        saved = self.traces.saved()
+        saved = self.files.saved()
         if self.boundary is None:
             self.emit("node_back")
             self.boundary = saved
@@ -267,7 +269,7 @@ class Generation:
         self.emit("hang", states={str(rank): state for rank, state in letters.items()}, after=self.spec.hang_after)
         self.hung = self._stuck(min(self.running), "the job hung; the engine was lost before it was known where")
         self.job.session.stop(Stop.DUMP)
-        deadline = time.monotonic() + DUMP_TAKES
+        deadline = time.monotonic() + DUMP_TIMEOUT
         frozen = {rank for rank, letter in letters.items() if letter in hang.FROZEN}  # they print nothing
         while self.running - frozen and time.monotonic() < deadline:
             for end in self.job.session.wait(timeout=0.1).exits:
@@ -277,7 +279,7 @@ class Generation:
 
     def _late(self, states: dict[int, str]) -> Cause:
         """Whom the others wait for, by the workers' states and by what they have printed of where they stand."""
-        rank, what = hang.late(states, {rank: hang.stand(self.traces.text(rank)) for rank in sorted(states)})
+        rank, what = hang.late(states, {rank: hang.stand(self.files.text(rank)) for rank in sorted(states)})
         return self._stuck(rank, f"the job hung: rank {rank} on {self.plan.workers[rank].node} {what}")
 
     def _stuck(self, rank: int, summary: str) -> Cause:
@@ -288,8 +290,8 @@ class Generation:
             cause="hang",
             summary=summary,
             hint="the log of each rank ends with its stacks; hang_after in the job file says when a job counts as hung",
-            last_lines=self.traces.words(rank),
-            log=str(self.traces.log(rank)),
+            last_lines=self.files.last_lines(rank),
+            log=str(self.files.log(rank)),
         )
 
     # --- what came of it
@@ -297,8 +299,8 @@ class Generation:
     def _cause(self) -> Cause:
         if self.hung:
             return self.hung
-        window = min(PEERS_FAIL, self.spec.grace)  # later, it is we who kill
-        exit, known = blame(self.ends, self.traces.words, window)
+        window = min(PEER_FAILURE_WINDOW, self.spec.grace)  # later, it is we who kill
+        exit, known = blame(self.ends, self.files.last_lines, window)
         known, node = known or self.known.get(exit.rank, ""), self.plan.workers[exit.rank].node
         if not known:
             try:
@@ -307,18 +309,18 @@ class Generation:
                 known = "engine lost"
         if self.engine_lost and known.startswith("node "):
             known = "engine lost"
-        words, log = self.traces.words(exit.rank), str(self.traces.log(exit.rank))
+        words, log = self.files.last_lines(exit.rank), str(self.files.log(exit.rank))
         return diagnose(self.plan, exit, known, words, log, self.nodes.hosts.get(node, ""))
 
     def _result(self, word: str, why: str, cause: Cause | None = None) -> GenerationResult:
         lasted = time.monotonic() - self.started
-        step, saved = self.traces.step(), self.traces.saved()
+        step, saved = self.files.step(), self.files.saved()
         if step or self.best:
             progress = step > self.best
         elif saved:
             progress = saved != self.saved
         else:
-            progress = lasted > FAST  # it leaves nothing to measure it by
+            progress = lasted > CRASH_LOOP_SECONDS  # it leaves nothing to measure it by
         return GenerationResult(
             generation=self.plan.generation,
             word=word,
@@ -335,7 +337,7 @@ class _Watch:
     """Finds out that a job hangs: nothing was written for the whole time, and nobody computed in its last half."""
 
     def __init__(self, generation: Generation) -> None:
-        self.traces, self.job = generation.traces, generation.job
+        self.files, self.job = generation.files, generation.job
         self.patience = generation.spec.hang_after or float("inf")
         self.looked = self.active = self.asked = time.monotonic()
         self.activity: object = None
@@ -347,7 +349,7 @@ class _Watch:
         if now - self.looked < min(1.0, self.patience / 20):
             return False
         self.looked = now
-        activity = self.traces.activity()
+        activity = self.files.activity()
         if excused or activity != self.activity:
             self.activity, self.active, self.cpu = activity, now, {}
         if now - self.active < self.patience / 2 or now - self.asked < self.patience / 10:

@@ -14,14 +14,14 @@ from orchestrate.files.folder import Folder
 from orchestrate.files.lines import Lines
 from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, JobPaths
 from orchestrate.job import logs
-from orchestrate.job.metrics import LONGEST, fold, measurements
+from orchestrate.job.metrics import MAX_LINE, fold, measurements
 
 WORDS, WIDEST = 12, 2000  # lines of a worker that failed which a person sees, and their characters
-LOOK = 8 << 20  # bytes of the metrics that one look takes in
-WHOLE, ROWS = 64 << 20, 100_000  # bytes and lines of the metrics that a report is made of: the last ones
+MAX_METRICS_READ = 8 << 20  # bytes of the metrics that one look takes in
+MAX_METRICS, MAX_ROWS = 64 << 20, 100_000  # bytes and lines of the metrics that a report is made of: the last ones
 
 
-class Traces:
+class JobFiles:
     """The supervisor's eyes on the files of a job, and its fence."""
 
     def __init__(self, paths: JobPaths, hide: Callable[[str], str] = str) -> None:
@@ -38,7 +38,7 @@ class Traces:
         """Whether the run directory was removed; nodes cannot do that."""
         return not os.path.lexists(self.paths.shared)
 
-    def words(self, rank: int) -> list[str]:
+    def last_lines(self, rank: int) -> list[str]:
         """The last lines of a worker of this generation, each cut to what a person reads; events keep them for good."""
         words = logs.last_words(self.text(rank), self.generation, WORDS)
         return [line if len(line) <= WIDEST else f"{line[: WIDEST - 1]}…" for line in words]
@@ -56,7 +56,7 @@ class Traces:
         with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
             if file.seek(0, 2) < self._metrics.offset:  # the script has begun anew
                 self._metrics = Lines()
-            found = measurements(self._metrics.new(file, LOOK))
+            found = measurements(self._metrics.new(file, MAX_METRICS_READ))
             steps = (step for values in found if type(step := values.get("step")) is int and 0 <= step < 1 << 63)
             self._step = max([self._step, *steps])
         return self._step
@@ -65,8 +65,8 @@ class Traces:
         """What is kept of the lines of metrics.jsonl, the last ones where they are many."""
         with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
             read = Lines()
-            read.skip(file, WHOLE)
-            last = deque((line for line in read.new(file, WHOLE) if len(line) <= LONGEST), ROWS)
+            read.skip(file, MAX_METRICS)
+            last = deque((line for line in read.new(file, MAX_METRICS) if len(line) <= MAX_LINE), MAX_ROWS)
             return fold([*last, read.rest()])
         return []
 

@@ -28,15 +28,15 @@ from orchestrate.job.plan import Plan
 from orchestrate.job.redact import Mask
 from orchestrate.job.spec import JobSpec
 from orchestrate.node.command import of_python
-from orchestrate.supervise.job_files import Traces
+from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.supervisor import Supervisor
 
 SHELLS = ("sh", "bash", "zsh")
-LOOKS = (0.05, 0.25)  # seconds between two looks at the logs, while workers write and while they are silent
-LOOK = 1 << 20  # bytes of each log that one look shows, before our own lines have their turn
-TURN = 1.0  # seconds that it takes at most
-CATCHES_UP = 10.0  # seconds for what workers have written at the end of a job
-UNREAD = 60.0  # seconds that a reader has for the last lines
+LOG_INTERVAL = (0.05, 0.25)  # seconds between two looks at the logs, while workers write and while they are silent
+MAX_LOG_READ = 1 << 20  # bytes of each log that one look shows, before our own lines have their turn
+MAX_TURN = 1.0  # seconds that it takes at most
+LAST_LINES_TIMEOUT = 10.0  # seconds for what workers have written at the end of a job
+READER_TIMEOUT = 60.0  # seconds that a reader has for the last lines
 
 
 def check_script(spec: JobSpec) -> JobSpec:
@@ -146,16 +146,16 @@ def supervise(
                     f"{paths.events} is damaged: {error}", f"python -m orchestrate rm {plan.job_id}"
                 ) from None
             emit("supervisor_started", job_id=plan.job_id)
-            traces = Traces(paths, hide)
-            supervisor = Supervisor(spec, plan, seen, engine, emit, stops, traces, renew)
+            files = JobFiles(paths, hide)
+            supervisor = Supervisor(spec, plan, seen, engine, emit, stops, files, renew)
             try:
                 outcome = supervisor.supervise()
             except OrchestrateError as error:
                 outcome, failure = JobResult("failed", supervisor.could_not(error)), error
         emit("job_ended", outcome=outcome.word, reason=outcome.why)
         emit.close()
-        metrics, ended = hide.inside(traces.metrics()), supervisor.history.ended
-        told = report.report(supervisor.plan, outcome, ended, emit.events, metrics, *traces.checkpoints())
+        metrics, ended = hide.inside(files.metrics()), supervisor.history.ended
+        told = report.report(supervisor.plan, outcome, ended, emit.events, metrics, *files.checkpoints())
         data: dict[str, Any] = hide.inside(told, ours=OURS)
         text = json.dumps(data, indent=2) + "\n"
         acts: list[Callable[[], object]] = [
@@ -165,7 +165,7 @@ def supervise(
         ]
         if not outcome.left:
             acts.append(lambda: records.end(paths.root))
-        if traces.gone():
+        if files.gone():
             show(f"warning: {paths.root} was removed while the job ran: it has neither report nor logs")
             acts = []
         for act in acts:
@@ -207,7 +207,7 @@ def _following(
     def catch_up(end: bool = False) -> int:
         nonlocal left
         shown = count = waiting.qsize()
-        until, fresh = time.monotonic() + TURN, False
+        until, fresh = time.monotonic() + MAX_TURN, False
         while True:  # what the workers wrote before we said something
             if (line := next(left, None)) is not None:
                 phase("")
@@ -218,7 +218,7 @@ def _following(
             elif fresh:
                 break
             else:
-                left, fresh = follower.lines(end, LOOK), True
+                left, fresh = follower.lines(end, MAX_LOG_READ), True
         for _ in range(count):
             waiting.get()()
         if now := follower.progress():
@@ -226,12 +226,12 @@ def _following(
         return shown
 
     def follow() -> None:
-        pause = LOOKS[0]
+        pause = LOG_INTERVAL[0]
         while not done.is_set():
             bell.wait(pause)
             bell.clear()
-            pause = LOOKS[0] if catch_up() else min(LOOKS[1], 1.5 * pause)
-        until = time.monotonic() + CATCHES_UP
+            pause = LOG_INTERVAL[0] if catch_up() else min(LOG_INTERVAL[1], 1.5 * pause)
+        until = time.monotonic() + LAST_LINES_TIMEOUT
         while catch_up(end=True):
             if time.monotonic() > until:
                 return show(f"warning: workers wrote more than can be shown: see {follower.paths.logs}")
@@ -247,5 +247,5 @@ def _following(
     finally:
         done.set()
         bell.set()
-        thread.join(UNREAD)
+        thread.join(READER_TIMEOUT)
         phase("")

@@ -12,8 +12,8 @@ from orchestrate.errors import EngineError, EngineLost
 from orchestrate.job.plan import Plan, in_order, names, plan
 from orchestrate.supervise.running import Running
 
-TRIES = 3  # to bring nodes back, a second apart
-REJOIN = (10.0, 300.0)  # seconds between two tries to bring a missing node back, at first and at most
+MAX_ATTEMPTS = 3  # to bring nodes back, a second apart
+REJOIN_INTERVAL = (10.0, 300.0)  # seconds between two tries to bring a missing node back, at first and at most
 
 
 class Nodes:
@@ -25,7 +25,7 @@ class Nodes:
         self.spec, self.emit = job.spec, job.emit
         self.pool = ThreadPoolExecutor(1)
         self.rejoining: Future[None] | None = None
-        self.rejoin_at, self.rejoin_delay = 0.0, REJOIN[0]
+        self.rejoin_at, self.rejoin_delay = 0.0, REJOIN_INTERVAL[0]
 
     def bring_up(self, number: int) -> None:
         """Have all nodes up, or as many as the job may go on with, and make the plan of generation `number`."""
@@ -39,7 +39,7 @@ class Nodes:
                 # A spare node takes the place of one that is lost; that one comes back meanwhile.
                 self.rejoining = self.pool.submit(self._up, everything)
             else:
-                self._try_up(everything, TRIES if number else 1)
+                self._try_up(everything, MAX_ATTEMPTS if number else 1)
         except EngineLost:
             raise
         except EngineError as lacking:
@@ -74,7 +74,7 @@ class Nodes:
         if self.rejoining.exception() is None:
             return True
         self.rejoining = None
-        self.rejoin_delay = min(REJOIN[1], self.rejoin_delay * 2)
+        self.rejoin_delay = min(REJOIN_INTERVAL[1], self.rejoin_delay * 2)
         self.rejoin_at = time.monotonic() + self.rejoin_delay
         return False
 

@@ -14,8 +14,8 @@ Search = Callable[[str, str], object]  # search(pattern, text): whether a regula
 PASSING = ("no such file", "not writable", "no GPUs")  # causes that may pass where the job had come further before them
 OUR_OWN = ("engine lost", "interrupted")  # causes that say nothing of the job
 NO_PROGRESS = 3  # generations without progress that end a job; as nvidia-resiliency-ext counts
-FAST = 30.0  # seconds; a generation that fails sooner, without progress, is part of a crash loop
-LONGEST_DELAY = 30.0  # seconds
+CRASH_LOOP_SECONDS = 30.0  # seconds; a generation that fails sooner, without progress, is part of a crash loop
+MAX_DELAY = 30.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _delay(failures: Sequence[GenerationResult]) -> float:
     """Seconds to wait: none at first, then doubling, for failures that come fast and without progress."""
     loop = 0
     for ended in reversed(failures):
-        if ended.progress or ended.lasted > FAST:
+        if ended.progress or ended.lasted > CRASH_LOOP_SECONDS:
             break
         loop += 1
-    return min(LONGEST_DELAY, 2.0 ** (loop - 2)) if loop > 1 else 0.0
+    return min(MAX_DELAY, 2.0 ** (loop - 2)) if loop > 1 else 0.0

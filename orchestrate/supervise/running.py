@@ -14,10 +14,10 @@ from orchestrate.errors import EngineError
 from orchestrate.job.events import Recorder
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.job_files import Traces
+from orchestrate.supervise.job_files import JobFiles
 
-PATIENCE = 300.0  # seconds that the engine may be away, or the disk of the run directory full
-HURRY = 10.0  # seconds, where the job is to stop
+ENGINE_TIMEOUT = 300.0  # seconds that the engine may be away, or the disk of the run directory full
+STOPPING_TIMEOUT = 10.0  # seconds, where the job is to stop
 MENDS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)  # what may be over soon; a folder that is gone is gone
 
 
@@ -35,7 +35,7 @@ class Running:
     engine: Engine
     emit: Recorder
     stops: Callable[[], int]  # how often the job was asked to stop
-    traces: Traces
+    files: JobFiles
 
     @cached_property
     def session(self) -> Session:
@@ -59,7 +59,7 @@ class Running:
 
         The limit is shorter if the job is being stopped: a paused node, for example, does not answer.
         """
-        deadline = time.monotonic() + (HURRY if self.stops() else PATIENCE)
+        deadline = time.monotonic() + (STOPPING_TIMEOUT if self.stops() else ENGINE_TIMEOUT)
         emitted = False
         while True:
             try:

@@ -15,7 +15,7 @@ from orchestrate.job.patterns import Patterns
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.generation import BY_USER, Generation
-from orchestrate.supervise.job_files import Traces
+from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import decide
 from orchestrate.supervise.running import Running
@@ -32,7 +32,7 @@ class Supervisor:
         engine: Engine,
         emit: Recorder,
         stops: Callable[[], int],
-        traces: Traces,
+        files: JobFiles,
         keep: Callable[[Plan], None],
     ) -> None:
         """`plan` is that of the newest generation, and `keep` writes down the plan of each new one.
@@ -41,8 +41,8 @@ class Supervisor:
         `stops()` is how often the job was asked to stop.
         """
         plan = replace(plan, command=spec.command)  # that of plan.json shows no secrets
-        self.job = Running(spec=spec, plan=plan, run=run, engine=engine, emit=emit, stops=stops, traces=traces)
-        self.spec, self.emit, self.stops, self.traces = spec, emit, stops, traces
+        self.job = Running(spec=spec, plan=plan, run=run, engine=engine, emit=emit, stops=stops, files=files)
+        self.spec, self.emit, self.stops, self.files = spec, emit, stops, files
         self.history = History(emit.events)
         self.nodes = Nodes(self.job, self.history.hosts, keep)
         logs = [rule["log"] for rule in spec.rules if "log" in rule]
@@ -150,7 +150,7 @@ class Supervisor:
             return self.history.ended[-1] if self.history.ended else None
         self.met = True
         self.emit("taken_over", generation=self.history.running)
-        self.traces.generation = self.plan.generation
+        self.files.generation = self.plan.generation
         generation = self._generation()
         generation.restore(self.history.exits, self.history.stopping, self.history.states)
         self.job.patiently(generation.adopt, EngineLost, "engine_lost")
@@ -159,8 +159,8 @@ class Supervisor:
     def _next_generation(self) -> Generation:
         """Fence off all older workers, and make ready to launch the plan."""
         number = self.plan.generation
-        self.traces.generation = number
-        self.job.write(lambda: self.traces.fence(number))
+        self.files.generation = number
+        self.job.write(lambda: self.files.fence(number))
         port = self.plan.workers[0].env["MASTER_PORT"]
         facts = {"nodes": list(self.plan.nodes), "world_size": self.plan.world_size, "master_port": int(port)}
         self.emit("generation_starting", generation=number, **facts)

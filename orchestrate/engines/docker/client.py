@@ -25,7 +25,7 @@ from docker.models.containers import Container
 from docker.models.networks import Network
 
 from orchestrate.engines.base import never
-from orchestrate.engines.connection import ANSWERS, NodeConnection
+from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.docker.address import address
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
@@ -33,8 +33,8 @@ from orchestrate.job import users
 from orchestrate.job.spec import JobSpec
 
 NOBODY = "65534:65534"  # the user of processes that an engine starts beside a node
-LONGEST = 600  # seconds that Compose may take to bring nodes up or down
-ENDS = 10.0  # seconds that it has to end after a request to stop, and after SIGTERM
+COMPOSE_TIMEOUT = 600  # seconds that Compose may take to bring nodes up or down
+COMPOSE_STOP_TIMEOUT = 10.0  # seconds that it has to end after a request to stop, and after SIGTERM
 ERRORS = (docker.errors.DockerException, requests.RequestException)  # everything that the SDK raises
 GET_DOCKER = "start Docker (systemctl start docker, or Docker Desktop), or use --engine process"
 PLUGINS = [  # where the `docker` command looks for Compose on Linux
@@ -129,7 +129,9 @@ class Daemon:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(act, containers))
 
-    def talk(self, container: str, command: list[str], key: bytes, patience: float = ANSWERS) -> NodeConnection | None:
+    def talk(
+        self, container: str, command: list[str], key: bytes, patience: float = ANSWER_TIMEOUT
+    ) -> NodeConnection | None:
         """Run a command in a container that connects its stdin and stdout to a node; None if the node does not answer.
 
         `key` is that of the node, which must answer within `patience` seconds.
@@ -197,7 +199,7 @@ def _end_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> str:
 
     After `stopped()` or Ctrl-C it gets some time: what it is creating can be removed only once it exists.
     """
-    deadline, hurried, ended = time.monotonic() + LONGEST, False, False
+    deadline, hurried, ended = time.monotonic() + COMPOSE_TIMEOUT, False, False
     interrupt: KeyboardInterrupt | None = None
     while True:
         try:
@@ -208,10 +210,10 @@ def _end_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> str:
         except KeyboardInterrupt as error:
             interrupt = error
         if (interrupt or stopped()) and not hurried:
-            deadline, hurried = time.monotonic() + ENDS, True
+            deadline, hurried = time.monotonic() + COMPOSE_STOP_TIMEOUT, True
         if time.monotonic() > deadline:
             os.killpg(process.pid, signal.SIGKILL if ended else signal.SIGTERM)
-            deadline, ended = time.monotonic() + ENDS, True
+            deadline, ended = time.monotonic() + COMPOSE_STOP_TIMEOUT, True
     if interrupt:
         raise interrupt
     if ended:

@@ -25,7 +25,7 @@ from orchestrate.errors import EngineError
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import guard as program
 
-TAKES = 30  # seconds that a helper may take
+HELPER_TIMEOUT = 30  # seconds that a helper may take
 MEMORY, PROCESSES = 64 << 20, 8  # that it may use
 METADATA = (
     "169.254.0.0/16",  # most clouds
@@ -49,9 +49,9 @@ Pattern = tuple[Address, Address]  # an address and its mask
 class Guard:
     """The helpers of one job's nodes."""
 
-    def __init__(self, daemon: Daemon, home: str, run: Path) -> None:
-        """`home` is the job or cluster that the nodes belong to, and `run` the folder that they mount."""
-        self.daemon, self.home, self.run = daemon, home, run
+    def __init__(self, daemon: Daemon, project: str, run: Path) -> None:
+        """`project` is the job or cluster that the nodes belong to, and `run` the folder that they mount."""
+        self.daemon, self.project, self.run = daemon, project, run
         self.pool = ThreadPoolExecutor(16)
         self.begun: dict[str, Future[None]] = {}  # by endpoint id, which is new each time a container starts
         self.ended: set[str] = set()  # endpoints whose helper has ended
@@ -112,12 +112,12 @@ class Guard:
             entrypoint=command,
             user="0:0",
             environment={"NVIDIA_VISIBLE_DEVICES": "void"},
-            name=labels.helper_name(labels.GUARD, self.home, secrets.token_hex(4)),
-            labels=labels.only({labels.GUARD: self.home, labels.RUN: str(self.run)}),
+            name=labels.helper_name(labels.GUARD, self.project, secrets.token_hex(4)),
+            labels=labels.only({labels.GUARD: self.project, labels.RUN: str(self.run)}),
         )
         try:
             api.start(helper)
-            if code := api.wait(helper, timeout=TAKES)["StatusCode"]:
+            if code := api.wait(helper, timeout=HELPER_TIMEOUT)["StatusCode"]:
                 last = api.logs(helper, tail=1).decode(errors="replace").strip()
                 raise EngineError(last or f"a helper ended with exit code {code}")
         finally:

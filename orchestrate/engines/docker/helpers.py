@@ -14,7 +14,7 @@ from docker.types import LogConfig
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import ERRORS, Daemon, reason
 from orchestrate.errors import EngineError
-from orchestrate.job.limits import FEWEST
+from orchestrate.job.limits import MIN_PROCESSES
 from orchestrate.job.spec import IMAGE
 
 
@@ -70,7 +70,7 @@ def output(
         made = create(
             daemon,
             memory,
-            FEWEST,
+            MIN_PROCESSES,
             {"network_mode": "none", **host},
             image=image,
             entrypoint=command[:1],

@@ -17,8 +17,8 @@ from orchestrate.errors import UsageError
 from orchestrate.files.folder import regular
 
 NAME = ".dockerignore"
-LARGEST, MOST = 64 << 10, 1000  # bytes and patterns
-MOST_STEPS = 5_000_000  # comparisons of a pattern with a name, about a microsecond each
+MAX_FILE, MAX_PATTERNS = 64 << 10, 1000  # bytes and patterns
+MAX_STEPS = 5_000_000  # comparisons of a pattern with a name, about a microsecond each
 ANY = "**"  # any number of folders
 WILD = set("*?[\\")  # what makes more than text of a pattern
 
@@ -94,7 +94,7 @@ class Walk:
     """A traversal of the folder of code with a limited number of comparisons."""
 
     def __init__(self, code: Path) -> None:
-        self._code, self._left = code, MOST_STEPS
+        self._code, self._left = code, MAX_STEPS
 
     def inside(self, folder: Place) -> list[tuple[os.DirEntry[str], Place]]:
         """The entries of a folder; raises UsageError if it cannot be read, or the patterns take too long."""
@@ -154,7 +154,7 @@ def read(code: Path, but: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
     file = code / NAME
     try:
         with regular(file) as opened:
-            content = opened.read(LARGEST + 1)
+            content = opened.read(MAX_FILE + 1)
     except FileNotFoundError:
         return ()
     except OSError as error:
@@ -162,8 +162,8 @@ def read(code: Path, but: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
         raise UsageError(f"cannot read {file}: {why}", "replace it by a text file, or remove it") from None
     lines = content.decode("utf-8-sig", "replace").splitlines()
     texts = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if len(content) > LARGEST or len(texts) > MOST:
-        problem = f"{file} has more than {LARGEST >> 10} KiB or {MOST} patterns"
+    if len(content) > MAX_FILE or len(texts) > MAX_PATTERNS:
+        problem = f"{file} has more than {MAX_FILE >> 10} KiB or {MAX_PATTERNS} patterns"
         raise UsageError(problem, "name folders in it, or use wildcards, instead of single files")
     found = [(text, _names(text.removeprefix("!").strip())) for text in texts]
     try:

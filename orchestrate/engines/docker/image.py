@@ -17,7 +17,7 @@ from orchestrate.errors import EngineError, ResourceError, UsageError
 from orchestrate.files.paths import NODES, PACKAGE, code_folder
 from orchestrate.job import users
 from orchestrate.job.cores import cores
-from orchestrate.job.gpus import ANSWERS, DETAILS, LIST, Offer, fields, offer, read, trouble_of
+from orchestrate.job.gpus import DETAILS, LIST, NVIDIA_SMI_TIMEOUT, Offer, fields, offer, read, trouble_of
 from orchestrate.job.plan import Inventory
 from orchestrate.job.preload import may_use_torch, preload
 from orchestrate.job.spec import IMAGE, JobSpec
@@ -146,7 +146,7 @@ def _offer(daemon: Daemon, image: str, run: Path, spec: JobSpec) -> Offer:
         daemon,
         run,
         ["sh", "-c", "; ".join(" ".join(command) for command in (LIST, DETAILS))],
-        int(ANSWERS),
+        int(NVIDIA_SMI_TIMEOUT),
         toolkit.host_config(way, every),
         image=image,
         memory=1 << 30,

@@ -33,8 +33,8 @@ COMPILED = (
     "*.py[cod]",
     "*$py.class",
 )  # compiled copies of files next to them
-LOOKS = 50_000  # entries of a folder of code among which sockets are looked for; that takes a tenth of a second
-MOST = 4096  # masks of a node; mounting that many takes a second
+MAX_ENTRIES = 50_000  # entries of a folder of code among which sockets are looked for; that takes a tenth of a second
+MAX_MASKS = 4096  # masks of a node; mounting that many takes a second
 
 
 def bind(source: Path, target: str) -> dict[str, Any]:
@@ -80,10 +80,10 @@ def of_nodes(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[
             raise EngineError(f"{ascii(path)} cannot be mounted: its name is not UTF-8", "use another folder")
     hidden = masks(code, run.parent.parent, CODE, command)
     names = {mount["target"].removeprefix(f"{CODE}/") for mount in hidden}
-    doors = [*islice(_doors(code, names), max(0, MOST + 1 - len(names)))]
-    if len(hidden) + len(doors) > MOST:
+    doors = [*islice(_doors(code, names), max(0, MAX_MASKS + 1 - len(names)))]
+    if len(hidden) + len(doors) > MAX_MASKS:
         raise UsageError(
-            f"{code} has more than {MOST} sockets, pipes and files to hide, the most that a node can hide",
+            f"{code} has more than {MAX_MASKS} sockets, pipes and files to hide, the most that a node can hide",
             "name the folders that they are in in .dockerignore, or use another folder",
         )
     return [bind(run, JOB), *hidden, *(_mask(code, name, CODE, folder=False) for name in doors)]
@@ -102,10 +102,10 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
         raise UsageError(f"{code} holds the keys and secrets of jobs, and nodes would see it", "use another folder")
     folders = (*paths(runs), *filter(_there, kept | kernels()))
     jobs = {str(folder.relative_to(code)) for folder in folders if folder.is_relative_to(code)}
-    named = sorted(islice(ignored(code, COMPILED), MOST + 1))
-    if len(named) > MOST:
+    named = sorted(islice(ignored(code, COMPILED), MAX_MASKS + 1))
+    if len(named) > MAX_MASKS:
         raise UsageError(
-            f".dockerignore names more than {MOST} files and folders of {code}, the most that a node can hide",
+            f".dockerignore names more than {MAX_MASKS} files and folders of {code}, the most that a node can hide",
             "name the folders that they are in",
         )
     found = {*named, *jobs, *(name for name in ALWAYS if _there(code / name))}
@@ -125,7 +125,7 @@ def _doors(code: Path, hidden: Collection[str]) -> Iterator[str]:
 
     Looks at a limited number of entries, those near the top first, and not in folders that are hidden anyway.
     """
-    waiting, room = deque([""]), LOOKS
+    waiting, room = deque([""]), MAX_ENTRIES
     while waiting and room > 0:
         folder = waiting.popleft()
         with contextlib.suppress(OSError), os.scandir(code / folder) as entries:

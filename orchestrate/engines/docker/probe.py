@@ -21,7 +21,7 @@ PYTHONS = (  # where images have it; conda's and those of environments are often
 )
 OLDEST = (3, 9)  # Python that can run a node
 MEMORY = 4 << 30  # bytes; torch with CUDA takes up to two
-ANSWERS = 30  # seconds that Python may take to report its version
+PYTHON_TIMEOUT = 30  # seconds that Python may take to report its version
 VERSION = "import sys; sys.stdout.write('%d %d' % sys.version_info[:2])"
 
 
@@ -38,7 +38,7 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
         return name
     old, why = "", ""
     for name in PYTHONS:
-        said, failure = _run(daemon, image, run, [name, "-I", "-S", "-c", VERSION], ANSWERS)
+        said, failure = _run(daemon, image, run, [name, "-I", "-S", "-c", VERSION], PYTHON_TIMEOUT)
         why = why or ("" if "exec: " in failure or "no such file" in failure else failure)  # there is no such program
         if "timed out" in failure:
             break
@@ -64,7 +64,9 @@ def useless(daemon: Daemon, image: str, run: Path, python: str, gpus: Collection
     way, ids = toolkit.way(daemon.info), [gpu.id for gpu in gpus]
     visible = {**toolkit.environment(way, ids), "HOME": "/tmp"}
     host = toolkit.host_config(way, ids)
-    said, failure = _run(daemon, image, run, [python, "-c", looked.CUDA], looked.COMPUTES, host, environment=visible)
+    said, failure = _run(
+        daemon, image, run, [python, "-c", looked.CUDA], looked.COMPUTE_TIMEOUT, host, environment=visible
+    )
     return looked.cuda(key, said, failure)
 
 

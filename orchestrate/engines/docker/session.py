@@ -15,7 +15,7 @@ from docker.models.containers import Container
 
 from orchestrate.engines import sockets
 from orchestrate.engines.base import Observed, Stop, never
-from orchestrate.engines.clients import DYING, NodeClients, key_of
+from orchestrate.engines.clients import NODE_EXIT_TIMEOUT, NodeClients, key_of
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.docker import labels, mounts, objects, toolkit
 from orchestrate.engines.docker.client import Daemon, Events, begin
@@ -28,15 +28,15 @@ from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
 
-RECONCILE = 5.0  # seconds between two lists of containers, in case the event stream has lost something
-LAG = 0.1  # seconds by which the engine's list of containers lags behind its events
-SHUTDOWN = 3.0  # seconds within which a daemon that ends all containers has exited
-SIGNS = 0.2  # seconds in which events explain the loss of a node
+RECONCILE_INTERVAL = 5.0  # seconds between two lists of containers, in case the event stream has lost something
+LIST_LAG = 0.1  # seconds by which the engine's list of containers lags behind its events
+SHUTDOWN_TIMEOUT = 3.0  # seconds within which a daemon that ends all containers has exited
+EVENT_TIMEOUT = 0.2  # seconds in which events explain the loss of a node
 HOST_NETWORK = Path(__file__).with_name("host-network.yml")
 UP = ("running", "paused")  # the states of a container that still has its processes
 PIPE = ["-I", "-S", "/opt/orchestrate/node/pipe.py"]
 SOCKETS = "/run/orchestrate"  # where nodes on this kernel listen
-LISTENS = 60.0  # seconds from a container's start until its node listens; 5 for the lowest `cpus`, if idle
+LISTEN_TIMEOUT = 60.0  # seconds from a container's start until its node listens; 5 for the lowest `cpus`, if idle
 
 
 class DockerSession:
@@ -45,9 +45,9 @@ class DockerSession:
     def __init__(self, daemon: Daemon, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
         """`run` is the folder that nodes mount; raises EngineError if they could not have it, or it has no key."""
         self.daemon, self.spec, self.warn, self.key = daemon, spec, warn, key_of(run)
-        self.home = plan.home  # the job, or the cluster that the nodes belong to
+        self.project = plan.project  # the job, or the cluster that the nodes belong to
         self.stays = bool(plan.inventory.cluster)  # whether the nodes outlive the job
-        self.network = "host" if spec.network == "host" else f"{plan.home}_job"
+        self.network = "host" if spec.network == "host" else f"{plan.project}_job"
         self.sockets = JobPaths(run.parent).sockets  # the folder of the nodes' sockets on this machine
         code = plan.inventory.code
         command = () if plan.job_id == plan.inventory.cluster else spec.command  # a cluster runs none
@@ -61,7 +61,7 @@ class DockerSession:
         self.dying: set[str] = set()  # ids of containers that were asked to end, but are still listed as running
         self.troubles: dict[str, str] = {}  # node: paused or partition
         self.looked = 0.0
-        self.guard = Guard(daemon, self.home, run) if wanted(spec) else None
+        self.guard = Guard(daemon, self.project, run) if wanted(spec) else None
         self.clients = NodeClients(self, warn)
         self.events = Events(daemon, self._ours)
         self.clients.watch(self.events.bell, self._hear)
@@ -70,9 +70,9 @@ class DockerSession:
         """What the Compose file is filled in with."""
         spec, way = self.spec, toolkit.way(self.daemon.info)
         return {
-            "JOB_ID": self.home,
+            "JOB_ID": self.project,
             "JOB_OWNER": str(os.getuid()),
-            "NODE_MODE": "wait",
+            "NODE_MODE": "agent",
             "NODE_KEY": self.key.hex(),
             "NODE_IMAGE": spec.image,
             "NODE_PYTHON": plan.inventory.python,
@@ -166,7 +166,7 @@ class DockerSession:
     def wait(self, timeout: float) -> Observed:
         """What nodes report of their workers; also checks the containers every few seconds."""
         exits = self.clients.wait(timeout)
-        if self.clients.running and time.monotonic() - self.looked > RECONCILE:
+        if self.clients.running and time.monotonic() - self.looked > RECONCILE_INTERVAL:
             self._reconcile()
             self.looked = time.monotonic()
         self._warn()
@@ -181,7 +181,7 @@ class DockerSession:
         hint = self.clients.exit_hints.get(end.rank)
         if hint == "oom":
             return "out of memory" if end.code == LOST else "out of memory in a child"
-        until = time.monotonic() + SIGNS
+        until = time.monotonic() + EVENT_TIMEOUT
         while hint is None and time.monotonic() < until:
             self.clients.listen(until - time.monotonic())
         container = self.nodes.get(node)
@@ -229,7 +229,7 @@ class DockerSession:
                 self.discard(unclean)
             sockets.tidy(self.sockets, {str(node.short_id) for node in self.nodes.values()})
         else:  # an idle node has no workers to stop
-            objects.remove(self.daemon, self.home, grace if self.clients.running else 0, [self.sockets])
+            objects.remove(self.daemon, self.project, grace if self.clients.running else 0, [self.sockets])
 
     def _warn(self) -> None:
         for text in self.guard.warnings() if self.guard else ():
@@ -239,10 +239,10 @@ class DockerSession:
 
     def _look(self) -> dict[str, Container]:
         """The job's containers by the names of their nodes; waits for those that are being killed."""
-        deadline = time.monotonic() + DYING
+        deadline = time.monotonic() + NODE_EXIT_TIMEOUT
         while True:
             self._hear()
-            found = {labels.node(node): node for node in objects.nodes_of(self.daemon, self.home)}
+            found = {labels.node(node): node for node in objects.nodes_of(self.daemon, self.project)}
             if time.monotonic() > deadline or not any(
                 node.id in self.dying and node.status == "running" for node in found.values()
             ):
@@ -269,7 +269,7 @@ class DockerSession:
         if container.status == "running" and self.env["NODE_SOCKETS"]:
             with contextlib.suppress(OSError, EngineError):
                 path = self.sockets / str(container.short_id)
-                return sockets.connect(path, self.key, lambda: self.daemon.young(container, LISTENS))
+                return sockets.connect(path, self.key, lambda: self.daemon.young(container, LISTEN_TIMEOUT))
         return self.daemon.talk(str(container.id), [self.env["NODE_PYTHON"], *PIPE], self.key)
 
     def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
@@ -295,7 +295,7 @@ class DockerSession:
 
     def _ours(self, event: dict[str, Any]) -> bool:
         attributes = event["Actor"]["Attributes"]
-        return self.home in (attributes.get(labels.JOB), attributes.get("name", "").removesuffix("_job"))
+        return self.project in (attributes.get(labels.JOB), attributes.get("name", "").removesuffix("_job"))
 
     def _read(self, event: dict[str, Any]) -> None:
         """Record an event of a container, or that the containers must be listed."""
@@ -307,7 +307,7 @@ class DockerSession:
             self.seen_events.setdefault(actor, set()).add(action)
             self.dying.discard(actor)
         if event["Type"] == "network" or action in ("pause", "unpause", "die"):
-            self.looked = time.monotonic() - RECONCILE + LAG
+            self.looked = time.monotonic() - RECONCILE_INTERVAL + LIST_LAG
 
     def _reconcile(self) -> None:
         """List the containers: which nodes have ended, and which are paused or cut off."""
@@ -320,9 +320,9 @@ class DockerSession:
 
     def _expect_shutdown(self) -> None:
         """Raise EngineLost if no node is left because the daemon is being stopped or was restarted."""
-        deadline = time.monotonic() + SHUTDOWN
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT
         while time.monotonic() < deadline:
-            if self.events.broken > time.monotonic() - 2 * SHUTDOWN:
+            if self.events.broken > time.monotonic() - 2 * SHUTDOWN_TIMEOUT:
                 raise EngineLost("the engine was restarted")
             with self.daemon.asking("does not answer"):
                 self.daemon.client.ping()
@@ -332,7 +332,7 @@ class DockerSession:
         sockets.share(self.sockets, self.env["NODE_USER"])
         files = [PROJECT / "docker-compose.yml", *([HOST_NETWORK] if self.network == "host" else []), "-"]
         options = [word for file in files for word in ("--file", str(file))]
-        words = ["--project-name", self.home, "--profile", "gpu", *options, *arguments]
+        words = ["--project-name", self.project, "--profile", "gpu", *options, *arguments]
         wiped = [*WIPED, *volumes(self.daemon, self.env["NODE_IMAGE"])]
         env = {**self.env, "NODE_WIPE": " ".join(wiped)}
         more = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []

@@ -43,7 +43,7 @@ class SwarmEngine:
         hosts = self.manager.takers(spec)
         nodes = spec.trainers + 1
         resources = [host["Description"]["Resources"] for host in hosts]
-        smallest = min(one.get("NanoCPUs", 0) for one in resources) // parts.SECOND
+        smallest = min(one.get("NanoCPUs", 0) for one in resources) // parts.NANOSECONDS
         most = math.ceil(nodes / len(hosts))  # nodes on one host
         offered = [gpus(host) for host in hosts] if spec.gpus != "none" else []
         return Inventory(

@@ -8,23 +8,23 @@ import os
 from pathlib import Path
 
 from orchestrate.errors import EngineError
-from orchestrate.files.folder import DEEPEST, Folder
+from orchestrate.files.folder import MAX_DEPTH, Folder
 from orchestrate.node.files import Facts
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-LONGEST = os.pathconf("/", "PC_PATH_MAX")  # bytes of a path, including the terminating null
+MAX_PATH = os.pathconf("/", "PC_PATH_MAX")  # bytes of a path, including the terminating null
 
 
 class Fetch:
     """A file that is being copied, under a hidden name."""
 
-    def __init__(self, home: Folder, path: str, told: Facts) -> None:
+    def __init__(self, run_dir: Folder, path: str, told: Facts) -> None:
         """Create the hidden file, and missing folders; raises OSError."""
-        self.home, self.path, self.told = home, path, told
+        self.run_dir, self.path, self.told = run_dir, path, told
         self.below, _, self.name = path.rpartition("/")
         self.temporary = _hidden(self.name)
         self.offset = 0  # of the next piece
-        with home.opened(self.below, make=True) as folder:
+        with run_dir.opened(self.below, make=True) as folder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.temporary, dir_fd=folder)
             self.file = os.fdopen(os.open(self.temporary, NEW, 0o666, dir_fd=folder), "wb")
@@ -51,32 +51,32 @@ class Fetch:
         with contextlib.suppress(OverflowError):  # a time that this file system cannot store
             os.utime(number, ns=(self.told[1], self.told[1]))
         self.file.close()
-        with self.home.opened(self.below) as folder:
+        with self.run_dir.opened(self.below) as folder:
             os.replace(self.temporary, self.name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def drop(self) -> None:
         """Remove it."""
         with contextlib.suppress(OSError):
             self.file.close()
-        with contextlib.suppress(OSError), self.home.opened(self.below) as folder:
+        with contextlib.suppress(OSError), self.run_dir.opened(self.below) as folder:
             os.unlink(self.temporary, dir_fd=folder)
 
 
-def reachable(home: Folder, path: str) -> bool:
+def reachable(run_dir: Folder, path: str) -> bool:
     """Whether a file can have this path here: not too deep for the job's files to be listed, and not too long.
 
     None has a path that the locale of this machine cannot write.
     """
     try:
-        return path.count("/") <= DEEPEST and len(os.fsencode(home.path / path)) < LONGEST
+        return path.count("/") <= MAX_DEPTH and len(os.fsencode(run_dir.path / path)) < MAX_PATH
     except UnicodeEncodeError:
         return False
 
 
-def link(home: Folder, path: str, there: str) -> None:
+def link(run_dir: Folder, path: str, there: str) -> None:
     """Create a link to `there`, or replace an old one atomically; raises OSError."""
     below, _, name = path.rpartition("/")
-    with home.opened(below, make=True) as folder:
+    with run_dir.opened(below, make=True) as folder:
         with contextlib.suppress(OSError):
             if os.readlink(name, dir_fd=folder) == there:
                 return

@@ -18,7 +18,7 @@ from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.job.plan import counted
 from orchestrate.job.spec import JobSpec
 
-VANISHES = 20.0  # seconds that Swarm takes to release a network whose tasks have ended
+NETWORK_RELEASE_TIMEOUT = 20.0  # seconds that Swarm takes to release a network whose tasks have ended
 NO_MANAGER = "run orchestrate on a manager (docker node ls there), or make this host one: docker swarm init"
 COMING = ("new", "pending", "assigned", "accepted", "preparing", "ready", "starting")  # states of a task
 ENDED = ("complete", "shutdown", "failed", "rejected", "remove", "orphaned")
@@ -104,7 +104,7 @@ class Manager:
 
     def remove(self, job_id: str, grace: float) -> None:
         """Remove everything with the job's label, and wait until Swarm has released it; raises EngineError."""
-        deadline = time.monotonic() + grace + VANISHES
+        deadline = time.monotonic() + grace + NETWORK_RELEASE_TIMEOUT
         stuck = ""
         while True:
             objects, tasks, _ = self.objects(job_id), self.tasks(job_id), self.hosts()

@@ -17,10 +17,13 @@ from orchestrate.files.paths import PACKAGE
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
 
-PLACED = 1.0  # seconds within which a task is assigned to a host
-LAST = "2000"  # log lines to fetch of a lost task
-RELAYS, RELAYED = 128 << 20, 32 << 20  # bytes of memory of a relay, and of its connections to a node: some 4 MB each
-PROCESSES = 4096  # of a relay, one for each connection
+PLACEMENT_TIMEOUT = 1.0  # seconds within which a task is assigned to a host
+LAST_LINES = "2000"  # log lines to fetch of a lost task
+RELAY_MEMORY, CONNECTION_MEMORY = (
+    128 << 20,
+    32 << 20,
+)  # bytes of memory of a relay, and of its connections to a node: some 4 MB each
+RELAY_PROCESSES = 4096  # of a relay, one for each connection
 
 
 class SwarmJob:
@@ -30,15 +33,15 @@ class SwarmJob:
         """`run` is the folder that nodes would mount; `key` is that of the nodes and their relay."""
         self.manager, self.spec, self.plan, self.run, self.key = manager, spec, plan, run, key
         self.daemon, self.client, self.api = manager.daemon, manager.client, manager.api
-        self.home = plan.home  # the job, or the cluster that the nodes belong to
-        self.network = "host" if spec.network == "host" else f"{plan.home}_job"
-        self.port = parts.port(spec, plan.home)  # where the relay answers
-        self.labels = {labels.JOB: plan.home, labels.RUN: str(run), labels.OWNER: str(os.getuid())}
+        self.project = plan.project  # the job, or the cluster that the nodes belong to
+        self.network = "host" if spec.network == "host" else f"{plan.project}_job"
+        self.port = parts.port(spec, plan.project)  # where the relay answers
+        self.labels = {labels.JOB: plan.project, labels.RUN: str(run), labels.OWNER: str(os.getuid())}
         self.relay: Container | None = None
 
     def tasks(self) -> list[ApiObject]:
         """The tasks of the job, the newest last, each with the `Name` of its node."""
-        return self.manager.tasks(self.home)
+        return self.manager.tasks(self.project)
 
     def look(self) -> dict[str, ApiObject]:
         """The newest task of each node, ended or not, by the node's name; also lists the hosts again."""
@@ -70,7 +73,7 @@ class SwarmJob:
     def output(self, task: ApiObject) -> bytes:
         """The last lines of a task's stdout, from Swarm's log; empty if they cannot be read."""
         with contextlib.suppress(Exception):  # after any error of the SDK, the log only stays shorter
-            found = self.api.service_logs(task["ServiceID"], details=True, stdout=True, is_tty=False, tail=LAST)
+            found = self.api.service_logs(task["ServiceID"], details=True, stdout=True, is_tty=False, tail=LAST_LINES)
             lines = (line.partition(b" ") for line in b"".join(found).split(b"\n"))
             return b"\n".join(text for details, _, text in lines if f"task.id={task['ID']}".encode() in details)
         return b""
@@ -87,7 +90,7 @@ class SwarmJob:
     def connect(self) -> None:
         """Start the relay, as a container: Swarm would count a task as a node, and spread the nodes to other hosts."""
         with self.daemon.asking("could not start the relay"):
-            name = labels.helper_name(labels.RELAY, self.home)
+            name = labels.helper_name(labels.RELAY, self.project)
             found = self.client.containers.list(all=True, filters={"name": f"^/{name}$"})
             if found and found[0].status != "running":
                 found.pop().remove(force=True, v=True)
@@ -98,13 +101,13 @@ class SwarmJob:
         nodes = self.spec.trainers + 1 + self.spec.spares
         relay = helpers.create(
             self.daemon,
-            RELAYS + nodes * RELAYED,
-            PROCESSES,
+            RELAY_MEMORY + nodes * CONNECTION_MEMORY,
+            RELAY_PROCESSES,
             {"network_mode": self.network, "binds": [f"{PACKAGE}:/opt/orchestrate:ro"], "init": True},
             name=name,
             entrypoint=["python", "/opt/orchestrate/node"],
             environment={"NODE_MODE": "relay", "NODE_PORT": str(self.port), "NODE_KEY": self.key.hex()},
-            labels=labels.only({labels.RELAY: self.home}),
+            labels=labels.only({labels.RELAY: self.project}),
             user=self.daemon.user(self.run, self.spec),
             healthcheck={"test": ["NONE"]},
         )
@@ -135,15 +138,15 @@ class SwarmJob:
         """
         if more <= 0:
             return
-        count, deadline = len(self.tasks()) + more, time.monotonic() + PLACED
+        count, deadline = len(self.tasks()) + more, time.monotonic() + PLACEMENT_TIMEOUT
         self._scale(role, more)
         while time.monotonic() < deadline and sum("NodeID" in task for task in self.tasks()) < count:
             time.sleep(0.02)  # tasks of two services that are placed at the same time may share a host
 
     def _scale(self, role: str, more: int) -> None:
-        name = f"{self.home}-{role}"
+        name = f"{self.project}-{role}"
         with self.daemon.asking(f"could not start the service {name}"):
-            for service in self.manager.services(self.home):
+            for service in self.manager.services(self.project):
                 there = service["Spec"]
                 if there["Name"] == name:  # any change other than the number would recreate all tasks
                     self.api.update_service(
@@ -178,7 +181,7 @@ class SwarmJob:
 
     def _secret(self) -> tuple[str, str]:
         """Id and name of the job's secret."""
-        name = f"{self.home}-node"
+        name = f"{self.project}-node"
         found = self.client.secrets.list(filters={"name": name})
         made = found[0].attrs if found else self.api.create_secret(name, parts.program(), self.labels)
         return str(made["ID"]), name

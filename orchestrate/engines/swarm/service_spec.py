@@ -20,8 +20,8 @@ PROGRAM = "/run/orchestrate"  # where a node's program is unpacked
 CODE, JOB, SHARED = "/var/tmp/code", "/var/tmp/job", "/shared"  # /var/tmp exists in every image, for every user
 PORT, SPREAD = 20000, 9000
 GPU = "NVIDIA-GPU"  # the generic resource that hosts offer; see docs/swarm.md
-SECOND = 1_000_000_000  # nanoseconds
-ROOM = 16 << 20  # bytes for a node's program
+NANOSECONDS = 1_000_000_000  # nanoseconds
+PROGRAM_SPACE = 16 << 20  # bytes for a node's program
 
 
 def boot(source: str) -> str:
@@ -45,13 +45,13 @@ def program() -> bytes:
     return file.getvalue()
 
 
-def port(spec: JobSpec, home: str) -> int:
+def port(spec: JobSpec, project: str) -> int:
     """The port of the relay; nodes listen on the ports after it.
 
     On the network of the hosts, which other jobs share, the number is derived from the job's name, and each node has a
     different one.
     """
-    return PORT if spec.network != "host" else PORT + 1 + zlib.crc32(home.encode()) % SPREAD
+    return PORT if spec.network != "host" else PORT + 1 + zlib.crc32(project.encode()) % SPREAD
 
 
 def task(
@@ -72,13 +72,13 @@ def task(
     job, and `volumes` are those that the image declares. Raises ResourceError for one that a node cannot have.
     """
     uid, _, gid = user.partition(":")
-    name = "master" if role == "master" else f"{plan.home}-{role}-{{{{.Task.Slot}}}}"
-    listens = str(port(spec, plan.home) + 1)
+    name = "master" if role == "master" else f"{plan.project}-{role}-{{{{.Task.Slot}}}}"
+    listens = str(port(spec, plan.project) + 1)
     if spec.network == "host" and role != "master":
         listens += "+{{.Task.Slot}}"
     env = {
-        "JOB_ID": plan.home,
-        "NODE_MODE": "wait",
+        "JOB_ID": plan.project,
+        "NODE_MODE": "agent",
         "NODE_GRACE": f"{spec.grace:g}",
         "NODE_PRELOAD": " ".join(plan.inventory.preload),
         "NODE_PORT": listens,
@@ -94,7 +94,7 @@ def task(
     mounts: list[dict[str, Any]] = [
         {"Type": "volume", "Target": "/tmp"},
         {"Type": "volume", "Target": "/var/tmp"},
-        {"Type": "tmpfs", "Target": PROGRAM, "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": ROOM}},
+        {"Type": "tmpfs", "Target": PROGRAM, "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": PROGRAM_SPACE}},
         {"Type": "tmpfs", "Target": "/dev/shm", "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": in_bytes(spec.shm_size)}},
     ]
     if spec.volume:
@@ -104,7 +104,7 @@ def task(
     env["NODE_WIPE"] = " ".join([*WIPED, "/var/tmp", PROGRAM, *declared])
     reserved: dict[str, Any] = {}
     if spec.cpus:
-        reserved["NanoCPUs"] = int(spec.cpus * SECOND)
+        reserved["NanoCPUs"] = int(spec.cpus * NANOSECONDS)
     limits = {**reserved, "Pids": plan.limits.processes}
     if plan.limits.memory:
         limits["MemoryBytes"] = plan.limits.memory
@@ -132,7 +132,7 @@ def task(
             "CapabilityDrop": ["ALL"],
             "Privileges": {"NoNewPrivileges": True},
             "Mounts": mounts,
-            "StopGracePeriod": int((spec.grace + 10) * SECOND),
+            "StopGracePeriod": int((spec.grace + 10) * NANOSECONDS),
             "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
             "Secrets": [
                 {

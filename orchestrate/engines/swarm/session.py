@@ -16,33 +16,43 @@ from typing import BinaryIO
 
 from orchestrate.engines.base import Observed, Stop, never
 from orchestrate.engines.clients import NodeClients, key_of
-from orchestrate.engines.connection import ANSWERS, NodeConnection
+from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.swarm import service_spec as parts
 from orchestrate.engines.swarm.manager import ApiObject, Manager, coming, ended, well
 from orchestrate.engines.swarm.objects import SwarmJob
-from orchestrate.engines.swarm.sync import Mirror, rescued
-from orchestrate.engines.swarm.upload import code_files, give, mine, packed, visited
+from orchestrate.engines.swarm.sync import FileSync, rescued
+from orchestrate.engines.swarm.upload import code_files, on_each, packed, send_archive, written_files
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import log
 from orchestrate.job.outcomes import LOST, Doing, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
-from orchestrate.node.lease import ASKS, LEASE
-from orchestrate.node.loop import STUCK
+from orchestrate.node.lease import LEASE_TIMEOUT, RENEW_INTERVAL
+from orchestrate.node.loop import SEND_TIMEOUT
 
-LOOK = 2.0  # seconds between two lists of Swarm's tasks and hosts
-SILENT = 6.0  # seconds without a message after which a node counts as not answering
-STARTS, PULLS = 120.0, 3600.0  # seconds that Swarm may take to start the nodes, and to pull the image before that
-PENDING = 8.0  # seconds that a task may be pending, and in which one that fails to start is replaced
-ENDS = 2.0  # seconds that a node whose workers have ended takes to end
-BOOTS, AGAIN = 20.0, 2.0  # seconds that a node has to accept a connection, at first and later
-TELLS = 25.0  # seconds after which Swarm reports a host that does not answer; it needs 15
-STOPS = LEASE + 2 * ASKS + 2 * STUCK  # seconds within which a node that is cut off has killed its workers
-RESCUES = 5.0  # seconds that Swarm has to return the last lines of a lost task
-CATCHES_UP = 10.0  # seconds that copying the last lines of workers may take
-COMES_HOME = 3600.0  # seconds that copying all files of a job may take at its end
-HURRIES = 5.0  # seconds for the same if it was asked to stop twice; what is not copied then stays on its nodes
+LIST_INTERVAL = 2.0  # seconds between two lists of Swarm's tasks and hosts
+SILENT_AFTER = 6.0  # seconds without a message after which a node counts as not answering
+START_TIMEOUT, PULL_TIMEOUT = (
+    120.0,
+    3600.0,
+)  # seconds that Swarm may take to start the nodes, and to pull the image before that
+PENDING_TIMEOUT = 8.0  # seconds that a task may be pending, and in which one that fails to start is replaced
+NODE_END_TIMEOUT = 2.0  # seconds that a node whose workers have ended takes to end
+FIRST_CONNECT_TIMEOUT, RECONNECT_TIMEOUT = (
+    20.0,
+    2.0,
+)  # seconds that a node has to accept a connection, at first and later
+HOST_DOWN_TIMEOUT = 25.0  # seconds after which Swarm reports a host that does not answer; it needs 15
+LEASE_OVER_AFTER = (
+    LEASE_TIMEOUT + 2 * RENEW_INTERVAL + 2 * SEND_TIMEOUT
+)  # seconds within which a node that is cut off has killed its workers
+LOG_TIMEOUT = 5.0  # seconds that Swarm has to return the last lines of a lost task
+LAST_LINES_TIMEOUT = 10.0  # seconds that copying the last lines of workers may take
+SYNC_TIMEOUT = 3600.0  # seconds that copying all files of a job may take at its end
+HURRIED_SYNC_TIMEOUT = (
+    5.0  # seconds for the same if it was asked to stop twice; what is not copied then stays on its nodes
+)
 PORTS = "7946/tcp, 7946/udp and 4789/udp must be open between the hosts: python -m orchestrate doctor"
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
 
@@ -55,7 +65,7 @@ class SwarmSession:
         self.warn, self.key, self.manager = warn, key_of(run), manager
         self.swarm = SwarmJob(manager, spec, plan, run, self.key)
         self.stays, self.shared = bool(plan.inventory.cluster), bool(spec.volume)  # outlive the job; share a folder
-        self.files = run / plan.job_id if self.stays and plan.home != plan.job_id else run  # the job's folder here
+        self.files = run / plan.job_id if self.stays and plan.project != plan.job_id else run  # the job's folder here
         self.job_dir = plan.inventory.job_dir  # the same in the nodes
         self.clients = NodeClients(self, warn, self._heard, self._lost)
         self.nodes: dict[str, ApiObject] = {}  # the task of each node
@@ -71,7 +81,7 @@ class SwarmSession:
         self.lost: dict[int, str] = {}  # rank: its node, of workers whose last lines may be missing
         self.supplied: set[str] = set()  # the ids of tasks that have the code
         self.given_up: set[str] = set()  # the ids of tasks that count as lost, since they do not answer
-        self.mirror: Mirror | None = None
+        self.mirror: FileSync | None = None
 
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start the nodes that are missing or not healthy, and send them the code."""
@@ -84,12 +94,12 @@ class SwarmSession:
             self.swarm.scale(role, wanted - sum(name.startswith(role) for name in there))
         self.swarm.connect()
         while len(found) < len(plan.nodes):
-            late = time.monotonic() - began > PENDING
+            late = time.monotonic() - began > PENDING_TIMEOUT
             why = self.swarm.refusal(old, impatient=late)
             if why and (late or not self.swarm.replace(old)):
                 raise EngineError(*why)
             pulls = any(coming(task) and task["Status"]["State"] == "preparing" for task in self.nodes.values())
-            if stopped() or time.monotonic() - began > (PULLS if pulls else STARTS):
+            if stopped() or time.monotonic() - began > (PULL_TIMEOUT if pulls else START_TIMEOUT):
                 raise EngineError(f"{len(plan.nodes) - len(found)} of {len(plan.nodes)} nodes did not start")
             time.sleep(0.1)
             found = self._well_nodes()
@@ -116,7 +126,7 @@ class SwarmSession:
     def gather(self, stopped: Callable[[], bool]) -> None:
         """Copy all files here: the next generation replaces the files on the nodes by those that are here."""
         if self.mirror:
-            self.mirror.catch_up(COMES_HOME, stopped)
+            self.mirror.catch_up(SYNC_TIMEOUT, stopped)
             self.mirror.lacks_space()
 
     def start(self, plan: Plan) -> None:
@@ -139,14 +149,14 @@ class SwarmSession:
         """What has happened; when the last worker has ended, waits until the last lines of their logs are here."""
         exits = self.clients.wait(timeout)
         if exits and self.mirror and not self.clients.running:
-            self.mirror.catch_up(CATCHES_UP)
+            self.mirror.catch_up(LAST_LINES_TIMEOUT)
             self._rescue()
-        if self.clients.running and time.monotonic() - self.looked > LOOK:
+        if self.clients.running and time.monotonic() - self.looked > LIST_INTERVAL:
             self.looked = time.monotonic()
             self._look_for_signs_of_life()
         self._warn()
         now = time.monotonic()
-        silent = [node for node in self.clients.running.values() if now - self.asked.get(node, now) > SILENT]
+        silent = [node for node in self.clients.running.values() if now - self.asked.get(node, now) > SILENT_AFTER]
         return Observed(exits, self.clients.starting(), dict.fromkeys(silent, "silent"))  # Swarm reports a host later
 
     def _look_for_signs_of_life(self) -> None:
@@ -155,7 +165,9 @@ class SwarmSession:
         for node in filter(self._gone, list(self.clients.connections)):
             self.clients.drop(node)
         for node, since in list(self.asked.items()):
-            if time.monotonic() - since > TELLS:  # Swarm reports nothing either: only the nodes' network is cut
+            if (
+                time.monotonic() - since > HOST_DOWN_TIMEOUT
+            ):  # Swarm reports nothing either: only the nodes' network is cut
                 self._give_up(node)
         self.clients.tell(protocol.GetStatus())  # the answer is a sign of life
         self.asked = dict.fromkeys(self.clients.connections, time.monotonic()) | self.asked
@@ -171,7 +183,7 @@ class SwarmSession:
             return "out of memory" if end.code == LOST else "out of memory in a child"
         if hint is not None:  # its node is alive, or has reported that it ends
             return {"cut off": "host lost", "ending": "node stopped"}.get(hint, "")
-        deadline = time.monotonic() + TELLS
+        deadline = time.monotonic() + HOST_DOWN_TIMEOUT
         while True:
             task = self.swarm.look().get(node)
             if task and (not self.manager.answers(task) or task["ID"] in self.given_up):
@@ -195,7 +207,7 @@ class SwarmSession:
         """Copy all files here, then remove services, network and relay."""
         if self.mirror:
             if self.clients.connections:  # the last files are most likely here already
-                self.mirror.come_home(*((COMES_HOME, stopped) if grace else (HURRIES, never)))
+                self.mirror.come_home(*((SYNC_TIMEOUT, stopped) if grace else (HURRIED_SYNC_TIMEOUT, never)))
                 for node in self.mirror.silent() & self._well_nodes().keys():
                     raise EngineError(f"the files of {node} could not be copied: it does not answer", PORTS)
             self._warn()
@@ -211,12 +223,12 @@ class SwarmSession:
         self.clients.tell(
             protocol.End()
         )  # a task that Swarm itself ends takes four seconds, of which it only waits for two
-        deadline = time.monotonic() + grace + ENDS
+        deadline = time.monotonic() + grace + NODE_END_TIMEOUT
         while known & self._well_nodes().keys() and time.monotonic() < deadline:
             self.clients.listen(0.1)
         for node in list(self.clients.connections):
             self.clients.drop(node)
-        self.manager.remove(self.swarm.home, grace)
+        self.manager.remove(self.swarm.project, grace)
 
     # --- details
 
@@ -240,7 +252,7 @@ class SwarmSession:
         """Note that the last lines of a worker may be missing, and until when it may still run on its host."""
         self.lost[rank] = node
         if node in self.nodes:
-            self.unsure[self.nodes[node]["ID"]] = self.last_heard.get(node, time.monotonic()) + STOPS
+            self.unsure[self.nodes[node]["ID"]] = self.last_heard.get(node, time.monotonic()) + LEASE_OVER_AFTER
 
     def _id(self, node: str) -> str:
         """The id of a node's task, when last listed."""
@@ -268,7 +280,7 @@ class SwarmSession:
             asked = self.pool.submit(self.swarm.output, task) if task and self.manager.answers(task) else None
             with contextlib.suppress(futures.TimeoutError, OSError), path.open("r+b") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
-                file.write(rescued(file.read(), asked.result(RESCUES) if asked else b"", rank))
+                file.write(rescued(file.read(), asked.result(LOG_TIMEOUT) if asked else b"", rank))
 
     # --- what connections to nodes ask for
 
@@ -289,9 +301,9 @@ class SwarmSession:
         if task is None or relay is None or task["ID"] in self.given_up:
             return None
         address, port = self.swarm.node_address(task)
-        patience = AGAIN if task["ID"] in self.supplied else BOOTS
+        patience = RECONNECT_TIMEOUT if task["ID"] in self.supplied else FIRST_CONNECT_TIMEOUT
         command = [*PIPE, address, str(port), str(patience)]
-        if link := self.manager.daemon.talk(str(relay.id), command, self.key, patience + ANSWERS):
+        if link := self.manager.daemon.talk(str(relay.id), command, self.key, patience + ANSWER_TIMEOUT):
             link.send(protocol.Lease(self.swarm.relay_address()))
         return link
 
@@ -312,7 +324,7 @@ class SwarmSession:
                 return link
             raise EngineError(f"no connection to {node} on {self.manager.host(self.nodes[node])}", PORTS)
 
-        failed = visited(nodes, reached, act)
+        failed = on_each(nodes, reached, act)
         self.given_up |= {self.nodes[node]["ID"] for node in failed}
         return [*failed.values()]
 
@@ -325,7 +337,7 @@ class SwarmSession:
 
         def act(link: NodeConnection) -> None:
             if _tags(link).get(parts.CODE) != digest:
-                give(link, parts.CODE, file, digest)
+                send_archive(link, parts.CODE, file, digest)
 
         for error in self._each(nodes, act):
             raise error
@@ -333,7 +345,7 @@ class SwarmSession:
 
     def _bring(self, workers: tuple[WorkerPlan, ...]) -> None:
         """Send every node the files of earlier generations, unless all nodes share a folder."""
-        files = mine(self.files)
+        files = written_files(self.files)
         if self.shared or not files:
             return
         facts = {str(path.relative_to(self.files)): path.stat() for path in files if not path.is_symlink()}
@@ -344,7 +356,7 @@ class SwarmSession:
                 there = link.converse(protocol.GetChanges(self.job_dir, {}), protocol.Changes).files
                 same = {path: told[:2] for path, told in there.items()} == here  # it has written all of them
                 if not same and _tags(link).get(self.job_dir) != digest:
-                    give(link, self.job_dir, file, digest)
+                    send_archive(link, self.job_dir, file, digest)
 
             self._each(dict.fromkeys(worker.node for worker in workers), act)
 
@@ -355,7 +367,7 @@ class SwarmSession:
             ranks.setdefault(worker.node, []).append(worker.rank)
         if self.mirror:
             self.mirror.close()
-        self.mirror = Mirror(self.files, self.job_dir, ranks, self.reach)
+        self.mirror = FileSync(self.files, self.job_dir, ranks, self.reach)
 
 
 def _tags(connection: NodeConnection) -> dict[str, str]:

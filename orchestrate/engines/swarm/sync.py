@@ -24,7 +24,7 @@ from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.swarm.fetch import Fetch, reachable, same
 from orchestrate.engines.swarm.fetch import link as place_link
 from orchestrate.errors import EngineError
-from orchestrate.files.folder import DEEPEST, MOST, Folder
+from orchestrate.files.folder import MAX_DEPTH, MAX_ENTRIES, Folder
 from orchestrate.job.logs import MARK
 from orchestrate.job.plan import counted
 from orchestrate.node import protocol
@@ -33,12 +33,12 @@ from orchestrate.node.files import LOGS, Facts
 from orchestrate.node.ranks import FENCE
 from orchestrate.node.trees import hidden
 
-OFTEN = 0.2  # seconds between two rounds
+SYNC_INTERVAL = 0.2  # seconds between two rounds
 OVERLAP = 256  # bytes at the end of a log by which it is found in the node's stdout
-AGAIN = 5.0  # seconds until a failed file is tried again
+RETRY_INTERVAL = 5.0  # seconds until a failed file is tried again
 FULL = (errno.ENOSPC, errno.EDQUOT)
-CLOSES = 5.0  # seconds in which what is under way ends; a connection that is being made may take longer
-TURN = 0.5  # seconds for which a node's files are fetched before its logs have their turn
+CLOSE_TIMEOUT = 5.0  # seconds in which what is under way ends; a connection that is being made may take longer
+MAX_TURN = 0.5  # seconds for which a node's files are fetched before its logs have their turn
 OWN = {FENCE}  # what the orchestrator keeps in a job's folder
 
 
@@ -55,18 +55,18 @@ class _Node:
     heard: bool = False  # whether it has answered in the last round
 
 
-class Mirror:
+class FileSync:
     """Copies the files of a job in the background while it runs."""
 
     def __init__(
-        self, home: Path, folder: str, ranks: dict[str, list[int]], connect: Callable[[str], NodeConnection | None]
+        self, run_dir: Path, folder: str, ranks: dict[str, list[int]], connect: Callable[[str], NodeConnection | None]
     ) -> None:
         """Copy `folder` of these nodes from now on, and the logs of their ranks; earlier nodes take precedence.
 
         `connect` connects to a node, or returns None if the node does not run; it raises EngineError.
         """
-        self.home, self.folder, self.connect = home, folder, connect
-        self.here = Folder(home.parent, home.name)
+        self.run_dir, self.folder, self.connect = run_dir, folder, connect
+        self.here = Folder(run_dir.parent, run_dir.name)
         self.nodes = [_Node(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
         self.owners: dict[str, int] = {}  # path: the number of the node that it comes from
         self.owning = threading.Lock()  # held while `owners`, or a file that depends on it, is changed
@@ -91,7 +91,7 @@ class Mirror:
             while not (done := self.looks >= until or self.closing):
                 if stopped() or time.monotonic() > self.called + timeout:
                     break
-                self.changed.wait(OFTEN)
+                self.changed.wait(SYNC_INTERVAL)
             return done
 
     def lacks_space(self) -> None:
@@ -120,7 +120,7 @@ class Mirror:
         """What a user must know of files that stay on their nodes, once for each node."""
         new = {node: path for node, path in self.left.copy().items() if node not in self.warned}
         self.warned |= new.keys()
-        why = f"its path has more than {DEEPEST} folders, or is too long here, or no text in this locale"
+        why = f"its path has more than {MAX_DEPTH} folders, or is too long here, or no text in this locale"
         return [f"{node}: not all files are copied, such as {shown(path)}: {why}" for node, path in new.items()]
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Mirror:
         for link in [node.link for node in self.nodes]:
             if link:
                 link.interrupt()
-        self.thread.join(CLOSES)
+        self.thread.join(CLOSE_TIMEOUT)
 
     # --- the thread
 
@@ -146,7 +146,7 @@ class Mirror:
                 busy = any(list(pool.map(self._visit, self.nodes)))
                 if not busy:
                     with self.changed:
-                        self.changed.wait_for(lambda: self.closing, OFTEN)
+                        self.changed.wait_for(lambda: self.closing, SYNC_INTERVAL)
         for node in self.nodes:
             self._forget(node)
 
@@ -178,14 +178,14 @@ class Mirror:
 
     def _size(self, path: str) -> int:
         try:
-            return (self.home / path).stat().st_size
+            return (self.run_dir / path).stat().st_size
         except OSError:
             return 0
 
     def _append(self, path: str, data: str) -> bool:
         """Append new output to a log; return whether that has worked."""
         try:
-            descriptor = os.open(self.home / path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            descriptor = os.open(self.run_dir / path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             with os.fdopen(descriptor, "ab") as file:
                 file.write(base64.b64decode(data))
         except OSError as error:  # for example a full disk; the next round continues after a partial write
@@ -202,16 +202,16 @@ class Mirror:
             self.errors.pop(path, None)
         for path, told in files.items():
             failed, when = node.failed.get(path, ([], 0.0))
-            waits = told == failed and when > max(self.called, now - AGAIN)
+            waits = told == failed and when > max(self.called, now - RETRY_INTERVAL)
             if told != node.files.get(path) and not waits and self._ours(node, path):
-                if same(self.home / path, told):  # copied by an earlier supervisor
+                if same(self.run_dir / path, told):  # copied by an earlier supervisor
                     node.files[path] = told
                 else:
                     wanted[path] = told
         if node.fetching:
             wanted.pop(node.fetching.path, None)
         youngest_first = sorted(wanted, key=lambda path: wanted[path][1], reverse=True)
-        until = time.monotonic() + TURN
+        until = time.monotonic() + MAX_TURN
         while time.monotonic() < until and not self.closing:
             if not node.fetching and not youngest_first:
                 return False
@@ -254,7 +254,7 @@ class Mirror:
         if not reachable(self.here, path):
             self.left.setdefault(node.name, path)
             return False
-        if any(os.path.islink(folder) for folder in list((self.home / path).parents)[: len(parts) - 1]):
+        if any(os.path.islink(folder) for folder in list((self.run_dir / path).parents)[: len(parts) - 1]):
             return False
         number = self.nodes.index(node)
         with self.owning:
@@ -286,7 +286,7 @@ class Mirror:
                 if path not in node.files:  # it was never copied
                     del self.owners[path]
         old = [path for path in gone if path in node.files]
-        if more and len(old) < MOST:
+        if more and len(old) < MAX_ENTRIES:
             return
         for path in old:
             self._remove(node, path)
@@ -295,7 +295,7 @@ class Mirror:
                 if self._ours(node, path):
                     self._remove(node, path)
         for path, target in news.links.items():
-            link = self.home / path
+            link = self.run_dir / path
             plain = "/" not in target and target not in ("..", ".", "")
             free = os.path.islink(link) or path in node.files or not os.path.exists(link)
             if plain and free and self._ours(node, path):
@@ -305,7 +305,7 @@ class Mirror:
 
     def _remove(self, node: _Node, path: str) -> None:
         node.files.pop(path, None)
-        target = self.home / path
+        target = self.run_dir / path
         with self.owning, contextlib.suppress(OSError):
             if self.owners.pop(path, None) is not None:
                 target.unlink(missing_ok=True)
@@ -313,7 +313,7 @@ class Mirror:
                     folder.rmdir()  # only if it is empty
 
 
-def rescued(home: bytes, copy: bytes, rank: int) -> bytes:
+def rescued(here: bytes, copy: bytes, rank: int) -> bytes:
     """What is missing at the end of a worker's log, from its node's stdout, whose lines begin with the rank.
 
     If the two do not overlap, only a line break, so that the mark of the next generation begins a new line: a node's
@@ -322,8 +322,8 @@ def rescued(home: bytes, copy: bytes, rank: int) -> bytes:
     tag = f"[rank {rank}] ".encode()
     text = b"\n".join(line.removeprefix(tag) for line in copy.split(b"\n") if line.startswith(tag))
     text += b"\n" * copy.endswith(b"\n")
-    known = home.rpartition(b"\n" + MARK)[2].partition(b"\n")[2] if MARK in home else home
+    known = here.rpartition(b"\n" + MARK)[2].partition(b"\n")[2] if MARK in here else here
     end = known[-OVERLAP:]
     at = text.rfind(end) if end else -1
     lacking = text[at + len(end) :] if at >= 0 else b""
-    return lacking + b"\n" * (not (home + lacking).endswith(b"\n") and bool(home + lacking))
+    return lacking + b"\n" * (not (here + lacking).endswith(b"\n") and bool(here + lacking))

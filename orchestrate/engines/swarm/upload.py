@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from orchestrate.engines.connection import ANSWERS, NodeConnection
+from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.docker.ignored import kept
 from orchestrate.engines.docker.mounts import apart
 from orchestrate.engines.swarm.sync import OWN
@@ -24,17 +24,17 @@ from orchestrate.node import protocol
 from orchestrate.node.files import LOGS, PIECE, digest
 from orchestrate.node.trees import data, hidden
 
-MOST_CODE = 256 << 20  # bytes
+MAX_CODE = 256 << 20  # bytes
 NO_CODE = ("runs", "__pycache__", "node_modules")  # folders without code of the project
-MOST_PARTS = 100_000  # of a file with holes; a list of them is kept in memory
-UNPACKS = 600.0  # seconds that a node may take to unpack an upload
+MAX_PARTS = 100_000  # of a file with holes; a list of them is kept in memory
+UNPACK_TIMEOUT = 600.0  # seconds that a node may take to unpack an upload
 
 
-def mine(home: Path) -> list[Path]:
+def written_files(folder: Path) -> list[Path]:
     """The files and links that nodes have written to a job's folder, except logs."""
     found = []
-    for path in home.rglob("*"):
-        parts = path.relative_to(home).parts
+    for path in folder.rglob("*"):
+        parts = path.relative_to(folder).parts
         if (
             not any(map(hidden, parts))
             and parts[0] not in OWN
@@ -78,8 +78,8 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, run: Path) -> None:
             return archive.addfile(entry, file)
         with tempfile.TemporaryFile(dir=run) as dense:
             parts = _parts(file, dense)
-            if len(parts) > MOST_PARTS:
-                raise OSError(f"{name} has more than {MOST_PARTS} parts between holes")
+            if len(parts) > MAX_PARTS:
+                raise OSError(f"{name} has more than {MAX_PARTS} parts between holes")
             numbers = ",".join(f"{offset},{length}" for offset, length in [*parts, (entry.size, 0)])
             entry.pax_headers = {"GNU.sparse.size": str(entry.size), "GNU.sparse.map": numbers}
             entry.size = dense.tell()
@@ -91,7 +91,7 @@ def _parts(file: BinaryIO, dense: BinaryIO) -> list[tuple[int, int]]:
     """Copy a file without its holes; return offset and length of each part, of at most one more than can be sent."""
     found: list[tuple[int, int]] = []
     end = 0
-    while len(found) <= MOST_PARTS:
+    while len(found) <= MAX_PARTS:
         start, piece = data(file, end, PIECE)
         if not piece:
             break
@@ -103,7 +103,7 @@ def _parts(file: BinaryIO, dense: BinaryIO) -> list[tuple[int, int]]:
     return found
 
 
-def give(link: NodeConnection, folder: str, file: BinaryIO, tag: str) -> None:
+def send_archive(link: NodeConnection, folder: str, file: BinaryIO, tag: str) -> None:
     """Send a tar file that a node unpacks in a folder; `tag` is its SHA-256.
 
     Raises EngineError if the node fails, ConnectionError if it has gone.
@@ -114,12 +114,12 @@ def give(link: NodeConnection, folder: str, file: BinaryIO, tag: str) -> None:
         start += PIECE
         last = start >= size
         request = protocol.Upload(folder, piece, offset, tag if last else "")
-        link.converse(request, protocol.Uploaded, patience=UNPACKS if last else ANSWERS)
+        link.converse(request, protocol.Uploaded, patience=UNPACK_TIMEOUT if last else ANSWER_TIMEOUT)
         if last:
             return
 
 
-def visited(
+def on_each(
     nodes: Iterable[str], reach: Callable[[str], NodeConnection], act: Callable[[NodeConnection], None]
 ) -> dict[str, EngineError]:
     """Call `act` with a new connection to each node, in parallel; return the errors by node.
@@ -159,9 +159,9 @@ def code_files(folder: Path, runs: Path) -> list[Path]:
             continue
         found.append(path)
         size += path.stat().st_size
-        if size > MOST_CODE:
+        if size > MAX_CODE:
             raise ResourceError(
-                f"{folder} holds more than {MOST_CODE >> 20} MB, and nodes on other hosts get a copy of it",
+                f"{folder} holds more than {MAX_CODE >> 20} MB, and nodes on other hosts get a copy of it",
                 "exclude what they do not need in .dockerignore; keep data on a volume or in the image",
             )
     return found

@@ -13,7 +13,7 @@ from orchestrate.node.ranks import Env
 SIOCGIFADDR = 0x8915  # of Linux' netdevice(7)
 
 
-def placed(env: Env) -> Env:
+def local_env(env: Env) -> Env:
     """The complete environment of a worker; its GPUs are those that Swarm has reserved for this node."""
     found = dict(env)
     if not env.get("GLOO_SOCKET_IFNAME"):

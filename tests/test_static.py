@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from orchestrate.node import given
-from orchestrate.node.given import envs, own_gpus
-from orchestrate.node.place import interface_to
+from orchestrate.node import static as given
+from orchestrate.node.local_env import interface_to
 from orchestrate.node.ranks import CONTRACT
+from orchestrate.node.static import envs, own_gpus
 
 OURS = {"NODE_RANK": "1", "NNODES": "3", "NODE_NPROC": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 SLURM = {"SLURM_NODEID": "1", "SLURM_NNODES": "3", "NODE_NPROC": "2", "MASTER_ADDR": "127.0.0.1"}

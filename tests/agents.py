@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 from ends import KEY
 
-from orchestrate.node.sealed import Seal
+from orchestrate.node.auth import Signer
 
 NODE = str(ROOT / "orchestrate" / "node")
 PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")
@@ -32,17 +32,17 @@ class Pipe:
     def __init__(self, env: dict[str, str], command: Sequence[str] = (sys.executable, "-I", "-S", PIPE)) -> None:
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.heard: list[dict] = []
-        self.partial, self.seal = b"", Seal(KEY, listens=False)
+        self.partial, self.signer = b"", Signer(KEY, listens=False)
 
     def ask(self, what: str, **facts) -> None:
         self.send(json.dumps({"ask": what, **facts}).encode() + b"\n")
 
     def send(self, text: bytes) -> None:
         """Have the node take whole lines."""
-        if not self.seal.met:
-            self.seal.meet(self._lines()[0])
-            self._write(self.seal.word + b"\n" + self.seal.close(b"") + b"\n")
-        self._write(b"".join(self.seal.close(line) + b"\n" for line in text.splitlines()))
+        if not self.signer.met:
+            self.signer.meet(self._lines()[0])
+            self._write(self.signer.nonce + b"\n" + self.signer.sign(b"") + b"\n")
+        self._write(b"".join(self.signer.sign(line) + b"\n" for line in text.splitlines()))
 
     def _write(self, text: bytes) -> None:
         self.process.stdin.write(text)
@@ -65,7 +65,7 @@ class Pipe:
         while not (found := [message for message in self.heard if wanted.items() <= message.items()]):
             if not (lines := self._lines()):
                 return None
-            self.heard += [json.loads(text) for text in map(self.seal.open, lines) if text]
+            self.heard += [json.loads(text) for text in map(self.signer.verify, lines) if text]
         return found[0]
 
     def status(self) -> dict:
@@ -86,7 +86,7 @@ class Waiting:
     def __init__(self, tmp_path, preload: str = "", before: str = "", **env: str) -> None:
         """`before` is run in the node's process before it begins: `lease.LEASE = 1`, say, of the modules in it."""
         self.folder = tmp_path
-        self.env = os.environ | {"NODE_MODE": "wait", "NODE_SOCKET": str(tmp_path / "s"), "JOB_DIR": str(tmp_path)}
+        self.env = os.environ | {"NODE_MODE": "agent", "NODE_SOCKET": str(tmp_path / "s"), "JOB_DIR": str(tmp_path)}
         self.env |= {"NODE_KEY": KEY.hex(), "NODE_PRELOAD": preload, **env}
         self.out = tmp_path / "stdout"
         self.pipe = Pipe(self.env)  # before the node listens

@@ -12,7 +12,7 @@ from test_node_files import sparse
 
 from orchestrate.engines.swarm import upload as parcels
 from orchestrate.engines.swarm.sync import OWN
-from orchestrate.engines.swarm.upload import code_files, give, mine, packed
+from orchestrate.engines.swarm.upload import code_files, packed, send_archive, written_files
 from orchestrate.errors import ResourceError, UsageError
 from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, Files, digest
@@ -83,7 +83,7 @@ def test_what_nodes_have_written_must_be_sent_with_its_links(tmp_path):
     (tmp_path / "checkpoints" / "step-1" / ".metadata").touch()  # a part of a checkpoint of torch's
     (tmp_path / "checkpoints" / "last").symlink_to("step-1")
     (tmp_path / "newest").symlink_to("result")
-    sent = {str(path.relative_to(tmp_path)) for path in mine(tmp_path)}
+    sent = {str(path.relative_to(tmp_path)) for path in written_files(tmp_path)}
     assert sent == {"checkpoints/step-1/state.pt", "checkpoints/last", "result", "newest"} | {
         "checkpoints/step-1/.metadata"
     }
@@ -108,7 +108,7 @@ def test_a_parcel_must_be_sent_in_pieces_of_which_the_last_says_so(tmp_path):
     (tmp_path / "folder" / "not").touch()
     node = Taking()
     with packed(tmp_path, [tmp_path / "large", tmp_path / "folder" / "inside"], tmp_path) as (file, tag):
-        give(node, "job", file, tag)
+        send_archive(node, "job", file, tag)
         assert tag == digest(file)
     assert [sent for sent, _ in node.asked] == ["", "", tag]
     (*_, (_, first), (_, last)) = node.asked
@@ -153,7 +153,7 @@ def test_holes_of_a_file_must_be_sent_as_such(tmp_path):
     sparse(given / "empty", 1 << 41)
     (given / "dense").write_bytes(os.urandom(100_000))
     (given / "link").symlink_to("dense")
-    with packed(given, mine(given), given.parent) as (file, tag):
+    with packed(given, written_files(given), given.parent) as (file, tag):
         assert os.fstat(file.fileno()).st_size < 1 << 20
         Files().upload(str(job), base64.b64encode(file.read()).decode(), 0, tag)
     for name in ("sparse", "empty", "dense", "link"):
@@ -165,7 +165,7 @@ def test_holes_of_a_file_must_be_sent_as_such(tmp_path):
 
 
 def test_a_file_with_too_many_holes_must_be_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(parcels, "MOST_PARTS", 2)
+    monkeypatch.setattr(parcels, "MAX_PARTS", 2)
     sparse(tmp_path / "sparse", 1 << 42, 0, 1 << 30, 1 << 41)
     with (
         pytest.raises(ResourceError, match="sparse has more than 2 parts between holes"),

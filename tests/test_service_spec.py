@@ -133,7 +133,7 @@ def test_a_node_must_be_told_what_the_job_says():
     told = env(asked(JobSpec(grace=90.0)))
     assert (told["NODE_GRACE"], told["NODE_PRELOAD"], told["JOB_ID"]) == ("90", "torch numpy", "digits-1")
     assert set(told["NODE_WIPE"].split()) == {"/tmp", "/dev/shm", "/dev/mqueue", "/var/tmp", "/run/orchestrate"}
-    assert (told["NODE_MODE"], told["NODE_KEY"], told["HOME"]) == ("wait", KEY.hex(), "/tmp")
+    assert (told["NODE_MODE"], told["NODE_KEY"], told["HOME"]) == ("agent", KEY.hex(), "/tmp")
     assert told["PYTHONUNBUFFERED"] == told["PYTHONDONTWRITEBYTECODE"] == "1"
 
 

@@ -1,4 +1,4 @@
-"""Mode `given`: Kubernetes, Slurm or a user sets the rank of this node and the number of nodes."""
+"""Mode `static`: Kubernetes, Slurm or a user sets the rank of this node and the number of nodes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from functools import partial
 
-from orchestrate.node.checks import MOST_NODES, MOST_WORKERS, integer
+from orchestrate.node.checks import MAX_NODES, MAX_WORKERS, integer
+from orchestrate.node.local_env import interface_to
 from orchestrate.node.loop import Loop
 from orchestrate.node.output import say
-from orchestrate.node.place import interface_to
 from orchestrate.node.ranks import Env, assign, gpus
 
 NAMES = {  # the variables that may hold each value: our own, then those of Kubeflow Trainer, Kubernetes and Slurm
@@ -40,8 +40,8 @@ def envs(environ: Mapping[str, str], own_gpus: list[str], cores: int) -> list[En
         if not told[name]:
             raise KeyError(name)
     counted = told["NODE_NPROC"].isdigit()  # otherwise it may be `auto`
-    nproc = integer(told, "NODE_NPROC", least=1, most=MOST_WORKERS) if counted else max(1, len(own_gpus))
-    rank, nodes = integer(told, "NODE_RANK"), integer(told, "NNODES", least=1, most=MOST_NODES)
+    nproc = integer(told, "NODE_NPROC", least=1, most=MAX_WORKERS) if counted else max(1, len(own_gpus))
+    rank, nodes = integer(told, "NODE_RANK"), integer(told, "NNODES", least=1, most=MAX_NODES)
     if rank >= nodes:
         raise ValueError(f"NODE_RANK is {rank}, and there are {nodes} nodes")
     port = integer(told, "MASTER_PORT", default=29500, least=1, most=65535)
@@ -58,13 +58,13 @@ def envs(environ: Mapping[str, str], own_gpus: list[str], cores: int) -> list[En
     ]
 
 
-def given(command: list[str]) -> int:
+def static(command: list[str]) -> int:
     """Run this node's workers; return the exit code of the first failure, or 0. A failure ends the other workers."""
     try:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         found = envs(os.environ, own_gpus(), cores)
     except KeyError as error:
-        say(f"error: NODE_MODE is given, but {error.args[0]} is not set")
+        say(f"error: NODE_MODE is static, but {error.args[0]} is not set")
         return 2
     except ValueError as error:
         say(f"error: {error}")

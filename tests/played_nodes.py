@@ -24,7 +24,7 @@ class Node:
 
     def speak(self) -> None:
         """Send the waiting messages once a client is connected."""
-        while self.end_.seal.met and self.waits:
+        while self.end_.signer.met and self.waits:
             self.end_.send(self.waits.pop(0))
 
     def ended(self, rank: int, code: int, **facts: object) -> None:
@@ -35,7 +35,7 @@ class Node:
 
     def asked(self) -> list[dict]:
         """What it has been asked until now."""
-        return self.end_.heard() if self.end_.seal.met else []
+        return self.end_.heard() if self.end_.signer.met else []
 
     def end(self) -> None:
         self.here.close()

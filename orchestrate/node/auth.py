@@ -15,30 +15,30 @@ import hmac
 import os
 import re
 
-WORD = re.compile(rb"[0-9a-f]{32}")
+NONCE = re.compile(rb"[0-9a-f]{32}")
 
 
-class Seal:
+class Signer:
     """One side of one connection."""
 
     def __init__(self, key: bytes, listens: bool) -> None:
         """`listens`: whether this side has accepted the connection."""
         self.key, self.listens, self.met = key, listens, False
-        self.word = os.urandom(16).hex().encode()
+        self.nonce = os.urandom(16).hex().encode()
         self.counts = {True: 0, False: 0}  # lines of the listening side, and of the other
 
-    def meet(self, word: bytes) -> None:
+    def meet(self, nonce: bytes) -> None:
         """Take the nonce of the other side, its first line; raises ValueError if it is invalid."""
-        if not WORD.fullmatch(word):  # the format differs from a lease request, which a relay would answer
-            raise ValueError("no word")
-        words = self.word + word if self.listens else word + self.word
-        self.key, self.met = hmac.digest(self.key, b"link " + words, "sha256"), True
+        if not NONCE.fullmatch(nonce):  # the format differs from a lease request, which a relay would answer
+            raise ValueError("no nonce")
+        nonces = self.nonce + nonce if self.listens else nonce + self.nonce
+        self.key, self.met = hmac.digest(self.key, b"link " + nonces, "sha256"), True
 
-    def close(self, text: bytes) -> bytes:
+    def sign(self, text: bytes) -> bytes:
         """The line that carries `text`, without its end."""
         return self._proof(self.listens, text) + b" " + text
 
-    def open(self, line: bytes) -> bytes:
+    def verify(self, line: bytes) -> bytes:
         """The text of the other side's next line; raises ValueError for anything else."""
         proof, _, text = line.partition(b" ")
         if not hmac.compare_digest(proof, self._proof(not self.listens, text)):

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from orchestrate.node.given import envs
-from orchestrate.node.place import interface_to, placed
+from orchestrate.node.local_env import interface_to, placed
 from orchestrate.node.ranks import assign, fence, gpus
+from orchestrate.node.static import envs
 
 LOOPBACK = interface_to("127.0.0.1")
 TOLD = {"NODE_RANK": "0", "NNODES": "1", "MASTER_ADDR": "127.0.0.1"}

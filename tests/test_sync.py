@@ -15,8 +15,8 @@ from ends import KEY
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.ports import free_port
 from orchestrate.engines.swarm import sync as mirror_module
-from orchestrate.engines.swarm.sync import Mirror, rescued
-from orchestrate.engines.swarm.upload import give, mine, packed
+from orchestrate.engines.swarm.sync import FileSync, rescued
+from orchestrate.engines.swarm.upload import packed, send_archive, written_files
 from orchestrate.errors import EngineError
 from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
@@ -33,7 +33,7 @@ class Node:
     def __init__(self, folder):
         self.folder, self.job, self.port = folder, folder / "job", free_port()
         self.links: list[NodeConnection] = []
-        settings = {"NODE_MODE": "wait", "NODE_SOCKET": str(folder / "s"), "NODE_KEY": KEY.hex()}
+        settings = {"NODE_MODE": "agent", "NODE_SOCKET": str(folder / "s"), "NODE_KEY": KEY.hex()}
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "orchestrate" / "node")],
             env=os.environ | settings | {"NODE_PORT": f"{self.port - 3}+3", "NODE_GRACE": "1"},
@@ -84,7 +84,7 @@ def node(tmp_path):
 def mirror(node, tmp_path):
     home = tmp_path / "home"
     (home / "logs").mkdir(parents=True)
-    made = Mirror(home, str(node.job), {"master": [0]}, node.connect)
+    made = FileSync(home, str(node.job), {"master": [0]}, node.connect)
     yield made
     made.close()
 
@@ -113,14 +113,14 @@ def test_what_a_worker_writes_must_come_home(node, mirror):
     assert node.until(link, protocol.Ended).code == 0
     mirror.catch_up(20)
     odd = os.fsdecode(b"no text \xff")
-    found = {str(path.relative_to(mirror.home)) for path in mirror.home.rglob("*") if not path.is_dir()}
+    found = {str(path.relative_to(mirror.run_dir)) for path in mirror.run_dir.rglob("*") if not path.is_dir()}
     assert found == {"logs/rank-0.log", "checkpoints/step-1/state.pt", "checkpoints/step-1/.metadata", LONG, odd}
-    link = mirror.home / "checkpoints" / "last"
+    link = mirror.run_dir / "checkpoints" / "last"
     made = link.lstat().st_ino
     mirror.catch_up(20)
     assert (link.readlink(), link.lstat().st_ino) == (Path("step-1"), made)  # and it was there all the time
-    assert (mirror.home / "checkpoints" / "last" / "state.pt").read_bytes() == bytes(range(256)) * 8192
-    assert (mirror.home / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
+    assert (mirror.run_dir / "checkpoints" / "last" / "state.pt").read_bytes() == bytes(range(256)) * 8192
+    assert (mirror.run_dir / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
 
 
 def test_a_file_that_is_larger_than_any_disk_must_come_home_with_its_holes(node, mirror):
@@ -136,7 +136,7 @@ def test_a_file_that_is_larger_than_any_disk_must_come_home_with_its_holes(node,
     )
     assert node.until(link, protocol.Ended).code == 0
     mirror.come_home(60)
-    with (mirror.home / "sparse").open("rb") as file:
+    with (mirror.run_dir / "sparse").open("rb") as file:
         status = os.fstat(file.fileno())
         assert status.st_size == 1 << 42 and status.st_blocks * 512 < 1 << 20
         assert [os.pread(file.fileno(), 4, offset) for offset in (0, 1 << 30, 1 << 41)] == [b"data"] * 3
@@ -168,15 +168,15 @@ def test_what_a_worker_removes_must_go_at_home_too(node, mirror):
     node.start(link, write.format("old", "touch()"))
     node.until(link, protocol.Ended)
     mirror.catch_up(20)
-    assert (mirror.home / "checkpoints" / "old").exists()
+    assert (mirror.run_dir / "checkpoints" / "old").exists()
     node.start(link, write.format("old", "unlink()"), generation=1)
     node.until(link, protocol.Ended)
     mirror.catch_up(20)
-    assert not (mirror.home / "checkpoints" / "old").exists()
+    assert not (mirror.run_dir / "checkpoints" / "old").exists()
 
 
 def test_the_log_of_another_node_must_be_gone_on_with(node, mirror):
-    log = mirror.home / "logs" / "rank-0.log"
+    log = mirror.run_dir / "logs" / "rank-0.log"
     log.write_bytes(b"what a node wrote that is lost\n")
     link = node.connect()
     node.start(link, "print('more')", generation=1, log=log.stat().st_size)
@@ -198,26 +198,26 @@ def test_what_is_given_to_a_node_must_be_there_and_not_come_back(node, mirror, t
     node.job.mkdir()
     (node.job / "stale").touch()
     link = node.connect()
-    with packed(given.parent, mine(given.parent), given.parent) as (file, digest):
-        give(link, str(node.job), file, digest)
+    with packed(given.parent, written_files(given.parent), given.parent) as (file, digest):
+        send_archive(link, str(node.job), file, digest)
     assert link.converse(protocol.GetStatus(), protocol.Status).tags == {str(node.job): digest}
     assert (node.job / "checkpoints" / "last").read_bytes() == (given / "state.pt").read_bytes()
     assert not (node.job / "stale").exists()
     mirror.catch_up(20)
-    assert not (mirror.home / "checkpoints" / "state.pt").exists()
+    assert not (mirror.run_dir / "checkpoints" / "state.pt").exists()
 
 
 def test_what_the_workers_of_the_first_node_remove_of_it_must_go_at_home_too(node, mirror):
-    (mirror.home / "checkpoints").mkdir()
+    (mirror.run_dir / "checkpoints").mkdir()
     for name in ("old", "new"):
-        (mirror.home / "checkpoints" / name).write_text("given")
+        (mirror.run_dir / "checkpoints" / name).write_text("given")
     link = node.connect()
-    with packed(mirror.home, mine(mirror.home), mirror.home) as (file, digest):
-        give(link, str(node.job), file, digest)
+    with packed(mirror.run_dir, written_files(mirror.run_dir), mirror.run_dir) as (file, digest):
+        send_archive(link, str(node.job), file, digest)
     node.start(link, "import os, pathlib; (pathlib.Path(os.environ['JOB_DIR']) / 'checkpoints' / 'old').unlink()")
     node.until(link, protocol.Ended)
     mirror.catch_up(20)
-    assert [path.name for path in (mirror.home / "checkpoints").iterdir()] == ["new"]
+    assert [path.name for path in (mirror.run_dir / "checkpoints").iterdir()] == ["new"]
 
 
 def test_files_that_are_sent_again_after_an_interruption_must_be_whole(node, tmp_path):
@@ -229,8 +229,8 @@ def test_files_that_are_sent_again_after_an_interruption_must_be_whole(node, tmp
     link.converse(protocol.Upload(str(node.job), piece, 0, ""), protocol.Uploaded)
     with pytest.raises(EngineError, match="a piece is missing"):
         link.converse(protocol.Upload(str(node.job), piece, PIECE, ""), protocol.Uploaded)
-    with packed(given, mine(given), given) as (file, digest):
-        give(link, str(node.job), file, digest)
+    with packed(given, written_files(given), given) as (file, digest):
+        send_archive(link, str(node.job), file, digest)
     assert (node.job / "state.pt").read_bytes() == (given / "state.pt").read_bytes()
 
 
@@ -244,8 +244,8 @@ def test_what_has_come_in_another_form_than_it_was_sent_must_not_be_unpacked(nod
 
 
 def test_a_file_that_cannot_come_home_must_be_told_and_not_keep_others_away(node, mirror):
-    (mirror.home / "taken").mkdir()
-    (mirror.home / "taken" / "mine").touch()
+    (mirror.run_dir / "taken").mkdir()
+    (mirror.run_dir / "taken" / "mine").touch()
     link = node.connect()
     node.start(
         link,
@@ -254,12 +254,12 @@ def test_a_file_that_cannot_come_home_must_be_told_and_not_keep_others_away(node
     )
     node.until(link, protocol.Ended)
     assert mirror.catch_up(20)
-    assert (mirror.home / "free").read_text() == "x" and (mirror.home / "taken" / "mine").exists()
+    assert (mirror.run_dir / "free").read_text() == "x" and (mirror.run_dir / "taken" / "mine").exists()
     assert list(mirror.errors) == ["taken"] and isinstance(mirror.errors["taken"], IsADirectoryError)
-    (mirror.home / "taken" / "mine").unlink()
-    (mirror.home / "taken").rmdir()
+    (mirror.run_dir / "taken" / "mine").unlink()
+    (mirror.run_dir / "taken").rmdir()
     assert mirror.catch_up(20)  # now it can
-    assert not mirror.errors and (mirror.home / "taken").read_text() == "x"
+    assert not mirror.errors and (mirror.run_dir / "taken").read_text() == "x"
 
 
 def test_what_changes_its_kind_must_come_home_as_what_it_is(node, mirror):
@@ -272,8 +272,8 @@ def test_what_changes_its_kind_must_come_home_as_what_it_is(node, mirror):
     )
     node.until(link, protocol.Ended)
     assert mirror.catch_up(20)
-    assert (mirror.home / "a" / "b" / "to").readlink() == Path("x") and (mirror.home / "c").is_file()
-    assert os.access(mirror.home / "run.sh", os.X_OK) and not os.access(mirror.home / "c", os.X_OK)
+    assert (mirror.run_dir / "a" / "b" / "to").readlink() == Path("x") and (mirror.run_dir / "c").is_file()
+    assert os.access(mirror.run_dir / "run.sh", os.X_OK) and not os.access(mirror.run_dir / "c", os.X_OK)
     node.start(
         link,
         f"{home}shutil.rmtree(home / 'a'); (home / 'a').write_text('file')\n"
@@ -282,7 +282,7 @@ def test_what_changes_its_kind_must_come_home_as_what_it_is(node, mirror):
     )
     node.until(link, protocol.Ended)
     assert mirror.catch_up(20)
-    assert (mirror.home / "a").read_text() == "file" and (mirror.home / "c" / "x").is_file() and not mirror.errors
+    assert (mirror.run_dir / "a").read_text() == "file" and (mirror.run_dir / "c" / "x").is_file() and not mirror.errors
 
 
 def test_a_file_that_its_writer_may_not_read_must_come_home_all_the_same(node, mirror):
@@ -290,11 +290,11 @@ def test_a_file_that_its_writer_may_not_read_must_come_home_all_the_same(node, m
     node.start(link, "import os; os.close(os.open(os.environ['JOB_DIR'] + '/shut', os.O_CREAT | os.O_WRONLY, 0))")
     node.until(link, protocol.Ended)
     assert mirror.catch_up(20)
-    assert (mirror.home / "shut").is_file()
+    assert (mirror.run_dir / "shut").is_file()
 
 
 def test_a_log_that_cannot_be_written_must_be_told_and_gone_on_with(node, mirror):
-    log = mirror.home / "logs" / "rank-0.log"
+    log = mirror.run_dir / "logs" / "rank-0.log"
     log.symlink_to("elsewhere")
     link = node.connect()
     node.start(link, "print('all of it')")
@@ -314,7 +314,7 @@ def test_of_a_file_that_two_nodes_write_that_of_the_first_must_come_home(tmp_pat
         (tmp_path / name / "job" / "same").write_text(name)
         (tmp_path / name / "job" / f"of-{name}").touch()
         nodes[name] = Node(tmp_path / name)
-    mirror = Mirror(home, "job", {"master": [0], "trainer-1": [1]}, lambda name: nodes[name].connect())
+    mirror = FileSync(home, "job", {"master": [0], "trainer-1": [1]}, lambda name: nodes[name].connect())
     try:
         assert mirror.catch_up(20)
         (tmp_path / "trainer-1" / "job" / "same").write_text("written later")

@@ -1,4 +1,4 @@
-"""Mode `join`: the containers of a plain `docker compose up` become one gang, without a Docker socket.
+"""Mode `rendezvous`: the containers of a plain `docker compose up` become one gang, without a Docker socket.
 
 Compose starts every trainer before the master (`depends_on`), so when the master looks, Docker's DNS knows all of
 them: the alias `trainer` resolves to their addresses, and each address back to its Compose name with its number.
@@ -14,7 +14,7 @@ import time
 from functools import partial
 from typing import Any
 
-from orchestrate.node.checks import MOST_WORKERS, Refused, integer, seconds, shown
+from orchestrate.node.checks import MAX_WORKERS, Refused, integer, seconds, shown
 from orchestrate.node.listener import serve
 from orchestrate.node.loop import Channel, Loop, connect
 from orchestrate.node.output import say
@@ -121,7 +121,7 @@ class Gang:
             return
         nodes = [self.node, *(self.hellos[address] for address in self.names)]
         try:
-            nproc = integer(os.environ, "NODE_NPROC", default=1, least=1, most=MOST_WORKERS)
+            nproc = integer(os.environ, "NODE_NPROC", default=1, least=1, most=MAX_WORKERS)
             envs = assign(nodes, nproc, "master", MASTER_PORT, os.environ.get("JOB_ID", "compose"), "eth0")
         except Refused as error:
             return self.fail(f"error: {error}")

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from agents import PIPE
 from ends import KEY, End, connected
-from linked_nodes import Nodes
+from played_nodes import Nodes
 from said import said, sent
 from scripted import Clock
-from waiting import PIPE
 
 from orchestrate.engines import connection as links
 from orchestrate.engines import sockets
@@ -28,7 +28,7 @@ from orchestrate.engines.ports import free_port, port
 from orchestrate.engines.sockets import connect
 from orchestrate.errors import EngineError
 from orchestrate.node import pipe, protocol
-from orchestrate.node.sealed import Seal
+from orchestrate.node.auth import Signer
 
 MESSAGES = [said("status"), said("refused", error="ä" * 300)]
 LINES = b"".join(protocol.encode(message) + b"\n" for message in MESSAGES)
@@ -46,7 +46,7 @@ def ends():
 def test_messages_must_be_put_together_from_pieces(ends, size):
     link, there = ends
     heard = []
-    wire = b"".join(there.seal.close(line) + b"\n" for line in LINES.splitlines())
+    wire = b"".join(there.signer.sign(line) + b"\n" for line in LINES.splitlines())
     for start in range(0, len(wire), size):
         there.sock.sendall(wire[start : start + size])
         heard += link.receive()
@@ -181,7 +181,7 @@ def test_what_a_node_cannot_do_must_be_an_error_in_its_words(ends, say):
 
 def test_a_conversation_must_wait_as_long_as_was_asked_for(ends, monkeypatch):
     link, there = ends
-    monkeypatch.setattr(links, "ANSWERS", 0.01)
+    monkeypatch.setattr(links, "ANSWER_TIMEOUT", 0.01)
     threading.Timer(0.1, there.send, (sent("changes"),)).start()
     assert link.converse(protocol.GetChanges("job", {}), protocol.Changes, patience=10) == said("changes")
 
@@ -225,25 +225,25 @@ def test_a_node_that_takes_nothing_must_not_be_waited_for_without_end(ends):
 
 def test_a_connection_must_begin_with_words_and_go_on_in_lines_with_proof():
     with strange() as (link, there):
-        node = Seal(KEY, listens=True)
-        there.sendall(node.word[:5])
+        node = Signer(KEY, listens=True)
+        there.sendall(node.nonce[:5])
         waits, heard = [], []
 
         def rest() -> None:
             waits.append(link.sock.gettimeout())
-            there.sendall(node.word[5:] + b"\n")
+            there.sendall(node.nonce[5:] + b"\n")
             word, proof, rest = there.recv(1000).split(b"\n")
             node.meet(word)
-            heard.extend((node.open(proof), rest))
-            there.sendall(node.close(b"") + b"\n")
+            heard.extend((node.verify(proof), rest))
+            there.sendall(node.sign(b"") + b"\n")
 
         threading.Timer(0.05, rest).start()
         assert link.greet(9)
-        assert 0 < waits[0] <= 9 and link.sock.gettimeout() == links.ANSWERS and heard == [b"", b""]
-        there.sendall(node.close(sent("status").rstrip()) + b"\n")
+        assert 0 < waits[0] <= 9 and link.sock.gettimeout() == links.ANSWER_TIMEOUT and heard == [b"", b""]
+        there.sendall(node.sign(sent("status").rstrip()) + b"\n")
         assert link.receive() == [said("status")]
         assert link.send(protocol.Dump())
-        assert json.loads(node.open(there.recv(1000).rstrip(b"\n"))) == {"ask": "dump"}
+        assert json.loads(node.verify(there.recv(1000).rstrip(b"\n"))) == {"ask": "dump"}
         there.sendall(sent("status"))  # without the key
         assert link.receive() is None
 

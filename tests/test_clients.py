@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from linked_nodes import Node, Nodes, asks, planned
+from played_nodes import Node, Nodes, asks, planned
 from scripted import Clock
 
 from orchestrate.engines import clients
@@ -166,7 +166,7 @@ def test_nodes_that_fall_silent_must_be_given_up_all_at_once(nodes, monkeypatch)
 
 
 def test_a_node_that_cannot_be_reached_again_must_be_given_up_after_some_seconds(nodes, monkeypatch):
-    monkeypatch.setattr(clients, "DYING", 0.05)
+    monkeypatch.setattr(clients, "NODE_EXIT_TIMEOUT", 0.05)
     nodes.start(planned())
     monkeypatch.setattr(nodes.access, "runs", lambda node: True)
     nodes.up -= {"node-1"}
@@ -314,12 +314,12 @@ def test_nodes_that_stay_must_have_said_that_they_are_clean(nodes, monkeypatch):
     assert [asks(node)[-1] for node in nodes.played.values()] == ["clean"] * 3
     assert next(said, None) is None  # all have
     monkeypatch.setattr(nodes, "listen", listen)
-    monkeypatch.setattr(clients, "ANSWERS", 0.01)
+    monkeypatch.setattr(clients, "ANSWER_TIMEOUT", 0.01)
     assert nodes.clean(nodes.played) == {*nodes.played}  # which they do not answer
 
 
 def test_a_node_without_a_connection_must_be_connected_to_and_cleaned_or_named(nodes, monkeypatch):
-    monkeypatch.setattr(clients, "ANSWERS", 0.01)
+    monkeypatch.setattr(clients, "ANSWER_TIMEOUT", 0.01)
     nodes.up -= {"node-2"}
     nodes.played["node-0"].say("cleaned")
     assert nodes.clean(nodes.played) == {"node-1", "node-2"}

@@ -125,7 +125,7 @@ def test_a_number_of_workers_that_is_none_must_be_named(project, count):
 
 @pytest.mark.parametrize("role", ["master", "trainer"])
 def test_a_time_to_join_that_is_none_must_be_named(role):
-    env = os.environ | {"NODE_MODE": "join", "NODE_JOIN_TIMEOUT": "2m", "NODE_ROLE": role}
+    env = os.environ | {"NODE_MODE": "rendezvous", "NODE_JOIN_TIMEOUT": "2m", "NODE_ROLE": role}
     done = subprocess.run([sys.executable, NODE, "x.py"], env=env, capture_output=True, text=True)
     expected = "[node] error: NODE_JOIN_TIMEOUT must be a number of seconds, not '2m'\n"
     assert (done.returncode, done.stdout) == (2, expected)

@@ -13,9 +13,9 @@ from scripted import Clock
 
 from orchestrate.engines.swarm import fetch
 from orchestrate.engines.swarm import sync as mirror_module
-from orchestrate.engines.swarm.sync import OWN, Mirror
+from orchestrate.engines.swarm.sync import OWN, FileSync
 from orchestrate.errors import EngineError
-from orchestrate.files.folder import DEEPEST
+from orchestrate.files.folder import MAX_DEPTH
 from orchestrate.files.paths import JobPaths
 from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
@@ -74,12 +74,12 @@ def home(tmp_path):
 @pytest.fixture
 def mirrored(home, monkeypatch):
     """What brings home the files of nodes, by their names."""
-    monkeypatch.setattr(mirror_module, "OFTEN", 0.01)
-    made: list[Mirror] = []
+    monkeypatch.setattr(mirror_module, "SYNC_INTERVAL", 0.01)
+    made: list[FileSync] = []
 
-    def bring(**nodes: Told) -> Mirror:
+    def bring(**nodes: Told) -> FileSync:
         ranks = {name: [rank] for rank, name in enumerate(nodes)}
-        made.append(Mirror(home, "job", ranks, lambda name: nodes[name]))
+        made.append(FileSync(home, "job", ranks, lambda name: nodes[name]))
         return made[-1]
 
     yield bring
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_had_must_be_tried_again_only_when_it_may_be(home,
     with pytest.raises(EngineError, match="1 file could not be copied, such as 'bad': a node says: it cannot be read"):
         mirror.come_home(20)  # which has it tried
     assert node.asked.count("bad") > 1
-    clock.now += mirror_module.AGAIN + 0.1
+    clock.now += mirror_module.RETRY_INTERVAL + 0.1
     assert tried() == 1
     node.times["bad"] = 9  # it is another one
     assert tried() == 1
@@ -182,8 +182,8 @@ def test_files_must_not_be_waited_for_longer_than_was_asked_for(home, monkeypatc
 
     gate, clock = threading.Event(), Ticking()
     monkeypatch.setattr(mirror_module, "time", clock)
-    monkeypatch.setattr(mirror_module, "OFTEN", 0.01)
-    mirror, began = Mirror(home, "job", {"master": [0]}, lambda _: gate.wait() and None), clock.now
+    monkeypatch.setattr(mirror_module, "SYNC_INTERVAL", 0.01)
+    mirror, began = FileSync(home, "job", {"master": [0]}, lambda _: gate.wait() and None), clock.now
     try:
         assert not mirror.catch_up(0, lambda: clock.now > began + 100)
         assert not mirror.catch_up(100, lambda: True)
@@ -235,17 +235,17 @@ def test_a_piece_that_is_out_of_place_must_not_be_taken(home, mirrored, piece):
 def test_the_end_must_not_wait_for_a_node_that_does_not_answer(home):
     node, asked = Told(), threading.Event()
     node.converse = lambda *_, **facts: (asked.set(), node.ended.wait(), node.dead)[2]  # which is no answer
-    mirror = Mirror(home, "job", {"master": [0]}, lambda _: node)
+    mirror = FileSync(home, "job", {"master": [0]}, lambda _: node)
     assert asked.wait(20)
     mirror.close()
     assert not mirror.thread.is_alive() and node.closed
 
 
 def test_the_end_must_not_wait_for_long_for_a_connection_which_is_then_not_used(home, monkeypatch):
-    monkeypatch.setattr(mirror_module, "CLOSES", 0.01)
+    monkeypatch.setattr(mirror_module, "CLOSE_TIMEOUT", 0.01)
     node, gate, asked = Told(), threading.Event(), threading.Event()
     node.converse = lambda *_, **facts: pytest.fail("it is not to be asked")
-    mirror = Mirror(home, "job", {"master": [0]}, lambda _: (asked.set(), gate.wait(), node)[2])
+    mirror = FileSync(home, "job", {"master": [0]}, lambda _: (asked.set(), gate.wait(), node)[2])
     assert asked.wait(20)
     mirror.close()
     assert mirror.thread.is_alive()
@@ -257,19 +257,19 @@ def test_the_end_must_not_wait_for_long_for_a_connection_which_is_then_not_used(
 def test_what_a_node_no_longer_has_must_be_forgotten_while_others_come(home, monkeypatch):
     clock, node, owned = Clock(), Told(), []
     monkeypatch.setattr(mirror_module, "time", clock)
-    monkeypatch.setattr(mirror_module, "MOST", 3)
+    monkeypatch.setattr(mirror_module, "MAX_ENTRIES", 3)
     converse = node.converse
 
     def slowly(request: protocol.Request, answer: type) -> protocol.Report:
         if isinstance(request, protocol.GetChanges):  # files are all new: some are fetched before the next look
             owned.append(len(mirror.owners) + len(mirror.nodes[0].files))
             node.files = dict.fromkeys((f"{len(owned)}-{each}" for each in range(8)), b"")
-        clock.now += mirror_module.TURN / 4 * isinstance(request, protocol.Read)
+        clock.now += mirror_module.MAX_TURN / 4 * isinstance(request, protocol.Read)
         return converse(request, answer)
 
     gate = threading.Event()
     node.converse = slowly
-    mirror = Mirror(home, "job", {"master": [0]}, lambda _: gate.wait() and node)
+    mirror = FileSync(home, "job", {"master": [0]}, lambda _: gate.wait() and node)
     gate.set()
     try:
         eventually(lambda: len(owned) > 30)
@@ -280,13 +280,13 @@ def test_what_a_node_no_longer_has_must_be_forgotten_while_others_come(home, mon
 
 def test_a_path_of_very_many_folders_must_be_left_and_named_and_others_come(home, mirrored):
     node, deep = Told(), "d/" * 1100
-    node.files = {f"{deep}f": b"1", "d/f": b"2", f"{'d/' * DEEPEST}f": b"3", f"{'x' * 250}/" * 17 + "f": b"4"}
+    node.files = {f"{deep}f": b"1", "d/f": b"2", f"{'d/' * MAX_DEPTH}f": b"3", f"{'x' * 250}/" * 17 + "f": b"4"}
     node.links = {f"{deep}link": "f", "link": "f"}
     mirror = mirrored(master=node)
     assert mirror.catch_up(20) and mirror.catch_up(20) and not mirror.errors
     assert leads(home / "link") == "f"
     found = {str(path.relative_to(home)): path.read_bytes() for path in home.rglob("f")}
-    assert found == {"d/f": b"2", f"{'d/' * DEEPEST}f": b"3"}
+    assert found == {"d/f": b"2", f"{'d/' * MAX_DEPTH}f": b"3"}
     (text,) = mirror.warnings()
     assert text.startswith("master: not all files are copied, such as 'd/d/") and len(text) < 200
     assert mirror.catch_up(20) and not mirror.warnings()
@@ -354,7 +354,7 @@ def test_what_has_half_come_home_must_be_removed_when_no_more_is_brought(home):
         return converse(request, answer)
 
     node.converse = dies
-    mirror = Mirror(home, "job", {"master": [0]}, lambda _: node)
+    mirror = FileSync(home, "job", {"master": [0]}, lambda _: node)
     assert read.wait(20)
     mirror.close()
     assert not list(home.iterdir()) and node.closed and not mirror.errors  # of which the file knows nothing
@@ -474,11 +474,11 @@ def test_logs_must_have_their_turn_while_a_large_file_comes(home, monkeypatch):
 
     def slowly(request: protocol.Request, answer: type) -> protocol.Report:
         asked.append(type(request))
-        clock.now += mirror_module.TURN * isinstance(request, protocol.Read)
+        clock.now += mirror_module.MAX_TURN * isinstance(request, protocol.Read)
         return converse(request, answer)
 
     node.converse = slowly
-    mirror = Mirror(home, "job", {"master": [0]}, lambda _: node)
+    mirror = FileSync(home, "job", {"master": [0]}, lambda _: node)
     try:
         assert mirror.catch_up(20) and (home / "large").stat().st_size == PIECE * 4  # all of it, though it takes long
         assert asked[:8] == [protocol.GetChanges, protocol.Read] * 4
@@ -489,17 +489,17 @@ def test_logs_must_have_their_turn_while_a_large_file_comes(home, monkeypatch):
 def test_what_a_node_has_replaced_must_stay_until_the_new_is_here(home, monkeypatch):
     clock, node, there = Clock(), Told(), []
     monkeypatch.setattr(mirror_module, "time", clock)
-    monkeypatch.setattr(mirror_module, "OFTEN", 0.01)
+    monkeypatch.setattr(mirror_module, "SYNC_INTERVAL", 0.01)
     node.files = {"step-1": b"old"}
     converse = node.converse
 
     def slowly(request: protocol.Request, answer: type) -> protocol.Report:
-        clock.now += mirror_module.TURN * isinstance(request, protocol.Read)
+        clock.now += mirror_module.MAX_TURN * isinstance(request, protocol.Read)
         there.append((home / "step-1").exists())
         return converse(request, answer)
 
     node.converse = slowly
-    mirror = Mirror(home, "job", {"master": [0]}, lambda _: node)
+    mirror = FileSync(home, "job", {"master": [0]}, lambda _: node)
     try:
         assert mirror.catch_up(20)
         node.files, count = {"step-2": b"x" * PIECE * 3}, len(there)

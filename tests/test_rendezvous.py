@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from joining import NINE, TEN, WAITS
 
-from orchestrate.node import join
+from orchestrate.node import rendezvous as join
 
 
 def test_a_gang_must_be_ranked_by_the_numbers_of_its_trainers_whichever_comes_first(project):

@@ -20,21 +20,21 @@ from orchestrate.node.files import Files
 from orchestrate.node.guard import marked
 from orchestrate.node.lease import Lease
 from orchestrate.node.listener import BACKLOG, Listener
+from orchestrate.node.local_env import local_env
 from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.output import say
-from orchestrate.node.place import placed
 from orchestrate.node.ranks import FENCE, Env, fence
 from orchestrate.node.trees import clear, replace
 from orchestrate.node.warm import POSSIBLE, standing
 from orchestrate.node.worker import Worker, doing, kill, oom_kills
 
 IPC_RMID = 0  # of shmctl(2), msgctl(2) and semctl(2)
-LOOKS = 0.05  # seconds between two checks for the filter
+FILTER_INTERVAL = 0.05  # seconds between two checks for the filter
 ROUTES = Path("/proc/self/net/route")
-REFUSED = 128 + signal.SIGTERM  # the code of a worker whose generation was over before it could start
+NOT_STARTED = 128 + signal.SIGTERM  # the code of a worker whose generation was over before it could start
 
 
-class Waiting:
+class Agent:
     """The workers of the newest generation, running or ended, and the clients that get reports."""
 
     def __init__(self, loop: Loop, key: bytes) -> None:
@@ -81,7 +81,7 @@ class Waiting:
             return
         request = protocol.decode(message, protocol.REQUESTS)
         if isinstance(request, protocol.Upload | protocol.GetChanges | protocol.Read):
-            return self.serve(channel, request)
+            return self.transfer(channel, request)
         if channel not in self.channels:
             self.channels.append(channel)
         match request:
@@ -110,7 +110,7 @@ class Waiting:
                     self.lease.end()
                 self.lease = Lease(self.loop, self.key, (relay[0], relay[1]), self.cut_off)
 
-    def serve(self, channel: Channel, request: protocol.Upload | protocol.GetChanges | protocol.Read) -> None:
+    def transfer(self, channel: Channel, request: protocol.Upload | protocol.GetChanges | protocol.Read) -> None:
         """Send or receive files."""
         try:
             if isinstance(request, protocol.Upload):
@@ -142,9 +142,9 @@ class Waiting:
         """Start a worker, if the node is what the orchestrator takes it for; raises Refused."""
         env = {**os.environ, **request.env} if request.inherit else request.env
         if request.filtered and not marked(ROUTES.read_text()):
-            return self.tell(protocol.Ended(*whose(env), REFUSED, time.time(), "ending", asked=False))
+            return self.tell(protocol.Ended(*whose(env), NOT_STARTED, time.time(), "ending", asked=False))
         check(request.folders or {})
-        self.start(request.command, placed(env) if self.alone else env, request.cwd, request.log)
+        self.start(request.command, local_env(env) if self.alone else env, request.cwd, request.log)
 
     def start(self, command: list[str], env: Env, cwd: str | None, log: int | None = None) -> None:
         """Start a worker, unless its generation is over; one of a newer generation ends all older ones.
@@ -158,7 +158,7 @@ class Waiting:
             return
         self.job, self.folder, self.hint = env.get("JOB_ID", ""), env.get("JOB_DIR", ""), ""
         if generation < max(self.generation, fence(env.get("JOB_DIR"))):
-            return self.tell(protocol.Ended(generation, rank, REFUSED, time.time(), "", asked=True))
+            return self.tell(protocol.Ended(generation, rank, NOT_STARTED, time.time(), "", asked=True))
         if generation > self.generation:
             kill(list(self.workers.values()), signal.SIGKILL)
             self.generation, self.workers, self.codes, self.hints = generation, {}, {}, {}
@@ -233,7 +233,7 @@ class Waiting:
         )
 
 
-def wait(path: str, shared: str, port: int, key: bytes) -> int:
+def serve(path: str, shared: str, port: int, key: bytes) -> int:
     """Listen on the Unix socket `path` for requests of clients that have `key`, until asked to end.
 
     Also on `shared`, if possible: a socket in a mounted folder, which an orchestrator on the same kernel can reach
@@ -243,7 +243,7 @@ def wait(path: str, shared: str, port: int, key: bytes) -> int:
     if POSSIBLE and (modules := os.environ.get("NODE_PRELOAD", "").split()):
         loop.warm(modules)
         warm_up(loop, os.environ.get("NODE_FILTERED") == "1")
-    waiting = Waiting(loop, key)
+    waiting = Agent(loop, key)
     # In a container, pipe.py runs as another user; without the key, others get no answer.
     waiting.listen(path, 0o666 if os.getpid() == 1 else 0o600)
     if shared:
@@ -262,7 +262,7 @@ def wait(path: str, shared: str, port: int, key: bytes) -> int:
 def warm_up(loop: Loop, filtered: bool) -> None:
     """Let the zygote import modules of the job: at once, or as soon as the expected filter is in place."""
     if loop.zygote and filtered and not marked(ROUTES.read_text()):
-        loop.after(LOOKS, lambda: warm_up(loop, filtered))
+        loop.after(FILTER_INTERVAL, lambda: warm_up(loop, filtered))
     elif loop.zygote:
         loop.zygote.go()
 
