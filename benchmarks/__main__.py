@@ -1,8 +1,8 @@
 """Run benchmarks and print their tables.
 
-    python -m benchmarks T9             one
-    python -m benchmarks                all of T1 to T12, which need Docker
-    python -m benchmarks gpu            all of G1 to G6, which need a GPU
+    python -m benchmarks checkpoint     one; --help lists them
+    python -m benchmarks                all that need Docker
+    python -m benchmarks gpu            all that need a GPU
     python -m benchmarks --json FILE    and write what was measured, in place of what stood there of the same name
     python -m benchmarks soak           a training under faults; see --help of it
 
@@ -27,8 +27,24 @@ from typing import Any
 from benchmarks.starts import ROOT
 from orchestrate.errors import FAILED, ResourceError
 
-ON_GPUS = {f"G{number}": f"gpu{number}" for number in range(1, 7)}
-MODULES = {f"T{number}": f"t{number}" for number in range(1, 13)} | ON_GPUS  # imported when they run: T7 needs docker
+ON_DOCKER = (
+    "cold-start",
+    "warm-start",
+    "restart",
+    "node-loss",
+    "steady-state",
+    "speed-up",
+    "many-nodes",
+    "log-lines",
+    "checkpoint",
+    "time-to-accuracy",
+    "help",
+    "image-rebuild",
+)
+ON_GPUS = tuple(
+    f"gpu-{name}" for name in ("cold-start", "restart", "steady-state", "time-to-accuracy", "checkpoint", "bandwidth")
+)
+NAMES = (*ON_DOCKER, *ON_GPUS)
 
 
 def printed(*command: str) -> str | None:
@@ -86,7 +102,7 @@ def measured(name: str, runs: int) -> tuple[dict[str, Any], bool]:
     """
     about, whole = "", True
     try:
-        module = importlib.import_module(f"benchmarks.{MODULES[name]}")
+        module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")  # some need Docker's SDK
         about = (module.__doc__ or "").splitlines()[0]
         print(f"{name}: {about}", flush=True)
         result = module.measure(runs)
@@ -115,14 +131,16 @@ def no_gpu() -> str:
 def main() -> int:
     """Run the benchmarks that the command line names; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, side by side.")
-    parser.add_argument("names", nargs="*", metavar="T1 … T12, G1 … G6, gpu", help="default: T1 … T12; gpu: G1 … G6")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)}; gpu: all on GPUs; default: all others"
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     names = [one for name in args.names for one in (ON_GPUS if name == "gpu" else [name])]
-    names = list(dict.fromkeys(names)) or [name for name in MODULES if name not in ON_GPUS]
-    if unknown := set(names) - set(MODULES):
-        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(MODULES)}")
+    names = list(dict.fromkeys(names)) or [*ON_DOCKER]
+    if unknown := set(names) - {*NAMES}:
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     if (needy := [name for name in names if name in ON_GPUS]) and (why := no_gpu()):
         print(f"error: {', '.join(needy)} need{'s' * (len(needy) == 1)} an NVIDIA GPU: {why}", file=sys.stderr)
         return ResourceError.exit_code
@@ -134,7 +152,7 @@ def main() -> int:
         code = code if whole else FAILED
         if args.json:
             before = json.loads(args.json.read_text()) if args.json.exists() else {}
-            # GPU machines are many, and each G says where it was measured; all T of a file are from one machine.
+            # GPU machines are many, and each says where it was measured; all others of a file are from one machine.
             fresh = (
                 {name: result | {"machine": here, "date": date}} if name in ON_GPUS else {"machine": here, name: result}
             )

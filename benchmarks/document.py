@@ -2,7 +2,7 @@
 
     python -m benchmarks.document FILE
 
-Benchmarks on GPUs (G1 to G6) go to `docs/performance-gpu.md`; a document is written only if FILE has results for it.
+Benchmarks on GPUs go to `docs/performance-gpu.md`; a document is written only if FILE has results for it.
 What misses its target stands first, with the reason as far as it is known.
 """
 
@@ -13,16 +13,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.__main__ import NAMES, ON_DOCKER, ON_GPUS
 from benchmarks.starts import ROOT
 
 REASONS = {
-    "T4": "beside the start and the import, the others are stopped first, and DDP takes its first steps: together half "
-    "a second or more on two busy cores.",
-    "T5": "a step of 5 ms is mostly waiting for the other worker's 1 MB, and the kernel takes some 0.4 ms longer to "
-    "bring that through two virtual interfaces and a bridge; `network: host` spares them.",
-    "T7": "Compose brings nodes up, and takes nearly twice as long as raw calls; what we add to it is small.",
-    "T9": "besides `torch.save` and its sync there are two more file syncs, two folder syncs and the removal of the "
-    "checkpoint before the last. This training keeps both cores busy: hashing and writing 256 MB takes one of them "
+    "node-loss": "beside the start and the import, the others are stopped first, and DDP takes its first steps: "
+    "together half a second or more on two busy cores.",
+    "steady-state": "a step of 5 ms is mostly waiting for the other worker's 1 MB, and the kernel takes some 0.4 ms "
+    "longer to bring that through two virtual interfaces and a bridge; `network: host` spares them.",
+    "many-nodes": "Compose brings nodes up, and takes nearly twice as long as raw calls; what we add to it is small.",
+    "checkpoint": "besides `torch.save` and its sync there are two more file syncs, two folder syncs and the removal "
+    "of the checkpoint before the last. This training keeps both cores busy: hashing and writing 256 MB takes one of them "
     "away for a while, on which each step of the other waits; a lower priority of the writer only made that longer.",
 }
 
@@ -35,9 +36,18 @@ def met(label: str, value: float) -> bool | None:
     return value <= float(match[2]) if match[1] == "≤" else value >= float(match[2])
 
 
+def heading(name: str) -> str:
+    """The name of a benchmark as a heading."""
+    return (
+        name[0].upper() + name[1:].replace("-", " ")
+        if not name.startswith("gpu-")
+        else f"GPU {name[4:]}".replace("-", " ")
+    )
+
+
 def section(name: str, result: dict[str, Any]) -> str:
     """One benchmark: what it is, its figures, its plot."""
-    lines = [f"## {name}", "", result["about"], ""]
+    lines = [f"## {heading(name)}", "", result["about"], ""]
     misses = [label for label, value in result["ratios"].items() if met(label, value) is False]
     if misses and name in REASONS:
         lines += [f"Missed: {REASONS[name]}".replace(". ", ".\n"), ""]
@@ -49,7 +59,7 @@ def section(name: str, result: dict[str, Any]) -> str:
     for label, value in result["ratios"].items():
         lines.append(f"| {label} | {value:.3g} | {({True: 'yes', False: 'no', None: ''})[met(label, value)]} |")
     lines += [f"\n{what} was not measured: {why}" for what, why in result.get("failed", {}).items()]
-    picture = ["", f"![{name}](performance/{name}.svg)"] if result["values"] else []
+    picture = ["", f"![{heading(name)}](performance/{name}.svg)"] if result["values"] else []
     return "\n".join([*lines, *picture, ""])
 
 
@@ -78,8 +88,8 @@ def described(machine: dict[str, Any]) -> str:
 
 
 def by_targets(item: tuple[str, Any]) -> tuple[bool, int]:
-    """The place of a benchmark: first those that miss a target, then by number."""
-    return all(met(*ratio) is not False for ratio in item[1]["ratios"].items()), int(item[0][1:])
+    """The place of a benchmark: first those that miss a target."""
+    return all(met(*ratio) is not False for ratio in item[1]["ratios"].items()), NAMES.index(item[0])
 
 
 def page(title: str, intro: list[str], results: dict[str, Any], notes: dict[str, str], docs: Path) -> str:
@@ -117,8 +127,8 @@ def gpu_page(results: dict[str, Any], docs: Path) -> str:
 def main(docs: Path = ROOT / "docs") -> None:
     """Write the documents."""
     measured = json.loads(Path(sys.argv[1]).read_text())
-    on_gpus = {name: result for name, result in measured.items() if name.startswith("G")}
-    others = {name: result for name, result in measured.items() if name.startswith("T")}
+    on_gpus = {name: result for name, result in measured.items() if name in ON_GPUS}
+    others = {name: result for name, result in measured.items() if name in ON_DOCKER}
     if others:
         intro = [
             "Measured on one machine, side by side, by `python -m benchmarks --json FILE`; "

@@ -1,4 +1,4 @@
-"""Code that the benchmarks on GPUs (G1 to G6) share: commands, nodes that stay up, interleaved runs.
+"""Code that the benchmarks on GPUs share: commands, nodes that stay up, interleaved runs.
 
 All of them use local processes (`--engine process`), so they need no Docker.
 """

@@ -1,4 +1,4 @@
-"""Bus bandwidth of all_reduce by size, for G6, as JSON; `gpu_allreduce.py DEVICE BACKEND LARGEST_SIZE RUNS`.
+"""Bus bandwidth of all_reduce by size, as JSON; `gpu_allreduce.py DEVICE BACKEND LARGEST_SIZE RUNS`.
 
 Bus bandwidth is that of nccl-tests: size ÷ time × 2(n-1)/n, in GB/s, comparable with the hardware's for any n.
 """

@@ -1,4 +1,4 @@
-"""A worker for G1: makes one tensor, all-reduces it, and prints the seconds of each part as JSON; `gpu_start.py cuda`.
+"""A worker that makes one tensor, all-reduces it and prints the seconds of each part as JSON; `gpu_start.py cuda`.
 
 In a worker of warm nodes torch is imported already, so its `import torch` takes no time.
 """

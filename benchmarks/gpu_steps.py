@@ -1,4 +1,4 @@
-"""A training of small steps on GPUs for G2: notes when each step ended; `gpu_steps.py DEVICE BACKEND FOLDER`.
+"""A training of small steps on GPUs that notes when each step ended; `gpu_steps.py DEVICE BACKEND FOLDER`.
 
 Each rank writes to `FOLDER/rank-RANK.log`, so that every launcher is measured the same way.
 """

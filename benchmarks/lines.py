@@ -1,4 +1,4 @@
-"""A worker for T8 that writes numbered lines; `lines.py COUNT`."""
+"""A worker that writes numbered lines; `lines.py COUNT`."""
 
 import sys
 

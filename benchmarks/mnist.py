@@ -1,4 +1,4 @@
-"""What the PyTorch examples' MNIST script does, written anew: the peer of T10.
+"""What the PyTorch examples' MNIST script does, written anew: the peer of `time-to-accuracy`.
 
 The same network, optimizer, schedule and batch; every image goes through PIL and a transform of its own, as
 torchvision's data set has it. `python benchmarks/mnist.py DATASET SEED [DEVICE]`

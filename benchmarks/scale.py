@@ -27,12 +27,12 @@ class Times:
     repair: float = 4 * 3600.0  # until a host is back: an assumption
     detect_worker: float = 0.01  # the node tells at once
     detect_host: float = 20.0  # Swarm declares a host down after 15 s, and looks every few seconds
-    restart: float = 0.25  # T3: every rank is past its next step
+    restart: float = 0.25  # restart: every rank is past its next step
     restart_node: float = 0.004  # of the orchestrator, for each node: a connection, a request
-    start: float = 2.5  # T4: a container starts and imports torch
+    start: float = 2.5  # node-loss: a container starts and imports torch
     start_node: float = 0.022  # of the orchestrator, for each node of a job that starts
-    held: float = 0.017  # T9: a checkpoint of 256 MB
-    durable: float = 0.5  # T9
+    held: float = 0.017  # checkpoint: a checkpoint of 256 MB
+    durable: float = 0.5  # checkpoint
     least: float = 60.0  # between two checkpoints
 
 

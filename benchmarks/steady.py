@@ -1,4 +1,4 @@
-"""A training for T5 that prints how many steps it does in a second, once it has warmed up: `steady mnist|small`.
+"""A training that prints how many steps it does in a second, once it has warmed up: `steady mnist|small`.
 
 `mnist` is the PyTorch examples' network with half of its batch for each of two workers; `small` takes some 5 ms a step,
 most of which the workers spend on talking to each other.

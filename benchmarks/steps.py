@@ -1,4 +1,4 @@
-"""A training of small steps for T3 and T4: prints when each step ended; `steps.py STEPS`."""
+"""A training of small steps that prints when each step ended; `steps.py STEPS`."""
 
 import json
 import os

@@ -14,7 +14,16 @@ from conftest import MARK, ROOT
 
 from app import data
 from benchmarks import __main__ as command
-from benchmarks import document, gpu, gpu1, gpu2, gpu3, gpu4, gpu5, gpu6
+from benchmarks import (
+    document,
+    gpu,
+    gpu_bandwidth,
+    gpu_checkpoint,
+    gpu_cold_start,
+    gpu_restart,
+    gpu_steady_state,
+    gpu_time_to_accuracy,
+)
 
 TWO = gpu.Group(("--gpus", "none", "--trainers", "1"), "gloo", 2, "2 ranks on the CPU")
 RESULT = {"about": "What it is.", "values": {"one": [[2.0, 1.0, 3.0], "s"]}, "ratios": {"to the other (≤ 1.5)": 1.25}}
@@ -59,25 +68,33 @@ def little(mnist, monkeypatch):
 
 def test_a_benchmark_must_run_without_docker_and_be_written_with_its_machine(bare, tmp_path):
     file = tmp_path / "measured.json"
-    file.write_text(json.dumps({"T1": RESULT}))
-    done = benchmarks("T11", "--runs", "1", "--json", str(file), PYTHONPATH=bare)
+    file.write_text(json.dumps({"cold-start": RESULT}))
+    done = benchmarks("help", "--runs", "1", "--json", str(file), PYTHONPATH=bare)
     assert done.returncode == 0, done.stderr
     measured = json.loads(file.read_text())
-    assert set(measured) == {"machine", "T1", "T11"}
-    assert measured["T1"] == RESULT
+    assert set(measured) == {"machine", "cold-start", "help"}
+    assert measured["cold-start"] == RESULT
     assert re.fullmatch(r"[0-9a-f]{10}( \+ changes)?|unknown", measured["machine"]["commit"])
 
 
 def test_benchmarks_on_gpus_must_be_importable_without_gpu_docker_and_torchvision(bare):
-    code = "import importlib, benchmarks.__main__ as b; [importlib.import_module('benchmarks.' + n) for n in NAMES]"
-    code = code.replace("NAMES", "b.ON_GPUS.values()")
+    code = "import importlib, benchmarks.__main__ as b\n"
+    code += "[importlib.import_module('benchmarks.' + n.replace('-', '_')) for n in b.ON_GPUS]"
     env = os.environ | {"PYTHONPATH": bare, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("name", "subject"), [("gpu", "G1, G2, G3, G4, G5, G6 need"), ("G3", "G3 needs")], ids=["all", "one"]
+    ("name", "subject"),
+    [
+        (
+            "gpu",
+            "gpu-cold-start, gpu-restart, gpu-steady-state, gpu-time-to-accuracy, gpu-checkpoint, gpu-bandwidth need",
+        ),
+        ("gpu-steady-state", "gpu-steady-state needs"),
+    ],
+    ids=["all", "one"],
 )
 def test_without_a_gpu_the_command_must_say_so_in_one_line(name, subject):
     done = benchmarks(name, CUDA_VISIBLE_DEVICES="")
@@ -86,18 +103,28 @@ def test_without_a_gpu_the_command_must_say_so_in_one_line(name, subject):
 
 
 def test_an_unknown_name_must_be_refused():
-    done = benchmarks("G7")
+    done = benchmarks("gpu-7")
     assert done.returncode == 2
-    assert "no benchmark G7; there are T1, T2" in done.stderr
+    assert "no benchmark gpu-7; there are cold-start, warm-start" in done.stderr
 
 
 def test_without_names_all_that_need_no_gpu_must_run(monkeypatch):
-    assert run_here(monkeypatch, []) == (0, [f"T{number}" for number in range(1, 13)])
+    assert run_here(monkeypatch, []) == (0, [*command.ON_DOCKER])
 
 
 def test_gpu_must_mean_all_that_need_one_each_once(monkeypatch):
     monkeypatch.setattr(command, "no_gpu", lambda: "")
-    assert run_here(monkeypatch, ["G4", "gpu"]) == (0, ["G4", "G1", "G2", "G3", "G5", "G6"])
+    assert run_here(monkeypatch, ["gpu-time-to-accuracy", "gpu"]) == (
+        0,
+        [
+            "gpu-time-to-accuracy",
+            "gpu-cold-start",
+            "gpu-restart",
+            "gpu-steady-state",
+            "gpu-checkpoint",
+            "gpu-bandwidth",
+        ],
+    )
 
 
 def run_here(monkeypatch, arguments: list[str]) -> tuple[int, list[str]]:
@@ -113,16 +140,21 @@ def test_a_benchmark_that_fails_must_be_reported_and_not_keep_others_from_runnin
         raise RuntimeError("the GPU is gone\nand more")
 
     monkeypatch.setattr(command, "no_gpu", lambda: "")
-    monkeypatch.setattr(gpu5, "measure", measure)
-    monkeypatch.setattr(gpu6, "measure", lambda runs: RESULT | {"failed": {"NCCL": "one GPU"}})
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "G5", "G6", "--json", str(tmp_path / "measured.json")])
+    monkeypatch.setattr(gpu_checkpoint, "measure", measure)
+    monkeypatch.setattr(gpu_bandwidth, "measure", lambda runs: RESULT | {"failed": {"NCCL": "one GPU"}})
+    monkeypatch.setattr(
+        sys, "argv", ["benchmarks", "gpu-checkpoint", "gpu-bandwidth", "--json", str(tmp_path / "measured.json")]
+    )
     assert command.main() == 1
     measured = json.loads((tmp_path / "measured.json").read_text())
-    assert measured["G5"]["failed"] == {"G5": "RuntimeError: the GPU is gone"}
-    assert measured["G6"]["values"] == RESULT["values"]
-    assert (measured["G5"]["machine"], set(measured)) == (command.machine(), {"G5", "G6"})
+    assert measured["gpu-checkpoint"]["failed"] == {"gpu-checkpoint": "RuntimeError: the GPU is gone"}
+    assert measured["gpu-bandwidth"]["values"] == RESULT["values"]
+    assert (measured["gpu-checkpoint"]["machine"], set(measured)) == (
+        command.machine(),
+        {"gpu-checkpoint", "gpu-bandwidth"},
+    )
     text = capsys.readouterr().out
-    assert "G5 was not measured: RuntimeError: the GPU is gone" in text
+    assert "gpu-checkpoint was not measured: RuntimeError: the GPU is gone" in text
     assert "NCCL was not measured: one GPU" in text
     assert re.search(r"one +2\.000 s +\(1\.000 to 3\.000\)", text)
 
@@ -178,8 +210,16 @@ def written(monkeypatch, folder, measured: dict[str, object]) -> dict[str, str]:
 def test_results_of_both_kinds_must_go_to_two_documents(monkeypatch, tmp_path):
     on_gpu = RESULT | {"machine": MACHINE, "date": "2026-05-04", "failed": {"NCCL": "one GPU"}}
     missed = on_gpu | {"ratios": {"rate (≥ 2)": 1.5}}
-    found = written(monkeypatch, tmp_path, {"machine": {"cpus": 2}, "T9": RESULT, "G1": on_gpu, "G2": missed})
-    assert set(found) == {"performance.md", "performance-gpu.md", *(f"performance/{n}.svg" for n in ("T9", "G1", "G2"))}
+    found = written(
+        monkeypatch,
+        tmp_path,
+        {"machine": {"cpus": 2}, "checkpoint": RESULT, "gpu-cold-start": on_gpu, "gpu-restart": missed},
+    )
+    assert set(found) == {
+        "performance.md",
+        "performance-gpu.md",
+        *(f"performance/{n}.svg" for n in ("checkpoint", "gpu-cold-start", "gpu-restart")),
+    }
     assert (
         found["performance.md"]
         == """# Performance
@@ -190,7 +230,7 @@ The machine: cpus 2.
 Ratios carry to other machines, times do not.
 What misses its target stands first.
 
-## T9
+## Checkpoint
 
 What it is.
 
@@ -202,26 +242,28 @@ What it is.
 | --- | --- | --- |
 | to the other (≤ 1.5) | 1.25 | yes |
 
-![T9](performance/T9.svg)
+![Checkpoint](performance/checkpoint.svg)
 """
     )
     text = found["performance-gpu.md"]
     assert "The machine: cpus 16, GPUs 1 × NVIDIA H200, commit 0123456789; 2026-05-04.\n" in text
-    assert text.index("## G2") < text.index("## G1")
+    assert text.index("## GPU restart") < text.index("## GPU cold start")
     assert "| rate (≥ 2) | 1.5 | no |" in text
     assert "\nNCCL was not measured: one GPU\n" in text
 
 
 def test_results_of_gpus_alone_must_not_replace_the_other_document(monkeypatch, tmp_path):
     places = [{"machine": MACHINE | {"cpus": cpus}, "date": "2026-05-04"} for cpus in (16, 32)]
-    nothing = {"values": {}, "ratios": {}, "failed": {"G2": "no disk"}}
-    found = written(monkeypatch, tmp_path, {"G1": RESULT | places[0], "G2": RESULT | nothing | places[1]})
-    assert set(found) == {"performance-gpu.md", "performance/G1.svg"}
+    nothing = {"values": {}, "ratios": {}, "failed": {"gpu-restart": "no disk"}}
+    found = written(
+        monkeypatch, tmp_path, {"gpu-cold-start": RESULT | places[0], "gpu-restart": RESULT | nothing | places[1]}
+    )
+    assert set(found) == {"performance-gpu.md", "performance/gpu-cold-start.svg"}
     first, second = found["performance-gpu.md"].split("## G")[1:]
     assert "The machine: cpus 16, " in first
     assert "The machine: cpus 32, " in second
     assert "| what |" not in second and "svg" not in second
-    assert "G2 was not measured: no disk" in second
+    assert "gpu-restart was not measured: no disk" in second
 
 
 # --- what is concluded from what was measured
@@ -283,9 +325,9 @@ def test_a_warm_run_must_be_refused_if_it_did_not_use_the_nodes():
 def test_the_parts_of_a_start_must_be_those_of_the_slowest_worker():
     lines = [{"import torch": 1.0, "NCCL init": 3.0}, {"import torch": 2.0, "NCCL init": 0.5}]
     text = "".join(f"master {rank}    | {json.dumps(line)}\n" for rank, line in enumerate(lines))
-    assert gpu1.parts(text) == {"import torch": 2.0, "NCCL init": 3.0}
+    assert gpu_cold_start.parts(text) == {"import torch": 2.0, "NCCL init": 3.0}
     with pytest.raises(ValueError, match="printed no times"):
-        gpu1.parts("nothing\n")
+        gpu_cold_start.parts("nothing\n")
 
 
 def epochs(*records: tuple[float, float]) -> str:
@@ -296,24 +338,24 @@ def epochs(*records: tuple[float, float]) -> str:
 
 
 def test_the_rate_of_a_training_must_be_that_of_its_median_epoch_without_the_first():
-    assert gpu3.rate(epochs((60.0, 0.1), (2.0, 0.1), (3.0, 0.1), (4.0, 0.1))) == 400.0
+    assert gpu_steady_state.rate(epochs((60.0, 0.1), (2.0, 0.1), (3.0, 0.1), (4.0, 0.1))) == 400.0
 
 
 def test_a_training_must_be_timed_up_to_the_epoch_that_shows_its_goal():
-    assert gpu4.training(epochs((1.0, 0.5), (2.0, 0.98994), (4.0, 0.98996), (8.0, 0.999))) == 7.0
+    assert gpu_time_to_accuracy.training(epochs((1.0, 0.5), (2.0, 0.98994), (4.0, 0.98996), (8.0, 0.999))) == 7.0
     with pytest.raises(ValueError, match="no epoch with 99 %"):
-        gpu4.training(epochs((1.0, 0.9)))
+        gpu_time_to_accuracy.training(epochs((1.0, 0.9)))
 
 
 def test_a_size_must_be_shown_in_its_largest_unit():
-    assert list(map(gpu6.shown, (1 << 10, 1 << 18, 1 << 26, 1 << 30))) == ["1 KB", "256 KB", "64 MB", "1 GB"]
+    assert list(map(gpu_bandwidth.shown, (1 << 10, 1 << 18, 1 << 26, 1 << 30))) == ["1 KB", "256 KB", "64 MB", "1 GB"]
 
 
 def test_a_checkpoint_must_not_be_measured_on_a_disk_that_is_too_small(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=8 << 30))
-    result = gpu5.measure(1)
+    result = gpu_checkpoint.measure(1)
     assert result["values"] == {}
-    assert result["failed"]["G5"].startswith("it needs 12 GB of free disk space, and ")
+    assert result["failed"]["gpu-checkpoint"].startswith("it needs 12 GB of free disk space, and ")
 
 
 # --- each of them, played on the CPU
@@ -324,19 +366,21 @@ def test_a_checkpoint_must_not_be_measured_on_a_disk_that_is_too_small(monkeypat
 def test_a_start_must_be_measured_in_all_its_parts(on_cpu, monkeypatch, workers, base):
     monkeypatch.setattr(gpu, "count", lambda: workers)
     monkeypatch.setattr(gpu, "ALL", ("--gpus", "none", "--nproc-per-node", str(workers)))
-    result = gpu1.measure(1)
+    result = gpu_cold_start.measure(1)
     parts = ("", ": import torch", ": CUDA context", ": NCCL init")
     assert result["failed"] == {}
-    assert list(result["values"]) == [f"{name}{part}" for name in (base, gpu1.COLD, gpu1.WARM) for part in parts]
+    assert list(result["values"]) == [
+        f"{name}{part}" for name in (base, gpu_cold_start.COLD, gpu_cold_start.WARM) for part in parts
+    ]
     assert set(result["ratios"]) == {f"orchestrate, to {base}", f"nodes up, to {base}"}
 
 
 @pytest.mark.slow
 def test_restarts_must_be_measured_for_every_kill(on_cpu, monkeypatch):
-    monkeypatch.setattr(gpu2, "KILLS", 2)
-    monkeypatch.setattr("benchmarks.t3.PATIENCE", 300.0)  # this machine may do much else
+    monkeypatch.setattr(gpu_restart, "KILLS", 2)
+    monkeypatch.setattr("benchmarks.restart.PATIENCE", 300.0)  # this machine may do much else
     monkeypatch.setattr(gpu, "TORCHRUN", [sys.executable, "-c", "raise SystemExit(1)"])  # one that loses its job
-    result = gpu2.measure(1)
+    result = gpu_restart.measure(1)
     ((seconds, unit),) = result["values"].values()
     assert (len(seconds), unit, min(seconds) > 0) == (2, "s", True)
     assert result["ratios"]["jobs lost in 2 kills (≤ 0)"] == 0.0
@@ -346,9 +390,9 @@ def test_restarts_must_be_measured_for_every_kill(on_cpu, monkeypatch):
 
 @pytest.mark.slow
 def test_samples_per_second_must_be_measured_under_every_launcher(on_cpu, monkeypatch, little):
-    monkeypatch.setattr(gpu3, "EPOCHS", {"lenet": 2, "mnist": 3})
-    monkeypatch.setattr(gpu3, "ARGUMENTS", (*gpu3.ARGUMENTS, *little))
-    result = gpu3.measure(1)
+    monkeypatch.setattr(gpu_steady_state, "EPOCHS", {"lenet": 2, "mnist": 3})
+    monkeypatch.setattr(gpu_steady_state, "ARGUMENTS", (*gpu_steady_state.ARGUMENTS, *little))
+    result = gpu_steady_state.measure(1)
     models, launchers = ("lenet", "mnist"), ("python", "torchrun", "orchestrate")
     assert set(result["values"]) == {f"{model}: {name}" for model in models for name in launchers}
     assert set(result["ratios"]) == {f"{model}: to {name} (≥ 0.99)" for model in models for name in launchers[:2]}
@@ -357,12 +401,15 @@ def test_samples_per_second_must_be_measured_under_every_launcher(on_cpu, monkey
 @pytest.mark.slow
 def test_seconds_to_a_goal_must_be_measured_on_nodes_that_are_up_and_without(on_cpu, monkeypatch, little):
     monkeypatch.setattr(gpu, "HAS_TORCHVISION", False)
-    monkeypatch.setattr(gpu4, "GOAL", 0.0)
-    monkeypatch.setattr(gpu4, "ARGUMENTS", (*gpu4.ARGUMENTS, *little))
-    result = gpu4.measure(1)
-    assert list(result["values"]) == [f"{name}, digits" for name in (gpu4.COLD, gpu4.WARM, gpu4.TRAINING)]
+    monkeypatch.setattr(gpu_time_to_accuracy, "GOAL", 0.0)
+    monkeypatch.setattr(gpu_time_to_accuracy, "ARGUMENTS", (*gpu_time_to_accuracy.ARGUMENTS, *little))
+    result = gpu_time_to_accuracy.measure(1)
+    assert list(result["values"]) == [
+        f"{name}, digits"
+        for name in (gpu_time_to_accuracy.COLD, gpu_time_to_accuracy.WARM, gpu_time_to_accuracy.TRAINING)
+    ]
     assert set(result["ratios"]) == {"nodes up, in seconds (≤ 5)", "training alone, in seconds (≤ 2)"}
-    assert result["failed"] == {gpu4.PEER: "the Python package torchvision is missing"}
+    assert result["failed"] == {gpu_time_to_accuracy.PEER: "the Python package torchvision is missing"}
 
 
 def test_the_script_that_the_app_is_compared_with_must_train_on_the_device_that_it_is_given(mnist, monkeypatch, capsys):
@@ -378,21 +425,22 @@ def test_the_script_that_the_app_is_compared_with_must_train_on_the_device_that_
 
 
 def test_a_checkpoint_must_be_measured_until_it_is_durable(on_cpu, monkeypatch):
-    monkeypatch.setattr(gpu5, "SIZE", 1 << 22)
-    monkeypatch.setattr(gpu5, "TENSORS", 4)
-    monkeypatch.setattr(gpu5, "pinned", lambda tensor: tensor.clone())  # without a GPU nothing can be pinned
-    result = gpu5.measure(2)
+    monkeypatch.setattr(gpu_checkpoint, "SIZE", 1 << 22)
+    monkeypatch.setattr(gpu_checkpoint, "TENSORS", 4)
+    monkeypatch.setattr(gpu_checkpoint, "pinned", lambda tensor: tensor.clone())  # without a GPU nothing can be pinned
+    result = gpu_checkpoint.measure(2)
     assert {name: len(values) for name, (values, _) in result["values"].items()} == dict.fromkeys(
-        (gpu5.COPY, gpu5.HELD, gpu5.SAVE, gpu5.DURABLE), 2
+        (gpu_checkpoint.COPY, gpu_checkpoint.HELD, gpu_checkpoint.SAVE, gpu_checkpoint.DURABLE), 2
     )
     assert all(
-        held < durable for held, durable in zip(result["values"][gpu5.HELD][0], result["values"][gpu5.DURABLE][0])
+        held < durable
+        for held, durable in zip(result["values"][gpu_checkpoint.HELD][0], result["values"][gpu_checkpoint.DURABLE][0])
     )
 
 
 @pytest.mark.slow
 def test_the_bandwidth_must_be_measured_for_every_size(on_cpu, monkeypatch):
-    monkeypatch.setattr(gpu6, "LARGEST", {"gloo": 1 << 14})
-    result = gpu6.measure(2)
+    monkeypatch.setattr(gpu_bandwidth, "LARGEST", {"gloo": 1 << 14})
+    result = gpu_bandwidth.measure(2)
     assert list(result["values"]) == [f"2 ranks on the CPU: {size} KB" for size in (1, 4, 16)]
     assert all(len(rates) == 2 and min(rates) > 0 and unit == "GB/s" for rates, unit in result["values"].values())

@@ -303,7 +303,7 @@ def test_a_checkpoint_of_another_job_must_be_refused_with_the_difference(small):
         small("--resume", "auto", "--batch-size", "16")
 
 
-def test_f39_a_worker_of_an_older_generation_must_not_save(tmp_path, capsys):
+def test_a_worker_of_an_older_generation_must_not_save(tmp_path, capsys):
     newer = Checkpoints(tmp_path)
     newer.save({"weights": torch.ones(3)}, 7)
     newer.wait()
@@ -317,14 +317,14 @@ def test_f39_a_worker_of_an_older_generation_must_not_save(tmp_path, capsys):
     assert "checkpoint at step 8 left out: a newer generation saves here" in capsys.readouterr().out
 
 
-def test_f39_a_worker_that_is_given_up_during_a_save_must_not_commit_it(tmp_path):
+def test_a_worker_that_is_given_up_during_a_save_must_not_commit_it(tmp_path):
     older = Checkpoints(tmp_path, over=iter([False, True]).__next__)
     older.save(state(7), 7)
     older.wait()
     assert list(tmp_path.iterdir()) == [] and older.newest() is None
 
 
-def test_f39_a_worker_must_know_its_generation_from_the_file_of_its_job(tmp_path, monkeypatch):
+def test_a_worker_must_know_its_generation_from_the_file_of_its_job(tmp_path, monkeypatch):
     monkeypatch.setenv("JOB_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.delenv("RANK", raising=False)
@@ -336,7 +336,7 @@ def test_f39_a_worker_must_know_its_generation_from_the_file_of_its_job(tmp_path
     assert over == [False, False, True, False, False]
 
 
-def test_f62_lines_that_cannot_be_written_whole_must_not_be_written_at_all(tmp_path):
+def test_lines_that_cannot_be_written_whole_must_not_be_written_at_all(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append(path, ["one"])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -354,6 +354,6 @@ def test_f62_lines_that_cannot_be_written_whole_must_not_be_written_at_all(tmp_p
     assert path.read_text() == "one\nhal\ntwo\n"
 
 
-def test_f38_a_loss_that_is_no_number_must_end_the_training(small):
+def test_a_loss_that_is_no_number_must_end_the_training(small):
     with pytest.raises(SystemExit, match="the loss is (nan|inf) at step"):
         small("--lr", "1e30", "--optimizer", "sgd", "--save-every", "1")

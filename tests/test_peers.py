@@ -25,7 +25,7 @@ FAILURES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("does", "rank", "cause", "code"), FAILURES, ids=[failure[0] for failure in FAILURES])
-def test_f33_the_worker_that_failed_must_be_named(ready, engine, does, rank, cause, code):
+def test_the_worker_that_failed_must_be_named(ready, engine, does, rank, cause, code):
     rules = ("--set", "rules=[{cause: terminated, action: fail}]")
     job = Background(ready, engine, "--max-restarts", "0", *rules, "--", "sums.py", "1000", does)
     assert job.end() == 1
@@ -36,7 +36,7 @@ def test_f33_the_worker_that_failed_must_be_named(ready, engine, does, rank, cau
 @pytest.mark.slow
 @pytest.mark.parametrize("does", ["eats", "spawns"])
 @pytest.mark.docker
-def test_f36_a_lack_of_memory_must_be_named(cli, docker_engine, nothing_left, does):
+def test_a_lack_of_memory_must_be_named(cli, docker_engine, nothing_left, does):
     job = Background(cli, "docker", "--max-restarts", "0", "--set", "memory=1g", "--", "sums.py", "1000", does)
     assert job.end() == 1
     expected = "out of memory" if does == "eats" else "out of memory in a child"
@@ -44,14 +44,14 @@ def test_f36_a_lack_of_memory_must_be_named(cli, docker_engine, nothing_left, do
 
 
 @pytest.mark.slow
-def test_f34_a_timeout_must_be_blamed_on_the_worker_that_let_the_others_wait(ready, engine):
+def test_a_timeout_must_be_blamed_on_the_worker_that_let_the_others_wait(ready, engine):
     job = Background(ready, engine, "--max-restarts", "0", "--", "sums.py", "1000", "sleeps", "3")
     assert job.end() == 1
     assert job.causes() == [(1, "timeout")], job.err
 
 
 @pytest.mark.slow
-def test_f34_a_hang_must_be_noticed_and_tell_which_rank_never_arrived_and_where_it_stands(ready, engine):
+def test_a_hang_must_be_noticed_and_tell_which_rank_never_arrived_and_where_it_stands(ready, engine):
     job = Background(ready, engine, "--set", "hang_after=3s", "--", "sums.py", "30", "sleeps")
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "hang")], job.err
@@ -63,7 +63,7 @@ def test_f34_a_hang_must_be_noticed_and_tell_which_rank_never_arrived_and_where_
 
 
 @pytest.mark.slow
-def test_f34_a_worker_that_is_frozen_must_be_named(ready, engine):
+def test_a_worker_that_is_frozen_must_be_named(ready, engine):
     job = Background(ready, engine, "--set", "hang_after=3s", "--", "sums.py", "100")
     eventually(lambda: job.has(1, "step 3\n"))
     job.kill_worker(1, signal.SIGSTOP)
@@ -73,7 +73,7 @@ def test_f34_a_worker_that_is_frozen_must_be_named(ready, engine):
 
 
 @pytest.mark.slow
-def test_f24_a_worker_that_never_joins_must_be_named(ready, engine):
+def test_a_worker_that_never_joins_must_be_named(ready, engine):
     (ready.folder / "late.py").write_text(
         "import os, time\nif os.environ['RANK'] == '2': time.sleep(1000)\n"
         "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
@@ -109,7 +109,7 @@ def test_sigterm_must_have_the_app_save_at_one_step_and_lose_none(cli, engine):
 
 @pytest.mark.slow
 @pytest.mark.docker
-def test_f40_lost_packets_must_cost_time_and_nothing_else(cli, docker_engine, nothing_left):
+def test_lost_packets_must_cost_time_and_nothing_else(cli, docker_engine, nothing_left):
     if os.geteuid() or not shutil.which("nsenter") or not shutil.which("iptables"):
         if DOCKER_REQUIRED:
             pytest.fail("ORCHESTRATE_REQUIRE_DOCKER=1, and losing packets needs root, nsenter and iptables")

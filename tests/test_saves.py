@@ -172,7 +172,7 @@ def test_a_manifest_must_tell_the_score_and_who_saved(small, saves, monkeypatch)
     assert (entry["generation"], entry["step"], len(entry["samples"])) == (3, 7, 11)
 
 
-def test_f39_a_worker_that_was_given_up_must_save_nothing_while_it_trains(small, tmp_path):
+def test_a_worker_that_was_given_up_must_save_nothing_while_it_trains(small, tmp_path):
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "generation").write_text("1\n")
     assert steps(small("--save-every", "2")) == []
@@ -182,7 +182,7 @@ def test_as_many_checkpoints_must_be_kept_as_are_asked_for(small):
     assert len(steps(small("--epochs", "5", "--keep", "4"))) in (4, 5)  # and the best
 
 
-def test_f38_weights_that_are_lost_must_not_be_saved(small, tmp_path):
+def test_weights_that_are_lost_must_not_be_saved(small, tmp_path):
     with pytest.raises(SystemExit, match="at step"):
         small("--lr", "1e30", "--optimizer", "sgd", "--save-every", "1", "--keep", "9")
     recorded = {record["step"] for record in records(tmp_path / "job") if record["kind"] == "step"}

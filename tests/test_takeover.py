@@ -34,7 +34,7 @@ def finished(job: Background, generations: int) -> None:
     assert all(complete(job.steps(rank)) for rank in range(3))
 
 
-def test_f51_training_must_go_on_without_its_orchestrator_and_another_one_must_take_over(cli, engine):
+def test_training_must_go_on_without_its_orchestrator_and_another_one_must_take_over(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(10, rank=2)
     orphan(job)
@@ -188,7 +188,7 @@ def test_a_second_death_must_be_survived_like_the_first(cli, engine):
     finished(job, 2)
 
 
-def test_f52_a_second_supervisor_must_look_on_while_one_lives_and_take_over_when_it_dies(cli, engine):
+def test_a_second_supervisor_must_look_on_while_one_lives_and_take_over_when_it_dies(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(10, rank=1)
     second = cli.start("attach", cli.run_dir().name)
@@ -208,7 +208,7 @@ def test_f52_a_second_supervisor_must_look_on_while_one_lives_and_take_over_when
     finished(job, 1)
 
 
-def test_f53_a_terminal_that_goes_away_must_not_take_the_job_with_it(cli, engine):
+def test_a_terminal_that_goes_away_must_not_take_the_job_with_it(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(10, rank=1)
     job.process.stderr.close()
@@ -264,7 +264,7 @@ def test_wait_must_end_with_the_jobs_exit_code_and_refuse_a_job_that_nobody_supe
     assert cli("wait", cli.run_dir().name).returncode == 1
 
 
-def test_f79_stop_and_rm_must_show_and_remove_what_a_dead_orchestrator_left_and_nothing_else(cli, engine):
+def test_stop_and_rm_must_show_and_remove_what_a_dead_orchestrator_left_and_nothing_else(cli, engine):
     other = cli.start(
         "run", "--engine", engine, "--gpus", "none", "--trainers", "0", "--name", "other", "--", "count.py", "10000"
     )

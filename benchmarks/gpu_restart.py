@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu
+from benchmarks.restart import Training, ends
 from benchmarks.starts import ROOT
-from benchmarks.t3 import Training, ends
 
 KILLS = 3  # of ours for each run that is asked for; of torchrun's there is one
 OURS, THEIRS = "orchestrate", "torchrun"

@@ -72,7 +72,7 @@ def measure(runs: int) -> dict[str, Any]:
     """Interleaved, after a round that allocates memory; as many rounds as fit into the time, at least one."""
     if (free := shutil.disk_usage(os.getcwd()).free) < 3 * SIZE:
         why = f"it needs {3 * SIZE >> 30} GB of free disk space, and {os.getcwd()} has {free >> 30} GB"
-        return gpu.result({}, "s", {}, {"G5": why})
+        return gpu.result({}, "s", {}, {"gpu-checkpoint": why})
     state = {str(i): torch.randn(SIZE // TENSORS // 4, device=gpu.DEVICE) for i in range(TENSORS)}
     target = {name: pinned(tensor) for name, tensor in state.items()}
     values: gpu.Values = {COPY: [], HELD: [], SAVE: [], DURABLE: []}

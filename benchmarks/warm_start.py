@@ -1,4 +1,4 @@
-"""Warm start: the same as T1, on nodes that are up."""
+"""Warm start: the same as `cold-start`, on nodes that are up."""
 
 import tempfile
 from typing import Any

@@ -4,8 +4,8 @@ import statistics
 import time
 from typing import Any
 
+from benchmarks.restart import Ours, Torchrun, restarts
 from benchmarks.starts import PLAIN, docker, plain_image
-from benchmarks.t3 import Ours, Torchrun, restarts
 
 BACK = 8.0  # seconds in which a node that was lost is back, and has imported torch
 IMPORT = "import time, torch, torch._dynamo, torch.distributed; print(time.time())"
