@@ -101,7 +101,7 @@ def planned(count: int = 3, generation: int = 0, command: tuple[str, ...] = ("x.
     """A plan with one worker on each node."""
     env = {"TORCHELASTIC_RESTART_COUNT": str(generation)}
     workers = tuple(
-        WorkerPlan(rank=rank, node=f"node-{rank}", gpu="", cores=(), env={"RANK": str(rank), **env})
+        WorkerPlan(rank=rank, local_rank=0, node=f"node-{rank}", gpu="", cores=(), env={"RANK": str(rank), **env})
         for rank in range(count)
     )
     made = object.__new__(Plan)

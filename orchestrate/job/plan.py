@@ -57,6 +57,7 @@ class WorkerPlan:
     """One process with a `RANK`."""
 
     rank: int
+    local_rank: int  # among those of its node
     node: str
     gpu: str  # its own GPU, or empty
     cores: tuple[int, ...]  # which it keeps to; empty for any
@@ -74,6 +75,8 @@ class Plan:
     nodes: tuple[str, ...]  # names; the first is the master
     nproc_per_node: int
     gpus: tuple[str, ...]  # of all its nodes, also of those that are missing
+    master_addr: str  # where rank 0 listens
+    port: int
     reason: str  # why the workers run on CPU, where they do
     limits: Limits  # of each node
     workers: tuple[WorkerPlan, ...]
@@ -108,14 +111,15 @@ class Plan:
         shared = counted(len(self.gpus), "shared GPU") if len(self.gpus) < self.world_size else ""
         on_gpus = f"on {shared}{note}" if shared else f"NCCL on GPU{note}"
         backend = on_gpus if self.gpus else f"gloo on CPU ({self.reason})"
-        first = self.workers[0].env
-        threads = first["OMP_NUM_THREADS"]  # a script's author may have set it, to a list for nested regions, say
+        threads = self.workers[0].env[
+            "OMP_NUM_THREADS"
+        ]  # a script's author may have set it, to a list for nested regions, say
         width = max(map(len, self.nodes))
         lines = [
             f"job {self.job_id}: {counted(len(self.nodes), 'node')} × {counted(self.nproc_per_node, 'worker')}, "
             + backend
             + (f", on {self.inventory.cluster}" if self.inventory.cluster else ""),
-            f"{self.inventory.about}, master at {first['MASTER_ADDR']}:{first['MASTER_PORT']}"
+            f"{self.inventory.about}, master at {self.master_addr}:{self.port}"
             + (" (open on all interfaces), " if self.inventory.network in ("", "host") else ", ")
             + (counted(int(threads), "thread") if threads.isdecimal() else f"{threads} threads")
             + " per worker"
@@ -124,9 +128,9 @@ class Plan:
             + (", on the network of this machine" if self.inventory.network == "host" else ""),
         ]
         for worker in self.workers:
-            local = f"local rank {worker.env['LOCAL_RANK']}"
             kept = f", {_cores(worker.cores)}" if worker.cores else ""
-            lines.append(f"  rank {worker.rank:<3} {worker.node:<{width}}  {local}  {worker.gpu or 'cpu'}{kept}")
+            where = f"rank {worker.rank:<3} {worker.node:<{width}}  local rank {worker.local_rank}"
+            lines.append(f"  {where}  {worker.gpu or 'cpu'}{kept}")
         return "\n".join(lines)
 
 
@@ -192,6 +196,7 @@ def plan(
     workers = [
         WorkerPlan(
             rank=rank,
+            local_rank=rank % nproc,
             node=nodes[rank // nproc],
             gpu=gpus[rank] if gpus else "",
             cores=kept[rank],
@@ -214,6 +219,8 @@ def plan(
         nodes=nodes,
         nproc_per_node=nproc,
         gpus=offered[: wanted_nodes * nproc],
+        master_addr=address,
+        port=port,
         reason="" if gpus else "--gpus none" if spec.gpus == "none" else inventory.no_gpus,
         limits=_limits(spec, inventory),
         workers=tuple(workers),

@@ -161,8 +161,7 @@ class Supervisor:
         number = self.plan.generation
         self.files.generation = number
         self.job.write(lambda: self.files.fence(number))
-        port = self.plan.workers[0].env["MASTER_PORT"]
-        facts = {"nodes": list(self.plan.nodes), "world_size": self.plan.world_size, "master_port": int(port)}
+        facts = {"nodes": list(self.plan.nodes), "world_size": self.plan.world_size, "master_port": self.plan.port}
         self.emit("generation_starting", generation=number, **facts)
         return self._generation()
 
