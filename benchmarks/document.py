@@ -22,8 +22,8 @@ REASONS = {
     "steady-state": "a step of 5 ms is mostly waiting for the other worker's 1 MB, and the kernel takes some 0.4 ms "
     "longer to bring that through two virtual interfaces and a bridge; `network: host` spares them.",
     "many-nodes": "Compose brings nodes up, and takes nearly twice as long as raw calls; what we add to it is small.",
-    "checkpoint": "besides `torch.save` and its sync there are two more file syncs, two folder syncs and the removal of the "
-    "checkpoint before the last. This training keeps both cores busy: hashing and writing 256 MB takes one of "
+    "checkpoint": "besides `torch.save` and its sync there are two more file syncs, two folder syncs and the removal "
+    "of the checkpoint before the last. This training keeps both cores busy: hashing and writing 256 MB takes one of "
     "them away for a while, on which each step of the other waits; a lower priority of the writer only made "
     "that longer.",
 }

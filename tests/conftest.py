@@ -21,9 +21,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of pytest itself: tests run sid
 for name in ("SUDO_UID", "SUDO_GID"):  # root's nodes then run as a user without an account
     os.environ.pop(name, None)
 
-pytest_plugins = ["commanded", "joining", "on_gpus", "agents"]  # fixtures of engines and nodes
+pytest_plugins = [
+    "support.commanded",
+    "support.joining",
+    "support.on_gpus",
+    "support.agents",
+]  # fixtures of engines and nodes
 if importlib.util.find_spec("docker"):  # tests on GPUs need no SDK
-    pytest_plugins += ["answers", "manager_stub"]
+    pytest_plugins += ["support.answers", "support.manager_stub"]
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 # The SDK leaves its socket open when the engine does not answer; no user sees that.
@@ -332,7 +337,7 @@ def engine(request, nothing_left):
 @pytest.fixture(scope="session")
 def ready_nodes(tmp_path_factory):
     """Nodes of each engine that stay up, made when they are asked for."""
-    from ready import Ready, of_each_engine
+    from support.ready import Ready, of_each_engine
 
     yield from of_each_engine(lambda engine: Ready(tmp_path_factory.mktemp(f"ready-{engine}"), engine))
 

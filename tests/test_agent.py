@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from agents import PRELOAD, Pipe, Waiting
 from conftest import descendants, eventually, gone
+from support.agents import PRELOAD, Pipe, Waiting
 
 from orchestrate.node import worker
 from orchestrate.node.warm import Forked

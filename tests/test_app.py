@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, descendants, eventually, proc
-from faults import Background
+from support.faults import Background
 from torch.nn import functional as F
 
 from app import checkpoint, data

@@ -147,7 +147,7 @@ def test_a_number_of_nodes_that_is_none_must_be_refused(layer, why):
 
 def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, monkeypatch):  # noqa: F811
     monkeypatch.setenv("HERE", "of the shell")
-    from scripted import ALL_WELL
+    from support.scripted import ALL_WELL
 
     engine.generations = [[ALL_WELL]]
     words = ["-e", "HERE", "--env", "A=b=c", "-eNONE=", "--memory", "2g", "--cpus", "1.5", "--trainers", "2"]

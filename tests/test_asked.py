@@ -14,9 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from agents import PRELOAD, Waiting
 from conftest import descendants, eventually, gone
-from ends import KEY, End
+from support.agents import PRELOAD, Waiting
+from support.ends import KEY, End
 from test_sync import Node
 
 from orchestrate.node import agent as wait

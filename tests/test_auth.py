@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from agents import NODE, PRELOAD, Waiting
+from support.agents import NODE, PRELOAD, Waiting
 
 from orchestrate.node.auth import Signer
 

@@ -1,7 +1,7 @@
 """An engine that goes away while workers run must be waited for, and asked again; on an engine that plays a script."""
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job
+from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, EngineLost

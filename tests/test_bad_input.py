@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from engines import Engine
+from support.engines import Engine
 
 
 def files(folder: Path) -> set[Path]:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from conftest import descendants, docker, eventually, gone
-from engines import Engine
-from faults import OPTIONS, Background
+from support.engines import Engine
+from support.faults import OPTIONS, Background
 
 from orchestrate.cli import commands
 from orchestrate.engines.base import JobState

@@ -4,8 +4,8 @@ import dataclasses
 import json
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job
-from test_plan import HERE
+from support.plans import HERE
+from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.base import Stop
 from orchestrate.engines.recording import RecordingEngine

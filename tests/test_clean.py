@@ -4,8 +4,8 @@ import os
 import signal
 
 import pytest
-from agents import PRELOAD, Pipe, Waiting
 from conftest import eventually, gone
+from support.agents import PRELOAD, Pipe, Waiting
 
 from orchestrate.node import warm
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commanded import Commands
 from conftest import ROOT
-from scripted import ALL_WELL, KILLED
+from support.commanded import Commands
+from support.scripted import ALL_WELL, KILLED
 
 from orchestrate import __version__, errors
 from orchestrate.cli import commands

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from played_nodes import Node, Nodes, asks, planned
-from scripted import Clock
+from support.played_nodes import Node, Nodes, asks, planned
+from support.scripted import Clock
 
 from orchestrate.engines import clients
 from orchestrate.engines.base import Stop

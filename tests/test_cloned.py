@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from commanded import Commands, create, supervised
 from conftest import docker
-from scripted import ALL_WELL
+from support.commanded import Commands, create, supervised
+from support.scripted import ALL_WELL
 from test_commands import end
 from test_records import NOT_OURS
 

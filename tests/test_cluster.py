@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli, docker, eventually, gone
-from faults import OPTIONS, Background, compose_hangs, container, kill_node
+from support.faults import OPTIONS, Background, compose_hangs, container, kill_node
 
 from orchestrate.files import private
 

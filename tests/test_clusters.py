@@ -7,9 +7,9 @@ import struct
 from pathlib import Path
 
 import pytest
-from commanded import Whole, create, supervised
+from support.commanded import Whole, create, supervised
+from support.plans import HERE
 from test_commands import end
-from test_plan import HERE
 
 from orchestrate.cli import cluster
 from orchestrate.engines.base import JobState, ignoring

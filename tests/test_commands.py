@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commanded import create, supervised
 from conftest import ROOT, eventually
-from scripted import ALL_WELL
+from support.commanded import create, supervised
+from support.scripted import ALL_WELL
 
 from orchestrate.cli import commands
 from orchestrate.cli.main import main

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from agents import PIPE
-from ends import KEY, End, connected
-from played_nodes import Nodes
-from said import said, sent
-from scripted import Clock
+from support.agents import PIPE
+from support.ends import KEY, End, connected
+from support.played_nodes import Nodes
+from support.said import said, sent
+from support.scripted import Clock
 
 from orchestrate.engines import connection as links
 from orchestrate.engines import sockets

@@ -8,12 +8,12 @@ from pathlib import Path
 import docker.errors
 import pytest
 import requests
-from answers import Framed, framed
 from conftest import eventually, gone
 from docker.models.containers import Container
-from ends import KEY
-from said import said, sent
-from scripted import Clock
+from support.answers import Framed, framed
+from support.ends import KEY
+from support.said import said, sent
+from support.scripted import Clock
 from test_address import context
 
 from orchestrate.engines.docker import client as daemon_module

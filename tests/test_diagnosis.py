@@ -4,7 +4,7 @@ import dataclasses
 import sys
 
 import pytest
-from test_plan import HERE
+from support.plans import HERE
 
 from orchestrate.job.logs import last_words
 from orchestrate.job.outcomes import CAUSES, ObservedExit, WorkerExit

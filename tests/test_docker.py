@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import SPEC, Framed, Job
-from ends import End
-from said import sent
-from scripted import Clock
+from support.answers import SPEC, Framed, Job
+from support.ends import End
+from support.plans import with_gpus
+from support.said import sent
+from support.scripted import Clock
 from test_connection import listening
-from test_plan import with_gpus
 
 from orchestrate.engines.docker import client as daemon_module
 from orchestrate.engines.docker import session as docker_module

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import Job
 from conftest import eventually
-from ends import connected
-from said import sent
-from scripted import Clock
+from support.answers import Job
+from support.ends import connected
+from support.said import sent
+from support.scripted import Clock
 
 from orchestrate.engines.base import JobState
 from orchestrate.engines.docker import session as docker_module

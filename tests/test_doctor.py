@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from said import said
-from test_plan import HERE
+from support.plans import HERE
+from support.said import said
 
 from orchestrate.cli import commands
 from orchestrate.doctor import checks, findings

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from conftest import docker, eventually
-from engines import Engine
-from faults import Background, complete
+from support.engines import Engine
+from support.faults import Background, complete
 
 from benchmarks.proxy import ENGINE, Proxy
 

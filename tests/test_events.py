@@ -5,7 +5,7 @@ import os
 import resource
 
 import pytest
-from scripted import Clock
+from support.scripted import Clock
 
 from orchestrate.job.events import History, Recorder, objects
 from orchestrate.job.outcomes import Cause, GenerationResult

@@ -11,8 +11,8 @@ import subprocess
 
 import pytest
 from conftest import ROOT, docker, eventually
-from engines import Engine
-from faults import Background, complete
+from support.engines import Engine
+from support.faults import Background, complete
 
 from orchestrate.job.spec import IMAGE
 

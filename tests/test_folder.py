@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from commanded import Whole, create
-from scripted import ALL_WELL, KILLED
+from support.commanded import Whole, create
+from support.scripted import ALL_WELL, KILLED
 from test_commands import end
 
 from orchestrate.files import folder, lines

@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from agents import PRELOAD, Waiting
 from conftest import descendants, eventually, gone
+from support.agents import PRELOAD, Waiting
 
 from orchestrate.node.warm import Zygote
 from orchestrate.node.zygote import early

@@ -6,11 +6,11 @@ import socket
 import tempfile
 
 import pytest
-from commanded import Commands, Whole, create
-from ends import KEY, End, greeted
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from scripted import ALL_WELL
+from support.commanded import Commands, Whole, create
+from support.ends import KEY, End, greeted
+from support.scripted import ALL_WELL
 
 from orchestrate.cli.arguments import FLAGS as OPTIONS
 from orchestrate.engines.connection import NodeConnection
@@ -105,7 +105,7 @@ class Played(NodeConnection):
 @bounded
 @given(st.lists(mangled(FORMS) | values, max_size=8))
 def test_an_engine_must_survive_what_a_node_says(said):
-    from played_nodes import Nodes, planned
+    from support.played_nodes import Nodes, planned
 
     nodes = Nodes(0)
     link = Played("".join(json.dumps(message) + "\n" for message in said).encode())

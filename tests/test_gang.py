@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gangs import Gang
+from support.gangs import Gang
 from torch import Tensor, nn
 
 from app import collectives, replicas, strategy

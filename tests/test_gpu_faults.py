@@ -2,8 +2,8 @@
 
 import pytest
 from conftest import eventually
-from faults import complete
-from on_gpus import NEARLY, on_cuda
+from support.faults import complete
+from support.on_gpus import NEARLY, on_cuda
 
 pytestmark = pytest.mark.gpu
 SOON = ("-e", "TORCH_NCCL_DUMP_ON_TIMEOUT=0", "-e", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=1000")  # after a timeout

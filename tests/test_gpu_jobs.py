@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import eventually
-from on_gpus import ALONE, NEARLY, SHARED, on_cuda
+from support.on_gpus import ALONE, NEARLY, SHARED, on_cuda
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, eventually
-from on_gpus import ALONE
+from support.on_gpus import ALONE
 from test_app import COUNT, write_mnist
 from test_training import ledger, losses, same, weights
 

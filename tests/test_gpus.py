@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from test_plan import HERE, plan
+from support.plans import HERE, plan
 
 from orchestrate.errors import ResourceError
 from orchestrate.job import gpus

@@ -11,8 +11,8 @@ import threading
 
 import pytest
 from conftest import docker, eventually
-from faults import OPTIONS, Background
-from spaces import Space, command, possible
+from support.faults import OPTIONS, Background
+from support.spaces import Space, command, possible
 
 from orchestrate.engines.docker import guard, labels
 from orchestrate.engines.docker.client import Daemon

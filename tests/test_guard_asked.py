@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 
 import pytest
-from answers import Job
+from support.answers import Job
 
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.session import DockerSession

@@ -1,7 +1,7 @@
 """A job that hangs must be told from one that works, and the worker that the others wait for must be found."""
 
 import pytest
-from scripted import ALL_WELL, Job
+from support.scripted import ALL_WELL, Job
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost

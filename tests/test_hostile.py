@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 
 from conftest import eventually
-from ends import KEY
-from said import sent
+from support.ends import KEY
+from support.said import sent
 
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.swarm.sync import FileSync

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_plan import plan
+from support.plans import plan
 
 from orchestrate import console
 from orchestrate.engines import looked, process

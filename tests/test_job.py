@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commanded import Whole, create, supervised
 from conftest import eventually
-from scripted import ALL_WELL, KILLED
+from support.commanded import Whole, create, supervised
+from support.scripted import ALL_WELL, KILLED
 from test_commands import end
 
 from orchestrate.console import give

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from answers import Job
 from conftest import docker
-from manager_stub import container, settled
+from support.answers import Job
+from support.manager_stub import container, settled
 
 from orchestrate.engines.base import JobState
 from orchestrate.engines.docker import labels

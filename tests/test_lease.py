@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, eventually
-from ends import KEY
+from support.ends import KEY
 
 from orchestrate.engines.ports import free_port
 from orchestrate.node import agent as wait

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from test_plan import HERE, plan, with_gpus
+from support.plans import HERE, plan, with_gpus
 
 from orchestrate.cli.cluster import Cluster
 from orchestrate.errors import UsageError

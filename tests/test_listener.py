@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from agents import Waiting
 from conftest import eventually
-from ends import KEY, End
+from support.agents import Waiting
+from support.ends import KEY, End
 from test_asked import dial
 from test_sync import Node
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from orchestrate.node.local_env import interface_to, placed
+from orchestrate.node.local_env import interface_to, local_env
 from orchestrate.node.ranks import assign, fence, gpus
 from orchestrate.node.static import envs
 
@@ -14,14 +14,14 @@ TOLD = {"NODE_RANK": "0", "NNODES": "1", "MASTER_ADDR": "127.0.0.1"}
 
 def test_a_worker_must_use_the_interface_of_the_route_to_its_master():
     env = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "", "RANK": "3"}
-    found = placed(env)
+    found = local_env(env)
     assert found == env | {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
     assert env["GLOO_SOCKET_IFNAME"] == ""
 
 
 def test_an_interface_that_is_given_must_stay():
     env = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "ib0"}
-    assert placed(env) == env
+    assert local_env(env) == env
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def reserved(monkeypatch):
 
 def test_the_gpus_of_a_worker_must_be_those_that_swarm_has_reserved(reserved):
     env = {"GLOO_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "GPU-planned"}
-    assert placed(env)["CUDA_VISIBLE_DEVICES"] == "GPU-planned"
+    assert local_env(env)["CUDA_VISIBLE_DEVICES"] == "GPU-planned"
     reserved(GPU_1="GPU-b", GPU_0="GPU-a")
-    assert placed(env)["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
-    assert placed(env | {"CUDA_VISIBLE_DEVICES": ""})["CUDA_VISIBLE_DEVICES"] == ""  # a job on CPU
+    assert local_env(env)["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert local_env(env | {"CUDA_VISIBLE_DEVICES": ""})["CUDA_VISIBLE_DEVICES"] == ""  # a job on CPU
 
 
 def test_the_gpus_of_a_machine_must_be_those_that_nvidia_smi_lists(monkeypatch, tmp_path):

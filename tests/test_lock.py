@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from commanded import supervised
-from test_plan import HERE
+from support.commanded import supervised
+from support.plans import HERE
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import UsageError

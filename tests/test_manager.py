@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import requests
 from conftest import ROOT, docker
-from ends import KEY
-from manager_stub import StubManager, container, host, scale, settled
+from support.ends import KEY
+from support.manager_stub import StubManager, container, host, scale, settled
 
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon

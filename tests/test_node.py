@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from conftest import ROOT, descendants, eventually, gone
-from ends import KEY
+from support.ends import KEY
 
 NODE = str(ROOT / "orchestrate" / "node")
 

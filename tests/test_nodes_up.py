@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job
-from test_plan import HERE
+from support.plans import HERE
+from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, EngineLost

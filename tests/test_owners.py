@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commanded import create, supervised
+from support.commanded import create, supervised
 from test_commands import end, runs_elsewhere
 
 from orchestrate.cli.arguments import JOB_COMMANDS

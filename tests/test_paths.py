@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from test_plan import HERE
+from support.plans import HERE
 
 from orchestrate.errors import UsageError
 from orchestrate.files import records

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job
+from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import UsageError

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 from conftest import DOCKER_REQUIRED, eventually
-from faults import Background
+from support.faults import Background
 
 FAILURES = [
     ("raises", 1, "error", 1),

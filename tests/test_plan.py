@@ -4,32 +4,12 @@ import dataclasses
 import json
 
 import pytest
+from support.plans import HERE, plan, with_gpus
 
 from orchestrate.errors import ResourceError
-from orchestrate.job.plan import Inventory, in_order, names, read_plan
-from orchestrate.job.plan import plan as plan_
+from orchestrate.job.plan import in_order, names, read_plan
 from orchestrate.job.spec import JobSpec
 from orchestrate.node.ranks import assign, gpu_ids
-
-HERE = Inventory(
-    engine="docker",
-    about="Docker Engine 26.1.5",
-    cores=tuple(range(8)),
-    gpus=(),
-    no_gpus="the engine has no NVIDIA runtime",
-    network="bridge",
-    master_addr="",
-    interface="eth0",
-    job_dir="/job",
-)
-
-
-def plan(spec, inventory, job_id, **more):
-    return plan_(spec, inventory, job_id, 29500, **more)
-
-
-def with_gpus(count: int) -> Inventory:
-    return dataclasses.replace(HERE, gpus=tuple(f"GPU-{i}" for i in range(count)))
 
 
 def test_without_gpus_the_plan_must_be_gloo_on_cpu():

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from conftest import MARK, environ, eventually, gone, processes
-from ends import KEY
-from scripted import Clock
-from test_plan import HERE, plan
+from support.ends import KEY
+from support.plans import HERE, plan
+from support.scripted import Clock
 
 from orchestrate.engines import process
 from orchestrate.engines.base import JobState

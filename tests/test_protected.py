@@ -6,9 +6,9 @@ import subprocess
 import uuid
 
 import pytest
-from agents import PRELOAD, Pipe, Waiting
 from conftest import ROOT, docker, eventually
-from ends import KEY
+from support.agents import PRELOAD, Pipe, Waiting
+from support.ends import KEY
 
 from orchestrate.job.spec import IMAGE
 

@@ -5,7 +5,7 @@ import json
 import os
 
 import pytest
-from said import WHOLE, said, sent, told
+from support.said import WHOLE, said, sent, told
 
 from orchestrate.node.protocol import REPORTS, encode, report
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commanded import Commands, create, supervised
-from scripted import ALL_WELL
+from support.commanded import Commands, create, supervised
+from support.scripted import ALL_WELL
 from test_commands import end, runs_elsewhere
 
 from orchestrate.engines.clients import key_of

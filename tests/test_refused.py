@@ -7,9 +7,9 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from agents import PRELOAD, Waiting
 from conftest import eventually
-from ends import End
+from support.agents import PRELOAD, Waiting
+from support.ends import End
 from test_asked import dial
 from test_sync import Node
 

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from joining import NINE, TEN, WAITS
+from support.joining import NINE, TEN, WAITS
 
 from orchestrate.node import rendezvous as join
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from conftest import eventually
-from joining import HELLO, NINE, TEN, WAITS
+from support.joining import HELLO, NINE, TEN, WAITS
 from test_node import NODE
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_plan import HERE
+from support.plans import HERE
 
 from orchestrate.files import folder
 from orchestrate.job.outcomes import Cause, GenerationResult, JobResult

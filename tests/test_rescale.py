@@ -1,7 +1,7 @@
 """A job that may go on with fewer nodes must do so, try in vain less and less often, and take none in too early."""
 
 import pytest
-from scripted import ALL_WELL, KILLED, AtOnce, Job, WhenAsked
+from support.scripted import ALL_WELL, KILLED, AtOnce, Job, WhenAsked
 
 from orchestrate.engines.base import Observed, Stop
 from orchestrate.engines.recording import RecordingEngine

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from conftest import Cli, docker, eventually, leftovers
 from docker import DockerClient
-from faults import Background
+from support.faults import Background
 
 from orchestrate.job import users
 from orchestrate.job.spec import IMAGE, JobSpec

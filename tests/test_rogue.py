@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import docker, eventually
-from faults import Background
+from support.faults import Background
 
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import users

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from conftest import docker, eventually, gone
-from faults import Background, compose_hangs, node_pid
+from support.faults import Background, compose_hangs, node_pid
 
 from orchestrate.job import users
 

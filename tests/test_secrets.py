@@ -13,9 +13,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commanded import create
 from conftest import ROOT, docker, proc
-from scripted import ALL_WELL, KILLED
+from support.commanded import create
+from support.scripted import ALL_WELL, KILLED
 
 from orchestrate.cli.arguments import EXPORTS
 from orchestrate.cli.main import main

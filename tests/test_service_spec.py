@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from ends import KEY
-from test_plan import HERE, plan, with_gpus
+from support.ends import KEY
+from support.plans import HERE, plan, with_gpus
 
 from orchestrate.engines.docker import labels
 from orchestrate.engines.swarm import service_spec as services

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 from conftest import ROOT, docker, eventually
-from faults import complete
-from odd import odd
+from support.faults import complete
+from support.odd import odd
 
 from orchestrate.job.spec import resolve
 

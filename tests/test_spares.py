@@ -1,7 +1,7 @@
 """A spare node must take the place of one that is lost at once, on an engine that plays a script."""
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job, WhenAsked
+from support.scripted import ALL_WELL, KILLED, Job, WhenAsked
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.outcomes import JobResult, WorkerExit

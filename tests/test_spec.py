@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 from conftest import ROOT
-from odd import odd
+from support.odd import odd
 
 from orchestrate.errors import UsageError
 from orchestrate.job.spec import APP, FIELDS, IMAGE, JobSpec, read_file, read_set, resolve

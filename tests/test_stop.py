@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from commanded import Whole, create, noted, supervised
-from scripted import ALL_WELL
+from support.commanded import Whole, create, noted, supervised
+from support.scripted import ALL_WELL
 from test_commands import Meanwhile, end, runs_elsewhere
 
 from orchestrate.cli import commands

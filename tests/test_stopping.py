@@ -5,8 +5,8 @@ import errno
 from collections.abc import Callable
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job
-from test_plan import HERE
+from support.plans import HERE
+from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.base import Stop
 from orchestrate.engines.recording import RecordingEngine

@@ -4,7 +4,7 @@ import errno
 import json
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job
+from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.base import Observed, Stop
 from orchestrate.engines.recording import RecordingEngine

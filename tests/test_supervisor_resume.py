@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable
 
 import pytest
-from scripted import ALL_WELL, KILLED, Job
-from test_plan import HERE
+from support.plans import HERE
+from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost

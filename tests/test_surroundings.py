@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from commanded import Whole, create
 from conftest import ROOT
+from support.commanded import Whole, create
 from test_commands import end
 
 from orchestrate.cli.main import main

@@ -12,10 +12,10 @@ from collections import Counter
 from dataclasses import asdict
 
 import pytest
-from commanded import noted
 from conftest import DOCKER_REQUIRED, ROOT, eventually
-from faults import Background, complete
-from hosts import Swarm, command
+from support.commanded import noted
+from support.faults import Background, complete
+from support.hosts import Swarm, command
 
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths

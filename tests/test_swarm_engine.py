@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, die_with_parent, eventually
-from manager_stub import StubManager
-from test_plan import HERE, plan
+from support.manager_stub import StubManager
+from support.plans import HERE, plan
 
 from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import NodeConnection

@@ -4,9 +4,9 @@ import os
 import threading
 
 import pytest
-from said import sent
-from scripted import Clock
-from swarm_nodes import connected, down, job, mirror, state, three_nodes
+from support.said import sent
+from support.scripted import Clock
+from support.swarm_nodes import connected, down, job, mirror, state, three_nodes
 
 from orchestrate.engines.swarm import session as swarm
 from orchestrate.engines.swarm.session import SwarmSession

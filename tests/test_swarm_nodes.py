@@ -4,10 +4,10 @@ import dataclasses
 import tarfile
 
 import pytest
-from ends import KEY
-from manager_stub import StubManager, host
-from said import said, sent
-from swarm_nodes import SPEC, connected, down, job, state, three_nodes
+from support.ends import KEY
+from support.manager_stub import StubManager, host
+from support.said import said, sent
+from support.swarm_nodes import SPEC, connected, down, job, state, three_nodes
 
 from orchestrate.engines.swarm import engine as engine_module
 from orchestrate.engines.swarm import session as swarm

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 from conftest import ROOT, eventually, gone
-from ends import KEY
+from support.ends import KEY
 
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.ports import free_port

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import eventually
-from scripted import Clock
+from support.scripted import Clock
 
 from orchestrate.engines.swarm import fetch
 from orchestrate.engines.swarm import sync as mirror_module

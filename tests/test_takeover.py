@@ -12,7 +12,7 @@ import subprocess
 
 import pytest
 from conftest import eventually, processes
-from faults import Background, complete
+from support.faults import Background, complete
 
 from orchestrate.files import lock
 from orchestrate.files.paths import JobPaths

@@ -3,8 +3,8 @@
 import os
 
 import pytest
-from manager_stub import host, scale, settled
-from swarm_nodes import SPEC
+from support.manager_stub import host, scale, settled
+from support.swarm_nodes import SPEC
 
 from orchestrate.engines.swarm import manager
 from orchestrate.job.spec import JobSpec

@@ -11,9 +11,9 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from commanded import create
 from conftest import ROOT, eventually
-from scripted import ALL_WELL
+from support.commanded import create
+from support.scripted import ALL_WELL
 from test_commands import end, runs_elsewhere
 
 from orchestrate import console

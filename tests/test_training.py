@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, eventually, here
-from gangs import Gang
 from safetensors.torch import load_file
+from support.gangs import Gang
 from test_app import COUNT
 from torch.nn import functional as F
 

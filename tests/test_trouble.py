@@ -1,7 +1,7 @@
 """A node that is paused or silent must be waited for, and one that is cut off not for long; on a scripted engine."""
 
 import pytest
-from scripted import ALL_WELL, Job
+from support.scripted import ALL_WELL, Job
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.outcomes import JobResult, WorkerExit

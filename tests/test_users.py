@@ -6,7 +6,7 @@ import pwd
 from collections.abc import Callable
 
 import pytest
-from test_plan import HERE
+from support.plans import HERE
 
 from orchestrate.engines.docker import image
 from orchestrate.errors import UsageError

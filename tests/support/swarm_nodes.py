@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import ends
-from manager_stub import StubManager
-from scripted import Clock
-from test_plan import HERE, plan
-
 from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.files import records
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
+from support import ends
+from support.manager_stub import StubManager
+from support.plans import HERE, plan
+from support.scripted import Clock
 
 SPEC = JobSpec(trainers=2, user=str(os.getuid()))  # to whom the folder of a test belongs
 

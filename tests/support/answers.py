@@ -17,8 +17,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import yaml
-from ends import KEY, End
-from test_plan import HERE, plan
 
 from orchestrate.engines.docker import client as daemon_module
 from orchestrate.engines.docker.client import Daemon
@@ -29,6 +27,8 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job import users
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
+from support.ends import KEY, End
+from support.plans import HERE, plan
 
 INFO = {
     "OperatingSystem": "Debian GNU/Linux 12 (bookworm)",

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from conftest import Cli, leftovers
-from faults import OPTIONS
+
+from support.faults import OPTIONS
 
 
 def of_each_engine(make: Callable[[str], "Ready"]) -> Iterator[Callable[[str], "Ready"]]:

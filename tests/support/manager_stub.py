@@ -11,14 +11,14 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
-from ends import KEY
-from scripted import Clock
-from test_plan import HERE, plan
 
 from orchestrate.engines.swarm import manager, objects, session
 from orchestrate.engines.swarm.manager import Manager
 from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.job.spec import JobSpec
+from support.ends import KEY
+from support.plans import HERE, plan
+from support.scripted import Clock
 
 NAMES: dict[str, Callable[[str, str], bool]] = {  # how the engine's filter `name` compares
     "networks": lambda wanted, name: wanted in name,

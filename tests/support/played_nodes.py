@@ -2,13 +2,12 @@
 
 import socket
 
-from ends import KEY, End, greeted
-from said import sent
-
 from orchestrate.engines.clients import NodeClients
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.node import protocol
+from support.ends import KEY, End, greeted
+from support.said import sent
 
 
 class Node:

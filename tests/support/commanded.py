@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from test_plan import HERE
 
 from orchestrate.cli.main import main
 from orchestrate.engines import choice
@@ -22,6 +21,7 @@ from orchestrate.job.events import Recorder
 from orchestrate.job.outcomes import WorkerExit
 from orchestrate.job.plan import Inventory, plan
 from orchestrate.job.spec import JobSpec
+from support.plans import HERE
 
 HOLDS = (
     "import pathlib, sys\nfrom orchestrate.files import lock\nfrom orchestrate.files.paths import JobPaths\n"

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from conftest import DOCKER_REQUIRED, Cli, descendants
-from faults import Background, node_pid
-from ready import Ready, of_each_engine
 
 from orchestrate.engines import looked
 from orchestrate.job.gpus import Gpu, look, offer, read, why_none
 from orchestrate.job.spec import IMAGE
+from support.faults import Background, node_pid
+from support.ready import Ready, of_each_engine
 
 GPU_REQUIRED = os.environ.get("ORCHESTRATE_REQUIRE_GPU") == "1"
 GRACE = ("--set", "grace=5s")

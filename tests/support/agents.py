@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 from conftest import ROOT
-from ends import KEY
 
 from orchestrate.node.auth import Signer
+from support.ends import KEY
 
 NODE = str(ROOT / "orchestrate" / "node")
 PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")

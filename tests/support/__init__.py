@@ -1,0 +1,1 @@
+"""What tests share: the other ends of connections, engines that are played, jobs in the background."""
