@@ -46,32 +46,32 @@ def found(*ends: tuple, words: dict | None = None) -> tuple[WorkerExit, str]:
 
 @pytest.mark.parametrize("code", [132, 134, 135, 136, 137, 139])
 def test_a_death_by_signal_must_be_the_cause_though_its_peers_are_heard_first(code):
-    assert found((0.0, 0, 1), (0.1, 2, 1), (0.2, 1, code), words={0: [GLOO], 2: [RESET]}) == (WorkerExit(1, code), "")
+    assert found((0.0, 0, 1), (0.1, 2, 1), (0.2, 1, code), words={0: [GLOO], 2: [RESET]}) == (WorkerExit(1, code), None)
 
 
 def test_an_error_of_its_own_must_be_the_cause_though_peers_that_complain_are_heard_first():
-    assert found((0.0, 0, 1), (0.1, 2, 1), words={0: [GLOO]}) == (WorkerExit(2, 1), "")
+    assert found((0.0, 0, 1), (0.1, 2, 1), words={0: [GLOO]}) == (WorkerExit(2, 1), None)
 
 
 def test_where_all_complain_the_first_must_be_the_cause():
-    assert found((0.0, 1, 1), (0.1, 0, 1), words={0: [GLOO], 1: [RESET]}) == (WorkerExit(1, 1), "")
+    assert found((0.0, 1, 1), (0.1, 0, 1), words={0: [GLOO], 1: [RESET]}) == (WorkerExit(1, 1), None)
 
 
 def test_of_two_errors_the_first_must_be_the_cause():
     words = {rank: ["ValueError: no"] for rank in range(3)}
-    assert found((0.0, 1, 1), (0.1, 0, 1), (0.2, 2, 1), words=words) == (WorkerExit(1, 1), "")
-    assert found((0.0, 1, 137), (0.1, 0, 139), words=words) == (WorkerExit(1, 137), "")
+    assert found((0.0, 1, 1), (0.1, 0, 1), (0.2, 2, 1), words=words) == (WorkerExit(1, 1), None)
+    assert found((0.0, 1, 137), (0.1, 0, 139), words=words) == (WorkerExit(1, 137), None)
 
 
 @pytest.mark.parametrize("code", [132, 135, 136, 137, 139])
 def test_a_death_by_signal_must_be_the_cause_though_a_peer_has_an_error_that_is_no_complaint(code):
-    assert found((0.0, 0, 1), (0.1, 1, code), words={0: ["ValueError: no"]}) == (WorkerExit(1, code), "")
+    assert found((0.0, 0, 1), (0.1, 1, code), words={0: ["ValueError: no"]}) == (WorkerExit(1, code), None)
 
 
 def test_a_death_by_signal_that_is_heard_when_all_are_asked_to_end_must_be_the_cause():
     assert found((0.0, 0, 1), (1.0, 1, 139, "ours"), (1.1, 2, 143, "ours"), words={0: [GLOO]}) == (
         WorkerExit(1, 139),
-        "",
+        None,
     )
 
 
@@ -110,15 +110,15 @@ def test_a_worker_that_let_its_peers_wait_too_long_must_be_the_cause(complaint):
 
 def test_a_worker_that_fails_of_itself_long_after_a_timeout_must_not_be_taken_for_one_that_let_others_wait():
     words = {0: [TIMED_OUT], 2: ["ValueError: no"]}
-    assert found((0.0, 0, 1), (30.0, 2, 1), words=words) == (WorkerExit(0, 1), "")
+    assert found((0.0, 0, 1), (30.0, 2, 1), words=words) == (WorkerExit(0, 1), None)
 
 
 def test_a_worker_that_was_stopped_must_not_be_blamed_for_a_peer_that_has_gone():
-    assert found((0.0, 0, 1), (1.0, 1, 143, "ours"), words={0: [GLOO]}) == (WorkerExit(0, 1), "")
+    assert found((0.0, 0, 1), (1.0, 1, 143, "ours"), words={0: [GLOO]}) == (WorkerExit(0, 1), None)
 
 
 def test_where_none_failed_of_itself_one_that_was_ended_must_be_named():
-    assert found((0.0, 0, 0), (1.0, 1, 143, "ours")) == (WorkerExit(1, 143), "")
+    assert found((0.0, 0, 0), (1.0, 1, 143, "ours")) == (WorkerExit(1, 143), None)
     assert found((0.0, 1, 0), (0.1, 0, 0))[0] == WorkerExit(1, 0)
 
 
@@ -137,15 +137,15 @@ def test_a_worker_that_left_while_the_others_worked_must_be_the_cause():
 
 
 def test_a_worker_that_ended_well_because_we_asked_it_to_must_not_be_blamed_for_leaving():
-    assert found((0.0, 1, 0, "ours"), (0.1, 0, 1), words={0: [GLOO]}) == (WorkerExit(0, 1), "")
+    assert found((0.0, 1, 0, "ours"), (0.1, 0, 1), words={0: [GLOO]}) == (WorkerExit(0, 1), None)
     assert found((0.0, 0, 1), (2.1, 1, 0), words={0: [GLOO]}) == (
         WorkerExit(0, 1),
-        "",
+        None,
     )  # it left long after the failure
 
 
 def test_a_worker_that_ended_well_must_not_be_blamed_for_anothers_own_error():
-    assert found((0.0, 1, 0), (0.1, 0, 1), words={0: ["ValueError: no"]}) == (WorkerExit(0, 1), "")
+    assert found((0.0, 1, 0), (0.1, 0, 1), words={0: ["ValueError: no"]}) == (WorkerExit(0, 1), None)
 
 
 @pytest.mark.parametrize(

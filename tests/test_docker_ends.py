@@ -114,14 +114,14 @@ def test_what_was_told_of_the_generation_before_must_be_forgotten(job):
         (1, "oom", set(), "running", "out of memory in a child"),
         (137, None, {"oom"}, "exited", "out of memory"),
         (137, None, {"oom", "kill"}, "exited", "out of memory"),
-        (137, "", {"oom"}, "running", ""),
+        (137, "", {"oom"}, "running", None),
         (143, "ending", set(), "running", "node stopped"),
         (137, None, {"kill"}, "exited", "node stopped"),
         (137, None, {"destroy"}, "", "node stopped"),
         (137, None, {"die"}, "exited", "node lost"),
         (137, None, set(), "", "node lost"),
         (137, None, set(), "paused", "node lost"),
-        (1, "", set(), "running", ""),
+        (1, "", set(), "running", None),
         (1, "", set(), "cut off", "partition"),
     ],
 )
@@ -190,7 +190,7 @@ def test_an_engine_that_is_away_must_not_keep_the_end_of_a_worker_from_being_kno
     engine = job.settled("master", "trainer-1")
     job.answers.happens = lambda what: 1 / 0
     engine.clients.exit_hints = {1: ""}
-    assert engine.explain(WorkerExit(1, 1), "trainer-1") == ""  # its node lives
+    assert engine.explain(WorkerExit(1, 1), "trainer-1") is None  # its node lives
     engine.clients.exit_hints = {}
     with pytest.raises(EngineLost):
         engine.explain(WorkerExit(1, 137), "trainer-1")

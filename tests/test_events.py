@@ -179,7 +179,7 @@ def starting(generation: int) -> dict:
     return {"event": "generation_starting", "generation": generation}
 
 
-EXIT = {"event": "worker_ended", "rank": 1, "exit_code": 137}
+EXIT = {"event": "worker_ended", "known": "", "rank": 1, "exit_code": 137}
 ENDED = {"event": "generation_ended", "generation": 0, "word": "failed", "why": "a worker failed", "time": 7.0}
 ENDED |= {"lasted": 2.5, "step": 30, "progress": True}
 CAUSE = {

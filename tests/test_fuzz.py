@@ -181,6 +181,7 @@ EVENTS = [
     {"event": "generation_starting", "time": 1.0, "seconds": 0.0, "generation": 0},
     {
         "event": "worker_ended",
+        "known": "",
         "time": 1.0,
         "seconds": 0.0,
         "rank": 0,
@@ -196,7 +197,7 @@ EVENTS = [
 
 @bounded
 @given(st.lists(mangled(EVENTS) | st.sampled_from(EVENTS) | values, max_size=6))
-@example([{"event": "worker_ended", "time": "x"}])
+@example([{"event": "worker_ended", "known": "", "time": "x"}])
 @example([{"event": "outcome"}])
 @example([{"event": "generation_starting", "time": 1e308, "generation": "x"}])
 def test_events_that_are_damaged_must_be_an_error_by_name_and_the_job_stay_removable(tmp_path_factory, events):

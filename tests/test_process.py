@@ -226,10 +226,10 @@ def test_a_node_that_has_died_must_be_told_from_a_lack_of_memory(nodes):
     engine = nodes.up()
     nodes.start(engine, "import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\nsignal.pause()\n")
     (end,) = eventually(lambda: engine.wait(1).exits)
-    assert (end.rank, end.code, engine.explain(end, "trainer-1")) == (1, 137, "")
+    assert (end.rank, end.code, engine.explain(end, "trainer-1")) == (1, 137, None)
     engine.clients.exit_hints[1] = "oom"
     assert engine.explain(end, "trainer-1") == "out of memory"
-    assert engine.explain(dataclasses.replace(end, code=1), "trainer-1") == ""
+    assert engine.explain(dataclasses.replace(end, code=1), "trainer-1") is None
     os.kill(pids(engine)["trainer-1"], signal.SIGKILL)
     eventually(lambda: "trainer-1" not in engine.alive())
     assert engine.explain(end, "trainer-1") == "node lost"

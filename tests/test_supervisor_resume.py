@@ -74,7 +74,7 @@ def test_workers_that_nobody_knows_must_be_started_again_without_counting(job):
 
 
 def test_a_failure_that_was_seen_must_not_be_forgotten(job):
-    died(job, STARTING, {"event": "worker_ended", "rank": 1, "exit_code": 137, "stopping": False})
+    died(job, STARTING, {"event": "worker_ended", "known": "", "rank": 1, "exit_code": 137, "stopping": False})
     engine = RecordingEngine([[]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(1, "killed")]
@@ -135,7 +135,7 @@ def test_the_maximum_run_time_must_count_from_the_start_of_the_job(job, ago, wor
 
 
 def test_the_ends_of_an_earlier_generation_must_not_count_as_those_of_the_next(job):
-    exit = {"event": "worker_ended", "rank": 1, "node": "trainer-1", "exit_code": 137, "stopping": False}
+    exit = {"event": "worker_ended", "known": "", "rank": 1, "node": "trainer-1", "exit_code": 137, "stopping": False}
     second = {"generation": 1}
     died(job, STARTING, STARTED, exit, ENDED, {**STARTING, **second}, {**STARTED, **second})
     engine = RecordingEngine([[], [], ALL_WELL])
@@ -160,7 +160,14 @@ def test_a_partition_that_was_seen_must_not_be_forgotten(job):
 
 
 def ended(rank: int, code: int, seconds: float = 5.0, stopping: bool = False) -> dict:
-    return {"event": "worker_ended", "rank": rank, "exit_code": code, "stopping": stopping, "seconds": seconds}
+    return {
+        "event": "worker_ended",
+        "known": "",
+        "rank": rank,
+        "exit_code": code,
+        "stopping": stopping,
+        "seconds": seconds,
+    }
 
 
 def test_workers_that_had_ended_well_must_not_be_waited_for_nor_stop_the_others(job):
@@ -311,7 +318,7 @@ def test_an_engine_that_stays_away_must_lose_the_job_not_fail_it(job):
 @pytest.mark.parametrize("seen", [0, 2])
 def test_a_hang_that_was_found_must_stay_one(job, seen):
     hang = {"event": "hang", "states": {str(rank): "T" if rank == 1 else "S" for rank in range(3)}, "after": 9.0}
-    aborted = {"event": "worker_ended", "node": "n", "exit_code": 134, "stopping": True}
+    aborted = {"event": "worker_ended", "known": "", "node": "n", "exit_code": 134, "stopping": True}
     died(job, STARTING, STARTED, hang, *({**aborted, "rank": rank} for rank in range(seen)))
     engine = RecordingEngine([[], [WorkerExit(rank, 134) for rank in range(seen, 3)]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"

@@ -105,7 +105,7 @@ def test_a_worker_whose_node_was_never_reached_must_be_found_lost(engine, stub, 
         ("oom", 1, "out of memory in a child"),
         ("cut off", 137, "host lost"),
         ("ending", 143, "node stopped"),
-        ("", 1, ""),
+        ("", 1, None),
     ],
 )
 def test_what_its_node_has_said_of_a_worker_must_come_first(engine, stub, sign, code, cause):
@@ -118,7 +118,7 @@ def test_the_end_of_a_worker_must_be_put_down_to_what_swarm_says_of_its_node(eng
     monkeypatch.setattr(swarm, "HOST_DOWN_TIMEOUT", 1.0)
     connected(engine, "master")
     began = clock.now
-    assert engine.explain(WorkerExit(0, 137), "master") == "" and clock.now == began  # it can be reached
+    assert engine.explain(WorkerExit(0, 137), "master") is None and clock.now == began  # it can be reached
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"  # Swarm finds it well, but it cannot be
     assert swarm.HOST_DOWN_TIMEOUT < clock.now - began < swarm.HOST_DOWN_TIMEOUT + 1
     state(stub, "trainer-1", "failed")

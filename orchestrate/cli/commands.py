@@ -26,12 +26,14 @@ from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import logs, owners, store
+from orchestrate.job.outcomes import Outcome
 from orchestrate.job.redact import Mask
 from orchestrate.job.report import text
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import launch
 from orchestrate.supervise.generation import BY_MAX_RUN
 
+EXIT_CODES = {Outcome.SUCCEEDED: errors.SUCCEEDED, Outcome.FAILED: errors.FAILED, Outcome.LOST: errors.LOST}
 MAX_PROOFS = 20  # times that a supervisor may not be proven to be one, a tenth of a second apart: it may be beginning
 
 if TYPE_CHECKING:
@@ -41,9 +43,9 @@ if TYPE_CHECKING:
 
 def exit_code(data: dict[str, Any]) -> int:
     """What a process that ran this job ends with."""
-    if data["outcome"] == "stopped":
+    if data["outcome"] == Outcome.STOPPED:
         return errors.TIMED_OUT if data["reason"] == BY_MAX_RUN else errors.INTERRUPTED
-    return {"succeeded": errors.SUCCEEDED, "failed": errors.FAILED, "lost": errors.LOST}[data["outcome"]]
+    return EXIT_CODES[data["outcome"]]
 
 
 def output(args: argparse.Namespace) -> Callable[[str], None]:

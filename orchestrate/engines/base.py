@@ -13,7 +13,7 @@ from typing import Protocol
 
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import NAME, NODES, JobPaths
-from orchestrate.job.outcomes import Doing, WorkerExit
+from orchestrate.job.outcomes import Doing, Reason, WorkerExit
 from orchestrate.job.plan import Inventory, Plan
 from orchestrate.job.spec import JobSpec
 
@@ -118,8 +118,8 @@ class Session(Protocol):
     def doing(self) -> dict[int, Doing]:
         """What the running workers are doing, by rank, as far as their nodes say."""
 
-    def explain(self, end: WorkerExit, node: str) -> str:
-        """The cause of a worker's end, from `outcomes.CAUSES`; empty if only its exit code is known."""
+    def explain(self, end: WorkerExit, node: str) -> Reason | None:
+        """The cause of a worker's end; None if only its exit code is known."""
 
     def stop(self, how: Stop) -> None:
         """Ask all workers to end."""

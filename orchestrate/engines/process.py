@@ -27,7 +27,7 @@ from orchestrate.files import private
 from orchestrate.files.paths import NODE, PROJECT, code_folder
 from orchestrate.job.cores import cores
 from orchestrate.job.gpus import Offer, fields, look, offer, why_none
-from orchestrate.job.outcomes import LOST, Doing, WorkerExit
+from orchestrate.job.outcomes import LOST, Doing, Reason, WorkerExit
 from orchestrate.job.plan import Inventory, Plan, WorkerPlan
 from orchestrate.job.preload import may_use_torch, preload
 from orchestrate.job.spec import JobSpec, unencodable
@@ -198,11 +198,11 @@ class ProcessSession:
         """What the running workers are doing."""
         return self.clients.doing()
 
-    def explain(self, end: WorkerExit, node: str) -> str:
+    def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """The cause: its node has ended, or the kernel has killed a process for lack of memory."""
         if node not in self.clients.connections or node not in self.alive():  # connections close before it has ended
-            return "node lost"
-        return "out of memory" if end.code == LOST and self.clients.exit_hints.get(end.rank) == "oom" else ""
+            return Reason.NODE_LOST
+        return Reason.OUT_OF_MEMORY if end.code == LOST and self.clients.exit_hints.get(end.rank) == "oom" else None
 
     def stop(self, how: Stop) -> None:
         """Ask all workers to end."""

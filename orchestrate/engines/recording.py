@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orchestrate.engines.base import Engine, JobState, Observed, Session, Stop, never
 from orchestrate.errors import EngineError
-from orchestrate.job.outcomes import Doing, WorkerExit
+from orchestrate.job.outcomes import Doing, Reason, WorkerExit
 from orchestrate.job.plan import Inventory, Plan, names
 from orchestrate.job.spec import JobSpec
 
@@ -130,9 +130,9 @@ class RecordingEngine:
         """Every running worker sleeps."""
         return {rank: Doing("S", 1.0) for rank in self.running}
 
-    def explain(self, end: WorkerExit, node: str) -> str:
+    def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """Nothing but the exit code is known."""
-        return ""
+        return None
 
     def stop(self, how: Stop) -> None:
         """Record the call; the workers end at the next `wait` that finds no others, but not for a dump."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from orchestrate.files.folder import regular
 from orchestrate.files.forms import Form, each, fits, number, numbered, one_of, seconds, sequence, text, truth
-from orchestrate.job.outcomes import Cause, GenerationResult
+from orchestrate.job.outcomes import JOB_OUTCOMES, Cause, GenerationResult, Outcome, Reason
 
 Event = dict[str, Any]
 Emit = Callable[..., None]  # emit(event, **data)
@@ -26,19 +26,20 @@ ANY: Form = {"event": text, "time": seconds, "seconds": seconds}
 COUNT = number(1 << 31)
 OURS = ("event", "outcome", "word", "cause", "node", "job_id", "engine")  # keys whose text only we choose
 CAUSE: Form = {
-    **dict.fromkeys(("node", "cause", "summary", "hint", "log"), text),
+    **dict.fromkeys(("node", "summary", "hint", "log"), text),
+    "cause": one_of([*Reason]),
     **dict.fromkeys(("rank", "exit_code"), COUNT),
     "last_lines": sequence(text),
 }
 FORMS: dict[str, Form] = {  # of the events that a second supervisor goes on from
     "generation_starting": {"generation": COUNT},
     "nodes_up": {"hosts": each(text)},
-    "worker_ended": {"rank": COUNT, "exit_code": COUNT, "stopping": truth},
+    "worker_ended": {"rank": COUNT, "exit_code": COUNT, "stopping": truth, "known": one_of(["", *Reason])},
     "workers_stopping": {"why": text},
     "hang": {"states": numbered(text)},
     "generation_ended": {
         "generation": COUNT,
-        "word": text,
+        "word": one_of([*Outcome]),
         "why": text,
         "cause": lambda value: value is None or fits(value, CAUSE),
         "time": seconds,
@@ -46,7 +47,7 @@ FORMS: dict[str, Form] = {  # of the events that a second supervisor goes on fro
         "step": number(1 << 63),
         "progress": truth,
     },
-    "outcome": {"outcome": one_of(("succeeded", "failed", "stopped", "lost")), "reason": text},
+    "outcome": {"outcome": one_of(JOB_OUTCOMES), "reason": text},
 }
 
 
@@ -139,7 +140,7 @@ class History:
         self.stopping = ""  # why its workers were asked to end
         self.states: dict[int, str] = {}  # of its workers, as letters of proc(5), where it hung
         self.hosts: dict[str, str] = {}  # the machines of its nodes, where there are several
-        self.outcome: tuple[str, str] | None = None  # word and why, once it was decided
+        self.outcome: tuple[Outcome, str] | None = None  # word and why, once it was decided
         for event in events:
             self._add(event)
 
@@ -163,7 +164,9 @@ class History:
         elif name == "generation_ended":
             self.running = -1
             values = {field.name: event[field.name] for field in dataclasses.fields(GenerationResult)}
-            values["cause"] = values["cause"] and Cause(**{name: values["cause"][name] for name in CAUSE})
+            values["word"] = Outcome(values["word"])
+            if cause := values["cause"]:
+                values["cause"] = Cause(**{name: cause[name] for name in CAUSE} | {"cause": Reason(cause["cause"])})
             self.ended.append(GenerationResult(**values))
         elif name == "outcome":
-            self.outcome = event["outcome"], event["reason"]
+            self.outcome = Outcome(event["outcome"]), event["reason"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 LOST = 137  # the exit code of a worker that was lost with its node: that of SIGKILL
@@ -11,47 +12,104 @@ TERMINATED = 143  # the exit code after SIGTERM, and of a worker that was cancel
 # `action` as in the podFailurePolicy of Kubernetes: end the job, count the restart, or restart without counting.
 ACTIONS = ("fail", "count", "ignore")
 CONDITIONS = {"exit_codes", "log", "cause"}
+
+
+class Word(str, Enum):
+    """Text of a fixed choice, which is written and shown as that text."""
+
+    __str__ = str.__str__
+
+    def __format__(self, format_spec: str) -> str:
+        """As the text itself: what Enum does differs between versions of Python."""
+        return str.__format__(self, format_spec)
+
+
+class Outcome(Word):
+    """How a job ends; a generation can also end to be launched again with a node that is back."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    LOST = "lost"
+    RESCALED = "rescaled"
+
+
+JOB_OUTCOMES = (Outcome.SUCCEEDED, Outcome.FAILED, Outcome.STOPPED, Outcome.LOST)
+
+
+class Reason(Word):
+    """What has ended a worker: a name for people, rules and reports."""
+
+    ERROR = "error"
+    SCRIPT = "script"
+    USAGE = "usage"
+    NOT_STARTED = "not started"
+    NO_SUCH_FILE = "no such file"
+    NOT_WRITABLE = "not writable"
+    NO_GPUS = "no GPUs"
+    KILLED = "killed"
+    TERMINATED = "terminated"
+    CRASH = "crash"
+    SHARED_MEMORY = "shared memory"
+    OUT_OF_MEMORY = "out of memory"
+    OUT_OF_MEMORY_IN_A_CHILD = "out of memory in a child"
+    OUT_OF_GPU_MEMORY = "out of GPU memory"
+    GPU_ERROR = "GPU error"
+    GPU_SHARED = "GPU shared"
+    MISMATCH = "mismatch"
+    DISK_FULL = "disk full"
+    TIMEOUT = "timeout"
+    HANG = "hang"
+    LEFT_EARLY = "left early"
+    PARTITION = "partition"
+    HOST_LOST = "host lost"
+    NODE_LOST = "node lost"
+    NODE_STOPPED = "node stopped"
+    ENGINE_LOST = "engine lost"
+    INTERRUPTED = "interrupted"
+
+
 CAUSES = {
-    "error": "the worker ended with an error of its own",
-    "script": "the script cannot be loaded: a module or file is missing, or the syntax is wrong",
-    "usage": "the script rejected its arguments (exit code 2, 64 or 78)",
-    "not started": "the worker could not be started (exit code 126 or 127)",
-    "no such file": "the script opened a file that does not exist",
-    "not writable": "the worker tried to write to a read-only or protected path",
-    "no GPUs": "the worker used CUDA in a job without GPUs",
-    "killed": "the worker was killed (SIGKILL) by a user or the kernel",
-    "terminated": "the worker got SIGTERM, as at a preemption",
-    "crash": "native code crashed: SIGSEGV, SIGABRT, SIGFPE, SIGILL",
-    "shared memory": "/dev/shm was full (SIGBUS)",
-    "out of memory": "the kernel killed the worker for lack of memory",
-    "out of memory in a child": "the kernel killed a process that the worker had started",
-    "out of GPU memory": "CUDA had no memory left",
-    "GPU error": "a kernel or the GPU itself failed: an illegal address, a failed assertion, ECC, a lost device",
-    "GPU shared": "NCCL refused several workers on one GPU",
-    "mismatch": "the workers called different collectives",
-    "disk full": "no space was left where the worker wrote",
-    "timeout": "a worker did not take part in a collective in time",
-    "hang": "no worker did anything any more",
-    "left early": "a worker ended well while the others still worked with it",
-    "partition": "the node was cut off from the job's network",
-    "host lost": "the host of the node was down, or cut off from the network",
-    "node lost": "the node ended by itself",
-    "node stopped": "the node was stopped or removed",
-    "engine lost": "the engine was away, and took the workers with it",
-    "interrupted": "the orchestrator died while it started the workers",
+    Reason.ERROR: "the worker ended with an error of its own",
+    Reason.SCRIPT: "the script cannot be loaded: a module or file is missing, or the syntax is wrong",
+    Reason.USAGE: "the script rejected its arguments (exit code 2, 64 or 78)",
+    Reason.NOT_STARTED: "the worker could not be started (exit code 126 or 127)",
+    Reason.NO_SUCH_FILE: "the script opened a file that does not exist",
+    Reason.NOT_WRITABLE: "the worker tried to write to a read-only or protected path",
+    Reason.NO_GPUS: "the worker used CUDA in a job without GPUs",
+    Reason.KILLED: "the worker was killed (SIGKILL) by a user or the kernel",
+    Reason.TERMINATED: "the worker got SIGTERM, as at a preemption",
+    Reason.CRASH: "native code crashed: SIGSEGV, SIGABRT, SIGFPE, SIGILL",
+    Reason.SHARED_MEMORY: "/dev/shm was full (SIGBUS)",
+    Reason.OUT_OF_MEMORY: "the kernel killed the worker for lack of memory",
+    Reason.OUT_OF_MEMORY_IN_A_CHILD: "the kernel killed a process that the worker had started",
+    Reason.OUT_OF_GPU_MEMORY: "CUDA had no memory left",
+    Reason.GPU_ERROR: "a kernel or the GPU itself failed: an illegal address, a failed assertion, ECC, a lost device",
+    Reason.GPU_SHARED: "NCCL refused several workers on one GPU",
+    Reason.MISMATCH: "the workers called different collectives",
+    Reason.DISK_FULL: "no space was left where the worker wrote",
+    Reason.TIMEOUT: "a worker did not take part in a collective in time",
+    Reason.HANG: "no worker did anything any more",
+    Reason.LEFT_EARLY: "a worker ended well while the others still worked with it",
+    Reason.PARTITION: "the node was cut off from the job's network",
+    Reason.HOST_LOST: "the host of the node was down, or cut off from the network",
+    Reason.NODE_LOST: "the node ended by itself",
+    Reason.NODE_STOPPED: "the node was stopped or removed",
+    Reason.ENGINE_LOST: "the engine was away, and took the workers with it",
+    Reason.INTERRUPTED: "the orchestrator died while it started the workers",
 }
 RULES: list[dict[str, Any]] = [
-    {"cause": "script", "action": "fail"},
-    {"cause": "usage", "action": "fail"},
-    {"cause": "not started", "action": "fail"},
-    {"cause": "no such file", "action": "fail"},
-    {"cause": "not writable", "action": "fail"},
-    {"cause": "no GPUs", "action": "fail"},
-    {"cause": "GPU shared", "action": "fail"},
-    {"cause": "terminated", "action": "ignore"},
-    {"cause": "host lost", "action": "ignore"},
-    {"cause": "engine lost", "action": "ignore"},
-    {"cause": "interrupted", "action": "ignore"},
+    {"cause": Reason.SCRIPT, "action": "fail"},
+    {"cause": Reason.USAGE, "action": "fail"},
+    {"cause": Reason.NOT_STARTED, "action": "fail"},
+    {"cause": Reason.NO_SUCH_FILE, "action": "fail"},
+    {"cause": Reason.NOT_WRITABLE, "action": "fail"},
+    {"cause": Reason.NO_GPUS, "action": "fail"},
+    {"cause": Reason.GPU_SHARED, "action": "fail"},
+    {"cause": Reason.TERMINATED, "action": "ignore"},
+    {"cause": Reason.HOST_LOST, "action": "ignore"},
+    {"cause": Reason.ENGINE_LOST, "action": "ignore"},
+    {"cause": Reason.INTERRUPTED, "action": "ignore"},
 ]
 
 
@@ -88,7 +146,7 @@ class Cause:
     rank: int
     node: str
     exit_code: int
-    cause: str  # one of CAUSES
+    cause: Reason
     summary: str
     hint: str
     last_lines: list[str] = field(default_factory=list)
@@ -100,7 +158,7 @@ class GenerationResult:
     """How a generation ended."""
 
     generation: int
-    word: str  # succeeded, failed, stopped, lost; rescaled: stopped by us, to take a node in again
+    word: Outcome
     why: str
     cause: Cause | None = None
     time: float = 0.0  # by the wall clock
@@ -111,8 +169,8 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended: `word` is succeeded, failed, stopped or lost."""
+    """How a job ended: `word` is one of JOB_OUTCOMES."""
 
-    word: str
+    word: Outcome
     why: str  # for a person
     left: str = ""  # why nodes were left, where they could not be taken down, or still have files

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrate.job.events import Event
 from orchestrate.job.metrics import NAMES, PACE, plain
-from orchestrate.job.outcomes import GenerationResult, JobResult
+from orchestrate.job.outcomes import JOB_OUTCOMES, GenerationResult, JobResult, Outcome
 from orchestrate.job.plan import Plan, counted
 
 STRAGGLER_FACTOR = 2.0  # times the others' median; a worker that takes longer holds them up
@@ -57,7 +57,7 @@ def report(
         "world_size": plan.world_size,
         "generations": len(ended),
         "duration_s": next((event["seconds"] for event in events if event["event"] == "job_ended"), 0.0),
-        "root_cause": asdict(last) if last and outcome.word == "failed" else None,
+        "root_cause": asdict(last) if last and outcome.word == Outcome.FAILED else None,
         "failures": failures,
         "left_behind": outcome.left[:LONGEST],
         "checkpoints": files,
@@ -70,7 +70,7 @@ def report(
 def text(data: dict[str, Any]) -> str:
     """The report for a person: a line where all is well, what happened and what to do where not."""
     lines = [f"{data['outcome']}: {counted(data['world_size'], 'worker')}, {data['duration_s']:.1f} s"]
-    if data["outcome"] != "succeeded":
+    if data["outcome"] != Outcome.SUCCEEDED:
         lines[0] += f" ({data['reason']})"
     elif data["generations"] > 1:
         lines[0] += f", {data['generations']} generations"
@@ -97,7 +97,7 @@ def text(data: dict[str, Any]) -> str:
 def readable(data: Any) -> bool:
     """Whether this is a report, and not what a disk has made of one."""
     try:
-        return data["outcome"] in ("succeeded", "failed", "stopped", "lost") and isinstance(text(data), str)
+        return data["outcome"] in JOB_OUTCOMES and isinstance(text(data), str)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return False
 

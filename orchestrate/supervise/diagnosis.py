@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from orchestrate.job.outcomes import TERMINATED, Cause, ObservedExit, WorkerExit
+from orchestrate.job.outcomes import TERMINATED, Cause, ObservedExit, Reason, WorkerExit
 from orchestrate.job.plan import Plan
 
 ABORTED, KILLED = 134, 137  # exit codes: 128 + the number of the signal
@@ -62,109 +62,117 @@ HERE = {  # what hints are for local processes, which have no image and no limit
 
 # What the last lines of a failed worker say; the first match counts.
 BY_LINE = [
-    (r"(?m)^\[node\] rank \d+ did not start: No such file", "not started", NOT_FOUND),
-    (r"(?m)^\[node\] rank \d+ did not start: ", "not started", NOT_RUN),
-    (r"__path__ attribute not found on '(\w+)'", "script", r"your file \1.py hides the package \1: rename one of them"),
-    (r"can't open file .*Permission denied", "script", "the user that nodes run as cannot read it: chmod a+r"),
-    (r"can't open file", "script", "the script is not below the folder that you started from"),
+    (r"(?m)^\[node\] rank \d+ did not start: No such file", Reason.NOT_STARTED, NOT_FOUND),
+    (r"(?m)^\[node\] rank \d+ did not start: ", Reason.NOT_STARTED, NOT_RUN),
+    (
+        r"__path__ attribute not found on '(\w+)'",
+        Reason.SCRIPT,
+        r"your file \1.py hides the package \1: rename one of them",
+    ),
+    (r"can't open file .*Permission denied", Reason.SCRIPT, "the user that nodes run as cannot read it: chmod a+r"),
+    (r"can't open file", Reason.SCRIPT, "the script is not below the folder that you started from"),
     (
         rf"error: unrecognized arguments:.* --({OURS})(?![\w-])",
-        "usage",
+        Reason.USAGE,
         "options of `run` come before the script: run --gpus none SCRIPT ARGS",
     ),
     (
         r"error: unrecognized arguments|error: argument|the following arguments are required",
-        "usage",
+        Reason.USAGE,
         "see the script's --help",
     ),
-    (r"DataLoader worker .* killed by signal: Bus", "shared memory", "more shared memory: --set shm_size=4g"),
-    (r"DataLoader worker .* killed by signal: Killed", "out of memory in a child", FEWER_LOADERS),
+    (r"DataLoader worker .* killed by signal: Bus", Reason.SHARED_MEMORY, "more shared memory: --set shm_size=4g"),
+    (r"DataLoader worker .* killed by signal: Killed", Reason.OUT_OF_MEMORY_IN_A_CHILD, FEWER_LOADERS),
     (
         r"terminate called without an active exception",
-        "crash",
+        Reason.CRASH,
         "torch's threads still ran when the script ended: call torch.distributed.destroy_process_group() last",
     ),
-    (rf"in _execute_child\n(?:{RANK}\s.*\n)*{RANK}FileNotFoundError: (?![\s\S]*Traceback)", "no such file", NOT_FOUND),
+    (
+        rf"in _execute_child\n(?:{RANK}\s.*\n)*{RANK}FileNotFoundError: (?![\s\S]*Traceback)",
+        Reason.NO_SUCH_FILE,
+        NOT_FOUND,
+    ),
 ]
 BY_ERROR = [  # in the exception that a traceback ends with, and after it
-    (r"No module named '?([\w.]+)", "script", NO_MODULE),
-    (r"(?m)^\S*:? ?(ImportError|SyntaxError|IndentationError): ", "script", "the script does not load: see above"),
+    (r"No module named '?([\w.]+)", Reason.SCRIPT, NO_MODULE),
+    (r"(?m)^\S*:? ?(ImportError|SyntaxError|IndentationError): ", Reason.SCRIPT, "the script does not load: see above"),
     (
         rf"(?m)^{RANK}(bdb\.BdbQuit|EOFError: EOF when reading a line)",
-        "script",
+        Reason.SCRIPT,
         "workers cannot read from a terminal: remove breakpoint() or input()",
     ),
-    (NO_GPU_MEMORY, "out of GPU memory", "a smaller batch, or GPUs with more memory"),
-    (r"No space left on device", "disk full", "free some disk, or some /dev/shm (--set shm_size=4g)"),
-    (r"Read-only file system|Permission denied", "not writable", READ_ONLY),
+    (NO_GPU_MEMORY, Reason.OUT_OF_GPU_MEMORY, "a smaller batch, or GPUs with more memory"),
+    (r"No space left on device", Reason.DISK_FULL, "free some disk, or some /dev/shm (--set shm_size=4g)"),
+    (r"Read-only file system|Permission denied", Reason.NOT_WRITABLE, READ_ONLY),
     (
         ASSERTED,
-        "GPU error",
+        Reason.GPU_ERROR,
         "an index or a label out of range, most often; -e CUDA_LAUNCH_BLOCKING=1 makes the traceback name the line",
     ),
     (
         r"CUDA-capable device\(s\) is/are busy",
-        "GPU error",
+        Reason.GPU_ERROR,
         "another process has the GPU in exclusive compute mode: nvidia-smi -c 0 allows several",
     ),
     (
         r"CUDA error: system not yet initialized",
-        "GPU error",
+        Reason.GPU_ERROR,
         "start NVIDIA's fabric manager: systemctl start nvidia-fabricmanager",
     ),
     (
         GPU_FAILED,
-        "GPU error",
+        Reason.GPU_ERROR,
         "see Xid in dmesg on the host; -e CUDA_LAUNCH_BLOCKING=1 makes the traceback name the line of a bug",
     ),
     (
         r"Duplicate GPU detected",
-        "GPU shared",
+        Reason.GPU_SHARED,
         "give each worker its own GPU, or use the gloo backend, which takes CUDA tensors, or NCCL 2.30 or later",
     ),
     (
         r"Detected mismatch between collectives on ranks",
-        "mismatch",
+        Reason.MISMATCH,
         "all workers must call the same collectives in the same order, with the same shapes: see the lines above",
     ),
-    (NO_CUDA, "no GPUs", "this job has no GPUs: use --gpus all, or train on the CPU with the backend gloo"),
-    (rf"(?m)^{RANK}(FileNotFound|NotADirectory)Error: ", "no such file", NO_FILE),
+    (NO_CUDA, Reason.NO_GPUS, "this job has no GPUs: use --gpus all, or train on the CPU with the backend gloo"),
+    (rf"(?m)^{RANK}(FileNotFound|NotADirectory)Error: ", Reason.NO_SUCH_FILE, NO_FILE),
 ]
 BY_CODE = {
-    2: ("usage", "the script rejected its arguments: see its --help"),
-    64: ("usage", "the script rejected its arguments: see its --help"),
-    78: ("usage", "the script rejected its configuration"),
-    126: ("not started", "the program could not be started: the end of its log says why"),
-    127: ("not started", "a program or a script was not found: the end of the log names it"),
-    132: ("crash", "the processor does not know an instruction in it: the image is for another one"),
-    ABORTED: ("crash", "the lines above say where each thread stood"),
-    135: ("shared memory", "/dev/shm was full, most likely: --set shm_size=4g"),
-    136: ("crash", "the lines above say where each thread stood"),
-    KILLED: ("killed", "a user killed it, or the kernel for lack of memory: see dmesg on the host"),
-    139: ("crash", "it crashed in native code; the lines above say where each thread stood"),
-    TERMINATED: ("terminated", "it got SIGTERM from outside of the job, as at a preemption"),
+    2: (Reason.USAGE, "the script rejected its arguments: see its --help"),
+    64: (Reason.USAGE, "the script rejected its arguments: see its --help"),
+    78: (Reason.USAGE, "the script rejected its configuration"),
+    126: (Reason.NOT_STARTED, "the program could not be started: the end of its log says why"),
+    127: (Reason.NOT_STARTED, "a program or a script was not found: the end of the log names it"),
+    132: (Reason.CRASH, "the processor does not know an instruction in it: the image is for another one"),
+    ABORTED: (Reason.CRASH, "the lines above say where each thread stood"),
+    135: (Reason.SHARED_MEMORY, "/dev/shm was full, most likely: --set shm_size=4g"),
+    136: (Reason.CRASH, "the lines above say where each thread stood"),
+    KILLED: (Reason.KILLED, "a user killed it, or the kernel for lack of memory: see dmesg on the host"),
+    139: (Reason.CRASH, "it crashed in native code; the lines above say where each thread stood"),
+    TERMINATED: (Reason.TERMINATED, "it got SIGTERM from outside of the job, as at a preemption"),
 }
 BY_ENGINE = {
-    "out of memory": MORE_MEMORY,
-    "out of memory in a child": FEWER_LOADERS,
-    "node lost": "see docker events, and dmesg on the host",
-    "node stopped": "it was ended by docker stop, kill, restart or rm; to end a job: orchestrate stop",
-    "partition": "check for docker network disconnect, or a removed network",
-    "host lost": "see docker node ls; other hosts take its nodes, or fewer do with min_trainers in the job file",
-    "engine lost": "the engine was restarted; with live-restore in its daemon.json, jobs go on while it is away",
-    "interrupted": "nothing: the workers start again",
+    Reason.OUT_OF_MEMORY: MORE_MEMORY,
+    Reason.OUT_OF_MEMORY_IN_A_CHILD: FEWER_LOADERS,
+    Reason.NODE_LOST: "see docker events, and dmesg on the host",
+    Reason.NODE_STOPPED: "it was ended by docker stop, kill, restart or rm; to end a job: orchestrate stop",
+    Reason.PARTITION: "check for docker network disconnect, or a removed network",
+    Reason.HOST_LOST: "see docker node ls; other hosts take its nodes, or fewer do with min_trainers in the job file",
+    Reason.ENGINE_LOST: "the engine was restarted; with live-restore in its daemon.json, jobs go on while it is away",
+    Reason.INTERRUPTED: "nothing: the workers start again",
 }
 SUMMARY = {
-    "out of memory": "ran out of memory: the kernel killed it",
-    "out of memory in a child": "lost a process that it had started: the kernel killed that for lack of memory",
-    "node lost": "was lost with its node, which ended",
-    "node stopped": "was ended with its node, which was stopped or removed",
-    "partition": "was cut off from the job's network",
-    "host lost": "was lost with its host, which is down or cut off",
-    "engine lost": "was lost while the engine was away",
-    "interrupted": "was being started when the orchestrator died",
-    "timeout": "did not take part in a collective in time, and its peers gave up",
-    "left early": "exited while the others still worked with it",
+    Reason.OUT_OF_MEMORY: "ran out of memory: the kernel killed it",
+    Reason.OUT_OF_MEMORY_IN_A_CHILD: "lost a process that it had started: the kernel killed that for lack of memory",
+    Reason.NODE_LOST: "was lost with its node, which ended",
+    Reason.NODE_STOPPED: "was ended with its node, which was stopped or removed",
+    Reason.PARTITION: "was cut off from the job's network",
+    Reason.HOST_LOST: "was lost with its host, which is down or cut off",
+    Reason.ENGINE_LOST: "was lost while the engine was away",
+    Reason.INTERRUPTED: "was being started when the orchestrator died",
+    Reason.TIMEOUT: "did not take part in a collective in time, and its peers gave up",
+    Reason.LEFT_EARLY: "exited while the others still worked with it",
 }
 
 
@@ -181,8 +189,8 @@ def before_dump(lines: Sequence[str]) -> Sequence[str]:
 
 def blame(
     ends: Sequence[ObservedExit], words: Callable[[int], list[str]], window: float = PEER_FAILURE_WINDOW
-) -> tuple[WorkerExit, str]:
-    """The worker to blame, and `timeout` or `left early` where it is one that did not fail itself.
+) -> tuple[WorkerExit, Reason | None]:
+    """The worker to blame, and the reason where it is one that did not fail itself.
 
     Peers of a worker that is still dying, or has just left, may be heard before it. A death by signal, or by the
     node's, explains a complaint about a peer that has gone, and so does an error of another kind; never the other way
@@ -198,14 +206,14 @@ def blame(
     own = [exit for exit in near if not complains(words(exit.rank))]
     dead = [exit for exit in near if exit.code in BY_SIGNAL and (exit.code != ABORTED or exit in own)]
     if dead or own:
-        return (dead or own)[0], ""
+        return (dead or own)[0], None
     left = [end.exit for end in ends if end.exit.code == 0 and end.at - first < window and not end.ours]
     if left:
-        return left[0], "left early"
+        return left[0], Reason.LEFT_EARLY
     late = [end.exit for end in ends if end.ours and end.exit not in near and not complains(words(end.exit.rank))]
     if late and any(complains(words(exit.rank), TIMEOUT) for exit in near):
-        return late[0], "timeout"
-    return near[0], ""
+        return late[0], Reason.TIMEOUT
+    return near[0], None
 
 
 def last_error(lines: Sequence[str]) -> Sequence[str]:
@@ -220,31 +228,31 @@ def last_error(lines: Sequence[str]) -> Sequence[str]:
     return lines[place:]
 
 
-def diagnose(plan: Plan, exit: WorkerExit, known: str, lines: list[str], log: str, host: str = "") -> Cause:
+def diagnose(plan: Plan, exit: WorkerExit, known: Reason | None, lines: list[str], log: str, host: str = "") -> Cause:
     """What happened to the worker to blame; `known` is what engine or supervisor know besides its exit code.
 
     `host` is the machine of its node, where there are several.
     """
     worker, local = plan.workers[exit.rank], plan.engine == "process"
     cause, hint = BY_CODE.get(
-        exit.code, ("error", "the lines above are the end of its log; the cause may stand further up")
+        exit.code, (Reason.ERROR, "the lines above are the end of its log; the cause may stand further up")
     )
     if exit.code < 128 or exit.code == ABORTED:
         whole, error = "\n".join(lines), "\n".join(last_error(before_dump(lines) or lines))
         clues = [(whole, *clue) for clue in BY_LINE] + [(error, *clue) for clue in BY_ERROR]
         for text, pattern, kind, advice in clues:
             match = re.search(pattern, text)
-            if match and not (kind == "no GPUs" and plan.gpus):
+            if match and not (kind == Reason.NO_GPUS and plan.gpus):
                 cause, hint = kind, match.expand(HERE.get(advice, advice) if local else advice)
                 break
-    if cause == "error" and any("Traceback (most recent call last)" in line for line in lines):
+    if cause == Reason.ERROR and any("Traceback (most recent call last)" in line for line in lines):
         hint = ""  # it is all there
     if known:
         cause = known
         hint = BY_ENGINE.get(known, hint)
     if local:
         hint = HERE.get(hint, hint)
-    if cause in ("timeout", "left early"):
+    if cause in (Reason.TIMEOUT, Reason.LEFT_EARLY):
         hint = "the log of this rank shows what it did until then"
     return Cause(
         rank=exit.rank,

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrate.engines.base import Stop
 from orchestrate.errors import EngineError
-from orchestrate.job.outcomes import LOST, Cause, GenerationResult, ObservedExit, WorkerExit
+from orchestrate.job.outcomes import LOST, Cause, GenerationResult, ObservedExit, Outcome, Reason, WorkerExit
 from orchestrate.job.plan import Plan
 from orchestrate.supervise import hang
 from orchestrate.supervise.diagnosis import PEER_FAILURE_WINDOW, TIMEOUT, blame, complains, diagnose
@@ -41,7 +41,7 @@ class Generation:
         self.noted = 0.0  # when they were last found to be others, or infinity once they are reported
         self.losses = 0  # how often the engine was away
         self.ends: list[ObservedExit] = []
-        self.known: dict[int, str] = {}  # rank: what we know of its end besides the exit code
+        self.known: dict[int, Reason] = {}  # rank: what we know of its end besides the exit code
         self.engine_lost = ""  # what the engine said when it was lost
         self.hung: Cause | None = None
         self.why = ""  # why the workers were asked to end
@@ -65,8 +65,8 @@ class Generation:
         if states := {rank: state for rank, state in states.items() if rank in self.running}:
             self.hung = self._late(states)
         for event in [event for event in exits if event["rank"] in self.running]:
-            if known := event.get("known", ""):  # found out by us, while the worker was still there
-                self.known[event["rank"]] = known
+            if known := event["known"]:  # found out by us, while the worker was still there
+                self.known[event["rank"]] = Reason(known)
             else:
                 self.running.discard(event["rank"])
             self.ends.append(
@@ -83,7 +83,7 @@ class Generation:
         strangers = self.job.session.adopt(self.plan) & self.running
         if strangers:  # on nodes that live, but do not know them
             for rank in strangers:
-                self.known[rank] = "engine lost" if self.engine_lost else "interrupted"
+                self.known[rank] = Reason.ENGINE_LOST if self.engine_lost else Reason.INTERRUPTED
                 self._ended(WorkerExit(rank, LOST))
 
     # --- to its end
@@ -99,7 +99,7 @@ class Generation:
                 self.engine_lost = str(error)
                 self.losses += 1
                 if self.losses > MAX_ENGINE_LOSSES or not self._reconnect():
-                    return self._result("lost", str(error))
+                    return self._result(Outcome.LOST, str(error))
                 if self.hung and not self.why:  # it was lost while we asked where the workers stand
                     self._stop(FAILED)
         if self.running:
@@ -114,14 +114,14 @@ class Generation:
                     ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST), True) for rank in sorted(self.running)
                 ]
         if self.why in (BY_USER, BY_MAX_RUN):
-            return self._result("stopped", self.why)
+            return self._result(Outcome.STOPPED, self.why)
         if self.why == RESCALED and not any(end.exit.code and not end.ours for end in self.ends):
-            return self._result("rescaled", self.why)
+            return self._result(Outcome.RESCALED, self.why)
         if self.why == REMOVED:
-            return self._result("failed", self.why)
+            return self._result(Outcome.FAILED, self.why)
         if self.why or self.hung:
-            return self._result("failed", FAILED, self._cause())
-        return self._result("succeeded", "finished")
+            return self._result(Outcome.FAILED, FAILED, self._cause())
+        return self._result(Outcome.SUCCEEDED, "finished")
 
     def _reconnect(self) -> bool:
         """Wait for an engine that went away, and find the workers again; False if it stays away."""
@@ -194,7 +194,7 @@ class Generation:
         node = self.plan.workers[end.rank].node
         stopping = bool(self.why or self.hung)
         ours = stopping and end.asked
-        self.emit("worker_ended", rank=end.rank, node=node, exit_code=end.code, stopping=ours)
+        self.emit("worker_ended", rank=end.rank, node=node, exit_code=end.code, stopping=ours, known="")
         if self.requested < 2 or self.late:  # what else we have killed says nothing
             self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
         if end.code and not stopping:
@@ -247,9 +247,9 @@ class Generation:
             ranks = [rank for rank in self.running if self.plan.workers[rank].node == node]
             if cut_off and ranks and not self.why and not self.hung:
                 rank = min(ranks)
-                self.known[rank] = "partition"
+                self.known[rank] = Reason.PARTITION
                 facts = {"rank": rank, "node": node, "exit_code": LOST, "stopping": False}
-                self.emit("worker_ended", **facts, known="partition")
+                self.emit("worker_ended", **facts, known=Reason.PARTITION)
                 self.ends.append(ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST), False))
                 self._stop(FAILED)
 
@@ -287,7 +287,7 @@ class Generation:
             rank=rank,
             node=self.plan.workers[rank].node,
             exit_code=LOST,
-            cause="hang",
+            cause=Reason.HANG,
             summary=summary,
             hint="the log of each rank ends with its stacks; hang_after in the job file says when a job counts as hung",
             last_lines=self.files.last_lines(rank),
@@ -301,18 +301,18 @@ class Generation:
             return self.hung
         window = min(PEER_FAILURE_WINDOW, self.spec.grace)  # later, it is we who kill
         exit, known = blame(self.ends, self.files.last_lines, window)
-        known, node = known or self.known.get(exit.rank, ""), self.plan.workers[exit.rank].node
+        known, node = known or self.known.get(exit.rank), self.plan.workers[exit.rank].node
         if not known:
             try:
                 known = self.job.session.explain(exit, node)
             except EngineError:
-                known = "engine lost"
-        if self.engine_lost and known.startswith("node "):
-            known = "engine lost"
+                known = Reason.ENGINE_LOST
+        if self.engine_lost and known in (Reason.NODE_LOST, Reason.NODE_STOPPED):
+            known = Reason.ENGINE_LOST
         words, log = self.files.last_lines(exit.rank), str(self.files.log(exit.rank))
         return diagnose(self.plan, exit, known, words, log, self.nodes.hosts.get(node, ""))
 
-    def _result(self, word: str, why: str, cause: Cause | None = None) -> GenerationResult:
+    def _result(self, word: Outcome, why: str, cause: Cause | None = None) -> GenerationResult:
         lasted = time.monotonic() - self.started
         step, saved = self.files.step(), self.files.saved()
         if step or self.best:

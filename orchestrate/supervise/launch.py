@@ -23,7 +23,7 @@ from orchestrate.files import folder, lock, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import logs, report, store, strict_yaml
 from orchestrate.job.events import OURS, Event, Recorder
-from orchestrate.job.outcomes import JobResult
+from orchestrate.job.outcomes import JobResult, Outcome
 from orchestrate.job.plan import Plan
 from orchestrate.job.redact import Mask
 from orchestrate.job.spec import JobSpec
@@ -151,7 +151,7 @@ def supervise(
             try:
                 outcome = supervisor.supervise()
             except OrchestrateError as error:
-                outcome, failure = JobResult("failed", supervisor.could_not(error)), error
+                outcome, failure = JobResult(Outcome.FAILED, supervisor.could_not(error)), error
         emit("job_ended", outcome=outcome.word, reason=outcome.why)
         emit.close()
         metrics, ended = hide.inside(files.metrics()), supervisor.history.ended

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrate.job.outcomes import RULES, GenerationResult
+from orchestrate.job.outcomes import RULES, GenerationResult, Reason
 from orchestrate.job.spec import JobSpec
 
 Search = Callable[[str, str], object]  # search(pattern, text): whether a regular expression is found in a text
 
 PASSING = ("no such file", "not writable", "no GPUs")  # causes that may pass where the job had come further before them
-OUR_OWN = ("engine lost", "interrupted")  # causes that say nothing of the job
+OUR_OWN = (Reason.ENGINE_LOST, Reason.INTERRUPTED)  # causes that say nothing of the job
 NO_PROGRESS = 3  # generations without progress that end a job; as nvidia-resiliency-ext counts
 CRASH_LOOP_SECONDS = 30.0  # seconds; a generation that fails sooner, without progress, is part of a crash loop
 MAX_DELAY = 30.0  # seconds
@@ -52,7 +52,9 @@ def decide(spec: JobSpec, history: Sequence[GenerationResult], search: Search) -
     failures = [ended for ended in history if ended.cause]
     telling = [ended for ended in failures if ended.cause and ended.cause.cause not in OUR_OWN]
     if len(telling) > 1 and all(
-        ended.cause and ended.cause.cause.startswith("out of memory") and ended.step == last.step
+        ended.cause
+        and ended.cause.cause in (Reason.OUT_OF_MEMORY, Reason.OUT_OF_MEMORY_IN_A_CHILD)
+        and ended.step == last.step
         for ended in telling[-2:]
     ):
         return Decision(False, "out of memory twice at the same step")

@@ -10,7 +10,7 @@ from pathlib import Path
 from orchestrate.engines.base import Engine
 from orchestrate.errors import EngineError, EngineLost, OrchestrateError
 from orchestrate.job.events import History, Recorder
-from orchestrate.job.outcomes import GenerationResult, JobResult
+from orchestrate.job.outcomes import GenerationResult, JobResult, Outcome
 from orchestrate.job.patterns import Patterns
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
@@ -67,7 +67,7 @@ class Supervisor:
                 self.emit("outcome", outcome=outcome.word, reason=outcome.why)
         except OrchestrateError as error:
             failure = error
-            self.emit("outcome", outcome="failed", reason=self.could_not(error))
+            self.emit("outcome", outcome=Outcome.FAILED, reason=self.could_not(error))
         except BaseException:
             self.nodes.end_rejoining()
             with contextlib.suppress(EngineError):  # nodes with files that are not here stay
@@ -109,34 +109,34 @@ class Supervisor:
         try:
             ended = self._take_over()
         except EngineLost as error:
-            return JobResult("stopped", BY_USER) if self.stops() else JobResult("lost", str(error))
+            return JobResult(Outcome.STOPPED, BY_USER) if self.stops() else JobResult(Outcome.LOST, str(error))
         while True:
             if ended is None:
                 if self.stops():
-                    return JobResult("stopped", BY_USER)
+                    return JobResult(Outcome.STOPPED, BY_USER)
                 try:
                     self.met = True
                     self.nodes.bring_up(self.history.ended[-1].generation + 1 if self.history.ended else 0)
                 except EngineError as error:
                     if self.stops():
-                        return JobResult("stopped", BY_USER)
+                        return JobResult(Outcome.STOPPED, BY_USER)
                     if not self.history.ended:
                         raise
                     if isinstance(error, EngineLost):
-                        return JobResult("lost", str(error))
-                    return JobResult("failed", f"the job cannot go on: {error}")
+                        return JobResult(Outcome.LOST, str(error))
+                    return JobResult(Outcome.FAILED, f"the job cannot go on: {error}")
                 if self.stops():
-                    return JobResult("stopped", BY_USER)
+                    return JobResult(Outcome.STOPPED, BY_USER)
                 ended = self._note(self._next_generation().watch())
             if ended.cause:
                 self.patterns.renew()
                 decision = decide(self.spec, self.history.ended, self._search)
                 self.emit("decision", restart=decision.restart, why=decision.why, delay=decision.delay)
                 if not decision.restart:
-                    return JobResult("failed", decision.why)
+                    return JobResult(Outcome.FAILED, decision.why)
                 if self.job.sleep(decision.delay):
-                    return JobResult("stopped", BY_USER)
-            elif ended.word != "rescaled":
+                    return JobResult(Outcome.STOPPED, BY_USER)
+            elif ended.word != Outcome.RESCALED:
                 return JobResult(ended.word, ended.why)
             ended = None
 

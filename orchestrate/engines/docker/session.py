@@ -23,7 +23,7 @@ from orchestrate.engines.docker.guard import Guard, wanted
 from orchestrate.engines.docker.volumes import WIPED, volumes
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import PROJECT, JobPaths
-from orchestrate.job.outcomes import LOST, Doing, WorkerExit
+from orchestrate.job.outcomes import LOST, Doing, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
@@ -176,11 +176,11 @@ class DockerSession:
         """What the running workers are doing."""
         return self.clients.doing()
 
-    def explain(self, end: WorkerExit, node: str) -> str:
+    def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """The cause, from what its node has reported, events, and the state of the container."""
         hint = self.clients.exit_hints.get(end.rank)
         if hint == "oom":
-            return "out of memory" if end.code == LOST else "out of memory in a child"
+            return Reason.OUT_OF_MEMORY if end.code == LOST else Reason.OUT_OF_MEMORY_IN_A_CHILD
         until = time.monotonic() + EVENT_TIMEOUT
         while hint is None and time.monotonic() < until:
             self.clients.listen(until - time.monotonic())
@@ -190,20 +190,20 @@ class DockerSession:
             found = self._look()
         except EngineLost:
             if hint == "":  # its node runs, and is reached without the engine
-                return ""
+                return None
             raise
         if not any(container.status == "running" for container in found.values()):
             self._expect_shutdown()
         runs = node in found and found[node].status == "running"
         if "oom" in seen and not runs:
-            return "out of memory"
+            return Reason.OUT_OF_MEMORY
         if hint == "ending" or "kill" in seen or "destroy" in seen:
             if runs and "die" not in seen:  # the engine may report it later than the node
                 self.dying.add(str(found[node].id))
-            return "node stopped"
+            return Reason.NODE_STOPPED
         if not runs:
-            return "node lost"
-        return "" if self._well(found[node]) else "partition"
+            return Reason.NODE_LOST
+        return None if self._well(found[node]) else Reason.PARTITION
 
     def stop(self, how: Stop) -> None:
         """Ask all workers to end; where that is final, unpause nodes first, whose workers could not react."""

@@ -24,7 +24,7 @@ from orchestrate.engines.swarm.sync import FileSync, rescued
 from orchestrate.engines.swarm.upload import code_files, on_each, packed, send_archive, written_files
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import log
-from orchestrate.job.outcomes import LOST, Doing, WorkerExit
+from orchestrate.job.outcomes import LOST, Doing, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
@@ -176,22 +176,22 @@ class SwarmSession:
         """What the running workers are doing."""
         return self.clients.doing()
 
-    def explain(self, end: WorkerExit, node: str) -> str:
+    def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """The cause, from what its node has reported, or from the state of its task and host."""
         hint = self.clients.exit_hints.get(end.rank)
         if hint == "oom":
-            return "out of memory" if end.code == LOST else "out of memory in a child"
+            return Reason.OUT_OF_MEMORY if end.code == LOST else Reason.OUT_OF_MEMORY_IN_A_CHILD
         if hint is not None:  # its node is alive, or has reported that it ends
-            return {"cut off": "host lost", "ending": "node stopped"}.get(hint, "")
+            return {"cut off": Reason.HOST_LOST, "ending": Reason.NODE_STOPPED}.get(hint)
         deadline = time.monotonic() + HOST_DOWN_TIMEOUT
         while True:
             task = self.swarm.look().get(node)
             if task and (not self.manager.answers(task) or task["ID"] in self.given_up):
-                return "host lost"
+                return Reason.HOST_LOST
             if not task or not well(task):
-                return "node lost"
+                return Reason.NODE_LOST
             if node in self.clients.connections or time.monotonic() > deadline:
-                return "" if node in self.clients.connections else "host lost"
+                return None if node in self.clients.connections else Reason.HOST_LOST
             time.sleep(0.2)
 
     def stop(self, how: Stop) -> None:
