@@ -31,6 +31,7 @@ from app.order import GlobalOrder, ShardOrder
 from app.shards import Shards
 from app.stopwatch import Stopwatch
 
+SAME = ("batch_size", "seed", "dataset", "model", "optimizer")  # arguments that a checkpoint is bound to
 SHOWN = 10  # steps whose losses are summed over all workers at once, and after which all agree whether to stop
 
 
@@ -149,7 +150,7 @@ def random_state(job: Job) -> Tensor:
 
 def restore(state: dict[str, Any], job: Job, args: argparse.Namespace, holders: dict[str, Any]) -> tuple[int, int]:
     """Put a checkpoint's content back; return epoch and step within it. Raises SystemExit where it does not fit."""
-    for name in ("batch_size", "seed", "dataset", "model", "optimizer"):
+    for name in SAME:
         if state["arguments"][name] != getattr(args, name):
             was, now, flag = state["arguments"][name], getattr(args, name), name.replace("_", "-")
             raise SystemExit(f"error: the checkpoint was made with --{flag} {was}, not {now}\nhint: --{flag} {was}")
@@ -198,135 +199,181 @@ def transfer(net: nn.Module, path: Path, say: Any) -> None:
     say(f"  unexpected, left out: {', '.join(unexpected) or 'none'}")
 
 
-def train(args: argparse.Namespace) -> None:
-    """Build, train, close."""
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-        torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True)
-    job = Job()
-    print(f"rank {job.rank} of {job.world_size} on {job.device}", flush=True)
-    samples = Samples(job, args)
-    dtype = getattr(torch, args.dtype)
+class Trainer:
+    """One worker's part of a training: build, train step by step, evaluate, save, close."""
 
-    torch.manual_seed(args.seed)
-    _, channels, side, _ = samples.images.shape
-    net = model.build(args.model, channels, side, args.dropout).to(job.device, dtype)
-    if args.init_from:
-        transfer(net, args.init_from, job.say)
-    optimizer = optimizer_of(args, net)
-    scheduler = scheduler_of(args, optimizer)
-    mixed, half = args.amp is not None, half_of(args.amp, job.device)
-    scaler = torch.amp.GradScaler(job.device.type, enabled=mixed and half == torch.float16)
-    holders = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    torch.manual_seed(args.seed + job.rank)  # dropout differs between workers; the weights do not
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Build all that is trained, and go on from a checkpoint where there is one."""
+        self.args, self.job = args, Job()
+        print(f"rank {self.job.rank} of {self.job.world_size} on {self.job.device}", flush=True)
+        self.samples = Samples(self.job, args)
+        self.dtype = getattr(torch, args.dtype)
+        self.net = self._net()
+        self.optimizer = optimizer_of(args, self.net)
+        self.scheduler = scheduler_of(args, self.optimizer)
+        self.mixed, self.half = args.amp is not None, half_of(args.amp, self.job.device)
+        scaled = self.mixed and self.half == torch.float16
+        self.scaler = torch.amp.GradScaler(self.job.device.type, enabled=scaled)
+        torch.manual_seed(args.seed + self.job.rank)  # dropout differs between workers; the weights do not
+        self.checkpoints = Checkpoints(self.job.folder / "checkpoints", args.keep, self.job.over)
+        self.first_epoch, self.first_step = self._resume()
+        self.strategy = strategy.Strategy(args.strategy, self.job, self.net)
+        self.strategy.settle(data.normalised(self.samples.images[:1], self.dtype), self.samples.labels[:1])
+        network = self.strategy.model
+        self.network = torch.compile(network, mode=args.compile) if args.compile else network
+        self.losses: list[tuple[int, int, Tensor]] = []  # not yet reported: epoch, step, this worker's part of the loss
+        self.own = Stopwatch(self.job.device, time.perf_counter)  # of work in which this worker waits for no other
 
-    checkpoints = Checkpoints(job.folder / "checkpoints", args.keep, job.over)
-    start, first = 1, 0
-    if args.resume != "none":
-        found = newest(job, checkpoints) if args.resume == "auto" else read(Path(args.resume))
-        if found:
-            start, first = restore(found[0], job, args, holders)
-            job.say(f"resumed after step {found[1]['step']}, in epoch {start}")
+    def _net(self) -> nn.Module:
+        args = self.args
+        torch.manual_seed(args.seed)
+        _, channels, side, _ = self.samples.images.shape
+        net = model.build(args.model, channels, side, args.dropout).to(self.job.device, self.dtype)
+        if args.init_from:
+            transfer(net, args.init_from, self.job.say)
+        return net
 
-    way = strategy.Strategy(args.strategy, job, net)
-    way.settle(data.normalised(samples.images[:1], dtype), samples.labels[:1])
-    network = torch.compile(way.model, mode=args.compile) if args.compile else way.model
-    ledger = job.folder / f"ledger-{job.rank}.jsonl"
-    losses: list[tuple[int, int, Tensor]] = []  # epoch, step, this worker's part of the loss
-    own = Stopwatch(job.device, time.perf_counter)  # of work in which this worker waits for no other
+    def _holders(self) -> dict[str, Any]:
+        """What a checkpoint has the state of."""
+        return {"model": self.net, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
 
-    def show() -> bool:
+    def _resume(self) -> tuple[int, int]:
+        """The epoch to begin with, and the steps of it that are done."""
+        if self.args.resume == "none":
+            return 1, 0
+        auto = self.args.resume == "auto"
+        found = newest(self.job, self.checkpoints) if auto else read(Path(self.args.resume))
+        if not found:
+            return 1, 0
+        epoch, epoch_step = restore(found[0], self.job, self.args, self._holders())
+        self.job.say(f"resumed after step {found[1]['step']}, in epoch {epoch}")
+        return epoch, epoch_step
+
+    def train(self) -> None:
+        """Train to the end of the last epoch, and close; ends the process where all workers are asked to end."""
+        for epoch in range(self.first_epoch, self.args.epochs + 1):
+            started = time.monotonic()
+            asked = self.train_epoch(epoch)
+            step = epoch * self.samples.order.steps
+            self.save(step, epoch + 1, 0, score=self.evaluate_epoch(epoch, step, started))
+            if asked and epoch < self.args.epochs:
+                self.stop(step)
+        if self.args.check_replicas:
+            replicas.check(self.job, self.net, self.args.epochs * self.samples.order.steps)
+        self.checkpoints.wait()
+        self.job.close()
+
+    def train_epoch(self, epoch: int) -> bool:
+        """Take the steps of an epoch that are left; True where a worker was asked to end."""
+        args, order = self.args, self.samples.order
+        self.network.train()
+        for epoch_step, (mine, total) in enumerate(order.batches(epoch, self.first_step), self.first_step + 1):
+            step = (epoch - 1) * order.steps + epoch_step
+            self.losses.append((epoch, step, self.train_step(step, mine, total)))
+            asked = step % SHOWN == 0 and self.report()
+            if args.check_replicas and step % args.check_replicas == 0:
+                replicas.check(self.job, self.net, step)
+            within = epoch_step < order.steps
+            if within and (asked or (args.save_every and step % args.save_every == 0)):
+                asked = self.report() or asked
+                self.job.asked |= asked  # a SIGTERM that has come since is heard at the next step
+                self.save(step, epoch, epoch_step)
+                if asked:
+                    self.stop(step)
+        self.first_step = 0
+        asked = self.report()
+        self.scheduler.step()
+        self.strategy.share_buffers()
+        return asked
+
+    def train_step(self, step: int, mine: Tensor, total: int) -> Tensor:
+        """Take one step on the samples with the numbers `mine`, (N,) int64, of the `total` of all workers.
+
+        Returns this worker's part of the loss, the mean over the global batch: a scalar.
+        """
+        args, job, images, labels = self.args, self.job, self.samples.images, self.samples.labels
+        self.own.start()
+        if args.ledger:
+            entry = {"generation": job.generation, "step": step, "samples": self.samples.ids[mine.cpu()].tolist()}
+            append(job.folder / f"ledger-{job.rank}.jsonl", [json.dumps(entry)])
+        self.optimizer.zero_grad()
+        if args.compile:
+            torch.compiler.cudagraph_mark_step_begin()  # the results of the step before may be overwritten
+        loss = torch.zeros((), dtype=self.dtype, device=job.device)
+        for x, y, last in parts(images[mine], labels[mine], args.accumulate):
+            idle = len(x) == 0  # this worker has nothing to add, but its peers wait for its gradients
+            self.network.train(not idle)  # nor must a sample that does not count be learnt by a batch norm
+            x, y = (images[:1], labels[:1]) if idle else (x, y)
+            x = data.normalised(data.augmented(x) if args.augment else x, self.dtype)
+            with self.strategy.accumulating(last), torch.autocast(job.device.type, self.half, enabled=self.mixed):
+                # The mean over the global batch: gradients are averaged over workers, whose shares may differ.
+                part = F.cross_entropy(self.network(x), y, reduction="sum") * (0 if idle else 1 / total)
+                self.own.stop()  # the backward pass waits for the other workers
+                self.scaler.scale(part * job.world_size).backward()
+            self.own.start()
+            loss += part.detach()
+        self.strategy.average()
+        if args.skew_rank == job.rank:
+            for parameter in self.net.parameters():
+                parameter.grad = parameter.grad * 1.01 if parameter.grad is not None else None
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss
+
+    def report(self) -> bool:
         """Record the losses; True where a worker was asked to end, which all workers learn at the same step."""
-        more = torch.zeros(1 + job.world_size, dtype=dtype)
-        more[0], more[1 + job.rank] = float(job.asked), own.read() / max(1, len(losses))
+        job, losses = self.job, self.losses
+        more = torch.zeros(1 + job.world_size, dtype=self.dtype)
+        more[0], more[1 + job.rank] = float(job.asked), self.own.read() / max(1, len(losses))
         sums = job.sum(torch.cat([*(loss.reshape(1) for _, _, loss in losses), more.to(job.device)])).tolist()
         asking, *seconds = sums[len(losses) :]
         if losses:
             job.record(kind="pace", step=losses[-1][1], rank_seconds=seconds)
-        for (at_epoch, at_step, _), value in zip(losses, sums):
+        for (epoch, step, _), value in zip(losses, sums):
             if not math.isfinite(value):  # before weights that are lost are saved
-                raise SystemExit(f"error: the loss is {value} at step {at_step}\nhint: a lower --lr")
-            job.record(kind="step", epoch=at_epoch, step=at_step, loss=value)
+                raise SystemExit(f"error: the loss is {value} at step {step}\nhint: a lower --lr")
+            job.record(kind="step", epoch=epoch, step=step, loss=value)
         losses.clear()
         return asking > 0
 
-    def stop(step: int) -> None:
-        checkpoints.wait()
-        job.say(f"asked to end: saved at step {step}")
-        job.close()
-        leave(STOPPED)
+    def evaluate_epoch(self, epoch: int, step: int, started: float) -> float:
+        """Record and return the accuracy at the end of an epoch, after `step`; `started` is when the epoch began."""
+        samples = self.samples
+        test_loss, accuracy = evaluate(self.job, self.net, samples.test_images, samples.test_labels)
+        seconds = time.monotonic() - started
+        facts = {"test_loss": test_loss, "test_accuracy": accuracy, "seconds": seconds, "samples": samples.count}
+        self.job.record(kind="epoch", epoch=epoch, step=step, **facts)
+        found = f"accuracy {accuracy:.2%}, loss {test_loss:.4f}, {seconds:.1f} s"
+        self.job.say(f"epoch {epoch}/{self.args.epochs}: {found}")
+        return accuracy
 
-    def save(step: int, next_epoch: int, epoch_step: int, score: float | None = None) -> None:
-        state = {name: holder.state_dict() for name, holder in holders.items()}
-        arguments = {name: getattr(args, name) for name in ("batch_size", "seed", "dataset", "model", "optimizer")}
+    def save(self, step: int, next_epoch: int, epoch_step: int, score: float | None = None) -> None:
+        """Save a checkpoint after `step`, of all workers together: where to go on, and how good the model is."""
+        job = self.job
+        state = {name: holder.state_dict() for name, holder in self._holders().items()}
+        arguments = {name: getattr(self.args, name) for name in SAME}
         state |= {"epoch": next_epoch, "epoch_step": epoch_step, "random": job.gather(random_state(job))}
         if job.rank == 0:
             if score is not None or job.asked:
-                checkpoints.wait()  # the end of an epoch is worth waiting for; a save between may be left out
+                self.checkpoints.wait()  # the end of an epoch is worth waiting for; a save between may be left out
             facts = {"score": score, "world_size": job.world_size, "generation": job.generation}
-            checkpoints.save(state | {"arguments": arguments}, step, **facts)
+            self.checkpoints.save(state | {"arguments": arguments}, step, **facts)
 
-    for epoch in range(start, args.epochs + 1):
-        started = time.monotonic()
-        network.train()
-        for epoch_step, (mine, total) in enumerate(samples.order.batches(epoch, first), first + 1):
-            step = (epoch - 1) * samples.order.steps + epoch_step
-            own.start()
-            if args.ledger:
-                entry = {"generation": job.generation, "step": step, "samples": samples.ids[mine.cpu()].tolist()}
-                append(ledger, [json.dumps(entry)])
-            optimizer.zero_grad()
-            if args.compile:
-                torch.compiler.cudagraph_mark_step_begin()  # the results of the step before may be overwritten
-            loss = torch.zeros((), dtype=dtype, device=job.device)
-            for x, y, last in parts(samples.images[mine], samples.labels[mine], args.accumulate):
-                idle = len(x) == 0  # this worker has nothing to add, but its peers wait for its gradients
-                network.train(not idle)  # nor must a sample that does not count be learnt by a batch norm
-                x, y = (samples.images[:1], samples.labels[:1]) if idle else (x, y)
-                x = data.normalised(data.augmented(x) if args.augment else x, dtype)
-                with way.accumulating(last), torch.autocast(job.device.type, half, enabled=mixed):
-                    # The mean over the global batch: gradients are averaged over workers, whose shares may differ.
-                    part = F.cross_entropy(network(x), y, reduction="sum") * (0 if idle else 1 / total)
-                    own.stop()  # the backward pass waits for the other workers
-                    scaler.scale(part * job.world_size).backward()
-                own.start()
-                loss += part.detach()
-            way.average()
-            if args.skew_rank == job.rank:
-                for parameter in net.parameters():
-                    parameter.grad = parameter.grad * 1.01 if parameter.grad is not None else None
-            scaler.step(optimizer)
-            scaler.update()
-            losses.append((epoch, step, loss))
-            asked = step % SHOWN == 0 and show()
-            if args.check_replicas and step % args.check_replicas == 0:
-                replicas.check(job, net, step)
-            within = epoch_step < samples.order.steps
-            if within and (asked or (args.save_every and step % args.save_every == 0)):
-                asked = show() or asked
-                job.asked |= asked  # a SIGTERM that has come since is heard at the next step
-                save(step, epoch, epoch_step)
-                if asked:
-                    stop(step)
-        asked = show()
-        first = 0
-        scheduler.step()
-        way.share_buffers()
-        test_loss, accuracy = evaluate(job, net, samples.test_images, samples.test_labels)
-        seconds = time.monotonic() - started
-        step = epoch * samples.order.steps
-        facts = {"test_loss": test_loss, "test_accuracy": accuracy, "seconds": seconds, "samples": samples.count}
-        job.record(kind="epoch", epoch=epoch, step=step, **facts)
-        job.say(f"epoch {epoch}/{args.epochs}: accuracy {accuracy:.2%}, loss {test_loss:.4f}, {seconds:.1f} s")
-        save(step, epoch + 1, 0, score=accuracy)
-        if asked and epoch < args.epochs:
-            stop(step)
+    def stop(self, step: int) -> None:
+        """End this process, as all workers do after the same step."""
+        self.checkpoints.wait()
+        self.job.say(f"asked to end: saved at step {step}")
+        self.job.close()
+        leave(STOPPED)
 
-    if args.check_replicas:
-        replicas.check(job, net, args.epochs * samples.order.steps)
-    checkpoints.wait()
-    job.close()
+
+def train(args: argparse.Namespace) -> None:
+    """Train in this process."""
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
+    Trainer(args).train()
 
 
 def main() -> None:
