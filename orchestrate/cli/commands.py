@@ -18,8 +18,6 @@ from orchestrate import console, errors
 from orchestrate.cli import cluster, older
 from orchestrate.cli.find import find, job_folders
 from orchestrate.console import give, out, say
-from orchestrate.doctor import findings
-from orchestrate.doctor.findings import Finding
 from orchestrate.engines import choice
 from orchestrate.engines.choice import sdk
 from orchestrate.errors import OrchestrateError, UsageError
@@ -37,6 +35,7 @@ EXIT_CODES = {Outcome.SUCCEEDED: errors.SUCCEEDED, Outcome.FAILED: errors.FAILED
 MAX_PROOFS = 20  # times that a supervisor may not be proven to be one, a tenth of a second apart: it may be beginning
 
 if TYPE_CHECKING:
+    from orchestrate.doctor.findings import Finding
     from orchestrate.engines.base import Engine
     from orchestrate.job.plan import Plan
 
@@ -87,7 +86,9 @@ def count_signals(spec: JobSpec) -> Any:
 
 def _findings(spec: JobSpec) -> Iterator[Finding]:
     if spec.engine == "process":
-        yield from findings.local()
+        from orchestrate.doctor.findings import local
+
+        yield from local()
         return
     with sdk():
         from orchestrate.doctor import checks
@@ -96,6 +97,8 @@ def _findings(spec: JobSpec) -> Iterator[Finding]:
 
 def doctor(spec: JobSpec) -> int:
     """What keeps jobs from running here."""
+    from orchestrate.doctor import findings  # not for other commands: a parser of XML takes them some milliseconds
+
     worst = errors.SUCCEEDED
     for finding in _findings(spec):
         out(f"{finding.state:<7}  {finding.what}")
