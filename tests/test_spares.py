@@ -47,6 +47,21 @@ def test_a_spare_node_must_take_the_place_of_a_lost_one_without_waiting_for_it(j
     assert "nodes_missing" not in job.names() and "node_back" not in job.names()
 
 
+def test_a_spare_node_must_take_the_place_of_a_lost_one_that_is_back_before_the_next_generation_begins(job):
+    engine = with_spare([KILLED], [ALL_WELL])
+    alive, looks = engine.alive, []
+
+    def look() -> dict[str, str]:
+        looks.extend(["after the failure"] * ("stop" in engine.calls))
+        if len(looks) == 2:
+            engine.missing.clear()
+        return alive()
+
+    engine.alive = look
+    assert job.run(engine, SPEC).word == "succeeded"
+    assert nodes(engine)[1] == ["master", "trainer-2", "trainer-3"]
+
+
 def test_a_node_that_comes_back_meanwhile_must_be_up_before_the_next_failure_is_dealt_with(job):
     engine = with_spare([KILLED], [KILLED], [ALL_WELL])
     assert job.run(engine, SPEC).word == "succeeded"

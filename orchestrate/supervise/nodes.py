@@ -34,8 +34,9 @@ class Nodes:
         self.end_rejoining()
         error = ""
         everything = replace(self._planned(wanted, number), nodes=names(self.spec, spares=True))
+        left = self.job.session.alive() if number and self.spec.spares else {}
         try:
-            if number and self.spec.spares and len(self.job.session.alive()) >= len(wanted):
+            if len(left) >= len(wanted):
                 # A spare node takes the place of one that is lost; that one comes back meanwhile.
                 self.rejoining = self.pool.submit(self._up, everything)
             else:
@@ -48,6 +49,8 @@ class Nodes:
             error = str(lacking)
             self.rejoin_at = time.monotonic() + self.rejoin_delay
         alive = self.job.session.alive()
+        if self.rejoining:  # one that is back this soon takes no place either
+            alive = {node: host for node, host in alive.items() if node in left}
         nodes = in_order(alive)[: len(wanted)]
         missing = len(wanted) - len(nodes)
         error = error or f"{len(nodes)} of {len(wanted)} nodes are alive"
