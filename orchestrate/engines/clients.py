@@ -14,7 +14,7 @@ from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineError, EngineLost, UsageError
 from orchestrate.files import records
-from orchestrate.job.outcomes import LOST, TERMINATED, Doing, WorkerExit
+from orchestrate.job.outcomes import LOST, TERMINATED, Doing, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.node import protocol
 from orchestrate.node.worker import FAILED_TO_START
@@ -124,13 +124,18 @@ class NodeClients:
                 found[rank] = Doing(doing["state"], doing["cpu"])
         return found
 
+    def out_of_memory(self, end: WorkerExit) -> Reason | None:
+        """Whether the kernel has killed a worker, or a child of it, for lack of memory, as its node says."""
+        if self.exit_hints.get(end.rank) != "oom":
+            return None
+        return Reason.OUT_OF_MEMORY if end.code == LOST else Reason.OUT_OF_MEMORY_IN_A_CHILD
+
     def stop(self, how: Stop) -> None:
         """Ask all workers to end."""
         if how is Stop.DUMP:
             self.tell(protocol.Freeze())
-            self.ask(
-                set(self.running.values()), STATUS_TIMEOUT
-            )  # else one that ends would let others leave where they stand
+            # Else one that ends would let others leave where they stand.
+            self.ask(set(self.running.values()), STATUS_TIMEOUT)
             return self.tell(protocol.Dump())
         for worker in self.queued:
             self._ended(worker.rank, TERMINATED, time.time())

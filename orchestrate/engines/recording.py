@@ -123,7 +123,7 @@ class RecordingEngine:
         return Observed(exits, self.slow.pop(0) if self.slow else set(), self.troubles())
 
     def troubles(self) -> dict[str, str]:
-        """What `wait` tells of nodes: none is in trouble."""
+        """The nodes that `wait` reports to be in trouble: none."""
         return {}
 
     def doing(self) -> dict[int, Doing]:

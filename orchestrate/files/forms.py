@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from typing import Any
+
+from orchestrate.node import checks
 
 Check = Callable[[Any], bool]
 Form = dict[str, Check]
@@ -17,7 +18,7 @@ def number(most: float) -> Check:
 
 def seconds(value: Any) -> bool:
     """A time, or a span of it."""
-    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 1 << 53
+    return not checks.time(value)
 
 
 def text(value: Any) -> bool:
@@ -27,15 +28,12 @@ def text(value: Any) -> bool:
 
 def argument(value: Any) -> bool:
     """Text that a process can be given: in UTF-8, or as bytes that Python has read from a path or command line."""
-    try:
-        return text(value) and b"\0" not in value.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return False
+    return not checks.path(value)
 
 
 def truth(value: Any) -> bool:
     """True or false."""
-    return isinstance(value, bool)
+    return not checks.flag(value)
 
 
 def one_of(values: Collection[Any]) -> Check:
@@ -50,7 +48,7 @@ def each(check: Check) -> Check:
 
 def numbered(check: Check) -> Check:
     """A mapping of whole numbers, as text, to such values."""
-    return lambda value: each(check)(value) and all(key.isdecimal() and len(key) < 10 for key in value)
+    return lambda value: each(check)(value) and not any(map(checks.numeral, value))
 
 
 def sequence(check: Check, length: int | None = None) -> Check:

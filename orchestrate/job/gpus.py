@@ -15,9 +15,8 @@ from xml.etree import ElementTree
 from orchestrate.job.cores import PCI, near
 
 BUSY = 0.05  # share of its memory from which a GPU counts as in use: the driver alone takes less
-DESKTOP_MEMORY = (
-    2 << 30
-)  # bytes that a desktop on the same GPU may take besides; a container does not see its processes
+# Bytes that a desktop on the same GPU may take besides; a container does not see its processes.
+DESKTOP_MEMORY = 2 << 30
 MOST = 1024  # GPUs that are read from a listing, which a container may have written
 LIST, DETAILS = ("nvidia-smi", "-L"), ("nvidia-smi", "-q", "-x")  # only the first has the UUIDs of MIG instances
 NVIDIA_SMI_TIMEOUT = 60.0  # seconds for each; without persistence mode, each loads the driver

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 UNLIMITED = "unlimited"  # a value of `memory`
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-RESERVED_MEMORY = (
-    1 << 30
-)  # bytes of memory that a machine keeps for everything else; a tenth of its memory if that is more
+# Bytes of memory that a machine keeps for everything else; a tenth of its memory if that is more.
+RESERVED_MEMORY = 1 << 30
 MIN_MEMORY = 512 << 20  # bytes of memory that a node gets by default, however many there are
 TMP = 2 << 30  # bytes of /tmp where a node's share of the memory is not known, as in docker-compose.yml
 PROCESSES, MIN_PROCESSES = 16384, 512  # of all nodes together; at least this many for each node

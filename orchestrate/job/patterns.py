@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection
 from orchestrate.files import bounded
 from orchestrate.job import expressions
 
-MAX_CPU_SECONDS = (
-    2  # seconds of processor time: of all searches for one decision, or to compile the patterns of a job file
-)
+# Seconds of processor time: of all searches for one decision, or to compile the patterns of a job file.
+MAX_CPU_SECONDS = 2
 ALL = f"the searches of all rules together have {MAX_CPU_SECONDS} s of processor time"
 
 

@@ -17,9 +17,8 @@ from orchestrate.job.plan import Plan, counted
 
 STRAGGLER_FACTOR = 2.0  # times the others' median; a worker that takes longer holds them up
 ENOUGH = 5  # lines of metrics about the workers' pace that tell something
-MAX_LIST = (
-    4 << 20
-)  # bytes of a list that a job can fill: all of them take a fifth of what is read back (`folder.MAX_FILE`)
+# Bytes of a list that a job can fill: all of them take a fifth of what is read back (`folder.MAX_FILE`).
+MAX_LIST = 4 << 20
 FEW = 8  # ranks that a line names
 LONGEST = 1000  # characters of a reason, which can be a node's
 

@@ -20,10 +20,8 @@ from orchestrate.node.checks import Check, Refused, shown, up_to
 
 MAX_DIGITS = 18  # digits of a number, which is then below 2^63
 MAX_REPORT = 16 << 20  # bytes of a report: the list of all files of a node is one
-LONG_REPORTS, MAX_SHORT_REPORT = (
-    (b'{"say": "changes", ', b'{"say": "piece", '),
-    1 << 20,
-)  # how long ones begin; bytes of any other one
+# How long ones begin; bytes of any other one.
+LONG_REPORTS, MAX_SHORT_REPORT = (b'{"say": "changes", ', b'{"say": "piece", '), 1 << 20
 
 Flag = Annotated[bool, checks.flag]
 Text = Annotated[str, checks.text]
@@ -34,7 +32,9 @@ Rank = Annotated[int, up_to(1 << 20)]
 Code = Annotated[int, up_to(255)]
 Generation = Annotated[int, checks.generation]
 Time = Annotated[float, checks.time]
-Hint = Annotated[str, checks.one_of(("", "oom", "ending", "cut off"))]
+_hint = checks.one_of(("", "oom", "ending", "cut off"))
+Hint = Annotated[str, _hint]
+Tags = Annotated[dict[str, str], checks.mapping(checks.any_text)]  # the digest of the last upload, by folder
 Environment = Annotated[dict[str, str], checks.environment]
 
 
@@ -155,9 +155,9 @@ class Status(NamedTuple):
 
     generation: Generation
     codes: Annotated[dict[str, int], checks.mapping(up_to(255), checks.numeral)]  # by rank, of those that have ended
-    hints: Annotated[dict[str, str], checks.mapping(checks.one_of(("", "oom", "ending", "cut off")), checks.numeral)]
+    hints: Annotated[dict[str, str], checks.mapping(_hint, checks.numeral)]
     running: Annotated[dict[str, dict[str, Any]], checks.mapping(_doing, checks.numeral)]  # by rank: pid, state, cpu
-    tags: Annotated[dict[str, str], checks.mapping(checks.any_text)]  # the digest of the last upload, by folder
+    tags: Tags
     time: Time  # by the node's clock
     importing: Flag  # whether the node imports modules that its workers will need
 
@@ -175,7 +175,7 @@ class Refusal(NamedTuple):
 class Uploaded(NamedTuple):
     """A piece has arrived, and the last one is unpacked."""
 
-    tags: Annotated[dict[str, str], checks.mapping(checks.any_text)]
+    tags: Tags
 
 
 class Changes(NamedTuple):

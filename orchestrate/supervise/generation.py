@@ -21,9 +21,8 @@ FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run direct
 PARTITION_TIMEOUT = 5.0  # seconds that a node may be cut off from the network
 DUMP_TIMEOUT = 15.0  # seconds at most in which workers print their stacks, on a machine that is busy
 MAX_ENGINE_LOSSES = 50  # times that the engine may go away during one generation
-NCCL_STOP_TIMEOUT = (
-    5.0  # seconds after a failure in which workers on GPUs end: one that waits in NCCL never handles SIGTERM
-)
+# Seconds after a failure in which workers on GPUs end: one that waits in NCCL never handles SIGTERM.
+NCCL_STOP_TIMEOUT = 5.0
 REPORT_TIMEOUT = 5.0  # seconds that nodes have, after the grace period, to say that their workers have ended
 
 

@@ -44,8 +44,9 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, look_inside: bool) -> In
     `run` is the folder that nodes will see; `look_inside` allows to run the job's image, which must be here then.
     Raises UsageError for folders that cannot be mounted.
     """
-    way, look_inside = toolkit.way(daemon.info), look_inside and not hopeless(daemon, spec)
-    if not hopeless(daemon, spec):
+    way, possible = toolkit.way(daemon.info), not hopeless(daemon, spec)
+    look_inside = look_inside and possible
+    if possible:
         volumes(daemon, spec.image)  # raises ResourceError for volumes that nodes cannot have
     code = code_folder(spec.command)
     _check_access(spec, code)

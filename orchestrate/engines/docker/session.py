@@ -23,7 +23,7 @@ from orchestrate.engines.docker.guard import Guard, wanted
 from orchestrate.engines.docker.volumes import WIPED, volumes
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import PROJECT, JobPaths
-from orchestrate.job.outcomes import LOST, Doing, Reason, WorkerExit
+from orchestrate.job.outcomes import Doing, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
@@ -178,9 +178,9 @@ class DockerSession:
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """The cause, from what its node has reported, events, and the state of the container."""
+        if why := self.clients.out_of_memory(end):
+            return why
         hint = self.clients.exit_hints.get(end.rank)
-        if hint == "oom":
-            return Reason.OUT_OF_MEMORY if end.code == LOST else Reason.OUT_OF_MEMORY_IN_A_CHILD
         until = time.monotonic() + EVENT_TIMEOUT
         while hint is None and time.monotonic() < until:
             self.clients.listen(until - time.monotonic())
@@ -225,8 +225,7 @@ class DockerSession:
             self.guard.close()
         if self.stays:
             self.nodes = {name: node for name, node in self._look().items() if self._well(node)}
-            if unclean := self.clients.clean(self.nodes):
-                self.discard(unclean)
+            self.discard(self.clients.clean(self.nodes))
             sockets.tidy(self.sockets, {str(node.short_id) for node in self.nodes.values()})
         else:  # an idle node has no workers to stop
             objects.remove(self.daemon, self.project, grace if self.clients.running else 0, [self.sockets])

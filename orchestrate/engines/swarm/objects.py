@@ -19,10 +19,8 @@ from orchestrate.job.spec import JobSpec
 
 PLACEMENT_TIMEOUT = 1.0  # seconds within which a task is assigned to a host
 LAST_LINES = "2000"  # log lines to fetch of a lost task
-RELAY_MEMORY, CONNECTION_MEMORY = (
-    128 << 20,
-    32 << 20,
-)  # bytes of memory of a relay, and of its connections to a node: some 4 MB each
+# Bytes of memory of a relay, and of its connections to a node: some 4 MB each.
+RELAY_MEMORY, CONNECTION_MEMORY = 128 << 20, 32 << 20
 RELAY_PROCESSES = 4096  # of a relay, one for each connection
 
 

@@ -24,7 +24,7 @@ from orchestrate.engines.swarm.sync import FileSync, rescued
 from orchestrate.engines.swarm.upload import code_files, on_each, packed, send_archive, written_files
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import log
-from orchestrate.job.outcomes import LOST, Doing, Reason, WorkerExit
+from orchestrate.job.outcomes import Doing, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
@@ -33,26 +33,20 @@ from orchestrate.node.loop import SEND_TIMEOUT
 
 LIST_INTERVAL = 2.0  # seconds between two lists of Swarm's tasks and hosts
 SILENT_AFTER = 6.0  # seconds without a message after which a node counts as not answering
-START_TIMEOUT, PULL_TIMEOUT = (
-    120.0,
-    3600.0,
-)  # seconds that Swarm may take to start the nodes, and to pull the image before that
+# Seconds that Swarm may take to start the nodes, and to pull the image before that.
+START_TIMEOUT, PULL_TIMEOUT = 120.0, 3600.0
 PENDING_TIMEOUT = 8.0  # seconds that a task may be pending, and in which one that fails to start is replaced
 NODE_END_TIMEOUT = 2.0  # seconds that a node whose workers have ended takes to end
-FIRST_CONNECT_TIMEOUT, RECONNECT_TIMEOUT = (
-    20.0,
-    2.0,
-)  # seconds that a node has to accept a connection, at first and later
+# Seconds that a node has to accept a connection, at first and later.
+FIRST_CONNECT_TIMEOUT, RECONNECT_TIMEOUT = 20.0, 2.0
 HOST_DOWN_TIMEOUT = 25.0  # seconds after which Swarm reports a host that does not answer; it needs 15
-LEASE_OVER_AFTER = (
-    LEASE_TIMEOUT + 2 * RENEW_INTERVAL + 2 * SEND_TIMEOUT
-)  # seconds within which a node that is cut off has killed its workers
+# Seconds within which a node that is cut off has killed its workers.
+LEASE_OVER_AFTER = LEASE_TIMEOUT + 2 * RENEW_INTERVAL + 2 * SEND_TIMEOUT
 LOG_TIMEOUT = 5.0  # seconds that Swarm has to return the last lines of a lost task
 LAST_LINES_TIMEOUT = 10.0  # seconds that copying the last lines of workers may take
 SYNC_TIMEOUT = 3600.0  # seconds that copying all files of a job may take at its end
-HURRIED_SYNC_TIMEOUT = (
-    5.0  # seconds for the same if it was asked to stop twice; what is not copied then stays on its nodes
-)
+# Seconds for the same if it was asked to stop twice; what is not copied then stays on its nodes.
+HURRIED_SYNC_TIMEOUT = 5.0
 PORTS = "7946/tcp, 7946/udp and 4789/udp must be open between the hosts: python -m orchestrate doctor"
 PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
 
@@ -165,9 +159,8 @@ class SwarmSession:
         for node in filter(self._gone, list(self.clients.connections)):
             self.clients.drop(node)
         for node, since in list(self.asked.items()):
-            if (
-                time.monotonic() - since > HOST_DOWN_TIMEOUT
-            ):  # Swarm reports nothing either: only the nodes' network is cut
+            # Swarm reports nothing either: only the nodes' network is cut.
+            if time.monotonic() - since > HOST_DOWN_TIMEOUT:
                 self._give_up(node)
         self.clients.tell(protocol.GetStatus())  # the answer is a sign of life
         self.asked = dict.fromkeys(self.clients.connections, time.monotonic()) | self.asked
@@ -178,9 +171,9 @@ class SwarmSession:
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """The cause, from what its node has reported, or from the state of its task and host."""
+        if why := self.clients.out_of_memory(end):
+            return why
         hint = self.clients.exit_hints.get(end.rank)
-        if hint == "oom":
-            return Reason.OUT_OF_MEMORY if end.code == LOST else Reason.OUT_OF_MEMORY_IN_A_CHILD
         if hint is not None:  # its node is alive, or has reported that it ends
             return {"cut off": Reason.HOST_LOST, "ending": Reason.NODE_STOPPED}.get(hint)
         deadline = time.monotonic() + HOST_DOWN_TIMEOUT
@@ -220,9 +213,8 @@ class SwarmSession:
 
     def _remove(self, grace: float) -> None:
         known = set(self.clients.connections)
-        self.clients.tell(
-            protocol.End()
-        )  # a task that Swarm itself ends takes four seconds, of which it only waits for two
+        # A task that Swarm itself ends takes four seconds, of which it only waits for two.
+        self.clients.tell(protocol.End())
         deadline = time.monotonic() + grace + NODE_END_TIMEOUT
         while known & self._well_nodes().keys() and time.monotonic() < deadline:
             self.clients.listen(0.1)
