@@ -1,16 +1,14 @@
 """The cause of a failure must come with all that is known of it, and progress be measured; on a scripted engine."""
 
-import dataclasses
 import json
 
 import pytest
-from support.plans import HERE
+from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.base import Stop
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.job.outcomes import JobResult, WorkerExit
-from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec
 
 RESET = "RuntimeError: Connection reset by peer\n"
@@ -114,7 +112,7 @@ def test_workers_that_hang_in_nccl_after_a_failure_must_be_killed_before_the_gra
     orders: list[tuple[float, Stop]] = []
     engine.stop = lambda how: orders.append((job.clock.now, how))
     spec = JobSpec(trainers=2, grace=30.0, gpus=gpus)
-    there = dataclasses.replace(HERE, gpus=("GPU-0", "GPU-1", "GPU-2"))
+    there = HERE.but(gpus=("GPU-0", "GPU-1", "GPU-2"))
     assert job.run(engine, spec, plan(spec, there, "j", 29500)).word == "succeeded"
     assert [how for _, how in orders] == [Stop.TERMINATE, Stop.KILL][: 2 if killed_after else 1]
     if killed_after:
@@ -128,7 +126,7 @@ def test_the_worker_that_the_others_waited_for_must_be_named_though_it_had_to_be
     engine.stop = lambda how: None
     for rank in (0, 1):
         job.paths.log(rank).write_text("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
-    there = dataclasses.replace(HERE, gpus=("GPU-0", "GPU-1", "GPU-2"))
+    there = HERE.but(gpus=("GPU-0", "GPU-1", "GPU-2"))
     spec = JobSpec(trainers=2, gpus="all", max_restarts=0)
     assert job.run(engine, spec, plan(spec, there, "j", 29500)).word == "failed"
     assert job.causes() == [(2, "timeout")]

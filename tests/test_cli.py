@@ -1,6 +1,5 @@
 """What is asked for on the command line must be what is done, on an engine that plays a script."""
 
-import dataclasses
 import io
 import json
 import os
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from conftest import ROOT
 from support.commanded import Commands
+from support.plans import Site
 from support.scripted import ALL_WELL, KILLED
 
 from orchestrate import __version__, errors
@@ -180,7 +180,7 @@ def test_up_must_name_other_clusters_for_jobs_from_this_folder(do, engine, runs)
 
 def test_up_must_leave_no_nodes_where_it_is_interrupted(do, engine, runs, monkeypatch):
     look = engine.inventory
-    engine.inventory = lambda *some, **more: dataclasses.replace(look(*some, **more), preload=("torch",))
+    engine.inventory = lambda *some, **more: Site(*look(*some, **more)).but(preload=("torch",))
 
     def interrupted(*_) -> bool:
         raise KeyboardInterrupt
@@ -193,7 +193,7 @@ def test_up_must_leave_no_nodes_where_it_is_interrupted(do, engine, runs, monkey
 @pytest.mark.parametrize("warm", [True, False])
 def test_up_must_return_when_its_nodes_are_warm_or_say_that_they_are_not(do, engine, runs, warm):
     engine.warm, look = warm, engine.inventory
-    engine.inventory = lambda *some, **more: dataclasses.replace(look(*some, **more), preload=("torch", "numpy"))
+    engine.inventory = lambda *some, **more: Site(*look(*some, **more)).but(preload=("torch", "numpy"))
     code, _, err = do("up", "--trainers", "2", "--gpus", "none")
     assert code == 0 and engine.calls == ["prepare", "up", "warmed"]
     assert ("the nodes are still importing torch, numpy; the first job will wait for them" in err) != warm

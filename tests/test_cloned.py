@@ -83,7 +83,7 @@ def test_a_cluster_that_came_with_the_project_must_be_used_by_no_command(do: Com
     with supervised(paths.root):  # by a lock of its own
         assert do("run", "--trainers", 2, "--", "-m", "app.train")[0] == 0
     (made,) = do.runs.glob("app-*/plan.json")
-    assert json.loads(made.read_text())["inventory"]["cluster"] == ""
+    assert json.loads(made.read_text())["placement"]["cluster"] == ""
     assert facts(victim) == before and (victim / "nodes" / "file").read_text() == "mine"
 
 
@@ -115,7 +115,7 @@ def test_a_job_must_not_be_put_on_a_cluster_that_came_with_the_project(do: Comma
     shutil.rmtree(paths.shared)
     paths.shared.symlink_to("../cluster-e95b/nodes/a-1")
     plan = json.loads(paths.plan.read_text())
-    plan["inventory"]["cluster"] = "cluster-e95b"
+    plan["placement"]["cluster"] = "cluster-e95b"
     records.write(paths.plan, json.dumps(plan))
     code, _, err = do("attach", "a-1")
     assert code == 2 and f"{do.runs / 'cluster-e95b'} {NOT_OURS}" in "\n".join(err)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.commanded import Whole, create, supervised
-from support.plans import HERE
+from support.plans import HERE, Site, plan
 from test_commands import end
 
 from orchestrate.cli import cluster
@@ -16,22 +16,21 @@ from orchestrate.engines.base import JobState, ignoring
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store, users
-from orchestrate.job.plan import Inventory, plan
 from orchestrate.job.spec import JobSpec
 
 SPEC = JobSpec(trainers=2, gpus="auto")
-GPUS = dataclasses.replace(HERE, gpus=tuple(f"GPU-{number}" for number in range(6)))
+GPUS = HERE.but(gpus=tuple(f"GPU-{number}" for number in range(6)))
 
 
-def made(tmp_path: Path, spec: JobSpec = SPEC, inventory: Inventory = GPUS) -> cluster.Cluster:
-    return cluster.Cluster(JobPaths(tmp_path / "c-1"), spec, plan(spec, inventory, "c-1", 0))
+def made(tmp_path: Path, spec: JobSpec = SPEC, site: Site = GPUS) -> cluster.Cluster:
+    return cluster.Cluster(JobPaths(tmp_path / "c-1"), spec, plan(spec, site, "c-1", 0))
 
 
-def differences(one: cluster.Cluster, inventory: Inventory = GPUS, **wanted) -> list[str]:
+def differences(one: cluster.Cluster, site: Site = GPUS, **wanted) -> list[str]:
     spec = dataclasses.replace(SPEC, **wanted)
     if not one.paths.root.exists():
         one.paths.create_cluster(users.nodes_of(one.spec))
-    return one.differences(spec, plan(spec, one.place(inventory, "a-1"), "a-1", 0))
+    return one.differences(spec, plan(spec, (site.inventory, one.placement(site.placement, "a-1")), "a-1", 0))
 
 
 @pytest.mark.parametrize(
@@ -71,17 +70,17 @@ def test_a_job_that_asks_for_less_or_for_what_is_not_the_nodes_must_get_the_clus
 
 
 @pytest.mark.parametrize(
-    ("inventory", "wanted", "why"),
+    ("site", "wanted", "why"),
     [
-        (dataclasses.replace(GPUS, engine="process"), {}, "engine docker"),
-        (dataclasses.replace(GPUS, code="/elsewhere"), {}, "its nodes see "),
+        (GPUS.but(engine="process"), {}, "engine docker"),
+        (GPUS.but(code="/elsewhere"), {}, "its nodes see "),
         (GPUS, {"trainers": 3}, "it has 2 trainers, not 3"),
         (GPUS, {"spares": 1}, "it has 2 trainers, not 3"),
-        (dataclasses.replace(GPUS, gpus=("GPU-9", "GPU-1", "GPU-2")), {}, "its nodes see 6 GPUs"),
+        (GPUS.but(gpus=("GPU-9", "GPU-1", "GPU-2")), {}, "its nodes see 6 GPUs"),
     ],
 )
-def test_what_keeps_a_job_from_a_cluster_must_be_told(tmp_path, inventory, wanted, why):
-    (found,) = differences(made(tmp_path), inventory, **wanted)
+def test_what_keeps_a_job_from_a_cluster_must_be_told(tmp_path, site, wanted, why):
+    (found,) = differences(made(tmp_path), site, **wanted)
     assert why in found
 
 
@@ -102,7 +101,7 @@ def test_a_job_whose_nodes_would_run_as_another_user_must_not_get_a_cluster(tmp_
 
 @pytest.mark.parametrize(("workers", "fits"), [(1, True), (2, True), (3, False)])
 def test_a_node_of_a_swarm_must_have_as_many_gpus_as_a_job_wants_of_it(tmp_path, workers, fits):
-    swarm = dataclasses.replace(GPUS, engine="swarm", gpus=tuple(f"GPU-{number}" for number in range(9)))
+    swarm = GPUS.but(engine="swarm", gpus=tuple(f"GPU-{number}" for number in range(9)))
     one = made(tmp_path, dataclasses.replace(SPEC, nproc_per_node=2), swarm)
     wanted = {"trainers": 1, "nproc_per_node": workers}
     found = differences(one, swarm, **wanted)
@@ -132,8 +131,8 @@ def test_a_cluster_on_which_a_job_has_not_ended_must_not_be_given_to_another_one
 
 @pytest.mark.parametrize(("engine", "folder"), [("docker", "/job/a-1"), ("swarm", "/job/a-1"), ("process", "/job")])
 def test_a_job_on_a_cluster_must_write_to_a_folder_of_its_own(tmp_path, engine, folder):
-    placed = made(tmp_path).place(dataclasses.replace(HERE, engine=engine), "a-1")
-    assert (placed.job_dir, placed.cluster, placed.cores) == (folder, "c-1", HERE.cores)
+    placed = made(tmp_path, site=GPUS.but(engine=engine)).placement(HERE.placement, "a-1")
+    assert (placed.job_dir, placed.cluster) == (folder, "c-1")
 
 
 def test_clusters_must_be_found_in_the_order_of_their_names_without_jobs_and_halves(tmp_path):
@@ -154,7 +153,7 @@ def test_a_cluster_must_have_all_its_nodes_up_with_the_spare_ones(tmp_path):
     one, _ = cluster.bring_up(engine, JobSpec(trainers=1, spares=1, name="mine"), tmp_path)
     assert one.name.startswith("mine-")
     assert seen == [(("master", "trainer-1", "trainer-2"), one.name, tmp_path / one.name / "nodes")]
-    assert one.plan.inventory.code == str(Path.cwd())
+    assert one.plan.placement.code == str(Path.cwd())
     (found,) = cluster.found(tmp_path)
     assert (found.name, found.spec, found.plan) == (one.name, one.spec, one.plan)
 

@@ -4,11 +4,10 @@ import dataclasses
 import sys
 
 import pytest
-from support.plans import HERE
+from support.plans import HERE, plan
 
 from orchestrate.job.logs import last_words
 from orchestrate.job.outcomes import CAUSES, ObservedExit, WorkerExit
-from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.diagnosis import BY_ENGINE, blame, complains, diagnose
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.plans import HERE
+from support.plans import HERE, Site
 from support.said import said
 
 from orchestrate.cli import commands
@@ -23,7 +23,7 @@ from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError
 from orchestrate.job import users
 from orchestrate.job.gpus import Gpu
-from orchestrate.job.plan import Inventory, Plan
+from orchestrate.job.plan import Plan
 from orchestrate.job.spec import IMAGE, JobSpec
 from orchestrate.node import protocol
 from orchestrate.node.files import PIECE
@@ -119,7 +119,7 @@ class Nodes:
     def reach(self, node: str) -> Host:
         return self.links[self.placed[node]]
 
-    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> Inventory:
+    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> Site:
         assert not look_inside
         return HERE
 
@@ -129,7 +129,7 @@ class Nodes:
 
     def up(self, plan: Plan) -> None:
         self.plan, run = plan, self.run
-        assert run.is_dir() and plan.inventory.code == str(run)  # and no code of the user's
+        assert run.is_dir() and plan.placement.code == str(run)  # and no code of the user's
         assert JobState(plan.job_id, "swarm", 1, run, os.getuid()).named  # so that `stop` finds what a dead one left
         assert run.stat().st_uid == (os.getuid() or users.without_account()[0])
         if self.error:

@@ -279,14 +279,14 @@ def test_workers_must_be_kept_to_the_cores_near_their_gpus():
 
 
 def test_a_pinned_plan_must_use_the_cores_near_the_gpus_and_be_read_again_as_it_was():
-    there = dataclasses.replace(HERE, gpus=("GPU-0", "GPU-1"), gpu_cores=((4, 5, 6, 7), (0, 1, 2, 3)))
+    there = HERE.but(gpus=("GPU-0", "GPU-1"), gpu_cores=((4, 5, 6, 7), (0, 1, 2, 3)))
     made = plan(JobSpec(trainers=1, pin=True), there, "a-1")
     assert [worker.cores for worker in made.workers] == [(4, 5, 6, 7), (0, 1, 2, 3)]
     assert read_plan(made.to_json(), {}) == made
 
 
 def test_nodes_that_share_gpus_must_take_turns_and_the_plan_say_so():
-    there = dataclasses.replace(HERE, gpus=("GPU-0", "GPU-1"), gpu_note="2 GPUs in use by other programs, left out")
+    there = HERE.but(gpus=("GPU-0", "GPU-1"), gpu_note="2 GPUs in use by other programs, left out")
     made = plan(JobSpec(trainers=2, share_gpus=True), there, "a-1")
     assert [worker.env["CUDA_VISIBLE_DEVICES"] for worker in made.workers] == ["GPU-0", "GPU-1", "GPU-0"]
     assert {worker.env["NCCL_MULTI_RANK_GPU_ENABLE"] for worker in made.workers} == {"1"}
@@ -298,13 +298,13 @@ def test_nodes_that_share_gpus_must_take_turns_and_the_plan_say_so():
 
 
 def test_a_restart_in_which_each_node_has_a_gpu_must_not_share_any():
-    there = dataclasses.replace(HERE, gpus=("GPU-0", "GPU-1"))
+    there = HERE.but(gpus=("GPU-0", "GPU-1"))
     fewer = plan(JobSpec(trainers=2, share_gpus=True), there, "a-1", nodes=("master", "trainer-2"))
     assert "NCCL on GPU\n" in str(fewer) and "NCCL_MULTI_RANK_GPU_ENABLE" not in fewer.workers[0].env
 
 
 def test_the_default_job_must_run_on_any_machine_with_a_gpu():
-    there = dataclasses.replace(HERE, gpus=("GPU-0",), gpu_note="1 GPU in use by other programs, left out")
+    there = HERE.but(gpus=("GPU-0",), gpu_note="1 GPU in use by other programs, left out")
     assert ", on 1 shared GPU (" in str(plan(JobSpec(), there, "a-1"))
     for spec in (JobSpec(command=("x.py",)), JobSpec(gpus="all")):
         with pytest.raises(ResourceError, match=r"there is 1 \(1 GPU in use by other programs, left out\)"):
@@ -312,14 +312,14 @@ def test_the_default_job_must_run_on_any_machine_with_a_gpu():
 
 
 def test_a_node_must_use_one_mig_instance():
-    there = dataclasses.replace(HERE, gpus=("MIG-0", "MIG-1", "MIG-2"))
+    there = HERE.but(gpus=("MIG-0", "MIG-1", "MIG-2"))
     assert [worker.gpu for worker in plan(JobSpec(trainers=1), there, "a-1").workers] == ["MIG-0", "MIG-1"]
     with pytest.raises(ResourceError, match="2 workers on a node, and one can use a single MIG instance"):
         plan(JobSpec(trainers=0, nproc_per_node=2), there, "a-1")
 
 
 def test_the_workers_of_one_node_must_not_share_a_gpu():
-    there = dataclasses.replace(HERE, gpus=("GPU-0",))
+    there = HERE.but(gpus=("GPU-0",))
     with pytest.raises(ResourceError, match="4 workers need 4 GPUs, and there is 1") as caught:
         plan(JobSpec(trainers=1, nproc_per_node=2, share_gpus=True), there, "a-1")
     assert "share_gpus" not in caught.value.hint

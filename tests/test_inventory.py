@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.plans import plan
+from support.plans import Site, plan
 
 from orchestrate import console
 from orchestrate.engines import looked, process
@@ -15,7 +15,6 @@ from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.process import ProcessEngine
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.files.paths import PROJECT
-from orchestrate.job.plan import Inventory
 from orchestrate.job.spec import IMAGE, JobSpec
 
 LISTING = b"\xff\nGPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n"
@@ -48,11 +47,11 @@ def spec(**more: object) -> JobSpec:
     return JobSpec(**{"image": "mine:1", "command": ("work.py",), **more})
 
 
-def inventory(daemon: Daemon, asked: JobSpec, run: Path, runs: bool) -> Inventory:
+def inventory(daemon: Daemon, asked: JobSpec, run: Path, runs: bool) -> Site:
     """What the engine has for a job that runs, or is planned only."""
     if runs:
         image.prepare(daemon, asked)
-    return image.inventory(daemon, asked, run, runs)
+    return Site(*image.inventory(daemon, asked, run, runs))
 
 
 def test_an_engine_must_be_shown_as_it_is(answers, daemon, tmp_path, monkeypatch):
@@ -238,7 +237,7 @@ def test_a_machine_must_be_shown_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "code_folder", lambda command: tmp_path)
     (tmp_path / "work.py").write_text("import torch\n")
     engine = ProcessEngine()
-    found = engine.inventory(spec(image=IMAGE), tmp_path / "run", False)
+    found = Site(*engine.inventory(spec(image=IMAGE), tmp_path / "run", False))
     assert (found.engine, found.about, found.network) == ("process", "local processes without isolation", "")
     assert (found.gpus, found.cores, found.no_gpus) == (("GPU-8",), (3,), "")
     assert (found.master_addr, found.interface) == ("127.0.0.1", "lo")
@@ -247,7 +246,7 @@ def test_a_machine_must_be_shown_as_it_is(tmp_path, monkeypatch):
     assert found.gpu_note == "1 GPU in use by other programs, left out" and found.gpu_cores == ()
     given = ["image", "memory", "cpus", "shm_size", "volume"]
     asked = spec(gpus="none", memory="1g", cpus=2.0, shm_size="2g", volume="v", optional=given)
-    found = engine.inventory(asked, tmp_path / "run", False)
+    found = Site(*engine.inventory(asked, tmp_path / "run", False))
     assert (found.gpus, found.no_gpus) == ((), "")
     assert found.about == "local processes without isolation, ignoring image, memory, cpus, shm_size, volume"
     monkeypatch.setattr(process, "code_folder", lambda command: PROJECT)

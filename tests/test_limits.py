@@ -14,7 +14,7 @@ from orchestrate.job.spec import JobSpec, resolve
 from orchestrate.job.users import nodes_of
 
 MB, GB = 1 << 20, 1 << 30
-MACHINE = dataclasses.replace(HERE, memory=64 * GB)
+MACHINE = HERE.but(memory=64 * GB)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +76,17 @@ def test_the_nodes_that_share_a_machine_must_be_counted_with_the_spare_ones_and_
     assert plan(JobSpec(trainers=1, spares=2), MACHINE, "a-1").limits == limits(None, 64 * GB, 4)
     fewer = plan(JobSpec(trainers=3), MACHINE, "a-1", nodes=("master", "trainer-2"))
     assert fewer.limits == limits(None, 64 * GB, 4)  # else a node that comes back would get more than the others
-    assert plan(JobSpec(trainers=1, gpus="all"), dataclasses.replace(with_gpus(4), memory=GB), "a").limits.processes
+    assert plan(JobSpec(trainers=1, gpus="all"), with_gpus(4).but(memory=GB), "a").limits.processes
 
 
 @pytest.mark.parametrize(("hosts", "most"), [(1, 7), (2, 4), (3, 3), (7, 1), (9, 1)])
 def test_of_several_machines_the_one_with_most_nodes_must_count(hosts, most):
-    there = dataclasses.replace(MACHINE, engine="swarm", hosts=hosts)
+    there = MACHINE.but(engine="swarm", hosts=hosts)
     assert plan(JobSpec(trainers=5, spares=1), there, "a-1").limits == limits(None, 64 * GB, most)
 
 
 def test_local_processes_must_have_no_limits():
-    there = dataclasses.replace(MACHINE, engine="process")
+    there = MACHINE.but(engine="process")
     for asked in (None, "4g", "unlimited"):
         assert plan(JobSpec(memory=asked), there, "a-1").limits.memory == 0
 
@@ -96,14 +96,14 @@ def test_the_limits_of_a_clusters_nodes_must_be_theirs_whatever_job_they_run(tmp
     one = Cluster(JobPaths(tmp_path / "c-1"), spec, plan(spec, MACHINE, "c-1"))
     one.paths.create_cluster(nodes_of(spec))
     job = JobSpec(trainers=1)
-    made = plan(job, one.place(MACHINE, "a-1"), "a-1")
+    made = plan(job, (MACHINE.inventory, one.placement(MACHINE.placement, "a-1")), "a-1")
     assert one.differences(job, made) == [] and made.limits == one.plan.limits == limits(None, 64 * GB, 8)
     (why,) = one.differences(dataclasses.replace(job, memory="unlimited"), made)
     assert why == "memory is not set there, unlimited here"
 
 
 def test_limits_must_be_read_as_they_were_written():
-    made = plan(JobSpec(memory="4g"), dataclasses.replace(MACHINE, hosts=2, sharing=9), "a-1")
+    made = plan(JobSpec(memory="4g"), MACHINE.but(hosts=2, sharing=9), "a-1")
     assert read_plan(made.to_json(), {}) == made
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 from support.commanded import supervised
-from support.plans import HERE
+from support.plans import HERE, plan
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import UsageError
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
-from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import launch
 
@@ -57,7 +56,7 @@ def test_a_job_whose_cluster_another_job_has_taken_must_say_so_and_start_nothing
     paths = JobPaths(tmp_path / "j")
     (tmp_path / "held" / "nodes").mkdir()
     records.make(tmp_path / "held")
-    made = plan(JobSpec(), dataclasses.replace(HERE, cluster="held"), "j", 29500)
+    made = plan(JobSpec(), HERE.but(cluster="held"), "j", 29500)
     store.create(JobSpec(), made, paths)
     engine = RecordingEngine()
     with pytest.raises(UsageError, match="another job has taken held$") as refused:

@@ -1,18 +1,17 @@
 """Nodes must be up, and the next generation written down, before workers start; on an engine that plays a script."""
 
-import dataclasses
 import errno
 import shutil
 from pathlib import Path
 
 import pytest
-from support.plans import HERE
+from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.job.outcomes import JobResult, WorkerExit
-from orchestrate.job.plan import plan, read_plan
+from orchestrate.job.plan import read_plan
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
@@ -178,7 +177,7 @@ def test_the_first_generation_must_be_as_it_was_shown(job):
 def test_a_restart_on_a_cluster_must_keep_the_name_of_the_job(job):
     spec = JobSpec(trainers=2, grace=0.01)
     engine = RecordingEngine([KILLED], [ALL_WELL])
-    job.run(engine, spec, plan(spec, dataclasses.replace(HERE, cluster="box"), "j", 29500))
+    job.run(engine, spec, plan(spec, HERE.but(cluster="box"), "j", 29500))
     assert [made.workers[0].env["JOB_ID"] for made in engine.plans] == ["j", "j"]
 
 

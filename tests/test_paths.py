@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from support.plans import HERE
+from support.plans import HERE, plan
 
 from orchestrate.errors import UsageError
 from orchestrate.files import records
@@ -16,7 +16,6 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.job.events import Recorder
 from orchestrate.job.logs import Follower, tail
-from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 

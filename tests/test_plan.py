@@ -1,6 +1,5 @@
 """The plan is compared as text: who is which rank, on which GPU, with which environment."""
 
-import dataclasses
 import json
 
 import pytest
@@ -34,7 +33,7 @@ def test_workers_per_node_must_follow_from_the_gpus():
 
 
 def test_the_plan_must_name_the_cluster_whose_nodes_are_used():
-    there = dataclasses.replace(HERE, cluster="box-77aa", preload=("torch",))
+    there = HERE.but(cluster="box-77aa", preload=("torch",))
     made = plan(JobSpec(trainers=1, cpus=0.5), there, "a-1")
     first, second, *_ = str(made).splitlines()
     assert first.startswith("job a-1: 2 nodes × 1 worker, gloo on CPU (") and first.endswith("), on box-77aa")
@@ -89,12 +88,12 @@ def test_pin_must_be_refused_where_cores_are_lacking():
     ],
 )
 def test_threads_must_not_be_more_than_a_nodes_limit_of_cores(limit, engine, threads):
-    made = plan(JobSpec(trainers=1, cpus=limit), dataclasses.replace(HERE, engine=engine), "a-1")
+    made = plan(JobSpec(trainers=1, cpus=limit), HERE.but(engine=engine), "a-1")
     assert {worker.env["OMP_NUM_THREADS"] for worker in made.workers} == {threads}
 
 
 def test_the_plan_must_say_that_a_job_is_on_the_network_of_its_host():
-    there = dataclasses.replace(HERE, network="host", master_addr="127.0.0.1", interface="lo")
+    there = HERE.but(network="host", master_addr="127.0.0.1", interface="lo")
     made = plan(JobSpec(trainers=0, network="host"), there, "a-1")
     assert (
         "master at 127.0.0.1:29500 (open on all interfaces), 8 threads per worker, on the network of this machine\n"
@@ -192,7 +191,7 @@ def test_a_plan_must_hold_only_the_gpus_that_have_a_worker():
 def test_a_plan_must_be_read_as_it_was_written():
     made = plan(JobSpec(trainers=1), with_gpus(4), "a-1", generation=2)
     assert read_plan(made.to_json(), {}) == made
-    there = dataclasses.replace(HERE, preload=("torch", "numpy"), code="/code", cluster="box-77aa")
+    there = HERE.but(preload=("torch", "numpy"), code="/code", cluster="box-77aa")
     made = plan(JobSpec(command=("x.py", "a b"), pin=True), there, "a-1")
     assert read_plan(made.to_json(), {}) == made
 
@@ -278,7 +277,7 @@ def forged(nodes: int, nproc: int, node: str = "", **more) -> str:
 def test_a_plan_of_a_job_that_we_could_not_have_named_must_be_refused(name, key):
     values = json.loads(forged(2, 1))
     if key == "cluster":
-        values["inventory"]["cluster"] = name or " "
+        values["placement"]["cluster"] = name or " "
     else:
         values["job_id"] = name
     with pytest.raises(ValueError, match="is no name of a job"):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from conftest import docker, leftovers
+from support.plans import Site
 
 from orchestrate.engines import looked, process
 from orchestrate.engines.docker import probe
@@ -102,10 +103,10 @@ def test_local_processes_must_not_be_given_gpus_that_their_torch_cannot_use(monk
     monkeypatch.setattr(process, "look", lambda: (Gpu(id="GPU-1", index=0),))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "uses.py").write_text(TORCH)
-    found = ProcessEngine().inventory(JobSpec(command=("uses.py",)), tmp_path / "run", True)
+    found = Site(*ProcessEngine().inventory(JobSpec(command=("uses.py",)), tmp_path / "run", True))
     assert found.gpus == () and found.no_gpus.startswith(f"{sys.executable} cannot use the GPUs: torch ")
     (tmp_path / "uses.py").write_text("print('no torch')\n")
-    found = ProcessEngine().inventory(JobSpec(command=("uses.py",)), tmp_path / "run", True)
+    found = Site(*ProcessEngine().inventory(JobSpec(command=("uses.py",)), tmp_path / "run", True))
     assert found.gpus == ("GPU-1",)
 
 

@@ -52,18 +52,18 @@ class Nodes:
         made.state = self.state
         return made
 
-    def session(self, job: str = "j", **inventory: object) -> ProcessSession:
-        self.sessions.append(self.shell().open(SPEC, self.plan(job=job, **inventory), self.run, str))
+    def session(self, job: str = "j", **site: object) -> ProcessSession:
+        self.sessions.append(self.shell().open(SPEC, self.plan(job=job, **site), self.run, str))
         return self.sessions[-1]
 
-    def plan(self, spec: JobSpec = SPEC, job: str = "j", **inventory: object) -> Plan:
-        here = dataclasses.replace(HERE, engine="process", master_addr="127.0.0.1", interface="lo", network="")
-        changes = {"code": str(self.folder), "job_dir": str(self.run), **inventory}
-        return plan(spec, dataclasses.replace(here, **changes), job)
+    def plan(self, spec: JobSpec = SPEC, job: str = "j", **site: object) -> Plan:
+        here = HERE.but(engine="process", master_addr="127.0.0.1", interface="lo", network="")
+        changes = {"code": str(self.folder), "job_dir": str(self.run), **site}
+        return plan(spec, here.but(**changes), job)
 
-    def up(self, job: str = "j", **inventory: object) -> ProcessSession:
-        made = self.session(job, **inventory)
-        made.up(self.plan(job=job, **inventory))
+    def up(self, job: str = "j", **site: object) -> ProcessSession:
+        made = self.session(job, **site)
+        made.up(self.plan(job=job, **site))
         return made
 
     def start(self, session: ProcessSession, script: str) -> None:

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from support.plans import HERE
+from support.plans import HERE, plan
 
 from orchestrate.files import folder
 from orchestrate.job.outcomes import Cause, GenerationResult, JobResult
-from orchestrate.job.plan import plan
 from orchestrate.job.report import line, phase, readable, report, text
 from orchestrate.job.spec import JobSpec
 

@@ -1,6 +1,5 @@
 """What Swarm is asked for must be what the job says: limits, GPUs, files, network, and no more rights than needed."""
 
-import dataclasses
 import io
 import os
 import subprocess
@@ -11,21 +10,18 @@ from pathlib import Path
 
 import pytest
 from support.ends import KEY
-from support.plans import HERE, plan, with_gpus
+from support.plans import HERE, Site, plan, with_gpus
 
 from orchestrate.engines.docker import labels
 from orchestrate.engines.swarm import service_spec as services
 from orchestrate.errors import ResourceError
 from orchestrate.files.paths import NODE
-from orchestrate.job.plan import Inventory
 from orchestrate.job.spec import JobSpec
 
 
-def asked(
-    spec: JobSpec, role: str = "trainer", gpus: int = 0, inventory: Inventory = HERE, volumes: Sequence[str] = ()
-) -> dict:
-    inventory = dataclasses.replace(with_gpus(gpus) if gpus else inventory, preload=("torch", "numpy"))
-    made = plan(spec, inventory, "digits-1")
+def asked(spec: JobSpec, role: str = "trainer", gpus: int = 0, site: Site = HERE, volumes: Sequence[str] = ()) -> dict:
+    site = (with_gpus(gpus) if gpus else site).but(preload=("torch", "numpy"))
+    made = plan(spec, site, "digits-1")
     return services.task(
         spec,
         made,
@@ -55,11 +51,11 @@ def test_limits_that_a_job_asks_for_must_be_reserved_and_kept():
 
 
 def test_a_nodes_share_of_the_memory_must_be_kept_but_not_reserved():
-    there = dataclasses.replace(HERE, memory=8 << 30, hosts=2)
-    task = asked(JobSpec(trainers=3), inventory=there)
+    there = HERE.but(memory=8 << 30, hosts=2)
+    task = asked(JobSpec(trainers=3), site=there)
     assert task["Resources"] == {"Limits": {"MemoryBytes": 7 << 29, "Pids": 8192}, "Reservations": {}}
     assert task["ContainerSpec"]["OomScoreAdj"] == 500
-    free = asked(JobSpec(trainers=3, memory="unlimited"), inventory=there)
+    free = asked(JobSpec(trainers=3, memory="unlimited"), site=there)
     assert free["Resources"] == {"Limits": {"Pids": 8192}, "Reservations": {}}
 
 
@@ -118,11 +114,11 @@ def test_a_node_must_have_no_more_rights_than_it_needs_and_start_but_once():
 
 def test_the_nodes_of_a_cluster_must_have_its_name_whatever_job_they_run():
     spec = JobSpec(network="host")
-    made = plan(spec, dataclasses.replace(HERE, cluster="c-1"), "digits-1")
+    made = plan(spec, HERE.but(cluster="c-1"), "digits-1")
     ids = {"image": "i", "user": "7:8", "network": "net", "secret": ("id", "c-1-node"), "key": KEY}
     task = services.task(spec, made, "master", **ids)
     assert (env(task)["JOB_ID"], env(task)["NODE_PORT"]) == ("c-1", str(services.port(spec, "c-1") + 1))
-    made = plan(JobSpec(), dataclasses.replace(HERE, cluster="c-1"), "digits-1")
+    made = plan(JobSpec(), HERE.but(cluster="c-1"), "digits-1")
     task = services.task(
         JobSpec(), made, "trainer", image="i", user="7:8", network="net", secret=("id", "c-1-node"), key=KEY
     )

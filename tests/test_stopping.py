@@ -1,18 +1,16 @@
 """A job must end as it was asked to, in time, and its nodes must go; on an engine that plays a script."""
 
-import dataclasses
 import errno
 from collections.abc import Callable
 
 import pytest
-from support.plans import HERE
+from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.base import Stop
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import JobResult, WorkerExit
-from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
@@ -68,7 +66,7 @@ def test_nodes_that_are_removed_without_being_known_must_have_the_grace_period(j
 def test_nodes_of_a_cluster_must_be_cleaned_and_not_removed_by_who_has_not_asked_for_them(job):
     spec, engine = JobSpec(trainers=2, grace=7.0), RecordingEngine()
     job.stops = lambda: 1
-    job.run(engine, spec, plan(spec, dataclasses.replace(HERE, cluster="box"), "j", 29500))
+    job.run(engine, spec, plan(spec, HERE.but(cluster="box"), "j", 29500))
     assert engine.calls == ["adopt", "down"] and engine.graces == [7.0]
 
 

@@ -4,13 +4,12 @@ import json
 from collections.abc import Callable
 
 import pytest
-from support.plans import HERE
+from support.plans import HERE, plan
 from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost
 from orchestrate.job.outcomes import JobResult, WorkerExit
-from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec
 
 
@@ -209,10 +208,8 @@ def test_the_last_words_must_be_those_of_the_generation_that_is_taken_up(job):
     died(job, STARTING, ENDED, second, {**STARTED, "generation": 1})
     job.paths.log(1).write_text("ModuleNotFoundError: No module named 'x'\n[node] generation 1\nnew\n")
     spec = JobSpec(trainers=2, grace=0.01)
-    assert (
-        job.run(RecordingEngine([[WorkerExit(1, 1)]], [ALL_WELL]), spec, plan(spec, HERE, "j", 29501, 1)).word
-        == "succeeded"
-    )
+    engine, second = RecordingEngine([[WorkerExit(1, 1)]], [ALL_WELL]), plan(spec, HERE, "j", 29501, generation=1)
+    assert job.run(engine, spec, second).word == "succeeded"
     (_, cause, _) = [end.cause for end in job.supervisor.history.ended]
     assert (cause.cause, cause.last_lines) == ("error", ["new"])
 
@@ -235,7 +232,7 @@ def test_an_engine_that_is_away_must_be_waited_for(job):
 def test_the_generation_after_the_last_that_ended_must_be_next(job):
     died(job, STARTING, {**ENDED, "generation": 4})
     engine, spec = RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)
-    assert job.run(engine, spec, plan(spec, HERE, "j", 29504, 4)).word == "succeeded"
+    assert job.run(engine, spec, plan(spec, HERE, "j", 29504, generation=4)).word == "succeeded"
     assert engine.plans[0].workers[0].env["TORCHELASTIC_RESTART_COUNT"] == "5"
 
 
@@ -257,7 +254,7 @@ def test_a_generation_that_was_stopped_to_take_a_node_in_must_be_followed_by_the
 def test_a_plan_for_fewer_nodes_that_was_not_started_must_be_made_again_for_those_that_there_are(job):
     died(job, STARTING, ENDED)
     engine, spec = RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01, min_trainers=1)
-    fewer = plan(spec, HERE, "j", 29501, 1, ("master", "trainer-2"))
+    fewer = plan(spec, HERE, "j", 29501, generation=1, nodes=("master", "trainer-2"))
     assert job.run(engine, spec, fewer).word == "succeeded"
     assert len(engine.plans[0].workers) == 3
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, die_with_parent, eventually
 from support.manager_stub import StubManager
-from support.plans import HERE, plan
+from support.plans import HERE, Site, plan
 
 from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import NodeConnection
@@ -120,9 +120,8 @@ class Hosts:
         return self.sessions[-1]
 
     def plan(self, spec: JobSpec, generation: int = 0, nodes: tuple[str, ...] = ()) -> Plan:
-        inventory = dataclasses.replace(HERE, engine="swarm", job_dir="job", code=str(self.code))
-        inventory = dataclasses.replace(inventory, master_addr="127.0.0.1", interface="lo")
-        return plan(spec, inventory, "j", generation=generation, **({"nodes": nodes} if nodes else {}))
+        site = HERE.but(engine="swarm", job_dir="job", code=str(self.code), master_addr="127.0.0.1", interface="lo")
+        return plan(spec, site, "j", generation=generation, **({"nodes": nodes} if nodes else {}))
 
     def close(self) -> None:
         for engine in self.sessions:
@@ -242,7 +241,7 @@ def test_a_supervisor_that_takes_a_job_over_must_find_its_workers_and_their_file
 def test_the_nodes_of_a_cluster_must_stay_when_a_job_ends_and_keep_its_files_apart(there, stub):
     spec = JobSpec(trainers=0, grace=1.0)
     made = there.plan(spec)
-    of_cluster = dataclasses.replace(made.inventory, cluster="j", job_dir="job/of-a-job")
+    of_cluster = Site(made.inventory, made.placement).but(cluster="j", job_dir="job/of-a-job")
     job = plan(spec, of_cluster, "of-a-job")
     there.paths = cluster = JobPaths(there.folder / "runs" / "j")
     cluster.create_cluster(users.nodes_of(spec))

@@ -6,6 +6,7 @@ import tarfile
 import pytest
 from support.ends import KEY
 from support.manager_stub import StubManager, host
+from support.plans import Site
 from support.said import said, sent
 from support.swarm_nodes import SPEC, connected, down, job, state, three_nodes
 
@@ -44,51 +45,55 @@ def test_the_image_of_the_relay_must_be_here_before_anything_is_started(stub, mo
 
 def test_what_hosts_offer_must_be_counted_for_as_many_nodes_as_there_are(stub, code, tmp_path):
     stub.hosts = [host(1, cpus=8, gpus=2), host(2, cpus=4, gpus=2), host(3, cpus=2, gpus=8, availability="drain")]
-    found = SwarmEngine().inventory(JobSpec(trainers=3), tmp_path / "j", look_inside=False)
+    found = Site(*SwarmEngine().inventory(JobSpec(trainers=3), tmp_path / "j", look_inside=False))
     assert "of 2 hosts, image orchestrate-node:0.1" in found.about and "26.1.5" in found.about
     assert len(found.cores) == 8  # two nodes on each host, and the smaller one has four cores
     assert (found.engine, found.gpus, found.network) == ("swarm", ("NVIDIA-GPU",) * 4, "bridge")
     assert (found.job_dir, found.code, found.interface, found.master_addr) == ("/var/tmp/job", str(code), "", "")
     assert (found.memory, found.hosts) == (8 << 30, 2)
-    there = SwarmEngine().inventory(JobSpec(constraints=["node.hostname==host-2"]), tmp_path / "j", look_inside=False)
+    there = Site(
+        *SwarmEngine().inventory(JobSpec(constraints=["node.hostname==host-2"]), tmp_path / "j", look_inside=False)
+    )
     assert (there.memory, there.hosts, len(there.cores)) == (16 << 30, 1, 4)
 
 
 @pytest.mark.parametrize(("trainers", "cores"), [(0, 4), (1, 8), (2, 6), (30, 7)])
 def test_cores_must_be_those_of_the_smallest_host_for_each_node_that_shares_it(stub, code, tmp_path, trainers, cores):
-    found = SwarmEngine().inventory(JobSpec(trainers=trainers), tmp_path, look_inside=False)
+    found = Site(*SwarmEngine().inventory(JobSpec(trainers=trainers), tmp_path, look_inside=False))
     assert len(found.cores) == cores
 
 
 def test_a_host_of_which_nothing_is_known_must_count_as_one_core(stub, code, tmp_path):
     stub.hosts[0]["Description"]["Resources"] = {}
-    found = SwarmEngine().inventory(SPEC, tmp_path, look_inside=False)
+    found = Site(*SwarmEngine().inventory(SPEC, tmp_path, look_inside=False))
     assert (found.cores, found.memory) == ((0,), 0)
 
 
 def test_what_a_job_does_not_want_must_not_be_looked_for_and_a_volume_hold_its_files(stub, code, tmp_path):
     stub.hosts = [host(1, gpus=2)]
     spec = JobSpec(gpus="none", volume="data", network="host")
-    found = SwarmEngine().inventory(spec, tmp_path / "j" / "job", look_inside=False)
+    found = Site(*SwarmEngine().inventory(spec, tmp_path / "j" / "job", look_inside=False))
     assert (found.gpus, found.job_dir, found.network) == ((), "/shared/j", "host")
     assert "NVIDIA-GPU" in found.no_gpus
     spares = JobSpec(trainers=0, spares=1)
-    assert len(SwarmEngine().inventory(spares, tmp_path, look_inside=False).gpus) == 1  # and one for the spare node
+    assert (
+        len(Site(*SwarmEngine().inventory(spares, tmp_path, look_inside=False)).gpus) == 1
+    )  # and one for the spare node
 
 
 def test_a_swarm_that_takes_no_node_must_be_told(stub, code, tmp_path):
     stub.hosts = [host(1, availability="pause"), host(2, state="down")]
     with pytest.raises(ResourceError, match="no host of the Swarm is ready"):
-        SwarmEngine().inventory(SPEC, tmp_path, look_inside=False)
+        Site(*SwarmEngine().inventory(SPEC, tmp_path, look_inside=False))
     with pytest.raises(UsageError, match="pin"):
-        SwarmEngine().inventory(JobSpec(pin=True), tmp_path, look_inside=False)
+        Site(*SwarmEngine().inventory(JobSpec(pin=True), tmp_path, look_inside=False))
 
 
 def test_code_that_is_too_large_must_be_told_before_anything_is_started(stub, code, tmp_path):
     with (code / "weights.bin").open("wb") as file:
         file.truncate(300 << 20)
     with pytest.raises(ResourceError, match="more than 256 MB"):
-        SwarmEngine().inventory(SPEC, tmp_path, look_inside=False)
+        Site(*SwarmEngine().inventory(SPEC, tmp_path, look_inside=False))
 
 
 def test_run_directories_must_be_no_part_of_the_code(engine, stub, code, tmp_path):

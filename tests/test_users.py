@@ -6,13 +6,12 @@ import pwd
 from collections.abc import Callable
 
 import pytest
-from support.plans import HERE
+from support.plans import HERE, plan
 
 from orchestrate.engines.docker import image
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store, users
-from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec, resolve
 
 SUDO = {"SUDO_UID": "7", "SUDO_GID": "8"}

@@ -18,7 +18,7 @@ from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import NODES, JobPaths
 from orchestrate.job import store, users
-from orchestrate.job.plan import Inventory, Plan, counted, names, plan
+from orchestrate.job.plan import Placement, Plan, counted, names, plan
 from orchestrate.job.spec import JobSpec
 
 # What a node is made with, and keeps.
@@ -51,8 +51,8 @@ class Cluster:
         ]
         if self.plan.engine != wanted.engine:
             found.append(f"its nodes are on the engine {self.plan.engine}")
-        if self.plan.inventory.code != wanted.inventory.code:
-            found.append(f"its nodes see {self.plan.inventory.code}, the job needs {wanted.inventory.code}")
+        if self.plan.placement.code != wanted.placement.code:
+            found.append(f"its nodes see {self.plan.placement.code}, the job needs {wanted.placement.code}")
         if spec.trainers + spec.spares > self.spec.trainers + self.spec.spares:
             there = counted(self.spec.trainers + self.spec.spares, "trainer")
             found.append(f"it has {there}, not {spec.trainers + spec.spares}")
@@ -84,11 +84,11 @@ class Cluster:
         """The jobs whose files are still among its own."""
         return store.on_cluster(self.paths.root.parent, self.name)
 
-    def place(self, inventory: Inventory, job_id: str) -> Inventory:
-        """What the engine has, for a job on this cluster."""
-        folder = inventory.job_dir if inventory.engine == "process" else f"{inventory.job_dir}/{job_id}"
+    def placement(self, own: Placement, job_id: str) -> Placement:
+        """Where a job goes on this cluster, by where it would go with nodes of its own."""
+        folder = own.job_dir if self.plan.engine == "process" else f"{own.job_dir}/{job_id}"
         sharing = len(names(self.spec, spares=True))
-        return dataclasses.replace(inventory, cluster=self.name, job_dir=folder, sharing=sharing)
+        return dataclasses.replace(own, cluster=self.name, job_dir=folder, sharing=sharing)
 
 
 def found(runs: Path) -> list[Cluster]:
@@ -98,7 +98,7 @@ def found(runs: Path) -> list[Cluster]:
         paths = JobPaths(folder.parent)
         with contextlib.suppress(UsageError):  # half made, or half removed
             spec, plan = store.load(paths)
-            if plan.inventory.cluster == plan.job_id:
+            if plan.placement.cluster == plan.job_id:
                 clusters.append(Cluster(paths, spec, plan))
     return clusters
 
@@ -118,9 +118,9 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> tuple[Cluster, Sessio
     name = store.new_id(spec)
     paths = JobPaths(runs / name)
     engine.prepare(spec)
-    inventory = engine.inventory(spec, paths.nodes, look_inside=True)
-    inventory = dataclasses.replace(inventory, cluster=name, code=str(Path.cwd()))
-    made = plan(spec, inventory, name, port(inventory.network, 0))
+    inventory, own = engine.inventory(spec, paths.nodes, look_inside=True)
+    placement = dataclasses.replace(own, cluster=name, code=str(Path.cwd()))
+    made = plan(spec, inventory, placement, name, port(placement.network, 0))
     store.create(spec, made, paths)
     cluster = Cluster(paths, spec, made)
     try:

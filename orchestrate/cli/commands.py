@@ -117,7 +117,7 @@ def ps(args: argparse.Namespace) -> int:
     def add(paths: JobPaths, state: str) -> None:
         with contextlib.suppress(UsageError):  # its files say nothing any more
             plan = store.load(paths)[1]
-            nodes = len(plan.nodes) if plan.inventory.cluster else 0
+            nodes = len(plan.nodes) if plan.placement.cluster else 0
             rows.append((plan.job_id, plan.engine, str(nodes), state, str(paths.root)))
 
     for engine in choice.answering():

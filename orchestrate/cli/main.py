@@ -22,7 +22,7 @@ from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import PACKAGE, JobPaths, hidden
 from orchestrate.job import owners, store
-from orchestrate.job.plan import Inventory, counted, plan
+from orchestrate.job.plan import Inventory, Placement, counted, plan
 from orchestrate.job.redact import HIDDEN
 from orchestrate.job.spec import APP, JobSpec, read_file, read_set, resolve, unencodable
 from orchestrate.supervise import launch
@@ -148,9 +148,9 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     paths = JobPaths(args.runs / job_id)
     if not dry:
         engine.prepare(spec)
-    inventory = engine.inventory(spec, paths.shared, look_inside=not dry)
-    placed = _place(spec, inventory, job_id, paths.root.parent, engine)
-    made = plan(spec, placed, job_id, port(inventory.network, 0))
+    inventory, own = engine.inventory(spec, paths.shared, look_inside=not dry)
+    placement = _placement(spec, inventory, own, job_id, paths.root.parent, engine)
+    made = plan(spec, inventory, placement, job_id, port(placement.network, 0))
     if dry:
         out(made)
         return errors.SUCCEEDED
@@ -169,7 +169,7 @@ def _up(spec: JobSpec, runs: Path) -> int:
     phase(f"starting {counted(spec.trainers + 1 + spec.spares, 'node')}")
     made, session = cluster.bring_up(engine, dataclasses.replace(spec, name=name), runs)
     nodes = len(made.plan.nodes)
-    if packages := ", ".join(made.plan.inventory.packages):
+    if packages := ", ".join(made.plan.placement.packages):
         phase(f"importing {packages} in {counted(nodes, 'node')}")
         try:
             if not session.warmed(made.plan.nodes, IMPORT_TIMEOUT):
@@ -179,27 +179,29 @@ def _up(spec: JobSpec, runs: Path) -> int:
             raise
         phase("")
     be = "is" if nodes == 1 else "are"
-    say(f"{counted(nodes, 'node')} {be} up, for jobs from {made.plan.inventory.code}")
+    say(f"{counted(nodes, 'node')} {be} up, for jobs from {made.plan.placement.code}")
     for one in cluster.found(runs):
-        if one.name != made.name and one.plan.inventory.code == made.plan.inventory.code:
+        if one.name != made.name and one.plan.placement.code == made.plan.placement.code:
             say(f"note: {one.name} is up as well")
     say(f"hint: python -m orchestrate run uses them; python -m orchestrate down {made.name} removes them")
     out(made.name)
     return errors.SUCCEEDED
 
 
-def _place(spec: JobSpec, inventory: Inventory, job_id: str, runs: Path, engine: Engine) -> Inventory:
-    """The nodes of the first cluster that fits a job; its own where none does, with the reasons."""
+def _placement(
+    spec: JobSpec, inventory: Inventory, own: Placement, job_id: str, runs: Path, engine: Engine
+) -> Placement:
+    """The nodes of the first cluster that fits a job; its `own` where none does, with the reasons."""
     for one in cluster.found(runs):
-        placed = one.place(inventory, job_id)
-        differences = one.differences(spec, plan(spec, placed, job_id, 0))
+        there = one.placement(own, job_id)
+        differences = one.differences(spec, plan(spec, inventory, there, job_id, 0))
         if not differences:
-            return placed
+            return there
         say(f"{one.name} does not fit: {'; '.join(differences)}")
     for one in cluster.elsewhere(engine, runs):
-        if one.plan.inventory.code == inventory.code:
+        if one.plan.placement.code == own.code:
             say(f"not using {one.name}: its jobs are in {one.paths.root.parent} (--runs {one.paths.root.parent})")
-    return inventory
+    return own
 
 
 def _detach(paths: JobPaths, shown: Path) -> None:

@@ -129,8 +129,8 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Find
         paths = JobPaths(Path(folder, new_id(asked)))
         paths.create(owner=users.nodes_of(asked))
         run = paths.shared
-        inventory = replace(engine.inventory(asked, run, look_inside=False), code=str(run))
-        made = plan(asked, inventory, paths.root.name, 29500)
+        inventory, own = engine.inventory(asked, run, look_inside=False)
+        made = plan(asked, inventory, replace(own, code=str(run)), paths.root.name, 29500)
         try:
             session = engine.open(asked, made, run, warn=say)
             try:

@@ -14,7 +14,7 @@ from typing import Protocol
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import NAME, NODES, JobPaths
 from orchestrate.job.outcomes import Doing, Reason, WorkerExit
-from orchestrate.job.plan import Inventory, Plan
+from orchestrate.job.plan import Inventory, Placement, Plan
 from orchestrate.job.spec import JobSpec
 
 SWARMS = ("encrypt", "constraints", "volume")  # keys of a job file that only Swarm supports
@@ -146,8 +146,10 @@ class Engine(Protocol):
     def prepare(self, spec: JobSpec) -> None:
         """Have what the nodes of a job need: build or pull its image; raises ResourceError if that fails."""
 
-    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> Inventory:
-        """What the engine has for a job whose nodes will see the folder `run`; `look_inside`: also run its image.
+    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
+        """What the engine has for a job, and where the job goes if it has nodes of its own.
+
+        Its nodes will see the folder `run`; `look_inside` allows to run its image.
 
         Raises ResourceError or UsageError for what keeps the job from running here.
         """

@@ -28,7 +28,7 @@ from orchestrate.files.paths import NODE, PROJECT, code_folder
 from orchestrate.job.cores import cores
 from orchestrate.job.gpus import Offer, fields, look, offer, why_none
 from orchestrate.job.outcomes import LOST, Doing, Reason, WorkerExit
-from orchestrate.job.plan import Inventory, Plan, WorkerPlan
+from orchestrate.job.plan import Inventory, Placement, Plan, WorkerPlan
 from orchestrate.job.preload import may_use_torch, preload
 from orchestrate.job.spec import JobSpec, unencodable
 from orchestrate.node import protocol
@@ -69,7 +69,7 @@ class ProcessEngine:
     def prepare(self, spec: JobSpec) -> None:
         """Do nothing: local processes need no image."""
 
-    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> Inventory:
+    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
         """Return what this machine has; raises ResourceError if torch is missing and the app needs it."""
         code = code_folder(spec.command)
         if code == PROJECT and importlib.util.find_spec("torch") is None:
@@ -78,11 +78,13 @@ class ProcessEngine:
         offered = _offer(spec)
         if offered.gpus and may_use_torch(spec, modules) and (why := looked.useless(offered.gpus)):
             offered = Offer(why=f"{sys.executable} cannot use the GPUs: {why}")
-        return Inventory(
+        inventory = Inventory(
             engine="process",
             about=f"local processes without isolation{ignoring(spec, LIMITS, 'the process engine')}",
             cores=cores(),
             **fields(offered, spec.pin),
+        )
+        placement = Placement(
             network="",
             master_addr="127.0.0.1",
             interface="lo" if sys.platform == "linux" else "lo0",
@@ -90,6 +92,7 @@ class ProcessEngine:
             code=str(code),
             preload=modules if POSSIBLE else (),
         )
+        return inventory, placement
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> ProcessSession:
         """The processes of a job; raises EngineError if there is no key to talk to them."""
@@ -123,7 +126,7 @@ class ProcessSession:
     def __init__(self, folder: Path, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
         """`folder` is where nodes listen, and `run` what they would mount; raises EngineError if it has no key."""
         self.folder, self.spec, self.run, self.key = folder, spec, run, key_of(run)
-        self.cwd, self.stays = plan.inventory.code, bool(plan.inventory.cluster)  # whether nodes outlive the job
+        self.cwd, self.stays = plan.placement.code, bool(plan.placement.cluster)  # whether nodes outlive the job
         self.nodes: dict[str, _Node] = {}
         self.clients = NodeClients(self, warn)
 
@@ -151,7 +154,7 @@ class ProcessSession:
         path.unlink(missing_ok=True)
         env = os.environ | {"NODE_MODE": "agent", "NODE_SOCKET": str(path), "NODE_GRACE": str(self.spec.grace)}
         visible = ",".join(plan.gpus)  # so that modules find the GPUs of the job when they are imported
-        env |= {"NODE_PRELOAD": " ".join(plan.inventory.preload), "NODE_KEY": self.key.hex()}
+        env |= {"NODE_PRELOAD": " ".join(plan.placement.preload), "NODE_KEY": self.key.hex()}
         env["CUDA_VISIBLE_DEVICES"] = visible
         lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         with contextlib.suppress(BlockingIOError):

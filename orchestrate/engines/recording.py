@@ -8,7 +8,7 @@ from pathlib import Path
 from orchestrate.engines.base import Engine, JobState, Observed, Session, Stop, never
 from orchestrate.errors import EngineError
 from orchestrate.job.outcomes import Doing, Reason, WorkerExit
-from orchestrate.job.plan import Inventory, Plan, names
+from orchestrate.job.plan import Inventory, Placement, Plan, names
 from orchestrate.job.spec import JobSpec
 
 
@@ -45,19 +45,16 @@ class RecordingEngine:
         """Record the call."""
         self.calls.append("prepare")
 
-    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> Inventory:
+    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
         """Two cores and no GPU."""
-        return Inventory(
+        inventory = Inventory(
             engine=self.name,
             about="no nodes",
             cores=(0, 1),
             gpus=(),
             no_gpus="it has none",
-            network="bridge",
-            master_addr="",
-            interface="eth0",
-            job_dir=str(run),
         )
+        return inventory, Placement(network="bridge", master_addr="", interface="eth0", job_dir=str(run))
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> RecordingEngine:
         """Itself."""

@@ -25,26 +25,32 @@ NODE = re.compile(r"master|trainer-[1-9][0-9]{0,5}")
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """What an engine has, and how its workers see it."""
+    """What an engine has for a job."""
 
-    engine: str  # docker or process
+    engine: str  # docker, process or swarm
     about: str  # the engine in words, with its version
-    cores: tuple[int, ...]  # the numbers of the logical ones that may be used; neighbours share caches
+    cores: tuple[int, ...]  # numbers of the logical cores that may be used; neighbours share caches
     gpus: tuple[str, ...]  # ids of the GPUs that may be used
     no_gpus: str  # why there are none, where there are none
-    network: str  # bridge, where the job has one of its own, or host
+    gpu_note: str = ""  # what to know about GPUs that other programs use
+    gpu_cores: tuple[tuple[int, ...], ...] = ()  # the cores near each GPU, where workers are to be kept to them
+    memory: int = 0  # bytes that the (smallest) machine has; 0 where that is not known or cannot be limited
+    hosts: int = 1  # the machines that take nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a job goes on its engine: its network and folders, and how its nodes run."""
+
+    network: str  # bridge, where the job has a network of its own, or host; empty for local processes
     master_addr: str  # of every node; empty where a node has a name of its own in DNS
     interface: str  # the one network interface for gloo and NCCL
     job_dir: str  # the run directory, as a worker sees it
     code: str = ""  # the folder of this machine in which the command runs
-    preload: tuple[str, ...] = ()  # the modules that nodes import before there is a worker
-    cluster: str = ""  # whose nodes are used, and stay, where they are not the job's own
-    memory: int = 0  # bytes that the (smallest) machine has; 0 where that is not known or cannot be limited
-    hosts: int = 1  # the machines that take nodes
     python: str = "python"  # with which nodes in containers run
-    sharing: int = 0  # the nodes that share them, where those are not the job's own
-    gpu_note: str = ""  # what to know about GPUs that other programs use
-    gpu_cores: tuple[tuple[int, ...], ...] = ()  # the cores near each GPU, where workers are to be kept to them
+    preload: tuple[str, ...] = ()  # the modules that nodes import before there is a worker
+    cluster: str = ""  # the cluster whose nodes are used, and stay; empty where the job has nodes of its own
+    sharing: int = 0  # the nodes of that cluster, which share the memory of the machines
 
     @property
     def packages(self) -> list[str]:
@@ -72,6 +78,7 @@ class Plan:
     generation: int
     command: tuple[str, ...]
     inventory: Inventory
+    placement: Placement
     nodes: tuple[str, ...]  # names; the first is the master
     nproc_per_node: int
     gpus: tuple[str, ...]  # of all its nodes, also of those that are missing
@@ -90,7 +97,7 @@ class Plan:
     @property
     def project(self) -> str:
         """The name under which its nodes exist: the cluster's, or its own id."""
-        return self.inventory.cluster or self.job_id
+        return self.placement.cluster or self.job_id
 
     @property
     def world_size(self) -> int:
@@ -118,14 +125,14 @@ class Plan:
         lines = [
             f"job {self.job_id}: {counted(len(self.nodes), 'node')} × {counted(self.nproc_per_node, 'worker')}, "
             + backend
-            + (f", on {self.inventory.cluster}" if self.inventory.cluster else ""),
+            + (f", on {self.placement.cluster}" if self.placement.cluster else ""),
             f"{self.inventory.about}, master at {self.master_addr}:{self.port}"
-            + (" (open on all interfaces), " if self.inventory.network in ("", "host") else ", ")
+            + (" (open on all interfaces), " if self.placement.network in ("", "host") else ", ")
             + (counted(int(threads), "thread") if threads.isdecimal() else f"{threads} threads")
             + " per worker"
             + (f", {in_words(self.limits.memory)} of memory per node" if self.limits.memory else "")
-            + (", warm" if self.inventory.preload else "")
-            + (", on the network of this machine" if self.inventory.network == "host" else ""),
+            + (", warm" if self.placement.preload else "")
+            + (", on the network of this machine" if self.placement.network == "host" else ""),
         ]
         for worker in self.workers:
             kept = f", {_cores(worker.cores)}" if worker.cores else ""
@@ -147,12 +154,13 @@ def in_order(nodes: Iterable[str]) -> tuple[str, ...]:
 def plan(
     spec: JobSpec,
     inventory: Inventory,
+    placement: Placement,
     job_id: str,
     port: int,
     generation: int = 0,
     nodes: tuple[str, ...] = (),
 ) -> Plan:
-    """Give every worker its place, on all nodes that `spec` wants or on the `nodes` that there are.
+    """Give every worker its rank, node and GPU, on all nodes that `spec` wants or on the `nodes` that there are.
 
     `port` is where rank 0 listens. Raises ResourceError where the engine has too few GPUs.
     """
@@ -189,9 +197,9 @@ def plan(
     near = [close.get(gpu, ()) for gpu in gpus[:wanted]] or [()] * wanted
     kept = shares_near(inventory.cores, near) if spec.pin else [()] * wanted
     machine = {"host": "", "cpus": usable, "gpus": list(gpus)}
-    project = inventory.cluster or job_id
-    address = inventory.master_addr or (nodes[0] if nodes[0] == "master" else f"{project}-{nodes[0]}")
-    envs = assign([machine for _ in nodes], nproc, address, port, job_id, inventory.interface)
+    project = placement.cluster or job_id
+    address = placement.master_addr or (nodes[0] if nodes[0] == "master" else f"{project}-{nodes[0]}")
+    envs = assign([machine for _ in nodes], nproc, address, port, job_id, placement.interface)
     restarts = {"TORCHELASTIC_RESTART_COUNT": str(generation), "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts)}
     workers = [
         WorkerPlan(
@@ -204,7 +212,7 @@ def plan(
                 **env,
                 **restarts,
                 "JOB_ID": job_id,
-                "JOB_DIR": inventory.job_dir,
+                "JOB_DIR": placement.job_dir,
                 **_own(spec, kept[rank], shared=bool(gpus) and len(offered) < wanted),
                 **spec.env,
             },
@@ -216,13 +224,14 @@ def plan(
         generation=generation,
         command=spec.command,
         inventory=inventory,
+        placement=placement,
         nodes=nodes,
         nproc_per_node=nproc,
         gpus=offered[: wanted_nodes * nproc],
         master_addr=address,
         port=port,
         reason="" if gpus else "--gpus none" if spec.gpus == "none" else inventory.no_gpus,
-        limits=_limits(spec, inventory),
+        limits=_limits(spec, inventory, placement.sharing),
         workers=tuple(workers),
         secrets=tuple(spec.secrets),
     )
@@ -235,22 +244,26 @@ def read_plan(text: str, env: Mapping[str, str]) -> Plan:
     command remain `***`.
     """
     values = json.loads(text)
-    lists = {name: tuple(values["inventory"][name]) for name in ("cores", "gpus", "preload")}
+    lists = {name: tuple(values["inventory"][name]) for name in ("cores", "gpus")}
     lists["gpu_cores"] = tuple(map(tuple, values["inventory"].get("gpu_cores", ())))
     inventory = Inventory(**values["inventory"] | lists)
+    placement = Placement(**values["placement"] | {"preload": tuple(values["placement"]["preload"])})
     workers = tuple(
         WorkerPlan(**worker | {"cores": tuple(worker["cores"]), "env": worker["env"] | env})
         for worker in values["workers"]
     )
     tuples = {name: tuple(values[name]) for name in ("command", "nodes", "gpus", "secrets")}
-    read = Plan(**values | tuples | {"inventory": inventory, "workers": workers, "limits": Limits(**values["limits"])})
+    parts = {"inventory": inventory, "placement": placement, "workers": workers, "limits": Limits(**values["limits"])}
+    read = Plan(**values | tuples | parts)
     if not _fits(read, Plan):
         raise TypeError("it has values of other types than a plan")
     _check(read)
     return read
 
 
-_TYPES = {kind: get_type_hints(kind) for kind in (Plan, Inventory, Limits, WorkerPlan)}  # slow for each worker
+_TYPES = {
+    kind: get_type_hints(kind) for kind in (Plan, Inventory, Placement, Limits, WorkerPlan)
+}  # slow for each worker
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -289,9 +302,9 @@ def _check(plan: Plan) -> None:
                 raise ValueError(f"rank {worker.rank} cannot be given the environment variable {name[:60]!a}")
 
 
-def _limits(spec: JobSpec, inventory: Inventory) -> Limits:
+def _limits(spec: JobSpec, inventory: Inventory, sharing: int) -> Limits:
     """The limits of a node, the same in every generation, however few nodes it has."""
-    together = inventory.sharing or len(names(spec, spares=True))
+    together = sharing or len(names(spec, spares=True))
     asked = UNLIMITED if inventory.engine == "process" else spec.memory
     return limits(asked, inventory.memory, math.ceil(together / inventory.hosts))
 

@@ -41,7 +41,7 @@ def slug(spec: JobSpec) -> str:
 
 def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
     """Write down what the job, or cluster, is, or nothing at all; raises UsageError where that is not possible."""
-    cluster = plan.inventory.cluster
+    cluster = plan.placement.cluster
     owner = users.nodes_of(spec) if plan.engine != "process" else None
     theirs = os.path.lexists(paths.root)  # by another job
     hidden = {name: spec.env[name] for name in secret_names(spec.env, spec.secrets)}
@@ -133,9 +133,9 @@ def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
         plan = read_plan(texts[paths.plan], spec.env)
         if plan.job_id != paths.root.name:
             raise ValueError(f"its plan is that of {plan.job_id!r}")
-        if not os.path.lexists(paths.nodes if plan.inventory.cluster == plan.job_id else paths.shared):
+        if not os.path.lexists(paths.nodes if plan.placement.cluster == plan.job_id else paths.shared):
             raise ValueError("an older version of orchestrate has made it")
-        linked = paths.cluster and paths.cluster == plan.inventory.cluster
+        linked = paths.cluster and paths.cluster == plan.placement.cluster
         for path in (paths.nodes, paths.sockets, *([] if linked else [paths.shared])):  # which nodes mount
             if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):
                 raise ValueError(f"{path.name} is not a folder")

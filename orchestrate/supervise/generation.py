@@ -141,7 +141,7 @@ class Generation:
         if not self.launched:
             self.launched = True
             self.job.session.start(self.plan)
-            facts = {"generation": self.plan.generation, "imports": self.plan.inventory.packages}
+            facts = {"generation": self.plan.generation, "imports": self.plan.placement.packages}
             self.emit("generation_started", **facts)
             self.awaited, self.noted = set(), time.monotonic()
 

@@ -110,5 +110,6 @@ class Nodes:
         """The plan of a generation; the first one has been made already, and shown."""
         if generation == self.plan.generation and nodes == self.plan.nodes:
             return self.plan
-        inventory = self.plan.inventory
-        return plan(self.spec, inventory, self.plan.job_id, port(inventory.network, generation), generation, nodes)
+        made = self.plan
+        listen = port(made.placement.network, generation)
+        return plan(self.spec, made.inventory, made.placement, made.job_id, listen, generation, nodes)

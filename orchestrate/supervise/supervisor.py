@@ -80,7 +80,7 @@ class Supervisor:
             grace = 0 if self.job.hurried() else self.spec.grace
             if self.met:
                 self.job.session.down(grace, self.job.hurried)
-            elif self.plan.inventory.cluster:
+            elif self.plan.placement.cluster:
                 self.job.session.adopt(self.plan)
                 self.job.session.down(grace, self.job.hurried)
             else:  # what another supervisor has left; this one has not asked for any node

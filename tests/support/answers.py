@@ -1,7 +1,6 @@
 """A Docker Engine's API on a Unix socket, whose containers are only told of, and which remembers what it was asked."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import queue
@@ -277,9 +276,9 @@ class Job:
         self.made.append(DockerEngine())
         return self.made[-1]
 
-    def session(self, spec: JobSpec = SPEC, run: Path | None = None, **inventory: Any) -> DockerSession:
+    def session(self, spec: JobSpec = SPEC, run: Path | None = None, **site: Any) -> DockerSession:
         """The nodes of the job; what it warns of is in `warned`."""
-        made = self.engine().open(spec, self.plan(spec, **inventory), run or self.run, self.warned.append)
+        made = self.engine().open(spec, self.plan(spec, **site), run or self.run, self.warned.append)
         self.sessions.append(made)
         return made
 
@@ -289,14 +288,14 @@ class Job:
         self.warned.clear()
         return found
 
-    def plan(self, spec: JobSpec = SPEC, **inventory: Any) -> Plan:
-        return plan(spec, dataclasses.replace(HERE, **{"code": "/code", **inventory}), "j")
+    def plan(self, spec: JobSpec = SPEC, **site: Any) -> Plan:
+        return plan(spec, HERE.but(**{"code": "/code", **site}), "j")
 
-    def settled(self, *nodes: str, spec: JobSpec = SPEC, **inventory: Any) -> DockerSession:
+    def settled(self, *nodes: str, spec: JobSpec = SPEC, **site: Any) -> DockerSession:
         """The job, whose workers run on these nodes."""
         for name in nodes:
             self.answers.container(name)
-        session = self.session(spec, **inventory)
+        session = self.session(spec, **site)
         session.nodes, session.clients.generation = session._look(), 0
         session.clients.running = dict(enumerate(nodes))
         self.answers.asked.clear()

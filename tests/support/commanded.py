@@ -4,7 +4,6 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
 from orchestrate.job.events import Recorder
 from orchestrate.job.outcomes import WorkerExit
-from orchestrate.job.plan import Inventory, plan
 from orchestrate.job.spec import JobSpec
-from support.plans import HERE
+from support.plans import HERE, Site, plan
 
 HOLDS = (
     "import pathlib, sys\nfrom orchestrate.files import lock\nfrom orchestrate.files.paths import JobPaths\n"
@@ -47,9 +45,9 @@ class Whole(RecordingEngine):
         super().__init__(*generations, **more)
         self.things = list(things)
 
-    def inventory(self, spec, run, look_inside) -> Inventory:
+    def inventory(self, spec, run, look_inside) -> Site:
         self.calls += [] if look_inside else ["look"]
-        return replace(HERE, code=str(Path.cwd()))
+        return HERE.but(code=str(Path.cwd()))
 
 
 class Commands:
@@ -71,7 +69,7 @@ class Commands:
 def create(paths: JobPaths, spec: JobSpec | None = None, cluster: str = "") -> JobPaths:
     """The files of a job that is about to start; of one that uses a cluster, where it is named."""
     spec = spec or JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
-    store.create(spec, plan(spec, replace(HERE, cluster=cluster), paths.root.name, 29500), paths)
+    store.create(spec, plan(spec, HERE.but(cluster=cluster), paths.root.name, 29500), paths)
     return paths
 
 

@@ -55,7 +55,7 @@ class Background:
     def home(self) -> str:
         """The name under which the nodes exist: the job's, or that of its cluster."""
         run = self.cli.run_dir()
-        return json.loads((run / "plan.json").read_text())["inventory"]["cluster"] or run.name
+        return json.loads((run / "plan.json").read_text())["placement"]["cluster"] or run.name
 
     def node(self, name: str) -> str:
         return container(self.home(), name)

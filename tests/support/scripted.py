@@ -5,11 +5,10 @@ from concurrent.futures import Future
 from orchestrate.files.paths import JobPaths
 from orchestrate.job.events import Recorder
 from orchestrate.job.outcomes import JobResult, WorkerExit
-from orchestrate.job.plan import plan
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.supervisor import Supervisor
-from support.plans import HERE
+from support.plans import HERE, plan
 
 ALL_WELL = [WorkerExit(0, 0), WorkerExit(1, 0), WorkerExit(2, 0)]
 KILLED = [WorkerExit(1, 137)]

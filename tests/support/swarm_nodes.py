@@ -1,7 +1,6 @@
 """A job on a made-up Swarm: its engine, three nodes that do nothing, and connections whose other ends the test has."""
 
 import contextlib
-import dataclasses
 import os
 import selectors
 from collections.abc import Iterator
@@ -45,8 +44,8 @@ def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmSession]:
     made.pool.shutdown()
 
 
-def job(spec: JobSpec = SPEC, **inventory: str) -> Plan:
-    return plan(spec, dataclasses.replace(HERE, **inventory), "j")
+def job(spec: JobSpec = SPEC, **site: str) -> Plan:
+    return plan(spec, HERE.but(**site), "j")
 
 
 def connected(engine: SwarmSession, *nodes: str) -> None:

@@ -9,7 +9,7 @@ from orchestrate.engines.base import JobState
 from orchestrate.engines.docker import image, objects
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.docker.session import DockerSession
-from orchestrate.job.plan import Inventory, Plan
+from orchestrate.job.plan import Inventory, Placement, Plan
 from orchestrate.job.spec import JobSpec
 
 
@@ -26,7 +26,7 @@ class DockerEngine:
         """Build or pull the job's image, unless the job cannot run here anyway."""
         image.prepare(self.daemon, spec)
 
-    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> Inventory:
+    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
         """Check the image, list the GPUs; raises ResourceError for what is missing."""
         return image.inventory(self.daemon, spec, run, look_inside)
 

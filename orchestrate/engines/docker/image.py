@@ -18,7 +18,7 @@ from orchestrate.files.paths import NODES, PACKAGE, code_folder
 from orchestrate.job import users
 from orchestrate.job.cores import cores
 from orchestrate.job.gpus import DETAILS, LIST, NVIDIA_SMI_TIMEOUT, Offer, fields, offer, read, trouble_of
-from orchestrate.job.plan import Inventory
+from orchestrate.job.plan import Inventory, Placement
 from orchestrate.job.preload import may_use_torch, preload
 from orchestrate.job.spec import IMAGE, JobSpec
 
@@ -38,7 +38,7 @@ def prepare(daemon: Daemon, spec: JobSpec) -> None:
         ensure_image(daemon, spec)
 
 
-def inventory(daemon: Daemon, spec: JobSpec, run: Path, look_inside: bool) -> Inventory:
+def inventory(daemon: Daemon, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
     """Check the image, and list the GPUs; raises ResourceError.
 
     `run` is the folder that nodes will see; `look_inside` allows to run the job's image, which must be here then.
@@ -65,20 +65,23 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, look_inside: bool) -> In
         mounts.of_nodes(run, code, spec.command)
     here, count = cores(), max(1, daemon.info["NCPU"])  # the engine may run in a virtual machine with other cores
     ignored = ignoring(spec, SWARMS, "a single Docker Engine")
-    return Inventory(
+    inventory = Inventory(
         engine="docker",
         about=f"Docker Engine {daemon.info['ServerVersion']}, image {spec.image}{ignored}",
         cores=here if len(here) == count else tuple(range(count)),
         **fields(offered, spec.pin),
+        memory=daemon.info.get("MemTotal", 0) if daemon.info.get("MemoryLimit", True) else 0,
+    )
+    placement = Placement(
         network=spec.network,
         master_addr="127.0.0.1" if spec.network == "host" else "",
         interface="lo" if spec.network == "host" else "eth0",
         job_dir="/job",
         code=str(code),
-        preload=modules,
         python=python,
-        memory=daemon.info.get("MemTotal", 0) if daemon.info.get("MemoryLimit", True) else 0,
+        preload=modules,
     )
+    return inventory, placement
 
 
 def _check_access(spec: JobSpec, code: Path) -> None:

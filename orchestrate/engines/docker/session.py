@@ -46,11 +46,11 @@ class DockerSession:
         """`run` is the folder that nodes mount; raises EngineError if they could not have it, or it has no key."""
         self.daemon, self.spec, self.warn, self.key = daemon, spec, warn, key_of(run)
         self.project = plan.project  # the job, or the cluster that the nodes belong to
-        self.stays = bool(plan.inventory.cluster)  # whether the nodes outlive the job
+        self.stays = bool(plan.placement.cluster)  # whether the nodes outlive the job
         self.network = "host" if spec.network == "host" else f"{plan.project}_job"
         self.sockets = JobPaths(run.parent).sockets  # the folder of the nodes' sockets on this machine
-        code = plan.inventory.code
-        command = () if plan.job_id == plan.inventory.cluster else spec.command  # a cluster runs none
+        code = plan.placement.code
+        command = () if plan.job_id == plan.placement.cluster else spec.command  # a cluster runs none
         self.mounts = partial(mounts.of_nodes, run, Path(code), command)  # those that the Compose file does not have
         self.devices = toolkit.service(toolkit.way(daemon.info), plan.gpus)  # of each node, in a Compose file
         self.env = self._environment(plan, run)
@@ -75,8 +75,8 @@ class DockerSession:
             "NODE_MODE": "agent",
             "NODE_KEY": self.key.hex(),
             "NODE_IMAGE": spec.image,
-            "NODE_PYTHON": plan.inventory.python,
-            "NODE_CODE": plan.inventory.code,
+            "NODE_PYTHON": plan.placement.python,
+            "NODE_CODE": plan.placement.code,
             "NODE_JOB_DIR": str(run),
             "NODE_USER": self.daemon.user(run, spec),
             "NODE_RUNTIME": "nvidia" if plan.gpus and way != "cdi" else self.daemon.info["DefaultRuntime"],
@@ -87,7 +87,7 @@ class DockerSession:
             "NODE_PIDS": str(plan.limits.processes),
             "NODE_CPUS": str(spec.cpus or 0),
             "NODE_GRACE": str(spec.grace),
-            "NODE_PRELOAD": " ".join(plan.inventory.preload),
+            "NODE_PRELOAD": " ".join(plan.placement.preload),
             "NODE_FILTERED": "1" if wanted(spec) else "",
             "NODE_SOCKETS": SOCKETS if self._same_kernel() and sockets.possible(run.parent) else "",
         }

@@ -14,7 +14,7 @@ from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.engines.swarm.upload import code_files
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import code_folder
-from orchestrate.job.plan import Inventory, Plan, counted
+from orchestrate.job.plan import Inventory, Placement, Plan, counted
 from orchestrate.job.preload import preload
 from orchestrate.job.spec import IMAGE, JobSpec
 
@@ -35,7 +35,7 @@ class SwarmEngine:
         if spec.image != IMAGE:
             ensure_image(self.manager.daemon, JobSpec())
 
-    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> Inventory:
+    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
         """Count hosts, cores and GPUs; raises ResourceError if something is missing."""
         self._check(spec)
         code = code_folder(spec.command)
@@ -46,22 +46,25 @@ class SwarmEngine:
         smallest = min(one.get("NanoCPUs", 0) for one in resources) // parts.NANOSECONDS
         most = math.ceil(nodes / len(hosts))  # nodes on one host
         offered = [gpus(host) for host in hosts] if spec.gpus != "none" else []
-        return Inventory(
+        inventory = Inventory(
             engine="swarm",
             about=f"Docker Swarm {self.manager.info['ServerVersion']} of {counted(len(hosts), 'host')}, "
             f"image {spec.image}",
             cores=tuple(range(max(1, smallest * nodes // most))),
             gpus=(parts.GPU,) * shared_out(offered, nodes, spec.spares),
             no_gpus=f"no host of the Swarm offers the generic resource {parts.GPU}",
+            memory=min(one.get("MemoryBytes", 0) for one in resources),
+            hosts=len(hosts),
+        )
+        placement = Placement(
             network=spec.network,
             master_addr="",
             interface="",  # each node finds the one that leads to the master
             job_dir=f"{parts.SHARED}/{run.parent.name}" if spec.volume else parts.JOB,
             code=str(code),
             preload=preload(spec, code),
-            memory=min(one.get("MemoryBytes", 0) for one in resources),
-            hosts=len(hosts),
         )
+        return inventory, placement
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> SwarmSession:
         """The tasks of a job; raises EngineError if there is no key to talk to them."""

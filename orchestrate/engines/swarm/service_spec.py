@@ -80,7 +80,7 @@ def task(
         "JOB_ID": plan.project,
         "NODE_MODE": "agent",
         "NODE_GRACE": f"{spec.grace:g}",
-        "NODE_PRELOAD": " ".join(plan.inventory.preload),
+        "NODE_PRELOAD": " ".join(plan.placement.preload),
         "NODE_PORT": listens,
         "NODE_KEY": key.hex(),
         "HOME": "/tmp",

@@ -58,9 +58,9 @@ class SwarmSession:
         """`run` is the folder that nodes would mount; raises EngineError if it has no key."""
         self.warn, self.key, self.manager = warn, key_of(run), manager
         self.swarm = SwarmJob(manager, spec, plan, run, self.key)
-        self.stays, self.shared = bool(plan.inventory.cluster), bool(spec.volume)  # outlive the job; share a folder
+        self.stays, self.shared = bool(plan.placement.cluster), bool(spec.volume)  # outlive the job; share a folder
         self.files = run / plan.job_id if self.stays and plan.project != plan.job_id else run  # the job's folder here
-        self.job_dir = plan.inventory.job_dir  # the same in the nodes
+        self.job_dir = plan.placement.job_dir  # the same in the nodes
         self.clients = NodeClients(self, warn, self._heard, self._lost)
         self.nodes: dict[str, ApiObject] = {}  # the task of each node
         self.asked: dict[str, float] = {}  # node: since when an answer is outstanding
@@ -97,7 +97,7 @@ class SwarmSession:
                 raise EngineError(f"{len(plan.nodes) - len(found)} of {len(plan.nodes)} nodes did not start")
             time.sleep(0.1)
             found = self._well_nodes()
-        self._supply(Path(plan.inventory.code), found)
+        self._supply(Path(plan.placement.code), found)
 
     def alive(self) -> dict[str, str]:
         """The nodes that have the code and run on hosts that are up, with their hosts."""
