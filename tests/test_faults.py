@@ -147,7 +147,7 @@ def test_a_job_that_fails_at_the_same_step_must_end_after_three_generations(read
     assert job.end() == 1
     assert ready.report()["reason"] == "no progress in 3 generations"
     assert ready.report()["generations"] == 4  # the first one did make progress
-    delays = [event["delay"] for event in job.events("decision")]
+    delays = [event["delay"] for event in job.events("restart_decided")]
     assert delays == [0.0, 0.0, 1.0, 0.0]
 
 

@@ -160,7 +160,9 @@ def test_the_time_must_count_from_the_last_sign_of_life(job, sign):
     in_trouble = sign in ("paused", "silent")
     engine.troubles = lambda: {"trainer-1": sign} if in_trouble and busy() and job.clock.now > began + 5 else {}
     assert job.run(engine, SPEC).word == "succeeded"
-    assert (35 if sign == "processor" else 38) <= job.when("hang")[0] < 43  # of the time, the last half must be idle
+    assert (
+        (35 if sign == "processor" else 38) <= job.when("hang_found")[0] < 43
+    )  # of the time, the last half must be idle
 
 
 @pytest.mark.parametrize("since", [0.0, 9.9])
@@ -177,7 +179,7 @@ def test_workers_that_take_long_to_save_and_end_must_not_count_as_hung(job):
     engine.stop = lambda how: engine.batches.extend([[]] * 600 + [ALL_WELL])
     job.stops = lambda: int("start" in engine.calls)
     assert job.run(engine, JobSpec(trainers=2, grace=100.0, hang_after=10.0)).word == "stopped"
-    assert "hang" not in job.names() and "dump" not in engine.calls
+    assert "hang_found" not in job.names() and "dump" not in engine.calls
 
 
 def test_without_a_limit_no_job_must_count_as_hung(job):
@@ -199,7 +201,7 @@ def test_a_hang_must_be_told_with_what_each_worker_that_is_left_does(job):
     engine.doing = lambda: {0: Doing("T", 1.0), 1: Doing("S", 1.0), 2: Doing("D", 1.0)}
     job.paths.log(1).write_text("loading\nstill loading\n")
     assert job.run(engine, SPEC).word == "succeeded"
-    assert job.noted("hang") == [{"states": {"1": "S", "2": "D"}, "after": 10.0}]
+    assert job.noted("hang_found") == [{"states": {"1": "S", "2": "D"}, "after": 10.0}]
     (cause,) = [ended.cause for ended in job.supervisor.history.ended if ended.cause]
     assert (cause.rank, cause.node, cause.exit_code, cause.cause) == (1, "trainer-1", 137, "hang")
     assert cause.last_lines == ["loading", "still loading"] and cause.log == str(job.paths.log(1))
@@ -218,7 +220,7 @@ def test_workers_that_hang_must_have_a_few_seconds_to_print_their_stacks_and_be_
     assert job.run(engine, SPEC).word == "succeeded"
     assert engine.calls == ["up", "start", *calls, "up", "start", "down"]
     assert job.noted("workers_stopping") == [{"why": "a worker failed", "kill": True}]
-    assert job.when("workers_stopping")[0] - job.when("hang")[0] == pytest.approx(min(takes, 15.0), abs=0.3)
+    assert job.when("workers_stopping")[0] - job.when("hang_found")[0] == pytest.approx(min(takes, 15.0), abs=0.3)
     assert [cause for _, cause in job.causes()] == ["hang"]
     aborts = [end for end in job.noted("worker_ended") if end["exit_code"]]
     assert len(aborts) == 3 and all(end["stopping"] for end in aborts)  # it is we who ended them
@@ -235,7 +237,7 @@ def test_a_worker_that_is_frozen_must_not_be_waited_for_since_it_prints_nothing(
     engine.dump = dump
     assert job.run(engine, SPEC).word == "succeeded"
     assert engine.calls[2:4] == ["dump", "kill"] and [cause for _, cause in job.causes()] == ["hang"]
-    assert job.when("workers_stopping")[0] - job.when("hang")[0] < 1.0
+    assert job.when("workers_stopping")[0] - job.when("hang_found")[0] < 1.0
 
 
 def test_an_engine_that_goes_away_while_it_asks_where_workers_stand_must_leave_the_job_hung(job):
@@ -304,5 +306,5 @@ def test_a_job_that_does_nothing_must_count_as_hung_after_the_time_that_its_file
         rank: Doing("S", 1.0 + job.clock.now / 1000) for rank in engine.running
     }  # it only looks around
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=10.0, max_restarts=0)).word == "failed"
-    (hang,) = [event for event in job.events if event["event"] == "hang"]
+    (hang,) = [event for event in job.events if event["event"] == "hang_found"]
     assert 10 <= hang["seconds"] < 12

@@ -21,9 +21,9 @@ from orchestrate.files import lock, records
 from orchestrate.files.folder import Folder
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
-from orchestrate.job.events import objects
 from orchestrate.job.logs import Follower
 from orchestrate.job.outcomes import WorkerExit
+from orchestrate.job.recorder import objects
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise import launch
 

@@ -14,14 +14,14 @@ from orchestrate.files import records
 from orchestrate.files.folder import regular, write_whole
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
-from orchestrate.job.events import Recorder
 from orchestrate.job.logs import Follower, tail
+from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
 SECRET = (
-    '{"event": "outcome", "step": 7, "outcome": "succeeded", "world_size": 1, "duration_s": 1.0, "generations": 1,'
-    ' "root_cause": null, "failures": [], "pace": [], "left_behind": ""}\n'
+    '{"event": "outcome_decided", "step": 7, "outcome": "succeeded", "world_size": 1, "duration_s": 1.0,'
+    ' "generations": 1, "root_cause": null, "failures": [], "pace": [], "left_behind": ""}\n'
 )
 OURS = ("plan.json", "report.json", "events.jsonl")
 READERS = {  # file: what reads it, and says that there is nothing

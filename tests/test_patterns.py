@@ -111,7 +111,7 @@ def wordy(job: Job) -> JobSpec:
 
 def test_a_rule_that_backtracks_for_ever_must_not_hold_up_the_restart(job):
     assert job.run(RecordingEngine([KILLED], [ALL_WELL]), wordy(job)).word == "succeeded"
-    assert [event["text"] for event in job.noted("warning")] == [ignored(EVIL)]
+    assert [event["text"] for event in job.noted("warning_issued")] == [ignored(EVIL)]
 
 
 def test_a_request_to_stop_must_evaluate_no_rule(job, monkeypatch):

@@ -259,11 +259,11 @@ def test_a_job_whose_files_were_replaced_while_it_runs_must_not_be_stopped_by_th
 
 def test_events_that_came_in_the_place_of_ours_must_not_be_gone_on_from(do: Commands):
     paths = create(JobPaths(do.runs / "a-1"), SPEC)
-    line = {"event": "outcome", "time": 1.0, "seconds": 1.0, "outcome": "succeeded", "reason": "all is well"}
+    line = {"event": "outcome_decided", "time": 1.0, "seconds": 1.0, "outcome": "succeeded", "reason": "all is well"}
     paths.events.write_text(json.dumps(line) + "\n")
     code, _, err = do("attach", "a-1")
     assert (code, err[-1]) == (2, "hint: python -m orchestrate rm a-1")
-    assert err[-2] == f"error: {paths.events} is damaged: event 1, 'outcome', was not written by this job"
+    assert err[-2] == f"error: {paths.events} is damaged: event 1, 'outcome_decided', was not written by this job"
     assert do("rm", "a-1")[0] == 0
 
 

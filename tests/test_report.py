@@ -7,10 +7,12 @@ import pytest
 from support.plans import HERE, plan
 
 from orchestrate.files import folder
+from orchestrate.job import events
 from orchestrate.job.outcomes import Cause, GenerationResult, JobResult
 from orchestrate.job.report import line, phase, readable, report, text
 from orchestrate.job.spec import JobSpec
 
+NODES = ("master", "trainer-1", "trainer-2")
 PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 
 
@@ -23,7 +25,7 @@ def test_the_root_cause_must_be_that_of_the_last_generation_and_its_last_lines_b
             generation=generation, word="failed", why="a worker failed", cause=cause, step=5 * generation
         )
 
-    data = report(PLAN, JobResult("failed", "max_restarts is 1"), [ended(0, 1), ended(1, 2)], [], [], [])
+    data = report(PLAN, JobResult("failed", "max_restarts is 1"), [ended(0, 1), ended(1, 2)], 0.0, [], [])
     assert data["root_cause"]["rank"] == 2
     assert [failure["rank"] for failure in data["failures"]] == [1, 2]
     assert text(data).splitlines() == [
@@ -44,7 +46,7 @@ def test_a_job_that_was_restarted_must_say_so_and_what_failed():
         GenerationResult(generation=0, word="failed", why="", cause=cause, step=7),
         GenerationResult(generation=1, word="succeeded", why="finished"),
     ]
-    data = report(PLAN, JobResult("succeeded", "finished"), ended, [{"event": "job_ended", "seconds": 3.0}], [], [])
+    data = report(PLAN, JobResult("succeeded", "finished"), ended, 3.0, [], [])
     assert data["root_cause"] is None
     assert text(data).splitlines() == [
         "succeeded: 3 workers, 3.0 s, 2 generations",
@@ -53,7 +55,7 @@ def test_a_job_that_was_restarted_must_say_so_and_what_failed():
 
 
 def pace(*rows: object) -> dict:
-    return report(PLAN, JobResult("succeeded", "finished"), [], [], [{"rank_seconds": row} for row in rows], [])
+    return report(PLAN, JobResult("succeeded", "finished"), [], 0.0, [{"rank_seconds": row} for row in rows], [])
 
 
 def test_a_worker_that_is_slow_in_most_steps_must_be_named_with_its_node():
@@ -85,7 +87,7 @@ def test_the_last_value_of_each_metric_must_be_the_final_one():
         {"epoch": 1, "accuracy": 0.9},
         {"step": 3, "loss": 0.2},
     ]
-    data = report(PLAN, JobResult("succeeded", "finished"), [], [], rows, [])
+    data = report(PLAN, JobResult("succeeded", "finished"), [], 0.0, rows, [])
     assert data["final_metrics"] == {"step": 3, "loss": 0.2, "epoch": 1, "accuracy": 0.9}
 
 
@@ -104,7 +106,7 @@ def full(checkpoints=(), metrics=(), lines=()) -> dict:
     ended = [
         GenerationResult(generation=number, word="failed", why="a worker failed", cause=cause) for number in range(200)
     ]
-    return report(PLAN, JobResult("failed", "why"), ended, [], metrics, checkpoints)
+    return report(PLAN, JobResult("failed", "why"), ended, 0.0, metrics, checkpoints)
 
 
 @pytest.mark.parametrize("key", LEFT_OUT)
@@ -138,7 +140,7 @@ def test_a_report_that_leaves_nothing_out_must_not_warn():
 
 
 def test_what_nodes_have_said_at_length_must_be_cut():
-    data = report(PLAN, JobResult("failed", "x" * 10_000, left="y" * 10_000), [], [], [], [])
+    data = report(PLAN, JobResult("failed", "x" * 10_000, left="y" * 10_000), [], 0.0, [], [])
     assert (data["reason"], data["left_behind"]) == ("x" * 1000, "y" * 1000)
 
 
@@ -147,8 +149,7 @@ FAILED = GenerationResult(generation=0, word="failed", why="a worker failed", ca
 
 
 def test_the_data_must_say_what_the_job_was_and_how_long_it_took():
-    events = [{"event": "outcome", "seconds": 1.0}, {"event": "job_ended", "seconds": 12.25}]
-    data = report(PLAN, JobResult("lost", "gone", left="no answer"), [FAILED], events, [], [Path("a"), Path("b")])
+    data = report(PLAN, JobResult("lost", "gone", left="no answer"), [FAILED], 12.25, [], [Path("a"), Path("b")])
     assert {key: data[key] for key in ("job_id", "outcome", "reason", "engine", "world_size", "generations")} == {
         "job_id": "j",
         "outcome": "lost",
@@ -164,7 +165,7 @@ def test_the_data_must_say_what_the_job_was_and_how_long_it_took():
 
 @pytest.mark.parametrize("word", ["succeeded", "stopped", "lost"])
 def test_only_a_job_that_failed_must_have_a_root_cause(word):
-    data = report(PLAN, JobResult(word, "why"), [FAILED], [], [], [])
+    data = report(PLAN, JobResult(word, "why"), [FAILED], 0.0, [], [])
     assert data["root_cause"] is None
     assert text(data).splitlines()[1:] == [
         "generation 0: rank 1 exited with code 1"
@@ -173,20 +174,20 @@ def test_only_a_job_that_failed_must_have_a_root_cause(word):
 
 def test_a_job_that_failed_without_a_worker_to_blame_must_have_no_root_cause():
     stopped = GenerationResult(generation=1, word="rescaled", why="a node is back")
-    data = report(PLAN, JobResult("failed", "the job cannot go on: no such node"), [FAILED, stopped], [], [], [])
+    data = report(PLAN, JobResult("failed", "the job cannot go on: no such node"), [FAILED, stopped], 0.0, [], [])
     assert (data["root_cause"], len(data["failures"])) == (None, 1)
-    assert report(PLAN, JobResult("failed", "could not start"), [], [], [], [])["root_cause"] is None
+    assert report(PLAN, JobResult("failed", "could not start"), [], 0.0, [], [])["root_cause"] is None
 
 
 @pytest.mark.parametrize(("word", "said"), [("succeeded", ""), ("stopped", " (why)"), ("lost", " (why)")])
 def test_why_a_job_has_not_succeeded_must_be_said(word, said):
     once = GenerationResult(generation=0, word=word, why="why")
-    data = report(PLAN, JobResult(word, "why"), [once], [], [], [])
+    data = report(PLAN, JobResult(word, "why"), [once], 0.0, [], [])
     assert text(data) == f"{word}: 3 workers, 0.0 s{said}"
 
 
 def test_nodes_that_are_left_must_be_told_with_the_command_that_removes_them():
-    data = report(PLAN, JobResult("succeeded", "finished", left="stuck"), [], [], [], [])
+    data = report(PLAN, JobResult("succeeded", "finished", left="stuck"), [], 0.0, [], [])
     assert text(data).splitlines()[1:] == ["warning: nodes are left: stuck", "hint: python -m orchestrate stop j"]
 
 
@@ -195,60 +196,60 @@ def test_a_worker_must_not_be_called_slow_after_a_few_lines_nor_where_it_is_alon
     assert "slow: rank 2" in text(pace(*[[0.01, 0.01, 0.05]] * 5))
     assert "slow" not in text(pace(*[[0.01, 0.01, 0.02]] * 5))  # twice as long is not slow yet
     alone = plan(JobSpec(trainers=0), HERE, "j", 29500)
-    (found,) = report(alone, JobResult("succeeded", ""), [], [], [{"rank_seconds": [0.5]}] * 5, [])["pace"]
+    (found,) = report(alone, JobResult("succeeded", ""), [], 0.0, [{"rank_seconds": [0.5]}] * 5, [])["pace"]
     assert (found["step_s"], found["others_s"]) == (0.5, 0.5)
 
 
+FAILURE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="it broke", hint="")
+
+
 @pytest.mark.parametrize(
-    ("event", "facts", "said"),
+    ("event", "said"),
     [
-        ("generation_starting", {"generation": 0, "world_size": 3}, ""),  # the plan has said so
-        ("generation_starting", {"generation": 2, "world_size": 3}, "generation 2: 3 workers"),
-        ("generation_ended", {"generation": 1, "cause": None}, ""),
-        ("generation_ended", {"generation": 1, "cause": {"summary": "it broke"}}, "generation 1 failed: it broke"),
-        ("decision", {"restart": False, "why": "no", "delay": 0.0}, ""),
-        ("decision", {"restart": True, "why": "restart 1 of 3", "delay": 0.0}, "(restart 1 of 3)"),
-        ("decision", {"restart": True, "why": "not counted", "delay": 2.0}, " in 2 s (not counted)"),
-        ("nodes_up", {"nodes": ["master"]}, ""),
-        (
-            "nodes_up",
-            {"hosts": {"master": "b", "trainer-1": "a", "trainer-2": "b"}},
-            "a: trainer-1; b: master, trainer-2",
-        ),
-        ("node_in_trouble", {"node": "trainer-1", "trouble": "paused"}, "trainer-1 is paused"),
-        ("node_in_trouble", {"node": "trainer-1", "trouble": "silent"}, "trainer-1 does not answer"),
-        ("node_in_trouble", {"node": "trainer-1", "trouble": "partition"}, "trainer-1 is cut off"),
-        ("node_well", {"node": "trainer-1"}, "trainer-1 is well"),
-        ("hang", {"after": 300.0, "states": {}}, "for 300 s"),
-        ("engine_lost", {"error": "no answer"}, "no answer; waiting for it"),
-        ("engine_back", {}, "the engine is back"),
-        ("disk_full", {"error": "[Errno 28] full"}, "[Errno 28] full"),
-        ("nodes_missing", {"nodes": ["master", "a"], "missing": 1, "error": "gone"}, "with 2 nodes, 1 fewer: gone"),
-        ("node_back", {}, "a missing node is back"),
-        ("workers_lost", {"ranks": [0, 2]}, "no end of ranks 0, 2 after"),
-        ("worker_ended", {"rank": 0, "exit_code": 1}, ""),
+        (events.GenerationStarting(0, NODES, 3, 29500), ""),  # the plan has said so
+        (events.GenerationStarting(2, NODES, 3, 29500), "generation 2: 3 workers"),
+        (events.GenerationEnded(generation=1, word="succeeded", why="finished"), ""),
+        (events.GenerationEnded(generation=1, word="failed", why="", cause=FAILURE), "generation 1 failed: it broke"),
+        (events.RestartDecided(False, "no", 0.0), ""),
+        (events.RestartDecided(True, "restart 1 of 3", 0.0), "(restart 1 of 3)"),
+        (events.RestartDecided(True, "not counted", 2.0), " in 2 s (not counted)"),
+        (events.NodesUp(NODES, {}), ""),
+        (events.NodesUp(NODES, dict(zip(NODES, "bab"))), "a: trainer-1; b: master, trainer-2"),
+        (events.NodeInTrouble("trainer-1", "paused"), "trainer-1 is paused"),
+        (events.NodeInTrouble("trainer-1", "silent"), "trainer-1 does not answer"),
+        (events.NodeInTrouble("trainer-1", "partition"), "trainer-1 is cut off"),
+        (events.NodeWell("trainer-1"), "trainer-1 is well"),
+        (events.HangFound({}, 300.0), "for 300 s"),
+        (events.EngineLost("no answer"), "no answer; waiting for it"),
+        (events.EngineBack(), "the engine is back"),
+        (events.DiskFull("[Errno 28] full"), "[Errno 28] full"),
+        (events.NodesMissing(NODES[:2], 1, "gone"), "with 2 nodes, 1 fewer: gone"),
+        (events.NodeBack(), "a missing node is back"),
+        (events.WorkersLost((0, 2)), "no end of ranks 0, 2 after"),
+        (events.WarningIssued("look"), "warning: look"),
+        (events.WorkerEnded(0, "master", 1, stopping=False), ""),
     ],
 )
-def test_a_person_must_be_told_of_events_that_matter(event, facts, said):
-    shown = line({"event": event, "time": 1.0, "seconds": 1.0, **facts})
+def test_a_person_must_be_told_of_events_that_matter(event, said):
+    shown = line(event)
     assert said in shown and bool(shown) is bool(said)
 
 
 @pytest.mark.parametrize(
-    ("event", "facts", "shown"),
+    ("event", "shown"),
     [
-        ("nodes_starting", {"nodes": 4}, "starting 4 nodes"),
-        ("nodes_up", {}, "starting the workers"),
-        ("generation_started", {"imports": []}, "starting the workers"),
-        ("generation_started", {"imports": ["torch", "numpy"]}, "importing torch, numpy"),
-        ("workers_awaited", {"ranks": [2]}, "waiting for rank 2 to start"),
-        ("workers_awaited", {"ranks": [*range(1, 11)]}, "waiting for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more to start"),
-        ("workers_started", {}, "waiting for the workers' first output"),
-        ("generation_ended", {}, ""),
-        ("nodes_stopping", {}, "cleaning up"),
-        ("nodes_down", {}, ""),
-        ("worker_ended", {}, None),
+        (events.NodesStarting(4, "docker"), "starting 4 nodes"),
+        (events.NodesUp(NODES, {}), "starting the workers"),
+        (events.GenerationStarted(0, ()), "starting the workers"),
+        (events.GenerationStarted(0, ("torch", "numpy")), "importing torch, numpy"),
+        (events.WorkersAwaited((2,)), "waiting for rank 2 to start"),
+        (events.WorkersAwaited((*range(1, 11),)), "waiting for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more to start"),
+        (events.WorkersStarted(), "waiting for the workers' first output"),
+        (events.GenerationEnded(generation=0, word="succeeded", why="finished"), ""),
+        (events.NodesStopping(), "cleaning up"),
+        (events.NodesDown(), ""),
+        (events.WorkerEnded(0, "master", 0, stopping=False), None),
     ],
 )
-def test_what_a_job_does_now_must_follow_from_its_events(event, facts, shown):
-    assert phase({"event": event, **facts}) == shown
+def test_what_a_job_does_now_must_follow_from_its_events(event, shown):
+    assert phase(event) == shown

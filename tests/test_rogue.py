@@ -34,7 +34,8 @@ ATTACKS = r"""
 import os, json, pathlib
 job = pathlib.Path(os.environ["JOB_DIR"])
 victim = {"plan.json": "{}", "job.yaml": "command: evil.py", "report.json": json.dumps({"outcome": "succeeded"}),
-          "supervisor.lock": "1 1", "events.jsonl": '{"event": "outcome", "outcome": "succeeded", "reason": "x"}'}
+          "supervisor.lock": "1 1",
+          "events.jsonl": '{"event": "outcome_decided", "outcome": "succeeded", "reason": "x"}'}
 for name, text in victim.items():
     for path in (job / name, job.parent / name, job / ".." / ".." / name):
         try:

@@ -22,7 +22,7 @@ from orchestrate.cli.main import main
 from orchestrate.errors import EngineError
 from orchestrate.files import lock, records
 from orchestrate.files.paths import JobPaths
-from orchestrate.job.events import objects
+from orchestrate.job.recorder import objects
 from orchestrate.job.redact import HIDDEN
 from orchestrate.job.spec import JobSpec
 

@@ -17,6 +17,7 @@ from orchestrate.errors import EngineError, OrchestrateError
 from orchestrate.files import lock
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
+from orchestrate.job.events import GenerationStarting
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.generation import BY_USER
 
@@ -91,7 +92,7 @@ def test_stop_must_wait_for_a_supervisor_that_has_only_its_clean_up_to_do(do, pa
 
 
 def test_workers_whose_supervisor_has_died_must_be_stopped_in_good_order(do, paths, engine):
-    noted(paths, generation_starting={"generation": 0})
+    noted(paths, GenerationStarting(0, ("master",), 1, 29500))
     engine.generations = [[]]
     assert do("stop", "a-1")[0] == 0
     assert (engine.calls, engine.graces) == (["adopt", "stop", "down"], [0.01])  # of the job file

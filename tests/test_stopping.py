@@ -53,7 +53,7 @@ def test_what_is_known_of_nodes_only_at_their_end_must_be_reported(job):
     engine = RecordingEngine([ALL_WELL])
     engine.down = lambda grace, stopped: engine.warn("not all files are copied")
     job.run(engine)
-    assert job.noted("warning") == [{"text": "not all files are copied"}]
+    assert job.noted("warning_issued") == [{"text": "not all files are copied"}]
 
 
 def test_nodes_that_are_removed_without_being_known_must_have_the_grace_period(job):
@@ -92,7 +92,7 @@ def test_an_outcome_must_be_decided_once_and_known_to_who_looks_again(job):
 
 def test_failures_one_after_the_other_must_be_followed_by_a_wait(job):
     job.run(RecordingEngine([KILLED], [KILLED], [ALL_WELL]))
-    assert job.noted("decision") == [
+    assert job.noted("restart_decided") == [
         {"restart": True, "why": "restart 1 of 3", "delay": 0.0},
         {"restart": True, "why": "restart 2 of 3", "delay": 1.0},
     ]

@@ -9,6 +9,7 @@ from support.scripted import ALL_WELL, KILLED, Job
 from orchestrate.engines.base import Observed, Stop
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineError, ResourceError
+from orchestrate.job.events import WarningIssued
 from orchestrate.job.outcomes import JobResult, WorkerExit
 from orchestrate.job.report import line
 from orchestrate.job.spec import JobSpec
@@ -174,7 +175,7 @@ def test_what_can_never_be_sent_to_the_nodes_must_end_the_job_and_not_count_as_a
     engine.start = fail
     with pytest.raises(ResourceError):
         job.run(engine)
-    (outcome,) = job.noted("outcome")
+    (outcome,) = job.noted("outcome_decided")
     assert outcome["reason"] == "could not go on: files cannot be sent to the nodes: No space left on device"
     assert engine.calls == ["up", "start", "stop", "up", "down"]
 
@@ -305,7 +306,7 @@ def test_a_warning_of_the_engine_must_be_an_event_that_a_person_sees(job):
     start = engine.start
     engine.start = lambda plan: (start(plan), len(engine.plans) > 1 and engine.warn("the nodes can reach this machine"))
     assert job.run(engine).word == "succeeded"
-    (event,) = [event for event in job.supervisor.emit.events if event["event"] == "warning"]
+    (event,) = [event for event in job.supervisor.emit.events if isinstance(event, WarningIssued)]
     assert line(event) == "warning: the nodes can reach this machine"
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from support.plans import HERE, plan
@@ -9,7 +10,8 @@ from support.scripted import ALL_WELL, KILLED, Job
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost
-from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job import events
+from orchestrate.job.outcomes import Cause, JobResult, Outcome, Reason, WorkerExit
 from orchestrate.job.spec import JobSpec
 
 
@@ -18,37 +20,29 @@ def job(tmp_path, monkeypatch):
     return Job(tmp_path, monkeypatch)
 
 
-def died(job, *events: dict) -> None:
+def died(job, *happened: events.Event) -> None:
+    """Write the events that a supervisor has left, of which those without a time were a second apart."""
     with job.paths.events.open("w") as file:
-        for number, event in enumerate(events):
-            file.write(json.dumps({"time": 1.0, "seconds": float(number), **event}) + "\n")
+        for number, event in enumerate(happened):
+            event = replace(event, time=event.time or 1.0, seconds=event.seconds or float(number))
+            file.write(json.dumps(events.to_line(event)) + "\n")
 
 
-STARTING = {"event": "generation_starting", "generation": 0}
-STARTED = {"event": "generation_started", "generation": 0}
-ENDED = {
-    "event": "generation_ended",
-    "generation": 0,
-    "word": "failed",
-    "why": "a worker failed",
-    "cause": {
-        "rank": 1,
-        "node": "trainer-1",
-        "exit_code": 137,
-        "cause": "killed",
-        "summary": "",
-        "hint": "",
-        "last_lines": [],
-        "log": "",
-    },
-    "lasted": 1.0,
-    "step": 0,
-    "progress": False,
-}
+STARTING = events.GenerationStarting(0, ("master", "trainer-1", "trainer-2"), 3, 29500)
+STARTED = events.GenerationStarted(0, ())
+STOPPING = events.WorkersStopping("a worker failed", kill=False)
+ENDED = events.GenerationEnded(
+    generation=0,
+    word=Outcome.FAILED,
+    why="a worker failed",
+    cause=Cause(rank=1, node="trainer-1", exit_code=137, cause=Reason.KILLED, summary="", hint=""),
+    lasted=1.0,
+)
+DECIDED = events.OutcomeDecided(Outcome.FAILED, "max_restarts is 0")
 
 
 def test_before_anything_was_started_it_must_begin_at_the_beginning(job):
-    died(job, {"event": "supervisor_started"}, {"event": "nodes_starting"})
+    died(job, events.SupervisorStarted("j"), events.NodesStarting(3, "docker"))
     engine = RecordingEngine([ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert engine.calls == ["up", "start", "down"]
@@ -73,7 +67,7 @@ def test_workers_that_nobody_knows_must_be_started_again_without_counting(job):
 
 
 def test_a_failure_that_was_seen_must_not_be_forgotten(job):
-    died(job, STARTING, {"event": "worker_ended", "known": "", "rank": 1, "exit_code": 137, "stopping": False})
+    died(job, STARTING, ended(1, 137))
     engine = RecordingEngine([[]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(1, "killed")]
@@ -81,7 +75,7 @@ def test_a_failure_that_was_seen_must_not_be_forgotten(job):
 
 
 def test_a_request_to_stop_that_was_passed_on_must_be_carried_out(job):
-    died(job, STARTING, {"event": "workers_stopping", "why": "stopped by the user"})
+    died(job, STARTING, events.WorkersStopping("stopped by the user", kill=False))
     engine = RecordingEngine([[]])
     assert job.run(engine) == JobResult("stopped", "stopped by the user")
     assert engine.calls == ["adopt", "stop", "down"]
@@ -101,14 +95,14 @@ def test_a_budget_that_was_used_up_must_stay_used_up(job):
 
 
 def test_after_the_outcome_only_the_nodes_must_be_taken_down(job):
-    died(job, STARTING, ENDED, {"event": "outcome", "outcome": "failed", "reason": "max_restarts is 0"})
+    died(job, STARTING, ENDED, DECIDED)
     engine = RecordingEngine()
     assert job.run(engine) == JobResult("failed", "max_restarts is 0")
     assert engine.calls == ["adopt", "down"]  # what the nodes have may not be at home yet
 
 
 def test_nodes_that_cannot_be_known_any_more_must_be_removed_all_the_same(job, monkeypatch):
-    died(job, STARTING, ENDED, {"event": "outcome", "outcome": "failed", "reason": "max_restarts is 0"})
+    died(job, STARTING, ENDED, DECIDED)
     engine = RecordingEngine()
 
     def adopt(*_) -> None:
@@ -123,8 +117,8 @@ def test_nodes_that_cannot_be_known_any_more_must_be_removed_all_the_same(job, m
 def test_the_maximum_run_time_must_count_from_the_start_of_the_job(job, ago, word):
     died(
         job,
-        {**STARTING, "time": job.clock.now - ago},
-        {**STARTED, "time": job.clock.now - 1},
+        replace(STARTING, time=job.clock.now - ago),
+        replace(STARTED, time=job.clock.now - 1),
     )
     engine = RecordingEngine([[], ALL_WELL])
     outcome = job.run(engine, JobSpec(trainers=2, max_run=1800.0))
@@ -134,9 +128,8 @@ def test_the_maximum_run_time_must_count_from_the_start_of_the_job(job, ago, wor
 
 
 def test_the_ends_of_an_earlier_generation_must_not_count_as_those_of_the_next(job):
-    exit = {"event": "worker_ended", "known": "", "rank": 1, "node": "trainer-1", "exit_code": 137, "stopping": False}
-    second = {"generation": 1}
-    died(job, STARTING, STARTED, exit, ENDED, {**STARTING, **second}, {**STARTED, **second})
+    second = replace(STARTING, generation=1), replace(STARTED, generation=1)
+    died(job, STARTING, STARTED, ended(1, 137), ENDED, *second)
     engine = RecordingEngine([[], [], ALL_WELL])
     assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["adopt", "down"]
@@ -151,22 +144,14 @@ def test_half_a_last_line_must_not_stop_it(job):
 
 
 def test_a_partition_that_was_seen_must_not_be_forgotten(job):
-    cut_off = {"event": "worker_ended", "rank": 1, "exit_code": 137, "stopping": False, "known": "partition"}
-    died(job, STARTING, cut_off, {"event": "workers_stopping", "why": "a worker failed"})
+    died(job, STARTING, replace(ended(1, 137), known=Reason.PARTITION), STOPPING)
     engine = RecordingEngine([[WorkerExit(0, 0), WorkerExit(1, 0), WorkerExit(2, 0)]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(1, "partition")]
 
 
-def ended(rank: int, code: int, seconds: float = 5.0, stopping: bool = False) -> dict:
-    return {
-        "event": "worker_ended",
-        "known": "",
-        "rank": rank,
-        "exit_code": code,
-        "stopping": stopping,
-        "seconds": seconds,
-    }
+def ended(rank: int, code: int, seconds: float = 5.0, stopping: bool = False) -> events.WorkerEnded:
+    return events.WorkerEnded(rank, f"trainer-{rank}", code, stopping, seconds=seconds)
 
 
 def test_workers_that_had_ended_well_must_not_be_waited_for_nor_stop_the_others(job):
@@ -179,8 +164,7 @@ def test_workers_that_had_ended_well_must_not_be_waited_for_nor_stop_the_others(
 
 
 def test_of_the_ends_that_were_seen_those_that_were_asked_for_must_not_be_blamed(job):
-    stopping = {"event": "workers_stopping", "why": "a worker failed"}
-    died(job, STARTING, STARTED, ended(1, 1), stopping, ended(0, 143, stopping=True), ended(2, 1, stopping=True))
+    died(job, STARTING, STARTED, ended(1, 1), STOPPING, ended(0, 143, stopping=True), ended(2, 1, stopping=True))
     job.paths.log(1).write_text("RuntimeError: Connection reset by peer\n")
     job.paths.log(2).write_text("RuntimeError: Connection reset by peer\n")
     assert job.run(RecordingEngine([], [ALL_WELL])).word == "succeeded"
@@ -196,7 +180,7 @@ def test_of_the_ends_that_were_seen_only_those_near_the_first_must_be_blamed(job
 
 
 def test_a_worker_of_a_node_that_was_cut_off_must_still_be_waited_for(job):
-    died(job, STARTING, STARTED, {**ended(1, 137), "known": "partition"}, ended(0, 143, stopping=True))
+    died(job, STARTING, STARTED, replace(ended(1, 137), known=Reason.PARTITION), ended(0, 143, stopping=True))
     engine = RecordingEngine([[], [], [WorkerExit(2, 143)]], [ALL_WELL])
     engine.stop = lambda how: engine.calls.append("stop")
     assert job.run(engine).word == "succeeded"
@@ -204,8 +188,7 @@ def test_a_worker_of_a_node_that_was_cut_off_must_still_be_waited_for(job):
 
 
 def test_the_last_words_must_be_those_of_the_generation_that_is_taken_up(job):
-    second = {**STARTING, "generation": 1}
-    died(job, STARTING, ENDED, second, {**STARTED, "generation": 1})
+    died(job, STARTING, ENDED, replace(STARTING, generation=1), replace(STARTED, generation=1))
     job.paths.log(1).write_text("ModuleNotFoundError: No module named 'x'\n[node] generation 1\nnew\n")
     spec = JobSpec(trainers=2, grace=0.01)
     engine, second = RecordingEngine([[WorkerExit(1, 1)]], [ALL_WELL]), plan(spec, HERE, "j", 29501, generation=1)
@@ -230,7 +213,7 @@ def test_an_engine_that_is_away_must_be_waited_for(job):
 
 
 def test_the_generation_after_the_last_that_ended_must_be_next(job):
-    died(job, STARTING, {**ENDED, "generation": 4})
+    died(job, STARTING, replace(ENDED, generation=4))
     engine, spec = RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)
     assert job.run(engine, spec, plan(spec, HERE, "j", 29504, generation=4)).word == "succeeded"
     assert engine.plans[0].workers[0].env["TORCHELASTIC_RESTART_COUNT"] == "5"
@@ -238,14 +221,14 @@ def test_the_generation_after_the_last_that_ended_must_be_next(job):
 
 @pytest.mark.parametrize(("word", "why"), [("succeeded", "finished"), ("stopped", "max_run is over"), ("lost", "gone")])
 def test_a_generation_that_ended_the_job_must_be_its_outcome(job, word, why):
-    died(job, STARTING, ENDED, {**ENDED, "generation": 1, "word": word, "why": why, "cause": None})
+    died(job, STARTING, ENDED, replace(ENDED, generation=1, word=Outcome(word), why=why, cause=None))
     engine = RecordingEngine()
     assert job.run(engine) == JobResult(word, why)
     assert engine.calls == ["adopt", "down"]
 
 
 def test_a_generation_that_was_stopped_to_take_a_node_in_must_be_followed_by_the_next(job):
-    died(job, STARTING, {**ENDED, "word": "rescaled", "why": "a node is back", "cause": None})
+    died(job, STARTING, replace(ENDED, word=Outcome.RESCALED, why="a node is back", cause=None))
     engine = RecordingEngine([], [ALL_WELL])
     assert job.run(engine, JobSpec(trainers=2, max_restarts=0)) == JobResult("succeeded", "finished")
     assert engine.calls == ["adopt", "up", "start", "down"]
@@ -260,7 +243,7 @@ def test_a_plan_for_fewer_nodes_that_was_not_started_must_be_made_again_for_thos
 
 
 def test_the_furthest_step_of_earlier_generations_must_be_what_progress_is_measured_by(job):
-    died(job, STARTING, {**ENDED, "step": 50})
+    died(job, STARTING, replace(ENDED, step=50))
     job.paths.metrics.write_text('{"step": 40}\n')
     assert job.run(RecordingEngine([], [KILLED], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)).word == "succeeded"
     assert [end.progress for end in job.supervisor.history.ended] == [False, False, False]
@@ -288,13 +271,14 @@ def test_what_a_second_supervisor_must_know_must_be_written_down_before_it_is_do
         ("start", "generation_starting"),
         ("down", "nodes_stopping"),
     ]
-    told = [name for name in job.names() if name in ("generation_ended", "decision", "nodes_starting", "outcome")]
-    assert told == ["nodes_starting", "generation_ended", "decision", "nodes_starting", "generation_ended", "outcome"]
-    assert job.names()[-3:] == ["outcome", "nodes_stopping", "nodes_down"]
+    once = ["nodes_starting", "generation_ended"]
+    told = [name for name in job.names() if name in (*once, "restart_decided", "outcome_decided")]
+    assert told == [*once, "restart_decided", *once, "outcome_decided"]
+    assert job.names()[-3:] == ["outcome_decided", "nodes_stopping", "nodes_down"]
 
 
 def test_workers_that_fail_and_never_end_must_be_told_as_such_though_no_end_was_seen(job):
-    died(job, STARTING, STARTED, {"event": "workers_stopping", "why": "a worker failed"})
+    died(job, STARTING, STARTED, STOPPING)
     engine = RecordingEngine([], [ALL_WELL])
     engine.stop = lambda how: None
     assert job.run(engine).word == "succeeded"
@@ -314,9 +298,8 @@ def test_an_engine_that_stays_away_must_lose_the_job_not_fail_it(job):
 
 @pytest.mark.parametrize("seen", [0, 2])
 def test_a_hang_that_was_found_must_stay_one(job, seen):
-    hang = {"event": "hang", "states": {str(rank): "T" if rank == 1 else "S" for rank in range(3)}, "after": 9.0}
-    aborted = {"event": "worker_ended", "known": "", "node": "n", "exit_code": 134, "stopping": True}
-    died(job, STARTING, STARTED, hang, *({**aborted, "rank": rank} for rank in range(seen)))
+    hang = events.HangFound({0: "S", 1: "T", 2: "S"}, 9.0)
+    died(job, STARTING, STARTED, hang, *(ended(rank, 134, stopping=True) for rank in range(seen)))
     engine = RecordingEngine([[], [WorkerExit(rank, 134) for rank in range(seen, 3)]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(1, "hang")]

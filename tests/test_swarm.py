@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 from collections import Counter
-from dataclasses import asdict
 
 import pytest
 from conftest import DOCKER_REQUIRED, ROOT, eventually
@@ -19,7 +18,8 @@ from support.hosts import Swarm, command
 
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
-from orchestrate.job.outcomes import GenerationResult
+from orchestrate.job.events import GenerationEnded, OutcomeDecided
+from orchestrate.job.outcomes import Outcome
 
 pytestmark = pytest.mark.docker
 RANKS = range(4)
@@ -200,9 +200,9 @@ def test_what_hosts_still_have_when_the_outcome_is_decided_must_come_home(cli, s
         host, node = job.where(["master", "trainer-1", "trainer-2", "trainer-3"][rank])
         eventually(lambda host=host, node=node: "step 150" in host.docker("logs", node))
     assert not any(complete(job.steps(rank), 150) for rank in RANKS)
-    ended = GenerationResult(generation=0, word="succeeded", why="all workers ended with exit code 0")
-    decided = {"outcome": ended.word, "reason": ended.why}  # as if it had died a moment after its decision
-    noted(JobPaths(cli.run_dir()), generation_ended=asdict(ended), outcome=decided)
+    why = "all workers ended with exit code 0"
+    ended = GenerationEnded(generation=0, word=Outcome.SUCCEEDED, why=why)
+    noted(JobPaths(cli.run_dir()), ended, OutcomeDecided(Outcome.SUCCEEDED, why))  # as if it had died a moment later
     done = cli("attach", cli.run_dir().name)
     assert done.returncode == 0, done.stderr
     for rank in RANKS:

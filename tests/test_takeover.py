@@ -164,7 +164,7 @@ def test_an_orchestrator_that_dies_between_two_generations_must_leave_one_that_g
 
 def test_an_orchestrator_that_dies_while_nodes_are_taken_down_must_leave_the_outcome(cli, engine):
     job = Background(cli, engine, "--", "count.py", "5")
-    job.until("outcome")
+    job.until("outcome_decided")
     orphan(job)
     done = attach(cli)
     assert done.returncode == 0, done.stderr

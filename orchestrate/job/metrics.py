@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from orchestrate.job.events import objects
+from orchestrate.job.recorder import objects
 
 MAX_LINE = 32 << 10  # bytes of a line, enough for a number of each of 1000 ranks; a longer one does not count
 LARGE, WORD, NAMES = 1 << 63, 1000, 1000  # of a number; of a text, in characters; of names, and of a value's parts

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin, get_type_hints
 
 from orchestrate.errors import ResourceError
-from orchestrate.files.forms import argument
+from orchestrate.files import typed
 from orchestrate.files.paths import NAME
 from orchestrate.job.cores import shares_near
 from orchestrate.job.limits import UNLIMITED, Limits, in_words, limits
 from orchestrate.job.redact import Mask, redacted
 from orchestrate.job.spec import APP, JobSpec
 from orchestrate.job.values import MAX_TRAINERS, MAX_WORKERS
+from orchestrate.node import checks
 from orchestrate.node.ranks import assign
 
 NODE = re.compile(r"master|trainer-[1-9][0-9]{0,5}")
@@ -53,9 +52,9 @@ class Placement:
     sharing: int = 0  # the nodes of that cluster, which share the memory of the machines
 
     @property
-    def packages(self) -> list[str]:
+    def packages(self) -> tuple[str, ...]:
         """The top-level packages of the modules that nodes import."""
-        return list(dict.fromkeys(name.partition(".")[0] for name in self.preload))
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in self.preload))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +106,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON, for `plan.json`, without the values of secrets."""
         hide = Mask(self.workers[0].env, self.secrets)
-        values = dataclasses.asdict(self) | {"command": list(map(hide, self.command))}
+        values = typed.encode(self) | {"command": list(map(hide, self.command))}
         for worker in values["workers"]:
             worker["env"] = redacted(worker["env"], self.secrets)
         return json.dumps(values, indent=2)
@@ -244,38 +243,11 @@ def read_plan(text: str, env: Mapping[str, str]) -> Plan:
     command remain `***`.
     """
     values = json.loads(text)
-    lists = {name: tuple(values["inventory"][name]) for name in ("cores", "gpus")}
-    lists["gpu_cores"] = tuple(map(tuple, values["inventory"].get("gpu_cores", ())))
-    inventory = Inventory(**values["inventory"] | lists)
-    placement = Placement(**values["placement"] | {"preload": tuple(values["placement"]["preload"])})
-    workers = tuple(
-        WorkerPlan(**worker | {"cores": tuple(worker["cores"]), "env": worker["env"] | env})
-        for worker in values["workers"]
-    )
-    tuples = {name: tuple(values[name]) for name in ("command", "nodes", "gpus", "secrets")}
-    parts = {"inventory": inventory, "placement": placement, "workers": workers, "limits": Limits(**values["limits"])}
-    read = Plan(**values | tuples | parts)
-    if not _fits(read, Plan):
-        raise TypeError("it has values of other types than a plan")
+    for worker in values["workers"]:
+        worker["env"] |= env
+    read = typed.decode(values, Plan)
     _check(read)
     return read
-
-
-_TYPES = {
-    kind: get_type_hints(kind) for kind in (Plan, Inventory, Placement, Limits, WorkerPlan)
-}  # slow for each worker
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, with all that is in it: a dataclass, a mapping, a tuple of any length, or plain."""
-    if types := _TYPES.get(kind):
-        return type(value) is kind and all(_fits(getattr(value, key), of) for key, of in types.items())
-    inner = get_args(kind)
-    if type(value) is not (get_origin(kind) or kind):
-        return False
-    if isinstance(value, dict):
-        return all(_fits(key, inner[0]) and _fits(one, inner[1]) for key, one in value.items())
-    return not isinstance(value, tuple) or all(_fits(one, inner[0]) for one in value)
 
 
 def _check(plan: Plan) -> None:
@@ -294,11 +266,11 @@ def _check(plan: Plan) -> None:
     places = enumerate(node for node in plan.nodes for _ in range(plan.nproc_per_node))
     if [(worker.rank, worker.node) for worker in plan.workers] != list(places):
         raise ValueError("its ranks are not numbered from 0, or not on its nodes")
-    if not all(map(argument, plan.command)):
+    if any(map(checks.path, plan.command)):
         raise ValueError("its command has text that no process can be given")
     for worker in plan.workers:
         for name, value in worker.env.items():
-            if not name or "=" in name or not argument(name) or not argument(value):
+            if not name or "=" in name or checks.path(name) or checks.path(value):
                 raise ValueError(f"rank {worker.rank} cannot be given the environment variable {name[:60]!a}")
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from orchestrate.job.events import Event
+from orchestrate.job import events
 from orchestrate.job.metrics import NAMES, PACE, plain
 from orchestrate.job.outcomes import JOB_OUTCOMES, GenerationResult, JobResult, Outcome
 from orchestrate.job.plan import Plan, counted
@@ -19,6 +19,11 @@ STRAGGLER_FACTOR = 2.0  # times the others' median; a worker that takes longer h
 ENOUGH = 5  # lines of metrics about the workers' pace that tell something
 # Bytes of a list that a job can fill: all of them take a fifth of what is read back (`folder.MAX_FILE`).
 MAX_LIST = 4 << 20
+TROUBLES = {
+    "paused": "is paused (docker unpause), and the job waits",
+    "silent": "does not answer, and the job waits",
+    "partition": "is cut off from the network",
+}
 FEW = 8  # ranks that a line names
 LONGEST = 1000  # characters of a reason, which can be a node's
 
@@ -27,12 +32,13 @@ def report(
     plan: Plan,
     outcome: JobResult,
     ended: Sequence[GenerationResult],
-    events: Sequence[Event],
+    seconds: float,
     metrics: Sequence[dict[str, Any]],
     checkpoints: Iterable[Path],
     whole: bool = True,
 ) -> dict[str, Any]:
-    """The content of report.json; `ended` are the generations, `metrics` what is kept of metrics.jsonl.
+    """The content of report.json; `ended` are the generations, `seconds` how long it took, `metrics` what is kept
+    of metrics.jsonl.
 
     `whole`: whether `checkpoints` are all that there are. Where a list is too long, the last of it are in the report,
     and `truncated` names it.
@@ -55,7 +61,7 @@ def report(
         "engine": plan.engine,
         "world_size": plan.world_size,
         "generations": len(ended),
-        "duration_s": next((event["seconds"] for event in events if event["event"] == "job_ended"), 0.0),
+        "duration_s": seconds,
         "root_cause": asdict(last) if last and outcome.word == Outcome.FAILED else None,
         "failures": failures,
         "left_behind": outcome.left[:LONGEST],
@@ -125,81 +131,73 @@ def _pace(plan: Plan, metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
     ]
 
 
-def line(event: Event) -> str:
+def line(event: events.Event) -> str:
     """What an event says to a person while the job runs; nothing, for most."""
-    says = LINES.get(event["event"])
-    return says(event) if says else ""
+    match event:
+        case events.NodesUp():
+            return _hosts(event.hosts)
+        case events.NodesMissing():
+            return f"going on with {len(event.nodes)} nodes, {event.missing} fewer: {event.error}"
+        case events.GenerationStarting(generation=number) if number:
+            return f"generation {number}: {event.world_size} workers"
+        case events.GenerationEnded(cause=cause) if cause:
+            return f"generation {event.generation} failed: {cause.summary}"
+        case events.RestartDecided(restart=True):
+            wait = f" in {event.delay:g} s" if event.delay else ""
+            return f"starting all workers again{wait} ({event.why})"
+        case events.WorkersLost():
+            return f"no end of {_ranks(event.ranks)} after the grace period: removing the nodes"
+        case events.NodeInTrouble():
+            return f"{event.node} {TROUBLES.get(event.trouble, event.trouble)}"
+        case events.NodeWell():
+            return f"{event.node} is well again"
+        case events.NodeBack():
+            return "a missing node is back: going on with it after the next checkpoint"
+        case events.HangFound():
+            return f"nothing has happened for {event.after:g} s: asking every worker where it stands"
+        case events.EngineLost():
+            return f"{event.error}; waiting for it"
+        case events.EngineBack():
+            return "the engine is back"
+        case events.DiskFull():
+            return f"the run directory cannot be written: {event.error}; waiting"
+        case events.WarningIssued():
+            return f"warning: {event.text}"
+    return ""
 
 
-def phase(event: Event) -> str | None:
+def phase(event: events.Event) -> str | None:
     """What goes on from an event on, in a few words; empty where that is over, None where nothing changes."""
-    tells = PHASES.get(event["event"])
-    return tells(event) if tells else None
+    match event:
+        case events.NodesStarting():
+            return f"starting {counted(event.nodes, 'node')}"
+        case events.GenerationStarted(imports=packages) if packages:
+            return f"importing {', '.join(packages)}"
+        case events.NodesUp() | events.GenerationStarted():
+            return "starting the workers"
+        case events.WorkersAwaited():
+            return f"waiting for {_ranks(event.ranks)} to start"
+        case events.WorkersStarted():
+            return "waiting for the workers' first output"
+        case events.NodesStopping():
+            return "cleaning up"
+        case events.GenerationEnded() | events.NodesDown() | events.NodesLeft():
+            return ""
+    return None
 
 
-def _failed(event: Event) -> str:
-    return f"generation {event['generation']} failed: {event['cause']['summary']}" if event["cause"] else ""
-
-
-def _placed(event: Event) -> str:
+def _hosts(placed: dict[str, str]) -> str:
     """Which nodes each host has, where there are several."""
     hosts: dict[str, list[str]] = {}
-    for node, host in event.get("hosts", {}).items():
+    for node, host in placed.items():
         hosts.setdefault(host, []).append(node)
     return "; ".join(f"{host}: {', '.join(nodes)}" for host, nodes in sorted(hosts.items()))
 
 
-def _decided(event: Event) -> str:
-    wait = f" in {event['delay']:g} s" if event["delay"] else ""
-    return f"starting all workers again{wait} ({event['why']})" if event["restart"] else ""
-
-
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     """Ranks by number, of which the first eight are named."""
     more = f" and {len(ranks) - FEW} more" if len(ranks) > FEW else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:FEW]))}{more}"
-
-
-TROUBLES = {
-    "paused": "is paused (docker unpause), and the job waits",
-    "silent": "does not answer, and the job waits",
-    "partition": "is cut off from the network",
-}
-LINES: dict[str, Callable[[Event], str]] = {
-    "generation_ended": _failed,
-    "decision": _decided,
-    "nodes_up": _placed,
-    "generation_starting": lambda event: (
-        f"generation {event['generation']}: {event['world_size']} workers" if event["generation"] else ""
-    ),
-    "node_in_trouble": lambda event: f"{event['node']} {TROUBLES[event['trouble']]}",
-    "node_well": lambda event: f"{event['node']} is well again",
-    "hang": lambda event: f"nothing has happened for {event['after']:g} s: asking every worker where it stands",
-    "warning": lambda event: f"warning: {event['text']}",
-    "engine_lost": lambda event: f"{event['error']}; waiting for it",
-    "engine_back": lambda event: "the engine is back",
-    "disk_full": lambda event: f"the run directory cannot be written: {event['error']}; waiting",
-    "nodes_missing": lambda event: (
-        f"going on with {len(event['nodes'])} nodes, {event['missing']} fewer: {event['error']}"
-    ),
-    "node_back": lambda event: "a missing node is back: going on with it after the next checkpoint",
-    "workers_lost": lambda event: f"no end of {_ranks(event['ranks'])} after the grace period: removing the nodes",
-}
-
-
-PHASES: dict[str, Callable[[Event], str]] = {
-    "nodes_starting": lambda event: f"starting {counted(event['nodes'], 'node')}",
-    "nodes_up": lambda event: "starting the workers",
-    "generation_started": lambda event: (
-        f"importing {', '.join(event['imports'])}" if event["imports"] else "starting the workers"
-    ),
-    "workers_awaited": lambda event: f"waiting for {_ranks(event['ranks'])} to start",
-    "workers_started": lambda event: "waiting for the workers' first output",
-    "generation_ended": lambda event: "",
-    "nodes_stopping": lambda event: "cleaning up",
-    "nodes_down": lambda event: "",
-    "nodes_left": lambda event: "",
-}
 
 
 def _final(metrics: Iterable[dict[str, Any]]) -> list[tuple[str, Any]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any
 
 from orchestrate.engines.base import Stop
 from orchestrate.errors import EngineError
+from orchestrate.job import events
 from orchestrate.job.outcomes import LOST, Cause, GenerationResult, ObservedExit, Outcome, Reason, WorkerExit
 from orchestrate.job.plan import Plan
 from orchestrate.supervise import hang
@@ -58,19 +58,17 @@ class Generation:
 
     # --- after another supervisor
 
-    def restore(self, exits: list[dict[str, Any]], stopping: str, states: dict[int, str]) -> None:
+    def restore(self, exits: list[events.WorkerEnded], stopping: str, states: dict[int, str]) -> None:
         """Know what an earlier supervisor knew: which workers ended, why they were to, their states in a hang."""
         self.launched = True
         if states := {rank: state for rank, state in states.items() if rank in self.running}:
             self.hung = self._late(states)
-        for event in [event for event in exits if event["rank"] in self.running]:
-            if known := event["known"]:  # found out by us, while the worker was still there
-                self.known[event["rank"]] = Reason(known)
+        for event in [event for event in exits if event.rank in self.running]:
+            if event.known:  # found out by us, while the worker was still there
+                self.known[event.rank] = event.known
             else:
-                self.running.discard(event["rank"])
-            self.ends.append(
-                ObservedExit(event["seconds"], WorkerExit(event["rank"], event["exit_code"]), event["stopping"])
-            )
+                self.running.discard(event.rank)
+            self.ends.append(ObservedExit(event.seconds, WorkerExit(event.rank, event.exit_code), event.stopping))
         if stopping or self.hung or any(end.exit.code for end in self.ends):
             self._stop(stopping or FAILED)
 
@@ -94,7 +92,7 @@ class Generation:
                 self._launch()
                 self._step()
             except EngineError as error:
-                self.emit("engine_lost", error=str(error))
+                self.emit(events.EngineLost(str(error)))
                 self.engine_lost = str(error)
                 self.losses += 1
                 if self.losses > MAX_ENGINE_LOSSES or not self._reconnect():
@@ -103,11 +101,11 @@ class Generation:
                     self._stop(FAILED)
         if self.running:
             nodes = {self.plan.workers[rank].node for rank in self.running}
-            self.emit("workers_lost", ranks=sorted(self.running))
+            self.emit(events.WorkersLost(tuple(sorted(self.running))))
             try:
                 self.job.session.discard(nodes)
             except EngineError as error:
-                self.emit("nodes_left", error=str(error))
+                self.emit(events.NodesLeft(str(error)))
             if not self.ends:  # of which another supervisor may have known more
                 self.ends = [
                     ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST), True) for rank in sorted(self.running)
@@ -132,7 +130,7 @@ class Generation:
                 self.adopt()
             except EngineError:
                 continue
-            self.emit("engine_back")
+            self.emit(events.EngineBack())
             return True
         return False
 
@@ -141,8 +139,7 @@ class Generation:
         if not self.launched:
             self.launched = True
             self.job.session.start(self.plan)
-            facts = {"generation": self.plan.generation, "imports": self.plan.placement.packages}
-            self.emit("generation_started", **facts)
+            self.emit(events.GenerationStarted(self.plan.generation, self.plan.placement.packages))
             self.awaited, self.noted = set(), time.monotonic()
 
     def _step(self) -> None:
@@ -181,19 +178,19 @@ class Generation:
             self.started = time.monotonic()  # the time in which nodes import says nothing about the script
         if not awaited:
             self.awaited = None
-            self.emit("workers_started")
+            self.emit(events.WorkersStarted())
         elif awaited != self.awaited:
             self.awaited, self.noted = awaited, time.monotonic()
         elif awaited != self.running and time.monotonic() > self.noted + 1.0:
             self.noted = float("inf")
-            self.emit("workers_awaited", ranks=sorted(awaited))
+            self.emit(events.WorkersAwaited(tuple(sorted(awaited))))
 
     def _ended(self, end: WorkerExit) -> None:
         self.running.discard(end.rank)
         node = self.plan.workers[end.rank].node
         stopping = bool(self.why or self.hung)
         ours = stopping and end.asked
-        self.emit("worker_ended", rank=end.rank, node=node, exit_code=end.code, stopping=ours, known="")
+        self.emit(events.WorkerEnded(end.rank, node, end.code, stopping=ours))
         if self.requested < 2 or self.late:  # what else we have killed says nothing
             self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
         if end.code and not stopping:
@@ -215,7 +212,7 @@ class Generation:
         self.requested = 2 if self.stops() > 1 or (self.hung and self.why == FAILED) else max(1, self.requested)
         with contextlib.suppress(OSError):  # a full disk; the nodes stop what runs all the same
             self.files.fence(self.plan.generation, over=True)
-        self.emit("workers_stopping", why=why, kill=self.requested > 1)
+        self.emit(events.WorkersStopping(why, kill=self.requested > 1))
         if self.why == FAILED and self.plan.gpus:
             self.killing = min(self.killing, time.monotonic() + NCCL_STOP_TIMEOUT)
         self._give_time()
@@ -225,7 +222,7 @@ class Generation:
         self.killing = float("inf")
         if self.requested < 2:
             self.requested, self.late = 2, True
-            self.emit("workers_stopping", why=self.why, kill=True)
+            self.emit(events.WorkersStopping(self.why, kill=True))
             self._give_time()
 
     def _give_time(self) -> None:
@@ -236,19 +233,18 @@ class Generation:
         troubles = {node: what for node, what in found.items() if node in self.plan.nodes}
         for node in self.troubles.keys() - troubles.keys():
             if any(self.plan.workers[rank].node == node for rank in self.running):  # else it has been given up
-                self.emit("node_well", node=node)
+                self.emit(events.NodeWell(node))
             del self.troubles[node]
         for node, what in troubles.items():
             if self.troubles.get(node, ("", 0.0))[0] != what:
-                self.emit("node_in_trouble", node=node, trouble=what)
+                self.emit(events.NodeInTrouble(node, what))
                 self.troubles[node] = what, time.monotonic()
             cut_off = what == "partition" and time.monotonic() - self.troubles[node][1] > PARTITION_TIMEOUT
             ranks = [rank for rank in self.running if self.plan.workers[rank].node == node]
             if cut_off and ranks and not self.why and not self.hung:
                 rank = min(ranks)
                 self.known[rank] = Reason.PARTITION
-                facts = {"rank": rank, "node": node, "exit_code": LOST, "stopping": False}
-                self.emit("worker_ended", **facts, known=Reason.PARTITION)
+                self.emit(events.WorkerEnded(rank, node, LOST, stopping=False, known=Reason.PARTITION))
                 self.ends.append(ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST), False))
                 self._stop(FAILED)
 
@@ -256,7 +252,7 @@ class Generation:
         """A missing node is back: once the job has saved, stop it to go on with all nodes."""
         saved = self.files.saved()
         if self.boundary is None:
-            self.emit("node_back")
+            self.emit(events.NodeBack())
             self.boundary = saved
         elif saved != self.boundary:
             self._stop(RESCALED)
@@ -265,7 +261,7 @@ class Generation:
         """Have every worker print where it stands; find out whom they wait for; kill them."""
         states = self.job.session.doing()
         letters = {rank: doing.state for rank, doing in states.items() if rank in self.running}
-        self.emit("hang", states={str(rank): state for rank, state in letters.items()}, after=self.spec.hang_after)
+        self.emit(events.HangFound(letters, self.spec.hang_after or 0.0))
         self.hung = self._stuck(min(self.running), "the job hung; the engine was lost before it was known where")
         self.job.session.stop(Stop.DUMP)
         deadline = time.monotonic() + DUMP_TIMEOUT
@@ -325,7 +321,6 @@ class Generation:
             word=word,
             why=why,
             cause=cause,
-            time=round(time.time(), 3),
             lasted=round(lasted, 3),
             step=step,
             progress=progress,

@@ -22,9 +22,10 @@ from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import folder, lock, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import logs, report, store, strict_yaml
-from orchestrate.job.events import OURS, Event, Recorder
+from orchestrate.job.events import OURS, Event, JobEnded, SupervisorStarted, WorkersStarted
 from orchestrate.job.outcomes import JobResult, Outcome
 from orchestrate.job.plan import Plan
+from orchestrate.job.recorder import Recorder
 from orchestrate.job.redact import Mask
 from orchestrate.job.spec import JobSpec
 from orchestrate.node.command import of_python
@@ -129,7 +130,7 @@ def supervise(
 
             def tell(event: Event) -> None:
                 if (now := report.phase(event)) is not None:
-                    late = event["event"] == "workers_started"  # a worker may have written before the others started
+                    late = isinstance(event, WorkersStarted)  # a worker may have written before the others started
                     in_turn(lambda: phase(now if follower.silent or not late else ""))
                 if said := report.line(event):
                     in_turn(partial(show, said))
@@ -140,22 +141,22 @@ def supervise(
 
             try:
                 key = bytes.fromhex(records.need(paths.root).events)
-                emit = Recorder(paths.events, tell, lambda event: hide.inside(event, ours=OURS), key)
+                emit = Recorder(paths.events, tell, lambda line: hide.inside(line, ours=OURS), key)
             except ValueError as error:
                 raise UsageError(
                     f"{paths.events} is damaged: {error}", f"python -m orchestrate rm {plan.job_id}"
                 ) from None
-            emit("supervisor_started", job_id=plan.job_id)
+            emit(SupervisorStarted(plan.job_id))
             files = JobFiles(paths, hide)
             supervisor = Supervisor(spec, plan, seen, engine, emit, stops, files, renew)
             try:
                 outcome = supervisor.supervise()
             except OrchestrateError as error:
                 outcome, failure = JobResult(Outcome.FAILED, supervisor.could_not(error)), error
-        emit("job_ended", outcome=outcome.word, reason=outcome.why)
+        emit(JobEnded(outcome.word, outcome.why))
         emit.close()
         metrics, ended = hide.inside(files.metrics()), supervisor.history.ended
-        told = report.report(supervisor.plan, outcome, ended, emit.events, metrics, *files.checkpoints())
+        told = report.report(supervisor.plan, outcome, ended, emit.events[-1].seconds, metrics, *files.checkpoints())
         data: dict[str, Any] = hide.inside(told, ours=OURS)
         text = json.dumps(data, indent=2) + "\n"
         acts: list[Callable[[], object]] = [

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from orchestrate.engines.ports import port
 from orchestrate.errors import EngineError, EngineLost
+from orchestrate.job import events
 from orchestrate.job.plan import Plan, in_order, names, plan
 from orchestrate.supervise.running import Running
 
@@ -30,7 +31,7 @@ class Nodes:
     def bring_up(self, number: int) -> None:
         """Have all nodes up, or as many as the job may go on with, and make the plan of generation `number`."""
         wanted = names(self.spec)
-        self.emit("nodes_starting", nodes=len(wanted), engine=self.plan.engine)
+        self.emit(events.NodesStarting(len(wanted), self.plan.engine))
         self.end_rejoining()
         error = ""
         everything = replace(self._planned(wanted, number), nodes=names(self.spec, spares=True))
@@ -58,9 +59,9 @@ class Nodes:
         if len(nodes) < 1 + fewest:
             raise EngineError(error)
         if missing:
-            self.emit("nodes_missing", nodes=list(nodes), missing=missing, error=error)
+            self.emit(events.NodesMissing(nodes, missing, error))
         self.hosts = {node: alive[node] for node in nodes if alive[node]}
-        self.emit("nodes_up", nodes=list(nodes), hosts=self.hosts)
+        self.emit(events.NodesUp(nodes, self.hosts))
         self.job.write(lambda: self.job.session.gather(lambda: self.job.stops() > 0))
         self.plan = self._planned(nodes, number)
         self.job.write(lambda: self.keep(self.plan))
@@ -91,7 +92,7 @@ class Nodes:
         """Bring the nodes up; in a later generation more than once, since a node may still be on its way down."""
         while True:
             try:
-                self.job.patiently(lambda: self._up(wanted), EngineLost, "engine_lost")
+                self.job.patiently(lambda: self._up(wanted), EngineLost, events.EngineLost)
                 alive = len(self.job.session.alive())
                 if alive >= len(wanted.nodes):
                     return

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from orchestrate.engines.base import Engine, Session
 from orchestrate.errors import EngineError
-from orchestrate.job.events import Recorder
+from orchestrate.job.events import DiskFull, Event, WarningIssued
 from orchestrate.job.plan import Plan
+from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
@@ -40,7 +41,11 @@ class Running:
     @cached_property
     def session(self) -> Session:
         """The nodes and workers of the job; raises EngineError if there is no way to them, and may be asked again."""
-        return self.engine.open(self.spec, self.plan, self.run, lambda text: self.emit("warning", text=text))
+        return self.engine.open(self.spec, self.plan, self.run, self.warn)
+
+    def warn(self, text: str) -> None:
+        """Show a warning to the user."""
+        self.emit(WarningIssued(text))
 
     def hurried(self) -> bool:
         """Whether the job was asked to stop a second time."""
@@ -54,7 +59,7 @@ class Running:
             time.sleep(0.05)
         return self.stops() > before
 
-    def patiently(self, action: Callable[[], None], fails: type[Exception], event: str) -> None:
+    def patiently(self, action: Callable[[], None], fails: type[Exception], event: Callable[[str], Event]) -> None:
         """Retry `action` until it succeeds or the time limit is over; emit `event` at the first failure.
 
         The limit is shorter if the job is being stopped: a paused node, for example, does not answer.
@@ -66,7 +71,7 @@ class Running:
                 return action()
             except fails as error:
                 if not emitted:
-                    self.emit(event, error=str(error))
+                    self.emit(event(str(error)))
                 emitted = True
                 if time.monotonic() > deadline or self.sleep(1.0):
                     raise
@@ -83,6 +88,6 @@ class Running:
                 raise
 
         try:
-            self.patiently(write, _Full, "disk_full")
+            self.patiently(write, _Full, DiskFull)
         except OSError as error:
             raise EngineError(f"the run directory cannot be written: {error}") from None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrate.engines.base import Engine
 from orchestrate.errors import EngineError, EngineLost, OrchestrateError
-from orchestrate.job.events import History, Recorder
+from orchestrate.job import events
+from orchestrate.job.history import History
 from orchestrate.job.outcomes import GenerationResult, JobResult, Outcome
 from orchestrate.job.patterns import Patterns
 from orchestrate.job.plan import Plan
+from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.generation import BY_USER, Generation
 from orchestrate.supervise.job_files import JobFiles
@@ -46,7 +48,7 @@ class Supervisor:
         self.history = History(emit.events)
         self.nodes = Nodes(self.job, self.history.hosts, keep)
         logs = [rule["log"] for rule in spec.rules if "log" in rule]
-        self.patterns = Patterns(logs, lambda text: emit("warning", text=text))
+        self.patterns = Patterns(logs, self.job.warn)
         self.met = False  # whether the engine knows the job, by `up` or `adopt`
 
     @property
@@ -57,24 +59,23 @@ class Supervisor:
     def supervise(self) -> JobResult:
         """Run the job and take its nodes down, whatever happens; raises OrchestrateError where it could not start."""
         failure = None
-        decided = self.history.outcome
-        outcome = JobResult(*decided) if decided else None
-        if self.history.running < 0 and (decided or self.history.ended):
+        outcome = self.history.outcome
+        if self.history.running < 0 and (outcome or self.history.ended):
             self._meet()
         try:
             if outcome is None:
                 outcome = self._carry()
-                self.emit("outcome", outcome=outcome.word, reason=outcome.why)
+                self.emit(events.OutcomeDecided(outcome.word, outcome.why))
         except OrchestrateError as error:
             failure = error
-            self.emit("outcome", outcome=Outcome.FAILED, reason=self.could_not(error))
+            self.emit(events.OutcomeDecided(Outcome.FAILED, self.could_not(error)))
         except BaseException:
             self.nodes.end_rejoining()
             with contextlib.suppress(EngineError):  # nodes with files that are not here stay
                 self.job.session.down(0)
             raise
         self.nodes.end_rejoining()
-        self.emit("nodes_stopping")
+        self.emit(events.NodesStopping())
         left = ""
         try:
             grace = 0 if self.job.hurried() else self.spec.grace
@@ -85,10 +86,10 @@ class Supervisor:
                 self.job.session.down(grace, self.job.hurried)
             else:  # what another supervisor has left; this one has not asked for any node
                 self.job.engine.remove(self.plan.job_id, grace)
-            self.emit("nodes_down")
+            self.emit(events.NodesDown())
         except OrchestrateError as error:
             left = str(error)
-            self.emit("nodes_left", error=left)
+            self.emit(events.NodesLeft(left))
         if failure:
             raise failure
         assert outcome
@@ -131,7 +132,7 @@ class Supervisor:
             if ended.cause:
                 self.patterns.renew()
                 decision = decide(self.spec, self.history.ended, self._search)
-                self.emit("decision", restart=decision.restart, why=decision.why, delay=decision.delay)
+                self.emit(events.RestartDecided(decision.restart, decision.why, decision.delay))
                 if not decision.restart:
                     return JobResult(Outcome.FAILED, decision.why)
                 if self.job.sleep(decision.delay):
@@ -149,11 +150,11 @@ class Supervisor:
         if self.history.running < 0:
             return self.history.ended[-1] if self.history.ended else None
         self.met = True
-        self.emit("taken_over", generation=self.history.running)
+        self.emit(events.TakenOver(self.history.running))
         self.files.generation = self.plan.generation
         generation = self._generation()
         generation.restore(self.history.exits, self.history.stopping, self.history.states)
-        self.job.patiently(generation.adopt, EngineLost, "engine_lost")
+        self.job.patiently(generation.adopt, EngineLost, events.EngineLost)
         return self._note(generation.watch())
 
     def _next_generation(self) -> Generation:
@@ -161,14 +162,13 @@ class Supervisor:
         number = self.plan.generation
         self.files.generation = number
         self.job.write(lambda: self.files.fence(number))
-        facts = {"nodes": list(self.plan.nodes), "world_size": self.plan.world_size, "master_port": self.plan.port}
-        self.emit("generation_starting", generation=number, **facts)
+        self.emit(events.GenerationStarting(number, self.plan.nodes, self.plan.world_size, self.plan.port))
         return self._generation()
 
     def _generation(self) -> Generation:
         return Generation(self.job, self.plan, self.history.furthest, self.nodes)
 
     def _note(self, ended: GenerationResult) -> GenerationResult:
-        self.history.ended.append(ended)
-        self.emit("generation_ended", **asdict(ended))
-        return ended
+        noted = self.emit(events.GenerationEnded(**vars(ended)))
+        self.history.ended.append(noted)
+        return noted

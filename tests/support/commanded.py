@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -16,8 +15,9 @@ from orchestrate.engines.recording import RecordingEngine
 from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import store
-from orchestrate.job.events import Recorder
+from orchestrate.job.events import Event
 from orchestrate.job.outcomes import WorkerExit
+from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
 from support.plans import HERE, Site, plan
 
@@ -73,11 +73,11 @@ def create(paths: JobPaths, spec: JobSpec | None = None, cluster: str = "") -> J
     return paths
 
 
-def noted(paths: JobPaths, **events: dict[str, Any]) -> None:
-    """Add events, by their names, to those of a job."""
+def noted(paths: JobPaths, *events: Event) -> None:
+    """Add events to those of a job."""
     emit = Recorder(paths.events, key=bytes.fromhex(records.need(paths.root).events))
-    for name, facts in events.items():
-        emit(name, **facts)
+    for event in events:
+        emit(event)
     emit.close()
 
 

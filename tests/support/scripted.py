@@ -3,8 +3,9 @@
 from concurrent.futures import Future
 
 from orchestrate.files.paths import JobPaths
-from orchestrate.job.events import Recorder
+from orchestrate.job.events import to_line
 from orchestrate.job.outcomes import JobResult, WorkerExit
+from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.supervisor import Supervisor
@@ -70,7 +71,7 @@ class Job:
 
     def __init__(self, folder, monkeypatch) -> None:
         self.clock = Clock()
-        for module in ("supervise.running", "supervise.nodes", "supervise.generation", "job.events"):
+        for module in ("supervise.running", "supervise.nodes", "supervise.generation", "job.recorder"):
             monkeypatch.setattr(f"orchestrate.{module}.time", self.clock)
         self.paths = JobPaths(folder / "run")
         self.paths.create()
@@ -96,7 +97,7 @@ class Job:
         try:
             return self.supervisor.supervise()
         finally:
-            self.events = emit.events
+            self.events = [to_line(event) for event in emit.events]
             emit.close()
 
     def causes(self) -> list[tuple[int, str]]:
