@@ -35,6 +35,7 @@ from orchestrate.job.spec import IMAGE, JobSpec
 from orchestrate.job.store import new_id
 from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, digest
+from orchestrate.node.ranks import MASTER_PORT
 
 OLDEST = (20, 10)  # the engine that knows all that we ask for: capabilities of services
 MAX_CLOCK_SKEW = 1.0  # seconds that hosts' clocks may differ, for logs to be read side by side
@@ -130,7 +131,7 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Find
         paths.create(owner=users.nodes_of(asked))
         run = paths.shared
         inventory, own = engine.inventory(asked, run, look_inside=False)
-        made = plan(asked, inventory, replace(own, code=str(run)), paths.root.name, 29500)
+        made = plan(asked, inventory, replace(own, code=str(run)), paths.root.name, MASTER_PORT)
         try:
             session = engine.open(asked, made, run, warn=say)
             try:

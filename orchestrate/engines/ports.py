@@ -7,6 +7,7 @@ import random
 import socket
 
 from orchestrate.errors import EngineError
+from orchestrate.node.ranks import MASTER_PORT
 
 
 def free_port() -> int:
@@ -19,9 +20,9 @@ def free_port() -> int:
 
 
 def port(network: str, generation: int) -> int:
-    """A port for rank 0 of a generation; `network` is that of an `Inventory`.
+    """A port for rank 0 of a generation; `network` is that of a `Placement`.
 
     In a network of its own only the job's last generation could still hold one: torch's default comes first, and each
     generation gets another. Elsewhere it is one that is free here, and so most likely on other hosts.
     """
-    return 29500 + generation % 1000 if network == "bridge" else free_port()
+    return MASTER_PORT + generation % 1000 if network == "bridge" else free_port()

@@ -25,6 +25,7 @@ from orchestrate.engines.connection import NodeConnection
 from orchestrate.errors import EngineError, ResourceError
 from orchestrate.files import private
 from orchestrate.files.paths import NODE, PROJECT, code_folder
+from orchestrate.job.container import UNBUFFERED
 from orchestrate.job.cores import cores
 from orchestrate.job.gpus import Offer, fields, look, offer, why_none
 from orchestrate.job.outcomes import LOST, Doing, Reason, WorkerExit
@@ -251,7 +252,7 @@ class ProcessSession:
 
     def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
         """The environment of this process and the worker's own."""
-        env = os.environ | {"PYTHONUNBUFFERED": "1"} | worker.env
+        env = os.environ | UNBUFFERED | worker.env
         return protocol.Start([*command], env, inherit=False, cwd=self.cwd)
 
 

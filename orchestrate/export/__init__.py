@@ -17,11 +17,11 @@ from typing import Any
 import yaml
 
 from orchestrate.errors import UsageError
+from orchestrate.job.container import UNBUFFERED
 from orchestrate.job.limits import UNLIMITED
 from orchestrate.job.redact import secret_names
 from orchestrate.job.spec import IMAGE, JobSpec
 
-MASTER_PORT = 29500  # torch's default
 PLAIN = re.compile(r"-{0,2}[A-Za-z/]|\d+[KMG]i$")  # how text begins that may do without quotes; or a size
 
 
@@ -68,7 +68,7 @@ def shape(spec: JobSpec, name: str) -> Shape:
         "JOB_ID": name,
         "TORCHELASTIC_RUN_ID": name,
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-        "PYTHONUNBUFFERED": "1",
+        **UNBUFFERED,
     }
     if not gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""

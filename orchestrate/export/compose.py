@@ -13,7 +13,7 @@ from orchestrate.engines.docker.mounts import CODE, literal, masks
 from orchestrate.errors import UsageError
 from orchestrate.export import Shape, check_folders, document, quoted, shape
 from orchestrate.files.paths import JOB, PACKAGE, PROJECT, code_folder, is_text
-from orchestrate.job import owners, users
+from orchestrate.job import container, owners, users
 from orchestrate.job.limits import limits
 from orchestrate.job.spec import JobSpec
 
@@ -53,7 +53,7 @@ def compose(spec: JobSpec, name: str) -> str:
             filled["environment"] |= _environment(spec, job)
             filled["volumes"] = [_mount(volume, f"{run}/{JOB}") for volume in filled["volumes"]]
             filled["volumes"] += [{**mask, "target": literal(mask["target"])} for mask in hidden]
-            filled["stop_grace_period"] = f"{int(spec.grace) + 10}s"
+            filled["stop_grace_period"] = f"{container.stop_seconds(spec.grace)}s"
             filled["networks"] = {"job": {"aliases": [service]}}
         filled["labels"] = dict.fromkeys(filled["labels"], "")  # else `ps` would take it for a job that we supervise
         filled["depends_on"] = _renamed(filled.get("depends_on", {}))

@@ -9,9 +9,10 @@ from typing import Any
 
 from orchestrate.engines.swarm.service_spec import boot, program
 from orchestrate.errors import UsageError
-from orchestrate.export import MASTER_PORT, Shape, carries_node, document, shape
-from orchestrate.job import users
+from orchestrate.export import Shape, carries_node, document, shape
+from orchestrate.job import container, users
 from orchestrate.job.spec import JobSpec
+from orchestrate.node.ranks import MASTER_PORT
 
 VERSIONS = {  # against which the tests hold what is written here
     "job": "Kubernetes 1.28 and later",
@@ -24,7 +25,6 @@ HEAD = {
     "trainjob": "Kubeflow starts the pods, by way of a JobSet.",
 }
 UNREACHABLE_SECONDS = 30  # seconds that a machine may be unreachable, where Kubernetes would wait 300
-USER = (1000, 1000)  # of the image: the cluster's machines have accounts that we do not know
 CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")  # a DNS subdomain (RFC 1123)
 PLACES = {"job": "/job", "tmp": "/tmp", "shm": "/dev/shm"}
 ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
@@ -92,24 +92,24 @@ def _jobset(spec: JobSpec, job: Shape) -> list[Object]:
 
 
 def _trainjob(spec: JobSpec, job: Shape) -> list[Object]:
-    container = _container(spec, job, "")
+    node = _container(spec, job, "")
     patch = {
         "name": "node",
-        "securityContext": container["securityContext"],
-        "volumeMounts": container["volumeMounts"],
+        "securityContext": node["securityContext"],
+        "volumeMounts": node["volumeMounts"],
     }
     whole = _pod(spec, job, "")
     kept = ("terminationGracePeriodSeconds", "tolerations", "securityContext", "volumes")
     pod = {**{name: whole[name] for name in kept}, "containers": [patch]}
     replicated = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     trainer = {
-        "image": container["image"],
-        "command": container["command"],
-        "args": container["args"],
+        "image": node["image"],
+        "command": node["command"],
+        "args": node["args"],
         "numNodes": job.nodes,
         "numProcPerNode": job.nproc,
-        "resourcesPerNode": container["resources"],
-        "env": container["env"],
+        "resourcesPerNode": node["resources"],
+        "env": node["env"],
     }
     runtime = {"template": {"spec": {"replicatedJobs": [replicated]}}}
     content: Object = {
@@ -145,10 +145,10 @@ def _pod(spec: JobSpec, job: Shape, master: str) -> Object:
         }
         for what in ("unreachable", "not-ready")
     ]
-    user, group = users.asked(spec) or USER
+    user, group = users.asked(spec) or container.USER  # the cluster's machines have accounts that we do not know
     return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _grace(spec),
+        "terminationGracePeriodSeconds": container.stop_seconds(spec.grace),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "tolerations": gone,
@@ -164,14 +164,9 @@ def _pod(spec: JobSpec, job: Shape, master: str) -> Object:
     }
 
 
-def _grace(spec: JobSpec) -> int:
-    return math.ceil(spec.grace) + 10
-
-
 def _container(spec: JobSpec, job: Shape, master: str) -> Object:
     env = job.env | {"JOB_DIR": f"/job/{job.name}" if spec.volume else "/job"}
-    for name, value in {"HOME": "/tmp", "USER": "node", "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor"}.items():
-        env.setdefault(name, value)
+    env |= {name: value for name, value in container.ACCOUNT.items() if name not in env}
     if master:  # else Kubeflow says so
         env |= {"MASTER_ADDR": master, "MASTER_PORT": str(MASTER_PORT)}
     secrets: list[Object] = [
@@ -185,7 +180,7 @@ def _container(spec: JobSpec, job: Shape, master: str) -> Object:
     if job.gpus:
         limits["nvidia.com/gpu"] = job.gpus
     mounts: list[Object] = [{"name": name, "mountPath": place} for name, place in PLACES.items()]
-    command = ["python", "/opt/orchestrate/node"]
+    command = ["python", container.PROGRAM]
     if not carries_node(spec.image):
         command = ["python", "-c", boot("/node/node")]
         mounts += [{"name": "program", "mountPath": "/node", "readOnly": True}, {"name": "run", "mountPath": "/run"}]

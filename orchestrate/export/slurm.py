@@ -11,6 +11,7 @@ from pathlib import Path
 from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, check_folders, quoted, shape
 from orchestrate.files.paths import NODE, PACKAGE, code_folder, is_text
+from orchestrate.job import container
 from orchestrate.job.limits import in_bytes
 from orchestrate.job.plan import counted
 from orchestrate.job.spec import JobSpec
@@ -108,7 +109,7 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         folder=quoted(_checked(code_folder(spec.command), form)),
         env="".join(f"{key}={quoted(value)} \\\n        " for key, value in job.env.items()),
         max_restarts=spec.max_restarts,
-        wait=math.ceil(spec.grace) + 10,
+        wait=container.stop_seconds(spec.grace),
         launch=_launch(spec, form),
         never=NEVER,
     )
@@ -135,9 +136,9 @@ def _launch(spec: JobSpec, form: str) -> str:
     if form == "apptainer":
         return (
             f"apptainer exec --nv --pwd {shlex.quote(folder)} --bind {mounts} \\\n"
-            f"        docker://{image} python /opt/orchestrate/node {command}"
+            f"        docker://{image} python {container.PROGRAM} {command}"
         )
     return (
         f"--container-image={image} --container-mounts={mounts} --container-workdir={shlex.quote(folder)} \\\n"
-        f"        python /opt/orchestrate/node {command}"
+        f"        python {container.PROGRAM} {command}"
     )

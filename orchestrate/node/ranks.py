@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrate.node.trees import opened
 
+MASTER_PORT = 29500  # torch's default
 Node = dict[str, Any]
 Env = dict[str, str]
 

@@ -19,10 +19,9 @@ from orchestrate.node.listener import serve
 from orchestrate.node.loop import Channel, Loop, connect
 from orchestrate.node.output import say
 from orchestrate.node.protocol import TO_MASTER, TO_TRAINER, End, Exited, Hello, Run, decode
-from orchestrate.node.ranks import Node, assign, gpus
+from orchestrate.node.ranks import MASTER_PORT, Node, assign, gpus
 
 JOIN_PORT = 29400  # where the master listens for trainers; the default port of torch's own rendezvous
-MASTER_PORT = 29500  # torch's default; each Compose project has its own network
 TOO_MANY = "take fewer nodes (--scale trainer=N), or train on CPU (docker compose --profile cpu up)"
 
 

@@ -11,7 +11,7 @@ from orchestrate.node.checks import MAX_NODES, MAX_WORKERS, integer
 from orchestrate.node.local_env import interface_to
 from orchestrate.node.loop import Loop
 from orchestrate.node.output import say
-from orchestrate.node.ranks import Env, assign, gpus
+from orchestrate.node.ranks import MASTER_PORT, Env, assign, gpus
 
 NAMES = {  # the variables that may hold each value: our own, then those of Kubeflow Trainer, Kubernetes and Slurm
     "NODE_RANK": ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID"),
@@ -44,7 +44,7 @@ def envs(environ: Mapping[str, str], own_gpus: list[str], cores: int) -> list[En
     rank, nodes = integer(told, "NODE_RANK"), integer(told, "NNODES", least=1, most=MAX_NODES)
     if rank >= nodes:
         raise ValueError(f"NODE_RANK is {rank}, and there are {nodes} nodes")
-    port = integer(told, "MASTER_PORT", default=29500, least=1, most=65535)
+    port = integer(told, "MASTER_PORT", default=MASTER_PORT, least=1, most=65535)
     interface = interface_to(told["MASTER_ADDR"])
     interface = "" if interface in LOOPBACK and nodes > 1 else interface
     machines = [{"host": str(number), "cpus": cores, "gpus": own_gpus} for number in range(nodes)]

@@ -14,6 +14,7 @@ from docker.types import LogConfig
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import ERRORS, Daemon, reason
 from orchestrate.errors import EngineError
+from orchestrate.job.container import OOM_SCORE_ADJ
 from orchestrate.job.limits import MIN_PROCESSES
 from orchestrate.job.spec import IMAGE
 
@@ -39,7 +40,7 @@ def create(
         read_only=True,
         mem_limit=memory,
         memswap_limit=memory,  # together with swap
-        oom_score_adj=500,  # as nodes have
+        oom_score_adj=OOM_SCORE_ADJ,
         pids_limit=processes,
         log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": log}),
         **host,

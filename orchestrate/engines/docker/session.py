@@ -23,6 +23,7 @@ from orchestrate.engines.docker.guard import Guard, wanted
 from orchestrate.engines.docker.volumes import WIPED, volumes
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import PROJECT, JobPaths
+from orchestrate.job.container import PIPE
 from orchestrate.job.outcomes import Doing, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
@@ -34,7 +35,6 @@ SHUTDOWN_TIMEOUT = 3.0  # seconds within which a daemon that ends all containers
 EVENT_TIMEOUT = 0.2  # seconds in which events explain the loss of a node
 HOST_NETWORK = Path(__file__).with_name("host-network.yml")
 UP = ("running", "paused")  # the states of a container that still has its processes
-PIPE = ["-I", "-S", "/opt/orchestrate/node/pipe.py"]
 SOCKETS = "/run/orchestrate"  # where nodes on this kernel listen
 LISTEN_TIMEOUT = 60.0  # seconds from a container's start until its node listens; 5 for the lowest `cpus`, if idle
 

@@ -14,6 +14,7 @@ from orchestrate.engines.swarm import service_spec as parts
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, unstarted
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import PACKAGE
+from orchestrate.job import container
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
 
@@ -103,7 +104,7 @@ class SwarmJob:
             RELAY_PROCESSES,
             {"network_mode": self.network, "binds": [f"{PACKAGE}:/opt/orchestrate:ro"], "init": True},
             name=name,
-            entrypoint=["python", "/opt/orchestrate/node"],
+            entrypoint=["python", container.PROGRAM],
             environment={"NODE_MODE": "relay", "NODE_PORT": str(self.port), "NODE_KEY": self.key.hex()},
             labels=labels.only({labels.RELAY: self.project}),
             user=self.daemon.user(self.run, self.spec),

@@ -12,6 +12,7 @@ from typing import Any
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.volumes import WIPED, checked
 from orchestrate.files.paths import PACKAGE
+from orchestrate.job import container
 from orchestrate.job.limits import UNLIMITED, in_bytes
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
@@ -20,7 +21,7 @@ PROGRAM = "/run/orchestrate"  # where a node's program is unpacked
 CODE, JOB, SHARED = "/var/tmp/code", "/var/tmp/job", "/shared"  # /var/tmp exists in every image, for every user
 PORT, SPREAD = 20000, 9000
 GPU = "NVIDIA-GPU"  # the generic resource that hosts offer; see docs/swarm.md
-NANOSECONDS = 1_000_000_000  # nanoseconds
+NANOSECONDS = 1_000_000_000  # in a second
 PROGRAM_SPACE = 16 << 20  # bytes for a node's program
 
 
@@ -83,10 +84,7 @@ def task(
         "NODE_PRELOAD": " ".join(plan.placement.preload),
         "NODE_PORT": listens,
         "NODE_KEY": key.hex(),
-        "HOME": "/tmp",
-        "USER": "node",
-        "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor",
-        "PYTHONUNBUFFERED": "1",
+        **container.ENVIRONMENT,
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     # A tmpfs in Swarm has nosuid, nodev and noexec. Compilers execute files in /tmp, so that is a volume. Options of
@@ -128,11 +126,11 @@ def task(
             "User": user,
             "Init": False,  # the node is process 1, as in docker-compose.yml
             "ReadOnly": True,
-            "OomScoreAdj": 500,  # since Docker 27; ignored by earlier versions
+            "OomScoreAdj": container.OOM_SCORE_ADJ,  # since Docker 27; ignored by earlier versions
             "CapabilityDrop": ["ALL"],
             "Privileges": {"NoNewPrivileges": True},
             "Mounts": mounts,
-            "StopGracePeriod": int((spec.grace + 10) * NANOSECONDS),
+            "StopGracePeriod": container.stop_seconds(spec.grace) * NANOSECONDS,
             "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
             "Secrets": [
                 {
@@ -146,7 +144,7 @@ def task(
         "RestartPolicy": {"Condition": "none"},  # a new node has no worker: the gang restarts as a whole
         "Placement": {"Constraints": list(spec.constraints)},  # Swarm spreads tasks by default
         "Networks": [network_config],
-        "LogDriver": {"Name": "json-file", "Options": {"max-size": "50m", "max-file": "3"}},
+        "LogDriver": {"Name": "json-file", "Options": container.LOG_OPTIONS},
     }
 
 

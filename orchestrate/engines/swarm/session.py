@@ -24,6 +24,7 @@ from orchestrate.engines.swarm.sync import FileSync, rescued
 from orchestrate.engines.swarm.upload import code_files, on_each, packed, send_archive, written_files
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import log
+from orchestrate.job import container
 from orchestrate.job.outcomes import Doing, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
@@ -48,7 +49,7 @@ SYNC_TIMEOUT = 3600.0  # seconds that copying all files of a job may take at its
 # Seconds for the same if it was asked to stop twice; what is not copied then stays on its nodes.
 HURRIED_SYNC_TIMEOUT = 5.0
 PORTS = "7946/tcp, 7946/udp and 4789/udp must be open between the hosts: python -m orchestrate doctor"
-PIPE = ["python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
+PIPE = ["python", *container.PIPE]
 
 
 class SwarmSession:
