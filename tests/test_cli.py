@@ -280,7 +280,7 @@ def test_the_help_of_a_command_must_name_its_flags(capsys, command, flags):
     assert main([*command.split(), "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: python -m orchestrate {command} ")
-    assert set(re.findall(r"^  (?:-\w[^,]*, )?(--[\w-]+)", text, re.M)) == {*flags, "--help"}
+    assert set(re.findall(r"^  (?:-\w[^,]*, )?(--[\w-]+)", text, re.M)) == {*flags, "--help", "--verbose"}
 
 
 def test_the_version_must_be_printed(capsys):

@@ -42,6 +42,7 @@ def test_a_checkpoint_that_is_saved_again_must_count(files):
         ("checkpoints/step-1", True),
         ("events.jsonl", False),
         ("supervisor.log", False),
+        ("orchestrate.log", False),
     ],
 )
 def test_a_sign_of_life_must_be_the_workers_own(files, name, counts):

@@ -49,7 +49,8 @@ def test_stdout_must_be_what_workers_print_and_the_files_of_the_run_directory_be
     assert {line.partition(" | ")[0].split()[0] for line in done.stdout.splitlines()} == {"master", *TRAINERS}
     assert folder.name.startswith("my-job-")
     names = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    ours = {"job.yaml", "plan.json", "events.jsonl", "report.json", "supervisor.lock", "job/generation"}
+    ours = {"job.yaml", "plan.json", "events.jsonl", "report.json", "orchestrate.log", "supervisor.lock"}
+    ours |= {"job/generation"}
     theirs = {"job", "job/logs", "job/checkpoints", *(f"job/logs/rank-{rank}.log" for rank in range(3))}
     links = {name: os.readlink(folder / name) for name in ("logs", "checkpoints", "metrics.jsonl")}
     assert names == ours | theirs | links.keys()

@@ -321,6 +321,19 @@ def test_a_file_that_fails_in_any_way_must_not_keep_others_away(home, mirrored, 
     assert mirror.catch_up(20)
     assert (home / "b").exists() and list(mirror.errors) == ["a"]
     assert mirror.errors["a"].__traceback__ is None  # it would keep the piece that was read last, of each file
+    with pytest.raises(EngineError, match="1 file could not be copied, such as 'a': too deep"):
+        mirror.come_home(20)
+
+
+def test_a_mistake_of_ours_must_reach_who_waits_for_files(home, monkeypatch):
+    def mistaken(name: str) -> None:
+        raise TypeError("a bug")
+
+    mirror = FileSync(home, "job", {"master": [0]}, mistaken)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="a bug"):
+            mirror.come_home(20)
+    mirror.close()
 
 
 def test_a_file_of_a_time_that_there_is_not_must_come_home(home, mirrored):

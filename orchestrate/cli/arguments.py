@@ -64,6 +64,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
 
+    def add_verbose(self) -> None:
+        """Add --verbose to each command."""
+        subcommands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        for command in [one for action in subcommands for one in action.choices.values()]:
+            command.add_verbose()
+        if not subcommands:
+            self.add_argument("-v", "--verbose", action="store_true", help="log to stderr what orchestrate does")
+
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
@@ -218,6 +226,7 @@ def _parser() -> Parser:
             command.add_argument("-f", "--follow", action="store_true", help="continue until the job ends")
         if name in ("stop", "rm"):
             command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
+    top.add_verbose()
     return top
 
 

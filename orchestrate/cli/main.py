@@ -19,7 +19,7 @@ from orchestrate.console import out, phase, say
 from orchestrate.engines import choice
 from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.files import lock
+from orchestrate.files import lock, log_file
 from orchestrate.files.paths import PACKAGE, JobPaths, hidden
 from orchestrate.job import owners, store
 from orchestrate.job.plan import Inventory, Placement, counted, plan
@@ -67,6 +67,11 @@ def _guarded(argv: list[str]) -> int:
 
 def _command(argv: list[str]) -> int:
     args, script = parse(argv)
+    with log_file.shown("debug" if args.verbose else os.environ.get("LOGLEVEL", "")):
+        return _dispatch(args, script)
+
+
+def _dispatch(args: argparse.Namespace, script: list[str] | None) -> int:
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from orchestrate.job.spec import JobSpec
 
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
+
+log = logging.getLogger(__name__)
 
 
 def engine_of(spec: JobSpec) -> Engine:
@@ -29,6 +32,7 @@ def engine_of(spec: JobSpec) -> Engine:
         except (EngineLost, ResourceError) as error:  # ResourceError: without Compose no job has run there
             if spec.engine == "docker":
                 raise
+            log.debug("local processes instead of Docker", exc_info=True)
             cure = "Start Docker" if isinstance(error, EngineLost) else f"{error.hint[0].upper()}{error.hint[1:]}"
             say(f"{error}; running as local processes, without isolation. {cure} to use containers.")
         except OrchestrateError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import selectors
 import socket
 import time
@@ -18,6 +19,8 @@ from orchestrate.job.outcomes import LOST, TERMINATED, Doing, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.node import protocol
 from orchestrate.node.worker import FAILED_TO_START
+
+log = logging.getLogger(__name__)
 
 NODE_EXIT_TIMEOUT = 5.0  # seconds that a node takes to die, at most
 STATUS_TIMEOUT = 1.0  # seconds that it may take to report its workers while the job goes on; a paused node does not
@@ -163,11 +166,13 @@ class NodeClients:
             made = list(pool.map(self.access.connect, lacking))
         for node, connection in zip(lacking, made):
             if connection:
+                log.debug("connected to %s", node)
                 self.connections[node] = connection
                 self.selector.register(connection.sock, selectors.EVENT_READ, node)
 
     def drop(self, node: str) -> None:
         """Close the connection to a node; `wait` finds out whether the node has ended."""
+        log.debug("the connection to %s has ended", node)
         connection = self.connections.pop(node)
         self.selector.unregister(connection.sock)
         connection.close()

@@ -93,6 +93,11 @@ class JobPaths:
         return self.shared / FENCE
 
     @property
+    def orchestrate_log(self) -> Path:
+        """What the orchestrator did for the job, in detail."""
+        return self.root / "orchestrate.log"
+
+    @property
     def supervisor_log(self) -> Path:
         """What a detached supervisor has to say."""
         return self.root / "supervisor.log"

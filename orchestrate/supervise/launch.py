@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
+import platform
 import queue
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from orchestrate import __version__
 from orchestrate.console import phase, progress
 from orchestrate.engines.base import Engine
 from orchestrate.errors import OrchestrateError, UsageError
-from orchestrate.files import folder, lock, records
+from orchestrate.files import folder, lock, log_file, records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import logs, report, store, strict_yaml
 from orchestrate.job.events import OURS, Event, JobEnded, SupervisorStarted, WorkersStarted
@@ -31,6 +35,8 @@ from orchestrate.job.spec import JobSpec
 from orchestrate.node.command import of_python
 from orchestrate.supervise.job_files import JobFiles
 from orchestrate.supervise.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
 
 SHELLS = ("sh", "bash", "zsh")
 LOG_INTERVAL = (0.05, 0.25)  # seconds between two looks at the logs, while workers write and while they are silent
@@ -113,6 +119,9 @@ def supervise(
         stack.enter_context(lock.held(paths))
         spec, plan = store.load(paths)
         hide, seen = Mask(spec.env, spec.secrets), paths.shared
+        stack.enter_context(log_file.kept(paths.orchestrate_log, hide))
+        log.info("orchestrate %s, Python %s, %s", __version__, sys.version.split()[0], platform.platform())
+        log.info("job %s on %s", plan.job_id, plan.inventory.about)
         if cluster := paths.cluster:
             home = JobPaths(paths.root.parent / cluster)
             records.need(home.root)
@@ -129,6 +138,7 @@ def supervise(
         with _following(follower, show, output or show) as in_turn:
 
             def tell(event: Event) -> None:
+                log.info("%s", event)
                 if (now := report.phase(event)) is not None:
                     late = isinstance(event, WorkersStarted)  # a worker may have written before the others started
                     in_turn(lambda: phase(now if follower.silent or not late else ""))
@@ -152,6 +162,7 @@ def supervise(
             try:
                 outcome = supervisor.supervise()
             except OrchestrateError as error:
+                log.info("the job could not start or go on", exc_info=True)
                 outcome, failure = JobResult(Outcome.FAILED, supervisor.could_not(error)), error
         emit(JobEnded(outcome.word, outcome.why))
         emit.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import calendar
 import contextlib
+import logging
 import os
 import queue
+import shlex
 import signal
 import socket
 import stat
@@ -31,6 +33,8 @@ from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import PROJECT
 from orchestrate.job import users
 from orchestrate.job.spec import JobSpec
+
+log = logging.getLogger(__name__)
 
 NOBODY = "65534:65534"  # the user of processes that an engine starts beside a node
 COMPOSE_TIMEOUT = 600  # seconds that Compose may take to bring nodes up or down
@@ -107,8 +111,10 @@ class Daemon:
         try:
             yield
         except docker.errors.APIError as error:
+            log.debug("the engine %s", what, exc_info=True)
             raise EngineError(f"the engine {what}: {reason(error)}") from None
         except ERRORS as error:
+            log.debug("the engine does not answer", exc_info=True)
             raise EngineLost(f"the engine does not answer: {reason(error)}", GET_DOCKER) from None
 
     def networks(self, name: str) -> list[Network]:
@@ -184,8 +190,11 @@ class Daemon:
                 )
             except FileNotFoundError:
                 raise ResourceError("no `docker` command on PATH", "install it, with its Compose plugin") from None
+        began = time.monotonic()
         with process:
             output = _end_of(process, stopped) if capture else process.communicate()[0]
+        took = time.monotonic() - began
+        log.debug("docker compose %s: exit code %d in %.2f s", shlex.join(arguments), process.returncode, took)
         if process.returncode:
             line = ((output or "").strip() or "see above").splitlines()[-1]
             message = f"docker compose {arguments[-1] if not capture else ''}".strip() + f": {line}"
@@ -304,6 +313,7 @@ class Events:
                             self._alarm.send(b"!")
                     seen.add(key)
             if not self._closing:
+                log.debug("the stream of events has ended")
                 self.broken = time.monotonic()
                 time.sleep(0.5)
 

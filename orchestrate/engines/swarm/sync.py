@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import logging
 import os
 import threading
 import time
@@ -33,9 +34,12 @@ from orchestrate.node.files import LOGS, Facts
 from orchestrate.node.ranks import FENCE
 from orchestrate.node.trees import hidden
 
+log = logging.getLogger(__name__)
+
 SYNC_INTERVAL = 0.2  # seconds between two rounds
 OVERLAP = 256  # bytes at the end of a log by which it is found in the node's stdout
 RETRY_INTERVAL = 5.0  # seconds until a failed file is tried again
+EXPECTED = (EngineError, OSError, ValueError)  # ValueError: a node may send anything
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CLOSE_TIMEOUT = 5.0  # seconds in which what is under way ends; a connection that is being made may take longer
 MAX_TURN = 0.5  # seconds for which a node's files are fetched before its logs have their turn
@@ -53,6 +57,7 @@ class _Node:
     failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # failed files: facts and time
     fetching: Fetch | None = None
     heard: bool = False  # whether it has answered in the last round
+    trouble: str = ""  # why not
 
 
 class FileSync:
@@ -76,6 +81,7 @@ class FileSync:
         self.looks = 0  # rounds that have begun
         self.changed = threading.Condition()
         self.closing = False
+        self.failure: Exception | None = None  # what has ended the thread
         self.called = 0.0  # when `catch_up` was last called
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -86,12 +92,16 @@ class FileSync:
         Returns after `timeout` seconds at most, and once `stopped()`.
         """
         with self.changed:
+            if self.failure:
+                raise self.failure
             self.called = time.monotonic()
             until = self.looks + 2  # the current round may have begun before the call
             while not (done := self.looks >= until or self.closing):
                 if stopped() or time.monotonic() > self.called + timeout:
                     break
                 self.changed.wait(SYNC_INTERVAL)
+                if self.failure:
+                    raise self.failure
             return done
 
     def lacks_space(self) -> None:
@@ -136,6 +146,17 @@ class FileSync:
     # --- the thread
 
     def _run(self) -> None:
+        try:
+            self._copy()
+        except Exception as error:  # ours: whoever waits for files gets it
+            log.exception("copying files has failed")
+            with self.changed:
+                self.failure = error
+                self.changed.notify_all()
+        for node in self.nodes:
+            self._forget(node)
+
+    def _copy(self) -> None:
         busy = False
         with ThreadPoolExecutor(8) as pool:
             while not self.closing:
@@ -147,8 +168,6 @@ class FileSync:
                 if not busy:
                     with self.changed:
                         self.changed.wait_for(lambda: self.closing, SYNC_INTERVAL)
-        for node in self.nodes:
-            self._forget(node)
 
     def _visit(self, node: _Node) -> bool:
         """Copy what is new on a node; return whether there is more."""
@@ -158,13 +177,16 @@ class FileSync:
                 return False
             have = {path: self._size(path) for path in node.logs}
             news = node.link.converse(protocol.GetChanges(self.folder, have), protocol.Changes)
-            node.heard = True
+            node.heard, node.trouble = True, ""
             said = [self._append(path, data) for path, data in news.logs.items() if path in have]
             self._make_way(node, {**news.files, **news.links})
             more = self._fetch(node, news.files)
             self._tidy(node, news, more)
             return more or any(said)
-        except Exception:  # no connection, or an invalid answer: the next round starts over
+        except EXPECTED as error:  # no connection, or an invalid answer: the next round starts over
+            if str(error) != node.trouble:
+                log.debug("%s: %s", node.name, error)
+            node.trouble = str(error)
             self._forget(node)
             return False
 
@@ -223,7 +245,9 @@ class FileSync:
                 self.errors.pop(path, None)
             except ConnectionError:
                 raise
-            except Exception as error:  # skip this file only
+            except Exception as error:  # skip this file only, and report it at the end
+                if str(error) != str(self.errors.get(path)):
+                    log.debug("%s of %s: %s", shown(path), node.name, error, exc_info=not isinstance(error, EXPECTED))
                 node.failed[path] = files.get(path, []), time.monotonic()
                 self.errors[path] = error.with_traceback(None)  # it would keep the piece in memory
             if node.fetching:

@@ -1,0 +1,124 @@
+"""What the orchestrator does must be in the log of its job, and on stderr for who asks, without secrets."""
+
+import logging
+import re
+import stat
+
+import pytest
+from support.commanded import create
+from support.scripted import ALL_WELL
+
+from orchestrate.engines.recording import RecordingEngine
+from orchestrate.errors import EngineError
+from orchestrate.files import log_file
+from orchestrate.files.paths import JobPaths
+from orchestrate.job.spec import JobSpec
+from orchestrate.supervise import launch
+
+LOG = logging.getLogger("orchestrate.tests")
+
+
+def text(path) -> str:
+    return path.read_text()
+
+
+def test_a_job_must_have_a_log_of_what_happened_that_only_its_user_can_read(paths):
+    launch.supervise(paths, RecordingEngine([ALL_WELL]), lambda: 0, lambda _: None)
+    lines = text(paths.orchestrate_log).splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ orchestrate\.", line) for line in lines)
+    assert re.search(r"INFO orchestrate.supervise.launch: orchestrate \d.*, Python 3\.", lines[0])
+    assert "GenerationEnded" in "".join(lines) and "JobEnded" in lines[-1]
+    assert stat.S_IMODE(paths.orchestrate_log.stat().st_mode) == 0o600
+
+
+def test_an_error_must_be_in_the_log_with_where_it_was_raised(paths):
+    engine = RecordingEngine()
+    engine.missing = {"master"}
+    with pytest.raises(EngineError, match="no such node"):
+        launch.supervise(paths, engine, lambda: 0, lambda _: None)
+    assert re.search(r"Traceback.*in up\n.*EngineError: no such node\n", text(paths.orchestrate_log), re.S)
+
+
+def test_a_mistake_of_ours_must_be_in_the_log_and_end_the_command(paths):
+    engine = RecordingEngine([ALL_WELL])
+    engine.start = lambda plan: {}["a bug"]
+    with pytest.raises(KeyError, match="a bug"):
+        launch.supervise(paths, engine, lambda: 0, lambda _: None)
+    assert "KeyError: 'a bug'" in text(paths.orchestrate_log)
+
+
+def test_a_second_supervisor_must_go_on_with_the_log(paths):
+    for _ in range(2):
+        launch.supervise(paths, RecordingEngine([ALL_WELL]), lambda: 0, lambda _: None)
+    assert text(paths.orchestrate_log).count("SupervisorStarted") == 2
+
+
+def test_secrets_must_be_in_no_log(tmp_path, capsys):
+    spec = JobSpec(trainers=0, env={"API_TOKEN": "hunter2000"}, command=("-m", "app.train"))
+    paths, engine = create(JobPaths(tmp_path / "a-1"), spec), RecordingEngine()
+
+    def fail(*_: object) -> None:
+        raise EngineError("the engine refused hunter2000")
+
+    engine.up = fail
+    with log_file.shown("debug"), pytest.raises(EngineError):
+        launch.supervise(paths, engine, lambda: 0, lambda _: None)
+    for log in (text(paths.orchestrate_log), capsys.readouterr().err):
+        assert "the engine refused ***" in log and "hunter2000" not in log
+
+
+def test_what_steers_a_terminal_or_looks_like_another_line_must_be_in_no_log(tmp_path):
+    with log_file.kept(tmp_path / "log", str):
+        LOG.info("a\x1b[2J%s", "b\n2026-01-01T00:00:00.000Z INFO orchestrate: c")
+    (line,) = text(tmp_path / "log").splitlines()
+    assert line.endswith("INFO orchestrate.tests: ab\\n2026-01-01T00:00:00.000Z INFO orchestrate: c")
+
+
+def test_a_link_in_the_place_of_the_log_must_not_be_followed(tmp_path):
+    (tmp_path / "log").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic links"), log_file.kept(tmp_path / "log", str):
+        pass
+    assert not (tmp_path / "victim").exists()
+
+
+def test_a_full_disk_must_cost_no_more_than_the_message(capsys):
+    with log_file.kept("/dev/full", str):
+        LOG.info("lost")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("level", "seen"), [("debug", "DIWEC"), ("INFO", "IWEC"), ("Warning", "WEC"), ("error", "EC"), ("critical", "C")]
+)
+def test_messages_must_be_shown_from_the_level_on_that_is_asked_for(level, seen, capsys, tmp_path):
+    with log_file.kept(tmp_path / "log", str), log_file.shown(level):
+        for name in ("debug", "info", "warning", "error", "critical"):
+            getattr(LOG, name)("x")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"{name} orchestrate.tests: x" for name in logging.getLevelNamesMapping() if name[0] in seen][
+        ::-1
+    ] or [line[0] for line in lines] == [*seen]
+    assert text(tmp_path / "log").count(": x\n") == 5
+
+
+def test_nothing_must_be_shown_where_nothing_is_asked_for(capsys):
+    with log_file.shown(""):
+        LOG.critical("x")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("level", ["trace", "10", "\x1b[2J"])
+def test_a_level_that_does_not_exist_must_be_told_and_ignored(level, do, monkeypatch):
+    monkeypatch.setenv("LOGLEVEL", level)
+    code, _, err = do("ps")
+    assert code == 0
+    assert err == [f"warning: LOGLEVEL is {ascii(level)}, not one of {', '.join(log_file.LEVELS)}; ignoring it"]
+
+
+@pytest.mark.parametrize("words", [("--verbose",), ("-v",), ()])
+def test_a_command_must_show_what_it_does_where_it_is_asked_to(words, do, monkeypatch):
+    monkeypatch.setenv("LOGLEVEL", "" if words else "Info")
+    do.engine.generations = [[ALL_WELL]]
+    code, _, err = do("run", "--trainers", "2", *words)
+    assert code == 0
+    assert any(line.startswith("INFO orchestrate.supervise.launch: JobEnded(") for line in err)
