@@ -269,6 +269,7 @@ FLAGS += ["--min-trainers", "--spares", "--set", "--nodes", "--memory", "--cpus"
         ("export compose", FLAGS),
         ("down", [*RUNS, "--dry-run"]),
         ("ps", RUNS),
+        ("schema", []),
         ("logs", [*RUNS, "--rank", "--follow"]),
         ("attach", [*RUNS, "--print-path", "--json"]),
         ("wait", RUNS),

@@ -1,14 +1,11 @@
 """Bad input must be refused with one message that names the thing, and nothing may be created."""
 
-import re
-
 import pytest
-import yaml
-from conftest import ROOT
 from support.odd import odd
+from support.written import BAD, GOOD
 
 from orchestrate.errors import UsageError
-from orchestrate.job.spec import APP, FIELDS, IMAGE, JobSpec, read_file, read_set, resolve
+from orchestrate.job.spec import APP, FIELDS, JobSpec, read_file, read_set, resolve
 
 
 def test_the_defaults_are_the_default_job():
@@ -27,159 +24,12 @@ def test_a_number_of_trainers_that_is_none_must_be_refused(value):
         resolve({"trainers": value})
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "parsed"),
-    [
-        ("max_run", "2h", 7200.0),
-        ("max_run", "1.5m", 90.0),
-        ("max_run", 90, 90.0),
-        ("max_run", "1 d", 86400.0),
-        ("max_run", None, None),
-        ("trainers", 0, 0),
-        ("trainers", "1000", 1000),
-        ("nproc_per_node", 1024, 1024),
-        ("nproc_per_node", None, None),
-        ("max_restarts", 1_000_000, 1_000_000),
-        ("min_trainers", 0, 0),
-        ("spares", 1000, 1000),
-        ("name", 7, "7"),
-        ("engine", "swarm", "swarm"),
-        ("network", "host", "host"),
-        ("gpus", "all", "all"),
-        ("gpus", "auto", "auto"),
-        ("gpus", "none", "none"),
-        ("gpus", "2", 2),
-        ("gpus", 1024, 1024),
-        ("command", "train.py --name 'a b'", ("train.py", "--name", "a b")),
-        ("command", ["train.py", "--lr", 0.1], ("train.py", "--lr", "0.1")),
-        ("env", {"A": 1}, {"A": "1"}),
-        ("env", {"_b2": 0.5, "OMP_NUM_THREADS": 2}, {"_b2": "0.5", "OMP_NUM_THREADS": "2"}),
-        ("memory", "4g", "4g"),
-        ("memory", 67108864, "67108864"),
-        ("memory", None, None),
-        ("shm_size", "512M", "512M"),
-        ("cpus", 1.5, 1.5),
-        ("cpus", "2", 2.0),
-        ("pin", "true", True),
-        ("warm", "false", False),
-        ("warm", False, False),
-        ("preload", "numpy torch.nn", ["numpy", "torch.nn"]),
-        ("preload", ["numpy"], ["numpy"]),
-        ("constraints", "node.labels.gpu==a100", ["node.labels.gpu==a100"]),
-        ("constraints", "node.hostname != box", ["node.hostname != box"]),
-        ("constraints", ["node.hostname != box"], ["node.hostname != box"]),
-        ("constraints", ["a==b=c"], ["a==b=c"]),
-        ("constraints", ["a==" + "b" * 497] * 100, ["a==" + "b" * 497] * 100),
-        ("volume", "/mnt/shared", "/mnt/shared"),
-        ("volume", "my-data.1", "my-data.1"),
-        ("hang_after", None, None),
-        ("hang_after", "none", None),
-        ("hang_after", "20s", 20.0),
-        (
-            "rules",
-            [{"exit_codes": [1, 255], "action": "ignore"}],
-            [{"exit_codes": [1, 255], "action": "ignore"}],
-        ),
-        (
-            "rules",
-            [{"log": "a|b", "cause": "hang", "action": "fail"}, {"cause": "error", "action": "count"}],
-            [{"log": "a|b", "cause": "hang", "action": "fail"}, {"cause": "error", "action": "count"}],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "parsed"), GOOD)
 def test_a_value_must_be_read_as_people_write_it(key, value, parsed):
     assert getattr(resolve({key: value}), key) == parsed
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("max_run", "0"),
-        ("max_run", "soon"),
-        ("max_run", "5w"),
-        ("max_run", "1h30"),
-        ("max_run", "-5"),
-        ("max_run", True),
-        ("grace", "0.0s"),
-        ("grace", None),
-        ("gpus", "some"),
-        ("gpus", 0),
-        ("gpus", 1025),
-        ("gpus", True),
-        ("gpus", None),
-        ("command", []),
-        ("command", ""),
-        ("command", [["a"]]),
-        ("command", {"a": "b"}),
-        ("command", 5),
-        ("command", "train.py 'a"),
-        ("env", {"RANK": "1"}),
-        ("env", {"MASTER_ADDR": "here"}),
-        ("env", {"JOB_ID": "mine"}),
-        ("env", {"WORKER_CORES": "0"}),
-        ("env", {"A": "1", "CUDA_VISIBLE_DEVICES": "0"}),
-        ("env", {"a b": "1"}),
-        ("env", {"1a": "1"}),
-        ("env", {"A": ["1"]}),
-        ("env", []),
-        ("engine", "podman"),
-        ("network", "none"),
-        ("name", ["a"]),
-        ("image", "a b"),
-        ("image", ""),
-        ("image", True),
-        ("memory", "much"),
-        ("memory", "4gb"),
-        ("memory", "1.5g"),
-        ("shm_size", None),
-        ("nproc_per_node", 0),
-        ("nproc_per_node", 1025),
-        ("cpus", "two"),
-        ("cpus", "0.0"),
-        ("memory", "0g"),
-        ("memory", 4),  # gigabytes, most likely
-        ("memory", "67108863"),
-        ("shm_size", 0),
-        ("cpus", -1),
-        ("cpus", True),
-        ("pin", "maybe"),
-        ("warm", None),
-        ("preload", "a-b"),
-        ("preload", ["a."]),
-        ("preload", {"a": "b"}),
-        ("constraints", ["node.labels.a = b"]),
-        ("constraints", "node.labels.a=="),
-        ("constraints", {"a==b": "c"}),
-        ("constraints", ["a==b c"]),
-        ("constraints", ["==b"]),
-        ("volume", "a/b"),
-        ("volume", "/a b"),
-        ("max_restarts", -1),
-        ("max_restarts", 1_000_001),
-        ("min_trainers", "x"),
-        ("min_trainers", -1),
-        ("spares", 1001),
-        ("spares", None),
-        ("hang_after", "soon"),
-        ("hang_after", 0),
-        ("rules", {}),
-        ("rules", ["ignore"]),
-        ("rules", [{"log": "x"}]),
-        ("rules", [{"action": "ignore"}]),
-        ("rules", [{"exit_codes": [75], "action": "retry"}]),
-        ("rules", [{"exit_codes": 75, "action": "count"}]),
-        ("rules", [{"exit_codes": [256], "action": "count"}]),
-        ("rules", [{"exit_codes": [0], "action": "count"}]),
-        ("rules", [{"exit_codes": [True], "action": "count"}]),
-        ("rules", [{"exit_codes": ["75"], "action": "count"}]),
-        ("rules", [{"log": "(", "action": "count"}]),
-        ("rules", [{"cause": "bad luck", "action": "count"}]),
-        ("rules", [{"cause": [], "action": "count"}]),
-        ("rules", [{"log": 404, "action": "count"}]),
-        ("rules", [{"log": None, "action": "count"}]),
-        ("rules", [{"log": "x", "action": "count", "times": 3}]),
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), BAD)
 def test_a_wrong_value_must_be_refused_by_its_key(key, value):
     with pytest.raises(UsageError, match=f"^{key} must be ") as caught:
         resolve({key: value})
@@ -327,34 +177,6 @@ def test_what_is_fit_together_must_be_all_layers_not_one(tmp_path):
     assert resolve(read_file(tmp_path / "job.yaml"), {"trainers": 8}) == spec
     (tmp_path / "job.yaml").write_text(spec.to_yaml())
     assert resolve(read_file(tmp_path / "job.yaml")) == spec
-
-
-def documented() -> dict[str, str]:
-    """The defaults of the README's table, by key."""
-    text = (ROOT / "README.md").read_text()
-    table = text[text.index("## The job file") : text.index("## When it fails")]
-    return dict(re.findall(r"^\| `(\w+)` \| (.*?) ?\|", table, re.M))
-
-
-IN_WORDS = {
-    "name": "the script's",
-    "command": "the app",
-    "nproc_per_node": "GPUs ÷ nodes, or 1",
-    "image": "the project's",
-    "memory": "an equal share",
-}
-
-
-@pytest.mark.parametrize("key", FIELDS)
-def test_the_default_must_be_the_one_in_the_readme(key):
-    said, default = documented()[key], getattr(JobSpec(), key)
-    if key in IN_WORDS:
-        assert said == IN_WORDS[key]
-        assert default == {"command": ("-m", "app.train", "--resume", "auto"), "image": IMAGE}.get(key, default)
-    elif said:
-        assert resolve({key: yaml.safe_load(said.strip("`"))}) == JobSpec()
-    else:
-        assert default in (None, "", [], {})
 
 
 def test_set_without_a_value_must_be_refused():

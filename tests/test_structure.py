@@ -12,7 +12,7 @@ from conftest import ROOT
 
 from orchestrate import __version__
 from orchestrate.job.outcomes import CAUSES, RULES
-from orchestrate.job.spec import FIELDS, IMAGE, read_file
+from orchestrate.job.spec import IMAGE
 from orchestrate.node.ranks import CONTRACT
 
 FILES = sorted([*ROOT.glob("orchestrate/**/*.py"), *ROOT.glob("app/**/*.py")])
@@ -138,10 +138,3 @@ def test_the_causes_of_the_documentation_must_be_those_of_the_code():
     table = re.findall(r"^\| `([a-zA-Z ]+)` \| (.+) \| `(\w+)` \|$", text, re.M)
     rules = {rule["cause"]: rule["action"] for rule in RULES}
     assert table == [(cause, meaning, rules.get(cause, "count")) for cause, meaning in CAUSES.items()]
-
-
-def test_the_keys_of_the_documentation_must_be_those_of_a_job_file():
-    text = (ROOT / "README.md").read_text()
-    table = text[text.index("## The job file") : text.index("## When it fails")]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == set(FIELDS)
-    assert set(read_file(ROOT / "examples" / "job.yaml")) <= set(FIELDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 from orchestrate import __version__
 from orchestrate.console import called
 from orchestrate.errors import UsageError
-from orchestrate.job.spec import JobSpec
+from orchestrate.job.spec import description
 from orchestrate.job.strict_yaml import shown
 
 FLAGS = {  # keys of the job file that are flags, too
@@ -164,11 +163,11 @@ def _parser() -> Parser:
     kinds = top.add_subparsers(
         dest="command", metavar="COMMAND", required=True, prog=top.prog, parser_class=Parser, title="commands"
     )
-    for name, description in RUN_COMMANDS.items():
+    for name, does in RUN_COMMANDS.items():
         command = kinds.add_parser(
             name,
-            help=description,
-            description=f"{description[0].upper()}{description[1:]}.",
+            help=does,
+            description=f"{does[0].upper()}{does[1:]}.",
             usage="%(prog)s [JOB.yaml] [options]" + f" {COMMAND}" * (name != "up"),
         )
         _add_job(command)
@@ -185,6 +184,12 @@ def _parser() -> Parser:
         description="Report problems that keep jobs from running on this engine or on the hosts of its Swarm.",
     )
     _add_job(command)
+    kinds.add_parser(
+        "schema",
+        help="print the JSON Schema of job files, for editors",
+        description="Print the JSON Schema of job files. An editor completes and checks a file that begins with "
+        "`# yaml-language-server: $schema=PATH`.",
+    )
     command = kinds.add_parser(
         "export",
         help="print the job as a file for Kubernetes, Slurm or Compose",
@@ -213,8 +218,8 @@ def _parser() -> Parser:
     command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
     _add_runs(command)
     _add_runs(kinds.add_parser("ps", help="list jobs and clusters", description="List the jobs and clusters."))
-    for name, description in JOB_COMMANDS.items():
-        command = kinds.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
+    for name, does in JOB_COMMANDS.items():
+        command = kinds.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
         alone: dict[str, Any] = {"nargs": "?", "default": LATEST} if name in READING else {}
         said = "id, unique prefix, run directory, or latest" + " (default)" * bool(alone)
         command.add_argument("job", type=_job, metavar="JOB", help=said, **alone)
@@ -232,12 +237,11 @@ def _parser() -> Parser:
 
 def _add_job(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", nargs="?", type=Path, metavar="JOB.yaml", help="job file; options override it")
-    docs = {field.name: field.metadata["doc"] for field in dataclasses.fields(JobSpec)}
     command.add_argument("--nodes", metavar="N", help="nodes including the master; --nodes 4 equals --trainers 3")
     command.add_argument("--nnodes", dest="nodes", help=argparse.SUPPRESS)
     for name, value in FLAGS.items():
         flag = f"--{name.replace('_', '-')}"
-        command.add_argument(flag, dest=name, metavar=value, help=docs[name])
+        command.add_argument(flag, dest=name, metavar=value, help=description(name))
         if flag != f"--{name}":  # as torchrun spells it, too
             command.add_argument(f"--{name}", dest=name, help=argparse.SUPPRESS)
     command.add_argument(

@@ -366,4 +366,21 @@ def _held(engines: list[Engine], name: str) -> list[tuple[Engine, str]]:
     return [(engine, thing) for engine in engines for thing in engine.holds(name)]
 
 
-BY_NAME = {"ps": ps, "down": down, "logs": show_logs, "attach": attach, "wait": wait, "stop": stop, "rm": rm}
+def print_schema(args: argparse.Namespace) -> int:
+    """Print the JSON Schema of job files."""
+    from orchestrate.job.schema import schema
+
+    out(json.dumps(schema(), indent=2, ensure_ascii=False))
+    return errors.SUCCEEDED
+
+
+BY_NAME = {
+    "ps": ps,
+    "schema": print_schema,
+    "down": down,
+    "logs": show_logs,
+    "attach": attach,
+    "wait": wait,
+    "stop": stop,
+    "rm": rm,
+}

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,18 @@ IMAGE = "orchestrate-node:0.1"
 TEXTS = ("command", "env", "name", "user")  # keys whose values are text, whatever they look like
 
 
+NODES = values.integer(1, values.MAX_TRAINERS + 1)
+
+
 def _trainers(nodes: Any) -> int:
     """The trainers of so many nodes; raises UsageError."""
     try:
-        return values.integer(1, values.MAX_TRAINERS + 1)(nodes) - 1
+        return int(NODES.parse(nodes)) - 1
     except ValueError as error:
         raise UsageError(f"nodes must be {error}, not {shown(nodes)}", "it includes the master") from None
 
 
+@values.kind(values.list_of({"type": "string"}))
 def _optional_keys(value: Any) -> list[str]:
     names = re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name in FIELDS for name in names):
@@ -38,76 +42,122 @@ def _optional_keys(value: Any) -> list[str]:
     return names
 
 
-def _field(default: Any, parse: Callable[[Any], Any], doc: str) -> Any:
+def _field(default: Any, kind: values.Kind, doc: str, absent: str = "") -> Any:
+    """A key of the job file.
+
+    `doc` is its description in Markdown, for the README, `--help`, errors and editors; `absent` is the default in
+    words, where that is not a value of the key.
+    """
     factory = (lambda: type(default)(default)) if isinstance(default, (dict, list)) else (lambda: default)
-    return dataclasses.field(default_factory=factory, metadata={"parse": parse, "doc": doc})
+    return dataclasses.field(default_factory=factory, metadata={"kind": kind, "doc": doc, "absent": absent})
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """One job. The fields are the keys of a job file; durations are in seconds once read."""
 
-    name: str = _field("", values.NAME, "name of the job; its id adds four characters (default: that of the script)")
-    command: tuple[str, ...] = _field(APP, values.command, "SCRIPT.py ARGS, -m MODULE ARGS, or a program with its ARGS")
-    expand: bool = _field(True, values.truth, "replace $JOB_DIR, $RANK, … in command with each worker's values")
-    trainers: int = _field(3, values.integer(0, values.MAX_TRAINERS), "nodes besides the master (default 3)")
+    name: str = _field("", values.NAME, "name of the job; its id adds four characters", "the script's")
+    command: tuple[str, ...] = _field(
+        APP, values.command, "`SCRIPT.py ARGS`, `-m MODULE ARGS`, or any program with its arguments", "the app"
+    )
+    expand: bool = _field(
+        True,
+        values.truth,
+        "replace `$JOB_DIR`, `$RANK`, `$WORLD_SIZE` and [the other variables](ARCHITECTURE.md#the-contract) in "
+        "`command` (`$NAME` or `${NAME}`) with each worker's values",
+    )
+    trainers: int = _field(
+        3,
+        values.integer(0, values.MAX_TRAINERS),
+        "nodes besides the master; `nodes: 4` says the same as `trainers: 3`",
+    )
     nproc_per_node: int | None = _field(
         None,
         values.optional(values.integer(1, values.MAX_WORKERS)),
-        "workers on each node (default: GPUs per node, or 1)",
+        "workers on each node",
+        "GPUs per node, or 1",
     )
-    gpus: str | int = _field("auto", values.gpus, "auto (what the engine has, the default), all, none, or a number")
-    share_gpus: bool = _field(False, values.truth, "let nodes share GPUs where there are fewer than workers")
+    gpus: str | int = _field("auto", values.gpus, "`auto` (what the engine has), `all`, `none`, or a number")
+    share_gpus: bool = _field(
+        False,
+        values.truth,
+        "let nodes [share GPUs](docs/gpu.md#several-workers-on-one-gpu) where there are fewer than workers",
+    )
     engine: str = _field(
         "auto",
         values.choice("auto", "docker", "process", "swarm"),
-        "where nodes run; auto (default): Docker if it answers, else processes",
+        "`docker`, `process`, `swarm`; `auto` takes Docker where it answers, else processes",
     )
     image: str = _field(
-        IMAGE, values.text(rf"{values.VISIBLE}+", "the name of an image"), "image of the nodes (default: the project's)"
+        IMAGE,
+        values.text(rf"{values.VISIBLE}+", "the name of an image"),
+        "image of the nodes; it needs Python 3.9 or later",
+        "the project's",
     )
-    user: str = _field("auto", values.USER, "user that nodes run as; auto: you, but not root")
-    env: dict[str, str] = _field({}, values.env, "environment variables for every worker")
-    secrets: list[str] = _field([], values.variables, "variables of env whose values are never shown")
+    user: str = _field(
+        "auto",
+        values.USER,
+        "user that nodes in containers run as: `auto` (you, or [an unprivileged user](#file-ownership) if you are "
+        "root), `root` or `UID:GID`",
+    )
+    env: dict[str, str] = _field({}, values.env, "environment variables for every worker; see [Secrets](#secrets)")
+    secrets: list[str] = _field(
+        [], values.variables, "variables of `env` whose values are [secrets](#secrets), whatever their names"
+    )
     memory: str | None = _field(
         None,
         values.optional(values.limit),
-        "memory limit of each node, such as 4g, or unlimited (default: an equal share)",
+        "limit of each node, such as `4g`, or `unlimited`; see [docs/tuning.md](docs/tuning.md#memory)",
+        "an equal share",
     )
     cpus: float | None = _field(None, values.optional(values.cpus), "number of cores that each node may use")
-    shm_size: str = _field("1g", values.size, "size of /dev/shm of each node")
-    pin: bool = _field(False, values.truth, "bind each worker to its own cores")
+    shm_size: str = _field("1g", values.size, "size of `/dev/shm` of each node")
+    pin: bool = _field(False, values.truth, "bind each worker to its own cores; for a machine that runs nothing else")
     network: str = _field(
-        "bridge", values.choice("bridge", "host"), "bridge: a network of the job; host: that of this machine"
+        "bridge",
+        values.choice("bridge", "host"),
+        "`bridge`: a network of the job; `host`: that of this machine, which is [less private](docs/tuning.md#network)",
     )
     host_access: bool = _field(
         False,
         values.truth,
-        "let nodes reach this machine's own ports and the cloud's metadata service, and this machine theirs",
+        "let nodes reach this machine's own ports and the cloud's metadata service, and this machine theirs; see "
+        "[what nodes can reach](docs/tuning.md#what-nodes-can-reach)",
     )
     encrypt: bool = _field(False, values.truth, "Swarm: encrypt traffic on the job's network")
     constraints: list[str] = _field(
-        [], values.constraints, "Swarm: which hosts take nodes, such as node.labels.gpu==a100"
+        [],
+        values.constraints,
+        "Swarm: [which hosts](docs/swarm.md#where-nodes-go) take nodes, such as `node.labels.gpu==a100`",
     )
-    volume: str = _field("", values.VOLUME, "Swarm: a folder or volume that all hosts share")
-    max_run: float | None = _field(None, values.optional(values.LONG), "time limit of the job, such as 2h")
-    grace: float = _field(30.0, values.GRACE, "time between SIGTERM and SIGKILL (default 30s)")
+    volume: str = _field(
+        "",
+        values.VOLUME,
+        "Swarm: a folder or Docker volume that all hosts share; on Kubernetes the claim for `$JOB_DIR`",
+    )
+    max_run: float | None = _field(None, values.optional(values.LONG), "time limit of the job, such as `2h`")
+    grace: float = _field(30.0, values.GRACE, "time between SIGTERM and SIGKILL, at most `1d`")
     max_restarts: int = _field(
-        3, values.integer(0, 1_000_000), "number of restarts in restart_window before the job fails (default 3)"
+        3, values.integer(0, 1_000_000), "number of restarts in `restart_window` before the job fails"
     )
-    restart_window: float = _field(3600.0, values.LONG, "time in which restarts count (default 1h)")
-    rules: list[dict[str, Any]] = _field([], values.rules, "what a failure means; see docs/restarts.md")
+    restart_window: float = _field(3600.0, values.LONG, "time in which restarts count")
+    rules: list[dict[str, Any]] = _field(
+        [], values.rules, "what a failure means, by exit code, cause or log; see [docs/restarts.md](docs/restarts.md)"
+    )
     min_trainers: int | None = _field(
         None,
         values.optional(values.integer(0, values.MAX_TRAINERS)),
         "minimum number of trainers to continue with after a node is lost",
     )
-    spares: int = _field(0, values.integer(0, values.MAX_TRAINERS), "standby nodes that replace lost ones (default 0)")
+    spares: int = _field(0, values.integer(0, values.MAX_TRAINERS), "standby nodes that replace lost ones")
     hang_after: float | None = _field(
-        600.0, values.patience, "treat the job as hung after this time without output or CPU use, or none (default 10m)"
+        600.0, values.patience, "treat the job as hung after this time without output or CPU use, or `none`"
     )
-
-    optional: list[str] = _field([], _optional_keys, "keys to ignore if the engine does not support them")
+    optional: list[str] = _field(
+        [],
+        _optional_keys,
+        "keys to ignore if the engine does not support them, such as `[memory]`; without it, such a job is refused",
+    )
     warm: bool = _field(True, values.truth, "fork workers from a process that has imported torch")
     preload: list[str] = _field([], values.modules, "more modules for that process to import")
 
@@ -118,6 +168,25 @@ class JobSpec:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(JobSpec)}
+
+
+def description(key: str) -> str:
+    """What a key is, as plain text with its default."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", FIELDS[key].metadata["doc"])
+    return f"{text} (default: {words})" if (words := default_of(key)) else text
+
+
+def default_of(key: str) -> str:
+    """The default of a key as one would write it, or in words; empty where there is none."""
+    field, value = FIELDS[key], getattr(JobSpec(), key)
+    if words := field.metadata["absent"]:
+        return str(words)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):  # all are durations
+        unit, seconds = next((unit, size) for unit, size in (("h", 3600), ("m", 60), ("s", 1)) if value % size == 0)
+        return f"{value / seconds:g}{unit}"
+    return str(value) if value not in (None, "", [], {}) else ""
 
 
 def resolve(*layers: Mapping[str, Any]) -> JobSpec:
@@ -171,10 +240,10 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(FIELDS)}"
                 raise UsageError(f"unknown key {shown(key)}", hint)
             try:
-                parsed = FIELDS[key].metadata["parse"](_decoded(value))
+                parsed = FIELDS[key].metadata["kind"].parse(_decoded(value))
             except ValueError as error:
                 but = "" if key == "env" else f", not {shown(value)}"
-                raise UsageError(f"{key} must be {error}{but}", FIELDS[key].metadata["doc"]) from None
+                raise UsageError(f"{key} must be {error}{but}", description(key)) from None
             if variable is None:
                 found[key] = parsed
             else:

@@ -1,10 +1,11 @@
-"""What the values of a job file may be: functions that read one, or raise ValueError that says what it may be. Pure."""
+"""What the values of a job file may be: how each kind is read, and the same as a JSON Schema for editors. Pure."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrate.job.limits import UNLIMITED, in_bytes
@@ -15,6 +16,7 @@ from orchestrate.node.ranks import CONTRACT
 
 MAX_TRAINERS = 1000  # a Linux bridge takes 1023 ports
 MAX_WORKERS = 1024  # of a node
+MAX_GPUS = 1024  # of a job
 MOST_BYTES = (1 << 63) - 1  # of memory; what the engine can count
 MIN_MEMORY = 64 << 20  # bytes of a node; less does not start Python, and is a unit that was left out, such as 4
 MOST_RULES, LONGEST_PATTERN = 100, 1000
@@ -23,12 +25,50 @@ MOST_CONSTRAINTS, LONGEST_CONSTRAINT = 100, 500
 _WHOLE = r"-?(0|[1-9][0-9]{0,17})"  # Python takes minutes for a million digits
 VISIBLE = r"[^\s\x00-\x1f\x7f-\x9f]"  # neither white space nor a control character
 _DAY = 86400
+_DURATION = r"([0-9]{1,18}(?:\.[0-9]{1,30})?)\s*([smhd]?)"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+MODULE = r"[A-Za-z_]\w*(\.\w+)*"
+Schema = dict[str, Any]
+TEXT: Schema = {"type": ["string", "number"]}
 
 
-def integer(low: int, high: int) -> Callable[[Any], int]:
+@dataclass(frozen=True)
+class Kind:
+    """What a key may hold."""
+
+    parse: Callable[[Any], Any]  # the value as the job has it; raises ValueError that says what it may be
+    schema: Schema  # draft 7, as editors know it; where we are more lenient, the form that is documented
+
+
+def kind(schema: Schema) -> Callable[[Callable[[Any], Any]], Kind]:
+    """Make a kind of the function that reads it."""
+    return lambda parse: Kind(parse, schema)
+
+
+def one_of(words: Iterable[str]) -> Schema:
+    """One of these words."""
+    return {"enum": list(words)}
+
+
+def matching(pattern: str, **more: Any) -> Schema:
+    """Text, all of which matches a pattern."""
+    return {**TEXT, "pattern": f"^(?:{pattern})$", **more}
+
+
+def either(*schemas: Schema) -> Schema:
+    """A value of any of these schemas."""
+    return {"anyOf": list(schemas)}
+
+
+def list_of(item: Schema, **more: Any) -> Schema:
+    """A list, or its items as one text."""
+    return either({"type": "array", "items": item, **more}, {"type": "string"})
+
+
+def integer(low: int, high: int) -> Kind:
     """A whole number in this range."""
 
+    @kind({"type": "integer", "minimum": low, "maximum": high})
     def parse(value: Any) -> int:
         if isinstance(value, bool) or not re.fullmatch(_WHOLE, str(value)) or not low <= int(value) <= high:
             raise ValueError(f"a whole number from {low} to {high}")
@@ -37,9 +77,10 @@ def integer(low: int, high: int) -> Callable[[Any], int]:
     return parse
 
 
-def choice(*names: str) -> Callable[[Any], str]:
+def choice(*names: str) -> Kind:
     """One of these words."""
 
+    @kind(one_of(names))
     def parse(value: Any) -> str:
         if value not in names:
             raise ValueError(f"one of {', '.join(names)}")
@@ -48,9 +89,10 @@ def choice(*names: str) -> Callable[[Any], str]:
     return parse
 
 
-def text(pattern: str, meaning: str) -> Callable[[Any], str]:
+def text(pattern: str, meaning: str) -> Kind:
     """Text, or a number as text, of a form that `meaning` says in words."""
 
+    @kind(matching(pattern))
     def parse(value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not re.fullmatch(pattern, str(value)):
             raise ValueError(meaning)
@@ -59,6 +101,7 @@ def text(pattern: str, meaning: str) -> Callable[[Any], str]:
     return parse
 
 
+@kind(either({"type": "string", "minLength": 1}, {"type": "array", "items": TEXT, "minItems": 1}))
 def command(value: Any) -> tuple[str, ...]:
     """The words of a command line."""
     meaning = "a script or -m MODULE, with arguments; one string, or a list of strings"
@@ -71,21 +114,23 @@ def command(value: Any) -> tuple[str, ...]:
     return tuple(str(word) for word in words)
 
 
+@kind(either(one_of(("auto", "all", "none")), integer(1, MAX_GPUS).schema))
 def gpus(value: Any) -> str | int:
     """Which GPUs."""
     if value in ("auto", "all", "none"):
         return str(value)
     try:
-        return integer(1, 1024)(value)
+        return int(integer(1, MAX_GPUS).parse(value))
     except ValueError:
         raise ValueError("auto, all, none or a whole number from 1") from None
 
 
-def duration(longest: str, most: float) -> Callable[[Any], float]:
+def duration(longest: str, most: float) -> Kind:
     """A duration of at most `most` seconds; `longest` says the same in words."""
 
+    @kind(matching(_DURATION, exclusiveMinimum=0, maximum=most))
     def parse(value: Any) -> float:
-        match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,30})?)\s*([smhd]?)", str(value).strip())
+        match = re.fullmatch(_DURATION, str(value).strip())
         seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": _DAY}[match[2]] if match else 0.0
         if isinstance(value, bool) or not 0.001 <= seconds <= most:
             raise ValueError(f"a duration such as 90s, 30m, 2h or 1d, from 1 ms to {longest}")
@@ -94,6 +139,13 @@ def duration(longest: str, most: float) -> Callable[[Any], float]:
     return parse
 
 
+@kind(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": f"^{VARIABLE}$", "not": {"enum": sorted(CONTRACT)}},
+        "additionalProperties": {"type": ["string", "number", "boolean"]},
+    }
+)
 def env(value: Any) -> dict[str, str]:
     """The names and values; an error names no value, which may be a secret."""
     if not isinstance(value, Mapping):
@@ -108,6 +160,24 @@ def env(value: Any) -> dict[str, str]:
     return {str(name): str(content) for name, content in value.items()}
 
 
+@kind(
+    {
+        "type": "array",
+        "maxItems": MOST_RULES,
+        "items": {
+            "type": "object",
+            "properties": {
+                "action": one_of(ACTIONS),
+                "exit_codes": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 255}},
+                "cause": one_of(CAUSES),
+                "log": {"type": "string", "format": "regex", "maxLength": LONGEST_PATTERN},
+            },
+            "required": ["action"],
+            "anyOf": [{"required": [name]} for name in sorted(CONDITIONS)],
+            "additionalProperties": False,
+        },
+    }
+)
 def rules(value: Any) -> list[dict[str, Any]]:
     """What failures mean."""
     some = f"a list of at most {MOST_RULES} mappings"
@@ -135,6 +205,7 @@ def rules(value: Any) -> list[dict[str, Any]]:
     return found
 
 
+@kind({"type": "boolean"})
 def truth(value: Any) -> bool:
     """True or false."""
     if value in (True, False, "true", "false"):
@@ -142,20 +213,25 @@ def truth(value: Any) -> bool:
     raise ValueError("true or false")
 
 
+@kind(list_of(matching(MODULE)))
 def modules(value: Any) -> list[str]:
     """Names of modules, as a list or as one text."""
     names = value.split() if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", str(name)) for name in names):
+    if not isinstance(names, list) or not all(re.fullmatch(MODULE, str(name)) for name in names):
         raise ValueError("a list of modules")
     return [str(name) for name in names]
 
 
+# The first operator ends the name: linear time.
+CONSTRAINT = r"[^\s\x00-\x1f\x7f-\x9f=!]+ ?[!=]= ?" + f"{VISIBLE}+"
+
+
+@kind(list_of(matching(CONSTRAINT, maxLength=LONGEST_CONSTRAINT), maxItems=MOST_CONSTRAINTS))
 def constraints(value: Any) -> list[str]:
     """Conditions for Swarm's hosts."""
     conditions = [str(one) for one in value] if isinstance(value, list) else [value]
-    form = r"[^\s\x00-\x1f\x7f-\x9f=!]+ ?[!=]= ?" + f"{VISIBLE}+"  # the first operator ends the name: linear time
     if len(conditions) > MOST_CONSTRAINTS or not all(
-        isinstance(one, str) and len(one) <= LONGEST_CONSTRAINT and re.fullmatch(form, one) for one in conditions
+        isinstance(one, str) and len(one) <= LONGEST_CONSTRAINT and re.fullmatch(CONSTRAINT, one) for one in conditions
     ):
         raise ValueError(
             f"a list of at most {MOST_CONSTRAINTS} conditions such as node.labels.gpu==a100 or node.hostname!=box, "
@@ -164,6 +240,7 @@ def constraints(value: Any) -> list[str]:
     return conditions
 
 
+@kind(list_of(matching(VARIABLE)))
 def variables(value: Any) -> list[str]:
     """Names of variables, as a list or as one text."""
     names = value.split() if isinstance(value, str) else value
@@ -176,14 +253,15 @@ LONG = duration("10 years", 3650 * _DAY)  # longer than any job, and exact as a 
 GRACE = duration("1 day", _DAY)  # as seconds of Docker and as milliseconds of poll() it has to fit 32 bits
 
 
+@kind(either(LONG.schema, one_of(["none"]), {"type": "null"}))
 def patience(value: Any) -> float | None:
     """A duration, or None for no end."""
-    return None if value in (None, "none") else LONG(value)
+    return None if value in (None, "none") else LONG.parse(value)
 
 
-def optional(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """As `parse`, or None."""
-    return lambda value: None if value is None else parse(value)
+def optional(other: Kind) -> Kind:
+    """As the other kind, or None."""
+    return Kind(lambda value: None if value is None else other.parse(value), either(other.schema, {"type": "null"}))
 
 
 NAME = text(r"[^\x00-\x1f\x7f-\x9f]{0,200}", "text of at most 200 characters, on one line")
@@ -191,29 +269,35 @@ USER = text(r"auto|root|[0-9]{1,9}(:[0-9]{1,9})?", "auto, root, UID, or UID:GID"
 VOLUME = text(rf"|/{VISIBLE}+|[\w.-]+", "a volume's name, or a path")
 
 
+_SIZE = text(r"0{0,9}[1-9][0-9]{0,18}[bkmgBKMG]?", "a size such as 512m or 4g")
+
+
+@kind({**_SIZE.schema, "minimum": 1})
 def size(value: Any) -> str:
     """A number of bytes, as Docker writes it."""
-    given = text(r"0{0,9}[1-9][0-9]{0,18}[bkmgBKMG]?", "a size such as 512m or 4g")(value)
+    given = str(_SIZE.parse(value))
     if in_bytes(given) > MOST_BYTES:
         raise ValueError("a size such as 512m or 4g, below 8 EiB")
     return given
 
 
+@kind(matching(r"[0-9]{1,6}(\.[0-9]{1,30})?", minimum=0.01, maximum=10_000))
 def cpus(value: Any) -> float:
     """How many cores."""
     meaning = "a number from 0.01 to 10000"
-    number = float(text(r"[0-9]{1,6}(\.[0-9]{1,30})?", meaning)(value))
+    number = float(text(r"[0-9]{1,6}(\.[0-9]{1,30})?", meaning).parse(value))
     if not 0.01 <= number <= 10_000:
         raise ValueError(meaning)
     return number
 
 
+@kind(either({**size.schema, "minimum": MIN_MEMORY}, one_of([UNLIMITED])))
 def limit(value: Any) -> str:
     """A number of bytes, or no limit."""
     try:
         if value == UNLIMITED:
             return UNLIMITED
-        if in_bytes(given := size(value)) < MIN_MEMORY:
+        if in_bytes(given := str(size.parse(value))) < MIN_MEMORY:
             raise ValueError("a size such as 512m or 4g, at least 64m")
         return given
     except ValueError as error:

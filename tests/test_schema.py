@@ -1,0 +1,79 @@
+"""The job file must be described once: for the README, for --help and errors, and for editors, as a JSON Schema."""
+
+import json
+
+import pytest
+import yaml
+from conftest import ROOT
+from jsonschema import Draft7Validator
+from support.written import BAD, GOOD
+
+from orchestrate.cli.arguments import FLAGS
+from orchestrate.cli.main import main
+from orchestrate.job.schema import schema, table
+from orchestrate.job.spec import FIELDS, JobSpec, default_of, description, read_file, resolve
+
+VALIDATOR = Draft7Validator(schema())
+# Forms that we take besides the documented ones: numbers and truth values as text.
+LENIENT = [("trainers", "1000"), ("gpus", "2"), ("pin", "true"), ("warm", "false")]
+# What only we can tell: quotes, a pattern that cannot be compiled, and sizes and times that are too small.
+UNSEEN = [("command", "train.py 'a"), ("rules", [{"log": "(", "action": "count"}]), ("memory", "67108863")]
+UNSEEN += [("max_run", "0"), ("grace", "0.0s"), ("cpus", "0.0"), ("preload", "a-b"), ("constraints", "node.labels.a==")]
+
+
+def fits(job_file: dict) -> bool:
+    return VALIDATOR.is_valid(job_file)
+
+
+def test_the_schema_must_be_one():
+    Draft7Validator.check_schema(schema())
+    assert json.loads(json.dumps(schema())) == schema()
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, value, _ in GOOD])
+def test_an_editor_must_take_what_we_take(key, value):
+    assert fits({key: value}) is ((key, value) not in LENIENT)
+
+
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_an_editor_must_refuse_what_we_refuse(key, value):
+    assert fits({key: value}) is ((key, value) in UNSEEN)
+
+
+def test_an_editor_must_refuse_keys_that_do_not_exist_or_contradict_each_other():
+    assert fits({}) and fits({"nodes": 4, "env.A": "b"}) and fits({"optional": ["memory"]})
+    for wrong in ({"trainer": 3}, {"nodes": 0}, {"nodes": 4, "trainers": 3}, {"env.1": "b"}, {"optional": ["x"]}, []):
+        assert not fits(wrong)
+
+
+def test_the_examples_and_every_job_that_we_write_must_fit_the_schema():
+    for path in ROOT.glob("examples/*.yaml"):
+        assert fits(read_file(path)), path
+    assert fits(yaml.safe_load(resolve({"command": "x.py", "env": {"A": 1}, "rules": [], "cpus": 1}).to_yaml()))
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_each_default_must_be_what_is_said_and_be_taken_by_an_editor(key):
+    words, absent = default_of(key), FIELDS[key].metadata["absent"]
+    if words and not absent:
+        assert resolve({key: yaml.safe_load(words)}) == JobSpec()
+    else:
+        assert absent or getattr(JobSpec(), key) in (None, "", [], {})
+    if "default" in (said := schema()["properties"][key]):
+        assert fits({key: said["default"]}) and resolve({key: said["default"]}) == JobSpec()
+
+
+def test_the_readme_must_have_the_table_of_keys():
+    assert f"\n{table()}\n\n" in (ROOT / "README.md").read_text()
+
+
+def test_descriptions_must_be_plain_outside_of_the_readme(capsys):
+    assert all(mark not in description(key) for key in FIELDS for mark in ("`", "](", "(#"))
+    assert main(["run", "--help"]) == 0
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert all(description(key) in help_text for key in FLAGS)
+
+
+def test_the_command_must_print_the_schema(capsys):
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == schema()
