@@ -1,9 +1,11 @@
 """The report must say what a person wants to know, from what there is."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from support.plans import HERE, plan
 
 from orchestrate.files import folder
@@ -198,6 +200,14 @@ def test_a_worker_must_not_be_called_slow_after_a_few_lines_nor_where_it_is_alon
     alone = plan(JobSpec(trainers=0), HERE, "j", 29500)
     (found,) = report(alone, JobResult("succeeded", ""), [], 0.0, [{"rank_seconds": [0.5]}] * 5, [])["pace"]
     assert (found["step_s"], found["others_s"]) == (0.5, 0.5)
+
+
+def test_the_keys_of_the_report_must_be_documented():
+    text = (ROOT / "docs" / "interface.md").read_text()
+    rows = re.findall(r"^\| (`.*?`) \| ", text[text.index("## report.json") : text.index("## events.jsonl")], re.M)
+    data = report(PLAN, JobResult("failed", "x"), [FAILED], 0.0, [], [])
+    assert {key for row in rows for key in re.findall(r"`(\w+)`", row)} == data.keys()
+    assert all(f"`{key}`" in text for failure in data["failures"] for key in failure)
 
 
 FAILURE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="it broke", hint="")
