@@ -182,7 +182,7 @@ def flush() -> None:
         _flush(sys.stdout)
 
 
-def give(line: object) -> None:
+def stream(line: object) -> None:
     """Print a line of data at once; a job goes on, or ends as it did, whether it is read or not."""
     with contextlib.suppress(Closed):
         out(line)

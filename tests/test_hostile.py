@@ -96,12 +96,12 @@ def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_
         link = NodeConnection(socket.create_connection(("127.0.0.1", port)), KEY)
         return link if link.greet(5) else None
 
-    mirror = FileSync(home, "/job", {"master": [0]}, connect)
+    sync = FileSync(home, "/job", {"master": [0]}, connect)
     try:
         eventually(lambda: (home / "fine").exists())
-        mirror.catch_up(20)
+        sync.catch_up(20)
     finally:
-        mirror.close()
+        sync.close()
         hostile.join()
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_symlink() or not path.is_dir()}
     ours = {"j/plan.json", "j/events.jsonl", "j/job/generation", "outside/victim", "victim"}

@@ -15,7 +15,7 @@ from support.commanded import Whole, create, supervised
 from support.scripted import ALL_WELL, KILLED
 from test_commands import end
 
-from orchestrate.console import give
+from orchestrate.console import stream
 from orchestrate.errors import EngineError, OrchestrateError, UsageError
 from orchestrate.files import lock, records
 from orchestrate.files.folder import Folder
@@ -474,6 +474,6 @@ def test_a_stdout_that_nobody_reads_must_not_stop_the_supervisor(paths, monkeypa
     monkeypatch.setattr(sys, "stdout", Stuck())
     create(paths)
     paths.log(0).write_text("line\n")
-    data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, lambda _: None, output=give)
+    data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, lambda _: None, output=stream)
     Stuck.read.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)

@@ -13,7 +13,7 @@ from support.ends import KEY
 from support.plans import HERE, Site, plan, with_gpus
 
 from orchestrate.engines.docker import labels
-from orchestrate.engines.swarm import service_spec as services
+from orchestrate.engines.swarm import service_spec
 from orchestrate.errors import ResourceError
 from orchestrate.files.paths import NODE
 from orchestrate.job.spec import JobSpec
@@ -22,7 +22,7 @@ from orchestrate.job.spec import JobSpec
 def asked(spec: JobSpec, role: str = "trainer", gpus: int = 0, site: Site = HERE, volumes: Sequence[str] = ()) -> dict:
     site = (with_gpus(gpus) if gpus else site).but(preload=("torch", "numpy"))
     made = plan(spec, site, "digits-1")
-    return services.task(
+    return service_spec.task(
         spec,
         made,
         role,
@@ -87,8 +87,8 @@ def test_nodes_must_find_each_other_by_name_and_on_the_network_of_hosts_have_por
         assert env(task)["NODE_PORT"] == "20001"
     master, trainer = (asked(JobSpec(network="host"), role) for role in ("master", "trainer"))
     assert "Hostname" not in master["ContainerSpec"] and master["Networks"] == [{"Target": "net"}]
-    base = services.port(JobSpec(network="host"), "digits-1")
-    assert 20001 <= base < 29001 and base != services.port(JobSpec(network="host"), "digits-2")
+    base = service_spec.port(JobSpec(network="host"), "digits-1")
+    assert 20001 <= base < 29001 and base != service_spec.port(JobSpec(network="host"), "digits-2")
     assert (env(master)["NODE_PORT"], env(trainer)["NODE_PORT"]) == (f"{base + 1}", f"{base + 1}+{{{{.Task.Slot}}}}")
 
 
@@ -116,10 +116,10 @@ def test_the_nodes_of_a_cluster_must_have_its_name_whatever_job_they_run():
     spec = JobSpec(network="host")
     made = plan(spec, HERE.but(cluster="c-1"), "digits-1")
     ids = {"image": "i", "user": "7:8", "network": "net", "secret": ("id", "c-1-node"), "key": KEY}
-    task = services.task(spec, made, "master", **ids)
-    assert (env(task)["JOB_ID"], env(task)["NODE_PORT"]) == ("c-1", str(services.port(spec, "c-1") + 1))
+    task = service_spec.task(spec, made, "master", **ids)
+    assert (env(task)["JOB_ID"], env(task)["NODE_PORT"]) == ("c-1", str(service_spec.port(spec, "c-1") + 1))
     made = plan(JobSpec(), HERE.but(cluster="c-1"), "digits-1")
-    task = services.task(
+    task = service_spec.task(
         JobSpec(), made, "trainer", image="i", user="7:8", network="net", secret=("id", "c-1-node"), key=KEY
     )
     assert task["ContainerSpec"]["Hostname"] == "c-1-trainer-{{.Task.Slot}}"
@@ -155,15 +155,15 @@ def test_the_volumes_of_an_image_must_be_emptied_between_two_jobs():
 
 
 def test_the_program_of_a_node_must_be_whole():
-    with tarfile.open(fileobj=io.BytesIO(services.program())) as archive:
+    with tarfile.open(fileobj=io.BytesIO(service_spec.program())) as archive:
         assert {Path(name).name for name in archive.getnames()} == {path.name for path in NODE.glob("*.py")}
 
 
 def test_a_node_must_unpack_its_program_and_become_it(tmp_path, monkeypatch):
-    (tmp_path / "secret").write_bytes(services.program())
+    (tmp_path / "secret").write_bytes(service_spec.program())
     (tmp_path / "x.py").write_text("import sys; print(*sys.argv[1:])")
-    monkeypatch.setattr(services, "PROGRAM", str(tmp_path / "program"))
-    command = [sys.executable, "-c", services.boot(str(tmp_path / "secret")), "x.py", "a b"]
+    monkeypatch.setattr(service_spec, "PROGRAM", str(tmp_path / "program"))
+    command = [sys.executable, "-c", service_spec.boot(str(tmp_path / "secret")), "x.py", "a b"]
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "JOB_DIR": str(tmp_path), "PATH": os.environ["PATH"]}
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert "[rank 0] a b\n" in done.stdout, done.stderr
@@ -183,5 +183,5 @@ def test_a_node_must_unpack_its_program_and_become_it(tmp_path, monkeypatch):
     ],
 )
 def test_a_task_that_does_not_start_must_be_told_in_words(error, message, hint):
-    told, way_out = services.in_words(error, "host-2", "mine:1")
+    told, way_out = service_spec.in_words(error, "host-2", "mine:1")
     assert message in told and hint in way_out and bool(hint) == bool(way_out)

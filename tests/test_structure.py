@@ -45,6 +45,14 @@ def test_a_module_must_import_only_what_it_may(path):
         assert others <= sys.stdlib_module_names
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_and_its_functions_must_be_short_enough_to_be_read_at_once(path):
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    assert {node.name: size for node in functions if (size := node.end_lineno - node.lineno + 1) > 60} == {}
+
+
 def modules_of(path) -> set[str]:
     """The modules that a file imports, or the packages of names that are no modules."""
     return {whole if (whole := f"{module}.{name}") in MODULES else module for module, name in imported(path)}

@@ -16,7 +16,7 @@ from support.plans import HERE, Site, plan
 from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.ports import free_port
-from orchestrate.engines.swarm import service_spec as services
+from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm import session as swarm_module
 from orchestrate.engines.swarm.engine import SwarmEngine
 from orchestrate.engines.swarm.objects import SwarmJob
@@ -60,7 +60,7 @@ class Hosts:
         self.renewed = 0  # leases
         self.leases = threading.Thread(target=self.renew, daemon=True)
         self.leases.start()
-        monkeypatch.setattr(services, "CODE", "code")  # in the working directory of each node
+        monkeypatch.setattr(service_spec, "CODE", "code")  # in the working directory of each node
         monkeypatch.setattr(SwarmJob, "relay_address", lambda _: self.relay.getsockname())
         stub.placed, stub.looked = self.start, self.look
 
@@ -125,8 +125,8 @@ class Hosts:
 
     def close(self) -> None:
         for engine in self.sessions:
-            if engine.mirror:
-                engine.mirror.close()
+            if engine.sync:
+                engine.sync.close()
             engine.pool.shutdown()
             engine.kept.close()
         for link in self.links:
@@ -222,13 +222,13 @@ def test_a_supervisor_that_takes_a_job_over_must_find_its_workers_and_their_file
     engine.up(made)
     started(engine, made, "0", "wait")
     eventually(lambda: len(engine.clients.pids) == 2 or engine.wait(0.1).exits)
-    engine.mirror.close()
+    engine.sync.close()
     for node in list(engine.clients.connections):
         engine.clients.drop(node)
     another = there.engine(spec)
     assert another.adopt(made) == set()
     assert another.clients.running == {0: "master", 1: "trainer-1"} and len(stub.containers) == 1
-    earlier = another.mirror
+    earlier = another.sync
     another.adopt(made)  # as after an engine that did not answer
     assert not earlier.thread.is_alive()
     another.stop(Stop.KILL)

@@ -6,7 +6,7 @@ import threading
 import pytest
 from support.said import sent
 from support.scripted import Clock
-from support.swarm_nodes import connected, down, job, mirror, state, three_nodes
+from support.swarm_nodes import connected, down, job, state, sync, three_nodes
 
 from orchestrate.engines.swarm import session as swarm
 from orchestrate.engines.swarm.session import SwarmSession
@@ -138,31 +138,31 @@ def test_a_host_that_is_lost_must_be_told_when_swarm_comes_to_know_of_it(engine,
 def test_all_files_must_be_here_before_nodes_are_removed(engine, stub, monkeypatch):
     monkeypatch.setattr(swarm, "NODE_END_TIMEOUT", 0.1)
     connected(engine, "master", "trainer-1", "trainer-2")
-    engine.mirror = made = mirror(come_home=EngineError("1 file could not be copied"))
+    engine.sync = made = sync(come_home=EngineError("1 file could not be copied"))
     with pytest.raises(EngineError, match="could not be copied"):
         engine.down(0.1)
-    assert len(stub.services) == 2 and engine.mirror is made  # so that `stop` finds them
-    engine.mirror = mirror(silent={"trainer-1"})
+    assert len(stub.services) == 2 and engine.sync is made  # so that `stop` finds them
+    engine.sync = sync(silent={"trainer-1"})
     with pytest.raises(EngineError, match="files of trainer-1 could not be copied") as raised:
         engine.down(0.1)
     assert "7946" in raised.value.hint and stub.services
     state(stub, "trainer-1", "failed")  # whose files are lost
-    engine.mirror = made = mirror(silent={"trainer-1"})
+    engine.sync = made = sync(silent={"trainer-1"})
     engine.down(0.1)
-    assert not stub.services and made.calls[-1] == "close" and engine.mirror is None
+    assert not stub.services and made.calls[-1] == "close" and engine.sync is None
 
 
 def test_files_must_not_be_waited_for_at_the_end_once_that_is_no_longer_wanted(engine):
     connected(engine, "master")
-    engine.mirror, asked = mirror(), []
-    engine.mirror.come_home = lambda timeout, stopped: asked.append(stopped())
+    engine.sync, asked = sync(), []
+    engine.sync.come_home = lambda timeout, stopped: asked.append(stopped())
     engine.down(0.1, lambda: True)
     assert asked == [True]
 
 
 def test_what_files_stay_on_their_nodes_must_be_reported_before_and_after_the_end(engine):
     connected(engine, "master")
-    engine.mirror = mirror(warnings=["not all files are copied"])
+    engine.sync = sync(warnings=["not all files are copied"])
     engine.wait(0)
     assert engine.warned == ["not all files are copied"]
     engine.down(0)
@@ -171,18 +171,18 @@ def test_what_files_stay_on_their_nodes_must_be_reported_before_and_after_the_en
 
 def test_a_hurried_end_must_wait_for_files_a_few_seconds_and_leave_nodes_that_have_more(engine, stub):
     connected(engine, "master")
-    engine.mirror = mirror(come_home=EngineError("not all files were copied from the nodes within 5 s"))
+    engine.sync = sync(come_home=EngineError("not all files were copied from the nodes within 5 s"))
     services = [*stub.services]
     with pytest.raises(EngineError, match="not all files were copied"):
         engine.down(0, lambda: True)
     assert services and [*stub.services] == services
-    engine.mirror = made = mirror()
+    engine.sync = made = sync()
     engine.down(0, lambda: True)
     assert "come_home" in made.calls and made.calls[-1] == "close" and not stub.services
 
 
 def test_files_of_nodes_that_were_never_reached_must_not_be_waited_for(engine, stub):
-    engine.mirror = made = mirror(come_home=EngineError("not all files came home"))
+    engine.sync = made = sync(come_home=EngineError("not all files came home"))
     engine.down(0.1)
     assert "come_home" not in made.calls and made.calls[-1] == "close" and not stub.services
 
@@ -207,8 +207,8 @@ def test_nodes_that_have_ended_must_not_be_waited_for(engine, stub, clock):
 
 
 def test_a_full_disk_must_be_told_before_the_next_generation(engine):
-    engine.gather(lambda: False)  # with no mirror there is nothing to do
-    engine.mirror = made = mirror(lacks_space=OSError(os.strerror(28)))
+    engine.gather(lambda: False)  # with no sync there is nothing to do
+    engine.sync = made = sync(lacks_space=OSError(os.strerror(28)))
     with pytest.raises(OSError, match="No space left"):
         engine.gather(lambda: False)
     assert made.calls == ["catch_up", "lacks_space"]
@@ -216,7 +216,7 @@ def test_a_full_disk_must_be_told_before_the_next_generation(engine):
 
 def test_the_last_lines_of_workers_must_be_here_before_their_ends_are_told(engine):
     connected(engine, "master", "trainer-1", "trainer-2")
-    engine.mirror = made = mirror()
+    engine.sync = made = sync()
     for rank, node in enumerate(("master", "trainer-1", "trainer-2")):
         engine.ends[node].send(sent("ended", generation=-1, rank=rank))
         assert [end.rank for end in engine.wait(1).exits] == [rank]

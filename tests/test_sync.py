@@ -14,7 +14,7 @@ from support.ends import KEY
 
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.ports import free_port
-from orchestrate.engines.swarm import sync as mirror_module
+from orchestrate.engines.swarm import sync as sync_module
 from orchestrate.engines.swarm.sync import FileSync, rescued
 from orchestrate.engines.swarm.upload import packed, send_archive, written_files
 from orchestrate.errors import EngineError
@@ -81,7 +81,7 @@ def node(tmp_path):
 
 
 @pytest.fixture
-def mirror(node, tmp_path):
+def sync(node, tmp_path):
     home = tmp_path / "home"
     (home / "logs").mkdir(parents=True)
     made = FileSync(home, str(node.job), {"master": [0]}, node.connect)
@@ -94,7 +94,7 @@ def test_who_does_not_know_the_key_must_get_no_answer(node):
     node.connect().converse(protocol.GetStatus(), protocol.Status)  # the node has taken no harm
 
 
-def test_what_a_worker_writes_must_come_home(node, mirror):
+def test_what_a_worker_writes_must_come_home(node, sync):
     link = node.connect()
     node.start(
         link,
@@ -111,19 +111,19 @@ def test_what_a_worker_writes_must_come_home(node, mirror):
         "print('done\\r\\x00', end='')\n",
     )
     assert node.until(link, protocol.Ended).code == 0
-    mirror.catch_up(20)
+    sync.catch_up(20)
     odd = os.fsdecode(b"no text \xff")
-    found = {str(path.relative_to(mirror.run_dir)) for path in mirror.run_dir.rglob("*") if not path.is_dir()}
+    found = {str(path.relative_to(sync.run_dir)) for path in sync.run_dir.rglob("*") if not path.is_dir()}
     assert found == {"logs/rank-0.log", "checkpoints/step-1/state.pt", "checkpoints/step-1/.metadata", LONG, odd}
-    link = mirror.run_dir / "checkpoints" / "last"
+    link = sync.run_dir / "checkpoints" / "last"
     made = link.lstat().st_ino
-    mirror.catch_up(20)
+    sync.catch_up(20)
     assert (link.readlink(), link.lstat().st_ino) == (Path("step-1"), made)  # and it was there all the time
-    assert (mirror.run_dir / "checkpoints" / "last" / "state.pt").read_bytes() == bytes(range(256)) * 8192
-    assert (mirror.run_dir / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
+    assert (sync.run_dir / "checkpoints" / "last" / "state.pt").read_bytes() == bytes(range(256)) * 8192
+    assert (sync.run_dir / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
 
 
-def test_a_file_that_is_larger_than_any_disk_must_come_home_with_its_holes(node, mirror):
+def test_a_file_that_is_larger_than_any_disk_must_come_home_with_its_holes(node, sync):
     link = node.connect()
     node.start(
         link,
@@ -135,17 +135,17 @@ def test_a_file_that_is_larger_than_any_disk_must_come_home_with_its_holes(node,
         "    file.truncate(1 << 42)\n",
     )
     assert node.until(link, protocol.Ended).code == 0
-    mirror.come_home(60)
-    with (mirror.run_dir / "sparse").open("rb") as file:
+    sync.come_home(60)
+    with (sync.run_dir / "sparse").open("rb") as file:
         status = os.fstat(file.fileno())
         assert status.st_size == 1 << 42 and status.st_blocks * 512 < 1 << 20
         assert [os.pread(file.fileno(), 4, offset) for offset in (0, 1 << 30, 1 << 41)] == [b"data"] * 3
 
 
-def test_what_was_written_last_must_come_home_last(node, mirror, monkeypatch):
+def test_what_was_written_last_must_come_home_last(node, sync, monkeypatch):
     came = []
-    keep = mirror_module.Fetch.keep
-    monkeypatch.setattr(mirror_module.Fetch, "keep", lambda self: (came.append(self.path), keep(self)))
+    keep = sync_module.Fetch.keep
+    monkeypatch.setattr(sync_module.Fetch, "keep", lambda self: (came.append(self.path), keep(self)))
     link = node.connect()
     node.start(
         link,
@@ -158,39 +158,39 @@ def test_what_was_written_last_must_come_home_last(node, mirror, monkeypatch):
         "half.rename(half.with_name('step-1'))\n",
     )
     assert node.until(link, protocol.Ended).code == 0
-    mirror.catch_up(20)
+    sync.catch_up(20)
     assert came == ["checkpoints/step-1/b", "checkpoints/step-1/a", "checkpoints/step-1/manifest"]
 
 
-def test_what_a_worker_removes_must_go_at_home_too(node, mirror):
+def test_what_a_worker_removes_must_go_at_home_too(node, sync):
     link = node.connect()
     write = "import os, pathlib; (pathlib.Path(os.environ['JOB_DIR']) / 'checkpoints' / '{}').{}"
     node.start(link, write.format("old", "touch()"))
     node.until(link, protocol.Ended)
-    mirror.catch_up(20)
-    assert (mirror.run_dir / "checkpoints" / "old").exists()
+    sync.catch_up(20)
+    assert (sync.run_dir / "checkpoints" / "old").exists()
     node.start(link, write.format("old", "unlink()"), generation=1)
     node.until(link, protocol.Ended)
-    mirror.catch_up(20)
-    assert not (mirror.run_dir / "checkpoints" / "old").exists()
+    sync.catch_up(20)
+    assert not (sync.run_dir / "checkpoints" / "old").exists()
 
 
-def test_the_log_of_another_node_must_be_gone_on_with(node, mirror):
-    log = mirror.run_dir / "logs" / "rank-0.log"
+def test_the_log_of_another_node_must_be_gone_on_with(node, sync):
+    log = sync.run_dir / "logs" / "rank-0.log"
     log.write_bytes(b"what a node wrote that is lost\n")
     link = node.connect()
     node.start(link, "print('more')", generation=1, log=log.stat().st_size)
     node.until(link, protocol.Ended)
-    mirror.catch_up(20)
+    sync.catch_up(20)
     so_far = b"what a node wrote that is lost\n[node] generation 1\nmore\n"
     assert log.read_bytes() == so_far
     node.start(link, "print('again')", generation=2, log=log.stat().st_size)  # and so must that of this node be
     node.until(link, protocol.Ended)
-    mirror.catch_up(20)
+    sync.catch_up(20)
     assert log.read_bytes() == so_far + b"[node] generation 2\nagain\n"
 
 
-def test_what_is_given_to_a_node_must_be_there_and_not_come_back(node, mirror, tmp_path):
+def test_what_is_given_to_a_node_must_be_there_and_not_come_back(node, sync, tmp_path):
     given = tmp_path / "given" / "checkpoints"
     given.mkdir(parents=True)
     (given / "state.pt").write_bytes(os.urandom(3_000_000))
@@ -203,21 +203,21 @@ def test_what_is_given_to_a_node_must_be_there_and_not_come_back(node, mirror, t
     assert link.converse(protocol.GetStatus(), protocol.Status).tags == {str(node.job): digest}
     assert (node.job / "checkpoints" / "last").read_bytes() == (given / "state.pt").read_bytes()
     assert not (node.job / "stale").exists()
-    mirror.catch_up(20)
-    assert not (mirror.run_dir / "checkpoints" / "state.pt").exists()
+    sync.catch_up(20)
+    assert not (sync.run_dir / "checkpoints" / "state.pt").exists()
 
 
-def test_what_the_workers_of_the_first_node_remove_of_it_must_go_at_home_too(node, mirror):
-    (mirror.run_dir / "checkpoints").mkdir()
+def test_what_the_workers_of_the_first_node_remove_of_it_must_go_at_home_too(node, sync):
+    (sync.run_dir / "checkpoints").mkdir()
     for name in ("old", "new"):
-        (mirror.run_dir / "checkpoints" / name).write_text("given")
+        (sync.run_dir / "checkpoints" / name).write_text("given")
     link = node.connect()
-    with packed(mirror.run_dir, written_files(mirror.run_dir), mirror.run_dir) as (file, digest):
+    with packed(sync.run_dir, written_files(sync.run_dir), sync.run_dir) as (file, digest):
         send_archive(link, str(node.job), file, digest)
     node.start(link, "import os, pathlib; (pathlib.Path(os.environ['JOB_DIR']) / 'checkpoints' / 'old').unlink()")
     node.until(link, protocol.Ended)
-    mirror.catch_up(20)
-    assert [path.name for path in (mirror.run_dir / "checkpoints").iterdir()] == ["new"]
+    sync.catch_up(20)
+    assert [path.name for path in (sync.run_dir / "checkpoints").iterdir()] == ["new"]
 
 
 def test_files_that_are_sent_again_after_an_interruption_must_be_whole(node, tmp_path):
@@ -243,9 +243,9 @@ def test_what_has_come_in_another_form_than_it_was_sent_must_not_be_unpacked(nod
     assert (node.job / "kept").exists()
 
 
-def test_a_file_that_cannot_come_home_must_be_told_and_not_keep_others_away(node, mirror):
-    (mirror.run_dir / "taken").mkdir()
-    (mirror.run_dir / "taken" / "mine").touch()
+def test_a_file_that_cannot_come_home_must_be_told_and_not_keep_others_away(node, sync):
+    (sync.run_dir / "taken").mkdir()
+    (sync.run_dir / "taken" / "mine").touch()
     link = node.connect()
     node.start(
         link,
@@ -253,16 +253,16 @@ def test_a_file_that_cannot_come_home_must_be_told_and_not_keep_others_away(node
         "for name in ('taken', 'free'): (pathlib.Path(os.environ['JOB_DIR']) / name).write_text('x')\n",
     )
     node.until(link, protocol.Ended)
-    assert mirror.catch_up(20)
-    assert (mirror.run_dir / "free").read_text() == "x" and (mirror.run_dir / "taken" / "mine").exists()
-    assert list(mirror.errors) == ["taken"] and isinstance(mirror.errors["taken"], IsADirectoryError)
-    (mirror.run_dir / "taken" / "mine").unlink()
-    (mirror.run_dir / "taken").rmdir()
-    assert mirror.catch_up(20)  # now it can
-    assert not mirror.errors and (mirror.run_dir / "taken").read_text() == "x"
+    assert sync.catch_up(20)
+    assert (sync.run_dir / "free").read_text() == "x" and (sync.run_dir / "taken" / "mine").exists()
+    assert list(sync.errors) == ["taken"] and isinstance(sync.errors["taken"], IsADirectoryError)
+    (sync.run_dir / "taken" / "mine").unlink()
+    (sync.run_dir / "taken").rmdir()
+    assert sync.catch_up(20)  # now it can
+    assert not sync.errors and (sync.run_dir / "taken").read_text() == "x"
 
 
-def test_what_changes_its_kind_must_come_home_as_what_it_is(node, mirror):
+def test_what_changes_its_kind_must_come_home_as_what_it_is(node, sync):
     link = node.connect()
     home = "import os, pathlib, shutil; home = pathlib.Path(os.environ['JOB_DIR'])\n"
     node.start(
@@ -271,9 +271,9 @@ def test_what_changes_its_kind_must_come_home_as_what_it_is(node, mirror):
         "(home / 'run.sh').touch(); (home / 'run.sh').chmod(0o755); (home / 'a' / 'b' / 'to').symlink_to('x')\n",
     )
     node.until(link, protocol.Ended)
-    assert mirror.catch_up(20)
-    assert (mirror.run_dir / "a" / "b" / "to").readlink() == Path("x") and (mirror.run_dir / "c").is_file()
-    assert os.access(mirror.run_dir / "run.sh", os.X_OK) and not os.access(mirror.run_dir / "c", os.X_OK)
+    assert sync.catch_up(20)
+    assert (sync.run_dir / "a" / "b" / "to").readlink() == Path("x") and (sync.run_dir / "c").is_file()
+    assert os.access(sync.run_dir / "run.sh", os.X_OK) and not os.access(sync.run_dir / "c", os.X_OK)
     node.start(
         link,
         f"{home}shutil.rmtree(home / 'a'); (home / 'a').write_text('file')\n"
@@ -281,29 +281,29 @@ def test_what_changes_its_kind_must_come_home_as_what_it_is(node, mirror):
         generation=1,
     )
     node.until(link, protocol.Ended)
-    assert mirror.catch_up(20)
-    assert (mirror.run_dir / "a").read_text() == "file" and (mirror.run_dir / "c" / "x").is_file() and not mirror.errors
+    assert sync.catch_up(20)
+    assert (sync.run_dir / "a").read_text() == "file" and (sync.run_dir / "c" / "x").is_file() and not sync.errors
 
 
-def test_a_file_that_its_writer_may_not_read_must_come_home_all_the_same(node, mirror):
+def test_a_file_that_its_writer_may_not_read_must_come_home_all_the_same(node, sync):
     link = node.connect()
     node.start(link, "import os; os.close(os.open(os.environ['JOB_DIR'] + '/shut', os.O_CREAT | os.O_WRONLY, 0))")
     node.until(link, protocol.Ended)
-    assert mirror.catch_up(20)
-    assert (mirror.run_dir / "shut").is_file()
+    assert sync.catch_up(20)
+    assert (sync.run_dir / "shut").is_file()
 
 
-def test_a_log_that_cannot_be_written_must_be_told_and_gone_on_with(node, mirror):
-    log = mirror.run_dir / "logs" / "rank-0.log"
+def test_a_log_that_cannot_be_written_must_be_told_and_gone_on_with(node, sync):
+    log = sync.run_dir / "logs" / "rank-0.log"
     log.symlink_to("elsewhere")
     link = node.connect()
     node.start(link, "print('all of it')")
     node.until(link, protocol.Ended)
-    assert mirror.catch_up(20)
-    assert list(mirror.errors) == ["logs/rank-0.log"]
+    assert sync.catch_up(20)
+    assert list(sync.errors) == ["logs/rank-0.log"]
     log.unlink()
-    assert mirror.catch_up(20)
-    assert log.read_text() == "all of it\n" and not mirror.errors
+    assert sync.catch_up(20)
+    assert log.read_text() == "all of it\n" and not sync.errors
 
 
 def test_of_a_file_that_two_nodes_write_that_of_the_first_must_come_home(tmp_path):
@@ -314,13 +314,13 @@ def test_of_a_file_that_two_nodes_write_that_of_the_first_must_come_home(tmp_pat
         (tmp_path / name / "job" / "same").write_text(name)
         (tmp_path / name / "job" / f"of-{name}").touch()
         nodes[name] = Node(tmp_path / name)
-    mirror = FileSync(home, "job", {"master": [0], "trainer-1": [1]}, lambda name: nodes[name].connect())
+    sync = FileSync(home, "job", {"master": [0], "trainer-1": [1]}, lambda name: nodes[name].connect())
     try:
-        assert mirror.catch_up(20)
+        assert sync.catch_up(20)
         (tmp_path / "trainer-1" / "job" / "same").write_text("written later")
-        assert mirror.catch_up(20)
+        assert sync.catch_up(20)
     finally:
-        mirror.close()
+        sync.close()
         for each in nodes.values():
             each.end()
     assert (home / "same").read_text() == "master"

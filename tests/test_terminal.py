@@ -59,7 +59,7 @@ def test_no_character_that_cannot_be_seen_but_the_joiner_of_emoji_may_be_left():
 
 
 def test_everything_that_is_printed_must_be_clean(capsys):
-    for show in (console.say, console.out, console.give, lambda text: console.table([(text, text)])):
+    for show in (console.say, console.out, console.stream, lambda text: console.table([(text, text)])):
         show(HOSTILE)
         out, err = capsys.readouterr()
         assert not CONTROL.search(out + err) and "a" in out + err
@@ -303,10 +303,10 @@ console.ANNOUNCE_AFTER, console.PROGRESS_INTERVAL = LASTS, 0.0
 console.phase("starting 2 nodes")
 time.sleep(PAUSE)
 console.say("ours")
-console.give("master 0 | a line")
+console.stream("master 0 | a line")
 console.phase("")
 for part in ("10%", "20%"):
-    console.progress(f"master 0 | {part}", console.give)
+    console.progress(f"master 0 | {part}", console.stream)
 console.phase("x" * 500 + HOSTILE)
 console.finish()
 """

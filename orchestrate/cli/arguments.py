@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from orchestrate import __version__
 from orchestrate.console import called
@@ -107,6 +107,9 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
+Kinds: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
 def _near(word: str, known: list[str], prog: str) -> str:
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
     few = f"one of {', '.join(known)}" if known == [*EXPORTS] else f"{prog} --help"
@@ -163,6 +166,14 @@ def _parser() -> Parser:
     kinds = top.add_subparsers(
         dest="command", metavar="COMMAND", required=True, prog=top.prog, parser_class=Parser, title="commands"
     )
+    _add_run_commands(kinds)
+    _add_export(kinds, f"{top.prog} export")
+    _add_job_commands(kinds)
+    top.add_verbose()
+    return top
+
+
+def _add_run_commands(kinds: Kinds) -> None:
     for name, does in RUN_COMMANDS.items():
         command = kinds.add_parser(
             name,
@@ -190,6 +201,9 @@ def _parser() -> Parser:
         description="Print the JSON Schema of job files. An editor completes and checks a file that begins with "
         "`# yaml-language-server: $schema=PATH`.",
     )
+
+
+def _add_export(kinds: Kinds, prog: str) -> None:
     command = kinds.add_parser(
         "export",
         help="print the job as a file for Kubernetes, Slurm or Compose",
@@ -197,7 +211,7 @@ def _parser() -> Parser:
         usage=f"%(prog)s kubernetes|slurm|compose [JOB.yaml] [options] {COMMAND}",
     )
     targets = command.add_subparsers(
-        dest="target", metavar="|".join(EXPORTS), required=True, prog=f"{top.prog} export", parser_class=Parser
+        dest="target", metavar="|".join(EXPORTS), required=True, prog=prog, parser_class=Parser
     )
     for target, forms in EXPORTS.items():
         command = targets.add_parser(
@@ -209,6 +223,9 @@ def _parser() -> Parser:
             help=f"{', '.join(forms)}; the first is the default" if forms else argparse.SUPPRESS,
         )
         _add_job(command)
+
+
+def _add_job_commands(kinds: Kinds) -> None:
     command = kinds.add_parser(
         "down",
         help="remove the nodes that up started",
@@ -231,8 +248,6 @@ def _parser() -> Parser:
             command.add_argument("-f", "--follow", action="store_true", help="continue until the job ends")
         if name in ("stop", "rm"):
             command.add_argument("--dry-run", action="store_true", help="print what would be removed, and exit")
-    top.add_verbose()
-    return top
 
 
 def _add_job(command: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from orchestrate import console, errors
 from orchestrate.cli import cluster, older
 from orchestrate.cli.find import find, job_folders
-from orchestrate.console import give, out, say
+from orchestrate.console import out, say, stream
 from orchestrate.engines import choice
 from orchestrate.engines.choice import sdk
 from orchestrate.errors import OrchestrateError, UsageError
@@ -49,7 +49,7 @@ def exit_code(data: dict[str, Any]) -> int:
 
 def output(args: argparse.Namespace) -> Callable[[str], None]:
     """What prints the workers' lines: to stdout, unless that is for something else."""
-    return say if args.print_path or args.json else give
+    return say if args.print_path or args.json else stream
 
 
 def end(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
@@ -57,9 +57,9 @@ def end(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
     say(text(data))
     say(args.shown / name)
     if args.print_path:
-        give(args.shown / name)
+        stream(args.shown / name)
     if args.json:
-        give(json.dumps({"run_directory": str(args.shown / name), **data}, indent=2))
+        stream(json.dumps({"run_directory": str(args.shown / name), **data}, indent=2))
     return exit_code(data)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrate.errors import ResourceError
@@ -165,41 +165,18 @@ def plan(
     """
     wanted_nodes = len(names(spec))
     nodes = nodes or names(spec)
-    gpus = offered = _gpus(spec, inventory)
-    most = 1 if any(gpu.startswith("MIG-") for gpu in gpus) else MAX_WORKERS  # CUDA uses one instance in a process
-    nproc = spec.nproc_per_node or min(most, max(1, len(gpus) // wanted_nodes))
-    wanted = len(nodes) * nproc
-    if gpus and nproc > most:
-        raise ResourceError(f"{nproc} workers on a node, and one can use a single MIG instance", "--nproc-per-node 1")
-    shares = spec.share_gpus or (spec.gpus == "auto" and spec.command == APP)  # any machine with a GPU runs the app
-    if shares and nproc <= len(offered) and inventory.engine != "swarm":  # a node's workers still have one each
-        gpus = tuple(offered[rank % len(offered)] for rank in range(wanted))
-    if gpus and len(gpus) < wanted:
-        fewer = len(gpus) // nproc - 1
-        ways = [f"--trainers {fewer}"] if fewer >= 0 else []
-        raise ResourceError(
-            f"{wanted} workers need {wanted} GPUs, and there {_are(len(gpus))}"
-            + (f" ({inventory.gpu_note})" if inventory.gpu_note else ""),
-            f"take fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
-            + ("let nodes share GPUs (--set share_gpus=true), " if nproc <= len(gpus) else "")
-            + "or train with gloo on CPU (--gpus none)",
-        )
-    usable = len(inventory.cores)
-    if spec.pin and usable < wanted:
-        raise ResourceError(
-            f"pin: {wanted} workers need {wanted} cores, and there {_are(usable)}",
-            "take fewer workers, or leave out pin",
-        )
-    if spec.cpus and inventory.engine != "process":  # more threads than that would only wait for each other
-        usable = min(usable, math.floor(spec.cpus * len(nodes)))
-    close = dict(zip(inventory.gpus, inventory.gpu_cores))
-    near = [close.get(gpu, ()) for gpu in gpus[:wanted]] or [()] * wanted
-    kept = shares_near(inventory.cores, near) if spec.pin else [()] * wanted
-    machine = {"host": "", "cpus": usable, "gpus": list(gpus)}
+    offered = _gpus(spec, inventory)
+    nproc = spec.nproc_per_node or min(_most_on_a_node(offered), max(1, len(offered) // wanted_nodes))
+    world_size = len(nodes) * nproc
+    gpus = _given_out(spec, inventory, offered, nproc, world_size)
+    shared = bool(gpus) and len(offered) < world_size
+    kept = _cores_of_workers(spec, inventory, gpus, world_size)
     project = placement.cluster or job_id
     address = placement.master_addr or (nodes[0] if nodes[0] == "master" else f"{project}-{nodes[0]}")
+    machine = {"host": "", "cpus": _usable_cores(spec, inventory, len(nodes)), "gpus": list(gpus)}
     envs = assign([machine for _ in nodes], nproc, address, port, job_id, placement.interface)
     restarts = {"TORCHELASTIC_RESTART_COUNT": str(generation), "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts)}
+    files = {"JOB_ID": job_id, "JOB_DIR": placement.job_dir}
     workers = [
         WorkerPlan(
             rank=rank,
@@ -207,14 +184,7 @@ def plan(
             node=nodes[rank // nproc],
             gpu=gpus[rank] if gpus else "",
             cores=kept[rank],
-            env={
-                **env,
-                **restarts,
-                "JOB_ID": job_id,
-                "JOB_DIR": placement.job_dir,
-                **_own(spec, kept[rank], shared=bool(gpus) and len(offered) < wanted),
-                **spec.env,
-            },
+            env=env | restarts | files | _own(spec, kept[rank], shared) | spec.env,
         )
         for rank, env in enumerate(envs)
     ]
@@ -234,6 +204,55 @@ def plan(
         workers=tuple(workers),
         secrets=tuple(spec.secrets),
     )
+
+
+def _most_on_a_node(gpus: tuple[str, ...]) -> int:
+    """How many workers a node can have: CUDA uses one MIG instance in a process."""
+    return 1 if any(gpu.startswith("MIG-") for gpu in gpus) else MAX_WORKERS
+
+
+def _given_out(
+    spec: JobSpec, inventory: Inventory, gpus: tuple[str, ...], nproc: int, world_size: int
+) -> tuple[str, ...]:
+    """The GPU of each worker, by rank; none where the job runs on CPU. Raises ResourceError if there are too few."""
+    if gpus and nproc > _most_on_a_node(gpus):
+        raise ResourceError(f"{nproc} workers on a node, and one can use a single MIG instance", "--nproc-per-node 1")
+    shares = spec.share_gpus or (spec.gpus == "auto" and spec.command == APP)  # any machine with a GPU runs the app
+    if shares and nproc <= len(gpus) and inventory.engine != "swarm":  # a node's workers still have one each
+        return tuple(gpus[rank % len(gpus)] for rank in range(world_size))
+    if gpus and len(gpus) < world_size:
+        fewer = len(gpus) // nproc - 1
+        ways = [f"--trainers {fewer}"] if fewer >= 0 else []
+        raise ResourceError(
+            f"{world_size} workers need {world_size} GPUs, and there {_are(len(gpus))}"
+            + (f" ({inventory.gpu_note})" if inventory.gpu_note else ""),
+            f"take fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
+            + ("let nodes share GPUs (--set share_gpus=true), " if nproc <= len(gpus) else "")
+            + "or train with gloo on CPU (--gpus none)",
+        )
+    return gpus
+
+
+def _cores_of_workers(
+    spec: JobSpec, inventory: Inventory, gpus: tuple[str, ...], world_size: int
+) -> Sequence[tuple[int, ...]]:
+    """The cores that each worker keeps to, near its GPU; empty for any. Raises ResourceError if there are too few."""
+    if not spec.pin:
+        return [()] * world_size
+    if len(inventory.cores) < world_size:
+        raise ResourceError(
+            f"pin: {world_size} workers need {world_size} cores, and there {_are(len(inventory.cores))}",
+            "take fewer workers, or leave out pin",
+        )
+    close = dict(zip(inventory.gpus, inventory.gpu_cores))
+    return shares_near(inventory.cores, [close.get(gpu, ()) for gpu in gpus[:world_size]] or [()] * world_size)
+
+
+def _usable_cores(spec: JobSpec, inventory: Inventory, nodes: int) -> int:
+    """The cores that workers compute on: with a limit of `cpus`, more threads would only wait for each other."""
+    if spec.cpus and inventory.engine != "process":
+        return min(len(inventory.cores), math.floor(spec.cpus * nodes))
+    return len(inventory.cores)
 
 
 def read_plan(text: str, env: Mapping[str, str]) -> Plan:

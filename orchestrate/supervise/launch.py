@@ -10,7 +10,6 @@ import os
 import platform
 import queue
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -118,19 +117,10 @@ def supervise(
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock.held(paths))
         spec, plan = store.load(paths)
-        hide, seen = Mask(spec.env, spec.secrets), paths.shared
+        hide = Mask(spec.env, spec.secrets)
         stack.enter_context(log_file.kept(paths.orchestrate_log, hide))
-        log.info("orchestrate %s, Python %s, %s", __version__, sys.version.split()[0], platform.platform())
-        log.info("job %s on %s", plan.job_id, plan.inventory.about)
-        if cluster := paths.cluster:
-            home = JobPaths(paths.root.parent / cluster)
-            records.need(home.root)
-            seen = home.nodes
-            try:
-                stack.enter_context(lock.held(home))
-            except BlockingIOError:
-                again = f"python -m orchestrate attach {plan.job_id}, once that job has ended"
-                raise UsageError(f"another job has taken {cluster}", again) from None
+        log.info("orchestrate %s, Python %s, %s", __version__, platform.python_version(), platform.platform())
+        seen = _take_cluster(paths, stack) or paths.shared
         follower = follower or logs.Follower(paths, prefixes(plan), hide=hide)
         follower.follow(prefixes(plan))
         follower.marks = False  # the supervisor announces generations itself
@@ -149,13 +139,7 @@ def supervise(
                 store.keep(paths, plan)
                 follower.follow(prefixes(plan))
 
-            try:
-                key = bytes.fromhex(records.need(paths.root).events)
-                emit = Recorder(paths.events, tell, lambda line: hide.inside(line, ours=OURS), key)
-            except ValueError as error:
-                raise UsageError(
-                    f"{paths.events} is damaged: {error}", f"python -m orchestrate rm {plan.job_id}"
-                ) from None
+            emit = _recorder(paths, tell, hide)
             emit(SupervisorStarted(plan.job_id))
             files = JobFiles(paths, hide)
             supervisor = Supervisor(spec, plan, seen, engine, emit, stops, files, renew)
@@ -169,25 +153,52 @@ def supervise(
         metrics, ended = hide.inside(files.metrics()), supervisor.history.ended
         told = report.report(supervisor.plan, outcome, ended, emit.events[-1].seconds, metrics, *files.checkpoints())
         data: dict[str, Any] = hide.inside(told, ours=OURS)
-        text = json.dumps(data, indent=2) + "\n"
-        acts: list[Callable[[], object]] = [
-            lambda: records.write(paths.report, text),
-            lambda: store.bring_home(paths),
-            lambda: folder.harmless(paths.shared),
-        ]
-        if not outcome.left:
-            acts.append(lambda: records.end(paths.root))
         if files.gone():
             show(f"warning: {paths.root} was removed while the job ran: it has neither report nor logs")
-            acts = []
-        for act in acts:
-            try:
-                act()
-            except OSError as error:  # the job has ended all the same
-                show(f"warning: not all files of {paths.root} are as they should be: {error}")
+        else:
+            _finish(paths, data, show)
     if failure:
         raise failure
     return data
+
+
+def _take_cluster(paths: JobPaths, stack: contextlib.ExitStack) -> Path | None:
+    """Hold the lock of the job's cluster until `stack` ends; return the folder that the nodes see, None without one."""
+    if not paths.cluster:
+        return None
+    cluster = JobPaths(paths.root.parent / paths.cluster)
+    records.need(cluster.root)
+    try:
+        stack.enter_context(lock.held(cluster))
+    except BlockingIOError:
+        again = f"python -m orchestrate attach {paths.root.name}, once that job has ended"
+        raise UsageError(f"another job has taken {paths.cluster}", again) from None
+    return cluster.nodes
+
+
+def _recorder(paths: JobPaths, tell: Callable[[Event], None], hide: Mask) -> Recorder:
+    try:
+        key = bytes.fromhex(records.need(paths.root).events)
+        return Recorder(paths.events, tell, lambda line: hide.inside(line, ours=OURS), key)
+    except ValueError as error:
+        hint = f"python -m orchestrate rm {paths.root.name}"
+        raise UsageError(f"{paths.events} is damaged: {error}", hint) from None
+
+
+def _finish(paths: JobPaths, data: dict[str, Any], show: Callable[[str], None]) -> None:
+    """Write the report, and leave the job's files as they stay; `show` warns of what is not possible."""
+    acts: list[Callable[[], object]] = [
+        lambda: records.write(paths.report, json.dumps(data, indent=2) + "\n"),
+        lambda: store.bring_home(paths),
+        lambda: folder.harmless(paths.shared),
+    ]
+    if not data["left_behind"]:
+        acts.append(lambda: records.end(paths.root))
+    for act in acts:
+        try:
+            act()
+        except OSError as error:  # the job has ended all the same
+            show(f"warning: not all files of {paths.root} are as they should be: {error}")
 
 
 def prefixes(plan: Plan) -> dict[int, str]:

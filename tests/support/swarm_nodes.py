@@ -66,7 +66,7 @@ def down(stub: StubManager, number: int) -> None:
     stub.hosts[number - 1]["Status"]["State"] = "down"
 
 
-def mirror(**answers: object) -> SimpleNamespace:
+def sync(**answers: object) -> SimpleNamespace:
     """What brings files home, with no node."""
     made = SimpleNamespace(calls=[])
     for name in ("catch_up", "come_home", "lacks_space", "silent", "warnings", "close"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrate.engines.base import JobState
 from orchestrate.engines.docker.image import ensure_image
-from orchestrate.engines.swarm import service_spec as parts
+from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import Manager, gpus, shared_out
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.engines.swarm.upload import code_files
@@ -43,7 +43,7 @@ class SwarmEngine:
         hosts = self.manager.takers(spec)
         nodes = spec.trainers + 1
         resources = [host["Description"]["Resources"] for host in hosts]
-        smallest = min(one.get("NanoCPUs", 0) for one in resources) // parts.NANOSECONDS
+        smallest = min(one.get("NanoCPUs", 0) for one in resources) // service_spec.NANOSECONDS
         most = math.ceil(nodes / len(hosts))  # nodes on one host
         offered = [gpus(host) for host in hosts] if spec.gpus != "none" else []
         inventory = Inventory(
@@ -51,8 +51,8 @@ class SwarmEngine:
             about=f"Docker Swarm {self.manager.info['ServerVersion']} of {counted(len(hosts), 'host')}, "
             f"image {spec.image}",
             cores=tuple(range(max(1, smallest * nodes // most))),
-            gpus=(parts.GPU,) * shared_out(offered, nodes, spec.spares),
-            no_gpus=f"no host of the Swarm offers the generic resource {parts.GPU}",
+            gpus=(service_spec.GPU,) * shared_out(offered, nodes, spec.spares),
+            no_gpus=f"no host of the Swarm offers the generic resource {service_spec.GPU}",
             memory=min(one.get("MemoryBytes", 0) for one in resources),
             hosts=len(hosts),
         )
@@ -60,7 +60,7 @@ class SwarmEngine:
             network=spec.network,
             master_addr="",
             interface="",  # each node finds the one that leads to the master
-            job_dir=f"{parts.SHARED}/{run.parent.name}" if spec.volume else parts.JOB,
+            job_dir=f"{service_spec.SHARED}/{run.parent.name}" if spec.volume else service_spec.JOB,
             code=str(code),
             preload=preload(spec, code),
         )

@@ -13,7 +13,7 @@ from typing import Any
 from orchestrate.engines.base import JobState
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon, name_of
-from orchestrate.engines.swarm import service_spec as parts
+from orchestrate.engines.swarm import service_spec
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.job.plan import counted
 from orchestrate.job.spec import JobSpec
@@ -182,7 +182,8 @@ def gpus(host: ApiObject) -> int:
     count = 0
     for resource in host["Description"]["Resources"].get("GenericResources") or []:
         named, counted = resource.get("NamedResourceSpec") or {}, resource.get("DiscreteResourceSpec") or {}
-        count += (named.get("Kind") == parts.GPU) + counted.get("Value", 0) * (counted.get("Kind") == parts.GPU)
+        count += named.get("Kind") == service_spec.GPU
+        count += counted.get("Value", 0) * (counted.get("Kind") == service_spec.GPU)
     return count
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from docker.models.containers import Container
 
 from orchestrate.engines.docker import helpers, labels
-from orchestrate.engines.swarm import service_spec as parts
+from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, unstarted
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import PACKAGE
@@ -34,7 +34,7 @@ class SwarmJob:
         self.daemon, self.client, self.api = manager.daemon, manager.client, manager.api
         self.project = plan.project  # the job, or the cluster that the nodes belong to
         self.network = "host" if spec.network == "host" else f"{plan.project}_job"
-        self.port = parts.port(spec, plan.project)  # where the relay answers
+        self.port = service_spec.port(spec, plan.project)  # where the relay answers
         self.labels = {labels.JOB: plan.project, labels.RUN: str(run), labels.OWNER: str(os.getuid())}
         self.relay: Container | None = None
 
@@ -58,7 +58,7 @@ class SwarmJob:
             state, error = task["Status"]["State"], task["Status"].get("Err", "")
             waits = state == "pending" and "no suitable node" in error
             if task["ID"] not in old and (state == "rejected" or unstarted(task) or (waits and impatient)):
-                return parts.in_words(error, self.manager.host(task), self.spec.image)
+                return service_spec.in_words(error, self.manager.host(task), self.spec.image)
         return None
 
     def replace(self, old: set[str]) -> bool:
@@ -159,7 +159,7 @@ class SwarmJob:
                     )
                     return
             image = self.client.images.get(self.spec.image).attrs
-            template = parts.task(
+            template = service_spec.task(
                 self.spec,
                 self.plan,
                 role,
@@ -182,5 +182,5 @@ class SwarmJob:
         """Id and name of the job's secret."""
         name = f"{self.project}-node"
         found = self.client.secrets.list(filters={"name": name})
-        made = found[0].attrs if found else self.api.create_secret(name, parts.program(), self.labels)
+        made = found[0].attrs if found else self.api.create_secret(name, service_spec.program(), self.labels)
         return str(made["ID"]), name

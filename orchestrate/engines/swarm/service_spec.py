@@ -73,11 +73,51 @@ def task(
     job, and `volumes` are those that the image declares. Raises ResourceError for one that a node cannot have.
     """
     uid, _, gid = user.partition(":")
+    host = spec.network == "host"
+    mounts = _mounts(spec)
+    declared = checked(spec.image, volumes, [mount["Target"] for mount in mounts])
+    env = _environment(spec, plan, role, key) | {"NODE_WIPE": " ".join([*WIPED, "/var/tmp", PROGRAM, *declared])}
     name = "master" if role == "master" else f"{plan.project}-{role}-{{{{.Task.Slot}}}}"
+    node = {
+        "Image": image,
+        "Command": ["python", "-c", boot("/run/secrets/node")],
+        **({"Hostname": name} if not host else {}),
+        "Env": [f"{key}={value}" for key, value in env.items()],
+        "Dir": "/var/tmp",
+        "Labels": labels.only({labels.ROLE: role}),
+        "Healthcheck": {"Test": ["NONE"]},  # an image's own would have the key of the job in its environment
+        "User": user,
+        "Init": False,  # the node is process 1, as in docker-compose.yml
+        "ReadOnly": True,
+        "OomScoreAdj": container.OOM_SCORE_ADJ,  # since Docker 27; ignored by earlier versions
+        "CapabilityDrop": ["ALL"],
+        "Privileges": {"NoNewPrivileges": True},
+        "Mounts": mounts,
+        "StopGracePeriod": container.stop_seconds(spec.grace) * NANOSECONDS,
+        "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
+        "Secrets": [
+            {
+                "SecretID": secret[0],
+                "SecretName": secret[1],
+                "File": {"Name": "node", "UID": uid, "GID": gid, "Mode": 0o400},
+            }
+        ],
+    }
+    return {
+        "ContainerSpec": node,
+        "Resources": _resources(spec, plan),
+        "RestartPolicy": {"Condition": "none"},  # a new node has no worker: the gang restarts as a whole
+        "Placement": {"Constraints": list(spec.constraints)},  # Swarm spreads tasks by default
+        "Networks": [{"Target": network} if host else {"Target": network, "Aliases": [role]}],
+        "LogDriver": {"Name": "json-file", "Options": container.LOG_OPTIONS},
+    }
+
+
+def _environment(spec: JobSpec, plan: Plan, role: str, key: bytes) -> dict[str, str]:
     listens = str(port(spec, plan.project) + 1)
     if spec.network == "host" and role != "master":
         listens += "+{{.Task.Slot}}"
-    env = {
+    return {
         "JOB_ID": plan.project,
         "NODE_MODE": "agent",
         "NODE_GRACE": f"{spec.grace:g}",
@@ -87,6 +127,9 @@ def task(
         **container.ENVIRONMENT,
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+
+
+def _mounts(spec: JobSpec) -> list[dict[str, Any]]:
     # A tmpfs in Swarm has nosuid, nodev and noexec. Compilers execute files in /tmp, so that is a volume. Options of
     # the driver `local` could put it in memory, but volumes with options stay on their host after the task.
     mounts: list[dict[str, Any]] = [
@@ -98,8 +141,10 @@ def task(
     if spec.volume:
         kind = "bind" if spec.volume.startswith("/") else "volume"
         mounts.append({"Type": kind, "Source": spec.volume, "Target": SHARED})
-    declared = checked(spec.image, volumes, [mount["Target"] for mount in mounts])
-    env["NODE_WIPE"] = " ".join([*WIPED, "/var/tmp", PROGRAM, *declared])
+    return mounts
+
+
+def _resources(spec: JobSpec, plan: Plan) -> dict[str, Any]:
     reserved: dict[str, Any] = {}
     if spec.cpus:
         reserved["NanoCPUs"] = int(spec.cpus * NANOSECONDS)
@@ -111,41 +156,7 @@ def task(
     if plan.gpus:
         resource = {"Kind": GPU, "Value": plan.nproc_per_node}
         reserved["GenericResources"] = [{"DiscreteResourceSpec": resource}]
-    network_config: dict[str, Any] = {"Target": network}
-    if spec.network != "host":
-        network_config["Aliases"] = [role]
-    return {
-        "ContainerSpec": {
-            "Image": image,
-            "Command": ["python", "-c", boot("/run/secrets/node")],
-            **({"Hostname": name} if spec.network != "host" else {}),
-            "Env": [f"{key}={value}" for key, value in env.items()],
-            "Dir": "/var/tmp",
-            "Labels": labels.only({labels.ROLE: role}),
-            "Healthcheck": {"Test": ["NONE"]},  # an image's own would have the key of the job in its environment
-            "User": user,
-            "Init": False,  # the node is process 1, as in docker-compose.yml
-            "ReadOnly": True,
-            "OomScoreAdj": container.OOM_SCORE_ADJ,  # since Docker 27; ignored by earlier versions
-            "CapabilityDrop": ["ALL"],
-            "Privileges": {"NoNewPrivileges": True},
-            "Mounts": mounts,
-            "StopGracePeriod": container.stop_seconds(spec.grace) * NANOSECONDS,
-            "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
-            "Secrets": [
-                {
-                    "SecretID": secret[0],
-                    "SecretName": secret[1],
-                    "File": {"Name": "node", "UID": uid, "GID": gid, "Mode": 0o400},
-                }
-            ],
-        },
-        "Resources": {"Limits": limits, "Reservations": reserved},
-        "RestartPolicy": {"Condition": "none"},  # a new node has no worker: the gang restarts as a whole
-        "Placement": {"Constraints": list(spec.constraints)},  # Swarm spreads tasks by default
-        "Networks": [network_config],
-        "LogDriver": {"Name": "json-file", "Options": container.LOG_OPTIONS},
-    }
+    return {"Limits": limits, "Reservations": reserved}
 
 
 def in_words(error: str, host: str, image: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from orchestrate.engines.base import Observed, Stop, never
 from orchestrate.engines.clients import NodeClients, key_of
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
-from orchestrate.engines.swarm import service_spec as parts
+from orchestrate.engines.swarm import service_spec
 from orchestrate.engines.swarm.manager import ApiObject, Manager, coming, ended, well
 from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.engines.swarm.sync import FileSync, rescued
@@ -76,7 +76,7 @@ class SwarmSession:
         self.lost: dict[int, str] = {}  # rank: its node, of workers whose last lines may be missing
         self.supplied: set[str] = set()  # the ids of tasks that have the code
         self.given_up: set[str] = set()  # the ids of tasks that count as lost, since they do not answer
-        self.mirror: FileSync | None = None
+        self.sync: FileSync | None = None
 
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start the nodes that are missing or not healthy, and send them the code."""
@@ -120,15 +120,15 @@ class SwarmSession:
 
     def gather(self, stopped: Callable[[], bool]) -> None:
         """Copy all files here: the next generation replaces the files on the nodes by those that are here."""
-        if self.mirror:
-            self.mirror.catch_up(SYNC_TIMEOUT, stopped)
-            self.mirror.lacks_space()
+        if self.sync:
+            self.sync.catch_up(SYNC_TIMEOUT, stopped)
+            self.sync.lacks_space()
 
     def start(self, plan: Plan) -> None:
         """Send every node the files of earlier generations, and start the workers."""
         self.first = plan.workers[0].node
-        if self.mirror:
-            self.mirror.close()
+        if self.sync:
+            self.sync.close()
         while {task for task, until in self.unsure.items() if time.monotonic() < until} - self.swarm.dead():
             time.sleep(0.2)  # an older generation may still run on a node that is cut off
         self.unsure, self.asked = {}, {}
@@ -143,8 +143,8 @@ class SwarmSession:
     def wait(self, timeout: float) -> Observed:
         """What has happened; when the last worker has ended, waits until the last lines of their logs are here."""
         exits = self.clients.wait(timeout)
-        if exits and self.mirror and not self.clients.running:
-            self.mirror.catch_up(LAST_LINES_TIMEOUT)
+        if exits and self.sync and not self.clients.running:
+            self.sync.catch_up(LAST_LINES_TIMEOUT)
             self._rescue()
         if self.clients.running and time.monotonic() - self.looked > LIST_INTERVAL:
             self.looked = time.monotonic()
@@ -199,14 +199,14 @@ class SwarmSession:
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
         """Copy all files here, then remove services, network and relay."""
-        if self.mirror:
+        if self.sync:
             if self.clients.connections:  # the last files are most likely here already
-                self.mirror.come_home(*((SYNC_TIMEOUT, stopped) if grace else (HURRIED_SYNC_TIMEOUT, never)))
-                for node in self.mirror.silent() & self._well_nodes().keys():
+                self.sync.come_home(*((SYNC_TIMEOUT, stopped) if grace else (HURRIED_SYNC_TIMEOUT, never)))
+                for node in self.sync.silent() & self._well_nodes().keys():
                     raise EngineError(f"the files of {node} could not be copied: it does not answer", PORTS)
             self._warn()
-            self.mirror.close()
-            self.mirror = None
+            self.sync.close()
+            self.sync = None
         if self.stays:
             self.discard(self.clients.clean(self._well_nodes()))
         else:
@@ -226,7 +226,7 @@ class SwarmSession:
     # --- details
 
     def _warn(self) -> None:
-        for text in self.mirror.warnings() if self.mirror else ():
+        for text in self.sync.warnings() if self.sync else ():
             self.warn(text)
 
     def _well_nodes(self) -> dict[str, ApiObject]:
@@ -307,7 +307,7 @@ class SwarmSession:
             env = env | {"MASTER_ADDR": self.swarm.node_address(self.nodes[self.first])[0]}
         path = self.files / log(worker.rank)
         length = path.stat().st_size if path.exists() else 0
-        return protocol.Start([*command], env, inherit=True, cwd=parts.CODE, log=length)
+        return protocol.Start([*command], env, inherit=True, cwd=service_spec.CODE, log=length)
 
     def _each(self, nodes: Iterable[str], act: Callable[[NodeConnection], None]) -> list[EngineError]:
         """Call `act` with a new connection to each node, in parallel; give up nodes where it fails."""
@@ -329,8 +329,8 @@ class SwarmSession:
         file, digest = self.code
 
         def act(link: NodeConnection) -> None:
-            if _tags(link).get(parts.CODE) != digest:
-                send_archive(link, parts.CODE, file, digest)
+            if _tags(link).get(service_spec.CODE) != digest:
+                send_archive(link, service_spec.CODE, file, digest)
 
         for error in self._each(nodes, act):
             raise error
@@ -358,9 +358,9 @@ class SwarmSession:
         ranks: dict[str, list[int]] = {}
         for worker in workers:
             ranks.setdefault(worker.node, []).append(worker.rank)
-        if self.mirror:
-            self.mirror.close()
-        self.mirror = FileSync(self.files, self.job_dir, ranks, self.reach)
+        if self.sync:
+            self.sync.close()
+        self.sync = FileSync(self.files, self.job_dir, ranks, self.reach)
 
 
 def _tags(connection: NodeConnection) -> dict[str, str]:
