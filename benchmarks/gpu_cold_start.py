@@ -36,7 +36,7 @@ def bare(name: str, workers: int) -> gpu.Figures:
         env = gpu.environment(workers)
         return measured(name, [*gpu.TORCHRUN, str(workers), SCRIPT, gpu.DEVICE], env)[0]
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    env = gpu.environment(**place, MASTER_PORT=str(free_port()))
+    env = gpu.environment() | place | {"MASTER_PORT": str(free_port())}
     return measured(name, [sys.executable, SCRIPT, gpu.DEVICE], env)[0]
 
 

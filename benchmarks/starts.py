@@ -34,7 +34,7 @@ def plain_image() -> str:
     return PLAIN
 
 
-def timed(start: Callable[[], None]) -> float:
+def timed(start: Callable[[], object]) -> float:
     """Seconds from the call to its end."""
     began = time.monotonic()
     start()
@@ -110,7 +110,7 @@ def environment(package: str) -> Path:
 
 def torchx() -> None:
     """TorchX's scheduler `local_docker`."""
-    command = [environment("torchx") / "torchx", "run", "--scheduler", "local_docker", "--wait", "--workspace", ""]
+    command = [str(environment("torchx") / "torchx"), "run", "--scheduler", "local_docker", "--wait", "--workspace", ""]
     job = ["dist.ddp", "-j", f"{NODES}x1", "--image", PLAIN, "--cpu", "1", "--memMB", "2048", "--env"]
     job += ["OMP_NUM_THREADS=1", "--mounts", f"type=bind,src={ROOT},dst=/workspace,readonly", "--script", SCRIPT]
     try:
