@@ -30,7 +30,7 @@ def schema() -> dict[str, Any]:
 
 def table() -> str:
     """A row for each key: name, default, description."""
-    rows = ["| key | default | what it is |", "| --- | --- | --- |"]
+    rows = ["| key | default | meaning |", "| --- | --- | --- |"]
     for key, field in FIELDS.items():
         words, value = default_of(key), getattr(JobSpec(), key)
         plain = field.metadata["absent"] or not words or (type(value) is int)
