@@ -1,1 +1,1 @@
-"""Where nodes run: Docker, Docker Swarm, or local processes."""
+"""Engines run nodes: Docker, Docker Swarm, or local processes."""

@@ -1,6 +1,6 @@
-"""What an engine is. An engine does as it is asked: it prints nothing and decides nothing.
+"""Interfaces of an engine. Engines carry out requests; they print nothing and make no decisions.
 
-`Engine` is what any place can be asked for; `Session` is the nodes and workers of one job there.
+`Engine` is a place where jobs can run; `Session` is the nodes and workers of one job there.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ SWARMS = ("encrypt", "constraints", "volume")  # keys of a job file that only Sw
 
 @dataclass(frozen=True)
 class JobState:
-    """A job or a cluster whose nodes exist, as `ps` shows it."""
+    """A job or cluster that has nodes, as shown by `ps`."""
 
     job_id: str
     engine: str
     nodes: int
-    run: Path  # the folder that nodes mount
-    owner: int  # the user id of the account that started it
+    run: Path  # the folder that is mounted in nodes
+    owner: int  # user ID of the account that started it
 
     @property
     def paths(self) -> JobPaths:
-        """The paths of its files; its nodes mount a folder in the run directory."""
+        """Paths of its files; nodes mount a folder in its run directory."""
         return JobPaths(self.run.parent)
 
     @property
     def named(self) -> bool:
-        """Whether its run directory has its name, as that of every job has."""
+        """Whether the run directory is named after the job, as for every job."""
         return NAME.fullmatch(self.job_id) is not None and self.run.parent.name == self.job_id
 
     @property
     def cluster(self) -> bool:
-        """Whether the nodes are those of a cluster."""
+        """Whether this is a cluster."""
         return self.run.name == NODES
 
 
 def ignoring(spec: JobSpec, keys: Iterable[str], engine: str) -> str:
-    """A note on the keys of the job file that an engine does not support; empty if none of them is set.
+    """Describe which unsupported keys of a job file are ignored; empty if none of `keys` is set.
 
-    Raises UsageError for one that is set, and is not among the optional ones.
+    Raises UsageError if a key is set and not listed in `optional`.
     """
     found = [key for key in keys if getattr(spec, key) != getattr(JobSpec(), key)]
     if needed := [key for key in found if key not in spec.optional]:
@@ -61,29 +61,29 @@ def ignoring(spec: JobSpec, keys: Iterable[str], engine: str) -> str:
 
 
 def never() -> bool:
-    """A `stopped` for callers that are never asked to stop."""
+    """Return False: a `stopped` for callers that cannot be interrupted."""
     return False
 
 
 class Stop(Enum):
-    """How workers are asked to end."""
+    """How to stop workers."""
 
-    TERMINATE = "terminate"  # SIGTERM; their nodes kill them after the grace period
-    KILL = "kill"  # SIGKILL, at once
-    DUMP = "dump"  # all stand still, print their stacks, and abort
+    TERMINATE = "terminate"  # SIGTERM; nodes send SIGKILL after the grace period
+    KILL = "kill"  # SIGKILL
+    DUMP = "dump"  # freeze all workers, print their stacks, and abort them
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What a session has found out since it was last asked."""
+    """What has happened in a session since the previous call."""
 
-    exits: list[WorkerExit] = field(default_factory=list)  # the workers that have ended, in order
-    starting: set[int] = field(default_factory=set)  # ranks that have not started yet: their nodes import modules, say
-    troubles: dict[str, str] = field(default_factory=dict)  # nodes that are `paused`, `silent`, or cut off: `partition`
+    exits: list[WorkerExit] = field(default_factory=list)  # workers that have ended, in order
+    starting: set[int] = field(default_factory=set)  # ranks that have not started, e.g. while nodes import modules
+    troubles: dict[str, str] = field(default_factory=dict)  # by node: `paused`, `silent` or `partition` (cut off)
 
 
 class Session(Protocol):
-    """The nodes of one job, or those of its cluster, and its workers on them.
+    """The nodes of one job, or of its cluster, and the job's workers on them.
 
     All methods may raise EngineError, and EngineLost if the engine does not answer at all.
     """
@@ -91,20 +91,20 @@ class Session(Protocol):
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Bring up the nodes of `plan`; healthy ones are kept, others are replaced.
 
-        Also raises EngineError soon after `stopped()`: pulling an image, for example, may take long.
+        Also raises EngineError soon after `stopped()` is true: pulling an image, for example, may take long.
         """
 
     def alive(self) -> dict[str, str]:
-        """The nodes on which workers can start, with the name of each one's machine; empty for this machine."""
+        """Nodes on which workers can start, with their host names; empty for this machine."""
 
     def warmed(self, nodes: Iterable[str], patience: float) -> bool:
-        """Wait until nodes have imported what workers will need; False if some have not within `patience` seconds."""
+        """Wait until nodes have imported the modules for workers; return False after `patience` seconds."""
 
     def adopt(self, plan: Plan) -> set[int]:
-        """Take over the workers of `plan` that run already; return the ranks that their nodes do not know."""
+        """Take over the running workers of `plan`; return the ranks that their nodes do not know."""
 
     def gather(self, stopped: Callable[[], bool]) -> None:
-        """Copy all files of workers on other machines to the job's folder, or until `stopped()`.
+        """Copy all files of workers on other machines to the job folder, unless `stopped()`.
 
         Raises OSError if the disk is full.
         """
@@ -113,25 +113,25 @@ class Session(Protocol):
         """Start the workers of `plan`, rank 0 first; one that cannot start counts as ended. Forget earlier workers."""
 
     def wait(self, timeout: float) -> Observed:
-        """What has happened to the workers and their nodes; waits `timeout` seconds at most."""
+        """Wait up to `timeout` seconds for news of workers and nodes."""
 
     def doing(self) -> dict[int, Doing]:
-        """What the running workers are doing, by rank, as far as their nodes say."""
+        """Report what the running workers are doing, by rank, as far as their nodes know."""
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
-        """The cause of a worker's end; None if only its exit code is known."""
+        """Return the cause of a worker's end; None if only its exit code is known."""
 
     def stop(self, how: Stop) -> None:
-        """Ask all workers to end."""
+        """Stop all workers."""
 
     def discard(self, nodes: Iterable[str]) -> None:
-        """Remove nodes by force, if their workers do not end."""
+        """Remove nodes by force, for example because their workers do not end."""
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
-        """Remove everything that `up` has made, even if it failed half-way; nodes get `grace` seconds to end.
+        """Remove everything that `up` created, even if it failed midway; nodes get `grace` seconds to end.
 
-        Files that are elsewhere are copied to the job's folder first, until `stopped()`. Raises EngineError if that is
-        not complete, and keeps the nodes.
+        Files on other machines are first copied to the job folder, unless `stopped()`. If that is incomplete, the nodes
+        are kept and EngineError is raised.
         """
 
 
@@ -144,24 +144,24 @@ class Engine(Protocol):
     name: str  # as in a job file
 
     def prepare(self, spec: JobSpec) -> None:
-        """Have what the nodes of a job need: build or pull its image; raises ResourceError if that fails."""
+        """Build or pull the image of a job; raises ResourceError if that fails."""
 
     def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
-        """What the engine has for a job, and where the job goes if it has nodes of its own.
+        """Return the resources that the engine has for a job, and the placement of the job's own nodes.
 
-        Its nodes will see the folder `run`; `look_inside` allows to run its image.
+        `run` is the folder to mount in nodes; `look_inside` allows running the job's image.
 
-        Raises ResourceError or UsageError for what keeps the job from running here.
+        Raises ResourceError or UsageError if the job cannot run here.
         """
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> Session:
-        """The nodes of a job, which exist already or not; `warn` is told what a user must know of them."""
+        """Open the session of a job, whose nodes may exist already; `warn` receives messages for the user."""
 
     def jobs(self) -> list[JobState]:
-        """The jobs that have nodes here."""
+        """List the jobs that have nodes here."""
 
     def holds(self, job_id: str) -> list[str]:
-        """Descriptions of everything that `remove` would remove."""
+        """Describe everything that `remove` would remove."""
 
     def remove(self, job_id: str, grace: float) -> None:
-        """Stop and remove the nodes of a job whose orchestrator has gone, with all that belongs to them."""
+        """Remove everything of a job that has no supervisor; its nodes get `grace` seconds to end."""

@@ -1,4 +1,4 @@
-"""Which engines there are. Each is imported when it is needed: Docker's SDK may be missing."""
+"""Selection of an engine. Engines are imported on demand: Docker's SDK may be missing."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ log = logging.getLogger(__name__)
 
 
 def engine_of(spec: JobSpec) -> Engine:
-    """The engine that the job asks for; for `auto` local processes where no Docker Engine with Compose answers.
+    """Return the engine of a job; `auto` falls back to local processes without Docker Engine and Compose.
 
-    One that is chosen and cannot be used, as over TLS, is an error: a job that ran in containers would run with all
-    that its user can do.
+    If Docker is running but unusable, for example over TLS, that is an error: a job meant for a container would run
+    with all rights of its user.
     """
     if spec.engine == "swarm":
         return _swarm()
     if spec.engine != "process":
         try:
             return _docker()
-        except (EngineLost, ResourceError) as error:  # ResourceError: without Compose no job has run there
+        except (EngineLost, ResourceError) as error:  # ResourceError: Compose is missing, so no job can have run there
             if spec.engine == "docker":
                 raise
-            log.debug("local processes instead of Docker", exc_info=True)
-            cure = "Start Docker" if isinstance(error, EngineLost) else f"{error.hint[0].upper()}{error.hint[1:]}"
-            say(f"{error}; running as local processes, without isolation. {cure} to use containers.")
+            log.debug("falling back to local processes", exc_info=True)
+            fix = "Start Docker" if isinstance(error, EngineLost) else f"{error.hint[0].upper()}{error.hint[1:]}"
+            say(f"{error}; running as local processes, without isolation. {fix} to use containers.")
         except OrchestrateError as error:
             if spec.engine == "auto":
                 error.hint += "; --engine process runs the job without containers"
@@ -69,11 +69,11 @@ def _swarm() -> Engine:
 
 
 def answering() -> list[Engine]:
-    """All engines that answer."""
+    """Return all engines that are available."""
     from orchestrate.engines.process import ProcessEngine
 
-    found: list[Engine] = [ProcessEngine()]
-    for make in (_swarm, _docker):
+    engines: list[Engine] = [ProcessEngine()]
+    for connect in (_swarm, _docker):
         with contextlib.suppress(OrchestrateError):
-            found.insert(0, make())
-    return found
+            engines.insert(0, connect())
+    return engines

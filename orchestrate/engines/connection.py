@@ -14,26 +14,26 @@ from orchestrate.node.auth import Signer
 from orchestrate.node.loop import MAX_GREETING
 
 T = TypeVar("T")
-ANSWER_TIMEOUT = 10.0  # seconds that a node may take to answer
+ANSWER_TIMEOUT = 10.0  # seconds to wait for a node's answer
 
 
 class NodeConnection:
     """A connection to a node: JSON lines in both directions, each with an HMAC."""
 
     def __init__(self, sock: socket.socket, key: bytes, decode: Callable[[bytes], bytes] = bytes) -> None:
-        """`key` is that of the job; `decode` removes the frames in which an engine sends data."""
+        """`key` is the job's key; `decode` unwraps the frames in which an engine sends data."""
         self.sock, self.decode, self.partial = sock, decode, b""
         self.signer = Signer(key, listens=False)
         sock.settimeout(ANSWER_TIMEOUT)
 
     def greet(self, patience: float) -> bool:
-        """Exchange nonces and proofs of the key; False if the node does not answer within `patience` seconds."""
+        """Exchange nonces and prove the key; return False if the node does not answer within `patience` seconds."""
         deadline = time.monotonic() + patience
         try:
-            self.signer.meet(self._greeting(deadline))
+            self.signer.meet(self._handshake_line(deadline))
             self.sock.settimeout(ANSWER_TIMEOUT)
             self.sock.sendall(self.signer.nonce + b"\n" + self.signer.sign(b"") + b"\n")
-            if self.signer.verify(self._greeting(deadline)):
+            if self.signer.verify(self._handshake_line(deadline)):
                 raise ValueError("no proof")
             self.sock.settimeout(ANSWER_TIMEOUT)
         except (OSError, ValueError):
@@ -41,18 +41,18 @@ class NodeConnection:
             return False
         return True
 
-    def _greeting(self, deadline: float) -> bytes:
-        """The next line, which must be short and arrive in time; raises OSError."""
+    def _handshake_line(self, deadline: float) -> bytes:
+        """Read the next line, which must be short and arrive before the deadline; raises OSError."""
         while b"\n" not in self.partial:
             self.sock.settimeout(max(0.001, deadline - time.monotonic()))
             if len(self.partial) > MAX_GREETING or not (chunk := self.sock.recv(1 << 16)):
-                raise OSError("no such line, or the connection has ended")
+                raise OSError("line too long, or connection closed")
             self.partial += self.decode(chunk)
         line, _, self.partial = self.partial.partition(b"\n")
         return line
 
     def send(self, request: protocol.Request) -> bool:
-        """Send a request to the node; False if the connection has ended."""
+        """Send a request to the node; return False if the connection is closed."""
         try:
             self.sock.sendall(self.signer.sign(protocol.encode(request)) + b"\n")
         except OSError:
@@ -60,7 +60,7 @@ class NodeConnection:
         return True
 
     def receive(self) -> list[protocol.Report] | None:
-        """The reports of the node, once the socket is readable; None at the end of the connection."""
+        """Read reports from the node once the socket is readable; None if the connection is closed."""
         chunk = b""
         with contextlib.suppress(OSError):
             chunk = self.sock.recv(1 << 16)
@@ -71,36 +71,36 @@ class NodeConnection:
             return None
         try:
             return [protocol.report(self.signer.verify(line)) for line in lines]
-        except ValueError:  # for example Docker's error text, if a container ends while an exec starts
+        except ValueError:  # for example an error message of Docker, if a container ends while an exec starts
             return None
 
     def interrupt(self) -> None:
-        """End the connection, also for a thread that waits for an answer; it must still be closed."""
+        """Shut down the connection, which wakes threads that read from it; `close` is still needed."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection, even if another process holds its socket."""
+        """Close the connection, even if another process holds its socket."""
         self.interrupt()
         self.sock.close()
 
     def converse(self, request: protocol.Request, answer: type[T], patience: float = ANSWER_TIMEOUT) -> T:
-        """Send a request, and wait for a report of the type `answer`; for a connection that is used for nothing else.
+        """Send a request and wait for a report of type `answer`, on a connection that has no other use.
 
-        Raises ConnectionError if the connection ends or the answer takes more than `patience` seconds, whatever else
-        the node sends meanwhile; EngineError with an error of the node.
+        Raises ConnectionError if the connection closes or no answer arrives within `patience` seconds, whatever
+        else the node sends meanwhile; EngineError if the node reports an error.
         """
         deadline = time.monotonic() + patience
         self.sock.settimeout(patience)
         sent = self.send(request)
         while sent and (left := deadline - time.monotonic()) > 0:
             self.sock.settimeout(left)
-            heard = self.receive()
-            if heard is None:
+            reports = self.receive()
+            if reports is None:
                 break
-            for report in heard:
+            for report in reports:
                 if isinstance(report, protocol.Refusal | protocol.Failed):
-                    raise EngineError(f"a node says: {protocol.reason(report.error)}")
+                    raise EngineError(f"node error: {protocol.reason(report.error)}")
                 if isinstance(report, answer):
                     return report
-        raise ConnectionError("the node has not answered in time, or the connection has ended")
+        raise ConnectionError("no answer from the node in time, or connection closed")

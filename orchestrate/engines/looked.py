@@ -1,4 +1,4 @@
-"""What was found out about an image, or about torch on this machine, and is kept beside the records."""
+"""Cached results of checks: Python in an image, and torch with GPUs; stored next to the records."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from orchestrate.files.folder import content, write_whole
 from orchestrate.job.gpus import Gpu
 
 FOLDER = "looked"
-COMPUTE_TIMEOUT = 120  # seconds that torch may take to compute on all GPUs
-# Computes on each GPU: a build of torch without code for a GPU finds it available all the same.
+COMPUTE_TIMEOUT = 120  # seconds for torch to compute on all GPUs
+# Computes on each GPU: torch reports a GPU as available even if its build has no code for it.
 CUDA = """
 import sys
 say = sys.stdout.write
@@ -39,42 +39,42 @@ else:
 
 
 def cuda_key(where: list[str], gpus: Iterable[Gpu]) -> list[str]:
-    """What a result is noted for: an image or an interpreter, these GPUs, and their driver."""
+    """Return the cache key of a GPU check: an image or interpreter, the GPUs, and their driver."""
     return ["cuda", *where, *sorted(f"{gpu.id} {gpu.driver}" for gpu in gpus)]
 
 
-def cuda(key: list[str], said: str, failure: str = "") -> str:
-    """Why torch cannot use GPUs, by what `CUDA` printed, or why that could not run; empty, and noted, if it can."""
-    if said in ("works", "no torch"):
-        note(key, said)
+def cuda(key: list[str], output: str, failure: str = "") -> str:
+    """Interpret the output of `CUDA`: return why torch cannot use the GPUs; empty, and cached, if it can."""
+    if output in ("works", "no torch"):
+        note(key, output)
         return ""
-    return said or failure or "torch exited without output"
+    return output or failure or "torch exited without output"
 
 
-def _name(key: list[str]) -> str:
+def _file_name(key: list[str]) -> str:
     return f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.txt"
 
 
 def known(key: list[str]) -> str:
-    """What was noted of an image; an image that changes has another id."""
+    """Return the cached result for a key, or an empty string."""
     for place in records.places():
         with contextlib.suppress(OSError, ValueError), private.opened(place / FOLDER) as folder:
-            return content(_name(key), folder)
+            return content(_file_name(key), folder)
     return ""
 
 
 def note(key: list[str], value: str) -> None:
-    """Note what need not be found out again."""
+    """Cache a result."""
     for place in records.places():
         with contextlib.suppress(OSError):
             private.make(place / FOLDER)
             with private.opened(place / FOLDER) as folder:
-                return write_whole(_name(key), value, folder)
+                return write_whole(_file_name(key), value, folder)
 
 
-@during("trying the GPUs with torch")
+@during("testing the GPUs with torch")
 def useless(gpus: Sequence[Gpu]) -> str:
-    """Why this interpreter's torch cannot use these GPUs; empty if it can, or if there is no torch."""
+    """Return why this interpreter's torch cannot use the GPUs; empty if it can, or if torch is not installed."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""On which port rank 0 listens."""
+"""Choice of rank 0's port."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from orchestrate.node.ranks import MASTER_PORT
 
 
 def free_port() -> int:
-    """A free port of the loopback interface, below the kernel's ephemeral ports."""
+    """Return a free port on the loopback interface, below the kernel's ephemeral ports."""
     for port in random.sample(range(20000, 30000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise EngineError("no free port from 20000 to 30000 on the loopback interface", "see what listens there: ss -ltn")
+    raise EngineError("no free port between 20000 and 30000 on the loopback interface", "list listening ports: ss -ltn")
 
 
 def port(network: str, generation: int) -> int:
-    """A port for rank 0 of a generation; `network` is that of a `Placement`.
+    """Return a port for rank 0 of a generation; `network` is the one of a `Placement`.
 
-    In a network of its own only the job's last generation could still hold one: torch's default comes first, and each
-    generation gets another. Elsewhere it is one that is free here, and so most likely on other hosts.
+    On a job's own network only its previous generation can still use a port, so each generation gets the next one,
+    starting at torch's default. Elsewhere it is a port that is free here, and so most likely on other hosts.
     """
     return MASTER_PORT + generation % 1000 if network == "bridge" else free_port()

@@ -1,4 +1,4 @@
-"""Nodes as local processes: the same plan, logs and files without Docker."""
+"""Local processes as nodes: the same plan, logs and files without Docker."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ from orchestrate.node import protocol
 from orchestrate.node.warm import POSSIBLE
 
 LIMITS = ("image", "user", "memory", "cpus", "shm_size", *SWARMS)  # keys of a job file that only containers support
-LISTEN_TIMEOUT = 10.0  # seconds within which a node of another orchestrator listens
+LISTEN_TIMEOUT = 10.0  # seconds until a node that another orchestrator started must listen
 
 
 @dataclass
 class _Node:
-    """A process that waits on a Unix socket; `child` if we have started it ourselves."""
+    """A node process that listens on a Unix socket; `child` is set if this process started it."""
 
     path: Path
     pid: int
     child: subprocess.Popen[bytes] | None = None
 
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process is running."""
         if self.child is not None:
             return self.child.poll() is None
-        return _listener(self.path) == self.pid
+        return _listener_pid(self.path) == self.pid
 
     def signal(self, number: int) -> None:
-        """Send it a signal, unless it has gone."""
+        """Send a signal, unless the process is gone."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
 
 class ProcessEngine:
-    """A node is a process group that waits on a Unix socket; jobs are found by the folders of their sockets."""
+    """Local processes: each node is a process group, and jobs are found by the folders of their sockets."""
 
     name = "process"
 
@@ -71,10 +71,11 @@ class ProcessEngine:
         """Do nothing: local processes need no image."""
 
     def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
-        """Return what this machine has; raises ResourceError if torch is missing and the app needs it."""
+        """Return the resources of this machine; raises ResourceError if torch is missing and the app needs it."""
         code = code_folder(spec.command)
         if code == PROJECT and importlib.util.find_spec("torch") is None:
-            raise ResourceError(f"no torch in {sys.executable}", "pip install torch torchvision, or start Docker")
+            hint = "pip install torch torchvision, or start Docker"
+            raise ResourceError(f"torch is not installed in {sys.executable}", hint)
         modules = preload(spec, code)
         offered = _offer(spec)
         if offered.gpus and may_use_torch(spec, modules) and (why := looked.useless(offered.gpus)):
@@ -96,72 +97,72 @@ class ProcessEngine:
         return inventory, placement
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> ProcessSession:
-        """The processes of a job; raises EngineError if there is no key to talk to them."""
+        """Open the session of a job; raises EngineError if it has no key."""
         return ProcessSession(self.state / plan.project, spec, plan, run, warn)
 
     def jobs(self) -> list[JobState]:
-        """The jobs whose nodes listen."""
+        """List the jobs whose nodes listen."""
         found = []
         for folder in sorted(self.state.glob("*")):
-            nodes = [pid for path in folder.glob("*.sock") if (pid := _listener(path))]
+            nodes = [pid for path in folder.glob("*.sock") if (pid := _listener_pid(path))]
             if nodes:
                 run = (folder / "run").resolve()
                 found.append(JobState(folder.name, "process", len(nodes), run, os.getuid()))
         return found
 
     def holds(self, job_id: str) -> list[str]:
-        """The nodes that listen, and the folder of their sockets."""
+        """Describe the listening nodes and the folder of their sockets."""
         folder = self.state / job_id
-        nodes = [f"process {pid} ({path.stem})" for path, pid in _waiting(folder)]
+        nodes = [f"process {pid} ({path.stem})" for path, pid in _listening_nodes(folder)]
         return [*nodes, *([f"folder {folder}"] if folder.exists() else [])]
 
     def remove(self, job_id: str, grace: float) -> None:
-        """End the nodes that listen for a job."""
-        _end([_Node(path, pid) for path, pid in _waiting(self.state / job_id)], grace)
+        """Stop the listening nodes of a job."""
+        _stop_nodes([_Node(path, pid) for path, pid in _listening_nodes(self.state / job_id)], grace)
         shutil.rmtree(self.state / job_id, ignore_errors=True)
 
 
 class ProcessSession:
-    """The local processes that are the nodes of one job."""
+    """The node processes of one job."""
 
     def __init__(self, folder: Path, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
-        """`folder` is where nodes listen, and `run` what they would mount; raises EngineError if it has no key."""
+        """`folder` contains the sockets, and `run` the job's files; raises EngineError if the job has no key."""
         self.folder, self.spec, self.run, self.key = folder, spec, run, key_of(run)
-        self.cwd, self.stays = plan.placement.code, bool(plan.placement.cluster)  # whether nodes outlive the job
+        self.cwd, self.stays = plan.placement.code, bool(plan.placement.cluster)  # `stays`: nodes outlive the job
         self.nodes: dict[str, _Node] = {}
         self.clients = NodeClients(self, warn)
 
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
-        """Start a waiting process for each node that has none."""
-        if why := unencodable(self.spec):  # nodes have our locale, and reject such text
+        """Start a process for each missing node."""
+        if why := unencodable(self.spec):  # nodes inherit our locale, which cannot encode it
             raise EngineError(why, "export LC_ALL=C.UTF-8")
-        self._find()
+        self._find_nodes()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 (self.folder / "run").symlink_to(self.run)
-            lacking = [name for name in plan.nodes if name not in self.nodes or not self.nodes[name].alive()]
-            fresh = [self._spawn(name, plan) for name in lacking]
+            missing = [name for name in plan.nodes if name not in self.nodes or not self.nodes[name].alive()]
+            started = [self._spawn(name, plan) for name in missing]
         except OSError as error:
             raise EngineError(f"cannot start a node: {error}") from None
         deadline = time.monotonic() + 60
-        while not all(_listener(node.path) for node in fresh):
-            if time.monotonic() > deadline or stopped() or not all(node.alive() for node in fresh):
-                raise EngineError("a node did not start", f"to see why: RANK=0 {sys.executable} {NODE} -c pass")
+        while not all(_listener_pid(node.path) for node in started):
+            if time.monotonic() > deadline or stopped() or not all(node.alive() for node in started):
+                raise EngineError("a node did not start", f"to see why, run: RANK=0 {sys.executable} {NODE} -c pass")
             time.sleep(0.01)
 
     def _spawn(self, name: str, plan: Plan) -> _Node:
         path = self.folder / f"{name}.sock"
         path.unlink(missing_ok=True)
         env = os.environ | {"NODE_MODE": "agent", "NODE_SOCKET": str(path), "NODE_GRACE": str(self.spec.grace)}
-        visible = ",".join(plan.gpus)  # so that modules find the GPUs of the job when they are imported
+        visible = ",".join(plan.gpus)  # modules may look for GPUs when they are imported
         env |= {"NODE_PRELOAD": " ".join(plan.placement.preload), "NODE_KEY": self.key.hex()}
         env["CUDA_VISIBLE_DEVICES"] = visible
         lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the node holds it as long as it lives
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until the node exits
         child = subprocess.Popen(
-            [sys.executable, "-I", f"-Xutf8={sys.flags.utf8_mode}", str(NODE)],  # it imports nothing of the job's
+            [sys.executable, "-I", f"-Xutf8={sys.flags.utf8_mode}", str(NODE)],  # imports nothing from the job
             env=env,
             cwd=self.cwd,
             stdin=subprocess.DEVNULL,
@@ -175,99 +176,99 @@ class ProcessSession:
         return self.nodes[name]
 
     def alive(self) -> dict[str, str]:
-        """The nodes that run, all on this machine."""
+        """Return the running nodes, all on this machine."""
         return {name: "" for name, node in list(self.nodes.items()) if node.alive()}
 
     def warmed(self, nodes: Iterable[str], patience: float) -> bool:
-        """Wait until nodes have imported what workers will need."""
+        """Wait until nodes have imported the modules for workers."""
         return self.clients.warmed(nodes, patience)
 
     def adopt(self, plan: Plan) -> set[int]:
-        """Find the nodes by their sockets, and ask them for their workers."""
-        self._find()
+        """Find the nodes by their sockets, and take over their workers."""
+        self._find_nodes()
         return self.clients.adopt(plan)
 
     def gather(self, stopped: Callable[[], bool]) -> None:
-        """Do nothing: nodes write to the job's folder itself."""
+        """Do nothing: nodes write to the job folder directly."""
 
     def start(self, plan: Plan) -> None:
         """Start the workers of a plan."""
         self.clients.start(plan)
 
     def wait(self, timeout: float) -> Observed:
-        """What has happened to the workers; local processes are neither paused nor cut off from the network."""
+        """Wait for exits of workers; local processes are neither paused nor cut off from the network."""
         return Observed(self.clients.wait(timeout), self.clients.starting())
 
     def doing(self) -> dict[int, Doing]:
-        """What the running workers are doing."""
+        """Report what the running workers are doing."""
         return self.clients.doing()
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
-        """The cause: its node has ended, or the kernel has killed a process for lack of memory."""
-        if node not in self.clients.connections or node not in self.alive():  # connections close before it has ended
+        """Return the cause: the node has ended, or the kernel killed a process for lack of memory."""
+        if node not in self.clients.connections or node not in self.alive():  # connections close before nodes exit
             return Reason.NODE_LOST
         return Reason.OUT_OF_MEMORY if end.code == LOST and self.clients.exit_hints.get(end.rank) == "oom" else None
 
     def stop(self, how: Stop) -> None:
-        """Ask all workers to end."""
+        """Stop all workers."""
         self.clients.stop(how)
 
     def discard(self, nodes: Iterable[str]) -> None:
         """Kill nodes, with their workers."""
-        _end([self.nodes[name] for name in nodes], 0, (signal.SIGKILL,))
+        _stop_nodes([self.nodes[name] for name in nodes], 0, (signal.SIGKILL,))
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
-        """End the nodes and all that runs in them; clean up those of a cluster."""
+        """Stop the nodes with all their processes; clean up the nodes of a cluster."""
         if self.stays:
             return self.discard(self.clients.clean(self.nodes))
-        _end(list(self.nodes.values()), grace)
+        _stop_nodes(list(self.nodes.values()), grace)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _find(self) -> None:
-        """Find those of the job's nodes that listen."""
-        for path, pid in _waiting(self.folder):
+    def _find_nodes(self) -> None:
+        """Find the listening nodes of the job."""
+        for path, pid in _listening_nodes(self.folder):
             if path.stem not in self.nodes or not self.nodes[path.stem].alive():
                 self.nodes[path.stem] = _Node(path, pid)
 
-    # --- what connections to nodes ask for
+    # --- access to nodes, for their connections
 
     def connect(self, node: str) -> NodeConnection | None:
-        """Connect to the socket of a node; None if nothing listens there."""
+        """Connect to a node's socket; None if nothing listens there."""
         try:
             return sockets.connect(self.nodes[node].path, self.key)
         except (OSError, KeyError):
             return None
 
     def runs(self, node: str) -> bool:
-        """No: the node has died. Kills the process groups of its workers."""
+        """Return False: a node without a connection has died. Kills the process groups of its workers."""
         for pid in [self.clients.pids[rank] for rank in self.clients.on(node) if rank in self.clients.pids]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if pid > 1:  # the node reports it, so it is untrusted
+                if pid > 1:  # reported by the node, so untrusted
                     os.killpg(pid, signal.SIGKILL)
         return False
 
     def may_recover(self, node: str) -> bool:
-        """Whether it is alive, though it does not answer."""
+        """Whether the node is still running, although it does not respond."""
         return node in self.alive()
 
     def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
-        """The environment of this process and the worker's own."""
+        """Build a request with the environment of this process and the worker's own."""
         env = os.environ | UNBUFFERED | worker.env
         return protocol.Start([*command], env, inherit=False, cwd=self.cwd)
 
 
-def _waiting(folder: Path) -> Iterator[tuple[Path, int]]:
-    """The sockets and process ids of a job's nodes; waits for those that do not listen yet."""
+def _listening_nodes(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Yield sockets and process IDs of a job's nodes; waits for nodes that do not listen yet."""
     for lock in sorted(folder.glob("*.lock")):
         path, deadline = lock.with_suffix(".sock"), time.monotonic() + LISTEN_TIMEOUT
-        while not (pid := _listener(path)) and _held(lock) and time.monotonic() < deadline:
+        while not (pid := _listener_pid(path)) and _is_locked(lock) and time.monotonic() < deadline:
             time.sleep(0.01)
         if pid:
             yield path, pid
 
 
-def _held(lock: Path) -> bool:
-    """Whether a node holds this lock."""
+def _is_locked(lock: Path) -> bool:
+    """Whether a node holds a lock."""
     try:
         with lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -280,15 +281,15 @@ def _held(lock: Path) -> bool:
 
 @during("looking for GPUs")
 def _offer(spec: JobSpec) -> Offer:
-    """The GPUs of this machine that a job can have."""
+    """Return the GPUs of this machine that are available to a job."""
     if spec.gpus == "none":
         return Offer()
     found = look()
     return offer(found, spec.gpus) if found else Offer(why=why_none())
 
 
-def _listener(path: Path) -> int:
-    """The process that listens on a Unix socket, or 0."""
+def _listener_pid(path: Path) -> int:
+    """Return the ID of the process that listens on a Unix socket, or 0."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
@@ -299,10 +300,10 @@ def _listener(path: Path) -> int:
         return int(struct.unpack("i", probe.getsockopt(0, 2, 4))[0])  # SOL_LOCAL, LOCAL_PEERPID of macOS
 
 
-def _end(nodes: list[_Node], grace: float, by: Iterable[int] = (signal.SIGTERM, signal.SIGKILL)) -> None:
-    """End nodes, gently for `grace` seconds and then by force."""
+def _stop_nodes(nodes: list[_Node], grace: float, signals: Iterable[int] = (signal.SIGTERM, signal.SIGKILL)) -> None:
+    """Stop nodes: SIGTERM, then SIGKILL after `grace` seconds."""
     deadline = time.monotonic() + grace + 1
-    for number in by:
+    for number in signals:
         for node in filter(_Node.alive, nodes):
             node.signal(number)
         while any(node.alive() for node in nodes) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""An engine without nodes, to test what uses engines: it plays a script, and records what it was asked."""
+"""An engine without nodes, for tests: it plays scripted exits and records calls."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from orchestrate.job.spec import JobSpec
 class RecordingEngine:
     """An engine with one job, and the session of that job.
 
-    What it is to find out is in its attributes, which may be changed at any time, and its methods may be replaced.
+    Its results are attributes that tests may change at any time; its methods may be replaced.
     """
 
     name = "recording"
 
     def __init__(self, *generations: list[list[WorkerExit]], stubborn: bool = False) -> None:
-        """Each generation is a list of exits per call of `wait`; a stop ends the rest, unless they are `stubborn`."""
+        """Each generation is a list of exits per call of `wait`; a stop ends all other workers unless `stubborn`."""
         self.generations, self.stubborn = [list(batches) for batches in generations], stubborn
-        self.calls: list[str] = []  # what it was asked that changes something
-        self.plans: list[Plan] = []  # those that were started
-        self.graces: list[float] = []  # of each clean-up
-        self.states: list[JobState] = []  # of the jobs that there are
-        self.things: list[str] = []  # that the job holds; `up` makes its nodes, `down` and `remove` remove everything
+        self.calls: list[str] = []  # names of the calls that change something
+        self.plans: list[Plan] = []  # plans that were started
+        self.graces: list[float] = []  # grace period of each `down` and `remove`
+        self.states: list[JobState] = []  # results of `jobs`
+        self.things: list[str] = []  # objects of the job; `up` creates its nodes, `down` and `remove` remove everything
         self.nodes = {*names(JobSpec(trainers=2))}
-        self.missing: set[str] = set()  # nodes that cannot be brought up
+        self.missing: set[str] = set()  # nodes that fail to start
         self.hosts: dict[str, str] = {}  # by node
-        self.slow: list[set[int]] = []  # workers that have not started yet, by call of `wait`
-        self.warm = True  # whether nodes import in time
-        self.full: list[OSError] = []  # why files do not come home, by call of `gather`
-        self.run = Path()  # the folder that nodes would see
+        self.slow: list[set[int]] = []  # workers that have not started, by call of `wait`
+        self.warm = True  # whether nodes finish their imports in time
+        self.full: list[OSError] = []  # why files cannot be copied, by call of `gather`
+        self.run = Path()  # the folder that would be mounted in nodes
         self.warn: Callable[[str], None] = lambda text: None
         self.running: set[int] = set()
         self.batches: list[list[WorkerExit]] = []
@@ -46,7 +46,7 @@ class RecordingEngine:
         self.calls.append("prepare")
 
     def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
-        """Two cores and no GPU."""
+        """Return two cores and no GPU."""
         inventory = Inventory(
             engine=self.name,
             about="no nodes",
@@ -57,16 +57,16 @@ class RecordingEngine:
         return inventory, Placement(network="bridge", master_addr="", interface="eth0", job_dir=str(run))
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> RecordingEngine:
-        """Itself."""
+        """Return itself."""
         self.run, self.warn = run, warn
         return self
 
     def jobs(self) -> list[JobState]:
-        """Those of `states`."""
+        """Return `states`."""
         return self.states
 
     def holds(self, job_id: str) -> list[str]:
-        """What is in `things`."""
+        """Return `things`."""
         return [*self.things]
 
     def remove(self, job_id: str, grace: float) -> None:
@@ -85,7 +85,7 @@ class RecordingEngine:
         self.things = [f"container {node}" for node in plan.nodes]
 
     def alive(self) -> dict[str, str]:
-        """The nodes that are not missing."""
+        """Return the nodes that are not missing."""
         return {node: self.hosts.get(node, "") for node in self.nodes - self.missing}
 
     def warmed(self, nodes: Iterable[str], patience: float) -> bool:
@@ -94,7 +94,7 @@ class RecordingEngine:
         return self.warm
 
     def adopt(self, plan: Plan) -> set[int]:
-        """Play the next generation, as one that runs already."""
+        """Play the next generation as if it were already running."""
         self.calls.append("adopt")
         self.running = {worker.rank for worker in plan.workers}
         self.batches = self.generations.pop(0) if self.generations else []
@@ -114,25 +114,25 @@ class RecordingEngine:
         self.batches = self.generations.pop(0)
 
     def wait(self, timeout: float) -> Observed:
-        """The next exits of the generation."""
+        """Return the next exits of the generation."""
         exits = self.batches.pop(0) if self.batches else []
         self.running -= {end.rank for end in exits}
         return Observed(exits, self.slow.pop(0) if self.slow else set(), self.troubles())
 
     def troubles(self) -> dict[str, str]:
-        """The nodes that `wait` reports to be in trouble: none."""
+        """Return the troubles that `wait` reports: none."""
         return {}
 
     def doing(self) -> dict[int, Doing]:
-        """Every running worker sleeps."""
+        """Report all running workers as sleeping."""
         return {rank: Doing("S", 1.0) for rank in self.running}
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
-        """Nothing but the exit code is known."""
+        """Return None: only the exit code is known."""
         return None
 
     def stop(self, how: Stop) -> None:
-        """Record the call; the workers end at the next `wait` that finds no others, but not for a dump."""
+        """Record the call; except for a dump, workers end at the next `wait` without other exits."""
         if how is Stop.DUMP:
             return self.dump()
         self.calls.append("kill" if how is Stop.KILL else "stop")
@@ -141,7 +141,7 @@ class RecordingEngine:
             self.batches.append([WorkerExit(rank, code) for rank in sorted(self.running)])
 
     def dump(self) -> None:
-        """What workers do that are to print their stacks: record the call."""
+        """Record the request for a stack dump."""
         self.calls.append("dump")
 
     def discard(self, nodes: Iterable[str]) -> None:
@@ -155,4 +155,4 @@ class RecordingEngine:
         self.things.clear()
 
 
-_: tuple[Engine, Session] = (RecordingEngine(), RecordingEngine())  # it is both, as a type checker proves
+_: tuple[Engine, Session] = (RecordingEngine(), RecordingEngine())  # checked by mypy: it implements both

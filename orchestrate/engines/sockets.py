@@ -1,7 +1,7 @@
-"""Where nodes of this machine listen.
+"""Unix sockets of nodes on this machine.
 
-Local processes do so in a folder that belongs to this user alone, and below it one for each job. Containers do so in
-the run directory: what they write there is on the disk that they can write to anyway.
+Local processes listen in a private folder of this user, with a subfolder for each job. Containers listen in the run
+directory, so that nodes write to no other disk than the job folder's.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from orchestrate.node.trees import FOLDER, clear
 
 
 def possible(folder: Path) -> bool:
-    """Whether a Unix socket can be made in a folder, which not every file system takes."""
+    """Whether the file system of a folder supports Unix sockets."""
     name = f".{secrets.token_hex(8)}"
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         stack.callback(os.close, descriptor)
         probe = stack.enter_context(socket.socket(socket.AF_UNIX))
-        probe.bind(f"/proc/self/fd/{descriptor}/{name}")  # the path itself could be too long for a socket's
+        probe.bind(f"/proc/self/fd/{descriptor}/{name}")  # the path itself may exceed the limit for sockets
         os.unlink(name, dir_fd=descriptor)
         return True
     return False
 
 
 def share(folder: Path, user: str) -> None:
-    """Make the folder of a job's sockets, for its nodes to write in; `user` is UID:GID. Raises EngineError."""
+    """Create the folder of a job's sockets, writable by nodes; `user` is UID:GID. Raises EngineError."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        made = os.open(folder, FOLDER)
+        descriptor = os.open(folder, FOLDER)
         try:
             if os.geteuid() == 0:
-                os.fchown(made, *map(int, user.split(":")))
+                os.fchown(descriptor, *map(int, user.split(":")))
         finally:
-            os.close(made)
+            os.close(descriptor)
     except OSError as error:
-        raise EngineError(f"no folder for the sockets of nodes: {error}") from None
+        raise EngineError(f"cannot create the folder for node sockets: {error}") from None
 
 
 def unshare(folder: Path) -> None:
@@ -58,21 +58,21 @@ def unshare(folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             remove(folder)
     except OSError as error:
-        raise EngineError(f"{folder} cannot be removed: {error.strerror}") from None
+        raise EngineError(f"cannot remove {folder}: {error.strerror}") from None
 
 
 def tidy(folder: Path, names: set[str]) -> None:
-    """Remove what a job on a cluster has created next to the sockets of its nodes, as far as possible."""
+    """Remove, as far as possible, what a job on a cluster created next to the sockets of its nodes."""
     with contextlib.suppress(OSError):
         clear(str(folder), names)
         renew(folder, 0o700)
 
 
 def connect(path: Path, key: bytes, comes: Callable[[], bool] = never) -> NodeConnection:
-    """Connect to a node's Unix socket; if it is missing, wait for it while it still `comes()`, asked once a second.
+    """Connect to a node's Unix socket; if it is missing, wait while `comes()`, which is called once a second.
 
-    Raises OSError if nothing listens there, or a program without the key. A node could have replaced its socket by a
-    link to another one; links are not followed.
+    Raises OSError if nothing listens there, or the listener does not have the key. Links are not followed: a node could
+    have replaced its socket by a link to another one.
     """
     asked = -math.inf
     while True:
@@ -80,10 +80,10 @@ def connect(path: Path, key: bytes, comes: Callable[[], bool] = never) -> NodeCo
         sock.settimeout(ANSWER_TIMEOUT)  # the listener may never accept
         try:
             _dial(sock, path)
-            link = NodeConnection(sock, key)
-            if link.greet(ANSWER_TIMEOUT):
-                return link
-            raise ConnectionRefusedError(f"what listens at {path} is not the node")
+            connection = NodeConnection(sock, key)
+            if connection.greet(ANSWER_TIMEOUT):
+                return connection
+            raise ConnectionRefusedError(f"the listener at {path} is not the node")
         except OSError as error:
             sock.close()
             if not isinstance(error, FileNotFoundError):
@@ -105,7 +105,7 @@ def _dial(sock: socket.socket, path: Path) -> None:
         os.close(folder)
     try:
         if not stat.S_ISSOCK(os.fstat(found).st_mode):
-            raise ConnectionRefusedError(f"{path} is no socket")
-        sock.connect(f"/proc/self/fd/{found}")  # the path itself could be too long for a socket's
+            raise ConnectionRefusedError(f"{path} is not a socket")
+        sock.connect(f"/proc/self/fd/{found}")  # the path itself may exceed the limit for sockets
     finally:
         os.close(found)
