@@ -1,1 +1,1 @@
-"""Nodes as containers of one Docker Engine."""
+"""Containers of one Docker Engine as nodes."""

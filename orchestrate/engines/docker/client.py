@@ -1,4 +1,4 @@
-"""Access to the Docker Engine and Compose: a client, a command line and a stream of events."""
+"""Access to the Docker Engine and Compose: the SDK's client, the Compose command, and a stream of events."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from orchestrate.job.spec import JobSpec
 
 log = logging.getLogger(__name__)
 
-NOBODY = "65534:65534"  # the user of processes that an engine starts beside a node
-COMPOSE_TIMEOUT = 600  # seconds that Compose may take to bring nodes up or down
-COMPOSE_STOP_TIMEOUT = 10.0  # seconds that it has to end after a request to stop, and after SIGTERM
+NOBODY = "65534:65534"  # user of processes that are started in containers next to a node
+COMPOSE_TIMEOUT = 600  # seconds for Compose to start or remove nodes
+COMPOSE_STOP_TIMEOUT = 10.0  # seconds to exit after `stopped()`, and again after SIGTERM
 ERRORS = (docker.errors.DockerException, requests.RequestException)  # everything that the SDK raises
 GET_DOCKER = "start Docker (systemctl start docker, or Docker Desktop), or use --engine process"
 PLUGINS = [  # where the `docker` command looks for Compose on Linux
@@ -66,8 +66,8 @@ class Daemon:
         try:
             self.client = docker.DockerClient(base_url=self.host, version="auto", max_pool_size=32)
             self.info: dict[str, Any] = self.client.info()
-        except Exception as error:  # the SDK also parses Docker's config file, and fails in many ways
-            raise EngineLost(f"no Docker Engine answers at {self.host}: {reason(error)}", GET_DOCKER) from None
+        except Exception as error:  # the SDK also parses Docker's config file, with many kinds of errors
+            raise EngineLost(f"cannot connect to Docker at {self.host}: {reason(error)}", GET_DOCKER) from None
         try:
             if not any(map(os.path.exists, PLUGINS)):  # running it takes a tenth of a second
                 self.compose("version", capture=True)
@@ -75,9 +75,9 @@ class Daemon:
             raise ResourceError(f"Docker Compose v2 is missing: {error}", "install the docker-compose plugin") from None
 
     def user(self, run: Path, spec: JobSpec) -> str:
-        """The user and group of the nodes: the owner of the folder that they see; 0:0 on a rootless engine.
+        """Return user and group of the nodes: the owner of the folder `run`; 0:0 on a rootless engine.
 
-        Raises EngineError if that is root, and the job does not ask for it: some file systems keep no owners.
+        Raises EngineError if the owner is root and the job does not ask for root: some file systems store no owners.
         """
         if any("rootless" in option for option in self.info.get("SecurityOptions") or []):
             return "0:0"
@@ -87,44 +87,44 @@ class Daemon:
         asked = users.asked(spec)
         if owner.st_uid == 0 and (asked is None or asked[0] != 0):
             raise EngineError(
-                f"nodes would run as root: {run} belongs to root",
-                "--runs DIR names a folder whose file system keeps owners; --set user=root runs them as root",
+                f"nodes would run as root: {run} is owned by root",
+                "use --runs DIR on a file system that stores owners, or --set user=root to run nodes as root",
             )
-        ours = owner.st_uid == os.geteuid() != 0  # a folder with set-group-ID gives what is in it another group
+        ours = owner.st_uid == os.geteuid() != 0  # a folder with set-group-ID passes its group on to new files
         return f"{owner.st_uid}:{os.getegid() if ours else owner.st_gid}"
 
     def containers(self, label: str) -> list[Container]:
-        """The containers with a label, running or not."""
+        """Return the containers with a label, running or not."""
         with self.asking("could not list its containers"):
             return self.client.containers.list(all=True, filters={"label": label}, sparse=True)
 
     def young(self, container: Container, seconds: float) -> bool:
-        """Whether a container runs, and was started in the last `seconds`."""
+        """Whether a container is running and was started less than `seconds` ago."""
         with self.asking(f"could not inspect {name_of(container)}"):
             state = self.client.api.inspect_container(str(container.id))["State"]
-        started = calendar.timegm(time.strptime(state["StartedAt"][:19], "%Y-%m-%dT%H:%M:%S"))  # in UTC, always
+        started = calendar.timegm(time.strptime(state["StartedAt"][:19], "%Y-%m-%dT%H:%M:%S"))  # always UTC
         return bool(state["Running"]) and time.time() - started < seconds
 
     @contextlib.contextmanager
     def asking(self, what: str) -> Iterator[None]:
-        """Turn the SDK's errors into ours: EngineError `the engine WHAT: …`, or EngineLost if it does not answer."""
+        """Convert errors of the SDK: EngineError `the engine WHAT: …`, or EngineLost if the engine does not respond."""
         try:
             yield
         except docker.errors.APIError as error:
             log.debug("the engine %s", what, exc_info=True)
             raise EngineError(f"the engine {what}: {reason(error)}") from None
         except ERRORS as error:
-            log.debug("the engine does not answer", exc_info=True)
-            raise EngineLost(f"the engine does not answer: {reason(error)}", GET_DOCKER) from None
+            log.debug("the engine does not respond", exc_info=True)
+            raise EngineLost(f"the engine does not respond: {reason(error)}", GET_DOCKER) from None
 
     def networks(self, name: str) -> list[Network]:
-        """The networks with exactly this name; the engine's filter also finds names that contain it."""
+        """Return the networks with exactly this name; the engine's filter also matches names that contain it."""
         return [network for network in self.client.networks.list(names=[name]) if network.name == name]
 
     def each(self, containers: Iterable[Container], action: Callable[[Container], Any]) -> None:
-        """Call `action` for all containers in parallel; ignore those that are gone or not running."""
+        """Call `action` for all containers in parallel; ignore containers that are gone or not running."""
 
-        def act(container: Container) -> None:
+        def run_action(container: Container) -> None:
             with self.asking(f"failed on {name_of(container)}"):
                 try:
                     action(container)
@@ -133,29 +133,29 @@ class Daemon:
                         raise
 
         with ThreadPoolExecutor(16) as pool:
-            list(pool.map(act, containers))
+            list(pool.map(run_action, containers))
 
     def talk(
         self, container: str, command: list[str], key: bytes, patience: float = ANSWER_TIMEOUT
     ) -> NodeConnection | None:
         """Run a command in a container that connects its stdin and stdout to a node; None if the node does not answer.
 
-        `key` is that of the node, which must answer within `patience` seconds.
+        `key` is the node's key; the node must answer within `patience` seconds.
         """
         with self.asking(f"could not run a command in {container[:12]}"):
             try:
-                # Workers can read the environment of a process that runs as their user, and trace it.
-                how: dict[str, Any] = {"stdin": True, "environment": {"NODE_KEY": ""}, "user": NOBODY}
-                made = self.client.api.exec_create(container, command, **how)["Id"]
-                stream: Any = self.client.api.exec_start(made, socket=True)
+                # Workers can trace a process that runs as their user, and read its environment.
+                options: dict[str, Any] = {"stdin": True, "environment": {"NODE_KEY": ""}, "user": NOBODY}
+                exec_id = self.client.api.exec_create(container, command, **options)["Id"]
+                stream: Any = self.client.api.exec_start(exec_id, socket=True)
             except docker.errors.APIError as error:
                 if error.status_code in (404, 409):
                     return None
                 raise
         frames = Frames()
-        own = stream._sock.dup()  # only the garbage collector closes the SDK's
-        connection = NodeConnection(own, key, frames.stdout)
-        connection.partial = frames.stdout(_ahead(stream))
+        sock = stream._sock.dup()  # the SDK's own socket is closed only by the garbage collector
+        connection = NodeConnection(sock, key, frames.stdout)
+        connection.partial = frames.stdout(_buffered_output(stream))
         stream._response.close()
         return connection if connection.greet(patience) else None
 
@@ -167,9 +167,9 @@ class Daemon:
         capture: bool = False,
         stopped: Callable[[], bool] = never,
     ) -> None:
-        """Run Compose with `given` as its stdin, and end it when `stopped()`.
+        """Run Compose with `given` as its stdin; stop it if `stopped()`.
 
-        Raises EngineError with the last line that it printed.
+        Raises EngineError with the last line of its output.
         """
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("COMPOSE_", "NODE_"))}
         with tempfile.TemporaryFile("w+", encoding="utf-8") as stdin:
@@ -178,23 +178,23 @@ class Daemon:
             try:
                 process = subprocess.Popen(
                     ["docker", "--host", self.host, "compose", "--project-directory", str(PROJECT), *arguments],
-                    cwd="/",  # Compose turns it into a URL, which allows no line break
+                    cwd="/",  # Compose turns it into a URL, which cannot contain a line break
                     env=inherited | (env or {}),
                     stdin=stdin,
                     stdout=subprocess.PIPE if capture else 2,
                     stderr=subprocess.STDOUT if capture else None,
-                    start_new_session=capture,  # Ctrl-C must not reach it: we take down what it brings up
+                    start_new_session=capture,  # Ctrl-C must not reach it: the session removes what it starts
                     text=True,
                     encoding="utf-8",
                     errors="replace",
                 )
             except FileNotFoundError:
                 raise ResourceError("no `docker` command on PATH", "install it, with its Compose plugin") from None
-        began = time.monotonic()
+        start = time.monotonic()
         with process:
-            output = _end_of(process, stopped) if capture else process.communicate()[0]
-        took = time.monotonic() - began
-        log.debug("docker compose %s: exit code %d in %.2f s", shlex.join(arguments), process.returncode, took)
+            output = _output_of(process, stopped) if capture else process.communicate()[0]
+        duration = time.monotonic() - start
+        log.debug("docker compose %s: exit code %d in %.2f s", shlex.join(arguments), process.returncode, duration)
         if process.returncode:
             line = ((output or "").strip() or "see above").splitlines()[-1]
             message = f"docker compose {arguments[-1] if not capture else ''}".strip() + f": {line}"
@@ -203,12 +203,12 @@ class Daemon:
             raise EngineError(message, NO_NETWORKS if "address pool" in line else "")
 
 
-def _end_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> str:
-    """The output of a process, a group leader, when it has ended; raises EngineError if it had to be killed.
+def _output_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> str:
+    """Return the output of a process, a group leader, once it has exited; raises EngineError if it was killed.
 
-    After `stopped()` or Ctrl-C it gets some time: what it is creating can be removed only once it exists.
+    After `stopped()` or Ctrl-C it gets some time: objects that it is creating can be removed only once they exist.
     """
-    deadline, hurried, ended = time.monotonic() + COMPOSE_TIMEOUT, False, False
+    deadline, stopping, terminated = time.monotonic() + COMPOSE_TIMEOUT, False, False
     interrupt: KeyboardInterrupt | None = None
     while True:
         try:
@@ -218,26 +218,26 @@ def _end_of(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> str:
             pass
         except KeyboardInterrupt as error:
             interrupt = error
-        if (interrupt or stopped()) and not hurried:
-            deadline, hurried = time.monotonic() + COMPOSE_STOP_TIMEOUT, True
+        if (interrupt or stopped()) and not stopping:
+            deadline, stopping = time.monotonic() + COMPOSE_STOP_TIMEOUT, True
         if time.monotonic() > deadline:
-            os.killpg(process.pid, signal.SIGKILL if ended else signal.SIGTERM)
-            deadline, ended = time.monotonic() + COMPOSE_STOP_TIMEOUT, True
+            os.killpg(process.pid, signal.SIGKILL if terminated else signal.SIGTERM)
+            deadline, terminated = time.monotonic() + COMPOSE_STOP_TIMEOUT, True
     if interrupt:
         raise interrupt
-    if ended:
-        raise EngineError("docker compose did not end by itself")
+    if terminated:
+        raise EngineError("docker compose did not exit in time")
     return output
 
 
 class Frames:
-    """Decodes the output of an exec, which the engine sends in frames."""
+    """Decoder for the output of an exec, which the engine sends in frames."""
 
     def __init__(self) -> None:
         self.partial = b""
 
     def stdout(self, chunk: bytes) -> bytes:
-        """The stdout in the next chunk; a frame is a stream number, three zero bytes, a length and the data."""
+        """Return the stdout in the next chunk; a frame is a stream number, three zero bytes, a length and the data."""
         self.partial += chunk
         found = b""
         while len(self.partial) >= 8:
@@ -249,25 +249,25 @@ class Frames:
         return found
 
 
-def _ahead(stream: Any) -> bytes:
-    """Output of an exec that was already read together with the headers of the engine's response."""
-    patience = stream._sock.gettimeout()
-    stream._sock.setblocking(False)  # so that this never blocks
+def _buffered_output(stream: Any) -> bytes:
+    """Return output of an exec that was read together with the response headers."""
+    timeout = stream._sock.gettimeout()
+    stream._sock.setblocking(False)  # so that `peek` does not block
     found: bytes = stream._response.raw._fp.fp.peek()
-    stream._sock.settimeout(patience)
+    stream._sock.settimeout(timeout)
     return found
 
 
 class Events:
-    """The engine's events of one job's containers and networks, from now on.
+    """The engine's events about one job's containers and networks, from now on.
 
-    They are hints: the engine keeps 256 of them, drops events for a slow reader, and reports nothing that happens while
-    its daemon is down.
+    Events are only hints: the engine keeps 256 of them, drops events for slow readers, and reports nothing that happens
+    while its daemon is down.
     """
 
     def __init__(self, daemon: Daemon, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Listen in the background; `wanted` selects the events to keep."""
-        self.broken = 0.0  # when the stream last broke, by the monotonic clock
+        """Listen in the background; `wanted` selects events."""
+        self.broken = 0.0  # monotonic time of the last interruption of the stream
         self._daemon, self._wanted = daemon, wanted
         self._found: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.bell, self._alarm = socket.socketpair()  # readable after each event, for select
@@ -278,7 +278,7 @@ class Events:
         threading.Thread(target=self._listen, args=(int(time.time()),), daemon=True).start()
 
     def taken(self) -> Iterator[dict[str, Any]]:
-        """The events since the last call."""
+        """Yield the events since the last call."""
         with contextlib.suppress(BlockingIOError):
             self.bell.recv(4096)
         with contextlib.suppress(queue.Empty):
@@ -297,11 +297,11 @@ class Events:
 
     def _listen(self, since: int) -> None:
         filters = {"type": ["container", "network"]}
-        seen: set[tuple[Any, ...]] = set()  # events in the second from which the stream is resumed
+        seen: set[tuple[Any, ...]] = set()  # events in the second at which the stream resumes
         while not self._closing:
             with contextlib.suppress(*ERRORS):
                 self._stream = self._daemon.client.api.events(since=since, filters=filters, decode=True)
-                if self._closing:  # closed before there was a stream
+                if self._closing:  # closed before the stream existed
                     self._end_stream()
                 for event in self._stream:  # ends without an error when the connection breaks
                     key = event["timeNano"], event["Action"], event["Actor"]["ID"]
@@ -309,22 +309,22 @@ class Events:
                         since, seen = event["time"], set()
                     if key not in seen and self._wanted(event):
                         self._found.put(event)
-                        with contextlib.suppress(BlockingIOError):  # it is readable already
+                        with contextlib.suppress(BlockingIOError):  # already readable
                             self._alarm.send(b"!")
                     seen.add(key)
             if not self._closing:
-                log.debug("the stream of events has ended")
+                log.debug("the event stream was interrupted")
                 self.broken = time.monotonic()
                 time.sleep(0.5)
 
 
 def name_of(container: Container) -> str:
-    """The name of a container from `containers.list`."""
+    """Return the name of a container from `containers.list`."""
     return str(container.attrs["Names"][0]).lstrip("/")
 
 
 def reason(error: Exception) -> str:
-    """The root of a chain of errors, in one line."""
+    """Return the cause of an error of the SDK, in one line."""
     text = getattr(error, "explanation", None) or str(error)
     for known in ("Permission denied", "No such file or directory", "Connection refused", "timed out"):
         if known in str(text):
@@ -333,7 +333,7 @@ def reason(error: Exception) -> str:
 
 
 def begin(node: Container) -> None:
-    """Start a container, or remove it for Compose to create it anew: a file that it hid may be gone, for example."""
+    """Start a container; if that fails, remove it for Compose to recreate: for example, a masked file is gone."""
     try:
         node.start()
     except docker.errors.APIError:

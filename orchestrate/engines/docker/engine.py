@@ -1,4 +1,4 @@
-"""Nodes as containers of the Docker Engine that the user's `docker` command uses."""
+"""The Docker Engine that the user's `docker` command uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DockerEngine:
     name = "docker"
 
     def __init__(self) -> None:
-        """Connect; raises EngineError if no engine answers."""
+        """Connect; raises EngineError if no engine is available."""
         self.daemon = Daemon()
 
     def prepare(self, spec: JobSpec) -> None:
@@ -27,19 +27,19 @@ class DockerEngine:
         image.prepare(self.daemon, spec)
 
     def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
-        """Check the image, list the GPUs; raises ResourceError for what is missing."""
+        """Check the image and list the GPUs; raises ResourceError if something is missing."""
         return image.inventory(self.daemon, spec, run, look_inside)
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> DockerSession:
-        """The containers of a job; raises EngineError if they could not have its folder."""
+        """Open the session of a job; raises EngineError if its folder cannot be mounted."""
         return DockerSession(self.daemon, spec, plan, run, warn)
 
     def jobs(self) -> list[JobState]:
-        """The jobs that have nodes, by their labels."""
+        """List the jobs that have nodes, by label."""
         return objects.jobs(self.daemon)
 
     def holds(self, job_id: str) -> list[str]:
-        """Containers and networks that carry the job's label."""
+        """Describe the containers and networks with the job's label."""
         return objects.holds(self.daemon, job_id)
 
     def remove(self, job_id: str, grace: float) -> None:

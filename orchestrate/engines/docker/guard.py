@@ -1,8 +1,8 @@
-"""Keep nodes from the ports of this machine and from the cloud's metadata service.
+"""Packet filter that keeps nodes from this machine's ports and the cloud's metadata service.
 
-A node has no capability, so a helper container that shares its network puts up a packet filter there
-(`node/guard.py`). Helpers run while nodes import torch; no worker starts before they have ended.
-A helper has a capability and its result is trusted, so it runs in the project's own image, never in the job's.
+Nodes have no capabilities, so a helper container in a node's network namespace sets up the filter (`node/guard.py`).
+Helpers run while nodes import torch; workers start only after they have ended.
+A helper has a capability and its result is trusted, so it runs in the project's image, never in the job's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from orchestrate.errors import EngineError
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import guard as program
 
-HELPER_TIMEOUT = 30  # seconds that a helper may take
-MEMORY, PROCESSES = 64 << 20, 8  # that it may use
+HELPER_TIMEOUT = 30  # seconds for a helper to finish
+MEMORY, PROCESSES = 64 << 20, 8  # limits of a helper
 METADATA = (
     "169.254.0.0/16",  # most clouds
     "100.100.100.200/32",  # Alibaba
@@ -35,7 +35,7 @@ METADATA = (
     "fd00:ec2::/32",  # AWS
     "fd20:ce::/32",  # Google
 )
-NEIGHBOURS = ("224.0.0.0/3", "fe80::/10", "ff00::/8")  # broadcast, multicast, link-local: they reach this machine
+NEIGHBOURS = ("224.0.0.0/3", "fe80::/10", "ff00::/8")  # broadcast, multicast and link-local, which reach this machine
 POOLS: list[dict[str, Any]] = [  # Docker's default address pools
     {"Base": "172.16.0.0/12", "Size": 16},
     {"Base": "192.168.0.0/16", "Size": 20},
@@ -47,62 +47,62 @@ Pattern = tuple[Address, Address]  # an address and its mask
 
 
 class Guard:
-    """The helpers of one job's nodes."""
+    """The helper containers of one job's nodes."""
 
     def __init__(self, daemon: Daemon, project: str, run: Path) -> None:
-        """`project` is the job or cluster that the nodes belong to, and `run` the folder that they mount."""
+        """`project` is the job or cluster that owns the nodes, and `run` the folder that is mounted in them."""
         self.daemon, self.project, self.run = daemon, project, run
         self.pool = ThreadPoolExecutor(16)
-        self.begun: dict[str, Future[None]] = {}  # by endpoint id, which is new each time a container starts
-        self.ended: set[str] = set()  # endpoints whose helper has ended
+        self.begun: dict[str, Future[None]] = {}  # by endpoint id, which changes whenever a container starts
+        self.ended: set[str] = set()  # endpoints whose helper has finished
         self.failures: list[str] = []
         self.warned = False
 
     def begin(self, nodes: Iterable[Container]) -> None:
-        """Start a helper for each node that has had none since it started."""
+        """Start a helper for each node that has had none since its start."""
         for node in nodes:
             if _endpoint(node) not in self.begun:
                 self.begun[_endpoint(node)] = self.pool.submit(self._protect, node)
 
     def finish(self, look: Callable[[], dict[str, Container]]) -> None:
         """Wait for the helpers; `look` returns the running nodes, and starts helpers for restarted ones."""
-        look()  # a node that was restarted meanwhile has a new namespace
+        look()  # a restarted node has a new namespace
         while new := self.begun.keys() - self.ended:
             wait([self.begun[endpoint] for endpoint in new])
             self.ended |= new
-            still = new & {_endpoint(node) for node in look().values()}  # a node that has ended needs no filter
-            self.failures += [str(error) for endpoint in still if (error := self.begun[endpoint].exception())]
+            running = new & {_endpoint(node) for node in look().values()}  # ended nodes need no filter
+            self.failures += [str(error) for endpoint in running if (error := self.begun[endpoint].exception())]
 
     def expects(self, node: Container) -> bool:
-        """Whether a worker needs the filter to start on a node: not if setting it up has failed."""
+        """Whether workers on a node must wait for the filter: not if setting it up failed."""
         begun = self.begun.get(_endpoint(node))
         return begun is None or not begun.done() or begun.exception() is None
 
     def warnings(self) -> list[str]:
-        """A warning, returned once, that nodes are not protected, and why."""
+        """Return a warning, only once, if nodes are not protected."""
         if self.warned or not self.failures:
             return []
         self.warned = True
         return [
-            "the nodes can reach this machine's ports and the cloud's metadata service, since the filter that prevents "
-            f"it could not be set up: {self.failures[0]} (to accept that: host_access: true)"
+            "the nodes can reach this machine's ports and the cloud's metadata service: the packet filter could not "
+            f"be set up: {self.failures[0]} (to allow this, set host_access: true)"
         ]
 
     def close(self) -> None:
-        """Wait for running helpers, and start no more."""
+        """Wait for running helpers, and cancel others."""
         self.pool.shutdown(cancel_futures=True)
 
     def _protect(self, node: Container) -> None:
-        """Run a helper, unless one of an earlier orchestrator has already set up the same filter."""
-        with self.daemon.asking("could not run a helper"):
+        """Run a helper, unless an earlier orchestrator has set up the same filter."""
+        with self.daemon.asking("could not run a helper container"):
             pid = self.daemon.client.api.inspect_container(str(node.id))["State"]["Pid"]
             source = Path(program.__file__).read_text()
             words = [f"{value}/{mask}" for value, mask in blocked(self.daemon.info, node)]
-            mark = zlib.crc32("\n".join([source, *words]).encode()) >> 1  # the kernel shows it as a signed number
+            mark = zlib.crc32("\n".join([source, *words]).encode()) >> 1  # the kernel prints it as a signed number
             if not marked(pid, mark):
-                self._help(str(node.id), ["python", "-I", "-S", "-c", source, str(mark), *words])
+                self._run_helper(str(node.id), ["python", "-I", "-S", "-c", source, str(mark), *words])
 
-    def _help(self, node: str, command: list[str]) -> None:
+    def _run_helper(self, node: str, command: list[str]) -> None:
         api = self.daemon.client.api
         helper = helpers.create(
             self.daemon,
@@ -119,30 +119,30 @@ class Guard:
             api.start(helper)
             if code := api.wait(helper, timeout=HELPER_TIMEOUT)["StatusCode"]:
                 last = api.logs(helper, tail=1).decode(errors="replace").strip()
-                raise EngineError(last or f"a helper ended with exit code {code}")
+                raise EngineError(last or f"the helper container exited with code {code}")
         finally:
             with contextlib.suppress(*ERRORS):  # a leftover helper is removed with the nodes
                 api.remove_container(helper, v=True, force=True)
 
 
 def wanted(spec: JobSpec) -> bool:
-    """Whether the job asks for the filter."""
+    """Whether a job uses the filter."""
     return not spec.host_access and spec.network != "host"
 
 
 def blocked(info: dict[str, Any], node: Container) -> list[Pattern]:
-    """The addresses that a node must not reach, which depend on this machine's; `info` is that of the engine."""
-    found = [_whole(network) for network in (*METADATA, *NEIGHBOURS)]
+    """Return the addresses to block for a node; `info` describes the engine."""
+    found = [_pattern(network) for network in (*METADATA, *NEIGHBOURS)]
     for pool in info.get("DefaultAddressPools") or POOLS:
         found += _gateways(pool["Base"], pool["Size"])
-    for one in (*addresses(PROC / "net"), *_around(node)):
+    for one in (*addresses(PROC / "net"), *_neighbours(node)):
         if not any(one.version == value.version and int(one) & int(mask) == int(value) for value, mask in found):
-            found.append(_whole(str(one)))
+            found.append(_pattern(str(one)))
     return sorted(found, key=str)
 
 
 def addresses(net: Path) -> list[Address]:
-    """This machine's addresses and broadcast addresses, from `/proc/net`; empty if that does not exist."""
+    """Return this machine's addresses and broadcast addresses from `/proc/net`; empty if it does not exist."""
     found: list[Address] = []
     with contextlib.suppress(OSError):
         text = (net / "fib_trie").read_text()
@@ -154,7 +154,7 @@ def addresses(net: Path) -> list[Address]:
 
 
 def marked(pid: int, mark: int) -> bool:
-    """Whether a helper has left its mark in the network namespace of a process."""
+    """Whether a helper has marked the network namespace of a process."""
     try:
         return program.marked((PROC / str(pid) / "net" / "route").read_text(), mark)
     except OSError:
@@ -162,15 +162,15 @@ def marked(pid: int, mark: int) -> bool:
 
 
 def _gateways(base: str, size: int) -> list[Pattern]:
-    """The addresses that this machine may have in the networks of a pool, and their broadcast addresses."""
+    """Return the possible gateway and broadcast addresses in the networks of an address pool."""
     pool = ip_network(base, strict=False)
     hosts = (1 << (pool.max_prefixlen - size)) - 1
     mask = ip_address(int(pool.netmask) | hosts)
     return [(pool[number], mask) for number in ((1, hosts) if pool.version == 4 else (1,))]
 
 
-def _around(node: Container) -> list[Address]:
-    """The gateways and broadcast addresses of a node's networks."""
+def _neighbours(node: Container) -> list[Address]:
+    """Return the gateways and broadcast addresses of a node's networks."""
     found = []
     for network in node.attrs["NetworkSettings"]["Networks"].values():
         found += [ip_address(network[key]) for key in ("Gateway", "IPv6Gateway") if network.get(key)]
@@ -179,13 +179,13 @@ def _around(node: Container) -> list[Address]:
     return found
 
 
-def _whole(network: str) -> Pattern:
-    """All addresses of a network, or one address."""
+def _pattern(network: str) -> Pattern:
+    """Return a pattern for a network or a single address."""
     found = ip_network(network)
     return found.network_address, found.netmask
 
 
 def _endpoint(node: Container) -> str:
-    """An id that is new whenever a container starts."""
+    """Return an id that changes whenever a container starts."""
     networks = node.attrs["NetworkSettings"]["Networks"].values()
     return " ".join([str(node.id), *(network.get("EndpointID", "") for network in networks)])

@@ -1,6 +1,6 @@
-"""Containers that help the nodes of a job, or look into its image: with limits.
+"""Helper containers, with resource limits: they serve the nodes of a job, or inspect its image.
 
-What helps a node is of the project's own image, never of the job's.
+Those that serve nodes run the project's image, never the job's.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def create(
     host: dict[str, Any],
     image: str = IMAGE,
     log: str = "1m",
-    **facts: Any,
+    **options: Any,
 ) -> str:
-    """Create a helper and return its id; raises EngineError if the engine does not have its image.
+    """Create a helper container and return its id; raises EngineError if its image does not exist.
 
-    `memory` is in bytes; `host` is the rest of the host configuration; `log` is the size of the log that the engine
-    keeps, of which the end counts. No image is pulled: in a registry, the name may belong to someone else.
+    `memory` is in bytes; `host` is the rest of the host configuration; `log` is the size of the log, whose end is kept.
+    No image is pulled: in a registry, the name may belong to someone else.
     """
     api = daemon.client.api
     config = api.create_host_config(
@@ -39,14 +39,14 @@ def create(
         security_opt=["no-new-privileges:true"],
         read_only=True,
         mem_limit=memory,
-        memswap_limit=memory,  # together with swap
+        memswap_limit=memory,  # including swap
         oom_score_adj=OOM_SCORE_ADJ,
         pids_limit=processes,
         log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": log}),
         **host,
     )
     try:
-        return str(api.create_container(image, host_config=config, **facts)["Id"])
+        return str(api.create_container(image, host_config=config, **options)["Id"])
     except docker.errors.ImageNotFound:
         raise EngineError(f"the engine has no image {image}; build it with `docker compose build`") from None
 
@@ -60,15 +60,15 @@ def output(
     *,
     image: str,
     memory: int,
-    **facts: Any,
+    **options: Any,
 ) -> tuple[str, str]:
-    """What a command prints to stdout in a container without a network, and why it could not run; at most `seconds`.
+    """Run a command in a container without network; return its stdout, and the error if it could not run.
 
-    `run` is the folder that nodes will see, for the container's label. Raises EngineError if the container stays.
+    The limit is `seconds`. `run` is for the container's label. Raises EngineError if the container cannot be removed.
     """
-    api, made = daemon.client.api, ""
+    api, container = daemon.client.api, ""
     try:
-        made = create(
+        container = create(
             daemon,
             memory,
             MIN_PROCESSES,
@@ -78,14 +78,14 @@ def output(
             command=command[1:],
             labels=labels.only({labels.RUN: str(run)}),
             healthcheck={"test": ["NONE"]},
-            **facts,
+            **options,
         )
-        api.start(made)
-        api.wait(made, timeout=seconds)
-        return api.logs(made, stderr=False).decode(errors="replace"), ""
+        api.start(container)
+        api.wait(container, timeout=seconds)
+        return api.logs(container, stderr=False).decode(errors="replace"), ""
     except ERRORS as error:
         return "", reason(error)
     finally:
-        if made:
-            with daemon.asking("could not remove the container that looked into the image"):
-                api.remove_container(made, force=True, v=True)
+        if container:
+            with daemon.asking("could not remove the container that inspected the image"):
+                api.remove_container(container, force=True, v=True)

@@ -1,7 +1,7 @@
-"""What .dockerignore names, as Docker reads it: https://docs.docker.com/build/concepts/context/#dockerignore-files.
+"""Files excluded by .dockerignore: https://docs.docker.com/build/concepts/context/#dockerignore-files.
 
-The folder of code is untrusted: the size of the file, the number of patterns and the time to match are limited.
-Patterns are matched name by name; wildcards as in Python's `fnmatch`, which do not backtrack into one another.
+The code folder is untrusted: the size of the file, the number of patterns and the matching time are limited. Patterns
+are matched component by component; wildcards use Python's `fnmatch`, which does not backtrack across them.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from orchestrate.errors import UsageError
 from orchestrate.files.folder import regular
 
 NAME = ".dockerignore"
-MAX_FILE, MAX_PATTERNS = 64 << 10, 1000  # bytes and patterns
-MAX_STEPS = 5_000_000  # comparisons of a pattern with a name, about a microsecond each
+MAX_FILE, MAX_PATTERNS = 64 << 10, 1000  # bytes; number of patterns
+MAX_STEPS = 5_000_000  # comparisons of a pattern with a name, about 1 µs each
 ANY = "**"  # any number of folders
-WILD = set("*?[\\")  # what makes more than text of a pattern
+WILDCARDS = set("*?[\\")  # characters with a special meaning in a pattern
 
-States = frozenset[int]  # the parts of a pattern that may match next; len(parts): the path matches
+States = frozenset[int]  # parts of a pattern that may match next; len(parts): the path matches
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern or an exception (`!`): a regular expression for each name of a path, None for `**`."""
+    """A pattern or exception (`!`): a regular expression for each path component, None for `**`."""
 
     parts: tuple[re.Pattern[str] | None, ...]
     excepts: bool = False
 
     @property
     def end(self) -> int:
-        """The state in which a path matches."""
+        """The state of a matching path."""
         return len(self.parts)
 
     def begin(self) -> States:
-        """The states at the top of a folder of code."""
-        return self._closed({0})
+        """Return the states at the root of the code folder."""
+        return self._closure({0})
 
     def after(self, states: States, name: str) -> States:
-        """The states after one more name; everything in a folder that matches also matches."""
+        """Return the states after one more component; everything in a matching folder also matches."""
         reached = set()
         for state in states:
             part = self.parts[state] if state < self.end else None
@@ -50,54 +50,54 @@ class Pattern:
                 reached.add(state)
             if state < self.end and (part.match(name) if part else state + 1 == self.end):
                 reached.add(state + 1)
-        return self._closed(reached)
+        return self._closure(reached)
 
-    def _closed(self, states: set[int]) -> States:
-        """Add the states after each `**`, which can match no folder; a `**` at the end matches one name at least."""
+    def _closure(self, states: set[int]) -> States:
+        """Add the states after each `**`, which may match no folder; a final `**` matches at least one component."""
         return frozenset(states | {state + 1 for state in states if state + 1 < self.end and self.parts[state] is None})
 
 
 @dataclass(frozen=True)
 class Place:
-    """A file or folder in the code, and the states of all patterns that it or its content can match."""
+    """A file or folder in the code folder, with the states of all patterns that can match it or its content."""
 
     live: tuple[tuple[Pattern, States], ...]
     path: str = ""
 
     @property
     def steps(self) -> int:
-        """How many comparisons one entry of the folder takes."""
+        """The number of comparisons for one entry of the folder."""
         return sum(len(states) for _, states in self.live)
 
     def inside(self, name: str) -> Place:
-        """The entry of this name in the folder."""
+        """Return the entry with this name in the folder."""
         reached = ((pattern, pattern.after(states, name)) for pattern, states in self.live)
         return Place(tuple(one for one in reached if one[1]), f"{self.path}/{name}" if self.path else name)
 
     @property
     def ignored(self) -> bool:
         """Whether the last pattern that matches is not an exception."""
-        fitting = [one for one, states in self.live if one.end in states]
-        return bool(fitting) and not fitting[-1].excepts
+        matching = [one for one, states in self.live if one.end in states]
+        return bool(matching) and not matching[-1].excepts
 
     def leads_to(self, excepts: bool) -> bool:
-        """Whether patterns, or exceptions, can match something inside the folder and not only the folder itself."""
+        """Whether patterns, or exceptions, can match something inside the folder, not only the folder itself."""
         return any(one.excepts is excepts and bool(states - {one.end}) for one, states in self.live)
 
 
 def top(patterns: tuple[Pattern, ...]) -> Place:
-    """The folder of code itself."""
+    """Return the code folder itself."""
     return Place(tuple((pattern, pattern.begin()) for pattern in patterns))
 
 
 class Walk:
-    """A traversal of the folder of code with a limited number of comparisons."""
+    """A traversal of the code folder with a limited number of comparisons."""
 
     def __init__(self, code: Path) -> None:
         self._code, self._left = code, MAX_STEPS
 
     def inside(self, folder: Place) -> list[tuple[os.DirEntry[str], Place]]:
-        """The entries of a folder; raises UsageError if it cannot be read, or the patterns take too long."""
+        """List a folder; raises UsageError if it cannot be read, or matching takes too long."""
         try:
             with os.scandir(self._code / folder.path) as entries:
                 return [(entry, self._next(folder, entry.name)) for entry in entries]
@@ -105,7 +105,7 @@ class Walk:
             return []
         except OSError as error:
             why = f"cannot read the folder {self._code / folder.path}: {error.strerror}"
-            raise UsageError(why, f"name it in {NAME}, or make it readable") from None
+            raise UsageError(why, f"add it to {NAME}, or make it readable") from None
 
     def _next(self, folder: Place, name: str) -> Place:
         self._left -= folder.steps
@@ -116,10 +116,10 @@ class Walk:
 
 
 def ignored(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
-    """The paths that .dockerignore excludes: whole folders, unless an exception (`!`) can match something inside.
+    """Yield the paths that .dockerignore excludes: whole folders, unless an exception (`!`) can match something inside.
 
-    Ignores patterns whose last name is in `but`. Raises UsageError if the file or a folder cannot be read, or the
-    patterns take too long.
+    Ignores patterns whose last component is in `but`. Raises UsageError if the file or a folder cannot be read, or
+    matching takes too long.
     """
     patterns = read(code, but)
     waiting, walk = [top(patterns)] if patterns else [], Walk(code)
@@ -133,9 +133,9 @@ def ignored(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def kept(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
-    """The paths that .dockerignore does not exclude, without folders, hidden files and the names in `but`.
+    """Yield the paths that .dockerignore does not exclude, without folders, hidden files and names in `but`.
 
-    Raises UsageError if the file or a folder cannot be read, or the patterns take too long.
+    Raises UsageError if the file or a folder cannot be read, or matching takes too long.
     """
     waiting, walk = [top(read(code))], Walk(code)
     while waiting:
@@ -150,7 +150,7 @@ def kept(code: Path, but: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def read(code: Path, but: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
-    """The patterns in the .dockerignore of a folder; raises UsageError if it cannot be read."""
+    """Read the .dockerignore of a folder; raises UsageError if it cannot be read."""
     file = code / NAME
     try:
         with regular(file) as opened:
@@ -159,12 +159,12 @@ def read(code: Path, but: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
         return ()
     except OSError as error:
         why = "it is a link" if file.is_symlink() else error.strerror
-        raise UsageError(f"cannot read {file}: {why}", "replace it by a text file, or remove it") from None
+        raise UsageError(f"cannot read {file}: {why}", "replace it with a text file, or remove it") from None
     lines = content.decode("utf-8-sig", "replace").splitlines()
     texts = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if len(content) > MAX_FILE or len(texts) > MAX_PATTERNS:
         problem = f"{file} has more than {MAX_FILE >> 10} KiB or {MAX_PATTERNS} patterns"
-        raise UsageError(problem, "name folders in it, or use wildcards, instead of single files")
+        raise UsageError(problem, "list folders or use wildcards instead of single files")
     found = [(text, _names(text.removeprefix("!").strip())) for text in texts]
     try:
         return tuple(
@@ -173,22 +173,22 @@ def read(code: Path, but: tuple[str, ...] = ()) -> tuple[Pattern, ...]:
             if names and names[-1] not in but
         )
     except (re.error, ValueError) as error:
-        hint = "write ** as a name of its own, such as a/**/b, and [^a] for all characters but a"
-        raise UsageError(f"{file} has a pattern that is not supported: {error}", hint) from None
+        hint = "use ** only as a whole path component (a/**/b), and [^a] for any character but a"
+        raise UsageError(f"{file} has an unsupported pattern: {error}", hint) from None
 
 
 def _names(text: str) -> list[str]:
-    """The names in a pattern's path, without `.` and `..`; splits a name that begins with `**`.
+    """Split a pattern into path components, without `.` and `..`; also splits components that begin with `**`.
 
-    Text without wildcards after a leading `**` is the end of a path: as Docker's patternmatcher, `**.key` matches
-    `a/id.key`, and `**.ke?` does not (https://pkg.go.dev/github.com/moby/patternmatcher).
+    Plain text after a leading `**` is the end of a path: in Docker's patternmatcher, `**.key` matches `a/id.key`, and
+    `**.ke?` does not (https://pkg.go.dev/github.com/moby/patternmatcher).
     """
     names: list[str] = []
     for name in text.split("/"):
         if name == "..":
             del names[-1:]
         elif name.startswith(ANY):
-            plain = not names and not WILD & set(text.lstrip("/")[len(ANY) :])
+            plain = not names and not WILDCARDS & set(text.lstrip("/")[len(ANY) :])
             names += [ANY] * (names[-1:] != [ANY])
             rest = re.sub(r"^(\*\*)+", "", name)
             names += [f"*{rest}" if plain else rest] if rest else []
@@ -198,12 +198,12 @@ def _names(text: str) -> list[str]:
 
 
 def _part(name: str) -> re.Pattern[str] | None:
-    """A regular expression for one name of a pattern, in the syntax of Go's `path.Match`; None for `**`."""
+    """Compile one component of a pattern, in the syntax of Go's `path.Match`; None for `**`."""
     if name == ANY:
         return None
     if ANY in name.rstrip("*"):
         raise ValueError(f"** within {ascii(name[:60])}")
-    if "[!" in name:  # which Docker takes literally, and most other programs as [^
+    if "[!" in name:  # literal in Docker, but [^ in most other programs
         raise ValueError(f"[! in {ascii(name[:60])}")
     if re.search(r"\[[^]]*\\", name):
         raise ValueError(f"a backslash within brackets in {ascii(name[:60])}")

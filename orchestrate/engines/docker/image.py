@@ -1,4 +1,4 @@
-"""What a Docker Engine offers to a job: the image, and the GPUs that containers can see."""
+"""Resources of a Docker Engine for a job: the image, and the GPUs that containers can use."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from orchestrate.job.preload import may_use_torch, preload
 from orchestrate.job.spec import IMAGE, JobSpec
 
 NO_TOOLKIT = "the engine has no NVIDIA runtime"
-NO_GPU = "containers of the engine find no GPU"
-NOT_LOOKED = f"GPUs were not looked for: a plan runs no image but {IMAGE}, which this engine does not have"
+NO_GPU = "containers cannot see any GPU"
+NOT_CHECKED = f"GPUs were not checked: a plan only runs the image {IMAGE}, which does not exist here"
 
 
-def hopeless(daemon: Daemon, spec: JobSpec) -> bool:
-    """Whether a job asks for GPUs that containers cannot have: no image need be built for it."""
+def gpus_unavailable(daemon: Daemon, spec: JobSpec) -> bool:
+    """Whether a job requires GPUs that containers cannot have, so that it needs no image."""
     return spec.gpus not in ("auto", "none") and not toolkit.way(daemon.info)
 
 
 def prepare(daemon: Daemon, spec: JobSpec) -> None:
-    """Have the image of a job, unless the job cannot run here anyway; raises ResourceError."""
-    if not hopeless(daemon, spec):
+    """Build or pull the image of a job, unless the job cannot run here anyway; raises ResourceError."""
+    if not gpus_unavailable(daemon, spec):
         ensure_image(daemon, spec)
 
 
 def inventory(daemon: Daemon, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
     """Check the image, and list the GPUs; raises ResourceError.
 
-    `run` is the folder that nodes will see; `look_inside` allows to run the job's image, which must be here then.
-    Raises UsageError for folders that cannot be mounted.
+    `run` is the folder to mount in nodes; `look_inside` allows running the job's image, which must exist then. Raises
+    UsageError for folders that cannot be mounted.
     """
-    way, possible = toolkit.way(daemon.info), not hopeless(daemon, spec)
+    way, possible = toolkit.way(daemon.info), not gpus_unavailable(daemon, spec)
     look_inside = look_inside and possible
     if possible:
-        volumes(daemon, spec.image)  # raises ResourceError for volumes that nodes cannot have
+        volumes(daemon, spec.image)  # raises ResourceError for unsupported volumes
     code = code_folder(spec.command)
     _check_access(spec, code)
     python = probe.python(daemon, spec.image, run) if look_inside else "python"
     modules = preload(spec, code)
     offered = Offer(why=NO_TOOLKIT)
     if spec.gpus != "none" and way:
-        image = _looking(daemon, spec, look_inside)
-        offered = _offer(daemon, image, run, spec) if image else Offer(why=NOT_LOOKED)
+        image = _gpu_check_image(daemon, spec, look_inside)
+        offered = _offer(daemon, image, run, spec) if image else Offer(why=NOT_CHECKED)
     look = offered.gpus and look_inside and may_use_torch(spec, modules)
     if look and (why := probe.useless(daemon, spec.image, run, python, offered.gpus)):
         offered = Offer(why=f"{spec.image} cannot use the GPUs: {why}")
@@ -63,7 +63,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, look_inside: bool) -> tu
         mounts.of_nodes(run, Path.cwd())  # a cluster runs no command
     else:
         mounts.of_nodes(run, code, spec.command)
-    here, count = cores(), max(1, daemon.info["NCPU"])  # the engine may run in a virtual machine with other cores
+    here, count = cores(), max(1, daemon.info["NCPU"])  # the engine may run in a virtual machine
     ignored = ignoring(spec, SWARMS, "a single Docker Engine")
     inventory = Inventory(
         engine="docker",
@@ -85,7 +85,7 @@ def inventory(daemon: Daemon, spec: JobSpec, run: Path, look_inside: bool) -> tu
 
 
 def _check_access(spec: JobSpec, code: Path) -> None:
-    """Raise UsageError if nodes that run as another user could not read the code or their program."""
+    """Raise UsageError if nodes run as another user who cannot read the code or the node's program."""
     user = users.nodes_of(spec)
     for path in (code, PACKAGE):
         if user and not users.can_read(path, *user):
@@ -96,7 +96,7 @@ def _check_access(spec: JobSpec, code: Path) -> None:
 
 
 def has_image(daemon: Daemon, image: str) -> bool:
-    """Whether the engine has an image."""
+    """Whether an image exists on the engine."""
     with daemon.asking(f"could not inspect {image}"), contextlib.suppress(docker.errors.ImageNotFound):
         daemon.client.images.get(image)
         return True
@@ -104,47 +104,48 @@ def has_image(daemon: Daemon, image: str) -> bool:
 
 
 def ensure_image(daemon: Daemon, spec: JobSpec) -> None:
-    """Build or pull the image of a job, unless the engine has it; raises ResourceError."""
+    """Build or pull the image of a job if it is missing; raises ResourceError."""
     if has_image(daemon, spec.image):
         return
     try:
         if spec.image == IMAGE:
-            say(f"building the image {IMAGE} (once, about 6 GB; this takes some minutes)")
+            say(f"building the image {IMAGE} (once, about 6 GB; takes a few minutes)")
             daemon.compose("--profile", "gpu", "build", "master", env={"NODE_IMAGE": spec.image})
         else:
             _pull(daemon, spec.image)
     except EngineError as error:
-        hint = "its base image is BASE_IMAGE, and CA_BUNDLE names a CA bundle; see README, The image"
-        raise ResourceError(f"the image {spec.image} could not be built: {error}", hint) from None
+        hint = "BASE_IMAGE selects the base image, CA_BUNDLE a CA bundle; see README, The image"
+        raise ResourceError(f"could not build the image {spec.image}: {error}", hint) from None
     except ERRORS as error:
-        hint = "check the name, `docker login`, or build it: docker build -t NAME ."
-        raise ResourceError(f"no image {spec.image} here, nor to pull: {reason(error)}", hint) from None
+        hint = "check the name, run `docker login`, or build it: docker build -t NAME ."
+        problem = f"the image {spec.image} does not exist here and could not be pulled: {reason(error)}"
+        raise ResourceError(problem, hint) from None
 
 
 def _pull(daemon: Daemon, image: str) -> None:
-    """Pull an image; raises docker's errors."""
+    """Pull an image; raises errors of the SDK."""
     say(f"pulling the image {image}")
     repository, tag = parse_repository_tag(image)
-    done: dict[str, tuple[int, int]] = {}  # bytes of each layer: here, and in all
+    done: dict[str, tuple[int, int]] = {}  # layer: bytes downloaded and in total
     for event in daemon.client.api.pull(repository, tag or "latest", stream=True, decode=True):
         if error := event.get("error"):
             raise docker.errors.APIError(error)
         sizes = event.get("progressDetail") or {}
         if event.get("status") == "Downloading" and sizes.get("total"):
             done[event["id"]] = sizes["current"], sizes["total"]
-            here, whole = (sum(each) for each in zip(*done.values()))
-            phase(f"pulling the image {image}: {here >> 20} of {whole >> 20} MB")
+            current, total = (sum(each) for each in zip(*done.values()))
+            phase(f"pulling the image {image}: {current >> 20} of {total >> 20} MB")
     phase("")
 
 
-def _looking(daemon: Daemon, spec: JobSpec, look_inside: bool) -> str:
-    """The image that looks for GPUs: the project's own if it exists; the job's only if the job will run."""
+def _gpu_check_image(daemon: Daemon, spec: JobSpec, look_inside: bool) -> str:
+    """Return the image for the GPU check: the project's if it exists; the job's only if the job will run."""
     return IMAGE if has_image(daemon, IMAGE) else spec.image if look_inside else ""
 
 
 @during("looking for GPUs")
 def _offer(daemon: Daemon, image: str, run: Path, spec: JobSpec) -> Offer:
-    """What `nvidia-smi` lists in a container with all GPUs; no GPUs if the container cannot start."""
+    """Return the GPUs that `nvidia-smi` lists in a container with all GPUs; none if the container cannot start."""
     way, every = toolkit.way(daemon.info), ["all"]
     text, failure = helpers.output(
         daemon,
@@ -154,7 +155,7 @@ def _offer(daemon: Daemon, image: str, run: Path, spec: JobSpec) -> Offer:
         toolkit.host_config(way, every),
         image=image,
         memory=1 << 30,
-        log="4m",  # the details of one GPU take some 50 KB
+        log="4m",  # details of one GPU take some 50 KB
         environment=toolkit.environment(way, every),
     )
     found = offer(read(text, text), spec.gpus)

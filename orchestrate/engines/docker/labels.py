@@ -1,7 +1,7 @@
-"""Labels by which everything of a job is found in an engine.
+"""Labels that identify all objects of a job in an engine.
 
-Labels are untrusted: a container inherits those of its image, and containers of other users can have any. So an object
-belongs to a job only if all of its labels are valid and it has the name that we gave it, which no image can choose.
+Labels are untrusted: a container inherits the labels of its image, and containers of other users can have any. So an
+object belongs to a job only if all of its labels are valid and it has the name that we chose, which no image can set.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from orchestrate.engines.base import JobState
 from orchestrate.files.paths import NAME, is_text
 
 JOB, RUN, OWNER = "orchestrate.job", "orchestrate.run", "orchestrate.owner"  # of nodes, networks, services, secrets
-ROLE = "orchestrate.role"  # of the containers of a service: master or trainer
-GUARD, RELAY = "orchestrate.guard", "orchestrate.relay"  # of the containers that help the nodes of a job
+ROLE = "orchestrate.role"  # of containers of a service: master or trainer
+GUARD, RELAY = "orchestrate.guard", "orchestrate.relay"  # of helper containers
 ROLES = ("master", "trainer")
 _COMPOSE = "com.docker.compose."
 
 
 def only(labels: Mapping[str, str]) -> dict[str, str]:
-    """Labels for a container; the rest of our labels are set to empty, so that an image cannot set them."""
+    """Return labels for a container; all our other labels are set to empty, so that an image cannot set them."""
     return dict.fromkeys((JOB, RUN, OWNER, ROLE, GUARD, RELAY), "") | dict(labels)
 
 
 def job(labels: Mapping[str, str], engine: str) -> JobState | None:
-    """The job of an object with these labels, without the number of nodes; None if they are not ours."""
+    """Return the job of an object with these labels, without the number of nodes; None for other objects."""
     name, run, owner = (labels.get(key, "") for key in (JOB, RUN, OWNER))
     if not NAME.fullmatch(name) or not re.fullmatch("[0-9]{1,10}", owner) or not run.startswith("/"):
         return None
@@ -37,7 +37,7 @@ def job(labels: Mapping[str, str], engine: str) -> JobState | None:
 
 
 def node(container: Container) -> str:
-    """The name of the node in a container: `master`, or `trainer-2` for the second trainer in Compose's order.
+    """Return the name of the node in a container: `master`, or `trainer-2` for the second trainer of Compose.
 
     Empty if the container is not a node of the job in its label.
     """
@@ -52,18 +52,18 @@ def node(container: Container) -> str:
 
 
 def node_job(container: Container) -> JobState | None:
-    """The job of a node, without the number of nodes; None for other containers."""
+    """Return the job of a node, without the number of nodes; None for other containers."""
     return job(_labels(container), "docker") if node(container) else None
 
 
 def service_job(service: Mapping[str, Any]) -> JobState | None:
-    """The job of a Swarm service, without the number of nodes; None for other services."""
+    """Return the job of a Swarm service, without the number of nodes; None for other services."""
     found = job(service["Spec"].get("Labels") or {}, "swarm")
     return found if found and service["Spec"]["Name"] in [f"{found.job_id}-{role}" for role in ROLES] else None
 
 
 def task_node(task: Mapping[str, Any]) -> str:
-    """The name of the node in a Swarm task; empty for other tasks."""
+    """Return the name of the node in a Swarm task; empty for other tasks."""
     role = (task["Spec"].get("ContainerSpec", {}).get("Labels") or {}).get(ROLE, "")
     if role not in ROLES or "Slot" not in task:
         return ""
@@ -71,12 +71,12 @@ def task_node(task: Mapping[str, Any]) -> str:
 
 
 def helper_name(kind: str, job_id: str, suffix: str = "") -> str:
-    """The name of a container with the label `kind`, GUARD or RELAY; with a suffix where a job has several."""
+    """Return the name of a helper of the given kind, GUARD or RELAY, with a suffix if a job has several."""
     return "-".join(filter(None, (job_id, kind.rpartition(".")[2], suffix)))
 
 
 def helps(container: Container, kind: str, job_id: str) -> bool:
-    """Whether a container is a helper of a job's nodes: its guard or its relay, as in `kind`."""
+    """Whether a container is a helper of a job, of the given kind."""
     name = helper_name(kind, job_id)
     return _labels(container).get(kind) == job_id and any(
         found == name or found.startswith(f"{name}-") for found in _names(container)

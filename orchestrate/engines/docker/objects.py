@@ -1,4 +1,4 @@
-"""What jobs have on a Docker Engine: containers and networks, which their labels tell."""
+"""Containers and networks of jobs on a Docker Engine, found by label."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from orchestrate.engines.docker.client import Daemon, name_of
 
 
 def jobs(daemon: Daemon) -> list[JobState]:
-    """The jobs that have nodes."""
+    """List the jobs that have nodes."""
     nodes = [job for container in daemon.containers(labels.JOB) if (job := labels.node_job(container))]
     count, found = Counter(job.job_id for job in nodes), {job.job_id: job for job in reversed(nodes)}
     return [dataclasses.replace(found[name], nodes=count[name]) for name in sorted(found)]
 
 
 def nodes_of(daemon: Daemon, job_id: str) -> list[Container]:
-    """The containers that are nodes of a job, running or not."""
+    """Return the node containers of a job, running or not."""
     return [found for found in daemon.containers(f"{labels.JOB}={job_id}") if labels.node(found)]
 
 
 def helpers_of(daemon: Daemon, job_id: str) -> list[Container]:
-    """The containers that help the nodes of a job; an orchestrator that was killed leaves them."""
-    found = daemon.containers(f"{labels.GUARD}={job_id}")
-    return [one for one in found if labels.helps(one, labels.GUARD, job_id)]
+    """Return the helper containers of a job; a killed orchestrator leaves them behind."""
+    containers = daemon.containers(f"{labels.GUARD}={job_id}")
+    return [container for container in containers if labels.helps(container, labels.GUARD, job_id)]
 
 
 def holds(daemon: Daemon, job_id: str) -> list[str]:
-    """Containers and networks of a job, in words."""
+    """Describe the containers and networks of a job."""
     label = f"{labels.JOB}={job_id}"
     with daemon.asking("could not list its networks"):
         networks = [
@@ -48,7 +48,7 @@ def holds(daemon: Daemon, job_id: str) -> list[str]:
 def remove(daemon: Daemon, job_id: str, grace: float, folders: Iterable[Path] = ()) -> None:
     """Stop and remove the containers and networks of a job, and nothing else.
 
-    `folders` are folders of the job's sockets, besides those that labels tell; nodes have `grace` seconds to end.
+    `folders` are socket folders besides those found by label; nodes get `grace` seconds to end.
     """
     nodes = nodes_of(daemon, job_id)
     if grace:
@@ -59,7 +59,7 @@ def remove(daemon: Daemon, job_id: str, grace: float, folders: Iterable[Path] = 
         networks = daemon.client.networks.list(filters={"label": f"{labels.JOB}={job_id}", "driver": "bridge"})
         for network in networks:
             network.remove()
-    found = [labels.job(thing.attrs["Labels"], "docker") for thing in (*nodes, *networks)]
+    found = [labels.job(item.attrs["Labels"], "docker") for item in (*nodes, *networks)]
     named = {job.paths.sockets for job in found if job and job.named and job.job_id == job_id}
     for folder in named | {*folders}:
         sockets.unshare(folder)

@@ -1,4 +1,4 @@
-"""What the image of a job has for its nodes: Python, and a torch that can use the GPUs. A container of it finds out."""
+"""Checks of a job's image in a container: Python for the nodes, and whether torch can use the GPUs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from orchestrate.errors import ResourceError
 from orchestrate.job.gpus import Gpu
 from orchestrate.job.spec import IMAGE
 
-PYTHONS = (  # where images have it; conda's and those of environments are often not on PATH
+PYTHONS = (  # usual places; those of conda and venvs are often not on PATH
     *("python", "python3", "/opt/conda/bin/python", "/opt/venv/bin/python", "/usr/local/bin/python3"),
     *("/usr/bin/python3", "/venv/bin/python", "/app/.venv/bin/python"),
 )
-OLDEST = (3, 9)  # Python that can run a node
+OLDEST = (3, 9)  # oldest Python that runs a node
 MEMORY = 4 << 30  # bytes; torch with CUDA takes up to two
-PYTHON_TIMEOUT = 30  # seconds that Python may take to report its version
+PYTHON_TIMEOUT = 30  # seconds for Python to print its version
 VERSION = "import sys; sys.stdout.write('%d %d' % sys.version_info[:2])"
 
 
 @during("looking for Python in the image")
 def python(daemon: Daemon, image: str, run: Path) -> str:
-    """The program that nodes of an image run with; raises ResourceError if it has none that can.
+    """Return the Python interpreter for nodes of an image; raises ResourceError if there is none.
 
-    `run` is the folder that nodes will see, for the container's label.
+    `run` is for the container's label.
     """
     if image == IMAGE:
         return PYTHONS[0]
@@ -38,16 +38,16 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
         return name
     old, why = "", ""
     for name in PYTHONS:
-        said, failure = _run(daemon, image, run, [name, "-I", "-S", "-c", VERSION], PYTHON_TIMEOUT)
-        why = why or ("" if "exec: " in failure or "no such file" in failure else failure)  # there is no such program
+        output, failure = _run(daemon, image, run, [name, "-I", "-S", "-c", VERSION], PYTHON_TIMEOUT)
+        why = why or ("" if "exec: " in failure or "no such file" in failure else failure)  # no such program
         if "timed out" in failure:
             break
-        if not re.fullmatch(r"\d{1,3} \d{1,3}", said):
+        if not re.fullmatch(r"\d{1,3} \d{1,3}", output):
             continue
-        if tuple(map(int, said.split())) >= OLDEST:
+        if tuple(map(int, output.split())) >= OLDEST:
             looked.note(key, name)
             return name
-        old = old or f"{name} is Python {said.replace(' ', '.')}"
+        old = old or f"{name} is Python {output.replace(' ', '.')}"
     needs = ".".join(map(str, OLDEST))
     raise ResourceError(
         f"the image {image} has no Python {needs} or later: {old or why or 'none found'}",
@@ -55,19 +55,19 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
     )
 
 
-@during("trying the GPUs with torch")
+@during("testing the GPUs with torch")
 def useless(daemon: Daemon, image: str, run: Path, python: str, gpus: Collection[Gpu]) -> str:
-    """Why torch in the image cannot use these GPUs; empty if it can, or if there is no torch."""
+    """Return why torch in the image cannot use the GPUs; empty if it can, or if torch is not installed."""
     key = looked.cuda_key([_id(daemon, image)], gpus)
     if looked.known(key):
         return ""
     way, ids = toolkit.way(daemon.info), [gpu.id for gpu in gpus]
     visible = {**toolkit.environment(way, ids), "HOME": "/tmp"}
     host = toolkit.host_config(way, ids)
-    said, failure = _run(
+    output, failure = _run(
         daemon, image, run, [python, "-c", looked.CUDA], looked.COMPUTE_TIMEOUT, host, environment=visible
     )
-    return looked.cuda(key, said, failure)
+    return looked.cuda(key, output, failure)
 
 
 def _run(
@@ -77,15 +77,15 @@ def _run(
     command: list[str],
     patience: int,
     host: dict[str, Any] | None = None,
-    **facts: Any,
+    **options: Any,
 ) -> tuple[str, str]:
-    """The last line that a command prints in a container of the image, and why it could not run.
+    """Run a command in a container of the image; return its last line of output, and the error if it could not run.
 
-    It has `patience` seconds.
+    The limit is `patience` seconds.
     """
     host = {"tmpfs": {"/tmp": "size=1g"}, **(host or {})}
-    facts |= {"user": "65534:65534", "image": image, "memory": MEMORY}
-    text, failure = helpers.output(daemon, run, command, patience, host, **facts)
+    options |= {"user": "65534:65534", "image": image, "memory": MEMORY}
+    text, failure = helpers.output(daemon, run, command, patience, host, **options)
     return next((line.strip()[:300] for line in reversed(text.split("\n")) if line.strip()), ""), failure
 
 

@@ -1,4 +1,4 @@
-"""The nodes of a job as containers: Compose brings them up, and the SDK finds them by label."""
+"""Containers as nodes of a job: Compose starts them, and the SDK finds them by label."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
 
-RECONCILE_INTERVAL = 5.0  # seconds between two lists of containers, in case the event stream has lost something
+RECONCILE_INTERVAL = 5.0  # seconds between two lists of containers, since the event stream may lose events
 LIST_LAG = 0.1  # seconds by which the engine's list of containers lags behind its events
-SHUTDOWN_TIMEOUT = 3.0  # seconds within which a daemon that ends all containers has exited
-EVENT_TIMEOUT = 0.2  # seconds in which events explain the loss of a node
+SHUTDOWN_TIMEOUT = 3.0  # seconds until a daemon that stops all containers has exited
+EVENT_TIMEOUT = 0.2  # seconds to wait for events that explain the loss of a node
 HOST_NETWORK = Path(__file__).with_name("host-network.yml")
-UP = ("running", "paused")  # the states of a container that still has its processes
-SOCKETS = "/run/orchestrate"  # where nodes on this kernel listen
-LISTEN_TIMEOUT = 60.0  # seconds from a container's start until its node listens; 5 for the lowest `cpus`, if idle
+UP = ("running", "paused")  # states of a container whose processes exist
+SOCKETS = "/run/orchestrate"  # folder of node sockets in nodes that share our kernel
+LISTEN_TIMEOUT = 60.0  # seconds from a container's start until its node listens; idle, 5 with the lowest `cpus`
 
 
 class DockerSession:
-    """The containers that are the nodes of one job: Compose brings them up, and they are found by their label."""
+    """The containers of one job, started by Compose and found by label."""
 
     def __init__(self, daemon: Daemon, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
-        """`run` is the folder that nodes mount; raises EngineError if they could not have it, or it has no key."""
+        """`run` is mounted in nodes; raises EngineError if that is not possible, or the job has no key."""
         self.daemon, self.spec, self.warn, self.key = daemon, spec, warn, key_of(run)
-        self.project = plan.project  # the job, or the cluster that the nodes belong to
+        self.project = plan.project  # the job, or the cluster that owns the nodes
         self.stays = bool(plan.placement.cluster)  # whether the nodes outlive the job
         self.network = "host" if spec.network == "host" else f"{plan.project}_job"
         self.sockets = JobPaths(run.parent).sockets  # the folder of the nodes' sockets on this machine
         code = plan.placement.code
-        command = () if plan.job_id == plan.placement.cluster else spec.command  # a cluster runs none
-        self.mounts = partial(mounts.of_nodes, run, Path(code), command)  # those that the Compose file does not have
-        self.devices = toolkit.service(toolkit.way(daemon.info), plan.gpus)  # of each node, in a Compose file
+        command = () if plan.job_id == plan.placement.cluster else spec.command  # a cluster runs no command
+        self.mounts = partial(mounts.of_nodes, run, Path(code), command)  # mounts that are not in the Compose file
+        self.devices = toolkit.service(toolkit.way(daemon.info), plan.gpus)  # part of a Compose file: each node's GPUs
         self.env = self._environment(plan, run)
-        # The inodes of mounted folders, by their paths in nodes.
+        # Inodes of mounted folders, by their paths in nodes.
         self.folders = mounts.inodes(run, Path(code)) if self.env["NODE_SOCKETS"] else {}
         self.nodes: dict[str, Container] = {}
-        self.seen_events: dict[str, set[str]] = {}  # container id: the actions in its events
-        self.dying: set[str] = set()  # ids of containers that were asked to end, but are still listed as running
+        self.seen_events: dict[str, set[str]] = {}  # container id: actions in its events
+        self.dying: set[str] = set()  # ids of containers that are being stopped, but are still listed as running
         self.troubles: dict[str, str] = {}  # node: paused or partition
         self.looked = 0.0
         self.guard = Guard(daemon, self.project, run) if wanted(spec) else None
         self.clients = NodeClients(self, warn)
-        self.events = Events(daemon, self._ours)
-        self.clients.watch(self.events.bell, self._hear)
+        self.events = Events(daemon, self._is_ours)
+        self.clients.watch(self.events.bell, self._read_events)
 
     def _environment(self, plan: Plan, run: Path) -> dict[str, str]:
-        """What the Compose file is filled in with."""
+        """Return the environment variables that the Compose file uses."""
         spec, way = self.spec, toolkit.way(self.daemon.info)
         return {
             "JOB_ID": self.project,
@@ -93,78 +93,79 @@ class DockerSession:
         }
 
     def _same_kernel(self) -> bool:
-        """Whether we can connect to a node's socket in the run directory, which is named after its host name."""
+        """Whether we can connect to node sockets in the run directory; their names are the nodes' host names."""
         desktop = "Docker Desktop" in self.daemon.info["OperatingSystem"]  # a virtual machine
         return sys.platform == "linux" and not desktop and self.network != "host"
 
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
-        """Bring up the nodes that are missing or not healthy."""
+        """Start nodes that are missing, and replace unhealthy ones."""
         self._bring_up(plan, stopped)
-        if self.guard and self.stays:  # so that the next job need not wait for the filter
-            self.guard.finish(self._well_ones)
+        if self.guard and self.stays:  # the next job does not wait for the filter
+            self.guard.finish(self._healthy_nodes)
             self._warn()
 
     def _bring_up(self, plan: Plan, stopped: Callable[[], bool]) -> None:
-        if len(self._well_nodes()) >= len(plan.nodes):
+        if len(self._update_nodes()) >= len(plan.nodes):
             return
-        self._mend()
-        if len(self._well_nodes()) >= len(plan.nodes):
+        self._repair()
+        if len(self._update_nodes()) >= len(plan.nodes):
             return
         scale = f"trainer={len(plan.nodes) - 1}"
         arguments = ("--detach", "--no-build", "--no-recreate", "--pull", "never", "--scale", scale)
-        self._project(stopped, "up", *arguments, "master", "trainer")
-        missing = len(plan.nodes) - len(self._well_nodes())
+        self._compose(stopped, "up", *arguments, "master", "trainer")
+        missing = len(plan.nodes) - len(self._update_nodes())
         if missing > 0:
-            raise EngineError(f"Compose did not bring up {missing} of {len(plan.nodes)} nodes", "see docker compose ls")
+            raise EngineError(f"Compose did not start {missing} of {len(plan.nodes)} nodes", "see docker compose ls")
 
-    def _mend(self) -> None:
-        """Repair existing containers, faster than Compose, which then adds the missing ones."""
-        found = self._look().values()
-        self.daemon.each((node for node in found if node.status != "exited" and not self._well(node)), Container.kill)
+    def _repair(self) -> None:
+        """Repair existing containers, which is faster than Compose; it then adds missing ones."""
+        found = self._list_nodes().values()
+        stuck = (node for node in found if node.status != "exited" and not self._is_healthy(node))
+        self.daemon.each(stuck, Container.kill)
         with self.daemon.asking("could not connect a node to its network"):
             for network in self.daemon.networks(self.network):
                 for node in found:
                     if self.network not in node.attrs["NetworkSettings"]["Networks"]:
                         network.connect(node, aliases=[node.attrs["Labels"]["com.docker.compose.service"]])
-        self.daemon.each((node for node in found if not self._well(node)), begin)
+        self.daemon.each((node for node in found if not self._is_healthy(node)), begin)
 
-    def _well_nodes(self) -> dict[str, Container]:
-        self.nodes = self._well_ones()
+    def _update_nodes(self) -> dict[str, Container]:
+        self.nodes = self._healthy_nodes()
         return self.nodes
 
-    def _well_ones(self) -> dict[str, Container]:
-        """The healthy nodes; starts the helper of those that have just started."""
-        found = {name: node for name, node in self._look().items() if self._well(node)}
+    def _healthy_nodes(self) -> dict[str, Container]:
+        """Return the healthy nodes; start the helper container of each newly started one."""
+        found = {name: node for name, node in self._list_nodes().items() if self._is_healthy(node)}
         if self.guard:
             self.guard.begin(found.values())
         return found
 
     def alive(self) -> dict[str, str]:
-        """The nodes that run, and are neither paused nor cut off; all are on this machine."""
-        return dict.fromkeys(self._well_ones(), "")
+        """Return the nodes that are running and neither paused nor cut off; all are on this machine."""
+        return dict.fromkeys(self._healthy_nodes(), "")
 
     def warmed(self, nodes: Iterable[str], patience: float) -> bool:
-        """Wait until nodes have imported what workers will need."""
+        """Wait until nodes have imported the modules for workers."""
         return self.clients.warmed(nodes, patience)
 
     def adopt(self, plan: Plan) -> set[int]:
-        """Find the nodes by their label, and ask them for their workers."""
-        self.nodes = self._look()
+        """Find the nodes by label, and take over their workers."""
+        self.nodes = self._list_nodes()
         return self.clients.adopt(plan)
 
     def gather(self, stopped: Callable[[], bool]) -> None:
-        """Do nothing: nodes write to the job's folder itself."""
+        """Do nothing: nodes write to the job folder directly."""
 
     def start(self, plan: Plan) -> None:
         """Start the workers on their nodes."""
         if self.guard:
-            self.guard.finish(self._well_ones)
+            self.guard.finish(self._healthy_nodes)
         self.clients.listen(0)  # earlier events are about earlier generations
         self.seen_events = {}
         self.clients.start(plan)
 
     def wait(self, timeout: float) -> Observed:
-        """What nodes report of their workers; also checks the containers every few seconds."""
+        """Wait for exits of workers; check the containers every few seconds."""
         exits = self.clients.wait(timeout)
         if self.clients.running and time.monotonic() - self.looked > RECONCILE_INTERVAL:
             self._reconcile()
@@ -173,11 +174,11 @@ class DockerSession:
         return Observed(exits, self.clients.starting(), dict(self.troubles))
 
     def doing(self) -> dict[int, Doing]:
-        """What the running workers are doing."""
+        """Report what the running workers are doing."""
         return self.clients.doing()
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
-        """The cause, from what its node has reported, events, and the state of the container."""
+        """Return the cause, from the node's report, events, and the state of the container."""
         if why := self.clients.out_of_memory(end):
             return why
         hint = self.clients.exit_hints.get(end.rank)
@@ -187,9 +188,9 @@ class DockerSession:
         container = self.nodes.get(node)
         seen = self.seen_events.get(str(container.id), set()) if container else set()
         try:
-            found = self._look()
+            found = self._list_nodes()
         except EngineLost:
-            if hint == "":  # its node runs, and is reached without the engine
+            if hint == "":  # its node is running and connected without the engine
                 return None
             raise
         if not any(container.status == "running" for container in found.values()):
@@ -198,36 +199,36 @@ class DockerSession:
         if "oom" in seen and not runs:
             return Reason.OUT_OF_MEMORY
         if hint == "ending" or "kill" in seen or "destroy" in seen:
-            if runs and "die" not in seen:  # the engine may report it later than the node
+            if runs and "die" not in seen:  # the engine may report this later than the node
                 self.dying.add(str(found[node].id))
             return Reason.NODE_STOPPED
         if not runs:
             return Reason.NODE_LOST
-        return None if self._well(found[node]) else Reason.PARTITION
+        return None if self._is_healthy(found[node]) else Reason.PARTITION
 
     def stop(self, how: Stop) -> None:
-        """Ask all workers to end; where that is final, unpause nodes first, whose workers could not react."""
+        """Stop all workers; except for a dump, first unpause nodes, whose workers could not react."""
         if how is not Stop.DUMP:
             paused = {name for name, what in self.troubles.items() if what == "paused"}
             self.daemon.each([self.nodes[name] for name in paused & self.nodes.keys()], Container.unpause)
         self.clients.stop(how)
 
     def discard(self, nodes: Iterable[str]) -> None:
-        """Remove containers by force."""
+        """Remove nodes by force."""
         found = [self.nodes[name] for name in nodes if name in self.nodes]
         self.daemon.each(found, lambda node: node.remove(force=True, v=True))
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
-        """Remove nodes and network; clean up the nodes of a cluster for another job."""
+        """Remove nodes and network, or clean up the nodes of a cluster for another job."""
         self.events.close()
         self._warn()
         if self.guard:
             self.guard.close()
         if self.stays:
-            self.nodes = {name: node for name, node in self._look().items() if self._well(node)}
+            self.nodes = {name: node for name, node in self._list_nodes().items() if self._is_healthy(node)}
             self.discard(self.clients.clean(self.nodes))
             sockets.tidy(self.sockets, {str(node.short_id) for node in self.nodes.values()})
-        else:  # an idle node has no workers to stop
+        else:  # idle nodes have no workers to stop
             objects.remove(self.daemon, self.project, grace if self.clients.running else 0, [self.sockets])
 
     def _warn(self) -> None:
@@ -236,11 +237,11 @@ class DockerSession:
 
     # --- containers
 
-    def _look(self) -> dict[str, Container]:
-        """The job's containers by the names of their nodes; waits for those that are being killed."""
+    def _list_nodes(self) -> dict[str, Container]:
+        """Return the job's containers by node; wait for those that are being killed."""
         deadline = time.monotonic() + NODE_EXIT_TIMEOUT
         while True:
-            self._hear()
+            self._read_events()
             found = {labels.node(node): node for node in objects.nodes_of(self.daemon, self.project)}
             if time.monotonic() > deadline or not any(
                 node.id in self.dying and node.status == "running" for node in found.values()
@@ -249,19 +250,19 @@ class DockerSession:
                 return found
             time.sleep(0.02)
 
-    def _well(self, container: Container) -> bool:
-        """Whether it is running, not paused, and on the job's network."""
+    def _is_healthy(self, container: Container) -> bool:
+        """Whether a container is running, not paused, and on the job's network."""
         networks = container.attrs["NetworkSettings"]["Networks"]
         return container.status == "running" and self.network in networks
 
-    # --- what connections to nodes ask for
+    # --- access to nodes, for their connections
 
     def may_recover(self, node: str) -> bool:
-        """Whether it has its processes still, as a paused one does."""
+        """Whether the node's processes exist, as in a paused container."""
         return node in self.nodes and self.nodes[node].status in UP
 
     def connect(self, node: str) -> NodeConnection | None:
-        """Connect to a node's socket, or through the engine; None if it does not run."""
+        """Connect to a node's socket, or through the engine; None if it is not running."""
         if node not in self.nodes:
             return None
         container = self.nodes[node]
@@ -272,13 +273,13 @@ class DockerSession:
         return self.daemon.talk(str(container.id), [self.env["NODE_PYTHON"], *PIPE], self.key)
 
     def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
-        """The worker's environment, and what its node must see first: the packet filter, and the mounted folders."""
+        """Build a request with the worker's environment, and the packet filter and mounts that must be in place."""
         filtered = self.guard is not None and self.guard.expects(self.nodes[worker.node])
         return protocol.Start([*command], worker.env, inherit=True, filtered=filtered, folders=self.folders)
 
     def runs(self, node: str) -> bool:
-        """Whether its container is up: the connection may have ended alone."""
-        found = self._look().get(node)
+        """Whether the container is still running after the connection closed."""
+        found = self._list_nodes().get(node)
         if found is None or found.status not in UP:
             return False
         if found.status == "paused":
@@ -288,16 +289,16 @@ class DockerSession:
 
     # --- events
 
-    def _hear(self) -> None:
+    def _read_events(self) -> None:
         for event in self.events.taken():
-            self._read(event)
+            self._record_event(event)
 
-    def _ours(self, event: dict[str, Any]) -> bool:
+    def _is_ours(self, event: dict[str, Any]) -> bool:
         attributes = event["Actor"]["Attributes"]
         return self.project in (attributes.get(labels.JOB), attributes.get("name", "").removesuffix("_job"))
 
-    def _read(self, event: dict[str, Any]) -> None:
-        """Record an event of a container, or that the containers must be listed."""
+    def _record_event(self, event: dict[str, Any]) -> None:
+        """Record an event of a container; schedule a list of containers if their state may have changed."""
         action, actor, attributes = event["Action"], event["Actor"]["ID"], event["Actor"]["Attributes"]
         if action == "kill" and attributes.get("signal") in ("9", "15"):
             self.seen_events.setdefault(actor, set()).add(action)
@@ -309,31 +310,31 @@ class DockerSession:
             self.looked = time.monotonic() - RECONCILE_INTERVAL + LIST_LAG
 
     def _reconcile(self) -> None:
-        """List the containers: which nodes have ended, and which are paused or cut off."""
-        found = self._look()
+        """List the containers to find nodes that have ended, are paused, or are cut off."""
+        found = self._list_nodes()
         self.troubles = {name: "paused" for name, node in found.items() if node.status == "paused"}
-        cut_off = [name for name, node in found.items() if node.status == "running" and not self._well(node)]
+        cut_off = [name for name, node in found.items() if node.status == "running" and not self._is_healthy(node)]
         self.troubles |= dict.fromkeys(cut_off, "partition")
         working = set(self.clients.running.values())
         self.clients.broken |= {node for node in working if node not in found or node not in self.clients.connections}
 
     def _expect_shutdown(self) -> None:
-        """Raise EngineLost if no node is left because the daemon is being stopped or was restarted."""
+        """Raise EngineLost if all nodes are gone because the daemon is stopping or was restarted."""
         deadline = time.monotonic() + SHUTDOWN_TIMEOUT
         while time.monotonic() < deadline:
             if self.events.broken > time.monotonic() - 2 * SHUTDOWN_TIMEOUT:
                 raise EngineLost("the engine was restarted")
-            with self.daemon.asking("does not answer"):
+            with self.daemon.asking("does not respond"):
                 self.daemon.client.ping()
             time.sleep(0.2)
 
-    def _project(self, stopped: Callable[[], bool], *arguments: str) -> None:
+    def _compose(self, stopped: Callable[[], bool], *arguments: str) -> None:
         sockets.share(self.sockets, self.env["NODE_USER"])
         files = [PROJECT / "docker-compose.yml", *([HOST_NETWORK] if self.network == "host" else []), "-"]
         options = [word for file in files for word in ("--file", str(file))]
-        words = ["--project-name", self.project, "--profile", "gpu", *options, *arguments]
+        command = ["--project-name", self.project, "--profile", "gpu", *options, *arguments]
         wiped = [*WIPED, *volumes(self.daemon, self.env["NODE_IMAGE"])]
         env = {**self.env, "NODE_WIPE": " ".join(wiped)}
-        more = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []
-        given = mounts.document([*self.mounts(), *more], self.devices)
-        self.daemon.compose(*words, env=env, given=given, capture=True, stopped=stopped)
+        extra = [mounts.bind(self.sockets, SOCKETS)] if env["NODE_SOCKETS"] else []
+        given = mounts.document([*self.mounts(), *extra], self.devices)
+        self.daemon.compose(*command, env=env, given=given, capture=True, stopped=stopped)

@@ -1,4 +1,4 @@
-"""How containers of a Docker Engine get GPUs: NVIDIA's runtime, or CDI devices, both of its container toolkit."""
+"""GPUs in containers, by NVIDIA's container toolkit: its runtime, or CDI devices."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from typing import Any
 
 from docker.types import DeviceRequest
 
-CDI = "nvidia.com/gpu"  # the kind of device that `nvidia-ctk cdi generate` describes; named by UUID, and `all`
-REPORTS = (28, 2)  # the version of the engine from which on it reports CDI devices
-CAPABILITIES = "compute,utility"  # the parts of the driver that CUDA and nvidia-smi need
+CDI = "nvidia.com/gpu"  # device kind of `nvidia-ctk cdi generate`; devices are named by UUID, or `all`
+REPORTS = (28, 2)  # first version of the engine that reports CDI devices
+CAPABILITIES = "compute,utility"  # parts of the driver that CUDA and nvidia-smi need
 
 
 def way(info: dict[str, Any]) -> str:
-    """How the engine gives GPUs, by its own report: `runtime`, `cdi`, or an empty string.
+    """Return how the engine provides GPUs: `runtime`, `cdi`, or an empty string.
 
-    From 28.2 on, an engine reports the devices that it has found; an older one only the folders in which it looks.
+    Since 28.2 engines report the devices that they have found; older ones only report the folders that they search.
     """
     if "nvidia" in info.get("Runtimes", {}):
         return "runtime"
     version = tuple(map(int, re.findall(r"\d+", str(info.get("ServerVersion", "")))[:2]))
     if version < REPORTS:
         return "cdi" if info.get("CDISpecDirs") else ""
-    found = (str(one.get("ID", "")) for one in info.get("DiscoveredDevices") or ())
+    found = (str(device.get("ID", "")) for device in info.get("DiscoveredDevices") or ())
     return "cdi" if any(name.startswith(f"{CDI}=") for name in found) else ""
 
 
 def host_config(way: str, gpus: Iterable[str]) -> dict[str, Any]:
-    """The part of a container's host configuration that gives it GPUs, by UUID or `all`."""
+    """Return the part of a container's host configuration that provides GPUs, by UUID or `all`."""
     if way == "runtime":
         return {"runtime": "nvidia"}
     return {"device_requests": [DeviceRequest(driver="cdi", device_ids=[f"{CDI}={gpu}" for gpu in gpus])]}
 
 
 def environment(way: str, gpus: Iterable[str]) -> dict[str, str]:
-    """The environment that the runtime reads to give a container GPUs; CDI needs none."""
+    """Return the environment variables that select GPUs for the runtime; CDI needs none."""
     if way != "runtime":
         return {}
     return {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus), "NVIDIA_DRIVER_CAPABILITIES": CAPABILITIES}
 
 
 def service(way: str, gpus: Iterable[str]) -> dict[str, Any]:
-    """What a service of a Compose file needs for CDI devices; nothing for the runtime, which the file names."""
+    """Return the part of a Compose service that adds CDI devices; empty for the runtime, which the file names."""
     names = [f"{CDI}={gpu}" for gpu in gpus]
     if way != "cdi" or not names:
         return {}
