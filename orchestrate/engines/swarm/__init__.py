@@ -1,1 +1,1 @@
-"""Nodes as tasks of Docker Swarm, on several hosts."""
+"""Tasks of Docker Swarm as nodes, on several hosts."""

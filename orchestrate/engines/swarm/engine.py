@@ -1,4 +1,4 @@
-"""Docker Swarm: nodes on the hosts that the user's `docker` manages."""
+"""Docker Swarm: nodes on the hosts that the user's `docker` command manages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SwarmEngine:
     name = "swarm"
 
     def __init__(self) -> None:
-        """Connect; raises EngineError if no Swarm manager answers."""
+        """Connect; raises EngineError if no Swarm manager is available."""
         self.manager = Manager()
 
     def prepare(self, spec: JobSpec) -> None:
@@ -39,12 +39,12 @@ class SwarmEngine:
         """Count hosts, cores and GPUs; raises ResourceError if something is missing."""
         self._check(spec)
         code = code_folder(spec.command)
-        code_files(code, run.parent.parent)  # which may be too large
+        code_files(code, run.parent.parent)  # raises ResourceError if they are too large
         hosts = self.manager.takers(spec)
         nodes = spec.trainers + 1
         resources = [host["Description"]["Resources"] for host in hosts]
         smallest = min(one.get("NanoCPUs", 0) for one in resources) // service_spec.NANOSECONDS
-        most = math.ceil(nodes / len(hosts))  # nodes on one host
+        most = math.ceil(nodes / len(hosts))  # maximum number of nodes on one host
         offered = [gpus(host) for host in hosts] if spec.gpus != "none" else []
         inventory = Inventory(
             engine="swarm",
@@ -59,7 +59,7 @@ class SwarmEngine:
         placement = Placement(
             network=spec.network,
             master_addr="",
-            interface="",  # each node finds the one that leads to the master
+            interface="",  # each node finds its interface to the master
             job_dir=f"{service_spec.SHARED}/{run.parent.name}" if spec.volume else service_spec.JOB,
             code=str(code),
             preload=preload(spec, code),
@@ -67,15 +67,15 @@ class SwarmEngine:
         return inventory, placement
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> SwarmSession:
-        """The tasks of a job; raises EngineError if there is no key to talk to them."""
+        """Open the session of a job; raises EngineError if it has no key."""
         return SwarmSession(self.manager, spec, plan, run, warn)
 
     def jobs(self) -> list[JobState]:
-        """The jobs that have services here."""
+        """List the jobs that have services here."""
         return self.manager.jobs()
 
     def holds(self, job_id: str) -> list[str]:
-        """Services, relay, network and secret of a job."""
+        """Describe the services, relay, network and secret of a job."""
         return [f"{kind} {name}" for kind, name, _ in self.manager.objects(job_id)]
 
     def remove(self, job_id: str, grace: float) -> None:
@@ -84,4 +84,4 @@ class SwarmEngine:
 
     def _check(self, spec: JobSpec) -> None:
         if spec.pin or spec.share_gpus:
-            raise UsageError("Docker Swarm does not support pin and share_gpus", "leave them out; cpus limits cores")
+            raise UsageError("Docker Swarm does not support pin and share_gpus", "remove them; use cpus to limit cores")

@@ -1,4 +1,4 @@
-"""Copies a file of a node to the job's folder; writes only below that folder, and never through a link."""
+"""Copying of one file from a node to the job folder; writes only below that folder, never through a link."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_PATH = os.pathconf("/", "PC_PATH_MAX")  # bytes of a path, including the ter
 
 
 class Fetch:
-    """A file that is being copied, under a hidden name."""
+    """A file that is being copied, under a hidden temporary name."""
 
     def __init__(self, run_dir: Folder, path: str, told: Facts) -> None:
-        """Create the hidden file, and missing folders; raises OSError."""
+        """Create the hidden file and missing folders; raises OSError."""
         self.run_dir, self.path, self.told = run_dir, path, told
         self.below, _, self.name = path.rpartition("/")
         self.temporary = _hidden(self.name)
@@ -32,30 +32,30 @@ class Fetch:
     def take(self, data: bytes, offset: int) -> bool:
         """Write the next piece, after a hole if there is one; return whether it is the last.
 
-        Raises OSError, and EngineError for bytes that belong elsewhere.
+        Raises OSError, and EngineError for bytes at a wrong offset.
         """
         if not self.offset <= offset <= offset + len(data) <= max(offset, self.told[0]):
-            raise EngineError("its node sends bytes that are out of place")
+            raise EngineError("the node sent bytes at a wrong offset")
         self.file.seek(offset)
         self.file.write(data)
         self.offset = offset + len(data)
-        return not data or self.offset == self.told[0]  # what is left is a hole
+        return not data or self.offset == self.told[0]  # the rest is a hole
 
     def keep(self) -> None:
-        """Move it to its place, with the modification time and the executable bit of the original; raises OSError."""
+        """Move the file to its place, with the modification time and executable bit of the original; raises OSError."""
         self.file.truncate(self.told[0])
         number = self.file.fileno()
         if self.told[3] & 0o100:
             mode = os.fstat(number).st_mode
             os.fchmod(number, mode | (mode & 0o444) >> 2)
-        with contextlib.suppress(OverflowError):  # a time that this file system cannot store
+        with contextlib.suppress(OverflowError):  # this file system cannot store the time
             os.utime(number, ns=(self.told[1], self.told[1]))
         self.file.close()
         with self.run_dir.opened(self.below) as folder:
             os.replace(self.temporary, self.name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def drop(self) -> None:
-        """Remove it."""
+        """Remove the hidden file."""
         with contextlib.suppress(OSError):
             self.file.close()
         with contextlib.suppress(OSError), self.run_dir.opened(self.below) as folder:
@@ -63,10 +63,7 @@ class Fetch:
 
 
 def reachable(run_dir: Folder, path: str) -> bool:
-    """Whether a file can have this path here: not too deep for the job's files to be listed, and not too long.
-
-    None has a path that the locale of this machine cannot write.
-    """
+    """Whether a path is possible here: not too deep to be listed, not too long, and encodable in this locale."""
     try:
         return path.count("/") <= MAX_DEPTH and len(os.fsencode(run_dir.path / path)) < MAX_PATH
     except UnicodeEncodeError:
@@ -74,7 +71,7 @@ def reachable(run_dir: Folder, path: str) -> bool:
 
 
 def link(run_dir: Folder, path: str, there: str) -> None:
-    """Create a link to `there`, or replace an old one atomically; raises OSError."""
+    """Create a link to `there`, or replace an old link atomically; raises OSError."""
     below, _, name = path.rpartition("/")
     with run_dir.opened(below, make=True) as folder:
         with contextlib.suppress(OSError):
@@ -87,7 +84,7 @@ def link(run_dir: Folder, path: str, there: str) -> None:
 
 
 def same(path: Path, told: Facts) -> bool:
-    """Whether the file here has the size and modification time of the one on its node."""
+    """Whether the local file has the size and modification time of the original."""
     try:
         status = path.lstat()
     except OSError:
@@ -96,5 +93,5 @@ def same(path: Path, told: Facts) -> bool:
 
 
 def _hidden(name: str) -> str:
-    """The hidden name of a file; a suffix could make a name longer than the 255 bytes that are allowed."""
+    """Return the hidden name of a file; a suffix could exceed the limit of 255 bytes."""
     return f".{hashlib.sha256(os.fsencode(name)).hexdigest()}.coming"

@@ -1,4 +1,4 @@
-"""Access to Docker Swarm: its hosts, the tasks of jobs, and all that jobs have there."""
+"""Access to Docker Swarm: its hosts, and the tasks and other objects of jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.job.plan import counted
 from orchestrate.job.spec import JobSpec
 
-NETWORK_RELEASE_TIMEOUT = 20.0  # seconds that Swarm takes to release a network whose tasks have ended
+NETWORK_RELEASE_TIMEOUT = 20.0  # seconds for Swarm to release a network whose tasks have ended
 NO_MANAGER = "run orchestrate on a manager (docker node ls there), or make this host one: docker swarm init"
 COMING = ("new", "pending", "assigned", "accepted", "preparing", "ready", "starting")  # states of a task
 ENDED = ("complete", "shutdown", "failed", "rejected", "remove", "orphaned")
@@ -29,25 +29,25 @@ class Manager:
     """The Swarm manager that the user's `docker` command uses."""
 
     def __init__(self) -> None:
-        """Connect; raises EngineError if no manager answers."""
+        """Connect; raises EngineError if the engine is not a manager."""
         self.daemon = Daemon()
         self.client, self.api = self.daemon.client, self.daemon.client.api
         self.info: ApiObject = self.daemon.info
         swarm = self.info.get("Swarm", {})
         if not swarm.get("ControlAvailable"):
-            state = "not a manager" if swarm.get("LocalNodeState") == "active" else "in no Swarm"
+            state = "not a Swarm manager" if swarm.get("LocalNodeState") == "active" else "not part of a Swarm"
             raise EngineError(f"the engine at {self.daemon.host} is {state}", NO_MANAGER)
-        self.address = str(swarm["NodeAddr"])  # of this host, as other hosts reach it
-        self.known: dict[str, ApiObject] = {}  # the hosts by id, when last listed
+        self.address = str(swarm["NodeAddr"])  # of this host, for other hosts
+        self.known: dict[str, ApiObject] = {}  # hosts by id, when last listed
 
     def hosts(self) -> dict[str, ApiObject]:
-        """The hosts by id; lists them again."""
+        """List the hosts again; return them by id."""
         with self.daemon.asking("could not list its hosts"):
             self.known = {host["ID"]: host for host in self.api.nodes()}
         return self.known
 
     def takers(self, spec: JobSpec) -> list[ApiObject]:
-        """The hosts that take a job's nodes; raises ResourceError if none is ready."""
+        """Return the hosts that accept a job's nodes; raises ResourceError if none is ready."""
         hosts = [host for host in self.hosts().values() if ready(host)]
         if not hosts:
             raise ResourceError("no host of the Swarm is ready", "see docker node ls")
@@ -58,19 +58,19 @@ class Manager:
         return answers(self.known.get(task.get("NodeID", ""), {}))
 
     def host(self, task: ApiObject) -> str:
-        """The name of a task's host."""
+        """Return the name of a task's host."""
         host = self.known.get(task.get("NodeID", ""))
         return str(host["Description"]["Hostname"]) if host else "no host"
 
     def tasks(self, job_id: str) -> list[ApiObject]:
-        """The tasks of a job, the newest last, each with the `Name` of its node."""
+        """Return the tasks of a job, newest last, each with the `Name` of its node."""
         with self.daemon.asking("could not list its tasks"):
             tasks: list[ApiObject] = self.api.tasks(filters={"label": f"{labels.JOB}={job_id}"})  # type: ignore[no-untyped-call]
         found = [{**task, "Name": name} for task in tasks if (name := labels.task_node(task))]
         return sorted(found, key=lambda task: str(task["CreatedAt"]))
 
     def jobs(self) -> list[JobState]:
-        """The jobs that have services here."""
+        """List the jobs that have services here."""
         with self.daemon.asking("could not list its services"):
             services = self.services()
             tasks: list[ApiObject] = self.api.tasks()  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ class Manager:
         return [jobs[name] for name in sorted(jobs)]
 
     def objects(self, job_id: str) -> list[tuple[str, str, Callable[[], Any]]]:
-        """Everything that a job has: the kind, the name, and a function that removes it."""
+        """Return all objects of a job: kind, name, and a function that removes the object."""
         label = {"label": f"{labels.JOB}={job_id}"}
         with self.daemon.asking("could not list the objects of a job"):
             services = [
@@ -113,7 +113,8 @@ class Manager:
                 break
             if time.monotonic() > deadline:
                 left = [name for _, name, _ in objects] + [f"{task['Name']} on {self.host(task)}" for task in waiting]
-                raise EngineError(stuck or f"{', '.join(left)} did not end", f"python -m orchestrate stop {job_id}")
+                stuck = stuck or f"could not remove {', '.join(left)}"
+                raise EngineError(stuck, f"python -m orchestrate stop {job_id}")
             for kind, name, remove in objects:
                 try:
                     with self.daemon.asking(f"could not remove the {kind} {name}"):
@@ -124,10 +125,11 @@ class Manager:
                     stuck = str(error)
             time.sleep(0.1)
         if away := [self.host(task) for task in tasks if task["Status"]["State"] == "running"]:
-            raise EngineError(f"{counted(len(away), 'node')} on {', '.join(sorted(set(away)))}, which is down")
+            hosts = ", ".join(sorted(set(away)))
+            raise EngineError(f"could not remove {counted(len(away), 'node')} on {hosts}, which is down")
 
     def services(self, job_id: str = "") -> list[ApiObject]:
-        """The services of a job, or of all jobs."""
+        """Return the services of a job, or of all jobs."""
         label = f"{labels.JOB}={job_id}" if job_id else labels.JOB
         found: list[ApiObject] = self.api.services(filters={"label": label})  # type: ignore[no-untyped-call]
         return found
@@ -139,7 +141,7 @@ def answers(host: ApiObject) -> bool:
 
 
 def ready(host: ApiObject) -> bool:
-    """Whether a host takes nodes."""
+    """Whether a host accepts nodes."""
     return answers(host) and bool(host["Spec"]["Availability"] == "active")
 
 
@@ -158,7 +160,7 @@ def fits(host: ApiObject, constraints: Iterable[str]) -> bool:
 
 
 def well(task: ApiObject) -> bool:
-    """Whether a task runs and is not being stopped."""
+    """Whether a task is running and not being stopped."""
     return bool(task["Status"]["State"] == "running" and task["DesiredState"] == "running")
 
 
@@ -178,7 +180,7 @@ def unstarted(task: ApiObject) -> bool:
 
 
 def gpus(host: ApiObject) -> int:
-    """How many GPUs a host offers."""
+    """Return the number of GPUs that a host offers."""
     count = 0
     for resource in host["Description"]["Resources"].get("GenericResources") or []:
         named, counted = resource.get("NamedResourceSpec") or {}, resource.get("DiscreteResourceSpec") or {}
@@ -188,7 +190,7 @@ def gpus(host: ApiObject) -> int:
 
 
 def shared_out(offered: list[int], nodes: int, spares: int) -> int:
-    """How many GPUs `nodes` nodes can have in total, with the same number each, all of it on one host."""
+    """Return the total number of GPUs for `nodes` nodes with the same number each, each node on one host."""
     each = max(offered, default=0)
     while each > 1 and sum(count // each for count in offered) < nodes + spares:
         each -= 1

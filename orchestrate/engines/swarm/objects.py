@@ -1,4 +1,4 @@
-"""What one job has in a Swarm: services, tasks, network, secret and relay."""
+"""Objects of one job in a Swarm: services, tasks, network, secret and relay."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from orchestrate.job import container
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
 
-PLACEMENT_TIMEOUT = 1.0  # seconds within which a task is assigned to a host
-LAST_LINES = "2000"  # log lines to fetch of a lost task
+PLACEMENT_TIMEOUT = 1.0  # seconds to wait until a task is assigned to a host
+LAST_LINES = "2000"  # log lines to fetch from a lost task
 # Bytes of memory of a relay, and of its connections to a node: some 4 MB each.
 RELAY_MEMORY, CONNECTION_MEMORY = 128 << 20, 32 << 20
-RELAY_PROCESSES = 4096  # of a relay, one for each connection
+RELAY_PROCESSES = 4096  # limit of a relay; each connection is a process
 
 
 class SwarmJob:
     """The objects of one job."""
 
     def __init__(self, manager: Manager, spec: JobSpec, plan: Plan, run: Path, key: bytes) -> None:
-        """`run` is the folder that nodes would mount; `key` is that of the nodes and their relay."""
+        """`run` contains the job's files; `key` is the key of the nodes and their relay."""
         self.manager, self.spec, self.plan, self.run, self.key = manager, spec, plan, run, key
         self.daemon, self.client, self.api = manager.daemon, manager.client, manager.api
-        self.project = plan.project  # the job, or the cluster that the nodes belong to
+        self.project = plan.project  # the job, or the cluster that owns the nodes
         self.network = "host" if spec.network == "host" else f"{plan.project}_job"
-        self.port = service_spec.port(spec, plan.project)  # where the relay answers
+        self.port = service_spec.port(spec, plan.project)  # port of the relay
         self.labels = {labels.JOB: plan.project, labels.RUN: str(run), labels.OWNER: str(os.getuid())}
         self.relay: Container | None = None
 
     def tasks(self) -> list[ApiObject]:
-        """The tasks of the job, the newest last, each with the `Name` of its node."""
+        """Return the tasks of the job, newest last, each with the `Name` of its node."""
         return self.manager.tasks(self.project)
 
     def look(self) -> dict[str, ApiObject]:
-        """The newest task of each node, ended or not, by the node's name; also lists the hosts again."""
+        """List hosts and tasks again; return the newest task of each node by name, ended or not."""
         self.manager.hosts()
         return {task["Name"]: task for task in self.tasks()}
 
     def dead(self) -> set[str]:
-        """The ids of the tasks that have ended, as reported by hosts that are up."""
+        """Return the ids of ended tasks, as reported by hosts that are up."""
         self.manager.hosts()
         return {task["ID"] for task in self.tasks() if self.manager.answers(task) and ended(task)}
 
     def refusal(self, old: set[str], impatient: bool) -> tuple[str, str] | None:
-        """Why a task not in `old` cannot start, and a hint; `impatient`: also for a task that no host takes."""
+        """Return why a task not in `old` cannot start, and a hint; `impatient` includes tasks that no host accepts."""
         for task in self.tasks():
             state, error = task["Status"]["State"], task["Status"].get("Err", "")
             waits = state == "pending" and "no suitable node" in error
@@ -70,8 +70,8 @@ class SwarmJob:
         return bool(failed)
 
     def output(self, task: ApiObject) -> bytes:
-        """The last lines of a task's stdout, from Swarm's log; empty if they cannot be read."""
-        with contextlib.suppress(Exception):  # after any error of the SDK, the log only stays shorter
+        """Return the last lines of a task's stdout from Swarm's log; empty if they cannot be read."""
+        with contextlib.suppress(Exception):  # any error of the SDK only leaves the log shorter
             found = self.api.service_logs(task["ServiceID"], details=True, stdout=True, is_tty=False, tail=LAST_LINES)
             lines = (line.partition(b" ") for line in b"".join(found).split(b"\n"))
             return b"\n".join(text for details, _, text in lines if f"task.id={task['ID']}".encode() in details)
@@ -87,7 +87,7 @@ class SwarmJob:
                 )
 
     def connect(self) -> None:
-        """Start the relay, as a container: Swarm would count a task as a node, and spread the nodes to other hosts."""
+        """Start the relay, as a container: Swarm would count a task as a node when it spreads nodes over hosts."""
         with self.daemon.asking("could not start the relay"):
             name = labels.helper_name(labels.RELAY, self.project)
             found = self.client.containers.list(all=True, filters={"name": f"^/{name}$"})
@@ -114,14 +114,14 @@ class SwarmJob:
         return self.client.containers.get(relay)
 
     def relay_address(self) -> tuple[str, int]:
-        """The relay's address and port, as nodes reach it."""
+        """Return the relay's address and port for nodes."""
         assert self.relay
         if self.network == "host":
             return self.manager.address, self.port
         return str(self.relay.attrs["NetworkSettings"]["Networks"][self.network]["IPAddress"]), self.port
 
     def node_address(self, task: ApiObject) -> tuple[str, int]:
-        """A node's address and port."""
+        """Return a node's address and port."""
         if self.network == "host":
             number = int(task["Name"].partition("-")[2] or 0)
             return str(self.manager.known[task["NodeID"]]["Status"]["Addr"]), self.port + 1 + number
@@ -131,23 +131,23 @@ class SwarmJob:
         raise EngineError(f"{task['Name']} has no address on the job's network")
 
     def scale(self, role: str, more: int) -> None:
-        """Add tasks to a service, which is created if it does not exist, and wait until they have their hosts.
+        """Add tasks to a service, which is created if it does not exist, and wait until they have hosts.
 
-        With its restart policy, Swarm does not replace tasks that have ended; a new task gets the next slot.
+        With its restart policy, Swarm does not replace ended tasks; a new task gets the next slot.
         """
         if more <= 0:
             return
         count, deadline = len(self.tasks()) + more, time.monotonic() + PLACEMENT_TIMEOUT
         self._scale(role, more)
         while time.monotonic() < deadline and sum("NodeID" in task for task in self.tasks()) < count:
-            time.sleep(0.02)  # tasks of two services that are placed at the same time may share a host
+            time.sleep(0.02)  # two services that are placed at the same time may share a host
 
     def _scale(self, role: str, more: int) -> None:
         name = f"{self.project}-{role}"
         with self.daemon.asking(f"could not start the service {name}"):
             for service in self.manager.services(self.project):
                 there = service["Spec"]
-                if there["Name"] == name:  # any change other than the number would recreate all tasks
+                if there["Name"] == name:  # changing more than the number would recreate all tasks
                     self.api.update_service(
                         service["ID"],
                         service["Version"]["Index"],
@@ -179,7 +179,7 @@ class SwarmJob:
             )
 
     def _secret(self) -> tuple[str, str]:
-        """Id and name of the job's secret."""
+        """Return the id and name of the job's secret, which is created if it does not exist."""
         name = f"{self.project}-node"
         found = self.client.secrets.list(filters={"name": name})
         made = found[0].attrs if found else self.api.create_secret(name, service_spec.program(), self.labels)

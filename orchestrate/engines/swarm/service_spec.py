@@ -1,4 +1,4 @@
-"""The services of a job on Docker Swarm, as bodies of requests to the Engine's API. Pure."""
+"""Bodies of the API requests that create a job's services on Docker Swarm. Pure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from orchestrate.job.limits import UNLIMITED, in_bytes
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
 
-PROGRAM = "/run/orchestrate"  # where a node's program is unpacked
+PROGRAM = "/run/orchestrate"  # where the node program is unpacked
 CODE, JOB, SHARED = "/var/tmp/code", "/var/tmp/job", "/shared"  # /var/tmp exists in every image, for every user
 PORT, SPREAD = 20000, 9000
-GPU = "NVIDIA-GPU"  # the generic resource that hosts offer; see docs/swarm.md
+GPU = "NVIDIA-GPU"  # generic resource that hosts offer; see docs/swarm.md
 NANOSECONDS = 1_000_000_000  # in a second
-PROGRAM_SPACE = 16 << 20  # bytes for a node's program
+PROGRAM_SPACE = 16 << 20  # bytes for the node program
 
 
 def boot(source: str) -> str:
-    """Python code that unpacks a node's program and executes it with the same arguments."""
+    """Return Python code that unpacks the node program and executes it with the same arguments."""
     return (
         "import os, sys, tarfile; "
         f"tarfile.open('{source}').extractall('{PROGRAM}'); "
@@ -35,7 +35,7 @@ def boot(source: str) -> str:
 
 
 def program() -> bytes:
-    """The node's program as a tar file, which is sent as a Docker secret: Swarm copies no other large file to a node.
+    """Return the node program as a tar file to send as a Docker secret, Swarm's only way to copy a large file to nodes.
 
     It is not confidential, as workers can read it; so it does not contain the node's key.
     """
@@ -47,9 +47,9 @@ def program() -> bytes:
 
 
 def port(spec: JobSpec, project: str) -> int:
-    """The port of the relay; nodes listen on the ports after it.
+    """Return the port of the relay; nodes listen on the ports after it.
 
-    On the network of the hosts, which other jobs share, the number is derived from the job's name, and each node has a
+    On the network of the hosts, which other jobs share, the port is derived from the job's name, and each node has a
     different one.
     """
     return PORT if spec.network != "host" else PORT + 1 + zlib.crc32(project.encode()) % SPREAD
@@ -67,10 +67,10 @@ def task(
     key: bytes,
     volumes: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The template of a service's tasks, each of which is a node.
+    """Return the template of a service's tasks, each of which is a node.
 
-    `role` is master or trainer, `user` is UID:GID, `network` is an id, `secret` an id and a name; `key` is that of the
-    job, and `volumes` are those that the image declares. Raises ResourceError for one that a node cannot have.
+    `role` is master or trainer, `user` is UID:GID, `network` is an id, `secret` an id and a name; `key` is the job's
+    key, and `volumes` are declared by the image. Raises ResourceError for unsupported volumes.
     """
     uid, _, gid = user.partition(":")
     host = spec.network == "host"
@@ -85,7 +85,7 @@ def task(
         "Env": [f"{key}={value}" for key, value in env.items()],
         "Dir": "/var/tmp",
         "Labels": labels.only({labels.ROLE: role}),
-        "Healthcheck": {"Test": ["NONE"]},  # an image's own would have the key of the job in its environment
+        "Healthcheck": {"Test": ["NONE"]},  # an image's own check would see the job's key in its environment
         "User": user,
         "Init": False,  # the node is process 1, as in docker-compose.yml
         "ReadOnly": True,
@@ -130,8 +130,8 @@ def _environment(spec: JobSpec, plan: Plan, role: str, key: bytes) -> dict[str, 
 
 
 def _mounts(spec: JobSpec) -> list[dict[str, Any]]:
-    # A tmpfs in Swarm has nosuid, nodev and noexec. Compilers execute files in /tmp, so that is a volume. Options of
-    # the driver `local` could put it in memory, but volumes with options stay on their host after the task.
+    # Swarm mounts tmpfs with noexec, but compilers execute files in /tmp, so that is a volume. Options of the driver
+    # `local` could put it in memory, but volumes with options stay on their host after the task.
     mounts: list[dict[str, Any]] = [
         {"Type": "volume", "Target": "/tmp"},
         {"Type": "volume", "Target": "/var/tmp"},
@@ -160,12 +160,12 @@ def _resources(spec: JobSpec, plan: Plan) -> dict[str, Any]:
 
 
 def in_words(error: str, host: str, image: str) -> tuple[str, str]:
-    """Swarm's error about a task that does not start, as a message and a hint."""
+    """Convert Swarm's error about a task that fails to start to a message and a hint."""
     if re.search(r"No such image|pull access denied|manifest unknown|not found: manifest", error):
         return f"{host} has no image {image}", f"docker save {image} | ssh {host} docker load; or push it to a registry"
     if "no suitable node" in error:
         return (
-            f"no host takes a node: {error.partition('(')[2].rstrip(')') or error}",
+            f"no suitable host for a node: {error.partition('(')[2].rstrip(')') or error}",
             "see docs/swarm.md, Where nodes go",
         )
     if "bind source path does not exist" in error or "invalid mount" in error:

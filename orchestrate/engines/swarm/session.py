@@ -1,7 +1,7 @@
-"""The nodes of a job as tasks of Docker Swarm on several hosts.
+"""Tasks of Docker Swarm as nodes of a job, on several hosts.
 
-Only Swarm's own ports have to be open between hosts, and no daemon listens on the network: we reach nodes through a
-relay, a small container on our own host that is on the job's network. Hosts need not share a folder.
+Only Swarm's own ports must be open between hosts, and no daemon listens on the network: nodes are reached through a
+relay, a small container on this host that is on the job's network. Hosts need not share a folder.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from orchestrate.node.lease import LEASE_TIMEOUT, RENEW_INTERVAL
 from orchestrate.node.loop import SEND_TIMEOUT
 
 LIST_INTERVAL = 2.0  # seconds between two lists of Swarm's tasks and hosts
-SILENT_AFTER = 6.0  # seconds without a message after which a node counts as not answering
-# Seconds that Swarm may take to start the nodes, and to pull the image before that.
+SILENT_AFTER = 6.0  # seconds without a message until a node counts as silent
+# Seconds for Swarm to start the nodes, and to pull the image before that.
 START_TIMEOUT, PULL_TIMEOUT = 120.0, 3600.0
-PENDING_TIMEOUT = 8.0  # seconds that a task may be pending, and in which one that fails to start is replaced
-NODE_END_TIMEOUT = 2.0  # seconds that a node whose workers have ended takes to end
-# Seconds that a node has to accept a connection, at first and later.
+PENDING_TIMEOUT = 8.0  # seconds that a task may be pending, and during which tasks that fail to start are replaced
+NODE_END_TIMEOUT = 2.0  # seconds for a node without workers to end
+# Seconds for a node to accept a connection, at first and later.
 FIRST_CONNECT_TIMEOUT, RECONNECT_TIMEOUT = 20.0, 2.0
-HOST_DOWN_TIMEOUT = 25.0  # seconds after which Swarm reports a host that does not answer; it needs 15
-# Seconds within which a node that is cut off has killed its workers.
+HOST_DOWN_TIMEOUT = 25.0  # seconds until Swarm reports that a host is down; it needs 15
+# Seconds until a node that is cut off has killed its workers.
 LEASE_OVER_AFTER = LEASE_TIMEOUT + 2 * RENEW_INTERVAL + 2 * SEND_TIMEOUT
-LOG_TIMEOUT = 5.0  # seconds that Swarm has to return the last lines of a lost task
-LAST_LINES_TIMEOUT = 10.0  # seconds that copying the last lines of workers may take
-SYNC_TIMEOUT = 3600.0  # seconds that copying all files of a job may take at its end
-# Seconds for the same if it was asked to stop twice; what is not copied then stays on its nodes.
+LOG_TIMEOUT = 5.0  # seconds for Swarm to return the last lines of a lost task
+LAST_LINES_TIMEOUT = 10.0  # seconds to copy the last lines of workers
+SYNC_TIMEOUT = 3600.0  # seconds to copy all files of a job at its end
+# Seconds for the same after a second request to stop; files that are not copied then stay on their nodes.
 HURRIED_SYNC_TIMEOUT = 5.0
 PORTS = "7946/tcp, 7946/udp and 4789/udp must be open between the hosts: python -m orchestrate doctor"
 PIPE = ["python", *container.PIPE]
@@ -56,33 +56,33 @@ class SwarmSession:
     """The nodes of one job."""
 
     def __init__(self, manager: Manager, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
-        """`run` is the folder that nodes would mount; raises EngineError if it has no key."""
+        """`run` contains the job's files; raises EngineError if the job has no key."""
         self.warn, self.key, self.manager = warn, key_of(run), manager
         self.swarm = SwarmJob(manager, spec, plan, run, self.key)
         self.stays, self.shared = bool(plan.placement.cluster), bool(spec.volume)  # outlive the job; share a folder
-        self.files = run / plan.job_id if self.stays and plan.project != plan.job_id else run  # the job's folder here
-        self.job_dir = plan.placement.job_dir  # the same in the nodes
+        self.files = run / plan.job_id if self.stays and plan.project != plan.job_id else run  # the local job folder
+        self.job_dir = plan.placement.job_dir  # the job folder in nodes
         self.clients = NodeClients(self, warn, self._heard, self._lost)
-        self.nodes: dict[str, ApiObject] = {}  # the task of each node
-        self.asked: dict[str, float] = {}  # node: since when an answer is outstanding
-        self.linked: dict[str, str] = {}  # node: the id of the task that its connection leads to
-        self.last_heard: dict[str, float] = {}  # node: when its last message arrived
-        self.first = ""  # the node of rank 0
+        self.nodes: dict[str, ApiObject] = {}  # task by node
+        self.asked: dict[str, float] = {}  # node: time of the first unanswered request
+        self.linked: dict[str, str] = {}  # node: id of the connected task
+        self.last_heard: dict[str, float] = {}  # node: time of its last message
+        self.first = ""  # node of rank 0
         self.looked = 0.0
-        self.unsure: dict[str, float] = {}  # id of a task that was lost: when its lease is over
+        self.unsure: dict[str, float] = {}  # id of a lost task: time when its lease has expired
         self.kept = contextlib.ExitStack()
-        self.code: tuple[BinaryIO, str] | None = None  # as a tar file, and its digest
+        self.code: tuple[BinaryIO, str] | None = None  # tar file and its digest
         self.pool = futures.ThreadPoolExecutor(1)
-        self.lost: dict[int, str] = {}  # rank: its node, of workers whose last lines may be missing
-        self.supplied: set[str] = set()  # the ids of tasks that have the code
-        self.given_up: set[str] = set()  # the ids of tasks that count as lost, since they do not answer
+        self.lost: dict[int, str] = {}  # rank: node, for lost workers whose last lines may be missing
+        self.supplied: set[str] = set()  # ids of tasks that have the code
+        self.given_up: set[str] = set()  # ids of tasks that count as lost, since they do not respond
         self.sync: FileSync | None = None
 
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
-        """Start the nodes that are missing or not healthy, and send them the code."""
+        """Start nodes that are missing, replace unhealthy ones, and send them the code."""
         self.swarm.prepare()
         began = time.monotonic()
-        found = self._well_nodes()
+        found = self._update_nodes()
         old = {task["ID"] for task in self.swarm.tasks() if ended(task)}
         there = {name for name, task in self.nodes.items() if name in found or coming(task)}
         for role, wanted in (("trainer", len(plan.nodes) - 1), ("master", 1)):
@@ -97,85 +97,85 @@ class SwarmSession:
             if stopped() or time.monotonic() - began > (PULL_TIMEOUT if pulls else START_TIMEOUT):
                 raise EngineError(f"{len(plan.nodes) - len(found)} of {len(plan.nodes)} nodes did not start")
             time.sleep(0.1)
-            found = self._well_nodes()
-        self._supply(Path(plan.placement.code), found)
+            found = self._update_nodes()
+        self._send_code(Path(plan.placement.code), found)
 
     def alive(self) -> dict[str, str]:
-        """The nodes that have the code and run on hosts that are up, with their hosts."""
-        found = self._well_nodes().items()
+        """Return the nodes that have the code, on hosts that are up, with their hosts."""
+        found = self._update_nodes().items()
         return {name: self.manager.host(task) for name, task in found if task["ID"] in self.supplied}
 
     def warmed(self, nodes: Iterable[str], patience: float) -> bool:
-        """Wait until nodes have imported what workers will need."""
+        """Wait until nodes have imported the modules for workers."""
         return self.clients.warmed(nodes, patience)
 
     def adopt(self, plan: Plan) -> set[int]:
-        """Find the nodes by their services, and ask them for their workers."""
+        """Find the nodes by their services, and take over their workers."""
         self.swarm.prepare()
         self.swarm.connect()
-        self._well_nodes()
-        strangers = self.clients.adopt(plan)
-        self._follow(plan.workers)
-        return strangers
+        self._update_nodes()
+        unknown = self.clients.adopt(plan)
+        self._start_sync(plan.workers)
+        return unknown
 
     def gather(self, stopped: Callable[[], bool]) -> None:
-        """Copy all files here: the next generation replaces the files on the nodes by those that are here."""
+        """Copy all files here: the next generation starts with the local files, not those on the nodes."""
         if self.sync:
             self.sync.catch_up(SYNC_TIMEOUT, stopped)
             self.sync.lacks_space()
 
     def start(self, plan: Plan) -> None:
-        """Send every node the files of earlier generations, and start the workers."""
+        """Send the files of earlier generations to every node, and start the workers."""
         self.first = plan.workers[0].node
         if self.sync:
             self.sync.close()
         while {task for task, until in self.unsure.items() if time.monotonic() < until} - self.swarm.dead():
             time.sleep(0.2)  # an older generation may still run on a node that is cut off
         self.unsure, self.asked = {}, {}
-        self._well_nodes()
-        self._bring(plan.workers)
+        self._update_nodes()
+        self._send_files(plan.workers)
         for node, task in [(node, self.linked[node]) for node in self.clients.connections]:
-            if task != self._id(node) or task in self.given_up:  # replaced by a new task, or lost
+            if task != self._task_id(node) or task in self.given_up:  # replaced by a new task, or lost
                 self.clients.drop(node)
-        self._follow(plan.workers)
+        self._start_sync(plan.workers)
         self.clients.start(plan)
 
     def wait(self, timeout: float) -> Observed:
-        """What has happened; when the last worker has ended, waits until the last lines of their logs are here."""
+        """Wait for exits of workers; after the last one, also wait until the last lines of their logs are here."""
         exits = self.clients.wait(timeout)
         if exits and self.sync and not self.clients.running:
             self.sync.catch_up(LAST_LINES_TIMEOUT)
-            self._rescue()
+            self._complete_logs()
         if self.clients.running and time.monotonic() - self.looked > LIST_INTERVAL:
             self.looked = time.monotonic()
-            self._look_for_signs_of_life()
+            self._check_nodes()
         self._warn()
         now = time.monotonic()
         silent = [node for node in self.clients.running.values() if now - self.asked.get(node, now) > SILENT_AFTER]
-        return Observed(exits, self.clients.starting(), dict.fromkeys(silent, "silent"))  # Swarm reports a host later
+        return Observed(exits, self.clients.starting(), dict.fromkeys(silent, "silent"))  # Swarm reports them later
 
-    def _look_for_signs_of_life(self) -> None:
-        self._well_nodes()
+    def _check_nodes(self) -> None:
+        self._update_nodes()
         self.clients.broken |= set(self.clients.running.values()) - self.clients.connections.keys()
-        for node in filter(self._gone, list(self.clients.connections)):
+        for node in filter(self._is_down, list(self.clients.connections)):
             self.clients.drop(node)
         for node, since in list(self.asked.items()):
-            # Swarm reports nothing either: only the nodes' network is cut.
+            # Swarm has not reported the host: only the nodes' network is cut.
             if time.monotonic() - since > HOST_DOWN_TIMEOUT:
-                self._give_up(node)
-        self.clients.tell(protocol.GetStatus())  # the answer is a sign of life
+                self._abandon(node)
+        self.clients.tell(protocol.GetStatus())  # serves as a heartbeat
         self.asked = dict.fromkeys(self.clients.connections, time.monotonic()) | self.asked
 
     def doing(self) -> dict[int, Doing]:
-        """What the running workers are doing."""
+        """Report what the running workers are doing."""
         return self.clients.doing()
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
-        """The cause, from what its node has reported, or from the state of its task and host."""
+        """Return the cause, from the node's report, or the state of its task and host."""
         if why := self.clients.out_of_memory(end):
             return why
         hint = self.clients.exit_hints.get(end.rank)
-        if hint is not None:  # its node is alive, or has reported that it ends
+        if hint is not None:  # its node is alive, or reported that it ends
             return {"cut off": Reason.HOST_LOST, "ending": Reason.NODE_STOPPED}.get(hint)
         deadline = time.monotonic() + HOST_DOWN_TIMEOUT
         while True:
@@ -189,35 +189,35 @@ class SwarmSession:
             time.sleep(0.2)
 
     def stop(self, how: Stop) -> None:
-        """Ask all workers to end."""
+        """Stop all workers."""
         self.clients.stop(how)
 
     def discard(self, nodes: Iterable[str]) -> None:
-        """Give nodes up; Swarm cannot remove a single task, so they are removed at the end."""
+        """Abandon nodes: Swarm cannot remove a single task, so they are removed at the end."""
         for name in nodes:
-            self._give_up(name)
+            self._abandon(name)
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
         """Copy all files here, then remove services, network and relay."""
         if self.sync:
-            if self.clients.connections:  # the last files are most likely here already
+            if self.clients.connections:  # otherwise, the last files are most likely here already
                 self.sync.come_home(*((SYNC_TIMEOUT, stopped) if grace else (HURRIED_SYNC_TIMEOUT, never)))
-                for node in self.sync.silent() & self._well_nodes().keys():
-                    raise EngineError(f"the files of {node} could not be copied: it does not answer", PORTS)
+                for node in self.sync.silent() & self._update_nodes().keys():
+                    raise EngineError(f"the files of {node} could not be copied: it does not respond", PORTS)
             self._warn()
             self.sync.close()
             self.sync = None
         if self.stays:
-            self.discard(self.clients.clean(self._well_nodes()))
+            self.discard(self.clients.clean(self._update_nodes()))
         else:
             self._remove(grace)
 
     def _remove(self, grace: float) -> None:
         known = set(self.clients.connections)
-        # A task that Swarm itself ends takes four seconds, of which it only waits for two.
+        # Swarm takes four seconds to end a task, two of them idle.
         self.clients.tell(protocol.End())
         deadline = time.monotonic() + grace + NODE_END_TIMEOUT
-        while known & self._well_nodes().keys() and time.monotonic() < deadline:
+        while known & self._update_nodes().keys() and time.monotonic() < deadline:
             self.clients.listen(0.1)
         for node in list(self.clients.connections):
             self.clients.drop(node)
@@ -229,7 +229,8 @@ class SwarmSession:
         for text in self.sync.warnings() if self.sync else ():
             self.warn(text)
 
-    def _well_nodes(self) -> dict[str, ApiObject]:
+    def _update_nodes(self) -> dict[str, ApiObject]:
+        """List the nodes again; return the healthy ones."""
         self.nodes = self.swarm.look()
         return {
             name: task
@@ -242,30 +243,30 @@ class SwarmSession:
         self.last_heard[node] = time.monotonic()
 
     def _lost(self, rank: int, node: str) -> None:
-        """Note that the last lines of a worker may be missing, and until when it may still run on its host."""
+        """Record that the last lines of a worker may be missing, and until when it may still run on its host."""
         self.lost[rank] = node
         if node in self.nodes:
             self.unsure[self.nodes[node]["ID"]] = self.last_heard.get(node, time.monotonic()) + LEASE_OVER_AFTER
 
-    def _id(self, node: str) -> str:
-        """The id of a node's task, when last listed."""
+    def _task_id(self, node: str) -> str:
+        """Return the id of a node's task when last listed."""
         return str(self.nodes[node]["ID"]) if node in self.nodes else ""
 
-    def _gone(self, node: str) -> bool:
-        """Whether the task of a node has ended or its host is down, when last listed."""
+    def _is_down(self, node: str) -> bool:
+        """Whether a node's task had ended, or its host was down, when last listed."""
         task = self.nodes.get(node)
         return task is not None and (ended(task) or not self.manager.answers(task))
 
-    def _give_up(self, node: str) -> None:
-        """Give a node up, and close its connection."""
+    def _abandon(self, node: str) -> None:
+        """Mark a node's task as lost, and close the connection."""
         self.asked.pop(node, None)
         if node in self.nodes:
             self.given_up.add(self.nodes[node]["ID"])
         if node in self.clients.connections:
             self.clients.drop(node)
 
-    def _rescue(self) -> None:
-        """Complete the logs of lost workers from Swarm's log, if it answers soon."""
+    def _complete_logs(self) -> None:
+        """Complete the logs of lost workers from Swarm's log, if it responds soon."""
         lost, self.lost = self.lost, {}
         tasks = self.swarm.look() if lost else {}
         for rank, node in lost.items():
@@ -275,17 +276,17 @@ class SwarmSession:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
                 file.write(rescued(file.read(), asked.result(LOG_TIMEOUT) if asked else b"", rank))
 
-    # --- what connections to nodes ask for
+    # --- access to nodes, for their connections
 
     def runs(self, node: str) -> bool:
-        """Whether its task runs, though the connection to it has ended."""
-        return node in self._well_nodes()
+        """Whether the node's task is still running after the connection closed."""
+        return node in self._update_nodes()
 
     may_recover = runs
 
     def connect(self, node: str) -> NodeConnection | None:
-        """Connect to a node through the relay; None if it does not run."""
-        self.linked[node] = self._id(node)
+        """Connect to a node through the relay; None if it is not running."""
+        self.linked[node] = self._task_id(node)
         return self.reach(node)
 
     def reach(self, node: str) -> NodeConnection | None:
@@ -301,7 +302,7 @@ class SwarmSession:
         return link
 
     def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
-        """Its environment, and how much of its log is here already."""
+        """Build a request with the worker's environment, and the length of its local log."""
         env = worker.env
         if self.swarm.network == "host":  # nodes have no host names there
             env = env | {"MASTER_ADDR": self.swarm.node_address(self.nodes[self.first])[0]}
@@ -309,20 +310,20 @@ class SwarmSession:
         length = path.stat().st_size if path.exists() else 0
         return protocol.Start([*command], env, inherit=True, cwd=service_spec.CODE, log=length)
 
-    def _each(self, nodes: Iterable[str], act: Callable[[NodeConnection], None]) -> list[EngineError]:
-        """Call `act` with a new connection to each node, in parallel; give up nodes where it fails."""
+    def _on_each(self, nodes: Iterable[str], act: Callable[[NodeConnection], None]) -> list[EngineError]:
+        """Call `act` with a new connection to each node, in parallel; abandon nodes for which it fails."""
 
         def reached(node: str) -> NodeConnection:
             if link := self.reach(node):
                 return link
-            raise EngineError(f"no connection to {node} on {self.manager.host(self.nodes[node])}", PORTS)
+            raise EngineError(f"cannot connect to {node} on {self.manager.host(self.nodes[node])}", PORTS)
 
         failed = on_each(nodes, reached, act)
         self.given_up |= {self.nodes[node]["ID"] for node in failed}
         return [*failed.values()]
 
-    def _supply(self, code: Path, nodes: Iterable[str]) -> None:
-        """Send the code, as it was at the first call, to nodes without it; raises EngineError, ResourceError."""
+    def _send_code(self, code: Path, nodes: Iterable[str]) -> None:
+        """Send the code, as of the first call, to nodes without it; raises EngineError, ResourceError."""
         if self.code is None:
             run = self.swarm.run.parent
             self.code = self.kept.enter_context(packed(code, code_files(code, run.parent), run))
@@ -332,12 +333,12 @@ class SwarmSession:
             if _tags(link).get(service_spec.CODE) != digest:
                 send_archive(link, service_spec.CODE, file, digest)
 
-        for error in self._each(nodes, act):
+        for error in self._on_each(nodes, act):
             raise error
         self.supplied |= {self.nodes[name]["ID"] for name in nodes}
 
-    def _bring(self, workers: tuple[WorkerPlan, ...]) -> None:
-        """Send every node the files of earlier generations, unless all nodes share a folder."""
+    def _send_files(self, workers: tuple[WorkerPlan, ...]) -> None:
+        """Send the files of earlier generations to every node, unless all nodes share a folder."""
         files = written_files(self.files)
         if self.shared or not files:
             return
@@ -347,14 +348,14 @@ class SwarmSession:
 
             def act(link: NodeConnection) -> None:
                 there = link.converse(protocol.GetChanges(self.job_dir, {}), protocol.Changes).files
-                same = {path: told[:2] for path, told in there.items()} == here  # it has written all of them
+                same = {path: facts[:2] for path, facts in there.items()} == here  # it wrote all of them
                 if not same and _tags(link).get(self.job_dir) != digest:
                     send_archive(link, self.job_dir, file, digest)
 
-            self._each(dict.fromkeys(worker.node for worker in workers), act)
+            self._on_each(dict.fromkeys(worker.node for worker in workers), act)
 
-    def _follow(self, workers: tuple[WorkerPlan, ...]) -> None:
-        """Copy the files of nodes here from now on."""
+    def _start_sync(self, workers: tuple[WorkerPlan, ...]) -> None:
+        """Start copying the files of nodes here."""
         ranks: dict[str, list[int]] = {}
         for worker in workers:
             ranks.setdefault(worker.node, []).append(worker.rank)
@@ -364,5 +365,5 @@ class SwarmSession:
 
 
 def _tags(connection: NodeConnection) -> dict[str, str]:
-    """The digests of what a node was sent last, by folder."""
+    """Return the digests of the last uploads to a node, by folder."""
     return connection.converse(protocol.GetStatus(), protocol.Status).tags

@@ -1,7 +1,7 @@
-"""Copies the files of nodes that share no folder with us to the job's folder here.
+"""Copying of files from nodes on other machines to the job folder here.
 
-The names of the files are untrusted, since nodes run other people's code: nothing is written outside of the job's
-folder, over the orchestrator's own files there, or through a link.
+File names are untrusted, since nodes run other people's code: nothing is written outside of the job folder, over the
+orchestrator's own files, or through a link.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from orchestrate.node.trees import hidden
 
 log = logging.getLogger(__name__)
 
-SYNC_INTERVAL = 0.2  # seconds between two rounds
-OVERLAP = 256  # bytes at the end of a log by which it is found in the node's stdout
-RETRY_INTERVAL = 5.0  # seconds until a failed file is tried again
-EXPECTED = (EngineError, OSError, ValueError)  # ValueError: a node may send anything
+SYNC_INTERVAL = 0.2  # seconds between rounds
+OVERLAP = 256  # bytes at the end of a log by which to find its place in the node's stdout
+RETRY_INTERVAL = 5.0  # seconds until a failed file is retried
+EXPECTED = (EngineError, OSError, ValueError)  # ValueError: nodes may send anything
 FULL = (errno.ENOSPC, errno.EDQUOT)
-CLOSE_TIMEOUT = 5.0  # seconds in which what is under way ends; a connection that is being made may take longer
-MAX_TURN = 0.5  # seconds for which a node's files are fetched before its logs have their turn
-OWN = {FENCE}  # what the orchestrator keeps in a job's folder
+CLOSE_TIMEOUT = 5.0  # seconds for the current round to end; connecting may take longer
+MAX_TURN = 0.5  # seconds to fetch a node's files before checking its logs again
+OWN = {FENCE}  # files of the orchestrator in a job folder
 
 
 @dataclass(eq=False)
 class _Node:
-    """What has been copied from one node."""
+    """The state of copying from one node."""
 
     name: str
     logs: list[str]  # paths
     link: NodeConnection | None = None
-    files: dict[str, Facts] = field(default_factory=dict)  # copied files; links have no facts
-    failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # failed files: facts and time
+    files: dict[str, Facts] = field(default_factory=dict)  # copied files; empty facts for links
+    failed: dict[str, tuple[Facts, float]] = field(default_factory=dict)  # failed files, with facts and time
     fetching: Fetch | None = None
-    heard: bool = False  # whether it has answered in the last round
-    trouble: str = ""  # why not
+    heard: bool = False  # whether it answered in the last round
+    trouble: str = ""  # the error, if not
 
 
 class FileSync:
@@ -66,30 +66,30 @@ class FileSync:
     def __init__(
         self, run_dir: Path, folder: str, ranks: dict[str, list[int]], connect: Callable[[str], NodeConnection | None]
     ) -> None:
-        """Copy `folder` of these nodes from now on, and the logs of their ranks; earlier nodes take precedence.
+        """Start copying `folder` from the nodes, and the logs of their ranks; earlier nodes take precedence.
 
-        `connect` connects to a node, or returns None if the node does not run; it raises EngineError.
+        `connect` connects to a node, or returns None if it is not running; it raises EngineError.
         """
         self.run_dir, self.folder, self.connect = run_dir, folder, connect
         self.here = Folder(run_dir.parent, run_dir.name)
         self.nodes = [_Node(name, [f"{LOGS}/rank-{rank}.log" for rank in own]) for name, own in ranks.items()]
-        self.owners: dict[str, int] = {}  # path: the number of the node that it comes from
-        self.owning = threading.Lock()  # held while `owners`, or a file that depends on it, is changed
+        self.owners: dict[str, int] = {}  # path: number of the node that it comes from
+        self.owning = threading.Lock()  # held while changing `owners`, or a file that depends on it
         self.errors: dict[str, Exception] = {}  # path: why it could not be copied
         self.left: dict[str, str] = {}  # node: a path that cannot be copied
-        self.warned: set[str] = set()  # nodes for which that was reported
-        self.looks = 0  # rounds that have begun
+        self.warned: set[str] = set()  # nodes for which `left` was reported
+        self.looks = 0  # number of rounds that have begun
         self.changed = threading.Condition()
         self.closing = False
-        self.failure: Exception | None = None  # what has ended the thread
-        self.called = 0.0  # when `catch_up` was last called
+        self.failure: Exception | None = None  # the error that ended the thread
+        self.called = 0.0  # time of the last call of `catch_up`
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def catch_up(self, timeout: float, stopped: Callable[[], bool] = never) -> bool:
-        """Wait until everything that nodes had written before the call is copied or has failed; else False.
+        """Wait until all that nodes wrote before the call is copied or has failed; return False otherwise.
 
-        Returns after `timeout` seconds at most, and once `stopped()`.
+        Returns after at most `timeout` seconds, or once `stopped()`.
         """
         with self.changed:
             if self.failure:
@@ -105,7 +105,7 @@ class FileSync:
             return done
 
     def lacks_space(self) -> None:
-        """Raise an OSError if the disk here was full."""
+        """Raise OSError if the local disk was full."""
         for path, error in self.errors.copy().items():  # a copy: the thread may change it
             if isinstance(error, OSError) and error.errno in FULL:
                 raise OSError(error.errno, error.strerror, path)
@@ -113,7 +113,7 @@ class FileSync:
     def come_home(self, timeout: float, stopped: Callable[[], bool] = never) -> None:
         """Copy all files; raises EngineError if some fail, which then stay on their nodes.
 
-        At most `timeout` seconds pass, and nothing is waited for once `stopped()`.
+        Waits at most `timeout` seconds, and no longer once `stopped()`.
         """
         if not self.catch_up(timeout, stopped):
             late = "stopped before all files were copied"
@@ -123,18 +123,18 @@ class FileSync:
             raise EngineError(f"{counted(len(errors), 'file')} could not be copied, such as {shown(path)}: {why}")
 
     def silent(self) -> set[str]:
-        """The nodes that have not answered in the last round."""
+        """Return the nodes that did not answer in the last round."""
         return {node.name for node in self.nodes if not node.heard}
 
     def warnings(self) -> list[str]:
-        """What a user must know of files that stay on their nodes, once for each node."""
+        """Return warnings about files that cannot be copied, once for each node."""
         new = {node: path for node, path in self.left.copy().items() if node not in self.warned}
         self.warned |= new.keys()
-        why = f"its path has more than {MAX_DEPTH} folders, or is too long here, or no text in this locale"
-        return [f"{node}: not all files are copied, such as {shown(path)}: {why}" for node, path in new.items()]
+        why = f"the path has more than {MAX_DEPTH} folders, is too long, or cannot be encoded in this locale"
+        return [f"{node}: some files are not copied, such as {shown(path)}: {why}" for node, path in new.items()]
 
     def close(self) -> None:
-        """Stop copying, and wait for a short time until a running copy has ended."""
+        """Stop copying, and wait briefly for the current round."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
@@ -148,13 +148,13 @@ class FileSync:
     def _run(self) -> None:
         try:
             self._copy()
-        except Exception as error:  # ours: whoever waits for files gets it
-            log.exception("copying files has failed")
+        except Exception as error:  # raised again in `catch_up`
+            log.exception("copying files failed")
             with self.changed:
                 self.failure = error
                 self.changed.notify_all()
         for node in self.nodes:
-            self._forget(node)
+            self._disconnect(node)
 
     def _copy(self) -> None:
         busy = False
@@ -170,27 +170,27 @@ class FileSync:
                         self.changed.wait_for(lambda: self.closing, SYNC_INTERVAL)
 
     def _visit(self, node: _Node) -> bool:
-        """Copy what is new on a node; return whether there is more."""
+        """Copy new data from a node; return whether there is more."""
         try:
             node.link = node.link or self.connect(node.name)
             if node.link is None or self.closing:
                 return False
             have = {path: self._size(path) for path in node.logs}
-            news = node.link.converse(protocol.GetChanges(self.folder, have), protocol.Changes)
+            changes = node.link.converse(protocol.GetChanges(self.folder, have), protocol.Changes)
             node.heard, node.trouble = True, ""
-            said = [self._append(path, data) for path, data in news.logs.items() if path in have]
-            self._make_way(node, {**news.files, **news.links})
-            more = self._fetch(node, news.files)
-            self._tidy(node, news, more)
-            return more or any(said)
+            appended = [self._append(path, data) for path, data in changes.logs.items() if path in have]
+            self._remove_conflicts(node, {**changes.files, **changes.links})
+            more = self._fetch(node, changes.files)
+            self._remove_deleted(node, changes, more)
+            return more or any(appended)
         except EXPECTED as error:  # no connection, or an invalid answer: the next round starts over
             if str(error) != node.trouble:
                 log.debug("%s: %s", node.name, error)
             node.trouble = str(error)
-            self._forget(node)
+            self._disconnect(node)
             return False
 
-    def _forget(self, node: _Node) -> None:
+    def _disconnect(self, node: _Node) -> None:
         if node.link:
             node.link.close()
         if node.fetching:
@@ -205,7 +205,7 @@ class FileSync:
             return 0
 
     def _append(self, path: str, data: str) -> bool:
-        """Append new output to a log; return whether that has worked."""
+        """Append new output to a log; return whether that succeeded."""
         try:
             descriptor = os.open(self.run_dir / path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             with os.fdopen(descriptor, "ab") as file:
@@ -217,19 +217,19 @@ class FileSync:
         return True
 
     def _fetch(self, node: _Node, files: dict[str, Facts]) -> bool:
-        """Fetch pieces of files that differ from those here, oldest first; return whether there is more."""
+        """Fetch pieces of files that differ from the local ones, oldest first; return whether there is more."""
         wanted, now = {}, time.monotonic()
         for path in node.failed.keys() - files.keys():  # removed on the node
             del node.failed[path]
             self.errors.pop(path, None)
-        for path, told in files.items():
+        for path, facts in files.items():
             failed, when = node.failed.get(path, ([], 0.0))
-            waits = told == failed and when > max(self.called, now - RETRY_INTERVAL)
-            if told != node.files.get(path) and not waits and self._ours(node, path):
-                if same(self.run_dir / path, told):  # copied by an earlier supervisor
-                    node.files[path] = told
+            waits = facts == failed and when > max(self.called, now - RETRY_INTERVAL)
+            if facts != node.files.get(path) and not waits and self._may_copy(node, path):
+                if same(self.run_dir / path, facts):  # copied by an earlier supervisor
+                    node.files[path] = facts
                 else:
-                    wanted[path] = told
+                    wanted[path] = facts
         if node.fetching:
             wanted.pop(node.fetching.path, None)
         youngest_first = sorted(wanted, key=lambda path: wanted[path][1], reverse=True)
@@ -240,23 +240,23 @@ class FileSync:
             path = node.fetching.path if node.fetching else youngest_first.pop()
             try:
                 node.fetching = node.fetching or Fetch(self.here, path, wanted[path])
-                if not self._piece(node, node.fetching):
+                if not self._fetch_piece(node, node.fetching):
                     continue
                 self.errors.pop(path, None)
             except ConnectionError:
                 raise
-            except Exception as error:  # skip this file only, and report it at the end
+            except Exception as error:  # skip only this file, and report it at the end
                 if str(error) != str(self.errors.get(path)):
                     log.debug("%s of %s: %s", shown(path), node.name, error, exc_info=not isinstance(error, EXPECTED))
                 node.failed[path] = files.get(path, []), time.monotonic()
-                self.errors[path] = error.with_traceback(None)  # it would keep the piece in memory
+                self.errors[path] = error.with_traceback(None)  # a traceback would keep the piece in memory
             if node.fetching:
                 node.fetching.drop()
             node.fetching = None
         return True
 
-    def _piece(self, node: _Node, fetch: Fetch) -> bool:
-        """Fetch the next piece of a file; return whether this attempt is over."""
+    def _fetch_piece(self, node: _Node, fetch: Fetch) -> bool:
+        """Fetch the next piece of a file; return whether the attempt has ended."""
         assert node.link
         piece = node.link.converse(protocol.Read(self.folder, fetch.path, fetch.offset), protocol.Piece)
         if piece.facts != fetch.told:  # changed meanwhile; the next round fetches it again
@@ -269,8 +269,8 @@ class FileSync:
                 node.files[fetch.path] = fetch.told
         return True
 
-    def _ours(self, node: _Node, path: str) -> bool:
-        """Whether a file may be copied from this node: its path is safe, and no earlier node has it."""
+    def _may_copy(self, node: _Node, path: str) -> bool:
+        """Whether a file may be copied from a node: its path is safe, and no earlier node has it."""
         parts = PurePosixPath(path).parts
         harmless = parts and path == "/".join(parts) and not parts[0].startswith("/") and not {"..", "."} & set(parts)
         if not harmless or parts[0] in OWN or parts[0] == LOGS or any(map(hidden, parts)):
@@ -285,11 +285,11 @@ class FileSync:
             owner = self.owners.setdefault(path, number)
             if number < owner:
                 self.owners[path] = number
-                self.nodes[owner].files.pop(path, None)  # copied again once no earlier node has it
+                self.nodes[owner].files.pop(path, None)  # copied again if no earlier node has it
             return number <= owner
 
-    def _make_way(self, node: _Node, files: dict[str, Any]) -> None:
-        """Remove a file where the node now has a folder of that name, and the files of a folder that now is a file."""
+    def _remove_conflicts(self, node: _Node, files: dict[str, Any]) -> None:
+        """Remove a file if the node now has a folder with its name, and files of a folder that is now a file."""
         gone = [path for path in node.files if path not in files]
         names = sorted(files) if gone else []
         for path in gone:
@@ -298,12 +298,12 @@ class FileSync:
             if folder or any(str(parent) in files for parent in PurePosixPath(path).parents):
                 self._remove(node, path)
 
-    def _tidy(self, node: _Node, news: protocol.Changes, more: bool) -> None:
-        """Remove what the node has removed, and have its links.
+    def _remove_deleted(self, node: _Node, changes: protocol.Changes, more: bool) -> None:
+        """Remove what was removed on the node, and create its links.
 
-        While `more` of its files come, what they may replace stays: but only so much of it.
+        While `more` files are to come, keep a limited number of files that they may replace.
         """
-        number, there = self.nodes.index(node), news.files.keys() | news.links.keys()
+        number, there = self.nodes.index(node), changes.files.keys() | changes.links.keys()
         with self.owning:
             gone = [path for path, owner in self.owners.items() if owner == number and path not in there]
             for path in gone:
@@ -315,14 +315,14 @@ class FileSync:
         for path in old:
             self._remove(node, path)
         if node is self.nodes[0]:
-            for path in news.gone:
-                if self._ours(node, path):
+            for path in changes.gone:
+                if self._may_copy(node, path):
                     self._remove(node, path)
-        for path, target in news.links.items():
+        for path, target in changes.links.items():
             link = self.run_dir / path
             plain = "/" not in target and target not in ("..", ".", "")
             free = os.path.islink(link) or path in node.files or not os.path.exists(link)
-            if plain and free and self._ours(node, path):
+            if plain and free and self._may_copy(node, path):
                 with contextlib.suppress(OSError):
                     node.files[path] = []
                     place_link(self.here, path, target)
@@ -338,10 +338,10 @@ class FileSync:
 
 
 def rescued(here: bytes, copy: bytes, rank: int) -> bytes:
-    """What is missing at the end of a worker's log, from its node's stdout, whose lines begin with the rank.
+    """Return the missing end of a worker's log, from its node's stdout, whose lines begin with the rank.
 
-    If the two do not overlap, only a line break, so that the mark of the next generation begins a new line: a node's
-    stdout is a copy that may have gaps.
+    If the two do not overlap, return only a line break, so that the mark of the next generation begins a new line: a
+    node's stdout is a copy that may have gaps.
     """
     tag = f"[rank {rank}] ".encode()
     text = b"\n".join(line.removeprefix(tag) for line in copy.split(b"\n") if line.startswith(tag))
@@ -349,5 +349,5 @@ def rescued(here: bytes, copy: bytes, rank: int) -> bytes:
     known = here.rpartition(b"\n" + MARK)[2].partition(b"\n")[2] if MARK in here else here
     end = known[-OVERLAP:]
     at = text.rfind(end) if end else -1
-    lacking = text[at + len(end) :] if at >= 0 else b""
-    return lacking + b"\n" * (not (here + lacking).endswith(b"\n") and bool(here + lacking))
+    missing = text[at + len(end) :] if at >= 0 else b""
+    return missing + b"\n" * (not (here + missing).endswith(b"\n") and bool(here + missing))

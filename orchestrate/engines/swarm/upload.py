@@ -1,4 +1,4 @@
-"""Files that are sent to nodes that share no folder with us: the code, and files of earlier generations."""
+"""Uploads to nodes on other machines: the code, and files of earlier generations."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from orchestrate.node.files import LOGS, PIECE, digest
 from orchestrate.node.trees import data, hidden
 
 MAX_CODE = 256 << 20  # bytes
-NO_CODE = ("runs", "__pycache__", "node_modules")  # folders without code of the project
-MAX_PARTS = 100_000  # of a file with holes; a list of them is kept in memory
-UNPACK_TIMEOUT = 600.0  # seconds that a node may take to unpack an upload
+NO_CODE = ("runs", "__pycache__", "node_modules")  # folders without project code
+MAX_PARTS = 100_000  # parts of a file with holes; their list is kept in memory
+UNPACK_TIMEOUT = 600.0  # seconds for a node to unpack an upload
 
 
 def written_files(folder: Path) -> list[Path]:
-    """The files and links that nodes have written to a job's folder, except logs."""
+    """Return the files and links that nodes have written to a job folder, except logs."""
     found = []
     for path in folder.rglob("*"):
         parts = path.relative_to(folder).parts
@@ -47,9 +47,9 @@ def written_files(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def packed(folder: Path, paths: Iterable[Path], run: Path) -> Iterator[tuple[BinaryIO, str]]:
-    """Files of a folder as a tar file, and its digest; raises ResourceError if they cannot be read, or copied.
+    """Pack files of a folder into a tar file and yield it with its digest; raises ResourceError if that fails.
 
-    The tar file is on the disk of the run directory `run`: that has room for what a job writes, if any has.
+    The tar file is on the disk of the run directory `run`, which is most likely to have enough space.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -59,16 +59,16 @@ def packed(folder: Path, paths: Iterable[Path], run: Path) -> Iterator[tuple[Bin
                     _add(archive, path, str(path.relative_to(folder)), run)
             file.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):  # closing writes what is left, to a disk that is full
+            with contextlib.suppress(OSError):  # closing writes buffered data to a disk that is full
                 stack.close()
-            raise ResourceError(f"{folder} cannot be sent to the nodes: {error}", f"see df {run}") from None
+            raise ResourceError(f"cannot send {folder} to the nodes: {error}", f"check free space: df {run}") from None
         yield file, digest(file)
 
 
 def _add(archive: tarfile.TarFile, path: Path, name: str, run: Path) -> None:
     """Add a file or link; raises OSError.
 
-    Of a file with holes only its parts are added, in the form 0.1 of GNU tar, which tarfile unpacks.
+    Of a file with holes only the parts are added, in format 0.1 of GNU tar, which tarfile unpacks.
     """
     entry = archive.gettarinfo(path, name)
     if not entry.isreg():
@@ -104,9 +104,9 @@ def _parts(file: BinaryIO, dense: BinaryIO) -> list[tuple[int, int]]:
 
 
 def send_archive(link: NodeConnection, folder: str, file: BinaryIO, tag: str) -> None:
-    """Send a tar file that a node unpacks in a folder; `tag` is its SHA-256.
+    """Send a tar file for a node to unpack in a folder; `tag` is its SHA-256.
 
-    Raises EngineError if the node fails, ConnectionError if it has gone.
+    Raises EngineError if the node fails, ConnectionError if it is gone.
     """
     size, start = os.fstat(file.fileno()).st_size, 0
     while True:
@@ -143,9 +143,9 @@ def on_each(
 
 
 def code_files(folder: Path, runs: Path) -> list[Path]:
-    """The files of a folder of code, except hidden ones, jobs, records, venvs and what .dockerignore excludes.
+    """Return the files of a code folder, except hidden ones, jobs, records, venvs and files excluded by .dockerignore.
 
-    `runs` is the folder of all jobs. Raises UsageError if that is the folder of code, or .dockerignore cannot be read;
+    `runs` is the folder of all jobs. Raises UsageError if that is the code folder, or .dockerignore cannot be read, and
     ResourceError if the files are too large.
     """
     apart(folder, runs)
@@ -161,7 +161,7 @@ def code_files(folder: Path, runs: Path) -> list[Path]:
         size += path.stat().st_size
         if size > MAX_CODE:
             raise ResourceError(
-                f"{folder} holds more than {MAX_CODE >> 20} MB, and nodes on other hosts get a copy of it",
-                "exclude what they do not need in .dockerignore; keep data on a volume or in the image",
+                f"{folder} exceeds {MAX_CODE >> 20} MB, the limit for copies to other hosts",
+                "exclude unneeded files in .dockerignore; keep data on a volume or in the image",
             )
     return found
