@@ -73,7 +73,7 @@ def test_the_host_must_win_over_the_context_and_that_over_the_configured_one(
     else:
         with pytest.raises(EngineError, match="the Docker context 'nope' does not exist") as error:
             address()
-        assert error.value.hint == "docker context ls lists them"
+        assert error.value.hint == "list contexts with docker context ls"
 
 
 @pytest.mark.docker
@@ -186,7 +186,7 @@ def refused_by_all(capsys, message: str) -> None:
 @pytest.mark.parametrize(
     ("host", "name", "current", "message"),
     [
-        ("ssh://me@box", None, None, "is another machine"),
+        ("ssh://me@box", None, None, "is on another machine"),
         ("tcp://localhost:2376", None, None, "uses TLS, which is not supported"),
         (None, "nope", None, "the Docker context 'nope' does not exist"),
     ],
@@ -209,8 +209,8 @@ def test_where_no_engine_answers_auto_must_take_local_processes_and_say_so(
     chosen(config, monkeypatch, host, name, current)
     assert choice.engine_of(resolve({})).name == "process"
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("no Docker Engine answers at unix:///") and "running as local processes" in line
-    with pytest.raises(EngineError, match="no Docker Engine answers"):
+    assert line.startswith("cannot connect to Docker at unix:///") and "running as local processes" in line
+    with pytest.raises(EngineError, match="cannot connect to Docker"):
         choice.engine_of(resolve({"engine": "docker"}))
 
 

@@ -45,7 +45,7 @@ def test_an_engine_that_is_away_must_be_waited_for_some_minutes(job, seconds, wo
 
 def test_a_node_that_does_not_answer_when_the_engine_is_back_must_be_asked_again(job):
     engine = Leaving(job, 0, [], [ALL_WELL])
-    adopt, failures = engine.adopt, [EngineError("trainer-1 does not answer")]
+    adopt, failures = engine.adopt, [EngineError("trainer-1 does not respond")]
 
     def fail_once(*arguments):
         if failures:

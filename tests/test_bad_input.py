@@ -88,12 +88,12 @@ def test_an_engine_that_talks_nonsense_must_be_refused(cli):
 
         threading.Thread(target=answer, daemon=True).start()
         host = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        refused(cli, 3, f"no Docker Engine answers at {host}", "run", "--engine", "docker", DOCKER_HOST=host)
+        refused(cli, 3, f"cannot connect to Docker at {host}", "run", "--engine", "docker", DOCKER_HOST=host)
         server.shutdown(socket.SHUT_RDWR)
 
 
 def test_an_engine_on_another_machine_must_be_refused(cli):
-    refused(cli, 3, "is another machine", "run", "--engine", "docker", DOCKER_HOST="ssh://someone@example.invalid")
+    refused(cli, 3, "is on another machine", "run", "--engine", "docker", DOCKER_HOST="ssh://someone@example.invalid")
 
 
 def test_without_an_engine_auto_must_run_local_processes_and_say_so_in_one_line(cli, nothing_left):
@@ -101,14 +101,14 @@ def test_without_an_engine_auto_must_run_local_processes_and_say_so_in_one_line(
     assert done.returncode == 0
     first = done.stderr.splitlines()[0]
     assert first == (
-        "no Docker Engine answers at unix:///nowhere.sock: no such file or directory; "
+        "cannot connect to Docker at unix:///nowhere.sock: no such file or directory; "
         "running as local processes, without isolation. Start Docker to use containers."
     )
 
 
 @pytest.mark.docker
 def test_an_image_that_does_not_exist_must_be_refused(cli, docker_engine, nothing_left):
-    refused(cli, 4, "no image nope.invalid/nope:1 here, nor to pull", "run", "--image", "nope.invalid/nope:1")
+    refused(cli, 4, "cannot find or pull the image nope.invalid/nope:1", "run", "--image", "nope.invalid/nope:1")
 
 
 @pytest.mark.docker

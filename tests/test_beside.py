@@ -182,9 +182,9 @@ def test_a_plan_must_build_and_pull_no_image(cli, docker_engine, words):
     ("command", "error"),
     [
         (["run", "--image", "nonesuch.invalid/x:1", "--", "probe.py"], "error: no image nonesuch.invalid/x:1 here"),
-        (["run", "--", "hidden.py"], "error: nodes do not see hidden.py, where the script is"),
-        (["run", "--runs", ".", "--", "probe.py"], "holds the code that nodes see"),
-        (["up", "--runs", "."], "holds the code that nodes see"),
+        (["run", "--", "hidden.py"], "error: nodes cannot see the script: hidden.py is hidden"),
+        (["run", "--runs", ".", "--", "probe.py"], "is the code folder"),
+        (["up", "--runs", "."], "is the code folder"),
         (["run", "--runs", f"{'/'.join(['x' * 200] * 25)}", "--", "probe.py"], "File name too long"),
         (["run", "--runs", "file/runs", "--", "probe.py"], "Not a directory"),
     ],
@@ -348,7 +348,7 @@ def test_a_folder_of_sockets_must_be_ones_own_alone(tmp_path, monkeypatch):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert folder == tmp_path / f"orchestrate-{os.geteuid()}" == private.temporary()
     monkeypatch.setattr(private, "TEMPORARY", tmp_path / "none")
-    with pytest.raises(EngineError, match="no folder for the sockets of nodes"):
+    with pytest.raises(EngineError, match="cannot create a folder for node sockets"):
         private.temporary()
 
 

@@ -217,7 +217,7 @@ def test_workers_that_living_nodes_do_not_know_must_be_named(nodes, generation):
 def test_a_node_that_may_come_to_itself_must_not_be_taken_for_lost(nodes):
     nodes.played["node-0"].knows()
     nodes.up, nodes.there = {"node-0"}, {"node-1"}
-    with pytest.raises(EngineLost, match="node-1 does not answer"):
+    with pytest.raises(EngineLost, match="node-1 does not respond"):
         nodes.adopt(planned(2))
     nodes.again("node-0").knows()
     nodes.there = set()

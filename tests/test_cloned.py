@@ -162,7 +162,7 @@ def test_what_nodes_mount_must_be_a_folder(paths, victim, name):
 def test_sockets_must_not_be_shared_through_a_link(tmp_path, victim):
     before = facts(tmp_path)
     (tmp_path / "link").symlink_to(victim / "sockets")
-    with pytest.raises(EngineError, match="no folder for the sockets of nodes"):
+    with pytest.raises(EngineError, match="cannot create the folder for node sockets"):
         sockets.share(tmp_path / "link", "1234:1234")
     (tmp_path / "link").unlink()
     assert facts(tmp_path) == before

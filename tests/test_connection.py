@@ -75,7 +75,7 @@ def linked(generation: int, ranks: int) -> Nodes:
 def test_ends_must_be_told_in_their_own_order_whatever_is_heard_first():
     engine = linked(0, 3)
     for rank, code, at in ((2, 1, 12.5), (0, 1, 12.0), (1, 139, 11.5)):
-        engine._take(f"node-{rank}", said("ended", rank=rank, code=code, at=at))
+        engine._handle(f"node-{rank}", said("ended", rank=rank, code=code, at=at))
     assert [(exit.rank, exit.code) for exit in engine.wait(0)] == [(1, 139), (0, 1), (2, 1)]
 
 

@@ -54,7 +54,7 @@ def test_an_engine_on_another_machine_must_be_refused(monkeypatch, host):
 @pytest.mark.parametrize("host", ["tcp://127.0.0.1:1", "tcp://localhost:1", "unix:///none/docker.sock"])
 def test_an_engine_of_this_machine_that_does_not_answer_must_be_told_with_the_way_out(monkeypatch, host):
     monkeypatch.setenv("DOCKER_HOST", host)
-    with pytest.raises(EngineError, match=f"no Docker Engine answers at {host}: (connection|no such)") as error:
+    with pytest.raises(EngineError, match=f"cannot connect to Docker at {host}: (connection|no such)") as error:
         Daemon()
     assert "--engine process" in error.value.hint
 
@@ -110,7 +110,7 @@ def test_nodes_must_have_the_users_own_group_also_in_a_folder_that_gives_another
 @pytest.mark.parametrize("asked", ["auto", "7:8", "7"])
 def test_nodes_must_not_run_as_root_where_that_was_not_asked_for(daemon, asked):
     """On a file system that knows no owners, or lets none be changed, the folder of root's nodes stays root's."""
-    with pytest.raises(EngineError, match="nodes would run as root: / belongs to root") as error:
+    with pytest.raises(EngineError, match="nodes would run as root: / is owned by root") as error:
         daemon.user(Path("/"), JobSpec(user=asked))
     assert "--runs DIR" in error.value.hint and "--set user=root" in error.value.hint
 
@@ -138,7 +138,7 @@ def test_a_refusal_must_be_told_from_an_engine_that_is_away(answers, daemon):
         daemon.containers("x")
     assert not isinstance(refused.value, EngineLost)
     answers.happens = lambda what: 1 / 0  # which closes the connection
-    with pytest.raises(EngineLost, match="does not answer") as lost:
+    with pytest.raises(EngineLost, match="does not respond") as lost:
         daemon.containers("x")
     assert lost.value.hint == daemon_module.GET_DOCKER
 
@@ -278,7 +278,7 @@ def test_a_compose_that_does_not_end_must_be_ended_with_what_it_has_started(
         f"trap '{traps}' TERM\n{started} 600 & echo $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid\n"
         "while :; do wait; done"
     )
-    with pytest.raises(EngineError, match="did not end by itself"):
+    with pytest.raises(EngineError, match="did not exit in time"):
         daemon.compose("up", capture=True, stopped=(tmp_path / "pid").exists)
     assert eventually(lambda: gone(int((tmp_path / "pid").read_text())))
     assert (tmp_path / "asked").exists() is listens
@@ -295,7 +295,7 @@ def test_a_compose_that_is_asked_to_end_must_have_a_while_for_it(daemon, command
             clock.now += 100 if len(calls) == 2 else 0  # more than it has to end by itself
         return True
 
-    with pytest.raises(EngineError, match="did not end by itself"):
+    with pytest.raises(EngineError, match="did not exit in time"):
         daemon.compose("up", capture=True, stopped=stopped)
     assert (tmp_path / "clean").exists()
 
@@ -303,7 +303,7 @@ def test_a_compose_that_is_asked_to_end_must_have_a_while_for_it(daemon, command
 def test_a_compose_that_takes_too_long_must_be_ended_without_a_request(daemon, command, monkeypatch):
     monkeypatch.setattr(daemon_module, "COMPOSE_TIMEOUT", 0.1)
     command("exec sleep 600")
-    with pytest.raises(EngineError, match="did not end by itself"):
+    with pytest.raises(EngineError, match="did not exit in time"):
         daemon.compose("up", capture=True)
 
 
@@ -320,7 +320,7 @@ def test_ctrl_c_must_be_passed_on_when_compose_has_ended(tmp_path):
     process = Interrupted(["sh", "-c", f"sleep 0.3; touch {tmp_path}/made"], stdout=subprocess.PIPE, text=True)
     with process:
         with pytest.raises(KeyboardInterrupt):
-            daemon_module._end_of(process, lambda: False)
+            daemon_module._output_of(process, lambda: False)
         assert (tmp_path / "made").exists() and process.returncode == 0
 
 

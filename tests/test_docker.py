@@ -91,7 +91,7 @@ def test_nodes_that_are_missing_must_be_composes_to_bring_up(job):
 
 def test_nodes_that_compose_does_not_bring_up_must_be_counted(job):
     job.answers.container("master")
-    with pytest.raises(EngineError, match="Compose did not bring up 2 of 3 nodes"):
+    with pytest.raises(EngineError, match="Compose did not start 2 of 3 nodes"):
         job.session(JobSpec(trainers=2)).up(job.plan(JobSpec(trainers=2)))
     assert "trainer=2" in job.words()
 
@@ -100,7 +100,7 @@ def test_a_container_that_cannot_be_started_must_be_composes_to_make_anew(job):
     job.answers.container("master")
     ill = job.answers.container("trainer-1", state="exited")
     job.answers.refusals[short(ill, "start")] = 500, "no such runtime"
-    with pytest.raises(EngineError, match="did not bring up 1 of 2 nodes"):
+    with pytest.raises(EngineError, match="did not start 1 of 2 nodes"):
         job.session().up(job.plan())
     assert job.words()
 
@@ -117,7 +117,7 @@ def test_an_engine_that_goes_away_while_nodes_are_brought_back_must_be_told(job)
 def test_a_request_to_stop_must_end_compose(job, monkeypatch):
     monkeypatch.setattr(daemon_module, "COMPOSE_STOP_TIMEOUT", 0.1)
     job.compose("exec sleep 600")
-    with pytest.raises(EngineError, match="did not end by itself"):
+    with pytest.raises(EngineError, match="did not exit in time"):
         job.session().up(job.plan(), lambda: True)
 
 
@@ -233,13 +233,15 @@ def test_a_signal_that_ends_no_node_must_not_make_it_be_waited_for(job):
     engine = job.settled("master")
     (node,) = job.answers.containers
     for signal, dying in (("10", False), ("15", True)):
-        engine._read({"Type": "container", "Action": "kill", "Actor": {"ID": "x", "Attributes": {"signal": signal}}})
+        engine._record_event(
+            {"Type": "container", "Action": "kill", "Actor": {"ID": "x", "Attributes": {"signal": signal}}}
+        )
         assert (engine.dying, engine.seen_events) == (({"x"}, {"x": {"kill"}}) if dying else (set(), {}))
-    engine._read({"Type": "container", "Action": "kill", "Actor": {"ID": "y", "Attributes": {"signal": "9"}}})
+    engine._record_event({"Type": "container", "Action": "kill", "Actor": {"ID": "y", "Attributes": {"signal": "9"}}})
     assert engine.dying == {"x", "y"}
-    engine._read({"Type": "container", "Action": "die", "Actor": {"ID": "x", "Attributes": {}}})
+    engine._record_event({"Type": "container", "Action": "die", "Actor": {"ID": "x", "Attributes": {}}})
     assert engine.dying == {"y"}
-    engine._read({"Type": "container", "Action": "destroy", "Actor": {"ID": "z", "Attributes": {}}})
+    engine._record_event({"Type": "container", "Action": "destroy", "Actor": {"ID": "z", "Attributes": {}}})
     assert engine.seen_events.pop("z") == {"destroy"} and engine.seen_events == {"x": {"kill", "die"}, "y": {"kill"}}
     assert node["State"] == "running"
 
@@ -321,7 +323,7 @@ def test_a_node_that_cannot_be_reached_must_be_lost_unless_it_may_come_to_itself
         assert engine.adopt(job.plan()) == set()
         assert [(end.rank, end.code) for end in engine.wait(0).exits] == [(0, 137), (1, 137)]
     else:
-        with pytest.raises(EngineLost, match="trainer-1 does not answer"):
+        with pytest.raises(EngineLost, match="trainer-1 does not respond"):
             engine.adopt(job.plan())
 
 

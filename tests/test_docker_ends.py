@@ -61,7 +61,7 @@ def test_the_truth_must_be_looked_at_now_and_then_while_workers_run(job, monkeyp
         kind = "network" if what == "network" else "container"
         action = "disconnect" if what == "network" else what
         engine.looked, before = clock.now, looks(job)
-        engine._read({"Type": kind, "Action": action, "Actor": {"ID": "x", "Attributes": {}}})
+        engine._record_event({"Type": kind, "Action": action, "Actor": {"ID": "x", "Attributes": {}}})
         assert engine.wait(0).exits == [] and looks(job) == before  # the list is a little behind
         clock.now += 0.05
         assert engine.wait(0).exits == [] and looks(job) == before
@@ -87,8 +87,8 @@ def test_events_of_the_job_and_no_others_must_be_kept(job):
     def event(attributes: dict[str, str]) -> dict[str, Any]:
         return {"Actor": {"ID": "x", "Attributes": attributes}}
 
-    assert engine._ours(event({"orchestrate.job": "j"})) and engine._ours(event({"name": "j_job"}))
-    assert not engine._ours(event({"orchestrate.job": "k", "name": "k_job"})) and not engine._ours(event({}))
+    assert engine._is_ours(event({"orchestrate.job": "j"})) and engine._is_ours(event({"name": "j_job"}))
+    assert not engine._is_ours(event({"orchestrate.job": "k", "name": "k_job"})) and not engine._is_ours(event({}))
     job.happened("oom", node, **{"orchestrate.job": "k"})
     job.happened("die", node)
     eventually(lambda: engine.clients.listen(0.01) or engine.seen_events)
@@ -214,7 +214,7 @@ def test_nodes_that_are_all_gone_must_be_told_from_an_engine_that_is_being_stopp
     assert engine.explain(WorkerExit(0, 137), "master") == "node lost"  # for the other one runs
     other["State"], engine.events.broken = "exited", 0.0
     job.answers.happens = lambda what: what in ("GET /_ping", "HEAD /_ping") and 1 / 0
-    with pytest.raises(EngineLost, match="does not answer"):
+    with pytest.raises(EngineLost, match="does not respond"):
         engine.explain(WorkerExit(0, 137), "master")
 
 

@@ -167,7 +167,7 @@ def test_a_node_must_not_see_jobs_the_history_and_what_is_ignored(tmp_path, monk
         assert sorted(found, key=lambda mount: mount["target"]) == hidden
     (tmp_path / ".dockerignore").write_text("train.py\n")
     (tmp_path / "train.py").touch()
-    with pytest.raises(UsageError, match="nodes do not see train.py, where the script is"):
+    with pytest.raises(UsageError, match="nodes cannot see the script: train.py is hidden"):
         exported()
 
 

@@ -114,7 +114,7 @@ def test_an_engine_must_survive_what_a_node_says(said):
     nodes.connections = {"node-0": link}
     nodes.selector.register(link.sock, 1, "node-0")
     plan = planned()
-    nodes._expect(plan)
+    nodes._reset(plan)
     exits = []
     for _ in range(3):
         exits += nodes.wait(0)

@@ -35,7 +35,7 @@ def again(engine: DockerSession) -> None:
     """Wait for helpers, as before a generation starts."""
     engine.alive()
     if engine.guard:
-        engine.guard.finish(engine._well_ones)
+        engine.guard.finish(engine._healthy_nodes)
     engine._warn()
 
 
@@ -80,10 +80,10 @@ def test_a_node_must_start_a_worker_only_behind_its_filter_unless_that_cannot_be
     job.answers.refusals[CREATE] = 500, "no room"
     job.answers.containers[0]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "second"}
     again(engine)
-    engine.nodes = engine._look()
+    engine.nodes = engine._list_nodes()
     assert [engine.request(worker, ("x.py",)).filtered for worker in job.plan().workers[:2]] == [False, True]
     job.answers.containers[0]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "third"}
-    engine.nodes = engine._look()  # it was started again since
+    engine.nodes = engine._list_nodes()  # it was started again since
     assert engine.request(worker, ("x.py",)).filtered is True
 
 

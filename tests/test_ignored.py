@@ -119,7 +119,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "too large": (lambda path: path.write_text("#" * (MAX_FILE + 1)), "has more than 64 KiB or 1000 patterns"),
     "endless": (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "has more than 64 KiB or 1000 patterns"),
     "too many": (lambda path: path.write_text("a\n" * (MAX_PATTERNS + 1)), "has more than 64 KiB or 1000 patterns"),
-    "two stars": (lambda path: path.write_text("a**b\n"), r"pattern that is not supported: \*\* within 'a\*\*b'"),
+    "two stars": (lambda path: path.write_text("a**b\n"), r"has an unsupported pattern: \*\* within 'a\*\*b'"),
 }
 
 
@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_read_must_be_refused_unless_it_is_ignored_as_a_
     monkeypatch.setattr("orchestrate.engines.docker.ignored.os.scandir", closed)
     with pytest.raises(UsageError, match=f"cannot read the folder {tmp_path}/closed: Permission denied") as error:
         list(ignored(tmp_path))
-    assert error.value.hint == "name it in .dockerignore, or make it readable"
+    assert error.value.hint == "add it to .dockerignore, or make it readable"
     (tmp_path / ".dockerignore").write_text("**/*.pem\nclosed")
     assert list(ignored(tmp_path)) == ["closed"]
 

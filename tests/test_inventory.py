@@ -120,7 +120,7 @@ def test_what_is_looked_for_must_be_told_from_the_first_moment(answers, daemon, 
     answers.happens = lambda what: told.append(what) if what.endswith("/made/start") else None
     inventory(daemon, spec(), tmp_path / "run", True)
     looking = ["looking for GPUs", "POST /containers/made/start", ""]
-    assert told == ["looking for Python in the image", "", *looking, "trying the GPUs with torch", ""]
+    assert told == ["looking for Python in the image", "", *looking, "testing the GPUs with torch", ""]
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_a_plan_must_run_no_image_but_the_projects_own_and_report_that_it_has_no
         assert found.gpus == ("GPU-1", "GPU-2") and answers.of("POST /containers/create")[1]["Image"] == looks
     else:
         assert found.gpus == () and answers.did() == []
-        why = f"GPUs were not looked for: a plan runs no image but {IMAGE}, which this engine does not have"
+        why = f"GPUs were not checked: a plan only runs the image {IMAGE}, which does not exist here"
         assert found.no_gpus == why and f"gloo on CPU ({why})" in str(plan(spec(), found, "j"))
-        with pytest.raises(ResourceError, match="GPUs were not looked for"):
+        with pytest.raises(ResourceError, match="GPUs were not checked"):
             plan(spec(gpus=1), found, "j")
 
 
@@ -153,7 +153,7 @@ def test_a_container_that_cannot_look_for_gpus_must_mean_none_and_not_stay(answe
     path = "/containers/create" if what == "create" else f"/containers/made/{what}"
     answers.refusals[f"POST {path}"] = 500, "no driver"
     found = inventory(daemon, spec(), tmp_path, True)
-    assert found.gpus == () and "find no GPU" in found.no_gpus
+    assert found.gpus == () and "cannot see any GPU" in found.no_gpus
     assert ("DELETE /containers/made" in answers.did()) is (what != "create")
 
 
@@ -198,7 +198,7 @@ def test_it_must_be_told_that_an_image_is_pulled_and_how_far_it_is(answers, daem
 
 def test_an_image_that_cannot_be_pulled_must_be_told_with_the_way_out(answers, daemon):
     answers.refusals["POST /images/create"] = 404, "pull access denied for mine"
-    with pytest.raises(ResourceError, match="no image mine:1 here, nor to pull: pull access denied") as error:
+    with pytest.raises(ResourceError, match="cannot find or pull the image mine:1: pull access denied") as error:
         image.ensure_image(daemon, spec())
     assert "docker login" in error.value.hint
     answers.refusals["GET /images/mine:1/json"] = 500, "out of order"
@@ -210,7 +210,7 @@ def test_a_container_that_looked_for_gpus_and_stays_must_be_told(answers, daemon
     daemon.info["Runtimes"] = NVIDIA
     answers.images.add("mine:1")
     answers.refusals["DELETE /containers/made"] = 500, "out of order"
-    with pytest.raises(EngineError, match="could not remove the container that looked into the image: out of order"):
+    with pytest.raises(EngineError, match="could not remove the container that inspected the image: out of order"):
         inventory(daemon, spec(), tmp_path, True)
 
 
@@ -222,7 +222,7 @@ def test_our_own_image_must_be_built_by_compose(answers, daemon, tmp_path, monke
     assert command.endswith(f"compose --project-directory {PROJECT} --profile gpu build master")
     assert name == IMAGE and answers.did() == []
     compose(tmp_path, monkeypatch, "exit 1")
-    with pytest.raises(ResourceError, match=f"the image {IMAGE} could not be built") as error:
+    with pytest.raises(ResourceError, match=f"could not build the image {IMAGE}") as error:
         image.ensure_image(daemon, JobSpec())
     assert "BASE_IMAGE" in error.value.hint
 
@@ -250,6 +250,6 @@ def test_a_machine_must_be_shown_as_it_is(tmp_path, monkeypatch):
     assert (found.gpus, found.no_gpus) == ((), "")
     assert found.about == "local processes without isolation, ignoring image, memory, cpus, shm_size, volume"
     monkeypatch.setattr(process, "code_folder", lambda command: PROJECT)
-    with pytest.raises(ResourceError, match="no torch in .*python") as error:
+    with pytest.raises(ResourceError, match="torch is not installed in .*python") as error:
         engine.inventory(JobSpec(), tmp_path / "run", False)
     assert sys.executable in str(error.value) and "pip install torch" in error.value.hint

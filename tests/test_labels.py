@@ -59,7 +59,7 @@ def alone(session: DockerSession, job: Job) -> None:
     engine, there = job.engine(), [one["Id"] for one in job.answers.containers]
     assert engine.jobs() == [JobState("j", "docker", 1, engine.jobs()[0].run, 7)]
     assert engine.holds("j") == ["container j-master-1"] and engine.holds("k") == []
-    assert session._look().keys() == {"master"}
+    assert session._list_nodes().keys() == {"master"}
     job.answers.asked.clear()
     engine.remove("j", 30)
     assert [one["Id"] for one in job.answers.containers] == there[1:]

@@ -74,7 +74,7 @@ def test_what_is_on_a_host_that_is_down_must_not_be_waited_for(clock, tmp_path, 
     found = {"jobs": list, "objects": lambda _: [], "tasks": lambda _: [task], "hosts": dict}
     for name, answer in found.items():
         monkeypatch.setattr(made, name, answer)
-    with pytest.raises(EngineError, match="1 node on host-3, which is down"):
+    with pytest.raises(EngineError, match="could not remove 1 node on host-3, which is down"):
         made.remove("j", 30.0)
     assert clock.now == began
 
@@ -112,9 +112,9 @@ def managed(stub, paths):
 @pytest.mark.parametrize(
     ("swarm", "words"),
     [
-        ({"ControlAvailable": False, "LocalNodeState": "active"}, "is not a manager"),
-        ({"ControlAvailable": False, "LocalNodeState": "inactive"}, "is in no Swarm"),
-        ({}, "is in no Swarm"),
+        ({"ControlAvailable": False, "LocalNodeState": "active"}, "is not a Swarm manager"),
+        ({"ControlAvailable": False, "LocalNodeState": "inactive"}, "is not part of a Swarm"),
+        ({}, "is not part of a Swarm"),
     ],
 )
 def test_an_engine_that_manages_no_swarm_must_be_told(stub, swarm, words):
@@ -291,10 +291,10 @@ def test_a_task_that_does_not_end_must_be_told_with_its_host(stub, managed, cloc
     def keep() -> None:
         stub.tasks[:] = tasks
 
-    with pytest.raises(EngineError, match="^trainer-1 on host-1 did not end$"):
+    with pytest.raises(EngineError, match="^could not remove trainer-1 on host-1$"):
         later.remove("j", 0.0)
     stub.hosts[0]["Status"]["State"] = "down"
-    with pytest.raises(EngineError, match="1 node on host-1, which is down"):
+    with pytest.raises(EngineError, match="could not remove 1 node on host-1, which is down"):
         later.remove("j", 0.0)
     tasks[0]["Status"]["State"] = "shutdown"  # of which its host has said so
     later.remove("j", 0.0)

@@ -95,7 +95,7 @@ def test_records_of_jobs_must_be_hidden_wherever_they_are(code, monkeypatch):
     (code / "src" / ".local").mkdir()
     (code / "src" / ".local" / "state").symlink_to(code / "elsewhere")
     assert hidden(code) == {".git/", "runs/", "data/orchestrate/", "elsewhere/orchestrate/"}
-    with pytest.raises(UsageError, match="holds the keys and secrets of jobs"):
+    with pytest.raises(UsageError, match="contains keys and secrets of jobs"):
         masks(code / "data" / "orchestrate", code / "runs", "/workspace")
 
 
@@ -159,7 +159,7 @@ def test_what_is_hidden_must_be_hidden_at_each_of_its_paths(code, tmp_path, monk
     subprocess.run(["mount", "--bind", home, code / "data"], check=True)
     try:
         assert hidden(code, runs=str(home / "runs")) == {".git/", "runs/", "data/runs/", "data/state/orchestrate/"}
-        with pytest.raises(UsageError, match="holds the keys and secrets of jobs"):
+        with pytest.raises(UsageError, match="contains keys and secrets of jobs"):
             masks(code / "data" / "state" / "orchestrate", code / "runs", "/workspace")
         assert not any("orchestrate" in path.parts for path in code_files(code, home / "runs"))
     finally:
@@ -176,7 +176,7 @@ def test_file_systems_of_the_kernel_must_be_hidden_and_not_be_code(code, tmp_pat
     (code / "src" / "a b" / "proc").mkdir(parents=True)
     assert hidden(code) == {".git/", "runs/", "src/a b/proc/"}
     for inside in (Path("/"), Path("/somewhere/proc"), Path("/somewhere/proc/sys")):
-        with pytest.raises(UsageError, match=f"nodes cannot be given {inside} as their code"):
+        with pytest.raises(UsageError, match=f"{inside} cannot be the code folder"):
             masks(inside, code / "runs", "/workspace")
 
 
@@ -206,7 +206,7 @@ def test_a_link_must_not_be_hidden_for_a_mount_would_be_on_what_it_leads_to(code
 
 
 def test_jobs_in_the_folder_of_code_itself_must_be_refused(code):
-    with pytest.raises(UsageError, match=f"{code} holds the code that nodes see") as error:
+    with pytest.raises(UsageError, match=f"{code} is the code folder") as error:
         masks(code, code, "/workspace")
     assert error.value.hint == "--runs runs"
 
@@ -214,7 +214,7 @@ def test_jobs_in_the_folder_of_code_itself_must_be_refused(code):
 def test_more_than_a_node_can_hide_must_be_refused_with_the_way_out(code, monkeypatch):
     monkeypatch.setattr(mounts_module, "MAX_MASKS", 2)
     assert len(hidden(code, ".env\ndata\n")) == 4  # with the jobs and the history, which nobody has named
-    with pytest.raises(UsageError, match=f".dockerignore names more than 2 files and folders of {code}"):
+    with pytest.raises(UsageError, match=f".dockerignore excludes more than 2 files and folders of {code}"):
         hidden(code, ".env\ndata\nlogs\n")
 
 
@@ -232,7 +232,7 @@ def test_more_than_a_node_can_hide_must_be_refused_with_the_way_out(code, monkey
 )
 def test_a_script_that_nodes_would_not_see_must_be_refused_and_not_be_run_as_an_empty_one(code, ignore, command, name):
     (code / ".dockerignore").write_text(ignore)
-    with pytest.raises(UsageError, match=f"nodes do not see {name}, where the script is") as error:
+    with pytest.raises(UsageError, match=f"nodes cannot see the script: {name} is hidden") as error:
         masks(code, code / "runs", "/workspace", command)
     assert ".dockerignore" in error.value.hint
 
@@ -258,5 +258,5 @@ def test_folders_must_be_known_by_their_inodes_and_a_run_directory_that_was_repl
     assert mounts_module.inodes(paths.shared, Path.cwd()) == wanted  # where this process is
     paths.root.rename(tmp_path / "runs" / "mine")
     paths.shared.mkdir(parents=True)
-    with pytest.raises(EngineError, match="not made by this account"):
+    with pytest.raises(EngineError, match="not created by this account"):
         mounts_module.inodes(paths.shared, code)

@@ -246,7 +246,7 @@ def test_workers_of_a_node_that_has_died_must_be_killed_with_what_they_started_a
         engine.clients.pids = {rank: worker.pid for rank, worker in enumerate(workers)} | {
             2: ended.pid
         }  # and 3 has none yet
-        engine.clients._judge({"trainer-1"})
+        engine.clients._resolve({"trainer-1"})
         assert [(end.rank, end.code) for end in engine.wait(0).exits] == [(1, 137), (2, 137), (3, 137)]
         assert workers[1].wait() == -signal.SIGKILL
         assert workers[0].poll() is None
@@ -284,7 +284,7 @@ def test_a_node_must_be_asked_to_end_first_and_killed_where_it_does_not(tmp_path
         return process._Node(tmp_path / "s", started.pid, started)
 
     gentle, deaf, killed = child("exit 5"), child(""), child("exit 5")
-    process._end([gentle, deaf], 0.0)
+    process._stop_nodes([gentle, deaf], 0.0)
     assert [node.child.returncode for node in (gentle, deaf)] == [5, -signal.SIGKILL]
     gentle.signal(0)  # which has gone
     records.make(tmp_path, KEY)
@@ -324,10 +324,10 @@ def test_jobs_must_be_those_whose_nodes_listen(nodes):
 def test_a_node_must_hold_its_lock_as_long_as_it_lives(nodes):
     engine = nodes.up()
     lock = nodes.state / "j" / "master.lock"
-    assert process._held(lock)
+    assert process._is_locked(lock)
     os.kill(pids(engine)["master"], signal.SIGKILL)
-    eventually(lambda: not process._held(lock))
-    assert not process._held(lock.with_name("none.lock"))
+    eventually(lambda: not process._is_locked(lock))
+    assert not process._is_locked(lock.with_name("none.lock"))
 
 
 def test_a_node_that_was_started_and_does_not_listen_yet_must_be_waited_for_some_seconds(tmp_path, monkeypatch):
@@ -335,13 +335,13 @@ def test_a_node_that_was_started_and_does_not_listen_yet_must_be_waited_for_some
     monkeypatch.setattr(process, "time", clock)
     began = clock.now
     lock.touch()
-    assert list(process._waiting(tmp_path)) == [] and clock.now == began  # no node is about to listen
+    assert list(process._listening_nodes(tmp_path)) == [] and clock.now == began  # no node is about to listen
     with lock.open() as shared, lock.open() as held, socket.socket(socket.AF_UNIX) as server:
         fcntl.flock(shared, fcntl.LOCK_SH)  # another orchestrator that looks
-        assert not process._held(lock)
+        assert not process._is_locked(lock)
         fcntl.flock(shared, fcntl.LOCK_UN)
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert list(process._waiting(tmp_path)) == []
+        assert list(process._listening_nodes(tmp_path)) == []
         assert 9 < clock.now - began < 11
         sleep = clock.sleep
         monkeypatch.setattr(
@@ -349,7 +349,7 @@ def test_a_node_that_was_started_and_does_not_listen_yet_must_be_waited_for_some
             "sleep",
             lambda seconds: (sleep(seconds), path.exists() or (server.bind(str(path)), server.listen())),
         )
-        assert list(process._waiting(tmp_path)) == [(path, os.getpid())]
+        assert list(process._listening_nodes(tmp_path)) == [(path, os.getpid())]
 
 
 def test_text_that_nodes_of_this_locale_cannot_take_must_be_refused_before_they_start(nodes, monkeypatch):

@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 # What only the first run says, or one that takes long.
 PASSING = (
     "installing|building the image|starting|the nodes are still|waiting for|importing|cleaning up|"
-    "looking for GPUs$|trying the GPUs with torch$"
+    "looking for GPUs$|testing the GPUs with torch$"
 )
 ACTIVATE = ". .venv/bin/activate"
 

@@ -163,7 +163,7 @@ def test_a_job_must_not_be_made_where_no_record_can_be(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "none"))
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr(private, "TEMPORARY", tmp_path / "none")
-    with pytest.raises(UsageError, match=f"no record of {tmp_path}/a-1 can be kept") as error:
+    with pytest.raises(UsageError, match=f"cannot write the record of {tmp_path}/a-1") as error:
         create(JobPaths(tmp_path / "a-1"))
     assert "XDG_STATE_HOME" in error.value.hint and not [*tmp_path.iterdir()]
 
@@ -213,7 +213,7 @@ def test_the_nodes_of_a_job_that_has_ended_must_be_spoken_to_no_more(do: Command
     do.engine.generations = [[ALL_WELL]]
     assert len(key_of(paths.shared)) == 32
     assert do("attach", "a-1")[0] == 0
-    with pytest.raises(EngineError, match="no key to talk to the nodes: a-1 has ended"):
+    with pytest.raises(EngineError, match="no key for the nodes: a-1 has ended"):
         key_of(paths.shared)
 
 

@@ -175,7 +175,7 @@ def test_a_node_must_unpack_its_program_and_become_it(tmp_path, monkeypatch):
         ("No such image: mine:1", "host-2 has no image mine:1", "docker load"),
         ("manifest unknown", "host-2 has no image mine:1", "docker load"),
         ("not found: manifest", "host-2 has no image mine:1", "docker load"),
-        ("no suitable node", "no host takes a node: no suitable node", "docs/swarm.md"),
+        ("no suitable node", "no suitable host for a node: no suitable node", "docs/swarm.md"),
         ("pull access denied for mine", "host-2 has no image mine:1", "docker load"),
         ("no suitable node (insufficient resources on 3 nodes)", "insufficient resources on 3 nodes", "docs/swarm.md"),
         ("invalid mount config: bind source path does not exist: /x", "host-2: invalid mount", "on every host"),

@@ -51,9 +51,9 @@ def test_a_second_request_to_stop_must_be_heard_while_nodes_are_taken_down(job):
 
 def test_what_is_known_of_nodes_only_at_their_end_must_be_reported(job):
     engine = RecordingEngine([ALL_WELL])
-    engine.down = lambda grace, stopped: engine.warn("not all files are copied")
+    engine.down = lambda grace, stopped: engine.warn("some files are not copied")
     job.run(engine)
-    assert job.noted("warning_issued") == [{"text": "not all files are copied"}]
+    assert job.noted("warning_issued") == [{"text": "some files are not copied"}]
 
 
 def test_nodes_that_are_removed_without_being_known_must_have_the_grace_period(job):

@@ -169,14 +169,14 @@ def test_what_can_never_be_sent_to_the_nodes_must_end_the_job_and_not_count_as_a
 
     def fail(plan) -> None:
         if len(job.supervisor.history.ended) == 1:
-            raise ResourceError("files cannot be sent to the nodes: No space left on device")
+            raise ResourceError("cannot send files to the nodes: No space left on device")
         start(plan)
 
     engine.start = fail
     with pytest.raises(ResourceError):
         job.run(engine)
     (outcome,) = job.noted("outcome_decided")
-    assert outcome["reason"] == "could not go on: files cannot be sent to the nodes: No space left on device"
+    assert outcome["reason"] == "could not go on: cannot send files to the nodes: No space left on device"
     assert engine.calls == ["up", "start", "stop", "up", "down"]
 
 

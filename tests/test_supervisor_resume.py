@@ -106,7 +106,7 @@ def test_nodes_that_cannot_be_known_any_more_must_be_removed_all_the_same(job, m
     engine = RecordingEngine()
 
     def adopt(*_) -> None:
-        raise EngineLost("trainer-1 does not answer")
+        raise EngineLost("trainer-1 does not respond")
 
     monkeypatch.setattr(engine, "adopt", adopt)
     assert job.run(engine) == JobResult("failed", "max_restarts is 0")

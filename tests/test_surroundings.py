@@ -175,7 +175,7 @@ def test_a_damaged_configuration_of_docker_must_be_no_traceback(here, capsys, mo
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     (tmp_path / "config.json").write_text(config)
     refused(
-        3, "no Docker Engine answers at unix:///nowhere.sock", capsys, "plan", "--engine", "docker", "--", "hello.py"
+        3, "cannot connect to Docker at unix:///nowhere.sock", capsys, "plan", "--engine", "docker", "--", "hello.py"
     )
     monkeypatch.delenv("DOCKER_HOST")
     monkeypatch.setenv("DOCKER_CONTEXT", "nope")

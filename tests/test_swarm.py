@@ -255,7 +255,7 @@ def test_a_host_without_the_image_must_be_named(cli, swarm):
 def test_a_constraint_that_no_host_meets_must_be_told(cli, swarm):
     done = cli("run", "--engine", "swarm", "--set", "constraints=node.labels.gpu == a100", "--gpus", "none")
     assert done.returncode == 3
-    assert "no host takes a node: scheduling constraints not satisfied on 3 nodes" in done.stderr
+    assert "no suitable host for a node: scheduling constraints not satisfied on 3 nodes" in done.stderr
 
 
 def test_hosts_that_share_a_folder_must_have_their_files_there(cli, swarm):

@@ -263,7 +263,7 @@ def test_a_node_that_cannot_be_reached_must_be_told_and_used_no_more(there, stub
     engine = there.engine(spec)
     talk = there.talk
     engine.manager.daemon.talk = lambda *words: talk(*words) if "10.0.1.1" in words[1] else None
-    with pytest.raises(EngineError, match="no connection to trainer-1 on host-1") as raised:
+    with pytest.raises(EngineError, match="cannot connect to trainer-1 on host-1") as raised:
         engine.up(there.plan(spec))
     assert "7946/tcp" in raised.value.hint
     assert not engine.alive()  # the code has not come to all
@@ -306,7 +306,7 @@ def test_a_node_must_not_be_given_up_where_it_is_the_engine_that_does_not_answer
     engine = there.engine(spec)
 
     def talk(*_: object) -> None:
-        raise EngineLost("the engine does not answer")
+        raise EngineLost("the engine does not respond")
 
     engine.manager.daemon.talk = talk
     with pytest.raises(EngineLost):

@@ -162,11 +162,11 @@ def test_files_must_not_be_waited_for_at_the_end_once_that_is_no_longer_wanted(e
 
 def test_what_files_stay_on_their_nodes_must_be_reported_before_and_after_the_end(engine):
     connected(engine, "master")
-    engine.sync = sync(warnings=["not all files are copied"])
+    engine.sync = sync(warnings=["some files are not copied"])
     engine.wait(0)
-    assert engine.warned == ["not all files are copied"]
+    assert engine.warned == ["some files are not copied"]
     engine.down(0)
-    assert engine.warned == ["not all files are copied"] * 2
+    assert engine.warned == ["some files are not copied"] * 2
 
 
 def test_a_hurried_end_must_wait_for_files_a_few_seconds_and_leave_nodes_that_have_more(engine, stub):
@@ -243,7 +243,7 @@ def test_the_last_lines_of_a_lost_worker_must_be_added_to_its_log_where_they_can
         gate = threading.Event()
         engine.pool.submit = lambda *words: made(gate.wait)
     engine.lost = {1: "trainer-1" if trouble != "no task" else "trainer-9"}
-    engine._rescue()
+    engine._complete_logs()
     if trouble == "slow":
         gate.set()
     assert not engine.lost

@@ -103,8 +103,8 @@ def test_run_directories_must_be_no_part_of_the_code(engine, stub, code, tmp_pat
     with (code / "out" / "large").open("wb") as file:
         file.truncate(300 << 20)
     SwarmEngine().inventory(SPEC, code / "out" / "j" / "job", look_inside=False)  # it is not too large
-    engine.swarm.run, engine._each = code / "out" / "j" / "job", lambda nodes, act: []
-    SwarmSession._supply(engine, code, [])
+    engine.swarm.run, engine._on_each = code / "out" / "j" / "job", lambda nodes, act: []
+    SwarmSession._send_code(engine, code, [])
     file, _ = engine.code
     with tarfile.open(fileobj=file) as archive:
         assert archive.getnames() == ["train.py"]
@@ -175,7 +175,7 @@ def test_a_task_that_no_host_takes_must_be_told_soon_but_one_that_ended_earlier_
     assert clock.now < began + 0.2
     stub.placed = lambda task: task.update(Status={"State": "pending", "Err": "no suitable node (too small)"})
     engine.discard(["trainer-2"])
-    with pytest.raises(EngineError, match="no host takes a node: too small") as raised:
+    with pytest.raises(EngineError, match="no suitable host for a node: too small") as raised:
         engine.up(job())
     assert 0.5 < clock.now - began < 0.9 and raised.value.hint
 
@@ -192,7 +192,7 @@ def test_a_node_without_the_code_must_not_count(engine):
 
 
 def start(engine: SwarmSession) -> None:
-    engine._bring = engine._follow = lambda workers: None
+    engine._send_files = engine._start_sync = lambda workers: None
     engine.clients.connect = engine.clients._start = lambda _: None
     engine.start(job())
 
@@ -241,7 +241,7 @@ def test_on_the_network_of_the_hosts_workers_must_find_the_master_by_its_hosts_a
     made = SwarmEngine().open(spec, job(spec, network="host"), tmp_path, str)
     for role in ("master", "trainer"):
         made.swarm.scale(role, 1)
-    made._well_nodes()
+    made._update_nodes()
     made.first = "master"
     stub.hosts[0]["Status"]["Addr"] = "10.1.1.7"
     made.manager.hosts()
@@ -295,13 +295,13 @@ def test_files_must_be_sent_only_to_nodes_that_do_not_have_them(engine, tmp_path
             "trainer-1": Has({}, digest),
             "trainer-2": Has({"state.pt": [5, 1, 1, 0o644]}, "of an earlier generation"),
         }
-    engine._each = lambda names, act: [act(nodes[name]) for name in names]
-    engine._bring(job().workers)
+    engine._on_each = lambda names, act: [act(nodes[name]) for name in names]
+    engine._send_files(job().workers)
     assert [node.got for node in nodes.values()] == [0, 0, 1]
     engine.shared = True  # all nodes see one folder
-    engine._bring(job().workers)
+    engine._send_files(job().workers)
     assert nodes["trainer-2"].got == 1
     engine.shared = False
     (tmp_path / "state.pt").unlink()
-    engine._bring(job().workers)  # there is nothing to send
+    engine._send_files(job().workers)  # there is nothing to send
     assert nodes["trainer-2"].got == 1

@@ -52,7 +52,7 @@ class Told:
         path, offset = request.path, request.offset
         self.asked.append(path)
         if path in self.refused:
-            raise EngineError("a node says: it cannot be read")
+            raise EngineError("node error: it cannot be read")
         data = self.files[path][offset : offset + PIECE]
         if path in self.changes:
             self.files[path], self.times[path] = self.changes.pop(path), 2
@@ -149,7 +149,7 @@ def test_a_file_that_cannot_be_had_must_be_tried_again_only_when_it_may_be(home,
 
     assert sync.catch_up(20)
     assert tried() == 0 and node.asked.count("good") == 1
-    with pytest.raises(EngineError, match="1 file could not be copied, such as 'bad': a node says: it cannot be read"):
+    with pytest.raises(EngineError, match="1 file could not be copied, such as 'bad': node error: it cannot be read"):
         sync.come_home(20)  # which has it tried
     assert node.asked.count("bad") > 1
     clock.now += sync_module.RETRY_INTERVAL + 0.1
@@ -229,7 +229,7 @@ def test_a_piece_that_is_out_of_place_must_not_be_taken(home, synced, piece):
     sync = synced(master=node)
     assert sync.catch_up(20)
     assert [path.name for path in home.iterdir()] == ["good"]
-    assert "sends bytes that are out of place" in str(sync.errors["odd"])
+    assert "sent bytes at a wrong offset" in str(sync.errors["odd"])
 
 
 def test_the_end_must_not_wait_for_a_node_that_does_not_answer(home):
@@ -288,7 +288,7 @@ def test_a_path_of_very_many_folders_must_be_left_and_named_and_others_come(home
     found = {str(path.relative_to(home)): path.read_bytes() for path in home.rglob("f")}
     assert found == {"d/f": b"2", f"{'d/' * MAX_DEPTH}f": b"3"}
     (text,) = sync.warnings()
-    assert text.startswith("master: not all files are copied, such as 'd/d/") and len(text) < 200
+    assert text.startswith("master: some files are not copied, such as 'd/d/") and len(text) < 200
     assert sync.catch_up(20) and not sync.warnings()
 
 
@@ -303,7 +303,7 @@ def test_a_name_that_this_locale_does_not_have_must_be_left_and_named_and_others
     assert sync.catch_up(20) and not sync.errors
     assert (home / "f").read_bytes() == b"2"
     (text,) = sync.warnings()
-    assert "'checkpoint-" in text and "no text in this locale" in text
+    assert "'checkpoint-" in text and "cannot be encoded in this locale" in text
 
 
 def test_a_file_that_fails_in_any_way_must_not_keep_others_away(home, synced, monkeypatch):

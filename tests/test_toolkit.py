@@ -75,4 +75,4 @@ def test_nodes_must_see_their_gpus_as_cdi_devices(on_cdi, nothing_left):
 def test_an_engine_without_the_device_must_train_on_the_cpu_and_say_why(on_cdi):
     done = on_cdi("nvidia.com/nonesuch", "plan", "--engine", "docker", "--trainers", "0", "--", "lists.py")
     (why,) = re.findall(r"gloo on CPU \((.*)\)$", done.stdout, re.M)
-    assert why.startswith("containers of the engine find no GPU: ") and "nvidia.com/nonesuch=all" in why
+    assert why.startswith("containers cannot see any GPU: ") and "nvidia.com/nonesuch=all" in why

@@ -59,7 +59,7 @@ def test_run_directories_must_not_be_sent_wherever_they_are(tmp_path):
 
     assert sent(code / "out" / "jobs") == {"train.py", "out/x", "jobs/y"}
     assert sent(tmp_path) == sent(tmp_path / "elsewhere") == {"train.py", "out/x", "jobs/y", "out/jobs/j-1/plan.json"}
-    with pytest.raises(UsageError, match="holds the code that nodes see"):
+    with pytest.raises(UsageError, match="is the code folder"):
         sent(code)
 
 
@@ -119,7 +119,7 @@ def test_a_parcel_must_be_sent_in_pieces_of_which_the_last_says_so(tmp_path):
 
 
 def test_files_that_go_while_they_are_packed_must_be_told(tmp_path):
-    with pytest.raises(ResourceError, match="cannot be sent"), packed(tmp_path, [tmp_path / "gone"], tmp_path):
+    with pytest.raises(ResourceError, match="cannot send"), packed(tmp_path, [tmp_path / "gone"], tmp_path):
         pass
 
 

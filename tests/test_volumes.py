@@ -43,5 +43,5 @@ def test_an_image_whose_volumes_a_node_cannot_have_must_be_refused_before_a_job_
 def test_an_image_must_not_have_more_volumes_than_a_nodes_environment_has_room_for():
     names = [f"/{number}" for number in range(volumes.MOST + 1)]
     assert volumes.checked("mine:1", names[1:]) == sorted(names[1:])
-    with pytest.raises(ResourceError, match="declares 33 volumes; a node can have 32"):
+    with pytest.raises(ResourceError, match="declares 33 volumes; the limit is 32"):
         volumes.checked("mine:1", names)

@@ -1,1 +1,1 @@
-"""Files of jobs that nodes and other programs can write, opened safely; their names and records."""
+"""Safe access to files that nodes and other programs can write; file names and records of jobs."""

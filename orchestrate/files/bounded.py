@@ -1,7 +1,7 @@
-"""Calls functions that untrusted input can slow down, in a separate process with limited processor time.
+"""Calls of functions with untrusted input, in a separate process with limited processor time.
 
 Python's parser and `re` can take years, and the parser cannot be interrupted. The kernel ends the process at its limit,
-even if its parent has gone.
+even if its parent is gone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from orchestrate.files.paths import PACKAGE
 
-KILL_AFTER = 60.0  # seconds after which the process is killed in any case
-MEMORY = 1 << 30  # bytes of memory
+KILL_AFTER = 60.0  # seconds until the process is killed in any case
+MEMORY = 1 << 30  # bytes
 CALL = """
 import importlib, json, resource, sys
 seconds, memory, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -30,13 +30,13 @@ sys.stdout.write(json.dumps(answer))
 
 
 def call(function: Callable[..., Any], *arguments: Any, seconds: int) -> Any:
-    """The result of a function of a module; None if it raises, or uses more than `seconds` of processor time.
+    """Return the result of a module's function; None if it raises, or uses more than `seconds` of processor time.
 
     Arguments and result are JSON data. Each call imports the module, so it should import little.
     """
     limits = [str(seconds), str(MEMORY), str(PACKAGE.parent)]
     given = json.dumps([function.__module__, function.__name__, arguments])
-    try:  # in a new session, which Ctrl-C does not reach
+    try:  # in a new session, so that Ctrl-C does not reach it
         done = subprocess.run(
             [sys.executable, "-I", "-S", f"-Xutf8={sys.flags.utf8_mode}", "-c", CALL, *limits],
             input=given,

@@ -1,7 +1,7 @@
-"""A folder that nodes write, and so can be anything below: links, pipes, deep trees, names that are no text.
+"""Safe access to a folder that nodes write: it may contain links, pipes, deep trees and names that are not text.
 
-Every path here is relative to the folder and is walked by directory descriptors, so that no link is ever followed,
-whenever it appears; and what is read is bounded.
+Paths are relative to the folder and are opened component by component with directory descriptors, so links are never
+followed, whenever they appear; reads are bounded.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from typing import BinaryIO
 
 from orchestrate.node.trees import FOLDER, clear, opened, set_mode
 
-MAX_DEPTH = 32  # folders below one another in which anything is looked for
-MAX_FILE = 64 << 20  # bytes of a file of ours
-MAX_ENTRIES = 10_000  # entries that one look takes in
+MAX_DEPTH = 32  # nested folders that are searched
+MAX_FILE = 64 << 20  # bytes of a file to read
+MAX_ENTRIES = 10_000  # entries per listing
 _SET_IDS = stat.S_ISUID | stat.S_ISGID
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder `name` of `parent`; nodes can write, or replace, the former but not the latter."""
+    """The folder `name` of `parent`; nodes can write or replace the former, but not the latter."""
 
     parent: Path
     name: str
 
     @property
     def path(self) -> Path:
-        """Where it is; for mounts and messages, not to open anything by."""
+        """The path, for mounts and messages, not for opening files."""
         return self.parent / self.name
 
     @contextlib.contextmanager
     def opened(self, below: str = "", make: bool = False) -> Iterator[int]:
-        """A descriptor of the folder, or of one below it; raises OSError for a link on the way.
+        """Yield a descriptor of the folder, or of one below it; raises OSError for a link on the way.
 
-        `make`: folders that are missing are made.
+        `make` creates missing folders.
         """
         descriptor = os.open(self.parent, FOLDER & ~os.O_NOFOLLOW)
         try:
@@ -58,13 +58,13 @@ class Folder:
             os.close(descriptor)
 
     def open(self, path: str) -> BinaryIO:
-        """Open a regular file to read; raises OSError for anything else."""
+        """Open a regular file for reading; raises OSError for anything else."""
         below, _, name = path.rpartition("/")
         with self.opened(below) as folder:
             return regular(name, folder)
 
     def write(self, name: str, text: str) -> None:
-        """Write a file whole or not at all, in the place of whatever has its name."""
+        """Write a file atomically, replacing whatever has its name."""
         with self.opened() as folder:
             try:
                 write_whole(name, text, folder, mode=0o644)
@@ -73,9 +73,9 @@ class Folder:
                 write_whole(name, text, folder, mode=0o644)
 
     def make(self, *names: str, owner: tuple[int, int] | None = None) -> None:
-        """Make the folder, and folders in it, for the user and group ids `owner` where they are given.
+        """Create the folder, and folders in it, owned by the user and group ids `owner` if given.
 
-        Raises FileExistsError where anything of its name exists, OSError.
+        Raises FileExistsError if the name exists, OSError.
         """
         os.mkdir(self.path, 0o755)
         for below in ("", *names):
@@ -87,7 +87,7 @@ class Folder:
                     os.chown(made, *owner)
 
     def entries(self, below: str = "") -> list[tuple[str, os.stat_result]]:
-        """Names and facts of what is in the folder or in one below it, links as such; nothing where it is no folder."""
+        """List the folder or one below it: names and status, without following links; empty if it is no folder."""
         found = []
         with contextlib.suppress(OSError), self.opened(below) as folder, os.scandir(folder) as entries:
             for entry in islice(entries, MAX_ENTRIES):
@@ -96,38 +96,38 @@ class Folder:
         return found
 
     def files(self, below: str) -> tuple[list[str], bool]:
-        """The regular files in a folder below, and in all folders of it, by their paths; none that is hidden.
+        """Return the paths of all regular files in a folder below, recursively, except hidden ones.
 
-        And whether these are all: there can be more entries, of any kind, than one look takes in.
+        Also return whether the list is complete: the number of entries that are read is limited.
         """
         found: list[str] = []
-        waiting, room = [below], MAX_ENTRIES
-        while waiting:
-            here = waiting.pop()
+        pending, left = [below], MAX_ENTRIES
+        while pending:
+            here = pending.pop()
             with contextlib.suppress(OSError), self.opened(here) as folder, os.scandir(folder) as entries:
                 for entry in entries:
-                    if not room:
+                    if not left:
                         return sorted(found), False
-                    room -= 1
+                    left -= 1
                     path = f"{here}/{entry.name}"
-                    if entry.name.startswith("."):  # on its way to be a file
+                    if entry.name.startswith("."):  # temporary file
                         continue
                     if entry.is_file(follow_symlinks=False):
                         found.append(path)
                     elif entry.is_dir(follow_symlinks=False) and path.count("/") < MAX_DEPTH:
-                        waiting.append(path)
+                        pending.append(path)
         return sorted(found), True
 
 
 def regular(path: str | Path, folder: int | None = None) -> BinaryIO:
-    """Open a regular file to read, in the folder of a descriptor; raises OSError for a link, a pipe or a device."""
+    """Open a regular file for reading, relative to a descriptor; raises OSError for a link, a pipe or a device."""
     return os.fdopen(opened(str(path), folder=folder), "rb")
 
 
 def content(path: str | Path, folder: int | None = None) -> str:
-    """The text of a regular file, in the folder of a descriptor; raises OSError for anything else, or for a large one.
+    """Return the text of a regular file, relative to a descriptor; raises OSError for anything else, or a large file.
 
-    ValueError is raised where it is no text.
+    Raises ValueError if it is not text.
     """
     with regular(path, folder) as file:
         read = file.read(MAX_FILE + 1)
@@ -137,7 +137,7 @@ def content(path: str | Path, folder: int | None = None) -> str:
 
 
 def write_whole(path: str | Path, text: str, folder: int | None = None, mode: int = 0o600) -> None:
-    """Write a file whole or not at all, through no link that may be in its place."""
+    """Write a file atomically; a link in its place is replaced, not followed."""
     name = Path(path)
     temporary = name.with_name(f".{name.name}.{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -152,8 +152,8 @@ def write_whole(path: str | Path, text: str, folder: int | None = None, mode: in
 
 
 def harmless(path: Path) -> None:
-    """Take set-user-id and set-group-id bits away from all files of a folder; raises OSError where one keeps them."""
-    kept: OSError | None = None
+    """Remove set-user-ID and set-group-ID bits from all files of a folder; raises OSError if a file keeps them."""
+    failure: OSError | None = None
     for _, _, names, folder in _walk(path):
         for name in names:
             try:
@@ -163,62 +163,62 @@ def harmless(path: Path) -> None:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                kept = error
-    if kept:
-        raise kept
+                failure = error
+    if failure:
+        raise failure
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, however deep; raises OSError where that does not let us."""
+    """Remove a folder and its content, however deep; raises OSError if something cannot be removed."""
     if left := clear(str(path)):
-        raise OSError(errno.ENOTEMPTY, "not all of it can be removed", str(path / left[0]))
+        raise OSError(errno.ENOTEMPTY, "could not remove all of it", str(path / left[0]))
     path.rmdir()
 
 
 def renew(path: Path, mode: int) -> None:
-    """Give a folder of nodes the mode of a new one, and take away extended attributes, such as access control lists.
+    """Reset the mode of a folder of nodes, and remove extended attributes such as access control lists.
 
-    What one job has set there would count for the files of the next one. Raises OSError.
+    Otherwise, what one job sets would apply to files of the next one. Raises OSError.
     """
     with Folder(path.parent, path.name).opened() as folder:
         if sys.platform == "linux":
             for name in os.listxattr(folder):
-                with contextlib.suppress(OSError):  # of the system itself, such as security.selinux
+                with contextlib.suppress(OSError):  # system attributes such as security.selinux
                     os.removexattr(folder, name)
         os.fchmod(folder, mode)
 
 
 def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:
-    """As os.fwalk; folders that are too deep, or closed, are first moved to the top, or opened for their owner.
+    """Like os.fwalk, but folders that are too deep are first moved to the top, and others opened for their owner.
 
-    A walk needs a descriptor and a stack frame for each level.
+    os.fwalk needs a descriptor and a stack frame for each level.
     """
-    waiting, moved, unique = ["."], 0, f".{secrets.token_hex(8)}"  # which no job can have taken
+    pending, moved, unique = ["."], 0, f".{secrets.token_hex(8)}"  # a name that no job can have taken
     parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _let_in(path.name, parent)
+        _grant_access(path.name, parent)
         top = os.open(path.name, FOLDER, dir_fd=parent)
     finally:
         os.close(parent)
     try:
-        while waiting:
-            for root, folders, names, folder in os.fwalk(waiting.pop(), dir_fd=top, follow_symlinks=False):
+        while pending:
+            for root, folders, names, folder in os.fwalk(pending.pop(), dir_fd=top, follow_symlinks=False):
                 for name in folders:
-                    _let_in(name, folder)
+                    _grant_access(name, folder)
                 if root.count("/") >= MAX_DEPTH:
                     for name in [*folders]:
                         moved += 1
                         with contextlib.suppress(OSError):
                             os.rename(name, f"{unique}-{moved}", src_dir_fd=folder, dst_dir_fd=top)
-                            waiting.append(f"{unique}-{moved}")
+                            pending.append(f"{unique}-{moved}")
                             folders.remove(name)
                 yield root, folders, names, folder
     finally:
         os.close(top)
 
 
-def _let_in(name: str, folder: int) -> None:
-    """Give the owner of a folder, whom its mode may keep out, the right to read, write and enter it."""
+def _grant_access(name: str, folder: int) -> None:
+    """Give the owner of a folder the right to read, write and enter it."""
     with contextlib.suppress(OSError):
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o700 != 0o700:

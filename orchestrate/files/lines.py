@@ -1,4 +1,4 @@
-"""The lines of a file that grows, and that a job may have filled with anything: bounded, past holes, piece by piece."""
+"""Bounded reading of lines from a growing file with untrusted content; skips holes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import BinaryIO
 
 from orchestrate.node.trees import data
 
-MAX_LINE = 1 << 20  # bytes of a line; a longer one comes in pieces
-CHUNK = 1 << 20  # bytes that are read at once
+MAX_LINE = 1 << 20  # bytes of a line; longer lines are split
+CHUNK = 1 << 20  # bytes per read
 
 
 class Lines:
-    """What has been read of one file."""
+    """The state of reading one file."""
 
     def __init__(self) -> None:
         self.offset = 0
-        self.partial = b""  # a line without its end
+        self.partial = b""  # an incomplete line
 
     def skip(self, file: BinaryIO, last: int) -> None:
-        """Go to the first line that begins within the `last` bytes of the file."""
+        """Skip to the first line that begins within the last `last` bytes of the file."""
         start = max(0, os.fstat(file.fileno()).st_size - last)
         self.offset = start + (os.pread(file.fileno(), last, start).find(b"\n") + 1 if start else 0)
 
     def new(self, file: BinaryIO, most: float = float("inf")) -> Iterator[bytes]:
-        """The lines since the last call, without their ends; of about `most` bytes of the file."""
+        """Yield the lines since the last call, without line breaks, from about `most` bytes of the file."""
         while most > 0:
             self.offset, chunk = data(file, self.offset, CHUNK)
             if not chunk:
@@ -38,6 +38,6 @@ class Lines:
                 yield self.rest()
 
     def rest(self) -> bytes:
-        """A last line that has no end."""
+        """Return an incomplete last line."""
         rest, self.partial = self.partial, b""
         return rest

@@ -1,4 +1,4 @@
-"""One supervisor per job: a file lock that ends with its process, however that ends, in a folder that no node sees."""
+"""The lock that limits a job to one supervisor: it ends with the process, and nodes cannot see the file."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from typing import BinaryIO
 
 from orchestrate.files.paths import JobPaths
 
-# struct flock of Linux and macOS: type, whence, start, length and the process id that the kernel fills in.
+# struct flock of Linux and macOS: type, whence, start, length, and the process id that the kernel fills in.
 _FLOCK, _PID = ("hhqqi", 4) if sys.platform == "linux" else ("qqihh", 2)
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
 class Supervisor:
-    """Whoever holds a job's lock; the process id is 0 where it is not proven to be a supervisor of ours."""
+    """The process that holds a job's lock; the process id is 0 if it is not proven to be our supervisor."""
 
     pid: int
-    started: str  # by which it differs from a later process of the same id
+    started: str  # start time, to detect a reused process id
 
     def __str__(self) -> str:
-        """For a person."""
+        """Describe it in messages."""
         return f"process {self.pid}" if self.pid else "another process"
 
     def ask_to_stop(self) -> bool:
-        """Send it SIGTERM; False where it has gone, or is not proven to be what it was when we looked."""
+        """Send SIGTERM; return False if the process is gone, or is no longer the supervisor that was found."""
         if self.pid <= 1:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -53,7 +53,7 @@ class Supervisor:
 
 @contextmanager
 def held(paths: JobPaths) -> Iterator[None]:
-    """Be the supervisor of a job; raises BlockingIOError where another process is."""
+    """Hold the lock of a job; raises BlockingIOError if another process holds it."""
     with os.fdopen(os.open(paths.lock, _FLAGS | os.O_CREAT, 0o600), "r+b") as file:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate()
@@ -63,25 +63,25 @@ def held(paths: JobPaths) -> Iterator[None]:
 
 
 def holder(paths: JobPaths) -> Supervisor | None:
-    """A job's living supervisor, or None.
+    """Return the running supervisor of a job, or None.
 
-    That there is one is the kernel's word. That it is ours, and not some other process that has locked the file, is
-    proven by what it has written there: the kernel gives the same process id, and that process began at the same time.
+    The kernel reports whether the file is locked. The holder is proven to be a supervisor by the content of the file:
+    it has the process id that the kernel reports, and the start time of that process.
     """
     try:
         with os.fdopen(os.open(paths.lock, _FLAGS), "r+b") as file:
-            pid = _locker(file)
+            pid = _lock_owner(file)
             if pid is None:
                 return None
             number, _, started = file.read(100).decode(errors="replace").partition(" ")
-    except OSError:  # none, or one of somebody else's that we may not look at
+    except OSError:  # missing, or of another user and not readable
         return None
     proven = pid > 1 and number == str(pid) and started and _started(pid) == started
     return Supervisor(pid if proven else 0, started)
 
 
-def _locker(file: BinaryIO) -> int | None:
-    """The process that has locked a file, or None: 0 in another process namespace, -1 for an open file's own lock."""
+def _lock_owner(file: BinaryIO) -> int | None:
+    """Return the process that holds the lock, or None: 0 in another PID namespace, -1 for an open file description."""
     values = {4: (fcntl.F_WRLCK, 0, 0, 0, 0), 2: (0, 0, 0, fcntl.F_WRLCK, 0)}[_PID]
     answer = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *values)))
     kind = answer[0] if _PID == 4 else answer[3]
@@ -89,7 +89,7 @@ def _locker(file: BinaryIO) -> int | None:
 
 
 def _started(pid: int) -> str:
-    """When one of our own processes has started, in words of the system; empty where it has gone, or is not ours."""
+    """Return the start time of a process of this user, in the system's format; empty if gone or another user's."""
     try:
         if sys.platform == "linux":
             path = Path(f"/proc/{pid}")

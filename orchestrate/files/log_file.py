@@ -1,4 +1,4 @@
-"""What the orchestrator itself does, by `logging`: for a job in runs/JOB/orchestrate.log, and on stderr on demand."""
+"""Logging of the orchestrator: to runs/JOB/orchestrate.log for a job, and to stderr on request."""
 
 from __future__ import annotations
 
@@ -14,81 +14,81 @@ from orchestrate.console import clean, say
 LOGGER = logging.getLogger("orchestrate")
 LOGGER.addHandler(logging.NullHandler())
 LOGGER.setLevel(logging.CRITICAL)
-LOGGER.propagate = False  # a program that imports us adds a handler of its own
+LOGGER.propagate = False  # programs that import this package add their own handlers
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
-_masks: list[Callable[[str], str]] = []  # of the jobs whose messages are being logged
+_redactors: list[Callable[[str], str]] = []  # of the jobs that are being logged
 
 
 class _Formatter(logging.Formatter):
-    """One line for each message, without secrets and without anything that steers a terminal."""
+    """One line per message, without secrets and control characters."""
 
     converter = staticmethod(time.gmtime)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """A record without its traceback, which has lines of its own."""
+        """Format a record without its traceback, which takes more lines."""
         return super().formatMessage(record).replace("\n", "\\n")
 
     def format(self, record: logging.LogRecord) -> str:
-        """A record with its traceback."""
+        """Format a record with its traceback."""
         text = super().format(record)
-        for hide in _masks:
+        for hide in _redactors:
             text = hide(text)
         return clean(text)
 
 
-class _Said(logging.Handler):
-    """Prints messages as all others for a person."""
+class _Console(logging.Handler):
+    """Prints messages to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message."""
         say(self.format(record))
 
 
-class _File(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 has it without one
-    """Writes to a file; a full disk costs the message alone."""
+class _File(logging.StreamHandler):  # type: ignore[type-arg]  # not generic in Python 3.10
+    """Writes to a file; if the disk is full, only the message is lost."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Say nothing: the job goes on."""
+        """Ignore the error: the job continues."""
 
 
 @contextlib.contextmanager
 def shown(level: str) -> Iterator[None]:
-    """Print messages from a level on within a `with` block; tell if there is no such level. No level: print none."""
+    """Print messages of this level and above within a `with` block; warn about an invalid level. Empty: print none."""
     if level and level.lower() not in LEVELS:
         say(f"warning: LOGLEVEL is {ascii(level)}, not one of {', '.join(LEVELS)}; ignoring it")
         level = ""
     with contextlib.ExitStack() as stack:
         if level:
-            stack.enter_context(_handled(_Said(level.upper()), "%(levelname)s %(name)s: %(message)s"))
+            stack.enter_context(_installed(_Console(level.upper()), "%(levelname)s %(name)s: %(message)s"))
         yield
 
 
 @contextlib.contextmanager
 def kept(path: Path, hide: Callable[[str], str]) -> Iterator[None]:
-    """Append all messages to a file within a `with` block; `hide` takes secrets out of a text, there and on stderr."""
+    """Append all messages to a file within a `with` block; `hide` removes secrets from texts, there and on stderr."""
     file = open(path, "a", encoding="utf-8", errors="backslashreplace", opener=_opener)  # noqa: SIM115
-    _masks.append(hide)
+    _redactors.append(hide)
     try:
-        with _handled(_File(file), "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s"):
+        with _installed(_File(file), "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s"):
             yield
     finally:
-        _masks.remove(hide)
-        with contextlib.suppress(OSError):  # what a full disk did not take
+        _redactors.remove(hide)
+        with contextlib.suppress(OSError):  # unwritten data, if the disk is full
             file.close()
 
 
 @contextlib.contextmanager
-def _handled(handler: logging.Handler, form: str) -> Iterator[None]:
+def _installed(handler: logging.Handler, template: str) -> Iterator[None]:
     before = LOGGER.level
-    handler.setFormatter(_Formatter(form, "%Y-%m-%dT%H:%M:%S"))
+    handler.setFormatter(_Formatter(template, "%Y-%m-%dT%H:%M:%S"))
     LOGGER.addHandler(handler)
     LOGGER.setLevel(min(before, handler.level or logging.DEBUG))
     try:
         yield
     except Exception:
-        LOGGER.debug("ends with an error", exc_info=True)
+        LOGGER.debug("ended with an error", exc_info=True)
         raise
     finally:
         LOGGER.removeHandler(handler)

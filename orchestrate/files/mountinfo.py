@@ -1,4 +1,4 @@
-"""What is mounted where on this machine, by `/proc/self/mountinfo` (proc(5)); nothing on other systems."""
+"""Mounts of this machine, from `/proc/self/mountinfo` (proc(5)); empty on other systems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE = Path("/proc/self/mountinfo")
-KERNELS = {
+KERNEL_TYPES = {
     *("proc", "sysfs", "devpts", "devtmpfs", "cgroup", "cgroup2", "mqueue", "hugetlbfs", "nsfs", "bpf"),
     *("binfmt_misc", "configfs", "debugfs", "efivarfs", "fusectl", "pstore", "rpc_pipefs", "securityfs", "tracefs"),
 }
@@ -18,7 +18,7 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Mount:
-    """The folder `root` of a file system, which can be seen at `point`."""
+    """The folder `root` of a file system, mounted at `point`."""
 
     device: bytes  # major:minor of the file system
     root: Path
@@ -27,7 +27,7 @@ class Mount:
 
 
 def mounts() -> list[Mount]:
-    """All mounts, in the order in which they were made."""
+    """Return all mounts in order of creation."""
     found = []
     with contextlib.suppress(OSError):
         for line in FILE.read_bytes().splitlines():
@@ -38,47 +38,47 @@ def mounts() -> list[Mount]:
 
 
 def kernels() -> set[Path]:
-    """Where file systems of the kernel are mounted, and no other one is on top.
+    """Return mount points of the kernel's file systems, unless another mount is on top.
 
-    Links in `/proc` lead to the files of other processes, which a mount that cannot be written does not protect.
+    Links in `/proc` lead to files of other processes, which a read-only mount does not protect.
     """
     top = {mount.point: mount.kind for mount in mounts()}
-    return {point for point, kind in top.items() if kind in KERNELS}
+    return {point for point, kind in top.items() if kind in KERNEL_TYPES}
 
 
 def is_kernels(folder: Path) -> bool:
     """Whether a folder, given by its real path, is in a file system of the kernel."""
-    own = _own(folder, mounts())
-    return own is not None and own.kind in KERNELS
+    mount = _mount_of(folder, mounts())
+    return mount is not None and mount.kind in KERNEL_TYPES
 
 
 def paths(*folders: Path) -> Iterator[Path]:
-    """All paths of folders that are given by their real paths: bind mounts can show them at others, too."""
+    """Yield all paths of folders, given by their real paths: bind mounts may show them at more."""
     known = mounts()
     for folder in folders:
         yield folder
-        yield from _others(folder, known)
+        yield from _other_paths(folder, known)
 
 
-def _others(folder: Path, known: list[Mount]) -> Iterator[Path]:
-    own = _own(folder, known)
-    if own is None:
+def _other_paths(folder: Path, known: list[Mount]) -> Iterator[Path]:
+    outer = _mount_of(folder, known)
+    if outer is None:
         return
-    place = own.root / folder.relative_to(own.point)
+    inner = outer.root / folder.relative_to(outer.point)
     for mount in known:
-        if mount.device == own.device and place.is_relative_to(mount.root):
-            path = mount.point / place.relative_to(mount.root)
-            with contextlib.suppress(OSError):  # another mount hides it
+        if mount.device == outer.device and inner.is_relative_to(mount.root):
+            path = mount.point / inner.relative_to(mount.root)
+            with contextlib.suppress(OSError):  # hidden by another mount
                 if path != folder and os.path.samefile(path, folder):
                     yield path
 
 
-def _own(folder: Path, known: list[Mount]) -> Mount | None:
-    """The mount that a folder is in: the innermost one, and the last of those at one point."""
+def _mount_of(folder: Path, known: list[Mount]) -> Mount | None:
+    """Return the mount that contains a folder: the innermost, and the last one if several share a mount point."""
     around = [mount for mount in reversed(known) if folder.is_relative_to(mount.point)]
     return max(around, key=lambda mount: len(mount.point.parts), default=None)
 
 
 def _path(text: bytes) -> Path:
-    """A path in which spaces and the like are octal numbers."""
+    """Decode a path in which spaces and similar characters are octal numbers."""
     return Path(os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), text)))

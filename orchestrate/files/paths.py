@@ -1,4 +1,4 @@
-"""Every file of a job has its name here, and nowhere else."""
+"""Names and paths of all files of a job."""
 
 from __future__ import annotations
 
@@ -17,114 +17,114 @@ PACKAGE = Path(__file__).resolve().parents[1]
 NODE = PACKAGE / "node"
 
 
-SHIPPED = PACKAGE / "project"  # in a wheel alone
+SHIPPED = PACKAGE / "project"  # only in a wheel
 PROJECT = SHIPPED if SHIPPED.is_dir() else PACKAGE.parent  # with docker-compose.yml, Dockerfile and app/
 
 
 def hidden() -> bool:
-    """Whether the current folder has an `app` of its own, which hides ours."""
+    """Whether an `app` in the current folder hides the project's."""
     return Path.cwd() != PROJECT and any(Path(name).exists() for name in ("app", "app.py"))
 
 
 def code_folder(command: tuple[str, ...]) -> Path:
-    """The folder in which a command runs: the current one, but for our own app where that has none of this name."""
+    """Return the code folder of a command: the current folder, or the project for its app unless hidden."""
     ours = command[0] == "-m" and command[1].split(".")[0] == "app"
     return PROJECT if ours and not any(Path(name).exists() for name in ("app", "app.py")) else Path.cwd()
 
 
 def is_text(value: str) -> bool:
-    """Whether a path or an argument, which can be any bytes, is text that a file in UTF-8 can hold."""
+    """Whether a path or argument, which may be any bytes, is text that a UTF-8 file can contain."""
     return "\0" not in value and value.encode(errors="replace").decode() == value
 
 
-NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")  # a job's or a cluster's, as `store.new_id` makes them
-JOB, NODES = "job", "nodes"  # the folders that nodes see: of a job, and of a cluster
-LOGS, CHECKPOINTS, METRICS = "logs", "checkpoints", "metrics.jsonl"  # what is in that of a job
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")  # of a job or cluster, as created by `store.new_id`
+JOB, NODES = "job", "nodes"  # folders that are mounted in nodes: of a job, and of a cluster
+LOGS, CHECKPOINTS, METRICS = "logs", "checkpoints", "metrics.jsonl"  # in a job folder
 
 
 @dataclass(frozen=True)
 class JobPaths:
-    """The files of one job, or of a cluster, below `runs/<name>/`, which no node sees.
+    """The files of a job or cluster in `runs/<name>/`, which nodes cannot see.
 
-    Nodes see the folder `job` in it, or `nodes` in that of a cluster; while a job is on a cluster, its `job` is a link
-    to `../CLUSTER/nodes/JOB`. What nodes write has links beside `job`, for people and scripts; we open it by `folder`.
+    Nodes see the folder `job` in it, or `nodes` of a cluster; for a job on a cluster, `job` is a link to
+    `../CLUSTER/nodes/JOB`. Links next to `job` are for users and scripts; our code opens files of nodes by `folder`.
     """
 
     root: Path
 
     @property
     def spec(self) -> Path:
-        """The job as resolved from file and flags, without the values of secrets; `run` takes it as a job file."""
+        """The resolved job without the values of secrets; `run` accepts it as a job file."""
         return self.root / "job.yaml"
 
     @property
     def plan(self) -> Path:
-        """Nodes and workers with their environment."""
+        """Nodes and workers with their environment variables."""
         return self.root / "plan.json"
 
     @property
     def events(self) -> Path:
-        """What happened, a line each."""
+        """Events, one per line."""
         return self.root / "events.jsonl"
 
     @property
     def report(self) -> Path:
-        """How it ended."""
+        """The report of the job."""
         return self.root / "report.json"
 
     @property
     def metrics(self) -> Path:
-        """What the script measured, a line each; the script writes it."""
+        """Metrics that the script writes, one line each."""
         return self.root / METRICS
 
     @property
     def checkpoints(self) -> Path:
-        """What the script saved."""
+        """The folder of the script's checkpoints."""
         return self.root / CHECKPOINTS
 
     @property
     def logs(self) -> Path:
-        """The folder of the workers' output."""
+        """The folder of the workers' logs."""
         return self.root / LOGS
 
     @property
     def fence(self) -> Path:
-        """The generation whose workers may save; and start, unless it is `over`."""
+        """The fence: the generation whose workers may save, and start unless it is `over`."""
         return self.shared / FENCE
 
     @property
     def orchestrate_log(self) -> Path:
-        """What the orchestrator did for the job, in detail."""
+        """The log of the orchestrator for the job."""
         return self.root / "orchestrate.log"
 
     @property
     def supervisor_log(self) -> Path:
-        """What a detached supervisor has to say."""
+        """The output of a detached supervisor."""
         return self.root / "supervisor.log"
 
     @property
     def lock(self) -> Path:
-        """Held by the job's supervisor as long as it lives."""
+        """The lock file that the job's supervisor holds while it runs."""
         return self.root / "supervisor.lock"
 
     @property
     def shared(self) -> Path:
-        """What a job's nodes see as `$JOB_DIR`."""
+        """The job folder, which nodes see as `$JOB_DIR`."""
         return self.root / JOB
 
     @property
     def sockets(self) -> Path:
-        """Where nodes in containers of this machine listen; they can write in it. It is there while they are."""
+        """The folder of sockets of containers on this machine, writable by nodes; it exists as long as they do."""
         return self.root / "sockets"
 
     @property
     def nodes(self) -> Path:
-        """What a cluster's nodes see, with a folder for each job on it."""
+        """The folder that a cluster's nodes see, with a folder for each job."""
         return self.root / NODES
 
     @property
     def cluster(self) -> str:
-        """The cluster whose nodes the job uses; empty where it has its own."""
+        """The cluster whose nodes the job uses; empty if the job has its own."""
         try:
             link = os.readlink(self.shared)
         except OSError:  # no link
@@ -134,24 +134,24 @@ class JobPaths:
 
     @property
     def folder(self) -> Folder:
-        """What nodes have written."""
+        """The job folder, for safe access to files of nodes."""
         if cluster := self.cluster:
             return Folder(self.root.parent / cluster / NODES, self.root.name)
         return Folder(self.root, JOB)
 
     def log(self, rank: int) -> Path:
-        """All that one worker wrote."""
+        """Return the path of a worker's log."""
         return self.root / log(rank)
 
     def create(
         self, cluster: str = "", owner: tuple[int, int] | None = None, hidden: Mapping[str, str] | None = None
     ) -> None:
-        """Make the folders, ours for us alone, and that of the nodes for the user and group ids `owner`.
+        """Create the folders: private ones, and the nodes' folder for the user and group ids `owner`.
 
-        Their record has the values of secrets, `hidden`, and a key for the job's own nodes. Raises FileExistsError
-        where the job has some already, OSError or UsageError where it cannot.
+        The record contains the values of secrets, `hidden`, and a key for the job's own nodes. Raises FileExistsError
+        if the run directory exists, OSError or UsageError if it cannot be created.
         """
-        self._make(b"" if cluster else secrets.token_bytes(32), hidden)
+        self._create_root(b"" if cluster else secrets.token_bytes(32), hidden)
         if cluster:
             self.shared.symlink_to(f"../{cluster}/{NODES}/{self.root.name}")
         self.folder.make(LOGS, CHECKPOINTS, owner=owner)
@@ -159,16 +159,16 @@ class JobPaths:
             (self.root / name).symlink_to(f"{JOB}/{name}")
 
     def create_cluster(self, owner: tuple[int, int] | None = None, hidden: Mapping[str, str] | None = None) -> None:
-        """Make the folders of a cluster, and its record; raises as `create` does."""
-        self._make(secrets.token_bytes(32), hidden)
+        """Create the folders of a cluster, and its record; raises like `create`."""
+        self._create_root(secrets.token_bytes(32), hidden)
         Folder(self.root, NODES).make(owner=owner)
 
-    def _make(self, key: bytes, hidden: Mapping[str, str] | None) -> None:
+    def _create_root(self, key: bytes, hidden: Mapping[str, str] | None) -> None:
         self.root.parent.mkdir(parents=True, exist_ok=True)
         self.root.mkdir(0o700)
         records.make(self.root, key, hidden)
 
 
 def log(rank: int) -> str:
-    """The log of a worker, in a job's folder."""
+    """Return the path of a worker's log in the job folder."""
     return f"{LOGS}/rank-{rank}.log"

@@ -1,4 +1,4 @@
-"""Folders that belong to this user, and that no other user can enter."""
+"""Private folders, which only this user can enter."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from pathlib import Path
 from orchestrate.errors import EngineError
 from orchestrate.node.trees import FOLDER
 
-TEMPORARY = Path("/tmp")  # not $TMPDIR: a socket's path has 104 characters at most, and must be the same in every shell
+TEMPORARY = Path("/tmp")  # not $TMPDIR: socket paths are limited to 104 characters, and must not depend on the shell
 
 
 def temporary() -> Path:
-    """The user's folder in /tmp, created if necessary; its name is longer if another user has taken the first one.
+    """Return the user's folder in /tmp, created if necessary; its name is longer if another user has taken the first.
 
     Raises EngineError if it cannot be created.
     """
     path = TEMPORARY / f"orchestrate-{os.geteuid()}"
     try:
-        if _ours(path):
+        if _is_private(path):
             return path
-        if not _ours(_longer(path)):  # any more
-            _longer.cache_clear()
-        return _longer(path)
+        if not _is_private(_alternative(path)):  # no longer
+            _alternative.cache_clear()
+        return _alternative(path)
     except OSError as error:
-        raise EngineError(f"no folder for the sockets of nodes in {TEMPORARY}: {error.strerror}") from None
+        raise EngineError(f"cannot create a folder for node sockets in {TEMPORARY}: {error.strerror}") from None
 
 
 def make(path: Path) -> None:
     """Create a folder and missing parents, if the first existing parent belongs to this user.
 
-    Raises OSError. So root creates nothing in the home folder of the user who called sudo.
+    Raises OSError. So root creates nothing in the home directory of the user who called sudo.
     """
     if os.path.lexists(path):
         return
     make(path.parent)
     if path.parent.stat().st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, "the folder is another user's", str(path.parent))
+        raise PermissionError(errno.EPERM, "the folder belongs to another user", str(path.parent))
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
 
@@ -53,14 +53,14 @@ def opened(path: Path) -> Iterator[int]:
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise PermissionError(errno.EPERM, "the folder is not this user's alone", str(path))
+            raise PermissionError(errno.EPERM, "the folder is not private to this user", str(path))
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _ours(path: Path) -> bool:
-    """Whether a folder is this user's alone; it is made if it is missing."""
+def _is_private(path: Path) -> bool:
+    """Whether a folder is private to this user; it is created if missing."""
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -70,19 +70,19 @@ def _ours(path: Path) -> bool:
 
 
 @functools.cache
-def _longer(path: Path) -> Path:
-    """This user's folder where another user has taken its name, made if need be; raises OSError.
+def _alternative(path: Path) -> Path:
+    """Return this user's folder if another user has taken its name, created if necessary; raises OSError.
 
-    Others can have made any number of such folders: they are passed over by their owner, once in a process.
+    Others may have created any number of such folders, which are skipped by their owner, once per process.
     """
     with os.scandir(path.parent) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith(f"{path.name}-") and _own(entry)]
-    found = filter(_ours, (path.with_name(name) for name in sorted(names)))
+        names = [entry.name for entry in entries if entry.name.startswith(f"{path.name}-") and _is_own_folder(entry)]
+    found = filter(_is_private, (path.with_name(name) for name in sorted(names)))
     return next(found, None) or Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
 
 
-def _own(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder that this user has made."""
+def _is_own_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder of this user."""
     with contextlib.suppress(OSError):
         return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
     return False

@@ -1,7 +1,7 @@
-"""Records of the jobs and clusters that this account has made, kept outside of every project.
+"""Records of the jobs and clusters that this account created, kept outside of all projects.
 
-A run directory can have come with a project, through `git clone` for example, and a job may be able to read those of
-other jobs. So commands act on a run directory only if it has a record, and only the record has keys and secrets.
+A run directory may have come with a project, for example by `git clone`, and a job may be able to read those of other
+jobs. So commands act on a run directory only if it has a record, and only the record contains keys and secrets.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from orchestrate.files.folder import content, write_whole
 from orchestrate.files.mountinfo import paths
 from orchestrate.node.trees import FOLDER
 
-FOREIGN = "it was moved or copied, or made by another user, on another machine or by an older version of orchestrate"
-STATE = (".local", "state", "orchestrate")  # of a home folder; XDG_STATE_HOME names another place for the first two
+FOREIGN = "it was moved or copied, or created by another user, on another machine or by an older version"
+STATE = (".local", "state", "orchestrate")  # in a home directory; XDG_STATE_HOME replaces the first two
 
 
 @dataclass(frozen=True)
 class Record:
     """The record of a job or cluster; it is valid only for the run directory with this inode."""
 
-    run: str  # the real path of its run directory
+    run: str  # real path of the run directory
     inode: int  # without the device number, which can change at a reboot
-    machine: str  # host name: several machines can share a home folder
-    key: str  # the key for connections to its nodes, in hexadecimal digits; empty once it has ended
-    secrets: dict[str, str]  # values of env that are left out of job.yaml
-    events: str  # the key that signs the lines of events.jsonl, in hexadecimal digits
-    files: dict[str, list[str]] = field(default_factory=dict)  # name of a file: digests of its last two versions
+    machine: str  # host name: several machines can share a home directory
+    key: str  # hexadecimal key for connections to nodes; empty once the job has ended
+    secrets: dict[str, str]  # values of env that are not in job.yaml
+    events: str  # hexadecimal key that signs the lines of events.jsonl
+    files: dict[str, list[str]] = field(default_factory=dict)  # file name: digests of the last two versions
 
 
 def make(run: Path, key: bytes = b"", secrets: Mapping[str, str] | None = None) -> None:
-    """Create the record of a new run directory; raises UsageError if no folder for records can be written.
+    """Create the record of a new run directory; raises UsageError if it cannot be written.
 
-    Also removes records whose run directories have gone.
+    Also removes records whose run directories no longer exist.
     """
     status = run.lstat()
     machine = socket.gethostname()
-    record = Record(str(_real(run)), status.st_ino, machine, key.hex(), {**(secrets or {})}, tokens.token_hex(32))
-    why = "no folder for it"
+    record = Record(str(_real_path(run)), status.st_ino, machine, key.hex(), {**(secrets or {})}, tokens.token_hex(32))
+    why = "no folder for records"
     for place in places():
         try:
             private.make(place)
@@ -59,38 +59,38 @@ def make(run: Path, key: bytes = b"", secrets: Mapping[str, str] | None = None) 
                 return _write(record, folder)
         except OSError as error:
             why = f"{error.strerror}: {place}"
-    raise UsageError(f"no record of {run} can be kept: {why}", "set XDG_STATE_HOME to a folder of yours")
+    raise UsageError(f"cannot write the record of {run}: {why}", "set XDG_STATE_HOME to a folder that you own")
 
 
 def find(run: Path) -> Record | None:
-    """The record of a run directory; None if this account has not made that directory."""
-    found = _look(run)
+    """Return the record of a run directory; None if this account did not create it."""
+    found = _find(run)
     return found[1] if found else None
 
 
 def need(run: Path) -> Record:
-    """The record of a run directory; raises UsageError if this account has not made that directory."""
+    """Return the record of a run directory; raises UsageError if this account did not create it."""
     if record := find(run):
         return record
     raise UsageError(
         f"{run} has no record: {FOREIGN}",
-        "if you have moved or copied it, use it where it was made; otherwise, start the job or the cluster again",
+        "if you moved or copied it, use the original path; otherwise, start the job or cluster again",
     )
 
 
 def end(run: Path) -> None:
     """Remove the key of a job that has ended; raises OSError. The secrets stay, so that `logs` can hide them."""
-    if found := _look(run):
+    if found := _find(run):
         with private.opened(found[0]) as folder:
             _write(replace(found[1], key=""), folder)
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file of a run directory, and record its digest: a project could bring another file in its place.
+    """Write a file of a run directory, and record its digest, to detect a replacement by a project.
 
     Raises OSError.
     """
-    if found := _look(path.parent):
+    if found := _find(path.parent):
         record, digest = found[1], _digest(text)
         states = [*record.files.get(path.name, [])[-1:], digest]  # valid until the new file is written
         with private.opened(found[0]) as folder:
@@ -99,32 +99,32 @@ def write(path: Path, text: str) -> None:
 
 
 def written(record: Record, name: str, text: str) -> bool:
-    """Whether a file of a run directory is unchanged since we have written it."""
+    """Whether a file of a run directory is unchanged since it was written."""
     return _digest(text) in record.files.get(name, [])
 
 
 def inode_in(run: Path, name: str) -> int:
-    """The inode of a folder in a run directory of this account; raises OSError if that was replaced."""
+    """Return the inode of a folder in a run directory of this account; raises OSError if the directory was replaced."""
     record = find(run)
     folder = os.open(run, FOLDER)
     try:
         if record is None or os.fstat(folder).st_ino != record.inode:
-            raise FileNotFoundError(errno.ENOENT, "not made by this account", str(run))
+            raise FileNotFoundError(errno.ENOENT, "not created by this account", str(run))
         return os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino
     finally:
         os.close(folder)
 
 
 def forget(run: Path) -> None:
-    """Remove the record of a run directory, if there is one."""
+    """Remove the record of a run directory, if it exists."""
     for place in places():
         with contextlib.suppress(OSError), private.opened(place) as folder:
-            os.unlink(_name(_real(run)), dir_fd=folder)
+            os.unlink(_file_name(_real_path(run)), dir_fd=folder)
 
 
 def places() -> Iterator[Path]:
-    """The folders for records, the preferred one first."""
-    home = Path(os.path.expanduser("~"))  # some accounts have no home folder
+    """Yield the folders for records, the preferred one first."""
+    home = Path(os.path.expanduser("~"))  # some accounts have no home directory
     if os.path.isabs(state := os.environ.get("XDG_STATE_HOME", "")):
         yield Path(state, STATE[-1])
     if home.is_dir():
@@ -134,9 +134,9 @@ def places() -> Iterator[Path]:
 
 
 def kept(code: Path) -> set[Path]:
-    """The real paths of folders for records, of this account and of others, that could be below `code`.
+    """Return the real paths of folders for records, of this and other accounts, that could be below `code`.
 
-    Folders that are not their account's own do not count: by a link, other users would decide what nodes see.
+    Folders that their account does not own are ignored: links there would let other users decide what nodes see.
     """
     found = {Path(os.path.realpath(folder)) for folder in places()}
     for entry in pwd.getpwall():
@@ -145,27 +145,27 @@ def kept(code: Path) -> set[Path]:
             if folder.lstat().st_uid == entry.pw_uid:
                 found.add(folder)
     temporary = Path(os.path.realpath(private.TEMPORARY))
-    # They are listed only if need be: any user can make any number of them.
+    # Listed only if necessary: any user can create any number of them.
     if any(path.is_relative_to(code) for path in paths(temporary)):
         found.update(temporary.glob("orchestrate-*"))
     return found
 
 
-def _look(run: Path) -> tuple[Path, Record] | None:
-    """The record of a run directory, and the folder of that record."""
+def _find(run: Path) -> tuple[Path, Record] | None:
+    """Return the folder of a run directory's record, and the record."""
     with contextlib.suppress(OSError):
         status = run.lstat()
-        here = (str(_real(run)), status.st_ino)
+        here = (str(_real_path(run)), status.st_ino)
         for place in places() if stat.S_ISDIR(status.st_mode) else ():
             with contextlib.suppress(OSError, ValueError, TypeError), private.opened(place) as folder:
-                record = _read(_name(here[0]), folder)
+                record = _read(_file_name(here[0]), folder)
                 if (record.run, record.inode) == here:
                     return place, record
     return None
 
 
-def _real(run: Path) -> Path:
-    """The path of a run directory with links in its parent resolved."""
+def _real_path(run: Path) -> Path:
+    """Return the path of a run directory, with links in its parent resolved."""
     return Path(os.path.realpath(run.parent), run.name)
 
 
@@ -173,7 +173,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
-def _name(run: Path | str) -> str:
+def _file_name(run: Path | str) -> str:
     return f"{hashlib.sha256(os.fsencode(run)).hexdigest()}.json"
 
 
@@ -183,11 +183,11 @@ def _read(name: str, folder: int) -> Record:
 
 
 def _write(record: Record, folder: int) -> None:
-    write_whole(_name(record.run), json.dumps(asdict(record)), folder)
+    write_whole(_file_name(record.run), json.dumps(asdict(record)), folder)
 
 
 def _prune(folder: int) -> None:
-    """Remove the records of this machine whose run directories have gone."""
+    """Remove the records of this machine whose run directories no longer exist."""
     for name in os.listdir(folder):
         with contextlib.suppress(OSError, ValueError, TypeError):
             record = _read(name, folder)

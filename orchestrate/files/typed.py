@@ -1,4 +1,4 @@
-"""Data of typed classes as JSON, and back: the types of the fields are the form that the data must have. Pure."""
+"""Conversion of dataclasses to JSON data and back; field types define the format. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def encode(value: Any) -> Any:
-    """Dataclasses, enums, tuples, lists and mappings as what `json.dumps` writes."""
+    """Convert dataclasses, enums, tuples, lists and mappings to data for `json.dumps`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field: encode(getattr(value, field)) for field in _fields(type(value))}
     if isinstance(value, Enum):
@@ -25,13 +25,13 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, kind: type[T]) -> T:
-    """The dataclass that `encode` made `value` of; fields that it does not know are left out.
+    """Convert the result of `encode` back to a dataclass; unknown fields are ignored.
 
     Types may be plain ones, enums, dataclasses, `X | None`, `tuple[X, ...]`, `list[X]`, `dict[str, X]`, `dict[int, X]`
-    and `Annotated` ones with a check of `node/checks.py`. Raises ValueError with the name of the field that is wrong.
+    and `Annotated` ones with a check of `node/checks.py`. Raises ValueError that names the invalid field.
     """
-    made: T = _decode(value, kind, kind.__name__)
-    return made
+    decoded: T = _decode(value, kind, kind.__name__)
+    return decoded
 
 
 def _decode(value: Any, kind: Any, name: str) -> Any:
@@ -75,9 +75,9 @@ def _key(key: str, kind: Any, name: str) -> Any:
 
 @lru_cache
 def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """The fields of a dataclass, with their types and whether they are required."""
-    hints, none = get_type_hints(kind, include_extras=True), dataclasses.MISSING
+    """Return the fields of a dataclass, with their types and whether they are required."""
+    hints, missing = get_type_hints(kind, include_extras=True), dataclasses.MISSING
     return {
-        field.name: (hints[field.name], field.default is none and field.default_factory is none)
+        field.name: (hints[field.name], field.default is missing and field.default_factory is missing)
         for field in dataclasses.fields(kind)
     }

@@ -296,7 +296,7 @@ class Job:
         for name in nodes:
             self.answers.container(name)
         session = self.session(spec, **site)
-        session.nodes, session.clients.generation = session._look(), 0
+        session.nodes, session.clients.generation = session._list_nodes(), 0
         session.clients.running = dict(enumerate(nodes))
         self.answers.asked.clear()
         return session

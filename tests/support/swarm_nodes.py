@@ -29,7 +29,7 @@ def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmSession]:
     made.swarm.prepare()
     made.warned = warned
     made.supplied = {"t0", "t1", "t2"}
-    made._supply = lambda code, nodes: made.supplied.update(made.nodes[name]["ID"] for name in nodes)
+    made._send_code = lambda code, nodes: made.supplied.update(made.nodes[name]["ID"] for name in nodes)
     for role, count in (("trainer", 2), ("master", 1)):
         made.swarm.scale(role, count)
     made.nodes = made.swarm.look()
@@ -54,7 +54,7 @@ def connected(engine: SwarmSession, *nodes: str) -> None:
         engine.clients.running[rank] = node
         if node in nodes:
             engine.clients.connections[node], engine.ends[node] = ends.connected()
-            engine.linked[node] = engine._id(node)
+            engine.linked[node] = engine._task_id(node)
             engine.clients.selector.register(engine.clients.connections[node].sock, selectors.EVENT_READ, node)
 
 

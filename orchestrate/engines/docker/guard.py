@@ -119,7 +119,7 @@ class Guard:
             api.start(helper)
             if code := api.wait(helper, timeout=HELPER_TIMEOUT)["StatusCode"]:
                 last = api.logs(helper, tail=1).decode(errors="replace").strip()
-                raise EngineError(last or f"the helper container exited with code {code}")
+                raise EngineError(last or f"the helper container failed with exit code {code}")
         finally:
             with contextlib.suppress(*ERRORS):  # a leftover helper is removed with the nodes
                 api.remove_container(helper, v=True, force=True)

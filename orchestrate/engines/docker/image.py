@@ -118,8 +118,7 @@ def ensure_image(daemon: Daemon, spec: JobSpec) -> None:
         raise ResourceError(f"could not build the image {spec.image}: {error}", hint) from None
     except ERRORS as error:
         hint = "check the name, run `docker login`, or build it: docker build -t NAME ."
-        problem = f"the image {spec.image} does not exist here and could not be pulled: {reason(error)}"
-        raise ResourceError(problem, hint) from None
+        raise ResourceError(f"cannot find or pull the image {spec.image}: {reason(error)}", hint) from None
 
 
 def _pull(daemon: Daemon, image: str) -> None:
