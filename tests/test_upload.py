@@ -138,7 +138,7 @@ def test_files_must_be_packed_on_the_disk_of_the_job_and_a_full_one_be_told(tmp_
             packed(tmp_path, [tmp_path / name], small),
         ):
             pass
-        assert error.value.hint == f"see df {small}"
+        assert error.value.hint == f"check free space: df {small}"
         with packed(tmp_path, [tmp_path / name], run) as (file, _):
             assert os.readlink(f"/proc/self/fd/{file.fileno()}").startswith(f"{run}/")
     finally:

@@ -161,7 +161,7 @@ def code_files(folder: Path, runs: Path) -> list[Path]:
         size += path.stat().st_size
         if size > MAX_CODE:
             raise ResourceError(
-                f"{folder} exceeds {MAX_CODE >> 20} MB, the limit for copies to other hosts",
+                f"{folder} has more than {MAX_CODE >> 20} MB, the limit for copies to other hosts",
                 "exclude unneeded files in .dockerignore; keep data on a volume or in the image",
             )
     return found
