@@ -5,14 +5,14 @@ import sys
 
 
 def forget_current_folder() -> None:
-    """Import nothing from the current folder: a file named queue.py there is the user's own.
+    """Remove the current folder from sys.path, so that a user's queue.py does not shadow the standard library.
 
-    `-m` puts that folder first, and so does an empty entry of PYTHONPATH, as in `:/x`, in its place. The package finds
-    its own modules without it, also in a checkout that is not installed. One that PYTHONPATH names stays.
+    `-m` inserts it in first place, and an empty entry of PYTHONPATH, as in `:/x`, in its own place. The package finds
+    its modules without it, even in a checkout that is not installed. An entry that PYTHONPATH names explicitly stays.
     """
     try:
         here = os.getcwd()
-    except OSError:  # the folder is gone, and is not on the path
+    except OSError:  # the folder was removed, so it is not on the path
         return
     if not getattr(sys.flags, "safe_path", sys.flags.isolated) and sys.path[0] == here:
         del sys.path[0]
@@ -23,15 +23,15 @@ def forget_current_folder() -> None:
 
 
 def run() -> None:
-    """Run the command line, and end the process with its exit code."""
+    """Run the command line and exit with its exit code."""
     forget_current_folder()
     try:
         from orchestrate.cli.main import main
 
         code = main(sys.argv[1:])
-    except KeyboardInterrupt:  # before the command line was read
+    except KeyboardInterrupt:  # before the command line was parsed
         code = 130
-    os._exit(code)  # the interpreter would first take apart, for some 50 ms, all that was imported
+    os._exit(code)  # skip the interpreter's shutdown, which takes about 50 ms
 
 
 if __name__ == "__main__":

@@ -1,25 +1,23 @@
-"""Everything that can go wrong before or around a job, each with an exit code and a hint.
+"""Errors before or around a job, each with an exit code and a hint.
 
-The tree:
-
-    OrchestrateError          1
-    ├── UsageError            2   the command line or the job file asks for what cannot be
-    ├── EngineError           3   the engine does not answer, or refuses
-    │   └── EngineLost        3   it does not answer at all
-    └── ResourceError         4   the engine answers but lacks something: an image, GPUs, Compose
+OrchestrateError          1
+├── UsageError            2   invalid command line or job file
+├── EngineError           3   the engine does not answer, or refuses a request
+│   └── EngineLost        3   the engine does not answer at all
+└── ResourceError         4   the engine answers, but something is missing: an image, GPUs, Compose
 """
 
 from __future__ import annotations
 
 SUCCEEDED = 0
 FAILED = 1  # a worker failed
-LOST = 5  # the engine does not answer any more, and nobody knows how the job ended
-TIMED_OUT = 124  # --max-run was over; as coreutils' timeout
-INTERRUPTED = 130  # stopped by a person; as shells say after Ctrl-C
+LOST = 5  # the engine no longer answers, so the outcome is unknown
+TIMED_OUT = 124  # the time limit --max-run was reached; same as coreutils' timeout
+INTERRUPTED = 130  # stopped by a user; same as shells after Ctrl-C
 
 
 class OrchestrateError(Exception):
-    """What happened and why (`str(error)`), and what to do next (`hint`)."""
+    """An error with its cause (`str(error)`) and a way to fix it (`hint`)."""
 
     exit_code = FAILED
 
@@ -29,13 +27,13 @@ class OrchestrateError(Exception):
 
 
 class UsageError(OrchestrateError):
-    """The request itself is wrong."""
+    """The command line or the job file is invalid."""
 
     exit_code = 2
 
 
 class EngineError(OrchestrateError):
-    """The engine cannot be reached, or refuses what it is asked."""
+    """The engine cannot be reached, or refuses a request."""
 
     exit_code = 3
 
@@ -45,6 +43,6 @@ class EngineLost(EngineError):
 
 
 class ResourceError(OrchestrateError):
-    """The engine lacks something that the job needs."""
+    """Something that the job needs is missing: an image, GPUs, Compose."""
 
     exit_code = 4

@@ -33,11 +33,11 @@ def refused(cli, code: int, message: str, *arguments: str, **env: str) -> None:
         ("trainers must be a whole number from 0 to 1000, not '-1'", ["run", "--trainers", "-1"]),
         ("trainers must be a whole number from 0 to 1000, not 'x'", ["run", "--trainers", "x"]),
         ("the script nope.py does not exist", ["run", "--", "nope.py"]),
-        ("-m takes a module, and probe.py is a file", ["run", "-m", "probe.py"]),
+        ("-m takes a module, but probe.py is a file", ["run", "-m", "probe.py"]),
         ("the script . is a folder", ["run", "--", "."]),
         ("the script /etc/passwd is outside", ["run", "--", "/etc/passwd"]),
-        ("--flag is no script", ["run", "--", "--flag"]),
-        ("-m is no script", ["run", "--", "-m"]),
+        ("expected a script or -m MODULE, got --flag", ["run", "--", "--flag"]),
+        ("expected a script or -m MODULE, got -m", ["run", "--", "-m"]),
         ("command must be a script", ["run", "--"]),
         ("cannot read job file none.yaml", ["run", "none.yaml"]),
         ("unknown key 'trainer'", ["run", "--set", "trainer=1"]),
@@ -142,7 +142,7 @@ def test_output_that_cannot_be_written_must_be_an_error_but_for_a_reader_that_ha
     with open("/dev/full", "w") as full:
         done = subprocess.run(ps, stdout=full, stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr == "error: not all of the output was written: [Errno 28] No space left on device\n"
+    assert done.stderr == "error: could not write all output: [Errno 28] No space left on device\n"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(ps, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path)

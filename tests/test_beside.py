@@ -116,7 +116,7 @@ def test_a_beginning_that_fits_several_clusters_must_be_refused(cli, nothing_lef
     done = cli("down", "same")
     assert (done.returncode, done.stderr) == (
         2,
-        f"error: several clusters begin with same\nhint: clusters here: {', '.join(names)}\n",
+        f"error: same is the prefix of 2 clusters\nhint: clusters in runs: {', '.join(names)}\n",
     )
     assert sorted(row[0] for row in cli.ps()) == names
     assert [cli("down", name).returncode for name in names] == [0, 0]
@@ -130,7 +130,7 @@ def test_a_job_must_take_the_cluster_that_fits_it(cli, nothing_left):
     )
     done = cli("run", "--engine", "process", "--trainers", "1", "--", "count.py", "3")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[0] == f"{small} does not fit: it has 0 trainers, not 1"
+    assert done.stderr.splitlines()[0] == f"{small} does not fit: it has 0 trainers, the job needs 1"
     assert f", on {large}\n" in done.stderr and third not in done.stderr
     for name in (small, large, third):
         assert cli("down", name).returncode == 0

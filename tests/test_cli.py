@@ -175,7 +175,7 @@ def test_up_must_bring_up_nodes_that_jobs_use_and_down_removes(do, engine, runs)
 def test_up_must_name_other_clusters_for_jobs_from_this_folder(do, engine, runs):
     _, (name,), err = do("up", "--trainers", "2", "--gpus", "none")
     assert not any("note" in line for line in err)
-    assert f"note: {name} is up as well" in do("up", "--trainers", "1", "--gpus", "none")[2]
+    assert f"note: {name} is also up" in do("up", "--trainers", "1", "--gpus", "none")[2]
 
 
 def test_up_must_leave_no_nodes_where_it_is_interrupted(do, engine, runs, monkeypatch):
@@ -205,7 +205,7 @@ def test_a_cluster_whose_jobs_are_in_another_folder_must_be_named_with_that_fold
     engine.states = [JobState(name, "docker", 3, runs / name / "nodes", os.getuid())]
     do.runs = tmp_path / "others"
     code, _, err = do("run", "--trainers", "2", *APP)
-    assert code == 0 and err[0] == f"not using {name}: its jobs are in {runs} (--runs {runs})"
+    assert code == 0 and err[0] == f"not using {name}: its jobs are in another folder (--runs {runs})"
     assert " on " not in err[1].partition("workers")[2]
 
 
@@ -400,7 +400,7 @@ def test_a_link_that_came_with_a_project_must_not_lead_the_files_of_jobs_elsewhe
     assert main([command, "--trainers", "2", "--gpus", "none"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: runs is a symbolic link",
-        "hint: to use the folder that it points to: --runs DIR",
+        "hint: use --runs DIR to use its target",
     ]
     assert not [*(tmp_path / "elsewhere").iterdir()]
     assert main(["ps"]) == 0

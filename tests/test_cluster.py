@@ -115,8 +115,8 @@ def test_a_job_must_find_nothing_of_the_one_before(up, cli, engine):
     ("options", "why"),
     [
         (("--trainers", "3"), "it has 2 trainers, not 3"),
-        (("--set", "grace=7s"), "grace is 5.0 there, 7.0 here"),
-        (("--set", "shm_size=128m", "--set", "optional=shm_size"), "shm_size is 1g there, 128m here"),
+        (("--set", "grace=7s"), "grace is 5.0 on the cluster, 7.0 in the job"),
+        (("--set", "shm_size=128m", "--set", "optional=shm_size"), "shm_size is 1g on the cluster, 128m in the job"),
     ],
 )
 def test_a_job_that_does_not_fit_must_say_why_and_bring_up_its_own_nodes(up, options, why):
@@ -136,7 +136,7 @@ def test_a_cluster_in_use_must_not_be_given_to_a_second_job_nor_taken_down(up, c
     assert away(first) == f"../{cluster.name}/nodes/{first.name}" and cluster.state() == "in use"
     second = cli("run", "--engine", engine, "--trainers", "0", *OPTIONS, "--runs", "runs", "--", "count.py", "3")
     assert second.returncode == 0, second.stderr
-    assert f"{cluster.name} does not fit: {first.name} (process {job.process.pid}) uses it" in second.stderr
+    assert f"{cluster.name} does not fit: it is in use by {first.name} (process {job.process.pid})" in second.stderr
     refused = cli("down", cluster.name)
     assert (refused.returncode, f" uses {cluster.name}\nhint: " in refused.stderr) == (2, True)
     assert refused.stderr.endswith(f" stop {first.name}\n")
@@ -251,7 +251,7 @@ def test_what_is_no_cluster_must_be_told(cli):
     done = cli("down", "nonesuch")
     assert (done.returncode, done.stderr) == (
         2,
-        "error: no cluster named nonesuch\nhint: clusters here: none in runs\n",
+        "error: no cluster nonesuch\nhint: no clusters in runs\n",
     )
 
 

@@ -51,7 +51,7 @@ def differences(one: cluster.Cluster, site: Site = GPUS, **wanted) -> list[str]:
 def test_a_job_that_asks_for_nodes_that_are_made_otherwise_must_not_get_a_cluster(tmp_path, key, value):
     (why,) = differences(made(tmp_path), **{key: value})
     there = "not set" if getattr(SPEC, key) is None else getattr(SPEC, key)
-    assert why == f"{key} is {there} there, {value} here"
+    assert why == f"{key} is {there} on the cluster, {value} in the job"
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_a_job_that_asks_for_less_or_for_what_is_not_the_nodes_must_get_the_clus
     ("site", "wanted", "why"),
     [
         (GPUS.but(engine="process"), {}, "engine docker"),
-        (GPUS.but(code="/elsewhere"), {}, "its nodes see "),
+        (GPUS.but(code="/elsewhere"), {}, "its code folder is "),
         (GPUS, {"trainers": 3}, "it has 2 trainers, not 3"),
         (GPUS, {"spares": 1}, "it has 2 trainers, not 3"),
-        (GPUS.but(gpus=("GPU-9", "GPU-1", "GPU-2")), {}, "its nodes see 6 GPUs"),
+        (GPUS.but(gpus=("GPU-9", "GPU-1", "GPU-2")), {}, "its nodes can access only 6 GPUs"),
     ],
 )
 def test_what_keeps_a_job_from_a_cluster_must_be_told(tmp_path, site, wanted, why):
@@ -94,9 +94,9 @@ def test_spare_nodes_of_a_cluster_must_serve_a_larger_job(tmp_path):
 def test_a_job_whose_nodes_would_run_as_another_user_must_not_get_a_cluster(tmp_path, monkeypatch):
     one = made(tmp_path)
     (found,) = differences(one, user="1234:5678")
-    assert found == f"its nodes run as user {users.without_account()[0]}, those of the job as 1234"
+    assert found == f"its nodes run as user {users.without_account()[0]}, the job needs 1234"
     monkeypatch.setenv("SUDO_UID", "1001"), monkeypatch.setenv("SUDO_GID", "1001")
-    assert differences(one) == [f"its nodes run as user {users.without_account()[0]}, those of the job as 1001"]
+    assert differences(one) == [f"its nodes run as user {users.without_account()[0]}, the job needs 1001"]
 
 
 @pytest.mark.parametrize(("workers", "fits"), [(1, True), (2, True), (3, False)])
@@ -113,18 +113,18 @@ def test_a_cluster_that_a_job_uses_must_say_which_job_and_which_process_does(tmp
     one = made(tmp_path)
     one.paths.create_cluster(users.nodes_of(one.spec))
     with supervised(one.paths.root) as other:
-        assert differences(one) == [f"a job (process {other.pid}) uses it"]  # which has just begun
+        assert differences(one) == [f"it is in use by a job (process {other.pid})"]  # which has just begun
     create(JobPaths(tmp_path / "a-1"), cluster="c-1")
     create(JobPaths(tmp_path / "b-1"), cluster="c-1")
     with supervised(one.paths.root) as other, supervised(tmp_path / "b-1"):
-        assert differences(one) == [f"b-1 (process {other.pid}) uses it"]
+        assert differences(one) == [f"it is in use by b-1 (process {other.pid})"]
 
 
 def test_a_cluster_on_which_a_job_has_not_ended_must_not_be_given_to_another_one(tmp_path):
     one = made(tmp_path)
     create(one.paths, cluster="c-1")
     left = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
-    assert differences(one) == ["a-1 has not ended there, and has no supervisor: attach to it, or stop it"]
+    assert differences(one) == ["a-1 has not ended on it and has no supervisor: attach to it or stop it"]
     end(left)
     assert differences(one) == []
 

@@ -101,9 +101,9 @@ def test_a_job_that_lives_must_be_found_from_any_folder(do, engine, tmp_path):
 
 
 def test_where_there_are_no_jobs_the_folder_must_be_named(do, engine, tmp_path):
-    hint = f"hint: no jobs in {tmp_path}; use --runs for another folder"
+    hint = f"hint: no jobs in {tmp_path}; use --runs to select another folder"
     assert do("logs", "a") == (2, [], ["error: no job a", hint])
-    assert do("logs") == (2, [], [f"error: no jobs in {tmp_path}", "hint: use --runs for another folder"])
+    assert do("logs") == (2, [], [f"error: no jobs in {tmp_path}", "hint: use --runs to select another folder"])
 
 
 def test_the_jobs_that_are_named_must_be_those_of_the_folder(do, engine, tmp_path):
@@ -184,7 +184,7 @@ def test_logs_must_show_what_was_written_just_before_the_end(do, paths, monkeypa
         return 0
 
     monkeypatch.setattr(lock, "holder", holder)
-    said = ["error: a-1 has no supervisor, and no report of its end", "hint: python -m orchestrate attach a-1"]
+    said = ["error: a-1 has no supervisor, so no result will be reported", "hint: python -m orchestrate attach a-1"]
     assert do("logs", "a-1", "-f", "--rank", "0") == (1, ["first", "last, without a newline"], said)
     assert do("logs", "a-1", "--rank", "0")[0] == 0
 
@@ -275,7 +275,7 @@ def test_ps_must_tell_who_runs_who_is_idle_and_who_has_no_supervisor(do, engine,
         ["on-used", "docker", "3"],
         ["new", "docker", "0"],
     ]
-    for row, state in zip(rows[1:], ["without supervisor", "running", "idle", "in use", "running on used", "running"]):
+    for row, state in zip(rows[1:], ["no supervisor", "running", "idle", "in use", "running on used", "running"]):
         assert row[3].startswith(f"{state} ") and row[3].endswith(str(tmp_path / row[0]))
 
 
@@ -307,7 +307,7 @@ def test_doctor_must_fail_where_one_finding_keeps_jobs_from_running(capsys, monk
 # --- what another version has made
 
 
-OLD = "was made by another version of orchestrate, or its files have been moved or copied"
+OLD = "was created by another version of orchestrate, or its files were moved or copied"
 
 
 def old(do, folder: Path, how: str) -> Path:
@@ -346,7 +346,7 @@ def test_nodes_that_another_version_has_made_must_be_named_with_what_removes_the
 def test_nodes_of_another_user_must_not_be_named_as_those_of_another_version(do, tmp_path):
     old(do, tmp_path, "no folder")
     do.engine.states = [replace(do.engine.states[0], owner=os.getuid() + 1)]
-    assert do("down", "c-1")[2][0] == "error: no cluster named c-1" and do("rm", "c-1")[2][0] == "error: no job c-1"
+    assert do("down", "c-1")[2][0] == "error: no cluster c-1" and do("rm", "c-1")[2][0] == "error: no job c-1"
 
 
 def test_processes_that_another_version_has_started_must_be_ended_by_their_ids(do, tmp_path):

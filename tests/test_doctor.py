@@ -73,7 +73,7 @@ def test_a_clock_that_differs_must_be_told(monkeypatch, ahead, told):
     monkeypatch.setattr(checks, "send_archive", lambda *_: None)
     found = [finding.what for finding in checks._ask(Host(ahead), "master", "host-1", io.BytesIO())]
     assert [text for text in found if "clock" in text] == ([f"host-1: its clock differs by {told}"] if told else [])
-    assert found[-1].startswith("host-1: it has the image, and a node there answers")
+    assert found[-1].startswith("host-1: has the image, and a node on it answers")
 
 
 @pytest.mark.parametrize("error", [EngineError("not a line of JSON"), ConnectionError("it has gone")])
@@ -81,7 +81,7 @@ def test_a_host_that_large_packets_do_not_reach_must_be_told(error):
     there = Host(0.0, error)
     with tempfile.TemporaryFile() as data:
         (found,) = checks._ask(there, "master", "host-1", data)
-    assert found.state == checks.BAD and found.what == "host-1: small packets arrive, and large ones do not"
+    assert found.state == checks.BAD and found.what == "host-1: small packets arrive, large ones do not"
     assert "docs/swarm.md" in found.hint and there.closed
 
 
@@ -89,7 +89,7 @@ def test_a_node_that_does_not_answer_must_be_told_with_the_ports(monkeypatch):
     silent = Host(0.0)
     monkeypatch.setattr(silent, "reach", lambda node: None)
     (found,) = checks._ask(silent, "master", "host-1", io.BytesIO())
-    assert found.state == checks.BAD and found.what == "host-1: a node there does not answer"
+    assert found.state == checks.BAD and found.what == "host-1: a node on it does not answer"
     assert "4789/udp" in found.hint and "7946/udp" in found.hint
 
 
@@ -188,8 +188,8 @@ def test_a_host_that_is_well_must_be_called_so(port):
 @pytest.mark.parametrize(
     ("status", "state", "told"),
     [
-        ({"State": "down"}, checks.WARNING, "takes no nodes: down, active"),
-        ({"availability": "drain"}, checks.WARNING, "takes no nodes: ready, drain"),
+        ({"State": "down"}, checks.WARNING, "accepts no nodes: down, active"),
+        ({"availability": "drain"}, checks.WARNING, "accepts no nodes: ready, drain"),
         ({"version": "18.9.1"}, checks.BAD, "engine 18.9.1 is older than 20.10"),
         ({"version": "20.9.0"}, checks.BAD, "engine 20.9.0 is older than 20.10"),
         ({"version": "20.10.0"}, checks.GOOD, "engine 20.10.0"),
@@ -204,7 +204,7 @@ def test_what_keeps_nodes_from_a_host_must_be_told(port, status, state, told):
 def test_a_port_that_is_closed_must_be_told(port, monkeypatch):
     monkeypatch.setattr(checks, "SWARM_PORTS", (port, free_port()))
     found = [*checks._host(host(port))][-1]
-    assert found.state == checks.BAD and found.what.endswith(f"does not answer at {checks.SWARM_PORTS[1]}/tcp")
+    assert found.state == checks.BAD and found.what.endswith(f"does not answer on {checks.SWARM_PORTS[1]}/tcp")
 
 
 def test_only_a_manager_must_answer_at_the_port_of_managers(port, monkeypatch):
@@ -242,7 +242,7 @@ def test_hosts_whose_engines_differ_must_be_told_once(port):
     hosts = host(port), host(port, name="host-2", version="27.0.0"), host(port, name="host-3")
     engine = Nodes({"master": "host-1", "trainer-1": "host-2", "trainer-2": "host-3"}, swarm=Manager(*hosts))
     (told,) = [one for one in checks._swarm(engine, JobSpec()) if one.state != checks.GOOD]
-    assert told.state == checks.WARNING and told.what == "the hosts' engines differ: 27.0.0, 28.0.1"
+    assert told.state == checks.WARNING and told.what == "engine versions differ between hosts: 27.0.0, 28.0.1"
 
 
 def test_what_keeps_nodes_from_all_hosts_must_be_told(port):
@@ -281,7 +281,7 @@ def test_an_engine_that_is_well_must_be_called_so(found, capsys):
     assert code == 0 and all(line.startswith("ok ") for line in lines) and len(lines) == 5
     assert "28.0.1 at unix:///var/run/docker.sock" in lines[0] and "has the NVIDIA runtime" in lines[1]
     assert lines[2] == "ok       this machine has no NVIDIA GPU"
-    assert "it has the image mine:1" in lines[3] and "in no Swarm" in lines[4]
+    assert "image mine:1 exists" in lines[3] and "not part of a Swarm" in lines[4]
 
 
 def test_what_an_engine_does_not_have_must_be_told_and_be_no_error(found, capsys):
@@ -289,11 +289,11 @@ def test_what_an_engine_does_not_have_must_be_told_and_be_no_error(found, capsys
     assert code == 0
     assert "no NVIDIA runtime: jobs train on the CPU" in lines[1]
     assert lines[3:5] == [
-        "warning  it has no image mine:1",
+        "warning  image mine:1 is missing",
         "         hint: the first run builds or pulls it",
     ]
     assert lines[5:7] == [
-        f"warning  it has no image {IMAGE}, which keeps nodes from this machine's ports",
+        f"warning  image {IMAGE} is missing: without it, nodes can reach this machine's ports",
         "         hint: docker compose build",
     ]
 
@@ -368,7 +368,7 @@ def test_a_driver_that_does_not_match_its_libraries_must_be_a_warning(own, capsy
 def test_gpus_that_containers_do_not_get_must_be_a_warning_with_the_toolkit(own, found, capsys):
     own(OWN)
     lines, code = found(capsys, Runtimes={"runc": {}})
-    assert code == 0 and lines[1] == "warning  it has no NVIDIA runtime: jobs train on the CPU"
+    assert code == 0 and lines[1] == "warning  no NVIDIA runtime: jobs train on the CPU"
     assert "container toolkit" in lines[2] and lines[3].startswith("ok       GPU-1: ")
     lines, _ = found(capsys, Runtimes={"runc": {}}, CDISpecDirs=["/etc/cdi"], ServerVersion="27.5.1")
     assert lines[1] == "ok       GPUs are available to containers as CDI devices (nvidia.com/gpu)"

@@ -276,8 +276,8 @@ def test_the_generation_that_was_started_last_must_be_the_one_that_runs():
 
 
 def test_why_workers_were_asked_first_to_end_must_be_the_reason():
-    assert History([starting(0), stopping("max_run is over"), stopping("stopped by the user")]).stopping == (
-        "max_run is over"
+    assert History([starting(0), stopping("max_run was reached"), stopping("stopped by the user")]).stopping == (
+        "max_run was reached"
     )
 
 

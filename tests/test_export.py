@@ -42,9 +42,9 @@ def test_workers_and_gpus_must_follow_from_what_the_job_says(asked, workers, gpu
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"gpus": 3, "nproc_per_node": 2}, "2 workers and 1 GPUs on a node"),
-        ({"gpus": 6, "nproc_per_node": 1}, "1 workers and 2 GPUs on a node"),
-        ({"gpus": 2}, "2 GPUs cannot be shared out evenly to 3 nodes"),
+        ({"gpus": 3, "nproc_per_node": 2}, "2 workers and 1 GPUs per node"),
+        ({"gpus": 6, "nproc_per_node": 1}, "1 workers and 2 GPUs per node"),
+        ({"gpus": 2}, "2 GPUs cannot be divided evenly among 3 nodes"),
         ({"pin": True}, "pin, share_gpus and network"),
         ({"share_gpus": True}, "pin, share_gpus and network"),
         ({"encrypt": True}, "constraints and encrypt"),
@@ -114,13 +114,13 @@ def test_the_script_for_slurm_must_be_one_for_bash(form):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["kubernetes", "--gpus", "3", "--trainers", "1"], "3 GPUs cannot be shared out evenly to 2 nodes"),
-        (["slurm", "--form", "job"], "--form job"),
-        (["compose", "--form", "job"], "--form job"),
+        (["kubernetes", "--gpus", "3", "--trainers", "1"], "3 GPUs cannot be divided evenly among 2 nodes"),
+        (["slurm", "--form", "job"], "unknown form 'job'"),
+        (["compose", "--form", "job"], "unknown form 'job'"),
         (["nomad"], "unknown target 'nomad'"),
-        (["kubernetes", "--set", "network=host"], "pin, share_gpus and network are for this machine"),
-        (["slurm", "--set", "user=root"], "user is root, and Slurm runs a job as the user who submits it"),
-        (["slurm", "--set", "constraints=[node.labels.a == b]"], "constraints and encrypt are Swarm's"),
+        (["kubernetes", "--set", "network=host"], "pin, share_gpus and network cannot be exported"),
+        (["slurm", "--set", "user=root"], "user is root, but Slurm runs a job as the user who submits it"),
+        (["slurm", "--set", "constraints=[node.labels.a == b]"], "constraints and encrypt are for Swarm only"),
     ],
 )
 def test_what_cannot_be_exported_must_be_told(cli, arguments, message):
@@ -134,7 +134,7 @@ def test_what_cannot_be_exported_must_be_told(cli, arguments, message):
     [
         (["kubernetes"], "# mine, for Kubernetes 1.28"),
         (["kubernetes", "--form", "trainjob"], "kind: TrainJob\n"),
-        (["slurm"], "# The interpreter is that of this environment"),
+        (["slurm"], "# Nodes run the Python of this environment"),
         (["slurm", "--form", "pyxis"], "--container-image=orchestrate-node:0.1 "),
         (["compose"], "name: mine\n"),
     ],

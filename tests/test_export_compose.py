@@ -238,7 +238,7 @@ def test_a_node_must_have_no_more_rights_than_under_the_orchestrator_and_be_no_j
 
 
 def test_a_time_limit_that_compose_does_not_have_must_be_told():
-    assert "# Compose knows no max_run" in compose(resolve({"command": COMMAND, "max_run": "1h"}), "digits")
+    assert "# Compose does not support max_run" in compose(resolve({"command": COMMAND, "max_run": "1h"}), "digits")
     assert "max_run" not in compose(resolve({"command": COMMAND}), "digits")
 
 

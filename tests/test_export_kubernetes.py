@@ -165,7 +165,7 @@ def test_a_pod_without_a_volume_must_have_a_folder_all_the_same(form):
 @pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
 @pytest.mark.parametrize("volume", ["/mnt/training", "Data", "my_data", "-a", "a.", "a..b", "a" * 254])
 def test_a_volume_that_is_no_name_of_a_claim_must_be_refused(form, volume):
-    with pytest.raises(UsageError, match="on Kubernetes it names a PersistentVolumeClaim") as caught:
+    with pytest.raises(UsageError, match="is not a valid name of a PersistentVolumeClaim") as caught:
         kubernetes(resolve(SPEC | {"volume": volume}), "digits", form)
     assert volume in str(caught.value) and "--set volume=NAME" in caught.value.hint
     assert "claimName: data.v-2\n" in kubernetes(resolve(SPEC | {"volume": "data.v-2"}), "digits", form)

@@ -106,7 +106,7 @@ def test_a_worker_that_crashes_must_be_named_by_its_signal_and_show_where_it_sto
     assert job.end() == 1
     cause = ready.report()["root_cause"]
     assert cause["cause"] == ("shared memory" if number == signal.SIGBUS else "crash")
-    assert f"was ended by {number.name} (exit code {128 + number})" in cause["summary"]
+    assert f"was killed by {number.name} (exit code {128 + number})" in cause["summary"]
     assert any("crash.py" in line and "in innermost" in line for line in cause["last_lines"])
 
 
@@ -114,7 +114,7 @@ def test_a_script_that_cannot_be_loaded_must_not_be_tried_again(ready, engine):
     (ready.folder / "train.py").write_text("import nonesuch\n")
     job = Background(ready, engine, "--", "train.py")
     assert job.end() == 1
-    assert ready.report()["reason"] == "this kind of failure is not tried again"
+    assert ready.report()["reason"] == "this kind of failure is not retried"
     assert ready.report()["generations"] == 1
 
 
@@ -386,4 +386,4 @@ def test_the_report_must_tell_of_every_failure(ready, engine):
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "killed"), (2, "crash")]
     assert json.loads(json.dumps(ready.report()))["generations"] == 3
-    assert "generation 0: rank 1 on trainer-1 was ended by SIGKILL (exit code 137), at step" in job.err
+    assert "generation 0: rank 1 on trainer-1 was killed by SIGKILL (exit code 137), at step" in job.err

@@ -88,24 +88,24 @@ BUSY = Stand("t.py:1 in load", "read", False)
     [
         ("SSTS", {0: WAITING, 1: WAITING, 3: BUSY}, 2, "is stopped (SIGSTOP); 2 others wait at t.py:9 in all_reduce"),
         ("STST", {0: WAITING}, 1, "is stopped (SIGSTOP)"),
-        ("SStS", {0: WAITING, 1: BUSY}, 2, "is held by a debugger; 1 waits at t.py:9"),
-        ("SDSS", {0: WAITING, 1: WAITING, 2: BUSY}, 2, "never arrived: it stands at t.py:1 in load; 2 others wait"),
-        ("SSSS", {0: WAITING, 2: BUSY, 1: BUSY, 3: WAITING}, 1, "never arrived: it stands at t.py:1 in load; 2 others"),
-        ("SSSS", {0: WAITING, 1: WAITING, 3: WAITING}, 2, "never arrived: it answers to nothing, and printed no stack"),
-        ("SSDS", {0: WAITING, 1: WAITING, 3: WAITING}, 2, "never arrived: it waits for a disk or a network"),
-        ("SSDD", {0: WAITING}, 1, "never arrived: it answers to nothing"),
-        ("SSSS", {0: BUSY, 1: BUSY, 2: BUSY}, 0, "and all others stand at t.py:1 in load"),
-        ("SSSS", {3: WAITING, 0: WAITING, 1: WAITING, 2: WAITING}, 0, "and all others stand at t.py:9 in all_reduce"),
+        ("SStS", {0: WAITING, 1: BUSY}, 2, "is stopped by a debugger; 1 waits at t.py:9"),
+        ("SDSS", {0: WAITING, 1: WAITING, 2: BUSY}, 2, "never arrived: it is at t.py:1 in load; 2 others wait"),
+        ("SSSS", {0: WAITING, 2: BUSY, 1: BUSY, 3: WAITING}, 1, "never arrived: it is at t.py:1 in load; 2 others"),
+        ("SSSS", {0: WAITING, 1: WAITING, 3: WAITING}, 2, "never arrived: it does not respond and printed no stack"),
+        ("SSDS", {0: WAITING, 1: WAITING, 3: WAITING}, 2, "never arrived: it waits for disk or network"),
+        ("SSDD", {0: WAITING}, 1, "never arrived: it does not respond"),
+        ("SSSS", {0: BUSY, 1: BUSY, 2: BUSY}, 0, "and all others are at t.py:1 in load"),
+        ("SSSS", {3: WAITING, 0: WAITING, 1: WAITING, 2: WAITING}, 0, "and all others are at t.py:9 in all_reduce"),
         (
             "SSSS",
             {0: WAITING, 1: WAITING, 2: ELSEWHERE, 3: WAITING},
             2,
-            "stands elsewhere than the others: at t.py:4 in barrier; 3 others wait at t.py:9 in all_reduce",
+            "is not where the others are, but at t.py:4 in barrier; 3 others wait at t.py:9 in all_reduce",
         ),
-        ("SS", {0: WAITING, 1: ELSEWHERE}, 0, "stands elsewhere than the others: at t.py:9 in all_reduce; 1 waits at"),
-        ("SSSS", {}, 0, "does nothing any more, and printed no stack"),
-        ("DSSS", {}, 0, "waits for a disk"),
-        ("", {}, 0, "does nothing any more"),
+        ("SS", {0: WAITING, 1: ELSEWHERE}, 0, "is not where the others are, but at t.py:9 in all_reduce; 1 waits at"),
+        ("SSSS", {}, 0, "is idle and printed no stack"),
+        ("DSSS", {}, 0, "waits for disk"),
+        ("", {}, 0, "is idle"),
     ],
 )
 def test_the_worker_that_the_others_wait_for_must_be_named_with_where_it_stands(states, stands, rank, sentence):
@@ -119,7 +119,7 @@ def test_of_the_places_where_others_wait_the_two_with_the_most_must_be_named():
     _, what = late(dict.fromkeys(stands, "S"), stands)
     assert what.endswith("; 2 others wait at t.py:9 in all_reduce; 2 others wait at t.py:4 in barrier")
     _, what = late({0: "S", 1: "S"}, {0: WAITING, 1: BUSY})
-    assert what == "never arrived: it stands at t.py:1 in load; 1 waits at t.py:9 in all_reduce"
+    assert what == "never arrived: it is at t.py:1 in load; 1 waits at t.py:9 in all_reduce"
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def test_a_job_that_does_nothing_must_count_as_hung_and_every_worker_must_be_ask
     assert job.causes() == [(2, "hang")]
     (ended,) = [end for end in job.supervisor.history.ended if end.cause]
     assert ended.cause.summary == (
-        "the job hung: rank 2 on trainer-2 never arrived: it stands at /w/train.py:4 in load; "
+        "the job hung: rank 2 on trainer-2 never arrived: it is at /w/train.py:4 in load; "
         "2 others wait at /x/torch/distributed/c10d.py:4 in all_reduce"
     )
 

@@ -99,7 +99,7 @@ def test_the_limits_of_a_clusters_nodes_must_be_theirs_whatever_job_they_run(tmp
     made = plan(job, (MACHINE.inventory, one.placement(MACHINE.placement, "a-1")), "a-1")
     assert one.differences(job, made) == [] and made.limits == one.plan.limits == limits(None, 64 * GB, 8)
     (why,) = one.differences(dataclasses.replace(job, memory="unlimited"), made)
-    assert why == "memory is not set there, unlimited here"
+    assert why == "memory is not set on the cluster, unlimited in the job"
 
 
 def test_limits_must_be_read_as_they_were_written():

@@ -59,7 +59,7 @@ def test_a_job_whose_cluster_another_job_has_taken_must_say_so_and_start_nothing
     made = plan(JobSpec(), HERE.but(cluster="held"), "j", 29500)
     store.create(JobSpec(), made, paths)
     engine = RecordingEngine()
-    with pytest.raises(UsageError, match="another job has taken held$") as refused:
+    with pytest.raises(UsageError, match="held is in use by another job$") as refused:
         launch.supervise(paths, engine, lambda: 0, print)
     assert "attach j" in refused.value.hint
     assert not engine.calls

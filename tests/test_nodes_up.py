@@ -136,7 +136,7 @@ def test_a_run_directory_that_has_been_removed_must_end_the_job_at_once(job, fil
         up(*arguments),
     )
     began = job.clock.now
-    with pytest.raises(EngineError, match="the run directory cannot be written: .*No such file or directory"):
+    with pytest.raises(EngineError, match="cannot write to the run directory: .*No such file or directory"):
         job.run(engine)
     assert job.clock.now - began < 1 and "disk_full" not in job.names() and engine.calls[-1] == "down"
 

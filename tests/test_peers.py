@@ -56,7 +56,7 @@ def test_a_hang_must_be_noticed_and_tell_which_rank_never_arrived_and_where_it_s
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "hang")], job.err
     summary = ready.report()["failures"][0]["summary"]
-    assert re.search(r"rank 1 on trainer-1 never arrived: it stands at \S*sums.py:\d+ in odd_one_out; ", summary)
+    assert re.search(r"rank 1 on trainer-1 never arrived: it is at \S*sums.py:\d+ in odd_one_out; ", summary)
     assert re.search(r"2 others wait at \S*sums.py:\d+ in <module>", summary)
     for rank in range(3):
         assert "most recent call first" in ready.log(rank)
@@ -81,7 +81,7 @@ def test_a_worker_that_never_joins_must_be_named(ready, engine):
     job = Background(ready, engine, "--max-restarts", "0", "--set", "hang_after=3s", "--", "late.py")
     assert job.end() == 1
     assert job.causes() == [(2, "hang")], job.err
-    assert "rank 2 on trainer-2 never arrived: it stands at" in ready.report()["root_cause"]["summary"]
+    assert "rank 2 on trainer-2 never arrived: it is at" in ready.report()["root_cause"]["summary"]
 
 
 def train(cli, engine, *arguments: str) -> Background:

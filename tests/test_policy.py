@@ -40,7 +40,7 @@ def test_restarts_before_the_window_must_not_count():
 
 @pytest.mark.parametrize("cause", ["script", "usage", "not started"])
 def test_a_mistake_must_never_be_tried_again(cause):
-    assert decide(JobSpec(), [failure(0, cause)]) == Decision(False, "this kind of failure is not tried again")
+    assert decide(JobSpec(), [failure(0, cause)]) == Decision(False, "this kind of failure is not retried")
 
 
 @pytest.mark.parametrize("cause", ["terminated", "host lost", "engine lost", "interrupted"])

@@ -176,7 +176,7 @@ def test_only_a_job_that_failed_must_have_a_root_cause(word):
 
 def test_a_job_that_failed_without_a_worker_to_blame_must_have_no_root_cause():
     stopped = GenerationResult(generation=1, word="rescaled", why="a node is back")
-    data = report(PLAN, JobResult("failed", "the job cannot go on: no such node"), [FAILED, stopped], 0.0, [], [])
+    data = report(PLAN, JobResult("failed", "the job cannot continue: no such node"), [FAILED, stopped], 0.0, [], [])
     assert (data["root_cause"], len(data["failures"])) == (None, 1)
     assert report(PLAN, JobResult("failed", "could not start"), [], 0.0, [], [])["root_cause"] is None
 

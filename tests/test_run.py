@@ -118,7 +118,7 @@ def test_a_killed_worker_must_be_told_from_one_that_failed(cli, engine):
     cli.kill_worker(2, signal.SIGKILL)
     _, err = job.communicate(timeout=150)
     assert job.returncode == 1
-    assert "first to fail: rank 2 on trainer-2 was ended by SIGKILL (exit code 137)" in err
+    assert "first to fail: rank 2 on trainer-2 was killed by SIGKILL (exit code 137)" in err
 
 
 def test_a_script_without_a_module_that_it_needs_must_be_told_what_to_do(cli, engine):
@@ -177,7 +177,7 @@ def test_a_second_ctrl_c_must_kill_workers_that_do_not_listen(cli, engine):
 
 def test_the_maximum_run_time_must_end_the_job(cli, engine):
     done = run(cli, engine, "--max-run", "1s", "--", "steps.py")
-    assert (done.returncode, cli.report()["reason"]) == (124, "max_run is over")
+    assert (done.returncode, cli.report()["reason"]) == (124, "max_run was reached")
 
 
 def test_the_other_commands_must_work_from_another_shell(cli, engine):
@@ -195,7 +195,7 @@ def test_the_other_commands_must_work_from_another_shell(cli, engine):
     assert job.returncode == 130
     assert "trainer-1 1 | stepping\n" in follower.communicate(timeout=150)[0]
     assert not cli.ps()
-    assert cli("stop", job_id).stderr == f"{job_id} has ended already\n"
+    assert cli("stop", job_id).stderr == f"{job_id} has already ended\n"
 
 
 def test_stop_must_clean_up_what_a_killed_orchestrator_left(cli, engine):
@@ -204,7 +204,7 @@ def test_stop_must_clean_up_what_a_killed_orchestrator_left(cli, engine):
     job.kill()
     job.communicate()
     job_id = cli.run_dir().name
-    assert cli.ps() == [[job_id, engine, "2", "without supervisor", f"runs/{job_id}"]]
+    assert cli.ps() == [[job_id, engine, "2", "no supervisor", f"runs/{job_id}"]]
     stopped = cli("stop", cli.run_dir().name)
     assert stopped.returncode == 0, stopped.stderr
     assert not cli.ps()
@@ -231,7 +231,10 @@ def test_a_dead_node_must_be_told_from_a_dead_worker(cli, engine):
         os.kill(node_pid("process", cli.run_dir().name, "trainer-1"), signal.SIGKILL)
     _, err = job.communicate(timeout=150)
     assert job.returncode == 1
-    how = {"docker": "was ended with its node, which was stopped", "process": "was lost with its node, which ended"}
+    how = {
+        "docker": "was terminated with its node, which was stopped",
+        "process": "was lost with its node, which exited",
+    }
     assert f"first to fail: rank 1 on trainer-1 {how[engine]}" in err
 
 

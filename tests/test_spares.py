@@ -76,7 +76,7 @@ def test_a_job_without_spare_nodes_must_have_its_nodes_up_before_the_next_genera
 
 def test_a_job_that_loses_more_nodes_than_it_has_spare_ones_must_wait_for_one_to_come_back(job):
     engine = with_spare([KILLED], [ALL_WELL], lost=("trainer-1", "trainer-2"))
-    assert job.run(engine, SPEC) == JobResult("failed", "the job cannot go on: no such node")
+    assert job.run(engine, SPEC) == JobResult("failed", "the job cannot continue: no such node")
     assert engine.calls == ["up", "start", "stop", "up", "up", "up", "down"]
 
 
@@ -103,7 +103,7 @@ def test_a_job_without_a_minimum_must_not_go_on_with_fewer_nodes_than_it_wants(j
 
     engine.alive = look
     outcome = job.run(engine, SPEC)
-    assert outcome == JobResult("failed", "the job cannot go on: 2 of 3 nodes are alive")
+    assert outcome == JobResult("failed", "the job cannot continue: 2 of 3 nodes are alive")
 
 
 def test_a_spare_node_that_is_lost_at_the_last_moment_must_leave_a_job_that_may_go_on_with_fewer(job):

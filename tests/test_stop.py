@@ -35,7 +35,7 @@ def test_stop_must_only_show_what_it_would_remove_where_it_is_asked_to(do, paths
 
 def test_a_job_that_has_ended_and_left_nothing_must_need_no_stop(do, paths, engine):
     end(paths)
-    assert do("stop", "a-1") == (0, [], ["a-1 has ended already"])
+    assert do("stop", "a-1") == (0, [], ["a-1 has already ended"])
     assert engine.calls == []
 
 
@@ -111,7 +111,7 @@ def test_a_supervisor_that_is_not_proven_to_be_one_must_not_be_signalled_and_sto
     monkeypatch.setattr(lock, "holder", lambda _: lock.Supervisor(0, ""))
     code, _, err = do("stop", "a-1")
     assert code == 1
-    assert err[-2] == f"error: {paths.lock} is locked by a process that is not known to be its supervisor"
+    assert err[-2] == f"error: {paths.lock} is locked by a process that cannot be verified as its supervisor"
 
 
 def test_what_stop_cannot_remove_must_be_told(do, paths, engine, monkeypatch):
@@ -235,8 +235,12 @@ def test_a_cluster_that_a_job_uses_must_stay_up(do, engine, tmp_path):
 
 def test_what_is_no_cluster_must_be_answered_with_those_that_there_are(do, engine, tmp_path):
     create(JobPaths(tmp_path / "a-1"))
-    assert do("down", "a-1")[2] == ["error: no cluster named a-1", f"hint: clusters here: none in {tmp_path}"]
+    assert do("down", "a-1")[2] == ["error: no cluster a-1", f"hint: no clusters in {tmp_path}"]
     for name in ("c-1", "c-2", "d-1"):
         cluster(tmp_path, name)
-    assert do("down", "a-1")[2][1] == "hint: clusters here: c-1, c-2, d-1"
-    assert do("down", "c") == (2, [], ["error: several clusters begin with c", "hint: clusters here: c-1, c-2"])
+    assert do("down", "a-1")[2][1] == f"hint: clusters in {tmp_path}: c-1, c-2, d-1"
+    assert do("down", "c") == (
+        2,
+        [],
+        ["error: c is the prefix of 2 clusters", f"hint: clusters in {tmp_path}: c-1, c-2"],
+    )

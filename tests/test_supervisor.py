@@ -85,7 +85,7 @@ def test_metrics_that_repeat_themselves_must_not_count_as_progress(job):
 def test_a_mistake_must_not_be_tried_again(job):
     job.paths.log(0).write_text("ModuleNotFoundError: No module named 'nonesuch'\n")
     engine = RecordingEngine([[WorkerExit(0, 1)]])
-    assert job.run(engine) == JobResult("failed", "this kind of failure is not tried again")
+    assert job.run(engine) == JobResult("failed", "this kind of failure is not retried")
     assert job.causes() == [(0, "script")]
 
 
@@ -176,7 +176,7 @@ def test_what_can_never_be_sent_to_the_nodes_must_end_the_job_and_not_count_as_a
     with pytest.raises(ResourceError):
         job.run(engine)
     (outcome,) = job.noted("outcome_decided")
-    assert outcome["reason"] == "could not go on: cannot send files to the nodes: No space left on device"
+    assert outcome["reason"] == "could not continue: cannot send files to the nodes: No space left on device"
     assert engine.calls == ["up", "start", "stop", "up", "down"]
 
 
@@ -239,14 +239,16 @@ def test_a_supervisor_that_breaks_must_take_the_nodes_down(job):
 
 
 def test_the_maximum_run_time_must_stop_the_gang(job):
-    assert job.run(RecordingEngine([]), JobSpec(trainers=2, max_run=0.01)) == JobResult("stopped", "max_run is over")
+    assert job.run(RecordingEngine([]), JobSpec(trainers=2, max_run=0.01)) == JobResult(
+        "stopped", "max_run was reached"
+    )
 
 
 def test_the_maximum_run_time_must_count_from_the_start_of_the_job_and_not_of_a_generation(job):
     began = job.clock.now
     engine = RecordingEngine([[]] * 200 + [KILLED], [])  # twenty seconds, and then for ever
     outcome = job.run(engine, JobSpec(trainers=2, grace=1.0, max_run=30.0))
-    assert outcome == JobResult("stopped", "max_run is over")
+    assert outcome == JobResult("stopped", "max_run was reached")
     assert engine.calls == ["up", "start", "stop", "up", "start", "stop", "down"]
     assert 30 <= job.clock.now - began < 31
 
@@ -263,7 +265,7 @@ def test_nodes_that_cannot_come_back_must_fail_the_job(job):
     engine = RecordingEngine([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
-    assert job.run(engine) == JobResult("failed", "the job cannot go on: no such node")
+    assert job.run(engine) == JobResult("failed", "the job cannot continue: no such node")
 
 
 def test_files_that_do_not_fit_at_home_must_be_waited_for_before_nodes_lose_them(job):
@@ -281,7 +283,7 @@ def test_files_that_never_fit_at_home_must_end_the_job_and_stay_where_they_are(j
     engine = RecordingEngine([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.full.extend([OSError(errno.ENOSPC, "full")] * 9))
-    reason = "the job cannot go on: the run directory cannot be written: [Errno 28] full"
+    reason = "the job cannot continue: cannot write to the run directory: [Errno 28] full"
     assert job.run(engine) == JobResult("failed", reason)
     assert engine.calls == ["up", "start", "stop", "up", "gather", "gather", "down"]
 

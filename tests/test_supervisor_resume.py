@@ -124,7 +124,7 @@ def test_the_maximum_run_time_must_count_from_the_start_of_the_job(job, ago, wor
     outcome = job.run(engine, JobSpec(trainers=2, max_run=1800.0))
     assert outcome.word == word
     assert engine.calls == (["adopt", "stop", "down"] if word == "stopped" else ["adopt", "down"])
-    assert outcome.why == ("max_run is over" if word == "stopped" else "finished")
+    assert outcome.why == ("max_run was reached" if word == "stopped" else "finished")
 
 
 def test_the_ends_of_an_earlier_generation_must_not_count_as_those_of_the_next(job):
@@ -219,7 +219,9 @@ def test_the_generation_after_the_last_that_ended_must_be_next(job):
     assert engine.plans[0].workers[0].env["TORCHELASTIC_RESTART_COUNT"] == "5"
 
 
-@pytest.mark.parametrize(("word", "why"), [("succeeded", "finished"), ("stopped", "max_run is over"), ("lost", "gone")])
+@pytest.mark.parametrize(
+    ("word", "why"), [("succeeded", "finished"), ("stopped", "max_run was reached"), ("lost", "gone")]
+)
 def test_a_generation_that_ended_the_job_must_be_its_outcome(job, word, why):
     died(job, STARTING, ENDED, replace(ENDED, generation=1, word=Outcome(word), why=why, cause=None))
     engine = RecordingEngine()

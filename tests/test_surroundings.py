@@ -113,7 +113,7 @@ def test_runs_that_cannot_be_written_must_be_refused(played, capsys, words):
 def test_a_current_folder_that_is_gone_must_be_an_error(played, capsys, words):
     (played / "hello.py").unlink()
     played.rmdir()
-    refused(2, "the current folder does not exist any more", capsys, *words)
+    refused(2, "the current folder no longer exists", capsys, *words)
 
 
 def test_a_current_folder_that_is_gone_must_not_keep_help_from_being_printed(here):

@@ -222,7 +222,7 @@ def test_what_a_dead_orchestrator_has_left_must_be_shown_and_removed(cli, swarm)
     job.process.kill()
     job.process.communicate()
     name = cli.run_dir().name
-    assert cli.ps() == [[name, "swarm", "12", "without supervisor", f"runs/{name}"]]
+    assert cli.ps() == [[name, "swarm", "12", "no supervisor", f"runs/{name}"]]
     shown = cli("stop", name, "--dry-run").stdout.split("\n")[:-1]
     things = ["service {}-master", "service {}-trainer", "container {}-relay", "secret {}-node", "network {}_job"]
     assert sorted(shown) == sorted(thing.format(name) for thing in things)
@@ -289,7 +289,7 @@ def test_the_doctor_must_find_a_host_that_is_away(cli, swarm):
     swarm.hosts[2].cut()
     eventually(lambda: "Down" in swarm.states())
     done = cli("doctor")
-    assert f"host-3 ({swarm.hosts[2].address}) takes no nodes: down, active" in done.stdout
+    assert f"host-3 ({swarm.hosts[2].address}) accepts no nodes: down, active" in done.stdout
 
 
 def test_a_worker_that_is_killed_must_restart_the_gang_from_what_all_hosts_have_saved(cli, swarm):
@@ -363,7 +363,7 @@ def test_a_host_that_is_emptied_must_stop_its_nodes_and_the_gang_go_on_elsewhere
         swarm.hosts[0].docker("node", "update", "--availability", "active", last.name)
     ((rank, cause),) = job.causes()
     assert rank in ranks and cause == "node stopped"
-    assert f"({last.name}) was ended with its node" in job.err
+    assert f"({last.name}) was terminated with its node" in job.err
 
 
 @pytest.fixture

@@ -166,7 +166,7 @@ def test_a_full_stdout_must_be_one_line_of_error(jobs, tmp_path, words):
     with captured(tmp_path, out="/dev/full") as (_, err):
         code = main(words)
     lines = err.read_text().splitlines()
-    assert (code, lines[-1]) == (1, "error: not all of the output was written: [Errno 28] No space left on device")
+    assert (code, lines[-1]) == (1, "error: could not write all output: [Errno 28] No space left on device")
     assert sum("error" in line for line in lines) == 1
 
 
@@ -269,7 +269,7 @@ def test_a_job_whose_output_is_full_must_come_to_its_end(cli, nothing_left, stre
     )
     assert done.returncode == 1 and cli.report()["outcome"] == "succeeded"
     if stream == "stdout":
-        assert done.stderr.splitlines()[-1].startswith("error: not all of the output was written")
+        assert done.stderr.splitlines()[-1].startswith("error: could not write all output")
 
 
 def test_signals_must_be_counted_while_a_message_waits_for_its_reader(cli, nothing_left):

@@ -1,7 +1,7 @@
-"""Clusters: nodes that stay up between jobs. Below `runs/CLUSTER/`: its spec, its plan, and the folder that nodes see.
+"""Clusters: nodes that stay up between jobs. `runs/CLUSTER/` has the spec, the plan, and the folder that nodes see.
 
-A job on a cluster writes to `nodes/JOB` there, which `runs/JOB/job` points to; when it ends, its folder takes the place
-of that link. So a node never sees the files of an earlier job.
+A job on a cluster writes to `runs/CLUSTER/nodes/JOB`, and `runs/JOB/job` is a link to it. When the job ends, the folder
+replaces the link, so a node never sees the files of an earlier job.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from orchestrate.job import store, users
 from orchestrate.job.plan import Placement, Plan, counted, names, plan
 from orchestrate.job.spec import JobSpec
 
-# What a node is made with, and keeps.
-SAME = ("image", "memory", "cpus", "shm_size", "network", "host_access", "grace", *SWARMS)
+# Settings that a node keeps from its creation, so that a job must have the same.
+FIXED_KEYS = ("image", "memory", "cpus", "shm_size", "network", "host_access", "grace", *SWARMS)
 
 
 def _shown(spec: JobSpec, key: str) -> object:
@@ -31,7 +31,7 @@ def _shown(spec: JobSpec, key: str) -> object:
 
 @dataclass(frozen=True)
 class Cluster:
-    """One cluster, by its files."""
+    """A cluster, as its files describe it."""
 
     paths: JobPaths
     spec: JobSpec
@@ -39,64 +39,64 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """Its name, which begins the names of its containers."""
+        """The name, which is also the prefix of the names of its containers."""
         return self.paths.root.name
 
     def differences(self, spec: JobSpec, wanted: Plan) -> list[str]:
-        """What keeps a job from running here, in words."""
-        found = [
-            f"{key} is {_shown(self.spec, key)} there, {_shown(spec, key)} here"
-            for key in SAME
+        """Return the reasons why a job cannot run on this cluster, as text; empty if it can."""
+        reasons = [
+            f"{key} is {_shown(self.spec, key)} on the cluster, {_shown(spec, key)} in the job"
+            for key in FIXED_KEYS
             if getattr(self.spec, key) != getattr(spec, key)
         ]
         if self.plan.engine != wanted.engine:
-            found.append(f"its nodes are on the engine {self.plan.engine}")
+            reasons.append(f"its engine is {self.plan.engine}")
         if self.plan.placement.code != wanted.placement.code:
-            found.append(f"its nodes see {self.plan.placement.code}, the job needs {wanted.placement.code}")
+            reasons.append(f"its code folder is {self.plan.placement.code}, the job needs {wanted.placement.code}")
         if spec.trainers + spec.spares > self.spec.trainers + self.spec.spares:
-            there = counted(self.spec.trainers + self.spec.spares, "trainer")
-            found.append(f"it has {there}, not {spec.trainers + spec.spares}")
+            trainers = counted(self.spec.trainers + self.spec.spares, "trainer")
+            reasons.append(f"it has {trainers}, the job needs {spec.trainers + spec.spares}")
         if not set(wanted.gpus) <= set(self.plan.gpus):
-            found.append(f"its nodes see {len(self.plan.gpus)} GPUs")
+            reasons.append(f"its nodes can access only {len(self.plan.gpus)} GPUs")
         if wanted.gpus and self.plan.engine == "swarm" and wanted.nproc_per_node > self.plan.nproc_per_node:
-            found.append(f"its nodes have {self.plan.nproc_per_node} GPUs each")
-        user, owner = users.nodes_of(spec), self.paths.nodes.lstat()  # root may have brought it up by sudo, or without
+            reasons.append(f"its nodes have {self.plan.nproc_per_node} GPUs each")
+        user, owner = users.nodes_of(spec), self.paths.nodes.lstat()  # root may have started it with or without sudo
         if wanted.engine != "process" and user not in (None, (owner.st_uid, owner.st_gid)):
-            found.append(f"its nodes run as user {owner.st_uid}, those of the job as {user[0]}")
-        if job_there := self.user():
-            found.append(f"{job_there} uses it")
+            reasons.append(f"its nodes run as user {owner.st_uid}, the job needs {user[0]}")
+        if user_job := self.user():
+            reasons.append(f"it is in use by {user_job}")
         elif left := [paths for paths in self.jobs() if not store.ended(paths)]:  # its workers may still run
             name = left[0].root.name
-            found.append(f"{name} has not ended there, and has no supervisor: attach to it, or stop it")
-        return found
+            reasons.append(f"{name} has not ended on it and has no supervisor: attach to it or stop it")
+        return reasons
 
     def user(self) -> str:
-        """The job that uses it now, or just `a job`, with its supervisor; empty if none does."""
+        """Return the job that uses the cluster, or `a job` if unknown, with its supervisor; empty if it is idle."""
         if supervisor := lock.holder(self.paths):
             return f"{self.busy_with() or 'a job'} ({supervisor})"
         return ""
 
     def busy_with(self) -> str:
-        """The name of the job that is supervised on it; empty if there is none, or not yet."""
+        """Return the name of the job that is supervised on it; empty if there is none, or not yet."""
         return next((paths.root.name for paths in self.jobs() if lock.holder(paths)), "")
 
     def jobs(self) -> list[JobPaths]:
-        """The jobs whose files are still among its own."""
+        """Return the jobs whose files are still in the cluster's folder."""
         return store.on_cluster(self.paths.root.parent, self.name)
 
     def placement(self, own: Placement, job_id: str) -> Placement:
-        """Where a job goes on this cluster, by where it would go with nodes of its own."""
+        """Return a job's placement on this cluster; `own` is its placement on nodes of its own."""
         folder = own.job_dir if self.plan.engine == "process" else f"{own.job_dir}/{job_id}"
         sharing = len(names(self.spec, spares=True))
         return dataclasses.replace(own, cluster=self.name, job_dir=folder, sharing=sharing)
 
 
 def found(runs: Path) -> list[Cluster]:
-    """The clusters whose files are below `runs`."""
+    """Return the clusters whose files are in `runs`."""
     clusters = []
     for folder in sorted(runs.glob(f"*/{NODES}")):
         paths = JobPaths(folder.parent)
-        with contextlib.suppress(UsageError):  # half made, or half removed
+        with contextlib.suppress(UsageError):  # partly created or removed
             spec, plan = store.load(paths)
             if plan.placement.cluster == plan.job_id:
                 clusters.append(Cluster(paths, spec, plan))
@@ -104,28 +104,28 @@ def found(runs: Path) -> list[Cluster]:
 
 
 def elsewhere(engine: Engine, runs: Path) -> list[Cluster]:
-    """The clusters of this account on an engine whose files are not below `runs`."""
+    """Return this account's clusters on an engine whose files are not in `runs`."""
     clusters = []
     for state in engine.jobs():
         if state.cluster and state.named and state.paths.root.parent != runs:
-            with contextlib.suppress(UsageError):  # it is another account's
+            with contextlib.suppress(UsageError):  # another account's
                 clusters.append(Cluster(state.paths, *store.load(state.paths)))
     return clusters
 
 
 def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> tuple[Cluster, Session]:
-    """Make a cluster, and have its nodes up; takes back what it has made where that fails."""
+    """Create a cluster and start its nodes; remove everything again on failure."""
     name = store.new_id(spec)
     paths = JobPaths(runs / name)
     engine.prepare(spec)
     inventory, own = engine.inventory(spec, paths.nodes, look_inside=True)
     placement = dataclasses.replace(own, cluster=name, code=str(Path.cwd()))
-    made = plan(spec, inventory, placement, name, port(placement.network, 0))
-    store.create(spec, made, paths)
-    cluster = Cluster(paths, spec, made)
+    cluster_plan = plan(spec, inventory, placement, name, port(placement.network, 0))
+    store.create(spec, cluster_plan, paths)
+    cluster = Cluster(paths, spec, cluster_plan)
     try:
-        session = engine.open(spec, made, paths.nodes, warn=say)
-        session.up(dataclasses.replace(made, nodes=names(spec, spares=True)))
+        session = engine.open(spec, cluster_plan, paths.nodes, warn=say)
+        session.up(dataclasses.replace(cluster_plan, nodes=names(spec, spares=True)))
     except BaseException:
         take_down(engine, cluster, 0)
         raise
@@ -133,9 +133,9 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> tuple[Cluster, Sessio
 
 
 def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
-    """Remove a cluster's nodes and files; the files of its jobs stay.
+    """Remove a cluster's nodes and files; job files are kept.
 
-    Raises OrchestrateError where a job has left something else in the place of its files.
+    Raises OrchestrateError if a job has replaced its folder by something else.
     """
     engine.remove(cluster.name, grace)
     lost = ""

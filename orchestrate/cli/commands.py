@@ -1,4 +1,4 @@
-"""The commands for jobs that there are, and what all commands share."""
+"""Commands for existing jobs and clusters, and helpers that all commands share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from orchestrate.supervise import launch
 from orchestrate.supervise.generation import BY_MAX_RUN
 
 EXIT_CODES = {Outcome.SUCCEEDED: errors.SUCCEEDED, Outcome.FAILED: errors.FAILED, Outcome.LOST: errors.LOST}
-MAX_PROOFS = 20  # times that a supervisor may not be proven to be one, a tenth of a second apart: it may be beginning
+MAX_STOP_ATTEMPTS = 20  # attempts, 0.1 s apart, to verify the supervisor that holds a lock: it may be starting
 
 if TYPE_CHECKING:
     from orchestrate.doctor.findings import Finding
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 
 def exit_code(data: dict[str, Any]) -> int:
-    """What a process that ran this job ends with."""
+    """Return the exit code of a command for a job with this report."""
     if data["outcome"] == Outcome.STOPPED:
         return errors.TIMED_OUT if data["reason"] == BY_MAX_RUN else errors.INTERRUPTED
     return EXIT_CODES[data["outcome"]]
 
 
 def output(args: argparse.Namespace) -> Callable[[str], None]:
-    """What prints the workers' lines: to stdout, unless that is for something else."""
+    """Return the function that prints worker output: to stdout unless `--print-path` or `--json` uses it."""
     return say if args.print_path or args.json else stream
 
 
 def end(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
-    """Tell how a job has ended, and return the exit code for that."""
+    """Print the report of a job, and return the exit code."""
     say(text(data))
     say(args.shown / name)
     if args.print_path:
@@ -64,13 +64,13 @@ def end(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
 
 
 def count_signals(spec: JobSpec) -> Any:
-    """Take Ctrl-C and SIGTERM as requests to stop, and no notice of SIGHUP; return what counts the requests."""
+    """Count Ctrl-C and SIGTERM as requests to stop, and ignore SIGHUP; return a function that returns the count."""
     seen: list[int] = []
     messages: queue.SimpleQueue[str] = queue.SimpleQueue()  # safe in a signal handler, unlike printing
 
     def note(number: int, _: object) -> None:
         seen.append(number)
-        first = f"stopping: the workers have {spec.grace:g} s to end; Ctrl-C again kills them"
+        first = f"stopping: workers have {spec.grace:g} s to exit; press Ctrl-C again to kill them"
         messages.put(first if len(seen) == 1 else "killing the workers")
 
     def show() -> None:
@@ -96,26 +96,26 @@ def _findings(spec: JobSpec) -> Iterator[Finding]:
 
 
 def doctor(spec: JobSpec) -> int:
-    """What keeps jobs from running here."""
-    from orchestrate.doctor import findings  # not for other commands: a parser of XML takes them some milliseconds
+    """Print problems that keep jobs from running; return the exit code of the first error."""
+    from orchestrate.doctor import findings  # only here: its XML parser takes milliseconds to import
 
-    worst = errors.SUCCEEDED
+    code = errors.SUCCEEDED
     for finding in _findings(spec):
         out(f"{finding.state:<7}  {finding.what}")
         if finding.hint:
             out(f"         hint: {finding.hint}")
         console.flush()
         if finding.state == findings.BAD:
-            worst = worst or finding.code
-    return worst
+            code = code or finding.code
+    return code
 
 
 def ps(args: argparse.Namespace) -> int:
-    """The jobs that have nodes or use those of a cluster, and those whose supervisor has none yet, or none any more."""
+    """List clusters, jobs with nodes of their own or on a cluster, and jobs with a supervisor but no nodes."""
     rows = [("NAME", "ENGINE", "NODES", "STATE", "RUN")]
 
     def add(paths: JobPaths, state: str) -> None:
-        with contextlib.suppress(UsageError):  # its files say nothing any more
+        with contextlib.suppress(UsageError):  # its files are unreadable
             plan = store.load(paths)[1]
             nodes = len(plan.nodes) if plan.placement.cluster else 0
             rows.append((plan.job_id, plan.engine, str(nodes), state, str(paths.root)))
@@ -123,8 +123,8 @@ def ps(args: argparse.Namespace) -> int:
     for engine in choice.answering():
         for state in engine.jobs():
             busy = lock.holder(state.paths)
-            word = ("in use" if busy else "idle") if state.cluster else "running" if busy else "without supervisor"
-            rows.append((state.job_id, state.engine, str(state.nodes), word, str(state.paths.root)))
+            status = ("in use" if busy else "idle") if state.cluster else "running" if busy else "no supervisor"
+            rows.append((state.job_id, state.engine, str(state.nodes), status, str(state.paths.root)))
             for paths in store.on_cluster(state.paths.root.parent, state.job_id) if state.cluster and busy else ():
                 if lock.holder(paths):
                     add(paths, f"running on {state.job_id}")
@@ -137,30 +137,31 @@ def ps(args: argparse.Namespace) -> int:
 
 
 def down(args: argparse.Namespace) -> int:
-    """Take a cluster down."""
-    chosen = [one for one in cluster.found(args.runs) if one.name.startswith(args.cluster)]
-    if not chosen:
+    """Remove a cluster."""
+    matches = [each for each in cluster.found(args.runs) if each.name.startswith(args.cluster)]
+    if not matches:
         older.refuse(args.cluster, args.runs, choice.answering())
-    if len(chosen) != 1:
-        known = ", ".join(one.name for one in chosen or cluster.found(args.runs)) or f"none in {args.shown}"
-        which = "several clusters begin with" if chosen else "no cluster named"
-        raise UsageError(f"{which} {args.cluster}", f"clusters here: {known}")
-    name, engine = chosen[0].name, _own_engine(chosen[0].spec, chosen[0].plan)
-    holding = _held([engine], name)
+    if len(matches) != 1:
+        known = ", ".join(each.name for each in matches or cluster.found(args.runs))
+        what = f"{args.cluster} is the prefix of {len(matches)} clusters" if matches else f"no cluster {args.cluster}"
+        raise UsageError(what, f"clusters in {args.shown}: {known}" if known else f"no clusters in {args.shown}")
+    chosen = matches[0]
+    name, engine = chosen.name, _engine_of(chosen.spec, chosen.plan)
+    resources = _resources([engine], name)
     if args.dry_run:
-        for thing in [thing for _, thing in holding] + [f"folder {chosen[0].paths.root}"]:
-            out(thing)
+        for resource in [resource for _, resource in resources] + [f"folder {chosen.paths.root}"]:
+            out(resource)
         return errors.SUCCEEDED
-    if user := chosen[0].user():
-        there = chosen[0].busy_with()
-        raise UsageError(f"{user} uses {name}", f"python -m orchestrate {f'stop {there}' if there else 'ps'}")
-    cluster.take_down(engine, chosen[0], grace=30)
+    if user := chosen.user():
+        job = chosen.busy_with()
+        raise UsageError(f"{name} is in use by {user}", f"python -m orchestrate {f'stop {job}' if job else 'ps'}")
+    cluster.take_down(engine, chosen, grace=30)
     say(f"{name} is down")
     return errors.SUCCEEDED
 
 
 def _paths(args: argparse.Namespace) -> JobPaths:
-    """The files of the job that `args.job` names; the engines are asked only where the runs have no such job."""
+    """Return the files of the job that `args.job` names; ask the engines only if `--runs` does not have it."""
     folder = args.runs / args.job
     local = folder.joinpath("plan.json").exists() and not owners.foreign(folder) and records.find(folder)
     return JobPaths(find(args, [] if local else choice.answering()))
@@ -168,7 +169,7 @@ def _paths(args: argparse.Namespace) -> JobPaths:
 
 @contextlib.contextmanager
 def _watching(name: str) -> Iterator[None]:
-    """End the command at Ctrl-C, and say that the job goes on."""
+    """Exit on Ctrl-C with a message that the job continues."""
     try:
         yield
     except KeyboardInterrupt:
@@ -177,19 +178,20 @@ def _watching(name: str) -> Iterator[None]:
 
 
 def show_logs(args: argparse.Namespace) -> int:
-    """The workers' output."""
+    """Print worker output."""
     paths = _paths(args)
     spec, plan = store.look(paths)
-    chosen = launch.prefixes(plan)
-    if args.rank is not None and args.rank not in chosen:
-        raise UsageError(f"no rank {args.rank} in {paths.root.name}", f"its ranks are 0 to {len(chosen) - 1}")
-    follower = logs.Follower(paths, chosen if args.rank is None else {args.rank: ""}, hide=Mask(spec.env, spec.secrets))
+    prefixes = launch.prefixes(plan)
+    if args.rank is not None and args.rank not in prefixes:
+        raise UsageError(f"no rank {args.rank} in {paths.root.name}", f"its ranks are 0 to {len(prefixes) - 1}")
+    shown = prefixes if args.rank is None else {args.rank: ""}
+    follower = logs.Follower(paths, shown, hide=Mask(spec.env, spec.secrets))
     with _watching(paths.root.name):
         while True:
-            living = args.follow and not store.ended(paths) and lock.holder(paths)
-            for line in follower.lines(end=not living):
+            running = args.follow and not store.ended(paths) and lock.holder(paths)
+            for line in follower.lines(end=not running):
                 out(line)
-            if not living:
+            if not running:
                 if args.follow and not store.ended(paths):
                     _unsupervised(paths)
                 return errors.SUCCEEDED
@@ -199,16 +201,16 @@ def show_logs(args: argparse.Namespace) -> int:
 
 
 def attach(args: argparse.Namespace) -> int:
-    """Look on while somebody else supervises the job; supervise it when nobody does; tell how it ended."""
+    """Follow a job until it ends, supervise it if it has no supervisor, and print the report."""
     paths = _paths(args)
-    spec, made = store.load(paths)
-    follower, show = launch.rest(paths, spec, made), output(args)
-    looking = False
+    spec, plan = store.load(paths)
+    follower, show = launch.rest(paths, spec, plan), output(args)
+    following = False
     while not (data := store.ended(paths)):
         if supervisor := lock.holder(paths):
-            if not looking:
+            if not following:
                 say(f"{supervisor} supervises {paths.root.name}; following it (Ctrl-C detaches)")
-            looking = True
+            following = True
             with _watching(paths.root.name):
                 for line in follower.lines():
                     show(line)
@@ -218,15 +220,15 @@ def attach(args: argparse.Namespace) -> int:
         if store.ended(paths):
             continue
         say(f"supervising {paths.root.name}")
-        engine = _own_engine(spec, made)
+        engine = _engine_of(spec, plan)
         try:
             data = launch.supervise(paths, engine, count_signals(spec), say, follower, show)
             break
-        except BlockingIOError:  # somebody else was faster
+        except BlockingIOError:  # another process took the lock first
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    if looking:
+    if following:
         for line in follower.lines(end=True):
             show(line)
     assert data
@@ -234,7 +236,7 @@ def attach(args: argparse.Namespace) -> int:
 
 
 def wait(args: argparse.Namespace) -> int:
-    """The end of a job."""
+    """Wait until a job ends, and return its exit code."""
     paths = _paths(args)
     with _watching(paths.root.name):
         while not (data := store.ended(paths)):
@@ -245,33 +247,33 @@ def wait(args: argparse.Namespace) -> int:
 
 
 def _unsupervised(paths: JobPaths) -> NoReturn:
-    """Raise OrchestrateError for a job that no supervisor follows, so that nothing reports its end."""
+    """Raise OrchestrateError for a job without a supervisor, since no result will be reported."""
     name = paths.root.name
     raise OrchestrateError(
-        f"{name} has no supervisor, and no report of its end", f"python -m orchestrate attach {name}"
+        f"{name} has no supervisor, so no result will be reported", f"python -m orchestrate attach {name}"
     )
 
 
 def stop(args: argparse.Namespace) -> int:
-    """Stop a job, and look whether it is stopped."""
-    paths, engines = _looked_up(args)
+    """Stop a job, and verify that nothing of it is left."""
+    paths, engines = _find_anywhere(args)
     name = paths.root.name
     if os.path.lexists(paths.root):
         records.need(paths.root)
-    holding = _held(engines, name)
+    resources = _resources(engines, name)
     if args.dry_run:
-        for _, thing in holding:
-            out(thing)
+        for _, resource in resources:
+            out(resource)
         return errors.SUCCEEDED
-    if store.ended(paths) and not holding and not lock.holder(paths):
-        say(f"{name} has ended already")
+    if store.ended(paths) and not resources and not lock.holder(paths):
+        say(f"{name} has already ended")
         return errors.SUCCEEDED
     _ask_to_stop(paths)
-    holding = _held(engines, name)
-    if holding or not store.ended(paths):
+    resources = _resources(engines, name)
+    if resources or not store.ended(paths):
         say(f"{name} has no supervisor: removing its nodes")
-        _finish(paths, holding)
-    left = [thing for _, thing in _held(engines, name)]
+        _stop_unsupervised(paths, resources)
+    left = [resource for _, resource in _resources(engines, name)]
     if left:
         raise OrchestrateError(f"{name} still has {', '.join(left)}", f"python -m orchestrate stop {name}")
     say(f"{name} is stopped")
@@ -279,16 +281,16 @@ def stop(args: argparse.Namespace) -> int:
 
 
 def _ask_to_stop(paths: JobPaths) -> None:
-    """Have whoever supervises a job stop it; return when it has no supervisor any more."""
-    refused = 0
+    """Ask a job's supervisor to stop it, and return once it has no supervisor."""
+    attempts = 0
     while supervisor := lock.holder(paths):
         say(f"asking the supervisor of {paths.root.name} to stop")
-        if not supervisor.ask_to_stop():  # it ends just now, or begins
-            refused += 1
-            if refused > MAX_PROOFS:
+        if not supervisor.ask_to_stop():  # it is just starting or exiting
+            attempts += 1
+            if attempts > MAX_STOP_ATTEMPTS:
                 raise OrchestrateError(
-                    f"{paths.lock} is locked by a process that is not known to be its supervisor",
-                    "stop the job where it was started, in the same container or as the same user",
+                    f"{paths.lock} is locked by a process that cannot be verified as its supervisor",
+                    "run stop where the job was started: in the same container, as the same user",
                 )
             time.sleep(0.1)
             continue
@@ -296,74 +298,74 @@ def _ask_to_stop(paths: JobPaths) -> None:
             time.sleep(0.1)
 
 
-def _own_engine(spec: JobSpec, made: Plan) -> Engine:
-    """The engine that a job was planned for, which its file may leave open."""
-    return choice.engine_of(dataclasses.replace(spec, engine=made.engine))
+def _engine_of(spec: JobSpec, plan: Plan) -> Engine:
+    """Return the engine in a job's plan; its spec may be `auto`."""
+    return choice.engine_of(dataclasses.replace(spec, engine=plan.engine))
 
 
-def _looked_up(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
-    """The files of a job, and all engines that answer; raises the error of the job's own one, where that does not."""
+def _find_anywhere(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
+    """Return a job's files and all engines that answer; raises OrchestrateError if the job's own does not."""
     engines = choice.answering()
     paths = JobPaths(find(args, engines))
-    with contextlib.suppress(UsageError):  # its files say nothing any more
-        spec, made = store.load(paths)
-        if made.engine not in {engine.name for engine in engines}:
-            return paths, [_own_engine(spec, made), *engines]
+    with contextlib.suppress(UsageError):  # its files are unreadable
+        spec, plan = store.load(paths)
+        if plan.engine not in {engine.name for engine in engines}:
+            return paths, [_engine_of(spec, plan), *engines]
     return paths, engines
 
 
-def _finish(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
-    """Stop what another supervisor has left, and write the report; what cannot be stopped in good order is removed.
+def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]]) -> None:
+    """Stop a job whose supervisor is gone, and write its report; remove its nodes if that fails.
 
-    Raises OrchestrateError where nodes still have files that cannot be brought home.
+    Raises OrchestrateError if nodes still have files that cannot be copied to the run directory.
     """
     try:
-        spec, made = store.load(paths)
-        engine = _own_engine(spec, made)
+        spec, plan = store.load(paths)
+        engine = _engine_of(spec, plan)
         more = count_signals(spec)
-        data = launch.supervise(paths, engine, lambda: 1 + more(), say, launch.rest(paths, spec, made))
+        data = launch.supervise(paths, engine, lambda: 1 + more(), say, launch.rest(paths, spec, plan))
     except (OrchestrateError, BlockingIOError):
-        return _remove(paths, holding)
+        return _remove(paths, resources)
     if why := data["left_behind"]:
         name = paths.root.name
-        hint = f"mend that and stop it again; or have it removed, files and all: python -m orchestrate rm {name}"
+        hint = f"fix that and stop it again, or remove it with all its files: python -m orchestrate rm {name}"
         raise OrchestrateError(f"{name} still has nodes: {why}", hint)
 
 
-def _remove(paths: JobPaths, holding: list[tuple[Engine, str]]) -> None:
-    for engine in {id(engine): engine for engine, _ in holding}.values():
+def _remove(paths: JobPaths, resources: list[tuple[Engine, str]]) -> None:
+    for engine in {id(engine): engine for engine, _ in resources}.values():
         engine.remove(paths.root.name, grace=30)
     records.end(paths.root)
 
 
 def rm(args: argparse.Namespace) -> int:
-    """Remove what a job has left, files and all; of a folder that was made elsewhere, the files alone."""
-    paths, engines = _looked_up(args)
+    """Remove a job's files and resources; for a run directory without a record, only the files."""
+    paths, engines = _find_anywhere(args)
     name = paths.root.name
     ours = not os.path.lexists(paths.root) or records.find(paths.root)
-    holding = _held(engines, name) if ours else []
+    resources = _resources(engines, name) if ours else []
     if supervisor := lock.holder(paths):
         raise UsageError(f"{name} is running, supervised by {supervisor}", f"python -m orchestrate stop {name}")
     if ours and paths.cluster:
-        raise UsageError(f"{name} may still run on the nodes of a cluster", f"python -m orchestrate stop {name}")
+        raise UsageError(f"{name} may still be running on a cluster", f"python -m orchestrate stop {name}")
     if args.dry_run:
-        for thing in [thing for _, thing in holding] + [f"folder {paths.root}"]:
-            out(thing)
+        for resource in [resource for _, resource in resources] + [f"folder {paths.root}"]:
+            out(resource)
         return errors.SUCCEEDED
     if ours:
-        _remove(paths, holding)
+        _remove(paths, resources)
     store.remove(paths)
     say(f"{name} is removed")
     return errors.SUCCEEDED
 
 
-def _held(engines: list[Engine], name: str) -> list[tuple[Engine, str]]:
-    """All that a job has, in which engine; raises UsageError where it is somebody else's."""
+def _resources(engines: list[Engine], name: str) -> list[tuple[Engine, str]]:
+    """Return all resources of a job, each with its engine; raises UsageError for another user's job."""
     for engine in engines:
         for state in engine.jobs():
             if state.job_id == name and state.owner not in (os.getuid(), -1):
                 raise UsageError(f"{name} belongs to user {state.owner}", "ask them to stop it")
-    return [(engine, thing) for engine in engines for thing in engine.holds(name)]
+    return [(engine, resource) for engine in engines for resource in engine.holds(name)]
 
 
 def print_schema(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Which job a command is about: by its name, how it begins, or as the latest one."""
+"""Find the job that a command names: by name, by unique prefix, or as the latest."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from orchestrate.job import owners
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
 
-MAX_SHOWN = 8  # jobs that an error names
+MAX_SHOWN = 8  # jobs that an error lists
 
 
 def job_folders(runs: Path) -> list[Path]:
-    """The run directories of jobs that are ours, without those of clusters."""
+    """Return the run directories of this account's jobs, without clusters."""
     folders = [path.parent for path in sorted(runs.glob("*/plan.json")) if os.path.lexists(JobPaths(path.parent).spec)]
     ours = [folder for folder in folders if NAME.fullmatch(folder.name) and not owners.foreign(folder)]
     return [folder for folder in ours if not JobPaths(folder).nodes.exists()]
 
 
 def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
-    """The run directory of the job that `args.job` names or begins, living or ended.
+    """Return the run directory of the job that `args.job` is the name or unique prefix of, running or ended.
 
-    Raises UsageError for one that another user could have made, or can change: what is in it proves nothing.
+    Raises UsageError for one that another user could have created or can change: its content cannot be trusted.
     """
     states = [state for engine in engines for state in engine.jobs() if not state.cluster and state.named]
-    living = {state.job_id: state.paths.root for state in states}
+    running = {state.job_id: state.paths.root for state in states}
     here = {folder.name: folder for folder in job_folders(args.runs)}
-    runs = here | living
-    begun = [name for name in runs if name.startswith(args.job)]
-    ours = [name for name in begun if name in living or records.find(runs[name])]
-    found = [args.job] if args.job in ours else [name for name in ours if name in living] or ours
-    found = found or [name for name in begun if name == args.job]  # made on another machine or by another account
+    runs = here | running
+    matches = [name for name in runs if name.startswith(args.job)]
+    ours = [name for name in matches if name in running or records.find(runs[name])]
+    found = [args.job] if args.job in ours else [name for name in ours if name in running] or ours
+    found = found or [name for name in matches if name == args.job]  # created on another machine or by another account
     folder = runs[found[0]] if found else args.runs / args.job
     if why := owners.foreign(folder):
         raise UsageError(f"{folder} is not a run directory of yours: {why}", "python -m orchestrate ps lists your jobs")
@@ -51,27 +51,27 @@ def find(args: argparse.Namespace, engines: list[Engine]) -> Path:
         known = _newest([JobPaths(runs[name]) for name in found or here])
         more = f" and {len(known) - MAX_SHOWN} more" if len(known) > MAX_SHOWN else ""
         names = ", ".join(paths.root.name for paths in known[:MAX_SHOWN]) + more
-        none = f"no jobs in {args.shown}; use --runs for another folder"
+        none = f"no jobs in {args.shown}; use --runs to select another folder"
         hint = f"jobs in {args.shown}: {names}" if known else none
         raise UsageError(what, hint)
     return folder
 
 
 def latest(runs: Path, shown: Path) -> str:
-    """The job of this account that was made last; raises UsageError where there is none."""
+    """Return this account's newest job; raises UsageError if there is none."""
     ours = [JobPaths(folder) for folder in job_folders(runs) if records.find(folder)]
     if not ours:
-        raise UsageError(f"no jobs in {shown}", "use --runs for another folder")
+        raise UsageError(f"no jobs in {shown}", "use --runs to select another folder")
     return _newest(ours)[0].root.name
 
 
 def _newest(jobs: list[JobPaths]) -> list[JobPaths]:
-    """Jobs in order of their making, the newest first."""
-    return sorted(jobs, key=lambda paths: (_made(paths), paths.root.name), reverse=True)
+    """Sort jobs by creation time, newest first."""
+    return sorted(jobs, key=lambda paths: (_created(paths), paths.root.name), reverse=True)
 
 
-def _made(paths: JobPaths) -> int:
-    """When a job was made: its file is written once."""
+def _created(paths: JobPaths) -> int:
+    """Return the creation time of a job in nanoseconds: its file is written once. 0 if unknown."""
     try:
         return paths.spec.lstat().st_mtime_ns
     except OSError:

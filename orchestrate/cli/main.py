@@ -25,27 +25,28 @@ from orchestrate.job import owners, store
 from orchestrate.job.plan import Inventory, Placement, counted, plan
 from orchestrate.job.redact import HIDDEN
 from orchestrate.job.spec import APP, JobSpec, read_file, read_set, resolve, unencodable
+from orchestrate.job.strict_yaml import shown
 from orchestrate.supervise import launch
 
 if TYPE_CHECKING:
     from orchestrate.engines.base import Engine
 
-IMPORT_TIMEOUT = 120.0  # seconds that nodes of a cluster may take to import what workers need; torch takes 2 to 20
+IMPORT_TIMEOUT = 120.0  # seconds for the nodes of a cluster to import packages; torch takes 2 to 20
 
 
 def main(argv: list[str]) -> int:
-    """Run a command; return its exit code. All that it printed is written then, for the process ends at once."""
+    """Run a command and return its exit code. Flushes all output, since the process ends without cleanup."""
     console.prepare()
-    code = _guarded(argv)
+    code = _run_guarded(argv)
     if failure := console.finish():
-        say(f"error: not all of the output was written: {failure}")
+        say(f"error: could not write all output: {failure}")
         console.finish()
         code = code or errors.FAILED
     return code
 
 
-def _guarded(argv: list[str]) -> int:
-    """Run a command; tell what went wrong."""
+def _run_guarded(argv: list[str]) -> int:
+    """Run a command; report errors and return the exit code."""
     try:
         return _command(argv)
     except OrchestrateError as error:
@@ -56,7 +57,7 @@ def _guarded(argv: list[str]) -> int:
     except KeyboardInterrupt:
         say("stopped")
         return errors.INTERRUPTED
-    except SystemExit as end:  # argparse has printed the help or the version, or a user has detached from a job
+    except SystemExit as end:  # argparse printed the help or version, or a user detached from a job
         return end.code if isinstance(end.code, int) else errors.SUCCEEDED
     except console.Closed:
         return errors.SUCCEEDED
@@ -75,9 +76,9 @@ def _dispatch(args: argparse.Namespace, script: list[str] | None) -> int:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise UsageError("the current folder does not exist any more", "cd to a folder that does") from None
+        raise UsageError("the current folder no longer exists", "cd to an existing folder") from None
     if "runs" in args:
-        _settle_runs(args)
+        _resolve_runs(args)
     if args.command == "doctor":
         return commands.doctor(_spec(args, script))
     if args.command == "export":
@@ -89,13 +90,13 @@ def _dispatch(args: argparse.Namespace, script: list[str] | None) -> int:
     return commands.BY_NAME[args.command](args)
 
 
-def _settle_runs(args: argparse.Namespace) -> None:
-    """Set the folder of jobs, and for a job that is named by its folder, or as the latest, its name there.
+def _resolve_runs(args: argparse.Namespace) -> None:
+    """Resolve `--runs`, and replace a run directory or `latest` given as the job by the job's name.
 
-    Raises UsageError for a folder that cannot be used: a link may have come with a project, for example.
+    Raises UsageError for a folder that cannot be used: for example, a link that may have come with a project.
     """
     if args.command in RUN_COMMANDS and args.runs is None and RUNS.is_symlink():
-        raise UsageError(f"{RUNS} is a symbolic link", "to use the folder that it points to: --runs DIR")
+        raise UsageError(f"{RUNS} is a symbolic link", "use --runs DIR to use its target")
     args.shown, name = args.runs or RUNS, vars(args).get("job", "")
     if "/" in name:
         args.shown, args.job = Path(name).parent, Path(name).name
@@ -105,19 +106,24 @@ def _settle_runs(args: argparse.Namespace) -> None:
 
 
 def _spec(args: argparse.Namespace, script: list[str] | None) -> JobSpec:
-    """The job that the command line asks for."""
-    typed = read_set(args.set) | flags(args) | ({"command": script} if script is not None else {})
-    layers = [read_file(args.file) if args.file else {}, typed]
+    """Return the spec of the job that the command line describes."""
+    options = read_set(args.set) | flags(args) | ({"command": script} if script is not None else {})
+    layers = [read_file(args.file) if args.file else {}, options]
     spec = resolve(*layers)
     if name := next((name for name, value in spec.env.items() if value == HIDDEN), ""):
         raise UsageError(
-            f"env.{name} is {HIDDEN}, which job.yaml has in the place of a secret",
+            f"env.{name} is {HIDDEN}, the placeholder for a secret in job.yaml",
             f"set it in your own job file, or with --set env.{name}=VALUE",
         )
-    runs = args.command not in ("up", "doctor")
-    if runs and spec.command == APP and "command" not in {key for layer in layers for key in layer} and hidden():
+    runs_command = args.command not in ("up", "doctor")
+    if (
+        runs_command
+        and spec.command == APP
+        and "command" not in {key for layer in layers for key in layer}
+        and hidden()
+    ):
         raise UsageError(
-            "no script, and `app` in this folder would be run instead of the default job",
+            "no script given, and `app` in this folder would run instead of the default job",
             f"python -m orchestrate {args.command} SCRIPT.py",
         )
     if why := unencodable(spec):
@@ -134,7 +140,8 @@ def _export(args: argparse.Namespace, script: list[str] | None) -> int:
     forms = EXPORTS[args.target] or ("",)
     form = args.form or forms[0]
     if form not in forms:
-        raise UsageError(f"--form {form}", f"{args.target} has {', '.join(forms)}" if forms[0] else "compose has none")
+        hint = f"{args.target} has {', '.join(forms)}" if forms[0] else "compose takes no --form"
+        raise UsageError(f"unknown form {shown(form)}", hint)
     spec = _spec(args, script)
     name = store.slug(spec)
     write = {"kubernetes": kubernetes, "slurm": slurm}
@@ -155,13 +162,13 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
         engine.prepare(spec)
     inventory, own = engine.inventory(spec, paths.shared, look_inside=not dry)
     placement = _placement(spec, inventory, own, job_id, paths.root.parent, engine)
-    made = plan(spec, inventory, placement, job_id, port(placement.network, 0))
+    job_plan = plan(spec, inventory, placement, job_id, port(placement.network, 0))
     if dry:
-        out(made)
+        out(job_plan)
         return errors.SUCCEEDED
     stops = commands.count_signals(spec) if not args.detach else lambda: 0
-    store.create(spec, made, paths)
-    say(str(made))
+    store.create(spec, job_plan, paths)
+    say(str(job_plan))
     if args.detach:
         _detach(paths, args.shown)
         return errors.SUCCEEDED
@@ -172,52 +179,52 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
 def _up(spec: JobSpec, runs: Path) -> int:
     name, engine = spec.name or "cluster", choice.engine_of(spec)
     phase(f"starting {counted(spec.trainers + 1 + spec.spares, 'node')}")
-    made, session = cluster.bring_up(engine, dataclasses.replace(spec, name=name), runs)
-    nodes = len(made.plan.nodes)
-    if packages := ", ".join(made.plan.placement.packages):
+    created, session = cluster.bring_up(engine, dataclasses.replace(spec, name=name), runs)
+    nodes = len(created.plan.nodes)
+    if packages := ", ".join(created.plan.placement.packages):
         phase(f"importing {packages} in {counted(nodes, 'node')}")
         try:
-            if not session.warmed(made.plan.nodes, IMPORT_TIMEOUT):
+            if not session.warmed(created.plan.nodes, IMPORT_TIMEOUT):
                 say(f"the nodes are still importing {packages}; the first job will wait for them")
         except BaseException:  # Ctrl-C
-            cluster.take_down(engine, made, 0)
+            cluster.take_down(engine, created, 0)
             raise
         phase("")
-    be = "is" if nodes == 1 else "are"
-    say(f"{counted(nodes, 'node')} {be} up, for jobs from {made.plan.placement.code}")
-    for one in cluster.found(runs):
-        if one.name != made.name and one.plan.placement.code == made.plan.placement.code:
-            say(f"note: {one.name} is up as well")
-    say(f"hint: python -m orchestrate run uses them; python -m orchestrate down {made.name} removes them")
-    out(made.name)
+    verb = "is" if nodes == 1 else "are"
+    say(f"{counted(nodes, 'node')} {verb} up, for jobs from {created.plan.placement.code}")
+    for other in cluster.found(runs):
+        if other.name != created.name and other.plan.placement.code == created.plan.placement.code:
+            say(f"note: {other.name} is also up")
+    say(f"hint: python -m orchestrate run uses them; python -m orchestrate down {created.name} removes them")
+    out(created.name)
     return errors.SUCCEEDED
 
 
 def _placement(
     spec: JobSpec, inventory: Inventory, own: Placement, job_id: str, runs: Path, engine: Engine
 ) -> Placement:
-    """The nodes of the first cluster that fits a job; its `own` where none does, with the reasons."""
-    for one in cluster.found(runs):
-        there = one.placement(own, job_id)
-        differences = one.differences(spec, plan(spec, inventory, there, job_id, 0))
-        if not differences:
-            return there
-        say(f"{one.name} does not fit: {'; '.join(differences)}")
-    for one in cluster.elsewhere(engine, runs):
-        if one.plan.placement.code == own.code:
-            say(f"not using {one.name}: its jobs are in {one.paths.root.parent} (--runs {one.paths.root.parent})")
+    """Return the job's placement on the first cluster that fits, otherwise `own`; print why clusters do not fit."""
+    for candidate in cluster.found(runs):
+        placement = candidate.placement(own, job_id)
+        reasons = candidate.differences(spec, plan(spec, inventory, placement, job_id, 0))
+        if not reasons:
+            return placement
+        say(f"{candidate.name} does not fit: {'; '.join(reasons)}")
+    for other in cluster.elsewhere(engine, runs):
+        if other.plan.placement.code == own.code:
+            say(f"not using {other.name}: its jobs are in another folder (--runs {other.paths.root.parent})")
     return own
 
 
-def _detach(paths: JobPaths, shown: Path) -> None:
-    """Have a process of its own supervise a job, whose folder is shown as in `shown`; return once it does."""
-    run = shown / paths.root.name
+def _detach(paths: JobPaths, runs: Path) -> None:
+    """Start a supervisor in the background, and return once it has the job; prints the run directory as in `runs`."""
+    run = runs / paths.root.name
     safe = ["-I"] if sys.flags.isolated else ["-P"] if getattr(sys.flags, "safe_path", False) else []
     command = [sys.executable, *safe, "-m", "orchestrate", "attach", run.name, "--runs", str(paths.root.parent)]
     with open(paths.supervisor_log, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         child = subprocess.Popen(
             command,
-            cwd=PACKAGE.parent,  # `-m` looks in the current folder first, where another orchestrate.py may be
+            cwd=PACKAGE.parent,  # `-m` searches the current folder first, which may have another orchestrate.py
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -225,6 +232,6 @@ def _detach(paths: JobPaths, shown: Path) -> None:
         )
     while not lock.holder(paths) and not store.ended(paths) and child.poll() is None:
         time.sleep(0.02)
-    child.returncode = child.returncode or 0  # it outlives us
-    say(f"hint: python -m orchestrate attach {run.name}; its supervisor writes to {run / 'supervisor.log'}")
+    child.returncode = child.returncode or 0  # avoids a ResourceWarning: it outlives this process
+    say(f"hint: python -m orchestrate attach {run.name}; the supervisor logs to {run / 'supervisor.log'}")
     out(run)

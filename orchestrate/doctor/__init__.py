@@ -1,1 +1,1 @@
-"""What keeps jobs from running here."""
+"""Checks for problems that keep jobs from running."""

@@ -1,4 +1,4 @@
-"""doctor(): what keeps jobs from running on the engine that is here, and on the hosts of its Swarm."""
+"""doctor(): check for problems that keep jobs from running on the local engine and on the hosts of its Swarm."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, digest
 from orchestrate.node.ranks import MASTER_PORT
 
-OLDEST = (20, 10)  # the engine that knows all that we ask for: capabilities of services
-MAX_CLOCK_SKEW = 1.0  # seconds that hosts' clocks may differ, for logs to be read side by side
-CONNECT_TIMEOUT = 2.0  # seconds for a port to answer
-SWARM_PORTS = (2377, 7946)  # TCP: of managers, of every host
+MIN_ENGINE_VERSION = (20, 10)  # the first with capabilities of services
+MAX_CLOCK_SKEW = 1.0  # seconds between hosts, so that their logs can be compared
+CONNECT_TIMEOUT = 2.0  # seconds
+SWARM_PORTS = (2377, 7946)  # TCP: managers only, all hosts
 
 
 def doctor(spec: JobSpec) -> Iterator[Finding]:
-    """Look at the Docker Engine, and at the Swarm that it manages, if it does."""
+    """Check the Docker Engine, and its Swarm if it manages one."""
     try:
         daemon = Daemon()
     except OrchestrateError as error:
@@ -55,15 +55,15 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
     yield Finding(GOOD, f"Docker Engine {info['ServerVersion']} at {daemon.host}, with Compose")
     yield from _gpus(info)
     yield (
-        Finding(GOOD, f"it has the image {spec.image}")
+        Finding(GOOD, f"image {spec.image} exists")
         if has_image(daemon, spec.image)
-        else Finding(WARNING, f"it has no image {spec.image}", "the first run builds or pulls it")
+        else Finding(WARNING, f"image {spec.image} is missing", "the first run builds or pulls it")
     )
     if spec.image != IMAGE and wanted(spec) and not has_image(daemon, IMAGE):
-        what = f"it has no image {IMAGE}, which keeps nodes from this machine's ports"
+        what = f"image {IMAGE} is missing: without it, nodes can reach this machine's ports"
         yield Finding(WARNING, what, "docker compose build")
     if info.get("Swarm", {}).get("LocalNodeState") != "active":
-        yield Finding(GOOD, "it is in no Swarm")
+        yield Finding(GOOD, "not part of a Swarm")
         return
     try:
         engine = SwarmEngine()
@@ -74,13 +74,13 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
 
 
 def _gpus(info: dict[str, Any]) -> Iterator[Finding]:
-    """How containers get GPUs, and those of this machine."""
+    """Report how containers get GPUs, and the GPUs of this machine."""
     found, way = look(), toolkit.way(info)
     hint = "install NVIDIA's container toolkit, then nvidia-ctk runtime configure --runtime=docker" if found else ""
     yield {
-        "runtime": Finding(GOOD, "it has the NVIDIA runtime"),
+        "runtime": Finding(GOOD, "NVIDIA runtime is installed"),
         "cdi": Finding(GOOD, f"GPUs are available to containers as CDI devices ({toolkit.CDI})"),
-        "": Finding(WARNING if found else GOOD, "it has no NVIDIA runtime: jobs train on the CPU", hint),
+        "": Finding(WARNING if found else GOOD, "no NVIDIA runtime: jobs train on the CPU", hint),
     }[way]
     yield from gpus(found)
 
@@ -89,7 +89,9 @@ def _swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
     hosts = sorted(engine.manager.hosts().values(), key=lambda host: str(host["Description"]["Hostname"]))
     versions = {str(host["Description"]["Engine"]["EngineVersion"]) for host in hosts}
     if len(versions) > 1:
-        yield Finding(WARNING, f"the hosts' engines differ: {', '.join(sorted(versions))}", "update the older ones")
+        yield Finding(
+            WARNING, f"engine versions differ between hosts: {', '.join(sorted(versions))}", "update the older ones"
+        )
     for host in hosts:
         yield from _host(host)
     try:
@@ -99,48 +101,52 @@ def _swarm(engine: SwarmEngine, spec: JobSpec) -> Iterator[Finding]:
 
 
 def _host(host: ApiObject) -> Iterator[Finding]:
-    """What the manager knows of a host, and whether its ports answer."""
+    """Report a host's state according to the manager, and check its ports."""
     name, address = host["Description"]["Hostname"], host["Status"]["Addr"]
     version = host["Description"]["Engine"]["EngineVersion"]
     if not ready(host):
         state = f"{host['Status']['State']}, {host['Spec']['Availability']}"
-        yield Finding(WARNING, f"{name} ({address}) takes no nodes: {state}", f"docker node inspect {name}")
+        yield Finding(WARNING, f"{name} ({address}) accepts no nodes: {state}", f"docker node inspect {name}")
         return
     yield Finding(GOOD, f"{name} ({address}): engine {version}, {counted(offered(host), 'GPU')} offered")
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < MIN_ENGINE_VERSION:
         yield Finding(
-            BAD, f"{name}: engine {version} is older than {'.'.join(map(str, OLDEST))}", "update Docker there"
+            BAD,
+            f"{name}: engine {version} is older than {'.'.join(map(str, MIN_ENGINE_VERSION))}",
+            "update Docker on it",
         )
     for port in SWARM_PORTS if host.get("ManagerStatus") else SWARM_PORTS[1:]:
         try:
             socket.create_connection((address, port), CONNECT_TIMEOUT).close()
         except OSError:
-            yield Finding(BAD, f"{name}: {address} does not answer at {port}/tcp", "open it between the hosts")
+            yield Finding(BAD, f"{name}: {address} does not answer on {port}/tcp", "open the port between the hosts")
 
 
 def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Finding]:
-    """Have a node on each host, and talk to it; raises EngineError where that cannot be: no image, no overlay, say."""
-    asked = JobSpec(name="doctor", trainers=len(hosts) - 1, gpus="none", image=spec.image, warm=False, grace=1.0)
+    """Start a node on each host and connect to it; raises EngineError if that fails, such as without an overlay."""
+    probe = JobSpec(name="doctor", trainers=len(hosts) - 1, gpus="none", image=spec.image, warm=False, grace=1.0)
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "data").open("w+b") as data:
-        with tarfile.open(fileobj=data, mode="w") as archive:  # it travels in packets as large as can be
+        with tarfile.open(fileobj=data, mode="w") as archive:  # large enough for packets of the maximum size
             entry = tarfile.TarInfo("data")
             entry.size = PIECE
             archive.addfile(entry, io.BytesIO(os.urandom(PIECE)))
         data.flush()
-        paths = JobPaths(Path(folder, new_id(asked)))
-        paths.create(owner=users.nodes_of(asked))
+        paths = JobPaths(Path(folder, new_id(probe)))
+        paths.create(owner=users.nodes_of(probe))
         run = paths.shared
-        inventory, own = engine.inventory(asked, run, look_inside=False)
-        made = plan(asked, inventory, replace(own, code=str(run)), paths.root.name, MASTER_PORT)
+        inventory, own = engine.inventory(probe, run, look_inside=False)
+        probe_plan = plan(probe, inventory, replace(own, code=str(run)), paths.root.name, MASTER_PORT)
         try:
-            session = engine.open(asked, made, run, warn=say)
+            session = engine.open(probe, probe_plan, run, warn=say)
             try:
-                session.up(made)
-                there = {name: engine.manager.host(task) for name, task in session.nodes.items()}
-                for name, host in sorted(there.items(), key=lambda one: one[::-1]):
+                session.up(probe_plan)
+                placed = {name: engine.manager.host(task) for name, task in session.nodes.items()}
+                for name, host in sorted(placed.items(), key=lambda item: item[::-1]):
                     yield from _ask(session, name, host, data)
-                for host in sorted(hosts - {*there.values()}):
-                    yield Finding(WARNING, f"{host}: Swarm put no node there, so it was not tried", "run it again")
+                for host in sorted(hosts - {*placed.values()}):
+                    yield Finding(
+                        WARNING, f"{host}: Swarm placed no node on it, so it was not checked", "run doctor again"
+                    )
             finally:
                 session.down(1)
         finally:
@@ -149,7 +155,7 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Find
 
 def _ask(session: SwarmSession, node: str, host: str, data: BinaryIO) -> Iterator[Finding]:
     if not (link := session.reach(node)):
-        yield Finding(BAD, f"{host}: a node there does not answer", "open 4789/udp and 7946/udp between the hosts")
+        yield Finding(BAD, f"{host}: a node on it does not answer", "open 4789/udp and 7946/udp between the hosts")
         return
     try:
         before = time.time()
@@ -157,9 +163,9 @@ def _ask(session: SwarmSession, node: str, host: str, data: BinaryIO) -> Iterato
         if abs(skew) > MAX_CLOCK_SKEW:
             yield Finding(WARNING, f"{host}: its clock differs by {skew:+.1f} s", "set up NTP (chrony, timesyncd)")
         send_archive(link, "/var/tmp/doctor", data, digest(data))
-        yield Finding(GOOD, f"{host}: it has the image, and a node there answers over an overlay network")
+        yield Finding(GOOD, f"{host}: has the image, and a node on it answers over an overlay network")
     except (OSError, EngineError):
-        hint = "the overlay's packets are too large for the link between the hosts: see docs/swarm.md, Network"
-        yield Finding(BAD, f"{host}: small packets arrive, and large ones do not", hint)
+        hint = "packets of the overlay network exceed the MTU between the hosts: see docs/swarm.md, Network"
+        yield Finding(BAD, f"{host}: small packets arrive, large ones do not", hint)
     finally:
         link.close()

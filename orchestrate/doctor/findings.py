@@ -1,4 +1,4 @@
-"""What `doctor` reports, and what local processes need, which is looked at without Docker's SDK."""
+"""Findings of `doctor`, and its checks that do not need Docker's SDK: torch and GPUs of local processes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ GOOD, WARNING, BAD = "ok", "warning", "error"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     state: str  # ok, warning or error
     what: str
     hint: str = ""
-    code: int = ResourceError.exit_code  # of the command, if this is an error
+    code: int = ResourceError.exit_code  # exit code of the command, if this is an error
 
 
 def local() -> Iterator[Finding]:
-    """Whether local processes find torch, and the GPUs of this machine."""
+    """Check whether local processes find torch and can use the GPUs of this machine."""
     try:
         yield Finding(GOOD, f"local processes: torch {metadata.version('torch')} in {sys.executable}")
     except metadata.PackageNotFoundError:
@@ -40,7 +40,7 @@ def local() -> Iterator[Finding]:
 
 
 def gpus(found: Sequence[Gpu]) -> Iterator[Finding]:
-    """The GPUs of this machine, and their driver."""
+    """Report the GPUs of this machine and their driver."""
     if not found:
         why = why_none()
         yield Finding(WARNING if why.startswith("nvidia-smi") else GOOD, why)

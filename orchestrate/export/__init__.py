@@ -1,7 +1,7 @@
-"""Files for engines that others maintain: the same job on Kubernetes, on Slurm, or by Compose alone.
+"""Export a job as a file for Kubernetes, Slurm, or Compose.
 
-From a spec to text; nothing is made. In each of them a node is `orchestrate/node` without an orchestrator: so the
-workers' environment is the same as here, and so are checkpoints and logs in the job's folder.
+Turns a spec into text, and creates nothing. On each target, a node runs `orchestrate/node` without an orchestrator, so
+workers have the same environment as under the orchestrator, and the job folder has the same checkpoints and logs.
 """
 
 from __future__ import annotations
@@ -22,43 +22,48 @@ from orchestrate.job.limits import UNLIMITED
 from orchestrate.job.redact import secret_names
 from orchestrate.job.spec import IMAGE, JobSpec
 
-PLAIN = re.compile(r"-{0,2}[A-Za-z/]|\d+[KMG]i$")  # how text begins that may do without quotes; or a size
+UNQUOTED = re.compile(r"-{0,2}[A-Za-z/]|\d+[KMG]i$")  # the start of text that needs no quotes, or a size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How a job looks from outside."""
+    """Number of nodes, resources and environment of a job, for any target."""
 
     name: str
     nodes: int
     nproc: int  # workers on each node
     gpus: int  # on each node
     env: dict[str, str]
-    memory: str  # limit of each node; empty for none
-    secrets: tuple[str, ...]  # names of the job's environment whose values are not written down
+    memory: str  # limit of each node; empty if unlimited
+    secrets: tuple[str, ...]  # environment variables whose values are not exported
 
 
 def shape(spec: JobSpec, name: str) -> Shape:
-    """The shape of a job on machines that cannot be asked what they have; raises UsageError where that must be said."""
+    """Return the shape of a job without access to the target machines.
+
+    Raises UsageError if the spec leaves open what depends on them, or has settings that cannot be exported.
+    """
     nodes = spec.trainers + 1
     if isinstance(spec.gpus, int):
         if spec.gpus % nodes:
-            raise UsageError(f"{spec.gpus} GPUs cannot be shared out evenly to {nodes} nodes", f"--gpus {nodes}")
+            raise UsageError(f"{spec.gpus} GPUs cannot be divided evenly among {nodes} nodes", f"--gpus {nodes}")
         gpus = spec.gpus // nodes
         nproc = spec.nproc_per_node or gpus
         if nproc != gpus:
             raise UsageError(
-                f"{nproc} workers and {gpus} GPUs on a node", "a worker has one GPU: leave one of them out"
+                f"{nproc} workers and {gpus} GPUs per node", "each worker uses one GPU: remove nproc_per_node or gpus"
             )
     else:
         nproc = spec.nproc_per_node or 1
         gpus = nproc if spec.gpus == "all" else 0
     if spec.pin or spec.share_gpus or spec.network == "host":
-        raise UsageError("pin, share_gpus and network are for this machine", "leave them out of a job that you export")
+        raise UsageError(
+            "pin, share_gpus and network cannot be exported", "remove them: they are for this machine only"
+        )
     if spec.constraints or spec.encrypt:
         raise UsageError(
-            "constraints and encrypt are Swarm's",
-            "leave them out, and say in the file what the other engine has for them",
+            "constraints and encrypt are for Swarm only",
+            "remove them, and add the target's equivalents to the exported file",
         )
     env = {
         "NODE_MODE": "static",
@@ -84,7 +89,7 @@ def shape(spec: JobSpec, name: str) -> Shape:
 
 
 def check_folders(*folders: Path) -> None:
-    """Raise UsageError for a folder of files that is something else: a link, for example, that came with the code."""
+    """Raise UsageError if one of the folders is something else: for example, a link that came with the code."""
     for folder in folders:
         if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
             what = "a link" if folder.is_symlink() else "not a folder"
@@ -92,20 +97,20 @@ def check_folders(*folders: Path) -> None:
 
 
 def document(*objects: Any) -> str:
-    """Objects as YAML, in which text is text for every reader."""
+    """Dump objects as YAML whose strings every parser reads as strings."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=math.inf)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what Go's libraries would take for a number or a truth, and PyYAML would not: 1e3, 0o17, y."""
+    """Quotes strings that Go's libraries read as a number or a boolean and PyYAML does not: 1e3, 0o17, y."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write what appears twice in full."""
+        """Never write aliases."""
         return True
 
 
 def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
-    plain = PLAIN.match(value) and value.lower() not in ("y", "n") and "\n" not in value
+    plain = UNQUOTED.match(value) and value.lower() not in ("y", "n") and "\n" not in value
     style = None if plain else '"' if "\n" in value else "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
 
@@ -114,12 +119,12 @@ _Dumper.add_representer(str, _text)
 
 
 def carries_node(image: str) -> bool:
-    """Whether an image is one of ours, by its name, and so holds the program of a node."""
+    """Whether an image is the project's own, by its name, and so contains `orchestrate/node`."""
     return image.rpartition("/")[2].partition(":")[0].partition("@")[0] == IMAGE.partition(":")[0]
 
 
 def quoted(text: str) -> str:
-    """Text as a word for bash; what is not printable as escapes, since sbatch takes no line breaks of DOS."""
+    """Quote text for bash; unprintable characters are escaped, since sbatch rejects DOS line breaks."""
     if text.isprintable():
         return shlex.quote(text)
     return "$'" + "".join(map(_escaped, text)) + "'"

@@ -1,4 +1,4 @@
-"""A job as a plain Compose file: that of this project, with everything filled in."""
+"""Export a job as a Compose file: the project's docker-compose.yml with all variables filled in."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from orchestrate.job.limits import limits
 from orchestrate.job.spec import JobSpec
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-DROPPED = ("profiles", "build")
+DROPPED_KEYS = ("profiles", "build")
 
 
 def compose(spec: JobSpec, name: str) -> str:
-    """The file; `docker compose up` runs it. Raises UsageError for what it cannot say."""
+    """Return a Compose file for `docker compose up`; raises UsageError for settings that cannot be exported."""
     job = shape(spec, name)
     code, run = (_mountable(folder) for folder in (code_folder(spec.command), _run(name)))
     hidden = masks(Path(code), Path(run).parent, CODE, spec.command)
@@ -46,7 +46,7 @@ def compose(spec: JobSpec, name: str) -> str:
     kind = "" if job.gpus else "-cpu"
     services = {}
     for service in ("master", "trainer", "outcome"):
-        content = {key: value for key, value in file["services"][service + kind].items() if key not in DROPPED}
+        content = {key: value for key, value in file["services"][service + kind].items() if key not in DROPPED_KEYS}
         filled = _filled(content, values)
         if service != "outcome":
             filled["command"] = [literal(word) for word in spec.command]
@@ -55,7 +55,7 @@ def compose(spec: JobSpec, name: str) -> str:
             filled["volumes"] += [{**mask, "target": literal(mask["target"])} for mask in hidden]
             filled["stop_grace_period"] = f"{container.stop_seconds(spec.grace)}s"
             filled["networks"] = {"job": {"aliases": [service]}}
-        filled["labels"] = dict.fromkeys(filled["labels"], "")  # else `ps` would take it for a job that we supervise
+        filled["labels"] = dict.fromkeys(filled["labels"], "")  # otherwise `ps` lists it as a job of ours
         filled["depends_on"] = _renamed(filled.get("depends_on", {}))
         services[service] = filled
     whole = {
@@ -69,20 +69,20 @@ def compose(spec: JobSpec, name: str) -> str:
 def _head(spec: JobSpec, job: Shape, run: str, user: tuple[int, int] | None) -> list[str]:
     owner = "-o {} -g {} ".format(*user) if user else ""
     lines = [
-        f"{job.name}: docker compose --file THIS up.",
-        "Create the folder of its files first, in one that other users cannot enter:",
+        f"{job.name}: run it with docker compose --file THIS up.",
+        "First create the folder for its files, inside one that other users cannot enter:",
         f"  mkdir -p {quoted(os.path.dirname(run))} && mkdir -m 700 {quoted(run)} && "
         f"install -d {owner}{quoted(f'{run}/{JOB}')}",
     ]
     if job.secrets:
         lines.append(f"Set in the environment of docker compose: {', '.join(job.secrets)}.")
     if spec.max_run:
-        lines.append("Compose knows no max_run: put `timeout` before its command.")
+        lines.append("Compose does not support max_run: start the job with `timeout` instead.")
     return lines
 
 
 def _run(name: str) -> Path:
-    """The run directory, which may not exist yet; raises UsageError if nodes would be given another folder."""
+    """Return the run directory, which may not exist yet; raises UsageError if it leads to another folder."""
     run = Path.cwd() / "runs" / name
     check_folders(run.parent, run, run / JOB)
     return owners.check(run)
@@ -95,14 +95,14 @@ def _mountable(folder: Path) -> str:
 
 
 def _environment(spec: JobSpec, job: Shape) -> dict[str, str]:
-    """The job's own environment; secrets are variables, which Compose looks up when it starts the job."""
+    """Return the job's `env`; secrets are variables that Compose substitutes when it starts the job."""
     own = {} if spec.expand else {"WORKER_EXPAND": "false"}
-    asked = spec.env.items()
-    return own | {key: f"${{{key}:?set {key}}}" if key in job.secrets else literal(value) for key, value in asked}
+    env = spec.env.items()
+    return own | {key: f"${{{key}:?set {key}}}" if key in job.secrets else literal(value) for key, value in env}
 
 
 def _mount(volume: Any, files: str) -> Any:
-    """A mount of this project's file; of folders by their absolute paths, the job's own one instead of a volume."""
+    """Return a mount with absolute paths, and with the job folder instead of the volume `job`."""
     if volume == "job:/job":
         return {"type": "bind", "source": literal(files), "target": "/job", "bind": {"create_host_path": False}}
     if volume.get("source") == "./orchestrate":

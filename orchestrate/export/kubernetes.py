@@ -1,4 +1,4 @@
-"""A job on Kubernetes: an Indexed Job with a headless service, a JobSet, or a TrainJob of Kubeflow."""
+"""Export a job to Kubernetes: an Indexed Job with a headless service, a JobSet, or a Kubeflow TrainJob."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from orchestrate.job import container, users
 from orchestrate.job.spec import JobSpec
 from orchestrate.node.ranks import MASTER_PORT
 
-VERSIONS = {  # against which the tests hold what is written here
+VERSIONS = {  # the versions that the tests validate against
     "job": "Kubernetes 1.28 and later",
     "jobset": "JobSet v1alpha2 on Kubernetes 1.28 and later",
-    "trainjob": "Kubeflow Trainer 2.3, whose runtime torch-distributed must be there",
+    "trainjob": "Kubeflow Trainer 2.3 with its runtime torch-distributed",
 }
 HEAD = {
-    "job": "A pod that fails ends the job; apply it again to go on from the last checkpoint.",
-    "jobset": "When a pod fails, all of them start again from the last checkpoint.",
-    "trainjob": "Kubeflow starts the pods, by way of a JobSet.",
+    "job": "A failed pod ends the job; apply it again to continue from the last checkpoint.",
+    "jobset": "When a pod fails, all pods restart from the last checkpoint.",
+    "trainjob": "Kubeflow starts the pods through a JobSet.",
 }
-UNREACHABLE_SECONDS = 30  # seconds that a machine may be unreachable, where Kubernetes would wait 300
+UNREACHABLE_SECONDS = 30  # until pods of an unreachable machine are evicted; the default of Kubernetes is 300
 CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")  # a DNS subdomain (RFC 1123)
-PLACES = {"job": "/job", "tmp": "/tmp", "shm": "/dev/shm"}
-ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+MOUNT_PATHS = {"job": "/job", "tmp": "/tmp", "shm": "/dev/shm"}
+RESTART_ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 Object = dict[str, Any]
 
 
 def kubernetes(spec: JobSpec, name: str, form: str) -> str:
-    """The manifests of a job, for `kubectl apply`; `form`: job, jobset or trainjob.
+    """Return the manifests of a job for `kubectl apply`; `form` is job, jobset or trainjob.
 
-    Raises UsageError for what they cannot say.
+    Raises UsageError for settings that cannot be exported.
     """
     job = shape(spec, name if name[0].isalpha() else f"job-{name}")
     if spec.volume and (len(spec.volume) > 253 or not CLAIM.fullmatch(spec.volume)):
         raise UsageError(
-            f"volume is {spec.volume}, and on Kubernetes it names a PersistentVolumeClaim",
+            f"volume {spec.volume} is not a valid name of a PersistentVolumeClaim",
             "create a claim for that storage, and export with --set volume=NAME",
         )
     objects = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}[form](spec, job)
     if not carries_node(spec.image):
         content = base64.b64encode(program()).decode()
         objects.insert(0, _object("v1", "ConfigMap", f"{job.name}-node", binaryData={"node": content}))
-    lines = [f"{job.name}, for {VERSIONS[form]}.", HEAD[form], f"Your code is what stands in the image {spec.image}."]
+    lines = [f"{job.name}, for {VERSIONS[form]}.", HEAD[form], f"Your code must be in the image {spec.image}."]
     if not spec.volume:
         lines.append("No volume in the job file: files and checkpoints are lost with their pod.")
     if spec.gpus == "auto":
-        lines.append("Without GPUs: --gpus all asks for one per worker.")
+        lines.append("No GPUs: --gpus all requests one per worker.")
     if job.secrets:
         keys = " ".join(f'--from-file={key}=<(printf %s "${key}")' for key in job.secrets)
-        lines.append("Create its Secret first, from environment variables of your bash:")
+        lines.append("Create its Secret first, from environment variables in bash:")
         lines.append(f"  kubectl create secret generic {job.name}-env {keys}")
     head = "".join(f"# {line}\n" for line in lines)
     return head + document(*objects)
@@ -81,7 +81,7 @@ def _job(spec: JobSpec, job: Shape) -> list[Object]:
 
 def _jobset(spec: JobSpec, job: Shape) -> list[Object]:
     pod = _pod(spec, job, f"{job.name}-node-0-0.{job.name}")
-    attempt = {"name": "TORCHELASTIC_RESTART_COUNT", "valueFrom": {"fieldRef": {"fieldPath": ATTEMPT}}}
+    attempt = {"name": "TORCHELASTIC_RESTART_COUNT", "valueFrom": {"fieldRef": {"fieldPath": RESTART_ATTEMPT}}}
     pod["containers"][0]["env"].append(attempt)
     content = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -123,7 +123,7 @@ def _trainjob(spec: JobSpec, job: Shape) -> list[Object]:
 
 
 def _indexed(spec: JobSpec, job: Shape, pod: Object) -> Object:
-    """An Indexed Job that fails as soon as one of its pods does: a rank that starts alone could join nobody."""
+    """Return an Indexed Job that fails as soon as one pod does: a restarted rank could not rejoin the others."""
     content: Object = {
         "completions": job.nodes,
         "parallelism": job.nodes,
@@ -136,22 +136,22 @@ def _indexed(spec: JobSpec, job: Shape, pod: Object) -> Object:
 
 
 def _pod(spec: JobSpec, job: Shape, master: str) -> Object:
-    gone = [
+    tolerations = [
         {
-            "key": f"node.kubernetes.io/{what}",
+            "key": f"node.kubernetes.io/{taint}",
             "operator": "Exists",
             "effect": "NoExecute",
             "tolerationSeconds": UNREACHABLE_SECONDS,
         }
-        for what in ("unreachable", "not-ready")
+        for taint in ("unreachable", "not-ready")
     ]
-    user, group = users.asked(spec) or container.USER  # the cluster's machines have accounts that we do not know
+    user, group = users.asked(spec) or container.USER  # the accounts of the cluster's machines are unknown
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": container.stop_seconds(spec.grace),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "tolerations": gone,
+        "tolerations": tolerations,
         "securityContext": {
             "runAsNonRoot": user != 0,
             "runAsUser": user,
@@ -167,7 +167,7 @@ def _pod(spec: JobSpec, job: Shape, master: str) -> Object:
 def _container(spec: JobSpec, job: Shape, master: str) -> Object:
     env = job.env | {"JOB_DIR": f"/job/{job.name}" if spec.volume else "/job"}
     env |= {name: value for name, value in container.ACCOUNT.items() if name not in env}
-    if master:  # else Kubeflow says so
+    if master:  # otherwise Kubeflow sets them
         env |= {"MASTER_ADDR": master, "MASTER_PORT": str(MASTER_PORT)}
     secrets: list[Object] = [
         {"name": key, "valueFrom": {"secretKeyRef": {"name": f"{job.name}-env", "key": key}}} for key in job.secrets
@@ -179,7 +179,7 @@ def _container(spec: JobSpec, job: Shape, master: str) -> Object:
         limits["memory"] = _quantity(job.memory)
     if job.gpus:
         limits["nvidia.com/gpu"] = job.gpus
-    mounts: list[Object] = [{"name": name, "mountPath": place} for name, place in PLACES.items()]
+    mounts: list[Object] = [{"name": name, "mountPath": path} for name, path in MOUNT_PATHS.items()]
     command = ["python", container.PROGRAM]
     if not carries_node(spec.image):
         command = ["python", "-c", boot("/node/node")]
@@ -201,7 +201,7 @@ def _container(spec: JobSpec, job: Shape, master: str) -> Object:
 
 
 def _literal(text: str) -> str:
-    """Text in which Kubernetes finds no `$(NAME)`."""
+    """Escape text so that Kubernetes does not expand `$(NAME)`."""
     return text.replace("$", "$$")
 
 
@@ -215,6 +215,6 @@ def _volumes(spec: JobSpec, job: Shape) -> list[Object]:
 
 
 def _quantity(size: str) -> str:
-    """Docker's `4g` as Kubernetes' `4Gi`."""
+    """Convert a size from Docker's form `4g` to Kubernetes' `4Gi`."""
     number, unit = size.rstrip("bkmgBKMG"), size.lstrip("0123456789").lower()
     return number + {"": "", "b": "", "k": "Ki", "m": "Mi", "g": "Gi"}[unit]

@@ -1,4 +1,4 @@
-"""A job on Slurm: a script for sbatch, which starts a node on each machine, and all of them again when one fails."""
+"""Export a job to Slurm: a script for sbatch that starts a node on each machine and restarts all if one fails."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from orchestrate.job.limits import in_bytes
 from orchestrate.job.plan import counted
 from orchestrate.job.spec import JobSpec
 
-NOTICE_SECONDS = 30  # seconds, besides the grace period, in which workers hear of the end of the allocation
-NEVER = "2|64|78|126|127"  # exit codes that another start does not change; see docs/restarts.md
-MOUNTABLE = re.compile(r"[\w./@%+=~-]+")  # what Apptainer and Pyxis take in the path of a mount, in every version
+NOTICE_SECONDS = 30  # in addition to the grace period: SIGTERM before the allocation ends
+NO_RESTART = "2|64|78|126|127"  # exit codes that a restart cannot fix; see docs/restarts.md
+MOUNTABLE = re.compile(r"[\w./@%+=~-]+")  # paths that all versions of Apptainer and Pyxis can mount
 HEAD = {
-    "venv": "The interpreter is that of this environment, which every machine must see at the same path.",
-    "apptainer": "Each node runs in the image {image}, by Apptainer.",
-    "pyxis": "Each node runs in the image {image}, by Enroot and Pyxis.",
+    "venv": "Nodes run the Python of this environment, which every machine must see at the same path.",
+    "apptainer": "Each node runs in the image {image}, with Apptainer.",
+    "pyxis": "Each node runs in the image {image}, with Enroot and Pyxis.",
 }
 SCRIPT = """\
 #!/bin/bash
-# {name}: {shape}, for sbatch. Submit it from a folder that every machine sees.
+# {name}: {shape}, for sbatch. Submit it from a folder that all machines share.
 # {head}
 {options}
 
@@ -34,9 +34,9 @@ set -u
 {secrets}cd {folder} || exit 2
 export JOB_DIR="$SLURM_SUBMIT_DIR/runs/{name}"
 export NODE_FAILED="$JOB_DIR/.failed" NODE_PATIENT=1
-own() {{  # what came with the code, or a job has left, could lead elsewhere
+own() {{  # a link from the code or an earlier job could lead elsewhere
     mkdir -p -m 700 "$1" && [ -d "$1" ] && [ -O "$1" ] && [ ! -L "$1" ] && return
-    echo "error: $1 is not a folder of yours: remove it, or export the job under another --name" >&2
+    echo "error: $1 is not a folder that you own: remove it, or export the job under another --name" >&2
     exit 2
 }}
 first_failure() {{  # the exit code of the worker that failed first, from a file that workers can write
@@ -47,9 +47,9 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 
 stop=
-trap 'stop=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM  # which reaches the nodes; srun would have them killed
+trap 'stop=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM  # reaches the nodes; srun would kill them
 for attempt in $(seq 0 {max_restarts}); do
-    # A generation has a number, and a port, of its own; Slurm itself may have started this script again.
+    # Each generation has its own number and port, even if Slurm has requeued this script.
     export TORCHELASTIC_RESTART_COUNT=$((${{SLURM_RESTART_COUNT:-0}} * ({max_restarts} + 1) + attempt))
     export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 97 + TORCHELASTIC_RESTART_COUNT) % 20000))
     own "$SLURM_SUBMIT_DIR/runs"
@@ -61,9 +61,9 @@ for attempt in $(seq 0 {max_restarts}); do
     step=$!
     wait "$step"
     code=$?
-    while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a signal ends the first wait
+    while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a signal interrupts the first wait
     [ "$code" = 0 ] || code=$(first_failure || echo "$code")
-    case $code in 0) exit 0 ;; {never}) exit "$code" ;; esac
+    case $code in 0) exit 0 ;; {no_restart}) exit "$code" ;; esac
     [ -z "$stop" ] || exit "$code"
     echo "generation $TORCHELASTIC_RESTART_COUNT ended with exit code $code" >&2
 done
@@ -72,12 +72,15 @@ exit "$code"
 
 
 def slurm(spec: JobSpec, name: str, form: str) -> str:
-    """The sbatch script of a job; `form`: venv, apptainer or pyxis. Raises UsageError for what it cannot say."""
+    """Return the sbatch script of a job; `form` is venv, apptainer or pyxis.
+
+    Raises UsageError for settings that cannot be exported.
+    """
     job = shape(spec, name)
     runs = Path.cwd() / "runs"
     check_folders(runs, runs / name)
     if spec.user != "auto":
-        raise UsageError(f"user is {spec.user}, and Slurm runs a job as the user who submits it", "leave it out")
+        raise UsageError(f"user is {spec.user}, but Slurm runs a job as the user who submits it", "remove it")
     options = {
         "job-name": name,
         "nodes": job.nodes,
@@ -89,7 +92,7 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
     if spec.cpus:
         options["cpus-per-task"] = math.ceil(spec.cpus)
     if job.memory:
-        whole = job.memory[-1:].lower() in ("k", "m", "g")  # Slurm has these units, and no bytes
+        whole = job.memory[-1:].lower() in ("k", "m", "g")  # Slurm has these units, but not bytes
         options["mem"] = job.memory.upper() if whole else f"{math.ceil(in_bytes(job.memory) / 1024)}K"
     if job.gpus:
         options["gpus-per-node"] = job.gpus
@@ -97,7 +100,7 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         options["time"] = max(1, math.ceil(spec.max_run / 60))
     heads = [HEAD[form].format(image=spec.image)]
     if job.secrets:
-        heads.append(f"Secrets come from the environment of sbatch: {', '.join(job.secrets)}.")
+        heads.append(f"Set in the environment of sbatch: {', '.join(job.secrets)}.")
     lines = [f"#SBATCH --{key}={value}" for key, value in options.items()] + ["#SBATCH --requeue"]
     return SCRIPT.format(
         name=name,
@@ -111,17 +114,17 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         max_restarts=spec.max_restarts,
         wait=container.stop_seconds(spec.grace),
         launch=_launch(spec, form),
-        never=NEVER,
+        no_restart=NO_RESTART,
     )
 
 
 def _checked(folder: Path, form: str) -> str:
-    """The path of a folder that nodes must see; raises UsageError for one that the form cannot take."""
+    """Return the path of a folder to mount; raises UsageError for a path that the form does not support."""
     path = str(folder)
     if not is_text(path):
         raise UsageError(f"the path {path!a} is not UTF-8", "use another folder")
     if form != "venv" and not MOUNTABLE.fullmatch(path):
-        raise UsageError(f"{path!a} cannot be mounted by {form}", "use a path of letters, digits and ._-+=@%~/ alone")
+        raise UsageError(f"{path!a} cannot be mounted by {form}", "use only letters, digits and ._-+=@%~/ in the path")
     return path
 
 

@@ -1,4 +1,4 @@
-"""One launch of all workers: from the first start to the last end, and what came of it."""
+"""One launch of all workers: from the first start to the last exit, and its result."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
 from orchestrate.supervise.running import ENGINE_TIMEOUT, Running
 
-BY_USER, BY_MAX_RUN = "stopped by the user", "max_run is over"
+BY_USER, BY_MAX_RUN = "stopped by the user", "max_run was reached"
 FAILED, RESCALED, REMOVED = "a worker failed", "a node is back", "its run directory was removed"
-PARTITION_TIMEOUT = 5.0  # seconds that a node may be cut off from the network
-DUMP_TIMEOUT = 15.0  # seconds at most in which workers print their stacks, on a machine that is busy
-MAX_ENGINE_LOSSES = 50  # times that the engine may go away during one generation
-# Seconds after a failure in which workers on GPUs end: one that waits in NCCL never handles SIGTERM.
+PARTITION_TIMEOUT = 5.0  # seconds that a node may be disconnected from the network
+DUMP_TIMEOUT = 15.0  # seconds for workers to print their stacks, even on a busy machine
+MAX_ENGINE_LOSSES = 50  # number of times that the engine may be lost during one generation
+# Seconds after a failure until workers on GPUs are killed: a worker that waits in NCCL does not handle SIGTERM.
 NCCL_STOP_TIMEOUT = 5.0
-REPORT_TIMEOUT = 5.0  # seconds that nodes have, after the grace period, to say that their workers have ended
+REPORT_TIMEOUT = 5.0  # seconds after the grace period for nodes to report that their workers have exited
 
 
 class Generation:
     """Follows the workers of one plan."""
 
     def __init__(self, job: Running, plan: Plan, furthest: int, nodes: Nodes) -> None:
-        """`furthest` is the highest step of earlier generations; `nodes` tells where they are, and when one is back."""
+        """`furthest` is the highest step of earlier generations; `nodes` knows their hosts, and when one is back."""
         self.job, self.plan, self.emit, self.nodes = job, plan, job.emit, nodes
         self.spec, self.files, self.stops = job.spec, job.files, job.stops
-        self.best = furthest
+        self.furthest = furthest
         self.running = {worker.rank for worker in plan.workers}
         self.launched = False
-        self.awaited: set[int] | None = None  # workers that have not started yet; None if all have
-        self.noted = 0.0  # when they were last found to be others, or infinity once they are reported
-        self.losses = 0  # how often the engine was away
+        self.awaited: set[int] | None = None  # workers that have not started; None once all have
+        self.noted = 0.0  # time when `awaited` last changed, or infinity once reported
+        self.losses = 0  # number of times that the engine was lost
         self.ends: list[ObservedExit] = []
-        self.known: dict[int, Reason] = {}  # rank: what we know of its end besides the exit code
-        self.engine_lost = ""  # what the engine said when it was lost
+        self.known: dict[int, Reason] = {}  # by rank: reasons that exit codes do not show
+        self.engine_lost = ""  # the error when the engine was lost
         self.hung: Cause | None = None
-        self.why = ""  # why the workers were asked to end
-        self.requested, self.sent = 0, 0  # orders to the workers: 1 to end, 2 to die
-        self.heard = 0  # how many of the user's requests to stop have been passed on
-        self.give_up = float("inf")
+        self.why = ""  # why the workers are being stopped
+        self.requested, self.sent = 0, 0  # stop signals: 1 for SIGTERM, 2 for SIGKILL
+        self.handled_stops = 0  # number of the user's stop requests handled so far
+        self.give_up = float("inf")  # when to stop waiting for the workers to exit
         self.failing = float("inf")  # when the others are stopped after a failure
-        self.killing = float("inf")  # when those that have not ended by then are killed
-        self.late = False  # whether that has been done: one of them may be the worker that the others waited for
-        self.started = time.monotonic()  # of this generation; later, of its first worker
+        self.killing = float("inf")  # when workers that are still running are killed
+        self.killed_late = False  # whether that has happened: one of them may be the worker that held up the others
+        self.started = time.monotonic()  # start of this generation; later, of its first worker
         self.saved = self.files.saved()
-        self.watch_for_hangs = _Watch(self) if self.spec.hang_after else None
-        self.troubles: dict[str, tuple[str, float]] = {}  # node: what, since when
-        self.boundary: object = None  # the checkpoints at the time when a missing node was back
+        self.hang_detector = _HangDetector(self) if self.spec.hang_after else None
+        self.troubles: dict[str, tuple[str, float]] = {}  # by node: kind of trouble, start time
+        self.boundary: object = None  # the checkpoints when a missing node came back
 
-    # --- after another supervisor
+    # --- taking over from another supervisor
 
     def restore(self, exits: list[events.WorkerEnded], stopping: str, states: dict[int, str]) -> None:
-        """Know what an earlier supervisor knew: which workers ended, why they were to, their states in a hang."""
+        """Restore the state of an earlier supervisor: exits, why it stopped the workers, process states in a hang."""
         self.launched = True
         if states := {rank: state for rank, state in states.items() if rank in self.running}:
-            self.hung = self._late(states)
+            self.hung = self._find_hang_cause(states)
         for event in [event for event in exits if event.rank in self.running]:
-            if event.known:  # found out by us, while the worker was still there
+            if event.known:  # the supervisor's own finding, while the worker was still running
                 self.known[event.rank] = event.known
             else:
                 self.running.discard(event.rank)
@@ -73,20 +73,20 @@ class Generation:
             self._stop(stopping or FAILED)
 
     def adopt(self) -> None:
-        """Find the workers that another supervisor, or we before the engine went away, have started."""
+        """Find running workers, started by another supervisor or before the engine was lost."""
         self.sent = 0
         if self.why:
-            self._give_time()
-        strangers = self.job.session.adopt(self.plan) & self.running
-        if strangers:  # on nodes that live, but do not know them
-            for rank in strangers:
+            self._extend_deadline()
+        unknown = self.job.session.adopt(self.plan) & self.running
+        if unknown:  # not known to their nodes, which are up
+            for rank in unknown:
                 self.known[rank] = Reason.ENGINE_LOST if self.engine_lost else Reason.INTERRUPTED
                 self._ended(WorkerExit(rank, LOST))
 
-    # --- to its end
+    # --- following it
 
     def watch(self) -> GenerationResult:
-        """Follow the workers until all have ended."""
+        """Follow the workers until all have exited."""
         while self.running and time.monotonic() < self.give_up:
             try:
                 self._launch()
@@ -97,7 +97,7 @@ class Generation:
                 self.losses += 1
                 if self.losses > MAX_ENGINE_LOSSES or not self._reconnect():
                     return self._result(Outcome.LOST, str(error))
-                if self.hung and not self.why:  # it was lost while we asked where the workers stand
+                if self.hung and not self.why:  # the engine was lost during the stack dump
                     self._stop(FAILED)
         if self.running:
             nodes = {self.plan.workers[rank].node for rank in self.running}
@@ -106,7 +106,7 @@ class Generation:
                 self.job.session.discard(nodes)
             except EngineError as error:
                 self.emit(events.NodesLeft(str(error)))
-            if not self.ends:  # of which another supervisor may have known more
+            if not self.ends:  # an earlier supervisor may have recorded some
                 self.ends = [
                     ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST), True) for rank in sorted(self.running)
                 ]
@@ -121,7 +121,7 @@ class Generation:
         return self._result(Outcome.SUCCEEDED, "finished")
 
     def _reconnect(self) -> bool:
-        """Wait for an engine that went away, and find the workers again; False if it stays away."""
+        """Wait for the engine to answer again, and find the workers; return False if it does not."""
         deadline = time.monotonic() + ENGINE_TIMEOUT
         while time.monotonic() < deadline:
             if self.job.sleep(0.5):
@@ -153,29 +153,29 @@ class Generation:
         self._stop_if_failing()
         if time.monotonic() > self.killing:
             self._kill()
-        self._look_for_started(seen.starting)
-        if self.stops() > self.heard:
-            self.heard = self.stops()
+        self._check_started(seen.starting)
+        if self.stops() > self.handled_stops:
+            self.handled_stops = self.stops()
             self._stop(BY_USER)
         if self.spec.max_run and self.emit.seconds() > self.spec.max_run and not self.why:
             self._stop(BY_MAX_RUN)
         if not self.why and self.files.gone():
             self._stop(REMOVED)
-        self._look_for_trouble(seen.troubles)
+        self._check_troubles(seen.troubles)
         if self.why or self.hung:
             return
-        if self.watch_for_hangs and self.watch_for_hangs.hung(bool(self.troubles)):
-            self._hang()
+        if self.hang_detector and self.hang_detector.hung(bool(self.troubles)):
+            self._handle_hang()
         elif not self.troubles and self.nodes.are_back():
-            self._at_a_checkpoint()
+            self._rescale_at_checkpoint()
 
-    def _look_for_started(self, starting: set[int]) -> None:
-        """Report the workers that others have waited for a second, and that all have started."""
+    def _check_started(self, starting: set[int]) -> None:
+        """Report workers that the others have awaited for a second, and when all have started."""
         if self.awaited is None or self.why:
             return
         awaited = starting & self.running
         if awaited and awaited == self.running:
-            self.started = time.monotonic()  # the time in which nodes import says nothing about the script
+            self.started = time.monotonic()  # exclude the time in which nodes import packages
         if not awaited:
             self.awaited = None
             self.emit(events.WorkersStarted())
@@ -191,7 +191,7 @@ class Generation:
         stopping = bool(self.why or self.hung)
         ours = stopping and end.asked
         self.emit(events.WorkerEnded(end.rank, node, end.code, stopping=ours))
-        if self.requested < 2 or self.late:  # what else we have killed says nothing
+        if self.requested < 2 or self.killed_late:  # other killed workers do not show a cause
             self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
         if end.code and not stopping:
             timeout = complains(self.files.last_lines(end.rank), TIMEOUT)
@@ -199,9 +199,9 @@ class Generation:
         self._stop_if_failing()
 
     def _stop_if_failing(self) -> None:
-        """Stop the others after a failure; after a timeout, let those that wait as well run into it first.
+        """Stop the other workers after a failure; after a timeout, first let the others that wait time out as well.
 
-        The worker that is left to stop is the one that they waited for.
+        The worker that remains is the one that they waited for.
         """
         due = time.monotonic() >= self.failing or (self.failing < float("inf") and len(self.running) < 2)
         if due and not self.why and not self.hung:
@@ -210,29 +210,29 @@ class Generation:
     def _stop(self, why: str) -> None:
         self.why = self.why or why
         self.requested = 2 if self.stops() > 1 or (self.hung and self.why == FAILED) else max(1, self.requested)
-        with contextlib.suppress(OSError):  # a full disk; the nodes stop what runs all the same
+        with contextlib.suppress(OSError):  # a full disk; the nodes stop the workers anyway
             self.files.fence(self.plan.generation, over=True)
         self.emit(events.WorkersStopping(why, kill=self.requested > 1))
         if self.why == FAILED and self.plan.gpus:
             self.killing = min(self.killing, time.monotonic() + NCCL_STOP_TIMEOUT)
-        self._give_time()
+        self._extend_deadline()
 
     def _kill(self) -> None:
-        """Kill the workers that have not ended."""
+        """Kill the workers that are still running."""
         self.killing = float("inf")
         if self.requested < 2:
-            self.requested, self.late = 2, True
+            self.requested, self.killed_late = 2, True
             self.emit(events.WorkersStopping(self.why, kill=True))
-            self._give_time()
+            self._extend_deadline()
 
-    def _give_time(self) -> None:
+    def _extend_deadline(self) -> None:
         self.give_up = time.monotonic() + REPORT_TIMEOUT + (0 if self.requested > 1 else self.spec.grace)
 
-    def _look_for_trouble(self, found: dict[str, str]) -> None:
-        """Note nodes that are paused, for which we wait, and those that are cut off, for which we do not wait long."""
+    def _check_troubles(self, found: dict[str, str]) -> None:
+        """Track nodes in trouble: wait for paused ones, and treat a partition as a failure after a timeout."""
         troubles = {node: what for node, what in found.items() if node in self.plan.nodes}
         for node in self.troubles.keys() - troubles.keys():
-            if any(self.plan.workers[rank].node == node for rank in self.running):  # else it has been given up
+            if any(self.plan.workers[rank].node == node for rank in self.running):  # otherwise it counts as lost
                 self.emit(events.NodeWell(node))
             del self.troubles[node]
         for node, what in troubles.items():
@@ -248,8 +248,8 @@ class Generation:
                 self.ends.append(ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST), False))
                 self._stop(FAILED)
 
-    def _at_a_checkpoint(self) -> None:
-        """A missing node is back: once the job has saved, stop it to go on with all nodes."""
+    def _rescale_at_checkpoint(self) -> None:
+        """Stop the gang at the next checkpoint to continue with all nodes, since a missing one is back."""
         saved = self.files.saved()
         if self.boundary is None:
             self.emit(events.NodeBack())
@@ -257,44 +257,44 @@ class Generation:
         elif saved != self.boundary:
             self._stop(RESCALED)
 
-    def _hang(self) -> None:
-        """Have every worker print where it stands; find out whom they wait for; kill them."""
+    def _handle_hang(self) -> None:
+        """Make every worker print its stacks, find the worker that the others wait for, and kill them."""
         states = self.job.session.doing()
         letters = {rank: doing.state for rank, doing in states.items() if rank in self.running}
         self.emit(events.HangFound(letters, self.spec.hang_after or 0.0))
-        self.hung = self._stuck(min(self.running), "the job hung; the engine was lost before it was known where")
+        self.hung = self._hang_cause(min(self.running), "the job hung; the engine was lost before the cause was found")
         self.job.session.stop(Stop.DUMP)
         deadline = time.monotonic() + DUMP_TIMEOUT
-        frozen = {rank for rank, letter in letters.items() if letter in hang.FROZEN}  # they print nothing
+        frozen = {rank for rank, letter in letters.items() if letter in hang.FROZEN}  # cannot print stacks
         while self.running - frozen and time.monotonic() < deadline:
             for end in self.job.session.wait(timeout=0.1).exits:
                 self._ended(end)
-        self.hung = self._late(letters)
+        self.hung = self._find_hang_cause(letters)
         self._stop(FAILED)
 
-    def _late(self, states: dict[int, str]) -> Cause:
-        """Whom the others wait for, by the workers' states and by what they have printed of where they stand."""
+    def _find_hang_cause(self, states: dict[int, str]) -> Cause:
+        """Return the cause of a hang: the worker that the others wait for, by process states and printed stacks."""
         rank, what = hang.late(states, {rank: hang.stand(self.files.text(rank)) for rank in sorted(states)})
-        return self._stuck(rank, f"the job hung: rank {rank} on {self.plan.workers[rank].node} {what}")
+        return self._hang_cause(rank, f"the job hung: rank {rank} on {self.plan.workers[rank].node} {what}")
 
-    def _stuck(self, rank: int, summary: str) -> Cause:
+    def _hang_cause(self, rank: int, summary: str) -> Cause:
         return Cause(
             rank=rank,
             node=self.plan.workers[rank].node,
             exit_code=LOST,
             cause=Reason.HANG,
             summary=summary,
-            hint="the log of each rank ends with its stacks; hang_after in the job file says when a job counts as hung",
+            hint="the log of each rank ends with its stacks; hang_after in the job file sets the time limit",
             last_lines=self.files.last_lines(rank),
             log=str(self.files.log(rank)),
         )
 
-    # --- what came of it
+    # --- its result
 
     def _cause(self) -> Cause:
         if self.hung:
             return self.hung
-        window = min(PEER_FAILURE_WINDOW, self.spec.grace)  # later, it is we who kill
+        window = min(PEER_FAILURE_WINDOW, self.spec.grace)  # exits after that are our own kills
         exit, known = blame(self.ends, self.files.last_lines, window)
         known, node = known or self.known.get(exit.rank), self.plan.workers[exit.rank].node
         if not known:
@@ -304,21 +304,21 @@ class Generation:
                 known = Reason.ENGINE_LOST
         if self.engine_lost and known in (Reason.NODE_LOST, Reason.NODE_STOPPED):
             known = Reason.ENGINE_LOST
-        words, log = self.files.last_lines(exit.rank), str(self.files.log(exit.rank))
-        return diagnose(self.plan, exit, known, words, log, self.nodes.hosts.get(node, ""))
+        last_lines, log = self.files.last_lines(exit.rank), str(self.files.log(exit.rank))
+        return diagnose(self.plan, exit, known, last_lines, log, self.nodes.hosts.get(node, ""))
 
-    def _result(self, word: Outcome, why: str, cause: Cause | None = None) -> GenerationResult:
+    def _result(self, outcome: Outcome, why: str, cause: Cause | None = None) -> GenerationResult:
         lasted = time.monotonic() - self.started
         step, saved = self.files.step(), self.files.saved()
-        if step or self.best:
-            progress = step > self.best
+        if step or self.furthest:
+            progress = step > self.furthest
         elif saved:
             progress = saved != self.saved
         else:
-            progress = lasted > CRASH_LOOP_SECONDS  # it leaves nothing to measure it by
+            progress = lasted > CRASH_LOOP_SECONDS  # the script writes neither metrics nor checkpoints
         return GenerationResult(
             generation=self.plan.generation,
-            word=word,
+            word=outcome,
             why=why,
             cause=cause,
             lasted=round(lasted, 3),
@@ -327,30 +327,30 @@ class Generation:
         )
 
 
-class _Watch:
-    """Finds out that a job hangs: nothing was written for the whole time, and nobody computed in its last half."""
+class _HangDetector:
+    """Detects hangs: nothing was written for `hang_after`, and no worker used the CPU in the second half of it."""
 
     def __init__(self, generation: Generation) -> None:
         self.files, self.job = generation.files, generation.job
-        self.patience = generation.spec.hang_after or float("inf")
-        self.looked = self.active = self.asked = time.monotonic()
+        self.limit = generation.spec.hang_after or float("inf")
+        self.checked = self.active = self.polled = time.monotonic()
         self.activity: object = None
-        self.cpu: dict[int, float] = {}  # seconds by rank, when the nodes were asked last
+        self.cpu: dict[int, float] = {}  # CPU seconds by rank at the last poll of the nodes
 
     def hung(self, excused: bool) -> bool:
-        """Whether the job has done nothing for too long; time in which it is `excused` does not count."""
+        """Whether the job was idle for too long; time in which it is `excused` does not count."""
         now = time.monotonic()
-        if now - self.looked < min(1.0, self.patience / 20):
+        if now - self.checked < min(1.0, self.limit / 20):
             return False
-        self.looked = now
+        self.checked = now
         activity = self.files.activity()
         if excused or activity != self.activity:
             self.activity, self.active, self.cpu = activity, now, {}
-        if now - self.active < self.patience / 2 or now - self.asked < self.patience / 10:
-            return False  # asking the nodes is not free
-        before, passed = self.cpu, now - self.asked
+        if now - self.active < self.limit / 2 or now - self.polled < self.limit / 10:
+            return False  # polling the nodes is not free
+        before, elapsed = self.cpu, now - self.polled
         self.cpu = {rank: doing.cpu for rank, doing in self.job.session.doing().items()}
-        self.asked = now
-        if any(seconds - before.get(rank, seconds) > hang.IDLE * passed for rank, seconds in self.cpu.items()):
+        self.polled = now
+        if any(seconds - before.get(rank, seconds) > hang.IDLE * elapsed for rank, seconds in self.cpu.items()):
             self.active, self.cpu = now, {}
-        return bool(before and self.cpu) and now - self.active > self.patience
+        return bool(before and self.cpu) and now - self.active > self.limit

@@ -1,4 +1,4 @@
-"""Where the workers of a hung job stand, and which of them the others wait for. Pure."""
+"""Parse the stacks of a hung job's workers, and find the worker that the others wait for. Pure."""
 
 from __future__ import annotations
 
@@ -7,25 +7,29 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-IDLE = 0.05  # share of a core; a worker that waits for its peers uses less, though torch looks for them all the time
-STATES = {"T": "is stopped (SIGSTOP)", "t": "is held by a debugger", "D": "waits for a disk or a network file system"}
+IDLE = 0.05  # share of a core; a worker that waits for its peers uses less, although torch polls
+STATES = {
+    "T": "is stopped (SIGSTOP)",
+    "t": "is stopped by a debugger",
+    "D": "waits for disk or network file system I/O",
+}
 FROZEN = ("T", "t")
-WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")  # where a rank waits for others
+WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")  # code in which a rank waits for others
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (\S+)', re.M)
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen")
 
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a worker stands."""
+    """A worker's position in its main thread."""
 
-    where: str  # FILE:LINE in FUNCTION of the user's own code, or of what there is
+    where: str  # FILE:LINE in FUNCTION, in the user's code if possible
     inner: str  # the innermost function
-    waits: bool  # whether it is in a collective
+    waits: bool  # whether it waits in a collective
 
 
 def stand(log: str) -> Stand | None:
-    """Read the last stack that Python's fault handler printed for the main thread; None where there is none."""
+    """Parse the last stack that Python's fault handler printed for the main thread; None if there is none."""
     dump = log.rpartition("Fatal Python error: ")[2] if "Fatal Python error: " in log else ""
     blocks = re.split(r"^(?:Current thread|Thread) 0x.*\n", dump, flags=re.M)[1:]
     heads = re.findall(r"^(Current thread|Thread) 0x", dump, flags=re.M)
@@ -41,10 +45,10 @@ def stand(log: str) -> Stand | None:
 
 
 def late(states: Mapping[int, str], stands: Mapping[int, Stand | None]) -> tuple[int, str]:
-    """The rank that the others wait for, and a sentence about it.
+    """Return the rank that the others wait for, and a description of its state.
 
-    `states` are letters of proc(5). A worker that is stopped holds up the others; else one that is in no collective
-    while others are; else the one that stands where the fewest stand.
+    `states` are letters of proc(5). It is the first stopped worker; otherwise the first outside a collective while
+    others are in one; otherwise the one whose position fewest workers share.
     """
     for rank, state in sorted(states.items()):
         if state in FROZEN:
@@ -52,20 +56,20 @@ def late(states: Mapping[int, str], stands: Mapping[int, Stand | None]) -> tuple
     known = {rank: stand for rank, stand in sorted(stands.items()) if stand}
     if not known:
         rank = min(states, default=0)
-        return rank, STATES.get(states.get(rank, ""), "does nothing any more, and printed no stack")
+        return rank, STATES.get(states.get(rank, ""), "is idle and printed no stack")
     outside = [rank for rank, stand in known.items() if not stand.waits]
     if outside and len(outside) < len(known):
         rank = outside[0]
-        return rank, f"never arrived: it stands at {known[rank].where}{_others(stands, rank)}"
+        return rank, f"never arrived: it is at {known[rank].where}{_others(stands, rank)}"
     silent = [rank for rank in sorted(states) if rank not in known]
     if silent and not outside:
-        what = STATES.get(states[silent[0]], "answers to nothing, and printed no stack")
+        what = STATES.get(states[silent[0]], "does not respond and printed no stack")
         return silent[0], f"never arrived: it {what}{_others(stands, silent[0])}"
     places = Counter(stand.where for stand in known.values())
     rank = min(known, key=lambda r: (places[known[r].where], r))
     if len(places) > 1:
-        return rank, f"stands elsewhere than the others: at {known[rank].where}{_others(stands, rank)}"
-    return rank, f"and all others stand at {known[rank].where}"
+        return rank, f"is not where the others are, but at {known[rank].where}{_others(stands, rank)}"
+    return rank, f"and all others are at {known[rank].where}"
 
 
 def _others(stands: Mapping[int, Stand | None], rank: int) -> str:

@@ -1,4 +1,4 @@
-"""What a job leaves in its folder while it runs: signs of life, of progress, and last words."""
+"""Files of a running job, as its supervisor reads them: activity, progress, and last lines of workers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from orchestrate.files.paths import CHECKPOINTS, LOGS, METRICS, JobPaths
 from orchestrate.job import logs
 from orchestrate.job.metrics import MAX_LINE, fold, measurements
 
-WORDS, WIDEST = 12, 2000  # lines of a worker that failed which a person sees, and their characters
-MAX_METRICS_READ = 8 << 20  # bytes of the metrics that one look takes in
-MAX_METRICS, MAX_ROWS = 64 << 20, 100_000  # bytes and lines of the metrics that a report is made of: the last ones
+LAST_LINES, MAX_WIDTH = 12, 2000  # lines of a failed worker that are reported, and characters of each
+MAX_METRICS_READ = 8 << 20  # bytes of metrics.jsonl per read
+MAX_METRICS, MAX_ROWS = 64 << 20, 100_000  # last bytes and lines of metrics.jsonl that go into the report
 
 
 class JobFiles:
-    """The supervisor's eyes on the files of a job, and its fence."""
+    """Reads the files of a job for its supervisor, and writes the fence."""
 
     def __init__(self, paths: JobPaths, hide: Callable[[str], str] = str) -> None:
-        """`hide` takes secrets out of what workers have written."""
+        """`hide` removes secrets from worker output."""
         self.paths, self.hide = paths, hide
-        self.generation = 0  # whose last words are asked for
+        self.generation = 0  # the generation that `last_lines` reads
         self._step, self._metrics = 0, Lines()
 
     @property
@@ -39,22 +39,22 @@ class JobFiles:
         return not os.path.lexists(self.paths.shared)
 
     def last_lines(self, rank: int) -> list[str]:
-        """The last lines of a worker of this generation, each cut to what a person reads; events keep them for good."""
-        words = logs.last_words(self.text(rank), self.generation, WORDS)
-        return [line if len(line) <= WIDEST else f"{line[: WIDEST - 1]}…" for line in words]
+        """Return the last lines of a worker in this generation, truncated, since events store them permanently."""
+        lines = logs.last_words(self.text(rank), self.generation, LAST_LINES)
+        return [line if len(line) <= MAX_WIDTH else f"{line[: MAX_WIDTH - 1]}…" for line in lines]
 
     def text(self, rank: int) -> str:
-        """The end of a worker's log."""
+        """Return the end of a worker's log."""
         return self.hide(logs.tail(self._folder, rank))
 
     def log(self, rank: int) -> Path:
-        """Where a worker's log is."""
+        """Return the path of a worker's log."""
         return self.paths.log(rank)
 
     def step(self) -> int:
-        """The highest `step` of metrics.jsonl; 0 where there is none."""
+        """Return the highest `step` in metrics.jsonl, or 0."""
         with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
-            if file.seek(0, 2) < self._metrics.offset:  # the script has begun anew
+            if file.seek(0, 2) < self._metrics.offset:  # the script has truncated the file
                 self._metrics = Lines()
             found = measurements(self._metrics.new(file, MAX_METRICS_READ))
             steps = (step for values in found if type(step := values.get("step")) is int and 0 <= step < 1 << 63)
@@ -62,7 +62,7 @@ class JobFiles:
         return self._step
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What is kept of the lines of metrics.jsonl, the last ones where they are many."""
+        """Return the rows of metrics.jsonl for the report, only the last ones if there are too many."""
         with contextlib.suppress(OSError), self._folder.open(METRICS) as file:
             read = Lines()
             read.skip(file, MAX_METRICS)
@@ -71,21 +71,21 @@ class JobFiles:
         return []
 
     def checkpoints(self) -> tuple[list[Path], bool]:
-        """The files that the script has saved, and whether these are all."""
+        """Return the checkpoint files, and whether the list is complete."""
         found, whole = self._folder.files(CHECKPOINTS)
         return [self.paths.root / path for path in found], whole
 
     def saved(self) -> tuple[object, ...]:
-        """What is in the folder of checkpoints, with times of change; it differs after a save."""
+        """Return names and modification times in the checkpoints folder; the value changes with every save."""
         found = self._folder.entries(CHECKPOINTS)
         return tuple(sorted((name, status.st_mtime_ns) for name, status in found if not name.startswith(".")))
 
     def activity(self) -> tuple[object, ...]:
-        """Differs whenever a worker has written output, metrics or a checkpoint."""
+        """Return a value that changes whenever a worker writes output, metrics or a checkpoint."""
         found = [*self._folder.entries(LOGS), *self._folder.entries()]
         sizes = [(name, status.st_size) for name, status in found if stat.S_ISREG(status.st_mode)]
         return (*sorted(sizes), *self.saved())
 
     def fence(self, generation: int, over: bool = False) -> None:
-        """From now on no worker older than `generation` may start or save; `over`: nor one of it start."""
+        """Keep workers older than `generation` from starting and saving; with `over`, also its own from starting."""
         self._folder.write(self.paths.fence.name, f"{generation}{' over' * over}\n")

@@ -1,4 +1,4 @@
-"""The nodes of a job: brought up, replaced by spare ones, and brought back while the job runs on fewer."""
+"""The nodes of a job: started, replaced by standby nodes, and brought back while the job runs on fewer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from orchestrate.job import events
 from orchestrate.job.plan import Plan, in_order, names, plan
 from orchestrate.supervise.running import Running
 
-MAX_ATTEMPTS = 3  # to bring nodes back, a second apart
-REJOIN_INTERVAL = (10.0, 300.0)  # seconds between two tries to bring a missing node back, at first and at most
+MAX_ATTEMPTS = 3  # to start nodes of a later generation, a second apart
+REJOIN_INTERVAL = (10.0, 300.0)  # seconds between attempts to bring back a missing node: initial and maximum
 
 
 class Nodes:
-    """Those that the engine keeps for one job."""
+    """The nodes of one job on its engine."""
 
     def __init__(self, job: Running, hosts: dict[str, str], keep: Callable[[Plan], None]) -> None:
-        """`hosts` is where the nodes were last, as far as they have hosts; `keep` writes down each new plan."""
+        """`hosts` are the last known hosts by node, if the engine has several; `keep` saves each new plan."""
         self.job, self.plan, self.hosts, self.keep = job, job.plan, hosts, keep
         self.spec, self.emit = job.spec, job.emit
         self.pool = ThreadPoolExecutor(1)
@@ -29,34 +29,34 @@ class Nodes:
         self.rejoin_at, self.rejoin_delay = 0.0, REJOIN_INTERVAL[0]
 
     def bring_up(self, number: int) -> None:
-        """Have all nodes up, or as many as the job may go on with, and make the plan of generation `number`."""
+        """Start all nodes, or at least as many as the job can continue with, and plan generation `number`."""
         wanted = names(self.spec)
         self.emit(events.NodesStarting(len(wanted), self.plan.engine))
         self.end_rejoining()
         error = ""
-        everything = replace(self._planned(wanted, number), nodes=names(self.spec, spares=True))
+        complete = replace(self._planned(wanted, number), nodes=names(self.spec, spares=True))
         left = self.job.session.alive() if number and self.spec.spares else {}
         try:
             if len(left) >= len(wanted):
-                # A spare node takes the place of one that is lost; that one comes back meanwhile.
-                self.rejoining = self.pool.submit(self._up, everything)
+                # Standby nodes replace the lost ones, which are brought back in the background.
+                self.rejoining = self.pool.submit(self._up, complete)
             else:
-                self._try_up(everything, MAX_ATTEMPTS if number else 1)
+                self._try_up(complete, MAX_ATTEMPTS if number else 1)
         except EngineLost:
             raise
-        except EngineError as lacking:
+        except EngineError as failure:
             if not number or (self.spec.min_trainers is None and len(self.job.session.alive()) < len(wanted)):
                 raise
-            error = str(lacking)
+            error = str(failure)
             self.rejoin_at = time.monotonic() + self.rejoin_delay
         alive = self.job.session.alive()
-        if self.rejoining:  # one that is back this soon takes no place either
+        if self.rejoining:  # leave out a node that is already back
             alive = {node: host for node, host in alive.items() if node in left}
         nodes = in_order(alive)[: len(wanted)]
         missing = len(wanted) - len(nodes)
         error = error or f"{len(nodes)} of {len(wanted)} nodes are alive"
-        fewest = self.spec.trainers if self.spec.min_trainers is None or not number else self.spec.min_trainers
-        if len(nodes) < 1 + fewest:
+        minimum = self.spec.trainers if self.spec.min_trainers is None or not number else self.spec.min_trainers
+        if len(nodes) < 1 + minimum:
             raise EngineError(error)
         if missing:
             self.emit(events.NodesMissing(nodes, missing, error))
@@ -67,7 +67,7 @@ class Nodes:
         self.job.write(lambda: self.keep(self.plan))
 
     def are_back(self) -> bool:
-        """Whether a node that was missing is back; tries to bring it back, in the background and not too often."""
+        """Whether a missing node is back; at intervals, starts an attempt to bring it back in the background."""
         if len(self.plan.nodes) == len(names(self.spec)):
             return False
         if self.rejoining is None and time.monotonic() > self.rejoin_at:
@@ -83,13 +83,13 @@ class Nodes:
         return False
 
     def end_rejoining(self) -> None:
-        """Wait for the try to bring a node back that is under way: what it brings up must be known."""
+        """Wait for a running attempt to bring back a node, so that no node is started unnoticed."""
         if self.rejoining:
             self.rejoining.exception()
             self.rejoining = None
 
     def _try_up(self, wanted: Plan, tries: int) -> None:
-        """Bring the nodes up; in a later generation more than once, since a node may still be on its way down."""
+        """Start the nodes, in up to `tries` attempts, since an old node may still be shutting down."""
         while True:
             try:
                 self.job.patiently(lambda: self._up(wanted), EngineLost, events.EngineLost)
@@ -108,9 +108,9 @@ class Nodes:
         self.job.session.up(wanted, lambda: self.job.stops() > 0)
 
     def _planned(self, nodes: tuple[str, ...], generation: int) -> Plan:
-        """The plan of a generation; the first one has been made already, and shown."""
+        """Return the plan of a generation; that of the first one already exists and was printed."""
         if generation == self.plan.generation and nodes == self.plan.nodes:
             return self.plan
-        made = self.plan
-        listen = port(made.placement.network, generation)
-        return plan(self.spec, made.inventory, made.placement, made.job_id, listen, generation, nodes)
+        last = self.plan
+        master_port = port(last.placement.network, generation)
+        return plan(self.spec, last.inventory, last.placement, last.job_id, master_port, generation, nodes)

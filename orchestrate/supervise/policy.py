@@ -1,4 +1,4 @@
-"""What a failure means: whether the gang starts again, and when. Pure; the rules are data."""
+"""Restart policy: whether and when the gang restarts after a failure. Pure; the rules are data."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from orchestrate.job.spec import JobSpec
 
 Search = Callable[[str, str], object]  # search(pattern, text): whether a regular expression is found in a text
 
-PASSING = ("no such file", "not writable", "no GPUs")  # causes that may pass where the job had come further before them
-OUR_OWN = (Reason.ENGINE_LOST, Reason.INTERRUPTED)  # causes that say nothing of the job
-NO_PROGRESS = 3  # generations without progress that end a job; as nvidia-resiliency-ext counts
-CRASH_LOOP_SECONDS = 30.0  # seconds; a generation that fails sooner, without progress, is part of a crash loop
+TRANSIENT = ("no such file", "not writable", "no GPUs")  # causes that may be transient if the job made progress
+NOT_THE_JOB = (Reason.ENGINE_LOST, Reason.INTERRUPTED)  # causes outside the job
+NO_PROGRESS = 3  # generations without progress that end a job, as in nvidia-resiliency-ext
+CRASH_LOOP_SECONDS = 30.0  # a generation that fails sooner, without progress, is part of a crash loop
 MAX_DELAY = 30.0  # seconds
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What comes after a failure."""
+    """Whether to restart after a failure."""
 
     restart: bool
-    why: str  # for a person: the place in the budget, or why there is no restart
-    delay: float = 0.0  # seconds to wait before
+    why: str  # the place in the restart budget, or why there is no restart
+    delay: float = 0.0  # seconds before the restart
 
 
 def action(rules: Sequence[dict[str, Any]], ended: GenerationResult, search: Search) -> str:
-    """What the first rule that fits a failure says; one that none fits is counted."""
+    """Return the action of the first rule that matches a failure; `count` if none does."""
     cause = ended.cause
     assert cause
     text = "\n".join(cause.last_lines)
-    ours = () if ended.progress and cause.cause in PASSING else RULES
-    for rule in [*rules, *ours]:
+    built_in = () if ended.progress and cause.cause in TRANSIENT else RULES
+    for rule in [*rules, *built_in]:
         if (
             ("exit_codes" not in rule or cause.exit_code in rule["exit_codes"])
             and ("cause" not in rule or rule["cause"] == cause.cause)
@@ -44,18 +44,18 @@ def action(rules: Sequence[dict[str, Any]], ended: GenerationResult, search: Sea
 
 
 def decide(spec: JobSpec, history: Sequence[GenerationResult], search: Search) -> Decision:
-    """Whether the gang starts again after the failure that `history` ends with."""
+    """Decide whether the gang restarts after the failure at the end of `history`."""
     last = history[-1]
-    does = action(spec.rules, last, search)
-    if does == "fail":
-        return Decision(False, "this kind of failure is not tried again")
+    last_action = action(spec.rules, last, search)
+    if last_action == "fail":
+        return Decision(False, "this kind of failure is not retried")
     failures = [ended for ended in history if ended.cause]
-    telling = [ended for ended in failures if ended.cause and ended.cause.cause not in OUR_OWN]
-    if len(telling) > 1 and all(
+    relevant = [ended for ended in failures if ended.cause and ended.cause.cause not in NOT_THE_JOB]
+    if len(relevant) > 1 and all(
         ended.cause
         and ended.cause.cause in (Reason.OUT_OF_MEMORY, Reason.OUT_OF_MEMORY_IN_A_CHILD)
         and ended.step == last.step
-        for ended in telling[-2:]
+        for ended in relevant[-2:]
     ):
         return Decision(False, "out of memory twice at the same step")
     counted = [
@@ -63,16 +63,16 @@ def decide(spec: JobSpec, history: Sequence[GenerationResult], search: Search) -
         for ended in failures
         if ended.cause and last.time - ended.time < spec.restart_window and action(spec.rules, ended, search) == "count"
     ]
-    if does == "count" and len(counted) > spec.max_restarts:
+    if last_action == "count" and len(counted) > spec.max_restarts:
         return Decision(False, f"max_restarts is {spec.max_restarts}")
-    if len(telling) >= NO_PROGRESS and not any(ended.progress for ended in telling[-NO_PROGRESS:]):
+    if len(relevant) >= NO_PROGRESS and not any(ended.progress for ended in relevant[-NO_PROGRESS:]):
         return Decision(False, f"no progress in {NO_PROGRESS} generations")
-    place = f"restart {len(counted)} of {spec.max_restarts}" if does == "count" else "not counted"
+    place = f"restart {len(counted)} of {spec.max_restarts}" if last_action == "count" else "not counted"
     return Decision(True, place, _delay(failures))
 
 
 def _delay(failures: Sequence[GenerationResult]) -> float:
-    """Seconds to wait: none at first, then doubling, for failures that come fast and without progress."""
+    """Return seconds to wait: 0 at first, then doubling for each fast failure without progress."""
     loop = 0
     for ended in reversed(failures):
         if ended.progress or ended.lasted > CRASH_LOOP_SECONDS:

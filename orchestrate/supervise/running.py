@@ -1,4 +1,4 @@
-"""What the parts of a supervisor share: the job, its engine, and waiting that a request to stop cuts short."""
+"""State that the parts of a supervisor share, and waits that a stop request interrupts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from orchestrate.job.recorder import Recorder
 from orchestrate.job.spec import JobSpec
 from orchestrate.supervise.job_files import JobFiles
 
-ENGINE_TIMEOUT = 300.0  # seconds that the engine may be away, or the disk of the run directory full
-STOPPING_TIMEOUT = 10.0  # seconds, where the job is to stop
-MENDS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)  # what may be over soon; a folder that is gone is gone
+ENGINE_TIMEOUT = 300.0  # seconds that the engine may not answer, or the disk of the run directory may be full
+STOPPING_TIMEOUT = 10.0  # the same in seconds while the job is being stopped
+TRANSIENT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
-class _Full(OSError):
-    """What can be written again once there is space, or the disk answers."""
+class _TransientError(OSError):
+    """A write that may succeed later, once the disk has space or works again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +31,16 @@ class Running:
     """A job that is being supervised."""
 
     spec: JobSpec
-    plan: Plan  # of the generation that was the newest when this supervisor began
-    run: Path  # the folder that nodes see: the job's, or that of its cluster, in which the job's is
+    plan: Plan  # of the newest generation when this supervisor started
+    run: Path  # the folder that nodes see: the job folder, or the cluster's folder, which contains it
     engine: Engine
     emit: Recorder
-    stops: Callable[[], int]  # how often the job was asked to stop
+    stops: Callable[[], int]  # number of stop requests so far
     files: JobFiles
 
     @cached_property
     def session(self) -> Session:
-        """The nodes and workers of the job; raises EngineError if there is no way to them, and may be asked again."""
+        """The job's nodes and workers; raises EngineError if they cannot be reached, and may then be retried."""
         return self.engine.open(self.spec, self.plan, self.run, self.warn)
 
     def warn(self, text: str) -> None:
@@ -52,7 +52,7 @@ class Running:
         return self.stops() > 1
 
     def sleep(self, seconds: float) -> bool:
-        """Wait; True as soon as the job is asked to stop."""
+        """Wait; return True as soon as there is a stop request."""
         deadline = time.monotonic() + seconds
         before = self.stops()
         while time.monotonic() < deadline and self.stops() == before:
@@ -60,7 +60,7 @@ class Running:
         return self.stops() > before
 
     def patiently(self, action: Callable[[], None], fails: type[Exception], event: Callable[[str], Event]) -> None:
-        """Retry `action` until it succeeds or the time limit is over; emit `event` at the first failure.
+        """Retry `action` until it succeeds or the time limit is reached; emit `event` at the first failure.
 
         The limit is shorter if the job is being stopped: a paused node, for example, does not answer.
         """
@@ -77,17 +77,17 @@ class Running:
                     raise
 
     def write(self, action: Callable[[], None]) -> None:
-        """Write what a generation cannot start without; a disk that is full may have space again soon."""
+        """Write files that a generation needs to start; retries while the disk is full or fails."""
 
         def write() -> None:
             try:
                 action()
             except OSError as error:
-                if error.errno in MENDS:
-                    raise _Full(error.errno, error.strerror, error.filename) from None
+                if error.errno in TRANSIENT_ERRORS:
+                    raise _TransientError(error.errno, error.strerror, error.filename) from None
                 raise
 
         try:
-            self.patiently(write, _Full, DiskFull)
+            self.patiently(write, _TransientError, DiskFull)
         except OSError as error:
-            raise EngineError(f"the run directory cannot be written: {error}") from None
+            raise EngineError(f"cannot write to the run directory: {error}") from None

@@ -1,4 +1,4 @@
-"""The supervisor carries a job through its generations to an outcome. It decides; it prints nothing, and no engine."""
+"""The supervisor runs a job's generations until an outcome is reached. It makes all decisions, and prints nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from orchestrate.supervise.running import Running
 
 
 class Supervisor:
-    """One job, from where its events stand to its end."""
+    """Runs one job from the state in its events to its end."""
 
     def __init__(
         self,
@@ -37,19 +37,19 @@ class Supervisor:
         files: JobFiles,
         keep: Callable[[Plan], None],
     ) -> None:
-        """`plan` is that of the newest generation, and `keep` writes down the plan of each new one.
+        """`plan` is the plan of the newest generation, and `keep` saves the plan of each new one.
 
-        `run` is the folder that nodes see: the job's, or that of its cluster, in which the job's is.
-        `stops()` is how often the job was asked to stop.
+        `run` is the folder that nodes see: the job folder, or the cluster's folder, which contains it.
+        `stops()` returns the number of stop requests so far.
         """
-        plan = replace(plan, command=spec.command)  # that of plan.json shows no secrets
+        plan = replace(plan, command=spec.command)  # plan.json has it without secrets
         self.job = Running(spec=spec, plan=plan, run=run, engine=engine, emit=emit, stops=stops, files=files)
         self.spec, self.emit, self.stops, self.files = spec, emit, stops, files
         self.history = History(emit.events)
         self.nodes = Nodes(self.job, self.history.hosts, keep)
         logs = [rule["log"] for rule in spec.rules if "log" in rule]
         self.patterns = Patterns(logs, self.job.warn)
-        self.met = False  # whether the engine knows the job, by `up` or `adopt`
+        self.connected = False  # whether the session knows the nodes, from `up` or `adopt`
 
     @property
     def plan(self) -> Plan:
@@ -57,21 +57,21 @@ class Supervisor:
         return self.nodes.plan
 
     def supervise(self) -> JobResult:
-        """Run the job and take its nodes down, whatever happens; raises OrchestrateError where it could not start."""
+        """Run the job and always remove its nodes; raises OrchestrateError if it could not start or continue."""
         failure = None
         outcome = self.history.outcome
         if self.history.running < 0 and (outcome or self.history.ended):
-            self._meet()
+            self._reconnect()
         try:
             if outcome is None:
-                outcome = self._carry()
+                outcome = self._run_generations()
                 self.emit(events.OutcomeDecided(outcome.word, outcome.why))
         except OrchestrateError as error:
             failure = error
-            self.emit(events.OutcomeDecided(Outcome.FAILED, self.could_not(error)))
+            self.emit(events.OutcomeDecided(Outcome.FAILED, self.failure_reason(error)))
         except BaseException:
             self.nodes.end_rejoining()
-            with contextlib.suppress(EngineError):  # nodes with files that are not here stay
+            with contextlib.suppress(EngineError):  # nodes stay if their files could not be copied
                 self.job.session.down(0)
             raise
         self.nodes.end_rejoining()
@@ -79,12 +79,12 @@ class Supervisor:
         left = ""
         try:
             grace = 0 if self.job.hurried() else self.spec.grace
-            if self.met:
+            if self.connected:
                 self.job.session.down(grace, self.job.hurried)
             elif self.plan.placement.cluster:
                 self.job.session.adopt(self.plan)
                 self.job.session.down(grace, self.job.hurried)
-            else:  # what another supervisor has left; this one has not asked for any node
+            else:  # left by another supervisor; this one has started no nodes
                 self.job.engine.remove(self.plan.job_id, grace)
             self.emit(events.NodesDown())
         except OrchestrateError as error:
@@ -95,18 +95,18 @@ class Supervisor:
         assert outcome
         return replace(outcome, left=left)
 
-    def could_not(self, error: OrchestrateError) -> str:
-        """What an error has kept the job from."""
-        return f"could not {'go on' if self.history.ended else 'start'}: {error}"
+    def failure_reason(self, error: OrchestrateError) -> str:
+        """Return the reason of a job that an error ended."""
+        return f"could not {'continue' if self.history.ended else 'start'}: {error}"
 
-    def _meet(self) -> None:
-        """Know the nodes that an earlier supervisor has left: what they have written may not be here yet."""
+    def _reconnect(self) -> None:
+        """Connect to nodes that an earlier supervisor left: their files may not have been copied yet."""
         with contextlib.suppress(EngineError):
             self.job.session.adopt(self.plan)
-            self.met = True
+            self.connected = True
 
-    def _carry(self) -> JobResult:
-        """Launch generation after generation until one ends the job."""
+    def _run_generations(self) -> JobResult:
+        """Run generations until one of them ends the job."""
         try:
             ended = self._take_over()
         except EngineLost as error:
@@ -116,7 +116,7 @@ class Supervisor:
                 if self.stops():
                     return JobResult(Outcome.STOPPED, BY_USER)
                 try:
-                    self.met = True
+                    self.connected = True
                     self.nodes.bring_up(self.history.ended[-1].generation + 1 if self.history.ended else 0)
                 except EngineError as error:
                     if self.stops():
@@ -125,10 +125,10 @@ class Supervisor:
                         raise
                     if isinstance(error, EngineLost):
                         return JobResult(Outcome.LOST, str(error))
-                    return JobResult(Outcome.FAILED, f"the job cannot go on: {error}")
+                    return JobResult(Outcome.FAILED, f"the job cannot continue: {error}")
                 if self.stops():
                     return JobResult(Outcome.STOPPED, BY_USER)
-                ended = self._note(self._next_generation().watch())
+                ended = self._record(self._next_generation().watch())
             if ended.cause:
                 self.patterns.renew()
                 decision = decide(self.spec, self.history.ended, self._search)
@@ -142,23 +142,23 @@ class Supervisor:
             ended = None
 
     def _search(self, pattern: str, text: str) -> bool:
-        """Whether a rule's pattern is in what a worker wrote; none is where the job is to stop, which must not wait."""
+        """Whether a rule's pattern matches a worker's output; false, without a search, if the job is to stop."""
         return not self.stops() and self.patterns.search(pattern, text)
 
     def _take_over(self) -> GenerationResult | None:
-        """Go on with what an earlier supervisor left: a generation whose workers run, or one that has just ended."""
+        """Continue an earlier supervisor's generation; return its result, or None if there was none."""
         if self.history.running < 0:
             return self.history.ended[-1] if self.history.ended else None
-        self.met = True
+        self.connected = True
         self.emit(events.TakenOver(self.history.running))
         self.files.generation = self.plan.generation
         generation = self._generation()
         generation.restore(self.history.exits, self.history.stopping, self.history.states)
         self.job.patiently(generation.adopt, EngineLost, events.EngineLost)
-        return self._note(generation.watch())
+        return self._record(generation.watch())
 
     def _next_generation(self) -> Generation:
-        """Fence off all older workers, and make ready to launch the plan."""
+        """Fence off older workers, and create the next generation."""
         number = self.plan.generation
         self.files.generation = number
         self.job.write(lambda: self.files.fence(number))
@@ -168,7 +168,7 @@ class Supervisor:
     def _generation(self) -> Generation:
         return Generation(self.job, self.plan, self.history.furthest, self.nodes)
 
-    def _note(self, ended: GenerationResult) -> GenerationResult:
+    def _record(self, ended: GenerationResult) -> GenerationResult:
         noted = self.emit(events.GenerationEnded(**vars(ended)))
         self.history.ended.append(noted)
         return noted
