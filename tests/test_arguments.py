@@ -249,7 +249,7 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, words,
         ("./none", "does not exist"),
         ("./folder", "is a folder"),
         ("bash none.sh a", "the script none.sh does not exist"),
-        ("''", "empty name"),
+        ("''", "name is empty"),
     ],
 )
 def test_a_file_that_is_no_program_must_be_refused(here, words, why):

@@ -246,7 +246,7 @@ def test_a_job_must_be_printed_for_compose(capsys):
 
 def test_a_form_that_there_is_not_must_be_answered_with_those_that_there_are(capsys):
     assert main(["export", "slurm", "--form", "job", *APP]) == 2
-    assert capsys.readouterr().err == "error: --form job\nhint: slurm has venv, apptainer, pyxis\n"
+    assert capsys.readouterr().err == "error: unknown form 'job'\nhint: slurm has venv, apptainer, pyxis\n"
 
 
 # --- what can be asked for
@@ -411,5 +411,5 @@ def test_an_app_of_the_users_must_not_be_run_as_the_default_job(engine, tmp_path
     (tmp_path / "app.py").write_text("print('mine')\n")
     assert main(["run", "--gpus", "none"]) == 2
     error, hint = capsys.readouterr().err.splitlines()
-    assert "`app` in this folder would be run" in error and hint == "hint: python -m orchestrate run SCRIPT.py"
+    assert "`app` in this folder would run" in error and hint == "hint: python -m orchestrate run SCRIPT.py"
     assert main(["plan", "--gpus", "none", "--", "-m", "app"]) == 0

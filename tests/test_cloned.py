@@ -75,7 +75,7 @@ def test_a_cluster_that_came_with_the_project_must_be_used_by_no_command(do: Com
     edit(paths)
     do.engine.generations, do.engine.things = [[ALL_WELL]], ["container cluster-e95b-master-1"]
     code, out, err = do("down", paths.root.name)
-    assert (code, out) == (2, []) and "have been moved or copied" in err[0]
+    assert (code, out) == (2, []) and "were moved or copied" in err[0]
     assert err[1] == f"hint: its files are in {paths.root}"  # and not what this engine has by the same name
     assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
     code, out, err = do("plan", "--", "-m", "app.train")

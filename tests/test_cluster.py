@@ -114,7 +114,7 @@ def test_a_job_must_find_nothing_of_the_one_before(up, cli, engine):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("--trainers", "3"), "it has 2 trainers, not 3"),
+        (("--trainers", "3"), "it has 2 trainers, the job needs 3"),
         (("--set", "grace=7s"), "grace is 5.0 on the cluster, 7.0 in the job"),
         (("--set", "shm_size=128m", "--set", "optional=shm_size"), "shm_size is 1g on the cluster, 128m in the job"),
     ],

@@ -72,10 +72,10 @@ def test_a_job_that_asks_for_less_or_for_what_is_not_the_nodes_must_get_the_clus
 @pytest.mark.parametrize(
     ("site", "wanted", "why"),
     [
-        (GPUS.but(engine="process"), {}, "engine docker"),
+        (GPUS.but(engine="process"), {}, "its engine is docker"),
         (GPUS.but(code="/elsewhere"), {}, "its code folder is "),
-        (GPUS, {"trainers": 3}, "it has 2 trainers, not 3"),
-        (GPUS, {"spares": 1}, "it has 2 trainers, not 3"),
+        (GPUS, {"trainers": 3}, "it has 2 trainers, the job needs 3"),
+        (GPUS, {"spares": 1}, "it has 2 trainers, the job needs 3"),
         (GPUS.but(gpus=("GPU-9", "GPU-1", "GPU-2")), {}, "its nodes can access only 6 GPUs"),
     ],
 )
@@ -87,7 +87,7 @@ def test_what_keeps_a_job_from_a_cluster_must_be_told(tmp_path, site, wanted, wh
 def test_spare_nodes_of_a_cluster_must_serve_a_larger_job(tmp_path):
     one = made(tmp_path, dataclasses.replace(SPEC, spares=1))
     assert differences(one, trainers=3) == []
-    assert differences(one, trainers=4) == ["it has 3 trainers, not 4"]
+    assert differences(one, trainers=4) == ["it has 3 trainers, the job needs 4"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to run nodes as another user")

@@ -212,7 +212,7 @@ def test_only_a_manager_must_answer_at_the_port_of_managers(port, monkeypatch):
     assert [found.state for found in checks._host(host(port))] == [checks.GOOD]
     found = [*checks._host(host(port) | {"ManagerStatus": {"Leader": True}})]
     assert [one.state for one in found] == [checks.GOOD, checks.BAD]
-    assert f"at {checks.SWARM_PORTS[0]}/tcp" in found[1].what
+    assert f"on {checks.SWARM_PORTS[0]}/tcp" in found[1].what
 
 
 def test_the_gpus_that_a_host_offers_must_be_counted(port):
@@ -279,7 +279,7 @@ def found(monkeypatch):
 def test_an_engine_that_is_well_must_be_called_so(found, capsys):
     lines, code = found(capsys, Runtimes={"nvidia": {}, "runc": {}}, Swarm={"LocalNodeState": "inactive"})
     assert code == 0 and all(line.startswith("ok ") for line in lines) and len(lines) == 5
-    assert "28.0.1 at unix:///var/run/docker.sock" in lines[0] and "has the NVIDIA runtime" in lines[1]
+    assert "28.0.1 at unix:///var/run/docker.sock" in lines[0] and "NVIDIA runtime is installed" in lines[1]
     assert lines[2] == "ok       this machine has no NVIDIA GPU"
     assert "image mine:1 exists" in lines[3] and "not part of a Swarm" in lines[4]
 

@@ -172,7 +172,7 @@ def test_a_volume_that_is_no_name_of_a_claim_must_be_refused(form, volume):
 
 
 def test_what_the_job_file_leaves_out_must_be_told_at_the_top():
-    lost, cpu = "files and checkpoints are lost with their pod", "--gpus all asks for one per worker"
+    lost, cpu = "files and checkpoints are lost with their pod", "--gpus all requests one per worker"
     for asked, told in (
         ({}, {lost, cpu}),
         ({"volume": "claim"}, {cpu}),

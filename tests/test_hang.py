@@ -205,7 +205,7 @@ def test_a_hang_must_be_told_with_what_each_worker_that_is_left_does(job):
     (cause,) = [ended.cause for ended in job.supervisor.history.ended if ended.cause]
     assert (cause.rank, cause.node, cause.exit_code, cause.cause) == (1, "trainer-1", 137, "hang")
     assert cause.last_lines == ["loading", "still loading"] and cause.log == str(job.paths.log(1))
-    assert "rank 1 on trainer-1 does nothing" in cause.summary and "hang_after" in cause.hint
+    assert "rank 1 on trainer-1 is idle" in cause.summary and "hang_after" in cause.hint
 
 
 @pytest.mark.parametrize(("takes", "calls"), [(14.0, ["dump"]), (16.0, ["dump", "kill"])])

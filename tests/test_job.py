@@ -350,7 +350,7 @@ def test_a_flood_of_lines_must_not_hold_up_the_end_nor_what_we_say(paths, monkey
 
 def test_a_flood_of_many_workers_must_not_hold_up_the_end_either(paths, monkeypatch):
     monkeypatch.setattr(launch, "LAST_LINES_TIMEOUT", -1.0)
-    monkeypatch.setattr(launch, "MAX_TURN", 0.01)
+    monkeypatch.setattr(launch, "MAX_SHOW_SECONDS", 0.01)
     create(paths)
     engine = Whole([ALL_WELL])
     start = engine.start
@@ -367,7 +367,7 @@ def test_a_flood_of_many_workers_must_not_hold_up_the_end_either(paths, monkeypa
 
 
 def test_what_is_left_of_a_look_that_took_too_long_must_be_shown_in_the_next_ones(paths, monkeypatch):
-    monkeypatch.setattr(launch, "MAX_TURN", -1.0)
+    monkeypatch.setattr(launch, "MAX_SHOW_SECONDS", -1.0)
     create(paths)
     engine = Whole([ALL_WELL])
     start = engine.start

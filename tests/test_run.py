@@ -136,7 +136,7 @@ def test_a_request_to_stop_must_end_the_job_in_good_order(cli, engine, number):
     job.send_signal(number)
     out, err = job.communicate(timeout=150)
     assert (job.returncode, cli.report()["outcome"]) == (130, "stopped")
-    assert "stopping: the workers have 30 s to end" in err
+    assert "stopping: workers have 30 s to exit" in err
     assert "trainer-1 1 | stepping\n" in out and err.endswith(f"\nruns/{cli.run_dir().name}\n")
 
 

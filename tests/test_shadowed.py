@@ -98,7 +98,7 @@ def test_commands_without_a_script_must_not_mind_an_app_of_the_users_own(cli, no
     cluster = cli("up", *JOB).stdout.strip()
     assert cli("down", cluster).returncode == 0
     refused = cli("run", *JOB)
-    assert (refused.returncode, "would be run instead of the default job" in refused.stderr) == (2, True)
+    assert (refused.returncode, "would run instead of the default job" in refused.stderr) == (2, True)
 
 
 def test_workers_must_find_the_modules_of_their_own_folder(cli, nothing_left):

@@ -225,7 +225,7 @@ def test_a_cluster_that_a_job_uses_must_stay_up(do, engine, tmp_path):
         code, _, err = do("down", "c-1")
     assert (code, err) == (
         2,
-        [f"error: a job (process {other.pid}) uses c-1", "hint: python -m orchestrate ps"],
+        [f"error: c-1 is in use by a job (process {other.pid})", "hint: python -m orchestrate ps"],
     )
     create(JobPaths(tmp_path / "a-1"), cluster="c-1")
     with supervised(made.root), supervised(tmp_path / "a-1"):

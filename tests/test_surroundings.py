@@ -73,7 +73,7 @@ def test_what_cannot_be_the_name_of_a_job_must_not_be_looked_up(do, tmp_path, wo
     code, out, err = do(words[0], name)
     assert (code, out) == (2, [])
     what = "CLUSTER" if words[0] == "down" else "JOB"
-    assert err[0].startswith(f"error: argument {what}: ") and "lower-case letters, digits and hyphens" in err[0]
+    assert err[0].startswith(f"error: argument {what}: ") and "lowercase letters, digits and hyphens" in err[0]
     assert err[1:] == [f"hint: python -m orchestrate {words[0]} --help"]
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before and do.engine.calls == []
 

@@ -281,7 +281,7 @@ def test_the_doctor_must_find_three_hosts_well(cli, swarm):
     done = cli("doctor")
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("2 GPUs offered") == 3 and "error" not in done.stdout
-    assert done.stdout.count("a node there answers over an overlay network") == 3
+    assert done.stdout.count("a node on it answers over an overlay network") == 3
 
 
 @pytest.mark.slow
