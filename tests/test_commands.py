@@ -275,7 +275,7 @@ def test_ps_must_tell_who_runs_who_is_idle_and_who_has_no_supervisor(do, engine,
         ["on-used", "docker", "3"],
         ["new", "docker", "0"],
     ]
-    for row, state in zip(rows[1:], ["no supervisor", "running", "idle", "in use", "running on used", "running"]):
+    for row, state in zip(rows[1:], ["without supervisor", "running", "idle", "in use", "running on used", "running"]):
         assert row[3].startswith(f"{state} ") and row[3].endswith(str(tmp_path / row[0]))
 
 

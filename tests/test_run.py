@@ -204,7 +204,7 @@ def test_stop_must_clean_up_what_a_killed_orchestrator_left(cli, engine):
     job.kill()
     job.communicate()
     job_id = cli.run_dir().name
-    assert cli.ps() == [[job_id, engine, "2", "no supervisor", f"runs/{job_id}"]]
+    assert cli.ps() == [[job_id, engine, "2", "without supervisor", f"runs/{job_id}"]]
     stopped = cli("stop", cli.run_dir().name)
     assert stopped.returncode == 0, stopped.stderr
     assert not cli.ps()

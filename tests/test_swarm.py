@@ -222,7 +222,7 @@ def test_what_a_dead_orchestrator_has_left_must_be_shown_and_removed(cli, swarm)
     job.process.kill()
     job.process.communicate()
     name = cli.run_dir().name
-    assert cli.ps() == [[name, "swarm", "12", "no supervisor", f"runs/{name}"]]
+    assert cli.ps() == [[name, "swarm", "12", "without supervisor", f"runs/{name}"]]
     shown = cli("stop", name, "--dry-run").stdout.split("\n")[:-1]
     things = ["service {}-master", "service {}-trainer", "container {}-relay", "secret {}-node", "network {}_job"]
     assert sorted(shown) == sorted(thing.format(name) for thing in things)

@@ -23,9 +23,9 @@ FLAGS = {  # job file keys that are also options, with their metavars
     "engine": "auto|docker|process|swarm",
     "image": "NAME",
     "name": "NAME",
-    "memory": "4g",
+    "memory": "SIZE",
     "cpus": "N",
-    "max_run": "2h",
+    "max_run": "DURATION",
     "max_restarts": "N",
     "min_trainers": "N",
     "spares": "N",
@@ -52,7 +52,7 @@ EXITS = """\
 exit codes:
   0    succeeded                   4    something is missing: image, GPUs, Compose
   1    a worker failed             5    lost: the engine no longer answers
-  2    usage or job file           124  the time limit --max-run was reached
+  2    bad usage or job file       124  the time limit --max-run was reached
   3    no engine, or it refused    130  stopped by a user
 """
 

@@ -50,7 +50,7 @@ class Cluster:
             if getattr(self.spec, key) != getattr(spec, key)
         ]
         if self.plan.engine != wanted.engine:
-            reasons.append(f"its engine is {self.plan.engine}")
+            reasons.append(f"its engine is {self.plan.engine}, the job needs {wanted.engine}")
         if self.plan.placement.code != wanted.placement.code:
             reasons.append(f"its code folder is {self.plan.placement.code}, the job needs {wanted.placement.code}")
         if spec.trainers + spec.spares > self.spec.trainers + self.spec.spares:

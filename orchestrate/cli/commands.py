@@ -123,7 +123,7 @@ def ps(args: argparse.Namespace) -> int:
     for engine in choice.answering():
         for state in engine.jobs():
             busy = lock.holder(state.paths)
-            status = ("in use" if busy else "idle") if state.cluster else "running" if busy else "no supervisor"
+            status = ("in use" if busy else "idle") if state.cluster else "running" if busy else "without supervisor"
             rows.append((state.job_id, state.engine, str(state.nodes), status, str(state.paths.root)))
             for paths in store.on_cluster(state.paths.root.parent, state.job_id) if state.cluster and busy else ():
                 if lock.holder(paths):
