@@ -391,7 +391,7 @@ class Others:
 def test_only_its_owner_may_touch_a_job(monkeypatch, user, owner, may):
     monkeypatch.setattr(os, "getuid", lambda: user)
     with contextlib.nullcontext() if may else pytest.raises(UsageError, match=f"a-1 belongs to user {owner}"):
-        assert commands._held([Others(owner)], "a-1")
+        assert commands._resources([Others(owner)], "a-1")
 
 
 # --- what dies with a node

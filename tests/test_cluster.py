@@ -138,7 +138,7 @@ def test_a_cluster_in_use_must_not_be_given_to_a_second_job_nor_taken_down(up, c
     assert second.returncode == 0, second.stderr
     assert f"{cluster.name} does not fit: it is in use by {first.name} (process {job.process.pid})" in second.stderr
     refused = cli("down", cluster.name)
-    assert (refused.returncode, f" uses {cluster.name}\nhint: " in refused.stderr) == (2, True)
+    assert (refused.returncode, f"error: {cluster.name} is in use by {first.name} " in refused.stderr) == (2, True)
     assert refused.stderr.endswith(f" stop {first.name}\n")
     wrong = cli("stop", cluster.name)
     assert (wrong.returncode, f"error: no job {cluster.name}" in wrong.stderr) == (2, True)
