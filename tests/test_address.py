@@ -64,7 +64,7 @@ def chosen(config: Path, monkeypatch, host: str | None, name: str | None, curren
 
 
 @pytest.mark.parametrize(("host", "name", "current", "found"), CASES)
-def test_the_host_must_win_over_the_context_and_that_over_the_configured_one(
+def test_docker_host_must_take_precedence_over_docker_context_and_the_configured_context(
     config, monkeypatch, host, name, current, found
 ):
     chosen(config, monkeypatch, host, name, current)
@@ -78,14 +78,14 @@ def test_the_host_must_win_over_the_context_and_that_over_the_configured_one(
 
 @pytest.mark.docker
 @pytest.mark.parametrize(("host", "name", "current", "found"), CASES)
-def test_docker_itself_must_take_the_same(docker_engine, config, monkeypatch, host, name, current, found):
+def test_the_docker_command_must_choose_the_same_engine(docker_engine, config, monkeypatch, host, name, current, found):
     chosen(config, monkeypatch, host, name, current)
     command = ["docker", "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode == 0, done.stdout.strip()) == (found is not None, found or "")
 
 
-def test_without_a_configuration_it_must_be_the_default_one(monkeypatch, tmp_path):
+def test_the_default_address_must_be_used_without_a_configuration(monkeypatch, tmp_path):
     for name in (*NAMES, "DOCKER_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -95,7 +95,7 @@ def test_without_a_configuration_it_must_be_the_default_one(monkeypatch, tmp_pat
     assert address() == "unix:///mine.sock"
 
 
-def test_no_context_may_be_taken_from_the_current_folder(config, monkeypatch, tmp_path):
+def test_a_context_must_not_be_read_from_the_current_folder(config, monkeypatch, tmp_path):
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "none"))
     monkeypatch.setenv("DOCKER_CONTEXT", "mine")
     monkeypatch.chdir(config)  # which has a folder `contexts`
@@ -106,7 +106,7 @@ def test_no_context_may_be_taken_from_the_current_folder(config, monkeypatch, tm
 @pytest.mark.parametrize(
     "content", ["", "[]", "5", "{}", '{"Endpoints": []}', '{"Endpoints": {"docker": 5}}', "[" * 99_999]
 )
-def test_a_damaged_context_must_be_named(config, monkeypatch, content):
+def test_a_damaged_context_must_be_reported_by_name(config, monkeypatch, content):
     path = context(config, "bad", "")
     path.write_text(content)
     monkeypatch.setenv("DOCKER_CONTEXT", "bad")
@@ -117,7 +117,7 @@ def test_a_damaged_context_must_be_named(config, monkeypatch, content):
     assert address() == SOCKET
 
 
-def test_a_context_without_an_address_must_be_that_of_the_default_one(config, monkeypatch):
+def test_a_context_without_an_address_must_use_the_default_address(config, monkeypatch):
     context(config, "empty", "")
     monkeypatch.setenv("DOCKER_CONTEXT", "empty")
     assert address() == SOCKET
@@ -126,7 +126,7 @@ def test_a_context_without_an_address_must_be_that_of_the_default_one(config, mo
 @pytest.mark.parametrize(
     "host", [" ", "unix://", "unix:///a", "unix://a", "tcp://localhost:1", "tcp://127.0.0.1:1", "tcp://[::1]:1"]
 )
-def test_an_engine_of_this_machine_must_be_taken(config, monkeypatch, host):
+def test_an_engine_on_this_machine_must_be_accepted(config, monkeypatch, host):
     monkeypatch.setenv("DOCKER_HOST", host)
     assert address() == (host.strip() or SOCKET)
 
@@ -153,7 +153,7 @@ def test_a_context_with_tls_must_be_refused(docker_engine, config, monkeypatch, 
 
 @pytest.mark.docker
 @pytest.mark.parametrize("host", ["tcp://localhost:2375", "unix:///mine.sock"])
-def test_a_context_without_tls_must_be_taken(docker_engine, config, monkeypatch, host):
+def test_a_context_without_tls_must_be_accepted(docker_engine, config, monkeypatch, host):
     created("plain", f"host={host}")
     monkeypatch.setenv("DOCKER_CONTEXT", "plain")
     for name in TLS:
@@ -162,7 +162,7 @@ def test_a_context_without_tls_must_be_taken(docker_engine, config, monkeypatch,
 
 
 @pytest.mark.parametrize("name", TLS)
-def test_tls_of_the_environment_must_be_refused_for_tcp_alone(config, monkeypatch, name):
+def test_tls_variables_must_be_refused_only_with_a_tcp_address(config, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     monkeypatch.setenv("DOCKER_HOST", "tcp://localhost:2376")
     refused_for_tls("tcp://localhost:2376")
@@ -191,7 +191,7 @@ def refused_by_all(capsys, message: str) -> None:
         (None, "nope", None, "the Docker context 'nope' does not exist"),
     ],
 )
-def test_an_engine_that_cannot_be_used_must_not_be_replaced_by_local_processes(
+def test_an_unusable_engine_must_not_be_replaced_by_local_processes(
     config, monkeypatch, capsys, host, name, current, message
 ):
     chosen(config, monkeypatch, host, name, current)
@@ -203,7 +203,7 @@ def test_an_engine_that_cannot_be_used_must_not_be_replaced_by_local_processes(
 @pytest.mark.parametrize(
     ("host", "name", "current"), [("unix:///nowhere.sock", None, None), (None, "mine", None), (None, None, "other")]
 )
-def test_where_no_engine_answers_auto_must_take_local_processes_and_say_so(
+def test_auto_must_report_the_fallback_to_local_processes_if_no_engine_answers(
     config, monkeypatch, capsys, host, name, current
 ):
     chosen(config, monkeypatch, host, name, current)
@@ -214,7 +214,7 @@ def test_where_no_engine_answers_auto_must_take_local_processes_and_say_so(
         choice.engine_of(resolve({"engine": "docker"}))
 
 
-def test_an_engine_without_compose_must_count_as_none(config, monkeypatch, capsys, answers):
+def test_an_engine_without_compose_must_count_as_no_engine(config, monkeypatch, capsys, answers):
     monkeypatch.setattr("orchestrate.engines.docker.client.PLUGINS", [])
     monkeypatch.setenv("PATH", "")
     assert choice.engine_of(resolve({})).name == "process"

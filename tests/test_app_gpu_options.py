@@ -57,7 +57,7 @@ def job(tmp_path, monkeypatch) -> Job:
         (("--amp", "bfloat16", "--compile", "max-autotune"), "bfloat16", "max-autotune"),
     ],
 )
-def test_amp_and_compile_must_take_a_value_or_none(parsed, arguments, amp, mode):
+def test_amp_and_compile_must_accept_an_optional_value(parsed, arguments, amp, mode):
     args = parsed(*arguments)
     assert (args.amp, args.compile, args.deterministic) == (amp, mode, False)
 
@@ -65,7 +65,7 @@ def test_amp_and_compile_must_take_a_value_or_none(parsed, arguments, amp, mode)
 @pytest.mark.parametrize(
     ("option", "value", "other"), [("--amp", "float8", "bfloat16"), ("--compile", "fast", "default")]
 )
-def test_another_value_must_be_refused_with_the_choices(parsed, capsys, option, value, other):
+def test_an_unknown_value_must_be_refused_with_the_choices(parsed, capsys, option, value, other):
     with pytest.raises(SystemExit, match="2"):
         parsed(option, value)
     (message,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
@@ -81,11 +81,11 @@ def test_another_value_must_be_refused_with_the_choices(parsed, capsys, option, 
         ("float16", CPU, torch.float16),
     ],
 )
-def test_mixed_precision_must_be_float16_on_gpus_and_bfloat16_on_cpus_where_none_is_named(amp, device, half):
+def test_mixed_precision_must_default_to_float16_on_gpus_and_bfloat16_on_cpus(amp, device, half):
     assert train.half_of(amp, device) == half
 
 
-def test_float16_alone_must_scale_the_loss_and_may_begin_at_a_checkpoint_without_a_scale(small):
+def test_only_float16_must_scale_the_loss_also_after_a_checkpoint_without_a_scale(small):
     saved = []
     for epochs, amp in enumerate(([], ["--amp", "bfloat16"], ["--amp", "float16"]), 1):
         folder = small("--epochs", str(epochs), "--resume", "auto", "--optimizer", "sgd", *amp)
@@ -94,9 +94,7 @@ def test_float16_alone_must_scale_the_loss_and_may_begin_at_a_checkpoint_without
     assert losses(folder)[-1] < losses(folder)[0]
 
 
-def test_a_deterministic_run_that_goes_on_within_an_epoch_must_equal_the_one_that_was_not_interrupted(
-    small, tmp_path, deterministic
-):
+def test_a_deterministic_run_resumed_within_an_epoch_must_equal_an_uninterrupted_one(small, tmp_path, deterministic):
     arguments = ("--model", "mnist", "--augment", "--epochs", "2", "--save-every", "3", "--keep", "9", deterministic)
     expected = weights(small(*arguments))
     (tmp_path / "job").rename(tmp_path / "whole")
@@ -107,7 +105,7 @@ def test_a_deterministic_run_that_goes_on_within_an_epoch_must_equal_the_one_tha
 
 
 @pytest.mark.parametrize("given", [None, ":16:8"])
-def test_deterministic_must_hold_for_all_of_torch_and_leave_cublas_what_it_was_given(
+def test_deterministic_must_apply_to_all_of_torch_and_keep_a_given_cublas_setting(
     small, monkeypatch, deterministic, given
 ):
     if given:
@@ -117,7 +115,7 @@ def test_deterministic_must_hold_for_all_of_torch_and_leave_cublas_what_it_was_g
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (given or ":4096:8")
 
 
-def test_a_checkpoint_of_a_gpu_must_be_resumed_on_the_cpu_with_random_numbers_of_its_own(small):
+def test_a_checkpoint_of_a_gpu_must_resume_on_the_cpu_with_new_random_state(small):
     folder = small("--model", "mnist") / "checkpoints"
     state, manifest = checkpoint.load(folder / "last")
     state["random"] = [torch.zeros(16, dtype=torch.uint8)]  # of which a GPU's generator has so many
@@ -127,7 +125,7 @@ def test_a_checkpoint_of_a_gpu_must_be_resumed_on_the_cpu_with_random_numbers_of
     assert len(losses(small("--model", "mnist", "--resume", "auto", "--epochs", "2"))) == 14
 
 
-def test_a_stopwatch_must_add_up_the_spans_that_were_stopped_since_it_was_read():
+def test_a_stopwatch_must_add_up_the_spans_stopped_since_the_last_read():
     watch = Stopwatch(CPU, iter([1.0, 3.0, 10.0, 20.0, 24.5, 30.0, 31.0]).__next__)
     assert watch.read() == 0
     watch.start()
@@ -173,7 +171,7 @@ def test_a_stopwatch_must_wait_for_a_gpu_only_when_it_is_read(monkeypatch):
     assert watch.read() == 0 and reached == [0, 6]
 
 
-def test_the_statistics_of_images_must_be_made_once_for_each_device_and_type():
+def test_image_statistics_must_be_created_once_for_each_device_and_type():
     first = data._statistics(3, torch.float32, CPU)
     assert data._statistics(3, torch.float32, CPU) is first
     others = [(1, torch.float32, CPU), (3, torch.float64, CPU), (3, torch.float32, torch.device("meta"))]
@@ -184,7 +182,7 @@ def test_the_statistics_of_images_must_be_made_once_for_each_device_and_type():
 
 
 @pytest.mark.parametrize("kind", [GlobalOrder, ShardOrder])
-def test_an_order_must_be_on_the_device_of_its_samples(kind):
+def test_a_sample_order_must_be_on_the_device_of_its_samples(kind):
     arguments = (11, 4, 1, 2, 1) if kind is GlobalOrder else ([6, 5], 4, 1, 1)
     here, there = (list(kind(*arguments, device=device).batches(epoch=1)) for device in ("cpu", "meta"))
     assert {mine.device.type for mine, _ in there} == {"meta"}
@@ -204,7 +202,7 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def test_a_copy_must_equal_any_state_and_share_nothing_with_it():
+def test_a_copy_must_equal_the_state_and_share_no_memory_with_it():
     state = {"tensors": tensors(), "list": [torch.ones(2), 3], "tuple": (torch.zeros(2), "word"), "none": None}
     copy = _Copies().of(state)
     expected = tensors()
@@ -217,7 +215,7 @@ def test_a_copy_must_equal_any_state_and_share_nothing_with_it():
     assert isinstance(copy["tuple"], tuple) and copy["tuple"][1] == "word" and copy["none"] is None
 
 
-def test_a_copy_must_take_the_memory_of_the_last_one_as_long_as_shape_and_type_are_the_same():
+def test_a_copy_must_reuse_the_memory_of_the_last_one_while_shape_and_type_match():
     copies, state = _Copies(), {"x": torch.ones(4, 2), "y": torch.ones(4)}
     first = copies.of(state)
     places = [tensor.data_ptr() for tensor in first.values()]
@@ -230,7 +228,7 @@ def test_a_copy_must_take_the_memory_of_the_last_one_as_long_as_shape_and_type_a
         assert copy["x"].data_ptr() == places[0] and copy["y"].dtype == changed.dtype and same(copy, state)
 
 
-def test_where_memory_cannot_be_pinned_other_memory_must_do_with_one_line_about_it(monkeypatch, capsys):
+def test_unpinned_memory_must_be_used_with_one_message_if_memory_cannot_be_pinned(monkeypatch, capsys):
     empty = torch.empty
 
     def refuses(*shape: object, pin_memory: bool = False, **options: object) -> Tensor:
@@ -262,7 +260,7 @@ def test_where_memory_cannot_be_pinned_other_memory_must_do_with_one_line_about_
         (GPU, "1", (3, 0, 0, "beta"), "nccl"),
     ],
 )
-def test_workers_must_use_nccl_unless_they_share_a_gpu_that_it_cannot(
+def test_workers_must_use_nccl_unless_they_share_a_gpu_and_nccl_cannot(
     job, monkeypatch, capsys, device, shared, version, backend
 ):
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
@@ -275,7 +273,7 @@ def test_workers_must_use_nccl_unless_they_share_a_gpu_that_it_cannot(
     assert capsys.readouterr().out == (said if device == GPU and backend == "gloo" else "")
 
 
-def test_a_worker_without_a_gpu_of_its_own_must_be_refused_with_a_hint(tmp_path, monkeypatch):
+def test_a_worker_without_its_own_gpu_must_be_refused_with_a_hint(tmp_path, monkeypatch):
     monkeypatch.setenv("JOB_DIR", str(tmp_path / "job"))
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -17,21 +17,21 @@ def pair(key: bytes = b"key", other: bytes = b"key") -> tuple[Signer, Signer]:
     return node, host
 
 
-def test_lines_must_arrive_both_ways():
+def test_lines_must_arrive_in_both_directions():
     node, host = pair()
     for text in (b"{}", b"two words", b""):
         assert node.verify(host.sign(text)) == text
         assert host.verify(node.sign(text)) == text
 
 
-def test_lines_that_meet_on_their_way_must_arrive():
+def test_lines_sent_at_the_same_time_must_arrive():
     node, host = pair()
     asked, said = [host.sign(b"1"), host.sign(b"2")], node.sign(b"3")
     assert host.verify(said) == b"3"
     assert [node.verify(line) for line in asked] == [b"1", b"2"]
 
 
-def test_nothing_must_be_taken_for_the_first_word_but_a_word():
+def test_only_a_nonce_must_be_accepted_as_the_first_line():
     signer = Signer(b"key", listens=True)
     assert not signer.met
     with pytest.raises(ValueError):
@@ -41,14 +41,14 @@ def test_nothing_must_be_taken_for_the_first_word_but_a_word():
     assert signer.met
 
 
-def test_a_line_of_somebody_without_the_key_must_be_refused():
+def test_a_line_from_a_peer_without_the_key_must_be_refused():
     node, host = pair(other=b"guess")
     with pytest.raises(ValueError):
         node.verify(host.sign(b"start"))
 
 
 @pytest.mark.parametrize("harm", ["changed", "repeated", "left out", "sent back", "without proof"])
-def test_a_line_that_somebody_has_touched_must_be_refused(harm):
+def test_a_line_that_was_tampered_with_must_be_refused(harm):
     node, host = pair()
     first, second = host.sign(b"first"), host.sign(b"second")
     line = {
@@ -65,20 +65,20 @@ def test_a_line_that_somebody_has_touched_must_be_refused(harm):
 
 
 @pytest.mark.parametrize("word", [b"", b"ask 0123", b"0" * 31, b"0" * 33, b"G" * 32])
-def test_what_is_no_word_must_not_become_a_part_of_the_key(word):
+def test_an_invalid_nonce_must_not_become_part_of_the_key(word):
     node, _ = pair()
     with pytest.raises(ValueError):
         node.meet(word)
 
 
-def test_a_line_of_another_connection_must_be_refused():
+def test_a_line_from_another_connection_must_be_refused():
     _, host = pair()
     node, _ = pair()
     with pytest.raises(ValueError):
         node.verify(host.sign(b"start"))
 
 
-def test_a_connection_that_was_recorded_must_be_refused_when_it_is_played_again():
+def test_a_replayed_connection_must_be_refused():
     node, host = pair()
     line = host.sign(b"start")
     assert node.verify(line) == b"start"
@@ -103,7 +103,7 @@ for address in (os.environ["NODE_SOCKET"], os.environ["NODE_SOCKETS"] + "/" + so
 
 
 @pytest.mark.parametrize("preload", ["", PRELOAD])
-def test_a_worker_must_not_be_listened_to_since_it_has_no_key(tmp_path, preload):
+def test_a_worker_must_be_ignored_since_it_has_no_key(tmp_path, preload):
     node = Waiting(tmp_path, preload, NODE_SOCKETS=str(tmp_path / "nodes"))
     assert node.run(0, SPEAKS) == 0, node.log(0)
     assert node.run(1, "print('ran')") == 0  # the node has not ended
@@ -111,7 +111,7 @@ def test_a_worker_must_not_be_listened_to_since_it_has_no_key(tmp_path, preload)
 
 
 @pytest.mark.parametrize("word", ["", "0" * 63, "x" * 64, "0" * 66])
-def test_a_node_must_not_wait_without_a_key(tmp_path, word):
+def test_a_node_must_not_start_listening_without_a_key(tmp_path, word):
     env = os.environ | {"NODE_MODE": "agent", "NODE_SOCKET": str(tmp_path / "s"), "NODE_KEY": word}
     done = subprocess.run([sys.executable, NODE], env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "[node] error: NODE_KEY must be 64 hexadecimal digits\n")

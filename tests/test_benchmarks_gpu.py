@@ -66,7 +66,7 @@ def little(mnist, monkeypatch):
 # --- the command
 
 
-def test_a_benchmark_must_run_without_docker_and_be_written_with_its_machine(bare, tmp_path):
+def test_a_benchmark_must_run_without_docker_and_record_its_machine(bare, tmp_path):
     file = tmp_path / "measured.json"
     file.write_text(json.dumps({"cold-start": RESULT}))
     done = benchmarks("help", "--runs", "1", "--json", str(file), PYTHONPATH=bare)
@@ -77,7 +77,7 @@ def test_a_benchmark_must_run_without_docker_and_be_written_with_its_machine(bar
     assert re.fullmatch(r"[0-9a-f]{10}( \+ changes)?|unknown", measured["machine"]["commit"])
 
 
-def test_benchmarks_on_gpus_must_be_importable_without_gpu_docker_and_torchvision(bare):
+def test_gpu_benchmarks_must_be_importable_without_a_gpu_docker_or_torchvision(bare):
     code = "import importlib, benchmarks.__main__ as b\n"
     code += "[importlib.import_module('benchmarks.' + n.replace('-', '_')) for n in b.ON_GPUS]"
     env = os.environ | {"PYTHONPATH": bare, "CUDA_VISIBLE_DEVICES": ""}
@@ -96,7 +96,7 @@ def test_benchmarks_on_gpus_must_be_importable_without_gpu_docker_and_torchvisio
     ],
     ids=["all", "one"],
 )
-def test_without_a_gpu_the_command_must_say_so_in_one_line(name, subject):
+def test_the_command_must_report_a_missing_gpu_in_one_line(name, subject):
     done = benchmarks(name, CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout) == (4, "")
     assert re.fullmatch(rf"error: {subject} an NVIDIA GPU: torch \S+ (finds none|is built without).*\n", done.stderr)
@@ -108,11 +108,11 @@ def test_an_unknown_name_must_be_refused():
     assert "no benchmark gpu-7; there are cold-start, warm-start" in done.stderr
 
 
-def test_without_names_all_that_need_no_gpu_must_run(monkeypatch):
+def test_all_benchmarks_that_need_no_gpu_must_run_by_default(monkeypatch):
     assert run_here(monkeypatch, []) == (0, [*command.ON_DOCKER])
 
 
-def test_gpu_must_mean_all_that_need_one_each_once(monkeypatch):
+def test_the_name_gpu_must_run_each_gpu_benchmark_once(monkeypatch):
     monkeypatch.setattr(command, "no_gpu", lambda: "")
     assert run_here(monkeypatch, ["gpu-time-to-accuracy", "gpu"]) == (
         0,
@@ -135,7 +135,7 @@ def run_here(monkeypatch, arguments: list[str]) -> tuple[int, list[str]]:
     return command.main(), names
 
 
-def test_a_benchmark_that_fails_must_be_reported_and_not_keep_others_from_running(monkeypatch, tmp_path, capsys):
+def test_a_failed_benchmark_must_be_reported_and_the_others_must_run(monkeypatch, tmp_path, capsys):
     def measure(runs: int) -> None:
         raise RuntimeError("the GPU is gone\nand more")
 
@@ -181,7 +181,7 @@ def test_a_machine_with_gpus_must_be_described_with_its_versions(monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
-def test_the_commit_must_be_marked_if_there_are_changes_and_be_unknown_without_git(tmp_path, monkeypatch):
+def test_the_commit_must_be_marked_if_changed_and_unknown_without_git(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert command.commit() == "unknown"
@@ -207,7 +207,7 @@ def written(monkeypatch, folder, measured: dict[str, object]) -> dict[str, str]:
     return {str(path.relative_to(docs)): path.read_text() for path in docs.glob("**/*.*")}
 
 
-def test_results_of_both_kinds_must_go_to_two_documents(monkeypatch, tmp_path):
+def test_cpu_and_gpu_results_must_go_to_separate_documents(monkeypatch, tmp_path):
     on_gpu = RESULT | {"machine": MACHINE, "date": "2026-05-04", "failed": {"NCCL": "one GPU"}}
     missed = on_gpu | {"ratios": {"rate (≥ 2)": 1.5}}
     found = written(
@@ -252,7 +252,7 @@ What it is.
     assert "\nNCCL was not measured: one GPU\n" in text
 
 
-def test_results_of_gpus_alone_must_not_replace_the_other_document(monkeypatch, tmp_path):
+def test_gpu_results_alone_must_not_replace_the_cpu_document(monkeypatch, tmp_path):
     places = [{"machine": MACHINE | {"cpus": cpus}, "date": "2026-05-04"} for cpus in (16, 32)]
     nothing = {"values": {}, "ratios": {}, "failed": {"gpu-restart": "no disk"}}
     found = written(
@@ -269,7 +269,7 @@ def test_results_of_gpus_alone_must_not_replace_the_other_document(monkeypatch, 
 # --- what is concluded from what was measured
 
 
-def test_rounds_must_interleave_ways_and_leave_out_one_that_has_failed():
+def test_rounds_must_interleave_variants_and_skip_one_that_has_failed():
     calls = []
 
     def good(number: int) -> gpu.Figures:
@@ -289,7 +289,7 @@ def test_rounds_must_interleave_ways_and_leave_out_one_that_has_failed():
     assert gpu.medians(values, {"of good": "good", "of none": "none"}) == {"of good": 4.0}
 
 
-def test_a_command_that_fails_must_be_explained_by_its_error():
+def test_a_failed_command_must_be_reported_with_its_error():
     code = "import sys; print('Traceback'); sys.exit('ValueError: 7 is odd\\nhint: take 8')"
     with pytest.raises(RuntimeError, match="^ValueError: 7 is odd$"):
         gpu.output([sys.executable, "-c", code])
@@ -314,7 +314,7 @@ def test_one_gpu_must_be_shared_with_gloo_and_several_must_use_nccl(monkeypatch)
     assert gpu.without_nccl(eight) == {}
 
 
-def test_a_warm_run_must_be_refused_if_it_did_not_use_the_nodes():
+def test_a_warm_run_that_did_not_use_the_nodes_must_be_refused():
     nodes = SimpleNamespace(name="cluster-77aa")
     text = "job one: 1 node × 1 worker, NCCL on GPU, on cluster-77aa\n"
     assert gpu.Cluster.check(nodes, text) == text
@@ -322,7 +322,7 @@ def test_a_warm_run_must_be_refused_if_it_did_not_use_the_nodes():
         gpu.Cluster.check(nodes, "cluster-77aa does not fit: 2 GPUs\njob one: 1 node × 1 worker, NCCL on GPU\n")
 
 
-def test_the_parts_of_a_start_must_be_those_of_the_slowest_worker():
+def test_the_phases_of_a_start_must_be_those_of_the_slowest_worker():
     lines = [{"import torch": 1.0, "NCCL init": 3.0}, {"import torch": 2.0, "NCCL init": 0.5}]
     text = "".join(f"master {rank}    | {json.dumps(line)}\n" for rank, line in enumerate(lines))
     assert gpu_cold_start.parts(text) == {"import torch": 2.0, "NCCL init": 3.0}
@@ -337,11 +337,11 @@ def epochs(*records: tuple[float, float]) -> str:
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
-def test_the_rate_of_a_training_must_be_that_of_its_median_epoch_without_the_first():
+def test_the_training_rate_must_be_the_median_of_all_epochs_but_the_first():
     assert gpu_steady_state.rate(epochs((60.0, 0.1), (2.0, 0.1), (3.0, 0.1), (4.0, 0.1))) == 400.0
 
 
-def test_a_training_must_be_timed_up_to_the_epoch_that_shows_its_goal():
+def test_a_training_run_must_be_timed_up_to_the_epoch_that_reaches_its_goal():
     assert gpu_time_to_accuracy.training(epochs((1.0, 0.5), (2.0, 0.98994), (4.0, 0.98996), (8.0, 0.999))) == 7.0
     with pytest.raises(ValueError, match="no epoch with 99 %"):
         gpu_time_to_accuracy.training(epochs((1.0, 0.9)))
@@ -351,7 +351,7 @@ def test_a_size_must_be_shown_in_its_largest_unit():
     assert list(map(gpu_bandwidth.shown, (1 << 10, 1 << 18, 1 << 26, 1 << 30))) == ["1 KB", "256 KB", "64 MB", "1 GB"]
 
 
-def test_a_checkpoint_must_not_be_measured_on_a_disk_that_is_too_small(monkeypatch):
+def test_checkpoints_must_not_be_measured_on_a_disk_that_is_too_small(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=8 << 30))
     result = gpu_checkpoint.measure(1)
     assert result["values"] == {}
@@ -363,7 +363,7 @@ def test_a_checkpoint_must_not_be_measured_on_a_disk_that_is_too_small(monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "base"), [(1, "python"), (2, "torchrun")])
-def test_a_start_must_be_measured_in_all_its_parts(on_cpu, monkeypatch, workers, base):
+def test_a_start_must_be_measured_in_all_its_phases(on_cpu, monkeypatch, workers, base):
     monkeypatch.setattr(gpu, "count", lambda: workers)
     monkeypatch.setattr(gpu, "ALL", ("--gpus", "none", "--nproc-per-node", str(workers)))
     result = gpu_cold_start.measure(1)
@@ -399,7 +399,7 @@ def test_samples_per_second_must_be_measured_under_every_launcher(on_cpu, monkey
 
 
 @pytest.mark.slow
-def test_seconds_to_a_goal_must_be_measured_on_nodes_that_are_up_and_without(on_cpu, monkeypatch, little):
+def test_time_to_accuracy_must_be_measured_with_and_without_running_nodes(on_cpu, monkeypatch, little):
     monkeypatch.setattr(gpu, "HAS_TORCHVISION", False)
     monkeypatch.setattr(gpu_time_to_accuracy, "GOAL", 0.0)
     monkeypatch.setattr(gpu_time_to_accuracy, "ARGUMENTS", (*gpu_time_to_accuracy.ARGUMENTS, *little))
@@ -412,7 +412,7 @@ def test_seconds_to_a_goal_must_be_measured_on_nodes_that_are_up_and_without(on_
     assert result["failed"] == {gpu_time_to_accuracy.PEER: "the Python package torchvision is missing"}
 
 
-def test_the_script_that_the_app_is_compared_with_must_train_on_the_device_that_it_is_given(mnist, monkeypatch, capsys):
+def test_the_comparison_script_must_train_on_the_given_device(mnist, monkeypatch, capsys):
     from benchmarks import mnist as script
 
     tensors = data.load("mnist", mnist, download=False)

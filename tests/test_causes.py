@@ -19,7 +19,7 @@ def job(tmp_path, monkeypatch):
     return Job(tmp_path, monkeypatch)
 
 
-def test_a_cause_must_be_told_with_what_its_node_knows_and_the_worker_wrote(job):
+def test_a_cause_must_include_the_nodes_explanation_and_the_workers_last_lines(job):
     asked = []
     engine = RecordingEngine([KILLED], [ALL_WELL])
     engine.explain = lambda end, node: (asked.append((end.rank, node)), "out of memory")[1]
@@ -33,7 +33,7 @@ def test_a_cause_must_be_told_with_what_its_node_knows_and_the_worker_wrote(job)
     assert cause.summary.startswith("rank 1 on trainer-1 (gpu-box) ran out of memory")
 
 
-def test_a_worker_that_left_must_be_blamed_for_that_and_its_node_not_be_asked(job):
+def test_a_worker_that_left_early_must_be_the_root_cause_without_asking_its_node(job):
     engine = RecordingEngine([[WorkerExit(1, 0)], [], [WorkerExit(0, 1)]], [ALL_WELL])
     engine.explain = lambda end, node: "node lost"
     job.paths.log(0).write_text(RESET)
@@ -42,7 +42,7 @@ def test_a_worker_that_left_must_be_blamed_for_that_and_its_node_not_be_asked(jo
 
 
 @pytest.mark.parametrize(("grace", "cause"), [(1.0, (0, "error")), (30.0, (1, "killed"))])
-def test_a_worker_that_its_node_killed_after_the_grace_period_must_not_be_blamed(job, grace, cause):
+def test_a_worker_killed_after_the_grace_period_must_not_be_the_root_cause(job, grace, cause):
     engine = RecordingEngine([[WorkerExit(0, 1)], *[[]] * 14, [WorkerExit(1, 137), WorkerExit(2, 143)]], [ALL_WELL])
     engine.stop = lambda how: None
     job.paths.log(0).write_text(RESET)
@@ -51,7 +51,7 @@ def test_a_worker_that_its_node_killed_after_the_grace_period_must_not_be_blamed
 
 
 @pytest.mark.parametrize(("slow", "starts"), [(400, 1), (0, 3)])
-def test_the_time_in_which_nodes_import_must_not_count_as_progress(job, slow, starts):
+def test_import_time_must_not_count_as_progress(job, slow, starts):
     """Forty seconds in which no worker has started, or has done something."""
     engine = RecordingEngine(*[[[]] * 400 + [[WorkerExit(1, 1)]] for _ in range(3)])
     engine.slow = [{0, 1, 2}] * slow
@@ -61,7 +61,7 @@ def test_the_time_in_which_nodes_import_must_not_count_as_progress(job, slow, st
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_without_metrics_a_new_checkpoint_must_count_as_progress(job, saves):
+def test_a_new_checkpoint_must_count_as_progress_without_metrics(job, saves):
     engine = RecordingEngine(*[[KILLED]] * 4, [ALL_WELL])
     start = engine.start
     job.paths.checkpoints.joinpath("step-0").touch()
@@ -80,7 +80,7 @@ def test_without_metrics_a_new_checkpoint_must_count_as_progress(job, saves):
 
 
 @pytest.mark.parametrize(("seconds", "progress"), [(28, False), (32, True)])
-def test_of_a_job_that_leaves_nothing_half_a_minute_must_count_as_progress(job, seconds, progress):
+def test_half_a_minute_must_count_as_progress_for_a_job_without_metrics_or_checkpoints(job, seconds, progress):
     began = job.clock.now
     assert job.run(RecordingEngine([*[[]] * (seconds * 10), KILLED], [ALL_WELL])).word == "succeeded"
     ended = job.supervisor.history.ended[0]
@@ -104,9 +104,7 @@ def test_only_a_step_beyond_all_earlier_ones_must_count_as_progress(job):
 
 
 @pytest.mark.parametrize(("gpus", "killed_after"), [("all", 5.0), ("none", None)])
-def test_workers_that_hang_in_nccl_after_a_failure_must_be_killed_before_the_grace_period_is_over(
-    job, gpus, killed_after
-):
+def test_workers_hanging_in_nccl_after_a_failure_must_be_killed_before_the_grace_period_ends(job, gpus, killed_after):
     """A worker that waits in a kernel of NCCL's handles no SIGTERM; on a CPU it gets its whole grace period."""
     engine = RecordingEngine([[WorkerExit(1, 1)], *[[]] * 200, [WorkerExit(0, 143), WorkerExit(2, 143)]], [ALL_WELL])
     orders: list[tuple[float, Stop]] = []
@@ -120,7 +118,7 @@ def test_workers_that_hang_in_nccl_after_a_failure_must_be_killed_before_the_gra
     assert job.causes() == [(1, "error")]
 
 
-def test_the_worker_that_the_others_waited_for_must_be_named_though_it_had_to_be_killed(job):
+def test_the_worker_that_the_others_waited_for_must_be_reported_even_if_it_was_killed(job):
     """NCCL's watchdog ends the workers that wait; the one they wait for is stuck, and hears no SIGTERM."""
     engine = RecordingEngine([[WorkerExit(0, 134), WorkerExit(1, 134)], *[[]] * 100, [WorkerExit(2, 137, True)]])
     engine.stop = lambda how: None

@@ -10,7 +10,7 @@ from support.agents import PRELOAD, Pipe, Waiting
 from orchestrate.node import warm
 
 
-def test_a_node_that_is_cleaned_must_know_nothing_and_have_nothing_of_the_last_job(waiting):
+def test_a_cleaned_node_must_keep_no_state_or_processes_of_the_last_job(waiting):
     code = (
         "import os, subprocess\nprint(os.getpid(), subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)\n"
     )
@@ -24,7 +24,7 @@ def test_a_node_that_is_cleaned_must_know_nothing_and_have_nothing_of_the_last_j
 
 
 @pytest.mark.parametrize("name", [rb"\xff\xfe", rb") R 1 (", rb"a b) (\n"], ids=["bytes", "brackets", "lines"])
-def test_what_a_worker_calls_its_processes_must_not_hide_them(waiting, name):
+def test_process_names_chosen_by_a_worker_must_not_hide_its_processes(waiting, name):
     named = f"import ctypes\nctypes.CDLL(None).prctl(15, b'{name.decode()}')\n"
     inner = f"{named}import signal\nprint('ready', flush=True)\nsignal.pause()"
     own_session = f"subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True, stdout=-1)"
@@ -39,7 +39,7 @@ def test_what_a_worker_calls_its_processes_must_not_hide_them(waiting, name):
     assert gone(pid)
 
 
-def test_a_cleaned_node_must_go_on_forking_workers(tmp_path):
+def test_a_cleaned_node_must_continue_to_fork_workers(tmp_path):
     node = Waiting(tmp_path, PRELOAD)
     for rank in range(2):
         assert node.run(rank, f"import sys\nprint('{PRELOAD}' in sys.modules)") == 0
@@ -67,7 +67,7 @@ node = os.getppid()
 
 @pytest.mark.parametrize("whose", ["node", "forker"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_node_that_a_job_has_changed_must_end_and_not_run_another_one(tmp_path, change, whose):
+def test_a_node_that_was_changed_by_a_job_must_exit_instead_of_running_another(tmp_path, change, whose):
     if "affinity" in change and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core is all that there is")
     change = change.replace("IOPRIO_SET", str(IOPRIO_SET[os.uname().machine]))
@@ -81,7 +81,7 @@ def test_a_node_that_a_job_has_changed_must_end_and_not_run_another_one(tmp_path
     node.pipe.close()
 
 
-def test_a_process_that_forks_workers_must_go_on_after_the_job_that_has_stopped_it(tmp_path):
+def test_a_zygote_must_continue_after_a_job_that_sent_it_sigstop(tmp_path):
     node = Waiting(tmp_path, PRELOAD)
     wait = "while not os.path.exists('go'): time.sleep(0.01)"
     node.start(0, f"import os, signal, time\n{FORKER}\n{wait}\nos.kill(pid, signal.SIGSTOP)")
@@ -95,7 +95,7 @@ def test_a_process_that_forks_workers_must_go_on_after_the_job_that_has_stopped_
     assert "starts an interpreter of its own" not in node.out.read_text()
 
 
-def test_a_node_that_cannot_see_all_processes_must_not_say_that_it_is_clean(tmp_path):
+def test_a_node_that_cannot_list_all_processes_must_not_report_itself_clean(tmp_path):
     blind = "import errno, os\ndef fails(path): raise OSError(errno.EMFILE, 'too many open files')\n"
     node = Waiting(
         tmp_path,
@@ -109,7 +109,7 @@ def test_a_node_that_cannot_see_all_processes_must_not_say_that_it_is_clean(tmp_
     node.pipe.close()
 
 
-def test_a_node_must_listen_again_where_a_job_has_put_something_else_in_the_place_of_its_socket(waiting):
+def test_a_node_must_listen_again_after_a_job_has_replaced_its_socket(waiting):
     code = (
         "import os, socket\npath = os.environ['NODE_SOCKET']\nos.rename(path, path + '-old')\n"
         "sock = socket.socket(socket.AF_UNIX)\nsock.bind(path)\nsock.listen()\n"
@@ -128,7 +128,7 @@ WITHOUT_RIGHT_TO_KILL = (
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to start a process that its parent may not kill")
-def test_a_process_that_a_node_may_not_kill_must_not_end_it(tmp_path):
+def test_a_process_that_a_node_may_not_kill_must_not_end_the_node(tmp_path):
     node = Waiting(tmp_path, before=WITHOUT_RIGHT_TO_KILL)  # as one that sudo has started
     code = (
         "import os, signal\npid = os.fork()\nif pid == 0:\n    os.setsid()\n    os.setuid(65534)\n    signal.pause()\n"
@@ -156,7 +156,7 @@ PROCESSES = {  # process id: state, parent, user
 
 
 @pytest.mark.parametrize(("own", "found"), [(1, [7, 8, 21]), (20, [21, 22])])
-def test_in_a_container_all_processes_of_our_user_must_count_as_left_over(monkeypatch, own, found):
+def test_all_processes_of_the_nodes_user_must_count_as_left_over_in_a_container(monkeypatch, own, found):
     listed = [(pid, [state, b"%d" % parent]) for pid, (state, parent, _) in PROCESSES.items()]
     monkeypatch.setattr(warm, "processes", lambda: iter(listed))
     monkeypatch.setattr(warm, "_user", lambda pid: PROCESSES[pid][2])
@@ -165,5 +165,5 @@ def test_in_a_container_all_processes_of_our_user_must_count_as_left_over(monkey
     assert warm.strays() == found
 
 
-def test_the_user_of_a_process_must_be_told_whatever_its_folder_says():
+def test_the_user_of_a_process_must_be_found_regardless_of_its_proc_folder():
     assert warm._user(os.getpid()) == os.geteuid() and warm._user(1 << 22) == -1

@@ -69,7 +69,7 @@ PLANS = [as_it_was, vast, of_other_types]
 
 
 @pytest.mark.parametrize("edit", PLANS)
-def test_a_cluster_that_came_with_the_project_must_be_used_by_no_command(do: Commands, victim, tmp_path, edit):
+def test_commands_must_not_use_a_cluster_that_came_with_the_project(do: Commands, victim, tmp_path, edit):
     do.runs = tmp_path / "runs"
     paths, before = forged(do.runs, victim), facts(victim)
     edit(paths)
@@ -89,7 +89,7 @@ def test_a_cluster_that_came_with_the_project_must_be_used_by_no_command(do: Com
 
 @pytest.mark.parametrize("edit", PLANS)
 @pytest.mark.parametrize("has_ended", [True, False])
-def test_a_job_that_came_with_the_project_must_be_shown_at_most(do: Commands, paths, edit, has_ended):
+def test_a_job_that_came_with_the_project_must_only_be_displayed(do: Commands, paths, edit, has_ended):
     if has_ended:
         end(paths)
     edit(paths)
@@ -106,7 +106,7 @@ def test_a_job_that_came_with_the_project_must_be_shown_at_most(do: Commands, pa
     assert do.engine.calls == []
 
 
-def test_a_job_must_not_be_put_on_a_cluster_that_came_with_the_project(do: Commands, victim, tmp_path):
+def test_a_job_must_not_run_on_a_cluster_that_came_with_the_project(do: Commands, victim, tmp_path):
     do.runs = tmp_path / "runs"
     forged(do.runs, victim)
     (victim / "nodes" / "a-1").mkdir()
@@ -122,7 +122,7 @@ def test_a_job_must_not_be_put_on_a_cluster_that_came_with_the_project(do: Comma
     assert do.engine.calls == [] and not (do.runs / "cluster-e95b" / "supervisor.lock").exists()
 
 
-def test_no_files_must_be_moved_to_a_run_directory_that_came_with_the_project(do: Commands, paths, tmp_path):
+def test_files_must_not_be_moved_to_a_run_directory_that_came_with_the_project(do: Commands, paths, tmp_path):
     cluster = create(JobPaths(tmp_path / "c-1"), cluster="c-1")
     on_it = create(JobPaths(tmp_path / "b-1"), cluster="c-1")
     records.forget(on_it.root)
@@ -135,14 +135,14 @@ def test_no_files_must_be_moved_to_a_run_directory_that_came_with_the_project(do
 
 
 @pytest.mark.parametrize("edit", PLANS[1:])
-def test_a_plan_that_is_too_large_or_of_other_types_must_be_refused(paths, edit):
+def test_a_plan_that_is_too_large_or_has_wrong_types_must_be_refused(paths, edit):
     edit(paths)
     with pytest.raises(UsageError, match="holds no job that can go on"):
         store.load(paths)
 
 
 @pytest.mark.parametrize("name", ["report.json", "job.yaml"])
-def test_a_vast_file_must_not_be_read(do: Commands, paths, name):
+def test_a_huge_file_must_not_be_read(do: Commands, paths, name):
     with (paths.root / name).open("ab") as file:
         file.truncate(300 << 30)
     assert store.ended(paths) is None and do("wait", "a-1")[0] == 1
@@ -151,7 +151,7 @@ def test_a_vast_file_must_not_be_read(do: Commands, paths, name):
 
 
 @pytest.mark.parametrize("name", ["job", "sockets", "nodes"])
-def test_what_nodes_mount_must_be_a_folder(paths, victim, name):
+def test_nodes_must_mount_only_folders(paths, victim, name):
     place = paths.root / name
     shutil.rmtree(place, ignore_errors=True)
     place.symlink_to(victim)
@@ -171,7 +171,7 @@ def test_sockets_must_not_be_shared_through_a_link(tmp_path, victim):
     assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
 
 
-def test_what_a_job_has_set_on_the_folder_of_sockets_must_not_count_for_the_next_one(tmp_path):
+def test_attributes_set_on_the_socket_folder_must_not_affect_the_next_job(tmp_path):
     (tmp_path / "sockets").mkdir(0o777)
     for name in ("kept", "left"):
         (tmp_path / "sockets" / name).touch()
@@ -181,7 +181,7 @@ def test_what_a_job_has_set_on_the_folder_of_sockets_must_not_count_for_the_next
     assert os.listxattr(tmp_path / "sockets") == [] and stat.S_IMODE((tmp_path / "sockets").stat().st_mode) == 0o700
 
 
-def test_nodes_must_not_run_as_the_owner_of_what_a_link_leads_to(tmp_path, victim):
+def test_nodes_must_not_run_as_the_owner_of_a_link_target(tmp_path, victim):
     (tmp_path / "job").symlink_to(victim)
     played = SimpleNamespace(info={})
     with pytest.raises(EngineError, match="job is not a folder"):
@@ -193,9 +193,7 @@ def test_nodes_must_not_run_as_the_owner_of_what_a_link_leads_to(tmp_path, victi
 
 
 @pytest.mark.docker
-def test_a_clone_with_a_cluster_of_its_own_must_have_nothing_of_the_host_mounted(
-    cli, docker_engine, nothing_left, victim
-):
+def test_a_clone_that_contains_a_cluster_must_not_mount_anything_of_the_host(cli, docker_engine, nothing_left, victim):
     """The cluster was made with `up`, and its files then edited and committed."""
     origin = cli.folder / "origin"
     shutil.copytree(cli.folder, origin, ignore=shutil.ignore_patterns("origin", "victim"))

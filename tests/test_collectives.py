@@ -15,7 +15,7 @@ from app.job import Job
 
 
 @pytest.mark.slow
-def test_every_collective_must_do_what_its_definition_says(tmp_path):
+def test_every_collective_must_match_its_definition(tmp_path):
     script = [sys.executable, "-m", "app.collectives", "--spawn", "3"]
     done = ok(subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300))
     rows = dict(line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| "))
@@ -28,7 +28,7 @@ def test_every_collective_must_do_what_its_definition_says(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_bandwidth_must_be_that_of_nccl_tests(tmp_path):
+def test_the_bandwidth_must_be_defined_as_in_nccl_tests(tmp_path):
     script = [sys.executable, "-m", "app.collectives", "--spawn", "2", "--bench", "--bytes", "65536", "--repeat", "2"]
     done = ok(subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300))
     lines = [line.split() for line in done.stdout.splitlines()[2:]]
@@ -39,7 +39,7 @@ def test_the_bandwidth_must_be_that_of_nccl_tests(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_time_of_a_collective_must_be_that_of_its_slowest_rank(monkeypatch):
+def test_the_time_of_a_collective_must_be_the_time_of_its_slowest_rank(monkeypatch):
     monkeypatch.setattr(collectives.dist, "barrier", lambda: None)
     made = Job()
     monkeypatch.setattr(made, "gather", lambda mine: [mine, mine + 7, mine + 3])
@@ -57,7 +57,7 @@ def test_compare_must_count_the_samples_of_all_epochs(monkeypatch):
     assert (row["samples/s"], row["seconds"], row["accuracy"]) == (50.0, 4.0, 0.75)
 
 
-def test_compare_must_train_in_as_many_workers_as_it_says_and_in_no_other_job(monkeypatch):
+def test_compare_must_train_with_the_given_number_of_workers_outside_of_any_other_job(monkeypatch):
     seen: list[tuple[list[str], dict[str, str]]] = []
 
     def trains(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -79,7 +79,7 @@ def test_compare_must_train_in_as_many_workers_as_it_says_and_in_no_other_job(mo
         assert not Path(env["JOB_DIR"]).exists()  # removed when it has been read
 
 
-def test_compare_must_end_with_what_a_training_that_failed_has_said(monkeypatch):
+def test_compare_must_exit_with_the_error_of_a_failed_training_run(monkeypatch):
     failed = subprocess.CompletedProcess([], 1, "", "error: no luck\n")
     monkeypatch.setattr(compare.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(SystemExit, match="(?s)error: .*app.train --strategy dp --lr 9\nerror: no luck"):
@@ -87,7 +87,7 @@ def test_compare_must_end_with_what_a_training_that_failed_has_said(monkeypatch)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--", "--epochs", "1"], ["--", "--dataset", "mnist"]])
-def test_compare_must_draw_its_data_before_anybodys_time_counts(monkeypatch, tmp_path, arguments):
+def test_compare_must_generate_its_data_before_timing_any_run(monkeypatch, tmp_path, arguments):
     done: list[object] = []
 
     def run(strategy: str, workers: int, given: list[str]) -> dict[str, object]:

@@ -43,7 +43,7 @@ def ends():
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10_000])
-def test_messages_must_be_put_together_from_pieces(ends, size):
+def test_messages_must_be_assembled_from_chunks(ends, size):
     link, there = ends
     heard = []
     wire = b"".join(there.signer.sign(line) + b"\n" for line in LINES.splitlines())
@@ -53,13 +53,13 @@ def test_messages_must_be_put_together_from_pieces(ends, size):
     assert heard == MESSAGES
 
 
-def test_what_is_no_message_must_end_the_connection(ends):
+def test_an_invalid_message_must_end_the_connection(ends):
     link, there = ends
     there.sock.sendall(b"OCI runtime exec failed: exec failed: container not running\n")
     assert link.receive() is None
 
 
-def test_a_connection_that_has_ended_must_take_no_request(ends):
+def test_a_closed_connection_must_not_accept_requests(ends):
     link, there = ends
     there.sock.close()
     assert link.receive() is None
@@ -72,7 +72,7 @@ def linked(generation: int, ranks: int) -> Nodes:
     return engine
 
 
-def test_ends_must_be_told_in_their_own_order_whatever_is_heard_first():
+def test_exits_must_be_reported_in_the_order_in_which_they_occurred():
     engine = linked(0, 3)
     for rank, code, at in ((2, 1, 12.5), (0, 1, 12.0), (1, 139, 11.5)):
         engine._handle(f"node-{rank}", said("ended", rank=rank, code=code, at=at))
@@ -80,7 +80,7 @@ def test_ends_must_be_told_in_their_own_order_whatever_is_heard_first():
 
 
 @pytest.mark.parametrize(("generation", "known"), [(0, False), (1, True), (2, False)])
-def test_only_what_a_node_knows_of_this_generation_must_count(generation, known):
+def test_only_the_status_of_the_current_generation_must_count(generation, known):
     engine = linked(1, 2)
     state = said("status", generation=generation, codes={"0": 3}, hints={"0": ""}, running={"1": {}})
     assert [engine.know(rank, state) for rank in (0, 1)] == [known, known]
@@ -88,7 +88,7 @@ def test_only_what_a_node_knows_of_this_generation_must_count(generation, known)
     assert engine.pids == {1: 7} if known else not engine.pids
 
 
-def test_workers_that_have_not_started_must_end_at_once_when_the_job_is_stopped():
+def test_workers_that_have_not_started_must_end_immediately_when_the_job_is_stopped():
     engine = linked(0, 3)
     engine.queued = [SimpleNamespace(rank=rank) for rank in (1, 2)]
     engine.stop(Stop.TERMINATE)
@@ -96,7 +96,7 @@ def test_workers_that_have_not_started_must_end_at_once_when_the_job_is_stopped(
     assert engine.running == {0: "node-0"} and not engine.queued
 
 
-def test_a_node_that_is_not_there_must_be_tried_no_longer_than_was_asked_for():
+def test_connecting_to_a_missing_node_must_end_at_the_timeout():
     command = [sys.executable, "-I", "-S", PIPE, "127.0.0.1", str(free_port()), "0.1"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
     assert done.returncode == 1 and b"refused" in done.stderr
@@ -104,7 +104,7 @@ def test_a_node_that_is_not_there_must_be_tried_no_longer_than_was_asked_for():
 
 @pytest.mark.parametrize("over", ["tcp", "unix"])
 @pytest.mark.parametrize("first", ["node", "orchestrator"])
-def test_what_is_said_must_be_passed_on_both_ways_until_one_side_ends(tmp_path, over, first):
+def test_data_must_be_relayed_in_both_directions_until_one_side_closes(tmp_path, over, first):
     family, address = (socket.AF_INET, ("127.0.0.1", 0)) if over == "tcp" else (socket.AF_UNIX, str(tmp_path / "s"))
     with socket.socket(family) as server:
         server.bind(address)
@@ -130,7 +130,7 @@ def test_what_is_said_must_be_passed_on_both_ways_until_one_side_ends(tmp_path, 
             assert process.wait(timeout=60) == 0
 
 
-def test_a_node_that_has_been_reached_may_take_its_time_to_read():
+def test_the_connect_timeout_must_not_apply_after_connecting():
     with socket.create_server(("127.0.0.1", 0)) as server:
         node = pipe.connect(["127.0.0.1", str(server.getsockname()[1]), "60"])
         assert node.gettimeout() is None  # that of the connection is over
@@ -138,7 +138,7 @@ def test_a_node_that_has_been_reached_may_take_its_time_to_read():
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 50, 10_000])
-def test_the_engines_frames_must_be_taken_off_and_stderr_left_out(size):
+def test_engine_frames_must_be_removed_and_stderr_must_be_dropped(size):
     def frame(stream: int, content: bytes) -> bytes:
         return bytes([stream, 0, 0, 0]) + len(content).to_bytes(4, "big") + content
 
@@ -163,7 +163,7 @@ def strange() -> Iterator[tuple[NodeConnection, socket.socket]]:
         there.close()
 
 
-def test_an_answer_must_be_found_among_what_else_a_node_says(ends):
+def test_an_answer_must_be_found_among_other_messages(ends):
     link, there = ends
     there.send(sent("started"))
     there.send(sent("changes", gone=["a"]))
@@ -172,21 +172,21 @@ def test_an_answer_must_be_found_among_what_else_a_node_says(ends):
 
 
 @pytest.mark.parametrize("say", ["failed", "refused"])
-def test_what_a_node_cannot_do_must_be_an_error_in_its_words(ends, say):
+def test_a_failed_request_must_raise_the_nodes_error_message(ends, say):
     link, there = ends
     there.send(json.dumps({"say": say, "error": "no space left"}).encode())
     with pytest.raises(EngineError, match="no space left"):
         link.converse(protocol.GetChanges("job", {}), protocol.Changes)
 
 
-def test_a_conversation_must_wait_as_long_as_was_asked_for(ends, monkeypatch):
+def test_converse_must_wait_as_long_as_requested(ends, monkeypatch):
     link, there = ends
     monkeypatch.setattr(links, "ANSWER_TIMEOUT", 0.01)
     threading.Timer(0.1, there.send, (sent("changes"),)).start()
     assert link.converse(protocol.GetChanges("job", {}), protocol.Changes, patience=10) == said("changes")
 
 
-def test_a_node_that_is_silent_or_gone_must_end_the_conversation(ends):
+def test_converse_must_raise_if_the_node_is_silent_or_gone(ends):
     link, there = ends
     with pytest.raises(ConnectionError):
         link.converse(protocol.GetChanges("job", {}), protocol.Changes, patience=0.01)
@@ -195,7 +195,7 @@ def test_a_node_that_is_silent_or_gone_must_end_the_conversation(ends):
         link.converse(protocol.GetChanges("job", {}), protocol.Changes)
 
 
-def test_a_node_that_says_other_things_must_not_keep_the_conversation_for_ever(ends, monkeypatch):
+def test_other_messages_must_not_extend_the_timeout_of_converse(ends, monkeypatch):
     link, there = ends
     clock = Clock()
     monkeypatch.setattr(links, "time", clock)
@@ -217,13 +217,13 @@ def test_a_node_that_says_other_things_must_not_keep_the_conversation_for_ever(e
     speaks.join()
 
 
-def test_a_node_that_takes_nothing_must_not_be_waited_for_without_end(ends):
+def test_sending_to_a_node_that_reads_nothing_must_time_out(ends):
     link, _ = ends
     link.sock.settimeout(0.05)
     assert not link.send(protocol.Start(["x"], {"A": "x" * (1 << 24)}, inherit=True))
 
 
-def test_a_connection_must_begin_with_words_and_go_on_in_lines_with_proof():
+def test_a_connection_must_exchange_nonces_and_then_authenticate_each_line():
     with strange() as (link, there):
         node = Signer(KEY, listens=True)
         there.sendall(node.nonce[:5])
@@ -249,7 +249,7 @@ def test_a_connection_must_begin_with_words_and_go_on_in_lines_with_proof():
 
 
 @pytest.mark.parametrize("said", [b"no word\n", b"", None, b"0" * 1000, b"0" * 100_000])
-def test_a_connection_must_be_closed_where_the_node_does_not_greet(said):
+def test_a_connection_must_be_closed_if_the_handshake_fails(said):
     with strange() as (link, there):
         if said is not None:
             there.sendall(said)
@@ -258,14 +258,14 @@ def test_a_connection_must_be_closed_where_the_node_does_not_greet(said):
         assert link.sock.fileno() == -1
 
 
-def test_nothing_must_be_said_to_a_listener_that_has_no_key():
+def test_requests_must_not_be_sent_to_a_listener_without_the_key():
     with strange() as (link, there):
         there.sendall(b"0" * 32 + b"\n" + b"0" * 64 + b" \n")  # a word, and a proof that it makes up
         assert not link.greet(10)
         assert there.recv(1000).count(b"\n") == 2
 
 
-def test_a_connection_must_end_for_the_node_even_if_another_process_holds_its_socket():
+def test_close_must_reach_the_node_even_if_another_process_holds_the_socket():
     with strange() as (link, there), link.sock.dup():
         link.close()
         assert there.recv(1) == b""
@@ -284,7 +284,7 @@ def listening(folder: Path, name: str) -> socket.socket:
     return server
 
 
-def test_a_socket_must_be_found_however_long_its_path_is_and_no_descriptor_stay_open(tmp_path):
+def test_a_socket_with_a_long_path_must_be_reachable_without_leaking_descriptors(tmp_path):
     folder = tmp_path / ("f" * 100) / ("g" * 100)
     folder.mkdir(parents=True)
     with listening(folder, "s") as server:
@@ -305,7 +305,7 @@ def test_a_socket_must_be_found_however_long_its_path_is_and_no_descriptor_stay_
         assert str(folder) not in opened
 
 
-def test_a_socket_that_is_not_there_yet_must_be_waited_for_and_one_without_a_listener_not(tmp_path, monkeypatch):
+def test_connect_must_wait_for_a_missing_socket_but_not_for_a_missing_listener(tmp_path, monkeypatch):
     made: list[socket.socket] = []
 
     def greet() -> None:
@@ -324,7 +324,7 @@ def test_a_socket_that_is_not_there_yet_must_be_waited_for_and_one_without_a_lis
         connect(tmp_path / "late", KEY, lambda: True)
 
 
-def test_a_socket_must_be_waited_for_only_while_its_node_may_still_make_it(tmp_path, monkeypatch):
+def test_connect_must_wait_for_a_socket_only_while_its_node_may_create_it(tmp_path, monkeypatch):
     now, comes = [0.0], [True, True, False]
     monkeypatch.setattr(sockets.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(sockets.time, "sleep", lambda _: now.append(now.pop() + 0.3))
@@ -333,7 +333,7 @@ def test_a_socket_must_be_waited_for_only_while_its_node_may_still_make_it(tmp_p
     assert comes == [] and 2 < now[0] < 4
 
 
-def test_what_listens_in_the_place_of_a_node_must_not_be_talked_to(tmp_path):
+def test_connect_must_refuse_a_listener_that_is_not_the_node(tmp_path):
     with listening(tmp_path, "s") as server:
 
         def speak() -> None:
@@ -350,11 +350,11 @@ def test_what_listens_in_the_place_of_a_node_must_not_be_talked_to(tmp_path):
 # --- ports
 
 
-def test_a_generation_must_have_another_port_than_the_one_before():
+def test_each_generation_must_use_a_different_port_from_the_previous_one():
     assert [port("bridge", generation) for generation in (0, 1, 999, 1000)] == [29500, 29501, 30499, 29500]
 
 
-def test_a_port_must_be_free_and_below_those_that_the_kernel_hands_out(monkeypatch):
+def test_a_port_must_be_free_and_below_the_ephemeral_range(monkeypatch):
     assert {port for port in (free_port() for _ in range(20)) if not 20000 <= port < 30000} == set()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         used, free = taken.getsockname()[1], free_port()

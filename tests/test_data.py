@@ -19,7 +19,7 @@ from app.shards import Shards, assigned
 # --- drawn sets
 
 
-def test_the_drawing_must_be_that_of_its_version_on_every_machine():
+def test_generated_images_must_match_their_version_on_every_machine():
     images, labels = data.digits(500, seed=1)
     coloured = data.colours(500, seed=1)[0].float()
     assert data.VERSION == 1  # another drawing needs another number, or a cached set would be taken for it
@@ -36,14 +36,14 @@ def test_the_drawing_must_be_that_of_its_version_on_every_machine():
     assert float(coloured.std()) == pytest.approx(58.86, abs=0.05)
 
 
-def test_a_stroke_must_have_its_points_at_equal_distances():
+def test_the_points_of_a_stroke_must_be_equally_spaced():
     points = data._resampled([(0.0, 0.0), (0.1, 0.0), (0.8, 0.0), (0.8, 0.8)])
     along = points.sum(1)  # of a stroke that goes right, then down
     assert along.tolist() == pytest.approx(torch.linspace(0, 1.6, 17).tolist())
     assert points[:, 0].max() == pytest.approx(0.8) and points[:8, 1].abs().max() == pytest.approx(0)
 
 
-def test_coloured_digits_must_be_ink_on_paper_of_cifars_shape():
+def test_coloured_digits_must_have_the_shape_of_cifar_images():
     images, labels = data.colours(40, seed=3)
     digits, same = data.digits(40, seed=3)
     assert (images.shape, images.dtype) == ((40, 3, 32, 32), torch.uint8) and torch.equal(labels, same)
@@ -68,7 +68,7 @@ class Draws:
         return torch.full((2,), float(seed)), torch.tensor([count])
 
 
-def test_a_set_must_be_drawn_once_and_then_read_from_its_folder(tmp_path, monkeypatch):
+def test_a_data_set_must_be_generated_once_and_then_read_from_the_cache(tmp_path, monkeypatch):
     draws, folder = Draws(), tmp_path / "not" / "there"
     first = data._drawn(draws, folder, "digits")
     again = data._drawn(draws, folder, "digits")
@@ -81,14 +81,14 @@ def test_a_set_must_be_drawn_once_and_then_read_from_its_folder(tmp_path, monkey
     assert len(draws.asked) == 6
 
 
-def test_a_set_must_be_drawn_where_it_cannot_be_kept(tmp_path, capsys):
+def test_a_data_set_must_be_generated_even_if_it_cannot_be_cached(tmp_path, capsys):
     (tmp_path / "file").touch()
     found = data._drawn(Draws(), tmp_path / "file" / "cache", "digits")
     assert [part.tolist() for part in found] == [[1, 1], [12_000], [2, 2], [2_000]]
     assert "digits are not cached: " in capsys.readouterr().out
 
 
-def test_a_disk_that_fills_up_while_a_set_is_kept_must_not_end_the_training(tmp_path, capsys):
+def test_a_disk_that_fills_up_while_caching_must_not_end_the_training(tmp_path, capsys):
     _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -100,7 +100,7 @@ def test_a_disk_that_fills_up_while_a_set_is_kept_must_not_end_the_training(tmp_
 
 
 @pytest.mark.parametrize(("cache", "folder"), [("/caches/mine", "/caches/mine"), (None, "/home/me/.cache")])
-def test_sets_must_be_kept_in_the_persons_cache(monkeypatch, cache, folder):
+def test_data_sets_must_be_cached_in_the_users_cache_folder(monkeypatch, cache, folder):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", cache) if cache else monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert str(runpy.run_path(data.__file__)["HOME"]) == f"{folder}/orchestrate"
@@ -111,7 +111,7 @@ def test_sets_must_be_kept_in_the_persons_cache(monkeypatch, cache, folder):
 
 @pytest.mark.parametrize("download", [False, True])
 @pytest.mark.parametrize(("name", "kind"), [("mnist", "MNIST"), ("cifar10", "CIFAR10")])
-def test_a_set_must_be_downloaded_only_where_that_is_asked_for(monkeypatch, tmp_path, name, kind, download):
+def test_a_data_set_must_be_downloaded_only_on_request(monkeypatch, tmp_path, name, kind, download):
     asked: list[tuple[str, bool, bool]] = []
 
     class Found:
@@ -131,7 +131,7 @@ def test_a_set_must_be_downloaded_only_where_that_is_asked_for(monkeypatch, tmp_
     ("channels", "mean", "deviation"),
     [(1, [0.1307], [0.3081]), (3, [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616])],
 )
-def test_pixels_must_be_normalised_by_the_statistics_of_their_channel(channels, mean, deviation):
+def test_pixels_must_be_normalised_with_the_statistics_of_their_channel(channels, mean, deviation):
     images = torch.full((2, channels, 4, 4), 51, dtype=torch.uint8)  # a fifth
     found = data.normalised(images, torch.float64)
     assert (found.shape, found.dtype, data.normalised(images).dtype) == (images.shape, torch.float64, torch.float32)
@@ -139,7 +139,7 @@ def test_pixels_must_be_normalised_by_the_statistics_of_their_channel(channels, 
     assert found[1, :, 3, 2].tolist() == pytest.approx(expected, rel=1e-9)
 
 
-def test_colour_images_alone_must_be_mirrored_about_half_of_them_all_channels_alike():
+def test_about_half_of_the_colour_images_and_no_others_must_be_mirrored():
     torch.manual_seed(0)
     grey = torch.zeros(200, 1, 28, 28, dtype=torch.uint8)
     grey[:, :, 10, 6], grey[:, :, 10, 12] = 100, 200  # the darker one is on the left
@@ -164,14 +164,14 @@ def test_colour_images_alone_must_be_mirrored_about_half_of_them_all_channels_al
 # --- shards
 
 
-def test_shards_must_be_dealt_so_that_no_worker_has_much_more_than_another():
+def test_shards_must_be_assigned_evenly_to_workers():
     sizes = {"a": 1, "b": 5, "c": 4, "d": 3, "e": 3}
     assert assigned(sizes, 2) == [["b", "e"], ["c", "d", "a"]]
     assert assigned(dict.fromkeys("cab", 2), 3) == [["a"], ["b"], ["c"]]
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
-def test_each_worker_must_have_the_images_labels_and_numbers_of_its_shards(mnist, sharded, part):
+def test_each_worker_must_load_the_images_labels_and_ids_of_its_shards(mnist, sharded, part):
     whole = data.load("mnist", mnist, download=False)
     images, labels = whole[:2] if part == "train" else whole[2:]
     parts = [Shards(sharded, part, rank, 3) for rank in range(3)]
@@ -183,7 +183,7 @@ def test_each_worker_must_have_the_images_labels_and_numbers_of_its_shards(mnist
 
 
 @pytest.mark.parametrize("cut", ["images", "labels", "index"])
-def test_a_shard_that_does_not_hold_what_the_index_says_must_be_refused(sharded, cut):
+def test_a_shard_that_does_not_match_the_index_must_be_refused(sharded, cut):
     name = "train-00001.safetensors"
     if cut == "index":
         index = json.loads((sharded / "index.json").read_text())
@@ -195,7 +195,7 @@ def test_a_shard_that_does_not_hold_what_the_index_says_must_be_refused(sharded,
         Shards(sharded, "train", 0, 1)
 
 
-def test_shards_must_be_as_many_as_asked_for_and_never_written_over(mnist, tmp_path, monkeypatch, capsys):
+def test_the_requested_number_of_shards_must_be_written_and_never_overwritten(mnist, tmp_path, monkeypatch, capsys):
     arguments = ["shards", str(tmp_path / "out"), "--dataset", "mnist", "--data", str(mnist), "--count", "3"]
     monkeypatch.setattr(sys, "argv", arguments)
     shards.main()
@@ -223,7 +223,7 @@ def test_shards_must_be_as_many_as_asked_for_and_never_written_over(mnist, tmp_p
         ("resnet18", 3, 32, 11_173_962),
     ],
 )
-def test_a_model_must_have_the_size_of_its_original_and_give_ten_logits(name, channels, side, parameters):
+def test_a_model_must_have_its_published_size_and_ten_logits(name, channels, side, parameters):
     net = build(name, channels, side)
     assert sum(parameter.numel() for parameter in net.parameters()) == parameters
     assert net(torch.zeros(2, channels, side, side)).shape == (2, 10)
@@ -243,7 +243,7 @@ def layers(name: str) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", ["lenet", "mnist"])
-def test_a_model_must_compute_what_its_original_does(name):
+def test_a_model_must_compute_the_same_as_its_reference(name):
     torch.manual_seed(0)
     net, original = build(name, 1, 28), layers(name)
     original.load_state_dict(dict(zip(original.state_dict(), net.state_dict().values())))
@@ -257,7 +257,7 @@ def test_a_model_must_compute_what_its_original_does(name):
         assert results[0].allclose(results[1], atol=1e-6)
 
 
-def test_resnet_must_keep_small_images_large_at_its_stem():
+def test_the_stem_of_resnet_must_keep_the_size_of_small_images():
     net = build("resnet18", 3, 32)
     seen: list[torch.Size] = []
     net.layer1.register_forward_hook(lambda module, given, result: seen.append(result.shape))

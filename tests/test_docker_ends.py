@@ -34,7 +34,7 @@ def looks(job: Job) -> int:
     return job.answers.did("GET").count("GET /containers/json")
 
 
-def test_the_truth_must_be_looked_at_now_and_then_while_workers_run(job, monkeypatch):
+def test_containers_must_be_listed_periodically_while_workers_run(job, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(docker_module, "time", clock)
     engine = job.settled("master", "trainer-1", "trainer-2")
@@ -70,7 +70,7 @@ def test_the_truth_must_be_looked_at_now_and_then_while_workers_run(job, monkeyp
     engine.clients.connections = {}
 
 
-def test_a_node_that_has_vanished_or_has_no_connection_must_be_found_out(job, monkeypatch):
+def test_a_node_that_vanished_or_has_no_connection_must_be_detected(job, monkeypatch):
     engine = job.settled("master", "trainer-1")
     monkeypatch.setattr(engine, "connect", lambda node: None)
     engine.clients.connections = dict.fromkeys(["master", "trainer-2"])
@@ -80,7 +80,7 @@ def test_a_node_that_has_vanished_or_has_no_connection_must_be_found_out(job, mo
     engine.clients.connections = {}
 
 
-def test_events_of_the_job_and_no_others_must_be_kept(job):
+def test_only_events_of_the_job_must_be_kept(job):
     engine = job.settled("master")
     (node,) = job.answers.containers
 
@@ -95,7 +95,7 @@ def test_events_of_the_job_and_no_others_must_be_kept(job):
     assert engine.seen_events == {node["Id"]: {"die"}}
 
 
-def test_what_was_told_of_the_generation_before_must_be_forgotten(job):
+def test_events_of_the_previous_generation_must_be_discarded(job):
     engine = job.settled("master", "trainer-1")
     engine.seen_events = {"x": {"oom"}}
     engine.connect = lambda node: None
@@ -125,7 +125,7 @@ def test_what_was_told_of_the_generation_before_must_be_forgotten(job):
         (1, "", set(), "cut off", "partition"),
     ],
 )
-def test_the_end_of_a_worker_must_be_explained_by_what_became_of_its_node(
+def test_the_exit_of_a_worker_must_be_explained_by_the_state_of_its_node(
     job, monkeypatch, code, sign, told, state, why
 ):
     monkeypatch.setattr(docker_module, "EVENT_TIMEOUT", 0.0)
@@ -142,7 +142,7 @@ def test_the_end_of_a_worker_must_be_explained_by_what_became_of_its_node(
     assert engine.explain(WorkerExit(1, code), "trainer-1") == why
 
 
-def test_an_event_that_follows_the_loss_of_a_node_must_be_waited_for_a_moment(job, monkeypatch):
+def test_explain_must_wait_briefly_for_an_event_after_the_loss_of_a_node(job, monkeypatch):
     monkeypatch.setattr(docker_module, "EVENT_TIMEOUT", 30.0)
     engine = job.settled("master", "trainer-1")
     node = job.answers.containers[1]
@@ -165,7 +165,7 @@ def test_an_event_that_follows_the_loss_of_a_node_must_be_waited_for_a_moment(jo
 
 
 @pytest.mark.parametrize("events", [(), ("die",)])
-def test_a_node_that_says_that_it_is_ending_must_be_waited_for_until_it_has_ended(job, events):
+def test_a_node_that_reports_its_shutdown_must_be_awaited(job, events):
     engine = job.settled("master", "trainer-1")
     node = job.answers.containers[1]
     engine.clients.exit_hints = {1: "ending"}
@@ -176,7 +176,7 @@ def test_a_node_that_says_that_it_is_ending_must_be_waited_for_until_it_has_ende
     assert {*engine.alive()} == ({"master", "trainer-1"} if events else {"master"})
 
 
-def test_a_node_that_ends_and_starts_again_at_once_must_not_be_waited_for_any_longer(job):
+def test_a_node_that_restarts_immediately_must_not_be_awaited_any_longer(job):
     engine = job.settled("master", "trainer-1")
     node = job.answers.containers[1]
     engine.dying = {node["Id"]}
@@ -185,7 +185,7 @@ def test_a_node_that_ends_and_starts_again_at_once_must_not_be_waited_for_any_lo
     assert len(job.answers.asked) < 20 and not engine.dying
 
 
-def test_an_engine_that_is_away_must_not_keep_the_end_of_a_worker_from_being_known(job, monkeypatch):
+def test_an_unavailable_engine_must_not_hide_the_exit_of_a_worker(job, monkeypatch):
     monkeypatch.setattr(docker_module, "EVENT_TIMEOUT", 0.0)
     engine = job.settled("master", "trainer-1")
     job.answers.happens = lambda what: 1 / 0
@@ -196,7 +196,7 @@ def test_an_engine_that_is_away_must_not_keep_the_end_of_a_worker_from_being_kno
         engine.explain(WorkerExit(1, 137), "trainer-1")
 
 
-def test_nodes_that_are_all_gone_must_be_told_from_an_engine_that_is_being_stopped(job, monkeypatch):
+def test_the_loss_of_all_nodes_must_be_distinguished_from_an_engine_shutdown(job, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(docker_module, "time", clock)
     monkeypatch.setattr(docker_module, "EVENT_TIMEOUT", 0.0)
@@ -221,7 +221,7 @@ def test_nodes_that_are_all_gone_must_be_told_from_an_engine_that_is_being_stopp
 # --- the end
 
 
-def test_nodes_must_be_discarded_by_force_with_their_volumes(job):
+def test_nodes_must_be_removed_by_force_with_their_volumes(job):
     engine = job.settled("master", "trainer-1")
     engine.discard(["trainer-1", "trainer-7"])
     (what,) = job.answers.did()
@@ -231,7 +231,7 @@ def test_nodes_must_be_discarded_by_force_with_their_volumes(job):
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_the_end_of_a_job_must_stop_what_runs_and_remove_what_is_the_jobs_alone(job, runs):
+def test_down_must_stop_running_nodes_and_remove_only_what_belongs_to_the_job(job, runs):
     job.answers.container("master", "jj")
     job.answers.network("jj")
     job.answers.network()
@@ -263,7 +263,7 @@ def test_the_end_of_a_job_must_stop_what_runs_and_remove_what_is_the_jobs_alone(
 
 
 @pytest.mark.parametrize("left", ["nodes", "network"])
-def test_sockets_must_be_removed_from_another_shell_and_in_no_folder_but_the_jobs(job, left, tmp_path):
+def test_remove_must_delete_sockets_only_in_the_run_directory_of_the_job(job, left, tmp_path):
     other = JobPaths(tmp_path / "runs" / "k")
     for folder in (job.sockets, other.sockets):
         (folder / "deep" / "er").mkdir(parents=True)
@@ -281,7 +281,7 @@ def test_sockets_must_be_removed_from_another_shell_and_in_no_folder_but_the_job
     assert job.answers.containers == job.answers.networks == []
 
 
-def test_the_nodes_of_a_cluster_must_stay_and_be_asked_to_be_clean(job):
+def test_the_nodes_of_a_cluster_must_be_cleaned_and_kept(job):
     job.answers.container("master", "c")
     job.answers.container("master", "")  # of plain Compose
     engine = job.settled(cluster="c")
@@ -307,7 +307,7 @@ def test_a_network_that_is_in_use_must_be_an_error(job):
 # --- from another shell
 
 
-def test_jobs_must_be_those_with_containers_and_plain_composes_not(job):
+def test_jobs_must_list_jobs_with_containers_but_not_plain_compose_projects(job):
     for name in ("master", "trainer-1", "trainer-2"):
         job.answers.container(name, "b", state="exited")
     job.answers.container("master", "a", **{"orchestrate.owner": "0"})
@@ -325,7 +325,7 @@ def test_jobs_must_be_those_with_containers_and_plain_composes_not(job):
     assert engine.holds("b") == containers and engine.holds("none") == []
 
 
-def test_containers_must_be_removed_whatever_run_directory_they_name_and_that_be_left_alone(job, tmp_path):
+def test_containers_must_be_removed_but_not_a_run_directory_that_they_name(job, tmp_path):
     there = tmp_path / "other" / "job"
     there.mkdir(parents=True)
     job.answers.container("master")["Labels"]["orchestrate.run"] = str(there)

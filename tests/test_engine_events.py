@@ -32,7 +32,7 @@ def taken(events: Events, count: int) -> list[tuple[int, str]]:
     return [(one["time"], one["Action"]) for one in found]
 
 
-def test_events_must_arrive_once_in_order_and_ring(answers, events):
+def test_events_must_arrive_once_in_order_and_wake_the_reader(answers, events):
     for one in (event(5), event(5, "other", "other"), event(5, "start"), event(5, nano=1), event(6)):
         answers.events.put(one)
     events.bell.settimeout(30)
@@ -44,7 +44,7 @@ def test_events_must_arrive_once_in_order_and_ring(answers, events):
         events.bell.recv(1)  # it rings only for what is new
 
 
-def test_a_stream_that_ends_must_be_taken_up_where_it_was_without_telling_twice(answers, events):
+def test_an_interrupted_event_stream_must_be_resumed_without_duplicates(answers, events):
     asked = answers.of
     eventually(lambda: answers.did("GET").count("GET /events") == 1)
     assert '["container", "network"]' in asked("GET /events")[0]["filters"]
@@ -60,7 +60,7 @@ def test_a_stream_that_ends_must_be_taken_up_where_it_was_without_telling_twice(
     assert taken(events, 3) == [(6, "die"), (6, "oom"), (7, "start")]
 
 
-def test_an_engine_that_goes_away_must_be_asked_again_until_that_is_not_wanted_any_more(answers, events):
+def test_the_event_stream_must_be_retried_until_it_is_closed(answers, events):
     eventually(lambda: answers.did("GET").count("GET /events") == 1)
     answers.refusals["GET /events"] = 500, "not yet"
     answers.happens = lambda what: len(answers.asked) % 2 and 1 / 0  # which ends the connection
@@ -78,7 +78,7 @@ def test_an_engine_that_goes_away_must_be_asked_again_until_that_is_not_wanted_a
     assert not listener.is_alive() and answers.did("GET").count("GET /events") == count
 
 
-def test_events_must_be_kept_even_if_the_bell_is_not_heard(answers, daemon):
+def test_events_must_be_kept_even_if_the_wake_up_socket_is_not_read(answers, daemon):
     seen = []
     events = Events(daemon, lambda one: not seen.append(one))
     for number in range(1, 1001):
@@ -90,7 +90,7 @@ def test_events_must_be_kept_even_if_the_bell_is_not_heard(answers, daemon):
         end.close()
 
 
-def test_a_stream_that_is_ended_before_it_has_begun_must_not_stay_open(daemon, monkeypatch):
+def test_an_event_stream_that_is_closed_before_it_opens_must_not_stay_open(daemon, monkeypatch):
     opened, begin = threading.Event(), threading.Event()
 
     class Stream:

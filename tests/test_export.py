@@ -32,7 +32,7 @@ from orchestrate.job.spec import JobSpec, read_file, resolve
         ({"gpus": 6, "nproc_per_node": 2}, 2, 2),
     ],
 )
-def test_workers_and_gpus_must_follow_from_what_the_job_says(asked, workers, gpus):
+def test_workers_and_gpus_must_be_derived_from_the_job(asked, workers, gpus):
     found = shape(resolve({"trainers": 2}, asked), "digits")
     assert (found.nodes, found.nproc, found.gpus) == (3, workers, gpus)
     assert (found.env["NNODES"], found.env["NODE_NPROC"]) == ("3", str(workers))
@@ -50,7 +50,7 @@ def test_workers_and_gpus_must_follow_from_what_the_job_says(asked, workers, gpu
         ({"encrypt": True}, "constraints and encrypt"),
     ],
 )
-def test_what_no_other_engine_has_must_be_refused(asked, message):
+def test_options_that_no_target_supports_must_be_refused(asked, message):
     with pytest.raises(UsageError, match=message) as caught:
         shape(resolve({"trainers": 2}, asked), "digits")
     assert caught.value.hint
@@ -64,7 +64,7 @@ def test_threads_must_fit_the_cores_of_a_node(cpus, workers, threads):
     assert shape(spec, "digits").env.get("OMP_NUM_THREADS") == threads
 
 
-def test_the_jobs_own_environment_must_win_where_it_may():
+def test_the_jobs_env_must_override_defaults():
     spec = resolve({"cpus": 4, "grace": "1.5s", "max_restarts": 7, "env": {"OMP_NUM_THREADS": "3", "A": "b"}})
     env = shape(spec, "digits").env
     assert (env["OMP_NUM_THREADS"], env["A"]) == ("3", "b")
@@ -85,12 +85,12 @@ def test_the_jobs_own_environment_must_win_where_it_may():
         ("pytorch/pytorch:latest", False),
     ],
 )
-def test_an_image_of_ours_must_be_known_by_its_name(image, ours):
+def test_the_projects_own_image_must_be_recognised_by_its_name(image, ours):
     assert carries_node(image) is ours
 
 
 @pytest.mark.parametrize("form", ["job", "jobset", "trainjob", "slurm"])
-def test_the_examples_in_the_documentation_must_be_what_is_printed(form):
+def test_the_examples_in_the_documentation_must_match_the_output(form):
     spec = resolve(
         read_file(ROOT / "examples" / "job.yaml"), {"gpus": "all", "image": SPEC["image"].replace(":1", ":0.1")}
     )
@@ -103,7 +103,7 @@ def test_the_examples_in_the_documentation_must_be_what_is_printed(form):
 
 
 @pytest.mark.parametrize("form", ["venv", "apptainer", "pyxis"])
-def test_the_script_for_slurm_must_be_one_for_bash(form):
+def test_the_slurm_script_must_be_valid_bash(form):
     script = slurm(resolve(SPEC | {"name": "it's", "env": {"A": "two words; 'quoted'"}}), "its", form)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert "#SBATCH --nodes=3\n" in script and "#SBATCH --gpus-per-node=2\n" in script
@@ -123,7 +123,7 @@ def test_the_script_for_slurm_must_be_one_for_bash(form):
         (["slurm", "--set", "constraints=[node.labels.a == b]"], "constraints and encrypt are for Swarm only"),
     ],
 )
-def test_what_cannot_be_exported_must_be_told(cli, arguments, message):
+def test_a_job_that_cannot_be_exported_must_be_refused_with_the_reason(cli, arguments, message):
     done = cli("export", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
@@ -145,7 +145,7 @@ def test_the_first_form_must_be_the_default(capsys, words, printed):
     assert printed in told.out and not told.err
 
 
-def test_flags_may_stand_before_the_job_file(cli):
+def test_flags_must_be_accepted_before_the_job_file(cli):
     (cli.folder / "job.yaml").write_text("name: mine\ncommand: count.py\n")
     done = cli("export", "kubernetes", "--form", "jobset", "--gpus", "none", "job.yaml")
     assert done.returncode == 0, done.stderr
@@ -156,24 +156,24 @@ def test_flags_may_stand_before_the_job_file(cli):
     ("memory", "slurms"),
     [("8g", "8G"), ("512M", "512M"), ("65536k", "65536K"), ("1073741824", "1048576K"), ("67109888b", "65537K")],
 )
-def test_slurm_must_get_memory_in_its_own_units(memory, slurms):
+def test_memory_must_be_converted_to_slurms_units(memory, slurms):
     assert f"#SBATCH --mem={slurms}\n" in slurm(resolve(SPEC | {"memory": memory}), "x", "venv")
 
 
 @pytest.mark.parametrize("memory", [None, "unlimited"])
-def test_memory_that_is_not_limited_must_not_be_asked_for(memory):
+def test_unlimited_memory_must_not_be_requested(memory):
     assert "--mem" not in slurm(resolve(SPEC | {"memory": memory}), "x", "venv")
     assert pod_of("job", {"memory": memory})["containers"][0]["resources"] == {}
 
 
 @pytest.mark.parametrize("target", ["kubernetes", "slurm", "compose"])
 @pytest.mark.parametrize("expand", ["true", "false"])
-def test_a_command_must_be_expanded_where_the_job_does_not_say_otherwise(capsys, target, expand):
+def test_a_command_must_be_expanded_unless_expand_is_false(capsys, target, expand):
     assert main(["export", target, "--gpus", "none", "--set", f"expand={expand}", "--", "-m", "app.train"]) == 0
     assert ("WORKER_EXPAND" in capsys.readouterr().out) is (expand == "false")
 
 
-def test_compose_must_not_look_up_what_a_command_means_for_itself(cli):
+def test_compose_must_not_interpolate_variables_of_a_command(cli):
     done = cli("export", "compose", "--gpus", "none", "--set", "env.A=$HOME", "--", "count.py", "${B}")
     assert done.returncode == 0, done.stderr
     master = yaml.safe_load(done.stdout)["services"]["master"]
@@ -190,7 +190,7 @@ WORDS = ("--set", "expand=false", "--", "look.py", "$RANK")
 
 
 @pytest.mark.docker
-def test_a_job_of_the_compose_file_must_see_nothing_that_is_hidden(cli, docker_engine, nothing_left):
+def test_a_job_of_the_compose_file_must_not_see_hidden_files(cli, docker_engine, nothing_left):
     (cli.folder / ".git").mkdir()
     for name in (".git/config", ".env"):
         (cli.folder / name).write_text("canary")

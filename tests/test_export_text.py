@@ -58,7 +58,7 @@ def expanded(text: str, env: dict[str, str]) -> str:
     )
 
 
-def test_the_kubelets_rule_must_be_the_one_of_its_documentation():
+def test_the_expansion_rule_must_match_the_kubelet_documentation():
     env = {"A": "x", "": "empty"}
     cases = {"$(A)": "x", "$$(A)": "$(A)", "$$$(A)": "$x", "$(B)": "$(B)", "$A $": "$A $", "$(": "$(", "$()": "empty"}
     assert {text: expanded(text, env) for text in cases} == cases
@@ -66,7 +66,7 @@ def test_the_kubelets_rule_must_be_the_one_of_its_documentation():
 
 @pytest.mark.parametrize(("form", "more"), FORMS)
 @pytest.mark.parametrize("reader", [lambda text: [*yaml.safe_load_all(text)], read], ids=["PyYAML", "kubectl"])
-def test_a_kubelet_must_give_a_container_the_very_text(form, more, reader):
+def test_a_kubelet_must_pass_text_to_a_container_unchanged(form, more, reader):
     made = container(reader(kubernetes(resolve(SPEC, more), "digits", form)), form)
     env = {one["name"]: one.get("value", "") for one in made["env"]}
     assert [expanded(word, env) for word in made["args"]] == SPEC["command"]
@@ -76,7 +76,7 @@ def test_a_kubelet_must_give_a_container_the_very_text(form, more, reader):
 
 @pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
 @pytest.mark.parametrize("name", ["on", "y", "1e3", "0x10", "1-0", "null"])
-def test_a_name_must_stay_text(form, name):
+def test_a_name_must_be_read_as_text(form, name):
     for thing in read(kubernetes(resolve({}), name, form)):
         assert thing["metadata"]["name"] in (name, f"job-{name}")
 
@@ -88,7 +88,7 @@ def scalars(node: yaml.Node) -> list[yaml.ScalarNode]:
     return [scalar for part in parts for scalar in scalars(part)]
 
 
-def test_only_what_every_reader_takes_for_text_may_be_without_quotes():
+def test_unquoted_text_must_be_text_for_every_reader():
     text = document(TEXTS, dict.fromkeys(TEXTS, "x"))
     assert list(yaml.safe_load_all(text)) == [TEXTS, dict.fromkeys(TEXTS, "x")]
     bare = {scalar.value for node in yaml.compose_all(text) for scalar in scalars(node) if scalar.style is None}
@@ -108,7 +108,7 @@ def test_only_what_every_reader_takes_for_text_may_be_without_quotes():
         ({"volume": "/a\x1b"}, "volume must be a volume's name"),
     ],
 )
-def test_what_no_file_can_hold_must_be_refused_by_name(asked, message):
+def test_text_that_no_file_can_hold_must_be_refused_by_key(asked, message):
     with pytest.raises(UsageError, match=message) as caught:
         shape(resolve(asked), "digits")
     assert caught.value.hint
@@ -121,7 +121,7 @@ FOLDER = 'a:b $HOME ${A:-b} it\'s "so" \\ \n\té😀 \x01:ro'
 
 @pytest.mark.docker
 @pytest.mark.parametrize("name", [FOLDER, "-a", " a "])
-def test_a_job_must_run_in_a_folder_of_any_name(cli, docker_engine, nothing_left, name):
+def test_a_job_must_run_in_a_folder_with_any_name(cli, docker_engine, nothing_left, name):
     """Under the orchestrator, and by Compose alone."""
     cli.folder /= name
     cli.folder.mkdir()
@@ -147,7 +147,7 @@ PRINT = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]
 
 
 @pytest.mark.docker
-def test_compose_must_give_a_container_the_very_text(docker_engine, tmp_path, nothing_left, monkeypatch):
+def test_compose_must_pass_text_to_a_container_unchanged(docker_engine, tmp_path, nothing_left, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = compose(resolve(SPEC, {"gpus": "none"}, {"env": {**ENV, "ODD_TOKEN": "canary"}}), "odd")
     make_folder(text)

@@ -88,7 +88,7 @@ WHOLE4, WHOLE6 = "255.255.255.255", "ffff:" * 7 + "ffff"
 ALL = [f"tcp/{address}/{PORT}" for address in (V4, V6, "10.98.0.1", "fd98::1")] + [f"udp/fe80::1/{PORT}"]
 
 
-def test_without_a_filter_all_must_be_reached(node):
+def test_every_address_must_be_reachable_without_a_filter(node):
     assert node.reach(*ALL, f"near-tcp/{V4}/{PORT}", f"bound-tcp/{V6}/{PORT}", "udp/ff02::1/5353") == ["reached"] * 8
 
 
@@ -103,13 +103,13 @@ def test_without_a_filter_all_must_be_reached(node):
         ((), set()),
     ],
 )
-def test_what_is_blocked_must_be_refused_at_once_and_nothing_else(node, blocked, refused):
+def test_only_blocked_addresses_must_be_refused_and_immediately(node, blocked, refused):
     node.filter(*blocked)
     for place, came in zip(ALL, node.reach(*ALL)):
         assert came in REFUSED if place.split("/")[1] in refused else came == "reached", place
 
 
-def test_no_socket_option_must_lead_past_the_filter(node):
+def test_socket_options_must_not_bypass_the_filter(node):
     node.filter(f"{V4}/{WHOLE4}", f"{V6}/{WHOLE6}", "224.0.0.0/224.0.0.0", "ff00::/ff00::")
     connections = [f"{way}-tcp/{V4}/{PORT}" for way in ("near", "bound")]
     hosts = (V4, V6, "224.0.0.1", "ff02::1")
@@ -117,7 +117,7 @@ def test_no_socket_option_must_lead_past_the_filter(node):
     assert set(node.reach(*connections, *datagrams)) <= REFUSED
 
 
-def test_a_server_that_resolves_names_must_be_reached_for_that_alone(node):
+def test_a_name_server_must_be_reachable_only_on_the_dns_port(node):
     names = f"nameserver 127.0.0.11\n# ExtServers: [{V4} host(10.98.0.1) {V6}]\noptions ndots:0\n"
     node.filter("10.0.0.0/255.0.0.0", "fd00::/ff00::", names=names)
     for address, came in ((V4, "reached"), (V6, "reached"), ("10.98.0.1", ""), ("fd98::1", "")):
@@ -128,7 +128,7 @@ def test_a_server_that_resolves_names_must_be_reached_for_that_alone(node):
         assert found in REFUSED
 
 
-def test_a_later_filter_must_take_the_place_of_an_earlier_one(node):
+def test_a_later_filter_must_replace_an_earlier_one(node):
     node.filter(f"{V4}/{WHOLE4}", mark=1)
     node.filter(f"{V6}/{WHOLE6}", mark=0x7FFFFFFF)
     first, second = node.reach(*ALL[:2])
@@ -137,7 +137,7 @@ def test_a_later_filter_must_take_the_place_of_an_earlier_one(node):
     assert [line.split()[6] for line in routes if line.split()[1] == "000000F0"] == [str(0x7FFFFFFF)]
 
 
-def test_the_host_must_not_reach_a_node_but_where_that_may_reach_it(node):
+def test_the_host_must_reach_a_node_only_from_addresses_that_the_node_may_reach(node):
     node.space.listen("0.0.0.0", PORT)
     node.space.listen("::", PORT)
     places = [f"tcp/{address}/{PORT}" for address in ("10.99.0.2", "fd99::2")]
@@ -167,12 +167,12 @@ with socket.socket(family, socket.SOCK_DGRAM) as here, socket.socket(family, soc
 
 
 @pytest.mark.parametrize(("own", "host"), [("10.99.0.2", V4), ("fd99::2", V6)])
-def test_a_node_must_not_ask_itself_in_the_name_of_the_host_to_answer_it(node, own, host):
+def test_a_node_must_not_open_the_filter_with_packets_spoofed_from_the_host(node, own, host):
     node.filter(f"{V4}/{WHOLE4}", f"{V6}/{WHOLE6}")
     assert node.space.run(sys.executable, "-c", SPOOF, own, host, str(PORT)) == "refused\n"
 
 
-def test_a_filter_that_the_kernel_refuses_must_be_an_error_and_leave_no_mark(node):
+def test_a_filter_that_the_kernel_refuses_must_be_an_error_and_leave_no_route(node):
     with pytest.raises(AssertionError, match="illegal IP address"):
         node.filter("10.0.0/255.0.0.0")
     assert "000000F0" not in node.space.run("cat", "/proc/net/route")
@@ -261,18 +261,18 @@ def test_this_machine_and_the_metadata_service_must_be_blocked(proc, address):
     ["1.1.1.1", "10.1.2.4", "10.7.0.2", "172.17.0.2", "192.168.16.2", "192.168.17.1", "127.0.0.1", "127.0.0.11"]
     + ["2001:db8::1", "::1", "fd00::3", "fd07::2"],
 )
-def test_all_else_must_be_left_reachable(proc, address):
+def test_all_other_addresses_must_stay_reachable(proc, address):
     assert not stopped(address)
 
 
-def test_addresses_of_networks_to_come_must_be_those_of_the_engines_own_pools(proc):
+def test_addresses_of_future_networks_must_come_from_the_engines_pools(proc):
     pools = [{"Base": "10.96.0.0/12", "Size": 24}, {"Base": "fd12::/16", "Size": 64}]
     assert stopped("10.97.5.1", DefaultAddressPools=pools) and stopped("10.97.5.255", DefaultAddressPools=pools)
     assert stopped("fd12:1::1", DefaultAddressPools=pools) and not stopped("fd12:1::2", DefaultAddressPools=pools)
     assert not stopped("10.97.5.2", DefaultAddressPools=pools) and not stopped("172.17.0.1", DefaultAddressPools=pools)
 
 
-def test_networks_that_come_and_go_must_not_make_another_filter(proc):
+def test_networks_that_come_and_go_must_not_change_the_filter(proc):
     before = guard.blocked({}, container(**OWN))
     trie = proc / "net" / "fib_trie"
     trie.write_text(TRIE.replace("172.20.0.1", "172.23.0.1"))
@@ -282,14 +282,14 @@ def test_networks_that_come_and_go_must_not_make_another_filter(proc):
     assert guard.blocked({}, container(**OWN)) != before
 
 
-def test_a_machine_that_does_not_say_its_addresses_must_still_protect_its_gateways(proc):
+def test_gateways_must_be_blocked_even_if_the_machines_addresses_are_unknown(proc):
     for name in ("fib_trie", "if_inet6"):
         (proc / "net" / name).unlink()
     assert guard.addresses(proc / "net") == []
     assert stopped("10.7.0.1") and stopped("172.17.0.1") and stopped("169.254.169.254") and not stopped("10.1.2.3")
 
 
-def test_a_mark_must_be_that_of_this_very_filter(proc):
+def test_a_marker_route_must_match_its_filter(proc):
     (proc / "5" / "net").mkdir(parents=True)
     head = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
     line = "*\t000000F0\t00000000\t0201\t0\t0\t77\t000000F0\t0\t0\t0\n"

@@ -76,7 +76,7 @@ def mangled(draw, forms):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form["say"])
-def test_a_message_of_each_form_must_be_taken(form):
+def test_a_message_of_each_type_must_be_accepted(form):
     assert json.loads(protocol.encode(protocol.report(json.dumps(form).encode()))) == form
 
 
@@ -86,7 +86,7 @@ def test_a_message_of_each_form_must_be_taken(form):
 @example(b'{"say": []}')
 @example(b'{"say": "ended", "error": ["x"]}')
 @example(b'{"say": "changes", "logs": {}, "files": {"a": [1, 2, 3, 1' + b"0" * 5000 + b']}, "links": {}, "gone": []}')
-def test_a_line_must_be_a_message_or_refused(line):
+def test_a_line_must_be_parsed_as_a_message_or_refused(line):
     with contextlib.suppress(ValueError):
         assert type(protocol.report(line)) in protocol.REPORTS.values()
 
@@ -106,7 +106,7 @@ class Played(NodeConnection):
 
 @bounded
 @given(st.lists(mangled(FORMS) | values, max_size=8))
-def test_an_engine_must_survive_what_a_node_says(said):
+def test_an_engine_must_survive_any_message_from_a_node(said):
     from support.played_nodes import Nodes, planned
 
     nodes = Nodes(0)
@@ -132,7 +132,7 @@ def test_an_engine_must_survive_what_a_node_says(said):
 @given(st.binary(max_size=300))
 @example(b"\x1b]52;c;" + b"A" * 100)
 @example(b"\x1b[" * 100)
-def test_no_line_of_a_worker_must_steer_a_terminal(line):
+def test_worker_output_must_not_control_the_terminal(line):
     text = clean(line)
     assert not any(ord(letter) < 32 and letter not in "\t\n" or 127 <= ord(letter) < 160 for letter in text)
     assert isinstance(last_words(text, 1, 12), list)
@@ -140,7 +140,7 @@ def test_no_line_of_a_worker_must_steer_a_terminal(line):
 
 @bounded
 @given(st.binary(max_size=400), st.integers(1, 50), st.integers(1, 20))
-def test_all_bytes_of_a_log_must_come_in_lines(monkeypatch_lines, content, longest, chunk):
+def test_all_bytes_of_a_log_must_be_returned_in_lines(monkeypatch_lines, content, longest, chunk):
     monkeypatch_lines(longest, chunk)
     with tempfile.TemporaryFile() as file:
         file.write(content)
@@ -167,7 +167,7 @@ def monkeypatch_lines(monkeypatch):
 )
 @example([{"rank_seconds": [1, 1, 1e400]}] * 6)
 @example([{"rank_seconds": [10**400] * 3}] * 6)
-def test_a_report_must_be_made_of_whatever_a_script_measures(tmp_path_factory, metrics):
+def test_a_report_must_be_created_from_any_metrics(tmp_path_factory, metrics):
     paths = create(JobPaths(tmp_path_factory.mktemp("runs") / "a-1"))
     paths.metrics.write_text("".join(json.dumps(value) + "\n" for value in metrics))
     data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
@@ -196,7 +196,7 @@ EVENTS = [
 @example([{"event": "worker_ended", "time": "x"}])
 @example([{"event": "outcome_decided"}])
 @example([{"event": "generation_starting", "time": 1e308, "generation": "x"}])
-def test_events_that_are_damaged_must_be_an_error_by_name_and_the_job_stay_removable(tmp_path_factory, found):
+def test_damaged_events_must_be_reported_with_their_file_and_the_job_must_stay_removable(tmp_path_factory, found):
     paths = create(JobPaths(tmp_path_factory.mktemp("runs") / "a-1"))
     key, mac, lines = bytes.fromhex(records.need(paths.root).events), "", []
     for event in found:
@@ -224,7 +224,7 @@ def test_events_that_are_damaged_must_be_an_error_by_name_and_the_job_stay_remov
 @example(b"\xff", "job.yaml")
 @example(b"[" * 50_000, "plan.json")
 @example(b"[" * 50_000, "job.yaml")
-def test_whatever_is_in_a_file_of_a_job_commands_must_say_what_is_wrong(do_in, content, name):
+def test_commands_must_handle_any_content_of_a_jobs_files(do_in, content, name):
     do, paths = do_in()
     (paths.root / name).write_bytes(content)
     for command in (["logs", "a-1"], ["ps"], ["stop", "a-1"], ["wait", "a-1"], ["attach", "a-1"], ["rm", "a-1"]):
@@ -248,7 +248,7 @@ def do_in(tmp_path_factory, monkeypatch, capsys):
 @bounded
 @given(values)
 @example({"job_id": "/etc", "nodes": ["../.."]})
-def test_a_plan_that_we_have_not_made_must_be_refused(value):
+def test_an_arbitrary_plan_must_be_refused(value):
     with pytest.raises((ValueError, TypeError, KeyError)):
         read_plan(json.dumps(value), {})
 
@@ -274,7 +274,7 @@ LINES = st.text(alphabet="abc:-[]{}#&*!|>'\"%@` \n\t0123456789.,~?\\eE_+\ufeff\x
 @example(b"? [a]\n: b")
 @example(b"grace: .inf")
 @example(b"trainers: 1:30")
-def test_a_job_file_must_be_a_job_or_refused_with_its_name(tmp_path_factory, content):
+def test_a_job_file_must_be_accepted_or_refused(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("file") / "job.yaml"
     path.write_bytes(content)
     try:
@@ -295,7 +295,7 @@ def test_a_job_file_must_be_a_job_or_refused_with_its_name(tmp_path_factory, con
 @example("trainers", "１")
 @example("memory", "9" * 50 + "g")
 @example("optional", [[]])
-def test_a_value_must_be_taken_or_refused_with_its_key(key, value):
+def test_a_value_must_be_accepted_or_refused_with_its_key(key, value):
     try:
         made = spec.resolve({key: value})
     except UsageError as error:
@@ -317,7 +317,7 @@ WORDS = st.sampled_from([*FLAGS, "0", "-1", "1e9", "auto", "all", "x=1", "env.A=
 @example("rm", ["/"])
 @example("logs", ["a-1", "--rank", "x"])
 @example("export", ["kubernetes", "--form", "\0"])
-def test_a_command_line_must_be_run_or_refused_without_a_traceback(do_in, command, words):
+def test_a_command_line_must_run_or_be_refused_without_a_traceback(do_in, command, words):
     do, paths = do_in()
     code, _, err = do(command, *words)
     assert code in (0, 1, 2, 3, 4, 5, 130), err

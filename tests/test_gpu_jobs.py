@@ -30,7 +30,7 @@ def summed(cli, workers: int) -> list[dict]:
     return seen
 
 
-def test_all_gpus_must_get_a_forked_worker_each_which_compute_together_by_nccl(gpu_nodes, gpus):
+def test_each_gpu_must_get_a_forked_worker_that_communicates_over_nccl(gpu_nodes, gpus):
     done = gpu_nodes.run("--trainers", "0", "--gpus", "all", "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr
     assert ", NCCL on GPU" in done.stderr
@@ -41,7 +41,7 @@ def test_all_gpus_must_get_a_forked_worker_each_which_compute_together_by_nccl(g
         assert fact["env"]["CUDA_VISIBLE_DEVICES"] == ",".join(gpu.id for gpu in gpus)
 
 
-def test_a_number_of_gpus_must_be_the_number_that_the_job_sees(gpu_nodes, gpus):
+def test_a_job_must_see_the_requested_number_of_gpus(gpu_nodes, gpus):
     done = gpu_nodes.run("--trainers", "0", "--gpus", "1", "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr
     (seen,) = summed(gpu_nodes, 1)
@@ -58,7 +58,7 @@ def test_each_node_must_see_only_its_own_gpu_and_use_nccl_with_the_others(gpu_no
     assert len({fact["gpu"] for fact in seen}) == 2
 
 
-def test_nodes_may_share_a_gpu_if_the_job_says_so(gpu_nodes):
+def test_nodes_must_share_a_gpu_if_the_job_allows_it(gpu_nodes):
     done = gpu_nodes.run("--trainers", "1", "--gpus", "1", *SHARED, "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr
     assert "on 1 shared GPU" in done.stderr
@@ -69,14 +69,14 @@ def test_nodes_may_share_a_gpu_if_the_job_says_so(gpu_nodes):
         assert (fact["env"]["NCCL_MULTI_RANK_GPU_ENABLE"], fact["backend"]) == ("1", "nccl" if able else "gloo")
 
 
-def test_without_gpus_workers_must_see_none(gpu_nodes):
+def test_workers_must_see_no_gpus_without_gpus(gpu_nodes):
     done = gpu_nodes.run("--trainers", "1", "--gpus", "none", "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr
     for fact in summed(gpu_nodes, 2):
         assert (fact["device"], fact["backend"], fact["usable"], fact["visible"]) == ("cpu", "gloo", False, 0)
 
 
-def test_too_few_gpus_must_be_refused_before_anything_is_made(gpu_cli, gpu_engine, gpus):
+def test_too_few_gpus_must_be_refused_before_anything_is_created(gpu_cli, gpu_engine, gpus):
     there = "there is 1" if len(gpus) == 1 else f"there are {len(gpus)}"
     more, one = str(len(gpus) + 1), ("--engine", gpu_engine, "--trainers", "0")
     for options, error in (
@@ -101,7 +101,7 @@ def test_gpus_that_the_caller_hides_must_not_be_used(gpu_cli, gpu_engine, value)
     assert done.returncode == 0 and f"gloo on CPU ({hidden}" in done.stdout
 
 
-def test_only_gpus_that_the_caller_has_must_be_used(gpu_cli, gpu_engine, gpus):
+def test_only_gpus_visible_to_the_caller_must_be_used(gpu_cli, gpu_engine, gpus):
     words = ("plan", "--engine", gpu_engine, "--trainers", "0", "--gpus", "all", "--", "cuda_sum.py")
     done = gpu_cli(*words, CUDA_VISIBLE_DEVICES=gpus[-1].id)
     assert done.returncode == 0, done.stderr
@@ -136,7 +136,7 @@ def test_auto_must_leave_out_a_gpu_that_another_program_uses(gpu_cli, gpu_engine
     assert f"{gpus[0].id}, 1" in everything and "% of its memory in use" in everything
 
 
-def test_a_job_must_give_back_all_memory_and_leave_no_process_and_its_nodes_must_never_use_a_gpu(gpu_nodes):
+def test_a_job_must_free_all_gpu_memory_and_its_nodes_must_never_use_a_gpu(gpu_nodes):
     assert eventually(gpu_nodes.only_nodes)
     nodes, before = {*gpu_nodes.processes()}, gpu_nodes.used()
     job = gpu_nodes.start_job(*gpu_nodes.pair, "--", "cuda_steps.py", "told")
@@ -151,7 +151,7 @@ def test_a_job_must_give_back_all_memory_and_leave_no_process_and_its_nodes_must
     eventually(lambda: gpu_nodes.used() < before + NEARLY)
 
 
-def test_a_preloaded_module_may_ask_whether_there_is_a_gpu(gpu_cli, gpu_engine):
+def test_a_preloaded_module_must_be_allowed_to_check_for_a_gpu(gpu_cli, gpu_engine):
     (gpu_cli.folder / "asks.py").write_text("import torch\nAVAILABLE = torch.cuda.is_available()\n")
     done = gpu_cli("run", "--engine", gpu_engine, *ALONE, "--set", "preload=[asks]", "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr
@@ -160,7 +160,7 @@ def test_a_preloaded_module_may_ask_whether_there_is_a_gpu(gpu_cli, gpu_engine):
 
 
 @pytest.mark.parametrize("call", ["torch.cuda.init()", "torch._C._cuda_getDeviceCount()"])
-def test_where_a_preloaded_module_has_called_cuda_workers_must_get_fresh_interpreters(gpu_cli, gpu_engine, call):
+def test_workers_must_not_be_forked_if_a_preloaded_module_has_called_cuda(gpu_cli, gpu_engine, call):
     (gpu_cli.folder / "calls.py").write_text(f"import torch\n{call}\n")
     done = gpu_cli("run", "--engine", gpu_engine, *ALONE, "--set", "preload=[calls]", "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr

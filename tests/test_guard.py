@@ -93,7 +93,7 @@ def reach(cli):
     return run
 
 
-def test_workers_must_reach_the_outside_but_neither_this_machine_nor_the_metadata_service(around, reach, nothing_left):
+def test_workers_must_reach_the_outside_but_not_this_machine_or_the_metadata_service(around, reach, nothing_left):
     blocked, open_ = around.places("tcp", "bind"), [f"tcp:{around.outside}:{around.port}"]
     near = f"near:gateway:{around.port}"
     datagrams = [f"udp:{host}:{around.port}" for host in (*around.here, "subnet", "255.255.255.255", "224.0.0.1")]
@@ -104,7 +104,7 @@ def test_workers_must_reach_the_outside_but_neither_this_machine_nor_the_metadat
     assert not around.heard()
 
 
-def test_workers_must_reach_everything_where_the_job_asks_for_it(around, reach, nothing_left):
+def test_workers_must_reach_everything_with_host_access(around, reach, nothing_left):
     places = [*around.places("tcp"), f"udp:subnet:{around.port}", f"tcp:{around.outside}:{around.port}"]
     for found in reach(*places, options=("--set", "host_access=true")):
         assert set(found.values()) == {"reached"}
@@ -113,7 +113,7 @@ def test_workers_must_reach_everything_where_the_job_asks_for_it(around, reach, 
         pass
 
 
-def test_a_node_that_was_started_again_must_be_protected_before_it_has_a_worker(cli, around, nothing_left):
+def test_a_restarted_node_must_be_filtered_before_it_starts_a_worker(cli, around, nothing_left):
     (cli.folder / "stay").touch()
     job = Background(cli, "docker", "--", "reach.py", *around.places("tcp"), trainers=1)
     eventually(lambda: all(job.has(rank, "}\n") for rank in range(2)) or job.ended_early())
@@ -125,7 +125,7 @@ def test_a_node_that_was_started_again_must_be_protected_before_it_has_a_worker(
         assert len(found) == 2 and {value for one in found for value in one.values()} <= GUARDED
 
 
-def test_nodes_that_stay_must_be_protected_once_for_all_their_jobs(cli, around, reach, nothing_left):
+def test_nodes_of_a_cluster_must_be_filtered_once_for_all_jobs(cli, around, reach, nothing_left):
     done = cli("up", "--engine", "docker", "--trainers", "1", *OPTIONS, "--set", "warm=false")
     name = done.stdout.strip()
     helpers = ["--filter", f"label={labels.GUARD}={name}"]
@@ -172,7 +172,7 @@ def protected(request, cli, nothing_left, docker_engine):
 
 
 @pytest.mark.parametrize("user", ["0:0", "1000:1000"])
-def test_the_protection_must_not_be_lifted_from_within_a_node(protected, user):
+def test_the_filter_must_not_be_removable_from_within_a_node(protected, user):
     words = ["docker", "exec", "--user", user, protected, "python", "-c", LIFT]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.endswith("PermissionError: [Errno 1] Operation not permitted\n")
@@ -181,7 +181,7 @@ def test_the_protection_must_not_be_lifted_from_within_a_node(protected, user):
 
 
 @pytest.mark.parametrize("protected", [(), ("--set", "host_access=true")], ids=["default", "open"], indirect=True)
-def test_users_of_this_machine_must_reach_a_node_only_where_it_may_reach_them(protected, request):
+def test_users_of_this_machine_must_reach_a_node_only_with_host_access(protected, request):
     listens = "import socket; socket.create_server(('0.0.0.0', 45999)).accept()[0].sendall(b'answer')"
     docker("exec", "--detach", protected, "python", "-c", listens)
     network = json.loads(docker("inspect", protected))[0]["NetworkSettings"]["Networks"]
@@ -216,7 +216,7 @@ def hanging(cli):
     return job, eventually(lambda: docker(*found).strip() or job.ended_early())
 
 
-def test_a_job_whose_helper_is_killed_must_go_on_with_a_warning(nothing_left, docker_engine, hanging):
+def test_a_job_whose_helper_container_is_killed_must_continue_with_a_warning(nothing_left, docker_engine, hanging):
     job, helper = hanging
     assert not job.events("generation_started")
     docker("kill", helper)
@@ -225,7 +225,7 @@ def test_a_job_whose_helper_is_killed_must_go_on_with_a_warning(nothing_left, do
     assert line.startswith("warning: the nodes can reach this machine's ports") and "exit code 137" in line
 
 
-def test_what_an_orchestrator_that_was_killed_has_left_must_be_removed(nothing_left, docker_engine, cli, hanging):
+def test_helper_containers_of_a_killed_orchestrator_must_be_removed(nothing_left, docker_engine, cli, hanging):
     job, helper = hanging
     job.process.kill()
     job.end()
@@ -235,7 +235,7 @@ def test_what_an_orchestrator_that_was_killed_has_left_must_be_removed(nothing_l
     assert done.returncode == 0, done.stderr
 
 
-def test_a_node_that_was_cut_off_for_a_while_must_still_be_protected(around, protected):
+def test_a_node_that_was_disconnected_must_still_be_filtered(around, protected):
     (network,) = json.loads(docker("inspect", protected))[0]["NetworkSettings"]["Networks"]
     places = [f"tcp:gateway:{around.port}", f"tcp:{around.outside}:{around.port}"]
     docker("network", "disconnect", network, protected)
@@ -273,7 +273,7 @@ def names(around):
         thread.join()
 
 
-def test_names_must_be_resolved_where_this_machine_does_it(names, tmp_path, nothing_left):
+def test_names_must_be_resolved_by_a_name_server_on_this_machine(names, tmp_path, nothing_left):
     home, label = f"names-{os.getpid()}", f"orchestrate.run={tmp_path}/"
     docker("network", "create", "--label", label, home)
     options = ("--network", home, "--dns", names, "--cap-drop", "ALL", "--label", label)

@@ -60,7 +60,7 @@ class Hostile(threading.Thread):
             file.flush()
 
 
-def test_a_node_that_was_taken_over_must_write_nothing_but_files_of_the_job(tmp_path):
+def test_a_compromised_node_must_write_only_files_of_the_job(tmp_path):
     paths, outside = JobPaths(tmp_path / "j"), tmp_path / "outside"
     paths.create()
     home = paths.shared

@@ -47,12 +47,12 @@ SPEC = JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
         (JobSpec(name="日本"), "job"),
     ],
 )
-def test_a_job_must_have_a_name_that_docker_and_dns_take(spec, name):
+def test_a_job_must_have_a_name_that_is_valid_for_docker_and_dns(spec, name):
     assert store.slug(spec) == name
     assert store.new_id(spec).startswith(f"{name}-") and len(store.new_id(spec)) == len(name) + 5
 
 
-def test_a_script_must_be_named_from_the_folder_that_the_nodes_see(tmp_path, monkeypatch):
+def test_a_script_path_must_be_relative_to_the_code_folder(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "train.py").touch()
     monkeypatch.setattr(Path, "cwd", lambda: tmp_path)
@@ -65,13 +65,13 @@ def test_a_script_must_be_named_from_the_folder_that_the_nodes_see(tmp_path, mon
     assert error.value.hint.endswith(f"cd {tmp_path}")
 
 
-def test_a_script_that_looks_like_an_option_must_be_none_for_python(tmp_path, monkeypatch):
+def test_a_script_that_looks_like_an_option_must_not_be_one_for_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "-c.py").touch()
     assert launch.check_script(JobSpec(command=("./-c.py", "-c"))).command == ("./-c.py", "-c")
 
 
-def test_a_module_must_be_left_to_the_nodes_and_be_named():
+def test_a_module_must_have_a_name_and_be_resolved_by_the_nodes():
     assert launch.check_script(JobSpec(command=("-m", "nonesuch"))).command == ("-m", "nonesuch")
     with pytest.raises(UsageError):
         launch.check_script(JobSpec(command=("-m",)))
@@ -87,7 +87,7 @@ def paths(tmp_path):
     return JobPaths(tmp_path / "runs" / "a-1")
 
 
-def test_what_was_written_of_a_job_must_be_read_again(paths):
+def test_a_job_must_be_loaded_from_its_files(paths):
     create(paths)
     spec, made = store.load(paths)
     assert (spec, made.job_id, made.command) == (SPEC, "a-1", SPEC.command)
@@ -97,7 +97,7 @@ def test_what_was_written_of_a_job_must_be_read_again(paths):
     assert store.load(paths)[1].job_id == "a-1"  # still there
 
 
-def test_a_job_on_a_cluster_must_have_its_files_where_the_nodes_see_them(paths):
+def test_a_job_on_a_cluster_must_have_its_files_in_the_nodes_folder(paths):
     inside = paths.root.parent / "c-1" / "nodes" / "a-1"
     inside.parent.mkdir(parents=True)
     create(paths, cluster="c-1")
@@ -118,7 +118,7 @@ def test_a_job_on_a_cluster_must_have_its_files_where_the_nodes_see_them(paths):
         *((cluster, Path, "symlink_to") for cluster in ("", "c-1")),
     ],
 )
-def test_files_of_a_job_that_cannot_all_be_made_must_not_stay(paths, monkeypatch, cluster, place, name, error):
+def test_partially_created_files_of_a_job_must_be_removed(paths, monkeypatch, cluster, place, name, error):
     inside = paths.root.parent / "c-1" / "nodes"
     (inside / "b-1").mkdir(parents=True)
     done = getattr(place, name)
@@ -139,14 +139,14 @@ def test_files_of_a_job_that_cannot_all_be_made_must_not_stay(paths, monkeypatch
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"inventory": []}', '{"inventory": {"cores": 1}}', "7", "\0", "[" * 100_000]
 )
-def test_a_plan_that_is_none_must_be_refused_with_the_folder(paths, text):
+def test_an_invalid_plan_must_be_refused_with_its_folder(paths, text):
     create(paths)
     paths.plan.write_text(text)
     with pytest.raises(UsageError, match=f"{paths.root} holds no job"):
         store.load(paths)
 
 
-def test_a_plan_with_a_key_that_is_not_known_must_be_refused(paths):
+def test_a_plan_with_an_unknown_key_must_be_refused(paths):
     create(paths)
     paths.plan.write_text(json.dumps({**json.loads(paths.plan.read_text()), "later": 1}))
     with pytest.raises(UsageError):
@@ -154,7 +154,7 @@ def test_a_plan_with_a_key_that_is_not_known_must_be_refused(paths):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '"succeeded"', "null", DEEP])
-def test_a_report_that_is_none_must_not_count_as_the_end(paths, text):
+def test_an_invalid_report_must_not_count_as_the_end_of_a_job(paths, text):
     create(paths)
     assert store.ended(paths) is None
     records.write(paths.report, text)
@@ -168,7 +168,7 @@ def test_a_report_that_is_none_must_not_count_as_the_end(paths, text):
 
 
 @pytest.mark.parametrize("name", ["job.yaml", "plan.json"])
-def test_a_file_that_came_in_the_place_of_ours_must_not_be_believed(paths, name):
+def test_a_replaced_file_must_be_refused(paths, name):
     create(paths)
     path = paths.root / name
     path.write_text(path.read_text().replace("docker", "process").replace("trainers: 2", "trainers: 1") + "\n")
@@ -176,7 +176,7 @@ def test_a_file_that_came_in_the_place_of_ours_must_not_be_believed(paths, name)
         store.load(paths)
 
 
-def test_a_report_that_came_in_the_place_of_ours_must_not_count(paths):
+def test_a_replaced_report_must_not_count(paths):
     create(paths)
     end(paths)
     ours = paths.report.read_text()
@@ -186,7 +186,7 @@ def test_a_report_that_came_in_the_place_of_ours_must_not_count(paths):
     assert store.ended(paths)["outcome"] == "succeeded"
 
 
-def test_a_job_must_be_removed_whole_or_say_why_not(paths):
+def test_a_job_must_be_removed_completely_or_raise_the_reason(paths):
     create(paths)
     paths.log(0).touch()
     store.remove(paths)
@@ -203,7 +203,7 @@ def supervise(paths: JobPaths, engine: Whole, stops=lambda: 0, follower: Followe
     return launch.supervise(paths, engine, stops, shown.append, follower), shown
 
 
-def test_a_job_that_has_ended_must_have_its_report_and_its_events(paths):
+def test_a_finished_job_must_have_a_report_and_events(paths):
     create(paths)
     paths.metrics.write_text('{"step": 4, "loss": 0.5}\n')
     for name in (names := [f"step-{number:02}" for number in (10, 3, 7, 1, 9, 2)]):
@@ -227,7 +227,7 @@ def test_a_job_that_has_ended_must_have_its_report_and_its_events(paths):
     assert lock.holder(paths) is None
 
 
-def test_the_key_of_a_job_must_go_with_its_nodes(paths, monkeypatch):
+def test_the_key_of_a_job_must_be_deleted_with_its_nodes(paths, monkeypatch):
     create(paths)
     assert len(records.need(paths.root).key) == 64
     engine = Whole([ALL_WELL], [ALL_WELL])
@@ -243,7 +243,7 @@ def fails(grace: float, stopped: Callable[[], bool]) -> None:
     raise EngineError("no space left")
 
 
-def test_a_report_must_be_about_the_nodes_with_which_a_job_has_ended(paths, monkeypatch):
+def test_a_report_must_describe_the_final_nodes_of_a_job(paths, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.MAX_ATTEMPTS", 1)
     create(paths, dataclasses.replace(SPEC, min_trainers=0))
     engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
@@ -253,7 +253,7 @@ def test_a_report_must_be_about_the_nodes_with_which_a_job_has_ended(paths, monk
     assert (data["world_size"], store.load(paths)[1].nodes) == (2, ("master", "trainer-2"))
 
 
-def test_a_job_that_cannot_start_must_leave_a_report_and_raise(paths):
+def test_a_job_that_cannot_start_must_write_a_report_and_raise(paths):
     create(paths)
     engine = Whole()
     engine.missing = {"trainer-1"}
@@ -263,7 +263,7 @@ def test_a_job_that_cannot_start_must_leave_a_report_and_raise(paths):
     assert objects(paths.events.read_bytes().splitlines())[-1]["event"] == "job_ended"
 
 
-def test_a_report_that_cannot_be_written_must_not_hide_how_the_job_ended(paths):
+def test_a_failure_to_write_the_report_must_not_hide_the_outcome(paths):
     create(paths)
     paths.report.mkdir()
     data, shown = supervise(paths, Whole([ALL_WELL]))
@@ -271,14 +271,14 @@ def test_a_report_that_cannot_be_written_must_not_hide_how_the_job_ended(paths):
     assert [line for line in shown if line.startswith(f"warning: could not finish all files of {paths.root}: ")]
 
 
-def test_a_job_that_has_a_supervisor_must_be_left_to_it(paths):
+def test_a_job_must_not_get_a_second_supervisor(paths):
     engine = Whole([ALL_WELL])
     with supervised(create(paths).root), pytest.raises(BlockingIOError):
         supervise(paths, engine)
     assert engine.calls == [] and not paths.events.exists()
 
 
-def test_a_job_on_a_cluster_must_use_it_alone_and_have_its_files_at_home_in_the_end(paths, monkeypatch):
+def test_a_job_on_a_cluster_must_lock_it_and_get_its_files_back_at_the_end(paths, monkeypatch):
     inside = paths.root.parent / "c-1" / "nodes" / "a-1"
     JobPaths(paths.root.parent / "c-1").create_cluster()
     create(paths, cluster="c-1")
@@ -299,7 +299,7 @@ def test_a_job_on_a_cluster_must_use_it_alone_and_have_its_files_at_home_in_the_
 # --- what is shown
 
 
-def test_all_that_workers_write_must_be_shown_before_the_end_and_with_their_names(paths):
+def test_all_worker_output_must_be_shown_before_the_end_with_node_and_rank(paths):
     create(paths)
     engine = Whole([ALL_WELL])
     start = engine.start
@@ -318,7 +318,7 @@ def test_all_that_workers_write_must_be_shown_before_the_end_and_with_their_name
     ]
 
 
-def test_the_end_of_a_generation_must_be_shown_before_the_next_one_writes(paths, monkeypatch):
+def test_the_end_of_a_generation_must_be_shown_before_output_of_the_next(paths, monkeypatch):
     monkeypatch.setattr(launch, "LOG_INTERVAL", (3600.0, 3600.0))  # so that only what we say has the logs looked at
     create(paths)
     engine, shown = Whole([[WorkerExit(0, 1)]], [ALL_WELL]), []
@@ -337,7 +337,7 @@ def test_the_end_of_a_generation_must_be_shown_before_the_next_one_writes(paths,
     assert len(hello) == 2 and len(again) == 1 and hello[0] < again[0] < hello[1]
 
 
-def test_a_flood_of_lines_must_not_hold_up_the_end_nor_what_we_say(paths, monkeypatch):
+def test_a_flood_of_lines_must_not_delay_the_end_or_our_messages(paths, monkeypatch):
     monkeypatch.setattr(launch, "LAST_LINES_TIMEOUT", -1.0)
     create(paths)
     engine = Whole([ALL_WELL])
@@ -348,7 +348,7 @@ def test_a_flood_of_lines_must_not_hold_up_the_end_nor_what_we_say(paths, monkey
     assert shown.count("master 0    | ") < 8 << 20
 
 
-def test_a_flood_of_many_workers_must_not_hold_up_the_end_either(paths, monkeypatch):
+def test_a_flood_from_many_workers_must_not_delay_the_end(paths, monkeypatch):
     monkeypatch.setattr(launch, "LAST_LINES_TIMEOUT", -1.0)
     monkeypatch.setattr(launch, "MAX_SHOW_SECONDS", 0.01)
     create(paths)
@@ -366,7 +366,7 @@ def test_a_flood_of_many_workers_must_not_hold_up_the_end_either(paths, monkeypa
     assert len(shown) < 1 << 20
 
 
-def test_what_is_left_of_a_look_that_took_too_long_must_be_shown_in_the_next_ones(paths, monkeypatch):
+def test_lines_left_over_from_a_long_turn_must_be_shown_in_the_next_turns(paths, monkeypatch):
     monkeypatch.setattr(launch, "MAX_SHOW_SECONDS", -1.0)
     create(paths)
     engine = Whole([ALL_WELL])
@@ -377,7 +377,7 @@ def test_what_is_left_of_a_look_that_took_too_long_must_be_shown_in_the_next_one
     assert [line.removeprefix("master 0    | ") for line in shown if line.startswith("master")] == written
 
 
-def test_nodes_that_came_later_must_be_shown_under_their_own_names(paths, monkeypatch):
+def test_output_of_replacement_nodes_must_be_shown_under_their_own_names(paths, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.MAX_ATTEMPTS", 1)
     create(paths, dataclasses.replace(SPEC, min_trainers=0))
     engine = Whole([KILLED], [[WorkerExit(0, 0), WorkerExit(1, 0)]])
@@ -394,7 +394,7 @@ def test_nodes_that_came_later_must_be_shown_under_their_own_names(paths, monkey
     assert "trainer-2 1 | of trainer-2" in shown
 
 
-def test_lines_must_be_shown_from_where_they_were_shown_last(paths):
+def test_lines_must_be_shown_from_the_last_shown_position(paths):
     create(paths)
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     follower = launch.rest(paths, *store.load(paths))
@@ -406,7 +406,7 @@ def test_lines_must_be_shown_from_where_they_were_shown_last(paths):
     assert [line for line in shown if "|" in line] == ["master 0    | new"]
 
 
-def test_what_workers_wrote_before_we_said_something_must_be_shown_before_it(paths):
+def test_worker_output_must_be_shown_before_a_later_message_of_ours(paths):
     create(paths)
     release, shown = threading.Event(), []
 
@@ -422,7 +422,7 @@ def test_what_workers_wrote_before_we_said_something_must_be_shown_before_it(pat
     assert release.is_set() and shown == ["of a worker", "ours", "ours again"]
 
 
-def test_what_workers_wrote_must_be_shown_though_the_supervisor_breaks(paths):
+def test_worker_output_must_be_shown_even_if_the_supervisor_crashes(paths):
     create(paths)
     engine, shown = Whole([]), []
     start = engine.start
@@ -435,7 +435,7 @@ def test_what_workers_wrote_must_be_shown_though_the_supervisor_breaks(paths):
     eventually(lambda: threading.active_count() <= before)
 
 
-def test_a_reader_that_reads_no_more_must_not_stop_the_supervisor(paths, monkeypatch):
+def test_a_reader_that_stops_reading_must_not_block_the_supervisor(paths, monkeypatch):
     monkeypatch.setattr(launch, "READER_TIMEOUT", 0.01)
     create(paths)
     engine, reads = Whole([KILLED], [ALL_WELL]), threading.Event()
@@ -444,7 +444,7 @@ def test_a_reader_that_reads_no_more_must_not_stop_the_supervisor(paths, monkeyp
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)
 
 
-def test_a_progress_bar_must_go_where_the_workers_lines_go(paths, monkeypatch):
+def test_a_progress_bar_must_go_to_the_same_stream_as_worker_output(paths, monkeypatch):
     """Stdout may be for the report alone."""
     monkeypatch.setattr("orchestrate.console.PROGRESS_INTERVAL", -1.0)
     create(paths)
@@ -467,7 +467,7 @@ class Stuck(io.StringIO):
 
 
 @pytest.mark.timeout(60)
-def test_a_stdout_that_nobody_reads_must_not_stop_the_supervisor(paths, monkeypatch):
+def test_an_unread_stdout_must_not_block_the_supervisor(paths, monkeypatch):
     monkeypatch.setattr(launch, "READER_TIMEOUT", 0.01)
     monkeypatch.setattr(sys, "stdout", Stuck())
     create(paths)

@@ -66,27 +66,27 @@ def alone(session: DockerSession, job: Job) -> None:
 
 
 @pytest.mark.parametrize("change", [*BAD, *NOT_A_NODE])
-def test_a_container_whose_labels_are_not_of_our_form_must_be_none_of_ours(job, change):
+def test_a_container_with_malformed_labels_must_be_ignored(job, change):
     engine = job.settled("master")
     job.answers.container("trainer-1")["Labels"] |= change
     alone(engine, job)
 
 
 @pytest.mark.parametrize("missing", label_names())
-def test_a_container_without_one_of_the_labels_must_be_none_of_ours(job, missing):
+def test_a_container_with_a_missing_label_must_be_ignored(job, missing):
     engine = job.settled("master")
     del job.answers.container("trainer-1")["Labels"][missing]
     alone(engine, job)
 
 
 @pytest.mark.parametrize("names", [["/stranger"], [], None, ["/j-trainer-11"], ["/x/j-trainer-1"]])
-def test_a_container_of_an_image_with_all_labels_of_a_node_must_not_count_since_it_has_another_name(job, names):
+def test_a_container_with_a_nodes_labels_but_another_name_must_be_ignored(job, names):
     engine = job.settled("master")
     job.answers.container("trainer-1")["Names"] = names
     alone(engine, job)
 
 
-def test_a_container_without_any_label_must_be_no_node(job):
+def test_a_container_without_labels_must_not_be_a_node(job):
     engine = job.settled("master")
     node = engine.nodes["master"]
     assert labels.node(node) == "master"
@@ -100,7 +100,7 @@ def managed(stub, tmp_path):
 
 
 @pytest.mark.parametrize("change", BAD)
-def test_a_service_whose_labels_are_not_of_our_form_must_be_none_of_ours(stub, managed, change):
+def test_a_service_with_malformed_labels_must_be_ignored(stub, managed, change):
     spec = {"Name": "j-master", "Labels": {**managed.labels, **change}}
     stub.services.append({"ID": "x", "Spec": spec})
     assert managed.manager.jobs() == []
@@ -108,7 +108,7 @@ def test_a_service_whose_labels_are_not_of_our_form_must_be_none_of_ours(stub, m
 
 
 @pytest.mark.parametrize("name", ["j", "x-master", "j-master-1"])
-def test_a_service_of_another_name_must_be_none_of_ours(stub, managed, name):
+def test_a_service_with_another_name_must_be_ignored(stub, managed, name):
     stub.services.append({"ID": "x", "Spec": {"Name": name, "Labels": managed.labels}})
     assert managed.manager.jobs() == [] and [kind for kind, _, _ in managed.manager.objects("j")] == ["network"]
 
@@ -122,7 +122,7 @@ def test_a_service_of_another_name_must_be_none_of_ours(stub, managed, name):
         {"Spec": {"PluginSpec": {}}},
     ],
 )
-def test_a_task_that_has_no_role_of_ours_must_be_no_node(stub, managed, change):
+def test_a_task_without_a_valid_role_must_not_be_a_node(stub, managed, change):
     task = {"ID": "t", "Slot": 1, "CreatedAt": "2026", "Labels": managed.labels, **change}
     stub.tasks.append(task)
     assert managed.tasks() == []
@@ -132,13 +132,13 @@ def test_a_task_that_has_no_role_of_ours_must_be_no_node(stub, managed, change):
     assert managed.tasks() == []
 
 
-def test_a_relay_of_another_name_must_be_none_of_ours(stub, managed):
+def test_a_relay_with_another_name_must_be_ignored(stub, managed):
     stub.containers.append(container("stranger", "x", Labels={"orchestrate.relay": "j"}))
     assert [kind for kind, _, _ in managed.manager.objects("j")] == ["network"]
 
 
 @pytest.mark.docker
-def test_the_labels_of_a_hostile_image_must_neither_break_a_command_nor_speak_for_a_job(
+def test_the_labels_of_a_hostile_image_must_neither_break_commands_nor_impersonate_a_job(
     cli, docker_engine, nothing_left
 ):
     name = f"evil-{os.getpid():x}"

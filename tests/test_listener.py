@@ -99,7 +99,7 @@ def proven(sock: socket.socket, loop: Turns) -> Signer:
     return signer
 
 
-def test_the_oldest_client_that_has_asked_nothing_must_make_way(place):
+def test_the_oldest_client_without_a_request_must_be_dropped_for_a_new_one(place):
     place.listen(KEY)
     clients = [place.client() for _ in range(MAX_CLIENTS)]
     ask(clients[0], place.loop)
@@ -114,7 +114,7 @@ def test_the_oldest_client_that_has_asked_nothing_must_make_way(place):
     assert asked == {"ask": "status"} and end is None and gone is not first
 
 
-def test_a_client_must_be_turned_away_where_all_others_have_asked_something(place):
+def test_a_client_must_be_rejected_if_all_others_have_sent_requests(place):
     place.listen(KEY)
     clients = [place.client() for _ in range(MAX_CLIENTS)]
     for client in clients:
@@ -129,7 +129,7 @@ def test_a_client_must_be_turned_away_where_all_others_have_asked_something(plac
     assert [message for _, message in place.heard].count({"ask": "status"}) == MAX_CLIENTS + 1
 
 
-def test_a_client_that_knows_the_key_may_ask_as_late_as_it_likes(place):
+def test_an_authenticated_client_must_have_no_deadline_for_its_request(place):
     place.listen(KEY)
     friend = place.client()
     link = NodeConnection(friend, KEY)
@@ -144,7 +144,7 @@ def test_a_client_that_knows_the_key_may_ask_as_late_as_it_likes(place):
     assert [message for _, message in place.heard] == [{"ask": "status"}]
 
 
-def test_a_client_without_the_key_must_be_cut_off_in_time_and_no_other(place):
+def test_only_unauthenticated_clients_must_be_disconnected_at_the_deadline(place):
     place.listen(KEY)
     stranger, friend = place.client(), place.client()
     proven(friend, place.loop)
@@ -164,7 +164,7 @@ def test_a_client_without_the_key_must_be_cut_off_in_time_and_no_other(place):
     assert [message for _, message in place.heard] == [{"ask": "status"}, None, {"ask": "status"}]
 
 
-def test_clients_without_the_key_must_not_keep_one_with_it_out(place):
+def test_unauthenticated_clients_must_not_lock_out_authenticated_ones(place):
     place.listen(KEY)
     friend = place.client()
     proven(friend, place.loop)
@@ -187,7 +187,7 @@ def test_clients_without_the_key_must_not_keep_one_with_it_out(place):
 
 
 @pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EPROTO, errno.EMFILE, errno.ENFILE])
-def test_a_connection_that_cannot_be_taken_in_must_be_tried_again(number):
+def test_a_failed_accept_must_be_retried(number):
     class Server:
         fails = True
 
@@ -214,7 +214,7 @@ def test_a_connection_that_cannot_be_taken_in_must_be_tried_again(number):
 # --- real nodes
 
 
-def test_more_connections_than_a_node_has_descriptors_must_not_end_it(tmp_path):
+def test_more_connections_than_descriptors_must_not_end_a_node(tmp_path):
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))"
     node = Waiting(tmp_path, before=limit)
     assert node.status()["generation"] == -1
@@ -230,7 +230,7 @@ def test_more_connections_than_a_node_has_descriptors_must_not_end_it(tmp_path):
     node.end()
 
 
-def test_many_strangers_must_not_keep_an_orchestrator_out(tmp_path):
+def test_many_unauthenticated_connections_must_not_lock_out_an_orchestrator(tmp_path):
     node = Node(tmp_path)
     try:
         assert node.connect().converse(protocol.GetStatus(), protocol.Status).generation == -1
@@ -242,7 +242,7 @@ def test_many_strangers_must_not_keep_an_orchestrator_out(tmp_path):
         node.end()
 
 
-def test_a_client_that_does_not_read_must_be_given_up(tmp_path):
+def test_a_client_that_does_not_read_must_be_disconnected(tmp_path):
     node = Waiting(tmp_path, before="loop.SEND_TIMEOUT = 0.2")
     assert node.status()["generation"] == -1
     with dial(tmp_path / "s") as sock, contextlib.suppress(OSError):

@@ -22,7 +22,7 @@ def text(path) -> str:
     return path.read_text()
 
 
-def test_a_job_must_have_a_log_of_what_happened_that_only_its_user_can_read(paths):
+def test_a_job_must_have_a_log_that_only_its_user_can_read(paths):
     launch.supervise(paths, RecordingEngine([ALL_WELL]), lambda: 0, lambda _: None)
     lines = text(paths.orchestrate_log).splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ orchestrate\.", line) for line in lines)
@@ -31,7 +31,7 @@ def test_a_job_must_have_a_log_of_what_happened_that_only_its_user_can_read(path
     assert stat.S_IMODE(paths.orchestrate_log.stat().st_mode) == 0o600
 
 
-def test_an_error_must_be_in_the_log_with_where_it_was_raised(paths):
+def test_an_error_must_be_logged_with_its_traceback(paths):
     engine = RecordingEngine()
     engine.missing = {"master"}
     with pytest.raises(EngineError, match="no such node"):
@@ -39,7 +39,7 @@ def test_an_error_must_be_in_the_log_with_where_it_was_raised(paths):
     assert re.search(r"Traceback.*in up\n.*EngineError: no such node\n", text(paths.orchestrate_log), re.S)
 
 
-def test_a_mistake_of_ours_must_be_in_the_log_and_end_the_command(paths):
+def test_an_internal_error_must_be_logged_and_end_the_command(paths):
     engine = RecordingEngine([ALL_WELL])
     engine.start = lambda plan: {}["a bug"]
     with pytest.raises(KeyError, match="a bug"):
@@ -47,13 +47,13 @@ def test_a_mistake_of_ours_must_be_in_the_log_and_end_the_command(paths):
     assert "KeyError: 'a bug'" in text(paths.orchestrate_log)
 
 
-def test_a_second_supervisor_must_go_on_with_the_log(paths):
+def test_a_second_supervisor_must_append_to_the_log(paths):
     for _ in range(2):
         launch.supervise(paths, RecordingEngine([ALL_WELL]), lambda: 0, lambda _: None)
     assert text(paths.orchestrate_log).count("SupervisorStarted") == 2
 
 
-def test_secrets_must_be_in_no_log(tmp_path, capsys):
+def test_secrets_must_not_be_logged(tmp_path, capsys):
     spec = JobSpec(trainers=0, env={"API_TOKEN": "hunter2000"}, command=("-m", "app.train"))
     paths, engine = create(JobPaths(tmp_path / "a-1"), spec), RecordingEngine()
 
@@ -67,21 +67,21 @@ def test_secrets_must_be_in_no_log(tmp_path, capsys):
         assert "the engine refused ***" in log and "hunter2000" not in log
 
 
-def test_what_steers_a_terminal_or_looks_like_another_line_must_be_in_no_log(tmp_path):
+def test_escape_sequences_and_forged_lines_must_not_be_logged(tmp_path):
     with log_file.kept(tmp_path / "log", str):
         LOG.info("a\x1b[2J%s", "b\n2026-01-01T00:00:00.000Z INFO orchestrate: c")
     (line,) = text(tmp_path / "log").splitlines()
     assert line.endswith("INFO orchestrate.tests: ab\\n2026-01-01T00:00:00.000Z INFO orchestrate: c")
 
 
-def test_a_link_in_the_place_of_the_log_must_not_be_followed(tmp_path):
+def test_a_link_in_place_of_the_log_must_not_be_followed(tmp_path):
     (tmp_path / "log").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="symbolic links"), log_file.kept(tmp_path / "log", str):
         pass
     assert not (tmp_path / "victim").exists()
 
 
-def test_a_full_disk_must_cost_no_more_than_the_message(capsys):
+def test_a_full_disk_must_only_lose_the_log_message(capsys):
     with log_file.kept("/dev/full", str):
         LOG.info("lost")
     assert capsys.readouterr().err == ""
@@ -90,7 +90,7 @@ def test_a_full_disk_must_cost_no_more_than_the_message(capsys):
 @pytest.mark.parametrize(
     ("level", "seen"), [("debug", "DIWEC"), ("INFO", "IWEC"), ("Warning", "WEC"), ("error", "EC"), ("critical", "C")]
 )
-def test_messages_must_be_shown_from_the_level_on_that_is_asked_for(level, seen, capsys, tmp_path):
+def test_messages_must_be_shown_from_the_requested_level(level, seen, capsys, tmp_path):
     with log_file.kept(tmp_path / "log", str), log_file.shown(level):
         for name in ("debug", "info", "warning", "error", "critical"):
             getattr(LOG, name)("x")
@@ -101,14 +101,14 @@ def test_messages_must_be_shown_from_the_level_on_that_is_asked_for(level, seen,
     assert text(tmp_path / "log").count(": x\n") == 5
 
 
-def test_nothing_must_be_shown_where_nothing_is_asked_for(capsys):
+def test_messages_must_not_be_shown_without_a_level(capsys):
     with log_file.shown(""):
         LOG.critical("x")
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("level", ["trace", "10", "\x1b[2J"])
-def test_a_level_that_does_not_exist_must_be_told_and_ignored(level, do, monkeypatch):
+def test_an_unknown_level_must_be_reported_and_ignored(level, do, monkeypatch):
     monkeypatch.setenv("LOGLEVEL", level)
     code, _, err = do("ps")
     assert code == 0
@@ -116,7 +116,7 @@ def test_a_level_that_does_not_exist_must_be_told_and_ignored(level, do, monkeyp
 
 
 @pytest.mark.parametrize("words", [("--verbose",), ("-v",), ()])
-def test_a_command_must_show_what_it_does_where_it_is_asked_to(words, do, monkeypatch):
+def test_a_command_must_show_its_log_on_request(words, do, monkeypatch):
     monkeypatch.setenv("LOGLEVEL", "" if words else "Info")
     do.engine.generations = [[ALL_WELL]]
     code, _, err = do("run", "--trainers", "2", *words)

@@ -12,7 +12,7 @@ def kept(*lines: object) -> list[dict]:
     return metrics.fold(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
 
 
-def test_the_last_value_of_each_name_must_be_kept_and_each_row_of_the_pace():
+def test_the_last_value_of_each_metric_and_every_pace_record_must_be_kept():
     lines = ({"step": 1, "loss": 0.5, "rank_seconds": [1, 2]}, {"step": 2, "rank_seconds": [3, 4]}, {"step": 3})
     assert kept(*lines) == [{"rank_seconds": [1, 2]}, {"rank_seconds": [3, 4]}, {"step": 3, "loss": 0.5}]
     assert kept() == []
@@ -21,11 +21,11 @@ def test_the_last_value_of_each_name_must_be_kept_and_each_row_of_the_pace():
 @pytest.mark.parametrize(
     "line", [b"", b"[8]", b"nonsense", b'{"step": 1', b"\xff", b"[" * 20_000, b'{"a": ' + b"9" * 5000]
 )
-def test_a_line_that_is_no_object_must_not_count(line):
+def test_a_line_that_is_not_an_object_must_be_ignored(line):
     assert kept({"step": 1}, line) == [{"step": 1}]
 
 
-def test_a_line_must_count_only_up_to_its_longest_and_not_be_parsed_beyond():
+def test_a_line_that_is_too_long_must_be_ignored():
     room = metrics.MAX_LINE - len('{"a": ""}')
     lines = [b'{"step": 1, "a": "' + b"x" * room + b'"}', b" " * room + b'{"step": 2}']
     assert kept(*lines) == []
@@ -43,20 +43,20 @@ def test_a_line_must_count_only_up_to_its_longest_and_not_be_parsed_beyond():
         1 << 63,
     ],
 )
-def test_a_value_that_is_larger_than_a_measurement_must_not_be_kept(value):
+def test_a_value_that_is_too_large_must_be_dropped(value):
     assert kept({"a": value, "b": 1}) == [{"b": 1}]
 
 
-def test_a_loss_that_is_no_number_any_more_must_be_kept():
+def test_a_loss_of_nan_must_be_kept():
     assert str(kept({"loss": float("nan")})) == "[{'loss': nan}]"
 
 
 @pytest.mark.parametrize("value", [[0.5] * 1000, {"a": {"b": [1, None, True]}}, "x" * 1000, [[[0]]]])
-def test_a_value_that_is_no_larger_must_be_kept(value):
+def test_a_value_of_the_maximum_size_must_be_kept(value):
     assert kept({"a": value}) == [{"a": value}]
 
 
-def test_of_many_names_the_last_ones_must_be_kept_and_of_many_rows_as_many_as_there_is_room_for(monkeypatch):
+def test_only_the_last_metrics_and_pace_records_that_fit_must_be_kept(monkeypatch):
     monkeypatch.setattr(metrics, "NAMES", 3)
     monkeypatch.setattr(metrics, "ROOM", 9)
     last = {f"name-{number}": number for number in range(5, 9)}  # one more than a report takes, which says so

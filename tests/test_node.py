@@ -39,20 +39,20 @@ def test_output_must_be_kept_byte_by_byte_and_tagged_by_line(tmp_path):
     assert output == b"[rank 2] one\n[rank 2] \xff\x00 two\rthree\n[rank 2] no newline\n"
 
 
-def test_stderr_must_come_in_order_with_stdout(tmp_path):
+def test_stderr_and_stdout_must_be_logged_in_order(tmp_path):
     code = "import sys\nfor i in range(100): print(i, file=[sys.stdout, sys.stderr][i % 2])"
     given(tmp_path, code).communicate(timeout=150)
     assert log(tmp_path).split() == [str(i).encode() for i in range(100)]
 
 
-def test_a_flood_must_arrive_whole(tmp_path):
+def test_a_flood_of_output_must_arrive_complete(tmp_path):
     output, _ = given(tmp_path, "for i in range(200_000): print(i)").communicate(timeout=150)
     expected = [str(i).encode() for i in range(200_000)]
     assert log(tmp_path).split() == expected
     assert [line.removeprefix(b"[rank 2] ") for line in output.splitlines()] == expected
 
 
-def test_a_line_of_many_megabytes_must_arrive_whole(tmp_path):
+def test_a_line_of_several_megabytes_must_arrive_complete(tmp_path):
     output, _ = given(tmp_path, "print('x' * 3_500_000)").communicate(timeout=150)
     assert log(tmp_path) == b"x" * 3_500_000 + b"\n"
     assert output.count(b"x") == 3_500_000 and output.count(b"[rank 2] ") > 1  # it does not wait for its end
@@ -69,14 +69,14 @@ def test_a_line_of_many_megabytes_must_arrive_whole(tmp_path):
         ("syntax error", 1),
     ],
 )
-def test_the_exit_code_must_be_the_workers(tmp_path, code, expected):
+def test_the_exit_code_of_a_node_must_be_its_workers(tmp_path, code, expected):
     node = given(tmp_path, code)
     node.communicate(timeout=150)
     assert node.returncode == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_must_reach_the_script_which_may_save_and_choose_its_code(tmp_path, number):
+def test_a_signal_must_reach_the_script_which_may_choose_its_exit_code(tmp_path, number):
     code = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(7))\nprint('ready')\nsignal.pause()"
     node = given(tmp_path, code)
     eventually(lambda: b"ready" in log(tmp_path))
@@ -85,7 +85,7 @@ def test_a_stop_must_reach_the_script_which_may_save_and_choose_its_code(tmp_pat
     assert node.returncode == 7
 
 
-def test_sigterm_must_reach_the_script_alone_which_sees_to_what_it_has_started(tmp_path):
+def test_sigterm_must_reach_only_the_script_and_not_its_child_processes(tmp_path):
     code = (
         "import os, signal\n"
         "def end(number, _): os._exit(number)\n"
@@ -106,7 +106,7 @@ def test_sigterm_must_reach_the_script_alone_which_sees_to_what_it_has_started(t
     assert node.returncode == 23
 
 
-def test_a_stubborn_script_must_be_killed_after_the_grace_period(tmp_path):
+def test_a_script_that_ignores_sigterm_must_be_killed_after_the_grace_period(tmp_path):
     code = "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nwhile True: signal.pause()"
     node = given(tmp_path, code, NODE_GRACE="0.2")
     eventually(lambda: b"ready" in log(tmp_path))
@@ -115,7 +115,7 @@ def test_a_stubborn_script_must_be_killed_after_the_grace_period(tmp_path):
     assert node.returncode == 137
 
 
-def test_a_grace_period_of_a_month_must_not_end_the_node_before_its_workers_have_saved(tmp_path):
+def test_a_node_must_wait_for_its_workers_with_a_grace_period_of_a_month(tmp_path):
     code = (
         "import signal, time\nasked = []\nsignal.signal(15, lambda *_: (print('asked'), asked.append(True)))\n"
         "print('ready')\nwhile len(asked) < 2: time.sleep(0.01)\nprint('saved')"
@@ -131,7 +131,7 @@ def test_a_grace_period_of_a_month_must_not_end_the_node_before_its_workers_have
 
 @pytest.mark.parametrize("mode", ["given", "join", "wait"])
 @pytest.mark.parametrize("grace", ["30s", "-1", "nan", "inf", "\udcff"])
-def test_a_grace_period_that_is_none_must_be_named_before_anything_starts(tmp_path, mode, grace):
+def test_an_invalid_grace_period_must_be_reported_before_anything_starts(tmp_path, mode, grace):
     settings = {"NODE_MODE": mode, "NODE_SOCKET": str(tmp_path / "s"), "NODE_KEY": KEY.hex()}
     node = given(tmp_path, "print('ran')", NODE_GRACE=grace, **settings)
     output, _ = node.communicate(timeout=150)
@@ -140,7 +140,7 @@ def test_a_grace_period_that_is_none_must_be_named_before_anything_starts(tmp_pa
     assert output == b"[node] error: NODE_GRACE must be a number of seconds, not " + shown + b"\n"
 
 
-def test_a_second_sigterm_must_kill_at_once(tmp_path):
+def test_a_second_sigterm_must_kill_immediately(tmp_path):
     code = "import signal\nsignal.signal(15, lambda *_: print('asked'))\nprint('ready')\nwhile True: signal.pause()"
     node = given(tmp_path, code, NODE_GRACE="1000")
     eventually(lambda: b"ready" in log(tmp_path))
@@ -151,7 +151,7 @@ def test_a_second_sigterm_must_kill_at_once(tmp_path):
     assert node.returncode == 137
 
 
-def test_a_scheduler_that_asks_again_and_again_must_not_cut_the_grace_period_short(tmp_path):
+def test_repeated_requests_of_a_scheduler_must_not_cut_the_grace_period_short(tmp_path):
     code = "import signal\nsignal.signal(15, lambda *_: print('asked'))\nprint('ready')\nsignal.pause()\nprint('saved')"
     node = given(tmp_path, code.replace("signal.pause()", "signal.pause(); signal.pause()"), NODE_PATIENT="1")
     eventually(lambda: b"ready" in log(tmp_path))
@@ -164,14 +164,14 @@ def test_a_scheduler_that_asks_again_and_again_must_not_cut_the_grace_period_sho
     assert log(tmp_path) == b"ready\nasked\nasked\nsaved\n"
 
 
-def test_what_a_worker_leaves_running_must_be_ended_with_it(tmp_path):
+def test_processes_left_by_a_worker_must_be_killed(tmp_path):
     code = "import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid)"
     given(tmp_path, code).communicate(timeout=150)
     pid = int(log(tmp_path))
     eventually(lambda: gone(pid))
 
 
-def test_a_log_that_cannot_be_written_must_not_end_the_training(tmp_path):
+def test_a_failed_write_to_the_log_must_not_end_the_training(tmp_path):
     node = given(tmp_path, "print('a'); print('b')", limit=0)
     output, _ = node.communicate(timeout=150)
     assert node.returncode == 0
@@ -181,7 +181,7 @@ def test_a_log_that_cannot_be_written_must_not_end_the_training(tmp_path):
 
 @pytest.mark.parametrize("where", ["logs", "logs/rank-2.log"])
 @pytest.mark.parametrize("what", ["fifo", "read fifo", "socket", "device", "file", "folder", "loop", "closed folder"])
-def test_what_a_worker_has_put_in_the_place_of_its_log_must_be_left_alone(tmp_path, where, what):
+def test_a_file_that_a_worker_put_in_place_of_its_log_must_be_left_alone(tmp_path, where, what):
     outside, path = tmp_path / "outside", tmp_path / where
     outside.mkdir()
     (outside / "rank-2.log").write_text("mine")
@@ -205,13 +205,13 @@ def test_what_a_worker_has_put_in_the_place_of_its_log_must_be_left_alone(tmp_pa
     assert {path.name: path.read_text() for path in outside.iterdir()} == {"rank-2.log": "mine"}
 
 
-def test_a_log_must_be_written_where_there_is_no_folder_for_checkpoints(tmp_path):
+def test_a_log_must_be_written_without_a_checkpoint_folder(tmp_path):
     (tmp_path / "checkpoints").symlink_to("nowhere")
     given(tmp_path, "print('ran')").communicate(timeout=60)
     assert log(tmp_path) == b"ran\n"
 
 
-def test_a_log_that_cannot_be_made_must_not_keep_a_worker_from_running(tmp_path):
+def test_a_log_that_cannot_be_created_must_not_keep_a_worker_from_running(tmp_path):
     (tmp_path / "logs").touch()
     node = given(tmp_path, "print('ran')")
     output, _ = node.communicate(timeout=150)
@@ -219,7 +219,7 @@ def test_a_log_that_cannot_be_made_must_not_keep_a_worker_from_running(tmp_path)
     assert b"[node] rank 2: no log file: " in output and b"[rank 2] ran\n" in output
 
 
-def test_a_worker_without_a_folder_for_its_job_must_run(tmp_path):
+def test_a_worker_must_run_without_a_job_folder(tmp_path):
     (tmp_path / "script.py").write_text("print('ran')")
     env = {name: value for name, value in os.environ.items() if name != "JOB_DIR"} | {"RANK": "0"}
     command = [sys.executable, NODE, str(tmp_path / "script.py")]
@@ -236,14 +236,14 @@ def test_a_worker_without_a_folder_for_its_job_must_run(tmp_path):
         (b"", b"[node] generation 1\nran\n"),
     ],
 )
-def test_a_later_generation_must_begin_on_a_line_of_its_own(tmp_path, before, after):
+def test_a_later_generation_must_start_on_a_new_line(tmp_path, before, after):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-2.log").write_bytes(before)
     given(tmp_path, "print('ran')", TORCHELASTIC_RESTART_COUNT="1").communicate(timeout=150)
     assert log(tmp_path) == after
 
 
-def test_a_node_that_is_told_nothing_must_train_the_app(tmp_path):
+def test_a_node_without_a_command_must_train_the_app(tmp_path):
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "__init__.py").touch()
     (tmp_path / "app" / "train.py").write_text("import sys\nprint(__name__, sys.argv[1:])")
@@ -262,14 +262,14 @@ def workers(tmp_path, code: str, **env: str) -> subprocess.CompletedProcess[byte
     return subprocess.run(command, env=clean | told | env, capture_output=True, timeout=150)
 
 
-def test_a_node_must_run_as_many_workers_as_it_is_given(tmp_path):
+def test_a_node_must_run_the_given_number_of_workers(tmp_path):
     done = workers(tmp_path, "import os\nprint(os.environ['RANK'], os.environ['NODE_MODE'])")
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == [b"[rank 0] 0 static", b"[rank 1] 1 static"]
     assert not (tmp_path / "failed").exists()
 
 
-def test_a_worker_that_fails_must_end_the_others_and_its_code_be_the_nodes(tmp_path):
+def test_a_failed_worker_must_stop_the_others_and_set_the_nodes_exit_code(tmp_path):
     done = workers(
         tmp_path,
         "import os, signal, sys, time\n"
@@ -291,13 +291,13 @@ def test_a_worker_that_fails_must_end_the_others_and_its_code_be_the_nodes(tmp_p
         ({"CUDA_VISIBLE_DEVICES": "GPU-a"}, b"error: 2 workers on one machine need as many GPUs; it has 1"),
     ],
 )
-def test_a_node_that_cannot_know_its_workers_must_say_why(tmp_path, env, message):
+def test_a_node_that_cannot_plan_its_workers_must_report_why(tmp_path, env, message):
     done = workers(tmp_path, "print('ran')", **env)
     assert done.returncode == 2
     assert message in done.stdout and b"ran" not in done.stdout
 
 
-def test_a_log_must_go_on_when_the_disk_has_space_again_and_say_how_much_is_missing(tmp_path):
+def test_a_log_must_continue_after_a_full_disk_and_note_how_much_is_missing(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     code = f"import os\nfifo = os.open({str(fifo)!r}, os.O_RDWR)\n"  # which never waits for a writer
@@ -323,7 +323,7 @@ def test_a_log_must_go_on_when_the_disk_has_space_again_and_say_how_much_is_miss
     assert log(tmp_path) == b"a\n" + missing + b"e\nh\n"  # it is said once
 
 
-def test_a_reader_that_does_not_read_must_not_hold_a_worker_up_and_be_told_what_it_missed(tmp_path):
+def test_a_reader_that_does_not_read_must_not_block_a_worker(tmp_path):
     code = "for i in range(1_500_000): print(i)\nprint('done')\nimport signal\nsignal.pause()"
     node = given(tmp_path, code)
     eventually(lambda: log(tmp_path).endswith(b"done\n"))  # though nobody has read stdout
@@ -334,7 +334,7 @@ def test_a_reader_that_does_not_read_must_not_hold_a_worker_up_and_be_told_what_
     assert lines[0] == b"[rank 2] 0" and len(lines) < 1_500_000
 
 
-def test_a_reader_that_was_slow_must_get_the_rest_though_nothing_new_is_written(tmp_path):
+def test_a_slow_reader_must_get_the_rest_even_if_no_new_output_follows(tmp_path):
     node = given(tmp_path, "for i in range(30_000): print(i)\nprint('done')\nimport signal\nsignal.pause()")
     eventually(lambda: log(tmp_path).endswith(b"done\n"))
     os.set_blocking(node.stdout.fileno(), False)

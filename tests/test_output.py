@@ -61,7 +61,7 @@ def test_a_slow_reader_must_be_told_how_many_lines_it_has_missed(pipe, monkeypat
     ]
 
 
-def test_what_waits_for_a_slow_reader_must_arrive_whole_and_in_order(pipe):
+def test_buffered_output_must_arrive_complete_and_in_order(pipe):
     reader, out = pipe
     expected = b"".join(b"%d\n" % number for number in range(50_000))
     out.write(expected)
@@ -72,7 +72,7 @@ def test_what_waits_for_a_slow_reader_must_arrive_whole_and_in_order(pipe):
     assert found + read(reader) == expected
 
 
-def test_a_reader_must_have_some_time_for_the_rest_when_the_node_ends(pipe, monkeypatch):
+def test_a_reader_must_have_time_for_the_rest_when_the_node_ends(pipe, monkeypatch):
     reader, out = pipe
     os.set_blocking(reader, True)
     monkeypatch.setattr(output, "LAST_FLUSH_TIMEOUT", 60.0)
@@ -86,14 +86,14 @@ def test_a_reader_must_have_some_time_for_the_rest_when_the_node_ends(pipe, monk
     assert b"".join(found) == LINE * 200
 
 
-def test_a_node_must_not_wait_for_ever_for_a_reader_that_does_not_read(pipe, monkeypatch):
+def test_a_node_must_not_wait_forever_for_a_reader_that_does_not_read(pipe, monkeypatch):
     _, out = pipe
     monkeypatch.setattr(output, "LAST_FLUSH_TIMEOUT", 0.05)
     out.write(LINE * 200)
     assert out.flush(last=True)
 
 
-def test_a_reader_that_has_gone_must_cost_nothing(pipe):
+def test_a_closed_pipe_must_not_be_an_error(pipe):
     reader, out = pipe
     out.write(LINE * 200)
     os.close(reader)
@@ -102,7 +102,7 @@ def test_a_reader_that_has_gone_must_cost_nothing(pipe):
     assert not out.flush(last=True)
 
 
-def test_stdout_that_is_no_pipe_must_be_left_as_it_is(tmp_path):
+def test_stdout_that_is_not_a_pipe_must_stay_blocking(tmp_path):
     with (tmp_path / "out").open("wb") as file:
         out = Stdout(file.fileno())
         assert os.get_blocking(file.fileno())
@@ -110,7 +110,7 @@ def test_stdout_that_is_no_pipe_must_be_left_as_it_is(tmp_path):
     assert (tmp_path / "out").read_bytes() == LINE * 200
 
 
-def test_a_program_that_imports_the_modules_of_a_node_must_keep_a_blocking_stdout():
+def test_importing_the_modules_of_a_node_must_keep_stdout_blocking():
     code = "import os, orchestrate.engines.swarm.engine, orchestrate.engines.docker.engine; print(os.get_blocking(1))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "True\n", done.stderr

@@ -34,7 +34,7 @@ def job(tmp_path, monkeypatch):
         (EVIL, "a" * 100),
     ],
 )
-def test_a_pattern_must_be_found_where_re_finds_it(pattern, text):
+def test_a_pattern_must_match_where_re_matches(pattern, text):
     warnings: list[str] = []
     assert Patterns([pattern], warnings.append).search(pattern, text) is bool(re.search(pattern, text))
     assert warnings == []
@@ -45,7 +45,7 @@ def ignored(pattern: str) -> str:
     return f"the rule with log {pattern!r} is ignored: its search takes too long ({patterns.ALL})"
 
 
-def test_a_pattern_that_takes_too_long_must_not_be_found_and_be_reported_once():
+def test_a_pattern_that_takes_too_long_must_not_match_and_be_reported_once():
     warnings: list[str] = []
     found = Patterns([EVIL, "a+"], warnings.append)
     assert not found.search(EVIL, LOG) and not found.search(EVIL, LOG + "!") and not found.search(EVIL, "a")
@@ -53,7 +53,7 @@ def test_a_pattern_that_takes_too_long_must_not_be_found_and_be_reported_once():
     assert found.search("a+", LOG)
 
 
-def test_all_searches_for_a_decision_must_have_one_budget(monkeypatch):
+def test_all_searches_for_a_decision_must_share_one_time_limit(monkeypatch):
     """A hundred took two seconds each."""
     evil = [f"(a+)+{number}" for number in range(100)]
     used, call = [], bounded.call
@@ -68,12 +68,12 @@ def test_all_searches_for_a_decision_must_have_one_budget(monkeypatch):
     assert 1 < slow < 10 and warnings[-1] == late
 
 
-def test_rules_that_take_no_time_must_be_searched_for_beside_those_that_do():
+def test_fast_rules_must_be_evaluated_in_spite_of_slow_ones():
     found = Patterns([EVIL, f"{EVIL}$", "a!"], print)
     assert found.search("a!", LOG)
 
 
-def test_a_new_decision_must_have_a_budget_of_its_own(monkeypatch):
+def test_a_new_decision_must_have_a_new_time_limit(monkeypatch):
     found = Patterns(["a"], print)
     monkeypatch.setattr(bounded, "call", lambda *words, **how: [[False], 2.0])
     assert not found.search("a", "b")
@@ -83,7 +83,7 @@ def test_a_new_decision_must_have_a_budget_of_its_own(monkeypatch):
     assert found.search("a", "a")
 
 
-def test_a_search_that_something_else_ends_must_not_be_taken_for_an_answer(monkeypatch):
+def test_a_search_that_is_killed_must_not_be_taken_for_a_result(monkeypatch):
     warnings: list[str] = []
     found = Patterns(["a"], warnings.append)
     with monkeypatch.context() as patch:
@@ -94,7 +94,7 @@ def test_a_search_that_something_else_ends_must_not_be_taken_for_an_answer(monke
     assert found.search("a", "a")
 
 
-def test_a_search_must_be_done_once_for_each_text(monkeypatch):
+def test_a_text_must_be_searched_only_once(monkeypatch):
     started, call = [], bounded.call
     monkeypatch.setattr(bounded, "call", lambda *words, **how: (started.append(1), call(*words, **how))[1])
     found = Patterns(["a", "b"], print)
@@ -109,19 +109,19 @@ def wordy(job: Job) -> JobSpec:
     return JobSpec(trainers=2, grace=0.01, rules=[RULE])
 
 
-def test_a_rule_that_backtracks_for_ever_must_not_hold_up_the_restart(job):
+def test_a_rule_that_backtracks_forever_must_not_delay_the_restart(job):
     assert job.run(RecordingEngine([KILLED], [ALL_WELL]), wordy(job)).word == "succeeded"
     assert [event["text"] for event in job.noted("warning_issued")] == [ignored(EVIL)]
 
 
-def test_a_request_to_stop_must_evaluate_no_rule(job, monkeypatch):
+def test_a_request_to_stop_must_not_evaluate_any_rule(job, monkeypatch):
     monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("a rule was evaluated"))
     spec, engine = wordy(job), RecordingEngine([KILLED], [ALL_WELL])
     job.stops = lambda: int("stop" in engine.calls)
     assert job.run(engine, spec) == JobResult("stopped", "stopped by the user")
 
 
-def test_what_another_supervisor_has_left_must_be_stopped_without_evaluating_a_rule(job, monkeypatch):
+def test_a_job_of_a_dead_supervisor_must_be_stopped_without_evaluating_a_rule(job, monkeypatch):
     monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("a rule was evaluated"))
     spec, engine = wordy(job), RecordingEngine([KILLED])
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -138,7 +138,7 @@ def test_what_another_supervisor_has_left_must_be_stopped_without_evaluating_a_r
         ([RULE] * 101, "a list of at most 100 mappings"),
     ],
 )
-def test_rules_must_have_a_size_that_can_be_read_in_time(rules, reason):
+def test_the_size_of_rules_must_be_limited(rules, reason):
     with pytest.raises(UsageError, match=reason):
         resolve({"rules": rules})
     resolve({"rules": [{"log": "a" * 1000, "action": "fail"}] * 100})
@@ -154,7 +154,7 @@ def test_rules_that_take_too_long_to_compile_must_be_refused():
         resolve({"rules": rules})
 
 
-def test_patterns_that_are_the_same_must_be_compiled_once(monkeypatch):
+def test_identical_patterns_must_be_compiled_once(monkeypatch):
     resolve({"rules": [{"log": "compiled", "action": "fail"}]})
     monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("compiled again"))
     resolve({"rules": [{"log": "compiled", "action": "count"}]})

@@ -20,14 +20,14 @@ def failure(number: int, cause: str = "killed", **facts) -> GenerationResult:
     return GenerationResult(generation=number, word="failed", why="", cause=made, **facts)
 
 
-def test_a_failure_must_be_restarted_within_the_budget():
+def test_a_failure_must_lead_to_a_restart_within_the_budget():
     history = [failure(number) for number in range(4)]
     assert decide(JobSpec(), history[:1]) == Decision(True, "restart 1 of 3")
     assert decide(JobSpec(), history[:3]) == Decision(True, "restart 3 of 3")
     assert decide(JobSpec(), history[:4]) == Decision(False, "max_restarts is 3")
 
 
-def test_without_a_budget_nothing_must_be_restarted():
+def test_a_failure_must_not_lead_to_a_restart_without_a_budget():
     assert decide(JobSpec(max_restarts=0), [failure(0)]) == Decision(False, "max_restarts is 0")
 
 
@@ -39,17 +39,17 @@ def test_restarts_before_the_window_must_not_count():
 
 
 @pytest.mark.parametrize("cause", ["script", "usage", "not started"])
-def test_a_mistake_must_never_be_tried_again(cause):
+def test_a_permanent_failure_must_never_be_retried(cause):
     assert decide(JobSpec(), [failure(0, cause)]) == Decision(False, "this kind of failure is not retried")
 
 
 @pytest.mark.parametrize("cause", ["terminated", "host lost", "engine lost", "interrupted"])
-def test_what_comes_from_outside_must_not_be_counted(cause):
+def test_external_failures_must_not_be_counted(cause):
     history = [failure(number, cause) for number in range(50)]
     assert decide(JobSpec(max_restarts=0), history) == Decision(True, "not counted")
 
 
-def test_what_is_not_counted_must_leave_the_budget_to_what_is():
+def test_uncounted_failures_must_not_use_up_the_budget():
     history = [*(failure(number, "terminated") for number in range(5)), failure(5)]
     assert decide(JobSpec(max_restarts=1), history) == Decision(True, "restart 1 of 1")
     history = [*(failure(number) for number in range(5)), failure(5, "error")]
@@ -57,7 +57,7 @@ def test_what_is_not_counted_must_leave_the_budget_to_what_is():
     assert decide(spec, history) == Decision(True, "restart 1 of 1")
 
 
-def test_a_generation_that_was_stopped_to_take_a_node_in_must_not_be_counted():
+def test_a_generation_that_was_stopped_to_add_a_node_must_not_be_counted():
     back = GenerationResult(generation=1, word="rescaled", why="a node is back", time=100.0)
     assert decide(JobSpec(max_restarts=2), [failure(0), back, failure(2)]) == Decision(True, "restart 2 of 2")
 
@@ -73,14 +73,14 @@ def test_three_generations_without_progress_must_end_the_job():
 
 
 @pytest.mark.parametrize("cause", ["engine lost", "interrupted"])
-def test_a_job_whose_engine_comes_and_goes_must_not_be_ended_for_lack_of_progress(cause):
+def test_losses_of_the_engine_must_not_end_a_job_for_lack_of_progress(cause):
     history = [failure(number, cause, progress=False) for number in range(5)]
     assert decide(JobSpec(), history).restart
     assert decide(JobSpec(), [*history, failure(5, progress=False)]).restart
 
 
 @pytest.mark.parametrize("cause", ["out of memory", "out of memory in a child"])
-def test_the_same_lack_of_memory_twice_must_end_the_job(cause):
+def test_two_out_of_memory_failures_at_the_same_step_must_end_the_job(cause):
     history = [failure(0, cause, step=7), failure(1, cause, step=7)]
     assert decide(JobSpec(), history) == Decision(False, "out of memory twice at the same step")
     assert not decide(JobSpec(), [failure(0, step=3), *history]).restart
@@ -89,7 +89,7 @@ def test_the_same_lack_of_memory_twice_must_end_the_job(cause):
     assert decide(JobSpec(), [failure(0, step=7), failure(1, "out of memory", step=7)]).restart
 
 
-def test_only_fast_failures_without_progress_must_wait_longer_and_longer():
+def test_only_fast_failures_without_progress_must_increase_the_delay():
     spec = JobSpec(max_restarts=100)
     fast = [failure(number, "terminated", progress=False, lasted=1.0) for number in range(10)]
     mixed = [fast[0], failure(1), *fast[2:]]
@@ -118,28 +118,28 @@ def test_only_fast_failures_without_progress_must_wait_longer_and_longer():
         ({"cause": "killed", "exit_codes": [1], "action": "ignore"}, False),
     ],
 )
-def test_a_rule_of_the_users_must_win_where_all_its_conditions_hold(rule, fits):
+def test_a_user_rule_must_apply_if_all_its_conditions_match(rule, fits):
     ended = failure(0, last_lines=["epoch 3", "uncorrectable ECC error"])
     assert action([rule], ended) == ("ignore" if fits else "count")
 
 
-def test_of_the_rules_that_fit_the_first_must_win():
+def test_the_first_matching_rule_must_win():
     rules = [{"cause": "crash", "action": "fail"}, {"cause": "killed", "action": "ignore"}]
     ended = failure(0)
     assert action([*rules, {"exit_codes": [137], "action": "fail"}], ended) == "ignore"
     assert action([{"exit_codes": [137], "action": "fail"}, *rules], ended) == "fail"
 
 
-def test_a_users_rule_must_win_over_ours():
+def test_a_user_rule_must_override_the_default_rules():
     assert decide(JobSpec(rules=[{"cause": "usage", "action": "count"}]), [failure(0, "usage")]).restart
 
 
 @pytest.mark.parametrize("cause", ["no such file", "not writable", "no GPUs"])
-def test_what_fails_again_must_not_be_tried_again_unless_the_job_had_come_further(cause):
+def test_a_recurring_failure_must_be_retried_only_after_progress(cause):
     assert not decide(JobSpec(), [failure(0, cause, progress=False)]).restart
     assert decide(JobSpec(), [failure(0, cause)]).restart
 
 
-def test_our_rules_must_be_such_as_a_user_could_write():
+def test_the_default_rules_must_be_valid_user_rules():
     for rule in RULES:
         assert rule["action"] in ACTIONS and rule["cause"] in CAUSES

@@ -99,7 +99,7 @@ def pids(engine: ProcessSession) -> dict[str, int]:
 # --- up and down
 
 
-def test_a_node_must_be_started_once_with_what_the_job_says_of_it(nodes):
+def test_a_node_must_be_started_once_with_the_settings_of_the_job(nodes):
     engine = nodes.up(preload=("colorsys", "wave"))
     assert {*engine.alive()} == {"master", "trainer-1"} == set(pids(engine))
     for name, pid in pids(engine).items():
@@ -115,7 +115,7 @@ def test_a_node_must_be_started_once_with_what_the_job_says_of_it(nodes):
     assert pids(engine) == before
 
 
-def test_only_a_node_that_has_gone_must_be_replaced(nodes):
+def test_only_a_lost_node_must_be_replaced(nodes):
     engine = nodes.up()
     before = pids(engine)
     os.kill(before["trainer-1"], signal.SIGKILL)
@@ -126,7 +126,7 @@ def test_only_a_node_that_has_gone_must_be_replaced(nodes):
     assert after["master"] == before["master"] and after["trainer-1"] != before["trainer-1"]
 
 
-def test_nodes_of_another_orchestrator_must_be_found_used_and_ended(nodes):
+def test_nodes_of_another_orchestrator_must_be_found_used_and_stopped(nodes):
     before, first = pids(nodes.up()), nodes.sessions[0]
     second, third = nodes.up(), nodes.up()
     assert pids(second) == before and {*second.alive()} == {"master", "trainer-1"}
@@ -144,7 +144,7 @@ def test_nodes_of_another_orchestrator_must_be_found_used_and_ended(nodes):
     assert not (nodes.state / "j").exists()
 
 
-def test_the_end_of_a_job_must_end_its_nodes_and_leave_those_of_others(nodes):
+def test_the_end_of_a_job_must_stop_only_its_own_nodes(nodes):
     other, engine = nodes.up("other"), nodes.up()
     before = pids(engine)
     engine.down(30.0)
@@ -163,7 +163,7 @@ def test_the_nodes_of_a_cluster_must_outlive_its_jobs(nodes):
     assert {*engine.alive()} == {"master", "trainer-1"} and engine.clients.cleaned == {"master", "trainer-1"}
 
 
-def test_nodes_must_be_called_not_up_at_once_where_one_dies_or_the_job_is_stopped(nodes, monkeypatch):
+def test_up_must_fail_immediately_if_a_node_dies_or_the_job_is_stopped(nodes, monkeypatch):
     monkeypatch.setattr(process, "NODE", nodes.folder / "node.py")
     (nodes.folder / "node.py").write_text(
         "import os, signal\nif 'master' in os.environ['NODE_SOCKET']: signal.pause()\n"
@@ -177,7 +177,7 @@ def test_nodes_must_be_called_not_up_at_once_where_one_dies_or_the_job_is_stoppe
         nodes.session("k").up(nodes.plan(job="k"), lambda: next(looks) > 3)
 
 
-def test_a_node_that_does_not_listen_must_be_given_up_in_the_end(nodes, monkeypatch):
+def test_up_must_time_out_if_a_node_does_not_listen(nodes, monkeypatch):
     monkeypatch.setattr(process, "NODE", nodes.folder / "node.py")
     (nodes.folder / "node.py").write_text("import signal\nsignal.pause()\n")
     clock = Clock()
@@ -188,7 +188,7 @@ def test_a_node_that_does_not_listen_must_be_given_up_in_the_end(nodes, monkeypa
     assert 50 < clock.now - began < 70
 
 
-def test_a_folder_that_cannot_be_made_must_be_an_error_of_the_engine(nodes):
+def test_a_folder_that_cannot_be_created_must_be_an_engine_error(nodes):
     nodes.state.mkdir()
     (nodes.state / "j").touch()
     with pytest.raises(EngineError, match="cannot start a node.*j"):
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_made_must_be_an_error_of_the_engine(nodes):
 # --- workers
 
 
-def test_a_worker_must_have_the_environment_of_its_caller_and_the_jobs_own_first(nodes, monkeypatch):
+def test_the_environment_of_the_job_must_override_the_environment_of_the_caller(nodes, monkeypatch):
     monkeypatch.setenv("MINE", "caller")
     monkeypatch.setenv("RANK", "caller")
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
@@ -222,7 +222,7 @@ def test_a_worker_must_have_the_environment_of_its_caller_and_the_jobs_own_first
     assert [end.code for end in fresh.wait(0).exits] == [137, 137]  # there are no nodes
 
 
-def test_a_node_that_has_died_must_be_told_from_a_lack_of_memory(nodes):
+def test_a_lost_node_must_be_distinguished_from_a_lack_of_memory(nodes):
     engine = nodes.up()
     nodes.start(engine, "import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\nsignal.pause()\n")
     (end,) = eventually(lambda: engine.wait(1).exits)
@@ -236,7 +236,7 @@ def test_a_node_that_has_died_must_be_told_from_a_lack_of_memory(nodes):
     assert engine.wait(0).troubles == {}
 
 
-def test_workers_of_a_node_that_has_died_must_be_killed_with_what_they_started_and_no_others(nodes):
+def test_only_workers_of_a_dead_node_must_be_killed_with_their_child_processes(nodes):
     engine = nodes.session()
     workers = [subprocess.Popen(["sh", "-c", "sleep 600 & wait"], start_new_session=True) for _ in range(2)]
     try:
@@ -258,7 +258,7 @@ def test_workers_of_a_node_that_has_died_must_be_killed_with_what_they_started_a
 
 
 @pytest.mark.parametrize("how", ["down", "remove"])
-def test_workers_must_have_the_grace_period_to_end(nodes, monkeypatch, how):
+def test_workers_must_get_the_grace_period_to_end(nodes, monkeypatch, how):
     engine = nodes.up()
     nodes.start(
         engine,
@@ -273,7 +273,7 @@ def test_workers_must_have_the_grace_period_to_end(nodes, monkeypatch, how):
     eventually(lambda: not engine.alive())
 
 
-def test_a_node_must_be_asked_to_end_first_and_killed_where_it_does_not(tmp_path, monkeypatch):
+def test_a_node_must_be_terminated_first_and_killed_if_it_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "time", Quick())
 
     def child(does: str) -> process._Node:
@@ -298,7 +298,7 @@ def test_a_node_must_be_asked_to_end_first_and_killed_where_it_does_not(tmp_path
 # --- from another shell
 
 
-def test_jobs_must_be_those_whose_nodes_listen(nodes):
+def test_jobs_must_list_only_jobs_whose_nodes_listen(nodes):
     engine = nodes.up("b")
     nodes.up("a")
     (nodes.state / "c").mkdir()
@@ -330,7 +330,7 @@ def test_a_node_must_hold_its_lock_as_long_as_it_lives(nodes):
     assert not process._is_locked(lock.with_name("none.lock"))
 
 
-def test_a_node_that_was_started_and_does_not_listen_yet_must_be_waited_for_some_seconds(tmp_path, monkeypatch):
+def test_a_node_that_was_started_but_does_not_listen_yet_must_be_awaited(tmp_path, monkeypatch):
     clock, lock, path = Clock(), tmp_path / "n.lock", tmp_path / "n.sock"
     monkeypatch.setattr(process, "time", clock)
     began = clock.now
@@ -352,7 +352,7 @@ def test_a_node_that_was_started_and_does_not_listen_yet_must_be_waited_for_some
         assert list(process._listening_nodes(tmp_path)) == [(path, os.getpid())]
 
 
-def test_text_that_nodes_of_this_locale_cannot_take_must_be_refused_before_they_start(nodes, monkeypatch):
+def test_text_that_the_locale_cannot_encode_must_be_refused_before_nodes_start(nodes, monkeypatch):
     def ascii_only(text: str) -> bytes:
         return text.encode("ascii", "surrogateescape")
 
@@ -366,7 +366,7 @@ def test_text_that_nodes_of_this_locale_cannot_take_must_be_refused_before_they_
     assert not nodes.state.exists()
 
 
-def test_modules_that_are_imported_ahead_must_see_the_gpus_of_the_job_and_no_others(cli, nothing_left):
+def test_preloaded_modules_must_see_only_the_gpus_of_the_job(cli, nothing_left):
     (cli.folder / "notes.py").write_text(
         "import os\nopen('seen', 'w').write(repr(os.environ['CUDA_VISIBLE_DEVICES']))\n"
     )

@@ -13,14 +13,14 @@ BUSY = told("status", codes={"0": 0}, hints={"0": "oom"}, running={"1": {}}, tag
 
 
 @pytest.mark.parametrize("say", WHOLE)
-def test_what_a_node_says_must_be_a_message(say):
+def test_a_report_of_a_node_must_be_parsed(say):
     assert WHOLE.keys() == REPORTS.keys()
     assert report(sent(say)) == said(say) == report(encode(said(say)))
     assert report(sent(say, more=[1])) == said(say)  # of a node that is newer, or lies
 
 
 @pytest.mark.parametrize("say", WHOLE)
-def test_only_lists_of_files_and_their_content_may_be_long(say):
+def test_long_messages_must_be_refused_except_file_lists_and_contents(say):
     line = sent(say, more="x" * (1 << 20))
     if say in ("changes", "piece"):
         assert report(line) == said(say)
@@ -29,7 +29,7 @@ def test_only_lists_of_files_and_their_content_may_be_long(say):
             report(line)
 
 
-def test_what_is_no_report_must_be_none():
+def test_an_invalid_report_must_be_refused():
     for line in (
         b'{"say": "failed", "error": 3}',
         b'{"say": "refused"}',
@@ -42,14 +42,14 @@ def test_what_is_no_report_must_be_none():
 
 
 @pytest.mark.parametrize("say", ["started", "ended", "status"])
-def test_an_error_must_not_excuse_a_message_that_lacks_its_facts(say):
+def test_an_error_must_not_replace_missing_fields_of_a_message(say):
     with pytest.raises(ValueError):
         report(json.dumps({"say": say, "error": "x"}).encode())
 
 
 @pytest.mark.parametrize(("say", "fact"), [(say, fact) for say, facts in WHOLE.items() for fact in facts])
 @pytest.mark.parametrize("value", [None, {"a": None}, [None], -2, 1 << 70, float("nan"), "\udc00" * 2, ["x", {}]])
-def test_a_message_with_a_fact_of_another_form_must_be_none(say, fact, value):
+def test_a_message_with_a_field_of_a_wrong_type_must_be_refused(say, fact, value):
     with pytest.raises(ValueError):
         report(json.dumps({key: one for key, one in told(say).items() if key != fact}).encode())
     good = (value == -2 and fact in ("at", "time")) or (isinstance(value, str) and fact in ("error", "data"))
@@ -81,21 +81,21 @@ def test_a_message_with_a_fact_of_another_form_must_be_none(say, fact, value):
         {"time": True},
     ],
 )
-def test_what_a_node_says_of_its_workers_must_be_of_that_form(facts):
+def test_a_status_with_invalid_worker_fields_must_be_refused(facts):
     assert report(json.dumps(BUSY).encode()).codes == BUSY["codes"]
     with pytest.raises(ValueError):
         report(json.dumps(BUSY | facts).encode())
 
 
 @pytest.mark.parametrize("facts", [[0, -1, 1, 0], [1, 1 << 92, 1 << 64, 0o7777]])
-def test_a_file_that_is_dated_oddly_must_not_keep_others_away(facts):
+def test_a_file_with_an_odd_time_must_not_invalidate_the_whole_list(facts):
     line = told("changes", files={"odd": facts, os.fsdecode(b"no text \xff"): [0, 1, 1, 0]})
     assert report(json.dumps(line).encode()).files == line["files"]
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\0b"])
 @pytest.mark.parametrize("where", ["files", "links", "gone"])
-def test_what_cannot_be_the_name_of_a_file_must_be_refused(name, where):
+def test_an_invalid_file_name_must_be_refused(name, where):
     value = {"files": {name: [0, 1, 1, 0]}, "links": {name: "a"}, "gone": [name]}[where]
     with pytest.raises(ValueError):
         report(json.dumps(told("changes", **{where: value})).encode())
@@ -106,6 +106,6 @@ def test_what_cannot_be_the_name_of_a_file_must_be_refused(name, where):
     [b"", b"null", b"3", b"[]", b"{}", b'{"say": 1}', b'{"say": []}', b'{"say": "stop"}', b"\xff", b"[" * 100_000]
     + [b'{"say": "cleaned"} x', b'{"say": "cleaned", "a": ' + b"[" * 100_000, b"9" * 5000],
 )
-def test_what_is_no_message_must_be_refused_as_such(line):
+def test_a_line_that_is_not_a_message_must_be_refused(line):
     with pytest.raises(ValueError):
         report(line)

@@ -25,12 +25,12 @@ PLAIN = (
 
 
 @pytest.mark.parametrize("name", SECRET.split())
-def test_a_name_that_says_so_must_make_a_value_secret(name):
+def test_a_secret_name_must_make_its_value_secret(name):
     assert is_secret(name, "canary-7c1")
 
 
 @pytest.mark.parametrize("name", PLAIN.split())
-def test_a_name_that_only_looks_alike_must_not(name):
+def test_a_similar_name_must_not_make_its_value_secret(name):
     assert not is_secret(name, "canary-7c1")
 
 
@@ -77,7 +77,7 @@ def test_a_name_that_only_looks_alike_must_not(name):
         "ssh://canary0123456789ab@example.org/a.git",
     ],
 )
-def test_a_url_with_a_password_must_be_secret_whatever_its_name(value):
+def test_a_value_that_contains_a_secret_must_be_secret_under_any_name(value):
     assert is_secret("A", value)
 
 
@@ -119,7 +119,7 @@ def test_a_url_with_a_password_must_be_secret_whatever_its_name(value):
         "sha256:" + "0123456789abcdef" * 4,
     ],
 )
-def test_a_url_without_a_password_must_stay_readable(value):
+def test_a_value_that_contains_no_secret_must_stay_readable(value):
     assert not is_secret("A", value)
 
 
@@ -138,7 +138,7 @@ def test_only_secret_values_must_be_replaced():
     assert env["HF_TOKEN"] == "canary-7c1"
 
 
-def test_text_must_be_shown_without_the_secrets_in_it():
+def test_secrets_must_be_masked_in_text():
     key = "-----BEGIN KEY-----\ncanary-line\n-----END KEY-----\n"
     hide = Mask({"HF_TOKEN": "canary-7c1", "LONG_TOKEN": "canary-7c1-more", "URL": "redis://:hunter22@h/0", "KEY": key})
     assert hide("a canary-7c1 b canary-7c1-more c") == f"a {HIDDEN} b {HIDDEN} c"
@@ -147,17 +147,17 @@ def test_text_must_be_shown_without_the_secrets_in_it():
     assert hide("(canary.7c1)") == "(canary.7c1)"
 
 
-def test_what_has_the_form_of_a_secret_must_be_hidden_by_itself_too():
+def test_a_token_inside_a_value_must_also_be_masked_on_its_own():
     hide = Mask({"A": "Bearer canary-7c1", "B": '{"user": "someone", "password": "canary-8d2"}'})
     assert hide("canary-7c1 of someone: canary-8d2") == f"{HIDDEN} of someone: {HIDDEN}"
 
 
-def test_what_is_secret_in_a_value_must_be_hidden_by_itself_too():
+def test_a_password_inside_a_value_must_also_be_masked_on_its_own():
     hide = Mask({"DB": "Server=db;Password=canary-7c1;", "BLOB": "https://a.example.org/x?sv=2024-01-01&sig=canary%3D"})
     assert hide("canary-7c1, canary%3D, 2024-01-01") == f"{HIDDEN}, {HIDDEN}, 2024-01-01"
 
 
-def test_a_variable_that_the_job_file_calls_secret_must_be_hidden_whatever_it_looks_like():
+def test_a_variable_that_the_job_file_declares_secret_must_be_masked():
     env = {"PLAN": "canary-7c1", "FLAG": "true", "EMPTY": "", "A": "b"}
     named = ("PLAN", "FLAG", "EMPTY")
     assert redacted(env, named) == {"PLAN": HIDDEN, "FLAG": HIDDEN, "EMPTY": "", "A": "b"}
@@ -165,7 +165,7 @@ def test_a_variable_that_the_job_file_calls_secret_must_be_hidden_whatever_it_lo
     assert redacted(env) == env
 
 
-def test_a_variable_that_repeats_a_secret_must_be_one():
+def test_a_variable_that_contains_another_secret_must_be_secret():
     env = {"HF_TOKEN": "canary-7c1", "ARGS": "--login canary-7c1", "DB": "https://me:canary-8d2@a.example.org"}
     env |= {"ALSO": "canary-8d2", "SHORT_TOKEN": "a1", "A": "a1"}
     hidden = ("HF_TOKEN", "ARGS", "DB", "ALSO", "SHORT_TOKEN")
@@ -179,24 +179,24 @@ LONG |= {"names_in_json": '"' + "a_" * 500_000, "words": "_" * 1_000_000}
 
 
 @pytest.mark.parametrize("value", LONG.values(), ids=LONG)
-def test_a_value_of_a_megabyte_must_be_read_in_linear_time(value):
+def test_a_value_of_a_megabyte_must_be_checked_in_linear_time(value):
     """Each takes an hour where it is searched from every place to its end."""
     assert not is_secret("A", value)
 
 
-def test_a_value_that_is_too_short_must_not_be_looked_for_in_text():
+def test_a_value_that_is_too_short_must_not_be_masked_in_text():
     hide = Mask({"PASSWORD": "rank", "A": "step 1 of 3", "HF_TOKEN": ""})
     assert hide("rank 0: step 1 of 3") == "rank 0: step 1 of 3"
     assert Mask({})("anything") == "anything"
 
 
-def test_data_must_be_shown_without_the_secrets_in_it():
+def test_secrets_must_be_masked_in_data():
     hide = Mask({"HF_TOKEN": "canary-7c1"})
     data = {"config": {"token": "canary-7c1", "lr": 0.1}, "canary-7c1": [1, None, "x canary-7c1"], "loss": 2}
     assert hide.inside(data) == {"config": {"token": HIDDEN, "lr": 0.1}, HIDDEN: [1, None, f"x {HIDDEN}"], "loss": 2}
 
 
-def test_data_that_is_nested_without_end_must_be_cut_off():
+def test_deeply_nested_data_must_be_truncated():
     data: list = []
     for _ in range(900):
         data = [data]

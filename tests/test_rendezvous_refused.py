@@ -46,7 +46,7 @@ REFUSED = [
 ]
 
 
-def test_what_a_trainer_cannot_say_must_be_refused_by_name_and_the_gang_go_on(project):
+def test_an_invalid_message_must_be_refused_by_field_without_ending_the_gang(project):
     project.start("print('ready')")
     ten = project.trainer(TEN, hello=False)
     for message, why in REFUSED:
@@ -78,7 +78,7 @@ def test_what_a_trainer_cannot_say_must_be_refused_by_name_and_the_gang_go_on(pr
     [b"GET / HTTP/1.1\r\n", b"[]\n", b"7\n", b"[" * 100_000 + b"\n", b"x" * (2 << 20)],
     ids=["http", "list", "number", "nested", "endless"],
 )
-def test_a_trainer_that_speaks_another_language_must_be_told_and_named(project, text):
+def test_a_trainer_with_another_protocol_must_be_refused_and_reported(project, text):
     project.start(WAITS)
     ten = project.trainer(TEN, hello=False)
     with contextlib.suppress(ConnectionError):
@@ -89,7 +89,7 @@ def test_a_trainer_that_speaks_another_language_must_be_told_and_named(project, 
     assert (code, out.count("went away before the job began")) == (1, 1)
 
 
-def test_a_connection_for_which_there_is_no_descriptor_must_be_taken_in_later(project):
+def test_a_connection_without_a_free_descriptor_must_be_accepted_later(project):
     project.start("print('ran')")
     ten = project.trainer(TEN)
     eventually(lambda: ten.sock.send(b"{}\n") and ten.hears())  # the master has taken it in
@@ -103,7 +103,7 @@ def test_a_connection_for_which_there_is_no_descriptor_must_be_taken_in_later(pr
     assert limits[0] > 4
 
 
-def test_the_failure_of_a_trainer_must_be_the_exit_code_of_the_master_whatever_it_says_first(project):
+def test_the_exit_code_of_a_failed_trainer_must_become_the_masters(project):
     project.start(WAITS)
     nine, ten = project.both()
     assert nine.ranks() == ["1"] and ten.ranks() == ["2"]
@@ -115,7 +115,7 @@ def test_the_failure_of_a_trainer_must_be_the_exit_code_of_the_master_whatever_i
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "many", "1025"])
-def test_a_number_of_workers_that_is_none_must_be_named(project, count):
+def test_an_invalid_number_of_workers_must_be_reported(project, count):
     project.start("print('ran')", NODE_NPROC=count)
     project.both()
     code, out = project.ends()
@@ -124,7 +124,7 @@ def test_a_number_of_workers_that_is_none_must_be_named(project, count):
 
 
 @pytest.mark.parametrize("role", ["master", "trainer"])
-def test_a_time_to_join_that_is_none_must_be_named(role):
+def test_an_invalid_join_timeout_must_be_reported(role):
     env = os.environ | {"NODE_MODE": "rendezvous", "NODE_JOIN_TIMEOUT": "2m", "NODE_ROLE": role}
     done = subprocess.run([sys.executable, NODE, "x.py"], env=env, capture_output=True, text=True)
     expected = "[node] error: NODE_JOIN_TIMEOUT must be a number of seconds, not '2m'\n"
@@ -146,7 +146,7 @@ STARTS = [
 ]
 
 
-def test_a_trainer_must_refuse_what_a_master_cannot_ask_and_do_what_it_can(project, master):
+def test_a_trainer_must_refuse_invalid_requests_and_run_valid_ones(project, master):
     side = master("import os\nprint(os.environ['RANK'])").side
     for message, why in STARTS:
         side.say(**message)
@@ -167,7 +167,7 @@ def test_a_trainer_must_start_its_workers_once(project, master):
     assert project.ends()[0] == 143
 
 
-def test_a_trainer_that_is_refused_must_say_why_and_fail(project, master):
+def test_a_refused_trainer_must_report_why_and_fail(project, master):
     master(WAITS).side.say(say="refused", error="hello: cpus is missing\n\x1b[31m")
     code, out = project.ends()
     assert code == 1

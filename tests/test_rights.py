@@ -292,13 +292,13 @@ CHECKS: dict[str, Check] = {
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_a_node_must_have(looked_at, name):
+def test_a_node_must_pass_the_check(looked_at, name):
     for node in looked_at:
         found, wanted = CHECKS[name](node)
         assert found == wanted
 
 
-def test_no_check_of_the_lists_must_be_left_out():
+def test_every_check_of_the_lists_must_be_covered():
     names = " ".join(CHECKS)
     assert re.findall(r"\b5\.(\d+)", names) == [str(number) for number in range(1, 33)]
     assert set(re.findall(r"owasp-(\d+)", names)) == {"1", "2", "3", "4", "5", "6", "7", "8", "12"}

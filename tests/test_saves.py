@@ -77,7 +77,7 @@ def stopped(small, monkeypatch) -> Callable[..., int]:
     return train_until_stopped
 
 
-def test_a_save_between_must_be_left_out_while_another_runs_but_never_that_of_an_epochs_end(small, held, capsys):
+def test_only_a_save_within_an_epoch_must_be_skipped_while_another_runs(small, held, capsys):
     folder = small("--save-every", "2", "--keep", "9")
     assert steps(folder) == [2, 7]
     assert checkpoint.load(folder / "checkpoints" / "best")[1]["step"] == 7
@@ -85,19 +85,17 @@ def test_a_save_between_must_be_left_out_while_another_runs_but_never_that_of_an
     assert [step for step in range(1, 8) if f"checkpoint at step {step} left out" in out] == [4, 6]
 
 
-def test_a_worker_that_is_asked_to_end_must_not_leave_before_its_checkpoint_is_written(stopped, held, asked_at):
+def test_a_worker_that_is_stopped_must_exit_only_after_its_checkpoint_is_written(stopped, held, asked_at):
     asked_at(2)
     assert stopped("--epochs", "3") == 7
 
 
-def test_a_worker_that_is_asked_to_end_must_save_though_the_last_save_still_runs(stopped, held, asked_at):
+def test_a_worker_that_is_stopped_must_save_even_if_another_save_is_running(stopped, held, asked_at):
     asked_at(10)
     assert stopped("--epochs", "3", "--save-every", "9") == 10
 
 
-def test_rank_0_must_save_though_its_last_save_still_runs_where_other_ranks_were_asked_to_end(
-    stopped, held, monkeypatch
-):
+def test_rank_0_must_save_if_other_ranks_are_stopped_during_a_save(stopped, held, monkeypatch):
     total, done = Job.sum, []
 
     def with_others(self: Job, values: torch.Tensor) -> torch.Tensor:
@@ -112,7 +110,7 @@ def test_rank_0_must_save_though_its_last_save_still_runs_where_other_ranks_were
     assert stopped("--epochs", "3", "--save-every", "9") == len(done) == 10
 
 
-def test_a_request_to_end_that_comes_while_a_save_begins_must_be_heard_at_the_next_step(stopped, monkeypatch):
+def test_a_request_to_stop_during_a_save_must_take_effect_at_the_next_report(stopped, monkeypatch):
     total, shown = Job.sum, []
 
     def then_asked(self: Job, values: torch.Tensor) -> torch.Tensor:
@@ -126,7 +124,7 @@ def test_a_request_to_end_that_comes_while_a_save_begins_must_be_heard_at_the_ne
     assert stopped("--epochs", "3", "--save-every", "3") == 6
 
 
-def test_a_run_that_was_asked_to_end_and_resumed_must_equal_the_one_that_was_not(small, stopped, asked_at, tmp_path):
+def test_a_run_that_was_stopped_and_resumed_must_equal_an_uninterrupted_one(small, stopped, asked_at, tmp_path):
     arguments = ("--model", "mnist", "--epochs", "3", "--schedule", "cosine")
     expected = weights(small(*arguments))
     folder = (tmp_path / "job").rename(tmp_path / "whole")
@@ -151,19 +149,19 @@ def saves(monkeypatch) -> list[tuple[Any, ...]]:
     return noted
 
 
-def test_saves_between_must_come_after_that_many_steps_and_one_at_the_end_of_each_epoch(small, saves):
+def test_saves_must_come_after_the_given_steps_and_at_the_end_of_each_epoch(small, saves):
     small("--epochs", "2", "--save-every", "2")
     at = [(1, 2), (1, 4), (1, 6), (2, 0), (2, 1), (2, 3), (2, 5), (3, 0)]
     assert [save[:3] for save in saves] == list(zip([2, 4, 6, 7, 8, 10, 12, 14], *zip(*at)))
     assert [step for step, _, _, facts in saves if facts["score"] is not None] == [7, 14]
 
 
-def test_without_an_option_there_must_be_a_save_at_the_end_of_each_epoch_alone(small, saves):
+def test_saves_must_come_only_at_the_end_of_each_epoch_by_default(small, saves):
     small("--epochs", "2")
     assert [save[:3] for save in saves] == [(7, 2, 0), (14, 3, 0)]
 
 
-def test_a_manifest_must_tell_the_score_and_who_saved(small, saves, monkeypatch):
+def test_a_manifest_must_record_score_world_size_and_generation(small, saves, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     folder = small("--ledger")
     (epoch,) = [record for record in records(folder) if record["kind"] == "epoch"]
@@ -172,17 +170,17 @@ def test_a_manifest_must_tell_the_score_and_who_saved(small, saves, monkeypatch)
     assert (entry["generation"], entry["step"], len(entry["samples"])) == (3, 7, 11)
 
 
-def test_a_worker_that_was_given_up_must_save_nothing_while_it_trains(small, tmp_path):
+def test_a_fenced_worker_must_save_nothing(small, tmp_path):
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "generation").write_text("1\n")
     assert steps(small("--save-every", "2")) == []
 
 
-def test_as_many_checkpoints_must_be_kept_as_are_asked_for(small):
+def test_the_requested_number_of_checkpoints_must_be_kept(small):
     assert len(steps(small("--epochs", "5", "--keep", "4"))) in (4, 5)  # and the best
 
 
-def test_weights_that_are_lost_must_not_be_saved(small, tmp_path):
+def test_diverged_weights_must_not_be_saved(small, tmp_path):
     with pytest.raises(SystemExit, match="at step"):
         small("--lr", "1e30", "--optimizer", "sgd", "--save-every", "1", "--keep", "9")
     recorded = {record["step"] for record in records(tmp_path / "job") if record["kind"] == "step"}
@@ -212,7 +210,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("parts", "seconds"), [(1, 1.0), (3, 3.0)])
-def test_the_pace_must_be_the_mean_of_the_steps_since_the_last_one(small, monkeypatch, parts, seconds):
+def test_the_pace_must_be_the_mean_of_the_steps_since_the_last_record(small, monkeypatch, parts, seconds):
     monkeypatch.setattr(train, "time", Clock())
     folder = small("--epochs", "2", "--save-every", "5", "--accumulate", str(parts))
     paces = [record for record in records(folder) if record["kind"] == "pace"]
@@ -220,7 +218,7 @@ def test_the_pace_must_be_the_mean_of_the_steps_since_the_last_one(small, monkey
     assert [record["rank_seconds"] for record in paces] == [[seconds]] * 4
 
 
-def test_the_record_of_an_epoch_must_tell_its_step_its_samples_and_its_own_time(small, monkeypatch, capsys):
+def test_an_epoch_record_must_contain_its_step_samples_and_time(small, monkeypatch, capsys):
     monkeypatch.setattr(train, "time", Clock())
     found = records(small("--epochs", "2"))
     epochs = [record for record in found if record["kind"] == "epoch"]
@@ -235,7 +233,7 @@ def test_the_record_of_an_epoch_must_tell_its_step_its_samples_and_its_own_time(
     assert out.startswith("rank 0 of 1 on ")
 
 
-def test_replicas_must_be_compared_after_that_many_steps_and_at_the_very_end(small, monkeypatch):
+def test_replicas_must_be_compared_after_the_given_steps_and_at_the_end(small, monkeypatch):
     at: list[int] = []
     monkeypatch.setattr(replicas, "check", lambda job, net, step: at.append(step))
     small("--epochs", "2", "--check-replicas", "4")
@@ -247,7 +245,7 @@ def test_replicas_must_be_compared_after_that_many_steps_and_at_the_very_end(sma
 # --- what a training begins with
 
 
-def test_a_training_must_go_on_from_the_checkpoint_that_is_named(small, tmp_path, capsys):
+def test_training_must_resume_from_the_given_checkpoint(small, tmp_path, capsys):
     first = small("--epochs", "2", "--keep", "9") / "checkpoints" / "step-00000007"
     (tmp_path / "job" / "metrics.jsonl").unlink()
     folder = small("--epochs", "2", "--resume", str(first))
@@ -257,7 +255,7 @@ def test_a_training_must_go_on_from_the_checkpoint_that_is_named(small, tmp_path
 
 @pytest.mark.parametrize("option", ["--resume", "--init-from"])
 @pytest.mark.parametrize("spoil", ["missing", "truncated", "incomplete"])
-def test_a_checkpoint_that_cannot_be_read_must_be_refused_by_name(small, tmp_path, option, spoil):
+def test_an_unreadable_checkpoint_must_be_refused_by_name(small, tmp_path, option, spoil):
     path = tmp_path / "one"
     store = Checkpoints(path)
     store.save({"model": {}}, 1)
@@ -274,7 +272,7 @@ def test_a_checkpoint_that_cannot_be_read_must_be_refused_by_name(small, tmp_pat
         small(option, str(path))
 
 
-def test_a_resume_must_win_over_the_weights_that_the_training_began_with(small, tmp_path, capsys):
+def test_resume_must_take_precedence_over_init_from(small, tmp_path, capsys):
     other = small("--seed", "5").rename(tmp_path / "other") / "checkpoints" / "last"
     begun = ("--init-from", str(other))
     whole = small(*begun, "--epochs", "2").rename(tmp_path / "whole")
@@ -283,7 +281,7 @@ def test_a_resume_must_win_over_the_weights_that_the_training_began_with(small, 
     assert same(weights(small(*begun, "--epochs", "2", "--resume", "auto")), weights(whole))
 
 
-def test_weights_that_fit_must_be_taken_over_and_all_others_named(tmp_path):
+def test_matching_weights_must_be_loaded_and_all_others_listed(tmp_path):
     net, other = (torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, width)) for width in (2, 5))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     store = Checkpoints(tmp_path)
@@ -298,7 +296,7 @@ def test_weights_that_fit_must_be_taken_over_and_all_others_named(tmp_path):
     assert said[1].endswith(": 1.bias, 1.weight") and said[2].endswith(": 1.bias, 1.weight, more")
 
 
-def test_all_workers_must_go_on_from_the_checkpoint_that_rank_0_found(monkeypatch, tmp_path):
+def test_all_workers_must_resume_from_the_checkpoint_that_rank_0_found(monkeypatch, tmp_path):
     monkeypatch.setenv("JOB_DIR", str(tmp_path))
     job, store = Job(), Checkpoints(tmp_path)
     assert train.newest(job, store) is None
@@ -318,7 +316,7 @@ def test_all_workers_must_go_on_from_the_checkpoint_that_rank_0_found(monkeypatc
 
 
 @pytest.mark.parametrize(("workers", "drawn"), [(2, 1), (3, None), (1, None)])
-def test_random_numbers_must_go_on_by_rank_where_the_workers_are_as_many_as_before(monkeypatch, workers, drawn):
+def test_random_state_must_be_restored_by_rank_if_the_world_size_is_the_same(monkeypatch, workers, drawn):
     names = ("batch_size", "seed", "dataset", "model", "optimizer")
     states = [torch.Generator().manual_seed(seed).get_state() for seed in (10, 11)]
     state = {"arguments": dict.fromkeys(names, 1), "epoch": 2, "epoch_step": 3, "random": states}

@@ -25,35 +25,35 @@ def fits(job_file: dict) -> bool:
     return VALIDATOR.is_valid(job_file)
 
 
-def test_the_schema_must_be_one():
+def test_the_schema_must_be_valid():
     Draft7Validator.check_schema(schema())
     assert json.loads(json.dumps(schema())) == schema()
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, value, _ in GOOD])
-def test_an_editor_must_take_what_we_take(key, value):
+def test_the_schema_must_accept_valid_values(key, value):
     assert fits({key: value}) is ((key, value) not in LENIENT)
 
 
 @pytest.mark.parametrize(("key", "value"), BAD)
-def test_an_editor_must_refuse_what_we_refuse(key, value):
+def test_the_schema_must_refuse_invalid_values(key, value):
     assert fits({key: value}) is ((key, value) in UNSEEN)
 
 
-def test_an_editor_must_refuse_keys_that_do_not_exist_or_contradict_each_other():
+def test_the_schema_must_refuse_unknown_and_contradictory_keys():
     assert fits({}) and fits({"nodes": 4, "env.A": "b"}) and fits({"optional": ["memory"]})
     for wrong in ({"trainer": 3}, {"nodes": 0}, {"nodes": 4, "trainers": 3}, {"env.1": "b"}, {"optional": ["x"]}, []):
         assert not fits(wrong)
 
 
-def test_the_examples_and_every_job_that_we_write_must_fit_the_schema():
+def test_the_examples_and_generated_job_files_must_match_the_schema():
     for path in ROOT.glob("examples/*.yaml"):
         assert fits(read_file(path)), path
     assert fits(yaml.safe_load(resolve({"command": "x.py", "env": {"A": 1}, "rules": [], "cpus": 1}).to_yaml()))
 
 
 @pytest.mark.parametrize("key", FIELDS)
-def test_each_default_must_be_what_is_said_and_be_taken_by_an_editor(key):
+def test_each_documented_default_must_be_the_actual_default_and_match_the_schema(key):
     words, absent = default_of(key), FIELDS[key].metadata["absent"]
     if words and not absent:
         assert resolve({key: yaml.safe_load(words)}) == JobSpec()
@@ -63,11 +63,11 @@ def test_each_default_must_be_what_is_said_and_be_taken_by_an_editor(key):
         assert fits({key: said["default"]}) and resolve({key: said["default"]}) == JobSpec()
 
 
-def test_the_readme_must_have_the_table_of_keys():
+def test_the_readme_must_contain_the_table_of_keys():
     assert f"\n{table()}\n\n" in (ROOT / "README.md").read_text()
 
 
-def test_descriptions_must_be_plain_outside_of_the_readme(capsys):
+def test_descriptions_must_have_no_markup_outside_of_the_readme(capsys):
     assert all(mark not in description(key) for key in FIELDS for mark in ("`", "](", "(#"))
     assert main(["run", "--help"]) == 0
     help_text = " ".join(capsys.readouterr().out.split())

@@ -65,7 +65,7 @@ def run(cli, mark: Path, *words: str, code: int = 0) -> str:
 
 
 @pytest.mark.slow
-def test_no_command_may_import_a_module_from_the_current_folder(shadowed):
+def test_commands_must_not_import_a_module_from_the_current_folder(shadowed):
     cli, mark = shadowed
     run(cli, mark, "--help")
     run(cli, mark, "--version")
@@ -85,14 +85,14 @@ def test_no_command_may_import_a_module_from_the_current_folder(shadowed):
 
 
 @pytest.mark.docker
-def test_no_command_that_asks_an_engine_may_import_a_module_from_the_current_folder(cli, docker_engine, nothing_left):
+def test_docker_commands_must_not_import_a_module_from_the_current_folder(cli, docker_engine, nothing_left):
     mark = trapped(cli)
     run(cli, mark, "ps")
     run(cli, mark, "doctor")
     run(cli, mark, "run", "--engine", "docker", "--trainers", "1", "--gpus", "none", *SCRIPT)
 
 
-def test_commands_without_a_script_must_not_mind_an_app_of_the_users_own(cli, nothing_left):
+def test_commands_without_a_script_must_ignore_the_users_app_module(cli, nothing_left):
     (cli.folder / "app.py").write_text("print('mine')\n")
     assert cli("doctor", "--engine", "process").returncode == 0
     cluster = cli("up", *JOB).stdout.strip()
@@ -101,7 +101,7 @@ def test_commands_without_a_script_must_not_mind_an_app_of_the_users_own(cli, no
     assert (refused.returncode, "would run instead of the default job" in refused.stderr) == (2, True)
 
 
-def test_workers_must_find_the_modules_of_their_own_folder(cli, nothing_left):
+def test_workers_must_find_modules_in_their_working_directory(cli, nothing_left):
     (cli.folder / "queue.py").write_text("print('their own queue')\n")
     (cli.folder / "hello.py").write_text("import queue\n")
     for warm in ("true", "false"):
@@ -110,7 +110,7 @@ def test_workers_must_find_the_modules_of_their_own_folder(cli, nothing_left):
 
 
 @pytest.mark.parametrize("safe", ["", "-P", "PYTHONSAFEPATH"])
-def test_what_the_user_puts_on_the_path_must_stay_there(cli, safe):
+def test_entries_of_pythonpath_must_be_kept(cli, safe):
     if safe == "-P" and sys.version_info < (3, 11):
         pytest.skip("this Python has no -P")
     mark = trapped(cli)
@@ -126,7 +126,7 @@ def test_what_the_user_puts_on_the_path_must_stay_there(cli, safe):
 
 
 @pytest.mark.parametrize("path", [":{root}", "{root}:", "{root}::/none", ":{root}:"])
-def test_an_empty_entry_of_the_python_path_must_put_the_current_folder_nowhere(cli, nothing_left, path):
+def test_an_empty_entry_of_pythonpath_must_not_add_the_current_folder(cli, nothing_left, path):
     """Python takes it for the current folder; `PYTHONPATH=$PYTHONPATH:/x` makes one where there was nothing before."""
     mark = trapped(cli)
     del cli.env["PYTHONWARNINGS"]  # for which Python itself imports `re` when it starts
@@ -139,7 +139,7 @@ def test_an_empty_entry_of_the_python_path_must_put_the_current_folder_nowhere(c
 
 
 @pytest.mark.parametrize("path", [".:{root}", ":.:{root}", "{root}::{here}"])
-def test_a_current_folder_that_the_python_path_names_must_stay_there(cli, path):
+def test_a_current_folder_named_in_pythonpath_must_be_kept(cli, path):
     mark = trapped(cli)
     for module in cli.folder.glob("*.py"):
         if module.name != "simplejson.py":
@@ -150,7 +150,7 @@ def test_a_current_folder_that_the_python_path_names_must_stay_there(cli, path):
     assert "simplejson" in mark.read_text()
 
 
-def test_workers_must_have_the_python_path_as_it_is(cli, nothing_left):
+def test_workers_must_get_pythonpath_unchanged(cli, nothing_left):
     (cli.folder / "beside.py").write_text("print('beside')\n")
     (cli.folder / "below").mkdir()
     (cli.folder / "below" / "hello.py").write_text("import beside, os\nprint(os.environ['PYTHONPATH'])\n")
@@ -161,7 +161,7 @@ def test_workers_must_have_the_python_path_as_it_is(cli, nothing_left):
     assert logs == [f"beside\n{cli.env['PYTHONPATH']}\n"] * 4
 
 
-def test_a_supervisor_in_the_background_must_be_found_where_the_command_was(cli, nothing_left):
+def test_a_background_supervisor_must_be_imported_from_the_commands_package(cli, nothing_left):
     """With `-P`, not in the current folder."""
     if sys.version_info < (3, 11):
         pytest.skip("this Python has no -P")
@@ -187,7 +187,7 @@ def script(cli) -> Path:
     return path
 
 
-def test_the_command_must_run_no_file_of_its_own_name_and_nor_must_its_supervisor(cli, script, nothing_left):
+def test_the_command_and_its_supervisor_must_not_run_a_file_with_their_name(cli, script, nothing_left):
     mark = trapped(cli)
     (cli.folder / "orchestrate.py").write_text(f"open({str(mark)!r}, 'w')\n")
 

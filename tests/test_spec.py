@@ -8,36 +8,36 @@ from orchestrate.errors import UsageError
 from orchestrate.job.spec import APP, FIELDS, JobSpec, read_file, read_set, resolve
 
 
-def test_the_defaults_are_the_default_job():
+def test_the_defaults_must_describe_the_default_job():
     spec = resolve()
     assert (spec.trainers, spec.gpus, spec.engine, spec.command) == (3, "auto", "auto", APP)
 
 
-def test_a_later_layer_must_win():
+def test_a_later_layer_must_override_an_earlier_one():
     assert resolve({"trainers": 1, "name": "a"}, {"trainers": 2}) == JobSpec(trainers=2, name="a")
     assert resolve({"env": {"A": 1, "B": 2}}, {"env.A": 3}).env == {"A": "3", "B": "2"}
 
 
 @pytest.mark.parametrize("value", [-1, "x", "", "1e3", 1.5, True, None, 1001, [], "٣x"])
-def test_a_number_of_trainers_that_is_none_must_be_refused(value):
+def test_an_invalid_number_of_trainers_must_be_refused(value):
     with pytest.raises(UsageError, match="trainers must be a whole number from 0 to 1000"):
         resolve({"trainers": value})
 
 
 @pytest.mark.parametrize(("key", "value", "parsed"), GOOD)
-def test_a_value_must_be_read_as_people_write_it(key, value, parsed):
+def test_common_notations_of_a_value_must_be_accepted(key, value, parsed):
     assert getattr(resolve({key: value}), key) == parsed
 
 
 @pytest.mark.parametrize(("key", "value"), BAD)
-def test_a_wrong_value_must_be_refused_by_its_key(key, value):
+def test_an_invalid_value_must_be_refused_with_its_key(key, value):
     with pytest.raises(UsageError, match=f"^{key} must be ") as caught:
         resolve({key: value})
     assert repr(value) in str(caught.value) or key == "env"  # whose values may be secrets
     assert caught.value.hint
 
 
-def test_an_unknown_key_must_be_answered_with_the_nearest_one():
+def test_an_unknown_key_must_be_refused_with_the_closest_one():
     with pytest.raises(UsageError, match="unknown key 'trainer'") as caught:
         resolve({"trainer": 3})
     assert caught.value.hint == "did you mean trainers?"
@@ -65,14 +65,14 @@ def test_an_unknown_key_must_be_answered_with_the_nearest_one():
         (b"~\n", "holds a single value, not a mapping"),
     ],
 )
-def test_a_bad_job_file_must_be_refused_with_the_place(tmp_path, content, message):
+def test_an_invalid_job_file_must_be_refused_with_line_and_column(tmp_path, content, message):
     path = tmp_path / "job.yaml"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=message):
         read_file(path)
 
 
-def test_a_mistake_in_a_job_file_must_come_with_its_hint(tmp_path):
+def test_an_error_in_a_job_file_must_include_its_hint(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("trainer: 3\n")
     with pytest.raises(UsageError) as caught:
@@ -87,14 +87,14 @@ def test_an_empty_job_file_must_be_the_default_job(tmp_path):
         assert resolve(read_file(path)) == JobSpec()
 
 
-def test_a_job_file_that_is_not_there_must_be_named(tmp_path):
+def test_a_missing_job_file_must_be_reported_by_path(tmp_path):
     with pytest.raises(UsageError, match="cannot read job file .*nope.yaml: No such file"):
         read_file(tmp_path / "nope.yaml")
     with pytest.raises(UsageError, match=f"cannot read job file {tmp_path}: Is a directory"):
         read_file(tmp_path)
 
 
-def test_a_written_job_file_must_resolve_to_the_same_job(tmp_path):
+def test_a_generated_job_file_must_resolve_to_the_same_job(tmp_path):
     values = {
         "name": "010",
         "command": "x.py 'a b' yes 1.10",
@@ -136,7 +136,7 @@ def test_a_written_job_file_must_resolve_to_the_same_job(tmp_path):
         assert resolve(read_file(path)) == one
 
 
-def test_set_must_reach_every_key():
+def test_set_must_accept_every_key():
     layer = read_set(["trainers=2", "env.A=x", "env.B=1", "image=a:1"])
     assert resolve(layer) == JobSpec(trainers=2, env={"A": "x", "B": "1"}, image="a:1")
     assert resolve(read_set(["preload=[numpy, torch]", "pin=true", "hang_after=null"])) == JobSpec(
@@ -155,7 +155,7 @@ def test_the_text_after_the_first_equals_sign_must_be_the_value():
     }
 
 
-def test_words_of_the_environment_must_stay_as_they_are_written(tmp_path):
+def test_values_of_env_must_stay_as_written(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(
         "env: {A: yes, B: 1.10, C: 12:30, D: 010, E: }\nenv.H: yes\ncommand: [x.py, 1.10, yes]\nname: 010\n"
@@ -171,7 +171,7 @@ def test_a_minimum_above_the_trainers_must_be_refused():
         resolve({"trainers": 2, "min_trainers": 3})
 
 
-def test_what_is_fit_together_must_be_all_layers_not_one(tmp_path):
+def test_consistency_must_be_checked_after_merging_all_layers(tmp_path):
     spec = JobSpec(trainers=8, min_trainers=5)
     (tmp_path / "job.yaml").write_text("min_trainers: 5\n")
     assert resolve(read_file(tmp_path / "job.yaml"), {"trainers": 8}) == spec
@@ -184,7 +184,7 @@ def test_set_without_a_value_must_be_refused():
         read_set(["trainers"])
 
 
-def test_odd_text_must_survive_the_file_of_a_job(tmp_path):
+def test_odd_text_must_survive_a_generated_job_file(tmp_path):
     texts = odd(300)
     spec = resolve({"command": ["train.py", *texts], "env": {f"A_{n}": text for n, text in enumerate(texts)}})
     path = tmp_path / "job.yaml"
@@ -206,6 +206,6 @@ def test_secrets_must_be_names_of_env(names):
 
 
 @pytest.mark.parametrize("value", [["a==" * 1_000_000 + "b b"], "a==" + "b" * 498, ["a==b"] * 101])
-def test_constraints_must_have_a_size_that_can_be_read_in_time(value):
+def test_the_size_of_constraints_must_be_limited(value):
     with pytest.raises(UsageError, match=r"at most 100 conditions .*, each of at most 500 characters, not "):
         resolve({"constraints": value})

@@ -28,14 +28,14 @@ class Deaf(RecordingEngine):
 
 
 @pytest.mark.parametrize(("requests", "grace"), [(0, 7.0), (1, 7.0), (2, 0)])
-def test_nodes_must_have_the_grace_period_unless_stopped_twice(job, requests, grace):
+def test_nodes_must_get_the_grace_period_unless_stopped_twice(job, requests, grace):
     engine = RecordingEngine([] if requests else [ALL_WELL])
     job.stops = lambda: requests * ("start" in engine.calls)
     job.run(engine, JobSpec(trainers=2, grace=7.0))
     assert engine.calls[-1] == "down" and engine.graces == [grace]
 
 
-def test_a_second_request_to_stop_must_be_heard_while_nodes_are_taken_down(job):
+def test_a_second_request_to_stop_must_take_effect_while_nodes_are_removed(job):
     engine, heard, requests = RecordingEngine([ALL_WELL]), [], [0]
     job.stops = lambda: requests[0]
 
@@ -49,28 +49,28 @@ def test_a_second_request_to_stop_must_be_heard_while_nodes_are_taken_down(job):
     assert heard == [False, False, True]
 
 
-def test_what_is_known_of_nodes_only_at_their_end_must_be_reported(job):
+def test_warnings_during_the_removal_of_nodes_must_be_reported(job):
     engine = RecordingEngine([ALL_WELL])
     engine.down = lambda grace, stopped: engine.warn("some files are not copied")
     job.run(engine)
     assert job.noted("warning_issued") == [{"text": "some files are not copied"}]
 
 
-def test_nodes_that_are_removed_without_being_known_must_have_the_grace_period(job):
+def test_unknown_nodes_must_get_the_grace_period_before_they_are_removed(job):
     engine = RecordingEngine()
     job.stops = lambda: 1
     assert job.run(engine, JobSpec(trainers=2, grace=7.0)).word == "stopped"
     assert engine.calls == ["remove j"] and engine.graces == [7.0]
 
 
-def test_nodes_of_a_cluster_must_be_cleaned_and_not_removed_by_who_has_not_asked_for_them(job):
+def test_a_job_must_clean_the_nodes_of_a_cluster_and_not_remove_them(job):
     spec, engine = JobSpec(trainers=2, grace=7.0), RecordingEngine()
     job.stops = lambda: 1
     job.run(engine, spec, plan(spec, HERE.but(cluster="box"), "j", 29500))
     assert engine.calls == ["adopt", "down"] and engine.graces == [7.0]
 
 
-def test_a_job_that_could_not_start_must_say_why_though_the_clean_up_fails_too(job):
+def test_a_job_that_could_not_start_must_report_why_even_if_the_clean_up_fails(job):
     engine = RecordingEngine()
     engine.missing = {"trainer-1"}
     engine.down = lambda grace, stopped: (_ for _ in ()).throw(EngineError("stuck"))
@@ -79,7 +79,7 @@ def test_a_job_that_could_not_start_must_say_why_though_the_clean_up_fails_too(j
     assert job.noted("nodes_left") == [{"error": "stuck"}]
 
 
-def test_an_outcome_must_be_decided_once_and_known_to_who_looks_again(job):
+def test_an_outcome_must_be_decided_once_and_kept_for_later_supervisors(job):
     engine = RecordingEngine([KILLED], [[WorkerExit(0, 1)]])
     outcome = job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=1))
     ended = job.supervisor.history.ended
@@ -90,7 +90,7 @@ def test_an_outcome_must_be_decided_once_and_known_to_who_looks_again(job):
     assert job.names()[-2:] == ["nodes_stopping", "nodes_down"]
 
 
-def test_failures_one_after_the_other_must_be_followed_by_a_wait(job):
+def test_repeated_failures_must_be_followed_by_a_delay(job):
     job.run(RecordingEngine([KILLED], [KILLED], [ALL_WELL]))
     assert job.noted("restart_decided") == [
         {"restart": True, "why": "restart 1 of 3", "delay": 0.0},
@@ -100,7 +100,7 @@ def test_failures_one_after_the_other_must_be_followed_by_a_wait(job):
     assert gaps == pytest.approx([0, 1], abs=0.2)
 
 
-def test_a_request_to_stop_must_end_the_wait_for_the_next_generation(job):
+def test_a_request_to_stop_must_end_the_delay_before_the_next_generation(job):
     spec = JobSpec(trainers=2, grace=0.01, rules=[{"cause": "killed", "action": "ignore"}])
     engine = RecordingEngine([KILLED], [KILLED], [ALL_WELL])
     decided = []
@@ -126,14 +126,14 @@ def test_nodes_whose_workers_do_not_end_must_be_removed_in_time(job, requests, c
     assert job.noted("workers_lost") == [{"ranks": [0, 1, 2]}]
 
 
-def test_workers_that_outlast_the_maximum_run_time_must_be_stopped_once_and_removed_in_time(job):
+def test_workers_that_exceed_max_run_must_be_stopped_once_and_removed_in_time(job):
     engine = Deaf([])
     assert job.run(engine, JobSpec(trainers=2, grace=30.0, max_run=10.0)) == JobResult("stopped", "max_run was reached")
     assert job.noted("workers_stopping") == [{"why": "max_run was reached", "kill": False}]
     assert 45 <= job.when("workers_lost")[0] < 46
 
 
-def test_nodes_that_cannot_be_removed_must_not_keep_the_job_from_its_end(job):
+def test_nodes_that_cannot_be_removed_must_not_keep_the_job_from_ending(job):
     engine = Deaf([])
     engine.discard = lambda nodes: (_ for _ in ()).throw(EngineError("stuck"))
     job.stops = lambda: int("start" in engine.calls)
@@ -141,7 +141,7 @@ def test_nodes_that_cannot_be_removed_must_not_keep_the_job_from_its_end(job):
     assert job.noted("nodes_left") == [{"error": "stuck"}]
 
 
-def test_workers_that_were_killed_by_a_second_request_must_not_be_blamed(job):
+def test_workers_killed_by_a_second_request_must_not_be_the_root_cause(job):
     engine = RecordingEngine([[WorkerExit(0, 1)]], stubborn=True)
     job.stops = lambda: 2 * ("stop" in engine.calls)
     outcome = job.run(engine, JobSpec(trainers=2, grace=30.0, max_restarts=0))
@@ -150,7 +150,7 @@ def test_workers_that_were_killed_by_a_second_request_must_not_be_blamed(job):
     assert job.causes() == [(0, "error")]
 
 
-def test_a_request_to_stop_must_not_hide_why_the_workers_were_ending_already(job):
+def test_a_request_to_stop_must_not_hide_an_earlier_failure(job):
     engine = RecordingEngine([KILLED])
     job.stops = lambda: int("stop" in engine.calls)
     assert job.run(engine) == JobResult("stopped", "stopped by the user")
@@ -174,7 +174,7 @@ def test_a_full_disk_must_not_keep_workers_from_being_stopped(job, monkeypatch):
     assert engine.calls == ["up", "start", "stop", "down"]
 
 
-def test_the_end_of_each_worker_must_be_noted_with_whether_we_had_asked_for_it(job):
+def test_each_exit_of_a_worker_must_be_recorded_with_whether_it_was_requested(job):
     engine = RecordingEngine(
         [[WorkerExit(2, 137)], [WorkerExit(0, 1, False), WorkerExit(1, 143)]],
         [[WorkerExit(0, 0)], [WorkerExit(0, 0)], ALL_WELL],

@@ -20,20 +20,20 @@ def job(tmp_path, monkeypatch):
     return Job(tmp_path, monkeypatch)
 
 
-def test_the_job_must_succeed_only_when_all_have(job):
+def test_a_job_must_succeed_only_when_all_workers_have(job):
     engine = RecordingEngine([[WorkerExit(1, 0)], [], [WorkerExit(0, 0), WorkerExit(2, 0)]])
     assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["up", "start", "down"]
 
 
-def test_a_failure_must_stop_the_gang_and_start_the_next_generation_of_all(job):
+def test_a_failure_must_stop_the_gang_and_start_the_next_generation(job):
     engine = RecordingEngine([[WorkerExit(1, 0)], [], [WorkerExit(2, 137)]], [ALL_WELL])
     assert job.run(engine) == JobResult("succeeded", "finished")
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
     assert job.causes() == [(2, "killed")]
 
 
-def test_each_generation_must_have_a_port_a_count_and_a_fence_of_its_own(job):
+def test_each_generation_must_have_its_own_port_restart_count_and_fence(job):
     fences = []
     engine = RecordingEngine([KILLED], [KILLED], [ALL_WELL])
     start = engine.start
@@ -45,7 +45,7 @@ def test_each_generation_must_have_a_port_a_count_and_a_fence_of_its_own(job):
     assert fences == ["0\n", "1\n", "2\n"]
 
 
-def test_workers_that_are_being_stopped_must_be_fenced_off_first(job):
+def test_workers_must_be_fenced_before_they_are_stopped(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
     stop = engine.stop
     engine.stop = lambda how: (stop(how), engine.calls.append(job.paths.fence.read_text().strip()))
@@ -75,21 +75,21 @@ def test_metrics_must_count_as_progress(job):
     assert [ended.step for ended in job.supervisor.history.ended] == [10, 20, 30, 40, 50, 60, 70]
 
 
-def test_metrics_that_repeat_themselves_must_not_count_as_progress(job):
+def test_repeated_metrics_must_not_count_as_progress(job):
     engine = RecordingEngine(*[[KILLED]] * 6)
     job.paths.metrics.write_text('{"step": 5}\n')
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).why == "no progress in 3 generations"
     assert [ended.progress for ended in job.supervisor.history.ended] == [True, False, False, False]
 
 
-def test_a_mistake_must_not_be_tried_again(job):
+def test_a_permanent_failure_must_not_be_retried(job):
     job.paths.log(0).write_text("ModuleNotFoundError: No module named 'nonesuch'\n")
     engine = RecordingEngine([[WorkerExit(0, 1)]])
     assert job.run(engine) == JobResult("failed", "this kind of failure is not retried")
     assert job.causes() == [(0, "script")]
 
 
-def test_only_the_last_words_of_its_own_generation_may_be_held_against_a_worker(job):
+def test_only_last_lines_of_the_current_generation_must_count_for_the_cause(job):
     job.paths.log(1).write_text("ModuleNotFoundError: No module named 'x'\n[node] generation 1\nValueError: new\n")
     engine = RecordingEngine([[WorkerExit(0, 137)]], [[WorkerExit(1, 1)]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
@@ -97,7 +97,7 @@ def test_only_the_last_words_of_its_own_generation_may_be_held_against_a_worker(
 
 
 @pytest.mark.parametrize(("asked", "cause"), [(False, (1, "terminated")), (True, (0, "error"))])
-def test_a_worker_that_somebody_else_has_ended_must_be_told_from_one_that_we_have(job, asked, cause):
+def test_a_worker_terminated_externally_must_be_distinguished_from_one_that_we_stopped(job, asked, cause):
     job.paths.log(0).write_text("RuntimeError: Connection reset by peer\n")
     engine = RecordingEngine([[WorkerExit(0, 1)], [WorkerExit(1, 143, asked)], [WorkerExit(2, 143)]], [ALL_WELL])
     engine.stop = lambda how: engine.calls.append("stop")  # its peer was heard first, and we have stopped all
@@ -116,7 +116,7 @@ def test_a_worker_that_somebody_else_has_ended_must_be_told_from_one_that_we_hav
         ([[WorkerExit(2, 0), WorkerExit(1, 1)]], (1, "error"), 0.2),
     ],
 )
-def test_workers_that_wait_as_well_must_have_time_to_run_into_a_timeout(job, later, cause, stopped):
+def test_other_waiting_workers_must_have_time_to_time_out_too(job, later, cause, stopped):
     for rank in (0, 2):
         job.paths.log(rank).write_text("RuntimeError: Timed out waiting 3000ms for recv operation to complete\n")
     engine = RecordingEngine([[WorkerExit(0, 1)], *later], [ALL_WELL])
@@ -139,21 +139,21 @@ def test_a_request_to_stop_must_stop_the_gang(job):
     assert engine.calls == ["up", "start", "stop", "down"]
 
 
-def test_a_request_before_the_workers_start_must_start_none(job):
+def test_a_request_to_stop_before_the_workers_start_must_start_none(job):
     engine = RecordingEngine()
     job.stops = lambda: len(engine.calls)
     assert job.run(engine).word == "stopped"
     assert engine.calls == ["up", "down"]
 
 
-def test_a_request_before_the_nodes_come_up_must_bring_up_none_and_remove_what_there_may_be(job):
+def test_a_request_to_stop_before_the_nodes_start_must_only_remove_leftovers(job):
     engine = RecordingEngine()
     job.stops = lambda: 1
     assert job.run(engine).word == "stopped"
     assert engine.calls == ["remove j"]
 
 
-def test_a_job_that_could_not_start_must_not_be_started_by_who_removes_its_rest(job):
+def test_a_later_supervisor_must_not_restart_a_job_that_could_not_start(job):
     engine = RecordingEngine()
     engine.missing = {"trainer-1"}
     with pytest.raises(EngineError):
@@ -163,7 +163,7 @@ def test_a_job_that_could_not_start_must_not_be_started_by_who_removes_its_rest(
     assert engine.calls == ["adopt", "down"]
 
 
-def test_what_can_never_be_sent_to_the_nodes_must_end_the_job_and_not_count_as_a_lost_engine(job):
+def test_files_that_cannot_be_sent_must_end_the_job_and_not_count_as_a_lost_engine(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
     start = engine.start
 
@@ -180,7 +180,7 @@ def test_what_can_never_be_sent_to_the_nodes_must_end_the_job_and_not_count_as_a
     assert engine.calls == ["up", "start", "stop", "up", "down"]
 
 
-def test_a_request_while_the_nodes_come_up_must_not_wait_for_them(job):
+def test_a_request_to_stop_while_the_nodes_start_must_not_wait_for_them(job):
     engine = RecordingEngine()
     engine.missing = {"trainer-1"}
     job.stops = lambda: int("up" in engine.calls)
@@ -188,13 +188,13 @@ def test_a_request_while_the_nodes_come_up_must_not_wait_for_them(job):
     assert engine.calls == ["up", "down"]
 
 
-def test_a_request_while_the_next_generation_waits_must_end_the_job(job):
+def test_a_request_to_stop_during_the_restart_delay_must_end_the_job(job):
     engine = RecordingEngine([KILLED], [KILLED], [ALL_WELL])
     job.stops = lambda: int(len(job.supervisor.history.ended) == 2)  # when it would wait for a second
     assert job.run(engine) == JobResult("stopped", "stopped by the user")
 
 
-def test_only_a_second_request_may_kill(job):
+def test_only_a_second_request_to_stop_must_kill(job):
     engine = RecordingEngine([], stubborn=True)
     job.stops = lambda: ("start" in engine.calls) + ("stop" in engine.calls)
     assert job.run(engine, JobSpec(trainers=2, grace=30)).word == "stopped"
@@ -209,7 +209,7 @@ def test_nodes_whose_workers_do_not_end_must_be_removed_before_the_next_generati
 
 
 @pytest.mark.parametrize("takes", [0.0, 29.0, 34.0, 36.0, None])
-def test_nodes_must_be_removed_only_when_their_workers_have_had_the_grace_period(job, takes):
+def test_nodes_must_be_removed_only_after_the_grace_period_of_their_workers(job, takes):
     stopped = []
 
     def end(how: Stop) -> None:
@@ -230,7 +230,7 @@ def test_nodes_must_be_removed_only_when_their_workers_have_had_the_grace_period
     assert removed == ([] if takes is not None and takes < 35 else ["discard master trainer-2"])
 
 
-def test_a_supervisor_that_breaks_must_take_the_nodes_down(job):
+def test_a_supervisor_that_crashes_must_remove_the_nodes(job):
     engine = RecordingEngine([])
     engine.wait = lambda timeout: {}[timeout]
     with pytest.raises(KeyError):
@@ -238,13 +238,13 @@ def test_a_supervisor_that_breaks_must_take_the_nodes_down(job):
     assert engine.calls == ["up", "start", "down"] and engine.graces == [0]
 
 
-def test_the_maximum_run_time_must_stop_the_gang(job):
+def test_max_run_must_stop_the_gang(job):
     assert job.run(RecordingEngine([]), JobSpec(trainers=2, max_run=0.01)) == JobResult(
         "stopped", "max_run was reached"
     )
 
 
-def test_the_maximum_run_time_must_count_from_the_start_of_the_job_and_not_of_a_generation(job):
+def test_max_run_must_count_from_the_start_of_the_job(job):
     began = job.clock.now
     engine = RecordingEngine([[]] * 200 + [KILLED], [])  # twenty seconds, and then for ever
     outcome = job.run(engine, JobSpec(trainers=2, grace=1.0, max_run=30.0))
@@ -253,7 +253,7 @@ def test_the_maximum_run_time_must_count_from_the_start_of_the_job_and_not_of_a_
     assert 30 <= job.clock.now - began < 31
 
 
-def test_nodes_that_cannot_come_up_must_be_taken_down(job):
+def test_nodes_that_cannot_start_must_be_removed(job):
     engine = RecordingEngine()
     engine.missing = {"trainer-1"}
     with pytest.raises(EngineError, match="no such node"):
@@ -261,14 +261,14 @@ def test_nodes_that_cannot_come_up_must_be_taken_down(job):
     assert engine.calls == ["up", "down"]
 
 
-def test_nodes_that_cannot_come_back_must_fail_the_job(job):
+def test_nodes_that_cannot_be_replaced_must_fail_the_job(job):
     engine = RecordingEngine([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
     assert job.run(engine) == JobResult("failed", "the job cannot continue: no such node")
 
 
-def test_files_that_do_not_fit_at_home_must_be_waited_for_before_nodes_lose_them(job):
+def test_a_full_disk_must_delay_the_restart_until_all_files_are_copied(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.full.append(OSError(errno.ENOSPC, "full", "a")))
@@ -277,7 +277,7 @@ def test_files_that_do_not_fit_at_home_must_be_waited_for_before_nodes_lose_them
     assert [event["error"] for event in job.events if event["event"] == "disk_full"] == ["[Errno 28] full: 'a'"]
 
 
-def test_files_that_never_fit_at_home_must_end_the_job_and_stay_where_they_are(job, monkeypatch):
+def test_a_disk_that_stays_full_must_end_the_job_and_leave_files_on_the_nodes(job, monkeypatch):
     for module in ("supervise.running", "supervise.generation"):
         monkeypatch.setattr(f"orchestrate.{module}.ENGINE_TIMEOUT", 0.01)
     engine = RecordingEngine([KILLED])
@@ -294,7 +294,7 @@ def test_a_failed_clean_up_must_not_replace_the_outcome(job):
     assert job.run(engine) == JobResult("succeeded", "finished", left="stuck")
 
 
-def test_a_request_to_stop_while_the_nodes_do_not_come_back_must_stop_the_job(job):
+def test_a_request_to_stop_while_nodes_are_replaced_must_stop_the_job(job):
     engine = RecordingEngine([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
@@ -303,7 +303,7 @@ def test_a_request_to_stop_while_the_nodes_do_not_come_back_must_stop_the_job(jo
     assert engine.calls.count("up") == 3
 
 
-def test_a_warning_of_the_engine_must_be_an_event_that_a_person_sees(job):
+def test_a_warning_of_the_engine_must_be_an_event_and_be_printed(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
     start = engine.start
     engine.start = lambda plan: (start(plan), len(engine.plans) > 1 and engine.warn("the nodes can reach this machine"))
@@ -312,7 +312,7 @@ def test_a_warning_of_the_engine_must_be_an_event_that_a_person_sees(job):
     assert line(event) == "warning: the nodes can reach this machine"
 
 
-def test_workers_that_others_wait_for_must_be_named_as_long_as_they_have_not_started(job):
+def test_workers_that_delay_the_start_must_be_reported_until_they_have_started(job):
     engine = RecordingEngine([[]] * 60 + [ALL_WELL])
     engine.slow = [{0, 1, 2}] * 20 + [{1, 2}] * 2 + [{2}] * 20  # a tenth of a second each
     assert job.run(engine).word == "succeeded"

@@ -96,7 +96,7 @@ def lost_host(job: Job, ranks: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_the_default_job_must_train_on_all_hosts_to_the_same_accuracy(cli, swarm):
+def test_the_default_job_must_reach_the_same_accuracy_on_several_hosts(cli, swarm):
     options = ["--set", "env.OMP_NUM_THREADS=1"]  # else each of three hosts takes all cores for its own
     job = Job(cli, swarm, *options, "--set", "command=-m app.train --epochs 3 --resume auto", trainers=2)
     eventually(lambda: job.has(0, "epoch 1/3"))
@@ -109,7 +109,7 @@ def test_the_default_job_must_train_on_all_hosts_to_the_same_accuracy(cli, swarm
     assert not records.need(cli.run_dir()).key
 
 
-def test_a_script_that_knows_nothing_of_us_must_run_unchanged(cli, swarm):
+def test_a_script_written_for_torchrun_must_run_unchanged(cli, swarm):
     shutil.copy(ROOT / "examples" / "allreduce.py", cli.folder)
     done = cli("run", "--engine", "swarm", "--gpus", "none", "--trainers", "2", "--", "allreduce.py")
     assert done.returncode == 0, done.stderr
@@ -117,7 +117,7 @@ def test_a_script_that_knows_nothing_of_us_must_run_unchanged(cli, swarm):
         assert cli.log(rank) == f"rank {rank} of 3: the ranks add up to 3\n", cli.report()["failures"][0]["summary"]
 
 
-def test_a_node_must_have_the_limits_and_no_more_rights_than_on_one_machine(cli, swarm):
+def test_a_node_must_have_the_same_limits_and_rights_as_on_one_machine(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "100000")
     job.until_step(1, rank=3)
     limits = json.loads((cli.run_dir() / "plan.json").read_text())["limits"]
@@ -148,7 +148,7 @@ ADDRESSES |= {"TORCHELASTIC_RUN_ID"}
 
 
 @pytest.mark.slow
-def test_every_engine_must_give_the_same_plan_but_for_addresses_and_the_same_losses(cli, swarm):
+def test_every_engine_must_give_the_same_plan_except_addresses_and_the_same_losses(cli, swarm):
     plans, losses = [], []
     for engine in ("process", "docker", "swarm"):
         env = {"DOCKER_HOST": ""} if engine == "docker" else {}
@@ -167,7 +167,7 @@ def test_every_engine_must_give_the_same_plan_but_for_addresses_and_the_same_los
     assert len(losses[0]) > 1 and losses[0] == losses[1] == losses[2]
 
 
-def test_each_worker_must_have_the_gpu_that_swarm_has_set_aside_for_it(cli, swarm):
+def test_each_worker_must_have_the_gpu_that_swarm_reserved_for_it(cli, swarm):
     (cli.folder / "gpu.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
     done = cli("run", "--engine", "swarm", "--gpus", "all", "--trainers", "5", "--set", "warm=false", "--", "gpu.py")
     assert done.returncode == 0, done.stderr
@@ -179,7 +179,7 @@ def test_more_nodes_than_gpus_must_be_an_error(cli, swarm):
     assert done.returncode == 4 and "7 workers need 7 GPUs, and there are 6" in done.stderr
 
 
-def test_training_must_go_on_without_its_orchestrator_and_another_one_must_take_over(cli, swarm):
+def test_training_must_continue_without_its_orchestrator_until_another_takes_over(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "400")
     job.until_step(30, rank=2)
     job.process.kill()
@@ -191,7 +191,7 @@ def test_training_must_go_on_without_its_orchestrator_and_another_one_must_take_
         assert complete(job.steps(rank), 400)
 
 
-def test_what_hosts_still_have_when_the_outcome_is_decided_must_come_home(cli, swarm):
+def test_files_still_on_hosts_when_the_outcome_is_decided_must_be_copied(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "150")
     job.until_step(30, rank=2)
     job.process.kill()
@@ -210,7 +210,7 @@ def test_what_hosts_still_have_when_the_outcome_is_decided_must_come_home(cli, s
         assert (cli.run_dir() / "checkpoints" / f"rank-{rank}").read_text() == "150"
 
 
-def test_what_a_dead_orchestrator_has_left_must_be_shown_and_removed(cli, swarm):
+def test_leftovers_of_a_dead_orchestrator_must_be_listed_and_removed(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "100000", trainers=11)
     job.until_step(10, rank=11)
     plan = json.loads((cli.run_dir() / "plan.json").read_text())
@@ -238,7 +238,7 @@ def test_ctrl_c_at_any_moment_must_leave_nothing(cli, swarm, event):
     assert (job.end(60), cli.report()["outcome"]) == (130, "stopped")
 
 
-def test_a_host_without_the_image_must_be_named(cli, swarm):
+def test_a_host_without_the_image_must_be_reported_by_name(cli, swarm):
     first = swarm.hosts[0]
     (cli.folder / "Dockerfile").write_text("FROM orchestrate-node:0.1\nLABEL only=here\n")
     first.docker("build", "--quiet", "--tag", "lonely:1", str(cli.folder))
@@ -252,13 +252,13 @@ def test_a_host_without_the_image_must_be_named(cli, swarm):
         first.docker("image", "rm", "lonely:1")
 
 
-def test_a_constraint_that_no_host_meets_must_be_told(cli, swarm):
+def test_a_constraint_that_no_host_meets_must_be_reported(cli, swarm):
     done = cli("run", "--engine", "swarm", "--set", "constraints=node.labels.gpu == a100", "--gpus", "none")
     assert done.returncode == 3
     assert "no suitable host for a node: scheduling constraints not satisfied on 3 nodes" in done.stderr
 
 
-def test_hosts_that_share_a_folder_must_have_their_files_there(cli, swarm):
+def test_a_shared_folder_must_hold_the_files_of_all_hosts(cli, swarm):
     shared = cli.folder / "shared"
     shared.mkdir()
     shared.chmod(0o777)  # nodes of root's job are not root
@@ -269,7 +269,7 @@ def test_hosts_that_share_a_folder_must_have_their_files_there(cli, swarm):
     assert (shared / cli.run_dir().name / "checkpoints" / "rank-3").read_text() == "200"
 
 
-def test_the_network_of_the_hosts_must_do(cli, swarm):
+def test_a_job_must_train_on_the_network_of_the_hosts(cli, swarm):
     shutil.copy(ROOT / "examples" / "allreduce.py", cli.folder)
     options = ["--engine", "swarm", "--gpus", "none", "--trainers", "3", "--set", "network=host"]
     done = cli("run", *options, "--", "allreduce.py")
@@ -277,7 +277,7 @@ def test_the_network_of_the_hosts_must_do(cli, swarm):
     assert all(cli.log(rank).endswith(f"rank {rank} of 4: the ranks add up to 6\n") for rank in RANKS)
 
 
-def test_the_doctor_must_find_three_hosts_well(cli, swarm):
+def test_doctor_must_report_three_healthy_hosts(cli, swarm):
     done = cli("doctor")
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("2 GPUs offered") == 3 and "error" not in done.stdout
@@ -285,14 +285,14 @@ def test_the_doctor_must_find_three_hosts_well(cli, swarm):
 
 
 @pytest.mark.slow
-def test_the_doctor_must_find_a_host_that_is_away(cli, swarm):
+def test_doctor_must_report_an_unreachable_host(cli, swarm):
     swarm.hosts[2].cut()
     eventually(lambda: "Down" in swarm.states())
     done = cli("doctor")
     assert f"host-3 ({swarm.hosts[2].address}) accepts no nodes: down, active" in done.stdout
 
 
-def test_a_worker_that_is_killed_must_restart_the_gang_from_what_all_hosts_have_saved(cli, swarm):
+def test_a_killed_worker_must_restart_the_gang_from_the_checkpoints_of_all_hosts(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "200")
     job.until_step(25, rank=2)
     job.kill_worker(2)
@@ -300,7 +300,7 @@ def test_a_worker_that_is_killed_must_restart_the_gang_from_what_all_hosts_have_
     assert job.causes() == [(2, "killed")]
 
 
-def test_a_task_that_is_killed_must_be_replaced_and_find_its_files(cli, swarm):
+def test_a_killed_task_must_be_replaced_by_one_with_its_files(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "200")
     job.until_step(25, rank=1)
     host, node = job.where("trainer-1")
@@ -314,7 +314,7 @@ def test_a_task_that_is_killed_must_be_replaced_and_find_its_files(cli, swarm):
     assert again[0] % 10 == 1 and again[0] > 1  # from its checkpoint, which came home, and from there to the new node
 
 
-def test_a_restart_on_a_busy_machine_must_take_longer_and_lose_nothing(cli, swarm):
+def test_a_restart_on_a_busy_machine_must_lose_nothing(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "400")
     job.until_step(25, rank=2)
     swarm.hosts[0].docker("update", "--cpus", "0.03", f"{job.home()}-relay")  # through which all nodes are reached
@@ -324,7 +324,7 @@ def test_a_restart_on_a_busy_machine_must_take_longer_and_lose_nothing(cli, swar
 
 
 @pytest.mark.slow
-def test_a_host_that_dies_must_be_done_without(cli, swarm):
+def test_a_job_must_continue_without_a_host_that_dies(cli, swarm):
     job = Job(cli, swarm, "--set", "grace=2s", "--", "count.py", "300")
     last = swarm.hosts[2]
     job.until_step(30, rank=0)
@@ -336,7 +336,7 @@ def test_a_host_that_dies_must_be_done_without(cli, swarm):
 
 
 @pytest.mark.slow
-def test_fewer_nodes_must_do_where_no_host_takes_another(cli, swarm):
+def test_a_job_must_continue_with_fewer_nodes_if_no_host_accepts_another(cli, swarm):
     options = ["--min-trainers", "1", "--set", "cpus=1", "--set", "grace=2s"]
     job = Job(cli, swarm, *options, "--", "count.py", "1500", trainers=5)
     job.until_step(30, rank=0)
@@ -350,7 +350,7 @@ def test_fewer_nodes_must_do_where_no_host_takes_another(cli, swarm):
     finished(job, 1500, world_size=4)
 
 
-def test_a_host_that_is_emptied_must_stop_its_nodes_and_the_gang_go_on_elsewhere(cli, swarm):
+def test_the_nodes_of_a_drained_host_must_be_replaced_on_other_hosts(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "600")
     job.until_step(25, rank=0)
     last = swarm.hosts[2]
@@ -377,7 +377,7 @@ def grow(cli):
     command("umount", str(runs))
 
 
-def test_files_that_do_not_fit_at_home_must_stay_until_they_do(cli, swarm, grow):
+def test_files_that_do_not_fit_on_the_disk_must_stay_on_the_nodes_until_they_do(cli, swarm, grow):
     (cli.folder / "large.py").write_text(
         "import os\nif os.environ['RANK'] == '1':\n"
         "    open(os.environ['JOB_DIR'] + '/large', 'wb').write(bytes(range(256)) * 160_000)\n"
@@ -395,7 +395,7 @@ def test_files_that_do_not_fit_at_home_must_stay_until_they_do(cli, swarm, grow)
     assert cli.report()["left_behind"] == ""
 
 
-def test_a_checkpoint_that_does_not_fit_at_home_must_be_waited_for_before_the_next_generation(cli, swarm, grow):
+def test_a_checkpoint_that_does_not_fit_on_the_disk_must_delay_the_next_generation(cli, swarm, grow):
     (cli.folder / "large.py").write_text(
         "import os, pathlib\npath = pathlib.Path(os.environ['JOB_DIR'], 'checkpoints', 'large')\n"
         "if path.exists():\n    print('found', path.stat().st_size)\n"
@@ -409,7 +409,7 @@ def test_a_checkpoint_that_does_not_fit_at_home_must_be_waited_for_before_the_ne
 
 
 @pytest.mark.slow
-def test_a_host_whose_nodes_are_cut_off_must_be_done_without_though_swarm_finds_it_well(cli, swarm):
+def test_a_job_must_continue_without_a_host_whose_overlay_network_is_cut(cli, swarm):
     options = ["--min-trainers", "1", "--set", "grace=2s", "--set", "constraints=[node.hostname != host-1]"]
     job = Job(cli, swarm, *options, "--", "count.py", "1500", trainers=2)
     job.until_step(30, rank=0)
@@ -426,7 +426,7 @@ def test_a_host_whose_nodes_are_cut_off_must_be_done_without_though_swarm_finds_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("masters", [True, False], ids=["of the master", "of trainers"])
-def test_a_host_that_is_cut_off_must_not_train_while_the_others_do(cli, swarm, masters):
+def test_a_partitioned_host_must_not_train_while_the_others_do(cli, swarm, masters):
     options = ["--set", "grace=2s", "--set", "constraints=[node.hostname != host-1]"]
     job = Job(cli, swarm, *options, "--", "count.py", "600")
     job.until_step(30, rank=0)

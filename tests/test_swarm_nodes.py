@@ -36,14 +36,14 @@ def code(stub, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("image", "asked"), [("mine:1", ["mine:1", IMAGE]), (IMAGE, [IMAGE])])
-def test_the_image_of_the_relay_must_be_here_before_anything_is_started(stub, monkeypatch, image, asked):
+def test_the_relay_image_must_be_present_before_anything_is_started(stub, monkeypatch, image, asked):
     looked = []
     monkeypatch.setattr(engine_module, "ensure_image", lambda daemon, spec: looked.append(spec.image))
     SwarmEngine().prepare(JobSpec(image=image))
     assert looked == asked
 
 
-def test_what_hosts_offer_must_be_counted_for_as_many_nodes_as_there_are(stub, code, tmp_path):
+def test_resources_of_hosts_must_be_counted_for_the_nodes_that_they_take(stub, code, tmp_path):
     stub.hosts = [host(1, cpus=8, gpus=2), host(2, cpus=4, gpus=2), host(3, cpus=2, gpus=8, availability="drain")]
     found = Site(*SwarmEngine().inventory(JobSpec(trainers=3), tmp_path / "j", look_inside=False))
     assert "of 2 hosts, image orchestrate-node:0.1" in found.about and "26.1.5" in found.about
@@ -58,18 +58,18 @@ def test_what_hosts_offer_must_be_counted_for_as_many_nodes_as_there_are(stub, c
 
 
 @pytest.mark.parametrize(("trainers", "cores"), [(0, 4), (1, 8), (2, 6), (30, 7)])
-def test_cores_must_be_those_of_the_smallest_host_for_each_node_that_shares_it(stub, code, tmp_path, trainers, cores):
+def test_cores_per_node_must_be_limited_by_the_smallest_host(stub, code, tmp_path, trainers, cores):
     found = Site(*SwarmEngine().inventory(JobSpec(trainers=trainers), tmp_path, look_inside=False))
     assert len(found.cores) == cores
 
 
-def test_a_host_of_which_nothing_is_known_must_count_as_one_core(stub, code, tmp_path):
+def test_a_host_with_unknown_resources_must_count_as_one_core(stub, code, tmp_path):
     stub.hosts[0]["Description"]["Resources"] = {}
     found = Site(*SwarmEngine().inventory(SPEC, tmp_path, look_inside=False))
     assert (found.cores, found.memory) == ((0,), 0)
 
 
-def test_what_a_job_does_not_want_must_not_be_looked_for_and_a_volume_hold_its_files(stub, code, tmp_path):
+def test_a_job_must_get_only_the_gpus_that_it_requests_and_its_files_on_the_volume(stub, code, tmp_path):
     stub.hosts = [host(1, gpus=2)]
     spec = JobSpec(gpus="none", volume="data", network="host")
     found = Site(*SwarmEngine().inventory(spec, tmp_path / "j" / "job", look_inside=False))
@@ -81,7 +81,7 @@ def test_what_a_job_does_not_want_must_not_be_looked_for_and_a_volume_hold_its_f
     )  # and one for the spare node
 
 
-def test_a_swarm_that_takes_no_node_must_be_told(stub, code, tmp_path):
+def test_a_swarm_without_a_ready_host_must_be_reported(stub, code, tmp_path):
     stub.hosts = [host(1, availability="pause"), host(2, state="down")]
     with pytest.raises(ResourceError, match="no host of the Swarm is ready"):
         Site(*SwarmEngine().inventory(SPEC, tmp_path, look_inside=False))
@@ -89,14 +89,14 @@ def test_a_swarm_that_takes_no_node_must_be_told(stub, code, tmp_path):
         Site(*SwarmEngine().inventory(JobSpec(pin=True), tmp_path, look_inside=False))
 
 
-def test_code_that_is_too_large_must_be_told_before_anything_is_started(stub, code, tmp_path):
+def test_code_that_is_too_large_must_be_refused_before_anything_is_started(stub, code, tmp_path):
     with (code / "weights.bin").open("wb") as file:
         file.truncate(300 << 20)
     with pytest.raises(ResourceError, match="more than 256 MB"):
         Site(*SwarmEngine().inventory(SPEC, tmp_path, look_inside=False))
 
 
-def test_run_directories_must_be_no_part_of_the_code(engine, stub, code, tmp_path):
+def test_run_directories_must_not_be_sent_with_the_code(engine, stub, code, tmp_path):
     for name in ("train.py", "out/j/job/secret"):
         (code / name).parent.mkdir(parents=True, exist_ok=True)
         (code / name).touch()
@@ -115,7 +115,7 @@ def counts(stub: StubManager) -> dict[str, int]:
     return {one["Spec"]["Name"]: one["Spec"]["Mode"]["Replicated"]["Replicas"] for one in stub.services}
 
 
-def test_only_what_is_lacking_must_be_started(engine, stub, tmp_path):
+def test_only_missing_nodes_must_be_started(engine, stub, tmp_path):
     engine.up(job())
     assert counts(stub) == {"j-trainer": 2, "j-master": 1} and stub.containers
     state(stub, "trainer-1", "failed")
@@ -128,7 +128,7 @@ def test_only_what_is_lacking_must_be_started(engine, stub, tmp_path):
     assert counts(stub) == {"j-trainer": 3, "j-master": 2}
 
 
-def test_a_node_that_was_given_up_must_be_replaced(engine, stub, tmp_path):
+def test_a_discarded_node_must_be_replaced(engine, stub, tmp_path):
     engine.up(job())
     engine.discard(["trainer-1"])
     assert {*engine.alive()} == {"master", "trainer-2"}
@@ -136,7 +136,7 @@ def test_a_node_that_was_given_up_must_be_replaced(engine, stub, tmp_path):
     assert {*engine.alive()} == {"master", "trainer-2", "trainer-3"}
 
 
-def test_a_node_on_its_way_must_be_waited_for_and_not_be_started_twice(engine, stub, tmp_path, clock, monkeypatch):
+def test_a_starting_node_must_be_awaited_and_not_started_twice(engine, stub, tmp_path, clock, monkeypatch):
     monkeypatch.setattr(swarm, "START_TIMEOUT", 0.3)
     state(stub, "trainer-1", "preparing")
     began, sleep = clock.now, clock.sleep
@@ -153,7 +153,7 @@ def test_a_node_on_its_way_must_be_waited_for_and_not_be_started_twice(engine, s
 
 
 @pytest.mark.parametrize(("word", "seconds"), [("starting", 0.4), ("preparing", 0.8)])
-def test_a_node_that_does_not_start_must_be_waited_for_only_so_long(
+def test_waiting_for_a_node_that_does_not_start_must_time_out(
     engine, stub, tmp_path, clock, monkeypatch, word, seconds
 ):
     monkeypatch.setattr(swarm, "START_TIMEOUT", 0.4)
@@ -165,7 +165,7 @@ def test_a_node_that_does_not_start_must_be_waited_for_only_so_long(
     assert seconds <= clock.now - began < seconds + 0.3
 
 
-def test_a_task_that_no_host_takes_must_be_told_soon_but_one_that_ended_earlier_not(
+def test_a_task_that_no_host_accepts_must_be_reported_soon_unless_it_ended_earlier(
     engine, stub, tmp_path, clock, monkeypatch
 ):
     monkeypatch.setattr(swarm, "PENDING_TIMEOUT", 0.5)
@@ -180,7 +180,7 @@ def test_a_task_that_no_host_takes_must_be_told_soon_but_one_that_ended_earlier_
     assert 0.5 < clock.now - began < 0.9 and raised.value.hint
 
 
-def test_the_nodes_of_a_host_that_is_lost_must_be_replaced(engine, stub, tmp_path):
+def test_the_nodes_of_a_lost_host_must_be_replaced(engine, stub, tmp_path):
     down(stub, 2)  # that of trainer-2
     engine.up(job())
     assert {*engine.alive()} == {"master", "trainer-1", "trainer-3"}
@@ -205,7 +205,7 @@ def test_the_next_generation_must_wait_for_the_lease_of_a_lost_node(engine, cloc
     assert not engine.unsure and not engine.asked and engine.first == "master"
 
 
-def test_the_lease_of_a_node_that_is_known_to_have_ended_must_not_be_waited_for(engine, stub, clock):
+def test_the_next_generation_must_not_wait_for_the_lease_of_an_ended_node(engine, stub, clock):
     began, engine.unsure = clock.now, {"t0": clock.now + 9}
     state(stub, "trainer-1", "failed")
     start(engine)
@@ -216,7 +216,7 @@ def test_the_lease_of_a_node_that_is_known_to_have_ended_must_not_be_waited_for(
     assert clock.now >= began + 9
 
 
-def test_the_connection_to_an_earlier_node_of_the_same_name_must_not_be_used(engine, stub, clock):
+def test_a_connection_to_an_earlier_node_with_the_same_name_must_not_be_used(engine, stub, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
     stub.place(stub.services[0], 1)  # a new trainer-1
     engine.given_up = {"t1"}  # trainer-2, which takes no files
@@ -224,7 +224,7 @@ def test_the_connection_to_an_earlier_node_of_the_same_name_must_not_be_used(eng
     assert set(engine.clients.connections) == {"master"}
 
 
-def test_the_lease_of_a_lost_worker_must_count_from_when_its_node_was_last_heard(engine, clock):
+def test_the_lease_of_a_lost_worker_must_count_from_the_last_message_of_its_node(engine, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
     engine.ends["trainer-1"].send(sent("status"))
     engine.wait(0.01)
@@ -235,7 +235,7 @@ def test_the_lease_of_a_lost_worker_must_count_from_when_its_node_was_last_heard
     assert engine.lost == {1: "trainer-1", 2: "trainer-2"} and engine.clients.running == {0: "master"}
 
 
-def test_on_the_network_of_the_hosts_workers_must_find_the_master_by_its_hosts_address(stub, tmp_path):
+def test_workers_on_the_host_network_must_get_the_address_of_the_masters_host(stub, tmp_path):
     spec = dataclasses.replace(SPEC, trainers=1, network="host")
     records.make(tmp_path.parent, KEY)
     made = SwarmEngine().open(spec, job(spec, network="host"), tmp_path, str)
@@ -251,7 +251,7 @@ def test_on_the_network_of_the_hosts_workers_must_find_the_master_by_its_hosts_a
         assert (asked.inherit, asked.cwd, asked.log) == (True, "/var/tmp/code", 0)
 
 
-def test_a_worker_must_be_told_how_long_its_log_is_already(engine, tmp_path):
+def test_a_start_request_must_contain_the_current_length_of_the_log(engine, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-1.log").write_text("so far")
     found = [engine.request(worker, ()) for worker in job().workers]
@@ -260,7 +260,7 @@ def test_a_worker_must_be_told_how_long_its_log_is_already(engine, tmp_path):
 
 
 @pytest.mark.parametrize("lacking", ["task", "relay", "given up"])
-def test_no_connection_must_be_made_to_a_node_that_is_not_there(engine, lacking):
+def test_connect_must_not_try_to_reach_a_node_that_is_gone(engine, lacking):
     engine.swarm.connect()
     engine.manager.daemon.talk = lambda *_: pytest.fail("it is not to be reached")
     if lacking == "task":
@@ -285,7 +285,7 @@ class Has:
         )
 
 
-def test_files_must_be_sent_only_to_nodes_that_do_not_have_them(engine, tmp_path):
+def test_files_must_be_sent_only_to_nodes_that_need_them(engine, tmp_path):
     (tmp_path / "state.pt").write_text("saved")
     status = (tmp_path / "state.pt").stat()
     facts = [status.st_size, status.st_mtime_ns, 1, 0o644]

@@ -34,7 +34,7 @@ def finished(job: Background, generations: int) -> None:
     assert all(complete(job.steps(rank)) for rank in range(3))
 
 
-def test_training_must_go_on_without_its_orchestrator_and_another_one_must_take_over(cli, engine):
+def test_training_must_continue_without_its_orchestrator_until_another_takes_over(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(10, rank=2)
     orphan(job)
@@ -48,7 +48,7 @@ def test_training_must_go_on_without_its_orchestrator_and_another_one_must_take_
     finished(job, 1)
 
 
-def test_a_worker_that_fails_while_nobody_looks_must_be_noticed_later(cli, engine):
+def test_a_worker_failure_without_a_supervisor_must_be_detected_later(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(15, rank=1)
     orphan(job)
@@ -60,7 +60,7 @@ def test_a_worker_that_fails_while_nobody_looks_must_be_noticed_later(cli, engin
     finished(job, 2)
 
 
-def test_a_job_that_ends_while_nobody_looks_must_be_reported_later(cli, engine):
+def test_a_job_that_ends_without_a_supervisor_must_be_reported_later(cli, engine):
     job = Background(cli, engine, "--", "count.py", "40")
     job.until_step(15, rank=1)
     orphan(job)
@@ -71,7 +71,7 @@ def test_a_job_that_ends_while_nobody_looks_must_be_reported_later(cli, engine):
     finished(job, 1)
 
 
-def test_a_job_that_fails_for_good_while_nobody_looks_must_end_with_its_cause(cli, engine):
+def test_a_final_failure_without_a_supervisor_must_be_reported_with_its_cause(cli, engine):
     job = Background(cli, engine, "--max-restarts", "0", "--", "count.py", "4000")
     job.until_step(15, rank=1)
     orphan(job)
@@ -82,7 +82,7 @@ def test_a_job_that_fails_for_good_while_nobody_looks_must_end_with_its_cause(cl
     assert "first to fail: rank 2 on trainer-2 was killed by SIGSEGV (exit code 139)" in done.stderr
 
 
-def test_a_node_that_vanishes_while_nobody_looks_must_be_replaced(cli, engine):
+def test_a_node_that_vanishes_without_a_supervisor_must_be_replaced(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(15, rank=2)
     orphan(job)
@@ -94,7 +94,7 @@ def test_a_node_that_vanishes_while_nobody_looks_must_be_replaced(cli, engine):
     finished(job, 2)
 
 
-def test_all_nodes_that_vanish_while_nobody_looks_must_be_replaced(cli, engine):
+def test_all_nodes_that_vanish_without_a_supervisor_must_be_replaced(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(15, rank=2)
     orphan(job)
@@ -107,7 +107,7 @@ def test_all_nodes_that_vanish_while_nobody_looks_must_be_replaced(cli, engine):
 
 
 @pytest.mark.parametrize("phase", ["nodes_starting", "nodes_up", "generation_starting", "generation_started"])
-def test_an_orchestrator_that_dies_while_a_job_starts_must_leave_one_that_can_be_started(cli, engine, phase):
+def test_a_job_whose_orchestrator_dies_during_the_start_must_be_startable(cli, engine, phase):
     job = Background(cli, engine, "--", "count.py", "60")
     eventually(lambda: job.events(phase))
     orphan(job)
@@ -117,7 +117,7 @@ def test_an_orchestrator_that_dies_while_a_job_starts_must_leave_one_that_can_be
     assert all(job.steps(rank)[-1][0] == 60 for rank in range(3))
 
 
-def test_nodes_that_do_not_listen_yet_when_their_orchestrator_dies_must_be_waited_for(cli, nothing_left):
+def test_nodes_that_do_not_listen_yet_must_be_awaited_after_a_takeover(cli, nothing_left):
     late, go = cli.folder / "late", cli.folder / "go"
     late.mkdir()
     (late / "sitecustomize.py").write_text(
@@ -135,7 +135,7 @@ def test_nodes_that_do_not_listen_yet_when_their_orchestrator_dies_must_be_waite
     assert successor.returncode == 0, err
 
 
-def test_an_orchestrator_that_dies_while_it_stops_a_job_must_leave_one_that_can_be_stopped(cli, engine):
+def test_a_job_whose_orchestrator_dies_during_the_stop_must_be_stoppable(cli, engine):
     (cli.folder / "slow.py").write_text(
         "import signal, sys, time\nsignal.signal(15, lambda *_: (time.sleep(2), sys.exit(143)))\n"
         "print('ready', flush=True)\nwhile True: time.sleep(0.1)\n"
@@ -150,7 +150,7 @@ def test_an_orchestrator_that_dies_while_it_stops_a_job_must_leave_one_that_can_
     assert (done.returncode, cli.report()["outcome"]) == (130, "stopped")
 
 
-def test_an_orchestrator_that_dies_between_two_generations_must_leave_one_that_goes_on(cli, engine):
+def test_a_job_whose_orchestrator_dies_between_generations_must_continue(cli, engine):
     job = Background(cli, engine, "--", "count.py", "60")
     job.until_step(15, rank=1)
     job.kill_worker(1)
@@ -162,7 +162,7 @@ def test_an_orchestrator_that_dies_between_two_generations_must_leave_one_that_g
     assert all(job.steps(rank)[-1][0] == 60 for rank in range(3))
 
 
-def test_an_orchestrator_that_dies_while_nodes_are_taken_down_must_leave_the_outcome(cli, engine):
+def test_a_job_whose_orchestrator_dies_during_the_clean_up_must_keep_its_outcome(cli, engine):
     job = Background(cli, engine, "--", "count.py", "5")
     job.until("outcome_decided")
     orphan(job)
@@ -171,7 +171,7 @@ def test_an_orchestrator_that_dies_while_nodes_are_taken_down_must_leave_the_out
     assert cli.report()["outcome"] == "succeeded"
 
 
-def test_a_second_death_must_be_survived_like_the_first(cli, engine):
+def test_a_job_must_survive_repeated_deaths_of_its_supervisor(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(10, rank=1)
     orphan(job)
@@ -188,7 +188,7 @@ def test_a_second_death_must_be_survived_like_the_first(cli, engine):
     finished(job, 2)
 
 
-def test_a_second_supervisor_must_look_on_while_one_lives_and_take_over_when_it_dies(cli, engine):
+def test_attach_must_follow_a_supervised_job_and_take_over_if_the_supervisor_dies(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(10, rank=1)
     second = cli.start("attach", cli.run_dir().name)
@@ -208,7 +208,7 @@ def test_a_second_supervisor_must_look_on_while_one_lives_and_take_over_when_it_
     finished(job, 1)
 
 
-def test_a_terminal_that_goes_away_must_not_take_the_job_with_it(cli, engine):
+def test_closing_the_terminal_must_not_end_the_job(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(10, rank=1)
     job.process.stderr.close()
@@ -219,7 +219,7 @@ def test_a_terminal_that_goes_away_must_not_take_the_job_with_it(cli, engine):
     finished(job, 1)
 
 
-def test_a_detached_job_must_be_found_waited_for_and_shown(cli, engine):
+def test_a_detached_job_must_work_with_ps_wait_logs_and_attach(cli, engine):
     detached = ("run", "--engine", engine, "--gpus", "none", "--trainers", "2", "--detach")
     done = cli(*detached, "--", "count.py", "told", "0.03")
     supervisor = lock.holder(JobPaths(cli.run_dir())).pid  # from the moment on at which the command has ended
@@ -241,7 +241,7 @@ def test_a_detached_job_must_be_found_waited_for_and_shown(cli, engine):
     assert "succeeded: 3 workers" in (cli.run_dir() / "supervisor.log").read_text()
 
 
-def test_a_job_that_has_a_supervisor_and_no_nodes_must_be_shown(cli, nothing_left):
+def test_ps_must_show_a_job_with_a_supervisor_and_no_nodes(cli, nothing_left):
     done = cli("run", "--engine", "process", "--gpus", "none", "--trainers", "0", "--", "count.py", "1")
     assert done.returncode == 0, done.stderr
     name = cli.run_dir().name
@@ -251,7 +251,7 @@ def test_a_job_that_has_a_supervisor_and_no_nodes_must_be_shown(cli, nothing_lef
         assert cli.ps() == [[name, "process", "0", "running", f"runs/{name}"]]
 
 
-def test_wait_must_end_with_the_jobs_exit_code_and_refuse_a_job_that_nobody_supervises(cli, engine):
+def test_wait_must_return_the_jobs_exit_code_and_refuse_an_unsupervised_job(cli, engine):
     job = Background(cli, engine, "--max-restarts", "0", "--", "count.py", "2000")
     job.until_step(10, rank=1)
     waiting = cli.start("wait", cli.run_dir().name)
@@ -264,7 +264,7 @@ def test_wait_must_end_with_the_jobs_exit_code_and_refuse_a_job_that_nobody_supe
     assert cli("wait", cli.run_dir().name).returncode == 1
 
 
-def test_stop_and_rm_must_show_and_remove_what_a_dead_orchestrator_left_and_nothing_else(cli, engine):
+def test_stop_and_rm_must_remove_only_the_leftovers_of_a_dead_orchestrator(cli, engine):
     other = cli.start(
         "run", "--engine", engine, "--gpus", "none", "--trainers", "0", "--name", "other", "--", "count.py", "10000"
     )

@@ -47,18 +47,18 @@ APP = ("--gpus", "none", "--", "-m", "app.train")
     ],
     ids=ascii,
 )
-def test_no_control_character_but_newline_and_tab_may_be_left(text, cleaned):
+def test_all_control_characters_except_newline_and_tab_must_be_removed(text, cleaned):
     assert console.clean(text) == cleaned
 
 
-def test_no_character_that_cannot_be_seen_but_the_joiner_of_emoji_may_be_left():
+def test_all_invisible_characters_except_the_emoji_joiner_must_be_removed():
     every = "".join(map(chr, range(160, sys.maxunicode + 1)))
     kept = set(console.clean(every))
     assert {char for char in kept if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp")} == {"\u200d"}
     assert {unicodedata.category(char) for char in set(every) - kept} <= {"Cf", "Cn", "Zl", "Zp"}  # and nothing else
 
 
-def test_everything_that_is_printed_must_be_clean(capsys):
+def test_all_printed_text_must_be_clean(capsys):
     for show in (console.say, console.out, console.stream, lambda text: console.table([(text, text)])):
         show(HOSTILE)
         out, err = capsys.readouterr()
@@ -67,12 +67,12 @@ def test_everything_that_is_printed_must_be_clean(capsys):
     assert not CONTROL.search(capsys.readouterr().err)
 
 
-def test_a_row_must_stay_one_line_with_its_columns_in_place(capsys):
+def test_a_table_row_must_stay_one_line_with_aligned_columns(capsys):
     console.table([("NAME", "RUN"), ("a\nforged  running\x1b[A", "/a\tb"), ("b", "c")])
     assert capsys.readouterr().out == "NAME               RUN\na forged  running  /a b\nb                  c\n"
 
 
-def test_names_of_an_engine_must_not_steer_the_terminal(do, tmp_path):
+def test_names_from_an_engine_must_not_control_the_terminal(do, tmp_path):
     do.engine.states = [runs_elsewhere(Path("/r" + HOSTILE), "j\n" + HOSTILE)]
     do.engine.things = ["container " + HOSTILE]
     end(create(JobPaths(tmp_path / "a-1")))
@@ -82,7 +82,7 @@ def test_names_of_an_engine_must_not_steer_the_terminal(do, tmp_path):
     assert len(do("ps")[1]) == 2
 
 
-def test_a_file_for_another_engine_must_be_exact_unless_a_person_sees_it(monkeypatch, tmp_path):
+def test_an_exported_file_must_be_exact_unless_it_is_printed_to_a_terminal(monkeypatch, tmp_path):
     text = "a: 'é\x1b[0m'\n"
     with captured(tmp_path) as (out, _):
         console.copy(text)
@@ -162,7 +162,7 @@ def jobs(do, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_full_stdout_must_be_one_line_of_error(jobs, tmp_path, words):
+def test_a_full_stdout_must_be_reported_in_one_line(jobs, tmp_path, words):
     with captured(tmp_path, out="/dev/full") as (_, err):
         code = main(words)
     lines = err.read_text().splitlines()
@@ -171,7 +171,7 @@ def test_a_full_stdout_must_be_one_line_of_error(jobs, tmp_path, words):
 
 
 @pytest.mark.parametrize("words", MESSAGES, ids=" ".join)
-def test_a_full_stderr_must_be_an_error_and_keep_no_command_from_its_work(jobs, tmp_path, words):
+def test_a_full_stderr_must_be_an_error_but_not_stop_the_command(jobs, tmp_path, words):
     with captured(tmp_path) as (out, err):
         usual = main(words)
         before = out.read_text()
@@ -183,7 +183,7 @@ def test_a_full_stderr_must_be_an_error_and_keep_no_command_from_its_work(jobs, 
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_reader_that_has_left_must_be_no_error(jobs, tmp_path, words):
+def test_a_closed_pipe_on_stdout_must_not_be_an_error(jobs, tmp_path, words):
     reader, writer = os.pipe()
     os.close(reader)
     with captured(tmp_path, out=f"/dev/fd/{writer}") as (_, err):
@@ -193,7 +193,7 @@ def test_a_reader_that_has_left_must_be_no_error(jobs, tmp_path, words):
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_what_an_encoding_has_not_must_be_printed_as_escapes(jobs, tmp_path, words):
+def test_unencodable_characters_must_be_printed_as_escapes(jobs, tmp_path, words):
     with captured(tmp_path, encoding="ascii") as (out, err):
         console.prepare()
         assert main(words) == 0
@@ -231,7 +231,7 @@ PLAN = ("plan", "--engine", "process", "--trainers", "1", "--gpus", "none", "--s
     ],
     ids=str,
 )
-def test_a_plan_must_be_printed_in_every_encoding(env):
+def test_a_plan_must_be_printable_in_every_encoding(env):
     done = process(*PLAN, **env)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"2 nodes \\xd7 1 worker" in done.stdout or b"2 nodes \xd7 1 worker" in done.stdout
@@ -239,7 +239,7 @@ def test_a_plan_must_be_printed_in_every_encoding(env):
 
 @pytest.mark.parametrize("shell", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "<&-"])
 @pytest.mark.parametrize("words", [PLAN, ("ps",), ("--help",), ("logs", "nope")], ids=lambda words: words[0])
-def test_closed_streams_must_do_no_harm(tmp_path, words, shell):
+def test_closed_streams_must_not_be_an_error(tmp_path, words, shell):
     runs = () if words == ("--help",) else ("--runs", str(tmp_path))
     done = process(words[0], *runs, *words[1:], shell=shell)
     assert done.returncode == (2 if "nope" in words else 0)
@@ -250,7 +250,7 @@ def test_closed_streams_must_do_no_harm(tmp_path, words, shell):
         assert done.stderr == b""
 
 
-def test_a_file_must_never_take_the_place_of_a_closed_stream(cli, nothing_left):
+def test_output_must_never_go_to_a_file_that_reuses_a_closed_descriptor(cli, nothing_left):
     command = 'exec "$0" -m orchestrate run --engine process --trainers 0 -- hello.py <&- >&- 2>&-'
     (cli.folder / "hello.py").write_text("print('hello')\n")
     subprocess.run(["sh", "-c", command, sys.executable], cwd=cli.folder, env=cli.env, check=True, timeout=120)
@@ -260,7 +260,7 @@ def test_a_file_must_never_take_the_place_of_a_closed_stream(cli, nothing_left):
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_job_whose_output_is_full_must_come_to_its_end(cli, nothing_left, stream):
+def test_a_job_must_finish_even_if_its_output_is_full(cli, nothing_left, stream):
     (cli.folder / "hello.py").write_text("print('hello ' * 9999)\n")
     full = f"{1 if stream == 'stdout' else 2}>/dev/full"
     command = f'exec "$0" -m orchestrate run --engine process --trainers 1 -- hello.py {full}'
@@ -272,7 +272,7 @@ def test_a_job_whose_output_is_full_must_come_to_its_end(cli, nothing_left, stre
         assert done.stderr.splitlines()[-1].startswith("error: could not write all output")
 
 
-def test_signals_must_be_counted_while_a_message_waits_for_its_reader(cli, nothing_left):
+def test_signals_must_be_counted_while_a_message_is_blocked(cli, nothing_left):
     (cli.folder / "forever.py").write_text("import signal\nsignal.pause()\n")
     env = {key: value for key, value in cli.env.items() if key != "PYTHONUNBUFFERED"}
     reader, writer = os.pipe()
@@ -317,7 +317,7 @@ def told(lasts: float, pause: float = 0.0) -> list[str]:
     return [sys.executable, "-c", code.replace("HOSTILE", repr(HOSTILE))]
 
 
-def test_what_goes_on_must_be_the_last_line_of_a_terminal_and_be_replaced():
+def test_the_current_phase_must_be_the_last_line_of_a_terminal_and_be_replaced():
     leader, follower = pty.openpty()
     env = os.environ | {"TERM": "xterm", "COLUMNS": "40", "PYTHONPATH": str(ROOT)}
     subprocess.run(told(1000), stdout=follower, stderr=follower, env=env, check=True)
@@ -332,7 +332,7 @@ def test_what_goes_on_must_be_the_last_line_of_a_terminal_and_be_replaced():
     assert shown.decode().replace("\r\n", "\n") == gone.join(parts)
 
 
-def test_a_terminal_that_another_program_may_write_to_must_get_whole_lines():
+def test_a_shared_terminal_must_get_only_complete_lines():
     leader, follower = pty.openpty()
     env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(told(1000), stdout=subprocess.PIPE, stderr=follower, env=env, check=True)  # `| grep`
@@ -343,7 +343,7 @@ def test_a_terminal_that_another_program_may_write_to_must_get_whole_lines():
 
 
 @pytest.mark.parametrize(("lasts", "shown"), [(1000, []), (0.0, ["starting 2 nodes"])])
-def test_what_goes_on_must_be_a_line_elsewhere_if_it_takes_long(lasts, shown):
+def test_a_long_phase_must_be_printed_as_a_line_without_a_terminal(lasts, shown):
     env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(told(lasts, pause=0.3), capture_output=True, text=True, env=env, check=True)
     assert done.stderr.splitlines()[: len(shown) + 1] == [*shown, "ours"]

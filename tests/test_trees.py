@@ -73,14 +73,14 @@ def without_rights(code: str, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("name", ["d", "d" * 100])
-def test_folders_of_any_depth_must_be_looked_through_as_far_as_paths_reach(job, name):
+def test_deeply_nested_folders_must_be_listed_up_to_the_maximum_path_length(job, name):
     nest(job, name)
     (job / "state.pt").touch()
     found = Files().changes(str(job), {}).files
     assert {path.count("/") for path in found} >= set(range(0, 3800 // (len(name) + 1), 100))
 
 
-def test_what_is_no_file_must_be_no_news_and_not_be_read(job, tmp_path):
+def test_special_files_must_be_neither_listed_nor_read(job, tmp_path):
     (tmp_path / "secret").touch()
     odd(job, tmp_path)
     news = Files().changes(str(job), {})
@@ -100,7 +100,7 @@ def test_what_is_no_file_must_be_no_news_and_not_be_read(job, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["fifo", "zero", "out", "folder", "loop", "nothing"])
-def test_a_log_that_is_none_must_be_no_news(job, tmp_path, what):
+def test_a_log_that_is_not_a_regular_file_must_be_ignored(job, tmp_path, what):
     odd(tmp_path, tmp_path)
     (tmp_path / "folder").mkdir()
     files, log = Files(), job / "logs" / "rank-0.log"
@@ -111,7 +111,7 @@ def test_a_log_that_is_none_must_be_no_news(job, tmp_path, what):
     files.follow(str(job), 0, 7)  # nor is one looked for behind a link
 
 
-def test_a_log_of_terabytes_must_be_told_in_pieces_and_without_its_holes(job):
+def test_a_log_of_terabytes_must_be_sent_in_pieces_without_holes(job):
     files, log = Files(), job / "logs" / "rank-0.log"
     files.follow(str(job), 0, 0)
     with log.open("wb") as file:
@@ -123,7 +123,7 @@ def test_a_log_of_terabytes_must_be_told_in_pieces_and_without_its_holes(job):
     assert text(files.changes(str(job), {name: PIECE}).logs[name]).rstrip(b"\0") == b"x"
 
 
-def test_a_folder_that_is_closed_to_us_must_be_left_out_and_a_file_be_opened():
+def test_an_unreadable_folder_must_be_skipped_and_an_unreadable_file_be_read():
     code = """
 import os, pathlib, tempfile
 from orchestrate.node.files import Files
@@ -143,7 +143,7 @@ with tempfile.TemporaryDirectory() as folder:
 # --- put
 
 
-def test_what_is_put_must_take_the_place_of_whatever_is_there(job, tmp_path):
+def test_uploaded_files_must_replace_any_existing_content(job, tmp_path):
     (tmp_path / "secret").touch()
     odd(job, tmp_path)
     nest(job)
@@ -153,7 +153,7 @@ def test_what_is_put_must_take_the_place_of_whatever_is_there(job, tmp_path):
     assert (tmp_path / "secret").exists()
 
 
-def test_what_is_put_in_a_folder_that_became_a_link_must_be_refused(job, tmp_path):
+def test_an_upload_to_a_folder_that_became_a_link_must_be_refused(job, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "mine").touch()
@@ -164,7 +164,7 @@ def test_what_is_put_in_a_folder_that_became_a_link_must_be_refused(job, tmp_pat
     assert [path.name for path in outside.iterdir()] == ["mine"]
 
 
-def test_what_is_put_must_be_files_folders_and_links_without_rights_of_others(job, tmp_path):
+def test_an_upload_must_create_only_files_folders_and_links_with_safe_modes(job, tmp_path):
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as archive:
         for name, kind, mode in (
@@ -193,7 +193,7 @@ def test_what_is_put_must_be_files_folders_and_links_without_rights_of_others(jo
 # --- what is emptied
 
 
-def test_a_folder_must_be_emptied_whatever_is_in_it(job, tmp_path):
+def test_a_folder_with_any_content_must_be_emptied(job, tmp_path):
     (tmp_path / "secret").touch()
     odd(job, tmp_path)
     nest(job)
@@ -203,7 +203,7 @@ def test_a_folder_must_be_emptied_whatever_is_in_it(job, tmp_path):
     assert (tmp_path / "secret").exists()
 
 
-def test_folders_that_are_closed_to_us_must_be_emptied_all_the_same():
+def test_unreadable_folders_must_be_emptied():
     code = """
 import os, pathlib, tempfile
 from orchestrate.node.agent import wipe
@@ -219,7 +219,7 @@ with tempfile.TemporaryDirectory() as top:
     assert without_rights(code) == "[]\n"
 
 
-def test_what_cannot_be_removed_must_be_left_out():
+def test_entries_that_cannot_be_removed_must_be_skipped_and_returned():
     code = """
 import os, sys, tempfile
 from orchestrate.node.trees import clear
@@ -240,7 +240,7 @@ with tempfile.TemporaryDirectory() as folder:
     assert without_rights(code) == "3 3\n[] []\n"
 
 
-def test_a_folder_that_is_not_there_must_be_left_alone_and_what_is_in_its_place_be_removed(tmp_path):
+def test_wipe_must_remove_a_link_or_file_in_place_of_a_folder(tmp_path):
     (tmp_path / "mine").touch()
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "file").touch()
@@ -252,7 +252,7 @@ def test_a_folder_that_is_not_there_must_be_left_alone_and_what_is_in_its_place_
 
 
 @pytest.mark.parametrize("what", ["fifo", "zero", "out", "folder", "loop", "large", "bytes", "empty"])
-def test_a_generation_that_cannot_be_read_must_be_none_and_be_written_all_the_same(job, tmp_path, what):
+def test_an_unreadable_fence_must_be_generation_0_and_be_replaced(job, tmp_path, what):
     odd(tmp_path, tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "large").write_text(" " * 5000 + "7")
@@ -274,7 +274,7 @@ def test_a_generation_that_cannot_be_read_must_be_none_and_be_written_all_the_sa
 # --- files that change meanwhile
 
 
-def test_files_that_come_and_go_must_not_end_a_look(job):
+def test_files_that_appear_and_vanish_must_not_end_a_walk(job):
     stop = threading.Event()
 
     def churn() -> None:
@@ -298,7 +298,7 @@ def test_files_that_come_and_go_must_not_end_a_look(job):
         thread.join()
 
 
-def test_only_a_regular_file_must_be_opened(tmp_path):
+def test_only_regular_files_must_be_opened(tmp_path):
     odd(tmp_path, tmp_path)
     for name in ("fifo", "socket", "loop", "zero", "out"):
         for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY | os.O_CREAT | os.O_APPEND):

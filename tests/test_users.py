@@ -36,12 +36,12 @@ NODE = users.without_account()
         (5, "5:6", {}, (5, 6)),
     ],
 )
-def test_nodes_must_run_as_you_or_where_you_are_root_as_someone_who_is_not(monkeypatch, me, asked, environ, user):
+def test_nodes_must_run_as_you_or_as_an_unprivileged_user_if_you_are_root(monkeypatch, me, asked, environ, user):
     monkeypatch.setattr(os, "geteuid", lambda: me)
     assert users.nodes_of(JobSpec(user=asked), environ) == user
 
 
-def test_the_user_of_roots_nodes_must_have_no_account_on_the_machine(monkeypatch):
+def test_the_user_of_nodes_started_by_root_must_have_no_account(monkeypatch):
     assert NODE[0] == NODE[1] and NODE[0] in range(61000, 61184)  # https://systemd.io/UIDS-GIDS
     with pytest.raises(KeyError):
         pwd.getpwuid(NODE[0])
@@ -61,14 +61,14 @@ def test_the_user_of_roots_nodes_must_have_no_account_on_the_machine(monkeypatch
 
 
 @pytest.mark.parametrize("asked", ["root", "7", "0:5"])
-def test_only_root_may_choose_another_user(monkeypatch, asked):
+def test_only_root_must_be_allowed_to_choose_another_user(monkeypatch, asked):
     monkeypatch.setattr(os, "geteuid", lambda: 5)
     with pytest.raises(UsageError, match=f"user is {asked}, and you are not root"):
         users.nodes_of(JobSpec(user=asked))
 
 
 @pytest.mark.parametrize("asked", ["me", "-1", "1:", ":1", "1:2:3", "root:root", ""])
-def test_what_is_no_user_must_be_refused(asked):
+def test_an_invalid_user_must_be_refused(asked):
     with pytest.raises(UsageError, match="user"):
         resolve({"user": asked})
 
@@ -85,7 +85,7 @@ def test_what_is_no_user_must_be_refused(asked):
         (0o000, "file", {"root"}),
     ],
 )
-def test_who_can_read_must_be_known_by_the_mode(tmp_path, mode, kind, readers):
+def test_read_access_must_be_derived_from_the_mode(tmp_path, mode, kind, readers):
     path = tmp_path / "it"
     path.mkdir() if kind == "folder" else path.touch()
     path.chmod(mode)
@@ -98,7 +98,7 @@ def test_who_can_read_must_be_known_by_the_mode(tmp_path, mode, kind, readers):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root for nodes of another user")
-def test_code_that_the_nodes_cannot_read_must_be_refused_with_the_way_out(answers, daemon, tmp_path, monkeypatch):
+def test_code_that_the_nodes_cannot_read_must_be_refused_with_a_hint(answers, daemon, tmp_path, monkeypatch):
     monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
     answers.images = {"mine:1"}
     monkeypatch.setattr(image.probe, "python", lambda *_: "python")
@@ -110,7 +110,7 @@ def test_code_that_the_nodes_cannot_read_must_be_refused_with_the_way_out(answer
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root for nodes of another user")
-def test_the_folders_of_nodes_must_be_theirs_and_all_others_ours(tmp_path):
+def test_only_the_folders_of_nodes_must_belong_to_their_user(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     spec = JobSpec(user="7:8")
     store.create(spec, plan(spec, HERE, "a-1", 29500), paths)
@@ -124,7 +124,7 @@ def test_the_folders_of_nodes_must_be_theirs_and_all_others_ours(tmp_path):
 @pytest.mark.docker
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root to choose a user")
 @pytest.mark.parametrize(("asked", "user"), [("auto", NODE[0]), ("4242:4243", 4242), ("root", 0)])
-def test_workers_must_run_as_that_user_and_their_files_lose_set_user_id_bits(
+def test_workers_must_run_as_the_given_user_and_their_files_lose_set_user_id_bits(
     cli, docker_engine, nothing_left, asked, user
 ):
     (cli.folder / "who.py").write_text(

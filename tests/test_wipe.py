@@ -29,7 +29,7 @@ def ipc(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, int], set[t
     libc.shmctl(made["shmctl"], 0, None), libc.msgctl(made["msgctl"], 0, None), libc.semctl(made["semctl"], 0, 0)
 
 
-def test_a_folder_must_be_emptied_but_for_the_nodes_own_sockets_and_what_links_lead_to(tmp_path):
+def test_a_folder_must_be_emptied_except_the_nodes_sockets_and_link_targets(tmp_path):
     folder, outside = tmp_path / "tmp", tmp_path / "outside"
     (folder / "sub" / "deep").mkdir(parents=True)
     outside.mkdir()
@@ -46,7 +46,7 @@ def test_a_folder_must_be_emptied_but_for_the_nodes_own_sockets_and_what_links_l
     assert (outside / "mine").exists()
 
 
-def test_what_processes_share_must_be_freed(ipc):
+def test_system_v_ipc_objects_must_be_freed(ipc):
     made, freed = ipc
     free_ipc()
     wanted = {
@@ -57,7 +57,7 @@ def test_what_processes_share_must_be_freed(ipc):
     assert wanted <= freed
 
 
-def test_what_cannot_be_removed_must_be_an_error(tmp_path, monkeypatch):
+def test_files_that_cannot_be_removed_must_be_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(wait, "clear", lambda folder, keep: ["a", "gone"])
     (tmp_path / "a").touch()
     with pytest.raises(OSError, match="1 files of the job cannot be removed"):
@@ -66,7 +66,7 @@ def test_what_cannot_be_removed_must_be_an_error(tmp_path, monkeypatch):
     wipe([str(tmp_path)], set())  # of the image, which the worker could not have made
 
 
-def test_a_socket_must_not_be_seen_before_it_can_be_connected_to(tmp_path, monkeypatch):
+def test_a_socket_must_not_appear_before_it_accepts_connections(tmp_path, monkeypatch):
     path, seen = tmp_path / "s", []
 
     class Slow(socket.socket):
@@ -87,7 +87,7 @@ def test_a_socket_must_not_be_seen_before_it_can_be_connected_to(tmp_path, monke
 
 
 @pytest.mark.parametrize("folders", ["", "/no/such/folder"])
-def test_what_a_machine_shares_must_be_left_alone_where_there_is_nothing_to_empty(folders, monkeypatch):
+def test_shared_memory_must_be_kept_if_there_are_no_folders_to_wipe(folders, monkeypatch):
     freed: list[str] = []
     monkeypatch.setattr(wait, "kill", lambda workers, number: None)
     monkeypatch.setattr(wait, "free_ipc", lambda: freed.append("all"))
