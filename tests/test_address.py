@@ -1,4 +1,4 @@
-"""Which Docker Engine is meant must be what the user's `docker` command says."""
+"""The Docker Engine must be the one that the user's `docker` command uses."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ NAMES = ("DOCKER_HOST", "DOCKER_CONTEXT")
 
 
 def context(folder: Path, name: str, host: str) -> Path:
-    """A context as `docker context create` leaves it."""
+    """Write a context as `docker context create` does; return its file."""
     path = folder / "contexts" / "meta" / hashlib.sha256(name.encode()).hexdigest() / "meta.json"
     path.parent.mkdir(parents=True)
     endpoints = {"docker": {"Host": host, "SkipTLSVerify": False}}
@@ -28,7 +28,7 @@ def context(folder: Path, name: str, host: str) -> Path:
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Docker's configuration with two contexts, and none of the variables that choose one."""
+    """A Docker configuration with two contexts, without the variables that select one."""
     for name in (*NAMES, *TLS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
@@ -38,7 +38,7 @@ def config(tmp_path, monkeypatch):
 
 
 HOST = "unix:///host.sock"
-CASES = [  # DOCKER_HOST, DOCKER_CONTEXT and currentContext; None where it is not set
+CASES = [  # DOCKER_HOST, DOCKER_CONTEXT, currentContext (None: not set), and the expected address
     (None, None, None, SOCKET),
     (HOST, None, None, HOST),
     (HOST, "mine", "other", HOST),
@@ -55,7 +55,8 @@ CASES = [  # DOCKER_HOST, DOCKER_CONTEXT and currentContext; None where it is no
 ]
 
 
-def chosen(config: Path, monkeypatch, host: str | None, name: str | None, current: str | None) -> None:
+def configure(config: Path, monkeypatch, host: str | None, name: str | None, current: str | None) -> None:
+    """Set DOCKER_HOST and DOCKER_CONTEXT to `host` and `name`, and currentContext to `current`, unless None."""
     for variable, value in zip(NAMES, (host, name)):
         if value is not None:
             monkeypatch.setenv(variable, value)
@@ -63,13 +64,13 @@ def chosen(config: Path, monkeypatch, host: str | None, name: str | None, curren
         (config / "config.json").write_text(json.dumps({"currentContext": current}))
 
 
-@pytest.mark.parametrize(("host", "name", "current", "found"), CASES)
+@pytest.mark.parametrize(("host", "name", "current", "expected"), CASES)
 def test_docker_host_must_take_precedence_over_docker_context_and_the_configured_context(
-    config, monkeypatch, host, name, current, found
+    config, monkeypatch, host, name, current, expected
 ):
-    chosen(config, monkeypatch, host, name, current)
-    if found:
-        assert address() == found
+    configure(config, monkeypatch, host, name, current)
+    if expected:
+        assert address() == expected
     else:
         with pytest.raises(EngineError, match="the Docker context 'nope' does not exist") as error:
             address()
@@ -77,12 +78,14 @@ def test_docker_host_must_take_precedence_over_docker_context_and_the_configured
 
 
 @pytest.mark.docker
-@pytest.mark.parametrize(("host", "name", "current", "found"), CASES)
-def test_the_docker_command_must_choose_the_same_engine(docker_engine, config, monkeypatch, host, name, current, found):
-    chosen(config, monkeypatch, host, name, current)
+@pytest.mark.parametrize(("host", "name", "current", "expected"), CASES)
+def test_the_docker_command_must_choose_the_same_engine(
+    docker_engine, config, monkeypatch, host, name, current, expected
+):
+    configure(config, monkeypatch, host, name, current)
     command = ["docker", "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode == 0, done.stdout.strip()) == (found is not None, found or "")
+    assert (done.returncode == 0, done.stdout.strip()) == (expected is not None, expected or "")
 
 
 def test_the_default_address_must_be_used_without_a_configuration(monkeypatch, tmp_path):
@@ -90,7 +93,7 @@ def test_the_default_address_must_be_used_without_a_configuration(monkeypatch, t
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert address() == SOCKET
-    context(tmp_path / ".docker", "mine", "unix:///mine.sock")  # and no config.json, as `docker` leaves it at first
+    context(tmp_path / ".docker", "mine", "unix:///mine.sock")  # without config.json, as after `docker context create`
     monkeypatch.setenv("DOCKER_CONTEXT", "mine")
     assert address() == "unix:///mine.sock"
 
@@ -98,7 +101,7 @@ def test_the_default_address_must_be_used_without_a_configuration(monkeypatch, t
 def test_a_context_must_not_be_read_from_the_current_folder(config, monkeypatch, tmp_path):
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "none"))
     monkeypatch.setenv("DOCKER_CONTEXT", "mine")
-    monkeypatch.chdir(config)  # which has a folder `contexts`
+    monkeypatch.chdir(config)  # has a folder `contexts`
     with pytest.raises(EngineError, match="does not exist"):
         address()
 
@@ -131,13 +134,13 @@ def test_an_engine_on_this_machine_must_be_accepted(config, monkeypatch, host):
     assert address() == (host.strip() or SOCKET)
 
 
-def created(name: str, endpoint: str) -> None:
-    """A context that `docker` itself makes; it needs no engine."""
+def create_context(name: str, endpoint: str) -> None:
+    """Create a context with the `docker` command, which needs no engine."""
     command = ["docker", "context", "create", name, "--docker", endpoint]
     subprocess.run(command, check=True, capture_output=True)
 
 
-def refused_for_tls(host: str) -> None:
+def assert_tls_refused(host: str) -> None:
     with pytest.raises(EngineError, match=f"the Docker Engine at {host} uses TLS, which is not supported") as error:
         address()
     assert error.value.hint == f"use its Unix socket: export DOCKER_HOST={SOCKET}"
@@ -146,18 +149,18 @@ def refused_for_tls(host: str) -> None:
 @pytest.mark.docker
 @pytest.mark.parametrize("more", [f"ca={requests.certs.where()}", "skip-tls-verify=true"])
 def test_a_context_with_tls_must_be_refused(docker_engine, config, monkeypatch, more):
-    created("safe", f"host=tcp://localhost:2376,{more}")
+    create_context("safe", f"host=tcp://localhost:2376,{more}")
     monkeypatch.setenv("DOCKER_CONTEXT", "safe")
-    refused_for_tls("tcp://localhost:2376")
+    assert_tls_refused("tcp://localhost:2376")
 
 
 @pytest.mark.docker
 @pytest.mark.parametrize("host", ["tcp://localhost:2375", "unix:///mine.sock"])
 def test_a_context_without_tls_must_be_accepted(docker_engine, config, monkeypatch, host):
-    created("plain", f"host={host}")
+    create_context("plain", f"host={host}")
     monkeypatch.setenv("DOCKER_CONTEXT", "plain")
     for name in TLS:
-        monkeypatch.setenv(name, "1")  # which is for $DOCKER_HOST
+        monkeypatch.setenv(name, "1")  # applies to $DOCKER_HOST only
     assert address() == host
 
 
@@ -165,16 +168,16 @@ def test_a_context_without_tls_must_be_accepted(docker_engine, config, monkeypat
 def test_tls_variables_must_be_refused_only_with_a_tcp_address(config, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     monkeypatch.setenv("DOCKER_HOST", "tcp://localhost:2376")
-    refused_for_tls("tcp://localhost:2376")
+    assert_tls_refused("tcp://localhost:2376")
     monkeypatch.setenv("DOCKER_HOST", "unix:///a")
     assert address() == "unix:///a"
 
 
-# --- local processes, where no engine answers
+# --- local processes, if no engine answers
 
 
-def refused_by_all(capsys, message: str) -> None:
-    """No command takes local processes instead, and all say how to ask for them."""
+def assert_all_commands_refuse(capsys, message: str) -> None:
+    """Check that no command falls back to local processes, and that each suggests `--engine process`."""
     for command in ("run", "up", "plan"):
         assert main([command, *(["--", "-m", "app.train"] if command != "up" else [])]) == 3
         out, err = capsys.readouterr()
@@ -194,10 +197,10 @@ def refused_by_all(capsys, message: str) -> None:
 def test_an_unusable_engine_must_not_be_replaced_by_local_processes(
     config, monkeypatch, capsys, host, name, current, message
 ):
-    chosen(config, monkeypatch, host, name, current)
+    configure(config, monkeypatch, host, name, current)
     monkeypatch.setenv("DOCKER_TLS_VERIFY", "1")
     monkeypatch.chdir(config)
-    refused_by_all(capsys, message)
+    assert_all_commands_refuse(capsys, message)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ def test_an_unusable_engine_must_not_be_replaced_by_local_processes(
 def test_auto_must_report_the_fallback_to_local_processes_if_no_engine_answers(
     config, monkeypatch, capsys, host, name, current
 ):
-    chosen(config, monkeypatch, host, name, current)
+    configure(config, monkeypatch, host, name, current)
     assert choice.engine_of(resolve({})).name == "process"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("cannot connect to Docker at unix:///") and "running as local processes" in line

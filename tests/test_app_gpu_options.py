@@ -1,4 +1,4 @@
-"""The app's options for GPUs, and what prepares it for them, as far as it shows on a machine without GPUs."""
+"""The app's GPU options and code paths, as far as they can be tested without a GPU."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def parsed(monkeypatch) -> Callable[..., argparse.Namespace]:
-    """The app's options from a command line."""
+    """Parse a command line of the app."""
 
     def parse(*arguments: str) -> argparse.Namespace:
         monkeypatch.setattr(sys, "argv", ["train", *arguments])
@@ -32,8 +32,8 @@ def parsed(monkeypatch) -> Callable[..., argparse.Namespace]:
 
 @pytest.fixture
 def deterministic(monkeypatch) -> Iterator[str]:
-    """The option; what it sets for the whole process is undone afterwards."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is removed afterwards, too
+    """The option `--deterministic`; its process-wide settings are restored afterwards."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that monkeypatch also removes it afterwards
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     yield "--deterministic"
     torch.use_deterministic_algorithms(False)
@@ -41,7 +41,7 @@ def deterministic(monkeypatch) -> Iterator[str]:
 
 @pytest.fixture
 def job(tmp_path, monkeypatch) -> Job:
-    """A job of one worker, on the CPU."""
+    """A job with one worker on the CPU."""
     monkeypatch.setenv("JOB_DIR", str(tmp_path / "job"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RANK", raising=False)
@@ -118,7 +118,7 @@ def test_deterministic_must_apply_to_all_of_torch_and_keep_a_given_cublas_settin
 def test_a_checkpoint_of_a_gpu_must_resume_on_the_cpu_with_new_random_state(small):
     folder = small("--model", "mnist") / "checkpoints"
     state, manifest = checkpoint.load(folder / "last")
-    state["random"] = [torch.zeros(16, dtype=torch.uint8)]  # of which a GPU's generator has so many
+    state["random"] = [torch.zeros(16, dtype=torch.uint8)]  # the state of a GPU's generator has 16 bytes
     store = Checkpoints(folder)
     store.save(state, manifest["step"], score=manifest["score"])
     store.wait()
@@ -140,10 +140,10 @@ def test_a_stopwatch_must_add_up_the_spans_stopped_since_the_last_read():
 
 
 def test_a_stopwatch_must_wait_for_a_gpu_only_when_it_is_read(monkeypatch):
-    reached = [0]  # how far the GPU has come, in events
+    reached = [0]  # the number of the event that the GPU has reached
 
     class Event:
-        """A point in the work of a GPU that takes 250 ms from one to the next."""
+        """A CUDA event; the GPU takes 250 ms from one to the next."""
 
         count = 0
 
@@ -190,7 +190,7 @@ def test_a_sample_order_must_be_on_the_device_of_its_samples(kind):
 
 
 def tensors() -> dict[str, Tensor]:
-    """Those that a copy may get wrong."""
+    """Tensors that are easy to copy wrongly."""
     grid = torch.arange(24.0).view(2, 3, 4)
     return {
         "transposed": grid.transpose(0, 2),
@@ -203,7 +203,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def test_a_copy_must_equal_the_state_and_share_no_memory_with_it():
-    state = {"tensors": tensors(), "list": [torch.ones(2), 3], "tuple": (torch.zeros(2), "word"), "none": None}
+    state = {"tensors": tensors(), "list": [torch.ones(2), 3], "tuple": (torch.zeros(2), "text"), "none": None}
     copy = _Copies().of(state)
     expected = tensors()
     for name, value in state["tensors"].items():
@@ -212,40 +212,40 @@ def test_a_copy_must_equal_the_state_and_share_no_memory_with_it():
             value.detach().fill_(-1)
     assert same(copy["tensors"], expected)
     assert copy["list"][0].tolist() == [1, 1] and copy["list"][1] == 3
-    assert isinstance(copy["tuple"], tuple) and copy["tuple"][1] == "word" and copy["none"] is None
+    assert isinstance(copy["tuple"], tuple) and copy["tuple"][1] == "text" and copy["none"] is None
 
 
 def test_a_copy_must_reuse_the_memory_of_the_last_one_while_shape_and_type_match():
     copies, state = _Copies(), {"x": torch.ones(4, 2), "y": torch.ones(4)}
     first = copies.of(state)
-    places = [tensor.data_ptr() for tensor in first.values()]
+    addresses = [tensor.data_ptr() for tensor in first.values()]
     state["x"] += 1
     second = copies.of(state)
-    assert [tensor.data_ptr() for tensor in second.values()] == places and same(second, state)
+    assert [tensor.data_ptr() for tensor in second.values()] == addresses and same(second, state)
     for changed in (torch.ones(4, dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64), torch.ones(0)):
         state["y"] = changed
         copy = copies.of(state)
-        assert copy["x"].data_ptr() == places[0] and copy["y"].dtype == changed.dtype and same(copy, state)
+        assert copy["x"].data_ptr() == addresses[0] and copy["y"].dtype == changed.dtype and same(copy, state)
 
 
 def test_unpinned_memory_must_be_used_with_one_message_if_memory_cannot_be_pinned(monkeypatch, capsys):
     empty = torch.empty
 
-    def refuses(*shape: object, pin_memory: bool = False, **options: object) -> Tensor:
+    def fail_if_pinned(*shape: object, pin_memory: bool = False, **options: object) -> Tensor:
         if pin_memory:
             raise RuntimeError("CUDA error: out of memory\nmore lines")
         return empty(*shape, **options)
 
     class OnGpu:
-        """What is asked of a GPU's tensor."""
+        """The attributes of a GPU tensor that are used."""
 
         is_cuda, shape, dtype = True, (2, 3), torch.float16
 
-    monkeypatch.setattr(torch, "empty", refuses)
+    monkeypatch.setattr(torch, "empty", fail_if_pinned)
     copies = _Copies()
     for _ in range(3):
-        place = copies._memory(OnGpu())
-        assert (place.shape, place.dtype, place.device) == ((2, 3), torch.float16, CPU)
+        memory = copies._memory(OnGpu())
+        assert (memory.shape, memory.dtype, memory.device) == ((2, 3), torch.float16, CPU)
     assert capsys.readouterr().out == "checkpoints are copied without pinned memory: CUDA error: out of memory\n"
 
 
@@ -269,8 +269,8 @@ def test_workers_must_use_nccl_unless_they_share_a_gpu_and_nccl_cannot(
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
     job.device = device
     assert job._backend() == backend
-    said = "workers share a GPU, which NCCL 2.28 cannot: gradients travel by gloo\n"
-    assert capsys.readouterr().out == (said if device == GPU and backend == "gloo" else "")
+    message = "workers share a GPU, which NCCL 2.28 cannot: gradients travel by gloo\n"
+    assert capsys.readouterr().out == (message if device == GPU and backend == "gloo" else "")
 
 
 def test_a_worker_without_its_own_gpu_must_be_refused_with_a_hint(tmp_path, monkeypatch):

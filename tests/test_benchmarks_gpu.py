@@ -1,4 +1,4 @@
-"""Benchmarks on GPUs: what they conclude and write, that they need no Docker, and each of them, played on the CPU."""
+"""GPU benchmarks: results and documents, independence of Docker, and a run of each on the CPU."""
 
 import json
 import os
@@ -31,9 +31,9 @@ MACHINE = {"cpus": 16, "GPUs": "1 × NVIDIA H200", "commit": "0123456789"}
 
 
 def benchmarks(*arguments: str, **env: str) -> "subprocess.CompletedProcess[str]":
-    """`python -m benchmarks` as a user starts it."""
-    words = [sys.executable, "-m", "benchmarks", *arguments]
-    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=os.environ | env)
+    """Run `python -m benchmarks` as a user does."""
+    argv = [sys.executable, "-m", "benchmarks", *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=os.environ | env)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def bare(tmp_path):
 
 @pytest.fixture
 def on_cpu(tmp_path, monkeypatch, nothing_left):
-    """The same commands with the CPU as their device, and all files in the test's folder."""
+    """Run the benchmarks on the CPU, with all files in the test's folder."""
     monkeypatch.setenv(MARK, str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -58,7 +58,7 @@ def on_cpu(tmp_path, monkeypatch, nothing_left):
 
 @pytest.fixture
 def little(mnist, monkeypatch):
-    """Arguments of the app for a few images; the generated digits are not drawn."""
+    """Arguments that make the app train on a few images; digits are not generated."""
     monkeypatch.setattr(data, "load", lambda *_, **__: [])
     return "--dataset", "mnist", "--data", str(mnist)
 
@@ -128,7 +128,7 @@ def test_the_name_gpu_must_run_each_gpu_benchmark_once(monkeypatch):
 
 
 def run_here(monkeypatch, arguments: list[str]) -> tuple[int, list[str]]:
-    """The exit code of the command, and the names of the benchmarks that it runs, without running them."""
+    """Return the exit code of the command and the names of the benchmarks it would run."""
     names: list[str] = []
     monkeypatch.setattr(command, "measured", lambda name, runs: names.append(name) or (RESULT, True))
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
@@ -167,7 +167,7 @@ def test_gpus_must_be_counted_by_name():
 
 def test_a_machine_with_gpus_must_be_described_with_its_versions(monkeypatch):
     answers = {"nvidia-smi": "NVIDIA H200, 570.1", "git": None}
-    monkeypatch.setattr(command, "printed", lambda *words: answers[words[0]])
+    monkeypatch.setattr(command, "printed", lambda *argv: answers[argv[0]])
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
     found = list(command.machine().items())[4:]
@@ -186,8 +186,8 @@ def test_the_commit_must_be_marked_if_changed_and_unknown_without_git(tmp_path, 
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert command.commit() == "unknown"
     me = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
-    for words in (["init", "--quiet"], [*me, "commit", "--quiet", "--allow-empty", "--message", "first"]):
-        subprocess.run(["git", *words], check=True, cwd=tmp_path)
+    for arguments in (["init", "--quiet"], [*me, "commit", "--quiet", "--allow-empty", "--message", "first"]):
+        subprocess.run(["git", *arguments], check=True, cwd=tmp_path)
     clean = command.commit()
     assert re.fullmatch("[0-9a-f]{10}", clean)
     (tmp_path / "new.py").touch()
@@ -198,7 +198,7 @@ def test_the_commit_must_be_marked_if_changed_and_unknown_without_git(tmp_path, 
 
 
 def written(monkeypatch, folder, measured: dict[str, object]) -> dict[str, str]:
-    """The files that the document command writes, by path."""
+    """Run the document command; return the files it writes, by path."""
     file = folder / "measured.json"
     file.write_text(json.dumps(measured))
     monkeypatch.setattr(sys, "argv", ["document", str(file)])
@@ -253,10 +253,10 @@ What it is.
 
 
 def test_gpu_results_alone_must_not_replace_the_cpu_document(monkeypatch, tmp_path):
-    places = [{"machine": MACHINE | {"cpus": cpus}, "date": "2026-05-04"} for cpus in (16, 32)]
+    machines = [{"machine": MACHINE | {"cpus": cpus}, "date": "2026-05-04"} for cpus in (16, 32)]
     nothing = {"values": {}, "ratios": {}, "failed": {"gpu-restart": "no disk"}}
     found = written(
-        monkeypatch, tmp_path, {"gpu-cold-start": RESULT | places[0], "gpu-restart": RESULT | nothing | places[1]}
+        monkeypatch, tmp_path, {"gpu-cold-start": RESULT | machines[0], "gpu-restart": RESULT | nothing | machines[1]}
     )
     assert set(found) == {"performance-gpu.md", "performance/gpu-cold-start.svg"}
     first, second = found["performance-gpu.md"].split("## G")[1:]
@@ -266,7 +266,7 @@ def test_gpu_results_alone_must_not_replace_the_cpu_document(monkeypatch, tmp_pa
     assert "gpu-restart was not measured: no disk" in second
 
 
-# --- what is concluded from what was measured
+# --- evaluation
 
 
 def test_rounds_must_interleave_variants_and_skip_one_that_has_failed():
@@ -331,7 +331,7 @@ def test_the_phases_of_a_start_must_be_those_of_the_slowest_worker():
 
 
 def epochs(*records: tuple[float, float]) -> str:
-    """metrics.jsonl with epochs of these seconds and accuracies, and a step."""
+    """The content of metrics.jsonl for a step and for epochs with these seconds and accuracies."""
     lines = [{"kind": "step", "loss": 1.0}]
     lines += [{"kind": "epoch", "seconds": s, "test_accuracy": accuracy, "samples": 1200} for s, accuracy in records]
     return "".join(json.dumps(line) + "\n" for line in lines)
@@ -358,7 +358,7 @@ def test_checkpoints_must_not_be_measured_on_a_disk_that_is_too_small(monkeypatc
     assert result["failed"]["gpu-checkpoint"].startswith("it needs 12 GB of free disk space, and ")
 
 
-# --- each of them, played on the CPU
+# --- each benchmark, on the CPU
 
 
 @pytest.mark.slow
@@ -378,8 +378,8 @@ def test_a_start_must_be_measured_in_all_its_phases(on_cpu, monkeypatch, workers
 @pytest.mark.slow
 def test_restarts_must_be_measured_for_every_kill(on_cpu, monkeypatch):
     monkeypatch.setattr(gpu_restart, "KILLS", 2)
-    monkeypatch.setattr("benchmarks.restart.PATIENCE", 300.0)  # this machine may do much else
-    monkeypatch.setattr(gpu, "TORCHRUN", [sys.executable, "-c", "raise SystemExit(1)"])  # one that loses its job
+    monkeypatch.setattr("benchmarks.restart.PATIENCE", 300.0)  # this machine may be busy
+    monkeypatch.setattr(gpu, "TORCHRUN", [sys.executable, "-c", "raise SystemExit(1)"])  # a launcher that loses its job
     result = gpu_restart.measure(1)
     ((seconds, unit),) = result["values"].values()
     assert (len(seconds), unit, min(seconds) > 0) == (2, "s", True)
@@ -420,14 +420,14 @@ def test_the_comparison_script_must_train_on_the_given_device(mnist, monkeypatch
     monkeypatch.setattr(script, "EPOCHS", 1)
     script.main("mnist", 1, "cpu")
     assert re.fullmatch(r"epoch 1/1: accuracy [\d.]+%\n", capsys.readouterr().out)
-    with pytest.raises(RuntimeError, match="(?i)meta"):  # a device without data, which the loss notices
+    with pytest.raises(RuntimeError, match="(?i)meta"):  # computing the loss fails on a device without data
         script.main("mnist", 1, "meta")
 
 
 def test_a_checkpoint_must_be_measured_until_it_is_durable(on_cpu, monkeypatch):
     monkeypatch.setattr(gpu_checkpoint, "SIZE", 1 << 22)
     monkeypatch.setattr(gpu_checkpoint, "TENSORS", 4)
-    monkeypatch.setattr(gpu_checkpoint, "pinned", lambda tensor: tensor.clone())  # without a GPU nothing can be pinned
+    monkeypatch.setattr(gpu_checkpoint, "pinned", lambda tensor: tensor.clone())  # pinning needs a GPU
     result = gpu_checkpoint.measure(2)
     assert {name: len(values) for name, (values, _) in result["values"].items()} == dict.fromkeys(
         (gpu_checkpoint.COPY, gpu_checkpoint.HELD, gpu_checkpoint.SAVE, gpu_checkpoint.DURABLE), 2

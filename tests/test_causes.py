@@ -1,4 +1,4 @@
-"""The cause of a failure must come with all that is known of it, and progress be measured; on a scripted engine."""
+"""Causes of failures must be reported in full, and progress must be measured; on a scripted engine."""
 
 import json
 
@@ -20,14 +20,14 @@ def job(tmp_path, monkeypatch):
 
 
 def test_a_cause_must_include_the_nodes_explanation_and_the_workers_last_lines(job):
-    asked = []
+    calls = []
     engine = RecordingEngine([KILLED], [ALL_WELL])
-    engine.explain = lambda end, node: (asked.append((end.rank, node)), "out of memory")[1]
+    engine.explain = lambda end, node: (calls.append((end.rank, node)), "out of memory")[1]
     engine.hosts = {"trainer-1": "gpu-box"}
     job.paths.log(1).write_text("epoch 1\nepoch 2\n")
     assert job.run(engine).word == "succeeded"
     (cause,) = [ended.cause for ended in job.supervisor.history.ended if ended.cause]
-    assert asked == [(1, "trainer-1")]
+    assert calls == [(1, "trainer-1")]
     assert (cause.rank, cause.node, cause.exit_code, cause.cause) == (1, "trainer-1", 137, "out of memory")
     assert cause.last_lines == ["epoch 1", "epoch 2"] and cause.log == str(job.paths.log(1))
     assert cause.summary.startswith("rank 1 on trainer-1 (gpu-box) ran out of memory")
@@ -52,7 +52,7 @@ def test_a_worker_killed_after_the_grace_period_must_not_be_the_root_cause(job, 
 
 @pytest.mark.parametrize(("slow", "starts"), [(400, 1), (0, 3)])
 def test_import_time_must_not_count_as_progress(job, slow, starts):
-    """Forty seconds in which no worker has started, or has done something."""
+    """For forty seconds, workers either have not started or do nothing."""
     engine = RecordingEngine(*[[[]] * 400 + [[WorkerExit(1, 1)]] for _ in range(3)])
     engine.slow = [{0, 1, 2}] * slow
     job.paths.log(1).write_text("OSError: [Errno 30] Read-only file system: 'x'\n")
@@ -105,26 +105,26 @@ def test_only_a_step_beyond_all_earlier_ones_must_count_as_progress(job):
 
 @pytest.mark.parametrize(("gpus", "killed_after"), [("all", 5.0), ("none", None)])
 def test_workers_hanging_in_nccl_after_a_failure_must_be_killed_before_the_grace_period_ends(job, gpus, killed_after):
-    """A worker that waits in a kernel of NCCL's handles no SIGTERM; on a CPU it gets its whole grace period."""
+    """A worker that waits in an NCCL kernel cannot handle SIGTERM; on a CPU it gets the whole grace period."""
     engine = RecordingEngine([[WorkerExit(1, 1)], *[[]] * 200, [WorkerExit(0, 143), WorkerExit(2, 143)]], [ALL_WELL])
-    orders: list[tuple[float, Stop]] = []
-    engine.stop = lambda how: orders.append((job.clock.now, how))
+    stops: list[tuple[float, Stop]] = []
+    engine.stop = lambda how: stops.append((job.clock.now, how))
     spec = JobSpec(trainers=2, grace=30.0, gpus=gpus)
-    there = HERE.but(gpus=("GPU-0", "GPU-1", "GPU-2"))
-    assert job.run(engine, spec, plan(spec, there, "j", 29500)).word == "succeeded"
-    assert [how for _, how in orders] == [Stop.TERMINATE, Stop.KILL][: 2 if killed_after else 1]
+    site = HERE.but(gpus=("GPU-0", "GPU-1", "GPU-2"))
+    assert job.run(engine, spec, plan(spec, site, "j", 29500)).word == "succeeded"
+    assert [how for _, how in stops] == [Stop.TERMINATE, Stop.KILL][: 2 if killed_after else 1]
     if killed_after:
-        assert 0 <= orders[1][0] - orders[0][0] - killed_after < 1
+        assert 0 <= stops[1][0] - stops[0][0] - killed_after < 1
     assert job.causes() == [(1, "error")]
 
 
 def test_the_worker_that_the_others_waited_for_must_be_reported_even_if_it_was_killed(job):
-    """NCCL's watchdog ends the workers that wait; the one they wait for is stuck, and hears no SIGTERM."""
+    """NCCL's watchdog aborts the waiting workers; the one they wait for hangs and does not handle SIGTERM."""
     engine = RecordingEngine([[WorkerExit(0, 134), WorkerExit(1, 134)], *[[]] * 100, [WorkerExit(2, 137, True)]])
     engine.stop = lambda how: None
     for rank in (0, 1):
         job.paths.log(rank).write_text("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
-    there = HERE.but(gpus=("GPU-0", "GPU-1", "GPU-2"))
+    site = HERE.but(gpus=("GPU-0", "GPU-1", "GPU-2"))
     spec = JobSpec(trainers=2, gpus="all", max_restarts=0)
-    assert job.run(engine, spec, plan(spec, there, "j", 29500)).word == "failed"
+    assert job.run(engine, spec, plan(spec, site, "j", 29500)).word == "failed"
     assert job.causes() == [(2, "timeout")]

@@ -1,4 +1,4 @@
-"""A node that is cleaned between jobs must have nothing of the last one, or must not be used again."""
+"""A node must keep nothing of a job when it is cleaned for the next one, or must exit."""
 
 import os
 import signal
@@ -59,20 +59,20 @@ CHANGES = {
     "disk priority": "import ctypes\nassert not ctypes.CDLL(None).syscall(IOPRIO_SET, 1, pid, 3 << 13)",
 }
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-FORKER = """
+ZYGOTE = """
 node = os.getppid()
 (pid,) = {*map(int, open(f"/proc/{node}/task/{node}/children").read().split())} - {os.getpid()}
 """
 
 
-@pytest.mark.parametrize("whose", ["node", "forker"])
+@pytest.mark.parametrize("process", ["node", "zygote"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_node_that_was_changed_by_a_job_must_exit_instead_of_running_another(tmp_path, change, whose):
+def test_a_node_that_was_changed_by_a_job_must_exit_instead_of_running_another(tmp_path, change, process):
     if "affinity" in change and len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one core is all that there is")
+        pytest.skip("this machine has only one core")
     change = change.replace("IOPRIO_SET", str(IOPRIO_SET[os.uname().machine]))
     node = Waiting(tmp_path, PRELOAD)
-    find = "pid = os.getppid()" if whose == "node" else FORKER
+    find = "pid = os.getppid()" if process == "node" else ZYGOTE
     assert node.run(0, f"import os, resource\n{find}\n{change}") == 0, node.log(0)
     node.pipe.ask("clean")
     assert node.pipe.until("cleaned") is None
@@ -84,7 +84,7 @@ def test_a_node_that_was_changed_by_a_job_must_exit_instead_of_running_another(t
 def test_a_zygote_must_continue_after_a_job_that_sent_it_sigstop(tmp_path):
     node = Waiting(tmp_path, PRELOAD)
     wait = "while not os.path.exists('go'): time.sleep(0.01)"
-    node.start(0, f"import os, signal, time\n{FORKER}\n{wait}\nos.kill(pid, signal.SIGSTOP)")
+    node.start(0, f"import os, signal, time\n{ZYGOTE}\n{wait}\nos.kill(pid, signal.SIGSTOP)")
     node.pipe.until("started", rank=0)
     (tmp_path / "go").touch()
     assert node.code(0) == 0, node.log(0)
@@ -122,14 +122,14 @@ def test_a_node_must_listen_again_after_a_job_has_replaced_its_socket(waiting):
     assert waiting.status()["generation"] == -1
 
 
-WITHOUT_RIGHT_TO_KILL = (
+WITHOUT_CAPABILITIES = (
     "import ctypes; assert not ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())"
 )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to start a process that its parent may not kill")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process that its parent may not kill")
 def test_a_process_that_a_node_may_not_kill_must_not_end_the_node(tmp_path):
-    node = Waiting(tmp_path, before=WITHOUT_RIGHT_TO_KILL)  # as one that sudo has started
+    node = Waiting(tmp_path, before=WITHOUT_CAPABILITIES)  # like a node started by sudo
     code = (
         "import os, signal\npid = os.fork()\nif pid == 0:\n    os.setsid()\n    os.setuid(65534)\n    signal.pause()\n"
     )
@@ -146,12 +146,12 @@ def test_a_process_that_a_node_may_not_kill_must_not_end_the_node(tmp_path):
 
 PROCESSES = {  # process id: state, parent, user
     1: (b"S", 0, 1000),
-    7: (b"S", 1, 1000),  # the process that forks workers
+    7: (b"S", 1, 1000),  # the zygote
     8: (b"Z", 1, 1000),
-    20: (b"S", 0, 65534),  # what the engine runs beside the node
-    21: (b"S", 20, 1000),  # what a worker has had started by that
-    22: (b"Z", 20, 1000),  # which its parent reaps
-    23: (b"S", 0, -1),  # which ends just now
+    20: (b"S", 0, 65534),  # started by the engine beside the node
+    21: (b"S", 20, 1000),  # started by 20 on behalf of a worker
+    22: (b"Z", 20, 1000),  # reaped by its parent
+    23: (b"S", 0, -1),  # exits at this moment
 }
 
 

@@ -1,4 +1,4 @@
-"""A project that brings run directories with it, as a clone of a repository can: what is in them must do nothing."""
+"""Run directories that come with a project, such as a cloned repository, must have no effect."""
 
 import json
 import os
@@ -27,7 +27,7 @@ GIT = ("git", "-c", "user.name=me", "-c", "user.email=me@localhost", "-c", "init
 
 
 def forged(folder: Path, victim: Path, name: str = "cluster-e95b") -> JobPaths:
-    """A cluster that was made elsewhere, with links to folders of the victim."""
+    """A cluster that was created elsewhere, with links to folders of the victim."""
     paths = create(JobPaths(folder / name), cluster=name)
     shutil.rmtree(paths.nodes)
     paths.nodes.symlink_to(victim / "nodes")
@@ -39,7 +39,7 @@ def forged(folder: Path, victim: Path, name: str = "cluster-e95b") -> JobPaths:
 
 @pytest.fixture
 def victim(tmp_path) -> Path:
-    """Folders of the user, which no job may come to."""
+    """Folders of the user that no job may access."""
     for name in ("nodes", "sockets"):
         (tmp_path / "victim" / name).mkdir(parents=True, mode=0o700)
         (tmp_path / "victim" / name / "file").write_text("mine")
@@ -47,25 +47,25 @@ def victim(tmp_path) -> Path:
 
 
 def facts(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Owner and mode of all that is in a folder."""
+    """The owner and mode of everything in a folder."""
     found = {str(path): path.lstat() for path in sorted(folder.rglob("*"))}
     return {name: (status.st_uid, status.st_gid, status.st_mode) for name, status in found.items()}
 
 
-def vast(paths: JobPaths) -> None:
+def make_huge(paths: JobPaths) -> None:
     with paths.plan.open("r+b") as file:
         file.truncate(300 << 30)
 
 
-def of_other_types(paths: JobPaths) -> None:
+def change_types(paths: JobPaths) -> None:
     paths.plan.write_text(json.dumps(json.loads(paths.plan.read_text()) | {"gpus": [[]]}))
 
 
-def as_it_was(paths: JobPaths) -> None:
-    """A plan that says what plans say."""
+def leave_unchanged(paths: JobPaths) -> None:
+    """Keep a valid plan."""
 
 
-PLANS = [as_it_was, vast, of_other_types]
+PLANS = [leave_unchanged, make_huge, change_types]
 
 
 @pytest.mark.parametrize("edit", PLANS)
@@ -80,10 +80,10 @@ def test_commands_must_not_use_a_cluster_that_came_with_the_project(do: Commands
     assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
     code, out, err = do("plan", "--", "-m", "app.train")
     assert code == 0 and "cluster-e95b" not in "\n".join(out + err)
-    with supervised(paths.root):  # by a lock of its own
+    with supervised(paths.root):  # its lock is held
         assert do("run", "--trainers", 2, "--", "-m", "app.train")[0] == 0
-    (made,) = do.runs.glob("app-*/plan.json")
-    assert json.loads(made.read_text())["placement"]["cluster"] == ""
+    (plan,) = do.runs.glob("app-*/plan.json")
+    assert json.loads(plan.read_text())["placement"]["cluster"] == ""
     assert facts(victim) == before and (victim / "nodes" / "file").read_text() == "mine"
 
 
@@ -94,7 +94,7 @@ def test_a_job_that_came_with_the_project_must_only_be_displayed(do: Commands, p
         end(paths)
     edit(paths)
     records.forget(paths.root)
-    shown = has_ended and edit is as_it_was
+    shown = has_ended and edit is leave_unchanged
     code, _, err = do("logs", "a-1")
     assert code == (0 if shown else 2)
     if not shown:
@@ -131,7 +131,7 @@ def test_files_must_not_be_moved_to_a_run_directory_that_came_with_the_project(d
     assert on_it.shared.is_symlink() and (cluster.nodes / "b-1").is_dir()
 
 
-# --- in the run directories that are ours
+# --- in our own run directories
 
 
 @pytest.mark.parametrize("edit", PLANS[1:])
@@ -152,9 +152,9 @@ def test_a_huge_file_must_not_be_read(do: Commands, paths, name):
 
 @pytest.mark.parametrize("name", ["job", "sockets", "nodes"])
 def test_nodes_must_mount_only_folders(paths, victim, name):
-    place = paths.root / name
-    shutil.rmtree(place, ignore_errors=True)
-    place.symlink_to(victim)
+    path = paths.root / name
+    shutil.rmtree(path, ignore_errors=True)
+    path.symlink_to(victim)
     with pytest.raises(UsageError, match=f"{name} is not a folder"):
         store.load(paths)
 
@@ -166,7 +166,7 @@ def test_sockets_must_not_be_shared_through_a_link(tmp_path, victim):
         sockets.share(tmp_path / "link", "1234:1234")
     (tmp_path / "link").unlink()
     assert facts(tmp_path) == before
-    for _ in range(2):  # it may be there
+    for _ in range(2):  # the second time, it exists
         sockets.share(tmp_path / "made", f"{os.geteuid()}:{os.getegid()}")
     assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
 
@@ -183,41 +183,41 @@ def test_attributes_set_on_the_socket_folder_must_not_affect_the_next_job(tmp_pa
 
 def test_nodes_must_not_run_as_the_owner_of_a_link_target(tmp_path, victim):
     (tmp_path / "job").symlink_to(victim)
-    played = SimpleNamespace(info={})
+    daemon = SimpleNamespace(info={})
     with pytest.raises(EngineError, match="job is not a folder"):
-        Daemon.user(played, tmp_path / "job", JobSpec())
-    assert Daemon.user(played, victim, JobSpec(user=str(os.geteuid()))) == f"{os.geteuid()}:{os.getegid()}"
+        Daemon.user(daemon, tmp_path / "job", JobSpec())
+    assert Daemon.user(daemon, victim, JobSpec(user=str(os.geteuid()))) == f"{os.geteuid()}:{os.getegid()}"
 
 
-# --- for real
+# --- on a real engine
 
 
 @pytest.mark.docker
 def test_a_clone_that_contains_a_cluster_must_not_mount_anything_of_the_host(cli, docker_engine, nothing_left, victim):
-    """The cluster was made with `up`, and its files then edited and committed."""
+    """The cluster was created with `up`; its files were then edited and committed."""
     origin = cli.folder / "origin"
     shutil.copytree(cli.folder, origin, ignore=shutil.ignore_patterns("origin", "victim"))
-    alone = ("--engine", "docker", "--trainers", "0", "--gpus", "none")
-    alone += ("--set", "user=root") if os.geteuid() == 0 else ()  # the owner of what the links lead to
-    name = cli("up", *alone, "--runs", "origin/runs").stdout.strip()
-    made = JobPaths(origin / "runs" / name)
-    shutil.copytree(made.root, cli.folder / "kept", symlinks=True, ignore=shutil.ignore_patterns("sockets", "nodes"))
+    options = ("--engine", "docker", "--trainers", "0", "--gpus", "none")
+    options += ("--set", "user=root") if os.geteuid() == 0 else ()  # the owner of the link targets
+    name = cli("up", *options, "--runs", "origin/runs").stdout.strip()
+    cluster = JobPaths(origin / "runs" / name)
+    shutil.copytree(cluster.root, cli.folder / "kept", symlinks=True, ignore=shutil.ignore_patterns("sockets", "nodes"))
     assert cli("down", name, "--runs", "origin/runs").returncode == 0
-    shutil.copytree(cli.folder / "kept", made.root, symlinks=True)
-    made.plan.write_text(made.plan.read_text().replace(str(cli.folder), str(cli.folder / "clone")))
-    made.nodes.symlink_to("../../../victim/nodes")
-    made.sockets.symlink_to(victim / "sockets")
-    (origin / "looks.py").write_text("import os, socket\nprint(socket.gethostname(), os.listdir('/job'))\n")
-    for words in (("init", "-q"), ("add", "-A", "-f"), ("commit", "-qm", "evil")):
-        subprocess.run([*GIT, *words], cwd=origin, check=True)
+    shutil.copytree(cli.folder / "kept", cluster.root, symlinks=True)
+    cluster.plan.write_text(cluster.plan.read_text().replace(str(cli.folder), str(cli.folder / "clone")))
+    cluster.nodes.symlink_to("../../../victim/nodes")
+    cluster.sockets.symlink_to(victim / "sockets")
+    (origin / "look.py").write_text("import os, socket\nprint(socket.gethostname(), os.listdir('/job'))\n")
+    for arguments in (("init", "-q"), ("add", "-A", "-f"), ("commit", "-qm", "evil")):
+        subprocess.run([*GIT, *arguments], cwd=origin, check=True)
     clone = cli.folder / "clone"
     subprocess.run([*GIT, "clone", "-q", str(origin), str(clone)], check=True)
     assert (clone / "runs" / name / "nodes").is_dir()
     before = facts(victim)
     cli.folder = clone
-    done = cli("run", *alone, "--", "looks.py")
+    done = cli("run", *options, "--", "look.py")
     assert done.returncode == 0, done.stderr
-    (log,) = clone.glob("runs/looks-*/logs/rank-0.log")
+    (log,) = clone.glob("runs/look-*/logs/rank-0.log")
     assert "file" not in log.read_text() and name not in done.stderr
     assert facts(victim) == before and not docker("ps", "-aq", "--filter", f"label=orchestrate.job={name}").strip()
     for project in (origin, clone):

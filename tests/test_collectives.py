@@ -1,4 +1,4 @@
-"""What is shown and measured: the collectives, and the strategies side by side."""
+"""The app's demonstrations: collectives and their bandwidth, and the comparison of strategies."""
 
 import json
 import re
@@ -33,50 +33,50 @@ def test_the_bandwidth_must_be_defined_as_in_nccl_tests(tmp_path):
     done = ok(subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300))
     lines = [line.split() for line in done.stdout.splitlines()[2:]]
     assert [line[:2] for line in lines[:3]] == [["all_reduce", "1024"], ["all_reduce", "8192"], ["all_reduce", "65536"]]
-    for name, size, micros, algorithm, bus in lines:
-        assert float(algorithm) == pytest.approx(int(size) / float(micros) / 1e3, abs=0.01)
+    for name, size, microseconds, algorithm, bus in lines:
+        assert float(algorithm) == pytest.approx(int(size) / float(microseconds) / 1e3, abs=0.01)
         assert float(bus) == pytest.approx(float(algorithm) * (0.5 if name == "all_gather" else 1), abs=0.01)
 
 
 @pytest.mark.slow
 def test_the_time_of_a_collective_must_be_the_time_of_its_slowest_rank(monkeypatch):
     monkeypatch.setattr(collectives.dist, "barrier", lambda: None)
-    made = Job()
-    monkeypatch.setattr(made, "gather", lambda mine: [mine, mine + 7, mine + 3])
-    assert 7 <= collectives._timed(lambda: None, made, 1) < 8
+    job = Job()
+    monkeypatch.setattr(job, "gather", lambda mine: [mine, mine + 7, mine + 3])
+    assert 7 <= collectives._timed(lambda: None, job, 1) < 8
 
 
 def test_compare_must_count_the_samples_of_all_epochs(monkeypatch):
-    def trains(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+    def train(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
         rows = [{"kind": "epoch", "samples": 100, "seconds": 2.0, "test_accuracy": 0.5 + n / 4} for n in range(2)]
         Path(env["JOB_DIR"], "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(compare.subprocess, "run", trains)
+    monkeypatch.setattr(compare.subprocess, "run", train)
     row = compare.run("ddp", 2, [])
     assert (row["samples/s"], row["seconds"], row["accuracy"]) == (50.0, 4.0, 0.75)
 
 
 def test_compare_must_train_with_the_given_number_of_workers_outside_of_any_other_job(monkeypatch):
-    seen: list[tuple[list[str], dict[str, str]]] = []
+    calls: list[tuple[list[str], dict[str, str]]] = []
 
-    def trains(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
-        seen.append((command[1:], env))
+    def train(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        calls.append((command[1:], env))
         rows = [{"kind": "pace"}, {"kind": "step", "loss": 0.5}]
         rows += [{"kind": "epoch", "samples": 100, "seconds": 2.0, "test_accuracy": 0.5, "loss": 7}]
         Path(env["JOB_DIR"], "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(compare.subprocess, "run", trains)
+    monkeypatch.setattr(compare.subprocess, "run", train)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "JOB_DIR"):
         monkeypatch.setenv(name, "5")
     found = [compare.run("ddp", workers, ["--epochs", "1"]) for workers in (1, 2)]
     assert [(row["strategy"], row["workers"], row["losses"]) for row in found] == [("ddp", n, [0.5]) for n in (1, 2)]
     head = ["-m", "app.train", "--strategy", "ddp"]
-    assert [command for command, _ in seen] == [[*head, *spawn, "--epochs", "1"] for spawn in ([], ["--spawn", "2"])]
-    for _, env in seen:
+    assert [command for command, _ in calls] == [[*head, *spawn, "--epochs", "1"] for spawn in ([], ["--spawn", "2"])]
+    for _, env in calls:
         assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & env.keys() and "PATH" in env
-        assert not Path(env["JOB_DIR"]).exists()  # removed when it has been read
+        assert not Path(env["JOB_DIR"]).exists()  # removed after it was read
 
 
 def test_compare_must_exit_with_the_error_of_a_failed_training_run(monkeypatch):

@@ -1,4 +1,4 @@
-"""What comes over a connection to a node must arrive whole, however it is cut, and nonsense must end it."""
+"""Messages from a node must arrive complete in chunks of any size, and invalid data must end the connection."""
 
 import contextlib
 import json
@@ -44,36 +44,37 @@ def ends():
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10_000])
 def test_messages_must_be_assembled_from_chunks(ends, size):
-    link, there = ends
-    heard = []
-    wire = b"".join(there.signer.sign(line) + b"\n" for line in LINES.splitlines())
+    link, node = ends
+    received = []
+    wire = b"".join(node.signer.sign(line) + b"\n" for line in LINES.splitlines())
     for start in range(0, len(wire), size):
-        there.sock.sendall(wire[start : start + size])
-        heard += link.receive()
-    assert heard == MESSAGES
+        node.sock.sendall(wire[start : start + size])
+        received += link.receive()
+    assert received == MESSAGES
 
 
 def test_an_invalid_message_must_end_the_connection(ends):
-    link, there = ends
-    there.sock.sendall(b"OCI runtime exec failed: exec failed: container not running\n")
+    link, node = ends
+    node.sock.sendall(b"OCI runtime exec failed: exec failed: container not running\n")
     assert link.receive() is None
 
 
 def test_a_closed_connection_must_not_accept_requests(ends):
-    link, there = ends
-    there.sock.close()
+    link, node = ends
+    node.sock.close()
     assert link.receive() is None
     assert not link.send(protocol.GetStatus())
 
 
-def linked(generation: int, ranks: int) -> Nodes:
+def nodes_with_workers(generation: int, ranks: int) -> Nodes:
+    """Nodes with one running worker each, ranks 0 to `ranks` - 1."""
     engine = Nodes(0)
     engine.generation, engine.running = generation, {rank: f"node-{rank}" for rank in range(ranks)}
     return engine
 
 
 def test_exits_must_be_reported_in_the_order_in_which_they_occurred():
-    engine = linked(0, 3)
+    engine = nodes_with_workers(0, 3)
     for rank, code, at in ((2, 1, 12.5), (0, 1, 12.0), (1, 139, 11.5)):
         engine._handle(f"node-{rank}", said("ended", rank=rank, code=code, at=at))
     assert [(exit.rank, exit.code) for exit in engine.wait(0)] == [(1, 139), (0, 1), (2, 1)]
@@ -81,7 +82,7 @@ def test_exits_must_be_reported_in_the_order_in_which_they_occurred():
 
 @pytest.mark.parametrize(("generation", "known"), [(0, False), (1, True), (2, False)])
 def test_only_the_status_of_the_current_generation_must_count(generation, known):
-    engine = linked(1, 2)
+    engine = nodes_with_workers(1, 2)
     state = said("status", generation=generation, codes={"0": 3}, hints={"0": ""}, running={"1": {}})
     assert [engine.know(rank, state) for rank in (0, 1)] == [known, known]
     assert [exit.code for exit in engine.wait(0)] == [3] * known
@@ -89,7 +90,7 @@ def test_only_the_status_of_the_current_generation_must_count(generation, known)
 
 
 def test_workers_that_have_not_started_must_end_immediately_when_the_job_is_stopped():
-    engine = linked(0, 3)
+    engine = nodes_with_workers(0, 3)
     engine.queued = [SimpleNamespace(rank=rank) for rank in (1, 2)]
     engine.stop(Stop.TERMINATE)
     assert [(exit.rank, exit.code, exit.asked) for exit in engine.wait(0)] == [(1, 143, True), (2, 143, True)]
@@ -110,22 +111,22 @@ def test_data_must_be_relayed_in_both_directions_until_one_side_closes(tmp_path,
         server.bind(address)
         server.listen()
         server.settimeout(60)
-        words = ["127.0.0.1", str(server.getsockname()[1]), "60"] if over == "tcp" else []
+        arguments = ["127.0.0.1", str(server.getsockname()[1]), "60"] if over == "tcp" else []
         env = os.environ | {"NODE_SOCKET": str(tmp_path / "s")}
         with subprocess.Popen(
-            [sys.executable, "-I", "-S", PIPE, *words], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-I", "-S", PIPE, *arguments], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as process:
             node, _ = server.accept()
-            with node, node.makefile("rb") as heard:
-                text = os.urandom(150_000)  # more than one read takes
+            with node, node.makefile("rb") as file:
+                text = os.urandom(150_000)  # more than a single read returns
                 process.stdin.write(text)
                 process.stdin.flush()
-                assert heard.read(len(text)) == text
+                assert file.read(len(text)) == text
                 node.sendall(text)
                 assert process.stdout.read(len(text)) == text
                 if first == "orchestrator":
                     process.stdin.close()
-                    assert heard.read() == b""
+                    assert file.read() == b""
             assert process.stdout.read() == b""
             assert process.wait(timeout=60) == 0
 
@@ -133,7 +134,7 @@ def test_data_must_be_relayed_in_both_directions_until_one_side_closes(tmp_path,
 def test_the_connect_timeout_must_not_apply_after_connecting():
     with socket.create_server(("127.0.0.1", 0)) as server:
         node = pipe.connect(["127.0.0.1", str(server.getsockname()[1]), "60"])
-        assert node.gettimeout() is None  # that of the connection is over
+        assert node.gettimeout() is None  # the connect timeout is cleared
         node.close()
 
 
@@ -151,8 +152,8 @@ def test_engine_frames_must_be_removed_and_stderr_must_be_dropped(size):
 
 
 @contextlib.contextmanager
-def strange() -> Iterator[tuple[NodeConnection, socket.socket]]:
-    """A connection on which nothing was said yet."""
+def unauthenticated() -> Iterator[tuple[NodeConnection, socket.socket]]:
+    """A connection before the handshake, and its other end."""
     here, there = socket.socketpair()
     there.settimeout(10)
     link = NodeConnection(here, KEY)
@@ -164,57 +165,57 @@ def strange() -> Iterator[tuple[NodeConnection, socket.socket]]:
 
 
 def test_an_answer_must_be_found_among_other_messages(ends):
-    link, there = ends
-    there.send(sent("started"))
-    there.send(sent("changes", gone=["a"]))
+    link, node = ends
+    node.send(sent("started"))
+    node.send(sent("changes", gone=["a"]))
     assert link.converse(protocol.GetChanges("job", {"a": 3}), protocol.Changes) == said("changes", gone=["a"])
-    assert there.hear() == {"ask": "changes", "folder": "job", "have": {"a": 3}}
+    assert node.hear() == {"ask": "changes", "folder": "job", "have": {"a": 3}}
 
 
 @pytest.mark.parametrize("say", ["failed", "refused"])
 def test_a_failed_request_must_raise_the_nodes_error_message(ends, say):
-    link, there = ends
-    there.send(json.dumps({"say": say, "error": "no space left"}).encode())
+    link, node = ends
+    node.send(json.dumps({"say": say, "error": "no space left"}).encode())
     with pytest.raises(EngineError, match="no space left"):
         link.converse(protocol.GetChanges("job", {}), protocol.Changes)
 
 
 def test_converse_must_wait_as_long_as_requested(ends, monkeypatch):
-    link, there = ends
+    link, node = ends
     monkeypatch.setattr(links, "ANSWER_TIMEOUT", 0.01)
-    threading.Timer(0.1, there.send, (sent("changes"),)).start()
+    threading.Timer(0.1, node.send, (sent("changes"),)).start()
     assert link.converse(protocol.GetChanges("job", {}), protocol.Changes, patience=10) == said("changes")
 
 
 def test_converse_must_raise_if_the_node_is_silent_or_gone(ends):
-    link, there = ends
+    link, node = ends
     with pytest.raises(ConnectionError):
         link.converse(protocol.GetChanges("job", {}), protocol.Changes, patience=0.01)
-    there.sock.close()
+    node.sock.close()
     with pytest.raises(ConnectionError):
         link.converse(protocol.GetChanges("job", {}), protocol.Changes)
 
 
 def test_other_messages_must_not_extend_the_timeout_of_converse(ends, monkeypatch):
-    link, there = ends
+    link, node = ends
     clock = Clock()
     monkeypatch.setattr(links, "time", clock)
 
     def later(chunk: bytes) -> bytes:
-        clock.sleep(1)  # with each piece that comes
+        clock.sleep(1)  # for each chunk received
         return chunk
 
-    def speak() -> None:
-        with contextlib.suppress(OSError):  # the other end is closed when it has heard enough
+    def send_messages() -> None:
+        with contextlib.suppress(OSError):  # the other end closes after the timeout
             for line in [sent("cleaned", text="x" * (1 << 16))] * 3 + [sent("changes")]:
-                there.send(line)
+                node.send(line)
 
-    link.decode, speaks = later, threading.Thread(target=speak)
-    speaks.start()
+    link.decode, sender = later, threading.Thread(target=send_messages)
+    sender.start()
     with pytest.raises(ConnectionError):
         link.converse(protocol.GetChanges("job", {}), protocol.Changes, patience=2)
     link.close()
-    speaks.join()
+    sender.join()
 
 
 def test_sending_to_a_node_that_reads_nothing_must_time_out(ends):
@@ -224,22 +225,22 @@ def test_sending_to_a_node_that_reads_nothing_must_time_out(ends):
 
 
 def test_a_connection_must_exchange_nonces_and_then_authenticate_each_line():
-    with strange() as (link, there):
+    with unauthenticated() as (link, there):
         node = Signer(KEY, listens=True)
         there.sendall(node.nonce[:5])
-        waits, heard = [], []
+        timeouts, received = [], []
 
-        def rest() -> None:
-            waits.append(link.sock.gettimeout())
+        def finish() -> None:
+            timeouts.append(link.sock.gettimeout())
             there.sendall(node.nonce[5:] + b"\n")
-            word, proof, rest = there.recv(1000).split(b"\n")
-            node.meet(word)
-            heard.extend((node.verify(proof), rest))
+            nonce, proof, rest = there.recv(1000).split(b"\n")
+            node.meet(nonce)
+            received.extend((node.verify(proof), rest))
             there.sendall(node.sign(b"") + b"\n")
 
-        threading.Timer(0.05, rest).start()
+        threading.Timer(0.05, finish).start()
         assert link.greet(9)
-        assert 0 < waits[0] <= 9 and link.sock.gettimeout() == links.ANSWER_TIMEOUT and heard == [b"", b""]
+        assert 0 < timeouts[0] <= 9 and link.sock.gettimeout() == links.ANSWER_TIMEOUT and received == [b"", b""]
         there.sendall(node.sign(sent("status").rstrip()) + b"\n")
         assert link.receive() == [said("status")]
         assert link.send(protocol.Dump())
@@ -248,25 +249,25 @@ def test_a_connection_must_exchange_nonces_and_then_authenticate_each_line():
         assert link.receive() is None
 
 
-@pytest.mark.parametrize("said", [b"no word\n", b"", None, b"0" * 1000, b"0" * 100_000])
-def test_a_connection_must_be_closed_if_the_handshake_fails(said):
-    with strange() as (link, there):
-        if said is not None:
-            there.sendall(said)
+@pytest.mark.parametrize("answer", [b"no nonce\n", b"", None, b"0" * 1000, b"0" * 100_000])
+def test_a_connection_must_be_closed_if_the_handshake_fails(answer):
+    with unauthenticated() as (link, there):
+        if answer is not None:
+            there.sendall(answer)
             there.shutdown(socket.SHUT_WR)
         assert not link.greet(0.01)
         assert link.sock.fileno() == -1
 
 
 def test_requests_must_not_be_sent_to_a_listener_without_the_key():
-    with strange() as (link, there):
-        there.sendall(b"0" * 32 + b"\n" + b"0" * 64 + b" \n")  # a word, and a proof that it makes up
+    with unauthenticated() as (link, there):
+        there.sendall(b"0" * 32 + b"\n" + b"0" * 64 + b" \n")  # a nonce and an invalid proof
         assert not link.greet(10)
         assert there.recv(1000).count(b"\n") == 2
 
 
 def test_close_must_reach_the_node_even_if_another_process_holds_the_socket():
-    with strange() as (link, there), link.sock.dup():
+    with unauthenticated() as (link, there), link.sock.dup():
         link.close()
         assert there.recv(1) == b""
         link.close()
@@ -276,7 +277,7 @@ def test_close_must_reach_the_node_even_if_another_process_holds_the_socket():
 
 
 def listening(folder: Path, name: str) -> socket.socket:
-    """A socket in a folder whose path may be too long for it."""
+    """Listen on a Unix socket in a folder, whose path may exceed the limit of socket addresses."""
     server, descriptor = socket.socket(socket.AF_UNIX), os.open(folder, os.O_PATH)
     server.bind(f"/proc/self/fd/{descriptor}/{name}")
     os.close(descriptor)
@@ -288,63 +289,63 @@ def test_a_socket_with_a_long_path_must_be_reachable_without_leaking_descriptors
     folder = tmp_path / ("f" * 100) / ("g" * 100)
     folder.mkdir(parents=True)
     with listening(folder, "s") as server:
-        made = []
-        dials = threading.Thread(target=lambda: made.append(connect(folder / "s", KEY)))
-        dials.start()
+        connections = []
+        dialer = threading.Thread(target=lambda: connections.append(connect(folder / "s", KEY)))
+        dialer.start()
         there, _ = server.accept()
         with there:
             node = End(there, listens=True)
             node.meet()
-            dials.join()
-            assert made[0].send(protocol.GetStatus()) and node.hear() == {"ask": "status"}
-        made[0].close()
+            dialer.join()
+            assert connections[0].send(protocol.GetStatus()) and node.hear() == {"ask": "status"}
+        connections[0].close()
         for path in (folder / "none", tmp_path / "none" / "s"):
             with pytest.raises(FileNotFoundError):
                 connect(path, KEY)
-        opened = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
-        assert str(folder) not in opened
+        open_files = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+        assert str(folder) not in open_files
 
 
 def test_connect_must_wait_for_a_missing_socket_but_not_for_a_missing_listener(tmp_path, monkeypatch):
-    made: list[socket.socket] = []
+    servers: list[socket.socket] = []
 
     def greet() -> None:
-        with made[0].accept()[0] as there:
+        with servers[0].accept()[0] as there:
             End(there, listens=True).meet()
 
-    def listens(_: float) -> None:
-        if not made:
-            made.append(listening(tmp_path, "late"))
+    def listen(_: float) -> None:
+        if not servers:
+            servers.append(listening(tmp_path, "late"))
             threading.Thread(target=greet).start()
 
-    monkeypatch.setattr(links.time, "sleep", listens)
+    monkeypatch.setattr(links.time, "sleep", listen)
     connect(tmp_path / "late", KEY, lambda: True).close()
-    made[0].close()
+    servers[0].close()
     with pytest.raises(ConnectionRefusedError):
         connect(tmp_path / "late", KEY, lambda: True)
 
 
 def test_connect_must_wait_for_a_socket_only_while_its_node_may_create_it(tmp_path, monkeypatch):
-    now, comes = [0.0], [True, True, False]
+    now, alive = [0.0], [True, True, False]
     monkeypatch.setattr(sockets.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(sockets.time, "sleep", lambda _: now.append(now.pop() + 0.3))
     with pytest.raises(FileNotFoundError):
-        connect(tmp_path / "never", KEY, lambda: comes.pop(0))
-    assert comes == [] and 2 < now[0] < 4
+        connect(tmp_path / "never", KEY, lambda: alive.pop(0))
+    assert alive == [] and 2 < now[0] < 4
 
 
 def test_connect_must_refuse_a_listener_that_is_not_the_node(tmp_path):
     with listening(tmp_path, "s") as server:
 
-        def speak() -> None:
+        def send_message() -> None:
             with server.accept()[0] as there:
                 there.sendall(b'{"say": "clean"}\n')
 
-        speaks = threading.Thread(target=speak)
-        speaks.start()
+        sender = threading.Thread(target=send_message)
+        sender.start()
         with pytest.raises(ConnectionRefusedError, match="is not the node"):
             connect(tmp_path / "s", KEY)
-        speaks.join()
+        sender.join()
 
 
 # --- ports
@@ -359,7 +360,7 @@ def test_a_port_must_be_free_and_below_the_ephemeral_range(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         used, free = taken.getsockname()[1], free_port()
         monkeypatch.setattr(random, "sample", lambda *_: [used, free, used])
-        assert free_port() == port("", 3) == port("host", 3) == free  # where other jobs have theirs, too
+        assert free_port() == port("", 3) == port("host", 3) == free  # other jobs may use ports of the same host
         monkeypatch.setattr(random, "sample", lambda *_: [used, used])
         with pytest.raises(EngineError, match="no free port"):
             free_port()

@@ -1,4 +1,4 @@
-"""What the app trains on: drawn digits, files of MNIST and CIFAR-10, shards; and the models that look at them."""
+"""The app's data, generated digits, MNIST, CIFAR-10 and shards, and its models."""
 
 import json
 import resource
@@ -16,13 +16,13 @@ from app import data, shards
 from app.model import build
 from app.shards import Shards, assigned
 
-# --- drawn sets
+# --- generated data sets
 
 
 def test_generated_images_must_match_their_version_on_every_machine():
     images, labels = data.digits(500, seed=1)
     coloured = data.colours(500, seed=1)[0].float()
-    assert data.VERSION == 1  # another drawing needs another number, or a cached set would be taken for it
+    assert data.VERSION == 1  # increase it with any change, or old caches would be used
     assert labels[:12].tolist() == [5, 9, 4, 8, 3, 3, 1, 1, 9, 2, 8, 9]
     ink = images.float()
     assert (float(ink.mean()), float(ink.std())) == pytest.approx((31.75, 57.26), abs=0.02)
@@ -30,15 +30,15 @@ def test_generated_images_must_match_their_version_on_every_machine():
     expected = [33.86, 22.75, 33.51, 31.81, 31.85, 33.49, 32.87, 27.83, 36.70, 31.19]
     assert by_digit == pytest.approx(expected, abs=0.02)
     columns, rows = ink.mean((0, 1)), ink.mean((0, 2))
-    place = [float((line * torch.arange(28)).sum() / line.sum()) for line in (columns, rows)]
-    assert place == pytest.approx([13.76, 13.38], abs=0.01)
+    centre = [float((line * torch.arange(28)).sum() / line.sum()) for line in (columns, rows)]
+    assert centre == pytest.approx([13.76, 13.38], abs=0.01)
     assert coloured.mean((0, 2, 3)).tolist() == pytest.approx([126.01, 122.79, 122.39], abs=0.05)
     assert float(coloured.std()) == pytest.approx(58.86, abs=0.05)
 
 
 def test_the_points_of_a_stroke_must_be_equally_spaced():
     points = data._resampled([(0.0, 0.0), (0.1, 0.0), (0.8, 0.0), (0.8, 0.8)])
-    along = points.sum(1)  # of a stroke that goes right, then down
+    along = points.sum(1)  # the distance along the stroke, which goes right, then down
     assert along.tolist() == pytest.approx(torch.linspace(0, 1.6, 17).tolist())
     assert points[:, 0].max() == pytest.approx(0.8) and points[:8, 1].abs().max() == pytest.approx(0)
 
@@ -50,40 +50,40 @@ def test_coloured_digits_must_have_the_shape_of_cifar_images():
     ink = F.pad(digits, (2, 2, 2, 2))
     for image, mask in zip(images, ink):
         full = image[:, mask == 255]
-        assert full.numel() == 0 or (full == full[:, :1]).all()  # one pen
-        assert (image[:, 0] == image[:, 1]).all()  # at the edge there is paper alone, alike from top to bottom
+        assert full.numel() == 0 or (full == full[:, :1]).all()  # ink of one colour
+        assert (image[:, 0] == image[:, 1]).all()  # the edge shows only paper, constant from top to bottom
     left, right = images[:, :, 0, 0].float(), images[:, :, 0, 31].float()
     assert (left - right).abs().mean() > 30
     assert len({tuple(colour) for colour in left.tolist()}) == 40
 
 
-class Draws:
-    """A set that counts how often it is drawn."""
+class Generator:
+    """A generator of a data set that records its calls."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int]] = []
 
     def __call__(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        self.asked.append((count, seed))
+        self.calls.append((count, seed))
         return torch.full((2,), float(seed)), torch.tensor([count])
 
 
 def test_a_data_set_must_be_generated_once_and_then_read_from_the_cache(tmp_path, monkeypatch):
-    draws, folder = Draws(), tmp_path / "not" / "there"
-    first = data._drawn(draws, folder, "digits")
-    again = data._drawn(draws, folder, "digits")
-    assert draws.asked == [(data.TRAIN, 1), (data.TEST, 2)] == [(12_000, 1), (2_000, 2)]
+    generator, folder = Generator(), tmp_path / "not" / "there"
+    first = data._drawn(generator, folder, "digits")
+    again = data._drawn(generator, folder, "digits")
+    assert generator.calls == [(data.TRAIN, 1), (data.TEST, 2)] == [(12_000, 1), (2_000, 2)]
     assert [part.tolist() for part in first] == [part.tolist() for part in again]
     assert [path.name for path in folder.iterdir()] == ["digits-1.pt"]
-    data._drawn(draws, folder, "colours")
+    data._drawn(generator, folder, "colours")
     monkeypatch.setattr(data, "VERSION", 2)
-    data._drawn(draws, folder, "digits")
-    assert len(draws.asked) == 6
+    data._drawn(generator, folder, "digits")
+    assert len(generator.calls) == 6
 
 
 def test_a_data_set_must_be_generated_even_if_it_cannot_be_cached(tmp_path, capsys):
     (tmp_path / "file").touch()
-    found = data._drawn(Draws(), tmp_path / "file" / "cache", "digits")
+    found = data._drawn(Generator(), tmp_path / "file" / "cache", "digits")
     assert [part.tolist() for part in found] == [[1, 1], [12_000], [2, 2], [2_000]]
     assert "digits are not cached: " in capsys.readouterr().out
 
@@ -92,7 +92,7 @@ def test_a_disk_that_fills_up_while_caching_must_not_end_the_training(tmp_path, 
     _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        found = data._drawn(Draws(), tmp_path, "digits")
+        found = data._drawn(Generator(), tmp_path, "digits")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(found) == 4 and "digits are not cached: " in capsys.readouterr().out
@@ -112,18 +112,18 @@ def test_data_sets_must_be_cached_in_the_users_cache_folder(monkeypatch, cache, 
 @pytest.mark.parametrize("download", [False, True])
 @pytest.mark.parametrize(("name", "kind"), [("mnist", "MNIST"), ("cifar10", "CIFAR10")])
 def test_a_data_set_must_be_downloaded_only_on_request(monkeypatch, tmp_path, name, kind, download):
-    asked: list[tuple[str, bool, bool]] = []
+    calls: list[tuple[str, bool, bool]] = []
 
     class Found:
         data = torch.zeros(4, 28, 28, dtype=torch.uint8)
         targets = [1, 2, 3, 4]
 
         def __init__(self, folder: str, train: bool, download: bool) -> None:
-            asked.append((folder, train, download))
+            calls.append((folder, train, download))
 
     monkeypatch.setattr(f"torchvision.datasets.{kind}", Found)
     images, labels, _, _ = data.load(name, tmp_path, download)
-    assert asked == [(str(tmp_path), True, download), (str(tmp_path), False, download)]
+    assert calls == [(str(tmp_path), True, download), (str(tmp_path), False, download)]
     assert (images.shape, labels.tolist()) == ((4, 1, 28, 28), [1, 2, 3, 4])
 
 
@@ -142,7 +142,7 @@ def test_pixels_must_be_normalised_with_the_statistics_of_their_channel(channels
 def test_about_half_of_the_colour_images_and_no_others_must_be_mirrored():
     torch.manual_seed(0)
     grey = torch.zeros(200, 1, 28, 28, dtype=torch.uint8)
-    grey[:, :, 10, 6], grey[:, :, 10, 12] = 100, 200  # the darker one is on the left
+    grey[:, :, 10, 6], grey[:, :, 10, 12] = 100, 200  # the darker mark is on the left
     colour = grey.expand(200, 3, 28, 28)
 
     def left(images: Tensor) -> Tensor:
@@ -154,9 +154,9 @@ def test_about_half_of_the_colour_images_and_no_others_must_be_mirrored():
     moved = data.augmented(colour)
     assert 70 < left(moved)[:, 0].sum() < 130
     assert torch.equal(moved[:, 0], moved[:, 1]) and torch.equal(moved[:, 0], moved[:, 2])
-    assert (moved.flatten(1).sum(1) == 900).all()  # moved by two pixels at most, the marks are still there
+    assert (moved.flatten(1).sum(1) == 900).all()  # moved by at most two pixels, so the marks stay inside
     columns = (moved[:, 0].amax(1) == 200).float().argmax(1)
-    assert {int(column) for column in columns} == set(range(10, 18))  # 12, or 15 in the mirror, and two either way
+    assert {int(column) for column in columns} == set(range(10, 18))  # 12, or 15 if mirrored, and up to two either way
     rows = (moved[:, 0].amax(2) == 200).float().argmax(1)
     assert {int(row) for row in rows} == set(range(8, 13))
 
@@ -230,7 +230,7 @@ def test_a_model_must_have_its_published_size_and_ten_logits(name, channels, sid
 
 
 def layers(name: str) -> nn.Sequential:
-    """The same model as its paper or example has it, layer by layer."""
+    """The reference model from its paper or example, layer by layer."""
     if name == "lenet":
         return nn.Sequential(
             nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
@@ -245,21 +245,21 @@ def layers(name: str) -> nn.Sequential:
 @pytest.mark.parametrize("name", ["lenet", "mnist"])
 def test_a_model_must_compute_the_same_as_its_reference(name):
     torch.manual_seed(0)
-    net, original = build(name, 1, 28), layers(name)
-    original.load_state_dict(dict(zip(original.state_dict(), net.state_dict().values())))
+    net, reference = build(name, 1, 28), layers(name)
+    reference.load_state_dict(dict(zip(reference.state_dict(), net.state_dict().values())))
     x = torch.randn(8, 1, 28, 28)
     for training in (False, True):
         results = []
-        for one in (net, original):
-            one.train(training)
-            torch.manual_seed(1)  # what is dropped, too
-            results.append(one(x))
+        for model in (net, reference):
+            model.train(training)
+            torch.manual_seed(1)  # also for dropout
+            results.append(model(x))
         assert results[0].allclose(results[1], atol=1e-6)
 
 
 def test_the_stem_of_resnet_must_keep_the_size_of_small_images():
     net = build("resnet18", 3, 32)
-    seen: list[torch.Size] = []
-    net.layer1.register_forward_hook(lambda module, given, result: seen.append(result.shape))
+    shapes: list[torch.Size] = []
+    net.layer1.register_forward_hook(lambda module, given, result: shapes.append(result.shape))
     net(torch.zeros(2, 3, 32, 32))
-    assert seen == [(2, 64, 32, 32)]
+    assert shapes == [(2, 64, 32, 32)]

@@ -1,4 +1,4 @@
-"""How nodes on Docker end, by the engine's events, and what is removed then, with an engine that is played."""
+"""Ends of Docker nodes as the engine's events report them, and their removal; with a simulated engine."""
 
 import selectors
 import threading
@@ -22,15 +22,16 @@ from orchestrate.job.outcomes import WorkerExit
 
 @pytest.fixture
 def job(tmp_path, monkeypatch) -> Iterator[Job]:
-    made = Job(tmp_path, monkeypatch)
-    yield made
-    made.close()
+    job = Job(tmp_path, monkeypatch)
+    yield job
+    job.close()
 
 
-# --- the truth, now and then
+# --- periodic checks
 
 
-def looks(job: Job) -> int:
+def lists(job: Job) -> int:
+    """How often containers have been listed."""
     return job.answers.did("GET").count("GET /containers/json")
 
 
@@ -39,23 +40,23 @@ def test_containers_must_be_listed_periodically_while_workers_run(job, monkeypat
     monkeypatch.setattr(docker_module, "time", clock)
     engine = job.settled("master", "trainer-1", "trainer-2")
     _, paused, cut_off = job.answers.containers
-    engine.clients.connections = dict.fromkeys(engine.nodes)  # all are connected
+    engine.clients.connections = dict.fromkeys(engine.nodes)  # all nodes are connected
     engine.clients.drop = lambda node: None
     paused["State"] = "paused"
     cut_off["NetworkSettings"]["Networks"] = {}
-    assert engine.wait(0).exits == [] and looks(job) == 1
+    assert engine.wait(0).exits == [] and lists(job) == 1
     assert engine.troubles == {"trainer-1": "paused", "trainer-2": "partition"}
     engine.wait(0).troubles.clear()
     assert engine.troubles
     clock.now += 4
-    assert engine.wait(0).exits == [] and looks(job) == 1
+    assert engine.wait(0).exits == [] and lists(job) == 1
     clock.now += 2
     paused["State"] = "running"
-    assert engine.wait(0).exits == [] and looks(job) == 2
+    assert engine.wait(0).exits == [] and lists(job) == 2
     assert engine.troubles == {"trainer-2": "partition"} and not engine.clients.broken
     clock.now += 6
     engine.clients.running, running = {}, engine.clients.running
-    assert engine.wait(0).exits == [] and looks(job) == 2  # no worker runs
+    assert engine.wait(0).exits == [] and lists(job) == 2  # no worker is running
     engine.clients.running = running
     for what in ("pause", "unpause", "die", "network"):
         kind = "network" if what == "network" else "container"
@@ -64,9 +65,9 @@ def test_containers_must_be_listed_periodically_while_workers_run(job, monkeypat
         engine._record_event({"Type": kind, "Action": action, "Actor": {"ID": "x", "Attributes": {}}})
         assert engine.wait(0).exits == [] and looks(job) == before  # the list is a little behind
         clock.now += 0.05
-        assert engine.wait(0).exits == [] and looks(job) == before
+        assert engine.wait(0).exits == [] and lists(job) == before
         clock.now += 0.2
-        assert engine.wait(0).exits == [] and looks(job) == before + 1
+        assert engine.wait(0).exits == [] and lists(job) == before + 1
     engine.clients.connections = {}
 
 
@@ -104,11 +105,11 @@ def test_events_of_the_previous_generation_must_be_discarded(job):
     assert [end.rank for end in engine.wait(0).exits] == [0]
 
 
-# --- why a worker has ended
+# --- why a worker ended
 
 
 @pytest.mark.parametrize(
-    ("code", "sign", "told", "state", "why"),
+    ("code", "hint", "events", "state", "cause"),
     [
         (137, "oom", set(), "running", "out of memory"),
         (1, "oom", set(), "running", "out of memory in a child"),
@@ -126,20 +127,20 @@ def test_events_of_the_previous_generation_must_be_discarded(job):
     ],
 )
 def test_the_exit_of_a_worker_must_be_explained_by_the_state_of_its_node(
-    job, monkeypatch, code, sign, told, state, why
+    job, monkeypatch, code, hint, events, state, cause
 ):
     monkeypatch.setattr(docker_module, "EVENT_TIMEOUT", 0.0)
     engine = job.settled("master", "trainer-1")
     node = job.answers.containers[1]
-    engine.clients.exit_hints = {} if sign is None else {1: sign}
-    engine.seen_events = {node["Id"]: told, job.answers.containers[0]["Id"]: {"oom", "kill"}}
+    engine.clients.exit_hints = {} if hint is None else {1: hint}
+    engine.seen_events = {node["Id"]: events, job.answers.containers[0]["Id"]: {"oom", "kill"}}
     if state == "cut off":
         node["NetworkSettings"]["Networks"] = {}
     else:
         node["State"] = state
     if not state:
         job.answers.containers.remove(node)
-    assert engine.explain(WorkerExit(1, code), "trainer-1") == why
+    assert engine.explain(WorkerExit(1, code), "trainer-1") == cause
 
 
 def test_explain_must_wait_briefly_for_an_event_after_the_loss_of_a_node(job, monkeypatch):
@@ -147,7 +148,7 @@ def test_explain_must_wait_briefly_for_an_event_after_the_loss_of_a_node(job, mo
     engine = job.settled("master", "trainer-1")
     node = job.answers.containers[1]
     node["State"] = "exited"
-    clock = Clock()  # which stands while it listens
+    clock = Clock()  # it stands still while the session listens
     monkeypatch.setattr(docker_module, "time", clock)
     listen = engine.clients.listen
 
@@ -159,7 +160,7 @@ def test_explain_must_wait_briefly_for_an_event_after_the_loss_of_a_node(job, mo
     monkeypatch.setattr(engine.clients, "listen", hear)
     threading.Timer(0.1, job.happened, ("kill", node), {"signal": "9"}).start()
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "node stopped"
-    engine.clients.exit_hints = {0: "ending"}  # which says enough
+    engine.clients.exit_hints = {0: "ending"}  # sufficient without an event
     monkeypatch.setattr(engine.clients, "listen", lambda timeout: 1 / 0)
     assert engine.explain(WorkerExit(0, 137), "master") == "node stopped"
 
@@ -190,7 +191,7 @@ def test_an_unavailable_engine_must_not_hide_the_exit_of_a_worker(job, monkeypat
     engine = job.settled("master", "trainer-1")
     job.answers.happens = lambda what: 1 / 0
     engine.clients.exit_hints = {1: ""}
-    assert engine.explain(WorkerExit(1, 1), "trainer-1") is None  # its node lives
+    assert engine.explain(WorkerExit(1, 1), "trainer-1") is None  # its node is alive
     engine.clients.exit_hints = {}
     with pytest.raises(EngineLost):
         engine.explain(WorkerExit(1, 137), "trainer-1")
@@ -204,21 +205,21 @@ def test_the_loss_of_all_nodes_must_be_distinguished_from_an_engine_shutdown(job
     job.answers.containers[0]["State"] = "exited"
     began = clock.now
     assert engine.explain(WorkerExit(0, 137), "master") == "node lost"
-    assert clock.now - began > 3  # so long it may take to go away
+    assert clock.now - began > 3  # the time that an engine may take to shut down
     engine.events.broken = clock.now - 10
     assert engine.explain(WorkerExit(0, 137), "master") == "node lost"
     engine.events.broken = clock.now - 2
     with pytest.raises(EngineLost, match="the engine was restarted"):
         engine.explain(WorkerExit(0, 137), "master")
     other = job.answers.container("trainer-1")
-    assert engine.explain(WorkerExit(0, 137), "master") == "node lost"  # for the other one runs
+    assert engine.explain(WorkerExit(0, 137), "master") == "node lost"  # because the other node is running
     other["State"], engine.events.broken = "exited", 0.0
     job.answers.happens = lambda what: what in ("GET /_ping", "HEAD /_ping") and 1 / 0
     with pytest.raises(EngineLost, match="does not respond"):
         engine.explain(WorkerExit(0, 137), "master")
 
 
-# --- the end
+# --- removal
 
 
 def test_nodes_must_be_removed_by_force_with_their_volumes(job):
@@ -247,13 +248,13 @@ def test_down_must_stop_running_nodes_and_remove_only_what_belongs_to_the_job(jo
     engine.clients.running = {0: "master"} if runs else {}
     ids = [node.id for node in engine.nodes.values()]
     engine.down(30.5)
-    did = job.answers.did()
-    assert sorted(did[:-3]) == sorted(f"POST /containers/{id}/stop" for id in ids * runs)
-    assert sorted(did[-3:-1]) == sorted(f"DELETE /containers/{id}" for id in ids)
-    assert did[-1] == "DELETE /networks/net-j"
+    requests = job.answers.did()
+    assert sorted(requests[:-3]) == sorted(f"POST /containers/{id}/stop" for id in ids * runs)
+    assert sorted(requests[-3:-1]) == sorted(f"DELETE /containers/{id}" for id in ids)
+    assert requests[-1] == "DELETE /networks/net-j"
     if runs:
-        assert job.answers.of(did[0])[0]["t"] == "30"
-    removed, _ = job.answers.of(did[-2])
+        assert job.answers.of(requests[0])[0]["t"] == "30"
+    removed, _ = job.answers.of(requests[-2])
     assert (removed["v"].lower(), removed["force"].lower()) == ("true", "true")
     assert [node["Names"] for node in job.answers.containers] == [["/jj-master-1"]]
     assert [network["Name"] for network in job.answers.networks] == ["jj_job"]
@@ -283,7 +284,7 @@ def test_remove_must_delete_sockets_only_in_the_run_directory_of_the_job(job, le
 
 def test_the_nodes_of_a_cluster_must_be_cleaned_and_kept(job):
     job.answers.container("master", "c")
-    job.answers.container("master", "")  # of plain Compose
+    job.answers.container("master", "")  # a node of plain Compose
     engine = job.settled(cluster="c")
     engine.clients.connections["master"], node = connected()
     engine.clients.selector.register(engine.clients.connections["master"].sock, selectors.EVENT_READ, "master")
@@ -298,7 +299,7 @@ def test_the_nodes_of_a_cluster_must_be_cleaned_and_kept(job):
 
 def test_a_network_that_is_in_use_must_be_an_error(job):
     job.answers.network()
-    job.answers.container("master")  # whose folder has gone
+    job.answers.container("master")  # its folder is gone
     job.answers.refusals["DELETE /networks/net-j"] = 403, "has active endpoints"
     with pytest.raises(EngineError, match="could not remove a network of j: has active endpoints"):
         job.engine().remove("j", 0)
@@ -321,14 +322,14 @@ def test_jobs_must_list_jobs_with_containers_but_not_plain_compose_projects(job)
     containers = ["container b-master-1", "container b-trainer-1", "container b-trainer-2"]
     job.answers.containers.reverse()
     assert engine.holds("b") == [*containers, "network b_job"]
-    job.answers.networks[0]["Driver"] = "overlay"  # which is a Swarm's
+    job.answers.networks[0]["Driver"] = "overlay"  # a network of a Swarm
     assert engine.holds("b") == containers and engine.holds("none") == []
 
 
 def test_containers_must_be_removed_but_not_a_run_directory_that_they_name(job, tmp_path):
-    there = tmp_path / "other" / "job"
-    there.mkdir(parents=True)
-    job.answers.container("master")["Labels"]["orchestrate.run"] = str(there)
+    other = tmp_path / "other" / "job"
+    other.mkdir(parents=True)
+    job.answers.container("master")["Labels"]["orchestrate.run"] = str(other)
     job.engine().remove("j", 0)
     assert job.answers.containers == []
-    assert there.exists() and job.run.exists()
+    assert other.exists() and job.run.exists()

@@ -1,4 +1,4 @@
-"""The stream of a Docker Engine's events must be heard whole and once, with an engine that is played."""
+"""Every event of a Docker Engine must be received exactly once; with a simulated engine."""
 
 import threading
 import time
@@ -19,14 +19,15 @@ def event(second: int, action: str = "die", actor: str = "c1", nano: int = 0) ->
 def events(daemon, monkeypatch) -> Iterator[Events]:
     sleep = time.sleep
     monkeypatch.setattr(daemon_module.time, "sleep", lambda seconds: sleep(0.01))
-    made = Events(daemon, lambda event: event["Actor"]["ID"] != "other")
-    yield made
-    made.close()
-    for end in (made.bell, made._alarm):
+    stream = Events(daemon, lambda event: event["Actor"]["ID"] != "other")
+    yield stream
+    stream.close()
+    for end in (stream.bell, stream._alarm):
         end.close()
 
 
 def taken(events: Events, count: int) -> list[tuple[int, str]]:
+    """Wait for a number of events; return their times and actions."""
     found: list[dict] = []
     eventually(lambda: found.extend(events.taken()) or len(found) >= count)
     return [(one["time"], one["Action"]) for one in found]
@@ -41,7 +42,7 @@ def test_events_must_arrive_once_in_order_and_wake_the_reader(answers, events):
     assert taken(events, 4) == [(5, "die"), (5, "start"), (5, "die"), (6, "die")]
     assert list(events.taken()) == [] and events.broken == 0.0
     with pytest.raises(BlockingIOError):
-        events.bell.recv(1)  # it rings only for what is new
+        events.bell.recv(1)  # it rings only for new events
 
 
 def test_an_interrupted_event_stream_must_be_resumed_without_duplicates(answers, events):
@@ -63,7 +64,7 @@ def test_an_interrupted_event_stream_must_be_resumed_without_duplicates(answers,
 def test_the_event_stream_must_be_retried_until_it_is_closed(answers, events):
     eventually(lambda: answers.did("GET").count("GET /events") == 1)
     answers.refusals["GET /events"] = 500, "not yet"
-    answers.happens = lambda what: len(answers.asked) % 2 and 1 / 0  # which ends the connection
+    answers.happens = lambda what: len(answers.asked) % 2 and 1 / 0  # this ends the connection
     answers.events.put(None)
     eventually(lambda: answers.did("GET").count("GET /events") > 3)
     assert events.broken > 0
@@ -97,7 +98,7 @@ def test_an_event_stream_that_is_closed_before_it_opens_must_not_stay_open(daemo
         closed = False
 
         def __iter__(self) -> Iterator[dict]:
-            assert self.closed  # else it would wait for what happens next
+            assert self.closed  # otherwise it would wait for the next event
             return iter(())
 
         def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A job as a file for another engine must say the same there, and be refused where it cannot."""
+"""An exported job must be equivalent to the original, or be refused if the target cannot express it."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from orchestrate.job.spec import JobSpec, read_file, resolve
 
 
 @pytest.mark.parametrize(
-    ("asked", "workers", "gpus"),
+    ("options", "workers", "gpus"),
     [
         ({}, 1, 0),
         ({"nproc_per_node": 4}, 4, 0),
@@ -32,15 +32,15 @@ from orchestrate.job.spec import JobSpec, read_file, resolve
         ({"gpus": 6, "nproc_per_node": 2}, 2, 2),
     ],
 )
-def test_workers_and_gpus_must_be_derived_from_the_job(asked, workers, gpus):
-    found = shape(resolve({"trainers": 2}, asked), "digits")
+def test_workers_and_gpus_must_be_derived_from_the_job(options, workers, gpus):
+    found = shape(resolve({"trainers": 2}, options), "digits")
     assert (found.nodes, found.nproc, found.gpus) == (3, workers, gpus)
     assert (found.env["NNODES"], found.env["NODE_NPROC"]) == ("3", str(workers))
     assert found.env.get("CUDA_VISIBLE_DEVICES") == (None if gpus else "")
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
         ({"gpus": 3, "nproc_per_node": 2}, "2 workers and 1 GPUs per node"),
         ({"gpus": 6, "nproc_per_node": 1}, "1 workers and 2 GPUs per node"),
@@ -50,9 +50,9 @@ def test_workers_and_gpus_must_be_derived_from_the_job(asked, workers, gpus):
         ({"encrypt": True}, "constraints and encrypt"),
     ],
 )
-def test_options_that_no_target_supports_must_be_refused(asked, message):
+def test_options_that_no_target_supports_must_be_refused(options, message):
     with pytest.raises(UsageError, match=message) as caught:
-        shape(resolve({"trainers": 2}, asked), "digits")
+        shape(resolve({"trainers": 2}, options), "digits")
     assert caught.value.hint
 
 
@@ -130,7 +130,7 @@ def test_a_job_that_cannot_be_exported_must_be_refused_with_the_reason(cli, argu
 
 
 @pytest.mark.parametrize(
-    ("words", "printed"),
+    ("arguments", "expected"),
     [
         (["kubernetes"], "# mine, for Kubernetes 1.28"),
         (["kubernetes", "--form", "trainjob"], "kind: TrainJob\n"),
@@ -139,10 +139,10 @@ def test_a_job_that_cannot_be_exported_must_be_refused_with_the_reason(cli, argu
         (["compose"], "name: mine\n"),
     ],
 )
-def test_the_first_form_must_be_the_default(capsys, words, printed):
-    assert main(["export", *words, "--name", "Mine", "--gpus", "none", "--", "-m", "app.train"]) == 0
-    told = capsys.readouterr()
-    assert printed in told.out and not told.err
+def test_the_first_form_must_be_the_default(capsys, arguments, expected):
+    assert main(["export", *arguments, "--name", "Mine", "--gpus", "none", "--", "-m", "app.train"]) == 0
+    printed = capsys.readouterr()
+    assert expected in printed.out and not printed.err
 
 
 def test_flags_must_be_accepted_before_the_job_file(cli):
@@ -153,11 +153,11 @@ def test_flags_must_be_accepted_before_the_job_file(cli):
 
 
 @pytest.mark.parametrize(
-    ("memory", "slurms"),
+    ("memory", "slurm_memory"),
     [("8g", "8G"), ("512M", "512M"), ("65536k", "65536K"), ("1073741824", "1048576K"), ("67109888b", "65537K")],
 )
-def test_memory_must_be_converted_to_slurms_units(memory, slurms):
-    assert f"#SBATCH --mem={slurms}\n" in slurm(resolve(SPEC | {"memory": memory}), "x", "venv")
+def test_memory_must_be_converted_to_slurms_units(memory, slurm_memory):
+    assert f"#SBATCH --mem={slurm_memory}\n" in slurm(resolve(SPEC | {"memory": memory}), "x", "venv")
 
 
 @pytest.mark.parametrize("memory", [None, "unlimited"])
@@ -186,7 +186,7 @@ print(os.listdir("runs"), os.listdir(".git"), repr(open(".env").read()), sys.arg
 """
 
 
-WORDS = ("--set", "expand=false", "--", "look.py", "$RANK")
+ARGUMENTS = ("--set", "expand=false", "--", "look.py", "$RANK")
 
 
 @pytest.mark.docker
@@ -197,7 +197,7 @@ def test_a_job_of_the_compose_file_must_not_see_hidden_files(cli, docker_engine,
     (cli.folder / ".dockerignore").write_text(".env\n")
     (cli.folder / "look.py").write_text(LOOK)
     file, log = cli.folder / "job.yml", cli.folder / "runs" / "look" / "job" / "logs" / "rank-0.log"
-    file.write_text(cli("export", "compose", "--gpus", "none", "--trainers", "0", *WORDS).stdout)
+    file.write_text(cli("export", "compose", "--gpus", "none", "--trainers", "0", *ARGUMENTS).stdout)
     make_folder(file.read_text())
     compose = ["docker", "compose", "--file", str(file)]
     try:

@@ -1,4 +1,4 @@
-"""Every byte of a command and of an environment must arrive, whatever a file for another engine makes of it."""
+"""Commands and environments must reach the container unchanged from any exported file."""
 
 import json
 import os
@@ -25,9 +25,9 @@ FORMS = [("job", {}), ("jobset", {}), ("trainjob", {}), ("job", OTHER)]
 
 
 def read(text: str) -> list[dict]:
-    """The objects as kubectl reads them."""
+    """Parse the objects with kubectl."""
     if not shutil.which("kubectl"):
-        pytest.skip("no kubectl here")
+        pytest.skip("kubectl is not installed")
     command = ["kubectl", "annotate", "--local", "--dry-run=client", "--output=json", "--filename=-", "read=here"]
     env = os.environ | {"KUBECONFIG": os.devnull}
     done = subprocess.run(command, input=text, env=env, capture_output=True, text=True)
@@ -41,7 +41,7 @@ def read(text: str) -> list[dict]:
 
 
 def container(objects: list[dict], form: str) -> dict:
-    """Where the command and the environment are."""
+    """The object that holds the command and the environment."""
     spec = objects[-1]["spec"]
     if form == "trainjob":
         return spec["trainer"]
@@ -50,7 +50,7 @@ def container(objects: list[dict], form: str) -> dict:
 
 
 def expanded(text: str, env: dict[str, str]) -> str:
-    """What a kubelet makes of text: `$$` is a dollar sign, `$(NAME)` a variable that it knows, all else stays."""
+    """Expand text as a kubelet does: `$$` is a dollar sign, `$(NAME)` a known variable, all else is unchanged."""
     return re.sub(
         r"\$(\$|\(([^)]*)\))",
         lambda match: "$" if match[1] == "$" else env.get(match[2], match[0]),
@@ -67,11 +67,11 @@ def test_the_expansion_rule_must_match_the_kubelet_documentation():
 @pytest.mark.parametrize(("form", "more"), FORMS)
 @pytest.mark.parametrize("reader", [lambda text: [*yaml.safe_load_all(text)], read], ids=["PyYAML", "kubectl"])
 def test_a_kubelet_must_pass_text_to_a_container_unchanged(form, more, reader):
-    made = container(reader(kubernetes(resolve(SPEC, more), "digits", form)), form)
-    env = {one["name"]: one.get("value", "") for one in made["env"]}
-    assert [expanded(word, env) for word in made["args"]] == SPEC["command"]
+    result = container(reader(kubernetes(resolve(SPEC, more), "digits", form)), form)
+    env = {one["name"]: one.get("value", "") for one in result["env"]}
+    assert [expanded(word, env) for word in result["args"]] == SPEC["command"]
     assert {name: expanded(env[name], env) for name in SPEC["env"]} == SPEC["env"]
-    assert [expanded(word, env) for word in made["command"]] == made["command"]
+    assert [expanded(word, env) for word in result["command"]] == result["command"]
 
 
 @pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
@@ -82,6 +82,7 @@ def test_a_name_must_be_read_as_text(form, name):
 
 
 def scalars(node: yaml.Node) -> list[yaml.ScalarNode]:
+    """All scalars below a node, in order."""
     if isinstance(node, yaml.ScalarNode):
         return [node]
     parts = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
@@ -98,7 +99,7 @@ def test_unquoted_text_must_be_text_for_every_reader():
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
         ({"env": {"A": "\udcff"}}, "env must be text in UTF-8"),
         ({"env": {"A": "a\0b"}}, "env must be text in UTF-8 without NUL"),
@@ -108,13 +109,13 @@ def test_unquoted_text_must_be_text_for_every_reader():
         ({"volume": "/a\x1b"}, "volume must be a volume's name"),
     ],
 )
-def test_text_that_no_file_can_hold_must_be_refused_by_key(asked, message):
+def test_text_that_no_file_can_hold_must_be_refused_by_key(options, message):
     with pytest.raises(UsageError, match=message) as caught:
-        shape(resolve(asked), "digits")
+        shape(resolve(options), "digits")
     assert caught.value.hint
 
 
-# --- for real
+# --- on a real engine
 
 FOLDER = 'a:b $HOME ${A:-b} it\'s "so" \\ \n\té😀 \x01:ro'
 
@@ -122,7 +123,7 @@ FOLDER = 'a:b $HOME ${A:-b} it\'s "so" \\ \n\té😀 \x01:ro'
 @pytest.mark.docker
 @pytest.mark.parametrize("name", [FOLDER, "-a", " a "])
 def test_a_job_must_run_in_a_folder_with_any_name(cli, docker_engine, nothing_left, name):
-    """Under the orchestrator, and by Compose alone."""
+    """Under the orchestrator, and with Compose alone."""
     cli.folder /= name
     cli.folder.mkdir()
     (cli.folder / "-here.py").write_text("import sys; print(sys.argv)\n")
@@ -168,8 +169,8 @@ def test_compose_must_pass_text_to_a_container_unchanged(docker_engine, tmp_path
         assert done.returncode == 0, done.stderr
     finally:
         subprocess.run([*command, "down"], env=os.environ | {"ODD_TOKEN": "x"}, check=True, capture_output=True)
-    words, env = json.loads(done.stdout)
-    assert words == SPEC["command"]
+    arguments, env = json.loads(done.stdout)
+    assert arguments == SPEC["command"]
     assert {key: env[key] for key in ENV} == ENV and env["ODD_TOKEN"] == secret
     done = subprocess.run([*command, "config"], capture_output=True, text=True)
     assert done.returncode != 0 and "set ODD_TOKEN" in done.stderr

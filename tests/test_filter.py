@@ -1,4 +1,4 @@
-"""The filter that keeps a node from its host, in a network namespace of its own; and which addresses are in it."""
+"""The packet filter between a node and its host, in a separate network namespace, and the blocked addresses."""
 
 import sys
 from ipaddress import ip_address
@@ -37,12 +37,12 @@ import guard
 guard.resolvers = lambda path, read=guard.resolvers: read(sys.argv.pop(1))
 guard.main()
 """
-V4, V6 = "10.99.0.1", "fd99::1"  # of the host
+V4, V6 = "10.99.0.1", "fd99::1"  # addresses of the host
 REFUSED = {"EHOSTUNREACH", "ENETUNREACH", "EACCES", "EPERM"}
 
 
 class Node:
-    """A node, a host that it is connected to, and what is beyond the host: addresses that a route leads to."""
+    """A node, its host, and addresses beyond the host that are reachable through a route."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,8 +65,8 @@ class Node:
     def filter(self, *blocked: str, names: str = "", mark: int = 7) -> None:
         (self.folder / "resolv.conf").write_text(names)
         folder = str(Path(program.__file__).parent)
-        words = [folder, str(self.folder / "resolv.conf"), str(mark), *blocked]
-        self.space.run(sys.executable, "-I", "-S", "-c", FILTER, *words)
+        arguments = [folder, str(self.folder / "resolv.conf"), str(mark), *blocked]
+        self.space.run(sys.executable, "-I", "-S", "-c", FILTER, *arguments)
 
     def reach(self, *places: str) -> list[str]:
         return self.space.run(sys.executable, "-I", "-S", "-c", TRY, *places).split()
@@ -79,9 +79,9 @@ class Node:
 @pytest.fixture
 def node(tmp_path):
     possible()
-    made = Node(tmp_path)
-    yield made
-    made.remove()
+    node = Node(tmp_path)
+    yield node
+    node.remove()
 
 
 WHOLE4, WHOLE6 = "255.255.255.255", "ffff:" * 7 + "ffff"
@@ -105,8 +105,8 @@ def test_every_address_must_be_reachable_without_a_filter(node):
 )
 def test_only_blocked_addresses_must_be_refused_and_immediately(node, blocked, refused):
     node.filter(*blocked)
-    for place, came in zip(ALL, node.reach(*ALL)):
-        assert came in REFUSED if place.split("/")[1] in refused else came == "reached", place
+    for place, result in zip(ALL, node.reach(*ALL)):
+        assert result in REFUSED if place.split("/")[1] in refused else result == "reached", place
 
 
 def test_socket_options_must_not_bypass_the_filter(node):
@@ -120,10 +120,10 @@ def test_socket_options_must_not_bypass_the_filter(node):
 def test_a_name_server_must_be_reachable_only_on_the_dns_port(node):
     names = f"nameserver 127.0.0.11\n# ExtServers: [{V4} host(10.98.0.1) {V6}]\noptions ndots:0\n"
     node.filter("10.0.0.0/255.0.0.0", "fd00::/ff00::", names=names)
-    for address, came in ((V4, "reached"), (V6, "reached"), ("10.98.0.1", ""), ("fd98::1", "")):
+    for address, expected in ((V4, "reached"), (V6, "reached"), ("10.98.0.1", ""), ("fd98::1", "")):
         for way in ("tcp", "udp"):
             (found,) = node.reach(f"{way}/{address}/{DNS}")
-            assert found == came if came else found in REFUSED, address
+            assert found == expected if expected else found in REFUSED, address
         (found,) = node.reach(f"tcp/{address}/{PORT}")
         assert found in REFUSED
 
@@ -144,7 +144,7 @@ def test_the_host_must_reach_a_node_only_from_addresses_that_the_node_may_reach(
     for blocked, refused in (((), ()), ((f"{V4}/{WHOLE4}",), (0,)), ((f"{V4}/{WHOLE4}", f"{V6}/{WHOLE6}"), (0, 1))):
         node.filter(*blocked)
         found = node.host.run(sys.executable, "-c", TRY, *places).split()
-        assert [came in REFUSED for came in found] == [number in refused for number in range(2)], found
+        assert [result in REFUSED for result in found] == [number in refused for number in range(2)], found
     assert node.reach("tcp/127.0.0.1/4000", "tcp/::1/4000", "tcp/10.98.0.1/4000", "tcp/fd98::1/4000") == ["reached"] * 4
 
 
@@ -178,7 +178,7 @@ def test_a_filter_that_the_kernel_refuses_must_be_an_error_and_leave_no_route(no
     assert "000000F0" not in node.space.run("cat", "/proc/net/route")
 
 
-# --- which addresses
+# --- blocked addresses
 
 
 TRIE = """Main:
@@ -222,8 +222,8 @@ def proc(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def stopped(address: str, **info: object) -> bool:
-    """Whether a node, on an engine that says this of itself, must not reach an address."""
+def is_blocked(address: str, **info: object) -> bool:
+    """Whether an address is blocked for a node on an engine with this `docker info`."""
     found, one = guard.blocked(info, container(**OWN)), ip_address(address)
     return any(one.version == value.version and int(one) & int(mask) == int(value) for value, mask in found)
 
@@ -253,7 +253,7 @@ def stopped(address: str, **info: object) -> bool:
     ],
 )
 def test_this_machine_and_the_metadata_service_must_be_blocked(proc, address):
-    assert stopped(address)
+    assert is_blocked(address)
 
 
 @pytest.mark.parametrize(
@@ -262,14 +262,16 @@ def test_this_machine_and_the_metadata_service_must_be_blocked(proc, address):
     + ["2001:db8::1", "::1", "fd00::3", "fd07::2"],
 )
 def test_all_other_addresses_must_stay_reachable(proc, address):
-    assert not stopped(address)
+    assert not is_blocked(address)
 
 
 def test_addresses_of_future_networks_must_come_from_the_engines_pools(proc):
     pools = [{"Base": "10.96.0.0/12", "Size": 24}, {"Base": "fd12::/16", "Size": 64}]
-    assert stopped("10.97.5.1", DefaultAddressPools=pools) and stopped("10.97.5.255", DefaultAddressPools=pools)
-    assert stopped("fd12:1::1", DefaultAddressPools=pools) and not stopped("fd12:1::2", DefaultAddressPools=pools)
-    assert not stopped("10.97.5.2", DefaultAddressPools=pools) and not stopped("172.17.0.1", DefaultAddressPools=pools)
+    assert is_blocked("10.97.5.1", DefaultAddressPools=pools) and is_blocked("10.97.5.255", DefaultAddressPools=pools)
+    assert is_blocked("fd12:1::1", DefaultAddressPools=pools) and not is_blocked("fd12:1::2", DefaultAddressPools=pools)
+    assert not is_blocked("10.97.5.2", DefaultAddressPools=pools) and not is_blocked(
+        "172.17.0.1", DefaultAddressPools=pools
+    )
 
 
 def test_networks_that_come_and_go_must_not_change_the_filter(proc):
@@ -286,7 +288,12 @@ def test_gateways_must_be_blocked_even_if_the_machines_addresses_are_unknown(pro
     for name in ("fib_trie", "if_inet6"):
         (proc / "net" / name).unlink()
     assert guard.addresses(proc / "net") == []
-    assert stopped("10.7.0.1") and stopped("172.17.0.1") and stopped("169.254.169.254") and not stopped("10.1.2.3")
+    assert (
+        is_blocked("10.7.0.1")
+        and is_blocked("172.17.0.1")
+        and is_blocked("169.254.169.254")
+        and not is_blocked("10.1.2.3")
+    )
 
 
 def test_a_marker_route_must_match_its_filter(proc):

@@ -1,4 +1,4 @@
-"""Whatever comes in, by people or by nodes, must be taken or refused by name; what was found once stays an example."""
+"""Any input from users or nodes must be accepted or refused by name; each input that once failed is an example."""
 
 import contextlib
 import json
@@ -59,7 +59,7 @@ FORMS = [
 
 @st.composite
 def mangled(draw, forms):
-    """Something that is almost one of these."""
+    """One of these forms, slightly changed."""
     value = json.loads(json.dumps(draw(st.sampled_from(forms))))
     for _ in range(draw(st.integers(0, 3))):
         holders = [value] + [inner for inner in value.values() if isinstance(inner, dict) and inner]
@@ -72,7 +72,7 @@ def mangled(draw, forms):
     return value
 
 
-# --- what nodes say
+# --- messages of nodes
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form["say"])
@@ -91,26 +91,26 @@ def test_a_line_must_be_parsed_as_a_message_or_refused(line):
         assert type(protocol.report(line)) in protocol.REPORTS.values()
 
 
-class Played(NodeConnection):
-    """A connection whose other side has said all that it will."""
+class Recorded(NodeConnection):
+    """A connection whose other end has sent these lines and closed."""
 
-    def __init__(self, said: bytes) -> None:
+    def __init__(self, lines: bytes) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours, KEY)
         node = End(theirs, listens=True)
         greeted(self, node)
-        for line in said.splitlines():
+        for line in lines.splitlines():
             node.send(line)
         theirs.close()
 
 
 @bounded
 @given(st.lists(mangled(FORMS) | values, max_size=8))
-def test_an_engine_must_survive_any_message_from_a_node(said):
+def test_an_engine_must_survive_any_message_from_a_node(messages):
     from support.played_nodes import Nodes, planned
 
     nodes = Nodes(0)
-    link = Played("".join(json.dumps(message) + "\n" for message in said).encode())
+    link = Recorded("".join(json.dumps(message) + "\n" for message in messages).encode())
     nodes.connections = {"node-0": link}
     nodes.selector.register(link.sock, 1, "node-0")
     plan = planned()
@@ -125,7 +125,7 @@ def test_an_engine_must_survive_any_message_from_a_node(said):
         link.close()
 
 
-# --- what a worker writes
+# --- output of workers
 
 
 @bounded
@@ -177,7 +177,7 @@ def test_a_report_must_be_created_from_any_metrics(tmp_path_factory, metrics):
 
 OURS = ["events.jsonl", "plan.json", "job.yaml", "report.json", "supervisor.lock"]
 
-# --- files of ours that a disk, or a person, has changed
+# --- our files, changed by a disk failure or a user
 
 EVENTS = [
     to_line(event)
@@ -253,7 +253,7 @@ def test_an_arbitrary_plan_must_be_refused(value):
         read_plan(json.dumps(value), {})
 
 
-# --- what people type
+# --- input of users
 
 KEYS = st.sampled_from([*spec.FIELDS, "env.A", "trainer", "", "a b"])
 LINES = st.text(alphabet="abc:-[]{}#&*!|>'\"%@` \n\t0123456789.,~?\\eE_+\ufeff\x85", max_size=60)

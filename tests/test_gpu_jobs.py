@@ -1,4 +1,4 @@
-"""Jobs on this machine's GPUs: what each worker gets, what is refused, how workers start, and what is left of them."""
+"""Jobs on this machine's GPUs: assignment, refusals, start of workers, and clean-up."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 def facts(cli) -> list[dict]:
-    """What the script cuda_sum.py printed, by rank."""
+    """The facts that the script cuda_sum.py printed, by rank."""
     logs = [cli.log(rank) for rank in range(cli.report()["world_size"])]
     return [json.loads(line) for log in logs for line in log.splitlines() if line.startswith("{")]
 
@@ -24,7 +24,7 @@ def uuids(gpus) -> list[str]:
 
 
 def summed(cli, workers: int) -> list[dict]:
-    """The facts of workers that are all there, and have added up their ranks."""
+    """The facts of all workers; check that they have added up their ranks."""
     seen = facts(cli)
     assert [fact["sums"] for fact in seen] == [[workers * (workers - 1) / 2]] * workers
     return seen
@@ -77,12 +77,12 @@ def test_workers_must_see_no_gpus_without_gpus(gpu_nodes):
 
 
 def test_too_few_gpus_must_be_refused_before_anything_is_created(gpu_cli, gpu_engine, gpus):
-    there = "there is 1" if len(gpus) == 1 else f"there are {len(gpus)}"
+    available = "there is 1" if len(gpus) == 1 else f"there are {len(gpus)}"
     more, one = str(len(gpus) + 1), ("--engine", gpu_engine, "--trainers", "0")
     for options, error in (
-        (("--gpus", more), f"--gpus {more}: {there}: {gpus[0].id}"),
-        (("--gpus", "all", "--trainers", str(len(gpus))), f"{more} workers need {more} GPUs, and {there}"),
-        (("--gpus", "all", *SHARED, "--nproc-per-node", more), f"{more} workers need {more} GPUs, and {there}"),
+        (("--gpus", more), f"--gpus {more}: {available}: {gpus[0].id}"),
+        (("--gpus", "all", "--trainers", str(len(gpus))), f"{more} workers need {more} GPUs, and {available}"),
+        (("--gpus", "all", *SHARED, "--nproc-per-node", more), f"{more} workers need {more} GPUs, and {available}"),
     ):
         done = gpu_cli("run", *one[: 2 if "--trainers" in options else None], *options, "--", "cuda_sum.py")
         assert (done.returncode, done.stdout) == (4, "")
@@ -126,7 +126,7 @@ def test_auto_must_leave_out_a_gpu_that_another_program_uses(gpu_cli, gpu_engine
     if any(gpu.busy for gpu in gpus):
         pytest.skip("other programs use GPUs of this machine already")
     words = ("plan", "--engine", gpu_engine, "--trainers", "0", "--gpus")
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # that of nvidia-smi
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-smi
     free = gpu_cli(*words, "auto", "--", "cuda_sum.py")
     assert [gpu.id for gpu in gpus if gpu.id in free.stdout] == [gpu.id for gpu in gpus]
     with busy(gpus[0], 0):

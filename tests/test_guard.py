@@ -1,4 +1,4 @@
-"""What a worker can reach from its node: its peers and the outside, but not this machine, on a real engine."""
+"""Workers must reach their peers and the outside, but not this machine; on a real engine."""
 
 import errno
 import json
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.docker
 GUARDED = {"EHOSTUNREACH", "ENETUNREACH"}
 
 
-class Around:
-    """What there is around a node: a machine outside, which has the cloud's metadata service too, and this machine."""
+class Surroundings:
+    """The surroundings of a node: this machine, and one outside that also plays the cloud's metadata service."""
 
     def __init__(self) -> None:
         pid = os.getpid()
@@ -37,7 +37,7 @@ class Around:
             raise
 
     def connect(self, here: str) -> None:
-        """Have a way there and back, and listen at both ends; `here` is this machine's address on that way."""
+        """Set up routes in both directions and listen at both ends; `here` is this machine's address on that link."""
         self.space.run("ip", "route", "add", "default", "via", here)
         command("ip", "route", "add", self.metadata, "via", self.outside)
         self.tcp = socket.create_server(("0.0.0.0", 0))
@@ -52,11 +52,11 @@ class Around:
         self.here = ["gateway", bridge, lan, here]
 
     def places(self, *ways: str) -> list[str]:
-        """This machine, under each of its names, and the metadata service."""
+        """This machine, at each of its addresses, and the metadata service."""
         return [f"{way}:{host}:{self.port}" for way in ways for host in (*self.here, self.metadata)]
 
-    def heard(self) -> bool:
-        """Whether a datagram has come to this machine."""
+    def received(self) -> bool:
+        """Whether a datagram has reached this machine."""
         try:
             return self.udp.recv(100) == b"reached"
         except BlockingIOError:
@@ -71,14 +71,14 @@ class Around:
 @pytest.fixture(scope="module")
 def around(docker_engine):
     possible()
-    made = Around()
-    yield made
-    made.remove()
+    surroundings = Surroundings()
+    yield surroundings
+    surroundings.remove()
 
 
 @pytest.fixture
 def reach(cli):
-    """Run a job that tries to reach places; what came of it, by rank."""
+    """Run a job that tries to reach places; return the results by rank."""
 
     def run(*places: str, options: tuple[str, ...] = (), trainers: int = 1) -> list[dict[str, str]]:
         for old in cli.folder.glob("runs/*"):
@@ -101,15 +101,15 @@ def test_workers_must_reach_the_outside_but_not_this_machine_or_the_metadata_ser
         assert {found[place] for place in [*blocked, near]} <= GUARDED, found
         assert {found[place] for place in open_} == {"reached"}
         assert {found[place] for place in datagrams} <= GUARDED | {"EPERM"}
-    assert not around.heard()
+    assert not around.received()
 
 
 def test_workers_must_reach_everything_with_host_access(around, reach, nothing_left):
     places = [*around.places("tcp"), f"udp:subnet:{around.port}", f"tcp:{around.outside}:{around.port}"]
     for found in reach(*places, options=("--set", "host_access=true")):
         assert set(found.values()) == {"reached"}
-    assert around.heard()
-    while around.heard():
+    assert around.received()
+    while around.received():
         pass
 
 
@@ -129,8 +129,8 @@ def test_nodes_of_a_cluster_must_be_filtered_once_for_all_jobs(cli, around, reac
     done = cli("up", "--engine", "docker", "--trainers", "1", *OPTIONS, "--set", "warm=false")
     name = done.stdout.strip()
     helpers = ["--filter", f"label={labels.GUARD}={name}"]
-    for _ in range(10):  # other tests give this machine an address now and then, which is a reason for a helper
-        reach(*around.places("tcp"))  # which protects from addresses that are new since `up`
+    for _ in range(10):  # other tests may add an address to this machine, which starts a helper
+        reach(*around.places("tcp"))  # blocks addresses that were added since `up`
         since = docker("info", "--format", "{{.SystemTime}}").strip()
         for _ in range(2):
             for found in reach(*around.places("tcp")):
@@ -161,8 +161,8 @@ guard.send(guard.NETFILTER, [
 
 
 @pytest.fixture
-def protected(request, cli, nothing_left, docker_engine):
-    """A node that is up and protected; its container."""
+def guarded_node(request, cli, nothing_left, docker_engine):
+    """The container of a running node with a packet filter."""
     done = cli(
         "up", "--engine", "docker", "--trainers", "0", *OPTIONS, "--set", "warm=false", *getattr(request, "param", ())
     )
@@ -172,26 +172,26 @@ def protected(request, cli, nothing_left, docker_engine):
 
 
 @pytest.mark.parametrize("user", ["0:0", "1000:1000"])
-def test_the_filter_must_not_be_removable_from_within_a_node(protected, user):
-    words = ["docker", "exec", "--user", user, protected, "python", "-c", LIFT]
-    done = subprocess.run(words, capture_output=True, text=True)
+def test_the_filter_must_not_be_removable_from_within_a_node(guarded_node, user):
+    command = ["docker", "exec", "--user", user, guarded_node, "python", "-c", LIFT]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.endswith("PermissionError: [Errno 1] Operation not permitted\n")
-    inside = ["docker", "exec", "--privileged", "--user", "0:0", protected, "python", "-c", LIFT]
-    assert subprocess.run(inside, capture_output=True).returncode == 0  # where one may, it can be
+    privileged = ["docker", "exec", "--privileged", "--user", "0:0", guarded_node, "python", "-c", LIFT]
+    assert subprocess.run(privileged, capture_output=True).returncode == 0  # the same program works with privileges
 
 
-@pytest.mark.parametrize("protected", [(), ("--set", "host_access=true")], ids=["default", "open"], indirect=True)
-def test_users_of_this_machine_must_reach_a_node_only_with_host_access(protected, request):
+@pytest.mark.parametrize("guarded_node", [(), ("--set", "host_access=true")], ids=["default", "open"], indirect=True)
+def test_users_of_this_machine_must_reach_a_node_only_with_host_access(guarded_node, request):
     listens = "import socket; socket.create_server(('0.0.0.0', 45999)).accept()[0].sendall(b'answer')"
-    docker("exec", "--detach", protected, "python", "-c", listens)
-    network = json.loads(docker("inspect", protected))[0]["NetworkSettings"]["Networks"]
+    docker("exec", "--detach", guarded_node, "python", "-c", listens)
+    network = json.loads(docker("inspect", guarded_node))[0]["NetworkSettings"]["Networks"]
     (address,) = (one["IPAddress"] for one in network.values())
 
     def answer() -> bytes:
         try:
             with socket.create_connection((address, 45999)) as sock:
                 return sock.recv(100)
-        except ConnectionRefusedError:  # it does not listen yet
+        except ConnectionRefusedError:  # the server does not listen yet
             return b""
         except OSError as error:
             return errno.errorcode[error.errno].encode()
@@ -199,14 +199,14 @@ def test_users_of_this_machine_must_reach_a_node_only_with_host_access(protected
     assert eventually(answer) == (b"answer" if "open" in request.node.name else b"EHOSTUNREACH")
 
 
-# --- when something goes wrong
+# --- failures of the helper container
 
 
 @pytest.fixture
 def hanging(cli):
-    """A job of one node, whose helper does nothing until it is killed; and that helper."""
-    (cli.folder / "hangs.py").write_text("import signal\nsignal.pause()\n")
-    patch = f"from orchestrate.node import guard\nguard.__file__ = '{cli.folder}/hangs.py'\n"
+    """A job with one node, and its helper container, which hangs until it is killed."""
+    (cli.folder / "hang.py").write_text("import signal\nsignal.pause()\n")
+    patch = f"from orchestrate.node import guard\nguard.__file__ = '{cli.folder}/hang.py'\n"
     (cli.folder / "patch").mkdir()
     (cli.folder / "patch" / "sitecustomize.py").write_text(patch)
     cli.env["PYTHONPATH"] = f"{cli.folder}/patch:{cli.env['PYTHONPATH']}"
@@ -235,20 +235,20 @@ def test_helper_containers_of_a_killed_orchestrator_must_be_removed(nothing_left
     assert done.returncode == 0, done.stderr
 
 
-def test_a_node_that_was_disconnected_must_still_be_filtered(around, protected):
-    (network,) = json.loads(docker("inspect", protected))[0]["NetworkSettings"]["Networks"]
+def test_a_node_that_was_disconnected_must_still_be_filtered(around, guarded_node):
+    (network,) = json.loads(docker("inspect", guarded_node))[0]["NetworkSettings"]["Networks"]
     places = [f"tcp:gateway:{around.port}", f"tcp:{around.outside}:{around.port}"]
-    docker("network", "disconnect", network, protected)
-    docker("network", "connect", network, protected)
-    found = json.loads(docker("exec", protected, "python", "/workspace/reach.py", *places))
+    docker("network", "disconnect", network, guarded_node)
+    docker("network", "connect", network, guarded_node)
+    found = json.loads(docker("exec", guarded_node, "python", "/workspace/reach.py", *places))
     assert found[places[0]] in GUARDED and found[places[1]] == "reached"
 
 
-# --- names
+# --- name resolution
 
 
 def answer(question: bytes) -> bytes:
-    """That a name is 192.0.2.7, whichever is asked for, in the words of DNS."""
+    """A DNS answer that resolves any name to 192.0.2.7."""
     asked = question[12:].partition(b"\0")[0] + question[12 + len(question[12:].partition(b"\0")[0]) :][:5]
     record = b"\xc0\x0c\0\1\0\1\0\0\0\x3c\0\4" + bytes([192, 0, 2, 7])
     return question[:2] + b"\x81\x80\0\1\0\1\0\0\0\0" + asked + record
@@ -256,7 +256,7 @@ def answer(question: bytes) -> bytes:
 
 @pytest.fixture
 def names(around):
-    """A server of names on this machine, at an address that nodes cannot reach; yields the address."""
+    """A name server on this machine, at an address that nodes cannot reach; yields the address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind((around.here[-1], 53))
 
@@ -274,21 +274,21 @@ def names(around):
 
 
 def test_names_must_be_resolved_by_a_name_server_on_this_machine(names, tmp_path, nothing_left):
-    home, label = f"names-{os.getpid()}", f"orchestrate.run={tmp_path}/"
-    docker("network", "create", "--label", label, home)
-    options = ("--network", home, "--dns", names, "--cap-drop", "ALL", "--label", label)
+    network, label = f"names-{os.getpid()}", f"orchestrate.run={tmp_path}/"
+    docker("network", "create", "--label", label, network)
+    options = ("--network", network, "--dns", names, "--cap-drop", "ALL", "--label", label)
     node = docker("run", "--detach", *options, "--entrypoint", "sleep", IMAGE, "1000").strip()
     daemon = Daemon()
-    helpers = guard.Guard(daemon, home, tmp_path)
+    helpers = guard.Guard(daemon, network, tmp_path)
     try:
         nodes = dict(zip(["master"], daemon.containers(label)))
         helpers.begin(nodes.values())
         helpers.finish(lambda: nodes)
         assert helpers.warnings() == []
-        ask = "import socket; print(socket.gethostbyname('a.example'))"
-        assert docker("exec", node, "python", "-c", ask) == "192.0.2.7\n"
+        resolve = "import socket; print(socket.gethostbyname('a.example'))"
+        assert docker("exec", node, "python", "-c", resolve) == "192.0.2.7\n"
     finally:
         helpers.close()
         daemon.client.close()
         docker("rm", "--force", node)
-        docker("network", "rm", home)
+        docker("network", "rm", network)

@@ -1,4 +1,4 @@
-"""A node that was taken over must reach nothing at home but files of its job."""
+"""A compromised node must be able to write only files of its job in the run directory."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ from orchestrate.node.auth import Signer
 
 
 class Hostile(threading.Thread):
-    """A node that has been taken over, and names files as it likes."""
+    """A compromised node that reports arbitrary file names."""
 
     def __init__(self, files: dict[str, bytes], links: dict[str, str]):
         super().__init__(daemon=True)
@@ -41,21 +41,21 @@ class Hostile(threading.Thread):
         file.write(signer.sign(b"") + b"\n")
         file.flush()
         while line := file.readline():
-            asked = json.loads(signer.verify(line.rstrip(b"\n")))
-            if asked["ask"] == "changes":
+            request = json.loads(signer.verify(line.rstrip(b"\n")))
+            if request["ask"] == "changes":
                 facts = {path: [len(data), 1, 1, 0o4777] for path, data in self.files.items()}
                 log = base64.b64encode(b"evil").decode()
-                told = {"logs": {"../plan.json": log, "generation": log}, "files": facts, "links": self.links}
-                told["gone"] = ["generation", "../plan.json", "../../victim", "way/victim", "", "."]
+                report = {"logs": {"../plan.json": log, "generation": log}, "files": facts, "links": self.links}
+                report["gone"] = ["generation", "../plan.json", "../../victim", "way/victim", "", "."]
             else:
-                data = self.files[asked["path"]]
-                told = {
+                data = self.files[request["path"]]
+                report = {
                     "data": base64.b64encode(data).decode(),
-                    "offset": asked["offset"],
+                    "offset": request["offset"],
                     "facts": [len(data), 1, 1, 0o4777],
                 }
             file.write(
-                signer.sign(sent({"changes": "changes", "read": "piece"}[asked["ask"]], **told).rstrip()) + b"\n"
+                signer.sign(sent({"changes": "changes", "read": "piece"}[request["ask"]], **report).rstrip()) + b"\n"
             )
             file.flush()
 
@@ -63,11 +63,11 @@ class Hostile(threading.Thread):
 def test_a_compromised_node_must_write_only_files_of_the_job(tmp_path):
     paths, outside = JobPaths(tmp_path / "j"), tmp_path / "outside"
     paths.create()
-    home = paths.shared
+    shared = paths.shared
     outside.mkdir()
     for victim in (outside / "victim", tmp_path / "victim", paths.plan, paths.events, paths.fence):
         victim.write_text("ours")
-    (home / "way").symlink_to(outside)
+    (shared / "way").symlink_to(outside)
     names = [
         "../evil",
         "/tmp/evil-of-a-test",
@@ -96,19 +96,19 @@ def test_a_compromised_node_must_write_only_files_of_the_job(tmp_path):
         link = NodeConnection(socket.create_connection(("127.0.0.1", port)), KEY)
         return link if link.greet(5) else None
 
-    sync = FileSync(home, "/job", {"master": [0]}, connect)
+    sync = FileSync(shared, "/job", {"master": [0]}, connect)
     try:
-        eventually(lambda: (home / "fine").exists())
+        eventually(lambda: (shared / "fine").exists())
         sync.catch_up(20)
     finally:
         sync.close()
         hostile.join()
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_symlink() or not path.is_dir()}
     ours = {"j/plan.json", "j/events.jsonl", "j/job/generation", "outside/victim", "victim"}
-    beside = {"j/logs", "j/checkpoints", "j/metrics.jsonl"}  # links to what is in the folder of the nodes
-    assert found == ours | beside | {"j/job/way", "j/job/fine", "j/job/last"}
+    links_to_job = {"j/logs", "j/checkpoints", "j/metrics.jsonl"}  # links into the job folder
+    assert found == ours | links_to_job | {"j/job/way", "j/job/fine", "j/job/last"}
     assert {(tmp_path / name).read_text() for name in ours} == {"ours"}
-    assert {path.name for path in home.iterdir() if path.is_symlink()} == {"way", "last"}
-    assert (home / "last").readlink() == Path("fine") and (home / "way").readlink() == outside
-    assert stat.S_IMODE((home / "fine").stat().st_mode) & 0o7022 == 0  # it said 4777
+    assert {path.name for path in shared.iterdir() if path.is_symlink()} == {"way", "last"}
+    assert (shared / "last").readlink() == Path("fine") and (shared / "way").readlink() == outside
+    assert stat.S_IMODE((shared / "fine").stat().st_mode) & 0o7022 == 0  # it reported 4777
     assert not os.path.exists("/tmp/evil-of-a-test")

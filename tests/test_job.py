@@ -1,4 +1,4 @@
-"""From a spec to a report: what a job is called, what is written of it, and what is shown while it runs."""
+"""From a spec to a report: a job's name, its files, and the output while it runs."""
 
 import dataclasses
 import errno
@@ -77,7 +77,7 @@ def test_a_module_must_have_a_name_and_be_resolved_by_the_nodes():
         launch.check_script(JobSpec(command=("-m",)))
 
 
-# --- what is written
+# --- files
 
 DEEP = pytest.param("[" * 100_000, id="deep")
 
@@ -89,12 +89,12 @@ def paths(tmp_path):
 
 def test_a_job_must_be_loaded_from_its_files(paths):
     create(paths)
-    spec, made = store.load(paths)
-    assert (spec, made.job_id, made.command) == (SPEC, "a-1", SPEC.command)
+    spec, plan = store.load(paths)
+    assert (spec, plan.job_id, plan.command) == (SPEC, "a-1", SPEC.command)
     assert paths.logs.is_dir() and paths.checkpoints.is_dir()
     with pytest.raises(UsageError, match=f"cannot write to {paths.root}: File exists"):
         create(paths)
-    assert store.load(paths)[1].job_id == "a-1"  # still there
+    assert store.load(paths)[1].job_id == "a-1"  # still readable
 
 
 def test_a_job_on_a_cluster_must_have_its_files_in_the_nodes_folder(paths):
@@ -110,7 +110,7 @@ def test_a_job_on_a_cluster_must_have_its_files_in_the_nodes_folder(paths):
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize(
-    ("cluster", "place", "name"),
+    ("cluster", "target", "name"),
     [
         *((cluster, Folder, "make") for cluster in ("", "c-1", "a-1")),
         *((cluster, records, "write") for cluster in ("", "c-1", "a-1")),
@@ -118,16 +118,16 @@ def test_a_job_on_a_cluster_must_have_its_files_in_the_nodes_folder(paths):
         *((cluster, Path, "symlink_to") for cluster in ("", "c-1")),
     ],
 )
-def test_partially_created_files_of_a_job_must_be_removed(paths, monkeypatch, cluster, place, name, error):
+def test_partially_created_files_of_a_job_must_be_removed(paths, monkeypatch, cluster, target, name, error):
     inside = paths.root.parent / "c-1" / "nodes"
     (inside / "b-1").mkdir(parents=True)
-    done = getattr(place, name)
+    original = getattr(target, name)
 
     def fail(*arguments, **options):
-        done(*arguments, **options)
+        original(*arguments, **options)
         raise error
 
-    monkeypatch.setattr(place, name, fail)
+    monkeypatch.setattr(target, name, fail)
     with pytest.raises(UsageError if isinstance(error, OSError) else KeyboardInterrupt) as raised:
         create(paths, cluster=cluster)
     if isinstance(error, OSError):
@@ -195,7 +195,7 @@ def test_a_job_must_be_removed_completely_or_raise_the_reason(paths):
         store.remove(paths)
 
 
-# --- from there to a report
+# --- supervision and report
 
 
 def supervise(paths: JobPaths, engine: Whole, stops=lambda: 0, follower: Follower | None = None) -> tuple[dict, list]:
@@ -231,7 +231,7 @@ def test_the_key_of_a_job_must_be_deleted_with_its_nodes(paths, monkeypatch):
     create(paths)
     assert len(records.need(paths.root).key) == 64
     engine = Whole([ALL_WELL], [ALL_WELL])
-    monkeypatch.setattr(engine, "down", fails)
+    monkeypatch.setattr(engine, "down", fail_to_remove)
     assert supervise(paths, engine)[0]["left_behind"] == "no space left"
     assert records.need(paths.root).key  # needed to stop the nodes
     create(other := JobPaths(paths.root.with_name("b-1")))
@@ -239,7 +239,7 @@ def test_the_key_of_a_job_must_be_deleted_with_its_nodes(paths, monkeypatch):
     assert not records.need(other.root).key
 
 
-def fails(grace: float, stopped: Callable[[], bool]) -> None:
+def fail_to_remove(grace: float, stopped: Callable[[], bool]) -> None:
     raise EngineError("no space left")
 
 
@@ -286,17 +286,17 @@ def test_a_job_on_a_cluster_must_lock_it_and_get_its_files_back_at_the_end(paths
     engine = Whole([ALL_WELL])
     up = engine.up
     engine.up = lambda plan, stopped: (seen.append(engine.run), up(plan, stopped))
-    taken: list[JobPaths] = []
+    locked: list[JobPaths] = []
     held = lock.held
-    monkeypatch.setattr(lock, "held", lambda of: (taken.append(of), held(of))[1])
+    monkeypatch.setattr(lock, "held", lambda of: (locked.append(of), held(of))[1])
     data, _ = supervise(paths, engine)
     assert data["outcome"] == "succeeded"
-    assert seen == [inside.parent]  # the folder that the nodes of the cluster see
-    assert taken == [paths, JobPaths(inside.parents[1])]
+    assert seen == [inside.parent]  # the folder of the cluster's nodes
+    assert locked == [paths, JobPaths(inside.parents[1])]
     assert not paths.shared.is_symlink() and store.ended(paths) == data and not inside.exists()
 
 
-# --- what is shown
+# --- output
 
 
 def test_all_worker_output_must_be_shown_before_the_end_with_node_and_rank(paths):
@@ -314,12 +314,14 @@ def test_all_worker_output_must_be_shown_before_the_end_with_node_and_rank(paths
     assert sorted(line for line in shown if "|" in line) == [
         "master 0    | first",
         "master 0    | last, without a newline",
-        "trainer-2 2 | other",  # marks of generations are the nodes' way to say what the supervisor says itself
+        "trainer-2 2 | other",  # generation markers are left out: the supervisor prints its own message
     ]
 
 
 def test_the_end_of_a_generation_must_be_shown_before_output_of_the_next(paths, monkeypatch):
-    monkeypatch.setattr(launch, "LOG_INTERVAL", (3600.0, 3600.0))  # so that only what we say has the logs looked at
+    monkeypatch.setattr(
+        launch, "LOG_INTERVAL", (3600.0, 3600.0)
+    )  # so that only our own messages trigger a read of the logs
     create(paths)
     engine, shown = Whole([[WorkerExit(0, 1)]], [ALL_WELL]), []
     start = engine.start
@@ -332,8 +334,8 @@ def test_the_end_of_a_generation_must_be_shown_before_output_of_the_next(paths, 
 
     engine.start = write
     launch.supervise(paths, engine, lambda: 0, shown.append)
-    hello = [place for place, line in enumerate(shown) if "hello" in line]
-    again = [place for place, line in enumerate(shown) if "starting all workers again" in line]
+    hello = [index for index, line in enumerate(shown) if "hello" in line]
+    again = [index for index, line in enumerate(shown) if "starting all workers again" in line]
     assert len(hello) == 2 and len(again) == 1 and hello[0] < again[0] < hello[1]
 
 
@@ -342,7 +344,7 @@ def test_a_flood_of_lines_must_not_delay_the_end_or_our_messages(paths, monkeypa
     create(paths)
     engine = Whole([ALL_WELL])
     start = engine.start
-    engine.start = lambda *words: (start(*words), paths.log(0).write_text("\n" * (8 << 20)))
+    engine.start = lambda *arguments: (start(*arguments), paths.log(0).write_text("\n" * (8 << 20)))
     _, shown = supervise(paths, engine)
     assert f"warning: some worker output was not shown: see {paths.logs}" in shown[-3:]
     assert shown.count("master 0    | ") < 8 << 20
@@ -355,10 +357,10 @@ def test_a_flood_from_many_workers_must_not_delay_the_end(paths, monkeypatch):
     engine = Whole([ALL_WELL])
     start = engine.start
 
-    def write(*words) -> None:
-        start(*words)
+    def write(*arguments) -> None:
+        start(*arguments)
         for rank in range(3):
-            paths.log(rank).write_text("\n" * (1 << 20))  # as much as is read of each at once
+            paths.log(rank).write_text("\n" * (1 << 20))  # the amount that is read of each at a time
 
     engine.start = write
     _, shown = supervise(paths, engine)
@@ -372,7 +374,7 @@ def test_lines_left_over_from_a_long_turn_must_be_shown_in_the_next_turns(paths,
     engine = Whole([ALL_WELL])
     start = engine.start
     written = [f"line {number}" for number in range(300)]
-    engine.start = lambda *words: (start(*words), paths.log(0).write_text("\n".join(written)))
+    engine.start = lambda *arguments: (start(*arguments), paths.log(0).write_text("\n".join(written)))
     _, shown = supervise(paths, engine)
     assert [line.removeprefix("master 0    | ") for line in shown if line.startswith("master")] == written
 
@@ -438,31 +440,31 @@ def test_worker_output_must_be_shown_even_if_the_supervisor_crashes(paths):
 def test_a_reader_that_stops_reading_must_not_block_the_supervisor(paths, monkeypatch):
     monkeypatch.setattr(launch, "READER_TIMEOUT", 0.01)
     create(paths)
-    engine, reads = Whole([KILLED], [ALL_WELL]), threading.Event()
-    data = launch.supervise(paths, engine, lambda: 0, lambda _: reads.wait(60) and None)
-    reads.set()
+    engine, resume = Whole([KILLED], [ALL_WELL]), threading.Event()
+    data = launch.supervise(paths, engine, lambda: 0, lambda _: resume.wait(60) and None)
+    resume.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)
 
 
 def test_a_progress_bar_must_go_to_the_same_stream_as_worker_output(paths, monkeypatch):
-    """Stdout may be for the report alone."""
+    """Stdout may be reserved for the report."""
     monkeypatch.setattr("orchestrate.console.PROGRESS_INTERVAL", -1.0)
     create(paths)
     engine, shown, lines = Whole([[], ALL_WELL]), [], []
     start = engine.start
-    engine.start = lambda *words: (start(*words), paths.log(0).write_text("10%\r"))
+    engine.start = lambda *arguments: (start(*arguments), paths.log(0).write_text("10%\r"))
     engine.wait, wait = lambda timeout: (eventually(lambda: lines), wait(timeout))[1], engine.wait
     launch.supervise(paths, engine, lambda: 0, shown.append, output=lines.append)
     assert lines[0] == "master 0    | 10%" and not any("10%" in line for line in shown)
 
 
 class Stuck(io.StringIO):
-    """A stdout without a reader."""
+    """A stdout that is not read."""
 
-    read = threading.Event()
+    resume = threading.Event()
 
     def write(self, text: str) -> int:
-        self.read.wait()
+        self.resume.wait()
         return len(text)
 
 
@@ -473,5 +475,5 @@ def test_an_unread_stdout_must_not_block_the_supervisor(paths, monkeypatch):
     create(paths)
     paths.log(0).write_text("line\n")
     data = launch.supervise(paths, Whole([KILLED], [ALL_WELL]), lambda: 0, lambda _: None, output=stream)
-    Stuck.read.set()
+    Stuck.resume.set()
     assert (data["outcome"], data["generations"]) == ("succeeded", 2)

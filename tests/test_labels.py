@@ -1,4 +1,4 @@
-"""Labels of containers and services are input: of an image, or of somebody who runs other containers."""
+"""Labels of containers and services are untrusted input from images and from users of the engine."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ BAD = [
     {"orchestrate.owner": "abc"},
     {"orchestrate.owner": ""},
     {"orchestrate.owner": "-1"},
-    {"orchestrate.owner": "1" * 5000},  # which Python does not even read
+    {"orchestrate.owner": "1" * 5000},  # too long for Python to parse
     {"orchestrate.owner": "٣"},
     {"orchestrate.job": "../j"},
     {"orchestrate.job": "J"},
@@ -43,9 +43,9 @@ NOT_A_NODE = [
 
 @pytest.fixture
 def job(tmp_path, monkeypatch) -> Iterator[Job]:
-    made = Job(tmp_path, monkeypatch)
-    yield made
-    made.close()
+    job = Job(tmp_path, monkeypatch)
+    yield job
+    job.close()
 
 
 def label_names() -> list[str]:
@@ -54,36 +54,36 @@ def label_names() -> list[str]:
     ]
 
 
-def alone(session: DockerSession, job: Job) -> None:
-    """Check that of all that exists only the true node counts, and is removed."""
-    engine, there = job.engine(), [one["Id"] for one in job.answers.containers]
+def assert_only_master_counts(session: DockerSession, job: Job) -> None:
+    """Check that only the real node counts as one and is removed."""
+    engine, ids = job.engine(), [one["Id"] for one in job.answers.containers]
     assert engine.jobs() == [JobState("j", "docker", 1, engine.jobs()[0].run, 7)]
     assert engine.holds("j") == ["container j-master-1"] and engine.holds("k") == []
     assert session._list_nodes().keys() == {"master"}
     job.answers.asked.clear()
     engine.remove("j", 30)
-    assert [one["Id"] for one in job.answers.containers] == there[1:]
+    assert [one["Id"] for one in job.answers.containers] == ids[1:]
 
 
 @pytest.mark.parametrize("change", [*BAD, *NOT_A_NODE])
 def test_a_container_with_malformed_labels_must_be_ignored(job, change):
     engine = job.settled("master")
     job.answers.container("trainer-1")["Labels"] |= change
-    alone(engine, job)
+    assert_only_master_counts(engine, job)
 
 
 @pytest.mark.parametrize("missing", label_names())
 def test_a_container_with_a_missing_label_must_be_ignored(job, missing):
     engine = job.settled("master")
     del job.answers.container("trainer-1")["Labels"][missing]
-    alone(engine, job)
+    assert_only_master_counts(engine, job)
 
 
 @pytest.mark.parametrize("names", [["/stranger"], [], None, ["/j-trainer-11"], ["/x/j-trainer-1"]])
 def test_a_container_with_a_nodes_labels_but_another_name_must_be_ignored(job, names):
     engine = job.settled("master")
     job.answers.container("trainer-1")["Names"] = names
-    alone(engine, job)
+    assert_only_master_counts(engine, job)
 
 
 def test_a_container_without_labels_must_not_be_a_node(job):
@@ -128,7 +128,7 @@ def test_a_task_without_a_valid_role_must_not_be_a_node(stub, managed, change):
     assert managed.tasks() == []
     stub.tasks[0] |= {"Spec": {"ContainerSpec": {"Labels": {"orchestrate.role": "master"}}}}
     assert [task["Name"] for task in managed.tasks()] == ["master"]
-    del stub.tasks[0]["Slot"]  # of a service that is on each host
+    del stub.tasks[0]["Slot"]  # a task of a global service
     assert managed.tasks() == []
 
 
@@ -148,9 +148,9 @@ def test_the_labels_of_a_hostile_image_must_neither_break_commands_nor_impersona
     lines = "".join(f'LABEL "{key}"="{value}"\n' for key, value in found.items())
     (cli.folder / "Dockerfile").write_text(f"FROM orchestrate-node:0.1\n{lines}")
     docker("build", "--quiet", "--tag", f"{name}:1", str(cli.folder))
-    made = [docker("create", f"{name}:1").strip()]
+    containers = [docker("create", f"{name}:1").strip()]
     try:
-        made.append(docker("create", "--label", f"{labels.OWNER}={os.getuid()}", f"{name}:1").strip())
+        containers.append(docker("create", "--label", f"{labels.OWNER}={os.getuid()}", f"{name}:1").strip())
         done = cli("ps")
         assert (done.returncode, done.stderr) == (0, "") and name not in done.stdout
         for command in ("stop", "rm"):
@@ -159,7 +159,7 @@ def test_the_labels_of_a_hostile_image_must_neither_break_commands_nor_impersona
         options = ["--engine", "docker", "--image", f"{name}:1", "--gpus", "none", "--trainers", "1"]
         done = cli("run", *options, "--", "count.py", "1")
         assert done.returncode == 0, done.stderr
-        assert docker("ps", "-aq", "--no-trunc", "--filter", f"ancestor={name}:1").split() == made[::-1]
+        assert docker("ps", "-aq", "--no-trunc", "--filter", f"ancestor={name}:1").split() == containers[::-1]
     finally:
-        docker("rm", "--force", *made)
+        docker("rm", "--force", *containers)
         docker("image", "rm", f"{name}:1")

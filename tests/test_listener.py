@@ -1,4 +1,4 @@
-"""A node must take so many clients and no more, and go on whatever becomes of a connection."""
+"""A node must limit the number of its clients and survive any failure of a connection."""
 
 import contextlib
 import errno
@@ -21,11 +21,11 @@ from orchestrate.node import listener, protocol
 from orchestrate.node.auth import Signer
 from orchestrate.node.listener import MAX_CLIENTS, Listener, serve
 
-ASKS = b'{"ask": "status"}\n'
+REQUEST = b'{"ask": "status"}\n'
 
 
-class Turns:
-    """The node's loop and its clock, whose turns and time are the test's."""
+class ManualLoop:
+    """The node's loop and clock, driven by the test."""
 
     def __init__(self) -> None:
         self.now, self.due, self.watched = 1000.0, [], {}
@@ -43,7 +43,7 @@ class Turns:
         self.due.append((self.now + seconds, callback))
 
     def turn(self, seconds: float = 0.0) -> None:
-        """Go on by some seconds, and read what is there."""
+        """Advance by some seconds, run due timers, and handle readable sources."""
         self.now += seconds
         while due := [timer for timer in self.due if timer[0] <= self.now]:
             for timer in due:
@@ -55,131 +55,131 @@ class Turns:
 
 
 @pytest.fixture
-def place(monkeypatch, tmp_path) -> Iterator[SimpleNamespace]:
-    """A listener, the loop that it is in, what it has received, and clients of it."""
-    loop, clients, heard = Turns(), [], []
+def harness(monkeypatch, tmp_path) -> Iterator[SimpleNamespace]:
+    """A loop, functions that create a listener and clients, and the messages that it has received."""
+    loop, clients, received = ManualLoop(), [], []
     for module in ("loop", "listener"):
         monkeypatch.setattr(f"orchestrate.node.{module}.time", loop)
     server = socket.create_server(("127.0.0.1", 0), backlog=2 * MAX_CLIENTS)
 
     def client() -> socket.socket:
-        clients.append(made := socket.create_connection(server.getsockname()))
-        made.settimeout(10)
+        clients.append(sock := socket.create_connection(server.getsockname()))
+        sock.settimeout(10)
         loop.turn()
-        return made
+        return sock
 
     def listen(key: bytes) -> Listener:
-        return Listener(loop, server, lambda channel, message: heard.append((channel, message)), key)
+        return Listener(loop, server, lambda channel, message: received.append((channel, message)), key)
 
-    yield SimpleNamespace(loop=loop, server=server, client=client, heard=heard, listen=listen)
+    yield SimpleNamespace(loop=loop, server=server, client=client, received=received, listen=listen)
     for each in [*clients, *loop.watched]:
         each.close()
 
 
-def hears(sock: socket.socket) -> bytes:
-    """What the listener says until it ends the connection."""
+def read_to_end(sock: socket.socket) -> bytes:
+    """All bytes that the listener sends until it closes the connection."""
     with sock.makefile("rb") as file:
         return file.read()
 
 
-def ask(sock: socket.socket, loop: Turns) -> None:
-    """Ask over a connection on which nothing was said yet."""
-    asks = threading.Thread(target=End(sock).send, args=(ASKS,))
-    asks.start()
-    while asks.is_alive():
+def ask(sock: socket.socket, loop: ManualLoop) -> None:
+    """Send a request over a new connection."""
+    sender = threading.Thread(target=End(sock).send, args=(REQUEST,))
+    sender.start()
+    while sender.is_alive():
         loop.turn()
 
 
-def proven(sock: socket.socket, loop: Turns) -> Signer:
-    """Show that a client knows the key."""
+def authenticate(sock: socket.socket, loop: ManualLoop) -> Signer:
+    """Authenticate a client and send a request."""
     signer = Signer(KEY, listens=False)
     signer.meet(sock.recv(100).rstrip(b"\n"))
-    sock.sendall(signer.nonce + b"\n" + signer.sign(ASKS[:-1]) + b"\n")
+    sock.sendall(signer.nonce + b"\n" + signer.sign(REQUEST[:-1]) + b"\n")
     loop.turn()
     return signer
 
 
-def test_the_oldest_client_without_a_request_must_be_dropped_for_a_new_one(place):
-    place.listen(KEY)
-    clients = [place.client() for _ in range(MAX_CLIENTS)]
-    ask(clients[0], place.loop)
-    place.loop.turn()
-    place.client()
-    assert len(hears(clients[1])) == 33  # its word
+def test_the_oldest_client_without_a_request_must_be_dropped_for_a_new_one(harness):
+    harness.listen(KEY)
+    clients = [harness.client() for _ in range(MAX_CLIENTS)]
+    ask(clients[0], harness.loop)
+    harness.loop.turn()
+    harness.client()
+    assert len(read_to_end(clients[1])) == 33  # its nonce
     clients[2].setblocking(False)
     assert len(clients[2].recv(100)) == 33
     with pytest.raises(BlockingIOError):
         clients[2].recv(1)
-    (first, asked), (gone, end) = place.heard
-    assert asked == {"ask": "status"} and end is None and gone is not first
+    (first, request), (gone, end) = harness.received
+    assert request == {"ask": "status"} and end is None and gone is not first
 
 
-def test_a_client_must_be_rejected_if_all_others_have_sent_requests(place):
-    place.listen(KEY)
-    clients = [place.client() for _ in range(MAX_CLIENTS)]
+def test_a_client_must_be_rejected_if_all_others_have_sent_requests(harness):
+    harness.listen(KEY)
+    clients = [harness.client() for _ in range(MAX_CLIENTS)]
     for client in clients:
-        ask(client, place.loop)
-    place.loop.turn()
-    assert hears(place.client()) == b""
+        ask(client, harness.loop)
+    harness.loop.turn()
+    assert read_to_end(harness.client()) == b""
     clients[7].close()
-    place.loop.turn()
-    late = place.client()
-    ask(late, place.loop)
-    place.loop.turn()
-    assert [message for _, message in place.heard].count({"ask": "status"}) == MAX_CLIENTS + 1
+    harness.loop.turn()
+    late = harness.client()
+    ask(late, harness.loop)
+    harness.loop.turn()
+    assert [message for _, message in harness.received].count({"ask": "status"}) == MAX_CLIENTS + 1
 
 
-def test_an_authenticated_client_must_have_no_deadline_for_its_request(place):
-    place.listen(KEY)
-    friend = place.client()
-    link = NodeConnection(friend, KEY)
-    greets = threading.Thread(target=link.greet, args=(30,))
-    greets.start()
-    while greets.is_alive():
-        place.loop.turn()
+def test_an_authenticated_client_must_have_no_deadline_for_its_request(harness):
+    harness.listen(KEY)
+    authenticated = harness.client()
+    link = NodeConnection(authenticated, KEY)
+    greeting = threading.Thread(target=link.greet, args=(30,))
+    greeting.start()
+    while greeting.is_alive():
+        harness.loop.turn()
     for _ in range(3):
-        place.loop.turn(listener.PROOF_TIMEOUT)
+        harness.loop.turn(listener.PROOF_TIMEOUT)
     assert link.send(protocol.GetStatus())
-    place.loop.turn()
-    assert [message for _, message in place.heard] == [{"ask": "status"}]
+    harness.loop.turn()
+    assert [message for _, message in harness.received] == [{"ask": "status"}]
 
 
-def test_only_unauthenticated_clients_must_be_disconnected_at_the_deadline(place):
-    place.listen(KEY)
-    stranger, friend = place.client(), place.client()
-    proven(friend, place.loop)
-    place.loop.turn(listener.PROOF_TIMEOUT - 1)
-    late = place.client()
-    place.loop.turn(2)
-    assert len(hears(stranger)) == 33  # its word
-    proven(late, place.loop)
+def test_only_unauthenticated_clients_must_be_disconnected_at_the_deadline(harness):
+    harness.listen(KEY)
+    stranger, authenticated = harness.client(), harness.client()
+    authenticate(authenticated, harness.loop)
+    harness.loop.turn(listener.PROOF_TIMEOUT - 1)
+    late = harness.client()
+    harness.loop.turn(2)
+    assert len(read_to_end(stranger)) == 33  # its nonce
+    authenticate(late, harness.loop)
     for _ in range(30):
-        place.loop.turn(1)
-    assert not place.loop.due  # nothing is waited for any more
-    for client in (late, friend):
+        harness.loop.turn(1)
+    assert not harness.loop.due  # no deadline is left
+    for client in (late, authenticated):
         assert len(client.recv(100)) == 66  # its proof
         client.setblocking(False)
         with pytest.raises(BlockingIOError):
             client.recv(1)
-    assert [message for _, message in place.heard] == [{"ask": "status"}, None, {"ask": "status"}]
+    assert [message for _, message in harness.received] == [{"ask": "status"}, None, {"ask": "status"}]
 
 
-def test_unauthenticated_clients_must_not_lock_out_authenticated_ones(place):
-    place.listen(KEY)
-    friend = place.client()
-    proven(friend, place.loop)
-    strangers = [place.client() for _ in range(3 * MAX_CLIENTS)]
-    second = place.client()
-    signer = proven(second, place.loop)
-    assert [message for _, message in place.heard if message] == [{"ask": "status"}] * 2
-    assert len(hears(strangers[0])) == 33
-    assert len(place.loop.watched) == MAX_CLIENTS + 1 and len(place.loop.due) == 1
-    friend.sendall(b"nonsense\n")
-    place.loop.turn()
-    assert b"refused" not in hears(friend)
+def test_unauthenticated_clients_must_not_lock_out_authenticated_ones(harness):
+    harness.listen(KEY)
+    authenticated = harness.client()
+    authenticate(authenticated, harness.loop)
+    strangers = [harness.client() for _ in range(3 * MAX_CLIENTS)]
+    second = harness.client()
+    signer = authenticate(second, harness.loop)
+    assert [message for _, message in harness.received if message] == [{"ask": "status"}] * 2
+    assert len(read_to_end(strangers[0])) == 33
+    assert len(harness.loop.watched) == MAX_CLIENTS + 1 and len(harness.loop.due) == 1
+    authenticated.sendall(b"nonsense\n")
+    harness.loop.turn()
+    assert b"refused" not in read_to_end(authenticated)
     second.sendall(signer.sign(b"7") + b"\n")
-    place.loop.turn()
-    proof, refusal = hears(second).splitlines()
+    harness.loop.turn()
+    proof, refusal = read_to_end(second).splitlines()
     assert (
         signer.verify(proof) == b""
         and json.loads(signer.verify(refusal))["error"] == "the message is not a JSON object"
@@ -199,16 +199,16 @@ def test_a_failed_accept_must_be_retried(number):
                 raise OSError(number, "")
             return "connection", "address"
 
-    loop, server, taken = Turns(), Server(), []
-    serve(loop, server, lambda *each: taken.append(each))
+    loop, server, accepted = ManualLoop(), Server(), []
+    serve(loop, server, lambda *each: accepted.append(each))
     loop.watched[server]()
     server.fails = False
     if number in (errno.EMFILE, errno.ENFILE):
-        assert server not in loop.watched  # which would be readable all the time
-        ((_, again),) = loop.due
-        again()
+        assert server not in loop.watched  # otherwise it would be readable all the time
+        ((_, retry),) = loop.due
+        retry()
     loop.watched[server]()
-    assert taken == [("connection", "address")]
+    assert accepted == [("connection", "address")]
 
 
 # --- real nodes
@@ -223,9 +223,9 @@ def test_more_connections_than_descriptors_must_not_end_a_node(tmp_path):
         assert node.status()["generation"] == -1
         for sock in socks[-20:]:
             with contextlib.suppress(OSError):
-                sock.sendall(ASKS)
+                sock.sendall(REQUEST)
         assert node.status()["generation"] == -1
-    assert node.status()["generation"] == -1  # so the others have gone
+    assert node.status()["generation"] == -1  # so the others were disconnected
     assert node.run(0, "print('ran')") == 0
     node.end()
 
@@ -248,6 +248,6 @@ def test_a_client_that_does_not_read_must_be_disconnected(tmp_path):
     with dial(tmp_path / "s") as sock, contextlib.suppress(OSError):
         end = End(sock)
         while True:
-            end.send(ASKS)
+            end.send(REQUEST)
     assert node.run(0, "print('ran')") == 0
     node.end()

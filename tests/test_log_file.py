@@ -1,4 +1,4 @@
-"""What the orchestrator does must be in the log of its job, and on stderr for who asks, without secrets."""
+"""The orchestrator must log its actions to a file of the job, and to stderr on request, without secrets."""
 
 import logging
 import re
@@ -115,10 +115,10 @@ def test_an_unknown_level_must_be_reported_and_ignored(level, do, monkeypatch):
     assert err == [f"warning: LOGLEVEL is {ascii(level)}, not one of {', '.join(log_file.LEVELS)}; ignoring it"]
 
 
-@pytest.mark.parametrize("words", [("--verbose",), ("-v",), ()])
-def test_a_command_must_show_its_log_on_request(words, do, monkeypatch):
-    monkeypatch.setenv("LOGLEVEL", "" if words else "Info")
+@pytest.mark.parametrize("options", [("--verbose",), ("-v",), ()])
+def test_a_command_must_show_its_log_on_request(options, do, monkeypatch):
+    monkeypatch.setenv("LOGLEVEL", "" if options else "Info")
     do.engine.generations = [[ALL_WELL]]
-    code, _, err = do("run", "--trainers", "2", *words)
+    code, _, err = do("run", "--trainers", "2", *options)
     assert code == 0
     assert any(line.startswith("INFO orchestrate.supervise.launch: JobEnded(") for line in err)

@@ -1,4 +1,4 @@
-"""What is kept of a job's metrics: as much as a report needs, whatever the job writes."""
+"""Metrics must be kept as far as a report needs them, whatever the job writes."""
 
 import json
 
@@ -8,7 +8,7 @@ from orchestrate.job import metrics
 
 
 def kept(*lines: object) -> list[dict]:
-    """What is kept of lines, which are data, or bytes as they are."""
+    """The metrics kept of lines, each given as data or as raw bytes."""
     return metrics.fold(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
 
 
@@ -36,7 +36,7 @@ def test_a_line_that_is_too_long_must_be_ignored():
     "value",
     [
         [{}] * 1001,
-        [[0] * 500] * 2,  # more than 1000 with the lists themselves
+        [[0] * 500] * 2,  # more than 1000 values, counting the lists
         {str(number): [0] for number in range(501)},
         [[[[0]]]],
         "x" * 1001,

@@ -1,4 +1,4 @@
-"""A node, as a real process: it must run its workers to their end, lose none of their output, and leave nothing."""
+"""A node as a real process must run its workers to their end, lose no output and leave no processes."""
 
 import contextlib
 import os
@@ -15,8 +15,8 @@ from support.ends import KEY
 NODE = str(ROOT / "orchestrate" / "node")
 
 
-def given(tmp_path, code: str, limit: int | None = None, **env: str) -> subprocess.Popen[bytes]:
-    """A node whose one worker, rank 2, runs `code`; `limit` is how many bytes a file may have, as on a full disk."""
+def start_node(tmp_path, code: str, limit: int | None = None, **env: str) -> subprocess.Popen[bytes]:
+    """Start a node whose only worker, rank 2, runs `code`; `limit` is the maximum file size, to imitate a full disk."""
     (tmp_path / "script.py").write_text(code)
     return subprocess.Popen(
         [sys.executable, NODE, str(tmp_path / "script.py")],
@@ -34,28 +34,28 @@ def log(tmp_path) -> bytes:
 
 def test_output_must_be_kept_byte_by_byte_and_tagged_by_line(tmp_path):
     code = r"import sys; sys.stdout.buffer.write(b'one\n\xff\x00 two\rthree\nno newline')"
-    output, _ = given(tmp_path, code).communicate(timeout=150)
+    output, _ = start_node(tmp_path, code).communicate(timeout=150)
     assert log(tmp_path) == b"one\n\xff\x00 two\rthree\nno newline"
     assert output == b"[rank 2] one\n[rank 2] \xff\x00 two\rthree\n[rank 2] no newline\n"
 
 
 def test_stderr_and_stdout_must_be_logged_in_order(tmp_path):
     code = "import sys\nfor i in range(100): print(i, file=[sys.stdout, sys.stderr][i % 2])"
-    given(tmp_path, code).communicate(timeout=150)
+    start_node(tmp_path, code).communicate(timeout=150)
     assert log(tmp_path).split() == [str(i).encode() for i in range(100)]
 
 
 def test_a_flood_of_output_must_arrive_complete(tmp_path):
-    output, _ = given(tmp_path, "for i in range(200_000): print(i)").communicate(timeout=150)
+    output, _ = start_node(tmp_path, "for i in range(200_000): print(i)").communicate(timeout=150)
     expected = [str(i).encode() for i in range(200_000)]
     assert log(tmp_path).split() == expected
     assert [line.removeprefix(b"[rank 2] ") for line in output.splitlines()] == expected
 
 
 def test_a_line_of_several_megabytes_must_arrive_complete(tmp_path):
-    output, _ = given(tmp_path, "print('x' * 3_500_000)").communicate(timeout=150)
+    output, _ = start_node(tmp_path, "print('x' * 3_500_000)").communicate(timeout=150)
     assert log(tmp_path) == b"x" * 3_500_000 + b"\n"
-    assert output.count(b"x") == 3_500_000 and output.count(b"[rank 2] ") > 1  # it does not wait for its end
+    assert output.count(b"x") == 3_500_000 and output.count(b"[rank 2] ") > 1  # it is not held back until its end
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_line_of_several_megabytes_must_arrive_complete(tmp_path):
     ],
 )
 def test_the_exit_code_of_a_node_must_be_its_workers(tmp_path, code, expected):
-    node = given(tmp_path, code)
+    node = start_node(tmp_path, code)
     node.communicate(timeout=150)
     assert node.returncode == expected
 
@@ -78,7 +78,7 @@ def test_the_exit_code_of_a_node_must_be_its_workers(tmp_path, code, expected):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_must_reach_the_script_which_may_choose_its_exit_code(tmp_path, number):
     code = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(7))\nprint('ready')\nsignal.pause()"
-    node = given(tmp_path, code)
+    node = start_node(tmp_path, code)
     eventually(lambda: b"ready" in log(tmp_path))
     node.send_signal(number)
     node.communicate(timeout=150)
@@ -99,7 +99,7 @@ def test_sigterm_must_reach_only_the_script_and_not_its_child_processes(tmp_path
         "    print('ready')\n"
         "while True: signal.pause()\n"
     )
-    node = given(tmp_path, code)
+    node = start_node(tmp_path, code)
     eventually(lambda: b"ready" in log(tmp_path))
     node.send_signal(signal.SIGTERM)
     node.communicate(timeout=150)
@@ -108,7 +108,7 @@ def test_sigterm_must_reach_only_the_script_and_not_its_child_processes(tmp_path
 
 def test_a_script_that_ignores_sigterm_must_be_killed_after_the_grace_period(tmp_path):
     code = "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nwhile True: signal.pause()"
-    node = given(tmp_path, code, NODE_GRACE="0.2")
+    node = start_node(tmp_path, code, NODE_GRACE="0.2")
     eventually(lambda: b"ready" in log(tmp_path))
     node.send_signal(signal.SIGTERM)
     node.communicate(timeout=150)
@@ -117,62 +117,64 @@ def test_a_script_that_ignores_sigterm_must_be_killed_after_the_grace_period(tmp
 
 def test_a_node_must_wait_for_its_workers_with_a_grace_period_of_a_month(tmp_path):
     code = (
-        "import signal, time\nasked = []\nsignal.signal(15, lambda *_: (print('asked'), asked.append(True)))\n"
-        "print('ready')\nwhile len(asked) < 2: time.sleep(0.01)\nprint('saved')"
+        "import signal, time\nstops = []\nsignal.signal(15, lambda *_: (print('stopping'), stops.append(True)))\n"
+        "print('ready')\nwhile len(stops) < 2: time.sleep(0.01)\nprint('saved')"
     )
-    node = given(tmp_path, code, NODE_GRACE="2592000")
+    node = start_node(tmp_path, code, NODE_GRACE="2592000")
     eventually(lambda: b"ready" in log(tmp_path))
     node.send_signal(signal.SIGTERM)
-    eventually(lambda: b"asked" in log(tmp_path))
+    eventually(lambda: b"stopping" in log(tmp_path))
     os.kill(descendants(node.pid)[0], signal.SIGTERM)
     output, _ = node.communicate(timeout=150)
-    assert (node.returncode, log(tmp_path)) == (0, b"ready\nasked\nasked\nsaved\n"), output
+    assert (node.returncode, log(tmp_path)) == (0, b"ready\nstopping\nstopping\nsaved\n"), output
 
 
 @pytest.mark.parametrize("mode", ["given", "join", "wait"])
 @pytest.mark.parametrize("grace", ["30s", "-1", "nan", "inf", "\udcff"])
 def test_an_invalid_grace_period_must_be_reported_before_anything_starts(tmp_path, mode, grace):
     settings = {"NODE_MODE": mode, "NODE_SOCKET": str(tmp_path / "s"), "NODE_KEY": KEY.hex()}
-    node = given(tmp_path, "print('ran')", NODE_GRACE=grace, **settings)
+    node = start_node(tmp_path, "print('ran')", NODE_GRACE=grace, **settings)
     output, _ = node.communicate(timeout=150)
     assert node.returncode == 2
-    shown = ascii(grace).encode()
-    assert output == b"[node] error: NODE_GRACE must be a number of seconds, not " + shown + b"\n"
+    value = ascii(grace).encode()
+    assert output == b"[node] error: NODE_GRACE must be a number of seconds, not " + value + b"\n"
 
 
 def test_a_second_sigterm_must_kill_immediately(tmp_path):
-    code = "import signal\nsignal.signal(15, lambda *_: print('asked'))\nprint('ready')\nwhile True: signal.pause()"
-    node = given(tmp_path, code, NODE_GRACE="1000")
+    code = "import signal\nsignal.signal(15, lambda *_: print('stopping'))\nprint('ready')\nwhile True: signal.pause()"
+    node = start_node(tmp_path, code, NODE_GRACE="1000")
     eventually(lambda: b"ready" in log(tmp_path))
     node.send_signal(signal.SIGTERM)
-    eventually(lambda: b"asked" in log(tmp_path))
+    eventually(lambda: b"stopping" in log(tmp_path))
     node.send_signal(signal.SIGTERM)
     node.communicate(timeout=150)
     assert node.returncode == 137
 
 
 def test_repeated_requests_of_a_scheduler_must_not_cut_the_grace_period_short(tmp_path):
-    code = "import signal\nsignal.signal(15, lambda *_: print('asked'))\nprint('ready')\nsignal.pause()\nprint('saved')"
-    node = given(tmp_path, code.replace("signal.pause()", "signal.pause(); signal.pause()"), NODE_PATIENT="1")
+    code = (
+        "import signal\nsignal.signal(15, lambda *_: print('stopping'))\nprint('ready')\nsignal.pause()\nprint('saved')"
+    )
+    node = start_node(tmp_path, code.replace("signal.pause()", "signal.pause(); signal.pause()"), NODE_PATIENT="1")
     eventually(lambda: b"ready" in log(tmp_path))
     node.send_signal(signal.SIGTERM)
-    eventually(lambda: b"asked" in log(tmp_path))
+    eventually(lambda: b"stopping" in log(tmp_path))
     for _ in range(3):
         node.send_signal(signal.SIGTERM)
     os.kill(descendants(node.pid)[0], signal.SIGTERM)  # the worker ends, as it does once it has saved
     node.communicate(timeout=150)
-    assert log(tmp_path) == b"ready\nasked\nasked\nsaved\n"
+    assert log(tmp_path) == b"ready\nstopping\nstopping\nsaved\n"
 
 
 def test_processes_left_by_a_worker_must_be_killed(tmp_path):
     code = "import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid)"
-    given(tmp_path, code).communicate(timeout=150)
+    start_node(tmp_path, code).communicate(timeout=150)
     pid = int(log(tmp_path))
     eventually(lambda: gone(pid))
 
 
 def test_a_failed_write_to_the_log_must_not_end_the_training(tmp_path):
-    node = given(tmp_path, "print('a'); print('b')", limit=0)
+    node = start_node(tmp_path, "print('a'); print('b')", limit=0)
     output, _ = node.communicate(timeout=150)
     assert node.returncode == 0
     assert output.count(b"rank 2: the log file cannot be written: [Errno 27] File too large") == 1
@@ -189,7 +191,7 @@ def test_a_file_that_a_worker_put_in_place_of_its_log_must_be_left_alone(tmp_pat
     with contextlib.ExitStack() as stack:
         if "fifo" in what:
             os.mkfifo(path)
-            if what == "read fifo":  # so that it could be written
+            if what == "read fifo":  # so that it could be opened for writing
                 stack.callback(os.close, os.open(path, os.O_RDWR))
         elif what == "socket":
             stack.enter_context(socket.socket(socket.AF_UNIX)).bind(str(path))
@@ -198,7 +200,7 @@ def test_a_file_that_a_worker_put_in_place_of_its_log_must_be_left_alone(tmp_pat
             path.symlink_to(tmp_path / "closed")
         else:
             path.symlink_to({"device": "/dev/full", "loop": path, "folder": outside}.get(what, outside / "rank-2.log"))
-        node = given(tmp_path, "print('ran')")
+        node = start_node(tmp_path, "print('ran')")
         output, _ = node.communicate(timeout=60)
     assert node.returncode == 0
     assert b"[node] rank 2: no log file: " in output and b"[rank 2] ran\n" in output
@@ -207,13 +209,13 @@ def test_a_file_that_a_worker_put_in_place_of_its_log_must_be_left_alone(tmp_pat
 
 def test_a_log_must_be_written_without_a_checkpoint_folder(tmp_path):
     (tmp_path / "checkpoints").symlink_to("nowhere")
-    given(tmp_path, "print('ran')").communicate(timeout=60)
+    start_node(tmp_path, "print('ran')").communicate(timeout=60)
     assert log(tmp_path) == b"ran\n"
 
 
 def test_a_log_that_cannot_be_created_must_not_keep_a_worker_from_running(tmp_path):
     (tmp_path / "logs").touch()
-    node = given(tmp_path, "print('ran')")
+    node = start_node(tmp_path, "print('ran')")
     output, _ = node.communicate(timeout=150)
     assert node.returncode == 0
     assert b"[node] rank 2: no log file: " in output and b"[rank 2] ran\n" in output
@@ -239,7 +241,7 @@ def test_a_worker_must_run_without_a_job_folder(tmp_path):
 def test_a_later_generation_must_start_on_a_new_line(tmp_path, before, after):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-2.log").write_bytes(before)
-    given(tmp_path, "print('ran')", TORCHELASTIC_RESTART_COUNT="1").communicate(timeout=150)
+    start_node(tmp_path, "print('ran')", TORCHELASTIC_RESTART_COUNT="1").communicate(timeout=150)
     assert log(tmp_path) == after
 
 
@@ -252,25 +254,25 @@ def test_a_node_without_a_command_must_train_the_app(tmp_path):
     assert done.stdout == b"[rank 0] __main__ []\n"
 
 
-def workers(tmp_path, code: str, **env: str) -> subprocess.CompletedProcess[bytes]:
-    """The end of a node with two workers, of which another program has said which node this is."""
+def run_static_node(tmp_path, code: str, **env: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a node with two workers, whose rank another program has assigned, to its end."""
     (tmp_path / "script.py").write_text(code)
-    told = {"NODE_MODE": "static", "NODE_RANK": "0", "NNODES": "1", "NODE_NPROC": "2", "MASTER_ADDR": "127.0.0.1"}
-    told |= {"CUDA_VISIBLE_DEVICES": "", "JOB_DIR": str(tmp_path), "NODE_FAILED": str(tmp_path / "failed")}
+    settings = {"NODE_MODE": "static", "NODE_RANK": "0", "NNODES": "1", "NODE_NPROC": "2", "MASTER_ADDR": "127.0.0.1"}
+    settings |= {"CUDA_VISIBLE_DEVICES": "", "JOB_DIR": str(tmp_path), "NODE_FAILED": str(tmp_path / "failed")}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_"))}
     command = [sys.executable, NODE, str(tmp_path / "script.py")]
-    return subprocess.run(command, env=clean | told | env, capture_output=True, timeout=150)
+    return subprocess.run(command, env=clean | settings | env, capture_output=True, timeout=150)
 
 
 def test_a_node_must_run_the_given_number_of_workers(tmp_path):
-    done = workers(tmp_path, "import os\nprint(os.environ['RANK'], os.environ['NODE_MODE'])")
+    done = run_static_node(tmp_path, "import os\nprint(os.environ['RANK'], os.environ['NODE_MODE'])")
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == [b"[rank 0] 0 static", b"[rank 1] 1 static"]
     assert not (tmp_path / "failed").exists()
 
 
 def test_a_failed_worker_must_stop_the_others_and_set_the_nodes_exit_code(tmp_path):
-    done = workers(
+    done = run_static_node(
         tmp_path,
         "import os, signal, sys, time\n"
         "if os.environ['RANK'] == '0':\n"
@@ -292,7 +294,7 @@ def test_a_failed_worker_must_stop_the_others_and_set_the_nodes_exit_code(tmp_pa
     ],
 )
 def test_a_node_that_cannot_plan_its_workers_must_report_why(tmp_path, env, message):
-    done = workers(tmp_path, "print('ran')", **env)
+    done = run_static_node(tmp_path, "print('ran')", **env)
     assert done.returncode == 2
     assert message in done.stdout and b"ran" not in done.stdout
 
@@ -300,33 +302,33 @@ def test_a_node_that_cannot_plan_its_workers_must_report_why(tmp_path, env, mess
 def test_a_log_must_continue_after_a_full_disk_and_note_how_much_is_missing(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    code = f"import os\nfifo = os.open({str(fifo)!r}, os.O_RDWR)\n"  # which never waits for a writer
+    code = f"import os\nfifo = os.open({str(fifo)!r}, os.O_RDWR)\n"  # opening never waits for a writer
     code += "for line in ('a', 'bcd', 'fg', 'e', 'h'):\n    print(line)\n    os.read(fifo, 1)"
-    node = given(tmp_path, code, limit=2)  # bytes of the log
+    node = start_node(tmp_path, code, limit=2)  # bytes of the log
 
-    def said(line: bytes) -> None:
+    def wait_for(line: bytes) -> None:
         while node.stdout.readline() != b"[rank 2] " + line + b"\n":
             assert node.poll() is None
 
     for line in (b"a", b"bcd", b"fg"):
-        said(line)
-        if line == b"fg":  # and now there is space
+        wait_for(line)
+        if line == b"fg":  # now the disk has space
             resource.prlimit(node.pid, resource.RLIMIT_FSIZE, (1000, 1000))
         fifo.write_text("x")
-    said(b"e")
+    wait_for(b"e")
     fifo.write_text("x")
-    said(b"h")
+    wait_for(b"h")
     fifo.write_text("x")
     node.communicate(timeout=150)
     assert node.returncode == 0
     missing = b"\n[node] 7 bytes are missing here: the file could not be written\n"
-    assert log(tmp_path) == b"a\n" + missing + b"e\nh\n"  # it is said once
+    assert log(tmp_path) == b"a\n" + missing + b"e\nh\n"  # noted once
 
 
 def test_a_reader_that_does_not_read_must_not_block_a_worker(tmp_path):
     code = "for i in range(1_500_000): print(i)\nprint('done')\nimport signal\nsignal.pause()"
-    node = given(tmp_path, code)
-    eventually(lambda: log(tmp_path).endswith(b"done\n"))  # though nobody has read stdout
+    node = start_node(tmp_path, code)
+    eventually(lambda: log(tmp_path).endswith(b"done\n"))  # even though stdout was not read
     node.send_signal(signal.SIGTERM)
     output, _ = node.communicate(timeout=150)
     assert [int(line) for line in log(tmp_path).split()[:-1]] == list(range(1_500_000))
@@ -335,19 +337,19 @@ def test_a_reader_that_does_not_read_must_not_block_a_worker(tmp_path):
 
 
 def test_a_slow_reader_must_get_the_rest_even_if_no_new_output_follows(tmp_path):
-    node = given(tmp_path, "for i in range(30_000): print(i)\nprint('done')\nimport signal\nsignal.pause()")
+    node = start_node(tmp_path, "for i in range(30_000): print(i)\nprint('done')\nimport signal\nsignal.pause()")
     eventually(lambda: log(tmp_path).endswith(b"done\n"))
     os.set_blocking(node.stdout.fileno(), False)
-    found = bytearray()
+    received = bytearray()
 
     def read() -> bool:
         with contextlib.suppress(BlockingIOError):
-            found.extend(os.read(node.stdout.fileno(), 1 << 20))
-        return found.endswith(b"[rank 2] done\n")
+            received.extend(os.read(node.stdout.fileno(), 1 << 20))
+        return received.endswith(b"[rank 2] done\n")
 
     try:
         eventually(read)
-        assert found.count(b"\n") == 30_001
+        assert received.count(b"\n") == 30_001
     finally:
         node.kill()
         node.communicate()

@@ -1,4 +1,4 @@
-"""A node's stdout must never hold a worker up, and say what a slow reader has missed."""
+"""A node's stdout must never block a worker, and must report the lines that a slow reader missed."""
 
 import os
 import subprocess
@@ -17,19 +17,19 @@ LINE = b"x" * 999 + b"\n"
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, Stdout]]:
-    """A reader, and what writes to it."""
+    """A descriptor to read from, and the node's stdout that writes to it."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     yield reader, Stdout(writer)
     for descriptor in (reader, writer):
         try:
             os.close(descriptor)
-        except OSError:  # the test has closed it
+        except OSError:  # closed by the test
             continue
 
 
 def read(reader: int) -> bytes:
-    """All that is there to read."""
+    """All bytes that can be read now."""
     found = b""
     while True:
         try:
@@ -68,7 +68,7 @@ def test_buffered_output_must_arrive_complete_and_in_order(pipe):
     assert out.flush()  # more than a pipe holds
     found = b""
     while out.flush():
-        found += os.read(reader, 5000)  # so that there is room for a part of what is to be written
+        found += os.read(reader, 5000)  # so that the pipe has room for only part of the rest
     assert found + read(reader) == expected
 
 
@@ -78,11 +78,11 @@ def test_a_reader_must_have_time_for_the_rest_when_the_node_ends(pipe, monkeypat
     monkeypatch.setattr(output, "LAST_FLUSH_TIMEOUT", 60.0)
     out.write(LINE * 200)
     found: list[bytes] = []
-    reads = threading.Thread(target=lambda: found.extend(iter(lambda: os.read(reader, 1 << 16), b"")))
-    reads.start()
+    reading = threading.Thread(target=lambda: found.extend(iter(lambda: os.read(reader, 1 << 16), b"")))
+    reading.start()
     assert not out.flush(last=True)
     os.close(out.descriptor)
-    reads.join()
+    reading.join()
     assert b"".join(found) == LINE * 200
 
 
