@@ -1,4 +1,4 @@
-"""A regular expression of a job file must be searched for as `re` does, and must hold up neither a job nor `stop`."""
+"""Regular expressions of a job file must match as with `re`, and must not delay a job or `stop`."""
 
 import re
 
@@ -13,7 +13,7 @@ from orchestrate.job.outcomes import JobResult
 from orchestrate.job.patterns import Patterns
 from orchestrate.job.spec import JobSpec, resolve
 
-EVIL, LOG = "(a+)+$", "a" * 100 + "!"  # 2^100 ways to read it
+EVIL, LOG = "(a+)+$", "a" * 100 + "!"  # 2^100 ways to match it
 RULE = {"log": EVIL, "action": "fail"}
 
 
@@ -54,10 +54,12 @@ def test_a_pattern_that_takes_too_long_must_not_match_and_be_reported_once():
 
 
 def test_all_searches_for_a_decision_must_share_one_time_limit(monkeypatch):
-    """A hundred took two seconds each."""
+    """A hundred rules would otherwise take two seconds each."""
     evil = [f"(a+)+{number}" for number in range(100)]
     used, call = [], bounded.call
-    monkeypatch.setattr(bounded, "call", lambda *words, **how: (used.append(done := call(*words, **how)), done)[1])
+    monkeypatch.setattr(
+        bounded, "call", lambda *arguments, **options: (used.append(done := call(*arguments, **options)), done)[1]
+    )
     warnings: list[str] = []
     found = Patterns([*evil, "a+"], warnings.append)
     assert [found.search(pattern, LOG + end) for pattern in evil for end in ("", "!")] == [False] * 200
@@ -75,7 +77,7 @@ def test_fast_rules_must_be_evaluated_in_spite_of_slow_ones():
 
 def test_a_new_decision_must_have_a_new_time_limit(monkeypatch):
     found = Patterns(["a"], print)
-    monkeypatch.setattr(bounded, "call", lambda *words, **how: [[False], 2.0])
+    monkeypatch.setattr(bounded, "call", lambda *arguments, **options: [[False], 2.0])
     assert not found.search("a", "b")
     monkeypatch.undo()
     assert not found.search("a", "a")
@@ -96,34 +98,36 @@ def test_a_search_that_is_killed_must_not_be_taken_for_a_result(monkeypatch):
 
 def test_a_text_must_be_searched_only_once(monkeypatch):
     started, call = [], bounded.call
-    monkeypatch.setattr(bounded, "call", lambda *words, **how: (started.append(1), call(*words, **how))[1])
+    monkeypatch.setattr(
+        bounded, "call", lambda *arguments, **options: (started.append(1), call(*arguments, **options))[1]
+    )
     found = Patterns(["a", "b"], print)
     assert [found.search("a", "a"), found.search("a", "b"), found.search("b", "b")] == [True, False, True]
     assert len(started) == 2
 
 
-def wordy(job: Job) -> JobSpec:
-    """A job whose rule never comes to an end on what its workers write."""
+def job_with_slow_rule(job: Job) -> JobSpec:
+    """Write logs on which a rule never finishes; return a job with that rule."""
     for rank in range(3):
         job.paths.log(rank).write_text(f"[node] generation 0\n{LOG}\n")
     return JobSpec(trainers=2, grace=0.01, rules=[RULE])
 
 
 def test_a_rule_that_backtracks_forever_must_not_delay_the_restart(job):
-    assert job.run(RecordingEngine([KILLED], [ALL_WELL]), wordy(job)).word == "succeeded"
+    assert job.run(RecordingEngine([KILLED], [ALL_WELL]), job_with_slow_rule(job)).word == "succeeded"
     assert [event["text"] for event in job.noted("warning_issued")] == [ignored(EVIL)]
 
 
 def test_a_request_to_stop_must_not_evaluate_any_rule(job, monkeypatch):
-    monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("a rule was evaluated"))
-    spec, engine = wordy(job), RecordingEngine([KILLED], [ALL_WELL])
+    monkeypatch.setattr(bounded, "call", lambda *arguments, **options: pytest.fail("a rule was evaluated"))
+    spec, engine = job_with_slow_rule(job), RecordingEngine([KILLED], [ALL_WELL])
     job.stops = lambda: int("stop" in engine.calls)
     assert job.run(engine, spec) == JobResult("stopped", "stopped by the user")
 
 
 def test_a_job_of_a_dead_supervisor_must_be_stopped_without_evaluating_a_rule(job, monkeypatch):
-    monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("a rule was evaluated"))
-    spec, engine = wordy(job), RecordingEngine([KILLED])
+    monkeypatch.setattr(bounded, "call", lambda *arguments, **options: pytest.fail("a rule was evaluated"))
+    spec, engine = job_with_slow_rule(job), RecordingEngine([KILLED])
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr("orchestrate.supervise.supervisor.decide", lambda *arguments: 1 / 0)
         job.run(engine, spec)
@@ -148,7 +152,7 @@ SLOW = "(?i)" + "[a-\ufffd]" * 198
 
 
 def test_rules_that_take_too_long_to_compile_must_be_refused():
-    """These took twenty seconds, and as long again in each command that reads the job."""
+    """Compiling these takes twenty seconds, again in each command that reads the job."""
     rules = [{"log": f"{SLOW}{number:03}", "action": "fail"} for number in range(100)]
     with pytest.raises(UsageError, match="takes more than 2 s to compile, with those of all rules; use simpler ones"):
         resolve({"rules": rules})
@@ -156,6 +160,6 @@ def test_rules_that_take_too_long_to_compile_must_be_refused():
 
 def test_identical_patterns_must_be_compiled_once(monkeypatch):
     resolve({"rules": [{"log": "compiled", "action": "fail"}]})
-    monkeypatch.setattr(bounded, "call", lambda *words, **how: pytest.fail("compiled again"))
+    monkeypatch.setattr(bounded, "call", lambda *arguments, **options: pytest.fail("compiled again"))
     resolve({"rules": [{"log": "compiled", "action": "count"}]})
     resolve({"rules": [{"cause": "hang", "action": "count"}]})

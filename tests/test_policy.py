@@ -1,4 +1,4 @@
-"""What a failure means must follow from the rules, the budget and the progress, and from nothing else."""
+"""Restart decisions must depend only on the rules, the budget and the progress."""
 
 import re
 from functools import partial
@@ -14,10 +14,11 @@ decide, action = partial(policy.decide, search=re.search), partial(policy.action
 
 
 def failure(number: int, cause: str = "killed", **facts) -> GenerationResult:
+    """A failed generation; `facts` override its fields and those of its cause."""
     code, lines = facts.pop("exit_code", 137), facts.pop("last_lines", [])
-    made = Cause(rank=1, node="n", exit_code=code, cause=cause, summary="", hint="", last_lines=lines)
+    found = Cause(rank=1, node="n", exit_code=code, cause=cause, summary="", hint="", last_lines=lines)
     facts = {"time": 100.0 * number, "lasted": 60.0, "progress": True, "step": number * 10} | facts
-    return GenerationResult(generation=number, word="failed", why="", cause=made, **facts)
+    return GenerationResult(generation=number, word="failed", why="", cause=found, **facts)
 
 
 def test_a_failure_must_lead_to_a_restart_within_the_budget():
@@ -58,8 +59,8 @@ def test_uncounted_failures_must_not_use_up_the_budget():
 
 
 def test_a_generation_that_was_stopped_to_add_a_node_must_not_be_counted():
-    back = GenerationResult(generation=1, word="rescaled", why="a node is back", time=100.0)
-    assert decide(JobSpec(max_restarts=2), [failure(0), back, failure(2)]) == Decision(True, "restart 2 of 2")
+    rescaled = GenerationResult(generation=1, word="rescaled", why="a node is back", time=100.0)
+    assert decide(JobSpec(max_restarts=2), [failure(0), rescaled, failure(2)]) == Decision(True, "restart 2 of 2")
 
 
 def test_three_generations_without_progress_must_end_the_job():
@@ -106,7 +107,7 @@ def test_only_fast_failures_without_progress_must_increase_the_delay():
 
 
 @pytest.mark.parametrize(
-    ("rule", "fits"),
+    ("rule", "matches"),
     [
         ({"exit_codes": [75], "action": "ignore"}, False),
         ({"exit_codes": [137, 75], "action": "ignore"}, True),
@@ -118,9 +119,9 @@ def test_only_fast_failures_without_progress_must_increase_the_delay():
         ({"cause": "killed", "exit_codes": [1], "action": "ignore"}, False),
     ],
 )
-def test_a_user_rule_must_apply_if_all_its_conditions_match(rule, fits):
+def test_a_user_rule_must_apply_if_all_its_conditions_match(rule, matches):
     ended = failure(0, last_lines=["epoch 3", "uncorrectable ECC error"])
-    assert action([rule], ended) == ("ignore" if fits else "count")
+    assert action([rule], ended) == ("ignore" if matches else "count")
 
 
 def test_the_first_matching_rule_must_win():

@@ -1,4 +1,4 @@
-"""Nodes as local processes: real ones, in a folder of sockets of the test's own, and what becomes of them."""
+"""Nodes as local processes: real ones, with their sockets in a folder of the test."""
 
 import contextlib
 import dataclasses
@@ -30,8 +30,8 @@ from orchestrate.job.spec import JobSpec
 SPEC = JobSpec(trainers=1, grace=7.0, command=("work.py",))
 
 
-class Quick(Clock):
-    """Time that passes faster than it does, while something waits."""
+class FastClock(Clock):
+    """A clock on which waiting takes almost no real time."""
 
     def sleep(self, seconds: float) -> None:
         time.sleep(0.001)
@@ -39,7 +39,7 @@ class Quick(Clock):
 
 
 class Nodes:
-    """Engines that share a folder of sockets, one for each orchestrator, and a job's run directory."""
+    """Engines of several orchestrators that share a folder of sockets, and the run directory of a job."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.state, self.run = folder, folder / "s", folder / "run"
@@ -48,9 +48,10 @@ class Nodes:
         self.sessions: list[ProcessSession] = []
 
     def shell(self) -> ProcessEngine:
-        made = ProcessEngine()
-        made.state = self.state
-        return made
+        """A new engine, as in another shell."""
+        engine = ProcessEngine()
+        engine.state = self.state
+        return engine
 
     def session(self, job: str = "j", **site: object) -> ProcessSession:
         self.sessions.append(self.shell().open(SPEC, self.plan(job=job, **site), self.run, str))
@@ -62,15 +63,18 @@ class Nodes:
         return plan(spec, here.but(**changes), job)
 
     def up(self, job: str = "j", **site: object) -> ProcessSession:
-        made = self.session(job, **site)
-        made.up(self.plan(job=job, **site))
-        return made
+        """A session whose nodes are up."""
+        session = self.session(job, **site)
+        session.up(self.plan(job=job, **site))
+        return session
 
     def start(self, session: ProcessSession, script: str) -> None:
+        """Start workers that run `script`."""
         (self.folder / "work.py").write_text(script)
         session.start(dataclasses.replace(self.plan(), command=("work.py",)))
 
     def clear(self) -> None:
+        """Kill all processes and close all connections."""
         left = processes(self.folder)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -87,9 +91,9 @@ class Nodes:
 @pytest.fixture
 def nodes(tmp_path, monkeypatch) -> Iterator[Nodes]:
     monkeypatch.setenv(MARK, str(tmp_path))
-    made = Nodes(tmp_path)
-    yield made
-    made.clear()
+    nodes = Nodes(tmp_path)
+    yield nodes
+    nodes.clear()
 
 
 def pids(engine: ProcessSession) -> dict[str, int]:
@@ -103,10 +107,10 @@ def test_a_node_must_be_started_once_with_the_settings_of_the_job(nodes):
     engine = nodes.up(preload=("colorsys", "wave"))
     assert {*engine.alive()} == {"master", "trainer-1"} == set(pids(engine))
     for name, pid in pids(engine).items():
-        told = environ(pid)
-        assert (told["NODE_MODE"], told["NODE_GRACE"], told["NODE_PRELOAD"]) == ("agent", "7.0", "colorsys wave")
-        assert told["NODE_SOCKET"] == str(nodes.state / "j" / f"{name}.sock")
-        assert os.getsid(pid) == pid  # Ctrl-C is not for it
+        env = environ(pid)
+        assert (env["NODE_MODE"], env["NODE_GRACE"], env["NODE_PRELOAD"]) == ("agent", "7.0", "colorsys wave")
+        assert env["NODE_SOCKET"] == str(nodes.state / "j" / f"{name}.sock")
+        assert os.getsid(pid) == pid  # Ctrl-C does not reach it
         assert os.readlink(f"/proc/{pid}/cwd") == str(nodes.folder)
         assert {os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)} == {"/dev/null"}
     assert stat.S_IMODE((nodes.state / "j").stat().st_mode) == 0o700
@@ -135,7 +139,7 @@ def test_nodes_of_another_orchestrator_must_be_found_used_and_stopped(nodes):
     eventually(lambda: {*first.alive()} == {"master"})
     second.up(nodes.plan())
     assert pids(second)["trainer-1"] != before["trainer-1"]
-    assert {*third.alive()} == {"master"}  # what listens now is another process
+    assert {*third.alive()} == {"master"}  # another process is listening now
     third.adopt(nodes.plan())
     assert {*third.alive()} == {"master", "trainer-1"}
     second.down(30.0)
@@ -151,7 +155,7 @@ def test_the_end_of_a_job_must_stop_only_its_own_nodes(nodes):
     assert all(map(gone, before.values()))
     assert [path.name for path in nodes.state.iterdir()] == ["other"]
     assert {*other.alive()} == {"master", "trainer-1"}
-    nodes.session("none").down(30.0)  # of a job that was never brought up
+    nodes.session("none").down(30.0)  # a job whose nodes never started
     assert nodes.state.exists()
 
 
@@ -168,13 +172,13 @@ def test_up_must_fail_immediately_if_a_node_dies_or_the_job_is_stopped(nodes, mo
     (nodes.folder / "node.py").write_text(
         "import os, signal\nif 'master' in os.environ['NODE_SOCKET']: signal.pause()\n"
     )
-    looks = iter(range(3000))  # half a minute
+    checks = iter(range(3000))  # half a minute
     with pytest.raises(EngineError, match="a node did not start"):
-        nodes.session().up(nodes.plan(), lambda: next(looks) < 0)
+        nodes.session().up(nodes.plan(), lambda: next(checks) < 0)
     (nodes.folder / "node.py").write_text("import signal\nsignal.pause()\n")
-    looks = iter(range(3000))
+    checks = iter(range(3000))
     with pytest.raises(EngineError, match="a node did not start"):
-        nodes.session("k").up(nodes.plan(job="k"), lambda: next(looks) > 3)
+        nodes.session("k").up(nodes.plan(job="k"), lambda: next(checks) > 3)
 
 
 def test_up_must_time_out_if_a_node_does_not_listen(nodes, monkeypatch):
@@ -213,13 +217,13 @@ def test_the_environment_of_the_job_must_override_the_environment_of_the_caller(
         env, folder = json.loads((nodes.folder / str(rank)).read_text())
         assert (env["RANK"], env["MINE"], env["PYTHONUNBUFFERED"]) == (str(rank), "caller", "1")
         assert "NODE_SOCKET" not in env and folder == str(nodes.folder)
-    again = nodes.session()  # which asks what has become of them
+    again = nodes.session()  # asks the nodes for their exit codes
     assert again.adopt(nodes.plan()) == set()
     assert sorted((end.rank, end.code) for end in again.wait(0).exits) == [(0, 0), (1, 0)]
     assert again.adopt(nodes.plan()) == set()
     fresh = nodes.session("none")
     assert fresh.adopt(nodes.plan(job="none")) == set()
-    assert [end.code for end in fresh.wait(0).exits] == [137, 137]  # there are no nodes
+    assert [end.code for end in fresh.wait(0).exits] == [137, 137]  # the nodes do not exist
 
 
 def test_a_lost_node_must_be_distinguished_from_a_lack_of_memory(nodes):
@@ -266,7 +270,7 @@ def test_workers_must_get_the_grace_period_to_end(nodes, monkeypatch, how):
         "open('listens', 'w')\nwhile True: signal.pause()\n",
     )
     eventually(lambda: engine.wait(0.01).exits or (nodes.folder / "listens").exists())
-    monkeypatch.setattr(process, "time", Quick())
+    monkeypatch.setattr(process, "time", FastClock())
     engine.down(3000.0) if how == "down" else nodes.shell().remove("j", 3000.0)
     assert (nodes.folder / "saved").exists()
     assert not (nodes.state / "j").exists()
@@ -274,10 +278,10 @@ def test_workers_must_get_the_grace_period_to_end(nodes, monkeypatch, how):
 
 
 def test_a_node_must_be_terminated_first_and_killed_if_it_does_not_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "time", Quick())
+    monkeypatch.setattr(process, "time", FastClock())
 
-    def child(does: str) -> process._Node:
-        started = subprocess.Popen(["sh", "-c", f"trap '{does}' TERM; echo; while :; do sleep 0.01; done"], stdout=-1)
+    def child(action: str) -> process._Node:
+        started = subprocess.Popen(["sh", "-c", f"trap '{action}' TERM; echo; while :; do sleep 0.01; done"], stdout=-1)
         assert started.stdout
         with started.stdout:
             started.stdout.readline()
@@ -302,8 +306,8 @@ def test_jobs_must_list_only_jobs_whose_nodes_listen(nodes):
     engine = nodes.up("b")
     nodes.up("a")
     (nodes.state / "c").mkdir()
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(nodes.state / "c" / "master.sock"))  # on which no node listens
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(nodes.state / "c" / "master.sock"))  # no node listens on it
     expected = [JobState(name, "process", 2, nodes.run.resolve(), os.getuid()) for name in ("a", "b")]
     shell = nodes.shell()
     assert shell.jobs() == expected
@@ -318,7 +322,7 @@ def test_jobs_must_list_only_jobs_whose_nodes_listen(nodes):
     assert shell.jobs() == expected[:1] and shell.holds("b") == []
 
 
-# --- nodes that are being born
+# --- nodes that are starting
 
 
 def test_a_node_must_hold_its_lock_as_long_as_it_lives(nodes):

@@ -1,4 +1,4 @@
-"""Only what a node may say must count as a message, for other people's code may speak in its place."""
+"""Only valid reports must be accepted from a node, since untrusted code may send them in its place."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ BUSY = told("status", codes={"0": 0}, hints={"0": "oom"}, running={"1": {}}, tag
 def test_a_report_of_a_node_must_be_parsed(say):
     assert WHOLE.keys() == REPORTS.keys()
     assert report(sent(say)) == said(say) == report(encode(said(say)))
-    assert report(sent(say, more=[1])) == said(say)  # of a node that is newer, or lies
+    assert report(sent(say, more=[1])) == said(say)  # from a newer or compromised node
 
 
 @pytest.mark.parametrize("say", WHOLE)
@@ -47,14 +47,14 @@ def test_an_error_must_not_replace_missing_fields_of_a_message(say):
         report(json.dumps({"say": say, "error": "x"}).encode())
 
 
-@pytest.mark.parametrize(("say", "fact"), [(say, fact) for say, facts in WHOLE.items() for fact in facts])
+@pytest.mark.parametrize(("say", "field"), [(say, field) for say, fields in WHOLE.items() for field in fields])
 @pytest.mark.parametrize("value", [None, {"a": None}, [None], -2, 1 << 70, float("nan"), "\udc00" * 2, ["x", {}]])
-def test_a_message_with_a_field_of_a_wrong_type_must_be_refused(say, fact, value):
+def test_a_message_with_a_field_of_a_wrong_type_must_be_refused(say, field, value):
     with pytest.raises(ValueError):
-        report(json.dumps({key: one for key, one in told(say).items() if key != fact}).encode())
-    good = (value == -2 and fact in ("at", "time")) or (isinstance(value, str) and fact in ("error", "data"))
-    with contextlib.nullcontext() if good else pytest.raises(ValueError):
-        report(json.dumps(told(say) | {fact: value}).encode())
+        report(json.dumps({key: one for key, one in told(say).items() if key != field}).encode())
+    valid = (value == -2 and field in ("at", "time")) or (isinstance(value, str) and field in ("error", "data"))
+    with contextlib.nullcontext() if valid else pytest.raises(ValueError):
+        report(json.dumps(told(say) | {field: value}).encode())
 
 
 @pytest.mark.parametrize(

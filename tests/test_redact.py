@@ -1,4 +1,4 @@
-"""Values of environment variables that look secret must be recognised, and others must be left readable."""
+"""Secret values of environment variables must be recognised, and others must stay readable."""
 
 import pytest
 
@@ -159,9 +159,9 @@ def test_a_password_inside_a_value_must_also_be_masked_on_its_own():
 
 def test_a_variable_that_the_job_file_declares_secret_must_be_masked():
     env = {"PLAN": "canary-7c1", "FLAG": "true", "EMPTY": "", "A": "b"}
-    named = ("PLAN", "FLAG", "EMPTY")
-    assert redacted(env, named) == {"PLAN": HIDDEN, "FLAG": HIDDEN, "EMPTY": "", "A": "b"}
-    assert Mask(env, named)("canary-7c1 is true") == f"{HIDDEN} is true"
+    secrets = ("PLAN", "FLAG", "EMPTY")
+    assert redacted(env, secrets) == {"PLAN": HIDDEN, "FLAG": HIDDEN, "EMPTY": "", "A": "b"}
+    assert Mask(env, secrets)("canary-7c1 is true") == f"{HIDDEN} is true"
     assert redacted(env) == env
 
 
@@ -180,7 +180,7 @@ LONG |= {"names_in_json": '"' + "a_" * 500_000, "words": "_" * 1_000_000}
 
 @pytest.mark.parametrize("value", LONG.values(), ids=LONG)
 def test_a_value_of_a_megabyte_must_be_checked_in_linear_time(value):
-    """Each takes an hour where it is searched from every place to its end."""
+    """Each would take an hour if it were searched from every position to its end."""
     assert not is_secret("A", value)
 
 

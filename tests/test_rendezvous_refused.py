@@ -1,4 +1,4 @@
-"""The master of a plain Compose project must take from a trainer what is that trainer's to say, and nothing else."""
+"""The master of a plain Compose project must accept only valid messages about the trainer that sends them."""
 
 import contextlib
 import json
@@ -49,9 +49,9 @@ REFUSED = [
 def test_an_invalid_message_must_be_refused_by_field_without_ending_the_gang(project):
     project.start("print('ready')")
     ten = project.trainer(TEN, hello=False)
-    for message, why in REFUSED:
+    for message, reason in REFUSED:
         ten.say(**message)
-        assert ten.hears()["error"].startswith(why)
+        assert ten.hears()["error"].startswith(reason)
     project.trainer(NINE)
     ten.say(**hello())
     assert ten.ranks() == ["2"] and project.trainers[1].ranks() == ["1"]
@@ -92,11 +92,11 @@ def test_a_trainer_with_another_protocol_must_be_refused_and_reported(project, t
 def test_a_connection_without_a_free_descriptor_must_be_accepted_later(project):
     project.start("print('ran')")
     ten = project.trainer(TEN)
-    eventually(lambda: ten.sock.send(b"{}\n") and ten.hears())  # the master has taken it in
+    eventually(lambda: ten.sock.send(b"{}\n") and ten.hears())  # the master has accepted it
     limits = resource.prlimit(project.node.pid, resource.RLIMIT_NOFILE, (4, 1000))
     nine = [project.trainer(NINE, hello=False), *(project.trainer("127.0.0.4", hello=False) for _ in range(50))][0]
     ten.sock.send(b"{}\n")
-    assert ten.hears()["say"] == "refused"  # and it lives
+    assert ten.hears()["say"] == "refused"  # and the master is alive
     resource.prlimit(project.node.pid, resource.RLIMIT_NOFILE, (1000, 1000))
     nine.say(**hello())
     assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
@@ -108,7 +108,7 @@ def test_the_exit_code_of_a_failed_trainer_must_become_the_masters(project):
     nine, ten = project.both()
     assert nine.ranks() == ["1"] and ten.ranks() == ["2"]
     project.ready()
-    nine.say(say="exited", rank=1, code=256)  # which a process ends with as 0
+    nine.say(say="exited", rank=1, code=256)  # as an exit code, it would become 0
     assert nine.hears()["say"] == "refused"
     nine.say(say="exited", rank=1, code=255)
     assert project.ends()[0] == 255
@@ -148,9 +148,9 @@ STARTS = [
 
 def test_a_trainer_must_refuse_invalid_requests_and_run_valid_ones(project, master):
     side = master("import os\nprint(os.environ['RANK'])").side
-    for message, why in STARTS:
+    for message, reason in STARTS:
         side.say(**message)
-        assert why in side.hears()["error"]
+        assert reason in side.hears()["error"]
     side.say(ask="run", envs=[{"RANK": "1"}])
     assert side.hears() == {"say": "exited", "rank": 1, "code": 0}
     code, out = project.ends()

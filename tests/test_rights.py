@@ -1,9 +1,9 @@
-"""What a node can do to its machine: nodes of a running job against two lists that others keep.
+"""The rights of nodes of a running job, checked against two public lists.
 
 `5.N` are the checks of docker-bench-security, section 5 (container runtime, of the CIS Docker Benchmark), `owasp-N` the
-rules of OWASP's Docker Security Cheat Sheet. Its rules 0, 10 and 11 (up-to-date engine, its log, rootless mode) are the
-machine's own; 9 and 13 (how the image is made) are tested in test_project.py. Where a check has nothing to find because
-we do something else instead, the case says what.
+rules of OWASP's Docker Security Cheat Sheet. Its rules 0, 10 and 11 (up-to-date engine, its log, rootless mode) concern
+the machine; 9 and 13 (building the image) are tested in test_project.py. If we use another mechanism than a check
+expects, a comment names it.
 """
 
 import json
@@ -38,7 +38,7 @@ def writable(folder):
     return True
 
 def changeable():
-    # The folders and regular files of the whole container that can be written, without what is in such folders.
+    # The writable folders and regular files of the whole container, without the content of writable folders.
     found = []
     for root, folders, names in os.walk("/"):
         for name in [*folders]:
@@ -54,7 +54,7 @@ def changeable():
     return sorted(found)
 
 def refusal(folder):
-    # Why no device can be made in a folder; nothing where one can.
+    # The reason why no device can be created in a folder; empty if one can.
     try:
         os.mknod(f"{folder}/device-{os.getpid()}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
     except OSError as error:
@@ -62,7 +62,7 @@ def refusal(folder):
     return ""
 
 def users(kind):
-    # The ids of users or groups that processes of the node have.
+    # The user or group ids of the processes in the node.
     status = [path.read_text().splitlines() for path in pathlib.Path("/proc").glob("[0-9]*/status")]
     return sorted({int(word) for line in sum(status, []) if line.startswith(kind) for word in line.split()[1:]})
 
@@ -104,15 +104,15 @@ CONNECT = (
 
 @dataclass
 class Node:
-    """A node as the engine describes it, and as its worker sees it."""
+    """A node, as described by the engine and as seen by its worker."""
 
     job: str
     limits: dict[str, int]  # of the plan
     engine: dict[str, Any]  # docker info
     container: dict[str, Any]  # docker inspect
     inside: dict[str, Any]
-    execs: list[dict[str, Any]]  # what the engine runs in it besides
-    reached: bool  # whether a container on another network has reached it
+    execs: list[dict[str, Any]]  # other processes that the engine runs in it
+    reached: bool  # whether a container on another network can connect to it
 
     @property
     def host(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Node:
         return self.container["Mounts"]
 
     def has(self, module: str) -> bool:
-        """Whether the engine's kernel has a security module."""
+        """Whether the engine's kernel provides a security module."""
         return any(f"name={module}" in option for option in self.engine["SecurityOptions"])
 
     def capabilities(self) -> set[int]:
@@ -140,15 +140,15 @@ class Node:
 
 def connects(address: str, port: str, run: str) -> bool:
     """Whether a container on Docker's default network reaches an address."""
-    words = ("run", "--rm", "--label", f"orchestrate.run={run}", "--network", "bridge", "--entrypoint", "python", IMAGE)
-    return docker(*words, "-c", CONNECT, address, port) == "0\n"
+    args = ("run", "--rm", "--label", f"orchestrate.run={run}", "--network", "bridge", "--entrypoint", "python", IMAGE)
+    return docker(*args, "-c", CONNECT, address, port) == "0\n"
 
 
-def processes(number: str) -> dict[str, Any]:
-    """How a process was started by an exec."""
+def exec_config(exec_id: str) -> dict[str, Any]:
+    """The configuration of an exec: user, privileges and command."""
     engine = DockerClient.from_env()
     try:
-        return {"user": "", **engine.api.exec_inspect(number)["ProcessConfig"]}
+        return {"user": "", **engine.api.exec_inspect(exec_id)["ProcessConfig"]}
     finally:
         engine.close()
 
@@ -169,7 +169,7 @@ def looked_at(docker_engine, tmp_path_factory):
             inside, engine = json.loads(cli.log(rank)), json.loads(docker("info", "--format", "{{json .}}"))
             (address,) = (one["IPAddress"] for one in container["NetworkSettings"]["Networks"].values())
             reached = connects(address, plan["workers"][0]["env"]["MASTER_PORT"], str(cli.run_dir()))
-            execs = [processes(one) for one in container["ExecIDs"] or ()]
+            execs = [exec_config(one) for one in container["ExecIDs"] or ()]
             found.append(Node(job.home(), plan["limits"], engine, container, inside, execs, reached))
         cli.enough()
         assert job.end() == 0, job.err
@@ -179,20 +179,20 @@ def looked_at(docker_engine, tmp_path_factory):
     assert leftovers(cli.folder) == {}
 
 
-Check = Callable[[Node], tuple[Any, Any]]  # what is found, and what must be
+Check = Callable[[Node], tuple[Any, Any]]  # the found and the expected value
 OWNER = users.nodes_of(JobSpec()) or (os.geteuid(), os.getegid())
-WRITABLE = ("/dev/mqueue", "/dev/shm", "/job", "/run/orchestrate", "/tmp")  # the first is the engine's own, of 800 kB
+WRITABLE = ("/dev/mqueue", "/dev/shm", "/job", "/run/orchestrate", "/tmp")  # the engine creates the first, of 800 kB
 SENSITIVE = ("/boot", "/dev", "/etc", "/lib", "/proc", "/sys", "/usr")
 CHECKS: dict[str, Check] = {
-    "5.1 no Swarm where none is needed": lambda node: (
+    "5.1 no Swarm if not needed": lambda node: (
         [label for label in node.container["Config"]["Labels"] if "swarm" in label],
         [],
     ),
-    "5.2 AppArmor where the kernel has it": lambda node: (
+    "5.2 AppArmor if the kernel has it": lambda node: (
         node.container["AppArmorProfile"],
         "docker-default" if node.has("apparmor") else "",
     ),
-    "5.3 SELinux where the kernel has it": lambda node: (
+    "5.3 SELinux if the kernel has it": lambda node: (
         (bool(node.container["ProcessLabel"]), [option for option in node.options if option.startswith("label")]),
         (node.has("selinux"), []),
     ),
@@ -201,30 +201,30 @@ CHECKS: dict[str, Check] = {
         (["ALL"], None, {0}),
     ),
     "5.5 not privileged": lambda node: (node.host["Privileged"], False),
-    "5.6 no folder of the system": lambda node: (
+    "5.6 no system folders mounted": lambda node: (
         [one["Source"] for one in node.mounts if f"{one['Source']}/".startswith(("//", *(f"{s}/" for s in SENSITIVE)))],
         [],
     ),
     "5.7 no sshd": lambda node: ([name for name in node.inside["processes"] if "ssh" in name], []),
     "5.8 no privileged port published": lambda node: (node.host["PortBindings"], {}),
-    "5.9 no port open but that of rank 0": lambda node: (
+    "5.9 only the port of rank 0 open": lambda node: (
         (node.inside["listening"], node.container["NetworkSettings"]["Ports"]),
         ([29500] if node.inside["env"]["RANK"] == "0" else [], {}),
     ),
-    "5.10 not the network of the host": lambda node: (node.host["NetworkMode"], f"{node.job}_job"),
+    "5.10 not the host's network": lambda node: (node.host["NetworkMode"], f"{node.job}_job"),
     "5.11 limited memory": lambda node: (
         (node.host["Memory"], node.host["Memory"] > 0),
         (node.limits["memory"], True),
     ),
-    "5.12 a lower priority for cores": lambda node: (node.host["CpuShares"], 512),
-    "5.13 a read-only root": lambda node: (node.host["ReadonlyRootfs"], True),
-    "5.14 no traffic from outside": lambda node: (node.host["PublishAllPorts"], False),  # nor any port, as of 5.8
-    "5.15 no restarts by the engine": lambda node: (  # but of the whole gang, by the supervisor, within its budget
+    "5.12 lower CPU priority": lambda node: (node.host["CpuShares"], 512),
+    "5.13 read-only root file system": lambda node: (node.host["ReadonlyRootfs"], True),
+    "5.14 no traffic from outside": lambda node: (node.host["PublishAllPorts"], False),  # nor any port, see 5.8
+    "5.15 no restarts by the engine": lambda node: (  # but by the supervisor: the whole gang, within the budget
         node.host["RestartPolicy"],
         {"Name": "no", "MaximumRetryCount": 0},
     ),
-    "5.16 not the processes of the host": lambda node: (node.host["PidMode"], ""),
-    "5.17 not the shared memory of the host": lambda node: (node.host["IpcMode"] in ("private", "shareable"), True),
+    "5.16 not the host's process namespace": lambda node: (node.host["PidMode"], ""),
+    "5.17 not the host's shared memory": lambda node: (node.host["IpcMode"] in ("private", "shareable"), True),
     "5.18 no devices": lambda node: (
         (node.host["Devices"], node.host["DeviceRequests"], node.host["DeviceCgroupRules"], node.inside["blocks"]),
         (None, None, None, []),
@@ -233,19 +233,19 @@ CHECKS: dict[str, Check] = {
         (node.host["Ulimits"], node.inside["core"]),
         ([{"Name": "core", "Hard": 0, "Soft": 0}], [0, 0]),
     ),
-    "5.20 mounts that stay the node's": lambda node: ({one["Propagation"] for one in node.mounts} - {""}, {"rprivate"}),
-    "5.21 not the name of the host": lambda node: (node.host["UTSMode"], ""),
+    "5.20 private mount propagation": lambda node: ({one["Propagation"] for one in node.mounts} - {""}, {"rprivate"}),
+    "5.21 not the host's UTS namespace": lambda node: (node.host["UTSMode"], ""),
     "5.22 the default seccomp profile": lambda node: (
         ([option for option in node.options if "seccomp" in option], node.inside["status"]["Seccomp"].strip()),
         ([], "2"),
     ),
-    "5.23 no privileged exec": lambda node: (  # nodes are asked over their sockets, or by an exec where these are late
+    "5.23 no privileged exec": lambda node: (  # nodes are reached over their sockets, or by an exec if these are late
         [one for one in node.execs if one["privileged"]],
         [],
     ),
     "5.24 no exec as root": lambda node: ([one for one in node.execs if one["user"]], []),  # but as the node's user
-    "5.25 the engine's own cgroup": lambda node: (node.host["CgroupParent"], ""),
-    "a cgroup namespace of its own": lambda node: (node.host["CgroupnsMode"], "private"),
+    "5.25 the engine's default cgroup": lambda node: (node.host["CgroupParent"], ""),
+    "a private cgroup namespace": lambda node: (node.host["CgroupnsMode"], "private"),
     "5.26 owasp-4 no new privileges": lambda node: (
         ("no-new-privileges:true" in node.options, node.inside["status"]["NoNewPrivs"].strip()),
         (True, "1"),
@@ -254,37 +254,40 @@ CHECKS: dict[str, Check] = {
         (node.container["Config"].get("Healthcheck"), node.container["State"].get("Health")),
         ({"Test": ["NONE"]}, None),
     ),
-    "5.28 an image of a version": lambda node: (node.container["Config"]["Image"], IMAGE),  # which nothing pulls anew
+    "5.28 an image with a version tag": lambda node: (
+        node.container["Config"]["Image"],
+        IMAGE,
+    ),  # it is never pulled again
     "5.29 limited processes": lambda node: (node.host["PidsLimit"], node.limits["processes"]),
     "5.30 not the default bridge": lambda node: ([*node.networks], [f"{node.job}_job"]),
-    "5.31 not the users of the host where the engine has others": lambda node: (node.host["UsernsMode"], ""),
-    "5.32 owasp-1 no socket of Docker": lambda node: (
+    "5.31 not the host's users if the engine remaps them": lambda node: (node.host["UsernsMode"], ""),
+    "5.32 owasp-1 no Docker socket": lambda node: (
         ([one for one in node.mounts if "docker.sock" in one["Source"]], node.inside["sockets"]),
         ([], []),
     ),
-    "owasp-2 a user who is not root, in no other's group": lambda node: (
+    "owasp-2 a user other than root, in no other group": lambda node: (
         (node.container["Config"]["User"], node.inside["users"], 0 in OWNER),
         (f"{OWNER[0]}:{OWNER[1]}", [[OWNER[0]], [OWNER[1]], [OWNER[1]]], False),
     ),
-    "owasp-5 no connection from other networks": lambda node: (node.reached, False),  # rank 1 has reached rank 0
-    "owasp-6 no security module that is switched off": lambda node: (node.options, ["no-new-privileges:true"]),
-    "owasp-7 no swap, and the first to be killed": lambda node: (
+    "owasp-5 no connections from other networks": lambda node: (node.reached, False),  # rank 1 can connect to rank 0
+    "owasp-6 no disabled security module": lambda node: (node.options, ["no-new-privileges:true"]),
+    "owasp-7 no swap, and first to be OOM-killed": lambda node: (
         (node.host["MemorySwap"], node.host["OomScoreAdj"], node.inside["oom"], node.inside["sizes"]),
         (node.limits["memory"], 500, 500, {"/tmp": math.ceil(node.limits["tmp"] / 4096) * 4096, "/dev/shm": 1 << 30}),
     ),
-    "owasp-8 few places to write": lambda node: (
+    "owasp-8 few writable places": lambda node: (
         (node.inside["changeable"], node.inside["writable"]),
         ([*WRITABLE], [*WRITABLE]),
     ),
-    "owasp-8 no devices where a node may write": lambda node: (
+    "owasp-8 no device files in writable places": lambda node: (
         node.inside["refusals"],
         dict.fromkeys(WRITABLE, "Operation not permitted"),
     ),
-    "owasp-8 no devices and no set-id bits in memory": lambda node: (
+    "owasp-8 nosuid and nodev in memory": lambda node: (
         [{"nosuid", "nodev"} - set(node.inside["mounts"][place]) for place in ("/dev/mqueue", "/dev/shm", "/tmp")],
         [set()] * 3,
     ),
-    "owasp-12 no value of the environment in the engine's hands": lambda node: (
+    "owasp-12 no environment values known to the engine": lambda node: (
         (CANARY in json.dumps(node.container), node.inside["env"]["TOKEN"]),
         (False, CANARY),
     ),
@@ -294,8 +297,8 @@ CHECKS: dict[str, Check] = {
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_node_must_pass_the_check(looked_at, name):
     for node in looked_at:
-        found, wanted = CHECKS[name](node)
-        assert found == wanted
+        found, expected = CHECKS[name](node)
+        assert found == expected
 
 
 def test_every_check_of_the_lists_must_be_covered():

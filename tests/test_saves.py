@@ -1,4 +1,4 @@
-"""When the app saves and what: at the end of each epoch, in between where there is time, and before it ends."""
+"""The app's checkpoints: at the end of each epoch, within it if requested, and before it stops."""
 
 import json
 import signal
@@ -17,48 +17,48 @@ from app.job import STOPPED, Job
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints that are there."""
+    """The steps of the existing checkpoints."""
     return [manifest["step"] for _, manifest in Checkpoints(folder / "checkpoints").all()]
 
 
 @pytest.fixture
 def held(monkeypatch) -> Iterator[None]:
-    """Saves that go on until the training waits for them."""
-    free = threading.Event()
+    """Saves that finish only when the training waits for them."""
+    released = threading.Event()
     wait, commit = Checkpoints.wait, Checkpoints._commit
 
-    def waits(self: Checkpoints) -> None:
+    def wait_released(self: Checkpoints) -> None:
         if self.thread is not None and self.thread.is_alive():
-            free.set()
+            released.set()
         wait(self)
 
-    def commits(self: Checkpoints, *arguments: Any) -> None:
-        free.wait()
-        free.clear()
+    def commit_when_released(self: Checkpoints, *arguments: Any) -> None:
+        released.wait()
+        released.clear()
         commit(self, *arguments)
 
-    monkeypatch.setattr(Checkpoints, "wait", waits)
-    monkeypatch.setattr(Checkpoints, "_commit", commits)
+    monkeypatch.setattr(Checkpoints, "wait", wait_released)
+    monkeypatch.setattr(Checkpoints, "_commit", commit_when_released)
     yield
-    free.set()
+    released.set()
 
 
 @pytest.fixture
-def asked_at(monkeypatch) -> Callable[[int], None]:
-    """Send SIGTERM during a step."""
+def sigterm_at(monkeypatch) -> Callable[[int], None]:
+    """A function that sends SIGTERM during a step."""
 
-    def ask(step: int) -> None:
+    def send(step: int) -> None:
         numbers = iter(range(1, 100))
         monkeypatch.setattr(
             strategy.Strategy, "average", lambda self: next(numbers) == step and signal.raise_signal(signal.SIGTERM)
         )
 
-    return ask
+    return send
 
 
 @pytest.fixture
 def stopped(small, monkeypatch) -> Callable[..., int]:
-    """Train until a worker ends because it was asked to; the step that `last` is at in that moment."""
+    """Train until a worker stops on request; the function returns the step of the checkpoint `last` at that moment."""
 
     def train_until_stopped(*arguments: str) -> int:
         found: list[int] = []
@@ -85,13 +85,13 @@ def test_only_a_save_within_an_epoch_must_be_skipped_while_another_runs(small, h
     assert [step for step in range(1, 8) if f"checkpoint at step {step} left out" in out] == [4, 6]
 
 
-def test_a_worker_that_is_stopped_must_exit_only_after_its_checkpoint_is_written(stopped, held, asked_at):
-    asked_at(2)
+def test_a_worker_that_is_stopped_must_exit_only_after_its_checkpoint_is_written(stopped, held, sigterm_at):
+    sigterm_at(2)
     assert stopped("--epochs", "3") == 7
 
 
-def test_a_worker_that_is_stopped_must_save_even_if_another_save_is_running(stopped, held, asked_at):
-    asked_at(10)
+def test_a_worker_that_is_stopped_must_save_even_if_another_save_is_running(stopped, held, sigterm_at):
+    sigterm_at(10)
     assert stopped("--epochs", "3", "--save-every", "9") == 10
 
 
@@ -99,7 +99,7 @@ def test_rank_0_must_save_if_other_ranks_are_stopped_during_a_save(stopped, held
     total, done = Job.sum, []
 
     def with_others(self: Job, values: torch.Tensor) -> torch.Tensor:
-        """What rank 0 gets at step 10: the losses, how many were asked, and the seconds of its one worker."""
+        """The sums of rank 0; at step 10, two other ranks have been asked to stop."""
         result = total(self, values)
         if len(done) == 10:
             result[-2] += 2
@@ -111,26 +111,26 @@ def test_rank_0_must_save_if_other_ranks_are_stopped_during_a_save(stopped, held
 
 
 def test_a_request_to_stop_during_a_save_must_take_effect_at_the_next_report(stopped, monkeypatch):
-    total, shown = Job.sum, []
+    total, reports = Job.sum, []
 
-    def then_asked(self: Job, values: torch.Tensor) -> torch.Tensor:
+    def sum_then_sigterm(self: Job, values: torch.Tensor) -> torch.Tensor:
         result = total(self, values)
-        shown.append(len(values))
-        if len(shown) == 1:  # all have agreed to go on, at step 3
+        reports.append(len(values))
+        if len(reports) == 1:  # all workers have agreed to continue, at step 3
             signal.raise_signal(signal.SIGTERM)
         return result
 
-    monkeypatch.setattr(Job, "sum", then_asked)
+    monkeypatch.setattr(Job, "sum", sum_then_sigterm)
     assert stopped("--epochs", "3", "--save-every", "3") == 6
 
 
-def test_a_run_that_was_stopped_and_resumed_must_equal_an_uninterrupted_one(small, stopped, asked_at, tmp_path):
+def test_a_run_that_was_stopped_and_resumed_must_equal_an_uninterrupted_one(small, stopped, sigterm_at, tmp_path):
     arguments = ("--model", "mnist", "--epochs", "3", "--schedule", "cosine")
     expected = weights(small(*arguments))
     folder = (tmp_path / "job").rename(tmp_path / "whole")
-    asked_at(8)
+    sigterm_at(8)
     assert stopped(*arguments) == 10
-    asked_at(0)
+    sigterm_at(0)
     assert same(weights(small(*arguments, "--resume", "auto")), expected)
     resumed, whole = ([one for one in records(job) if one["kind"] == "step"] for job in (tmp_path / "job", folder))
     assert resumed == whole and [one["step"] for one in whole] == list(range(1, 22))
@@ -138,21 +138,21 @@ def test_a_run_that_was_stopped_and_resumed_must_equal_an_uninterrupted_one(smal
 
 @pytest.fixture
 def saves(monkeypatch) -> list[tuple[Any, ...]]:
-    """What is saved: step, epoch and step within it where a resume goes on, and the facts of the manifest."""
-    noted: list[tuple[Any, ...]] = []
+    """The saves: step, epoch and step within it at which to resume, and the fields of the manifest."""
+    recorded: list[tuple[Any, ...]] = []
 
     def save(self: Checkpoints, state: dict[str, Any], step: int, **facts: Any) -> bool:
-        noted.append((step, state["epoch"], state["epoch_step"], facts))
+        recorded.append((step, state["epoch"], state["epoch_step"], facts))
         return True
 
     monkeypatch.setattr(Checkpoints, "save", save)
-    return noted
+    return recorded
 
 
 def test_saves_must_come_after_the_given_steps_and_at_the_end_of_each_epoch(small, saves):
     small("--epochs", "2", "--save-every", "2")
-    at = [(1, 2), (1, 4), (1, 6), (2, 0), (2, 1), (2, 3), (2, 5), (3, 0)]
-    assert [save[:3] for save in saves] == list(zip([2, 4, 6, 7, 8, 10, 12, 14], *zip(*at)))
+    positions = [(1, 2), (1, 4), (1, 6), (2, 0), (2, 1), (2, 3), (2, 5), (3, 0)]
+    assert [save[:3] for save in saves] == list(zip([2, 4, 6, 7, 8, 10, 12, 14], *zip(*positions)))
     assert [step for step, _, _, facts in saves if facts["score"] is not None] == [7, 14]
 
 
@@ -187,7 +187,7 @@ def test_diverged_weights_must_not_be_saved(small, tmp_path):
     assert set(steps(tmp_path / "job")) <= recorded
 
 
-# --- what is recorded
+# --- metrics
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -195,7 +195,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 class Clock:
-    """A clock on which each look takes a second."""
+    """A clock that advances by a second with each reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -224,7 +224,7 @@ def test_an_epoch_record_must_contain_its_step_samples_and_time(small, monkeypat
     epochs = [record for record in found if record["kind"] == "epoch"]
     assert [(record["epoch"], record["step"], record["samples"]) for record in epochs] == [(1, 7, 203), (2, 14, 203)]
     seconds, again = (record["seconds"] for record in epochs)
-    assert seconds == again > 7  # of as many steps
+    assert seconds == again > 7  # for seven steps
     steps = [(record["epoch"], record["step"]) for record in found if record["kind"] == "step"]
     assert steps == [(1 + (step > 7), step) for step in range(1, 15)]
     accuracy, loss = epochs[1]["test_accuracy"], epochs[1]["test_loss"]
@@ -242,7 +242,7 @@ def test_replicas_must_be_compared_after_the_given_steps_and_at_the_end(small, m
     assert len(at) == 4
 
 
-# --- what a training begins with
+# --- starting points
 
 
 def test_training_must_resume_from_the_given_checkpoint(small, tmp_path, capsys):
@@ -254,16 +254,16 @@ def test_training_must_resume_from_the_given_checkpoint(small, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("option", ["--resume", "--init-from"])
-@pytest.mark.parametrize("spoil", ["missing", "truncated", "incomplete"])
-def test_an_unreadable_checkpoint_must_be_refused_by_name(small, tmp_path, option, spoil):
+@pytest.mark.parametrize("damage", ["missing", "truncated", "incomplete"])
+def test_an_unreadable_checkpoint_must_be_refused_by_name(small, tmp_path, option, damage):
     path = tmp_path / "one"
     store = Checkpoints(path)
     store.save({"model": {}}, 1)
     store.wait()
     path = store.path(1)
-    if spoil == "missing":
+    if damage == "missing":
         (path / "state.pt").unlink()
-    elif spoil == "truncated":
+    elif damage == "truncated":
         (path / "state.pt").write_bytes(b"")
     else:
         manifest = {"step": 1, "files": {}}
@@ -274,11 +274,11 @@ def test_an_unreadable_checkpoint_must_be_refused_by_name(small, tmp_path, optio
 
 def test_resume_must_take_precedence_over_init_from(small, tmp_path, capsys):
     other = small("--seed", "5").rename(tmp_path / "other") / "checkpoints" / "last"
-    begun = ("--init-from", str(other))
-    whole = small(*begun, "--epochs", "2").rename(tmp_path / "whole")
+    init = ("--init-from", str(other))
+    whole = small(*init, "--epochs", "2").rename(tmp_path / "whole")
     assert "8 of 8 tensors from" in capsys.readouterr().out
-    small(*begun)
-    assert same(weights(small(*begun, "--epochs", "2", "--resume", "auto")), weights(whole))
+    small(*init)
+    assert same(weights(small(*init, "--epochs", "2", "--resume", "auto")), weights(whole))
 
 
 def test_matching_weights_must_be_loaded_and_all_others_listed(tmp_path):
@@ -287,13 +287,13 @@ def test_matching_weights_must_be_loaded_and_all_others_listed(tmp_path):
     store = Checkpoints(tmp_path)
     store.save({"model": {**other.state_dict(), "more": torch.zeros(1)}}, 1)
     store.wait()
-    said: list[str] = []
-    train.transfer(net, store.path(1), said.append)
+    messages: list[str] = []
+    train.transfer(net, store.path(1), messages.append)
     found = net.state_dict()
     assert all(torch.equal(found[f"0.{name}"], other.state_dict()[f"0.{name}"]) for name in ("weight", "bias"))
     assert all(torch.equal(found[f"1.{name}"], before[f"1.{name}"]) for name in ("weight", "bias"))
-    assert said[0].startswith("2 of 4 tensors")
-    assert said[1].endswith(": 1.bias, 1.weight") and said[2].endswith(": 1.bias, 1.weight, more")
+    assert messages[0].startswith("2 of 4 tensors")
+    assert messages[1].endswith(": 1.bias, 1.weight") and messages[2].endswith(": 1.bias, 1.weight, more")
 
 
 def test_all_workers_must_resume_from_the_checkpoint_that_rank_0_found(monkeypatch, tmp_path):
@@ -315,8 +315,8 @@ def test_all_workers_must_resume_from_the_checkpoint_that_rank_0_found(monkeypat
         train.newest(job, store)
 
 
-@pytest.mark.parametrize(("workers", "drawn"), [(2, 1), (3, None), (1, None)])
-def test_random_state_must_be_restored_by_rank_if_the_world_size_is_the_same(monkeypatch, workers, drawn):
+@pytest.mark.parametrize(("workers", "restored"), [(2, 1), (3, None), (1, None)])
+def test_random_state_must_be_restored_by_rank_if_the_world_size_is_the_same(monkeypatch, workers, restored):
     names = ("batch_size", "seed", "dataset", "model", "optimizer")
     states = [torch.Generator().manual_seed(seed).get_state() for seed in (10, 11)]
     state = {"arguments": dict.fromkeys(names, 1), "epoch": 2, "epoch_step": 3, "random": states}
@@ -325,4 +325,4 @@ def test_random_state_must_be_restored_by_rank_if_the_world_size_is_the_same(mon
     torch.manual_seed(0)
     before = torch.get_rng_state()
     assert train.restore(state, job, train.argparse.Namespace(**state["arguments"]), {}) == (2, 3)
-    assert torch.equal(torch.get_rng_state(), before if drawn is None else states[drawn])
+    assert torch.equal(torch.get_rng_state(), before if restored is None else states[restored])

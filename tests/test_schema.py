@@ -1,4 +1,4 @@
-"""The job file must be described once: for the README, for --help and errors, and for editors, as a JSON Schema."""
+"""One description of the job file must serve the README, --help, errors, and editors as a JSON Schema."""
 
 import json
 
@@ -14,14 +14,14 @@ from orchestrate.job.schema import schema, table
 from orchestrate.job.spec import FIELDS, JobSpec, default_of, description, read_file, resolve
 
 VALIDATOR = Draft7Validator(schema())
-# Forms that we take besides the documented ones: numbers and truth values as text.
+# Values accepted in addition to the documented ones: numbers and booleans as text.
 LENIENT = [("trainers", "1000"), ("gpus", "2"), ("pin", "true"), ("warm", "false")]
-# What only we can tell: quotes, a pattern that cannot be compiled, and sizes and times that are too small.
+# Errors that only we detect: quotes, invalid patterns, and sizes and durations that are too small.
 UNSEEN = [("command", "train.py 'a"), ("rules", [{"log": "(", "action": "count"}]), ("memory", "67108863")]
 UNSEEN += [("max_run", "0"), ("grace", "0.0s"), ("cpus", "0.0"), ("preload", "a-b"), ("constraints", "node.labels.a==")]
 
 
-def fits(job_file: dict) -> bool:
+def is_valid(job_file: dict) -> bool:
     return VALIDATOR.is_valid(job_file)
 
 
@@ -32,35 +32,35 @@ def test_the_schema_must_be_valid():
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, value, _ in GOOD])
 def test_the_schema_must_accept_valid_values(key, value):
-    assert fits({key: value}) is ((key, value) not in LENIENT)
+    assert is_valid({key: value}) is ((key, value) not in LENIENT)
 
 
 @pytest.mark.parametrize(("key", "value"), BAD)
 def test_the_schema_must_refuse_invalid_values(key, value):
-    assert fits({key: value}) is ((key, value) in UNSEEN)
+    assert is_valid({key: value}) is ((key, value) in UNSEEN)
 
 
 def test_the_schema_must_refuse_unknown_and_contradictory_keys():
-    assert fits({}) and fits({"nodes": 4, "env.A": "b"}) and fits({"optional": ["memory"]})
+    assert is_valid({}) and is_valid({"nodes": 4, "env.A": "b"}) and is_valid({"optional": ["memory"]})
     for wrong in ({"trainer": 3}, {"nodes": 0}, {"nodes": 4, "trainers": 3}, {"env.1": "b"}, {"optional": ["x"]}, []):
-        assert not fits(wrong)
+        assert not is_valid(wrong)
 
 
 def test_the_examples_and_generated_job_files_must_match_the_schema():
     for path in ROOT.glob("examples/*.yaml"):
-        assert fits(read_file(path)), path
-    assert fits(yaml.safe_load(resolve({"command": "x.py", "env": {"A": 1}, "rules": [], "cpus": 1}).to_yaml()))
+        assert is_valid(read_file(path)), path
+    assert is_valid(yaml.safe_load(resolve({"command": "x.py", "env": {"A": 1}, "rules": [], "cpus": 1}).to_yaml()))
 
 
 @pytest.mark.parametrize("key", FIELDS)
 def test_each_documented_default_must_be_the_actual_default_and_match_the_schema(key):
-    words, absent = default_of(key), FIELDS[key].metadata["absent"]
-    if words and not absent:
-        assert resolve({key: yaml.safe_load(words)}) == JobSpec()
+    default, absent = default_of(key), FIELDS[key].metadata["absent"]
+    if default and not absent:
+        assert resolve({key: yaml.safe_load(default)}) == JobSpec()
     else:
         assert absent or getattr(JobSpec(), key) in (None, "", [], {})
-    if "default" in (said := schema()["properties"][key]):
-        assert fits({key: said["default"]}) and resolve({key: said["default"]}) == JobSpec()
+    if "default" in (described := schema()["properties"][key]):
+        assert is_valid({key: described["default"]}) and resolve({key: described["default"]}) == JobSpec()
 
 
 def test_the_readme_must_contain_the_table_of_keys():

@@ -1,4 +1,4 @@
-"""A file in the current folder that is named like a module must not run on the host; workers keep that folder first."""
+"""Files in the current folder that shadow modules must not run on the host; workers keep that folder first."""
 
 import os
 import re
@@ -16,8 +16,8 @@ JOB = ("--engine", "process", "--trainers", "1", "--gpus", "none")
 SCRIPT = ("--", "hello.py")
 
 
-def interpreters_own(folder: Path) -> set[str]:
-    """The modules that `python -m` itself imports, from the current folder too, before any package has a say."""
+def imported_by_python(folder: Path) -> set[str]:
+    """The modules that `python -m` itself imports, also from the current folder, before it runs any package."""
     package = folder / "empty"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -29,13 +29,13 @@ def interpreters_own(folder: Path) -> set[str]:
     return set(found.split())
 
 
-def trapped(cli: Cli) -> Path:
-    """Put a file for every module into a folder, each of which leaves a mark in the file that is returned."""
+def set_traps(cli: Cli) -> Path:
+    """Create a file for every module in the working directory; return the file to which each appends when imported."""
     mark = cli.folder / "marks"
-    own = interpreters_own(cli.folder)
+    excluded = imported_by_python(cli.folder)
     names = {name for name in sys.stdlib_module_names if not name.startswith("__")} | {*OTHERS}
-    assert {"queue", "random", "docker", "yaml", "requests", "torch"} <= names - own
-    for name in names - own:
+    assert {"queue", "random", "docker", "yaml", "requests", "torch"} <= names - excluded
+    for name in names - excluded:
         (cli.folder / f"{name}.py").write_text(
             f"import sys\ntry:\n    with open({str(mark)!r}, 'a') as file:\n"
             f"        file.write(f'{{__name__}} in {{sys.argv}}\\n')\nexcept OSError:\n    pass\n"
@@ -46,7 +46,7 @@ def trapped(cli: Cli) -> Path:
 
 @pytest.fixture(params=["installed", "checkout"])
 def shadowed(request, cli, nothing_left):
-    """The command line in a folder full of traps: from an installed package, or from a checkout."""
+    """The command line in a folder with traps, from an installed package or from a checkout."""
     if request.param == "checkout":
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "orchestrate", cli.folder / "orchestrate", ignore=ignored)
@@ -54,13 +54,14 @@ def shadowed(request, cli, nothing_left):
             shutil.copy(ROOT / name, cli.folder)
         del cli.env["PYTHONPATH"]
     cli.env["DOCKER_HOST"] = "unix:///nowhere.sock"
-    return cli, trapped(cli)
+    return cli, set_traps(cli)
 
 
-def run(cli, mark: Path, *words: str, code: int = 0) -> str:
-    done = cli(*words)
-    assert not mark.exists(), (words, mark.read_text())
-    assert done.returncode == code, (words, done.stderr)
+def run(cli, mark: Path, *arguments: str, code: int = 0) -> str:
+    """Run a command; check its exit code and that no trap ran; return its stdout."""
+    done = cli(*arguments)
+    assert not mark.exists(), (arguments, mark.read_text())
+    assert done.returncode == code, (arguments, done.stderr)
     return done.stdout
 
 
@@ -71,14 +72,14 @@ def test_commands_must_not_import_a_module_from_the_current_folder(shadowed):
     run(cli, mark, "--version")
     run(cli, mark, "plan", *JOB, *SCRIPT)
     run(cli, mark, "doctor", code=3)
-    for words in (["kubernetes", "--image", "a.example/b:1"], ["slurm"], ["compose"]):
-        run(cli, mark, "export", *words, "--trainers", "1", "--gpus", "none", *SCRIPT)
+    for arguments in (["kubernetes", "--image", "a.example/b:1"], ["slurm"], ["compose"]):
+        run(cli, mark, "export", *arguments, "--trainers", "1", "--gpus", "none", *SCRIPT)
     first = Path(run(cli, mark, "run", "--print-path", *JOB, *SCRIPT).strip()).name
     second = Path(run(cli, mark, "run", "--detach", *JOB, *SCRIPT).strip()).name
     run(cli, mark, "attach", second)
-    for words in (["ps"], ["wait", second], ["logs", first], ["stop", first], ["rm", first]):
-        run(cli, mark, *words)
-    cluster = run(cli, mark, "up", *JOB, "--set", "warm=false").strip()  # what a node imports ahead is the user's
+    for arguments in (["ps"], ["wait", second], ["logs", first], ["stop", first], ["rm", first]):
+        run(cli, mark, *arguments)
+    cluster = run(cli, mark, "up", *JOB, "--set", "warm=false").strip()  # a node preloads modules of the user
     run(cli, mark, "run", *JOB, *SCRIPT)
     run(cli, mark, "down", cluster)
     assert "hello" in (cli.folder / "runs" / second / "logs" / "rank-1.log").read_text()
@@ -86,7 +87,7 @@ def test_commands_must_not_import_a_module_from_the_current_folder(shadowed):
 
 @pytest.mark.docker
 def test_docker_commands_must_not_import_a_module_from_the_current_folder(cli, docker_engine, nothing_left):
-    mark = trapped(cli)
+    mark = set_traps(cli)
     run(cli, mark, "ps")
     run(cli, mark, "doctor")
     run(cli, mark, "run", "--engine", "docker", "--trainers", "1", "--gpus", "none", *SCRIPT)
@@ -113,10 +114,10 @@ def test_workers_must_find_modules_in_their_working_directory(cli, nothing_left)
 def test_entries_of_pythonpath_must_be_kept(cli, safe):
     if safe == "-P" and sys.version_info < (3, 11):
         pytest.skip("this Python has no -P")
-    mark = trapped(cli)
+    mark = set_traps(cli)
     env = cli.env | {"PYTHONPATH": f"{cli.folder}{os.pathsep}{ROOT}"}
     env |= {"PYTHONSAFEPATH": "1"} if safe == "PYTHONSAFEPATH" else {}
-    for path in cli.folder.glob("*.py"):  # one that no other module needs to work
+    for path in cli.folder.glob("*.py"):  # keep one that no other module needs
         if path.name != "simplejson.py":
             path.unlink()
     command = [sys.executable, *([safe] if safe == "-P" else []), "-m", "orchestrate", "doctor"]
@@ -127,9 +128,9 @@ def test_entries_of_pythonpath_must_be_kept(cli, safe):
 
 @pytest.mark.parametrize("path", [":{root}", "{root}:", "{root}::/none", ":{root}:"])
 def test_an_empty_entry_of_pythonpath_must_not_add_the_current_folder(cli, nothing_left, path):
-    """Python takes it for the current folder; `PYTHONPATH=$PYTHONPATH:/x` makes one where there was nothing before."""
-    mark = trapped(cli)
-    del cli.env["PYTHONWARNINGS"]  # for which Python itself imports `re` when it starts
+    """Python takes it for the current folder; `PYTHONPATH=$PYTHONPATH:/x` creates one if the variable was empty."""
+    mark = set_traps(cli)
+    del cli.env["PYTHONWARNINGS"]  # with it, Python itself imports `re` at start-up
     cli.env |= {"PYTHONPATH": path.format(root=ROOT).replace(":", os.pathsep), "DOCKER_HOST": "unix:///nowhere.sock"}
     run(cli, mark, "plan", *JOB, *SCRIPT)
     run(cli, mark, "doctor", code=3)
@@ -140,7 +141,7 @@ def test_an_empty_entry_of_pythonpath_must_not_add_the_current_folder(cli, nothi
 
 @pytest.mark.parametrize("path", [".:{root}", ":.:{root}", "{root}::{here}"])
 def test_a_current_folder_named_in_pythonpath_must_be_kept(cli, path):
-    mark = trapped(cli)
+    mark = set_traps(cli)
     for module in cli.folder.glob("*.py"):
         if module.name != "simplejson.py":
             module.unlink()
@@ -162,7 +163,7 @@ def test_workers_must_get_pythonpath_unchanged(cli, nothing_left):
 
 
 def test_a_background_supervisor_must_be_imported_from_the_commands_package(cli, nothing_left):
-    """With `-P`, not in the current folder."""
+    """With `-P`, not from the current folder."""
     if sys.version_info < (3, 11):
         pytest.skip("this Python has no -P")
     (cli.folder / "orchestrate.py").write_text(f"open({str(cli.folder / 'mark')!r}, 'w')\n")
@@ -178,7 +179,7 @@ def test_a_background_supervisor_must_be_imported_from_the_commands_package(cli,
 
 @pytest.fixture
 def script(cli) -> Path:
-    """The command `orchestrate`, as pip writes it."""
+    """The `orchestrate` command, as pip creates it."""
     text = (ROOT / "pyproject.toml").read_text()
     module, function = re.findall(r'^\[project\.scripts\]\norchestrate = "([\w.]+):(\w+)"$', text, re.M)[0]
     path = cli.folder / "bin" / "orchestrate"
@@ -188,11 +189,11 @@ def script(cli) -> Path:
 
 
 def test_the_command_and_its_supervisor_must_not_run_a_file_with_their_name(cli, script, nothing_left):
-    mark = trapped(cli)
+    mark = set_traps(cli)
     (cli.folder / "orchestrate.py").write_text(f"open({str(mark)!r}, 'w')\n")
 
-    def orchestrate(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(script), *words]
+    def orchestrate(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(script), *arguments]
         return subprocess.run(command, cwd=cli.folder, env=cli.env, capture_output=True, text=True, timeout=120)
 
     done = orchestrate("run", "--detach", *JOB, *SCRIPT)

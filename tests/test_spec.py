@@ -1,4 +1,4 @@
-"""Bad input must be refused with one message that names the thing, and nothing may be created."""
+"""Job files and options must be parsed, or be refused with a message that names the key."""
 
 import pytest
 from support.odd import odd
@@ -33,7 +33,7 @@ def test_common_notations_of_a_value_must_be_accepted(key, value, parsed):
 def test_an_invalid_value_must_be_refused_with_its_key(key, value):
     with pytest.raises(UsageError, match=f"^{key} must be ") as caught:
         resolve({key: value})
-    assert repr(value) in str(caught.value) or key == "env"  # whose values may be secrets
+    assert repr(value) in str(caught.value) or key == "env"  # its values may be secrets
     assert caught.value.hint
 
 
@@ -82,7 +82,7 @@ def test_an_error_in_a_job_file_must_include_its_hint(tmp_path):
 
 def test_an_empty_job_file_must_be_the_default_job(tmp_path):
     path = tmp_path / "job.yaml"
-    for content in ("", "# nothing yet\n"):
+    for content in ("", "# a comment\n"):
         path.write_text(content)
         assert resolve(read_file(path)) == JobSpec()
 

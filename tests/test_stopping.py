@@ -1,4 +1,4 @@
-"""A job must end as it was asked to, in time, and its nodes must go; on an engine that plays a script."""
+"""A job must stop as requested and in time, and its nodes must be removed; on a scripted engine."""
 
 import errno
 from collections.abc import Callable
@@ -20,8 +20,8 @@ def job(tmp_path, monkeypatch):
     return Job(tmp_path, monkeypatch)
 
 
-class Deaf(RecordingEngine):
-    """Its workers do not end, whatever they are asked."""
+class Unstoppable(RecordingEngine):
+    """An engine whose workers never end."""
 
     def stop(self, how: Stop) -> None:
         self.calls.append("kill" if how is Stop.KILL else "stop")
@@ -36,17 +36,17 @@ def test_nodes_must_get_the_grace_period_unless_stopped_twice(job, requests, gra
 
 
 def test_a_second_request_to_stop_must_take_effect_while_nodes_are_removed(job):
-    engine, heard, requests = RecordingEngine([ALL_WELL]), [], [0]
+    engine, answers, requests = RecordingEngine([ALL_WELL]), [], [0]
     job.stops = lambda: requests[0]
 
     def down(grace: float, stopped: Callable[[], bool]) -> None:
         for requests[0] in range(3):
-            heard.append(stopped())
+            answers.append(stopped())
         raise EngineError("stopped before all files were copied")
 
     engine.down = down
     assert job.run(engine).left == "stopped before all files were copied"
-    assert heard == [False, False, True]
+    assert answers == [False, False, True]
 
 
 def test_warnings_during_the_removal_of_nodes_must_be_reported(job):
@@ -118,7 +118,7 @@ def test_a_request_to_stop_must_end_the_delay_before_the_next_generation(job):
 
 @pytest.mark.parametrize(("requests", "call", "least"), [(1, "stop", 35), (2, "kill", 5)])
 def test_nodes_whose_workers_do_not_end_must_be_removed_in_time(job, requests, call, least):
-    engine = Deaf([])
+    engine = Unstoppable([])
     job.stops = lambda: requests * ("start" in engine.calls)
     assert job.run(engine, JobSpec(trainers=2, grace=30.0)) == JobResult("stopped", "stopped by the user")
     assert engine.calls == ["up", "start", call, "discard master trainer-1 trainer-2", "down"]
@@ -134,7 +134,7 @@ def test_workers_that_exceed_max_run_must_be_stopped_once_and_removed_in_time(jo
 
 
 def test_nodes_that_cannot_be_removed_must_not_keep_the_job_from_ending(job):
-    engine = Deaf([])
+    engine = Unstoppable([])
     engine.discard = lambda nodes: (_ for _ in ()).throw(EngineError("stuck"))
     job.stops = lambda: int("start" in engine.calls)
     assert job.run(engine) == JobResult("stopped", "stopped by the user")
@@ -186,7 +186,7 @@ def test_each_exit_of_a_worker_must_be_recorded_with_whether_it_was_requested(jo
         (2, "trainer-2", 137, False),
         (0, "master", 1, False),
         (1, "trainer-1", 143, True),
-        (0, "master", 0, False),  # once, though it was heard twice
+        (0, "master", 0, False),  # once, although it was received twice
         (1, "trainer-1", 0, False),
         (2, "trainer-2", 0, False),
     ]

@@ -1,4 +1,4 @@
-"""Nodes must run as the user who starts the job, and never as root unless root asks for it."""
+"""Nodes must run as the user who starts the job, and as root only if root requests it."""
 
 import grp
 import os
@@ -19,15 +19,15 @@ NODE = users.without_account()
 
 
 @pytest.mark.parametrize(
-    ("me", "asked", "environ", "user"),
+    ("caller", "setting", "environ", "user"),
     [
         (5, "auto", {}, None),
-        (5, "auto", SUDO, None),  # who has become someone else by now
+        (5, "auto", SUDO, None),  # not root, so SUDO_UID does not apply
         (0, "auto", {}, NODE),
         (0, "auto", SUDO, (7, 8)),
-        (0, "auto", {"SUDO_UID": "0", "SUDO_GID": "0"}, NODE),  # `sudo` by root
+        (0, "auto", {"SUDO_UID": "0", "SUDO_GID": "0"}, NODE),  # sudo called by root
         (0, "auto", {"SUDO_UID": "7"}, NODE),
-        (0, "auto", {"SUDO_UID": "4294967295", "SUDO_GID": "4294967295"}, NODE),  # chown takes it for "as it is"
+        (0, "auto", {"SUDO_UID": "4294967295", "SUDO_GID": "4294967295"}, NODE),  # to chown, it means "unchanged"
         (0, "auto", {"SUDO_UID": "99999999999", "SUDO_GID": "7"}, NODE),
         (0, "auto", {"SUDO_UID": "-1", "SUDO_GID": "x"}, NODE),
         (0, "root", SUDO, (0, 0)),
@@ -36,23 +36,23 @@ NODE = users.without_account()
         (5, "5:6", {}, (5, 6)),
     ],
 )
-def test_nodes_must_run_as_you_or_as_an_unprivileged_user_if_you_are_root(monkeypatch, me, asked, environ, user):
-    monkeypatch.setattr(os, "geteuid", lambda: me)
-    assert users.nodes_of(JobSpec(user=asked), environ) == user
+def test_nodes_must_run_as_you_or_as_an_unprivileged_user_if_you_are_root(monkeypatch, caller, setting, environ, user):
+    monkeypatch.setattr(os, "geteuid", lambda: caller)
+    assert users.nodes_of(JobSpec(user=setting), environ) == user
 
 
 def test_the_user_of_nodes_started_by_root_must_have_no_account(monkeypatch):
     assert NODE[0] == NODE[1] and NODE[0] in range(61000, 61184)  # https://systemd.io/UIDS-GIDS
     with pytest.raises(KeyError):
         pwd.getpwuid(NODE[0])
-    someone, some = pwd.getpwuid(0), grp.getgrgid(0)
+    user, group = pwd.getpwuid(0), grp.getgrgid(0)
     users_taken, groups_taken = {61000, 61001}, {61002}
 
     def taken(numbers: set[int], entry: object) -> Callable[[int], object]:
         return lambda number: entry if number in numbers else {}[number]
 
-    monkeypatch.setattr(pwd, "getpwuid", taken(users_taken, someone))
-    monkeypatch.setattr(grp, "getgrgid", taken(groups_taken, some))
+    monkeypatch.setattr(pwd, "getpwuid", taken(users_taken, user))
+    monkeypatch.setattr(grp, "getgrgid", taken(groups_taken, group))
     assert users.without_account() == (61003, 61003)
     users_taken.update(range(61000, 61184))
     with pytest.raises(UsageError, match="all user ids from 61000 to 61183 have an account") as error:
@@ -60,17 +60,17 @@ def test_the_user_of_nodes_started_by_root_must_have_no_account(monkeypatch):
     assert "user=UID:GID" in error.value.hint
 
 
-@pytest.mark.parametrize("asked", ["root", "7", "0:5"])
-def test_only_root_must_be_allowed_to_choose_another_user(monkeypatch, asked):
+@pytest.mark.parametrize("setting", ["root", "7", "0:5"])
+def test_only_root_must_be_allowed_to_choose_another_user(monkeypatch, setting):
     monkeypatch.setattr(os, "geteuid", lambda: 5)
-    with pytest.raises(UsageError, match=f"user is {asked}, and you are not root"):
-        users.nodes_of(JobSpec(user=asked))
+    with pytest.raises(UsageError, match=f"user is {setting}, and you are not root"):
+        users.nodes_of(JobSpec(user=setting))
 
 
-@pytest.mark.parametrize("asked", ["me", "-1", "1:", ":1", "1:2:3", "root:root", ""])
-def test_an_invalid_user_must_be_refused(asked):
+@pytest.mark.parametrize("setting", ["me", "-1", "1:", ":1", "1:2:3", "root:root", ""])
+def test_an_invalid_user_must_be_refused(setting):
     with pytest.raises(UsageError, match="user"):
-        resolve({"user": asked})
+        resolve({"user": setting})
 
 
 @pytest.mark.parametrize(
@@ -79,22 +79,22 @@ def test_an_invalid_user_must_be_refused(asked):
         (0o700, "folder", {"owner", "root"}),
         (0o750, "folder", {"owner", "group", "root"}),
         (0o755, "folder", {"owner", "group", "other", "root"}),
-        (0o744, "folder", {"owner", "root"}),  # whose names can be read, and nothing else
+        (0o744, "folder", {"owner", "root"}),  # only its file names can be read
         (0o705, "folder", {"owner", "other", "root"}),
         (0o604, "file", {"owner", "other", "root"}),
         (0o000, "file", {"root"}),
     ],
 )
 def test_read_access_must_be_derived_from_the_mode(tmp_path, mode, kind, readers):
-    path = tmp_path / "it"
+    path = tmp_path / "path"
     path.mkdir() if kind == "folder" else path.touch()
     path.chmod(mode)
     status = path.stat()
     user, group = status.st_uid or 77, status.st_gid
     if not status.st_uid:
         os.chown(path, user, group)
-    them = {"owner": (user, 5), "group": (5, group), "other": (5, 5), "root": (0, 0)}
-    assert {name for name, (one, other) in them.items() if users.can_read(path, one, other)} == readers
+    identities = {"owner": (user, 5), "group": (5, group), "other": (5, 5), "root": (0, 0)}
+    assert {name for name, (uid, gid) in identities.items() if users.can_read(path, uid, gid)} == readers
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root for nodes of another user")
@@ -123,17 +123,17 @@ def test_only_the_folders_of_nodes_must_belong_to_their_user(tmp_path):
 
 @pytest.mark.docker
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root to choose a user")
-@pytest.mark.parametrize(("asked", "user"), [("auto", NODE[0]), ("4242:4243", 4242), ("root", 0)])
+@pytest.mark.parametrize(("setting", "user"), [("auto", NODE[0]), ("4242:4243", 4242), ("root", 0)])
 def test_workers_must_run_as_the_given_user_and_their_files_lose_set_user_id_bits(
-    cli, docker_engine, nothing_left, asked, user
+    cli, docker_engine, nothing_left, setting, user
 ):
     (cli.folder / "who.py").write_text(
         "import os\npath = os.environ['JOB_DIR'] + '/file'\n"
         "open(path, 'w').close()\nos.chmod(path, 0o6755)\nprint('user', os.getuid(), oct(os.stat(path).st_mode))\n"
     )
-    options = ("--engine", "docker", "--gpus", "none", "--trainers", "0", "--set", f"user={asked}")
+    options = ("--engine", "docker", "--gpus", "none", "--trainers", "0", "--set", f"user={setting}")
     done = cli("run", *options, "--", "who.py")
     assert done.returncode == 0, done.stderr
     assert cli.log(0) == f"user {user} 0o106755\n"
-    left = (cli.run_dir() / "job" / "file").stat()
-    assert (left.st_uid, left.st_mode) == (user, 0o100755)
+    status = (cli.run_dir() / "job" / "file").stat()
+    assert (status.st_uid, status.st_mode) == (user, 0o100755)

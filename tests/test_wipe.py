@@ -1,4 +1,4 @@
-"""What a node removes for the next job must be this job's, and nothing else of the machine."""
+"""Before the next job, a node must remove only what the last job has left."""
 
 import ctypes
 import os
@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrate.node import agent as wait
+from orchestrate.node import agent
 from orchestrate.node.agent import Agent, free_ipc, wipe
 
 
 @pytest.fixture
 def ipc(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, int], set[tuple[object, ...]]]]:
-    """A thing of each kind of System V's, by kind, and the calls that would have freed some."""
+    """One System V IPC object of each kind, by kind, and the recorded calls that would free objects."""
     libc, freed = ctypes.CDLL(None), set()
     flags = 0o1600  # IPC_CREAT; the key 0 is IPC_PRIVATE
     made = {"shmctl": libc.shmget(0, 4096, flags), "msgctl": libc.msgget(0, flags), "semctl": libc.semget(0, 1, flags)}
@@ -24,7 +24,7 @@ def ipc(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, int], set[t
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *arguments: freed.add((name, *arguments))
 
-    monkeypatch.setattr(wait.ctypes, "CDLL", lambda name: Recorder())
+    monkeypatch.setattr(agent.ctypes, "CDLL", lambda name: Recorder())
     yield made, freed
     libc.shmctl(made["shmctl"], 0, None), libc.msgctl(made["msgctl"], 0, None), libc.semctl(made["semctl"], 0, 0)
 
@@ -40,7 +40,7 @@ def test_a_folder_must_be_emptied_except_the_nodes_sockets_and_link_targets(tmp_
     for name in ("node.sock", "of-a-worker.sock"):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(str(folder / name))
-    os.link(folder / "node.sock", folder / "inductor")  # a name that the next job uses
+    os.link(folder / "node.sock", folder / "inductor")  # a name that the next job might use
     wipe([str(tmp_path / "none"), str(folder)], {str(folder / "node.sock")})
     assert [path.name for path in folder.iterdir()] == ["node.sock"]
     assert (outside / "mine").exists()
@@ -49,21 +49,21 @@ def test_a_folder_must_be_emptied_except_the_nodes_sockets_and_link_targets(tmp_
 def test_system_v_ipc_objects_must_be_freed(ipc):
     made, freed = ipc
     free_ipc()
-    wanted = {
+    expected = {
         ("shmctl", made["shmctl"], 0, None),
         ("msgctl", made["msgctl"], 0, None),
         ("semctl", made["semctl"], 0, 0),
     }
-    assert wanted <= freed
+    assert expected <= freed
 
 
 def test_files_that_cannot_be_removed_must_be_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(wait, "clear", lambda folder, keep: ["a", "gone"])
+    monkeypatch.setattr(agent, "clear", lambda folder, keep: ["a", "gone"])
     (tmp_path / "a").touch()
     with pytest.raises(OSError, match="1 files of the job cannot be removed"):
         wipe([str(tmp_path)], set())
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    wipe([str(tmp_path)], set())  # of the image, which the worker could not have made
+    wipe([str(tmp_path)], set())  # part of the image: the worker cannot have created it
 
 
 def test_a_socket_must_not_appear_before_it_accepts_connections(tmp_path, monkeypatch):
@@ -74,10 +74,10 @@ def test_a_socket_must_not_appear_before_it_accepts_connections(tmp_path, monkey
             seen.append(path.exists())
             super().listen(backlog)
 
-    monkeypatch.setattr(wait, "Listener", lambda loop, server, receive, key: server)
-    monkeypatch.setattr(wait.socket, "socket", Slow)
+    monkeypatch.setattr(agent, "Listener", lambda loop, server, receive, key: server)
+    monkeypatch.setattr(agent.socket, "socket", Slow)
     node = Agent(SimpleNamespace(), b"")
-    for _ in range(2):  # the second time, as after a job that has removed or replaced it
+    for _ in range(2):  # the second time, as after a job that removed or replaced it
         node.listen(str(path), 0o600)
         assert stat.S_ISSOCK(path.lstat().st_mode) and path.lstat().st_mode & 0o777 == 0o600
         path.unlink()
@@ -89,8 +89,8 @@ def test_a_socket_must_not_appear_before_it_accepts_connections(tmp_path, monkey
 @pytest.mark.parametrize("folders", ["", "/no/such/folder"])
 def test_shared_memory_must_be_kept_if_there_are_no_folders_to_wipe(folders, monkeypatch):
     freed: list[str] = []
-    monkeypatch.setattr(wait, "kill", lambda workers, number: None)
-    monkeypatch.setattr(wait, "free_ipc", lambda: freed.append("all"))
+    monkeypatch.setattr(agent, "kill", lambda workers, number: None)
+    monkeypatch.setattr(agent, "free_ipc", lambda: freed.append("all"))
     monkeypatch.setenv("NODE_WIPE", folders)
     loop = SimpleNamespace(workers=[], finish=lambda: None, changed=lambda: False)
     assert Agent(loop, b"").clean()
