@@ -1,4 +1,4 @@
-"""The supervisor's decisions, on an engine that plays a script: generation after generation, to a truthful end."""
+"""The supervisor's decisions over the generations of a job, up to its outcome; on a scripted engine."""
 
 import errno
 import json
@@ -96,11 +96,11 @@ def test_only_last_lines_of_the_current_generation_must_count_for_the_cause(job)
     assert job.causes() == [(0, "killed"), (1, "error")]
 
 
-@pytest.mark.parametrize(("asked", "cause"), [(False, (1, "terminated")), (True, (0, "error"))])
-def test_a_worker_terminated_externally_must_be_distinguished_from_one_that_we_stopped(job, asked, cause):
+@pytest.mark.parametrize(("requested", "cause"), [(False, (1, "terminated")), (True, (0, "error"))])
+def test_a_worker_terminated_externally_must_be_distinguished_from_one_that_we_stopped(job, requested, cause):
     job.paths.log(0).write_text("RuntimeError: Connection reset by peer\n")
-    engine = RecordingEngine([[WorkerExit(0, 1)], [WorkerExit(1, 143, asked)], [WorkerExit(2, 143)]], [ALL_WELL])
-    engine.stop = lambda how: engine.calls.append("stop")  # its peer was heard first, and we have stopped all
+    engine = RecordingEngine([[WorkerExit(0, 1)], [WorkerExit(1, 143, requested)], [WorkerExit(2, 143)]], [ALL_WELL])
+    engine.stop = lambda how: engine.calls.append("stop")  # all are stopped after the exit of rank 0
     assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
     assert job.causes() == [cause]
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
@@ -122,7 +122,7 @@ def test_other_waiting_workers_must_have_time_to_time_out_too(job, later, cause,
     engine = RecordingEngine([[WorkerExit(0, 1)], *later], [ALL_WELL])
     assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
     assert job.causes() == [cause]
-    assert job.when("workers_stopping") == [pytest.approx(stopped, abs=0.15)]  # two steps of 0.1 s at most
+    assert job.when("workers_stopping") == [pytest.approx(stopped, abs=0.15)]  # at most two steps of 0.1 s
 
 
 def test_workers_that_fail_one_after_the_other_must_be_stopped_once(job):
@@ -190,7 +190,7 @@ def test_a_request_to_stop_while_the_nodes_start_must_not_wait_for_them(job):
 
 def test_a_request_to_stop_during_the_restart_delay_must_end_the_job(job):
     engine = RecordingEngine([KILLED], [KILLED], [ALL_WELL])
-    job.stops = lambda: int(len(job.supervisor.history.ended) == 2)  # when it would wait for a second
+    job.stops = lambda: int(len(job.supervisor.history.ended) == 2)  # during the delay of one second
     assert job.run(engine) == JobResult("stopped", "stopped by the user")
 
 
@@ -246,7 +246,7 @@ def test_max_run_must_stop_the_gang(job):
 
 def test_max_run_must_count_from_the_start_of_the_job(job):
     began = job.clock.now
-    engine = RecordingEngine([[]] * 200 + [KILLED], [])  # twenty seconds, and then for ever
+    engine = RecordingEngine([[]] * 200 + [KILLED], [])  # twenty seconds, then without end
     outcome = job.run(engine, JobSpec(trainers=2, grace=1.0, max_run=30.0))
     assert outcome == JobResult("stopped", "max_run was reached")
     assert engine.calls == ["up", "start", "stop", "up", "start", "stop", "down"]
@@ -314,9 +314,10 @@ def test_a_warning_of_the_engine_must_be_an_event_and_be_printed(job):
 
 def test_workers_that_delay_the_start_must_be_reported_until_they_have_started(job):
     engine = RecordingEngine([[]] * 60 + [ALL_WELL])
-    engine.slow = [{0, 1, 2}] * 20 + [{1, 2}] * 2 + [{2}] * 20  # a tenth of a second each
+    engine.slow = [{0, 1, 2}] * 20 + [{1, 2}] * 2 + [{2}] * 20  # 0.1 s each
     assert job.run(engine).word == "succeeded"
-    assert job.noted("workers_awaited") == [{"ranks": [2]}]  # no other waits for all three, nor for long for two
+    # All three keep no other worker waiting, and two delay the start only briefly.
+    assert job.noted("workers_awaited") == [{"ranks": [2]}]
     assert job.when("workers_awaited") == [pytest.approx(3.3, abs=0.15)]
     assert job.noted("workers_started") == [{}]
     assert job.when("workers_started") == [pytest.approx(4.3, abs=0.15)]
@@ -326,4 +327,4 @@ def test_workers_that_are_stopped_before_they_start_must_not_be_reported_as_star
     engine = RecordingEngine([[WorkerExit(0, 137)]], [ALL_WELL])
     engine.slow = [{1, 2}]
     assert job.run(engine).word == "succeeded"
-    assert len(job.noted("workers_started")) == 1  # of the second generation
+    assert len(job.noted("workers_started")) == 1  # those of the second generation

@@ -1,4 +1,4 @@
-"""The same job on three hosts, each with an engine of its own: what must be as on one, and what only hosts can do.
+"""Jobs on three hosts, each with its own engine: same results as on one host, and failures of hosts.
 
 The hosts are network namespaces of this machine; see hosts.py.
 """
@@ -27,10 +27,10 @@ RANKS = range(4)
 
 @pytest.fixture(scope="module")
 def hosts(docker_engine, tmp_path_factory):
-    """Three hosts; a test that asks for `swarm` has them well, and must leave nothing on them."""
+    """Three hosts; the fixture `swarm` checks that they are healthy and that a test leaves nothing on them."""
     if os.getuid() or not all(map(shutil.which, ("ip", "iptables", "nsenter", "unshare", "dockerd"))):
-        why = "hosts are network namespaces with a dockerd each: that takes root, iproute2, iptables and dockerd"
-        pytest.fail(why) if DOCKER_REQUIRED else pytest.skip(why)
+        reason = "needs root, iproute2, iptables and dockerd: each host is a network namespace with its own dockerd"
+        pytest.fail(reason) if DOCKER_REQUIRED else pytest.skip(reason)
     swarm = Swarm(tmp_path_factory.mktemp("hosts"))
     yield swarm
     swarm.remove()
@@ -61,7 +61,7 @@ class Job(Background):
         self.swarm = swarm
 
     def where(self, node: str):
-        """The host of a node, and its container there."""
+        """The host of a node, and the node's container there."""
         name = f"{self.home()}-master.1." if node == "master" else f"{self.home()}-trainer.{node.rpartition('-')[2]}."
         for host in self.swarm.hosts:
             if found := host.docker("ps", "-q", "--no-trunc", "--filter", f"name={name}").strip():
@@ -80,8 +80,8 @@ class Job(Background):
         return [worker["rank"] for worker in plan["workers"] if self.where(worker["node"])[0] is host]
 
 
-def finished(job: Job, last: int, generations: int = 2, world_size: int = 4) -> None:
-    """The job has ended well, and every rank's log is complete."""
+def assert_succeeded(job: Job, last: int, generations: int = 2, world_size: int = 4) -> None:
+    """Check that the job has succeeded and that the log of every rank is complete."""
     assert job.end(240) == 0, job.err
     report = job.cli.report()
     assert (report["outcome"], report["generations"], report["world_size"]) == ("succeeded", generations, world_size)
@@ -89,15 +89,15 @@ def finished(job: Job, last: int, generations: int = 2, world_size: int = 4) -> 
         assert complete(job.steps(rank), last), [*zip(job.steps(rank), job.steps(rank)[1:])][-200:]
 
 
-def lost_host(job: Job, ranks: list[int]) -> None:
-    """The one failure was that of a host, which had these ranks."""
+def assert_host_lost(job: Job, ranks: list[int]) -> None:
+    """Check that the only failure was the loss of a host, with one of these ranks."""
     ((rank, cause),) = job.causes()
     assert cause == "host lost" and rank in ranks
 
 
 @pytest.mark.slow
 def test_the_default_job_must_reach_the_same_accuracy_on_several_hosts(cli, swarm):
-    options = ["--set", "env.OMP_NUM_THREADS=1"]  # else each of three hosts takes all cores for its own
+    options = ["--set", "env.OMP_NUM_THREADS=1"]  # otherwise each of the three hosts would use all cores
     job = Job(cli, swarm, *options, "--set", "command=-m app.train --epochs 3 --resume auto", trainers=2)
     eventually(lambda: job.has(0, "epoch 1/3"))
     assert all(job.on(host) for host in swarm.hosts)
@@ -128,7 +128,7 @@ def test_a_node_must_have_the_same_limits_and_rights_as_on_one_machine(cli, swar
         assert (rights["Memory"], rights["PidsLimit"]) == (limits["memory"], limits["processes"])
         assert (
             limits["memory"] < json.loads(host.docker("info", "-f", "{{.MemTotal}}")) / 2
-        )  # there may be two on a host
+        )  # a host may have two nodes
         assert (rights["CapDrop"], rights["CapAdd"], rights["Privileged"]) == (["ALL"], None, False)
         assert rights["ReadonlyRootfs"] and "no-new-privileges" in str(rights["SecurityOpt"])
         mounts = host.docker("exec", node, "cat", "/proc/self/mountinfo").splitlines()
@@ -153,7 +153,7 @@ def test_every_engine_must_give_the_same_plan_except_addresses_and_the_same_loss
     for engine in ("process", "docker", "swarm"):
         env = {"DOCKER_HOST": ""} if engine == "docker" else {}
         runs = ["--engine", engine, "--trainers", "2", "--gpus", "none", "--runs", engine]
-        runs += ["--set", "env.OMP_NUM_THREADS=1"]  # else three hosts have more cores for them than one
+        runs += ["--set", "env.OMP_NUM_THREADS=1"]  # otherwise three hosts would have more cores than one
         done = cli("run", *runs, "--", "-m", "app.train", "--epochs", "1", **env)
         assert done.returncode == 0, done.stderr
         (run,) = (cli.folder / engine).iterdir()
@@ -200,9 +200,10 @@ def test_files_still_on_hosts_when_the_outcome_is_decided_must_be_copied(cli, sw
         host, node = job.where(["master", "trainer-1", "trainer-2", "trainer-3"][rank])
         eventually(lambda host=host, node=node: "step 150" in host.docker("logs", node))
     assert not any(complete(job.steps(rank), 150) for rank in RANKS)
-    why = "all workers ended with exit code 0"
-    ended = GenerationEnded(generation=0, word=Outcome.SUCCEEDED, why=why)
-    noted(JobPaths(cli.run_dir()), ended, OutcomeDecided(Outcome.SUCCEEDED, why))  # as if it had died a moment later
+    reason = "all workers ended with exit code 0"
+    ended = GenerationEnded(generation=0, word=Outcome.SUCCEEDED, why=reason)
+    # As if the orchestrator had died a moment later:
+    noted(JobPaths(cli.run_dir()), ended, OutcomeDecided(Outcome.SUCCEEDED, reason))
     done = cli("attach", cli.run_dir().name)
     assert done.returncode == 0, done.stderr
     for rank in RANKS:
@@ -215,7 +216,7 @@ def test_leftovers_of_a_dead_orchestrator_must_be_listed_and_removed(cli, swarm)
     job.until_step(10, rank=11)
     plan = json.loads((cli.run_dir() / "plan.json").read_text())
     listed = swarm.hosts[0].docker("service", "ps", "--format", "{{.Name}} {{.Error}}", f"{cli.run_dir().name}-trainer")
-    lost = [int(slot) for slot in re.findall(r"\.(\d+) .*starting container failed", listed)]  # others replace them
+    lost = [int(slot) for slot in re.findall(r"\.(\d+) .*starting container failed", listed)]  # replaced by others
     numbers = [number for number in range(1, 12 + len(lost)) if number not in lost]
     assert plan["nodes"] == ["master", *(f"trainer-{number}" for number in numbers)]
     assert Counter(job.until("nodes_up")["hosts"].values()) == {host.name: 4 for host in swarm.hosts}
@@ -261,11 +262,11 @@ def test_a_constraint_that_no_host_meets_must_be_reported(cli, swarm):
 def test_a_shared_folder_must_hold_the_files_of_all_hosts(cli, swarm):
     shared = cli.folder / "shared"
     shared.mkdir()
-    shared.chmod(0o777)  # nodes of root's job are not root
+    shared.chmod(0o777)  # nodes do not run as root, even if root starts the job
     job = Job(cli, swarm, "--set", f"volume={shared}", "--", "count.py", "200")
     job.until_step(25, rank=2)
     job.kill_worker(2)
-    finished(job, 200)
+    assert_succeeded(job, 200)
     assert (shared / cli.run_dir().name / "checkpoints" / "rank-3").read_text() == "200"
 
 
@@ -296,7 +297,7 @@ def test_a_killed_worker_must_restart_the_gang_from_the_checkpoints_of_all_hosts
     job = Job(cli, swarm, "--", "count.py", "200")
     job.until_step(25, rank=2)
     job.kill_worker(2)
-    finished(job, 200)
+    assert_succeeded(job, 200)
     assert job.causes() == [(2, "killed")]
 
 
@@ -307,19 +308,19 @@ def test_a_killed_task_must_be_replaced_by_one_with_its_files(cli, swarm):
     host.docker("kill", node)
     job.until("generation_started", 2)
     written = [line.removeprefix("[rank 1] ") for line in host.docker("logs", node).splitlines()]
-    finished(job, 200)
+    assert_succeeded(job, 200)
     assert cli.log(1).partition("[node] generation 1")[0].splitlines() == written
     assert job.causes() == [(1, "node lost")]
     again = [step for step, generation in job.steps(1) if generation == 1]
-    assert again[0] % 10 == 1 and again[0] > 1  # from its checkpoint, which came home, and from there to the new node
+    assert again[0] % 10 == 1 and again[0] > 1  # from its checkpoint, copied here and then to the new node
 
 
 def test_a_restart_on_a_busy_machine_must_lose_nothing(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "400")
     job.until_step(25, rank=2)
-    swarm.hosts[0].docker("update", "--cpus", "0.03", f"{job.home()}-relay")  # through which all nodes are reached
+    swarm.hosts[0].docker("update", "--cpus", "0.03", f"{job.home()}-relay")  # all nodes are reached through it
     job.kill_worker(2)
-    finished(job, 400)
+    assert_succeeded(job, 400)
     assert job.causes() == [(2, "killed")]
 
 
@@ -331,8 +332,8 @@ def test_a_job_must_continue_without_a_host_that_dies(cli, swarm):
     ranks = job.on(last)
     assert ranks
     last.kill()
-    finished(job, 300)
-    lost_host(job, ranks)
+    assert_succeeded(job, 300)
+    assert_host_lost(job, ranks)
 
 
 @pytest.mark.slow
@@ -346,8 +347,8 @@ def test_a_job_must_continue_with_fewer_nodes_if_no_host_accepts_another(cli, sw
     replicas = swarm.hosts[0].docker(
         "service", "inspect", "--format", "{{.Spec.Mode.Replicated.Replicas}}", f"{job.home()}-trainer"
     )
-    assert int(replicas) <= 5 + 2  # not more at each try
-    finished(job, 1500, world_size=4)
+    assert int(replicas) <= 5 + 2  # not more with each attempt
+    assert_succeeded(job, 1500, world_size=4)
 
 
 def test_the_nodes_of_a_drained_host_must_be_replaced_on_other_hosts(cli, swarm):
@@ -358,7 +359,7 @@ def test_the_nodes_of_a_drained_host_must_be_replaced_on_other_hosts(cli, swarm)
     assert ranks  # nodes are on all hosts
     try:
         swarm.hosts[0].docker("node", "update", "--availability", "drain", last.name)
-        finished(job, 600)
+        assert_succeeded(job, 600)
     finally:
         swarm.hosts[0].docker("node", "update", "--availability", "active", last.name)
     ((rank, cause),) = job.causes()
@@ -368,7 +369,7 @@ def test_the_nodes_of_a_drained_host_must_be_replaced_on_other_hosts(cli, swarm)
 
 @pytest.fixture
 def grow(cli):
-    """The job's folder is on a disk of 20 MB, which this makes larger."""
+    """Put run directories on a disk of 20 MB; yields a function that enlarges it."""
     runs = cli.folder / "runs"
     runs.mkdir()
     command("mount", "-t", "tmpfs", "-o", "size=20m", "small", str(runs))
@@ -421,7 +422,7 @@ def test_a_job_must_continue_without_a_host_whose_overlay_network_is_cut(cli, sw
     assert swarm.states() == ["Ready"] * 3
     assert "count.py" not in last.docker("top", node)
     assert job.end(240) == 0, job.err
-    lost_host(job, [rank])
+    assert_host_lost(job, [rank])
 
 
 @pytest.mark.slow
@@ -436,8 +437,8 @@ def test_a_partitioned_host_must_not_train_while_the_others_do(cli, swarm, maste
     nodes = last.docker("ps", "-q").split()
     last.cut()
     job.until("generation_started", 2)
-    for node in nodes:  # by now their lease is over
+    for node in nodes:  # their lease has expired by now
         assert "count.py" not in last.docker("top", node)
     last.heal()
-    finished(job, 600)
-    lost_host(job, ranks)
+    assert_succeeded(job, 600)
+    assert_host_lost(job, ranks)

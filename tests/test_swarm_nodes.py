@@ -1,4 +1,4 @@
-"""Which nodes the engine for Swarm starts, waits for and uses; Swarm, its nodes and time are made up."""
+"""Which nodes the Swarm engine starts, awaits and uses; with a simulated Swarm, nodes and clock."""
 
 import dataclasses
 import tarfile
@@ -23,24 +23,24 @@ from orchestrate.node import protocol
 
 @pytest.fixture
 def engine(stub, clock, tmp_path):
-    with three_nodes(clock, tmp_path) as made:
-        yield made
+    with three_nodes(clock, tmp_path) as session:
+        yield session
 
 
 @pytest.fixture
 def code(stub, tmp_path, monkeypatch):
-    """The folder of the code of a job that is planned."""
+    """The code folder of a planned job."""
     monkeypatch.setattr(engine_module, "code_folder", lambda command: tmp_path / "code")
     (tmp_path / "code").mkdir()
     return tmp_path / "code"
 
 
-@pytest.mark.parametrize(("image", "asked"), [("mine:1", ["mine:1", IMAGE]), (IMAGE, [IMAGE])])
-def test_the_relay_image_must_be_present_before_anything_is_started(stub, monkeypatch, image, asked):
-    looked = []
-    monkeypatch.setattr(engine_module, "ensure_image", lambda daemon, spec: looked.append(spec.image))
+@pytest.mark.parametrize(("image", "expected"), [("mine:1", ["mine:1", IMAGE]), (IMAGE, [IMAGE])])
+def test_the_relay_image_must_be_present_before_anything_is_started(stub, monkeypatch, image, expected):
+    checked = []
+    monkeypatch.setattr(engine_module, "ensure_image", lambda daemon, spec: checked.append(spec.image))
     SwarmEngine().prepare(JobSpec(image=image))
-    assert looked == asked
+    assert checked == expected
 
 
 def test_resources_of_hosts_must_be_counted_for_the_nodes_that_they_take(stub, code, tmp_path):
@@ -51,10 +51,10 @@ def test_resources_of_hosts_must_be_counted_for_the_nodes_that_they_take(stub, c
     assert (found.engine, found.gpus, found.network) == ("swarm", ("NVIDIA-GPU",) * 4, "bridge")
     assert (found.job_dir, found.code, found.interface, found.master_addr) == ("/var/tmp/job", str(code), "", "")
     assert (found.memory, found.hosts) == (8 << 30, 2)
-    there = Site(
+    second = Site(
         *SwarmEngine().inventory(JobSpec(constraints=["node.hostname==host-2"]), tmp_path / "j", look_inside=False)
     )
-    assert (there.memory, there.hosts, len(there.cores)) == (16 << 30, 1, 4)
+    assert (second.memory, second.hosts, len(second.cores)) == (16 << 30, 1, 4)
 
 
 @pytest.mark.parametrize(("trainers", "cores"), [(0, 4), (1, 8), (2, 6), (30, 7)])
@@ -123,7 +123,7 @@ def test_only_missing_nodes_must_be_started(engine, stub, tmp_path):
     assert counts(stub) == {"j-trainer": 3, "j-master": 1}
     assert {*engine.alive()} == {"master", "trainer-2", "trainer-3"}
     stub.task("master")["DesiredState"] = "shutdown"
-    stub.placed = lambda task: task.update(Slot=1)  # as a service of one has no other name for its task
+    stub.placed = lambda task: task.update(Slot=1)  # a service with one replica reuses the name of its task
     engine.up(job())
     assert counts(stub) == {"j-trainer": 3, "j-master": 2}
 
@@ -143,7 +143,7 @@ def test_a_starting_node_must_be_awaited_and_not_started_twice(engine, stub, tmp
 
     def slept(seconds: float) -> None:
         sleep(seconds)
-        if clock.now > began + 0.6:  # an image is pulled
+        if clock.now > began + 0.6:  # imitates pulling an image
             state(stub, "trainer-1", "running")
 
     clock.sleep = slept
@@ -152,13 +152,13 @@ def test_a_starting_node_must_be_awaited_and_not_started_twice(engine, stub, tmp
     assert {*engine.alive()} == {"master", "trainer-1", "trainer-2"}
 
 
-@pytest.mark.parametrize(("word", "seconds"), [("starting", 0.4), ("preparing", 0.8)])
+@pytest.mark.parametrize(("task_state", "seconds"), [("starting", 0.4), ("preparing", 0.8)])
 def test_waiting_for_a_node_that_does_not_start_must_time_out(
-    engine, stub, tmp_path, clock, monkeypatch, word, seconds
+    engine, stub, tmp_path, clock, monkeypatch, task_state, seconds
 ):
     monkeypatch.setattr(swarm, "START_TIMEOUT", 0.4)
     monkeypatch.setattr(swarm, "PULL_TIMEOUT", 0.8)
-    state(stub, "trainer-1", word)
+    state(stub, "trainer-1", task_state)
     began = clock.now
     with pytest.raises(EngineError, match="1 of 3 nodes did not start"):
         engine.up(job())
@@ -171,7 +171,7 @@ def test_a_task_that_no_host_accepts_must_be_reported_soon_unless_it_ended_earli
     monkeypatch.setattr(swarm, "PENDING_TIMEOUT", 0.5)
     stub.task("trainer-1")["Status"] = {"State": "rejected", "Err": "No such image: x"}
     began = clock.now
-    engine.up(job())  # which that task has no part in
+    engine.up(job())  # ignores that task
     assert clock.now < began + 0.2
     stub.placed = lambda task: task.update(Status={"State": "pending", "Err": "no suitable node (too small)"})
     engine.discard(["trainer-2"])
@@ -181,7 +181,7 @@ def test_a_task_that_no_host_accepts_must_be_reported_soon_unless_it_ended_earli
 
 
 def test_the_nodes_of_a_lost_host_must_be_replaced(engine, stub, tmp_path):
-    down(stub, 2)  # that of trainer-2
+    down(stub, 2)  # the host of trainer-2
     engine.up(job())
     assert {*engine.alive()} == {"master", "trainer-1", "trainer-3"}
 
@@ -210,7 +210,7 @@ def test_the_next_generation_must_not_wait_for_the_lease_of_an_ended_node(engine
     state(stub, "trainer-1", "failed")
     start(engine)
     assert clock.now == began
-    down(stub, 1)  # of which Swarm cannot know
+    down(stub, 1)  # on an unreachable host, Swarm cannot know whether it ended
     engine.unsure = {"t0": clock.now + 9}
     start(engine)
     assert clock.now >= began + 9
@@ -219,7 +219,7 @@ def test_the_next_generation_must_not_wait_for_the_lease_of_an_ended_node(engine
 def test_a_connection_to_an_earlier_node_with_the_same_name_must_not_be_used(engine, stub, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
     stub.place(stub.services[0], 1)  # a new trainer-1
-    engine.given_up = {"t1"}  # trainer-2, which takes no files
+    engine.given_up = {"t1"}  # trainer-2, which accepts no files
     start(engine)
     assert set(engine.clients.connections) == {"master"}
 
@@ -228,27 +228,27 @@ def test_the_lease_of_a_lost_worker_must_count_from_the_last_message_of_its_node
     connected(engine, "master", "trainer-1", "trainer-2")
     engine.ends["trainer-1"].send(sent("status"))
     engine.wait(0.01)
-    heard = clock.now
+    last_message = clock.now
     clock.now += 5
     engine.clients.lose([1, 2])
-    assert engine.unsure == {"t0": heard + swarm.LEASE_OVER_AFTER, "t1": clock.now + swarm.LEASE_OVER_AFTER}
+    assert engine.unsure == {"t0": last_message + swarm.LEASE_OVER_AFTER, "t1": clock.now + swarm.LEASE_OVER_AFTER}
     assert engine.lost == {1: "trainer-1", 2: "trainer-2"} and engine.clients.running == {0: "master"}
 
 
 def test_workers_on_the_host_network_must_get_the_address_of_the_masters_host(stub, tmp_path):
     spec = dataclasses.replace(SPEC, trainers=1, network="host")
     records.make(tmp_path.parent, KEY)
-    made = SwarmEngine().open(spec, job(spec, network="host"), tmp_path, str)
+    session = SwarmEngine().open(spec, job(spec, network="host"), tmp_path, str)
     for role in ("master", "trainer"):
         made.swarm.scale(role, 1)
     made._update_nodes()
     made.first = "master"
     stub.hosts[0]["Status"]["Addr"] = "10.1.1.7"
-    made.manager.hosts()
-    for worker in job(spec).workers:  # each on a host of its own
-        asked = made.request(worker, ())
-        assert asked.env == worker.env | {"MASTER_ADDR": "10.1.1.7"} and worker.env["MASTER_ADDR"] == "master"
-        assert (asked.inherit, asked.cwd, asked.log) == (True, "/var/tmp/code", 0)
+    session.manager.hosts()
+    for worker in job(spec).workers:  # each on its own host
+        request = session.request(worker, ())
+        assert request.env == worker.env | {"MASTER_ADDR": "10.1.1.7"} and worker.env["MASTER_ADDR"] == "master"
+        assert (request.inherit, request.cwd, request.log) == (True, "/var/tmp/code", 0)
 
 
 def test_a_start_request_must_contain_the_current_length_of_the_log(engine, tmp_path):
@@ -259,27 +259,27 @@ def test_a_start_request_must_contain_the_current_length_of_the_log(engine, tmp_
     assert [one.env for one in found] == [worker.env for worker in job().workers]
 
 
-@pytest.mark.parametrize("lacking", ["task", "relay", "given up"])
-def test_connect_must_not_try_to_reach_a_node_that_is_gone(engine, lacking):
+@pytest.mark.parametrize("missing", ["task", "relay", "given up"])
+def test_connect_must_not_try_to_reach_a_node_that_is_gone(engine, missing):
     engine.swarm.connect()
     engine.manager.daemon.talk = lambda *_: pytest.fail("it is not to be reached")
-    if lacking == "task":
+    if missing == "task":
         engine.nodes.pop("trainer-1")
-    elif lacking == "relay":
+    elif missing == "relay":
         engine.swarm.relay = None
     else:
         engine.given_up = {"t0"}
     assert engine.connect("trainer-1") is None
 
 
-class Has:
-    """A connection to a node that has these files, and was given what this tag names."""
+class NodeWithFiles:
+    """A connection to a node that has these files, and received the upload with this tag."""
 
     def __init__(self, files: dict[str, list[int]], tag: str = "") -> None:
-        self.files, self.tag, self.got = files, tag, 0
+        self.files, self.tag, self.uploads = files, tag, 0
 
     def converse(self, request: protocol.Request, answer: type, **_: object) -> protocol.Report:
-        self.got += isinstance(request, protocol.Upload)
+        self.uploads += isinstance(request, protocol.Upload)
         return (
             said("status", tags={"/job": self.tag}) if answer is protocol.Status else said("changes", files=self.files)
         )
@@ -291,9 +291,9 @@ def test_files_must_be_sent_only_to_nodes_that_need_them(engine, tmp_path):
     facts = [status.st_size, status.st_mtime_ns, 1, 0o644]
     with packed(tmp_path, [tmp_path / "state.pt"], tmp_path) as (_, digest):
         nodes = {
-            "master": Has({"state.pt": facts}),
-            "trainer-1": Has({}, digest),
-            "trainer-2": Has({"state.pt": [5, 1, 1, 0o644]}, "of an earlier generation"),
+            "master": NodeWithFiles({"state.pt": facts}),
+            "trainer-1": NodeWithFiles({}, digest),
+            "trainer-2": NodeWithFiles({"state.pt": [5, 1, 1, 0o644]}, "of an earlier generation"),
         }
     engine._on_each = lambda names, act: [act(nodes[name]) for name in names]
     engine._send_files(job().workers)

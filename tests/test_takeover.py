@@ -1,7 +1,7 @@
-"""An orchestrator that dies, at any moment, must leave a job that goes on, and that another one can pick up.
+"""A job must continue when its orchestrator dies at any moment, and another one must be able to take over.
 
-The cases are those of Determined's tests of restarts of its master and agents: with running, stopping, vanished and
-queued containers, killed again after the re-attachment, agents that go and come back.
+The cases follow Determined's tests for restarts of its master and agents: with running, stopping, lost and queued
+containers, another death after the takeover, and agents that disappear and return.
 """
 
 import fcntl
@@ -22,13 +22,13 @@ def attach(cli, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     return cli("attach", cli.run_dir().name, timeout=timeout)
 
 
-def orphan(job: Background) -> None:
-    """Kill the orchestrator, as the kernel would."""
+def kill_orchestrator(job: Background) -> None:
+    """Kill the orchestrator with SIGKILL."""
     job.process.kill()
     job.process.communicate()
 
 
-def finished(job: Background, generations: int) -> None:
+def assert_succeeded(job: Background, generations: int) -> None:
     report = job.cli.report()
     assert (report["outcome"], report["generations"]) == ("succeeded", generations)
     assert all(complete(job.steps(rank)) for rank in range(3))
@@ -37,44 +37,44 @@ def finished(job: Background, generations: int) -> None:
 def test_training_must_continue_without_its_orchestrator_until_another_takes_over(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(10, rank=2)
-    orphan(job)
-    at = job.steps(1)[-1][0]
-    eventually(lambda: job.steps(1)[-1][0] > at + 10)  # it goes on
+    kill_orchestrator(job)
+    step = job.steps(1)[-1][0]
+    eventually(lambda: job.steps(1)[-1][0] > step + 10)  # training continues
     cli.enough()
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == f"runs/{cli.run_dir().name}"
     assert f"trainer-2 2 | step {job.steps(2)[-1][0]} in 0" in done.stdout
-    finished(job, 1)
+    assert_succeeded(job, 1)
 
 
 def test_a_worker_failure_without_a_supervisor_must_be_detected_later(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(15, rank=1)
-    orphan(job)
+    kill_orchestrator(job)
     job.kill_worker(1)
     cli.enough()
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert job.causes() == [(1, "killed")]
-    finished(job, 2)
+    assert_succeeded(job, 2)
 
 
 def test_a_job_that_ends_without_a_supervisor_must_be_reported_later(cli, engine):
     job = Background(cli, engine, "--", "count.py", "40")
     job.until_step(15, rank=1)
-    orphan(job)
+    kill_orchestrator(job)
     for rank in range(3):
         job.until_step(40, rank=rank)
     done = attach(cli)
     assert done.returncode == 0, done.stderr
-    finished(job, 1)
+    assert_succeeded(job, 1)
 
 
 def test_a_final_failure_without_a_supervisor_must_be_reported_with_its_cause(cli, engine):
     job = Background(cli, engine, "--max-restarts", "0", "--", "count.py", "4000")
     job.until_step(15, rank=1)
-    orphan(job)
+    kill_orchestrator(job)
     job.kill_worker(2, signal.SIGSEGV)
     done = attach(cli)
     assert done.returncode == 1
@@ -85,32 +85,32 @@ def test_a_final_failure_without_a_supervisor_must_be_reported_with_its_cause(cl
 def test_a_node_that_vanishes_without_a_supervisor_must_be_replaced(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(15, rank=2)
-    orphan(job)
+    kill_orchestrator(job)
     job.kill_node("trainer-2")
     cli.enough()
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert [rank for rank, _ in job.causes()] == [2]
-    finished(job, 2)
+    assert_succeeded(job, 2)
 
 
 def test_all_nodes_that_vanish_without_a_supervisor_must_be_replaced(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(15, rank=2)
-    orphan(job)
+    kill_orchestrator(job)
     for node in ("master", "trainer-1", "trainer-2"):
         job.kill_node(node)
     cli.enough()
     done = attach(cli)
     assert done.returncode == 0, done.stderr
-    finished(job, 2)
+    assert_succeeded(job, 2)
 
 
 @pytest.mark.parametrize("phase", ["nodes_starting", "nodes_up", "generation_starting", "generation_started"])
 def test_a_job_whose_orchestrator_dies_during_the_start_must_be_startable(cli, engine, phase):
     job = Background(cli, engine, "--", "count.py", "60")
     eventually(lambda: job.events(phase))
-    orphan(job)
+    kill_orchestrator(job)
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert set(cause for _, cause in job.causes()) <= {"interrupted"}
@@ -126,8 +126,8 @@ def test_nodes_that_do_not_listen_yet_must_be_awaited_after_a_takeover(cli, noth
     )
     cli.env["PYTHONPATH"] = f"{late}:{cli.env['PYTHONPATH']}"
     job = Background(cli, "process", "--", "count.py", "60")
-    eventually(lambda: len(processes(cli.folder)) == 4)  # the orchestrator, and the nodes
-    orphan(job)
+    eventually(lambda: len(processes(cli.folder)) == 4)  # the orchestrator and the nodes
+    kill_orchestrator(job)
     successor = cli.start("attach", cli.run_dir().name)
     eventually(lambda: lock.holder(JobPaths(cli.run_dir())))
     go.touch()
@@ -145,7 +145,7 @@ def test_a_job_whose_orchestrator_dies_during_the_stop_must_be_stoppable(cli, en
         eventually(lambda rank=rank: job.has(rank, "ready"))
     job.process.send_signal(signal.SIGTERM)
     job.until("workers_stopping")
-    orphan(job)
+    kill_orchestrator(job)
     done = attach(cli)
     assert (done.returncode, cli.report()["outcome"]) == (130, "stopped")
 
@@ -155,7 +155,7 @@ def test_a_job_whose_orchestrator_dies_between_generations_must_continue(cli, en
     job.until_step(15, rank=1)
     job.kill_worker(1)
     job.until("generation_ended")
-    orphan(job)
+    kill_orchestrator(job)
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert (1, "killed") in job.causes()
@@ -165,7 +165,7 @@ def test_a_job_whose_orchestrator_dies_between_generations_must_continue(cli, en
 def test_a_job_whose_orchestrator_dies_during_the_clean_up_must_keep_its_outcome(cli, engine):
     job = Background(cli, engine, "--", "count.py", "5")
     job.until("outcome_decided")
-    orphan(job)
+    kill_orchestrator(job)
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert cli.report()["outcome"] == "succeeded"
@@ -174,7 +174,7 @@ def test_a_job_whose_orchestrator_dies_during_the_clean_up_must_keep_its_outcome
 def test_a_job_must_survive_repeated_deaths_of_its_supervisor(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(10, rank=1)
-    orphan(job)
+    kill_orchestrator(job)
     for count in (2, 3):
         second = cli.start("attach", cli.run_dir().name)
         eventually(lambda count=count: len(job.events("taken_over")) == count - 1)
@@ -185,27 +185,27 @@ def test_a_job_must_survive_repeated_deaths_of_its_supervisor(cli, engine):
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert job.causes() == [(0, "killed")]
-    finished(job, 2)
+    assert_succeeded(job, 2)
 
 
 def test_attach_must_follow_a_supervised_job_and_take_over_if_the_supervisor_dies(cli, engine):
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(10, rank=1)
     second = cli.start("attach", cli.run_dir().name)
-    told = second.stderr.readline()
-    assert told.startswith(f"process {job.process.pid} supervises {cli.run_dir().name}; following it")
+    message = second.stderr.readline()
+    assert message.startswith(f"process {job.process.pid} supervises {cli.run_dir().name}; following it")
     assert not job.events("taken_over")
-    orphan(job)
+    kill_orchestrator(job)
     job.until("taken_over")
-    at = job.steps(1)[-1][0]
-    eventually(lambda: job.steps(1)[-1][0] > at + 20)
+    step = job.steps(1)[-1][0]
+    eventually(lambda: job.steps(1)[-1][0] > step + 20)
     cli.enough()
     out, err = second.communicate(timeout=300)
     assert second.returncode == 0, err
     shown = [line.partition("| ")[2] for line in out.splitlines() if line.startswith("trainer-1 1 |")]
     log = cli.log(1).splitlines()
-    assert shown == log[len(log) - len(shown) :] and len(shown) > 20  # once, from the last lines on
-    finished(job, 1)
+    assert shown == log[len(log) - len(shown) :] and len(shown) > 20  # each line once, beginning with last lines
+    assert_succeeded(job, 1)
 
 
 def test_closing_the_terminal_must_not_end_the_job(cli, engine):
@@ -216,15 +216,15 @@ def test_closing_the_terminal_must_not_end_the_job(cli, engine):
     job.process.send_signal(signal.SIGHUP)
     cli.enough()
     assert job.process.wait(timeout=300) == 0
-    finished(job, 1)
+    assert_succeeded(job, 1)
 
 
 def test_a_detached_job_must_work_with_ps_wait_logs_and_attach(cli, engine):
     detached = ("run", "--engine", engine, "--gpus", "none", "--trainers", "2", "--detach")
     done = cli(*detached, "--", "count.py", "told", "0.03")
-    supervisor = lock.holder(JobPaths(cli.run_dir())).pid  # from the moment on at which the command has ended
+    supervisor = lock.holder(JobPaths(cli.run_dir())).pid  # it exists as soon as the command has returned
     assert done.returncode == 0, done.stderr
-    assert os.getsid(supervisor) == supervisor  # no Ctrl-C of the terminal reaches it
+    assert os.getsid(supervisor) == supervisor  # Ctrl-C in the terminal does not reach it
     name = cli.run_dir().name
     assert done.stdout == f"runs/{name}\n"
     assert f"hint: python -m orchestrate attach {name}" in done.stderr
@@ -233,8 +233,8 @@ def test_a_detached_job_must_work_with_ps_wait_logs_and_attach(cli, engine):
     cli.enough()
     assert waiting.wait(timeout=150) == 0
     waiting.communicate()
-    told = follower.communicate(timeout=150)[0]
-    assert f"master 0    | {cli.log(0).splitlines()[-1]}\n" in told and "step 10 in 0" in told
+    output = follower.communicate(timeout=150)[0]
+    assert f"master 0    | {cli.log(0).splitlines()[-1]}\n" in output and "step 10 in 0" in output
     attached = cli("attach", name)
     assert (attached.returncode, attached.stdout) == (0, "")
     assert "succeeded: 3 workers" in attached.stderr and attached.stderr.endswith(f"\nruns/{name}\n")
@@ -255,7 +255,7 @@ def test_wait_must_return_the_jobs_exit_code_and_refuse_an_unsupervised_job(cli,
     job = Background(cli, engine, "--max-restarts", "0", "--", "count.py", "2000")
     job.until_step(10, rank=1)
     waiting = cli.start("wait", cli.run_dir().name)
-    orphan(job)
+    kill_orchestrator(job)
     _, err = waiting.communicate(timeout=150)
     assert waiting.returncode == 1
     assert "has no supervisor" in err and f"hint: python -m orchestrate attach {cli.run_dir().name}" in err
@@ -276,13 +276,13 @@ def test_stop_and_rm_must_remove_only_the_leftovers_of_a_dead_orchestrator(cli, 
     name = cli.run_dir().name
     refused = cli("rm", name)
     assert refused.returncode == 2 and "is running, supervised by process" in refused.stderr
-    orphan(job)
+    kill_orchestrator(job)
     shown = cli("stop", name, "--dry-run").stdout.splitlines()
     if engine == "docker":
         assert shown == [f"container {name}-master-1", f"container {name}-trainer-1", f"network {name}_job"]
     else:
         assert [line.split()[0] for line in shown] == ["process", "process", "folder"]
-    assert job.steps(0)  # nothing has been touched
+    assert job.steps(0)  # nothing has been changed
     stopped = cli("stop", name)
     assert stopped.returncode == 0, stopped.stderr
     assert cli.report()["outcome"] == "stopped"

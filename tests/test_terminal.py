@@ -1,4 +1,4 @@
-"""What is printed: all of it or an error, in any encoding, and nothing that steers a terminal."""
+"""Output must be complete or an error, in any encoding, and must not control the terminal."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ APP = ("--gpus", "none", "--", "-m", "app.train")
         ("\x1b]0;no end\nthe next line", "\nthe next line"),
         ("\x1b\x1b[0m[2J", "[2J"),
         ("a\rb\x85c\x9b2Jd", "abc2Jd"),
-        ("pay\u202eexe.\u202cpdf\u2066\u2069", "payexe.pdf"),  # would be read from right to left
+        ("pay\u202eexe.\u202cpdf\u2066\u2069", "payexe.pdf"),  # would be displayed from right to left
         ("one\u2028two\u2029three\ufeff\u200b", "onetwothree"),
         ("👩\u200d🚀 ❤\ufe0f é e\u0301 \u00a0", "👩\u200d🚀 ❤\ufe0f é e\u0301 \u00a0"),
     ],
@@ -76,9 +76,9 @@ def test_names_from_an_engine_must_not_control_the_terminal(do, tmp_path):
     do.engine.states = [runs_elsewhere(Path("/r" + HOSTILE), "j\n" + HOSTILE)]
     do.engine.things = ["container " + HOSTILE]
     end(create(JobPaths(tmp_path / "a-1")))
-    for words in (["ps"], ["stop", "a-1", "--dry-run"], ["rm", "a-1", "--dry-run"], ["logs", "zz"]):
-        code, out, err = do(*words)
-        assert out + err and not CONTROL.search("".join(out + err)), words
+    for arguments in (["ps"], ["stop", "a-1", "--dry-run"], ["rm", "a-1", "--dry-run"], ["logs", "zz"]):
+        code, out, err = do(*arguments)
+        assert out + err and not CONTROL.search("".join(out + err)), arguments
     assert len(do("ps")[1]) == 2
 
 
@@ -98,12 +98,12 @@ def test_an_exported_file_must_be_exact_unless_it_is_printed_to_a_terminal(monke
     os.close(reader)
 
 
-# --- what cannot be written
+# --- output that cannot be written
 
 
 @contextlib.contextmanager
 def captured(folder: Path, out: str = "", err: str = "", encoding: str = "utf-8"):
-    """Print to files, as a separate process would; yields the files of stdout and stderr."""
+    """Redirect output to files, as for a separate process; yields the files of stdout and stderr."""
     files = [Path(out or folder / "out"), Path(err or folder / "err")]
     saved, streams = [os.dup(number) for number in (1, 2)], (sys.stdout, sys.stderr)
     for number, path in enumerate(files, 1):
@@ -148,7 +148,7 @@ MESSAGES = [RUN, ["attach", "ended"], ["stop", "ended"], ["rm", "ended"], ["run"
 
 @pytest.fixture
 def jobs(do, tmp_path, monkeypatch):
-    """A folder with a job that has ended, one that waits for its supervisor, and a cluster."""
+    """A folder with a finished job, a job without a supervisor, and a cluster."""
     runs = tmp_path / "runs"
     ended = create(JobPaths(runs / "ended-1"))
     end(ended)
@@ -161,57 +161,57 @@ def jobs(do, tmp_path, monkeypatch):
     return do
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_full_stdout_must_be_reported_in_one_line(jobs, tmp_path, words):
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_a_full_stdout_must_be_reported_in_one_line(jobs, tmp_path, arguments):
     with captured(tmp_path, out="/dev/full") as (_, err):
-        code = main(words)
+        code = main(arguments)
     lines = err.read_text().splitlines()
     assert (code, lines[-1]) == (1, "error: could not write all output: [Errno 28] No space left on device")
     assert sum("error" in line for line in lines) == 1
 
 
-@pytest.mark.parametrize("words", MESSAGES, ids=" ".join)
-def test_a_full_stderr_must_be_an_error_but_not_stop_the_command(jobs, tmp_path, words):
+@pytest.mark.parametrize("arguments", MESSAGES, ids=" ".join)
+def test_a_full_stderr_must_be_an_error_but_not_stop_the_command(jobs, tmp_path, arguments):
     with captured(tmp_path) as (out, err):
-        usual = main(words)
+        usual = main(arguments)
         before = out.read_text()
-    end(create(JobPaths(tmp_path / "runs" / "ended-1"))) if words[0] == "rm" else None
+    end(create(JobPaths(tmp_path / "runs" / "ended-1"))) if arguments[0] == "rm" else None
     jobs.engine.generations = [[ALL_WELL]]
     with captured(tmp_path, err="/dev/full") as (out, _):
-        assert main(words) == (usual or 1)
+        assert main(arguments) == (usual or 1)
     assert out.read_text().count("\n") == before.count("\n")
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_closed_pipe_on_stdout_must_not_be_an_error(jobs, tmp_path, words):
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_a_closed_pipe_on_stdout_must_not_be_an_error(jobs, tmp_path, arguments):
     reader, writer = os.pipe()
     os.close(reader)
     with captured(tmp_path, out=f"/dev/fd/{writer}") as (_, err):
-        assert main(words) == 0
+        assert main(arguments) == 0
     os.close(writer)
     assert "error" not in err.read_text()
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_unencodable_characters_must_be_printed_as_escapes(jobs, tmp_path, words):
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_unencodable_characters_must_be_printed_as_escapes(jobs, tmp_path, arguments):
     with captured(tmp_path, encoding="ascii") as (out, err):
         console.prepare()
-        assert main(words) == 0
+        assert main(arguments) == 0
         assert console.finish() is None
     assert "Traceback" not in (text := out.read_text() + err.read_text())
-    if words[0] in ("plan", "logs") or words == ["run", "--dry-run", "--trainers", "2", *APP]:
+    if arguments[0] in ("plan", "logs") or arguments == ["run", "--dry-run", "--trainers", "2", *APP]:
         assert "\\xd7" in text
 
 
-# --- as a process
+# --- as a separate process
 
 
-def process(*words: str, shell: str = "", **env: str) -> subprocess.CompletedProcess[bytes]:
-    """`python -m orchestrate WORDS`, with the redirections of a shell, in the environment of this test."""
+def process(*arguments: str, shell: str = "", **env: str) -> subprocess.CompletedProcess[bytes]:
+    """Run `python -m orchestrate ARGUMENTS` with redirections of a shell, in the environment of this test."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "LC_", "LANG"))}
     command = f'exec "$0" -m orchestrate "$@" {shell}'
     return subprocess.run(
-        ["sh", "-c", command, sys.executable, *words],
+        ["sh", "-c", command, sys.executable, *arguments],
         env=kept | {"PYTHONPATH": str(ROOT)} | NO_DOCKER | env,
         capture_output=True,
         timeout=120,
@@ -238,15 +238,17 @@ def test_a_plan_must_be_printable_in_every_encoding(env):
 
 
 @pytest.mark.parametrize("shell", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "<&-"])
-@pytest.mark.parametrize("words", [PLAN, ("ps",), ("--help",), ("logs", "nope")], ids=lambda words: words[0])
-def test_closed_streams_must_not_be_an_error(tmp_path, words, shell):
-    runs = () if words == ("--help",) else ("--runs", str(tmp_path))
-    done = process(words[0], *runs, *words[1:], shell=shell)
-    assert done.returncode == (2 if "nope" in words else 0)
+@pytest.mark.parametrize(
+    "arguments", [PLAN, ("ps",), ("--help",), ("logs", "nope")], ids=lambda arguments: arguments[0]
+)
+def test_closed_streams_must_not_be_an_error(tmp_path, arguments, shell):
+    runs = () if arguments == ("--help",) else ("--runs", str(tmp_path))
+    done = process(arguments[0], *runs, *arguments[1:], shell=shell)
+    assert done.returncode == (2 if "nope" in arguments else 0)
     assert b"Traceback" not in done.stderr
-    if "2>&-" in shell:  # and no message takes the place of data
+    if "2>&-" in shell:  # and messages do not go to stdout
         assert b"error" not in done.stdout
-    if shell == ">&-" and "nope" not in words and words != ("--help",):
+    if shell == ">&-" and "nope" not in arguments and arguments != ("--help",):
         assert done.stderr == b""
 
 
@@ -293,13 +295,13 @@ def test_signals_must_be_counted_while_a_message_is_blocked(cli, nothing_left):
         assert child.wait(timeout=60) == 130
 
 
-# --- what goes on now
+# --- the current phase
 
 
-TOLD = """
+PROGRAM = """
 import sys, time
 from orchestrate import console
-console.ANNOUNCE_AFTER, console.PROGRESS_INTERVAL = LASTS, 0.0
+console.ANNOUNCE_AFTER, console.PROGRESS_INTERVAL = AFTER, 0.0
 console.phase("starting 2 nodes")
 time.sleep(PAUSE)
 console.say("ours")
@@ -312,40 +314,41 @@ console.finish()
 """
 
 
-def told(lasts: float, pause: float = 0.0) -> list[str]:
-    code = TOLD.replace("= LASTS", f"= {lasts}").replace("PAUSE", str(pause))
+def phase_program(after: float, pause: float = 0.0) -> list[str]:
+    """A command that shows a phase, announced as a line after some seconds, and other output."""
+    code = PROGRAM.replace("= AFTER", f"= {after}").replace("PAUSE", str(pause))
     return [sys.executable, "-c", code.replace("HOSTILE", repr(HOSTILE))]
 
 
 def test_the_current_phase_must_be_the_last_line_of_a_terminal_and_be_replaced():
     leader, follower = pty.openpty()
     env = os.environ | {"TERM": "xterm", "COLUMNS": "40", "PYTHONPATH": str(ROOT)}
-    subprocess.run(told(1000), stdout=follower, stderr=follower, env=env, check=True)
+    subprocess.run(phase_program(1000), stdout=follower, stderr=follower, env=env, check=True)
     os.close(follower)
     shown = b""
     with contextlib.suppress(OSError):
         while chunk := os.read(leader, 1 << 16):
             shown += chunk
     os.close(leader)
-    gone, now = "\r\x1b[K", "starting 2 nodes"
-    parts = [now, "ours\n" + now, "master 0 | a line\n" + now, "master 0 | 10%", "master 0 | 20%", "x" * 39, ""]
-    assert shown.decode().replace("\r\n", "\n") == gone.join(parts)
+    erase, phase = "\r\x1b[K", "starting 2 nodes"
+    parts = [phase, "ours\n" + phase, "master 0 | a line\n" + phase, "master 0 | 10%", "master 0 | 20%", "x" * 39, ""]
+    assert shown.decode().replace("\r\n", "\n") == erase.join(parts)
 
 
 def test_a_shared_terminal_must_get_only_complete_lines():
     leader, follower = pty.openpty()
     env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(told(1000), stdout=subprocess.PIPE, stderr=follower, env=env, check=True)  # `| grep`
+    done = subprocess.run(phase_program(1000), stdout=subprocess.PIPE, stderr=follower, env=env, check=True)  # `| grep`
     os.close(follower)
     assert os.read(leader, 1 << 16) == b"ours\r\n"
     os.close(leader)
     assert done.stdout.splitlines() == [b"master 0 | a line", b"master 0 | 10%", b"master 0 | 20%"]
 
 
-@pytest.mark.parametrize(("lasts", "shown"), [(1000, []), (0.0, ["starting 2 nodes"])])
-def test_a_long_phase_must_be_printed_as_a_line_without_a_terminal(lasts, shown):
+@pytest.mark.parametrize(("after", "shown"), [(1000, []), (0.0, ["starting 2 nodes"])])
+def test_a_long_phase_must_be_printed_as_a_line_without_a_terminal(after, shown):
     env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(told(lasts, pause=0.3), capture_output=True, text=True, env=env, check=True)
+    done = subprocess.run(phase_program(after, pause=0.3), capture_output=True, text=True, env=env, check=True)
     assert done.stderr.splitlines()[: len(shown) + 1] == [*shown, "ours"]
     assert done.stdout.splitlines() == ["master 0 | a line", "master 0 | 10%", "master 0 | 20%"]
     assert "\x1b" not in done.stderr + done.stdout

@@ -1,4 +1,4 @@
-"""A folder that workers write in must hold nothing that a node waits for, follows out of it, or dies of."""
+"""Nothing in a folder that workers write to must block a node, lead it outside, or crash it."""
 
 import io
 import os
@@ -22,20 +22,20 @@ from orchestrate.node.files import PIECE, Files
 from orchestrate.node.ranks import fence
 from orchestrate.node.trees import clear, opened, replace, walk
 
-DEEP = 3000  # folders within each other: more than Python's stack has frames, and a path has characters
+DEEP = 3000  # nested folders: more than the frames of Python's stack and the characters of a path
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Path]:
-    made = tmp_path / "job"
-    (made / "logs").mkdir(parents=True)
-    yield made
+    folder = tmp_path / "job"
+    (folder / "logs").mkdir(parents=True)
+    yield folder
     subprocess.run(["chmod", "-R", "u+rwx", str(tmp_path)], capture_output=True)
-    subprocess.run(["rm", "-rf", str(made)], check=True)  # pytest could not
+    subprocess.run(["rm", "-rf", str(folder)], check=True)  # too deep for pytest
 
 
 def nest(folder: Path, name: str = "d" * 100, depth: int = DEEP) -> None:
-    """Make folders within each other, with a file in each hundredth and in the last."""
+    """Create nested folders, with a file in every hundredth, including the last."""
     here = os.open(folder, os.O_RDONLY)
     for level in range(depth):
         os.mkdir(name, dir_fd=here)
@@ -47,8 +47,8 @@ def nest(folder: Path, name: str = "d" * 100, depth: int = DEEP) -> None:
     os.close(here)
 
 
-def odd(folder: Path, outside: Path) -> None:
-    """Put into a folder what is neither a file nor a folder, nor can be read like one."""
+def add_special_files(folder: Path, outside: Path) -> None:
+    """Fill a folder with special files, links, a file with an odd name and a sparse file."""
     os.mkfifo(folder / "fifo")
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(folder / "socket"))
@@ -60,8 +60,8 @@ def odd(folder: Path, outside: Path) -> None:
         file.truncate(1 << 40)
 
 
-def without_rights(code: str, *arguments: object) -> str:
-    """What a program prints that has no capability: root, too, is kept out by a mode of 0."""
+def run_without_capabilities(code: str, *arguments: object) -> str:
+    """Run a program without capabilities, so that mode 0 also excludes root; return its output."""
     rights = WITHOUT_CAPABILITIES if os.geteuid() == 0 else ""
     command = [sys.executable, "-c", f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{rights}{code}"]
     done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=60)
@@ -69,7 +69,7 @@ def without_rights(code: str, *arguments: object) -> str:
     return done.stdout
 
 
-# --- news
+# --- changes
 
 
 @pytest.mark.parametrize("name", ["d", "d" * 100])
@@ -82,11 +82,11 @@ def test_deeply_nested_folders_must_be_listed_up_to_the_maximum_path_length(job,
 
 def test_special_files_must_be_neither_listed_nor_read(job, tmp_path):
     (tmp_path / "secret").touch()
-    odd(job, tmp_path)
-    news = Files().changes(str(job), {})
-    assert set(news.files) == {"sparse", os.fsdecode(b"no text \xff\n\x1b[31m")}
-    assert set(news.links) == {"loop", "zero", "out"}
-    assert news.files["sparse"][0] == 1 << 40
+    add_special_files(job, tmp_path)
+    changes = Files().changes(str(job), {})
+    assert set(changes.files) == {"sparse", os.fsdecode(b"no text \xff\n\x1b[31m")}
+    assert set(changes.links) == {"loop", "zero", "out"}
+    assert changes.files["sparse"][0] == 1 << 40
     for name in ("fifo", "socket", "loop", "zero", "out", "logs", "gone", "out/secret/x", "d" * 5000):
         with pytest.raises(OSError):
             Files().read(str(job), name, 0)
@@ -101,14 +101,14 @@ def test_special_files_must_be_neither_listed_nor_read(job, tmp_path):
 
 @pytest.mark.parametrize("what", ["fifo", "zero", "out", "folder", "loop", "nothing"])
 def test_a_log_that_is_not_a_regular_file_must_be_ignored(job, tmp_path, what):
-    odd(tmp_path, tmp_path)
+    add_special_files(tmp_path, tmp_path)
     (tmp_path / "folder").mkdir()
     files, log = Files(), job / "logs" / "rank-0.log"
     files.follow(str(job), 0, 0)
     if what != "nothing":
         (tmp_path / what).rename(log)
     assert files.changes(str(job), {"logs/rank-0.log": 0}).logs == {}
-    files.follow(str(job), 0, 7)  # nor is one looked for behind a link
+    files.follow(str(job), 0, 7)  # a log is not looked up through a link either
 
 
 def test_a_log_of_terabytes_must_be_sent_in_pieces_without_holes(job):
@@ -137,15 +137,15 @@ with tempfile.TemporaryDirectory() as folder:
     print(*found, Files().read(folder, "open/file", 0).data)
     os.chmod(f"{folder}/closed", 0o700)
 """
-    assert without_rights(code) == "open/file eA==\n"
+    assert run_without_capabilities(code) == "open/file eA==\n"
 
 
-# --- put
+# --- uploads
 
 
 def test_uploaded_files_must_replace_any_existing_content(job, tmp_path):
     (tmp_path / "secret").touch()
-    odd(job, tmp_path)
+    add_special_files(job, tmp_path)
     nest(job)
     (job / "folder").mkdir(mode=0)
     put(Files(), job, packed(new="new"))
@@ -165,8 +165,8 @@ def test_an_upload_to_a_folder_that_became_a_link_must_be_refused(job, tmp_path)
 
 
 def test_an_upload_must_create_only_files_folders_and_links_with_safe_modes(job, tmp_path):
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as archive:
+    upload = io.BytesIO()
+    with tarfile.open(fileobj=upload, mode="w") as archive:
         for name, kind, mode in (
             ("folder", tarfile.DIRTYPE, 0o7777),
             ("folder/tool", tarfile.REGTYPE, 0o6755),
@@ -177,10 +177,10 @@ def test_an_upload_must_create_only_files_folders_and_links_with_safe_modes(job,
             entry = tarfile.TarInfo(name)
             entry.type, entry.mode, entry.linkname = kind, mode, "/etc/hostname"
             archive.addfile(entry)
-    put(Files(), job, made.getvalue())
+    put(Files(), job, upload.getvalue())
     found = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in job.rglob("*") if not path.is_symlink()}
     assert found | {"logs": 0} == {"folder": 0o755, "tool": 0o755, "logs": 0}
-    assert os.readlink(job / "link") == "/etc/hostname"  # as it is in the user's folder of code
+    assert os.readlink(job / "link") == "/etc/hostname"  # unchanged from the user's code folder
     outside = io.BytesIO()
     with tarfile.open(fileobj=outside, mode="w") as archive:
         archive.addfile(tarfile.TarInfo("../evil"))
@@ -190,12 +190,12 @@ def test_an_upload_must_create_only_files_folders_and_links_with_safe_modes(job,
         assert not (tmp_path / "evil").exists()
 
 
-# --- what is emptied
+# --- emptying folders
 
 
 def test_a_folder_with_any_content_must_be_emptied(job, tmp_path):
     (tmp_path / "secret").touch()
-    odd(job, tmp_path)
+    add_special_files(job, tmp_path)
     nest(job)
     nest(job, "e")
     wipe([str(job)], {str(job / "socket")})
@@ -216,7 +216,7 @@ with tempfile.TemporaryDirectory() as top:
     wipe([folder], set())
     print(os.listdir(folder))
 """
-    assert without_rights(code) == "[]\n"
+    assert run_without_capabilities(code) == "[]\n"
 
 
 def test_entries_that_cannot_be_removed_must_be_skipped_and_returned():
@@ -237,7 +237,7 @@ with tempfile.TemporaryDirectory() as folder:
     os.unlink = real
     print(clear(folder), os.listdir(folder))
 """
-    assert without_rights(code) == "3 3\n[] []\n"
+    assert run_without_capabilities(code) == "3 3\n[] []\n"
 
 
 def test_wipe_must_remove_a_link_or_file_in_place_of_a_folder(tmp_path):
@@ -248,12 +248,12 @@ def test_wipe_must_remove_a_link_or_file_in_place_of_a_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-# --- the generation
+# --- the fence
 
 
 @pytest.mark.parametrize("what", ["fifo", "zero", "out", "folder", "loop", "large", "bytes", "empty"])
 def test_an_unreadable_fence_must_be_generation_0_and_be_replaced(job, tmp_path, what):
-    odd(tmp_path, tmp_path)
+    add_special_files(tmp_path, tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "large").write_text(" " * 5000 + "7")
     (tmp_path / "bytes").write_bytes(b"\xff")
@@ -271,7 +271,7 @@ def test_an_unreadable_fence_must_be_generation_0_and_be_replaced(job, tmp_path,
     assert sorted(os.listdir(job)) == [ranks.FENCE, "logs"]
 
 
-# --- files that change meanwhile
+# --- concurrent changes
 
 
 def test_files_that_appear_and_vanish_must_not_end_a_walk(job):
@@ -299,7 +299,7 @@ def test_files_that_appear_and_vanish_must_not_end_a_walk(job):
 
 
 def test_only_regular_files_must_be_opened(tmp_path):
-    odd(tmp_path, tmp_path)
+    add_special_files(tmp_path, tmp_path)
     for name in ("fifo", "socket", "loop", "zero", "out"):
         for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY | os.O_CREAT | os.O_APPEND):
             with pytest.raises(OSError):
