@@ -20,7 +20,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
-def parsed(monkeypatch) -> Callable[..., argparse.Namespace]:
+def parse(monkeypatch) -> Callable[..., argparse.Namespace]:
     """Parse a command line of the app."""
 
     def parse(*arguments: str) -> argparse.Namespace:
@@ -57,17 +57,17 @@ def job(tmp_path, monkeypatch) -> Job:
         (("--amp", "bfloat16", "--compile", "max-autotune"), "bfloat16", "max-autotune"),
     ],
 )
-def test_amp_and_compile_must_accept_an_optional_value(parsed, arguments, amp, mode):
-    args = parsed(*arguments)
+def test_amp_and_compile_must_accept_an_optional_value(parse, arguments, amp, mode):
+    args = parse(*arguments)
     assert (args.amp, args.compile, args.deterministic) == (amp, mode, False)
 
 
 @pytest.mark.parametrize(
     ("option", "value", "other"), [("--amp", "float8", "bfloat16"), ("--compile", "fast", "default")]
 )
-def test_an_unknown_value_must_be_refused_with_the_choices(parsed, capsys, option, value, other):
+def test_an_unknown_value_must_be_refused_with_the_choices(parse, capsys, option, value, other):
     with pytest.raises(SystemExit, match="2"):
-        parsed(option, value)
+        parse(option, value)
     (message,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert option in message and value in message and other in message
 
@@ -184,9 +184,9 @@ def test_image_statistics_must_be_created_once_for_each_device_and_type():
 @pytest.mark.parametrize("kind", [GlobalOrder, ShardOrder])
 def test_a_sample_order_must_be_on_the_device_of_its_samples(kind):
     arguments = (11, 4, 1, 2, 1) if kind is GlobalOrder else ([6, 5], 4, 1, 1)
-    here, there = (list(kind(*arguments, device=device).batches(epoch=1)) for device in ("cpu", "meta"))
-    assert {mine.device.type for mine, _ in there} == {"meta"}
-    assert [(len(mine), total) for mine, total in there] == [(len(mine), total) for mine, total in here]
+    on_cpu, on_meta = (list(kind(*arguments, device=device).batches(epoch=1)) for device in ("cpu", "meta"))
+    assert {indices.device.type for indices, _ in on_meta} == {"meta"}
+    assert [(len(indices), total) for indices, total in on_meta] == [(len(indices), total) for indices, total in on_cpu]
 
 
 def tensors() -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ def benchmarks(*arguments: str, **env: str) -> "subprocess.CompletedProcess[str]
 
 
 @pytest.fixture
-def bare(tmp_path):
+def without_docker(tmp_path):
     """A PYTHONPATH without docker and torchvision."""
     for name in ("docker", "torchvision"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}', name='{name}')\n")
@@ -57,7 +57,7 @@ def on_cpu(tmp_path, monkeypatch, nothing_left):
 
 
 @pytest.fixture
-def little(mnist, monkeypatch):
+def small_data(mnist, monkeypatch):
     """Arguments that make the app train on a few images; digits are not generated."""
     monkeypatch.setattr(data, "load", lambda *_, **__: [])
     return "--dataset", "mnist", "--data", str(mnist)
@@ -66,10 +66,10 @@ def little(mnist, monkeypatch):
 # --- the command
 
 
-def test_a_benchmark_must_run_without_docker_and_record_its_machine(bare, tmp_path):
+def test_a_benchmark_must_run_without_docker_and_record_its_machine(without_docker, tmp_path):
     file = tmp_path / "measured.json"
     file.write_text(json.dumps({"cold-start": RESULT}))
-    done = benchmarks("help", "--runs", "1", "--json", str(file), PYTHONPATH=bare)
+    done = benchmarks("help", "--runs", "1", "--json", str(file), PYTHONPATH=without_docker)
     assert done.returncode == 0, done.stderr
     measured = json.loads(file.read_text())
     assert set(measured) == {"machine", "cold-start", "help"}
@@ -77,10 +77,10 @@ def test_a_benchmark_must_run_without_docker_and_record_its_machine(bare, tmp_pa
     assert re.fullmatch(r"[0-9a-f]{10}( \+ changes)?|unknown", measured["machine"]["commit"])
 
 
-def test_gpu_benchmarks_must_be_importable_without_a_gpu_docker_or_torchvision(bare):
+def test_gpu_benchmarks_must_be_importable_without_a_gpu_docker_or_torchvision(without_docker):
     code = "import importlib, benchmarks.__main__ as b\n"
     code += "[importlib.import_module('benchmarks.' + n.replace('-', '_')) for n in b.ON_GPUS]"
-    env = os.environ | {"PYTHONPATH": bare, "CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {"PYTHONPATH": without_docker, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
 
@@ -389,9 +389,9 @@ def test_restarts_must_be_measured_for_every_kill(on_cpu, monkeypatch):
 
 
 @pytest.mark.slow
-def test_samples_per_second_must_be_measured_under_every_launcher(on_cpu, monkeypatch, little):
+def test_samples_per_second_must_be_measured_under_every_launcher(on_cpu, monkeypatch, small_data):
     monkeypatch.setattr(gpu_steady_state, "EPOCHS", {"lenet": 2, "mnist": 3})
-    monkeypatch.setattr(gpu_steady_state, "ARGUMENTS", (*gpu_steady_state.ARGUMENTS, *little))
+    monkeypatch.setattr(gpu_steady_state, "ARGUMENTS", (*gpu_steady_state.ARGUMENTS, *small_data))
     result = gpu_steady_state.measure(1)
     models, launchers = ("lenet", "mnist"), ("python", "torchrun", "orchestrate")
     assert set(result["values"]) == {f"{model}: {name}" for model in models for name in launchers}
@@ -399,10 +399,10 @@ def test_samples_per_second_must_be_measured_under_every_launcher(on_cpu, monkey
 
 
 @pytest.mark.slow
-def test_time_to_accuracy_must_be_measured_with_and_without_running_nodes(on_cpu, monkeypatch, little):
+def test_time_to_accuracy_must_be_measured_with_and_without_running_nodes(on_cpu, monkeypatch, small_data):
     monkeypatch.setattr(gpu, "HAS_TORCHVISION", False)
     monkeypatch.setattr(gpu_time_to_accuracy, "GOAL", 0.0)
-    monkeypatch.setattr(gpu_time_to_accuracy, "ARGUMENTS", (*gpu_time_to_accuracy.ARGUMENTS, *little))
+    monkeypatch.setattr(gpu_time_to_accuracy, "ARGUMENTS", (*gpu_time_to_accuracy.ARGUMENTS, *small_data))
     result = gpu_time_to_accuracy.measure(1)
     assert list(result["values"]) == [
         f"{name}, digits"

@@ -96,10 +96,10 @@ def test_a_zygote_must_continue_after_a_job_that_sent_it_sigstop(tmp_path):
 
 
 def test_a_node_that_cannot_list_all_processes_must_not_report_itself_clean(tmp_path):
-    blind = "import errno, os\ndef fails(path): raise OSError(errno.EMFILE, 'too many open files')\n"
+    failing_listdir = "import errno, os\ndef fails(path): raise OSError(errno.EMFILE, 'too many open files')\n"
     node = Waiting(
         tmp_path,
-        before=blind + "wait_for = loop.Loop.finish\n"
+        before=failing_listdir + "wait_for = loop.Loop.finish\n"
         "def finish(self):\n    os.listdir = fails\n    wait_for(self)\nloop.Loop.finish = finish",
     )
     assert node.run(0, "pass") == 0

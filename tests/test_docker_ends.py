@@ -152,12 +152,12 @@ def test_explain_must_wait_briefly_for_an_event_after_the_loss_of_a_node(job, mo
     monkeypatch.setattr(docker_module, "time", clock)
     listen = engine.clients.listen
 
-    def hear(timeout: float) -> None:
+    def listen_and_advance(timeout: float) -> None:
         assert timeout > 0
         listen(timeout)
         clock.now += 31 if engine.seen_events else 0.1
 
-    monkeypatch.setattr(engine.clients, "listen", hear)
+    monkeypatch.setattr(engine.clients, "listen", listen_and_advance)
     threading.Timer(0.1, job.happened, ("kill", node), {"signal": "9"}).start()
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "node stopped"
     engine.clients.exit_hints = {0: "ending"}  # sufficient without an event
@@ -173,7 +173,7 @@ def test_a_node_that_reports_its_shutdown_must_be_awaited(job, events):
     engine.seen_events = {node["Id"]: set(events)}
     assert engine.explain(WorkerExit(1, 143), "trainer-1") == "node stopped"
     job.answers.asked.clear()
-    job.answers.happens = lambda what: len(job.answers.asked) == 3 and node.update(State="exited")
+    job.answers.happens = lambda request: len(job.answers.asked) == 3 and node.update(State="exited")
     assert {*engine.alive()} == ({"master", "trainer-1"} if events else {"master"})
 
 
@@ -181,7 +181,7 @@ def test_a_node_that_restarts_immediately_must_not_be_awaited_any_longer(job):
     engine = job.settled("master", "trainer-1")
     node = job.answers.containers[1]
     engine.dying = {node["Id"]}
-    job.answers.happens = lambda what: len(job.answers.asked) == 3 and job.happened("die", node)
+    job.answers.happens = lambda request: len(job.answers.asked) == 3 and job.happened("die", node)
     engine.alive()
     assert len(job.answers.asked) < 20 and not engine.dying
 
@@ -189,7 +189,7 @@ def test_a_node_that_restarts_immediately_must_not_be_awaited_any_longer(job):
 def test_an_unavailable_engine_must_not_hide_the_exit_of_a_worker(job, monkeypatch):
     monkeypatch.setattr(docker_module, "EVENT_TIMEOUT", 0.0)
     engine = job.settled("master", "trainer-1")
-    job.answers.happens = lambda what: 1 / 0
+    job.answers.happens = lambda request: 1 / 0
     engine.clients.exit_hints = {1: ""}
     assert engine.explain(WorkerExit(1, 1), "trainer-1") is None  # its node is alive
     engine.clients.exit_hints = {}
@@ -225,9 +225,9 @@ def test_the_loss_of_all_nodes_must_be_distinguished_from_an_engine_shutdown(job
 def test_nodes_must_be_removed_by_force_with_their_volumes(job):
     engine = job.settled("master", "trainer-1")
     engine.discard(["trainer-1", "trainer-7"])
-    (what,) = job.answers.did()
-    query, _ = job.answers.of(what)
-    assert what == f"DELETE /containers/{engine.nodes['trainer-1'].id}"
+    (request,) = job.answers.did()
+    query, _ = job.answers.of(request)
+    assert request == f"DELETE /containers/{engine.nodes['trainer-1'].id}"
     assert {key: value.lower() for key, value in query.items()} == {"v": "true", "link": "false", "force": "true"}
 
 

@@ -46,15 +46,15 @@ def test_events_must_arrive_once_in_order_and_wake_the_reader(answers, events):
 
 
 def test_an_interrupted_event_stream_must_be_resumed_without_duplicates(answers, events):
-    asked = answers.of
+    query_of = answers.of
     eventually(lambda: answers.did("GET").count("GET /events") == 1)
-    assert '["container", "network"]' in asked("GET /events")[0]["filters"]
-    assert abs(int(asked("GET /events")[0]["since"]) - time.time()) < 600
+    assert '["container", "network"]' in query_of("GET /events")[0]["filters"]
+    assert abs(int(query_of("GET /events")[0]["since"]) - time.time()) < 600
     for one in (event(5, "start"), event(6, "kill"), event(6, "die", nano=1), None):
         answers.events.put(one)
     assert taken(events, 3) == [(5, "start"), (6, "kill"), (6, "die")]
     eventually(lambda: answers.did("GET").count("GET /events") == 2)
-    assert asked("GET /events")[0]["since"] == "6" and events.broken > 0
+    assert query_of("GET /events")[0]["since"] == "6" and events.broken > 0
     for one in (event(6, "kill"), event(6, "die", nano=1), event(6, "die", "c2", nano=1), event(6, "oom", nano=1)):
         answers.events.put(one)
     answers.events.put(event(7, "start"))
@@ -64,11 +64,11 @@ def test_an_interrupted_event_stream_must_be_resumed_without_duplicates(answers,
 def test_the_event_stream_must_be_retried_until_it_is_closed(answers, events):
     eventually(lambda: answers.did("GET").count("GET /events") == 1)
     answers.refusals["GET /events"] = 500, "not yet"
-    answers.happens = lambda what: len(answers.asked) % 2 and 1 / 0  # this ends the connection
+    answers.happens = lambda request: len(answers.asked) % 2 and 1 / 0  # this ends the connection
     answers.events.put(None)
     eventually(lambda: answers.did("GET").count("GET /events") > 3)
     assert events.broken > 0
-    answers.happens = lambda what: None
+    answers.happens = lambda request: None
     answers.refusals.clear()
     answers.events.put(event(9))
     assert taken(events, 1) == [(9, "die")]
@@ -107,12 +107,12 @@ def test_an_event_stream_that_is_closed_before_it_opens_must_not_stay_open(daemo
     def stream(**_: object) -> Stream:
         opened.set()
         assert begin.wait(30)
-        return made
+        return opening
 
-    made = Stream()
+    opening = Stream()
     monkeypatch.setattr(daemon.client.api, "events", stream)
     events = Events(daemon, lambda event: True)
     assert opened.wait(30)
     events.close()
     begin.set()
-    eventually(lambda: made.closed)
+    eventually(lambda: opening.closed)

@@ -73,7 +73,7 @@ def test_the_jobs_env_must_override_defaults():
 
 
 @pytest.mark.parametrize(
-    ("image", "ours"),
+    ("image", "expected"),
     [
         ("orchestrate-node", True),
         ("orchestrate-node:0.1", True),
@@ -85,8 +85,8 @@ def test_the_jobs_env_must_override_defaults():
         ("pytorch/pytorch:latest", False),
     ],
 )
-def test_the_projects_own_image_must_be_recognised_by_its_name(image, ours):
-    assert carries_node(image) is ours
+def test_the_projects_own_image_must_be_recognised_by_its_name(image, expected):
+    assert carries_node(image) is expected
 
 
 @pytest.mark.parametrize("form", ["job", "jobset", "trainjob", "slurm"])
@@ -180,7 +180,7 @@ def test_compose_must_not_interpolate_variables_of_a_command(cli):
     assert (master["command"][-1], master["environment"]["A"]) == ("$${B}", "$$HOME")
 
 
-LOOK = """\
+LIST_FILES = """\
 import os, sys
 print(os.listdir("runs"), os.listdir(".git"), repr(open(".env").read()), sys.argv[1])
 """
@@ -195,7 +195,7 @@ def test_a_job_of_the_compose_file_must_not_see_hidden_files(cli, docker_engine,
     for name in (".git/config", ".env"):
         (cli.folder / name).write_text("canary")
     (cli.folder / ".dockerignore").write_text(".env\n")
-    (cli.folder / "look.py").write_text(LOOK)
+    (cli.folder / "look.py").write_text(LIST_FILES)
     file, log = cli.folder / "job.yml", cli.folder / "runs" / "look" / "job" / "logs" / "rank-0.log"
     file.write_text(cli("export", "compose", "--gpus", "none", "--trainers", "0", *ARGUMENTS).stdout)
     make_folder(file.read_text())

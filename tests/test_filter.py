@@ -47,9 +47,9 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.host = Space((), ())
-        here, there = (f"{V4}/24", f"{V6}/64", "fe80::1/64"), ("10.99.0.2/24", "fd99::2/64", "fe80::2/64")
+        host, node = (f"{V4}/24", f"{V6}/64", "fe80::1/64"), ("10.99.0.2/24", "fd99::2/64", "fe80::2/64")
         try:
-            self.space = Space(here, there, self.host)
+            self.space = Space(host, node, self.host)
         except BaseException:
             self.host.remove()
             raise
@@ -84,7 +84,7 @@ def node(tmp_path):
     node.remove()
 
 
-WHOLE4, WHOLE6 = "255.255.255.255", "ffff:" * 7 + "ffff"
+MASK4, MASK6 = "255.255.255.255", "ffff:" * 7 + "ffff"
 ALL = [f"tcp/{address}/{PORT}" for address in (V4, V6, "10.98.0.1", "fd98::1")] + [f"udp/fe80::1/{PORT}"]
 
 
@@ -95,8 +95,8 @@ def test_every_address_must_be_reachable_without_a_filter(node):
 @pytest.mark.parametrize(
     ("blocked", "refused"),
     [
-        ((f"{V4}/{WHOLE4}",), {V4}),
-        ((f"{V6}/{WHOLE6}",), {V6}),
+        ((f"{V4}/{MASK4}",), {V4}),
+        ((f"{V6}/{MASK6}",), {V6}),
         (("10.98.0.0/255.255.255.0", "fe80::/ffc0::"), {"10.98.0.1", "fe80::1"}),
         (("10.0.0.1/255.0.0.255",), {V4, "10.98.0.1"}),
         (("fd00::/ff00::",), {V6, "fd98::1"}),
@@ -110,7 +110,7 @@ def test_only_blocked_addresses_must_be_refused_and_immediately(node, blocked, r
 
 
 def test_socket_options_must_not_bypass_the_filter(node):
-    node.filter(f"{V4}/{WHOLE4}", f"{V6}/{WHOLE6}", "224.0.0.0/224.0.0.0", "ff00::/ff00::")
+    node.filter(f"{V4}/{MASK4}", f"{V6}/{MASK6}", "224.0.0.0/224.0.0.0", "ff00::/ff00::")
     connections = [f"{way}-tcp/{V4}/{PORT}" for way in ("near", "bound")]
     hosts = (V4, V6, "224.0.0.1", "ff02::1")
     datagrams = [f"{way}-udp/{host}/{PORT}" for way in ("plain", "near", "bound") for host in hosts]
@@ -129,8 +129,8 @@ def test_a_name_server_must_be_reachable_only_on_the_dns_port(node):
 
 
 def test_a_later_filter_must_replace_an_earlier_one(node):
-    node.filter(f"{V4}/{WHOLE4}", mark=1)
-    node.filter(f"{V6}/{WHOLE6}", mark=0x7FFFFFFF)
+    node.filter(f"{V4}/{MASK4}", mark=1)
+    node.filter(f"{V6}/{MASK6}", mark=0x7FFFFFFF)
     first, second = node.reach(*ALL[:2])
     assert first == "reached" and second in REFUSED
     routes = node.space.run("cat", "/proc/net/route").splitlines()
@@ -141,7 +141,7 @@ def test_the_host_must_reach_a_node_only_from_addresses_that_the_node_may_reach(
     node.space.listen("0.0.0.0", PORT)
     node.space.listen("::", PORT)
     places = [f"tcp/{address}/{PORT}" for address in ("10.99.0.2", "fd99::2")]
-    for blocked, refused in (((), ()), ((f"{V4}/{WHOLE4}",), (0,)), ((f"{V4}/{WHOLE4}", f"{V6}/{WHOLE6}"), (0, 1))):
+    for blocked, refused in (((), ()), ((f"{V4}/{MASK4}",), (0,)), ((f"{V4}/{MASK4}", f"{V6}/{MASK6}"), (0, 1))):
         node.filter(*blocked)
         found = node.host.run(sys.executable, "-c", TRY, *places).split()
         assert [result in REFUSED for result in found] == [number in refused for number in range(2)], found
@@ -168,7 +168,7 @@ with socket.socket(family, socket.SOCK_DGRAM) as here, socket.socket(family, soc
 
 @pytest.mark.parametrize(("own", "host"), [("10.99.0.2", V4), ("fd99::2", V6)])
 def test_a_node_must_not_open_the_filter_with_packets_spoofed_from_the_host(node, own, host):
-    node.filter(f"{V4}/{WHOLE4}", f"{V6}/{WHOLE6}")
+    node.filter(f"{V4}/{MASK4}", f"{V6}/{MASK6}")
     assert node.space.run(sys.executable, "-c", SPOOF, own, host, str(PORT)) == "refused\n"
 
 

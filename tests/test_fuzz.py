@@ -34,7 +34,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=12,
 )
-NAMES = ["step", "loss", "rank_seconds", "a"]
+METRICS = ["step", "loss", "rank_seconds", "a"]
 FORMS = [
     {"say": "started", "generation": 0, "rank": 0, "pid": 2},
     {"say": "ended", "generation": 0, "rank": 0, "code": 1, "at": 1.0, "hint": "", "asked": False},
@@ -95,13 +95,13 @@ class Recorded(NodeConnection):
     """A connection whose other end has sent these lines and closed."""
 
     def __init__(self, lines: bytes) -> None:
-        ours, theirs = socket.socketpair()
-        super().__init__(ours, KEY)
-        node = End(theirs, listens=True)
+        local, remote = socket.socketpair()
+        super().__init__(local, KEY)
+        node = End(remote, listens=True)
         greeted(self, node)
         for line in lines.splitlines():
             node.send(line)
-        theirs.close()
+        remote.close()
 
 
 @bounded
@@ -162,9 +162,7 @@ def monkeypatch_lines(monkeypatch):
 
 
 @bounded
-@given(
-    st.lists(st.dictionaries(st.sampled_from(["step", "loss", "rank_seconds", "a"]), values, max_size=4), max_size=6)
-)
+@given(st.lists(st.dictionaries(st.sampled_from(METRICS), values, max_size=4), max_size=6))
 @example([{"rank_seconds": [1, 1, 1e400]}] * 6)
 @example([{"rank_seconds": [10**400] * 3}] * 6)
 def test_a_report_must_be_created_from_any_metrics(tmp_path_factory, metrics):
@@ -175,10 +173,9 @@ def test_a_report_must_be_created_from_any_metrics(tmp_path_factory, metrics):
     assert isinstance(report.text(data), str)
 
 
-OURS = ["events.jsonl", "plan.json", "job.yaml", "report.json", "supervisor.lock"]
-
 # --- our files, changed by a disk failure or a user
 
+FILES = ["events.jsonl", "plan.json", "job.yaml", "report.json", "supervisor.lock"]
 EVENTS = [
     to_line(event)
     for event in (
@@ -216,16 +213,13 @@ def test_damaged_events_must_be_reported_with_their_file_and_the_job_must_stay_r
 
 
 @bounded
-@given(
-    st.binary(max_size=300),
-    st.sampled_from(["events.jsonl", "plan.json", "job.yaml", "report.json", "supervisor.lock"]),
-)
+@given(st.binary(max_size=300), st.sampled_from(FILES))
 @example(b'{"outcome": "succeeded"}', "report.json")
 @example(b"\xff", "job.yaml")
 @example(b"[" * 50_000, "plan.json")
 @example(b"[" * 50_000, "job.yaml")
-def test_commands_must_handle_any_content_of_a_jobs_files(do_in, content, name):
-    do, paths = do_in()
+def test_commands_must_handle_any_content_of_a_jobs_files(make_job, content, name):
+    do, paths = make_job()
     (paths.root / name).write_bytes(content)
     for command in (["logs", "a-1"], ["ps"], ["stop", "a-1"], ["wait", "a-1"], ["attach", "a-1"], ["rm", "a-1"]):
         code, out, err = do(*command)
@@ -235,7 +229,9 @@ def test_commands_must_handle_any_content_of_a_jobs_files(do_in, content, name):
 
 
 @pytest.fixture
-def do_in(tmp_path_factory, monkeypatch, capsys):
+def make_job(tmp_path_factory, monkeypatch, capsys):
+    """Create a job; return commands that find it, and its paths."""
+
     def make() -> tuple[Commands, JobPaths]:
         runs = tmp_path_factory.mktemp("runs")
         do = Commands(runs, monkeypatch, capsys)
@@ -278,13 +274,13 @@ def test_a_job_file_must_be_accepted_or_refused(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("file") / "job.yaml"
     path.write_bytes(content)
     try:
-        made = spec.resolve(spec.read_file(path))
+        resolved = spec.resolve(spec.read_file(path))
     except UsageError as error:
         assert str(error)
     else:
         again = path.with_name("again.yaml")
-        again.write_text(made.to_yaml())
-        assert spec.resolve(spec.read_file(again)) == made
+        again.write_text(resolved.to_yaml())
+        assert spec.resolve(spec.read_file(again)) == resolved
 
 
 @bounded
@@ -297,29 +293,30 @@ def test_a_job_file_must_be_accepted_or_refused(tmp_path_factory, content):
 @example("optional", [[]])
 def test_a_value_must_be_accepted_or_refused_with_its_key(key, value):
     try:
-        made = spec.resolve({key: value})
+        resolved = spec.resolve({key: value})
     except UsageError as error:
         assert repr(key) in str(error) or key.split(".")[0] in str(error)
     else:
-        assert isinstance(made, spec.JobSpec)
+        assert isinstance(resolved, spec.JobSpec)
 
 
 COMMANDS = ["plan", "logs", "wait", "stop", "rm", "down", "ps", "attach", "export", ""]
 OTHERS = ["--set", "--runs", "--dry-run", "--rank", "-f", "--", "-m"]
 FLAGS = [*(f"--{name.replace('_', '-')}" for name in OPTIONS), *OTHERS]
-WORDS = st.sampled_from([*FLAGS, "0", "-1", "1e9", "auto", "all", "x=1", "env.A=b", "..", "/"]) | st.text(max_size=12)
+VALUES = ["0", "-1", "1e9", "auto", "all", "x=1", "env.A=b", "..", "/"]
+ARGUMENTS = st.sampled_from([*FLAGS, *VALUES]) | st.text(max_size=12)
 
 
 @bounded
-@given(st.sampled_from(COMMANDS), st.lists(WORDS, max_size=5))
+@given(st.sampled_from(COMMANDS), st.lists(ARGUMENTS, max_size=5))
 @example("stop", [""])
 @example("rm", [".."])
 @example("rm", ["/"])
 @example("logs", ["a-1", "--rank", "x"])
 @example("export", ["kubernetes", "--form", "\0"])
-def test_a_command_line_must_run_or_be_refused_without_a_traceback(do_in, command, words):
-    do, paths = do_in()
-    code, _, err = do(command, *words)
+def test_a_command_line_must_run_or_be_refused_without_a_traceback(make_job, command, arguments):
+    do, paths = make_job()
+    code, _, err = do(command, *arguments)
     assert code in (0, 1, 2, 3, 4, 5, 130), err
     assert "Traceback" not in "\n".join(err) and (code != 2 or any(line.startswith("error: ") for line in err))
     assert paths.root.exists() or command == "rm"

@@ -23,7 +23,7 @@ def uuids(gpus) -> list[str]:
     return [gpu.id.partition("-")[2] for gpu in gpus]
 
 
-def summed(cli, workers: int) -> list[dict]:
+def check_sums(cli, workers: int) -> list[dict]:
     """The facts of all workers; check that they have added up their ranks."""
     seen = facts(cli)
     assert [fact["sums"] for fact in seen] == [[workers * (workers - 1) / 2]] * workers
@@ -34,7 +34,7 @@ def test_each_gpu_must_get_a_forked_worker_that_communicates_over_nccl(gpu_nodes
     done = gpu_nodes.run("--trainers", "0", "--gpus", "all", "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr
     assert ", NCCL on GPU" in done.stderr
-    seen = summed(gpu_nodes, len(gpus))
+    seen = check_sums(gpu_nodes, len(gpus))
     assert [fact["gpu"] for fact in seen] == uuids(gpus)
     for fact in seen:
         assert (fact["forked"], fact["backend"], fact["visible"]) == (True, "nccl", len(gpus))
@@ -44,7 +44,7 @@ def test_each_gpu_must_get_a_forked_worker_that_communicates_over_nccl(gpu_nodes
 def test_a_job_must_see_the_requested_number_of_gpus(gpu_nodes, gpus):
     done = gpu_nodes.run("--trainers", "0", "--gpus", "1", "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr
-    (seen,) = summed(gpu_nodes, 1)
+    (seen,) = check_sums(gpu_nodes, 1)
     assert (seen["visible"], seen["gpu"]) == (1, seen["env"]["CUDA_VISIBLE_DEVICES"].partition("-")[2])
 
 
@@ -53,7 +53,7 @@ def test_each_node_must_see_only_its_own_gpu_and_use_nccl_with_the_others(gpu_no
         pytest.skip("this machine has one GPU")
     done = gpu_nodes.run("--trainers", "1", "--gpus", "2", "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr
-    seen = summed(gpu_nodes, 2)
+    seen = check_sums(gpu_nodes, 2)
     assert [(fact["visible"], fact["backend"]) for fact in seen] == [(1, "nccl")] * 2
     assert len({fact["gpu"] for fact in seen}) == 2
 
@@ -62,7 +62,7 @@ def test_nodes_must_share_a_gpu_if_the_job_allows_it(gpu_nodes):
     done = gpu_nodes.run("--trainers", "1", "--gpus", "1", *SHARED, "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr
     assert "on 1 shared GPU" in done.stderr
-    seen = summed(gpu_nodes, 2)
+    seen = check_sums(gpu_nodes, 2)
     assert len({fact["gpu"] for fact in seen}) == 1
     for fact in seen:
         able = fact["nccl"] >= [2, 30]
@@ -72,7 +72,7 @@ def test_nodes_must_share_a_gpu_if_the_job_allows_it(gpu_nodes):
 def test_workers_must_see_no_gpus_without_gpus(gpu_nodes):
     done = gpu_nodes.run("--trainers", "1", "--gpus", "none", "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr
-    for fact in summed(gpu_nodes, 2):
+    for fact in check_sums(gpu_nodes, 2):
         assert (fact["device"], fact["backend"], fact["usable"], fact["visible"]) == ("cpu", "gloo", False, 0)
 
 
@@ -93,17 +93,17 @@ def test_too_few_gpus_must_be_refused_before_anything_is_created(gpu_cli, gpu_en
 
 @pytest.mark.parametrize("value", ["", "-1"])
 def test_gpus_that_the_caller_hides_must_not_be_used(gpu_cli, gpu_engine, value):
-    words = ("plan", "--engine", gpu_engine, "--trainers", "0", "--gpus")
+    arguments = ("plan", "--engine", gpu_engine, "--trainers", "0", "--gpus")
     hidden = f"CUDA_VISIBLE_DEVICES={value} matches none of"
-    done = gpu_cli(*words, "all", "--", "cuda_sum.py", CUDA_VISIBLE_DEVICES=value)
+    done = gpu_cli(*arguments, "all", "--", "cuda_sum.py", CUDA_VISIBLE_DEVICES=value)
     assert done.returncode == 4 and f"error: --gpus all: {hidden}" in done.stderr
-    done = gpu_cli(*words, "auto", "--", "cuda_sum.py", CUDA_VISIBLE_DEVICES=value)
+    done = gpu_cli(*arguments, "auto", "--", "cuda_sum.py", CUDA_VISIBLE_DEVICES=value)
     assert done.returncode == 0 and f"gloo on CPU ({hidden}" in done.stdout
 
 
 def test_only_gpus_visible_to_the_caller_must_be_used(gpu_cli, gpu_engine, gpus):
-    words = ("plan", "--engine", gpu_engine, "--trainers", "0", "--gpus", "all", "--", "cuda_sum.py")
-    done = gpu_cli(*words, CUDA_VISIBLE_DEVICES=gpus[-1].id)
+    arguments = ("plan", "--engine", gpu_engine, "--trainers", "0", "--gpus", "all", "--", "cuda_sum.py")
+    done = gpu_cli(*arguments, CUDA_VISIBLE_DEVICES=gpus[-1].id)
     assert done.returncode == 0, done.stderr
     assert [gpu.id for gpu in gpus if gpu.id in done.stdout] == [gpus[-1].id]
 
@@ -125,12 +125,12 @@ def busy(gpu, number: int) -> Iterator[None]:
 def test_auto_must_leave_out_a_gpu_that_another_program_uses(gpu_cli, gpu_engine, gpus, monkeypatch):
     if any(gpu.busy for gpu in gpus):
         pytest.skip("other programs use GPUs of this machine already")
-    words = ("plan", "--engine", gpu_engine, "--trainers", "0", "--gpus")
+    arguments = ("plan", "--engine", gpu_engine, "--trainers", "0", "--gpus")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-smi
-    free = gpu_cli(*words, "auto", "--", "cuda_sum.py")
+    free = gpu_cli(*arguments, "auto", "--", "cuda_sum.py")
     assert [gpu.id for gpu in gpus if gpu.id in free.stdout] == [gpu.id for gpu in gpus]
     with busy(gpus[0], 0):
-        auto, everything = (gpu_cli(*words, which, "--", "cuda_sum.py").stdout for which in ("auto", "all"))
+        auto, everything = (gpu_cli(*arguments, which, "--", "cuda_sum.py").stdout for which in ("auto", "all"))
     assert [gpu.id for gpu in gpus if gpu.id in auto] == [gpu.id for gpu in gpus[1:]]
     assert "1 GPU in use by other programs" in auto
     assert f"{gpus[0].id}, 1" in everything and "% of its memory in use" in everything
@@ -155,7 +155,7 @@ def test_a_preloaded_module_must_be_allowed_to_check_for_a_gpu(gpu_cli, gpu_engi
     (gpu_cli.folder / "asks.py").write_text("import torch\nAVAILABLE = torch.cuda.is_available()\n")
     done = gpu_cli("run", "--engine", gpu_engine, *ALONE, "--set", "preload=[asks]", "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr
-    (seen,) = summed(gpu_cli, 1)
+    (seen,) = check_sums(gpu_cli, 1)
     assert seen["forked"]
 
 
@@ -164,5 +164,5 @@ def test_workers_must_not_be_forked_if_a_preloaded_module_has_called_cuda(gpu_cl
     (gpu_cli.folder / "calls.py").write_text(f"import torch\n{call}\n")
     done = gpu_cli("run", "--engine", gpu_engine, *ALONE, "--set", "preload=[calls]", "--", "cuda_sum.py")
     assert done.returncode == 0, done.stderr
-    (seen,) = summed(gpu_cli, 1)
+    (seen,) = check_sums(gpu_cli, 1)
     assert not seen["forked"]

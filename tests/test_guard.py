@@ -147,7 +147,7 @@ def test_nodes_of_a_cluster_must_be_filtered_once_for_all_jobs(cli, around, reac
     assert cli("down", name).returncode == 0
 
 
-LIFT = """
+REMOVE_FILTER = """
 import sys
 sys.path.insert(0, "/opt/orchestrate/node")
 import guard
@@ -173,10 +173,10 @@ def guarded_node(request, cli, nothing_left, docker_engine):
 
 @pytest.mark.parametrize("user", ["0:0", "1000:1000"])
 def test_the_filter_must_not_be_removable_from_within_a_node(guarded_node, user):
-    command = ["docker", "exec", "--user", user, guarded_node, "python", "-c", LIFT]
+    command = ["docker", "exec", "--user", user, guarded_node, "python", "-c", REMOVE_FILTER]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.endswith("PermissionError: [Errno 1] Operation not permitted\n")
-    privileged = ["docker", "exec", "--privileged", "--user", "0:0", guarded_node, "python", "-c", LIFT]
+    privileged = ["docker", "exec", "--privileged", "--user", "0:0", guarded_node, "python", "-c", REMOVE_FILTER]
     assert subprocess.run(privileged, capture_output=True).returncode == 0  # the same program works with privileges
 
 
@@ -249,9 +249,9 @@ def test_a_node_that_was_disconnected_must_still_be_filtered(around, guarded_nod
 
 def answer(question: bytes) -> bytes:
     """A DNS answer that resolves any name to 192.0.2.7."""
-    asked = question[12:].partition(b"\0")[0] + question[12 + len(question[12:].partition(b"\0")[0]) :][:5]
+    query = question[12:].partition(b"\0")[0] + question[12 + len(question[12:].partition(b"\0")[0]) :][:5]
     record = b"\xc0\x0c\0\1\0\1\0\0\0\x3c\0\4" + bytes([192, 0, 2, 7])
-    return question[:2] + b"\x81\x80\0\1\0\1\0\0\0\0" + asked + record
+    return question[:2] + b"\x81\x80\0\1\0\1\0\0\0\0" + query + record
 
 
 @pytest.fixture

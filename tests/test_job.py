@@ -179,10 +179,10 @@ def test_a_replaced_file_must_be_refused(paths, name):
 def test_a_replaced_report_must_not_count(paths):
     create(paths)
     end(paths)
-    ours = paths.report.read_text()
-    paths.report.write_text(ours.replace("succeeded", "failed"))
+    original = paths.report.read_text()
+    paths.report.write_text(original.replace("succeeded", "failed"))
     assert store.ended(paths) is None
-    paths.report.write_text(ours)
+    paths.report.write_text(original)
     assert store.ended(paths)["outcome"] == "succeeded"
 
 

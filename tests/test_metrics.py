@@ -59,7 +59,7 @@ def test_a_value_of_the_maximum_size_must_be_kept(value):
 def test_only_the_last_metrics_and_pace_records_that_fit_must_be_kept(monkeypatch):
     monkeypatch.setattr(metrics, "NAMES", 3)
     monkeypatch.setattr(metrics, "ROOM", 9)
-    last = {f"name-{number}": number for number in range(5, 9)}  # one more than a report shows, so that it can mention the rest
+    last = {f"name-{number}": number for number in range(5, 9)}  # one more than a report shows
     assert kept(*({f"name-{number}": number} for number in range(9))) == [last]
     assert kept(*({"rank_seconds": [number, 0]} for number in range(9))) == [
         {"rank_seconds": [number, 0]} for number in (6, 7, 8)

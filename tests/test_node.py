@@ -181,25 +181,25 @@ def test_a_failed_write_to_the_log_must_not_end_the_training(tmp_path):
     assert output.count(b"[rank 2] ") == 2
 
 
-@pytest.mark.parametrize("where", ["logs", "logs/rank-2.log"])
-@pytest.mark.parametrize("what", ["fifo", "read fifo", "socket", "device", "file", "folder", "loop", "closed folder"])
-def test_a_file_that_a_worker_put_in_place_of_its_log_must_be_left_alone(tmp_path, where, what):
-    outside, path = tmp_path / "outside", tmp_path / where
+@pytest.mark.parametrize("name", ["logs", "logs/rank-2.log"])
+@pytest.mark.parametrize("kind", ["fifo", "read fifo", "socket", "device", "file", "folder", "loop", "closed folder"])
+def test_a_file_that_a_worker_put_in_place_of_its_log_must_be_left_alone(tmp_path, name, kind):
+    outside, path = tmp_path / "outside", tmp_path / name
     outside.mkdir()
     (outside / "rank-2.log").write_text("mine")
     path.parent.mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
-        if "fifo" in what:
+        if "fifo" in kind:
             os.mkfifo(path)
-            if what == "read fifo":  # so that it could be opened for writing
+            if kind == "read fifo":  # so that it could be opened for writing
                 stack.callback(os.close, os.open(path, os.O_RDWR))
-        elif what == "socket":
+        elif kind == "socket":
             stack.enter_context(socket.socket(socket.AF_UNIX)).bind(str(path))
-        elif what == "closed folder":
+        elif kind == "closed folder":
             (tmp_path / "closed").mkdir(mode=0)
             path.symlink_to(tmp_path / "closed")
         else:
-            path.symlink_to({"device": "/dev/full", "loop": path, "folder": outside}.get(what, outside / "rank-2.log"))
+            path.symlink_to({"device": "/dev/full", "loop": path, "folder": outside}.get(kind, outside / "rank-2.log"))
         node = start_node(tmp_path, "print('ran')")
         output, _ = node.communicate(timeout=60)
     assert node.returncode == 0

@@ -24,7 +24,7 @@ from orchestrate.job.spec import IMAGE, JobSpec
 
 pytestmark = pytest.mark.docker
 CANARY = "a-value-that-only-the-worker-may-see"
-LOOK = """
+INSPECT = """
 import json, os, pathlib, resource, socket, stat, time
 
 def lines(path):
@@ -157,7 +157,7 @@ def exec_config(exec_id: str) -> dict[str, Any]:
 def looked_at(docker_engine, tmp_path_factory):
     """The master and a trainer of a job."""
     cli = Cli(tmp_path_factory.mktemp("rights"))
-    (cli.folder / "look.py").write_text(LOOK)
+    (cli.folder / "look.py").write_text(INSPECT)
     job = Background(cli, "docker", "--set", f"env.TOKEN={CANARY}", "--", "look.py", trainers=1)
     try:
         found = []

@@ -39,7 +39,7 @@ def test_each_generation_must_have_its_own_port_restart_count_and_fence(job):
     start = engine.start
     engine.start = lambda *arguments: (fences.append(job.paths.fence.read_text()), start(*arguments))
     job.run(engine)
-    envs = [made.workers[0].env for made in engine.plans]
+    envs = [plan.workers[0].env for plan in engine.plans]
     assert [env["MASTER_PORT"] for env in envs] == ["29500", "29501", "29502"]
     assert [env["TORCHELASTIC_RESTART_COUNT"] for env in envs] == ["0", "1", "2"]
     assert fences == ["0\n", "1\n", "2\n"]

@@ -141,12 +141,12 @@ def test_a_starting_node_must_be_awaited_and_not_started_twice(engine, stub, tmp
     state(stub, "trainer-1", "preparing")
     began, sleep = clock.now, clock.sleep
 
-    def slept(seconds: float) -> None:
+    def sleep_and_start(seconds: float) -> None:
         sleep(seconds)
         if clock.now > began + 0.6:  # imitates pulling an image
             state(stub, "trainer-1", "running")
 
-    clock.sleep = slept
+    clock.sleep = sleep_and_start
     engine.up(job())
     assert counts(stub) == {"j-trainer": 2, "j-master": 1}
     assert {*engine.alive()} == {"master", "trainer-1", "trainer-2"}

@@ -36,15 +36,15 @@ def job(tmp_path: Path) -> Iterator[Path]:
 
 def nest(folder: Path, name: str = "d" * 100, depth: int = DEEP) -> None:
     """Create nested folders, with a file in every hundredth, including the last."""
-    here = os.open(folder, os.O_RDONLY)
+    parent = os.open(folder, os.O_RDONLY)
     for level in range(depth):
-        os.mkdir(name, dir_fd=here)
-        there = os.open(name, os.O_RDONLY, dir_fd=here)
-        os.close(here)
-        here = there
+        os.mkdir(name, dir_fd=parent)
+        child = os.open(name, os.O_RDONLY, dir_fd=parent)
+        os.close(parent)
+        parent = child
         if level % 100 == 99:
-            os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=here))
-    os.close(here)
+            os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=parent))
+    os.close(parent)
 
 
 def add_special_files(folder: Path, outside: Path) -> None:
@@ -99,14 +99,14 @@ def test_special_files_must_be_neither_listed_nor_read(job, tmp_path):
     assert text(piece.data).endswith(b"end") and piece.offset + len(text(piece.data)) == 1 << 40
 
 
-@pytest.mark.parametrize("what", ["fifo", "zero", "out", "folder", "loop", "nothing"])
-def test_a_log_that_is_not_a_regular_file_must_be_ignored(job, tmp_path, what):
+@pytest.mark.parametrize("kind", ["fifo", "zero", "out", "folder", "loop", "nothing"])
+def test_a_log_that_is_not_a_regular_file_must_be_ignored(job, tmp_path, kind):
     add_special_files(tmp_path, tmp_path)
     (tmp_path / "folder").mkdir()
     files, log = Files(), job / "logs" / "rank-0.log"
     files.follow(str(job), 0, 0)
-    if what != "nothing":
-        (tmp_path / what).rename(log)
+    if kind != "nothing":
+        (tmp_path / kind).rename(log)
     assert files.changes(str(job), {"logs/rank-0.log": 0}).logs == {}
     files.follow(str(job), 0, 7)  # a log is not looked up through a link either
 
@@ -251,17 +251,17 @@ def test_wipe_must_remove_a_link_or_file_in_place_of_a_folder(tmp_path):
 # --- the fence
 
 
-@pytest.mark.parametrize("what", ["fifo", "zero", "out", "folder", "loop", "large", "bytes", "empty"])
-def test_an_unreadable_fence_must_be_generation_0_and_be_replaced(job, tmp_path, what):
+@pytest.mark.parametrize("kind", ["fifo", "zero", "out", "folder", "loop", "large", "bytes", "empty"])
+def test_an_unreadable_fence_must_be_generation_0_and_be_replaced(job, tmp_path, kind):
     add_special_files(tmp_path, tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "large").write_text(" " * 5000 + "7")
     (tmp_path / "bytes").write_bytes(b"\xff")
     (tmp_path / "empty").touch()
     path = job / ranks.FENCE
-    (tmp_path / what).rename(path)
+    (tmp_path / kind).rename(path)
     assert fence(str(job)) == 0
-    if what != "folder":
+    if kind != "folder":
         replace(str(path), "3 over\n")
         assert path.read_text() == "3 over\n" and fence(str(job)) == 4
         assert stat.S_IMODE(path.stat().st_mode) & 0o7133 == 0

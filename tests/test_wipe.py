@@ -18,15 +18,15 @@ def ipc(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, int], set[t
     """One System V IPC object of each kind, by kind, and the recorded calls that would free objects."""
     libc, freed = ctypes.CDLL(None), set()
     flags = 0o1600  # IPC_CREAT; the key 0 is IPC_PRIVATE
-    made = {"shmctl": libc.shmget(0, 4096, flags), "msgctl": libc.msgget(0, flags), "semctl": libc.semget(0, 1, flags)}
+    ids = {"shmctl": libc.shmget(0, 4096, flags), "msgctl": libc.msgget(0, flags), "semctl": libc.semget(0, 1, flags)}
 
     class Recorder:
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *arguments: freed.add((name, *arguments))
 
     monkeypatch.setattr(agent.ctypes, "CDLL", lambda name: Recorder())
-    yield made, freed
-    libc.shmctl(made["shmctl"], 0, None), libc.msgctl(made["msgctl"], 0, None), libc.semctl(made["semctl"], 0, 0)
+    yield ids, freed
+    libc.shmctl(ids["shmctl"], 0, None), libc.msgctl(ids["msgctl"], 0, None), libc.semctl(ids["semctl"], 0, 0)
 
 
 def test_a_folder_must_be_emptied_except_the_nodes_sockets_and_link_targets(tmp_path):
@@ -47,12 +47,12 @@ def test_a_folder_must_be_emptied_except_the_nodes_sockets_and_link_targets(tmp_
 
 
 def test_system_v_ipc_objects_must_be_freed(ipc):
-    made, freed = ipc
+    ids, freed = ipc
     free_ipc()
     expected = {
-        ("shmctl", made["shmctl"], 0, None),
-        ("msgctl", made["msgctl"], 0, None),
-        ("semctl", made["semctl"], 0, 0),
+        ("shmctl", ids["shmctl"], 0, None),
+        ("msgctl", ids["msgctl"], 0, None),
+        ("semctl", ids["semctl"], 0, 0),
     }
     assert expected <= freed
 
