@@ -58,12 +58,12 @@ def test_containers_must_be_listed_periodically_while_workers_run(job, monkeypat
     engine.clients.running, running = {}, engine.clients.running
     assert engine.wait(0).exits == [] and lists(job) == 2  # no worker is running
     engine.clients.running = running
-    for what in ("pause", "unpause", "die", "network"):
-        kind = "network" if what == "network" else "container"
-        action = "disconnect" if what == "network" else what
-        engine.looked, before = clock.now, looks(job)
+    for change in ("pause", "unpause", "die", "network"):
+        kind = "network" if change == "network" else "container"
+        action = "disconnect" if change == "network" else change
+        engine.looked, before = clock.now, lists(job)
         engine._record_event({"Type": kind, "Action": action, "Actor": {"ID": "x", "Attributes": {}}})
-        assert engine.wait(0).exits == [] and looks(job) == before  # the list is a little behind
+        assert engine.wait(0).exits == [] and lists(job) == before  # the list lags slightly behind events
         clock.now += 0.05
         assert engine.wait(0).exits == [] and lists(job) == before
         clock.now += 0.2
@@ -214,7 +214,7 @@ def test_the_loss_of_all_nodes_must_be_distinguished_from_an_engine_shutdown(job
     other = job.answers.container("trainer-1")
     assert engine.explain(WorkerExit(0, 137), "master") == "node lost"  # because the other node is running
     other["State"], engine.events.broken = "exited", 0.0
-    job.answers.happens = lambda what: what in ("GET /_ping", "HEAD /_ping") and 1 / 0
+    job.answers.happens = lambda request: request in ("GET /_ping", "HEAD /_ping") and 1 / 0
     with pytest.raises(EngineLost, match="does not respond"):
         engine.explain(WorkerExit(0, 137), "master")
 

@@ -247,9 +247,8 @@ def test_only_workers_of_a_dead_node_must_be_killed_with_their_child_processes(n
         engine.clients.running = {0: "master", 1: "trainer-1", 2: "trainer-1", 3: "trainer-1"}
         ended = subprocess.Popen(["true"])
         ended.wait()
-        engine.clients.pids = {rank: worker.pid for rank, worker in enumerate(workers)} | {
-            2: ended.pid
-        }  # and 3 has none yet
+        # rank 3 has no process yet
+        engine.clients.pids = {rank: worker.pid for rank, worker in enumerate(workers)} | {2: ended.pid}
         engine.clients._resolve({"trainer-1"})
         assert [(end.rank, end.code) for end in engine.wait(0).exits] == [(1, 137), (2, 137), (3, 137)]
         assert workers[1].wait() == -signal.SIGKILL
@@ -287,10 +286,10 @@ def test_a_node_must_be_terminated_first_and_killed_if_it_does_not_end(tmp_path,
             started.stdout.readline()
         return process._Node(tmp_path / "s", started.pid, started)
 
-    gentle, deaf, killed = child("exit 5"), child(""), child("exit 5")
-    process._stop_nodes([gentle, deaf], 0.0)
-    assert [node.child.returncode for node in (gentle, deaf)] == [5, -signal.SIGKILL]
-    gentle.signal(0)  # which has gone
+    obedient, stubborn, killed = child("exit 5"), child(""), child("exit 5")
+    process._stop_nodes([obedient, stubborn], 0.0)
+    assert [node.child.returncode for node in (obedient, stubborn)] == [5, -signal.SIGKILL]
+    obedient.signal(0)  # no error, although it is gone
     records.make(tmp_path, KEY)
     engine = ProcessEngine().open(SPEC, plan(SPEC, HERE, "j"), tmp_path / "run", str)
     engine.nodes = {"killed": killed}
@@ -339,9 +338,9 @@ def test_a_node_that_was_started_but_does_not_listen_yet_must_be_awaited(tmp_pat
     monkeypatch.setattr(process, "time", clock)
     began = clock.now
     lock.touch()
-    assert list(process._listening_nodes(tmp_path)) == [] and clock.now == began  # no node is about to listen
+    assert list(process._listening_nodes(tmp_path)) == [] and clock.now == began  # no node is starting
     with lock.open() as shared, lock.open() as held, socket.socket(socket.AF_UNIX) as server:
-        fcntl.flock(shared, fcntl.LOCK_SH)  # another orchestrator that looks
+        fcntl.flock(shared, fcntl.LOCK_SH)  # another orchestrator that checks the lock
         assert not process._is_locked(lock)
         fcntl.flock(shared, fcntl.LOCK_UN)
         fcntl.flock(held, fcntl.LOCK_EX)

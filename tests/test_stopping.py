@@ -127,7 +127,7 @@ def test_nodes_whose_workers_do_not_end_must_be_removed_in_time(job, requests, c
 
 
 def test_workers_that_exceed_max_run_must_be_stopped_once_and_removed_in_time(job):
-    engine = Deaf([])
+    engine = Unstoppable([])
     assert job.run(engine, JobSpec(trainers=2, grace=30.0, max_run=10.0)) == JobResult("stopped", "max_run was reached")
     assert job.noted("workers_stopping") == [{"why": "max_run was reached", "kill": False}]
     assert 45 <= job.when("workers_lost")[0] < 46

@@ -102,7 +102,7 @@ def test_run_directories_must_not_be_sent_with_the_code(engine, stub, code, tmp_
         (code / name).touch()
     with (code / "out" / "large").open("wb") as file:
         file.truncate(300 << 20)
-    SwarmEngine().inventory(SPEC, code / "out" / "j" / "job", look_inside=False)  # it is not too large
+    SwarmEngine().inventory(SPEC, code / "out" / "j" / "job", look_inside=False)  # the code is not too large
     engine.swarm.run, engine._on_each = code / "out" / "j" / "job", lambda nodes, act: []
     SwarmSession._send_code(engine, code, [])
     file, _ = engine.code
@@ -240,9 +240,9 @@ def test_workers_on_the_host_network_must_get_the_address_of_the_masters_host(st
     records.make(tmp_path.parent, KEY)
     session = SwarmEngine().open(spec, job(spec, network="host"), tmp_path, str)
     for role in ("master", "trainer"):
-        made.swarm.scale(role, 1)
-    made._update_nodes()
-    made.first = "master"
+        session.swarm.scale(role, 1)
+    session._update_nodes()
+    session.first = "master"
     stub.hosts[0]["Status"]["Addr"] = "10.1.1.7"
     session.manager.hosts()
     for worker in job(spec).workers:  # each on its own host
@@ -297,11 +297,11 @@ def test_files_must_be_sent_only_to_nodes_that_need_them(engine, tmp_path):
         }
     engine._on_each = lambda names, act: [act(nodes[name]) for name in names]
     engine._send_files(job().workers)
-    assert [node.got for node in nodes.values()] == [0, 0, 1]
-    engine.shared = True  # all nodes see one folder
+    assert [node.uploads for node in nodes.values()] == [0, 0, 1]
+    engine.shared = True  # all nodes share one folder
     engine._send_files(job().workers)
-    assert nodes["trainer-2"].got == 1
+    assert nodes["trainer-2"].uploads == 1
     engine.shared = False
     (tmp_path / "state.pt").unlink()
-    engine._send_files(job().workers)  # there is nothing to send
-    assert nodes["trainer-2"].got == 1
+    engine._send_files(job().workers)  # nothing to send
+    assert nodes["trainer-2"].uploads == 1
