@@ -89,8 +89,8 @@ def test_a_command_must_mean_what_it_means_to_torchrun(words, read, asked):
     [
         ("torchrun", "no script"),
         ("torchrun --nnodes 2", "no script"),
-        ("torchrun --nnodes 0 train.py", "'0' is not a number of nodes"),
-        ("torchrun --nnodes 4:x train.py", "'4:x' is not a number of nodes"),
+        ("torchrun --nnodes 0 train.py", "expected a number of nodes such as 4 or 1:4, not '0'"),
+        ("torchrun --nnodes 4:x train.py", "expected a number of nodes such as 4 or 1:4, not '4:x'"),
         ("torchrun --nnodes", "expected one argument"),
         ("torchrun --virtual-local-rank train.py", "--virtual-local-rank"),
     ],
@@ -116,7 +116,7 @@ def test_torchruns_flags_must_agree_with_ours_on_the_same_line(do, runs):  # noq
     assert do("plan", "--nodes", "4", "--gpus", "none", "--", *words)[1][0].split(": ")[1].startswith("4 nodes × 2")
     for flags in (["--nodes", "2"], ["--set", "trainers=1"]):
         code, _, err = do("plan", *flags, "--gpus", "none", "--", *words)
-        assert (code, err[0]) == (2, "error: trainers is 1, and 3 by torchrun's flags")
+        assert (code, err[0]) == (2, "error: trainers is 1, but torchrun's flags set 3")
     code, _, err = do("plan", "--nodes", "3", "--set", "trainers=1", "--", "-m", "app.train")
     assert (code, err[0]) == (2, "error: nodes and trainers are both set")
 
@@ -127,7 +127,7 @@ def test_what_is_typed_must_win_over_a_job_file_also_where_one_of_both_has_torch
     assert resolve(two, {"trainers": 7}).trainers == 7
     assert resolve(two, four).trainers == 3
     assert resolve(four, {"command": "a.py"}).trainers == 3  # the default
-    with pytest.raises(UsageError, match="trainers is 7, and 1 by torchrun's flags"):
+    with pytest.raises(UsageError, match="trainers is 7, but torchrun's flags set 1"):
         resolve({"trainers": 7, **two}, {"grace": "1s"})
 
 

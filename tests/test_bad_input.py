@@ -113,7 +113,7 @@ def test_an_image_that_does_not_exist_must_be_refused(cli, docker_engine, nothin
 
 @pytest.mark.docker
 def test_more_gpus_than_there_are_must_be_refused_with_the_inventory(cli, nvidia_runtime, nothing_left):
-    refused(cli, 4, "--gpus 1000: there are", "run", "--gpus", "1000", "--", "probe.py")
+    refused(cli, 4, "--gpus 1000: only", "run", "--gpus", "1000", "--", "probe.py")
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_a_node_that_was_changed_by_a_job_must_exit_instead_of_running_another(t
     node.pipe.ask("clean")
     assert node.pipe.until("cleaned") is None
     assert node.node.wait(timeout=150) == 0
-    assert "cannot make ready for another job: the job has changed" in node.out.read_text()
+    assert "cannot be cleaned for another job: the job has changed" in node.out.read_text()
     node.pipe.close()
 
 
@@ -92,7 +92,7 @@ def test_a_zygote_must_continue_after_a_job_that_sent_it_sigstop(tmp_path):
     assert node.pipe.until("cleaned")
     assert node.run(1, "pass") == 0
     node.end()
-    assert "starts an interpreter of its own" not in node.out.read_text()
+    assert "starting a fresh interpreter for each worker" not in node.out.read_text()
 
 
 def test_a_node_that_cannot_list_all_processes_must_not_report_itself_clean(tmp_path):

@@ -98,7 +98,7 @@ def test_a_job_that_came_with_the_project_must_only_be_displayed(do: Commands, p
     code, _, err = do("logs", "a-1")
     assert code == (0 if shown else 2)
     if not shown:
-        assert ("holds no job that can go on" if has_ended else NOT_OURS) in err[0]
+        assert ("does not contain a job that can continue" if has_ended else NOT_OURS) in err[0]
     for command in ("attach", "stop"):
         assert do(command, "a-1")[0] == 2
     assert do("wait", "a-1")[0] == (0 if has_ended else 1)
@@ -137,7 +137,7 @@ def test_files_must_not_be_moved_to_a_run_directory_that_came_with_the_project(d
 @pytest.mark.parametrize("edit", PLANS[1:])
 def test_a_plan_that_is_too_large_or_has_wrong_types_must_be_refused(paths, edit):
     edit(paths)
-    with pytest.raises(UsageError, match="holds no job that can go on"):
+    with pytest.raises(UsageError, match="does not contain a job that can continue"):
         store.load(paths)
 
 

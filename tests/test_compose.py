@@ -101,7 +101,7 @@ def test_more_nodes_than_gpus_must_fail_with_the_ways_out(project, nvidia_runtim
     done = project("up", "--scale", "trainer=4")
     assert done.returncode != 0
     assert "error: 5 workers on one machine need as many GPUs; it has 4" in done.stdout
-    assert "hint: take fewer nodes (--scale trainer=N)" in done.stdout
+    assert "hint: use fewer nodes (--scale trainer=N)" in done.stdout
     assert workers(done.stdout) == {}
 
 

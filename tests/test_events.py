@@ -241,7 +241,7 @@ def test_events_of_a_newer_version_must_be_left_out_where_they_are_new_and_facts
 
 def test_a_file_of_a_version_that_is_not_known_must_be_refused(path):
     path.write_text('{"event": "supervisor_started", "time": 1.0, "seconds": 0.0, "job_id": "j", "version": 2}\n')
-    with pytest.raises(ValueError, match="^it has version 2, and this orchestrate reads version 1$"):
+    with pytest.raises(ValueError, match="^it has version 2, but this orchestrate reads version 1$"):
         Recorder(path)
 
 

@@ -104,7 +104,7 @@ def test_unquoted_text_must_be_text_for_every_reader():
         ({"env": {"A": "\udcff"}}, "env must be text in UTF-8"),
         ({"env": {"A": "a\0b"}}, "env must be text in UTF-8 without NUL"),
         ({"command": ["train.py", "\ud800"]}, "command must be text in UTF-8"),
-        ({"env": {"naïve": "a"}}, "env must be .*'naïve' is not a name"),
+        ({"env": {"naïve": "a"}}, "env must be .*'naïve' is not a valid name"),
         ({"image": "mine\x01:1"}, "image must be the name of an image"),
         ({"volume": "/a\x1b"}, "volume must be a volume's name"),
     ],

@@ -219,7 +219,7 @@ def test_a_paused_node_must_be_waited_for(cli, docker_engine, nothing_left):
     ready_to_end.touch()
     assert job.end() == 0
     assert cli.report()["generations"] == 1
-    assert "trainer-1 is paused (docker unpause), and the job waits" in job.err
+    assert "trainer-1 is paused; the job waits (to resume: docker unpause)" in job.err
 
 
 @pytest.mark.docker

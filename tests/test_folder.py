@@ -232,7 +232,7 @@ def test_a_report_must_be_believed_whatever_the_job_has_left_for_it(paths, do):
     do.engine.generations = [[ALL_WELL]]
     (code, _, said), *others = (do(name, "a-1") for name in ("attach", "wait", "logs", "attach"))
     assert code == 0 and [code for code, *_ in others] == [0, 0, 0], others
-    assert "warning: report.json does not list all checkpoints, final_metrics: they are too many, or too large" in said
+    assert "warning: report.json does not list all checkpoints, final_metrics: too many or too large" in said
     assert paths.report.stat().st_size < folder.MAX_FILE / 3
 
 

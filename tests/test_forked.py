@@ -275,7 +275,7 @@ def test_where_nothing_can_be_forked_workers_must_start_afresh(tmp_path, preload
         assert node.run(rank, "print('ran')") == 0
         assert node.log(rank) == "ran\n"
     node.end()
-    assert node.out.read_text().splitlines()[0] == f"[node] each worker starts an interpreter of its own: {why}"
+    assert node.out.read_text().splitlines()[0] == f"[node] starting a fresh interpreter for each worker: {why}"
 
 
 TOUCHES = """
@@ -389,7 +389,7 @@ def test_a_module_that_talks_in_place_of_what_forks_must_not_end_the_node(tmp_pa
     node = Waiting(tmp_path, "rude")
     assert node.run(0, "print('ran')") == 0
     node.end()
-    assert node.out.read_text().startswith("[node] each worker starts an interpreter of its own: ")
+    assert node.out.read_text().startswith("[node] starting a fresh interpreter for each worker: ")
 
 
 @pytest.mark.parametrize(
@@ -475,6 +475,6 @@ def test_workers_must_survive_the_process_that_forked_them_and_later_ones_start_
     for rank in (1, 2):
         assert warm.run(rank, IS_FORKED) == 0
         assert warm.log(rank) == "False\n"
-    assert warm.out.read_text().count("each worker starts an interpreter of its own") == 1
+    assert warm.out.read_text().count("starting a fresh interpreter for each worker") == 1
     warm.pipe.ask("stop", kill=False)
     assert warm.code(0) == 143

@@ -76,7 +76,7 @@ def test_workers_must_see_no_gpus_without_gpus(gpu_nodes):
         assert (fact["device"], fact["backend"], fact["usable"], fact["visible"]) == ("cpu", "gloo", False, 0)
 
 
-def test_too_few_gpus_must_be_refused_before_anything_is_created(gpu_cli, gpu_engine, gpus):
+def test_too_few_gpus_must_be_refused_before_anything_is_made(gpu_cli, gpu_engine, gpus):
     available = "there is 1" if len(gpus) == 1 else f"there are {len(gpus)}"
     more, one = str(len(gpus) + 1), ("--engine", gpu_engine, "--trainers", "0")
     for options, error in (

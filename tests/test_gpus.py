@@ -164,8 +164,8 @@ def test_auto_must_leave_out_gpus_that_others_use_and_a_number_take_them_last():
 
 
 def test_where_all_gpus_are_in_use_auto_must_say_so_with_the_way_out():
-    assert offer((BOX[0],), "auto", {}) == Offer(why="1 GPU in use by other programs: --gpus all takes it")
-    assert offer((BOX[0], BOX[2]), "auto", {}).why.endswith("--gpus all takes them")
+    assert offer((BOX[0],), "auto", {}) == Offer(why="1 GPU in use by other programs; use --gpus all to include it")
+    assert offer((BOX[0], BOX[2]), "auto", {}).why.endswith("; use --gpus all to include them")
 
 
 MIG = read(LISTING, DETAILS)
@@ -223,7 +223,7 @@ def machine(tmp_path, monkeypatch):
         ),
         (
             {"a": ("0x030200", "0x10de"), "b": ("0x030000", "0x8086")},
-            "nvidia-smi does not list the NVIDIA GPU of this machine: install NVIDIA's driver",
+            "nvidia-smi does not list this machine's NVIDIA GPU: install the NVIDIA driver",
         ),
     ],
 )
@@ -307,14 +307,14 @@ def test_the_default_job_must_run_on_any_machine_with_a_gpu():
     there = HERE.but(gpus=("GPU-0",), gpu_note="1 GPU in use by other programs, left out")
     assert ", on 1 shared GPU (" in str(plan(JobSpec(), there, "a-1"))
     for spec in (JobSpec(command=("x.py",)), JobSpec(gpus="all")):
-        with pytest.raises(ResourceError, match=r"there is 1 \(1 GPU in use by other programs, left out\)"):
+        with pytest.raises(ResourceError, match=r"only 1 is available \(1 GPU in use by other programs, left out\)"):
             plan(spec, there, "a-1")
 
 
 def test_a_node_must_use_one_mig_instance():
     there = HERE.but(gpus=("MIG-0", "MIG-1", "MIG-2"))
     assert [worker.gpu for worker in plan(JobSpec(trainers=1), there, "a-1").workers] == ["MIG-0", "MIG-1"]
-    with pytest.raises(ResourceError, match="2 workers on a node, and one can use a single MIG instance"):
+    with pytest.raises(ResourceError, match="2 workers per node, but a node can use only one MIG instance"):
         plan(JobSpec(trainers=0, nproc_per_node=2), there, "a-1")
 
 

@@ -172,7 +172,7 @@ def test_a_replaced_file_must_be_refused(paths, name):
     create(paths)
     path = paths.root / name
     path.write_text(path.read_text().replace("docker", "process").replace("trainers: 2", "trainers: 1") + "\n")
-    with pytest.raises(UsageError, match=f"{name} was changed"):
+    with pytest.raises(UsageError, match=f"{name} has been changed"):
         store.load(paths)
 
 
@@ -329,7 +329,7 @@ def test_the_end_of_a_generation_must_be_shown_before_output_of_the_next(paths, 
     def write(plan) -> None:
         start(plan)
         if engine.calls.count("start") == 2:
-            eventually(lambda: any("starting all workers again" in line for line in shown), timeout=30)
+            eventually(lambda: any("restarting all workers" in line for line in shown), timeout=30)
         paths.log(0).write_text("hello\n" * engine.calls.count("start"))
 
     engine.start = write

@@ -72,7 +72,7 @@ def test_no_command_must_act_on_a_run_directory_that_is_not_ours(
         ]
         assert other.poll() is None and do.engine.calls == []
     assert {*before, "supervisor.lock"} == {*os.listdir(paths.root)}
-    with pytest.raises(UsageError, match="no job that can go on"):
+    with pytest.raises(UsageError, match="does not contain a job that can continue"):
         load(paths)
 
 
@@ -133,7 +133,7 @@ def test_root_must_keep_no_jobs_where_another_account_can_replace_them(do, tmp_p
     assert (code, out) == (2, [])
     assert err == [
         f"error: root cannot keep jobs in {do.runs}: nobody (user {NOBODY}) can change {theirs}",
-        "hint: --runs DIR names a folder that only root can change, such as --runs /root/runs",
+        "hint: use --runs to name a folder that only root can change, such as --runs /root/runs",
     ]
     assert do.engine.calls == [] and not theirs.joinpath("not").exists()
 

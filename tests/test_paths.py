@@ -77,7 +77,7 @@ def test_only_a_file_must_be_taken_for_a_plan(paths, kind):
     text = paths.plan.read_text()
     writer = plant(paths, "plan.json", kind)
     (paths.root.parent / "secret").write_text(text)
-    with pytest.raises(UsageError, match="holds no job that can go on"):
+    with pytest.raises(UsageError, match="does not contain a job that can continue"):
         store.load(paths)
     if kind == "pipe":
         os.close(writer)

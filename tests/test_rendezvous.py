@@ -71,7 +71,7 @@ def test_a_trainer_that_goes_away_before_it_has_joined_must_be_named(project):
     assert ten.hears() == {"ask": "end"}
     code, out = project.ends()
     assert code == 1
-    assert "error: trainer-9 went away before the job began" in out and "[rank 0]" not in out
+    assert "error: trainer-9 disconnected before the job started" in out and "[rank 0]" not in out
 
 
 def test_trainers_that_do_not_join_in_time_must_be_named(project):
@@ -96,7 +96,7 @@ def test_a_trainer_that_goes_away_while_others_are_awaited_must_end_the_job_at_o
     project.start(WAITS)
     project.trainer(NINE).close()
     code, out = project.ends()
-    assert (code, out.count("went away before the job began")) == (1, 1)
+    assert (code, out.count("disconnected before the job started")) == (1, 1)
     assert "error: trainer-9 went away" in out
 
 
@@ -118,7 +118,7 @@ def test_more_workers_than_gpus_must_end_the_gang_before_it_begins_with_the_ways
     code, out = project.ends()
     assert code == 1
     assert "error: 3 workers on one machine need as many GPUs; it has 2" in out
-    assert "hint: take fewer nodes (--scale trainer=N)" in out and "[rank 0]" not in out
+    assert "hint: use fewer nodes (--scale trainer=N)" in out and "[rank 0]" not in out
 
 
 def test_nodes_of_one_machine_must_have_a_gpu_each_and_those_of_another_its_own(project):

@@ -41,8 +41,8 @@ REFUSED = [
     ),
     (hello(cpus=(1 << 20) + 1), "hello: cpus must be a whole number from 0 to 1048576"),
     ({"say": "exited", "rank": 0, "code": 0, "start": []}, "exited: unknown field 'start'"),
-    ({"say": "exited", "rank": 0, "code": 0}, "rank 0 is not one of trainer-10's"),
-    ({"say": "exited", "rank": 2, "code": 0}, "rank 2 is not one of trainer-10's"),  # not yet
+    ({"say": "exited", "rank": 0, "code": 0}, "rank 0 does not run on trainer-10"),
+    ({"say": "exited", "rank": 2, "code": 0}, "rank 2 does not run on trainer-10"),  # not yet
 ]
 
 
@@ -68,7 +68,7 @@ def test_an_invalid_message_must_be_refused_by_field_without_ending_the_gang(pro
         assert ten.hears()["say"] == "refused"
     ten.say(say="exited", rank=2, code=0)
     ten.say(say="exited", rank=2, code=9)
-    assert ten.hears()["error"] == "rank 2 is not one of trainer-10's"
+    assert ten.hears()["error"] == "rank 2 does not run on trainer-10"
     project.trainers[1].say(say="exited", rank=1, code=0)
     assert project.ends()[0] == 0
 
@@ -86,7 +86,7 @@ def test_a_trainer_with_another_protocol_must_be_refused_and_reported(project, t
         ten.file.flush()
     assert ten.hears()["say"] == "refused"
     code, out = project.ends()
-    assert (code, out.count("went away before the job began")) == (1, 1)
+    assert (code, out.count("disconnected before the job started")) == (1, 1)
 
 
 def test_a_connection_without_a_free_descriptor_must_be_accepted_later(project):

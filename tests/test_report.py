@@ -33,11 +33,11 @@ def test_the_root_cause_must_be_that_of_the_last_generation_and_its_last_lines_b
     assert text(data).splitlines() == [
         "failed: 3 workers, 0.0 s (max_restarts is 1)",
         "generation 0: rank 1 failed",
-        "first to fail: rank 2 failed",
+        "root cause: rank 2 failed",
         "    word 0 of rank 2",
         "    word 1 of rank 2",
         "    word 2 of rank 2",
-        "whole log: rank-2.log",
+        "full log: rank-2.log",
         "hint: look",
     ]
 
@@ -64,7 +64,7 @@ def test_a_worker_that_is_slow_in_most_steps_must_be_named_with_its_node():
     data = pace(*[[0.01, 0.012, 0.05]] * 9, [0.01, 0.012, 0.2])
     assert data["pace"][2] == {"rank": 2, "node": "trainer-2", "step_s": 0.05, "step_p95_s": 0.2, "others_s": 0.011}
     assert text(data).splitlines()[1:] == [
-        "slow: rank 2 on trainer-2 took 50 ms a step for itself, the others 11 ms",
+        "slow: rank 2 on trainer-2 spent 50 ms per step on its own work, the others 11 ms",
     ]
 
 
@@ -115,7 +115,7 @@ def full(checkpoints=(), metrics=(), lines=()) -> dict:
 def test_of_what_does_not_fit_the_last_must_be_in_the_report_and_a_warning_say_so(key):
     data = full(**LEFT_OUT[key])
     assert data["truncated"] == [key]
-    warning = f"warning: report.json does not list all {key}: they are too many, or too large"
+    warning = f"warning: report.json does not list all {key}: too many or too large"
     assert [line for line in text(data).splitlines() if "warning" in line] == [warning]
     whole = {
         "checkpoints": list(map(str, LEFT_OUT["checkpoints"]["checkpoints"])),
@@ -190,7 +190,10 @@ def test_why_a_job_has_not_succeeded_must_be_said(word, said):
 
 def test_nodes_that_are_left_must_be_told_with_the_command_that_removes_them():
     data = report(PLAN, JobResult("succeeded", "finished", left="stuck"), [], 0.0, [], [])
-    assert text(data).splitlines()[1:] == ["warning: nodes are left: stuck", "hint: python -m orchestrate stop j"]
+    assert text(data).splitlines()[1:] == [
+        "warning: nodes were left behind: stuck",
+        "hint: python -m orchestrate stop j",
+    ]
 
 
 def test_a_worker_must_not_be_called_slow_after_a_few_lines_nor_where_it_is_alone():
@@ -230,12 +233,12 @@ FAILURE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="it broke"
         (events.NodeInTrouble("trainer-1", "partition"), "trainer-1 is cut off"),
         (events.NodeWell("trainer-1"), "trainer-1 is well"),
         (events.HangFound({}, 300.0), "for 300 s"),
-        (events.EngineLost("no answer"), "no answer; waiting for it"),
+        (events.EngineLost("no answer"), "no answer; waiting for the engine"),
         (events.EngineBack(), "the engine is back"),
         (events.DiskFull("[Errno 28] full"), "[Errno 28] full"),
         (events.NodesMissing(NODES[:2], 1, "gone"), "with 2 nodes, 1 fewer: gone"),
         (events.NodeBack(), "a missing node is back"),
-        (events.WorkersLost((0, 2)), "no end of ranks 0, 2 after"),
+        (events.WorkersLost((0, 2)), "ranks 0, 2 did not exit within"),
         (events.WarningIssued("look"), "warning: look"),
         (events.WorkerEnded(0, "master", 1, stopping=False), ""),
     ],

@@ -106,8 +106,8 @@ def test_one_failing_worker_must_end_the_job_and_be_named_with_its_last_words(cl
     done = run(cli, engine, "--", "steps.py", "1=3")
     assert done.returncode == 1
     log = cli.run_dir() / "logs" / "rank-1.log"
-    assert "first to fail: rank 1 on trainer-1 exited with code 3\n    pid " in done.stderr
-    assert f"    last words\nwhole log: {log}\nhint: " in done.stderr
+    assert "root cause: rank 1 on trainer-1 exited with code 3\n    pid " in done.stderr
+    assert f"    last words\nfull log: {log}\nhint: " in done.stderr
     root = cli.report()["root_cause"]
     assert (root["rank"], root["node"], root["exit_code"]) == (1, "trainer-1", 3)
 
@@ -244,7 +244,7 @@ def test_an_early_failure_must_end_workers_that_are_still_being_started(cli, eng
     )
     done = run(cli, engine, "--trainers", "3", "--", "early.py", timeout=25)  # less than the grace period
     assert done.returncode == 1
-    assert "first to fail: rank 0 on master exited with code 5" in done.stderr
+    assert "root cause: rank 0 on master exited with code 5" in done.stderr
 
 
 def test_what_a_script_plants_in_its_folder_must_not_reach_files_of_the_host(cli, engine):
@@ -283,7 +283,7 @@ def test_running_out_of_memory_must_be_told_apart(cli, docker_engine, nothing_le
     )
     done = run(cli, "docker", "--set", "memory=100m", "--", "hungry.py")
     assert done.returncode == 1
-    assert "first to fail: rank 1 on trainer-1 ran out of memory" in done.stderr
+    assert "root cause: rank 1 on trainer-1 ran out of memory" in done.stderr
     assert cli.report()["root_cause"]["cause"] == "out of memory"
 
 
@@ -308,7 +308,7 @@ def test_every_worker_must_get_a_gpu_of_its_own_by_uuid(cli, nvidia_runtime, not
 def test_fewer_gpus_than_workers_must_be_refused_with_the_ways_out(cli, nvidia_runtime, nothing_left):
     done = cli("run", "--gpus", "2", "--trainers", "3", "--", "probe.py")
     assert done.returncode == 4
-    assert "error: 4 workers need 4 GPUs, and there are 2" in done.stderr
+    assert "error: 4 workers need 4 GPUs, but only 2 are available" in done.stderr
     assert "--trainers 1" in done.stderr and "--gpus none" in done.stderr
     assert not (cli.folder / "runs").exists()
 
@@ -366,7 +366,7 @@ def test_a_job_on_the_network_of_its_host_must_find_itself_there_and_leave_nothi
     )
     done = run(cli, "docker", "--set", "network=host", "--", "train.py")
     assert done.returncode == 0, done.stderr
-    assert ", on the network of this machine\n" in done.stderr
+    assert ", on the host network\n" in done.stderr
     host = os.readlink("/proc/self/ns/net")
     assert [cli.log(rank) for rank in range(3)] == [f"127.0.0.1 {host}\n"] * 3
 

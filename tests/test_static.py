@@ -74,7 +74,7 @@ def test_what_is_missing_must_be_named(missing):
         ({"RANK": "../../x"}, r"RANK must be a whole number of at least 0, not '../../x'"),
         ({"RANK": "0\udcff\x1b"}, r"RANK must be a whole number of at least 0, not '0\udcff\x1b'"),
         ({**OURS, "NODE_RANK": "one"}, "NODE_RANK must be a whole number of at least 0, not 'one'"),
-        ({**OURS, "NODE_RANK": "3"}, "NODE_RANK is 3, and there are 3 nodes"),
+        ({**OURS, "NODE_RANK": "3"}, "NODE_RANK is 3, but there are only 3 nodes"),
         ({**OURS, "NNODES": "0"}, "NNODES must be a whole number from 1 to 10000, not '0'"),
         ({**OURS, "NNODES": "1:3"}, "NNODES must be a whole number from 1 to 10000, not '1:3'"),
         ({**OURS, "NODE_NPROC": "0"}, "NODE_NPROC must be a whole number from 1 to 1024, not '0'"),

@@ -176,7 +176,7 @@ def test_each_worker_must_have_the_gpu_that_swarm_reserved_for_it(cli, swarm):
 
 def test_more_nodes_than_gpus_must_be_an_error(cli, swarm):
     done = cli("run", "--engine", "swarm", "--gpus", "all", "--trainers", "6", "--", "count.py", "5")
-    assert done.returncode == 4 and "7 workers need 7 GPUs, and there are 6" in done.stderr
+    assert done.returncode == 4 and "7 workers need 7 GPUs, but only 6 are available" in done.stderr
 
 
 def test_training_must_continue_without_its_orchestrator_until_another_takes_over(cli, swarm):
@@ -385,7 +385,7 @@ def test_files_that_do_not_fit_on_the_disk_must_stay_on_the_nodes_until_they_do(
     )
     done = cli("run", "--engine", "swarm", "--gpus", "none", "--trainers", "1", "--", "large.py")
     assert done.returncode == 0
-    assert "warning: nodes are left: 1 file could not be copied, such as 'large': " in done.stderr
+    assert "warning: nodes were left behind: 1 file could not be copied, such as 'large': " in done.stderr
     name = cli.run_dir().name
     done = cli("stop", name)
     assert (done.returncode, "1 file could not be copied" in done.stderr) == (1, True)

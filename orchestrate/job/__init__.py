@@ -1,1 +1,1 @@
-"""A job as data: what the user asks, the plan, how it ends, and what is kept of it."""
+"""A job as data: its specification, plan, events, outcome and files."""

@@ -1,4 +1,4 @@
-"""The command of a job as people write it, for torchrun among others, and what it says of the job besides. Pure."""
+"""Parse the command of a job, including torchrun's, whose flags set keys of the job. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from orchestrate.errors import UsageError
 
 PYTHON = re.compile(r"python(3(\.[0-9]+)?)?")
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
-# Flags of torchrun (torch 2.15) for what the orchestrator does itself: the place to meet, logs, and watching workers.
-OURS = [
+# Flags of torchrun (torch 2.15) for what the orchestrator does itself: rendezvous, logs and monitoring of workers.
+IGNORED_FLAGS = [
     "--duplicate-stderr-filters",
     "--duplicate-stdout-filters",
     "--event-log-handler",
@@ -36,15 +36,15 @@ OURS = [
     "--logs-specs",
     "--signals-to-handle",
 ]
-SHORT = {"--redirects": "-r", "--tee": "-t"}
+SHORT_FLAGS = {"--redirects": "-r", "--tee": "-t"}
 HINT = "use the options of `run` instead: run [options] -- SCRIPT ARGS"
 
 
 def read(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The words that a worker runs, and the keys of a job file that the command stands for.
+    """Return the command that each worker runs, and the job-file keys that it sets.
 
-    `python SCRIPT.py` is `SCRIPT.py`, which a worker can be forked for, and `torchrun FLAGS SCRIPT.py` is the same with
-    the numbers of nodes and workers in its flags. Raises UsageError for flags that cannot be followed.
+    `python SCRIPT.py` becomes `SCRIPT.py`, for which a worker can be forked; so does `torchrun FLAGS SCRIPT.py`, whose
+    flags set the numbers of nodes, workers and restarts. Raises UsageError for flags that are not supported.
     """
     if words[0] == "torchrun":
         return _torchrun(words[1:])
@@ -70,36 +70,36 @@ def _torchrun(words: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, Any]]:
     parser.add_argument("--standalone", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
     parser.add_argument("--no-python", "--no_python", action="store_true")
-    for flag in OURS:
-        names = {flag, f"--{flag[2:].replace('-', '_')}"} | ({SHORT[flag]} if flag in SHORT else set())
-        parser.add_argument(*sorted(names), dest="ours")
+    for flag in IGNORED_FLAGS:
+        names = {flag, f"--{flag[2:].replace('-', '_')}"} | ({SHORT_FLAGS[flag]} if flag in SHORT_FLAGS else set())
+        parser.add_argument(*sorted(names), dest="ignored")
     parser.add_argument("words", nargs=argparse.REMAINDER)
     found = parser.parse_args(words)
     rest = tuple(found.words)
     if rest[:1] == ("--",):
         rest = rest[1:]
     if not rest:
-        raise UsageError("torchrun: no script to run", "write -- torchrun FLAGS SCRIPT ARGS")
+        raise UsageError("torchrun: no script to run", "expected: torchrun FLAGS SCRIPT ARGS")
     if rest[0].startswith("-"):
-        raise UsageError(f"torchrun: the option {rest[0]} is not supported", HINT)
-    asked = {**({"trainers": 0} if found.standalone else {}), **found.nnodes, **found.nproc_per_node}
+        raise UsageError(f"torchrun: option {rest[0]} is not supported", HINT)
+    keys = {**({"trainers": 0} if found.standalone else {}), **found.nnodes, **found.nproc_per_node}
     if found.max_restarts is not None:
-        asked["max_restarts"] = found.max_restarts
+        keys["max_restarts"] = found.max_restarts
     if found.module:
-        return ("-m", *rest), asked
+        return ("-m", *rest), keys
     if found.no_python or rest[0].endswith(".py"):
-        return read(rest)[0], asked
-    return ("python", *rest), asked
+        return read(rest)[0], keys
+    return ("python", *rest), keys
 
 
 def _nodes(text: str) -> dict[str, Any]:
-    """`4`, or `1:4` for a job that goes on with fewer."""
+    """Parse `4`, or `1:4` for a job that can continue with fewer nodes."""
     least, _, most = text.rpartition(":")
     if not re.fullmatch("[1-9][0-9]{0,5}", most) or not re.fullmatch("([1-9][0-9]{0,5})?", least):
-        raise argparse.ArgumentTypeError(f"{text!a} is not a number of nodes, such as 4 or 1:4")
+        raise argparse.ArgumentTypeError(f"expected a number of nodes such as 4 or 1:4, not {text!a}")
     return {"trainers": int(most) - 1} | ({"min_trainers": int(least) - 1} if least and least != most else {})
 
 
 def _workers(text: str) -> dict[str, Any]:
-    """A number, or a word that leaves it to what a node has."""
+    """Parse a number; `auto` or a kind of device leaves the number of workers to the default."""
     return {} if text in ("auto", "gpu", "cpu", "xpu") else {"nproc_per_node": text}

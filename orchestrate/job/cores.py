@@ -1,4 +1,4 @@
-"""The cores of this machine, and which of them a worker keeps to."""
+"""CPU cores of this machine, and their assignment to workers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ PCI = Path("/sys/bus/pci/devices")
 
 
 def cores(system: Path = SYSTEM) -> tuple[int, ...]:
-    """The numbers of the logical cores that this process may use, in an order in which neighbours share what they can.
+    """Logical cores that this process may use, ordered so that neighbours share caches and memory.
 
-    Linux numbers the second thread of each core after all first ones; here it follows the first, and the cores of one
-    NUMA node stand together. Elsewhere the order is that of the numbers.
+    Linux numbers the second thread of each core after all first ones; here it follows the first, and the cores of a
+    NUMA node are adjacent. On other systems, cores are in numeric order.
     """
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return tuple(sorted(usable, key=lambda core: (*_place(system, core), core)))
+    return tuple(sorted(usable, key=lambda core: (*_topology(system, core), core)))
 
 
 def shares(cores: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:
-    """Equal shares of neighbouring cores, one for each worker; what cannot be divided stays free."""
+    """Divide cores into equal shares of neighbours, one per worker; the remainder stays unused."""
     size = len(cores) // workers
     return [cores[worker * size : (worker + 1) * size] for worker in range(workers)]
 
@@ -43,22 +43,22 @@ def near(bus: str, pci: Path = PCI) -> tuple[int, ...]:
 
 
 def shares_near(cores: tuple[int, ...], near: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Equal shares of cores, one for each worker, out of those near its GPU.
+    """Divide cores into equal shares, one per worker, near the worker's GPU.
 
-    `near` has the cores near each worker's GPU. Where they are not known, overlap in part, or are too few, the shares
-    are those of `shares`.
+    `near` lists the cores near each worker's GPU. If they are unknown, overlap partially or are too few, the result is
+    that of `shares`.
     """
     groups = {cores_near: [core for core in cores if core in cores_near] for cores_near in near}
-    overlap = sum(map(len, groups.values())) > len({core for there in groups.values() for core in there})
-    size = min((len(there) // near.count(group) for group, there in groups.items()), default=0)
+    overlap = sum(map(len, groups.values())) > len({core for members in groups.values() for core in members})
+    size = min((len(members) // near.count(group) for group, members in groups.items()), default=0)
     if not size or overlap:
         return shares(cores, len(near))
-    left = {group: iter(there) for group, there in groups.items()}
-    return [tuple(next(left[group]) for _ in range(size)) for group in near]
+    unused = {group: iter(members) for group, members in groups.items()}
+    return [tuple(next(unused[group]) for _ in range(size)) for group in near]
 
 
-def _place(system: Path, core: int) -> tuple[int, int, int]:
-    """The NUMA node, the package and the physical core of a logical one; zeros where the system does not say."""
+def _topology(system: Path, core: int) -> tuple[int, int, int]:
+    """NUMA node, package and physical core of a logical core; 0 for each that the system does not report."""
     folder = system / "cpu" / f"cpu{core}"
     numbers = [min((int(node.name[4:]) for node in folder.glob("node[0-9]*")), default=0)]
     for name in ("physical_package_id", "core_id"):

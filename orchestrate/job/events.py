@@ -1,4 +1,4 @@
-"""What happens to a job: a class for each event, and the line of events.jsonl that it is. Pure."""
+"""Events of a job: a dataclass for each event, and its form in events.jsonl. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from orchestrate.files import typed
 from orchestrate.job.outcomes import JOB_OUTCOMES, GenerationResult, Outcome, Reason
 from orchestrate.node import checks
 
-VERSION = 1  # of the form of events.jsonl, which its first line names
-OURS = ("event", "outcome", "word", "cause", "known", "node", "job_id", "engine")  # keys whose text only we choose
+VERSION = 1  # of the format of events.jsonl; its first line contains it
+OURS = ("event", "outcome", "word", "cause", "known", "node", "job_id", "engine")  # keys whose text is never the job's
 
 Time = Annotated[float, checks.time]
 Number = Annotated[int, checks.up_to(1 << 31)]
@@ -20,7 +20,7 @@ JobOutcome = Annotated[Outcome, checks.one_of(JOB_OUTCOMES)]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that has happened to a job; the recorder adds when."""
+    """An event of a job; the recorder sets its times."""
 
     time: Time = field(default=0.0, kw_only=True)  # seconds since 1970
     seconds: Time = field(default=0.0, kw_only=True)  # since the job's start
@@ -28,7 +28,7 @@ class Event:
 
 @dataclass(frozen=True)
 class SupervisorStarted(Event):
-    """A supervisor begins, or goes on after another one: the first event of each."""
+    """A supervisor has started, or taken over from another one; the first event of each supervisor."""
 
     job_id: str
     version: Number = VERSION
@@ -36,14 +36,14 @@ class SupervisorStarted(Event):
 
 @dataclass(frozen=True)
 class TakenOver(Event):
-    """A supervisor has found a generation whose workers another one has started."""
+    """A supervisor has taken over a generation whose workers another one had started."""
 
     generation: Number
 
 
 @dataclass(frozen=True)
 class NodesStarting(Event):
-    """The nodes are about to be brought up."""
+    """The nodes are about to start."""
 
     nodes: Number
     engine: str
@@ -54,12 +54,12 @@ class NodesUp(Event):
     """The nodes of the next generation are up."""
 
     nodes: tuple[str, ...]
-    hosts: dict[str, str]  # by node, where there are several
+    hosts: dict[str, str]  # by node, if there are several hosts
 
 
 @dataclass(frozen=True)
 class NodesMissing(Event):
-    """The job goes on with fewer nodes than it wants."""
+    """The job continues with fewer nodes than requested."""
 
     nodes: tuple[str, ...]
     missing: Number
@@ -73,19 +73,19 @@ class NodesStopping(Event):
 
 @dataclass(frozen=True)
 class NodesDown(Event):
-    """No node is left."""
+    """All nodes are down."""
 
 
 @dataclass(frozen=True)
 class NodesLeft(Event):
-    """Nodes could not be taken down."""
+    """Some nodes could not be taken down."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class NodeInTrouble(Event):
-    """A node does not do what it should, and may recover."""
+    """A node has a problem from which it may recover."""
 
     node: str
     trouble: str  # paused, silent or partition
@@ -100,12 +100,12 @@ class NodeWell(Event):
 
 @dataclass(frozen=True)
 class NodeBack(Event):
-    """A missing node is back."""
+    """A missing node has come back."""
 
 
 @dataclass(frozen=True)
 class GenerationStarting(Event):
-    """The workers are about to be started."""
+    """The workers are about to start."""
 
     generation: Number
     nodes: tuple[str, ...]
@@ -118,7 +118,7 @@ class GenerationStarted(Event):
     """The nodes were asked to start the workers."""
 
     generation: Number
-    imports: tuple[str, ...]  # the packages that the nodes import first
+    imports: tuple[str, ...]  # packages that the nodes import first
 
 
 @dataclass(frozen=True)
@@ -130,23 +130,23 @@ class WorkersAwaited(Event):
 
 @dataclass(frozen=True)
 class WorkersStarted(Event):
-    """All workers run."""
+    """All workers are running."""
 
 
 @dataclass(frozen=True)
 class WorkerEnded(Event):
-    """A worker has ended, or is given up."""
+    """A worker has ended, or is considered lost."""
 
     rank: Number
     node: str
     exit_code: Number
-    stopping: bool  # whether we had asked it to end
-    known: Reason | None = None  # what ended it, where we gave it up while it may still run
+    stopping: bool  # whether the supervisor had asked it to stop
+    known: Reason | None = None  # why it is considered lost, if it may still be running
 
 
 @dataclass(frozen=True)
 class WorkersStopping(Event):
-    """The workers are asked to end."""
+    """The workers are being stopped."""
 
     why: str
     kill: bool  # by SIGKILL
@@ -154,14 +154,14 @@ class WorkersStopping(Event):
 
 @dataclass(frozen=True)
 class WorkersLost(Event):
-    """Workers that were asked to end have not reported that they did."""
+    """Workers that were asked to stop have not reported their end."""
 
     ranks: tuple[Number, ...]
 
 
 @dataclass(frozen=True)
 class HangFound(Event):
-    """The job did nothing for `after` seconds."""
+    """The job was inactive for `after` seconds."""
 
     states: dict[int, str]  # by rank, letters of proc(5)
     after: float
@@ -174,7 +174,7 @@ class GenerationEnded(GenerationResult, Event):
 
 @dataclass(frozen=True)
 class RestartDecided(Event):
-    """Whether the job is started again after a failure."""
+    """The decision whether to restart the job after a failure."""
 
     restart: bool
     why: str
@@ -202,14 +202,14 @@ class DiskFull(Event):
 
 @dataclass(frozen=True)
 class WarningIssued(Event):
-    """Something that the user should know."""
+    """A warning for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class OutcomeDecided(Event):
-    """How the job ends; its nodes are still there."""
+    """The outcome of the job is decided; its nodes are still up."""
 
     outcome: JobOutcome
     reason: str
@@ -224,7 +224,7 @@ class JobEnded(Event):
 
 
 def name(kind: type[Event]) -> str:
-    """The name of an event in events.jsonl: `nodes_up` for NodesUp."""
+    """Name of an event in events.jsonl: `nodes_up` for NodesUp."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
@@ -232,11 +232,11 @@ KINDS = {name(kind): kind for kind in Event.__subclasses__()}
 
 
 def to_line(event: Event) -> dict[str, Any]:
-    """An event as an object of events.jsonl."""
+    """Encode an event as an object of events.jsonl."""
     return {"event": name(type(event)), **typed.encode(event)}
 
 
 def from_line(line: dict[str, Any]) -> Event | None:
-    """The event that such an object is, None if it has an unknown name; raises ValueError if it is damaged."""
+    """Decode an event, or return None if its name is unknown; raises ValueError if it is damaged."""
     kind = KINDS.get(line["event"])
     return typed.decode(line, kind) if kind else None

@@ -1,4 +1,4 @@
-"""Regular expressions of a job file, compiled and searched for in a process of its own; see `bounded.py`."""
+"""Compile and search for regular expressions of a job file, in a separate process; see `bounded.py`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import re
 import signal
 import time
 
-WRONG = (re.error, RecursionError, OverflowError, MemoryError)
-MIN_CPU_SECONDS = 0.1  # seconds of processor time with which a search is started
+REGEX_ERRORS = (re.error, RecursionError, OverflowError, MemoryError)
+MIN_CPU_SECONDS = 0.1  # seconds of processor time that must be left to start a search
 
 
 def flaw(patterns: list[str]) -> str:
-    """Why the first pattern that is no regular expression is none; empty where all are."""
+    """Error of the first pattern that is not a valid regular expression; empty if all are valid."""
     for pattern in patterns:
         try:
             re.compile(pattern)
-        except WRONG as error:
+        except REGEX_ERRORS as error:
             return str(error) or type(error).__name__
     return ""
 
 
 def found(patterns: list[str], text: str, seconds: float) -> tuple[list[bool | None], float]:
-    """Whether each pattern is found in a text, None for one that takes too long; and the processor time of all.
+    """Return whether each pattern is found in a text (None if the search takes too long), and the processor time used.
 
-    They have `seconds` together, and each at most half of what is left, so that one cannot keep others from theirs;
-    when less than MIN_CPU_SECONDS is left, the others have no answer.
+    All searches together may take `seconds`, and each at most half of the time left, so that one cannot starve the
+    others. When less than MIN_CPU_SECONDS is left, the remaining patterns have no result.
     """
-    signal.signal(signal.SIGPROF, _out_of_time)
+    signal.signal(signal.SIGPROF, _raise_timeout)
     answers: list[bool | None] = []
     for pattern in patterns:
         left = seconds - time.process_time()
@@ -43,9 +43,9 @@ def _is_found(pattern: str, text: str, seconds: float) -> bool | None:
             return bool(re.search(pattern, text))
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-    except (*WRONG, TimeoutError):
+    except (*REGEX_ERRORS, TimeoutError):
         return None
 
 
-def _out_of_time(*_: object) -> None:
+def _raise_timeout(*_: object) -> None:
     raise TimeoutError

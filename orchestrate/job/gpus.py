@@ -1,4 +1,4 @@
-"""The GPUs of a machine, by `nvidia-smi`: which of them a job can use, and why there are none."""
+"""GPUs of a machine, from `nvidia-smi`: which ones a job can use, and why none are available."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from xml.etree import ElementTree
 
 from orchestrate.job.cores import PCI, near
 
-BUSY = 0.05  # share of its memory from which a GPU counts as in use: the driver alone takes less
-# Bytes that a desktop on the same GPU may take besides; a container does not see its processes.
+BUSY = 0.05  # fraction of its memory above which a GPU counts as in use; the driver alone takes less
+# Additional bytes for a desktop on the same GPU, whose processes a container does not see.
 DESKTOP_MEMORY = 2 << 30
-MOST = 1024  # GPUs that are read from a listing, which a container may have written
-LIST, DETAILS = ("nvidia-smi", "-L"), ("nvidia-smi", "-q", "-x")  # only the first has the UUIDs of MIG instances
+MOST = 1024  # GPUs read from a listing, which may come from a container
+LIST, DETAILS = ("nvidia-smi", "-L"), ("nvidia-smi", "-q", "-x")  # only the first lists UUIDs of MIG instances
 NVIDIA_SMI_TIMEOUT = 60.0  # seconds for each; without persistence mode, each loads the driver
-VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}  # vendor ids of PCI
-DISPLAY = ("0x03", "0x12")  # classes of PCI: display controllers, processing accelerators
+VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}  # PCI vendor ids
+DISPLAY = ("0x03", "0x12")  # PCI classes: display controllers, processing accelerators
 LINE = re.compile(
     r"^(?:GPU (\d{1,4}): ([^\n]{0,100}?)|[ \t]+MIG [^\n]{0,100}?) ?\(UUID: ((?:GPU|MIG)-[\w/-]{1,90})\)", re.M
 )
 TROUBLE = re.compile(r"(Failed to initialize NVML: |NVIDIA-SMI has failed |Unable to determine )[^\n]{0,200}")
-HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES without any GPU
+HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that hide all GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,13 @@ class Gpu:
     bus: str = ""  # PCI address, such as 00000000:07:00.0
     used: int = 0  # bytes
     total: int = 0  # bytes
-    display: bool = False  # whether it draws a desktop
+    display: bool = False  # whether it drives a display
     persistent: bool = True  # whether the driver stays loaded while no program uses the GPU
     driver: str = ""  # its version
 
     @property
     def busy(self) -> bool:
-        """Whether other programs use it."""
+        """Whether other programs use this GPU."""
         return self.used > BUSY * self.total + DESKTOP_MEMORY * self.display
 
     def __str__(self) -> str:
@@ -55,15 +55,15 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What a job can have."""
+    """GPUs that a job can use."""
 
-    gpus: tuple[Gpu, ...] = ()  # in the order in which workers get them
-    why: str = ""  # why there are none
-    note: str = ""  # what to know about those that are in use
+    gpus: tuple[Gpu, ...] = ()  # in the order of assignment to workers
+    why: str = ""  # why `gpus` is empty
+    note: str = ""  # about GPUs that other programs use
 
 
 def fields(offer: Offer, pin: bool) -> dict[str, Any]:
-    """An offer as the fields of an `Inventory`; `pin`: with the cores near each GPU."""
+    """An offer as fields of an `Inventory`; `pin` adds the cores near each GPU."""
     return {
         "gpus": tuple(gpu.id for gpu in offer.gpus),
         "no_gpus": offer.why,
@@ -73,38 +73,38 @@ def fields(offer: Offer, pin: bool) -> dict[str, Any]:
 
 
 def look() -> tuple[Gpu, ...]:
-    """The GPUs that `nvidia-smi` lists on this machine; none if it is not installed or fails."""
+    """GPUs that `nvidia-smi` lists on this machine; empty if it is not installed or fails."""
     listing = _output(LIST)
     return read(listing, _output(DETAILS)) if LINE.search(listing) else ()
 
 
 def read(listing: str, details: str) -> tuple[Gpu, ...]:
-    """The GPUs in the output of `LIST` and `DETAILS`; MIG instances take the place of their GPU.
+    """Parse the output of `LIST` and `DETAILS`; MIG instances replace their GPU.
 
-    Both may come from a container, which can have written anything: details that are not as expected are left out.
+    Both may come from a container and are untrusted; unexpected details are left out.
     """
     elements, driver = _elements(details)
-    found: dict[str, list[Gpu]] = {}  # by UUID, each GPU, followed by its instances
+    found: dict[str, list[Gpu]] = {}  # by UUID: a GPU, followed by its instances
     whole, element = Gpu(id="", index=0), ElementTree.Element("gpu")
-    for number, name, unit in islice(LINE.findall(listing), MOST):
-        if unit.startswith("GPU-"):
-            element = elements.get(unit, ElementTree.Element("gpu"))
-            whole = _with_memory(_whole(unit, int(number), name, element, driver), element)
-            found.setdefault(unit, [whole])
-        elif whole.id and unit not in {gpu.id for gpu in found[whole.id]}:
+    for number, name, uuid in islice(LINE.findall(listing), MOST):
+        if uuid.startswith("GPU-"):
+            element = elements.get(uuid, ElementTree.Element("gpu"))
+            whole = _with_memory(_whole(uuid, int(number), name, element, driver), element)
+            found.setdefault(uuid, [whole])
+        elif whole.id and uuid not in {gpu.id for gpu in found[whole.id]}:
             place, parts = len(found[whole.id]) - 1, element.findall("mig_devices/mig_device")
             part = parts[place] if place < len(parts) else ElementTree.Element("mig_device")
-            found[whole.id].append(_with_memory(replace(whole, id=unit), part))
-    for unit, gpus in found.items():  # in MIG mode, a GPU can be used by its instances only
-        mode = elements[unit].findtext("mig_mode/current_mig") if unit in elements else ""
-        found[unit] = gpus[1:] if mode == "Enabled" else gpus[1:] or gpus
+            found[whole.id].append(_with_memory(replace(whole, id=uuid), part))
+    for uuid, gpus in found.items():  # in MIG mode, only the instances of a GPU can be used
+        mode = elements[uuid].findtext("mig_mode/current_mig") if uuid in elements else ""
+        found[uuid] = gpus[1:] if mode == "Enabled" else gpus[1:] or gpus
     return tuple(gpu for gpus in found.values() for gpu in gpus)
 
 
-def _whole(unit: str, number: int, name: str, element: ElementTree.Element, driver: str) -> Gpu:
+def _whole(uuid: str, number: int, name: str, element: ElementTree.Element, driver: str) -> Gpu:
     bus = element.get("id", "")
     return Gpu(
-        id=unit,
+        id=uuid,
         index=number,
         name=re.sub(r"[^\w .()-]", "", name)[:60].strip(),
         bus=bus if re.fullmatch(r"[0-9A-Fa-f:.]{1,20}", bus) else "",
@@ -115,9 +115,9 @@ def _whole(unit: str, number: int, name: str, element: ElementTree.Element, driv
 
 
 def offer(found: tuple[Gpu, ...], asked: str | int, environ: Mapping[str, str] = os.environ) -> Offer:
-    """Which GPUs a job can have: `asked` is `auto`, `all` or a number.
+    """Select the GPUs of a job; `asked` is `auto`, `all` or a number.
 
-    A caller's CUDA_VISIBLE_DEVICES is respected. `auto` leaves out GPUs that other programs use; a number takes them
+    The caller's CUDA_VISIBLE_DEVICES is respected. `auto` leaves out GPUs that other programs use; a number takes those
     last.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -127,7 +127,7 @@ def offer(found: tuple[Gpu, ...], asked: str | int, environ: Mapping[str, str] =
     free, busy = [gpu for gpu in seen if not gpu.busy], [gpu for gpu in seen if gpu.busy]
     if asked == "auto":
         left = f"{_counted(busy)} in use by other programs" if busy else ""
-        why = f"{left}: --gpus all takes {'it' if len(busy) == 1 else 'them'}" if busy and not free else ""
+        why = f"{left}; use --gpus all to include {'it' if len(busy) == 1 else 'them'}" if busy and not free else ""
         return Offer(gpus=tuple(free), why=why, note=f"{left}, left out" if free and busy else "")
     gpus = tuple(free + busy)[:asked] if isinstance(asked, int) and asked <= len(seen) else seen
     return Offer(gpus=gpus, note="; ".join(str(gpu) for gpu in gpus if gpu.busy))
@@ -139,13 +139,13 @@ def why_none() -> str:
         return trouble_of(trouble[0])
     vendors = {vendor for vendor in map(_vendor, PCI.glob("*")) if vendor}
     if "NVIDIA" in vendors:
-        return "nvidia-smi does not list the NVIDIA GPU of this machine: install NVIDIA's driver"
+        return "nvidia-smi does not list this machine's NVIDIA GPU: install the NVIDIA driver"
     others = " and ".join(sorted(vendors))
     return f"this machine has no NVIDIA GPU{others and f' ({others} GPUs are not supported)'}"
 
 
 def trouble_of(output: str) -> str:
-    """What `nvidia-smi` complains about in its output, with the way out; empty if it does not."""
+    """Error message in the output of `nvidia-smi`, with a fix if one is known; empty if there is none."""
     found = TROUBLE.search(output)
     if not found:
         return ""
@@ -165,7 +165,7 @@ def _output(command: tuple[str, ...]) -> str:
 
 
 def _elements(details: str) -> tuple[dict[str, ElementTree.Element], str]:
-    """The elements of GPUs by UUID, and the driver's version."""
+    """XML elements of the GPUs by UUID, and the driver version."""
     text = details[details.find("<nvidia_smi_log") :]  # without the document type, which could define entities
     try:
         root = ElementTree.fromstring(text[: text.rfind(">") + 1] or "<nothing/>")
@@ -182,28 +182,28 @@ def _with_memory(gpu: Gpu, element: ElementTree.Element) -> Gpu:
 
 
 def _bytes(element: ElementTree.Element, path: str) -> int:
-    """An amount of memory; 0 where it is `N/A`."""
+    """An amount of memory in bytes; 0 if it is `N/A`."""
     match = re.fullmatch(r"\s*(\d{1,9}) MiB\s*", element.findtext(path, ""))
     return int(match[1]) << 20 if match else 0
 
 
 def _visible(found: tuple[Gpu, ...], names: str) -> Iterator[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names by number, UUID or the beginning of one; as in CUDA, up to a wrong one.
+    """GPUs listed in CUDA_VISIBLE_DEVICES by index, UUID or UUID prefix; as in CUDA, up to the first invalid entry.
 
-    Numbers are those of `nvidia-smi`, whose order is CUDA's own among GPUs of one model.
+    Indices are those of `nvidia-smi`, whose order is CUDA's among GPUs of one model.
     """
     taken: set[str] = set()
     for name in names.split(",") if names.strip() not in HIDDEN else ():
-        word = name.strip()
-        units = [gpu for gpu in found if (str(gpu.index) == word if word.isdecimal() else gpu.id.startswith(word))]
-        if not word or not units or taken & {gpu.id for gpu in units}:
+        entry = name.strip()
+        matches = [gpu for gpu in found if (str(gpu.index) == entry if entry.isdecimal() else gpu.id.startswith(entry))]
+        if not entry or not matches or taken & {gpu.id for gpu in matches}:
             return
-        taken |= {gpu.id for gpu in units}
-        yield from units
+        taken |= {gpu.id for gpu in matches}
+        yield from matches
 
 
 def _vendor(device: Path) -> str:
-    """Whose GPU a device of PCI is; empty if it is none."""
+    """Vendor of a GPU on the PCI bus; empty for other devices."""
     try:
         display = (device / "class").read_text().startswith(DISPLAY)
         return VENDORS.get((device / "vendor").read_text().strip(), "") if display else ""

@@ -1,4 +1,4 @@
-"""What the events of a job say of it: where a second supervisor goes on. Pure."""
+"""State of a job, rebuilt from its events: where another supervisor continues. Pure."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from orchestrate.job.outcomes import GenerationResult, JobResult
 
 
 class History:
-    """A job so far."""
+    """The state of a job so far."""
 
-    def __init__(self, noted: Iterable[events.Event]) -> None:
-        self.ended: list[GenerationResult] = []  # the generations that are over
-        self.running = -1  # the generation whose workers were started last, if it is not over
-        self.exits: list[events.WorkerEnded] = []  # what is known of its workers' ends
-        self.stopping = ""  # why its workers were asked to end
-        self.states: dict[int, str] = {}  # of its workers, as letters of proc(5), where it hung
-        self.hosts: dict[str, str] = {}  # the machines of its nodes, where there are several
-        self.outcome: JobResult | None = None  # once it was decided
-        for event in noted:
+    def __init__(self, recorded: Iterable[events.Event]) -> None:
+        self.ended: list[GenerationResult] = []  # completed generations
+        self.running = -1  # the running generation; -1 if there is none
+        self.exits: list[events.WorkerEnded] = []  # ends of its workers
+        self.stopping = ""  # why its workers were asked to stop
+        self.states: dict[int, str] = {}  # if it hung, the states of its workers, as letters of proc(5)
+        self.hosts: dict[str, str] = {}  # host of each node, if there are several
+        self.outcome: JobResult | None = None  # set once it is decided
+        for event in recorded:
             self._add(event)
 
     @property
     def furthest(self) -> int:
-        """The highest step that a generation has come to."""
+        """The highest step that any generation has reached."""
         return max((ended.step for ended in self.ended), default=0)
 
     def _add(self, event: events.Event) -> None:

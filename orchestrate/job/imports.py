@@ -1,6 +1,6 @@
-"""What a script imports, as far as its source says; it is read and never run.
+"""Find what a script imports, from its source and without running it.
 
-`preload.py` calls this in a process of its own (`bounded.py`), whose start is as fast as its imports are few.
+`preload.py` calls this in a separate process (`bounded.py`), so it has few imports, for a fast start.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ NEEDS_DYNAMO = re.compile(
     r"\boptim\b|DistributedDataParallel|\bDDP\b|FullyShardedDataParallel|\bfully_shard\b|torch\.compile"
 )
 MOST_FILES = 200
-MAX_FILE, MAX_BYTES = 1 << 20, 8 << 20  # bytes of a file that is read, and of all of them
+MAX_FILE, MAX_BYTES = 1 << 20, 8 << 20  # bytes that are read: of one file, and of all files
 
 
 def uses(command: list[str], folder: str) -> list[bool]:
-    """Whether a script, or a file of `folder` that it imports, imports torch, and whether it uses what needs Dynamo."""
+    """Whether a script or a file in `folder` that it imports imports torch, and whether one uses what needs Dynamo."""
     torch = dynamo = False
     for text, names in _sources(command, folder):
         torch = torch or any(name.partition(".")[0] == "torch" for name in names)
@@ -28,7 +28,7 @@ def uses(command: list[str], folder: str) -> list[bool]:
 
 
 def _sources(command: list[str], folder: str) -> list[tuple[str, set[str]]]:
-    """The script, and all files below `folder` that it imports, directly or not: the text and imports of each."""
+    """Text and imports of the script and of all files below `folder` that it imports, directly or indirectly."""
     first = f"{folder}/{command[0]}" if command[0] != "-m" else _file(command[1], folder, "__main__.py")
     waiting, seen = [first], {first}
     found: list[tuple[str, set[str]]] = []
@@ -48,7 +48,7 @@ def _sources(command: list[str], folder: str) -> list[tuple[str, set[str]]]:
 
 
 def _text(path: str, most: int) -> str:
-    """The text of a source, or of the file that a link leads to; none of one that is larger, or no regular file."""
+    """Read a source file, following links; empty if it is larger than `most` bytes or not a regular file."""
     try:
         with open(opened(os.path.realpath(path)), "rb") as file:
             content = file.read(most + 1)
@@ -58,10 +58,10 @@ def _text(path: str, most: int) -> str:
 
 
 def _imported(text: str) -> set[str]:
-    """The names in a source's imports, which may be those of modules, or of what is in them."""
+    """Names in a source's imports: modules, and names that may be submodules."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: it is nested too deeply
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested too deeply
         return set()
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -73,6 +73,6 @@ def _imported(text: str) -> set[str]:
 
 
 def _file(module: str, folder: str, package: str = "__init__.py") -> str:
-    """The file of a module below a folder, if it is there; of a package, the one named so."""
+    """Path of a module below a folder, or empty if it does not exist; for a package, its file `package`."""
     base = os.path.join(folder, *module.split("."))
     return next((path for path in (f"{base}.py", f"{base}/{package}") if os.path.isfile(path)), "")

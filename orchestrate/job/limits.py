@@ -1,4 +1,4 @@
-"""The limits of a node, so that all nodes of a job together do not overload their machine. Pure."""
+"""Limits of a node, which keep the nodes of a job from overloading their machine. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 UNLIMITED = "unlimited"  # a value of `memory`
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-# Bytes of memory that a machine keeps for everything else; a tenth of its memory if that is more.
+# Bytes of memory reserved for everything else on a machine; a tenth of its memory if that is more.
 RESERVED_MEMORY = 1 << 30
-MIN_MEMORY = 512 << 20  # bytes of memory that a node gets by default, however many there are
-TMP = 2 << 30  # bytes of /tmp where a node's share of the memory is not known, as in docker-compose.yml
-PROCESSES, MIN_PROCESSES = 16384, 512  # of all nodes together; at least this many for each node
+MIN_MEMORY = 512 << 20  # bytes of memory that a node gets at least by default, whatever the number of nodes
+TMP = 2 << 30  # bytes of /tmp if a node's share of memory is unknown, as in docker-compose.yml
+PROCESSES, MIN_PROCESSES = 16384, 512  # for all nodes together, and the minimum for each node
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a node may use at most, in bytes; `memory` is 0 where it is not limited."""
+    """Limits of a node; `memory` is in bytes, or 0 if unlimited."""
 
     memory: int
     tmp: int  # bytes of its memory that files in /tmp may use
@@ -23,9 +23,9 @@ class Limits:
 
 
 def limits(asked: str | None, machine: int, nodes: int) -> Limits:
-    """The limits of each of `nodes` nodes on a machine with `machine` bytes of memory (0: unknown).
+    """Limits of each of `nodes` nodes on a machine with `machine` bytes of memory (0: unknown).
 
-    `asked` is a job's `memory`; None means an equal share of the memory that the machine does not keep for itself.
+    `asked` is a job's `memory`; None means an equal share of the memory that is not reserved.
     """
     share = max(MIN_MEMORY, (machine - max(RESERVED_MEMORY, machine // 10)) // nodes) if machine else 0
     memory = share if asked is None else 0 if asked == UNLIMITED else in_bytes(asked)
@@ -33,11 +33,11 @@ def limits(asked: str | None, machine: int, nodes: int) -> Limits:
 
 
 def in_bytes(text: str) -> int:
-    """Docker's `4g` in bytes."""
+    """Convert a size such as `4g` to bytes."""
     return int(text.rstrip("bkmgBKMG")) * UNITS[text.lstrip("0123456789").lower()]
 
 
 def in_words(count: int) -> str:
-    """Bytes as `5.2 GiB` or `512 MiB`."""
+    """Format bytes as `5.2 GiB` or `512 MiB`."""
     number, unit = (count / (1 << 30), "GiB") if count >= 1 << 30 else (count / (1 << 20), "MiB")
     return f"{f'{number:.1f}'.removesuffix('.0')} {unit}"

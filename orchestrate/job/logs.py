@@ -1,4 +1,4 @@
-"""Worker output for a person's eyes: read from the per-rank files, a rank before each line, safe for a terminal."""
+"""Worker output for display: read from the logs of ranks, with a prefix for each line, safe for a terminal."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from orchestrate.files.lines import Lines
 from orchestrate.files.paths import LOGS, JobPaths, log
 from orchestrate.node.trees import data
 
-TAIL = 1 << 16  # bytes of a log that are its end
+TAIL = 1 << 16  # bytes read at the end of a log
 NOISE = re.compile(  # what torch's C++ code prints after an error
     r"(?:\[rank\d+\]: ?)?(?:frame #\d+: .*\(0x[0-9a-f]+|Exception raised from .* \(most recent call first\):$"
     r"|CUDA kernel errors might be asynchronously |For debugging consider passing CUDA_LAUNCH_BLOCKING"
     r"|Compile with `TORCH_USE_CUDA_DSA`|Search for `cuda)"
 )
-MARK = b"[node] generation "  # how a node begins the part of a log that is another generation's
+MARK = b"[node] generation "  # start of the line that a node writes before the output of each later generation
 
 
 def clean(line: bytes) -> str:
-    """A line as text: what a progress bar drew last, without anything that would steer the terminal."""
+    """Decode a line: the final state of a progress bar, without terminal control sequences."""
     text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
     return console.clean(text)
 
 
 class Follower:
-    """Hands out the new lines of one job's logs."""
+    """Reads new lines from the logs of one job."""
 
     def __init__(
         self, paths: JobPaths, ranks: dict[int, str], marks: bool = True, hide: Callable[[str], str] = str
     ) -> None:
-        """`ranks` are the ranks to read, with the prefix of each; `marks`: the nodes' marks of generations, too.
+        """Read the logs of `ranks`, a mapping of each rank to the prefix of its lines.
 
-        `hide` takes secrets out of a line.
+        `marks` includes the lines that mark a new generation; `hide` removes secrets from a line.
         """
         self.paths, self.marks, self.hide = paths, marks, hide
         self.read: dict[int, Lines] = {}
@@ -44,20 +44,20 @@ class Follower:
         self.follow(ranks)
 
     def follow(self, ranks: dict[int, str]) -> None:
-        """Read these ranks from now on, each from where it was read last."""
+        """Read these ranks from now on, each from its last position."""
         self.ranks = ranks
         self.read |= {rank: Lines() for rank in ranks.keys() - self.read.keys()}
 
     def skip(self, last: int = 4096) -> None:
-        """Leave out what there is already, but for the last lines of each log (`last` bytes of it, at most)."""
+        """Skip existing output, except for the last lines of each log (at most `last` bytes)."""
         for rank, folder in self._each():
             with contextlib.suppress(OSError), regular(_name(rank), folder) as file:
                 self.read[rank].skip(file, last)
 
     def lines(self, end: bool = False, most: float = float("inf")) -> Iterator[str]:
-        """The lines since the last call, those of one rank together; `end`: also a last one without a newline.
+        """Yield the lines written since the last call, grouped by rank; `end` includes a last line without a newline.
 
-        Of each log, about `most` bytes are read.
+        Reads about `most` bytes of each log.
         """
         for rank, folder in self._each():
             read, prefix, last = self.read[rank], self.ranks[rank], end
@@ -72,14 +72,14 @@ class Follower:
                 yield prefix + self.hide(clean(read.rest()))
 
     def progress(self) -> str:
-        """How far a worker says that it is, in a line that it has not ended but begun anew; empty if none says so."""
+        """The progress bar of a worker: an unfinished line with a carriage return; empty if there is none."""
         for rank in sorted(self.ranks):
             if b"\r" in self.read[rank].partial:
                 return self.ranks[rank] + self.hide(clean(self.read[rank].partial))
         return ""
 
     def _each(self) -> Iterator[tuple[int, int]]:
-        """The ranks, with a descriptor of the folder of their logs; none where there is no such folder."""
+        """Each rank with a descriptor of the log folder; nothing if that folder does not exist."""
         with contextlib.suppress(OSError), self.paths.folder.opened(LOGS) as folder:
             for rank in self.ranks:
                 yield rank, folder
@@ -90,7 +90,7 @@ def _name(rank: int) -> str:
 
 
 def prefixes(nodes: dict[int, str]) -> dict[int, str]:
-    """For each rank and the name of its node, what stands before its lines, all of one width."""
+    """Line prefix of each rank, all of one width; `nodes` maps each rank to the name of its node."""
     names = {rank: f"{node} {rank}" for rank, node in nodes.items()}
     width = max(map(len, names.values()), default=0)
     return {rank: f"{name:<{width}} | " for rank, name in names.items()}
@@ -107,11 +107,10 @@ def tail(folder: Folder, rank: int) -> str:
 
 
 def last_words(text: str, generation: int, count: int) -> list[str]:
-    """The last lines that a worker of a generation wrote; of a dump of all its stacks, the first part alone.
+    """The last lines that a worker wrote in a generation; of a dump of all its stacks, only the first part.
 
-    Stack frames of C++ code and torch's general advice are left out, of which NCCL's watchdog prints dozens of lines.
-
-    `text` is the end of its log. What stands before the dump is what it had to say itself.
+    `text` is the end of its log. Lines before a dump are kept: they are the worker's own. C++ stack frames and torch's
+    general advice, of which NCCL's watchdog prints dozens of lines, are left out.
     """
     mark = f"{MARK.decode()}{generation}"
     lines = text.rpartition(mark + "\n")[2].splitlines() if generation else text.splitlines()

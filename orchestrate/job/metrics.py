@@ -1,4 +1,4 @@
-"""What is kept of the metrics that a job writes: as much as a report needs, however much there is. Pure."""
+"""Reduce the metrics that a job writes to what its report needs, in bounded memory. Pure."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from orchestrate.job.recorder import objects
 
-MAX_LINE = 32 << 10  # bytes of a line, enough for a number of each of 1000 ranks; a longer one does not count
-LARGE, WORD, NAMES = 1 << 63, 1000, 1000  # of a number; of a text, in characters; of names, and of a value's parts
-DEEP = 3  # levels of lists and mappings
-ROOM = 250_000  # numbers of all rows together
-PACE = "rank_seconds"  # the name of a row: the seconds that each rank took for itself in a step
+MAX_LINE = 32 << 10  # bytes of a line, enough for a number from each of 1000 ranks; longer lines are ignored
+MAX_NUMBER, MAX_TEXT, NAMES = 1 << 63, 1000, 1000  # limits: numbers; characters of text; names, and items of a value
+MAX_DEPTH = 3  # levels of nested lists and mappings
+ROOM = 250_000  # numbers in all rows together
+PACE = "rank_seconds"  # name of a metric: for each rank, the seconds of its own work in a step
 
 
 def measurements(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The objects of lines, one at a time: as data, JSON takes up to fifty times its bytes."""
+    """Parse lines one at a time: parsed JSON takes up to fifty times its size."""
     return (values for line in lines if len(line) <= MAX_LINE for values in objects([line]))
 
 
 def fold(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The last rows of the workers' pace, and after them the last value of each other name."""
+    """The last rows of `rank_seconds`, followed by the last value of each other name."""
     final: dict[str, Any] = {}
     rows: deque[list[Any]] = deque()
     room = ROOM
@@ -36,18 +36,18 @@ def fold(lines: Iterable[bytes]) -> list[dict[str, Any]]:
                 room -= len(value) + 1
         while room < 0:
             room += len(rows.popleft()) + 1
-        while len(final) > NAMES + 1:  # so that the report knows that it leaves some out
+        while len(final) > NAMES + 1:  # one more than a report lists, so that it can report that some are missing
             del final[next(iter(final))]
     return [*({PACE: row} for row in rows), *([final] if final else [])]
 
 
 def plain(value: Any) -> bool:
-    """Whether a value is a number, a word, or a few of these; a job writes what it likes."""
-    waiting, room = [(value, DEEP)], NAMES
+    """Whether a value is a number, a short text, or a small collection of these; a job may write anything."""
+    waiting, room = [(value, MAX_DEPTH)], NAMES
     while waiting:
         value, depth = waiting.pop()
         if isinstance(value, dict):
-            if not all(len(name) <= WORD for name in value):
+            if not all(len(name) <= MAX_TEXT for name in value):
                 return False
             value = list(value.values())
         if isinstance(value, list):
@@ -56,8 +56,8 @@ def plain(value: Any) -> bool:
                 return False
             waiting += ((one, depth - 1) for one in value)
         elif isinstance(value, str):
-            if len(value) > WORD:
+            if len(value) > MAX_TEXT:
                 return False
-        elif value is not None and abs(value) >= LARGE:
+        elif value is not None and abs(value) >= MAX_NUMBER:
             return False
     return True

@@ -1,4 +1,4 @@
-"""How workers, generations and jobs end, and why: the words that all layers share. Pure; it imports nothing of ours."""
+"""How workers, generations and jobs end, and why; shared by all layers. Pure; imports nothing from the project."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-LOST = 137  # the exit code of a worker that was lost with its node: that of SIGKILL
-TERMINATED = 143  # the exit code after SIGTERM, and of a worker that was cancelled before it started
+LOST = 137  # exit code of a worker that was lost with its node: that of SIGKILL
+TERMINATED = 143  # exit code after SIGTERM, and of a worker that was cancelled before it started
 
 # `action` as in the podFailurePolicy of Kubernetes: end the job, count the restart, or restart without counting.
 ACTIONS = ("fail", "count", "ignore")
@@ -15,17 +15,17 @@ CONDITIONS = {"exit_codes", "log", "cause"}
 
 
 class Word(str, Enum):
-    """Text of a fixed choice, which is written and shown as that text."""
+    """A string enum whose members are written and formatted as their values."""
 
     __str__ = str.__str__
 
     def __format__(self, format_spec: str) -> str:
-        """As the text itself: what Enum does differs between versions of Python."""
+        """Format as the value: the default differs between Python versions."""
         return str.__format__(self, format_spec)
 
 
 class Outcome(Word):
-    """How a job ends; a generation can also end to be launched again with a node that is back."""
+    """Outcome of a job, or of a generation, which may also end to restart with a node that is back (RESCALED)."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -38,7 +38,7 @@ JOB_OUTCOMES = (Outcome.SUCCEEDED, Outcome.FAILED, Outcome.STOPPED, Outcome.LOST
 
 
 class Reason(Word):
-    """What has ended a worker: a name for people, rules and reports."""
+    """Cause of a worker's end, as named in rules and reports."""
 
     ERROR = "error"
     SCRIPT = "script"
@@ -70,33 +70,33 @@ class Reason(Word):
 
 
 CAUSES = {
-    Reason.ERROR: "the worker ended with an error of its own",
-    Reason.SCRIPT: "the script cannot be loaded: a module or file is missing, or the syntax is wrong",
+    Reason.ERROR: "the worker itself failed with an error",
+    Reason.SCRIPT: "the script cannot be loaded: a missing module or file, or a syntax error",
     Reason.USAGE: "the script rejected its arguments (exit code 2, 64 or 78)",
     Reason.NOT_STARTED: "the worker could not be started (exit code 126 or 127)",
     Reason.NO_SUCH_FILE: "the script opened a file that does not exist",
     Reason.NOT_WRITABLE: "the worker tried to write to a read-only or protected path",
     Reason.NO_GPUS: "the worker used CUDA in a job without GPUs",
     Reason.KILLED: "the worker was killed (SIGKILL) by a user or the kernel",
-    Reason.TERMINATED: "the worker got SIGTERM, as at a preemption",
+    Reason.TERMINATED: "the worker received SIGTERM, for example on preemption",
     Reason.CRASH: "native code crashed: SIGSEGV, SIGABRT, SIGFPE, SIGILL",
     Reason.SHARED_MEMORY: "/dev/shm was full (SIGBUS)",
-    Reason.OUT_OF_MEMORY: "the kernel killed the worker for lack of memory",
-    Reason.OUT_OF_MEMORY_IN_A_CHILD: "the kernel killed a process that the worker had started",
-    Reason.OUT_OF_GPU_MEMORY: "CUDA had no memory left",
-    Reason.GPU_ERROR: "a kernel or the GPU itself failed: an illegal address, a failed assertion, ECC, a lost device",
+    Reason.OUT_OF_MEMORY: "the kernel's OOM killer killed the worker",
+    Reason.OUT_OF_MEMORY_IN_A_CHILD: "the kernel's OOM killer killed a child process of the worker",
+    Reason.OUT_OF_GPU_MEMORY: "CUDA ran out of memory",
+    Reason.GPU_ERROR: "a CUDA kernel or the GPU failed: illegal address, failed assertion, ECC error, lost device",
     Reason.GPU_SHARED: "NCCL refused several workers on one GPU",
     Reason.MISMATCH: "the workers called different collectives",
-    Reason.DISK_FULL: "no space was left where the worker wrote",
-    Reason.TIMEOUT: "a worker did not take part in a collective in time",
-    Reason.HANG: "no worker did anything any more",
-    Reason.LEFT_EARLY: "a worker ended well while the others still worked with it",
+    Reason.DISK_FULL: "no space was left on the disk that the worker wrote to",
+    Reason.TIMEOUT: "a worker did not join a collective in time",
+    Reason.HANG: "all workers stopped making progress",
+    Reason.LEFT_EARLY: "a worker exited with code 0 while others still communicated with it",
     Reason.PARTITION: "the node was cut off from the job's network",
     Reason.HOST_LOST: "the host of the node was down, or cut off from the network",
-    Reason.NODE_LOST: "the node ended by itself",
+    Reason.NODE_LOST: "the node exited unexpectedly",
     Reason.NODE_STOPPED: "the node was stopped or removed",
-    Reason.ENGINE_LOST: "the engine was away, and took the workers with it",
-    Reason.INTERRUPTED: "the orchestrator died while it started the workers",
+    Reason.ENGINE_LOST: "the engine went down, and the workers with it",
+    Reason.INTERRUPTED: "the orchestrator died while starting the workers",
 }
 RULES: list[dict[str, Any]] = [
     {"cause": Reason.SCRIPT, "action": "fail"},
@@ -119,7 +119,7 @@ class WorkerExit:
 
     rank: int
     code: int  # 128 + n if signal n ended it
-    asked: bool = True  # whether its node had asked it to end; true if unknown
+    asked: bool = True  # whether its node had asked it to stop; true if unknown
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,11 @@ class Doing:
 
 @dataclass(frozen=True)
 class ObservedExit:
-    """The end of a worker, as the supervisor heard of it."""
+    """The end of a worker, as observed by the supervisor."""
 
     at: float  # seconds
     exit: WorkerExit
-    ours: bool  # whether we had asked it to end
+    ours: bool  # whether the supervisor had asked it to stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +161,10 @@ class GenerationResult:
     word: Outcome
     why: str
     cause: Cause | None = None
-    time: float = 0.0  # by the wall clock
+    time: float = 0.0  # wall-clock time of its end, in seconds since 1970
     lasted: float = 0.0  # seconds
-    step: int = 0  # how far the job had come, by its metrics
-    progress: bool = False  # whether this generation got the job further than it ever was
+    step: int = 0  # the step that the job had reached, according to its metrics
+    progress: bool = False  # whether this generation got further than any before
 
 
 @dataclass(frozen=True)
@@ -172,5 +172,5 @@ class JobResult:
     """How a job ended: `word` is one of JOB_OUTCOMES."""
 
     word: Outcome
-    why: str  # for a person
-    left: str = ""  # why nodes were left, where they could not be taken down, or still have files
+    why: str  # for display
+    left: str = ""  # why nodes were left behind, if they could not be taken down or still have files

@@ -1,4 +1,4 @@
-"""Checks that no other account has made, or can replace, a run directory or a folder above it."""
+"""Check that no other account has created, or can replace, a run directory or a folder above it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACL_USER, ACL_GROUP, ACL_WRITE = 2, 8, 2  # tags and a permission in Linux acces
 
 
 def foreign(run: Path) -> str:
-    """Why a run directory cannot be one of ours; empty if it can be, or if it has gone."""
+    """Why a run directory cannot be this account's; empty if it can be, or if it does not exist."""
     try:
         status = run.lstat()
     except FileNotFoundError:
@@ -32,10 +32,10 @@ def foreign(run: Path) -> str:
 
 
 def check(runs: Path) -> Path:
-    """The real path of a folder for jobs; raises UsageError if root would keep jobs where other accounts can reach.
+    """Resolve the folder of run directories; raises UsageError if the caller is root and another account can change it.
 
     An account that can change a folder in the path, or owns a link there, could redirect root while a job runs, and
-    root would write and remove files there. Other users are not refused: they can lose only files of their own.
+    root would write and remove files there. Other callers are not refused: they can lose only their own files.
     Raises OSError for a loop of links.
     """
     if os.geteuid():
@@ -54,7 +54,7 @@ def check(runs: Path) -> Path:
         if who := _changer(here, status, trusted):
             raise UsageError(
                 f"root cannot keep jobs in {Path.cwd() / runs}: {who} can change {here}",
-                "--runs DIR names a folder that only root can change, such as --runs /root/runs",
+                "use --runs to name a folder that only root can change, such as --runs /root/runs",
             )
         if stat.S_ISLNK(status.st_mode):
             links += 1

@@ -1,6 +1,6 @@
-"""The regular expressions of a job's rules, searched for with a limit on processor time.
+"""Search for the regular expressions of a job's rules, with a limit on processor time.
 
-Python's `re` may backtrack for years, and takes long to compile some short patterns.
+Python's `re` may backtrack for years, and some short patterns take long to compile.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from collections.abc import Callable, Collection
 from orchestrate.files import bounded
 from orchestrate.job import expressions
 
-# Seconds of processor time: of all searches for one decision, or to compile the patterns of a job file.
+# Seconds of processor time for all searches of one decision, or to compile the patterns of a job file.
 MAX_CPU_SECONDS = 2
-ALL = f"the searches of all rules together have {MAX_CPU_SECONDS} s of processor time"
+LIMIT = f"the limit for all rules together is {MAX_CPU_SECONDS} s of processor time"
 
 
 class Patterns:
-    """Searches texts for patterns; one that takes too long is not found, then and later, and is reported once."""
+    """Searches for patterns; one that takes too long is reported once, and counts as not found from then on."""
 
     def __init__(self, patterns: Collection[str], warn: Callable[[str], None]) -> None:
-        """`patterns` are searched for together, when the first of them is asked for."""
+        """Search for all `patterns` together, when the first is needed; `warn` reports those that are ignored."""
         self._patterns, self._warn = patterns, warn
         self._found: dict[tuple[str, str], bool] = {}
         self._slow: set[str] = set()
         self._left = float(MAX_CPU_SECONDS)
 
     def renew(self) -> None:
-        """Make the time for searches that of a new decision."""
+        """Reset the time limit, for a new decision."""
         self._left = float(MAX_CPU_SECONDS)
 
     def search(self, pattern: str, text: str) -> bool:
-        """Whether one of the patterns is found anywhere in a text."""
+        """Whether one of the patterns is found in a text."""
         if (
             (pattern, text) not in self._found
             and pattern not in self._slow
             and self._left >= expressions.MIN_CPU_SECONDS
         ):
-            self._look(text)
+            self._search_all(text)
         return self._found.get((pattern, text), False)
 
-    def _look(self, text: str) -> None:
+    def _search_all(self, text: str) -> None:
         wanted = [pattern for pattern in dict.fromkeys(self._patterns) if pattern not in self._slow]
         done = bounded.call(expressions.found, wanted, text, self._left, seconds=MAX_CPU_SECONDS + 1)
         answers, took = done or ([], self._left)
@@ -48,19 +48,15 @@ class Patterns:
         for pattern, answer in zip(wanted, answers):
             if answer is None:
                 self._slow.add(pattern)
-                self._warn(f"the rule with log {ascii(pattern[:60])} is ignored: its search takes too long ({ALL})")
+                self._warn(f"the rule with log {ascii(pattern[:60])} is ignored: the search takes too long ({LIMIT})")
             else:
                 self._found[pattern, text] = answer
-        if late := len(wanted) - len(answers):
-            self._warn(f"rules with log are ignored for this failure: no time is left for {late} of them ({ALL})")
+        if skipped := len(wanted) - len(answers):
+            self._warn(f"{skipped} of the rules with log are ignored for this failure: no time is left ({LIMIT})")
 
 
 @functools.lru_cache(maxsize=8)  # a job file is checked key by key, and as a whole
 def flaw(patterns: tuple[str, ...]) -> str:
-    """Why patterns cannot be used: one is no regular expression, or all take too long to compile; empty if they can."""
+    """Why patterns cannot be used: one is invalid, or together they take too long to compile; empty if they can."""
     why = bounded.call(expressions.flaw, patterns, seconds=MAX_CPU_SECONDS) if patterns else ""
-    return (
-        f"takes more than {MAX_CPU_SECONDS} s to compile, with those of all rules; use simpler ones"
-        if why is None
-        else why
-    )
+    return f"compiling those of all rules takes more than {MAX_CPU_SECONDS} s; use simpler ones" if why is None else why

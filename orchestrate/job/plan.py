@@ -1,4 +1,4 @@
-"""plan(spec, inventory) -> Plan: who is which rank, on which GPU, with which environment. Pure; it prints as text."""
+"""plan(spec, inventory) -> Plan: the rank, GPU and environment of every worker. Pure; `str(plan)` is for display."""
 
 from __future__ import annotations
 
@@ -24,54 +24,54 @@ NODE = re.compile(r"master|trainer-[1-9][0-9]{0,5}")
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """What an engine has for a job."""
+    """Resources that an engine offers to a job."""
 
     engine: str  # docker, process or swarm
-    about: str  # the engine in words, with its version
+    about: str  # the engine and its version, for display
     cores: tuple[int, ...]  # numbers of the logical cores that may be used; neighbours share caches
     gpus: tuple[str, ...]  # ids of the GPUs that may be used
-    no_gpus: str  # why there are none, where there are none
-    gpu_note: str = ""  # what to know about GPUs that other programs use
-    gpu_cores: tuple[tuple[int, ...], ...] = ()  # the cores near each GPU, where workers are to be kept to them
-    memory: int = 0  # bytes that the (smallest) machine has; 0 where that is not known or cannot be limited
-    hosts: int = 1  # the machines that take nodes
+    no_gpus: str  # why `gpus` is empty, if it is
+    gpu_note: str = ""  # about GPUs that other programs use
+    gpu_cores: tuple[tuple[int, ...], ...] = ()  # the cores near each GPU, if workers are pinned
+    memory: int = 0  # bytes of the (smallest) machine; 0 if unknown, or if it cannot be limited
+    hosts: int = 1  # number of machines that take nodes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a job goes on its engine: its network and folders, and how its nodes run."""
+    """How a job runs on its engine: its network and folders, and settings of its nodes."""
 
-    network: str  # bridge, where the job has a network of its own, or host; empty for local processes
-    master_addr: str  # of every node; empty where a node has a name of its own in DNS
+    network: str  # bridge (a network for this job) or host; empty for local processes
+    master_addr: str  # for all nodes; empty if nodes have names in DNS
     interface: str  # the one network interface for gloo and NCCL
-    job_dir: str  # the run directory, as a worker sees it
-    code: str = ""  # the folder of this machine in which the command runs
-    python: str = "python"  # with which nodes in containers run
-    preload: tuple[str, ...] = ()  # the modules that nodes import before there is a worker
-    cluster: str = ""  # the cluster whose nodes are used, and stay; empty where the job has nodes of its own
-    sharing: int = 0  # the nodes of that cluster, which share the memory of the machines
+    job_dir: str  # the job folder, as a worker sees it
+    code: str = ""  # the code folder on this machine, in which the command runs
+    python: str = "python"  # interpreter of nodes in containers
+    preload: tuple[str, ...] = ()  # modules that nodes import before workers start
+    cluster: str = ""  # the cluster whose nodes are used; empty if the job starts its own nodes
+    sharing: int = 0  # number of nodes of that cluster, which share the memory of the machines
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """The top-level packages of the modules that nodes import."""
+        """Top-level packages of the modules that nodes import."""
         return tuple(dict.fromkeys(name.partition(".")[0] for name in self.preload))
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """One process with a `RANK`."""
+    """A worker: one process with a `RANK`."""
 
     rank: int
-    local_rank: int  # among those of its node
+    local_rank: int  # among the workers of its node
     node: str
     gpu: str  # its own GPU, or empty
-    cores: tuple[int, ...]  # which it keeps to; empty for any
+    cores: tuple[int, ...]  # cores that it is pinned to; empty if not pinned
     env: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What every node and worker gets, as plain data."""
+    """The settings of every node and worker, as plain data."""
 
     job_id: str
     generation: int
@@ -80,13 +80,13 @@ class Plan:
     placement: Placement
     nodes: tuple[str, ...]  # names; the first is the master
     nproc_per_node: int
-    gpus: tuple[str, ...]  # of all its nodes, also of those that are missing
+    gpus: tuple[str, ...]  # of all nodes, including missing ones
     master_addr: str  # where rank 0 listens
     port: int
-    reason: str  # why the workers run on CPU, where they do
+    reason: str  # why the workers run on CPU, if they do
     limits: Limits  # of each node
     workers: tuple[WorkerPlan, ...]
-    secrets: tuple[str, ...] = ()  # variables that the job file calls secret
+    secrets: tuple[str, ...] = ()  # variables that the job file lists as secrets
 
     @property
     def engine(self) -> str:
@@ -95,12 +95,12 @@ class Plan:
 
     @property
     def project(self) -> str:
-        """The name under which its nodes exist: the cluster's, or its own id."""
+        """Name of the containers and network of its nodes: the cluster's name, or the job id."""
         return self.placement.cluster or self.job_id
 
     @property
     def world_size(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return len(self.workers)
 
     def to_json(self) -> str:
@@ -112,14 +112,13 @@ class Plan:
         return json.dumps(values, indent=2)
 
     def __str__(self) -> str:
-        """The plan for a person: a line per worker."""
+        """The plan for display: a summary, and a line per worker."""
         note = f" ({self.inventory.gpu_note})" if self.inventory.gpu_note else ""
         shared = counted(len(self.gpus), "shared GPU") if len(self.gpus) < self.world_size else ""
         on_gpus = f"on {shared}{note}" if shared else f"NCCL on GPU{note}"
         backend = on_gpus if self.gpus else f"gloo on CPU ({self.reason})"
-        threads = self.workers[0].env[
-            "OMP_NUM_THREADS"
-        ]  # a script's author may have set it, to a list for nested regions, say
+        # The job may set it, for example to a list for nested parallel regions.
+        threads = self.workers[0].env["OMP_NUM_THREADS"]
         width = max(map(len, self.nodes))
         lines = [
             f"job {self.job_id}: {counted(len(self.nodes), 'node')} × {counted(self.nproc_per_node, 'worker')}, "
@@ -131,22 +130,22 @@ class Plan:
             + " per worker"
             + (f", {in_words(self.limits.memory)} of memory per node" if self.limits.memory else "")
             + (", warm" if self.placement.preload else "")
-            + (", on the network of this machine" if self.placement.network == "host" else ""),
+            + (", on the host network" if self.placement.network == "host" else ""),
         ]
         for worker in self.workers:
-            kept = f", {_cores(worker.cores)}" if worker.cores else ""
+            pinned = f", {_cores(worker.cores)}" if worker.cores else ""
             where = f"rank {worker.rank:<3} {worker.node:<{width}}  local rank {worker.local_rank}"
-            lines.append(f"  {where}  {worker.gpu or 'cpu'}{kept}")
+            lines.append(f"  {where}  {worker.gpu or 'cpu'}{pinned}")
         return "\n".join(lines)
 
 
 def names(spec: JobSpec, spares: bool = False) -> tuple[str, ...]:
-    """The nodes that a job wants; with its spare ones, where they are asked for."""
+    """Names of the nodes that a job requests; `spares` includes its standby nodes."""
     return ("master", *(f"trainer-{i}" for i in range(1, spec.trainers + 1 + spec.spares * spares)))
 
 
 def in_order(nodes: Iterable[str]) -> tuple[str, ...]:
-    """The master first, then the trainers by number."""
+    """Sort names of nodes: the master first, then the trainers by number."""
     return tuple(sorted(nodes, key=lambda name: (name != "master", int(name.partition("-")[2] or 0))))
 
 
@@ -159,18 +158,18 @@ def plan(
     generation: int = 0,
     nodes: tuple[str, ...] = (),
 ) -> Plan:
-    """Give every worker its rank, node and GPU, on all nodes that `spec` wants or on the `nodes` that there are.
+    """Assign a rank, node and GPU to every worker, on all nodes of `spec` or on the given `nodes`.
 
-    `port` is where rank 0 listens. Raises ResourceError where the engine has too few GPUs.
+    `port` is where rank 0 listens. Raises ResourceError if the engine has too few GPUs or cores.
     """
     wanted_nodes = len(names(spec))
     nodes = nodes or names(spec)
     offered = _gpus(spec, inventory)
-    nproc = spec.nproc_per_node or min(_most_on_a_node(offered), max(1, len(offered) // wanted_nodes))
+    nproc = spec.nproc_per_node or min(_max_workers_per_node(offered), max(1, len(offered) // wanted_nodes))
     world_size = len(nodes) * nproc
-    gpus = _given_out(spec, inventory, offered, nproc, world_size)
+    gpus = _assigned_gpus(spec, inventory, offered, nproc, world_size)
     shared = bool(gpus) and len(offered) < world_size
-    kept = _cores_of_workers(spec, inventory, gpus, world_size)
+    cores = _assigned_cores(spec, inventory, gpus, world_size)
     project = placement.cluster or job_id
     address = placement.master_addr or (nodes[0] if nodes[0] == "master" else f"{project}-{nodes[0]}")
     machine = {"host": "", "cpus": _usable_cores(spec, inventory, len(nodes)), "gpus": list(gpus)}
@@ -183,8 +182,8 @@ def plan(
             local_rank=rank % nproc,
             node=nodes[rank // nproc],
             gpu=gpus[rank] if gpus else "",
-            cores=kept[rank],
-            env=env | restarts | files | _own(spec, kept[rank], shared) | spec.env,
+            cores=cores[rank],
+            env=env | restarts | files | _extra_env(spec, cores[rank], shared) | spec.env,
         )
         for rank, env in enumerate(envs)
     ]
@@ -206,59 +205,61 @@ def plan(
     )
 
 
-def _most_on_a_node(gpus: tuple[str, ...]) -> int:
-    """How many workers a node can have: CUDA uses one MIG instance in a process."""
+def _max_workers_per_node(gpus: tuple[str, ...]) -> int:
+    """Maximum number of workers on a node: CUDA uses only one MIG instance per process."""
     return 1 if any(gpu.startswith("MIG-") for gpu in gpus) else MAX_WORKERS
 
 
-def _given_out(
+def _assigned_gpus(
     spec: JobSpec, inventory: Inventory, gpus: tuple[str, ...], nproc: int, world_size: int
 ) -> tuple[str, ...]:
-    """The GPU of each worker, by rank; none where the job runs on CPU. Raises ResourceError if there are too few."""
-    if gpus and nproc > _most_on_a_node(gpus):
-        raise ResourceError(f"{nproc} workers on a node, and one can use a single MIG instance", "--nproc-per-node 1")
-    shares = spec.share_gpus or (spec.gpus == "auto" and spec.command == APP)  # any machine with a GPU runs the app
-    if shares and nproc <= len(gpus) and inventory.engine != "swarm":  # a node's workers still have one each
+    """The GPU of each worker, by rank; empty on CPU. Raises ResourceError if there are too few GPUs."""
+    if gpus and nproc > _max_workers_per_node(gpus):
+        raise ResourceError(
+            f"{nproc} workers per node, but a node can use only one MIG instance", "use --nproc-per-node 1"
+        )
+    shares = spec.share_gpus or (spec.gpus == "auto" and spec.command == APP)  # the app runs on any machine with a GPU
+    if shares and nproc <= len(gpus) and inventory.engine != "swarm":  # each worker of a node still has its own
         return tuple(gpus[rank % len(gpus)] for rank in range(world_size))
     if gpus and len(gpus) < world_size:
         fewer = len(gpus) // nproc - 1
         ways = [f"--trainers {fewer}"] if fewer >= 0 else []
         raise ResourceError(
-            f"{world_size} workers need {world_size} GPUs, and there {_are(len(gpus))}"
+            f"{world_size} workers need {world_size} GPUs, but only {_number_is(len(gpus))} available"
             + (f" ({inventory.gpu_note})" if inventory.gpu_note else ""),
-            f"take fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
+            f"use fewer nodes or workers ({', '.join([*ways, '--nproc-per-node 1'] if nproc > 1 else ways)}), "
             + ("let nodes share GPUs (--set share_gpus=true), " if nproc <= len(gpus) else "")
             + "or train with gloo on CPU (--gpus none)",
         )
     return gpus
 
 
-def _cores_of_workers(
+def _assigned_cores(
     spec: JobSpec, inventory: Inventory, gpus: tuple[str, ...], world_size: int
 ) -> Sequence[tuple[int, ...]]:
-    """The cores that each worker keeps to, near its GPU; empty for any. Raises ResourceError if there are too few."""
+    """The cores that each worker is pinned to, near its GPU; empty if not pinned. Raises ResourceError if too few."""
     if not spec.pin:
         return [()] * world_size
     if len(inventory.cores) < world_size:
         raise ResourceError(
-            f"pin: {world_size} workers need {world_size} cores, and there {_are(len(inventory.cores))}",
-            "take fewer workers, or leave out pin",
+            f"pin: {world_size} workers need {world_size} cores, but only {_number_is(len(inventory.cores))} available",
+            "use fewer workers, or leave out pin",
         )
     close = dict(zip(inventory.gpus, inventory.gpu_cores))
     return shares_near(inventory.cores, [close.get(gpu, ()) for gpu in gpus[:world_size]] or [()] * world_size)
 
 
 def _usable_cores(spec: JobSpec, inventory: Inventory, nodes: int) -> int:
-    """The cores that workers compute on: with a limit of `cpus`, more threads would only wait for each other."""
+    """Number of cores for computation: with a limit of `cpus`, more threads would only wait for each other."""
     if spec.cpus and inventory.engine != "process":
         return min(len(inventory.cores), math.floor(spec.cpus * nodes))
     return len(inventory.cores)
 
 
 def read_plan(text: str, env: Mapping[str, str]) -> Plan:
-    """The plan that `to_json` wrote; raises ValueError, TypeError or KeyError for anything else.
+    """Parse the output of `to_json`; raises ValueError, TypeError or KeyError for anything else.
 
-    `env` is the job's own environment, for the values of secrets, which are not in the text; those in the
+    `env` is the job's own environment with the values of secrets, which the text does not contain; secrets in the
     command remain `***`.
     """
     values = json.loads(text)
@@ -270,31 +271,31 @@ def read_plan(text: str, env: Mapping[str, str]) -> Plan:
 
 
 def _check(plan: Plan) -> None:
-    """Raise ValueError where a name could not be one that we have made, or a worker is on no node."""
+    """Raise ValueError for invalid names, sizes, ranks, or text that cannot be passed to a process."""
     for name in (plan.job_id, plan.project):
         if not NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a job")
+            raise ValueError(f"{name!r} is not the name of a job")
     for node in plan.nodes:
         if not NODE.fullmatch(node):
-            raise ValueError(f"{node!r} is no name of a node")
+            raise ValueError(f"{node!r} is not the name of a node")
     if not 0 < len(plan.nodes) <= 1 + MAX_TRAINERS or not 0 < plan.nproc_per_node <= MAX_WORKERS:
         raise ValueError(
-            f"it has {len(plan.nodes)} nodes of {plan.nproc_per_node} workers, "
-            f"and a job has 1 to {1 + MAX_TRAINERS} of 1 to {MAX_WORKERS}"
+            f"it has {len(plan.nodes)} nodes with {plan.nproc_per_node} workers each, "
+            f"but a job has 1 to {1 + MAX_TRAINERS} nodes with 1 to {MAX_WORKERS} workers"
         )
     places = enumerate(node for node in plan.nodes for _ in range(plan.nproc_per_node))
     if [(worker.rank, worker.node) for worker in plan.workers] != list(places):
         raise ValueError("its ranks are not numbered from 0, or not on its nodes")
     if any(map(checks.path, plan.command)):
-        raise ValueError("its command has text that no process can be given")
+        raise ValueError("its command has text that cannot be passed to a process")
     for worker in plan.workers:
         for name, value in worker.env.items():
             if not name or "=" in name or checks.path(name) or checks.path(value):
-                raise ValueError(f"rank {worker.rank} cannot be given the environment variable {name[:60]!a}")
+                raise ValueError(f"the environment variable {name[:60]!a} cannot be passed to rank {worker.rank}")
 
 
 def _limits(spec: JobSpec, inventory: Inventory, sharing: int) -> Limits:
-    """The limits of a node, the same in every generation, however few nodes it has."""
+    """Limits of a node, the same in every generation, even with fewer nodes."""
     together = sharing or len(names(spec, spares=True))
     asked = UNLIMITED if inventory.engine == "process" else spec.memory
     return limits(asked, inventory.memory, math.ceil(together / inventory.hosts))
@@ -306,20 +307,20 @@ def _gpus(spec: JobSpec, inventory: Inventory) -> tuple[str, ...]:
     if spec.gpus != "auto" and not inventory.gpus:
         raise ResourceError(
             f"--gpus {spec.gpus}: {inventory.no_gpus}",
-            "python -m orchestrate doctor lists the GPUs and what is missing; --gpus none trains with gloo on CPU",
+            "python -m orchestrate doctor lists GPUs and what is missing; use --gpus none to train with gloo on CPU",
         )
     if isinstance(spec.gpus, int):
         if spec.gpus > len(inventory.gpus):
             raise ResourceError(
-                f"--gpus {spec.gpus}: there {_are(len(inventory.gpus))}: {', '.join(inventory.gpus)}",
-                f"--gpus {len(inventory.gpus)}, or --gpus all",
+                f"--gpus {spec.gpus}: only {_number_is(len(inventory.gpus))} available: {', '.join(inventory.gpus)}",
+                f"use --gpus {len(inventory.gpus)}, or --gpus all",
             )
         return inventory.gpus[: spec.gpus]
     return inventory.gpus
 
 
-def _own(spec: JobSpec, cores: tuple[int, ...], shared: bool) -> dict[str, str]:
-    """What a node is asked about a worker, and NCCL of several on a GPU; only where it differs from the default."""
+def _extra_env(spec: JobSpec, cores: tuple[int, ...], shared: bool) -> dict[str, str]:
+    """Variables for non-default settings of a worker: its cores, its command, and NCCL on a shared GPU."""
     own = {"WORKER_CORES": ",".join(map(str, cores))} if cores else {}
     own |= {} if spec.expand else {"WORKER_EXPAND": "false"}
     return own | ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shared else {})
@@ -334,5 +335,5 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _are(number: int) -> str:
-    return "is 1" if number == 1 else f"are {number}"
+def _number_is(number: int) -> str:
+    return "1 is" if number == 1 else f"{number} are"

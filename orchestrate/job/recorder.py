@@ -1,7 +1,7 @@
-"""events.jsonl: what happened to a job, a line each, in order. Also what a second supervisor goes on from.
+"""events.jsonl: the events of a job, one per line, in order. Another supervisor continues from this file.
 
-Each line ends with `mac`, which only this account can make, of the line and of the one before: a file that came with
-a project is not believed.
+Each line ends with `mac`, an HMAC of the line and the one before, which only this account can compute; so a file that
+came with a project is not trusted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ E = TypeVar("E", bound=Event)
 
 
 def objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The JSON objects of lines; anything else, such as half a line of a process that was killed, does not count."""
+    """Parse the JSON objects in lines; anything else, such as the partial line of a killed process, is skipped."""
     found = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
@@ -32,9 +32,9 @@ def objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 def read(content: bytes, key: bytes = b"") -> tuple[list[Event], str]:
-    """The events in the lines of a file, and the last one's `mac`, which is empty without a key.
+    """Parse a file: return its events, and the last one's `mac`, which is empty without a key.
 
-    Events of unknown names are left out. Raises ValueError for an event that is damaged, or was not written with the
+    Events with unknown names are left out. Raises ValueError for an event that is damaged or was not written with the
     key in this order, and for a file of a newer version.
     """
     lines = [line for line in objects(content.splitlines()) if isinstance(line.get("event"), str)]
@@ -48,17 +48,17 @@ def read(content: bytes, key: bytes = b"") -> tuple[list[Event], str]:
         except ValueError as error:
             raise ValueError(f"event {count}, {line['event']!r}, is damaged: {error}") from None
     if found and isinstance(found[0], SupervisorStarted) and found[0].version > VERSION:
-        raise ValueError(f"it has version {found[0].version}, and this orchestrate reads version {VERSION}")
+        raise ValueError(f"it has version {found[0].version}, but this orchestrate reads version {VERSION}")
     return [event for event in found if event], last
 
 
 def _mac(key: bytes, before: str, line: dict[str, Any]) -> str:
-    """HMAC-SHA256 (RFC 2104), cut to 128 bits, of an event and of the `mac` before it; empty without a key."""
+    """HMAC-SHA256 (RFC 2104), truncated to 128 bits, of an event and the `mac` before it; empty without a key."""
     return hmac.digest(key, f"{before}{json.dumps(line)}".encode(), "sha256")[:16].hex() if key else ""
 
 
 class Recorder:
-    """Keeps the events of a job, in memory and as lines of a file; goes on where an earlier one ended."""
+    """Records the events of a job, in memory and in a file; continues an existing file."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class Recorder:
         hide: Callable[[dict[str, Any]], dict[str, Any]] = dict,
         key: bytes = b"",
     ) -> None:
-        """`show` gets each new event, too; `hide` takes secrets out of one; `key` proves that the lines are ours.
+        """`show` is called with each new event; `hide` removes secrets from one; `key` authenticates the lines.
 
-        Raises ValueError for a file that is damaged, or that another key, or none, has written.
+        Raises ValueError for a file that is damaged, or was written with another key or none.
         """
         content = b""
         with contextlib.suppress(FileNotFoundError), regular(path) as file:
@@ -78,31 +78,31 @@ class Recorder:
         self._show, self._hide, self._key = show, hide, key
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._unwritten: list[bytes] = []
-        passed = max(0.0, time.time() - self.events[0].time) if self.events else 0.0
-        self._started = time.monotonic() - passed
+        elapsed = max(0.0, time.time() - self.events[0].time) if self.events else 0.0
+        self._started = time.monotonic() - elapsed
         if content and not content.endswith(b"\n"):
             self._unwritten.append(b"\n")
 
     def __call__(self, event: E) -> E:
-        """Note an event, and return it with the wall clock's time and the seconds since the job's start."""
+        """Record an event; return it with the wall-clock time and the seconds since the job's start."""
         stamped = dataclasses.replace(event, time=round(time.time(), 3), seconds=self.seconds())
         line = self._hide(to_line(stamped))
-        noted = from_line(line)
-        assert isinstance(noted, type(event))
-        self.events.append(noted)
+        recorded = from_line(line)
+        assert isinstance(recorded, type(event))
+        self.events.append(recorded)
         self._mac = _mac(self._key, self._mac, line)
         self._unwritten.append(json.dumps({**line, "mac": self._mac} if self._mac else line).encode() + b"\n")
-        with contextlib.suppress(OSError):  # the disk is full, say; they are written with the next event
+        with contextlib.suppress(OSError):  # for example, the disk is full; the lines are written with the next event
             while self._unwritten:
                 written = os.write(self._file, self._unwritten[0])
                 self._unwritten[0] = self._unwritten[0][written:]
                 if not self._unwritten[0]:
                     del self._unwritten[0]
-        self._show(noted)
-        return noted
+        self._show(recorded)
+        return recorded
 
     def seconds(self) -> float:
-        """Since the job's start."""
+        """Seconds since the job's start."""
         return round(time.monotonic() - self._started, 3)
 
     def close(self) -> None:

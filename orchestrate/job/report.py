@@ -1,4 +1,4 @@
-"""report(): what a person wants to know at the end, as data and as text. Pure."""
+"""report(): the result of a job, as data and as text. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from orchestrate.job.metrics import NAMES, PACE, plain
 from orchestrate.job.outcomes import JOB_OUTCOMES, GenerationResult, JobResult, Outcome
 from orchestrate.job.plan import Plan, counted
 
-STRAGGLER_FACTOR = 2.0  # times the others' median; a worker that takes longer holds them up
-ENOUGH = 5  # lines of metrics about the workers' pace that tell something
-# Bytes of a list that a job can fill: all of them take a fifth of what is read back (`folder.MAX_FILE`).
+STRAGGLER_FACTOR = 2.0  # times the others' median; a worker that takes longer slows them down
+MIN_ROWS = 5  # rows of `rank_seconds` needed for statistics
+# Bytes of a list that a job can fill: all lists together take a fifth of what can be read (`folder.MAX_FILE`).
 MAX_LIST = 4 << 20
 TROUBLES = {
-    "paused": "is paused (docker unpause), and the job waits",
-    "silent": "does not answer, and the job waits",
+    "paused": "is paused; the job waits (to resume: docker unpause)",
+    "silent": "does not answer; the job waits",
     "partition": "is cut off from the network",
 }
-FEW = 8  # ranks that a line names
-LONGEST = 1000  # characters of a reason, which can be a node's
+MAX_RANKS = 8  # ranks listed in a line
+MAX_REASON = 1000  # characters of a reason, which may come from a node
 
 
 def report(
@@ -37,11 +37,11 @@ def report(
     checkpoints: Iterable[Path],
     whole: bool = True,
 ) -> dict[str, Any]:
-    """The content of report.json; `ended` are the generations, `seconds` how long it took, `metrics` what is kept
-    of metrics.jsonl.
+    """The content of report.json.
 
-    `whole`: whether `checkpoints` are all that there are. Where a list is too long, the last of it are in the report,
-    and `truncated` names it.
+    `ended` are the generations, `seconds` is the duration of the job, `metrics` is what is kept of metrics.jsonl, and
+    `whole` is whether `checkpoints` lists all checkpoints. Lists that are too long keep their last items, and are named
+    in `truncated`.
     """
     last = ended[-1].cause if ended else None
     failures, all_failures = _fitting(
@@ -57,23 +57,23 @@ def report(
     return {
         "job_id": plan.job_id,
         "outcome": outcome.word,
-        "reason": outcome.why[:LONGEST],
+        "reason": outcome.why[:MAX_REASON],
         "engine": plan.engine,
         "world_size": plan.world_size,
         "generations": len(ended),
         "duration_s": seconds,
         "root_cause": asdict(last) if last and outcome.word == Outcome.FAILED else None,
         "failures": failures,
-        "left_behind": outcome.left[:LONGEST],
+        "left_behind": outcome.left[:MAX_REASON],
         "checkpoints": files,
         "final_metrics": dict(final),
-        "truncated": [key for key, all_there in complete.items() if not all_there],
+        "truncated": [key for key, is_complete in complete.items() if not is_complete],
         "pace": _pace(plan, metrics),
     }
 
 
 def text(data: dict[str, Any]) -> str:
-    """The report for a person: a line where all is well, what happened and what to do where not."""
+    """The report for display: one line on success, otherwise what failed and how to fix it."""
     lines = [f"{data['outcome']}: {counted(data['world_size'], 'worker')}, {data['duration_s']:.1f} s"]
     if data["outcome"] != Outcome.SUCCEEDED:
         lines[0] += f" ({data['reason']})"
@@ -84,23 +84,25 @@ def text(data: dict[str, Any]) -> str:
         step = f", at step {failure['step']}" if failure["step"] else ""
         lines += [f"generation {failure['generation']}: {failure['summary']}{step}"]
     if root:
-        lines += [f"first to fail: {root['summary']}"]
+        lines += [f"root cause: {root['summary']}"]
         lines += [f"    {line}" for line in root["last_lines"]]
-        lines += [f"whole log: {root['log']}", *([f"hint: {root['hint']}"] if root["hint"] else [])]
+        lines += [f"full log: {root['log']}", *([f"hint: {root['hint']}"] if root["hint"] else [])]
     for slow in data["pace"]:
         if slow["step_s"] > STRAGGLER_FACTOR * slow["others_s"]:
             own, others = (f"{1000 * slow[key]:.3g} ms" for key in ("step_s", "others_s"))
-            lines += [f"slow: rank {slow['rank']} on {slow['node']} took {own} a step for itself, the others {others}"]
-    if cut := data.get("truncated"):  # which earlier versions did not write
-        lines += [f"warning: report.json does not list all {', '.join(cut)}: they are too many, or too large"]
+            lines += [
+                f"slow: rank {slow['rank']} on {slow['node']} spent {own} per step on its own work, the others {others}"
+            ]
+    if cut := data.get("truncated"):  # earlier versions did not write it
+        lines += [f"warning: report.json does not list all {', '.join(cut)}: too many or too large"]
     if data["left_behind"]:
-        lines += [f"warning: nodes are left: {data['left_behind']}"]
+        lines += [f"warning: nodes were left behind: {data['left_behind']}"]
         lines += [f"hint: python -m orchestrate stop {data['job_id']}"]
     return "\n".join(lines)
 
 
 def readable(data: Any) -> bool:
-    """Whether this is a report, and not what a disk has made of one."""
+    """Whether `data` is a valid report; the file may be damaged."""
     try:
         return data["outcome"] in JOB_OUTCOMES and isinstance(text(data), str)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
@@ -108,16 +110,16 @@ def readable(data: Any) -> bool:
 
 
 def _pace(plan: Plan, metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How long each rank took for itself in a step, where the script says so: in seconds, as medians and percentiles.
+    """Seconds per step that each rank spent on its own work, as medians and 95th percentiles; empty if unknown.
 
-    A line of metrics.jsonl says so with `rank_seconds`, a number for each rank: the mean of a few steps, without the
-    time in which it waited for others.
+    A script reports them in metrics.jsonl as `rank_seconds`, a number for each rank: the mean of a few steps, without
+    the time spent waiting for other ranks.
     """
-    told = [row for values in metrics if plain(row := values.get(PACE)) and isinstance(row, list)]
-    told = [row for row in told if len(row) == plan.world_size and all(type(value) in (int, float) for value in row)]
-    if len(told) < ENOUGH:
+    rows = [row for values in metrics if plain(row := values.get(PACE)) and isinstance(row, list)]
+    rows = [row for row in rows if len(row) == plan.world_size and all(type(value) in (int, float) for value in row)]
+    if len(rows) < MIN_ROWS:
         return []
-    columns = [sorted(column) for column in zip(*told)]
+    columns = [sorted(column) for column in zip(*rows)]
     middle = [statistics.median(column) for column in columns]
     return [
         {
@@ -132,42 +134,42 @@ def _pace(plan: Plan, metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def line(event: events.Event) -> str:
-    """What an event says to a person while the job runs; nothing, for most."""
+    """The message to display for an event while the job runs; empty for most events."""
     match event:
         case events.NodesUp():
             return _hosts(event.hosts)
         case events.NodesMissing():
-            return f"going on with {len(event.nodes)} nodes, {event.missing} fewer: {event.error}"
+            return f"continuing with {len(event.nodes)} nodes, {event.missing} fewer: {event.error}"
         case events.GenerationStarting(generation=number) if number:
             return f"generation {number}: {event.world_size} workers"
         case events.GenerationEnded(cause=cause) if cause:
             return f"generation {event.generation} failed: {cause.summary}"
         case events.RestartDecided(restart=True):
             wait = f" in {event.delay:g} s" if event.delay else ""
-            return f"starting all workers again{wait} ({event.why})"
+            return f"restarting all workers{wait} ({event.why})"
         case events.WorkersLost():
-            return f"no end of {_ranks(event.ranks)} after the grace period: removing the nodes"
+            return f"{_ranks(event.ranks)} did not exit within the grace period: removing the nodes"
         case events.NodeInTrouble():
             return f"{event.node} {TROUBLES.get(event.trouble, event.trouble)}"
         case events.NodeWell():
-            return f"{event.node} is well again"
+            return f"{event.node} has recovered"
         case events.NodeBack():
-            return "a missing node is back: going on with it after the next checkpoint"
+            return "a missing node is back: restarting with it after the next checkpoint"
         case events.HangFound():
-            return f"nothing has happened for {event.after:g} s: asking every worker where it stands"
+            return f"no activity for {event.after:g} s: collecting stack traces of all workers"
         case events.EngineLost():
-            return f"{event.error}; waiting for it"
+            return f"{event.error}; waiting for the engine"
         case events.EngineBack():
             return "the engine is back"
         case events.DiskFull():
-            return f"the run directory cannot be written: {event.error}; waiting"
+            return f"cannot write to the run directory: {event.error}; waiting"
         case events.WarningIssued():
             return f"warning: {event.text}"
     return ""
 
 
 def phase(event: events.Event) -> str | None:
-    """What goes on from an event on, in a few words; empty where that is over, None where nothing changes."""
+    """The status to display from an event on: empty to clear it, None to leave it unchanged."""
     match event:
         case events.NodesStarting():
             return f"starting {counted(event.nodes, 'node')}"
@@ -187,7 +189,7 @@ def phase(event: events.Event) -> str | None:
 
 
 def _hosts(placed: dict[str, str]) -> str:
-    """Which nodes each host has, where there are several."""
+    """The nodes of each host, if there are several hosts."""
     hosts: dict[str, list[str]] = {}
     for node, host in placed.items():
         hosts.setdefault(host, []).append(node)
@@ -195,21 +197,21 @@ def _hosts(placed: dict[str, str]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks by number, of which the first eight are named."""
-    more = f" and {len(ranks) - FEW} more" if len(ranks) > FEW else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:FEW]))}{more}"
+    """Format ranks; the first eight are listed."""
+    more = f" and {len(ranks) - MAX_RANKS} more" if len(ranks) > MAX_RANKS else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MAX_RANKS]))}{more}"
 
 
 def _final(metrics: Iterable[dict[str, Any]]) -> list[tuple[str, Any]]:
-    """The last value of every name, where it is no larger than a measurement."""
+    """The last value of every metric, without values that are too large."""
     return list({name: value for values in metrics for name, value in values.items() if plain(value)}.items())
 
 
 def _fitting(values: list[Any], most: int = sys.maxsize) -> tuple[list[Any], bool]:
-    """The last `most` values, or as many of these as a list of the report has room for; and whether that is all."""
+    """The last `most` values, or as many of them as fit in a list of the report; and whether that is all of them."""
     count, room = 0, MAX_LIST
     for value in reversed(values[-most:]):
-        room -= len(json.dumps([[value]], indent=2))  # as deep as it is in the report
+        room -= len(json.dumps([[value]], indent=2))  # indented as in the report
         if room < 0:
             break
         count += 1

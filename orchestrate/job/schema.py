@@ -1,4 +1,4 @@
-"""The job file for readers and editors: its JSON Schema, and its reference as a table in Markdown. Pure."""
+"""Reference of the job file: its JSON Schema for editors, and its Markdown table for the README. Pure."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from orchestrate.job.values import TEXT, VARIABLE, list_of
 
 
 def schema() -> dict[str, Any]:
-    """The schema (draft 7); our own check also knows what keys mean together."""
+    """JSON Schema (draft 7) of a job file; `spec.resolve` also checks keys against each other."""
     properties = {}
     for key, field in FIELDS.items():
         properties[key] = {"description": description(key), **field.metadata["kind"].schema}
         if not field.metadata["absent"] and (default := getattr(JobSpec(), key)) not in (None, ""):
             properties[key]["default"] = default_of(key) if isinstance(default, float) else default
     properties["optional"] |= list_of({"enum": [*FIELDS]})
-    properties["nodes"] = {"description": "nodes including the master, in place of trainers", **NODES.schema}
+    properties["nodes"] = {"description": "number of nodes including the master, instead of trainers", **NODES.schema}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Job file of orchestrate",
         "type": "object",
         "properties": properties,
-        "patternProperties": {rf"^env\.{VARIABLE}$": {"description": "one variable of env", **TEXT}},
+        "patternProperties": {rf"^env\.{VARIABLE}$": {"description": "a single variable of env", **TEXT}},
         "not": {"required": ["nodes", "trainers"]},
         "additionalProperties": False,
     }
@@ -32,7 +32,9 @@ def table() -> str:
     """A row for each key: name, default, description."""
     rows = ["| key | default | meaning |", "| --- | --- | --- |"]
     for key, field in FIELDS.items():
-        words, value = default_of(key), getattr(JobSpec(), key)
-        plain = field.metadata["absent"] or not words or (type(value) is int)
-        rows.append(f"| `{key}` | {words if plain else f'`{words}`'}{' ' * bool(words)}| {field.metadata['doc']} |")
+        default, value = default_of(key), getattr(JobSpec(), key)
+        plain = field.metadata["absent"] or not default or (type(value) is int)
+        rows.append(
+            f"| `{key}` | {default if plain else f'`{default}`'}{' ' * bool(default)}| {field.metadata['doc']} |"
+        )
     return "\n".join(rows)

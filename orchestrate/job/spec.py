@@ -1,4 +1,4 @@
-"""JobSpec: what the user asks for, checked; from a job file, `--set` and flags, the later winning."""
+"""JobSpec: the validated specification of a job, from a job file, `--set` and flags; later ones take precedence."""
 
 from __future__ import annotations
 
@@ -20,33 +20,32 @@ from orchestrate.job.strict_yaml import shown
 
 APP = ("-m", "app.train", "--resume", "auto")
 IMAGE = "orchestrate-node:0.1"
-TEXTS = ("command", "env", "name", "user")  # keys whose values are text, whatever they look like
-
+TEXTS = ("command", "env", "name", "user")  # keys whose values are always text
 
 NODES = values.integer(1, values.MAX_TRAINERS + 1)
 
 
 def _trainers(nodes: Any) -> int:
-    """The trainers of so many nodes; raises UsageError."""
+    """Convert a number of nodes to a number of trainers; raises UsageError."""
     try:
         return int(NODES.parse(nodes)) - 1
     except ValueError as error:
-        raise UsageError(f"nodes must be {error}, not {shown(nodes)}", "it includes the master") from None
+        raise UsageError(f"nodes must be {error}, not {shown(nodes)}", "nodes includes the master") from None
 
 
 @values.kind(values.list_of({"type": "string"}))
 def _optional_keys(value: Any) -> list[str]:
     names = re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name in FIELDS for name in names):
-        raise ValueError("a list of keys of the job file")
+        raise ValueError("a list of job-file keys")
     return names
 
 
 def _field(default: Any, kind: values.Kind, doc: str, absent: str = "") -> Any:
-    """A key of the job file.
+    """Define a key of the job file.
 
-    `doc` is its description in Markdown, for the README, `--help`, errors and editors; `absent` is the default in
-    words, where that is not a value of the key.
+    `doc` is its description in Markdown, for the README, `--help`, errors and editors; `absent` describes the default
+    if that is not a value of the key.
     """
     factory = (lambda: type(default)(default)) if isinstance(default, (dict, list)) else (lambda: default)
     return dataclasses.field(default_factory=factory, metadata={"kind": kind, "doc": doc, "absent": absent})
@@ -54,115 +53,127 @@ def _field(default: Any, kind: values.Kind, doc: str, absent: str = "") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """One job. The fields are the keys of a job file; durations are in seconds once read."""
+    """Specification of a job. Its fields are the keys of a job file; durations are in seconds."""
 
-    name: str = _field("", values.NAME, "name of the job; its id adds four characters", "the script's")
+    name: str = _field(
+        "", values.NAME, "name of the job; its id is the name plus four random characters", "the script's"
+    )
     command: tuple[str, ...] = _field(
-        APP, values.command, "`SCRIPT.py ARGS`, `-m MODULE ARGS`, or any program with its arguments", "the app"
+        APP,
+        values.command,
+        "command of each worker: `SCRIPT.py ARGS`, `-m MODULE ARGS`, or any program with arguments",
+        "the app",
     )
     expand: bool = _field(
         True,
         values.truth,
-        "replace `$JOB_DIR`, `$RANK`, `$WORLD_SIZE` and [the other variables](ARCHITECTURE.md#the-contract) in "
-        "`command` (`$NAME` or `${NAME}`) with each worker's values",
+        "whether to expand `$JOB_DIR`, `$RANK`, `$WORLD_SIZE` and [the other "
+        "variables](ARCHITECTURE.md#the-contract) (`$NAME` or `${NAME}`) in `command`, separately for each worker",
     )
     trainers: int = _field(
         3,
         values.integer(0, values.MAX_TRAINERS),
-        "nodes besides the master; `nodes: 4` says the same as `trainers: 3`",
+        "number of nodes besides the master; `nodes: 4` is equivalent to `trainers: 3`",
     )
     nproc_per_node: int | None = _field(
         None,
         values.optional(values.integer(1, values.MAX_WORKERS)),
-        "workers on each node",
+        "number of workers per node",
         "GPUs per node, or 1",
     )
-    gpus: str | int = _field("auto", values.gpus, "`auto` (what the engine has), `all`, `none`, or a number")
+    gpus: str | int = _field("auto", values.gpus, "GPUs to use: `auto` (all that are free), `all`, `none`, or a number")
     share_gpus: bool = _field(
         False,
         values.truth,
-        "let nodes [share GPUs](docs/gpu.md#several-workers-on-one-gpu) where there are fewer than workers",
+        "whether nodes may [share GPUs](docs/gpu.md#several-workers-on-one-gpu) if there are fewer GPUs than workers",
     )
     engine: str = _field(
         "auto",
         values.choice("auto", "docker", "process", "swarm"),
-        "`docker`, `process`, `swarm`; `auto` takes Docker where it answers, else processes",
+        "where nodes run: `docker`, `process`, `swarm`, or `auto` (Docker if it is running, otherwise local processes)",
     )
     image: str = _field(
         IMAGE,
         values.text(rf"{values.VISIBLE}+", "the name of an image"),
-        "image of the nodes; it needs Python 3.9 or later",
+        "container image of the nodes, with Python 3.9 or later",
         "the project's",
     )
     user: str = _field(
         "auto",
         values.USER,
-        "user that nodes in containers run as: `auto` (you, or [an unprivileged user](#file-ownership) if you are "
-        "root), `root` or `UID:GID`",
+        "user of nodes in containers: `auto` (you, or [an unprivileged user](#file-ownership) if you are root), "
+        "`root`, or `UID:GID`",
     )
-    env: dict[str, str] = _field({}, values.env, "environment variables for every worker; see [Secrets](#secrets)")
+    env: dict[str, str] = _field({}, values.env, "environment variables of every worker; see [Secrets](#secrets)")
     secrets: list[str] = _field(
-        [], values.variables, "variables of `env` whose values are [secrets](#secrets), whatever their names"
+        [], values.variables, "variables of `env` to treat as [secrets](#secrets) regardless of their names"
     )
     memory: str | None = _field(
         None,
         values.optional(values.limit),
-        "limit of each node, such as `4g`, or `unlimited`; see [docs/tuning.md](docs/tuning.md#memory)",
+        "memory limit of each node, such as `4g`, or `unlimited`; see [docs/tuning.md](docs/tuning.md#memory)",
         "an equal share",
     )
-    cpus: float | None = _field(None, values.optional(values.cpus), "number of cores that each node may use")
-    shm_size: str = _field("1g", values.size, "size of `/dev/shm` of each node")
-    pin: bool = _field(False, values.truth, "bind each worker to its own cores; for a machine that runs nothing else")
+    cpus: float | None = _field(
+        None, values.optional(values.cpus), "CPU limit of each node, in cores, such as `1.5`", "no limit"
+    )
+    shm_size: str = _field("1g", values.size, "size of `/dev/shm` in each node, such as `512m`")
+    pin: bool = _field(
+        False, values.truth, "whether to pin each worker to its own cores, for machines that run nothing else"
+    )
     network: str = _field(
         "bridge",
         values.choice("bridge", "host"),
-        "`bridge`: a network of the job; `host`: that of this machine, which is [less private](docs/tuning.md#network)",
+        "network of the nodes: `bridge` (private to the job) or `host` ([less isolated](docs/tuning.md#network))",
     )
     host_access: bool = _field(
         False,
         values.truth,
-        "let nodes reach this machine's own ports and the cloud's metadata service, and this machine theirs; see "
-        "[what nodes can reach](docs/tuning.md#what-nodes-can-reach)",
+        "whether nodes can reach this machine's ports and the cloud's metadata service, and this machine can reach "
+        "theirs; see [what nodes can reach](docs/tuning.md#what-nodes-can-reach)",
     )
-    encrypt: bool = _field(False, values.truth, "Swarm: encrypt traffic on the job's network")
+    encrypt: bool = _field(False, values.truth, "Swarm: whether to encrypt traffic on the job's network")
     constraints: list[str] = _field(
         [],
         values.constraints,
-        "Swarm: [which hosts](docs/swarm.md#where-nodes-go) take nodes, such as `node.labels.gpu==a100`",
+        "Swarm: [placement constraints](docs/swarm.md#where-nodes-go) of nodes, such as `node.labels.gpu==a100`",
     )
     volume: str = _field(
         "",
         values.VOLUME,
-        "Swarm: a folder or Docker volume that all hosts share; on Kubernetes the claim for `$JOB_DIR`",
+        "Swarm: folder or Docker volume shared by all hosts; Kubernetes: PersistentVolumeClaim for `$JOB_DIR`",
     )
-    max_run: float | None = _field(None, values.optional(values.LONG), "time limit of the job, such as `2h`")
-    grace: float = _field(30.0, values.GRACE, "time between SIGTERM and SIGKILL, at most `1d`")
+    max_run: float | None = _field(
+        None, values.optional(values.LONG), "time limit of the job, such as `2h`", "no limit"
+    )
+    grace: float = _field(30.0, values.GRACE, "grace period between SIGTERM and SIGKILL, at most `1d`")
     max_restarts: int = _field(
-        3, values.integer(0, 1_000_000), "number of restarts in `restart_window` before the job fails"
+        3, values.integer(0, 1_000_000), "maximum number of restarts within `restart_window` before the job fails"
     )
-    restart_window: float = _field(3600.0, values.LONG, "time in which restarts count")
+    restart_window: float = _field(3600.0, values.LONG, "time window in which restarts are counted")
     rules: list[dict[str, Any]] = _field(
-        [], values.rules, "what a failure means, by exit code, cause or log; see [docs/restarts.md](docs/restarts.md)"
+        [], values.rules, "actions on failures, by exit code, cause or log; see [docs/restarts.md](docs/restarts.md)"
     )
     min_trainers: int | None = _field(
         None,
         values.optional(values.integer(0, values.MAX_TRAINERS)),
         "minimum number of trainers to continue with after a node is lost",
+        "all",
     )
-    spares: int = _field(0, values.integer(0, values.MAX_TRAINERS), "standby nodes that replace lost ones")
+    spares: int = _field(0, values.integer(0, values.MAX_TRAINERS), "number of standby nodes that replace lost ones")
     hang_after: float | None = _field(
-        600.0, values.patience, "treat the job as hung after this time without output or CPU use, or `none`"
+        600.0, values.patience, "time without output or CPU use after which a job counts as hung, or `none`"
     )
     optional: list[str] = _field(
         [],
         _optional_keys,
-        "keys to ignore if the engine does not support them, such as `[memory]`; without it, such a job is refused",
+        "keys to ignore if the engine does not support them, such as `[memory]`; other unsupported keys are an error",
     )
-    warm: bool = _field(True, values.truth, "fork workers from a process that has imported torch")
-    preload: list[str] = _field([], values.modules, "more modules for that process to import")
+    warm: bool = _field(True, values.truth, "whether to fork workers from a process that has already imported torch")
+    preload: list[str] = _field([], values.modules, "additional modules to import before forking workers")
 
     def to_yaml(self) -> str:
-        """The job as a job file that resolves to this very spec."""
+        """The job as a job file that resolves to this spec."""
         fields = dataclasses.asdict(self) | {"command": list(self.command)}
         return yaml.safe_dump(fields, sort_keys=False)
 
@@ -171,13 +182,13 @@ FIELDS = {field.name: field for field in dataclasses.fields(JobSpec)}
 
 
 def description(key: str) -> str:
-    """What a key is, as plain text with its default."""
+    """Description of a key, as plain text with its default."""
     text = re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", FIELDS[key].metadata["doc"])
-    return f"{text} (default: {words})" if (words := default_of(key)) else text
+    return f"{text} (default: {default})" if (default := default_of(key)) else text
 
 
 def default_of(key: str) -> str:
-    """The default of a key as one would write it, or in words; empty where there is none."""
+    """Default of a key, as written in a job file or as a description; empty if there is none."""
     field, value = FIELDS[key], getattr(JobSpec(), key)
     if words := field.metadata["absent"]:
         return str(words)
@@ -190,29 +201,31 @@ def default_of(key: str) -> str:
 
 
 def resolve(*layers: Mapping[str, Any]) -> JobSpec:
-    """Make the spec out of layers of field values, a later one winning; raises UsageError, naming key and reason.
+    """Merge layers of field values into a spec, later ones taking precedence; raises UsageError with key and reason.
 
-    The flags of `torchrun` in a command belong to its layer, whose own values must not differ from them.
+    `torchrun` flags in a command belong to its layer, whose own values must not contradict them.
     """
     given = _parsed(layers)
-    words, flags = command.read(given.get("command", APP))
-    place = max((place for place, layer in enumerate(layers) if "command" in layer), default=-1)
-    own, later, asked = _parsed(layers[max(0, place) : place + 1]), _parsed(layers[place + 1 :]), _parsed([flags])
-    if differ := [key for key in asked if own.get(key, asked[key]) != asked[key]]:
+    command_line, flags = command.read(given.get("command", APP))
+    index = max((index for index, layer in enumerate(layers) if "command" in layer), default=-1)
+    own, later, implied = _parsed(layers[max(0, index) : index + 1]), _parsed(layers[index + 1 :]), _parsed([flags])
+    if differ := [key for key in implied if own.get(key, implied[key]) != implied[key]]:
         raise UsageError(
-            f"{differ[0]} is {own[differ[0]]}, and {asked[differ[0]]} by torchrun's flags", "set one of them"
+            f"{differ[0]} is {own[differ[0]]}, but torchrun's flags set {implied[differ[0]]}", "set only one of them"
         )
-    found = given | {key: value for key, value in asked.items() if key not in later}
-    spec = JobSpec(**found | {"command": words})
+    found = given | {key: value for key, value in implied.items() if key not in later}
+    spec = JobSpec(**found | {"command": command_line})
     if (spec.min_trainers or 0) > spec.trainers:
-        raise UsageError(f"min_trainers is {spec.min_trainers}, and trainers {spec.trainers}", "no more than trainers")
+        raise UsageError(f"min_trainers is {spec.min_trainers}, but trainers is {spec.trainers}", "lower min_trainers")
     if unknown := [name for name in spec.secrets if name not in spec.env]:
-        raise UsageError(f"secrets names {unknown[0]}, and env does not", f"set env.{unknown[0]}, or remove the name")
+        raise UsageError(
+            f"secrets lists {unknown[0]}, which is not in env", f"set env.{unknown[0]}, or remove it from secrets"
+        )
     return spec
 
 
 def unencodable(spec: JobSpec) -> str:
-    """What keeps processes of this machine from getting the job's command and environment; empty where nothing does."""
+    """Why the command and environment cannot be passed to processes of this machine; empty if they can be."""
     for key, text in [
         *(("command", word) for word in spec.command),
         *((f"env.{name}", value) for name, value in spec.env.items()),
@@ -220,16 +233,16 @@ def unencodable(spec: JobSpec) -> str:
         try:
             os.fsencode(text)
         except UnicodeEncodeError as error:
-            return f"{key} has characters that this locale's encoding, {error.encoding}, does not have"
+            return f"{key} has characters that cannot be encoded in this locale's encoding, {error.encoding}"
     return ""
 
 
 def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The value of each key of the layers, by itself; how keys fit together is not looked at."""
+    """Parse the keys of layers, each on its own, without checking them against each other; raises UsageError."""
     found: dict[str, Any] = {}
     for layer in layers:
         if {"nodes", "trainers"} <= layer.keys():
-            raise UsageError("nodes and trainers are both set", "set one of them; nodes includes the master")
+            raise UsageError("nodes and trainers are both set", "set only one of them; nodes includes the master")
         for key, value in layer.items():
             if key == "nodes":
                 key, value = "trainers", _trainers(value)
@@ -252,9 +265,9 @@ def _parsed(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _decoded(value: Any) -> Any:
-    """The same value, its text as UTF-8 also where Python has read the command line in another encoding.
+    """Decode text as UTF-8, even if Python has read the command line in another encoding.
 
-    Raises ValueError for text that no process can be given.
+    Raises ValueError for text that cannot be passed to a process.
     """
     if isinstance(value, str):
         try:
@@ -269,19 +282,19 @@ def _decoded(value: Any) -> Any:
             try:
                 _decoded(content)
             except ValueError as error:
-                raise ValueError(f"{error}, unlike {shown(name)}") from None
+                raise ValueError(f"{error}, which {shown(name)} is not") from None
         return {_decoded(name): _decoded(content) for name, content in value.items()}
     return [_decoded(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_set(assignments: list[str]) -> dict[str, Any]:
-    """The layer that `--set key=value …` stands for; values are YAML."""
+    """Parse `--set key=value …` into a layer; values are YAML."""
     layer: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
-        if not equals:  # what is behind the name may be a secret
+        if not equals:  # what follows the name may be a secret
             name = re.match(r"[\w.]*", assignment)[0]  # type: ignore[index]
-            raise UsageError(f"--set {name}: no =", "write --set key=value")
+            raise UsageError(f"--set {name}: missing =", "use --set key=value")
         layer[key] = value
         if not key.startswith("env.") and key not in ("command", "name", "user"):
             with contextlib.suppress(yaml.YAMLError):
@@ -290,29 +303,31 @@ def read_set(assignments: list[str]) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The layer in a job file; raises UsageError for what is none, with the place of the mistake."""
+    """Read a job file into a layer; raises UsageError with the location of the error."""
     return layer(strict_yaml.read(path), path)
 
 
 def layer(text: str, path: Path) -> dict[str, Any]:
-    """The layer in the text of a job file; raises UsageError with the place of the mistake."""
+    """Parse the text of a job file into a layer; raises UsageError with the location of the error."""
     try:
         value, places = strict_yaml.parse(text, TEXTS)
     except yaml.MarkedYAMLError as error:
-        problem = f"{_place(path, error.problem_mark)}: {error.problem}"
+        problem = f"{_location(path, error.problem_mark)}: {error.problem}"
         raise UsageError(problem, "a job file is a YAML mapping") from None
     if places is None:
         return {}
     if not isinstance(value, dict):
         kind = "a list" if isinstance(value, list) else "a single value"
-        raise UsageError(f"{path} holds {kind}, not a mapping of keys to values", "write lines such as `trainers: 3`")
+        raise UsageError(
+            f"{path} contains {kind}, not a mapping of keys to values", "write lines such as `trainers: 3`"
+        )
     for key, mark in places.items():
         try:
             _parsed([{key: value[key]}])
         except UsageError as error:
-            raise UsageError(f"{_place(path, mark)}: {error}", error.hint) from None
+            raise UsageError(f"{_location(path, mark)}: {error}", error.hint) from None
     return value
 
 
-def _place(path: Path, mark: yaml.Mark | None) -> str:
+def _location(path: Path, mark: yaml.Mark | None) -> str:
     return f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)

@@ -1,4 +1,4 @@
-"""The files of a job: made, read again, brought home from a cluster, removed."""
+"""The files of a job: create, load, move out of a cluster, remove."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from orchestrate.node.trees import clear
 
 
 def new_id(spec: JobSpec) -> str:
-    """A job id such as `mnist-4f2a`: its name, and four random characters."""
+    """A job id such as `mnist-4f2a`: the job's name, and four random characters."""
     return f"{slug(spec)}-{secrets.token_hex(2)}"
 
 
 def slug(spec: JobSpec) -> str:
-    """The name of a job, as Docker, DNS and file systems take it."""
+    """The name of a job, with the characters that Docker, DNS and file systems accept."""
     scripts = [word for word in spec.command[:2] if word.endswith((".py", ".sh"))]
     module = spec.command[0] == "-m"
     name = spec.name or (spec.command[1] if module else Path(scripts[0] if scripts else spec.command[0]).stem)
@@ -40,10 +40,10 @@ def slug(spec: JobSpec) -> str:
 
 
 def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
-    """Write down what the job, or cluster, is, or nothing at all; raises UsageError where that is not possible."""
+    """Create the run directory of a job or cluster, or nothing at all; raises UsageError if it cannot be written."""
     cluster = plan.placement.cluster
     owner = users.nodes_of(spec) if plan.engine != "process" else None
-    theirs = os.path.lexists(paths.root)  # by another job
+    theirs = os.path.lexists(paths.root)  # another job's
     hidden = {name: spec.env[name] for name in secret_names(spec.env, spec.secrets)}
     try:
         owners.make(paths.root.parent)
@@ -53,7 +53,7 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
             paths.create(cluster, owner, hidden)
         records.write(paths.spec, dataclasses.replace(spec, env=redacted(spec.env, spec.secrets)).to_yaml())
         keep(paths, plan)
-    except BaseException as error:  # Ctrl-C, too
+    except BaseException as error:  # including Ctrl-C
         for path in () if theirs else (paths.folder.path, paths.root):  # on a cluster, the former is not in the latter
             with contextlib.suppress(OSError):
                 folder.remove(path)
@@ -61,19 +61,21 @@ def create(spec: JobSpec, plan: Plan, paths: JobPaths) -> None:
             records.forget(paths.root)
         if not isinstance(error, OSError):
             raise
-        raise UsageError(f"cannot write to {paths.root}: {error.strerror}", "--runs names another folder") from None
+        raise UsageError(
+            f"cannot write to {paths.root}: {error.strerror}", "use --runs to name another folder"
+        ) from None
 
 
 def on_cluster(runs: Path, cluster: str) -> list[JobPaths]:
-    """The jobs whose files are among those of a cluster."""
+    """The jobs whose files are in the folder of a cluster."""
     found = [JobPaths(link.parent) for link in sorted(runs.glob(f"*/{JOB}"))]
     return [paths for paths in found if paths.cluster == cluster]
 
 
 def bring_home(paths: JobPaths) -> None:
-    """Have the files of a job, which are among its cluster's, in the place of the link to them.
+    """Move the files of a job from its cluster's folder to its run directory, where they replace a link.
 
-    They are moved first, to where no node can reach, and looked at then: a node may have put something else there.
+    They are moved before they are checked, since nodes cannot reach the new place: a node may have replaced them.
     Raises OSError.
     """
     cluster, there = paths.cluster, paths.folder.path
@@ -86,44 +88,44 @@ def bring_home(paths: JobPaths) -> None:
     paths.shared.unlink()
     try:
         there.rename(paths.shared)
-    except FileNotFoundError:  # the nodes have moved it away
+    except FileNotFoundError:  # a node has moved it away
         paths.shared.mkdir()
         raise
     finally:
         others = {other.root.name for other in on_cluster(paths.root.parent, cluster)}
-        clear(str(there.parent), keep=others)  # what the job has put beside its folder
+        clear(str(there.parent), keep=others)  # what the job has created next to its folder
         folder.renew(there.parent, 0o755)
     if paths.shared.is_symlink() or not paths.shared.is_dir():
         paths.shared.unlink()
-        raise OSError(errno.ENOTDIR, "the nodes have put something else in the place of the job's folder")
+        raise OSError(errno.ENOTDIR, "the nodes have replaced the job's folder")
 
 
 def remove(paths: JobPaths) -> None:
-    """Remove a job's files, and its record; raises OrchestrateError where that cannot be."""
+    """Remove a job's files and its record; raises OrchestrateError if that fails."""
     try:
         folder.remove(paths.root)
     except OSError as error:
-        raise OrchestrateError(f"{paths.root} cannot be removed: {error}", "see who owns what is in it") from None
+        raise OrchestrateError(f"cannot remove {paths.root}: {error}", "check who owns the files in it") from None
     records.forget(paths.root)
 
 
 def keep(paths: JobPaths, plan: Plan) -> None:
-    """Write down the plan of the newest generation."""
+    """Save the plan of the newest generation."""
     records.write(paths.plan, plan.to_json() + "\n")
 
 
 def load(paths: JobPaths) -> tuple[JobSpec, Plan]:
-    """Spec and newest plan of a job, or cluster, of this account; raises UsageError where its files do not say so."""
+    """Load the spec and newest plan of a job or cluster of this account; raises UsageError if its files are invalid."""
     return _read(paths, None if owners.foreign(paths.root) else records.need(paths.root))
 
 
 def look(paths: JobPaths) -> tuple[JobSpec, Plan]:
-    """As `load`, to be shown alone: what has ended can come from anywhere, such as results that were copied."""
+    """Like `load`, but only for display: a job that has ended may come from anywhere, such as copied results."""
     return load(paths) if records.find(paths.root) or not ended(paths) else _read(paths, None)
 
 
 def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
-    """Spec and newest plan by the files of a run directory, with the values of secrets, which they do not have."""
+    """Read the spec and newest plan from a run directory, and add the values of secrets from the record."""
     try:
         if why := owners.foreign(paths.root):
             raise ValueError(why)
@@ -132,23 +134,25 @@ def _read(paths: JobPaths, record: Record | None) -> tuple[JobSpec, Plan]:
         spec = resolve(layer(texts[paths.spec], paths.spec), {f"env.{name}": value for name, value in hidden.items()})
         plan = read_plan(texts[paths.plan], spec.env)
         if plan.job_id != paths.root.name:
-            raise ValueError(f"its plan is that of {plan.job_id!r}")
+            raise ValueError(f"its plan belongs to {plan.job_id!r}")
         if not os.path.lexists(paths.nodes if plan.placement.cluster == plan.job_id else paths.shared):
-            raise ValueError("an older version of orchestrate has made it")
+            raise ValueError("it was created by an older version of orchestrate")
         linked = paths.cluster and paths.cluster == plan.placement.cluster
         for path in (paths.nodes, paths.sockets, *([] if linked else [paths.shared])):  # which nodes mount
             if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):
                 raise ValueError(f"{path.name} is not a folder")
         for path, text in texts.items():
             if record and not records.written(record, path.name, text):
-                raise ValueError(f"{path.name} was changed")
+                raise ValueError(f"{path.name} has been changed")
         return spec, plan
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UsageError(f"{paths.root} holds no job that can go on: {error}", "start it again") from None
+        raise UsageError(
+            f"{paths.root} does not contain a job that can continue: {error}", "start the job again"
+        ) from None
 
 
 def ended(paths: JobPaths) -> dict[str, Any] | None:
-    """The report of a job that has ended; for a job of this account, it is the one that was written at its end."""
+    """The report of a job that has ended, or None; for a job of this account, only the one written at its end."""
     try:
         data = json.loads(text := content(paths.report))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""YAML as job files use it: plain values, small files, and an error with line and column for everything else."""
+"""The YAML of job files: plain values and small files; anything else is an error with line and column."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ import yaml
 from orchestrate.errors import UsageError
 
 MAX_FILE = 1 << 20  # bytes of a job file
-DEEPEST = 10  # levels of lists and mappings; a job file needs four
-KEPT = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:bool")
-TEXT = "tag:yaml.org,2002:str"
+MAX_DEPTH = 10  # levels of lists and mappings; a job file needs four
+KEPT_TAGS = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:bool")
+TEXT_TAG = "tag:yaml.org,2002:str"
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key is a word that stands once, and nothing an alias (so that a small file stays small).
+    """YAML with unique scalar keys and without aliases (which could expand a small file).
 
-    A plain value is null, true or false, or a decimal number; dates, octal numbers and the like are text.
+    A plain value is null, true, false or a decimal number; dates, octal numbers and the like are text.
     """
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in known if tag in KEPT]
+        first: [(tag, pattern) for tag, pattern in known if tag in KEPT_TAGS]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def __init__(self, text: str, words: tuple[str, ...]) -> None:
-        """`words` are the keys whose values are text, whatever they look like."""
+    def __init__(self, text: str, text_keys: tuple[str, ...]) -> None:
+        """`text_keys` are the keys whose values are always text."""
         super().__init__(text)
-        self.words, self.depth = words, 0
+        self.text_keys, self.depth = text_keys, 0
 
     def compose_node(self, parent: Any, index: int) -> Any:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         tag, mark = getattr(event, "tag", None), event.start_mark
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(None, None, "aliases are not read", mark)
-        if tag not in (None, "!", TEXT):
+            raise yaml.MarkedYAMLError(None, None, "aliases are not supported", mark)
+        if tag not in (None, "!", TEXT_TAG):
             name = str(tag).replace("tag:yaml.org,2002:", "!!")
             raise yaml.MarkedYAMLError(None, None, f"the tag {shown(name)} is not supported", mark)
-        if self.depth == DEEPEST:
-            problem = f"lists and mappings are nested more than {DEEPEST} deep"
+        if self.depth == MAX_DEPTH:
+            problem = f"lists and mappings are nested more than {MAX_DEPTH} deep"
             raise yaml.MarkedYAMLError(None, None, problem, mark)
         self.depth += 1
         try:
@@ -55,17 +55,17 @@ class _StrictLoader(yaml.SafeLoader):
         seen = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(None, None, "a key is a word", key.start_mark)
+                raise yaml.MarkedYAMLError(None, None, "keys must be scalars", key.start_mark)
             if key.value in seen:
-                raise yaml.MarkedYAMLError(None, None, f"the key {shown(key.value)} stands twice", key.start_mark)
+                raise yaml.MarkedYAMLError(None, None, f"duplicate key {shown(key.value)}", key.start_mark)
             seen.add(key.value)
-            key.tag = TEXT
-            if key.value in self.words or key.value.startswith("env."):
+            key.tag = TEXT_TAG
+            if key.value in self.text_keys or key.value.startswith("env."):
                 _as_text(value)
         return super().construct_mapping(node, deep)
 
 
-# No more digits than any key takes: Python refuses to read thousands of them, or takes minutes.
+# No more digits than any key needs: for thousands of them, Python raises an error or takes minutes.
 _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"-?(0|[1-9][0-9]{0,17})$"), list("-0123456789")
 )
@@ -75,27 +75,29 @@ _StrictLoader.add_implicit_resolver(
 
 
 def _as_text(node: Any) -> None:
-    """Read the words below a YAML node as they stand: `1.10` is no number there, and `yes` no truth."""
+    """Treat all scalars below a YAML node as text: `1.10` is not a number there, and `yes` not a boolean."""
     if isinstance(node, yaml.ScalarNode):
-        node.tag = TEXT
+        node.tag = TEXT_TAG
     for child in node.value if isinstance(node, (yaml.SequenceNode, yaml.MappingNode)) else ():
         _as_text(child[1] if isinstance(child, tuple) else child)
 
 
 def shown(value: object) -> str:
-    """A value as an error message quotes it: on one line, and cut where it is long."""
+    """Format a value for an error message: on one line, and truncated if it is long."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:99]}…"
 
 
-def parse(text: str, words: tuple[str, ...] = (), all_text: bool = False) -> tuple[Any, dict[str, yaml.Mark] | None]:
-    """The value of a YAML document, and where the keys of a mapping are; None and None where there is no document.
+def parse(
+    text: str, text_keys: tuple[str, ...] = (), all_text: bool = False
+) -> tuple[Any, dict[str, yaml.Mark] | None]:
+    """Parse a YAML document: return its value and the locations of a mapping's keys, or None and None if it is empty.
 
-    Values below the keys `words` are text; with `all_text`, all values are. Raises yaml.MarkedYAMLError.
+    Values below `text_keys` are text; with `all_text`, all values are. Raises yaml.MarkedYAMLError.
     """
     loader = None
     try:
-        loader = _StrictLoader(text, words)
+        loader = _StrictLoader(text, text_keys)
         node = loader.get_single_node()
         if all_text:
             _as_text(node)
@@ -119,17 +121,17 @@ def _mark(text: str, index: int) -> yaml.Mark:
     return yaml.Mark("", index, len(lines) - 1, len(lines[-1]), None, 0)
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; a pipe that has no writer, too."""
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a file without blocking on a pipe that has no writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read(path: Path) -> str:
-    """The text of a job file; raises UsageError for what is no text, no file, or too large."""
+    """Read a job file; raises UsageError if it is not UTF-8, not a regular file, or too large."""
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(path, "rb", opener=_open_nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UsageError(f"cannot read job file {path}: not a regular file", "write the job to a file")
+                raise UsageError(f"cannot read job file {path}: not a regular file", "use a regular file")
             content = file.read(MAX_FILE + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error

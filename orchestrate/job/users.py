@@ -1,4 +1,4 @@
-"""The user that nodes run as: you; if you are root, a user without an account on this machine."""
+"""The user that nodes run as: you, or an unprivileged user if you are root."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FREE = range(61000, 61184)  # ids that neither useradd nor systemd assigns: http
 
 
 def nodes_of(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """The user and group ids that nodes run as; None for those of the caller.
+    """User and group ids that nodes run as; None for those of the caller.
 
-    For root it is the user who called sudo, otherwise one without an account: nodes of root could leave set-user-ID
-    programs, and any account could read the environment of nodes that run as it, and signal them.
+    For root, that is the user who called sudo, otherwise one without an account: nodes of root could leave set-user-ID
+    programs behind, and an account could signal nodes that run as it and read their environment.
     Raises UsageError if a caller other than root asks for another user.
     """
     if chosen := asked(spec):
         if os.geteuid() not in (0, chosen[0]):
-            raise UsageError(f"user is {spec.user}, and you are not root", "leave it out: nodes run as you")
+            raise UsageError(f"user is {spec.user}, but you are not root", "leave out user to run nodes as yourself")
         return chosen
     if os.geteuid():
         return None
@@ -35,7 +35,7 @@ def nodes_of(spec: JobSpec, environ: Mapping[str, str] = os.environ) -> tuple[in
 
 
 def asked(spec: JobSpec) -> tuple[int, int] | None:
-    """The user and group ids that the job file asks for, if it does."""
+    """User and group ids set in the job file; None for `auto`."""
     if spec.user == "auto":
         return None
     user, _, group = ("0:0" if spec.user == "root" else spec.user).partition(":")
@@ -43,7 +43,7 @@ def asked(spec: JobSpec) -> tuple[int, int] | None:
 
 
 def sudo(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """The user and group ids of the user who called sudo; None for root itself."""
+    """User and group ids of the user who called sudo; None without sudo."""
     ids = environ.get("SUDO_UID", ""), environ.get("SUDO_GID", "")
     if all(re.fullmatch("[1-9][0-9]{0,9}", number) and int(number) < NO_ID for number in ids):
         return int(ids[0]), int(ids[1])
@@ -51,12 +51,13 @@ def sudo(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
 
 
 def without_account() -> tuple[int, int]:
-    """A user and a group id that no account of this machine has; raises UsageError if there is none left."""
+    """A user id and group id that no account of this machine has; raises UsageError if none is left."""
     for number in FREE:
         if not account(number) and not _group(number):
             return number, number
     raise UsageError(
-        f"all user ids from {FREE[0]} to {FREE[-1]} have an account", "--set user=UID:GID selects the user of the nodes"
+        f"all user ids from {FREE[0]} to {FREE[-1]} have an account",
+        "use --set user=UID:GID to select the user of nodes",
     )
 
 
@@ -75,7 +76,7 @@ def _group(group: int) -> str:
 
 
 def can_read(path: Path, user: int, group: int) -> bool:
-    """Whether a file can be read, or a folder entered, by its mode alone."""
+    """Whether the mode of a path lets a user read the file, or list and enter the folder."""
     status = path.stat()
     shift = 6 if status.st_uid == user else 3 if status.st_gid == group else 0
     wanted = 5 if stat.S_ISDIR(status.st_mode) else 4

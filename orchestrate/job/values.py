@@ -1,4 +1,4 @@
-"""What the values of a job file may be: how each kind is read, and the same as a JSON Schema for editors. Pure."""
+"""Kinds of values in a job file: a parser for each, and the same as a JSON Schema for editors. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from orchestrate.job.strict_yaml import shown
 from orchestrate.node.ranks import CONTRACT
 
 MAX_TRAINERS = 1000  # a Linux bridge takes 1023 ports
-MAX_WORKERS = 1024  # of a node
-MAX_GPUS = 1024  # of a job
-MOST_BYTES = (1 << 63) - 1  # of memory; what the engine can count
-MIN_MEMORY = 64 << 20  # bytes of a node; less does not start Python, and is a unit that was left out, such as 4
-MOST_RULES, LONGEST_PATTERN = 100, 1000
-MOST_CONSTRAINTS, LONGEST_CONSTRAINT = 100, 500
+MAX_WORKERS = 1024  # per node
+MAX_GPUS = 1024  # per job
+MAX_BYTES = (1 << 63) - 1  # of memory; the range of the engine's integers
+MIN_MEMORY = 64 << 20  # bytes per node; less does not start Python, and usually lacks its unit, such as 4
+MAX_RULES, MAX_PATTERN = 100, 1000
+MAX_CONSTRAINTS, MAX_CONSTRAINT = 100, 500
 
 _WHOLE = r"-?(0|[1-9][0-9]{0,17})"  # Python takes minutes for a million digits
 VISIBLE = r"[^\s\x00-\x1f\x7f-\x9f]"  # neither white space nor a control character
@@ -34,39 +34,39 @@ TEXT: Schema = {"type": ["string", "number"]}
 
 @dataclass(frozen=True)
 class Kind:
-    """What a key may hold."""
+    """A kind of value: how it is parsed, and its schema."""
 
-    parse: Callable[[Any], Any]  # the value as the job has it; raises ValueError that says what it may be
-    schema: Schema  # draft 7, as editors know it; where we are more lenient, the form that is documented
+    parse: Callable[[Any], Any]  # converts a value; raises ValueError with a description of valid values
+    schema: Schema  # draft 7; if the parser is more lenient, the documented form
 
 
 def kind(schema: Schema) -> Callable[[Callable[[Any], Any]], Kind]:
-    """Make a kind of the function that reads it."""
+    """Decorate the parser of a kind."""
     return lambda parse: Kind(parse, schema)
 
 
 def one_of(words: Iterable[str]) -> Schema:
-    """One of these words."""
+    """Schema of one of these values."""
     return {"enum": list(words)}
 
 
 def matching(pattern: str, **more: Any) -> Schema:
-    """Text, all of which matches a pattern."""
+    """Schema of text that matches a pattern as a whole."""
     return {**TEXT, "pattern": f"^(?:{pattern})$", **more}
 
 
 def either(*schemas: Schema) -> Schema:
-    """A value of any of these schemas."""
+    """Schema of a value that matches any of these schemas."""
     return {"anyOf": list(schemas)}
 
 
 def list_of(item: Schema, **more: Any) -> Schema:
-    """A list, or its items as one text."""
+    """Schema of a list, or of its items in one string."""
     return either({"type": "array", "items": item, **more}, {"type": "string"})
 
 
 def integer(low: int, high: int) -> Kind:
-    """A whole number in this range."""
+    """A whole number from `low` to `high`."""
 
     @kind({"type": "integer", "minimum": low, "maximum": high})
     def parse(value: Any) -> int:
@@ -78,7 +78,7 @@ def integer(low: int, high: int) -> Kind:
 
 
 def choice(*names: str) -> Kind:
-    """One of these words."""
+    """One of these names."""
 
     @kind(one_of(names))
     def parse(value: Any) -> str:
@@ -90,7 +90,7 @@ def choice(*names: str) -> Kind:
 
 
 def text(pattern: str, meaning: str) -> Kind:
-    """Text, or a number as text, of a form that `meaning` says in words."""
+    """Text, or a number as text, that matches a pattern; `meaning` describes it in errors."""
 
     @kind(matching(pattern))
     def parse(value: Any) -> str:
@@ -103,11 +103,11 @@ def text(pattern: str, meaning: str) -> Kind:
 
 @kind(either({"type": "string", "minLength": 1}, {"type": "array", "items": TEXT, "minItems": 1}))
 def command(value: Any) -> tuple[str, ...]:
-    """The words of a command line."""
+    """A command line, as a string or a list."""
     meaning = "a script or -m MODULE, with arguments; one string, or a list of strings"
     try:
         words = shlex.split(value) if isinstance(value, str) else value
-    except ValueError as error:  # a quotation without an end
+    except ValueError as error:  # an unterminated quotation
         raise ValueError(f"{meaning} ({error})") from None
     if not isinstance(words, (list, tuple)) or not words or not all(isinstance(w, (str, int, float)) for w in words):
         raise ValueError(meaning)
@@ -116,7 +116,7 @@ def command(value: Any) -> tuple[str, ...]:
 
 @kind(either(one_of(("auto", "all", "none")), integer(1, MAX_GPUS).schema))
 def gpus(value: Any) -> str | int:
-    """Which GPUs."""
+    """`auto`, `all`, `none`, or a number of GPUs."""
     if value in ("auto", "all", "none"):
         return str(value)
     try:
@@ -126,7 +126,7 @@ def gpus(value: Any) -> str | int:
 
 
 def duration(longest: str, most: float) -> Kind:
-    """A duration of at most `most` seconds; `longest` says the same in words."""
+    """A duration of at most `most` seconds; `longest` is the same limit for errors."""
 
     @kind(matching(_DURATION, exclusiveMinimum=0, maximum=most))
     def parse(value: Any) -> float:
@@ -147,14 +147,14 @@ def duration(longest: str, most: float) -> Kind:
     }
 )
 def env(value: Any) -> dict[str, str]:
-    """The names and values; an error names no value, which may be a secret."""
+    """A mapping of names to values; errors do not contain values, which may be secrets."""
     if not isinstance(value, Mapping):
         raise ValueError("a mapping of names to values")
     for name, content in value.items():
         if not re.fullmatch(VARIABLE, str(name)):
-            raise ValueError(f"a mapping of names to values; {shown(name)} is not a name")
+            raise ValueError(f"a mapping of names to values; {shown(name)} is not a valid name")
         if not isinstance(content, (str, int, float)):
-            raise ValueError(f"a mapping of names to values; {name} has no text or number as its value")
+            raise ValueError(f"a mapping of names to values; the value of {name} is neither text nor a number")
         if name in CONTRACT:
             raise ValueError(f"a mapping without {name}, which the orchestrator sets in every worker")
     return {str(name): str(content) for name, content in value.items()}
@@ -163,14 +163,14 @@ def env(value: Any) -> dict[str, str]:
 @kind(
     {
         "type": "array",
-        "maxItems": MOST_RULES,
+        "maxItems": MAX_RULES,
         "items": {
             "type": "object",
             "properties": {
                 "action": one_of(ACTIONS),
                 "exit_codes": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 255}},
                 "cause": one_of(CAUSES),
-                "log": {"type": "string", "format": "regex", "maxLength": LONGEST_PATTERN},
+                "log": {"type": "string", "format": "regex", "maxLength": MAX_PATTERN},
             },
             "required": ["action"],
             "anyOf": [{"required": [name]} for name in sorted(CONDITIONS)],
@@ -179,17 +179,17 @@ def env(value: Any) -> dict[str, str]:
     }
 )
 def rules(value: Any) -> list[dict[str, Any]]:
-    """What failures mean."""
-    some = f"a list of at most {MOST_RULES} mappings"
-    meaning = f"{some} with an action ({', '.join(ACTIONS)}) and one or more of {', '.join(CONDITIONS)}"
-    if not isinstance(value, list) or len(value) > MOST_RULES:
+    """Rules for failures."""
+    form = f"a list of at most {MAX_RULES} mappings"
+    meaning = f"{form} with an action ({', '.join(ACTIONS)}) and one or more of {', '.join(CONDITIONS)}"
+    if not isinstance(value, list) or len(value) > MAX_RULES:
         raise ValueError(meaning)
     found = []
     for rule in value:
         if not isinstance(rule, Mapping) or rule.get("action") not in ACTIONS or not CONDITIONS & rule.keys():
             raise ValueError(meaning)
         if unknown := rule.keys() - CONDITIONS - {"action"}:
-            raise ValueError(f"{meaning}; {unknown.pop()!r} is none of them")
+            raise ValueError(f"{meaning}; {unknown.pop()!r} is unknown")
         codes = rule.get("exit_codes", [])
         if not isinstance(codes, list) or not all(type(code) is int and 0 < code < 256 for code in codes):
             raise ValueError(f"{meaning}; exit_codes is a list of numbers from 1 to 255")
@@ -197,8 +197,8 @@ def rules(value: Any) -> list[dict[str, Any]]:
             raise ValueError(f"{meaning}; log and cause are text")
         if rule.get("cause", "error") not in CAUSES:
             raise ValueError(f"{meaning}; the causes are {', '.join(CAUSES)}")
-        if len(rule.get("log", "")) > LONGEST_PATTERN:
-            raise ValueError(f"{meaning}; log is a regular expression of at most {LONGEST_PATTERN} characters")
+        if len(rule.get("log", "")) > MAX_PATTERN:
+            raise ValueError(f"{meaning}; log is a regular expression of at most {MAX_PATTERN} characters")
         found.append(dict(rule))
     if why := flaw(tuple(rule["log"] for rule in found if "log" in rule)):
         raise ValueError(f"{meaning}; log is a regular expression ({why})")
@@ -215,7 +215,7 @@ def truth(value: Any) -> bool:
 
 @kind(list_of(matching(MODULE)))
 def modules(value: Any) -> list[str]:
-    """Names of modules, as a list or as one text."""
+    """Names of modules, as a list or in one string."""
     names = value.split() if isinstance(value, str) else value
     if not isinstance(names, list) or not all(re.fullmatch(MODULE, str(name)) for name in names):
         raise ValueError("a list of modules")
@@ -226,47 +226,47 @@ def modules(value: Any) -> list[str]:
 CONSTRAINT = r"[^\s\x00-\x1f\x7f-\x9f=!]+ ?[!=]= ?" + f"{VISIBLE}+"
 
 
-@kind(list_of(matching(CONSTRAINT, maxLength=LONGEST_CONSTRAINT), maxItems=MOST_CONSTRAINTS))
+@kind(list_of(matching(CONSTRAINT, maxLength=MAX_CONSTRAINT), maxItems=MAX_CONSTRAINTS))
 def constraints(value: Any) -> list[str]:
-    """Conditions for Swarm's hosts."""
+    """Placement constraints of Swarm."""
     conditions = [str(one) for one in value] if isinstance(value, list) else [value]
-    if len(conditions) > MOST_CONSTRAINTS or not all(
-        isinstance(one, str) and len(one) <= LONGEST_CONSTRAINT and re.fullmatch(CONSTRAINT, one) for one in conditions
+    if len(conditions) > MAX_CONSTRAINTS or not all(
+        isinstance(one, str) and len(one) <= MAX_CONSTRAINT and re.fullmatch(CONSTRAINT, one) for one in conditions
     ):
         raise ValueError(
-            f"a list of at most {MOST_CONSTRAINTS} conditions such as node.labels.gpu==a100 or node.hostname!=box, "
-            f"each of at most {LONGEST_CONSTRAINT} characters"
+            f"a list of at most {MAX_CONSTRAINTS} conditions such as node.labels.gpu==a100 or node.hostname!=box, "
+            f"each of at most {MAX_CONSTRAINT} characters"
         )
     return conditions
 
 
 @kind(list_of(matching(VARIABLE)))
 def variables(value: Any) -> list[str]:
-    """Names of variables, as a list or as one text."""
+    """Names of variables, as a list or in one string."""
     names = value.split() if isinstance(value, str) else value
     if not isinstance(names, list) or not all(re.fullmatch(VARIABLE, str(name)) for name in names):
-        raise ValueError("a list of names of env")
+        raise ValueError("a list of names in env")
     return [str(name) for name in names]
 
 
 LONG = duration("10 years", 3650 * _DAY)  # longer than any job, and exact as a float
-GRACE = duration("1 day", _DAY)  # as seconds of Docker and as milliseconds of poll() it has to fit 32 bits
+GRACE = duration("1 day", _DAY)  # must fit 32 bits as seconds for Docker and as milliseconds for poll()
 
 
 @kind(either(LONG.schema, one_of(["none"]), {"type": "null"}))
 def patience(value: Any) -> float | None:
-    """A duration, or None for no end."""
+    """A duration, or None for no limit."""
     return None if value in (None, "none") else LONG.parse(value)
 
 
 def optional(other: Kind) -> Kind:
-    """As the other kind, or None."""
+    """The other kind, or None."""
     return Kind(lambda value: None if value is None else other.parse(value), either(other.schema, {"type": "null"}))
 
 
 NAME = text(r"[^\x00-\x1f\x7f-\x9f]{0,200}", "text of at most 200 characters, on one line")
 USER = text(r"auto|root|[0-9]{1,9}(:[0-9]{1,9})?", "auto, root, UID, or UID:GID")
-VOLUME = text(rf"|/{VISIBLE}+|[\w.-]+", "a volume's name, or a path")
+VOLUME = text(rf"|/{VISIBLE}+|[\w.-]+", "the name of a volume, or a path")
 
 
 _SIZE = text(r"0{0,9}[1-9][0-9]{0,18}[bkmgBKMG]?", "a size such as 512m or 4g")
@@ -274,16 +274,16 @@ _SIZE = text(r"0{0,9}[1-9][0-9]{0,18}[bkmgBKMG]?", "a size such as 512m or 4g")
 
 @kind({**_SIZE.schema, "minimum": 1})
 def size(value: Any) -> str:
-    """A number of bytes, as Docker writes it."""
+    """A number of bytes in Docker's notation."""
     given = str(_SIZE.parse(value))
-    if in_bytes(given) > MOST_BYTES:
+    if in_bytes(given) > MAX_BYTES:
         raise ValueError("a size such as 512m or 4g, below 8 EiB")
     return given
 
 
 @kind(matching(r"[0-9]{1,6}(\.[0-9]{1,30})?", minimum=0.01, maximum=10_000))
 def cpus(value: Any) -> float:
-    """How many cores."""
+    """A number of cores."""
     meaning = "a number from 0.01 to 10000"
     number = float(text(r"[0-9]{1,6}(\.[0-9]{1,30})?", meaning).parse(value))
     if not 0.01 <= number <= 10_000:
@@ -293,7 +293,7 @@ def cpus(value: Any) -> float:
 
 @kind(either({**size.schema, "minimum": MIN_MEMORY}, one_of([UNLIMITED])))
 def limit(value: Any) -> str:
-    """A number of bytes, or no limit."""
+    """A number of bytes in Docker's notation, or `unlimited`."""
     try:
         if value == UNLIMITED:
             return UNLIMITED

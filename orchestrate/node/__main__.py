@@ -1,20 +1,20 @@
 """Process 1 of a node: starts workers, tags their output, and ends with them.
 
-It takes work in one of these ways (`NODE_MODE`; without it, `static` where `RANK` is set, else `rendezvous`):
+It runs in one of these modes (`NODE_MODE`; by default `static` if `RANK` is set, otherwise `rendezvous`):
 
     agent       An orchestrator is in charge. It connects to a Unix socket (`NODE_SOCKET`), which `pipe.py` reaches from
-            outside of a container; or to one with the host's name in the folder `NODE_SOCKETS`, directly if that
-            folder is mounted; or to TCP port `NODE_PORT` (`N` or `N+M`). Both sides know `NODE_KEY`, 32 bytes in
-            hexadecimal digits, which no worker gets. The node imports `NODE_PRELOAD` and forks workers from there.
+            outside a container; or to one with the host's name in the folder `NODE_SOCKETS`, directly if that
+            folder is mounted; or to TCP port `NODE_PORT` (`N`, or the sum `N+M`). Both sides know `NODE_KEY`, 32 bytes
+            in hexadecimal digits, which no worker gets. The node imports `NODE_PRELOAD` and forks workers from there.
     relay       Runs next to the orchestrator of nodes on other machines, and renews their leases; see `lease.py`.
-    rendezvous  Plain `docker compose up`. Trainers register with the master; the master ranks them in Compose's order,
+    rendezvous  Plain `docker compose up`: trainers register with the master; the master ranks them in Compose's order,
             gives each node its own GPUs, and ends the whole gang when one worker fails.
-    static      Kubernetes, Slurm or a user has set `RANK` and `WORLD_SIZE`: one worker starts at once. Or they have set
-            the rank of the node and the number of nodes: all its workers start at once; see `static.py`.
+    static      Kubernetes, Slurm or a user has set `RANK` and `WORLD_SIZE`: one worker starts. Or they have set the
+            rank of the node and the number of nodes: all its workers start; see `static.py`.
 
 A worker's output goes unchanged to `$JOB_DIR/logs/rank-N.log`, and to stdout with `[rank N] ` before each line.
 SIGTERM and SIGINT stop the workers (SIGTERM, `NODE_GRACE` seconds, SIGKILL) and end the node; a second signal kills
-them at once, unless `NODE_PATIENT` is set, for schedulers that repeat the signal. `$JOB_DIR/generation` holds the
+them immediately, unless `NODE_PATIENT` is set, for schedulers that repeat the signal. `$JOB_DIR/generation` holds the
 generation whose workers may start, followed by `over` once they may no longer start; so a stop also reaches a worker
 that is being started.
 """
@@ -47,16 +47,16 @@ from orchestrate.node.warm import protect  # noqa: E402
 def main(arguments: list[str]) -> int:
     """Run the node and return its exit code."""
     protect()
-    word = os.environ.pop("NODE_KEY", "")  # workers get what is in our environment
+    hex_key = os.environ.pop("NODE_KEY", "")  # workers inherit the node's environment
     try:
-        return run(arguments, word)
+        return run(arguments, hex_key)
     except Refused as error:
         say(f"error: {error}")
         return 2
 
 
-def run(arguments: list[str], word: str) -> int:
-    """Run in the mode of `NODE_MODE`; `word` is the key of the job, in hexadecimal digits.
+def run(arguments: list[str], hex_key: str) -> int:
+    """Run in the mode of `NODE_MODE`; `hex_key` is the key of the job, in hexadecimal digits.
 
     Raises Refused for an invalid environment variable.
     """
@@ -69,12 +69,12 @@ def run(arguments: list[str], word: str) -> int:
             os.environ.get("NODE_SOCKET", "/tmp/node.sock"),
             shared,
             sum(map(int, port.split("+"))) if port else 0,
-            key(word),
+            key(hex_key),
         )
     if mode == "relay":
-        relay(key(word), int(os.environ["NODE_PORT"]))
+        relay(key(hex_key), int(os.environ["NODE_PORT"]))
     command = arguments or ["-m", "app.train"]
     return static(command) if mode == "static" else join(command)
 
 
-os._exit(main(sys.argv[1:]))  # at once: a client takes a closed socket for the end of the node
+os._exit(main(sys.argv[1:]))  # immediately: clients treat a closed socket as the end of the node

@@ -1,4 +1,4 @@
-"""An orchestrator starts workers in the node, and is told how they end. What it can ask is in protocol.py."""
+"""Mode `agent`: an orchestrator starts workers in the node, and gets reports of their ends; see protocol.py."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from orchestrate.node.warm import POSSIBLE, standing
 from orchestrate.node.worker import Worker, doing, kill, oom_kills
 
 IPC_RMID = 0  # of shmctl(2), msgctl(2) and semctl(2)
-FILTER_INTERVAL = 0.05  # seconds between two checks for the filter
+FILTER_INTERVAL = 0.05  # seconds between two checks for the packet filter
 ROUTES = Path("/proc/self/net/route")
-NOT_STARTED = 128 + signal.SIGTERM  # the code of a worker whose generation was over before it could start
+NOT_STARTED = 128 + signal.SIGTERM  # exit code of a worker whose generation ended before it could start
 
 
 class Agent:
@@ -42,7 +42,7 @@ class Agent:
         self.job, self.folder, self.generation = "", "", -1
         self.hint = ""  # why workers end, if the node itself ends them
         self.workers: dict[int, Worker] = {}  # by rank
-        self.codes: dict[int, int] = {}  # of workers that have ended
+        self.codes: dict[int, int] = {}  # exit codes of workers that have ended
         self.hints: dict[int, str] = {}  # of the same workers
         self.listeners: list[Listener] = []
         self.channels: list[Channel] = []  # of clients that have sent a request
@@ -86,7 +86,7 @@ class Agent:
             self.channels.append(channel)
         match request:
             case protocol.Start():
-                self.asked_to_start(request)
+                self.start_if_safe(request)
             case protocol.Stop():
                 self.fence(self.generation, over=True)
                 self.loop.stop()
@@ -133,21 +133,21 @@ class Agent:
         self.hint = "cut off"
         kill(self.loop.workers, signal.SIGKILL)
 
-    def tell(self, report: protocol.Started | protocol.Ended) -> None:
-        """Tell all clients of a worker."""
+    def report(self, report: protocol.Started | protocol.Ended) -> None:
+        """Send a report about a worker to all clients."""
         for channel in list(self.channels):
             channel.send(report)
 
-    def asked_to_start(self, request: protocol.Start) -> None:
-        """Start a worker, if the node is what the orchestrator takes it for; raises Refused."""
+    def start_if_safe(self, request: protocol.Start) -> None:
+        """Start a worker, if filter and folders are as the orchestrator expects; raises Refused."""
         env = {**os.environ, **request.env} if request.inherit else request.env
         if request.filtered and not marked(ROUTES.read_text()):
-            return self.tell(protocol.Ended(*whose(env), NOT_STARTED, time.time(), "ending", asked=False))
+            return self.report(protocol.Ended(*whose(env), NOT_STARTED, time.time(), "ending", asked=False))
         check(request.folders or {})
         self.start(request.command, local_env(env) if self.alone else env, request.cwd, request.log)
 
     def start(self, command: list[str], env: Env, cwd: str | None, log: int | None = None) -> None:
-        """Start a worker, unless its generation is over; one of a newer generation ends all older ones.
+        """Start a worker, unless its generation is over; a newer generation ends all older workers.
 
         `log` is the length of its downloaded log. Raises Refused if its environment has no valid rank or generation.
         """
@@ -158,7 +158,7 @@ class Agent:
             return
         self.job, self.folder, self.hint = env.get("JOB_ID", ""), env.get("JOB_DIR", ""), ""
         if generation < max(self.generation, fence(env.get("JOB_DIR"))):
-            return self.tell(protocol.Ended(generation, rank, NOT_STARTED, time.time(), "", asked=True))
+            return self.report(protocol.Ended(generation, rank, NOT_STARTED, time.time(), "", asked=True))
         if generation > self.generation:
             kill(list(self.workers.values()), signal.SIGKILL)
             self.generation, self.workers, self.codes, self.hints = generation, {}, {}, {}
@@ -170,10 +170,10 @@ class Agent:
             hints[rank] = "oom" if oom_kills() > before else "ending" if self.loop.ending else self.hint
             if codes is self.codes:  # otherwise a newer generation or job has begun
                 asked = worker is None or worker.asked
-                self.tell(protocol.Ended(generation, rank, code, time.time(), hints[rank], asked))
+                self.report(protocol.Ended(generation, rank, code, time.time(), hints[rank], asked))
 
         worker: Worker | None = None
-        started = lambda pid: self.tell(protocol.Started(generation, rank, pid))  # noqa: E731
+        started = lambda pid: self.report(protocol.Started(generation, rank, pid))  # noqa: E731
         worker = self.loop.start(command, env, cwd, done, started)
         if worker:
             self.workers[rank] = worker
@@ -191,14 +191,14 @@ class Agent:
         kill(self.loop.workers, signal.SIGKILL)
         try:
             self.loop.finish()
-            if folders := os.environ.get("NODE_WIPE", "").split():  # only a container has its own ones
+            if folders := os.environ.get("NODE_WIPE", "").split():  # only a container has its own
                 wipe(folders, self.bound)
                 free_ipc()
             self._bind_again()
             if standing(os.getpid()) != self.standing or self.loop.changed():
                 raise OSError("the job has changed the limits or the priority of the node")
         except OSError as error:
-            say(f"the node ends, since it cannot make ready for another job: {error}")
+            say(f"ending the node, which cannot be cleaned for another job: {error}")
             self.loop.stop(end=True)
             return False
         return True
@@ -214,9 +214,9 @@ class Agent:
                 self.listen(path, mode)
 
     def status(self) -> protocol.Status:
-        """The generation, the exit codes of workers that have ended, and the state of those that run."""
+        """Report the generation, the exit codes of ended workers, and the state of running ones."""
         zygote = self.loop.zygote
-        importing = zygote.process.pid if zygote else 0  # for workers that wait for the import
+        importing = zygote.process.pid if zygote else 0  # for workers that are waiting for the import
         running = {
             str(rank): {"pid": worker.pid, **doing(worker.pid or importing)}
             for rank, worker in self.workers.items()
@@ -236,22 +236,22 @@ class Agent:
 def serve(path: str, shared: str, port: int, key: bytes) -> int:
     """Listen on the Unix socket `path` for requests of clients that have `key`, until asked to end.
 
-    Also on `shared`, if possible: a socket in a mounted folder, which an orchestrator on the same kernel can reach
-    without the engine. And on a TCP port, for an orchestrator on another machine.
+    Also listen on `shared`, if possible: a socket in a mounted folder, which an orchestrator on the same kernel can
+    reach without the engine; and on a TCP port, for an orchestrator on another machine.
     """
     loop = Loop()
     if POSSIBLE and (modules := os.environ.get("NODE_PRELOAD", "").split()):
         loop.warm(modules)
         warm_up(loop, os.environ.get("NODE_FILTERED") == "1")
-    waiting = Agent(loop, key)
+    agent = Agent(loop, key)
     # In a container, pipe.py runs as another user; without the key, others get no answer.
-    waiting.listen(path, 0o666 if os.getpid() == 1 else 0o600)
+    agent.listen(path, 0o666 if os.getpid() == 1 else 0o600)
     if shared:
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(shared), mode=0o700, exist_ok=True)
-            waiting.listen(shared)
+            agent.listen(shared)
     if port:
-        waiting.listen_tcp(port)
+        agent.listen_tcp(port)
     loop.run()
     for each in filter(None, (path, shared)):
         with contextlib.suppress(OSError):  # already removed, or replaced by a worker
@@ -275,11 +275,11 @@ def check(folders: dict[str, int]) -> None:
         except OSError as error:
             raise Refused(f"start: folders: {shown(path)} cannot be read: {error.strerror}") from None
         if found != inode:
-            raise Refused(f"start: folders: {shown(path)} is another folder than the orchestrator's")
+            raise Refused(f"start: folders: {shown(path)} is not the folder that the orchestrator sees")
 
 
 def whose(env: Env) -> tuple[int, int]:
-    """Generation and rank of a worker, from its environment; raises Refused."""
+    """Return generation and rank of a worker, from its environment; raises Refused."""
     return integer(env, "TORCHELASTIC_RESTART_COUNT"), integer(env, "RANK")
 
 
@@ -304,7 +304,7 @@ def wipe(folders: list[str], kept: Collection[str]) -> None:
 
 
 def free_ipc() -> None:
-    """Free all System V shared memory, queues and semaphores; only a container has its own ones."""
+    """Free all System V shared memory, queues and semaphores; only a container has its own."""
     libc = ctypes.CDLL(None)
     remove: dict[str, Callable[[int], object]] = {
         "shm": lambda number: libc.shmctl(number, IPC_RMID, None),

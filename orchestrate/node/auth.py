@@ -1,6 +1,6 @@
 """Lines between an orchestrator and a node: each carries a proof that its writer has the key of the job or cluster.
 
-Workers can reach the sockets of all nodes of a job, as can others on its network; none of them has the key.
+Workers and others on the job's network can reach the sockets of all nodes; none of them has the key.
 
 Both sides begin with a nonce. The key and both nonces give the key of the connection; each line that follows is the
 HMAC-SHA256 (RFC 2104) of the writing side, the line number and the text, then a space, then the text. Without the
@@ -28,7 +28,7 @@ class Signer:
         self.counts = {True: 0, False: 0}  # lines of the listening side, and of the other
 
     def meet(self, nonce: bytes) -> None:
-        """Take the nonce of the other side, its first line; raises ValueError if it is invalid."""
+        """Take the other side's nonce, its first line; raises ValueError if it is invalid."""
         if not NONCE.fullmatch(nonce):  # the format differs from a lease request, which a relay would answer
             raise ValueError("no nonce")
         nonces = self.nonce + nonce if self.listens else nonce + self.nonce

@@ -1,4 +1,4 @@
-"""Checks of values that come from elsewhere: each returns what is wrong with a value, or an empty string."""
+"""Checks of untrusted values; each returns what is wrong with a value, or an empty string."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Check = Callable[[Any], str]
 
 
 class Refused(ValueError):
-    """An invalid message or environment variable; its text says what is wrong, and has no secret."""
+    """An invalid message or environment variable; the text describes the error and contains no secret."""
 
 
 def integer(env: Mapping[str, str], name: str, default: int = 0, least: int = 0, most: int = MAX_NUMBER) -> int:
@@ -40,11 +40,11 @@ def seconds(env: Mapping[str, str], name: str, default: float) -> float:
     return value
 
 
-def key(word: str) -> bytes:
+def key(digits: str) -> bytes:
     """The key of the job, from its hexadecimal digits; raises Refused."""
-    if not KEY_DIGITS.fullmatch(word):
+    if not KEY_DIGITS.fullmatch(digits):
         raise Refused("NODE_KEY must be 64 hexadecimal digits")
-    return bytes.fromhex(word)
+    return bytes.fromhex(digits)
 
 
 def shown(text: str) -> str:
@@ -56,7 +56,7 @@ def shown(text: str) -> str:
 
 
 def any_text(value: Any) -> str:
-    """Text of any kind, which is only shown or decoded."""
+    """Any text, which is only displayed or decoded."""
     return "" if isinstance(value, str) else " must be text"
 
 
@@ -98,12 +98,12 @@ def up_to(most: int) -> Check:
 
 
 def generation(value: Any) -> str:
-    """The number of a generation, or -1 where there was none."""
+    """The number of a generation, or -1 for none."""
     return "" if type(value) is int and -1 <= value < 1 << 31 else " must be the number of a generation"
 
 
 def time(value: Any) -> str:
-    """A time, or a span of it, in seconds."""
+    """A time or a duration, in seconds."""
     right = type(value) in (int, float) and math.isfinite(value) and abs(value) < 1 << 53
     return "" if right else " must be a number of seconds"
 

@@ -1,4 +1,4 @@
-"""A worker's command: Python's arguments or those of any program, and what is in them of the worker's environment."""
+"""A worker's command, for Python or any program, and the expansion of variables in it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
 
 def expanded(command: list[str], env: Env) -> list[str]:
-    """The command with the worker's own values for `$NAME` and `${NAME}`, where the orchestrator sets that variable.
+    """Expand `$NAME` and `${NAME}` to the worker's own values, for variables that the orchestrator sets.
 
-    Every other byte remains as it is, also a `$`, and all of them do if `WORKER_EXPAND` is `false`.
+    Everything else remains unchanged, including any other `$`; with `WORKER_EXPAND=false`, the whole command does.
     """
     if env.get("WORKER_EXPAND") == "false":
         return command
@@ -28,10 +28,10 @@ def expanded(command: list[str], env: Env) -> list[str]:
 
 
 def of_python(command: Sequence[str]) -> bool:
-    """Whether a command is for Python: `SCRIPT.py ARGS` or `-m MODULE ARGS`; any other one names a program."""
+    """Whether a command is for Python: `SCRIPT.py ARGS` or `-m MODULE ARGS`; any other command names a program."""
     return bool(command) and (command[0].startswith("-") or command[0].endswith(".py"))
 
 
 def words(command: list[str]) -> list[str]:
-    """The whole command line of a worker that is not forked."""
+    """The complete command line of a worker that is not forked."""
     return [sys.executable, "-u", *command] if of_python(command) else command

@@ -1,7 +1,7 @@
 """Files of a node that shares no folder with the orchestrator: the orchestrator uploads some and downloads others.
 
-Bytes are encoded as base64. Holes are not sent: a file may be larger than any disk, and logs are downloaded without
-their holes.
+Bytes are encoded as base64. Holes are not sent, since a sparse file may be larger than any disk; downloaded logs have
+no holes.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ class Files:
     def __init__(self) -> None:
         self.uploaded: dict[str, Facts] = {}  # uploaded files, by path
         self.tags: dict[str, str] = {}  # the digest of the last upload, by folder
-        self.bases: dict[str, int] = {}  # by how much the downloaded log is longer than the one here
-        self.coming: BinaryIO | None = None
+        self.bases: dict[str, int] = {}  # by how many bytes the downloaded log is longer than the local one
+        self.incoming: BinaryIO | None = None
 
     def upload(self, folder: str, data: str, offset: int, tag: str) -> Uploaded:
-        """Take the next piece of a tar file; raises OSError or tarfile.TarError where it cannot be unpacked."""
-        if not offset or self.coming is None:
-            if self.coming:
-                self.coming.close()  # of somebody who has not come to an end
-            self.coming = tempfile.TemporaryFile()  # noqa: SIM115 (the last piece closes it)
-        if self.coming.tell() != offset:
+        """Take the next piece of a tar file; raises OSError or tarfile.TarError if it cannot be unpacked."""
+        if not offset or self.incoming is None:
+            if self.incoming:
+                self.incoming.close()  # an upload that was not completed
+            self.incoming = tempfile.TemporaryFile()  # noqa: SIM115 (the last piece closes it)
+        if self.incoming.tell() != offset:
             raise OSError("a piece is missing")
-        self.coming.write(base64.b64decode(data, validate=True))
+        self.incoming.write(base64.b64decode(data, validate=True))
         if not tag:
             return Uploaded(self.tags)
-        file, self.coming = self.coming, None
+        file, self.incoming = self.incoming, None
         if digest(file) != tag:
             file.close()
             raise OSError("the upload is damaged: its digest differs")
         os.makedirs(folder, exist_ok=True)
         with file:
             if left := clear(folder, keep=[LOGS] if real_folder(f"{folder}/{LOGS}") else []):
-                raise OSError(f"{folder} cannot be emptied: {left[0]} stays")
+                raise OSError(f"cannot empty {folder}: {left[0]} cannot be removed")
             _unpack(file, folder)
-        self.uploaded = {path: told for path, told in self.uploaded.items() if not path.startswith(f"{folder}/")}
+        self.uploaded = {path: known for path, known in self.uploaded.items() if not path.startswith(f"{folder}/")}
         self.uploaded |= {f"{folder}/{path}": facts(status) for path, status in walk(folder)}
         self.tags[folder] = tag
         return Uploaded(self.tags)
 
     def follow(self, folder: str, rank: int, length: int) -> None:
-        """Note that a worker starts whose downloaded log has this length."""
+        """Record the length of a worker's downloaded log, when the worker starts."""
         path = f"{LOGS}/rank-{rank}.log"
         here = 0
         with contextlib.suppress(OSError):
@@ -66,14 +66,14 @@ class Files:
         self.bases[path] = length - here
 
     def changes(self, folder: str, have: dict[str, int]) -> Changes:
-        """What is new in the folder."""
+        """List changes in a folder; `have` is how many bytes of each log are already downloaded."""
         logs, files, links = {}, {}, {}
         for path in self.bases.keys() & have.keys():  # a node may have had another rank before
             with contextlib.suppress(OSError), open(opened(f"{folder}/{path}"), "rb") as file:
                 start = max(0, have[path] - self.bases[path])
                 offset, text = data(file, start, PIECE)
                 if text:
-                    self.bases[path] -= offset - start  # the log at home has no hole here
+                    self.bases[path] -= offset - start  # the downloaded log has no hole here
                     logs[path] = base64.b64encode(text).decode()
         for path, status in walk(folder):
             if stat.S_ISLNK(status.st_mode):
@@ -86,7 +86,7 @@ class Files:
         return Changes(logs, files, links, gone)
 
     def read(self, folder: str, path: str, offset: int) -> Piece:
-        """The next piece of a file, behind a hole that there may be; raises OSError where it has gone, or is none."""
+        """Read the next piece of a file, skipping a hole; raises OSError if it has gone or is not a regular file."""
         name = f"{folder}/{path}"
         try:
             descriptor = opened(name)
@@ -115,7 +115,7 @@ def facts(status: os.stat_result) -> Facts:
 
 
 def real_folder(path: str) -> bool:
-    """Whether a path is that of a folder, and not of a link to one."""
+    """Whether a path is a folder, and not a link to one."""
     return os.path.isdir(path) and not os.path.islink(path)
 
 

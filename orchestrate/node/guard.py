@@ -1,12 +1,12 @@
-"""Keep a node from its host's ports and the cloud's metadata service, and the host's users from the node's ports.
+"""Block a node's access to its host's ports and the cloud's metadata service, and the host's access to the node.
 
-A program that runs beside the node:
+A program that runs next to the node:
 
     python -I -S guard.py MARK ADDRESS/MASK ...
 
 The orchestrator runs it in a separate container that shares the node's network namespace and has CAP_NET_ADMIN there,
 which no node has. It sets up a packet filter (nf_tables) that rejects what the node sends to these addresses, and what
-it gets from them: the store of torch has no password, and any user of the host could change what is in it.
+it receives from them: torch's store has no password, and any user of the host could change its content.
 Routes are not enough: a socket that is bound to an interface (SO_BINDTODEVICE) or skips gateways (SO_DONTROUTE)
 bypasses them, and needs no capability for that.
 
@@ -24,7 +24,7 @@ import sys
 
 NAME = "orchestrate"  # of the table
 INCOMING, OUTGOING = ("in", 1), ("out", 3)  # names of chains, and their hooks
-MARK = "240.0.0.0"  # a reserved block, whose addresses are never used
+MARK = "240.0.0.0"  # a reserved block of addresses that are never used
 ROUTE, NETFILTER = 0, 12  # families of netlink
 ADD_ROUTE, DELETE_ROUTE = 24, 25
 BEGIN, END = 16, 17
@@ -84,7 +84,7 @@ IS_DNS = field(2, 2, 2) + equals(struct.pack(">H", DNS))
 
 
 def outgoing(family: int, blocked: list[str], servers: list[bytes]) -> list[bytes]:
-    """The rules for what a node sends; `blocked` has addresses of both families, `servers` are DNS servers."""
+    """Rules for packets that a node sends; `blocked` has addresses of both families, `servers` are DNS servers."""
     to = field(1, DESTINATION[family], LENGTH[family])
     # Only IPv4 allows answers: with IPv6, a process could fake a connection from the host (IPV6_FREEBIND) and answer.
     found = [IS_ANSWER + ACCEPT if family == IPV4 else IS_ICMP6 + ACCEPT]
@@ -93,13 +93,13 @@ def outgoing(family: int, blocked: list[str], servers: list[bytes]) -> list[byte
 
 
 def incoming(family: int, blocked: list[str]) -> list[bytes]:
-    """The rules for what a node gets: only answers from these addresses."""
+    """Rules for packets that a node receives: only answers from these addresses."""
     found = [IS_ANSWER + ACCEPT] + [IS_ICMP6 + ACCEPT] * (family == IPV6)
     return found + refused(family, field(1, SOURCE[family], LENGTH[family]), blocked)
 
 
 def refused(family: int, address: bytes, blocked: list[str]) -> list[bytes]:
-    """A rule for each blocked address of a family; `address` loads that of the packet."""
+    """A rule for each blocked address of a family; `address` loads the packet's."""
     refuse = expression("reject", number(1, 0), attribute(2, PROHIBITED[family]))
     pairs = [[*map(packed, word.split("/"))] for word in blocked]
     return [address + masked(mask) + equals(value) + refuse for value, mask in pairs if len(value) == LENGTH[family]]

@@ -1,7 +1,7 @@
-"""The lease of nodes on other machines: a node that is cut off from the orchestrator's machine ends its workers.
+"""Leases of nodes on other machines: a node that is cut off from the orchestrator's machine ends its workers.
 
-A relay on the orchestrator's machine answers datagrams, and outlives the orchestrator. A node asks it every few
-seconds, and ends its workers after `LEASE_TIMEOUT` seconds without an answer; the orchestrator starts the next
+A relay on the orchestrator's machine answers datagrams, and outlives the orchestrator. A node asks it every
+second, and ends its workers after `LEASE_TIMEOUT` seconds without an answer; the orchestrator starts the next
 generation elsewhere only after that. So the two halves of a partitioned network never train at the same time.
 """
 
@@ -27,18 +27,18 @@ def answer(key: bytes, question: bytes) -> bytes:
 
 
 def relay(key: bytes, port: int) -> None:
-    """Answer requests for ever; a request changes no state."""
+    """Answer requests forever; a request changes no state."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind(("", port))
         while True:
             with contextlib.suppress(OSError):
                 question, address = sock.recvfrom(64)
-                if len(question) == QUESTION:  # not an answer of another relay, which would answer for ever
+                if len(question) == QUESTION:  # not another relay's answer: both would answer each other forever
                     sock.sendto(answer(key, question), address)
 
 
 class Lease:
-    """The node's side."""
+    """The node's side of a lease."""
 
     def __init__(self, loop: Loop, key: bytes, address: tuple[str, int], over: Callable[[], None]) -> None:
         """Ask the relay at `address` from now on; call `over` whenever the lease has expired."""

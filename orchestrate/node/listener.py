@@ -1,4 +1,4 @@
-"""Accepts connections to a node: a limited number at a time, and no failed accept ends the node."""
+"""Accept connections to a node: a limited number at a time, without ending the node if that fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serve(
 ) -> None:
     """Call `take` with each connection to `server` and the address of its peer.
 
-    If there is no descriptor for a connection, it waits until `make_room` has closed another one, or for some time.
+    If no descriptor is left for a connection, it waits until `make_room` has closed another one, or for some time.
     """
 
     def accept() -> None:
@@ -48,7 +48,7 @@ class Listener:
     """Accepts clients, `MAX_CLIENTS` at a time; a new client replaces the oldest one without a request."""
 
     def __init__(self, loop: Loop, server: socket.socket, receive: Callable[[Channel, Any], None], key: bytes) -> None:
-        """Call `receive` as a channel does; clients must prove within some seconds that they have `key`."""
+        """Call `receive` as a channel does; clients must prove within `PROOF_TIMEOUT` seconds that they have `key`."""
         self.loop, self.server, self.receive, self.key = loop, server, receive, key
         self.channels: list[Channel] = []  # the oldest first
         self.sweeping = False

@@ -1,4 +1,4 @@
-"""What only a worker's own machine knows: the network interface to the master, and the GPUs reserved for the node."""
+"""Variables that depend on a worker's machine: the network interface to the master, and the GPUs of the node."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def interface_to(host: str) -> str:
             return ""
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                asked = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if asked[20:24] == own:
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if reply[20:24] == own:
                     return name
     return ""

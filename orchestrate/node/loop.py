@@ -29,7 +29,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 class Loop:
-    """Runs callbacks for events and timers; ends once it was asked to and no worker is left."""
+    """Runs callbacks for events and timers; ends on request, once no worker is left."""
 
     def __init__(self) -> None:
         """Install signal handlers; raises Refused for an invalid environment variable."""
@@ -41,12 +41,12 @@ class Loop:
         self.grace = seconds(os.environ, "NODE_GRACE", 30)  # between SIGTERM and SIGKILL
         self.ending = False  # the node has been asked to end, and starts no more workers
         self.on_end: Callable[[], None] = lambda: None  # called when `ending` becomes true
-        bell, alarm = socket.socketpair()
-        for end in (bell, alarm):
+        writer, reader = socket.socketpair()
+        for end in (writer, reader):
             end.setblocking(False)
-        self._bell = bell  # kept open: signals write to its descriptor
-        self.watch(alarm, lambda: self._signals(alarm.recv(4096)))
-        signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+        self._wakeup_writer = writer  # kept open: signals are written to its descriptor
+        self.watch(reader, lambda: self._signals(reader.recv(4096)))
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         self.asked = False  # by a first signal; a second one kills the workers
         for number in (signal.SIGCHLD, *ENDING):
             signal.signal(number, lambda *_: None)
@@ -105,9 +105,9 @@ class Loop:
         return worker
 
     def _settled(self, why: str) -> None:
-        """The import has finished or failed: start the workers that have waited for it."""
+        """The import has finished or failed: start the workers that were waiting for it."""
         if why:
-            say(f"each worker starts an interpreter of its own: {why}")
+            say(f"starting a fresh interpreter for each worker: {why}")
         for worker in [worker for worker in self.workers if worker.poll() is None and not worker.pid]:
             self._launch(worker)
 
@@ -118,14 +118,14 @@ class Loop:
                     return worker.start(self.zygote)
                 except OSError as error:
                     if error.errno != errno.EMSGSIZE:
-                        self._do_without(self.zygote, str(error))
+                        self._abandon_zygote(self.zygote, str(error))
             worker.start(None)
         except OSError as error:
             worker.failed_to_start(error)
 
-    def _do_without(self, zygote: Zygote, why: str) -> None:
+    def _abandon_zygote(self, zygote: Zygote, why: str) -> None:
         """Stop using the zygote, and kill a worker that it may have forked without reporting it."""
-        say(f"each worker starts an interpreter of its own: {why}")
+        say(f"starting a fresh interpreter for each worker: {why}")
         zygote.ready = False
         zygote.end()
         for pid in set(children()) - {worker.pid for worker in self.workers}:
@@ -202,7 +202,7 @@ class Loop:
                 os.waitpid(found.si_pid, 0)
 
     def finish(self) -> None:
-        """Wait for workers that were killed, kill what they left running, and continue what they have stopped."""
+        """Wait for killed workers, kill what they left running, and continue the zygote if they have stopped it."""
         while self.workers:
             self._reap()
             time.sleep(0.001)
@@ -225,7 +225,7 @@ class Loop:
 
 
 class Channel:
-    """Messages over a socket, one per line; what they are is in protocol.py."""
+    """Messages over a socket, one per line; see protocol.py."""
 
     def __init__(
         self, loop: Loop, sock: socket.socket, receive: Callable[[Any], None], signer: Signer | None = None

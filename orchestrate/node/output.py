@@ -21,11 +21,11 @@ class Stdout:
     def __init__(self, descriptor: int = 1) -> None:
         self.descriptor = descriptor
         self.waiting = bytearray()
-        self.dropped = 0  # lines
+        self.dropped = 0  # number of lines
         self.began = False
 
     def _begin(self) -> None:
-        """Make a pipe non-blocking; only at the first write, since other programs import this module, too."""
+        """Make a pipe non-blocking; only at the first write, since other programs also import this module."""
         self.began = True
         with contextlib.suppress(OSError):
             if stat.S_ISFIFO(os.fstat(self.descriptor).st_mode):

@@ -1,9 +1,9 @@
-"""What the engine runs in a waiting node: forwards bytes between an orchestrator and the node, in both directions.
+"""Forward bytes between an orchestrator and a waiting node, in both directions; the engine runs it in the node.
 
     python -I -S pipe.py      in the node itself
-    python -I -S pipe.py ADDRESS PORT SECONDS    in a container on the same network; how long to try
+    python -I -S pipe.py ADDRESS PORT SECONDS    in a container on the same network; SECONDS to connect
 
-A separate program that imports next to nothing, because a job waits until it has started in every node.
+A separate program with few imports, because a job waits until it has started in every node.
 """
 
 import os

@@ -1,13 +1,13 @@
-"""What an orchestrator and a node say to each other: JSON lines, each of which is one of these messages.
+"""Messages between an orchestrator and a node: JSON, one message per line.
 
-Over a Unix socket or TCP, each line with a proof (auth.py). An orchestrator sends requests, `{"ask": "start", …}`; the
-node sends reports, `{"say": "started", …}`, to every client that has sent a request. A client may disconnect; its
-workers go on, and the node keeps their exit codes.
+They use a Unix socket or TCP; each line has a proof (auth.py). An orchestrator sends requests, `{"ask": "start", …}`;
+the node sends reports, `{"say": "started", …}`, to every client that has sent a request. A client may disconnect; its
+workers continue, and the node keeps their exit codes.
 
 Messages are checked as a whole before anything is done, on both sides: what a node receives may come from any process
 in its container, or any container on its network; what a node sends may come from other people's code.
 
-They are named tuples, since the import of dataclasses would take a node ten milliseconds.
+They are named tuples, since importing dataclasses would take a node ten milliseconds.
 """
 
 import functools
@@ -20,7 +20,7 @@ from orchestrate.node.checks import Check, Refused, shown, up_to
 
 MAX_DIGITS = 18  # digits of a number, which is then below 2^63
 MAX_REPORT = 16 << 20  # bytes of a report: the list of all files of a node is one
-# How long ones begin; bytes of any other one.
+# Prefixes of reports that may be long; maximum bytes of any other report.
 LONG_REPORTS, MAX_SHORT_REPORT = (b'{"say": "changes", ', b'{"say": "piece", '), 1 << 20
 
 Flag = Annotated[bool, checks.flag]
@@ -39,7 +39,7 @@ Environment = Annotated[dict[str, str], checks.environment]
 
 
 def _facts(value: Any) -> str:
-    """Facts of a file; file systems know times far from now."""
+    """Facts of a file; file systems may report times far from now."""
     right = (
         isinstance(value, list) and len(value) == 4 and all(type(one) is int and abs(one) < 1 << 96 for one in value)
     )
@@ -79,11 +79,11 @@ class Stop(NamedTuple):
 
 
 class Freeze(NamedTuple):
-    """Stop all workers where they stand (SIGSTOP)."""
+    """Suspend all workers (SIGSTOP)."""
 
 
 class Dump(NamedTuple):
-    """Have all workers print their stacks, and abort."""
+    """Make all workers print their stacks and abort (SIGABRT)."""
 
 
 class Clean(NamedTuple):
@@ -99,7 +99,7 @@ class GetStatus(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """End the workers when this relay does not answer; see lease.py."""
+    """End the workers if this relay no longer answers; see lease.py."""
 
     relay: Annotated[tuple[str, int], checks.address]
 
@@ -146,7 +146,9 @@ class Ended(NamedTuple):
     rank: Rank
     code: Code
     at: Time  # in seconds since 1970
-    hint: Hint  # `oom` if the kernel has killed a process, `ending` if the node ends, `cut off` if its lease is over
+    hint: (
+        Hint  # `oom` if the kernel has killed a process, `ending` if the node ends, `cut off` if its lease has expired
+    )
     asked: Flag  # whether the node had sent it SIGTERM
 
 
@@ -188,7 +190,7 @@ class Changes(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The next piece of a file, behind a hole that there may be."""
+    """The next piece of a file, after a hole if there is one."""
 
     data: AnyText  # base64
     offset: Annotated[int, up_to(1 << 63)]
@@ -201,7 +203,7 @@ class Failed(NamedTuple):
     error: AnyText
 
 
-# --- between the containers of a plain `docker compose up` (join.py)
+# --- between the containers of a plain `docker compose up` (rendezvous.py)
 
 
 class Hello(NamedTuple):
@@ -254,15 +256,15 @@ REPORTS: dict[str, type] = {
 }
 TO_MASTER: dict[str, type] = {"hello": Hello, "exited": Exited}
 TO_TRAINER: dict[str, type] = {"run": Run, "end": End}
-_WORDS = {
+_NAMES = {
     **{kind: ("say", word) for word, kind in {**REPORTS, **TO_MASTER}.items()},
     **{kind: ("ask", word) for word, kind in {**TO_TRAINER, **REQUESTS}.items()},
 }
 
 
 def encode(message: Any) -> bytes:
-    """The line of a message, without its end."""
-    kind, word = _WORDS[type(message)]
+    """Encode a message as a line, without its end."""
+    kind, word = _NAMES[type(message)]
     facts = {name: value for name, value in message._asdict().items() if value is not None}
     return json.dumps({kind: word, **facts}).encode()
 
@@ -274,7 +276,7 @@ def _digits(digits: str) -> int:
 
 
 def parsed(line: bytes, parse_int: Callable[[str], int] | None = _digits) -> dict[str, Any]:
-    """The object in a line; raises Refused."""
+    """Parse the JSON object in a line; raises Refused."""
     try:
         message = json.loads(line, parse_int=parse_int)
     except Refused:
@@ -289,7 +291,7 @@ def parsed(line: bytes, parse_int: Callable[[str], int] | None = _digits) -> dic
 
 
 def decode(message: Mapping[str, Any], known: Mapping[str, type], key: str = "ask") -> Any:
-    """The message of one of the `known` kinds, which `key` names; raises Refused."""
+    """Decode a message of one of the `known` kinds, which the field `key` names; raises Refused."""
     word = message.get(key)
     if not isinstance(word, str):
         raise Refused("the message has no request in it")
@@ -302,19 +304,19 @@ def decode(message: Mapping[str, Any], known: Mapping[str, type], key: str = "as
 
 
 def report(line: bytes) -> Any:
-    """The report in a line, of which unknown fields are ignored; raises ValueError if it is none."""
+    """Decode the report in a line, ignoring unknown fields; raises ValueError if it is not a report."""
     if len(line) > MAX_SHORT_REPORT and not line.startswith(LONG_REPORTS):
         raise ValueError("too long")
-    message = parsed(line, parse_int=None)  # file systems know large numbers
+    message = parsed(line, parse_int=None)  # file systems may report large numbers
     word = message.get("say")
     if not isinstance(word, str) or word not in REPORTS:
-        raise ValueError("no report")
+        raise ValueError("not a report")
     kind = REPORTS[word]
     return _checked(kind, word, {name: message[name] for name in kind._fields if name in message})  # type: ignore[attr-defined]
 
 
 def reason(error: str) -> str:
-    """The error of a node for a person to read: in one line, and shortened."""
+    """A node's error for display: on one line, and truncated."""
     return " ".join(error.split())[:200]
 
 

@@ -74,7 +74,7 @@ def fence(job_dir: str | None) -> int:
 
 
 def gpu_ids(listing: str) -> list[str]:
-    """Return the ids in the output of `nvidia-smi -L`; MIG slices take the place of their GPU."""
+    """Return the ids in the output of `nvidia-smi -L`; MIG instances replace their GPU."""
     ids: list[str] = []
     for match in re.finditer(r"\(UUID: ((GPU|MIG)-[^)\s]+)\)", listing):
         if match[2] == "MIG" and ids and ids[-1].startswith("GPU-"):

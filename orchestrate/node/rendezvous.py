@@ -1,7 +1,7 @@
 """Mode `rendezvous`: the containers of a plain `docker compose up` become one gang, without a Docker socket.
 
-Compose starts every trainer before the master (`depends_on`), so when the master looks, Docker's DNS knows all of
-them: the alias `trainer` resolves to their addresses, and each address back to its Compose name with its number.
+Compose starts every trainer before the master (`depends_on`), so when the master queries it, Docker's DNS knows all
+of them: the alias `trainer` resolves to their addresses, and each address back to its Compose name with its number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from orchestrate.node.protocol import TO_MASTER, TO_TRAINER, End, Exited, Hello,
 from orchestrate.node.ranks import MASTER_PORT, Node, assign, gpus
 
 JOIN_PORT = 29400  # where the master listens for trainers; the default port of torch's own rendezvous
-TOO_MANY = "take fewer nodes (--scale trainer=N), or train on CPU (docker compose --profile cpu up)"
+TOO_MANY = "use fewer nodes (--scale trainer=N), or train on CPU (docker compose --profile cpu up)"
 
 
 def join(command: list[str]) -> int:
@@ -43,7 +43,7 @@ def join(command: list[str]) -> int:
 
 
 def trainers() -> dict[str, str]:
-    """Address and name of each trainer of the project, in Compose's order."""
+    """Return address and name of each trainer of the project, in Compose's order."""
     for left in (2, 1, 0):
         try:
             addresses = socket.gethostbyname_ex("trainer")[2]
@@ -73,7 +73,7 @@ class Gang:
         self.command, self.node = command, node
         self.code = 0  # the first failure's exit code
         self.loop = Loop()
-        self.loop.on_end = self.tell_stop
+        self.loop.on_end = self.stop_trainers
         self.names = trainers()
         self.hellos: dict[str, Node] = {}
         self.channels: dict[str, Channel] = {}
@@ -83,7 +83,7 @@ class Gang:
         self.settle()
 
     def accept(self, connection: socket.socket, other: tuple[str, int]) -> None:
-        """Accept a trainer; close connections from strangers, and those that come after all trainers have joined."""
+        """Accept a trainer; close connections of other hosts, and further connections of a trainer."""
         address = other[0]
         if address not in self.names or address in self.channels:
             connection.close()
@@ -101,18 +101,18 @@ class Gang:
             if left:
                 self.exited(min(left), 128 + signal.SIGKILL)
             elif len(self.hellos) < len(self.names) and not self.loop.ending:
-                self.fail(f"error: {name} went away before the job began")
+                self.fail(f"error: {name} disconnected before the job started")
             return
-        said = decode(message, TO_MASTER, "say")
-        if isinstance(said, Hello):
+        report = decode(message, TO_MASTER, "say")
+        if isinstance(report, Hello):
             if address in self.hellos:
                 raise Refused(f"{name} has joined already")
-            self.hellos[address] = {**said._asdict(), "name": name}
+            self.hellos[address] = {**report._asdict(), "name": name}
             self.settle()
-        elif self.running.get(said.rank) != name:
-            raise Refused(f"rank {said.rank} is not one of {name}'s")
+        elif self.running.get(report.rank) != name:
+            raise Refused(f"rank {report.rank} does not run on {name}")
         else:
-            self.exited(said.rank, said.code)
+            self.exited(report.rank, report.code)
 
     def settle(self) -> None:
         """Once all trainers have joined, start the workers of every node."""
@@ -149,8 +149,8 @@ class Gang:
         self.code = 1
         self.loop.stop(end=True)
 
-    def tell_stop(self) -> None:
-        """Stop every trainer."""
+    def stop_trainers(self) -> None:
+        """Tell every trainer to stop."""
         for channel in self.channels.values():
             channel.send(End())
 
@@ -178,7 +178,7 @@ class Trainer:
     """A trainer's side: runs the workers that the master assigns, once."""
 
     def __init__(self, command: list[str], connection: socket.socket) -> None:
-        """Listen to the master; each worker runs `command`."""
+        """Handle messages of the master; each worker runs `command`."""
         self.command, self.loop = command, Loop()
         self.codes: list[int] = []  # of workers that have ended or failed to start
         self.started = False

@@ -33,28 +33,28 @@ def envs(environ: Mapping[str, str], own_gpus: list[str], cores: int) -> list[En
     if "RANK" in environ:
         integer(environ, "RANK")
         return [{}]
-    told = {
+    values = {
         name: next((environ[key] for key in (name, *others) if environ.get(key)), "") for name, others in NAMES.items()
     }
     for name in ("NODE_RANK", "NNODES", "MASTER_ADDR"):
-        if not told[name]:
+        if not values[name]:
             raise KeyError(name)
-    counted = told["NODE_NPROC"].isdigit()  # otherwise it may be `auto`
-    nproc = integer(told, "NODE_NPROC", least=1, most=MAX_WORKERS) if counted else max(1, len(own_gpus))
-    rank, nodes = integer(told, "NODE_RANK"), integer(told, "NNODES", least=1, most=MAX_NODES)
+    is_number = values["NODE_NPROC"].isdigit()  # otherwise it may be `auto`
+    nproc = integer(values, "NODE_NPROC", least=1, most=MAX_WORKERS) if is_number else max(1, len(own_gpus))
+    rank, nodes = integer(values, "NODE_RANK"), integer(values, "NNODES", least=1, most=MAX_NODES)
     if rank >= nodes:
-        raise ValueError(f"NODE_RANK is {rank}, and there are {nodes} nodes")
-    port = integer(told, "MASTER_PORT", default=MASTER_PORT, least=1, most=65535)
-    interface = interface_to(told["MASTER_ADDR"])
+        raise ValueError(f"NODE_RANK is {rank}, but there are only {nodes} nodes")
+    port = integer(values, "MASTER_PORT", default=MASTER_PORT, least=1, most=65535)
+    interface = interface_to(values["MASTER_ADDR"])
     interface = "" if interface in LOOPBACK and nodes > 1 else interface
     machines = [{"host": str(number), "cpus": cores, "gpus": own_gpus} for number in range(nodes)]
     job = environ.get("JOB_ID", "job")
-    everyone = assign(machines, nproc, told["MASTER_ADDR"], port, job, interface)
-    stands = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *_restarts(environ)} & environ.keys()
+    all_envs = assign(machines, nproc, values["MASTER_ADDR"], port, job, interface)
+    kept = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *_restarts(environ)} & environ.keys()
     return [
         {name: value for name, value in env.items() if value or not name.endswith("_IFNAME")}
-        | {name: environ[name] for name in stands}
-        for env in everyone[rank * nproc : (rank + 1) * nproc]
+        | {name: environ[name] for name in kept}
+        for env in all_envs[rank * nproc : (rank + 1) * nproc]
     ]
 
 
@@ -76,7 +76,7 @@ def static(command: list[str]) -> int:
         codes.append(code)
         if code and not loop.ending:
             say(f"rank {rank} failed with exit code {code}")
-            _note(code)
+            _record_failure(code)
             loop.stop(end=True)
         loop.ending = loop.ending or len(codes) == len(found)
 
@@ -92,7 +92,7 @@ def own_gpus() -> list[str]:
     return gpus() if named is None else [name for name in named.split(",") if name]
 
 
-def _note(code: int) -> None:
+def _record_failure(code: int) -> None:
     """Write the exit code of the first failure to the file `$NODE_FAILED`: srun reports only the highest code."""
     if path := os.environ.get("NODE_FAILED"):
         with contextlib.suppress(OSError), open(path, "x") as file:

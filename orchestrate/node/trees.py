@@ -33,9 +33,9 @@ def opened(path: str, flags: int = os.O_RDONLY, folder: int | None = None) -> in
 
 
 def data(file: BinaryIO, offset: int, most: int) -> tuple[int, bytes]:
-    """The next bytes of a file from an offset on, at most `most` and none of a hole, and where they begin.
+    """Read the next data of a file from an offset on, skipping a hole; return its offset and at most `most` bytes.
 
-    No bytes where there are none, or the rest is a hole.
+    There are no bytes at the end of the file, or if the rest is a hole.
     """
     if hasattr(os, "SEEK_DATA"):
         try:
@@ -61,7 +61,7 @@ def replace(path: str, text: str) -> None:
 
 
 def walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files and links that are not hidden, by their path in the folder, up to the maximum path length."""
+    """Yield regular files and links that are not hidden, by their path in the folder, up to the maximum path length."""
     below = [""]
     while below:
         here = below.pop()
@@ -82,7 +82,7 @@ def walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def clear(folder: str, keep: Collection[str] = ()) -> list[str]:
-    """Remove everything in a folder except the names `keep`; returns the paths that cannot be removed.
+    """Remove everything in a folder except the names `keep`; return the paths that cannot be removed.
 
     Raises OSError if it is not a folder, or cannot be read.
     """
@@ -96,7 +96,7 @@ def clear(folder: str, keep: Collection[str] = ()) -> list[str]:
 
 
 def _remove(top: int, name: str) -> list[str]:
-    """Remove a file or a folder in the folder `top`; returns the paths that cannot be removed.
+    """Remove a file or a folder in the folder `top`; return the paths that cannot be removed.
 
     Folders in it are moved to the top first, so neither the stack nor a path grows with their depth.
     """

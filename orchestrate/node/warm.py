@@ -19,7 +19,7 @@ from typing import Any
 from orchestrate.node.checks import Refused
 from orchestrate.node.protocol import parsed
 
-PADDING = "." * 4096  # reserves space on its command line, which a forked worker overwrites with its own
+PADDING = "." * 4096  # reserves space in its command line, which a forked worker overwrites with its own
 IMPORT_TIMEOUT = 300.0  # seconds, at most
 FORK_TIMEOUT = 10.0  # seconds that a fork may take
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36  # of Linux' prctl(2)
@@ -52,7 +52,7 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while it runs."""
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -69,29 +69,29 @@ class Zygote:
     def __init__(self, modules: list[str], settled: Callable[[str], None]) -> None:
         """Start it; `settled` is called once it can fork, with an empty string, or once it cannot, with the reason."""
         self.ready: bool | None = None
-        self.gone_on = False
+        self.go_sent = False
         self.standing: list[Any] = []  # limits and priority of its process before the first worker
         self.settled = settled
-        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock, child_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(FORK_TIMEOUT)
         reader, writer = os.pipe()
-        with theirs, open(reader, "rb"), open(writer, "wb"):
-            end = str(theirs.fileno())
+        with child_sock, open(reader, "rb"), open(writer, "wb"):
+            descriptor = str(child_sock.fileno())
             path = str(Path(__file__).with_name("zygote.py"))
             self.process = subprocess.Popen(
-                [sys.executable, "-u", path, end, str(os.getpid()), PADDING, *modules],
-                env=_elsewhere(os.environ) | {"PYTHONFAULTHANDLER": "1"},
+                [sys.executable, "-u", path, descriptor, str(os.getpid()), PADDING, *modules],
+                env=_without_cwd(os.environ) | {"PYTHONFAULTHANDLER": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=writer,
                 stderr=writer,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_sock.fileno()],
                 start_new_session=True,
             )
 
     def go(self) -> None:
-        """Allow it to import modules of the job's folder, too."""
-        if not self.gone_on:
-            self.gone_on = True
+        """Allow it to import modules of the job's folder as well."""
+        if not self.go_sent:
+            self.go_sent = True
             with contextlib.suppress(OSError):  # it has ended
                 self.sock.send(GO)
 
@@ -103,8 +103,8 @@ class Zygote:
     def fork(self, command: list[str], env: dict[str, str], cwd: str | None, output: int) -> Forked:
         """Fork a worker whose output goes to the descriptor.
 
-        Raises OSError: EMSGSIZE if the message is too long, another one if the zygote does not answer; it may have
-        forked even so.
+        Raises OSError: EMSGSIZE if the message is too long, another error if the zygote does not answer, even if it has
+        forked.
         """
         message = json.dumps({"command": command, "env": env, "cwd": cwd or os.getcwd()})
         socket.send_fds(self.sock, [message.encode()], [output])
@@ -119,7 +119,7 @@ class Zygote:
             self._settle(False, f"importing took longer than {IMPORT_TIMEOUT:g} s")
 
     def end(self) -> None:
-        """End it; its workers go on."""
+        """Kill it; its workers continue."""
         self.process.kill()
         self.process.wait()
         self.sock.close()
@@ -139,8 +139,8 @@ class Zygote:
         return {}
 
 
-def _elsewhere(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment without empty entries of PYTHONPATH: for Python these are the working directory, the job's own."""
+def _without_cwd(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment without empty PYTHONPATH entries, which mean the working directory: it belongs to the job."""
     path = os.pathsep.join(filter(None, env.get("PYTHONPATH", "").split(os.pathsep)))
     return {**env, **({"PYTHONPATH": path} if "PYTHONPATH" in env else {})}
 
@@ -150,12 +150,12 @@ def standing(pid: int) -> list[Any]:
     if not POSSIBLE:
         return []
     bounds = [resource.prlimit(pid, number) for number in LIMITS]
-    priorities = [os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid), _disk_priority(pid)]
+    priorities = [os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid), _io_priority(pid)]
     return [*bounds, *priorities, os.sched_getaffinity(pid)]
 
 
-def _disk_priority(pid: int) -> int:
-    """The priority of a process where it reads and writes; 0 on a machine of which we do not know how to ask."""
+def _io_priority(pid: int) -> int:
+    """I/O priority of a process; 0 on architectures whose system call number is unknown."""
     number = IOPRIO_GET.get(os.uname().machine) if sys.maxsize > 1 << 32 else None
     return int(ctypes.CDLL(None).syscall(number, IOPRIO_WHO_PROCESS, pid)) if number else 0
 

@@ -17,7 +17,7 @@ from orchestrate.node.ranks import Env
 from orchestrate.node.trees import FOLDER, opened
 from orchestrate.node.warm import Forked, Zygote, fields, processes
 
-FAILED_TO_START, NOT_FOUND = 126, 127  # exit codes, as those of a shell
+FAILED_TO_START, NOT_FOUND = 126, 127  # exit codes, as in a shell
 MAX_LINE = 1 << 20  # bytes that are tagged as one line; a longer one is split
 OOM_COUNTERS = (  # of cgroup v2, cgroup v1 and the machine
     "/sys/fs/cgroup/memory.events",
@@ -39,7 +39,7 @@ class Worker:
         done: Callable[[int], None],
         started: Callable[[int], None] = lambda pid: None,
     ) -> None:
-        """Prepare to start `command`, in which the names of some variables may stand for the worker's values.
+        """Prepare to start `command`, in which variables such as `$RANK` are expanded.
 
         `started` gets its process id, `done` its exit code, 128 + n if signal n ended it.
         """
@@ -74,7 +74,7 @@ class Worker:
         self.started(self.process.pid)
 
     def failed_to_start(self, error: OSError) -> None:
-        """Give it an end, and its log the reason."""
+        """Give it an exit code, and write the reason to its log."""
         why = f"rank {self.rank} did not start: {error.strerror}: {error.filename or self.command[0]}"
         say(why)
         self.log.write(f"[node] {why}\n".encode(errors="backslashreplace"))
@@ -90,7 +90,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before it has started."""
+        """Its process id; 0 before it starts."""
         return self.process.pid if self.process else 0
 
     @property
@@ -170,7 +170,7 @@ class Log:
     """A worker's log file. While it cannot be written, on a full disk for example, output is counted and dropped."""
 
     def __init__(self, env: Env) -> None:
-        """Open `$JOB_DIR/logs/rank-N.log`, if `$JOB_DIR` is set; write a mark if the generation is not the first."""
+        """Open `$JOB_DIR/logs/rank-N.log`, if `$JOB_DIR` is set, and mark the start of a generation after the first."""
         self.rank, self.file, self.lost = env.get("RANK", "0"), -1, 0
         generation = env.get("TORCHELASTIC_RESTART_COUNT", "0")
         if "JOB_DIR" not in env:
@@ -185,7 +185,7 @@ class Log:
             self.write(b"\n" * within_a_line + f"[node] generation {generation}\n".encode())
 
     def write(self, data: bytes) -> None:
-        """Write `data`; a line before it says how many bytes are missing, if earlier writes have failed."""
+        """Write `data`; if earlier writes have failed, a line before it has the number of missing bytes."""
         if self.file < 0 or not (data or self.lost):
             return
         pending = data
@@ -208,7 +208,7 @@ class Log:
 
 
 def doing(session: int) -> dict[str, Any]:
-    """The state of a session's leader, as a letter of proc(5), and the CPU seconds of the whole session."""
+    """State of a session's leader, as a letter of proc(5), and CPU seconds of the whole session."""
     state, ticks = "", 0
     for pid, facts in processes():
         if facts and int(facts[3]) == session:
@@ -218,7 +218,7 @@ def doing(session: int) -> dict[str, Any]:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory: in this container, or on this machine."""
+    """Number of processes killed by the kernel's OOM killer, in this container or on this machine."""
     for path in OOM_COUNTERS:
         with contextlib.suppress(OSError), open(path) as file:
             for line in file:

@@ -2,7 +2,7 @@
 
     python -u zygote.py SOCKET NODE_PID PADDING MODULE…
 
-A separate program that uses the standard library only, since workers inherit what it imports. It reports over the
+A separate program that uses only the standard library, since workers inherit what it imports. It reports over the
 socket whether it is ready. After that, each message describes a worker to start, `{"command", "env", "cwd"}`, with the
 descriptor of its output; the answer is the worker's process id. The worker becomes a child of the node, which reaps it.
 
@@ -44,20 +44,20 @@ MAX_MESSAGE = 1 << 20  # bytes of a message
 GO, READ = b"g", b"r"
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # of Linux' prctl(2)
 LOST_OUTPUT = 120  # Python's exit code if it cannot flush stdout or stderr
-DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # one of which is there if there are GPUs; the latter on WSL
+DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # one of them exists if there are GPUs; the latter on WSL
 UNIFIED = "/dev/nvidia-uvm"  # the device for unified memory
-AHEAD: set[str] = set()  # the modules that were imported before the fork
+PRELOADED: set[str] = set()  # the modules that were imported before the fork
 libc = ctypes.CDLL(None)
 
 ENVIRONMENT = dict(os.environ)  # before an imported module changes it
 
 # Variables that take effect when an interpreter or a library starts; a worker with other values is not forked.
-EARLY = ("PYTHON", "PYTORCH", "TORCH", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
-LATE = ("TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")  # take effect later, or are set here
+STARTUP = ("PYTHON", "PYTORCH", "TORCH", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
+LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")  # take effect later, or are set here
 
 
 def load(modules: list[str]) -> str:
-    """Import what workers will need; return why that failed, or an empty string."""
+    """Import modules that workers will need; return the error, or an empty string."""
     for name in modules:
         try:
             importlib.import_module(name)
@@ -66,7 +66,7 @@ def load(modules: list[str]) -> str:
     return ""
 
 
-def own(name: str) -> bool:
+def from_job_folder(name: str) -> bool:
     """Whether a module is not installed, so that it can only come from the job's folder."""
     try:
         return importlib.util.find_spec(name.partition(".")[0]) is None
@@ -78,14 +78,14 @@ def settle() -> str:
     """Prepare to fork; return why no worker can be forked, or an empty string."""
     gc.enable()
     gc.collect()
-    AHEAD.update(sys.modules)
+    PRELOADED.update(sys.modules)
     gc.freeze()  # the collector would write to every object, and so copy its page
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # a worker does not finalise modules that were imported here; see `finish`
     if not (pid := os.fork()):
         os._exit(used_cuda())
     if os.waitpid(pid, 0)[1]:
-        return "a module that it imported uses CUDA, which forked processes cannot: use CUDA in the script instead"
+        return "an imported module uses CUDA, which does not survive a fork: use CUDA in the script instead"
     threads = len(os.listdir("/proc/self/task"))  # counted after a fork, before which libraries end some threads
     return f"{threads - 1} threads were started, which a fork would lose" if threads > 1 else ""
 
@@ -93,8 +93,8 @@ def settle() -> str:
 def used_cuda() -> bool:
     """Whether CUDA was used before the fork, by torch or by any other library; runs in a forked child.
 
-    torch notes calls such as cudaGetDeviceCount, after which a forked process cannot initialise CUDA; without a GPU
-    that does no harm. Of other libraries, the device for unified memory tells, which CUDA opens and NVML does not.
+    torch records calls such as cudaGetDeviceCount, after which a forked process cannot initialise CUDA; without a GPU
+    that is harmless. For other libraries, check for the device for unified memory, which CUDA opens and NVML does not.
     """
     torch = sys.modules.get("torch")
     with contextlib.suppress(AttributeError):
@@ -107,20 +107,20 @@ def used_cuda() -> bool:
     return False
 
 
-def early(env: dict[str, str]) -> dict[str, str]:
+def startup_variables(env: dict[str, str]) -> dict[str, str]:
     """The variables that take effect at start.
 
-    An empty entry of PYTHONPATH means the working directory, and has no effect where that is searched first anyway.
+    An empty entry in PYTHONPATH means the working directory, and has no effect if that is searched first anyway.
     """
-    found = {name: value for name, value in env.items() if name.startswith(EARLY) and not name.startswith(LATE)}
+    found = {name: value for name, value in env.items() if name.startswith(STARTUP) and not name.startswith(LATER)}
     if "PYTHONPATH" in found and sys.path[0] == os.getcwd():
         found["PYTHONPATH"] = os.pathsep.join(filter(None, found["PYTHONPATH"].split(os.pathsep)))
     return found
 
 
-def same(command: list[str], env: dict[str, str]) -> bool:
-    """Whether a forked worker would behave like a fresh one: same early variables, no module hides an imported one."""
-    if early(env) != early(ENVIRONMENT):
+def like_fresh(command: list[str], env: dict[str, str]) -> bool:
+    """Whether a forked worker would behave like a fresh one: equal startup variables, no shadowed module."""
+    if startup_variables(env) != startup_variables(ENVIRONMENT):
         return False
     if command[0] == "-m":
         try:
@@ -131,11 +131,11 @@ def same(command: list[str], env: dict[str, str]) -> bool:
             return False
     elif not command[0].endswith(".py") or not os.path.isfile(command[0]):
         return False
-    return not any(hides(entry) for entry in os.scandir(sys.path[0]))
+    return not any(shadows(entry) for entry in os.scandir(sys.path[0]))
 
 
-def hides(entry: os.DirEntry[str]) -> bool:
-    """Whether a file in the script's folder hides a module that was imported from elsewhere."""
+def shadows(entry: os.DirEntry[str]) -> bool:
+    """Whether a file in the script's folder shadows a module that was imported from elsewhere."""
     name = entry.name.partition(".")[0]
     origin = getattr(sys.modules.get(name), "__file__", None)
     if origin is None or name in STARTED or origin.startswith(os.path.dirname(entry.path) + "/"):
@@ -166,7 +166,7 @@ def become(command: list[str], env: dict[str, str], cwd: str, output: int, node:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = cwd if command[0] == "-m" else os.path.dirname(os.path.realpath(command[0]))
     importlib.invalidate_caches()
-    fresh = not same(command, env)
+    fresh = not like_fresh(command, env)
     os.environ.clear()
     os.environ.update(env)
     if fresh:
@@ -177,7 +177,7 @@ def become(command: list[str], env: dict[str, str], cwd: str, output: int, node:
 
 
 def seed(env: dict[str, str]) -> None:
-    """Do what a fresh start would have done: set the number of threads and seed random numbers."""
+    """Do what a fresh interpreter would have done: set the number of threads and seed random numbers."""
     torch, random = sys.modules.get("torch"), sys.modules.get("numpy.random")
     if torch is not None and env.get("OMP_NUM_THREADS", "").isdigit():
         torch.set_num_threads(max(1, int(env["OMP_NUM_THREADS"])))
@@ -237,14 +237,16 @@ def status(code: object) -> int:
     if code is None:
         return 0
     if isinstance(code, int):
-        return (code if -(1 << 63) <= code < 1 << 63 else -1) & 0xFF  # what does not fit into a C long is -1
+        return (
+            code if -(1 << 63) <= code < 1 << 63 else -1
+        ) & 0xFF  # a number that does not fit into a C long becomes -1
     with contextlib.suppress(Exception):
         sys.stderr.write(f"{code}\n")
     return 1
 
 
 def show(error: BaseException) -> object:
-    """Print an exception that ends the worker, with the script's own hook if it has one; return what it exits with."""
+    """Print an exception that ends the worker, with the script's own hook if it has one; return the exit status."""
     code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     try:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -260,36 +262,36 @@ def finish(code: int) -> NoReturn:
     """Exit as Python does, but do not finalise modules that were imported before the fork: torch takes a second for it.
 
     Waits for threads, calls exit handlers, finalises the objects of the script and of the modules that it has imported,
-    and flushes all files. No destructor of a C++ library runs. Whatever these raise is printed, and does not change the
-    exit code, but output that cannot be written does.
+    and flushes all files. No destructor of a C++ library runs. Exceptions in these steps are printed, and do not
+    change the exit code; output that cannot be written does.
     """
     try:
         for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
-            ignoring(step)
-        if not printed():
+            call_reporting(step)
+        if not flush_output():
             code = LOST_OUTPUT
         # Only what is newer than the fork is collected; the rest is frozen. A file in a cycle may lose its buffer then.
-        for step in (flush, unhandle, forget, gc.collect, flush):
-            ignoring(step)
+        for step in (flush, reset_signals, drop_new_modules, gc.collect, flush):
+            call_reporting(step)
     finally:
         os._exit(code)
 
 
-def unhandle() -> None:
-    """Handle no signal in Python any more, as Python does not at this point; a handler keeps its globals."""
+def reset_signals() -> None:
+    """Reset signal handlers, as Python does when it exits; a handler would keep its globals alive."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
 
 
-def forget() -> None:
-    """Drop all modules that were imported after the fork, so that their objects end while their globals are whole."""
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the script's own ones end as well
-    for name in {*sys.modules} - AHEAD | {"__main__"}:
+def drop_new_modules() -> None:
+    """Drop modules that were imported after the fork, so that their objects are finalised while globals still exist."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the script's own ones are finalised as well
+    for name in {*sys.modules} - PRELOADED | {"__main__"}:
         sys.modules.pop(name, None)
 
 
-def ignoring(step: Callable[[], Any]) -> None:
+def call_reporting(step: Callable[[], Any]) -> None:
     """Call `step`, and report what it raises."""
     try:
         step()
@@ -298,19 +300,19 @@ def ignoring(step: Callable[[], Any]) -> None:
 
 
 def report(error: BaseException, thing: object) -> None:
-    """Print an exception as Python prints one that nothing can catch."""
+    """Print an exception as Python prints unraisable ones."""
     trimmed(error)
     what = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
     with contextlib.suppress(BaseException):
         if sys.unraisablehook is not sys.__unraisablehook__:
             hook: Callable[[Any], object] = sys.unraisablehook
             hook(types.SimpleNamespace(**what, err_msg=None, object=thing))
-        else:  # which takes only what Python itself makes
+        else:  # Python's own hook accepts only objects that Python creates
             sys.stderr.write(f"Exception ignored in: {thing!r}\n")
             sys.__excepthook__(type(error), error, error.__traceback__)
 
 
-def printed() -> bool:
+def flush_output() -> bool:
     """Flush stdout and stderr as Python does at its end; return whether all output was written."""
     good = True
     for stream in (sys.stdout, sys.stderr):
@@ -354,15 +356,15 @@ def fork(control: socket.socket, node: int) -> int:
     os.close(writer)
     os.waitpid(between, 0)
     with os.fdopen(reader, "rb") as pipe:
-        said = pipe.read()
-    if READ not in said:  # its message would be taken for that of the next worker
+        reply = pipe.read()
+    if READ not in reply:  # the next worker would read its message
         raise ValueError("a worker has not read its message")
-    return int(said.replace(READ, b""))
+    return int(reply.replace(READ, b""))
 
 
 def main() -> None:
     """Import, then fork workers until the node ends."""
-    with open(os.devnull, "wb") as null:  # stdout and stderr were pipes, as a worker's are: Python has noted that
+    with open(os.devnull, "wb") as null:  # stdout and stderr were pipes when Python started, as a worker's are
         os.dup2(null.fileno(), 1)
         os.dup2(null.fileno(), 2)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -373,7 +375,7 @@ def main() -> None:
     if not (safe := getattr(sys.flags, "safe_path", False)):
         del sys.path[0]
     control, node, modules = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[4:]
-    later = [name for name in modules if own(name)]
+    later = [name for name in modules if from_job_folder(name)]
     why = load([name for name in modules if name not in later])
     if later and not why and control.recv(1) != GO:
         return
