@@ -122,7 +122,10 @@ def test_no_worker_must_start_where_a_folder_is_another_one_than_the_orchestrato
     (waiting.folder / "0.py").write_text("print('ran')")
     script, env = [str(waiting.folder / "0.py")], {"RANK": "0"}
     here = waiting.folder.stat().st_ino
-    for folders, why in (({str(waiting.folder): here + 1}, "is another folder"), ({"/none": 1}, "cannot be read")):
+    for folders, why in (
+        ({str(waiting.folder): here + 1}, "is not the folder that the orchestrator sees"),
+        ({"/none": 1}, "cannot be read"),
+    ):
         waiting.pipe.heard.clear()
         waiting.pipe.ask("start", command=script, env=env, inherit=True, cwd=None, folders=folders)
         assert why in waiting.pipe.until("refused")["error"]

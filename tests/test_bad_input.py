@@ -58,7 +58,9 @@ def test_a_symbolic_link_out_of_the_folder_must_be_refused(cli):
     refused(cli, 2, "the script link.py is outside", "run", "--", "link.py")
 
 
-@pytest.mark.parametrize(("content", "message"), [("- a\n", "holds a list"), ("a: 1\n", "job.yaml:1:1: unknown key")])
+@pytest.mark.parametrize(
+    ("content", "message"), [("- a\n", "contains a list"), ("a: 1\n", "job.yaml:1:1: unknown key")]
+)
 def test_a_wrong_job_file_must_be_refused(cli, content, message):
     (cli.folder / "job.yaml").write_text(content)
     refused(cli, 2, message, "run", "job.yaml")

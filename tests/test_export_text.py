@@ -106,7 +106,7 @@ def test_unquoted_text_must_be_text_for_every_reader():
         ({"command": ["train.py", "\ud800"]}, "command must be text in UTF-8"),
         ({"env": {"naïve": "a"}}, "env must be .*'naïve' is not a valid name"),
         ({"image": "mine\x01:1"}, "image must be the name of an image"),
-        ({"volume": "/a\x1b"}, "volume must be a volume's name"),
+        ({"volume": "/a\x1b"}, "volume must be the name of a volume"),
     ],
 )
 def test_text_that_no_file_can_hold_must_be_refused_by_key(options, message):

@@ -164,7 +164,7 @@ def test_a_job_on_a_cluster_that_has_put_a_link_in_the_place_of_its_folder_must_
     assert data["outcome"] == "succeeded"
     assert untouched(outside) and not os.path.lexists(inside)
     assert not paths.shared.exists() and CANARY not in json.dumps(data)
-    assert any("something else in the place of the job's folder" in line for line in shown)
+    assert any("the nodes have replaced the job's folder" in line for line in shown)
     store.remove(paths)
     assert untouched(outside)
 

@@ -320,7 +320,7 @@ def test_a_node_must_use_one_mig_instance():
 
 def test_the_workers_of_one_node_must_not_share_a_gpu():
     there = HERE.but(gpus=("GPU-0",))
-    with pytest.raises(ResourceError, match="4 workers need 4 GPUs, and there is 1") as caught:
+    with pytest.raises(ResourceError, match="4 workers need 4 GPUs, but only 1 is available") as caught:
         plan(JobSpec(trainers=1, nproc_per_node=2, share_gpus=True), there, "a-1")
     assert "share_gpus" not in caught.value.hint
     with pytest.raises(ResourceError) as caught:

@@ -221,9 +221,14 @@ def test_the_users_environment_must_reach_every_worker():
     [
         (JobSpec(trainers=3, command=("x.py",)), 2, "4 workers need 4 GPUs, but only 2 are available", "--trainers 1"),
         (JobSpec(trainers=3, gpus=2), 4, "4 workers need 4 GPUs, but only 2 are available", "--gpus none"),
-        (JobSpec(trainers=0, nproc_per_node=2), 1, "2 workers need 2 GPUs, and there is 1", "(--nproc-per-node 1)"),
+        (
+            JobSpec(trainers=0, nproc_per_node=2),
+            1,
+            "2 workers need 2 GPUs, but only 1 is available",
+            "(--nproc-per-node 1)",
+        ),
         (JobSpec(nproc_per_node=2, gpus="all"), 5, "8 workers need 8 GPUs", "(--trainers 1, --nproc-per-node 1)"),
-        (JobSpec(trainers=2, command=("x.py",)), 1, "3 workers need 3 GPUs, and there is 1", "(--trainers 0)"),
+        (JobSpec(trainers=2, command=("x.py",)), 1, "3 workers need 3 GPUs, but only 1 is available", "(--trainers 0)"),
         (JobSpec(gpus=5), 4, "--gpus 5: only 4 are available: GPU-0, GPU-1, GPU-2, GPU-3", "--gpus 4"),
         (JobSpec(gpus="all"), 0, "--gpus all: the engine has no NVIDIA runtime", "--gpus none"),
         (JobSpec(gpus=1), 0, "--gpus 1: the engine has no NVIDIA runtime", "--gpus none"),
@@ -301,7 +306,8 @@ def test_a_plan_of_as_many_nodes_and_workers_as_a_job_file_can_ask_for_must_be_r
     [(1002, 1, {}), (20_000, 1, {}), (1, 1025, {}), (0, 1, {}), (1, 0, {}), (1, 1, {"nproc_per_node": 10**12})],
 )
 def test_a_plan_of_more_nodes_or_workers_than_a_job_file_can_ask_for_must_be_refused(nodes, nproc, more):
-    with pytest.raises(ValueError, match=f"it has {nodes} nodes of [0-9]+ workers, and a job has 1 to 1001 of 1 to "):
+    wrong = f"it has {nodes} nodes with [0-9]+ workers each, but a job has 1 to 1001 nodes with 1 to [0-9]+ workers"
+    with pytest.raises(ValueError, match=wrong):
         read_plan(forged(nodes, nproc, **more), {})
 
 

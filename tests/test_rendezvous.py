@@ -97,7 +97,7 @@ def test_a_trainer_that_goes_away_while_others_are_awaited_must_end_the_job_at_o
     project.trainer(NINE).close()
     code, out = project.ends()
     assert (code, out.count("disconnected before the job started")) == (1, 1)
-    assert "error: trainer-9 went away" in out
+    assert "error: trainer-9 disconnected" in out
 
 
 def test_who_is_no_trainer_or_comes_twice_must_be_turned_away(project):

@@ -231,7 +231,7 @@ FAILURE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="it broke"
         (events.NodeInTrouble("trainer-1", "paused"), "trainer-1 is paused"),
         (events.NodeInTrouble("trainer-1", "silent"), "trainer-1 does not answer"),
         (events.NodeInTrouble("trainer-1", "partition"), "trainer-1 is cut off"),
-        (events.NodeWell("trainer-1"), "trainer-1 is well"),
+        (events.NodeWell("trainer-1"), "trainer-1 has recovered"),
         (events.HangFound({}, 300.0), "for 300 s"),
         (events.EngineLost("no answer"), "no answer; waiting for the engine"),
         (events.EngineBack(), "the engine is back"),

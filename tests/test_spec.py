@@ -49,8 +49,8 @@ def test_an_unknown_key_must_be_refused_with_the_closest_one():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"- a\n- b\n", "holds a list, not a mapping"),
-        (b"42\n", "holds a single value, not a mapping"),
+        (b"- a\n- b\n", "contains a list, not a mapping"),
+        (b"42\n", "contains a single value, not a mapping"),
         (b"name: a\ntrainer: 3\n", r"job.yaml:2:1: unknown key 'trainer'"),
         (b"trainers: 1\ntrainers: 2\n", r"job.yaml:2:1: duplicate key 'trainers'"),
         (b"name: &a x\nimage: *a\n", r"job.yaml:2:8: aliases are not supported"),
@@ -62,7 +62,7 @@ def test_an_unknown_key_must_be_refused_with_the_closest_one():
         (b"? [a]\n: 1\n", "job.yaml:1"),
         (b"trainers: 1\nenv: {A: 1, A: 2}\n", r"job.yaml:2:13: duplicate key 'A'"),
         (b"trainers: 1\n--- {}\n", "job.yaml:2:1: but found another document"),
-        (b"~\n", "holds a single value, not a mapping"),
+        (b"~\n", "contains a single value, not a mapping"),
     ],
 )
 def test_an_invalid_job_file_must_be_refused_with_line_and_column(tmp_path, content, message):
@@ -167,7 +167,7 @@ def test_values_of_env_must_stay_as_written(tmp_path):
 
 def test_a_minimum_above_the_trainers_must_be_refused():
     assert resolve({"trainers": 2, "min_trainers": 2}).min_trainers == 2
-    with pytest.raises(UsageError, match="min_trainers is 3, and trainers 2"):
+    with pytest.raises(UsageError, match="min_trainers is 3, but trainers is 2"):
         resolve({"trainers": 2, "min_trainers": 3})
 
 
@@ -180,7 +180,7 @@ def test_consistency_must_be_checked_after_merging_all_layers(tmp_path):
 
 
 def test_set_without_a_value_must_be_refused():
-    with pytest.raises(UsageError, match="--set trainers: no ="):
+    with pytest.raises(UsageError, match="--set trainers: missing ="):
         read_set(["trainers"])
 
 

@@ -58,7 +58,7 @@ def test_the_gpus_that_a_scheduler_names_must_be_those_of_the_node(monkeypatch, 
 def test_of_all_failures_of_a_job_the_first_must_be_noted(monkeypatch, tmp_path):
     monkeypatch.setenv("NODE_FAILED", str(tmp_path / "failed"))
     for code in (3, 143):  # of two nodes
-        given._note(code)
+        given._record_failure(code)
     assert (tmp_path / "failed").read_text() == "3"
 
 
