@@ -13,7 +13,7 @@ from conftest import descendants, eventually, gone
 from support.agents import PRELOAD, Waiting
 
 from orchestrate.node.warm import Zygote
-from orchestrate.node.zygote import early
+from orchestrate.node.zygote import startup_variables
 
 SCRIPTS = {
     "what it is": "import sys, os\nprint(__name__, __file__, __doc__, sys.argv, sys.path[0], os.getcwd(), __spec__)",
@@ -191,7 +191,7 @@ def test_a_variable_that_the_node_has_and_a_worker_has_not_must_not_count(tmp_pa
     + [("TORCHELASTIC_RESTART_COUNT", False), ("RANK", False), ("NCCL_DEBUG", False), ("MY_PYTHON", False)],
 )
 def test_only_variables_that_count_at_the_start_must_cost_one(name, counts):
-    assert early({name: "1", "PATH": "/bin"}) == ({name: "1"} if counts else {})
+    assert startup_variables({name: "1", "PATH": "/bin"}) == ({name: "1"} if counts else {})
 
 
 @pytest.mark.parametrize(

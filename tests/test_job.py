@@ -142,7 +142,7 @@ def test_partially_created_files_of_a_job_must_be_removed(paths, monkeypatch, cl
 def test_an_invalid_plan_must_be_refused_with_its_folder(paths, text):
     create(paths)
     paths.plan.write_text(text)
-    with pytest.raises(UsageError, match=f"{paths.root} holds no job"):
+    with pytest.raises(UsageError, match=f"{paths.root} does not contain a job"):
         store.load(paths)
 
 
@@ -191,7 +191,7 @@ def test_a_job_must_be_removed_completely_or_raise_the_reason(paths):
     paths.log(0).touch()
     store.remove(paths)
     assert not paths.root.exists() and paths.root.parent.exists()
-    with pytest.raises(OrchestrateError, match=f"{paths.root} cannot be removed"):
+    with pytest.raises(OrchestrateError, match=f"cannot remove {paths.root}"):
         store.remove(paths)
 
 

@@ -233,7 +233,7 @@ def unencodable(spec: JobSpec) -> str:
         try:
             os.fsencode(text)
         except UnicodeEncodeError as error:
-            return f"{key} has characters that cannot be encoded in this locale's encoding, {error.encoding}"
+            return f"{key} has characters that this locale's encoding, {error.encoding}, cannot represent"
     return ""
 
 
