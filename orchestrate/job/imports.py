@@ -15,7 +15,7 @@ NEEDS_DYNAMO = re.compile(
     r"\boptim\b|DistributedDataParallel|\bDDP\b|FullyShardedDataParallel|\bfully_shard\b|torch\.compile"
 )
 MOST_FILES = 200
-MAX_FILE, MAX_BYTES = 1 << 20, 8 << 20  # bytes that are read: of one file, and of all files
+MAX_FILE, MAX_BYTES = 1 << 20, 8 << 20  # maximum bytes of a file that is read, and of all of them
 
 
 def uses(command: list[str], folder: str) -> list[bool]:

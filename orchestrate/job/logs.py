@@ -72,7 +72,7 @@ class Follower:
                 yield prefix + self.hide(clean(read.rest()))
 
     def progress(self) -> str:
-        """The progress bar of a worker: an unfinished line with a carriage return; empty if there is none."""
+        """The progress bar of a worker: an unterminated line with a carriage return; empty if there is none."""
         for rank in sorted(self.ranks):
             if b"\r" in self.read[rank].partial:
                 return self.ranks[rank] + self.hide(clean(self.read[rank].partial))

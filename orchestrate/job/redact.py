@@ -18,17 +18,8 @@ SECRET_WORDS = re.compile(
     r"|\w+(TOKEN|SECRET|PASSWORD|PASSWD|APIKEY)"  # as in PGPASSWORD
 )
 SUFFIXES = {"PW", "PIN"}  # mark a secret at the end of a name: DB_PW, but not PIN_MEMORY
-PINNED = {
-    "CPU",
-    "CPUS",
-    "CORE",
-    "CORES",
-    "THREAD",
-    "THREADS",
-    "GPU",
-    "NUMA",
-    "IRQ",
-}  # before PIN: CPU_PIN is not secret
+# Before PIN, mean that something is pinned: CPU_PIN is not secret.
+PINNED = {"CPU", "CPUS", "CORE", "CORES", "THREAD", "THREADS", "GPU", "NUMA", "IRQ"}
 KEY_FORMATS = {"ID", "V", "B", "BASE", "HEX", "PEM", "DER"}  # may follow KEY: ENCRYPTION_KEY_V2, PRIVATE_KEY_BASE64
 PLURALS = {"TOKENS", "KEYS"}  # may be counts, such as MAX_TOKENS=4096
 COUNT_WORDS = {"NUM", "MAX", "MIN", "N"}  # before a plural, make it a count

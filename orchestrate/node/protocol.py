@@ -5,7 +5,7 @@ the node sends reports, `{"say": "started", …}`, to every client that has sent
 workers continue, and the node keeps their exit codes.
 
 Messages are checked as a whole before anything is done, on both sides: what a node receives may come from any process
-in its container, or any container on its network; what a node sends may come from other people's code.
+in its container, or any container on its network; what a node sends may come from untrusted code.
 
 They are named tuples, since importing dataclasses would take a node ten milliseconds.
 """
@@ -146,9 +146,7 @@ class Ended(NamedTuple):
     rank: Rank
     code: Code
     at: Time  # in seconds since 1970
-    hint: (
-        Hint  # `oom` if the kernel has killed a process, `ending` if the node ends, `cut off` if its lease has expired
-    )
+    hint: Hint  # `oom`: the kernel has killed a process; `ending`: the node ends; `cut off`: its lease has expired
     asked: Flag  # whether the node had sent it SIGTERM
 
 

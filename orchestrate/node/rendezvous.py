@@ -83,7 +83,7 @@ class Gang:
         self.settle()
 
     def accept(self, connection: socket.socket, other: tuple[str, int]) -> None:
-        """Accept a trainer; close connections of other hosts, and further connections of a trainer."""
+        """Accept a trainer; close connections from other hosts, and further ones from a trainer."""
         address = other[0]
         if address not in self.names or address in self.channels:
             connection.close()

@@ -237,9 +237,7 @@ def status(code: object) -> int:
     if code is None:
         return 0
     if isinstance(code, int):
-        return (
-            code if -(1 << 63) <= code < 1 << 63 else -1
-        ) & 0xFF  # a number that does not fit into a C long becomes -1
+        return (code if -(1 << 63) <= code < 1 << 63 else -1) & 0xFF  # -1 for numbers that do not fit into a C long
     with contextlib.suppress(Exception):
         sys.stderr.write(f"{code}\n")
     return 1
@@ -267,12 +265,12 @@ def finish(code: int) -> NoReturn:
     """
     try:
         for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
-            call_reporting(step)
+            run_step(step)
         if not flush_output():
             code = LOST_OUTPUT
         # Only what is newer than the fork is collected; the rest is frozen. A file in a cycle may lose its buffer then.
         for step in (flush, reset_signals, drop_new_modules, gc.collect, flush):
-            call_reporting(step)
+            run_step(step)
     finally:
         os._exit(code)
 
@@ -291,7 +289,7 @@ def drop_new_modules() -> None:
         sys.modules.pop(name, None)
 
 
-def call_reporting(step: Callable[[], Any]) -> None:
+def run_step(step: Callable[[], Any]) -> None:
     """Call `step`, and report what it raises."""
     try:
         step()
