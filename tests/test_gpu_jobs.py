@@ -77,7 +77,7 @@ def test_workers_must_see_no_gpus_without_gpus(gpu_nodes):
 
 
 def test_too_few_gpus_must_be_refused_before_anything_is_made(gpu_cli, gpu_engine, gpus):
-    available = "there is 1" if len(gpus) == 1 else f"there are {len(gpus)}"
+    available = "only 1 is available" if len(gpus) == 1 else f"only {len(gpus)} are available"
     more, one = str(len(gpus) + 1), ("--engine", gpu_engine, "--trainers", "0")
     for options, error in (
         (("--gpus", more), f"--gpus {more}: {available}: {gpus[0].id}"),

@@ -335,7 +335,7 @@ def test_the_end_of_a_generation_must_be_shown_before_output_of_the_next(paths, 
     engine.start = write
     launch.supervise(paths, engine, lambda: 0, shown.append)
     hello = [index for index, line in enumerate(shown) if "hello" in line]
-    again = [index for index, line in enumerate(shown) if "starting all workers again" in line]
+    again = [index for index, line in enumerate(shown) if "restarting all workers" in line]
     assert len(hello) == 2 and len(again) == 1 and hello[0] < again[0] < hello[1]
 
 

@@ -118,7 +118,7 @@ def test_a_killed_worker_must_be_told_from_one_that_failed(cli, engine):
     cli.kill_worker(2, signal.SIGKILL)
     _, err = job.communicate(timeout=150)
     assert job.returncode == 1
-    assert "first to fail: rank 2 on trainer-2 was killed by SIGKILL (exit code 137)" in err
+    assert "root cause: rank 2 on trainer-2 was killed by SIGKILL (exit code 137)" in err
 
 
 def test_a_script_without_a_module_that_it_needs_must_be_told_what_to_do(cli, engine):
@@ -235,7 +235,7 @@ def test_a_dead_node_must_be_told_from_a_dead_worker(cli, engine):
         "docker": "was terminated with its node, which was stopped",
         "process": "was lost with its node, which exited",
     }
-    assert f"first to fail: rank 1 on trainer-1 {how[engine]}" in err
+    assert f"root cause: rank 1 on trainer-1 {how[engine]}" in err
 
 
 def test_an_early_failure_must_end_workers_that_are_still_being_started(cli, engine):

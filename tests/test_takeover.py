@@ -79,7 +79,7 @@ def test_a_final_failure_without_a_supervisor_must_be_reported_with_its_cause(cl
     done = attach(cli)
     assert done.returncode == 1
     assert job.causes() == [(2, "crash")]
-    assert "first to fail: rank 2 on trainer-2 was killed by SIGSEGV (exit code 139)" in done.stderr
+    assert "root cause: rank 2 on trainer-2 was killed by SIGSEGV (exit code 139)" in done.stderr
 
 
 def test_a_node_that_vanishes_without_a_supervisor_must_be_replaced(cli, engine):

@@ -63,7 +63,7 @@ def test_the_user_of_nodes_started_by_root_must_have_no_account(monkeypatch):
 @pytest.mark.parametrize("setting", ["root", "7", "0:5"])
 def test_only_root_must_be_allowed_to_choose_another_user(monkeypatch, setting):
     monkeypatch.setattr(os, "geteuid", lambda: 5)
-    with pytest.raises(UsageError, match=f"user is {setting}, and you are not root"):
+    with pytest.raises(UsageError, match=f"user is {setting}, but you are not root"):
         users.nodes_of(JobSpec(user=setting))
 
 

@@ -29,8 +29,8 @@ def schema() -> dict[str, Any]:
 
 
 def table() -> str:
-    """A row for each key: name, default, description."""
-    rows = ["| key | default | meaning |", "| --- | --- | --- |"]
+    """Markdown table with a row for each key: name, default, description."""
+    rows = ["| key | default | description |", "| --- | --- | --- |"]
     for key, field in FIELDS.items():
         default, value = default_of(key), getattr(JobSpec(), key)
         plain = field.metadata["absent"] or not default or (type(value) is int)
