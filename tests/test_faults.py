@@ -164,7 +164,7 @@ def test_a_slow_worker_must_be_named_and_left_alone(cli, mnist, nothing_left):
     job = Background(cli, "process", "--", "slow.py", *few)
     assert job.end() == 0, job.err
     assert cli.report()["generations"] == 1
-    assert [line.split(" took ")[0] for line in job.err.splitlines() if line.startswith("slow: ")] == [
+    assert [line.split(" spent ")[0] for line in job.err.splitlines() if line.startswith("slow: ")] == [
         "slow: rank 2 on trainer-2"
     ]
 

@@ -147,7 +147,7 @@ def test_the_two_commands_must_be_targets():
 
 
 def test_the_file_tree_must_be_the_projects():
-    tree = README[README.index("## What is where") :]
+    tree = README[README.index("## Project layout") :]
     named = set(re.findall(r"^([\w./-]+?)/? {2,}\S", tree, re.M))
     assert named and all((ROOT / name).exists() for name in named)
     top = {path.name for path in ROOT.iterdir() if path.name in {"app", "orchestrate", "tests", "examples", ".ci"}}
