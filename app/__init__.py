@@ -1,1 +1,1 @@
-"""What runs inside a node: the worked example of distributed training. Imports torch, never `orchestrate`."""
+"""The default job, a worked example of distributed training. Imports torch, never `orchestrate`."""

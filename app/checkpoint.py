@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or absent, written while training goes on.
+"""Checkpoints that are complete or absent, written while training continues.
 
     checkpoints/step-00000188/state.pt         tensors, numbers and names; `torch.load(weights_only=True)` reads it
-    checkpoints/step-00000188/manifest.json    its size and SHA-256, and one of the manifest itself; written last
-    checkpoints/last, checkpoints/best         links for people; a reader trusts manifests alone
+    checkpoints/step-00000188/manifest.json    its size and SHA-256, and the manifest's own SHA-256; written last
+    checkpoints/last, checkpoints/best         links for users; the reader relies on manifests only
 
-A save happens in a hidden folder: files, manifest, everything made durable, then one rename. Whenever the process or
-the machine dies, the newest folder whose manifest agrees with its files is a good checkpoint.
+A save writes to a hidden folder: the files, then the manifest, then fsync, then one rename. Whenever the process or
+the machine dies, the newest folder whose manifest matches its files is a valid checkpoint.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-MISSES = 3  # saves that may fail one after another, for a full disk say, before the training ends
+MAX_FAILED_SAVES = 3  # in a row, on a full disk for example, before training ends
 _PIECE = 1 << 20  # bytes
 
-torch.serialization.set_crc32_options(False)  # SHA-256 finds what CRC-32 would, and more
+torch.serialization.set_crc32_options(False)  # the manifest's SHA-256 makes CRC-32 redundant
 
 
 class Checkpoints:
-    """The checkpoints of one job; one worker (rank 0) saves."""
+    """The checkpoints of one job; only rank 0 saves."""
 
     def __init__(self, folder: Path, keep: int = 2, over: Callable[[], bool] = lambda: False) -> None:
-        """Keep the newest `keep` and the best; `folder` is made at the first save.
+        """Keep the newest `keep` checkpoints and the best; the first save creates `folder`.
 
-        `over()` tells that somebody else saves here now: a worker that was thought dead must change nothing.
+        `over()` returns whether a newer generation saves here: a worker presumed dead must not change anything.
         """
         self.folder, self.keep, self.over = folder, keep, over
         self.misses = 0
@@ -42,13 +42,13 @@ class Checkpoints:
         self.thread: threading.Thread | None = None
 
     def save(self, state: dict[str, Any], step: int, **facts: Any) -> bool:
-        """Copy `state` and write it in the background; `facts` go into the manifest, `score` decides the best.
+        """Copy `state` and write it in the background; `facts` go into the manifest, `score` selects the best.
 
-        The caller is held for the copy alone. False where the last save still runs: then this one is left out.
-        Raises OSError after `MISSES` saves in a row have failed.
+        Blocks only for the copy. Returns False and skips the save if the previous one is still running.
+        Raises OSError after `MAX_FAILED_SAVES` failed saves in a row.
         """
         if self.thread is not None and self.thread.is_alive():
-            print(f"checkpoint at step {step} left out: the last one is still being written", flush=True)
+            print(f"checkpoint at step {step} skipped: the previous one is still being written", flush=True)
             return False
         self.wait()
         copy = self.copies.of(state)
@@ -57,10 +57,10 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Return when the save that runs, if any, is durable."""
+        """Wait until the current save, if any, is durable."""
         if self.thread is not None:
             self.thread.join()
-        if self.misses >= MISSES:
+        if self.misses >= MAX_FAILED_SAVES:
             raise OSError(f"{self.misses} checkpoints in a row could not be written to {self.folder}")
 
     def path(self, step: int) -> Path:
@@ -68,7 +68,7 @@ class Checkpoints:
         return self.folder / f"step-{step:08}"
 
     def all(self) -> list[tuple[Path, dict[str, Any]]]:
-        """Folder and manifest of each committed checkpoint, the oldest first; its other files are not looked at."""
+        """Folder and manifest of each committed checkpoint, oldest first; other files are not read."""
         found = []
         for path in self._folders():
             with contextlib.suppress(OSError, ValueError):
@@ -76,24 +76,24 @@ class Checkpoints:
         return found
 
     def newest(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """State and manifest of the newest good checkpoint; a damaged one is passed over, with a message."""
-        self._mend()
+        """State and manifest of the newest valid checkpoint; damaged ones are skipped with a message."""
+        self._recover()
         for path in reversed(self._folders()):
             try:
                 return load(path)
-            except Exception as error:  # whatever is wrong with it, an older one may be good
-                print(f"checkpoint {path.name} is damaged, trying the one before: {error}", flush=True)
+            except Exception as error:  # whatever is wrong with it, an older one may be valid
+                print(f"checkpoint {path.name} is damaged, trying the previous one: {error}", flush=True)
         return None
 
-    def _mend(self) -> None:
-        """Put back a checkpoint that was moved out of the way of one that never came."""
+    def _recover(self) -> None:
+        """Restore a checkpoint that was moved aside for a replacement that was never completed."""
         for old in self.folder.glob(".step-*.old"):
             path = old.with_name(old.name[1:].removesuffix(".old"))
             if not path.exists():
                 old.rename(path)
 
     def _folders(self) -> list[Path]:
-        """The folders of checkpoints, by step, whatever is in them."""
+        """The folders of checkpoints by step, valid or not."""
         found = [path for path in self.folder.glob("step-*") if path.name[5:].isdigit() and not path.is_symlink()]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
@@ -101,19 +101,19 @@ class Checkpoints:
         try:
             self._commit(state, step, facts)
             self.misses = 0
-        except (OSError, RuntimeError) as error:  # a full disk, which torch calls so, must not end the training at once
+        except (OSError, RuntimeError) as error:  # torch raises the latter on a full disk, which must not end training
             self.misses += 1
             print(f"checkpoint at step {step} could not be written: {error}", flush=True)
 
     def _commit(self, state: dict[str, Any], step: int, facts: dict[str, Any]) -> None:
         if self.over():
-            return print(f"checkpoint at step {step} left out: a newer generation saves here", flush=True)
+            return print(f"checkpoint at step {step} skipped: a newer generation saves here", flush=True)
         final = self.path(step)
         work = self.folder / f".{final.name}.{os.getpid()}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._mend()
-        for rubbish in self.folder.glob(".step-*"):
-            shutil.rmtree(rubbish, ignore_errors=True)
+        self._recover()
+        for stale in self.folder.glob(".step-*"):
+            shutil.rmtree(stale, ignore_errors=True)
         work.mkdir()
         with (work / "state.pt").open("wb") as file, _Hashed(file) as hashed:
             torch.save(state, hashed)
@@ -133,7 +133,7 @@ class Checkpoints:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Point `last` and `best` at their checkpoints; only then remove what is neither new nor best."""
+        """Point `last` and `best` at their checkpoints; only then remove those that are neither new nor best."""
         known = self.all()
         scored = [item for item in known if item[1].get("score") is not None]
         kept = known[-self.keep :]
@@ -152,10 +152,10 @@ class Checkpoints:
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State (on the CPU) and manifest of one checkpoint folder; raises ValueError or OSError where it is damaged.
+    """State (on the CPU) and manifest of one checkpoint folder; raises ValueError or OSError if it is damaged.
 
-    Nothing that the file contains is run: it is compared with its manifest, then read with `weights_only`, which is
-    safe from torch 2.10 on (CVE-2025-32434, CVE-2026-24747).
+    No code in the file is run: it is verified against its manifest, then read with `weights_only`, which is safe since
+    torch 2.10 (CVE-2025-32434, CVE-2026-24747).
     """
     manifest = read_manifest(path)
     expected = manifest["files"]["state.pt"]
@@ -164,13 +164,13 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         while piece := file.read(_PIECE):
             digest.update(piece)
         if (file.tell(), digest.hexdigest()) != (expected["size"], expected["sha256"]):
-            raise ValueError(f"{path}/state.pt is not what its manifest says")
+            raise ValueError(f"{path}/state.pt does not match its manifest")
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True), manifest
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What the manifest in a checkpoint's folder says; raises ValueError or OSError where it is damaged."""
+    """The manifest in a checkpoint folder; raises ValueError or OSError if it is damaged."""
     manifest = json.loads((path / "manifest.json").read_text())
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
         raise ValueError(f"{path}/manifest.json is damaged")
@@ -178,16 +178,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """The SHA-256 of what a manifest says, however it is written."""
+    """SHA-256 of a manifest's content, independent of its formatting."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 class _Hashed:
-    """A file that is hashed by a second thread while it is written and made durable."""
+    """A file that a second thread hashes while it is written and synced."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.size, self._hash = file, 0, hashlib.sha256()
-        self._pool = ThreadPoolExecutor(1)  # one thread: pieces are hashed in their order
+        self._pool = ThreadPoolExecutor(1)  # one thread: pieces are hashed in order
 
     def __enter__(self) -> "_Hashed":
         return self
@@ -197,7 +197,7 @@ class _Hashed:
 
     def write(self, piece: memoryview) -> int:
         self.size += len(piece)
-        # A large piece is a tensor of our own copy, which stays as it is until the next save; a small one may not.
+        # A large piece is a tensor of our own copy, unchanged until the next save; a small one may be reused by torch.
         self._pool.submit(self._hash.update, piece if len(piece) >= _PIECE else bytes(piece))
         return self.file.write(piece)
 
@@ -205,46 +205,46 @@ class _Hashed:
         self.file.flush()
 
     def digest(self) -> str:
-        """The hash of all that was written; to be asked for at the end."""
+        """The hash of everything written; call it last."""
         self._pool.shutdown()
         return self._hash.hexdigest()
 
 
 class _Copies:
-    """Deep copies of states on the CPU, each in the memory of the one before.
+    """Deep copies of states on the CPU, each in the memory of the previous one.
 
-    A GPU writes to memory that is pinned, which it does several times as fast as to other memory; the copies of all
-    its tensors are under way before the first is waited for.
+    Tensors on a GPU are copied to pinned memory, which is several times faster than other memory; all these copies are
+    started before the first is waited for.
     """
 
     def __init__(self) -> None:
-        self.held: dict[tuple[Any, ...], Tensor] = {}  # the last copy of each tensor, by its place in the state
-        self.streams: set[Any] = set()  # of GPUs, in which tensors are being copied
-        self.pins = True  # until the system refuses
+        self.buffers: dict[tuple[Any, ...], Tensor] = {}  # the last copy of each tensor, by its path in the state
+        self.streams: set[Any] = set()  # CUDA streams with copies in progress
+        self.pins = True  # until the system refuses to pin memory
 
     def of(self, state: Any) -> Any:
-        """Return the copy when it is complete; `state` may change from then on."""
-        copy = self._begun(state, ())
+        """Return the complete copy; `state` may change afterwards."""
+        copy = self._start_copy(state, ())
         while self.streams:
             self.streams.pop().synchronize()
         return copy
 
-    def _begun(self, value: Any, path: tuple[Any, ...]) -> Any:
+    def _start_copy(self, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, dict):
-            return {key: self._begun(item, (*path, key)) for key, item in value.items()}
+            return {key: self._start_copy(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self._begun(item, (*path, i)) for i, item in enumerate(value))
+            return type(value)(self._start_copy(item, (*path, i)) for i, item in enumerate(value))
         if not isinstance(value, Tensor):
             return value
-        old = self.held.get(path)
-        if old is None or old.shape != value.shape or old.dtype != value.dtype:
-            self.held[path] = old = self._memory(value)
+        buffer = self.buffers.get(path)
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            self.buffers[path] = buffer = self._memory(value)
         if value.is_cuda:
-            self.streams.add(torch.cuda.current_stream(value.device))  # after what computes the tensor
-        return old.copy_(value.detach(), non_blocking=True)
+            self.streams.add(torch.cuda.current_stream(value.device))  # after the kernels that compute the tensor
+        return buffer.copy_(value.detach(), non_blocking=True)
 
     def _memory(self, value: Tensor) -> Tensor:
-        """A place for a copy of `value`, pinned for that of a GPU while the system allows it."""
+        """Memory for a copy of `value`; pinned if `value` is on a GPU and the system allows it."""
         if value.is_cuda and self.pins:
             try:
                 return torch.empty(value.shape, dtype=value.dtype, pin_memory=True)

@@ -1,11 +1,11 @@
-"""Every collective, seen and measured.
+"""Demonstrate and measure every collective.
 
-    python -m orchestrate run -- -m app.collectives            what every rank holds before and after
+    python -m orchestrate run -- -m app.collectives            values on every rank, before and after
     python -m app.collectives --spawn 4                        the same on this machine, without orchestrate
     python -m app.collectives --spawn 4 --bench                bandwidth by message size
 
-Each result is compared with the collective's definition, computed from what all ranks are known to hold. What a
-backend supports is found by trying; a collective that fails leaves the group unusable, so each has a group of its own.
+Each result is checked against the collective's definition, computed from the known values of all ranks. Support in the
+backend is found by trying; a collective that fails leaves its group unusable, so each gets a separate group.
 """
 
 import argparse
@@ -32,24 +32,24 @@ REDUCTIONS: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
     "BOR": (dist.ReduceOp.BOR, operator.or_),
     "BXOR": (dist.ReduceOp.BXOR, operator.xor),
 }
-Result = tuple[Any, Any, Any]  # what this rank holds before, what it holds after, what it should
+Result = tuple[Any, Any, Any]  # the values of this rank: before, after, expected after
 
 
 class Demo:
-    """One worker's side of every collective; rank r holds r + 1, or a row of such numbers."""
+    """One worker's side of every collective; rank r holds r + 1, or a row of numbers (see `row`)."""
 
     def __init__(self, job: Job) -> None:
         self.rank, self.n = job.rank, job.world_size
-        self.device = job.device if dist.get_backend() == "nccl" else torch.device("cpu")  # gloo sends from there alone
+        self.device = job.device if dist.get_backend() == "nccl" else torch.device("cpu")  # gloo sends only from there
         self.group: Any = None
         self.all = [rank + 1 for rank in range(self.n)]
 
     def one(self, value: int) -> Tensor:
-        """A tensor that holds one number."""
+        """A tensor with one number."""
         return torch.tensor([value], device=self.device)
 
     def row(self, rank: int) -> list[int]:
-        """What `rank` holds where it has a number for each of its peers: 11, 12, … on rank 0, 21, 22, … on rank 1."""
+        """One number of `rank` for each peer: 11, 12, … on rank 0, 21, 22, … on rank 1."""
         return [10 * (rank + 1) + peer + 1 for peer in range(self.n)]
 
     def send_recv(self) -> Result:
@@ -63,20 +63,20 @@ class Demo:
         return self.rank + 1, got.item(), before + 1
 
     def broadcast(self) -> Result:
-        """All get what rank 0 has."""
+        """All ranks get rank 0's number."""
         x = self.one(self.rank + 1)
         dist.broadcast(x, 0, group=self.group)
         return self.rank + 1, x.item(), 1
 
     def broadcast_object_list(self) -> Result:
-        """The same for any Python object, by way of pickle: only among workers that trust each other."""
+        """The same for any Python object, through pickle: only among workers that trust each other."""
         before: list[Any] = [{"rank": self.rank}]
         x = list(before)
         dist.broadcast_object_list(x, 0, group=self.group, device=self.device)
         return before, x, [{"rank": 0}]
 
     def scatter(self) -> Result:
-        """Rank 0 gives each rank one of its numbers."""
+        """Each rank gets one of rank 0's numbers."""
         x = self.one(0)
         parts = [self.one(value) for value in self.row(0)] if self.rank == 0 else None
         dist.scatter(x, parts, 0, group=self.group)
@@ -90,54 +90,54 @@ class Demo:
         return self.rank + 1, after, self.all if self.rank == 0 else None
 
     def reduce(self) -> Result:
-        """Rank 0 gets the sum; what the others hold afterwards is not defined."""
+        """Rank 0 gets the sum; the values of the others are undefined afterwards."""
         x = self.one(self.rank + 1)
         dist.reduce(x, 0, group=self.group)
         return self.rank + 1, x.item() if self.rank == 0 else None, sum(self.all) if self.rank == 0 else None
 
     def all_reduce(self, name: str) -> Result:
-        """All get the numbers of all, taken together."""
+        """All ranks get the reduction of all numbers."""
         x = self.one(self.rank + 1)
         dist.all_reduce(x, REDUCTIONS[name][0], group=self.group)
         return self.rank + 1, x.item(), functools.reduce(REDUCTIONS[name][1], self.all)
 
     def reduce_scatter(self) -> Result:
-        """Rank r gets the sum of every rank's number r."""
+        """Rank r gets the sum of all ranks' number r."""
         x = self.one(0)
         dist.reduce_scatter(x, [self.one(value) for value in self.row(self.rank)], group=self.group)
         return self.row(self.rank), x.item(), sum(self.row(rank)[self.rank] for rank in range(self.n))
 
     def all_gather(self) -> Result:
-        """All get every rank's number."""
+        """All ranks get every rank's number."""
         parts = [self.one(0) for _ in self.all]
         dist.all_gather(parts, self.one(self.rank + 1), group=self.group)
         return self.rank + 1, [part.item() for part in parts], self.all
 
     def all_gather_object(self) -> Result:
-        """The same for any Python object, by way of pickle."""
+        """The same for any Python object, through pickle."""
         parts: list[Any] = [None] * self.n
         dist.all_gather_object(parts, {"rank": self.rank}, group=self.group)
         return {"rank": self.rank}, parts, [{"rank": rank} for rank in range(self.n)]
 
     def all_to_all(self) -> Result:
-        """Rank r gets number r of every rank: a table is transposed."""
+        """Rank r gets number r of every rank: a transposed table."""
         parts = [self.one(0) for _ in self.all]
         dist.all_to_all(parts, [self.one(value) for value in self.row(self.rank)], group=self.group)
         after = [part.item() for part in parts]
         return self.row(self.rank), after, [self.row(rank)[self.rank] for rank in range(self.n)]
 
     def barrier(self) -> Result:
-        """Nobody goes on before everybody is here: each notes when it came, and none may leave before the last."""
-        came = time.monotonic()
+        """No rank continues before all have arrived: each records its arrival, and none may leave before the last."""
+        arrived = time.monotonic()
         dist.barrier(group=self.group)
         left = time.monotonic()
         times = [torch.zeros(1, dtype=torch.float64, device=self.device) for _ in self.all]
-        dist.all_gather(times, torch.tensor([came], dtype=torch.float64, device=self.device), group=self.group)
-        same_clock = max(float(t) for t in times) - came < 3600  # the monotonic clocks of two machines differ
+        dist.all_gather(times, torch.tensor([arrived], dtype=torch.float64, device=self.device), group=self.group)
+        same_clock = max(float(t) for t in times) - arrived < 3600  # the monotonic clocks of two machines differ
         return "here", not same_clock or left >= max(float(t) for t in times), True
 
     def cases(self) -> dict[str, Callable[[], Result]]:
-        """All of them, by name."""
+        """All collectives by name."""
         reductions = {f"all_reduce {name}": functools.partial(self.all_reduce, name) for name in REDUCTIONS}
         first = ("send_recv", "broadcast", "broadcast_object_list", "scatter", "gather", "reduce")
         last = ("reduce_scatter", "all_gather", "all_gather_object", "all_to_all", "barrier")
@@ -146,50 +146,50 @@ class Demo:
 
 
 def show(args: argparse.Namespace) -> None:
-    """Try every collective, and print from rank 0 what each rank held, and what this backend supports."""
+    """Try every collective; print the values of each rank, and what this backend supports, from rank 0."""
     job = Job(timeout=60)
     if job.world_size == 1:
-        raise SystemExit("error: a collective needs two workers\nhint: --spawn 4, or python -m orchestrate run")
+        raise SystemExit("error: a collective needs two workers\nhint: use --spawn 4, or python -m orchestrate run")
     demo = Demo(job)
     table = []
     for name, case in demo.cases().items():
         demo.group = dist.new_group(timeout=datetime.timedelta(seconds=20))
         try:
             before, after, expected = case()
-            row = {"before": before, "after": after, "word": "yes" if after == expected else f"WRONG: {expected}"}
+            row = {"before": before, "after": after, "status": "yes" if after == expected else f"WRONG: {expected}"}
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            row = {"before": None, "after": None, "word": f"no: {str(error).splitlines()[0][:60]}"}
-        # Through the store, not through the group: a collective that failed may have broken it.
+            row = {"before": None, "after": None, "status": f"no: {str(error).splitlines()[0][:60]}"}
+        # Through the store, not the group: a failed collective may have broken the group.
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{name}/{job.rank}", json.dumps(row))
         table.append((name, [json.loads(store.get(f"{name}/{rank}")) for rank in range(job.world_size)]))
     backend = dist.get_backend()
     job.say(f"{backend} on torch {torch.__version__}, {job.world_size} workers on {demo.device.type}")
     for name, rows in table:
-        words = sorted({row["word"] for row in rows})
-        job.say(f"\n{name}: {'; '.join(words)}")
+        statuses = sorted({row["status"] for row in rows})
+        job.say(f"\n{name}: {'; '.join(statuses)}")
         for rank, row in enumerate(rows):
-            if row["word"].startswith(("yes", "WRONG")):
+            if row["status"].startswith(("yes", "WRONG")):
                 job.say(f"  rank {rank}: {row['before']} -> {row['after']}")
     job.say(f"\n| collective | {backend} |\n| --- | --- |")
     for name, rows in table:
-        job.say(f"| {name} | {'; '.join(sorted({row['word'] for row in rows}))} |")
+        job.say(f"| {name} | {'; '.join(sorted({row['status'] for row in rows}))} |")
     job.close()
-    if any("WRONG" in row["word"] for _, rows in table for row in rows):
+    if any("WRONG" in row["status"] for _, rows in table for row in rows):
         raise SystemExit(1)
 
 
 def bench(args: argparse.Namespace) -> None:
-    """Print time, algorithm and bus bandwidth by message size.
+    """Print time, algorithm bandwidth and bus bandwidth by message size.
 
-    As nccl-tests defines them (doc/PERFORMANCE.md there): algorithm bandwidth is size ÷ time; bus bandwidth is that
-    times 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter (whose size is that of all ranks' data
-    together), 1 for broadcast, so that it can be compared with the hardware's, whatever n is.
+    As defined by nccl-tests (its doc/PERFORMANCE.md): algorithm bandwidth is size ÷ time; bus bandwidth is that times
+    2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter (whose size is the total of all ranks), and 1 for
+    broadcast, so that it is comparable with the hardware's bandwidth for any n.
     """
     job = Job(timeout=300)
     n = job.world_size
     if n == 1:
-        raise SystemExit("error: a collective needs two workers\nhint: --spawn 4, or python -m orchestrate run")
+        raise SystemExit("error: a collective needs two workers\nhint: use --spawn 4, or python -m orchestrate run")
     job.say(f"{dist.get_backend()}, {n} workers, float32; size in bytes, time in µs, bandwidth in GB/s")
     job.say(f"{'collective':<16}{'size':>12}{'time':>12}{'algbw':>9}{'busbw':>9}")
     for name, factor in (("all_reduce", 2 * (n - 1) / n), ("all_gather", (n - 1) / n), ("broadcast", 1.0)):
@@ -211,7 +211,7 @@ def bench(args: argparse.Namespace) -> None:
 
 
 def _timed(call: Callable[[], Any], job: Job, repeat: int) -> float:
-    """Seconds per call, of the slowest rank, after three calls to warm up."""
+    """Seconds per call on the slowest rank, after three warm-up calls."""
 
     def run(times: int) -> None:
         for _ in range(times):
@@ -228,14 +228,14 @@ def _timed(call: Callable[[], Any], job: Job, repeat: int) -> float:
 
 
 def main() -> None:
-    """Show or measure, in this process or in workers of its own."""
+    """Demonstrate or measure, in this process or in spawned workers."""
     parser = argparse.ArgumentParser(
-        prog="python -m app.collectives", description="Every collective, seen and measured."
+        prog="python -m app.collectives", description="Demonstrate and measure every collective."
     )
     parser.add_argument("--spawn", type=int, metavar="N", help="start N workers on this machine")
     parser.add_argument("--bench", action="store_true", help="measure bandwidth instead")
-    parser.add_argument("--bytes", type=int, default=1 << 25, help="largest message")
-    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--bytes", type=int, default=1 << 25, help="size of the largest message (default %(default)s)")
+    parser.add_argument("--repeat", type=int, default=10, help="calls per measurement (default %(default)s)")
     args = parser.parse_args()
     function = bench if args.bench else show
     spawn(args.spawn, function, args) if args.spawn else function(args)

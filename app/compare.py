@@ -1,9 +1,9 @@
-"""The four strategies on the same work, side by side.
+"""Compare the four strategies on the same training.
 
     python -m app.compare --workers 1 2 4 --out compare -- --epochs 1
 
-prints a table and writes `table.md`, `results.json` and a plot, `speed.svg`, to the folder. `single` and `dp` are one
-process; `manual` and `ddp` run with each number of workers. What stands behind `--` goes to `app.train`.
+prints a table and writes `table.md`, `results.json` and a plot, `speed.svg`, to the folder. `single` and `dp` run as
+one process; `manual` and `ddp` run with each number of workers. Arguments after `--` are passed to `app.train`.
 """
 
 import argparse
@@ -21,12 +21,12 @@ COLUMNS = ("strategy", "workers", "seconds", "samples/s", "accuracy", "speed-up"
 
 
 def run(strategy: str, workers: int, arguments: list[str]) -> dict[str, Any]:
-    """Train once, in a folder that is removed; return what was measured."""
+    """Train once, in a temporary folder; return the measurements."""
     with tempfile.TemporaryDirectory() as folder:
         spawn = ["--spawn", str(workers)] if workers > 1 else []
         command = [sys.executable, "-m", "app.train", "--strategy", strategy, *spawn, *arguments]
-        place = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-        env = {key: value for key, value in os.environ.items() if key not in place}
+        ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+        env = {key: value for key, value in os.environ.items() if key not in ranks}
         done = subprocess.run(command, env=env | {"JOB_DIR": folder}, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"error: {' '.join(command)}\n{done.stderr}")
@@ -41,14 +41,14 @@ def run(strategy: str, workers: int, arguments: list[str]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
-    form = {"seconds": "{:.1f}", "samples/s": "{:.0f}", "accuracy": "{:.2%}", "speed-up": "{:.2f}"}
+    formats = {"seconds": "{:.1f}", "samples/s": "{:.0f}", "accuracy": "{:.2%}", "speed-up": "{:.2f}"}
     lines = [COLUMNS, ["---"] * len(COLUMNS)]
-    lines += [[form.get(name, "{}").format(row[name]) for name in COLUMNS] for row in rows]
+    lines += [[formats.get(name, "{}").format(row[name]) for name in COLUMNS] for row in rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
-    """Samples per second as bars, in SVG."""
+    """A bar chart of samples per second, in SVG."""
     most = max(row["samples/s"] for row in rows)
     bars = []
     for i, row in enumerate(rows):
@@ -65,15 +65,16 @@ def plot(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run all, print the table, write the files."""
+    """Run all strategies, print the table, write the files."""
     parser = argparse.ArgumentParser(prog="python -m app.compare", description="Compare the strategies.")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--out", type=Path, default=Path("compare"))
-    words = sys.argv[1:]
-    cut = words.index("--") if "--" in words else len(words)
-    args, arguments = parser.parse_args(words[:cut]), words[cut + 1 :]
+    numbers = "numbers of workers for manual and ddp (default 1 2 4)"
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], help=numbers)
+    parser.add_argument("--out", type=Path, default=Path("compare"), help="output folder (default compare)")
+    argv = sys.argv[1:]
+    separator = argv.index("--") if "--" in argv else len(argv)
+    args, arguments = parser.parse_args(argv[:separator]), argv[separator + 1 :]
     if "--dataset" not in arguments:
-        data.load("digits", data.HOME, download=False)  # drawn before anybody's time counts
+        data.load("digits", data.HOME, download=False)  # generated before the first measurement
     runs = [("single", 1), ("dp", 1)] + [(name, count) for name in ("manual", "ddp") for count in args.workers]
     rows: list[dict[str, Any]] = []
     for strategy, workers in runs:

@@ -1,4 +1,4 @@
-"""Data sets that fit in memory, as tensors: drawn offline, or read from their own files in a folder."""
+"""Data sets that fit in memory, as tensors: generated offline, or read from files in a folder."""
 
 import contextlib
 import functools
@@ -14,9 +14,9 @@ from torch.nn import functional as F
 NAMES = ("digits", "mnist", "colours", "cifar10")
 HOME = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "orchestrate"
 TRAIN, TEST = 12_000, 2_000  # images of the generated set
-VERSION = 1  # of the drawing below: a cached set of another version is not read
+VERSION = 1  # of the generator below: cached sets of other versions are ignored
 
-# Each digit as one stroke of the pen: points in a unit square, x to the right, y down.
+# Each digit as one pen stroke: points in a unit square, x to the right, y down.
 _STROKES = {
     0: [(0.5 + 0.3 * math.sin(a), 0.5 - 0.42 * math.cos(a)) for a in (i * math.tau / 16 for i in range(17))],
     1: [(0.32, 0.28), (0.52, 0.08), (0.52, 0.92)],
@@ -37,7 +37,7 @@ _POINTS = 17
 
 
 def _resampled(points: list[tuple[float, float]]) -> Tensor:
-    """The stroke as `_POINTS` points at equal distances along it: (_POINTS, 2)."""
+    """Resample a stroke to `_POINTS` equidistant points: (_POINTS, 2)."""
     line = torch.tensor(points)
     lengths = (line[1:] - line[:-1]).norm(dim=1).cumsum(0)
     lengths = torch.cat([torch.zeros(1), lengths])
@@ -48,14 +48,14 @@ def _resampled(points: list[tuple[float, float]]) -> Tensor:
 
 
 def draw(labels: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a digit for each label, each in a hand of its own: (N,) integers in, (N, 28, 28) uint8 out."""
+    """Draw a digit for each label, each in a different handwriting: (N,) integers in, (N, 28, 28) uint8 out."""
     n = len(labels)
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
         return torch.rand(n, *shape, generator=generator) * (high - low) + low
 
     strokes = torch.stack([_resampled(_STROKES[digit]) for digit in range(10)])[labels] - 0.5
-    # A hand that shakes slowly along the stroke, and a slant, size and place of its own.
+    # Slow wobble along the stroke; random slant, size and position.
     phase = torch.linspace(0, 1, _POINTS)
     for wave in (1, 2, 3):
         shift = uniform(0, math.tau, 1, 2)
@@ -67,7 +67,7 @@ def draw(labels: Tensor, generator: torch.Generator) -> Tensor:
     cos, sin = turn.cos().view(-1, 1), turn.sin().view(-1, 1)
     x, y = x * cos - y * sin + uniform(11.5, 15.5, 1), x * sin + y * cos + uniform(11.5, 15.5, 1)
 
-    # Ink by the distance of a pixel to the nearest piece of the stroke: (N, 28, 28, pieces).
+    # Ink by the distance of a pixel to the nearest segment of the stroke: (N, 28, 28, segments).
     grid = torch.arange(28.0)
     ax, ay = x[:, None, None, :-1], y[:, None, None, :-1]
     dx, dy = x.diff(dim=1)[:, None, None], y.diff(dim=1)[:, None, None]
@@ -80,14 +80,14 @@ def draw(labels: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """`count` drawn digits and their labels, the same for the same seed: (N, 28, 28) uint8, (N,) int64."""
+    """Generate `count` digits and labels, deterministic by seed: (N, 28, 28) uint8, (N,) int64."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 10, (count,), generator=generator)
     return torch.cat([draw(part, generator) for part in labels.split(250)]), labels
 
 
 def colours(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Drawn digits in coloured ink on coloured paper, of CIFAR's shape: (N, 3, 32, 32) uint8, (N,) int64."""
+    """Generate coloured digits on coloured paper, in CIFAR's shape: (N, 3, 32, 32) uint8, (N,) int64."""
     images, labels = digits(count, seed)
     generator = torch.Generator().manual_seed(seed)
     ink = F.pad(images, (2, 2, 2, 2)).unsqueeze(1).float() / 255
@@ -98,7 +98,7 @@ def colours(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _drawn(draw_set: Any, folder: Path, name: str) -> list[Tensor]:
-    """The four tensors of a drawn set; drawn once, then read from `folder` where it can be written."""
+    """The four tensors of a generated set; cached in `folder` if it is writable."""
     path = folder / f"{name}-{VERSION}.pt"
     if path.exists():
         return list(torch.load(path, weights_only=True))
@@ -108,22 +108,22 @@ def _drawn(draw_set: Any, folder: Path, name: str) -> list[Tensor]:
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(data, temporary)
         temporary.replace(path)
-    except (OSError, RuntimeError) as error:  # the latter is what torch says of a full disk
+    except (OSError, RuntimeError) as error:  # torch raises the latter on a full disk
         with contextlib.suppress(OSError):
             temporary.unlink()
-        print(f"{name} are not cached: {error}")
+        print(f"could not cache {name}: {error}")
     return data
 
 
 def _files(name: str, folder: Path, download: bool) -> list[Tensor]:
-    """The four tensors of MNIST or CIFAR-10, from their own files; raises SystemExit where there are none."""
-    from torchvision import datasets  # only here: drawn data need no torchvision
+    """The four tensors of MNIST or CIFAR-10, from their files; raises SystemExit if they are missing."""
+    from torchvision import datasets  # only here: generated data needs no torchvision
 
     kind = {"mnist": datasets.MNIST, "cifar10": datasets.CIFAR10}[name]
     try:
         parts = [kind(str(folder), train=train, download=download) for train in (True, False)]
     except RuntimeError as error:
-        hint = "--data DIR names the folder that holds MNIST/raw or cifar-10-batches-py; --download gets it"
+        hint = "set --data to the folder that contains MNIST/raw or cifar-10-batches-py, or use --download"
         raise SystemExit(f"error: no {name} in {folder}: {error}\nhint: {hint}") from None
     return [torch.as_tensor(values) for part in parts for values in (part.data, part.targets)]
 
@@ -134,32 +134,32 @@ def load(name: str, folder: Path, download: bool) -> list[Tensor]:
     images = _drawn(drawn[name], folder, name) if name in drawn else _files(name, folder, download)
     for i in (0, 2):
         if images[i].dim() == 3:
-            images[i] = images[i].unsqueeze(1)  # grey
+            images[i] = images[i].unsqueeze(1)  # greyscale
         elif images[i].shape[-1] == 3:
-            images[i] = images[i].permute(0, 3, 1, 2).contiguous()  # torchvision keeps CIFAR's channels last
+            images[i] = images[i].permute(0, 3, 1, 2).contiguous()  # torchvision stores CIFAR with channels last
     return images
 
 
-# Mean and deviation of MNIST, as in the PyTorch examples, and of CIFAR-10 by channel.
+# Mean and standard deviation of MNIST, as in the PyTorch examples, and of CIFAR-10 by channel.
 _GREY = ((0.1307,), (0.3081,))
 _COLOUR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
 def normalised(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """uint8 (N, C, H, W) to floats of mean 0 and deviation 1."""
+    """Normalize uint8 (N, C, H, W) to floats with mean 0 and standard deviation 1."""
     mean, deviation = _statistics(images.shape[1], dtype, images.device)
     return (images.to(dtype) / 255 - mean) / deviation
 
 
-@functools.cache  # a copy to a GPU waits for it
+@functools.cache  # a copy to a GPU would synchronize with it at each step
 def _statistics(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel: (C, 1, 1) both."""
+    """Mean and standard deviation of each channel: (C, 1, 1) both."""
     mean, deviation = (torch.tensor(v, dtype=dtype, device=device) for v in (_GREY if channels == 1 else _COLOUR))
     return mean.view(-1, 1, 1), deviation.view(-1, 1, 1)
 
 
 def augmented(images: Tensor) -> Tensor:
-    """Each image moved by up to two pixels, colour ones also mirrored at random; the whole batch at once."""
+    """Shift each image by up to two pixels and mirror colour images at random; the whole batch at once."""
     n, channels, height, width = images.shape
     padded = F.pad(images, (2, 2, 2, 2))
     down, right = torch.randint(0, 5, (2, n, 1), device=images.device)

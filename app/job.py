@@ -1,4 +1,4 @@
-"""This worker's place in the job: rank, device, process group, and what all ranks say or sum together."""
+"""This worker's part in the job: rank, device, process group, output, and communication with the other ranks."""
 
 import argparse
 import datetime
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Job:
-    """Reads torchrun's variables and joins the process group; without them it is a job of one worker."""
+    """Reads torchrun's variables and joins the process group; without them, the job has one worker."""
 
     def __init__(self, timeout: float = 1800) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -27,46 +27,46 @@ class Job:
         self.folder = Path(os.environ.get("JOB_DIR", "runs/app"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.unwritten: list[str] = []  # metrics
-        self.asked = False  # by SIGTERM, to end
+        self.asked = False  # whether SIGTERM has asked this worker to stop
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._ask)
+            signal.signal(signal.SIGTERM, self._on_sigterm)
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
             if local >= count:
-                hint = "take fewer workers, or CUDA_VISIBLE_DEVICES= to train on the CPU"
-                raise SystemExit(f"error: local rank {local} has no GPU: torch sees {count}\nhint: {hint}")
+                hint = "use fewer workers, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+                raise SystemExit(f"error: no GPU for local rank {local}: torch sees {count}\nhint: {hint}")
             self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
         elif os.environ.get("CUDA_VISIBLE_DEVICES"):
-            self.say("warning: a GPU was given, but torch cannot use it: training on the CPU")
+            self.say("warning: torch cannot use the GPU in CUDA_VISIBLE_DEVICES; training on the CPU")
         if self.world_size > 1:
             backend = self._backend()
-            device = self.device if backend == "nccl" else None  # NCCL need not guess it, and connects at once
+            device = self.device if backend == "nccl" else None  # with its device, NCCL connects eagerly
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), device_id=device)
 
     def _backend(self) -> str:
-        """What carries tensors between the workers; gloo takes those of a GPU, too, by way of the CPU."""
+        """The backend of the process group; gloo also takes tensors on a GPU, through the CPU."""
         if self.device.type == "cpu":
             return "gloo"
         version = torch.cuda.nccl.version()[:2]
         if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and version < (2, 30):
-            self.say(f"workers share a GPU, which NCCL {version[0]}.{version[1]} cannot: gradients travel by gloo")
+            self.say(f"workers share a GPU, which NCCL {version[0]}.{version[1]} does not support: using gloo")
             return "gloo"
         return "nccl"
 
-    def _ask(self, *_: object) -> None:
+    def _on_sigterm(self, *_: object) -> None:
         self.asked = True
 
     def over(self) -> bool:
-        """Whether the orchestrator has given this worker's generation up, and a newer one may save now."""
+        """Whether a newer generation has fenced off this worker's and may save now."""
         try:
             return int((self.folder / "generation").read_text().split()[0]) > self.generation
         except (OSError, ValueError, IndexError):
             return False
 
     def close(self) -> None:
-        """Leave the process group, all workers together: one that leaves while others still work may crash them."""
+        """Leave the process group, all workers at once: leaving while others still communicate may crash them."""
         if self.world_size > 1:
             dist.barrier()
             dist.destroy_process_group()
@@ -83,18 +83,18 @@ class Job:
             try:
                 append(self.folder / "metrics.jsonl", self.unwritten)
                 self.unwritten = []
-            except OSError as error:  # a full disk must not end the training; they are written with the next ones
-                self.say(f"metrics cannot be written: {error}")
+            except OSError as error:  # a full disk must not end training; these lines are written with the next ones
+                self.say(f"could not write metrics: {error}")
 
     def sum(self, values: Tensor) -> Tensor:
-        """`values`, summed over all workers; float64, on the CPU."""
+        """Sum `values` over all workers; float64, on the CPU."""
         total = values.detach().to(self.device, torch.float64)
         if self.world_size > 1:
             dist.all_reduce(total)
         return total.cpu()
 
     def gather(self, mine: Tensor) -> list[Tensor]:
-        """Each worker's tensor, in the order of ranks, on the CPU; all have one shape and type."""
+        """Every worker's tensor, ordered by rank, on the CPU; all must have the same shape and type."""
         mine = mine.to(self.device)
         if self.world_size == 1:
             return [mine.cpu()]
@@ -103,9 +103,9 @@ class Job:
         return [part.cpu() for part in parts]
 
     def broadcast(self, tensors: list[Tensor] | None, like: list[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Rank 0's tensors on the device of every worker; `like` holds the number of dimensions and the type of each.
+        """Rank 0's tensors on the device of every worker; `like` has the number of dimensions and the type of each.
 
-        Shapes travel as numbers: nothing is unpickled, as `broadcast_object_list` would.
+        Shapes are sent as numbers, so nothing is unpickled, unlike with `broadcast_object_list`.
         """
         if self.world_size == 1:
             assert tensors is not None
@@ -123,8 +123,8 @@ class Job:
 
 
 def append(path: Path, lines: list[str]) -> None:
-    """Append lines to a file, on a line of their own where a process was killed in the middle of one; all or none."""
-    with path.open("ab", buffering=0) as file:  # a buffer would be written once more at the end
+    """Append all lines to a file, or none; start on a new line if a killed process left an incomplete one."""
+    with path.open("ab", buffering=0) as file:  # after a failed write, a buffer would be written again on close
         size = file.seek(0, os.SEEK_END)
         try:
             with path.open("rb") as before:
@@ -138,15 +138,15 @@ def append(path: Path, lines: list[str]) -> None:
             raise
 
 
-STOPPED = 128 + signal.SIGTERM  # the exit code of a worker that was asked to end, and has saved
+STOPPED = 128 + signal.SIGTERM  # the exit code of a worker that has saved and stopped on SIGTERM
 
 
 def leave(code: int = 0) -> None:
-    """End this process, whose work is done, at once.
+    """Exit immediately, without finalizing the interpreter.
 
-    Seen with torch 2.15 and gloo, once in some seventy runs: a worker that had left its process group aborts while
-    the interpreter takes torch's threads down (`terminate called without an active exception`), and a job whose every
-    file is written counts as failed.
+    With torch 2.15 and gloo, about one in seventy runs aborts after leaving the process group, while the interpreter
+    shuts down torch's threads (`terminate called without an active exception`), so that a complete job counts as
+    failed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -154,7 +154,7 @@ def leave(code: int = 0) -> None:
 
 
 def spawn(workers: int, function: Any, args: argparse.Namespace) -> None:
-    """Run `function(args)` in `workers` processes of this machine, each with torchrun's variables."""
+    """Run `function(args)` in `workers` processes on this machine, each with torchrun's variables."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -164,8 +164,8 @@ def spawn(workers: int, function: Any, args: argparse.Namespace) -> None:
 def _spawned(rank: int, workers: int, port: int, function: Any, args: argparse.Namespace) -> None:
     threads = max(1, (os.cpu_count() or 1) // workers)
     torch.set_num_threads(threads)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": threads}
-    os.environ.update({key: str(value) for key, value in {**place, **address}.items()})
+    os.environ.update({key: str(value) for key, value in {**ranks, **address}.items()})
     function(args)
     leave()

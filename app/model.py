@@ -1,7 +1,7 @@
-"""The models of the field's tutorials. All return logits, which is what `cross_entropy` takes.
+"""Models from common tutorials. All return logits, which `cross_entropy` expects.
 
-A softmax before `cross_entropy`, as one popular tutorial has it, takes the softmax twice: the loss can no longer come
-near zero (its floor for ten classes is 1.46), gradients shrink, and nothing raises an error.
+A softmax before `cross_entropy`, as in one popular tutorial, applies softmax twice: the loss can no longer approach
+zero (for ten classes it stays above 1.46), gradients shrink, and no error is raised.
 """
 
 import torch
@@ -12,10 +12,10 @@ NAMES = ("lenet", "mnist", "batchnorm", "resnet18")
 
 
 class LeNet(nn.Module):
-    """Two convolutions, each with a pool, as in LeCun et al. 1998: (N, C, S, S) in, (N, 10) logits out.
+    """Two convolutions, each with pooling, as in LeCun et al. 1998: (N, C, S, S) in, (N, 10) logits out.
 
-    A tenth of the multiplications of `Mnist`, and no less accurate on digits. Each ReLU follows its pool, which gives
-    the same values for a quarter of the work.
+    A tenth of the multiplications of `Mnist`, with the same accuracy on digits. Each ReLU follows its pooling, which
+    gives the same values with a quarter of the work.
     """
 
     def __init__(self, channels: int, side: int) -> None:
@@ -34,10 +34,10 @@ class LeNet(nn.Module):
 
 
 class Mnist(nn.Module):
-    """The network of the PyTorch examples, with dropout: (N, C, 28 or 32, likewise) in, (N, 10) logits out."""
+    """The network of the PyTorch examples, with dropout: (N, C, S, S) in, S 28 or 32; (N, 10) logits out."""
 
     def __init__(self, channels: int, side: int, dropout: float = 1.0) -> None:
-        """`dropout` scales the two rates of the original, 0.25 and 0.5."""
+        """Scale the original dropout rates, 0.25 and 0.5, by `dropout`."""
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
@@ -56,7 +56,7 @@ class Mnist(nn.Module):
 
 
 class BatchNorm(nn.Sequential):
-    """Two convolutions with batch norm: (N, 1, 28, 28) in, (N, 10) logits out; 1600 inputs to the linear layers."""
+    """Two convolutions with batch norm: (N, 1, 28, 28) in, (N, 10) logits out; 1600 features before linear layers."""
 
     def __init__(self, channels: int, side: int) -> None:
         inputs = 64 * (((side - 2) // 2 - 2) // 2) ** 2
@@ -68,7 +68,7 @@ class BatchNorm(nn.Sequential):
 
 
 def resnet18(channels: int) -> nn.Module:
-    """torchvision's ResNet-18 with a head for ten classes and a stem for small images, where 7×7 strides lose them."""
+    """torchvision's ResNet-18 with ten classes, and a stem for small images instead of a strided 7×7 convolution."""
     from torchvision.models import resnet18  # only here: the other models need no torchvision
 
     net: nn.Module = resnet18(num_classes=1000)
@@ -79,7 +79,7 @@ def resnet18(channels: int) -> nn.Module:
 
 
 def build(name: str, channels: int, side: int, dropout: float = 1.0) -> nn.Module:
-    """The model of that name for square images of `side` pixels."""
+    """Build the model called `name` for square images of `side` pixels."""
     if name == "mnist":
         return Mnist(channels, side, dropout)
     small = {"lenet": LeNet, "batchnorm": BatchNorm}.get(name)

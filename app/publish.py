@@ -1,4 +1,4 @@
-"""Publish a model: its weights alone, in a format that holds numbers and cannot run anything, and a card about them.
+"""Publish a model: its weights, in a format that cannot contain code, and a model card.
 
     python -m app.publish runs/digits-4f2a/checkpoints/best OUT
 
@@ -17,7 +17,7 @@ from app.checkpoint import load
 
 
 def publish(checkpoint: Path, out: Path) -> dict[str, object]:
-    """Write weights and card; return the card. Raises ValueError or OSError where the checkpoint is damaged."""
+    """Write weights and card; return the card. Raises ValueError or OSError if the checkpoint is damaged."""
     state, manifest = load(checkpoint)
     weights = {name: tensor.contiguous() for name, tensor in state["model"].items()}
     out.mkdir(parents=True, exist_ok=True)
@@ -39,13 +39,13 @@ def publish(checkpoint: Path, out: Path) -> dict[str, object]:
 def main() -> None:
     """Publish one checkpoint."""
     parser = argparse.ArgumentParser(prog="python -m app.publish", description="Publish the weights of a checkpoint.")
-    parser.add_argument("checkpoint", type=Path, help="its folder")
-    parser.add_argument("out", type=Path)
+    parser.add_argument("checkpoint", type=Path, help="folder of the checkpoint")
+    parser.add_argument("out", type=Path, help="output folder")
     args = parser.parse_args()
     try:
         card = publish(args.checkpoint, args.out)
     except (OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise SystemExit(f"error: {args.checkpoint} is no good checkpoint: {error}") from None
+        raise SystemExit(f"error: {args.checkpoint} is not a valid checkpoint: {error}") from None
     print(f"{card['parameters']} parameters of step {card['step']} in {args.out}")
 
 

@@ -1,4 +1,4 @@
-"""Are the replicas still equal? Drifting ones raise no error; they only learn badly."""
+"""Check that all replicas have equal parameters: replicas that diverge raise no error, but train badly."""
 
 import hashlib
 
@@ -9,7 +9,7 @@ from app.job import Job
 
 
 def digest(net: nn.Module) -> torch.Tensor:
-    """SHA-256 over the bytes of all parameters: (32,) uint8."""
+    """SHA-256 of all parameters: (32,) uint8."""
     total = hashlib.sha256()
     for parameter in net.parameters():
         total.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -17,10 +17,10 @@ def digest(net: nn.Module) -> torch.Tensor:
 
 
 def check(job: Job, net: nn.Module, step: int) -> None:
-    """Compare the parameters of all workers; raises SystemExit on all of them, naming those that differ from most."""
+    """Compare the parameters of all workers; if they differ, raise SystemExit on all, naming the minority."""
     hashes = [bytes(part.tolist()).hex()[:8] for part in job.gather(digest(net))]
-    usual = max(hashes, key=lambda value: (hashes.count(value), value == hashes[0]))
-    odd = [f"rank {rank} ({value})" for rank, value in enumerate(hashes) if value != usual]
+    majority = max(hashes, key=lambda value: (hashes.count(value), value == hashes[0]))
+    odd = [f"rank {rank} ({value})" for rank, value in enumerate(hashes) if value != majority]
     if odd:
         same = len(hashes) - len(odd)
-        raise SystemExit(f"error: replicas differ at step {step}: {', '.join(odd)}; the other {same} have {usual}")
+        raise SystemExit(f"error: replicas differ at step {step}: {', '.join(odd)}; the other {same} have {majority}")

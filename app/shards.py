@@ -1,9 +1,9 @@
-"""A data set as files of unequal size, of which each worker reads only its own.
+"""A data set as shards of unequal size; each worker reads only its own.
 
     python -m app.shards DIR --dataset digits --count 7
 
-writes `train-00000.safetensors` …, `test-00000.safetensors` … (tensors `images` and `labels`) and `index.json`, which
-tells how many samples each holds.
+writes `train-00000.safetensors` …, `test-00000.safetensors` … (tensors `images` and `labels`) and `index.json` with
+the number of samples in each.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from app import data, order
 
 
 def write(folder: Path, tensors: list[Tensor], count: int, seed: int = 0) -> None:
-    """Write training and test images and labels as `count` shards each, of sizes that differ on purpose."""
+    """Write training and test images and labels as `count` shards each, of deliberately different sizes."""
     folder.mkdir(parents=True)
     index = {}
     for part, images, labels in (("train", *tensors[:2]), ("test", *tensors[2:])):
@@ -31,7 +31,7 @@ def write(folder: Path, tensors: list[Tensor], count: int, seed: int = 0) -> Non
 
 
 def assigned(sizes: dict[str, int], workers: int) -> list[list[str]]:
-    """Which shards each worker reads, by rank: the largest first, each to the worker that has least so far."""
+    """The shards of each worker, by rank: largest first, each to the worker with the fewest samples so far."""
     loads, shares = [0] * workers, [[] for _ in range(workers)]  # type: tuple[list[int], list[list[str]]]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         rank = loads.index(min(loads))
@@ -41,19 +41,20 @@ def assigned(sizes: dict[str, int], workers: int) -> list[list[str]]:
 
 
 class Shards:
-    """What one worker has of a folder of shards."""
+    """One worker's shards in a folder."""
 
     def __init__(self, folder: Path, part: str, rank: int, workers: int) -> None:
-        """Read this worker's shards of `part`; raises SystemExit, naming the file, where one is missing or damaged."""
+        """Read this worker's shards of `part`; raises SystemExit with the file name if one is missing or damaged."""
         try:
             index = json.loads((folder / "index.json").read_text())
             sizes = {str(name): int(count) for name, count in index.items() if name.startswith(f"{part}-")}
             if any("/" in name for name in sizes):
                 raise ValueError("a shard is outside the folder")
         except (OSError, ValueError, AttributeError) as error:
-            raise SystemExit(f"error: {folder}/index.json: {error}\nhint: python -m app.shards makes shards") from None
+            hint = "create shards with python -m app.shards"
+            raise SystemExit(f"error: {folder}/index.json: {error}\nhint: {hint}") from None
         if len(sizes) < workers:
-            hint = f"make more shards (--count {workers}), or take fewer workers"
+            hint = f"create more shards (--count {workers}), or use fewer workers"
             raise SystemExit(f"error: {len(sizes)} {part} shards in {folder} for {workers} workers\nhint: {hint}")
         shares = assigned(sizes, workers)
         self.counts = [sum(sizes[name] for name in share) for share in shares]
@@ -62,26 +63,26 @@ class Shards:
         images, labels = [], []
         for name in shares[rank]:
             try:
-                tensors = load_file(folder / name)  # a format that holds numbers alone: nothing in it can run
+                tensors = load_file(folder / name)  # a format that cannot contain code
                 images.append(tensors["images"])
                 labels.append(tensors["labels"])
                 if not len(images[-1]) == len(labels[-1]) == sizes[name]:
-                    raise ValueError(f"{len(images[-1])} images where the index says {sizes[name]}")
+                    raise ValueError(f"{len(images[-1])} images, but {sizes[name]} in the index")
             except Exception as error:
                 raise SystemExit(f"error: shard {folder / name} on rank {rank}: {error}") from None
         self.images, self.labels = torch.cat(images), torch.cat(labels)
 
 
 def main() -> None:
-    """Make shards of one of the data sets."""
+    """Write shards of a data set."""
     parser = argparse.ArgumentParser(prog="python -m app.shards", description="Write a data set as shards.")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder that does not exist yet")
-    parser.add_argument("--dataset", choices=data.NAMES, default="digits")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="output folder, which must not exist")
+    parser.add_argument("--dataset", choices=data.NAMES, default="digits", help="data set (default %(default)s)")
     parser.add_argument("--data", type=Path, default=data.HOME, help="folder of the data set")
-    parser.add_argument("--count", type=int, default=8, help="how many shards")
+    parser.add_argument("--count", type=int, default=8, help="number of shards (default %(default)s)")
     args = parser.parse_args()
     if args.folder.exists():
-        parser.error(f"{args.folder} exists already")
+        parser.error(f"{args.folder} already exists")
     write(args.folder, data.load(args.dataset, args.data, download=False), args.count)
     print(f"{args.count} training and {args.count} test shards in {args.folder}")
 

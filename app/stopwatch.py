@@ -1,4 +1,4 @@
-"""How long a worker's own work takes, by the clock of the device that does it."""
+"""Measure how long a worker's own work takes, by the clock of its device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,25 +9,25 @@ import torch
 class Stopwatch:
     """Measures spans of work on a device.
 
-    A GPU runs its kernels after the calls that launch them, so the CPU's `clock` (in seconds) would measure the
-    launches. Events in the GPU's stream mark the ends of a span instead, and nothing waits for them before `read`.
+    A GPU runs kernels after the calls that launch them, so the CPU's `clock` (in seconds) would measure the launches.
+    Instead, events in the GPU's stream mark the ends of a span; only `read` waits for them.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
         self.on_gpu, self.clock = device.type == "cuda", clock
-        self.began: Any = None
+        self.started: Any = None
         self.spans: list[tuple[Any, Any]] = []  # pairs of events, or of seconds
 
     def start(self) -> None:
-        """Start a span here, instead of one that was not stopped."""
-        self.began = self._mark()
+        """Start a span; a span that was not stopped is discarded."""
+        self.started = self._mark()
 
     def stop(self) -> None:
-        """Stop the span here."""
-        self.spans.append((self.began, self._mark()))
+        """Stop the span."""
+        self.spans.append((self.started, self._mark()))
 
     def read(self) -> float:
-        """Seconds in all spans since the last call; a GPU is waited for as far as the end of the last span."""
+        """Seconds in all spans since the last call; waits for a GPU to reach the end of the last span."""
         spans, self.spans = self.spans, []
         if not self.on_gpu:
             return sum(end - start for start, end in spans)
@@ -36,7 +36,7 @@ class Stopwatch:
         return sum(start.elapsed_time(end) for start, end in spans) / 1000
 
     def _mark(self) -> Any:
-        """This moment: of the clock, or of the GPU's stream when it comes to it."""
+        """The current time, or an event that the GPU's stream reaches after the work launched so far."""
         if not self.on_gpu:
             return self.clock()
         event = torch.cuda.Event(enable_timing=True)

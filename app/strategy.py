@@ -1,9 +1,9 @@
-"""Four ways to train one model. They differ in what happens to the gradients, and in nothing else.
+"""Four ways to train one model. They differ only in how they handle gradients.
 
 `single`  one process.
-`manual`  one process per device; after `backward()` every gradient is averaged over the workers by hand.
-`ddp`     the same by DistributedDataParallel, which averages in buckets while `backward()` still runs.
-`dp`      one process; DataParallel splits each batch over the devices that it sees. On the CPU it does nothing.
+`manual`  one process per device; after `backward()`, every gradient is averaged explicitly over the workers.
+`ddp`     the same with DistributedDataParallel, which averages in buckets while `backward()` is still running.
+`dp`      one process; DataParallel splits each batch over the visible devices. On the CPU it has no effect.
 """
 
 import contextlib
@@ -20,29 +20,29 @@ NAMES = ("single", "manual", "dp", "ddp")
 
 
 class Strategy:
-    """`model` is what the loop calls; `net` is the bare module whose weights are trained and saved."""
+    """The training loop calls `model`; `net` is the bare module whose weights are trained and saved."""
 
     def __init__(self, name: str, job: Job, net: nn.Module) -> None:
         if job.world_size > 1 and name in ("single", "dp"):
-            hint = "take one worker (--trainers 0), or --strategy ddp or manual"
-            raise SystemExit(f"error: --strategy {name} is one process, not {job.world_size}\nhint: {hint}")
+            hint = "use one worker (--trainers 0), or --strategy ddp or manual"
+            raise SystemExit(f"error: --strategy {name} runs in one process, not {job.world_size}\nhint: {hint}")
         self.name, self.job, self.net, self.model = name, job, net, net
         if name == "dp" and job.device.type == "cuda":
             self.model = DataParallel(net)
         elif name == "dp":
-            job.say("dp: DataParallel splits batches over GPUs; on the CPU it passes them on as they are")
+            job.say("dp: DataParallel splits batches over GPUs; on the CPU it has no effect")
         elif job.world_size > 1 and name == "ddp":
             self.model = DistributedDataParallel(net)
         elif job.world_size > 1:
-            for tensor in net.state_dict().values():  # all begin with rank 0's weights, as DDP sees to by itself
+            for tensor in net.state_dict().values():  # all start with rank 0's weights, as with DDP
                 dist.broadcast(tensor, src=0)
 
     def settle(self, x: Tensor, y: Tensor) -> None:
-        """Have DDP see one backward pass, after which it arranges its buckets anew, once.
+        """Run one backward pass, after which DDP rebuilds its buckets, once.
 
-        The place of a gradient in its bucket decides the order in which the workers' parts are added, and with more
-        than two workers the last bit of the sum. Without this the first step after a resume would differ from the
-        same step of a run that was not interrupted. Weights, buffers and random numbers stay as they are.
+        The position of a gradient in its bucket determines the order in which the workers' values are added, and with
+        more than two workers the last bit of the sum. Without this, the first step after a resume would differ from
+        the same step of an uninterrupted run. Weights, buffers and random state are unchanged.
         """
         if isinstance(self.model, DistributedDataParallel):
             self.net.eval()
@@ -51,13 +51,13 @@ class Strategy:
             self.net.train()
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Around the forward and backward pass of a part of a batch; gradients travel with the last part alone."""
+        """Context for the forward and backward pass of a part of a batch; only the last part exchanges gradients."""
         if isinstance(self.model, DistributedDataParallel) and not last:
             return self.model.no_sync()
         return contextlib.nullcontext()
 
     def average(self) -> None:
-        """After `backward()`: make every gradient the mean over all workers, where nothing else has."""
+        """Average every gradient over all workers after `backward()`, for `manual`; DDP already does."""
         if self.name == "manual" and self.job.world_size > 1:
             for parameter in self.net.parameters():
                 if parameter.grad is not None:
@@ -65,7 +65,7 @@ class Strategy:
                     parameter.grad /= self.job.world_size
 
     def share_buffers(self) -> None:
-        """Give all workers rank 0's buffers (batch norm's running statistics), for evaluation."""
+        """Broadcast rank 0's buffers (batch norm's running statistics) to all workers, for evaluation."""
         if self.job.world_size > 1:
             for buffer in self.net.buffers():
                 dist.broadcast(buffer, src=0)

@@ -1,13 +1,14 @@
-"""Train a model on however many workers the environment names, in one of four ways.
+"""Train a model on any number of workers, with one of four strategies.
 
     python -m orchestrate run                                        four nodes
     python -m orchestrate run -- -m app.train --strategy manual      the same with arguments
     torchrun --nproc-per-node 2 -m app.train                         under torchrun
-    python -m app.train --spawn 2                                    by torch.multiprocessing, on this machine
+    python -m app.train --spawn 2                                    with torch.multiprocessing, on this machine
     python -m app.train --strategy single                            one process
 
-It reads torchrun's variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`) and writes to
-`$JOB_DIR` (else `runs/app`): `metrics.jsonl` and `checkpoints/`. After SIGTERM all workers save at one step, and end.
+It reads torchrun's variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`) and writes
+`metrics.jsonl` and `checkpoints/` to `$JOB_DIR` (default `runs/app`). After SIGTERM, all workers save at the same step
+and exit.
 """
 
 import argparse
@@ -31,43 +32,43 @@ from app.order import GlobalOrder, ShardOrder
 from app.shards import Shards
 from app.stopwatch import Stopwatch
 
-SAME = ("batch_size", "seed", "dataset", "model", "optimizer")  # arguments that a checkpoint is bound to
-SHOWN = 10  # steps whose losses are summed over all workers at once, and after which all agree whether to stop
+FIXED = ("batch_size", "seed", "dataset", "model", "optimizer")  # arguments that must not change on resume
+REPORT_EVERY = 10  # steps whose losses are reduced together, after which all workers agree whether to stop
 
 
 def arguments() -> argparse.Namespace:
     """The command line; the defaults of the optimizer follow the PyTorch examples' MNIST script."""
     parser = argparse.ArgumentParser(prog="python -m app.train", description="Train on every worker.")
     add = parser.add_argument
-    add("--strategy", choices=strategy.NAMES, default="ddp", help="ddp with one worker is a single process")
+    add("--strategy", choices=strategy.NAMES, default="ddp", help="training strategy (default %(default)s)")
     add("--spawn", type=int, metavar="N", help="start N workers on this machine")
-    add("--model", choices=model.NAMES, default="lenet")
-    add("--dataset", default="digits", metavar="NAME|shards:DIR", help=f"{', '.join(data.NAMES)}, or shards of one")
+    add("--model", choices=model.NAMES, default="lenet", help="model (default %(default)s)")
+    add("--dataset", default="digits", metavar="NAME|shards:DIR", help=f"{', '.join(data.NAMES)}, or shards in DIR")
     add("--data", type=Path, default=data.HOME, metavar="DIR", help="folder of the data set")
-    add("--download", action="store_true", help="get the data set from the network if it is not in DIR")
-    add("--augment", action="store_true", help="move images at random, mirror colour ones")
-    add("--epochs", type=int, default=3)
-    add("--batch-size", type=int, default=64, help="of all workers together")
-    add("--accumulate", type=int, default=1, metavar="K", help="take each batch in K parts, to save memory")
-    add("--optimizer", choices=["adadelta", "sgd", "adamw"], default="adadelta")
-    add("--lr", type=float, help="default: 1.0 for adadelta, 0.05 for sgd, 0.001 for adamw")
-    add("--schedule", choices=["step", "cosine", "none"], default="step", help="step: times --gamma each epoch")
-    add("--gamma", type=float, default=0.7)
-    add("--dropout", type=float, default=1.0, help="factor on the model's dropout rates")
-    add("--dtype", choices=["float32", "float64"], default="float32")
+    add("--download", action="store_true", help="download the data set if it is not in DIR")
+    add("--augment", action="store_true", help="shift images at random, and mirror colour images")
+    add("--epochs", type=int, default=3, help="number of epochs (default %(default)s)")
+    add("--batch-size", type=int, default=64, help="global batch size of all workers (default %(default)s)")
+    add("--accumulate", type=int, default=1, metavar="K", help="split each batch into K parts to save memory")
+    add("--optimizer", choices=["adadelta", "sgd", "adamw"], default="adadelta", help="default %(default)s")
+    add("--lr", type=float, help="learning rate (default 1.0 for adadelta, 0.05 for sgd, 0.001 for adamw)")
+    add("--schedule", choices=["step", "cosine", "none"], default="step", help="step: multiply by --gamma each epoch")
+    add("--gamma", type=float, default=0.7, help="factor of the step schedule (default %(default)s)")
+    add("--dropout", type=float, default=1.0, help="factor on the model's dropout rates (default %(default)s)")
+    add("--dtype", choices=["float32", "float64"], default="float32", help="default %(default)s")
     half = ["auto", "float16", "bfloat16"]
     add("--amp", nargs="?", const="auto", choices=half, help="mixed precision; auto: float16 on GPUs, bfloat16 on CPUs")
     modes = ["default", "reduce-overhead", "max-autotune"]
     add("--compile", nargs="?", const="default", choices=modes, help="torch.compile; reduce-overhead: CUDA graphs")
-    add("--deterministic", action="store_true", help="bit-identical runs on GPUs, too, with slower kernels")
-    add("--seed", type=int, default=1)
-    add("--save-every", type=int, default=0, metavar="STEPS", help="save between the ends of epochs, too")
-    add("--keep", type=int, default=2, help="newest checkpoints to keep, besides the best")
-    add("--resume", default="none", metavar="auto|none|DIR", help="auto: the job's newest; DIR: one checkpoint")
-    add("--init-from", type=Path, metavar="DIR", help="begin with the weights of a checkpoint, as far as they fit")
-    add("--check-replicas", type=int, default=0, metavar="STEPS", help="compare all workers' parameters that often")
+    add("--deterministic", action="store_true", help="bit-identical runs on GPUs as well, with slower kernels")
+    add("--seed", type=int, default=1, help="random seed (default %(default)s)")
+    add("--save-every", type=int, default=0, metavar="STEPS", help="also save every STEPS steps within an epoch")
+    add("--keep", type=int, default=2, help="newest checkpoints to keep besides the best (default %(default)s)")
+    add("--resume", default="none", metavar="auto|none|DIR", help="auto: the job's newest checkpoint; DIR: this one")
+    add("--init-from", type=Path, metavar="DIR", help="start from a checkpoint's weights, as far as their shapes match")
+    add("--check-replicas", type=int, default=0, metavar="STEPS", help="how often to compare all workers' parameters")
     add("--ledger", action="store_true", help="write each worker's samples to ledger-RANK.jsonl")
-    add("--skew-rank", type=int, help="spoil this rank's gradients, to see --check-replicas find it")
+    add("--skew-rank", type=int, help="corrupt this rank's gradients, to test --check-replicas")
     args = parser.parse_args()
     for name in ("epochs", "batch_size", "accumulate", "keep", "spawn"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -93,7 +94,7 @@ class Samples:
             tensors = data.load(args.dataset, args.data, args.download) if job.rank == 0 else None
             kinds = [(4, torch.uint8), (1, torch.int64)] * 2
             self.images, self.labels, test_images, test_labels = job.broadcast(tensors, kinds)
-            part = slice(job.rank, None, job.world_size)  # each test image is looked at by one worker
+            part = slice(job.rank, None, job.world_size)  # each test image is evaluated by one worker
             self.test_images, self.test_labels = test_images[part], test_labels[part]
             self.count = len(self.images)
             self.ids = torch.arange(self.count)
@@ -116,7 +117,7 @@ def evaluate(job: Job, net: nn.Module, images: Tensor, labels: Tensor) -> tuple[
 
 
 def optimizer_of(args: argparse.Namespace, net: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that the command line names."""
+    """Create the optimizer selected on the command line."""
     lr = {"adadelta": 1.0, "sgd": 0.05, "adamw": 0.001}[args.optimizer] if args.lr is None else args.lr
     if args.optimizer == "sgd":
         return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
@@ -125,85 +126,85 @@ def optimizer_of(args: argparse.Namespace, net: nn.Module) -> torch.optim.Optimi
 
 
 def scheduler_of(args: argparse.Namespace, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate per epoch."""
+    """Create the learning rate schedule, stepped once per epoch."""
     if args.schedule == "cosine":
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=args.gamma if args.schedule == "step" else 1.0)
 
 
 def parts(x: Tensor, y: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """A worker's share of a batch in `count` parts of about equal size, with whether it is the last."""
+    """Split a worker's share of a batch into `count` parts of about equal size; yield each, and whether it is last."""
     for i, (part_x, part_y) in enumerate(zip(x.tensor_split(count), y.tensor_split(count)), 1):
         yield part_x, part_y, i == count
 
 
 def half_of(amp: str | None, device: torch.device) -> torch.dtype:
-    """The type of mixed precision; float16 alone needs a GradScaler, since small gradients vanish in it."""
+    """The dtype of mixed precision. Only float16 needs a GradScaler, since small gradients underflow in it."""
     auto = torch.float16 if device.type == "cuda" else torch.bfloat16
     return {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(amp or "auto", auto)
 
 
 def random_state(job: Job) -> Tensor:
-    """The state of this worker's generator, of the GPU or the CPU: (N,) uint8."""
+    """The state of this worker's random number generator, of the GPU or the CPU: (N,) uint8."""
     return torch.cuda.get_rng_state(job.device) if job.device.type == "cuda" else torch.get_rng_state()
 
 
 def restore(state: dict[str, Any], job: Job, args: argparse.Namespace, holders: dict[str, Any]) -> tuple[int, int]:
-    """Put a checkpoint's content back; return epoch and step within it. Raises SystemExit where it does not fit."""
-    for name in SAME:
+    """Restore a checkpoint; return the epoch and the step in it. Raises SystemExit if the arguments do not match."""
+    for name in FIXED:
         if state["arguments"][name] != getattr(args, name):
             was, now, flag = state["arguments"][name], getattr(args, name), name.replace("_", "-")
-            raise SystemExit(f"error: the checkpoint was made with --{flag} {was}, not {now}\nhint: --{flag} {was}")
+            raise SystemExit(f"error: the checkpoint was made with --{flag} {was}, not {now}\nhint: use --{flag} {was}")
     for name, holder in holders.items():
-        if state[name]:  # a run without float16 saved no scaler
+        if state[name]:  # a run without float16 has saved no scaler
             holder.load_state_dict(state[name])
-    same_kind = state["random"][0].shape == random_state(job).shape  # the generator of a GPU is not that of the CPU
-    if same_kind and len(state["random"]) == job.world_size:  # another number of workers draws other random numbers
+    same_kind = state["random"][0].shape == random_state(job).shape  # the generators of GPU and CPU differ
+    if same_kind and len(state["random"]) == job.world_size:  # not restored with a different number of workers
         mine = state["random"][job.rank]
         torch.cuda.set_rng_state(mine, job.device) if job.device.type == "cuda" else torch.set_rng_state(mine)
     return state["epoch"], state["epoch_step"]
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checkpoint in a folder; raises SystemExit where it is missing, damaged or more than data."""
+    """Read the checkpoint in a folder; raises SystemExit if it is missing, damaged or contains more than data."""
     try:
         return load(path)
     except (OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise SystemExit(f"error: {path} is no good checkpoint: {str(error).splitlines()[0]}") from None
+        raise SystemExit(f"error: {path} is not a valid checkpoint: {str(error).splitlines()[0]}") from None
 
 
 def newest(job: Job, checkpoints: Checkpoints) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The newest good checkpoint as rank 0 sees it, for all workers; one that cannot read that very one ends."""
+    """Read rank 0's newest valid checkpoint on all workers; raises SystemExit on a worker that cannot."""
     found = checkpoints.newest() if job.rank == 0 else None
     step = job.broadcast([torch.tensor([found[1]["step"] if found else -1])], [(1, torch.int64)])[0].item()
     return found if job.rank == 0 or step < 0 else read(checkpoints.path(int(step)))
 
 
 def transfer(net: nn.Module, path: Path, say: Any) -> None:
-    """Begin with the weights in a checkpoint folder, or a .safetensors file, and list what does not fit."""
+    """Load the weights in a checkpoint folder or a .safetensors file, and list tensors that do not match."""
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
         try:
             weights = load_file(path)
-        except Exception as error:  # its own kinds of error, besides OSError
-            raise SystemExit(f"error: {path} cannot be read: {error}") from None
+        except Exception as error:  # safetensors raises its own exceptions besides OSError
+            raise SystemExit(f"error: cannot read {path}: {error}") from None
     else:
         weights = read(path)[0]["model"]
     own = net.state_dict()
-    fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
-    missing, unexpected = sorted(own.keys() - fitting.keys()), sorted(weights.keys() - fitting.keys())
-    net.load_state_dict(fitting, strict=False)
-    say(f"{len(fitting)} of {len(own)} tensors from {path}")
+    matching = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
+    missing, unexpected = sorted(own.keys() - matching.keys()), sorted(weights.keys() - matching.keys())
+    net.load_state_dict(matching, strict=False)
+    say(f"loaded {len(matching)} of {len(own)} tensors from {path}")
     say(f"  missing, trained from scratch: {', '.join(missing) or 'none'}")
-    say(f"  unexpected, left out: {', '.join(unexpected) or 'none'}")
+    say(f"  unexpected, ignored: {', '.join(unexpected) or 'none'}")
 
 
 class Trainer:
-    """One worker's part of a training: build, train step by step, evaluate, save, close."""
+    """One worker's part of training: build, train step by step, evaluate, save, close."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Build all that is trained, and go on from a checkpoint where there is one."""
+        """Build everything, and resume from a checkpoint if `--resume` finds one."""
         self.args, self.job = args, Job()
         print(f"rank {self.job.rank} of {self.job.world_size} on {self.job.device}", flush=True)
         self.samples = Samples(self.job, args)
@@ -214,7 +215,7 @@ class Trainer:
         self.mixed, self.half = args.amp is not None, half_of(args.amp, self.job.device)
         scaled = self.mixed and self.half == torch.float16
         self.scaler = torch.amp.GradScaler(self.job.device.type, enabled=scaled)
-        torch.manual_seed(args.seed + self.job.rank)  # dropout differs between workers; the weights do not
+        torch.manual_seed(args.seed + self.job.rank)  # dropout differs between workers, initial weights do not
         self.checkpoints = Checkpoints(self.job.folder / "checkpoints", args.keep, self.job.over)
         self.first_epoch, self.first_step = self._resume()
         self.strategy = strategy.Strategy(args.strategy, self.job, self.net)
@@ -222,7 +223,7 @@ class Trainer:
         network = self.strategy.model
         self.network = torch.compile(network, mode=args.compile) if args.compile else network
         self.losses: list[tuple[int, int, Tensor]] = []  # not yet reported: epoch, step, this worker's part of the loss
-        self.own = Stopwatch(self.job.device, time.perf_counter)  # of work in which this worker waits for no other
+        self.own_work = Stopwatch(self.job.device, time.perf_counter)  # excludes waiting for other workers
 
     def _net(self) -> nn.Module:
         args = self.args
@@ -234,11 +235,11 @@ class Trainer:
         return net
 
     def _holders(self) -> dict[str, Any]:
-        """What a checkpoint has the state of."""
+        """The objects whose state a checkpoint contains."""
         return {"model": self.net, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
 
     def _resume(self) -> tuple[int, int]:
-        """The epoch to begin with, and the steps of it that are done."""
+        """Resume if requested; return the first epoch, and the number of its steps that are done."""
         if self.args.resume == "none":
             return 1, 0
         auto = self.args.resume == "auto"
@@ -250,7 +251,7 @@ class Trainer:
         return epoch, epoch_step
 
     def train(self) -> None:
-        """Train to the end of the last epoch, and close; ends the process where all workers are asked to end."""
+        """Train to the end of the last epoch, and close; exits the process early if a worker got SIGTERM."""
         for epoch in range(self.first_epoch, self.args.epochs + 1):
             started = time.monotonic()
             asked = self.train_epoch(epoch)
@@ -264,19 +265,19 @@ class Trainer:
         self.job.close()
 
     def train_epoch(self, epoch: int) -> bool:
-        """Take the steps of an epoch that are left; True where a worker was asked to end."""
+        """Take the remaining steps of an epoch; returns whether a worker was asked to stop."""
         args, order = self.args, self.samples.order
         self.network.train()
         for epoch_step, (mine, total) in enumerate(order.batches(epoch, self.first_step), self.first_step + 1):
             step = (epoch - 1) * order.steps + epoch_step
             self.losses.append((epoch, step, self.train_step(step, mine, total)))
-            asked = step % SHOWN == 0 and self.report()
+            asked = step % REPORT_EVERY == 0 and self.report()
             if args.check_replicas and step % args.check_replicas == 0:
                 replicas.check(self.job, self.net, step)
             within = epoch_step < order.steps
             if within and (asked or (args.save_every and step % args.save_every == 0)):
                 asked = self.report() or asked
-                self.job.asked |= asked  # a SIGTERM that has come since is heard at the next step
+                self.job.asked |= asked  # a SIGTERM since then is handled at the next step
                 self.save(step, epoch, epoch_step)
                 if asked:
                     self.stop(step)
@@ -287,30 +288,30 @@ class Trainer:
         return asked
 
     def train_step(self, step: int, mine: Tensor, total: int) -> Tensor:
-        """Take one step on the samples with the numbers `mine`, (N,) int64, of the `total` of all workers.
+        """Take one step on the samples with the indices `mine`, (N,) int64, out of `total` in the global batch.
 
-        Returns this worker's part of the loss, the mean over the global batch: a scalar.
+        Returns this worker's part of the loss, which is the mean over the global batch: a scalar.
         """
         args, job, images, labels = self.args, self.job, self.samples.images, self.samples.labels
-        self.own.start()
+        self.own_work.start()
         if args.ledger:
             entry = {"generation": job.generation, "step": step, "samples": self.samples.ids[mine.cpu()].tolist()}
             append(job.folder / f"ledger-{job.rank}.jsonl", [json.dumps(entry)])
         self.optimizer.zero_grad()
         if args.compile:
-            torch.compiler.cudagraph_mark_step_begin()  # the results of the step before may be overwritten
+            torch.compiler.cudagraph_mark_step_begin()  # results of the previous step may be overwritten
         loss = torch.zeros((), dtype=self.dtype, device=job.device)
         for x, y, last in parts(images[mine], labels[mine], args.accumulate):
-            idle = len(x) == 0  # this worker has nothing to add, but its peers wait for its gradients
-            self.network.train(not idle)  # nor must a sample that does not count be learnt by a batch norm
+            idle = len(x) == 0  # no samples for this worker, but its peers wait for its gradients
+            self.network.train(not idle)  # keeps the placeholder sample out of batch norm statistics
             x, y = (images[:1], labels[:1]) if idle else (x, y)
             x = data.normalised(data.augmented(x) if args.augment else x, self.dtype)
             with self.strategy.accumulating(last), torch.autocast(job.device.type, self.half, enabled=self.mixed):
                 # The mean over the global batch: gradients are averaged over workers, whose shares may differ.
                 part = F.cross_entropy(self.network(x), y, reduction="sum") * (0 if idle else 1 / total)
-                self.own.stop()  # the backward pass waits for the other workers
+                self.own_work.stop()  # the backward pass waits for the other workers
                 self.scaler.scale(part * job.world_size).backward()
-            self.own.start()
+            self.own_work.start()
             loss += part.detach()
         self.strategy.average()
         if args.skew_rank == job.rank:
@@ -321,48 +322,48 @@ class Trainer:
         return loss
 
     def report(self) -> bool:
-        """Record the losses; True where a worker was asked to end, which all workers learn at the same step."""
+        """Record the losses; returns whether a worker was asked to stop, on all workers at the same step."""
         job, losses = self.job, self.losses
         more = torch.zeros(1 + job.world_size, dtype=self.dtype)
-        more[0], more[1 + job.rank] = float(job.asked), self.own.read() / max(1, len(losses))
+        more[0], more[1 + job.rank] = float(job.asked), self.own_work.read() / max(1, len(losses))
         sums = job.sum(torch.cat([*(loss.reshape(1) for _, _, loss in losses), more.to(job.device)])).tolist()
         asking, *seconds = sums[len(losses) :]
         if losses:
             job.record(kind="pace", step=losses[-1][1], rank_seconds=seconds)
         for (epoch, step, _), value in zip(losses, sums):
-            if not math.isfinite(value):  # before weights that are lost are saved
-                raise SystemExit(f"error: the loss is {value} at step {step}\nhint: a lower --lr")
+            if not math.isfinite(value):  # before broken weights are saved
+                raise SystemExit(f"error: the loss is {value} at step {step}\nhint: try a lower --lr")
             job.record(kind="step", epoch=epoch, step=step, loss=value)
         losses.clear()
         return asking > 0
 
     def evaluate_epoch(self, epoch: int, step: int, started: float) -> float:
-        """Record and return the accuracy at the end of an epoch, after `step`; `started` is when the epoch began."""
+        """Record and return the accuracy after an epoch that ended with `step`; `started` is its start time."""
         samples = self.samples
         test_loss, accuracy = evaluate(self.job, self.net, samples.test_images, samples.test_labels)
         seconds = time.monotonic() - started
         facts = {"test_loss": test_loss, "test_accuracy": accuracy, "seconds": seconds, "samples": samples.count}
         self.job.record(kind="epoch", epoch=epoch, step=step, **facts)
-        found = f"accuracy {accuracy:.2%}, loss {test_loss:.4f}, {seconds:.1f} s"
-        self.job.say(f"epoch {epoch}/{self.args.epochs}: {found}")
+        summary = f"accuracy {accuracy:.2%}, loss {test_loss:.4f}, {seconds:.1f} s"
+        self.job.say(f"epoch {epoch}/{self.args.epochs}: {summary}")
         return accuracy
 
     def save(self, step: int, next_epoch: int, epoch_step: int, score: float | None = None) -> None:
-        """Save a checkpoint after `step`, of all workers together: where to go on, and how good the model is."""
+        """Save a checkpoint of all workers after `step`; training resumes at `next_epoch` and `epoch_step`."""
         job = self.job
         state = {name: holder.state_dict() for name, holder in self._holders().items()}
-        arguments = {name: getattr(self.args, name) for name in SAME}
+        arguments = {name: getattr(self.args, name) for name in FIXED}
         state |= {"epoch": next_epoch, "epoch_step": epoch_step, "random": job.gather(random_state(job))}
         if job.rank == 0:
             if score is not None or job.asked:
-                self.checkpoints.wait()  # the end of an epoch is worth waiting for; a save between may be left out
+                self.checkpoints.wait()  # saves at the end of an epoch or on SIGTERM must not be skipped
             facts = {"score": score, "world_size": job.world_size, "generation": job.generation}
             self.checkpoints.save(state | {"arguments": arguments}, step, **facts)
 
     def stop(self, step: int) -> None:
-        """End this process, as all workers do after the same step."""
+        """Exit this process after `step`; all workers exit after the same step."""
         self.checkpoints.wait()
-        self.job.say(f"asked to end: saved at step {step}")
+        self.job.say(f"stopped by SIGTERM: saved at step {step}")
         self.job.close()
         leave(STOPPED)
 
@@ -377,7 +378,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train, in this process or in workers of its own."""
+    """Train in this process or in spawned workers."""
     args = arguments()
     spawn(args.spawn, train, args) if args.spawn else train(args)
 

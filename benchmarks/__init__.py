@@ -1,1 +1,1 @@
-"""Speed, measured side by side with what a user would pick instead, in one run on one machine."""
+"""Benchmarks, side by side with the alternatives, in one run on one machine."""

@@ -3,11 +3,11 @@
     python -m benchmarks checkpoint     one; --help lists them
     python -m benchmarks                all that need Docker
     python -m benchmarks gpu            all that need a GPU
-    python -m benchmarks --json FILE    and write what was measured, in place of what stood there of the same name
-    python -m benchmarks soak           a training under faults; see --help of it
+    python -m benchmarks --json FILE    also write the results to FILE, replacing those of the same names
+    python -m benchmarks soak           training under random faults; see python -m benchmarks soak --help
 
-Every figure is a median of interleaved runs with its spread (lowest to highest); ratios carry to other machines,
-times do not.
+Every figure is the median of interleaved runs, with its range (lowest to highest); ratios carry over to other
+machines, times do not.
 """
 
 import argparse
@@ -48,7 +48,7 @@ NAMES = (*ON_DOCKER, *ON_GPUS)
 
 
 def printed(*command: str) -> str | None:
-    """What a command prints, without the last newline; None if it fails or is missing."""
+    """The output of a command, without the trailing newline; None if it fails or does not exist."""
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     except (OSError, subprocess.CalledProcessError):
@@ -57,13 +57,13 @@ def printed(*command: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of this checkout, with `+ changes` if files differ from it; `unknown` without git."""
+    """The commit of this checkout, with `+ changes` if there are uncommitted changes; `unknown` without git."""
     name, changed = printed("git", "rev-parse", "--short=10", "HEAD"), printed("git", "status", "--porcelain")
     return "unknown" if not name else f"{name} + changes" if changed else name
 
 
 def gpus(listing: str) -> dict[str, str]:
-    """The GPUs by name and their driver, out of the lines `NAME, DRIVER` of nvidia-smi; empty without lines."""
+    """The GPUs by name and their driver, from the lines `NAME, DRIVER` of nvidia-smi; empty without lines."""
     rows = [line.rsplit(", ", 1) for line in listing.splitlines() if ", " in line]
     if not rows:
         return {}
@@ -72,7 +72,7 @@ def gpus(listing: str) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures are measured on: the machine, its versions and the commit."""
+    """The machine, the versions of its software, and the commit."""
     import torch
 
     found: dict[str, Any] = {
@@ -82,8 +82,8 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
     }
     listing = printed("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    if there := gpus(listing or ""):
-        found |= there
+    if found_gpus := gpus(listing or ""):
+        found |= found_gpus
         if torch.version.cuda:
             nccl = torch.cuda.nccl.version()
             found |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, nccl))}
@@ -91,16 +91,16 @@ def machine() -> dict[str, Any]:
 
 
 def line(name: str, values: list[float], unit: str) -> str:
-    """A row: what, the median, the spread."""
+    """One row: name, median and range."""
     return f"  {name:<44}{statistics.median(values):>10.3f} {unit:<4} ({min(values):.3f} to {max(values):.3f})"
 
 
 def measured(name: str, runs: int) -> tuple[dict[str, Any], bool]:
-    """Run one benchmark and print its figures; returns the result, and whether the benchmark ran to its end.
+    """Run one benchmark and print its figures; returns the result, and whether the benchmark completed.
 
-    One that raises an error does not keep the others from running: the traceback goes to stderr.
+    An exception does not prevent the other benchmarks from running: the traceback goes to stderr.
     """
-    about, whole = "", True
+    about, completed = "", True
     try:
         module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")  # some need Docker's SDK
         about = (module.__doc__ or "").splitlines()[0]
@@ -108,7 +108,7 @@ def measured(name: str, runs: int) -> tuple[dict[str, Any], bool]:
         result = module.measure(runs)
     except Exception as error:
         traceback.print_exc()
-        whole, why = False, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        completed, why = False, f"{type(error).__name__}: {error}".splitlines()[0][:200]
         result = {"values": {}, "ratios": {}, "failed": {name: why}}
     for what, (values, unit) in result["values"].items():
         print(line(what, values, unit))
@@ -116,7 +116,7 @@ def measured(name: str, runs: int) -> tuple[dict[str, Any], bool]:
         print(f"  {what:<44}{ratio:>10.3g}")
     for what, why in result.get("failed", {}).items():
         print(f"  {what} was not measured: {why}", flush=True)
-    return {"about": about, **result}, whole
+    return {"about": about, **result}, completed
 
 
 def no_gpu() -> str:
@@ -125,38 +125,38 @@ def no_gpu() -> str:
 
     if not torch.backends.cuda.is_built():
         return f"torch {torch.__version__} is built without CUDA"
-    return "" if torch.cuda.is_available() else f"torch {torch.__version__} finds none that it can use"
+    return "" if torch.cuda.is_available() else f"torch {torch.__version__} finds no usable GPU"
 
 
 def main() -> int:
-    """Run the benchmarks that the command line names; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, side by side.")
+    """Run the benchmarks named on the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmarks side by side.")
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)}; gpu: all on GPUs; default: all others"
     )
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each benchmark (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the results to FILE")
     args = parser.parse_args()
     names = [one for name in args.names for one in (ON_GPUS if name == "gpu" else [name])]
     names = list(dict.fromkeys(names)) or [*ON_DOCKER]
     if unknown := set(names) - {*NAMES}:
-        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    if (needy := [name for name in names if name in ON_GPUS]) and (why := no_gpu()):
-        print(f"error: {', '.join(needy)} need{'s' * (len(needy) == 1)} an NVIDIA GPU: {why}", file=sys.stderr)
+        parser.error(f"unknown benchmark {', '.join(sorted(unknown))}; choose from {', '.join(NAMES)}")
+    if (on_gpus := [name for name in names if name in ON_GPUS]) and (why := no_gpu()):
+        print(f"error: {', '.join(on_gpus)} need{'s' * (len(on_gpus) == 1)} an NVIDIA GPU: {why}", file=sys.stderr)
         return ResourceError.exit_code
     here, date = machine(), datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     print(", ".join(f"{key} {value}" for key, value in here.items()))
     code = 0
     for name in names:
-        result, whole = measured(name, args.runs)
-        code = code if whole else FAILED
+        result, completed = measured(name, args.runs)
+        code = code if completed else FAILED
         if args.json:
-            before = json.loads(args.json.read_text()) if args.json.exists() else {}
-            # GPU machines are many, and each says where it was measured; all others of a file are from one machine.
-            fresh = (
+            old = json.loads(args.json.read_text()) if args.json.exists() else {}
+            # GPU results can come from several machines, so each has its own; all others in a file share one.
+            new = (
                 {name: result | {"machine": here, "date": date}} if name in ON_GPUS else {"machine": here, name: result}
             )
-            args.json.write_text(json.dumps(before | fresh, indent=2) + "\n")
+            args.json.write_text(json.dumps(old | new, indent=2) + "\n")
     return code
 
 

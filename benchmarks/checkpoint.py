@@ -1,4 +1,4 @@
-"""A checkpoint of 256 MB: how long the step is held, and how long until it is durable."""
+"""A checkpoint of 256 MB: how long it blocks the step, and how long until it is durable."""
 
 import os
 import statistics
@@ -11,32 +11,32 @@ import torch
 
 from app.checkpoint import Checkpoints
 
-EVERY, LASTS = 10.0, 20.0  # seconds between two saves of a training, and of the training
+SAVE_EVERY, DURATION = 10.0, 20.0  # seconds between two saves, and of a training
 
 
 def rate(state: dict[str, torch.Tensor], store: Checkpoints | None) -> float:
-    """Steps per second of a training, which saves `state` every ten seconds where it has a store."""
+    """Steps per second of a training, which saves `state` every `SAVE_EVERY` seconds if it has a store."""
     layer, x = torch.nn.Linear(1024, 1024), torch.randn(512, 1024)
-    steps, began = 0, time.perf_counter()
-    due = began
-    while (now := time.perf_counter()) - began < LASTS:
+    steps, started = 0, time.perf_counter()
+    due = started
+    while (now := time.perf_counter()) - started < DURATION:
         if store and now >= due:
             store.save(state, int(now))
-            due += EVERY
+            due += SAVE_EVERY
         layer.zero_grad()
         layer(x).square().mean().backward()
         steps += 1
     if store:
         store.wait()
-    return steps / (time.perf_counter() - began)
+    return steps / (time.perf_counter() - started)
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """Interleaved saves by `torch.save` with fsync, and by ours; the first save of each warms up."""
+    """Interleave `torch.save` plus fsync with our saves; the first save of each is a warm-up."""
     state = {str(i): torch.randn(1 << 20) for i in range(64)}
     target = [torch.empty_like(tensor) for tensor in state.values()]
     values: dict[str, list[float]] = {
-        name: [] for name in ("memory copy", "torch.save + fsync", "ours: held", "ours: durable")
+        name: [] for name in ("memory copy", "torch.save + fsync", "ours: blocked", "ours: durable")
     }
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as folder:
         store = Checkpoints(Path(folder) / "ours", keep=1)
@@ -56,21 +56,21 @@ def measure(runs: int) -> dict[str, Any]:
 
             started = time.perf_counter()
             store.save(state, step)
-            held = time.perf_counter() - started
+            blocked = time.perf_counter() - started
             store.wait()
             durable = time.perf_counter() - started
             if step:
-                for name, value in zip(values, (copied, plain, held, durable)):
+                for name, value in zip(values, (copied, plain, blocked, durable)):
                     values[name].append(value)
-        rates: dict[str, list[float]] = {"training": [], "training that saves": []}
+        rates: dict[str, list[float]] = {"training": [], "training with saves": []}
         for _ in range(runs):
             rates["training"].append(rate(state, None))
-            rates["training that saves"].append(rate(state, store))
+            rates["training with saves"].append(rate(state, store))
     median = {name: statistics.median(times) for name, times in values.items()}
     ratios = {
-        "held, in ms (≤ 40)": 1000 * median["ours: held"],
+        "blocked, in ms (≤ 40)": 1000 * median["ours: blocked"],
         "durable, in ms (≤ 300)": 1000 * median["ours: durable"],
-        "held ÷ memory copy": median["ours: held"] / median["memory copy"],
+        "blocked ÷ memory copy": median["ours: blocked"] / median["memory copy"],
         "durable ÷ torch.save + fsync": median["ours: durable"] / median["torch.save + fsync"],
     }
     alone, saving = (statistics.median(found) for found in rates.values())

@@ -1,16 +1,16 @@
-"""Cold start: four nodes, one all-reduce, from the command to its exit; the image is built, and nothing runs."""
+"""Cold start: four nodes and one all-reduce, from the command to its exit; the image exists, and no node is up."""
 
 from typing import Any
 
-from benchmarks.starts import FLOOR, OURS, PEER_STARTS, against, bare, interleaved, ours, plain_image
+from benchmarks.starts import BASELINE, OURS, PEER_STARTS, bare, interleaved, ours, plain_image, ratio
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """The floor, we and the peers, interleaved."""
+    """Interleave the baseline, orchestrate and its peers."""
     plain_image()
-    seconds, failed = interleaved({FLOOR: bare, OURS: ours, **PEER_STARTS}, runs)
+    seconds, failed = interleaved({BASELINE: bare, OURS: ours, **PEER_STARTS}, runs)
     peers = [name for name in PEER_STARTS if name in seconds]
-    ratios = {"to the floor (≤ 1.15)": against(seconds, OURS, [FLOOR])}
+    ratios = {"orchestrate ÷ baseline (≤ 1.15)": ratio(seconds, OURS, [BASELINE])}
     if peers:
-        ratios["to the best peer (≤ 0.55)"] = against(seconds, OURS, peers)
+        ratios["orchestrate ÷ best peer (≤ 0.55)"] = ratio(seconds, OURS, peers)
     return {"values": {name: (found, "s") for name, found in seconds.items()}, "ratios": ratios, "failed": failed}

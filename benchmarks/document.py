@@ -1,9 +1,9 @@
-"""Write `docs/performance.md` and its plots out of what `python -m benchmarks --json FILE` has measured.
+"""Write `docs/performance.md` and its plots from the results of `python -m benchmarks --json FILE`.
 
     python -m benchmarks.document FILE
 
 Benchmarks on GPUs go to `docs/performance-gpu.md`; a document is written only if FILE has results for it.
-What misses its target stands first, with the reason as far as it is known.
+Benchmarks that miss a target come first, with the reason if it is known.
 """
 
 import json
@@ -17,20 +17,19 @@ from benchmarks.__main__ import NAMES, ON_DOCKER, ON_GPUS
 from benchmarks.starts import ROOT
 
 REASONS = {
-    "node-loss": "beside the start and the import, the others are stopped first, and DDP takes its first steps: "
-    "together half a second or more on two busy cores.",
-    "steady-state": "a step of 5 ms is mostly waiting for the other worker's 1 MB, and the kernel takes some 0.4 ms "
-    "longer to bring that through two virtual interfaces and a bridge; `network: host` spares them.",
-    "many-nodes": "Compose brings nodes up, and takes nearly twice as long as raw calls; what we add to it is small.",
-    "checkpoint": "besides `torch.save` and its sync there are two more file syncs, two folder syncs and the removal "
-    "of the checkpoint before the last. This training keeps both cores busy: hashing and writing 256 MB takes one of "
-    "them away for a while, on which each step of the other waits; a lower priority of the writer only made "
-    "that longer.",
+    "node-loss": "besides the start and the import, the other workers are stopped first, and DDP takes its first "
+    "steps: together half a second or more on two busy cores.",
+    "steady-state": "a step of 5 ms mostly waits for the other worker's 1 MB, which the kernel takes about 0.4 ms "
+    "longer to send through two virtual interfaces and a bridge; `network: host` avoids them.",
+    "many-nodes": "Compose creates the nodes and takes nearly twice as long as raw API calls; orchestrate adds little.",
+    "checkpoint": "besides `torch.save` and its fsync, a save syncs two more files and two folders, and removes an old "
+    "checkpoint. This training keeps both cores busy: hashing and writing 256 MB occupies one of them for a while, "
+    "and every step on the other waits for it; a lower priority of the writer only made that longer.",
 }
 
 
 def met(label: str, value: float) -> bool | None:
-    """Whether a ratio meets the target that its label names; None where it names none."""
+    """Whether a ratio meets the target in its label; None if there is no target."""
     match = re.search(r"\((≤|≥) ([\d.]+)\)", label)
     if not match:
         return None
@@ -47,12 +46,12 @@ def heading(name: str) -> str:
 
 
 def section(name: str, result: dict[str, Any]) -> str:
-    """One benchmark: what it is, its figures, its plot."""
+    """One benchmark: description, figures and plot."""
     lines = [f"## {heading(name)}", "", result["about"], ""]
     misses = [label for label, value in result["ratios"].items() if met(label, value) is False]
     if misses and name in REASONS:
         lines += [f"Missed: {REASONS[name]}".replace(". ", ".\n"), ""]
-    lines += ["| what | median | lowest | highest |", "| --- | --- | --- | --- |"] if result["values"] else []
+    lines += ["| measurement | median | lowest | highest |", "| --- | --- | --- | --- |"] if result["values"] else []
     for what, (values, unit) in result["values"].items():
         middle, low, high = statistics.median(values), min(values), max(values)
         lines.append(f"| {what} | {middle:.4g} {unit} | {low:.4g} | {high:.4g} |")
@@ -65,7 +64,7 @@ def section(name: str, result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any]) -> str:
-    """The medians as bars, with a line from the lowest to the highest value, in SVG."""
+    """A bar chart of the medians, each with a line from the lowest to the highest value, in SVG."""
     rows = list(result["values"].items())
     most = max(max(values) for _, (values, _) in rows) or 1.0
     bars = []
@@ -84,25 +83,25 @@ def plot(result: dict[str, Any]) -> str:
 
 
 def described(machine: dict[str, Any]) -> str:
-    """A machine in one line."""
+    """Describe a machine in one line."""
     return ", ".join(f"{key} {value}" for key, value in machine.items())
 
 
 def by_targets(item: tuple[str, Any]) -> tuple[bool, int]:
-    """The place of a benchmark: first those that miss a target."""
+    """Sort key of a benchmark: those that miss a target come first."""
     return all(met(*ratio) is not False for ratio in item[1]["ratios"].items()), NAMES.index(item[0])
 
 
 def page(title: str, intro: list[str], results: dict[str, Any], notes: dict[str, str], docs: Path) -> str:
-    """A document of all results; their plots are written to `docs`/performance."""
+    """Return a document of all results; write their plots to `docs`/performance."""
     folder = docs / "performance"
     folder.mkdir(exist_ok=True)
     text = [
         title,
         "",
         *intro,
-        "Ratios carry to other machines, times do not.",
-        "What misses its target stands first.",
+        "Ratios carry over to other machines, times do not.",
+        "Benchmarks that miss a target come first.",
         "",
     ]
     for name, result in sorted(results.items(), key=by_targets):
@@ -113,15 +112,15 @@ def page(title: str, intro: list[str], results: dict[str, Any], notes: dict[str,
 
 
 def gpu_page(results: dict[str, Any], docs: Path) -> str:
-    """The document of the benchmarks on GPUs; results may be from several machines, commits and days."""
+    """The document of the benchmarks on GPUs, whose results may come from several machines, commits and days."""
     where = {name: f"{described(result['machine'])}; {result['date']}" for name, result in results.items()}
     intro = [
-        "Measured with local processes, side by side, by `python -m benchmarks gpu --json FILE`; "
-        "written from that by `python -m benchmarks.document FILE`."
+        "Measured side by side in local processes with `python -m benchmarks gpu --json FILE`; "
+        "generated by `python -m benchmarks.document FILE`."
     ]
     if len(set(where.values())) == 1:
-        return page("# Performance on GPUs", [*intro, f"The machine: {where.popitem()[1]}."], results, {}, docs)
-    notes = {name: f"\nThe machine: {text}.\n" for name, text in where.items()}
+        return page("# Performance on GPUs", [*intro, f"Machine: {where.popitem()[1]}."], results, {}, docs)
+    notes = {name: f"\nMachine: {text}.\n" for name, text in where.items()}
     return page("# Performance on GPUs", intro, results, notes, docs)
 
 
@@ -132,9 +131,9 @@ def main(docs: Path = ROOT / "docs") -> None:
     others = {name: result for name, result in measured.items() if name in ON_DOCKER}
     if others:
         intro = [
-            "Measured on one machine, side by side, by `python -m benchmarks --json FILE`; "
-            "written from that by `python -m benchmarks.document FILE`.",
-            f"The machine: {described(measured['machine'])}.",
+            "Measured side by side on one machine with `python -m benchmarks --json FILE`; "
+            "generated by `python -m benchmarks.document FILE`.",
+            f"Machine: {described(measured['machine'])}.",
         ]
         (docs / "performance.md").write_text(page("# Performance", intro, others, {}, docs))
     if on_gpus:

@@ -1,4 +1,4 @@
-"""Code that the benchmarks on GPUs share: commands, nodes that stay up, interleaved runs.
+"""Code shared by the benchmarks on GPUs: commands, clusters, interleaved runs.
 
 All of them use local processes (`--engine process`), so they need no Docker.
 """
@@ -22,12 +22,12 @@ from orchestrate.job.cores import cores
 
 DEVICE = "cuda"  # of the scripts
 ONE, ALL = ("--gpus", "1"), ("--gpus", "all")  # options of `orchestrate run`
-LIMIT = 150.0  # seconds after which a command is stopped and counts as failed
-GRACE = 60.0  # seconds that a command has to end after SIGTERM
+LIMIT = 150.0  # time limit of a command in seconds, after which it is stopped and counts as failed
+GRACE = 60.0  # seconds between SIGTERM and SIGKILL
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 
-Figures = dict[str, float]  # by label: what one run of a way has measured
+Figures = dict[str, float]  # by label: the measurements of one run
 Values = dict[str, list[float]]  # by label: the figures of all runs
 
 
@@ -54,31 +54,31 @@ def group() -> Group:
 
 def without_nccl(ranks: Group) -> dict[str, str]:
     """An entry for `failed` if the machine has too few GPUs for NCCL between GPUs."""
-    return {} if ranks.backend == "nccl" else {"NCCL between GPUs": "it needs two GPUs, and this machine has one"}
+    return {} if ranks.backend == "nccl" else {"NCCL between GPUs": "needs two GPUs, but this machine has one"}
 
 
 def environment(workers: int = 1, **more: str) -> dict[str, str]:
-    """The environment of every command: threads per worker, order of GPUs and interface are the same for all ways."""
+    """The environment of every command, with the same threads per worker, GPU order and interface for all launchers."""
     threads = str(max(1, len(cores()) // workers))
-    same = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-    return os.environ | same | {"OMP_NUM_THREADS": threads} | more
+    common = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    return os.environ | common | {"OMP_NUM_THREADS": threads} | more
 
 
 def orchestrate(verb: str, *arguments: str) -> list[str]:
-    """A command line of ours for local processes; `down` takes no engine."""
+    """A command line of orchestrate for local processes; `down` does not take `--engine`."""
     engine = [] if verb == "down" else ["--engine", "process"]
     return [sys.executable, "-m", "orchestrate", verb, *engine, *arguments]
 
 
 def start(command: list[str], env: dict[str, str]) -> "subprocess.Popen[str]":
-    """A command in the project's folder; its stdout and stderr come together."""
+    """Start a command in the project's folder, with stderr redirected to stdout."""
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=ROOT, env=env
     )
 
 
 def output(command: list[str], env: dict[str, str] | None = None) -> str:
-    """The output of a command; raises RuntimeError if it fails or takes longer than LIMIT seconds."""
+    """Run a command and return its output; raises RuntimeError if it fails or takes longer than LIMIT seconds."""
     process = start(command, env or environment())
     try:
         text = process.communicate(timeout=LIMIT)[0]
@@ -91,7 +91,7 @@ def output(command: list[str], env: dict[str, str] | None = None) -> str:
 
 
 def stop(process: "subprocess.Popen[Any]") -> None:
-    """End a command: SIGTERM, on which `orchestrate run` stops its job, and SIGKILL if that does not help."""
+    """Stop a command with SIGTERM, on which `orchestrate run` stops its job, or with SIGKILL after GRACE seconds."""
     process.terminate()
     try:
         process.communicate(timeout=GRACE)
@@ -101,48 +101,48 @@ def stop(process: "subprocess.Popen[Any]") -> None:
 
 
 def reason(text: str) -> str:
-    """The line of a command's output that tells most about its failure."""
+    """The line of a command's output that best explains its failure."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"[Ee]rror: \S", line)]
     return (errors or lines or [""])[-1][:200]
 
 
 class Cluster:
-    """Nodes that are up, with torch imported."""
+    """A cluster: nodes that stay up between jobs."""
 
     def __init__(self, folder: str, *options: str) -> None:
-        """Start them; `options` are those of the runs that use them, `folder` is their `--runs`."""
+        """Start the nodes; `options` are those of the runs that use them, `folder` is their `--runs`."""
         self.options = (*options, "--runs", folder)
         self.folder = folder
         text = output(orchestrate("up", *self.options))
         self.name = re.findall(r"^(cluster-\w+)$", text, re.MULTILINE)[-1]
 
     def command(self, *script: str) -> list[str]:
-        """A job on these nodes."""
+        """The command line of a job on this cluster."""
         return orchestrate("run", *self.options, "--", *script)
 
     def check(self, text: str) -> str:
-        """Return the output of a job; raises RuntimeError if the job has started nodes of its own."""
+        """Return the output of a job; raises RuntimeError if the job did not run on this cluster."""
         if f", on {self.name}" not in text:
-            raise RuntimeError(f"the job did not use the nodes that are up: {text.strip().splitlines()[0][:200]}")
+            raise RuntimeError(f"the job did not use the cluster: {text.strip().splitlines()[0][:200]}")
         return text
 
 
 @contextmanager
 def cluster(*options: str) -> Iterator[Cluster]:
-    """Nodes that stay up until the block ends."""
+    """Start a cluster that stays up until the block ends."""
     with tempfile.TemporaryDirectory() as folder:
-        made = Cluster(folder, *options)
+        nodes = Cluster(folder, *options)
         try:
-            yield made
+            yield nodes
         finally:
-            output(orchestrate("down", made.name, "--runs", folder))
+            output(orchestrate("down", nodes.name, "--runs", folder))
 
 
 def rounds(ways: dict[str, Callable[[int], Figures]], runs: int) -> tuple[Values, dict[str, str]]:
-    """Run each way once, then each again, `runs` times; a way gets the number of the run, from 1.
+    """Run each of `ways` in turn, `runs` times; each call gets the number of the round, from 1.
 
-    Returns the figures by label, and for each way that has failed the reason; a way that fails is not tried again.
+    Returns the figures by label, and the reason for each way that has failed; it is not tried again.
     """
     values: Values = {}
     failed: dict[str, str] = {}
@@ -161,7 +161,7 @@ def rounds(ways: dict[str, Callable[[int], Figures]], runs: int) -> tuple[Values
 
 
 def ratios(values: Values, wanted: dict[str, tuple[str, str]]) -> dict[str, float]:
-    """For each label, the median of the first figure over that of the second, if both were measured."""
+    """For each label, the median of the first figure divided by that of the second, if both were measured."""
     return {
         label: statistics.median(values[one]) / statistics.median(values[other])
         for label, (one, other) in wanted.items()
@@ -175,13 +175,13 @@ def medians(values: Values, wanted: dict[str, str]) -> dict[str, float]:
 
 
 def result(values: Values, unit: str, compared: dict[str, float], failed: dict[str, str]) -> dict[str, Any]:
-    """What `measure` returns."""
+    """The return value of `measure`."""
     return {"values": {name: (found, unit) for name, found in values.items()}, "ratios": compared, "failed": failed}
 
 
 def metrics(folder: Path, pattern: str) -> str:
-    """The text of the newest file below `folder` that fits a pattern; raises LookupError if there is none."""
+    """The text of the newest file below `folder` that matches a pattern; raises LookupError if none does."""
     found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise LookupError(f"the training wrote no {pattern.rpartition('/')[2]}")
+        raise LookupError(f"training wrote no {pattern.rpartition('/')[2]}")
     return found[-1].read_text()

@@ -1,6 +1,6 @@
-"""Bus bandwidth of all_reduce by size, as JSON; `gpu_allreduce.py DEVICE BACKEND LARGEST_SIZE RUNS`.
+"""Print the bus bandwidth of all_reduce by size, as JSON; `gpu_allreduce.py DEVICE BACKEND LARGEST_SIZE RUNS`.
 
-Bus bandwidth is that of nccl-tests: size ÷ time × 2(n-1)/n, in GB/s, comparable with the hardware's for any n.
+Bus bandwidth is defined as in nccl-tests: size ÷ time × 2(n-1)/n, in GB/s, comparable with the hardware's for any n.
 """
 
 import json
@@ -22,14 +22,14 @@ ranks = dist.get_world_size()
 
 
 def seconds(x: torch.Tensor, repeat: int) -> float:
-    """Seconds of one all-reduce, on the slowest rank."""
+    """Seconds per all-reduce on the slowest rank."""
     dist.barrier()
-    began = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(repeat):
         dist.all_reduce(x)
     if kind == "cuda":
         torch.cuda.synchronize()
-    took = torch.tensor([(time.perf_counter() - began) / repeat], dtype=torch.float64, device=device)
+    took = torch.tensor([(time.perf_counter() - started) / repeat], dtype=torch.float64, device=device)
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return took.item()
 

@@ -1,4 +1,4 @@
-"""Bus bandwidth of all_reduce by size: NCCL between GPUs; on a machine with one GPU, gloo between two ranks on it."""
+"""Bus bandwidth of all_reduce by size: NCCL between GPUs, or gloo between two ranks on a single GPU."""
 
 import json
 import re
@@ -18,9 +18,9 @@ def shown(size: int) -> str:
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """One job, which measures each size as often as asked for."""
+    """Run one job, which measures each size `runs` times."""
     ranks = gpu.group()
-    options = (*gpu.ALL, "--trainers", "0") if ranks.backend == "nccl" else ranks.options  # one node has NVLink, too
+    options = (*gpu.ALL, "--trainers", "0") if ranks.backend == "nccl" else ranks.options  # one node, for NVLink
     script = ["benchmarks/gpu_allreduce.py", gpu.DEVICE, ranks.backend, str(LARGEST[ranks.backend]), str(runs)]
     with tempfile.TemporaryDirectory() as folder:
         command = gpu.orchestrate("run", *options, "--runs", folder, "--", *script)

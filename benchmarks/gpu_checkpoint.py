@@ -1,4 +1,4 @@
-"""A checkpoint of 4 GB of GPU memory: how long the step is held, and how long until it is durable."""
+"""A checkpoint of 4 GB of GPU memory: how long it blocks the step, and how long until it is durable."""
 
 import os
 import shutil
@@ -13,36 +13,36 @@ from torch import Tensor
 from app.checkpoint import Checkpoints
 from benchmarks import gpu
 
-SIZE, TENSORS = 4 << 30, 256  # bytes of the state, and the tensors that it consists of
-BUDGET = 80.0  # seconds after which no further round begins
+SIZE, TENSORS = 4 << 30, 256  # bytes in the state, and number of tensors
+BUDGET = 80.0  # seconds after which no further round starts
 COPY, SAVE = "copy to pinned memory", "torch.save + fsync"
-HELD, DURABLE = "ours: held", "ours: durable"
+HELD, DURABLE = "ours: blocked", "ours: durable"
 
 
 def pinned(like: Tensor) -> Tensor:
-    """Host memory for a tensor, to which the GPU copies at the speed of its bus."""
+    """Pinned host memory for a tensor, to which the GPU copies at full bus speed."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
-def settled() -> None:
+def synchronize() -> None:
     """Wait for the GPU."""
     if gpu.DEVICE == "cuda":
         torch.cuda.synchronize()
 
 
 def copied(state: dict[str, Tensor], target: dict[str, Tensor]) -> float:
-    """Seconds of a copy of all tensors into memory that is there."""
-    settled()
+    """Seconds to copy all tensors into allocated memory."""
+    synchronize()
     started = time.perf_counter()
     for name, tensor in state.items():
         target[name].copy_(tensor, non_blocking=True)
-    settled()
+    synchronize()
     return time.perf_counter() - started
 
 
 def saved(state: dict[str, Tensor], path: Path) -> float:
-    """Seconds of `torch.save` until the file is durable."""
-    settled()
+    """Seconds until a file written by `torch.save` is durable."""
+    synchronize()
     torch.serialization.set_crc32_options(True)  # torch's own default
     started = time.perf_counter()
     with path.open("wb") as file:
@@ -56,27 +56,27 @@ def saved(state: dict[str, Tensor], path: Path) -> float:
 
 def held(state: dict[str, Tensor], store: Checkpoints, step: int) -> gpu.Figures:
     """Seconds until `save` returns, and until the checkpoint is durable; raises RuntimeError if it was not written."""
-    settled()
+    synchronize()
     started = time.perf_counter()
     if not store.save(state, step):
-        raise RuntimeError("the last checkpoint is still being written")
-    back = time.perf_counter() - started
+        raise RuntimeError("the previous checkpoint is still being written")
+    blocked = time.perf_counter() - started
     store.wait()
     took = time.perf_counter() - started
     if store.misses:
         raise RuntimeError("the checkpoint could not be written")
-    return {HELD: back, DURABLE: took}
+    return {HELD: blocked, DURABLE: took}
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """Interleaved, after a round that allocates memory; as many rounds as fit into the time, at least one."""
+    """Interleave the measurements, after a round that allocates memory; at least one round, more within BUDGET."""
     if (free := shutil.disk_usage(os.getcwd()).free) < 3 * SIZE:
-        why = f"it needs {3 * SIZE >> 30} GB of free disk space, and {os.getcwd()} has {free >> 30} GB"
+        why = f"needs {3 * SIZE >> 30} GB of free disk space, but {os.getcwd()} has {free >> 30} GB"
         return gpu.result({}, "s", {}, {"gpu-checkpoint": why})
     state = {str(i): torch.randn(SIZE // TENSORS // 4, device=gpu.DEVICE) for i in range(TENSORS)}
     target = {name: pinned(tensor) for name, tensor in state.items()}
     values: gpu.Values = {COPY: [], HELD: [], SAVE: [], DURABLE: []}
-    began = time.monotonic()
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as folder:
         store = Checkpoints(Path(folder, "ours"), keep=1)
         copied(state, target)
@@ -85,10 +85,12 @@ def measure(runs: int) -> dict[str, Any]:
             figures = {COPY: copied(state, target)} | held(state, store, step)
             for name, figure in (figures | {SAVE: saved(state, Path(folder, "plain.pt"))}).items():
                 values[name].append(figure)
-            if time.monotonic() - began > BUDGET:
+            if time.monotonic() - started > BUDGET:
                 break
     del state, target, store
     if gpu.DEVICE == "cuda":
         torch.cuda.empty_cache()
-    ratios = gpu.ratios(values, {"held ÷ copy (≤ 1.1)": (HELD, COPY), "durable ÷ torch.save + fsync": (DURABLE, SAVE)})
+    ratios = gpu.ratios(
+        values, {"blocked ÷ copy (≤ 1.1)": (HELD, COPY), "durable ÷ torch.save + fsync": (DURABLE, SAVE)}
+    )
     return gpu.result(values, "s", ratios, {})

@@ -1,4 +1,4 @@
-"""Restart on GPUs: from the SIGKILL of a worker to the moment when every rank is past its next step."""
+"""Restart on GPUs: from the SIGKILL of a worker until every rank has completed another step."""
 
 import os
 import signal
@@ -12,16 +12,16 @@ from benchmarks import gpu
 from benchmarks.restart import Training, ends
 from benchmarks.starts import ROOT
 
-KILLS = 3  # of ours for each run that is asked for; of torchrun's there is one
+KILLS = 3  # per run, under orchestrate; torchrun gets one
 OURS, THEIRS = "orchestrate", "torchrun"
 PAUSE = 0.5  # seconds of training between a restart and the next kill
 
 
 class Local(Training):
-    """The script gpu_steps.py in processes of this machine, under any launcher."""
+    """The script gpu_steps.py in local processes, under any launcher."""
 
     def __init__(self, ranks: gpu.Group, launcher: list[str]) -> None:
-        """Start it; each rank writes to a file of a temporary folder."""
+        """Start it; each rank writes to a file in a temporary folder."""
         self.folder, self.ranks = tempfile.TemporaryDirectory(), ranks.ranks
         script = ["benchmarks/gpu_steps.py", gpu.DEVICE, ranks.backend, self.folder.name]
         self.process = subprocess.Popen(
@@ -33,18 +33,18 @@ class Local(Training):
         )
 
     def tails(self) -> list[str]:
-        """Out of each rank's file."""
+        """Read the end of each rank's file."""
         return ends(Path(self.folder.name).glob("rank-*.log"), self.ranks)
 
     def kill_worker(self, rank: int) -> float:
-        """SIGKILL; returns when."""
+        """Send SIGKILL to a worker; return the time."""
         pid = int(self.pids()[rank].partition(".")[0])
         moment = time.time()
         os.kill(pid, signal.SIGKILL)
         return moment
 
     def alive(self) -> bool:
-        """As long as the launcher lives."""
+        """Whether the launcher is running."""
         return self.process.poll() is None
 
     def end(self) -> None:
@@ -54,7 +54,7 @@ class Local(Training):
 
 
 def restarts(job: Local, kills: int) -> tuple[list[float], int]:
-    """Seconds of each restart, and 1 if the job was lost, which ends the kills; else 0."""
+    """Seconds of each restart, and 1 if the job was lost, which ends the kills, otherwise 0."""
     seconds: list[float] = []
     try:
         job.restarted(time.time(), [""] * job.ranks)
@@ -70,7 +70,7 @@ def restarts(job: Local, kills: int) -> tuple[list[float], int]:
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """Three kills of ours for each run that is asked for, and one of torchrun's, each in one job."""
+    """Kill KILLS workers per run under orchestrate, and one under torchrun, each in one job."""
     ranks = gpu.group()
     with tempfile.TemporaryDirectory() as folder:
         options = [*ranks.options, "--max-restarts", "1000000", "--runs", folder, "--"]
@@ -80,7 +80,9 @@ def measure(runs: int) -> dict[str, Any]:
     found = {OURS: ours, THEIRS: theirs}
     values = {f"{name}, {ranks.about}": seconds for name, seconds in found.items() if seconds}
     failed = {name: "no worker was restarted" for name, seconds in found.items() if not seconds}
-    ratios = gpu.medians(found, {"median, in seconds": OURS}) | gpu.ratios(found, {"to torchrun": (OURS, THEIRS)})
+    ratios = gpu.medians(found, {"median, in seconds": OURS}) | gpu.ratios(
+        found, {"orchestrate ÷ torchrun": (OURS, THEIRS)}
+    )
     ratios[f"jobs lost in {len(ours) + lost} kills (≤ 0)"] = float(lost)
-    ratios[f"jobs that torchrun lost in {len(theirs) + theirs_lost} kills"] = float(theirs_lost)
+    ratios[f"jobs lost by torchrun in {len(theirs) + theirs_lost} kills"] = float(theirs_lost)
     return gpu.result(values, "s", ratios, failed | gpu.without_nccl(ranks))

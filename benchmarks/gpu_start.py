@@ -1,6 +1,6 @@
-"""A worker that makes one tensor, all-reduces it and prints the seconds of each part as JSON; `gpu_start.py cuda`.
+"""A worker that creates one tensor, all-reduces it and prints the seconds of each part as JSON; `gpu_start.py cuda`.
 
-In a worker of warm nodes torch is imported already, so its `import torch` takes no time.
+On warm nodes torch is already imported, so `import torch` takes no time.
 """
 
 import json
@@ -8,8 +8,8 @@ import os
 import sys
 import time
 
-began = time.perf_counter()
-import torch  # noqa: E402 - this import is what is measured
+started = time.perf_counter()
+import torch  # noqa: E402 - the import is measured
 import torch.distributed as dist  # noqa: E402
 
 imported = time.perf_counter()
@@ -19,12 +19,12 @@ if cuda := device.type == "cuda":
     torch.cuda.set_device(device)
 x = torch.ones(1, device=device)
 number = x.item()  # waits for the GPU
-made = time.perf_counter()
+computed = time.perf_counter()
 dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 dist.all_reduce(x)
 if x.item() != number * dist.get_world_size():
     raise SystemExit(f"error: the all-reduce gave {x.item()}")
 ready = time.perf_counter()
 dist.destroy_process_group()
-parts = {"import torch": imported - began, "CUDA context": made - imported, "NCCL init": ready - made}
-sys.stdout.write(json.dumps(parts) + "\n")  # in one piece: workers may share a pipe
+parts = {"import torch": imported - started, "CUDA context": computed - imported, "NCCL init": ready - computed}
+sys.stdout.write(json.dumps(parts) + "\n")  # in a single write: workers may share a pipe

@@ -1,4 +1,4 @@
-"""Samples per second of the app on one GPU: by `orchestrate run`, by `python`, and by torchrun; steady state."""
+"""Steady state: samples per second of the app on one GPU, under `orchestrate run`, `python` and torchrun."""
 
 import json
 import statistics
@@ -17,15 +17,15 @@ OURS, PLAIN, THEIRS = "orchestrate", "python", "torchrun"
 
 
 def rate(text: str) -> float:
-    """Samples per second out of metrics.jsonl: those of an epoch over the median epoch, without the first one."""
+    """Samples per second from metrics.jsonl: samples per epoch ÷ median epoch time, without the first epoch."""
     records = [json.loads(line) for line in text.splitlines()]
     epochs = [record for record in records if record["kind"] == "epoch"]
     return float(epochs[0]["samples"] / statistics.median(record["seconds"] for record in epochs[1:]))
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """Interleaved; one run of a way trains all models."""
-    data.load("digits", data.HOME, download=False)  # drawn before the first measurement
+    """Interleave the launchers; each run trains all models."""
+    data.load("digits", data.HOME, download=False)  # generated before the first measurement
     failed = {} if gpu.HAS_TORCHVISION else {"resnet18": "the Python package torchvision is missing"}
     models = [model for model in EPOCHS if model not in failed]
     script = ["-m", "benchmarks.gpu_train", *(f"{model}:{EPOCHS[model]}" for model in models), "--", *ARGUMENTS]
@@ -51,7 +51,7 @@ def measure(runs: int) -> dict[str, Any]:
         }
         values, missing = gpu.rounds(ways, runs)
     wanted = {
-        f"{model}: to {peer} (≥ 0.99)": (f"{model}: {OURS}", f"{model}: {peer}")
+        f"{model}: orchestrate ÷ {peer} (≥ 0.99)": (f"{model}: {OURS}", f"{model}: {peer}")
         for model in models
         for peer in (PLAIN, THEIRS)
     }

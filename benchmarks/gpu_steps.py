@@ -1,4 +1,4 @@
-"""A training of small steps on GPUs that notes when each step ended; `gpu_steps.py DEVICE BACKEND FOLDER`.
+"""Train in small steps on GPUs and log when each step ends; `gpu_steps.py DEVICE BACKEND FOLDER`.
 
 Each rank writes to `FOLDER/rank-RANK.log`, so that every launcher is measured the same way.
 """
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 kind, backend, folder = sys.argv[1:]
 device = torch.device(kind)
-if kind == "cuda":  # ranks may share a GPU, which then has number 0
+if kind == "cuda":  # ranks may share a GPU, which is then number 0
     device = torch.device(kind, int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
 dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
@@ -34,6 +34,6 @@ with Path(folder, f"rank-{dist.get_rank()}.log").open("a", buffering=1) as log:
         loss.item()  # waits for the GPU
         log.write(f"pid {os.getpid()}.{launch} step {step} at {time.time():.6f}\n")
         if metrics:
-            with metrics.open("a") as file:  # a time grows, and so counts as progress
+            with metrics.open("a") as file:  # the time in ms as the step: it keeps increasing, which counts as progress
                 file.write(json.dumps({"step": int(1000 * time.time())}) + "\n")
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Seconds from the command to 99 % on one GPU: the app, on nodes that are up and without, and PyTorch's example."""
+"""Seconds from the command to 99 % accuracy on one GPU: the app, with and without a cluster, and PyTorch's example."""
 
 import json
 import re
@@ -16,13 +16,13 @@ from benchmarks.starts import ROOT
 GOAL = 99.0  # per cent of the test images
 OPTIONS = ("--trainers", "0")
 ARGUMENTS = ("--batch-size", "256", "--optimizer", "adamw", "--lr", "0.005", "--schedule", "cosine", "--epochs", "8")
-COLD, WARM, PEER = "orchestrate", "orchestrate, nodes up", "the PyTorch examples' script"
-TRAINING = f"{WARM}: training alone"
+COLD, WARM, PEER = "orchestrate", "orchestrate on a cluster", "PyTorch's example script"
+TRAINING = f"{WARM}: training only"
 
 
 def to_goal(command: list[str], env: dict[str, str]) -> tuple[float, str]:
-    """Seconds until a line reports that accuracy, and the output; raises RuntimeError if none does."""
-    began = time.monotonic()
+    """Seconds until a line reports the accuracy GOAL, and the output; raises RuntimeError if none does."""
+    started = time.monotonic()
     process = gpu.start(command, env)
     limit = threading.Timer(gpu.LIMIT, process.terminate)
     limit.start()
@@ -33,7 +33,7 @@ def to_goal(command: list[str], env: dict[str, str]) -> tuple[float, str]:
             lines.append(line)
             match = re.search(r"accuracy ([\d.]+)%", line)
             if match and float(match[1]) >= GOAL:
-                return time.monotonic() - began, "".join(lines)
+                return time.monotonic() - started, "".join(lines)
     finally:
         limit.cancel()
         gpu.stop(process)
@@ -41,7 +41,7 @@ def to_goal(command: list[str], env: dict[str, str]) -> tuple[float, str]:
 
 
 def training(text: str) -> float:
-    """Seconds of the epochs until that accuracy, out of metrics.jsonl; raises ValueError if it was not reached."""
+    """Seconds of the epochs until the accuracy GOAL, from metrics.jsonl; raises ValueError if it was not reached."""
     seconds = 0.0
     for record in map(json.loads, text.splitlines()):
         if record["kind"] == "epoch":
@@ -52,14 +52,14 @@ def training(text: str) -> float:
 
 
 def data_set() -> str:
-    """MNIST where its files are, else the drawn digits."""
+    """`mnist` if its files exist, otherwise the generated `digits`."""
     return "mnist" if gpu.HAS_TORCHVISION and (data.HOME / "MNIST").exists() else "digits"
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """Interleaved, each run with another seed."""
+    """Interleave the ways, each run with a different seed."""
     dataset = data_set()
-    data.load(dataset, data.HOME, download=False)  # drawn before the first measurement
+    data.load(dataset, data.HOME, download=False)  # generated before the first measurement
     script = ["-m", "app.train", "--dataset", dataset, *ARGUMENTS, "--seed"]
     options = (*gpu.ONE, *OPTIONS)
     env = gpu.environment()
@@ -80,9 +80,9 @@ def measure(runs: int) -> dict[str, Any]:
             command = [sys.executable, "benchmarks/mnist.py", dataset, str(seed), gpu.DEVICE]
             return {PEER: to_goal(command, env | {"PYTHONPATH": str(ROOT)})[0]}
 
-        warm(1)  # when it ends, torch has been imported
+        warm(1)  # afterwards, torch has been imported
         values, failed = gpu.rounds({PEER: peer, COLD: cold, WARM: warm}, runs)
-    ratios = gpu.medians(values, {"nodes up, in seconds (≤ 5)": WARM, "training alone, in seconds (≤ 2)": TRAINING})
-    ratios |= gpu.ratios(values, {"times faster than the script": (PEER, COLD), "with nodes up": (PEER, WARM)})
+    ratios = gpu.medians(values, {"on a cluster, in seconds (≤ 5)": WARM, "training only, in seconds (≤ 2)": TRAINING})
+    ratios |= gpu.ratios(values, {"times faster than the example": (PEER, COLD), "on a cluster": (PEER, WARM)})
     named = {f"{name}, {dataset}": found for name, found in values.items()}
     return gpu.result(named, "s", ratios, failed)

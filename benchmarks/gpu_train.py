@@ -1,7 +1,7 @@
-"""The app, trained on several models one after the other; `gpu_train.py MODEL:EPOCHS … -- ARGUMENTS` of `app.train`.
+"""Train several models with the app, one after the other; `gpu_train.py MODEL:EPOCHS … -- ARGUMENTS` of `app.train`.
 
-One process for all models, so that a launcher and `import torch` cost their seconds once; each model has a folder
-of its own in `$JOB_DIR`.
+One process trains all models, so the launcher and `import torch` are paid for once; each model has its own folder in
+`$JOB_DIR`.
 """
 
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from app import train
 
-cut = sys.argv.index("--")
-models, arguments = sys.argv[1:cut], sys.argv[cut + 1 :]
+separator = sys.argv.index("--")
+models, arguments = sys.argv[1:separator], sys.argv[separator + 1 :]
 folder = os.environ["JOB_DIR"]
 for entry in models:
     model, epochs = entry.split(":")

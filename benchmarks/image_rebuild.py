@@ -1,4 +1,4 @@
-"""The image, built again after a change of `app/` alone."""
+"""Rebuilding the image after a change in `app/` only."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ NAME = "orchestrate-benchmark:rebuilt"
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """A change and a build for each run."""
+    """Change one file and build, once per run."""
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "project")

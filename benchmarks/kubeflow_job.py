@@ -1,4 +1,4 @@
-"""The all-reduce as a job of Kubeflow's SDK, on its container backend; run by the Python that has it.
+"""Run the all-reduce with the container backend of Kubeflow's SDK; needs a Python with that SDK.
 
 python kubeflow_job.py IMAGE NODES
 """
@@ -21,7 +21,7 @@ spec:
 
 
 def allreduce() -> None:
-    """As examples/allreduce.py; the SDK wants a function, whose source it sends."""
+    """The same as examples/allreduce.py, as a function, since the SDK sends a function's source."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Lines of logs per second, from four nodes to a reader; none may be lost, doubled or out of order within a rank."""
+"""Log lines per second from four nodes to a reader; none may be lost, duplicated or out of order within a rank."""
 
 import itertools
 import json
@@ -19,24 +19,24 @@ from docker import DockerClient
 from benchmarks.starts import NODES, ROOT, docker, plain_image
 from benchmarks.starts import PLAIN as IMAGE
 
-LINES = 250_000  # of each node
+LINES = 250_000  # per node
 SCRIPT = f"for i in range({LINES}): print('line', i)"
 
 
 def check(name: str, numbers: Iterable[int]) -> None:
-    """Fail where the numbers are not all of them, in order."""
+    """Raise SystemExit unless the numbers are complete and in order."""
     if not all(one == other for one, other in itertools.zip_longest(numbers, range(LINES))):
-        raise SystemExit(f"{name}: lines are lost, doubled or out of order")
+        raise SystemExit(f"{name}: lines are lost, duplicated or out of order")
 
 
 def ours(folder: str) -> float:
-    """Lines per second that `orchestrate logs` prints of a job that has ended."""
+    """Lines per second that `orchestrate logs` prints for a job that has ended."""
     (run,) = Path(folder).glob("*/logs")
     with tempfile.TemporaryFile() as out:
-        began = time.monotonic()
+        started = time.monotonic()
         command = [sys.executable, "-m", "orchestrate", "logs", run.parent.name, "--runs", folder]
         subprocess.run(command, check=True, stdout=out, cwd=ROOT)
-        took = time.monotonic() - began
+        took = time.monotonic() - started
         out.seek(0)
         lines = out.read().decode().splitlines()
     for rank in range(NODES):
@@ -46,25 +46,25 @@ def ours(folder: str) -> float:
 
 
 def sdk(containers: list[Any]) -> float:
-    """The same through the streams of docker-py, one thread for each."""
-    began = time.monotonic()
+    """The same through docker-py's streams, with one thread per container."""
+    started = time.monotonic()
 
     def read(container: Any) -> bytes:
         return b"".join(container.logs(stream=True, follow=True))
 
     with ThreadPoolExecutor(NODES) as pool:
         texts = list(pool.map(read, containers))
-    took = time.monotonic() - began
+    took = time.monotonic() - started
     for text in texts:
         check("docker-py", (int(line.rsplit(maxsplit=1)[1]) for line in text.splitlines()))
     return NODES * LINES / took
 
 
 def compose_logs(compose: list[str]) -> float:
-    """The same by `docker compose logs`."""
-    began = time.monotonic()
+    """The same with `docker compose logs`."""
+    started = time.monotonic()
     text = docker(*compose, "logs", "--no-color")
-    took = time.monotonic() - began
+    took = time.monotonic() - started
     found = re.findall(r"^node-(\d+) *\| line (\d+)$", text, re.MULTILINE)
     for node in range(1, NODES + 1):
         check("docker compose logs", (int(number) for name, number in found if int(name) == node))
@@ -72,11 +72,11 @@ def compose_logs(compose: list[str]) -> float:
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """The same lines, written by containers of each kind, read again and again."""
+    """Read the same lines, written by containers of each kind, in every run."""
     plain_image()
     client = DockerClient(max_pool_size=8)
     rates: dict[str, list[float]] = {"docker-py": [], "docker compose logs": [], "orchestrate": []}
-    os.sched_setaffinity(0, {0})  # and so all that we start
+    os.sched_setaffinity(0, {0})  # inherited by child processes
     with tempfile.TemporaryDirectory() as folder:
         script = ROOT / "benchmarks" / "lines.py"
         command = [sys.executable, "-m", "orchestrate", "run", "--gpus", "none", "--trainers", str(NODES - 1)]
@@ -100,7 +100,7 @@ def measure(runs: int) -> dict[str, Any]:
             docker(*compose, "down")
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     values = {name: (found, "/s") for name, found in rates.items()}
-    *peers, mine = (statistics.median(found) for found in rates.values())
-    ratios = {"to the best of the others": mine / max(peers)}
-    ratios["lines per second (≥ 150000)"] = mine
+    *peers, own = (statistics.median(found) for found in rates.values())
+    ratios = {"orchestrate ÷ best peer": own / max(peers)}
+    ratios["lines per second (≥ 150000)"] = own
     return {"values": values, "ratios": ratios}

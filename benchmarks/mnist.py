@@ -1,7 +1,7 @@
-"""What the PyTorch examples' MNIST script does, written anew: the peer of `time-to-accuracy`.
+"""A rewrite of the PyTorch examples' MNIST script, the peer in `time-to-accuracy`.
 
-The same network, optimizer, schedule and batch; every image goes through PIL and a transform of its own, as
-torchvision's data set has it. `python benchmarks/mnist.py DATASET SEED [DEVICE]`
+The same network, optimizer, schedule and batch size; every image goes through PIL and a transform separately, as with
+torchvision's data set. `python benchmarks/mnist.py DATASET SEED [DEVICE]`
 """
 
 import sys
@@ -20,7 +20,7 @@ EPOCHS = 14
 
 
 class Images(Dataset[Any]):
-    """Image by image: (1, 28, 28) floats and a label."""
+    """One image at a time: (1, 28, 28) floats and a label."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.images, self.labels = images, labels

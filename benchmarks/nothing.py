@@ -1,4 +1,4 @@
-"""A worker that sleeps, for as many seconds as it is told."""
+"""A worker that sleeps; `nothing.py SECONDS`."""
 
 import sys
 import time

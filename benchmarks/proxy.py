@@ -1,4 +1,4 @@
-"""A proxy before the Docker Engine, which sees and may change what passes."""
+"""A proxy for the Docker Engine's socket that can inspect and change traffic."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ENGINE = "/var/run/docker.sock"
 
 
 class Proxy:
-    """Listens on a Unix socket, and passes on to the engine and back what `passes` lets through."""
+    """Listens on a Unix socket, and forwards to the engine and back what `passes` returns."""
 
     def __init__(self, path: Path) -> None:
-        """Serve in the background; `server.close()` ends it."""
+        """Serve in the background until `server.close()`."""
         self.path = path
         self.server = socket.socket(socket.AF_UNIX)
         self.server.bind(str(path))
@@ -22,9 +22,9 @@ class Proxy:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def passes(self, chunk: bytes, asks: bool, connection: dict[str, Any]) -> bytes | None:
-        """What goes on of a chunk, or None to cut the connection.
+        """Return the bytes to forward, or None to close the connection.
 
-        `asks` is whether the chunk goes to the engine; `connection` is for what is to be kept of this one.
+        `asks` is whether the chunk goes to the engine; `connection` is a dict for the state of this connection.
         """
         return chunk
 

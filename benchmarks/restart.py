@@ -1,4 +1,4 @@
-"""Restart: from the SIGKILL of a worker to the moment when every rank is past its next step; four nodes."""
+"""Restart: from the SIGKILL of a worker until every rank has completed another step; four nodes."""
 
 import json
 import os
@@ -15,13 +15,13 @@ from typing import Any
 
 from benchmarks.starts import COMPOSE, NODES, ROOT, docker, plain_image
 
-PATIENCE = 60.0  # seconds after which a restart counts as failed
-TAIL = 1 << 13  # bytes of a log that are looked at
+RESTART_TIMEOUT = 60.0  # seconds after which a restart counts as failed
+TAIL = 1 << 13  # bytes read from the end of a log
 STEP = re.compile(r"pid (\S+) step \d+ at ([\d.]+)")
 
 
 def ends(logs: Iterable[Path], ranks: int) -> list[str]:
-    """The end of each rank's output, out of files named `rank-N.log`; empty for a rank that has none."""
+    """The end of each rank's output, from files named `rank-N.log`; empty for a rank without a file."""
     found = [""] * ranks
     for path in logs:
         with path.open("rb") as file:
@@ -31,7 +31,7 @@ def ends(logs: Iterable[Path], ranks: int) -> list[str]:
 
 
 class Training:
-    """The script steps.py on four nodes, and faults that strike it."""
+    """The script steps.py on four nodes, and faults to inject."""
 
     def tails(self) -> list[str]:
         """The end of each rank's output."""
@@ -42,7 +42,7 @@ class Training:
         raise NotImplementedError
 
     def alive(self) -> bool:
-        """Whether the job goes on."""
+        """Whether the job is running."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -50,12 +50,15 @@ class Training:
         raise NotImplementedError
 
     def pids(self) -> list[str]:
-        """The newest process of each rank, and the number of its launch."""
+        """The newest process of each rank, and its generation, as `PID.GENERATION`."""
         return [(STEP.findall(tail) or [("", "")])[-1][0] for tail in self.tails()]
 
     def restarted(self, moment: float, before: list[str]) -> float:
-        """Seconds from a moment until every rank has done a step in another process; raises TimeoutError."""
-        while time.time() - moment < PATIENCE and self.alive():
+        """Seconds from `moment` until every rank has completed a step in a process not in `before`.
+
+        Raises TimeoutError if that takes longer than RESTART_TIMEOUT, or the job ends.
+        """
+        while time.time() - moment < RESTART_TIMEOUT and self.alive():
             steps = [STEP.findall(tail) for tail in self.tails()]
             own = [
                 [float(at) for pid, at in found if pid != old and float(at) > moment]
@@ -67,13 +70,13 @@ class Training:
         raise TimeoutError
 
     def kill_worker(self, rank: int) -> float:
-        """SIGKILL; returns when."""
+        """Send SIGKILL to a worker; return the time."""
         pid = self.pids()[rank].partition(".")[0]
         code = f"import os, time; print(time.time()); os.kill({pid}, {int(signal.SIGKILL)})"
         return float(docker("exec", self.container(rank), "python", "-c", code))
 
     def kill_node(self, rank: int) -> float:
-        """SIGKILL to the container; returns when."""
+        """Send SIGKILL to a node's container; return the time."""
         moment = time.time()
         docker("kill", self.container(rank))
         return moment
@@ -92,28 +95,28 @@ class Ours(Training):
         )
 
     def tails(self) -> list[str]:
-        """Out of the run directory."""
+        """Read the logs in the run directory."""
         return ends(Path(self.folder.name).glob("*/logs/rank-*.log"), NODES)
 
     def container(self, rank: int) -> str:
-        """By the plan."""
+        """Look up the container in the plan."""
         (path,) = Path(self.folder.name).glob("*/plan.json")
         node = json.loads(path.read_text())["workers"][rank]["node"]
         return f"{path.parent.name}-{'master-1' if node == 'master' else node}"
 
     def alive(self) -> bool:
-        """As long as the orchestrator lives."""
+        """Whether the orchestrator is running."""
         return self.process.poll() is None
 
     def end(self) -> None:
-        """With Ctrl-C."""
+        """Stop the job with SIGINT, as Ctrl-C does."""
         self.process.send_signal(signal.SIGINT)
         self.process.wait()
         self.folder.cleanup()
 
 
 class Torchrun(Training):
-    """Under torchrun in four containers of a compose file written by hand, with its own restarts."""
+    """Under torchrun in four containers of a handwritten Compose file, with torchrun's own restarts."""
 
     def __init__(self) -> None:
         plain_image()
@@ -126,36 +129,36 @@ class Torchrun(Training):
         docker(*self.compose, "up", "--detach", "--scale", f"node={NODES}")
 
     def tails(self) -> list[str]:
-        """Out of the engine."""
+        """Read the logs from the engine."""
         return [docker("logs", "--tail", "1000", self.container(rank)) for rank in range(NODES)]
 
     def container(self, rank: int) -> str:
-        """By Compose's order."""
+        """The container by Compose's numbering."""
         return f"{self.project}-node-{rank + 1}"
 
     def kill_node(self, rank: int) -> float:
-        """SIGKILL to another container than that of the rendezvous; and start it again, as nobody else does."""
+        """Send SIGKILL to a container other than the rendezvous host; start it again, which torchrun does not."""
         moment = super().kill_node(rank or NODES - 1)
         docker("start", self.container(rank or NODES - 1))
         return moment
 
     def alive(self) -> bool:
-        """As long as Compose knows four that run."""
+        """Whether all four containers are running."""
         return len(docker(*self.compose, "ps", "--quiet").split()) == NODES
 
     def end(self) -> None:
-        """And take everything down."""
+        """Remove the containers and the network."""
         docker(*self.compose, "down", "--timeout", "1")
         self.folder.cleanup()
 
 
 def restarts(job: Training, kind: str, kills: int, pause: float = 1.0) -> tuple[list[float], int]:
-    """Seconds of each restart, and how many failed; a job that does not come back has failed in all that remain."""
+    """Seconds of each restart, and the number that failed; if the job does not recover, all remaining kills count."""
     seconds: list[float] = []
     try:
         job.restarted(time.time(), [""] * NODES)
         for number in range(kills):
-            time.sleep(pause)  # a training, not a crash loop
+            time.sleep(pause)  # some training between kills, so it is not a crash loop
             before = job.pids()
             seconds.append(job.restarted(getattr(job, kind)(number % NODES), before))
     except TimeoutError:
@@ -166,17 +169,17 @@ def restarts(job: Training, kind: str, kills: int, pause: float = 1.0) -> tuple[
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """Ten kills of ours for each run that is asked for, and one of torchrun's."""
+    """Kill ten workers per run under orchestrate, and one under torchrun."""
     seconds, lost = restarts(Ours(), "kill_worker", 10 * runs)
     ordered = sorted(seconds)
     values = {"orchestrate": (seconds, "s")}
     theirs = [restarts(Torchrun(), "kill_worker", 1) for _ in range(runs)]
     if any(found for found, _ in theirs):
-        values["torchrun, where it came back"] = [second for found, _ in theirs for second in found], "s"
+        values["torchrun, if it recovered"] = [second for found, _ in theirs for second in found], "s"
     ratios = {
         "median, in seconds (≤ 0.5)": statistics.median(ordered),
         "95th percentile, in seconds (≤ 1)": ordered[int(0.95 * (len(ordered) - 1))],
-        f"jobs lost of {len(seconds) + lost} kills (≤ 0)": float(lost),
-        f"jobs that torchrun lost of {runs} kills": float(sum(failed for _, failed in theirs)),
+        f"jobs lost in {len(seconds) + lost} kills (≤ 0)": float(lost),
+        f"jobs lost by torchrun in {runs} kills": float(sum(failed for _, failed in theirs)),
     }
     return {"values": values, "ratios": ratios}

@@ -1,9 +1,9 @@
-"""A real training under random faults: it must finish, with the very weights and samples of an undisturbed run.
+"""A real training under random faults: it must finish, with exactly the weights and samples of an undisturbed run.
 
     python -m benchmarks soak --faults 100 --seed 1 [--engine docker|process] [--trainers 2]
 
-Each fault strikes at a random step, after the job has got further than it ever was. The kinds: a worker is killed or
-frozen; a node is killed, removed, paused or cut off from the network; the orchestrator is killed; the disk is full.
+Each fault is injected at a random step, after the job has made new progress. Faults: a worker is killed or frozen; a
+node is killed, removed, paused or cut off from the network; the orchestrator is killed; the disk is full.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from app.checkpoint import load
 from orchestrate.files import private
 from orchestrate.files.paths import JobPaths
 
-STEPS_OF_AN_EPOCH = 188  # of the default data set and batch size
-BETWEEN = (10, 25)  # steps from the furthest one to the next fault
-DISK = 256 << 20  # bytes of the disk that is filled; a checkpoint has 14 MB
-PATIENCE = 180.0  # seconds for a job to go on after a fault
+STEPS_PER_EPOCH = 188  # with the default data set and batch size
+FAULT_INTERVAL = (10, 25)  # steps of progress between two faults
+DISK_SIZE = 256 << 20  # bytes of the disk to fill; a checkpoint has 14 MB
+PROGRESS_TIMEOUT = 180.0  # seconds for a job to recover from a fault
 
 
 class Job:
-    """A training under `orchestrate`, and what can be done to it."""
+    """A training under `orchestrate`, and faults to inject."""
 
     def __init__(self, engine: str, trainers: int, epochs: int, runs: Path) -> None:
         self.engine, self.runs = engine, runs
@@ -50,12 +50,12 @@ class Job:
         self.run = found[0]
 
     def start(self, *arguments: str) -> "subprocess.Popen[bytes]":
-        """An orchestrator in the background."""
+        """Start an orchestrator in the background."""
         with self.log.open("ab") as log:
             return subprocess.Popen([sys.executable, "-m", "orchestrate", *arguments], stdout=log, stderr=log)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The events of a kind so far."""
+        """The events called `name` so far."""
         found = []
         for line in (self.run / "events.jsonl").read_text().splitlines():
             try:
@@ -66,7 +66,7 @@ class Job:
         return found
 
     def step(self) -> int:
-        """The furthest step."""
+        """The furthest step so far."""
         try:
             return max(map(int, re.findall(r'"step": (\d+)', (self.run / "metrics.jsonl").read_text())), default=0)
         except OSError:
@@ -76,30 +76,30 @@ class Job:
         """Whether the job has ended."""
         return (self.run / "report.json").exists()
 
-    def until(self, what: Any) -> None:
-        """Wait for something, or the job's end."""
-        deadline = time.monotonic() + PATIENCE
-        while not what() and not self.ended():
+    def until(self, condition: Any) -> None:
+        """Wait until `condition()` is true or the job has ended."""
+        deadline = time.monotonic() + PROGRESS_TIMEOUT
+        while not condition() and not self.ended():
             if self.orchestrator.poll() not in (None, -signal.SIGKILL) and not self.ended():
                 raise SystemExit(f"the orchestrator ended: {self.log.read_text()[-3000:]}")
             if time.monotonic() > deadline:
-                raise SystemExit(f"no way on: {self.log.read_text()[-3000:]}")
+                raise SystemExit(f"no progress in {PROGRESS_TIMEOUT:g} s: {self.log.read_text()[-3000:]}")
             time.sleep(0.02)
 
-    # --- faults; each returns the cause that must be found, or nothing where the job may go on undisturbed
+    # --- faults; each returns the expected cause, or an empty string if the job may continue without a restart
 
     def kill_worker(self, rank: int) -> str:
-        """SIGKILL."""
+        """Send SIGKILL to a worker."""
         self.signal_worker(rank, signal.SIGKILL)
         return "killed"
 
     def freeze_worker(self, rank: int) -> str:
-        """SIGSTOP."""
+        """Send SIGSTOP to a worker."""
         self.signal_worker(rank, signal.SIGSTOP)
         return "hang"
 
     def kill_node(self, rank: int) -> str:
-        """SIGKILL to the node's process 1."""
+        """Send SIGKILL to the node's process 1."""
         if self.engine == "docker":
             self.docker("kill", self.container(rank))
             return "node stopped"
@@ -107,12 +107,12 @@ class Job:
         return "node lost"
 
     def remove_node(self, rank: int) -> str:
-        """Removal by force."""
+        """Force the removal of a container."""
         self.docker("rm", "-f", self.container(rank))
         return "node stopped"
 
     def pause_node(self, rank: int) -> str:
-        """Freeze a container for two seconds."""
+        """Pause a container for two seconds."""
         container = self.container(rank)
         self.docker("pause", container)
         time.sleep(2)
@@ -120,12 +120,12 @@ class Job:
         return ""
 
     def cut_off_node(self, rank: int) -> str:
-        """Take a container off the network until that was noticed and acted upon."""
+        """Disconnect a container from the network."""
         self.docker("network", "disconnect", f"{self.run.name}_job", self.container(rank))
         return "partition"
 
     def kill_orchestrator(self, rank: int) -> str:
-        """SIGKILL, and an attach from another shell."""
+        """Kill the orchestrator, and attach a new one."""
         taken = len(self.events("taken_over")) + len(self.events("generation_starting"))
         self.orchestrator.kill()
         self.orchestrator.wait()
@@ -147,10 +147,10 @@ class Job:
         filler.unlink()
         return ""
 
-    # --- how
+    # --- helpers
 
     def docker(self, *arguments: str) -> str:
-        """Run the command line of Docker."""
+        """Run a `docker` command; return its output."""
         return subprocess.run(["docker", *arguments], check=True, capture_output=True, text=True).stdout
 
     def plan(self) -> dict[str, Any]:
@@ -164,26 +164,26 @@ class Job:
         return f"{self.run.name}-{'master-1' if node == 'master' else node}"
 
     def node_pid(self, rank: int) -> int:
-        """The process of a rank's node."""
+        """The process ID of a rank's node."""
         end = f"/{self.run.name}/{self.plan()['workers'][rank]['node']}.sock"
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                words = folder.joinpath("environ").read_bytes().split(b"\0")
+                variables = folder.joinpath("environ").read_bytes().split(b"\0")
                 command = folder.joinpath("cmdline").read_bytes()
             except OSError:
                 continue
-            socket = any(word.startswith(b"NODE_SOCKET=") and word.endswith(end.encode()) for word in words)
+            socket = any(entry.startswith(b"NODE_SOCKET=") and entry.endswith(end.encode()) for entry in variables)
             if socket and command.rstrip(b"\0").endswith(b"orchestrate/node"):
                 return int(folder.name)
         raise SystemExit(f"no node of rank {rank}")
 
     def signal_worker(self, rank: int, number: int) -> None:
-        """Send a signal to a worker, and to nothing else."""
+        """Send a signal to a worker only."""
         if self.engine == "docker":
             script = (
                 "import glob, os\nfor path in glob.glob('/proc/[0-9]*/cmdline'):\n"
-                "    words = open(path, 'rb').read().split(b'\\0')\n"
-                f"    if words[1:4] == [b'-u', b'-m', b'app.train']: os.kill(int(path.split('/')[2]), {int(number)})"
+                "    argv = open(path, 'rb').read().split(b'\\0')\n"
+                f"    if argv[1:4] == [b'-u', b'-m', b'app.train']: os.kill(int(path.split('/')[2]), {int(number)})"
             )
             self.docker("exec", self.container(rank), "python", "-c", script)
         else:
@@ -198,20 +198,20 @@ class Job:
 
 
 def ledger(run: Path) -> dict[int, list[int]]:
-    """By step: the samples of all workers, of the last generation that did it."""
+    """By step: the samples of all workers, in the last generation that took the step."""
     steps: dict[int, dict[int, list[int]]] = {}
     for path in run.glob("job/ledger-*.jsonl"):
         for line in path.read_text().splitlines():
             try:
                 entry = json.loads(line)
             except ValueError:
-                continue  # cut off by a kill, or by the full disk
+                continue  # truncated by a kill or the full disk
             steps.setdefault(entry["step"], {}).setdefault(entry["generation"], []).extend(entry["samples"])
     return {step: sorted(found[max(found)]) for step, found in sorted(steps.items())}
 
 
 def losses(run: Path) -> dict[int, float]:
-    """By step: the loss, of the last generation that did it."""
+    """By step: the loss in the last generation that took the step."""
     found = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         try:
@@ -229,12 +229,12 @@ def first_difference(one: dict[int, Any], other: dict[int, Any]) -> int | str:
 
 
 def executed(run: Path) -> int:
-    """How many steps rank 0 has done, those included that were lost."""
+    """Number of steps rank 0 has taken, including lost ones."""
     return (run / "job" / "ledger-0.jsonl").read_text().count("\n")
 
 
 def undisturbed(args: argparse.Namespace, epochs: int, runs: Path) -> Job:
-    """The same job without faults."""
+    """Run the same job without faults."""
     job = Job(args.engine, args.trainers, epochs, runs)
     code = job.orchestrator.wait()
     if code:
@@ -243,13 +243,13 @@ def undisturbed(args: argparse.Namespace, epochs: int, runs: Path) -> Job:
 
 
 def disturbed(args: argparse.Namespace, epochs: int, runs: Path, small: bool) -> tuple[Job, list[tuple[str, str, str]]]:
-    """The job under faults; returns what struck, the cause that it is, and the one that was found."""
+    """Run the job under faults; returns it, and the kind, expected cause and reported cause of each fault."""
     kinds = ["kill_worker", "kill_node", "freeze_worker", "kill_orchestrator"] + ["fill_disk"] * small
     kinds += ["remove_node", "pause_node", "cut_off_node"] if args.engine == "docker" else []
     job = Job(args.engine, args.trainers, epochs, runs)
-    struck: list[tuple[str, str, str]] = []
+    faults: list[tuple[str, str, str]] = []
     for number, kind in zip(range(args.faults), itertools.cycle(random.sample(kinds, len(kinds)))):
-        target = job.step() + random.randint(*BETWEEN)
+        target = job.step() + random.randint(*FAULT_INTERVAL)
         job.until(lambda target=target: job.step() >= target)
         if job.ended():
             break
@@ -262,15 +262,15 @@ def disturbed(args: argparse.Namespace, epochs: int, runs: Path, small: bool) ->
         job.until(lambda before=before: job.step() > before)
         ended = job.events("generation_ended")[generations:]
         found = ended[0]["cause"]["cause"] if ended and ended[0]["cause"] else ""
-        struck.append((kind, cause, found))
+        faults.append((kind, cause, found))
         print(f"  {number + 1:>3}. at step {before:>5}: {kind:<18} {found or 'no restart'}", flush=True)
     job.until(lambda: False) if not job.ended() else None
     job.orchestrator.wait()
-    return job, struck
+    return job, faults
 
 
 def left(job: Job) -> list[str]:
-    """What the job has left behind."""
+    """Sockets, containers, networks and volumes that the job left behind."""
     sockets = (private.temporary() / job.run.name, JobPaths(job.run).sockets)
     found = [f"sockets {path}" for path in sockets if path.exists()]
     if job.engine == "docker":
@@ -281,34 +281,34 @@ def left(job: Job) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the soak; return 0 where all that it must show is so."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description="A training under random faults.")
-    parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--engine", choices=["docker", "process"], default="docker")
-    parser.add_argument("--trainers", type=int, default=2)
+    """Run the soak test; returns 0 if it passes, otherwise 1."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description="Train under random faults.")
+    parser.add_argument("--faults", type=int, default=100, help="number of faults (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the faults (default %(default)s)")
+    parser.add_argument("--engine", choices=["docker", "process"], default="docker", help="default %(default)s")
+    parser.add_argument("--trainers", type=int, default=2, help="nodes besides the master (default %(default)s)")
     args = parser.parse_args(arguments)
     random.seed(args.seed)
-    epochs = max(1, math.ceil(args.faults * (BETWEEN[1] + 15) / STEPS_OF_AN_EPOCH))
+    epochs = max(1, math.ceil(args.faults * (FAULT_INTERVAL[1] + 15) / STEPS_PER_EPOCH))
     with tempfile.TemporaryDirectory() as folder:
         disk = Path(folder, "disk")
         disk.mkdir()
         Path(folder, "calm").mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(disk)]
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "tmpfs", str(disk)]
         small = subprocess.run(mount, capture_output=True).returncode == 0
         print(f"{epochs} epochs; the disk is {'' if small else 'not '}filled" + ("" if small else ": that needs root"))
         try:
             calm = undisturbed(args, epochs, Path(folder, "calm"))
-            job, struck = disturbed(args, epochs, disk, small)
+            job, faults = disturbed(args, epochs, disk, small)
             report = json.loads((job.run / "report.json").read_text())
             one, other = (load(path / "checkpoints" / "last")[0]["model"] for path in (calm.run, job.run))
             reference = json.loads((calm.run / "report.json").read_text())
-            told = [(cause, found) for _, cause, found in struck if cause]
+            causes = [(cause, found) for _, cause, found in faults if cause]
             shown = {
                 "outcome": report["outcome"],
-                "faults": len(struck),
-                "faults by kind": dict(Counter(kind for kind, _, _ in struck)),
-                "causes found right": f"{sum(found == cause for cause, found in told)} of {len(told)}",
+                "faults": len(faults),
+                "faults by kind": dict(Counter(kind for kind, _, _ in faults)),
+                "causes reported correctly": f"{sum(found == cause for cause, found in causes)} of {len(causes)}",
                 "generations": report["generations"],
                 "weights are bit-identical": all(torch.equal(one[name], other[name]) for name in one),
                 "first loss that differs": first_difference(losses(calm.run), losses(job.run)),
@@ -325,4 +325,4 @@ def main(arguments: list[str]) -> int:
     for what, value in shown.items():
         print(f"  {what:<28}{value}")
     good = shown["weights are bit-identical"] and shown["sample ledger is exact"] and shown["left behind"] == "nothing"
-    return 0 if good and report["outcome"] == "succeeded" and len(struck) == args.faults else 1
+    return 0 if good and report["outcome"] == "succeeded" and len(faults) == args.faults else 1

@@ -1,4 +1,4 @@
-"""One node against two, a core each, the same global batch: speed-up, and whether the losses agree."""
+"""One node compared with two, with one core each and the same global batch: speed-up, and equality of losses."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ARGUMENTS = ["--model", "mnist", "--dropout", "0", "--epochs", "1", "--optimizer
 
 
 def run(workers: int, core: int | None = None, *more: str) -> tuple[float, list[float]]:
-    """Seconds of the epoch, without start and evaluation of the others, and the loss of each step."""
+    """Run the app for one epoch; return its seconds, without the start of the job, and the loss of each step."""
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"PYTHONPATH": os.getcwd()}
         script = ["--set", "env.OMP_NUM_THREADS=1", "--", "-m", "app.train", *ARGUMENTS, *more]
@@ -29,8 +29,8 @@ def run(workers: int, core: int | None = None, *more: str) -> tuple[float, list[
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """Interleaved: one node; two of one job; and one node of each of two jobs, the most that the machine gives."""
-    seconds: dict[str, list[float]] = {"one node": [], "two nodes": [], "one node, beside another job": []}
+    """Interleave one node, two nodes of one job, and one node of each of two jobs: the most the machine can do."""
+    seconds: dict[str, list[float]] = {"one node": [], "two nodes": [], "one node, next to another job": []}
     one, two, beside = seconds.values()
     for _ in range(runs):
         one.append(run(1, 0)[0])
@@ -41,7 +41,7 @@ def measure(runs: int) -> dict[str, Any]:
     medians = [statistics.median(took) for took in (one, two, beside)]
     ratios = {
         "speed-up (≥ 1.85)": medians[0] / medians[1],
-        "speed-up of two jobs that share nothing but the machine": 2 * medians[0] / medians[2],
-        "largest difference of a loss, in float64 (≤ 0.000001)": max(abs(a - b) for a, b in zip(*exact)),
+        "speed-up of two independent jobs on the machine": 2 * medians[0] / medians[2],
+        "largest difference in loss, in float64 (≤ 0.000001)": max(abs(a - b) for a, b in zip(*exact)),
     }
     return {"values": {f"epoch with {name}": (took, "s") for name, took in seconds.items()}, "ratios": ratios}

@@ -1,4 +1,4 @@
-"""Ways to start four nodes that do one all-reduce, each from the command to its exit, with one image for all."""
+"""Ways to start four nodes for one all-reduce, each timed from the command to its exit, all with the same image."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from orchestrate.job.spec import IMAGE
 ROOT = Path(__file__).resolve().parents[1]
 NODES = 4
 SCRIPT = "examples/allreduce.py"
-PLAIN = "orchestrate-benchmark:plain"  # the image without our entry point, as other tools want it
+PLAIN = "orchestrate-benchmark:plain"  # the image without our entry point, as other tools expect
 PEERS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "orchestrate-benchmarks")
 
 
 def docker(*arguments: str, **options: object) -> str:
-    """Run the command line of Docker; return what it prints."""
+    """Run a `docker` command; return its output."""
     done = subprocess.run(["docker", *arguments], check=True, capture_output=True, text=True, **options)  # type: ignore[call-overload]
     return str(done.stdout)
 
 
 def plain_image() -> str:
-    """Build the image for others, once."""
-    link = "RUN ln -sf $(command -v torchrun) /usr/local/bin/"  # for login shells, which forget the image's PATH
+    """Build the image for other tools; return its name."""
+    link = "RUN ln -sf $(command -v torchrun) /usr/local/bin/"  # for login shells, which reset the image's PATH
     docker("build", "--tag", PLAIN, "-", input=f"FROM {IMAGE}\nENTRYPOINT []\nUSER root\n{link}\n")
     return PLAIN
 
 
 def timed(start: Callable[[], object]) -> float:
-    """Seconds from the call to its end."""
-    began = time.monotonic()
+    """Seconds that a call takes."""
+    started = time.monotonic()
     start()
-    return time.monotonic() - began
+    return time.monotonic() - started
 
 
 def bare() -> None:
-    """The floor: a network, and four times `docker run` at once with the right environment."""
-    name = f"floor-{os.getpid()}"
+    """The baseline: a network, and four concurrent `docker run` with the right environment."""
+    name = f"baseline-{os.getpid()}"
     docker("network", "create", name)
     mounts = ["--volume", f"{ROOT}:/workspace:ro", "--workdir", "/workspace"]
     common = ["--network", name, *mounts, "--env", f"WORLD_SIZE={NODES}", "--env", f"MASTER_ADDR={name}-0"]
@@ -66,7 +66,7 @@ def ours(*options: str) -> None:
 
 
 def orchestrate(*arguments: str) -> str:
-    """Run our command line; return what it prints."""
+    """Run an `orchestrate` command; return its output."""
     command = [sys.executable, "-m", "orchestrate", *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
 
@@ -86,7 +86,7 @@ services:
 
 
 def torchrun_in_compose() -> None:
-    """A compose file written by hand, with torchrun in every container."""
+    """A handwritten Compose file, with torchrun in every container."""
     project = f"peer-{os.getpid()}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "compose.yml")
@@ -99,7 +99,7 @@ def torchrun_in_compose() -> None:
 
 
 def environment(package: str) -> Path:
-    """A peer in an environment of its own, installed at the first call; returns that environment's `bin`."""
+    """Install a peer in its own virtual environment at the first call; return the environment's `bin`."""
     folder = PEERS / package.partition("[")[0]
     if not (folder / "done").exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -115,7 +115,7 @@ def torchx() -> None:
     job += ["OMP_NUM_THREADS=1", "--mounts", f"type=bind,src={ROOT},dst=/workspace,readonly", "--script", SCRIPT]
     try:
         subprocess.run([*command, *job], check=True, capture_output=True, cwd="/")
-    finally:  # it leaves them
+    finally:  # TorchX does not remove its containers and network
         left = docker("ps", "--all", "--quiet", "--filter", "label=torchx.pytorch.org/app-id").split()
         if left:
             docker("rm", "--force", *left)
@@ -136,11 +136,11 @@ PEER_STARTS: dict[str, Callable[[], None]] = {
     "Kubeflow SDK, container backend": kubeflow,
 }
 
-FLOOR, OURS = "bare docker run (the floor)", "orchestrate"
+BASELINE, OURS = "bare docker run (baseline)", "orchestrate"
 
 
 def interleaved(ways: dict[str, Callable[[], None]], runs: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of each way, one run of each after the other; and why a way could not be measured."""
+    """Run each way in turn, `runs` times; return the seconds of each, and the reason for each that failed."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     failed: dict[str, str] = {}
     for _ in range(runs):
@@ -156,6 +156,6 @@ def interleaved(ways: dict[str, Callable[[], None]], runs: int) -> tuple[dict[st
     return {name: found for name, found in seconds.items() if found}, failed
 
 
-def against(seconds: dict[str, list[float]], name: str, others: list[str]) -> float:
-    """The median of one way, over the smallest median of others."""
+def ratio(seconds: dict[str, list[float]], name: str, others: list[str]) -> float:
+    """The median of one way divided by the smallest median of the others."""
     return statistics.median(seconds[name]) / min(statistics.median(seconds[other]) for other in others)

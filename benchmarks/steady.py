@@ -1,7 +1,7 @@
-"""A training that prints how many steps it does in a second, once it has warmed up: `steady mnist|small`.
+"""Train and print the steps per second after a warm-up: `steady mnist|small`.
 
-`mnist` is the PyTorch examples' network with half of its batch for each of two workers; `small` takes some 5 ms a step,
-most of which the workers spend on talking to each other.
+`mnist` is the PyTorch examples' network, with half of its batch for each of two workers; `small` takes about 5 ms per
+step, most of it communication between the workers.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Steady state: steps per second of two workers, against the same script under torchrun on the host."""
+"""Steady state: steps per second of two workers, compared with the same script under torchrun on the host."""
 
 import os
 import re
@@ -14,7 +14,7 @@ KINDS = ("mnist", "small")
 
 
 def rate(command: list[str], kind: str) -> float:
-    """What the script prints under a command."""
+    """Steps per second of the script under a command."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     script = ["-m", "benchmarks.steady", kind]
     done = subprocess.run([*command, *script], check=True, capture_output=True, text=True, cwd=ROOT, env=env)
@@ -22,14 +22,14 @@ def rate(command: list[str], kind: str) -> float:
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """torchrun, containers and local processes, interleaved."""
+    """Interleave torchrun, containers and local processes."""
     with tempfile.TemporaryDirectory() as folder:
         ours = [sys.executable, "-m", "orchestrate", "run", "--gpus", "none", "--trainers", "1", "--runs", folder]
         docker, process = [*ours, "--engine", "docker"], [*ours, "--engine", "process"]
         ways = {
             "torchrun on the host": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
-            "containers on the host's network": [*docker, "--set", "network=host", "--"],
-            "containers on a bridge": [*docker, "--"],
+            "containers, host network": [*docker, "--set", "network=host", "--"],
+            "containers, bridge network": [*docker, "--"],
             "local processes": [*process, "--"],
             "local processes, pinned": [*process, "--set", "pin=true", "--"],
         }
@@ -41,8 +41,8 @@ def measure(runs: int) -> dict[str, Any]:
     ratios = {}
     for kind in KINDS:
         base, host, bridge, local, pinned = (statistics.median(rates[f"{kind}: {name}"]) for name in ways)
-        ratios[f"{kind}: on the host's network, to torchrun (≥ 0.99)"] = host / base
-        ratios[f"{kind}: on the bridge, to torchrun (≥ 0.97)"] = bridge / base
-        ratios[f"{kind}: local processes, to torchrun"] = local / base
-        ratios[f"{kind}: pinned, to not pinned"] = pinned / local
+        ratios[f"{kind}: host network ÷ torchrun (≥ 0.99)"] = host / base
+        ratios[f"{kind}: bridge network ÷ torchrun (≥ 0.97)"] = bridge / base
+        ratios[f"{kind}: local processes ÷ torchrun"] = local / base
+        ratios[f"{kind}: pinned ÷ not pinned"] = pinned / local
     return {"values": {name: (found, "/s") for name, found in rates.items()}, "ratios": ratios}

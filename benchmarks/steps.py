@@ -1,4 +1,4 @@
-"""A training of small steps that prints when each step ended; `steps.py STEPS`."""
+"""Train in small steps and print when each step ends; `steps.py STEPS`."""
 
 import json
 import os
@@ -22,7 +22,7 @@ for step in range(int(sys.argv[1])):
     optimizer.step()
     print(f"pid {os.getpid()}.{launch} step {step} at {time.time():.6f}", flush=True)
     if metrics:
-        with metrics.open("a") as file:  # a time grows, and so counts as progress
+        with metrics.open("a") as file:  # the time in ms as the step: it keeps increasing, which counts as progress
             file.write(json.dumps({"step": int(1000 * time.time())}) + "\n")
     time.sleep(0.02)
 dist.destroy_process_group()

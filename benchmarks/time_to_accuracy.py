@@ -1,4 +1,4 @@
-"""Seconds from the command to 99 % on digits: the default job in one node, against the PyTorch examples' script."""
+"""Seconds from the command to 99 % accuracy on digits: the default job on one node, and PyTorch's example script."""
 
 import os
 import re
@@ -17,8 +17,8 @@ GOAL = 99.0  # per cent of the test images
 
 
 def seconds_to_goal(command: list[str]) -> float:
-    """Seconds until a line tells of that accuracy; raises RuntimeError where none does."""
-    began = time.monotonic()
+    """Seconds until a line reports the accuracy GOAL; raises RuntimeError if none does."""
+    started = time.monotonic()
     env = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count()), "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
     assert process.stdout
@@ -26,17 +26,17 @@ def seconds_to_goal(command: list[str]) -> float:
         for line in process.stdout:
             match = re.search(r"accuracy ([\d.]+)%", line)
             if match and float(match[1]) >= GOAL:
-                took = time.monotonic() - began
+                took = time.monotonic() - started
                 process.terminate()
                 return took
     raise RuntimeError(f"{GOAL} % was not reached in {EPOCHS} epochs")
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """Interleaved, each run with another seed, on all cores; on MNIST where its files are, else on drawn digits."""
+    """Interleave both on all cores, each run with a different seed; on MNIST if its files exist, else on digits."""
     dataset = "mnist" if (data.HOME / "MNIST").exists() else "digits"
-    data.load(dataset, data.HOME, download=False)  # drawn before the first measurement
-    seconds: dict[str, list[float]] = {"the PyTorch examples' script": [], "orchestrate run": []}
+    data.load(dataset, data.HOME, download=False)  # generated before the first measurement
+    seconds: dict[str, list[float]] = {"PyTorch's example script": [], "orchestrate run": []}
     theirs, ours = seconds.values()
     with tempfile.TemporaryDirectory() as folder:
         run = [sys.executable, "-m", "orchestrate", "run", "--engine", "process", "--gpus", "none", "--trainers", "0"]

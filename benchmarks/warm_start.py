@@ -1,13 +1,13 @@
-"""Warm start: the same as `cold-start`, on nodes that are up."""
+"""Warm start: the same as `cold-start`, on a cluster."""
 
 import tempfile
 from typing import Any
 
-from benchmarks.starts import FLOOR, NODES, SCRIPT, against, bare, interleaved, orchestrate, plain_image
+from benchmarks.starts import BASELINE, NODES, SCRIPT, bare, interleaved, orchestrate, plain_image, ratio
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """The floor and we, interleaved."""
+    """Interleave the baseline and orchestrate."""
     plain_image()
     with tempfile.TemporaryDirectory() as folder:
         options = ["--gpus", "none", "--trainers", str(NODES - 1), "--runs", folder]
@@ -17,9 +17,9 @@ def measure(runs: int) -> dict[str, Any]:
             def warm() -> None:
                 orchestrate("run", *options, "--", SCRIPT)
 
-            warm()  # when it ends, torch has been imported
-            seconds, failed = interleaved({FLOOR: bare, "orchestrate on nodes that are up": warm}, runs)
+            warm()  # afterwards, torch has been imported
+            seconds, failed = interleaved({BASELINE: bare, "orchestrate on a cluster": warm}, runs)
         finally:
             orchestrate("down", cluster, "--runs", folder)
-    ratios = {"to the floor (≤ 0.1)": against(seconds, "orchestrate on nodes that are up", [FLOOR])}
+    ratios = {"orchestrate ÷ baseline (≤ 0.1)": ratio(seconds, "orchestrate on a cluster", [BASELINE])}
     return {"values": {name: (found, "s") for name, found in seconds.items()}, "ratios": ratios, "failed": failed}

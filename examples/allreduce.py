@@ -1,4 +1,4 @@
-"""A script that knows nothing of orchestrate, as one writes it for torchrun: one all-reduce over all workers."""
+"""A plain torchrun script, without any reference to orchestrate: one all-reduce over all workers."""
 
 import argparse
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--fail-rank", type=int, help="let this rank raise an error")
+parser.add_argument("--fail-rank", type=int, help="rank that raises an error")
 args = parser.parse_args()
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

@@ -278,5 +278,5 @@ def test_a_worker_without_its_own_gpu_must_be_refused_with_a_hint(tmp_path, monk
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SystemExit, match="error: local rank 1 has no GPU: torch sees 1\nhint: take fewer workers"):
+    with pytest.raises(SystemExit, match="error: no GPU for local rank 1: torch sees 1\nhint: use fewer workers"):
         Job()

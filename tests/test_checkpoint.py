@@ -102,7 +102,7 @@ def test_any_flipped_byte_must_be_found_and_the_one_before_loaded(tmp_path, caps
             assert manifest == manifests[1]
             assert torch.equal(found["weights"], state(1)["weights"])
         path.write_bytes(good)
-    assert "checkpoint step-00000002 is damaged, trying the one before" in capsys.readouterr().out
+    assert "checkpoint step-00000002 is damaged, trying the previous one" in capsys.readouterr().out
     assert store.newest()[0]["step"] == 2
 
 
@@ -216,7 +216,7 @@ def test_a_save_while_the_last_one_still_runs_must_be_left_out(tmp_path, capsys,
     assert store.save(state(2), 2) is False
     free.set()
     store.wait()
-    assert "checkpoint at step 2 left out" in capsys.readouterr().out
+    assert "checkpoint at step 2 skipped" in capsys.readouterr().out
     assert [manifest["step"] for _, manifest in store.all()] == [1]
 
 
@@ -255,7 +255,7 @@ def test_a_hostile_pickle_must_run_nothing(small, tmp_path, monkeypatch, sharded
         small("--resume", "auto")
     elif way == "publish":
         monkeypatch.setattr(sys, "argv", ["publish", str(plant(tmp_path / "bad", bomb)), str(tmp_path / "out")])
-        with pytest.raises(SystemExit, match="is no good checkpoint"):
+        with pytest.raises(SystemExit, match="is not a valid checkpoint"):
             publish.main()
     else:
         if way == "shard":
@@ -279,7 +279,7 @@ def test_transfer_must_list_what_is_missing_and_unexpected(small, tmp_path, caps
     small("--init-from", str(tmp_path / "other.safetensors"))
     out = capsys.readouterr().out
     assert "7 of 8 tensors from" in out
-    assert "missing, trained from scratch: fc2.weight\n  unexpected, left out: fc3.weight" in out
+    assert "missing, trained from scratch: fc2.weight\n  unexpected, ignored: fc3.weight" in out
 
 
 def test_a_published_model_must_be_the_weights_and_a_card(small, tmp_path):
@@ -299,7 +299,7 @@ def test_a_published_model_must_be_the_weights_and_a_card(small, tmp_path):
 
 def test_a_checkpoint_of_another_job_must_be_refused_with_the_difference(small):
     small()
-    with pytest.raises(SystemExit, match="made with --batch-size 32, not 16\nhint: --batch-size 32"):
+    with pytest.raises(SystemExit, match="made with --batch-size 32, not 16\nhint: use --batch-size 32"):
         small("--resume", "auto", "--batch-size", "16")
 
 
@@ -314,7 +314,7 @@ def test_a_worker_of_an_older_generation_must_not_save(tmp_path, capsys):
     older.wait()
     assert [manifest["step"] for _, manifest in newer.all()] == [7]
     assert torch.equal(newer.newest()[0]["weights"], torch.ones(3))
-    assert "checkpoint at step 8 left out: a newer generation saves here" in capsys.readouterr().out
+    assert "checkpoint at step 8 skipped: a newer generation saves here" in capsys.readouterr().out
 
 
 def test_a_worker_that_is_given_up_during_a_save_must_not_commit_it(tmp_path):

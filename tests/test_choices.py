@@ -191,7 +191,7 @@ def test_a_checkpoint_of_another_job_must_be_refused_with_the_difference(small, 
     small()
     other = other or ("--dataset", f"shards:{sharded}")
     with pytest.raises(
-        SystemExit, match=rf"the checkpoint was made with --{name} \S+, not {other[1]}\nhint: --{name} "
+        SystemExit, match=rf"the checkpoint was made with --{name} \S+, not {other[1]}\nhint: use --{name} "
     ):
         small("--resume", "auto", *other)
 

@@ -168,7 +168,7 @@ def test_one_worker_alone_must_be_told_that_a_collective_needs_two(monkeypatch, 
     monkeypatch.setenv("JOB_DIR", str(tmp_path))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(sys, "argv", ["collectives", *options])
-    with pytest.raises(SystemExit, match="error: a collective needs two workers\nhint: --spawn 4"):
+    with pytest.raises(SystemExit, match="error: a collective needs two workers\nhint: use --spawn 4"):
         collectives.main()
 
 

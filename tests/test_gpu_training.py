@@ -97,6 +97,6 @@ def test_a_job_that_is_stopped_must_save_its_last_step(nodes):
     assert job.end() == 130, job.err
     folder = nodes.run_dir() / "job"
     _, manifest = checkpoint.load(folder / "checkpoints" / "last")
-    assert f"asked to end: saved at step {manifest['step']}\n" in nodes.log(0)
+    assert f"stopped by SIGTERM: saved at step {manifest['step']}\n" in nodes.log(0)
     assert len(losses(folder)) == manifest["step"]
     assert eventually(nodes.only_nodes)

@@ -103,7 +103,7 @@ def test_sigterm_must_have_the_app_save_at_one_step_and_lose_none(cli, engine):
         ledger = cli.run_dir() / "job" / f"ledger-{rank}.jsonl"
         entries = [json.loads(line) for line in ledger.read_text().splitlines()]
         assert [entry["step"] for entry in entries] == list(range(1, step + 1))
-    assert f"asked to end: saved at step {step}" in cli.log(0)
+    assert f"stopped by SIGTERM: saved at step {step}" in cli.log(0)
     assert [event["exit_code"] for event in job.events("worker_ended")] == [143, 143]
 
 

@@ -82,7 +82,7 @@ def test_only_a_save_within_an_epoch_must_be_skipped_while_another_runs(small, h
     assert steps(folder) == [2, 7]
     assert checkpoint.load(folder / "checkpoints" / "best")[1]["step"] == 7
     out = capsys.readouterr().out
-    assert [step for step in range(1, 8) if f"checkpoint at step {step} left out" in out] == [4, 6]
+    assert [step for step in range(1, 8) if f"checkpoint at step {step} skipped" in out] == [4, 6]
 
 
 def test_a_worker_that_is_stopped_must_exit_only_after_its_checkpoint_is_written(stopped, held, sigterm_at):
@@ -268,7 +268,7 @@ def test_an_unreadable_checkpoint_must_be_refused_by_name(small, tmp_path, optio
     else:
         manifest = {"step": 1, "files": {}}
         (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint._digest(manifest)}))
-    with pytest.raises(SystemExit, match=f"error: {path} is no good checkpoint: "):
+    with pytest.raises(SystemExit, match=f"error: {path} is not a valid checkpoint: "):
         small(option, str(path))
 
 
@@ -311,7 +311,7 @@ def test_all_workers_must_resume_from_the_checkpoint_that_rank_0_found(monkeypat
     monkeypatch.setattr(job, "broadcast", lambda tensors, like: [torch.tensor([-1])])
     assert train.newest(job, store) is None
     monkeypatch.setattr(job, "broadcast", lambda tensors, like: [torch.tensor([3])])
-    with pytest.raises(SystemExit, match="step-00000003 is no good checkpoint"):
+    with pytest.raises(SystemExit, match="step-00000003 is not a valid checkpoint"):
         train.newest(job, store)
 
 

@@ -118,5 +118,5 @@ def test_publish_must_say_what_it_wrote_and_refuse_what_is_damaged(tmp_path, mon
     publish.main()  # again, over what is there
     assert capsys.readouterr().out.startswith("12 parameters of step 5 in ")
     (store.path(5) / "state.pt").write_bytes(b"")
-    with pytest.raises(SystemExit, match=f"error: {store.path(5)} is no good checkpoint: "):
+    with pytest.raises(SystemExit, match=f"error: {store.path(5)} is not a valid checkpoint: "):
         publish.main()

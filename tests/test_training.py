@@ -309,16 +309,14 @@ def test_cifars_own_files_must_be_read_from_a_folder(tmp_path, monkeypatch):
 
 def test_dp_on_the_cpu_must_say_what_it_does(small, capsys):
     small("--strategy", "dp")
-    assert (
-        "dp: DataParallel splits batches over GPUs; on the CPU it passes them on as they are" in capsys.readouterr().out
-    )
+    assert "dp: DataParallel splits batches over GPUs; on the CPU it has no effect" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_strategy_of_one_process_must_refuse_two(mnist, tmp_path):
     done = train(mnist, tmp_path, 2, "--strategy", "single")
     assert done.returncode != 0
-    assert "error: --strategy single is one process, not 2" in done.stderr
+    assert "error: --strategy single runs in one process, not 2" in done.stderr
 
 
 @pytest.mark.slow

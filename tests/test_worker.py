@@ -86,7 +86,7 @@ def test_no_worker_must_leave_the_group_before_all_have_come_to_the_end(monkeypa
 def test_a_gpu_that_was_given_and_cannot_be_used_must_be_told(monkeypatch, capsys, given, warned):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     Job()
-    assert ("warning: a GPU was given" in capsys.readouterr().out) is warned
+    assert ("warning: torch cannot use the GPU" in capsys.readouterr().out) is warned
 
 
 def test_sigterm_must_only_be_noted_and_a_thread_must_be_able_to_make_a_job():
@@ -116,7 +116,7 @@ def test_metrics_that_cannot_be_written_must_be_told(capsys):
     made = Job()
     (made.folder / "metrics.jsonl").mkdir()
     made.record(step=1)
-    assert "metrics cannot be written: " in capsys.readouterr().out
+    assert "could not write metrics: " in capsys.readouterr().out
     (made.folder / "metrics.jsonl").rmdir()
     made.record(step=2)
     made.record(step=3)
@@ -162,7 +162,7 @@ def test_a_spawned_worker_must_have_torchruns_variables_and_its_part_of_the_core
 def test_a_strategy_of_one_process_must_refuse_more(name):
     made = Job()
     made.world_size = 2
-    with pytest.raises(SystemExit, match=f"error: --strategy {name} is one process, not 2\nhint: "):
+    with pytest.raises(SystemExit, match=f"error: --strategy {name} runs in one process, not 2\nhint: "):
         strategy.Strategy(name, made, build("lenet", 1, 28))
 
 
