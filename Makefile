@@ -1,11 +1,11 @@
-# `make run` trains the default job, `make test` runs all checks; both set up what they need in $(VENV).
+# `make run` trains the default job, `make test` runs all checks; both create $(VENV) first.
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# How many tests run side by side; most of them wait for something.
+# Number of tests to run in parallel; most of their time is waiting.
 JOBS ?= 4
 
-# With an engine, torch lives in the image; without one, local processes need it here.
+# With an engine, torch is in the image; without one, local processes need it here.
 NEEDS = $(shell docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 && echo base || echo torch)
 
 .PHONY: run test test-gpu lock
@@ -18,11 +18,11 @@ test: $(VENV)/.test
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
-# The tests on GPUs, with what $(PYTHON) has: torch, pytest and pyyaml. Warnings of other versions do not fail them.
+# The GPU tests, with torch, pytest and pyyaml of $(PYTHON). Warnings of other versions do not fail them.
 test-gpu:
 	$(PYTHON) -m pytest -o addopts=-ra -W default -m gpu $(ARGS) tests/test_gpu_*.py
 
-# What the image installs: the newest versions that pyproject.toml allows, with their hashes, for Python 3.11 and later.
+# The packages of the image: the newest versions that pyproject.toml allows, with hashes, for Python 3.11 and later.
 lock: $(VENV)/.base
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check uv
 	@sed -n 's/^torch = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d '",' | tr ' ' '\n' | \
@@ -30,7 +30,7 @@ lock: $(VENV)/.base
 		--no-emit-index-url --custom-compile-command 'make lock' --output-file requirements.lock -
 
 $(VENV)/.base $(VENV)/.torch $(VENV)/.test: $(VENV)/.%: pyproject.toml
-	@echo 'installing the packages that "make $(if $(filter test,$*),test,run)" needs in $(VENV)$(if $(filter base,$*),,: torch is some GB)' >&2
+	@echo 'installing the packages for "make $(if $(filter test,$*),test,run)" in $(VENV)$(if $(filter base,$*),, (torch: several GB))' >&2
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/pip install $(if $(filter base,$*),--quiet --quiet) --disable-pip-version-check --editable '.$(patsubst %,[%],$(filter-out base,$*))'
 	@touch $@ $(VENV)/.base $(if $(filter test,$*),$(VENV)/.torch)

@@ -1,4 +1,4 @@
-"""What a wheel has besides the package: in `orchestrate/project`, what Compose and Docker need of this folder."""
+"""Add files that Compose and Docker need to the wheel, as `orchestrate/project`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FILES = ("Dockerfile", "docker-compose.yml", "requirements.lock", ".dockerignore", "orchestrate/__init__.py")
-FOLDERS = ("app", "orchestrate/node")  # the latter twice: in the package, and where the image is built from
+FOLDERS = ("app", "orchestrate/node")  # the latter is also in the package; this copy is for building the image
 
 
 class Project(BuildHookInterface):  # type: ignore[type-arg]
-    """Copies files, since hatchling puts no file into two places."""
+    """Copies the files, since hatchling cannot add a file at two paths."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the files to a wheel; an editable installation has them anyway."""
+        """Add the files to the wheel; an editable installation finds them in the project."""
         if version == "editable":
             return
         root, self.copy = Path(self.root), Path(tempfile.mkdtemp())
