@@ -152,7 +152,7 @@ def test_a_folder_without_mnist_must_be_refused_and_nothing_downloaded(tmp_path)
     done = train(tmp_path, "--dataset", "mnist")
     assert done.returncode == 1
     assert f"error: no mnist in {tmp_path}: Dataset not found" in done.stderr
-    assert "hint: --data DIR names the folder" in done.stderr
+    assert "hint: set --data to the folder" in done.stderr
 
 
 def test_every_worker_must_evaluate_its_own_part_of_the_test_set(cli, mnist, nothing_left):
