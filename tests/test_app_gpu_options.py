@@ -269,7 +269,7 @@ def test_workers_must_use_nccl_unless_they_share_a_gpu_and_nccl_cannot(
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
     job.device = device
     assert job._backend() == backend
-    message = "workers share a GPU, which NCCL 2.28 cannot: gradients travel by gloo\n"
+    message = "workers share a GPU, which NCCL 2.28 does not support: using gloo\n"
     assert capsys.readouterr().out == (message if device == GPU and backend == "gloo" else "")
 
 

@@ -380,8 +380,8 @@ def test_a_start_must_be_measured_in_all_its_phases(on_cpu, monkeypatch, workers
 @pytest.mark.slow
 def test_restarts_must_be_measured_for_every_kill(on_cpu, monkeypatch):
     monkeypatch.setattr(gpu_restart, "KILLS", 2)
-    monkeypatch.setattr("benchmarks.restart.PATIENCE", 300.0)  # this machine may be busy
-    monkeypatch.setattr(gpu, "TORCHRUN", [sys.executable, "-c", "raise SystemExit(1)"])  # a launcher that loses its job
+    monkeypatch.setattr("benchmarks.restart.RESTART_TIMEOUT", 300.0)  # this machine may be busy
+    monkeypatch.setattr(gpu, "TORCHRUN", [sys.executable, "-c", "raise SystemExit(1)"])  # one that loses its job
     result = gpu_restart.measure(1)
     ((seconds, unit),) = result["values"].values()
     assert (len(seconds), unit, min(seconds) > 0) == (2, "s", True)

@@ -292,7 +292,7 @@ def test_matching_weights_must_be_loaded_and_all_others_listed(tmp_path):
     found = net.state_dict()
     assert all(torch.equal(found[f"0.{name}"], other.state_dict()[f"0.{name}"]) for name in ("weight", "bias"))
     assert all(torch.equal(found[f"1.{name}"], before[f"1.{name}"]) for name in ("weight", "bias"))
-    assert messages[0].startswith("2 of 4 tensors")
+    assert messages[0].startswith("loaded 2 of 4 tensors")
     assert messages[1].endswith(": 1.bias, 1.weight") and messages[2].endswith(": 1.bias, 1.weight, more")
 
 
