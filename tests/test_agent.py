@@ -21,7 +21,7 @@ def patient(tmp_path, request):
     node.end()
 
 
-def test_a_waiting_node_must_run_workers_in_the_environment_that_they_are_given(waiting):
+def test_a_node_must_run_workers_in_the_environment_it_is_sent(waiting):
     code = "import json, os, sys\nprint(json.dumps([os.environ['ONLY_HERE'], sys.argv[1:], os.getcwd()]))\nsys.exit(5)"
     for rank in range(3):
         waiting.start(rank, code)
@@ -29,7 +29,7 @@ def test_a_waiting_node_must_run_workers_in_the_environment_that_they_are_given(
     assert [json.loads(waiting.log(rank)) for rank in range(3)] == [["1", ["--flag", "x y"], str(waiting.folder)]] * 3
 
 
-def test_a_worker_must_have_nothing_of_the_nodes_environment_where_it_is_given_its_own(waiting):
+def test_a_worker_with_its_own_environment_must_inherit_nothing_from_the_node(waiting):
     (waiting.folder / "0.py").write_text("import os\nprint('NODE_MODE' in os.environ, os.getcwd())")
     env = {key: os.environ[key] for key in ("PATH", "PYTHONPATH") if key in os.environ}
     env |= {"RANK": "0", "JOB_DIR": str(waiting.folder)}
@@ -38,7 +38,7 @@ def test_a_worker_must_have_nothing_of_the_nodes_environment_where_it_is_given_i
     assert waiting.log(0) == "False /\n"
 
 
-def test_a_node_that_is_asked_to_must_stop_its_workers_and_stay(waiting):
+def test_a_node_must_stop_its_workers_on_request_and_keep_running(waiting):
     waiting.start(0, "import signal\nprint('ready')\nsignal.pause()")
     eventually(lambda: "ready\n" in waiting.log(0))
     waiting.pipe.ask("stop", kill=False)
@@ -47,7 +47,7 @@ def test_a_node_that_is_asked_to_must_stop_its_workers_and_stay(waiting):
     assert waiting.log(0) == "ready\n[node] generation 1\nagain\n"
 
 
-def test_a_node_must_say_whether_it_had_asked_a_worker_to_end(waiting):
+def test_a_node_must_report_whether_it_had_asked_a_worker_to_stop(waiting):
     for rank in range(2):
         waiting.start(rank, "import os, signal\nprint(os.getpid())\nsignal.pause()")
     pids = [int(eventually(lambda rank=rank: waiting.log(rank))) for rank in range(2)]
@@ -57,7 +57,7 @@ def test_a_node_must_say_whether_it_had_asked_a_worker_to_end(waiting):
     assert waiting.pipe.until("ended", rank=1) | {"code": 143, "asked": True} == waiting.pipe.until("ended", rank=1)
 
 
-def test_a_worker_that_had_ended_before_it_was_asked_to_must_be_told_so(waiting):
+def test_a_worker_that_ended_before_the_stop_request_must_be_reported_as_not_asked(waiting):
     waiting.start(0, "import os, signal\nprint(os.getpid())\nsignal.pause()")
     pid = int(eventually(lambda: waiting.log(0)))
     waiting.node.send_signal(signal.SIGSTOP)  # so that it hears of both at once
@@ -69,7 +69,7 @@ def test_a_worker_that_had_ended_before_it_was_asked_to_must_be_told_so(waiting)
     assert (ended["code"], ended["asked"]) == (143, False)
 
 
-def test_a_worker_of_a_generation_that_is_over_must_not_start(waiting):
+def test_a_worker_of_an_ended_generation_must_not_start(waiting):
     (waiting.folder / "generation").write_text("2")
     assert waiting.run(0, "print('late')", generation=1) == 143
     assert waiting.log(0) == ""
@@ -78,7 +78,7 @@ def test_a_worker_of_a_generation_that_is_over_must_not_start(waiting):
     assert waiting.run(1, "print('late')", generation=2) == 143
 
 
-def test_a_worker_of_a_newer_generation_must_end_those_of_older_ones(waiting):
+def test_a_worker_of_a_newer_generation_must_end_workers_of_older_ones(waiting):
     code = "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nprint(os.getpid())\nsignal.pause()"
     waiting.start(0, code)
     pid = int(eventually(lambda: waiting.log(0)))
@@ -88,7 +88,7 @@ def test_a_worker_of_a_newer_generation_must_end_those_of_older_ones(waiting):
     assert waiting.run(2, "print('older')") == 143
 
 
-def test_a_node_that_is_asked_to_must_kill_its_workers_and_stay(patient):
+def test_a_node_must_kill_its_workers_on_request_and_keep_running(patient):
     waiting = patient
     waiting.start(0, "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready')\nsignal.pause()")
     eventually(lambda: "ready\n" in waiting.log(0))
@@ -121,7 +121,7 @@ def test_a_worker_must_outlive_its_client_and_the_next_client_must_get_its_exit_
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_worker_that_hangs_must_print_where_it_stands_and_abort(waiting, frozen):
+def test_a_hung_worker_must_print_its_stack_and_abort(waiting, frozen):
     code = "import os, signal\n\ndef waits_here():\n    print(os.getpid(), 'ready')\n    signal.pause()\n\nwaits_here()"
     for rank in range(2):
         waiting.start(rank, code)
@@ -138,7 +138,7 @@ def test_a_worker_that_hangs_must_print_where_it_stands_and_abort(waiting, froze
         assert f'/{rank}.py", line 5 in waits_here' in waiting.log(rank)
 
 
-def test_what_workers_orphan_must_not_pile_up_while_they_run(waiting):
+def test_orphans_of_workers_must_be_reaped_while_the_workers_run(waiting):
     waiting.start(
         0,
         "import os, signal, subprocess, time\n"
@@ -151,7 +151,7 @@ def test_what_workers_orphan_must_not_pile_up_while_they_run(waiting):
     assert waiting.status()["running"].keys() == {"0"}
 
 
-def test_a_worker_that_cannot_be_started_must_have_an_end(tmp_path):
+def test_a_worker_that_cannot_be_started_must_be_reported_as_ended(tmp_path):
     node = Waiting(tmp_path)
     (tmp_path / "0.py").write_text("print('started')")
     env = {"RANK": "0", "JOB_DIR": str(tmp_path)}
@@ -160,7 +160,7 @@ def test_a_worker_that_cannot_be_started_must_have_an_end(tmp_path):
     node.end()
 
 
-def test_what_a_worker_does_must_count_with_all_that_it_has_started(waiting):
+def test_the_cpu_time_of_a_worker_must_include_its_child_processes(waiting):
     burn = "while time.process_time() < 0.3: pass\nprint('burnt')\nsignal.pause()"
     waiting.start(0, f"import os, signal, time\nos.fork()\n{burn}")
     eventually(lambda: waiting.log(0).count("burnt") == 2)
@@ -169,7 +169,7 @@ def test_what_a_worker_does_must_count_with_all_that_it_has_started(waiting):
 
 
 @pytest.mark.parametrize("preload", ["", PRELOAD], ids=["fresh", "warm"])
-def test_the_end_of_a_node_must_be_the_end_of_its_workers_and_of_what_forks_them(tmp_path, preload):
+def test_workers_and_zygote_must_end_with_their_node(tmp_path, preload):
     node = Waiting(tmp_path, preload)
     node.start(0, "import os, signal\nprint(os.getpid())\nsignal.pause()")
     pid = int(eventually(lambda: node.log(0)))
@@ -182,7 +182,7 @@ def test_the_end_of_a_node_must_be_the_end_of_its_workers_and_of_what_forks_them
     eventually(lambda: all(map(gone, pids)))
 
 
-def test_a_process_that_still_imports_must_not_outlive_its_node(tmp_path):
+def test_a_zygote_that_is_still_importing_must_not_outlive_its_node(tmp_path):
     (tmp_path / "slow.py").write_text("import signal\nopen('importing', 'w').close()\nsignal.pause()")
     node = Waiting(tmp_path, "slow")
     eventually(lambda: (tmp_path / "importing").exists())
@@ -201,7 +201,7 @@ FORKS = (
 @pytest.mark.parametrize(
     ("end", "code"), [("", 0), ("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("signal.pause()", 137)]
 )
-def test_what_a_worker_has_forked_must_end_with_it(patient, end, code):
+def test_processes_forked_by_a_worker_must_end_with_it(patient, end, code):
     patient.start(0, FORKS + end)
     pid = int(eventually(lambda: patient.log(0)))
     if "pause" in end:
@@ -210,7 +210,7 @@ def test_what_a_worker_has_forked_must_end_with_it(patient, end, code):
     eventually(lambda: gone(pid))
 
 
-def test_what_a_generation_is_given_to_end_must_not_end_the_next_one(tmp_path):
+def test_the_grace_period_of_a_generation_must_not_end_the_next_one(tmp_path):
     node = Waiting(tmp_path, NODE_GRACE="0.5")
     node.start(0, "import signal\nprint('ready')\nsignal.pause()")
     eventually(lambda: node.log(0))
@@ -220,7 +220,7 @@ def test_what_a_generation_is_given_to_end_must_not_end_the_next_one(tmp_path):
     node.end()
 
 
-def test_what_leaves_its_session_and_starts_others_must_end_with_the_node(waiting):
+def test_a_process_in_its_own_session_and_its_children_must_end_with_the_node(waiting):
     inner = "import signal, subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid, flush=True)\nsignal.pause()"
     own_session = f"subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True, stdout=-1)"
     assert waiting.run(0, f"import subprocess, sys\np = {own_session}\nprint(p.pid, int(p.stdout.readline()))") == 0
@@ -241,7 +241,7 @@ def test_a_process_that_left_its_workers_session_must_end_with_the_node(waiting)
     assert gone(pid)
 
 
-def test_a_worker_that_is_dying_when_all_are_asked_to_stop_must_not_count_as_asked(tmp_path):
+def test_a_worker_that_is_dying_at_the_stop_request_must_not_count_as_asked(tmp_path):
     before = (
         "real = worker.Worker.dying.fget; worker.Worker.dying = property(lambda self: self.rank == '1' or real(self))"
     )
@@ -256,7 +256,7 @@ def test_a_worker_that_is_dying_when_all_are_asked_to_stop_must_not_count_as_ask
     node.end()
 
 
-def test_a_process_must_count_as_dying_from_when_the_kernel_closes_its_files():
+def test_a_process_must_count_as_dying_once_the_kernel_closes_its_files():
     made = worker.Worker([], {"RANK": "0"}, None, lambda code: None)
     pid = os.fork()
     if not pid:
@@ -271,7 +271,7 @@ def test_a_process_must_count_as_dying_from_when_the_kernel_closes_its_files():
         os.close(end)
 
 
-def test_a_command_must_have_the_workers_own_values_in_the_place_of_their_names(waiting):
+def test_variables_in_a_command_must_be_replaced_with_the_workers_own_values(waiting):
     (waiting.folder / "0.py").write_text("import sys\nprint(sys.argv[1:])")
     words = ["--out=$JOB_DIR/x", "${RANK} of $WORLD_SIZE", "$RANKED $HOME $NONE $$ $ ${", "${RANK", "$NODE_MODE"]
     script = str(waiting.folder / "0.py")
@@ -296,14 +296,14 @@ def test_any_program_must_run_as_a_worker(waiting):
 @pytest.mark.parametrize(
     "program, code, why", [("nonesuch", 127, "No such file"), ("./0.txt", 126, "Permission denied")]
 )
-def test_the_log_must_tell_why_a_program_did_not_start(waiting, program, code, why):
+def test_the_log_must_say_why_a_program_did_not_start(waiting, program, code, why):
     (waiting.folder / "0.txt").write_text("text")
     waiting.command(0, program)
     assert waiting.code(0) == code
     assert waiting.log(0).startswith(f"[node] rank 0 did not start: {why}") and program in waiting.log(0)
 
 
-def test_a_node_must_say_as_long_as_it_imports_what_workers_will_need(tmp_path):
+def test_a_node_must_report_that_it_is_still_importing(tmp_path):
     (tmp_path / "slow.py").write_text("import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)\n")
     node = Waiting(tmp_path, "slow", PYTHONPATH="")
 

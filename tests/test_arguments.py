@@ -30,7 +30,7 @@ MODULE = ("-m", "a.b", "--lr", "0.1")
         ("export kubernetes --form jobset train.py --lr 0.1", "export kubernetes --form jobset"),
     ],
 )
-def test_the_jobs_command_must_begin_where_ours_ends(monkeypatch, words, own):
+def test_the_jobs_command_must_begin_where_our_options_end(monkeypatch, words, own):
     monkeypatch.setenv("A", "b")
     args, found = parse(words.split())
     assert found == SCRIPT
@@ -38,16 +38,16 @@ def test_the_jobs_command_must_begin_where_ours_ends(monkeypatch, words, own):
 
 
 @pytest.mark.parametrize("words", ["-m a.b --lr 0.1", "--gpus none -m a.b --lr 0.1", "-- -m a.b --lr 0.1"])
-def test_a_module_must_need_no_dashes_before_it(words):
+def test_a_module_must_not_need_dashes_before_it(words):
     assert parse(["run", *words.split()])[1] == [*MODULE]
 
 
 @pytest.mark.parametrize("words", ["run", "run job.yaml", "run --trainers 2", "logs a", "ps"])
-def test_without_a_command_there_must_be_none(words):
+def test_a_missing_command_must_be_none(words):
     assert parse(words.split())[1] is None
 
 
-def test_dashes_of_the_jobs_command_must_be_left_to_it():
+def test_dashes_in_the_jobs_command_must_be_passed_through():
     assert parse(["run", "bash", "go.sh", "--", "--dry-run"])[1] == ["bash", "go.sh", "--", "--dry-run"]
 
 
@@ -95,13 +95,13 @@ def test_a_command_must_mean_what_it_means_to_torchrun(words, read, asked):
         ("torchrun --virtual-local-rank train.py", "--virtual-local-rank"),
     ],
 )
-def test_what_cannot_be_followed_must_be_named(words, why):
+def test_unsupported_torchrun_arguments_must_be_named(words, why):
     with pytest.raises(UsageError, match=why) as found:
         command.read(tuple(words.split()))
     assert "torchrun" in str(found.value) and found.value.hint
 
 
-def test_every_flag_of_torchrun_must_be_known_or_refused():
+def test_every_torchrun_flag_must_be_known_or_refused():
     from torch.distributed.run import get_args_parser
 
     taking = [action for action in get_args_parser()._actions if action.option_strings and action.nargs is None]
@@ -110,7 +110,7 @@ def test_every_flag_of_torchrun_must_be_known_or_refused():
             assert command.read(("torchrun", name, "1", "train.py"))[0] == ("train.py",)
 
 
-def test_torchruns_flags_must_agree_with_ours_on_the_same_line(do, runs):  # noqa: F811
+def test_torchruns_flags_must_agree_with_ours_on_the_same_command_line(do, runs):  # noqa: F811
     words = ["torchrun", "--nnodes", "4", "--nproc-per-node", "2", "-m", "app.train"]
     assert do("plan", "--gpus", "none", "--", *words)[1][0].split(": ")[1].startswith("4 nodes × 2 workers")
     assert do("plan", "--nodes", "4", "--gpus", "none", "--", *words)[1][0].split(": ")[1].startswith("4 nodes × 2")
@@ -121,7 +121,7 @@ def test_torchruns_flags_must_agree_with_ours_on_the_same_line(do, runs):  # noq
     assert (code, err[0]) == (2, "error: nodes and trainers are both set")
 
 
-def test_what_is_typed_must_win_over_a_job_file_also_where_one_of_both_has_torchruns_flags():
+def test_the_command_line_must_override_a_job_file_even_if_either_has_torchrun_flags():
     two, four = {"command": "torchrun --nnodes 2 a.py"}, {"command": "torchrun --nnodes 4 a.py"}
     assert resolve({"trainers": 7}, two).trainers == 1
     assert resolve(two, {"trainers": 7}).trainers == 7
@@ -132,14 +132,14 @@ def test_what_is_typed_must_win_over_a_job_file_also_where_one_of_both_has_torch
 
 
 @pytest.mark.parametrize("words", [["--nodes", "3"], ["--nnodes", "3"], ["--trainers", "2"], ["--set", "nodes=3"]])
-def test_nodes_must_be_counted_as_others_count_them(do, runs, words):  # noqa: F811
+def test_node_counts_must_include_the_master(do, runs, words):  # noqa: F811
     assert do("plan", "--gpus", "none", *words, "--", "-m", "app.train")[1][0].split(": ")[1].startswith("3 nodes")
 
 
 @pytest.mark.parametrize(
     ("layer", "why"), [({"nodes": 0}, "nodes must be a whole number from 1"), ({"nodes": 2, "trainers": 1}, "one of")]
 )
-def test_a_number_of_nodes_that_is_none_must_be_refused(layer, why):
+def test_an_invalid_number_of_nodes_must_be_refused(layer, why):
     with pytest.raises(UsageError) as found:
         resolve(layer)
     assert why in f"{found.value} {found.value.hint}"
@@ -177,11 +177,11 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, 
         ("export slurm --from venv", "export: unknown option '--from'", "did you mean --form?"),
     ],
 )
-def test_a_word_that_is_unknown_must_be_answered_with_the_nearest_one(do, words, what, hint):  # noqa: F811
+def test_an_unknown_word_must_be_answered_with_the_closest_match(do, words, what, hint):  # noqa: F811
     assert do(*words.split()) == (2, [], [f"error: {what}", f"hint: {hint}"])
 
 
-def test_without_a_word_the_commands_must_be_listed(capsys):
+def test_without_arguments_the_commands_must_be_listed(capsys):
     assert main([]) == 0
     out, err = capsys.readouterr()
     assert "\n    run  " in out and err == ""
@@ -196,13 +196,13 @@ def test_without_a_word_the_commands_must_be_listed(capsys):
         (["ps", "--run", "x"], "ps: unknown option '--run'", "did you mean --runs?"),
     ],
 )
-def test_a_word_in_the_wrong_place_must_be_named(words, what, hint):
+def test_a_misplaced_argument_must_be_named(words, what, hint):
     with pytest.raises(UsageError) as found:
         parse(words)
     assert str(found.value) == what and hint in found.value.hint
 
 
-def test_help_must_be_a_command_as_well(capsys):
+def test_help_must_also_be_a_command(capsys):
     for words in (["help"], ["help", "logs"]):
         with pytest.raises(SystemExit):
             parse(words)
@@ -252,7 +252,7 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, words,
         ("''", "name is empty"),
     ],
 )
-def test_a_file_that_is_no_program_must_be_refused(here, words, why):
+def test_a_file_that_is_not_a_program_must_be_refused(here, words, why):
     with pytest.raises(UsageError, match=why) as found:
         launch.check_script(resolve({"command": words}))
     assert found.value.hint

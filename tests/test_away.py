@@ -37,13 +37,13 @@ class Leaving(RecordingEngine):
 
 
 @pytest.mark.parametrize(("seconds", "word"), [(290, "succeeded"), (310, "lost")])
-def test_an_engine_that_is_away_must_be_waited_for_some_minutes(job, seconds, word):
+def test_a_job_must_wait_some_minutes_for_an_engine_that_is_away(job, seconds, word):
     engine = Leaving(job, seconds, [], [ALL_WELL])
     assert job.run(engine).word == word
     assert job.noted("engine_lost") == [{"error": "gone"}]
 
 
-def test_a_node_that_does_not_answer_when_the_engine_is_back_must_be_asked_again(job):
+def test_a_node_that_does_not_answer_when_the_engine_is_back_must_be_retried(job):
     engine = Leaving(job, 0, [], [ALL_WELL])
     adopt, failures = engine.adopt, [EngineError("trainer-1 does not respond")]
 
@@ -57,7 +57,7 @@ def test_a_node_that_does_not_answer_when_the_engine_is_back_must_be_asked_again
 
 
 @pytest.mark.parametrize(("times", "word"), [(40, "succeeded"), (60, "lost")])
-def test_an_engine_that_goes_away_again_and_again_must_lose_the_job(job, times, word):
+def test_an_engine_that_keeps_going_away_must_lose_the_job(job, times, word):
     engine = RecordingEngine([], *[[]] * (times - 1), [ALL_WELL])
     wait = engine.wait
 
@@ -77,7 +77,7 @@ def test_a_request_to_stop_while_the_engine_is_away_must_end_the_wait(job):
     assert job.clock.now < began + 25
 
 
-def test_workers_that_were_being_stopped_when_the_engine_went_away_must_be_asked_again_and_have_their_time(job):
+def test_a_stop_interrupted_by_a_lost_engine_must_be_repeated_with_its_grace_period(job):
     class LeavingOnStop(Leaving):
         def leaves(self) -> bool:
             return "stop" in self.calls
@@ -90,14 +90,14 @@ def test_workers_that_were_being_stopped_when_the_engine_went_away_must_be_asked
 
 @pytest.mark.parametrize("lost", [True, False])
 @pytest.mark.parametrize("known", ["node lost", "node stopped", "out of memory"])
-def test_a_node_that_the_engine_took_with_it_must_not_be_blamed(job, lost, known):
+def test_a_node_lost_with_the_engine_must_not_be_blamed(job, lost, known):
     engine = Leaving(job, 1, [], [KILLED], [ALL_WELL]) if lost else RecordingEngine([KILLED], [ALL_WELL])
     engine.explain = lambda end, node: known
     assert job.run(engine).word == "succeeded"
     assert job.causes() == [(1, "engine lost" if lost and known.startswith("node ") else known)]
 
 
-def test_a_worker_that_ended_before_the_engine_went_away_must_not_count_as_lost_with_it(job):
+def test_a_worker_that_ended_before_the_engine_went_away_must_not_count_as_lost(job):
     engine = Leaving(job, 1, [[WorkerExit(1, 0)]], [[WorkerExit(0, 0), WorkerExit(2, 0)]])
     engine.leaves = lambda: 1 not in engine.running
     adopt = engine.adopt
@@ -106,7 +106,7 @@ def test_a_worker_that_ended_before_the_engine_went_away_must_not_count_as_lost_
     assert len(job.supervisor.history.ended) == 1
 
 
-def test_an_engine_that_comes_back_must_be_asked_for_the_workers_it_still_has(job):
+def test_an_engine_that_comes_back_must_be_asked_which_workers_it_still_has(job):
     engine = RecordingEngine([[]], [ALL_WELL])
     wait = engine.wait
 
@@ -131,7 +131,7 @@ def test_an_engine_that_does_not_come_back_must_lose_the_job(job, monkeypatch):
     assert engine.calls == ["up", "start", "down"]
 
 
-def test_workers_that_the_engine_took_with_it_must_not_count(job):
+def test_workers_lost_with_the_engine_must_not_count_as_restarts(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
     engine.explain = lambda end, node: (_ for _ in ()).throw(EngineLost("gone"))
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).word == "succeeded"

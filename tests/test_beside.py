@@ -69,7 +69,7 @@ class Other:
 
 
 @pytest.mark.parametrize("command", ["stop", "rm"])
-def test_the_rest_of_a_job_must_be_removed_and_no_other_jobs(cli, engine, command):
+def test_stop_and_rm_must_remove_what_is_left_of_a_job_and_touch_no_other(cli, engine, command):
     other, gone = Other(cli, engine, "other"), Other(cli, engine, "gone", trainers=1)
     done = cli(command, gone.orphan())
     assert done.returncode == 0, done.stderr
@@ -79,7 +79,7 @@ def test_the_rest_of_a_job_must_be_removed_and_no_other_jobs(cli, engine, comman
     assert (other.end()["generations"], other.run.exists()) == (1, True)
 
 
-def test_a_beginning_that_fits_several_jobs_must_be_refused(cli, nothing_left):
+def test_a_prefix_of_several_jobs_must_be_refused(cli, nothing_left):
     jobs = [Other(cli, "process", name) for name in (f"{SAME}-1", f"{SAME}-2")]
     names = ", ".join(job.run.name for job in reversed(jobs))  # the newest first
     for command in ("stop", "logs", "attach", "wait"):
@@ -101,7 +101,7 @@ def test_a_beginning_that_fits_several_jobs_must_be_refused(cli, nothing_left):
     assert twin.exists() and not jobs[0].run.exists() and jobs[1].run.exists()
 
 
-def test_a_beginning_that_fits_a_job_that_runs_must_mean_that_one(cli, nothing_left):
+def test_a_prefix_must_prefer_the_job_that_is_running(cli, nothing_left):
     ended, runs = Other(cli, "process", f"{SAME}-1"), Other(cli, "process", f"{SAME}-2")
     ended.end()
     assert cli("logs", SAME).returncode == 0
@@ -110,7 +110,7 @@ def test_a_beginning_that_fits_a_job_that_runs_must_mean_that_one(cli, nothing_l
     assert json.loads((runs.run / "report.json").read_text())["outcome"] == "stopped"
 
 
-def test_a_beginning_that_fits_several_clusters_must_be_refused(cli, nothing_left):
+def test_a_prefix_of_several_clusters_must_be_refused(cli, nothing_left):
     up = ("up", "--engine", "process", "--trainers", "0", "--set", "warm=false")
     names = sorted(cli(*up, "--name", name).stdout.strip() for name in ("same-1", "same-2"))
     done = cli("down", "same")
@@ -122,7 +122,7 @@ def test_a_beginning_that_fits_several_clusters_must_be_refused(cli, nothing_lef
     assert [cli("down", name).returncode for name in names] == [0, 0]
 
 
-def test_a_job_must_take_the_cluster_that_fits_it(cli, nothing_left):
+def test_a_job_must_use_a_cluster_that_fits(cli, nothing_left):
     up = ("up", "--engine", "process", "--set", "warm=false")
     small, large, third = (
         cli(*up, "--name", name, "--trainers", count).stdout.strip()
@@ -136,7 +136,7 @@ def test_a_job_must_take_the_cluster_that_fits_it(cli, nothing_left):
         assert cli("down", name).returncode == 0
 
 
-def test_the_log_of_one_worker_must_be_that_workers(cli, nothing_left):
+def test_logs_of_one_rank_must_show_only_that_rank(cli, nothing_left):
     done = cli("run", "--engine", "process", "--trainers", "2", *OPTIONS, "--", "probe.py")
     assert done.returncode == 0, done.stderr
     name = cli.run_dir().name
@@ -149,13 +149,13 @@ def test_the_log_of_one_worker_must_be_that_workers(cli, nothing_left):
     assert (done.returncode, done.stderr) == (2, f"error: no rank 3 in {name}\nhint: its ranks are 0 to 2\n")
 
 
-def test_ids_must_differ_and_say_what_the_job_is():
+def test_ids_must_differ_and_contain_the_name_of_the_job():
     ids = {new_id(JobSpec(name="My Job")) for _ in range(20)}
     assert len(ids) > 15 and all(one.startswith("my-job-") and len(one) == 11 for one in ids)
 
 
 @pytest.mark.parametrize("words", [["plan"], ["run", "--dry-run"]], ids=" ".join)
-def test_a_plan_must_leave_nothing(cli, engine, words):
+def test_a_plan_must_create_no_files(cli, engine, words):
     before = set(cli.folder.rglob("*"))
     done = cli(*words, "--engine", engine, "--trainers", "1", *OPTIONS, "--", "probe.py")
     assert (done.returncode, done.stderr) == (0, "")
@@ -165,7 +165,7 @@ def test_a_plan_must_leave_nothing(cli, engine, words):
 
 @pytest.mark.docker
 @pytest.mark.parametrize("words", [["plan"], ["run", "--dry-run"]], ids=" ".join)
-def test_a_plan_must_build_and_pull_no_image(cli, docker_engine, words):
+def test_a_plan_must_not_build_or_pull_an_image(cli, docker_engine, words):
     engine = Engine()
     try:
         done = cli(*words, "--engine", "docker", "--gpus", "none", "--", "probe.py", DOCKER_HOST=engine.host)
@@ -189,7 +189,7 @@ def test_a_plan_must_build_and_pull_no_image(cli, docker_engine, words):
         (["run", "--runs", "file/runs", "--", "probe.py"], "Not a directory"),
     ],
 )
-def test_what_is_refused_must_leave_no_file(cli, docker_engine, nothing_left, command, error):
+def test_a_refused_job_must_leave_no_files(cli, docker_engine, nothing_left, command, error):
     (cli.folder / "hidden.py").touch()
     (cli.folder / "file").touch()
     (cli.folder / ".dockerignore").write_text("hidden.py\n")
@@ -200,7 +200,7 @@ def test_what_is_refused_must_leave_no_file(cli, docker_engine, nothing_left, co
 
 
 @pytest.mark.docker
-def test_a_node_that_starts_slowly_must_be_reached_by_its_socket_all_the_same(cli, docker_engine, nothing_left):
+def test_a_node_that_starts_slowly_must_still_be_reached_by_its_socket(cli, docker_engine, nothing_left):
     (cli.folder / "nothing.py").touch()
     since = docker("info", "--format", "{{.SystemTime}}").strip()
     options = ["--gpus", "none", "--trainers", "0", "--set", "cpus=0.03", "--set", "host_access=true"]
@@ -211,7 +211,7 @@ def test_a_node_that_starts_slowly_must_be_reached_by_its_socket_all_the_same(cl
     assert cli.run_dir().name not in docker("events", "--since", since, "--until", until, *form)
 
 
-def test_a_look_for_gpus_must_run_nothing_of_the_jobs_image_and_leave_nothing(cli, nvidia_runtime, nothing_left):
+def test_the_gpu_check_must_run_nothing_from_the_jobs_image_and_leave_nothing(cli, nvidia_runtime, nothing_left):
     image = f"empty-{os.getpid()}"
     with tarfile.open(cli.folder / "empty.tar", "w"):
         pass
@@ -224,7 +224,7 @@ def test_a_look_for_gpus_must_run_nothing_of_the_jobs_image_and_leave_nothing(cl
         docker("image", "rm", image)
 
 
-def test_a_look_for_gpus_must_take_little_memory_whatever_the_image_writes(nvidia_runtime, nothing_left, tmp_path):
+def test_the_gpu_check_must_use_little_memory_whatever_the_image_writes(nvidia_runtime, nothing_left, tmp_path):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nhead -c 100000000 /dev/zero | tr '\\000' x\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     image, container = f"flood-{os.getpid()}", docker("create", IMAGE).strip()
@@ -244,7 +244,7 @@ def test_a_look_for_gpus_must_take_little_memory_whatever_the_image_writes(nvidi
         docker("image", "rm", image)
 
 
-def test_the_job_file_must_yield_to_set_and_set_to_flags(cli):
+def test_flags_must_override_set_and_set_must_override_the_job_file(cli):
     (cli.folder / "job.yaml").write_text("trainers: 3\nname: of-the-file\ncommand: steps.py\nengine: process\n")
 
     def planned(*words: str) -> str:
@@ -260,7 +260,7 @@ def test_the_job_file_must_yield_to_set_and_set_to_flags(cli):
 # --- other users
 
 
-def test_sockets_and_keys_of_a_node_must_be_its_owners_alone(cli, engine):
+def test_sockets_of_a_node_must_be_accessible_to_its_owner_only(cli, engine):
     other = Other(cli, engine, "other")
     mine = STATE / other.run.name if engine == "process" else other.run / "sockets"
     (socket,) = (path for path in mine.iterdir() if path.is_socket())
@@ -294,7 +294,7 @@ def taken(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["a file", "a link", "another user's", "open to others"])
-def test_a_folder_of_sockets_that_is_anothers_must_be_left_alone_and_keep_no_job_from_running(
+def test_a_socket_folder_that_is_not_ours_must_be_left_alone_and_must_not_block_jobs(
     tmp_path, monkeypatch, how
 ):
     monkeypatch.setattr(private, "TEMPORARY", tmp_path)
@@ -308,7 +308,7 @@ def test_a_folder_of_sockets_that_is_anothers_must_be_left_alone_and_keep_no_job
     assert not engine.state.is_symlink()
 
 
-def test_folders_of_others_must_be_looked_at_once_and_not_opened(tmp_path, monkeypatch):
+def test_folders_of_other_users_must_be_listed_once_and_not_opened(tmp_path, monkeypatch):
     monkeypatch.setattr(private, "TEMPORARY", tmp_path)
     name, opened, listed = f"orchestrate-{os.geteuid()}", [], []
     (tmp_path / name).touch()
@@ -332,13 +332,13 @@ def test_folders_of_others_must_be_looked_at_once_and_not_opened(tmp_path, monke
     assert (other := private.temporary()) != own and other.is_dir() and private.temporary() == other
 
 
-def test_a_folder_of_ones_own_must_be_found_without_a_look_at_others(tmp_path, monkeypatch):
+def test_our_own_folder_must_be_found_without_listing_others(tmp_path, monkeypatch):
     monkeypatch.setattr(private, "TEMPORARY", tmp_path)
     monkeypatch.setattr(os, "scandir", lambda path: pytest.fail(f"{path} was listed"))
     assert private.temporary() == private.temporary() == tmp_path / f"orchestrate-{os.geteuid()}"
 
 
-def test_a_folder_of_sockets_must_be_ones_own_alone(tmp_path, monkeypatch):
+def test_the_socket_folder_must_be_private_to_its_user(tmp_path, monkeypatch):
     monkeypatch.setattr(private, "TEMPORARY", tmp_path)
     mask = os.umask(0)
     try:
@@ -388,7 +388,7 @@ class Others:
 @pytest.mark.parametrize(
     ("user", "owner", "may"), [(1000, 1000, True), (1000, -1, True), (1000, 0, False), (0, 7, False)]
 )
-def test_only_its_owner_may_touch_a_job(monkeypatch, user, owner, may):
+def test_only_the_owner_of_a_job_may_touch_it(monkeypatch, user, owner, may):
     monkeypatch.setattr(os, "getuid", lambda: user)
     with contextlib.nullcontext() if may else pytest.raises(UsageError, match=f"a-1 belongs to user {owner}"):
         assert commands._resources([Others(owner)], "a-1")
@@ -398,7 +398,7 @@ def test_only_its_owner_may_touch_a_job(monkeypatch, user, owner, may):
 
 
 @pytest.mark.parametrize("warm", ["true", "false"])
-def test_what_a_worker_has_started_must_not_outlive_its_node(cli, engine, warm):
+def test_children_of_a_worker_must_not_outlive_its_node(cli, engine, warm):
     (cli.folder / "parent.py").write_text(
         "import colorsys, os, signal\nsignal.signal(15, signal.SIG_IGN)\npid = os.fork()\n"
         "while not pid: signal.pause()\nprint('forked', pid, os.getpid(), flush=True)\nsignal.pause()\n"

@@ -37,7 +37,7 @@ def saved(folder: Path, *scores: float | None, keep: int = 2) -> Checkpoints:
     return store
 
 
-def test_the_newest_and_the_best_must_be_kept(tmp_path):
+def test_the_newest_and_the_best_checkpoints_must_be_kept(tmp_path):
     store = saved(tmp_path, 0.1, 0.9, 0.3, 0.4, None)
     assert [manifest["step"] for _, manifest in store.all()] == [2, 4, 5]
     assert checkpoint.load(tmp_path / "best")[0]["step"] == 2
@@ -45,7 +45,7 @@ def test_the_newest_and_the_best_must_be_kept(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_checkpoint_must_be_what_it_was_when_save_was_called(tmp_path):
+def test_a_checkpoint_must_hold_the_state_as_of_the_call_to_save(tmp_path):
     store, tensor = Checkpoints(tmp_path), torch.zeros(1 << 20)
     store.save({"x": tensor, "inner": [{"y": tensor}]}, 1)
     tensor += 1  # training goes on while the save runs
@@ -54,7 +54,7 @@ def test_a_checkpoint_must_be_what_it_was_when_save_was_called(tmp_path):
     assert not found["x"].any() and not found["inner"][0]["y"].any()
 
 
-def test_only_misses_in_a_row_must_end_the_training(tmp_path, monkeypatch):
+def test_only_consecutive_failed_saves_must_end_the_training(tmp_path, monkeypatch):
     store, full = Checkpoints(tmp_path), set()
     commit = store._commit
 
@@ -89,7 +89,7 @@ def test_metrics_that_could_not_be_written_must_be_written_later(tmp_path, monke
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
 
 
-def test_any_flipped_byte_must_be_found_and_the_one_before_loaded(tmp_path, capsys):
+def test_any_flipped_byte_must_be_detected_and_the_previous_checkpoint_loaded(tmp_path, capsys):
     store = saved(tmp_path, 0.5, 0.25)
     manifests = {manifest["step"]: manifest for _, manifest in store.all()}
     for name in ("state.pt", "manifest.json"):
@@ -107,7 +107,7 @@ def test_any_flipped_byte_must_be_found_and_the_one_before_loaded(tmp_path, caps
 
 
 @pytest.mark.parametrize("next_is", ["resume", "save"])
-def test_a_checkpoint_that_was_about_to_be_replaced_must_be_put_back(tmp_path, monkeypatch, next_is):
+def test_a_checkpoint_whose_replacement_was_interrupted_must_be_restored(tmp_path, monkeypatch, next_is):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -124,21 +124,21 @@ def test_a_checkpoint_that_was_about_to_be_replaced_must_be_put_back(tmp_path, m
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, -1])
-def test_a_truncated_checkpoint_must_be_passed_over(tmp_path, cut):
+def test_a_truncated_checkpoint_must_be_skipped(tmp_path, cut):
     store = saved(tmp_path, None, None)
     path = tmp_path / "step-00000002" / "state.pt"
     path.write_bytes(path.read_bytes()[:cut])
     assert store.newest()[0]["step"] == 1
 
 
-def test_where_none_is_good_there_must_be_none(tmp_path):
+def test_newest_must_return_none_if_no_checkpoint_is_intact(tmp_path):
     store = saved(tmp_path, None)
     (tmp_path / "step-00000001" / "state.pt").unlink()
     assert store.newest() is None
     assert Checkpoints(tmp_path / "nowhere").newest() is None
 
 
-def test_a_process_killed_at_any_line_of_a_save_must_leave_a_good_checkpoint(tmp_path):
+def test_a_process_killed_at_any_line_of_a_save_must_leave_an_intact_checkpoint(tmp_path):
     script = [sys.executable, str(SCRIPTS / "killed_saves.py"), str(tmp_path)]
     done = ok(subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True))
     found = [line.split(" ", 1) for line in done.stdout.splitlines()]
@@ -148,7 +148,7 @@ def test_a_process_killed_at_any_line_of_a_save_must_leave_a_good_checkpoint(tmp
     assert {"_commit", "write", "digest", "_durable", "_durable_folder", "_tidy"} <= lines
 
 
-def test_what_a_checkpoint_consists_of_must_be_durable_before_it_has_its_name(tmp_path, monkeypatch):
+def test_the_files_of_a_checkpoint_must_be_durable_before_it_is_renamed(tmp_path, monkeypatch):
     done: list[str] = []
     fsync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
 
@@ -186,7 +186,7 @@ def test_what_a_checkpoint_consists_of_must_be_durable_before_it_has_its_name(tm
     ]
 
 
-def test_a_checkpoint_must_be_found_by_its_step_and_not_by_its_name_as_text(tmp_path):
+def test_checkpoints_must_be_ordered_by_step_not_by_name(tmp_path):
     store = Checkpoints(tmp_path, keep=9)
     for step in (99_999_999, 100_000_000, 7):
         store.save(state(step), step)
@@ -207,7 +207,7 @@ def test_a_full_disk_must_not_end_the_training_at_once(tmp_path, capsys):
             ends()
 
 
-def test_a_save_while_the_last_one_still_runs_must_be_left_out(tmp_path, capsys, monkeypatch):
+def test_a_save_must_be_skipped_while_the_last_one_is_still_running(tmp_path, capsys, monkeypatch):
     store = Checkpoints(tmp_path)
     free = threading.Event()
     commit = store._commit
@@ -271,7 +271,7 @@ def test_a_hostile_pickle_must_run_nothing(small, tmp_path, monkeypatch, sharded
     assert not canary.exists()
 
 
-def test_transfer_must_list_what_is_missing_and_unexpected(small, tmp_path, capsys):
+def test_transfer_must_list_missing_and_unexpected_tensors(small, tmp_path, capsys):
     good = small() / "checkpoints" / "last"
     tensors = checkpoint.load(good)[0]["model"]
     tensors["fc3.weight"] = tensors.pop("fc2.weight")
@@ -282,7 +282,7 @@ def test_transfer_must_list_what_is_missing_and_unexpected(small, tmp_path, caps
     assert "missing, trained from scratch: fc2.weight\n  unexpected, ignored: fc3.weight" in out
 
 
-def test_a_published_model_must_be_the_weights_and_a_card(small, tmp_path):
+def test_a_published_model_must_consist_of_weights_and_a_model_card(small, tmp_path):
     folder = small() / "checkpoints"
     card = publish.publish(folder / "best", tmp_path / "out")
     assert same(load_file(tmp_path / "out" / "model.safetensors"), checkpoint.load(folder / "best")[0]["model"])
@@ -317,14 +317,14 @@ def test_a_worker_of_an_older_generation_must_not_save(tmp_path, capsys):
     assert "checkpoint at step 8 skipped: a newer generation saves here" in capsys.readouterr().out
 
 
-def test_a_worker_that_is_given_up_during_a_save_must_not_commit_it(tmp_path):
+def test_a_worker_that_is_fenced_off_during_a_save_must_not_commit_it(tmp_path):
     older = Checkpoints(tmp_path, over=iter([False, True]).__next__)
     older.save(state(7), 7)
     older.wait()
     assert list(tmp_path.iterdir()) == [] and older.newest() is None
 
 
-def test_a_worker_must_know_its_generation_from_the_file_of_its_job(tmp_path, monkeypatch):
+def test_a_worker_must_read_from_the_jobs_file_whether_its_generation_is_over(tmp_path, monkeypatch):
     monkeypatch.setenv("JOB_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.delenv("RANK", raising=False)
@@ -354,6 +354,6 @@ def test_lines_that_cannot_be_written_whole_must_not_be_written_at_all(tmp_path)
     assert path.read_text() == "one\nhal\ntwo\n"
 
 
-def test_a_loss_that_is_no_number_must_end_the_training(small):
+def test_a_loss_that_is_not_finite_must_end_the_training(small):
     with pytest.raises(SystemExit, match="the loss is (nan|inf) at step"):
         small("--lr", "1e30", "--optimizer", "sgd", "--save-every", "1")

@@ -51,7 +51,7 @@ def engine(do):
 # --- a job
 
 
-def test_run_must_tell_the_folder_of_the_job_and_end_as_the_job_does(do, engine, runs):
+def test_run_must_print_the_run_directory_and_exit_as_the_job_ends(do, engine, runs):
     engine.generations = [[ALL_WELL]]
     code, out, err = do("run", "--trainers", "2", "--name", "mine", *APP)
     (folder,) = runs.iterdir()
@@ -65,13 +65,13 @@ def test_run_must_tell_the_folder_of_the_job_and_end_as_the_job_does(do, engine,
 
 
 @pytest.mark.parametrize(("words", "code"), [(["--max-restarts", "0"], 1), (["--max-run", "0.01"], 124)])
-def test_run_must_end_with_the_code_of_what_came_of_the_job(do, engine, runs, words, code):
+def test_run_must_exit_with_the_code_of_the_jobs_outcome(do, engine, runs, words, code):
     engine.generations = [[KILLED] if code == 1 else []]
     ended, out, err = do("run", "--trainers", "2", "--set", "grace=0.01s", *words, *APP)
     assert (ended, out, err[-1]) == (code, [], str(next(runs.iterdir())))
 
 
-def test_stdout_must_have_what_workers_print_or_what_is_asked_for_instead(do, engine, runs):
+def test_stdout_must_hold_worker_output_or_what_was_requested_instead(do, engine, runs):
     start = engine.start
 
     def prints(plan) -> None:
@@ -94,7 +94,7 @@ def test_stdout_must_have_what_workers_print_or_what_is_asked_for_instead(do, en
     assert do("run", "--json", "--print-path", *APP)[0] == 2
 
 
-def test_run_must_end_with_the_code_of_the_error_where_the_job_could_not_start(do, engine, runs):
+def test_run_must_exit_with_the_code_of_the_error_if_the_job_could_not_start(do, engine, runs):
     engine.missing = {"trainer-1"}
     code, out, err = do("run", "--trainers", "2", *APP)
     assert (code, out, err[-1]) == (3, [], "error: no such node")
@@ -102,14 +102,14 @@ def test_run_must_end_with_the_code_of_the_error_where_the_job_could_not_start(d
 
 
 @pytest.mark.parametrize("words", [["plan"], ["run", "--dry-run"]], ids=" ".join)
-def test_a_plan_must_be_printed_and_nothing_be_made(do, engine, runs, words):
+def test_plan_must_print_the_plan_and_create_nothing(do, engine, runs, words):
     code, out, err = do(*words, "--trainers", "2", *APP)
     assert (code, err, engine.calls) == (0, [], ["look"])
     assert out[0].startswith("job app-train-") and out[-1].startswith("  rank 2   trainer-2")
     assert not runs.exists()
 
 
-def test_all_words_after_the_first_dashes_must_be_the_scripts(do, engine, runs):
+def test_all_arguments_after_the_first_dashes_must_go_to_the_script(do, engine, runs):
     engine.generations = [[ALL_WELL]]
     do("run", "--trainers", "2", *APP, "--trainers", "7", "--", "-x", "--help")
     spec, _ = store.load(JobPaths(next(runs.iterdir())))
@@ -131,13 +131,13 @@ def test_every_flag_must_reach_the_job(do, engine, runs, tmp_path):
     assert (spec.grace, spec.memory, spec.env) == (5.0, "2g", {"A": "b"})
 
 
-def test_a_script_on_the_command_line_must_win_over_that_of_the_job_file(do, engine, runs, tmp_path):
+def test_a_script_on_the_command_line_must_override_the_job_files_command(do, engine, runs, tmp_path):
     (tmp_path / "job.yaml").write_text("command: nonesuch.py\n")
     assert do("plan", tmp_path / "job.yaml", "--set", "command=none.py", *APP)[1][0].startswith("job app-train-")
 
 
 @pytest.mark.parametrize("nodes", ["its own", "a cluster's"])
-def test_a_detached_job_must_be_handed_to_a_process_that_finds_it_from_anywhere(
+def test_a_detached_job_must_be_supervised_by_a_background_process(
     do, engine, runs, tmp_path, monkeypatch, nodes
 ):
     if nodes == "a cluster's":
@@ -159,7 +159,7 @@ def test_a_detached_job_must_be_handed_to_a_process_that_finds_it_from_anywhere(
 # --- a cluster
 
 
-def test_up_must_bring_up_nodes_that_jobs_use_and_down_removes(do, engine, runs):
+def test_up_must_start_nodes_that_jobs_use(do, engine, runs):
     code, (name,), err = do("up", "--trainers", "2", "--gpus", "none")
     assert code == 0 and name.startswith("cluster-")
     assert err[0].startswith(f"3 nodes are up, for jobs from {Path.cwd()}")
@@ -178,7 +178,7 @@ def test_up_must_name_other_clusters_for_jobs_from_this_folder(do, engine, runs)
     assert f"note: {name} is also up" in do("up", "--trainers", "1", "--gpus", "none")[2]
 
 
-def test_up_must_leave_no_nodes_where_it_is_interrupted(do, engine, runs, monkeypatch):
+def test_up_must_leave_no_nodes_if_it_is_interrupted(do, engine, runs, monkeypatch):
     look = engine.inventory
     engine.inventory = lambda *some, **more: Site(*look(*some, **more)).but(preload=("torch",))
 
@@ -209,7 +209,7 @@ def test_a_cluster_whose_jobs_are_in_another_folder_must_be_named_with_that_fold
     assert " on " not in err[1].partition("workers")[2]
 
 
-def test_a_cluster_of_one_node_must_have_the_name_that_it_was_given(do, engine, runs):
+def test_a_cluster_must_have_the_name_it_was_given(do, engine, runs):
     code, (name,), err = do("up", "--trainers", "0", "--gpus", "none", "--name", "mine")
     assert code == 0 and name.startswith("mine-")
     assert err[0].startswith("1 node is up")
@@ -219,7 +219,7 @@ def test_a_cluster_of_one_node_must_have_the_name_that_it_was_given(do, engine, 
 
 
 @pytest.mark.parametrize("form", ["", *EXPORTS["kubernetes"]])
-def test_a_job_must_be_printed_for_kubernetes_in_the_form_that_is_asked_for(capsys, form):
+def test_export_kubernetes_must_print_the_requested_form(capsys, form):
     spec = resolve(
         {"gpus": "none", "trainers": "2", "command": ["-m", "app.train"], "image": "a.example/orchestrate-node:1"}
     )
@@ -231,20 +231,20 @@ def test_a_job_must_be_printed_for_kubernetes_in_the_form_that_is_asked_for(caps
 
 
 @pytest.mark.parametrize("form", ["", *EXPORTS["slurm"]])
-def test_a_job_must_be_printed_for_slurm_in_the_form_that_is_asked_for(capsys, form):
+def test_export_slurm_must_print_the_requested_form(capsys, form):
     spec = resolve({"gpus": "none", "trainers": "2", "name": "mine", "command": ["-m", "app.train"]})
     words = ("--form", form) if form else ()
     assert main(["export", "slurm", *words, "--trainers", "2", "--name", "mine", *APP]) == 0
     assert capsys.readouterr().out == slurm(spec, "mine", form or "venv")
 
 
-def test_a_job_must_be_printed_for_compose(capsys):
+def test_export_compose_must_print_a_compose_file(capsys):
     assert main(["export", "compose", *APP]) == 0
     text = capsys.readouterr().out
     assert "master" in yaml.safe_load(text)["services"] and text.endswith("\n") and not text.endswith("\n\n")
 
 
-def test_a_form_that_there_is_not_must_be_answered_with_those_that_there_are(capsys):
+def test_an_unknown_form_must_be_answered_with_the_available_forms(capsys):
     assert main(["export", "slurm", "--form", "job", *APP]) == 2
     assert capsys.readouterr().err == "error: unknown form 'job'\nhint: slurm has venv, apptainer, pyxis\n"
 
@@ -277,7 +277,7 @@ FLAGS += ["--min-trainers", "--spares", "--set", "--nodes", "--memory", "--cpus"
         ("rm", [*RUNS, "--dry-run"]),
     ],
 )
-def test_the_help_of_a_command_must_name_its_flags(capsys, command, flags):
+def test_the_help_of_a_command_must_list_its_flags(capsys, command, flags):
     assert main([*command.split(), "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: python -m orchestrate {command} ")
@@ -293,7 +293,7 @@ def test_the_version_must_be_printed(capsys):
 
 
 @pytest.mark.parametrize("command", ["up", "ps", "down c", "logs a", "attach a", "wait a", "stop a", "rm a"])
-def test_a_command_that_runs_no_script_must_refuse_one(do, engine, runs, command):
+def test_a_command_that_takes_no_script_must_refuse_one(do, engine, runs, command):
     code, out, err = do(*command.split(), "--", "train.py")
     name = command.split()[0]
     assert (code, out) == (2, [])
@@ -303,7 +303,7 @@ def test_a_command_that_runs_no_script_must_refuse_one(do, engine, runs, command
     )
 
 
-def test_a_wrong_word_must_be_answered_with_the_help_of_its_own_command(do):
+def test_an_invalid_argument_must_point_to_the_help_of_its_command(do):
     assert do("logs", "a", "--xyz")[2][1].startswith("hint: python -m orchestrate")
     assert do("logs", "a", "--rank", "x") == (
         2,
@@ -323,7 +323,7 @@ def test_a_wrong_word_must_be_answered_with_the_help_of_its_own_command(do):
         (OrchestrateError("what"), 1),
     ],
 )
-def test_an_error_must_be_told_with_its_hint_and_its_exit_code(do, monkeypatch, error, code):
+def test_an_error_must_be_printed_with_its_hint_and_exit_code(do, monkeypatch, error, code):
     def fail() -> None:
         raise error
 
@@ -339,7 +339,7 @@ def test_ctrl_c_must_end_a_command_without_a_traceback(do, monkeypatch):
     assert do("ps") == (130, [], ["stopped"])
 
 
-def test_the_exit_codes_must_be_those_of_the_help():
+def test_the_exit_codes_must_match_the_help():
     codes = {errors.SUCCEEDED: "succeeded", errors.FAILED: "a worker failed", errors.LOST: "lost"}
     codes |= {UsageError.exit_code: "usage", EngineError.exit_code: "no engine", ResourceError.exit_code: "something"}
     codes |= {errors.TIMED_OUT: "time limit", errors.INTERRUPTED: "stopped by a user"}
@@ -357,7 +357,7 @@ class Full(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
-def test_output_that_is_lost_must_not_hide_another_failure(engine, monkeypatch, capsys, runs):
+def test_lost_output_must_not_hide_another_failure(engine, monkeypatch, capsys, runs):
     monkeypatch.setattr(sys, "stdout", Full())
     assert main(["ps", "--runs", str(runs)]) == 1
     assert "No space left on device" in capsys.readouterr().err
@@ -369,7 +369,7 @@ def test_a_command_without_stdout_must_work(engine, monkeypatch, runs):
     assert main(["ps", "--runs", str(runs)]) == 0
 
 
-def test_ctrl_c_before_the_command_line_is_read_must_end_without_a_traceback(tmp_path):
+def test_ctrl_c_before_the_arguments_are_parsed_must_exit_without_a_traceback(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nclass Finder:\n    def find_spec(self, name, *_):\n"
         "        if name == 'orchestrate.cli': raise KeyboardInterrupt\nsys.meta_path.insert(0, Finder())\n"
@@ -379,19 +379,19 @@ def test_ctrl_c_before_the_command_line_is_read_must_end_without_a_traceback(tmp
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_commands_must_work_where_no_docker_engine_answers(cli):
+def test_commands_must_work_without_a_docker_engine(cli):
     done = cli("ps", DOCKER_HOST="unix:///nowhere.sock")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("NAME ")
 
 
-def test_local_processes_must_need_no_docker_engine(monkeypatch, capsys):
+def test_local_processes_must_not_need_a_docker_engine(monkeypatch, capsys):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
     assert choice.engine_of(resolve({"engine": "process"})).name == "process"
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("command", ["run", "up", "plan"])
-def test_a_link_that_came_with_a_project_must_not_lead_the_files_of_jobs_elsewhere(
+def test_a_link_in_a_project_must_not_redirect_run_directories(
     engine, tmp_path, monkeypatch, capsys, command
 ):
     (tmp_path / "elsewhere").mkdir()
@@ -406,7 +406,7 @@ def test_a_link_that_came_with_a_project_must_not_lead_the_files_of_jobs_elsewhe
     assert main(["ps"]) == 0
 
 
-def test_an_app_of_the_users_must_not_be_run_as_the_default_job(engine, tmp_path, monkeypatch, capsys):
+def test_the_users_own_app_must_not_run_as_the_default_job(engine, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "app.py").write_text("print('mine')\n")
     assert main(["run", "--gpus", "none"]) == 2

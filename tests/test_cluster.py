@@ -66,7 +66,7 @@ def up(cli, engine):
         assert not (private.temporary() / one.name).exists()
 
 
-def test_jobs_must_use_the_nodes_and_leave_them_up(up, cli):
+def test_jobs_must_use_the_nodes_of_a_cluster_and_leave_them_up(up, cli):
     cluster = up()
     before = cluster.nodes()
     assert len(before) >= 4 and cluster.state() == "idle"
@@ -93,7 +93,7 @@ child.returncode = 0  # no warning that it still runs
 """
 
 
-def test_a_job_must_find_nothing_of_the_one_before(up, cli, engine):
+def test_a_job_must_find_nothing_from_the_previous_job(up, cli, engine):
     cluster = up("--set", "warm=true", "--set", "preload=[colorsys]")
     (cli.folder / "leaves.py").write_text(LEAVES)
     seen = []
@@ -119,7 +119,7 @@ def test_a_job_must_find_nothing_of_the_one_before(up, cli, engine):
         (("--set", "shm_size=128m", "--set", "optional=shm_size"), "shm_size is 1g on the cluster, 128m in the job"),
     ],
 )
-def test_a_job_that_does_not_fit_must_say_why_and_bring_up_its_own_nodes(up, options, why):
+def test_a_job_that_does_not_fit_must_say_why_and_start_its_own_nodes(up, options, why):
     cluster = up()
     before = cluster.nodes()
     done = cluster.run(*options, "--", "count.py", "3")
@@ -128,7 +128,7 @@ def test_a_job_that_does_not_fit_must_say_why_and_bring_up_its_own_nodes(up, opt
     assert cluster.nodes() == before
 
 
-def test_a_cluster_in_use_must_not_be_given_to_a_second_job_nor_taken_down(up, cli, engine):
+def test_a_cluster_in_use_must_not_take_a_second_job_or_go_down(up, cli, engine):
     cluster = up()
     job = Background(cli, engine, "--", "count.py", "100000")
     job.until_step(5)
@@ -148,7 +148,7 @@ def test_a_cluster_in_use_must_not_be_given_to_a_second_job_nor_taken_down(up, c
     assert json.loads((first / "report.json").read_text())["outcome"] == "stopped"
 
 
-def test_failures_must_be_survived_as_on_nodes_of_its_own(up, cli, engine):
+def test_a_job_on_a_cluster_must_survive_failures(up, cli, engine):
     cluster = up()
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(10, rank=1)
@@ -163,14 +163,14 @@ def test_failures_must_be_survived_as_on_nodes_of_its_own(up, cli, engine):
     assert len(cluster.nodes()) >= 4 and cluster.state() == "idle"
 
 
-def test_a_node_that_went_away_between_two_jobs_must_be_brought_back(up, cli, engine):
+def test_a_node_lost_between_two_jobs_must_be_brought_back(up, cli, engine):
     cluster = up()
     kill_node(engine, cluster.name, "trainer-2")
     assert cluster.fits(cluster.run("--", "count.py", "3"))
     assert "step 3 in 0" in cli.log(2)
 
 
-def test_a_node_must_be_made_anew_where_what_it_hid_is_gone(cli, docker_engine, nothing_left):
+def test_a_node_must_be_recreated_even_if_a_file_it_hid_is_gone(cli, docker_engine, nothing_left):
     (cli.folder / ".dockerignore").write_text("key.pem\n")
     (cli.folder / "key.pem").touch()
     cluster = Cluster(cli, "docker")
@@ -181,7 +181,7 @@ def test_a_node_must_be_made_anew_where_what_it_hid_is_gone(cli, docker_engine, 
     assert cluster.fits(done)
 
 
-def test_a_supervisor_that_died_must_be_followed_by_one_that_leaves_the_nodes_clean(up, cli, engine):
+def test_a_job_taken_over_by_attach_must_leave_the_cluster_clean(up, cli, engine):
     cluster = up()
     job = Background(cli, engine, "--", "count.py", "told")
     job.until_step(10, rank=2)
@@ -195,7 +195,7 @@ def test_a_supervisor_that_died_must_be_followed_by_one_that_leaves_the_nodes_cl
     assert "[node] generation" not in cli.log(0)
 
 
-def test_a_detached_job_must_use_the_nodes_and_have_its_files_at_home_in_the_end(up, cli, engine):
+def test_a_detached_job_must_use_the_cluster_and_end_with_its_files_in_its_run_directory(up, cli, engine):
     cluster = up()
     done = cluster.run("--detach", "--", "count.py", "told")
     assert cluster.fits(done)
@@ -209,7 +209,7 @@ def test_a_detached_job_must_use_the_nodes_and_have_its_files_at_home_in_the_end
     assert "step 10 in 0" in cli.log(2)
 
 
-def test_stop_must_end_the_job_of_a_dead_supervisor_and_leave_the_cluster(up, cli, engine):
+def test_stop_must_end_the_job_of_a_dead_supervisor_and_keep_the_cluster(up, cli, engine):
     cluster = up()
     job = Background(cli, engine, "--", "count.py", "100000")
     job.until_step(10, rank=2)
@@ -220,7 +220,7 @@ def test_stop_must_end_the_job_of_a_dead_supervisor_and_leave_the_cluster(up, cl
     assert cli.report()["outcome"] == "stopped"
 
 
-def test_ctrl_c_must_stop_the_job_and_leave_the_cluster(up, cli, engine):
+def test_ctrl_c_must_stop_the_job_and_keep_the_cluster(up, cli, engine):
     cluster = up()
     job = Background(cli, engine, "--", "count.py", "100000")
     job.until_step(5)
@@ -230,14 +230,14 @@ def test_ctrl_c_must_stop_the_job_and_leave_the_cluster(up, cli, engine):
     assert cluster.fits(cluster.run("--", "count.py", "3"))
 
 
-def test_a_cluster_that_cannot_come_up_must_leave_nothing(cli, engine, nothing_left):
+def test_a_cluster_that_cannot_start_must_leave_nothing_behind(cli, engine, nothing_left):
     done = cli("up", "--engine", engine, "--gpus", "64", "--trainers", "2")
     assert done.returncode == 4
     assert not list(cli.folder.glob("runs/*"))
 
 
 @pytest.mark.docker
-def test_ctrl_c_while_a_cluster_comes_up_must_leave_nothing(cli, docker_engine, nothing_left):
+def test_ctrl_c_while_a_cluster_starts_must_leave_nothing_behind(cli, docker_engine, nothing_left):
     hung = compose_hangs(cli, after=True)
     up = cli.start("up", "--engine", "docker", "--trainers", "1", *OPTIONS)
     eventually(hung)
@@ -247,7 +247,7 @@ def test_ctrl_c_while_a_cluster_comes_up_must_leave_nothing(cli, docker_engine, 
     assert not list(cli.folder.glob("runs/*"))
 
 
-def test_what_is_no_cluster_must_be_told(cli):
+def test_down_must_refuse_an_unknown_cluster(cli):
     done = cli("down", "nonesuch")
     assert (done.returncode, done.stderr) == (
         2,
@@ -255,7 +255,7 @@ def test_what_is_no_cluster_must_be_told(cli):
     )
 
 
-def test_a_spare_node_must_take_the_place_of_a_lost_one_which_is_replaced_meanwhile(cli, engine):
+def test_a_standby_node_must_replace_a_lost_one_while_that_is_recreated(cli, engine):
     job = Background(cli, engine, "--spares", "1", "--", "count.py", "told")
     job.until_step(10, rank=2)
     job.kill_node("trainer-1")

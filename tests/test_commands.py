@@ -69,7 +69,7 @@ class Meanwhile:
         ("y", "no job y"),
     ],
 )
-def test_a_job_must_be_found_by_its_name_or_how_it_begins(do, engine, tmp_path, asked, found):
+def test_a_job_must_be_found_by_its_name_or_a_unique_prefix(do, engine, tmp_path, asked, found):
     for name in ("a-1", "a-12", "b-1", "c-1", "c-2", "z-1"):
         create(JobPaths(tmp_path / name), cluster="z-1" if name == "z-1" else "")
     records.forget(create(JobPaths(tmp_path / "b")).root)  # that came with the project
@@ -84,14 +84,14 @@ def test_a_job_must_be_found_by_its_name_or_how_it_begins(do, engine, tmp_path, 
         assert (code, out) == (0, [f"folder {tmp_path / found}"])
 
 
-def test_where_there_are_many_jobs_the_newest_must_be_named(do, tmp_path):
+def test_of_many_matching_jobs_only_the_newest_must_be_listed(do, tmp_path):
     for number in range(10, 20):
         create(JobPaths(tmp_path / f"a-{number}"))
     names = "a-19, a-18, a-17, a-16, a-15, a-14, a-13, a-12 and 2 more"
     assert do("rm", "a")[2] == ["error: a is the prefix of 10 jobs", f"hint: jobs in {tmp_path}: {names}"]
 
 
-def test_a_job_that_lives_must_be_found_from_any_folder(do, engine, tmp_path):
+def test_a_running_job_must_be_found_from_any_folder(do, engine, tmp_path):
     far = create(JobPaths(tmp_path / "far" / "a-1"))
     far.log(0).write_text("hello\n")
     engine.states = [runs_elsewhere(far.root)]
@@ -100,19 +100,19 @@ def test_a_job_that_lives_must_be_found_from_any_folder(do, engine, tmp_path):
     assert do("rm", "a-1", "--dry-run") == (0, [f"folder {far.root}"], [])
 
 
-def test_where_there_are_no_jobs_the_folder_must_be_named(do, engine, tmp_path):
+def test_an_empty_runs_folder_must_be_named(do, engine, tmp_path):
     hint = f"hint: no jobs in {tmp_path}; use --runs to select another folder"
     assert do("logs", "a") == (2, [], ["error: no job a", hint])
     assert do("logs") == (2, [], [f"error: no jobs in {tmp_path}", "hint: use --runs to select another folder"])
 
 
-def test_the_jobs_that_are_named_must_be_those_of_the_folder(do, engine, tmp_path):
+def test_a_hint_must_list_only_jobs_in_the_folder(do, engine, tmp_path):
     create(JobPaths(tmp_path / "a-1"))
     engine.states = [runs_elsewhere(create(JobPaths(tmp_path / "far" / "b-1")).root, "b-1")]
     assert do("logs", "c")[2][1] == f"hint: jobs in {tmp_path}: a-1"
 
 
-def test_a_job_must_be_found_by_its_folder_as_run_prints_it(do, tmp_path, monkeypatch):
+def test_a_job_must_be_found_by_its_run_directory(do, tmp_path, monkeypatch):
     far = create(JobPaths(tmp_path / "far" / "a-1"))
     far.log(0).write_text("hello\n")
     monkeypatch.chdir(tmp_path)
@@ -121,7 +121,7 @@ def test_a_job_must_be_found_by_its_folder_as_run_prints_it(do, tmp_path, monkey
     assert do("rm", "far/a-1", "--dry-run") == (0, [f"folder {far.root}"], [])
 
 
-def test_the_latest_job_must_be_the_one_that_was_made_last(do, tmp_path):
+def test_latest_must_mean_the_job_that_was_created_last(do, tmp_path):
     for place, name in enumerate(("b-1", "c-1", "a-1", "z-1", "y-1")):
         paths = create(JobPaths(tmp_path / name), cluster=name if name == "y-1" else "")
         paths.log(0).write_text(f"{name}\n") if name != "y-1" else None
@@ -133,7 +133,7 @@ def test_the_latest_job_must_be_the_one_that_was_made_last(do, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["stop", "rm"])
-def test_what_ends_or_removes_a_job_must_be_told_which(do, tmp_path, command):
+def test_stop_and_rm_must_require_a_job(do, tmp_path, command):
     create(JobPaths(tmp_path / "a-1"))
     code, out, err = do(command)
     assert (code, out, err[0]) == (2, [], "error: the following arguments are required: JOB")
@@ -152,7 +152,7 @@ def test_what_ends_or_removes_a_job_must_be_told_which(do, tmp_path, command):
         ("lost", "no answer", 5),
     ],
 )
-def test_wait_and_attach_must_end_as_the_job_did_though_no_engine_answers(
+def test_wait_and_attach_must_exit_as_an_ended_job_did_without_an_engine(
     do, paths, monkeypatch, outcome, reason, code
 ):
     monkeypatch.setattr(choice, "answering", lambda: 1 / 0)  # nothing is asked of them
@@ -164,7 +164,7 @@ def test_wait_and_attach_must_end_as_the_job_did_though_no_engine_answers(
     assert err[0].startswith(f"{outcome}: 3 workers")
 
 
-def test_wait_must_not_miss_an_end_between_two_looks(do, paths, monkeypatch):
+def test_wait_must_not_miss_an_end_between_two_checks(do, paths, monkeypatch):
     monkeypatch.setattr(lock, "holder", lambda _: end(paths))  # it ends just before we look who supervises it
     assert do("wait", "a-1") == (0, [], [])
 
@@ -189,7 +189,7 @@ def test_logs_must_show_what_was_written_just_before_the_end(do, paths, monkeypa
     assert do("logs", "a-1", "--rank", "0")[0] == 0
 
 
-def test_logs_must_follow_only_where_it_is_asked_to_and_only_to_the_end(do, paths, monkeypatch):
+def test_logs_must_follow_only_on_request_and_only_until_the_job_ends(do, paths, monkeypatch):
     paths.log(0).write_text("one\ntw")
     with supervised(paths.root):
         assert do("logs", "a-1", "--rank", "0")[1] == ["one", "tw"]
@@ -203,7 +203,7 @@ def test_logs_must_follow_only_where_it_is_asked_to_and_only_to_the_end(do, path
         assert do("logs", "a-1", "--rank", "0", "-f")[1] == ["one", "two", "three"]
 
 
-def test_logs_that_are_followed_must_arrive_at_once(paths, tmp_path):
+def test_followed_logs_must_be_printed_immediately(paths, tmp_path):
     paths.log(0).write_text("one\n")
     env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
     follow = [sys.executable, "-m", "orchestrate", "logs", "a-1", "-f", "--rank", "0", "--runs", str(tmp_path)]
@@ -217,7 +217,7 @@ def test_logs_that_are_followed_must_arrive_at_once(paths, tmp_path):
             process.kill()
 
 
-def test_attach_must_look_on_from_the_last_lines_to_the_end(do, paths, monkeypatch):
+def test_attach_must_follow_a_job_from_its_last_lines_to_its_end(do, paths, monkeypatch):
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     ticks = iter(
         [lambda: paths.log(1).write_text("one\ntw"), lambda: (paths.log(1).write_text("one\ntwo"), end(paths))]
@@ -241,7 +241,7 @@ def test_attach_must_supervise_a_job_that_has_no_supervisor(do, paths, engine):
     assert engine.calls == ["up", "start", "down"]
 
 
-def test_attach_must_look_on_where_another_was_faster_and_ctrl_c_must_end_that_alone(do, paths, engine, monkeypatch):
+def test_attach_must_follow_if_another_supervisor_was_faster_and_ctrl_c_must_only_detach(do, paths, engine, monkeypatch):
     holder, looks = lock.holder, []
     monkeypatch.setattr(lock, "holder", lambda of: holder(of) if looks else looks.append(of))
     monkeypatch.setattr(commands, "time", Meanwhile(lambda: end(paths)))
@@ -253,7 +253,7 @@ def test_attach_must_look_on_where_another_was_faster_and_ctrl_c_must_end_that_a
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
-def test_ps_must_tell_who_runs_who_is_idle_and_who_has_no_supervisor(do, engine, tmp_path):
+def test_ps_must_show_running_idle_and_unsupervised_jobs(do, engine, tmp_path):
     for name in ("alone", "cluster", "damaged", "ended", "new", "runs", "used"):
         create(JobPaths(tmp_path / name), cluster=name if name in ("cluster", "used") else "")
     create(JobPaths(tmp_path / "on-used"), cluster="used")
@@ -279,7 +279,7 @@ def test_ps_must_tell_who_runs_who_is_idle_and_who_has_no_supervisor(do, engine,
         assert row[3].startswith(f"{state} ") and row[3].endswith(str(tmp_path / row[0]))
 
 
-def test_columns_must_stand_below_each_other_and_without_jobs_only_their_names(do, engine, tmp_path):
+def test_columns_must_be_aligned_and_without_jobs_only_the_header_shown(do, engine, tmp_path):
     assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
     engine.states = [runs_elsewhere(tmp_path / "a-long-name", "a-long-name")]
     head, row = do("ps")[1]
@@ -290,7 +290,7 @@ def test_columns_must_stand_below_each_other_and_without_jobs_only_their_names(d
     ("states", "code"),
     [(["ok", "warning"], 0), (["ok", "error", "ok"], 4), (["error", "warning"], 4), ([], 0)],
 )
-def test_doctor_must_fail_where_one_finding_keeps_jobs_from_running(capsys, monkeypatch, states, code):
+def test_doctor_must_fail_if_a_finding_keeps_jobs_from_running(capsys, monkeypatch, states, code):
     findings = [
         checks.Finding(state, f"thing {number}", "do it" * (state == "error")) for number, state in enumerate(states)
     ]
@@ -332,7 +332,7 @@ def old(do, folder: Path, how: str) -> Path:
 
 @pytest.mark.parametrize("how", ["no limits", "no plan", "no folder"])
 @pytest.mark.parametrize("words", [["down", "c-1"], ["down", "c"], ["stop", "c-1"], ["rm", "c-1"], ["rm", "c"]])
-def test_nodes_that_another_version_has_made_must_be_named_with_what_removes_them(do, tmp_path, how, words):
+def test_nodes_of_another_version_must_be_reported_with_the_command_that_removes_them(do, tmp_path, how, words):
     root = old(do, tmp_path, how)
     where = f"; its files are in {root}" if how != "no folder" else ""
     hint = f"docker rm -f c-1-master-1 c-1-trainer-1 && docker network rm c-1_job{where}"
@@ -343,13 +343,13 @@ def test_nodes_that_another_version_has_made_must_be_named_with_what_removes_the
         assert do("down", "c-1") == (2, [], [f"error: c-1 {OLD}", f"hint: its files are in {root}"])
 
 
-def test_nodes_of_another_user_must_not_be_named_as_those_of_another_version(do, tmp_path):
+def test_nodes_of_another_user_must_not_be_reported_as_from_another_version(do, tmp_path):
     old(do, tmp_path, "no folder")
     do.engine.states = [replace(do.engine.states[0], owner=os.getuid() + 1)]
     assert do("down", "c-1")[2][0] == "error: no cluster c-1" and do("rm", "c-1")[2][0] == "error: no job c-1"
 
 
-def test_processes_that_another_version_has_started_must_be_ended_by_their_ids(do, tmp_path):
+def test_the_hint_must_kill_processes_of_another_version_by_id(do, tmp_path):
     old(do, tmp_path, "no folder")
     do.engine.things = ["process 12 (master)", "process 13 (trainer-1)", "folder /tmp/x y"]
     assert do("stop", "c-1")[2][1] == "hint: kill 12 13 && rm -r '/tmp/x y'"
@@ -366,7 +366,7 @@ def next_line(capsys) -> str:
     return "".join(parts)
 
 
-def test_each_ctrl_c_and_sigterm_must_count_and_a_lost_terminal_must_not(capsys):
+def test_each_ctrl_c_and_sigterm_must_count_but_not_a_lost_terminal(capsys):
     count = commands.count_signals(JobSpec(grace=7.0))
     assert count() == 0
     signal.raise_signal(signal.SIGHUP)

@@ -20,7 +20,7 @@ def system(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_threads_of_a_core_and_the_cores_of_a_numa_node_must_be_neighbours(system):
+def test_threads_of_a_core_and_cores_of_a_numa_node_must_be_adjacent(system):
     assert cores(system) == (0, 4, 2, 6, 1, 5, 3, 7)
 
 
@@ -35,21 +35,21 @@ def described(tmp_path, core: int, **facts: object) -> None:
             (folder / "topology" / name).write_text(f"{number}\n")
 
 
-def test_the_numa_nodes_of_one_package_must_stand_apart(tmp_path, monkeypatch):
+def test_numa_nodes_of_one_package_must_be_kept_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
     for core in range(6):
         described(tmp_path, core, node=(2, 10)[core % 2], physical_package_id=0, core_id=core)
     assert cores(tmp_path) == (0, 2, 4, 1, 3, 5)
 
 
-def test_the_packages_of_a_system_without_numa_nodes_must_stand_apart(tmp_path, monkeypatch):
+def test_packages_must_be_kept_apart_on_a_system_without_numa_nodes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     for core in range(4):
         described(tmp_path, core, physical_package_id=core % 2, core_id=core // 2)
     assert cores(tmp_path) == (0, 2, 1, 3)
 
 
-def test_what_the_system_leaves_out_must_not_hide_the_rest(tmp_path, monkeypatch):
+def test_missing_topology_facts_must_not_hide_the_rest(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     for core in range(4):
         described(tmp_path, core, core_id=core % 2)  # and no package
@@ -57,19 +57,19 @@ def test_what_the_system_leaves_out_must_not_hide_the_rest(tmp_path, monkeypatch
     assert cores(tmp_path) == cores(tmp_path / "empty") == (0, 2, 1, 3)
 
 
-def test_a_system_that_keeps_no_process_to_cores_must_offer_all(tmp_path, monkeypatch):
+def test_a_system_without_cpu_affinity_must_offer_all_cores(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     for count, found in ((3, (0, 1, 2)), (None, (0,))):
         monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
         assert cores(tmp_path) == found
 
 
-def test_only_cores_that_may_be_used_must_be_dealt_out(system, monkeypatch):
+def test_only_allowed_cores_must_be_listed(system, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 4, 5})
     assert cores(system) == (4, 2, 1, 5)
 
 
-def test_a_system_that_says_nothing_must_give_the_order_of_the_numbers(tmp_path, monkeypatch):
+def test_a_system_without_topology_must_give_numeric_order(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 0, 1}, raising=False)
     assert cores(tmp_path) == (0, 1, 3)
 

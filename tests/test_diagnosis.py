@@ -44,15 +44,15 @@ def found(*ends: tuple, words: dict | None = None) -> tuple[WorkerExit, str]:
 
 
 @pytest.mark.parametrize("code", [132, 134, 135, 136, 137, 139])
-def test_a_death_by_signal_must_be_the_cause_though_its_peers_are_heard_first(code):
+def test_a_death_by_signal_must_be_the_cause_even_if_peers_are_reported_first(code):
     assert found((0.0, 0, 1), (0.1, 2, 1), (0.2, 1, code), words={0: [GLOO], 2: [RESET]}) == (WorkerExit(1, code), None)
 
 
-def test_an_error_of_its_own_must_be_the_cause_though_peers_that_complain_are_heard_first():
+def test_a_workers_own_error_must_be_the_cause_even_if_complaining_peers_come_first():
     assert found((0.0, 0, 1), (0.1, 2, 1), words={0: [GLOO]}) == (WorkerExit(2, 1), None)
 
 
-def test_where_all_complain_the_first_must_be_the_cause():
+def test_if_all_complain_the_first_must_be_the_cause():
     assert found((0.0, 1, 1), (0.1, 0, 1), words={0: [GLOO], 1: [RESET]}) == (WorkerExit(1, 1), None)
 
 
@@ -63,22 +63,22 @@ def test_of_two_errors_the_first_must_be_the_cause():
 
 
 @pytest.mark.parametrize("code", [132, 135, 136, 137, 139])
-def test_a_death_by_signal_must_be_the_cause_though_a_peer_has_an_error_that_is_no_complaint(code):
+def test_a_death_by_signal_must_be_the_cause_even_if_a_peer_has_an_error_of_another_kind(code):
     assert found((0.0, 0, 1), (0.1, 1, code), words={0: ["ValueError: no"]}) == (WorkerExit(1, code), None)
 
 
-def test_a_death_by_signal_that_is_heard_when_all_are_asked_to_end_must_be_the_cause():
+def test_a_death_by_signal_reported_while_the_gang_stops_must_be_the_cause():
     assert found((0.0, 0, 1), (1.0, 1, 139, "ours"), (1.1, 2, 143, "ours"), words={0: [GLOO]}) == (
         WorkerExit(1, 139),
         None,
     )
 
 
-def test_what_we_stopped_must_never_be_the_cause():
+def test_a_worker_that_we_stopped_must_never_be_the_cause():
     assert found((0.0, 0, 1), (0.1, 1, 143, "ours"), (0.1, 2, 143, "ours"), words={0: [GLOO]})[0] == WorkerExit(0, 1)
 
 
-def test_what_ends_long_after_the_first_must_never_be_the_cause():
+def test_a_worker_that_ends_long_after_the_first_must_never_be_the_cause():
     assert found((0.0, 0, 1), (30.0, 1, 137, "ours"), words={0: [GLOO]})[0] == WorkerExit(0, 1)
     assert found((10.0, 0, 1), (13.0, 1, 137), words={0: [GLOO]})[0] == WorkerExit(0, 1)
     assert found((10.0, 0, 1), (11.0, 1, 137), words={0: [GLOO]})[0] == WorkerExit(1, 137)
@@ -86,18 +86,18 @@ def test_what_ends_long_after_the_first_must_never_be_the_cause():
     assert blame(ends, lambda rank: [GLOO] * (rank == 0), window=0.5)[0] == WorkerExit(0, 1)
 
 
-def test_a_peer_that_aborts_because_one_has_gone_must_not_be_the_cause():
+def test_a_peer_that_aborts_because_another_is_gone_must_not_be_the_cause():
     assert found((0.0, 0, 134), (0.1, 1, 1), words={0: [GLOO, *DUMP], 1: ["ValueError"]})[0] == WorkerExit(1, 1)
 
 
-def test_an_abort_of_its_own_must_be_the_cause():
+def test_an_abort_without_a_complaint_must_be_the_cause():
     assert found((0.0, 0, 1), (0.1, 1, 134), words={0: [GLOO], 1: ["assertion failed", *DUMP]})[0] == WorkerExit(1, 134)
     words = {0: ["ValueError: no"], 1: ["assertion failed", *DUMP]}
     assert found((0.0, 0, 1), (0.1, 1, 134), words=words)[0] == WorkerExit(1, 134)
 
 
 @pytest.mark.parametrize("complaint", [TIMED_OUT, NCCL])
-def test_a_worker_that_let_its_peers_wait_too_long_must_be_the_cause(complaint):
+def test_a_worker_that_kept_its_peers_waiting_too_long_must_be_the_cause(complaint):
     ends = (0.0, 0, 1), (0.1, 1, 1), (1.0, 2, 143, "ours")
     assert found(*ends, words={0: [complaint], 1: [complaint]}) == (WorkerExit(2, 143), "timeout")
     assert found(*ends, words={0: [complaint], 1: [RESET]}) == (WorkerExit(2, 143), "timeout")
@@ -107,26 +107,26 @@ def test_a_worker_that_let_its_peers_wait_too_long_must_be_the_cause(complaint):
     )
 
 
-def test_a_worker_that_fails_of_itself_long_after_a_timeout_must_not_be_taken_for_one_that_let_others_wait():
+def test_a_worker_that_fails_long_after_a_timeout_must_not_be_blamed_for_it():
     words = {0: [TIMED_OUT], 2: ["ValueError: no"]}
     assert found((0.0, 0, 1), (30.0, 2, 1), words=words) == (WorkerExit(0, 1), None)
 
 
-def test_a_worker_that_was_stopped_must_not_be_blamed_for_a_peer_that_has_gone():
+def test_a_worker_that_was_stopped_must_not_be_blamed_for_a_lost_connection():
     assert found((0.0, 0, 1), (1.0, 1, 143, "ours"), words={0: [GLOO]}) == (WorkerExit(0, 1), None)
 
 
-def test_where_none_failed_of_itself_one_that_was_ended_must_be_named():
+def test_if_no_worker_failed_one_that_was_stopped_must_be_named():
     assert found((0.0, 0, 0), (1.0, 1, 143, "ours")) == (WorkerExit(1, 143), None)
     assert found((0.0, 1, 0), (0.1, 0, 0))[0] == WorkerExit(1, 0)
 
 
-def test_a_worker_that_complains_of_a_timeout_and_was_stopped_meanwhile_must_not_be_the_cause():
+def test_a_stopped_worker_that_complains_of_a_timeout_must_not_be_the_cause():
     ends = (0.0, 2, 1), (0.1, 0, 143, "ours"), (1.0, 1, 143, "ours")
     assert found(*ends, words={0: [TIMED_OUT], 2: [TIMED_OUT]}) == (WorkerExit(1, 143), "timeout")
 
 
-def test_a_worker_that_left_while_the_others_worked_must_be_the_cause():
+def test_a_worker_that_left_early_must_be_the_cause():
     assert found((0.0, 1, 0), (0.1, 0, 1), (0.2, 2, 1), words={0: [GLOO], 2: [GLOO]}) == (
         WorkerExit(1, 0),
         "left early",
@@ -135,7 +135,7 @@ def test_a_worker_that_left_while_the_others_worked_must_be_the_cause():
     assert found((0.0, 0, 1), (0.1, 1, 0), words={0: [GLOO]}) == (WorkerExit(1, 0), "left early")  # heard later
 
 
-def test_a_worker_that_ended_well_because_we_asked_it_to_must_not_be_blamed_for_leaving():
+def test_a_worker_that_exited_with_0_on_request_must_not_be_blamed_for_leaving():
     assert found((0.0, 1, 0, "ours"), (0.1, 0, 1), words={0: [GLOO]}) == (WorkerExit(0, 1), None)
     assert found((0.0, 0, 1), (2.1, 1, 0), words={0: [GLOO]}) == (
         WorkerExit(0, 1),
@@ -143,7 +143,7 @@ def test_a_worker_that_ended_well_because_we_asked_it_to_must_not_be_blamed_for_
     )  # it left long after the failure
 
 
-def test_a_worker_that_ended_well_must_not_be_blamed_for_anothers_own_error():
+def test_a_worker_that_succeeded_must_not_be_blamed_for_anothers_error():
     assert found((0.0, 1, 0), (0.1, 0, 1), words={0: ["ValueError: no"]}) == (WorkerExit(0, 1), None)
 
 
@@ -169,7 +169,7 @@ def test_a_worker_that_ended_well_must_not_be_blamed_for_anothers_own_error():
         last_words("\n".join([NCCL, *WATCHDOG, f"  what():  {WHAT} {NCCL}", *FRAMES, "", *DUMP]), 0, 12),
     ],
 )
-def test_complaints_about_a_peer_must_be_known(words):
+def test_complaints_about_a_peer_must_be_recognized(words):
     assert complains(words)
 
 
@@ -183,7 +183,7 @@ def test_complaints_about_a_peer_must_be_known(words):
         last_words("\n".join([*WATCHDOG, f"  what():  {WHAT} {ILLEGAL}", *FRAMES, "", *DUMP]), 0, 12),
     ],
 )
-def test_other_last_words_must_not_count_as_complaints(words):
+def test_other_last_lines_must_not_count_as_complaints(words):
     assert not complains(words)
 
 
@@ -259,7 +259,7 @@ def test_other_last_words_must_not_count_as_complaints(words):
         (0, "left early", [], "left early", "exited while the others were still communicating with it (exit code 0)"),
     ],
 )
-def test_a_cause_must_be_named_in_a_sentence_with_a_hint(code, known, words, cause, sentence):
+def test_a_cause_must_come_with_a_summary_and_a_hint(code, known, words, cause, sentence):
     made = diagnose(PLAN, WorkerExit(1, code), known, words, "log")
     assert made.cause == cause
     assert made.summary.startswith(f"rank 1 on trainer-1 {sentence}")
@@ -353,23 +353,23 @@ def test_a_hint_must_fit_local_processes(code, known, words, hint):
         ([f"[rank1]: {line}" for line in (*TRACE, "OSError: [Errno 30] Read-only file system: 'x'")], "not writable"),
     ],
 )
-def test_what_will_fail_again_must_be_told_from_other_errors(words, cause):
+def test_permanent_errors_must_be_distinguished_from_others(words, cause):
     assert diagnose(PLAN, WorkerExit(1, 1), "", words, "log").cause == cause
 
 
-def test_a_gpu_that_does_not_answer_must_not_be_one_that_the_job_does_not_have():
+def test_a_failing_gpu_must_not_be_diagnosed_as_a_job_without_gpus():
     plan = dataclasses.replace(PLAN, gpus=("GPU-1", "GPU-2"))
     assert diagnose(plan, WorkerExit(1, 1), "", ["RuntimeError: No CUDA GPUs are available"], "log").cause == "error"
 
 
-def test_a_cause_must_say_which_worker_it_was_and_where_it_was():
+def test_a_cause_must_name_the_worker_its_node_and_its_host():
     made = diagnose(PLAN, WorkerExit(2, 3), "", ["one", "two"], "rank-2.log", "gpu-box")
     assert (made.rank, made.node, made.exit_code) == (2, "trainer-2", 3)
     assert (made.last_lines, made.log) == (["one", "two"], "rank-2.log")
     assert made.summary == "rank 2 on trainer-2 (gpu-box) exited with code 3"
 
 
-def test_every_cause_that_is_named_must_be_in_the_list():
+def test_every_cause_must_be_listed():
     from orchestrate.supervise import diagnosis
 
     named = {kind for _, kind, _ in [*diagnosis.BY_LINE, *diagnosis.BY_ERROR]} | {
@@ -378,7 +378,7 @@ def test_every_cause_that_is_named_must_be_in_the_list():
     assert named | set(BY_ENGINE) | set(diagnosis.SUMMARY) <= set(CAUSES)
 
 
-def test_a_program_that_a_script_does_not_find_must_be_told_from_a_file():
+def test_a_missing_program_must_be_distinguished_from_a_missing_file():
     trace = [*TRACE, '  File "subprocess.py", line 1, in _execute_child', "    raise child_exception_type(errno_num)"]
     lines = [*trace, "FileNotFoundError: [Errno 2] No such file or directory: 'nvidia-smi'"]
     assert "the program is not installed" in diagnose(PLAN, WorkerExit(1, 1), "", lines, "log").hint
@@ -386,6 +386,6 @@ def test_a_program_that_a_script_does_not_find_must_be_told_from_a_file():
     assert "the folder that you started from" in diagnose(PLAN, WorkerExit(1, 1), "", later, "log").hint
 
 
-def test_a_whole_traceback_must_need_no_hint():
+def test_a_complete_traceback_must_need_no_hint():
     assert diagnose(PLAN, WorkerExit(1, 1), "", [*TRACE, "ValueError: no"], "log").hint == ""
     assert "further up" in diagnose(PLAN, WorkerExit(1, 1), "", ["ValueError: no"], "log").hint

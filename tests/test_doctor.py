@@ -69,7 +69,7 @@ class Host:
 @pytest.mark.parametrize(
     ("ahead", "told"), [(0.0, ""), (0.5, ""), (-0.5, ""), (3600.0, "+3600.0 s"), (-3600.0, "-3600.0 s")]
 )
-def test_a_clock_that_differs_must_be_told(monkeypatch, ahead, told):
+def test_a_clock_that_differs_must_be_reported(monkeypatch, ahead, told):
     monkeypatch.setattr(checks, "send_archive", lambda *_: None)
     found = [finding.what for finding in checks._ask(Host(ahead), "master", "host-1", io.BytesIO())]
     assert [text for text in found if "clock" in text] == ([f"host-1: its clock differs by {told}"] if told else [])
@@ -77,7 +77,7 @@ def test_a_clock_that_differs_must_be_told(monkeypatch, ahead, told):
 
 
 @pytest.mark.parametrize("error", [EngineError("not a line of JSON"), ConnectionError("it has gone")])
-def test_a_host_that_large_packets_do_not_reach_must_be_told(error):
+def test_a_host_that_large_packets_do_not_reach_must_be_reported(error):
     there = Host(0.0, error)
     with tempfile.TemporaryFile() as data:
         (found,) = checks._ask(there, "master", "host-1", data)
@@ -85,7 +85,7 @@ def test_a_host_that_large_packets_do_not_reach_must_be_told(error):
     assert "docs/swarm.md" in found.hint and there.closed
 
 
-def test_a_node_that_does_not_answer_must_be_told_with_the_ports(monkeypatch):
+def test_a_node_that_does_not_answer_must_be_reported_with_the_ports(monkeypatch):
     silent = Host(0.0)
     monkeypatch.setattr(silent, "reach", lambda node: None)
     (found,) = checks._ask(silent, "master", "host-1", io.BytesIO())
@@ -139,7 +139,7 @@ class Nodes:
         self.down_after = grace
 
 
-def test_each_host_must_be_tried_with_a_node_that_is_removed_again():
+def test_each_host_must_be_tested_with_a_node_that_is_then_removed():
     engine = Nodes({"master": "host-2", "trainer-1": "host-1"})
     found = [*checks._probe(engine, JobSpec(image="mine:1", trainers=7), {"host-1", "host-2", "host-3"})]
     assert [(one.state, one.what.partition(":")[0]) for one in found] == [
@@ -156,7 +156,7 @@ def test_each_host_must_be_tried_with_a_node_that_is_removed_again():
             assert archive.getmember("data").size == PIECE
 
 
-def test_nodes_that_do_not_come_up_must_be_removed_too():
+def test_nodes_that_do_not_start_must_also_be_removed():
     engine = Nodes({"master": "host-1"}, "no image mine:1")
     with pytest.raises(EngineError, match="no image"):
         [*checks._probe(engine, JobSpec(), {"host-1"})]
@@ -180,7 +180,7 @@ def port(monkeypatch):
         yield number
 
 
-def test_a_host_that_is_well_must_be_called_so(port):
+def test_a_healthy_host_must_be_reported_as_ok(port):
     (found,) = checks._host(host(port))
     assert (found.state, found.what) == (checks.GOOD, "host-1 (127.0.0.1): engine 28.0.1, 0 GPUs offered")
 
@@ -196,18 +196,18 @@ def test_a_host_that_is_well_must_be_called_so(port):
         ({"version": "100.0.0-rc.1"}, checks.GOOD, "engine 100.0.0-rc.1"),
     ],
 )
-def test_what_keeps_nodes_from_a_host_must_be_told(port, status, state, told):
+def test_the_state_and_engine_version_of_a_host_must_be_checked(port, status, state, told):
     found = [*checks._host(host(port, **status))][-1]
     assert found.state == state and told in found.what
 
 
-def test_a_port_that_is_closed_must_be_told(port, monkeypatch):
+def test_a_closed_port_must_be_reported(port, monkeypatch):
     monkeypatch.setattr(checks, "SWARM_PORTS", (port, free_port()))
     found = [*checks._host(host(port))][-1]
     assert found.state == checks.BAD and found.what.endswith(f"does not answer on {checks.SWARM_PORTS[1]}/tcp")
 
 
-def test_only_a_manager_must_answer_at_the_port_of_managers(port, monkeypatch):
+def test_only_a_manager_must_answer_at_the_manager_port(port, monkeypatch):
     monkeypatch.setattr(checks, "SWARM_PORTS", (free_port(), port))
     assert [found.state for found in checks._host(host(port))] == [checks.GOOD]
     found = [*checks._host(host(port) | {"ManagerStatus": {"Leader": True}})]
@@ -215,7 +215,7 @@ def test_only_a_manager_must_answer_at_the_port_of_managers(port, monkeypatch):
     assert f"on {checks.SWARM_PORTS[0]}/tcp" in found[1].what
 
 
-def test_the_gpus_that_a_host_offers_must_be_counted(port):
+def test_the_gpus_of_a_host_must_be_counted(port):
     there = host(port)
     there["Description"]["Resources"] = {
         "GenericResources": [{"NamedResourceSpec": {"Kind": "NVIDIA-GPU", "Value": f"GPU-{i}"}} for i in range(2)]
@@ -224,7 +224,7 @@ def test_the_gpus_that_a_host_offers_must_be_counted(port):
     assert found.what.endswith("2 GPUs offered")
 
 
-def test_only_hosts_that_take_nodes_must_be_tried(port):
+def test_only_hosts_that_accept_nodes_must_be_tested(port):
     hosts = host(port, name="host-2"), host(port, name="host-1"), host(port, name="host-3", availability="drain")
     engine = Nodes({"master": "host-1", "trainer-1": "host-2"}, swarm=Manager(*hosts))
     found = [(one.state, one.what.replace("(", ":").split(":")[0].strip()) for one in checks._swarm(engine, JobSpec())]
@@ -238,14 +238,14 @@ def test_only_hosts_that_take_nodes_must_be_tried(port):
     assert engine.plan.nodes == ("master", "trainer-1")
 
 
-def test_hosts_whose_engines_differ_must_be_told_once(port):
+def test_different_engine_versions_must_be_reported_once(port):
     hosts = host(port), host(port, name="host-2", version="27.0.0"), host(port, name="host-3")
     engine = Nodes({"master": "host-1", "trainer-1": "host-2", "trainer-2": "host-3"}, swarm=Manager(*hosts))
     (told,) = [one for one in checks._swarm(engine, JobSpec()) if one.state != checks.GOOD]
     assert told.state == checks.WARNING and told.what == "engine versions differ between hosts: 27.0.0, 28.0.1"
 
 
-def test_what_keeps_nodes_from_all_hosts_must_be_told(port):
+def test_a_failure_to_start_nodes_must_be_reported(port):
     engine = Nodes({"master": "host-1"}, "no overlay", swarm=Manager(host(port)))
     assert [*checks._swarm(engine, JobSpec())][-1] == checks.Finding(checks.BAD, "no overlay", "look at it")
 
@@ -276,7 +276,7 @@ def found(monkeypatch):
     return look
 
 
-def test_an_engine_that_is_well_must_be_called_so(found, capsys):
+def test_a_healthy_engine_must_be_reported_as_ok(found, capsys):
     lines, code = found(capsys, Runtimes={"nvidia": {}, "runc": {}}, Swarm={"LocalNodeState": "inactive"})
     assert code == 0 and all(line.startswith("ok ") for line in lines) and len(lines) == 5
     assert "28.0.1 at unix:///var/run/docker.sock" in lines[0] and "NVIDIA runtime is installed" in lines[1]
@@ -284,7 +284,7 @@ def test_an_engine_that_is_well_must_be_called_so(found, capsys):
     assert "image mine:1 exists" in lines[3] and "not part of a Swarm" in lines[4]
 
 
-def test_what_an_engine_does_not_have_must_be_told_and_be_no_error(found, capsys):
+def test_missing_features_of_an_engine_must_be_reported_but_not_as_errors(found, capsys):
     lines, code = found(capsys, image=False, Runtimes={"runc": {}})
     assert code == 0
     assert "no NVIDIA runtime: jobs train on the CPU" in lines[1]
@@ -311,7 +311,7 @@ def test_an_engine_that_does_not_answer_must_be_an_error(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_what_local_processes_need_must_be_looked_for_where_they_are_asked_for(monkeypatch, capsys, there):
+def test_requirements_of_local_processes_must_be_checked_with_engine_process(monkeypatch, capsys, there):
     def version(name: str) -> str:
         if not there:
             raise findings.metadata.PackageNotFoundError
@@ -330,7 +330,7 @@ def test_what_local_processes_need_must_be_looked_for_where_they_are_asked_for(m
     )
 
 
-def test_a_swarm_that_cannot_be_asked_must_be_told(found, capsys):
+def test_a_swarm_that_cannot_be_queried_must_be_reported(found, capsys):
     def refuse() -> None:
         raise EngineError("this host is no manager", "ask one")
 
@@ -338,14 +338,14 @@ def test_a_swarm_that_cannot_be_asked_must_be_told(found, capsys):
     assert code == 0 and lines[-2:] == ["warning  this host is no manager", "         hint: ask one"]
 
 
-def test_a_swarm_must_be_looked_at_where_there_is_one(found, capsys, port):
+def test_a_swarm_must_be_checked_if_there_is_one(found, capsys, port):
     engine = Nodes({"master": "host-1"}, "no overlay", swarm=Manager(host(port)))
     lines, code = found(capsys, swarm=lambda: engine, Swarm={"LocalNodeState": "active"})
     assert code == 4
     assert lines[-2:] == ["error    no overlay", "         hint: look at it"]
 
 
-def test_the_gpus_of_this_machine_must_be_listed_with_what_slows_them_or_keeps_torch_from_them(own, capsys):
+def test_the_gpus_of_this_machine_must_be_listed_with_their_problems(own, capsys):
     idle = dataclasses.replace(OWN, id="GPU-2", used=100 << 30, persistent=False)
     own(OWN, idle, useless="torch 2.15.0: The NVIDIA driver on your system is too old")
     assert commands.doctor(JobSpec(engine="process")) == 0
@@ -358,14 +358,14 @@ def test_the_gpus_of_this_machine_must_be_listed_with_what_slows_them_or_keeps_t
     assert lines[5].startswith("warning  local processes cannot use the GPUs: torch 2.15.0: The NVIDIA driver")
 
 
-def test_a_driver_that_does_not_match_its_libraries_must_be_a_warning(own, capsys):
+def test_a_driver_library_mismatch_must_be_a_warning(own, capsys):
     own(why="nvidia-smi: Failed to initialize NVML: Driver/library version mismatch")
     commands.doctor(JobSpec(engine="process"))
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "warning  nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
 
 
-def test_gpus_that_containers_do_not_get_must_be_a_warning_with_the_toolkit(own, found, capsys):
+def test_gpus_that_containers_cannot_use_must_be_a_warning_that_names_the_toolkit(own, found, capsys):
     own(OWN)
     lines, code = found(capsys, Runtimes={"runc": {}})
     assert code == 0 and lines[1] == "warning  no NVIDIA runtime: jobs train on the CPU"

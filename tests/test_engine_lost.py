@@ -43,7 +43,7 @@ def proxy(request, docker_engine, tmp_path):
 
 
 @pytest.mark.docker
-def test_what_the_event_stream_does_not_tell_must_be_noticed_all_the_same(cli, proxy, nothing_left):
+def test_a_failure_must_be_noticed_without_the_event_stream(cli, proxy, nothing_left):
     cli.env["DOCKER_HOST"] = f"unix://{proxy.path}"
     job = Background(cli, "docker", "--", "count.py", "told")
     job.until_step(15, rank=1)
@@ -87,7 +87,7 @@ def on(engine: Engine, cli, *arguments: str) -> Background:
 
 @pytest.mark.docker
 @pytest.mark.slow
-def test_a_restart_of_the_engine_must_not_disturb_a_job_that_it_keeps_alive(cli, own_engine):
+def test_an_engine_restart_must_not_disturb_a_job_that_it_keeps_alive(cli, own_engine):
     engine = own_engine(live_restore=True)
     job = on(engine, cli, "--", "count.py", "told", "0.05")
     job.until_step(10, rank=1)
@@ -104,7 +104,7 @@ def test_a_restart_of_the_engine_must_not_disturb_a_job_that_it_keeps_alive(cli,
 
 @pytest.mark.docker
 @pytest.mark.slow
-def test_a_death_while_the_engine_was_away_must_be_noticed_when_it_is_back(cli, own_engine):
+def test_a_death_while_the_engine_is_away_must_be_noticed_when_it_is_back(cli, own_engine):
     engine = own_engine(live_restore=True)
     job = on(engine, cli, "--", "count.py", "told", "0.05")
     job.until_step(10, rank=1)
@@ -122,7 +122,7 @@ def test_a_death_while_the_engine_was_away_must_be_noticed_when_it_is_back(cli, 
 
 @pytest.mark.docker
 @pytest.mark.slow
-def test_a_restart_of_the_engine_that_ends_the_workers_must_not_count(cli, own_engine):
+def test_an_engine_restart_that_ends_the_workers_must_not_count_as_a_restart(cli, own_engine):
     engine = own_engine(live_restore=False)
     job = on(engine, cli, "--max-restarts", "0", "--", "count.py", "told")
     job.until_step(10, rank=1)
@@ -137,7 +137,7 @@ def test_a_restart_of_the_engine_that_ends_the_workers_must_not_count(cli, own_e
 
 @pytest.mark.docker
 @pytest.mark.slow
-def test_a_job_must_be_stopped_by_a_person_though_the_engine_is_away(cli, own_engine):
+def test_a_user_must_be_able_to_stop_a_job_while_the_engine_is_away(cli, own_engine):
     engine = own_engine(live_restore=True)
     job = on(engine, cli, "--", "count.py", "100000")
     job.until_step(10, rank=1)

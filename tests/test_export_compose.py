@@ -31,7 +31,7 @@ def exported(**values) -> dict:
     return yaml.safe_load(compose(resolve({"command": COMMAND}, values), "digits"))
 
 
-def test_the_file_must_have_nothing_left_to_fill_in():
+def test_the_file_must_have_no_variables_left():
     text = compose(resolve({"command": "train.py"}), "digits")
     assert "$" not in text and "-cpu" not in text
     made = yaml.safe_load(text)
@@ -41,7 +41,7 @@ def test_the_file_must_have_nothing_left_to_fill_in():
         assert not {"profiles", "build"} & service.keys() and service["healthcheck"] == {"disable": True}
 
 
-def test_a_node_must_get_what_the_job_says():
+def test_a_node_must_get_the_jobs_settings():
     asked = {"trainers": 5, "nproc_per_node": 2, "image": "mine:1", "memory": "3g", "cpus": 1.5, "shm_size": "2g"}
     made = exported(gpus="none", grace="90s", **asked)
     for role in NODES:
@@ -75,7 +75,7 @@ def test_a_node_must_get_what_the_job_says():
         ("root", "7", "0:0"),
     ],
 )
-def test_nodes_of_root_must_run_as_under_the_orchestrator(monkeypatch, asked, sudo, user):
+def test_nodes_exported_by_root_must_run_as_the_same_user_as_under_the_orchestrator(monkeypatch, asked, sudo, user):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(owners, "check", Path.resolve)  # root refuses the folder of the user who runs the tests
     for name in ("SUDO_UID", "SUDO_GID"):
@@ -84,7 +84,7 @@ def test_nodes_of_root_must_run_as_under_the_orchestrator(monkeypatch, asked, su
     assert {made["services"][role]["user"] for role in NODES} == {user}
 
 
-def test_the_folder_of_the_files_must_be_made_where_other_users_cannot_enter(tmp_path, monkeypatch):
+def test_other_users_must_not_be_able_to_enter_the_run_directory(tmp_path, monkeypatch):
     (tmp_path / "it's $HOME\n\x1b").mkdir()
     monkeypatch.chdir(tmp_path / "it's $HOME\n\x1b")
     make_folder(compose(resolve({"command": COMMAND}), "digits"))
@@ -104,7 +104,7 @@ def things(run: Path, elsewhere: Path) -> list[Callable[[], object]]:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_folder_of_files_that_came_with_the_code_must_be_refused_and_stay_as_it_is(tmp_path, monkeypatch, number):
+def test_a_run_directory_that_came_with_the_code_must_be_refused_and_left_alone(tmp_path, monkeypatch, number):
     code, elsewhere = tmp_path / "code", tmp_path / "elsewhere"
     code.mkdir()
     elsewhere.mkdir(mode=0o755)
@@ -121,14 +121,14 @@ def test_a_folder_of_files_that_came_with_the_code_must_be_refused_and_stay_as_i
     assert elsewhere.stat() == before and not [*elsewhere.iterdir()]
 
 
-def test_a_job_that_has_run_must_be_exported_again(tmp_path, monkeypatch):
+def test_a_job_that_has_run_must_be_exportable_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = compose(resolve({"command": COMMAND}), "digits")
     make_folder(text)
     assert compose(resolve({"command": COMMAND}), "digits") == text
 
 
-def test_runs_that_are_a_link_must_be_refused(tmp_path, monkeypatch):
+def test_a_runs_folder_that_is_a_link_must_be_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").symlink_to("elsewhere")
     for _ in range(2):  # whether it leads somewhere or not
@@ -138,7 +138,7 @@ def test_runs_that_are_a_link_must_be_refused(tmp_path, monkeypatch):
         (tmp_path / "elsewhere").mkdir(exist_ok=True)
 
 
-def test_a_node_must_see_the_code_the_program_and_the_jobs_folder(tmp_path, monkeypatch):
+def test_a_node_must_see_the_code_the_program_and_the_job_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for role in NODES:
         code, program, folder, _ = exported()["services"][role]["volumes"]
@@ -149,7 +149,7 @@ def test_a_node_must_see_the_code_the_program_and_the_jobs_folder(tmp_path, monk
         assert folder == {"type": "bind", "source": f"{here}/runs/digits/job", "target": "/job", "bind": there}
 
 
-def test_a_node_must_not_see_jobs_the_history_and_what_is_ignored(tmp_path, monkeypatch):
+def test_a_node_must_not_see_runs_git_or_ignored_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("$secrets", ".git"):
         (tmp_path / name).mkdir()
@@ -184,7 +184,7 @@ def test_a_folder_must_be_mounted_whatever_its_name(monkeypatch, name):
     assert all(line.startswith("# ") for line in lines[:3]) and lines[3].startswith("name: ")
 
 
-def test_a_folder_whose_name_is_no_text_must_be_refused(monkeypatch):
+def test_a_folder_whose_name_is_not_utf_8_must_be_refused(monkeypatch):
     monkeypatch.setattr(export_compose, "code_folder", lambda _: Path("/home/me/\udcff"))
     with pytest.raises(UsageError, match=r"/home/me/.udcff' cannot be mounted") as caught:
         exported()
@@ -201,7 +201,7 @@ def test_secrets_must_come_from_the_environment_of_compose():
         assert found["A"] == "b"
 
 
-def test_the_command_and_the_environment_must_reach_the_workers_as_they_are():
+def test_the_command_and_the_environment_must_reach_the_workers_unchanged():
     made = exported(env={"A": "$HOME", "OMP_NUM_THREADS": "2"})
     for role in NODES:
         node = made["services"][role]
@@ -221,14 +221,14 @@ def test_nodes_must_find_each_other_and_start_in_order():
 
 
 @pytest.mark.parametrize(("gpus", "runtime"), [("none", None), ("auto", None), ("all", "nvidia"), (4, "nvidia")])
-def test_only_nodes_with_gpus_must_have_nvidias_runtime(gpus, runtime):
+def test_only_nodes_with_gpus_must_use_the_nvidia_runtime(gpus, runtime):
     for role in NODES:
         node = exported(gpus=gpus)["services"][role]
         assert node.get("runtime") == runtime
         assert node["environment"].get("NVIDIA_VISIBLE_DEVICES") == ("all" if runtime else None)
 
 
-def test_a_node_must_have_no_more_rights_than_under_the_orchestrator_and_be_no_job_of_its():
+def test_a_node_must_have_no_extra_rights_and_must_not_look_like_an_orchestrated_job():
     for role in NODES:
         node = exported()["services"][role]
         assert (node["cap_drop"], node["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
@@ -237,13 +237,13 @@ def test_a_node_must_have_no_more_rights_than_under_the_orchestrator_and_be_no_j
     assert "labels" not in exported()["networks"]["job"]
 
 
-def test_a_time_limit_that_compose_does_not_have_must_be_told():
+def test_an_unsupported_time_limit_must_be_noted_in_the_file():
     assert "# Compose does not support max_run" in compose(resolve({"command": COMMAND, "max_run": "1h"}), "digits")
     assert "max_run" not in compose(resolve({"command": COMMAND}), "digits")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root to be refused")
-def test_root_must_name_no_folder_that_another_account_can_replace(tmp_path, monkeypatch):
+def test_root_must_not_use_a_folder_that_another_account_can_replace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir(mode=0o700)
     (tmp_path / "runs").chmod(0o777)

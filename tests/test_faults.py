@@ -30,7 +30,7 @@ def restarted(job: Background, rank: int, cause: str) -> None:
         assert "\n[node] generation 1\n" in job.cli.log(number)
 
 
-def test_a_worker_that_is_killed_must_restart_the_gang_which_goes_on_from_its_checkpoint(ready, engine):
+def test_a_killed_worker_must_restart_the_gang_from_its_checkpoint(ready, engine):
     job = Background(ready, engine, "--", "count.py", "told")
     job.until_step(25, rank=1)
     job.kill_worker(1)
@@ -61,7 +61,7 @@ def test_a_node_that_dies_must_be_replaced(cli, engine, node):
 @pytest.mark.parametrize(
     "command", [["rm", "-f"], ["stop", "-t", "1"], ["restart", "-t", "0"]], ids=["rm", "stop", "restart"]
 )
-def test_a_node_that_somebody_takes_away_must_be_replaced_within_the_budget(cli, docker_engine, nothing_left, command):
+def test_a_node_that_a_user_removes_must_be_replaced_within_the_restart_budget(cli, docker_engine, nothing_left, command):
     job = Background(cli, "docker", "--", "count.py", "told")
     job.until_step(25, rank=1)
     docker(*command, job.node("trainer-1"))
@@ -69,7 +69,7 @@ def test_a_node_that_somebody_takes_away_must_be_replaced_within_the_budget(cli,
 
 
 @pytest.mark.docker
-def test_a_job_whose_nodes_somebody_removes_again_and_again_must_end(cli, docker_engine, nothing_left):
+def test_a_job_whose_nodes_are_removed_repeatedly_must_end(cli, docker_engine, nothing_left):
     job = Background(cli, "docker", "--max-restarts", "2", "--", "count.py", "10000")
     for generation in range(3):
         eventually(lambda generation=generation: job.has(1, f" in {generation}\n"))
@@ -80,7 +80,7 @@ def test_a_job_whose_nodes_somebody_removes_again_and_again_must_end(cli, docker
 
 
 @pytest.mark.docker
-def test_a_job_that_somebody_takes_down_with_compose_must_come_back(cli, docker_engine, nothing_left):
+def test_a_job_taken_down_with_compose_must_come_back(cli, docker_engine, nothing_left):
     job = Background(cli, "docker", "--", "count.py", "told")
     job.until_step(15, rank=2)
     subprocess.run(
@@ -97,7 +97,7 @@ def test_a_job_that_somebody_takes_down_with_compose_must_come_back(cli, docker_
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE])
-def test_a_worker_that_crashes_must_be_named_by_its_signal_and_show_where_it_stood(ready, engine, number):
+def test_a_crashed_worker_must_be_reported_with_its_signal_and_stack(ready, engine, number):
     (ready.folder / "crash.py").write_text(
         "import os, sys\ndef innermost():\n    os.kill(os.getpid(), int(sys.argv[1]))\n"
         "if os.environ['RANK'] == '1':\n    innermost()\nimport signal\nsignal.pause()\n"
@@ -110,7 +110,7 @@ def test_a_worker_that_crashes_must_be_named_by_its_signal_and_show_where_it_sto
     assert any("crash.py" in line and "in innermost" in line for line in cause["last_lines"])
 
 
-def test_a_script_that_cannot_be_loaded_must_not_be_tried_again(ready, engine):
+def test_a_script_that_cannot_be_loaded_must_not_be_retried(ready, engine):
     (ready.folder / "train.py").write_text("import nonesuch\n")
     job = Background(ready, engine, "--", "train.py")
     assert job.end() == 1
@@ -126,7 +126,7 @@ def test_a_script_that_cannot_be_loaded_must_not_be_tried_again(ready, engine):
         ("{cause: error, action: count}", 1),
     ],
 )
-def test_rules_of_the_job_file_must_say_what_an_exit_means(ready, engine, rule, generations):
+def test_rules_in_the_job_file_must_decide_what_an_exit_means(ready, engine, rule, generations):
     (ready.folder / "train.py").write_text(
         "import os, sys\nprint('no luck')\n"
         "sys.exit(75 if os.environ['TORCHELASTIC_RESTART_COUNT'] in '01' and os.environ['RANK'] == '0' else 0)\n"
@@ -151,7 +151,7 @@ def test_a_job_that_fails_at_the_same_step_must_end_after_three_generations(read
     assert delays == [0.0, 0.0, 1.0, 0.0]
 
 
-def test_a_slow_worker_must_be_named_and_left_alone(cli, mnist, nothing_left):
+def test_a_slow_worker_must_be_reported_and_left_alone(cli, mnist, nothing_left):
     (cli.folder / "slow.py").write_text(
         f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nfrom app import data, train\n"
         "normalised = data.normalised\n"
@@ -188,7 +188,7 @@ def test_running_out_of_memory_twice_at_the_same_step_must_end_the_job(cli, dock
 
 
 @pytest.mark.docker
-def test_a_child_that_runs_out_of_memory_must_be_told_from_its_worker(cli, docker_engine, nothing_left):
+def test_an_out_of_memory_child_must_be_distinguished_from_its_worker(cli, docker_engine, nothing_left):
     (cli.folder / "parent.py").write_text(
         "import os, signal, subprocess, sys\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '1': sys.exit(4)\n"
         "if os.environ['RANK'] == '1':\n"
@@ -205,7 +205,7 @@ def test_a_child_that_runs_out_of_memory_must_be_told_from_its_worker(cli, docke
 
 
 @pytest.mark.docker
-def test_a_paused_node_must_be_waited_for(cli, docker_engine, nothing_left):
+def test_a_job_must_wait_for_a_paused_node(cli, docker_engine, nothing_left):
     job = Background(cli, "docker", "--set", "hang_after=2s", "--", "count.py", "told")
     job.until_step(10, rank=1)
     docker("pause", job.node("trainer-1"))
@@ -241,7 +241,7 @@ def test_a_node_that_is_cut_off_must_stop_before_the_next_generation_trains(cli,
 
 
 @pytest.mark.docker
-def test_a_node_that_is_cut_off_for_a_moment_must_be_left_alone(cli, docker_engine, nothing_left):
+def test_a_node_that_is_cut_off_briefly_must_be_left_alone(cli, docker_engine, nothing_left):
     job = Background(cli, "docker", "--", "count.py", "told")
     job.until_step(10, rank=1)
     network = f"{cli.run_dir().name}_job"
@@ -254,7 +254,7 @@ def test_a_node_that_is_cut_off_for_a_moment_must_be_left_alone(cli, docker_engi
     assert cli.report()["generations"] == 1
 
 
-def test_a_job_must_go_on_with_fewer_nodes_and_take_one_in_again_at_a_checkpoint(cli, engine):
+def test_a_job_must_continue_with_fewer_nodes_and_readmit_one_at_a_checkpoint(cli, engine):
     job = Background(cli, engine, "--min-trainers", "1", "--", "count.py", "2000")
     job.until_step(15, rank=1)
     name = f"{cli.run_dir().name}-trainer-3"
@@ -283,7 +283,7 @@ def test_a_job_must_go_on_with_fewer_nodes_and_take_one_in_again_at_a_checkpoint
 
 
 @pytest.mark.docker
-def test_where_one_node_cannot_start_the_others_must_be_removed_and_the_reason_told(cli, docker_engine, nothing_left):
+def test_if_one_node_cannot_start_the_others_must_be_removed_and_the_reason_reported(cli, docker_engine, nothing_left):
     docker("create", "--name", "count-abcd-trainer-2", "orchestrate-node:0.1")
     known = "import secrets, sys; secrets.token_hex = lambda n: 'abcd'; from orchestrate.cli.main import main; "
     command = ["run", "--engine", "docker", "--gpus", "none", "--trainers", "2", "--", "count.py", "1"]
@@ -313,7 +313,7 @@ def one_network(docker_engine):
 
 
 @pytest.mark.docker
-def test_used_up_networks_must_be_told_with_the_way_out(cli, one_network):
+def test_exhausted_address_pools_must_be_reported_with_a_hint(cli, one_network):
     one_network.docker("import", "-", IMAGE, content=bytes(1024))
     one_network.docker("network", "create", "taken")
     options = ["--engine", "docker", "--gpus", "none", "--trainers", "1"]
@@ -324,7 +324,7 @@ def test_used_up_networks_must_be_told_with_the_way_out(cli, one_network):
     assert not one_network.docker("ps", "-aq")
 
 
-def test_a_job_must_not_succeed_while_a_worker_fails_late(ready, engine):
+def test_a_job_must_not_succeed_if_a_worker_fails_late(ready, engine):
     (ready.folder / "late.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1':\n    time.sleep(1)\n    sys.exit(4)\n"
     )
@@ -333,7 +333,7 @@ def test_a_job_must_not_succeed_while_a_worker_fails_late(ready, engine):
     assert (ready.report()["root_cause"]["rank"], ready.report()["root_cause"]["exit_code"]) == (1, 4)
 
 
-def test_stubborn_workers_must_be_ended_all_at_once(cli, engine):
+def test_workers_that_ignore_sigterm_must_be_killed_in_parallel(cli, engine):
     (cli.folder / "deaf.py").write_text(
         "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready', flush=True)\nwhile True: signal.pause()\n"
     )
@@ -355,7 +355,7 @@ def test_max_run_must_leave_a_checkpoint_of_the_last_step(ready, engine):
         assert saved == job.steps(rank)[-1][0]
 
 
-def test_a_flood_must_arrive_whole_in_the_files_and_not_hold_the_workers_up(ready, engine):
+def test_a_flood_of_output_must_be_logged_completely_without_blocking_workers(ready, engine):
     (ready.folder / "flood.py").write_text("for i in range(300_000): print(i)\n")
     job = Background(ready, engine, "--", "flood.py", trainers=1)
     assert job.end() == 0
@@ -363,7 +363,7 @@ def test_a_flood_must_arrive_whole_in_the_files_and_not_hold_the_workers_up(read
         assert ready.log(rank).split() == [str(i) for i in range(300_000)]
 
 
-def test_the_last_words_before_a_sudden_death_must_be_kept(ready, engine):
+def test_the_last_output_before_a_sudden_death_must_be_kept(ready, engine):
     (ready.folder / "sudden.py").write_text(
         "import os\nif os.environ['RANK'] == '1':\n    print('x' * 100_000)\n    print('last', end='', flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
@@ -375,7 +375,7 @@ def test_the_last_words_before_a_sudden_death_must_be_kept(ready, engine):
     assert ready.report()["root_cause"]["last_lines"][-1] == "last"
 
 
-def test_the_report_must_tell_of_every_failure(ready, engine):
+def test_the_report_must_list_every_failure(ready, engine):
     job = Background(ready, engine, "--", "count.py", "told")
     job.until_step(15, rank=1)
     job.kill_worker(1)

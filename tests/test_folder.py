@@ -110,7 +110,7 @@ COMMANDS = [("logs",), ("logs", "--rank", "0"), ("attach",), ("wait",), ("ps",),
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
-def test_whatever_a_node_leaves_every_command_must_end_and_show_nothing_of_the_host(
+def test_commands_must_end_and_leak_nothing_of_the_host_whatever_a_node_leaves(
     do, paths, outside, tmp_path, place, kind
 ):
     plant(paths.shared / place, kind, outside)
@@ -131,7 +131,7 @@ def test_whatever_a_node_leaves_every_command_must_end_and_show_nothing_of_the_h
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
-def test_whatever_a_node_leaves_the_supervisor_must_go_on_and_report(paths, outside, place, kind):
+def test_the_supervisor_must_continue_and_report_whatever_a_node_leaves(paths, outside, place, kind):
     plant(paths.shared / place, kind, outside)
     files = JobFiles(paths)
     assert files.step() == 0 and isinstance(files.saved(), tuple) and isinstance(files.activity(), tuple)
@@ -145,7 +145,7 @@ def test_whatever_a_node_leaves_the_supervisor_must_go_on_and_report(paths, outs
 
 
 @pytest.mark.timeout(60)
-def test_a_job_on_a_cluster_that_has_put_a_link_in_the_place_of_its_folder_must_move_nothing_of_the_host(
+def test_a_link_in_place_of_a_job_folder_on_a_cluster_must_not_move_files_of_the_host(
     tmp_path, outside
 ):
     JobPaths(tmp_path / "runs" / "c-1").create_cluster()
@@ -172,7 +172,7 @@ def test_a_job_on_a_cluster_that_has_put_a_link_in_the_place_of_its_folder_must_
 @pytest.mark.parametrize(
     "target", ["/", "..", "../c-1/nodes/b-1", "../c-1/nodes/../..", "../../x/nodes/a-1", "c-1/nodes/a-1"]
 )
-def test_only_a_link_that_we_make_must_lead_to_a_cluster(tmp_path, target):
+def test_only_links_that_we_create_must_lead_to_a_cluster(tmp_path, target):
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
     shutil.rmtree(paths.shared)
@@ -185,7 +185,7 @@ def test_only_a_link_that_we_make_must_lead_to_a_cluster(tmp_path, target):
 # --- bounds
 
 
-def test_files_must_be_found_in_the_order_of_their_names_but_not_without_end(tmp_path, monkeypatch):
+def test_files_must_be_listed_in_name_order_and_within_limits(tmp_path, monkeypatch):
     made = Folder(tmp_path, "a")
     made.make("x")
     for name in ("x/b", "x/a", "x/.hidden", "x/.half/file", "x/c/d/e"):
@@ -203,7 +203,7 @@ def test_files_must_be_found_in_the_order_of_their_names_but_not_without_end(tmp
 
 
 @pytest.mark.parametrize("name", ["{}", ".{}", "{}/{}"])
-def test_folders_without_any_file_must_not_be_looked_into_without_end(tmp_path, monkeypatch, name):
+def test_a_search_through_empty_folders_must_be_bounded(tmp_path, monkeypatch, name):
     made = Folder(tmp_path, "a")
     made.make("x")
     for number in range(20):
@@ -221,7 +221,7 @@ def test_folders_without_any_file_must_not_be_looked_into_without_end(tmp_path, 
 
 
 @pytest.mark.timeout(120)
-def test_a_report_must_be_believed_whatever_the_job_has_left_for_it(paths, do):
+def test_a_report_must_be_readable_whatever_the_job_has_left(paths, do):
     deep = paths.shared.joinpath("checkpoints", *["\N{ROCKET}" * 63] * 12)  # of which JSON makes 9 KB
     deep.mkdir(parents=True)
     for number in range(folder.MAX_ENTRIES):
@@ -237,7 +237,7 @@ def test_a_report_must_be_believed_whatever_the_job_has_left_for_it(paths, do):
 
 
 @pytest.mark.parametrize("length", [10, 1000, 5000])
-def test_a_long_line_must_come_in_pieces_of_which_nothing_is_lost(tmp_path, monkeypatch, length):
+def test_a_long_line_must_be_read_in_pieces_without_loss(tmp_path, monkeypatch, length):
     monkeypatch.setattr(lines, "MAX_LINE", 100)
     monkeypatch.setattr(lines, "CHUNK", 64)
     text = bytes(97 + number % 26 for number in range(length))
@@ -250,7 +250,7 @@ def test_a_long_line_must_come_in_pieces_of_which_nothing_is_lost(tmp_path, monk
         assert list(read.new(file)) == [] and read.rest() == b"hal" and read.rest() == b""
 
 
-def test_a_look_at_a_file_must_read_no_more_than_it_is_to(tmp_path, monkeypatch):
+def test_a_read_must_stop_at_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "CHUNK", 4)
     (tmp_path / "log").write_bytes(b"".join(b"%03d\n" % number for number in range(10)))
     read = lines.Lines()
@@ -261,7 +261,7 @@ def test_a_look_at_a_file_must_read_no_more_than_it_is_to(tmp_path, monkeypatch)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="knows no holes")
-def test_a_hole_of_a_file_must_not_be_read(tmp_path):
+def test_a_hole_in_a_file_must_not_be_read(tmp_path):
     sparse(tmp_path / "log")
     read = lines.Lines()
     with (tmp_path / "log").open("rb") as file:
@@ -272,7 +272,7 @@ def test_a_hole_of_a_file_must_not_be_read(tmp_path):
 # --- what is left
 
 
-def test_no_file_of_a_job_that_has_ended_must_give_its_owners_rights_to_others(paths, outside):
+def test_set_id_bits_must_be_removed_from_the_files_of_an_ended_job(paths, outside):
     nest(paths.shared / "deep")
     (outside / "file").chmod(0o4755)
     (paths.shared / "link").symlink_to(outside / "file")
@@ -293,7 +293,7 @@ def test_no_file_of_a_job_that_has_ended_must_give_its_owners_rights_to_others(p
     assert set_ids == []
 
 
-def test_a_report_must_hold_measurements_and_nothing_else_that_a_script_has_written(paths):
+def test_a_report_must_keep_measurements_and_drop_everything_else_a_script_writes(paths):
     values = {"loss": 0.5, "step": 3, "name": "a", "on": True, "none": None, "list": [1, 2.5, "x"], "eval": {"a": [1]}}
     odd = {
         "deep": [[[[1]]]],
@@ -309,7 +309,7 @@ def test_a_report_must_hold_measurements_and_nothing_else_that_a_script_has_writ
 
 
 @pytest.mark.parametrize("closed_to", [False, True])
-def test_no_name_that_a_job_has_taken_and_no_mode_must_keep_set_id_bits(tmp_path, monkeypatch, closed_to):
+def test_set_id_bits_must_be_removed_whatever_names_and_modes_a_job_uses(tmp_path, monkeypatch, closed_to):
     job_folder = tmp_path / "job"
     nest(job_folder, 100)
     for number in range(5):
@@ -341,7 +341,7 @@ def test_no_name_that_a_job_has_taken_and_no_mode_must_keep_set_id_bits(tmp_path
     store.remove(JobPaths(job_folder))
 
 
-def test_a_report_must_be_made_of_the_last_lines_of_many(paths, monkeypatch):
+def test_of_many_metrics_only_the_last_must_be_read(paths, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.job_files.MAX_ROWS", 3)
     lines = [*({"old": step} for step in range(7)), *({"rank_seconds": [step]} for step in range(3))]
     paths.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -43,7 +43,7 @@ def exchanged(job: Job) -> Any:
     return parts, total.tolist(), [one.tolist() for one in gathered]
 
 
-def test_workers_must_have_what_rank_0_sends_the_sum_of_all_and_what_each_one_holds(tmp_path):
+def test_broadcast_sum_and_gather_must_give_every_worker_the_same_results(tmp_path):
     images = torch.arange(24).view(2, 3, 4).transpose(0, 2).tolist()
     received = [[[4, 3, 2], "torch.uint8", images], [[2], "torch.int64", [7, 8]], [[0, 5], "torch.float32", []]]
     assert results(tmp_path, 3, exchanged) == [[received, [6.0, 1.5], [[0, 9], [1, 9], [2, 9]]]] * 3
@@ -78,7 +78,7 @@ def by_hand(job: Job) -> Any:
     return begun, own, mean, net.idle.grad is None, float(net.seen)
 
 
-def test_gradients_that_are_averaged_by_hand_must_be_the_mean_of_all_workers(tmp_path):
+def test_manually_averaged_gradients_must_be_the_mean_over_all_workers(tmp_path):
     found = results(tmp_path, 2, by_hand)
     assert found == [[[1.0, 10.0, 20.0], own, 1.5, True, 30.0] for own in (1.0, 2.0)]
 
@@ -104,7 +104,7 @@ def by_ddp(job: Job) -> Any:
     return same, drawn, empty, net.training, apart, mean
 
 
-def test_ddp_must_settle_without_a_trace_and_average_gradients_with_the_last_part_alone(tmp_path):
+def test_ddp_must_settle_its_buckets_without_side_effects_and_average_only_with_the_last_part(tmp_path):
     assert results(tmp_path, 2, by_ddp) == [[True] * 6] * 2
 
 
@@ -125,7 +125,7 @@ def spoilt() -> None:
     collectives.main()
 
 
-def test_a_collective_with_a_wrong_result_must_be_shown_and_end_with_a_failure(tmp_path):
+def test_a_collective_with_a_wrong_result_must_be_shown_and_fail(tmp_path):
     done = Gang(tmp_path, 2, [], spoilt).end()
     assert done.returncode == 1
     out = (tmp_path / ".output-0").read_text()
@@ -149,7 +149,7 @@ def timed() -> None:
     collectives.main()
 
 
-def test_the_bandwidth_must_follow_from_the_size_the_time_and_the_number_of_workers(tmp_path):
+def test_bandwidth_must_be_computed_from_size_time_and_number_of_workers(tmp_path):
     done = Gang(tmp_path, 3, ["--bench", "--bytes", "8192", "--repeat", "2"], timed).end()
     assert done.returncode == 0, done.stderr
     head, names, *lines = (tmp_path / ".output-0").read_text().splitlines()
@@ -164,7 +164,7 @@ def test_the_bandwidth_must_follow_from_the_size_the_time_and_the_number_of_work
 
 
 @pytest.mark.parametrize("options", [(), ("--bench",)], ids=["show", "bench"])
-def test_one_worker_alone_must_be_told_that_a_collective_needs_two(monkeypatch, tmp_path, options):
+def test_collectives_must_refuse_a_single_worker(monkeypatch, tmp_path, options):
     monkeypatch.setenv("JOB_DIR", str(tmp_path))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(sys, "argv", ["collectives", *options])
@@ -173,7 +173,7 @@ def test_one_worker_alone_must_be_told_that_a_collective_needs_two(monkeypatch, 
 
 
 @pytest.mark.parametrize("options", [(), ("--bench",)], ids=["show", "bench"])
-def test_collectives_must_be_spawned_in_as_many_workers_as_are_asked_for(monkeypatch, options):
+def test_spawn_must_start_the_requested_number_of_workers(monkeypatch, options):
     asked: list[Any] = []
     monkeypatch.setattr(collectives, "spawn", lambda count, function, args: asked.append((count, function, args)))
     monkeypatch.setattr(sys, "argv", ["collectives", "--spawn", "3", *options])
@@ -195,7 +195,7 @@ class Clock:
         self.now += 4
 
 
-def test_the_time_of_a_collective_must_be_that_of_a_call_without_those_to_warm_up(monkeypatch, tmp_path):
+def test_the_time_of_a_collective_must_exclude_warm_up_calls(monkeypatch, tmp_path):
     monkeypatch.setenv("JOB_DIR", str(tmp_path))
     clock, at = Clock(), []
     monkeypatch.setattr(collectives, "time", clock)

@@ -42,7 +42,7 @@ def trained(nodes, name: str, *arguments: str) -> Path:
     return folder / "job"
 
 
-def test_any_number_of_gpus_must_follow_the_cpu_within_a_millionth(nodes):
+def test_losses_on_any_number_of_gpus_must_match_the_cpu_within_a_millionth(nodes):
     cpu = trained(nodes, "cpu", "--trainers", "0", "--gpus", "none", *APP, *EXACT)
     assert len(losses(cpu)) == 14  # 203 samples, 32 at a time, twice
     for options in (ALONE, nodes.pair, ("--trainers", "0", "--gpus", "all")):
@@ -52,7 +52,7 @@ def test_any_number_of_gpus_must_follow_the_cpu_within_a_millionth(nodes):
         assert ledger(folder) == ledger(cpu)
 
 
-def test_gradients_that_travel_by_gloo_must_be_reported(nodes):
+def test_gradients_sent_through_gloo_must_be_reported(nodes):
     out = (trained(nodes, "pair", *nodes.pair, *APP, "--epochs", "1").parent / "out").read_text()
     slow = len(nodes.gpus) == 1 and torch.cuda.nccl.version() < (2, 30)
     assert ("gradients travel by gloo" in out) == slow
@@ -69,7 +69,7 @@ def plain() -> dict[str, list[float]]:
     [("--amp", "float16"), ("--amp", "bfloat16"), ("--compile",), ("--compile", "reduce-overhead")],
     ids=" ".join,
 )
-def test_faster_ways_to_compute_must_train_as_well(nodes, plain, options):
+def test_mixed_precision_and_compile_must_train_equally_well(nodes, plain, options):
     few = ("--epochs", "5", "--batch-size", "29", "--optimizer", "sgd")  # batches of one size are compiled once
     if nodes.engine not in plain:
         plain[nodes.engine] = losses(trained(nodes, "plain", *ALONE, *APP, *few))
@@ -80,7 +80,7 @@ def test_faster_ways_to_compute_must_train_as_well(nodes, plain, options):
         assert found == pytest.approx(expected, abs=0.15, rel=0)
 
 
-def test_a_deterministic_run_that_was_killed_must_end_with_the_weights_of_one_that_was_not(nodes):
+def test_a_killed_deterministic_run_must_end_with_the_weights_of_an_undisturbed_one(nodes):
     kept = trained(nodes, "kept", *nodes.pair, "--", "-m", "app.train", *SAVED)
     killed = trained(nodes, "killed", *nodes.pair, "--", "killed_training.py", "5", *SAVED)
     report = json.loads((killed.parent / "report.json").read_text())
@@ -90,7 +90,7 @@ def test_a_deterministic_run_that_was_killed_must_end_with_the_weights_of_one_th
     assert ledger(killed) == ledger(kept)
 
 
-def test_a_job_that_is_stopped_must_save_its_last_step(nodes):
+def test_a_stopped_job_must_save_its_last_step(nodes):
     job = nodes.start_job(*nodes.pair, *APP, "--epochs", "1000000", "--batch-size", "32")
     eventually(lambda: job.has(0, "epoch 2/") or job.ended_early())
     assert nodes("stop", nodes.run_dir().name).returncode == 0

@@ -45,7 +45,7 @@ def helped(job: Job) -> list[str]:
     return sorted(mode.removeprefix("container:").rstrip("0") for mode in modes)
 
 
-def test_a_helper_must_have_one_capability_and_no_file_of_this_machine(job):
+def test_a_helper_must_have_one_capability_and_no_files_of_this_machine(job):
     protected(job)
     assert helped(job) == ["j-master-", "j-trainer-1-"]
     _, body = job.answers.of(CREATE)
@@ -64,7 +64,7 @@ def test_a_helper_must_have_one_capability_and_no_file_of_this_machine(job):
     assert job.warnings() == []
 
 
-def test_a_node_must_have_a_helper_each_time_that_it_starts_and_no_other_time(job):
+def test_a_node_must_get_a_helper_each_time_it_starts_and_only_then(job):
     engine = protected(job)
     again(engine)
     assert len(helped(job)) == 2
@@ -73,7 +73,7 @@ def test_a_node_must_have_a_helper_each_time_that_it_starts_and_no_other_time(jo
     assert helped(job) == ["j-master-", "j-trainer-1-", "j-trainer-1-"]
 
 
-def test_a_node_must_start_a_worker_only_behind_its_filter_unless_that_cannot_be_set_up(job):
+def test_a_worker_must_start_only_behind_the_packet_filter_unless_its_setup_failed(job):
     engine = protected(job)
     worker = job.plan().workers[0]
     assert engine.request(worker, ("x.py",)).filtered is True
@@ -88,7 +88,7 @@ def test_a_node_must_start_a_worker_only_behind_its_filter_unless_that_cannot_be
 
 
 @pytest.mark.parametrize("options", [{"host_access": True}, {"network": "host"}])
-def test_no_helper_must_be_asked_for_where_nodes_may_reach_their_host(job, options):
+def test_no_helper_must_be_created_if_nodes_may_reach_their_host(job, options):
     spec = JobSpec(trainers=1, **options)
     for name in ("master", "trainer-1"):
         job.answers.container(name)["NetworkSettings"]["Networks"] = {options.get("network", "j_job"): {}}
@@ -99,7 +99,7 @@ def test_no_helper_must_be_asked_for_where_nodes_may_reach_their_host(job, optio
     assert engine.request(job.plan(spec).workers[0], ("x.py",)).filtered is False
 
 
-def test_a_helper_must_never_be_made_of_the_jobs_image_and_a_missing_image_must_be_reported(job):
+def test_a_helper_must_never_use_the_jobs_image_and_a_missing_image_must_be_reported(job):
     job.answers.refusals[CREATE] = 404, f"No such image: {IMAGE}"
     protected(job)
     assert {body["Image"] for what, _, body in job.answers.asked if what == CREATE} == {IMAGE}
@@ -115,7 +115,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("refused", REFUSALS)
-def test_a_user_must_be_warned_once_of_nodes_that_are_not_protected(job, refused):
+def test_the_user_must_be_warned_once_of_unprotected_nodes(job, refused):
     job.answers.refusals[refused] = REFUSALS[refused]
     engine = protected(job)
     (warning,) = job.warnings()
@@ -127,7 +127,7 @@ def test_a_user_must_be_warned_once_of_nodes_that_are_not_protected(job, refused
     assert len(job.answers.did("DELETE")) == (0 if refused == CREATE else 3)
 
 
-def test_a_user_must_be_warned_of_a_failure_from_before_nodes_were_waited_for(job):
+def test_the_user_must_be_warned_of_helpers_that_failed_before_they_were_awaited(job):
     job.answers.refusals[CREATE] = REFUSALS[CREATE]
     job.answers.container("master")
     spec = JobSpec(trainers=0)
@@ -138,7 +138,7 @@ def test_a_user_must_be_warned_of_a_failure_from_before_nodes_were_waited_for(jo
     assert len(job.warnings()) == 1
 
 
-def test_what_a_helper_prints_when_it_fails_must_be_in_the_warning(job):
+def test_the_output_of_a_failed_helper_must_be_in_the_warning(job):
     job.answers.code = 1
     job.answers.output = b"Traceback ...\nOSError: [Errno 95] Operation not supported\n"
     protected(job)
@@ -146,7 +146,7 @@ def test_what_a_helper_prints_when_it_fails_must_be_in_the_warning(job):
     assert "OSError: [Errno 95] Operation not supported" in warning
 
 
-def test_a_node_that_has_gone_must_not_be_warned_of(job):
+def test_there_must_be_no_warning_about_a_node_that_is_gone(job):
     job.answers.refusals[CREATE] = (409, "cannot join network of a non running container")
     job.answers.happens = lambda what: job.answers.containers[1].update(State="exited") if what == CREATE else None
     for name in ("master", "trainer-1"):
@@ -158,7 +158,7 @@ def test_a_node_that_has_gone_must_not_be_warned_of(job):
     assert job.warnings() == []
 
 
-def test_helpers_that_an_orchestrator_has_left_must_be_found_and_removed(job):
+def test_helpers_left_by_a_dead_orchestrator_must_be_found_and_removed(job):
     left = job.answers.container("guard-1a2b3c4d")
     left["Names"] = ["/j-guard-1a2b3c4d"]
     left["Labels"] = {"orchestrate.guard": "j", "orchestrate.run": "/runs/j"}

@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_list_of_patterns_must_be_refused_by_name_with_the_way_out(tmp_path, name):
+def test_an_invalid_dockerignore_must_be_refused_by_path_with_a_hint(tmp_path, name):
     make, reason = WRONG[name]
     make(tmp_path / ".dockerignore")
     for look in (
@@ -137,7 +137,7 @@ def test_what_is_no_list_of_patterns_must_be_refused_by_name_with_the_way_out(tm
 
 
 @pytest.mark.parametrize("look", [ignored, kept])
-def test_patterns_that_take_too_long_for_so_many_files_must_be_refused(tmp_path, look):
+def test_too_many_patterns_for_the_number_of_files_must_be_refused(tmp_path, look):
     """These took half a minute."""
     folder = tmp_path.joinpath(*("abcdefghijklmn"))
     folder.mkdir(parents=True)
@@ -148,7 +148,7 @@ def test_patterns_that_take_too_long_for_so_many_files_must_be_refused(tmp_path,
         list(look(tmp_path))
 
 
-def test_an_ordinary_list_must_take_few_steps_for_many_files(tmp_path, monkeypatch):
+def test_ordinary_patterns_must_take_few_steps_for_many_files(tmp_path, monkeypatch):
     """Patterns that fit nothing below a folder are not looked at there."""
     monkeypatch.setattr("orchestrate.engines.docker.ignored.MAX_STEPS", 1000)
     (tmp_path / ".dockerignore").write_text("\n".join([f"folder-{number}/data" for number in range(20)]))
@@ -158,12 +158,12 @@ def test_an_ordinary_list_must_take_few_steps_for_many_files(tmp_path, monkeypat
     assert list(ignored(tmp_path)) == [] and len(list(kept(tmp_path))) == 500
 
 
-def test_bytes_that_are_no_text_must_keep_no_pattern_from_being_read(tmp_path):
+def test_invalid_utf_8_must_not_hide_other_patterns(tmp_path):
     (tmp_path / ".dockerignore").write_bytes(b"\xff\xfe\nkey\n")
     assert top(read(tmp_path)).inside("key").ignored
 
 
-def test_a_folder_that_cannot_be_read_must_be_refused_unless_it_is_ignored_as_a_whole(tmp_path, monkeypatch):
+def test_an_unreadable_folder_must_be_refused_unless_it_is_ignored_entirely(tmp_path, monkeypatch):
     (tmp_path / ".dockerignore").write_text("**/*.pem")
     (tmp_path / "closed").mkdir()
     scandir = os.scandir
@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_read_must_be_refused_unless_it_is_ignored_as_a_
     assert list(ignored(tmp_path)) == ["closed"]
 
 
-def test_a_name_that_cannot_be_given_to_the_engine_must_be_refused_and_not_stay_visible(tmp_path):
+def test_an_ignored_name_that_is_not_utf_8_must_be_refused(tmp_path):
     (tmp_path / ".dockerignore").write_text("*.pem")
     (tmp_path / "a\udcff.pem").touch()
     with pytest.raises(UsageError, match=r"cannot hide 'a.udcff.pem': its name is not UTF-8"):

@@ -56,7 +56,7 @@ def path(tmp_path):
     ids=lambda value: value[:12],
 )
 @pytest.mark.parametrize("key", ["trainers", "max_run", "gpus", "cpus", "memory", "warm", "rules"])
-def test_what_only_looks_like_a_value_must_be_refused_by_its_key(path, key, value):
+def test_an_invalid_value_must_be_refused_with_its_key(path, key, value):
     allowed = {("max_run", "3.0"): 3.0, ("cpus", "3.0"): 3.0, ("warm", "yes"): True}
     if (key, value) in allowed:
         path.write_text(f"{key}: {value}\n")
@@ -87,13 +87,13 @@ def test_what_only_looks_like_a_value_must_be_refused_by_its_key(path, key, valu
         "!<tag:yaml.org,2002:int> abc",
     ],
 )
-def test_a_tag_must_be_refused_where_it_is(path, place, value):
+def test_a_tag_must_be_refused_with_its_position(path, place, value):
     before, after = place.split("VALUE")
     error = refused(path, f"# a job\n{before}{value}{after}\n".encode())
     assert str(error).startswith(f"{path}:2:{len(before) + 1}: the tag ")
 
 
-def test_text_may_be_said_to_be_text(path):
+def test_the_tag_str_must_be_accepted(path):
     path.write_text("name: !!str 2024-01-01\nenv: {A: !!str 010, B: ! 1}\n")
     assert resolve(read_file(path)) == JobSpec(name="2024-01-01", env={"A": "010", "B": "1"})
 
@@ -135,24 +135,24 @@ def test_nesting_that_is_too_deep_must_be_refused(path, opening):
     ],
     ids=lambda value: repr(value)[:24],
 )
-def test_a_file_that_is_no_clean_yaml_must_be_refused_with_the_place(path, content, place):
+def test_invalid_yaml_must_be_refused_with_its_position(path, content, place):
     assert str(refused(path, content)).startswith((f"{path}{place}:", f"{path}{place}")) and place in str(path) + place
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", str(refused(path, content)))
 
 
-def test_a_byte_order_mark_of_utf_8_must_do_no_harm(path):
+def test_a_utf_8_byte_order_mark_must_be_accepted(path):
     path.write_bytes(b"\xef\xbb\xbfname: \xc3\xa9\n")
     assert resolve(read_file(path)).name == "é"
 
 
-def test_a_job_file_must_be_utf_8_in_every_locale(path, monkeypatch):
+def test_a_job_file_must_be_read_as_utf_8_in_every_locale(path, monkeypatch):
     monkeypatch.setattr("locale.getpreferredencoding", lambda *_: "ascii")
     path.write_bytes("name: é\n".encode())
     assert resolve(read_file(path)).name == "é"
 
 
 @pytest.mark.parametrize("key", ["yes", "on", "null", "~", "1", "1.5", "2023-13-45", "=", "!!str 1"])
-def test_a_key_must_be_a_word_whatever_it_looks_like(path, key):
+def test_a_key_must_be_text_even_if_it_looks_like_another_type(path, key):
     refused(path, f"{key}: 1\n".encode())
     path.write_text(f"env: {{{key}: 1}}\n")
     if key in ("yes", "on", "null"):
@@ -162,7 +162,7 @@ def test_a_key_must_be_a_word_whatever_it_looks_like(path, key):
     refused(path, f"rules: [{{{key}: 1, action: fail}}]\n".encode())
 
 
-def test_words_in_a_set_of_env_must_stay_as_they_are_written():
+def test_values_in_set_env_must_stay_as_written():
     assert resolve(read_set(["env={A: yes, B: 1.10, C: 2024-01-01}"])).env == {
         "A": "yes",
         "B": "1.10",
@@ -180,18 +180,18 @@ def test_text_that_looks_like_a_date_must_stay_text(path):
 # --- what is no file to read
 
 
-def test_a_job_file_that_is_too_large_must_be_refused_before_it_is_read(path, monkeypatch):
+def test_a_job_file_that_is_too_large_must_be_refused_before_it_is_parsed(path, monkeypatch):
     monkeypatch.setattr("yaml.reader.Reader.__init__", lambda *_: pytest.fail("was parsed"))
     for content in (b"name: a\n# " + b"x" * MAX_FILE, b"trainers: 1\n" * (20 << 17)):
         assert f"{path} is larger than 1 MiB" in str(refused(path, content))
 
 
-def test_a_job_file_of_the_largest_size_must_be_read(path):
+def test_a_job_file_of_the_maximum_size_must_be_read(path):
     path.write_bytes((b"name: a\n" + b"#" * MAX_FILE)[:MAX_FILE])
     assert resolve(read_file(path)).name == "a"
 
 
-def test_what_is_no_regular_file_must_be_refused_and_not_be_waited_for(tmp_path):
+def test_a_job_file_that_is_not_a_regular_file_must_be_refused_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for name in ("/dev/zero", "/dev/null", str(tmp_path / "fifo")):
         with pytest.raises(UsageError, match=f"cannot read job file {name}: not a regular file"):
@@ -212,14 +212,14 @@ def test_a_job_file_may_be_a_link(tmp_path, path):
 
 @pytest.mark.parametrize("text", ["a\0b", "\ud800", "a\udfffb"], ids=ascii)
 @pytest.mark.parametrize("key", ["env", "command", "name", "image", "volume", "constraints", "preload"])
-def test_text_that_no_process_can_be_given_must_be_refused(key, text):
+def test_text_that_cannot_be_passed_to_a_process_must_be_refused(key, text):
     values = {"env": {"A": text}, "command": ["x.py", text], "constraints": [f"a=={text}"], "preload": [text]}
     with pytest.raises(UsageError, match=f"^{key} must be ") as caught:
         resolve({key: values.get(key, text)})
     str(caught.value).encode()
 
 
-def test_bytes_of_an_argument_that_are_utf_8_must_be_read_so_in_every_locale():
+def test_utf_8_arguments_must_be_decoded_in_every_locale():
     raw = os.fsencode("é").decode("ascii", "surrogateescape")
     spec = resolve({"command": ["x.py", raw]}, {"env.A": raw})
     assert (spec.command, spec.env) == (("x.py", "é"), {"A": "é"})
@@ -239,7 +239,7 @@ def test_a_name_with_control_characters_must_be_refused(key, control):
         resolve({key: f"/a{control}b"})
 
 
-def test_a_name_must_be_of_a_length_that_people_read():
+def test_a_name_must_have_at_most_200_characters():
     assert resolve({"name": "x" * 200}).name == "x" * 200
     with pytest.raises(UsageError, match="^name must be text of at most 200 characters") as caught:
         resolve({"name": "x" * 10_000})
@@ -264,7 +264,7 @@ SECRET = "hf_very_secret"
     ],
     ids=ascii,
 )
-def test_no_value_of_the_environment_may_be_printed(path, value):
+def test_values_of_env_must_not_be_printed(path, value):
     with pytest.raises(UsageError, match="^env must be ") as caught:
         resolve({"env": value})
     assert SECRET not in f"{caught.value} {caught.value.hint}"
@@ -277,13 +277,13 @@ def test_no_value_of_the_environment_may_be_printed(path, value):
     [f"env.1A={SECRET}", f"env.A B={SECRET}", f"env.RANK={SECRET}", f"env={SECRET}", f"env.HF_TOKEN:{SECRET}"]
     + [f"env.=={SECRET}", f"env={{HF_TOKEN: [{SECRET}", f"env.HF_TOKEN {SECRET}"],
 )
-def test_no_value_of_the_environment_that_is_set_may_be_printed(words):
+def test_values_of_env_in_set_must_not_be_printed(words):
     with pytest.raises(UsageError) as caught:
         resolve(read_set([words]))
     assert SECRET not in f"{caught.value} {caught.value.hint}"
 
 
-def test_no_value_of_the_environment_in_a_job_file_may_be_printed(path):
+def test_values_of_env_in_a_job_file_must_not_be_printed(path):
     for line in (f"HF_TOKEN={SECRET}", f"- HF_TOKEN={SECRET}", f"HF TOKEN: {SECRET}", f"HF_TOKEN: [{SECRET}]"):
         assert SECRET not in str(refused(path, f"env:\n  {line}\n".encode()))
 
@@ -295,7 +295,7 @@ def test_no_value_of_the_environment_in_a_job_file_may_be_printed(path):
     ("key", "most"),
     [("grace", "1d"), ("max_run", "3650d"), ("restart_window", "3650d"), ("hang_after", "3650d")],
 )
-def test_a_duration_must_be_one_that_can_be_waited_for(key, most):
+def test_a_duration_must_be_within_its_limits(key, most):
     assert getattr(resolve({key: most}), key) == int(most[:-1]) * 86400
     longer = f"{int(most[:-1])}.001d"
     for value in (
@@ -324,7 +324,7 @@ def test_a_duration_must_be_one_that_can_be_waited_for(key, most):
     ],
     ids=["cpus", "memory", "shm_size"],
 )
-def test_a_quantity_must_be_one_that_the_engine_can_hold(key, most, wrong):
+def test_a_quantity_must_be_within_the_limits_of_the_engine(key, most, wrong):
     assert str(getattr(resolve({key: most}), key)).removesuffix(".0") == most
     for value in wrong:
         with pytest.raises(UsageError, match=f"^{key} must be "):
@@ -337,7 +337,7 @@ def test_a_pattern_that_does_not_compile_must_be_refused(log):
         resolve({"rules": [{"log": log, "action": "fail"}]})
 
 
-def test_conditions_that_are_no_words_must_be_refused():
+def test_rule_values_that_are_not_text_must_be_refused():
     for rule in ({"action": ["fail"], "log": "x"}, {"action": "fail", "cause": ["x"]}, {"action": {}, "log": "x"}):
         with pytest.raises(UsageError, match="^rules must be "):
             resolve({"rules": [rule]})

@@ -56,7 +56,7 @@ def held(monkeypatch):
         made.end()
 
 
-def test_an_answer_to_the_last_question_must_renew_it(held):
+def test_an_answer_to_the_last_request_must_renew_the_lease(held):
     made, relay, loop, over = held
     loop.now += LEASE_TIMEOUT - 0.1
     question, node = relay.recvfrom(64)
@@ -77,7 +77,7 @@ def test_an_answer_to_the_last_question_must_renew_it(held):
         lambda question: answer(KEY, b"an older question"),
     ],
 )
-def test_the_words_of_anyone_else_must_not_renew_it(held, words):
+def test_any_other_message_must_not_renew_the_lease(held, words):
     made, relay, loop, over = held
     loop.now += LEASE_TIMEOUT - 0.1
     question, node = relay.recvfrom(64)
@@ -89,7 +89,7 @@ def test_the_words_of_anyone_else_must_not_renew_it(held, words):
     assert over == [loop.now]
 
 
-def test_each_question_must_be_a_new_one_and_several_asked_in_a_lease(held):
+def test_each_request_must_be_unique_and_several_must_fit_in_a_lease(held):
     _, relay, loop, _ = held
     for _ in range(3):
         loop.turn()
@@ -106,7 +106,7 @@ def answered(relay: socket.socket, loop: Now) -> None:
     loop.turn()
 
 
-def test_a_lease_that_has_run_out_must_be_asked_for_and_can_be_had_again(held):
+def test_an_expired_lease_must_be_renewable(held):
     made, relay, loop, over = held
     for _ in range(2):
         loop.now += LEASE_TIMEOUT
@@ -117,7 +117,7 @@ def test_a_lease_that_has_run_out_must_be_asked_for_and_can_be_had_again(held):
     assert made.held and len(over) == 2
 
 
-def test_a_lease_that_is_given_up_must_neither_ask_nor_run_out(held):
+def test_a_released_lease_must_neither_send_requests_nor_expire(held):
     made, relay, loop, over = held
     relay.recvfrom(64)
     made.end()
@@ -130,7 +130,7 @@ def test_a_lease_that_is_given_up_must_neither_ask_nor_run_out(held):
     made.end()
 
 
-def test_a_relay_that_cannot_be_reached_must_be_asked_again(monkeypatch):
+def test_an_unreachable_relay_must_be_retried(monkeypatch):
     loop, over = Now(), []
     monkeypatch.setattr(lease, "time", loop)
     made = Lease(loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now))  # which this socket may not send to
@@ -141,12 +141,12 @@ def test_a_relay_that_cannot_be_reached_must_be_asked_again(monkeypatch):
         made.end()
 
 
-def test_a_relay_must_not_answer_what_the_key_of_a_connection_is_made_of():
+def test_an_answer_of_a_relay_must_not_reveal_the_key_of_a_connection():
     words = b"link " + b"0" * 64
     assert answer(KEY, words) != hmac.digest(KEY, words, "sha256")
 
 
-def test_a_node_that_is_cut_off_must_end_whatever_starts_until_there_is_an_answer(held):
+def test_a_node_that_is_cut_off_must_end_new_workers_until_the_relay_answers(held):
     made, relay, loop, over = held
     loop.now += LEASE_TIMEOUT
     loop.turn()
@@ -157,7 +157,7 @@ def test_a_node_that_is_cut_off_must_end_whatever_starts_until_there_is_an_answe
     assert made.held and len(over) == 2
 
 
-def test_a_relay_to_which_there_is_no_way_must_be_asked_again(monkeypatch):
+def test_a_lease_must_expire_while_its_relay_is_unreachable(monkeypatch):
     loop, over = Now(), []
     monkeypatch.setattr(lease, "time", loop)
     made = Lease(loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now))  # to which no process may write
@@ -168,11 +168,11 @@ def test_a_relay_to_which_there_is_no_way_must_be_asked_again(monkeypatch):
     made.end()
 
 
-def test_a_relay_must_be_asked_several_times_before_the_lease_is_over():
+def test_a_lease_must_be_requested_several_times_before_it_expires():
     assert 4 * lease.RENEW_INTERVAL <= LEASE_TIMEOUT
 
 
-def test_a_relay_must_answer_every_question_with_the_key(tmp_path):
+def test_a_relay_must_sign_its_answers_with_the_key(tmp_path):
     (tmp_path / "key").write_bytes(KEY)
     port = free_port()
     env = os.environ | {"NODE_MODE": "relay", "NODE_PORT": str(port), "NODE_KEY": KEY.hex()}
@@ -194,7 +194,7 @@ def test_a_relay_must_answer_every_question_with_the_key(tmp_path):
         relay.wait()
 
 
-def test_a_relay_must_go_on_where_an_answer_cannot_be_sent_and_answer_no_answer(monkeypatch):
+def test_a_relay_must_survive_a_failed_send_and_ignore_answers(monkeypatch):
     class Enough(Exception):
         pass
 
@@ -229,7 +229,7 @@ def test_a_relay_must_go_on_where_an_answer_cannot_be_sent_and_answer_no_answer(
     assert Wire.sent == [(answer(KEY, b"of the second on"), "the second node")]
 
 
-def test_a_node_must_ask_the_last_relay_alone_that_it_was_told_of(monkeypatch):
+def test_a_node_must_use_only_the_last_relay_it_was_given(monkeypatch):
     class Asking:
         made = []
 

@@ -6,7 +6,7 @@ from orchestrate.files.paths import JobPaths
 from orchestrate.job.logs import Follower, clean, last_words, prefixes, tail
 
 
-def test_a_log_must_be_read_in_parts_and_its_last_line_be_whole(paths):
+def test_a_log_must_be_read_in_parts_with_its_last_line_intact(paths):
     paths.log(0).write_text("x" * (3 << 20) + "\nlast")
     follower = Follower(paths, {0: ""})
     looks = [[*follower.lines(end=True, most=1 << 20)] for _ in range(5)]
@@ -32,11 +32,11 @@ def test_a_log_must_be_read_in_parts_and_its_last_line_be_whole(paths):
         ("\x9b2Jeight\x9dbits\x85".encode(), "2Jeightbits"),
     ],
 )
-def test_a_line_must_be_shown_without_what_steers_a_terminal(line, shown):
+def test_a_line_must_be_shown_without_terminal_control_sequences(line, shown):
     assert clean(line) == shown
 
 
-def test_lines_must_be_handed_out_once_and_whole(tmp_path):
+def test_lines_must_be_returned_once_and_whole(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
     follower = Follower(paths, prefixes({0: "master", 1: "trainer-1"}))
@@ -51,7 +51,7 @@ def test_lines_must_be_handed_out_once_and_whole(tmp_path):
     assert list(follower.lines(end=True)) == []
 
 
-def test_what_was_handed_out_must_not_be_again_when_other_ranks_are_followed(tmp_path):
+def test_lines_must_not_repeat_when_other_ranks_are_followed(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
     for rank in range(2):
@@ -67,7 +67,7 @@ def test_what_was_handed_out_must_not_be_again_when_other_ranks_are_followed(tmp
     assert list(follower.lines()) == ["a more"]
 
 
-def test_what_was_written_before_must_be_left_out_but_for_the_last_lines(tmp_path):
+def test_earlier_output_must_be_skipped_except_the_last_lines(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
@@ -77,7 +77,7 @@ def test_what_was_written_before_must_be_left_out_but_for_the_last_lines(tmp_pat
     assert list(follower.lines()) == ["line 998", "line 999", "short"]
 
 
-def test_marks_of_generations_must_be_left_out_where_somebody_else_tells_of_them(tmp_path):
+def test_generation_marks_must_be_left_out_on_request(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
     paths.log(0).write_bytes(b"a\n[node] generation 1\nb\n")
@@ -111,7 +111,7 @@ def test_a_log_that_is_longer_than_a_chunk_must_be_shown_whole(tmp_path, monkeyp
     assert list(Follower(paths, {0: ""}).lines(end=True)) == written
 
 
-def test_lines_before_the_last_ones_must_be_left_out_of_each_log(tmp_path):
+def test_each_log_must_be_skipped_to_its_last_lines(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
     paths.log(0).write_bytes(b"a" * 5000 + b"\nlast\n")  # longer than what is shown of it
@@ -136,7 +136,7 @@ def test_a_rank_that_is_followed_later_must_be_shown_from_its_first_line(tmp_pat
     assert list(follower.lines()) == ["0 half", "1 b"]
 
 
-def test_prefixes_must_be_of_one_width():
+def test_prefixes_must_have_the_same_width():
     assert prefixes({0: "master", 1: "trainer-1", 10: "trainer-10"}) == {
         0: "master 0      | ",
         1: "trainer-1 1   | ",
@@ -161,7 +161,7 @@ def test_prefixes_must_be_of_one_width():
         ("", 3, []),
     ],
 )
-def test_the_last_words_must_be_those_of_the_generation(text, generation, words):
+def test_the_last_lines_must_be_from_the_generation(text, generation, words):
     assert last_words(text, generation, 2) == words
 
 
@@ -179,7 +179,7 @@ Current thread 0x01 (most recent call first):
 Extension modules: numpy, torch (total: 2)"""
 
 
-def test_of_a_dump_the_stack_that_crashed_must_be_shown_after_what_the_worker_said_before():
+def test_of_a_dump_the_crashed_stack_must_be_shown_after_the_output_before_it():
     said = "".join(f"said {number}\n" for number in range(9))
     assert last_words(said + DUMP, 0, 12) == [
         *(f"said {number}" for number in range(5, 9)),
@@ -198,7 +198,7 @@ Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 """
 
 
-def test_stack_frames_of_native_code_must_not_hide_what_was_said_before_them():
+def test_native_stack_frames_must_not_hide_the_output_before_them():
     frames = "".join(f"frame #{number}: c10::Error::Error() + 0x96 (0x7f in libc10.so)\n" for number in range(20))
     raised = "Exception raised from checkTimeout at /pytorch/ProcessGroupNCCL.cpp:685 (most recent call first):\n"
     said = f"  what():  Watchdog caught collective operation timeout\n{ADVICE}\n{raised}{frames}\n"
@@ -215,7 +215,7 @@ def test_of_a_deep_stack_the_innermost_lines_must_be_shown():
     assert (len(words), words[2]) == (7, '  File "/w/train.py", line 0 in deep')
 
 
-def test_of_several_dumps_the_last_must_be_shown_and_one_without_a_current_thread_too():
+def test_the_last_of_several_dumps_must_be_shown_and_also_one_without_a_current_thread():
     first = DUMP.replace("innermost", "earlier")
     words = last_words(f"{first}\n{DUMP}", 0, 12)
     assert any("innermost" in word for word in words)
@@ -227,7 +227,7 @@ def test_of_several_dumps_the_last_must_be_shown_and_one_without_a_current_threa
     ]
 
 
-def test_a_line_that_is_begun_anew_must_be_how_far_its_worker_is(paths):
+def test_an_overwritten_line_must_be_shown_as_progress(paths):
     paths.log(0).write_bytes(b"begun\n")
     paths.log(1).write_bytes(b"begun\n 10%|#   |\r 20%|##  |\r")
     follower = Follower(paths, {0: "a | ", 1: "b | "})

@@ -70,11 +70,11 @@ def hidden(code: Path, ignore: str = "", runs: str = "runs") -> set[str]:
         (".git\nruns\n", set()),
     ],
 )
-def test_what_is_not_code_must_be_hidden(code, ignore, more):
+def test_files_that_are_not_code_must_be_hidden(code, ignore, more):
     assert hidden(code, ignore) == {".git/", "runs/"} | more
 
 
-def test_only_what_is_there_must_be_hidden_and_jobs_wherever_they_are(code):
+def test_only_existing_paths_must_be_hidden_but_run_directories_always(code):
     assert hidden(code, runs="src/jobs") == {".git/", "runs/", "src/jobs/"}  # which may be made later
     (code / "src" / "jobs").mkdir()
     assert hidden(code, runs="src/jobs") == {".git/", "runs/", "src/jobs/"}
@@ -99,7 +99,7 @@ def test_records_of_jobs_must_be_hidden_wherever_they_are(code, monkeypatch):
         masks(code / "data" / "orchestrate", code / "runs", "/workspace")
 
 
-def test_records_of_other_accounts_must_be_hidden_as_under_sudo(code, monkeypatch):
+def test_records_of_other_accounts_must_also_be_hidden(code, monkeypatch):
     account = pwd.struct_passwd(("ada", "x", os.getuid(), 4242, "", str(code / "src"), "/bin/sh"))
     monkeypatch.setattr(pwd, "getpwall", lambda: [account])
     monkeypatch.setattr(private, "TEMPORARY", code / "data")
@@ -123,7 +123,7 @@ def test_other_accounts_must_not_decide_what_is_hidden(code, monkeypatch):
     assert masks(code / "data", code / "runs", "/workspace") == []
 
 
-def test_folders_in_tmp_must_not_be_looked_at_for_code_elsewhere(code, monkeypatch):
+def test_folders_in_tmp_must_not_be_listed_for_code_elsewhere(code, monkeypatch):
     (others := code.parent / "others").mkdir()
     for number in range(100):
         (others / f"orchestrate-4242-{number}").mkdir()
@@ -133,7 +133,7 @@ def test_folders_in_tmp_must_not_be_looked_at_for_code_elsewhere(code, monkeypat
     assert {others / "orchestrate-4242-1", others / "orchestrate-4242-99"} <= records.kept(others)
 
 
-def test_what_leads_to_processes_of_this_machine_must_be_hidden_from_nodes(code, tmp_path, monkeypatch):
+def test_sockets_and_pipes_of_this_machine_must_be_hidden_from_nodes(code, tmp_path, monkeypatch):
     os.mkfifo(code / "src" / "pipe")
     listening(code, "agent.sock").close()
     listening(code / "data", "hidden.sock").close()
@@ -151,7 +151,7 @@ def test_what_leads_to_processes_of_this_machine_must_be_hidden_from_nodes(code,
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root to mount a folder")
-def test_what_is_hidden_must_be_hidden_at_each_of_its_paths(code, tmp_path, monkeypatch):
+def test_a_hidden_folder_must_be_hidden_at_each_of_its_paths(code, tmp_path, monkeypatch):
     home = tmp_path / "home"
     (home / "state" / "orchestrate").mkdir(parents=True)
     (home / "runs").mkdir()
@@ -166,7 +166,7 @@ def test_what_is_hidden_must_be_hidden_at_each_of_its_paths(code, tmp_path, monk
         subprocess.run(["umount", code / "data"], check=True)
 
 
-def test_file_systems_of_the_kernel_must_be_hidden_and_not_be_code(code, tmp_path, monkeypatch):
+def test_kernel_file_systems_must_be_hidden_and_refused_as_code(code, tmp_path, monkeypatch):
     rows = [
         f"1 2 0:3 / {code}/src/a\\040b/proc rw - proc proc rw",
         f"2 2 0:4 / {code}/data rw shared:1 - ext4 /dev/sda rw",
@@ -180,7 +180,7 @@ def test_file_systems_of_the_kernel_must_be_hidden_and_not_be_code(code, tmp_pat
             masks(inside, code / "runs", "/workspace")
 
 
-def test_what_is_on_top_of_a_file_system_of_the_kernel_must_count(code, tmp_path, monkeypatch):
+def test_of_mounts_on_top_of_each_other_only_the_last_must_count(code, tmp_path, monkeypatch):
     """As with /dev/shm, which is in /dev; and a mount that another one hides is not there."""
     rows = [
         f"1 2 0:3 / {tmp_path} rw - devtmpfs none rw",
@@ -199,19 +199,19 @@ def test_what_is_on_top_of_a_file_system_of_the_kernel_must_count(code, tmp_path
         masks(code / "logs", tmp_path / "runs", "/workspace")
 
 
-def test_a_link_must_not_be_hidden_for_a_mount_would_be_on_what_it_leads_to(code):
+def test_a_link_must_not_be_hidden_since_a_mount_would_cover_its_target(code):
     (code / "data" / "link").symlink_to("../train.py")
     (code / "shortcut").symlink_to("src")
     assert hidden(code, "data/link\nshortcut\n") == {".git/", "runs/"}
 
 
-def test_jobs_in_the_folder_of_code_itself_must_be_refused(code):
+def test_run_directories_directly_in_the_code_folder_must_be_refused(code):
     with pytest.raises(UsageError, match=f"{code} is the code folder") as error:
         masks(code, code, "/workspace")
     assert error.value.hint == "use --runs runs"
 
 
-def test_more_than_a_node_can_hide_must_be_refused_with_the_way_out(code, monkeypatch):
+def test_more_hidden_paths_than_a_node_can_have_must_be_refused(code, monkeypatch):
     monkeypatch.setattr(mounts_module, "MAX_MASKS", 2)
     assert len(hidden(code, ".env\ndata\n")) == 4  # with the jobs and the history, which nobody has named
     with pytest.raises(UsageError, match=f".dockerignore excludes more than 2 files and folders of {code}"):
@@ -230,14 +230,14 @@ def test_more_than_a_node_can_hide_must_be_refused_with_the_way_out(code, monkey
         ("", ("runs/a-1/plan.json",), "runs"),
     ],
 )
-def test_a_script_that_nodes_would_not_see_must_be_refused_and_not_be_run_as_an_empty_one(code, ignore, command, name):
+def test_a_script_that_is_hidden_from_nodes_must_be_refused(code, ignore, command, name):
     (code / ".dockerignore").write_text(ignore)
     with pytest.raises(UsageError, match=f"nodes cannot see the script: {name} is hidden") as error:
         masks(code, code / "runs", "/workspace", command)
     assert ".dockerignore" in error.value.hint
 
 
-def test_a_script_beside_what_is_hidden_must_be_run(code):
+def test_a_script_next_to_hidden_files_must_be_accepted(code):
     (code / ".dockerignore").write_text("data\ntrain\n")
     (code / "train").mkdir()
     assert masks(code, code / "runs", "/workspace", ("train.py",))
@@ -246,7 +246,7 @@ def test_a_script_beside_what_is_hidden_must_be_run(code):
     assert masks(code, code / "runs", "/workspace", ("-m", "src.train"))
 
 
-def test_folders_must_be_known_by_their_inodes_and_a_run_directory_that_was_replaced_be_refused(tmp_path, monkeypatch):
+def test_folders_must_be_identified_by_inode_and_a_replaced_run_directory_refused(tmp_path, monkeypatch):
     paths, code = JobPaths(tmp_path / "runs" / "a-1"), tmp_path / "code"
     paths.create()
     code.mkdir()

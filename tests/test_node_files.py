@@ -39,7 +39,7 @@ def changes(files: Files, folder: Path, **have: int) -> protocol.Changes:
     return files.changes(str(folder), {f"logs/{name}.log".replace("_", "-"): count for name, count in have.items()})
 
 
-def test_what_was_given_must_be_no_news_until_it_is_changed_or_removed(job):
+def test_uploaded_files_must_not_be_reported_until_they_change(job):
     files = Files()
     put(files, job, one="1", two="2", three="3")
     assert changes(files, job) == protocol.Changes({}, {}, {"link": "not/there"}, [])
@@ -50,7 +50,7 @@ def test_what_was_given_must_be_no_news_until_it_is_changed_or_removed(job):
     assert found.files["one"][0] == 7
 
 
-def test_what_was_given_in_another_folder_must_not_count(job, tmp_path):
+def test_uploads_to_another_folder_must_not_count(job, tmp_path):
     files, code, near = Files(), tmp_path / "code", tmp_path / "job-2"
     first = put(files, job, one="1")
     second = put(files, code, one="1")
@@ -65,7 +65,7 @@ def test_what_was_given_in_another_folder_must_not_count(job, tmp_path):
     assert changes(files, near).gone == ["one"]
 
 
-def test_what_is_given_must_take_the_place_of_all_but_logs(job):
+def test_an_upload_must_replace_everything_but_logs(job):
     (job / "logs" / "rank-0.log").write_text("so far")
     (job / "step-1").mkdir()
     (job / "step-1" / "state.pt").touch()
@@ -76,7 +76,7 @@ def test_what_is_given_must_take_the_place_of_all_but_logs(job):
     assert (job / "logs" / "rank-0.log").read_text() == "so far"
 
 
-def test_a_tar_file_must_come_in_pieces_and_the_next_one_begin_anew(job):
+def test_an_upload_must_arrive_in_pieces_and_start_over_after_an_error(job):
     files, pieces = Files(), [b"some ", b"bytes"]
     for _ in range(2):  # the first of them is never finished
         assert files.upload(str(job), base64.b64encode(pieces[0]).decode(), 0, "") == protocol.Uploaded({})
@@ -88,7 +88,7 @@ def test_a_tar_file_must_come_in_pieces_and_the_next_one_begin_anew(job):
     assert (job / "one").read_text() == "1"
 
 
-def test_only_files_and_links_that_are_not_hidden_must_be_told(job):
+def test_only_visible_files_and_links_must_be_reported(job):
     for name in (
         "a",
         ".hidden",
@@ -112,7 +112,7 @@ def test_only_files_and_links_that_are_not_hidden_must_be_told(job):
     assert changes(Files(), job / "not there") == protocol.Changes({}, {}, {}, [])
 
 
-def test_of_a_log_what_is_not_at_home_must_be_told_piece_by_piece(job):
+def test_a_log_must_be_reported_in_pieces_from_the_length_already_copied(job):
     files, log = Files(), job / "logs" / "rank-0.log"
     log.write_bytes(b"x" * (PIECE + 3))
     assert not changes(files, job, rank_0=0).logs  # of a rank that it never had
@@ -130,7 +130,7 @@ def test_of_a_log_what_is_not_at_home_must_be_told_piece_by_piece(job):
     assert base64.b64decode(changes(files, job, rank_1=101).logs["logs/rank-1.log"]) == b"ew"
 
 
-def test_a_file_must_be_read_in_pieces_with_what_it_is_told_by(job):
+def test_a_file_must_be_read_in_pieces_with_its_reported_facts(job):
     content = os.urandom(PIECE + 5)
     (job / "state.pt").write_bytes(content)
     files = Files()
@@ -151,7 +151,7 @@ def sparse(path: Path, size: int, *offsets: int) -> None:
         file.truncate(size)
 
 
-def test_holes_of_a_file_must_not_be_read(job):
+def test_holes_in_a_file_must_not_be_read(job):
     sparse(job / "sparse", 1 << 42, 1 << 30, 1 << 41)
     files, at, found = Files(), 0, []
     while piece := base64.b64decode((told := files.read(str(job), "sparse", at)).data):
@@ -161,7 +161,7 @@ def test_holes_of_a_file_must_not_be_read(job):
     assert found == [(1 << 30, b"data"), (1 << 41, b"data")]
 
 
-def test_holes_of_a_log_must_be_left_out(job):
+def test_holes_in_a_log_must_be_skipped(job):
     log = job / "logs" / "rank-0.log"
     files, home = Files(), b""
     files.follow(str(job), 0, 0)
@@ -179,7 +179,7 @@ def test_holes_of_a_log_must_be_left_out(job):
 
 
 @pytest.mark.parametrize("change", ["size", "time", "inode", "mode"])
-def test_any_change_of_a_file_must_be_told(job, change):
+def test_any_change_to_a_file_must_be_reported(job, change):
     files, path = Files(), job / "one"
     put(files, job, one="1")
     status = path.stat()

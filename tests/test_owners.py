@@ -77,14 +77,14 @@ def test_no_command_must_act_on_a_run_directory_that_is_not_ours(
 
 
 @pytest.mark.parametrize("forge", FORGED)
-def test_a_run_directory_that_is_not_ours_must_be_listed_and_matched_nowhere(do, paths, forge):
+def test_a_run_directory_that_is_not_ours_must_be_neither_listed_nor_matched(do, paths, forge):
     forge(create(JobPaths(paths.root.parent / "a-12")).root)
     with supervised(paths.root.parent / "a-12"):
         assert do("ps") == (0, ["NAME  ENGINE  NODES  STATE  RUN"], [])
     assert do("rm", "a", "--dry-run") == (0, [f"folder {paths.root}"], [])
 
 
-def test_a_job_that_lives_must_be_found_though_a_link_has_its_name(do, tmp_path):
+def test_a_running_job_must_be_found_even_if_a_link_has_its_name(do, tmp_path):
     far = create(JobPaths(tmp_path / "far" / "a-1"))
     far.log(0).write_text("hello\n")
     end(far)
@@ -100,7 +100,7 @@ def test_a_job_whose_run_directory_is_gone_must_still_be_stopped(do, tmp_path):
 
 
 @pytest.mark.parametrize("forge", [linked, writable])
-def test_no_files_of_a_cluster_must_be_moved_to_a_run_directory_that_is_not_ours(do, tmp_path, forge):
+def test_files_of_a_cluster_must_not_be_moved_to_a_run_directory_that_is_not_ours(do, tmp_path, forge):
     cluster = create(JobPaths(tmp_path / "c-1"), cluster="c-1")
     job = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
     forge(job.root)
@@ -124,7 +124,7 @@ needs_root = pytest.mark.skipif(not ROOT, reason="must be root to be refused, an
 @needs_root
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
 @pytest.mark.parametrize("below", ["", "runs", "not/yet/there"])
-def test_root_must_keep_no_jobs_where_another_account_can_replace_them(do, tmp_path, command, below):
+def test_root_must_not_keep_jobs_where_another_account_can_replace_them(do, tmp_path, command, below):
     theirs = tmp_path / "theirs"
     do.runs = theirs / below
     do.runs.mkdir(parents=True) if below != "not/yet/there" else theirs.mkdir()
@@ -159,7 +159,7 @@ def test_root_must_keep_no_jobs_where_another_account_can_replace_them(do, tmp_p
         (NONE, NONE, 0o777, "", "every user"),
     ],
 )
-def test_a_folder_must_be_roots_by_owner_mode_and_group(tmp_path, monkeypatch, user, group, mode, sudo, who):
+def test_a_folder_must_belong_to_root_by_owner_mode_and_group(tmp_path, monkeypatch, user, group, mode, sudo, who):
     for name in ("SUDO_UID", "SUDO_GID"):
         monkeypatch.setenv(name, str(sudo))
     monkeypatch.setattr(pwd, "getpwall", lambda: [pwd.getpwuid(0), pwd.getpwuid(NOBODY)])  # nogroup has others, too
@@ -203,7 +203,7 @@ def test_an_access_control_list_must_count(tmp_path, monkeypatch, tag, who, mask
 
 
 @needs_root
-def test_members_of_a_group_must_be_those_that_it_lists_too(tmp_path, monkeypatch):
+def test_members_listed_by_a_group_must_count(tmp_path, monkeypatch):
     group = grp.getgrgid(0)
     monkeypatch.setattr(grp, "getgrgid", lambda _: grp.struct_group((*group[:3], ["root", "gone", "nobody"])))
     os.chown(tmp_path, 0, NONE)
@@ -213,7 +213,7 @@ def test_members_of_a_group_must_be_those_that_it_lists_too(tmp_path, monkeypatc
 
 
 @needs_root
-def test_a_folder_that_another_user_has_made_meanwhile_must_be_refused(tmp_path):
+def test_a_folder_created_meanwhile_by_another_user_must_be_refused(tmp_path):
     spec, paths = JobSpec(command=("-m", "app.train")), JobPaths(tmp_path / "runs" / "a-1")
     paths.root.parent.mkdir()
     os.chown(paths.root.parent, NOBODY, 0)
@@ -236,7 +236,7 @@ def link(do, tmp_path):
 
 
 @needs_root
-def test_a_link_of_roots_must_be_followed_once(do, tmp_path, link):
+def test_a_link_owned_by_root_must_be_followed_once(do, tmp_path, link):
     assert do("rm", "a-1", "--dry-run") == (0, [f"folder {tmp_path}/real/runs/a-1"], [])
     do.engine.states = [runs_elsewhere(link / "runs" / "b-1", "b-1")]
     assert do("rm", "b-1", "--dry-run") == (0, [f"folder {tmp_path}/shared/link/runs/b-1"], [])
@@ -245,7 +245,7 @@ def test_a_link_of_roots_must_be_followed_once(do, tmp_path, link):
 @needs_root
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
 @pytest.mark.parametrize("by", ["its owner", "its folder", "another link"])
-def test_root_must_follow_no_link_of_another_account(do, tmp_path, link, command, by):
+def test_root_must_not_follow_a_link_of_another_account(do, tmp_path, link, command, by):
     theirs = link.parent if by == "its folder" else link
     os.chown(theirs, NOBODY, NOBODY, follow_symlinks=False)
     if by == "another link":
@@ -258,7 +258,7 @@ def test_root_must_follow_no_link_of_another_account(do, tmp_path, link, command
 
 
 @needs_root
-def test_a_link_that_is_made_meanwhile_must_not_be_followed(tmp_path, link):
+def test_a_link_created_meanwhile_must_not_be_followed(tmp_path, link):
     runs = owners.check(link.parent / "runs")
     assert runs == link.parent / "runs"  # which is not there yet
     runs.symlink_to("../real")
@@ -268,7 +268,7 @@ def test_a_link_that_is_made_meanwhile_must_not_be_followed(tmp_path, link):
 
 
 @pytest.mark.parametrize("path", ["a/to/b", "a/to/../b", "gone/../a/to", "a/./up/a", "a/all/etc", "new/one"])
-def test_a_path_must_lead_where_the_system_leads_it(tmp_path, monkeypatch, path):
+def test_a_path_must_be_resolved_as_the_system_resolves_it(tmp_path, monkeypatch, path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     for name, target in (("to", "../a"), ("up", ".."), ("all", "/")):
         (tmp_path / "a" / name).symlink_to(target)
@@ -277,14 +277,14 @@ def test_a_path_must_lead_where_the_system_leads_it(tmp_path, monkeypatch, path)
         assert owners.check(given) == given.resolve()
 
 
-def test_other_users_must_not_be_refused(tmp_path, monkeypatch):
+def test_users_other_than_root_must_not_be_refused(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
     monkeypatch.setattr(os, "geteuid", lambda: 5)
     owners.check(tmp_path)
 
 
 @needs_root
-def test_links_that_lead_to_each_other_must_be_refused(tmp_path):
+def test_circular_links_must_be_refused(tmp_path):
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a/c")
     with pytest.raises(OSError, match="Too many levels"):

@@ -36,7 +36,7 @@ def test_the_worker_that_failed_must_be_named(ready, engine, does, rank, cause, 
 @pytest.mark.slow
 @pytest.mark.parametrize("does", ["eats", "spawns"])
 @pytest.mark.docker
-def test_a_lack_of_memory_must_be_named(cli, docker_engine, nothing_left, does):
+def test_running_out_of_memory_must_be_named_as_the_cause(cli, docker_engine, nothing_left, does):
     job = Background(cli, "docker", "--max-restarts", "0", "--set", "memory=1g", "--", "sums.py", "1000", does)
     assert job.end() == 1
     expected = "out of memory" if does == "eats" else "out of memory in a child"
@@ -44,14 +44,14 @@ def test_a_lack_of_memory_must_be_named(cli, docker_engine, nothing_left, does):
 
 
 @pytest.mark.slow
-def test_a_timeout_must_be_blamed_on_the_worker_that_let_the_others_wait(ready, engine):
+def test_a_timeout_must_be_blamed_on_the_worker_that_kept_the_others_waiting(ready, engine):
     job = Background(ready, engine, "--max-restarts", "0", "--", "sums.py", "1000", "sleeps", "3")
     assert job.end() == 1
     assert job.causes() == [(1, "timeout")], job.err
 
 
 @pytest.mark.slow
-def test_a_hang_must_be_noticed_and_tell_which_rank_never_arrived_and_where_it_stands(ready, engine):
+def test_a_hang_must_be_reported_with_the_missing_rank_and_its_stack(ready, engine):
     job = Background(ready, engine, "--set", "hang_after=3s", "--", "sums.py", "30", "sleeps")
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "hang")], job.err
@@ -63,7 +63,7 @@ def test_a_hang_must_be_noticed_and_tell_which_rank_never_arrived_and_where_it_s
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_frozen_must_be_named(ready, engine):
+def test_a_frozen_worker_must_be_named(ready, engine):
     job = Background(ready, engine, "--set", "hang_after=3s", "--", "sums.py", "100")
     eventually(lambda: job.has(1, "step 3\n"))
     job.kill_worker(1, signal.SIGSTOP)
@@ -91,7 +91,7 @@ def train(cli, engine, *arguments: str) -> Background:
 
 
 @pytest.mark.slow
-def test_sigterm_must_have_the_app_save_at_one_step_and_lose_none(cli, engine):
+def test_sigterm_must_make_the_app_save_at_one_step_and_lose_none(cli, engine):
     job = train(cli, engine)
     metrics = eventually(lambda: next(cli.folder.glob("runs/*/metrics.jsonl"), None))
     eventually(lambda: '"step": 30' in metrics.read_text())

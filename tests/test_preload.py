@@ -38,12 +38,12 @@ ALL = (*TORCH, "torch._dynamo")
         ("", ()),
     ],
 )
-def test_a_script_must_be_read_and_not_run(tmp_path, text, expected):
+def test_a_script_must_be_parsed_and_not_run(tmp_path, text, expected):
     (tmp_path / "train.py").write_text(text)
     assert preload(JobSpec(command=("train.py", "--lr", "1")), tmp_path) == expected
 
 
-def test_a_script_that_is_nested_too_deeply_must_be_passed_over(tmp_path):
+def test_a_script_that_is_nested_too_deeply_must_be_skipped(tmp_path):
     (tmp_path / "train.py").write_text("import torch\nx = " + "-" * 100_000 + "1")
     assert preload(JobSpec(command=("train.py",)), tmp_path) == ()
     (tmp_path / "train.py").write_text("import torch\nx = 1" + "+1" * 10_000)
@@ -51,13 +51,13 @@ def test_a_script_that_is_nested_too_deeply_must_be_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["{1}", "{x:{y}}", "{(1)}"])
-def test_a_script_that_takes_too_long_to_parse_must_be_passed_over(tmp_path, part):
+def test_a_script_that_takes_too_long_to_parse_must_be_skipped(tmp_path, part):
     """Each takes more than a minute, in which Python's parser cannot be interrupted."""
     (tmp_path / "train.py").write_text("import torch\nf'" + part * (1_000_000 // len(part)) + "'")
     assert preload(JobSpec(command=("train.py",), preload=["numpy"]), tmp_path) in (("numpy",), (*TORCH, "numpy"))
 
 
-def test_files_that_the_script_imports_must_be_read_too(tmp_path):
+def test_files_imported_by_the_script_must_also_be_read(tmp_path):
     (tmp_path / "train.py").write_text("from lib import model\nimport train")
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "model.py").write_text("from . import layers\nimport lib.deep.er")
@@ -67,7 +67,7 @@ def test_files_that_the_script_imports_must_be_read_too(tmp_path):
     assert preload(JobSpec(command=("-m", "lib.model")), tmp_path) == TORCH
 
 
-def test_files_beside_a_script_in_another_folder_must_be_read_too(tmp_path):
+def test_files_next_to_a_script_in_another_folder_must_also_be_read(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text("import helper")
     (tmp_path / "scripts" / "helper.py").write_text("import torch")
@@ -76,7 +76,7 @@ def test_files_beside_a_script_in_another_folder_must_be_read_too(tmp_path):
     assert preload(JobSpec(command=("scripts/train.py",)), tmp_path) == TORCH
 
 
-def test_a_package_must_be_read_where_a_script_is_one(tmp_path):
+def test_a_package_run_as_a_script_must_be_read(tmp_path):
     for folder, text in (("main", "import torch"), ("init", "")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__main__.py").write_text(text)
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_read_must_not_hide_the_others(tmp_path):
     assert preload(JobSpec(command=("train.py",)), tmp_path) == TORCH
 
 
-def test_no_more_files_must_be_read_than_a_start_has_time_for(tmp_path, monkeypatch):
+def test_the_number_of_files_read_must_be_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(imports, "MOST_FILES", 3)
     for number, text in enumerate(("import f1", "import f2", "import f3", "import torch")):
         (tmp_path / f"f{number}.py").write_text(text)
@@ -106,7 +106,7 @@ def test_no_more_files_must_be_read_than_a_start_has_time_for(tmp_path, monkeypa
     assert imports.uses(["f1.py"], str(tmp_path)) == [True, False]
 
 
-def test_the_job_file_must_have_the_last_word(tmp_path):
+def test_the_job_file_must_override_detection(tmp_path):
     (tmp_path / "train.py").write_text("import torch")
     assert preload(JobSpec(command=("train.py",), preload=["numpy", "torch"]), tmp_path) == (*TORCH, "numpy")
     assert preload(JobSpec(command=("train.py",), preload=["numpy"], warm=False), tmp_path) == ()
@@ -115,17 +115,17 @@ def test_the_job_file_must_have_the_last_word(tmp_path):
 
 
 @pytest.mark.parametrize("command", [("nonesuch.py",), ("-m", "nonesuch"), ("-m", "torch.distributed.run")])
-def test_what_is_not_there_must_be_nothing(tmp_path, command):
+def test_a_missing_script_must_preload_nothing(tmp_path, command):
     assert preload(JobSpec(command=command), tmp_path) == ()
 
 
-def test_bytes_that_are_no_text_must_be_nothing(tmp_path):
+def test_a_script_that_is_not_text_must_preload_nothing(tmp_path):
     (tmp_path / "train.py").write_bytes(b"\xff\xfeimport torch\0")
     assert preload(JobSpec(command=("train.py",)), tmp_path) == ()
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "pipe", "train.py", "."])
-def test_what_is_no_regular_file_must_be_neither_read_nor_waited_for(tmp_path, target):
+def test_a_script_that_is_not_a_regular_file_must_be_skipped_without_blocking(tmp_path, target):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "train.py").symlink_to(target)
     assert preload(JobSpec(command=("train.py",)), tmp_path) == ()
@@ -139,7 +139,7 @@ def test_a_link_to_a_script_must_be_read(tmp_path):
     assert preload(JobSpec(command=("train.py",)), tmp_path) == TORCH
 
 
-def test_only_so_much_of_scripts_must_be_read(tmp_path, monkeypatch):
+def test_the_size_of_scripts_read_must_be_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(imports, "MAX_FILE", 100)
     monkeypatch.setattr(imports, "MAX_BYTES", 150)
     (tmp_path / "train.py").write_text("import torch".ljust(100))

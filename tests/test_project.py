@@ -72,7 +72,7 @@ def test_make_run_must_set_up_once_and_run_the_job_with_its_arguments(make):
 
 
 @pytest.mark.parametrize("lacking", ["info", "compose"])
-def test_torch_must_be_set_up_only_where_local_processes_need_it(make, lacking):
+def test_torch_must_be_installed_only_if_local_processes_need_it(make, lacking):
     assert make("run")[1][0] == INSTALL
     assert make.stamps() == {".base"}
     assert make("run", NO_DOCKER=lacking)[1][0] == f"{WITH_TORCH}[torch]"
@@ -89,30 +89,30 @@ def test_make_test_must_run_every_check_with_its_arguments(make):
 
 
 @pytest.mark.parametrize(("fails", "last"), [("ruff check", 0), ("mypy ", 2), ("python -m", 3)])
-def test_a_check_that_fails_must_fail_make_test(make, fails, last):
+def test_a_failed_check_must_fail_make_test(make, fails, last):
     make("run")
     (make.venv / ".test").touch()
     code, calls = make("test", FAILS=fails)
     assert code != 0 and len(calls) == last + 1
 
 
-def test_a_set_up_that_fails_must_be_tried_again(make):
+def test_a_failed_set_up_must_be_retried(make):
     code, calls = make("run", FAILS="pip install")
     assert code != 0 and calls == [INSTALL] and not make.stamps()
     assert make("run")[1][0] == INSTALL
 
 
-def test_a_job_that_fails_must_fail_make_run(make):
+def test_a_failed_job_must_fail_make_run(make):
     assert make("run", FAILS="python -m")[0] != 0
 
 
-def test_an_environment_that_is_not_there_must_be_made(make, tmp_path):
+def test_a_missing_environment_must_be_created(make, tmp_path):
     (make.venv / "bin" / "python").rename(tmp_path / "bin" / "python9")
     _, calls = make("run", "PYTHON=python9")
     assert calls[:2] == [f"python9 -m venv {make.venv}", INSTALL]
 
 
-def test_a_change_of_what_the_project_needs_must_be_set_up(make):
+def test_changed_requirements_must_be_installed(make):
     make("run")
     os.utime(make.venv / ".base", (0, 0))
     assert make("run")[1][0] == INSTALL
@@ -143,7 +143,7 @@ def locked(python: str, machine: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("python", "machine"), PLACES)
-def test_the_lock_must_have_what_local_processes_have(python, machine):
+def test_the_lock_must_satisfy_the_requirements_of_local_processes(python, machine):
     (needed,) = re.findall(r"^torch = (\[.*\])", (ROOT / "pyproject.toml").read_text(), re.M)
     found = locked(python, machine)
     for one in map(Requirement, yaml.safe_load(needed)):
@@ -151,14 +151,14 @@ def test_the_lock_must_have_what_local_processes_have(python, machine):
     assert {"numpy", "filelock", "typing-extensions", "nvidia-nccl-cu13"} <= found.keys()  # and what those need
 
 
-def test_each_package_of_the_lock_must_have_hashes_and_no_place_that_it_comes_from():
+def test_each_locked_package_must_have_hashes_and_no_index_url():
     name, hashes = r"[a-z][\w.-]*==[\w.]+(?: ; [^\\\n]+)?", r"(?: \\\n    --hash=sha256:[0-9a-f]{64})+"
     packages = re.findall(f"^{name}{hashes}$", LOCK, re.M)
     assert len(packages) == len(re.findall(r"^[^ #\n]", LOCK, re.M)) > 20
     assert not re.search(r"://|--(extra-)?index|--find-links|\w\.(org|com|io|net)\b", LOCK)
 
 
-def test_the_image_must_have_what_is_locked_and_nothing_else():
+def test_the_image_must_install_only_locked_packages():
     (install,) = [words for name, words in image() if name == "RUN" and "pip install" in words]
     assert "--mount=type=bind,source=requirements.lock,target=/tmp/requirements.lock " in install
     options = shlex.split(install.partition("pip install ")[2])
@@ -166,7 +166,7 @@ def test_the_image_must_have_what_is_locked_and_nothing_else():
     assert all(option.startswith("--") for option in options[:-1])
 
 
-def test_the_base_must_be_named_by_its_digest_in_one_place():
+def test_the_base_image_must_be_pinned_by_digest_in_one_place():
     base = r"python:3\.\d+\.\d+-slim-[a-z]+@sha256:[0-9a-f]{64}"
     (named,) = [words for name, words in image() if name == "ARG"]
     assert re.fullmatch(f"BASE_IMAGE={base}", named)
@@ -184,7 +184,7 @@ def test_make_lock_must_take_the_newest_versions_that_the_project_allows(make):
     assert make.given() == "torch>=2.10\ntorchvision\nsafetensors\n"
 
 
-def test_the_image_must_start_a_node_without_root_on_the_base_that_is_named():
+def test_the_image_must_start_a_node_without_root_on_the_given_base():
     steps = image()
     assert steps[0][0] == "ARG" and steps[1] == ("FROM", "${BASE_IMAGE}")
     assert ("COPY", "orchestrate /opt/orchestrate") in steps and ("COPY", "app app") in steps
@@ -197,7 +197,7 @@ def test_the_image_must_start_a_node_without_root_on_the_base_that_is_named():
     assert users[0] > max(index for index, (name, _) in enumerate(steps) if name in ("RUN", "COPY"))
 
 
-def test_a_bundle_of_certificates_must_reach_pip_and_no_layer():
+def test_the_ca_bundle_must_reach_pip_and_no_layer():
     (install,) = [words for name, words in image() if "pip install" in words]
     assert install.startswith("--mount=type=secret,id=ca,required=false ")
     assert "export PIP_CERT=/run/secrets/ca" in install
@@ -217,7 +217,7 @@ def defaults(value: object) -> dict[str, str]:
     return {name: default for name, default in VARIABLE.findall(yaml.safe_dump(value, width=10_000))}
 
 
-def test_each_profile_must_have_a_whole_gang():
+def test_each_profile_must_have_a_complete_gang():
     assert {name for name, service in SERVICES.items() if service["profiles"] == ["gpu"]} == {
         "master",
         "trainer",
@@ -232,20 +232,20 @@ def test_each_profile_must_have_a_whole_gang():
         assert trainer["scale"] == "${TRAINERS:-1}" and "scale" not in master
 
 
-def test_nodes_of_either_profile_must_be_found_under_the_same_names():
+def test_nodes_of_both_profiles_must_have_the_same_network_names():
     assert SERVICES["master"]["networks"] == SERVICES["trainer"]["networks"] == {"job": {}}
     assert SERVICES["master-cpu"]["networks"] == {"job": {"aliases": ["master"]}}
     assert SERVICES["trainer-cpu"]["networks"] == {"job": {"aliases": ["trainer"]}}
 
 
-def test_only_the_profile_for_gpus_must_ask_for_them():
+def test_only_the_gpu_profile_must_request_gpus():
     for name in NODES:
         gpu = not name.endswith("-cpu")
         assert ("runtime" in SERVICES[name], "NVIDIA_VISIBLE_DEVICES" in SERVICES[name]["environment"]) == (gpu, gpu)
     assert SERVICES["master"]["environment"]["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
 
 
-def test_nodes_of_both_profiles_must_be_alike_otherwise():
+def test_nodes_of_both_profiles_must_otherwise_be_identical():
     own = {"profiles", "runtime", "networks", "depends_on", "build", "scale", "environment"}
     first, *others = ({key: value for key, value in SERVICES[name].items() if key not in own} for name in NODES)
     assert all(other == first for other in others)
@@ -257,7 +257,7 @@ def test_nodes_of_both_profiles_must_be_alike_otherwise():
     assert SERVICES["master"]["build"] == SERVICES["master-cpu"]["build"]
 
 
-def test_what_the_readme_names_must_reach_nodes_and_have_the_defaults_of_a_job():
+def test_documented_variables_must_reach_nodes_with_the_defaults_of_a_job():
     found = defaults(SERVICES["master-cpu"]) | defaults(SERVICES["trainer-cpu"])
     job = JobSpec()
     assert found["NODE_CODE"] == "." and found["NODE_COMMAND"] == "-m app.train"
@@ -272,17 +272,17 @@ def test_what_the_readme_names_must_reach_nodes_and_have_the_defaults_of_a_job()
     assert (gpu["NODE_GPUS"], gpu["NODE_RUNTIME"]) == ("all", "nvidia")
 
 
-def test_no_check_of_an_image_must_run_in_a_container_which_has_the_key_of_the_job():
+def test_health_checks_of_images_must_be_disabled_in_containers_with_the_jobs_key():
     assert all(service["healthcheck"] == {"disable": True} for service in SERVICES.values())
 
 
-def test_a_node_must_import_nothing_of_its_job_whatever_the_python_path_of_the_image():
+def test_a_node_must_import_nothing_from_its_job_whatever_the_images_pythonpath():
     assert {tuple(SERVICES[name]["entrypoint"]) for name in NODES} == {
         ("${NODE_PYTHON:-python}", "-I", "/opt/orchestrate/node")
     }
 
 
-def test_a_node_must_see_the_code_read_only_and_write_only_where_it_may():
+def test_a_node_must_see_the_code_read_only_and_have_restricted_rights():
     for name in NODES:
         node = SERVICES[name]
         code, program, folder = node["volumes"]
@@ -303,14 +303,14 @@ def test_a_node_must_see_the_code_read_only_and_write_only_where_it_may():
     assert FILE["networks"]["job"]["driver_opts"] == {"com.docker.network.driver.mtu": 65535}
 
 
-def test_the_containers_and_the_network_of_a_job_must_carry_its_name_and_owner():
+def test_containers_and_network_must_carry_labels_with_the_jobs_name_and_owner():
     wanted = {"orchestrate.job": "${JOB_ID:-}", "orchestrate.run": "${NODE_JOB_DIR:-}"}
     wanted["orchestrate.owner"] = "${JOB_OWNER:-}"
     for labels in (*(service["labels"] for service in SERVICES.values()), FILE["networks"]["job"]["labels"]):
         assert labels == only(wanted)
 
 
-def test_every_variable_that_the_orchestrator_sets_must_be_read():
+def test_every_variable_set_by_the_orchestrator_must_be_used():
     told = {"NODE_IMAGE", "NODE_CODE", "NODE_JOB_DIR", "NODE_USER", "NODE_SHM", "NODE_MEMORY", "NODE_CPUS", "JOB_OWNER"}
     for name in NODES:
         assert told <= defaults(SERVICES[name]).keys()
@@ -329,7 +329,7 @@ def test_every_variable_that_the_orchestrator_sets_must_be_read():
         assert SERVICES["trainer-cpu"][key].startswith(f"${{NODE_{name}:-")
 
 
-def test_the_outcome_must_have_no_rights_and_no_network():
+def test_the_outcome_service_must_have_no_rights_and_no_network():
     for name in ("outcome", "outcome-cpu"):
         service = SERVICES[name]
         assert service["network_mode"] == "none" and service["read_only"] and service["cap_drop"] == ["ALL"]

@@ -82,17 +82,17 @@ SHOWN = blocks()[0][1]
         ("master 0    | epoch 2/3", "master 0    | epoch 3/3"),
     ],
 )
-def test_what_is_not_so_must_be_noticed(was, now):
+def test_a_false_line_must_be_detected(was, now):
     assert was in SHOWN and true(SHOWN, SHOWN)
     assert not true(SHOWN, SHOWN.replace(was, now, 1))
     assert not true(SHOWN.replace(was, now, 1), SHOWN)
 
 
-def test_another_order_must_be_noticed():
+def test_a_different_order_must_be_detected():
     assert not true(SHOWN, "\n".join(reversed(SHOWN.splitlines())))
 
 
-def test_what_differs_from_run_to_run_must_not_be_noticed():
+def test_differences_between_runs_must_be_ignored():
     other = SHOWN.replace("26.2 s", "31.0 s").replace("4f2a", "beef").replace("99.25%", "98.90%")
     assert true(SHOWN, other.replace("26.1.5", "28.2.2").replace("1 thread per", "2 threads per"))
 
@@ -140,13 +140,13 @@ def test_a_command_must_print_what_the_readme_says(place, block, docker_engine, 
     assert leftovers(project) == {}
 
 
-def test_the_two_commands_must_be_targets():
+def test_the_two_commands_must_be_make_targets():
     for target in ("run", "test"):
         assert f"make {target}" in README
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_the_file_tree_must_be_the_projects():
+def test_the_file_tree_must_match_the_project():
     tree = README[README.index("## Project layout") :]
     named = set(re.findall(r"^([\w./-]+?)/? {2,}\S", tree, re.M))
     assert named and all((ROOT / name).exists() for name in named)
@@ -154,7 +154,7 @@ def test_the_file_tree_must_be_the_projects():
     assert top <= {name.split("/")[0] for name in named}
 
 
-def test_markdown_must_have_one_sentence_a_line():
+def test_markdown_must_have_one_sentence_per_line():
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
         for line in text.splitlines():

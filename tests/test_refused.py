@@ -95,7 +95,7 @@ def node(tmp_path_factory) -> Iterator[Waiting]:
 
 
 @pytest.mark.parametrize(("message", "why"), REFUSED, ids=[why for _, why in REFUSED])
-def test_what_cannot_be_done_must_be_refused_by_name_and_nothing_of_it_be_done(node, message, why):
+def test_an_invalid_request_must_be_refused_with_the_reason_and_have_no_effect(node, message, why):
     with dial(node.folder / "s") as sock:
         end = End(sock)
         end.send(message if isinstance(message, bytes) else json.dumps(message).encode())
@@ -111,7 +111,7 @@ def test_what_cannot_be_done_must_be_refused_by_name_and_nothing_of_it_be_done(n
     assert not (node.folder / "logs").exists()
 
 
-def test_a_message_without_an_end_must_be_refused(node):
+def test_an_endless_message_must_be_refused(node):
     with dial(node.folder / "s") as sock:
         end = End(sock)
         end.ask("status")
@@ -122,7 +122,7 @@ def test_a_message_without_an_end_must_be_refused(node):
     assert node.status()["generation"] == -1
 
 
-def test_half_a_message_must_not_be_done_when_who_sent_it_has_gone(node):
+def test_half_a_message_must_have_no_effect_when_its_sender_is_gone(node):
     with dial(node.folder / "s") as sock:
         end = End(sock)
         end.meet()
@@ -130,7 +130,7 @@ def test_half_a_message_must_not_be_done_when_who_sent_it_has_gone(node):
     assert node.status()["generation"] == -1 and node.node.poll() is None
 
 
-def test_bytes_that_are_no_text_must_reach_a_worker(tmp_path):
+def test_bytes_that_are_not_text_must_reach_a_worker(tmp_path):
     odd = os.fsdecode(b"no text \xff")
     for preload in ("", PRELOAD):
         folder = tmp_path / f"node-{preload}"
@@ -146,7 +146,7 @@ def test_bytes_that_are_no_text_must_reach_a_worker(tmp_path):
 
 @pytest.mark.parametrize("preload", ["", PRELOAD], ids=["fresh", "warm"])
 @pytest.mark.parametrize("cores", ["9" * 25, "-1", "1,,2"])
-def test_cores_that_are_no_numbers_of_cores_must_end_no_node(tmp_path, preload, cores):
+def test_invalid_core_numbers_must_not_end_a_node(tmp_path, preload, cores):
     node = Waiting(tmp_path, preload)
     (tmp_path / "0.py").write_text("print('ran')")
     node.command(0, str(tmp_path / "0.py"), WORKER_CORES=cores)
@@ -154,7 +154,7 @@ def test_cores_that_are_no_numbers_of_cores_must_end_no_node(tmp_path, preload, 
     node.end()
 
 
-def test_what_the_nodes_own_environment_has_wrong_must_be_refused_with_it(tmp_path):
+def test_an_invalid_variable_inherited_from_the_node_must_be_refused(tmp_path):
     node = Waiting(tmp_path, TORCHELASTIC_RESTART_COUNT="many")
     node.pipe.ask("start", command=["x.py"], env={"RANK": "0"}, inherit=True, cwd=None)
     assert "TORCHELASTIC_RESTART_COUNT must be a whole number" in node.pipe.until("refused")["error"]
@@ -172,7 +172,7 @@ def remote(tmp_path) -> Iterator[Node]:
     made.end()
 
 
-def test_who_knows_the_key_must_be_told_what_is_wrong(remote):
+def test_a_client_with_the_key_must_get_the_reason_for_a_refusal(remote):
     link = remote.connect()
     link.sock.sendall(link.signer.sign(b'{"ask": "start"}') + b"\n")
     assert remote.until(link, protocol.Refusal).error == "start: command is missing"
@@ -180,7 +180,7 @@ def test_who_knows_the_key_must_be_told_what_is_wrong(remote):
 
 
 @pytest.mark.parametrize("data", ["no base64", "A"])
-def test_data_that_is_none_must_be_refused(remote, data):
+def test_invalid_base64_must_be_refused(remote, data):
     link = remote.connect()
     link.send(protocol.Upload(str(remote.job), data, 0, ""))
     assert remote.until(link, protocol.Failed).error
@@ -188,7 +188,7 @@ def test_data_that_is_none_must_be_refused(remote, data):
 
 
 @pytest.mark.parametrize("address", ["a" * 70, "\ud800", ".", "a..b", ""])
-def test_a_master_whose_name_is_none_must_not_end_the_node(remote, address):
+def test_an_invalid_master_name_must_not_end_the_node(remote, address):
     link = remote.connect()
     env = {"RANK": "0", "JOB_DIR": str(remote.job), "MASTER_ADDR": address}
     link.send(protocol.Start(["-c", "print('ran')"], env, inherit=True, cwd=str(remote.folder)))
@@ -199,7 +199,7 @@ def test_a_master_whose_name_is_none_must_not_end_the_node(remote, address):
 
 
 @pytest.mark.parametrize("first", [b"x" * 100_000, b"nonsense\n", b"\n", b"0" * 32 + b"\n{}\n", b"GET / HTTP/1.1\r\n"])
-def test_who_does_not_know_the_key_must_be_told_nothing(remote, first):
+def test_a_client_without_the_key_must_get_no_answer(remote, first):
     with eventually(remote.dial) as sock:
         sock.settimeout(30)
         word = b""
@@ -211,7 +211,7 @@ def test_who_does_not_know_the_key_must_be_told_nothing(remote, first):
     assert remote.connect().converse(protocol.GetStatus(), protocol.Status).generation == -1
 
 
-def test_a_datagram_of_any_kind_must_not_end_a_relay(tmp_path):
+def test_no_datagram_must_end_a_relay(tmp_path):
     port = Node(tmp_path)  # for a free port and a key
     port.end()
     node = Waiting(tmp_path, NODE_MODE="relay", NODE_PORT=str(port.port))

@@ -18,7 +18,7 @@ NODES = ("master", "trainer-1", "trainer-2")
 PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 
 
-def test_the_root_cause_must_be_that_of_the_last_generation_and_its_last_lines_be_shown():
+def test_the_root_cause_must_be_from_the_last_generation_with_its_last_lines():
     def ended(generation: int, rank: int) -> GenerationResult:
         lines = [f"word {word} of rank {rank}" for word in range(3)]
         facts = {"exit_code": 1, "cause": "error", "hint": "look", "last_lines": lines, "log": f"rank-{rank}.log"}
@@ -42,7 +42,7 @@ def test_the_root_cause_must_be_that_of_the_last_generation_and_its_last_lines_b
     ]
 
 
-def test_a_job_that_was_restarted_must_say_so_and_what_failed():
+def test_the_report_of_a_restarted_job_must_list_what_failed():
     cause = Cause(rank=1, node="n", exit_code=137, cause="killed", summary="rank 1 was killed", hint="")
     ended = [
         GenerationResult(generation=0, word="failed", why="", cause=cause, step=7),
@@ -68,17 +68,17 @@ def test_a_worker_that_is_slow_in_most_steps_must_be_named_with_its_node():
     ]
 
 
-def test_a_worker_that_is_slow_now_and_then_must_not_be_named():
+def test_a_worker_that_is_occasionally_slow_must_not_be_named():
     data = pace(*[[0.01, 0.01, 0.01]] * 6, *[[0.01, 0.01, 0.5]] * 4)
     assert "slow" not in text(data)
 
 
-def test_whole_numbers_of_seconds_must_count_as_well():
+def test_whole_numbers_of_seconds_must_be_accepted():
     assert [rank["step_s"] for rank in pace(*[[1, 0.5, 0]] * 10)["pace"]] == [1, 0.5, 0]
 
 
 @pytest.mark.parametrize("row", [3, [0.1, 0.2], [0.1, 0.2, "0.3"], [0.1, 0.2, None], [0.1, 0.2, True], []])
-def test_what_a_script_writes_wrongly_must_not_count(row):
+def test_malformed_rank_seconds_must_not_count(row):
     assert pace(*[row] * 20)["pace"] == []
 
 
@@ -112,7 +112,7 @@ def full(checkpoints=(), metrics=(), lines=()) -> dict:
 
 
 @pytest.mark.parametrize("key", LEFT_OUT)
-def test_of_what_does_not_fit_the_last_must_be_in_the_report_and_a_warning_say_so(key):
+def test_a_report_that_is_too_large_must_keep_the_last_entries_and_warn(key):
     data = full(**LEFT_OUT[key])
     assert data["truncated"] == [key]
     warning = f"warning: report.json does not list all {key}: too many or too large"
@@ -126,14 +126,14 @@ def test_of_what_does_not_fit_the_last_must_be_in_the_report_and_a_warning_say_s
     assert 9 < len(kept) < len(whole[key]) and kept == whole[key][-len(kept) :]
 
 
-def test_whatever_a_job_has_left_its_report_must_be_read_back_with_room_to_spare():
+def test_the_size_of_a_report_must_be_bounded_whatever_a_job_has_left():
     everything = {name: value for each in LEFT_OUT.values() for name, value in each.items()}
     data = full(**everything)
     assert data["truncated"] == ["failures", "checkpoints", "final_metrics"]
     assert len(json.dumps(data, indent=2)) < folder.MAX_FILE / 3
 
 
-def test_a_report_that_leaves_nothing_out_must_not_warn():
+def test_a_complete_report_must_not_warn():
     data = full([Path("a")], [{"loss": 0.5}], ["word"])
     assert data["truncated"] == [] and "warning" not in text(data)
     assert (len(data["failures"]), data["checkpoints"], data["final_metrics"]) == (200, ["a"], {"loss": 0.5})
@@ -141,7 +141,7 @@ def test_a_report_that_leaves_nothing_out_must_not_warn():
     assert "warning" not in text(data) and readable(data)  # as an earlier version wrote it
 
 
-def test_what_nodes_have_said_at_length_must_be_cut():
+def test_long_messages_from_nodes_must_be_truncated():
     data = report(PLAN, JobResult("failed", "x" * 10_000, left="y" * 10_000), [], 0.0, [], [])
     assert (data["reason"], data["left_behind"]) == ("x" * 1000, "y" * 1000)
 
@@ -150,7 +150,7 @@ CAUSE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="rank 1 exit
 FAILED = GenerationResult(generation=0, word="failed", why="a worker failed", cause=CAUSE, lasted=2.5)
 
 
-def test_the_data_must_say_what_the_job_was_and_how_long_it_took():
+def test_the_report_must_identify_the_job_and_state_its_duration():
     data = report(PLAN, JobResult("lost", "gone", left="no answer"), [FAILED], 12.25, [], [Path("a"), Path("b")])
     assert {key: data[key] for key in ("job_id", "outcome", "reason", "engine", "world_size", "generations")} == {
         "job_id": "j",
@@ -166,7 +166,7 @@ def test_the_data_must_say_what_the_job_was_and_how_long_it_took():
 
 
 @pytest.mark.parametrize("word", ["succeeded", "stopped", "lost"])
-def test_only_a_job_that_failed_must_have_a_root_cause(word):
+def test_only_a_failed_job_must_have_a_root_cause(word):
     data = report(PLAN, JobResult(word, "why"), [FAILED], 0.0, [], [])
     assert data["root_cause"] is None
     assert text(data).splitlines()[1:] == [
@@ -182,13 +182,13 @@ def test_a_job_that_failed_without_a_worker_to_blame_must_have_no_root_cause():
 
 
 @pytest.mark.parametrize(("word", "said"), [("succeeded", ""), ("stopped", " (why)"), ("lost", " (why)")])
-def test_why_a_job_has_not_succeeded_must_be_said(word, said):
+def test_the_reason_must_be_shown_unless_the_job_succeeded(word, said):
     once = GenerationResult(generation=0, word=word, why="why")
     data = report(PLAN, JobResult(word, "why"), [once], 0.0, [], [])
     assert text(data) == f"{word}: 3 workers, 0.0 s{said}"
 
 
-def test_nodes_that_are_left_must_be_told_with_the_command_that_removes_them():
+def test_leftover_nodes_must_be_reported_with_the_command_that_removes_them():
     data = report(PLAN, JobResult("succeeded", "finished", left="stuck"), [], 0.0, [], [])
     assert text(data).splitlines()[1:] == [
         "warning: nodes were left behind: stuck",
@@ -196,7 +196,7 @@ def test_nodes_that_are_left_must_be_told_with_the_command_that_removes_them():
     ]
 
 
-def test_a_worker_must_not_be_called_slow_after_a_few_lines_nor_where_it_is_alone():
+def test_a_worker_must_not_be_called_slow_after_a_few_steps_or_if_it_is_alone():
     assert pace(*[[0.01, 0.01, 0.05]] * 4)["pace"] == []
     assert "slow: rank 2" in text(pace(*[[0.01, 0.01, 0.05]] * 5))
     assert "slow" not in text(pace(*[[0.01, 0.01, 0.02]] * 5))  # twice as long is not slow yet
@@ -243,7 +243,7 @@ FAILURE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="it broke"
         (events.WorkerEnded(0, "master", 1, stopping=False), ""),
     ],
 )
-def test_a_person_must_be_told_of_events_that_matter(event, said):
+def test_only_events_that_matter_to_the_user_must_be_shown(event, said):
     shown = line(event)
     assert said in shown and bool(shown) is bool(said)
 
@@ -264,5 +264,5 @@ def test_a_person_must_be_told_of_events_that_matter(event, said):
         (events.WorkerEnded(0, "master", 0, stopping=False), None),
     ],
 )
-def test_what_a_job_does_now_must_follow_from_its_events(event, shown):
+def test_the_phase_of_a_job_must_follow_from_its_events(event, shown):
     assert phase(event) == shown

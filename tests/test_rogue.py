@@ -79,7 +79,7 @@ print("filled", os.statvfs(".").f_fsid == os.statvfs("/job").f_fsid, flush=True)
 """
 
 
-def test_what_a_node_writes_beside_its_socket_must_be_on_the_disk_of_its_job_and_not_stay(
+def test_files_next_to_a_nodes_socket_must_be_on_its_jobs_disk_and_be_removed(
     cli, docker_engine, nothing_left
 ):
     (cli.folder / "fills.py").write_text(FILLS)
@@ -89,7 +89,7 @@ def test_what_a_node_writes_beside_its_socket_must_be_on_the_disk_of_its_job_and
     assert not (cli.run_dir() / "sockets").exists()
 
 
-def test_a_node_must_see_of_the_folder_of_code_no_job_no_history_and_nothing_that_is_ignored(
+def test_a_node_must_not_see_runs_git_or_ignored_files_in_the_code_folder(
     cli, docker_engine, nothing_left
 ):
     files = {".git/config": CANARY, ".env": CANARY, "keys/a/b": CANARY, "kept.txt": "kept", "x/runs/a": "kept"}
@@ -134,7 +134,7 @@ def declared(docker_engine):
     docker("image", "rm", name)
 
 
-def test_what_a_job_on_a_cluster_leaves_in_a_volume_of_the_image_must_not_reach_the_next_nor_outlive_the_nodes(
+def test_files_in_an_image_volume_must_not_reach_the_next_job_or_outlive_the_cluster(
     cli, declared, nothing_left
 ):  # nor may the image's check of health run in them: it could read the key of the cluster
     (cli.folder / "keeps.py").write_text(KEEPS)
@@ -152,7 +152,7 @@ def test_what_a_job_on_a_cluster_leaves_in_a_volume_of_the_image_must_not_reach_
     assert volume not in docker("volume", "ls", "--quiet").split()
 
 
-def test_roots_nodes_must_run_as_another_user_unless_root_is_asked_for(cli, docker_engine, nothing_left):
+def test_nodes_started_by_root_must_run_as_another_user_unless_root_is_requested(cli, docker_engine, nothing_left):
     (cli.folder / "looks.py").write_text(LOOKS)
     own = (os.getuid(), os.getgid())
     for more, user in [
@@ -172,7 +172,7 @@ def test_roots_nodes_must_run_as_another_user_unless_root_is_asked_for(cli, dock
         assert cli("rm", run.name).returncode == 0
 
 
-def test_a_job_that_forges_what_the_host_believes_must_change_nothing(cli, docker_engine, nothing_left):
+def test_a_job_that_forges_plans_reports_and_events_must_change_nothing(cli, docker_engine, nothing_left):
     (cli.folder / "attacks.py").write_text(ATTACKS + "\nraise SystemExit(3)\n")
     done = cli(
         "run", "--engine", "docker", "--trainers", "1", "--gpus", "none", "--max-restarts", "1", "--", "attacks.py"
@@ -190,7 +190,7 @@ def test_a_job_that_forges_what_the_host_believes_must_change_nothing(cli, docke
     assert not run.exists() and Path("/etc/passwd").exists()
 
 
-def test_a_job_whose_supervisor_has_died_must_be_taken_over_as_it_was_planned(cli, docker_engine, nothing_left):
+def test_a_hostile_job_must_be_taken_over_with_its_original_plan(cli, docker_engine, nothing_left):
     wait = "import signal\nsignal.signal(15, lambda *_: exit(0))\nsignal.pause()\n"
     (cli.folder / "attacks.py").write_text(ATTACKS + wait)
     (cli.folder / "evil.py").write_text("open('/job/evil', 'w')")
@@ -229,7 +229,7 @@ def test_two_jobs_must_neither_see_nor_reach_each_other(cli, docker_engine, noth
     first.end(), second.communicate()
 
 
-def test_a_job_must_find_no_secret_or_key_of_others_wherever_their_files_are(cli, docker_engine, nothing_left):
+def test_a_job_must_not_find_secrets_or_keys_of_other_jobs_wherever_they_are(cli, docker_engine, nothing_left):
     cli.env["XDG_STATE_HOME"] = str(cli.folder / "state")  # as where a job is started from the home folder
     stays = "import signal\nsignal.signal(15, lambda *_: exit(0))\nprint('stays', flush=True)\nsignal.pause()\n"
     (cli.folder / "stays.py").write_text(stays)
@@ -297,7 +297,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_a_worker_must_not_speak_for_a_node_nor_to_one_on_a_cluster_either(cli, docker_engine, nothing_left):
+def test_a_worker_must_not_impersonate_or_command_a_node_on_a_cluster(cli, docker_engine, nothing_left):
     (cli.folder / "speaks.py").write_text(SPEAKS)
     (cli.folder / "secret.py").write_text("import os\nprint(os.environ['TOKEN'][::-1], os.listdir('/run/orchestrate'))")
     name = cli("up", "--engine", "docker", "--trainers", "1", "--gpus", "none").stdout.strip()
@@ -315,7 +315,7 @@ def test_a_worker_must_not_speak_for_a_node_nor_to_one_on_a_cluster_either(cli, 
 
 
 @pytest.mark.parametrize("supervised", [True, False])
-def test_a_job_with_a_paused_node_must_stop_in_good_order(cli, docker_engine, nothing_left, supervised):
+def test_a_job_with_a_paused_node_must_stop_gracefully(cli, docker_engine, nothing_left, supervised):
     (cli.folder / "saves.py").write_text(
         "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {15})\nprint('ready', flush=True)\n"
         "signal.sigwait({15})\nprint('saved')\n"
@@ -338,7 +338,7 @@ def test_a_job_with_a_paused_node_must_stop_in_good_order(cli, docker_engine, no
 # --- clusters
 
 
-def test_a_job_that_swaps_its_folder_on_a_cluster_must_have_nothing_of_the_host_moved_or_written(
+def test_a_job_that_swaps_its_folder_on_a_cluster_must_not_affect_files_of_the_host(
     cli, docker_engine, nothing_left
 ):
     victim = cli.folder / "victim"

@@ -21,7 +21,7 @@ from orchestrate.files.paths import NODE, PACKAGE
 from orchestrate.job.spec import resolve
 
 
-def test_the_options_of_sbatch_must_be_whole_numbers_and_only_those_that_the_job_needs():
+def test_sbatch_options_must_be_whole_numbers_and_limited_to_what_the_job_needs():
     script = slurm(resolve({"trainers": 0, "cpus": 1.5, "max_run": "61s", "grace": "1.5s"}), "x", "venv")
     for option in ("nodes=1", "ntasks-per-node=1", "cpus-per-task=2", "time=2", "signal=B:TERM@32"):
         assert f"#SBATCH --{option}\n" in script
@@ -45,7 +45,7 @@ def launched(form: str, image: str, monkeypatch, folder: str = "/my-code", words
     return done.stdout.decode().split("\0")[:-1]
 
 
-def test_a_node_must_be_started_with_the_very_words_of_the_command(monkeypatch):
+def test_a_node_must_be_started_with_the_exact_command(monkeypatch):
     ours, other = "orchestrate-node:0.1", "mine:1"
     mounts = "/my-code:/my-code,/job dir/x:/job dir/x"
     node = ["python", "/opt/orchestrate/node", *WORDS]
@@ -72,12 +72,12 @@ def test_a_folder_that_slurms_containers_cannot_mount_must_be_refused(monkeypatc
         assert caught.value.hint
 
 
-def test_a_folder_that_is_no_text_must_be_refused(monkeypatch):
+def test_a_folder_that_is_not_utf_8_must_be_refused(monkeypatch):
     with pytest.raises(UsageError, match="udcff' is not UTF-8"):
         launched("venv", "mine:1", monkeypatch, "/a\udcff")
 
 
-def test_a_script_must_have_no_line_breaks_but_its_own(monkeypatch):
+def test_a_script_must_have_no_line_breaks_or_control_characters_from_values(monkeypatch):
     """Since sbatch refuses those of DOS, and a terminal would take others for orders."""
     monkeypatch.setattr("orchestrate.export.slurm.code_folder", lambda command: "/a\r\nb\x1b")
     words = odd(300)
@@ -85,7 +85,7 @@ def test_a_script_must_have_no_line_breaks_but_its_own(monkeypatch):
     assert all(line.isprintable() for line in slurm(spec, "x", "venv").split("\n"))
 
 
-def test_each_word_of_the_command_must_be_the_same_for_bash(monkeypatch):
+def test_each_argument_of_the_command_must_pass_through_bash_unchanged(monkeypatch):
     words = ["train.py", *odd(300)]
     for form in ("venv", "apptainer", "pyxis"):
         assert launched(form, "orchestrate-node:0.1", monkeypatch, words=words)[-len(words) :] == words
@@ -157,7 +157,7 @@ def test_a_job_that_succeeds_must_run_once(scheduler):
     assert Path(folder).is_dir()
 
 
-def test_other_users_must_not_enter_the_jobs_folder_and_it_must_serve_another_submission(scheduler):
+def test_the_run_directory_must_be_private_and_reusable_by_another_submission(scheduler):
     for count in (1, 2):
         assert ended(scheduler.start("0")) == (0, "")
         assert len(scheduler.calls()) == count
@@ -184,7 +184,7 @@ def test_a_folder_that_is_not_the_submitters_own_must_be_refused(scheduler, tmp_
     assert not (scheduler.folder / "calls").exists() and not [*elsewhere.iterdir()]
 
 
-def test_a_folder_that_a_generation_has_replaced_by_a_link_must_be_refused_to_the_next_one(scheduler, tmp_path):
+def test_a_folder_that_a_generation_has_replaced_with_a_link_must_be_refused(scheduler, tmp_path):
     (elsewhere := tmp_path / "elsewhere").mkdir()
     scheduler.more = {"AFTER": f'mv "$JOB_DIR" "$JOB_DIR.old"; ln -s {elsewhere} "$JOB_DIR"'}
     code, told = ended(scheduler.start("1", "0"))
@@ -193,7 +193,7 @@ def test_a_folder_that_a_generation_has_replaced_by_a_link_must_be_refused_to_th
 
 
 @pytest.mark.parametrize("text", ["link", "fifo", "folder", "canary", "3 canary", "0000", "999", "-1", ""])
-def test_what_workers_have_left_in_the_place_of_the_first_failure_must_not_be_shown_or_waited_for(
+def test_content_planted_in_the_failure_file_must_neither_be_shown_nor_block(
     scheduler, tmp_path, text
 ):
     (tmp_path / "secret").write_text("canary")
@@ -203,7 +203,7 @@ def test_what_workers_have_left_in_the_place_of_the_first_failure_must_not_be_sh
     assert (code, told) == (9, "generation 0 ended with exit code 9\n")
 
 
-def test_a_link_that_came_with_the_code_must_be_refused_when_the_script_is_written(tmp_path, monkeypatch):
+def test_a_link_that_came_with_the_code_must_be_refused_at_export(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert slurm(resolve({}), "digits", "venv")
     (tmp_path / "runs" / "digits").mkdir(parents=True)
@@ -220,7 +220,7 @@ def test_a_link_that_came_with_the_code_must_be_refused_when_the_script_is_writt
         slurm(resolve({}), "other", "venv")
 
 
-def test_the_jobs_environment_and_folder_must_be_taken_as_they_are_written(scheduler, monkeypatch):
+def test_the_jobs_environment_and_folder_must_be_used_literally(scheduler, monkeypatch):
     code = scheduler.folder / "it's $HOME; my code"
     code.mkdir()
     monkeypatch.setattr("orchestrate.export.slurm.code_folder", lambda command: code)
@@ -229,7 +229,7 @@ def test_the_jobs_environment_and_folder_must_be_taken_as_they_are_written(sched
     assert (scheduler.folder / "where").read_text() == f"{code}\n"
 
 
-def test_each_variable_must_reach_the_nodes_as_it_is_and_not_the_script(scheduler):
+def test_each_variable_must_reach_the_nodes_unchanged_and_not_affect_the_script(scheduler):
     texts = dict(enumerate(odd(300)))
     env = {f"ODD_{number}": text for number, text in texts.items()}
     env |= dict.fromkeys(("UID", "IFS", "PS4", "stop", "code", "step", "attempt", "_"), "0x")
@@ -251,7 +251,7 @@ def test_secrets_must_come_from_the_environment_of_sbatch(scheduler):
     assert "\0HF_TOKEN=it's $HOME\n\0" in (scheduler.folder / "environment").read_text()
 
 
-def test_a_failure_must_start_another_generation_with_a_port_of_its_own(scheduler):
+def test_a_failure_must_start_another_generation_on_a_new_port(scheduler):
     code, told = ended(scheduler.start("137 3", "1", "0"))
     assert code == 0
     assert "generation 0 ended with exit code 3" in told  # of the worker that failed first, and not of srun
@@ -263,7 +263,7 @@ def test_a_failure_must_start_another_generation_with_a_port_of_its_own(schedule
     assert len(ports) == 3 and all(20000 <= port < 40000 for port in ports)
 
 
-def test_no_more_than_max_restarts_must_be_tried(scheduler):
+def test_a_job_must_restart_at_most_max_restarts_times(scheduler):
     code, told = ended(scheduler.start("1 5", "1 6", "1 7", "0", max_restarts=2))
     assert code == 7 and len(scheduler.calls()) == 3
     assert told.count("ended with exit code") == 3
@@ -273,18 +273,18 @@ def test_no_more_than_max_restarts_must_be_tried(scheduler):
 
 
 @pytest.mark.parametrize("code", [2, 64, 78, 126, 127])
-def test_what_another_start_cannot_change_must_end_the_job(scheduler, code):
+def test_a_permanent_failure_must_end_the_job(scheduler, code):
     assert ended(scheduler.start(f"1 {code}", "0")) == (code, "")
     assert len(scheduler.calls()) == 1
 
 
-def test_a_job_that_slurm_itself_starts_again_must_have_later_generations(scheduler):
+def test_a_job_requeued_by_slurm_must_get_later_generations(scheduler):
     scheduler.more = {"SLURM_RESTART_COUNT": "2"}
     assert ended(scheduler.start("1", "0", max_restarts=4))[0] == 0
     assert [call[0] for call in scheduler.calls()] == ["10", "11"]
 
 
-def test_the_end_of_its_time_must_reach_the_nodes_and_start_no_other_generation(scheduler):
+def test_the_time_limit_must_reach_the_nodes_and_start_no_other_generation(scheduler):
     process = scheduler.start("wait", "0")
     try:
         eventually(lambda: (scheduler.folder / "started").exists() or process.poll() is not None)

@@ -59,7 +59,7 @@ def printing(do):
     return do.engine
 
 
-def test_a_run_must_show_no_secret_though_its_workers_print_it(do, printing, tmp_path, monkeypatch):
+def test_a_run_must_show_no_secret_even_if_its_workers_print_it(do, printing, tmp_path, monkeypatch):
     job = tmp_path / "files" / "secret.yaml"
     job.parent.mkdir()
     job.write_text(SPEC.to_yaml())
@@ -82,7 +82,7 @@ def test_a_run_must_show_no_secret_though_its_workers_print_it(do, printing, tmp
 
 
 @pytest.mark.parametrize("target", EXPORTS)
-def test_an_export_must_ask_for_a_secret_that_the_job_file_names(do, tmp_path, target, monkeypatch):
+def test_an_export_must_require_a_secret_that_the_job_file_names(do, tmp_path, target, monkeypatch):
     job = tmp_path / "secret.yaml"
     job.write_text(SPEC.to_yaml())
     monkeypatch.chdir(ROOT)
@@ -92,7 +92,7 @@ def test_an_export_must_ask_for_a_secret_that_the_job_file_names(do, tmp_path, t
 
 
 @pytest.mark.parametrize("words", [["logs", "a-1"], ["logs", "a-1", "--rank", "1"], ["attach", "a-1"]])
-def test_the_output_of_a_job_must_be_shown_without_the_secrets(do, printing, paths, words):
+def test_the_output_of_a_job_must_be_shown_without_secrets(do, printing, paths, words):
     records.forget(paths.root)
     records.make(paths.root, bytes(32), ENV)
     records.write(paths.spec, dataclasses.replace(SPEC, env=dict.fromkeys(ENV, HIDDEN)).to_yaml())
@@ -103,7 +103,7 @@ def test_the_output_of_a_job_must_be_shown_without_the_secrets(do, printing, pat
     assert f"before {HIDDEN} after" in shown and CANARY not in shown
 
 
-def test_another_supervisor_must_start_workers_with_the_secrets(do, printing, tmp_path):
+def test_a_second_supervisor_must_start_workers_with_the_secrets(do, printing, tmp_path):
     started, start = [], printing.start
     printing.start = lambda plan: (started.append(plan.command), start(plan))
     command = (*SPEC.command, f"--token={CANARY}")
@@ -116,7 +116,7 @@ def test_another_supervisor_must_start_workers_with_the_secrets(do, printing, tm
         assert all(worker.env.items() >= ENV.items() for worker in made.workers)
 
 
-def test_words_of_our_own_must_be_read_again_though_a_secret_has_them(do, printing, tmp_path):
+def test_our_own_keywords_must_be_readable_even_if_a_secret_equals_them(do, printing, tmp_path):
     spec = dataclasses.replace(SPEC, env=ENV | {"PHRASE": "failed", "DB_PASSWORD": "succeeded", "A_TOKEN": "killed"})
     paths = create(JobPaths(tmp_path / "b-1"), spec)
     assert do("attach", "b-1")[0] == 0
@@ -127,7 +127,7 @@ def test_words_of_our_own_must_be_read_again_though_a_secret_has_them(do, printi
 
 
 @pytest.mark.parametrize("word", ["generation", "outcome", "final_metrics", "seconds"])
-def test_a_secret_that_is_one_of_our_keys_must_not_keep_a_job_from_its_end(do, tmp_path, word):
+def test_a_secret_that_equals_one_of_our_keys_must_not_break_a_job(do, tmp_path, word):
     paths = create(JobPaths(tmp_path / "b-1"), dataclasses.replace(SPEC, env=ENV | {"DB_PASSWORD": word}))
     do.engine.generations = [[ALL_WELL]]
     paths.metrics.write_text(json.dumps({f"loss of {word}": 1.0, "step": 1}) + "\n")
@@ -138,7 +138,7 @@ def test_a_secret_that_is_one_of_our_keys_must_not_keep_a_job_from_its_end(do, t
     assert do("wait", "b-1")[0] == 0
 
 
-def test_events_must_hold_no_secret(do, printing, tmp_path):
+def test_events_must_contain_no_secret(do, printing, tmp_path):
     paths = create(JobPaths(tmp_path / "b-1"), dataclasses.replace(SPEC, max_restarts=0))
     up = printing.up
     printing.up = lambda *words, **how: (up(*words, **how), fail())[0]

@@ -89,7 +89,7 @@ def test_a_script_must_train_on_two_machines(slurm):
         assert slurm.log("allreduce", rank).endswith(f"rank {rank} of 4: the ranks add up to 6\n")
 
 
-def test_each_variable_and_word_must_reach_the_workers_and_a_secret_only_from_sbatch(slurm):
+def test_variables_and_arguments_must_reach_the_workers_and_secrets_only_from_sbatch(slurm):
     words, secret = odd(50), "it's $HOME\n"
     env = {f"ODD_{number}": text for number, text in enumerate(words)} | {"stop": "a", "UID": "b"}
     file = slurm.cli.folder / "job.yaml"
@@ -106,7 +106,7 @@ def test_each_variable_and_word_must_reach_the_workers_and_a_secret_only_from_sb
     assert slurm.state(job) == "FAILED" and "set HF_TOKEN in the environment of sbatch" in slurm.output()
 
 
-def test_a_worker_that_is_killed_must_start_the_gang_again_from_its_checkpoint(slurm):
+def test_a_killed_worker_must_restart_the_gang_from_its_checkpoint(slurm):
     job = slurm.submit("--", "count.py", "300")
     eventually(lambda: len(steps(slurm.log("count", 1))) > 25 and len(steps(slurm.log("count", 0))) > 25)
     pid = re.findall(r"pid (\d+)", slurm.log("count", 1))[-1]
@@ -119,7 +119,7 @@ def test_a_worker_that_is_killed_must_start_the_gang_again_from_its_checkpoint(s
     assert "generation 0 ended with exit code 137" in slurm.output()
 
 
-def test_a_job_must_save_before_its_time_is_over(slurm):
+def test_a_job_must_save_before_its_time_limit(slurm):
     job = slurm.submit("--", "count.py", "100000")
     eventually(lambda: len(steps(slurm.log("count", 1))) > 15)
     slurm("scancel", "--batch", "--signal=TERM", job)  # what Slurm sends ahead of the end
@@ -129,7 +129,7 @@ def test_a_job_must_save_before_its_time_is_over(slurm):
     assert (slurm.cli.folder / "runs" / "count" / "checkpoints" / "rank-1").read_text() == str(last[0])
 
 
-def test_a_script_that_cannot_succeed_must_not_be_tried_again(slurm):
+def test_a_script_that_cannot_succeed_must_not_be_retried(slurm):
     (slurm.cli.folder / "usage.py").write_text("raise SystemExit(2)\n")
     job = slurm.submit("--", "usage.py")
     eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))

@@ -22,7 +22,7 @@ KUBEFLOW = {
 
 
 @pytest.mark.parametrize("told", [OURS, SLURM, KUBERNETES, KUBEFLOW], ids=["ours", "slurm", "kubernetes", "kubeflow"])
-def test_a_node_must_know_its_workers(told):
+def test_a_node_must_derive_the_environment_of_its_workers(told):
     first, second = envs(told, [], 4)
     assert [(env["RANK"], env["LOCAL_RANK"]) for env in (first, second)] == [("2", "0"), ("3", "1")]
     assert first["WORLD_SIZE"] == "6" and first["NODE_RANK"] == "1" and first["LOCAL_WORLD_SIZE"] == "2"
@@ -32,22 +32,22 @@ def test_a_node_must_know_its_workers(told):
     assert CONTRACT - first.keys() <= elsewhere
 
 
-def test_one_worker_whose_environment_is_complete_must_get_it_as_it_is():
+def test_a_complete_environment_must_be_left_unchanged():
     assert envs({"RANK": "3"}, ["GPU-a"], 4) == [{}]
 
 
-def test_what_the_environment_says_must_stand():
+def test_explicit_variables_must_be_kept():
     (env,) = envs(SLURM | {"NODE_NPROC": "1", "OMP_NUM_THREADS": "7", "TORCHELASTIC_RESTART_COUNT": "5"}, [], 4)
     assert (env["OMP_NUM_THREADS"], env["TORCHELASTIC_RESTART_COUNT"]) == ("7", "5")
 
 
-def test_as_many_workers_as_gpus_must_be_there_where_nobody_says_how_many():
+def test_without_a_worker_count_there_must_be_one_worker_per_gpu():
     found = envs(KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, ["GPU-a", "GPU-b", "GPU-c"], 6)
     assert [env["CUDA_VISIBLE_DEVICES"] for env in found] == ["GPU-a,GPU-b,GPU-c"] * 3
 
 
 @pytest.mark.parametrize(("named", "found"), [("GPU-a,GPU-b", ["GPU-a", "GPU-b"]), ("", [])])
-def test_the_gpus_that_a_scheduler_names_must_be_those_of_the_node(monkeypatch, named, found):
+def test_a_node_must_use_the_gpus_that_a_scheduler_assigns(monkeypatch, named, found):
     monkeypatch.setattr(given, "gpus", lambda: ["GPU-a", "GPU-b", "GPU-c"])  # all of the machine
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     assert own_gpus() == found
@@ -55,7 +55,7 @@ def test_the_gpus_that_a_scheduler_names_must_be_those_of_the_node(monkeypatch, 
     assert own_gpus() == ["GPU-a", "GPU-b", "GPU-c"]
 
 
-def test_of_all_failures_of_a_job_the_first_must_be_noted(monkeypatch, tmp_path):
+def test_only_the_first_failure_of_a_job_must_be_recorded(monkeypatch, tmp_path):
     monkeypatch.setenv("NODE_FAILED", str(tmp_path / "failed"))
     for code in (3, 143):  # of two nodes
         given._record_failure(code)
@@ -63,7 +63,7 @@ def test_of_all_failures_of_a_job_the_first_must_be_noted(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["NODE_RANK", "NNODES", "MASTER_ADDR"])
-def test_what_is_missing_must_be_named(missing):
+def test_a_missing_variable_must_be_named(missing):
     with pytest.raises(KeyError, match=missing):
         envs({name: value for name, value in OURS.items() if name != missing}, [], 4)
 
@@ -85,12 +85,12 @@ def test_what_is_missing_must_be_named(missing):
         ({**OURS, "MASTER_PORT": "29500/tcp"}, "MASTER_PORT must be a whole number from 1 to 65535, not '29500/tcp'"),
     ],
 )
-def test_what_is_no_number_must_be_named(told, why):
+def test_an_invalid_number_must_be_named(told, why):
     with pytest.raises(ValueError, match=f"^{re.escape(why)}$"):
         envs(told, [], 4)
 
 
-def test_the_interface_must_be_that_of_the_route():
+def test_the_interface_must_come_from_the_route():
     assert interface_to("127.0.0.1") in ("lo", "lo0")
     assert interface_to("no.such.host.invalid") == ""
     assert interface_to("a" * 70) == interface_to("a..b") == ""  # which no host can be called

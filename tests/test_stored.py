@@ -21,7 +21,7 @@ def test_of_equally_good_checkpoints_the_newest_must_be_the_best(tmp_path):
     assert [manifest["step"] for _, manifest in store.all()] == [3, 4, 5]
 
 
-def test_a_save_must_replace_what_was_saved_at_its_step_before_a_resume(tmp_path):
+def test_a_save_must_replace_an_earlier_checkpoint_of_the_same_step(tmp_path):
     store = saved(tmp_path, None, None)
     store.save({"weights": torch.zeros(2), "again": True}, 2)
     store.wait()
@@ -29,7 +29,7 @@ def test_a_save_must_replace_what_was_saved_at_its_step_before_a_resume(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step-00000001", "step-00000002"]
 
 
-def test_the_next_save_must_remove_what_one_that_was_killed_has_left_before_it_writes(tmp_path, monkeypatch):
+def test_a_save_must_remove_the_remains_of_a_killed_one_before_it_writes(tmp_path, monkeypatch):
     half, write, there = tmp_path / ".step-00000007.4711", torch.save, []
     half.mkdir()
     (half / "state.pt").write_bytes(b"half")
@@ -44,7 +44,7 @@ def test_the_next_save_must_remove_what_one_that_was_killed_has_left_before_it_w
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step-00000001"]
 
 
-def test_saves_must_leave_no_file_open_and_no_thread_behind(tmp_path):
+def test_saves_must_leave_no_open_file_and_no_thread_behind(tmp_path):
     store = saved(tmp_path, None)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     for step in (2, 3):
@@ -54,7 +54,7 @@ def test_saves_must_leave_no_file_open_and_no_thread_behind(tmp_path):
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
-def test_tensors_of_one_name_must_be_kept_apart_and_may_change_their_shape_and_type(tmp_path):
+def test_tensors_of_the_same_name_must_be_kept_apart_even_if_shape_or_type_change(tmp_path):
     store = Checkpoints(tmp_path)
     for step, (size, dtype) in enumerate([(4, torch.float32), (6, torch.float32), (6, torch.float64)], 1):
         one, two = (torch.rand(size, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -69,7 +69,7 @@ def test_tensors_of_one_name_must_be_kept_apart_and_may_change_their_shape_and_t
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "", "{", '{"step": 2}', '{"step": 2, "sha256": null}'])
-def test_a_manifest_that_is_none_must_be_passed_over_and_left_where_it_is(tmp_path, content):
+def test_an_invalid_manifest_must_be_skipped_and_left_in_place(tmp_path, content):
     store = saved(tmp_path, None, None, None)
     path = tmp_path / "step-00000002" / "manifest.json"
     path.write_text(content)
@@ -80,7 +80,7 @@ def test_a_manifest_that_is_none_must_be_passed_over_and_left_where_it_is(tmp_pa
     assert path.read_text() == content
 
 
-def test_only_folders_that_are_named_by_a_step_must_be_checkpoints(tmp_path):
+def test_only_folders_named_after_a_step_must_count_as_checkpoints(tmp_path):
     store = saved(tmp_path, None)
     (tmp_path / "step-00000009").symlink_to("step-00000001")
     for name in ("step-x", "step-", "other"):
@@ -89,7 +89,7 @@ def test_only_folders_that_are_named_by_a_step_must_be_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize("size", [8, 1 << 18])  # what a buffer holds, and what torch itself cannot write
-def test_a_disk_that_fills_up_during_a_save_must_cost_that_save_alone(tmp_path, capsys, size):
+def test_a_disk_that_fills_up_during_a_save_must_cost_only_that_save(tmp_path, capsys, size):
     store = saved(tmp_path, None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -108,7 +108,7 @@ def test_a_disk_that_fills_up_during_a_save_must_cost_that_save_alone(tmp_path, 
     assert not list(tmp_path.glob(".*"))
 
 
-def test_publish_must_say_what_it_wrote_and_refuse_what_is_damaged(tmp_path, monkeypatch, capsys):
+def test_publish_must_report_what_it_wrote_and_refuse_a_damaged_checkpoint(tmp_path, monkeypatch, capsys):
     store = Checkpoints(tmp_path / "checkpoints")
     arguments = {"model": "lenet", "dataset": "mnist"}
     store.save({"model": {"w": torch.zeros(3, 4)}, "arguments": arguments}, 5)

@@ -41,14 +41,14 @@ ENDED = events.GenerationEnded(
 DECIDED = events.OutcomeDecided(Outcome.FAILED, "max_restarts is 0")
 
 
-def test_before_anything_was_started_it_must_begin_at_the_beginning(job):
+def test_if_nothing_was_started_it_must_start_from_the_beginning(job):
     died(job, events.SupervisorStarted("j"), events.NodesStarting(3, "docker"))
     engine = RecordingEngine([ALL_WELL])
     assert job.run(engine).word == "succeeded"
     assert engine.calls == ["up", "start", "down"]
 
 
-def test_while_workers_run_it_must_take_them_up(job):
+def test_running_workers_must_be_adopted(job):
     died(job, STARTING, STARTED)
     engine = RecordingEngine([ALL_WELL])
     assert job.run(engine) == JobResult("succeeded", "finished")
@@ -56,7 +56,7 @@ def test_while_workers_run_it_must_take_them_up(job):
     assert job.noted("taken_over") == [{"generation": 0}]
 
 
-def test_workers_that_nobody_knows_must_be_started_again_without_counting(job):
+def test_workers_that_cannot_be_adopted_must_restart_without_counting(job):
     died(job, STARTING)
     engine = RecordingEngine([[]], [ALL_WELL])
     adopt = engine.adopt
@@ -66,7 +66,7 @@ def test_workers_that_nobody_knows_must_be_started_again_without_counting(job):
     assert engine.calls == ["adopt", "stop", "up", "start", "down"]
 
 
-def test_a_failure_that_was_seen_must_not_be_forgotten(job):
+def test_a_recorded_failure_must_not_be_forgotten(job):
     died(job, STARTING, ended(1, 137))
     engine = RecordingEngine([[]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
@@ -74,14 +74,14 @@ def test_a_failure_that_was_seen_must_not_be_forgotten(job):
     assert engine.calls == ["adopt", "stop", "up", "start", "down"]
 
 
-def test_a_request_to_stop_that_was_passed_on_must_be_carried_out(job):
+def test_a_recorded_stop_request_must_be_carried_out(job):
     died(job, STARTING, events.WorkersStopping("stopped by the user", kill=False))
     engine = RecordingEngine([[]])
     assert job.run(engine) == JobResult("stopped", "stopped by the user")
     assert engine.calls == ["adopt", "stop", "down"]
 
 
-def test_between_two_generations_it_must_decide_as_the_first_would_have(job):
+def test_between_two_generations_it_must_decide_as_its_predecessor_would_have(job):
     died(job, STARTING, ENDED)
     engine = RecordingEngine([], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
@@ -89,19 +89,19 @@ def test_between_two_generations_it_must_decide_as_the_first_would_have(job):
     assert engine.plans[0].workers[0].env["TORCHELASTIC_RESTART_COUNT"] == "1"
 
 
-def test_a_budget_that_was_used_up_must_stay_used_up(job):
+def test_a_spent_restart_budget_must_stay_spent(job):
     died(job, STARTING, ENDED)
     assert job.run(RecordingEngine(), JobSpec(trainers=2, max_restarts=0)) == JobResult("failed", "max_restarts is 0")
 
 
-def test_after_the_outcome_only_the_nodes_must_be_taken_down(job):
+def test_after_the_outcome_it_must_only_take_down_the_nodes(job):
     died(job, STARTING, ENDED, DECIDED)
     engine = RecordingEngine()
     assert job.run(engine) == JobResult("failed", "max_restarts is 0")
     assert engine.calls == ["adopt", "down"]  # what the nodes have may not be at home yet
 
 
-def test_nodes_that_cannot_be_known_any_more_must_be_removed_all_the_same(job, monkeypatch):
+def test_nodes_that_cannot_be_adopted_must_still_be_removed(job, monkeypatch):
     died(job, STARTING, ENDED, DECIDED)
     engine = RecordingEngine()
 
@@ -114,7 +114,7 @@ def test_nodes_that_cannot_be_known_any_more_must_be_removed_all_the_same(job, m
 
 
 @pytest.mark.parametrize(("ago", "word"), [(3600.0, "stopped"), (600.0, "succeeded")])
-def test_the_maximum_run_time_must_count_from_the_start_of_the_job(job, ago, word):
+def test_max_run_must_count_from_the_start_of_the_job(job, ago, word):
     died(
         job,
         replace(STARTING, time=job.clock.now - ago),
@@ -127,7 +127,7 @@ def test_the_maximum_run_time_must_count_from_the_start_of_the_job(job, ago, wor
     assert outcome.why == ("max_run was reached" if word == "stopped" else "finished")
 
 
-def test_the_ends_of_an_earlier_generation_must_not_count_as_those_of_the_next(job):
+def test_exits_of_an_earlier_generation_must_not_count_for_the_next(job):
     second = replace(STARTING, generation=1), replace(STARTED, generation=1)
     died(job, STARTING, STARTED, ended(1, 137), ENDED, *second)
     engine = RecordingEngine([[], [], ALL_WELL])
@@ -135,7 +135,7 @@ def test_the_ends_of_an_earlier_generation_must_not_count_as_those_of_the_next(j
     assert engine.calls == ["adopt", "down"]
 
 
-def test_half_a_last_line_must_not_stop_it(job):
+def test_a_partial_last_line_must_not_stop_it(job):
     died(job, STARTING)
     with job.paths.events.open("a") as file:
         file.write('{"event": "worker_en')
@@ -143,7 +143,7 @@ def test_half_a_last_line_must_not_stop_it(job):
     assert json.loads(job.paths.events.read_text().splitlines()[-1])["event"] == "nodes_down"
 
 
-def test_a_partition_that_was_seen_must_not_be_forgotten(job):
+def test_a_recorded_partition_must_not_be_forgotten(job):
     died(job, STARTING, replace(ended(1, 137), known=Reason.PARTITION), STOPPING)
     engine = RecordingEngine([[WorkerExit(0, 0), WorkerExit(1, 0), WorkerExit(2, 0)]], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
@@ -154,7 +154,7 @@ def ended(rank: int, code: int, seconds: float = 5.0, stopping: bool = False) ->
     return events.WorkerEnded(rank, f"trainer-{rank}", code, stopping, seconds=seconds)
 
 
-def test_workers_that_had_ended_well_must_not_be_waited_for_nor_stop_the_others(job):
+def test_workers_that_had_succeeded_must_not_be_waited_for_or_stop_the_others(job):
     died(job, STARTING, STARTED, ended(1, 0))
     engine = RecordingEngine([[], [WorkerExit(0, 0), WorkerExit(2, 0)]])
     engine.adopt = lambda *arguments, adopt=engine.adopt: adopt(*arguments) | {1}
@@ -163,7 +163,7 @@ def test_workers_that_had_ended_well_must_not_be_waited_for_nor_stop_the_others(
     assert [end["rank"] for end in job.noted("worker_ended")] == [1, 0, 2]
 
 
-def test_of_the_ends_that_were_seen_those_that_were_asked_for_must_not_be_blamed(job):
+def test_workers_that_ended_on_request_must_not_be_blamed(job):
     died(job, STARTING, STARTED, ended(1, 1), STOPPING, ended(0, 143, stopping=True), ended(2, 1, stopping=True))
     job.paths.log(1).write_text("RuntimeError: Connection reset by peer\n")
     job.paths.log(2).write_text("RuntimeError: Connection reset by peer\n")
@@ -172,7 +172,7 @@ def test_of_the_ends_that_were_seen_those_that_were_asked_for_must_not_be_blamed
 
 
 @pytest.mark.parametrize(("later", "cause"), [(0.5, (2, "killed")), (20.0, (1, "error"))])
-def test_of_the_ends_that_were_seen_only_those_near_the_first_must_be_blamed(job, later, cause):
+def test_only_workers_that_ended_soon_after_the_first_must_be_blamed(job, later, cause):
     died(job, STARTING, STARTED, ended(1, 1), ended(2, 137, 5.0 + later, True), ended(0, 143, 5.0 + later, True))
     job.paths.log(1).write_text("RuntimeError: Connection reset by peer\n")
     assert job.run(RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=30.0)).word == "succeeded"
@@ -187,7 +187,7 @@ def test_a_worker_of_a_node_that_was_cut_off_must_still_be_waited_for(job):
     assert engine.calls == ["adopt", "stop", "discard trainer-1", "up", "start", "down"]
 
 
-def test_the_last_words_must_be_those_of_the_generation_that_is_taken_up(job):
+def test_the_last_lines_must_be_from_the_adopted_generation(job):
     died(job, STARTING, ENDED, replace(STARTING, generation=1), replace(STARTED, generation=1))
     job.paths.log(1).write_text("ModuleNotFoundError: No module named 'x'\n[node] generation 1\nnew\n")
     spec = JobSpec(trainers=2, grace=0.01)
@@ -197,7 +197,7 @@ def test_the_last_words_must_be_those_of_the_generation_that_is_taken_up(job):
     assert (cause.cause, cause.last_lines) == ("error", ["new"])
 
 
-def test_an_engine_that_is_away_must_be_waited_for(job):
+def test_it_must_wait_for_an_engine_that_is_away(job):
     died(job, STARTING, STARTED)
     engine, began = RecordingEngine([ALL_WELL]), job.clock.now
     adopt = engine.adopt
@@ -212,7 +212,7 @@ def test_an_engine_that_is_away_must_be_waited_for(job):
     assert job.noted("engine_lost") == [{"error": "gone"}]
 
 
-def test_the_generation_after_the_last_that_ended_must_be_next(job):
+def test_the_next_generation_must_follow_the_last_one_that_ended(job):
     died(job, STARTING, replace(ENDED, generation=4))
     engine, spec = RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)
     assert job.run(engine, spec, plan(spec, HERE, "j", 29504, generation=4)).word == "succeeded"
@@ -222,21 +222,21 @@ def test_the_generation_after_the_last_that_ended_must_be_next(job):
 @pytest.mark.parametrize(
     ("word", "why"), [("succeeded", "finished"), ("stopped", "max_run was reached"), ("lost", "gone")]
 )
-def test_a_generation_that_ended_the_job_must_be_its_outcome(job, word, why):
+def test_a_generation_that_ended_the_job_must_decide_its_outcome(job, word, why):
     died(job, STARTING, ENDED, replace(ENDED, generation=1, word=Outcome(word), why=why, cause=None))
     engine = RecordingEngine()
     assert job.run(engine) == JobResult(word, why)
     assert engine.calls == ["adopt", "down"]
 
 
-def test_a_generation_that_was_stopped_to_take_a_node_in_must_be_followed_by_the_next(job):
+def test_a_generation_stopped_to_readmit_a_node_must_be_followed_by_the_next(job):
     died(job, STARTING, replace(ENDED, word=Outcome.RESCALED, why="a node is back", cause=None))
     engine = RecordingEngine([], [ALL_WELL])
     assert job.run(engine, JobSpec(trainers=2, max_restarts=0)) == JobResult("succeeded", "finished")
     assert engine.calls == ["adopt", "up", "start", "down"]
 
 
-def test_a_plan_for_fewer_nodes_that_was_not_started_must_be_made_again_for_those_that_there_are(job):
+def test_an_unstarted_plan_for_fewer_nodes_must_be_redone_for_the_existing_nodes(job):
     died(job, STARTING, ENDED)
     engine, spec = RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01, min_trainers=1)
     fewer = plan(spec, HERE, "j", 29501, generation=1, nodes=("master", "trainer-2"))
@@ -244,14 +244,14 @@ def test_a_plan_for_fewer_nodes_that_was_not_started_must_be_made_again_for_thos
     assert len(engine.plans[0].workers) == 3
 
 
-def test_the_furthest_step_of_earlier_generations_must_be_what_progress_is_measured_by(job):
+def test_progress_must_be_measured_from_the_furthest_step_of_earlier_generations(job):
     died(job, STARTING, replace(ENDED, step=50))
     job.paths.metrics.write_text('{"step": 40}\n')
     assert job.run(RecordingEngine([], [KILLED], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)).word == "succeeded"
     assert [end.progress for end in job.supervisor.history.ended] == [False, False, False]
 
 
-def test_what_a_second_supervisor_must_know_must_be_written_down_before_it_is_done(job):
+def test_each_action_must_be_recorded_before_it_is_taken(job):
     engine = RecordingEngine([[WorkerExit(1, 137)]], [ALL_WELL])
     last: list[tuple[str, str]] = []
 
@@ -279,7 +279,7 @@ def test_what_a_second_supervisor_must_know_must_be_written_down_before_it_is_do
     assert job.names()[-3:] == ["outcome_decided", "nodes_stopping", "nodes_down"]
 
 
-def test_workers_that_fail_and_never_end_must_be_told_as_such_though_no_end_was_seen(job):
+def test_a_recorded_stop_must_name_a_failed_worker_even_if_no_exit_was_recorded(job):
     died(job, STARTING, STARTED, STOPPING)
     engine = RecordingEngine([], [ALL_WELL])
     engine.stop = lambda how: None
@@ -299,7 +299,7 @@ def test_an_engine_that_stays_away_must_lose_the_job_not_fail_it(job):
 
 
 @pytest.mark.parametrize("seen", [0, 2])
-def test_a_hang_that_was_found_must_stay_one(job, seen):
+def test_a_recorded_hang_must_stay_the_cause(job, seen):
     hang = events.HangFound({0: "S", 1: "T", 2: "S"}, 9.0)
     died(job, STARTING, STARTED, hang, *(ended(rank, 134, stopping=True) for rank in range(seen)))
     engine = RecordingEngine([[], [WorkerExit(rank, 134) for rank in range(seen, 3)]], [ALL_WELL])

@@ -159,7 +159,7 @@ def started(engine: SwarmSession, made: Plan, *command: str) -> None:
     engine.start(dataclasses.replace(made, command=("train.py", *command)))
 
 
-def test_a_job_must_find_its_code_and_leave_its_files_here_and_nothing_there(there, stub):
+def test_a_job_must_get_its_code_deliver_its_files_and_leave_nothing_on_the_hosts(there, stub):
     spec = JobSpec(trainers=1, grace=1.0)
     engine = there.engine(spec)
     made = there.plan(spec)
@@ -181,7 +181,7 @@ def test_a_job_must_find_its_code_and_leave_its_files_here_and_nothing_there(the
     assert [node.wait(30) for node in there.nodes.values()] == [0, 0]
 
 
-def test_a_lost_node_must_be_followed_by_one_that_has_what_all_have_written(there, stub):
+def test_a_lost_node_must_be_replaced_by_one_with_all_files_written_so_far(there, stub):
     spec = JobSpec(trainers=1, grace=1.0)
     engine = there.engine(spec)
     made = there.plan(spec)
@@ -215,7 +215,7 @@ def test_a_lost_node_must_be_followed_by_one_that_has_what_all_have_written(ther
     assert (there.run / "of-1-1").exists() and not stub.services
 
 
-def test_a_supervisor_that_takes_a_job_over_must_find_its_workers_and_their_files(there, stub):
+def test_a_supervisor_that_takes_over_must_find_the_workers_and_their_files(there, stub):
     spec = JobSpec(trainers=1, grace=1.0)
     engine = there.engine(spec)
     made = there.plan(spec)
@@ -238,7 +238,7 @@ def test_a_supervisor_that_takes_a_job_over_must_find_its_workers_and_their_file
     assert not stub.services
 
 
-def test_the_nodes_of_a_cluster_must_stay_when_a_job_ends_and_keep_its_files_apart(there, stub):
+def test_nodes_of_a_cluster_must_outlive_a_job_and_keep_its_files_separate(there, stub):
     spec = JobSpec(trainers=0, grace=1.0)
     made = there.plan(spec)
     of_cluster = Site(made.inventory, made.placement).but(cluster="j", job_dir="job/of-a-job")
@@ -258,7 +258,7 @@ def test_the_nodes_of_a_cluster_must_stay_when_a_job_ends_and_keep_its_files_apa
     assert there.nodes[stub.task("master")["ID"]].poll() is None
 
 
-def test_a_node_that_cannot_be_reached_must_be_told_and_used_no_more(there, stub):
+def test_an_unreachable_node_must_be_reported_and_no_longer_used(there, stub):
     spec = JobSpec(trainers=1)
     engine = there.engine(spec)
     talk = there.talk
@@ -291,7 +291,7 @@ def test_a_node_whose_container_does_not_start_must_be_replaced(there, stub):
     assert {*engine.alive()} == {"master", "trainer-2"}
 
 
-def test_a_node_of_which_no_container_starts_must_be_told(there, stub, monkeypatch):
+def test_a_node_whose_replacements_do_not_start_must_be_reported(there, stub, monkeypatch):
     monkeypatch.setattr(swarm_module, "PENDING_TIMEOUT", 0.5)
     spec = JobSpec(trainers=0)
     engine = there.engine(spec)
@@ -301,7 +301,7 @@ def test_a_node_of_which_no_container_starts_must_be_told(there, stub, monkeypat
     assert len(stub.tasks) > 1  # it was replaced
 
 
-def test_a_node_must_not_be_given_up_where_it_is_the_engine_that_does_not_answer(there):
+def test_a_node_must_not_be_abandoned_if_the_engine_does_not_answer(there):
     spec = JobSpec(trainers=0)
     engine = there.engine(spec)
 
@@ -314,7 +314,7 @@ def test_a_node_must_not_be_given_up_where_it_is_the_engine_that_does_not_answer
     assert not engine.given_up
 
 
-def test_files_that_cannot_be_sent_to_a_node_must_be_told_with_its_name(there, stub):
+def test_a_failed_upload_to_a_node_must_be_reported(there, stub):
     spec = JobSpec(trainers=0)
     engine = there.engine(spec)
     place = stub.placed
@@ -329,7 +329,7 @@ def test_files_that_cannot_be_sent_to_a_node_must_be_told_with_its_name(there, s
     assert not engine.alive()
 
 
-def test_a_node_must_get_the_code_once(there, stub):
+def test_a_node_must_get_the_code_only_if_it_has_changed(there, stub):
     spec = JobSpec(trainers=0)
     engine = there.engine(spec)
     engine.up(there.plan(spec))

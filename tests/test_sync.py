@@ -89,12 +89,12 @@ def sync(node, tmp_path):
     made.close()
 
 
-def test_who_does_not_know_the_key_must_get_no_answer(node):
+def test_a_client_without_the_key_must_get_no_answer(node):
     assert node.connect(key=bytes(32)) is None
     node.connect().converse(protocol.GetStatus(), protocol.Status)  # the node has taken no harm
 
 
-def test_what_a_worker_writes_must_come_home(node, sync):
+def test_files_written_by_a_worker_must_be_copied(node, sync):
     link = node.connect()
     node.start(
         link,
@@ -123,7 +123,7 @@ def test_what_a_worker_writes_must_come_home(node, sync):
     assert (sync.run_dir / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
 
 
-def test_a_file_that_is_larger_than_any_disk_must_come_home_with_its_holes(node, sync):
+def test_a_sparse_file_larger_than_any_disk_must_be_copied_with_its_holes(node, sync):
     link = node.connect()
     node.start(
         link,
@@ -142,7 +142,7 @@ def test_a_file_that_is_larger_than_any_disk_must_come_home_with_its_holes(node,
         assert [os.pread(file.fileno(), 4, offset) for offset in (0, 1 << 30, 1 << 41)] == [b"data"] * 3
 
 
-def test_what_was_written_last_must_come_home_last(node, sync, monkeypatch):
+def test_files_must_be_copied_in_the_order_they_were_written(node, sync, monkeypatch):
     came = []
     keep = sync_module.Fetch.keep
     monkeypatch.setattr(sync_module.Fetch, "keep", lambda self: (came.append(self.path), keep(self)))
@@ -162,7 +162,7 @@ def test_what_was_written_last_must_come_home_last(node, sync, monkeypatch):
     assert came == ["checkpoints/step-1/b", "checkpoints/step-1/a", "checkpoints/step-1/manifest"]
 
 
-def test_what_a_worker_removes_must_go_at_home_too(node, sync):
+def test_files_removed_by_a_worker_must_be_removed_from_the_copy(node, sync):
     link = node.connect()
     write = "import os, pathlib; (pathlib.Path(os.environ['JOB_DIR']) / 'checkpoints' / '{}').{}"
     node.start(link, write.format("old", "touch()"))
@@ -175,7 +175,7 @@ def test_what_a_worker_removes_must_go_at_home_too(node, sync):
     assert not (sync.run_dir / "checkpoints" / "old").exists()
 
 
-def test_the_log_of_another_node_must_be_gone_on_with(node, sync):
+def test_a_log_started_on_another_node_must_be_continued(node, sync):
     log = sync.run_dir / "logs" / "rank-0.log"
     log.write_bytes(b"what a node wrote that is lost\n")
     link = node.connect()
@@ -190,7 +190,7 @@ def test_the_log_of_another_node_must_be_gone_on_with(node, sync):
     assert log.read_bytes() == so_far + b"[node] generation 2\nagain\n"
 
 
-def test_what_is_given_to_a_node_must_be_there_and_not_come_back(node, sync, tmp_path):
+def test_uploaded_files_must_arrive_and_not_be_copied_back(node, sync, tmp_path):
     given = tmp_path / "given" / "checkpoints"
     given.mkdir(parents=True)
     (given / "state.pt").write_bytes(os.urandom(3_000_000))
@@ -207,7 +207,7 @@ def test_what_is_given_to_a_node_must_be_there_and_not_come_back(node, sync, tmp
     assert not (sync.run_dir / "checkpoints" / "state.pt").exists()
 
 
-def test_what_the_workers_of_the_first_node_remove_of_it_must_go_at_home_too(node, sync):
+def test_uploaded_files_removed_on_the_first_node_must_be_removed_from_the_copy(node, sync):
     (sync.run_dir / "checkpoints").mkdir()
     for name in ("old", "new"):
         (sync.run_dir / "checkpoints" / name).write_text("given")
@@ -220,7 +220,7 @@ def test_what_the_workers_of_the_first_node_remove_of_it_must_go_at_home_too(nod
     assert [path.name for path in (sync.run_dir / "checkpoints").iterdir()] == ["new"]
 
 
-def test_files_that_are_sent_again_after_an_interruption_must_be_whole(node, tmp_path):
+def test_an_upload_after_an_interrupted_one_must_be_complete(node, tmp_path):
     given = tmp_path / "given"
     given.mkdir()
     (given / "state.pt").write_bytes(os.urandom(3 * PIECE))
@@ -234,7 +234,7 @@ def test_files_that_are_sent_again_after_an_interruption_must_be_whole(node, tmp
     assert (node.job / "state.pt").read_bytes() == (given / "state.pt").read_bytes()
 
 
-def test_what_has_come_in_another_form_than_it_was_sent_must_not_be_unpacked(node):
+def test_a_damaged_upload_must_not_be_unpacked(node):
     node.job.mkdir()
     (node.job / "kept").touch()
     data = base64.b64encode(b"no tar file").decode()
@@ -243,7 +243,7 @@ def test_what_has_come_in_another_form_than_it_was_sent_must_not_be_unpacked(nod
     assert (node.job / "kept").exists()
 
 
-def test_a_file_that_cannot_come_home_must_be_told_and_not_keep_others_away(node, sync):
+def test_a_file_that_cannot_be_copied_must_be_reported_without_blocking_others(node, sync):
     (sync.run_dir / "taken").mkdir()
     (sync.run_dir / "taken" / "mine").touch()
     link = node.connect()
@@ -262,7 +262,7 @@ def test_a_file_that_cannot_come_home_must_be_told_and_not_keep_others_away(node
     assert not sync.errors and (sync.run_dir / "taken").read_text() == "x"
 
 
-def test_what_changes_its_kind_must_come_home_as_what_it_is(node, sync):
+def test_a_path_that_changes_its_type_must_be_copied_as_its_new_type(node, sync):
     link = node.connect()
     home = "import os, pathlib, shutil; home = pathlib.Path(os.environ['JOB_DIR'])\n"
     node.start(
@@ -285,7 +285,7 @@ def test_what_changes_its_kind_must_come_home_as_what_it_is(node, sync):
     assert (sync.run_dir / "a").read_text() == "file" and (sync.run_dir / "c" / "x").is_file() and not sync.errors
 
 
-def test_a_file_that_its_writer_may_not_read_must_come_home_all_the_same(node, sync):
+def test_a_file_that_its_owner_cannot_read_must_still_be_copied(node, sync):
     link = node.connect()
     node.start(link, "import os; os.close(os.open(os.environ['JOB_DIR'] + '/shut', os.O_CREAT | os.O_WRONLY, 0))")
     node.until(link, protocol.Ended)
@@ -293,7 +293,7 @@ def test_a_file_that_its_writer_may_not_read_must_come_home_all_the_same(node, s
     assert (sync.run_dir / "shut").is_file()
 
 
-def test_a_log_that_cannot_be_written_must_be_told_and_gone_on_with(node, sync):
+def test_a_log_that_cannot_be_written_must_be_reported_and_continued_later(node, sync):
     log = sync.run_dir / "logs" / "rank-0.log"
     log.symlink_to("elsewhere")
     link = node.connect()
@@ -306,7 +306,7 @@ def test_a_log_that_cannot_be_written_must_be_told_and_gone_on_with(node, sync):
     assert log.read_text() == "all of it\n" and not sync.errors
 
 
-def test_of_a_file_that_two_nodes_write_that_of_the_first_must_come_home(tmp_path):
+def test_of_a_file_written_by_two_nodes_the_first_nodes_version_must_be_copied(tmp_path):
     home, nodes = tmp_path / "home", {}
     (home / "logs").mkdir(parents=True)
     for name in ("master", "trainer-1"):
@@ -364,5 +364,5 @@ def test_a_node_whose_relay_is_gone_must_end_its_workers(node, tmp_path):
         (b"", b"[rank 1] a\n", b""),
     ],
 )
-def test_the_last_lines_of_a_lost_worker_must_come_from_its_nodes_stdout(home, copy, lacking):
+def test_the_last_lines_of_a_lost_worker_must_be_recovered_from_its_nodes_stdout(home, copy, lacking):
     assert rescued(home, copy, 1) == lacking

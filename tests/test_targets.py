@@ -175,7 +175,7 @@ def test_a_node_must_be_the_same_container_wherever_it_runs(target, tmp_path, mo
     assert found == {name: fact for name, fact in AS_ELSEWHERE.items() if name not in UNSAID[target]}
 
 
-def test_the_compose_file_must_have_what_the_other_targets_are_made_of():
+def test_the_compose_file_must_match_the_shared_container_definition():
     file = yaml.safe_load((PROJECT / "docker-compose.yml").read_text())
     for name in ("master", "trainer", "master-cpu", "trainer-cpu"):
         node = file["services"][name]

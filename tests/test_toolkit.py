@@ -31,7 +31,7 @@ print("sees", len(lines), "has", os.environ["CUDA_VISIBLE_DEVICES"].count("GPU-"
         ({}, ""),
     ],
 )
-def test_the_way_must_be_the_one_that_the_engine_reports(info, way):
+def test_gpus_must_be_requested_in_the_way_that_the_engine_reports(info, way):
     assert toolkit.way(info) == way
 
 
@@ -72,7 +72,7 @@ def test_nodes_must_see_their_gpus_as_cdi_devices(on_cdi, nothing_left):
 
 
 @pytest.mark.docker
-def test_an_engine_without_the_device_must_train_on_the_cpu_and_say_why(on_cdi):
+def test_a_job_without_the_cdi_device_must_train_on_the_cpu_and_say_why(on_cdi):
     done = on_cdi("nvidia.com/nonesuch", "plan", "--engine", "docker", "--trainers", "0", "--", "lists.py")
     (why,) = re.findall(r"gloo on CPU \((.*)\)$", done.stdout, re.M)
     assert why.startswith("containers cannot see any GPU: ") and "nvidia.com/nonesuch=all" in why

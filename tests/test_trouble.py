@@ -38,12 +38,12 @@ def troubled(job: Job, *times: tuple[float, float, str], workers: int = 3) -> Re
         ([(1, 4, "partition"), (5, 8, "partition")], []),
     ],
 )
-def test_only_a_node_that_is_cut_off_for_five_seconds_must_be_given_up(job, times, causes):
+def test_only_a_node_that_is_cut_off_for_over_five_seconds_must_count_as_lost(job, times, causes):
     assert job.run(troubled(job, *times)).word == "succeeded"
     assert job.causes() == causes
 
 
-def test_each_trouble_of_a_node_must_be_told_once_and_its_end_too(job):
+def test_each_problem_of_a_node_must_be_reported_once_and_so_must_its_end(job):
     job.run(troubled(job, (1, 10, "paused"), (20, 24, "silent"), (24, 27, "paused")))
     assert [name for name in job.names() if name.startswith("node_")] == [
         *("node_in_trouble", "node_well"),
@@ -55,7 +55,7 @@ def test_each_trouble_of_a_node_must_be_told_once_and_its_end_too(job):
     assert job.noted("node_well") == [{"node": "trainer-2"}] * 2
 
 
-def test_a_node_that_is_given_up_must_be_known_by_its_first_worker_and_noted_once(job):
+def test_a_lost_node_must_be_recorded_once_under_its_first_worker(job):
     engine = troubled(job, (1, 60, "partition"), workers=6)
     assert job.run(engine, JobSpec(trainers=2, nproc_per_node=2, grace=3.0)).word == "succeeded"
     assert job.causes() == [(4, "partition")]
@@ -72,7 +72,7 @@ def test_a_node_that_is_cut_off_while_workers_are_stopped_must_not_be_blamed(job
     assert job.names().count("worker_ended") == 6
 
 
-def test_a_node_that_is_given_up_must_not_be_called_well(job):
+def test_a_lost_node_must_not_be_reported_as_well(job):
     engine = RecordingEngine([[], [WorkerExit(2, 137)]], [ALL_WELL])
     engine.troubles = lambda: {"trainer-2": "silent"} if 2 in engine.running else {}
     assert job.run(engine).word == "succeeded"
@@ -88,7 +88,7 @@ def test_a_node_that_stays_cut_off_must_stop_the_gang_before_the_next_generation
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
 
 
-def test_a_node_that_is_cut_off_for_a_moment_must_be_left_alone(job):
+def test_a_node_that_is_cut_off_briefly_must_be_left_alone(job):
     engine = RecordingEngine([[]] * 5 + [ALL_WELL])
     troubles = iter([{"trainer-2": "partition"}, {"trainer-2": "partition"}])
     engine.troubles = lambda: next(troubles, {})
@@ -96,7 +96,7 @@ def test_a_node_that_is_cut_off_for_a_moment_must_be_left_alone(job):
     assert [name for name in job.names() if name.startswith("node_")] == ["node_in_trouble", "node_well"]
 
 
-def test_trouble_of_a_node_that_has_no_workers_must_not_matter(job, monkeypatch):
+def test_trouble_with_a_node_without_workers_must_not_matter(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.generation.PARTITION_TIMEOUT", 0.0)
     engine = RecordingEngine([[]] * 5 + [ALL_WELL])
     engine.troubles = lambda: {"trainer-7": "partition"}
@@ -105,14 +105,14 @@ def test_trouble_of_a_node_that_has_no_workers_must_not_matter(job, monkeypatch)
     assert not job.noted("node_in_trouble")
 
 
-def test_trouble_of_a_node_that_has_no_workers_must_not_excuse_a_hang(job):
+def test_trouble_with_a_node_without_workers_must_not_excuse_a_hang(job):
     engine = RecordingEngine([], [ALL_WELL])
     engine.troubles = lambda: {"trainer-7": "paused"}  # a spare one
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0)).word == "succeeded"
     assert [cause for _, cause in job.causes()] == ["hang"]
 
 
-def test_a_node_whose_workers_have_ended_well_may_be_cut_off(job):
+def test_a_node_whose_workers_have_succeeded_may_be_cut_off(job):
     engine = RecordingEngine([[WorkerExit(2, 0)], *[[]] * 100, ALL_WELL[:2]])
     engine.troubles = lambda: {"trainer-2": "partition"} if 2 not in engine.running else {}
     assert job.run(engine).word == "succeeded"

@@ -7,7 +7,7 @@ from orchestrate.engines.docker import image, volumes
 from orchestrate.errors import ResourceError
 
 
-def test_the_volumes_of_an_image_must_be_those_that_no_mount_of_ours_replaces(answers, daemon):
+def test_volumes_of_an_image_that_our_mounts_replace_must_be_left_out(answers, daemon):
     assert volumes.volumes(daemon, "mine:1") == []  # no such image
     answers.images = {"mine:1"}
     assert volumes.volumes(daemon, "mine:1") == []
@@ -33,14 +33,14 @@ def test_the_volumes_of_an_image_must_be_those_that_no_mount_of_ours_replaces(an
         "/proc",
     ],
 )
-def test_an_image_whose_volumes_a_node_cannot_have_must_be_refused_before_a_job_starts(answers, daemon, tmp_path, path):
+def test_an_image_with_an_unusable_volume_must_be_refused_before_a_job_starts(answers, daemon, tmp_path, path):
     answers.images, answers.volumes = {"mine:1"}, ["/data", path]
     with pytest.raises(ResourceError, match="the image mine:1 declares the volume") as error:
         image.inventory(daemon, spec(), tmp_path / "run", False)
     assert ascii(path) in str(error.value) and error.value.hint == "remove that VOLUME from its Dockerfile"
 
 
-def test_an_image_must_not_have_more_volumes_than_a_nodes_environment_has_room_for():
+def test_an_image_with_too_many_volumes_must_be_refused():
     names = [f"/{number}" for number in range(volumes.MOST + 1)]
     assert volumes.checked("mine:1", names[1:]) == sorted(names[1:])
     with pytest.raises(ResourceError, match="declares 33 volumes; the limit is 32"):

@@ -50,7 +50,7 @@ def test_a_worker_without_an_environment_must_be_a_job_of_one(noted, tmp_path):
     assert noted == []
 
 
-def test_files_must_go_to_a_folder_of_the_app_where_no_job_names_one(monkeypatch):
+def test_files_must_go_to_the_apps_own_folder_without_job_dir(monkeypatch):
     monkeypatch.delenv("JOB_DIR")
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     assert Job().folder == Path("runs/app")
@@ -59,7 +59,7 @@ def test_files_must_go_to_a_folder_of_the_app_where_no_job_names_one(monkeypatch
 @pytest.mark.parametrize(
     ("gpus", "device", "backend"), [(False, "cpu", "gloo"), (True, "cuda:2", "nccl")], ids=["cpu", "gpu"]
 )
-def test_a_worker_must_take_the_gpu_of_its_local_rank(monkeypatch, noted, gpus, device, backend):
+def test_a_worker_must_use_the_gpu_of_its_local_rank(monkeypatch, noted, gpus, device, backend):
     for name, value in (("RANK", "6"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "2"), ("TORCHELASTIC_RESTART_COUNT", "4")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
@@ -70,26 +70,26 @@ def test_a_worker_must_take_the_gpu_of_its_local_rank(monkeypatch, noted, gpus, 
     assert noted == [own] * gpus + [(backend, datetime.timedelta(seconds=7), own)]
 
 
-def test_workers_must_wait_for_each_other_for_half_an_hour(monkeypatch, noted):
+def test_the_default_timeout_must_be_half_an_hour(monkeypatch, noted):
     monkeypatch.setenv("WORLD_SIZE", "2")
     Job()
     assert noted == [("gloo", datetime.timedelta(minutes=30), None)]
 
 
-def test_no_worker_must_leave_the_group_before_all_have_come_to_the_end(monkeypatch, noted):
+def test_no_worker_must_leave_the_group_before_all_have_finished(monkeypatch, noted):
     monkeypatch.setenv("WORLD_SIZE", "2")
     Job().close()
     assert noted[1:] == ["barrier", "destroy"]
 
 
 @pytest.mark.parametrize(("given", "warned"), [("GPU-1", True), ("", False)])
-def test_a_gpu_that_was_given_and_cannot_be_used_must_be_told(monkeypatch, capsys, given, warned):
+def test_an_assigned_gpu_that_cannot_be_used_must_be_reported(monkeypatch, capsys, given, warned):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     Job()
     assert ("warning: torch cannot use the GPU" in capsys.readouterr().out) is warned
 
 
-def test_sigterm_must_only_be_noted_and_a_thread_must_be_able_to_make_a_job():
+def test_sigterm_must_only_be_recorded_and_a_thread_must_be_able_to_create_a_job():
     made = [Job()]
     signal.raise_signal(signal.SIGTERM)
     thread = threading.Thread(target=lambda: made.append(Job()))  # where signals cannot be caught
@@ -98,7 +98,7 @@ def test_sigterm_must_only_be_noted_and_a_thread_must_be_able_to_make_a_job():
     assert [one.asked for one in made] == [True, False]
 
 
-def test_rank_0_alone_must_speak_at_once_and_record(monkeypatch, tmp_path):
+def test_only_rank_0_must_print_without_delay_and_record_metrics(monkeypatch, tmp_path):
     made = Job()
     with (tmp_path / "out").open("w") as out:
         monkeypatch.setattr("sys.stdout", out)
@@ -112,7 +112,7 @@ def test_rank_0_alone_must_speak_at_once_and_record(monkeypatch, tmp_path):
     assert (made.folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_metrics_that_cannot_be_written_must_be_told(capsys):
+def test_metrics_that_cannot_be_written_must_be_reported_and_written_later(capsys):
     made = Job()
     (made.folder / "metrics.jsonl").mkdir()
     made.record(step=1)
@@ -129,7 +129,7 @@ def test_values_must_be_summed_as_float64():
     assert (total.dtype, total.requires_grad) == (torch.float64, False)
 
 
-def test_what_was_printed_must_be_written_before_a_worker_leaves_with_its_code(monkeypatch, tmp_path):
+def test_output_must_be_flushed_before_a_worker_exits(monkeypatch, tmp_path):
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
@@ -144,7 +144,7 @@ def test_what_was_printed_must_be_written_before_a_worker_leaves_with_its_code(m
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(8, 2), (2, 1), (None, 1)])
-def test_a_spawned_worker_must_have_torchruns_variables_and_its_part_of_the_cores(monkeypatch, cores, threads):
+def test_a_spawned_worker_must_have_torchruns_variables_and_its_share_of_the_cores(monkeypatch, cores, threads):
     env: dict[str, str] = {}
     seen: list[Any] = []
     monkeypatch.setattr(os, "environ", env)
@@ -159,7 +159,7 @@ def test_a_spawned_worker_must_have_torchruns_variables_and_its_part_of_the_core
 
 
 @pytest.mark.parametrize("name", ["single", "dp"])
-def test_a_strategy_of_one_process_must_refuse_more(name):
+def test_a_single_process_strategy_must_refuse_more(name):
     made = Job()
     made.world_size = 2
     with pytest.raises(SystemExit, match=f"error: --strategy {name} runs in one process, not 2\nhint: "):
@@ -167,7 +167,7 @@ def test_a_strategy_of_one_process_must_refuse_more(name):
 
 
 @pytest.mark.parametrize(("name", "split"), [("dp", True), ("ddp", False), ("single", False)])
-def test_dp_alone_must_split_batches_over_gpus(name, split):
+def test_only_dp_must_split_batches_over_gpus(name, split):
     made = Job()
     made.device = torch.device("cuda", 0)
     way = strategy.Strategy(name, made, build("lenet", 1, 28))
