@@ -1,4 +1,4 @@
-"""Fixtures: the command line as a user has it, the engines, and the check that a test leaves nothing behind."""
+"""Fixtures: the command line, the engines, and the check that a test leaves nothing behind."""
 
 import collections
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of pytest itself: tests run side by side
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for pytest itself: tests run in parallel
 for name in ("SUDO_UID", "SUDO_GID"):  # root's nodes then run as a user without an account
     os.environ.pop(name, None)
 
@@ -33,39 +33,39 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 # The SDK leaves its socket open when the engine does not answer; no user sees that.
 WARNINGS = "error,ignore:unclosed:ResourceWarning"
-MARK = "ORCHESTRATE_TEST"  # in the environment of all that a test starts: its folder
-SOCKETS = Path(f"/tmp/orchestrate-{os.getuid()}")  # of processes
+MARK = "ORCHESTRATE_TEST"  # variable that marks every process of a test with its folder
+SOCKETS = Path(f"/tmp/orchestrate-{os.getuid()}")  # of nodes of the process engine
 DOCKER_REQUIRED = os.environ.get("ORCHESTRATE_REQUIRE_DOCKER") == "1"
 
 
-# Expensive fixtures, and the number of processes that have one, for the tests that share it.
+# Expensive fixtures, and in how many pytest processes each is set up and shared by its tests.
 SHARED = {"hosts": 2, "single": 1, "kept": 1, "slurm_image": 1, "looked_at": 1}
 
 
-@pytest.hookimpl(wrapper=True)  # before xdist looks at the marks
+@pytest.hookimpl(wrapper=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # what takes long starts first
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # slow tests start first
     for name, copies in SHARED.items():
         for number, item in enumerate(item for item in items if name in item.fixturenames):
             item.add_marker(pytest.mark.xdist_group(f"{name}-{number % copies}"))
     for item in items:
         if "ready" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group(f"ready-{item.callspec.params['engine']}"))
-        if item.get_closest_marker("gpu"):  # one after the other: they look at the memory in use
+        if item.get_closest_marker("gpu"):  # one after the other: they measure the memory in use
             item.add_marker(pytest.mark.xdist_group("gpu"))
     return (yield)
 
 
 def pytest_report_teststatus(report):
-    """Count the skipped tests for GPUs by themselves: the summary has a line for each reason, not for each test."""
+    """Count skipped GPU tests separately: the summary has one line per reason, not per test."""
     return ("skipped (GPU)", "s", "SKIPPED") if report.skipped and "gpu" in report.keywords else None
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Print why tests for GPUs were skipped; with `--durations`, also how long each file's tests took."""
+    """Print why GPU tests were skipped; with `--durations`, also how long each file's tests took."""
     skipped = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped (GPU)", ()))
     for reason, count in skipped.items():
-        counted = "1 test for GPUs was" if count == 1 else f"{count} tests for GPUs were"
+        counted = "1 GPU test was" if count == 1 else f"{count} GPU tests were"
         terminalreporter.write_line(f"{counted} skipped: {reason.removeprefix('Skipped: ')}")
     if config.option.durations is None:
         return
@@ -77,16 +77,16 @@ def pytest_terminal_summary(terminalreporter, config):
                 name = report.nodeid.partition("::")[0]
                 seconds[name] = seconds.get(name, 0) + report.duration
                 tests.setdefault(name, set()).add(report.nodeid)
-    terminalreporter.section("time of each file, of which several run side by side")
+    terminalreporter.section("time per file, of which several run in parallel")
     for name in sorted(seconds, key=lambda name: -seconds[name]):
         terminalreporter.write_line(f"{seconds[name]:7.1f} s {len(tests[name]):5} tests  {name}")
 
 
 @pytest.hookimpl(trylast=True)  # after xdist has ended its processes
 def pytest_sessionfinish(session):
-    """Remove what a run that was interrupted has left."""
+    """Remove what an interrupted run has left."""
     if not hasattr(session.config, "workerinput"):
-        with contextlib.suppress(FileNotFoundError):  # another run removes what is there of older ones
+        with contextlib.suppress(FileNotFoundError):  # another run may remove folders of older runs meanwhile
             clear(session.config._tmp_path_factory.getbasetemp())
 
 
@@ -120,27 +120,27 @@ def docker(*arguments: str) -> str:
 
 
 def proc(pid: int | str, name: str) -> list[str]:
-    """The words of `cmdline` or `environ` of a process; none if it has gone or may not be looked at."""
+    """The entries of `cmdline` or `environ` of a process; none if it is gone or access is denied."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace").split("\0")
     return []
 
 
 def environ(pid: int | str) -> dict[str, str]:
-    """The environment with which a process was started, as far as it can be seen."""
+    """The environment that a process was started with; empty if it cannot be read."""
     return dict(word.split("=", 1) for word in proc(pid, "environ") if "=" in word)
 
 
 def processes(folder: Path) -> set[int]:
-    """The processes that were started by the command line below a folder, and what those have started."""
+    """The processes that command lines below a folder have started, and their descendants."""
     numbers = [path.name for path in Path("/proc").glob("[0-9]*")]
     return {int(pid) for pid in numbers if f"{environ(pid).get(MARK)}/".startswith(f"{folder}/")}
 
 
 def leftovers(folder: Path) -> dict[str, list[str]]:
-    """All that jobs from a folder could leave: processes, sockets of nodes, containers, networks, volumes.
+    """Everything that jobs from a folder have left: processes, sockets of nodes, containers, networks, volumes.
 
-    Other folders may have some at the same time: only what carries this folder's name, or that of one of its jobs,
+    Tests in other folders run at the same time, so only what carries the name of this folder or of one of its jobs
     is returned.
     """
     jobs = {path.parent.name for depth in ("", "*/") for path in folder.glob(f"{depth}*/*/job.yaml")}
@@ -166,7 +166,7 @@ def leftovers(folder: Path) -> dict[str, list[str]]:
 
 
 def clear(folder: Path) -> None:
-    """End and remove what jobs from a folder have left."""
+    """Kill and remove what jobs from a folder have left."""
     for pid in processes(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -179,14 +179,14 @@ def clear(folder: Path) -> None:
 
 @pytest.fixture
 def nothing_left(tmp_path):
-    """Fail where a test leaves something of its jobs."""
+    """Fail if a test leaves anything of its jobs behind."""
     yield
     assert leftovers(tmp_path) == {}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def state(tmp_path_factory):
-    """Where tests keep the records of their jobs: not at home."""
+    """The folder for job records of tests, instead of the user's own."""
     os.environ["XDG_STATE_HOME"] = str(folder := tmp_path_factory.mktemp("state"))
     yield folder
     del os.environ["XDG_STATE_HOME"]
@@ -194,30 +194,30 @@ def state(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def signals():
-    """Give pytest its own signal handlers back: the app in this process takes SIGTERM."""
+    """Restore pytest's signal handlers: the app in this process handles SIGTERM."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def eventually(what, timeout: float = 300):
-    """The first true value of `what()`, for which a machine that does much else may take long."""
+def eventually(condition, timeout: float = 300):
+    """Wait for the first true value of `condition()`; the timeout allows for a busy machine."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        if value := what():
+        if value := condition():
             return value
         time.sleep(0.05)
-    raise AssertionError(f"not within {timeout} s: {what}")
+    raise AssertionError(f"not within {timeout} s: {condition}")
 
 
 def die_with_parent() -> None:
-    """Between fork and exec: have the kernel end this process when the tests end, however they do."""
+    """Make the kernel end this process when the tests end, however they end; runs between fork and exec."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, though nobody may have waited for it."""
+    """Whether a process has ended; a zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -225,7 +225,7 @@ def gone(pid: int) -> bool:
 
 
 def descendants(*ancestors: int) -> list[int]:
-    """The processes that some have started, and those that these have, of one look: ids are soon used again."""
+    """The descendants of processes, from a single scan of /proc, since process ids are soon reused."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -238,11 +238,11 @@ def descendants(*ancestors: int) -> list[int]:
 
 
 class Cli:
-    """`python -m orchestrate` in a folder of its own, which holds the test scripts."""
+    """`python -m orchestrate` in its own folder, which holds the test scripts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.chmod(0o755)  # root's nodes run as a user who is not root, and see it
+        folder.chmod(0o755)  # nodes of root run as another user, who must be able to read it
         for script in SCRIPTS.glob("*.py"):
             shutil.copy(script, folder)
         self.env = {key: value for key, value in os.environ.items() if not key.startswith(("NODE_", "OMP_"))}
@@ -273,18 +273,18 @@ class Cli:
         return process
 
     def ps(self) -> list[list[str]]:
-        """What `ps` says of the jobs in this folder, from which their own counts. Others may be on the machine."""
+        """The rows of `ps` for jobs in this folder, with relative paths; other jobs may be on the machine."""
         rows = [re.split(r"  +", line) for line in self("ps").stdout.splitlines()]
         assert rows[0] == ["NAME", "ENGINE", "NODES", "STATE", "RUN"]
         prefix = f"{self.folder}/"
         return [[*row[:-1], row[-1].removeprefix(prefix)] for row in rows if row[-1].startswith(prefix)]
 
     def enough(self) -> None:
-        """Tell the script `count.py told` in all jobs from this folder to come to its end."""
+        """Tell the script `count.py told` in all jobs from this folder to finish."""
         (self.folder / "enough").touch()
 
     def run_dir(self) -> Path:
-        """The one job's run directory."""
+        """The run directory of the only job."""
         (found,) = (path for path in self.folder.glob("runs/*") if not (path / "nodes").exists())
         return found
 
@@ -295,11 +295,11 @@ class Cli:
         return json.loads((self.run_dir() / "report.json").read_text())
 
     def wait_for(self, text: str, rank: int) -> None:
-        """Wait until a rank's log has `text`."""
+        """Wait until a rank's log contains `text`."""
         eventually(lambda: any(text in path.read_text() for path in self.folder.glob(f"runs/*/logs/rank-{rank}.log")))
 
     def kill_worker(self, rank: int, number: int) -> None:
-        """Send a signal to a worker of the script steps.py, wherever its process id counts."""
+        """Send a signal to a worker of the script steps.py, in its node's PID namespace."""
         pid = int(re.search(r"pid (\d+)", self.log(rank))[1])
         plan = json.loads((self.run_dir() / "plan.json").read_text())
         if plan["inventory"]["engine"] == "process":
@@ -312,7 +312,7 @@ class Cli:
         return docker("ps", "-aq", "--filter", f"name={self.run_dir().name}-{node}").strip()
 
     def clean(self) -> None:
-        """Remove what a test that failed has left."""
+        """Remove what a failed test has left."""
         clear(self.folder)
         for process in self.started:
             if process.returncode is None:
@@ -328,7 +328,7 @@ def cli(tmp_path):
 
 @pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
 def engine(request, nothing_left):
-    """Each engine in turn; a test of it must leave nothing behind."""
+    """Each engine in turn; the test must leave nothing behind."""
     if request.param == "docker":
         request.getfixturevalue("docker_engine")
     return request.param
@@ -336,7 +336,7 @@ def engine(request, nothing_left):
 
 @pytest.fixture(scope="session")
 def ready_nodes(tmp_path_factory):
-    """Nodes of each engine that stay up, made when they are asked for."""
+    """Nodes of each engine that stay up, created on first use."""
     from support.ready import Ready, of_each_engine
 
     yield from of_each_engine(lambda engine: Ready(tmp_path_factory.mktemp(f"ready-{engine}"), engine))
@@ -344,7 +344,7 @@ def ready_nodes(tmp_path_factory):
 
 @pytest.fixture
 def ready(engine, ready_nodes):
-    """The command line where nodes of the engine are up already, for tests of what workers do."""
+    """The command line in a folder whose nodes are already up, for tests of what workers do."""
     nodes = ready_nodes(engine)
     nodes.up()
     yield nodes
@@ -353,7 +353,7 @@ def ready(engine, ready_nodes):
 
 @pytest.fixture(scope="session")
 def mnist(tmp_path_factory):
-    """A folder with a little of MNIST's own files."""
+    """A folder with a small excerpt of MNIST, in its own file format."""
     from test_app import COUNT, write_mnist
 
     folder = tmp_path_factory.mktemp("mnist")
@@ -363,7 +363,7 @@ def mnist(tmp_path_factory):
 
 @pytest.fixture
 def sharded(mnist, tmp_path):
-    """The same as five shards."""
+    """The same data as five shards."""
     from app import data, shards
 
     folder = tmp_path / "shards"
@@ -372,7 +372,7 @@ def sharded(mnist, tmp_path):
 
 
 def here(monkeypatch, folder: Path, *arguments: str) -> None:
-    """Train in this very process."""
+    """Train in this process."""
     from app import train
 
     monkeypatch.setenv("JOB_DIR", str(folder))
@@ -383,7 +383,7 @@ def here(monkeypatch, folder: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def small(mnist, tmp_path, monkeypatch):
-    """Train on little, in this process; returns the job's folder."""
+    """A function that trains on little data in this process and returns the job folder."""
 
     def run_small(*arguments: str) -> Path:
         base = ("--dataset", "mnist", "--data", str(mnist), "--epochs", "1", "--batch-size", "32")

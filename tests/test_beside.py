@@ -294,9 +294,7 @@ def taken(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["a file", "a link", "another user's", "open to others"])
-def test_a_socket_folder_that_is_not_ours_must_be_left_alone_and_must_not_block_jobs(
-    tmp_path, monkeypatch, how
-):
+def test_a_socket_folder_that_is_not_ours_must_be_left_alone_and_must_not_block_jobs(tmp_path, monkeypatch, how):
     monkeypatch.setattr(private, "TEMPORARY", tmp_path)
     path = tmp_path / f"orchestrate-{os.geteuid()}"
     taken(path, how)

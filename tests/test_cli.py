@@ -137,9 +137,7 @@ def test_a_script_on_the_command_line_must_override_the_job_files_command(do, en
 
 
 @pytest.mark.parametrize("nodes", ["its own", "a cluster's"])
-def test_a_detached_job_must_be_supervised_by_a_background_process(
-    do, engine, runs, tmp_path, monkeypatch, nodes
-):
+def test_a_detached_job_must_be_supervised_by_a_background_process(do, engine, runs, tmp_path, monkeypatch, nodes):
     if nodes == "a cluster's":
         do("up", "--trainers", "2", "--gpus", "none")
     python = tmp_path / "python"
@@ -391,9 +389,7 @@ def test_local_processes_must_not_need_a_docker_engine(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", ["run", "up", "plan"])
-def test_a_link_in_a_project_must_not_redirect_run_directories(
-    engine, tmp_path, monkeypatch, capsys, command
-):
+def test_a_link_in_a_project_must_not_redirect_run_directories(engine, tmp_path, monkeypatch, capsys, command):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs").symlink_to("elsewhere")
     monkeypatch.chdir(tmp_path)

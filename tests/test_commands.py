@@ -152,9 +152,7 @@ def test_stop_and_rm_must_require_a_job(do, tmp_path, command):
         ("lost", "no answer", 5),
     ],
 )
-def test_wait_and_attach_must_exit_as_an_ended_job_did_without_an_engine(
-    do, paths, monkeypatch, outcome, reason, code
-):
+def test_wait_and_attach_must_exit_as_an_ended_job_did_without_an_engine(do, paths, monkeypatch, outcome, reason, code):
     monkeypatch.setattr(choice, "answering", lambda: 1 / 0)  # nothing is asked of them
     end(paths, outcome, reason)
     paths.log(0).write_text("shown before\n")
@@ -241,7 +239,9 @@ def test_attach_must_supervise_a_job_that_has_no_supervisor(do, paths, engine):
     assert engine.calls == ["up", "start", "down"]
 
 
-def test_attach_must_follow_if_another_supervisor_was_faster_and_ctrl_c_must_only_detach(do, paths, engine, monkeypatch):
+def test_attach_must_follow_if_another_supervisor_was_faster_and_ctrl_c_must_only_detach(
+    do, paths, engine, monkeypatch
+):
     holder, looks = lock.holder, []
     monkeypatch.setattr(lock, "holder", lambda of: holder(of) if looks else looks.append(of))
     monkeypatch.setattr(commands, "time", Meanwhile(lambda: end(paths)))

@@ -61,7 +61,9 @@ def test_a_node_that_dies_must_be_replaced(cli, engine, node):
 @pytest.mark.parametrize(
     "command", [["rm", "-f"], ["stop", "-t", "1"], ["restart", "-t", "0"]], ids=["rm", "stop", "restart"]
 )
-def test_a_node_that_a_user_removes_must_be_replaced_within_the_restart_budget(cli, docker_engine, nothing_left, command):
+def test_a_node_that_a_user_removes_must_be_replaced_within_the_restart_budget(
+    cli, docker_engine, nothing_left, command
+):
     job = Background(cli, "docker", "--", "count.py", "told")
     job.until_step(25, rank=1)
     docker(*command, job.node("trainer-1"))

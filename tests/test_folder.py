@@ -145,9 +145,7 @@ def test_the_supervisor_must_continue_and_report_whatever_a_node_leaves(paths, o
 
 
 @pytest.mark.timeout(60)
-def test_a_link_in_place_of_a_job_folder_on_a_cluster_must_not_move_files_of_the_host(
-    tmp_path, outside
-):
+def test_a_link_in_place_of_a_job_folder_on_a_cluster_must_not_move_files_of_the_host(tmp_path, outside):
     JobPaths(tmp_path / "runs" / "c-1").create_cluster()
     paths = create(JobPaths(tmp_path / "runs" / "a-1"), cluster="c-1")
     inside = tmp_path / "runs" / "c-1" / "nodes" / "a-1"

@@ -79,9 +79,7 @@ print("filled", os.statvfs(".").f_fsid == os.statvfs("/job").f_fsid, flush=True)
 """
 
 
-def test_files_next_to_a_nodes_socket_must_be_on_its_jobs_disk_and_be_removed(
-    cli, docker_engine, nothing_left
-):
+def test_files_next_to_a_nodes_socket_must_be_on_its_jobs_disk_and_be_removed(cli, docker_engine, nothing_left):
     (cli.folder / "fills.py").write_text(FILLS)
     done = cli(*ALONE, "--", "fills.py")
     assert done.returncode == 0, done.stderr
@@ -89,9 +87,7 @@ def test_files_next_to_a_nodes_socket_must_be_on_its_jobs_disk_and_be_removed(
     assert not (cli.run_dir() / "sockets").exists()
 
 
-def test_a_node_must_not_see_runs_git_or_ignored_files_in_the_code_folder(
-    cli, docker_engine, nothing_left
-):
+def test_a_node_must_not_see_runs_git_or_ignored_files_in_the_code_folder(cli, docker_engine, nothing_left):
     files = {".git/config": CANARY, ".env": CANARY, "keys/a/b": CANARY, "kept.txt": "kept", "x/runs/a": "kept"}
     files |= {"runs/other-0000/job.yaml": CANARY, "runs/other-0000/job/logs/rank-0.log": CANARY}
     for name, text in files.items():
@@ -338,9 +334,7 @@ def test_a_job_with_a_paused_node_must_stop_gracefully(cli, docker_engine, nothi
 # --- clusters
 
 
-def test_a_job_that_swaps_its_folder_on_a_cluster_must_not_affect_files_of_the_host(
-    cli, docker_engine, nothing_left
-):
+def test_a_job_that_swaps_its_folder_on_a_cluster_must_not_affect_files_of_the_host(cli, docker_engine, nothing_left):
     victim = cli.folder / "victim"
     victim.mkdir(mode=0o777)
     (victim / "file").write_text("mine")

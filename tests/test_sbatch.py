@@ -193,9 +193,7 @@ def test_a_folder_that_a_generation_has_replaced_with_a_link_must_be_refused(sch
 
 
 @pytest.mark.parametrize("text", ["link", "fifo", "folder", "canary", "3 canary", "0000", "999", "-1", ""])
-def test_content_planted_in_the_failure_file_must_neither_be_shown_nor_block(
-    scheduler, tmp_path, text
-):
+def test_content_planted_in_the_failure_file_must_neither_be_shown_nor_block(scheduler, tmp_path, text):
     (tmp_path / "secret").write_text("canary")
     how = {"link": f"ln -sf {tmp_path}/secret", "fifo": "mkfifo", "folder": "mkdir"}.get(text, f"echo -n '{text}' >")
     scheduler.more = {"AFTER": f'{how} "$NODE_FAILED"'}

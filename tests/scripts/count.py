@@ -1,6 +1,6 @@
-"""A training without torch: counts steps, saves, resumes, and shows what was done when; `count.py STEPS [SECONDS]`.
+"""A training loop without torch that counts steps, saves and resumes: `count.py STEPS [SECONDS_PER_STEP]`.
 
-`told` instead of a number of steps: to the next multiple of ten after a file `enough` is in the working directory.
+With `told` instead of STEPS, it ends at the next multiple of ten after a file `enough` is in the working directory.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Where a worker of a test computes: its device, and a process group that works there."""
+"""The device of a test's worker, and a process group that works there."""
 
 import os
 

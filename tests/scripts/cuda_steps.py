@@ -1,7 +1,7 @@
-"""Steps that all ranks take together on GPUs: `cuda_steps.py STEPS [FAULT [TIMEOUT]]`; rank 1 has FAULT at step 5.
+"""Steps that all ranks take together on GPUs: `cuda_steps.py STEPS [FAULT [TIMEOUT]]`; FAULT hits rank 1 at step 5.
 
-Like count.py, it saves every ten steps, resumes from there, and with `told` instead of a number of steps ends at the
-next multiple of ten after a file `enough` is in the working directory. TIMEOUT is that of a collective, in seconds.
+Like count.py, it saves every ten steps, resumes from there, and with `told` instead of STEPS ends at the
+next multiple of ten after a file `enough` is in the working directory. TIMEOUT is for a collective, in seconds.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from cuda_place import device, join
 
-# Writes to an address that no program has. The driver compiles it, so this needs no compiler.
+# Writes to an invalid address. The driver compiles it, so this needs no compiler.
 STRAY = b"""
 .version 6.4
 .target sm_75
@@ -53,13 +53,13 @@ fault = sys.argv[2] if len(sys.argv) > 2 else ""
 timeout = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
 rank, generation = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
 saved = Path(os.environ["JOB_DIR"], "checkpoints", f"rank-{rank}")
-# As in a script that saves when it is asked to end: a worker that waits in NCCL does not even come to the handler.
+# As in a script that saves on SIGTERM; a worker that waits in NCCL never reaches the handler.
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 print("pid", os.getpid(), "of", os.environ["WORLD_SIZE"], flush=True)
 where = device()
-ballast = torch.zeros(1 << 29, dtype=torch.uint8, device=where)  # 512 MiB, to be seen in the memory in use
+ballast = torch.zeros(1 << 29, dtype=torch.uint8, device=where)  # 512 MiB, visible in the memory in use
 if fault == "mismatch":
-    dist.set_debug_level(dist.DebugLevel.DETAIL)  # which compares what the ranks are about to do together
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # compares the collectives of all ranks before they start
 join(where)
 
 
@@ -110,7 +110,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 start = torch.tensor([float(saved.read_text()) if saved.exists() else 0.0], device=where)
 dist.all_reduce(start, op=dist.ReduceOp.MIN)  # a rank may have been killed before its save
 done, steps = int(start), sys.maxsize if told else int(sys.argv[1])
-# Only from here on are the ranks close enough for a short timeout.
+# From here on, the ranks are close enough together for a short timeout.
 group = dist.new_group(timeout=datetime.timedelta(seconds=timeout)) if timeout else None
 while done < steps:
     time.sleep(0.01)

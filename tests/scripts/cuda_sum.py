@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""Add up the ranks, on GPUs if the job has them, and print what this worker has as one line of JSON."""
+"""Add up the ranks, on GPUs if the job has them, and print facts about this worker as one line of JSON."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Kill a process at each line of a save in turn; whatever the line, the newest committed checkpoint must load.
+"""Kill a process at each line of a save in turn; at every line, the newest committed checkpoint must load.
 
-Prints, for each kill, the function that it struck and whether the checkpoint of before (`0 old`) or the one that was
+Prints, for each kill, the interrupted function and whether the previous checkpoint (`0 old`) or the one that was
 being saved (`1 new`) was found.
 """
 
@@ -29,7 +29,7 @@ def save(step: int) -> None:
 
 
 def killed_save(step: int, line: int) -> str:
-    """Save in a process that is killed before the n-th line that writes; the function, or nothing if it ended."""
+    """Save in a process that is killed before its n-th line; return the function, or "" if it was not killed."""
     reader, writer = os.pipe()
     if child := os.fork():
         os.close(writer)
@@ -47,7 +47,7 @@ def killed_save(step: int, line: int) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
-    threading.settrace(trace)  # of the one thread that writes: those of others would come in between as they like
+    threading.settrace(trace)  # only the writing thread is traced: lines of others interleave at random
     save(step)
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""The app, whose rank 1 is killed once, at its STEP-th batch after a checkpoint: `killed_training.py STEP ARGS`."""
+"""The app, with rank 1 killed once, at its STEP-th batch and after a checkpoint: `killed_training.py STEP ARGS`."""
 
 import os
 import signal
@@ -16,10 +16,10 @@ batches = GlobalOrder.batches
 
 
 def until_killed(self: GlobalOrder, *arguments: Any) -> Iterator[Any]:
-    """The batches; rank 1 gets no more than so many in its first generation."""
+    """The batches; before number `step`, wait for a checkpoint and kill this process."""
     for number, batch in enumerate(batches(self, *arguments), 1):
         if number == step:
-            while not [*Path(os.environ["JOB_DIR"], "checkpoints").glob("step-*")]:  # it is written by a thread
+            while not [*Path(os.environ["JOB_DIR"], "checkpoints").glob("step-*")]:  # a thread writes it
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         yield batch

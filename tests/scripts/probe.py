@@ -1,4 +1,4 @@
-"""A worker without torch: prints its environment and arguments as one line of JSON, and ends."""
+"""A worker without torch that prints its environment and arguments as one line of JSON."""
 
 import json
 import os

@@ -1,8 +1,8 @@
-"""Try to reach places; `reach.py WAY:HOST:PORT …` prints what became of each as JSON.
+"""Try to reach addresses; `reach.py WAY:HOST:PORT …` prints the result of each as JSON.
 
-The ways: `tcp`; `bind`, from a socket that is bound to the interface; `near`, from one that asks for no gateway; `udp`,
-a datagram. The host `gateway` is this node's, `subnet` all nodes of its network.
-With a file `stay` in the working directory, the first generation then waits for its end.
+The ways: `tcp`; `bind`, from a socket bound to the interface; `near`, from a socket that uses no gateway; `udp`,
+a datagram. The host `gateway` is this node's gateway, `subnet` the broadcast address of its network.
+With a file `stay` in the working directory, the first generation then waits until it is stopped.
 """
 
 import errno
@@ -14,11 +14,11 @@ import socket
 import sys
 from pathlib import Path
 
-OPTIONS = {"near": 5, "bind": 25}  # SO_DONTROUTE, SO_BINDTODEVICE; neither takes a capability
+OPTIONS = {"near": 5, "bind": 25}  # SO_DONTROUTE, SO_BINDTODEVICE; neither needs a capability
 
 
 def named(host: str) -> str:
-    """The address of what has a name here alone."""
+    """The address behind the names `gateway` and `subnet`."""
     lines = [line.split() for line in Path("/proc/net/route").read_text().splitlines()]
     gateway, network, mask = (
         next(number(line[column]) for line in lines if line[0][:3] == "eth" and (line[1] == "00000000") == default)

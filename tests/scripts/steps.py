@@ -1,4 +1,4 @@
-"""A worker without torch that goes on until it is stopped; `RANK=CODE` arguments make ranks fail once all run."""
+"""A worker without torch that runs until it is stopped; `RANK=CODE` arguments make ranks fail once all run."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Real workers that wait for each other: `sums.py STEPS [what rank 1 does at step 5]`, with gloo."""
+"""Real workers that wait for each other with gloo: `sums.py STEPS [what rank 1 does at step 5 [TIMEOUT]]`."""
 
 import datetime
 import os

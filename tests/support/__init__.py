@@ -1,1 +1,1 @@
-"""What tests share: the other ends of connections, engines that are played, jobs in the background."""
+"""Helpers that tests share: fake engines and nodes, the far ends of connections, jobs in the background."""

@@ -15,7 +15,7 @@ from support.ends import KEY
 
 NODE = str(ROOT / "orchestrate" / "node")
 PIPE = str(ROOT / "orchestrate" / "node" / "pipe.py")
-PRELOAD = "colorsys"  # a module that nothing else imports: where it is imported already, the worker was forked
+PRELOAD = "colorsys"  # a module that nothing else imports: if it is already imported, the worker was forked
 
 BEFORE = f"""
 import runpy, sys
@@ -27,7 +27,7 @@ runpy.run_path({NODE!r}, run_name="__main__")
 
 
 class Pipe:
-    """A client that talks to a node, from outside of a container by what `command` runs there."""
+    """A client that talks to a node through `command`, which runs inside the node's container if it has one."""
 
     def __init__(self, env: dict[str, str], command: Sequence[str] = (sys.executable, "-I", "-S", PIPE)) -> None:
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -38,7 +38,7 @@ class Pipe:
         self.send(json.dumps({"ask": what, **facts}).encode() + b"\n")
 
     def send(self, text: bytes) -> None:
-        """Have the node take whole lines."""
+        """Send complete lines to the node."""
         if not self.signer.met:
             self.signer.meet(self._lines()[0])
             self._write(self.signer.nonce + b"\n" + self.signer.sign(b"") + b"\n")
@@ -49,7 +49,7 @@ class Pipe:
         self.process.stdin.flush()
 
     def _lines(self) -> list[bytes]:
-        """The next lines; none where the node has ended."""
+        """The next lines; none if the node has ended."""
         *lines, self.partial = self.partial.split(b"\n")
         while not lines:
             assert select.select([self.process.stdout], [], [], 60)[0], f"nothing after {self.heard}"
@@ -60,7 +60,7 @@ class Pipe:
         return lines
 
     def until(self, say: str, **facts) -> dict | None:
-        """The first such message, also among those that were heard before; None where the node ends without it."""
+        """The first matching message, including those received before; None if the node ends without it."""
         wanted = {"say": say, **facts}
         while not (found := [message for message in self.heard if wanted.items() <= message.items()]):
             if not (lines := self._lines()):
@@ -84,7 +84,7 @@ class Waiting:
     """A node in mode `wait`, and a client that starts workers in it."""
 
     def __init__(self, tmp_path, preload: str = "", before: str = "", **env: str) -> None:
-        """`before` is run in the node's process before it begins: `lease.LEASE = 1`, say, of the modules in it."""
+        """`before` is code that runs in the node's process before the node starts, such as `lease.LEASE = 1`."""
         self.folder = tmp_path
         self.env = os.environ | {"NODE_MODE": "agent", "NODE_SOCKET": str(tmp_path / "s"), "JOB_DIR": str(tmp_path)}
         self.env |= {"NODE_KEY": KEY.hex(), "NODE_PRELOAD": preload, **env}
@@ -104,7 +104,7 @@ class Waiting:
         self.pipe.ask("start", command=words, env=own, inherit=True, cwd=None)
 
     def code(self, rank: int, generation: int = 0) -> int | None:
-        """The exit code of a worker; None where the node ends first."""
+        """The exit code of a worker; None if the node ends first."""
         ended = self.pipe.until("ended", rank=rank, generation=generation)
         return ended and ended["code"]
 

@@ -1,4 +1,4 @@
-"""A Docker Engine's API on a Unix socket, whose containers are only told of, and which remembers what it was asked."""
+"""A fake Docker Engine: its API on a Unix socket, with made-up containers and a record of all requests."""
 
 import contextlib
 import json
@@ -38,12 +38,12 @@ INFO = {
     "DefaultRuntime": "runc",
     "SecurityOptions": ["name=seccomp,profile=builtin"],
 }
-SPEC = JobSpec(trainers=1, host_access=True)  # else the engine is asked for helpers at any time
+SPEC = JobSpec(trainers=1, host_access=True)  # otherwise requests for helper containers come at any time
 VERSION = {"Version": "26.1.5", "ApiVersion": "1.44", "MinAPIVersion": "1.24"}
 
 
 class Answers:
-    """What an engine has, and how it answers; `refusals` are statuses and messages by what is asked."""
+    """The state of the engine and its answers; `refusals` are status codes and messages by request."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "docker.sock"
@@ -51,13 +51,13 @@ class Answers:
         self.containers: list[dict[str, Any]] = []
         self.networks: list[dict[str, Any]] = []
         self.images: set[str] = set()
-        self.started = "2026-01-01T00:00:00.123456789Z"  # when containers were
-        self.volumes: list[str] = []  # that each of them declares
-        self.output, self.code = b"", 0  # of a container that was made
+        self.started = "2026-01-01T00:00:00.123456789Z"  # start time of all containers
+        self.volumes: list[str] = []  # that each image declares
+        self.output, self.code = b"", 0  # of a container created through the API
         self.refusals: dict[str, tuple[int, str]] = {}
-        self.happens: Callable[[str], None] = lambda what: None  # called with each thing that is asked
-        self.at_once = b""  # what an exec writes before its start is even answered
-        self.speaks: Callable[[socket], None] = lambda connection: None  # what an exec does
+        self.happens: Callable[[str], None] = lambda what: None  # called with each request
+        self.at_once = b""  # what an exec writes together with the answer to its start
+        self.speaks: Callable[[socket], None] = lambda connection: None  # what an exec does with its connection
         self.asked: list[tuple[str, dict[str, str], Any]] = []  # method and path, query, body
         self.events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None ends the stream
         self.server = Server(str(self.path), type("Bound", (Handler,), {"engine": self}))
@@ -68,7 +68,7 @@ class Answers:
         return f"unix://{self.path}"
 
     def container(self, node: str, job: str = "j", state: str = "running", **labels: str) -> dict[str, Any]:
-        """Have a container of a job, as a list shows it; named as Compose does."""
+        """Add a container of a job, in the form of a list entry and with Compose's names."""
         service, _, number = node.partition("-")
         labels = {
             "orchestrate.job": job,
@@ -94,11 +94,11 @@ class Answers:
         self.networks.append({"Id": f"net-{job}", "Name": f"{job}_job", "Driver": "bridge", "Labels": labels})
 
     def did(self, *methods: str) -> list[str]:
-        """What has been asked, but for lists."""
+        """The requests with these methods; by default, those that change something."""
         return [what for what, _, _ in self.asked if what.split()[0] in (methods or ("POST", "DELETE"))]
 
     def of(self, what: str) -> tuple[dict[str, str], Any]:
-        """The query and the body of the last such request."""
+        """The query and the body of the last request of this kind."""
         return next((query, body) for asked, query, body in reversed(self.asked) if asked == what)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Answers:
         self.server.server_close()
 
     def change(self, method: str, words: list[str], body: Any) -> None:
-        """Have containers and networks as they are after a request."""
+        """Apply the effect of a request to containers and networks."""
         for one in [one for one in self.containers if one["Id"] in words]:
             if method == "DELETE":
                 self.containers.remove(one)
@@ -120,7 +120,7 @@ class Answers:
                     one["NetworkSettings"]["Networks"][network["Name"]] = {}
 
     def answer(self, what: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
-        """The status and the content of an answer."""
+        """The status and the content of the answer to a request."""
         self.asked.append((what, query, body))
         self.happens(what)
         if what in self.refusals:
@@ -160,12 +160,12 @@ class Answers:
 
 
 def framed(stream: int, text: bytes) -> bytes:
-    """What a container writes, as the engine wraps it."""
+    """Output of a container in the engine's stream framing."""
     return bytes([stream, 0, 0, 0]) + len(text).to_bytes(4, "big") + text
 
 
 class Framed(End):
-    """A node's end behind an engine's `exec`, which puts a head before all that comes out of it."""
+    """A node's end behind an engine's `exec`, which prefixes all output with a frame header."""
 
     def __init__(self, sock: socket, greets: bool = True) -> None:
         super().__init__(sock, listens=True, greets=greets)
@@ -175,7 +175,7 @@ class Framed(End):
 
 
 def picked(thing: dict[str, Any], filters: dict[str, Any]) -> bool:
-    """Whether a filter of the engine's lists lets it through; names may be parts of one."""
+    """Whether an object matches the engine's list filters; a name filter matches any part of a name."""
     labels = [f"{key}={value}" for key, value in thing["Labels"].items()] + [*thing["Labels"]]
     return (
         set(filters.get("label", [])) <= set(labels)
@@ -189,7 +189,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 64
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of clients that go away."""
+        """Ignore clients that disconnect."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -240,7 +240,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Job:
-    """A job named j on an engine that is played, and a `docker` that writes down how it was called."""
+    """A job named j on a fake engine, and a fake `docker` command that records its calls."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers, self.folder, self.paths = Answers(folder), folder, JobPaths(folder / "runs" / "j")
@@ -277,13 +277,13 @@ class Job:
         return self.made[-1]
 
     def session(self, spec: JobSpec = SPEC, run: Path | None = None, **site: Any) -> DockerSession:
-        """The nodes of the job; what it warns of is in `warned`."""
+        """A session of the job; its warnings go to `warned`."""
         made = self.engine().open(spec, self.plan(spec, **site), run or self.run, self.warned.append)
         self.sessions.append(made)
         return made
 
     def warnings(self) -> list[str]:
-        """Those since the last call."""
+        """The warnings since the last call."""
         found = [*self.warned]
         self.warned.clear()
         return found
@@ -292,7 +292,7 @@ class Job:
         return plan(spec, HERE.but(**{"code": "/code", **site}), "j")
 
     def settled(self, *nodes: str, spec: JobSpec = SPEC, **site: Any) -> DockerSession:
-        """The job, whose workers run on these nodes."""
+        """A session of the job with workers running on these nodes."""
         for name in nodes:
             self.answers.container(name)
         session = self.session(spec, **site)
@@ -307,12 +307,12 @@ class Job:
         path.chmod(0o755)
 
     def words(self) -> list[str]:
-        """How Compose was called; nothing where it was not."""
+        """The arguments that Compose was called with; empty if it was not called."""
         path = self.folder / "words"
         return path.read_text().split() if path.exists() else []
 
     def given(self) -> list[dict[str, Any]]:
-        """The mounts of a node that Compose was given besides those of its file."""
+        """The mounts of a node that were passed to Compose in addition to those in its file."""
         services = yaml.safe_load((self.folder / "given").read_text())["services"]
         assert services["master"] == services["trainer"] and set(services) == {"master", "trainer"}
         return services["master"]["volumes"]
@@ -321,7 +321,7 @@ class Job:
         return dict(line.split("=", 1) for line in (self.folder / "env").read_text().splitlines() if "=" in line)
 
     def happened(self, action: str, node: dict[str, Any], **attributes: str) -> None:
-        """Have the engine report an event."""
+        """Make the engine report an event."""
         told = {"Action": action, "Type": "container", "time": 1, "timeNano": len(self.answers.asked)}
         labels = {"orchestrate.job": "j", **attributes}
         self.answers.events.put({**told, "Actor": {"ID": node["Id"], "Attributes": labels}})
@@ -329,7 +329,7 @@ class Job:
 
 @pytest.fixture
 def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
-    """The engine to which the user's `docker` talks."""
+    """The engine that the user's `docker` command talks to."""
     made = Answers(tmp_path)
     monkeypatch.setenv("DOCKER_HOST", made.host)
     monkeypatch.setattr(daemon_module, "PLUGINS", ["/"])
@@ -339,7 +339,7 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers
 
 @pytest.fixture
 def daemon(answers: Answers) -> Iterator[Daemon]:
-    """Our side of it."""
+    """Our client of that engine."""
     made = Daemon()
     yield made
     made.client.close()

@@ -1,4 +1,4 @@
-"""Commands in this process, on an engine that plays a script: what they decide, without any node."""
+"""Commands in this process, on a scripted engine: what they decide, without any node."""
 
 import contextlib
 import subprocess
@@ -37,7 +37,7 @@ def supervised(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class Whole(RecordingEngine):
-    """An engine that is taken for Docker's, of which the inventory is that of other tests."""
+    """A scripted engine that passes as Docker's, with the inventory `HERE`."""
 
     name = "docker"  # as in the inventory
 
@@ -51,7 +51,7 @@ class Whole(RecordingEngine):
 
 
 class Commands:
-    """Commands in this process, on the jobs of a folder and on an engine that plays a script."""
+    """Commands in this process, on the jobs in a folder and on a scripted engine."""
 
     def __init__(self, runs: Path, monkeypatch, capsys) -> None:
         self.runs, self.capsys, self.engine = runs, capsys, Whole()
@@ -59,7 +59,7 @@ class Commands:
         monkeypatch.setattr(choice, "engine_of", lambda spec: self.engine)
 
     def __call__(self, *words: object) -> tuple[int, list[str], list[str]]:
-        """Run a command: its exit code, and the lines of stdout and stderr."""
+        """Run a command; return its exit code and the lines of stdout and stderr."""
         split = words.index("--") if "--" in words else len(words)
         code = main([*map(str, (*words[:split], "--runs", self.runs, *words[split:]))])
         out, err = self.capsys.readouterr()
@@ -67,14 +67,14 @@ class Commands:
 
 
 def create(paths: JobPaths, spec: JobSpec | None = None, cluster: str = "") -> JobPaths:
-    """The files of a job that is about to start; of one that uses a cluster, where it is named."""
+    """Create the files of a job that is about to start, on a cluster if one is named."""
     spec = spec or JobSpec(trainers=2, grace=0.01, command=("-m", "app.train"))
     store.create(spec, plan(spec, HERE.but(cluster=cluster), paths.root.name, 29500), paths)
     return paths
 
 
 def noted(paths: JobPaths, *events: Event) -> None:
-    """Add events to those of a job."""
+    """Append events to a job's events."""
     emit = Recorder(paths.events, key=bytes.fromhex(records.need(paths.root).events))
     for event in events:
         emit(event)

@@ -1,4 +1,4 @@
-"""Both ends of a connection to a node, whose lines carry proofs of the key of the job."""
+"""Both ends of a connection to a node, whose lines are signed with the job's key."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ KEY = bytes(range(32))
 
 
 class End:
-    """One end; `listens` is the node's, which greets first."""
+    """One end; `listens` marks the node's end, which greets first."""
 
     def __init__(self, sock: socket.socket, listens: bool = False, greets: bool = True, key: bytes = KEY) -> None:
         self.sock, self.signer, self.partial = sock, Signer(key, listens), b""
@@ -21,7 +21,7 @@ class End:
             self._send(self.signer.nonce)
 
     def meet(self) -> None:
-        """Exchange the words that a connection begins with."""
+        """Exchange the handshake that starts a connection."""
         if not self.signer.met:
             self.signer.meet(self._line())
             if not self.signer.listens:
@@ -44,7 +44,7 @@ class End:
         return json.loads(self.signer.verify(line)) if line else None
 
     def heard(self) -> list[dict]:
-        """All messages that are there."""
+        """All messages that have arrived."""
         self.meet()
         self.sock.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -67,7 +67,7 @@ class End:
 
 
 def connected() -> tuple[NodeConnection, End]:
-    """An orchestrator's connection to a node, and the node's end, which the test plays."""
+    """An orchestrator's connection to a node, and the node's end, which the test controls."""
     here, there = socket.socketpair()
     node, link = End(there, listens=True), NodeConnection(here, KEY)
     greeted(link, node)
@@ -75,7 +75,7 @@ def connected() -> tuple[NodeConnection, End]:
 
 
 def greeted(link: NodeConnection, node: End) -> None:
-    """Have both ends of a connection meet."""
+    """Complete the handshake between both ends of a connection."""
     meets = threading.Thread(target=node.meet)
     meets.start()
     assert link.greet(30)

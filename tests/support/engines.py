@@ -1,4 +1,4 @@
-"""A Docker Engine of a test's own, in a network namespace of its own, that can be stopped and started again."""
+"""A private Docker Engine for a test, in its own network namespace, which can be stopped and restarted."""
 
 import os
 import shutil
@@ -12,16 +12,16 @@ from conftest import DOCKER_REQUIRED, die_with_parent, eventually
 
 
 class Engine:
-    """A dockerd; `options` are more of its flags."""
+    """A dockerd; `options` are additional flags."""
 
     def __init__(self, *options: str) -> None:
         if os.geteuid() or not all(map(shutil.which, ("dockerd", "unshare"))):
-            why = "an engine of its own takes root, dockerd and unshare"
+            why = "a private engine needs root, dockerd and unshare"
             pytest.fail(f"ORCHESTRATE_REQUIRE_DOCKER=1, and {why}") if DOCKER_REQUIRED else pytest.skip(why)
-        folder = Path(tempfile.mkdtemp(prefix="engine-"))  # a short path: containerd has sockets in it
+        folder = Path(tempfile.mkdtemp(prefix="engine-"))  # a short path, since it holds containerd's sockets
         self.folder, self.host = folder, f"unix://{folder}/docker.sock"
         init = shutil.which("docker-init") or shutil.which("tini-static")
-        # A network namespace of its own: an engine removes what it takes for the bridge of a former one.
+        # In its own network namespace: an engine removes bridges that seem to be left from an earlier engine.
         self.command = ["unshare", "--net", "dockerd", "--host", self.host, "--bridge=none", "--iptables=false"]
         self.command += ["--ip6tables=false", "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"]
         self.command += ["--pidfile", f"{folder}/pid", *([f"--init-path={init}"] if init else []), *options]
@@ -37,7 +37,7 @@ class Engine:
         return subprocess.run(["docker", "-H", self.host, "info"], capture_output=True).returncode == 0
 
     def docker(self, *arguments: str, content: bytes | None = None) -> str:
-        """Run the command; `content` is what it reads."""
+        """Run a `docker` command with `content` as its stdin."""
         done = subprocess.run(["docker", "-H", self.host, *arguments], input=content, capture_output=True, check=True)
         return done.stdout.decode()
 
@@ -46,7 +46,7 @@ class Engine:
         self.daemon.wait(timeout=60)
 
     def remove(self) -> None:
-        """End it, with all containers, and remove its files."""
+        """Stop the engine, with all containers, and remove its files."""
         if self.daemon.poll() is not None:
             self.start()
         if found := self.docker("ps", "-aq").split():

@@ -1,4 +1,4 @@
-"""What the tests of faults share: a job in the background, its events, and a look at its logs."""
+"""Helpers for fault tests: a job in the background, its events and its logs."""
 
 import json
 import os
@@ -34,7 +34,7 @@ class Background:
         return eventually(lambda: self.events(name)[count - 1 :] or self.ended_early())[0]
 
     def ended_early(self) -> None:
-        if self.process.poll() not in (None, -signal.SIGKILL):  # that was a test
+        if self.process.poll() not in (None, -signal.SIGKILL):  # killed by the test itself
             raise AssertionError(self.process.communicate()[1][-2000:])
 
     def until_step(self, step: int, rank: int = 0) -> None:
@@ -43,7 +43,7 @@ class Background:
         eventually(lambda: self.has(rank, line) or self.ended_early())
 
     def until_steps_in(self, generation: int, rank: int = 0) -> None:
-        """Wait until a later generation, which begins wherever the one before had come to, has done some steps."""
+        """Wait until a later generation, which starts from an unknown step, has done some steps."""
         eventually(lambda: self.cli.log(rank).count(f" in {generation}\n") > 3 or self.ended_early())
 
     def has(self, rank: int, text: str) -> bool:
@@ -53,7 +53,7 @@ class Background:
             return False
 
     def home(self) -> str:
-        """The name under which the nodes exist: the job's, or that of its cluster."""
+        """The name that the nodes carry: the job's, or its cluster's."""
         run = self.cli.run_dir()
         return json.loads((run / "plan.json").read_text())["placement"]["cluster"] or run.name
 
@@ -81,7 +81,7 @@ class Background:
         return self.process.returncode
 
     def causes(self) -> list[tuple[int, str]]:
-        """Rank and cause of each failure, of the report."""
+        """Rank and cause of each failure in the report."""
         return [(failure["rank"], failure["cause"]) for failure in self.cli.report()["failures"]]
 
     def steps(self, rank: int) -> list[tuple[int, int]]:
@@ -91,7 +91,7 @@ class Background:
 
 
 def compose_hangs(cli: Cli, after: bool = False) -> Callable[[], str]:
-    """Have `docker compose up` hang, or hang `after` the nodes are up; the result says which process does, or ""."""
+    """Make `docker compose up` hang, at once or `after` the nodes are up; returns a function that reads its process id."""
     path, hung, real = cli.folder / "bin" / "docker", cli.folder / "hung", shutil.which("docker")
     path.parent.mkdir()
     does = f'{real} "$@"; ' * after + f"echo $$ > {hung}; sleep 600"
@@ -108,7 +108,7 @@ def container(home: str, name: str) -> str:
 
 
 def node_pid(engine: str, home: str, name: str) -> int:
-    """The process of a node."""
+    """The process id of a node."""
     if engine == "docker":
         return int(docker("inspect", "--format", "{{.State.Pid}}", container(home, name)))
     socket = f"/tmp/orchestrate-{os.getuid()}/{home}/{name}.sock"
@@ -127,9 +127,9 @@ def kill_node(engine: str, home: str, name: str) -> None:
 
 
 def complete(steps: list[tuple[int, int]], last: int = 0) -> bool:
-    """Whether count.py's log has no gap: within a generation each step follows the one before, to `last` at the end.
+    """Whether count.py's log has no gap: each step in a generation follows the one before, and the last is `last`.
 
-    Without `last`, to where a job ends that was told to.
+    Without `last`, the job must have ended where `count.py told` ends, at a multiple of ten.
     """
     within = all(one[1] != other[1] or other[0] == one[0] + 1 for one, other in zip(steps, steps[1:]))
     return bool(steps) and within and steps[0] == (1, 0) and steps[-1][0] == (last or steps[-1][0] // 10 * 10)

@@ -1,4 +1,4 @@
-"""The app in processes that are forked from one that has imported torch, so that many tests pay for that once."""
+"""The app in processes forked from one that has imported torch, so that many tests share the cost."""
 
 import contextlib
 import multiprocessing
@@ -14,11 +14,11 @@ from pathlib import Path
 from orchestrate.engines.ports import free_port
 
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["app.train", "torch._dynamo", "pytest"])  # what optimizers and DDP import, too
+_forks.set_forkserver_preload(["app.train", "torch._dynamo", "pytest"])  # including what optimizers and DDP import
 
 
 class Gang:
-    """Workers in a folder, with what torchrun would tell them; a single process where there are none.
+    """Workers in a folder, with torchrun's environment; without workers, a single process without it.
 
     They train, or call `main`, which is a function of a module.
     """
@@ -47,7 +47,7 @@ class Gang:
             process.join()
 
     def end(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        """Wait until all have ended well, or one has not; what they wrote, and the exit code."""
+        """Wait until all have succeeded or one has failed; return their output and the exit code."""
         running = {process.sentinel: process for process in self.processes}
         code = 0
         while running and not code:
@@ -61,7 +61,7 @@ class Gang:
 def _work(
     folder: Path, env: dict[str, str], output: Path, arguments: list[str], main: Callable[[], None] | None
 ) -> None:
-    """What each process does."""
+    """Run one worker process."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -12,8 +12,8 @@ from typing import IO, BinaryIO
 
 from conftest import descendants, die_with_parent, eventually, gone
 
-SLOTS = 16  # swarms that can be on this machine at once, each of a test run of its own
-VXLAN = ("-p", "udp", "--dport", "4789")  # what overlay networks travel by
+SLOTS = 16  # swarms on this machine at once, each of a different test run
+VXLAN = ("-p", "udp", "--dport", "4789")  # traffic of overlay networks
 IMAGE = "orchestrate-node:0.1"
 
 
@@ -22,10 +22,10 @@ def command(*words: str) -> str:
 
 
 class Host:
-    """One of them."""
+    """A host: a network namespace with a dockerd."""
 
     def __init__(self, number: int, slot: int, folder: Path, template: Path) -> None:
-        """Make its namespace; its engine is started by `start`, on images that are linked from `template`."""
+        """Create the namespace; `start` starts the engine, on images hard-linked from `template`."""
         self.name, self.address = f"host-{number}", f"{subnet(slot)}.{number}"
         self.space, self.folder = f"orch{slot}-{number}", folder / f"h{number}"
         self.link = f"orch{slot}-v{number}"
@@ -87,10 +87,10 @@ class Host:
     def heal(self) -> None:
         command("ip", "link", "set", self.link, "up")
         drop = ["nsenter", f"--net=/run/netns/{self.space}", "iptables", "-D", "INPUT", *VXLAN, "-j", "DROP"]
-        subprocess.run(drop, capture_output=True)  # where there is one
+        subprocess.run(drop, capture_output=True)  # if there is such a rule
 
     def processes(self) -> list[int]:
-        """The engine, and all that it has started, by their network namespaces or their parents."""
+        """The processes whose command line names this host's folder: the engine and its helpers."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ class Host:
         return found
 
     def kill(self) -> None:
-        """End the engine and all its containers at once, as a power cut does: without a last message."""
+        """Kill the engine and all its containers at once, without a last message, as a power failure does."""
         self.cut()
         engine = self.processes()
         children = descendants(*engine)
@@ -109,12 +109,12 @@ class Host:
         assert self.process
         self.process.wait()
         eventually(lambda: all(gone(pid) for pid in children))
-        # As after a power cut. A new dockerd would believe that what has these ids by then is its own, and kill it.
+        # A new dockerd would take whatever has these process ids by then for its own, and kill it.
         for name in ("pid", "exec/containerd/containerd.pid"):
             (self.folder / name).unlink()
 
     def restore(self) -> None:
-        """Have it as it was."""
+        """Reconnect the host and restart its engine if needed."""
         self.heal()
         if self.process is None or self.process.poll() is not None:
             self.start()
@@ -123,7 +123,7 @@ class Host:
         if self.process and self.process.poll() is None:
             self.process.terminate()
             self.process.wait()
-        for pid in self.processes():  # what a killed engine has left
+        for pid in self.processes():  # left by a killed engine
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -164,7 +164,7 @@ class Swarm:
             raise
 
     def states(self) -> list[str]:
-        """What the manager says of the hosts."""
+        """The states of the hosts, as the manager reports them."""
         lines = self.hosts[0].docker("node", "ls", "--format", "{{json .}}").splitlines()
         return [
             status for _, status in sorted((json.loads(line)["Hostname"], json.loads(line)["Status"]) for line in lines)
@@ -175,7 +175,7 @@ class Swarm:
         eventually(lambda: self.states() == ["Ready"] * len(self.hosts))
 
     def left(self) -> dict[str, str]:
-        """All that a job has left, by host and kind."""
+        """Everything that a job has left, by host and kind."""
         networks = "network ls --filter driver=overlay --format {{.Name}}"
         asks = {"containers": "ps -aq", "networks": networks, "volumes": "volume ls -q"}
         found = {f"{host.name} {what}": host.docker(*ask.split()) for host in self.hosts for what, ask in asks.items()}
@@ -184,7 +184,7 @@ class Swarm:
         return {what: names for what, names in found.items() if names.strip() not in ("", "ingress")}
 
     def clear(self) -> bool:
-        """Remove what a job has left; whether nothing is left any more, which takes more than one try."""
+        """Remove what a job has left; return whether nothing is left, which can take several attempts."""
         first = self.hosts[0]
         for what in ("service", "secret", "network"):
             ask = ["--filter", "driver=overlay"] if what == "network" else []
@@ -221,9 +221,9 @@ def remove_bridge(slot: int) -> None:
 
 
 def free_slot() -> tuple[IO[str], int]:
-    """The number of a swarm that no other test run has, and what keeps it until it is closed.
+    """Reserve a slot number that no other test run uses; returns the lock that holds it until closed, and the number.
 
-    What a run that was killed has left of it is removed.
+    What a killed run has left in that slot is removed.
     """
     for slot in range(SLOTS):
         lock = open(f"/tmp/orchestrate-test-hosts-{slot}.lock", "w")  # noqa: SIM115
@@ -241,9 +241,9 @@ def free_slot() -> tuple[IO[str], int]:
 
 
 def share_image(target: Path) -> None:
-    """Make a data folder of an engine that holds the image alone, of hard links to the layers that we have.
+    """Create an engine's data folder that holds only the image, from hard links to our own layers.
 
-    `docker save | docker load` would write six gigabytes for each host.
+    `docker save | docker load` would write 6 GB for each host.
     """
     root = Path(command("docker", "info", "--format", "{{.DockerRootDir}}").strip())
     image = command("docker", "image", "inspect", "--format", "{{.Id}}", IMAGE).strip().removeprefix("sha256:")
@@ -264,9 +264,9 @@ def share_image(target: Path) -> None:
 
 
 def share(root: Path, wanted: list[Path], target: Path) -> None:
-    """NodeConnection what stands below `root` into another folder; or copy it, where that is on another disk."""
+    """Hard-link paths below `root` into another folder; copy them if that is on another disk."""
     copy = ["cp", "--archive", "--parents", *(str(path.relative_to(root)) for path in wanted), str(target)]
-    # A running engine has its data folder mounted on itself, across which there are no links.
+    # A running engine has its data folder mounted on itself, and hard links cannot cross that mount.
     look_below = f'umount --lazy {root}; cd {root} && exec "$@"'
     linked = ["unshare", "--mount", "--propagation", "private", "sh", "-c", look_below, "sh", *copy, "--link"]
     if subprocess.run(linked, capture_output=True).returncode:

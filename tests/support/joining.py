@@ -1,4 +1,4 @@
-"""Nodes of a plain Compose project: one is real, the others, and Docker's name server, are played."""
+"""Nodes of a plain Compose project: one is real; the others, and Docker's DNS, are fake."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from conftest import ROOT, eventually
 
 from orchestrate.engines.ports import free_port
 
-# Docker's name server, and GPUs, are played; what trainers say comes from addresses of the loopback interface.
+# Docker's DNS and the GPUs are fake; messages of trainers come from addresses of the loopback interface.
 BOOT = """
 import socket, sys
 from orchestrate.node import rendezvous as join
@@ -33,7 +33,7 @@ WAITS = "import signal\nprint('ready')\nsignal.pause()"
 
 
 class Trainer:
-    """What the master hears of one, and what that hears of the master."""
+    """One side of the connection between a trainer and the master."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.file = sock, sock.makefile("rwb")
@@ -90,7 +90,7 @@ class Project:
         return made
 
     def both(self) -> tuple[Trainer, Trainer]:
-        """The trainers 9 and 10, of which 10 comes first."""
+        """The trainers 9 and 10; trainer 10 connects first."""
         ten = self.trainer(TEN)
         return self.trainer(NINE), ten
 
@@ -100,7 +100,7 @@ class Project:
         return self.node.returncode, out.decode()
 
     def ready(self) -> None:
-        """Wait until the node's worker is there."""
+        """Wait until the node's worker is running."""
         logs = self.folder / "logs"
         eventually(lambda: any("ready" in path.read_text() for path in logs.glob("rank-*.log")))
 
@@ -118,7 +118,7 @@ def project(tmp_path: Path) -> Iterator[Project]:
 
 @pytest.fixture
 def master(project: Project) -> Iterator[SimpleNamespace]:
-    """A trainer that is real, the master's side of its connection, and what it has said of itself."""
+    """Start a real trainer; returns the master's side of its connection and the trainer's first message."""
     with socket.create_server(("127.0.0.1", project.port)) as server:
         server.settimeout(60)
 

@@ -1,4 +1,4 @@
-"""A Docker Engine for tests that manages a Swarm of made-up hosts: it answers the SDK's requests, over HTTP."""
+"""A fake Docker Engine that manages a Swarm of made-up hosts and answers the SDK's requests over HTTP."""
 
 import json
 import os
@@ -40,22 +40,22 @@ def host(number: int, cpus: int = 4, gpus: int = 0, state: str = "ready", availa
 
 
 def settled(run: Path, spec: JobSpec) -> SwarmJob:
-    """A job `j` that has a network and a key."""
+    """A job `j` with a network and a key."""
     made = SwarmJob(Manager(), spec, plan(spec, HERE, "j"), run, KEY)
     made.prepare()
     return made
 
 
 def scale(made: SwarmJob, role: str, more: int) -> None:
-    made.spec = JobSpec(trainers=2, user=str(os.getuid()))  # to whom the folder of a test belongs
+    made.spec = JobSpec(trainers=2, user=str(os.getuid()))  # the owner of the test's folder
     made.scale(role, more)
 
 
 class StubManager:
-    """What the Swarm has, for tests to look at and change."""
+    """The state of the Swarm, for tests to read and change."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Answer from now on, as the engine to which the user's `docker` talks; ends with `close`."""
+        """Answer as the engine that the user's `docker` command talks to, until `close`."""
         swarm = {"ControlAvailable": True, "LocalNodeState": "active", "NodeAddr": "10.1.1.1"}
         self.info = {"ServerVersion": "26.1.5", "Swarm": swarm}
         self.hosts = [host(1), host(2)]
@@ -64,12 +64,12 @@ class StubManager:
         self.secrets: list[dict] = []
         self.networks: list[dict] = [{"Id": name, "Name": name, "Labels": {}} for name in ("bridge", "host", "ingress")]
         self.containers: list[dict] = []
-        self.state = "running"  # of tasks that are new
-        self.refused: dict[str, str] = {}  # beginnings of requests, such as DELETE /networks, and why
-        self.status = 409  # of what is refused
+        self.state = "running"  # of new tasks
+        self.refused: dict[str, str] = {}  # reasons by prefix of the request, such as DELETE /networks
+        self.status = 409  # of refused requests
         self.log = b""  # of every service
         self.asked: list[str] = []  # each request: method, path and query
-        self.made: list[dict] = []  # the bodies of requests that make or change something
+        self.made: list[dict] = []  # the bodies of requests that create or change something
         self.placed: Callable[[dict], None] = lambda task: None  # called for each new task
         self.looked: Callable[[], None] = lambda: None  # called before tasks are listed
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler(self))
@@ -87,7 +87,7 @@ class StubManager:
         self.server.server_close()
 
     def overlays(self) -> list[dict]:
-        """The networks that were made."""
+        """The networks that were created."""
         return self.networks[3:]
 
     def task(self, name: str) -> dict:
@@ -96,7 +96,7 @@ class StubManager:
         return [one for one in self.tasks if one["role"] == role and one["Slot"] == int(slot or 1)][-1]
 
     def place(self, service: dict, slot: int, on: str = "") -> dict:
-        """Have one more task of a service."""
+        """Add a task of a service."""
         template, number = service["Spec"]["TaskTemplate"], len(self.tasks)
         ready = [one["ID"] for one in self.hosts if one["Status"]["State"] == "ready"]
         task = {
@@ -242,7 +242,7 @@ def handler(stub: StubManager) -> type[BaseHTTPRequestHandler]:
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubManager]:
-    """The engine to which the user's `docker` talks."""
+    """The engine that the user's `docker` command talks to."""
     made = StubManager(monkeypatch)
     yield made
     made.close()
@@ -250,7 +250,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubManager]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Time that passes only while the engine for Swarm waits."""
+    """A clock that advances only while the Swarm engine waits."""
     made = Clock()
     for module in (manager, objects, session):
         monkeypatch.setattr(module, "time", made)

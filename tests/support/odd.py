@@ -137,6 +137,6 @@ PIECES = [
 
 
 def odd(count: int) -> list[str]:
-    """The texts above and as many more, which are the same at each call."""
+    """The texts above and `count` random ones, which are the same at each call."""
     dice = random.Random(7)
     return [*ODD, *("".join(dice.choices(PIECES, k=dice.randint(1, 8))) for _ in range(count))]

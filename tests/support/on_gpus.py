@@ -1,4 +1,4 @@
-"""Fixtures for tests on GPUs: those of this machine, which processes use them, and nodes on them that stay up."""
+"""Fixtures for tests on GPUs: this machine's GPUs, the processes that use them, and nodes with GPUs that stay up."""
 
 import functools
 import os
@@ -44,7 +44,7 @@ def unusable() -> str:
 
 @functools.cache
 def uncontained() -> str:
-    """Why containers cannot use this machine's GPUs; empty if they can. The stand-in for NVIDIA's runtime cannot."""
+    """Why containers cannot use this machine's GPUs, as with a stand-in for NVIDIA's runtime; empty if they can."""
     for way in WAYS:
         command = ["docker", "run", "--rm", "--pull", "never", *way, "--entrypoint", "nvidia-smi", IMAGE, "-L"]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -63,7 +63,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 @pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
 def gpu_engine(request, gpus, nothing_left):
-    """Each engine in turn that can use the GPUs; a test of it must leave nothing behind."""
+    """Each engine that can use the GPUs in turn; the test must leave nothing behind."""
     if request.param == "docker":
         request.getfixturevalue("docker_engine")
         if why := uncontained():
@@ -72,21 +72,21 @@ def gpu_engine(request, gpus, nothing_left):
 
 
 def tolerant(cli: Cli) -> Cli:
-    """The same command line, where a warning is no error: torch warns of what a GPU can and cannot do."""
+    """The same command line without warnings as errors, since torch warns about features of GPUs."""
     cli.env["PYTHONWARNINGS"] = "default"
     return cli
 
 
 @pytest.fixture
 def gpu_cli(cli, gpu_engine):
-    """The command line where GPUs are."""
+    """The command line for an engine that can use the GPUs."""
     return tolerant(cli)
 
 
 class GpuNodes(Ready):
     """Two nodes that see all GPUs, and the folder whose jobs use them.
 
-    `pair` are the options of two workers on two nodes: with a GPU each if there are two, which then use NCCL.
+    `pair` are the options for two workers on two nodes, each with its own GPU, and thus NCCL, if there are two.
     """
 
     def __init__(self, folder: Path, engine: str, gpus: tuple[Gpu, ...]) -> None:
@@ -109,11 +109,11 @@ class GpuNodes(Ready):
         return OnGpus(self, *arguments)
 
     def used(self) -> int:
-        """Bytes of memory of the GPUs that are in use."""
+        """Memory in use on the GPUs, in bytes."""
         return sum(gpu.used for gpu in look() if gpu.id in {one.id for one in self.gpus})
 
     def processes(self) -> list[int]:
-        """The processes of the nodes, and those that they have started."""
+        """The processes of the nodes, and their descendants."""
         if self.engine == "docker":
             nodes = [node_pid("docker", self.cluster, name) for name in ("master", "trainer-1")]
         else:
@@ -121,7 +121,7 @@ class GpuNodes(Ready):
         return [*nodes, *descendants(*nodes)]
 
     def only_nodes(self) -> bool:
-        """Whether nothing is there but two nodes with what forks their workers; a zombie counts."""
+        """Whether only two nodes and their zygotes exist; a zombie counts as a process."""
         return len(self.processes()) == 4
 
 
@@ -136,13 +136,13 @@ class OnGpus(Background):
 
 @pytest.fixture(scope="session")
 def gpu_clusters(tmp_path_factory, gpus):
-    """Nodes of each engine that stay up, made when they are asked for."""
+    """Nodes of each engine that stay up, created on first use."""
     yield from of_each_engine(lambda engine: GpuNodes(tmp_path_factory.mktemp(f"gpus-{engine}"), engine, gpus))
 
 
 @pytest.fixture
 def gpu_nodes(gpu_engine, gpu_clusters):
-    """The command line where nodes with GPUs are up already, and warm."""
+    """The command line in a folder whose nodes with GPUs are already up and warm."""
     nodes = gpu_clusters(gpu_engine)
     nodes.up()
     yield nodes
@@ -150,9 +150,9 @@ def gpu_nodes(gpu_engine, gpu_clusters):
 
 
 def on_cuda(pids: Iterable[int]) -> set[int]:
-    """Those processes that have initialised CUDA, as far as this user can see: only root sees what forks workers.
+    """The processes that have initialised CUDA, as far as this user can see: only root sees zygotes.
 
-    CUDA opens the device for unified memory; to look for GPUs, as nvidia-smi does, needs only the others.
+    CUDA opens the device for unified memory; detecting GPUs, as nvidia-smi does, opens only the others.
     """
     found = set()
     for pid in pids:

@@ -1,4 +1,4 @@
-"""What an engine has and where a job goes on it, for plans in tests."""
+"""An engine's inventory and a job's placement, for plans in tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrate.job.spec import JobSpec
 
 
 class Site(NamedTuple):
-    """What an engine returns as the inventory for a job."""
+    """The inventory and placement that an engine returns for a job."""
 
     inventory: Inventory
     placement: Placement
@@ -20,7 +20,7 @@ class Site(NamedTuple):
         return getattr(self.inventory, name) if hasattr(self.inventory, name) else getattr(self.placement, name)
 
     def but(self, **changes: Any) -> Site:
-        """The same with other values, of either half."""
+        """A copy with changed fields, of either half."""
         of_inventory = {field.name for field in dataclasses.fields(Inventory)} & changes.keys()
         return Site(
             dataclasses.replace(self.inventory, **{name: changes[name] for name in of_inventory}),

@@ -1,4 +1,4 @@
-"""An engine whose nodes are played: the far ends of its connections are the test's."""
+"""Fake nodes: the test controls the far ends of an engine's connections."""
 
 import socket
 
@@ -11,7 +11,7 @@ from support.said import sent
 
 
 class Node:
-    """The far end of connections to a node; messages wait until a client is connected."""
+    """The far end of a connection to a node; its messages wait until a client is connected."""
 
     def __init__(self) -> None:
         self.here, self.there = socket.socketpair()
@@ -33,7 +33,7 @@ class Node:
         self.say("status", generation=generation, **facts)
 
     def asked(self) -> list[dict]:
-        """What it has been asked until now."""
+        """The requests that have arrived so far."""
         return self.end_.heard() if self.end_.signer.met else []
 
     def end(self) -> None:
@@ -41,7 +41,7 @@ class Node:
 
 
 class Reached:
-    """How nodes that are played are reached."""
+    """Connects an engine to the fake nodes."""
 
     def __init__(self, nodes: "Nodes") -> None:
         self.nodes = nodes
@@ -66,15 +66,15 @@ class Reached:
 
 
 class Nodes(NodeClients):
-    """Connections to nodes that are played; a node that ends is made anew by `again`."""
+    """Connections to fake nodes; `again` replaces a node that has ended."""
 
     def __init__(self, count: int) -> None:
         self.warned: list[str] = []
         super().__init__(Reached(self), self.warned.append)
         self.played = {f"node-{rank}": Node() for rank in range(count)}
-        self.up = set(self.played)  # those that can be connected to
-        self.look: list[str] = []  # whose container is found to run, once for each
-        self.there: set[str] = set()  # those that may come to themselves
+        self.up = set(self.played)  # nodes that accept connections
+        self.look: list[str] = []  # nodes whose container is reported as running, once per entry
+        self.there: set[str] = set()  # nodes that may recover
 
     def again(self, name: str) -> Node:
         self.played[name].end()
@@ -82,7 +82,7 @@ class Nodes(NodeClients):
         return self.played[name]
 
     def warnings(self) -> list[str]:
-        """Those since the last call."""
+        """The warnings since the last call."""
         found = [*self.warned]
         self.warned.clear()
         return found

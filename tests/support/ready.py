@@ -1,4 +1,4 @@
-"""Nodes that stay up for many tests and have imported torch, so that a job of theirs costs a fork."""
+"""Nodes that stay up for many tests and have imported torch, so that a job costs only a fork."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from support.faults import OPTIONS
 
 
 def of_each_engine(make: Callable[[str], "Ready"]) -> Iterator[Callable[[str], "Ready"]]:
-    """Nodes of each engine that stay up, made when they are asked for; for a fixture of the whole session."""
+    """Nodes of each engine that stay up, created on first use, for a session-scoped fixture."""
     made: dict[str, Ready] = {}
     yield lambda engine: made.get(engine) or made.setdefault(engine, make(engine))
     for nodes in made.values():
@@ -18,7 +18,7 @@ def of_each_engine(make: Callable[[str], "Ready"]) -> Iterator[Callable[[str], "
 
 
 class Ready(Cli):
-    """Four nodes, and the folder whose jobs use them; jobs that ask for other ones get their own."""
+    """Four nodes, and the folder whose jobs use them; a job with other options gets its own nodes."""
 
     options: tuple[str, ...] = ("--trainers", "3", *OPTIONS)
 
@@ -27,7 +27,7 @@ class Ready(Cli):
         self.engine, self.cluster = engine, ""
 
     def up(self) -> None:
-        """Have the nodes up, in a folder without jobs."""
+        """Bring up the nodes if they are not, and clear the folder of jobs."""
         (self.folder / "enough").unlink(missing_ok=True)
         for run in self.folder.glob("runs/*"):
             if run.name != self.cluster:
@@ -38,7 +38,7 @@ class Ready(Cli):
             self.cluster = done.stdout.strip()
 
     def settle(self) -> None:
-        """After a test: start anew where it has left a job, for it has failed."""
+        """Clean up after a test: if it has failed and left a job, remove the cluster as well."""
         if any(process.returncode is None for process in self.started):
             self.clean()
             shutil.rmtree(self.folder / "runs")

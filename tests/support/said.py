@@ -1,4 +1,4 @@
-"""What nodes say, whole: a test names what matters to it, the rest is as a node would say it."""
+"""Complete messages of nodes: a test gives the fields that matter to it, the others have defaults."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 
 def told(say: str, **facts: Any) -> dict[str, Any]:
-    """A report of a node, as an object of JSON."""
+    """A message of a node, as a JSON object."""
     message = {"say": say, **WHOLE[say], **facts}
     if say == "status":
         idle = {"pid": 7, "state": "S", "cpu": 1.0}
@@ -28,10 +28,10 @@ def told(say: str, **facts: Any) -> dict[str, Any]:
 
 
 def said(say: str, **facts: Any) -> protocol.Report:
-    """A report of a node."""
+    """A message of a node."""
     return protocol.REPORTS[say](**{name: value for name, value in told(say, **facts).items() if name != "say"})
 
 
 def sent(say: str, **facts: Any) -> bytes:
-    """The same, as it comes over a connection."""
+    """A message of a node, as it arrives over a connection."""
     return json.dumps(told(say, **facts)).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""An engine that plays a script, and a job on it: the supervisor's decisions, without any node."""
+"""A job on a scripted engine: the supervisor's decisions, without any node."""
 
 from concurrent.futures import Future
 
@@ -16,7 +16,7 @@ KILLED = [WorkerExit(1, 137)]
 
 
 class Clock:
-    """Time that passes only while the supervisor sleeps or waits for its engine."""
+    """A clock that advances only while the supervisor sleeps or waits for its engine."""
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
@@ -33,7 +33,7 @@ class Clock:
 
 
 class AtOnce:
-    """A pool whose work is done when it is handed in, so that no time passes meanwhile."""
+    """A pool that runs work when it is submitted, so that no time passes meanwhile."""
 
     def __init__(self, threads: int) -> None:
         pass
@@ -48,7 +48,7 @@ class AtOnce:
 
 
 class WhenAsked:
-    """A pool whose work is done when it is waited for, and not before."""
+    """A pool that runs work only when its result is awaited."""
 
     def __init__(self, threads: int) -> None:
         pass
@@ -67,7 +67,7 @@ class WhenAsked:
 
 
 class Job:
-    """A job on a scripted engine, with files and a clock of its own."""
+    """A job on a scripted engine, with its own files and clock."""
 
     def __init__(self, folder, monkeypatch) -> None:
         self.clock = Clock()

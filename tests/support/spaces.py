@@ -1,4 +1,4 @@
-"""Network namespaces in place of the networks around a node: hosts outside of this machine, or another kernel."""
+"""Network namespaces that stand in for the networks around a node: outside hosts, or another kernel."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ while True:
     server.accept()
 """
 
-NUMBERS = itertools.count()  # a namespace that is removed goes a while later, with its links
+NUMBERS = itertools.count()  # a removed namespace and its links disappear some time later
 
 
 def command(*words: str) -> str:
@@ -28,17 +28,17 @@ def command(*words: str) -> str:
 
 
 def possible() -> None:
-    """Skip a test that cannot have a network namespace."""
+    """Skip a test if network namespaces cannot be created."""
     if os.geteuid() or not all(map(shutil.which, ("ip", "nsenter"))):
-        why = "network namespaces take root and iproute2"
+        why = "network namespaces need root and iproute2"
         pytest.fail(f"ORCHESTRATE_REQUIRE_DOCKER=1, and {why}") if DOCKER_REQUIRED else pytest.skip(why)
 
 
 class Space:
-    """A namespace, and a cable from there to another one, or to that of this machine."""
+    """A namespace, and a cable from it to another one or to this machine's."""
 
     def __init__(self, here: tuple[str, ...], there: tuple[str, ...], other: "Space | None" = None) -> None:
-        """`here` are the addresses of this end of the cable, `there` those of the far one; `other` has this end."""
+        """`here` and `there` are the addresses of the near and the far end of the cable; `other` holds the near end."""
         self.name, self.processes = f"space-{os.getpid()}-{next(NUMBERS)}", []
         self.cable = self.name.replace("space", "sp")
         command("ip", "netns", "add", self.name)

@@ -1,4 +1,4 @@
-"""A job on a made-up Swarm: its engine, three nodes that do nothing, and connections whose other ends the test has."""
+"""A job on a fake Swarm: its session, three idle nodes, and connections whose far ends the test controls."""
 
 import contextlib
 import os
@@ -17,12 +17,12 @@ from support.manager_stub import StubManager
 from support.plans import HERE, plan
 from support.scripted import Clock
 
-SPEC = JobSpec(trainers=2, user=str(os.getuid()))  # to whom the folder of a test belongs
+SPEC = JobSpec(trainers=2, user=str(os.getuid()))  # the owner of the test's folder
 
 
 @contextlib.contextmanager
 def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmSession]:
-    """A job with three nodes, all well: t0 and t1 are the trainers, t2 is the master."""
+    """A job with three healthy nodes: t0 and t1 are the trainers, t2 is the master."""
     records.make(run.parent, ends.KEY)
     warned: list[str] = []
     made = SwarmEngine().open(SPEC, job(), run, warned.append)
@@ -33,7 +33,7 @@ def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmSession]:
     for role, count in (("trainer", 2), ("master", 1)):
         made.swarm.scale(role, count)
     made.nodes = made.swarm.look()
-    made.ends = {}  # of their connections, by node
+    made.ends = {}  # far ends of connections, by node
     listen = made.clients.listen
     made.clients.listen = lambda seconds: (clock.sleep(seconds), listen(min(seconds, 0.01)))
     yield made
@@ -49,7 +49,7 @@ def job(spec: JobSpec = SPEC, **site: str) -> Plan:
 
 
 def connected(engine: SwarmSession, *nodes: str) -> None:
-    """Have connections to nodes, whose other ends are in `ends`."""
+    """Create connections to nodes, with their far ends in `ends`."""
     for rank, node in enumerate(("master", "trainer-1", "trainer-2")):
         engine.clients.running[rank] = node
         if node in nodes:
@@ -67,7 +67,7 @@ def down(stub: StubManager, number: int) -> None:
 
 
 def sync(**answers: object) -> SimpleNamespace:
-    """What brings files home, with no node."""
+    """A fake file sync, without any node."""
     made = SimpleNamespace(calls=[])
     for name in ("catch_up", "come_home", "lacks_space", "silent", "warnings", "close"):
         answer = answers.get(name)

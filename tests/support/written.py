@@ -1,4 +1,4 @@
-"""Values of a job file as people write them, and as they must not be written."""
+"""Valid and invalid values of job-file keys."""
 
 GOOD = [
     ("max_run", "2h", 7200.0),
