@@ -1,4 +1,4 @@
-"""A node that waits for an orchestrator: it starts, stops and cleans up after workers, fresh ones and forked ones."""
+"""A node that waits for an orchestrator must start, stop and clean up after workers, both fresh and forked ones."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from orchestrate.node.warm import Forked
 
 @pytest.fixture(params=["", PRELOAD], ids=["fresh", "warm"])
 def patient(tmp_path, request):
-    """A node that would give its workers longer than any test takes."""
+    """A node whose grace period is longer than any test takes."""
     node = Waiting(tmp_path, request.param, NODE_GRACE="1000")
     yield node
     node.end()
@@ -60,7 +60,7 @@ def test_a_node_must_report_whether_it_had_asked_a_worker_to_stop(waiting):
 def test_a_worker_that_ended_before_the_stop_request_must_be_reported_as_not_asked(waiting):
     waiting.start(0, "import os, signal\nprint(os.getpid())\nsignal.pause()")
     pid = int(eventually(lambda: waiting.log(0)))
-    waiting.node.send_signal(signal.SIGSTOP)  # so that it hears of both at once
+    waiting.node.send_signal(signal.SIGSTOP)  # so that it notices both at once
     os.kill(pid, signal.SIGTERM)
     eventually(lambda: gone(pid))
     waiting.pipe.ask("stop", kill=False)
@@ -116,7 +116,7 @@ def test_a_worker_must_outlive_its_client_and_the_next_client_must_get_its_exit_
         "codes": {"0": 9},
         "hints": {"0": ""},
         "running": {},
-    }  # also when it is over
+    }  # even after the worker has ended
     another.close()
 
 
@@ -216,7 +216,7 @@ def test_the_grace_period_of_a_generation_must_not_end_the_next_one(tmp_path):
     eventually(lambda: node.log(0))
     node.pipe.ask("stop", kill=False)
     assert node.code(0) == 143
-    assert node.run(1, "import time\ntime.sleep(1)", generation=1) == 0  # longer than that
+    assert node.run(1, "import time\ntime.sleep(1)", generation=1) == 0  # longer than the grace period
     node.end()
 
 

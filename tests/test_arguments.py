@@ -1,4 +1,4 @@
-"""Words as users of torchrun and Docker write them must mean what they mean there."""
+"""Arguments in the style of torchrun and Docker must mean what they mean there."""
 
 import pytest
 from test_cli import do, engine, runs  # noqa: F401

@@ -1,4 +1,4 @@
-"""An engine that goes away while workers run must be waited for, and asked again; on an engine that plays a script."""
+"""The supervisor must wait for an engine that goes away while workers run, and ask it again; on a scripted engine."""
 
 import pytest
 from support.scripted import ALL_WELL, KILLED, Job
@@ -15,7 +15,7 @@ def job(tmp_path, monkeypatch):
 
 
 class Leaving(RecordingEngine):
-    """It is away for so many seconds, once, from when `leaves` says so."""
+    """An engine that is away once, for `seconds`, from when `leaves` is first true."""
 
     def __init__(self, job: Job, seconds: float, *generations: list[list[WorkerExit]]) -> None:
         super().__init__(*generations)

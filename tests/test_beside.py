@@ -1,4 +1,4 @@
-"""Commands must see and touch what they are asked for, and nothing else: other jobs, other users, the folder."""
+"""Commands must touch only what they were asked for: not other jobs, other users' files, or the folder."""
 
 import contextlib
 import json
@@ -28,13 +28,13 @@ from orchestrate.job import users
 from orchestrate.job.spec import IMAGE, JobSpec
 from orchestrate.job.store import new_id
 
-SAME = f"same-{os.getpid():x}"  # how names begin; jobs of other test runs may be on the machine
+SAME = f"same-{os.getpid():x}"  # unique prefix of names; other test runs may have jobs on this machine
 KEYS = ("project", "service", "container-number")  # of Compose's labels
 STATE = Path(f"/tmp/orchestrate-{os.getuid()}")
 
 
 class Other:
-    """A job that runs until it is told to end, beside others in the same folder."""
+    """A job that runs until it is stopped, next to others in the same folder."""
 
     def __init__(self, cli, engine: str, name: str, trainers: int = 0) -> None:
         self.cli, self.name = cli, name
@@ -51,13 +51,13 @@ class Other:
         return log.read_text().count("step") if log.exists() else 0
 
     def orphan(self) -> str:
-        """Kill its orchestrator; its id."""
+        """Kill its orchestrator; return its id."""
         self.process.kill()
         self.process.communicate()
         return self.run.name
 
     def untouched(self) -> bool:
-        """Whether it goes on, in its first generation."""
+        """Whether it continues in its first generation."""
         before = self.steps()
         eventually(lambda: self.steps() > before + 2)
         return "generation" not in (self.run / "logs" / "rank-0.log").read_text() and self.process.poll() is None
@@ -95,7 +95,7 @@ def test_a_prefix_of_several_jobs_must_be_refused(cli, nothing_left):
     jobs[1].end()
     assert cli("rm", SAME).returncode == 2
     assert all(job.run.exists() for job in jobs)
-    twin = jobs[0].run.with_name(jobs[0].run.name + "0")  # a name that begins with another's is that one's no less
+    twin = jobs[0].run.with_name(jobs[0].run.name + "0")  # its name begins with the other's
     shutil.copytree(jobs[0].run, twin)
     assert cli("rm", jobs[0].run.name).returncode == 0
     assert twin.exists() and not jobs[0].run.exists() and jobs[1].run.exists()
@@ -144,7 +144,7 @@ def test_logs_of_one_rank_must_show_only_that_rank(cli, nothing_left):
     assert [json.loads(text)["env"]["RANK"] for text in logs] == ["0", "1", "2"]
     assert cli("logs", name, "--rank", "2", "-f").stdout == logs[2]
     (cli.folder / "runs" / name / "logs" / "rank-1.log").write_text("one\ntwo")
-    assert cli("logs", name, "--rank", "1").stdout == "one\ntwo\n"  # the last line, too
+    assert cli("logs", name, "--rank", "1").stdout == "one\ntwo\n"  # including an unfinished last line
     done = cli("logs", name, "--rank", "3")
     assert (done.returncode, done.stderr) == (2, f"error: no rank 3 in {name}\nhint: its ranks are 0 to 2\n")
 
@@ -218,7 +218,7 @@ def test_the_gpu_check_must_run_nothing_from_the_jobs_image_and_leave_nothing(cl
     docker("import", str(cli.folder / "empty.tar"), image)
     try:
         done = cli("plan", "--engine", "docker", "--gpus", "auto", "--image", image, "--", "probe.py")
-        assert done.returncode == 0 and done.stderr in ("", "looking for GPUs\n")  # the latter where it takes long
+        assert done.returncode == 0 and done.stderr in ("", "looking for GPUs\n")  # the latter if it takes long
         assert "NCCL on GPU\n" in done.stdout  # though the image has not even nvidia-smi
     finally:
         docker("image", "rm", image)
@@ -269,7 +269,7 @@ def test_sockets_of_a_node_must_be_accessible_to_its_owner_only(cli, engine):
     for path, owner in owners.items():
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
         assert path.stat().st_uid == owner, path
-    for user, name in ((65534, socket.name), (1000, str(socket))) if os.getuid() == 0 else ():  # others try
+    for user, name in ((65534, socket.name), (1000, str(socket))) if os.getuid() == 0 else ():  # as other users
         folder, name = os.path.split(name)
         reach = f"import os, socket\nos.setuid({user})\nos.chdir({folder or '.'!r})\n"
         connect = f"{reach}socket.socket(socket.AF_UNIX).connect({name!r})"
@@ -280,7 +280,7 @@ def test_sockets_of_a_node_must_be_accessible_to_its_owner_only(cli, engine):
 
 
 def taken(path: Path, how: str) -> None:
-    """Have something in the place of the folder of sockets, which another user could have made."""
+    """Put something that another user could have created in place of the socket folder."""
     if how == "a file":
         return path.touch()
     if how == "a link":
@@ -302,7 +302,7 @@ def test_a_socket_folder_that_is_not_ours_must_be_left_alone_and_must_not_block_
     assert engine.state.parent == tmp_path and engine.state != path and engine.jobs() == []
     assert (engine.state.stat().st_uid, stat.S_IMODE(engine.state.stat().st_mode)) == (os.geteuid(), 0o700)
     assert not path.is_dir() or path.is_symlink() or not any(path.iterdir())
-    assert private.temporary() == engine.state  # the same from every shell
+    assert private.temporary() == engine.state  # the same in every process
     assert not engine.state.is_symlink()
 
 
@@ -311,7 +311,7 @@ def test_folders_of_other_users_must_be_listed_once_and_not_opened(tmp_path, mon
     name, opened, listed = f"orchestrate-{os.geteuid()}", [], []
     (tmp_path / name).touch()
     for number in range(100):
-        (tmp_path / f"{name}-{number}").symlink_to("elsewhere")  # whose owner is not looked at in a folder's place
+        (tmp_path / f"{name}-{number}").symlink_to("elsewhere")  # links are not folders, whoever owns them
     if os.getuid() == 0:
         for number in range(100, 200):
             (tmp_path / f"{name}-{number}").mkdir(mode=0o700)
@@ -371,7 +371,7 @@ def test_the_job_of_another_user_must_be_left_alone(cli, docker_engine, nothing_
 
 
 class Others:
-    """An engine on which a job of some user runs."""
+    """An engine that runs a job of the given user."""
 
     def __init__(self, owner: int) -> None:
         self.owner = owner
@@ -392,7 +392,7 @@ def test_only_the_owner_of_a_job_may_touch_it(monkeypatch, user, owner, may):
         assert commands._resources([Others(owner)], "a-1")
 
 
-# --- what dies with a node
+# --- children of workers
 
 
 @pytest.mark.parametrize("warm", ["true", "false"])

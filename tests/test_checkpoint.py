@@ -1,4 +1,4 @@
-"""A checkpoint must be whole or absent, be found when it is damaged, and never run anything."""
+"""A checkpoint must be complete or absent, damage must be detected, and loading one must never run code."""
 
 import errno
 import hashlib
@@ -112,7 +112,9 @@ def test_a_checkpoint_whose_replacement_was_interrupted_must_be_restored(tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     store = saved(tmp_path, None)
-    (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.old")  # where a process that replaced it ended
+    (tmp_path / "step-00000001").rename(
+        tmp_path / ".step-00000001.old"
+    )  # left by a process that was killed while replacing it
     if next_is == "save":
         monkeypatch.setattr(checkpoint.torch, "save", full)
         store.save(state(2), 2)
@@ -143,7 +145,7 @@ def test_a_process_killed_at_any_line_of_a_save_must_leave_an_intact_checkpoint(
     done = ok(subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True))
     found = [line.split(" ", 1) for line in done.stdout.splitlines()]
     states = [state for _, state in found]
-    assert states == sorted(states) and set(states) == {"0 old", "1 new"}  # it changes once, at the rename
+    assert states == sorted(states) and set(states) == {"0 old", "1 new"}  # the result changes once, at the rename
     lines = {where for where, _ in found}
     assert {"_commit", "write", "digest", "_durable", "_durable_folder", "_tidy"} <= lines
 
@@ -250,7 +252,7 @@ def test_a_hostile_pickle_must_run_nothing(small, tmp_path, monkeypatch, sharded
     else:
         torch.save({"model": Bomb(canary)}, path)
     bomb = path.read_bytes()
-    if way == "resume auto":  # passed over, since an older checkpoint may be good
+    if way == "resume auto":  # skipped, since an older checkpoint may be intact
         plant(tmp_path / "job" / "checkpoints" / "step-00000001", bomb)
         small("--resume", "auto")
     elif way == "publish":
@@ -349,7 +351,7 @@ def test_lines_that_cannot_be_written_whole_must_not_be_written_at_all(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    path.write_text("one\nhal")  # of a process that was killed
+    path.write_text("one\nhal")  # left by a killed process
     append(path, ["two"])
     assert path.read_text() == "one\nhal\ntwo\n"
 

@@ -1,4 +1,4 @@
-"""What is asked for on the command line must be what is done, on an engine that plays a script."""
+"""Commands must do what the command line asks for; on a scripted engine."""
 
 import io
 import json
@@ -141,7 +141,7 @@ def test_a_detached_job_must_be_supervised_by_a_background_process(do, engine, r
     if nodes == "a cluster's":
         do("up", "--trainers", "2", "--gpus", "none")
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$@"\necho error >&2\n')  # says how it is called, and ends
+    python.write_text('#!/bin/sh\necho "$@"\necho error >&2\n')  # prints its arguments and exits
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     before, engine.calls = signal.getsignal(signal.SIGINT), []
@@ -213,7 +213,7 @@ def test_a_cluster_must_have_the_name_it_was_given(do, engine, runs):
     assert err[0].startswith("1 node is up")
 
 
-# --- a file for another engine
+# --- exports
 
 
 @pytest.mark.parametrize("form", ["", *EXPORTS["kubernetes"]])
@@ -247,7 +247,7 @@ def test_an_unknown_form_must_be_answered_with_the_available_forms(capsys):
     assert capsys.readouterr().err == "error: unknown form 'job'\nhint: slurm has venv, apptainer, pyxis\n"
 
 
-# --- what can be asked for
+# --- help
 
 
 RUNS = ["--runs"]
@@ -287,7 +287,7 @@ def test_the_version_must_be_printed(capsys):
     assert capsys.readouterr().out == f"{__version__}\n"
 
 
-# --- what goes wrong
+# --- errors
 
 
 @pytest.mark.parametrize("command", ["up", "ps", "down c", "logs a", "attach a", "wait a", "stop a", "rm a"])
@@ -349,7 +349,7 @@ def test_the_exit_codes_must_match_the_help():
 
 
 class Full(io.StringIO):
-    """A stdout that takes no more."""
+    """A stdout on a full disk."""
 
     def flush(self) -> None:
         raise OSError(28, "No space left on device")

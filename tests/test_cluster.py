@@ -1,4 +1,4 @@
-"""Nodes that stay up must serve one job after the other, each as if it were the first."""
+"""Nodes that stay up must run one job after the other, each as if it were the first."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from orchestrate.files import private
 
 
 class Cluster:
-    """Three nodes that `up` has made, in a folder with the test scripts."""
+    """Three nodes that `up` has created, in a folder with the test scripts."""
 
     def __init__(self, cli: Cli, engine: str, *options: str) -> None:
         self.cli, self.engine = cli, engine
-        quick = ("--set", "warm=false")  # most of the scripts import no torch
+        quick = ("--set", "warm=false")  # most of the scripts do not import torch
         done = cli("up", "--engine", engine, "--trainers", "2", *OPTIONS, *quick, *options)
         assert done.returncode == 0, done.stderr
         self.name = done.stdout.strip()
@@ -32,7 +32,7 @@ class Cluster:
         return self.cli("run", "--engine", self.engine, "--trainers", str(trainers), *OPTIONS, *arguments)
 
     def nodes(self) -> list[str]:
-        """What holds the nodes: containers or processes."""
+        """The objects of the cluster: containers or processes."""
         return self.cli("down", "--dry-run", self.name).stdout.splitlines()
 
     def state(self) -> str:
@@ -45,7 +45,7 @@ class Cluster:
 
 
 def away(run: Path) -> str:
-    """Where the files of a job are that is on a cluster; nothing once they are at home."""
+    """Where the files of a job on a cluster are; empty once they have been moved to its run directory."""
     assert (run / "job" / "logs").is_dir()
     return os.readlink(run / "job") if (run / "job").is_symlink() else ""
 
@@ -264,7 +264,7 @@ def test_a_standby_node_must_replace_a_lost_one_while_that_is_recreated(cli, eng
     job.until_steps_in(1, rank=2)
     job.kill_node("trainer-2")
     job.until("generation_starting", 3)
-    assert len(job.events("generation_starting")[2]["nodes"]) == 3  # whichever are back by then
+    assert len(job.events("generation_starting")[2]["nodes"]) == 3  # whichever nodes are back by then
     cli.enough()
     assert job.end() == 0, job.err
     assert job.cli.report()["generations"] == 3

@@ -1,4 +1,4 @@
-"""What commands say of jobs that there are, on an engine that plays a script."""
+"""Output and exit codes of commands on existing jobs; on a scripted engine."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def runs_elsewhere(folder: Path, name: str = "a-1", owner: int = -1, sees: str =
 
 
 class Meanwhile:
-    """Time in which something happens: at the first sleep, and never before."""
+    """A clock whose `sleep` calls a function."""
 
     def __init__(self, happens) -> None:
         self.happens = happens
@@ -52,17 +52,17 @@ class Meanwhile:
         self.happens()
 
 
-# --- which job
+# --- finding a job
 
 
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
-        ("a-1", "a-1"),  # and not a-12, which begins so
+        ("a-1", "a-1"),  # not a-12, of which it is a prefix
         ("a-12", "a-12"),
         ("b", "b-1"),
         ("c-1", "c-1"),
-        ("c", "c-2"),  # the one that lives
+        ("c", "c-2"),  # the running one
         ("a", "a is the prefix of 2 jobs"),
         ("d", "no job d"),
         ("z-1", "no job z-1"),  # a cluster
@@ -72,7 +72,7 @@ class Meanwhile:
 def test_a_job_must_be_found_by_its_name_or_a_unique_prefix(do, engine, tmp_path, asked, found):
     for name in ("a-1", "a-12", "b-1", "c-1", "c-2", "z-1"):
         create(JobPaths(tmp_path / name), cluster="z-1" if name == "z-1" else "")
-    records.forget(create(JobPaths(tmp_path / "b")).root)  # that came with the project
+    records.forget(create(JobPaths(tmp_path / "b")).root)  # as if it came with the project
     there = create(JobPaths(tmp_path / "elsewhere" / "y-1"), cluster="y-1").root
     engine.states = [runs_elsewhere(tmp_path / "c-2", "c-2"), runs_elsewhere(there, "y-1", sees="nodes")]
     code, out, err = do("rm", asked, "--dry-run")
@@ -96,7 +96,7 @@ def test_a_running_job_must_be_found_from_any_folder(do, engine, tmp_path):
     far.log(0).write_text("hello\n")
     engine.states = [runs_elsewhere(far.root)]
     assert do("logs", "a-1") == (0, ["master 0    | hello"], [])
-    create(JobPaths(tmp_path / "a-1"))  # a copy of its files, say
+    create(JobPaths(tmp_path / "a-1"))  # for example a copy of its files
     assert do("rm", "a-1", "--dry-run") == (0, [f"folder {far.root}"], [])
 
 
@@ -126,7 +126,7 @@ def test_latest_must_mean_the_job_that_was_created_last(do, tmp_path):
         paths = create(JobPaths(tmp_path / name), cluster=name if name == "y-1" else "")
         paths.log(0).write_text(f"{name}\n") if name != "y-1" else None
         os.utime(paths.spec, ns=(0, place))
-    records.forget(tmp_path / "z-1")  # that came with the project
+    records.forget(tmp_path / "z-1")  # as if it came with the project
     for words in (["logs"], ["logs", "latest"]):
         assert do(*words) == (0, ["master 0    | a-1"], [])
     assert do("rm", "latest", "--dry-run") == (0, [f"folder {tmp_path / 'a-1'}"], [])
@@ -139,7 +139,7 @@ def test_stop_and_rm_must_require_a_job(do, tmp_path, command):
     assert (code, out, err[0]) == (2, [], "error: the following arguments are required: JOB")
 
 
-# --- looking
+# --- following
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_stop_and_rm_must_require_a_job(do, tmp_path, command):
     ],
 )
 def test_wait_and_attach_must_exit_as_an_ended_job_did_without_an_engine(do, paths, monkeypatch, outcome, reason, code):
-    monkeypatch.setattr(choice, "answering", lambda: 1 / 0)  # nothing is asked of them
+    monkeypatch.setattr(choice, "answering", lambda: 1 / 0)  # no engine is asked
     end(paths, outcome, reason)
     paths.log(0).write_text("shown before\n")
     assert do("wait", "a-1") == (code, [], [])
@@ -163,7 +163,7 @@ def test_wait_and_attach_must_exit_as_an_ended_job_did_without_an_engine(do, pat
 
 
 def test_wait_must_not_miss_an_end_between_two_checks(do, paths, monkeypatch):
-    monkeypatch.setattr(lock, "holder", lambda _: end(paths))  # it ends just before we look who supervises it
+    monkeypatch.setattr(lock, "holder", lambda _: end(paths))  # it ends just before its supervisor is checked
     assert do("wait", "a-1") == (0, [], [])
 
 
@@ -234,7 +234,7 @@ def test_attach_must_supervise_a_job_that_has_no_supervisor(do, paths, engine):
     engine.generations = [[ALL_WELL]]
     paths.log(0).write_text("".join(f"line {number}\n" for number in range(1000)))
     code, out, err = do("attach", "a-1")
-    assert code == 0 and out[-1] == "master 0    | line 999" and len(out) < 1000  # from the last lines on
+    assert code == 0 and out[-1] == "master 0    | line 999" and len(out) < 1000  # from the last lines
     assert err[0] == "supervising a-1" and err[-2].startswith("succeeded: 3 workers")
     assert engine.calls == ["up", "start", "down"]
 
@@ -259,7 +259,7 @@ def test_ps_must_show_running_idle_and_unsupervised_jobs(do, engine, tmp_path):
     create(JobPaths(tmp_path / "on-used"), cluster="used")
     engine.states = [runs_elsewhere(tmp_path / name, name) for name in ("alone", "runs")]
     engine.states += [runs_elsewhere(tmp_path / name, name, sees="nodes") for name in ("cluster", "used")]
-    (tmp_path / "damaged" / "plan.json").write_text("[" * 100_000)  # which keeps no other from being shown
+    (tmp_path / "damaged" / "plan.json").write_text("[" * 100_000)  # which must not hide the others
     with contextlib.ExitStack() as stack:
         for name in ("new", "damaged", "runs", "used", "on-used"):
             stack.enter_context(supervised(tmp_path / name))
@@ -304,14 +304,14 @@ def test_doctor_must_fail_if_a_finding_keeps_jobs_from_running(capsys, monkeypat
     assert sum("hint: do it" in line for line in lines) == states.count("error")
 
 
-# --- what another version has made
+# --- jobs of other versions
 
 
 OLD = "was created by another version of orchestrate, or its files were moved or copied"
 
 
 def old(do, folder: Path, how: str) -> Path:
-    """The nodes, and the files, of a cluster that this version cannot read."""
+    """Create the nodes and the files of a cluster that this version cannot read; return its folder."""
     paths = JobPaths(folder / "c-1")
     paths.create_cluster()
     run = paths.nodes
@@ -324,7 +324,7 @@ def old(do, folder: Path, how: str) -> Path:
         shutil.rmtree(folder / "kept")
     elif how == "no folder":
         shutil.rmtree(paths.root)
-        run = paths.root  # as nodes saw it
+        run = paths.root  # the folder that its nodes saw
     do.engine.states = [JobState("c-1", "docker", 2, run, os.getuid())]
     do.engine.things = ["container c-1-master-1", "container c-1-trainer-1", "network c-1_job"]
     return paths.root
@@ -338,7 +338,7 @@ def test_nodes_of_another_version_must_be_reported_with_the_command_that_removes
     hint = f"docker rm -f c-1-master-1 c-1-trainer-1 && docker network rm c-1_job{where}"
     assert do(*words) == (2, [], [f"error: c-1 {OLD}", f"hint: {hint}"])
     assert do.engine.calls == [] and root.exists() == (how != "no folder")
-    if how != "no folder":  # once that is done
+    if how != "no folder":  # after that command
         do.engine.states, do.engine.things = [], []
         assert do("down", "c-1") == (2, [], [f"error: c-1 {OLD}", f"hint: its files are in {root}"])
 
@@ -359,7 +359,7 @@ def test_the_hint_must_kill_processes_of_another_version_by_id(do, tmp_path):
 
 
 def next_line(capsys) -> str:
-    """The next line of stderr, which another thread prints."""
+    """The next line on stderr, printed by another thread."""
     parts: list[str] = []
     eventually(lambda: parts.append(capsys.readouterr().err) or "".join(parts).endswith("\n"))
     assert "".join(parts).count("\n") == 1

@@ -1,4 +1,4 @@
-"""Cores must stand in an order in which neighbours share caches and memory, and be dealt out in equal shares."""
+"""Cores must be ordered so that neighbours share caches and memory, and be assigned in equal shares."""
 
 import os
 
@@ -25,7 +25,7 @@ def test_threads_of_a_core_and_cores_of_a_numa_node_must_be_adjacent(system):
 
 
 def described(tmp_path, core: int, **facts: object) -> None:
-    """What the system says of a core: its NUMA node, its package, its physical core, or less."""
+    """Create the system's topology files for a core: its NUMA node, package and physical core, or fewer of them."""
     folder = tmp_path / "cpu" / f"cpu{core}"
     (folder / "topology").mkdir(parents=True)
     for name, number in facts.items():

@@ -1,4 +1,4 @@
-"""Who is to blame must be the worker that failed, not the peers that complain; and what it was must be said right."""
+"""The worker to blame must be the one that failed, not peers that complain, and its cause must be named correctly."""
 
 import dataclasses
 import sys
@@ -22,7 +22,7 @@ DUMP = [
     '  File "t.py", line 3 in x',
     "  ...",
 ]
-# How NCCL's watchdog ends a worker: torch 2.9's words, shortened.
+# How NCCL's watchdog ends a worker: the messages of torch 2.9, shortened.
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 WATCHDOG = ["terminate called after throwing an instance of 'c10::DistBackendError'"]
 WHAT = "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception:"
@@ -38,7 +38,7 @@ PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 
 
 def found(*ends: tuple, words: dict | None = None) -> tuple[WorkerExit, str]:
-    """The one to blame of ends, each (seconds, rank, code) or (seconds, rank, code, "ours")."""
+    """The worker to blame, from exits (seconds, rank, code), or (seconds, rank, code, "ours") if we stopped it."""
     made = [ObservedExit(end[0], WorkerExit(end[1], end[2]), len(end) > 3) for end in ends]
     return blame(made, lambda rank: (words or {}).get(rank, []))
 
@@ -132,7 +132,7 @@ def test_a_worker_that_left_early_must_be_the_cause():
         "left early",
     )
     assert found((0.0, 2, 0), (0.0, 1, 0), (0.0, 0, 1), words={0: [GLOO]}) == (WorkerExit(2, 0), "left early")
-    assert found((0.0, 0, 1), (0.1, 1, 0), words={0: [GLOO]}) == (WorkerExit(1, 0), "left early")  # heard later
+    assert found((0.0, 0, 1), (0.1, 1, 0), words={0: [GLOO]}) == (WorkerExit(1, 0), "left early")  # reported later
 
 
 def test_a_worker_that_exited_with_0_on_request_must_not_be_blamed_for_leaving():

@@ -1,4 +1,4 @@
-"""What `doctor` finds on hosts; see test_swarm.py for real ones, which have the same clock."""
+"""Findings of `doctor` on fake hosts; see test_swarm.py for real ones, whose clocks cannot differ."""
 
 import base64
 import dataclasses
@@ -33,7 +33,7 @@ OWN = Gpu(id="GPU-1", index=0, name="NVIDIA H200", total=141 << 30, driver="580.
 
 @pytest.fixture(autouse=True)
 def own(monkeypatch):
-    """What this machine has: no GPU, unless a test says so."""
+    """The GPUs of this machine: none, unless a test sets some."""
 
     def have(*gpus: Gpu, why: str = "this machine has no NVIDIA GPU", useless: str = "") -> None:
         for module in (checks, findings):
@@ -46,7 +46,7 @@ def own(monkeypatch):
 
 
 class Host:
-    """A host whose clock differs by some seconds, and which may not get large packets."""
+    """A host whose clock is ahead by some seconds, and which may not receive large packets."""
 
     def __init__(self, ahead: float, error: Exception | None = None) -> None:
         self.ahead, self.error = ahead, error
@@ -94,7 +94,7 @@ def test_a_node_that_does_not_answer_must_be_reported_with_the_ports(monkeypatch
 
 
 class Manager:
-    """What Swarm's manager knows of its hosts."""
+    """A Swarm manager with the given hosts."""
 
     def __init__(self, *hosts: dict) -> None:
         self.known = hosts
@@ -104,7 +104,7 @@ class Manager:
 
 
 class Nodes:
-    """An engine whose nodes are on the hosts that it is given."""
+    """An engine whose nodes are on the given hosts."""
 
     def __init__(self, placed: dict[str, str], error: str = "", swarm: Manager | None = None) -> None:
         self.placed, self.error, self.manager = placed, error, swarm or Manager()
@@ -129,8 +129,10 @@ class Nodes:
 
     def up(self, plan: Plan) -> None:
         self.plan, run = plan, self.run
-        assert run.is_dir() and plan.placement.code == str(run)  # and no code of the user's
-        assert JobState(plan.job_id, "swarm", 1, run, os.getuid()).named  # so that `stop` finds what a dead one left
+        assert run.is_dir() and plan.placement.code == str(run)  # an empty folder, not the user's code
+        assert JobState(
+            plan.job_id, "swarm", 1, run, os.getuid()
+        ).named  # so that `stop` finds what a killed doctor left
         assert run.stat().st_uid == (os.getuid() or users.without_account()[0])
         if self.error:
             raise EngineError(self.error, "look at it")
@@ -145,7 +147,7 @@ def test_each_host_must_be_tested_with_a_node_that_is_then_removed():
     assert [(one.state, one.what.partition(":")[0]) for one in found] == [
         (checks.GOOD, "host-1"),
         (checks.GOOD, "host-2"),
-        (checks.WARNING, "host-3"),  # where Swarm put none
+        (checks.WARNING, "host-3"),  # Swarm placed no node there
     ]
     assert engine.plan.nodes == ("master", "trainer-1", "trainer-2") and engine.plan.gpus == ()
     assert (engine.spec.image, engine.spec.warm) == ("mine:1", False)
@@ -164,7 +166,7 @@ def test_nodes_that_do_not_start_must_also_be_removed():
 
 
 def host(port: int, **status: str) -> dict:
-    """A host as Swarm describes it, whose ports are one of this machine's."""
+    """A host as Swarm describes it, with this machine's address."""
     description = {"Hostname": "host-1", "Engine": {"EngineVersion": status.pop("version", "28.0.1")}, "Resources": {}}
     description["Hostname"] = status.pop("name", "host-1")
     spec = {"Availability": status.pop("availability", "active")}
@@ -173,7 +175,7 @@ def host(port: int, **status: str) -> dict:
 
 @pytest.fixture
 def port(monkeypatch):
-    """One that answers, in the place of all of Swarm's."""
+    """An open port that stands in for all of Swarm's ports."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         number = server.getsockname()[1]
         monkeypatch.setattr(checks, "SWARM_PORTS", (number, number))
@@ -250,11 +252,11 @@ def test_a_failure_to_start_nodes_must_be_reported(port):
     assert [*checks._swarm(engine, JobSpec())][-1] == checks.Finding(checks.BAD, "no overlay", "look at it")
 
 
-# --- the engine that is here
+# --- the local engine
 
 
 class Engine:
-    """A Docker Engine with the facts that it is given."""
+    """A Docker Engine with the given facts."""
 
     host = "unix:///var/run/docker.sock"
 
@@ -264,7 +266,7 @@ class Engine:
 
 @pytest.fixture
 def found(monkeypatch):
-    """What is found of an engine with some facts, which has the image or not; and the exit code of the command."""
+    """A function that runs `doctor` on an engine with the given facts; returns its output lines and exit code."""
 
     def look(capsys, image: bool = True, swarm: object = None, **info: object) -> tuple[list[str], int]:
         monkeypatch.setattr(checks, "Daemon", lambda: Engine(**info))

@@ -1,4 +1,4 @@
-"""An engine that is away, forgets or says nothing: events are hints, and the truth is asked for."""
+"""An engine that is away, or drops events: events are only hints, and the engine's state is checked."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from benchmarks.proxy import ENGINE, Proxy
 
 
 class Faulty(Proxy):
-    """Stands between the orchestrator and the engine; what it does to event streams is its mode."""
+    """A proxy between the orchestrator and the engine that breaks event streams; `mode` selects how."""
 
     def __init__(self, path: Path, mode: str) -> None:
         self.mode, self.streams = mode, 0
@@ -26,10 +26,10 @@ class Faulty(Proxy):
             self.streams += 1
         if not asks and "events" in connection:
             head, _, body = chunk.partition(b"\r\n\r\n")
-            if self.mode == "silent":  # a stream that is open, and says nothing
+            if self.mode == "silent":  # the stream stays open without any event
                 return head + b"\r\n\r\n" if head.startswith(b"HTTP/") else b""
             if self.mode == "cut" and (body or not head.startswith(b"HTTP/")):
-                return None  # a stream that ends at the first event
+                return None  # the stream ends at the first event
         return chunk
 
 
@@ -58,7 +58,7 @@ def test_a_failure_must_be_noticed_without_the_event_stream(cli, proxy, nothing_
 
 @pytest.fixture
 def own_engine(docker_engine, monkeypatch):
-    """Starts an engine with a small image on it: that of the nodes, without torch."""
+    """A function that starts an engine with a small image: the nodes' image without torch."""
     made: list[Engine] = []
 
     def make(live_restore: bool) -> Engine:
@@ -93,7 +93,7 @@ def test_an_engine_restart_must_not_disturb_a_job_that_it_keeps_alive(cli, own_e
     job.until_step(10, rank=1)
     engine.stop()
     at = job.steps(1)[-1][0]
-    eventually(lambda: job.steps(1)[-1][0] > at + 20)  # the job goes on while the engine is away
+    eventually(lambda: job.steps(1)[-1][0] > at + 20)  # the job continues while the engine is away
     engine.start()
     job.until("engine_back")
     cli.enough()

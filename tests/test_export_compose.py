@@ -1,4 +1,4 @@
-"""A job as a plain Compose file: this project's own, with everything filled in."""
+"""A job as a plain Compose file: this project's own file with all variables filled in."""
 
 import os
 import stat
@@ -22,7 +22,7 @@ NODES = ("master", "trainer")
 
 
 def make_folder(text: str) -> None:
-    """Run the command at the top of a Compose file that makes the folder of its files."""
+    """Run the command at the top of a Compose file that creates the run directory."""
     (line,) = (line for line in text.splitlines() if line.startswith("#   mkdir -p"))
     subprocess.run(["bash", "-c", line.removeprefix("#")], check=True)
 
@@ -58,7 +58,7 @@ def test_a_node_must_get_the_jobs_settings():
             "90",
         )
         assert (env["JOB_ID"], env["JOB_DIR"]) == ("digits", "/job")
-        assert node["stop_grace_period"] == "100s"  # else Compose would kill while the workers save
+        assert node["stop_grace_period"] == "100s"  # otherwise Compose would kill workers that are saving
     assert made["services"]["outcome"]["image"] == "mine:1"
     assert made["services"]["trainer"]["scale"] == "5" and "scale" not in made["services"]["master"]
     free = exported(gpus="none")["services"]["master"]
@@ -94,7 +94,7 @@ def test_other_users_must_not_be_able_to_enter_the_run_directory(tmp_path, monke
 
 
 def things(run: Path, elsewhere: Path) -> list[Callable[[], object]]:
-    """What a clone can have in the place of a run directory."""
+    """Ways in which a clone can replace a run directory."""
     return [
         lambda: run.symlink_to(elsewhere),
         lambda: run.symlink_to(elsewhere / "none"),
@@ -116,7 +116,7 @@ def test_a_run_directory_that_came_with_the_code_must_be_refused_and_left_alone(
         exported()
     assert "--name" in error.value.hint
     before = elsewhere.stat()
-    with pytest.raises(subprocess.CalledProcessError):  # of a file that is older than what is there now
+    with pytest.raises(subprocess.CalledProcessError):  # from a file that was exported before
         make_folder(text)
     assert elsewhere.stat() == before and not [*elsewhere.iterdir()]
 
@@ -131,7 +131,7 @@ def test_a_job_that_has_run_must_be_exportable_again(tmp_path, monkeypatch):
 def test_a_runs_folder_that_is_a_link_must_be_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").symlink_to("elsewhere")
-    for _ in range(2):  # whether it leads somewhere or not
+    for _ in range(2):  # first as a dangling link
         with pytest.raises(UsageError, match=f"{tmp_path}/runs is a link") as error:
             exported()
         assert error.value.hint
@@ -160,7 +160,7 @@ def test_a_node_must_not_see_runs_git_or_ignored_files(tmp_path, monkeypatch):
         folder | {"target": "/workspace/$$secrets"},
         {"type": "bind", "source": os.devnull, "target": "/workspace/.env", "read_only": True},
         folder | {"target": "/workspace/.git"},
-        folder | {"target": "/workspace/runs"},  # which is made before the job starts
+        folder | {"target": "/workspace/runs"},  # which is created before the job starts
     ]
     for role in NODES:
         found = exported()["services"][role]["volumes"][3:]
@@ -233,7 +233,7 @@ def test_a_node_must_have_no_extra_rights_and_must_not_look_like_an_orchestrated
         node = exported()["services"][role]
         assert (node["cap_drop"], node["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
         assert (node["read_only"], node["init"], node["restart"]) == (True, False, "no")
-        assert node["labels"] == dict.fromkeys(only({}), "")  # by which `ps` and `stop` look for jobs
+        assert node["labels"] == dict.fromkeys(only({}), "")  # by which `ps` and `stop` find jobs
     assert "labels" not in exported()["networks"]["job"]
 
 

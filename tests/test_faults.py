@@ -1,6 +1,6 @@
-"""Faults in a running job, on the real engines: what struck must be named, and the job must go on without a loss.
+"""Faults in a running job, on the real engines: the cause must be named, and the job must continue without loss.
 
-The numbers F… are those of docs/failures.md.
+docs/failures.md lists the faults by number.
 """
 
 import json
@@ -18,7 +18,7 @@ from orchestrate.job.spec import IMAGE
 
 
 def restarted(job: Background, rank: int, cause: str) -> None:
-    """The job goes on after one failure, ends well when it is told to, and every rank's log is complete."""
+    """Check that the job restarts after one failure, then succeeds, and that every rank's log is complete."""
     job.until("generation_started", 2)
     job.cli.enough()
     assert job.end() == 0, job.err
@@ -36,11 +36,11 @@ def test_a_killed_worker_must_restart_the_gang_from_its_checkpoint(ready, engine
     job.kill_worker(1)
     restarted(job, 1, "killed")
     before, again = ([step for step, generation in job.steps(1) if generation == number] for number in (0, 1))
-    assert again[0] % 10 == 1  # it saves every ten steps, and can be killed between the tenth and its save
+    assert again[0] % 10 == 1  # it saves every ten steps, and may be killed just before a save
     assert 0 <= max(before) + 1 - again[0] <= 10
     ports = [event["master_port"] for event in job.events("generation_starting")]
     assert len(set(ports)) == 2
-    for rank, node in enumerate(("master", "trainer-1", "trainer-2")):  # a person has seen each line once
+    for rank, node in enumerate(("master", "trainer-1", "trainer-2")):  # each line was shown once
         shown = [line.partition("| ")[2] for line in job.out.splitlines() if line.startswith(f"{node} {rank} ")]
         assert shown == [line for line in ready.log(rank).splitlines() if line != "[node] generation 1"]
 
@@ -75,7 +75,7 @@ def test_a_job_whose_nodes_are_removed_repeatedly_must_end(cli, docker_engine, n
     job = Background(cli, "docker", "--max-restarts", "2", "--", "count.py", "10000")
     for generation in range(3):
         eventually(lambda generation=generation: job.has(1, f" in {generation}\n"))
-        docker("rm", "-f", job.node(f"trainer-{generation + 1}"))  # Compose gives a new one the next number
+        docker("rm", "-f", job.node(f"trainer-{generation + 1}"))  # Compose numbers each new one higher
     assert job.end() == 1
     assert cli.report()["reason"] == "max_restarts is 2"
     assert job.causes() == [(1, "node stopped")] * 3
@@ -185,7 +185,7 @@ def test_running_out_of_memory_twice_at_the_same_step_must_end_the_job(cli, dock
     assert job.end() == 1
     assert cli.report()["reason"] == "out of memory twice at the same step"
     assert job.causes() == [(1, "out of memory")] * 2
-    for rank in (0, 2):  # the other nodes have lost nothing
+    for rank in (0, 2):  # no memory was short on the other nodes
         assert set(re.findall(r"^oom_kill \d+$", cli.log(rank), re.M)) == {"oom_kill 0"}
 
 
@@ -203,7 +203,7 @@ def test_an_out_of_memory_child_must_be_distinguished_from_its_worker(cli, docke
     first, second = cli.report()["failures"]
     assert (first["rank"], first["cause"]) == (1, "out of memory in a child")
     assert "(exit code 1)" in first["summary"]
-    assert (second["cause"], second["exit_code"]) == ("error", 4)  # on nodes that have lacked memory before
+    assert (second["cause"], second["exit_code"]) == ("error", 4)  # though these nodes ran out of memory before
 
 
 @pytest.mark.docker
@@ -214,8 +214,8 @@ def test_a_job_must_wait_for_a_paused_node(cli, docker_engine, nothing_left):
     assert job.until("node_in_trouble")["trouble"] == "paused"
     assert not job.events("worker_ended")
     cli.enough()
-    eventually(lambda: len(job.events("worker_ended")) == 2)  # the others do not wait for it
-    (ready_to_end := cli.folder / "enough").unlink()  # which it has not seen yet
+    eventually(lambda: len(job.events("worker_ended")) == 2)  # the other workers do not wait for it
+    (ready_to_end := cli.folder / "enough").unlink()  # the paused worker has not seen it yet
     docker("unpause", job.node("trainer-1"))
     job.until("node_well")
     ready_to_end.touch()
@@ -233,7 +233,7 @@ def test_a_node_that_is_cut_off_must_stop_before_the_next_generation_trains(cli,
     assert job.until("node_in_trouble")["trouble"] == "partition"
     job.until("generation_started", 2)
     found = docker("inspect", "--format", "{{json .NetworkSettings.Networks}}", job.node("trainer-1"))
-    assert "trainer" in json.loads(found)[network]["Aliases"]  # by which nodes find each other
+    assert "trainer" in json.loads(found)[network]["Aliases"]  # the name by which nodes find each other
     ended = {event["rank"] for event in job.events("worker_ended")}
     assert ended == {0, 1, 2}
     assert job.until("generation_ended")["cause"]["cause"] == "partition"
@@ -260,7 +260,7 @@ def test_a_job_must_continue_with_fewer_nodes_and_readmit_one_at_a_checkpoint(cl
     job = Background(cli, engine, "--min-trainers", "1", "--", "count.py", "2000")
     job.until_step(15, rank=1)
     name = f"{cli.run_dir().name}-trainer-3"
-    if engine == "docker":  # something else has the name that Compose would give to a new one
+    if engine == "docker":  # another container has the name of the next new node
         docker("create", "--name", name, "orchestrate-node:0.1")
         docker("rm", "-f", job.node("trainer-1"))
         free = ["docker", "rm", name]
@@ -308,7 +308,7 @@ def test_if_one_node_cannot_start_the_others_must_be_removed_and_the_reason_repo
 
 @pytest.fixture
 def one_network(docker_engine):
-    """An engine whose address pool is that of a single network."""
+    """An engine with an address pool for a single network."""
     engine = Engine("--default-address-pool", "base=10.214.0.0/24,size=24")
     yield engine
     engine.remove()
@@ -345,7 +345,7 @@ def test_workers_that_ignore_sigterm_must_be_killed_in_parallel(cli, engine):
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 130
     stopping, ended = job.until("workers_stopping"), job.until("generation_ended")
-    assert 2 <= ended["seconds"] - stopping["seconds"] < 2 * 8  # side by side, not one after the other
+    assert 2 <= ended["seconds"] - stopping["seconds"] < 2 * 8  # in parallel, not one after the other
     assert {event["exit_code"] for event in job.events("worker_ended")} == {137}
 
 

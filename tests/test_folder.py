@@ -1,4 +1,4 @@
-"""Nodes write in a job's folder what they like: the host must neither follow, wait, nor be led astray."""
+"""Nodes can write anything to the job folder: the host must not follow links, block or leak its own files."""
 
 import json
 import os
@@ -27,7 +27,7 @@ ROOT = os.geteuid() == 0
 
 
 def nest(path: Path, depth: int = 3000) -> None:
-    """Folders in one another, deeper than a path can be long; in the last one there is a file."""
+    """Nest folders deeper than the longest path, with a file in the innermost one."""
     path.mkdir()
     here = os.open(path, os.O_RDONLY)
     for _ in range(depth):
@@ -67,7 +67,7 @@ KINDS = {
     "link to /proc": lambda path, outside: path.symlink_to("/proc/self/fd/0"),
     "pipe": lambda path, outside: os.mkfifo(path),
     "socket": lambda path, outside: listening(path),
-    "device": lambda path, outside: os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5)),  # zeros without end
+    "device": lambda path, outside: os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5)),  # endless zeros
     "folder": lambda path, outside: (path / "rank-0.log").mkdir(parents=True),
     "deep folder": lambda path, outside: nest(path),
     "closed folder": lambda path, outside: closed(path),
@@ -90,7 +90,7 @@ def outside(tmp_path):
 
 
 def plant(path: Path, kind: str, outside: Path) -> None:
-    """Put something in the place of what is at a path of a job's folder."""
+    """Replace a path in a job folder with something of this kind."""
     if kind == "device" and not ROOT:
         pytest.skip("must be root to make a device")
     if not path.parent.is_dir():
@@ -125,7 +125,7 @@ def test_commands_must_end_and_leak_nothing_of_the_host_whatever_a_node_leaves(
             assert CANARY not in shown and "Traceback" not in shown
             assert code in (0, 1), shown
     assert untouched(outside)
-    assert not paths.root.exists()  # `rm` was the last one
+    assert not paths.root.exists()  # `rm` came last
 
 
 @pytest.mark.timeout(60)
@@ -180,7 +180,7 @@ def test_only_links_that_we_create_must_lead_to_a_cluster(tmp_path, target):
         pass
 
 
-# --- bounds
+# --- limits
 
 
 def test_files_must_be_listed_in_name_order_and_within_limits(tmp_path, monkeypatch):
@@ -220,7 +220,7 @@ def test_a_search_through_empty_folders_must_be_bounded(tmp_path, monkeypatch, n
 
 @pytest.mark.timeout(120)
 def test_a_report_must_be_readable_whatever_the_job_has_left(paths, do):
-    deep = paths.shared.joinpath("checkpoints", *["\N{ROCKET}" * 63] * 12)  # of which JSON makes 9 KB
+    deep = paths.shared.joinpath("checkpoints", *["\N{ROCKET}" * 63] * 12)  # 9 KB as JSON
     deep.mkdir(parents=True)
     for number in range(folder.MAX_ENTRIES):
         (deep / f"{number}").touch()
@@ -258,7 +258,7 @@ def test_a_read_must_stop_at_its_limit(tmp_path, monkeypatch):
         assert len(list(read.new(file))) == 7
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="knows no holes")
+@pytest.mark.skipif(sys.platform != "linux", reason="finding holes needs Linux")
 def test_a_hole_in_a_file_must_not_be_read(tmp_path):
     sparse(tmp_path / "log")
     read = lines.Lines()
@@ -267,7 +267,7 @@ def test_a_hole_in_a_file_must_not_be_read(tmp_path):
     assert b"".join(found).strip(b"\0") == b"end" and sum(map(len, found)) < 1 << 20
 
 
-# --- what is left
+# --- leftovers
 
 
 def test_set_id_bits_must_be_removed_from_the_files_of_an_ended_job(paths, outside):
@@ -318,7 +318,7 @@ def test_set_id_bits_must_be_removed_whatever_names_and_modes_a_job_uses(tmp_pat
         job_folder.chmod(0)
     if not ROOT or not closed_to:
         folder.harmless(job_folder)
-    else:  # whom modes do not keep out; so another user has to try
+    else:  # modes do not restrict root, so run it as another user
         os.chown(job_folder, 65534, 65534)
         for _, _, names, here in os.fwalk(job_folder):
             for name in names:
@@ -326,7 +326,7 @@ def test_set_id_bits_must_be_removed_whatever_names_and_modes_a_job_uses(tmp_pat
         tmp_path.chmod(0o755)
         (job_folder / "program").chmod(0o6755)
         if not (pid := os.fork()):
-            os.chdir(tmp_path)  # as root: the folders above are root's alone
+            os.chdir(tmp_path)  # as root, since only root can enter the folders above
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)

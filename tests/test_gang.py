@@ -1,4 +1,4 @@
-"""What workers say, sum and share together, in processes that are joined by gloo."""
+"""Communication between workers of the app, in processes joined by gloo."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from app.job import Job
 
 
 def together() -> None:
-    """What each worker runs, with the name of one of the functions below."""
+    """Run the function below that `sys.argv[1]` names, on each worker."""
     job = Job(timeout=60)
     result = globals()[sys.argv[1]](job)
     (job.folder / f"result-{job.rank}.json").write_text(json.dumps(result))
@@ -24,7 +24,7 @@ def together() -> None:
 
 
 def results(folder: Path, workers: int, function: Any) -> list[Any]:
-    """What a function returned on each worker."""
+    """The result of a function on each worker."""
     done = Gang(folder, workers, [function.__name__], together).end()
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(workers)]
@@ -50,7 +50,7 @@ def test_broadcast_sum_and_gather_must_give_every_worker_the_same_results(tmp_pa
 
 
 class Net(nn.Module):
-    """A parameter that takes part, one that does not, and a buffer."""
+    """A used parameter, an unused one, and a buffer."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_ddp_must_settle_its_buckets_without_side_effects_and_average_only_with_
 
 
 def spoilt() -> None:
-    """Three collectives, of which one works, one gives rank 1 another result, and one is not supported."""
+    """Run three collectives: one that works, one with a wrong result on rank 1, and an unsupported one."""
 
     def unknown() -> collectives.Result:
         raise NotImplementedError("not here\nnor anywhere")
@@ -138,7 +138,7 @@ def test_a_collective_with_a_wrong_result_must_be_shown_and_fail(tmp_path):
 
 
 def timed() -> None:
-    """The bandwidth where each call takes a microsecond."""
+    """Run the bandwidth benchmark as if each call took a microsecond."""
 
     def microsecond(call: Callable[[], Any], job: Job, repeat: int) -> float:
         call()
@@ -154,7 +154,7 @@ def test_bandwidth_must_be_computed_from_size_time_and_number_of_workers(tmp_pat
     assert done.returncode == 0, done.stderr
     head, names, *lines = (tmp_path / ".output-0").read_text().splitlines()
     assert head.startswith("gloo, 3 workers, float32") and names.split()[0] == "collective"
-    sizes = ((1020, 1.02), (8184, 8.184))  # what can be divided by three, in gigabytes a second
+    sizes = ((1020, 1.02), (8184, 8.184))  # multiples of three elements; GB/s
     factors = {"all_reduce": 4 / 3, "all_gather": 2 / 3, "broadcast": 1}
     expected = [(name, size, 1.0, rate, rate * factors[name]) for name in factors for size, rate in sizes]
     found = [line.split() for line in lines]
@@ -184,7 +184,7 @@ def test_spawn_must_start_the_requested_number_of_workers(monkeypatch, options):
 
 
 class Clock:
-    """A clock that only calls move on."""
+    """A clock that advances four seconds per call."""
 
     now = 0.0
 
@@ -201,4 +201,4 @@ def test_the_time_of_a_collective_must_exclude_warm_up_calls(monkeypatch, tmp_pa
     monkeypatch.setattr(collectives, "time", clock)
     monkeypatch.setattr(collectives.dist, "barrier", lambda: at.append(clock.now))
     assert collectives._timed(clock, Job(), 5) == 4
-    assert at == [12] and clock.now == 32  # three calls, then all wait for each other, then five
+    assert at == [12] and clock.now == 32  # three warm-up calls, a barrier, five timed calls

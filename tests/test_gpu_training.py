@@ -1,4 +1,4 @@
-"""The app on GPUs: it must compute there what it computes on a CPU, and lose nothing when it ends."""
+"""The app on GPUs must compute the same as on a CPU, and lose nothing when it ends."""
 
 import json
 import re
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.gpu
 DATA = ("--dataset", "mnist", "--data", "mnist")
 APP = ("--", "-m", "app.train", *DATA)
 EXACT = ("--dtype", "float64", "--optimizer", "sgd", "--epochs", "2", "--batch-size", "32", "--ledger")
-# The model with dropout, whose random numbers must go on where they were.
+# The model with dropout, whose random number generator must be restored.
 RESUMED = ("--deterministic", "--model", "mnist", "--schedule", "cosine", "--epochs", "3", "--batch-size", "32")
 SAVED = (*DATA, *RESUMED, "--save-every", "2", "--ledger", "--resume", "auto")
 
 
 @pytest.fixture
 def nodes(gpu_nodes):
-    """Nodes that are up, in a folder with the app and some data."""
+    """Running nodes in a folder with the app and some data."""
     if not (gpu_nodes.folder / "mnist").exists():
         shutil.copytree(ROOT / "app", gpu_nodes.folder / "app", ignore=shutil.ignore_patterns("__pycache__"))
         write_mnist(gpu_nodes.folder / "mnist", COUNT)
@@ -33,7 +33,7 @@ def nodes(gpu_nodes):
 
 
 def trained(nodes, name: str, *arguments: str) -> Path:
-    """Run a job; return its run directory under another name, and its output as `out` there."""
+    """Run a job and rename its run directory, with the output as `out` in it; return its job folder."""
     done = nodes.run(*arguments)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(folder := nodes.folder / name, ignore_errors=True)
@@ -60,7 +60,7 @@ def test_gradients_sent_through_gloo_must_be_reported(nodes):
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[float]]:
-    """The losses of each engine's training without any option."""
+    """The losses of a training run without any option, by engine."""
     return {}
 
 
@@ -70,13 +70,13 @@ def plain() -> dict[str, list[float]]:
     ids=" ".join,
 )
 def test_mixed_precision_and_compile_must_train_equally_well(nodes, plain, options):
-    few = ("--epochs", "5", "--batch-size", "29", "--optimizer", "sgd")  # batches of one size are compiled once
+    few = ("--epochs", "5", "--batch-size", "29", "--optimizer", "sgd")  # equal batch sizes, so that it compiles once
     if nodes.engine not in plain:
         plain[nodes.engine] = losses(trained(nodes, "plain", *ALONE, *APP, *few))
     found, expected = losses(trained(nodes, "fast", *ALONE, *APP, *few, *options)), plain[nodes.engine]
     assert len(found) == len(expected) == 35
-    assert sum(found[-7:]) < 0.6 * sum(found[:7])  # of the last epoch and of the first
-    if "float16" not in options:  # which leaves out steps at first, until the scale of the gradients fits
+    assert sum(found[-7:]) < 0.6 * sum(found[:7])  # the last epoch and the first
+    if "float16" not in options:  # which skips steps until the gradient scale fits
         assert found == pytest.approx(expected, abs=0.15, rel=0)
 
 

@@ -1,4 +1,4 @@
-"""What an engine is asked for so that nodes are kept from their host, and what comes of its refusals."""
+"""Requests to an engine for the packet filter of nodes, and what happens if it refuses them."""
 
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -22,7 +22,7 @@ def job(tmp_path, monkeypatch) -> Iterator[Job]:
 
 
 def protected(job: Job, spec: JobSpec = SPEC) -> DockerSession:
-    """An engine with two nodes, whose helpers have ended."""
+    """A session with two nodes whose helper containers have ended."""
     for number, name in enumerate(("master", "trainer-1")):
         job.answers.container(name)["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": f"first-{number}"}
     engine = job.session(spec)
@@ -163,7 +163,7 @@ def test_helpers_left_by_a_dead_orchestrator_must_be_found_and_removed(job):
     left["Names"] = ["/j-guard-1a2b3c4d"]
     left["Labels"] = {"orchestrate.guard": "j", "orchestrate.run": "/runs/j"}
     job.answers.container("other")["Labels"] = {"orchestrate.guard": "other"}
-    job.answers.container("strange")["Labels"] = {"orchestrate.guard": "j"}  # of another image
+    job.answers.container("strange")["Labels"] = {"orchestrate.guard": "j"}  # without our other labels
     engine = job.engine()
     assert engine.holds("j") == ["container j-guard-1a2b3c4d"]
     assert engine.jobs() == []  # it is no node

@@ -1,4 +1,4 @@
-"""A .dockerignore must be read as Docker reads it, whatever it is or holds, and within bounds."""
+"""A .dockerignore must be read as Docker reads it, within limits, whatever it is or contains."""
 
 import os
 from collections.abc import Callable
@@ -106,7 +106,7 @@ def test_a_pattern_must_mean_what_it_means_to_docker(tmp_path, text, path, ignor
     ],
 )
 def test_no_pattern_must_backtrack(tmp_path, text):
-    """Each takes longer than the universe is old, if it does."""
+    """With backtracking, each of them would practically never end."""
     assert not fits(tmp_path, text, "a" * 255)
     assert not fits(tmp_path, text, "a/" * 1000 + "a" * 255)
 
@@ -138,7 +138,7 @@ def test_an_invalid_dockerignore_must_be_refused_by_path_with_a_hint(tmp_path, n
 
 @pytest.mark.parametrize("look", [ignored, kept])
 def test_too_many_patterns_for_the_number_of_files_must_be_refused(tmp_path, look):
-    """These took half a minute."""
+    """Without the limit, these take half a minute."""
     folder = tmp_path.joinpath(*("abcdefghijklmn"))
     folder.mkdir(parents=True)
     for number in range(3000):
@@ -149,7 +149,7 @@ def test_too_many_patterns_for_the_number_of_files_must_be_refused(tmp_path, loo
 
 
 def test_ordinary_patterns_must_take_few_steps_for_many_files(tmp_path, monkeypatch):
-    """Patterns that fit nothing below a folder are not looked at there."""
+    """Patterns that cannot match below a folder are not tried there."""
     monkeypatch.setattr("orchestrate.engines.docker.ignored.MAX_STEPS", 1000)
     (tmp_path / ".dockerignore").write_text("\n".join([f"folder-{number}/data" for number in range(20)]))
     (tmp_path / "src").mkdir()
@@ -188,7 +188,7 @@ def test_an_ignored_name_that_is_not_utf_8_must_be_refused(tmp_path):
         masks(tmp_path, tmp_path / "runs", "/workspace")
 
 
-# --- for real
+# --- on a real engine
 
 
 def test_a_refusal_must_leave_no_run_directory(cli, docker_engine, nothing_left):

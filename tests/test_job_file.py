@@ -1,4 +1,4 @@
-"""Odd job files and `--set` values: each is one UsageError that names the place, at once, and never a traceback."""
+"""Invalid job files and `--set` values: each must raise a UsageError with its position, at once."""
 
 import os
 import re
@@ -177,7 +177,7 @@ def test_text_that_looks_like_a_date_must_stay_text(path):
     assert spec.command == ("x.py", "2023-13-45", "1:30")
 
 
-# --- what is no file to read
+# --- files that cannot be read
 
 
 def test_a_job_file_that_is_too_large_must_be_refused_before_it_is_parsed(path, monkeypatch):
@@ -207,7 +207,7 @@ def test_a_job_file_may_be_a_link(tmp_path, path):
     assert resolve(read_file(tmp_path / "link")).name == "a"
 
 
-# --- what may be in values
+# --- values
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\ud800", "a\udfffb"], ids=ascii)
@@ -288,7 +288,7 @@ def test_values_of_env_in_a_job_file_must_not_be_printed(path):
         assert SECRET not in str(refused(path, f"env:\n  {line}\n".encode()))
 
 
-# --- bounds
+# --- limits
 
 
 @pytest.mark.parametrize(

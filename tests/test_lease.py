@@ -1,4 +1,4 @@
-"""A node's lease must be renewed by the relay of its own job alone."""
+"""Only the relay of a node's own job must renew its lease."""
 
 import hmac
 import os
@@ -18,7 +18,7 @@ from orchestrate.node.lease import LEASE_TIMEOUT, Lease, answer
 
 
 class Now:
-    """The node's loop and its clock, whose time and turns are the test's."""
+    """The node's event loop and clock, controlled by the test."""
 
     def __init__(self) -> None:
         self.now, self.due, self.read = 1000.0, [], None
@@ -45,7 +45,7 @@ class Now:
 
 @pytest.fixture
 def held(monkeypatch):
-    """A lease, the socket of its relay, the clock, and the times at which it has run out."""
+    """A lease, the socket of its relay, the clock, and the times at which the lease expired."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as relay:
         relay.bind(("127.0.0.1", 0))
         relay.settimeout(10)
@@ -94,11 +94,11 @@ def test_each_request_must_be_unique_and_several_must_fit_in_a_lease(held):
     for _ in range(3):
         loop.turn()
     assert len({relay.recvfrom(64)[0] for _ in range(4)}) == 4
-    assert len(loop.pauses) == 4 and 0 < max(loop.pauses) <= LEASE_TIMEOUT / 4  # so that some may be lost on their way
+    assert len(loop.pauses) == 4 and 0 < max(loop.pauses) <= LEASE_TIMEOUT / 4  # so that some may be lost
 
 
 def answered(relay: socket.socket, loop: Now) -> None:
-    """Have the newest of three questions answered."""
+    """Answer the newest of three requests."""
     for _ in range(3):
         question, node = relay.recvfrom(64)
     relay.sendto(answer(KEY, question), node)
@@ -112,7 +112,7 @@ def test_an_expired_lease_must_be_renewable(held):
         loop.now += LEASE_TIMEOUT
         assert not made.held
         loop.turn()
-    assert len(over) == 2  # as long as it lasts, whatever was started meanwhile is ended
+    assert len(over) == 2  # called again while it lasts, to end whatever was started meanwhile
     answered(relay, loop)
     assert made.held and len(over) == 2
 
@@ -133,7 +133,9 @@ def test_a_released_lease_must_neither_send_requests_nor_expire(held):
 def test_an_unreachable_relay_must_be_retried(monkeypatch):
     loop, over = Now(), []
     monkeypatch.setattr(lease, "time", loop)
-    made = Lease(loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now))  # which this socket may not send to
+    made = Lease(
+        loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now)
+    )  # an address that this socket may not send to
     try:
         loop.turn()
         assert len(loop.due) == 1 and not over
@@ -160,7 +162,9 @@ def test_a_node_that_is_cut_off_must_end_new_workers_until_the_relay_answers(hel
 def test_a_lease_must_expire_while_its_relay_is_unreachable(monkeypatch):
     loop, over = Now(), []
     monkeypatch.setattr(lease, "time", loop)
-    made = Lease(loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now))  # to which no process may write
+    made = Lease(
+        loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now)
+    )  # an address that this socket may not send to
     loop.turn()
     loop.now += LEASE_TIMEOUT
     loop.turn()
@@ -199,7 +203,7 @@ def test_a_relay_must_survive_a_failed_send_and_ignore_answers(monkeypatch):
         pass
 
     class Wire:
-        """A socket over which the first node cannot be reached."""
+        """A socket that cannot reach the first node."""
 
         asked, sent = [b"of the first one", answer(KEY, b"of another relay"), b"short", b"of the second on"], []
 

@@ -1,4 +1,4 @@
-"""What only a worker's own machine knows must be found there: its interface, its GPUs, which generation may start."""
+"""Settings that a node must find on its own machine: the interface, the GPUs, the generation that may start."""
 
 import os
 
@@ -45,7 +45,7 @@ def test_the_gpus_of_a_machine_must_come_from_nvidia_smi(monkeypatch, tmp_path):
     tool.write_text('#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: NVIDIA T4 (UUID: GPU-aa)"\n')
     tool.chmod(0o755)
     assert gpus() == ["GPU-aa"]
-    tool.write_text('#!/bin/sh\necho "GPU 0: NVIDIA T4 (UUID: GPU-aa)"; exit 9\n')  # its driver is gone, say
+    tool.write_text('#!/bin/sh\necho "GPU 0: NVIDIA T4 (UUID: GPU-aa)"; exit 9\n')  # for example, without its driver
     assert gpus() == []
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert gpus() == []
@@ -76,7 +76,7 @@ def test_a_node_must_use_as_many_gpus_as_it_has_workers():
     assert [env["CUDA_VISIBLE_DEVICES"] for env in envs] == ["0,1", "0,1", "2,3", "2,3"]
 
 
-# --- where another program says which node this is
+# --- nodes that another program starts
 
 
 def test_our_own_variables_must_take_precedence():

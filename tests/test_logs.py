@@ -1,4 +1,4 @@
-"""What a person sees of the logs must be complete, in order within a rank, and harmless to the terminal."""
+"""Log output must be complete, in order within a rank, and harmless to the terminal."""
 
 import pytest
 
@@ -114,12 +114,12 @@ def test_a_log_that_is_longer_than_a_chunk_must_be_shown_whole(tmp_path, monkeyp
 def test_each_log_must_be_skipped_to_its_last_lines(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
-    paths.log(0).write_bytes(b"a" * 5000 + b"\nlast\n")  # longer than what is shown of it
+    paths.log(0).write_bytes(b"a" * 5000 + b"\nlast\n")  # longer than the part that is shown
     paths.log(1).write_bytes(b"whole\n")
     follower = Follower(paths, {0: "0 ", 1: "1 ", 2: "2 "})
     follower.skip()
     assert list(follower.lines()) == ["0 last", "1 whole"]
-    paths.log(2).write_bytes(b"late\n")  # one that was not there yet
+    paths.log(2).write_bytes(b"late\n")  # a log that did not exist yet
     assert list(follower.lines()) == ["2 late"]
 
 
@@ -145,7 +145,7 @@ def test_prefixes_must_have_the_same_width():
     assert prefixes({}) == {}
 
 
-# --- the last words of a worker
+# --- the last lines of a worker
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_prefixes_must_have_the_same_width():
         ("a\n[node] generation 1\nb\n[node] generation 2\nc", 2, ["c"]),
         ("a\n[node] generation 1", 1, []),  # nothing was written yet
         ("[node] generation 1\nb\n[node] generation 11", 1, ["b", "[node] generation 11"]),
-        ("[node] generation 11\nb\nc\nd", 1, ["c", "d"]),  # a long log: the mark is no longer in its end
+        ("[node] generation 11\nb\nc\nd", 1, ["c", "d"]),  # a long log, whose tail does not contain the mark
         ("", 0, []),
         ("", 3, []),
     ],

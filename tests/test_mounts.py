@@ -1,4 +1,4 @@
-"""What nodes must not see of the folder of code: the files of jobs, the history, and what .dockerignore names."""
+"""Parts of the code folder that nodes must not see: run directories, .git, and what .dockerignore names."""
 
 import os
 import pwd
@@ -42,7 +42,7 @@ def code(tmp_path: Path) -> Path:
 
 
 def hidden(code: Path, ignore: str = "", runs: str = "runs") -> set[str]:
-    """What is hidden; folders end with a slash."""
+    """The hidden paths; those of folders end with a slash."""
     if ignore:
         (code / ".dockerignore").write_text(ignore)
     found = masks(code, (code / runs).resolve(), "/workspace")
@@ -75,7 +75,7 @@ def test_files_that_are_not_code_must_be_hidden(code, ignore, more):
 
 
 def test_only_existing_paths_must_be_hidden_but_run_directories_always(code):
-    assert hidden(code, runs="src/jobs") == {".git/", "runs/", "src/jobs/"}  # which may be made later
+    assert hidden(code, runs="src/jobs") == {".git/", "runs/", "src/jobs/"}  # which may be created later
     (code / "src" / "jobs").mkdir()
     assert hidden(code, runs="src/jobs") == {".git/", "runs/", "src/jobs/"}
     assert hidden(code, runs="../elsewhere") == {".git/", "runs/"}
@@ -145,12 +145,12 @@ def test_sockets_and_pipes_of_this_machine_must_be_hidden_from_nodes(code, tmp_p
     monkeypatch.setattr(mounts_module, "MAX_MASKS", 4)
     with pytest.raises(UsageError, match=f"{code} has more than 4 sockets, pipes and files to hide"):
         mounts_module.of_nodes(run, code)
-    (code / ".dockerignore").write_text("src\nlogs\n.env\n.venv\n")  # with .git, more than there may be
+    (code / ".dockerignore").write_text("src\nlogs\n.env\n.venv\n")  # more than allowed, with .git
     with pytest.raises(UsageError, match=f"{code} has more than 4 sockets, pipes and files to hide"):
         mounts_module.of_nodes(run, code)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="takes root to mount a folder")
+@pytest.mark.skipif(os.getuid() != 0, reason="must be root to mount a folder")
 def test_a_hidden_folder_must_be_hidden_at_each_of_its_paths(code, tmp_path, monkeypatch):
     home = tmp_path / "home"
     (home / "state" / "orchestrate").mkdir(parents=True)
@@ -181,7 +181,7 @@ def test_kernel_file_systems_must_be_hidden_and_refused_as_code(code, tmp_path, 
 
 
 def test_of_mounts_on_top_of_each_other_only_the_last_must_count(code, tmp_path, monkeypatch):
-    """As with /dev/shm, which is in /dev; and a mount that another one hides is not there."""
+    """For example /dev/shm on /dev; a mount that another one covers does not count."""
     rows = [
         f"1 2 0:3 / {tmp_path} rw - devtmpfs none rw",
         f"2 2 0:4 / {code} rw - tmpfs none rw",
@@ -241,7 +241,7 @@ def test_a_script_next_to_hidden_files_must_be_accepted(code):
     (code / ".dockerignore").write_text("data\ntrain\n")
     (code / "train").mkdir()
     assert masks(code, code / "runs", "/workspace", ("train.py",))
-    assert masks(code, code / "runs", "/workspace", ("-m", "app.train"))  # which may be installed
+    assert masks(code, code / "runs", "/workspace", ("-m", "app.train"))  # a module may be installed
     (code / ".dockerignore").write_text("*\n!src/train.py\n")
     assert masks(code, code / "runs", "/workspace", ("-m", "src.train"))
 
@@ -255,7 +255,7 @@ def test_folders_must_be_identified_by_inode_and_a_replaced_run_directory_refuse
     monkeypatch.chdir(code)
     code.rename(tmp_path / "moved")
     (tmp_path / "code").symlink_to(tmp_path)
-    assert mounts_module.inodes(paths.shared, Path.cwd()) == wanted  # where this process is
+    assert mounts_module.inodes(paths.shared, Path.cwd()) == wanted  # the working directory of this process
     paths.root.rename(tmp_path / "runs" / "mine")
     paths.shared.mkdir(parents=True)
     with pytest.raises(EngineError, match="not created by this account"):

@@ -1,4 +1,4 @@
-"""What a node reports of its files, and takes: each change once, nothing that is hidden, nothing that it was given."""
+"""File reports and uploads of a node: it must report each change once, and no hidden or uploaded files."""
 
 import base64
 import io
@@ -20,7 +20,7 @@ def job(tmp_path):
 
 
 def put(files: Files, folder: Path, **content: str) -> str:
-    """Give a node files; returns their tag."""
+    """Upload files to a node; return their tag."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as archive:
         for name, text in content.items():
@@ -60,7 +60,7 @@ def test_uploads_to_another_folder_must_not_count(job, tmp_path):
     (code / "one").unlink()
     assert changes(files, job).gone == [] and not changes(files, job).files
     for folder in (code, job):
-        put(files, folder)  # in place of what was there
+        put(files, folder)  # replaces what was there
     assert not changes(files, job).files and changes(files, code).gone == []
     assert changes(files, near).gone == ["one"]
 
@@ -78,11 +78,11 @@ def test_an_upload_must_replace_everything_but_logs(job):
 
 def test_an_upload_must_arrive_in_pieces_and_start_over_after_an_error(job):
     files, pieces = Files(), [b"some ", b"bytes"]
-    for _ in range(2):  # the first of them is never finished
+    for _ in range(2):  # the first upload is never finished
         assert files.upload(str(job), base64.b64encode(pieces[0]).decode(), 0, "") == protocol.Uploaded({})
     with pytest.raises(OSError, match="the upload is damaged"):
         files.upload(str(job), base64.b64encode(pieces[1]).decode(), 5, "wrong")
-    with pytest.raises(OSError, match="a piece is missing"):  # what was refused is not gone on with
+    with pytest.raises(OSError, match="a piece is missing"):  # a refused upload is not continued
         files.upload(str(job), base64.b64encode(pieces[1]).decode(), 10, "")
     put(files, job, one="1")
     assert (job / "one").read_text() == "1"
@@ -115,15 +115,15 @@ def test_only_visible_files_and_links_must_be_reported(job):
 def test_a_log_must_be_reported_in_pieces_from_the_length_already_copied(job):
     files, log = Files(), job / "logs" / "rank-0.log"
     log.write_bytes(b"x" * (PIECE + 3))
-    assert not changes(files, job, rank_0=0).logs  # of a rank that it never had
-    files.follow(str(job), 0, PIECE + 3)  # the log at home is as long: it is this one
+    assert not changes(files, job, rank_0=0).logs  # a rank that this node never ran
+    files.follow(str(job), 0, PIECE + 3)  # the copied log has the same length, so it is this one
 
     def told(have: int) -> bytes:
         return base64.b64decode(changes(files, job, rank_0=have).logs.get("logs/rank-0.log", ""))
 
     assert [len(told(have)) for have in (0, 1, 3, PIECE, PIECE + 3)] == [PIECE, PIECE, PIECE, 3, 0]
     assert not changes(files, job).logs and not changes(files, job, rank_1=0).logs
-    files.follow(str(job), 0, PIECE + 10)  # 7 bytes more at home, which another node has written
+    files.follow(str(job), 0, PIECE + 10)  # the copied log has 7 more bytes, from another node
     assert [len(told(have)) for have in (5, PIECE + 9, PIECE + 10)] == [PIECE, 1, 0]
     files.follow(str(job), 1, 100)
     (job / "logs" / "rank-1.log").write_text("new")
@@ -143,7 +143,7 @@ def test_a_file_must_be_read_in_pieces_with_its_reported_facts(job):
 
 
 def sparse(path: Path, size: int, *offsets: int) -> None:
-    """A file of this size that has a few bytes at each offset, and holes elsewhere."""
+    """Create a file of this size with a few bytes at each offset and holes elsewhere."""
     with path.open("wb") as file:
         for offset in offsets:
             file.seek(offset)
@@ -168,7 +168,7 @@ def test_holes_in_a_log_must_be_skipped(job):
     log.write_bytes(b"first\n")
     for size in (1 << 30, 1 << 40):
         while told := changes(files, job, rank_0=len(home)).logs:
-            assert told == changes(files, job, rank_0=len(home)).logs  # where the answer was lost
+            assert told == changes(files, job, rank_0=len(home)).logs  # as if the answer was lost
             home += base64.b64decode(told["logs/rank-0.log"])
         with log.open("r+b") as file:
             file.seek(size)

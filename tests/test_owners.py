@@ -1,4 +1,4 @@
-"""Run directories that others have made, or can replace, must be taken for a job by no command."""
+"""No command must accept a run directory that other users created or can replace."""
 
 import contextlib
 import grp
@@ -25,7 +25,7 @@ ROOT = os.geteuid() == 0
 
 
 def linked(path: Path) -> None:
-    """Another job of ours, by a link."""
+    """Replace a run directory with a link to it."""
     path.rename(path.parent / "far")
     path.symlink_to(path.parent / "far")
 
@@ -110,9 +110,9 @@ def test_files_of_a_cluster_must_not_be_moved_to_a_run_directory_that_is_not_our
     assert job.shared.is_symlink() and not cluster.root.exists()
 
 
-# --- folders in which root keeps no jobs
+# --- folders where root must not keep jobs
 
-NOBODY = pwd.getpwnam("nobody").pw_uid  # an account of every machine
+NOBODY = pwd.getpwnam("nobody").pw_uid  # an account that every machine has
 NODE, _ = users.without_account()
 NONE = next(user for user in range(54321, 60000) if not users.account(user))
 NOGROUP = pwd.getpwnam("nobody").pw_gid
@@ -149,11 +149,11 @@ def test_root_must_not_keep_jobs_where_another_account_can_replace_them(do, tmp_
         (0, NOGROUP, 0o1775, "", ""),
         (0, NONE, 0o775, "", ""),  # a group without members
         (0, 0, 0o777, "", "every user"),
-        (0, 0, 0o1777, "", ""),  # as /tmp
+        (0, 0, 0o1777, "", ""),  # like /tmp
         (NOBODY, 0, 0o700, "", f"nobody (user {NOBODY})"),
         (NOBODY, 0, 0o1777, "", f"nobody (user {NOBODY})"),
         (NOBODY, 0, 0o700, NOBODY, ""),
-        (NODE, 0, 0o755, "", f"user {NODE}"),  # the job's folder of another job, which may be running
+        (NODE, 0, 0o755, "", f"user {NODE}"),  # the job folder of another job, which may be running
         (NONE, NONE, 0o755, "", ""),  # a checkout in CI, whose user the container does not know
         (NONE, NONE, 0o775, "", ""),
         (NONE, NONE, 0o777, "", "every user"),
@@ -162,7 +162,9 @@ def test_root_must_not_keep_jobs_where_another_account_can_replace_them(do, tmp_
 def test_a_folder_must_belong_to_root_by_owner_mode_and_group(tmp_path, monkeypatch, user, group, mode, sudo, who):
     for name in ("SUDO_UID", "SUDO_GID"):
         monkeypatch.setenv(name, str(sudo))
-    monkeypatch.setattr(pwd, "getpwall", lambda: [pwd.getpwuid(0), pwd.getpwuid(NOBODY)])  # nogroup has others, too
+    monkeypatch.setattr(
+        pwd, "getpwall", lambda: [pwd.getpwuid(0), pwd.getpwuid(NOBODY)]
+    )  # nogroup may have more members
     runs = tmp_path / "above" / "runs"
     runs.mkdir(parents=True)
     for folder in (runs, runs.parent):
@@ -178,7 +180,7 @@ def test_a_folder_must_belong_to_root_by_owner_mode_and_group(tmp_path, monkeypa
 
 
 @needs_root
-@pytest.mark.skipif(sys.platform != "linux", reason="knows no such lists")
+@pytest.mark.skipif(sys.platform != "linux", reason="access control lists need Linux")
 @pytest.mark.parametrize(
     ("tag", "who", "mask", "may"),
     [
@@ -224,7 +226,7 @@ def test_a_folder_created_meanwhile_by_another_user_must_be_refused(tmp_path):
 
 @pytest.fixture
 def link(do, tmp_path):
-    """A link of root's to a folder of jobs of root's, in a folder where everyone may make files, as in /tmp."""
+    """A link that root owns, to root's own runs, in a folder where everyone can create files, like /tmp."""
     (tmp_path / "real" / "runs").mkdir(parents=True)
     create(JobPaths(tmp_path / "real" / "runs" / "a-1"))
     (tmp_path / "shared").mkdir()
@@ -260,7 +262,7 @@ def test_root_must_not_follow_a_link_of_another_account(do, tmp_path, link, comm
 @needs_root
 def test_a_link_created_meanwhile_must_not_be_followed(tmp_path, link):
     runs = owners.check(link.parent / "runs")
-    assert runs == link.parent / "runs"  # which is not there yet
+    assert runs == link.parent / "runs"  # which does not exist yet
     runs.symlink_to("../real")
     os.chown(runs, NOBODY, NOBODY, follow_symlinks=False)
     with pytest.raises(UsageError, match="root cannot keep jobs in"):

@@ -1,4 +1,4 @@
-"""What nodes import ahead must be what the script will import, as far as its source tells."""
+"""Nodes must preload what the script will import, as far as its source shows."""
 
 import os
 
@@ -47,12 +47,12 @@ def test_a_script_that_is_nested_too_deeply_must_be_skipped(tmp_path):
     (tmp_path / "train.py").write_text("import torch\nx = " + "-" * 100_000 + "1")
     assert preload(JobSpec(command=("train.py",)), tmp_path) == ()
     (tmp_path / "train.py").write_text("import torch\nx = 1" + "+1" * 10_000)
-    assert preload(JobSpec(command=("train.py",)), tmp_path) in ((), TORCH)  # as far as this Python reads
+    assert preload(JobSpec(command=("train.py",)), tmp_path) in ((), TORCH)  # depends on the Python version
 
 
 @pytest.mark.parametrize("part", ["{1}", "{x:{y}}", "{(1)}"])
 def test_a_script_that_takes_too_long_to_parse_must_be_skipped(tmp_path, part):
-    """Each takes more than a minute, in which Python's parser cannot be interrupted."""
+    """Python's parser takes more than a minute for each, and cannot be interrupted."""
     (tmp_path / "train.py").write_text("import torch\nf'" + part * (1_000_000 // len(part)) + "'")
     assert preload(JobSpec(command=("train.py",), preload=["numpy"]), tmp_path) in (("numpy",), (*TORCH, "numpy"))
 

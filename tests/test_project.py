@@ -1,4 +1,4 @@
-"""The Makefile, the Dockerfile and docker-compose.yml must hold what the README promises, as far as files can tell."""
+"""The Makefile, the Dockerfile and docker-compose.yml must do what the README promises, as far as files show."""
 
 import os
 import re
@@ -25,7 +25,7 @@ DOCKER = '#!/bin/bash\n[ "$1" != "$NO_DOCKER" ]\n'
 
 
 class Make:
-    """`make` with an environment whose tools note how they are called; so has `docker`, which answers."""
+    """`make` with fake tools that record their calls, and a fake `docker` that answers."""
 
     def __init__(self, folder: Path) -> None:
         self.venv, self.calls = folder / "venv", folder / "calls"
@@ -35,23 +35,23 @@ class Make:
             text = {"docker": DOCKER, "uv": UV.format(calls=self.calls)}
             tool.write_text(text.get(tool.name, TOOL.format(calls=self.calls)))
             tool.chmod(0o755)
-        ours = ("MFLAGS", "ARGS", "JOBS", "VENV", "PYTHON")  # of the `make test` that may run this
+        ours = ("MFLAGS", "ARGS", "JOBS", "VENV", "PYTHON")  # set by the `make test` that may run this test
         clean = {name: os.environ[name] for name in os.environ if name not in ours and not name.startswith("MAKE")}
         self.env = clean | {"PATH": f"{folder}/bin:{os.environ['PATH']}", "FAILS": "", "NO_DOCKER": ""}
 
     def __call__(self, *words: str, **env: str) -> tuple[int, list[str]]:
-        """The exit code of make, and what it has called."""
+        """Run make; return its exit code and the commands it ran."""
         self.calls.write_text("")
         command = ["make", f"VENV={self.venv}", *words]
         done = subprocess.run(command, cwd=ROOT, env=self.env | env, capture_output=True, text=True)
         return done.returncode, self.calls.read_text().splitlines()
 
     def given(self) -> str:
-        """What `uv` has read."""
+        """The input of `uv`."""
         return self.calls.with_name("calls.given").read_text()
 
     def stamps(self) -> set[str]:
-        """What is set up."""
+        """The stamps of what has been installed."""
         return {path.name for path in self.venv.iterdir() if path.is_file()}
 
 
@@ -61,7 +61,7 @@ def make(tmp_path):
 
 
 INSTALL = "pip install --quiet --quiet --disable-pip-version-check --editable ."
-WITH_TORCH = "pip install --disable-pip-version-check --editable ."  # some GB, so it is seen how far it is
+WITH_TORCH = "pip install --disable-pip-version-check --editable ."  # several GB, so progress is shown
 
 
 def test_make_run_must_set_up_once_and_run_the_job_with_its_arguments(make):
@@ -83,7 +83,7 @@ def test_torch_must_be_installed_only_if_local_processes_need_it(make, lacking):
 def test_make_test_must_run_every_check_with_its_arguments(make):
     checks = ["ruff check", "ruff format --check", "mypy", "python -m pytest -n 4 -k plan"]
     assert make("test", "ARGS=-k plan") == (0, [f"{WITH_TORCH}[test]", *checks])
-    assert make.stamps() == {".base", ".torch", ".test"}  # which holds the others
+    assert make.stamps() == {".base", ".torch", ".test"}  # which includes the others
     assert make("test", "JOBS=0", "ARGS=-x")[1][-1] == "python -m pytest -n 0 -x"
     assert len(make("run", NO_DOCKER="info")[1]) == 1
 
@@ -122,7 +122,7 @@ def test_changed_requirements_must_be_installed(make):
 
 
 def image() -> list[tuple[str, str]]:
-    """The instructions of the Dockerfile: name and words."""
+    """The instructions of the Dockerfile: name and arguments."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
 
@@ -132,13 +132,13 @@ PLACES = [(python, machine) for python in ("3.11", "3.12") for machine in ("x86_
 
 
 def locked(python: str, machine: str) -> dict[str, str]:
-    """The versions that pip would install from the lock on a machine with Linux, by the names of the packages."""
+    """The versions that pip would install from the lock on Linux, by package name."""
     there = {"python_version": python, "python_full_version": f"{python}.0", "platform_machine": machine}
     there |= {"sys_platform": "linux", "platform_system": "Linux", "implementation_name": "cpython"}
     wanted = [Requirement(line) for line in re.findall(r"^([a-z].*?) *\\?$", LOCK, re.M)]
     chosen = [one for one in wanted if one.marker is None or one.marker.evaluate(there)]
     versions = {one.name: str(one.specifier).removeprefix("==") for one in chosen}
-    assert len(versions) == len(chosen)  # each of one version
+    assert len(versions) == len(chosen)  # one version of each package
     return versions
 
 
@@ -148,7 +148,7 @@ def test_the_lock_must_satisfy_the_requirements_of_local_processes(python, machi
     found = locked(python, machine)
     for one in map(Requirement, yaml.safe_load(needed)):
         assert one.specifier.contains(found[one.name]), one.name
-    assert {"numpy", "filelock", "typing-extensions", "nvidia-nccl-cu13"} <= found.keys()  # and what those need
+    assert {"numpy", "filelock", "typing-extensions", "nvidia-nccl-cu13"} <= found.keys()  # and their dependencies
 
 
 def test_each_locked_package_must_have_hashes_and_no_index_url():
@@ -170,7 +170,7 @@ def test_the_base_image_must_be_pinned_by_digest_in_one_place():
     base = r"python:3\.\d+\.\d+-slim-[a-z]+@sha256:[0-9a-f]{64}"
     (named,) = [words for name, words in image() if name == "ARG"]
     assert re.fullmatch(f"BASE_IMAGE={base}", named)
-    assert SERVICES["master"]["build"]["args"] == ["BASE_IMAGE"]  # of the environment, where it names another one
+    assert SERVICES["master"]["build"]["args"] == ["BASE_IMAGE"]  # from the environment, which may name another one
     for path in ("docker-compose.yml", "README.md", ".ci/run"):
         assert not re.search(r"python:3|sha256:", (ROOT / path).read_text())
 
@@ -213,7 +213,7 @@ NODES = ("master", "trainer", "master-cpu", "trainer-cpu")
 
 
 def defaults(value: object) -> dict[str, str]:
-    """The variables in a part of the file, with their defaults."""
+    """The variables in a part of the Compose file, with their defaults."""
     return {name: default for name, default in VARIABLE.findall(yaml.safe_dump(value, width=10_000))}
 
 

@@ -1,4 +1,4 @@
-"""The README must be true: each command in a `console` block is run, and prints what stands there."""
+"""The README must be true: each command in a `console` block must print what the block shows."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from test_app import check_trained
 from app.checkpoint import read_manifest
 
 README = (ROOT / "README.md").read_text()
-# What only the first run says, or one that takes long.
+# Messages that only a first run or a slow one prints.
 PASSING = (
     "installing|building the image|starting|the nodes are still|waiting for|importing|cleaning up|"
     "looking for GPUs$|testing the GPUs with torch$"
@@ -33,7 +33,7 @@ def blocks() -> list[tuple[str, str]]:
 
 
 def spoken(output: str) -> dict[str, list[str]]:
-    """What each worker says, and what we do (""): lines in their order, without what differs between two runs."""
+    """The output of each worker and our own (""), as lines in order, without what differs between two runs."""
     found: dict[str, list[str]] = {}
     for line in re.sub(rf"^({PASSING})\b.*\n", "", output, flags=re.M).splitlines():
         speaker, bar, text = line.partition(" | ") if " | " in line else ("", "", line)
@@ -42,7 +42,7 @@ def spoken(output: str) -> dict[str, list[str]]:
 
 
 def alike(line: str) -> str:
-    """A line without times, ids, ports, versions, paths and what the machine has; figures only as good or bad."""
+    """A line without times, ids, ports, versions, paths and hardware; results only as good or bad."""
     line = re.sub(r"Docker Engine \S+,", "Docker Engine,", line)
     line = re.sub(r"gloo on CPU \(.*\)", "gloo on CPU", line)
     line = re.sub(r"-[0-9a-f]{4}\b", "-#", line)
@@ -99,7 +99,7 @@ def test_differences_between_runs_must_be_ignored():
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy of the project, which the README's own commands set up, in a folder after which Compose calls things."""
+    """A copy of the project for the README's own commands to set up; its folder gives Compose a unique project name."""
     copy = tmp_path_factory.mktemp("newcomer") / f"readme-{secrets.token_hex(4)}"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache"))
     for folder in (copy, *copy.parents[:3]):
@@ -117,7 +117,7 @@ def own(name: str) -> bool:
 @pytest.mark.xdist_group("readme")
 @pytest.mark.parametrize(("place", "block"), [*enumerate(blocks())], ids=[command for command, _ in blocks()])
 def test_a_command_must_print_what_the_readme_says(place, block, docker_engine, project):
-    """In the README's order, in one folder, and in the environment that its first commands make."""
+    """Runs in the README's order, in one folder, with the environment that its first commands create."""
     command, output = block
     assert place == 0 or (project / ".venv").is_dir(), "the README's first command has set nothing up"
     if place > [ACTIVATE in command for command, _ in blocks()].index(True):

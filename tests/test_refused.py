@@ -1,4 +1,4 @@
-"""A node must refuse what it cannot do, say why, do nothing of it, and live."""
+"""A node must refuse invalid requests with a reason and without any effect, and keep running."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The report must say what a person wants to know, from what there is."""
+"""The report must contain what a user wants to know, from the data available."""
 
 import json
 import re
@@ -93,7 +93,7 @@ def test_the_last_value_of_each_metric_must_be_the_final_one():
     assert data["final_metrics"] == {"step": 3, "loss": 0.2, "epoch": 1, "accuracy": 0.9}
 
 
-MANY = "\N{ROCKET}" * 1000  # of which JSON makes 12 bytes each
+MANY = "\N{ROCKET}" * 1000  # 12 bytes each as JSON
 LEFT_OUT = {
     "checkpoints": {"checkpoints": [Path(f"{number:05}", *["\N{ROCKET}" * 60] * 30) for number in range(10_000)]},
     "final_metrics": {"metrics": [{f"{number:04}": [MANY] * 8} for number in range(1000)]},
@@ -102,7 +102,7 @@ LEFT_OUT = {
 
 
 def full(checkpoints=(), metrics=(), lines=()) -> dict:
-    """The report of a job that has failed 200 times, with last lines."""
+    """The report of a job that has failed 200 times, each with last lines."""
     facts = {"exit_code": 1, "cause": "error", "hint": "look", "last_lines": [*lines], "log": "log"}
     cause = Cause(rank=1, node="n", summary="rank 1 failed", **facts)
     ended = [
@@ -138,7 +138,7 @@ def test_a_complete_report_must_not_warn():
     assert data["truncated"] == [] and "warning" not in text(data)
     assert (len(data["failures"]), data["checkpoints"], data["final_metrics"]) == (200, ["a"], {"loss": 0.5})
     del data["truncated"]
-    assert "warning" not in text(data) and readable(data)  # as an earlier version wrote it
+    assert "warning" not in text(data) and readable(data)  # as written by an earlier version
 
 
 def test_long_messages_from_nodes_must_be_truncated():
@@ -169,9 +169,7 @@ def test_the_report_must_identify_the_job_and_state_its_duration():
 def test_only_a_failed_job_must_have_a_root_cause(word):
     data = report(PLAN, JobResult(word, "why"), [FAILED], 0.0, [], [])
     assert data["root_cause"] is None
-    assert text(data).splitlines()[1:] == [
-        "generation 0: rank 1 exited with code 1"
-    ]  # and no step, where none is known
+    assert text(data).splitlines()[1:] == ["generation 0: rank 1 exited with code 1"]  # without a step if none is known
 
 
 def test_a_job_that_failed_without_a_worker_to_blame_must_have_no_root_cause():
@@ -219,7 +217,7 @@ FAILURE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="it broke"
 @pytest.mark.parametrize(
     ("event", "said"),
     [
-        (events.GenerationStarting(0, NODES, 3, 29500), ""),  # the plan has said so
+        (events.GenerationStarting(0, NODES, 3, 29500), ""),  # the plan has already shown it
         (events.GenerationStarting(2, NODES, 3, 29500), "generation 2: 3 workers"),
         (events.GenerationEnded(generation=1, word="succeeded", why="finished"), ""),
         (events.GenerationEnded(generation=1, word="failed", why="", cause=FAILURE), "generation 1 failed: it broke"),

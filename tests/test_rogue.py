@@ -1,4 +1,4 @@
-"""Jobs that attack their host, other jobs and their cluster, on the real engine: what they must not come to."""
+"""Jobs that attack their host, other jobs or their cluster, on the real engine, must not succeed."""
 
 import json
 import os
@@ -57,7 +57,7 @@ print("attacked", flush=True)
 
 
 def found(log: Path) -> dict:
-    """What the script has seen; nothing before it has looked."""
+    """What the script has found; empty until it has printed it."""
     lines = log.read_text().splitlines() if log.exists() else []
     return next((json.loads(line.removeprefix("FOUND ")) for line in lines if line.startswith("FOUND ")), {})
 
@@ -119,7 +119,7 @@ print("KEPT", sorted(path.name for path in kept.iterdir()), flush=True)
 
 @pytest.fixture
 def declared(docker_engine):
-    """An image that declares a volume and a check of its health."""
+    """An image that declares a volume and a health check."""
     name = f"declares-{os.getpid():x}:1"
     made = docker("create", "--user", "0:0", "--entrypoint", "install", IMAGE, "-d", "-m", "777", "/kept").strip()
     docker("start", "--attach", made)
@@ -132,7 +132,7 @@ def declared(docker_engine):
 
 def test_files_in_an_image_volume_must_not_reach_the_next_job_or_outlive_the_cluster(
     cli, declared, nothing_left
-):  # nor may the image's check of health run in them: it could read the key of the cluster
+):  # nor may the image's health check run in the nodes: it could read the key of the cluster
     (cli.folder / "keeps.py").write_text(KEEPS)
     options = ("--engine", "docker", "--trainers", "0", "--gpus", "none", "--image", declared)
     name = cli("up", *options).stdout.strip()
@@ -226,18 +226,18 @@ def test_two_jobs_must_neither_see_nor_reach_each_other(cli, docker_engine, noth
 
 
 def test_a_job_must_not_find_secrets_or_keys_of_other_jobs_wherever_they_are(cli, docker_engine, nothing_left):
-    cli.env["XDG_STATE_HOME"] = str(cli.folder / "state")  # as where a job is started from the home folder
+    cli.env["XDG_STATE_HOME"] = str(cli.folder / "state")  # as if jobs were started from the home folder
     stays = "import signal\nsignal.signal(15, lambda *_: exit(0))\nprint('stays', flush=True)\nsignal.pause()\n"
     (cli.folder / "stays.py").write_text(stays)
     (cli.folder / "looks.py").write_text(
         f"import os, time\nprint('began', flush=True)\nwhile not os.path.exists('enough'): time.sleep(0.02)\n{LOOKS}"
     )
-    same = ("--set", "user=root") if os.geteuid() == 0 else ()  # the user whose files those are
+    same = ("--set", "user=root") if os.geteuid() == 0 else ()  # the user who owns those files
     away = cli.folder.with_name(f"{cli.folder.name}-away")
     looks = cli.start(*ALONE, *same, "--runs", str(away), "--", "looks.py")
     try:
         eventually(lambda: [path for path in away.glob("*/logs/rank-0.log") if "began" in path.read_text()])
-        assert not (cli.folder / "runs").exists()  # so it is not hidden
+        assert not (cli.folder / "runs").exists()  # so it was not hidden at the start
         others = [(), ("--runs", "sub/runs")]
         for more in others:
             done = cli(*ALONE, *same, "--detach", "--set", f"env.TOKEN={CANARY}", *more, "--", "stays.py")
@@ -250,7 +250,7 @@ def test_a_job_must_not_find_secrets_or_keys_of_other_jobs_wherever_they_are(cli
         (log,) = away.glob("*/logs/rank-0.log")
         names = found(log)["files"]
         for run in runs:
-            assert f"/workspace/{run.relative_to(cli.folder)}/job.yaml" in names  # it did look there
+            assert f"/workspace/{run.relative_to(cli.folder)}/job.yaml" in names  # it did search there
         assert len(keys) == 3 and all(len(key) == 64 for key in keys)
         assert not [secret for secret in (CANARY, *keys) if secret in log.read_text()]
         assert not any("state/orchestrate" in name for name in names)
@@ -283,7 +283,7 @@ if os.environ["RANK"] == "1":
             text = json.dumps(ask).encode()
             sock.sendall(word + sha256(text).hexdigest().encode() + b" " + text + b"\n" + text + b"\n")
             assert sock.recv(1000) == b"", "answered"
-    for path in glob.glob("/run/orchestrate/*"):  # and in the place of all nodes, for those that connect now
+    for path in glob.glob("/run/orchestrate/*"):  # and listen in place of all nodes, for new clients
         os.rename(path, path + "-old")
         liar = socket.socket(socket.AF_UNIX)
         liar.bind(path)

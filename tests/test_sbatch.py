@@ -1,6 +1,6 @@
-"""The script for sbatch must ask Slurm for what the job needs, and start the job again when it fails.
+"""The sbatch script must request from Slurm what the job needs, and restart the job when it fails.
 
-Here a stand-in has the names of Slurm's commands; see test_slurm.py for a real one.
+Slurm's commands are fake here; see test_slurm.py for a real Slurm.
 """
 
 import os
@@ -36,7 +36,7 @@ WORDS = ["train.py", "two words", "$HOME", "it's"]
 
 
 def launched(form: str, image: str, monkeypatch, folder: str = "/my-code", words: list[str] = WORDS) -> list[str]:
-    """What bash makes of the words that start a node on each machine."""
+    """The arguments that start a node on each machine, as bash parses them."""
     monkeypatch.setattr("orchestrate.export.slurm.code_folder", lambda command: folder)
     script = slurm(resolve({"command": words, "image": image}), "x", form)
     (launch,) = [text for text in script.split("--wait=40 ")[1:]]
@@ -78,7 +78,7 @@ def test_a_folder_that_is_not_utf_8_must_be_refused(monkeypatch):
 
 
 def test_a_script_must_have_no_line_breaks_or_control_characters_from_values(monkeypatch):
-    """Since sbatch refuses those of DOS, and a terminal would take others for orders."""
+    """sbatch refuses DOS line breaks, and a terminal would interpret control characters."""
     monkeypatch.setattr("orchestrate.export.slurm.code_folder", lambda command: "/a\r\nb\x1b")
     words = odd(300)
     spec = resolve({"command": ["train.py", *words], "env": {f"A_{number}": text for number, text in enumerate(words)}})
@@ -96,7 +96,7 @@ def test_each_argument_of_the_command_must_pass_through_bash_unchanged(monkeypat
 SCONTROL = "#!/bin/bash\nprintf 'n%s\\n' 1 2\n"
 SRUN = """\
 #!/bin/bash
-# Notes how it was called; ends with the next code of the file `codes`, or waits for a signal where there is none.
+# Records how it was called; exits with the next code in the file `codes`, or waits for a signal if there is none.
 cat /proc/$$/environ > "$HERE/environment"
 pwd > "$HERE/where"
 cd "$HERE"
@@ -113,11 +113,11 @@ SCANCEL = '#!/bin/bash\ncd "$HERE"\necho "$@" > cancelled\necho 143 > asked\n'
 
 
 class Slurm:
-    """A folder with commands of Slurm's names, and what they have noted."""
+    """A folder with fake Slurm commands, and what they have recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.more: dict[str, str] = {}  # of the script's environment
+        self.more: dict[str, str] = {}  # more of the script's environment
         (folder / "bin").mkdir()
         for name, text in {"scontrol": SCONTROL, "srun": SRUN, "scancel": SCANCEL}.items():
             (folder / "bin" / name).write_text(text)
@@ -125,7 +125,7 @@ class Slurm:
         os.mkfifo(folder / "asked")
 
     def start(self, *codes: str, **values: object) -> subprocess.Popen[str]:
-        """Run the script; each of `codes` is srun's exit code, and the one of the worker that failed first, if any."""
+        """Run the script; each of `codes` is srun's exit code and, if any, that of the worker that failed first."""
         (self.folder / "codes").write_text("".join(f"{code}\n" for code in codes))
         script = self.folder / "job.sh"
         script.write_text(slurm(resolve({"command": "train.py", "trainers": 1}, values), "digits", "venv"))
@@ -136,7 +136,7 @@ class Slurm:
         )
 
     def calls(self) -> list[list[str]]:
-        """Of each call of srun: generation, port, master, the job's folder, and what an older one has left."""
+        """For each call of srun: generation, port, master, job folder, and what an earlier call has left."""
         return [line.split() for line in (self.folder / "calls").read_text().splitlines()]
 
 
@@ -205,7 +205,7 @@ def test_a_link_that_came_with_the_code_must_be_refused_at_export(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert slurm(resolve({}), "digits", "venv")
     (tmp_path / "runs" / "digits").mkdir(parents=True)
-    assert slurm(resolve({}), "digits", "venv")  # to go on from its checkpoints with other settings
+    assert slurm(resolve({}), "digits", "venv")  # to resume from its checkpoints with other settings
     (tmp_path / "runs" / "digits").rmdir()
     (tmp_path / "runs" / "digits").symlink_to("elsewhere")
     with pytest.raises(UsageError, match="runs/digits is a link") as error:
@@ -231,7 +231,7 @@ def test_each_variable_must_reach_the_nodes_unchanged_and_not_affect_the_script(
     texts = dict(enumerate(odd(300)))
     env = {f"ODD_{number}": text for number, text in texts.items()}
     env |= dict.fromkeys(("UID", "IFS", "PS4", "stop", "code", "step", "attempt", "_"), "0x")
-    env |= {"SHELLOPTS": "posix", "BASH_ENV": "/dev/null", "PATH": "/usr/bin:/bin"}  # without the commands of Slurm
+    env |= {"SHELLOPTS": "posix", "BASH_ENV": "/dev/null", "PATH": "/usr/bin:/bin"}  # without Slurm's commands
     assert ended(scheduler.start("1", "0", env=env)) == (0, "generation 0 ended with exit code 1\n")
     said = (scheduler.folder / "environment").read_bytes().decode().split("\0")
     assert {name: value for name, _, value in (line.partition("=") for line in said) if name in env} == env
@@ -252,11 +252,11 @@ def test_secrets_must_come_from_the_environment_of_sbatch(scheduler):
 def test_a_failure_must_start_another_generation_on_a_new_port(scheduler):
     code, told = ended(scheduler.start("137 3", "1", "0"))
     assert code == 0
-    assert "generation 0 ended with exit code 3" in told  # of the worker that failed first, and not of srun
-    assert "generation 1 ended with exit code 1" in told  # where no worker says so, of srun
+    assert "generation 0 ended with exit code 3" in told  # of the worker that failed first, not of srun
+    assert "generation 1 ended with exit code 1" in told  # of srun, if no worker reports one
     calls = scheduler.calls()
     assert [call[0] for call in calls] == ["0", "1", "2"]
-    assert all(len(call) == 4 for call in calls)  # what the last generation said of its failure is gone
+    assert all(len(call) == 4 for call in calls)  # the last generation's failure file is removed
     ports = {int(call[1]) for call in calls}
     assert len(ports) == 3 and all(20000 <= port < 40000 for port in ports)
 
@@ -289,7 +289,7 @@ def test_the_time_limit_must_reach_the_nodes_and_start_no_other_generation(sched
         process.terminate()
         assert ended(process) == (143, "")
     finally:
-        if not (scheduler.folder / "cancelled").exists():  # so srun waits still
+        if not (scheduler.folder / "cancelled").exists():  # so srun is still waiting
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     assert (scheduler.folder / "cancelled").read_text() == "--signal=TERM 7\n"

@@ -1,6 +1,6 @@
-"""The value of a secret must be in its record and in its workers' environment, and in nothing else that a job leaves.
+"""Secret values must be only in a job's record and its workers' environment, and in nothing else that it leaves.
 
-What workers write themselves is in their logs as they wrote it.
+Output that workers write themselves is in their logs unchanged.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ SPEC = JobSpec(trainers=2, grace=0.01, env=ENV, secrets=["PHRASE"], command=("-m
 
 
 def leaks(folder: Path) -> set[str]:
-    """The files below a folder that hold the canary."""
+    """The files below a folder that contain the canary."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     return {str(path.relative_to(folder)) for path in files if CANARY.encode() in path.read_bytes()}
 
 
 @pytest.fixture
 def printing(do):
-    """An engine whose workers print a secret, note it as a metric, and fail at first."""
+    """An engine whose workers print a secret, write it as a metric, and fail at first."""
     do.engine.generations = [[KILLED], [ALL_WELL]]
     start = do.engine.start
 
@@ -150,7 +150,7 @@ def test_events_must_contain_no_secret(do, printing, tmp_path):
     assert leaks(paths.root) == set() and f"no {HIDDEN}" in paths.events.read_text()
 
 
-# --- for real
+# --- on real engines
 
 SCRIPT = """\
 import hashlib, os, pathlib, sys, time
@@ -162,7 +162,7 @@ sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
 
 
 def seen(name: str) -> str:
-    """What other people of this machine can see of a job: command lines, and what the engine says of containers."""
+    """What other users of this machine can see of a job: command lines, and containers as the engine shows them."""
     found = [" ".join(proc(path.name, "cmdline")) for path in Path("/proc").glob("[0-9]*")]
     with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
         nodes = docker("ps", "-aq", "--no-trunc", "--filter", f"label=orchestrate.job={name}").split()

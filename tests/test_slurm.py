@@ -1,4 +1,4 @@
-"""The script for sbatch, run by a real Slurm of two machines: Debian's, in a container."""
+"""The sbatch script on a real Slurm cluster of two machines: Debian's, in a container."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def slurm_image(docker_engine):
 
 
 class Slurm:
-    """A container with slurmctld and two slurmd, which sees the project and a test's folder where they are."""
+    """A container with slurmctld and two slurmd, with the project and the test's folder mounted at their own paths."""
 
     def __init__(self, cli) -> None:
         self.cli = cli
@@ -51,7 +51,7 @@ class Slurm:
         return done.stdout
 
     def submit(self, *arguments: str, env: tuple[str, ...] = ()) -> str:
-        """Export a job, with the container's own interpreter, and hand it to sbatch, in `env`; returns its number."""
+        """Export a job, with the container's own interpreter, and submit it with the variables `env`; return its id."""
         done = self.cli("export", "slurm", "--gpus", "none", "--trainers", "1", *arguments)
         assert done.returncode == 0, done.stderr
         script = self.cli.folder / "job.sh"
@@ -122,10 +122,10 @@ def test_a_killed_worker_must_restart_the_gang_from_its_checkpoint(slurm):
 def test_a_job_must_save_before_its_time_limit(slurm):
     job = slurm.submit("--", "count.py", "100000")
     eventually(lambda: len(steps(slurm.log("count", 1))) > 15)
-    slurm("scancel", "--batch", "--signal=TERM", job)  # what Slurm sends ahead of the end
+    slurm("scancel", "--batch", "--signal=TERM", job)  # the signal that Slurm sends before the time limit
     eventually(lambda: slurm.state(job) not in ("RUNNING", "COMPLETING"))
     last = steps(slurm.log("count", 1))[-1]
-    assert last[1] == 0  # and no other generation
+    assert last[1] == 0  # still the first generation
     assert (slurm.cli.folder / "runs" / "count" / "checkpoints" / "rank-1").read_text() == str(last[0])
 
 

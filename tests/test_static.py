@@ -1,4 +1,4 @@
-"""Where somebody else says which node this is, its workers must get torchrun's environment all the same."""
+"""A node that a scheduler starts must give its workers torchrun's environment as well."""
 
 import re
 
@@ -48,7 +48,7 @@ def test_without_a_worker_count_there_must_be_one_worker_per_gpu():
 
 @pytest.mark.parametrize(("named", "found"), [("GPU-a,GPU-b", ["GPU-a", "GPU-b"]), ("", [])])
 def test_a_node_must_use_the_gpus_that_a_scheduler_assigns(monkeypatch, named, found):
-    monkeypatch.setattr(given, "gpus", lambda: ["GPU-a", "GPU-b", "GPU-c"])  # all of the machine
+    monkeypatch.setattr(given, "gpus", lambda: ["GPU-a", "GPU-b", "GPU-c"])  # all GPUs of the machine
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     assert own_gpus() == found
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -93,4 +93,4 @@ def test_an_invalid_number_must_be_named(told, why):
 def test_the_interface_must_come_from_the_route():
     assert interface_to("127.0.0.1") in ("lo", "lo0")
     assert interface_to("no.such.host.invalid") == ""
-    assert interface_to("a" * 70) == interface_to("a..b") == ""  # which no host can be called
+    assert interface_to("a" * 70) == interface_to("a..b") == ""  # not valid host names

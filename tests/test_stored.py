@@ -1,4 +1,4 @@
-"""What saves leave on the disk, whatever was there before and whatever happens to them."""
+"""Files that saves leave on disk, whatever was there before and whatever interrupts them."""
 
 import os
 import resource
@@ -40,7 +40,7 @@ def test_a_save_must_remove_the_remains_of_a_killed_one_before_it_writes(tmp_pat
 
     monkeypatch.setattr(checkpoint.torch, "save", note)
     saved(tmp_path, None)
-    assert there == [False]  # where the disk is full, it takes the room
+    assert there == [False]  # on a full disk, it would take the space
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step-00000001"]
 
 
@@ -88,7 +88,7 @@ def test_only_folders_named_after_a_step_must_count_as_checkpoints(tmp_path):
     assert [path.name for path, _ in store.all()] == ["step-00000001"]
 
 
-@pytest.mark.parametrize("size", [8, 1 << 18])  # what a buffer holds, and what torch itself cannot write
+@pytest.mark.parametrize("size", [8, 1 << 18])  # one fits in a buffer; the other fails in torch itself
 def test_a_disk_that_fills_up_during_a_save_must_cost_only_that_save(tmp_path, capsys, size):
     store = saved(tmp_path, None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -115,7 +115,7 @@ def test_publish_must_report_what_it_wrote_and_refuse_a_damaged_checkpoint(tmp_p
     store.wait()
     monkeypatch.setattr(sys, "argv", ["publish", str(store.path(5)), str(tmp_path / "not" / "there")])
     publish.main()
-    publish.main()  # again, over what is there
+    publish.main()  # again, over the existing files
     assert capsys.readouterr().out.startswith("12 parameters of step 5 in ")
     (store.path(5) / "state.pt").write_bytes(b"")
     with pytest.raises(SystemExit, match=f"error: {store.path(5)} is not a valid checkpoint: "):

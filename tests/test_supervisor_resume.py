@@ -1,4 +1,4 @@
-"""A supervisor that follows one that died must go on from its events, on an engine that plays a script."""
+"""A supervisor that takes over from a dead one must continue from its events; on a scripted engine."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def job(tmp_path, monkeypatch):
 
 
 def died(job, *happened: events.Event) -> None:
-    """Write the events that a supervisor has left, of which those without a time were a second apart."""
+    """Write the events of a dead supervisor; those without a time are one second apart."""
     with job.paths.events.open("w") as file:
         for number, event in enumerate(happened):
             event = replace(event, time=event.time or 1.0, seconds=event.seconds or float(number))
@@ -85,7 +85,7 @@ def test_between_two_generations_it_must_decide_as_its_predecessor_would_have(jo
     died(job, STARTING, ENDED)
     engine = RecordingEngine([], [ALL_WELL])
     assert job.run(engine).word == "succeeded"
-    assert engine.calls == ["adopt", "up", "start", "down"]  # what the nodes have may not be at home yet
+    assert engine.calls == ["adopt", "up", "start", "down"]  # files of the nodes may not have been copied yet
     assert engine.plans[0].workers[0].env["TORCHELASTIC_RESTART_COUNT"] == "1"
 
 
@@ -98,7 +98,7 @@ def test_after_the_outcome_it_must_only_take_down_the_nodes(job):
     died(job, STARTING, ENDED, DECIDED)
     engine = RecordingEngine()
     assert job.run(engine) == JobResult("failed", "max_restarts is 0")
-    assert engine.calls == ["adopt", "down"]  # what the nodes have may not be at home yet
+    assert engine.calls == ["adopt", "down"]  # files of the nodes may not have been copied yet
 
 
 def test_nodes_that_cannot_be_adopted_must_still_be_removed(job, monkeypatch):

@@ -1,4 +1,4 @@
-"""What the engine for Swarm does with nodes, which are real and on this machine, where only Swarm itself is made up."""
+"""The Swarm engine with real nodes on this machine; only Swarm itself is fake."""
 
 import dataclasses
 import os
@@ -41,7 +41,7 @@ raise SystemExit(int(sys.argv[1]) if rank == "1" else 0)
 
 
 class Hosts:
-    """Processes in the place of the containers that Swarm would start, and the way to them."""
+    """Processes instead of the containers that Swarm would start, and connections to them."""
 
     def __init__(self, folder: Path, stub: StubManager, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.stub = folder, stub
@@ -50,17 +50,17 @@ class Hosts:
         self.run = self.paths.shared
         self.code.mkdir()
         (self.code / "train.py").write_text(WRITES)
-        self.at: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}  # ports and nodes by their addresses
-        self.nodes: dict[str, subprocess.Popen[bytes]] = {}  # by the ids of tasks
-        self.commands: list[list[str]] = []  # by which nodes were reached
+        self.at: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}  # port and node by address
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}  # by task id
+        self.commands: list[list[str]] = []  # that nodes were reached with
         self.links: list[NodeConnection] = []
         self.sessions: list[SwarmSession] = []
         self.relay = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.relay.bind(("127.0.0.1", 0))
-        self.renewed = 0  # leases
+        self.renewed = 0  # number of renewed leases
         self.leases = threading.Thread(target=self.renew, daemon=True)
         self.leases.start()
-        monkeypatch.setattr(service_spec, "CODE", "code")  # in the working directory of each node
+        monkeypatch.setattr(service_spec, "CODE", "code")  # relative to the working directory of each node
         monkeypatch.setattr(SwarmJob, "relay_address", lambda _: self.relay.getsockname())
         stub.placed, stub.looked = self.start, self.look
 
@@ -86,13 +86,13 @@ class Hosts:
         self.at[address] = port, self.nodes[task["ID"]]
 
     def look(self) -> None:
-        """Have Swarm know which nodes have ended."""
+        """Update Swarm's tasks with the nodes that have ended."""
         for task in self.stub.tasks:
             if task["ID"] in self.nodes and self.nodes[task["ID"]].poll() is not None:
                 task["Status"]["State"] = "failed"
 
     def talk(self, relay: str, command: list[str], key: bytes, patience: float) -> NodeConnection | None:
-        """What `exec` of a pipe does in the relay."""
+        """Connect to a node as the relay's `exec` of pipe.py does."""
         assert (relay, command[:4]) == (self.stub.containers[0]["Id"], PIPE)
         address, port, _ = command[4:]
         assert port == "20001"
@@ -106,7 +106,7 @@ class Hosts:
         return link if link.greet(patience) else None
 
     def dial(self, address: str) -> socket.socket | str:
-        """A connection to a node, nothing while it does not listen, or that it has ended."""
+        """A connection to a node; "" while it does not listen yet, "ended" if it has ended."""
         port, node = self.at[address]
         try:
             return socket.create_connection(("127.0.0.1", port))
@@ -148,7 +148,7 @@ def there(stub, tmp_path, monkeypatch):
 
 
 def ends(engine: SwarmSession, count: int) -> dict[int, int]:
-    """The exit codes of so many workers, by rank, when they have all ended."""
+    """Wait until `count` workers have ended; return their exit codes by rank."""
     found: dict[int, int] = {}
     while len(found) < count:
         found |= {end.rank: end.code for end in engine.wait(5).exits}
@@ -165,14 +165,14 @@ def test_a_job_must_get_its_code_deliver_its_files_and_leave_nothing_on_the_host
     made = there.plan(spec)
     engine.up(made)
     assert {*engine.alive()} == {"master", "trainer-1"}
-    assert there.links and all(link.sock.fileno() < 0 for link in there.links)  # by which the code has come
+    assert there.links and all(link.sock.fileno() < 0 for link in there.links)  # the connections that uploaded the code
     assert engine.alive() == {"master": "host-2", "trainer-1": "host-1"}
-    assert {float(command[-1]) for command in there.commands} == {20.0}  # which a node may take to listen
+    assert {float(command[-1]) for command in there.commands} == {20.0}  # the time that a new node may take to listen
     there.commands.clear()
     started(engine, made, "3")
     assert ends(engine, 2) == {0: 0, 1: 3}
-    assert {float(command[-1]) for command in there.commands} == {2.0}  # by now it listens
-    for rank in (0, 1):  # with no wait for what is still on its way
+    assert {float(command[-1]) for command in there.commands} == {2.0}  # by now the nodes listen
+    for rank in (0, 1):  # without waiting for files that are still being copied
         assert there.paths.log(rank).read_text() == "found\n"
         assert (there.run / f"of-{rank}-0").read_text() == "x" * 100
     assert eventually(lambda: there.renewed)
@@ -209,7 +209,7 @@ def test_a_lost_node_must_be_replaced_by_one_with_all_files_written_so_far(there
     started(engine, made, "0")
     assert engine.clients.connections["master"] is link
     assert ends(engine, 2) == {0: 0, 1: 0}
-    for rank in (0, 1):  # the node that stayed and the one that is new
+    for rank in (0, 1):  # the node that stayed and the new one
         assert there.paths.log(rank).read_text().endswith("found of-0-0 of-1-0\n")
     engine.down(1.0)
     assert (there.run / "of-1-1").exists() and not stub.services
@@ -229,7 +229,7 @@ def test_a_supervisor_that_takes_over_must_find_the_workers_and_their_files(ther
     assert another.adopt(made) == set()
     assert another.clients.running == {0: "master", 1: "trainer-1"} and len(stub.containers) == 1
     earlier = another.sync
-    another.adopt(made)  # as after an engine that did not answer
+    another.adopt(made)  # as after a lost engine
     assert not earlier.thread.is_alive()
     another.stop(Stop.KILL)
     assert ends(another, 2)
@@ -266,7 +266,7 @@ def test_an_unreachable_node_must_be_reported_and_no_longer_used(there, stub):
     with pytest.raises(EngineError, match="cannot connect to trainer-1 on host-1") as raised:
         engine.up(there.plan(spec))
     assert "7946/tcp" in raised.value.hint
-    assert not engine.alive()  # the code has not come to all
+    assert not engine.alive()  # not all nodes have the code
     engine.manager.daemon.talk = talk
     engine.up(there.plan(spec))
     assert {*engine.alive()} == {"master", "trainer-2"}
@@ -321,7 +321,7 @@ def test_a_failed_upload_to_a_node_must_be_reported(there, stub):
 
     def placed(task: dict) -> None:
         place(task)
-        (there.folder / task["ID"] / "code").touch()  # a file in the place of the folder
+        (there.folder / task["ID"] / "code").touch()  # a file in place of the folder
 
     stub.placed = placed
     with pytest.raises(EngineError, match="File exists"):
@@ -334,7 +334,7 @@ def test_a_node_must_get_the_code_only_if_it_has_changed(there, stub):
     engine = there.engine(spec)
     engine.up(there.plan(spec))
     code = there.folder / stub.task("master")["ID"] / "code"
-    (code / "mark").touch()  # which would go with a second copy
+    (code / "mark").touch()  # which a second upload would remove
     engine.up(there.plan(spec))
     another = there.engine(spec)
     another.up(there.plan(spec))

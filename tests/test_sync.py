@@ -1,4 +1,4 @@
-"""The files of a node on another machine must come home, and only those; with a real node, over TCP."""
+"""Files of a node on another machine must be copied here, and only those; with a real node, over TCP."""
 
 import base64
 import os
@@ -91,7 +91,7 @@ def sync(node, tmp_path):
 
 def test_a_client_without_the_key_must_get_no_answer(node):
     assert node.connect(key=bytes(32)) is None
-    node.connect().converse(protocol.GetStatus(), protocol.Status)  # the node has taken no harm
+    node.connect().converse(protocol.GetStatus(), protocol.Status)  # the node still works
 
 
 def test_files_written_by_a_worker_must_be_copied(node, sync):
@@ -118,7 +118,7 @@ def test_files_written_by_a_worker_must_be_copied(node, sync):
     link = sync.run_dir / "checkpoints" / "last"
     made = link.lstat().st_ino
     sync.catch_up(20)
-    assert (link.readlink(), link.lstat().st_ino) == (Path("step-1"), made)  # and it was there all the time
+    assert (link.readlink(), link.lstat().st_ino) == (Path("step-1"), made)  # and the link was not recreated
     assert (sync.run_dir / "checkpoints" / "last" / "state.pt").read_bytes() == bytes(range(256)) * 8192
     assert (sync.run_dir / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
 
@@ -184,7 +184,7 @@ def test_a_log_started_on_another_node_must_be_continued(node, sync):
     sync.catch_up(20)
     so_far = b"what a node wrote that is lost\n[node] generation 1\nmore\n"
     assert log.read_bytes() == so_far
-    node.start(link, "print('again')", generation=2, log=log.stat().st_size)  # and so must that of this node be
+    node.start(link, "print('again')", generation=2, log=log.stat().st_size)  # and so must the log of this node
     node.until(link, protocol.Ended)
     sync.catch_up(20)
     assert log.read_bytes() == so_far + b"[node] generation 2\nagain\n"
@@ -258,7 +258,7 @@ def test_a_file_that_cannot_be_copied_must_be_reported_without_blocking_others(n
     assert list(sync.errors) == ["taken"] and isinstance(sync.errors["taken"], IsADirectoryError)
     (sync.run_dir / "taken" / "mine").unlink()
     (sync.run_dir / "taken").rmdir()
-    assert sync.catch_up(20)  # now it can
+    assert sync.catch_up(20)  # now it succeeds
     assert not sync.errors and (sync.run_dir / "taken").read_text() == "x"
 
 
@@ -336,7 +336,7 @@ def test_a_node_whose_relay_is_gone_must_end_its_workers(node, tmp_path):
         link.send(protocol.Lease(("127.0.0.1", port)))
         node.start(link, "import time; time.sleep(600)")
         pid = node.until(link, protocol.Started).pid
-        link.sock.settimeout(12)  # it is held for longer than a lease
+        link.sock.settimeout(12)  # renewed for longer than one lease lasts
         with pytest.raises(TimeoutError):
             link.sock.recv(1)
         assert not gone(pid)
@@ -356,10 +356,10 @@ def test_a_node_whose_relay_is_gone_must_end_its_workers(node, tmp_path):
         (b"a\nb", b"[rank 1] a\n[rank 1] bc\n", b"c\n"),
         (b"old\n[node] generation 1\na\n", b"[rank 1] old\n[rank 1] a\n[rank 1] b\n", b"b\n"),
         (b"a\n", b"[rank 1] a\n[rank 1] b\n[rank 1] a\n[rank 1] c\n", b"c\n"),
-        (b"x" * 300 + b"a\n", b"[rank 1] " + b"x" * 280 + b"a\n[rank 1] b\n", b"b\n"),  # its copy begins later
+        (b"x" * 300 + b"a\n", b"[rank 1] " + b"x" * 280 + b"a\n[rank 1] b\n", b"b\n"),  # the copy starts later
         (b"[node] generation 1\na\n", b"[rank 1] a\n[rank 1] b\n", b"b\n"),
         (b"a\n", b"", b""),
-        (b"a\nhalf a", b"", b"\n"),  # the mark of the next generation begins a line
+        (b"a\nhalf a", b"", b"\n"),  # the mark of the next generation must start a line
         (b"elsewhere\n", b"[rank 1] a\n", b""),
         (b"", b"[rank 1] a\n", b""),
     ],

@@ -1,7 +1,7 @@
 """One job for Compose, Swarm, Kubernetes and Slurm: its nodes must be the same container everywhere.
 
-Each target becomes a table of facts, which must be equal but for those that a target cannot say: they are left out of
-its table, and listed in `UNSAID`.
+Each target becomes a table of facts. All tables must be equal, except for facts that a target cannot express: these
+are left out of its table and listed in `UNSAID`.
 """
 
 import re
@@ -49,11 +49,11 @@ AS_ELSEWHERE: dict[str, Any] = {
     "port": 29500,
 }
 UNSAID = {
-    "compose": {"port"},  # the node's own default
+    "compose": {"port"},  # the node uses its own default
     "swarm": {"command", "env", "nproc", "nodes", "port"},  # the orchestrator tells the nodes
-    # The cluster's administrator sets them, or Kubernetes has no field for them.
+    # Set by the cluster's administrator, or not supported by Kubernetes.
     "kubernetes": {"processes", "oom", "core", "own check", "process 1", "log"},
-    # A step of Slurm runs as the user who submits it, with the rights, files and accounts of the machine.
+    # A Slurm step runs as the user who submits it, with the rights, files and accounts of the machine.
     "slurm": {"account", "user", "rights", "new privileges", "root", "shm", "processes", "oom", "core", "own check"}
     | {"process 1", "log", "port"},
 }

@@ -27,7 +27,7 @@ print("sees", len(lines), "has", os.environ["CUDA_VISIBLE_DEVICES"].count("GPU-"
         ({"ServerVersion": "28.1.1", "CDISpecDirs": []}, ""),
         ({"ServerVersion": "28.2.0", "CDISpecDirs": ["/etc/cdi"], "DiscoveredDevices": [DEVICE]}, "cdi"),
         ({"ServerVersion": "29.0.0", "CDISpecDirs": ["/etc/cdi"], "DiscoveredDevices": [OTHER]}, ""),
-        ({"ServerVersion": "29.0.0", "CDISpecDirs": ["/etc/cdi"]}, ""),  # it leaves the field out where there are none
+        ({"ServerVersion": "29.0.0", "CDISpecDirs": ["/etc/cdi"]}, ""),  # the field is absent if there are none
         ({}, ""),
     ],
 )
@@ -35,7 +35,7 @@ def test_gpus_must_be_requested_in_the_way_that_the_engine_reports(info, way):
     assert toolkit.way(info) == way
 
 
-# The command line on a real engine with CDI devices, which seems to have no NVIDIA runtime.
+# The command line on a real engine with CDI devices, without its NVIDIA runtime.
 WITHOUT_RUNTIME = """
 import sys
 from orchestrate.engines.docker import toolkit

@@ -1,4 +1,4 @@
-"""A node that is paused or silent must be waited for, and one that is cut off not for long; on a scripted engine."""
+"""A job must wait for a paused or silent node, but only briefly for one that is cut off; on a scripted engine."""
 
 import pytest
 from support.scripted import ALL_WELL, Job
@@ -14,7 +14,7 @@ def job(tmp_path, monkeypatch):
 
 
 def troubled(job: Job, *times: tuple[float, float, str], workers: int = 3) -> RecordingEngine:
-    """An engine whose trainer-2 is in trouble in its first generation, from and to seconds after the start."""
+    """An engine whose trainer-2 is in trouble in the first generation: (start, end, trouble), times in seconds."""
     well = [WorkerExit(rank, 0) for rank in range(workers)]
     engine, began = RecordingEngine([*[[]] * 1000, well], [well]), job.clock.now
 
@@ -107,7 +107,7 @@ def test_trouble_with_a_node_without_workers_must_not_matter(job, monkeypatch):
 
 def test_trouble_with_a_node_without_workers_must_not_excuse_a_hang(job):
     engine = RecordingEngine([], [ALL_WELL])
-    engine.troubles = lambda: {"trainer-7": "paused"}  # a spare one
+    engine.troubles = lambda: {"trainer-7": "paused"}  # a standby node
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0)).word == "succeeded"
     assert [cause for _, cause in job.causes()] == ["hang"]
 

@@ -1,4 +1,4 @@
-"""The folders that an image declares with VOLUME: which nodes have, and which images are refused for theirs."""
+"""Volumes that an image declares: which ones nodes get, and which ones make an image unusable."""
 
 import pytest
 from test_inventory import spec

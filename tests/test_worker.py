@@ -1,4 +1,4 @@
-"""What a worker of the app knows of its job: its place, its device, and how it speaks, records and leaves."""
+"""A worker of the app: its rank and device, its output and metrics, and its exit."""
 
 import argparse
 import datetime
@@ -19,7 +19,7 @@ from app.model import build
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch, tmp_path) -> None:
-    """A job of one worker on the CPU, in a folder that is not there yet."""
+    """A job of one worker on the CPU, in a folder that does not exist yet."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JOB_DIR", str(tmp_path / "runs" / "job"))
@@ -28,7 +28,7 @@ def place(monkeypatch, tmp_path) -> None:
 
 @pytest.fixture
 def noted(monkeypatch) -> list[Any]:
-    """What is asked of torch.distributed and of the GPUs, which this machine need not have."""
+    """The recorded calls to torch.distributed and to torch.cuda, which need no GPU."""
     calls: list[Any] = []
     monkeypatch.setattr(
         job.dist,
@@ -92,7 +92,7 @@ def test_an_assigned_gpu_that_cannot_be_used_must_be_reported(monkeypatch, capsy
 def test_sigterm_must_only_be_recorded_and_a_thread_must_be_able_to_create_a_job():
     made = [Job()]
     signal.raise_signal(signal.SIGTERM)
-    thread = threading.Thread(target=lambda: made.append(Job()))  # where signals cannot be caught
+    thread = threading.Thread(target=lambda: made.append(Job()))  # a thread cannot install signal handlers
     thread.start()
     thread.join()
     assert [one.asked for one in made] == [True, False]

@@ -91,7 +91,7 @@ class Background:
 
 
 def compose_hangs(cli: Cli, after: bool = False) -> Callable[[], str]:
-    """Make `docker compose up` hang, at once or `after` the nodes are up; returns a function that reads its process id."""
+    """Make `docker compose up` hang, at once or `after` the nodes are up; returns a function for its process id."""
     path, hung, real = cli.folder / "bin" / "docker", cli.folder / "hung", shutil.which("docker")
     path.parent.mkdir()
     does = f'{real} "$@"; ' * after + f"echo $$ > {hung}; sleep 600"

@@ -77,7 +77,7 @@ class StubManager:
         monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{self.server.server_port}")
         monkeypatch.setattr(
             "orchestrate.engines.docker.client.PLUGINS", [__file__]
-        )  # whether there is Compose does not matter
+        )  # whether Compose is installed does not matter
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
 
