@@ -128,7 +128,7 @@ def proc(pid: int | str, name: str) -> list[str]:
 
 def environ(pid: int | str) -> dict[str, str]:
     """The environment that a process was started with; empty if it cannot be read."""
-    return dict(word.split("=", 1) for word in proc(pid, "environ") if "=" in word)
+    return dict(entry.split("=", 1) for entry in proc(pid, "environ") if "=" in entry)
 
 
 def processes(folder: Path) -> set[int]:
@@ -153,16 +153,16 @@ def leftovers(folder: Path) -> dict[str, list[str]]:
             if path.name in jobs or path.name == "sockets" or f"{folder}/" in os.path.realpath(path / "run")
         ],
     }
-    for what in ("container", "network", "volume") if docker_answers() else ():
-        lines = docker(what, "ls", *(["--all", "--no-trunc"] if what == "container" else []), "--format", "{{json .}}")
-        things = [json.loads(line) for line in lines.splitlines()]
-        text = {thing.get("Name") or thing["Names"]: f"{thing['Labels']} {thing.get('Mounts')}" for thing in things}
-        found[what] = [
+    for kind in ("container", "network", "volume") if docker_answers() else ():
+        lines = docker(kind, "ls", *(["--all", "--no-trunc"] if kind == "container" else []), "--format", "{{json .}}")
+        objects = [json.loads(line) for line in lines.splitlines()]
+        text = {thing.get("Name") or thing["Names"]: f"{thing['Labels']} {thing.get('Mounts')}" for thing in objects}
+        found[kind] = [
             name
             for name in text
             if f"{folder}/" in text[name] or any(name.startswith((f"{job}-", f"{job}_")) for job in jobs)
         ]
-    return {what: names for what, names in found.items() if names}
+    return {kind: names for kind, names in found.items() if names}
 
 
 def clear(folder: Path) -> None:
@@ -170,9 +170,9 @@ def clear(folder: Path) -> None:
     for pid in processes(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    for what, names in leftovers(folder).items():
-        if what in ("container", "network", "volume"):
-            docker(what, "rm", "--force", *names)
+    for kind, names in leftovers(folder).items():
+        if kind in ("container", "network", "volume"):
+            docker(kind, "rm", "--force", *names)
     for path in leftovers(folder).get("sockets", ()):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -321,9 +321,9 @@ class Cli:
 
 @pytest.fixture
 def cli(tmp_path):
-    made = Cli(tmp_path)
-    yield made
-    made.clean()
+    instance = Cli(tmp_path)
+    yield instance
+    instance.clean()
 
 
 @pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])

@@ -257,29 +257,29 @@ def test_a_worker_that_is_dying_at_the_stop_request_must_not_count_as_asked(tmp_
 
 
 def test_a_process_must_count_as_dying_once_the_kernel_closes_its_files():
-    made = worker.Worker([], {"RANK": "0"}, None, lambda code: None)
+    instance = worker.Worker([], {"RANK": "0"}, None, lambda code: None)
     pid = os.fork()
     if not pid:
         signal.pause()
-    made.process = Forked(pid)
-    assert not made.dying
+    instance.process = Forked(pid)
+    assert not instance.dying
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert made.dying
-    assert made.poll() == 137 and not made.dying
-    for end in (made.output, made.input):
+    assert instance.dying
+    assert instance.poll() == 137 and not instance.dying
+    for end in (instance.output, instance.input):
         os.close(end)
 
 
 def test_variables_in_a_command_must_be_replaced_with_the_workers_own_values(waiting):
     (waiting.folder / "0.py").write_text("import sys\nprint(sys.argv[1:])")
-    words = ["--out=$JOB_DIR/x", "${RANK} of $WORLD_SIZE", "$RANKED $HOME $NONE $$ $ ${", "${RANK", "$NODE_MODE"]
+    arguments = ["--out=$JOB_DIR/x", "${RANK} of $WORLD_SIZE", "$RANKED $HOME $NONE $$ $ ${", "${RANK", "$NODE_MODE"]
     script = str(waiting.folder / "0.py")
-    waiting.command(0, script, *words, WORLD_SIZE="4")
-    waiting.command(1, script, *words, WORLD_SIZE="4", WORKER_EXPAND="false")
+    waiting.command(0, script, *arguments, WORLD_SIZE="4")
+    waiting.command(1, script, *arguments, WORLD_SIZE="4", WORKER_EXPAND="false")
     assert [waiting.code(rank) for rank in range(2)] == [0, 0]
-    own = [f"--out={waiting.folder}/x", "0 of 4", *words[2:]]
-    assert [waiting.log(rank) for rank in range(2)] == [f"{own}\n", f"{words}\n"]
+    own = [f"--out={waiting.folder}/x", "0 of 4", *arguments[2:]]
+    assert [waiting.log(rank) for rank in range(2)] == [f"{own}\n", f"{arguments}\n"]
 
 
 def test_any_program_must_run_as_a_worker(waiting):

@@ -15,7 +15,7 @@ MODULE = ("-m", "a.b", "--lr", "0.1")
 
 
 @pytest.mark.parametrize(
-    ("words", "own"),
+    ("arguments", "own"),
     [
         ("run train.py --lr 0.1", "run"),
         ("run -- train.py --lr 0.1", "run"),
@@ -30,21 +30,21 @@ MODULE = ("-m", "a.b", "--lr", "0.1")
         ("export kubernetes --form jobset train.py --lr 0.1", "export kubernetes --form jobset"),
     ],
 )
-def test_the_jobs_command_must_begin_where_our_options_end(monkeypatch, words, own):
+def test_the_jobs_command_must_begin_where_our_options_end(monkeypatch, arguments, own):
     monkeypatch.setenv("A", "b")
-    args, found = parse(words.split())
+    args, found = parse(arguments.split())
     assert found == SCRIPT
     assert vars(args) == vars(parse(own.split())[0])
 
 
-@pytest.mark.parametrize("words", ["-m a.b --lr 0.1", "--gpus none -m a.b --lr 0.1", "-- -m a.b --lr 0.1"])
-def test_a_module_must_not_need_dashes_before_it(words):
-    assert parse(["run", *words.split()])[1] == [*MODULE]
+@pytest.mark.parametrize("arguments", ["-m a.b --lr 0.1", "--gpus none -m a.b --lr 0.1", "-- -m a.b --lr 0.1"])
+def test_a_module_must_not_need_dashes_before_it(arguments):
+    assert parse(["run", *arguments.split()])[1] == [*MODULE]
 
 
-@pytest.mark.parametrize("words", ["run", "run job.yaml", "run --trainers 2", "logs a", "ps"])
-def test_a_missing_command_must_be_none(words):
-    assert parse(words.split())[1] is None
+@pytest.mark.parametrize("arguments", ["run", "run job.yaml", "run --trainers 2", "logs a", "ps"])
+def test_a_missing_command_must_be_none(arguments):
+    assert parse(arguments.split())[1] is None
 
 
 def test_dashes_in_the_jobs_command_must_be_passed_through():
@@ -52,7 +52,7 @@ def test_dashes_in_the_jobs_command_must_be_passed_through():
 
 
 @pytest.mark.parametrize(
-    ("words", "read", "asked"),
+    ("arguments", "read", "asked"),
     [
         ("train.py a", "train.py a", {}),
         ("python train.py a", "train.py a", {}),
@@ -78,14 +78,14 @@ def test_dashes_in_the_jobs_command_must_be_passed_through():
         ("python3 -u -m torch.distributed.launch --nproc_per_node 2 train.py", "train.py", {"nproc_per_node": "2"}),
     ],
 )  # fmt: skip
-def test_a_command_must_mean_what_it_means_to_torchrun(words, read, asked):
-    assert command.read(tuple(words.split())) == (tuple(read.split()), asked)
+def test_a_command_must_mean_what_it_means_to_torchrun(arguments, read, asked):
+    assert command.read(tuple(arguments.split())) == (tuple(read.split()), asked)
     again = command.read(tuple(read.split()))
     assert again == (tuple(read.split()), {})  # as `attach` reads it
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("arguments", "why"),
     [
         ("torchrun", "no script"),
         ("torchrun --nnodes 2", "no script"),
@@ -95,9 +95,9 @@ def test_a_command_must_mean_what_it_means_to_torchrun(words, read, asked):
         ("torchrun --virtual-local-rank train.py", "--virtual-local-rank"),
     ],
 )
-def test_unsupported_torchrun_arguments_must_be_named(words, why):
+def test_unsupported_torchrun_arguments_must_be_named(arguments, why):
     with pytest.raises(UsageError, match=why) as found:
-        command.read(tuple(words.split()))
+        command.read(tuple(arguments.split()))
     assert "torchrun" in str(found.value) and found.value.hint
 
 
@@ -111,9 +111,9 @@ def test_every_torchrun_flag_must_be_known_or_refused():
 
 
 def test_torchruns_flags_must_agree_with_ours_on_the_same_command_line(do, runs):  # noqa: F811
-    words = ["torchrun", "--nnodes", "4", "--nproc-per-node", "2", "-m", "app.train"]
-    assert do("plan", "--gpus", "none", "--", *words)[1][0].split(": ")[1].startswith("4 nodes × 2 workers")
-    assert do("plan", "--nodes", "4", "--gpus", "none", "--", *words)[1][0].split(": ")[1].startswith("4 nodes × 2")
+    arguments = ["torchrun", "--nnodes", "4", "--nproc-per-node", "2", "-m", "app.train"]
+    assert do("plan", "--gpus", "none", "--", *arguments)[1][0].split(": ")[1].startswith("4 nodes × 2 workers")
+    assert do("plan", "--nodes", "4", "--gpus", "none", "--", *arguments)[1][0].split(": ")[1].startswith("4 nodes × 2")
     for flags in (["--nodes", "2"], ["--set", "trainers=1"]):
         code, _, err = do("plan", *flags, "--gpus", "none", "--", *words)
         assert (code, err[0]) == (2, "error: trainers is 1, but torchrun's flags set 3")
@@ -131,9 +131,9 @@ def test_the_command_line_must_override_a_job_file_even_if_either_has_torchrun_f
         resolve({"trainers": 7, **two}, {"grace": "1s"})
 
 
-@pytest.mark.parametrize("words", [["--nodes", "3"], ["--nnodes", "3"], ["--trainers", "2"], ["--set", "nodes=3"]])
-def test_node_counts_must_include_the_master(do, runs, words):  # noqa: F811
-    assert do("plan", "--gpus", "none", *words, "--", "-m", "app.train")[1][0].split(": ")[1].startswith("3 nodes")
+@pytest.mark.parametrize("arguments", [["--nodes", "3"], ["--nnodes", "3"], ["--trainers", "2"], ["--set", "nodes=3"]])
+def test_node_counts_must_include_the_master(do, runs, arguments):  # noqa: F811
+    assert do("plan", "--gpus", "none", *arguments, "--", "-m", "app.train")[1][0].split(": ")[1].startswith("3 nodes")
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, 
     from support.scripted import ALL_WELL
 
     engine.generations = [[ALL_WELL]]
-    words = ["-e", "HERE", "--env", "A=b=c", "-eNONE=", "--memory", "2g", "--cpus", "1.5", "--trainers", "2"]
-    assert do("run", "--gpus", "none", *words, "--", "-m", "app.train")[0] == 0
+    arguments = ["-e", "HERE", "--env", "A=b=c", "-eNONE=", "--memory", "2g", "--cpus", "1.5", "--trainers", "2"]
+    assert do("run", "--gpus", "none", *arguments, "--", "-m", "app.train")[0] == 0
     spec, _ = store.load(store.JobPaths(next(runs.iterdir())))
     assert (spec.env, spec.memory, spec.cpus) == ({"HERE": "of the shell", "A": "b=c", "NONE": ""}, "2g", 1.5)
     assert do("plan", "-e", "NOWHERE")[2] == [
@@ -161,7 +161,7 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, 
 
 
 @pytest.mark.parametrize(
-    ("words", "what", "hint"),
+    ("arguments", "error", "hint"),
     [
         ("pln train.py", "unknown command 'pln'", "did you mean plan?"),
         ("rnu train.py", "unknown command 'rnu'", "did you mean run?"),
@@ -177,8 +177,8 @@ def test_a_variable_must_come_from_the_flag_or_from_the_shell(do, engine, runs, 
         ("export slurm --from venv", "export: unknown option '--from'", "did you mean --form?"),
     ],
 )
-def test_an_unknown_word_must_be_answered_with_the_closest_match(do, words, what, hint):  # noqa: F811
-    assert do(*words.split()) == (2, [], [f"error: {what}", f"hint: {hint}"])
+def test_an_unknown_word_must_be_answered_with_the_closest_match(do, arguments, error, hint):  # noqa: F811
+    assert do(*arguments.split()) == (2, [], [f"error: {error}", f"hint: {hint}"])
 
 
 def test_without_arguments_the_commands_must_be_listed(capsys):
@@ -188,7 +188,7 @@ def test_without_arguments_the_commands_must_be_listed(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "what", "hint"),
+    ("arguments", "error", "hint"),
     [
         (["--trainers", "2", "train.py"], "expected a command before '--trainers'", "run --trainers"),
         (["rm", "a-1", "b-1"], "rm: unexpected argument 'b-1'", "rm --help"),
@@ -196,17 +196,17 @@ def test_without_arguments_the_commands_must_be_listed(capsys):
         (["ps", "--run", "x"], "ps: unknown option '--run'", "did you mean --runs?"),
     ],
 )
-def test_a_misplaced_argument_must_be_named(words, what, hint):
+def test_a_misplaced_argument_must_be_named(arguments, error, hint):
     with pytest.raises(UsageError) as found:
-        parse(words)
-    assert str(found.value) == what and hint in found.value.hint
+        parse(arguments)
+    assert str(found.value) == error and hint in found.value.hint
 
 
 def test_help_must_also_be_a_command(capsys):
-    for words in (["help"], ["help", "logs"]):
+    for arguments in (["help"], ["help", "logs"]):
         with pytest.raises(SystemExit):
-            parse(words)
-        assert f"orchestrate {'COMMAND' if len(words) == 1 else 'logs'}" in capsys.readouterr().out
+            parse(arguments)
+        assert f"orchestrate {'COMMAND' if len(arguments) == 1 else 'logs'}" in capsys.readouterr().out
 
 
 # --- programs
@@ -225,7 +225,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "runs"),
+    ("arguments", "runs"),
     [
         ("go a", "./go a"),
         ("./go a", "./go a"),
@@ -238,12 +238,12 @@ def here(tmp_path, monkeypatch):
         ("/bin/sh go", "/bin/sh go"),
     ],
 )
-def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, words, runs):  # noqa: F811
-    assert launch.check_script(resolve({"command": words.format(here=here)})).command == tuple(runs.split())
+def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, arguments, runs):  # noqa: F811
+    assert launch.check_script(resolve({"command": arguments.format(here=here)})).command == tuple(runs.split())
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("arguments", "why"),
     [
         ("notes.txt", "neither a .py file nor executable"),
         ("./none", "does not exist"),
@@ -252,7 +252,7 @@ def test_a_program_must_be_found_in_the_folder_or_left_to_the_image(here, words,
         ("''", "name is empty"),
     ],
 )
-def test_a_file_that_is_not_a_program_must_be_refused(here, words, why):
+def test_a_file_that_is_not_a_program_must_be_refused(here, arguments, why):
     with pytest.raises(UsageError, match=why) as found:
-        launch.check_script(resolve({"command": words}))
+        launch.check_script(resolve({"command": arguments}))
     assert found.value.hint

@@ -154,21 +154,21 @@ def test_ids_must_differ_and_contain_the_name_of_the_job():
     assert len(ids) > 15 and all(one.startswith("my-job-") and len(one) == 11 for one in ids)
 
 
-@pytest.mark.parametrize("words", [["plan"], ["run", "--dry-run"]], ids=" ".join)
-def test_a_plan_must_create_no_files(cli, engine, words):
+@pytest.mark.parametrize("arguments", [["plan"], ["run", "--dry-run"]], ids=" ".join)
+def test_a_plan_must_create_no_files(cli, engine, arguments):
     before = set(cli.folder.rglob("*"))
-    done = cli(*words, "--engine", engine, "--trainers", "1", *OPTIONS, "--", "probe.py")
+    done = cli(*arguments, "--engine", engine, "--trainers", "1", *OPTIONS, "--", "probe.py")
     assert (done.returncode, done.stderr) == (0, "")
     assert "  rank 1   trainer-1  local rank 0  cpu\n" in done.stdout
     assert set(cli.folder.rglob("*")) == before
 
 
 @pytest.mark.docker
-@pytest.mark.parametrize("words", [["plan"], ["run", "--dry-run"]], ids=" ".join)
-def test_a_plan_must_not_build_or_pull_an_image(cli, docker_engine, words):
+@pytest.mark.parametrize("arguments", [["plan"], ["run", "--dry-run"]], ids=" ".join)
+def test_a_plan_must_not_build_or_pull_an_image(cli, docker_engine, arguments):
     engine = Engine()
     try:
-        done = cli(*words, "--engine", "docker", "--gpus", "none", "--", "probe.py", DOCKER_HOST=engine.host)
+        done = cli(*arguments, "--engine", "docker", "--gpus", "none", "--", "probe.py", DOCKER_HOST=engine.host)
         assert (done.returncode, done.stderr) == (0, "")
         assert (
             not engine.docker("image", "ls", "-aq") + engine.docker("ps", "-aq") + engine.docker("volume", "ls", "-q")
@@ -247,8 +247,8 @@ def test_the_gpu_check_must_use_little_memory_whatever_the_image_writes(nvidia_r
 def test_flags_must_override_set_and_set_must_override_the_job_file(cli):
     (cli.folder / "job.yaml").write_text("trainers: 3\nname: of-the-file\ncommand: steps.py\nengine: process\n")
 
-    def planned(*words: str) -> str:
-        return cli("plan", "job.yaml", *words).stdout.splitlines()[0]
+    def planned(*arguments: str) -> str:
+        return cli("plan", "job.yaml", *arguments).stdout.splitlines()[0]
 
     assert ": 4 nodes × 1 worker" in planned() and "job of-the-file-" in planned()
     assert ": 3 nodes × 1 worker" in planned("--set", "trainers=2")
@@ -358,16 +358,16 @@ def test_the_job_of_another_user_must_be_left_alone(cli, docker_engine, nothing_
     labels["orchestrate.run"] = f"{cli.folder}/runs/{name}/job"
     labels |= {f"com.docker.compose.{key}": value for key, value in zip(KEYS, (name, "master", "1"))}
     options = [word for item in labels.items() for word in ("--label", "=".join(item))]
-    made = docker("create", "--name", f"{name}-master-1", *options, "orchestrate-node:0.1").strip()
+    container_id = docker("create", "--name", f"{name}-master-1", *options, "orchestrate-node:0.1").strip()
     try:
         done = cli(command, name)
         assert (done.returncode, done.stderr) == (
             2,
             f"error: {name} belongs to user 12345\nhint: ask them to stop it\n",
         )
-        assert docker("ps", "-aq", "--no-trunc", "--filter", f"id={made}").strip() == made
+        assert docker("ps", "-aq", "--no-trunc", "--filter", f"id={container_id}").strip() == container_id
     finally:
-        docker("rm", made)
+        docker("rm", container_id)
 
 
 class Others:

@@ -78,13 +78,13 @@ def test_metrics_that_could_not_be_written_must_be_written_later(tmp_path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setenv("JOB_DIR", str(tmp_path))
-    made = Job()
-    made.record(step=1)
+    worker = Job()
+    worker.record(step=1)
     with monkeypatch.context() as patch:
         patch.setattr(job, "append", full)
-        made.record(step=2)
-        made.record(step=3)
-    made.record(step=4)
+        worker.record(step=2)
+        worker.record(step=3)
+    worker.record(step=4)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
 

@@ -64,10 +64,10 @@ def test_run_must_print_the_run_directory_and_exit_as_the_job_ends(do, engine, r
     assert plan.workers[0].env["MASTER_PORT"] == "29500"
 
 
-@pytest.mark.parametrize(("words", "code"), [(["--max-restarts", "0"], 1), (["--max-run", "0.01"], 124)])
-def test_run_must_exit_with_the_code_of_the_jobs_outcome(do, engine, runs, words, code):
+@pytest.mark.parametrize(("arguments", "code"), [(["--max-restarts", "0"], 1), (["--max-run", "0.01"], 124)])
+def test_run_must_exit_with_the_code_of_the_jobs_outcome(do, engine, runs, arguments, code):
     engine.generations = [[KILLED] if code == 1 else []]
-    ended, out, err = do("run", "--trainers", "2", "--set", "grace=0.01s", *words, *APP)
+    ended, out, err = do("run", "--trainers", "2", "--set", "grace=0.01s", *arguments, *APP)
     assert (ended, out, err[-1]) == (code, [], str(next(runs.iterdir())))
 
 
@@ -101,9 +101,9 @@ def test_run_must_exit_with_the_code_of_the_error_if_the_job_could_not_start(do,
     assert store.ended(JobPaths(next(runs.iterdir())))["outcome"] == "failed"
 
 
-@pytest.mark.parametrize("words", [["plan"], ["run", "--dry-run"]], ids=" ".join)
-def test_plan_must_print_the_plan_and_create_nothing(do, engine, runs, words):
-    code, out, err = do(*words, "--trainers", "2", *APP)
+@pytest.mark.parametrize("arguments", [["plan"], ["run", "--dry-run"]], ids=" ".join)
+def test_plan_must_print_the_plan_and_create_nothing(do, engine, runs, arguments):
+    code, out, err = do(*arguments, "--trainers", "2", *APP)
     assert (code, err, engine.calls) == (0, [], ["look"])
     assert out[0].startswith("job app-train-") and out[-1].startswith("  rank 2   trainer-2")
     assert not runs.exists()
@@ -122,9 +122,9 @@ def test_every_flag_must_reach_the_job(do, engine, runs, tmp_path):
     engine.generations = [[ALL_WELL]]
     flags = {"trainers": 2, "nproc_per_node": 1, "engine": "docker", "image": "mine:1", "name": "", "max_run": 7200.0}
     flags |= {"max_restarts": 5, "min_trainers": 1, "spares": 0, "gpus": "none"}
-    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+    arguments = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
     more = ("--set", "max_restarts=1", "--set", "memory=2g", "--set", "env.A=b")
-    code, _, err = do("run", tmp_path / "job.yaml", *words, *more, "--", "-m", "app.train")
+    code, _, err = do("run", tmp_path / "job.yaml", *arguments, *more, "--", "-m", "app.train")
     assert code == 0, err
     spec, _ = store.load(JobPaths(next(runs.iterdir())))
     assert {name: getattr(spec, name) for name in flags} == flags
@@ -221,9 +221,10 @@ def test_export_kubernetes_must_print_the_requested_form(capsys, form):
     spec = resolve(
         {"gpus": "none", "trainers": "2", "command": ["-m", "app.train"], "image": "a.example/orchestrate-node:1"}
     )
-    words = ("--form", form) if form else ()
+    arguments = ("--form", form) if form else ()
     assert (
-        main(["export", "kubernetes", *words, "--trainers", "2", "--image", "a.example/orchestrate-node:1", *APP]) == 0
+        main(["export", "kubernetes", *arguments, "--trainers", "2", "--image", "a.example/orchestrate-node:1", *APP])
+        == 0
     )
     assert capsys.readouterr().out == kubernetes(spec, "app-train", form or "job")
 
@@ -231,8 +232,8 @@ def test_export_kubernetes_must_print_the_requested_form(capsys, form):
 @pytest.mark.parametrize("form", ["", *EXPORTS["slurm"]])
 def test_export_slurm_must_print_the_requested_form(capsys, form):
     spec = resolve({"gpus": "none", "trainers": "2", "name": "mine", "command": ["-m", "app.train"]})
-    words = ("--form", form) if form else ()
-    assert main(["export", "slurm", *words, "--trainers", "2", "--name", "mine", *APP]) == 0
+    arguments = ("--form", form) if form else ()
+    assert main(["export", "slurm", *arguments, "--trainers", "2", "--name", "mine", *APP]) == 0
     assert capsys.readouterr().out == slurm(spec, "mine", form or "venv")
 
 

@@ -44,7 +44,7 @@ class Cluster:
         return f", on {self.name}\n" in done.stderr
 
 
-def away(run: Path) -> str:
+def on_cluster(run: Path) -> str:
     """Where the files of a job on a cluster are; empty once they have been moved to its run directory."""
     assert (run / "job" / "logs").is_dir()
     return os.readlink(run / "job") if (run / "job").is_symlink() else ""
@@ -52,14 +52,14 @@ def away(run: Path) -> str:
 
 @pytest.fixture
 def up(cli, engine):
-    made = []
+    clusters = []
 
     def bring_up(*options: str) -> Cluster:
-        made.append(Cluster(cli, engine, *options))
-        return made[0]
+        clusters.append(Cluster(cli, engine, *options))
+        return clusters[0]
 
     yield bring_up
-    for one in made:
+    for one in clusters:
         done = cli("down", one.name)
         assert (done.returncode, done.stderr) == (0, f"{one.name} is down\n")
         assert not (cli.folder / "runs" / one.name).exists()
@@ -74,7 +74,7 @@ def test_jobs_must_use_the_nodes_of_a_cluster_and_leave_them_up(up, cli):
         assert cluster.fits(cluster.run("--", "count.py", "3"))
         assert "step 3 in 0" in cli.log(2)
         assert (cluster.nodes(), cluster.state()) == (before, "idle")
-        assert not away(cli.run_dir()) and cli.report()["outcome"] == "succeeded"
+        assert not on_cluster(cli.run_dir()) and cli.report()["outcome"] == "succeeded"
     assert cluster.fits(cluster.run("--", "count.py", "3", trainers=1))  # on two of the three
     assert cli.report()["world_size"] == 2
 
@@ -133,7 +133,7 @@ def test_a_cluster_in_use_must_not_take_a_second_job_or_go_down(up, cli, engine)
     job = Background(cli, engine, "--", "count.py", "100000")
     job.until_step(5)
     first = cli.run_dir()
-    assert away(first) == f"../{cluster.name}/nodes/{first.name}" and cluster.state() == "in use"
+    assert on_cluster(first) == f"../{cluster.name}/nodes/{first.name}" and cluster.state() == "in use"
     second = cli("run", "--engine", engine, "--trainers", "0", *OPTIONS, "--runs", "runs", "--", "count.py", "3")
     assert second.returncode == 0, second.stderr
     assert f"{cluster.name} does not fit: it is in use by {first.name} (process {job.process.pid})" in second.stderr
@@ -144,7 +144,7 @@ def test_a_cluster_in_use_must_not_take_a_second_job_or_go_down(up, cli, engine)
     assert (wrong.returncode, f"error: no job {cluster.name}" in wrong.stderr) == (2, True)
     assert cli("stop", first.name).returncode == 0
     assert job.end() == 130
-    assert cluster.state() == "idle" and not away(first)
+    assert cluster.state() == "idle" and not on_cluster(first)
     assert json.loads((first / "report.json").read_text())["outcome"] == "stopped"
 
 
@@ -190,7 +190,7 @@ def test_a_job_taken_over_by_attach_must_leave_the_cluster_clean(up, cli, engine
     cli.enough()
     done = cli("attach", cli.run_dir().name)
     assert done.returncode == 0, done.stderr
-    assert not away(cli.run_dir()) and cli.report()["generations"] == 1
+    assert not on_cluster(cli.run_dir()) and cli.report()["generations"] == 1
     assert cluster.fits(cluster.run("--", "count.py", "3"))
     assert "[node] generation" not in cli.log(0)
 
@@ -200,12 +200,12 @@ def test_a_detached_job_must_use_the_cluster_and_end_with_its_files_in_its_run_d
     done = cluster.run("--detach", "--", "count.py", "told")
     assert cluster.fits(done)
     name = cli.run_dir().name
-    assert away(cli.run_dir()) and done.stdout == f"runs/{name}\n"
+    assert on_cluster(cli.run_dir()) and done.stdout == f"runs/{name}\n"
     waiting = cli.start("wait", name)
     cli.enough()
     assert (waiting.communicate(timeout=150), waiting.returncode) == (("", ""), 0)
     eventually(lambda: cluster.state() == "idle")
-    assert not away(cli.run_dir()) and cli.report()["outcome"] == "succeeded"
+    assert not on_cluster(cli.run_dir()) and cli.report()["outcome"] == "succeeded"
     assert "step 10 in 0" in cli.log(2)
 
 
@@ -216,7 +216,7 @@ def test_stop_must_end_the_job_of_a_dead_supervisor_and_keep_the_cluster(up, cli
     job.process.kill()
     job.process.communicate()
     assert cli("stop", cli.run_dir().name).returncode == 0
-    assert cluster.state() == "idle" and not away(cli.run_dir())
+    assert cluster.state() == "idle" and not on_cluster(cli.run_dir())
     assert cli.report()["outcome"] == "stopped"
 
 

@@ -73,8 +73,8 @@ def test_a_job_must_be_found_by_its_name_or_a_unique_prefix(do, engine, tmp_path
     for name in ("a-1", "a-12", "b-1", "c-1", "c-2", "z-1"):
         create(JobPaths(tmp_path / name), cluster="z-1" if name == "z-1" else "")
     records.forget(create(JobPaths(tmp_path / "b")).root)  # as if it came with the project
-    there = create(JobPaths(tmp_path / "elsewhere" / "y-1"), cluster="y-1").root
-    engine.states = [runs_elsewhere(tmp_path / "c-2", "c-2"), runs_elsewhere(there, "y-1", sees="nodes")]
+    cluster = create(JobPaths(tmp_path / "elsewhere" / "y-1"), cluster="y-1").root
+    engine.states = [runs_elsewhere(tmp_path / "c-2", "c-2"), runs_elsewhere(cluster, "y-1", sees="nodes")]
     code, out, err = do("rm", asked, "--dry-run")
     if " " in found:
         assert (code, out, err[0]) == (2, [], f"error: {found}")
@@ -127,8 +127,8 @@ def test_latest_must_mean_the_job_that_was_created_last(do, tmp_path):
         paths.log(0).write_text(f"{name}\n") if name != "y-1" else None
         os.utime(paths.spec, ns=(0, place))
     records.forget(tmp_path / "z-1")  # as if it came with the project
-    for words in (["logs"], ["logs", "latest"]):
-        assert do(*words) == (0, ["master 0    | a-1"], [])
+    for arguments in (["logs"], ["logs", "latest"]):
+        assert do(*arguments) == (0, ["master 0    | a-1"], [])
     assert do("rm", "latest", "--dry-run") == (0, [f"folder {tmp_path / 'a-1'}"], [])
 
 
@@ -242,8 +242,8 @@ def test_attach_must_supervise_a_job_that_has_no_supervisor(do, paths, engine):
 def test_attach_must_follow_if_another_supervisor_was_faster_and_ctrl_c_must_only_detach(
     do, paths, engine, monkeypatch
 ):
-    holder, looks = lock.holder, []
-    monkeypatch.setattr(lock, "holder", lambda of: holder(of) if looks else looks.append(of))
+    holder, calls = lock.holder, []
+    monkeypatch.setattr(lock, "holder", lambda of: holder(of) if calls else calls.append(of))
     monkeypatch.setattr(commands, "time", Meanwhile(lambda: end(paths)))
     with supervised(paths.root):
         code, _, err = do("attach", "a-1")
@@ -317,9 +317,9 @@ def old(do, folder: Path, how: str) -> Path:
     run = paths.nodes
     if how == "no limits":
         create(JobPaths(folder / "kept"))
-        made = json.loads((folder / "kept" / "plan.json").read_text())
-        del made["limits"]
-        paths.plan.write_text(json.dumps(made | {"job_id": "c-1"}))
+        plan = json.loads((folder / "kept" / "plan.json").read_text())
+        del plan["limits"]
+        paths.plan.write_text(json.dumps(plan | {"job_id": "c-1"}))
         shutil.copy(folder / "kept" / "job.yaml", paths.spec)
         shutil.rmtree(folder / "kept")
     elif how == "no folder":
@@ -331,12 +331,12 @@ def old(do, folder: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize("how", ["no limits", "no plan", "no folder"])
-@pytest.mark.parametrize("words", [["down", "c-1"], ["down", "c"], ["stop", "c-1"], ["rm", "c-1"], ["rm", "c"]])
-def test_nodes_of_another_version_must_be_reported_with_the_command_that_removes_them(do, tmp_path, how, words):
+@pytest.mark.parametrize("arguments", [["down", "c-1"], ["down", "c"], ["stop", "c-1"], ["rm", "c-1"], ["rm", "c"]])
+def test_nodes_of_another_version_must_be_reported_with_the_command_that_removes_them(do, tmp_path, how, arguments):
     root = old(do, tmp_path, how)
     where = f"; its files are in {root}" if how != "no folder" else ""
     hint = f"docker rm -f c-1-master-1 c-1-trainer-1 && docker network rm c-1_job{where}"
-    assert do(*words) == (2, [], [f"error: c-1 {OLD}", f"hint: {hint}"])
+    assert do(*arguments) == (2, [], [f"error: c-1 {OLD}", f"hint: {hint}"])
     assert do.engine.calls == [] and root.exists() == (how != "no folder")
     if how != "no folder":  # after that command
         do.engine.states, do.engine.things = [], []
@@ -378,12 +378,12 @@ def test_each_ctrl_c_and_sigterm_must_count_but_not_a_lost_terminal(capsys):
     assert (count(), next_line(capsys)) == (2, "killing the workers\n")
 
 
-@pytest.mark.parametrize("words", [["attach", "a-1"], ["logs", "a-1", "-f"], ["wait", "a-1"]], ids=" ".join)
-def test_ctrl_c_must_detach_from_a_job_and_say_that_it_continues(do, paths, monkeypatch, words):
+@pytest.mark.parametrize("arguments", [["attach", "a-1"], ["logs", "a-1", "-f"], ["wait", "a-1"]], ids=" ".join)
+def test_ctrl_c_must_detach_from_a_job_and_say_that_it_continues(do, paths, monkeypatch, arguments):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "time", Meanwhile(interrupt))
     with supervised(paths.root):
-        code, _, err = do(*words)
+        code, _, err = do(*arguments)
     assert (code, err[-1]) == (130, "a-1 continues")

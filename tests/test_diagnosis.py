@@ -37,83 +37,83 @@ FRAMES = [
 PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 
 
-def found(*ends: tuple, words: dict | None = None) -> tuple[WorkerExit, str]:
+def found(*ends: tuple, lines: dict | None = None) -> tuple[WorkerExit, str]:
     """The worker to blame, from exits (seconds, rank, code), or (seconds, rank, code, "ours") if we stopped it."""
-    made = [ObservedExit(end[0], WorkerExit(end[1], end[2]), len(end) > 3) for end in ends]
-    return blame(made, lambda rank: (words or {}).get(rank, []))
+    exits = [ObservedExit(end[0], WorkerExit(end[1], end[2]), len(end) > 3) for end in ends]
+    return blame(exits, lambda rank: (lines or {}).get(rank, []))
 
 
 @pytest.mark.parametrize("code", [132, 134, 135, 136, 137, 139])
 def test_a_death_by_signal_must_be_the_cause_even_if_peers_are_reported_first(code):
-    assert found((0.0, 0, 1), (0.1, 2, 1), (0.2, 1, code), words={0: [GLOO], 2: [RESET]}) == (WorkerExit(1, code), None)
+    assert found((0.0, 0, 1), (0.1, 2, 1), (0.2, 1, code), lines={0: [GLOO], 2: [RESET]}) == (WorkerExit(1, code), None)
 
 
 def test_a_workers_own_error_must_be_the_cause_even_if_complaining_peers_come_first():
-    assert found((0.0, 0, 1), (0.1, 2, 1), words={0: [GLOO]}) == (WorkerExit(2, 1), None)
+    assert found((0.0, 0, 1), (0.1, 2, 1), lines={0: [GLOO]}) == (WorkerExit(2, 1), None)
 
 
 def test_if_all_complain_the_first_must_be_the_cause():
-    assert found((0.0, 1, 1), (0.1, 0, 1), words={0: [GLOO], 1: [RESET]}) == (WorkerExit(1, 1), None)
+    assert found((0.0, 1, 1), (0.1, 0, 1), lines={0: [GLOO], 1: [RESET]}) == (WorkerExit(1, 1), None)
 
 
 def test_of_two_errors_the_first_must_be_the_cause():
-    words = {rank: ["ValueError: no"] for rank in range(3)}
-    assert found((0.0, 1, 1), (0.1, 0, 1), (0.2, 2, 1), words=words) == (WorkerExit(1, 1), None)
-    assert found((0.0, 1, 137), (0.1, 0, 139), words=words) == (WorkerExit(1, 137), None)
+    lines = {rank: ["ValueError: no"] for rank in range(3)}
+    assert found((0.0, 1, 1), (0.1, 0, 1), (0.2, 2, 1), lines=lines) == (WorkerExit(1, 1), None)
+    assert found((0.0, 1, 137), (0.1, 0, 139), lines=lines) == (WorkerExit(1, 137), None)
 
 
 @pytest.mark.parametrize("code", [132, 135, 136, 137, 139])
 def test_a_death_by_signal_must_be_the_cause_even_if_a_peer_has_an_error_of_another_kind(code):
-    assert found((0.0, 0, 1), (0.1, 1, code), words={0: ["ValueError: no"]}) == (WorkerExit(1, code), None)
+    assert found((0.0, 0, 1), (0.1, 1, code), lines={0: ["ValueError: no"]}) == (WorkerExit(1, code), None)
 
 
 def test_a_death_by_signal_reported_while_the_gang_stops_must_be_the_cause():
-    assert found((0.0, 0, 1), (1.0, 1, 139, "ours"), (1.1, 2, 143, "ours"), words={0: [GLOO]}) == (
+    assert found((0.0, 0, 1), (1.0, 1, 139, "ours"), (1.1, 2, 143, "ours"), lines={0: [GLOO]}) == (
         WorkerExit(1, 139),
         None,
     )
 
 
 def test_a_worker_that_we_stopped_must_never_be_the_cause():
-    assert found((0.0, 0, 1), (0.1, 1, 143, "ours"), (0.1, 2, 143, "ours"), words={0: [GLOO]})[0] == WorkerExit(0, 1)
+    assert found((0.0, 0, 1), (0.1, 1, 143, "ours"), (0.1, 2, 143, "ours"), lines={0: [GLOO]})[0] == WorkerExit(0, 1)
 
 
 def test_a_worker_that_ends_long_after_the_first_must_never_be_the_cause():
-    assert found((0.0, 0, 1), (30.0, 1, 137, "ours"), words={0: [GLOO]})[0] == WorkerExit(0, 1)
-    assert found((10.0, 0, 1), (13.0, 1, 137), words={0: [GLOO]})[0] == WorkerExit(0, 1)
-    assert found((10.0, 0, 1), (11.0, 1, 137), words={0: [GLOO]})[0] == WorkerExit(1, 137)
+    assert found((0.0, 0, 1), (30.0, 1, 137, "ours"), lines={0: [GLOO]})[0] == WorkerExit(0, 1)
+    assert found((10.0, 0, 1), (13.0, 1, 137), lines={0: [GLOO]})[0] == WorkerExit(0, 1)
+    assert found((10.0, 0, 1), (11.0, 1, 137), lines={0: [GLOO]})[0] == WorkerExit(1, 137)
     ends = [ObservedExit(10.0, WorkerExit(0, 1), False), ObservedExit(11.0, WorkerExit(1, 137), False)]
     assert blame(ends, lambda rank: [GLOO] * (rank == 0), window=0.5)[0] == WorkerExit(0, 1)
 
 
 def test_a_peer_that_aborts_because_another_is_gone_must_not_be_the_cause():
-    assert found((0.0, 0, 134), (0.1, 1, 1), words={0: [GLOO, *DUMP], 1: ["ValueError"]})[0] == WorkerExit(1, 1)
+    assert found((0.0, 0, 134), (0.1, 1, 1), lines={0: [GLOO, *DUMP], 1: ["ValueError"]})[0] == WorkerExit(1, 1)
 
 
 def test_an_abort_without_a_complaint_must_be_the_cause():
-    assert found((0.0, 0, 1), (0.1, 1, 134), words={0: [GLOO], 1: ["assertion failed", *DUMP]})[0] == WorkerExit(1, 134)
-    words = {0: ["ValueError: no"], 1: ["assertion failed", *DUMP]}
-    assert found((0.0, 0, 1), (0.1, 1, 134), words=words)[0] == WorkerExit(1, 134)
+    assert found((0.0, 0, 1), (0.1, 1, 134), lines={0: [GLOO], 1: ["assertion failed", *DUMP]})[0] == WorkerExit(1, 134)
+    lines = {0: ["ValueError: no"], 1: ["assertion failed", *DUMP]}
+    assert found((0.0, 0, 1), (0.1, 1, 134), lines=lines)[0] == WorkerExit(1, 134)
 
 
 @pytest.mark.parametrize("complaint", [TIMED_OUT, NCCL])
 def test_a_worker_that_kept_its_peers_waiting_too_long_must_be_the_cause(complaint):
     ends = (0.0, 0, 1), (0.1, 1, 1), (1.0, 2, 143, "ours")
-    assert found(*ends, words={0: [complaint], 1: [complaint]}) == (WorkerExit(2, 143), "timeout")
-    assert found(*ends, words={0: [complaint], 1: [RESET]}) == (WorkerExit(2, 143), "timeout")
-    assert found(*ends, (1.1, 3, 143, "ours"), words={0: [complaint], 1: [complaint]}) == (
+    assert found(*ends, lines={0: [complaint], 1: [complaint]}) == (WorkerExit(2, 143), "timeout")
+    assert found(*ends, lines={0: [complaint], 1: [RESET]}) == (WorkerExit(2, 143), "timeout")
+    assert found(*ends, (1.1, 3, 143, "ours"), lines={0: [complaint], 1: [complaint]}) == (
         WorkerExit(2, 143),
         "timeout",
     )
 
 
 def test_a_worker_that_fails_long_after_a_timeout_must_not_be_blamed_for_it():
-    words = {0: [TIMED_OUT], 2: ["ValueError: no"]}
-    assert found((0.0, 0, 1), (30.0, 2, 1), words=words) == (WorkerExit(0, 1), None)
+    lines = {0: [TIMED_OUT], 2: ["ValueError: no"]}
+    assert found((0.0, 0, 1), (30.0, 2, 1), lines=lines) == (WorkerExit(0, 1), None)
 
 
 def test_a_worker_that_was_stopped_must_not_be_blamed_for_a_lost_connection():
-    assert found((0.0, 0, 1), (1.0, 1, 143, "ours"), words={0: [GLOO]}) == (WorkerExit(0, 1), None)
+    assert found((0.0, 0, 1), (1.0, 1, 143, "ours"), lines={0: [GLOO]}) == (WorkerExit(0, 1), None)
 
 
 def test_if_no_worker_failed_one_that_was_stopped_must_be_named():
@@ -123,32 +123,32 @@ def test_if_no_worker_failed_one_that_was_stopped_must_be_named():
 
 def test_a_stopped_worker_that_complains_of_a_timeout_must_not_be_the_cause():
     ends = (0.0, 2, 1), (0.1, 0, 143, "ours"), (1.0, 1, 143, "ours")
-    assert found(*ends, words={0: [TIMED_OUT], 2: [TIMED_OUT]}) == (WorkerExit(1, 143), "timeout")
+    assert found(*ends, lines={0: [TIMED_OUT], 2: [TIMED_OUT]}) == (WorkerExit(1, 143), "timeout")
 
 
 def test_a_worker_that_left_early_must_be_the_cause():
-    assert found((0.0, 1, 0), (0.1, 0, 1), (0.2, 2, 1), words={0: [GLOO], 2: [GLOO]}) == (
+    assert found((0.0, 1, 0), (0.1, 0, 1), (0.2, 2, 1), lines={0: [GLOO], 2: [GLOO]}) == (
         WorkerExit(1, 0),
         "left early",
     )
-    assert found((0.0, 2, 0), (0.0, 1, 0), (0.0, 0, 1), words={0: [GLOO]}) == (WorkerExit(2, 0), "left early")
-    assert found((0.0, 0, 1), (0.1, 1, 0), words={0: [GLOO]}) == (WorkerExit(1, 0), "left early")  # reported later
+    assert found((0.0, 2, 0), (0.0, 1, 0), (0.0, 0, 1), lines={0: [GLOO]}) == (WorkerExit(2, 0), "left early")
+    assert found((0.0, 0, 1), (0.1, 1, 0), lines={0: [GLOO]}) == (WorkerExit(1, 0), "left early")  # reported later
 
 
 def test_a_worker_that_exited_with_0_on_request_must_not_be_blamed_for_leaving():
-    assert found((0.0, 1, 0, "ours"), (0.1, 0, 1), words={0: [GLOO]}) == (WorkerExit(0, 1), None)
-    assert found((0.0, 0, 1), (2.1, 1, 0), words={0: [GLOO]}) == (
+    assert found((0.0, 1, 0, "ours"), (0.1, 0, 1), lines={0: [GLOO]}) == (WorkerExit(0, 1), None)
+    assert found((0.0, 0, 1), (2.1, 1, 0), lines={0: [GLOO]}) == (
         WorkerExit(0, 1),
         None,
     )  # it left long after the failure
 
 
 def test_a_worker_that_succeeded_must_not_be_blamed_for_anothers_error():
-    assert found((0.0, 1, 0), (0.1, 0, 1), words={0: ["ValueError: no"]}) == (WorkerExit(0, 1), None)
+    assert found((0.0, 1, 0), (0.1, 0, 1), lines={0: ["ValueError: no"]}) == (WorkerExit(0, 1), None)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "lines",
     [
         [GLOO],
         [RESET],
@@ -169,12 +169,12 @@ def test_a_worker_that_succeeded_must_not_be_blamed_for_anothers_error():
         last_words("\n".join([NCCL, *WATCHDOG, f"  what():  {WHAT} {NCCL}", *FRAMES, "", *DUMP]), 0, 12),
     ],
 )
-def test_complaints_about_a_peer_must_be_recognized(words):
-    assert complains(words)
+def test_complaints_about_a_peer_must_be_recognized(lines):
+    assert complains(lines)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "lines",
     [
         [],
         ["ValueError: no"],
@@ -183,12 +183,12 @@ def test_complaints_about_a_peer_must_be_recognized(words):
         last_words("\n".join([*WATCHDOG, f"  what():  {WHAT} {ILLEGAL}", *FRAMES, "", *DUMP]), 0, 12),
     ],
 )
-def test_other_last_lines_must_not_count_as_complaints(words):
-    assert not complains(words)
+def test_other_last_lines_must_not_count_as_complaints(lines):
+    assert not complains(lines)
 
 
 @pytest.mark.parametrize(
-    ("code", "known", "words", "cause", "sentence"),
+    ("code", "known", "lines", "cause", "sentence"),
     [
         (1, "", ["ValueError: no"], "error", "exited with code 1"),
         (1, "", ["ModuleNotFoundError: No module named 'nonesuch'"], "script", "exited with code 1"),
@@ -259,15 +259,15 @@ def test_other_last_lines_must_not_count_as_complaints(words):
         (0, "left early", [], "left early", "exited while the others were still communicating with it (exit code 0)"),
     ],
 )
-def test_a_cause_must_come_with_a_summary_and_a_hint(code, known, words, cause, sentence):
-    made = diagnose(PLAN, WorkerExit(1, code), known, words, "log")
-    assert made.cause == cause
-    assert made.summary.startswith(f"rank 1 on trainer-1 {sentence}")
-    assert made.hint
+def test_a_cause_must_come_with_a_summary_and_a_hint(code, known, lines, cause, sentence):
+    result = diagnose(PLAN, WorkerExit(1, code), known, lines, "log")
+    assert result.cause == cause
+    assert result.summary.startswith(f"rank 1 on trainer-1 {sentence}")
+    assert result.hint
 
 
 @pytest.mark.parametrize(
-    ("code", "known", "words", "hint"),
+    ("code", "known", "lines", "hint"),
     [
         (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], "a.b_c is neither in your folder nor in the image"),
         (1, "", ["/usr/bin/python: No module named nonesuch"], "nonesuch is neither in your folder nor in the image"),
@@ -313,12 +313,12 @@ def test_a_cause_must_come_with_a_summary_and_a_hint(code, known, words, cause, 
         (0, "left early", [], "the log of this rank"),
     ],
 )
-def test_a_hint_must_say_what_to_do(code, known, words, hint):
-    assert hint in diagnose(PLAN, WorkerExit(1, code), known, words, "log").hint
+def test_a_hint_must_say_what_to_do(code, known, lines, hint):
+    assert hint in diagnose(PLAN, WorkerExit(1, code), known, lines, "log").hint
 
 
 @pytest.mark.parametrize(
-    ("code", "known", "words", "hint"),
+    ("code", "known", "lines", "hint"),
     [
         (1, "", ["ModuleNotFoundError: No module named 'a.b_c'"], f"{sys.executable} -m pip install a.b_c"),
         (1, "", ["OSError: [Errno 30] Read-only file system: 'x'"], "workers run as your user"),
@@ -328,13 +328,13 @@ def test_a_hint_must_say_what_to_do(code, known, words, hint):
         (1, "", ["DataLoader worker (pid 9) is killed by signal: Killed."], "this machine ran out of memory"),
     ],
 )
-def test_a_hint_must_fit_local_processes(code, known, words, hint):
+def test_a_hint_must_fit_local_processes(code, known, lines, hint):
     plan = dataclasses.replace(PLAN, inventory=dataclasses.replace(PLAN.inventory, engine="process"))
-    assert hint in diagnose(plan, WorkerExit(1, code), known, words, "log").hint
+    assert hint in diagnose(plan, WorkerExit(1, code), known, lines, "log").hint
 
 
 @pytest.mark.parametrize(
-    ("words", "cause"),
+    ("lines", "cause"),
     [
         (["AssertionError: Torch not compiled with CUDA enabled"], "no GPUs"),
         (["RuntimeError: Found no NVIDIA driver on your system."], "no GPUs"),
@@ -353,8 +353,8 @@ def test_a_hint_must_fit_local_processes(code, known, words, hint):
         ([f"[rank1]: {line}" for line in (*TRACE, "OSError: [Errno 30] Read-only file system: 'x'")], "not writable"),
     ],
 )
-def test_permanent_errors_must_be_distinguished_from_others(words, cause):
-    assert diagnose(PLAN, WorkerExit(1, 1), "", words, "log").cause == cause
+def test_permanent_errors_must_be_distinguished_from_others(lines, cause):
+    assert diagnose(PLAN, WorkerExit(1, 1), "", lines, "log").cause == cause
 
 
 def test_a_failing_gpu_must_not_be_diagnosed_as_a_job_without_gpus():
@@ -363,10 +363,10 @@ def test_a_failing_gpu_must_not_be_diagnosed_as_a_job_without_gpus():
 
 
 def test_a_cause_must_name_the_worker_its_node_and_its_host():
-    made = diagnose(PLAN, WorkerExit(2, 3), "", ["one", "two"], "rank-2.log", "gpu-box")
-    assert (made.rank, made.node, made.exit_code) == (2, "trainer-2", 3)
-    assert (made.last_lines, made.log) == (["one", "two"], "rank-2.log")
-    assert made.summary == "rank 2 on trainer-2 (gpu-box) exited with code 3"
+    result = diagnose(PLAN, WorkerExit(2, 3), "", ["one", "two"], "rank-2.log", "gpu-box")
+    assert (result.rank, result.node, result.exit_code) == (2, "trainer-2", 3)
+    assert (result.last_lines, result.log) == (["one", "two"], "rank-2.log")
+    assert result.summary == "rank 2 on trainer-2 (gpu-box) exited with code 3"
 
 
 def test_every_cause_must_be_listed():

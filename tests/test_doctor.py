@@ -67,9 +67,9 @@ class Host:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "told"), [(0.0, ""), (0.5, ""), (-0.5, ""), (3600.0, "+3600.0 s"), (-3600.0, "-3600.0 s")]
+    ("ahead", "expected"), [(0.0, ""), (0.5, ""), (-0.5, ""), (3600.0, "+3600.0 s"), (-3600.0, "-3600.0 s")]
 )
-def test_a_clock_that_differs_must_be_reported(monkeypatch, ahead, told):
+def test_a_clock_that_differs_must_be_reported(monkeypatch, ahead, expected):
     monkeypatch.setattr(checks, "send_archive", lambda *_: None)
     found = [finding.what for finding in checks._ask(Host(ahead), "master", "host-1", io.BytesIO())]
     assert [text for text in found if "clock" in text] == ([f"host-1: its clock differs by {told}"] if told else [])
@@ -188,7 +188,7 @@ def test_a_healthy_host_must_be_reported_as_ok(port):
 
 
 @pytest.mark.parametrize(
-    ("status", "state", "told"),
+    ("status", "state", "expected"),
     [
         ({"State": "down"}, checks.WARNING, "accepts no nodes: down, active"),
         ({"availability": "drain"}, checks.WARNING, "accepts no nodes: ready, drain"),
@@ -198,9 +198,9 @@ def test_a_healthy_host_must_be_reported_as_ok(port):
         ({"version": "100.0.0-rc.1"}, checks.GOOD, "engine 100.0.0-rc.1"),
     ],
 )
-def test_the_state_and_engine_version_of_a_host_must_be_checked(port, status, state, told):
+def test_the_state_and_engine_version_of_a_host_must_be_checked(port, status, state, expected):
     found = [*checks._host(host(port, **status))][-1]
-    assert found.state == state and told in found.what
+    assert found.state == state and expected in found.what
 
 
 def test_a_closed_port_must_be_reported(port, monkeypatch):

@@ -37,9 +37,9 @@ class Faulty(Proxy):
 def proxy(request, docker_engine, tmp_path):
     if not Path(ENGINE).exists():
         pytest.skip("the engine is not at the usual socket")
-    made = Faulty(tmp_path / "proxy.sock", request.param)
-    yield made
-    made.server.close()
+    instance = Faulty(tmp_path / "proxy.sock", request.param)
+    yield instance
+    instance.server.close()
 
 
 @pytest.mark.docker
@@ -59,11 +59,11 @@ def test_a_failure_must_be_noticed_without_the_event_stream(cli, proxy, nothing_
 @pytest.fixture
 def own_engine(docker_engine, monkeypatch):
     """A function that starts an engine with a small image: the nodes' image without torch."""
-    made: list[Engine] = []
+    engines: list[Engine] = []
 
     def make(live_restore: bool) -> Engine:
         engine = Engine(*["--live-restore"] * live_restore)
-        made.append(engine)
+        engines.append(engine)
         nothing = ("proc", "sys", "dev", "job", "opt/venv/lib/python*/site-packages")
         leave_out = [f"--exclude=./{path}" for path in nothing]
         pack = ["docker", "run", "--rm", "--user", "0", "--entrypoint", "tar", "orchestrate-node:0.1", "-C", "/", "-c"]
@@ -76,7 +76,7 @@ def own_engine(docker_engine, monkeypatch):
         return engine
 
     yield make
-    for engine in made:
+    for engine in engines:
         engine.remove()
 
 

@@ -34,18 +34,18 @@ def exported(**values) -> dict:
 def test_the_file_must_have_no_variables_left():
     text = compose(resolve({"command": "train.py"}), "digits")
     assert "$" not in text and "-cpu" not in text
-    made = yaml.safe_load(text)
-    assert (made["name"], set(made["services"])) == ("digits", {*NODES, "outcome"})
-    assert set(made) == {"name", "services", "networks"}
-    for service in made["services"].values():
+    file = yaml.safe_load(text)
+    assert (file["name"], set(file["services"])) == ("digits", {*NODES, "outcome"})
+    assert set(file) == {"name", "services", "networks"}
+    for service in file["services"].values():
         assert not {"profiles", "build"} & service.keys() and service["healthcheck"] == {"disable": True}
 
 
 def test_a_node_must_get_the_jobs_settings():
     asked = {"trainers": 5, "nproc_per_node": 2, "image": "mine:1", "memory": "3g", "cpus": 1.5, "shm_size": "2g"}
-    made = exported(gpus="none", grace="90s", **asked)
+    file = exported(gpus="none", grace="90s", **asked)
     for role in NODES:
-        node = made["services"][role]
+        node = file["services"][role]
         assert (node["image"], node["mem_limit"], node["cpus"], node["shm_size"]) == ("mine:1", "3g", "1.5", "2g")
         assert (node["memswap_limit"], node["pids_limit"]) == ("3g", "2730")
         assert node["tmpfs"] == [f"/tmp:size={3 << 29},mode=1777,nosuid,nodev,exec"]
@@ -59,8 +59,8 @@ def test_a_node_must_get_the_jobs_settings():
         )
         assert (env["JOB_ID"], env["JOB_DIR"]) == ("digits", "/job")
         assert node["stop_grace_period"] == "100s"  # otherwise Compose would kill workers that are saving
-    assert made["services"]["outcome"]["image"] == "mine:1"
-    assert made["services"]["trainer"]["scale"] == "5" and "scale" not in made["services"]["master"]
+    assert file["services"]["outcome"]["image"] == "mine:1"
+    assert file["services"]["trainer"]["scale"] == "5" and "scale" not in file["services"]["master"]
     free = exported(gpus="none")["services"]["master"]
     assert (free["mem_limit"], free["cpus"], free["shm_size"]) == ("0", "0", "1g")
     assert exported(gpus="none", memory="unlimited")["services"]["master"]["mem_limit"] == "0"
@@ -80,8 +80,8 @@ def test_nodes_exported_by_root_must_run_as_the_same_user_as_under_the_orchestra
     monkeypatch.setattr(owners, "check", Path.resolve)  # root refuses the folder of the user who runs the tests
     for name in ("SUDO_UID", "SUDO_GID"):
         monkeypatch.setenv(name, sudo)
-    made = exported(user=asked)
-    assert {made["services"][role]["user"] for role in NODES} == {user}
+    file = exported(user=asked)
+    assert {file["services"][role]["user"] for role in NODES} == {user}
 
 
 def test_other_users_must_not_be_able_to_enter_the_run_directory(tmp_path, monkeypatch):
@@ -93,7 +93,7 @@ def test_other_users_must_not_be_able_to_enter_the_run_directory(tmp_path, monke
     assert (job.st_uid, job.st_gid) == (users.nodes_of(JobSpec()) or (os.getuid(), os.getgid()))
 
 
-def things(run: Path, elsewhere: Path) -> list[Callable[[], object]]:
+def replacements(run: Path, elsewhere: Path) -> list[Callable[[], object]]:
     """Ways in which a clone can replace a run directory."""
     return [
         lambda: run.symlink_to(elsewhere),
@@ -111,7 +111,7 @@ def test_a_run_directory_that_came_with_the_code_must_be_refused_and_left_alone(
     monkeypatch.chdir(code)
     text = compose(resolve({"command": COMMAND}), "digits")
     (code / "runs").mkdir()
-    things(code / "runs" / "digits", elsewhere)[number]()
+    replacements(code / "runs" / "digits", elsewhere)[number]()
     with pytest.raises(UsageError, match=rf"{code}/runs/digits\S* is (a link|not a folder)") as error:
         exported()
     assert "--name" in error.value.hint
@@ -142,11 +142,11 @@ def test_a_node_must_see_the_code_the_program_and_the_job_folder(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     for role in NODES:
         code, program, folder, _ = exported()["services"][role]["volumes"]
-        here, there = Path.cwd(), {"create_host_path": False}
-        seen = {"type": "bind", "read_only": True, "bind": there}
+        here, options = Path.cwd(), {"create_host_path": False}
+        seen = {"type": "bind", "read_only": True, "bind": options}
         assert code == seen | {"source": str(here), "target": "/workspace"}
         assert program == seen | {"source": str(PACKAGE), "target": "/opt/orchestrate"}
-        assert folder == {"type": "bind", "source": f"{here}/runs/digits/job", "target": "/job", "bind": there}
+        assert folder == {"type": "bind", "source": f"{here}/runs/digits/job", "target": "/job", "bind": options}
 
 
 def test_a_node_must_not_see_runs_git_or_ignored_files(tmp_path, monkeypatch):
@@ -202,12 +202,12 @@ def test_secrets_must_come_from_the_environment_of_compose():
 
 
 def test_the_command_and_the_environment_must_reach_the_workers_unchanged():
-    made = exported(env={"A": "$HOME", "OMP_NUM_THREADS": "2"})
+    file = exported(env={"A": "$HOME", "OMP_NUM_THREADS": "2"})
     for role in NODES:
-        node = made["services"][role]
+        node = file["services"][role]
         assert node["command"] == ["train.py", "--text", "$$A $${B:-c}"]
         assert (node["environment"]["A"], node["environment"]["OMP_NUM_THREADS"]) == ("$$HOME", "2")
-    assert "A" not in made["services"]["outcome"].get("environment", {})
+    assert "A" not in file["services"]["outcome"].get("environment", {})
 
 
 def test_nodes_must_find_each_other_and_start_in_order():

@@ -277,8 +277,8 @@ def test_a_job_must_continue_with_fewer_nodes_and_readmit_one_at_a_checkpoint(cl
     subprocess.run(free, check=True, capture_output=True)
     job.until("node_back")
     assert job.until("generation_starting", 3)["world_size"] == 3
-    words = [event["word"] for event in job.events("generation_ended")]
-    assert words == ["failed", "rescaled"]
+    outcomes = [event["word"] for event in job.events("generation_ended")]
+    assert outcomes == ["failed", "rescaled"]
     cli("stop", cli.run_dir().name)
     assert job.end() == 130
     assert complete(job.steps(0), job.steps(0)[-1][0])

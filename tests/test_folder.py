@@ -82,11 +82,11 @@ KINDS = {
 
 @pytest.fixture
 def outside(tmp_path):
-    made = tmp_path / "outside"
-    made.mkdir()
-    (made / "file").write_text(OUTSIDE)
-    (made / "rank-0.log").write_text(OUTSIDE)
-    return made
+    target = tmp_path / "outside"
+    target.mkdir()
+    (target / "file").write_text(OUTSIDE)
+    (target / "rank-0.log").write_text(OUTSIDE)
+    return target
 
 
 def plant(path: Path, kind: str, outside: Path) -> None:
@@ -116,11 +116,11 @@ def test_commands_must_end_and_leak_nothing_of_the_host_whatever_a_node_leaves(
     plant(paths.shared / place, kind, outside)
     do.engine.generations = [[KILLED], [ALL_WELL]]
     for ended in (False, True):
-        for name, *words in COMMANDS[: None if ended else 2]:
+        for name, *arguments in COMMANDS[: None if ended else 2]:
             if ended and not paths.report.exists():
                 do("attach", "a-1")  # runs it
             job_ = () if name == "ps" else ("a-1",)
-            code, out, err = do(name, *job_, *words)
+            code, out, err = do(name, *job_, *arguments)
             shown = "\n".join([*out, *err])
             assert CANARY not in shown and "Traceback" not in shown
             assert code in (0, 1), shown
@@ -184,38 +184,38 @@ def test_only_links_that_we_create_must_lead_to_a_cluster(tmp_path, target):
 
 
 def test_files_must_be_listed_in_name_order_and_within_limits(tmp_path, monkeypatch):
-    made = Folder(tmp_path, "a")
-    made.make("x")
+    job_folder = Folder(tmp_path, "a")
+    job_folder.make("x")
     for name in ("x/b", "x/a", "x/.hidden", "x/.half/file", "x/c/d/e"):
         (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "a" / name).touch()
-    assert made.files("x") == (["x/a", "x/b", "x/c/d/e"], True)
-    assert made.files("none") == ([], True)
+    assert job_folder.files("x") == (["x/a", "x/b", "x/c/d/e"], True)
+    assert job_folder.files("none") == ([], True)
     monkeypatch.setattr(folder, "MAX_DEPTH", 1)
-    assert made.files("x") == (["x/a", "x/b"], True)
+    assert job_folder.files("x") == (["x/a", "x/b"], True)
     monkeypatch.setattr(folder, "MAX_ENTRIES", 5)
-    assert made.files("x") == (["x/a", "x/b"], True)
+    assert job_folder.files("x") == (["x/a", "x/b"], True)
     monkeypatch.setattr(folder, "MAX_ENTRIES", 1)
-    found, whole = made.files("x")
-    assert len(found) <= 1 and not whole and len(made.entries("x")) == 1
+    found, complete = job_folder.files("x")
+    assert len(found) <= 1 and not complete and len(job_folder.entries("x")) == 1
 
 
 @pytest.mark.parametrize("name", ["{}", ".{}", "{}/{}"])
 def test_a_search_through_empty_folders_must_be_bounded(tmp_path, monkeypatch, name):
-    made = Folder(tmp_path, "a")
-    made.make("x")
+    job_folder = Folder(tmp_path, "a")
+    job_folder.make("x")
     for number in range(20):
         (tmp_path / "a" / "x" / name.format(number, number)).mkdir(parents=True)
-    looks: list[str] = []
-    whole = Folder.opened
+    calls: list[str] = []
+    original = Folder.opened
 
     def opened(self, below=""):
-        looks.append(below)
-        return whole(self, below)
+        calls.append(below)
+        return original(self, below)
 
     monkeypatch.setattr(Folder, "opened", opened)
     monkeypatch.setattr(folder, "MAX_ENTRIES", 5)
-    assert made.files("x") == ([], False) and len(looks) <= 6
+    assert job_folder.files("x") == ([], False) and len(calls) <= 6
 
 
 @pytest.mark.timeout(120)
@@ -228,7 +228,7 @@ def test_a_report_must_be_readable_whatever_the_job_has_left(paths, do):
         for number in range(1001):
             file.write(json.dumps({f"{number}": ["\N{ROCKET}" * 1000] * 8}, ensure_ascii=False) + "\n")
     do.engine.generations = [[ALL_WELL]]
-    (code, _, said), *others = (do(name, "a-1") for name in ("attach", "wait", "logs", "attach"))
+    (code, _, stderr), *others = (do(name, "a-1") for name in ("attach", "wait", "logs", "attach"))
     assert code == 0 and [code for code, *_ in others] == [0, 0, 0], others
     assert "warning: report.json does not list all checkpoints, final_metrics: too many or too large" in said
     assert paths.report.stat().st_size < folder.MAX_FILE / 3
@@ -293,14 +293,14 @@ def test_set_id_bits_must_be_removed_from_the_files_of_an_ended_job(paths, outsi
 
 def test_a_report_must_keep_measurements_and_drop_everything_else_a_script_writes(paths):
     values = {"loss": 0.5, "step": 3, "name": "a", "on": True, "none": None, "list": [1, 2.5, "x"], "eval": {"a": [1]}}
-    odd = {
+    dropped = {
         "deep": [[[[1]]]],
         "mapping": {"a": {"b": {"c": {"d": 1}}}},
         "long": "x" * 2000,
         "many": [0] * 2000,
         "large": 1 << 64,
     }
-    paths.metrics.write_text(json.dumps(values) + "\n" + json.dumps(odd) + "\n")
+    paths.metrics.write_text(json.dumps(values) + "\n" + json.dumps(dropped) + "\n")
     data = launch.supervise(paths, Whole([ALL_WELL]), lambda: 0, lambda _: None)
     assert data["final_metrics"] == values
     end(paths)

@@ -15,7 +15,7 @@ from app import collectives, replicas, strategy
 from app.job import Job
 
 
-def together() -> None:
+def call_by_name() -> None:
     """Run the function below that `sys.argv[1]` names, on each worker."""
     job = Job(timeout=60)
     result = globals()[sys.argv[1]](job)
@@ -25,7 +25,7 @@ def together() -> None:
 
 def results(folder: Path, workers: int, function: Any) -> list[Any]:
     """The result of a function on each worker."""
-    done = Gang(folder, workers, [function.__name__], together).end()
+    done = Gang(folder, workers, [function.__name__], call_by_name).end()
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(workers)]
 
@@ -62,10 +62,10 @@ class Net(nn.Module):
         return self.used * x
 
 
-def by_hand(job: Job) -> Any:
+def manual(job: Job) -> Any:
     net = Net(job.rank)
     way = strategy.Strategy("manual", job, net)
-    begun = [float(value) for value in net.state_dict().values()]
+    initial = [float(value) for value in net.state_dict().values()]
     with way.accumulating(False):
         way.model(torch.tensor([1.0 + job.rank])).sum().backward()
     own = float(net.used.grad)
@@ -75,11 +75,11 @@ def by_hand(job: Job) -> Any:
     way.share_buffers()
     net.get_parameter("idle").data += 1e-3
     replicas.check(job, net, 1)
-    return begun, own, mean, net.idle.grad is None, float(net.seen)
+    return initial, own, mean, net.idle.grad is None, float(net.seen)
 
 
 def test_manually_averaged_gradients_must_be_the_mean_over_all_workers(tmp_path):
-    found = results(tmp_path, 2, by_hand)
+    found = results(tmp_path, 2, manual)
     assert found == [[[1.0, 10.0, 20.0], own, 1.5, True, 30.0] for own in (1.0, 2.0)]
 
 
@@ -111,22 +111,22 @@ def test_ddp_must_settle_its_buckets_without_side_effects_and_average_only_with_
 # --- the demonstration of the collectives
 
 
-def spoilt() -> None:
+def faulty() -> None:
     """Run three collectives: one that works, one with a wrong result on rank 1, and an unsupported one."""
 
     def unknown() -> collectives.Result:
         raise NotImplementedError("not here\nnor anywhere")
 
-    class Spoilt(collectives.Demo):
+    class Faulty(collectives.Demo):
         def cases(self) -> dict[str, Callable[[], collectives.Result]]:
             return {"good": self.all_gather, "bad": lambda: (self.rank, 7 + self.rank, 7), "unknown": unknown}
 
-    collectives.Demo = Spoilt  # type: ignore[misc]
+    collectives.Demo = Faulty  # type: ignore[misc]
     collectives.main()
 
 
 def test_a_collective_with_a_wrong_result_must_be_shown_and_fail(tmp_path):
-    done = Gang(tmp_path, 2, [], spoilt).end()
+    done = Gang(tmp_path, 2, [], faulty).end()
     assert done.returncode == 1
     out = (tmp_path / ".output-0").read_text()
     assert "good: yes\n  rank 0: 1 -> [1, 2]\n  rank 1: 2 -> [1, 2]\n" in out

@@ -16,9 +16,9 @@ CREATE, END = "POST /containers/create", "POST /containers/made/wait"
 
 @pytest.fixture
 def job(tmp_path, monkeypatch) -> Iterator[Job]:
-    made = Job(tmp_path, monkeypatch)
-    yield made
-    made.close()
+    instance = Job(tmp_path, monkeypatch)
+    yield instance
+    instance.close()
 
 
 def protected(job: Job, spec: JobSpec = SPEC) -> DockerSession:
@@ -41,7 +41,7 @@ def again(engine: DockerSession) -> None:
 
 def helped(job: Job) -> list[str]:
     """The nodes that had a helper."""
-    modes = [body["HostConfig"]["NetworkMode"] for what, _, body in job.answers.asked if what == CREATE]
+    modes = [body["HostConfig"]["NetworkMode"] for request, _, body in job.answers.asked if request == CREATE]
     return sorted(mode.removeprefix("container:").rstrip("0") for mode in modes)
 
 
@@ -102,7 +102,7 @@ def test_no_helper_must_be_created_if_nodes_may_reach_their_host(job, options):
 def test_a_helper_must_never_use_the_jobs_image_and_a_missing_image_must_be_reported(job):
     job.answers.refusals[CREATE] = 404, f"No such image: {IMAGE}"
     protected(job)
-    assert {body["Image"] for what, _, body in job.answers.asked if what == CREATE} == {IMAGE}
+    assert {body["Image"] for request, _, body in job.answers.asked if request == CREATE} == {IMAGE}
     (warning,) = job.warnings()
     assert f"the engine has no image {IMAGE}" in warning and "`docker compose build`" in warning
 
@@ -148,7 +148,9 @@ def test_the_output_of_a_failed_helper_must_be_in_the_warning(job):
 
 def test_there_must_be_no_warning_about_a_node_that_is_gone(job):
     job.answers.refusals[CREATE] = (409, "cannot join network of a non running container")
-    job.answers.happens = lambda what: job.answers.containers[1].update(State="exited") if what == CREATE else None
+    job.answers.happens = lambda request: (
+        job.answers.containers[1].update(State="exited") if request == CREATE else None
+    )
     for name in ("master", "trainer-1"):
         job.answers.container(name)
     engine = job.session()

@@ -228,8 +228,8 @@ def test_utf_8_arguments_must_be_decoded_in_every_locale():
 
 
 def test_escapes_and_newlines_must_reach_the_script():
-    words = ("x.py", "a\nb\t\x1b[0m", "é", "\U0001f600")
-    assert resolve({"command": words, "env": {"A": words[1]}}) == JobSpec(command=words, env={"A": words[1]})
+    command = ("x.py", "a\nb\t\x1b[0m", "é", "\U0001f600")
+    assert resolve({"command": command, "env": {"A": command[1]}}) == JobSpec(command=command, env={"A": command[1]})
 
 
 @pytest.mark.parametrize("key", ["name", "image", "volume"])
@@ -273,13 +273,13 @@ def test_values_of_env_must_not_be_printed(path, value):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "setting",
     [f"env.1A={SECRET}", f"env.A B={SECRET}", f"env.RANK={SECRET}", f"env={SECRET}", f"env.HF_TOKEN:{SECRET}"]
     + [f"env.=={SECRET}", f"env={{HF_TOKEN: [{SECRET}", f"env.HF_TOKEN {SECRET}"],
 )
-def test_values_of_env_in_set_must_not_be_printed(words):
+def test_values_of_env_in_set_must_not_be_printed(setting):
     with pytest.raises(UsageError) as caught:
-        resolve(read_set([words]))
+        resolve(read_set([setting]))
     assert SECRET not in f"{caught.value} {caught.value.hint}"
 
 

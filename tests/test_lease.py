@@ -12,7 +12,7 @@ from conftest import ROOT, eventually
 from support.ends import KEY
 
 from orchestrate.engines.ports import free_port
-from orchestrate.node import agent as wait
+from orchestrate.node import agent
 from orchestrate.node import lease
 from orchestrate.node.lease import LEASE_TIMEOUT, Lease, answer
 
@@ -49,26 +49,26 @@ def held(monkeypatch):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as relay:
         relay.bind(("127.0.0.1", 0))
         relay.settimeout(10)
-        loop, over = Now(), []
+        loop, expired = Now(), []
         monkeypatch.setattr(lease, "time", loop)
-        made = Lease(loop, KEY, relay.getsockname(), lambda: over.append(loop.now))
-        yield made, relay, loop, over
-        made.end()
+        node_lease = Lease(loop, KEY, relay.getsockname(), lambda: expired.append(loop.now))
+        yield node_lease, relay, loop, expired
+        node_lease.end()
 
 
 def test_an_answer_to_the_last_request_must_renew_the_lease(held):
-    made, relay, loop, over = held
+    node_lease, relay, loop, expired = held
     loop.now += LEASE_TIMEOUT - 0.1
     question, node = relay.recvfrom(64)
     relay.sendto(answer(KEY, question), node)
     loop.read()
     loop.now += LEASE_TIMEOUT - 0.1
     loop.turn()
-    assert made.held and not over
+    assert node_lease.held and not expired
 
 
 @pytest.mark.parametrize(
-    "words",
+    "reply",
     [
         lambda question: b"yes",
         lambda question: b"",
@@ -77,16 +77,16 @@ def test_an_answer_to_the_last_request_must_renew_the_lease(held):
         lambda question: answer(KEY, b"an older question"),
     ],
 )
-def test_any_other_message_must_not_renew_the_lease(held, words):
-    made, relay, loop, over = held
+def test_any_other_message_must_not_renew_the_lease(held, reply):
+    node_lease, relay, loop, expired = held
     loop.now += LEASE_TIMEOUT - 0.1
     question, node = relay.recvfrom(64)
-    relay.sendto(words(question), node)
+    relay.sendto(reply(question), node)
     loop.read()
     loop.now += 0.2
-    assert not made.held
+    assert not node_lease.held
     loop.turn()
-    assert over == [loop.now]
+    assert expired == [loop.now]
 
 
 def test_each_request_must_be_unique_and_several_must_fit_in_a_lease(held):
@@ -107,69 +107,69 @@ def answered(relay: socket.socket, loop: Now) -> None:
 
 
 def test_an_expired_lease_must_be_renewable(held):
-    made, relay, loop, over = held
+    node_lease, relay, loop, expired = held
     for _ in range(2):
         loop.now += LEASE_TIMEOUT
-        assert not made.held
+        assert not node_lease.held
         loop.turn()
-    assert len(over) == 2  # called again while it lasts, to end whatever was started meanwhile
+    assert len(expired) == 2  # called again while it lasts, to end whatever was started meanwhile
     answered(relay, loop)
-    assert made.held and len(over) == 2
+    assert node_lease.held and len(expired) == 2
 
 
 def test_a_released_lease_must_neither_send_requests_nor_expire(held):
-    made, relay, loop, over = held
+    node_lease, relay, loop, expired = held
     relay.recvfrom(64)
-    made.end()
+    node_lease.end()
     loop.now += 2 * LEASE_TIMEOUT
     loop.turn()
     relay.setblocking(False)
     with pytest.raises(BlockingIOError):
         relay.recvfrom(64)
-    assert loop.read is None and not loop.due and not over
-    made.end()
+    assert loop.read is None and not loop.due and not expired
+    node_lease.end()
 
 
 def test_an_unreachable_relay_must_be_retried(monkeypatch):
-    loop, over = Now(), []
+    loop, expired = Now(), []
     monkeypatch.setattr(lease, "time", loop)
-    made = Lease(
-        loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now)
+    node_lease = Lease(
+        loop, KEY, ("255.255.255.255", 9), lambda: expired.append(loop.now)
     )  # an address that this socket may not send to
     try:
         loop.turn()
-        assert len(loop.due) == 1 and not over
+        assert len(loop.due) == 1 and not expired
     finally:
-        made.end()
+        node_lease.end()
 
 
 def test_an_answer_of_a_relay_must_not_reveal_the_key_of_a_connection():
-    words = b"link " + b"0" * 64
-    assert answer(KEY, words) != hmac.digest(KEY, words, "sha256")
+    message = b"link " + b"0" * 64
+    assert answer(KEY, message) != hmac.digest(KEY, message, "sha256")
 
 
 def test_a_node_that_is_cut_off_must_end_new_workers_until_the_relay_answers(held):
-    made, relay, loop, over = held
+    node_lease, relay, loop, expired = held
     loop.now += LEASE_TIMEOUT
     loop.turn()
     loop.now += 1
     loop.turn()
-    assert over == [loop.now - 1, loop.now]
+    assert expired == [loop.now - 1, loop.now]
     answered(relay, loop)
-    assert made.held and len(over) == 2
+    assert node_lease.held and len(expired) == 2
 
 
 def test_a_lease_must_expire_while_its_relay_is_unreachable(monkeypatch):
-    loop, over = Now(), []
+    loop, expired = Now(), []
     monkeypatch.setattr(lease, "time", loop)
-    made = Lease(
-        loop, KEY, ("255.255.255.255", 9), lambda: over.append(loop.now)
+    node_lease = Lease(
+        loop, KEY, ("255.255.255.255", 9), lambda: expired.append(loop.now)
     )  # an address that this socket may not send to
     loop.turn()
     loop.now += LEASE_TIMEOUT
     loop.turn()
-    assert over == [loop.now] and len(loop.due) == 1
-    made.end()
+    assert expired == [loop.now] and len(loop.due) == 1
+    node_lease.end()
 
 
 def test_a_lease_must_be_requested_several_times_before_it_expires():
@@ -185,14 +185,14 @@ def test_a_relay_must_sign_its_answers_with_the_key(tmp_path):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as node:
             node.settimeout(0.05)
 
-            def asks() -> bytes:
+            def ask() -> bytes:
                 node.sendto(b"a question of 16", ("127.0.0.1", port))
                 try:
                     return node.recv(64)
                 except OSError:  # it does not listen yet
                     return b""
 
-            assert eventually(asks) == answer(KEY, b"a question of 16")
+            assert eventually(ask) == answer(KEY, b"a question of 16")
     finally:
         relay.kill()
         relay.wait()
@@ -244,8 +244,8 @@ def test_a_node_must_use_only_the_last_relay_it_was_given(monkeypatch):
         def end(self) -> None:
             self.ended = True
 
-    monkeypatch.setattr(wait, "Lease", Asking)
-    node = wait.Agent(SimpleNamespace(), KEY)
+    monkeypatch.setattr(agent, "Lease", Asking)
+    node = agent.Agent(SimpleNamespace(), KEY)
     for port in (1, 2):
         node.receive(SimpleNamespace(), {"ask": "lease", "relay": ["10.0.0.1", port]})
     assert [(one.address, one.ended) for one in Asking.made] == [(("10.0.0.1", 1), True), (("10.0.0.1", 2), False)]

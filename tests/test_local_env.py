@@ -9,7 +9,7 @@ from orchestrate.node.ranks import assign, fence, gpus
 from orchestrate.node.static import envs
 
 LOOPBACK = interface_to("127.0.0.1")
-TOLD = {"NODE_RANK": "0", "NNODES": "1", "MASTER_ADDR": "127.0.0.1"}
+BASE = {"NODE_RANK": "0", "NNODES": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 def test_a_worker_must_use_the_interface_of_the_route_to_its_master():
@@ -80,39 +80,39 @@ def test_a_node_must_use_as_many_gpus_as_it_has_workers():
 
 
 def test_our_own_variables_must_take_precedence():
-    told = TOLD | {"PET_NODE_RANK": "5", "SLURM_NODEID": "6", "SLURM_NNODES": "9", "NODE_NPROC": "1"}
-    (env,) = envs(told | {"PET_MASTER_ADDR": "elsewhere", "PET_NPROC_PER_NODE": "3"}, [], 4)
+    variables = BASE | {"PET_NODE_RANK": "5", "SLURM_NODEID": "6", "SLURM_NNODES": "9", "NODE_NPROC": "1"}
+    (env,) = envs(variables | {"PET_MASTER_ADDR": "elsewhere", "PET_NPROC_PER_NODE": "3"}, [], 4)
     assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
 
 
 def test_an_empty_variable_must_count_as_missing():
-    (env,) = envs(TOLD | {"NODE_RANK": "", "JOB_COMPLETION_INDEX": "0"}, [], 4)
+    (env,) = envs(BASE | {"NODE_RANK": "", "JOB_COMPLETION_INDEX": "0"}, [], 4)
     assert env["RANK"] == "0"
 
 
 def test_a_node_without_gpus_must_have_one_worker_by_default():
-    (env,) = envs(TOLD, [], 4)
+    (env,) = envs(BASE, [], 4)
     assert (env["WORLD_SIZE"], env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("1", "4", "")
 
 
 def test_only_a_single_node_must_use_the_loopback_interface():
-    (alone,) = envs(TOLD, [], 4)
+    (alone,) = envs(BASE, [], 4)
     assert (alone["GLOO_SOCKET_IFNAME"], alone["NCCL_SOCKET_IFNAME"]) == (LOOPBACK, LOOPBACK)
-    (first,) = envs(TOLD | {"NNODES": "2"}, [], 4)
+    (first,) = envs(BASE | {"NNODES": "2"}, [], 4)
     assert "GLOO_SOCKET_IFNAME" not in first and "NCCL_SOCKET_IFNAME" not in first
 
 
 def test_interfaces_and_the_run_id_must_come_from_the_environment():
-    told = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "ib0"}
-    (env,) = envs(TOLD | told | {"JOB_ID": "mine", "TORCHELASTIC_MAX_RESTARTS": "4"}, [], 4)
-    assert told.items() <= env.items()
+    variables = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "ib0"}
+    (env,) = envs(BASE | variables | {"JOB_ID": "mine", "TORCHELASTIC_MAX_RESTARTS": "4"}, [], 4)
+    assert variables.items() <= env.items()
     assert (env["TORCHELASTIC_RUN_ID"], env["TORCHELASTIC_MAX_RESTARTS"]) == ("mine", "4")
-    assert envs(TOLD, [], 4)[0]["TORCHELASTIC_RUN_ID"] == "job"
-    assert envs(TOLD | {"TORCHELASTIC_RUN_ID": "theirs"}, [], 4)[0]["TORCHELASTIC_RUN_ID"] == "theirs"
+    assert envs(BASE, [], 4)[0]["TORCHELASTIC_RUN_ID"] == "job"
+    assert envs(BASE | {"TORCHELASTIC_RUN_ID": "theirs"}, [], 4)[0]["TORCHELASTIC_RUN_ID"] == "theirs"
 
 
 def test_gpus_must_be_assigned_separately_on_each_machine():
-    found = envs(TOLD | {"NODE_RANK": "1", "NNODES": "2", "NODE_NPROC": "2"}, ["GPU-a", "GPU-b"], 4)
+    found = envs(BASE | {"NODE_RANK": "1", "NNODES": "2", "NODE_NPROC": "2"}, ["GPU-a", "GPU-b"], 4)
     assert [env["CUDA_VISIBLE_DEVICES"] for env in found] == ["GPU-a,GPU-b"] * 2
     with pytest.raises(ValueError, match="3 workers on one machine need as many GPUs; it has 2"):
-        envs(TOLD | {"NODE_NPROC": "3"}, ["GPU-a", "GPU-b"], 4)
+        envs(BASE | {"NODE_NPROC": "3"}, ["GPU-a", "GPU-b"], 4)

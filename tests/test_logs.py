@@ -9,10 +9,10 @@ from orchestrate.job.logs import Follower, clean, last_words, prefixes, tail
 def test_a_log_must_be_read_in_parts_with_its_last_line_intact(paths):
     paths.log(0).write_text("x" * (3 << 20) + "\nlast")
     follower = Follower(paths, {0: ""})
-    looks = [[*follower.lines(end=True, most=1 << 20)] for _ in range(5)]
-    lines = [line for look in looks for line in look]
+    reads = [[*follower.lines(end=True, most=1 << 20)] for _ in range(5)]
+    lines = [line for look in reads for line in look]
     assert "".join(lines) == "x" * (3 << 20) + "last" and lines[-1] == "last"
-    assert looks[-1] == [] and all(sum(map(len, look)) <= 2 << 20 for look in looks)
+    assert reads[-1] == [] and all(sum(map(len, look)) <= 2 << 20 for look in reads)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_prefixes_must_have_the_same_width():
 
 
 @pytest.mark.parametrize(
-    ("text", "generation", "words"),
+    ("text", "generation", "expected"),
     [
         ("a\nb\nc", 0, ["b", "c"]),
         ("a\n[node] generation 1\nb", 1, ["b"]),
@@ -161,8 +161,8 @@ def test_prefixes_must_have_the_same_width():
         ("", 3, []),
     ],
 )
-def test_the_last_lines_must_be_from_the_generation(text, generation, words):
-    assert last_words(text, generation, 2) == words
+def test_the_last_lines_must_be_from_the_generation(text, generation, expected):
+    assert last_words(text, generation, 2) == expected
 
 
 DUMP = """\
@@ -180,8 +180,8 @@ Extension modules: numpy, torch (total: 2)"""
 
 
 def test_of_a_dump_the_crashed_stack_must_be_shown_after_the_output_before_it():
-    said = "".join(f"said {number}\n" for number in range(9))
-    assert last_words(said + DUMP, 0, 12) == [
+    output = "".join(f"said {number}\n" for number in range(9))
+    assert last_words(output + DUMP, 0, 12) == [
         *(f"said {number}" for number in range(5, 9)),
         "Fatal Python error: Segmentation fault",
         "Current thread 0x01 (most recent call first):",
@@ -201,24 +201,24 @@ Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 def test_native_stack_frames_must_not_hide_the_output_before_them():
     frames = "".join(f"frame #{number}: c10::Error::Error() + 0x96 (0x7f in libc10.so)\n" for number in range(20))
     raised = "Exception raised from checkTimeout at /pytorch/ProcessGroupNCCL.cpp:685 (most recent call first):\n"
-    said = f"  what():  Watchdog caught collective operation timeout\n{ADVICE}\n{raised}{frames}\n"
-    assert last_words(said + DUMP, 0, 12)[:2] == [said.splitlines()[0], "Fatal Python error: Segmentation fault"]
+    output = f"  what():  Watchdog caught collective operation timeout\n{ADVICE}\n{raised}{frames}\n"
+    assert last_words(output + DUMP, 0, 12)[:2] == [output.splitlines()[0], "Fatal Python error: Segmentation fault"]
     own = ["frame of mind", "frame #12: cannot decode"]
-    assert last_words("\n".join([*own, said]), 0, 12)[:3] == [*own, said.splitlines()[0]]
-    prefixed = "".join(f"[rank1]: {line}\n" for line in said.splitlines())
+    assert last_words("\n".join([*own, output]), 0, 12)[:3] == [*own, output.splitlines()[0]]
+    prefixed = "".join(f"[rank1]: {line}\n" for line in output.splitlines())
     assert [line for line in last_words(prefixed, 0, 12) if line.strip() != "[rank1]:"] == [prefixed.splitlines()[0]]
 
 
 def test_of_a_deep_stack_the_innermost_lines_must_be_shown():
     deep = "\n".join(f'  File "/w/train.py", line {number} in deep' for number in range(50))
-    words = last_words(f"Fatal Python error: Aborted\nCurrent thread 0x01:\n{deep}", 0, 12)
-    assert (len(words), words[2]) == (7, '  File "/w/train.py", line 0 in deep')
+    shown = last_words(f"Fatal Python error: Aborted\nCurrent thread 0x01:\n{deep}", 0, 12)
+    assert (len(shown), shown[2]) == (7, '  File "/w/train.py", line 0 in deep')
 
 
 def test_the_last_of_several_dumps_must_be_shown_and_also_one_without_a_current_thread():
     first = DUMP.replace("innermost", "earlier")
-    words = last_words(f"{first}\n{DUMP}", 0, 12)
-    assert any("innermost" in word for word in words)
+    shown = last_words(f"{first}\n{DUMP}", 0, 12)
+    assert any("innermost" in line for line in shown)
     stack = ["<no Python frame>"]
     assert last_words("\n".join(["before", "Fatal Python error: Aborted", "", *stack]), 0, 12) == [
         "before",

@@ -152,16 +152,16 @@ def test_sockets_and_pipes_of_this_machine_must_be_hidden_from_nodes(code, tmp_p
 
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root to mount a folder")
 def test_a_hidden_folder_must_be_hidden_at_each_of_its_paths(code, tmp_path, monkeypatch):
-    home = tmp_path / "home"
-    (home / "state" / "orchestrate").mkdir(parents=True)
-    (home / "runs").mkdir()
-    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
-    subprocess.run(["mount", "--bind", home, code / "data"], check=True)
+    source = tmp_path / "home"
+    (source / "state" / "orchestrate").mkdir(parents=True)
+    (source / "runs").mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(source / "state"))
+    subprocess.run(["mount", "--bind", source, code / "data"], check=True)
     try:
         assert hidden(code, runs=str(home / "runs")) == {".git/", "runs/", "data/runs/", "data/state/orchestrate/"}
         with pytest.raises(UsageError, match="contains keys and secrets of jobs"):
             masks(code / "data" / "state" / "orchestrate", code / "runs", "/workspace")
-        assert not any("orchestrate" in path.parts for path in code_files(code, home / "runs"))
+        assert not any("orchestrate" in path.parts for path in code_files(code, source / "runs"))
     finally:
         subprocess.run(["umount", code / "data"], check=True)
 

@@ -21,8 +21,8 @@ def job(tmp_path):
 
 def put(files: Files, folder: Path, **content: str) -> str:
     """Upload files to a node; return their tag."""
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as archive:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, text in content.items():
             entry = tarfile.TarInfo(name)
             entry.size, entry.mtime = len(text), 1
@@ -30,7 +30,7 @@ def put(files: Files, folder: Path, **content: str) -> str:
         entry = tarfile.TarInfo("link")
         entry.type, entry.linkname = tarfile.SYMTYPE, "not/there"
         archive.addfile(entry)
-    tag, data = digest(made), base64.b64encode(made.getvalue()).decode()
+    tag, data = digest(buffer), base64.b64encode(buffer.getvalue()).decode()
     assert files.upload(str(folder), data, 0, tag).tags[str(folder)] == tag
     return tag
 
@@ -118,13 +118,13 @@ def test_a_log_must_be_reported_in_pieces_from_the_length_already_copied(job):
     assert not changes(files, job, rank_0=0).logs  # a rank that this node never ran
     files.follow(str(job), 0, PIECE + 3)  # the copied log has the same length, so it is this one
 
-    def told(have: int) -> bytes:
+    def reported(have: int) -> bytes:
         return base64.b64decode(changes(files, job, rank_0=have).logs.get("logs/rank-0.log", ""))
 
-    assert [len(told(have)) for have in (0, 1, 3, PIECE, PIECE + 3)] == [PIECE, PIECE, PIECE, 3, 0]
+    assert [len(reported(have)) for have in (0, 1, 3, PIECE, PIECE + 3)] == [PIECE, PIECE, PIECE, 3, 0]
     assert not changes(files, job).logs and not changes(files, job, rank_1=0).logs
     files.follow(str(job), 0, PIECE + 10)  # the copied log has 7 more bytes, from another node
-    assert [len(told(have)) for have in (5, PIECE + 9, PIECE + 10)] == [PIECE, 1, 0]
+    assert [len(reported(have)) for have in (5, PIECE + 9, PIECE + 10)] == [PIECE, 1, 0]
     files.follow(str(job), 1, 100)
     (job / "logs" / "rank-1.log").write_text("new")
     assert base64.b64decode(changes(files, job, rank_1=101).logs["logs/rank-1.log"]) == b"ew"
@@ -154,28 +154,28 @@ def sparse(path: Path, size: int, *offsets: int) -> None:
 def test_holes_in_a_file_must_not_be_read(job):
     sparse(job / "sparse", 1 << 42, 1 << 30, 1 << 41)
     files, at, found = Files(), 0, []
-    while piece := base64.b64decode((told := files.read(str(job), "sparse", at)).data):
-        at = told.offset + len(piece)
-        found.append((told.offset, piece.rstrip(b"\0")))
-        assert told.facts[0] == 1 << 42 and len(piece) < PIECE
+    while piece := base64.b64decode((reply := files.read(str(job), "sparse", at)).data):
+        at = reply.offset + len(piece)
+        found.append((reply.offset, piece.rstrip(b"\0")))
+        assert reply.facts[0] == 1 << 42 and len(piece) < PIECE
     assert found == [(1 << 30, b"data"), (1 << 41, b"data")]
 
 
 def test_holes_in_a_log_must_be_skipped(job):
     log = job / "logs" / "rank-0.log"
-    files, home = Files(), b""
+    files, copy = Files(), b""
     files.follow(str(job), 0, 0)
     log.write_bytes(b"first\n")
     for size in (1 << 30, 1 << 40):
-        while told := changes(files, job, rank_0=len(home)).logs:
-            assert told == changes(files, job, rank_0=len(home)).logs  # as if the answer was lost
-            home += base64.b64decode(told["logs/rank-0.log"])
+        while logs := changes(files, job, rank_0=len(copy)).logs:
+            assert logs == changes(files, job, rank_0=len(copy)).logs  # as if the answer was lost
+            copy += base64.b64decode(logs["logs/rank-0.log"])
         with log.open("r+b") as file:
             file.seek(size)
             file.write(b"more\n")
-    while told := changes(files, job, rank_0=len(home)).logs:
-        home += base64.b64decode(told["logs/rank-0.log"])
-    assert home.replace(b"\0", b"") == b"first\nmore\nmore\n" and len(home) < PIECE
+    while logs := changes(files, job, rank_0=len(copy)).logs:
+        copy += base64.b64decode(logs["logs/rank-0.log"])
+    assert copy.replace(b"\0", b"") == b"first\nmore\nmore\n" and len(copy) < PIECE
 
 
 @pytest.mark.parametrize("change", ["size", "time", "inode", "mode"])

@@ -122,7 +122,7 @@ needs_root = pytest.mark.skipif(not ROOT, reason="must be root to be refused, an
 
 
 @needs_root
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda arguments: arguments[0])
 @pytest.mark.parametrize("below", ["", "runs", "not/yet/there"])
 def test_root_must_not_keep_jobs_where_another_account_can_replace_them(do, tmp_path, command, below):
     theirs = tmp_path / "theirs"
@@ -245,7 +245,7 @@ def test_a_link_owned_by_root_must_be_followed_once(do, tmp_path, link):
 
 
 @needs_root
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda arguments: arguments[0])
 @pytest.mark.parametrize("by", ["its owner", "its folder", "another link"])
 def test_root_must_not_follow_a_link_of_another_account(do, tmp_path, link, command, by):
     theirs = link.parent if by == "its folder" else link

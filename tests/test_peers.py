@@ -86,8 +86,8 @@ def test_a_worker_that_never_joins_must_be_named(ready, engine):
 
 def train(cli, engine, *arguments: str) -> Background:
     data = ["--epochs", "2", "--dtype", "float64", "--optimizer", "sgd", "--ledger", "--resume", "auto"]
-    patience = ("--set", "grace=60s")  # for ten more steps on a busy machine
-    return Background(cli, engine, *arguments, *patience, "--", "-m", "app.train", *data, trainers=1)
+    grace = ("--set", "grace=60s")  # for ten more steps on a busy machine
+    return Background(cli, engine, *arguments, *grace, "--", "-m", "app.train", *data, trainers=1)
 
 
 @pytest.mark.slow

@@ -39,10 +39,10 @@ class Make:
         clean = {name: os.environ[name] for name in os.environ if name not in ours and not name.startswith("MAKE")}
         self.env = clean | {"PATH": f"{folder}/bin:{os.environ['PATH']}", "FAILS": "", "NO_DOCKER": ""}
 
-    def __call__(self, *words: str, **env: str) -> tuple[int, list[str]]:
+    def __call__(self, *arguments: str, **env: str) -> tuple[int, list[str]]:
         """Run make; return its exit code and the commands it ran."""
         self.calls.write_text("")
-        command = ["make", f"VENV={self.venv}", *words]
+        command = ["make", f"VENV={self.venv}", *arguments]
         done = subprocess.run(command, cwd=ROOT, env=self.env | env, capture_output=True, text=True)
         return done.returncode, self.calls.read_text().splitlines()
 
@@ -133,10 +133,10 @@ PLACES = [(python, machine) for python in ("3.11", "3.12") for machine in ("x86_
 
 def locked(python: str, machine: str) -> dict[str, str]:
     """The versions that pip would install from the lock on Linux, by package name."""
-    there = {"python_version": python, "python_full_version": f"{python}.0", "platform_machine": machine}
-    there |= {"sys_platform": "linux", "platform_system": "Linux", "implementation_name": "cpython"}
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "platform_machine": machine}
+    environment |= {"sys_platform": "linux", "platform_system": "Linux", "implementation_name": "cpython"}
     wanted = [Requirement(line) for line in re.findall(r"^([a-z].*?) *\\?$", LOCK, re.M)]
-    chosen = [one for one in wanted if one.marker is None or one.marker.evaluate(there)]
+    chosen = [one for one in wanted if one.marker is None or one.marker.evaluate(environment)]
     versions = {one.name: str(one.specifier).removeprefix("==") for one in chosen}
     assert len(versions) == len(chosen)  # one version of each package
     return versions
@@ -159,7 +159,7 @@ def test_each_locked_package_must_have_hashes_and_no_index_url():
 
 
 def test_the_image_must_install_only_locked_packages():
-    (install,) = [words for name, words in image() if name == "RUN" and "pip install" in words]
+    (install,) = [arguments for name, arguments in image() if name == "RUN" and "pip install" in arguments]
     assert "--mount=type=bind,source=requirements.lock,target=/tmp/requirements.lock " in install
     options = shlex.split(install.partition("pip install ")[2])
     assert options[-3:] == ["--require-hashes", "--requirement", "/tmp/requirements.lock"]
@@ -168,7 +168,7 @@ def test_the_image_must_install_only_locked_packages():
 
 def test_the_base_image_must_be_pinned_by_digest_in_one_place():
     base = r"python:3\.\d+\.\d+-slim-[a-z]+@sha256:[0-9a-f]{64}"
-    (named,) = [words for name, words in image() if name == "ARG"]
+    (named,) = [arguments for name, arguments in image() if name == "ARG"]
     assert re.fullmatch(f"BASE_IMAGE={base}", named)
     assert SERVICES["master"]["build"]["args"] == ["BASE_IMAGE"]  # from the environment, which may name another one
     for path in ("docker-compose.yml", "README.md", ".ci/run"):
@@ -178,9 +178,11 @@ def test_the_base_image_must_be_pinned_by_digest_in_one_place():
 def test_make_lock_must_take_the_newest_versions_that_the_project_allows(make):
     code, (install, tool, command) = make("lock")
     assert (code, install) == (0, INSTALL) and tool.startswith("pip install ") and tool.endswith(" uv")
-    words = command.split()
-    assert words[:3] == ["uv", "pip", "compile"] and {"--universal", "--generate-hashes", "--upgrade"} <= set(words)
-    assert words[-3:] == ["--output-file", "requirements.lock", "-"]
+    arguments = command.split()
+    assert arguments[:3] == ["uv", "pip", "compile"] and {"--universal", "--generate-hashes", "--upgrade"} <= set(
+        arguments
+    )
+    assert arguments[-3:] == ["--output-file", "requirements.lock", "-"]
     assert make.given() == "torch>=2.10\ntorchvision\nsafetensors\n"
 
 
@@ -192,16 +194,16 @@ def test_the_image_must_start_a_node_without_root_on_the_given_base():
     assert last["WORKDIR"] == "/workspace" and last["USER"] == "1000:1000"
     assert yaml.safe_load(last["ENTRYPOINT"]) == ["python", "/opt/orchestrate/node"]
     assert last["ENV"].startswith("PATH=/opt/venv/bin:$PATH ")
-    assert any(words == "install -d -m 1777 /job" for _, words in steps)
+    assert any(arguments == "install -d -m 1777 /job" for _, arguments in steps)
     users = [index for index, (name, _) in enumerate(steps) if name == "USER"]
     assert users[0] > max(index for index, (name, _) in enumerate(steps) if name in ("RUN", "COPY"))
 
 
 def test_the_ca_bundle_must_reach_pip_and_no_layer():
-    (install,) = [words for name, words in image() if "pip install" in words]
+    (install,) = [arguments for name, arguments in image() if "pip install" in arguments]
     assert install.startswith("--mount=type=secret,id=ca,required=false ")
     assert "export PIP_CERT=/run/secrets/ca" in install
-    assert not any("ca" in words.split() for name, words in image() if name in ("COPY", "ADD", "ARG"))
+    assert not any("ca" in arguments.split() for name, arguments in image() if name in ("COPY", "ADD", "ARG"))
 
 
 # --- docker-compose.yml
@@ -311,9 +313,9 @@ def test_containers_and_network_must_carry_labels_with_the_jobs_name_and_owner()
 
 
 def test_every_variable_set_by_the_orchestrator_must_be_used():
-    told = {"NODE_IMAGE", "NODE_CODE", "NODE_JOB_DIR", "NODE_USER", "NODE_SHM", "NODE_MEMORY", "NODE_CPUS", "JOB_OWNER"}
+    used = {"NODE_IMAGE", "NODE_CODE", "NODE_JOB_DIR", "NODE_USER", "NODE_SHM", "NODE_MEMORY", "NODE_CPUS", "JOB_OWNER"}
     for name in NODES:
-        assert told <= defaults(SERVICES[name]).keys()
+        assert used <= defaults(SERVICES[name]).keys()
     environment = SERVICES["trainer-cpu"]["environment"]
     for name in ("NODE_MODE", "NODE_GRACE", "NODE_PRELOAD", "NODE_SOCKETS", "JOB_ID"):
         assert f"${{{name}:-" in environment[name]

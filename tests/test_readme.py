@@ -32,16 +32,16 @@ def blocks() -> list[tuple[str, str]]:
     return found
 
 
-def spoken(output: str) -> dict[str, list[str]]:
+def grouped(output: str) -> dict[str, list[str]]:
     """The output of each worker and our own (""), as lines in order, without what differs between two runs."""
     found: dict[str, list[str]] = {}
     for line in re.sub(rf"^({PASSING})\b.*\n", "", output, flags=re.M).splitlines():
         speaker, bar, text = line.partition(" | ") if " | " in line else ("", "", line)
-        found.setdefault(speaker.rstrip(), []).append(alike(text).rstrip())
+        found.setdefault(speaker.rstrip(), []).append(normalized(text).rstrip())
     return found
 
 
-def alike(line: str) -> str:
+def normalized(line: str) -> str:
     """A line without times, ids, ports, versions, paths and hardware; results only as good or bad."""
     line = re.sub(r"Docker Engine \S+,", "Docker Engine,", line)
     line = re.sub(r"gloo on CPU \(.*\)", "gloo on CPU", line)
@@ -56,14 +56,14 @@ def alike(line: str) -> str:
     return re.sub(r"loss 0\.[0-2]\d*", "loss: good", line)
 
 
-def true(shown: str, printed: str) -> bool:
+def matches(shown: str, printed: str) -> bool:
     """Whether a command has printed what the README shows, where `...` means more lines."""
-    expected, found = spoken(shown), spoken(printed)
+    expected, found = grouped(shown), grouped(printed)
     if "..." not in expected.get("", []):
         return found == expected
     expected[""].remove("...")
     lines = {speaker: iter(found.get(speaker, [])) for speaker in expected}
-    return all(line in lines[speaker] for speaker, said in expected.items() for line in said)
+    return all(line in lines[speaker] for speaker, texts in expected.items() for line in texts)
 
 
 SHOWN = blocks()[0][1]
@@ -83,18 +83,18 @@ SHOWN = blocks()[0][1]
     ],
 )
 def test_a_false_line_must_be_detected(was, now):
-    assert was in SHOWN and true(SHOWN, SHOWN)
-    assert not true(SHOWN, SHOWN.replace(was, now, 1))
-    assert not true(SHOWN.replace(was, now, 1), SHOWN)
+    assert was in SHOWN and matches(SHOWN, SHOWN)
+    assert not matches(SHOWN, SHOWN.replace(was, now, 1))
+    assert not matches(SHOWN.replace(was, now, 1), SHOWN)
 
 
 def test_a_different_order_must_be_detected():
-    assert not true(SHOWN, "\n".join(reversed(SHOWN.splitlines())))
+    assert not matches(SHOWN, "\n".join(reversed(SHOWN.splitlines())))
 
 
 def test_differences_between_runs_must_be_ignored():
     other = SHOWN.replace("26.2 s", "31.0 s").replace("4f2a", "beef").replace("99.25%", "98.90%")
-    assert true(SHOWN, other.replace("26.1.5", "28.2.2").replace("1 thread per", "2 threads per"))
+    assert matches(SHOWN, other.replace("26.1.5", "28.2.2").replace("1 thread per", "2 threads per"))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_command_must_print_what_the_readme_says(place, block, docker_engine, 
     done = subprocess.run(
         command, shell=True, cwd=project, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert true(output, done.stdout) if output else done.returncode == 0, done.stdout
+    assert matches(output, done.stdout) if output else done.returncode == 0, done.stdout
     if "make run" in command:
         check_trained(*project.glob("runs/digits-*"))
     if "docker compose" in command:

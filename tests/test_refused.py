@@ -89,9 +89,9 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory) -> Iterator[Waiting]:
-    made = Waiting(tmp_path_factory.mktemp("node"))
-    yield made
-    made.end()
+    instance = Waiting(tmp_path_factory.mktemp("node"))
+    yield instance
+    instance.end()
 
 
 @pytest.mark.parametrize(("message", "why"), REFUSED, ids=[why for _, why in REFUSED])
@@ -131,14 +131,14 @@ def test_half_a_message_must_have_no_effect_when_its_sender_is_gone(node):
 
 
 def test_bytes_that_are_not_text_must_reach_a_worker(tmp_path):
-    odd = os.fsdecode(b"no text \xff")
+    argument = os.fsdecode(b"no text \xff")
     for preload in ("", PRELOAD):
         folder = tmp_path / f"node-{preload}"
         folder.mkdir()
         node = Waiting(folder, preload)
         script = folder / "0.py"
         script.write_text("import os, sys\nprint(os.environb[b'ODD'], os.fsencode(sys.argv[1]))")
-        node.command(0, str(script), odd, ODD=odd)
+        node.command(0, str(script), argument, ODD=argument)
         assert node.code(0) == 0
         assert node.log(0) == r"b'no text \xff' b'no text \xff'" + "\n"
         node.end()
@@ -167,9 +167,9 @@ def test_an_invalid_variable_inherited_from_the_node_must_be_refused(tmp_path):
 
 @pytest.fixture
 def remote(tmp_path) -> Iterator[Node]:
-    made = Node(tmp_path)
-    yield made
-    made.end()
+    instance = Node(tmp_path)
+    yield instance
+    instance.end()
 
 
 def test_a_client_with_the_key_must_get_the_reason_for_a_refusal(remote):
@@ -202,9 +202,9 @@ def test_an_invalid_master_name_must_not_end_the_node(remote, address):
 def test_a_client_without_the_key_must_get_no_answer(remote, first):
     with eventually(remote.dial) as sock:
         sock.settimeout(30)
-        word = b""
-        while not word.endswith(b"\n"):
-            word += sock.recv(1)
+        greeting = b""
+        while not greeting.endswith(b"\n"):
+            greeting += sock.recv(1)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendall(first)
             assert sock.recv(1) == b""
@@ -218,16 +218,16 @@ def test_no_datagram_must_end_a_relay(tmp_path):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.settimeout(0.2)
 
-        def asks(question: bytes) -> bytes:
+        def ask(question: bytes) -> bytes:
             sock.sendto(question, ("127.0.0.1", port.port))
             with contextlib.suppress(OSError):  # it does not listen yet
                 return sock.recv(1000)
             return b""
 
-        assert len(eventually(lambda: asks(b"q" * 16))) == 32
-        for odd in (b"", b"x" * 60_000, b"\n", b"link " + b"0" * 64, b"a" * 32):
-            assert not asks(odd)
-            assert len(eventually(lambda: asks(b"q" * 16))) == 32
+        assert len(eventually(lambda: ask(b"q" * 16))) == 32
+        for datagram in (b"", b"x" * 60_000, b"\n", b"link " + b"0" * 64, b"a" * 32):
+            assert not ask(datagram)
+            assert len(eventually(lambda: ask(b"q" * 16))) == 32
     node.node.kill()
     node.node.wait()
     node.pipe.process.kill()

@@ -117,13 +117,13 @@ def test_a_report_that_is_too_large_must_keep_the_last_entries_and_warn(key):
     assert data["truncated"] == [key]
     warning = f"warning: report.json does not list all {key}: too many or too large"
     assert [line for line in text(data).splitlines() if "warning" in line] == [warning]
-    whole = {
+    entries = {
         "checkpoints": list(map(str, LEFT_OUT["checkpoints"]["checkpoints"])),
         "final_metrics": [f"{number:04}" for number in range(1000)],
         "failures": [*range(200)],
     }
     kept = [failure["generation"] for failure in data[key]] if key == "failures" else [*data[key]]
-    assert 9 < len(kept) < len(whole[key]) and kept == whole[key][-len(kept) :]
+    assert 9 < len(kept) < len(entries[key]) and kept == entries[key][-len(kept) :]
 
 
 def test_the_size_of_a_report_must_be_bounded_whatever_a_job_has_left():
@@ -179,11 +179,11 @@ def test_a_job_that_failed_without_a_worker_to_blame_must_have_no_root_cause():
     assert report(PLAN, JobResult("failed", "could not start"), [], 0.0, [], [])["root_cause"] is None
 
 
-@pytest.mark.parametrize(("word", "said"), [("succeeded", ""), ("stopped", " (why)"), ("lost", " (why)")])
-def test_the_reason_must_be_shown_unless_the_job_succeeded(word, said):
+@pytest.mark.parametrize(("word", "expected"), [("succeeded", ""), ("stopped", " (why)"), ("lost", " (why)")])
+def test_the_reason_must_be_shown_unless_the_job_succeeded(word, expected):
     once = GenerationResult(generation=0, word=word, why="why")
     data = report(PLAN, JobResult(word, "why"), [once], 0.0, [], [])
-    assert text(data) == f"{word}: 3 workers, 0.0 s{said}"
+    assert text(data) == f"{word}: 3 workers, 0.0 s{expected}"
 
 
 def test_leftover_nodes_must_be_reported_with_the_command_that_removes_them():
@@ -215,7 +215,7 @@ FAILURE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="it broke"
 
 
 @pytest.mark.parametrize(
-    ("event", "said"),
+    ("event", "expected"),
     [
         (events.GenerationStarting(0, NODES, 3, 29500), ""),  # the plan has already shown it
         (events.GenerationStarting(2, NODES, 3, 29500), "generation 2: 3 workers"),
@@ -241,9 +241,9 @@ FAILURE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="it broke"
         (events.WorkerEnded(0, "master", 1, stopping=False), ""),
     ],
 )
-def test_only_events_that_matter_to_the_user_must_be_shown(event, said):
+def test_only_events_that_matter_to_the_user_must_be_shown(event, expected):
     shown = line(event)
-    assert said in shown and bool(shown) is bool(said)
+    assert expected in shown and bool(shown) is bool(expected)
 
 
 @pytest.mark.parametrize(

@@ -121,11 +121,13 @@ print("KEPT", sorted(path.name for path in kept.iterdir()), flush=True)
 def declared(docker_engine):
     """An image that declares a volume and a health check."""
     name = f"declares-{os.getpid():x}:1"
-    made = docker("create", "--user", "0:0", "--entrypoint", "install", IMAGE, "-d", "-m", "777", "/kept").strip()
-    docker("start", "--attach", made)
+    container_id = docker(
+        "create", "--user", "0:0", "--entrypoint", "install", IMAGE, "-d", "-m", "777", "/kept"
+    ).strip()
+    docker("start", "--attach", container_id)
     changes = ["VOLUME /kept", "HEALTHCHECK --interval=1s CMD exit 0"]
-    docker("commit", *(word for change in changes for word in ("--change", change)), made, name)
-    docker("rm", made)
+    docker("commit", *(word for change in changes for word in ("--change", change)), container_id, name)
+    docker("rm", container_id)
     yield name
     docker("image", "rm", name)
 
@@ -233,10 +235,10 @@ def test_a_job_must_not_find_secrets_or_keys_of_other_jobs_wherever_they_are(cli
         f"import os, time\nprint('began', flush=True)\nwhile not os.path.exists('enough'): time.sleep(0.02)\n{LOOKS}"
     )
     same = ("--set", "user=root") if os.geteuid() == 0 else ()  # the user who owns those files
-    away = cli.folder.with_name(f"{cli.folder.name}-away")
-    looks = cli.start(*ALONE, *same, "--runs", str(away), "--", "looks.py")
+    runs_folder = cli.folder.with_name(f"{cli.folder.name}-away")
+    process = cli.start(*ALONE, *same, "--runs", str(runs_folder), "--", "looks.py")
     try:
-        eventually(lambda: [path for path in away.glob("*/logs/rank-0.log") if "began" in path.read_text()])
+        eventually(lambda: [path for path in runs_folder.glob("*/logs/rank-0.log") if "began" in path.read_text()])
         assert not (cli.folder / "runs").exists()  # so it was not hidden at the start
         others = [(), ("--runs", "sub/runs")]
         for more in others:
@@ -245,9 +247,9 @@ def test_a_job_must_not_find_secrets_or_keys_of_other_jobs_wherever_they_are(cli
         runs = eventually(lambda: len(found := [*cli.folder.glob("**/runs/stays-*")]) == 2 and found)
         keys = [json.loads(path.read_text())["key"] for path in cli.folder.glob("state/orchestrate/*.json")]
         cli.enough()
-        output = looks.communicate()
-        assert looks.returncode == 0, output
-        (log,) = away.glob("*/logs/rank-0.log")
+        output = process.communicate()
+        assert process.returncode == 0, output
+        (log,) = runs_folder.glob("*/logs/rank-0.log")
         names = found(log)["files"]
         for run in runs:
             assert f"/workspace/{run.relative_to(cli.folder)}/job.yaml" in names  # it did search there
@@ -258,7 +260,7 @@ def test_a_job_must_not_find_secrets_or_keys_of_other_jobs_wherever_they_are(cli
             done = cli("stop", run.name, "--runs", str(run.parent))
             assert done.returncode == 0, done.stderr
     finally:
-        shutil.rmtree(away, ignore_errors=True)
+        shutil.rmtree(runs_folder, ignore_errors=True)
 
 
 SPEAKS = r"""

@@ -32,13 +32,13 @@ def test_sbatch_options_must_be_whole_numbers_and_limited_to_what_the_job_needs(
     assert "--time=" not in slurm(resolve(), "x", "venv")
 
 
-WORDS = ["train.py", "two words", "$HOME", "it's"]
+COMMAND = ["train.py", "two words", "$HOME", "it's"]
 
 
-def launched(form: str, image: str, monkeypatch, folder: str = "/my-code", words: list[str] = WORDS) -> list[str]:
+def launched(form: str, image: str, monkeypatch, folder: str = "/my-code", arguments: list[str] = COMMAND) -> list[str]:
     """The arguments that start a node on each machine, as bash parses them."""
     monkeypatch.setattr("orchestrate.export.slurm.code_folder", lambda command: folder)
-    script = slurm(resolve({"command": words, "image": image}), "x", form)
+    script = slurm(resolve({"command": arguments, "image": image}), "x", form)
     (launch,) = [text for text in script.split("--wait=40 ")[1:]]
     shell = f"JOB_DIR='/job dir/x'; printf '%s\\0' {launch.partition(' &')[0]}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, check=True)
@@ -48,8 +48,8 @@ def launched(form: str, image: str, monkeypatch, folder: str = "/my-code", words
 def test_a_node_must_be_started_with_the_exact_command(monkeypatch):
     ours, other = "orchestrate-node:0.1", "mine:1"
     mounts = "/my-code:/my-code,/job dir/x:/job dir/x"
-    node = ["python", "/opt/orchestrate/node", *WORDS]
-    assert launched("venv", ours, monkeypatch) == [sys.executable, str(NODE), *WORDS]
+    node = ["python", "/opt/orchestrate/node", *COMMAND]
+    assert launched("venv", ours, monkeypatch) == [sys.executable, str(NODE), *COMMAND]
     apptainer = ["apptainer", "exec", "--nv", "--pwd", "/my-code", "--bind"]
     assert launched("apptainer", ours, monkeypatch) == [*apptainer, mounts, f"docker://{ours}", *node]
     with_node = f"{mounts},{PACKAGE}:/opt/orchestrate"
@@ -80,15 +80,17 @@ def test_a_folder_that_is_not_utf_8_must_be_refused(monkeypatch):
 def test_a_script_must_have_no_line_breaks_or_control_characters_from_values(monkeypatch):
     """sbatch refuses DOS line breaks, and a terminal would interpret control characters."""
     monkeypatch.setattr("orchestrate.export.slurm.code_folder", lambda command: "/a\r\nb\x1b")
-    words = odd(300)
-    spec = resolve({"command": ["train.py", *words], "env": {f"A_{number}": text for number, text in enumerate(words)}})
+    arguments = odd(300)
+    spec = resolve(
+        {"command": ["train.py", *arguments], "env": {f"A_{number}": text for number, text in enumerate(arguments)}}
+    )
     assert all(line.isprintable() for line in slurm(spec, "x", "venv").split("\n"))
 
 
 def test_each_argument_of_the_command_must_pass_through_bash_unchanged(monkeypatch):
-    words = ["train.py", *odd(300)]
+    arguments = ["train.py", *odd(300)]
     for form in ("venv", "apptainer", "pyxis"):
-        assert launched(form, "orchestrate-node:0.1", monkeypatch, words=words)[-len(words) :] == words
+        assert launched(form, "orchestrate-node:0.1", monkeypatch, arguments=arguments)[-len(arguments) :] == arguments
 
 
 # --- the script, run
@@ -129,8 +131,8 @@ class Slurm:
         (self.folder / "codes").write_text("".join(f"{code}\n" for code in codes))
         script = self.folder / "job.sh"
         script.write_text(slurm(resolve({"command": "train.py", "trainers": 1}, values), "digits", "venv"))
-        told = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(self.folder), "SLURM_JOB_NODELIST": "n[1-2]"}
-        env = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "HERE": str(self.folder), **told}
+        variables = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(self.folder), "SLURM_JOB_NODELIST": "n[1-2]"}
+        env = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "HERE": str(self.folder), **variables}
         return subprocess.Popen(
             ["bash", str(script)], env=env | self.more, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -146,8 +148,8 @@ def scheduler(tmp_path):
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, told = process.communicate(timeout=60)
-    return process.returncode, told
+    _, stderr = process.communicate(timeout=60)
+    return process.returncode, stderr
 
 
 def test_a_job_that_succeeds_must_run_once(scheduler):
@@ -165,17 +167,17 @@ def test_the_run_directory_must_be_private_and_reusable_by_another_submission(sc
 
 
 @pytest.mark.parametrize("name", ["runs", "runs/digits"])
-@pytest.mark.parametrize("what", ["a link", "a dangling link", "a file", "another user's"])
-def test_a_folder_that_is_not_the_submitters_own_must_be_refused(scheduler, tmp_path, name, what):
+@pytest.mark.parametrize("kind", ["a link", "a dangling link", "a file", "another user's"])
+def test_a_folder_that_is_not_the_submitters_own_must_be_refused(scheduler, tmp_path, name, kind):
     (elsewhere := tmp_path / "elsewhere").mkdir()
     path = scheduler.folder / name
     path.parent.mkdir(exist_ok=True)
-    if what == "another user's":
+    if kind == "another user's":
         if os.getuid():
             pytest.skip("must be root to make a folder of another user")
         path.mkdir()
         os.chown(path, 12345, 12345)
-    elif what == "a file":
+    elif kind == "a file":
         path.touch()
     else:
         path.symlink_to(elsewhere if what == "a link" else elsewhere / "none")
@@ -197,8 +199,8 @@ def test_content_planted_in_the_failure_file_must_neither_be_shown_nor_block(sch
     (tmp_path / "secret").write_text("canary")
     how = {"link": f"ln -sf {tmp_path}/secret", "fifo": "mkfifo", "folder": "mkdir"}.get(text, f"echo -n '{text}' >")
     scheduler.more = {"AFTER": f'{how} "$NODE_FAILED"'}
-    code, told = ended(scheduler.start("9", max_restarts=0))
-    assert (code, told) == (9, "generation 0 ended with exit code 9\n")
+    code, stderr = ended(scheduler.start("9", max_restarts=0))
+    assert (code, stderr) == (9, "generation 0 ended with exit code 9\n")
 
 
 def test_a_link_that_came_with_the_code_must_be_refused_at_export(tmp_path, monkeypatch):
@@ -233,16 +235,16 @@ def test_each_variable_must_reach_the_nodes_unchanged_and_not_affect_the_script(
     env |= dict.fromkeys(("UID", "IFS", "PS4", "stop", "code", "step", "attempt", "_"), "0x")
     env |= {"SHELLOPTS": "posix", "BASH_ENV": "/dev/null", "PATH": "/usr/bin:/bin"}  # without Slurm's commands
     assert ended(scheduler.start("1", "0", env=env)) == (0, "generation 0 ended with exit code 1\n")
-    said = (scheduler.folder / "environment").read_bytes().decode().split("\0")
-    assert {name: value for name, _, value in (line.partition("=") for line in said) if name in env} == env
+    entries = (scheduler.folder / "environment").read_bytes().decode().split("\0")
+    assert {name: value for name, _, value in (line.partition("=") for line in entries) if name in env} == env
 
 
 def test_secrets_must_come_from_the_environment_of_sbatch(scheduler):
     env = {"A": "b", "HF_TOKEN": "canary", "URL": "https://me:canary@host"}
     script = slurm(resolve({"env": env}), "digits", "venv")
     assert "canary" not in script and "HF_TOKEN" in script.splitlines()[3]
-    code, told = ended(scheduler.start("0", env=env))
-    assert code and "HF_TOKEN: set HF_TOKEN in the environment of sbatch" in told
+    code, stderr = ended(scheduler.start("0", env=env))
+    assert code and "HF_TOKEN: set HF_TOKEN in the environment of sbatch" in stderr
     assert not (scheduler.folder / "calls").exists()
     scheduler.more = {"HF_TOKEN": "it's $HOME\n", "URL": "a"}
     assert ended(scheduler.start("0", env=env)) == (0, "")
@@ -250,10 +252,10 @@ def test_secrets_must_come_from_the_environment_of_sbatch(scheduler):
 
 
 def test_a_failure_must_start_another_generation_on_a_new_port(scheduler):
-    code, told = ended(scheduler.start("137 3", "1", "0"))
+    code, stderr = ended(scheduler.start("137 3", "1", "0"))
     assert code == 0
-    assert "generation 0 ended with exit code 3" in told  # of the worker that failed first, not of srun
-    assert "generation 1 ended with exit code 1" in told  # of srun, if no worker reports one
+    assert "generation 0 ended with exit code 3" in stderr  # of the worker that failed first, not of srun
+    assert "generation 1 ended with exit code 1" in stderr  # of srun, if no worker reports one
     calls = scheduler.calls()
     assert [call[0] for call in calls] == ["0", "1", "2"]
     assert all(len(call) == 4 for call in calls)  # the last generation's failure file is removed
@@ -262,9 +264,9 @@ def test_a_failure_must_start_another_generation_on_a_new_port(scheduler):
 
 
 def test_a_job_must_restart_at_most_max_restarts_times(scheduler):
-    code, told = ended(scheduler.start("1 5", "1 6", "1 7", "0", max_restarts=2))
+    code, stderr = ended(scheduler.start("1 5", "1 6", "1 7", "0", max_restarts=2))
     assert code == 7 and len(scheduler.calls()) == 3
-    assert told.count("ended with exit code") == 3
+    assert stderr.count("ended with exit code") == 3
     scheduler.folder.joinpath("calls").unlink()
     assert ended(scheduler.start("4", "0", max_restarts=0))[0] == 4
     assert len(scheduler.calls()) == 1

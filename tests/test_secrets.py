@@ -91,14 +91,14 @@ def test_an_export_must_require_a_secret_that_the_job_file_names(do, tmp_path, t
     assert "PHRASE" in out and CANARY not in out
 
 
-@pytest.mark.parametrize("words", [["logs", "a-1"], ["logs", "a-1", "--rank", "1"], ["attach", "a-1"]])
-def test_the_output_of_a_job_must_be_shown_without_secrets(do, printing, paths, words):
+@pytest.mark.parametrize("arguments", [["logs", "a-1"], ["logs", "a-1", "--rank", "1"], ["attach", "a-1"]])
+def test_the_output_of_a_job_must_be_shown_without_secrets(do, printing, paths, arguments):
     records.forget(paths.root)
     records.make(paths.root, bytes(32), ENV)
     records.write(paths.spec, dataclasses.replace(SPEC, env=dict.fromkeys(ENV, HIDDEN)).to_yaml())
     records.write(paths.plan, paths.plan.read_text())
     paths.log(1).write_text(f"before {CANARY}-3 after\n")
-    _, out, err = do(*words)
+    _, out, err = do(*arguments)
     shown = "\n".join(out + err)
     assert f"before {HIDDEN} after" in shown and CANARY not in shown
 
@@ -112,8 +112,8 @@ def test_a_second_supervisor_must_start_workers_with_the_secrets(do, printing, t
     assert json.loads(paths.plan.read_text())["command"] == [*SPEC.command, f"--token={HIDDEN}"]
     assert do("attach", "b-1")[0] == 0
     assert len(printing.plans) == 2 and started == [command, command]
-    for made in printing.plans:
-        assert all(worker.env.items() >= ENV.items() for worker in made.workers)
+    for plan in printing.plans:
+        assert all(worker.env.items() >= ENV.items() for worker in plan.workers)
 
 
 def test_our_own_keywords_must_be_readable_even_if_a_secret_equals_them(do, printing, tmp_path):
@@ -126,11 +126,11 @@ def test_our_own_keywords_must_be_readable_even_if_a_secret_equals_them(do, prin
     assert do("wait", "b-1")[0] == 0
 
 
-@pytest.mark.parametrize("word", ["generation", "outcome", "final_metrics", "seconds"])
-def test_a_secret_that_equals_one_of_our_keys_must_not_break_a_job(do, tmp_path, word):
-    paths = create(JobPaths(tmp_path / "b-1"), dataclasses.replace(SPEC, env=ENV | {"DB_PASSWORD": word}))
+@pytest.mark.parametrize("key", ["generation", "outcome", "final_metrics", "seconds"])
+def test_a_secret_that_equals_one_of_our_keys_must_not_break_a_job(do, tmp_path, key):
+    paths = create(JobPaths(tmp_path / "b-1"), dataclasses.replace(SPEC, env=ENV | {"DB_PASSWORD": key}))
     do.engine.generations = [[ALL_WELL]]
-    paths.metrics.write_text(json.dumps({f"loss of {word}": 1.0, "step": 1}) + "\n")
+    paths.metrics.write_text(json.dumps({f"loss of {key}": 1.0, "step": 1}) + "\n")
     code, _, err = do("attach", "b-1")
     assert code == 0, err
     report = json.loads(paths.report.read_text())
@@ -141,7 +141,7 @@ def test_a_secret_that_equals_one_of_our_keys_must_not_break_a_job(do, tmp_path,
 def test_events_must_contain_no_secret(do, printing, tmp_path):
     paths = create(JobPaths(tmp_path / "b-1"), dataclasses.replace(SPEC, max_restarts=0))
     up = printing.up
-    printing.up = lambda *words, **how: (up(*words, **how), fail())[0]
+    printing.up = lambda *arguments, **how: (up(*arguments, **how), fail())[0]
 
     def fail() -> None:
         raise EngineError(f"no {CANARY}")
@@ -175,11 +175,11 @@ def test_a_secret_must_reach_the_workers_of_each_supervisor_and_nothing_else(cli
     (cli.folder / "job.yaml").write_text(
         JobSpec(trainers=1, env=ENV, secrets=["PHRASE"], command=("told.py",), warm=False).to_yaml()
     )
-    said = ""
+    output = ""
     plans = [["plan", "job.yaml", "--engine", engine], ["run", "job.yaml", "--engine", engine, "--detach"]]
     for command in (*(["export", target, "job.yaml"] for target in EXPORTS), *plans):
         done = cli(*command)
-        said += f"{done.stdout}{done.stderr}"
+        output += f"{done.stdout}{done.stderr}"
         assert done.returncode == 0, done.stderr
     name = cli.run_dir().name
     digest = hashlib.sha256(CANARY.encode()).hexdigest()
@@ -189,8 +189,8 @@ def test_a_secret_must_reach_the_workers_of_each_supervisor_and_nothing_else(cli
     cli.enough()
     for command in (["ps"], ["attach", name], ["logs", name], ["wait", name]):
         done = cli(*command)
-        said += f"{done.stdout}{done.stderr}"
+        output += f"{done.stdout}{done.stderr}"
         assert done.returncode == 0, done.stderr
     assert cli.log(1).count(digest) == 2 and cli.report()["generations"] == 2
     assert leaks(cli.folder / "runs") == set()
-    assert CANARY not in said
+    assert CANARY not in output

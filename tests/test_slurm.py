@@ -71,9 +71,9 @@ class Slurm:
 
 @pytest.fixture
 def slurm(cli, slurm_image, nothing_left):
-    made = Slurm(cli)
-    yield made
-    docker("rm", "--force", "--volumes", made.container)
+    cluster = Slurm(cli)
+    yield cluster
+    docker("rm", "--force", "--volumes", cluster.container)
 
 
 def steps(text: str) -> list[tuple[int, int]]:
@@ -90,16 +90,16 @@ def test_a_script_must_train_on_two_machines(slurm):
 
 
 def test_variables_and_arguments_must_reach_the_workers_and_secrets_only_from_sbatch(slurm):
-    words, secret = odd(50), "it's $HOME\n"
-    env = {f"ODD_{number}": text for number, text in enumerate(words)} | {"stop": "a", "UID": "b"}
+    arguments, secret = odd(50), "it's $HOME\n"
+    env = {f"ODD_{number}": text for number, text in enumerate(arguments)} | {"stop": "a", "UID": "b"}
     file = slurm.cli.folder / "job.yaml"
-    file.write_text(resolve({"command": ["probe.py", *words], "env": env | {"HF_TOKEN": "canary"}}).to_yaml())
+    file.write_text(resolve({"command": ["probe.py", *arguments], "env": env | {"HF_TOKEN": "canary"}}).to_yaml())
     job = slurm.submit(str(file), env=(f"HF_TOKEN={secret}",))
     eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
     assert slurm.state(job) == "COMPLETED", slurm.output()
     for rank in range(2):
         seen = json.loads(slurm.log("probe", rank))
-        assert seen["args"] == words and seen["env"].items() >= (env | {"HF_TOKEN": secret}).items()
+        assert seen["args"] == arguments and seen["env"].items() >= (env | {"HF_TOKEN": secret}).items()
     assert "canary" not in (slurm.cli.folder / "job.sh").read_text()
     job = slurm.submit(str(file))
     eventually(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))

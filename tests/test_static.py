@@ -21,12 +21,14 @@ KUBEFLOW = {
 }
 
 
-@pytest.mark.parametrize("told", [OURS, SLURM, KUBERNETES, KUBEFLOW], ids=["ours", "slurm", "kubernetes", "kubeflow"])
-def test_a_node_must_derive_the_environment_of_its_workers(told):
-    first, second = envs(told, [], 4)
+@pytest.mark.parametrize(
+    "variables", [OURS, SLURM, KUBERNETES, KUBEFLOW], ids=["ours", "slurm", "kubernetes", "kubeflow"]
+)
+def test_a_node_must_derive_the_environment_of_its_workers(variables):
+    first, second = envs(variables, [], 4)
     assert [(env["RANK"], env["LOCAL_RANK"]) for env in (first, second)] == [("2", "0"), ("3", "1")]
     assert first["WORLD_SIZE"] == "6" and first["NODE_RANK"] == "1" and first["LOCAL_WORLD_SIZE"] == "2"
-    assert first["MASTER_PORT"] == told.get("MASTER_PORT", told.get("PET_MASTER_PORT", "29500"))
+    assert first["MASTER_PORT"] == variables.get("MASTER_PORT", variables.get("PET_MASTER_PORT", "29500"))
     assert first["OMP_NUM_THREADS"] == "2"
     elsewhere = {"JOB_ID", "JOB_DIR", "WORKER_CORES", "WORKER_EXPAND", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
     assert CONTRACT - first.keys() <= elsewhere
@@ -69,7 +71,7 @@ def test_a_missing_variable_must_be_named(missing):
 
 
 @pytest.mark.parametrize(
-    ("told", "why"),
+    ("variables", "why"),
     [
         ({"RANK": "../../x"}, r"RANK must be a whole number of at least 0, not '../../x'"),
         ({"RANK": "0\udcff\x1b"}, r"RANK must be a whole number of at least 0, not '0\udcff\x1b'"),
@@ -85,9 +87,9 @@ def test_a_missing_variable_must_be_named(missing):
         ({**OURS, "MASTER_PORT": "29500/tcp"}, "MASTER_PORT must be a whole number from 1 to 65535, not '29500/tcp'"),
     ],
 )
-def test_an_invalid_number_must_be_named(told, why):
+def test_an_invalid_number_must_be_named(variables, why):
     with pytest.raises(ValueError, match=f"^{re.escape(why)}$"):
-        envs(told, [], 4)
+        envs(variables, [], 4)
 
 
 def test_the_interface_must_come_from_the_route():

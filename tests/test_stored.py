@@ -30,17 +30,17 @@ def test_a_save_must_replace_an_earlier_checkpoint_of_the_same_step(tmp_path):
 
 
 def test_a_save_must_remove_the_remains_of_a_killed_one_before_it_writes(tmp_path, monkeypatch):
-    half, write, there = tmp_path / ".step-00000007.4711", torch.save, []
+    half, write, existed = tmp_path / ".step-00000007.4711", torch.save, []
     half.mkdir()
     (half / "state.pt").write_bytes(b"half")
 
     def note(*arguments: object) -> None:
-        there.append(half.exists())
+        existed.append(half.exists())
         write(*arguments)
 
     monkeypatch.setattr(checkpoint.torch, "save", note)
     saved(tmp_path, None)
-    assert there == [False]  # on a full disk, it would take the space
+    assert existed == [False]  # on a full disk, it would take the space
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step-00000001"]
 
 

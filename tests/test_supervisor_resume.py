@@ -274,8 +274,8 @@ def test_each_action_must_be_recorded_before_it_is_taken(job):
         ("down", "nodes_stopping"),
     ]
     once = ["nodes_starting", "generation_ended"]
-    told = [name for name in job.names() if name in (*once, "restart_decided", "outcome_decided")]
-    assert told == [*once, "restart_decided", *once, "outcome_decided"]
+    recorded = [name for name in job.names() if name in (*once, "restart_decided", "outcome_decided")]
+    assert recorded == [*once, "restart_decided", *once, "outcome_decided"]
     assert job.names()[-3:] == ["outcome_decided", "nodes_stopping", "nodes_down"]
 
 

@@ -114,9 +114,9 @@ class Hosts:
             return "" if node.poll() is None else "ended"
 
     def engine(self, spec: JobSpec, plan: Plan | None = None) -> SwarmSession:
-        made = SwarmEngine()
-        made.manager.daemon.talk = self.talk
-        self.sessions.append(made.open(spec, plan or self.plan(spec), self.run, str))
+        swarm_engine = SwarmEngine()
+        swarm_engine.manager.daemon.talk = self.talk
+        self.sessions.append(swarm_engine.open(spec, plan or self.plan(spec), self.run, str))
         return self.sessions[-1]
 
     def plan(self, spec: JobSpec, generation: int = 0, nodes: tuple[str, ...] = ()) -> Plan:
@@ -141,10 +141,10 @@ class Hosts:
 
 
 @pytest.fixture
-def there(stub, tmp_path, monkeypatch):
-    made = Hosts(tmp_path, stub, monkeypatch)
-    yield made
-    made.close()
+def local_hosts(stub, tmp_path, monkeypatch):
+    instance = Hosts(tmp_path, stub, monkeypatch)
+    yield instance
+    instance.close()
 
 
 def ends(engine: SwarmSession, count: int) -> dict[int, int]:
@@ -155,110 +155,114 @@ def ends(engine: SwarmSession, count: int) -> dict[int, int]:
     return found
 
 
-def started(engine: SwarmSession, made: Plan, *command: str) -> None:
-    engine.start(dataclasses.replace(made, command=("train.py", *command)))
+def started(engine: SwarmSession, job_plan: Plan, *command: str) -> None:
+    engine.start(dataclasses.replace(job_plan, command=("train.py", *command)))
 
 
-def test_a_job_must_get_its_code_deliver_its_files_and_leave_nothing_on_the_hosts(there, stub):
+def test_a_job_must_get_its_code_deliver_its_files_and_leave_nothing_on_the_hosts(local_hosts, stub):
     spec = JobSpec(trainers=1, grace=1.0)
-    engine = there.engine(spec)
-    made = there.plan(spec)
-    engine.up(made)
+    engine = local_hosts.engine(spec)
+    job_plan = local_hosts.plan(spec)
+    engine.up(job_plan)
     assert {*engine.alive()} == {"master", "trainer-1"}
-    assert there.links and all(link.sock.fileno() < 0 for link in there.links)  # the connections that uploaded the code
+    assert local_hosts.links and all(
+        link.sock.fileno() < 0 for link in hosts.links
+    )  # the connections that uploaded the code
     assert engine.alive() == {"master": "host-2", "trainer-1": "host-1"}
-    assert {float(command[-1]) for command in there.commands} == {20.0}  # the time that a new node may take to listen
-    there.commands.clear()
-    started(engine, made, "3")
+    assert {float(command[-1]) for command in local_hosts.commands} == {
+        20.0
+    }  # the time that a new node may take to listen
+    local_hosts.commands.clear()
+    started(engine, job_plan, "3")
     assert ends(engine, 2) == {0: 0, 1: 3}
-    assert {float(command[-1]) for command in there.commands} == {2.0}  # by now the nodes listen
+    assert {float(command[-1]) for command in local_hosts.commands} == {2.0}  # by now the nodes listen
     for rank in (0, 1):  # without waiting for files that are still being copied
-        assert there.paths.log(rank).read_text() == "found\n"
-        assert (there.run / f"of-{rank}-0").read_text() == "x" * 100
-    assert eventually(lambda: there.renewed)
+        assert local_hosts.paths.log(rank).read_text() == "found\n"
+        assert (local_hosts.run / f"of-{rank}-0").read_text() == "x" * 100
+    assert eventually(lambda: local_hosts.renewed)
     engine.down(1.0)
     assert not stub.services and not stub.containers and not stub.overlays() and not stub.secrets
-    assert [node.wait(30) for node in there.nodes.values()] == [0, 0]
+    assert [node.wait(30) for node in local_hosts.nodes.values()] == [0, 0]
 
 
-def test_a_lost_node_must_be_replaced_by_one_with_all_files_written_so_far(there, stub):
+def test_a_lost_node_must_be_replaced_by_one_with_all_files_written_so_far(local_hosts, stub):
     spec = JobSpec(trainers=1, grace=1.0)
-    engine = there.engine(spec)
-    made = there.plan(spec)
-    engine.up(made)
-    started(engine, made, "0", "wait")
-    eventually(lambda: engine.wait(0.1).exits or all((there.run / f"of-{rank}-0").exists() for rank in (0, 1)))
+    engine = local_hosts.engine(spec)
+    job_plan = local_hosts.plan(spec)
+    engine.up(job_plan)
+    started(engine, job_plan, "0", "wait")
+    eventually(lambda: engine.wait(0.1).exits or all((local_hosts.run / f"of-{rank}-0").exists() for rank in (0, 1)))
     lost = stub.task("trainer-1")
     log = b"[rank 1] found\n[rank 1] the last line\n"
-    said = f"com.docker.swarm.task.id={lost['ID']} ".encode()
+    prefix = f"com.docker.swarm.task.id={lost['ID']} ".encode()
     stub.log = b"".join(
         bytes([1, 0, 0, 0]) + len(line).to_bytes(4, "big") + line
-        for line in (said + text for text in log.splitlines(keepends=True))
+        for line in (prefix + text for text in log.splitlines(keepends=True))
     )
-    there.nodes[lost["ID"]].kill()
+    local_hosts.nodes[lost["ID"]].kill()
     (end,) = eventually(lambda: engine.wait(0.1).exits)
     assert (end.rank, end.code, engine.explain(end, "trainer-1")) == (1, 137, "node lost")
     engine.stop(Stop.KILL)
     assert ends(engine, 1)
-    assert there.paths.log(1).read_text().splitlines() == ["found", "the last line"]
+    assert local_hosts.paths.log(1).read_text().splitlines() == ["found", "the last line"]
     assert {*engine.alive()} == {"master"}
-    engine.up(made)
+    engine.up(job_plan)
     assert {*engine.alive()} == {"master", "trainer-2"} and len(stub.tasks) == 3
     engine.gather(lambda: False)
-    made, link = there.plan(spec, 1, ("master", "trainer-2")), engine.clients.connections["master"]
-    started(engine, made, "0")
+    job_plan, link = local_hosts.plan(spec, 1, ("master", "trainer-2")), engine.clients.connections["master"]
+    started(engine, job_plan, "0")
     assert engine.clients.connections["master"] is link
     assert ends(engine, 2) == {0: 0, 1: 0}
     for rank in (0, 1):  # the node that stayed and the new one
-        assert there.paths.log(rank).read_text().endswith("found of-0-0 of-1-0\n")
+        assert local_hosts.paths.log(rank).read_text().endswith("found of-0-0 of-1-0\n")
     engine.down(1.0)
-    assert (there.run / "of-1-1").exists() and not stub.services
+    assert (local_hosts.run / "of-1-1").exists() and not stub.services
 
 
-def test_a_supervisor_that_takes_over_must_find_the_workers_and_their_files(there, stub):
+def test_a_supervisor_that_takes_over_must_find_the_workers_and_their_files(local_hosts, stub):
     spec = JobSpec(trainers=1, grace=1.0)
-    engine = there.engine(spec)
-    made = there.plan(spec)
-    engine.up(made)
-    started(engine, made, "0", "wait")
+    engine = local_hosts.engine(spec)
+    job_plan = local_hosts.plan(spec)
+    engine.up(job_plan)
+    started(engine, job_plan, "0", "wait")
     eventually(lambda: len(engine.clients.pids) == 2 or engine.wait(0.1).exits)
     engine.sync.close()
     for node in list(engine.clients.connections):
         engine.clients.drop(node)
-    another = there.engine(spec)
-    assert another.adopt(made) == set()
+    another = local_hosts.engine(spec)
+    assert another.adopt(job_plan) == set()
     assert another.clients.running == {0: "master", 1: "trainer-1"} and len(stub.containers) == 1
     earlier = another.sync
-    another.adopt(made)  # as after a lost engine
+    another.adopt(job_plan)  # as after a lost engine
     assert not earlier.thread.is_alive()
     another.stop(Stop.KILL)
     assert ends(another, 2)
-    assert (there.run / "of-1-0").exists()
+    assert (local_hosts.run / "of-1-0").exists()
     another.down(1.0)
     assert not stub.services
 
 
-def test_nodes_of_a_cluster_must_outlive_a_job_and_keep_its_files_separate(there, stub):
+def test_nodes_of_a_cluster_must_outlive_a_job_and_keep_its_files_separate(local_hosts, stub):
     spec = JobSpec(trainers=0, grace=1.0)
-    made = there.plan(spec)
-    of_cluster = Site(made.inventory, made.placement).but(cluster="j", job_dir="job/of-a-job")
+    job_plan = local_hosts.plan(spec)
+    of_cluster = Site(job_plan.inventory, job_plan.placement).but(cluster="j", job_dir="job/of-a-job")
     job = plan(spec, of_cluster, "of-a-job")
-    there.paths = cluster = JobPaths(there.folder / "runs" / "j")
+    local_hosts.paths = cluster = JobPaths(hosts.folder / "runs" / "j")
     cluster.create_cluster(users.nodes_of(spec))
-    home = JobPaths(there.folder / "runs" / "of-a-job")
-    home.create("j")
-    there.run = cluster.nodes
-    engine = there.engine(spec, job)
+    job_paths = JobPaths(local_hosts.folder / "runs" / "of-a-job")
+    job_paths.create("j")
+    local_hosts.run = cluster.nodes
+    engine = local_hosts.engine(spec, job)
     engine.up(job)
     started(engine, job, "0")
     assert ends(engine, 1) == {0: 0}
-    assert home.log(0).exists() and not (cluster.nodes / "logs").exists()
+    assert job_paths.log(0).exists() and not (cluster.nodes / "logs").exists()
     engine.down(1.0)
     assert stub.services and stub.containers
-    assert there.nodes[stub.task("master")["ID"]].poll() is None
+    assert local_hosts.nodes[stub.task("master")["ID"]].poll() is None
 
 
-def test_an_unreachable_node_must_be_reported_and_no_longer_used(there, stub):
+def test_an_unreachable_node_must_be_reported_and_no_longer_used(local_hosts, stub):
     spec = JobSpec(trainers=1)
     engine = there.engine(spec)
     talk = there.talk
@@ -268,16 +272,16 @@ def test_an_unreachable_node_must_be_reported_and_no_longer_used(there, stub):
     assert "7946/tcp" in raised.value.hint
     assert not engine.alive()  # not all nodes have the code
     engine.manager.daemon.talk = talk
-    engine.up(there.plan(spec))
+    engine.up(local_hosts.plan(spec))
     assert {*engine.alive()} == {"master", "trainer-2"}
 
 
 BUSY = {"State": "failed", "Err": "starting container failed: unable to remount: device or resource busy"}
 
 
-def test_a_node_whose_container_does_not_start_must_be_replaced(there, stub):
+def test_a_node_whose_container_does_not_start_must_be_replaced(local_hosts, stub):
     spec = JobSpec(trainers=1)
-    engine = there.engine(spec)
+    engine = local_hosts.engine(spec)
     place = stub.placed
 
     def placed(task: dict) -> None:
@@ -287,58 +291,58 @@ def test_a_node_whose_container_does_not_start_must_be_replaced(there, stub):
             place(task)
 
     stub.placed = placed
-    engine.up(there.plan(spec))
+    engine.up(local_hosts.plan(spec))
     assert {*engine.alive()} == {"master", "trainer-2"}
 
 
-def test_a_node_whose_replacements_do_not_start_must_be_reported(there, stub, monkeypatch):
+def test_a_node_whose_replacements_do_not_start_must_be_reported(local_hosts, stub, monkeypatch):
     monkeypatch.setattr(swarm_module, "PENDING_TIMEOUT", 0.5)
     spec = JobSpec(trainers=0)
-    engine = there.engine(spec)
+    engine = local_hosts.engine(spec)
     stub.placed = lambda task: task.update(Status=BUSY)
     with pytest.raises(EngineError, match="device or resource busy"):
-        engine.up(there.plan(spec))
+        engine.up(local_hosts.plan(spec))
     assert len(stub.tasks) > 1  # it was replaced
 
 
-def test_a_node_must_not_be_abandoned_if_the_engine_does_not_answer(there):
+def test_a_node_must_not_be_abandoned_if_the_engine_does_not_answer(local_hosts):
     spec = JobSpec(trainers=0)
-    engine = there.engine(spec)
+    engine = local_hosts.engine(spec)
 
     def talk(*_: object) -> None:
         raise EngineLost("the engine does not respond")
 
     engine.manager.daemon.talk = talk
     with pytest.raises(EngineLost):
-        engine.up(there.plan(spec))
+        engine.up(local_hosts.plan(spec))
     assert not engine.given_up
 
 
-def test_a_failed_upload_to_a_node_must_be_reported(there, stub):
+def test_a_failed_upload_to_a_node_must_be_reported(local_hosts, stub):
     spec = JobSpec(trainers=0)
-    engine = there.engine(spec)
+    engine = local_hosts.engine(spec)
     place = stub.placed
 
     def placed(task: dict) -> None:
         place(task)
-        (there.folder / task["ID"] / "code").touch()  # a file in place of the folder
+        (local_hosts.folder / task["ID"] / "code").touch()  # a file in place of the folder
 
     stub.placed = placed
     with pytest.raises(EngineError, match="File exists"):
-        engine.up(there.plan(spec))
+        engine.up(local_hosts.plan(spec))
     assert not engine.alive()
 
 
-def test_a_node_must_get_the_code_only_if_it_has_changed(there, stub):
+def test_a_node_must_get_the_code_only_if_it_has_changed(local_hosts, stub):
     spec = JobSpec(trainers=0)
-    engine = there.engine(spec)
-    engine.up(there.plan(spec))
-    code = there.folder / stub.task("master")["ID"] / "code"
+    engine = local_hosts.engine(spec)
+    engine.up(local_hosts.plan(spec))
+    code = local_hosts.folder / stub.task("master")["ID"] / "code"
     (code / "mark").touch()  # which a second upload would remove
-    engine.up(there.plan(spec))
-    another = there.engine(spec)
-    another.up(there.plan(spec))
+    engine.up(local_hosts.plan(spec))
+    another = local_hosts.engine(spec)
+    another.up(local_hosts.plan(spec))
     assert (code / "mark").exists()
-    (there.code / "train.py").write_text("changed")
-    there.engine(spec).up(there.plan(spec))
+    (local_hosts.code / "train.py").write_text("changed")
+    local_hosts.engine(spec).up(hosts.plan(spec))
     assert not (code / "mark").exists() and (code / "train.py").read_text() == "changed"

@@ -75,18 +75,18 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path):
-    made = Node(tmp_path)
-    yield made
-    made.end()
+    instance = Node(tmp_path)
+    yield instance
+    instance.end()
 
 
 @pytest.fixture
 def sync(node, tmp_path):
-    home = tmp_path / "home"
-    (home / "logs").mkdir(parents=True)
-    made = FileSync(home, str(node.job), {"master": [0]}, node.connect)
-    yield made
-    made.close()
+    target = tmp_path / "home"
+    (target / "logs").mkdir(parents=True)
+    instance = FileSync(target, str(node.job), {"master": [0]}, node.connect)
+    yield instance
+    instance.close()
 
 
 def test_a_client_without_the_key_must_get_no_answer(node):
@@ -116,9 +116,9 @@ def test_files_written_by_a_worker_must_be_copied(node, sync):
     found = {str(path.relative_to(sync.run_dir)) for path in sync.run_dir.rglob("*") if not path.is_dir()}
     assert found == {"logs/rank-0.log", "checkpoints/step-1/state.pt", "checkpoints/step-1/.metadata", LONG, odd}
     link = sync.run_dir / "checkpoints" / "last"
-    made = link.lstat().st_ino
+    inode = link.lstat().st_ino
     sync.catch_up(20)
-    assert (link.readlink(), link.lstat().st_ino) == (Path("step-1"), made)  # and the link was not recreated
+    assert (link.readlink(), link.lstat().st_ino) == (Path("step-1"), inode)  # and the link was not recreated
     assert (sync.run_dir / "checkpoints" / "last" / "state.pt").read_bytes() == bytes(range(256)) * 8192
     assert (sync.run_dir / "logs" / "rank-0.log").read_bytes() == b"done\r\x00"
 
@@ -143,9 +143,9 @@ def test_a_sparse_file_larger_than_any_disk_must_be_copied_with_its_holes(node, 
 
 
 def test_files_must_be_copied_in_the_order_they_were_written(node, sync, monkeypatch):
-    came = []
+    copied = []
     keep = sync_module.Fetch.keep
-    monkeypatch.setattr(sync_module.Fetch, "keep", lambda self: (came.append(self.path), keep(self)))
+    monkeypatch.setattr(sync_module.Fetch, "keep", lambda self: (copied.append(self.path), keep(self)))
     link = node.connect()
     node.start(
         link,
@@ -159,7 +159,7 @@ def test_files_must_be_copied_in_the_order_they_were_written(node, sync, monkeyp
     )
     assert node.until(link, protocol.Ended).code == 0
     sync.catch_up(20)
-    assert came == ["checkpoints/step-1/b", "checkpoints/step-1/a", "checkpoints/step-1/manifest"]
+    assert copied == ["checkpoints/step-1/b", "checkpoints/step-1/a", "checkpoints/step-1/manifest"]
 
 
 def test_files_removed_by_a_worker_must_be_removed_from_the_copy(node, sync):
@@ -307,14 +307,14 @@ def test_a_log_that_cannot_be_written_must_be_reported_and_continued_later(node,
 
 
 def test_of_a_file_written_by_two_nodes_the_first_nodes_version_must_be_copied(tmp_path):
-    home, nodes = tmp_path / "home", {}
-    (home / "logs").mkdir(parents=True)
+    target, nodes = tmp_path / "home", {}
+    (target / "logs").mkdir(parents=True)
     for name in ("master", "trainer-1"):
         (tmp_path / name / "job").mkdir(parents=True)
         (tmp_path / name / "job" / "same").write_text(name)
         (tmp_path / name / "job" / f"of-{name}").touch()
         nodes[name] = Node(tmp_path / name)
-    sync = FileSync(home, "job", {"master": [0], "trainer-1": [1]}, lambda name: nodes[name].connect())
+    sync = FileSync(target, "job", {"master": [0], "trainer-1": [1]}, lambda name: nodes[name].connect())
     try:
         assert sync.catch_up(20)
         (tmp_path / "trainer-1" / "job" / "same").write_text("written later")
@@ -323,8 +323,8 @@ def test_of_a_file_written_by_two_nodes_the_first_nodes_version_must_be_copied(t
         sync.close()
         for each in nodes.values():
             each.end()
-    assert (home / "same").read_text() == "master"
-    assert (home / "of-master").exists() and (home / "of-trainer-1").exists()
+    assert (target / "same").read_text() == "master"
+    assert (target / "of-master").exists() and (target / "of-trainer-1").exists()
 
 
 def test_a_node_whose_relay_is_gone_must_end_its_workers(node, tmp_path):
@@ -350,7 +350,7 @@ def test_a_node_whose_relay_is_gone_must_end_its_workers(node, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("home", "copy", "lacking"),
+    ("log", "stdout", "missing"),
     [
         (b"a\nb\n", b"[rank 1] a\n[rank 0] x\n[rank 1] b\n[rank 1] c\n[rank 1] d", b"c\nd\n"),
         (b"a\nb", b"[rank 1] a\n[rank 1] bc\n", b"c\n"),
@@ -364,5 +364,5 @@ def test_a_node_whose_relay_is_gone_must_end_its_workers(node, tmp_path):
         (b"", b"[rank 1] a\n", b""),
     ],
 )
-def test_the_last_lines_of_a_lost_worker_must_be_recovered_from_its_nodes_stdout(home, copy, lacking):
-    assert rescued(home, copy, 1) == lacking
+def test_the_last_lines_of_a_lost_worker_must_be_recovered_from_its_nodes_stdout(log, stdout, missing):
+    assert rescued(log, stdout, 1) == missing

@@ -1,7 +1,7 @@
 """One job for Compose, Swarm, Kubernetes and Slurm: its nodes must be the same container everywhere.
 
 Each target becomes a table of facts. All tables must be equal, except for facts that a target cannot express: these
-are left out of its table and listed in `UNSAID`.
+are left out of its table and listed in `UNSUPPORTED`.
 """
 
 import re
@@ -24,7 +24,7 @@ from orchestrate.job.spec import JobSpec, resolve
 
 SPEC: dict[str, Any] = {"command": ["work.py", "--all"], "trainers": 2, "nproc_per_node": 2, "gpus": "none"}
 SPEC |= {"cpus": 2, "memory": "3g", "shm_size": "512m", "grace": "45s", "user": "1234:1234", "env": {"A": "b"}}
-AS_ELSEWHERE: dict[str, Any] = {
+EXPECTED: dict[str, Any] = {
     "command": ["work.py", "--all"],
     "account": container.ACCOUNT,
     "unbuffered": "1",
@@ -48,7 +48,7 @@ AS_ELSEWHERE: dict[str, Any] = {
     "env": "b",
     "port": 29500,
 }
-UNSAID = {
+UNSUPPORTED = {
     "compose": {"port"},  # the node uses its own default
     "swarm": {"command", "env", "nproc", "nodes", "port"},  # the orchestrator tells the nodes
     # Set by the cluster's administrator, or not supported by Kubernetes.
@@ -118,8 +118,8 @@ def from_swarm() -> dict[str, Any]:
 
 
 def from_kubernetes(form: str = "job") -> dict[str, Any]:
-    *_, made = yaml.safe_load_all(kubernetes(resolve(SPEC), "digits", form))
-    job = made if form == "job" else made["spec"]["replicatedJobs"][0]["template"]
+    *_, manifest = yaml.safe_load_all(kubernetes(resolve(SPEC), "digits", form))
+    job = manifest if form == "job" else manifest["spec"]["replicatedJobs"][0]["template"]
     pod = job["spec"]["template"]["spec"]
     (node,) = pod["containers"]
     env = {one["name"]: one.get("value") for one in node["env"]}
@@ -148,12 +148,13 @@ def from_slurm(form: str = "venv") -> dict[str, Any]:
     spec = {name: value for name, value in SPEC.items() if name != "user"}
     text = slurm(resolve(spec), "digits", form)
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.M))
-    words = shlex.split(re.sub(r"\\\n", " ", text[text.index("    env ") : text.index("step=$!")]))
+    arguments = shlex.split(re.sub(r"\\\n", " ", text[text.index("    env ") : text.index("step=$!")]))
     env = dict(
-        word.split("=", 1) for word in words[1 : next(i for i, word in enumerate(words[1:], 1) if "=" not in word)]
+        word.split("=", 1)
+        for word in arguments[1 : next(i for i, word in enumerate(arguments[1:], 1) if "=" not in word)]
     )
     return {
-        "command": words[-3:-1],
+        "command": arguments[-3:-1],
         "unbuffered": env["PYTHONUNBUFFERED"],
         "memory": in_bytes(options["mem"]),
         "cpus": float(options["cpus-per-task"]),
@@ -172,7 +173,7 @@ TARGETS = {"compose": from_compose, "swarm": from_swarm, "kubernetes": from_kube
 def test_a_node_must_be_the_same_container_wherever_it_runs(target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = TARGETS[target]()
-    assert found == {name: fact for name, fact in AS_ELSEWHERE.items() if name not in UNSAID[target]}
+    assert found == {name: fact for name, fact in EXPECTED.items() if name not in UNSUPPORTED[target]}
 
 
 def test_the_compose_file_must_match_the_shared_container_definition():

@@ -57,8 +57,8 @@ def on_cdi(docker_engine, cli):
         pytest.fail(why) if DOCKER_REQUIRED else pytest.skip(why)
     (cli.folder / "lists.py").write_text(LISTS)
 
-    def command(kind: str, *words: str) -> subprocess.CompletedProcess[str]:
-        program = [sys.executable, "-c", WITHOUT_RUNTIME, kind, *words]
+    def command(kind: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        program = [sys.executable, "-c", WITHOUT_RUNTIME, kind, *arguments]
         return subprocess.run(program, cwd=cli.folder, env=cli.env, capture_output=True, text=True)
 
     return command

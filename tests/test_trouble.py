@@ -20,7 +20,7 @@ def troubled(job: Job, *times: tuple[float, float, str], workers: int = 3) -> Re
 
     def troubles() -> dict[str, str]:
         now = job.clock.now - began
-        found = [what for start, end, what in times if start <= now < end and engine.calls.count("start") == 1]
+        found = [trouble for start, end, trouble in times if start <= now < end and engine.calls.count("start") == 1]
         return {"trainer-2": found[0]} if found else {}
 
     engine.troubles = troubles

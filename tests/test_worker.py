@@ -64,8 +64,8 @@ def test_a_worker_must_use_the_gpu_of_its_local_rank(monkeypatch, noted, gpus, d
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    made = Job(timeout=7)
-    assert (made.rank, made.world_size, made.generation, str(made.device)) == (6, 8, 4, device)
+    worker = Job(timeout=7)
+    assert (worker.rank, worker.world_size, worker.generation, str(worker.device)) == (6, 8, 4, device)
     own = torch.device(device) if gpus else None
     assert noted == [own] * gpus + [(backend, datetime.timedelta(seconds=7), own)]
 
@@ -90,26 +90,26 @@ def test_an_assigned_gpu_that_cannot_be_used_must_be_reported(monkeypatch, capsy
 
 
 def test_sigterm_must_only_be_recorded_and_a_thread_must_be_able_to_create_a_job():
-    made = [Job()]
+    workers = [Job()]
     signal.raise_signal(signal.SIGTERM)
-    thread = threading.Thread(target=lambda: made.append(Job()))  # a thread cannot install signal handlers
+    thread = threading.Thread(target=lambda: workers.append(Job()))  # a thread cannot install signal handlers
     thread.start()
     thread.join()
-    assert [one.asked for one in made] == [True, False]
+    assert [one.asked for one in workers] == [True, False]
 
 
 def test_only_rank_0_must_print_without_delay_and_record_metrics(monkeypatch, tmp_path):
-    made = Job()
+    worker = Job()
     with (tmp_path / "out").open("w") as out:
         monkeypatch.setattr("sys.stdout", out)
-        made.say("hello")
+        worker.say("hello")
         assert (tmp_path / "out").read_text() == "hello\n"
-        made.record(step=1)
-        made.rank = 1
-        made.say("nothing")
-        made.record(step=2)
+        worker.record(step=1)
+        worker.rank = 1
+        worker.say("nothing")
+        worker.record(step=2)
     assert (tmp_path / "out").read_text() == "hello\n"
-    assert (made.folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert (worker.folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_metrics_that_cannot_be_written_must_be_reported_and_written_later(capsys):
@@ -168,7 +168,7 @@ def test_a_single_process_strategy_must_refuse_more(name):
 
 @pytest.mark.parametrize(("name", "split"), [("dp", True), ("ddp", False), ("single", False)])
 def test_only_dp_must_split_batches_over_gpus(name, split):
-    made = Job()
-    made.device = torch.device("cuda", 0)
-    way = strategy.Strategy(name, made, build("lenet", 1, 28))
+    worker = Job()
+    worker.device = torch.device("cuda", 0)
+    way = strategy.Strategy(name, worker, build("lenet", 1, 28))
     assert isinstance(way.model, torch.nn.DataParallel) is split

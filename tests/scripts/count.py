@@ -10,11 +10,11 @@ import signal
 import sys
 import time
 
-told, pause = sys.argv[1] == "told", float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
-steps = sys.maxsize if told else int(sys.argv[1])
+open_ended, pause = sys.argv[1] == "told", float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
+steps = sys.maxsize if open_ended else int(sys.argv[1])
 rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-home = pathlib.Path(os.environ["JOB_DIR"])
-saved = home / "checkpoints" / f"rank-{rank}"
+job_dir = pathlib.Path(os.environ["JOB_DIR"])
+saved = job_dir / "checkpoints" / f"rank-{rank}"
 done = int(saved.read_text()) if saved.exists() else 0
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
@@ -33,9 +33,9 @@ while done < steps and not asked:
     print(f"step {done} in {generation}", flush=True)
     if done % 10 == 0:
         save()
-        steps = done if told and os.path.exists("enough") else steps
+        steps = done if open_ended and os.path.exists("enough") else steps
     if rank == "0":
-        with (home / "metrics.jsonl").open("a") as file:
+        with (job_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": done}) + "\n")
 save()
 sys.exit(143 if asked else 0)

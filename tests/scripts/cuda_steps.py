@@ -48,7 +48,7 @@ frame #0: c10::Error::Error() + 0x96 (0x7f10 in libc10.so)
 frame #1: clone + 0x44 (0x7f20 in libc.so.6)
 """
 
-told = sys.argv[1] == "told"
+open_ended = sys.argv[1] == "told"
 fault = sys.argv[2] if len(sys.argv) > 2 else ""
 timeout = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
 rank, generation = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -109,14 +109,14 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 start = torch.tensor([float(saved.read_text()) if saved.exists() else 0.0], device=where)
 dist.all_reduce(start, op=dist.ReduceOp.MIN)  # a rank may have been killed before its save
-done, steps = int(start), sys.maxsize if told else int(sys.argv[1])
+done, steps = int(start), sys.maxsize if open_ended else int(sys.argv[1])
 # From here on, the ranks are close enough together for a short timeout.
 group = dist.new_group(timeout=datetime.timedelta(seconds=timeout)) if timeout else None
 while done < steps:
     time.sleep(0.01)
     if done == 4 and rank == 1 and fault and generation == "0":
         FAULTS[fault]()
-    votes = torch.tensor([1.0, float(told and os.path.exists("enough"))], device=where)
+    votes = torch.tensor([1.0, float(open_ended and os.path.exists("enough"))], device=where)
     dist.all_reduce(votes, group=group)
     workers, enough = votes.tolist()
     assert workers == dist.get_world_size()

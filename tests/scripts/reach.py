@@ -27,8 +27,8 @@ def named(host: str) -> str:
     return str(ipaddress.IPv4Address(gateway if host == "gateway" else network | ~mask & 0xFFFFFFFF))
 
 
-def number(word: str) -> int:
-    return int.from_bytes(bytes.fromhex(word), "little")
+def number(text: str) -> int:
+    return int.from_bytes(bytes.fromhex(text), "little")
 
 
 def reach(way: str, host: str, port: str) -> str:

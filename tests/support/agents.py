@@ -34,8 +34,8 @@ class Pipe:
         self.heard: list[dict] = []
         self.partial, self.signer = b"", Signer(KEY, listens=False)
 
-    def ask(self, what: str, **facts) -> None:
-        self.send(json.dumps({"ask": what, **facts}).encode() + b"\n")
+    def ask(self, request: str, **facts) -> None:
+        self.send(json.dumps({"ask": request, **facts}).encode() + b"\n")
 
     def send(self, text: bytes) -> None:
         """Send complete lines to the node."""
@@ -99,9 +99,9 @@ class Waiting:
         script.write_text(code)
         self.command(rank, str(script), "--flag", "x y", TORCHELASTIC_RESTART_COUNT=str(generation))
 
-    def command(self, rank: int, *words: str, **env: str) -> None:
+    def command(self, rank: int, *arguments: str, **env: str) -> None:
         own = {"RANK": str(rank), "ONLY_HERE": "1", **env}
-        self.pipe.ask("start", command=words, env=own, inherit=True, cwd=None)
+        self.pipe.ask("start", command=arguments, env=own, inherit=True, cwd=None)
 
     def code(self, rank: int, generation: int = 0) -> int | None:
         """The exit code of a worker; None if the node ends first."""

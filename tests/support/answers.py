@@ -55,7 +55,7 @@ class Answers:
         self.volumes: list[str] = []  # that each image declares
         self.output, self.code = b"", 0  # of a container created through the API
         self.refusals: dict[str, tuple[int, str]] = {}
-        self.happens: Callable[[str], None] = lambda what: None  # called with each request
+        self.happens: Callable[[str], None] = lambda request: None  # called with each request
         self.at_once = b""  # what an exec writes together with the answer to its start
         self.speaks: Callable[[socket], None] = lambda connection: None  # what an exec does with its connection
         self.asked: list[tuple[str, dict[str, str], Any]] = []  # method and path, query, body
@@ -79,15 +79,15 @@ class Answers:
             "com.docker.compose.container-number": number or "1",
             **labels,
         }
-        made = {
+        entry = {
             "Id": f"{job}-{node}-".ljust(64, "0"),
             "Names": [f"/{job}-{service}-{number or 1}"],
             "Labels": labels,
             "State": state,
             "NetworkSettings": {"Networks": {f"{job}_job": {}}},
         }
-        self.containers.append(made)
-        return made
+        self.containers.append(entry)
+        return entry
 
     def network(self, job: str = "j") -> None:
         labels = {"orchestrate.job": job, "orchestrate.run": f"/runs/{job}/job", "orchestrate.owner": "7"}
@@ -95,39 +95,39 @@ class Answers:
 
     def did(self, *methods: str) -> list[str]:
         """The requests with these methods; by default, those that change something."""
-        return [what for what, _, _ in self.asked if what.split()[0] in (methods or ("POST", "DELETE"))]
+        return [request for request, _, _ in self.asked if request.split()[0] in (methods or ("POST", "DELETE"))]
 
-    def of(self, what: str) -> tuple[dict[str, str], Any]:
+    def of(self, request: str) -> tuple[dict[str, str], Any]:
         """The query and the body of the last request of this kind."""
-        return next((query, body) for asked, query, body in reversed(self.asked) if asked == what)
+        return next((query, body) for asked, query, body in reversed(self.asked) if asked == request)
 
     def close(self) -> None:
         self.events.put(None)
         self.server.shutdown()
         self.server.server_close()
 
-    def change(self, method: str, words: list[str], body: Any) -> None:
+    def change(self, method: str, path_parts: list[str], body: Any) -> None:
         """Apply the effect of a request to containers and networks."""
-        for one in [one for one in self.containers if one["Id"] in words]:
+        for one in [one for one in self.containers if one["Id"] in path_parts]:
             if method == "DELETE":
                 self.containers.remove(one)
-            one["State"] = {"start": "running", "kill": "exited", "stop": "exited"}.get(words[-1], one["State"])
-        for network in [network for network in self.networks if network["Id"] in words]:
+            one["State"] = {"start": "running", "kill": "exited", "stop": "exited"}.get(path_parts[-1], one["State"])
+        for network in [network for network in self.networks if network["Id"] in path_parts]:
             if method == "DELETE":
                 self.networks.remove(network)
-            for one in self.containers if words[-1] == "connect" else ():
+            for one in self.containers if path_parts[-1] == "connect" else ():
                 if one["Id"] == body["Container"]:
                     one["NetworkSettings"]["Networks"][network["Name"]] = {}
 
-    def answer(self, what: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+    def answer(self, request: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
         """The status and the content of the answer to a request."""
-        self.asked.append((what, query, body))
-        self.happens(what)
-        if what in self.refusals:
-            status, message = self.refusals[what]
+        self.asked.append((request, query, body))
+        self.happens(request)
+        if request in self.refusals:
+            status, message = self.refusals[request]
             return status, {"message": message}
         filters = json.loads(query.get("filters", "{}"))
-        method, _, path = what.partition(" ")
+        method, _, path = request.partition(" ")
         if method == "GET" and (name := re.fullmatch(r"/images/(.+)/json", path)):
             config = {"Volumes": dict.fromkeys(self.volumes, {}) or None}
             return (
@@ -135,13 +135,13 @@ class Answers:
                 if name[1] in self.images
                 else (404, {"message": "No such image"})
             )
-        if what == "POST /images/create":
+        if request == "POST /images/create":
             self.images.add(f"{query['fromImage']}:{query['tag']}")
             return 200, {"status": "Downloading", "id": "1", "progressDetail": {"current": 3 << 20, "total": 8 << 20}}
         nodes = {f"GET /containers/{one['Id']}/json": one for one in self.containers}
-        if what in nodes:
-            running = nodes[what]["State"] == "running"
-            return 200, {"Id": nodes[what]["Id"], "State": {"Pid": 0, "StartedAt": self.started, "Running": running}}
+        if request in nodes:
+            running = nodes[request]["State"] == "running"
+            return 200, {"Id": nodes[request]["Id"], "State": {"Pid": 0, "StartedAt": self.started, "Running": running}}
         known: dict[str, Callable[[], Any]] = {
             "GET /version": lambda: VERSION,
             "GET /info": lambda: self.info,
@@ -153,8 +153,8 @@ class Answers:
             "POST /containers/made/wait": lambda: {"StatusCode": self.code},
             "GET /containers/made/logs": lambda: framed(1, self.output),
         }
-        if what in known:
-            return 200, known[what]()
+        if request in known:
+            return 200, known[request]()
         self.change(method, path.split("/"), body)
         return (201, {"Id": "exec"}) if path.endswith("/exec") else (204, None)
 
@@ -201,20 +201,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802
         parts = urlsplit(self.path)
-        what = f"{self.command} {re.sub('^/v[0-9.]+', '', unquote(parts.path))}"
+        request = f"{self.command} {re.sub('^/v[0-9.]+', '', unquote(parts.path))}"
         query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         body = json.loads(text) if text else None
-        if what == "GET /events" and what not in self.engine.refusals:
-            return self.stream(what, query)
-        if what.endswith("/exec/exec/start"):
-            self.engine.asked.append((what, query, body))
+        if request == "GET /events" and request not in self.engine.refusals:
+            return self.stream(request, query)
+        if request.endswith("/exec/exec/start"):
+            self.engine.asked.append((request, query, body))
             head = b"HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
             self.wfile.write(head + self.engine.at_once)
             self.engine.speaks(self.connection)
             self.close_connection = True
             return
-        status, content = self.engine.answer(what, query, body)
+        status, content = self.engine.answer(request, query, body)
         sent = content if isinstance(content, bytes) else b"" if content is None else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -226,8 +226,8 @@ class Handler(BaseHTTPRequestHandler):
 
     do_POST = do_DELETE = do_HEAD = do_GET  # noqa: N815
 
-    def stream(self, what: str, query: dict[str, str]) -> None:
-        self.engine.asked.append((what, query, None))
+    def stream(self, request: str, query: dict[str, str]) -> None:
+        self.engine.asked.append((request, query, None))
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -278,9 +278,9 @@ class Job:
 
     def session(self, spec: JobSpec = SPEC, run: Path | None = None, **site: Any) -> DockerSession:
         """A session of the job; its warnings go to `warned`."""
-        made = self.engine().open(spec, self.plan(spec, **site), run or self.run, self.warned.append)
-        self.sessions.append(made)
-        return made
+        opened = self.engine().open(spec, self.plan(spec, **site), run or self.run, self.warned.append)
+        self.sessions.append(opened)
+        return opened
 
     def warnings(self) -> list[str]:
         """The warnings since the last call."""
@@ -322,24 +322,24 @@ class Job:
 
     def happened(self, action: str, node: dict[str, Any], **attributes: str) -> None:
         """Make the engine report an event."""
-        told = {"Action": action, "Type": "container", "time": 1, "timeNano": len(self.answers.asked)}
+        event = {"Action": action, "Type": "container", "time": 1, "timeNano": len(self.answers.asked)}
         labels = {"orchestrate.job": "j", **attributes}
-        self.answers.events.put({**told, "Actor": {"ID": node["Id"], "Attributes": labels}})
+        self.answers.events.put({**event, "Actor": {"ID": node["Id"], "Attributes": labels}})
 
 
 @pytest.fixture
 def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
     """The engine that the user's `docker` command talks to."""
-    made = Answers(tmp_path)
-    monkeypatch.setenv("DOCKER_HOST", made.host)
+    instance = Answers(tmp_path)
+    monkeypatch.setenv("DOCKER_HOST", instance.host)
     monkeypatch.setattr(daemon_module, "PLUGINS", ["/"])
-    yield made
-    made.close()
+    yield instance
+    instance.close()
 
 
 @pytest.fixture
 def daemon(answers: Answers) -> Iterator[Daemon]:
     """Our client of that engine."""
-    made = Daemon()
-    yield made
-    made.client.close()
+    instance = Daemon()
+    yield instance
+    instance.client.close()

@@ -58,10 +58,10 @@ class Commands:
         monkeypatch.setattr(choice, "answering", lambda: [self.engine])
         monkeypatch.setattr(choice, "engine_of", lambda spec: self.engine)
 
-    def __call__(self, *words: object) -> tuple[int, list[str], list[str]]:
+    def __call__(self, *arguments: object) -> tuple[int, list[str], list[str]]:
         """Run a command; return its exit code and the lines of stdout and stderr."""
-        split = words.index("--") if "--" in words else len(words)
-        code = main([*map(str, (*words[:split], "--runs", self.runs, *words[split:]))])
+        split = arguments.index("--") if "--" in arguments else len(arguments)
+        code = main([*map(str, (*arguments[:split], "--runs", self.runs, *arguments[split:]))])
         out, err = self.capsys.readouterr()
         return code, out.splitlines(), err.splitlines()
 

@@ -101,17 +101,17 @@ def compose_hangs(cli: Cli, after: bool = False) -> Callable[[], str]:
     return lambda: hung.read_text() if hung.exists() else ""
 
 
-def container(home: str, name: str) -> str:
+def container(project: str, name: str) -> str:
     """The container of a node."""
-    names = (f"{home}-{name}$", f"{home}-{name}-1$")
+    names = (f"{project}-{name}$", f"{project}-{name}-1$")
     return next(filter(None, (docker("ps", "-aq", "--filter", f"name={one}").strip() for one in names)), "")
 
 
-def node_pid(engine: str, home: str, name: str) -> int:
+def node_pid(engine: str, project: str, name: str) -> int:
     """The process id of a node."""
     if engine == "docker":
-        return int(docker("inspect", "--format", "{{.State.Pid}}", container(home, name)))
-    socket = f"/tmp/orchestrate-{os.getuid()}/{home}/{name}.sock"
+        return int(docker("inspect", "--format", "{{.State.Pid}}", container(project, name)))
+    socket = f"/tmp/orchestrate-{os.getuid()}/{project}/{name}.sock"
     nodes = subprocess.run(["pgrep", "-f", "orchestrate/node$"], capture_output=True, text=True, check=True)
     for pid in map(int, nodes.stdout.split()):
         if environ(pid).get("NODE_SOCKET") == socket:
@@ -119,11 +119,11 @@ def node_pid(engine: str, home: str, name: str) -> int:
     raise AssertionError(f"no process listens at {socket}")
 
 
-def kill_node(engine: str, home: str, name: str) -> None:
+def kill_node(engine: str, project: str, name: str) -> None:
     if engine == "docker":
-        docker("kill", container(home, name))
+        docker("kill", container(project, name))
     else:
-        os.kill(node_pid(engine, home, name), signal.SIGKILL)
+        os.kill(node_pid(engine, project, name), signal.SIGKILL)
 
 
 def complete(steps: list[tuple[int, int]], last: int = 0) -> bool:

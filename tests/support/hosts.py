@@ -17,8 +17,8 @@ VXLAN = ("-p", "udp", "--dport", "4789")  # traffic of overlay networks
 IMAGE = "orchestrate-node:0.1"
 
 
-def command(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+def command(*arguments: str) -> str:
+    return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
 
 
 class Host:
@@ -44,8 +44,8 @@ class Host:
         self.inside("ip", "link", "set", "lo", "up")
         self.inside("ip", "route", "add", "default", "via", f"{subnet(slot)}.254")
 
-    def inside(self, *words: str) -> str:
-        return command("nsenter", f"--net=/run/netns/{self.space}", *words)
+    def inside(self, *arguments: str) -> str:
+        return command("nsenter", f"--net=/run/netns/{self.space}", *arguments)
 
     def start(self) -> None:
         with (self.folder / "dockerd.log").open("ab") as log:
@@ -177,19 +177,21 @@ class Swarm:
     def left(self) -> dict[str, str]:
         """Everything that a job has left, by host and kind."""
         networks = "network ls --filter driver=overlay --format {{.Name}}"
-        asks = {"containers": "ps -aq", "networks": networks, "volumes": "volume ls -q"}
-        found = {f"{host.name} {what}": host.docker(*ask.split()) for host in self.hosts for what, ask in asks.items()}
-        for what in ("service", "secret"):
-            found[what] = self.hosts[0].docker(what, "ls", "-q")
-        return {what: names for what, names in found.items() if names.strip() not in ("", "ingress")}
+        commands = {"containers": "ps -aq", "networks": networks, "volumes": "volume ls -q"}
+        found = {
+            f"{host.name} {kind}": host.docker(*ask.split()) for host in self.hosts for kind, ask in commands.items()
+        }
+        for kind in ("service", "secret"):
+            found[kind] = self.hosts[0].docker(kind, "ls", "-q")
+        return {kind: names for kind, names in found.items() if names.strip() not in ("", "ingress")}
 
     def clear(self) -> bool:
         """Remove what a job has left; return whether nothing is left, which can take several attempts."""
         first = self.hosts[0]
-        for what in ("service", "secret", "network"):
-            ask = ["--filter", "driver=overlay"] if what == "network" else []
-            for name in first.docker(what, "ls", "-q", *ask).split():
-                subprocess.run(["docker", "--host", first.socket, what, "rm", name], capture_output=True)
+        for kind in ("service", "secret", "network"):
+            ask = ["--filter", "driver=overlay"] if kind == "network" else []
+            for name in first.docker(kind, "ls", "-q", *ask).split():
+                subprocess.run(["docker", "--host", first.socket, kind, "rm", name], capture_output=True)
         for host in self.hosts:
             remove = ["docker", "--host", host.socket, "rm", "--force", "--volumes"]
             if found := host.docker("ps", "-aq").split():

@@ -84,10 +84,10 @@ class Project:
             except ConnectionRefusedError:
                 return None
 
-        self.trainers.append(made := Trainer(eventually(dial)))
+        self.trainers.append(instance := Trainer(eventually(dial)))
         if hello:
-            made.say(say="hello", **HELLO | facts)
-        return made
+            instance.say(say="hello", **HELLO | facts)
+        return instance
 
     def both(self) -> tuple[Trainer, Trainer]:
         """The trainers 9 and 10; trainer 10 connects first."""
@@ -107,13 +107,13 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Project]:
-    made = Project(tmp_path)
-    yield made
-    for trainer in made.trainers:
+    instance = Project(tmp_path)
+    yield instance
+    for trainer in instance.trainers:
         trainer.close()
-    if made.node and made.node.poll() is None:
-        made.node.kill()
-        made.node.communicate()
+    if instance.node and instance.node.poll() is None:
+        instance.node.kill()
+        instance.node.communicate()
 
 
 @pytest.fixture

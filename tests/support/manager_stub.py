@@ -41,14 +41,14 @@ def host(number: int, cpus: int = 4, gpus: int = 0, state: str = "ready", availa
 
 def settled(run: Path, spec: JobSpec) -> SwarmJob:
     """A job `j` with a network and a key."""
-    made = SwarmJob(Manager(), spec, plan(spec, HERE, "j"), run, KEY)
-    made.prepare()
-    return made
+    job = SwarmJob(Manager(), spec, plan(spec, HERE, "j"), run, KEY)
+    job.prepare()
+    return job
 
 
-def scale(made: SwarmJob, role: str, more: int) -> None:
-    made.spec = JobSpec(trainers=2, user=str(os.getuid()))  # the owner of the test's folder
-    made.scale(role, more)
+def scale(job: SwarmJob, role: str, more: int) -> None:
+    job.spec = JobSpec(trainers=2, user=str(os.getuid()))  # the owner of the test's folder
+    job.scale(role, more)
 
 
 class StubManager:
@@ -210,22 +210,22 @@ def handler(stub: StubManager) -> type[BaseHTTPRequestHandler]:
             request = f"{self.command} {path}"
             stub.asked.append(f"{request}?{url.query}")
             why = [why for start, why in stub.refused.items() if request.startswith(start)]
-            _, kind, name, what, *_ = [*path.split("/"), "", ""]
+            _, kind, name, action, *_ = [*path.split("/"), "", ""]
             if why:
                 return self.say(stub.status, json.dumps({"message": why[0]}).encode())
-            if self.command == "GET" and what == "logs":
+            if self.command == "GET" and action == "logs":
                 return self.say(200, stub.log)
             if self.command == "GET":
                 return self.say(200, json.dumps(stub.get(kind, name, query)).encode())
-            if what == "start":
+            if action == "start":
                 one = stub.get(kind, name, query)
                 one.update(container(one["Name"][1:], name, **one["Config"]))
             if self.command == "DELETE":
                 stub.delete(kind, name)
-            if self.command == "POST" and (name == "create" or what == "update"):
+            if self.command == "POST" and (name == "create" or action == "update"):
                 stub.made.append({**body, "kind": kind})
-                made = stub.create(kind, query, body) if name == "create" else stub.update(name, body)
-                return self.say(201, json.dumps(made).encode())
+                created = stub.create(kind, query, body) if name == "create" else stub.update(name, body)
+                return self.say(201, json.dumps(created).encode())
             self.say(204, b"")
 
         do_GET = do_POST = do_DELETE = answer
@@ -243,15 +243,15 @@ def handler(stub: StubManager) -> type[BaseHTTPRequestHandler]:
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubManager]:
     """The engine that the user's `docker` command talks to."""
-    made = StubManager(monkeypatch)
-    yield made
-    made.close()
+    instance = StubManager(monkeypatch)
+    yield instance
+    instance.close()
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A clock that advances only while the Swarm engine waits."""
-    made = Clock()
+    instance = Clock()
     for module in (manager, objects, session):
-        monkeypatch.setattr(module, "time", made)
-    return made
+        monkeypatch.setattr(module, "time", instance)
+    return instance

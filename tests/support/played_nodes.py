@@ -50,10 +50,10 @@ class Reached:
         if node not in self.nodes.up:
             return None
         played = self.nodes.played[node]
-        made = NodeConnection(played.there, KEY)
-        greeted(made, played.end_)
+        connection = NodeConnection(played.there, KEY)
+        greeted(connection, played.end_)
         played.speak()
-        return made
+        return connection
 
     def may_recover(self, node: str) -> bool:
         return node in self.nodes.there
@@ -103,10 +103,10 @@ def planned(count: int = 3, generation: int = 0, command: tuple[str, ...] = ("x.
         WorkerPlan(rank=rank, local_rank=0, node=f"node-{rank}", gpu="", cores=(), env={"RANK": str(rank), **env})
         for rank in range(count)
     )
-    made = object.__new__(Plan)
+    plan = object.__new__(Plan)
     for name, value in (("workers", workers), ("generation", generation), ("command", command)):
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(plan, name, value)
+    return plan
 
 
 def asks(node: Node) -> list[str]:

@@ -11,9 +11,9 @@ from support.faults import OPTIONS
 
 def of_each_engine(make: Callable[[str], "Ready"]) -> Iterator[Callable[[str], "Ready"]]:
     """Nodes of each engine that stay up, created on first use, for a session-scoped fixture."""
-    made: dict[str, Ready] = {}
-    yield lambda engine: made.get(engine) or made.setdefault(engine, make(engine))
-    for nodes in made.values():
+    clusters: dict[str, Ready] = {}
+    yield lambda engine: clusters.get(engine) or clusters.setdefault(engine, make(engine))
+    for nodes in clusters.values():
         nodes.down()
 
 

@@ -92,7 +92,7 @@ class Job:
             emit,
             lambda: self.stops(),
             JobFiles(self.paths),
-            lambda made: self.paths.plan.write_text(made.to_json()),
+            lambda plan: self.paths.plan.write_text(plan.to_json()),
         )
         try:
             return self.supervisor.supervise()

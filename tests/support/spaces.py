@@ -21,9 +21,9 @@ while True:
 NUMBERS = itertools.count()  # a removed namespace and its links disappear some time later
 
 
-def command(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, (words, done.stderr)
+def command(*arguments: str) -> str:
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.returncode == 0, (arguments, done.stderr)
     return done.stdout
 
 
@@ -56,13 +56,13 @@ class Space:
             self.remove()
             raise
 
-    def run(self, *words: str) -> str:
-        return command("nsenter", f"--net=/run/netns/{self.name}", *words)
+    def run(self, *arguments: str) -> str:
+        return command("nsenter", f"--net=/run/netns/{self.name}", *arguments)
 
     def listen(self, address: str, port: int) -> None:
         """Accept connections."""
-        words = ["nsenter", f"--net=/run/netns/{self.name}", sys.executable, "-c", LISTENS, address, str(port)]
-        self.processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, preexec_fn=die_with_parent))
+        arguments = ["nsenter", f"--net=/run/netns/{self.name}", sys.executable, "-c", LISTENS, address, str(port)]
+        self.processes.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, preexec_fn=die_with_parent))
         assert self.processes[-1].stdout.readline() == b"ready\n"
 
     def remove(self) -> None:

@@ -31,17 +31,17 @@ def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmSession]:
     made.supplied = {"t0", "t1", "t2"}
     made._send_code = lambda code, nodes: made.supplied.update(made.nodes[name]["ID"] for name in nodes)
     for role, count in (("trainer", 2), ("master", 1)):
-        made.swarm.scale(role, count)
-    made.nodes = made.swarm.look()
-    made.ends = {}  # far ends of connections, by node
-    listen = made.clients.listen
-    made.clients.listen = lambda seconds: (clock.sleep(seconds), listen(min(seconds, 0.01)))
-    yield made
-    for link in made.clients.connections.values():
+        session.swarm.scale(role, count)
+    session.nodes = session.swarm.look()
+    session.ends = {}  # far ends of connections, by node
+    listen = session.clients.listen
+    session.clients.listen = lambda seconds: (clock.sleep(seconds), listen(min(seconds, 0.01)))
+    yield session
+    for link in session.clients.connections.values():
         link.close()
-    for end in made.ends.values():
+    for end in session.ends.values():
         end.sock.close()
-    made.pool.shutdown()
+    session.pool.shutdown()
 
 
 def job(spec: JobSpec = SPEC, **site: str) -> Plan:
@@ -58,8 +58,8 @@ def connected(engine: SwarmSession, *nodes: str) -> None:
             engine.clients.selector.register(engine.clients.connections[node].sock, selectors.EVENT_READ, node)
 
 
-def state(stub: StubManager, node: str, word: str) -> None:
-    stub.task(node)["Status"]["State"] = word
+def state(stub: StubManager, node: str, value: str) -> None:
+    stub.task(node)["Status"]["State"] = value
 
 
 def down(stub: StubManager, number: int) -> None:
@@ -68,15 +68,15 @@ def down(stub: StubManager, number: int) -> None:
 
 def sync(**answers: object) -> SimpleNamespace:
     """A fake file sync, without any node."""
-    made = SimpleNamespace(calls=[])
+    fake = SimpleNamespace(calls=[])
     for name in ("catch_up", "come_home", "lacks_space", "silent", "warnings", "close"):
         answer = answers.get(name)
 
         def call(*_: object, name: str = name, answer: object = answer) -> object:
-            made.calls.append(name)
+            fake.calls.append(name)
             if isinstance(answer, Exception):
                 raise answer
             return answer if answer is not None else set()
 
-        setattr(made, name, call)
-    return made
+        setattr(fake, name, call)
+    return fake
