@@ -12,8 +12,7 @@ from conftest import ROOT, eventually
 from support.ends import KEY
 
 from orchestrate.engines.ports import free_port
-from orchestrate.node import agent
-from orchestrate.node import lease
+from orchestrate.node import agent, lease
 from orchestrate.node.lease import LEASE_TIMEOUT, Lease, answer
 
 

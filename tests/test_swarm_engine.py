@@ -166,7 +166,7 @@ def test_a_job_must_get_its_code_deliver_its_files_and_leave_nothing_on_the_host
     engine.up(job_plan)
     assert {*engine.alive()} == {"master", "trainer-1"}
     assert local_hosts.links and all(
-        link.sock.fileno() < 0 for link in hosts.links
+        link.sock.fileno() < 0 for link in local_hosts.links
     )  # the connections that uploaded the code
     assert engine.alive() == {"master": "host-2", "trainer-1": "host-1"}
     assert {float(command[-1]) for command in local_hosts.commands} == {
@@ -247,7 +247,7 @@ def test_nodes_of_a_cluster_must_outlive_a_job_and_keep_its_files_separate(local
     job_plan = local_hosts.plan(spec)
     of_cluster = Site(job_plan.inventory, job_plan.placement).but(cluster="j", job_dir="job/of-a-job")
     job = plan(spec, of_cluster, "of-a-job")
-    local_hosts.paths = cluster = JobPaths(hosts.folder / "runs" / "j")
+    local_hosts.paths = cluster = JobPaths(local_hosts.folder / "runs" / "j")
     cluster.create_cluster(users.nodes_of(spec))
     job_paths = JobPaths(local_hosts.folder / "runs" / "of-a-job")
     job_paths.create("j")
@@ -344,5 +344,5 @@ def test_a_node_must_get_the_code_only_if_it_has_changed(local_hosts, stub):
     another.up(local_hosts.plan(spec))
     assert (code / "mark").exists()
     (local_hosts.code / "train.py").write_text("changed")
-    local_hosts.engine(spec).up(hosts.plan(spec))
+    local_hosts.engine(spec).up(local_hosts.plan(spec))
     assert not (code / "mark").exists() and (code / "train.py").read_text() == "changed"
