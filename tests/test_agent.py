@@ -111,12 +111,8 @@ def test_a_worker_must_outlive_its_client_and_the_next_client_must_get_its_exit_
     waiting.pipe.ask("stop", kill=False)
     assert waiting.code(0) == 9
     another = Pipe(waiting.env)
-    assert another.status() == {
-        "generation": 0,
-        "codes": {"0": 9},
-        "hints": {"0": ""},
-        "running": {},
-    }  # even after the worker has ended
+    # Also after the worker has ended.
+    assert another.status() == {"generation": 0, "codes": {"0": 9}, "hints": {"0": ""}, "running": {}}
     another.close()
 
 

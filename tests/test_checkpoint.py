@@ -112,9 +112,8 @@ def test_a_checkpoint_whose_replacement_was_interrupted_must_be_restored(tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     store = saved(tmp_path, None)
-    (tmp_path / "step-00000001").rename(
-        tmp_path / ".step-00000001.old"
-    )  # left by a process that was killed while replacing it
+    # As left by a process that was killed while replacing it.
+    (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.old")
     if next_is == "save":
         monkeypatch.setattr(checkpoint.torch, "save", full)
         store.save(state(2), 2)

@@ -130,9 +130,8 @@ class Nodes:
     def up(self, plan: Plan) -> None:
         self.plan, run = plan, self.run
         assert run.is_dir() and plan.placement.code == str(run)  # an empty folder, not the user's code
-        assert JobState(
-            plan.job_id, "swarm", 1, run, os.getuid()
-        ).named  # so that `stop` finds what a killed doctor left
+        # So that `stop` finds what a killed doctor left.
+        assert JobState(plan.job_id, "swarm", 1, run, os.getuid()).named
         assert run.stat().st_uid == (os.getuid() or users.without_account()[0])
         if self.error:
             raise EngineError(self.error, "look at it")

@@ -132,9 +132,8 @@ def test_a_released_lease_must_neither_send_requests_nor_expire(held):
 def test_an_unreachable_relay_must_be_retried(monkeypatch):
     loop, expired = Now(), []
     monkeypatch.setattr(lease, "time", loop)
-    node_lease = Lease(
-        loop, KEY, ("255.255.255.255", 9), lambda: expired.append(loop.now)
-    )  # an address that this socket may not send to
+    # An address that this socket may not send to.
+    node_lease = Lease(loop, KEY, ("255.255.255.255", 9), lambda: expired.append(loop.now))
     try:
         loop.turn()
         assert len(loop.due) == 1 and not expired
@@ -161,9 +160,8 @@ def test_a_node_that_is_cut_off_must_end_new_workers_until_the_relay_answers(hel
 def test_a_lease_must_expire_while_its_relay_is_unreachable(monkeypatch):
     loop, expired = Now(), []
     monkeypatch.setattr(lease, "time", loop)
-    node_lease = Lease(
-        loop, KEY, ("255.255.255.255", 9), lambda: expired.append(loop.now)
-    )  # an address that this socket may not send to
+    # An address that this socket may not send to.
+    node_lease = Lease(loop, KEY, ("255.255.255.255", 9), lambda: expired.append(loop.now))
     loop.turn()
     loop.now += LEASE_TIMEOUT
     loop.turn()

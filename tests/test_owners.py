@@ -162,9 +162,8 @@ def test_root_must_not_keep_jobs_where_another_account_can_replace_them(do, tmp_
 def test_a_folder_must_belong_to_root_by_owner_mode_and_group(tmp_path, monkeypatch, user, group, mode, sudo, who):
     for name in ("SUDO_UID", "SUDO_GID"):
         monkeypatch.setenv(name, str(sudo))
-    monkeypatch.setattr(
-        pwd, "getpwall", lambda: [pwd.getpwuid(0), pwd.getpwuid(NOBODY)]
-    )  # nogroup may have more members
+    # No other accounts, since nogroup may have more members.
+    monkeypatch.setattr(pwd, "getpwall", lambda: [pwd.getpwuid(0), pwd.getpwuid(NOBODY)])
     runs = tmp_path / "above" / "runs"
     runs.mkdir(parents=True)
     for folder in (runs, runs.parent):

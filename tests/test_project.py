@@ -178,11 +178,9 @@ def test_the_base_image_must_be_pinned_by_digest_in_one_place():
 def test_make_lock_must_take_the_newest_versions_that_the_project_allows(make):
     code, (install, tool, command) = make("lock")
     assert (code, install) == (0, INSTALL) and tool.startswith("pip install ") and tool.endswith(" uv")
-    arguments = command.split()
-    assert arguments[:3] == ["uv", "pip", "compile"] and {"--universal", "--generate-hashes", "--upgrade"} <= set(
-        arguments
-    )
-    assert arguments[-3:] == ["--output-file", "requirements.lock", "-"]
+    argv = command.split()
+    assert argv[:3] == ["uv", "pip", "compile"] and {"--universal", "--generate-hashes", "--upgrade"} <= set(argv)
+    assert argv[-3:] == ["--output-file", "requirements.lock", "-"]
     assert make.given() == "torch>=2.10\ntorchvision\nsafetensors\n"
 
 

@@ -121,13 +121,11 @@ print("KEPT", sorted(path.name for path in kept.iterdir()), flush=True)
 def declared(docker_engine):
     """An image that declares a volume and a health check."""
     name = f"declares-{os.getpid():x}:1"
-    container_id = docker(
-        "create", "--user", "0:0", "--entrypoint", "install", IMAGE, "-d", "-m", "777", "/kept"
-    ).strip()
-    docker("start", "--attach", container_id)
+    node = docker("create", "--user", "0:0", "--entrypoint", "install", IMAGE, "-d", "-m", "777", "/kept").strip()
+    docker("start", "--attach", node)
     changes = ["VOLUME /kept", "HEALTHCHECK --interval=1s CMD exit 0"]
-    docker("commit", *(word for change in changes for word in ("--change", change)), container_id, name)
-    docker("rm", container_id)
+    docker("commit", *(word for change in changes for word in ("--change", change)), node, name)
+    docker("rm", node)
     yield name
     docker("image", "rm", name)
 

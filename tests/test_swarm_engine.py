@@ -165,13 +165,11 @@ def test_a_job_must_get_its_code_deliver_its_files_and_leave_nothing_on_the_host
     job_plan = local_hosts.plan(spec)
     engine.up(job_plan)
     assert {*engine.alive()} == {"master", "trainer-1"}
-    assert local_hosts.links and all(
-        link.sock.fileno() < 0 for link in local_hosts.links
-    )  # the connections that uploaded the code
+    # The connections that uploaded the code are closed.
+    assert local_hosts.links and all(link.sock.fileno() < 0 for link in local_hosts.links)
     assert engine.alive() == {"master": "host-2", "trainer-1": "host-1"}
-    assert {float(command[-1]) for command in local_hosts.commands} == {
-        20.0
-    }  # the time that a new node may take to listen
+    # The time that a new node may take to listen.
+    assert {float(command[-1]) for command in local_hosts.commands} == {20.0}
     local_hosts.commands.clear()
     started(engine, job_plan, "3")
     assert ends(engine, 2) == {0: 0, 1: 3}

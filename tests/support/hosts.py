@@ -177,10 +177,8 @@ class Swarm:
     def left(self) -> dict[str, str]:
         """Everything that a job has left, by host and kind."""
         networks = "network ls --filter driver=overlay --format {{.Name}}"
-        commands = {"containers": "ps -aq", "networks": networks, "volumes": "volume ls -q"}
-        found = {
-            f"{host.name} {kind}": host.docker(*ask.split()) for host in self.hosts for kind, ask in commands.items()
-        }
+        lists = {"containers": "ps -aq", "networks": networks, "volumes": "volume ls -q"}
+        found = {f"{host.name} {kind}": host.docker(*ls.split()) for host in self.hosts for kind, ls in lists.items()}
         for kind in ("service", "secret"):
             found[kind] = self.hosts[0].docker(kind, "ls", "-q")
         return {kind: names for kind, names in found.items() if names.strip() not in ("", "ingress")}

@@ -75,9 +75,8 @@ class StubManager:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler(self))
         self.server.daemon_threads = True
         monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{self.server.server_port}")
-        monkeypatch.setattr(
-            "orchestrate.engines.docker.client.PLUGINS", [__file__]
-        )  # whether Compose is installed does not matter
+        # Compose need not be installed.
+        monkeypatch.setattr("orchestrate.engines.docker.client.PLUGINS", [__file__])
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
 
