@@ -141,8 +141,8 @@ def test_rules_in_the_job_file_must_decide_what_an_exit_means(ready, engine, rul
 
 def test_a_job_that_fails_at_the_same_step_must_end_after_three_generations(ready, engine):
     (ready.folder / "train.py").write_text(
-        "import json, os, pathlib, sys\nhome = pathlib.Path(os.environ['JOB_DIR'])\n"
-        "with (home / 'metrics.jsonl').open('a') as file: file.write(json.dumps({'step': 7}) + '\\n')\n"
+        "import json, os, pathlib, sys\njob_dir = pathlib.Path(os.environ['JOB_DIR'])\n"
+        "with (job_dir / 'metrics.jsonl').open('a') as file: file.write(json.dumps({'step': 7}) + '\\n')\n"
         "sys.exit(1 if os.environ['RANK'] == '1' else 0)\n"
     )
     job = Background(ready, engine, "--max-restarts", "50", "--", "train.py")

@@ -102,7 +102,7 @@ SRUN = """\
 cat /proc/$$/environ > "$HERE/environment"
 pwd > "$HERE/where"
 cd "$HERE"
-printf '%s' "$A" > said
+printf '%s' "$A" > value
 echo "$TORCHELASTIC_RESTART_COUNT $MASTER_PORT $MASTER_ADDR $JOB_DIR $(cat "$NODE_FAILED" 2> /dev/null)" >> calls
 read -r code failed rest < codes || code=wait
 sed -i 1d codes
@@ -225,7 +225,7 @@ def test_the_jobs_environment_and_folder_must_be_used_literally(scheduler, monke
     code.mkdir()
     monkeypatch.setattr("orchestrate.export.slurm.code_folder", lambda command: code)
     assert ended(scheduler.start("0", env={"A": "two words; $HOME 'and' \\"})) == (0, "")
-    assert (scheduler.folder / "said").read_text() == "two words; $HOME 'and' \\"
+    assert (scheduler.folder / "value").read_text() == "two words; $HOME 'and' \\"
     assert (scheduler.folder / "where").read_text() == f"{code}\n"
 
 

@@ -171,9 +171,9 @@ def seen(name: str) -> str:
 
 
 def test_a_secret_must_reach_the_workers_of_each_supervisor_and_nothing_else(cli, engine):
-    (cli.folder / "told.py").write_text(SCRIPT)
+    (cli.folder / "digest.py").write_text(SCRIPT)
     (cli.folder / "job.yaml").write_text(
-        JobSpec(trainers=1, env=ENV, secrets=["PHRASE"], command=("told.py",), warm=False).to_yaml()
+        JobSpec(trainers=1, env=ENV, secrets=["PHRASE"], command=("digest.py",), warm=False).to_yaml()
     )
     output = ""
     plans = [["plan", "job.yaml", "--engine", engine], ["run", "job.yaml", "--engine", engine, "--detach"]]

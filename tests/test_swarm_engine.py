@@ -31,9 +31,9 @@ from orchestrate.node.lease import answer
 
 WRITES = """import os, pathlib, sys
 rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-home = pathlib.Path("..", os.environ["JOB_DIR"])
-print("found", *sorted(path.name for path in home.glob("of-*")))
-(home / f"of-{rank}-{generation}").write_text("x" * 100)
+job_dir = pathlib.Path("..", os.environ["JOB_DIR"])
+print("found", *sorted(path.name for path in job_dir.glob("of-*")))
+(job_dir / f"of-{rank}-{generation}").write_text("x" * 100)
 if "wait" in sys.argv:
     sys.stdin.read() or __import__("time").sleep(600)
 raise SystemExit(int(sys.argv[1]) if rank == "1" else 0)

@@ -99,15 +99,15 @@ def test_files_written_by_a_worker_must_be_copied(node, sync):
     node.start(
         link,
         "import os, pathlib\n"
-        "home = pathlib.Path(os.environ['JOB_DIR'])\n"
-        "step = home / 'checkpoints' / 'step-1'\n"
+        "job_dir = pathlib.Path(os.environ['JOB_DIR'])\n"
+        "step = job_dir / 'checkpoints' / 'step-1'\n"
         "step.mkdir()\n"
         "(step / 'state.pt').write_bytes(bytes(range(256)) * 8192)\n"
-        "(home / 'checkpoints' / 'last').symlink_to('step-1')\n"
-        "(home / 'checkpoints' / '.half').write_text('half')\n"
+        "(job_dir / 'checkpoints' / 'last').symlink_to('step-1')\n"
+        "(job_dir / 'checkpoints' / '.half').write_text('half')\n"
         "(step / '.metadata').write_text('of a distributed checkpoint')\n"
-        f"(home / {LONG!r}).touch()\n"
-        "(home / os.fsdecode(b'no text \\xff')).touch()\n"
+        f"(job_dir / {LONG!r}).touch()\n"
+        "(job_dir / os.fsdecode(b'no text \\xff')).touch()\n"
         "print('done\\r\\x00', end='')\n",
     )
     assert node.until(link, protocol.Ended).code == 0
@@ -225,7 +225,7 @@ def test_an_upload_after_an_interrupted_one_must_be_complete(node, tmp_path):
     given.mkdir()
     (given / "state.pt").write_bytes(os.urandom(3 * PIECE))
     link = node.connect()
-    piece = base64.b64encode(b"of somebody who dies").decode()
+    piece = base64.b64encode(b"an interrupted upload").decode()
     link.converse(protocol.Upload(str(node.job), piece, 0, ""), protocol.Uploaded)
     with pytest.raises(EngineError, match="a piece is missing"):
         link.converse(protocol.Upload(str(node.job), piece, PIECE, ""), protocol.Uploaded)
@@ -264,11 +264,11 @@ def test_a_file_that_cannot_be_copied_must_be_reported_without_blocking_others(n
 
 def test_a_path_that_changes_its_type_must_be_copied_as_its_new_type(node, sync):
     link = node.connect()
-    home = "import os, pathlib, shutil; home = pathlib.Path(os.environ['JOB_DIR'])\n"
+    setup = "import os, pathlib, shutil; job = pathlib.Path(os.environ['JOB_DIR'])\n"
     node.start(
         link,
-        f"{home}(home / 'a' / 'b').mkdir(parents=True); (home / 'a' / 'b' / 'x').touch(); (home / 'c').touch()\n"
-        "(home / 'run.sh').touch(); (home / 'run.sh').chmod(0o755); (home / 'a' / 'b' / 'to').symlink_to('x')\n",
+        f"{setup}(job / 'a' / 'b').mkdir(parents=True); (job / 'a' / 'b' / 'x').touch(); (job / 'c').touch()\n"
+        "(job / 'run.sh').touch(); (job / 'run.sh').chmod(0o755); (job / 'a' / 'b' / 'to').symlink_to('x')\n",
     )
     node.until(link, protocol.Ended)
     assert sync.catch_up(20)
@@ -276,8 +276,8 @@ def test_a_path_that_changes_its_type_must_be_copied_as_its_new_type(node, sync)
     assert os.access(sync.run_dir / "run.sh", os.X_OK) and not os.access(sync.run_dir / "c", os.X_OK)
     node.start(
         link,
-        f"{home}shutil.rmtree(home / 'a'); (home / 'a').write_text('file')\n"
-        "(home / 'c').unlink(); (home / 'c').mkdir(); (home / 'c' / 'x').touch()\n",
+        f"{setup}shutil.rmtree(job / 'a'); (job / 'a').write_text('file')\n"
+        "(job / 'c').unlink(); (job / 'c').mkdir(); (job / 'c' / 'x').touch()\n",
         generation=1,
     )
     node.until(link, protocol.Ended)

@@ -72,7 +72,7 @@ def test_a_node_that_is_cut_off_while_workers_are_stopped_must_not_be_blamed(job
     assert job.names().count("worker_ended") == 6
 
 
-def test_a_lost_node_must_not_be_reported_as_well(job):
+def test_a_lost_node_must_not_be_reported_as_recovered(job):
     engine = RecordingEngine([[], [WorkerExit(2, 137)]], [ALL_WELL])
     engine.troubles = lambda: {"trainer-2": "silent"} if 2 in engine.running else {}
     assert job.run(engine).word == "succeeded"
