@@ -115,7 +115,7 @@ def test_torchruns_flags_must_agree_with_ours_on_the_same_command_line(do, runs)
     assert do("plan", "--gpus", "none", "--", *arguments)[1][0].split(": ")[1].startswith("4 nodes × 2 workers")
     assert do("plan", "--nodes", "4", "--gpus", "none", "--", *arguments)[1][0].split(": ")[1].startswith("4 nodes × 2")
     for flags in (["--nodes", "2"], ["--set", "trainers=1"]):
-        code, _, err = do("plan", *flags, "--gpus", "none", "--", *words)
+        code, _, err = do("plan", *flags, "--gpus", "none", "--", *arguments)
         assert (code, err[0]) == (2, "error: trainers is 1, but torchrun's flags set 3")
     code, _, err = do("plan", "--nodes", "3", "--set", "trainers=1", "--", "-m", "app.train")
     assert (code, err[0]) == (2, "error: nodes and trainers are both set")

@@ -72,7 +72,9 @@ class Host:
 def test_a_clock_that_differs_must_be_reported(monkeypatch, ahead, expected):
     monkeypatch.setattr(checks, "send_archive", lambda *_: None)
     found = [finding.what for finding in checks._ask(Host(ahead), "master", "host-1", io.BytesIO())]
-    assert [text for text in found if "clock" in text] == ([f"host-1: its clock differs by {told}"] if told else [])
+    assert [text for text in found if "clock" in text] == (
+        [f"host-1: its clock differs by {expected}"] if expected else []
+    )
     assert found[-1].startswith("host-1: has the image, and a node on it answers")
 
 
@@ -242,8 +244,10 @@ def test_only_hosts_that_accept_nodes_must_be_tested(port):
 def test_different_engine_versions_must_be_reported_once(port):
     hosts = host(port), host(port, name="host-2", version="27.0.0"), host(port, name="host-3")
     engine = Nodes({"master": "host-1", "trainer-1": "host-2", "trainer-2": "host-3"}, swarm=Manager(*hosts))
-    (told,) = [one for one in checks._swarm(engine, JobSpec()) if one.state != checks.GOOD]
-    assert told.state == checks.WARNING and told.what == "engine versions differ between hosts: 27.0.0, 28.0.1"
+    (difference,) = [one for one in checks._swarm(engine, JobSpec()) if one.state != checks.GOOD]
+    assert (
+        difference.state == checks.WARNING and difference.what == "engine versions differ between hosts: 27.0.0, 28.0.1"
+    )
 
 
 def test_a_failure_to_start_nodes_must_be_reported(port):

@@ -230,7 +230,7 @@ def test_a_report_must_be_readable_whatever_the_job_has_left(paths, do):
     do.engine.generations = [[ALL_WELL]]
     (code, _, stderr), *others = (do(name, "a-1") for name in ("attach", "wait", "logs", "attach"))
     assert code == 0 and [code for code, *_ in others] == [0, 0, 0], others
-    assert "warning: report.json does not list all checkpoints, final_metrics: too many or too large" in said
+    assert "warning: report.json does not list all checkpoints, final_metrics: too many or too large" in stderr
     assert paths.report.stat().st_size < folder.MAX_FILE / 3
 
 

@@ -158,7 +158,7 @@ def test_a_hidden_folder_must_be_hidden_at_each_of_its_paths(code, tmp_path, mon
     monkeypatch.setenv("XDG_STATE_HOME", str(source / "state"))
     subprocess.run(["mount", "--bind", source, code / "data"], check=True)
     try:
-        assert hidden(code, runs=str(home / "runs")) == {".git/", "runs/", "data/runs/", "data/state/orchestrate/"}
+        assert hidden(code, runs=str(source / "runs")) == {".git/", "runs/", "data/runs/", "data/state/orchestrate/"}
         with pytest.raises(UsageError, match="contains keys and secrets of jobs"):
             masks(code / "data" / "state" / "orchestrate", code / "runs", "/workspace")
         assert not any("orchestrate" in path.parts for path in code_files(code, source / "runs"))
@@ -213,7 +213,7 @@ def test_run_directories_directly_in_the_code_folder_must_be_refused(code):
 
 def test_more_hidden_paths_than_a_node_can_have_must_be_refused(code, monkeypatch):
     monkeypatch.setattr(mounts_module, "MAX_MASKS", 2)
-    assert len(hidden(code, ".env\ndata\n")) == 4  # with the jobs and the history, which nobody has named
+    assert len(hidden(code, ".env\ndata\n")) == 4  # including runs and .git, which do not count
     with pytest.raises(UsageError, match=f".dockerignore excludes more than 2 files and folders of {code}"):
         hidden(code, ".env\ndata\nlogs\n")
 

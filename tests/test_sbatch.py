@@ -180,17 +180,17 @@ def test_a_folder_that_is_not_the_submitters_own_must_be_refused(scheduler, tmp_
     elif kind == "a file":
         path.touch()
     else:
-        path.symlink_to(elsewhere if what == "a link" else elsewhere / "none")
-    code, told = ended(scheduler.start("0"))
-    assert code == 2 and f"error: {path} is not a folder that you own" in told and "--name" in told
+        path.symlink_to(elsewhere if kind == "a link" else elsewhere / "none")
+    code, stderr = ended(scheduler.start("0"))
+    assert code == 2 and f"error: {path} is not a folder that you own" in stderr and "--name" in stderr
     assert not (scheduler.folder / "calls").exists() and not [*elsewhere.iterdir()]
 
 
 def test_a_folder_that_a_generation_has_replaced_with_a_link_must_be_refused(scheduler, tmp_path):
     (elsewhere := tmp_path / "elsewhere").mkdir()
     scheduler.more = {"AFTER": f'mv "$JOB_DIR" "$JOB_DIR.old"; ln -s {elsewhere} "$JOB_DIR"'}
-    code, told = ended(scheduler.start("1", "0"))
-    assert code == 2 and "runs/digits is not a folder that you own" in told
+    code, stderr = ended(scheduler.start("1", "0"))
+    assert code == 2 and "runs/digits is not a folder that you own" in stderr
     assert len(scheduler.calls()) == 1 and not [*elsewhere.iterdir()]
 
 

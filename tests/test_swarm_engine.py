@@ -262,11 +262,11 @@ def test_nodes_of_a_cluster_must_outlive_a_job_and_keep_its_files_separate(local
 
 def test_an_unreachable_node_must_be_reported_and_no_longer_used(local_hosts, stub):
     spec = JobSpec(trainers=1)
-    engine = there.engine(spec)
-    talk = there.talk
-    engine.manager.daemon.talk = lambda *words: talk(*words) if "10.0.1.1" in words[1] else None
+    engine = local_hosts.engine(spec)
+    talk = local_hosts.talk
+    engine.manager.daemon.talk = lambda *arguments: talk(*arguments) if "10.0.1.1" in arguments[1] else None
     with pytest.raises(EngineError, match="cannot connect to trainer-1 on host-1") as raised:
-        engine.up(there.plan(spec))
+        engine.up(local_hosts.plan(spec))
     assert "7946/tcp" in raised.value.hint
     assert not engine.alive()  # not all nodes have the code
     engine.manager.daemon.talk = talk

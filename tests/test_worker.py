@@ -113,14 +113,14 @@ def test_only_rank_0_must_print_without_delay_and_record_metrics(monkeypatch, tm
 
 
 def test_metrics_that_cannot_be_written_must_be_reported_and_written_later(capsys):
-    made = Job()
-    (made.folder / "metrics.jsonl").mkdir()
-    made.record(step=1)
+    worker = Job()
+    (worker.folder / "metrics.jsonl").mkdir()
+    worker.record(step=1)
     assert "could not write metrics: " in capsys.readouterr().out
-    (made.folder / "metrics.jsonl").rmdir()
-    made.record(step=2)
-    made.record(step=3)
-    lines = (made.folder / "metrics.jsonl").read_text().splitlines()
+    (worker.folder / "metrics.jsonl").rmdir()
+    worker.record(step=2)
+    worker.record(step=3)
+    lines = (worker.folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
 
@@ -160,10 +160,10 @@ def test_a_spawned_worker_must_have_torchruns_variables_and_its_share_of_the_cor
 
 @pytest.mark.parametrize("name", ["single", "dp"])
 def test_a_single_process_strategy_must_refuse_more(name):
-    made = Job()
-    made.world_size = 2
+    worker = Job()
+    worker.world_size = 2
     with pytest.raises(SystemExit, match=f"error: --strategy {name} runs in one process, not 2\nhint: "):
-        strategy.Strategy(name, made, build("lenet", 1, 28))
+        strategy.Strategy(name, worker, build("lenet", 1, 28))
 
 
 @pytest.mark.parametrize(("name", "split"), [("dp", True), ("ddp", False), ("single", False)])

@@ -25,11 +25,11 @@ def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmSession]:
     """A job with three healthy nodes: t0 and t1 are the trainers, t2 is the master."""
     records.make(run.parent, ends.KEY)
     warned: list[str] = []
-    made = SwarmEngine().open(SPEC, job(), run, warned.append)
-    made.swarm.prepare()
-    made.warned = warned
-    made.supplied = {"t0", "t1", "t2"}
-    made._send_code = lambda code, nodes: made.supplied.update(made.nodes[name]["ID"] for name in nodes)
+    session = SwarmEngine().open(SPEC, job(), run, warned.append)
+    session.swarm.prepare()
+    session.warned = warned
+    session.supplied = {"t0", "t1", "t2"}
+    session._send_code = lambda code, nodes: session.supplied.update(session.nodes[name]["ID"] for name in nodes)
     for role, count in (("trainer", 2), ("master", 1)):
         session.swarm.scale(role, count)
     session.nodes = session.swarm.look()
