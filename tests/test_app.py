@@ -1,4 +1,4 @@
-"""The app must train to its accuracy wherever it runs, and save what can be read again."""
+"""The app must reach its target accuracy wherever it runs, and save files that can be read again."""
 
 import gzip
 import json
@@ -46,7 +46,7 @@ def test_the_digits_must_be_hard_for_a_linear_model(digits):
 
 
 def check_trained(folder, accuracy: float = 0.985) -> None:
-    """A job's files after the default training, or one that need not be as good."""
+    """Check a job's files after training; `accuracy` is the minimum."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     epochs = [record for record in records if record["kind"] == "epoch"]
     assert epochs[-1]["test_accuracy"] >= accuracy
@@ -70,9 +70,9 @@ def check_trained(folder, accuracy: float = 0.985) -> None:
     [("process", 0), ("process", 3)],
     indirect=["engine"],
 )
-def test_the_default_job_must_reach_its_accuracy_on_any_number_of_nodes(cli, engine, trainers):
-    alone = ("--set", "env.OMP_NUM_THREADS=1")  # on busy cores, the threads of one worker wait for each other
-    done = cli("run", "--engine", engine, "--gpus", "none", "--trainers", str(trainers), *alone)
+def test_the_default_job_must_reach_the_target_accuracy_on_any_number_of_nodes(cli, engine, trainers):
+    one_thread = ("--set", "env.OMP_NUM_THREADS=1")  # on busy cores, the threads of one worker wait for each other
+    done = cli("run", "--engine", engine, "--gpus", "none", "--trainers", str(trainers), *one_thread)
     assert done.returncode == 0, done.stderr
     check_trained(cli.run_dir())
     assert cli.report()["final_metrics"]["test_accuracy"] >= 0.985
@@ -80,7 +80,7 @@ def test_the_default_job_must_reach_its_accuracy_on_any_number_of_nodes(cli, eng
 
 
 @pytest.mark.slow
-def test_the_default_job_must_go_on_from_its_checkpoint_after_a_failure(cli, nothing_left):
+def test_the_default_job_must_resume_from_its_checkpoint_after_a_failure(cli, nothing_left):
     job = Background(cli, "process", trainers=1)
     eventually(lambda: list(cli.folder.glob("runs/*/checkpoints/step-*")) or job.ended_early())
     plan = json.loads((cli.run_dir() / "plan.json").read_text())
@@ -91,7 +91,7 @@ def test_the_default_job_must_go_on_from_its_checkpoint_after_a_failure(cli, not
     assert job.end(300) == 0, job.err
     assert job.causes() == [(1, "killed")]
     (step,) = re.findall(r"resumed after step (\d+), in epoch", cli.log(0))
-    assert int(step) % 188 == 0  # steps an epoch
+    assert int(step) % 188 == 0  # steps per epoch
     check_trained(cli.run_dir())
 
 
@@ -100,7 +100,7 @@ def test_the_default_job_must_go_on_from_its_checkpoint_after_a_failure(cli, not
 def test_plain_compose_with_the_nvidia_runtime_must_train(nvidia_runtime, nothing_left, tmp_path):
     compose = ["docker", "compose", "--project-name", f"test-{os.getpid()}"]
     env = {key: value for key, value in os.environ.items() if not key.startswith("NODE_")}
-    env["NODE_COMMAND"] = "-m app.train --epochs 1"  # the README's test of the cpu profile trains the default job
+    env["NODE_COMMAND"] = "-m app.train --epochs 1"  # test_readme.py trains the default job on the cpu profile
     try:
         up = [*compose, "up", "--scale", "trainer=3"]
         done = subprocess.run(up, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
@@ -112,7 +112,7 @@ def test_plain_compose_with_the_nvidia_runtime_must_train(nvidia_runtime, nothin
 
 
 def train(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """One process, without orchestrate."""
+    """Train in one process, without orchestrate."""
     return subprocess.run(
         [sys.executable, "-m", "app.train", "--data", str(tmp_path), *arguments],
         cwd=ROOT,
@@ -127,7 +127,7 @@ COUNT = 203  # training samples: not a multiple of anything
 
 
 def write_mnist(folder, count: int) -> None:
-    """Some drawn digits as MNIST's own files."""
+    """Write generated digits in the file format of MNIST."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for name, seed in (("train", 1), ("t10k", 2)):
@@ -140,7 +140,7 @@ def write_mnist(folder, count: int) -> None:
             (raw / f"{name}-{part}-ubyte.gz").write_bytes(gzip.compress(content))
 
 
-def test_mnists_own_files_must_be_read_from_a_folder(tmp_path):
+def test_the_original_mnist_files_must_be_read_from_a_folder(tmp_path):
     write_mnist(tmp_path, 500)
     done = train(tmp_path, "--dataset", "mnist", "--epochs", "1")
     assert done.returncode == 0, done.stderr
@@ -148,7 +148,7 @@ def test_mnists_own_files_must_be_read_from_a_folder(tmp_path):
     assert json.loads(record)["step"] == 8  # 500 images, 64 at a time
 
 
-def test_a_folder_without_mnist_must_be_refused_and_nothing_downloaded(tmp_path):
+def test_a_folder_without_mnist_must_be_refused_without_a_download(tmp_path):
     done = train(tmp_path, "--dataset", "mnist")
     assert done.returncode == 1
     assert f"error: no mnist in {tmp_path}: Dataset not found" in done.stderr
@@ -156,7 +156,7 @@ def test_a_folder_without_mnist_must_be_refused_and_nothing_downloaded(tmp_path)
 
 
 def test_every_worker_must_evaluate_its_own_part_of_the_test_set(cli, mnist, nothing_left):
-    (cli.folder / "share.py").write_text(
+    (cli.folder / "evaluate_share.py").write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         f"sys.argv[1:] = ['--dataset', 'mnist', '--data', {str(mnist)!r}]\n"
         "import json, torch\n"
@@ -175,11 +175,11 @@ def test_every_worker_must_evaluate_its_own_part_of_the_test_set(cli, mnist, not
         "job.close()\n"
         "leave()\n"
     )
-    done = cli("run", "--engine", "process", "--gpus", "none", "--trainers", "2", "--", "share.py")
+    done = cli("run", "--engine", "process", "--gpus", "none", "--trainers", "2", "--", "evaluate_share.py")
     assert done.returncode == 0, done.stderr
     _, _, images, labels = data.load("mnist", mnist, download=False)
-    told = [json.loads(cli.log(rank)) for rank in range(3)]
-    assert [len(seen) for seen, _ in told] == [68, 68, 67]
+    results = [json.loads(cli.log(rank)) for rank in range(3)]
+    assert [len(seen) for seen, _ in results] == [68, 68, 67]
     expected = data.normalised(images).flatten(1).sum(1).sort().values
-    assert torch.tensor(sorted(value for seen, _ in told for value in seen)).allclose(expected)
-    assert {accuracy for _, accuracy in told} == {int((labels == 0).sum()) / COUNT}
+    assert torch.tensor(sorted(value for seen, _ in results for value in seen)).allclose(expected)
+    assert {accuracy for _, accuracy in results} == {int((labels == 0).sum()) / COUNT}

@@ -1,4 +1,4 @@
-"""A node that waits must do what it is asked, say what came of it, and take no harm from who asks."""
+"""An agent must carry out requests, report the results, and withstand faulty clients."""
 
 import contextlib
 import json
@@ -19,8 +19,7 @@ from support.agents import PRELOAD, Waiting
 from support.ends import KEY, End
 from test_sync import Node
 
-from orchestrate.node import agent as wait
-from orchestrate.node import protocol, worker
+from orchestrate.node import agent, protocol, worker
 from orchestrate.node.warm import Forked
 
 PAUSES = "import os, signal\nprint(os.getpid())\nsignal.pause()"
@@ -35,7 +34,7 @@ def waiting(tmp_path: Path) -> Iterator[Waiting]:
 
 
 def dial(path: Path) -> socket.socket:
-    """A connection to a node, which may not listen yet."""
+    """Connect to a node, which may not be listening yet."""
 
     def connected() -> socket.socket | None:
         sock = socket.socket(socket.AF_UNIX)
@@ -50,10 +49,10 @@ def dial(path: Path) -> socket.socket:
     return eventually(connected)
 
 
-# --- who asks
+# --- connections
 
 
-def test_a_node_must_be_found_by_its_hosts_name_in_the_folder_of_sockets(tmp_path):
+def test_the_socket_of_a_node_must_be_named_after_its_host_in_the_socket_folder(tmp_path):
     node = Waiting(tmp_path, NODE_SOCKETS=str(tmp_path / "nodes"))
     path = tmp_path / "nodes" / socket.gethostname()
     with dial(path) as sock:
@@ -66,14 +65,14 @@ def test_a_node_must_be_found_by_its_hosts_name_in_the_folder_of_sockets(tmp_pat
     assert not path.exists() and not (tmp_path / "s").exists()
 
 
-def test_a_node_must_do_without_a_folder_of_sockets_that_cannot_be_made(tmp_path):
+def test_a_node_must_work_if_the_socket_folder_cannot_be_created(tmp_path):
     (tmp_path / "file").touch()
     node = Waiting(tmp_path, NODE_SOCKETS=str(tmp_path / "file" / "nodes"))
     assert node.run(0, "print('ran')") == 0
     node.end()
 
 
-def test_the_socket_of_an_earlier_life_must_not_be_in_the_way(tmp_path):
+def test_a_stale_socket_must_be_replaced(tmp_path):
     with socket.socket(socket.AF_UNIX) as old:
         old.bind(str(tmp_path / "s"))
     node = Waiting(tmp_path)
@@ -81,32 +80,32 @@ def test_the_socket_of_an_earlier_life_must_not_be_in_the_way(tmp_path):
     node.end()
 
 
-def test_a_request_must_count_however_it_is_cut_and_though_who_asked_has_gone(waiting):
+def test_a_request_must_be_accepted_in_fragments_and_from_a_client_that_has_disconnected(waiting):
     assert waiting.status()["generation"] == -1
-    asked = []
+    requests = []
     for rank in range(2):
         (waiting.folder / f"{rank}.py").write_text("print('ran')")
         env = {"RANK": str(rank), "JOB_DIR": str(waiting.folder)}
         command = [str(waiting.folder / f"{rank}.py")]
-        asked.append(json.dumps({"ask": "start", "command": command, "env": env, "inherit": True, "cwd": None}))
+        requests.append(json.dumps({"ask": "start", "command": command, "env": env, "inherit": True, "cwd": None}))
     with dial(waiting.folder / "s") as sock:
         end = End(sock)
         end.meet()
-        text = b"".join(end.signer.sign(each.encode()) + b"\n" for each in asked)
-        half = len(asked[0]) // 2
+        text = b"".join(end.signer.sign(each.encode()) + b"\n" for each in requests)
+        half = len(requests[0]) // 2
         sock.sendall(text[:half])
-        assert waiting.status()["running"] == {}  # so the node has read the first half
+        assert waiting.status()["running"] == {}  # the node has read the first half
         sock.sendall(text[half:])
     assert [waiting.code(rank) for rank in range(2)] == [0, 0]
 
 
-def test_a_worker_must_not_make_files_that_are_its_owners_alone(waiting):
+def test_a_worker_must_not_inherit_the_restrictive_umask_of_its_node(waiting):
     assert waiting.run(0, "print(open('/proc/self/status').read())") == 0
     (mask,) = re.findall(r"^Umask:.*$", Path("/proc/self/status").read_text(), re.M)
-    assert mask in waiting.log(0)  # as sockets of the node are
+    assert mask in waiting.log(0)  # the node creates its sockets with a stricter one
 
 
-def test_no_worker_must_start_where_a_filter_is_expected_and_there_is_none(waiting):
+def test_no_worker_must_start_if_the_expected_packet_filter_is_missing(waiting):
     (waiting.folder / "0.py").write_text("print('ran')")
     script, env = [str(waiting.folder / "0.py")], {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "3"}
     waiting.pipe.ask("start", command=script, env=env, inherit=True, cwd=None, filtered=True)
@@ -118,7 +117,7 @@ def test_no_worker_must_start_where_a_filter_is_expected_and_there_is_none(waiti
     assert waiting.code(0, 3) == 0
 
 
-def test_no_worker_must_start_where_a_folder_is_another_one_than_the_orchestrators(waiting):
+def test_no_worker_must_start_if_a_folder_is_not_the_one_the_orchestrator_sees(waiting):
     (waiting.folder / "0.py").write_text("print('ran')")
     script, env = [str(waiting.folder / "0.py")], {"RANK": "0"}
     here = waiting.folder.stat().st_ino
@@ -134,10 +133,10 @@ def test_no_worker_must_start_where_a_folder_is_another_one_than_the_orchestrato
     assert waiting.code(0) == 0
 
 
-# --- what it says
+# --- reports
 
 
-def test_a_node_must_say_when_a_worker_ended_and_what_time_it_is(waiting):
+def test_a_node_must_report_when_a_worker_ended_and_its_current_time(waiting):
     before = time.time()
     assert waiting.run(0, "print('ran')") == 0
     waiting.pipe.ask("status")
@@ -145,21 +144,21 @@ def test_a_node_must_say_when_a_worker_ended_and_what_time_it_is(waiting):
     assert before <= ended["at"] <= status["time"] <= time.time()
 
 
-def test_a_node_must_say_which_process_a_worker_is(waiting):
+def test_a_node_must_report_the_process_id_of_a_worker(waiting):
     waiting.start(0, PAUSES)
     pid = waiting.pipe.until("started", rank=0, generation=0)["pid"]
     assert pid == int(eventually(lambda: waiting.log(0)))
     assert waiting.status()["running"]["0"]["pid"] == pid
 
 
-def test_a_worker_that_must_not_start_must_end_as_one_that_was_asked_to(waiting):
+def test_a_worker_that_the_fence_keeps_from_starting_must_count_as_stopped(waiting):
     (waiting.folder / "generation").write_text("1\n")
     assert waiting.run(0, "print('late')") == 143
     ended = waiting.pipe.until("ended", rank=0)
     assert (ended["generation"], ended["asked"], ended["hint"]) == (0, True, "")
 
 
-def test_a_node_that_is_asked_to_end_must_stop_its_workers_start_no_more_and_end(tmp_path):
+def test_a_node_asked_to_end_must_stop_its_workers_start_no_more_and_exit(tmp_path):
     node = Waiting(tmp_path, NODE_GRACE="1000")
     node.start(0, STUBBORN)
     eventually(lambda: "ready\n" in node.log(0))
@@ -174,7 +173,7 @@ def test_a_node_that_is_asked_to_end_must_stop_its_workers_start_no_more_and_end
     node.pipe.close()
 
 
-def test_a_stop_must_be_for_those_that_run_and_be_asked_for_once(tmp_path):
+def test_a_stop_must_reach_running_workers_once_and_no_later_workers(tmp_path):
     node = Waiting(tmp_path, NODE_GRACE="1000")
     node.start(0, f"import os\nimport signal\nsignal.signal(signal.SIGURG, lambda *_: os._exit(5))\n{STUBBORN}")
     eventually(lambda: "ready\n" in node.log(0))
@@ -183,7 +182,7 @@ def test_a_stop_must_be_for_those_that_run_and_be_asked_for_once(tmp_path):
     node.pipe.ask("stop", kill=False)
     pid = node.status()["running"]["0"]["pid"]
     assert node.run(1, "print('next')") == 0
-    os.kill(pid, signal.SIGURG)  # which comes after a second SIGTERM
+    os.kill(pid, signal.SIGURG)  # delivered after a second SIGTERM
     assert node.code(0) == 5
     assert node.log(0) == "ready\nasked\n"
     node.end()
@@ -198,10 +197,10 @@ def test_a_worker_of_another_job_must_take_over_a_node_that_was_not_cleaned(wait
     assert waiting.status() == {"generation": 0, "codes": {"0": 0}, "hints": {"0": ""}, "running": {}}
 
 
-# --- why workers end
+# --- causes
 
 
-def test_a_lack_of_memory_must_be_told_of_the_worker_that_ends_after_it(tmp_path):
+def test_an_out_of_memory_kill_must_be_attributed_to_the_worker_that_ends_next(tmp_path):
     counter = tmp_path / "memory.events"
     counter.write_text("oom 7\noom_kill 2\noom_group_kill 5\n")
     node = Waiting(tmp_path, before=f"worker.OOM_COUNTERS = ({str(counter)!r},)")
@@ -212,13 +211,13 @@ def test_a_lack_of_memory_must_be_told_of_the_worker_that_ends_after_it(tmp_path
     node.end()
 
 
-def test_killed_processes_must_be_counted_where_the_kernel_counts_them(monkeypatch, tmp_path):
+def test_out_of_memory_kills_must_be_read_from_the_counter_that_the_kernel_maintains(monkeypatch, tmp_path):
     paths = [tmp_path / name for name in ("v2", "v1", "machine")]
     monkeypatch.setattr(worker, "OOM_COUNTERS", tuple(map(str, paths)))
     assert worker.oom_kills() == 0
     paths[2].write_text("pgfault 9\noom_kill 7\n")
     assert worker.oom_kills() == 7
-    paths[1].write_text("oom_kill_disable 1\nunder_oom 0\n")  # of an old kernel, which does not count them there
+    paths[1].write_text("oom_kill_disable 1\nunder_oom 0\n")  # an old kernel, which has no counter there
     assert worker.oom_kills() == 7
     paths[1].write_text("oom_kill_disable 1\nunder_oom 0\noom_kill 3\n")
     assert worker.oom_kills() == 3
@@ -226,7 +225,7 @@ def test_killed_processes_must_be_counted_where_the_kernel_counts_them(monkeypat
     assert worker.oom_kills() == 2
 
 
-def test_a_node_that_was_cut_off_must_say_so_of_the_workers_that_it_killed(tmp_path):
+def test_a_node_that_is_cut_off_must_report_it_for_the_workers_that_it_killed(tmp_path):
     node = Waiting(tmp_path, before="lease.LEASE_TIMEOUT, lease.RENEW_INTERVAL = 0.3, 0.05")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.1", 0))
@@ -238,25 +237,27 @@ def test_a_node_that_was_cut_off_must_say_so_of_the_workers_that_it_killed(tmp_p
     node.end()
 
 
-def test_workers_that_start_after_a_node_was_cut_off_must_end_for_reasons_of_their_own():
-    ends, told = [], []
-    loop = SimpleNamespace(workers=[], ending=False, start=lambda command, env, cwd, done, started: ends.append(done))
-    node = wait.Agent(loop, KEY)
-    node.channels.append(SimpleNamespace(send=told.append))
+def test_workers_started_after_a_node_was_cut_off_must_not_be_reported_as_cut_off():
+    callbacks, messages = [], []
+    loop = SimpleNamespace(
+        workers=[], ending=False, start=lambda command, env, cwd, done, started: callbacks.append(done)
+    )
+    node = agent.Agent(loop, KEY)
+    node.channels.append(SimpleNamespace(send=messages.append))
     for generation in range(2):
         node.start(["script.py"], {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(generation)}, None)
         if generation == 0:
             node.cut_off()
-        ends[generation](1)
-    assert [end.hint for end in told] == ["cut off", ""]
+        callbacks[generation](1)
+    assert [message.hint for message in messages] == ["cut off", ""]
 
 
-# --- what it leaves
+# --- open files
 
 
 @pytest.mark.parametrize("preload", ["", PRELOAD], ids=["fresh", "warm"])
-def test_a_node_must_keep_nothing_open_of_workers_that_have_ended(tmp_path, preload):
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))"  # what forks workers has it, too
+def test_a_node_must_keep_no_files_open_for_workers_that_have_ended(tmp_path, preload):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))"  # the zygote inherits it
     node = Waiting(tmp_path, preload, before=limit)
     for rank in range(24):
         assert node.run(rank, f"import sys\nprint('{PRELOAD}' in sys.modules)") == 0
@@ -264,20 +265,20 @@ def test_a_node_must_keep_nothing_open_of_workers_that_have_ended(tmp_path, prel
     node.end()
 
 
-# --- forked elsewhere
+# --- forked workers
 
 
-def test_a_process_that_is_no_child_must_be_waited_for_as_one():
+def test_a_forked_process_must_be_polled_like_a_direct_child():
     with subprocess.Popen(["sleep", "1000"]) as process:
         forked = Forked(process.pid)
         assert forked.poll() is None
         os.kill(process.pid, signal.SIGSEGV)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert forked.poll() == forked.poll() == -signal.SIGSEGV
-        assert Forked(process.pid).poll() == -signal.SIGKILL  # another part has taken its code
+        assert Forked(process.pid).poll() == -signal.SIGKILL  # its exit code has been collected elsewhere
 
 
-def test_an_import_that_takes_too_long_must_not_keep_workers_waiting(tmp_path):
+def test_an_import_that_takes_too_long_must_not_block_workers(tmp_path):
     (tmp_path / "slow.py").write_text("import signal\nsignal.pause()")
     node = Waiting(tmp_path, "slow", before="loop.IMPORT_TIMEOUT = warm.IMPORT_TIMEOUT = 0.5")
     node.start(0, "print('ran')")
@@ -287,7 +288,7 @@ def test_an_import_that_takes_too_long_must_not_keep_workers_waiting(tmp_path):
     node.end()
 
 
-def test_a_process_that_does_not_fork_in_time_must_be_given_up(tmp_path):
+def test_a_zygote_that_does_not_fork_in_time_must_be_killed(tmp_path):
     node = Waiting(tmp_path, PRELOAD, before="warm.FORK_TIMEOUT = 0.2")
     assert node.run(0, "print('ran')") == 0
     (zygote,) = eventually(lambda: len(found := descendants(node.node.pid)) == 1 and found)
@@ -300,7 +301,7 @@ def test_a_process_that_does_not_fork_in_time_must_be_given_up(tmp_path):
     node.end()
 
 
-def test_a_worker_for_which_there_is_no_room_must_have_an_end_and_no_other_be_harmed(tmp_path):
+def test_a_worker_that_cannot_start_must_be_reported_without_affecting_others(tmp_path):
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (22, 22))"
     node = Waiting(tmp_path, before=limit)
     for rank in range(12):
@@ -318,12 +319,12 @@ def test_a_worker_for_which_there_is_no_room_must_have_an_end_and_no_other_be_ha
 
 @pytest.fixture
 def remote(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
-    yield made
-    made.end()
+    node = Node(tmp_path)
+    yield node
+    node.end()
 
 
-def test_a_node_that_is_alone_with_its_folder_must_say_there_which_generation_may_save(remote):
+def test_a_node_with_its_own_job_folder_must_write_the_fence_there(remote):
     link = remote.connect()
     remote.start(link, PAUSES)
     assert remote.until(link, protocol.Started)
@@ -338,14 +339,14 @@ def test_a_node_that_is_alone_with_its_folder_must_say_there_which_generation_ma
     assert (remote.job / "logs" / "rank-0.log").read_text().endswith("[node] generation 2\n2\n\n")
 
 
-def test_a_node_that_shares_its_folder_must_leave_the_generation_to_the_orchestrator(waiting):
+def test_a_node_with_a_shared_job_folder_must_leave_the_fence_to_the_orchestrator(waiting):
     assert waiting.run(0, "print('ran')", generation=1) == 0
     waiting.pipe.ask("stop", kill=False)
     assert waiting.status()["generation"] == 1
     assert not (waiting.folder / "generation").exists()
 
 
-def test_who_asks_for_files_alone_must_not_be_told_of_workers(remote):
+def test_a_connection_for_files_must_receive_no_messages_about_workers(remote):
     files, link = remote.connect(), remote.connect()
     assert files.converse(protocol.GetChanges(str(remote.job), {}), protocol.Changes).files == {}
     remote.start(link, "print('ran')")
@@ -355,25 +356,25 @@ def test_who_asks_for_files_alone_must_not_be_told_of_workers(remote):
         files.sock.recv(1)
 
 
-def test_a_worker_on_another_machine_must_find_its_interface_there(remote):
+def test_a_worker_on_another_machine_must_use_a_network_interface_of_that_machine(remote):
     link = remote.connect()
     remote.start(link, "import os\nprint(os.environ['GLOO_SOCKET_IFNAME'])")
     assert remote.until(link, protocol.Ended).code == 0
     assert (remote.job / "logs" / "rank-0.log").read_text() in ("lo\n", "lo0\n")
 
 
-def test_nothing_that_was_asked_for_an_earlier_job_must_be_done_in_a_cleaned_node(waiting):
-    evil = {"ask": "start", "command": ["-c", PAUSES], "env": {"RANK": "0"}, "inherit": True, "cwd": None}
+def test_requests_of_an_earlier_job_must_be_ignored_after_a_node_was_cleaned(waiting):
+    request = {"ask": "start", "command": ["-c", PAUSES], "env": {"RANK": "0"}, "inherit": True, "cwd": None}
     with dial(waiting.folder / "s") as known, dial(waiting.folder / "s") as late:
         ends = [End(known), End(late)]
         for end in ends:
             end.meet()
         ends[0].ask("status")
-        assert ends[0].hear()["say"] == "status" and waiting.status()["generation"] == -1  # all are connected
-        waiting.node.send_signal(signal.SIGSTOP)  # so that it finds all of it at once
+        assert ends[0].hear()["say"] == "status" and waiting.status()["generation"] == -1  # all clients are connected
+        waiting.node.send_signal(signal.SIGSTOP)  # so that it reads everything at once
         waiting.pipe.ask("clean")
-        known.sendall(ends[0].signer.sign(json.dumps(evil).encode()))  # whose end comes later
-        ends[1].send(json.dumps(evil).encode())
+        known.sendall(ends[0].signer.sign(json.dumps(request).encode()))  # the line ends later
+        ends[1].send(json.dumps(request).encode())
         waiting.node.send_signal(signal.SIGCONT)
         assert waiting.pipe.until("cleaned")
         for sock in (known, late):

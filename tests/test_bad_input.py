@@ -1,4 +1,4 @@
-"""Bad input must be answered with one message and a documented exit code, and nothing may be created."""
+"""Bad input must produce one message and a documented exit code, and create nothing."""
 
 import os
 import socket
@@ -13,10 +13,10 @@ from support.engines import Engine
 
 
 def files(folder: Path) -> set[Path]:
-    return {path for path in folder.rglob("*")}
+    return set(folder.rglob("*"))
 
 
-def refused(cli, code: int, message: str, *arguments: str, **env: str) -> None:
+def check_refused(cli, code: int, message: str, *arguments: str, **env: str) -> None:
     before = files(cli.folder)
     done = cli(*arguments, **env)
     assert done.returncode == code, done.stderr
@@ -49,33 +49,33 @@ def refused(cli, code: int, message: str, *arguments: str, **env: str) -> None:
         ("unknown command 'x'", ["x"]),
     ],
 )
-def test_a_wrong_command_line_must_be_refused(cli, message, arguments):
-    refused(cli, 2, message, *arguments)
+def test_an_invalid_command_line_must_be_refused(cli, message, arguments):
+    check_refused(cli, 2, message, *arguments)
 
 
 def test_a_symbolic_link_out_of_the_folder_must_be_refused(cli):
     (cli.folder / "link.py").symlink_to("/etc/passwd")
-    refused(cli, 2, "the script link.py is outside", "run", "--", "link.py")
+    check_refused(cli, 2, "the script link.py is outside", "run", "--", "link.py")
 
 
 @pytest.mark.parametrize(
     ("content", "message"), [("- a\n", "contains a list"), ("a: 1\n", "job.yaml:1:1: unknown key")]
 )
-def test_a_wrong_job_file_must_be_refused(cli, content, message):
+def test_an_invalid_job_file_must_be_refused(cli, content, message):
     (cli.folder / "job.yaml").write_text(content)
-    refused(cli, 2, message, "run", "job.yaml")
+    check_refused(cli, 2, message, "run", "job.yaml")
 
 
-def test_a_socket_that_refuses_must_be_told_from_one_that_is_not_there(cli):
+def test_a_refused_connection_must_be_distinguished_from_a_missing_socket(cli):
     closed = cli.folder / "closed.sock"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(closed))
-    refused(cli, 3, "connection refused", "run", "--engine", "docker", DOCKER_HOST=f"unix://{closed}")
+    check_refused(cli, 3, "connection refused", "run", "--engine", "docker", DOCKER_HOST=f"unix://{closed}")
     for engine in ("docker", "swarm"):
-        refused(cli, 3, "no such file", "run", "--engine", engine, DOCKER_HOST=f"unix://{cli.folder}/none.sock")
+        check_refused(cli, 3, "no such file", "run", "--engine", engine, DOCKER_HOST=f"unix://{cli.folder}/none.sock")
 
 
-def test_an_engine_that_talks_nonsense_must_be_refused(cli):
+def test_an_engine_with_invalid_responses_must_be_refused(cli):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -98,7 +98,7 @@ def test_an_engine_on_another_machine_must_be_refused(cli):
     refused(cli, 3, "is on another machine", "run", "--engine", "docker", DOCKER_HOST="ssh://someone@example.invalid")
 
 
-def test_without_an_engine_auto_must_run_local_processes_and_say_so_in_one_line(cli, nothing_left):
+def test_without_an_engine_auto_must_run_local_processes_with_a_one_line_notice(cli, nothing_left):
     done = cli("run", "--trainers", "1", "--", "probe.py", DOCKER_HOST="unix:///nowhere.sock")
     assert done.returncode == 0
     first = done.stderr.splitlines()[0]
@@ -114,31 +114,31 @@ def test_an_image_that_does_not_exist_must_be_refused(cli, docker_engine, nothin
 
 
 @pytest.mark.docker
-def test_more_gpus_than_there_are_must_be_refused_with_the_inventory(cli, nvidia_runtime, nothing_left):
+def test_more_gpus_than_available_must_be_refused_with_the_inventory(cli, nvidia_runtime, nothing_left):
     refused(cli, 4, "--gpus 1000: only", "run", "--gpus", "1000", "--", "probe.py")
 
 
 @pytest.fixture
 def plain_engine(docker_engine):
-    """A Docker Engine of its own, without NVIDIA runtime and without images."""
+    """A separate Docker Engine, without the NVIDIA runtime and without images."""
     engine = Engine()
     yield engine
     engine.remove()
 
 
 @pytest.mark.docker
-def test_gpus_on_an_engine_without_nvidia_runtime_must_be_refused_before_any_image_is_built(cli, plain_engine):
+def test_gpus_on_an_engine_without_nvidia_runtime_must_be_refused_before_an_image_is_built(cli, plain_engine):
     message = "--gpus all: the engine has no NVIDIA runtime"
-    refused(cli, 4, message, "run", "--gpus", "all", DOCKER_HOST=plain_engine.host)
+    check_refused(cli, 4, message, "run", "--gpus", "all", DOCKER_HOST=plain_engine.host)
 
 
-def test_help_must_name_the_exit_codes(cli):
+def test_help_must_list_the_exit_codes(cli):
     done = cli("--help")
     assert done.returncode == 0
     assert "130  stopped by a user" in done.stdout
 
 
-def test_output_that_cannot_be_written_must_be_an_error_but_for_a_reader_that_has_left(tmp_path):
+def test_output_that_cannot_be_written_must_be_an_error_unless_the_reader_has_closed_it(tmp_path):
     env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
     ps = [sys.executable, "-m", "orchestrate", "ps"]
     with open("/dev/full", "w") as full:

@@ -1,4 +1,4 @@
-"""A function that input can slow down must be called within limits, in a process that leaves nothing behind."""
+"""A function that untrusted input can slow down must run in a separate process, with limits."""
 
 import os
 import re
@@ -14,34 +14,34 @@ def test_a_call_must_return_what_the_function_returns():
     assert bounded.call(re.escape, "a\ud800.b", seconds=1) == "a\ud800\\.b"
 
 
-def test_a_call_that_takes_too_long_must_be_ended():
+def test_a_call_that_takes_too_long_must_be_stopped():
     assert bounded.call(re.findall, "(a+)+$", "a" * 100 + "!", seconds=1) is None
 
 
-def test_a_call_that_raises_must_have_no_result():
+def test_a_call_that_raises_must_return_none():
     assert bounded.call(re.compile, "(", seconds=1) is None
 
 
-def test_a_call_that_takes_too_much_memory_must_have_no_result(monkeypatch):
+def test_a_call_that_takes_too_much_memory_must_return_none(monkeypatch):
     monkeypatch.setattr(bounded, "MEMORY", 100 << 20)
     assert bounded.call(re.escape, "." * (30 << 20), seconds=10) is None
 
 
-def test_a_process_that_gets_no_processor_must_be_ended(monkeypatch):
+def test_a_process_that_uses_no_cpu_time_must_be_killed_too(monkeypatch):
     monkeypatch.setattr(bounded, "KILL_AFTER", 0.1)
     assert bounded.call(time.sleep, 1000, seconds=1) is None
 
 
-def test_a_process_that_cannot_be_started_must_have_no_result(monkeypatch):
+def test_a_call_whose_process_cannot_be_started_must_return_none(monkeypatch):
     monkeypatch.setattr(bounded.sys, "executable", "/nonesuch")
     assert bounded.call(os.getpid, seconds=1) is None
 
 
-def test_a_result_of_a_process_that_something_else_ends_must_not_count():
+def test_a_call_whose_process_is_killed_must_return_none():
     assert bounded.call(signal.raise_signal, signal.SIGKILL, seconds=1) is None
 
 
-def test_a_process_must_not_get_the_ctrl_c_of_our_terminal():
+def test_a_process_must_not_receive_ctrl_c_from_the_terminal():
     assert bounded.call(os.getsid, 0, seconds=1) != os.getsid(0)
 
 

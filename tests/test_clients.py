@@ -1,4 +1,4 @@
-"""What every engine does over its connections to nodes: start workers in order, hear of their ends, tell lost ones."""
+"""Connections to nodes, for every engine: start workers in order, collect their exits, detect lost ones."""
 
 import threading
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from orchestrate.job.outcomes import Doing
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    made = Nodes(3)
-    yield made
-    made.close()
+    nodes = Nodes(3)
+    yield nodes
+    nodes.close()
 
 
 def lost(nodes: Nodes) -> list[int]:
-    """The ranks of the workers that have ended, which must be with their nodes."""
+    """The ranks of workers that have ended, all of which must have been lost with their nodes."""
     ended = nodes.wait(1)
     assert {end.code for end in ended} <= {137}
     return [end.rank for end in ended]
@@ -30,7 +30,7 @@ def lost(nodes: Nodes) -> list[int]:
 # --- start
 
 
-def test_the_other_workers_must_start_when_rank_0_has_and_only_once(nodes):
+def test_the_other_workers_must_start_once_after_rank_0(nodes):
     nodes.start(planned(command=("x.py", "-a")))
     first, *others = nodes.played.values()
     (request,) = first.asked()
@@ -47,7 +47,7 @@ def test_the_other_workers_must_start_when_rank_0_has_and_only_once(nodes):
     assert nodes.pids == {0: 70, 1: 71}
 
 
-def test_a_worker_whose_node_is_not_there_must_be_lost_at_once(nodes):
+def test_a_worker_whose_node_is_missing_must_be_lost_at_once(nodes):
     nodes.up -= {"node-2"}
     nodes.start(planned())
     nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
@@ -55,17 +55,17 @@ def test_a_worker_whose_node_is_not_there_must_be_lost_at_once(nodes):
     assert set(nodes.running) == {0, 1}
 
 
-def test_the_first_worker_must_be_lost_where_its_node_is_not_there(nodes):
+def test_rank_0_must_be_lost_at_once_if_its_node_is_missing(nodes):
     nodes.up -= {"node-0"}
     nodes.start(planned())
     later = threading.Timer(0.2, nodes.played["node-1"].ended, (1, 1))
     later.start()
-    assert [(end.rank, end.code) for end in nodes.wait(30)] == [(0, 137)]  # which waits for nothing else
+    assert [(end.rank, end.code) for end in nodes.wait(30)] == [(0, 137)]  # without waiting for others
     later.join()
     assert [(end.rank, end.code) for end in nodes.wait(30)] == [(1, 1)]
 
 
-def test_a_generation_must_begin_with_nothing_of_the_one_before(nodes):
+def test_a_generation_must_start_without_state_of_the_previous_one(nodes):
     nodes.start(planned())
     node = nodes.played["node-0"]
     node.ended(0, 1, hint="oom")
@@ -76,15 +76,15 @@ def test_a_generation_must_begin_with_nothing_of_the_one_before(nodes):
     assert (nodes.generation, nodes.running) == (1, {0: "node-0", 1: "node-1"})
     assert (nodes.pids, nodes.exit_hints, nodes.broken, nodes.ended) == ({}, {}, set(), [])
     node.asked()
-    node.ended(0, 9)  # of the generation before
+    node.ended(0, 9)  # from the previous generation
     node.say("started", generation=0, rank=0, pid=70)
     assert nodes.wait(1) == [] and not nodes.pids
-    assert nodes.played["node-1"].asked() == []  # whose worker waits for rank 0 of its own generation
+    assert nodes.played["node-1"].asked() == []  # its worker waits for rank 0 of its own generation
     node.ended(0, 3, generation=1)
     assert [(end.rank, end.code) for end in nodes.wait(1)] == [(0, 3)]
 
 
-def test_a_node_that_was_made_anew_must_not_be_taken_for_the_one_before(nodes):
+def test_a_recreated_node_must_not_be_taken_for_the_previous_one(nodes):
     nodes.start(planned(1))
     node = nodes.again("node-0")
     nodes.start(planned(1, generation=1))
@@ -92,10 +92,10 @@ def test_a_node_that_was_made_anew_must_not_be_taken_for_the_one_before(nodes):
     assert nodes.wait(0) == []
 
 
-# --- ends
+# --- exits
 
 
-def test_how_a_worker_ended_must_be_told_once_with_what_its_node_says_of_it(nodes):
+def test_the_exit_of_a_worker_must_be_reported_once_with_the_hint_of_its_node(nodes):
     nodes.start(planned())
     node = nodes.played["node-1"]
     node.ended(1, 137, hint="oom", asked=True)
@@ -107,20 +107,20 @@ def test_how_a_worker_ended_must_be_told_once_with_what_its_node_says_of_it(node
     assert [(end.rank, end.asked) for end in nodes.wait(1)] == [(2, False)]
 
 
-def test_a_worker_must_be_lost_whose_node_ends_its_connection_and_does_not_run(nodes):
+def test_a_worker_must_be_lost_if_its_node_disconnects_and_is_not_running(nodes):
     nodes.start(planned())
     nodes.played["node-1"].end()
     assert lost(nodes) == [1]
     assert set(nodes.running) == {0, 2}
-    for rank in (0, 2):  # at once
+    for rank in (0, 2):  # both at once
         nodes.played[f"node-{rank}"].end()
     assert sorted(lost(nodes)) == [0, 2]
-    nodes.played |= {name: Node() for name in nodes.played}  # on descriptors of the same numbers
+    nodes.played |= {name: Node() for name in nodes.played}  # with the same descriptor numbers
     nodes.start(planned(generation=1))
     assert [asks(node) for node in nodes.played.values()] == [["start"], [], []]
 
 
-def test_a_node_that_ends_while_its_worker_is_being_started_must_be_lost(nodes):
+def test_a_worker_must_be_lost_if_its_node_ends_while_the_worker_starts(nodes):
     nodes.start(planned())
     nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
     nodes.played["node-1"].end()
@@ -128,7 +128,7 @@ def test_a_node_that_ends_while_its_worker_is_being_started_must_be_lost(nodes):
     assert nodes.wait(0) == []
 
 
-def test_a_worker_that_was_lost_before_it_was_started_must_not_end_again_when_the_job_is_stopped(nodes):
+def test_a_worker_lost_before_its_start_must_not_end_again_when_the_job_is_stopped(nodes):
     nodes.start(planned())
     nodes.played["node-1"].end()
     assert lost(nodes) == [1]
@@ -136,18 +136,18 @@ def test_a_worker_that_was_lost_before_it_was_started_must_not_end_again_when_th
     assert [(end.rank, end.code) for end in nodes.wait(0)] == [(2, 143)]
 
 
-def test_a_node_whose_connection_was_cut_must_be_asked_again_for_its_workers(nodes):
+def test_a_reconnected_node_must_be_asked_again_for_its_workers(nodes):
     nodes.start(planned())
     nodes.look, nodes.running[3] = ["node-1"], "node-1"
     nodes.again("node-1").knows(running={"1": {"pid": 7}})
-    assert lost(nodes) == [3]  # which it does not know
+    assert lost(nodes) == [3]  # the node does not know it
     assert nodes.running == {0: "node-0", 1: "node-1", 2: "node-2"}
     assert nodes.pids == {1: 7}
     nodes.played["node-1"].ended(1, 5)
     assert [(end.rank, end.code) for end in nodes.wait(1)] == [(1, 5)]
 
 
-def test_nodes_that_fall_silent_must_be_given_up_all_at_once(nodes, monkeypatch):
+def test_nodes_that_stop_responding_must_be_declared_lost_together(nodes, monkeypatch):
     nodes.start(planned())
     nodes.look, asked, ask = ["node-0", "node-1", "node-2"], [], nodes.ask
 
@@ -165,7 +165,7 @@ def test_nodes_that_fall_silent_must_be_given_up_all_at_once(nodes, monkeypatch)
     assert sorted((end.rank, end.code) for end in ended) == [(0, 137), (1, 137), (2, 137)]
 
 
-def test_a_node_that_cannot_be_reached_again_must_be_given_up_after_some_seconds(nodes, monkeypatch):
+def test_a_node_that_cannot_be_reconnected_must_be_declared_lost_after_the_time_limit(nodes, monkeypatch):
     monkeypatch.setattr(clients, "NODE_EXIT_TIMEOUT", 0.05)
     nodes.start(planned())
     monkeypatch.setattr(nodes.access, "runs", lambda node: True)
@@ -174,7 +174,7 @@ def test_a_node_that_cannot_be_reached_again_must_be_given_up_after_some_seconds
     assert lost(nodes) == [1]
 
 
-def test_a_worker_that_ends_while_its_node_cannot_be_reached_must_have_ended_as_its_node_knows(nodes):
+def test_an_exit_code_must_be_fetched_later_from_a_node_that_was_unreachable(nodes):
     nodes.start(planned())
     nodes.look, nodes.running[3] = ["node-1"], "node-1"
     nodes.again("node-1").knows(codes={"1": 5}, running={"3": {"pid": 7}})
@@ -185,7 +185,7 @@ def test_a_worker_that_ends_while_its_node_cannot_be_reached_must_have_ended_as_
 # --- taking over
 
 
-def test_a_worker_whose_node_says_of_its_end_only_the_code_must_have_ended(nodes):
+def test_a_worker_whose_node_reports_only_its_exit_code_must_have_ended(nodes):
     nodes.played["node-0"].knows(codes={"0": 3})
     for rank in (1, 2):
         nodes.played[f"node-{rank}"].knows(running={str(rank): {}})
@@ -194,7 +194,7 @@ def test_a_worker_whose_node_says_of_its_end_only_the_code_must_have_ended(nodes
     assert nodes.exit_hints == {0: ""}
 
 
-def test_workers_that_were_started_earlier_must_be_taken_up_as_their_nodes_know_them(nodes):
+def test_workers_must_be_adopted_in_the_state_that_their_nodes_report(nodes):
     nodes.up -= {"node-2"}
     nodes.played["node-0"].knows(4, running={"0": {"pid": 7}})
     nodes.played["node-1"].knows(4, codes={"1": 0}, hints={"1": "ending"})
@@ -205,16 +205,16 @@ def test_workers_that_were_started_earlier_must_be_taken_up_as_their_nodes_know_
 
 
 @pytest.mark.parametrize("generation", [3, 5])
-def test_workers_that_living_nodes_do_not_know_must_be_named(nodes, generation):
+def test_workers_unknown_to_running_nodes_must_be_returned(nodes, generation):
     for rank in (0, 2):
         nodes.played[f"node-{rank}"].knows(4, running={str(rank): {"pid": 0}})
     nodes.played["node-1"].knows(generation, running={"1": {"pid": 8}})
     assert nodes.adopt(planned(generation=4)) == {1}
     assert set(nodes.running) == {0, 1, 2}
-    assert not nodes.pids  # one that has none yet
+    assert not nodes.pids  # 0: no process yet
 
 
-def test_a_node_that_may_come_to_itself_must_not_be_taken_for_lost(nodes):
+def test_a_node_that_may_recover_must_not_count_as_lost(nodes):
     nodes.played["node-0"].knows()
     nodes.up, nodes.there = {"node-0"}, {"node-1"}
     with pytest.raises(EngineLost, match="node-1 does not respond"):
@@ -225,7 +225,7 @@ def test_a_node_that_may_come_to_itself_must_not_be_taken_for_lost(nodes):
     assert lost(nodes) == [1]
 
 
-def test_workers_that_waited_to_be_started_must_not_be_started_once_they_were_taken_up(nodes):
+def test_workers_waiting_to_be_started_must_not_be_started_after_an_adoption(nodes):
     nodes.start(planned())
     for name in nodes.played:
         nodes.again(name).knows(running={"0": {"pid": 7}})
@@ -235,10 +235,10 @@ def test_workers_that_waited_to_be_started_must_not_be_started_once_they_were_ta
     assert [asks(node) for node in nodes.played.values()] == [["status"]] * 3
 
 
-# --- while it runs
+# --- requests while workers run
 
 
-def test_what_workers_are_doing_must_be_what_nodes_say_now(nodes, monkeypatch):
+def test_the_activity_of_workers_must_be_what_their_nodes_report_now(nodes, monkeypatch):
     nodes.start(planned())
     idle = {"pid": 7, "state": "S", "cpu": 1.5}
     nodes.played["node-0"].knows(running={"0": idle, "3": {**idle, "state": ""}})
@@ -248,11 +248,11 @@ def test_what_workers_are_doing_must_be_what_nodes_say_now(nodes, monkeypatch):
     monkeypatch.setattr(nodes, "listen", lambda timeout: (listen(0), clock.sleep(timeout)))
     began = clock.now
     assert nodes.doing() == {0: Doing("S", 1.5), 1: Doing("R", 0.0)}
-    assert nodes.doing() == {}  # what was said then is not known of now
-    assert clock.now - began < 3  # a node that is silent holds the job up no longer
+    assert nodes.doing() == {}  # an earlier answer does not count
+    assert clock.now - began < 3  # the limit for nodes that do not answer
 
 
-def test_a_node_that_dies_while_it_is_asked_must_not_be_waited_for(nodes, monkeypatch):
+def test_a_node_that_dies_during_a_request_must_not_be_waited_for(nodes, monkeypatch):
     nodes.start(planned())
     for rank in (0, 2):
         nodes.played[f"node-{rank}"].knows(running={})
@@ -269,17 +269,17 @@ def test_a_node_that_dies_while_it_is_asked_must_not_be_waited_for(nodes, monkey
 
 
 @pytest.mark.parametrize("kill", [False, True])
-def test_all_nodes_must_be_told_how_to_stop_their_workers(nodes, kill):
+def test_a_stop_must_be_sent_to_all_nodes_with_its_kind(nodes, kill):
     nodes.start(planned())
     nodes.stop(Stop.KILL if kill else Stop.TERMINATE)
-    told = [node.asked()[-1] for node in nodes.played.values()]
-    assert told == [{"ask": "stop", "kill": kill}] * 3
+    requests = [node.asked()[-1] for node in nodes.played.values()]
+    assert requests == [{"ask": "stop", "kill": kill}] * 3
     nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
     nodes.wait(1)
-    assert [node.asked() for node in nodes.played.values()] == [[], [], []]  # nothing starts any more
+    assert [node.asked() for node in nodes.played.values()] == [[], [], []]  # no more workers start
 
 
-def test_all_workers_must_stand_still_before_one_that_prints_its_stack_ends(nodes, monkeypatch):
+def test_all_workers_must_be_frozen_before_any_of_them_prints_its_stack(nodes, monkeypatch):
     nodes.start(planned())
     listen, seen = nodes.listen, []
 
@@ -300,25 +300,25 @@ def test_all_workers_must_stand_still_before_one_that_prints_its_stack_ends(node
     assert [asks(node) for node in nodes.played.values()] == [["dump"]] * 3
 
 
-def test_nodes_that_stay_must_have_said_that_they_are_clean(nodes, monkeypatch):
+def test_nodes_that_stay_up_must_confirm_that_they_are_clean(nodes, monkeypatch):
     nodes.start(planned())
-    said = iter(nodes.played.values())
+    remaining = iter(nodes.played.values())
     listen = nodes.listen
 
     def next_one(timeout: float) -> None:
-        next(said).say("cleaned")
+        next(remaining).say("cleaned")
         listen(timeout)
 
     monkeypatch.setattr(nodes, "listen", next_one)
     assert not nodes.clean(nodes.played)
     assert [asks(node)[-1] for node in nodes.played.values()] == ["clean"] * 3
-    assert next(said, None) is None  # all have
+    assert next(remaining, None) is None  # all have confirmed
     monkeypatch.setattr(nodes, "listen", listen)
     monkeypatch.setattr(clients, "ANSWER_TIMEOUT", 0.01)
-    assert nodes.clean(nodes.played) == {*nodes.played}  # which they do not answer
+    assert nodes.clean(nodes.played) == {*nodes.played}  # none answers
 
 
-def test_a_node_without_a_connection_must_be_connected_to_and_cleaned_or_named(nodes, monkeypatch):
+def test_a_disconnected_node_must_be_reconnected_and_cleaned_or_be_returned(nodes, monkeypatch):
     monkeypatch.setattr(clients, "ANSWER_TIMEOUT", 0.01)
     nodes.up -= {"node-2"}
     nodes.played["node-0"].say("cleaned")
@@ -330,11 +330,11 @@ REFUSED = {"text": "start: 'X'", "long": "x" * 100_000, "lines": "a\nsucceeded: 
 
 
 @pytest.mark.parametrize("error", REFUSED.values(), ids=REFUSED)
-def test_what_a_node_refuses_must_be_a_failure_of_its_worker_and_a_warning_that_names_node_and_reason(nodes, error):
+def test_a_refused_request_must_fail_its_worker_and_warn_with_node_and_reason(nodes, error):
     nodes.start(planned())
     nodes.played["node-0"].say("refused", error=error)
     ended = []
-    while not ended:  # a long message comes in pieces
+    while not ended:  # a long message arrives in pieces
         ended = nodes.wait(30)
     assert [(end.rank, end.code, end.asked) for end in ended] == [(0, 126, False)]
     (warning,) = nodes.warnings()
@@ -342,7 +342,7 @@ def test_what_a_node_refuses_must_be_a_failure_of_its_worker_and_a_warning_that_
     assert nodes.warnings() == [] and nodes.running.keys() == {1, 2}
 
 
-def test_a_worker_that_runs_must_not_end_by_what_its_node_refuses(nodes):
+def test_a_refused_request_must_not_end_a_running_worker(nodes):
     nodes.start(planned(1))
     nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
     assert nodes.wait(30) == []
@@ -350,7 +350,7 @@ def test_a_worker_that_runs_must_not_end_by_what_its_node_refuses(nodes):
     assert nodes.wait(30) == [] and nodes.running == {0: "node-0"} and len(nodes.warnings()) == 1
 
 
-def test_a_node_that_refuses_for_ever_must_be_reported_once(nodes):
+def test_repeated_refusals_of_a_node_must_be_reported_once(nodes):
     nodes.start(planned(1))
     for _ in range(10):
         nodes.played["node-0"].say("refused", error="no")
@@ -363,7 +363,7 @@ def test_a_node_that_refuses_for_ever_must_be_reported_once(nodes):
     assert nodes.wait(30) and len(nodes.warnings()) == 1
 
 
-def test_a_node_must_be_believed_only_about_its_own_workers(nodes):
+def test_a_node_must_be_trusted_only_about_its_own_workers(nodes):
     nodes.start(planned())
     busy = {"pid": 7, "state": "R", "cpu": 5.0}
     nodes.played["node-0"].knows(running={"0": busy, "1": busy | {"cpu": 99.0}})
@@ -372,7 +372,7 @@ def test_a_node_must_be_believed_only_about_its_own_workers(nodes):
     assert nodes.doing() == {0: Doing("R", 5.0), 1: Doing("R", 5.0)}
 
 
-def test_nodes_must_be_waited_for_until_they_have_imported_what_workers_need(nodes):
+def test_nodes_must_count_as_warm_only_after_their_imports(nodes):
     names = ["node-0", "node-1"]
     nodes.played["node-0"].knows()
     nodes.played["node-1"].knows(importing=True)
@@ -382,7 +382,7 @@ def test_nodes_must_be_waited_for_until_they_have_imported_what_workers_need(nod
     assert nodes.warmed(names, 60)
 
 
-def test_a_node_that_cannot_be_asked_must_not_count_as_warm(nodes):
+def test_an_unreachable_node_must_not_count_as_warm(nodes):
     nodes.up.discard("node-1")
     nodes.played["node-0"].knows()
     assert not nodes.warmed(["node-0", "node-1"], 0)

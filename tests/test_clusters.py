@@ -1,4 +1,4 @@
-"""Which jobs a cluster's nodes can serve, and whose files are where, by the files of clusters alone."""
+"""Which jobs can use a cluster's nodes, and where their files are, decided by the cluster's files alone."""
 
 import dataclasses
 import os
@@ -22,7 +22,7 @@ SPEC = JobSpec(trainers=2, gpus="auto")
 GPUS = HERE.but(gpus=tuple(f"GPU-{number}" for number in range(6)))
 
 
-def made(tmp_path: Path, spec: JobSpec = SPEC, site: Site = GPUS) -> cluster.Cluster:
+def new_cluster(tmp_path: Path, spec: JobSpec = SPEC, site: Site = GPUS) -> cluster.Cluster:
     return cluster.Cluster(JobPaths(tmp_path / "c-1"), spec, plan(spec, site, "c-1", 0))
 
 
@@ -48,7 +48,7 @@ def differences(one: cluster.Cluster, site: Site = GPUS, **wanted) -> list[str]:
         ("volume", "there"),
     ],
 )
-def test_a_job_that_asks_for_nodes_that_are_made_otherwise_must_not_get_a_cluster(tmp_path, key, value):
+def test_a_job_that_needs_differently_configured_nodes_must_not_use_a_cluster(tmp_path, key, value):
     (why,) = differences(made(tmp_path), **{key: value})
     there = "not set" if getattr(SPEC, key) is None else getattr(SPEC, key)
     assert why == f"{key} is {there} on the cluster, {value} in the job"
@@ -65,8 +65,8 @@ def test_a_job_that_asks_for_nodes_that_are_made_otherwise_must_not_get_a_cluste
         {"name": "other", "max_restarts": 9, "command": ("x.py",), "env": {"A": "b"}},
     ],
 )
-def test_a_job_that_asks_for_less_or_for_what_is_not_the_nodes_must_get_the_cluster(tmp_path, wanted):
-    assert differences(made(tmp_path), **wanted) == []
+def test_a_job_that_needs_less_or_differs_only_in_job_settings_must_use_the_cluster(tmp_path, wanted):
+    assert differences(new_cluster(tmp_path), **wanted) == []
 
 
 @pytest.mark.parametrize(
@@ -79,20 +79,20 @@ def test_a_job_that_asks_for_less_or_for_what_is_not_the_nodes_must_get_the_clus
         (GPUS.but(gpus=("GPU-9", "GPU-1", "GPU-2")), {}, "its nodes can access only 6 GPUs"),
     ],
 )
-def test_what_keeps_a_job_from_a_cluster_must_be_told(tmp_path, site, wanted, why):
-    (found,) = differences(made(tmp_path), site, **wanted)
+def test_the_reason_why_a_job_cannot_use_a_cluster_must_be_reported(tmp_path, site, wanted, why):
+    (found,) = differences(new_cluster(tmp_path), site, **wanted)
     assert why in found
 
 
-def test_spare_nodes_of_a_cluster_must_serve_a_larger_job(tmp_path):
-    one = made(tmp_path, dataclasses.replace(SPEC, spares=1))
+def test_standby_nodes_of_a_cluster_must_serve_a_larger_job(tmp_path):
+    one = new_cluster(tmp_path, dataclasses.replace(SPEC, spares=1))
     assert differences(one, trainers=3) == []
     assert differences(one, trainers=4) == ["it has 3 trainers, the job needs 4"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to run nodes as another user")
-def test_a_job_whose_nodes_would_run_as_another_user_must_not_get_a_cluster(tmp_path, monkeypatch):
-    one = made(tmp_path)
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run nodes as another user")
+def test_a_job_whose_nodes_would_run_as_another_user_must_not_use_a_cluster(tmp_path, monkeypatch):
+    one = new_cluster(tmp_path)
     (found,) = differences(one, user="1234:5678")
     assert found == f"its nodes run as user {users.without_account()[0]}, the job needs 1234"
     monkeypatch.setenv("SUDO_UID", "1001"), monkeypatch.setenv("SUDO_GID", "1001")
@@ -100,17 +100,17 @@ def test_a_job_whose_nodes_would_run_as_another_user_must_not_get_a_cluster(tmp_
 
 
 @pytest.mark.parametrize(("workers", "fits"), [(1, True), (2, True), (3, False)])
-def test_a_node_of_a_swarm_must_have_as_many_gpus_as_a_job_wants_of_it(tmp_path, workers, fits):
+def test_a_swarm_node_must_have_as_many_gpus_as_a_job_needs(tmp_path, workers, fits):
     swarm = GPUS.but(engine="swarm", gpus=tuple(f"GPU-{number}" for number in range(9)))
-    one = made(tmp_path, dataclasses.replace(SPEC, nproc_per_node=2), swarm)
+    one = new_cluster(tmp_path, dataclasses.replace(SPEC, nproc_per_node=2), swarm)
     wanted = {"trainers": 1, "nproc_per_node": workers}
     found = differences(one, swarm, **wanted)
     assert found == ([] if fits else ["its nodes have 2 GPUs each"])
-    assert differences(one, swarm, gpus="none", **wanted) == []  # where it wants none
+    assert differences(one, swarm, gpus="none", **wanted) == []  # if it needs none
 
 
-def test_a_cluster_that_a_job_uses_must_say_which_job_and_which_process_does(tmp_path):
-    one = made(tmp_path)
+def test_a_cluster_in_use_must_name_the_job_and_the_process_that_use_it(tmp_path):
+    one = new_cluster(tmp_path)
     one.paths.create_cluster(users.nodes_of(one.spec))
     with supervised(one.paths.root) as other:
         assert differences(one) == [f"it is in use by a job (process {other.pid})"]  # which has just begun
@@ -120,8 +120,8 @@ def test_a_cluster_that_a_job_uses_must_say_which_job_and_which_process_does(tmp
         assert differences(one) == [f"it is in use by b-1 (process {other.pid})"]
 
 
-def test_a_cluster_on_which_a_job_has_not_ended_must_not_be_given_to_another_one(tmp_path):
-    one = made(tmp_path)
+def test_a_cluster_with_an_unfinished_job_must_not_be_given_to_another_job(tmp_path):
+    one = new_cluster(tmp_path)
     create(one.paths, cluster="c-1")
     left = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
     assert differences(one) == ["a-1 has not ended on it and has no supervisor: attach to it or stop it"]
@@ -130,23 +130,23 @@ def test_a_cluster_on_which_a_job_has_not_ended_must_not_be_given_to_another_one
 
 
 @pytest.mark.parametrize(("engine", "folder"), [("docker", "/job/a-1"), ("swarm", "/job/a-1"), ("process", "/job")])
-def test_a_job_on_a_cluster_must_write_to_a_folder_of_its_own(tmp_path, engine, folder):
-    placed = made(tmp_path, site=GPUS.but(engine=engine)).placement(HERE.placement, "a-1")
+def test_a_job_on_a_cluster_must_write_to_its_own_folder(tmp_path, engine, folder):
+    placed = new_cluster(tmp_path, site=GPUS.but(engine=engine)).placement(HERE.placement, "a-1")
     assert (placed.job_dir, placed.cluster) == (folder, "c-1")
 
 
-def test_clusters_must_be_found_in_the_order_of_their_names_without_jobs_and_halves(tmp_path):
-    for name in ("c-2", "c-1", "half"):
+def test_clusters_must_be_listed_by_name_without_jobs_and_incomplete_ones(tmp_path):
+    for name in ("c-2", "c-1", "partial"):
         create(JobPaths(tmp_path / name), cluster=name)
     create(JobPaths(tmp_path / "a-1"))
-    (tmp_path / "half" / "plan.json").unlink()
+    (tmp_path / "partial" / "plan.json").unlink()
     found = cluster.found(tmp_path)
     assert [one.name for one in found] == ["c-1", "c-2"]
     assert (found[0].spec.trainers, found[0].plan.job_id) == (2, "c-1")
     assert cluster.found(tmp_path / "none") == []
 
 
-def test_a_cluster_must_have_all_its_nodes_up_with_the_spare_ones(tmp_path):
+def test_bringing_up_a_cluster_must_start_all_its_nodes_including_standby_nodes(tmp_path):
     engine, seen = Whole(), []
     engine.inventory = lambda spec, run, look_inside: HERE if look_inside else None
     engine.up = lambda plan: seen.append((plan.nodes, plan.project, engine.run))
@@ -159,7 +159,7 @@ def test_a_cluster_must_have_all_its_nodes_up_with_the_spare_ones(tmp_path):
 
 
 @pytest.mark.parametrize("error", [EngineError, KeyboardInterrupt])
-def test_a_cluster_that_does_not_come_up_must_leave_nothing_and_say_why(tmp_path, error):
+def test_a_cluster_that_fails_to_start_must_leave_nothing_and_report_why(tmp_path, error):
     engine = Whole()
 
     def fail(*_) -> None:
@@ -172,8 +172,8 @@ def test_a_cluster_that_does_not_come_up_must_leave_nothing_and_say_why(tmp_path
     assert [call.partition("-")[0] for call in engine.calls] == ["prepare", "remove mine"] and engine.graces == [0]
 
 
-def test_the_files_of_a_clusters_jobs_must_outlive_it(tmp_path):
-    one = made(tmp_path)
+def test_the_files_of_a_clusters_jobs_must_be_kept_when_it_is_taken_down(tmp_path):
+    one = new_cluster(tmp_path)
     create(one.paths, cluster="c-1")
     for name in ("a-1", "b-1"):
         create(JobPaths(tmp_path / name), cluster="c-1").log(0).write_text(name)
@@ -191,8 +191,8 @@ def test_the_files_of_a_clusters_jobs_must_outlive_it(tmp_path):
         assert store.load(JobPaths(tmp_path / name))[1].job_id == name
 
 
-def test_the_files_must_stay_where_the_nodes_cannot_be_removed(tmp_path):
-    one = made(tmp_path)
+def test_the_files_of_a_cluster_must_be_kept_if_its_nodes_cannot_be_removed(tmp_path):
+    one = new_cluster(tmp_path)
     create(one.paths, cluster="c-1")
     engine = Whole()
 
@@ -205,15 +205,15 @@ def test_the_files_must_stay_where_the_nodes_cannot_be_removed(tmp_path):
     assert one.paths.spec.exists()
 
 
-# --- what every engine has
+# --- every engine
 
 
 @pytest.mark.parametrize(("run", "is_one"), [("runs/c-1/nodes", True), ("runs/nodes/a-1", False), ("runs/a-1", False)])
-def test_a_cluster_must_be_told_from_a_job_by_its_folder(run, is_one):
+def test_a_cluster_must_be_distinguished_from_a_job_by_its_folder(run, is_one):
     assert JobState("x", "docker", 1, Path(run), 0).cluster is is_one
 
 
-def test_keys_that_an_engine_does_not_know_must_be_named_where_they_are_set():
+def test_keys_that_an_engine_does_not_support_must_be_named_if_they_are_set():
     keys = ("image", "memory", "shm_size", "encrypt")
     spec = JobSpec(memory="2g", encrypt=True, volume="x", optional=["encrypt", "memory"])
     assert ignoring(JobSpec(), keys, "an engine") == ""
@@ -223,8 +223,8 @@ def test_keys_that_an_engine_does_not_know_must_be_named_where_they_are_set():
     assert error.value.hint.endswith("--set optional=memory,encrypt")
 
 
-def test_down_must_go_on_where_a_job_has_put_something_else_in_the_place_of_its_files(tmp_path):
-    one = made(tmp_path)
+def test_down_must_continue_if_a_job_has_replaced_its_folder(tmp_path):
+    one = new_cluster(tmp_path)
     create(one.paths, cluster="c-1")
     for name in ("a-1", "b-1"):
         create(JobPaths(tmp_path / name), cluster="c-1").log(0).write_text(name)
@@ -235,32 +235,32 @@ def test_down_must_go_on_where_a_job_has_put_something_else_in_the_place_of_its_
     assert not one.paths.root.exists() and (tmp_path / "b-1" / "logs" / "rank-0.log").read_text() == "b-1"
 
 
-def test_what_a_job_has_put_beside_its_folder_must_be_gone_with_it_and_no_other_job(tmp_path):
-    one = made(tmp_path)
+def test_files_next_to_the_folder_of_a_job_must_be_removed_with_it_but_no_other_job(tmp_path):
+    one = new_cluster(tmp_path)
     create(one.paths, cluster="c-1")
-    ended, waits = (create(JobPaths(tmp_path / name), cluster="c-1") for name in ("a-1", "b-1"))
+    ended, waiting = (create(JobPaths(tmp_path / name), cluster="c-1") for name in ("a-1", "b-1"))
     ended.log(0).write_text("mine")
     (one.paths.nodes / "kept").hardlink_to(ended.log(0))
     (one.paths.nodes / "a-2").mkdir()
     store.bring_home(ended)
-    assert [path.name for path in one.paths.nodes.iterdir()] == ["b-1"] and waits.log(0).parent.is_dir()
+    assert [path.name for path in one.paths.nodes.iterdir()] == ["b-1"] and waiting.log(0).parent.is_dir()
     assert ended.log(0).stat().st_nlink == 1
 
 
-def test_what_a_job_has_set_on_the_folder_of_its_cluster_must_not_count_for_the_next_one(tmp_path):
-    one = made(tmp_path)
+def test_attributes_that_a_job_sets_on_the_folder_of_its_cluster_must_be_reset(tmp_path):
+    one = new_cluster(tmp_path)
     create(one.paths, cluster="c-1")
     mine = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
-    no_one = struct.pack("<I" + "HHI" * 3, 2, *(part for tag in (1, 4, 32) for part in (tag, 0, 0xFFFFFFFF)))
-    os.setxattr(one.paths.nodes, "system.posix_acl_default", no_one)  # of owner, group and others; see acl(5)
+    no_access = struct.pack("<I" + "HHI" * 3, 2, *(part for tag in (1, 4, 32) for part in (tag, 0, 0xFFFFFFFF)))
+    os.setxattr(one.paths.nodes, "system.posix_acl_default", no_access)  # of owner, group and others; see acl(5)
     os.setxattr(one.paths.nodes, "user.note", b"of job a")
     one.paths.nodes.chmod(0o2777)
     store.bring_home(mine)
     assert os.listxattr(one.paths.nodes) == [] and one.paths.nodes.stat().st_mode & 0o7777 == 0o755
 
 
-def test_what_a_job_has_moved_away_must_not_be_left_to_the_next_one(tmp_path):
-    one = made(tmp_path)
+def test_a_folder_that_a_job_has_moved_must_not_be_left_for_the_next_job(tmp_path):
+    one = new_cluster(tmp_path)
     create(one.paths, cluster="c-1")
     mine = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
     mine.folder.path.rename(one.paths.nodes / "elsewhere")
