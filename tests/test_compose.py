@@ -1,4 +1,4 @@
-"""Plain `docker compose up`, nobody orchestrating: any number of trainers must become one gang, in Compose's order."""
+"""Plain `docker compose up`, without the orchestrator: trainers must form one gang, in Compose's order."""
 
 import json
 import os
@@ -13,7 +13,7 @@ CPU = ("--profile", "cpu")
 
 
 class Project:
-    """The project's compose file, as a Compose project of its own that runs a test script."""
+    """The project's Compose file, as a separate Compose project that runs a test script."""
 
     def __init__(self, name: str, script: str) -> None:
         self.name = name
@@ -33,14 +33,14 @@ class Project:
 
 @pytest.fixture
 def project(docker_engine, nothing_left, request):
-    made = Project(f"test-{os.getpid()}", "probe.py --flag 'a b'")
-    yield made
+    compose = Project(f"test-{os.getpid()}", "probe.py --flag 'a b'")
+    yield compose
     for profile in ("cpu", "gpu"):
-        made("--profile", profile, "down", "--volumes", "--timeout", "1")
+        compose("--profile", profile, "down", "--volumes", "--timeout", "1")
 
 
 def workers(output: str) -> dict[str, dict]:
-    """What probe.py printed, by the name of the container that Compose shows."""
+    """The output of probe.py, by the container name that Compose prints."""
     found = re.findall(r"^(\S+) +\| \[rank (\d+)\] ({.*})$", output, re.M)
     assert all(json.loads(text)["env"]["RANK"] == rank for _, rank, text in found)
     return {name: json.loads(text) for name, rank, text in found}
@@ -65,13 +65,13 @@ def test_the_cpu_profile_must_rank_any_number_of_trainers(project, trainers):
     check_gang(done.stdout, "-cpu", trainers)
 
 
-def test_the_number_may_come_from_the_environment(project):
+def test_the_number_of_trainers_must_be_read_from_the_environment(project):
     done = project(*CPU, "up", TRAINERS="2")
     assert done.returncode == 0, done.stdout
     check_gang(done.stdout, "-cpu", 2)
 
 
-def test_a_node_may_have_several_workers(project):
+def test_a_node_must_be_able_to_run_several_workers(project):
     done = project(*CPU, "up", TRAINERS="2", NPROC_PER_NODE="2")
     assert done.returncode == 0, done.stdout
     found = re.findall(r"^(\S+) +\| \[rank (\d+)\] {", done.stdout, re.M)
@@ -97,7 +97,7 @@ def test_the_default_must_use_the_nvidia_runtime_and_give_every_node_its_own_gpu
     assert len(gpus) == 4 and all(re.fullmatch(r"GPU-[-\w]+", gpu) for gpu in gpus)
 
 
-def test_more_nodes_than_gpus_must_fail_with_the_ways_out(project, nvidia_runtime):
+def test_more_nodes_than_gpus_must_fail_with_a_hint(project, nvidia_runtime):
     done = project("up", "--scale", "trainer=4")
     assert done.returncode != 0
     assert "error: 5 workers on one machine need as many GPUs; it has 4" in done.stdout
@@ -105,7 +105,7 @@ def test_more_nodes_than_gpus_must_fail_with_the_ways_out(project, nvidia_runtim
     assert workers(done.stdout) == {}
 
 
-def test_after_a_rescale_the_order_must_count_not_the_number(project):
+def test_ranks_after_a_rescale_must_follow_the_order_of_containers_not_their_numbers(project):
     assert project(*CPU, "up", "--scale", "trainer-cpu=3").returncode == 0
     docker("rm", f"{project.name}-trainer-cpu-1")
     done = project(*CPU, "up", "--no-recreate", "--scale", "trainer-cpu=2")
@@ -136,7 +136,7 @@ def test_a_trainer_must_have_its_grace_period_when_the_gang_ends(project, tmp_pa
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_failing_rank_must_end_the_gang_and_up_must_end_non_zero(project, rank):
+def test_a_failing_rank_must_end_the_gang_and_make_up_fail(project, rank):
     project.env["NODE_COMMAND"] = f"steps.py {rank}=3"
     done = project(*CPU, "up", "--scale", "trainer-cpu=2")
     assert done.returncode != 0
@@ -146,7 +146,7 @@ def test_a_failing_rank_must_end_the_gang_and_up_must_end_non_zero(project, rank
     assert "all ranks succeeded" not in done.stdout
 
 
-def test_any_user_must_be_able_to_write_to_a_fresh_volume(docker_engine):
+def test_any_user_must_be_able_to_write_to_a_new_volume(docker_engine):
     mount = ("--mount", "type=volume,dst=/job", "--entrypoint", "touch")
     docker("run", "--rm", "--user", "4242:4242", *mount, "orchestrate-node:0.1", "/job/file")
 
@@ -158,7 +158,7 @@ def test_a_second_up_must_train_again(project):
         check_gang(done.stdout, "-cpu", 1)
 
 
-def test_no_node_may_hold_the_docker_socket_or_more_rights_than_it_needs(project):
+def test_nodes_must_have_no_docker_socket_and_no_unneeded_privileges(project):
     config = json.loads(project(*CPU, "--profile", "gpu", "config", "--format", "json").stdout)
     names = {"master", "trainer", "outcome"}
     assert set(config["services"]) == names | {f"{name}-cpu" for name in names}
@@ -176,7 +176,7 @@ def test_no_node_may_hold_the_docker_socket_or_more_rights_than_it_needs(project
             assert service.get("runtime") == (None if name.endswith("-cpu") else "nvidia"), name
 
 
-def test_the_scale_of_a_service_of_the_other_profile_must_be_refused_by_its_name(project):
+def test_scaling_a_service_of_an_inactive_profile_must_be_refused_by_name(project):
     done = project(*CPU, "up", "--scale", "trainer=3")
     assert done.returncode != 0
     assert "no such service: trainer: disabled" in done.stdout

@@ -1,4 +1,4 @@
-"""How the Docker Engine and Compose are talked to, with an engine that is played and a `docker` that is a script."""
+"""Communication with the Docker Engine and Compose, with a fake engine and a script in place of `docker`."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ from orchestrate.node.auth import Signer
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Have a script for `docker`."""
+    """Replace `docker` with a script."""
 
     def make(script: str) -> Path:
         path = tmp_path / "bin" / "docker"
@@ -52,14 +52,14 @@ def test_an_engine_on_another_machine_must_be_refused(monkeypatch, host):
 
 
 @pytest.mark.parametrize("host", ["tcp://127.0.0.1:1", "tcp://localhost:1", "unix:///none/docker.sock"])
-def test_an_engine_of_this_machine_that_does_not_answer_must_be_told_with_the_way_out(monkeypatch, host):
+def test_a_local_engine_that_does_not_answer_must_be_reported_with_a_hint(monkeypatch, host):
     monkeypatch.setenv("DOCKER_HOST", host)
     with pytest.raises(EngineError, match=f"cannot connect to Docker at {host}: (connection|no such)") as error:
         Daemon()
     assert "--engine process" in error.value.hint
 
 
-def test_the_engine_must_be_that_of_the_users_docker_context(tmp_path, monkeypatch):
+def test_the_engine_must_come_from_the_users_docker_context(tmp_path, monkeypatch):
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     monkeypatch.setenv("DOCKER_CONTEXT", "mine")
@@ -68,12 +68,12 @@ def test_the_engine_must_be_that_of_the_users_docker_context(tmp_path, monkeypat
         Daemon()
 
 
-def test_a_missing_compose_must_be_told_and_one_that_is_there_be_taken(answers, command, monkeypatch, tmp_path):
+def test_compose_must_be_used_if_installed_and_reported_if_missing(answers, command, monkeypatch, tmp_path):
     monkeypatch.setattr(daemon_module, "PLUGINS", [str(tmp_path / "none")])
-    command(f"echo $* > {tmp_path}/words; echo unknown command: compose >&2; exit 1")
+    command(f"echo $* > {tmp_path}/arguments; echo unknown command: compose >&2; exit 1")
     with pytest.raises(ResourceError, match="Compose v2 is missing.*unknown command: compose"):
         Daemon()
-    assert (tmp_path / "words").read_text().split()[-1] == "version"
+    assert (tmp_path / "arguments").read_text().split()[-1] == "version"
     command("exit 0")
     Daemon().client.close()
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -81,7 +81,7 @@ def test_a_missing_compose_must_be_told_and_one_that_is_there_be_taken(answers, 
         Daemon()
 
 
-def test_what_compose_prints_must_be_read_whatever_its_bytes(answers, command):
+def test_output_of_compose_that_is_not_utf_8_must_be_read(answers, command):
     daemon = Daemon()
     command("printf 'not \\377 text \\303\\251\\n' >&2; exit 1")
     with pytest.raises(EngineError, match="not \ufffd text é"):
@@ -89,7 +89,7 @@ def test_what_compose_prints_must_be_read_whatever_its_bytes(answers, command):
     daemon.client.close()
 
 
-def test_nodes_must_run_as_the_owner_of_the_run_directory_and_without_root_as_root(daemon, tmp_path):
+def test_nodes_must_run_as_the_owner_of_the_run_directory_or_as_root_on_a_rootless_engine(daemon, tmp_path):
     os.chown(tmp_path, 1234, 5678) if os.getuid() == 0 else None
     owner = tmp_path.stat()
     assert daemon.user(tmp_path, JobSpec()) == f"{owner.st_uid}:{owner.st_gid}"
@@ -99,7 +99,7 @@ def test_nodes_must_run_as_the_owner_of_the_run_directory_and_without_root_as_ro
     assert daemon.user(tmp_path, JobSpec()) != "0:0"
 
 
-def test_nodes_must_have_the_users_own_group_also_in_a_folder_that_gives_another_one(daemon, tmp_path, monkeypatch):
+def test_nodes_must_have_the_primary_group_of_the_user_not_the_group_of_the_folder(daemon, tmp_path, monkeypatch):
     user = tmp_path.stat().st_uid or 1234
     os.chown(tmp_path, user, 5678) if os.getuid() == 0 else None
     monkeypatch.setattr(os, "geteuid", lambda: user)
@@ -108,7 +108,7 @@ def test_nodes_must_have_the_users_own_group_also_in_a_folder_that_gives_another
 
 
 @pytest.mark.parametrize("asked", ["auto", "7:8", "7"])
-def test_nodes_must_not_run_as_root_where_that_was_not_asked_for(daemon, asked):
+def test_nodes_must_not_run_as_root_unless_requested(daemon, asked):
     """On a file system that knows no owners, or lets none be changed, the folder of root's nodes stays root's."""
     with pytest.raises(EngineError, match="nodes would run as root: / is owned by root") as error:
         daemon.user(Path("/"), JobSpec(user=asked))
@@ -116,14 +116,14 @@ def test_nodes_must_not_run_as_root_where_that_was_not_asked_for(daemon, asked):
 
 
 @pytest.mark.parametrize("asked", ["root", "0", "0:0", "0:5"])
-def test_nodes_must_run_as_root_where_that_was_asked_for(daemon, asked):
+def test_nodes_must_run_as_root_if_requested(daemon, asked):
     assert daemon.user(Path("/"), JobSpec(user=asked)) == "0:0"
 
 
-# --- what is asked of it
+# --- requests
 
 
-def test_containers_must_be_found_by_label_whether_they_run_or_not(answers, daemon):
+def test_containers_must_be_found_by_label_whether_running_or_not(answers, daemon):
     answers.container("master", "a", state="exited")
     answers.container("trainer-2", "b")
     assert [name_of(found) for found in daemon.containers("orchestrate.job=a")] == ["a-master-1"]
@@ -132,7 +132,7 @@ def test_containers_must_be_found_by_label_whether_they_run_or_not(answers, daem
     assert daemon.containers("orchestrate.job=c") == []
 
 
-def test_a_refusal_must_be_told_from_an_engine_that_is_away(answers, daemon):
+def test_a_refusal_must_be_distinguished_from_an_unreachable_engine(answers, daemon):
     answers.refusals["GET /containers/json"] = 500, "the store\nis broken"
     with pytest.raises(EngineError, match="could not list its containers: the store is broken") as refused:
         daemon.containers("x")
@@ -143,7 +143,7 @@ def test_a_refusal_must_be_told_from_an_engine_that_is_away(answers, daemon):
     assert lost.value.hint == daemon_module.GET_DOCKER
 
 
-def test_each_container_must_be_seen_to_though_some_need_it_no_more(answers, daemon):
+def test_each_container_must_be_handled_even_if_some_have_already_ended(answers, daemon):
     nodes = [answers.container(f"trainer-{number}") for number in range(1, 5)]
     answers.refusals[f"POST /containers/{nodes[0]['Id']}/kill"] = 404, "No such container"
     answers.refusals[f"POST /containers/{nodes[1]['Id']}/kill"] = 409, "is not running"
@@ -164,7 +164,7 @@ def test_a_container_must_be_young_only_while_it_runs(answers, daemon, state, ag
     assert daemon.young(daemon.containers("orchestrate.job")[0], 3600) is young
 
 
-def test_a_command_in_a_container_must_be_talked_to_over_its_stdin_and_stdout(answers, daemon):
+def test_a_command_in_a_container_must_be_reachable_over_its_stdin_and_stdout(answers, daemon):
     def echo(connection) -> None:
         node = Framed(connection)
         connection.sendall(framed(2, b"a warning"))
@@ -175,16 +175,16 @@ def test_a_command_in_a_container_must_be_talked_to_over_its_stdin_and_stdout(an
     link = daemon.talk("box", ["pipe", "-x"], KEY)
     assert link and link.send(protocol.Dump())
     assert eventually(link.receive) == [said("uploaded", tags={"heard": "{'ask': 'dump'}"})]
-    made = answers.of("POST /containers/box/exec")[1]
-    assert (made["Env"], made["User"]) == (["NODE_KEY="], "65534:65534")  # workers must neither read nor trace it
-    assert made["Cmd"] == ["pipe", "-x"] and made["AttachStdin"] and made["AttachStdout"] and not made["Tty"]
+    body = answers.of("POST /containers/box/exec")[1]
+    assert (body["Env"], body["User"]) == (["NODE_KEY="], "65534:65534")  # workers must neither read nor trace it
+    assert body["Cmd"] == ["pipe", "-x"] and body["AttachStdin"] and body["AttachStdout"] and not body["Tty"]
     link.close()
-    answers.speaks = lambda connection: connection.sendall(framed(1, b"no word\n"))
+    answers.speaks = lambda connection: connection.sendall(framed(1, b"no greeting\n"))
     assert daemon.talk("box", ["pipe"], KEY) is None
 
 
 @pytest.mark.parametrize("cut", [0, 5, -1])
-def test_what_a_node_says_at_once_must_not_be_lost(answers, daemon, cut):
+def test_a_greeting_that_arrives_with_the_response_must_not_be_lost(answers, daemon, cut):
     signer = Signer(KEY, listens=True)
     text = framed(2, b"a warning") + framed(1, signer.nonce)
     answers.at_once = text[:cut] if cut else text
@@ -206,7 +206,7 @@ def test_what_a_node_says_at_once_must_not_be_lost(answers, daemon, cut):
 
 
 @pytest.mark.parametrize("status", [404, 409])
-def test_a_container_that_is_not_up_must_not_be_talked_to(answers, daemon, status):
+def test_a_container_that_is_not_running_must_give_no_connection(answers, daemon, status):
     answers.refusals["POST /containers/box/exec"] = status, "is not running"
     assert daemon.talk("box", ["pipe"], KEY) is None
     answers.refusals["POST /containers/box/exec"] = 500, "out of room"
@@ -218,30 +218,30 @@ def test_a_container_that_is_not_up_must_not_be_talked_to(answers, daemon, statu
 
 
 def test_compose_must_be_run_for_this_project_with_only_the_jobs_own_settings(daemon, command, tmp_path, monkeypatch):
-    command(f"echo $* > {tmp_path}/words; env > {tmp_path}/env")
+    command(f"echo $* > {tmp_path}/arguments; env > {tmp_path}/env")
     for name in ("COMPOSE_FILE", "COMPOSE_PROFILES", "NODE_CODE", "MINE", "JOB_ID"):
         monkeypatch.setenv(name, "caller")
     daemon.compose("up", "--detach", env={"NODE_IMAGE": "mine", "JOB_ID": "j"}, capture=True)
-    words = (tmp_path / "words").read_text().split()
-    assert words == ["--host", daemon.host, "compose", "--project-directory", str(PROJECT), "up", "--detach"]
+    arguments = (tmp_path / "arguments").read_text().split()
+    assert arguments == ["--host", daemon.host, "compose", "--project-directory", str(PROJECT), "up", "--detach"]
     env = (tmp_path / "env").read_text().splitlines()
     assert {"NODE_IMAGE=mine", "MINE=caller", "JOB_ID=j"} <= set(env)
     assert not [line for line in env if line.startswith(("COMPOSE_", "NODE_CODE"))]
 
 
 @pytest.mark.parametrize(
-    ("capture", "told"), [(True, "docker compose: the last line"), (False, "docker compose master: see above")]
+    ("capture", "message"), [(True, "docker compose: the last line"), (False, "docker compose master: see above")]
 )
-def test_the_last_line_of_a_compose_that_fails_must_be_told(daemon, command, capture, told, capfd):
+def test_a_failure_of_compose_must_be_reported_with_its_last_line(daemon, command, capture, message, capfd):
     command("echo first; echo the last line >&2; echo; exit 17")
     with pytest.raises(EngineError) as error:
         daemon.compose("build", "master", capture=capture)
-    assert (str(error.value), type(error.value), error.value.hint) == (told, EngineError, "")
+    assert (str(error.value), type(error.value), error.value.hint) == (message, EngineError, "")
     command("echo; exit 17")
-    with pytest.raises(EngineError, match="see above"):  # which may not say much
+    with pytest.raises(EngineError, match="see above"):  # the last line may be empty
         daemon.compose("build", "master", capture=capture)
     shown = capfd.readouterr()
-    assert shown.out == ""  # which is the run directory's alone
+    assert shown.out == ""  # reserved for the run directory
     assert ("the last line" in shown.err, "first" in shown.err) == (not capture, not capture)
 
 
@@ -254,21 +254,21 @@ def test_the_last_line_of_a_compose_that_fails_must_be_told(daemon, command, cap
         ("could not find an available, non-overlapping IPv4 address pool", EngineError, "docker network prune"),
     ],
 )
-def test_what_compose_says_of_the_engine_must_be_understood(daemon, command, line, kind, hint):
+def test_engine_errors_in_the_output_of_compose_must_be_recognized(daemon, command, line, kind, hint):
     command(f"echo '{line}'; exit 1")
     with pytest.raises(EngineError, match=line[:20]) as error:
         daemon.compose("up", capture=True)
     assert type(error.value) is kind and hint in error.value.hint
 
 
-def test_compose_must_have_a_while_to_end_when_the_job_is_stopped(daemon, command, tmp_path, monkeypatch):
+def test_compose_must_get_time_to_finish_when_the_job_is_stopped(daemon, command, tmp_path, monkeypatch):
     command(f"sleep 0.5; touch {tmp_path}/made")
     daemon.compose("up", capture=True, stopped=lambda: True)
     assert (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_compose_that_does_not_end_must_be_ended_with_what_it_has_started(
+def test_a_compose_that_does_not_end_must_be_ended_with_its_child_processes(
     daemon, command, tmp_path, monkeypatch, listens
 ):
     monkeypatch.setattr(daemon_module, "COMPOSE_STOP_TIMEOUT", 0.1)
@@ -284,7 +284,7 @@ def test_a_compose_that_does_not_end_must_be_ended_with_what_it_has_started(
     assert (tmp_path / "asked").exists() is listens
 
 
-def test_a_compose_that_is_asked_to_end_must_have_a_while_for_it(daemon, command, tmp_path, monkeypatch):
+def test_a_compose_that_gets_sigterm_must_get_time_to_clean_up(daemon, command, tmp_path, monkeypatch):
     clock, calls = Clock(), []
     monkeypatch.setattr(daemon_module, "time", clock)
     command(f"trap 'kill $!; sleep 0.5; touch {tmp_path}/clean; exit' TERM\nsleep 600 & touch {tmp_path}/listens; wait")
@@ -292,7 +292,7 @@ def test_a_compose_that_is_asked_to_end_must_have_a_while_for_it(daemon, command
     def stopped() -> bool:
         if (tmp_path / "listens").exists():
             calls.append(clock.now)
-            clock.now += 100 if len(calls) == 2 else 0  # more than it has to end by itself
+            clock.now += 100 if len(calls) == 2 else 0  # longer than it gets to end by itself
         return True
 
     with pytest.raises(EngineError, match="did not exit in time"):
@@ -300,14 +300,14 @@ def test_a_compose_that_is_asked_to_end_must_have_a_while_for_it(daemon, command
     assert (tmp_path / "clean").exists()
 
 
-def test_a_compose_that_takes_too_long_must_be_ended_without_a_request(daemon, command, monkeypatch):
+def test_a_compose_that_takes_too_long_must_be_ended_without_a_stop_request(daemon, command, monkeypatch):
     monkeypatch.setattr(daemon_module, "COMPOSE_TIMEOUT", 0.1)
     command("exec sleep 600")
     with pytest.raises(EngineError, match="did not exit in time"):
         daemon.compose("up", capture=True)
 
 
-def test_ctrl_c_must_be_passed_on_when_compose_has_ended(tmp_path):
+def test_ctrl_c_must_be_raised_after_compose_has_ended(tmp_path):
     class Interrupted(subprocess.Popen[str]):
         counts = 0
 
@@ -330,11 +330,11 @@ def test_ctrl_c_must_not_reach_a_compose_that_brings_nodes_up(daemon, command, t
     assert (tmp_path / "group").read_text().split() == (tmp_path / "pid").read_text().split()
 
 
-# --- words
+# --- error messages
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (
             requests.ConnectionError("('Connection aborted.', PermissionError(13, 'Permission denied'))"),
@@ -346,5 +346,5 @@ def test_ctrl_c_must_not_reach_a_compose_that_brings_nodes_up(daemon, command, t
         (docker.errors.DockerException("x" * 1000), "x" * 300),
     ],
 )
-def test_an_error_of_the_engine_must_be_told_in_one_line(error, told):
-    assert reason(error) == told
+def test_an_engine_error_must_be_reported_in_one_line(error, message):
+    assert reason(error) == message

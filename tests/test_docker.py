@@ -1,4 +1,4 @@
-"""What is asked of a Docker Engine for a job, and what is made of its answers, with an engine that is played."""
+"""Requests to a Docker Engine for a job, and the handling of its answers, with a fake engine."""
 
 import dataclasses
 import os
@@ -27,19 +27,19 @@ from orchestrate.job.spec import JobSpec
 
 @pytest.fixture
 def job(tmp_path, monkeypatch) -> Iterator[Job]:
-    made = Job(tmp_path, monkeypatch)
-    yield made
-    made.close()
+    job = Job(tmp_path, monkeypatch)
+    yield job
+    job.close()
 
 
-def short(node: dict[str, Any], what: str) -> str:
+def request(node: dict[str, Any], what: str) -> str:
     return f"POST /containers/{node['Id']}/{what}"
 
 
 # --- up
 
 
-def test_nodes_that_are_well_must_be_left_alone(job):
+def test_healthy_nodes_must_be_left_alone(job):
     for name in ("master", "trainer-1"):
         job.answers.container(name)
     job.answers.container("trainer-1", "other", state="paused")
@@ -59,21 +59,21 @@ def test_nodes_that_are_well_must_be_left_alone(job):
         ("exited", [], ["connect", "start"]),
     ],
 )
-def test_a_node_that_is_not_well_must_be_brought_back_without_compose(job, state, networks, done):
+def test_an_unhealthy_node_must_be_brought_back_without_compose(job, state, networks, done):
     job.answers.network()
     job.answers.network("other")
-    job.answers.network("other-j")  # whose name ends like this one's
-    well, ill = job.answers.container("master"), job.answers.container("trainer-1", state=state)
-    ill["NetworkSettings"]["Networks"] = dict.fromkeys(networks, {})
+    job.answers.network("other-j")  # its name ends like that of the job
+    healthy, unhealthy = job.answers.container("master"), job.answers.container("trainer-1", state=state)
+    unhealthy["NetworkSettings"]["Networks"] = dict.fromkeys(networks, {})
     job.session().up(job.plan())
     assert [asked.rpartition("/")[2] for asked in job.answers.did()] == done
-    assert not [asked for asked in job.answers.did() if well["Id"] in asked]
+    assert not [asked for asked in job.answers.did() if healthy["Id"] in asked]
     assert job.words() == []
     if "connect" in done:
         assert job.answers.of("POST /networks/net-j/connect")[1]["EndpointConfig"]["Aliases"] == ["trainer"]
 
 
-def test_nodes_that_are_missing_must_be_composes_to_bring_up(job):
+def test_missing_nodes_must_be_created_by_compose(job):
     job.answers.container("master")
     job.compose(f"touch {job.folder}/up")
     job.answers.happens = lambda what: (
@@ -89,14 +89,14 @@ def test_nodes_that_are_missing_must_be_composes_to_bring_up(job):
     assert job.words()[5:] == [*project, "up", *options, "master", "trainer"]
 
 
-def test_nodes_that_compose_does_not_bring_up_must_be_counted(job):
+def test_nodes_that_compose_does_not_bring_up_must_be_counted_in_the_error(job):
     job.answers.container("master")
     with pytest.raises(EngineError, match="Compose did not start 2 of 3 nodes"):
         job.session(JobSpec(trainers=2)).up(job.plan(JobSpec(trainers=2)))
     assert "trainer=2" in job.words()
 
 
-def test_a_container_that_cannot_be_started_must_be_composes_to_make_anew(job):
+def test_a_container_that_cannot_be_started_must_be_recreated_by_compose(job):
     job.answers.container("master")
     ill = job.answers.container("trainer-1", state="exited")
     job.answers.refusals[short(ill, "start")] = 500, "no such runtime"
@@ -105,10 +105,10 @@ def test_a_container_that_cannot_be_started_must_be_composes_to_make_anew(job):
     assert job.words()
 
 
-def test_an_engine_that_goes_away_while_nodes_are_brought_back_must_be_told(job):
+def test_an_engine_that_is_lost_while_nodes_are_brought_back_must_be_reported(job):
     job.answers.container("master")
-    ill = job.answers.container("trainer-1", state="exited")
-    job.answers.happens = lambda what: what == short(ill, "start") and 1 / 0
+    stopped = job.answers.container("trainer-1", state="exited")
+    job.answers.happens = lambda what: what == request(stopped, "start") and 1 / 0
     with pytest.raises(EngineLost):
         job.session().up(job.plan())
     assert job.words() == []
@@ -130,7 +130,7 @@ def test_a_folder_that_compose_cannot_mount_must_be_refused_by_name(job, path):
     assert caught.value.hint and job.answers.did() == []
 
 
-def test_compose_must_be_told_what_the_job_says(job):
+def test_compose_must_get_the_settings_of_the_job(job):
     spec = JobSpec(trainers=1, memory="3g", cpus=1.5, shm_size="512m", grace=60.0, image="mine:1")
     engine = job.settled(spec=spec, preload=("torch", "wave"))
     assert (
@@ -155,14 +155,14 @@ def test_compose_must_be_told_what_the_job_says(job):
             "NODE_SOCKETS": "/run/orchestrate",
         }.items()
     )
-    free = job.settled()
-    assert (free.env["NODE_MEMORY"], free.env["NODE_CPUS"]) == ("0", "0")
+    unlimited = job.settled()
+    assert (unlimited.env["NODE_MEMORY"], unlimited.env["NODE_CPUS"]) == ("0", "0")
     with pytest.raises(EngineError):
-        free.up(job.plan())
-    assert job.env().items() >= free.env.items()
+        unlimited.up(job.plan())
+    assert job.env().items() >= unlimited.env.items()
 
 
-def test_nodes_must_share_a_folder_of_sockets_and_see_of_the_code_what_is_code(job):
+def test_nodes_must_share_a_socket_folder_and_see_the_code_folder_without_ignored_files(job):
     code = job.folder / "my $code"
     for name in ("runs/a-1", ".git", "data/large", "src"):
         (code / name).mkdir(parents=True)
@@ -173,21 +173,21 @@ def test_nodes_must_share_a_folder_of_sockets_and_see_of_the_code_what_is_code(j
         job.session(code=str(code)).up(job.plan(code=str(code)))
     folder, *hidden, sockets = job.given()
     bound = {"type": "bind", "bind": {"create_host_path": False}}
-    assert folder == {**bound, "source": str(job.run), "target": "/job"}  # in the place of Compose's volume
-    places = {mount["target"]: (mount["type"], mount["read_only"]) for mount in hidden}
+    assert folder == {**bound, "source": str(job.run), "target": "/job"}  # replaces Compose's volume
+    hidden_mounts = {mount["target"]: (mount["type"], mount["read_only"]) for mount in hidden}
     empty = dict.fromkeys((f"/workspace/{name}" for name in (".git", "data", "runs")), ("tmpfs", True))
-    assert places == empty | {"/workspace/key.env": ("bind", True)}
+    assert hidden_mounts == empty | {"/workspace/key.env": ("bind", True)}
     assert sockets == {**bound, "source": str(job.sockets), "target": "/run/orchestrate"}
     assert stat.S_IMODE(job.sockets.stat().st_mode) == 0o700
 
 
-def test_the_gpus_of_the_plan_and_no_others_must_be_given(job):
+def test_nodes_must_get_only_the_gpus_of_the_plan(job):
     engine = job.settled(gpus=with_gpus(4).gpus, spec=dataclasses.replace(SPEC, nproc_per_node=1, gpus="all"))
     assert (engine.env["NODE_RUNTIME"], engine.env["NODE_GPUS"]) == ("nvidia", "GPU-0,GPU-1")
     assert engine.devices == {}
 
 
-def test_a_job_on_the_network_of_its_host_must_have_composes_second_file(job):
+def test_a_job_on_the_host_network_must_use_the_second_compose_file(job):
     spec = JobSpec(trainers=0, network="host")
     engine = job.settled(spec=spec)
     with pytest.raises(EngineError):
@@ -195,16 +195,16 @@ def test_a_job_on_the_network_of_its_host_must_have_composes_second_file(job):
     files = [word for word in job.words() if word.endswith(".yml") or word == "-"]
     assert [Path(file).name for file in files] == ["docker-compose.yml", "host-network.yml", "-"]
     assert [mount["target"] for mount in job.given()] == ["/job"]
-    assert not job.env()["NODE_SOCKETS"]  # there a node's socket would not have a name of its own
+    assert not job.env()["NODE_SOCKETS"]  # nodes there share a host name, and so the name of the socket
     node = job.answers.container("master")
     node["NetworkSettings"]["Networks"] = {"host": {}}
     assert {*engine.alive()} == {"master"}
 
 
-# --- which nodes there are
+# --- nodes
 
 
-def test_nodes_must_be_those_that_run_on_the_jobs_network(job):
+def test_only_containers_running_on_the_jobs_network_must_count_as_nodes(job):
     engine = job.settled("master", "trainer-1", "trainer-2", "trainer-3", "trainer-12")
     for index, state in ((1, "exited"), (2, "paused")):
         job.answers.containers[index]["State"] = state
@@ -212,12 +212,12 @@ def test_nodes_must_be_those_that_run_on_the_jobs_network(job):
     assert {*engine.alive()} == {"master", "trainer-12"}
 
 
-def test_a_container_that_was_told_to_end_must_be_waited_for_and_not_longer_than_that_may_take(job, monkeypatch):
+def test_a_container_that_is_being_stopped_must_be_waited_for_within_a_time_limit(job, monkeypatch):
     engine = job.settled("master", "trainer-1")
     _, node = job.answers.containers
     engine.dying = {node["Id"]}
     job.answers.happens = lambda what: (
-        len(job.answers.asked) == 3 and node.update(State="exited")  # what the engine's list shows only later
+        len(job.answers.asked) == 3 and node.update(State="exited")  # the engine's list shows it late
     )
     assert {*engine.alive()} == {"master"} and not engine.dying
     assert len(job.answers.asked) == 3
@@ -229,7 +229,7 @@ def test_a_container_that_was_told_to_end_must_be_waited_for_and_not_longer_than
     assert 4 < clock.now - began < 6
 
 
-def test_a_signal_that_ends_no_node_must_not_make_it_be_waited_for(job):
+def test_a_node_must_be_waited_for_only_after_a_signal_that_ends_it(job):
     engine = job.settled("master")
     (node,) = job.answers.containers
     for signal, dying in (("10", False), ("15", True)):
@@ -249,12 +249,12 @@ def test_a_signal_that_ends_no_node_must_not_make_it_be_waited_for(job):
 # --- connections
 
 
-def played(folder: Path, name: str, message: bytes) -> socket.socket:
-    """A node that listens on a socket, and says this to the first client that asks."""
+def play_node(folder: Path, name: str, message: bytes) -> socket.socket:
+    """Listen on a socket like a node, and send `message` to the first client that asks for its status."""
     folder.mkdir(exist_ok=True)
     server = listening(folder, name)
 
-    def speak() -> None:
+    def answer() -> None:
         connection, _ = server.accept()
         with connection:
             node = End(connection, listens=True)
@@ -263,21 +263,21 @@ def played(folder: Path, name: str, message: bytes) -> socket.socket:
             while connection.recv(1000):
                 pass
 
-    threading.Thread(target=speak, daemon=True).start()
+    threading.Thread(target=answer, daemon=True).start()
     return server
 
 
 KNOWS = sent("status", codes={"0": 0, "1": 3}, hints={"0": "", "1": ""})
 
 
-def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(job, monkeypatch):
+def test_a_node_on_the_same_kernel_must_be_reached_by_its_socket(job, monkeypatch):
     master, trainer = job.answers.container("master"), job.answers.container("trainer-1")
     names = [node["Id"][:12] for node in (master, trainer)]
     assert names == ["j-master-000", "j-trainer-1-"]
     monkeypatch.setattr(docker_module, "LISTEN_TIMEOUT", 30.0)
     job.answers.started = time.strftime("%Y-%m-%dT%H:%M:%S.123456789Z", time.gmtime())
-    servers = [played(job.sockets, names[0], KNOWS)]
-    late = threading.Timer(0.1, lambda: servers.append(played(job.sockets, names[1], KNOWS)))
+    servers = [play_node(job.sockets, names[0], KNOWS)]
+    late = threading.Timer(0.1, lambda: servers.append(play_node(job.sockets, names[1], KNOWS)))
     late.start()
     engine = job.session()
     assert engine.adopt(job.plan()) == set()
@@ -289,7 +289,7 @@ def test_a_node_must_be_reached_by_its_socket_where_that_is_of_the_same_kernel(j
 
 
 @pytest.mark.parametrize("why", ["network", "Docker Desktop", "no socket"])
-def test_a_node_must_be_reached_through_the_engine_where_it_has_to_be(job, why):
+def test_a_node_must_be_reached_through_the_engine_if_its_socket_cannot_be_used(job, why):
     def speak(connection: socket.socket) -> None:
         node = Framed(connection)
         assert node.hear() == {"ask": "status"}
@@ -306,18 +306,18 @@ def test_a_node_must_be_reached_through_the_engine_where_it_has_to_be(job, why):
     assert engine.adopt(job.plan(spec)) == set()
     assert engine.env["NODE_SOCKETS"] == ("/run/orchestrate" if why == "no socket" else "")
     execs = [asked for asked in job.answers.did() if asked.endswith("/exec")]
-    assert sorted(execs) == [short(node, "exec") for node in nodes]
+    assert sorted(execs) == [request(node, "exec") for node in nodes]
     command = job.answers.of(execs[0])[1]["Cmd"]
     assert command[0] == "python" and command[-1].endswith("node/pipe.py")
 
 
 @pytest.mark.parametrize(("state", "lost"), [("paused", False), ("exited", True), ("", True)])
-def test_a_node_that_cannot_be_reached_must_be_lost_unless_it_may_come_to_itself(job, state, lost):
+def test_an_unreachable_node_must_be_lost_unless_it_may_recover(job, state, lost):
     job.answers.container("master")["State"] = "exited"
     if state:
         node = job.answers.container("trainer-1", state=state)
-        job.answers.refusals[short(node, "exec")] = 409, f"is {state}"
-    job.answers.refusals[short(job.answers.containers[0], "exec")] = 409, "is not running"
+        job.answers.refusals[request(node, "exec")] = 409, f"is {state}"
+    job.answers.refusals[request(job.answers.containers[0], "exec")] = 409, "is not running"
     engine = job.session()
     if lost:
         assert engine.adopt(job.plan()) == set()
@@ -327,7 +327,7 @@ def test_a_node_that_cannot_be_reached_must_be_lost_unless_it_may_come_to_itself
             engine.adopt(job.plan())
 
 
-def test_a_connection_that_has_ended_must_be_judged_by_a_fresh_look(job):
+def test_the_state_of_a_container_must_be_queried_again_after_its_connection_ended(job):
     engine = job.settled("master", "trainer-1")
     old = engine.nodes["master"]
     assert engine.runs("master") and engine.nodes["master"] is not old

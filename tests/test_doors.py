@@ -1,4 +1,4 @@
-"""What leads out of the folder of code, on the real engine: sockets, pipes, and file systems of the kernel."""
+"""Ways out of the code folder, on the real engine: sockets, pipes and kernel file systems."""
 
 import contextlib
 import os
@@ -10,21 +10,21 @@ from test_rogue import ALONE
 
 pytestmark = pytest.mark.docker
 
-TALKS = """
+CONNECT = """
 import os, socket
 for name in ("agent.sock", "sub/agent.sock"):
     try:
         socket.socket(socket.AF_UNIX).connect(name)
-        print("TALKS", name, flush=True)
+        print("CONNECTED", name, flush=True)
     except OSError as error:
         print(name, error.strerror, flush=True)
 os.write(os.open("pipe", os.O_RDWR | os.O_NONBLOCK), b"from the job")
 """
 
 
-def test_a_job_must_not_talk_to_what_listens_in_the_folder_of_code(cli, docker_engine, nothing_left):
+def test_a_job_must_not_reach_sockets_and_pipes_in_the_code_folder(cli, docker_engine, nothing_left):
     (cli.folder / "sub").mkdir()
-    (cli.folder / "talks.py").write_text(TALKS)
+    (cli.folder / "connect.py").write_text(CONNECT)
     os.mkfifo(cli.folder / "pipe")
     (cli.folder / "pipe").chmod(0o666)
     with contextlib.ExitStack() as stack:
@@ -33,9 +33,9 @@ def test_a_job_must_not_talk_to_what_listens_in_the_folder_of_code(cli, docker_e
             (cli.folder / name).chmod(0o666)
         reader = os.open(cli.folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
         stack.callback(os.close, reader)
-        cli(*ALONE, "--name", "mine", "--", "talks.py")
+        cli(*ALONE, "--name", "mine", "--", "connect.py")
         (log,) = cli.folder.glob("runs/mine-*/logs/rank-0.log")
-        assert "sub/agent.sock" in log.read_text() and "TALKS" not in log.read_text()
+        assert "sub/agent.sock" in log.read_text() and "CONNECTED" not in log.read_text()
         assert os.read(reader, 100) == b""
 
 
@@ -46,12 +46,12 @@ for root in pathlib.Path("rootfs/proc").glob("[0-9]*/root"):
         print("REACHED", root, len([*root.iterdir()]), flush=True)
     except OSError as error:
         print(root, error.strerror)
-print("looked")
+print("done")
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="takes root to mount a file system")
-def test_a_job_must_not_reach_the_files_of_processes_by_a_proc_in_the_folder_of_code(cli, docker_engine, nothing_left):
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to mount a file system")
+def test_a_job_must_not_reach_files_of_processes_through_a_proc_in_the_code_folder(cli, docker_engine, nothing_left):
     (cli.folder / "roots.py").write_text(ROOTS)
     (cli.folder / "rootfs" / "proc").mkdir(parents=True)
     subprocess.run(["mount", "-t", "proc", "proc", cli.folder / "rootfs" / "proc"], check=True)
@@ -60,4 +60,4 @@ def test_a_job_must_not_reach_the_files_of_processes_by_a_proc_in_the_folder_of_
     finally:
         subprocess.run(["umount", cli.folder / "rootfs" / "proc"], check=True)
     (log,) = cli.folder.glob("runs/mine-*/logs/rank-0.log")
-    assert done.returncode == 0 and log.read_text() == "looked\n"
+    assert done.returncode == 0 and log.read_text() == "done\n"

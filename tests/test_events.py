@@ -1,4 +1,4 @@
-"""Events must be kept in order and whole, and say of a job what a second supervisor has to know."""
+"""Events must be kept complete and in order, with all that a second supervisor needs to know about a job."""
 
 import dataclasses
 import json
@@ -18,9 +18,9 @@ from orchestrate.job.recorder import Recorder, objects
 
 @pytest.fixture
 def clock(monkeypatch):
-    made = Clock()
-    monkeypatch.setattr("orchestrate.job.recorder.time", made)
-    return made
+    fake = Clock()
+    monkeypatch.setattr("orchestrate.job.recorder.time", fake)
+    return fake
 
 
 @pytest.fixture
@@ -29,24 +29,24 @@ def path(tmp_path):
 
 
 def kept(path) -> list[dict]:
-    """The events that are in the file."""
+    """The events in the file."""
     return objects(path.read_bytes().splitlines())
 
 
-def test_an_event_must_be_in_the_file_in_memory_and_shown_at_once(path, clock):
+def test_an_event_must_be_written_kept_in_memory_and_shown_at_once(path, clock):
     shown = []
     emit = Recorder(path, shown.append)
     clock.sleep(1.5)
     emit(events.HangFound({0: "S"}, 20.0))
     first = {"event": "hang_found", "time": 1_000_001.5, "seconds": 1.5, "after": 20.0, "states": {"0": "S"}}
-    assert kept(path) == [first]  # it is read while the recorder is still open
+    assert kept(path) == [first]  # read while the recorder is still open
     assert emit.events == shown == [events.HangFound({0: "S"}, 20.0, time=1_000_001.5, seconds=1.5)]
     emit(events.EngineBack())
     emit.close()
     assert [line["event"] for line in kept(path)] == ["hang_found", "engine_back"]
 
 
-def test_a_second_recorder_must_go_on_with_the_seconds_of_the_job(path, clock):
+def test_a_second_recorder_must_continue_the_elapsed_seconds_of_the_job(path, clock):
     first = Recorder(path)
     first(events.EngineBack())
     clock.sleep(10)
@@ -61,12 +61,12 @@ def test_a_second_recorder_must_go_on_with_the_seconds_of_the_job(path, clock):
     assert [*map(events.to_line, second.events)] == kept(path)
 
 
-def test_a_clock_that_was_set_back_must_not_make_time_negative(path, clock):
+def test_a_clock_that_was_set_back_must_not_give_negative_seconds(path, clock):
     path.write_text(json.dumps({"event": "engine_back", "time": clock.now + 3600, "seconds": 0.0}) + "\n")
     assert Recorder(path).seconds() == 0.0
 
 
-def test_half_a_line_of_a_process_that_was_killed_must_not_spoil_the_next_event(path):
+def test_a_partial_line_of_a_killed_process_must_not_corrupt_the_next_event(path):
     path.write_text('{"event": "engine_back", "time": 1.0, "seconds": 0.0}\n{"event": "tw')
     emit = Recorder(path)
     emit(events.NodeBack())
@@ -74,7 +74,7 @@ def test_half_a_line_of_a_process_that_was_killed_must_not_spoil_the_next_event(
     assert [event["event"] for event in kept(path)] == ["engine_back", "node_back"]
 
 
-def test_an_event_of_which_the_disk_took_a_part_must_be_whole_once_there_is_room(tmp_path):
+def test_a_partly_written_event_must_be_completed_once_the_disk_has_space(tmp_path):
     path = tmp_path / "events.jsonl"
     emit = Recorder(path)
     emit(events.EngineBack())
@@ -90,7 +90,7 @@ def test_an_event_of_which_the_disk_took_a_part_must_be_whole_once_there_is_room
     emit.close()
 
 
-def test_events_must_be_written_in_order_and_once_when_the_disk_has_room_again(path, monkeypatch):
+def test_events_must_be_written_in_order_and_once_when_the_disk_has_space_again(path, monkeypatch):
     emit, write, full = Recorder(path), os.write, [True]
 
     def full_disk(descriptor: int, data: bytes) -> int:
@@ -117,7 +117,7 @@ def test_a_recorder_must_leave_no_file_open(path):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_what_is_no_event_must_not_count_as_one(path):
+def test_lines_that_are_not_events_must_be_ignored(path):
     path.write_text(
         '{"event": "engine_back", "time": 1.0, "seconds": 0.0}\n[1]\n"two"\n{"event": 3}\n{"other": 1}\nnull\n'
         + "[" * 100_000
@@ -127,7 +127,7 @@ def test_what_is_no_event_must_not_count_as_one(path):
     assert objects([b'{"a": 1}', b"7", b"\xff", b'{"b": 2}']) == [{"a": 1}, {"b": 2}]
 
 
-# --- whose they are
+# --- authentication
 
 KEY = bytes(range(32))
 
@@ -136,7 +136,7 @@ ONE, TWO, THREE = events.EngineBack(), events.NodesDown(), events.NodeBack()
 
 
 def lines(path, *happened: events.Event, key: bytes = KEY) -> list[str]:
-    """The lines of a file, after these events."""
+    """Record events, and return the lines of the file."""
     emit = Recorder(path, key=key)
     for event in happened:
         emit(event)
@@ -144,7 +144,7 @@ def lines(path, *happened: events.Event, key: bytes = KEY) -> list[str]:
     return path.read_text().splitlines()
 
 
-def test_events_must_be_read_with_the_key_that_has_written_them(path):
+def test_events_must_be_read_with_the_key_that_they_were_written_with(path):
     lines(path, ONE, TWO)
     with path.open("a") as file:
         file.write('{"event": "ha')
@@ -158,22 +158,22 @@ def test_events_must_be_read_with_the_key_that_has_written_them(path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda had: [had[0].replace("engine_back", "engine_lost"), *had[1:]],
-        lambda had: had[1:],
-        lambda had: [had[0], *had[2:]],
-        lambda had: [*had, had[-1]],
-        lambda had: [*had, json.dumps({"event": "engine_back", "time": 1.0, "seconds": 0.0})],
-        lambda had: [json.dumps({"event": "engine_back", "time": 1.0, "seconds": 0.0, "mac": "0" * 32})],
+        lambda original: [original[0].replace("engine_back", "engine_lost"), *original[1:]],
+        lambda original: original[1:],
+        lambda original: [original[0], *original[2:]],
+        lambda original: [*original, original[-1]],
+        lambda original: [*original, json.dumps({"event": "engine_back", "time": 1.0, "seconds": 0.0})],
+        lambda original: [json.dumps({"event": "engine_back", "time": 1.0, "seconds": 0.0, "mac": "0" * 32})],
     ],
     ids=["changed", "first left out", "left out", "twice", "added", "replaced"],
 )
-def test_events_that_another_hand_has_changed_must_be_refused(path, change):
+def test_events_that_were_tampered_with_must_be_refused(path, change):
     path.write_text("".join(f"{line}\n" for line in change(lines(path, ONE, TWO, THREE))))
     with pytest.raises(ValueError, match="was not written by this job"):
         Recorder(path, key=KEY)
 
 
-def test_events_that_were_written_with_no_key_or_another_one_must_be_refused(path):
+def test_events_written_without_a_key_or_with_another_one_must_be_refused(path):
     for key in (b"", KEY[::-1]):
         lines(path, ONE, key=key)
         with pytest.raises(ValueError, match="event 1, 'engine_back', was not written by this job"):
@@ -181,7 +181,7 @@ def test_events_that_were_written_with_no_key_or_another_one_must_be_refused(pat
         path.unlink()
 
 
-# --- their form
+# --- format
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for name, kind in events.KINDS.items()])
@@ -221,7 +221,7 @@ VALUES |= {tuple[int, ...]: (1, 2)}
         ("outcome_decided", {"outcome": "rescaled"}, "outcome must be one of"),
     ],
 )
-def test_an_event_that_is_damaged_must_be_refused_with_what_is_wrong(name, facts, why):
+def test_a_damaged_event_must_be_refused_with_the_reason(name, facts, why):
     kind = events.KINDS[name]
     hints = typing.get_type_hints(kind)
     event = kind(**{field.name: VALUES[hints[field.name]] for field in dataclasses.fields(kind)})
@@ -229,7 +229,7 @@ def test_an_event_that_is_damaged_must_be_refused_with_what_is_wrong(name, facts
         events.from_line(events.to_line(event) | facts)
 
 
-def test_events_of_a_newer_version_must_be_left_out_where_they_are_new_and_facts_that_are_unknown_too(path):
+def test_unknown_events_and_fields_of_a_newer_version_must_be_ignored(path):
     path.write_text(
         '{"event": "supervisor_started", "time": 1.0, "seconds": 0.0, "job_id": "j", "version": 1, "mood": "good"}\n'
         '{"event": "node_sang", "time": 1.0, "seconds": 0.0, "song": "la"}\n'
@@ -239,13 +239,13 @@ def test_events_of_a_newer_version_must_be_left_out_where_they_are_new_and_facts
     assert started == events.SupervisorStarted("j", time=1.0) and isinstance(back, events.EngineBack)
 
 
-def test_a_file_of_a_version_that_is_not_known_must_be_refused(path):
+def test_a_file_of_an_unknown_version_must_be_refused(path):
     path.write_text('{"event": "supervisor_started", "time": 1.0, "seconds": 0.0, "job_id": "j", "version": 2}\n')
     with pytest.raises(ValueError, match="^it has version 2, but this orchestrate reads version 1$"):
         Recorder(path)
 
 
-# --- what they say of a job
+# --- history of a job
 
 
 def starting(generation: int) -> events.Event:
@@ -262,32 +262,32 @@ def stopping(why: str) -> events.Event:
     return events.WorkersStopping(why, kill=False)
 
 
-def test_a_job_of_which_nothing_was_started_must_have_no_history():
+def test_a_job_that_started_no_generation_must_have_no_history():
     history = History([events.SupervisorStarted("j"), events.NodesStarting(1, "docker")])
     assert (history.running, history.ended, history.exits) == (-1, [], [])
     assert (history.stopping, history.outcome) == ("", None)
 
 
-def test_the_generation_that_was_started_last_must_be_the_one_that_runs():
+def test_the_generation_started_last_must_be_the_running_one():
     history = History([starting(0), EXIT])
     assert (history.running, history.exits) == (0, [EXIT])
     history = History([starting(0), EXIT, stopping("a worker failed"), replace(ENDED, cause=FAILURE), starting(1)])
     assert (history.running, history.exits, history.stopping) == (1, [], "")
 
 
-def test_why_workers_were_asked_first_to_end_must_be_the_reason():
+def test_the_first_reason_for_stopping_workers_must_be_kept():
     assert History([starting(0), stopping("max_run was reached"), stopping("stopped by the user")]).stopping == (
         "max_run was reached"
     )
 
 
 @pytest.mark.parametrize("cause", [FAILURE, None])
-def test_a_generation_that_is_over_must_be_known_with_all_that_is_known_of_it(cause):
+def test_an_ended_generation_must_be_read_with_all_its_fields(cause):
     history = History([starting(0), replace(ENDED, cause=cause)])
     assert history.ended == [replace(ENDED, cause=cause)]
     assert (history.running, history.furthest) == (-1, 30)
 
 
-def test_an_outcome_that_was_decided_must_stand():
+def test_a_decided_outcome_must_be_kept():
     history = History([starting(0), events.OutcomeDecided(Outcome.FAILED, "max_restarts is 0")])
     assert history.outcome == JobResult(Outcome.FAILED, "max_restarts is 0")

@@ -1,4 +1,4 @@
-"""A job as objects of Kubernetes: each form must be valid there, and carry the same environment."""
+"""A job as Kubernetes objects: each form must be valid, and have the same environment."""
 
 import base64
 import io
@@ -36,8 +36,8 @@ def objects(form: str, spec: dict = SPEC) -> list[dict]:
 
 def pod_of(form: str, spec: dict) -> dict:
     """The pod of a Job or a JobSet."""
-    *_, made = objects(form, spec)
-    job = made if form == "job" else made["spec"]["replicatedJobs"][0]["template"]
+    *_, last = objects(form, spec)
+    job = last if form == "job" else last["spec"]["replicatedJobs"][0]["template"]
     return job["spec"]["template"]["spec"]
 
 
@@ -45,22 +45,22 @@ def environment(pod: dict) -> dict[str, str]:
     return {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
 
 
-def whole(model, value: dict) -> None:
-    """A model of the API must take the object, and know all of it."""
+def check_model(model, value: dict) -> None:
+    """Check that the model of the API accepts the object with all its fields."""
     assert json.loads(json.dumps(model.from_dict(value).to_dict(), default=str)) == value
 
 
 @pytest.mark.parametrize("spec", [SPEC, OTHER], ids=["ours", "other image"])
 @pytest.mark.parametrize("version", ["1.28.0", "1.31.0", "1.34.0", "1.37.0"])
 def test_the_indexed_job_must_be_valid(version, spec):
-    for thing in objects("job", spec):
-        kubernetes_validate.validate(thing, version, strict=True)
+    for one in objects("job", spec):
+        kubernetes_validate.validate(one, version, strict=True)
 
 
 @pytest.mark.parametrize("spec", [SPEC, OTHER], ids=["ours", "other image"])
 def test_the_jobset_must_be_valid(spec):
     *_, jobset = objects("jobset", spec)
-    whole(models.JobsetV1alpha2JobSet, jobset)
+    check_model(models.JobsetV1alpha2JobSet, jobset)
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "digits"}, **replicated["template"]}
     kubernetes_validate.validate(job, "1.37.0", strict=True)
@@ -69,10 +69,10 @@ def test_the_jobset_must_be_valid(spec):
 @pytest.mark.parametrize("spec", [SPEC, OTHER], ids=["ours", "other image"])
 def test_the_trainjob_must_be_valid(spec):
     *_, trainjob = objects("trainjob", spec)
-    whole(models.TrainerV1alpha1TrainJob, trainjob)
+    check_model(models.TrainerV1alpha1TrainJob, trainjob)
 
 
-def test_a_pod_must_have_what_a_container_of_ours_has():
+def test_a_pod_must_have_the_settings_of_our_containers():
     _, job = objects("job")
     assert (job["spec"]["completions"], job["spec"]["backoffLimit"]) == (3, 0)
     pod = job["spec"]["template"]["spec"]
@@ -90,27 +90,27 @@ def test_a_pod_must_have_what_a_container_of_ours_has():
 
 @pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
 @pytest.mark.parametrize("image", [SPEC["image"], OTHER["image"]])
-def test_secrets_must_come_from_a_secret_of_the_cluster(form, image):
+def test_secrets_must_come_from_a_kubernetes_secret(form, image):
     env = {"HF_TOKEN": "canary", "A": "b", "URL": "https://me:canary@host"}
     text = kubernetes(resolve(SPEC | {"env": env, "image": image}), "2nd", form)
     assert "canary" not in text
-    *_, made = yaml.safe_load_all(text)
+    *_, last = yaml.safe_load_all(text)
     if form == "job":
-        kubernetes_validate.validate(made, "1.31.0", strict=True)
+        kubernetes_validate.validate(last, "1.31.0", strict=True)
     elif form == "trainjob":
-        whole(models.TrainerV1alpha1TrainJob, made)
+        check_model(models.TrainerV1alpha1TrainJob, last)
     for name in ("HF_TOKEN", "URL"):
         entry = {"name": name, "valueFrom": {"secretKeyRef": {"name": "job-2nd-env", "key": name}}}
-        assert text.count(f"name: {name}\n") == 1 and json.dumps(entry) in json.dumps(made)
-    assert '{"name": "A", "value": "b"}' in json.dumps(made)
+        assert text.count(f"name: {name}\n") == 1 and json.dumps(entry) in json.dumps(last)
+    assert '{"name": "A", "value": "b"}' in json.dumps(last)
 
 
-def test_the_command_that_makes_the_secret_must_be_told_and_hold_no_value():
+def test_the_command_that_creates_the_secret_must_be_printed_without_values():
     text = kubernetes(resolve(SPEC | {"env": {"HF_TOKEN": "canary", "API_KEY": "canary"}}), "digits", "job")
     (line,) = (line for line in text.splitlines() if "kubectl create secret" in line)
     assert line.startswith("#") and "canary" not in text
     if not shutil.which("kubectl"):
-        pytest.skip("no kubectl here")
+        pytest.skip("kubectl is not installed")
     command = line.removeprefix("#").strip() + " --dry-run=client --output=json"
     values = {"HF_TOKEN": "it's $HOME\n", "API_KEY": "two\nlines é"}
     env = os.environ | {"KUBECONFIG": os.devnull} | values
@@ -121,7 +121,7 @@ def test_the_command_that_makes_the_secret_must_be_told_and_hold_no_value():
     assert "kubectl create secret" not in kubernetes(resolve(SPEC), "digits", "job")
 
 
-def test_a_pod_must_have_the_home_that_the_job_names():
+def test_a_pod_must_have_the_home_directory_that_the_job_sets():
     env = environment(pod_of("job", SPEC | {"env": {"HOME": "/job/home", "JOB_FLAG": "1"}}))
     assert (env["HOME"], env["USER"], env["JOB_FLAG"]) == ("/job/home", "node", "1")
 
@@ -133,7 +133,7 @@ def test_a_job_without_gpus_must_see_none():
 
 
 @pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
-def test_an_image_that_is_not_ours_must_get_the_program_of_a_node(form):
+def test_an_image_other_than_ours_must_get_the_node_program(form):
     config, *others = objects(form, OTHER)
     assert config["kind"] == "ConfigMap" and config["metadata"]["name"] == "digits-node"
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(config["binaryData"]["node"]))) as archive:
@@ -148,14 +148,14 @@ def test_an_image_that_is_not_ours_must_get_the_program_of_a_node(form):
 
 @pytest.mark.parametrize("form", ["job", "jobset"])
 @pytest.mark.parametrize(("asked", "user", "group"), [("auto", 1000, 1000), ("7", 7, 7), ("7:8", 7, 8), ("root", 0, 0)])
-def test_a_pod_must_run_as_the_user_of_the_job_file_and_as_root_only_where_that_asks_for_it(form, asked, user, group):
+def test_a_pod_must_run_as_the_user_of_the_job_file_and_as_root_only_on_request(form, asked, user, group):
     found = pod_of(form, SPEC | {"user": asked})["securityContext"]
     assert (found["runAsUser"], found["runAsGroup"], found["fsGroup"]) == (user, group, group)
     assert found["runAsNonRoot"] is (user != 0)
 
 
 @pytest.mark.parametrize("form", ["job", "jobset"])
-def test_a_pod_without_a_volume_must_have_a_folder_all_the_same(form):
+def test_a_pod_without_a_volume_must_still_have_a_job_folder(form):
     pod = pod_of(form, OTHER)
     assert {"name": "job", "emptyDir": {}} in pod["volumes"]
     assert environment(pod)["JOB_DIR"] == "/job"
@@ -164,14 +164,14 @@ def test_a_pod_without_a_volume_must_have_a_folder_all_the_same(form):
 
 @pytest.mark.parametrize("form", ["job", "jobset", "trainjob"])
 @pytest.mark.parametrize("volume", ["/mnt/training", "Data", "my_data", "-a", "a.", "a..b", "a" * 254])
-def test_a_volume_that_is_no_name_of_a_claim_must_be_refused(form, volume):
+def test_a_volume_that_is_not_a_valid_claim_name_must_be_refused(form, volume):
     with pytest.raises(UsageError, match="is not a valid name of a PersistentVolumeClaim") as caught:
         kubernetes(resolve(SPEC | {"volume": volume}), "digits", form)
     assert volume in str(caught.value) and "--set volume=NAME" in caught.value.hint
     assert "claimName: data.v-2\n" in kubernetes(resolve(SPEC | {"volume": "data.v-2"}), "digits", form)
 
 
-def test_what_the_job_file_leaves_out_must_be_told_at_the_top():
+def test_notes_about_settings_missing_in_the_job_file_must_be_printed_at_the_top():
     lost, cpu = "files and checkpoints are lost with their pod", "--gpus all requests one per worker"
     for asked, told in (
         ({}, {lost, cpu}),
@@ -179,26 +179,26 @@ def test_what_the_job_file_leaves_out_must_be_told_at_the_top():
         ({"gpus": "none"}, {lost}),
         ({"volume": "claim", "gpus": "all"}, set()),
     ):
-        text = kubernetes(resolve(asked), "digits", "job")
+        text = kubernetes(resolve(settings), "digits", "job")
         head = [line for line in text.splitlines() if line.startswith("# ")]
-        assert {words for words in (lost, cpu) if any(words in line for line in head)} == told
+        assert {note for note in (lost, cpu) if any(note in line for line in head)} == notes
 
 
 @pytest.mark.parametrize("form", ["job", "jobset"])
 def test_a_pod_must_have_the_limits_of_the_job_and_no_others(form):
     asked = {"gpus": "none", "cpus": 1.5, "memory": "512m", "shm_size": "2G", "grace": "1.5s", "max_run": "1.5s"}
-    *_, made = objects(form, asked)
-    job = made if form == "job" else made["spec"]["replicatedJobs"][0]["template"]
+    *_, last = objects(form, asked)
+    job = last if form == "job" else last["spec"]["replicatedJobs"][0]["template"]
     pod = job["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"] == {"limits": {"cpu": "1.5", "memory": "512Mi"}}
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}} in pod["volumes"]
     assert (job["spec"]["activeDeadlineSeconds"], pod["terminationGracePeriodSeconds"]) == (2, 12)
-    *_, made = objects(form, {"gpus": "none"})
-    assert "activeDeadlineSeconds" not in json.dumps(made)
+    *_, last = objects(form, {"gpus": "none"})
+    assert "activeDeadlineSeconds" not in json.dumps(last)
     assert pod_of(form, {"gpus": "none"})["containers"][0]["resources"] == {}
 
 
-def test_a_trainjob_must_have_a_time_limit_where_the_job_has_one():
+def test_a_trainjob_must_have_a_time_limit_if_the_job_has_one():
     assert objects("trainjob", {"max_run": "1.5s"})[-1]["spec"]["activeDeadlineSeconds"] == 2
     assert "activeDeadlineSeconds" not in objects("trainjob", {})[-1]["spec"]
 
@@ -207,13 +207,13 @@ def test_a_trainjob_must_have_a_time_limit_where_the_job_has_one():
     ("size", "quantity"),
     [("67108864", "67108864"), ("67108865b", "67108865"), ("65536k", "65536Ki"), ("64M", "64Mi"), ("8g", "8Gi")],
 )
-def test_kubernetes_must_get_sizes_in_its_own_units(size, quantity):
+def test_sizes_must_be_written_in_units_of_kubernetes(size, quantity):
     pod = pod_of("job", {"memory": size, "shm_size": size})
     assert pod["containers"][0]["resources"]["limits"]["memory"] == quantity
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": quantity}} in pod["volumes"]
 
 
-def test_a_name_that_begins_with_a_digit_must_be_made_one_that_kubernetes_takes():
+def test_a_name_that_starts_with_a_digit_must_be_made_valid_for_kubernetes():
     text = kubernetes(resolve(SPEC), "2nd-try", "job")
     service, job = yaml.safe_load_all(text)
     assert service["metadata"]["name"] == job["metadata"]["name"] == "job-2nd-try"
@@ -222,7 +222,7 @@ def test_a_name_that_begins_with_a_digit_must_be_made_one_that_kubernetes_takes(
     ][0]["env"]
 
 
-def test_a_trainjob_must_have_the_pod_of_the_others():
+def test_a_trainjob_must_have_the_same_pod_as_the_other_forms():
     *_, trainjob = objects("trainjob")
     _, job = objects("job")
     pod = job["spec"]["template"]["spec"]
@@ -231,7 +231,7 @@ def test_a_trainjob_must_have_the_pod_of_the_others():
         assert json.dumps(pod[name]) in text
 
 
-def test_a_jobset_must_start_all_pods_again_as_another_generation():
+def test_a_jobset_must_restart_all_pods_as_the_next_generation():
     (jobset,) = objects("jobset")
     assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 3}
     (other,) = objects("jobset", SPEC | {"max_restarts": 7})

@@ -1,4 +1,4 @@
-"""A worker that is forked by a warm process must be as a fresh one is, by whatever a script can see."""
+"""A worker that the zygote forks must look to its script like one that was started as a fresh process."""
 
 import os
 import random
@@ -12,57 +12,58 @@ import pytest
 from conftest import descendants, eventually, gone
 from support.agents import PRELOAD, Waiting
 
+from orchestrate.node import zygote
 from orchestrate.node.warm import Zygote
 from orchestrate.node.zygote import startup_variables
 
 SCRIPTS = {
-    "what it is": "import sys, os\nprint(__name__, __file__, __doc__, sys.argv, sys.path[0], os.getcwd(), __spec__)",
-    "what it inherits": (
+    "identity": "import sys, os\nprint(__name__, __file__, __doc__, sys.argv, sys.path[0], os.getcwd(), __spec__)",
+    "inherited state": (
         "import os, signal, sys\nprint(sys.stdin.read() == '', os.getsid(0) == os.getpid(), sorted(os.environ),\n"
         "      [signal.getsignal(n) for n in (2, 13, 15)], sorted(map(int, os.listdir('/proc/self/fd')))[:3])"
     ),
-    "its command line": "print(open('/proc/self/cmdline').read().rstrip(chr(0)).split(chr(0)))",
-    "whether garbage is collected": "import gc\nprint(gc.isenabled(), gc.get_threshold())",
+    "command line": "print(open('/proc/self/cmdline').read().rstrip(chr(0)).split(chr(0)))",
+    "garbage collection": "import gc\nprint(gc.isenabled(), gc.get_threshold())",
     "an exit code": "raise SystemExit(3)",
     "an exit code in a list": "import sys\nsys.exit([1, 'two'])",
     "an exit code that is too large": "raise SystemExit(259)",
     "an exit code below zero": "import sys\nsys.exit(-1)",
-    "an end without a code": "import sys\nprint('end')\nsys.exit()",
-    "an interruption": "raise KeyboardInterrupt",
+    "an exit without a code": "import sys\nprint('end')\nsys.exit()",
+    "a keyboard interrupt": "raise KeyboardInterrupt",
     "annotations": "def f(x: print('evaluated')): pass",
-    "what C holds back": (
+    "buffered output of C": (
         "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.fopen.restype = ctypes.c_void_p\n"
         "libc.fputs(b'kept', ctypes.c_void_p(libc.fopen(b'unclosed', b'w')))"
     ),
-    "what it shares with others": (
+    "shared descriptors": (
         "import os\npaths = [f'/proc/self/fd/{n}' for n in range(20)]\n"
         "found = [os.readlink(path) for path in paths if os.path.exists(path)]\n"
         "print([path.split(':')[0] for path in found if path.startswith(('pipe', 'socket', '/dev'))])"
     ),
-    "signals that it blocks": "print(*[line for line in open('/proc/self/status') if line.startswith('SigBlk')])",
-    "a last word": "import sys\nsys.exit('error: enough')",
+    "blocked signals": "print(*[line for line in open('/proc/self/status') if line.startswith('SigBlk')])",
+    "an exit message": "import sys\nsys.exit('error: enough')",
     "an exception": "def f():\n    raise ValueError('wrong')\n\nf()",
-    "an exception within another": "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise ValueError('wrong')",
-    "a hook of its own": "import sys\nsys.excepthook = lambda *a: print('hooked', a[0])\n1 / 0",
-    "a mistake": "print('not reached'\n",
+    "an exception during another one": "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise ValueError('wrong')",
+    "its own exception hook": "import sys\nsys.excepthook = lambda *a: print('hooked', a[0])\n1 / 0",
+    "a syntax error": "print('not reached'\n",
     "an import that fails": "import nonesuch",
-    "the order of the end": (
+    "the order of shutdown": (
         "import atexit, threading\natexit.register(print, 'atexit')\nclass A:\n    def __del__(self): print('del')\n"
         "a = A()\nevent = threading.Event()\n"
         "threading.Thread(target=lambda: (event.wait(), print('thread'))).start()\nprint('end')\nevent.set()"
     ),
     "a file that is not closed": "f = open('unclosed', 'w')\nf.write('kept')",
-    "a file that a cycle holds": "class A: pass\na = A()\na.me = a\na.f = open('unclosed', 'w')\na.f.write('kept')",
-    "processes that are spawned": (
+    "a file in a reference cycle": "class A: pass\na = A()\na.me = a\na.f = open('unclosed', 'w')\na.f.write('kept')",
+    "spawned processes": (
         "import multiprocessing as m\ndef f(x): return x * x\n"
         "if __name__ == '__main__':\n    with m.get_context('spawn').Pool(2) as p: print(p.map(f, [1, 2, 3]))"
     ),
-    "processes that are forked": (
+    "forked processes": (
         "import multiprocessing as m\ndef f(x): return x * x\n"
         "if __name__ == '__main__':\n    with m.get_context('fork').Pool(2) as p: print(p.map(f, [1, 2, 3]))"
     ),
-    "what it pickles": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))), A.__module__)",
-    "a proxy of what is gone": "import weakref\nclass A: pass\nproxy = weakref.proxy(A())\nprint('done')",
+    "pickling": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))), A.__module__)",
+    "a proxy of a deleted object": "import weakref\nclass A: pass\nproxy = weakref.proxy(A())\nprint('done')",
     "an object whose class raises": (
         "class A:\n    @property\n    def __class__(self): raise RuntimeError('no class')\na = A()\nprint('done')"
     ),
@@ -74,23 +75,23 @@ SCRIPTS = {
     "a closed stdout": "import sys\nprint('done')\nsys.stdout.close()",
     "a closed descriptor": "import os\nprint('done')\nos.close(1)",
     "no stdout": "import sys\nsys.stdout = sys.stderr = None",
-    "a stdout of its own on the same descriptor": (
+    "another stdout on the same descriptor": (
         "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer, line_buffering=True)\n"
         "print('done', sys.stdout.seekable(), sys.stderr.seekable())"
     ),
     "a detached stdout": "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.detach())\nprint('done')",
     "a stdout that cannot be written": "import sys\nsys.stdout = open('/dev/full', 'w')\nprint('lost')",
-    "an exit code that no C long holds": "raise SystemExit(-2**64)",
+    "an exit code too large for a C long": "raise SystemExit(-2**64)",
     "a hook that exits": "import sys\nsys.excepthook = lambda *a: sys.exit(75)\n1 / 0",
-    "a destructor that needs what it imported": (
+    "a destructor that needs an import": (
         "from pathlib import Path\nclass A:\n    def __del__(self): Path('unclosed').write_text('kept')\na = A()"
     ),
     "a destructor that exits": "import os\nclass A:\n    def __del__(self): os._exit(5)\na = A()",
-    "a destructor beside a handler": (
+    "a destructor and a signal handler": (
         "import signal\nclass A:\n    def __del__(self): print('del')\na = A()\n"
         "def handle(*_): pass\nsignal.signal(signal.SIGTERM, handle)"
     ),
-    "a destructor in a module of its own": (
+    "a destructor in another module": (
         "code = 'class A:\\n    def __del__(self): print(__name__)\\na = A()'\nopen('store.py', 'w').write(code)\n"
         "import importlib\nimportlib.invalidate_caches()\nimport store"
     ),
@@ -99,32 +100,32 @@ SCRIPTS = {
         "            beats += 1\n            time.sleep(0.0005)\n    except Exception:\n        os._exit(13)\n"
         "threading.Thread(target=beat, daemon=True).start()\nbig = [[i] for i in range(300_000)]"
     ),
-    "death": "import os\nos.kill(os.getpid(), 11)",
+    "a segmentation fault": "import os\nos.kill(os.getpid(), 11)",
 }
 
-ENDS = {  # what is printed differs in its wording
+ENDS = {  # the wording of the output differs
     "a destructor that raises": "class A:\n    def __del__(self): raise RuntimeError('del')\na = A()",
     "an exit handler of threading that raises": "import threading\nthreading._register_atexit(lambda: 1 / 0)",
     "a hook that raises": "import sys\nsys.excepthook = lambda *a: 1 / 0\nraise ValueError('wrong')",
-    "a last word to a closed stderr": "import sys\nsys.stderr.close()\nsys.exit('error: enough')",
+    "an exit message to a closed stderr": "import sys\nsys.stderr.close()\nsys.exit('error: enough')",
 }
 
 
 @pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
-def test_a_forked_worker_must_end_as_a_fresh_one(tmp_path, code):
+def test_a_forked_worker_must_exit_like_a_fresh_one(tmp_path, code):
     (fresh, _, _), (forked, _, _) = (
-        how_it_ends(tmp_path / (preload or "fresh"), preload, code) for preload in ("", PRELOAD)
+        result_of(tmp_path / (preload or "fresh"), preload, code) for preload in ("", PRELOAD)
     )
     assert forked == fresh
 
 
 @pytest.mark.parametrize("code", SCRIPTS.values(), ids=SCRIPTS)
-def test_a_forked_worker_must_be_as_a_fresh_one(tmp_path, code):
-    fresh, forked = (how_it_ends(tmp_path / (preload or "fresh"), preload, code) for preload in ("", PRELOAD))
+def test_a_forked_worker_must_behave_like_a_fresh_one(tmp_path, code):
+    fresh, forked = (result_of(tmp_path / (preload or "fresh"), preload, code) for preload in ("", PRELOAD))
     assert forked == fresh
 
 
-def how_it_ends(folder, preload: str, code: str) -> tuple[int, list[str], str]:
+def result_of(folder, preload: str, code: str) -> tuple[int, list[str], str]:
     folder.mkdir()
     node = Waiting(folder, preload)
     exit_code = node.run(0, code)
@@ -145,7 +146,7 @@ def warm(tmp_path):
 IS_FORKED = f"import sys\nprint('{PRELOAD}' in sys.modules)"
 
 
-def test_what_was_imported_ahead_must_be_there(warm):
+def test_preloaded_modules_must_be_available(warm):
     assert warm.run(0, IS_FORKED) == 0
     assert warm.log(0) == "True\n"
 
@@ -158,22 +159,22 @@ def test_a_module_must_run_as_with_dash_m(warm):
     assert warm.log(0) == "__main__ ['a'] package.__main__\n"
 
 
-def test_a_module_of_the_script_must_win_over_one_that_was_imported_ahead(warm):
-    assert warm.run(0, IS_FORKED) == 0  # so it has been imported
+def test_a_module_next_to_the_script_must_win_over_a_preloaded_one(warm):
+    assert warm.run(0, IS_FORKED) == 0  # the module has been imported
     (warm.folder / f"{PRELOAD}.py").write_text("own = 1")
     assert warm.run(1, f"import {PRELOAD}\nprint({PRELOAD}.own)") == 0
     assert (warm.log(0), warm.log(1)) == ("True\n", "1\n")
 
 
 @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "TORCH_LOGS", "LD_PRELOAD", "MKL_NUM_THREADS"])
-def test_a_variable_that_counts_at_the_start_must_count(warm, name):
+def test_a_variable_that_is_read_at_startup_must_take_effect(warm, name):
     (warm.folder / "0.py").write_text(f"{IS_FORKED}\nimport os\nprint(os.environ['{name}'])")
     warm.command(0, str(warm.folder / "0.py"), **{name: "0"})
     assert warm.code(0) == 0
     assert warm.log(0).splitlines()[-2:] == ["False", "0"]
 
 
-def test_a_variable_that_the_node_has_and_a_worker_has_not_must_not_count(tmp_path):
+def test_a_startup_variable_of_the_node_must_not_affect_a_worker_without_it(tmp_path):
     node = Waiting(tmp_path, PRELOAD, TORCH_LOGS="+all")
     (tmp_path / "0.py").write_text(f"{IS_FORKED}\nimport os\nprint('TORCH_LOGS' in os.environ)")
     env = {"RANK": "0", "JOB_DIR": str(tmp_path)}
@@ -184,13 +185,13 @@ def test_a_variable_that_the_node_has_and_a_worker_has_not_must_not_count(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "counts"),
+    ("name", "early"),
     [(f"{prefix}X", True) for prefix in ("PYTHON", "PYTORCH_", "TORCH_", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_")]
     + [(f"{prefix}X", True) for prefix in ("KMP_", "MKL_", "OPENBLAS_")]
     + [("OMP_NUM_THREADS", False), ("PYTHONUNBUFFERED", False), ("TORCH_NCCL_X", False)]
     + [("TORCHELASTIC_RESTART_COUNT", False), ("RANK", False), ("NCCL_DEBUG", False), ("MY_PYTHON", False)],
 )
-def test_only_variables_that_count_at_the_start_must_cost_one(name, counts):
+def test_only_variables_that_are_read_at_startup_must_need_a_fresh_process(name, early):
     assert startup_variables({name: "1", "PATH": "/bin"}) == ({name: "1"} if counts else {})
 
 
@@ -198,8 +199,8 @@ def test_only_variables_that_count_at_the_start_must_cost_one(name, counts):
     ("name", "hidden"),
     [("{}.py", True), ("{}.so", True), ("{}/__init__.py", True), ("{}/data", False), ("{}.txt", False)],
 )
-def test_only_what_python_would_import_must_hide_what_was_imported_ahead(warm, name, hidden):
-    assert warm.run(0, IS_FORKED) == 0  # so it has been imported
+def test_only_files_that_python_would_import_must_shadow_a_preloaded_module(warm, name, hidden):
+    assert warm.run(0, IS_FORKED) == 0  # the module has been imported
     path = warm.folder / name.format(PRELOAD)
     path.parent.mkdir(exist_ok=True)
     path.touch()
@@ -207,7 +208,7 @@ def test_only_what_python_would_import_must_hide_what_was_imported_ahead(warm, n
     assert (warm.log(0), warm.log(1)) == ("True\n", f"{not hidden}\n")
 
 
-def test_a_module_of_the_script_that_was_imported_ahead_must_be_there(tmp_path):
+def test_a_preloaded_module_of_the_script_must_be_available(tmp_path):
     (tmp_path / "mine.py").write_text("import os\npid = os.getpid()")
     node = Waiting(tmp_path, "mine")
     assert node.run(0, "import sys\nprint('mine' in sys.modules)\nimport mine, os\nprint(mine.pid == os.getpid())") == 0
@@ -215,19 +216,19 @@ def test_a_module_of_the_script_that_was_imported_ahead_must_be_there(tmp_path):
     node.end()
 
 
-def test_a_library_that_ends_its_threads_before_a_fork_must_not_keep_workers_from_being_forked(tmp_path):
-    (tmp_path / "polite.py").write_text(
+def test_a_library_that_ends_its_threads_before_a_fork_must_not_prevent_forking(tmp_path):
+    (tmp_path / "threaded.py").write_text(
         "import os, threading\nenough = threading.Event()\nthread = threading.Thread(target=enough.wait)\n"
         "thread.start()\nos.register_at_fork(before=lambda: (enough.set(), thread.join()))\n"
     )
-    node = Waiting(tmp_path, "polite")
-    assert node.run(0, "import sys\nprint('polite' in sys.modules)") == 0
+    node = Waiting(tmp_path, "threaded")
+    assert node.run(0, "import sys\nprint('threaded' in sys.modules)") == 0
     assert node.log(0) == "True\n"
     node.end()
 
 
 @pytest.mark.parametrize("name", ["script", "package"])
-def test_a_script_that_is_no_file_with_a_name_of_pythons_must_run_all_the_same(warm, name):
+def test_a_script_that_is_not_a_py_file_must_run(warm, name):
     (warm.folder / "script").write_text(IS_FORKED)
     (warm.folder / "package").mkdir()
     (warm.folder / "package" / "__main__.py").write_text(IS_FORKED)
@@ -238,7 +239,7 @@ def test_a_script_that_is_no_file_with_a_name_of_pythons_must_run_all_the_same(w
 
 @pytest.mark.parametrize("preload", ["", PRELOAD], ids=["fresh", "warm"])
 @pytest.mark.parametrize("cores", ["one", "100000", "nonsense"])
-def test_a_worker_must_keep_to_its_cores_where_it_can(tmp_path, preload, cores):
+def test_a_worker_must_be_bound_to_its_cores_if_they_exist(tmp_path, preload, cores):
     all_cores = sorted(os.sched_getaffinity(0))
     node = Waiting(tmp_path, preload)
     code = "import os\nprint(sorted(os.sched_getaffinity(0)))"
@@ -249,10 +250,12 @@ def test_a_worker_must_keep_to_its_cores_where_it_can(tmp_path, preload, cores):
     node.end()
 
 
-@pytest.mark.parametrize("words", [("nonesuch.py",), ("-m", "nonesuch"), ("-m",)])
-def test_what_is_not_there_must_be_told_in_pythons_own_words(warm, words):
-    fresh = subprocess.run([sys.executable, *words], cwd=warm.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    warm.command(0, *words)
+@pytest.mark.parametrize("arguments", [("nonesuch.py",), ("-m", "nonesuch"), ("-m",)])
+def test_a_missing_script_must_be_reported_with_pythons_own_message(warm, arguments):
+    fresh = subprocess.run(
+        [sys.executable, *arguments], cwd=warm.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    warm.command(0, *arguments)
     assert warm.code(0) == fresh.returncode
     assert warm.log(0) == fresh.stdout.decode()
 
@@ -266,19 +269,19 @@ def test_what_is_not_there_must_be_told_in_pythons_own_words(warm, words):
         ("threads", "1 threads were started, which a fork would lose"),
     ],
 )
-def test_where_nothing_can_be_forked_workers_must_start_afresh(tmp_path, preload, why):
+def test_workers_must_be_started_as_fresh_processes_if_forking_is_not_possible(tmp_path, preload, why):
     (tmp_path / "bad.py").write_text("raise SystemExit(3)")
     (tmp_path / "deadly.py").write_text("import os\nos.abort()")
     (tmp_path / "threads.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()")
     node = Waiting(tmp_path, preload)
-    for rank in range(2):  # the first one waits for the import; when the second one comes, that has failed
+    for rank in range(2):  # the import fails while the first one waits, before the second one starts
         assert node.run(rank, "print('ran')") == 0
         assert node.log(rank) == "ran\n"
     node.end()
     assert node.out.read_text().splitlines()[0] == f"[node] starting a fresh interpreter for each worker: {why}"
 
 
-TOUCHES = """
+USE_CUDA = """
 import os, sys
 from orchestrate.node import zygote
 import torch
@@ -300,40 +303,40 @@ print(os.wait()[1] >> 8)
 @pytest.mark.parametrize(
     ("device", "does", "found"), [("/", "uses", 1), ("/none", "uses", 0), ("/", "nothing", 0), ("/", "opens", 1)]
 )
-def test_cuda_that_was_used_before_a_fork_must_be_found_where_there_are_gpus(device, does, found):
-    done = subprocess.run([sys.executable, "-c", TOUCHES, device, does], capture_output=True, text=True, check=True)
+def test_cuda_that_was_used_before_a_fork_must_be_detected_if_there_are_gpus(device, does, found):
+    done = subprocess.run([sys.executable, "-c", USE_CUDA, device, does], capture_output=True, text=True, check=True)
     assert done.stdout == f"{found}\n"
 
 
-NOTES = "import os, sys\nopen(f'{__name__}-{os.getpid()}', 'w').close()\n"
+LEAVE_FILE = "import os, sys\nopen(f'{__name__}-{os.getpid()}', 'w').close()\n"
 
 
 @pytest.mark.parametrize("filtered", ["", "1"])
-def test_the_jobs_own_modules_must_be_imported_only_when_its_network_has_its_filter(tmp_path, filtered):
+def test_the_jobs_own_modules_must_be_imported_only_after_the_packet_filter_is_set_up(tmp_path, filtered):
     installed, tmp_path = tmp_path / "installed", tmp_path / "job"
     for path in (tmp_path / "ours.py", tmp_path / "theirs.py", installed / "theirs.py"):
         path.parent.mkdir(exist_ok=True)
-        path.write_text(NOTES)
+        path.write_text(LEAVE_FILE)
     node = Waiting(tmp_path, "theirs ours", PYTHONPATH=str(installed), NODE_FILTERED=filtered)
     zygote = eventually(lambda: [path.name for path in tmp_path.glob("theirs-*")])[0].partition("-")[2]
     node.status()
-    if filtered:  # it waits for the filter, which never comes here
+    if filtered:  # it waits for the filter, which is never set up here
         assert not [*tmp_path.glob("ours-*")]
     assert node.run(0, "import ours, theirs\nprint(theirs.__file__)") == 0
     assert (tmp_path / f"ours-{zygote}").exists() and not (tmp_path / f"theirs-{zygote}").read_text()
-    assert node.log(0) == f"{tmp_path / 'theirs.py'}\n"  # as in a fresh interpreter, which the worker has
+    assert node.log(0) == f"{tmp_path / 'theirs.py'}\n"  # as in a fresh interpreter, in which the worker runs
     node.end()
 
 
-EMPTY = ["{1}{0}", "{0}{1}", "{0}{1}{1}{0}", "{1}"]  # entries of PYTHONPATH: each is the working directory for Python
+EMPTY = ["{1}{0}", "{0}{1}", "{0}{1}{1}{0}", "{1}"]  # PYTHONPATH with empty entries, which mean the working directory
 
 
 @pytest.mark.parametrize("path", EMPTY)
-def test_an_empty_entry_of_the_python_path_must_not_have_the_jobs_modules_imported_in_its_node(tmp_path, path):
+def test_an_empty_entry_of_pythonpath_must_not_make_the_node_import_the_jobs_modules(tmp_path, path):
     installed, folder = tmp_path / "installed", tmp_path / "job"
     for path_ in (installed / "theirs.py", folder / "ready.py"):
         path_.parent.mkdir()
-        path_.write_text(NOTES)
+        path_.write_text(LEAVE_FILE)
     for name in ("theirs", "sitecustomize", "json", "random"):
         (folder / f"{name}.py").write_text("open('own', 'w').close()\n")
     preload = "theirs ready" if "{0}" in path else "ready"
@@ -344,7 +347,7 @@ def test_an_empty_entry_of_the_python_path_must_not_have_the_jobs_modules_import
 
 
 @pytest.mark.parametrize("path", EMPTY)
-def test_a_worker_must_be_forked_with_such_an_entry_where_its_folder_comes_first_anyway(tmp_path, path):
+def test_an_empty_entry_of_pythonpath_must_not_prevent_forking(tmp_path, path):
     (tmp_path / "below").mkdir()
     (tmp_path / "beside.py").touch()
     (tmp_path / "below" / "1.py").write_text(f"import beside\n{IS_FORKED}")
@@ -356,7 +359,7 @@ def test_a_worker_must_be_forked_with_such_an_entry_where_its_folder_comes_first
     node.end()
 
 
-LOOKS = """
+SEARCH_MEMORY = """
 import re
 first, second = HALVES
 found = 0
@@ -373,39 +376,41 @@ print("found", found)
 """
 
 
-def test_a_worker_must_find_nothing_of_an_earlier_ones_environment_in_its_memory(warm):
+def test_the_memory_of_a_worker_must_not_contain_the_environment_of_an_earlier_one(warm):
     secret = "".join(random.choices("abcdefghij", k=24))
     (warm.folder / "own.py").write_text("print('ran')")
     warm.command(0, str(warm.folder / "own.py"), **{f"A_SECRET_{number}": secret for number in range(300)})
     assert warm.code(0) == 0
-    assert warm.run(1, LOOKS.replace("HALVES", repr((secret[:12].encode(), secret[12:].encode())))) == 0, warm.log(1)
+    assert warm.run(1, SEARCH_MEMORY.replace("HALVES", repr((secret[:12].encode(), secret[12:].encode())))) == 0, (
+        warm.log(1)
+    )
     assert warm.log(1) == "found 0\n"
 
 
-@pytest.mark.parametrize("said", ["[]", "7", "nonsense", "[" * 50_000], ids=["list", "number", "text", "nested"])
-def test_a_module_that_talks_in_place_of_what_forks_must_not_end_the_node(tmp_path, said):
+@pytest.mark.parametrize("message", ["[]", "7", "nonsense", "[" * 50_000], ids=["list", "number", "text", "nested"])
+def test_a_module_that_writes_to_the_socket_of_the_zygote_must_not_end_the_node(tmp_path, message):
     code = "import socket, sys\nsock = socket.socket(fileno=int(sys.argv[1]))"
-    (tmp_path / "rude.py").write_text(f"{code}\nsock.send({said.encode()!r})\nsock.detach()")
-    node = Waiting(tmp_path, "rude")
+    (tmp_path / "intruder.py").write_text(f"{code}\nsock.send({message.encode()!r})\nsock.detach()")
+    node = Waiting(tmp_path, "intruder")
     assert node.run(0, "print('ran')") == 0
     node.end()
     assert node.out.read_text().startswith("[node] starting a fresh interpreter for each worker: ")
 
 
 @pytest.mark.parametrize(
-    "said", ['{"pid": -1}', '{"pid": 0}', '{"pid": 1}', '{"pid": "7"}', '{"pid": true}', "[]", "{}"]
+    "message", ['{"pid": -1}', '{"pid": 0}', '{"pid": 1}', '{"pid": "7"}', '{"pid": true}', "[]", "{}"]
 )
-def test_a_process_id_that_is_none_must_not_be_taken_for_a_workers(said):  # a signal to -1 is one to everybody
+def test_an_invalid_process_id_must_not_be_taken_for_a_workers(message):  # a signal to -1 goes to all processes
     zygote = Zygote.__new__(Zygote)
     zygote.sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with zygote.sock, other, open(os.devnull) as output:
-        other.send(said.encode())
+        other.send(message.encode())
         with pytest.raises(OSError, match="does not answer"):
             zygote.fork(["x.py"], {}, None, output.fileno())
 
 
 @pytest.mark.parametrize("imported", [True, False])
-def test_what_has_imported_in_time_must_not_be_given_up_when_the_time_is_over(imported):
+def test_a_zygote_that_has_imported_in_time_must_not_be_ended_by_the_time_limit(imported):
     settled = []
     zygote = Zygote.__new__(Zygote)
     zygote.ready, zygote.settled, zygote.end = imported or None, settled.append, lambda: None
@@ -413,13 +418,13 @@ def test_what_has_imported_in_time_must_not_be_given_up_when_the_time_is_over(im
     assert zygote.ready is imported and bool(settled) is not imported
 
 
-def test_a_worker_that_waits_for_an_import_must_end_when_it_is_asked_to(tmp_path):
+def test_a_worker_that_waits_for_an_import_must_end_when_it_is_stopped(tmp_path):
     (tmp_path / "slow.py").write_text("import signal\nopen('importing', 'w').close()\nsignal.pause()")
     node = Waiting(tmp_path, "slow")
     eventually(lambda: (tmp_path / "importing").exists())
     node.start(0, "print('ran')")
     (importing,) = descendants(node.node.pid)
-    os.kill(importing, signal.SIGSTOP)  # what the worker does is what it waits for
+    os.kill(importing, signal.SIGSTOP)  # a waiting worker is reported in the state of the zygote
     eventually(lambda: node.status()["running"].get("0", {}).get("state") == "T")
     assert node.status()["running"]["0"]["pid"] == 0
     node.pipe.ask("stop", kill=False)
@@ -428,7 +433,7 @@ def test_a_worker_that_waits_for_an_import_must_end_when_it_is_asked_to(tmp_path
     node.end()
 
 
-def test_an_environment_that_is_too_large_for_a_message_must_arrive_all_the_same(warm):
+def test_an_environment_that_is_too_large_for_a_message_must_reach_the_worker(warm):
     large = {f"LARGE_{i}": "x" * 100_000 for i in range(3)}
     (warm.folder / "0.py").write_text(f"{IS_FORKED}\nimport os\nprint(len(os.environ['LARGE_2']))")
     warm.command(0, str(warm.folder / "0.py"), **large)
@@ -438,13 +443,13 @@ def test_an_environment_that_is_too_large_for_a_message_must_arrive_all_the_same
     assert warm.log(1) == "True\n"
 
 
-def test_randomness_must_differ_between_forked_workers(warm):
+def test_random_numbers_must_differ_between_forked_workers(warm):
     code = "import random, uuid\nprint(random.random(), uuid.uuid4())"
     assert [warm.run(rank, code) for rank in range(2)] == [0, 0]
     assert not set(warm.log(0).split()) & set(warm.log(1).split())
 
 
-def test_randomness_of_numpy_must_differ_between_forked_workers(tmp_path):
+def test_random_numbers_of_numpy_must_differ_between_forked_workers(tmp_path):
     node = Waiting(tmp_path, "numpy.random")
     code = "import sys\nprint('numpy.random' in sys.modules)\nimport numpy\nprint(numpy.random.random())"
     assert [node.run(rank, code) for rank in range(2)] == [0, 0]
@@ -453,7 +458,7 @@ def test_randomness_of_numpy_must_differ_between_forked_workers(tmp_path):
     assert (first, second) == ("True", "True") and one != other
 
 
-def test_a_forked_worker_must_have_as_many_threads_as_its_environment_says(tmp_path):
+def test_a_forked_worker_must_have_the_number_of_threads_in_its_environment(tmp_path):
     node = Waiting(tmp_path, "torch")
     (tmp_path / "0.py").write_text(
         "import sys\nprint('torch' in sys.modules)\nimport torch\nprint(torch.get_num_threads())"
@@ -465,7 +470,7 @@ def test_a_forked_worker_must_have_as_many_threads_as_its_environment_says(tmp_p
     node.end()
 
 
-def test_workers_must_survive_the_process_that_forked_them_and_later_ones_start_afresh(warm):
+def test_workers_must_survive_their_zygote_and_later_ones_start_as_fresh_processes(warm):
     warm.start(0, f"{IS_FORKED}\nimport os, signal\nprint(os.getppid())\nsignal.pause()")
     eventually(lambda: warm.log(0).count("\n") == 2)
     assert int(warm.log(0).split()[1]) == warm.node.pid

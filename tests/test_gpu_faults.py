@@ -1,4 +1,4 @@
-"""Faults on GPUs: the report must name the rank that failed and why, and a restart must go on from the last save."""
+"""Faults on GPUs: the report must name the failed rank and the cause, and a restart must resume from a checkpoint."""
 
 import pytest
 from conftest import eventually
@@ -6,10 +6,10 @@ from support.faults import complete
 from support.on_gpus import NEARLY, on_cuda
 
 pytestmark = pytest.mark.gpu
-SOON = ("-e", "TORCH_NCCL_DUMP_ON_TIMEOUT=0", "-e", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=1000")  # after a timeout
+DUMP_SOON = ("-e", "TORCH_NCCL_DUMP_ON_TIMEOUT=0", "-e", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=1000")  # after a timeout
 
 
-def test_a_killed_rank_must_restart_the_job_though_its_peer_waits_for_it_on_the_gpu(gpu_nodes):
+def test_a_killed_rank_must_restart_the_job_while_its_peer_waits_on_the_gpu(gpu_nodes):
     before = gpu_nodes.used()
     job = gpu_nodes.start_job(*gpu_nodes.pair, "--", "cuda_steps.py", "told")
     job.until_step(15, rank=1)
@@ -44,19 +44,19 @@ def test_a_rank_that_fails_on_its_gpu_must_be_named_with_the_cause(gpu_nodes, fa
     assert eventually(gpu_nodes.only_nodes)
 
 
-def test_a_rank_that_does_not_take_part_in_a_collective_must_be_named_after_the_timeout(gpu_nodes):
-    words = ("--max-restarts", "0", *SOON, "--", "cuda_steps.py", "1000000", "never_arrives", "5")
-    done = gpu_nodes.run(*gpu_nodes.pair, *words)
+def test_a_rank_that_never_joins_a_collective_must_be_named_after_the_timeout(gpu_nodes):
+    options = ("--max-restarts", "0", *DUMP_SOON, "--", "cuda_steps.py", "1000000", "never_arrives", "5")
+    done = gpu_nodes.run(*gpu_nodes.pair, *options)
     assert done.returncode == 1, done.stderr
     root = gpu_nodes.report()["root_cause"]
     assert (root["rank"], root["cause"]) == (1, "timeout"), root
 
 
-def test_ranks_that_call_different_collectives_must_be_reported_with_what_each_called(gpu_nodes):
+def test_ranks_that_call_different_collectives_must_be_reported_with_their_calls(gpu_nodes):
     done = gpu_nodes.run(*gpu_nodes.pair, "--max-restarts", "0", "--", "cuda_steps.py", "1000000", "mismatch")
     assert done.returncode == 1, done.stderr
     root = gpu_nodes.report()["root_cause"]
     assert root["cause"] == "mismatch", root
-    said = "\n".join(root["last_lines"])
-    assert "Detected mismatch between collectives on ranks" in said
-    assert "OpType=ALLREDUCE" in said and "OpType=BROADCAST" in said
+    last_lines = "\n".join(root["last_lines"])
+    assert "Detected mismatch between collectives on ranks" in last_lines
+    assert "OpType=ALLREDUCE" in last_lines and "OpType=BROADCAST" in last_lines
