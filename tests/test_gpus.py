@@ -1,4 +1,4 @@
-"""Which GPUs a job gets must follow from what `nvidia-smi` prints, and from the caller's environment."""
+"""The GPUs of a job must follow from the output of `nvidia-smi` and the caller's environment."""
 
 import dataclasses
 
@@ -83,7 +83,7 @@ def ids(offered: Offer) -> list[str]:
     return [gpu.id for gpu in offered.gpus]
 
 
-def test_gpus_and_mig_instances_must_be_read_with_their_memory_and_place():
+def test_gpus_and_mig_instances_must_be_read_with_their_memory_and_bus_id():
     whole, large, small = read(LISTING, DETAILS)
     assert whole == Gpu(
         id="GPU-45cbf7b3-f919-7228-7a26-b06628ebefa1",
@@ -122,48 +122,48 @@ def test_gpus_must_be_read_without_details_too(details):
 def test_a_gpu_in_mig_mode_without_instances_must_not_be_offered():
     listing = "".join(line for line in LISTING.splitlines(keepends=True) if "MIG" not in line)
     assert [gpu.name for gpu in read(listing, DETAILS)] == ["NVIDIA H200"]
-    assert len(read(listing, "")) == 2  # whether it is in that mode is not known
+    assert len(read(listing, "")) == 2  # without details, the mode is not known
 
 
 def test_a_desktop_on_the_same_gpu_must_not_count_as_another_program():
-    drawn = read(LISTING, DETAILS.replace("<display_active>Disabled", "<display_active>Enabled"))[0]
-    assert drawn.display and drawn.busy  # by 20 GB
-    assert not dataclasses.replace(drawn, used=9 << 30).busy and dataclasses.replace(drawn, used=10 << 30).busy
+    desktop = read(LISTING, DETAILS.replace("<display_active>Disabled", "<display_active>Enabled"))[0]
+    assert desktop.display and desktop.busy  # 20 GB are in use
+    assert not dataclasses.replace(desktop, used=9 << 30).busy and dataclasses.replace(desktop, used=10 << 30).busy
 
 
-def test_names_with_brackets_and_numbers_with_gaps_must_be_read():
+def test_gpu_names_with_parentheses_and_indices_with_gaps_must_be_read():
     (found,) = read("GPU 3: NVIDIA TITAN X (Pascal) (UUID: GPU-1)\n", "")
     assert (found.name, found.index) == ("NVIDIA TITAN X (Pascal)", 3)
 
 
-def test_a_listing_without_end_must_give_few_gpus_each_once_and_soon():
+def test_a_huge_listing_must_be_read_quickly_up_to_a_limit_and_without_duplicates():
     assert len(read("".join(f"GPU 0: x (UUID: GPU-{n})\n" for n in range(5000)), "")) == gpus.MOST
     assert len(read("GPU 0: x (UUID: GPU-1)\n" * 3 + "  MIG a (UUID: MIG-1)\n" * 3, "")) == 1
     flood = "GPU is lost " * 100_000
     assert read(flood, flood) == () and trouble_of(flood) == ""  # within the time limit of a test
 
 
-def test_details_must_define_no_entities():
+def test_xml_entities_in_the_details_must_be_ignored():
     log = "<nvidia_smi_log><driver_version>&a;</driver_version></nvidia_smi_log>"
     bomb = f'<!DOCTYPE nvidia_smi_log [<!ENTITY a "580">]>{log}'
     assert read(LISTING, bomb)[0].driver == ""
 
 
 @pytest.mark.parametrize("listing", ["", "No devices were found\n", "GPU 0: x (UUID: ../../etc)", "(UUID: GPU-1)"])
-def test_what_is_no_list_of_gpus_must_be_none(listing):
+def test_an_invalid_listing_must_give_no_gpus(listing):
     assert read(listing, DETAILS) == ()
 
 
-def test_auto_must_leave_out_gpus_that_others_use_and_a_number_take_them_last():
+def test_auto_must_leave_out_gpus_in_use_and_a_number_must_take_them_last():
     assert ids(offer(BOX, "auto", {})) == ["GPU-f1", "GPU-f3"]
     assert offer(BOX, "auto", {}).note == "2 GPUs in use by other programs, left out"
     assert ids(offer(BOX, 3, {})) == ["GPU-f1", "GPU-f3", "GPU-b0"]
     assert offer(BOX, 3, {}).note == "GPU-b0, 5 % of its memory in use" and offer(BOX, 2, {}).note == ""
     assert ids(offer(BOX, "all", {})) == [gpu.id for gpu in BOX]
-    assert len(offer(BOX, 5, {}).gpus) == 4  # the plan says that there are too few
+    assert len(offer(BOX, 5, {}).gpus) == 4  # the plan reports that there are too few
 
 
-def test_where_all_gpus_are_in_use_auto_must_say_so_with_the_way_out():
+def test_auto_must_report_that_all_gpus_are_in_use_with_a_hint():
     assert offer((BOX[0],), "auto", {}) == Offer(why="1 GPU in use by other programs; use --gpus all to include it")
     assert offer((BOX[0], BOX[2]), "auto", {}).why.endswith("; use --gpus all to include them")
 
@@ -177,7 +177,7 @@ MIG = read(LISTING, DETAILS)
         (BOX, "1,0", ["GPU-f1", "GPU-b0"]),
         (BOX, " 3 , 1 ", ["GPU-f3", "GPU-f1"]),
         (BOX, "GPU-f3", ["GPU-f3"]),
-        (BOX, "1,9,2", ["GPU-f1"]),  # as CUDA, which looks no further than a number that does not exist
+        (BOX, "1,9,2", ["GPU-f1"]),  # like CUDA, which stops at an index that does not exist
         (BOX, "1,1,2", ["GPU-f1"]),
         (BOX, "", []),
         (BOX, "-1", []),
@@ -194,9 +194,9 @@ def test_the_callers_cuda_visible_devices_must_be_respected(found, named, seen):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine with an `nvidia-smi` of a test's own, or without, and with devices of PCI."""
+    """Fake a machine, with PCI devices and with or without an `nvidia-smi` script."""
 
-    def made(smi: str = "", **devices: tuple[str, str]) -> None:
+    def fake(smi: str = "", **devices: tuple[str, str]) -> None:
         (tmp_path / "bin").mkdir()
         if smi:
             (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
@@ -208,7 +208,7 @@ def machine(tmp_path, monkeypatch):
             (tmp_path / "pci" / name / "vendor").write_text(f"{vendor}\n")
         monkeypatch.setattr(gpus, "PCI", tmp_path / "pci")
 
-    return made
+    return fake
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def machine(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_why_there_is_no_gpu_must_follow_from_the_devices(machine, devices, why):
+def test_the_reason_why_there_is_no_gpu_must_follow_from_the_pci_devices(machine, devices, why):
     machine(**devices)
     assert gpus.look() == () and why_none() == why
 
@@ -237,24 +237,24 @@ UNREACHED = "NVIDIA-SMI has failed because it couldn't communicate with the NVID
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("message", "why"),
     [
         (MISMATCH, f"nvidia-smi: {MISMATCH} (restart the machine to load the new driver)"),
         (UNREACHED, f"nvidia-smi: {UNREACHED.rstrip('.')}"),
     ],
 )
-def test_a_driver_that_fails_must_be_reported_in_its_own_words(machine, said, why):
-    machine(f'echo "{said}"; exit 18', a=("0x030200", "0x10de"))
-    assert gpus.look() == () and why_none() == why == trouble_of(f"x\n{said}\nNVML library version: 580.95\n")
+def test_a_driver_that_fails_must_be_reported_with_its_own_message(machine, message, why):
+    machine(f'echo "{message}"; exit 18', a=("0x030200", "0x10de"))
+    assert gpus.look() == () and why_none() == why == trouble_of(f"x\n{message}\nNVML library version: 580.95\n")
 
 
-def test_output_of_a_container_must_not_reach_the_terminal_as_it_is():
+def test_control_characters_in_the_output_of_a_container_must_not_reach_the_terminal():
     assert (
         trouble_of("Failed to initialize NVML: \x1b]0;owned\x07") == "nvidia-smi: Failed to initialize NVML: ]0;owned"
     )
 
 
-def test_the_gpus_of_this_machine_must_be_those_that_nvidia_smi_lists(machine, tmp_path):
+def test_the_gpus_of_this_machine_must_be_the_ones_that_nvidia_smi_lists(machine, tmp_path):
     (tmp_path / "list").write_text(LISTING)
     (tmp_path / "details").write_text(DETAILS)
     machine(f'[ "$1" = -L ] && cat {tmp_path}/list || cat {tmp_path}/details')
@@ -265,47 +265,47 @@ def test_the_cores_near_a_gpu_must_be_those_of_its_numa_node(tmp_path):
     (tmp_path / "0000:0a:00.0").mkdir()
     (tmp_path / "0000:0a:00.0" / "local_cpulist").write_text("0-2,8\n")
     assert near("00000000:0A:00.0", tmp_path) == (0, 1, 2, 8)
-    (tmp_path / "0000:0a:00.0" / "local_cpulist").write_text("\n")  # a machine that does not say
+    (tmp_path / "0000:0a:00.0" / "local_cpulist").write_text("\n")  # a machine without this information
     assert near("00000000:0A:00.0", tmp_path) == near("00000000:0B:00.0", tmp_path) == near("", tmp_path) == ()
 
 
-def test_workers_must_be_kept_to_the_cores_near_their_gpus():
+def test_workers_must_be_bound_to_the_cores_near_their_gpus():
     first, second = (0, 1, 2, 3), (4, 5, 6, 7)
     assert shares_near(tuple(range(8)), [second, first]) == [(4, 5, 6, 7), (0, 1, 2, 3)]
     assert shares_near(tuple(range(8)), [second, second, first]) == [(4, 5), (6, 7), (0, 1)]
-    assert shares_near((2, 3, 5), [second, first]) == [(5,), (2,)]  # the others are not ours to use
+    assert shares_near((2, 3, 5), [second, first]) == [(5,), (2,)]  # the other cores are not available to us
     for unknown in ([(), first], [(0, 1, 2), (2, 3)], [(9,), first]):
         assert shares_near(tuple(range(8)), unknown) == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
-def test_a_pinned_plan_must_use_the_cores_near_the_gpus_and_be_read_again_as_it_was():
-    there = HERE.but(gpus=("GPU-0", "GPU-1"), gpu_cores=((4, 5, 6, 7), (0, 1, 2, 3)))
-    made = plan(JobSpec(trainers=1, pin=True), there, "a-1")
-    assert [worker.cores for worker in made.workers] == [(4, 5, 6, 7), (0, 1, 2, 3)]
-    assert read_plan(made.to_json(), {}) == made
+def test_a_pinned_plan_must_use_the_cores_near_the_gpus_and_be_read_as_it_was_written():
+    site = HERE.but(gpus=("GPU-0", "GPU-1"), gpu_cores=((4, 5, 6, 7), (0, 1, 2, 3)))
+    planned = plan(JobSpec(trainers=1, pin=True), site, "a-1")
+    assert [worker.cores for worker in planned.workers] == [(4, 5, 6, 7), (0, 1, 2, 3)]
+    assert read_plan(planned.to_json(), {}) == planned
 
 
-def test_nodes_that_share_gpus_must_take_turns_and_the_plan_say_so():
-    there = HERE.but(gpus=("GPU-0", "GPU-1"), gpu_note="2 GPUs in use by other programs, left out")
-    made = plan(JobSpec(trainers=2, share_gpus=True), there, "a-1")
-    assert [worker.env["CUDA_VISIBLE_DEVICES"] for worker in made.workers] == ["GPU-0", "GPU-1", "GPU-0"]
-    assert {worker.env["NCCL_MULTI_RANK_GPU_ENABLE"] for worker in made.workers} == {"1"}
-    assert made.gpus == ("GPU-0", "GPU-1")
-    first = str(made).splitlines()[0]
+def test_shared_gpus_must_be_assigned_in_turn_and_be_shown_in_the_plan():
+    site = HERE.but(gpus=("GPU-0", "GPU-1"), gpu_note="2 GPUs in use by other programs, left out")
+    planned = plan(JobSpec(trainers=2, share_gpus=True), site, "a-1")
+    assert [worker.env["CUDA_VISIBLE_DEVICES"] for worker in planned.workers] == ["GPU-0", "GPU-1", "GPU-0"]
+    assert {worker.env["NCCL_MULTI_RANK_GPU_ENABLE"] for worker in planned.workers} == {"1"}
+    assert planned.gpus == ("GPU-0", "GPU-1")
+    first = str(planned).splitlines()[0]
     assert first.endswith("3 nodes × 1 worker, on 2 shared GPUs (2 GPUs in use by other programs, left out)")
-    alone = plan(JobSpec(trainers=1, share_gpus=True), there, "a-1")
+    alone = plan(JobSpec(trainers=1, share_gpus=True), site, "a-1")
     assert "NCCL on GPU (2 GPUs" in str(alone) and alone.gpus == ("GPU-0", "GPU-1")
 
 
-def test_a_restart_in_which_each_node_has_a_gpu_must_not_share_any():
-    there = HERE.but(gpus=("GPU-0", "GPU-1"))
-    fewer = plan(JobSpec(trainers=2, share_gpus=True), there, "a-1", nodes=("master", "trainer-2"))
+def test_a_restart_with_a_gpu_for_each_node_must_not_share_any():
+    site = HERE.but(gpus=("GPU-0", "GPU-1"))
+    fewer = plan(JobSpec(trainers=2, share_gpus=True), site, "a-1", nodes=("master", "trainer-2"))
     assert "NCCL on GPU\n" in str(fewer) and "NCCL_MULTI_RANK_GPU_ENABLE" not in fewer.workers[0].env
 
 
 def test_the_default_job_must_run_on_any_machine_with_a_gpu():
-    there = HERE.but(gpus=("GPU-0",), gpu_note="1 GPU in use by other programs, left out")
-    assert ", on 1 shared GPU (" in str(plan(JobSpec(), there, "a-1"))
+    site = HERE.but(gpus=("GPU-0",), gpu_note="1 GPU in use by other programs, left out")
+    assert ", on 1 shared GPU (" in str(plan(JobSpec(), site, "a-1"))
     for spec in (JobSpec(command=("x.py",)), JobSpec(gpus="all")):
         with pytest.raises(ResourceError, match=r"only 1 is available \(1 GPU in use by other programs, left out\)"):
             plan(spec, there, "a-1")
@@ -324,11 +324,11 @@ def test_the_workers_of_one_node_must_not_share_a_gpu():
         plan(JobSpec(trainers=1, nproc_per_node=2, share_gpus=True), there, "a-1")
     assert "share_gpus" not in caught.value.hint
     with pytest.raises(ResourceError) as caught:
-        plan(JobSpec(trainers=1, command=("x.py",)), there, "a-1")
+        plan(JobSpec(trainers=1, command=("x.py",)), site, "a-1")
     assert "let nodes share GPUs (--set share_gpus=true)" in caught.value.hint
 
 
-def test_a_listing_must_not_wait_for_input_nor_for_a_driver_that_hangs(machine, monkeypatch):
+def test_nvidia_smi_must_not_wait_for_input_or_for_a_driver_that_hangs(machine, monkeypatch):
     machine("cat; sleep 100")
     monkeypatch.setattr(gpus, "NVIDIA_SMI_TIMEOUT", 0.2)
     assert gpus.look() == () and why_none() == "nvidia-smi: NVIDIA-SMI has failed to answer within 0.2 s"

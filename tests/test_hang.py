@@ -1,4 +1,4 @@
-"""A job that hangs must be told from one that works, and the worker that the others wait for must be found."""
+"""A hung job must be distinguished from a working one, and the worker that the others wait for must be found."""
 
 import pytest
 from support.scripted import ALL_WELL, Job
@@ -27,7 +27,7 @@ def dumped(*threads: str) -> str:
 
 
 @pytest.mark.parametrize("waits", [REDUCE, BACKWARD, DDP])
-def test_a_worker_in_a_collective_must_stand_in_the_users_own_code_and_wait(waits):
+def test_a_worker_in_a_collective_must_be_located_in_user_code_and_count_as_waiting(waits):
     found = stand(dumped(thread(waits, MINE, MAIN)))
     assert found == Stand("/workspace/train.py:7 in step", waits[2], True)
 
@@ -41,29 +41,29 @@ def test_a_worker_in_a_collective_must_stand_in_the_users_own_code_and_wait(wait
         "<frozen importlib._bootstrap>",
     ],
 )
-def test_the_code_of_libraries_must_not_be_taken_for_the_users_own(library):
+def test_library_code_must_not_be_taken_for_user_code(library):
     assert stand(dumped(thread((library, 1, "wait"), MINE))) == Stand("/workspace/train.py:7 in step", "wait", False)
 
 
-def test_a_worker_whose_stack_has_no_code_of_the_users_must_stand_where_it_is():
+def test_a_worker_whose_stack_has_no_user_code_must_be_located_at_the_top_frame():
     assert stand(dumped(thread(REDUCE, BACKWARD))) == Stand(f"{REDUCE[0]}:2501 in all_reduce", "all_reduce", True)
 
 
 @pytest.mark.parametrize(("between", "waits"), [(0, True), (6, True), (20, False)])
-def test_only_what_is_near_the_top_of_the_stack_must_count_as_a_collective(between, waits):
+def test_only_frames_near_the_top_of_the_stack_must_count_as_a_collective(between, waits):
     frames = [("/workspace/hook.py", number, "hook") for number in range(between)]
     found = stand(dumped(thread(*frames, REDUCE, MAIN)))
     assert found and found.waits is waits
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_of_several_threads_the_one_that_was_asked_must_count(first):
+def test_of_several_threads_the_current_one_must_count(first):
     main, other = thread(MINE), thread(REDUCE, current=False)
     found = stand(dumped(main, other) if first else dumped(other, main))
     assert found == Stand("/workspace/train.py:7 in step", "step", False)
 
 
-def test_where_the_thread_that_was_asked_has_no_frames_the_main_one_which_comes_last_must_count():
+def test_the_main_thread_must_count_if_the_current_one_has_no_frames():
     found = stand(dumped(thread(), thread(REDUCE, current=False), thread(MINE, current=False), thread(current=False)))
     assert found and found.where == "/workspace/train.py:7 in step"
 
@@ -74,7 +74,7 @@ def test_of_two_dumps_the_last_must_count():
 
 
 @pytest.mark.parametrize("log", ["", "epoch 1\n", thread(MINE), dumped(), dumped(thread())])
-def test_a_log_without_a_stack_must_say_nothing(log):
+def test_a_log_without_a_stack_must_give_no_location(log):
     assert stand(log) is None
 
 
@@ -84,7 +84,7 @@ BUSY = Stand("t.py:1 in load", "read", False)
 
 
 @pytest.mark.parametrize(
-    ("states", "stands", "rank", "sentence"),
+    ("states", "locations", "rank", "sentence"),
     [
         ("SSTS", {0: WAITING, 1: WAITING, 3: BUSY}, 2, "is stopped (SIGSTOP); 2 others wait at t.py:9 in all_reduce"),
         ("STST", {0: WAITING}, 1, "is stopped (SIGSTOP)"),
@@ -108,15 +108,15 @@ BUSY = Stand("t.py:1 in load", "read", False)
         ("", {}, 0, "is idle"),
     ],
 )
-def test_the_worker_that_the_others_wait_for_must_be_named_with_where_it_stands(states, stands, rank, sentence):
+def test_the_worker_that_the_others_wait_for_must_be_named_with_its_location(states, locations, rank, sentence):
     letters = dict(reversed(list(enumerate(states))))
-    found, what = late(letters, {number: stands.get(number) for number in [*stands, *letters]})
+    found, what = late(letters, {number: locations.get(number) for number in [*locations, *letters]})
     assert found == rank and what.startswith(sentence)
 
 
-def test_of_the_places_where_others_wait_the_two_with_the_most_must_be_named():
-    stands = {0: BUSY, 1: WAITING, 2: WAITING, 3: ELSEWHERE, 4: ELSEWHERE, 5: Stand("t.py:5 in x", "x", True)}
-    _, what = late(dict.fromkeys(stands, "S"), stands)
+def test_the_two_locations_where_most_others_wait_must_be_named():
+    locations = {0: BUSY, 1: WAITING, 2: WAITING, 3: ELSEWHERE, 4: ELSEWHERE, 5: Stand("t.py:5 in x", "x", True)}
+    _, what = late(dict.fromkeys(locations, "S"), locations)
     assert what.endswith("; 2 others wait at t.py:9 in all_reduce; 2 others wait at t.py:4 in barrier")
     _, what = late({0: "S", 1: "S"}, {0: WAITING, 1: BUSY})
     assert what == "never arrived: it is at t.py:1 in load; 1 waits at t.py:9 in all_reduce"
@@ -131,7 +131,7 @@ SPEC = JobSpec(trainers=2, grace=0.01, hang_after=10.0)
 
 
 @pytest.mark.parametrize(("share", "hangs"), [(0.02, True), (0.1, False)])
-def test_workers_that_only_look_around_must_count_as_idle(job, share, hangs):
+def test_workers_that_only_poll_must_count_as_idle(job, share, hangs):
     engine, began = RecordingEngine([[]] * 1500 + [ALL_WELL], [ALL_WELL]), job.clock.now
     engine.doing = lambda: {rank: Doing("S", 1.0 + share * (job.clock.now - began)) for rank in engine.running}
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=100.0)).word == "succeeded"
@@ -139,7 +139,7 @@ def test_workers_that_only_look_around_must_count_as_idle(job, share, hangs):
 
 
 @pytest.mark.parametrize("sign", ["output", "processor", "paused", "silent"])
-def test_the_time_must_count_from_the_last_sign_of_life(job, sign):
+def test_the_time_limit_must_count_from_the_last_sign_of_life(job, sign):
     engine, began = RecordingEngine([], [ALL_WELL]), job.clock.now
     wait = engine.wait
 
@@ -162,11 +162,11 @@ def test_the_time_must_count_from_the_last_sign_of_life(job, sign):
     assert job.run(engine, SPEC).word == "succeeded"
     assert (
         (35 if sign == "processor" else 38) <= job.when("hang_found")[0] < 43
-    )  # of the time, the last half must be idle
+    )  # only the second half of the time must be idle
 
 
 @pytest.mark.parametrize("since", [0.0, 9.9])
-def test_nodes_that_say_nothing_of_their_workers_must_not_make_a_job_hang(job, since):
+def test_a_job_must_not_count_as_hung_while_nodes_report_nothing_about_their_workers(job, since):
     engine, silent = RecordingEngine([[]] * 600 + [ALL_WELL]), job.clock.now + since
     doing = engine.doing
     engine.doing = lambda: doing() if job.clock.now < silent else {}
@@ -174,7 +174,7 @@ def test_nodes_that_say_nothing_of_their_workers_must_not_make_a_job_hang(job, s
     assert not job.causes()
 
 
-def test_workers_that_take_long_to_save_and_end_must_not_count_as_hung(job):
+def test_workers_that_take_long_to_save_and_exit_must_not_count_as_hung(job):
     engine = RecordingEngine([])
     engine.stop = lambda how: engine.batches.extend([[]] * 600 + [ALL_WELL])
     job.stops = lambda: int("start" in engine.calls)
@@ -182,13 +182,13 @@ def test_workers_that_take_long_to_save_and_end_must_not_count_as_hung(job):
     assert "hang_found" not in job.names() and "dump" not in engine.calls
 
 
-def test_without_a_limit_no_job_must_count_as_hung(job):
+def test_a_job_without_hang_after_must_never_count_as_hung(job):
     engine = RecordingEngine([[]] * 9000 + [ALL_WELL])
     assert job.run(engine, JobSpec(trainers=2, hang_after=None)) == JobResult("succeeded", "finished")
     assert not job.causes()
 
 
-def test_nodes_must_not_be_asked_all_the_time_what_their_workers_do(job):
+def test_nodes_must_be_asked_about_their_workers_only_every_few_seconds(job):
     engine, asked = RecordingEngine([[]] * 90 + [ALL_WELL]), []
     doing = engine.doing
     engine.doing = lambda: (asked.append(job.clock.now), doing())[1]
@@ -196,7 +196,7 @@ def test_nodes_must_not_be_asked_all_the_time_what_their_workers_do(job):
     assert 2 <= len(asked) <= 5 and asked[0] > 1_000_000 + 4
 
 
-def test_a_hang_must_be_told_with_what_each_worker_that_is_left_does(job):
+def test_a_hang_must_be_reported_with_the_state_of_each_remaining_worker(job):
     engine = RecordingEngine([[WorkerExit(0, 0)]], [ALL_WELL])
     engine.doing = lambda: {0: Doing("T", 1.0), 1: Doing("S", 1.0), 2: Doing("D", 1.0)}
     job.paths.log(1).write_text("loading\nstill loading\n")
@@ -209,7 +209,7 @@ def test_a_hang_must_be_told_with_what_each_worker_that_is_left_does(job):
 
 
 @pytest.mark.parametrize(("takes", "calls"), [(14.0, ["dump"]), (16.0, ["dump", "kill"])])
-def test_workers_that_hang_must_have_a_few_seconds_to_print_their_stacks_and_be_killed_then(job, takes, calls):
+def test_hung_workers_must_get_a_few_seconds_to_print_their_stacks_before_they_are_killed(job, takes, calls):
     engine = RecordingEngine([], [ALL_WELL])
 
     def dump() -> None:
@@ -223,10 +223,10 @@ def test_workers_that_hang_must_have_a_few_seconds_to_print_their_stacks_and_be_
     assert job.when("workers_stopping")[0] - job.when("hang_found")[0] == pytest.approx(min(takes, 15.0), abs=0.3)
     assert [cause for _, cause in job.causes()] == ["hang"]
     aborts = [end for end in job.noted("worker_ended") if end["exit_code"]]
-    assert len(aborts) == 3 and all(end["stopping"] for end in aborts)  # it is we who ended them
+    assert len(aborts) == 3 and all(end["stopping"] for end in aborts)  # the supervisor ended them
 
 
-def test_a_worker_that_is_frozen_must_not_be_waited_for_since_it_prints_nothing(job):
+def test_a_frozen_worker_must_not_be_waited_for_since_it_prints_no_stack(job):
     engine = RecordingEngine([], [ALL_WELL])
     engine.doing = lambda: {0: Doing("S", 1.0), 1: Doing("T", 1.0), 2: Doing("S", 1.0)}
 
@@ -240,7 +240,7 @@ def test_a_worker_that_is_frozen_must_not_be_waited_for_since_it_prints_nothing(
     assert job.when("workers_stopping")[0] - job.when("hang_found")[0] < 1.0
 
 
-def test_an_engine_that_goes_away_while_it_asks_where_workers_stand_must_leave_the_job_hung(job):
+def test_an_engine_that_is_lost_while_workers_print_their_stacks_must_leave_the_job_hung(job):
     engine = RecordingEngine([], [], [ALL_WELL])
     dump = engine.dump
 
@@ -256,7 +256,7 @@ def test_an_engine_that_goes_away_while_it_asks_where_workers_stand_must_leave_t
     assert cause.node == "master" and cause.summary.startswith("the job hung; the engine was lost")
 
 
-def test_a_job_that_does_nothing_must_count_as_hung_and_every_worker_must_be_asked_where_it_stands(job):
+def test_an_idle_job_must_count_as_hung_and_every_worker_must_be_asked_for_its_stack(job):
     engine = RecordingEngine([], [ALL_WELL])
     stack = 'Fatal Python error: Aborted\n\nCurrent thread 0x0f (most recent call first):\n  File "{}", line 4 in {}\n'
 
@@ -277,7 +277,7 @@ def test_a_job_that_does_nothing_must_count_as_hung_and_every_worker_must_be_ask
 
 
 @pytest.mark.parametrize("alive", ["output", "processor", "metrics", "checkpoints", "pause"])
-def test_a_job_that_does_anything_must_not_count_as_hung(job, alive):
+def test_an_active_job_must_not_count_as_hung(job, alive):
     engine = RecordingEngine([[]] * 400 + [ALL_WELL])  # forty seconds
     ticks, wait = iter(range(1000)), engine.wait
 
@@ -300,11 +300,9 @@ def test_a_job_that_does_anything_must_not_count_as_hung(job, alive):
     assert len(job.supervisor.history.ended) == 1
 
 
-def test_a_job_that_does_nothing_must_count_as_hung_after_the_time_that_its_file_says(job):
+def test_an_idle_job_must_count_as_hung_after_the_time_limit_of_its_job_file(job):
     engine = RecordingEngine([])
-    engine.doing = lambda: {
-        rank: Doing("S", 1.0 + job.clock.now / 1000) for rank in engine.running
-    }  # it only looks around
+    engine.doing = lambda: {rank: Doing("S", 1.0 + job.clock.now / 1000) for rank in engine.running}  # it only polls
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=10.0, max_restarts=0)).word == "failed"
     (hang,) = [event for event in job.events if event["event"] == "hang_found"]
     assert 10 <= hang["seconds"] < 12

@@ -1,4 +1,4 @@
-"""What an engine has for a job: this machine, or a Docker Engine that is played, with its images and GPUs."""
+"""The resources that an engine offers to a job: this machine, or a fake Docker Engine with images and GPUs."""
 
 import importlib.util
 import os
@@ -24,21 +24,21 @@ IN_USE = (
     "<fb_memory_usage><total>1000 MiB</total><used>51 MiB</used></fb_memory_usage></gpu></nvidia_smi_log>"
 )
 NVIDIA = {"runc": {}, "nvidia": {}}
-PYTHON, USELESS = probe.python, probe.useless  # as they are, which tests replace
+PYTHON, USELESS = probe.python, probe.useless  # the originals, which tests replace
 
 
 @pytest.fixture(autouse=True)
 def probed(monkeypatch):
-    """Images have Python, and a torch for all GPUs: `test_probe.py` looks into real ones."""
+    """All images have Python, and a torch that can use all GPUs; `test_probe.py` probes real ones."""
     monkeypatch.setattr(probe, "python", lambda *_: "python")
     monkeypatch.setattr(probe, "useless", lambda *_: "")
     monkeypatch.setattr(looked, "useless", lambda _: "")
 
 
 def compose(folder, monkeypatch, script: str) -> None:
-    """Have a script for `docker`."""
+    """Replace `docker` with a script."""
     path = folder / "docker"
-    path.write_text(f"#!/bin/sh\necho $* >> {folder}/words\necho $NODE_IMAGE >> {folder}/words\n{script}\n")
+    path.write_text(f"#!/bin/sh\necho $* >> {folder}/arguments\necho $NODE_IMAGE >> {folder}/arguments\n{script}\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
@@ -48,13 +48,13 @@ def spec(**more: object) -> JobSpec:
 
 
 def inventory(daemon: Daemon, asked: JobSpec, run: Path, runs: bool) -> Site:
-    """What the engine has for a job that runs, or is planned only."""
+    """The resources of the engine for a job that runs, or that is only planned."""
     if runs:
         image.prepare(daemon, asked)
     return Site(*image.inventory(daemon, asked, run, runs))
 
 
-def test_an_engine_must_be_shown_as_it_is(answers, daemon, tmp_path, monkeypatch):
+def test_the_inventory_must_describe_the_engine(answers, daemon, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
     tmp_path.chmod(0o755)
@@ -73,66 +73,66 @@ def test_an_engine_must_be_shown_as_it_is(answers, daemon, tmp_path, monkeypatch
     )
     assert (found.network, found.master_addr, found.interface) == ("host", "127.0.0.1", "lo")
     assert found.about == "Docker Engine 26.1.5, image mine:1, ignoring volume"
-    daemon.info["NCPU"] = 2  # in a virtual machine, say
+    daemon.info["NCPU"] = 2  # in a virtual machine, for example
     assert inventory(daemon, spec(), tmp_path / "run", True).cores == (0, 1)
     daemon.info["NCPU"] = 0
     del daemon.info["MemTotal"]
     found = inventory(daemon, spec(), tmp_path / "run", True)
     assert (found.cores, found.memory) == ((0,), 0)
-    daemon.info |= {"MemTotal": 8 << 30, "MemoryLimit": False}  # an engine that overlooks limits
+    daemon.info |= {"MemTotal": 8 << 30, "MemoryLimit": False}  # an engine that ignores limits
     assert inventory(daemon, spec(), tmp_path / "run", True).memory == 0
 
 
-def test_gpus_must_be_those_that_a_container_of_the_image_sees_and_it_must_not_stay(answers, daemon, tmp_path):
+def test_gpus_must_be_listed_in_a_container_of_the_image_which_is_then_removed(answers, daemon, tmp_path):
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
     found = inventory(daemon, spec(), tmp_path / "run", True)
     assert found.gpus == ("GPU-1", "GPU-2")
-    words = [what.partition("/containers")[2] for what in answers.did()]
-    assert words == ["/create", "/made/start", "/made/wait", "/made"]
-    _, made = answers.of("POST /containers/create")
-    assert made["Image"] == "mine:1"
-    assert (made["Entrypoint"], made["Cmd"]) == (["sh"], ["-c", "nvidia-smi -L; nvidia-smi -q -x"])
-    assert made["Labels"] == labels.only({"orchestrate.run": str(tmp_path / "run")})
-    assert made["Healthcheck"]["Test"] == ["NONE"]
-    assert set(made["Env"]) == {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"}
-    host = made["HostConfig"]
+    requests = [what.partition("/containers")[2] for what in answers.did()]
+    assert requests == ["/create", "/made/start", "/made/wait", "/made"]
+    _, body = answers.of("POST /containers/create")
+    assert body["Image"] == "mine:1"
+    assert (body["Entrypoint"], body["Cmd"]) == (["sh"], ["-c", "nvidia-smi -L; nvidia-smi -q -x"])
+    assert body["Labels"] == labels.only({"orchestrate.run": str(tmp_path / "run")})
+    assert body["Healthcheck"]["Test"] == ["NONE"]
+    assert set(body["Env"]) == {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"}
+    host = body["HostConfig"]
     assert (host["Runtime"], host["NetworkMode"], host["LogConfig"]["Type"]) == ("nvidia", "none", "json-file")
     assert host["LogConfig"]["Config"] == {"max-size": "4m"}
-    assert (host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges:true"])  # the image may be anyone's
+    assert (host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges:true"])  # the image is not trusted
     assert (host["ReadonlyRootfs"], host["Memory"], host["PidsLimit"]) == (True, 1 << 30, 512)
     assert answers.of("DELETE /containers/made")[0] == {"v": "True", "force": "True", "link": "False"}
     query, _ = answers.of("GET /containers/made/logs")
     assert (query["stdout"], query["stderr"]) == ("1", "0")
 
 
-def test_what_is_looked_for_must_be_told_from_the_first_moment(answers, daemon, tmp_path, monkeypatch):
-    told: list[str] = []
+def test_each_check_must_be_announced_before_it_starts(answers, daemon, tmp_path, monkeypatch):
+    shown: list[str] = []
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(probe, "python", PYTHON)
     monkeypatch.setattr(probe, "useless", USELESS)
     monkeypatch.setattr(probe, "_id", lambda *_: "an-id")
-    monkeypatch.setattr(probe, "_run", lambda *words, **_: ("works" if looked.CUDA in words[3] else "3 12", ""))
-    monkeypatch.setattr(console, "phase", told.append)
+    monkeypatch.setattr(probe, "_run", lambda *arguments, **_: ("works" if looked.CUDA in arguments[3] else "3 12", ""))
+    monkeypatch.setattr(console, "phase", shown.append)
     monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
     tmp_path.chmod(0o755)
     (tmp_path / "work.py").write_text("import torch\n")
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
-    answers.happens = lambda what: told.append(what) if what.endswith("/made/start") else None
+    answers.happens = lambda what: shown.append(what) if what.endswith("/made/start") else None
     inventory(daemon, spec(), tmp_path / "run", True)
     looking = ["looking for GPUs", "POST /containers/made/start", ""]
     assert told == ["looking for Python in the image", "", *looking, "testing the GPUs with torch", ""]
 
 
 @pytest.mark.parametrize(
-    ("images", "looks"), [({"mine:1"}, ""), (set(), ""), ({"mine:1", IMAGE}, IMAGE), ({IMAGE}, IMAGE)]
+    ("images", "used"), [({"mine:1"}, ""), (set(), ""), ({"mine:1", IMAGE}, IMAGE), ({IMAGE}, IMAGE)]
 )
-def test_a_plan_must_run_no_image_but_the_projects_own_and_report_that_it_has_not_looked(
-    answers, daemon, tmp_path, images, looks
+def test_a_plan_must_run_only_the_projects_own_image_and_report_a_skipped_check(
+    answers, daemon, tmp_path, images, used
 ):
     answers.images, answers.output, daemon.info["Runtimes"] = images, LISTING, NVIDIA
     found = inventory(daemon, spec(), tmp_path / "run", False)
-    if looks:
-        assert found.gpus == ("GPU-1", "GPU-2") and answers.of("POST /containers/create")[1]["Image"] == looks
+    if used:
+        assert found.gpus == ("GPU-1", "GPU-2") and answers.of("POST /containers/create")[1]["Image"] == used
     else:
         assert found.gpus == () and answers.did() == []
         why = f"GPUs were not checked: a plan only runs the image {IMAGE}, which does not exist here"
@@ -141,14 +141,14 @@ def test_a_plan_must_run_no_image_but_the_projects_own_and_report_that_it_has_no
             plan(spec(gpus=1), found, "j")
 
 
-def test_gpus_must_be_looked_for_in_the_projects_own_image_where_the_engine_has_it(answers, daemon, tmp_path):
+def test_gpus_must_be_listed_with_the_projects_own_image_if_the_engine_has_it(answers, daemon, tmp_path):
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1", IMAGE}, LISTING, NVIDIA
     assert inventory(daemon, spec(), tmp_path / "run", True).gpus == ("GPU-1", "GPU-2")
     assert answers.of("POST /containers/create")[1]["Image"] == IMAGE
 
 
 @pytest.mark.parametrize("what", ["start", "wait", "create"])
-def test_a_container_that_cannot_look_for_gpus_must_mean_none_and_not_stay(answers, daemon, tmp_path, what):
+def test_a_container_that_fails_to_list_gpus_must_mean_none_and_be_removed(answers, daemon, tmp_path, what):
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
     path = "/containers/create" if what == "create" else f"/containers/made/{what}"
     answers.refusals[f"POST {path}"] = 500, "no driver"
@@ -157,14 +157,14 @@ def test_a_container_that_cannot_look_for_gpus_must_mean_none_and_not_stay(answe
     assert ("DELETE /containers/made" in answers.did()) is (what != "create")
 
 
-def test_gpus_that_are_not_asked_for_must_not_be_looked_for(answers, daemon, tmp_path):
+def test_gpus_must_not_be_listed_if_the_job_uses_none(answers, daemon, tmp_path):
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
     assert inventory(daemon, spec(gpus="none"), tmp_path, True).gpus == ()
     assert answers.did() == []
 
 
 @pytest.mark.parametrize("gpus", ["all", 2])
-def test_no_image_must_be_pulled_for_gpus_that_the_engine_cannot_give(answers, daemon, tmp_path, gpus):
+def test_no_image_must_be_pulled_for_gpus_that_the_engine_cannot_provide(answers, daemon, tmp_path, gpus):
     found = inventory(daemon, spec(gpus=gpus), tmp_path, True)
     assert found.no_gpus == "the engine has no NVIDIA runtime" and answers.did() == []
     with pytest.raises(ResourceError):
@@ -172,12 +172,12 @@ def test_no_image_must_be_pulled_for_gpus_that_the_engine_cannot_give(answers, d
 
 
 @pytest.mark.parametrize("gpus", ["auto", "none"])
-def test_the_image_of_a_job_that_trains_on_cpu_must_be_pulled_where_it_is_missing(answers, daemon, tmp_path, gpus):
+def test_the_image_of_a_job_that_trains_on_cpu_must_be_pulled_if_it_is_missing(answers, daemon, tmp_path, gpus):
     inventory(daemon, spec(gpus=gpus), tmp_path, True)
     assert answers.did() == ["POST /images/create"]
 
 
-def test_an_image_that_is_missing_must_be_pulled_only_where_that_is_allowed(answers, daemon, tmp_path):
+def test_a_missing_image_must_be_pulled_once_and_never_for_a_plan(answers, daemon, tmp_path):
     daemon.info["Runtimes"] = NVIDIA
     found = inventory(daemon, spec(), tmp_path, False)
     assert found.gpus == () and answers.did() == []
@@ -188,7 +188,7 @@ def test_an_image_that_is_missing_must_be_pulled_only_where_that_is_allowed(answ
     assert answers.did() == []
 
 
-def test_it_must_be_told_that_an_image_is_pulled_and_how_far_it_is(answers, daemon, monkeypatch, capsys):
+def test_the_pull_of_an_image_must_be_shown_with_its_progress(answers, daemon, monkeypatch, capsys):
     phases = []
     monkeypatch.setattr(image, "phase", phases.append)
     image.ensure_image(daemon, spec())
@@ -196,7 +196,7 @@ def test_it_must_be_told_that_an_image_is_pulled_and_how_far_it_is(answers, daem
     assert phases == ["pulling the image mine:1: 3 of 8 MB", ""]
 
 
-def test_an_image_that_cannot_be_pulled_must_be_told_with_the_way_out(answers, daemon):
+def test_an_image_that_cannot_be_pulled_must_be_reported_with_a_hint(answers, daemon):
     answers.refusals["POST /images/create"] = 404, "pull access denied for mine"
     with pytest.raises(ResourceError, match="cannot find or pull the image mine:1: pull access denied") as error:
         image.ensure_image(daemon, spec())
@@ -206,7 +206,7 @@ def test_an_image_that_cannot_be_pulled_must_be_told_with_the_way_out(answers, d
         image.ensure_image(daemon, spec())
 
 
-def test_a_container_that_looked_for_gpus_and_stays_must_be_told(answers, daemon, tmp_path):
+def test_a_container_that_listed_gpus_and_cannot_be_removed_must_be_reported(answers, daemon, tmp_path):
     daemon.info["Runtimes"] = NVIDIA
     answers.images.add("mine:1")
     answers.refusals["DELETE /containers/made"] = 500, "out of order"
@@ -216,9 +216,9 @@ def test_a_container_that_looked_for_gpus_and_stays_must_be_told(answers, daemon
 
 def test_our_own_image_must_be_built_by_compose(answers, daemon, tmp_path, monkeypatch):
     compose(tmp_path, monkeypatch, "")
-    assert not image.has_image(daemon, IMAGE) and not (tmp_path / "words").exists()
+    assert not image.has_image(daemon, IMAGE) and not (tmp_path / "arguments").exists()
     image.ensure_image(daemon, JobSpec())
-    command, name = (tmp_path / "words").read_text().splitlines()
+    command, name = (tmp_path / "arguments").read_text().splitlines()
     assert command.endswith(f"compose --project-directory {PROJECT} --profile gpu build master")
     assert name == IMAGE and answers.did() == []
     compose(tmp_path, monkeypatch, "exit 1")
@@ -227,7 +227,7 @@ def test_our_own_image_must_be_built_by_compose(answers, daemon, tmp_path, monke
     assert "BASE_IMAGE" in error.value.hint
 
 
-def test_a_machine_must_be_shown_as_it_is(tmp_path, monkeypatch):
+def test_the_inventory_must_describe_this_machine(tmp_path, monkeypatch):
     path = tmp_path / "nvidia-smi"
     path.write_text(f"#!/bin/sh\n[ $1 = -L ] && echo '{LISTED}' || echo '{IN_USE}'\n")
     path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What the supervisor takes for progress, and for a sign of life, of all that a job writes."""
+"""Which files that a job writes count as progress, and which as a sign of life."""
 
 import os
 
@@ -20,13 +20,13 @@ def files(tmp_path):
     ("name", "counts"),
     [("checkpoints/step-1", True), ("checkpoints/.step-1.half", False), ("logs/rank-0.log", False), ("other", False)],
 )
-def test_only_a_whole_checkpoint_must_count_as_saved(files, name, counts):
+def test_only_a_complete_checkpoint_must_count_as_saved(files, name, counts):
     before = files.saved()
     (files.paths.root / name).write_text("x")
     assert (files.saved() != before) is counts
 
 
-def test_a_checkpoint_that_is_saved_again_must_count(files):
+def test_a_checkpoint_that_is_saved_again_must_count_as_saved(files):
     path = files.paths.checkpoints / "last"
     path.write_text("one")
     before = files.saved()
@@ -45,13 +45,13 @@ def test_a_checkpoint_that_is_saved_again_must_count(files):
         ("orchestrate.log", False),
     ],
 )
-def test_a_sign_of_life_must_be_the_workers_own(files, name, counts):
+def test_only_files_that_workers_write_must_count_as_a_sign_of_life(files, name, counts):
     before = files.activity()
     (files.paths.root / name).write_text("x")
     assert (files.activity() != before) is counts
 
 
-def test_metrics_that_a_script_begins_anew_must_be_read_from_their_beginning(files):
+def test_metrics_that_a_script_overwrites_must_be_read_from_the_start(files):
     files.paths.metrics.write_text('{"step": 7, "loss": 0.5}\n')
     assert files.step() == 7
     files.paths.metrics.write_text('{"step": 8}\n')
@@ -59,7 +59,7 @@ def test_metrics_that_a_script_begins_anew_must_be_read_from_their_beginning(fil
 
 
 @pytest.mark.parametrize("name", ["logs/rank-0.log", "metrics.jsonl"])
-def test_a_file_that_grows_must_be_a_sign_of_life_and_one_that_does_not_none(files, name):
+def test_only_a_file_that_grows_must_count_as_a_sign_of_life(files, name):
     path = files.paths.root / name
     path.write_text("one")
     before = files.activity()
@@ -68,12 +68,12 @@ def test_a_file_that_grows_must_be_a_sign_of_life_and_one_that_does_not_none(fil
     assert files.activity() != before
 
 
-def test_steps_must_be_counted_up_as_the_file_of_metrics_grows(files):
+def test_the_highest_step_must_be_read_as_the_metrics_file_grows(files):
     assert files.step() == 0
     with files.paths.metrics.open("ab", buffering=0) as file:
         for text, step in [
             (b'{"step": 5}\n', 5),
-            (b'{"step": 3}\n', 5),  # it began again
+            (b'{"step": 3}\n', 5),  # the script has restarted
             (b'{"loss": 0.5}\n{"step": "9"}\n[8]\nnonsense\n', 5),
             (b'{"step": 1', 5),
             (b'2, "loss": 1', 5),
@@ -84,12 +84,12 @@ def test_steps_must_be_counted_up_as_the_file_of_metrics_grows(files):
     assert files.step() == 12
 
 
-def test_a_line_of_metrics_that_is_too_long_must_not_count(files):
+def test_a_line_of_metrics_that_is_too_long_must_be_ignored(files):
     files.paths.metrics.write_text('{"step": 1}\n' + '{"step": 2}'.ljust(metrics.MAX_LINE + 1) + '\n{"step": 0}\n')
     assert files.step() == 1 and files.metrics() == [{"step": 0}]
 
 
-def test_the_last_part_of_long_metrics_must_be_read_from_the_first_line_that_begins_there(files, monkeypatch):
+def test_the_last_part_of_long_metrics_must_be_read_from_its_first_complete_line(files, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.job_files.MAX_METRICS", 3 << 20)
     files.paths.metrics.write_text('{"old": 1}\n' + '{"cut": 1}'.ljust(4 << 20) + '\n{"step": 2}\n{"step": 3')
     assert files.metrics() == [{"step": 2}]
@@ -97,7 +97,7 @@ def test_the_last_part_of_long_metrics_must_be_read_from_the_first_line_that_beg
     assert files.metrics() == []
 
 
-def test_what_a_person_sees_of_a_worker_must_be_the_last_lines_of_its_generation(files):
+def test_the_last_lines_of_a_worker_must_be_from_the_current_generation(files):
     files.paths.log(1).write_text("".join(f"old {i}\n" for i in range(20)) + "[node] generation 2\nnew\n")
     files.paths.log(0).write_text("".join(f"line {i}\n" for i in range(20)))
     assert files.last_lines(0) == [f"line {i}" for i in range(8, 20)]
@@ -107,7 +107,7 @@ def test_what_a_person_sees_of_a_worker_must_be_the_last_lines_of_its_generation
     assert files.text(1).endswith("\nnew")
 
 
-def test_a_last_line_must_be_cut_to_what_a_person_reads(files):
+def test_long_last_lines_must_be_truncated(files):
     files.paths.log(0).write_text("short\n" + "x" * 2000 + "\n" + "y" * 2001 + "\n")
     assert files.last_lines(0) == ["short", "x" * 2000, "y" * 1999 + "…"]
 

@@ -1,4 +1,4 @@
-"""By default, all nodes of a job together must leave their machine alive; what a job asks for must count instead."""
+"""By default, all nodes of a job together must leave memory for the machine; limits of the job file take precedence."""
 
 import dataclasses
 
@@ -22,21 +22,21 @@ MACHINE = HERE.but(memory=64 * GB)
     [
         (64 * GB, 1, 64 * GB * 9 // 10),
         (64 * GB, 4, 64 * GB * 9 // 40),
-        (8 * GB, 1, 7 * GB),  # it keeps a gigabyte, which is more than a tenth
+        (8 * GB, 1, 7 * GB),  # the machine keeps a gigabyte, which is more than a tenth
         (8 * GB, 2, 7 * GB // 2),
-        (4 * GB, 8, 512 * MB),  # none gets less
+        (4 * GB, 8, 512 * MB),  # the minimum
         (GB // 2, 1, 512 * MB),
-        (0, 3, 0),  # nothing is known of it
+        (0, 3, 0),  # not known
     ],
 )
-def test_a_nodes_share_must_be_what_the_machine_can_do_without(machine, nodes, each):
+def test_a_nodes_share_must_be_what_the_machine_can_spare(machine, nodes, each):
     found = limits(None, machine, nodes).memory
     assert found == pytest.approx(each, abs=1)
     assert not machine or found == 512 * MB or found * nodes <= machine - max(GB, machine // 10)
 
 
 @pytest.mark.parametrize(("asked", "memory"), [("4g", 4 * GB), ("100m", 100 * MB), ("unlimited", 0)])
-def test_what_a_job_asks_for_must_win_over_the_share(asked, memory):
+def test_the_limit_of_the_job_file_must_take_precedence_over_the_share(asked, memory):
     for machine in (64 * GB, 0):
         assert limits(asked, machine, 4).memory == memory
 
@@ -46,52 +46,52 @@ def test_what_a_job_asks_for_must_win_over_the_share(asked, memory):
     [
         (None, 8 * GB, 7 * GB // 2),
         ("100m", 8 * GB, 50 * MB),
-        ("unlimited", 8 * GB, 7 * GB // 2),  # half of what would be the share
+        ("unlimited", 8 * GB, 7 * GB // 2),  # half of the default share
         (None, 0, 2 * GB),
         ("unlimited", 0, 2 * GB),
         ("4g", 0, 2 * GB),
     ],
 )
-def test_temporary_files_must_have_half_of_a_nodes_memory_at_most(asked, machine, tmp):
+def test_temporary_files_must_be_limited_to_half_of_a_nodes_memory(asked, machine, tmp):
     assert limits(asked, machine, 1).tmp == tmp
 
 
 @pytest.mark.parametrize(("nodes", "each"), [(1, 16384), (4, 4096), (5, 3276), (16, 1024), (32, 512), (1001, 512)])
-def test_the_processes_of_a_job_must_be_bounded_as_a_whole_and_each_node_have_some(nodes, each):
+def test_the_process_limit_of_a_job_must_be_divided_among_its_nodes_with_a_minimum(nodes, each):
     assert limits(None, 0, nodes).processes == each
 
 
-def test_the_plan_must_say_how_much_memory_each_node_has():
+def test_the_plan_must_show_the_memory_of_each_node():
     shared = plan(JobSpec(trainers=3), MACHINE, "a-1")
     assert shared.limits == limits(None, 64 * GB, 4)
     second = str(shared).splitlines()[1]
     assert second.endswith("master at master:29500, 2 threads per worker, 14.4 GiB of memory per node")
-    for asked, words in (("512m", "512 MiB"), ("4g", "4 GiB"), ("1100m", "1.1 GiB"), ("64k", "0.1 MiB")):
-        assert f", {words} of memory per node\n" in str(plan(JobSpec(memory=asked), MACHINE, "a-1"))
-    for spec, there in ((JobSpec(), HERE), (JobSpec(memory="unlimited"), MACHINE)):
-        assert "memory" not in str(plan(spec, there, "a-1"))
+    for asked, size in (("512m", "512 MiB"), ("4g", "4 GiB"), ("1100m", "1.1 GiB"), ("64k", "0.1 MiB")):
+        assert f", {size} of memory per node\n" in str(plan(JobSpec(memory=asked), MACHINE, "a-1"))
+    for spec, site in ((JobSpec(), HERE), (JobSpec(memory="unlimited"), MACHINE)):
+        assert "memory" not in str(plan(spec, site, "a-1"))
 
 
-def test_the_nodes_that_share_a_machine_must_be_counted_with_the_spare_ones_and_whatever_is_left_of_them():
+def test_standby_and_lost_nodes_must_count_among_the_nodes_of_a_machine():
     assert plan(JobSpec(trainers=1, spares=2), MACHINE, "a-1").limits == limits(None, 64 * GB, 4)
     fewer = plan(JobSpec(trainers=3), MACHINE, "a-1", nodes=("master", "trainer-2"))
-    assert fewer.limits == limits(None, 64 * GB, 4)  # else a node that comes back would get more than the others
+    assert fewer.limits == limits(None, 64 * GB, 4)  # otherwise a node that comes back would get more than the others
     assert plan(JobSpec(trainers=1, gpus="all"), with_gpus(4).but(memory=GB), "a").limits.processes
 
 
 @pytest.mark.parametrize(("hosts", "most"), [(1, 7), (2, 4), (3, 3), (7, 1), (9, 1)])
-def test_of_several_machines_the_one_with_most_nodes_must_count(hosts, most):
-    there = MACHINE.but(engine="swarm", hosts=hosts)
-    assert plan(JobSpec(trainers=5, spares=1), there, "a-1").limits == limits(None, 64 * GB, most)
+def test_of_several_machines_the_one_with_the_most_nodes_must_count(hosts, most):
+    site = MACHINE.but(engine="swarm", hosts=hosts)
+    assert plan(JobSpec(trainers=5, spares=1), site, "a-1").limits == limits(None, 64 * GB, most)
 
 
 def test_local_processes_must_have_no_limits():
-    there = MACHINE.but(engine="process")
+    site = MACHINE.but(engine="process")
     for asked in (None, "4g", "unlimited"):
-        assert plan(JobSpec(memory=asked), there, "a-1").limits.memory == 0
+        assert plan(JobSpec(memory=asked), site, "a-1").limits.memory == 0
 
 
-def test_the_limits_of_a_clusters_nodes_must_be_theirs_whatever_job_they_run(tmp_path):
+def test_the_limits_of_a_clusters_nodes_must_not_depend_on_the_job(tmp_path):
     spec = JobSpec(trainers=6, spares=1)
     one = Cluster(JobPaths(tmp_path / "c-1"), spec, plan(spec, MACHINE, "c-1"))
     one.paths.create_cluster(nodes_of(spec))
@@ -103,21 +103,21 @@ def test_the_limits_of_a_clusters_nodes_must_be_theirs_whatever_job_they_run(tmp
 
 
 def test_limits_must_be_read_as_they_were_written():
-    made = plan(JobSpec(memory="4g"), MACHINE.but(hosts=2, sharing=9), "a-1")
-    assert read_plan(made.to_json(), {}) == made
+    planned = plan(JobSpec(memory="4g"), MACHINE.but(hosts=2, sharing=9), "a-1")
+    assert read_plan(planned.to_json(), {}) == planned
 
 
 @pytest.mark.parametrize("memory", ["unlimited", "4g", None])
-def test_a_job_may_ask_for_a_size_for_no_limit_or_for_its_share(memory):
+def test_memory_must_be_a_size_unlimited_or_not_set(memory):
     assert resolve({"memory": memory}).memory == memory
 
 
 @pytest.mark.parametrize("memory", ["none", "0", "4 g", "-1", "", True, "Unlimited", "4t"])
-def test_what_is_no_size_must_be_refused(memory):
+def test_an_invalid_size_must_be_refused(memory):
     with pytest.raises(UsageError, match="memory must be a size such as 512m or 4g, or unlimited, not"):
         resolve({"memory": memory})
 
 
 @pytest.mark.parametrize(("text", "count"), [("1", 1), ("10b", 10), ("4k", 4096), ("64M", 64 << 20), ("2g", 2 << 30)])
-def test_sizes_must_be_dockers(text, count):
+def test_sizes_must_have_the_same_units_as_dockers(text, count):
     assert in_bytes(text) == count

@@ -1,4 +1,4 @@
-"""A job has one supervisor: that it lives is the kernel's word, and no other process is taken for it."""
+"""A job has one supervisor: the kernel reports whether it is alive, and no other process is taken for it."""
 
 import dataclasses
 import fcntl
@@ -32,14 +32,14 @@ def other(tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_a_second_supervisor_must_be_told_at_once_who_is_the_first(tmp_path, other):
+def test_a_second_supervisor_must_learn_at_once_which_process_is_the_first(tmp_path, other):
     paths = JobPaths(tmp_path / "held")
     assert lock.holder(paths).pid == other.pid
     with pytest.raises(BlockingIOError), lock.held(paths):
         pass
 
 
-def test_the_end_of_a_supervisor_must_make_room_for_the_next(tmp_path, other):
+def test_the_lock_must_be_free_for_the_next_supervisor_after_the_first_has_ended(tmp_path, other):
     paths = JobPaths(tmp_path / "held")
     other.kill()
     other.wait()
@@ -48,16 +48,16 @@ def test_the_end_of_a_supervisor_must_make_room_for_the_next(tmp_path, other):
         pass
 
 
-def test_a_job_that_nobody_supervises_must_have_no_holder(tmp_path):
+def test_the_lock_of_a_job_without_a_supervisor_must_have_no_holder(tmp_path):
     assert lock.holder(JobPaths(tmp_path)) is None
 
 
-def test_a_job_whose_cluster_another_job_has_taken_must_say_so_and_start_nothing(tmp_path, other):
+def test_a_job_whose_cluster_is_used_by_another_job_must_report_it_and_start_nothing(tmp_path, other):
     paths = JobPaths(tmp_path / "j")
     (tmp_path / "held" / "nodes").mkdir()
     records.make(tmp_path / "held")
-    made = plan(JobSpec(), HERE.but(cluster="held"), "j", 29500)
-    store.create(JobSpec(), made, paths)
+    planned = plan(JobSpec(), HERE.but(cluster="held"), "j", 29500)
+    store.create(JobSpec(), planned, paths)
     engine = RecordingEngine()
     with pytest.raises(UsageError, match="held is in use by another job$") as refused:
         launch.supervise(paths, engine, lambda: 0, print)
@@ -65,15 +65,15 @@ def test_a_job_whose_cluster_another_job_has_taken_must_say_so_and_start_nothing
     assert not engine.calls
 
 
-def test_a_lock_that_cannot_be_looked_at_must_have_no_holder(tmp_path):
+def test_a_lock_that_cannot_be_opened_must_have_no_holder(tmp_path):
     paths = JobPaths(tmp_path)
     paths.lock.symlink_to(paths.lock)
     assert lock.holder(paths) is None
 
 
-# --- a lock that somebody else holds
+# --- a lock that another process holds
 
-LOCKS = """import fcntl, sys
+HOLD_LOCK = """import fcntl, sys
 file = open(sys.argv[1], "r+")
 fcntl.lockf(file, fcntl.LOCK_EX)
 print("held", flush=True)
@@ -83,74 +83,76 @@ sys.stdin.read()
 
 @pytest.fixture
 def locked(tmp_path):
-    """Another process that has locked the file, and says nothing of itself there."""
+    """Another process that has locked the file without writing its id to it."""
     paths = JobPaths(tmp_path)
     paths.lock.touch()
-    command = [sys.executable, "-c", LOCKS, str(paths.lock)]
+    command = [sys.executable, "-c", HOLD_LOCK, str(paths.lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
         yield process
 
 
 @pytest.mark.parametrize(
-    "says", ["", "{pid}", "{pid} ", "{pid} 1", "-1 1", "0 0", "1 1", "x y", "\xff\x00", "{pid}" * 99]
+    "content", ["", "{pid}", "{pid} ", "{pid} 1", "-1 1", "0 0", "1 1", "x y", "\xff\x00", "{pid}" * 99]
 )
-def test_a_process_that_has_locked_the_file_must_not_be_taken_for_a_supervisor(tmp_path, locked, says, monkeypatch):
+def test_a_process_that_has_only_locked_the_file_must_not_be_taken_for_a_supervisor(
+    tmp_path, locked, content, monkeypatch
+):
     paths = JobPaths(tmp_path)
-    paths.lock.write_bytes(says.format(pid=locked.pid).encode("latin-1"))
-    kept(monkeypatch)
+    paths.lock.write_bytes(content.format(pid=locked.pid).encode("latin-1"))
+    forbid_signals(monkeypatch)
     found = lock.holder(paths)
     assert found.pid == 0 and not found.ask_to_stop()
     assert locked.poll() is None
 
 
-def kept(monkeypatch) -> None:
-    """No signal must be sent."""
+def forbid_signals(monkeypatch) -> None:
+    """Fail if a signal is sent."""
     for module, name in ((os, "kill"), (os, "killpg"), (signal, "pidfd_send_signal")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("a signal was sent"))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="has no locks of an open file")
-@pytest.mark.parametrize("says", ["-1 0", "1 0", "{pid} 0"])
-def test_a_lock_of_an_open_file_must_not_be_a_process_to_signal(tmp_path, says, monkeypatch):
+@pytest.mark.skipif(sys.platform != "linux", reason="open file description locks exist only on Linux")
+@pytest.mark.parametrize("content", ["-1 0", "1 0", "{pid} 0"])
+def test_an_open_file_description_lock_must_not_lead_to_a_signal(tmp_path, content, monkeypatch):
     paths = JobPaths(tmp_path)
-    paths.lock.write_text(says.format(pid=os.getpid()))
-    kept(monkeypatch)
+    paths.lock.write_text(content.format(pid=os.getpid()))
+    forbid_signals(monkeypatch)
     with paths.lock.open("r+b") as file:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0))
         found = lock.holder(paths)
         assert found.pid == 0 and not found.ask_to_stop()
 
 
-def test_a_supervisor_that_has_ended_must_not_be_signalled_by_the_number_that_it_had(tmp_path, other, monkeypatch):
+def test_a_process_that_reuses_the_id_of_an_ended_supervisor_must_not_be_signalled(tmp_path, other, monkeypatch):
     found = lock.holder(JobPaths(tmp_path / "held"))
-    later = dataclasses.replace(found, started="1")  # as if another process had got its number
+    later = dataclasses.replace(found, started="1")  # as if another process had the same id
     with monkeypatch.context() as patched:
-        kept(patched)
+        forbid_signals(patched)
         assert not later.ask_to_stop()
     assert found.ask_to_stop()
     assert other.wait(60) == -signal.SIGTERM
-    kept(monkeypatch)
+    forbid_signals(monkeypatch)
     assert not found.ask_to_stop()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="must be root to start a process of another user")
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to start a process of another user")
 def test_a_process_of_another_user_must_not_be_taken_for_a_supervisor(tmp_path, monkeypatch):
     paths = JobPaths(tmp_path)
     with paths.lock.open("w+b") as file:
-        (reader, told), (ended, end) = os.pipe(), os.pipe()
+        (reader, writer), (ended, end) = os.pipe(), os.pipe()
         if not (pid := os.fork()):
             os.setuid(65534)
             fcntl.lockf(file, fcntl.LOCK_EX)
-            os.write(told, b"held")
+            os.write(writer, b"held")
             os.close(end)
             os.read(ended, 1)
             os._exit(0)
         os.close(ended)
         assert os.read(reader, 4) == b"held"
         file.write(f"{pid} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}".encode())
-    kept(monkeypatch)
+    forbid_signals(monkeypatch)
     assert lock.holder(paths).pid == 0
     os.close(end)
     assert os.waitpid(pid, 0)[1] == 0
-    os.close(reader), os.close(told)
+    os.close(reader), os.close(writer)

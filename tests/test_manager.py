@@ -1,4 +1,4 @@
-"""What a Swarm is asked for and how long it is waited for, on the manager's side, without a Swarm."""
+"""Requests to the manager of a Swarm, and how long it waits for them to complete, without a Swarm."""
 
 import base64
 import io
@@ -27,7 +27,7 @@ from orchestrate.job.spec import IMAGE, JobSpec
     ("offered", "nodes", "spares", "used"),
     [
         ([4, 4], 2, 0, 8),
-        ([4, 4], 2, 2, 4),  # two each, so that the spare nodes find as many
+        ([4, 4], 2, 2, 4),  # two each, so that two are left for each standby node
         ([4, 4], 3, 0, 6),
         ([4, 4], 3, 1, 6),
         ([2, 2, 2], 3, 3, 3),
@@ -37,7 +37,7 @@ from orchestrate.job.spec import IMAGE, JobSpec
         ([], 2, 0, 0),
     ],
 )
-def test_nodes_must_have_as_many_gpus_each_as_leave_some_for_the_spare_ones(offered, nodes, spares, used):
+def test_each_node_must_have_as_many_gpus_as_leave_enough_for_standby_nodes(offered, nodes, spares, used):
     assert shared_out(offered, nodes, spares) == used
 
 
@@ -47,12 +47,12 @@ def test_nodes_must_have_as_many_gpus_each_as_leave_some_for_the_spare_ones(offe
         ([], {"h1", "h2", "h3"}),
         (["node.labels.gpu == a100"], {"h1", "h2"}),
         (["node.labels.gpu==A100", "node.hostname != host-1"], {"h2"}),
-        (["node.labels.gpu != a100"], {"h3"}),  # which has no such label
+        (["node.labels.gpu != a100"], {"h3"}),  # it has no such label
         (["node.role==manager"], {"h1"}),
         (["node.platform.os == linux", "node.platform.arch != aarch64"], {"h1", "h3"}),
         (["engine.labels.disk==fast"], {"h3"}),
         (["node.id==h2"], {"h2"}),
-        (["node.labels.gpu==h100"], {"h1", "h2", "h3"}),  # Swarm says why none takes a node
+        (["node.labels.gpu==h100"], {"h1", "h2", "h3"}),  # Swarm reports why no host takes a node
     ],
 )
 def test_only_hosts_that_take_nodes_must_count(stub, constraints, fit):
@@ -67,9 +67,9 @@ def test_only_hosts_that_take_nodes_must_count(stub, constraints, fit):
         Manager().takers(JobSpec())
 
 
-def test_what_is_on_a_host_that_is_down_must_not_be_waited_for(clock, tmp_path, monkeypatch):
-    made, began = Manager.__new__(Manager), clock.now
-    made.known = {"h": {"ID": "h", "Status": {"State": "down"}, "Description": {"Hostname": "host-3"}}}
+def test_nodes_on_a_host_that_is_down_must_not_be_waited_for(clock, tmp_path, monkeypatch):
+    swarm, began = Manager.__new__(Manager), clock.now
+    swarm.known = {"h": {"ID": "h", "Status": {"State": "down"}, "Description": {"Hostname": "host-3"}}}
     task = {"Name": "trainer-1", "NodeID": "h", "Status": {"State": "running"}}
     found = {"jobs": list, "objects": lambda _: [], "tasks": lambda _: [task], "hosts": dict}
     for name, answer in found.items():
@@ -80,7 +80,7 @@ def test_what_is_on_a_host_that_is_down_must_not_be_waited_for(clock, tmp_path, 
 
 
 @pytest.mark.docker
-def test_of_networks_the_one_of_the_very_name_must_be_taken(docker_engine, tmp_path):
+def test_a_network_must_be_found_by_its_exact_name(docker_engine, tmp_path):
     name = f"a-host-{tmp_path.name}-{os.getpid()}"
     docker("network", "create", name)
     try:
@@ -98,36 +98,36 @@ def user_of(managed: SwarmJob) -> str:
 @pytest.fixture
 def paths(tmp_path):
     """The files of the job `j`."""
-    made = JobPaths(tmp_path / "j")
-    made.create(owner=users.nodes_of(JobSpec()))
-    return made
+    job = JobPaths(tmp_path / "j")
+    job.create(owner=users.nodes_of(JobSpec()))
+    return job
 
 
 @pytest.fixture
 def managed(stub, paths):
-    """The manager of the job with a network, and what makes its tasks."""
+    """The objects of the job in the Swarm, with its network."""
     return settled(paths.shared, JobSpec(trainers=2))
 
 
 @pytest.mark.parametrize(
-    ("swarm", "words"),
+    ("swarm", "message"),
     [
         ({"ControlAvailable": False, "LocalNodeState": "active"}, "is not a Swarm manager"),
         ({"ControlAvailable": False, "LocalNodeState": "inactive"}, "is not part of a Swarm"),
         ({}, "is not part of a Swarm"),
     ],
 )
-def test_an_engine_that_manages_no_swarm_must_be_told(stub, swarm, words):
+def test_an_engine_that_is_not_a_swarm_manager_must_be_reported(stub, swarm, message):
     stub.info["Swarm"] = swarm
-    with pytest.raises(EngineError, match=words) as raised:
+    with pytest.raises(EngineError, match=message) as raised:
         Manager()
     assert "docker swarm init" in raised.value.hint
 
 
 @pytest.mark.parametrize(("encrypt", "options"), [(False, {}), (True, {"encrypted": ""})])
-def test_a_job_must_have_one_network_of_its_own(stub, paths, encrypt, options):
+def test_a_job_must_have_its_own_network_which_is_created_once(stub, paths, encrypt, options):
     spec = JobSpec(trainers=2, encrypt=encrypt)
-    for _ in range(2):  # a supervisor that takes it over finds it
+    for _ in range(2):  # a supervisor that takes the job over finds it
         settled(paths.shared, spec)
     (network,) = stub.overlays()
     assert (network["Name"], network["Driver"], network["Attachable"]) == ("j_job", "overlay", True)
@@ -136,26 +136,26 @@ def test_a_job_must_have_one_network_of_its_own(stub, paths, encrypt, options):
     assert network["Labels"] == labels
 
 
-def test_on_the_network_of_the_hosts_nodes_must_be_found_at_their_hosts(stub, paths):
+def test_nodes_on_the_host_network_must_be_reached_at_the_addresses_of_their_hosts(stub, paths):
     spec = JobSpec(trainers=2, network="host")
-    made = settled(paths.shared, spec)
+    on_hosts = settled(paths.shared, spec)
     assert not stub.overlays()
-    made.manager.hosts()
-    made.connect()
-    assert made.relay_address() == ("10.1.1.1", made.port)
+    on_hosts.manager.hosts()
+    on_hosts.connect()
+    assert on_hosts.relay_address() == ("10.1.1.1", on_hosts.port)
     at = {"NodeID": "h2", "NetworksAttachments": []}
-    found = [made.node_address({**at, "Name": name}) for name in ("master", "trainer-1", "trainer-12")]
-    assert found == [("127.0.0.1", made.port + number) for number in (1, 2, 13)]
+    found = [on_hosts.node_address({**at, "Name": name}) for name in ("master", "trainer-1", "trainer-12")]
+    assert found == [("127.0.0.1", on_hosts.port + number) for number in (1, 2, 13)]
 
 
-def test_a_node_must_be_found_at_its_address_on_the_network_of_the_job(stub, managed):
+def test_a_node_must_be_reached_at_its_address_on_the_network_of_the_job(stub, managed):
     scale(managed, "trainer", 2)
     assert managed.node_address(managed.look()["trainer-2"]) == ("10.0.1.1", managed.port + 1)
     with pytest.raises(EngineError, match="trainer-2 has no address"):
         managed.node_address(managed.look()["trainer-2"] | {"NetworksAttachments": None})
 
 
-def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, managed):
+def test_the_relay_must_have_the_key_and_no_unneeded_privileges(stub, managed):
     managed.spec = JobSpec(trainers=2)
     managed.connect()
     assert managed.relay_address() == ("10.0.1.200", 20000)
@@ -173,13 +173,13 @@ def test_the_relay_must_have_the_key_and_no_more_rights_than_it_needs(stub, mana
     assert rights["LogConfig"] == {"Type": "json-file", "Config": {"max-size": "1m"}}
 
 
-def test_the_relay_must_have_memory_for_its_connections_to_all_nodes(stub, managed):
+def test_the_relay_must_have_enough_memory_for_connections_to_all_nodes(stub, managed):
     managed.spec = JobSpec(trainers=9, spares=2)
     managed.connect()
     assert stub.containers[0]["Config"]["HostConfig"]["Memory"] == 512 << 20
 
 
-def test_the_relay_must_never_be_made_of_the_jobs_image_and_a_missing_image_must_be_named(stub, managed):
+def test_the_relay_must_never_use_the_jobs_image_and_must_name_a_missing_image(stub, managed):
     managed.spec = JobSpec(image="other:1")
     managed.connect()
     assert stub.containers[0]["Config"]["Image"] == IMAGE
@@ -189,11 +189,11 @@ def test_the_relay_must_never_be_made_of_the_jobs_image_and_a_missing_image_must
     with pytest.raises(EngineError, match=f"no image {IMAGE}.*docker compose build"):
         managed.spec = JobSpec(image="other:1")
         managed.connect()
-    assert not any(request.startswith("POST /images") for request in stub.asked)  # in a registry, it may not be ours
+    assert not any(request.startswith("POST /images") for request in stub.asked)  # a pulled image may not be ours
 
 
 @pytest.mark.parametrize(("status", "kept"), [("running", True), ("exited", False), ("created", False)])
-def test_a_relay_must_be_used_again_only_where_it_runs(stub, managed, status, kept):
+def test_a_relay_must_be_reused_only_if_it_is_running(stub, managed, status, kept):
     stub.containers += [container("x-j-relay", "another"), container("j-relay", "old", status)]
     managed.spec = JobSpec(trainers=2)
     managed.connect()
@@ -201,14 +201,14 @@ def test_a_relay_must_be_used_again_only_where_it_runs(stub, managed, status, ke
     assert len([one for one in stub.containers if one["Name"] == "/j-relay"]) == 1
 
 
-def test_a_service_must_be_made_of_the_image_that_is_here_and_carry_the_label_of_the_job(stub, managed):
+def test_a_service_must_use_the_local_image_and_have_the_labels_of_the_job(stub, managed):
     scale(managed, "trainer", 2)
     scale(managed, "master", 1)
     trainer, master = (one["Spec"] for one in stub.services)
     assert (trainer["Name"], master["Name"]) == ("j-trainer", "j-master")
     assert trainer["Labels"] == managed.labels and trainer["EndpointSpec"] == {"Mode": "dnsrr"}
     template = trainer["TaskTemplate"]
-    assert template["ContainerSpec"]["Image"] == "orchestrate-node:0.1@sha256:2"  # not what a tag is elsewhere
+    assert template["ContainerSpec"]["Image"] == "orchestrate-node:0.1@sha256:2"  # a tag may differ elsewhere
     assert template["ContainerSpec"]["User"] == user_of(managed)
     assert template["Networks"][0]["Target"] == stub.overlays()[0]["Id"]
     (secret,) = stub.secrets  # one for both
@@ -221,16 +221,16 @@ def test_a_service_must_be_made_of_the_image_that_is_here_and_carry_the_label_of
         assert "orchestrate/node/__main__.py" in archive.getnames() and KEY not in given
 
 
-def test_more_nodes_must_leave_alone_those_that_there_are(stub, managed):
+def test_adding_nodes_must_leave_existing_nodes_alone(stub, managed):
     for more in (2, 1, 0, -1):
         scale(managed, "trainer", more)
-    (made, more) = (body for body in stub.made if body["kind"] == "services")
-    assert more == made | {"Mode": {"Replicated": {"Replicas": 3}}}
+    (first, more) = (body for body in stub.made if body["kind"] == "services")
+    assert more == first | {"Mode": {"Replicated": {"Replicas": 3}}}
     assert any(request.endswith("update?version=7") for request in stub.asked)
     assert list(managed.look()) == ["trainer-1", "trainer-2", "trainer-3"]
 
 
-def test_services_must_be_placed_one_after_the_other_but_not_waited_for_long(stub, managed, clock):
+def test_services_must_be_placed_one_after_the_other_within_a_time_limit(stub, managed, clock):
     stub.placed, began = lambda task: task.pop("NodeID"), clock.now
     scale(managed, "trainer", 2)
     assert 0.9 < clock.now - began < 1.5
@@ -246,30 +246,30 @@ def test_services_must_be_placed_one_after_the_other_but_not_waited_for_long(stu
     assert clock.now == began
 
 
-def running(stub: StubManager, made: SwarmJob) -> None:
-    scale(made, "trainer", 1)
-    scale(made, "master", 1)
-    made.spec = JobSpec(trainers=2)
-    made.connect()
+def start_nodes(managed: SwarmJob) -> None:
+    scale(managed, "trainer", 1)
+    scale(managed, "master", 1)
+    managed.spec = JobSpec(trainers=2)
+    managed.connect()
 
 
-def test_all_that_a_job_has_must_be_removed_and_nothing_else(stub, managed, paths):
-    running(stub, managed)
+def test_all_objects_of_a_job_must_be_removed_and_no_others(stub, managed, paths):
+    start_nodes(managed)
     other = managed.labels | {"orchestrate.job": "x"}
     for things in (stub.services, stub.secrets):
         things.append({"ID": "other", "Spec": {"Name": "x-master", "Labels": other}})
     stub.networks.append({"Id": "other", "Name": "x", "Labels": other})
     stub.containers.append(container("x-relay", "other", Labels={"orchestrate.relay": "x"}))
     names = [f"{kind} {name}" for kind, name, _ in managed.manager.objects("j")]
-    there = ["service j-trainer", "service j-master", "container j-relay", "secret j-node", "network j_job"]
-    assert names == there
+    expected = ["service j-trainer", "service j-master", "container j-relay", "secret j-node", "network j_job"]
+    assert names == expected
     managed.manager.remove("j", 0.0)
     assert not managed.manager.objects("j") and len(managed.manager.objects("x")) == 4
     assert any("DELETE /containers" in request and "force=True" in request for request in stub.asked)
 
 
-def test_what_is_still_in_use_must_be_tried_again_and_told_in_the_end(stub, managed, clock, monkeypatch):
-    running(stub, managed)
+def test_the_removal_of_an_object_in_use_must_be_retried_and_its_failure_reported(stub, managed, clock, monkeypatch):
+    start_nodes(managed)
     monkeypatch.setattr(manager, "NETWORK_RELEASE_TIMEOUT", 0.3)
     stub.refused["DELETE /networks"], began = "network j_job has active endpoints", clock.now
     with pytest.raises(EngineError, match="remove the network j_job: network j_job has active endpoints") as raised:
@@ -281,9 +281,9 @@ def test_what_is_still_in_use_must_be_tried_again_and_told_in_the_end(stub, mana
     assert not stub.overlays()
 
 
-def test_a_task_that_does_not_end_must_be_told_with_its_host(stub, managed, clock, monkeypatch):
-    running(stub, managed)
-    later = Manager()  # of the process that removes it later
+def test_a_task_that_does_not_end_must_be_reported_with_its_host(stub, managed, clock, monkeypatch):
+    start_nodes(managed)
+    later = Manager()  # in the process that removes the job later
     monkeypatch.setattr(manager, "NETWORK_RELEASE_TIMEOUT", 0.3)
     tasks = [stub.tasks[0]]
     monkeypatch.setattr(stub, "delete", lambda kind, number: (StubManager.delete(stub, kind, number), keep()))
@@ -296,12 +296,12 @@ def test_a_task_that_does_not_end_must_be_told_with_its_host(stub, managed, cloc
     stub.hosts[0]["Status"]["State"] = "down"
     with pytest.raises(EngineError, match="could not remove 1 node on host-1, which is down"):
         later.remove("j", 0.0)
-    tasks[0]["Status"]["State"] = "shutdown"  # of which its host has said so
+    tasks[0]["Status"]["State"] = "shutdown"  # its host has reported it
     later.remove("j", 0.0)
 
 
-def test_an_engine_that_has_gone_must_not_be_waited_for(stub, managed, clock):
-    running(stub, managed)
+def test_an_engine_that_is_lost_must_not_be_waited_for(stub, managed, clock):
+    start_nodes(managed)
     things, began = managed.manager.objects("j"), clock.now
     gone = requests.exceptions.ConnectionError("refused")
     managed.manager.objects = lambda _: [(*things[0][:2], raising(gone))]

@@ -1,4 +1,4 @@
-"""Local processes must need nothing of Docker's SDK, and a command that does must say so."""
+"""Local processes must run without Docker's SDK, and commands that need it must report that it is missing."""
 
 import sys
 
@@ -17,7 +17,7 @@ def bare(cli, tmp_path):
     return cli
 
 
-def test_local_processes_must_run_without_it_and_all_commands_find_their_jobs(bare, nothing_left):
+def test_local_processes_must_run_without_the_sdk_and_all_commands_must_find_their_jobs(bare, nothing_left):
     done = bare("run", "--gpus", "none", "--trainers", "1", "--", "probe.py")
     assert done.returncode == 0
     assert done.stderr.splitlines()[0] == (
@@ -25,7 +25,7 @@ def test_local_processes_must_run_without_it_and_all_commands_find_their_jobs(ba
         f"I{HINT[1:]} to use containers."
     )
     name = bare.run_dir().name
-    for words in (
+    for arguments in (
         ["ps"],
         ["logs"],
         ["wait"],
@@ -34,12 +34,12 @@ def test_local_processes_must_run_without_it_and_all_commands_find_their_jobs(ba
         ["doctor", "--engine", "process"],
         ["rm", name],
     ):
-        done = bare(*words)
+        done = bare(*arguments)
         assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["run", "--engine", "docker", "probe.py"],
         ["plan", "--engine", "swarm", "probe.py"],
@@ -47,7 +47,7 @@ def test_local_processes_must_run_without_it_and_all_commands_find_their_jobs(ba
         ["export", "slurm"],
     ],
 )
-def test_what_needs_it_must_name_it(bare, words):
-    done = bare(*words)
+def test_commands_that_need_the_sdk_must_report_that_it_is_missing(bare, arguments):
+    done = bare(*arguments)
     assert (done.returncode, done.stdout) == (4, "")
     assert done.stderr == f"error: the Python package docker is missing\nhint: {HINT}\n"

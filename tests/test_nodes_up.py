@@ -1,4 +1,4 @@
-"""Nodes must be up, and the next generation written down, before workers start; on an engine that plays a script."""
+"""Nodes must be up, and the plan of the generation written, before workers start, with a scripted engine."""
 
 import errno
 import shutil
@@ -22,23 +22,23 @@ def job(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_node_that_comes_back_at_the_third_try_must_not_fail_the_job(job, fails):
-    engine, tried = RecordingEngine([KILLED], [ALL_WELL]), []
+def test_a_node_that_comes_back_at_the_third_attempt_must_not_fail_the_job(job, fails):
+    engine, attempts = RecordingEngine([KILLED], [ALL_WELL]), []
     up = engine.up
 
     def come_back(*arguments) -> None:
-        tried.append(job.clock.now)
-        engine.missing = {"trainer-1"} if fails and len(tried) in (2, 3) else set()
+        attempts.append(job.clock.now)
+        engine.missing = {"trainer-1"} if fails and len(attempts) in (2, 3) else set()
         up(*arguments)
-        engine.missing = {"trainer-1"} if len(tried) in (2, 3) else set()
+        engine.missing = {"trainer-1"} if len(attempts) in (2, 3) else set()
 
     engine.up = come_back
     assert job.run(engine).word == "succeeded"
     assert engine.calls == ["up", "start", "stop", "up", "up", "up", "start", "down"]
-    assert [later - sooner >= 1 for sooner, later in zip(tried[1:], tried[2:])] == [True, True]
+    assert [later - sooner >= 1 for sooner, later in zip(attempts[1:], attempts[2:])] == [True, True]
 
 
-def test_nodes_that_are_said_to_be_up_must_be_alive_before_workers_start_on_them(job):
+def test_nodes_reported_to_be_up_must_be_alive_before_workers_start_on_them(job):
     engine = RecordingEngine([ALL_WELL])
     engine.nodes.discard("trainer-2")
     with pytest.raises(EngineError, match="2 of 3 nodes are alive"):
@@ -46,8 +46,8 @@ def test_nodes_that_are_said_to_be_up_must_be_alive_before_workers_start_on_them
     assert engine.calls == ["up", "down"]
 
 
-def away(job: Job, engine: RecordingEngine, seconds: float, generation: int) -> None:
-    """Have the engine away for so long, before a generation."""
+def make_unreachable(job: Job, engine: RecordingEngine, seconds: float, generation: int) -> None:
+    """Make the engine unreachable for some seconds before a generation."""
     up, since = engine.up, []
 
     def fail(*arguments) -> None:
@@ -61,27 +61,27 @@ def away(job: Job, engine: RecordingEngine, seconds: float, generation: int) -> 
 
 
 @pytest.mark.parametrize("generation", [0, 1])
-def test_an_engine_that_is_away_for_minutes_must_be_waited_for_and_told_of_once(job, generation):
+def test_an_engine_that_is_unreachable_for_minutes_must_be_waited_for_and_reported_once(job, generation):
     engine = RecordingEngine(*[[KILLED]] * generation, [ALL_WELL])
-    away(job, engine, 290, generation)
+    make_unreachable(job, engine, 290, generation)
     assert job.run(engine).word == "succeeded"
     assert job.noted("engine_lost") == [{"error": "gone"}]
 
 
-def test_an_engine_that_stays_away_must_lose_a_job_that_has_run_and_fail_one_that_has_not(job):
+def test_an_engine_that_stays_unreachable_must_lose_a_job_that_has_run_and_fail_another(job):
     engine = RecordingEngine([KILLED])
-    away(job, engine, 310, 1)
+    make_unreachable(job, engine, 310, 1)
     assert job.run(engine) == JobResult("lost", "gone")
     assert 300 <= job.clock.now - 1_000_000 < 310
     job.paths.events.unlink()
-    away(job, engine := RecordingEngine(), 310, 0)
+    make_unreachable(job, engine := RecordingEngine(), 310, 0)
     with pytest.raises(EngineLost, match="gone"):
         job.run(engine)
 
 
-def test_a_request_to_stop_must_end_the_wait_for_an_engine_that_is_away(job):
+def test_a_request_to_stop_must_end_the_wait_for_an_unreachable_engine(job):
     engine = RecordingEngine([KILLED])
-    away(job, engine, 310, 1)
+    make_unreachable(job, engine, 310, 1)
     began = job.clock.now
     job.stops = lambda: int(job.clock.now > began + 20)
     assert job.run(engine).word == "stopped"
@@ -89,30 +89,30 @@ def test_a_request_to_stop_must_end_the_wait_for_an_engine_that_is_away(job):
 
 
 @pytest.mark.parametrize("call", ["up", "gather"])
-def test_nodes_that_take_long_must_learn_that_the_job_is_to_stop(job, call):
-    engine, asked, told = RecordingEngine(), [], []
+def test_calls_to_the_engine_that_take_long_must_learn_that_the_job_is_to_stop(job, call):
+    engine, requests, answers = RecordingEngine(), [], []
 
     def take_long(*arguments) -> None:
-        told.append(arguments[-1]())
-        asked.append("stop")
-        told.append(arguments[-1]())
+        answers.append(arguments[-1]())
+        requests.append("stop")
+        answers.append(arguments[-1]())
 
     setattr(engine, call, take_long)
-    job.stops = lambda: len(asked)
+    job.stops = lambda: len(requests)
     assert job.run(engine).word == "stopped"
-    assert told == [False, True]
+    assert answers == [False, True]
 
 
 @pytest.mark.parametrize("file", ["fence", "plan"])
-def test_a_file_without_which_workers_cannot_start_must_be_waited_for(job, monkeypatch, file):
+def test_a_file_that_workers_need_must_be_waited_for_while_the_disk_is_full(job, monkeypatch, file):
     path, full = getattr(job.paths, file), ["full"]
     kind, write = (JobFiles, "fence") if file == "fence" else (Path, "write_text")
-    really = getattr(kind, write)
+    write_file = getattr(kind, write)
 
     def no_space(*arguments) -> None:
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
-        really(*arguments)
+        write_file(*arguments)
 
     def make_space() -> int:
         if full and '"disk_full"' in job.paths.events.read_text():
@@ -128,7 +128,7 @@ def test_a_file_without_which_workers_cannot_start_must_be_waited_for(job, monke
 
 
 @pytest.mark.parametrize("file", ["fence", "plan"])
-def test_a_run_directory_that_has_been_removed_must_end_the_job_at_once(job, file):
+def test_a_run_directory_that_was_removed_must_end_the_job_at_once(job, file):
     engine = RecordingEngine([ALL_WELL])
     up = engine.up
     engine.up = lambda *arguments: (
@@ -142,11 +142,11 @@ def test_a_run_directory_that_has_been_removed_must_end_the_job_at_once(job, fil
 
 
 def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(job):
-    engine, looks = RecordingEngine([]), [*range(50)]
+    engine, countdown = RecordingEngine([]), [*range(50)]
     wait = engine.wait
 
     def remove(timeout: float) -> list[WorkerExit]:
-        if looks and not looks.pop():
+        if countdown and not countdown.pop():
             shutil.rmtree(job.paths.root)
         return wait(timeout)
 
@@ -156,17 +156,17 @@ def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(
     assert engine.calls[-2:] == ["stop", "down"] and job.when("workers_stopping")[0] < 6
 
 
-def test_the_plan_of_each_generation_must_be_written_down_before_its_workers_start(job):
+def test_the_plan_of_each_generation_must_be_written_before_its_workers_start(job):
     kept = []
     engine = RecordingEngine([KILLED], [ALL_WELL])
     start = engine.start
     engine.start = lambda *arguments: (kept.append(read_plan(job.paths.plan.read_text(), {})), start(*arguments))
     job.run(engine)
-    assert [made.generation for made in kept] == [0, 1]
+    assert [planned.generation for planned in kept] == [0, 1]
     assert kept == engine.plans
 
 
-def test_the_first_generation_must_be_as_it_was_shown(job):
+def test_the_first_generation_must_follow_the_plan_that_was_shown(job):
     spec = JobSpec(trainers=2, grace=0.01)
     shown = plan(spec, HERE, "j", 31_000)
     engine = RecordingEngine([ALL_WELL])
@@ -178,10 +178,10 @@ def test_a_restart_on_a_cluster_must_keep_the_name_of_the_job(job):
     spec = JobSpec(trainers=2, grace=0.01)
     engine = RecordingEngine([KILLED], [ALL_WELL])
     job.run(engine, spec, plan(spec, HERE.but(cluster="box"), "j", 29500))
-    assert [made.workers[0].env["JOB_ID"] for made in engine.plans] == ["j", "j"]
+    assert [planned.workers[0].env["JOB_ID"] for planned in engine.plans] == ["j", "j"]
 
 
-def test_what_a_generation_starts_with_must_be_told(job):
+def test_the_start_of_a_generation_must_be_recorded_as_events(job):
     engine = RecordingEngine([[WorkerExit(rank, 0) for rank in range(6)]])
     engine.hosts = {"master": "one", "trainer-2": "two", "trainer-9": "two"}
     assert job.run(engine, JobSpec(trainers=2, nproc_per_node=2)).word == "succeeded"

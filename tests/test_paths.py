@@ -1,4 +1,4 @@
-"""A job can write to its folder: of what the host reads and writes there, nothing may be a link or a pipe."""
+"""A job can write to its folder: the host must follow no link and open no pipe there."""
 
 import os
 import stat
@@ -24,7 +24,7 @@ SECRET = (
     ' "generations": 1, "root_cause": null, "failures": [], "pace": [], "left_behind": ""}\n'
 )
 OURS = ("plan.json", "report.json", "events.jsonl")
-READERS = {  # file: what reads it, and says that there is nothing
+READERS = {  # file: a function that reads it, and returns whether it is empty
     "logs/rank-0.log": (
         lambda paths: (
             [*Follower(paths, {0: ""}).lines(end=True), tail(paths.folder, 0), *JobFiles(paths).last_lines(0)] == [""]
@@ -37,14 +37,14 @@ READERS = {  # file: what reads it, and says that there is nothing
 
 @pytest.fixture
 def paths(tmp_path):
-    made = JobPaths(tmp_path / "run")
-    store.create(JobSpec(trainers=0), plan(JobSpec(trainers=0), HERE, "run", 29500), made)
+    job = JobPaths(tmp_path / "run")
+    store.create(JobSpec(trainers=0), plan(JobSpec(trainers=0), HERE, "run", 29500), job)
     (tmp_path / "secret").write_text(SECRET)
-    return made
+    return job
 
 
 def plant(paths: JobPaths, name: str, kind: str) -> int:
-    """Put something in the place of a file; the descriptor of who writes to a pipe."""
+    """Replace a file by something of this kind, and return the descriptor of a pipe's writer, otherwise -1."""
     path = (paths.root if name in OURS else paths.shared) / name
     path.unlink(missing_ok=True)
     if kind == "file":
@@ -64,7 +64,7 @@ def plant(paths: JobPaths, name: str, kind: str) -> int:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["file", "link", "pipe", "pipe without a writer"])
 @pytest.mark.parametrize("name", READERS)
-def test_only_a_file_must_be_read(paths, name, kind):
+def test_only_a_regular_file_must_be_read(paths, name, kind):
     writer = plant(paths, name, kind)
     assert READERS[name](paths) is (kind != "file")
     if kind == "pipe":
@@ -72,7 +72,7 @@ def test_only_a_file_must_be_read(paths, name, kind):
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_only_a_file_must_be_taken_for_a_plan(paths, kind):
+def test_only_a_regular_file_must_be_accepted_as_a_plan(paths, kind):
     assert store.load(paths)[1].job_id == "run"
     text = paths.plan.read_text()
     writer = plant(paths, "plan.json", kind)
@@ -90,7 +90,7 @@ def test_events_must_neither_be_read_nor_written_through_a_link(paths):
     assert (paths.root.parent / "secret").read_text() == SECRET
 
 
-def test_a_file_of_ours_must_replace_a_link_and_not_what_it_points_to(paths):
+def test_writing_a_file_must_replace_a_link_and_not_its_target(paths):
     plant(paths, "report.json", "link")
     write_whole(paths.report, "ours")
     assert not paths.report.is_symlink() and paths.report.read_text() == "ours"
@@ -106,7 +106,7 @@ def test_a_folder_must_not_be_opened_as_a_file(paths):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_what_we_write_of_a_job_must_be_its_owners_alone(paths):
+def test_the_files_of_a_job_must_be_readable_by_their_owner_alone(paths):
     mask = os.umask(0)
     try:
         write_whole(paths.report, "ours")
@@ -119,16 +119,16 @@ def test_what_we_write_of_a_job_must_be_its_owners_alone(paths):
     assert stat.S_IMODE(paths.root.stat().st_mode) == 0o700
 
 
-def test_the_folders_of_a_job_must_be_made_once(tmp_path):
-    made = JobPaths(tmp_path / "not" / "yet" / "there")
-    made.create()
-    assert {path.name for path in made.root.iterdir() if path.is_dir()} == {"job", "logs", "checkpoints"}
+def test_the_folders_of_a_job_must_be_created_only_once(tmp_path):
+    job = JobPaths(tmp_path / "not" / "yet" / "there")
+    job.create()
+    assert {path.name for path in job.root.iterdir() if path.is_dir()} == {"job", "logs", "checkpoints"}
     with pytest.raises(FileExistsError):
-        made.create()
+        job.create()
 
 
 @pytest.mark.parametrize(
-    ("command", "there", "ours"),
+    ("command", "existing", "ours"),
     [
         ("-m app.train", "", True),
         ("-m app", "", True),
@@ -139,10 +139,10 @@ def test_the_folders_of_a_job_must_be_made_once(tmp_path):
         ("train.py", "", False),
     ],
 )
-def test_only_our_own_app_must_run_in_our_own_folder(tmp_path, command, there, ours):
-    if there:
-        (tmp_path / there).mkdir()
-    asks = f"from orchestrate.files.paths import code_folder; print(code_folder({tuple(command.split())}))"
+def test_only_the_projects_own_app_must_run_in_the_projects_own_folder(tmp_path, command, existing, ours):
+    if existing:
+        (tmp_path / existing).mkdir()
+    script = f"from orchestrate.files.paths import code_folder; print(code_folder({tuple(command.split())}))"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", asks], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == str(ROOT if ours else tmp_path), done.stderr

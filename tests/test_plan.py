@@ -1,4 +1,4 @@
-"""The plan is compared as text: who is which rank, on which GPU, with which environment."""
+"""The plan, compared as text: the rank, GPU and environment of each worker."""
 
 import json
 
@@ -11,7 +11,7 @@ from orchestrate.job.spec import JobSpec
 from orchestrate.node.ranks import assign, gpu_ids
 
 
-def test_without_gpus_the_plan_must_be_gloo_on_cpu():
+def test_without_gpus_the_plan_must_use_gloo_on_cpu():
     assert str(plan(JobSpec(trainers=2), HERE, "mnist-4f2a")) == (
         "job mnist-4f2a: 3 nodes × 1 worker, gloo on CPU (the engine has no NVIDIA runtime)\n"
         "Docker Engine 26.1.5, master at master:29500, 2 threads per worker\n"
@@ -21,7 +21,7 @@ def test_without_gpus_the_plan_must_be_gloo_on_cpu():
     )
 
 
-def test_workers_per_node_must_follow_from_the_gpus():
+def test_the_number_of_workers_per_node_must_follow_from_the_gpus():
     assert str(plan(JobSpec(trainers=1, gpus="all"), with_gpus(4), "a-1")) == (
         "job a-1: 2 nodes × 2 workers, NCCL on GPU\n"
         "Docker Engine 26.1.5, master at master:29500, 2 threads per worker\n"
@@ -33,44 +33,44 @@ def test_workers_per_node_must_follow_from_the_gpus():
 
 
 def test_the_plan_must_name_the_cluster_whose_nodes_are_used():
-    there = HERE.but(cluster="box-77aa", preload=("torch",))
-    made = plan(JobSpec(trainers=1, cpus=0.5), there, "a-1")
-    first, second, *_ = str(made).splitlines()
+    site = HERE.but(cluster="box-77aa", preload=("torch",))
+    planned = plan(JobSpec(trainers=1, cpus=0.5), site, "a-1")
+    first, second, *_ = str(planned).splitlines()
     assert first.startswith("job a-1: 2 nodes × 1 worker, gloo on CPU (") and first.endswith("), on box-77aa")
     assert second == "Docker Engine 26.1.5, master at master:29500, 1 thread per worker, warm"
-    assert (made.project, made.job_id) == ("box-77aa", "a-1")
+    assert (planned.project, planned.job_id) == ("box-77aa", "a-1")
     assert plan(JobSpec(), HERE, "a-1").project == "a-1"
-    without_master = plan(JobSpec(trainers=1), there, "a-1", nodes=("trainer-1",))
+    without_master = plan(JobSpec(trainers=1), site, "a-1", nodes=("trainer-1",))
     assert without_master.workers[0].env["MASTER_ADDR"] == "box-77aa-trainer-1"
     for name in ("TORCHELASTIC_RUN_ID", "JOB_ID"):
         assert without_master.workers[0].env[name] == "a-1"
 
 
-def test_a_pinned_worker_must_have_cores_of_its_own():
-    made = plan(JobSpec(trainers=2, pin=True), HERE, "a-1")
-    assert [line.split("cpu, ")[1] for line in str(made).splitlines()[2:]] == ["cores 0,1", "cores 2,3", "cores 4,5"]
-    assert [worker.env["WORKER_CORES"] for worker in made.workers] == ["0,1", "2,3", "4,5"]
-    assert read_plan(made.to_json(), {}) == made
-    made = plan(JobSpec(trainers=1, nproc_per_node=2, pin=True), HERE, "a-1")
-    assert [worker.cores for worker in made.workers] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    every = plan(JobSpec(trainers=7, pin=True), HERE, "a-1")  # as many as there are cores
+def test_a_pinned_worker_must_have_its_own_cores():
+    planned = plan(JobSpec(trainers=2, pin=True), HERE, "a-1")
+    assert [line.split("cpu, ")[1] for line in str(planned).splitlines()[2:]] == ["cores 0,1", "cores 2,3", "cores 4,5"]
+    assert [worker.env["WORKER_CORES"] for worker in planned.workers] == ["0,1", "2,3", "4,5"]
+    assert read_plan(planned.to_json(), {}) == planned
+    planned = plan(JobSpec(trainers=1, nproc_per_node=2, pin=True), HERE, "a-1")
+    assert [worker.cores for worker in planned.workers] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    every = plan(JobSpec(trainers=7, pin=True), HERE, "a-1")  # as many workers as there are cores
     assert str(every).splitlines()[-1].endswith("  cpu, core 7")
 
 
 def test_a_worker_that_is_not_pinned_must_have_no_cores():
-    made = plan(JobSpec(trainers=1), HERE, "a-1")
-    assert [(worker.cores, "WORKER_CORES" in worker.env) for worker in made.workers] == [((), False)] * 2
-    more = plan(JobSpec(trainers=20), HERE, "a-1")  # than there are cores
+    planned = plan(JobSpec(trainers=1), HERE, "a-1")
+    assert [(worker.cores, "WORKER_CORES" in worker.env) for worker in planned.workers] == [((), False)] * 2
+    more = plan(JobSpec(trainers=20), HERE, "a-1")  # more workers than there are cores
     assert {worker.env["OMP_NUM_THREADS"] for worker in more.workers} == {"1"}
 
 
-def test_spare_nodes_must_have_no_workers():
-    made = plan(JobSpec(trainers=1, spares=2), HERE, "a-1")
-    assert made.nodes == ("master", "trainer-1") and made.world_size == 2
+def test_standby_nodes_must_have_no_workers():
+    planned = plan(JobSpec(trainers=1, spares=2), HERE, "a-1")
+    assert planned.nodes == ("master", "trainer-1") and planned.world_size == 2
     assert plan(JobSpec(trainers=1, spares=2), with_gpus(4), "a-1").nproc_per_node == 2
 
 
-def test_pin_must_be_refused_where_cores_are_lacking():
+def test_pin_must_be_refused_if_there_are_too_few_cores():
     with pytest.raises(ResourceError, match="pin: 9 workers need 9 cores, but only 8 are available"):
         plan(JobSpec(trainers=8, pin=True), HERE, "a-1")
 
@@ -87,32 +87,32 @@ def test_pin_must_be_refused_where_cores_are_lacking():
         (1, "process", "4"),
     ],
 )
-def test_threads_must_not_be_more_than_a_nodes_limit_of_cores(limit, engine, threads):
-    made = plan(JobSpec(trainers=1, cpus=limit), HERE.but(engine=engine), "a-1")
-    assert {worker.env["OMP_NUM_THREADS"] for worker in made.workers} == {threads}
+def test_the_number_of_threads_must_not_exceed_a_nodes_limit_of_cores(limit, engine, threads):
+    planned = plan(JobSpec(trainers=1, cpus=limit), HERE.but(engine=engine), "a-1")
+    assert {worker.env["OMP_NUM_THREADS"] for worker in planned.workers} == {threads}
 
 
-def test_the_plan_must_say_that_a_job_is_on_the_network_of_its_host():
+def test_the_plan_must_show_that_a_job_uses_the_host_network():
     there = HERE.but(network="host", master_addr="127.0.0.1", interface="lo")
     made = plan(JobSpec(trainers=0, network="host"), there, "a-1")
     assert "master at 127.0.0.1:29500 (open on all interfaces), 8 threads per worker, on the host network\n" in str(
         made
     )
-    assert made.workers[0].env["GLOO_SOCKET_IFNAME"] == "lo"
-    without_master = plan(JobSpec(trainers=1), there, "a-1", nodes=("trainer-1",))
+    assert planned.workers[0].env["GLOO_SOCKET_IFNAME"] == "lo"
+    without_master = plan(JobSpec(trainers=1), site, "a-1", nodes=("trainer-1",))
     assert without_master.workers[0].env["MASTER_ADDR"] == "127.0.0.1"
 
 
-def test_a_worker_must_find_its_own_gpu_at_its_local_rank_and_no_other_nodes_gpu_at_all():
-    made = plan(JobSpec(trainers=1, nproc_per_node=2), with_gpus(4), "a-1")
-    for worker in made.workers:
+def test_a_worker_must_see_its_gpu_at_its_local_rank_and_no_gpus_of_other_nodes():
+    planned = plan(JobSpec(trainers=1, nproc_per_node=2), with_gpus(4), "a-1")
+    for worker in planned.workers:
         visible = worker.env["CUDA_VISIBLE_DEVICES"].split(",")
         assert visible[int(worker.env["LOCAL_RANK"])] == worker.gpu
         assert len(visible) == 2
-    assert len({worker.gpu for worker in made.workers}) == 4
+    assert len({worker.gpu for worker in planned.workers}) == 4
 
 
-def test_the_environment_must_be_torchruns():
+def test_the_environment_must_match_torchruns():
     first, last = plan(JobSpec(trainers=1, nproc_per_node=2), HERE, "a-1").workers[::3]
     assert last.env == first.env | {
         "RANK": "3",
@@ -146,25 +146,25 @@ def test_the_environment_must_be_torchruns():
     }
 
 
-def test_trainers_must_be_ordered_by_number_and_the_master_be_the_first():
-    made = names(JobSpec(trainers=12))
-    assert made[:3] == ("master", "trainer-1", "trainer-2") and made[-1] == "trainer-12"
-    assert in_order(sorted(made)) == in_order(reversed(made)) == made
+def test_nodes_must_be_ordered_with_the_master_first_and_trainers_by_number():
+    nodes = names(JobSpec(trainers=12))
+    assert nodes[:3] == ("master", "trainer-1", "trainer-2") and nodes[-1] == "trainer-12"
+    assert in_order(sorted(nodes)) == in_order(reversed(nodes)) == nodes
     assert names(JobSpec(trainers=1, spares=2), spares=True) == ("master", "trainer-1", "trainer-2", "trainer-3")
 
 
-def test_a_later_generation_must_say_so_in_every_workers_environment():
-    made = plan(JobSpec(trainers=2, max_restarts=7), HERE, "a-1", generation=4)
-    assert made.generation == 4
-    for worker in made.workers:
+def test_the_number_of_a_generation_must_be_in_every_workers_environment():
+    planned = plan(JobSpec(trainers=2, max_restarts=7), HERE, "a-1", generation=4)
+    assert planned.generation == 4
+    for worker in planned.workers:
         assert worker.env["TORCHELASTIC_RESTART_COUNT"] == "4"
         assert worker.env["TORCHELASTIC_MAX_RESTARTS"] == "7"
 
 
-def test_fewer_nodes_must_keep_their_names_and_the_first_of_them_must_be_the_master():
+def test_remaining_nodes_must_keep_their_names_and_the_first_must_become_the_master():
     spec = JobSpec(trainers=3)
-    made = plan(spec, HERE, "a-1", generation=1, nodes=("master", "trainer-2", "trainer-3"))
-    assert [(worker.node, worker.env["RANK"], worker.env["WORLD_SIZE"]) for worker in made.workers] == [
+    planned = plan(spec, HERE, "a-1", generation=1, nodes=("master", "trainer-2", "trainer-3"))
+    assert [(worker.node, worker.env["RANK"], worker.env["WORLD_SIZE"]) for worker in planned.workers] == [
         ("master", "0", "3"),
         ("trainer-2", "1", "3"),
         ("trainer-3", "2", "3"),
@@ -173,46 +173,46 @@ def test_fewer_nodes_must_keep_their_names_and_the_first_of_them_must_be_the_mas
     assert {worker.env["MASTER_ADDR"] for worker in without_master.workers} == {"a-1-trainer-1"}
 
 
-def test_fewer_nodes_must_have_as_many_workers_each_as_before():
-    made = plan(JobSpec(trainers=1), with_gpus(4), "a-1", nodes=("trainer-1",))
-    assert [worker.gpu for worker in made.workers] == ["GPU-0", "GPU-1"]
+def test_remaining_nodes_must_keep_their_number_of_workers():
+    planned = plan(JobSpec(trainers=1), with_gpus(4), "a-1", nodes=("trainer-1",))
+    assert [worker.gpu for worker in planned.workers] == ["GPU-0", "GPU-1"]
 
 
-def test_a_plan_must_hold_only_the_gpus_that_have_a_worker():
-    made = plan(JobSpec(trainers=0, nproc_per_node=2), with_gpus(4), "a-1")
-    assert made.gpus == ("GPU-0", "GPU-1")
-    made = plan(JobSpec(trainers=1, gpus=4), with_gpus(4), "a-1")
-    assert made.gpus == ("GPU-0", "GPU-1", "GPU-2", "GPU-3") and made.reason == ""
-    made = plan(JobSpec(trainers=1, gpus=2), with_gpus(4), "a-1")
-    assert (made.gpus, made.nproc_per_node) == (("GPU-0", "GPU-1"), 1)
+def test_a_plan_must_contain_only_the_gpus_that_have_a_worker():
+    planned = plan(JobSpec(trainers=0, nproc_per_node=2), with_gpus(4), "a-1")
+    assert planned.gpus == ("GPU-0", "GPU-1")
+    planned = plan(JobSpec(trainers=1, gpus=4), with_gpus(4), "a-1")
+    assert planned.gpus == ("GPU-0", "GPU-1", "GPU-2", "GPU-3") and planned.reason == ""
+    planned = plan(JobSpec(trainers=1, gpus=2), with_gpus(4), "a-1")
+    assert (planned.gpus, planned.nproc_per_node) == (("GPU-0", "GPU-1"), 1)
 
 
 def test_a_plan_must_be_read_as_it_was_written():
-    made = plan(JobSpec(trainers=1), with_gpus(4), "a-1", generation=2)
-    assert read_plan(made.to_json(), {}) == made
-    there = HERE.but(preload=("torch", "numpy"), code="/code", cluster="box-77aa")
-    made = plan(JobSpec(command=("x.py", "a b"), pin=True), there, "a-1")
-    assert read_plan(made.to_json(), {}) == made
+    planned = plan(JobSpec(trainers=1), with_gpus(4), "a-1", generation=2)
+    assert read_plan(planned.to_json(), {}) == planned
+    site = HERE.but(preload=("torch", "numpy"), code="/code", cluster="box-77aa")
+    planned = plan(JobSpec(command=("x.py", "a b"), pin=True), site, "a-1")
+    assert read_plan(planned.to_json(), {}) == planned
 
 
-def test_a_plan_must_be_written_without_secrets_and_be_read_with_those_of_the_job():
+def test_a_plan_must_be_written_without_secrets_and_be_read_with_the_secrets_of_the_job():
     spec = JobSpec(trainers=1, env={"HF_TOKEN": "canary", "URL": "https://me:canary@host", "A": "b"})
-    made = plan(spec, HERE, "a-1")
-    text = made.to_json()
+    planned = plan(spec, HERE, "a-1")
+    text = planned.to_json()
     assert "canary" not in text and '"A": "b"' in text and '"HF_TOKEN": "***"' in text
-    assert read_plan(text, spec.env) == made
+    assert read_plan(text, spec.env) == planned
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"inventory": {}}'])
-def test_what_is_no_plan_must_be_refused(text):
+def test_an_invalid_plan_must_be_refused(text):
     with pytest.raises((ValueError, TypeError, KeyError)):
         read_plan(text, {})
 
 
 def test_the_users_environment_must_reach_every_worker():
-    made = plan(JobSpec(trainers=1, env={"A": "1", "OMP_NUM_THREADS": "7"}), HERE, "a-1")
-    assert all((worker.env["A"], worker.env["OMP_NUM_THREADS"]) == ("1", "7") for worker in made.workers)
-    assert ", 7 threads per worker" in str(made)
+    planned = plan(JobSpec(trainers=1, env={"A": "1", "OMP_NUM_THREADS": "7"}), HERE, "a-1")
+    assert all((worker.env["A"], worker.env["OMP_NUM_THREADS"]) == ("1", "7") for worker in planned.workers)
+    assert ", 7 threads per worker" in str(planned)
     assert ", 4,2 threads per worker" in str(plan(JobSpec(env={"OMP_NUM_THREADS": "4,2"}), HERE, "a-1"))
 
 
@@ -234,20 +234,20 @@ def test_the_users_environment_must_reach_every_worker():
         (JobSpec(gpus=1), 0, "--gpus 1: the engine has no NVIDIA runtime", "--gpus none"),
     ],
 )
-def test_too_few_gpus_must_be_refused_with_the_ways_out(spec, gpus, message, hint):
+def test_too_few_gpus_must_be_refused_with_a_hint(spec, gpus, message, hint):
     with pytest.raises(ResourceError, match=message) as caught:
         plan(spec, with_gpus(gpus), "a-1")
     assert hint in caught.value.hint
 
 
 def test_gpus_none_must_hide_the_gpus():
-    made = plan(JobSpec(gpus="none"), with_gpus(4), "a-1")
-    assert {worker.env["CUDA_VISIBLE_DEVICES"] for worker in made.workers} == {""}
-    assert {worker.gpu for worker in made.workers} == {""} and made.gpus == ()
-    assert ", gloo on CPU (--gpus none)\n" in str(made)
+    planned = plan(JobSpec(gpus="none"), with_gpus(4), "a-1")
+    assert {worker.env["CUDA_VISIBLE_DEVICES"] for worker in planned.workers} == {""}
+    assert {worker.gpu for worker in planned.workers} == {""} and planned.gpus == ()
+    assert ", gloo on CPU (--gpus none)\n" in str(planned)
 
 
-def test_nodes_of_different_machines_may_use_gpus_of_equal_index_but_one_machines_never_share():
+def test_only_nodes_on_different_machines_must_get_gpus_of_equal_index():
     nodes = [{"host": host, "cpus": 4, "gpus": ["0", "1"]} for host in ("a", "b", "a")]
     envs = assign(nodes, 1, "m", 1, "j", "eth0")
     assert [env["CUDA_VISIBLE_DEVICES"] for env in envs] == ["0", "0", "1"]
@@ -259,7 +259,7 @@ def test_a_machine_with_fewer_gpus_than_workers_must_be_refused():
         assign([{"host": "a", "cpus": 1, "gpus": ["0"]}] * 2, 1, "m", 1, "j", "eth0")
 
 
-def test_gpus_that_are_cut_into_slices_must_count_as_their_slices():
+def test_gpus_with_mig_instances_must_count_as_their_instances():
     listing = (
         "GPU 0: NVIDIA A100 (UUID: GPU-aa)\n  MIG 1g.5gb Device 0: (UUID: MIG-b1)\n"
         "  MIG 1g.5gb Device 1: (UUID: MIG-b2)\nGPU 1: NVIDIA A100 (UUID: GPU-cc)\n"
@@ -268,7 +268,7 @@ def test_gpus_that_are_cut_into_slices_must_count_as_their_slices():
 
 
 def forged(nodes: int, nproc: int, node: str = "", **more) -> str:
-    """A plan of so many nodes and workers on each, who say that they are on `node`, or where they belong."""
+    """A plan of `nodes` nodes with `nproc` workers each, whose workers claim to be on `node`, if it is given."""
     values = json.loads(plan(JobSpec(trainers=1), HERE, "j").to_json())
     names = ["master", *(f"trainer-{number}" for number in range(1, nodes))][:nodes]
     places = enumerate(name for name in names for _ in range(nproc))
@@ -278,7 +278,7 @@ def forged(nodes: int, nproc: int, node: str = "", **more) -> str:
 
 @pytest.mark.parametrize("name", ["/etc", "..", "../a-0000", "a/../b-0000", "a-0000\n", "A-0000", ""])
 @pytest.mark.parametrize("key", ["job_id", "cluster"])
-def test_a_plan_of_a_job_that_we_could_not_have_named_must_be_refused(name, key):
+def test_a_plan_with_an_invalid_job_or_cluster_name_must_be_refused(name, key):
     values = json.loads(forged(2, 1))
     if key == "cluster":
         values["placement"]["cluster"] = name or " "
@@ -289,7 +289,7 @@ def test_a_plan_of_a_job_that_we_could_not_have_named_must_be_refused(name, key)
 
 
 @pytest.mark.parametrize("name", ["/etc", "trainer-0", "trainer-1\n", "trainer-1/..", "master-1", ""])
-def test_a_plan_of_a_node_that_we_could_not_have_named_must_be_refused(name):
+def test_a_plan_with_an_invalid_node_name_must_be_refused(name):
     values = json.loads(forged(2, 1))
     values["nodes"][1] = values["workers"][1]["node"] = name
     with pytest.raises(ValueError, match="is not the name of a node"):
@@ -297,7 +297,7 @@ def test_a_plan_of_a_node_that_we_could_not_have_named_must_be_refused(name):
 
 
 @pytest.mark.parametrize(("nodes", "nproc"), [(1001, 1), (1, 1024)])
-def test_a_plan_of_as_many_nodes_and_workers_as_a_job_file_can_ask_for_must_be_read(nodes, nproc):
+def test_a_plan_with_the_maximum_number_of_nodes_or_workers_must_be_read(nodes, nproc):
     assert read_plan(forged(nodes, nproc), {}).world_size == nodes * nproc
 
 
@@ -305,7 +305,7 @@ def test_a_plan_of_as_many_nodes_and_workers_as_a_job_file_can_ask_for_must_be_r
     ("nodes", "nproc", "more"),
     [(1002, 1, {}), (20_000, 1, {}), (1, 1025, {}), (0, 1, {}), (1, 0, {}), (1, 1, {"nproc_per_node": 10**12})],
 )
-def test_a_plan_of_more_nodes_or_workers_than_a_job_file_can_ask_for_must_be_refused(nodes, nproc, more):
+def test_a_plan_with_an_invalid_number_of_nodes_or_workers_must_be_refused(nodes, nproc, more):
     wrong = f"it has {nodes} nodes with [0-9]+ workers each, but a job has 1 to 1001 nodes with 1 to [0-9]+ workers"
     with pytest.raises(ValueError, match=wrong):
         read_plan(forged(nodes, nproc, **more), {})
@@ -315,13 +315,13 @@ def test_a_plan_of_more_nodes_or_workers_than_a_job_file_can_ask_for_must_be_ref
     ("nodes", "nproc", "node", "more"),
     [(2, 1, "trainer-7", {}), (2, 2, "master", {}), (1, 2, "", {"nproc_per_node": 1}), (1, 1, "", {"workers": []})],
 )
-def test_a_plan_whose_workers_are_not_where_their_ranks_belong_must_be_refused(nodes, nproc, node, more):
+def test_a_plan_whose_workers_are_not_on_the_nodes_of_their_ranks_must_be_refused(nodes, nproc, node, more):
     with pytest.raises(ValueError, match="its ranks are not numbered from 0, or not on its nodes"):
         read_plan(forged(nodes, nproc, node, **more), {})
 
 
 @pytest.mark.parametrize("wrong", ["\ud800", "a\0b"], ids=ascii)
-def test_a_plan_whose_text_no_process_can_be_given_must_be_refused(wrong):
+def test_a_plan_with_text_that_cannot_be_passed_to_a_process_must_be_refused(wrong):
     values = json.loads(plan(JobSpec(trainers=1), HERE, "j").to_json())
     with pytest.raises(ValueError, match="its command has text that cannot be passed to a process"):
         read_plan(json.dumps(values | {"command": ["x.py", wrong]}), {})

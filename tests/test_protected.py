@@ -1,4 +1,4 @@
-"""A node's own memory, and that of the process that forks workers, must be out of reach of workers of the same user."""
+"""The memory of a node and of its zygote must be out of reach of workers of the same user."""
 
 import json
 import os
@@ -12,8 +12,8 @@ from support.ends import KEY
 
 from orchestrate.job.spec import IMAGE
 
-# What a worker finds: who may be written into, and whether it is an ordinary process itself.
-LOOKS = """
+# Run by a worker: reports which processes it can access, and whether it is an ordinary process itself.
+PROBE = """
 import ctypes, glob, json, os
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -21,7 +21,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 def parent(pid):
     try:
         return int(open(f"/proc/{pid}/stat", errors="replace").read().rpartition(")")[2].split()[1])
-    except OSError:  # it has gone
+    except OSError:  # it has ended
         return 0
 
 def mem(pid, flags):
@@ -41,11 +41,11 @@ def traced(pid):
 node = os.getppid()
 pids = [int(path.split("/")[2]) for path in glob.glob("/proc/[0-9]*/stat")]
 others = [pid for pid in pids if pid not in (node, os.getpid()) and parent(pid) == node]
-forkers = [pid for pid in others if "zygote.py" in open(f"/proc/{pid}/cmdline").read()]
-tries = [f(pid) for pid in (node, *forkers) for f in (lambda pid: mem(pid, 2), lambda pid: mem(pid, 0), traced)]
+zygotes = [pid for pid in others if "zygote.py" in open(f"/proc/{pid}/cmdline").read()]
+tries = [f(pid) for pid in (node, *zygotes) for f in (lambda pid: mem(pid, 2), lambda pid: mem(pid, 0), traced)]
 print(json.dumps({
     "node": node,
-    "forkers": len(forkers),
+    "zygotes": len(zygotes),
     "tries": sorted(set(tries)),
     "own": mem("self", os.O_RDWR),
     "dumpable": libc.prctl(3, 0, 0, 0, 0),
@@ -54,7 +54,7 @@ print(json.dumps({
 }))
 """
 
-# The node's process without a capability, as in a container; those that it starts have none either.
+# Drops all capabilities of the node's process, as in a container; its child processes have none either.
 WITHOUT_CAPABILITIES = """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -66,15 +66,15 @@ assert not libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 
 
 @pytest.fixture(params=["", PRELOAD], ids=["fresh", "warm"])
 def node(tmp_path, request):
-    made = Waiting(tmp_path, request.param, before=WITHOUT_CAPABILITIES)
-    yield made
-    made.end()
+    waiting = Waiting(tmp_path, request.param, before=WITHOUT_CAPABILITIES)
+    yield waiting
+    waiting.end()
 
 
 def expected(preload: str) -> dict:
-    """What a worker must find where `preload` is imported ahead."""
+    """The expected output of PROBE in a node with this preload."""
     return {
-        "forkers": bool(preload),
+        "zygotes": bool(preload),
         "tries": ["refused"],
         "own": "opened",
         "dumpable": 1,
@@ -83,14 +83,14 @@ def expected(preload: str) -> dict:
     }
 
 
-def test_a_worker_must_not_reach_into_its_node_nor_into_what_forks_workers(node):
-    assert node.run(0, LOOKS) == 0
+def test_a_worker_must_not_access_the_memory_of_its_node_or_its_zygote(node):
+    assert node.run(0, PROBE) == 0
     found = json.loads(node.log(0))
     assert found.pop("node") == node.node.pid
     assert found == expected(node.env["NODE_PRELOAD"])
 
 
-def test_a_node_without_capabilities_must_know_its_workers_and_what_they_leave(node):
+def test_a_node_without_capabilities_must_see_its_workers_and_their_leftover_processes(node):
     code = "import os, subprocess\nprint(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid, flush=True)\n"
     node.start(0, code + "import signal\nsignal.pause()")
     pid = int(eventually(lambda: node.log(0)))
@@ -103,7 +103,7 @@ def test_a_node_without_capabilities_must_know_its_workers_and_what_they_leave(n
 
 @pytest.fixture
 def container(docker_engine, tmp_path):
-    """Starts a node as process 1 of a container, with the rights of a job's; `/workspace` is the test's folder."""
+    """Start a node as process 1 of a container, with the privileges of a job's; `/workspace` is the test's folder."""
     name = f"node-{uuid.uuid4().hex[:12]}"
     tmp_path.chmod(0o755)
     rights = ["--user", "1000:1000", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only"]
@@ -122,8 +122,8 @@ def container(docker_engine, tmp_path):
 
 @pytest.mark.docker
 @pytest.mark.parametrize("preload", ["", PRELOAD], ids=["fresh", "warm"])
-def test_a_worker_in_a_container_must_not_reach_into_process_1(container, tmp_path, preload):
-    (tmp_path / "0.py").write_text(LOOKS)
+def test_a_worker_in_a_container_must_not_access_the_memory_of_process_1(container, tmp_path, preload):
+    (tmp_path / "0.py").write_text(PROBE)
     name = container(NODE_MODE="agent", NODE_KEY=KEY.hex(), NODE_PRELOAD=preload, JOB_DIR="/tmp/job")
     command = ["docker", "exec", "-i", name, "python", "-I", "-S", "/opt/orchestrate/node/pipe.py"]
     pipe = Pipe(dict(os.environ), command)
@@ -136,7 +136,7 @@ def test_a_worker_in_a_container_must_not_reach_into_process_1(container, tmp_pa
 
 
 @pytest.mark.docker
-def test_process_1_must_end_when_it_is_asked_to_before_it_has_begun(container, tmp_path):
+def test_process_1_must_end_on_sigterm_while_it_is_starting(container, tmp_path):
     slow = tmp_path / "nvidia-smi"
     slow.write_text("#!/bin/sh\ntouch /tmp/asked\nsleep 1000\n")
     slow.chmod(0o755)
