@@ -1,4 +1,4 @@
-"""What an account knows of the jobs that it has made must be its own alone, and true of these very folders."""
+"""The records that an account keeps of its jobs must be private, and valid only for the original folders."""
 
 import json
 import os
@@ -27,7 +27,7 @@ NOT_OURS = f"has no record: {records.FOREIGN}"
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch) -> Path:
-    """The folder of the records of one test, which is not there yet."""
+    """The folder for the records of one test, which does not exist yet."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state" / "orchestrate"
 
@@ -40,7 +40,7 @@ def run(tmp_path) -> Path:
     return folder
 
 
-def test_a_record_must_be_this_users_alone(kept, run):
+def test_a_record_must_be_readable_by_its_user_alone(kept, run):
     mask = os.umask(0)
     try:
         records.make(run, KEY, {"HF_TOKEN": "canary-1"})
@@ -55,7 +55,7 @@ def test_a_record_must_be_this_users_alone(kept, run):
     assert (records.need(run).key, records.need(run).secrets) == ("", {"HF_TOKEN": "canary-1"})
     records.forget(run)
     assert records.find(run) is None and not [*kept.iterdir()]
-    records.forget(run), records.end(run)  # there is none
+    records.forget(run), records.end(run)  # no record exists
 
 
 def moved(run: Path) -> Path:
@@ -71,7 +71,7 @@ def copied(run: Path) -> Path:
 
 
 def replaced(run: Path) -> Path:
-    """By a copy, while the folder that was made still exists."""
+    """Replace the folder by a copy, while the original still exists."""
     run.rename(run.with_name("b-1"))
     return Path(shutil.copytree(run.with_name("b-1"), run))
 
@@ -83,15 +83,15 @@ def linked(run: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", [moved, moved_with_its_project, copied, replaced, linked])
-def test_a_record_must_be_that_of_one_folder_alone(kept, run, how: Callable[[Path], Path]):
+def test_a_record_must_be_valid_only_for_the_original_folder(kept, run, how: Callable[[Path], Path]):
     records.make(run, KEY)
-    there = how(run)
-    assert records.find(there) is None
-    with pytest.raises(UsageError, match=f"{there} {NOT_OURS}"):
-        records.need(there)
+    found = how(run)
+    assert records.find(found) is None
+    with pytest.raises(UsageError, match=f"{found} {NOT_OURS}"):
+        records.need(found)
 
 
-def test_a_folder_must_have_its_record_by_each_path_that_leads_to_its_runs(kept, run):
+def test_the_record_of_a_folder_must_be_found_by_each_path_to_its_parent_folder(kept, run):
     records.make(run, KEY)
     (run.parent.parent / "link").symlink_to("runs")
     assert records.find(run.parent.parent / "link" / "a-1") == records.need(run)
@@ -103,7 +103,7 @@ def missing(home: Path) -> None:
 
 def unwritable(home: Path) -> None:
     home.mkdir(mode=0o500)
-    if os.geteuid() == 0:  # as where sudo keeps the home folder of its caller
+    if os.geteuid() == 0:  # as if sudo kept the home folder of its caller
         os.chown(home, 12345, 12345)
 
 
@@ -124,17 +124,17 @@ def open_to_others(home: Path) -> None:
 
 def of_another_user(home: Path) -> None:
     if os.geteuid():
-        pytest.skip("must be root to make a folder of another user")
+        pytest.skip("needs root to create a folder of another user")
     (home / ".local" / "state" / "orchestrate").mkdir(parents=True, mode=0o700)
     os.chown(home / ".local" / "state" / "orchestrate", 12345, 12345)
 
 
-TAKEN = [missing, unwritable, a_file, a_link, open_to_others, of_another_user]
+UNUSABLE = [missing, unwritable, a_file, a_link, open_to_others, of_another_user]
 
 
-@pytest.mark.parametrize("how", TAKEN)
+@pytest.mark.parametrize("how", UNUSABLE)
 @pytest.mark.parametrize("state", [None, "", "relative"])
-def test_where_the_home_folder_takes_no_records_they_must_be_kept_elsewhere(tmp_path, monkeypatch, run, how, state):
+def test_records_must_be_kept_elsewhere_if_the_home_folder_cannot_be_used(tmp_path, monkeypatch, run, how, state):
     home = tmp_path / "home"
     how(home)
     before = sorted(home.rglob("*"))
@@ -159,7 +159,7 @@ def test_records_must_be_found_in_a_shell_with_other_settings(tmp_path, monkeypa
     assert records.need(run).key == KEY.hex()
 
 
-def test_a_job_must_not_be_made_where_no_record_can_be(tmp_path, monkeypatch):
+def test_a_job_must_not_be_created_if_no_record_can_be_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "none"))
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr(private, "TEMPORARY", tmp_path / "none")
@@ -168,27 +168,25 @@ def test_a_job_must_not_be_made_where_no_record_can_be(tmp_path, monkeypatch):
     assert "XDG_STATE_HOME" in error.value.hint and not [*tmp_path.iterdir()]
 
 
-def test_records_of_folders_that_are_gone_must_go_with_the_next_one_but_not_those_of_other_machines(
-    kept, run, monkeypatch
-):
-    stays, far, gone = (run.with_name(name) for name in ("stays", "far", "gone"))
-    for folder in (stays, far, gone):
+def test_records_of_removed_folders_must_be_removed_except_those_of_other_machines(kept, run, monkeypatch):
+    existing, remote, gone = (run.with_name(name) for name in ("existing", "remote", "gone"))
+    for folder in (existing, remote, gone):
         folder.mkdir()
-    records.make(stays), records.make(gone)
+    records.make(existing), records.make(gone)
     monkeypatch.setattr(socket, "gethostname", lambda: "another-machine")
-    records.make(far)
+    records.make(remote)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_STATE_HOME", str(kept.parent))
     (kept / "damaged.json").write_text("{")
-    far.rmdir(), gone.rmdir()
+    remote.rmdir(), gone.rmdir()
     assert len([*kept.iterdir()]) == 4
     records.make(run)
-    assert len([*kept.iterdir()]) == 4 and records.find(stays) and records.find(run)
+    assert len([*kept.iterdir()]) == 4 and records.find(existing) and records.find(run)
     gone.mkdir()
     assert records.find(gone) is None
 
 
-def test_a_record_that_is_damaged_must_count_as_none(kept, run):
+def test_a_damaged_record_must_be_ignored(kept, run):
     records.make(run, KEY)
     (file,) = kept.iterdir()
     for text in ("", "{", "[]", "7", '{"run": 1}'):
@@ -202,14 +200,14 @@ def test_a_record_that_is_damaged_must_count_as_none(kept, run):
 # --- jobs
 
 
-def test_the_record_of_a_job_must_go_with_its_files(do: Commands, kept):
-    for name, words in (("a-1", ["rm", "a-1"]), ("c-1", ["down", "c-1"])):
+def test_the_record_of_a_job_must_be_removed_with_its_files(do: Commands, kept):
+    for name, command in (("a-1", ["rm", "a-1"]), ("c-1", ["down", "c-1"])):
         create(JobPaths(do.runs / name), SPEC, cluster=name if name == "c-1" else "")
         assert len([*kept.iterdir()]) == 1
-        assert do(*words)[0] == 0 and not [*kept.iterdir()]
+        assert do(*command)[0] == 0 and not [*kept.iterdir()]
 
 
-def test_the_nodes_of_a_job_that_has_ended_must_be_spoken_to_no_more(do: Commands, paths):
+def test_the_key_of_a_job_must_not_be_available_after_its_end(do: Commands, paths):
     do.engine.generations = [[ALL_WELL]]
     assert len(key_of(paths.shared)) == 32
     assert do("attach", "a-1")[0] == 0
@@ -219,16 +217,16 @@ def test_the_nodes_of_a_job_that_has_ended_must_be_spoken_to_no_more(do: Command
 
 @pytest.fixture
 def copy(do: Commands, tmp_path) -> JobPaths:
-    """The files of a job that lives, or lived, elsewhere and has things in the engine."""
-    there = create(JobPaths(tmp_path / "elsewhere" / "a-1"), SPEC)
-    there.log(0).write_text("hello\n")
+    """A copy of the files of a job that belongs elsewhere and has a container in the engine."""
+    original = create(JobPaths(tmp_path / "elsewhere" / "a-1"), SPEC)
+    original.log(0).write_text("hello\n")
     do.engine.things = ["container a-1-master-1"]
     do.runs = tmp_path / "runs"
-    shutil.copytree(there.root, do.runs / "a-1", symlinks=True)
+    shutil.copytree(original.root, do.runs / "a-1", symlinks=True)
     return JobPaths(do.runs / "a-1")
 
 
-def test_a_job_that_was_copied_must_neither_go_on_nor_be_stopped_nor_touch_an_engine(do: Commands, copy):
+def test_a_copied_job_must_not_be_resumed_or_stopped_or_touch_an_engine(do: Commands, copy):
     for command in ("attach", "stop", "logs"):
         code, out, err = do(command, "a-1")
         assert (code, out, err[0]) == (2, [], f"error: {copy.root} {NOT_OURS}")
@@ -240,7 +238,7 @@ def test_a_job_that_was_copied_must_neither_go_on_nor_be_stopped_nor_touch_an_en
     assert do.engine.calls == [] and do.engine.things == ["container a-1-master-1"]
 
 
-def test_results_that_were_copied_must_be_looked_at_and_removed_as_files_alone(do: Commands, copy):
+def test_copied_results_must_be_shown_and_removed_as_files_only(do: Commands, copy):
     end(copy)
     assert do("logs", "a-1") == (0, ["master 0    | hello"], [])
     assert do("wait", "a-1") == (0, [], [])
@@ -250,14 +248,14 @@ def test_results_that_were_copied_must_be_looked_at_and_removed_as_files_alone(d
     assert records.find(do.runs.parent / "elsewhere" / "a-1")
 
 
-def test_a_job_whose_files_were_replaced_while_it_runs_must_not_be_stopped_by_their_word(do: Commands, copy):
+def test_a_running_job_must_not_be_stopped_through_a_copy_of_its_files(do: Commands, copy):
     do.engine.states = [runs_elsewhere(copy.root)]
     assert do("stop", "a-1")[0] == 2 and do.engine.things == ["container a-1-master-1"]
     assert do("rm", "a-1")[0] == 0 and do.engine.things == ["container a-1-master-1"]
     assert do("stop", "a-1")[0] == 0 and do.engine.things == []  # by the labels of its nodes
 
 
-def test_events_that_came_in_the_place_of_ours_must_not_be_gone_on_from(do: Commands):
+def test_a_job_must_not_be_resumed_from_forged_events(do: Commands):
     paths = create(JobPaths(do.runs / "a-1"), SPEC)
     line = {"event": "outcome_decided", "time": 1.0, "seconds": 1.0, "outcome": "succeeded", "reason": "all is well"}
     paths.events.write_text(json.dumps(line) + "\n")

@@ -1,4 +1,4 @@
-"""Under plain Compose the master must gather its trainers, rank them, and carry the gang to its end."""
+"""Under plain Compose, the master must collect its trainers, assign their ranks, and run the gang to its end."""
 
 import os
 import signal
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from support.joining import NINE, TEN, WAITS
 
-from orchestrate.node import rendezvous as join
+from orchestrate.node import rendezvous
 
 
-def test_a_gang_must_be_ranked_by_the_numbers_of_its_trainers_whichever_comes_first(project):
+def test_ranks_must_follow_the_numbers_of_trainers_whichever_joins_first(project):
     project.start("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])", NODE_NPROC="2")
     nine, ten = project.both()
     first, second = nine.hears()["envs"], ten.hears()["envs"]
@@ -35,12 +35,12 @@ def test_a_gang_must_last_until_its_last_worker_has_ended(project):
     project.ready()
     nine.say(say="exited", rank=1, code=0)
     nine.close()  # a trainer whose workers have ended leaves
-    assert project.trainer("127.0.0.4", hello=False).hears() is None  # the master is there, and has heard it
+    assert project.trainer("127.0.0.4", hello=False).hears() is None  # the master has read the message by now
     ten.say(say="exited", rank=2, code=5)
     assert project.ends()[0] == 5
 
 
-def test_the_first_failure_must_end_the_gang_and_its_code_be_the_masters(project):
+def test_the_first_failure_must_end_the_gang_and_set_the_masters_exit_code(project):
     project.start(WAITS)
     nine, ten = project.both()
     assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
@@ -53,7 +53,7 @@ def test_the_first_failure_must_end_the_gang_and_its_code_be_the_masters(project
     assert "rank 2 on trainer-10 failed with exit code 3; stopping the others" in out and out.count("failed") == 1
 
 
-def test_a_trainer_that_goes_away_must_end_the_gang_as_if_it_had_been_killed(project):
+def test_a_trainer_that_disconnects_must_end_the_gang_as_if_it_had_been_killed(project):
     project.start(WAITS, NODE_NPROC="2")
     nine, ten = project.both()
     assert (nine.ranks(), ten.ranks()) == (["2", "3"], ["4", "5"])
@@ -64,7 +64,7 @@ def test_a_trainer_that_goes_away_must_end_the_gang_as_if_it_had_been_killed(pro
     assert "rank 2 on trainer-9 failed with exit code 137" in out
 
 
-def test_a_trainer_that_goes_away_before_it_has_joined_must_be_named(project):
+def test_a_trainer_that_disconnects_before_it_has_joined_must_be_named(project):
     project.start(WAITS)
     ten = project.trainer(TEN)
     project.trainer(NINE, hello=False).close()
@@ -83,8 +83,8 @@ def test_trainers_that_do_not_join_in_time_must_be_named(project):
     assert "error: trainer-10 did not join in time" in out and "trainer-9" not in out
 
 
-def test_a_gang_that_has_joined_in_time_must_not_be_ended_when_the_time_is_over(project):
-    project.start("import time\ntime.sleep(0.5)", NODE_JOIN_TIMEOUT="0.4")  # a step takes longer
+def test_a_gang_that_has_joined_in_time_must_not_be_ended_by_the_time_limit(project):
+    project.start("import time\ntime.sleep(0.5)", NODE_JOIN_TIMEOUT="0.4")  # the script takes longer
     nine, ten = project.both()
     assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
     nine.say(say="exited", rank=1, code=0)
@@ -92,7 +92,7 @@ def test_a_gang_that_has_joined_in_time_must_not_be_ended_when_the_time_is_over(
     assert project.ends()[0] == 0
 
 
-def test_a_trainer_that_goes_away_while_others_are_awaited_must_end_the_job_at_once(project):
+def test_a_trainer_that_disconnects_before_others_have_joined_must_end_the_job_at_once(project):
     project.start(WAITS)
     project.trainer(NINE).close()
     code, out = project.ends()
@@ -100,7 +100,7 @@ def test_a_trainer_that_goes_away_while_others_are_awaited_must_end_the_job_at_o
     assert "error: trainer-9 disconnected" in out
 
 
-def test_who_is_no_trainer_or_comes_twice_must_be_turned_away(project):
+def test_unknown_and_duplicate_trainers_must_be_rejected(project):
     project.start(WAITS)
     nine = project.trainer(NINE)
     assert project.trainer("127.0.0.4", hello=False).hears() is None
@@ -109,7 +109,7 @@ def test_who_is_no_trainer_or_comes_twice_must_be_turned_away(project):
     assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
 
 
-def test_more_workers_than_gpus_must_end_the_gang_before_it_begins_with_the_ways_out(project):
+def test_more_workers_than_gpus_must_end_the_gang_before_it_starts_with_a_hint(project):
     project.gpus = ["GPU-a", "GPU-b"]
     project.start("print('ran')")
     host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # all on one machine
@@ -121,7 +121,7 @@ def test_more_workers_than_gpus_must_end_the_gang_before_it_begins_with_the_ways
     assert "hint: use fewer nodes (--scale trainer=N)" in out and "[rank 0]" not in out
 
 
-def test_nodes_of_one_machine_must_have_a_gpu_each_and_those_of_another_its_own(project):
+def test_nodes_of_one_machine_must_get_different_gpus_and_other_nodes_those_of_their_machine(project):
     project.gpus = ["GPU-a", "GPU-b"]
     project.start("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])", JOB_ID="mine")
     host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -135,7 +135,7 @@ def test_nodes_of_one_machine_must_have_a_gpu_each_and_those_of_another_its_own(
     assert code == 0 and "[rank 0] GPU-a\n" in out
 
 
-def test_a_master_that_is_asked_to_end_must_stop_its_trainers_too(project):
+def test_a_master_that_gets_sigterm_must_stop_its_trainers_too(project):
     project.start(WAITS)
     nine, ten = project.both()
     assert (nine.ranks(), ten.ranks()) == (["1"], ["2"])
@@ -155,83 +155,83 @@ def test_a_master_without_trainers_must_train_alone(project):
 # --- a trainer
 
 
-def test_a_trainer_must_say_what_its_machine_has_run_what_it_is_told_and_report_it(project, master):
+def test_a_trainer_must_report_its_machine_run_its_workers_and_report_their_exits(project, master):
     project.gpus = ["GPU-a"]
-    told = master("import os, sys\nprint(os.environ['GIVEN'])\nsys.exit(int(os.environ['CODE']))")
-    assert told.hello["cpus"] == os.cpu_count() and told.hello["gpus"] == ["GPU-a"]
-    assert told.hello["host"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    told.side.say(ask="run", envs=[{"RANK": "2", "CODE": "0"}, {"RANK": "3", "CODE": "5", "GIVEN": "2"}])
-    ends = [told.side.hears() for _ in range(2)]
+    joined = master("import os, sys\nprint(os.environ['GIVEN'])\nsys.exit(int(os.environ['CODE']))")
+    assert joined.hello["cpus"] == os.cpu_count() and joined.hello["gpus"] == ["GPU-a"]
+    assert joined.hello["host"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    joined.side.say(ask="run", envs=[{"RANK": "2", "CODE": "0"}, {"RANK": "3", "CODE": "5", "GIVEN": "2"}])
+    ends = [joined.side.hears() for _ in range(2)]
     assert sorted((end["rank"], end["code"]) for end in ends) == [(2, 0), (3, 5)]
     code, out = project.ends()
     assert code == 5
     assert "[rank 2] 1\n" in out and "[rank 3] 2\n" in out
 
 
-@pytest.mark.parametrize("gone", [False, True], ids=["told", "the master has gone"])
+@pytest.mark.parametrize("gone", [False, True], ids=["stopped", "master gone"])
 def test_a_trainer_must_stop_its_workers_when_the_gang_ends(project, master, gone):
-    told = master(
+    joined = master(
         "import os, signal, sys\nif os.environ['RANK'] == '2': sys.exit(4)\n"
         "signal.signal(15, lambda *_: sys.exit(7))\nprint('ready')\nsignal.pause()"
     )
-    told.side.say(ask="run", envs=[{"RANK": "1"}, {"RANK": "2"}])
-    assert told.side.hears() == {"say": "exited", "rank": 2, "code": 4}
+    joined.side.say(ask="run", envs=[{"RANK": "1"}, {"RANK": "2"}])
+    assert joined.side.hears() == {"say": "exited", "rank": 2, "code": 4}
     project.ready()
     if gone:
-        told.side.close()
+        joined.side.close()
     else:
-        told.side.say(ask="end")
-        assert told.side.hears() == {"say": "exited", "rank": 1, "code": 7}
+        joined.side.say(ask="end")
+        assert joined.side.hears() == {"say": "exited", "rank": 1, "code": 7}
     assert project.ends()[0] == 4
 
 
-def test_a_trainer_that_has_nothing_to_do_any_more_must_end(project, master):
-    told = master("print('ran')")
-    told.side.say(ask="end")  # before it was told to start anything
+def test_a_trainer_that_is_stopped_before_it_starts_workers_must_exit(project, master):
+    joined = master("print('ran')")
+    joined.side.say(ask="end")  # before any request to start workers
     code, out = project.ends()
     assert (code, out) == (0, "")
 
 
-def test_a_trainer_without_a_master_must_say_so_in_the_end(project):
+def test_a_trainer_without_a_master_must_report_it_after_the_time_limit(project):
     project.start("print('ran')", NODE_ROLE="trainer", NODE_JOIN_TIMEOUT="0.2")
     code, out = project.ends()
     assert code == 1
     assert "error: no master to join: " in out and "refused" in out and "ran" not in out
 
 
-def test_a_trainer_must_wait_for_a_master_that_does_not_listen_yet(monkeypatch, tmp_path):
+def test_a_trainer_must_wait_for_a_master_that_is_not_listening_yet(monkeypatch, tmp_path):
     with socket.socket(socket.AF_UNIX) as master:
         master.bind(str(tmp_path / "master"))
-        monkeypatch.setattr(join.time, "sleep", lambda seconds: master.listen())
-        join.connect(socket.AF_UNIX, str(tmp_path / "master"), 60).close()
+        monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: master.listen())
+        rendezvous.connect(socket.AF_UNIX, str(tmp_path / "master"), 60).close()
 
 
-# --- names
+# --- name resolution
 
 
-def test_a_name_server_that_is_slow_to_say_no_must_be_asked_again(monkeypatch):
+def test_a_temporary_failure_in_name_resolution_must_be_retried(monkeypatch):
     answers = [socket.gaierror(socket.EAI_AGAIN, "later"), ("trainer", [], ["10.0.0.2"])]
 
-    def asked(name: str) -> tuple[str, list[str], list[str]]:
+    def resolve(name: str) -> tuple[str, list[str], list[str]]:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    monkeypatch.setattr(join.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(socket, "gethostbyname_ex", asked)
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(socket, "gethostbyname_ex", resolve)
     monkeypatch.setattr(socket, "gethostbyaddr", lambda address: ("no-number", [], [address]))
-    assert join.trainers() == {"10.0.0.2": "trainer-0"}
+    assert rendezvous.trainers() == {"10.0.0.2": "trainer-0"}
     answers[:] = [socket.gaierror(socket.EAI_AGAIN, "later")] * 3
-    assert join.trainers() == {} and not answers
-    answers[:] = [socket.gaierror(socket.EAI_NONAME, "none")]  # it is sure, and is not asked again
-    assert join.trainers() == {} and not answers
+    assert rendezvous.trainers() == {} and not answers
+    answers[:] = [socket.gaierror(socket.EAI_NONAME, "none")]  # a permanent error, which is not retried
+    assert rendezvous.trainers() == {} and not answers
 
 
-def test_a_trainer_that_ends_while_it_is_looked_up_must_be_awaited_by_some_name(monkeypatch):
+def test_a_trainer_whose_name_cannot_be_looked_up_must_still_be_expected(monkeypatch):
     def unknown(address: str) -> tuple[str, list[str], list[str]]:
         raise socket.herror(1, "Unknown host")
 
     monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: ("trainer", [], ["10.0.0.2"]))
     monkeypatch.setattr(socket, "gethostbyaddr", unknown)
-    assert join.trainers() == {"10.0.0.2": "trainer-0"}  # who does not join in time, and is named
+    assert rendezvous.trainers() == {"10.0.0.2": "trainer-0"}  # it does not join in time, and is named

@@ -1,4 +1,4 @@
-"""A job that may go on with fewer nodes must do so, try in vain less and less often, and take none in too early."""
+"""A job with a minimum must continue with fewer nodes, retry lost nodes with a backoff, and take none back too early."""
 
 import pytest
 from support.scripted import ALL_WELL, KILLED, AtOnce, Job, WhenAsked
@@ -16,7 +16,7 @@ def job(tmp_path, monkeypatch):
     return Job(tmp_path, monkeypatch)
 
 
-def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_after_a_checkpoint(job, monkeypatch):
+def test_a_job_with_a_minimum_must_continue_with_fewer_nodes_and_take_one_back_at_a_checkpoint(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN_INTERVAL", (0.0, 0.0))
     engine = RecordingEngine([KILLED], [], [ALL_WELL])
     start, saved = engine.start, []
@@ -33,7 +33,7 @@ def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_
     engine.start = play
     job.stops = save_when_it_is_back
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1, max_restarts=1)).word == "succeeded"
-    assert [[worker.node for worker in made.workers] for made in engine.plans] == [
+    assert [[worker.node for worker in plan.workers] for plan in engine.plans] == [
         ["master", "trainer-1", "trainer-2"],
         ["master", "trainer-2"],
         ["master", "trainer-1", "trainer-2"],
@@ -43,7 +43,7 @@ def test_a_job_with_a_minimum_must_go_on_with_fewer_nodes_and_take_one_in_again_
     assert len(job.noted("node_back")) == 1
 
 
-def test_a_node_that_is_back_must_not_be_taken_in_before_a_checkpoint(job, monkeypatch):
+def test_a_node_that_is_back_must_not_be_used_before_the_next_checkpoint(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.REJOIN_INTERVAL", (0.0, 0.0))
     engine = RecordingEngine([KILLED], [])
     start, wait = engine.start, engine.wait
@@ -51,12 +51,12 @@ def test_a_node_that_is_back_must_not_be_taken_in_before_a_checkpoint(job, monke
     def play(plan) -> None:
         start(plan)
         engine.missing = {"trainer-1"} if len(engine.plans) == 1 else set()
-        if len(engine.plans) == 2:  # one that is older than the node's return says nothing
+        if len(engine.plans) == 2:  # a checkpoint from before the node's return does not count
             job.paths.checkpoints.joinpath("step-1").touch()
 
     def end_when_it_is_back(timeout):
-        looks = job.paths.events.read_text().count("node_back")
-        ended = looks and 0 in engine.running
+        returned = job.paths.events.read_text().count("node_back")
+        ended = returned and 0 in engine.running
         return Observed([WorkerExit(0, 0), WorkerExit(1, 0)]) if ended else wait(timeout)
 
     engine.start, engine.wait = play, end_when_it_is_back
@@ -72,30 +72,30 @@ def test_fewer_nodes_than_the_minimum_must_fail_the_job(job):
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "failed"
 
 
-def test_a_node_that_does_not_come_back_must_be_tried_again_less_and_less_often(job, monkeypatch):
+def test_a_node_that_does_not_come_back_must_be_retried_with_increasing_delays(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
     engine = RecordingEngine([KILLED], [])
-    start, up, wait, tried = engine.start, engine.up, engine.wait, []
+    start, up, wait, attempts = engine.start, engine.up, engine.wait, []
 
     def play(plan) -> None:
         start(plan)
         engine.missing = {"trainer-1"}
 
-    def note(*arguments) -> None:
-        tried.append(job.clock.now)
+    def record(*arguments) -> None:
+        attempts.append(job.clock.now)
         up(*arguments)
 
-    engine.start, engine.up = play, note
+    engine.start, engine.up = play, record
     engine.wait = lambda timeout: (
-        Observed([WorkerExit(0, 0), WorkerExit(1, 0)]) if len(tried) > 11 and 0 in engine.running else wait(timeout)
+        Observed([WorkerExit(0, 0), WorkerExit(1, 0)]) if len(attempts) > 11 and 0 in engine.running else wait(timeout)
     )
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1, hang_after=0.0)).word == "succeeded"
-    gaps = [later - sooner for sooner, later in zip(tried, tried[1:]) if later - sooner > 5]  # after the restart itself
+    gaps = [later - sooner for sooner, later in zip(attempts, attempts[1:]) if later - sooner > 5]  # after the restart
     assert gaps[:7] == pytest.approx([10, 20, 40, 80, 160, 300, 300], rel=0.15)
     assert REJOIN_INTERVAL == (10.0, 300.0)
 
 
-def test_a_job_whose_minimum_is_no_trainer_must_go_on_with_the_master_alone(job):
+def test_a_job_with_a_minimum_of_no_trainers_must_continue_with_the_master_alone(job):
     engine = RecordingEngine([KILLED], [[WorkerExit(0, 0)]])
     engine.hosts = {"master": "one", "trainer-1": "two"}
     start = engine.start
@@ -105,40 +105,40 @@ def test_a_job_whose_minimum_is_no_trainer_must_go_on_with_the_master_alone(job)
     assert job.noted("nodes_up")[1] == {"nodes": ["master"], "hosts": {"master": "one"}}
 
 
-def loses_trainer_1(engine: RecordingEngine) -> None:
-    """Have it lost in the first generation, and not come back."""
+def lose_trainer_1(engine: RecordingEngine) -> None:
+    """Lose trainer-1 for good in the first generation."""
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.add("trainer-1"))
 
 
-def test_an_engine_that_stays_away_must_not_be_taken_for_a_missing_node(job):
+def test_an_engine_that_stays_unreachable_must_not_be_taken_for_a_missing_node(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
     up = engine.up
 
-    def away(*arguments) -> None:
+    def unreachable(*arguments) -> None:
         if engine.plans:
             raise EngineLost("gone")
         up(*arguments)
 
-    engine.up = away
+    engine.up = unreachable
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=0)) == JobResult("lost", "gone")
     assert 300 <= job.clock.now - 1_000_000 < 305
 
 
-def test_the_workers_must_not_wait_for_a_try_to_bring_a_node_back_but_the_clean_up_must(job, monkeypatch):
+def test_the_clean_up_but_no_worker_must_wait_for_an_attempt_to_bring_a_node_back(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", WhenAsked)
     engine = RecordingEngine([KILLED], [*[[]] * 200, [WorkerExit(0, 0), WorkerExit(1, 0)]])
-    loses_trainer_1(engine)
+    lose_trainer_1(engine)
     up = engine.up
     engine.up = lambda *arguments: (engine.calls.append("while they run") if engine.running else None, up(*arguments))
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
     assert engine.calls == ["up", "start", "stop", "up", "up", "up", "start", "up", "down"]
 
 
-def test_a_supervisor_that_breaks_must_wait_for_the_node_that_it_brings_back_before_it_removes_all(job, monkeypatch):
+def test_a_supervisor_that_crashes_must_wait_for_the_node_it_brings_back_before_it_cleans_up(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", WhenAsked)
     engine = RecordingEngine([KILLED], [[]] * 200)
-    loses_trainer_1(engine)
+    lose_trainer_1(engine)
     wait = engine.wait
     engine.wait = lambda timeout: wait(timeout) if engine.batches or len(engine.plans) == 1 else {}[timeout]
     with pytest.raises(KeyError):
@@ -147,10 +147,10 @@ def test_a_supervisor_that_breaks_must_wait_for_the_node_that_it_brings_back_bef
     assert engine.graces == [0]
 
 
-def test_a_missing_node_must_not_be_tried_while_another_one_is_in_trouble(job, monkeypatch):
+def test_a_missing_node_must_not_be_retried_while_another_one_is_in_trouble(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)
     engine = RecordingEngine([KILLED], [*[[]] * 200, [WorkerExit(0, 0), WorkerExit(1, 0)]])
-    loses_trainer_1(engine)
+    lose_trainer_1(engine)
     engine.troubles = lambda: {"trainer-2": "paused"} if len(engine.plans) == 2 else {}
     assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
     assert engine.calls == ["up", "start", "stop", "up", "up", "up", "start", "down"]
@@ -181,7 +181,7 @@ def test_a_node_that_came_back_and_is_missing_again_must_not_count_as_back(job, 
     ("end", "asked", "word"),
     [(0, False, "rescaled"), (1, True, "rescaled"), (1, False, "failed"), (143, True, "rescaled")],
 )
-def test_a_worker_that_fails_while_all_are_stopped_for_a_node_that_is_back_must_count_as_a_failure(
+def test_a_worker_that_fails_while_the_gang_is_stopped_for_a_rescale_must_count_as_failed(
     job, monkeypatch, end, asked, word
 ):
     monkeypatch.setattr("orchestrate.supervise.nodes.ThreadPoolExecutor", AtOnce)

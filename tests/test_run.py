@@ -1,4 +1,4 @@
-"""`python -m orchestrate run` on each engine: what a user is promised, on the real thing."""
+"""`python -m orchestrate run` on each engine, without fakes: what the documentation promises to users."""
 
 import json
 import os
@@ -28,9 +28,9 @@ def run(cli, engine, *arguments, **env):
 
 
 def test_every_worker_must_get_its_environment_and_the_scripts_arguments(cli, engine):
-    shell = {"RANK": "7", "MASTER_PORT": "1", "CUDA_VISIBLE_DEVICES": "3", "MINE": "y"}  # which says nothing of the job
-    words = ("--nproc-per-node", "2", "--set", "env.MINE=x", "--", "probe.py", "--flag", "a b")
-    done = run(cli, engine, *words, **shell)
+    shell = {"RANK": "7", "MASTER_PORT": "1", "CUDA_VISIBLE_DEVICES": "3", "MINE": "y"}  # must not affect the job
+    options = ("--nproc-per-node", "2", "--set", "env.MINE=x", "--", "probe.py", "--flag", "a b")
+    done = run(cli, engine, *options, **shell)
     assert done.returncode == 0, done.stderr
     seen = [json.loads(cli.log(rank)) for rank in range(6)]
     plan = json.loads((cli.run_dir() / "plan.json").read_text())
@@ -41,7 +41,7 @@ def test_every_worker_must_get_its_environment_and_the_scripts_arguments(cli, en
         assert worker["env"].items() >= plan["workers"][rank]["env"].items()
 
 
-def test_stdout_must_be_what_workers_print_and_the_files_of_the_run_directory_be_the_callers_and_the_nodes(cli, engine):
+def test_stdout_must_be_the_output_of_workers_and_files_must_belong_to_the_caller_or_nodes(cli, engine):
     done = run(cli, engine, "--name", "My Job", "--", "probe.py")
     assert done.returncode == 0, done.stderr
     folder = cli.run_dir()
@@ -57,7 +57,7 @@ def test_stdout_must_be_what_workers_print_and_the_files_of_the_run_directory_be
     assert links == {name: f"job/{name}" for name in links}
     nodes, _ = users.without_account()
     owners = {user: {name for name in names if (folder / name).lstat().st_uid == user} for user in (os.getuid(), nodes)}
-    if engine == "docker" and not os.getuid():  # whose nodes are not root
+    if engine == "docker" and not os.getuid():  # its nodes do not run as root
         assert owners == {0: ours | links.keys(), nodes: theirs}
     else:
         assert owners[os.getuid()] == names
@@ -66,12 +66,12 @@ def test_stdout_must_be_what_workers_print_and_the_files_of_the_run_directory_be
     assert (report["root_cause"], report["checkpoints"], report["final_metrics"]) == (None, [], {})
 
 
-def test_what_the_script_leaves_must_come_home_and_into_the_report(cli, engine):
+def test_files_that_the_script_writes_must_be_in_the_run_directory_and_the_report(cli, engine):
     (cli.folder / "train.py").write_text(
-        "import os, pathlib\nhome = pathlib.Path(os.environ['JOB_DIR'])\n"
+        "import os, pathlib\nfolder = pathlib.Path(os.environ['JOB_DIR'])\n"
         "if os.environ['RANK'] == '0':\n"
-        "    (home / 'checkpoints' / 'last.pt').write_text('weights')\n"
-        '    (home / \'metrics.jsonl\').write_text(\'{"step": 1, "loss": 2}\\n{"step": 2}\\n{"ste\')\n'
+        "    (folder / 'checkpoints' / 'last.pt').write_text('weights')\n"
+        '    (folder / \'metrics.jsonl\').write_text(\'{"step": 1, "loss": 2}\\n{"step": 2}\\n{"ste\')\n'
     )
     done = run(cli, engine, "--", "train.py")
     assert done.returncode == 0, done.stderr
@@ -88,7 +88,7 @@ def test_the_written_job_file_must_run_the_same_job_again(cli, engine):
     assert json.loads(cli.log(2))["args"] == ["again"]
 
 
-def test_ranks_must_follow_the_numbers_of_trainers_though_there_are_more_than_nine(cli, engine):
+def test_ranks_must_follow_the_numbers_of_more_than_nine_trainers(cli, engine):
     done = run(cli, engine, "--trainers", "12", "--", "probe.py")
     assert done.returncode == 0, done.stderr
     plan = json.loads((cli.run_dir() / "plan.json").read_text())
@@ -102,7 +102,7 @@ def test_a_job_of_one_node_must_run(cli, engine):
     assert json.loads(cli.log(0))["env"]["WORLD_SIZE"] == "1"
 
 
-def test_one_failing_worker_must_end_the_job_and_be_named_with_its_last_words(cli, engine):
+def test_one_failing_worker_must_end_the_job_and_be_named_with_its_last_lines(cli, engine):
     done = run(cli, engine, "--", "steps.py", "1=3")
     assert done.returncode == 1
     log = cli.run_dir() / "logs" / "rank-1.log"
@@ -112,7 +112,7 @@ def test_one_failing_worker_must_end_the_job_and_be_named_with_its_last_words(cl
     assert (root["rank"], root["node"], root["exit_code"]) == (1, "trainer-1", 3)
 
 
-def test_a_killed_worker_must_be_told_from_one_that_failed(cli, engine):
+def test_a_killed_worker_must_be_distinguished_from_one_that_failed(cli, engine):
     job = cli.start(*RUN, "--engine", engine, "--trainers", "2", "--", "steps.py")
     cli.wait_for("stepping", rank=2)
     cli.kill_worker(2, signal.SIGKILL)
@@ -121,16 +121,16 @@ def test_a_killed_worker_must_be_told_from_one_that_failed(cli, engine):
     assert "root cause: rank 2 on trainer-2 was killed by SIGKILL (exit code 137)" in err
 
 
-def test_a_script_without_a_module_that_it_needs_must_be_told_what_to_do(cli, engine):
+def test_a_module_that_a_script_is_missing_must_be_reported_with_a_hint(cli, engine):
     (cli.folder / "train.py").write_text("import nonesuch\n")
     done = run(cli, engine, "--", "train.py")
     assert done.returncode == 1
-    there = "in the image: " if engine == "docker" else f"installed: {sys.executable} -m pip install nonesuch\n"
-    assert f"hint: nonesuch is neither in your folder nor {there}" in done.stderr
+    elsewhere = "in the image: " if engine == "docker" else f"installed: {sys.executable} -m pip install nonesuch\n"
+    assert f"hint: nonesuch is neither in your folder nor {elsewhere}" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_request_to_stop_must_end_the_job_in_good_order(cli, engine, number):
+def test_a_request_to_stop_must_end_the_job_gracefully(cli, engine, number):
     job = cli.start(*RUN, "--engine", engine, "--trainers", "1", "--", "steps.py")
     cli.wait_for("stepping", rank=1)
     job.send_signal(number)
@@ -140,7 +140,7 @@ def test_a_request_to_stop_must_end_the_job_in_good_order(cli, engine, number):
     assert "trainer-1 1 | stepping\n" in out and err.endswith(f"\nruns/{cli.run_dir().name}\n")
 
 
-def test_ctrl_c_while_the_nodes_come_up_must_leave_nothing(cli, engine):
+def test_ctrl_c_while_the_nodes_start_must_leave_nothing(cli, engine):
     job = cli.start(*RUN, "--engine", engine, "--trainers", "1", "--", "steps.py")
     events = "runs/*/events.jsonl"
     eventually(lambda: any("nodes_starting" in path.read_text() for path in cli.folder.glob(events)))
@@ -160,11 +160,11 @@ def test_ctrl_c_must_end_a_compose_that_hangs(cli, docker_engine, nothing_left):
     assert gone(int(pid))
 
 
-def test_a_second_ctrl_c_must_kill_workers_that_do_not_listen(cli, engine):
-    (cli.folder / "deaf.py").write_text(
+def test_a_second_ctrl_c_must_kill_workers_that_ignore_sigterm(cli, engine):
+    (cli.folder / "ignore_sigterm.py").write_text(
         "import signal\nsignal.signal(15, lambda *_: print('asked'))\nprint('stepping')\nwhile True: signal.pause()\n"
     )
-    job = cli.start(*RUN, "--engine", engine, "--trainers", "1", "--", "deaf.py")
+    job = cli.start(*RUN, "--engine", engine, "--trainers", "1", "--", "ignore_sigterm.py")
     for rank in (0, 1):
         cli.wait_for("stepping", rank)
     job.send_signal(signal.SIGINT)
@@ -210,7 +210,7 @@ def test_stop_must_clean_up_what_a_killed_orchestrator_left(cli, engine):
     assert not cli.ps()
 
 
-def test_two_jobs_at_once_must_not_meet(cli, engine):
+def test_two_jobs_at_once_must_not_interfere(cli, engine):
     jobs = [
         cli.start(*RUN, "--engine", engine, "--trainers", "1", "--name", name, "--", "probe.py")
         for name in ("one", "two")
@@ -222,7 +222,7 @@ def test_two_jobs_at_once_must_not_meet(cli, engine):
     assert len(seen) == 2
 
 
-def test_a_dead_node_must_be_told_from_a_dead_worker(cli, engine):
+def test_a_dead_node_must_be_distinguished_from_a_dead_worker(cli, engine):
     job = cli.start(*RUN, "--engine", engine, "--trainers", "1", "--", "steps.py")
     cli.wait_for("stepping", rank=1)
     if engine == "docker":
@@ -247,14 +247,14 @@ def test_an_early_failure_must_end_workers_that_are_still_being_started(cli, eng
     assert "root cause: rank 0 on master exited with code 5" in done.stderr
 
 
-def test_what_a_script_plants_in_its_folder_must_not_reach_files_of_the_host(cli, engine):
+def test_links_and_pipes_that_a_script_creates_must_not_reach_files_of_the_host(cli, engine):
     victim = cli.folder / "victim"
     victim.write_text("untouched")
     (cli.folder / "plant.py").write_text(
-        "import os\nhome = os.environ['JOB_DIR']\nif os.environ['RANK'] == '0':\n"
-        f"    for name in ('report.json', '.report.json'): os.symlink({str(victim)!r}, home + '/' + name)\n"
-        "    os.mkfifo(home + '/metrics.jsonl')\n"
-        f"    os.symlink({str(victim)!r}, home + '/checkpoints/x')\n"
+        "import os\nfolder = os.environ['JOB_DIR']\nif os.environ['RANK'] == '0':\n"
+        f"    for name in ('report.json', '.report.json'): os.symlink({str(victim)!r}, folder + '/' + name)\n"
+        "    os.mkfifo(folder + '/metrics.jsonl')\n"
+        f"    os.symlink({str(victim)!r}, folder + '/checkpoints/x')\n"
     )
     done = run(cli, engine, "--", "plant.py", timeout=150)
     assert done.returncode == 0, done.stderr
@@ -266,7 +266,7 @@ def test_what_a_script_plants_in_its_folder_must_not_reach_files_of_the_host(cli
     )
 
 
-def test_an_app_of_the_users_own_must_be_the_one_that_runs(cli, engine):
+def test_the_users_own_app_must_take_precedence_over_the_projects(cli, engine):
     (cli.folder / "app").mkdir()
     (cli.folder / "app" / "__init__.py").touch()
     (cli.folder / "app" / "train.py").write_text("print('mine')\n")
@@ -276,7 +276,7 @@ def test_an_app_of_the_users_own_must_be_the_one_that_runs(cli, engine):
 
 
 @pytest.mark.docker
-def test_running_out_of_memory_must_be_told_apart(cli, docker_engine, nothing_left):
+def test_running_out_of_memory_must_be_recognized(cli, docker_engine, nothing_left):
     (cli.folder / "hungry.py").write_text(
         "import os, signal\nif os.environ['RANK'] == '1':\n    x = [b'x' * 1_000_000 for _ in range(10_000)]\n"
         "signal.pause()\n"
@@ -288,7 +288,7 @@ def test_running_out_of_memory_must_be_told_apart(cli, docker_engine, nothing_le
 
 
 @pytest.mark.docker
-def test_every_worker_must_get_a_gpu_of_its_own_by_uuid(cli, nvidia_runtime, nothing_left):
+def test_every_worker_must_get_its_own_gpu_by_uuid(cli, nvidia_runtime, nothing_left):
     done = cli("run", "--gpus", "all", "--trainers", "1", "--", "probe.py")
     assert done.returncode == 0, done.stderr
     assert "2 nodes × 2 workers, NCCL on GPU" in done.stderr
@@ -299,13 +299,13 @@ def test_every_worker_must_get_a_gpu_of_its_own_by_uuid(cli, nvidia_runtime, not
         visible = env["CUDA_VISIBLE_DEVICES"].split(",")
         own.append(visible[int(env["LOCAL_RANK"])])
         assert len(visible) == 2
-        assert env["NVIDIA_VISIBLE_DEVICES"].split(",") == plan["gpus"]  # the runtime's, for the container
+        assert env["NVIDIA_VISIBLE_DEVICES"].split(",") == plan["gpus"]  # for the container's runtime
         assert f"  rank {rank}   {plan['workers'][rank]['node']:<9}  local rank {rank % 2}  {own[-1]}" in done.stderr
     assert own == plan["gpus"] and len(set(own)) == 4
 
 
 @pytest.mark.docker
-def test_fewer_gpus_than_workers_must_be_refused_with_the_ways_out(cli, nvidia_runtime, nothing_left):
+def test_fewer_gpus_than_workers_must_be_refused_with_a_hint(cli, nvidia_runtime, nothing_left):
     done = cli("run", "--gpus", "2", "--trainers", "3", "--", "probe.py")
     assert done.returncode == 4
     assert "error: 4 workers need 4 GPUs, but only 2 are available" in done.stderr
@@ -314,7 +314,7 @@ def test_fewer_gpus_than_workers_must_be_refused_with_the_ways_out(cli, nvidia_r
 
 
 @pytest.mark.docker
-def test_a_node_must_be_a_modest_container(cli, docker_engine, nothing_left):
+def test_a_node_must_be_a_container_with_minimal_privileges(cli, docker_engine, nothing_left):
     job = cli.start("run", "--engine", "docker", "--gpus", "none", "--trainers", "1", "--", "steps.py")
     cli.wait_for("stepping", rank=1)
     try:
@@ -342,7 +342,7 @@ def test_a_node_must_be_a_modest_container(cli, docker_engine, nothing_left):
 
 
 @pytest.mark.parametrize("warm", ["true", "false"])
-def test_a_pinned_worker_must_keep_to_its_cores(cli, engine, warm):
+def test_a_pinned_worker_must_be_bound_to_its_cores(cli, engine, warm):
     workers = min(2, len(os.sched_getaffinity(0)))
     (cli.folder / "train.py").write_text(
         "import os\nif False:\n    import torch\n"
@@ -353,12 +353,12 @@ def test_a_pinned_worker_must_keep_to_its_cores(cli, engine, warm):
     assert done.returncode == 0, done.stderr
     assert [cli.log(rank) for rank in range(workers)] == ["True\n"] * workers
     plan = json.loads((cli.run_dir() / "plan.json").read_text())
-    kept = [core for worker in plan["workers"] for core in worker["cores"]]
-    assert sorted(kept) == sorted(set(kept))
+    cores = [core for worker in plan["workers"] for core in worker["cores"]]
+    assert sorted(cores) == sorted(set(cores))
 
 
 @pytest.mark.docker
-def test_a_job_on_the_network_of_its_host_must_find_itself_there_and_leave_nothing(cli, docker_engine, nothing_left):
+def test_a_job_on_the_host_network_must_run_there_and_leave_nothing(cli, docker_engine, nothing_left):
     (cli.folder / "train.py").write_text(
         "import os, socket\nimport torch.distributed as dist\n"
         "print(os.environ['MASTER_ADDR'], os.readlink('/proc/self/ns/net'))\n"
@@ -373,7 +373,7 @@ def test_a_job_on_the_network_of_its_host_must_find_itself_there_and_leave_nothi
 
 @pytest.mark.docker
 @pytest.mark.parametrize(("network", "through"), [("bridge", set()), ("host", {"exec_create", "exec_start"})])
-def test_a_node_must_be_reached_through_the_engine_only_where_it_has_to_be(
+def test_a_node_must_be_reached_through_the_engine_only_if_necessary(
     cli, docker_engine, nothing_left, network, through
 ):
     since = str(time.time())
@@ -388,7 +388,7 @@ def test_a_node_must_be_reached_through_the_engine_only_where_it_has_to_be(
 
 
 @pytest.mark.docker
-def test_a_node_on_the_network_of_its_host_must_be_replaced(cli, docker_engine, nothing_left):
+def test_a_node_on_the_host_network_must_be_replaced(cli, docker_engine, nothing_left):
     job = Background(cli, "docker", "--set", "network=host", "--", "count.py", "told")
     job.until_step(15, rank=1)
     job.kill_node("trainer-1")
@@ -398,7 +398,7 @@ def test_a_node_on_the_network_of_its_host_must_be_replaced(cli, docker_engine, 
     assert job.causes() == [(1, "node stopped")]
 
 
-def test_each_worker_must_have_its_own_values_in_its_command_and_any_program_may_be_run(cli, engine):
+def test_each_worker_must_have_its_own_values_in_the_command_which_can_be_any_program(cli, engine):
     (cli.folder / "args.py").write_text("import sys\nprint(sys.argv[1:])\n")
     done = run(cli, engine, "--", "args.py", "--out=$JOB_DIR/x", "${RANK} of $WORLD_SIZE", "$HOME $$")
     assert done.returncode == 0, done.stderr
@@ -407,8 +407,8 @@ def test_each_worker_must_have_its_own_values_in_its_command_and_any_program_may
         assert cli.log(rank) == f"{[f'--out={own}/x', f'{rank} of 3', '$HOME $$']}\n"
     (cli.folder / "go.sh").write_text('#!/bin/sh\necho "$RANK: $1"\n')
     (cli.folder / "go.sh").chmod(0o755)
-    for words in (["go.sh", "a b"], ["sh", "go.sh", "a b"], ["sh", "-c", 'echo "$0: a b"', "$RANK"]):
-        assert run(cli, engine, "--name", "go", "--", *words).returncode == 0
+    for command in (["go.sh", "a b"], ["sh", "go.sh", "a b"], ["sh", "-c", 'echo "$0: a b"', "$RANK"]):
+        assert run(cli, engine, "--name", "go", "--", *command).returncode == 0
         (folder,) = cli.folder.glob("runs/go-*")
         assert [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in range(3)] == [
             f"{rank}: a b\n" for rank in range(3)

@@ -1,4 +1,4 @@
-"""What Swarm is asked for must be what the job says: limits, GPUs, files, network, and no more rights than needed."""
+"""Swarm services must follow the job: its limits, GPUs, files and network, with minimal privileges."""
 
 import io
 import os
@@ -19,12 +19,14 @@ from orchestrate.files.paths import NODE
 from orchestrate.job.spec import JobSpec
 
 
-def asked(spec: JobSpec, role: str = "trainer", gpus: int = 0, site: Site = HERE, volumes: Sequence[str] = ()) -> dict:
+def task_of(
+    spec: JobSpec, role: str = "trainer", gpus: int = 0, site: Site = HERE, volumes: Sequence[str] = ()
+) -> dict:
     site = (with_gpus(gpus) if gpus else site).but(preload=("torch", "numpy"))
-    made = plan(spec, site, "digits-1")
+    planned = plan(spec, site, "digits-1")
     return service_spec.task(
         spec,
-        made,
+        planned,
         role,
         image="image:1",
         user="7:8",
@@ -43,57 +45,57 @@ def mounts(task: dict) -> dict[str, dict]:
     return {mount["Target"]: mount for mount in task["ContainerSpec"]["Mounts"]}
 
 
-def test_limits_that_a_job_asks_for_must_be_reserved_and_kept():
-    task = asked(JobSpec(trainers=1, cpus=1.5, memory="3g", shm_size="512m"))
+def test_limits_of_the_job_file_must_be_reserved_and_enforced():
+    task = task_of(JobSpec(trainers=1, cpus=1.5, memory="3g", shm_size="512m"))
     wanted = {"NanoCPUs": 1_500_000_000, "MemoryBytes": 3 << 30}
     assert task["Resources"] == {"Limits": {**wanted, "Pids": 8192}, "Reservations": wanted}
     assert mounts(task)["/dev/shm"]["TmpfsOptions"] == {"Mode": 0o1777, "SizeBytes": 512 << 20}
 
 
-def test_a_nodes_share_of_the_memory_must_be_kept_but_not_reserved():
-    there = HERE.but(memory=8 << 30, hosts=2)
-    task = asked(JobSpec(trainers=3), site=there)
+def test_a_nodes_share_of_the_memory_must_be_enforced_but_not_reserved():
+    site = HERE.but(memory=8 << 30, hosts=2)
+    task = task_of(JobSpec(trainers=3), site=site)
     assert task["Resources"] == {"Limits": {"MemoryBytes": 7 << 29, "Pids": 8192}, "Reservations": {}}
     assert task["ContainerSpec"]["OomScoreAdj"] == 500
-    free = asked(JobSpec(trainers=3, memory="unlimited"), site=there)
-    assert free["Resources"] == {"Limits": {"Pids": 8192}, "Reservations": {}}
+    unlimited = task_of(JobSpec(trainers=3, memory="unlimited"), site=site)
+    assert unlimited["Resources"] == {"Limits": {"Pids": 8192}, "Reservations": {}}
 
 
 def test_a_node_must_have_as_many_gpus_as_workers():
-    resources = asked(JobSpec(trainers=1, nproc_per_node=2), gpus=4)["Resources"]
+    resources = task_of(JobSpec(trainers=1, nproc_per_node=2), gpus=4)["Resources"]
     (reserved,) = resources["Reservations"]["GenericResources"]
     assert reserved == {"DiscreteResourceSpec": {"Kind": "NVIDIA-GPU", "Value": 2}}
     assert "GenericResources" not in resources["Limits"]
 
 
-def test_the_environment_of_workers_must_not_be_that_of_a_service():
-    assert "canary" not in str(asked(JobSpec(env={"HF_TOKEN": "canary"})))
+def test_the_environment_of_workers_must_not_be_part_of_a_service():
+    assert "canary" not in str(task_of(JobSpec(env={"HF_TOKEN": "canary"})))
 
 
 @pytest.mark.parametrize(("volume", "kind"), [("/mnt/shared", "bind"), ("shared", "volume")])
-def test_a_shared_folder_must_be_where_nodes_look_for_it(volume, kind):
-    assert mounts(asked(JobSpec(volume=volume)))["/shared"] == {"Type": kind, "Source": volume, "Target": "/shared"}
-    assert "/shared" not in mounts(asked(JobSpec()))
+def test_a_shared_volume_must_be_mounted_where_nodes_expect_it(volume, kind):
+    assert mounts(task_of(JobSpec(volume=volume)))["/shared"] == {"Type": kind, "Source": volume, "Target": "/shared"}
+    assert "/shared" not in mounts(task_of(JobSpec()))
 
 
-def test_nodes_must_find_each_other_by_name_and_on_the_network_of_hosts_have_ports_of_their_own():
+def test_nodes_must_find_each_other_by_name_or_on_the_host_network_by_different_ports():
     for role, name, alias in (
         ("master", "master", "master"),
         ("trainer", "digits-1-trainer-{{.Task.Slot}}", "trainer"),
     ):
-        task = asked(JobSpec(), role)
+        task = task_of(JobSpec(), role)
         assert task["ContainerSpec"]["Hostname"] == name
         assert task["Networks"] == [{"Target": "net", "Aliases": [alias]}]
         assert env(task)["NODE_PORT"] == "20001"
-    master, trainer = (asked(JobSpec(network="host"), role) for role in ("master", "trainer"))
+    master, trainer = (task_of(JobSpec(network="host"), role) for role in ("master", "trainer"))
     assert "Hostname" not in master["ContainerSpec"] and master["Networks"] == [{"Target": "net"}]
     base = service_spec.port(JobSpec(network="host"), "digits-1")
     assert 20001 <= base < 29001 and base != service_spec.port(JobSpec(network="host"), "digits-2")
     assert (env(master)["NODE_PORT"], env(trainer)["NODE_PORT"]) == (f"{base + 1}", f"{base + 1}+{{{{.Task.Slot}}}}")
 
 
-def test_a_node_must_have_no_more_rights_than_it_needs_and_start_but_once():
-    task = asked(JobSpec(grace=60.0, constraints=["node.labels.gpu == a100"]))
+def test_a_node_must_have_minimal_privileges_and_start_only_once():
+    task = task_of(JobSpec(grace=60.0, constraints=["node.labels.gpu == a100"]))
     container = task["ContainerSpec"]
     assert (container["User"], container["ReadOnly"], container["Init"]) == ("7:8", True, False)
     assert (container["CapabilityDrop"], container["Privileges"]) == (["ALL"], {"NoNewPrivileges": True})
@@ -104,7 +106,7 @@ def test_a_node_must_have_no_more_rights_than_it_needs_and_start_but_once():
     assert container["StopGracePeriod"] == 70_000_000_000
     assert container["Labels"] == labels.only({"orchestrate.role": "trainer"}) and container["Image"] == "image:1"
     assert task["LogDriver"] == {"Name": "json-file", "Options": {"max-size": "50m", "max-file": "3"}}
-    assert set(mounts(task)) == {"/tmp", "/var/tmp", "/dev/shm", "/run/orchestrate"}  # all that can be written to
+    assert set(mounts(task)) == {"/tmp", "/var/tmp", "/dev/shm", "/run/orchestrate"}  # all folders that are writable
     for folder in ("/tmp", "/var/tmp"):
         assert mounts(task)[folder] == {"Type": "volume", "Target": folder}
     assert mounts(task)["/run/orchestrate"]["TmpfsOptions"] == {"Mode": 0o1777, "SizeBytes": 16 << 20}
@@ -114,31 +116,35 @@ def test_a_node_must_have_no_more_rights_than_it_needs_and_start_but_once():
 
 def test_the_nodes_of_a_cluster_must_have_its_name_whatever_job_they_run():
     spec = JobSpec(network="host")
-    made = plan(spec, HERE.but(cluster="c-1"), "digits-1")
+    planned = plan(spec, HERE.but(cluster="c-1"), "digits-1")
     ids = {"image": "i", "user": "7:8", "network": "net", "secret": ("id", "c-1-node"), "key": KEY}
-    task = service_spec.task(spec, made, "master", **ids)
+    task = service_spec.task(spec, planned, "master", **ids)
     assert (env(task)["JOB_ID"], env(task)["NODE_PORT"]) == ("c-1", str(service_spec.port(spec, "c-1") + 1))
-    made = plan(JobSpec(), HERE.but(cluster="c-1"), "digits-1")
+    planned = plan(JobSpec(), HERE.but(cluster="c-1"), "digits-1")
     task = service_spec.task(
-        JobSpec(), made, "trainer", image="i", user="7:8", network="net", secret=("id", "c-1-node"), key=KEY
+        JobSpec(), planned, "trainer", image="i", user="7:8", network="net", secret=("id", "c-1-node"), key=KEY
     )
     assert task["ContainerSpec"]["Hostname"] == "c-1-trainer-{{.Task.Slot}}"
 
 
-def test_a_node_must_be_told_what_the_job_says():
-    told = env(asked(JobSpec(grace=90.0)))
-    assert (told["NODE_GRACE"], told["NODE_PRELOAD"], told["JOB_ID"]) == ("90", "torch numpy", "digits-1")
-    assert set(told["NODE_WIPE"].split()) == {"/tmp", "/dev/shm", "/dev/mqueue", "/var/tmp", "/run/orchestrate"}
-    assert (told["NODE_MODE"], told["NODE_KEY"], told["HOME"]) == ("agent", KEY.hex(), "/tmp")
-    assert told["PYTHONUNBUFFERED"] == told["PYTHONDONTWRITEBYTECODE"] == "1"
+def test_a_node_must_get_the_settings_of_the_job():
+    variables = env(task_of(JobSpec(grace=90.0)))
+    assert (variables["NODE_GRACE"], variables["NODE_PRELOAD"], variables["JOB_ID"]) == (
+        "90",
+        "torch numpy",
+        "digits-1",
+    )
+    assert set(variables["NODE_WIPE"].split()) == {"/tmp", "/dev/shm", "/dev/mqueue", "/var/tmp", "/run/orchestrate"}
+    assert (variables["NODE_MODE"], variables["NODE_KEY"], variables["HOME"]) == ("agent", KEY.hex(), "/tmp")
+    assert variables["PYTHONUNBUFFERED"] == variables["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
-def test_no_check_of_an_image_must_run_in_a_node_which_has_the_key_of_the_job():
-    assert asked(JobSpec())["ContainerSpec"]["Healthcheck"] == {"Test": ["NONE"]}
+def test_the_health_check_of_an_image_must_not_run_in_a_node():
+    assert task_of(JobSpec())["ContainerSpec"]["Healthcheck"] == {"Test": ["NONE"]}
 
 
-def test_the_volumes_of_an_image_must_be_emptied_between_two_jobs():
-    task = asked(JobSpec(), volumes=["/data", "/tmp", "/shared"])
+def test_the_volumes_of_an_image_must_be_emptied_between_jobs():
+    task = task_of(JobSpec(), volumes=["/data", "/tmp", "/shared"])
     assert set(env(task)["NODE_WIPE"].split()) == {
         "/tmp",
         "/dev/shm",
@@ -148,18 +154,18 @@ def test_the_volumes_of_an_image_must_be_emptied_between_two_jobs():
         "/data",
         "/shared",
     }
-    task = asked(JobSpec(volume="v"), volumes=["/shared"])
-    assert "/shared" not in env(task)["NODE_WIPE"].split()  # the user's own
+    task = task_of(JobSpec(volume="v"), volumes=["/shared"])
+    assert "/shared" not in env(task)["NODE_WIPE"].split()  # the user's own volume
     with pytest.raises(ResourceError, match="declares the volume '/var/tmp/job'"):
-        asked(JobSpec(), volumes=["/var/tmp/job"])
+        task_of(JobSpec(), volumes=["/var/tmp/job"])
 
 
-def test_the_program_of_a_node_must_be_whole():
+def test_the_program_of_a_node_must_be_complete():
     with tarfile.open(fileobj=io.BytesIO(service_spec.program())) as archive:
         assert {Path(name).name for name in archive.getnames()} == {path.name for path in NODE.glob("*.py")}
 
 
-def test_a_node_must_unpack_its_program_and_become_it(tmp_path, monkeypatch):
+def test_a_node_must_unpack_its_program_and_run_it(tmp_path, monkeypatch):
     (tmp_path / "secret").write_bytes(service_spec.program())
     (tmp_path / "x.py").write_text("import sys; print(*sys.argv[1:])")
     monkeypatch.setattr(service_spec, "PROGRAM", str(tmp_path / "program"))
@@ -182,6 +188,6 @@ def test_a_node_must_unpack_its_program_and_become_it(tmp_path, monkeypatch):
         ("something else", "host-2: something else", ""),
     ],
 )
-def test_a_task_that_does_not_start_must_be_told_in_words(error, message, hint):
-    told, way_out = service_spec.in_words(error, "host-2", "mine:1")
-    assert message in told and hint in way_out and bool(hint) == bool(way_out)
+def test_a_task_that_does_not_start_must_be_reported_with_a_message_and_a_hint(error, message, hint):
+    text, advice = service_spec.in_words(error, "host-2", "mine:1")
+    assert message in text and hint in advice and bool(hint) == bool(advice)

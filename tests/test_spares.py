@@ -1,4 +1,4 @@
-"""A spare node must take the place of one that is lost at once, on an engine that plays a script."""
+"""A standby node must replace a lost one at once, with a scripted engine."""
 
 import pytest
 from support.scripted import ALL_WELL, KILLED, Job, WhenAsked
@@ -16,8 +16,8 @@ def job(tmp_path, monkeypatch):
     return Job(tmp_path, monkeypatch)
 
 
-def with_spare(*generations: list[list[WorkerExit]], lost: tuple[str, ...] = ("trainer-1",)) -> RecordingEngine:
-    """An engine with a spare node that loses nodes, for good, in the first generation."""
+def with_standby(*generations: list[list[WorkerExit]], lost: tuple[str, ...] = ("trainer-1",)) -> RecordingEngine:
+    """An engine with a standby node that loses nodes for good in the first generation."""
     engine = RecordingEngine(*generations)
     engine.nodes.add("trainer-3")
     start = engine.start
@@ -26,11 +26,11 @@ def with_spare(*generations: list[list[WorkerExit]], lost: tuple[str, ...] = ("t
 
 
 def nodes(engine: RecordingEngine) -> list[list[str]]:
-    return [[worker.node for worker in made.workers] for made in engine.plans]
+    return [[worker.node for worker in plan.workers] for plan in engine.plans]
 
 
-def test_a_spare_node_must_be_up_before_the_job_starts_and_have_no_worker(job):
-    engine, asked = with_spare([ALL_WELL]), []
+def test_a_standby_node_must_be_up_before_the_job_starts_and_have_no_worker(job):
+    engine, asked = with_standby([ALL_WELL]), []
     up = engine.up
     engine.up = lambda plan, stopped: (asked.append(plan.nodes), up(plan, stopped))
     assert job.run(engine, SPEC).word == "succeeded"
@@ -39,16 +39,16 @@ def test_a_spare_node_must_be_up_before_the_job_starts_and_have_no_worker(job):
     assert nodes(engine) == [["master", "trainer-1", "trainer-2"]]
 
 
-def test_a_spare_node_must_take_the_place_of_a_lost_one_without_waiting_for_it(job):
-    engine = with_spare([KILLED], [ALL_WELL])
+def test_a_standby_node_must_replace_a_lost_one_without_waiting_for_it(job):
+    engine = with_standby([KILLED], [ALL_WELL])
     assert job.run(engine, SPEC).word == "succeeded"
     assert nodes(engine)[1] == ["master", "trainer-2", "trainer-3"]
-    assert engine.calls == ["up", "start", "stop", "start", "up", "down"]  # the lost one comes back meanwhile, or not
+    assert engine.calls == ["up", "start", "stop", "start", "up", "down"]  # meanwhile, the lost one may come back
     assert "nodes_missing" not in job.names() and "node_back" not in job.names()
 
 
-def test_a_spare_node_must_take_the_place_of_a_lost_one_that_is_back_before_the_next_generation_begins(job):
-    engine = with_spare([KILLED], [ALL_WELL])
+def test_a_standby_node_must_replace_a_lost_one_even_if_it_comes_back_before_the_restart(job):
+    engine = with_standby([KILLED], [ALL_WELL])
     alive, looks = engine.alive, []
 
     def look() -> dict[str, str]:
@@ -62,26 +62,26 @@ def test_a_spare_node_must_take_the_place_of_a_lost_one_that_is_back_before_the_
     assert nodes(engine)[1] == ["master", "trainer-2", "trainer-3"]
 
 
-def test_a_node_that_comes_back_meanwhile_must_be_up_before_the_next_failure_is_dealt_with(job):
-    engine = with_spare([KILLED], [KILLED], [ALL_WELL])
+def test_a_node_that_comes_back_meanwhile_must_be_up_before_the_next_failure_is_handled(job):
+    engine = with_standby([KILLED], [KILLED], [ALL_WELL])
     assert job.run(engine, SPEC).word == "succeeded"
     assert engine.calls == ["up", "start", "stop", "start", "stop", "up", "start", "up", "down"]
 
 
-def test_a_job_without_spare_nodes_must_have_its_nodes_up_before_the_next_generation(job):
+def test_a_job_without_standby_nodes_must_have_its_nodes_up_before_the_next_generation(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
     assert job.run(engine, JobSpec(trainers=2, grace=0.01)).word == "succeeded"
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
 
 
-def test_a_job_that_loses_more_nodes_than_it_has_spare_ones_must_wait_for_one_to_come_back(job):
+def test_a_job_that_loses_more_nodes_than_it_has_on_standby_must_wait_for_one_to_come_back(job):
     engine = with_spare([KILLED], [ALL_WELL], lost=("trainer-1", "trainer-2"))
     assert job.run(engine, SPEC) == JobResult("failed", "the job cannot continue: no such node")
     assert engine.calls == ["up", "start", "stop", "up", "up", "up", "down"]
 
 
-def test_a_job_must_go_on_with_as_many_nodes_as_it_wants_though_its_spare_one_does_not_come_back(job):
-    engine = with_spare([KILLED], [ALL_WELL], lost=("trainer-1", "trainer-2"))
+def test_a_job_must_continue_with_enough_nodes_even_if_none_is_left_on_standby(job):
+    engine = with_standby([KILLED], [ALL_WELL], lost=("trainer-1", "trainer-2"))
     up = engine.up
 
     def bring_one(*arguments) -> None:
@@ -93,11 +93,11 @@ def test_a_job_must_go_on_with_as_many_nodes_as_it_wants_though_its_spare_one_do
     assert nodes(engine)[1] == ["master", "trainer-1", "trainer-3"]
 
 
-def test_a_job_without_a_minimum_must_not_go_on_with_fewer_nodes_than_it_wants(job):
-    engine = with_spare([KILLED], [ALL_WELL])
+def test_a_job_without_a_minimum_must_not_continue_with_fewer_nodes(job):
+    engine = with_standby([KILLED], [ALL_WELL])
     alive, looks = engine.alive, []
 
-    def look() -> dict[str, str]:  # the spare one dies, too, as soon as it was counted
+    def look() -> dict[str, str]:  # the standby node dies, too, as soon as it has been counted
         looks.extend(["look"] * (engine.calls[-1:] == ["stop"]))
         return {node: "" for node in alive() if node != "trainer-3" or len(looks) < 2}
 
@@ -106,8 +106,8 @@ def test_a_job_without_a_minimum_must_not_go_on_with_fewer_nodes_than_it_wants(j
     assert outcome == JobResult("failed", "the job cannot continue: 2 of 3 nodes are alive")
 
 
-def test_a_spare_node_that_is_lost_at_the_last_moment_must_leave_a_job_that_may_go_on_with_fewer(job):
-    engine = with_spare([KILLED], [ALL_WELL[:2]])
+def test_a_job_with_a_minimum_must_continue_if_its_standby_node_is_lost_at_the_last_moment(job):
+    engine = with_standby([KILLED], [ALL_WELL[:2]])
     alive, looks = engine.alive, []
 
     def look() -> dict[str, str]:
@@ -115,8 +115,8 @@ def test_a_spare_node_that_is_lost_at_the_last_moment_must_leave_a_job_that_may_
         return {node: "" for node in alive() if node != "trainer-3" or len(looks) < 2}
 
     engine.alive = look
-    few = JobSpec(trainers=2, grace=0.01, spares=1, min_trainers=1)
-    assert job.run(engine, few).word == "succeeded"
+    spec = JobSpec(trainers=2, grace=0.01, spares=1, min_trainers=1)
+    assert job.run(engine, spec).word == "succeeded"
     assert nodes(engine)[1] == ["master", "trainer-2"]
     (missing,) = job.noted("nodes_missing")
     assert missing["error"] == "2 of 3 nodes are alive"

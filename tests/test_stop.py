@@ -1,4 +1,4 @@
-"""What `stop`, `rm` and `down` remove, and what they must not, on an engine that plays a script."""
+"""What `stop`, `rm` and `down` must remove, and what they must keep, with a scripted engine."""
 
 import os
 import signal
@@ -27,26 +27,26 @@ def engine(do):
     return do.engine
 
 
-def test_stop_must_only_show_what_it_would_remove_where_it_is_asked_to(do, paths, engine):
+def test_stop_with_dry_run_must_only_show_what_it_would_remove(do, paths, engine):
     engine.things = ["container one", "network two"]
     assert do("stop", "a-1", "--dry-run") == (0, ["container one", "network two"], [])
     assert engine.calls == [] and engine.things and not paths.report.exists()
 
 
-def test_a_job_that_has_ended_and_left_nothing_must_need_no_stop(do, paths, engine):
+def test_stop_must_do_nothing_for_a_job_that_has_ended_and_left_nothing(do, paths, engine):
     end(paths)
     assert do("stop", "a-1") == (0, [], ["a-1 has already ended"])
     assert engine.calls == []
 
 
-def test_what_a_job_that_has_ended_has_left_must_be_removed(do, paths, engine):
+def test_stop_must_remove_what_an_ended_job_has_left(do, paths, engine):
     engine.generations = [[ALL_WELL]]
     do("attach", "a-1")
     engine.things, engine.calls = ["container one"], []
     code, out, err = do("stop", "a-1")
     assert (code, out, err[-1]) == (0, [], "a-1 is stopped")
     assert engine.things == [] and engine.calls
-    assert store.ended(paths)["outcome"] == "succeeded"  # as it has ended
+    assert store.ended(paths)["outcome"] == "succeeded"  # its outcome is unchanged
 
 
 def test_stop_must_write_the_report_of_a_job_whose_supervisor_has_died(do, paths, engine):
@@ -60,7 +60,7 @@ def test_stop_must_ask_the_supervisor_and_wait_for_its_end(do, paths, engine):
     engine.things = ["container one"]
     with supervised(paths.root) as other:
         code, _, err = do("stop", "a-1")
-        assert other.wait(timeout=60) == -signal.SIGTERM  # before our own end
+        assert other.wait(timeout=60) == -signal.SIGTERM  # before `supervised` ends it
     assert code == 0
     assert err.count("asking the supervisor of a-1 to stop") == 1
     assert engine.things == [] and store.ended(paths)["outcome"] == "stopped"
@@ -72,7 +72,7 @@ def test_stop_must_ask_each_supervisor_that_takes_the_job_over_once(do, paths, e
 
     def ask(supervisor: lock.Supervisor) -> bool:
         asked.append(supervisor.pid)
-        if supervisor is other:  # which takes the nodes down, and writes the report
+        if supervisor is other:  # it takes the nodes down and writes the report
             engine.things.clear()
             end(paths)
         return True
@@ -84,29 +84,29 @@ def test_stop_must_ask_each_supervisor_that_takes_the_job_over_once(do, paths, e
     assert asked == [7, 8] and engine.calls == []
 
 
-def test_stop_must_wait_for_a_supervisor_that_has_only_its_clean_up_to_do(do, paths, engine):
+def test_stop_must_wait_for_a_supervisor_that_is_cleaning_up(do, paths, engine):
     end(paths)
     with supervised(paths.root) as other:
         assert do("stop", "a-1")[2][-1] == "a-1 is stopped"
         assert other.wait(timeout=60) == -signal.SIGTERM
 
 
-def test_workers_whose_supervisor_has_died_must_be_stopped_in_good_order(do, paths, engine):
+def test_workers_whose_supervisor_has_died_must_be_stopped_gracefully(do, paths, engine):
     noted(paths, GenerationStarting(0, ("master",), 1, 29500))
     engine.generations = [[]]
     assert do("stop", "a-1")[0] == 0
-    assert (engine.calls, engine.graces) == (["adopt", "stop", "down"], [0.01])  # of the job file
+    assert (engine.calls, engine.graces) == (["adopt", "stop", "down"], [0.01])  # from the job file
 
 
 def test_a_supervisor_that_ends_before_it_is_asked_must_not_fail_the_stop(do, paths, engine, monkeypatch):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    looks = iter([lock.Supervisor(gone.pid, "1")] * 2)
-    monkeypatch.setattr(lock, "holder", lambda _: next(looks, None))
+    holders = iter([lock.Supervisor(gone.pid, "1")] * 2)
+    monkeypatch.setattr(lock, "holder", lambda _: next(holders, None))
     assert do("stop", "a-1")[0] == 0
 
 
-def test_a_supervisor_that_is_not_proven_to_be_one_must_not_be_signalled_and_stop_must_say_so(do, paths, monkeypatch):
+def test_stop_must_not_signal_a_process_that_may_not_be_a_supervisor_and_must_report_it(do, paths, monkeypatch):
     monkeypatch.setattr(commands, "time", Meanwhile(lambda: None))
     monkeypatch.setattr(lock, "holder", lambda _: lock.Supervisor(0, ""))
     code, _, err = do("stop", "a-1")
@@ -114,7 +114,7 @@ def test_a_supervisor_that_is_not_proven_to_be_one_must_not_be_signalled_and_sto
     assert err[-2] == f"error: {paths.lock} is locked by a process that cannot be verified as its supervisor"
 
 
-def test_what_stop_cannot_remove_must_be_told(do, paths, engine, monkeypatch):
+def test_stop_must_report_what_it_cannot_remove(do, paths, engine, monkeypatch):
     engine.things = ["container one", "network two"]
     monkeypatch.setattr(engine, "remove", lambda *_: None)
     code, _, err = do("stop", "a-1")
@@ -122,7 +122,7 @@ def test_what_stop_cannot_remove_must_be_told(do, paths, engine, monkeypatch):
     assert err[-2:] == ["error: a-1 still has container one, network two", "hint: python -m orchestrate stop a-1"]
 
 
-def test_stop_must_keep_nodes_whose_files_cannot_be_brought_home(do, paths, engine, monkeypatch):
+def test_stop_must_keep_nodes_whose_files_cannot_be_copied(do, paths, engine, monkeypatch):
     def full(*_) -> None:
         raise OrchestrateError("no space left")
 
@@ -135,7 +135,7 @@ def test_stop_must_keep_nodes_whose_files_cannot_be_brought_home(do, paths, engi
 
 @pytest.mark.parametrize("file", ["plan.json", "job.yaml"])
 @pytest.mark.parametrize("command", ["stop", "rm"])
-def test_a_job_whose_files_are_damaged_must_be_removed_all_the_same(do, paths, engine, command, file):
+def test_a_job_whose_files_are_damaged_must_still_be_removed(do, paths, engine, command, file):
     engine.things = ["container one", "network two"]
     (paths.root / file).write_text("[")
     assert do(command, "a-1")[0] == 0
@@ -144,21 +144,21 @@ def test_a_job_whose_files_are_damaged_must_be_removed_all_the_same(do, paths, e
 
 
 @pytest.mark.parametrize("command", ["stop", "rm"])
-def test_a_job_whose_own_engine_does_not_answer_must_stay(do, paths, monkeypatch, command):
+def test_a_job_whose_own_engine_does_not_answer_must_be_kept(do, paths, monkeypatch, command):
     other = Whole()
     other.name = "process"
 
-    def away(spec: JobSpec) -> None:
-        assert spec.engine == "docker"  # for which it was planned
+    def unreachable(spec: JobSpec) -> None:
+        assert spec.engine == "docker"  # the engine of its plan
         raise EngineError("docker is away", "start it")
 
     monkeypatch.setattr(choice, "answering", lambda: [other])
-    monkeypatch.setattr(choice, "engine_of", away)
+    monkeypatch.setattr(choice, "engine_of", unreachable)
     assert do(command, "a-1") == (3, [], ["error: docker is away", "hint: start it"])
     assert paths.root.exists() and other.calls == []
 
 
-def test_rm_must_refuse_a_job_that_runs_and_name_its_supervisor(do, paths, engine):
+def test_rm_must_refuse_a_running_job_and_name_its_supervisor(do, paths, engine):
     engine.things = ["container one"]
     with supervised(paths.root) as other:
         code, _, err = do("rm", "a-1")
@@ -168,7 +168,7 @@ def test_rm_must_refuse_a_job_that_runs_and_name_its_supervisor(do, paths, engin
     assert paths.root.exists() and engine.calls == []
 
 
-def test_rm_must_only_show_what_it_would_remove_where_it_is_asked_to(do, paths, engine):
+def test_rm_with_dry_run_must_only_show_what_it_would_remove(do, paths, engine):
     engine.things = ["container one"]
     assert do("rm", "a-1", "--dry-run") == (0, ["container one", f"folder {paths.root}"], [])
     assert paths.root.exists() and engine.calls == []
@@ -177,13 +177,13 @@ def test_rm_must_only_show_what_it_would_remove_where_it_is_asked_to(do, paths, 
 
 
 @pytest.mark.parametrize("command", ["stop", "rm"])
-def test_nothing_of_another_users_job_may_be_removed(do, paths, engine, command):
+def test_nothing_of_another_users_job_must_be_removed(do, paths, engine, command):
     engine.things = ["container one"]
     engine.states = [runs_elsewhere(paths.root, owner=os.getuid() + 1)]
     assert do(command, "a-1")[0] == 2
     assert engine.calls == [] and paths.root.exists()
     engine.states = [runs_elsewhere(paths.root.with_name("b-1"), "b-1", os.getuid() + 1)]
-    assert do(command, "a-1")[0] == 0  # that of b-1 does not matter
+    assert do(command, "a-1")[0] == 0  # the owner of b-1 does not matter
 
 
 # --- clusters
@@ -193,7 +193,7 @@ def cluster(tmp_path: Path, name: str) -> JobPaths:
     return create(JobPaths(tmp_path / name), cluster=name)
 
 
-def test_down_must_take_down_the_one_cluster_that_is_named(do, engine, tmp_path):
+def test_down_must_take_down_only_the_named_cluster(do, engine, tmp_path):
     one, other = cluster(tmp_path, "c-1"), cluster(tmp_path, "d-1")
     engine.things = ["container one"]
     assert do("down", "c", "--dry-run") == (0, ["container one", f"folder {one.root}"], [])
@@ -204,14 +204,14 @@ def test_down_must_take_down_the_one_cluster_that_is_named(do, engine, tmp_path)
 
 
 def test_the_cluster_of_another_user_must_stay_up(do, engine, tmp_path):
-    made = cluster(tmp_path, "c-1")
-    engine.states = [runs_elsewhere(made.root, "c-1", os.getuid() + 1, "nodes")]
-    for words in (["down", "c-1", "--dry-run"], ["down", "c-1"]):
-        assert do(*words)[2][0] == f"error: c-1 belongs to user {os.getuid() + 1}"
-    assert engine.calls == [] and made.root.exists()
+    paths = cluster(tmp_path, "c-1")
+    engine.states = [runs_elsewhere(paths.root, "c-1", os.getuid() + 1, "nodes")]
+    for command in (["down", "c-1", "--dry-run"], ["down", "c-1"]):
+        assert do(*command)[2][0] == f"error: c-1 belongs to user {os.getuid() + 1}"
+    assert engine.calls == [] and paths.root.exists()
 
 
-def test_rm_of_a_job_that_may_still_run_on_a_cluster_must_name_the_way_out(do, engine, tmp_path):
+def test_rm_of_a_job_that_may_still_run_on_a_cluster_must_give_a_hint(do, engine, tmp_path):
     cluster(tmp_path, "c-1")
     paths = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
     code, _, err = do("rm", "a-1")
@@ -220,20 +220,20 @@ def test_rm_of_a_job_that_may_still_run_on_a_cluster_must_name_the_way_out(do, e
 
 
 def test_a_cluster_that_a_job_uses_must_stay_up(do, engine, tmp_path):
-    made = cluster(tmp_path, "c-1")
-    with supervised(made.root) as other:
+    paths = cluster(tmp_path, "c-1")
+    with supervised(paths.root) as other:
         code, _, err = do("down", "c-1")
     assert (code, err) == (
         2,
         [f"error: c-1 is in use by a job (process {other.pid})", "hint: python -m orchestrate ps"],
     )
     create(JobPaths(tmp_path / "a-1"), cluster="c-1")
-    with supervised(made.root), supervised(tmp_path / "a-1"):
+    with supervised(paths.root), supervised(tmp_path / "a-1"):
         assert do("down", "c-1")[2][1] == "hint: python -m orchestrate stop a-1"
-    assert engine.calls == [] and made.root.exists()
+    assert engine.calls == [] and paths.root.exists()
 
 
-def test_what_is_no_cluster_must_be_answered_with_those_that_there_are(do, engine, tmp_path):
+def test_an_unknown_cluster_must_be_reported_with_the_existing_ones(do, engine, tmp_path):
     create(JobPaths(tmp_path / "a-1"))
     assert do("down", "a-1")[2] == ["error: no cluster a-1", f"hint: no clusters in {tmp_path}"]
     for name in ("c-1", "c-2", "d-1"):

@@ -1,4 +1,4 @@
-"""Odd arguments, folders and environments: each is one error that names the thing, and never a traceback."""
+"""Odd arguments, folders and environments: each must give one error that names its cause, never a traceback."""
 
 import os
 import subprocess
@@ -14,7 +14,6 @@ from orchestrate.cli.main import main
 from orchestrate.engines import choice
 from orchestrate.files.paths import JobPaths
 
-# the SDK leaves its socket open when the engine does not answer
 PROCESS = ("--engine", "process", "--trainers", "0", "--gpus", "none")
 COMMANDS = [
     ("run", *PROCESS, "--", "hello.py"),
@@ -29,12 +28,12 @@ COMMANDS = [
     ("rm", "a-1"),
     ("down", "a-1"),
 ]
-NAMED = [words for words in COMMANDS if words[-1] == "a-1"]
+NAMED = [arguments for arguments in COMMANDS if arguments[-1] == "a-1"]
 
 
-def refused(code: int, message: str, capsys, *words: str) -> str:
+def check_refused(code: int, message: str, capsys, *arguments: str) -> str:
     """Run a command in this process; it must end with one error and one hint."""
-    assert main([*words]) == code
+    assert main([*arguments]) == code
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert lines[0].startswith("error: ") and message in lines[0], err
@@ -44,7 +43,7 @@ def refused(code: int, message: str, capsys, *words: str) -> str:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with a script, and no engine but local processes."""
+    """A folder with a script, and no engine except local processes."""
     folder = tmp_path / "here"
     folder.mkdir()
     (folder / "hello.py").write_text("print('hello')\n")
@@ -54,23 +53,23 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def played(here, monkeypatch):
-    """The same with an engine that plays a script, so that nothing starts where a command is not refused."""
+def scripted(here, monkeypatch):
+    """The same with a scripted engine, so that nothing starts even if a command is accepted."""
     monkeypatch.setattr(choice, "engine_of", lambda spec: Whole())
     return here
 
 
-# --- which job
+# --- jobs
 
 
-@pytest.mark.parametrize("words", NAMED, ids=" ".join)
+@pytest.mark.parametrize("arguments", NAMED, ids=" ".join)
 @pytest.mark.parametrize(
     "name", ["", "../A", "/", "a/..", ".", "..", "A-1", "a_1", "a*", "a\n1", "ä", "x" * 300], ids=ascii
 )
-def test_what_cannot_be_the_name_of_a_job_must_not_be_looked_up(do, tmp_path, words, name):
+def test_an_invalid_job_name_must_not_be_looked_up(do, tmp_path, arguments, name):
     end(create(JobPaths(tmp_path / "a-1")))
     before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
-    code, out, err = do(words[0], name)
+    code, out, err = do(arguments[0], name)
     assert (code, out) == (2, [])
     what = "CLUSTER" if words[0] == "down" else "JOB"
     assert err[0].startswith(f"error: argument {what}: ") and "lowercase letters, digits and hyphens" in err[0]
@@ -78,59 +77,61 @@ def test_what_cannot_be_the_name_of_a_job_must_not_be_looked_up(do, tmp_path, wo
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before and do.engine.calls == []
 
 
-@pytest.mark.parametrize("words", NAMED, ids=" ".join)
-def test_a_folder_that_is_no_job_must_not_be_taken_for_one(do, tmp_path, words):
+@pytest.mark.parametrize("arguments", NAMED, ids=" ".join)
+def test_a_folder_that_is_not_a_job_must_not_be_taken_for_one(do, tmp_path, arguments):
     (tmp_path / "some" / "folder").mkdir(parents=True)
     (tmp_path / "some" / "folder" / "plan.json").write_text("{}")
     for name in ("/etc", f"{tmp_path}/some/folder", f"{tmp_path}/none/a-1"):
-        code, out, err = do(words[0], name)
+        code, out, err = do(arguments[0], name)
         assert code in (1, 2) and not out and err[0].startswith("error: ")
     assert [*(tmp_path / "some" / "folder").iterdir()] and do.engine.calls == []
 
 
-# --- which folder
+# --- folders
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("kind", ["loop", "file", "below a file", "long", "long below", "nul", "empty"])
-def test_a_folder_for_runs_that_is_none_must_be_refused(played, capsys, words, kind):
-    (played / "loop").symlink_to("loop")
-    (played / "file").touch()
+def test_an_invalid_folder_for_runs_must_be_refused(scripted, capsys, arguments, kind):
+    (scripted / "loop").symlink_to("loop")
+    (scripted / "file").touch()
     runs = {"below a file": "file/runs", "long": "x" * 300, "long below": "x/" * 3000, "nul": "a\0b", "empty": ""}
-    at = words.index("--") if "--" in words else len(words)
-    refused(2, "argument --runs: ", capsys, *words[:at], "--runs", runs.get(kind, kind), *words[at:])
-    assert {path.name for path in played.iterdir()} == {"hello.py", "loop", "file"}
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    check_refused(2, "argument --runs: ", capsys, *arguments[:at], "--runs", runs.get(kind, kind), *arguments[at:])
+    assert {path.name for path in scripted.iterdir()} == {"hello.py", "loop", "file"}
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-@pytest.mark.parametrize("words", COMMANDS[:3], ids=" ".join)
-def test_runs_that_cannot_be_written_must_be_refused(played, capsys, words):
-    at = words.index("--") if "--" in words else len(words)
-    refused(2, "cannot write to /proc/", capsys, *words[:at], "--runs", "/proc/x", *words[at:])
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+@pytest.mark.parametrize("arguments", COMMANDS[:3], ids=" ".join)
+def test_a_folder_for_runs_that_cannot_be_written_must_be_refused(scripted, capsys, arguments):
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    check_refused(2, "cannot write to /proc/", capsys, *arguments[:at], "--runs", "/proc/x", *arguments[at:])
 
 
 @pytest.mark.parametrize("words", [*COMMANDS, ("doctor",), ("export", "slurm", "--", "hello.py")], ids=" ".join)
-def test_a_current_folder_that_is_gone_must_be_an_error(played, capsys, words):
+def test_a_deleted_current_folder_must_be_an_error(scripted, capsys, arguments):
     (played / "hello.py").unlink()
     played.rmdir()
     refused(2, "the current folder no longer exists", capsys, *words)
 
 
-def test_a_current_folder_that_is_gone_must_not_keep_help_from_being_printed(here):
+def test_help_must_be_printed_in_a_deleted_current_folder(here):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = 'mkdir gone; cd gone; rmdir "$PWD"; exec "$0" -m orchestrate "$@"'
-    for words, code in ((["--help"], 0), (["ps"], 2), (["plan", "--", "x.py"], 2)):
-        done = subprocess.run(["sh", "-c", command, sys.executable, *words], env=env, capture_output=True, text=True)
+    for arguments, code in ((["--help"], 0), (["ps"], 2), (["plan", "--", "x.py"], 2)):
+        done = subprocess.run(
+            ["sh", "-c", command, sys.executable, *arguments], env=env, capture_output=True, text=True
+        )
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("script", ["x" * 300 + ".py", "x/" * 3000, "loop/x.py", "hello.py/x"])
-def test_a_script_that_cannot_be_looked_at_must_be_refused(here, capsys, script):
+def test_a_script_that_cannot_be_accessed_must_be_refused(here, capsys, script):
     (here / "loop").symlink_to("loop")
-    refused(2, "the script ", capsys, "plan", *PROCESS, "--", script)
+    check_refused(2, "the script ", capsys, "plan", *PROCESS, "--", script)
 
 
-# --- which engine
+# --- engines
 
 
 @pytest.mark.parametrize(
@@ -161,9 +162,9 @@ def test_a_script_that_cannot_be_looked_at_must_be_refused(here, capsys, script)
     ids=ascii,
 )
 @pytest.mark.parametrize("engine", ["docker", "swarm"])
-def test_a_docker_host_that_is_none_must_be_an_error_of_the_engine(here, capsys, monkeypatch, host, message, engine):
+def test_an_invalid_docker_host_must_be_an_error_of_the_engine(here, capsys, monkeypatch, host, message, engine):
     monkeypatch.setenv("DOCKER_HOST", host)
-    error = refused(3, message, capsys, "plan", "--engine", engine, "--", "hello.py")
+    error = check_refused(3, message, capsys, "plan", "--engine", engine, "--", "hello.py")
     assert "\x1b" not in error
     assert main(["ps"]) == 0
 
@@ -171,7 +172,7 @@ def test_a_docker_host_that_is_none_must_be_an_error_of_the_engine(here, capsys,
 @pytest.mark.parametrize(
     "config", ["[]", "5", "{", '{"currentContext": 5}', '{"proxies": 5}', '{"auths": 5}', "\0", '{"auths": {"a": 5}}']
 )
-def test_a_damaged_configuration_of_docker_must_be_no_traceback(here, capsys, monkeypatch, tmp_path, config):
+def test_a_damaged_configuration_of_docker_must_not_cause_a_traceback(here, capsys, monkeypatch, tmp_path, config):
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     (tmp_path / "config.json").write_text(config)
     refused(
@@ -179,10 +180,10 @@ def test_a_damaged_configuration_of_docker_must_be_no_traceback(here, capsys, mo
     )
     monkeypatch.delenv("DOCKER_HOST")
     monkeypatch.setenv("DOCKER_CONTEXT", "nope")
-    refused(3, "'nope'", capsys, "plan", "--engine", "docker", "--", "hello.py")
+    check_refused(3, "'nope'", capsys, "plan", "--engine", "docker", "--", "hello.py")
 
 
-# --- what else is around
+# --- environment
 
 
 @pytest.mark.parametrize(
@@ -215,12 +216,12 @@ def test_a_damaged_configuration_of_docker_must_be_no_traceback(here, capsys, mo
     ],
     ids=str,
 )
-def test_an_odd_environment_must_not_keep_a_plan_from_being_printed(here, env):
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "PYTHONUNBUFFERED"))}
-    for words in (["plan", *PROCESS, "--", "hello.py"], ["run", "--help"]):
+def test_a_plan_must_be_printed_in_an_odd_environment(here, env):
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "PYTHONUNBUFFERED"))}
+    for arguments in (["plan", *PROCESS, "--", "hello.py"], ["run", "--help"]):
         done = subprocess.run(
-            [sys.executable, "-m", "orchestrate", *words],
-            env=kept | {"PYTHONPATH": str(ROOT)} | env,
+            [sys.executable, "-m", "orchestrate", *arguments],
+            env=inherited | {"PYTHONPATH": str(ROOT)} | env,
             capture_output=True,
             text=True,
             timeout=60,
@@ -228,7 +229,7 @@ def test_an_odd_environment_must_not_keep_a_plan_from_being_printed(here, env):
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
-def test_an_environment_without_anything_must_do(here):
+def test_a_plan_must_be_printed_in_an_empty_environment(here):
     done = subprocess.run(
         [sys.executable, "-m", "orchestrate", "plan", *PROCESS, "--", "hello.py"],
         env={"PYTHONPATH": str(ROOT)},
@@ -240,7 +241,7 @@ def test_an_environment_without_anything_must_do(here):
 
 
 def test_a_name_of_ten_thousand_characters_must_be_refused(here, capsys):
-    refused(
+    check_refused(
         2,
         "name must be text of at most 200 characters",
         capsys,
@@ -253,7 +254,7 @@ def test_a_name_of_ten_thousand_characters_must_be_refused(here, capsys):
     )
 
 
-def test_a_file_system_that_fails_must_be_an_error_that_names_the_file(here, capsys, monkeypatch):
+def test_a_file_system_error_must_be_reported_with_the_file(here, capsys, monkeypatch):
     def fail(*_):
         raise PermissionError(13, "Permission denied", "/some/file")
 
@@ -262,10 +263,14 @@ def test_a_file_system_that_fails_must_be_an_error_that_names_the_file(here, cap
     assert capsys.readouterr().err == "error: Permission denied: /some/file\n"
 
 
-def test_bytes_that_are_no_utf_8_must_be_refused_on_the_command_line(cli):
-    for words in (["--", "x.py", b"\xff"], ["--set", b"env.A=\xff", "--", "x.py"], ["--name", b"\xff", "--", "x.py"]):
+def test_arguments_that_are_not_utf_8_must_be_refused(cli):
+    for arguments in (
+        ["--", "x.py", b"\xff"],
+        ["--set", b"env.A=\xff", "--", "x.py"],
+        ["--name", b"\xff", "--", "x.py"],
+    ):
         done = subprocess.run(
-            [sys.executable, "-m", "orchestrate", "plan", *PROCESS, *words],
+            [sys.executable, "-m", "orchestrate", "plan", *PROCESS, *arguments],
             cwd=cli.folder,
             env=cli.env,
             capture_output=True,
@@ -275,12 +280,12 @@ def test_bytes_that_are_no_utf_8_must_be_refused_on_the_command_line(cli):
         assert Path(cli.folder, "runs").exists() is False
 
 
-def test_characters_that_the_locale_does_not_have_must_be_refused_where_a_process_cannot_be_given_them(cli):
+def test_characters_outside_the_locales_encoding_must_be_refused_if_a_process_needs_them(cli):
     locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     (cli.folder / "é.py").touch()
     (cli.folder / "x.py").touch()
-    for words in (["--set", "env.A=é", "--", "x.py"], ["--", "x.py", "é"], ["--", "é.py"]):
-        done = cli("plan", *PROCESS, *words, **locale)
+    for arguments in (["--set", "env.A=é", "--", "x.py"], ["--", "x.py", "é"], ["--", "é.py"]):
+        done = cli("plan", *PROCESS, *arguments, **locale)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert "this locale's encoding, ascii" in done.stderr and "hint: export LC_ALL=C.UTF-8" in done.stderr
     assert cli("plan", *PROCESS, "--name", "é", "--", "x.py", **locale).returncode == 0

@@ -1,4 +1,4 @@
-"""How the engine for Swarm finds nodes lost, and how it ends them; Swarm, its nodes and time are made up."""
+"""How the Swarm engine detects lost nodes, and how it ends nodes, with a fake Swarm, fake nodes and a fake clock."""
 
 import os
 import threading
@@ -17,17 +17,17 @@ from orchestrate.node.lease import LEASE_TIMEOUT
 
 @pytest.fixture
 def engine(stub, clock, tmp_path):
-    with three_nodes(clock, tmp_path) as made:
-        yield made
+    with three_nodes(clock, tmp_path) as session:
+        yield session
 
 
 @pytest.mark.parametrize("how", ["ended", "host down"])
-def test_the_connection_to_a_node_that_swarm_knows_to_be_lost_must_be_given_up(engine, stub, clock, how):
+def test_the_connection_to_a_node_that_swarm_reports_as_lost_must_be_closed(engine, stub, clock, how):
     connected(engine, "master", "trainer-1", "trainer-2")
     if how == "ended":
         state(stub, "trainer-1", "failed")
     else:
-        down(stub, 1)  # that of the master, too
+        down(stub, 1)  # the master's host, too
     clock.now += swarm.LIST_INTERVAL + 0.1
     assert not engine.wait(0).exits
     lost = {"trainer-1"} | ({"master"} if how == "host down" else set())
@@ -37,7 +37,7 @@ def test_the_connection_to_a_node_that_swarm_knows_to_be_lost_must_be_given_up(e
     assert {end.rank for end in engine.wait(0).exits} == ({0, 1} if how == "host down" else {1})
 
 
-def test_nodes_must_be_asked_for_a_sign_of_life_every_other_second(engine, clock):
+def test_nodes_must_be_asked_for_a_status_every_other_second(engine, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
     clock.now += swarm.LIST_INTERVAL + 0.1
     engine.wait(0)
@@ -49,14 +49,14 @@ def test_nodes_must_be_asked_for_a_sign_of_life_every_other_second(engine, clock
 
 
 def silence(engine: SwarmSession, clock: Clock, seconds: float) -> None:
-    """Time passes, in which only the master answers."""
+    """Let time pass while only the master answers."""
     for _ in range(round(seconds)):
         clock.now += 1.0
         engine.ends["master"].send(sent("status"))
         engine.wait(0.01)
 
 
-def test_a_node_that_does_not_answer_must_count_as_silent_and_then_be_given_up(engine, clock):
+def test_a_node_that_does_not_answer_must_count_as_silent_and_then_as_lost(engine, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
     silence(engine, clock, swarm.SILENT_AFTER)
     assert not engine.wait(0).troubles
@@ -67,7 +67,7 @@ def test_a_node_that_does_not_answer_must_count_as_silent_and_then_be_given_up(e
         engine.ends[node].send(sent("status"))
     engine.wait(0.01)
     assert not engine.wait(0).troubles
-    del engine.clients.running[2]  # whose worker has ended meanwhile
+    del engine.clients.running[2]  # its worker has ended meanwhile
     silence(engine, clock, swarm.SILENT_AFTER + 3)
     assert engine.wait(0).troubles == {"trainer-1": "silent"}
     silence(engine, clock, swarm.HOST_DOWN_TIMEOUT - swarm.SILENT_AFTER)
@@ -80,7 +80,7 @@ def test_a_node_that_does_not_answer_must_count_as_silent_and_then_be_given_up(e
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost" and clock.now == began
 
 
-def test_a_node_that_falls_silent_after_another_one_must_be_noticed_too(engine, clock):
+def test_a_node_that_falls_silent_after_another_one_must_be_detected_too(engine, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
     for _ in range(10):
         engine.ends["trainer-2"].send(sent("status"))
@@ -90,7 +90,7 @@ def test_a_node_that_falls_silent_after_another_one_must_be_noticed_too(engine, 
     assert engine.wait(0).troubles == {"trainer-1": "silent", "trainer-2": "silent"}
 
 
-def test_a_worker_whose_node_was_never_reached_must_be_found_lost(engine, stub, clock):
+def test_a_worker_whose_node_was_never_reached_must_be_detected_as_lost(engine, stub, clock):
     connected(engine, "master", "trainer-1")
     state(stub, "trainer-2", "failed")
     clock.now += swarm.LIST_INTERVAL + 0.1
@@ -108,51 +108,51 @@ def test_a_worker_whose_node_was_never_reached_must_be_found_lost(engine, stub, 
         ("", 1, None),
     ],
 )
-def test_what_its_node_has_said_of_a_worker_must_come_first(engine, stub, sign, code, cause):
+def test_the_hint_of_a_workers_node_must_take_precedence(engine, stub, sign, code, cause):
     engine.clients.exit_hints[1] = sign
     state(stub, "trainer-1", "failed")
     assert engine.explain(WorkerExit(1, code), "trainer-1") == cause
 
 
-def test_the_end_of_a_worker_must_be_put_down_to_what_swarm_says_of_its_node(engine, stub, clock, monkeypatch):
+def test_the_cause_of_a_workers_end_must_follow_from_swarms_state_of_its_node(engine, stub, clock, monkeypatch):
     monkeypatch.setattr(swarm, "HOST_DOWN_TIMEOUT", 1.0)
     connected(engine, "master")
     began = clock.now
-    assert engine.explain(WorkerExit(0, 137), "master") is None and clock.now == began  # it can be reached
-    assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"  # Swarm finds it well, but it cannot be
+    assert engine.explain(WorkerExit(0, 137), "master") is None and clock.now == began  # its node can be reached
+    assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"  # Swarm reports its node as running
     assert swarm.HOST_DOWN_TIMEOUT < clock.now - began < swarm.HOST_DOWN_TIMEOUT + 1
     state(stub, "trainer-1", "failed")
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "node lost"
-    assert engine.explain(WorkerExit(3, 137), "trainer-3") == "node lost"  # of which Swarm knows nothing any more
+    assert engine.explain(WorkerExit(3, 137), "trainer-3") == "node lost"  # no longer known to Swarm
     down(stub, 1)
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"
 
 
-def test_a_host_that_is_lost_must_be_told_when_swarm_comes_to_know_of_it(engine, stub, clock):
+def test_a_lost_host_must_be_reported_as_soon_as_swarm_detects_it(engine, stub, clock):
     began, sleep = clock.now, clock.sleep
     clock.sleep = lambda seconds: (sleep(seconds), clock.now > began + 1 and down(stub, 1))
     assert engine.explain(WorkerExit(1, 137), "trainer-1") == "host lost"
     assert clock.now < began + 2
 
 
-def test_all_files_must_be_here_before_nodes_are_removed(engine, stub, monkeypatch):
+def test_all_files_must_be_copied_before_nodes_are_removed(engine, stub, monkeypatch):
     monkeypatch.setattr(swarm, "NODE_END_TIMEOUT", 0.1)
     connected(engine, "master", "trainer-1", "trainer-2")
-    engine.sync = made = sync(come_home=EngineError("1 file could not be copied"))
+    engine.sync = fake = sync(come_home=EngineError("1 file could not be copied"))
     with pytest.raises(EngineError, match="could not be copied"):
         engine.down(0.1)
-    assert len(stub.services) == 2 and engine.sync is made  # so that `stop` finds them
+    assert len(stub.services) == 2 and engine.sync is fake  # so that `stop` finds them
     engine.sync = sync(silent={"trainer-1"})
     with pytest.raises(EngineError, match="files of trainer-1 could not be copied") as raised:
         engine.down(0.1)
     assert "7946" in raised.value.hint and stub.services
-    state(stub, "trainer-1", "failed")  # whose files are lost
-    engine.sync = made = sync(silent={"trainer-1"})
+    state(stub, "trainer-1", "failed")  # its files are lost
+    engine.sync = fake = sync(silent={"trainer-1"})
     engine.down(0.1)
-    assert not stub.services and made.calls[-1] == "close" and engine.sync is None
+    assert not stub.services and fake.calls[-1] == "close" and engine.sync is None
 
 
-def test_files_must_not_be_waited_for_at_the_end_once_that_is_no_longer_wanted(engine):
+def test_the_wait_for_files_at_the_end_must_be_interruptible(engine):
     connected(engine, "master")
     engine.sync, asked = sync(), []
     engine.sync.come_home = lambda timeout, stopped: asked.append(stopped())
@@ -160,7 +160,7 @@ def test_files_must_not_be_waited_for_at_the_end_once_that_is_no_longer_wanted(e
     assert asked == [True]
 
 
-def test_what_files_stay_on_their_nodes_must_be_reported_before_and_after_the_end(engine):
+def test_files_that_stay_on_their_nodes_must_be_reported_before_and_after_the_end(engine):
     connected(engine, "master")
     engine.sync = sync(warnings=["some files are not copied"])
     engine.wait(0)
@@ -169,25 +169,25 @@ def test_what_files_stay_on_their_nodes_must_be_reported_before_and_after_the_en
     assert engine.warned == ["some files are not copied"] * 2
 
 
-def test_a_hurried_end_must_wait_for_files_a_few_seconds_and_leave_nodes_that_have_more(engine, stub):
+def test_an_immediate_end_must_wait_a_few_seconds_for_files_and_keep_nodes_that_have_more(engine, stub):
     connected(engine, "master")
     engine.sync = sync(come_home=EngineError("not all files were copied from the nodes within 5 s"))
     services = [*stub.services]
     with pytest.raises(EngineError, match="not all files were copied"):
         engine.down(0, lambda: True)
     assert services and [*stub.services] == services
-    engine.sync = made = sync()
+    engine.sync = fake = sync()
     engine.down(0, lambda: True)
-    assert "come_home" in made.calls and made.calls[-1] == "close" and not stub.services
+    assert "come_home" in fake.calls and fake.calls[-1] == "close" and not stub.services
 
 
 def test_files_of_nodes_that_were_never_reached_must_not_be_waited_for(engine, stub):
-    engine.sync = made = sync(come_home=EngineError("not all files came home"))
+    engine.sync = fake = sync(come_home=EngineError("not all files came home"))
     engine.down(0.1)
-    assert "come_home" not in made.calls and made.calls[-1] == "close" and not stub.services
+    assert "come_home" not in fake.calls and fake.calls[-1] == "close" and not stub.services
 
 
-def test_nodes_must_end_before_swarm_removes_them_but_not_be_waited_for_long(engine, stub, clock, monkeypatch):
+def test_nodes_must_end_before_swarm_removes_them_within_a_time_limit(engine, stub, clock, monkeypatch):
     monkeypatch.setattr(swarm, "NODE_END_TIMEOUT", 0.5)
     connected(engine, "master", "trainer-1", "trainer-2")
     began = clock.now
@@ -206,25 +206,25 @@ def test_nodes_that_have_ended_must_not_be_waited_for(engine, stub, clock):
     assert clock.now < began + 1
 
 
-def test_a_full_disk_must_be_told_before_the_next_generation(engine):
-    engine.gather(lambda: False)  # with no sync there is nothing to do
-    engine.sync = made = sync(lacks_space=OSError(os.strerror(28)))
+def test_a_full_disk_must_be_reported_before_the_next_generation(engine):
+    engine.gather(lambda: False)  # without a sync, it does nothing
+    engine.sync = fake = sync(lacks_space=OSError(os.strerror(28)))
     with pytest.raises(OSError, match="No space left"):
         engine.gather(lambda: False)
-    assert made.calls == ["catch_up", "lacks_space"]
+    assert fake.calls == ["catch_up", "lacks_space"]
 
 
-def test_the_last_lines_of_workers_must_be_here_before_their_ends_are_told(engine):
+def test_the_last_lines_of_workers_must_be_copied_before_their_exits_are_reported(engine):
     connected(engine, "master", "trainer-1", "trainer-2")
-    engine.sync = made = sync()
+    engine.sync = fake = sync()
     for rank, node in enumerate(("master", "trainer-1", "trainer-2")):
         engine.ends[node].send(sent("ended", generation=-1, rank=rank))
         assert [end.rank for end in engine.wait(1).exits] == [rank]
-        assert ("catch_up" in made.calls) == (rank == 2)
+        assert ("catch_up" in fake.calls) == (rank == 2)
 
 
 @pytest.mark.parametrize("trouble", ["", "host down", "no task", "no log", "slow"])
-def test_the_last_lines_of_a_lost_worker_must_be_added_to_its_log_where_they_can_be_had(
+def test_the_last_lines_of_a_lost_worker_must_be_added_to_its_log_if_available(
     engine, stub, tmp_path, monkeypatch, trouble
 ):
     (tmp_path / "logs").mkdir()
@@ -239,9 +239,9 @@ def test_the_last_lines_of_a_lost_worker_must_be_added_to_its_log_where_they_can
         down(stub, 1)
     if trouble == "slow":
         monkeypatch.setattr(swarm, "LOG_TIMEOUT", 0)
-        made = engine.pool.submit
+        submit = engine.pool.submit
         gate = threading.Event()
-        engine.pool.submit = lambda *words: made(gate.wait)
+        engine.pool.submit = lambda *arguments: submit(gate.wait)
     engine.lost = {1: "trainer-1" if trouble != "no task" else "trainer-9"}
     engine._complete_logs()
     if trouble == "slow":
@@ -253,7 +253,7 @@ def test_the_last_lines_of_a_lost_worker_must_be_added_to_its_log_where_they_can
         )
 
 
-def test_the_workers_of_a_node_that_is_silent_must_be_waited_for_until_its_lease_is_over(engine, clock):
+def test_the_workers_of_a_silent_node_must_be_waited_for_until_its_lease_expires(engine, clock):
     connected(engine, "trainer-1")
     engine.last_heard["trainer-1"] = heard = clock.now - 3
     engine.clients.lose([1])

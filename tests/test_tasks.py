@@ -1,4 +1,4 @@
-"""What Swarm says of its tasks and hosts, as its manager's side understands it; Swarm is made up."""
+"""How the engine interprets the tasks and hosts of a Swarm, with a fake Swarm."""
 
 import os
 
@@ -12,36 +12,34 @@ from orchestrate.job.spec import JobSpec
 
 @pytest.fixture
 def managed(stub, tmp_path):
-    """The manager of a job `j` with a network, and what makes its tasks."""
+    """The objects of the job `j` in the Swarm, with its network."""
     return settled(tmp_path, SPEC)
 
 
 @pytest.mark.parametrize(
-    ("state", "error", "impatient", "told"),
+    ("state", "error", "impatient", "reported"),
     [
         ("rejected", "No such image: x", False, True),
         ("failed", "starting container failed: no such device", False, True),
-        ("failed", "task: non-zero exit (1)", True, False),  # which is another task's to replace
+        ("failed", "task: non-zero exit (1)", True, False),  # another task replaces it
         ("pending", "no suitable node (insufficient resources)", True, True),
         ("pending", "no suitable node (insufficient resources)", False, False),
         ("pending", "", True, False),
         ("running", "", True, False),
     ],
 )
-def test_what_keeps_a_task_from_starting_must_be_told_of_tasks_that_are_new(
-    stub, managed, state, error, impatient, told
-):
+def test_the_reason_why_a_new_task_does_not_start_must_be_reported(stub, managed, state, error, impatient, reported):
     scale(managed, "trainer", 1)
     stub.tasks[0]["Status"] = {"State": state, "Err": error}
     managed.manager.hosts()
     managed.spec = JobSpec(image="image:1")
-    assert bool(managed.refusal(set(), impatient)) == told
+    assert bool(managed.refusal(set(), impatient)) == reported
     assert managed.refusal({"t0"}, impatient) is None
     if state == "rejected":
         assert managed.refusal(set(), impatient)[0] == "host-1 has no image image:1"
 
 
-def test_of_the_tasks_of_a_node_the_newest_must_count(stub, managed):
+def test_the_newest_of_the_tasks_of_a_node_must_count(stub, managed):
     scale(managed, "trainer", 1)
     stub.place(stub.services[0], 1)
     other = {
@@ -55,17 +53,17 @@ def test_of_the_tasks_of_a_node_the_newest_must_count(stub, managed):
     assert [task["ID"] for task in managed.tasks()] == ["t0", "t1"]
 
 
-def test_a_task_must_count_as_dead_only_by_fresh_word_of_its_host(stub, managed):
+def test_a_task_must_count_as_dead_only_if_its_host_is_up_and_reports_it(stub, managed):
     scale(managed, "trainer", 4)
     for task, state in zip(stub.tasks, ("failed", "failed", "running", "shutdown")):
         task["Status"]["State"] = state
-    stub.hosts[0]["Status"]["State"] = "down"  # that of t0 and t2
+    stub.hosts[0]["Status"]["State"] = "down"  # the host of t0 and t2
     assert managed.dead() == {"t1", "t3"}
     stub.hosts[1]["Status"]["State"] = "down"
     assert managed.dead() == set()
 
 
-def test_jobs_must_be_shown_with_the_nodes_that_are_to_run(stub, managed, tmp_path):
+def test_jobs_must_be_listed_with_the_number_of_nodes_that_should_run(stub, managed, tmp_path):
     scale(managed, "trainer", 3)
     scale(managed, "master", 1)
     stub.tasks[0]["DesiredState"] = "shutdown"
@@ -76,20 +74,20 @@ def test_jobs_must_be_shown_with_the_nodes_that_are_to_run(stub, managed, tmp_pa
     assert found == [("a", "swarm", 0, tmp_path, 7), ("j", "swarm", 3, tmp_path, os.getuid())]
 
 
-def test_of_swarms_log_the_lines_of_one_task_must_be_taken(stub, managed):
+def test_only_the_lines_of_one_task_must_be_taken_from_swarms_log(stub, managed):
     scale(managed, "trainer", 2)
 
     def line(task: str, text: bytes) -> bytes:
-        said = f"com.docker.swarm.service.id=s,com.docker.swarm.task.id={task} ".encode() + text + b"\n"
-        return bytes([1, 0, 0, 0]) + len(said).to_bytes(4, "big") + said
+        frame = f"com.docker.swarm.service.id=s,com.docker.swarm.task.id={task} ".encode() + text + b"\n"
+        return bytes([1, 0, 0, 0]) + len(frame).to_bytes(4, "big") + frame
 
     stub.log = line("t0", b"[rank 1] a b") + line("t1", b"[rank 2] x") + line("t0", b"[rank 1]  c")
     assert managed.output(managed.look()["trainer-1"]) == b"[rank 1] a b\n[rank 1]  c"
-    asked = stub.asked[-1]
-    assert "stdout=True" in asked and "stderr=False" in asked and "tail=2000" in asked
+    request = stub.asked[-1]
+    assert "stdout=True" in request and "stderr=False" in request and "tail=2000" in request
     stub.refused["GET /services"] = "the log cannot be read"
     assert managed.output(managed.look()["trainer-1"]) == b""
-    managed.api.service_logs = lambda *_, **__: 1 / 0  # whatever it is
+    managed.api.service_logs = lambda *_, **__: 1 / 0  # any other error
     assert managed.output(managed.look()["trainer-1"]) == b""
 
 
@@ -108,7 +106,7 @@ def test_of_swarms_log_the_lines_of_one_task_must_be_taken(stub, managed):
         ),
     ],
 )
-def test_a_task_must_be_taken_for_what_swarm_says_of_it(state, wanted, found):
+def test_a_task_must_be_classified_by_swarms_state_of_it(state, wanted, found):
     task = {"Status": {"State": state}, "DesiredState": wanted}
     assert {test.__name__ for test in (manager.well, manager.coming, manager.ended) if test(task)} == found
 
@@ -117,7 +115,7 @@ def test_a_task_must_be_taken_for_what_swarm_says_of_it(state, wanted, found):
     ("state", "availability", "takes"),
     [("ready", "active", True), ("ready", "drain", False), ("ready", "pause", False), ("down", "active", False)],
 )
-def test_only_a_host_that_is_there_and_active_must_get_nodes(state, availability, takes):
+def test_only_a_host_that_is_ready_and_active_must_get_nodes(state, availability, takes):
     assert manager.ready(host(1, state=state, availability=availability)) == takes
 
 
@@ -130,7 +128,7 @@ def test_only_a_host_that_is_there_and_active_must_get_nodes(state, availability
         (None, 0),
     ],
 )
-def test_the_gpus_of_a_host_must_be_counted_however_it_offers_them(resources, count):
+def test_gpus_of_a_host_must_be_counted_as_named_and_as_discrete_resources(resources, count):
     found = host(1)
     found["Description"]["Resources"]["GenericResources"] = resources
     assert manager.gpus(found) == count

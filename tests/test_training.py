@@ -1,4 +1,4 @@
-"""What raises no error when it is wrong: who trained on what, with which gradients, and what a resume goes on from."""
+"""Mistakes that raise no error: which worker trains on which samples, with which gradients, and how a run resumes."""
 
 import json
 import os
@@ -28,14 +28,14 @@ def command(mnist: Path, *arguments: str) -> list[str]:
 
 
 def run(mnist: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The app as a person starts it, on the CPU."""
+    """Run the app on the CPU, as a user starts it."""
     env = {key: value for key, value in os.environ.items() if key != "RANK"}
     env |= {"JOB_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}  # more workers than a machine may have GPUs
     return subprocess.run(command(mnist, *arguments), cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
 def gang(mnist: Path, folder: Path, workers: int, *arguments: str) -> Gang:
-    """The app in that many workers; in a single process for none."""
+    """The app in that many workers, or in a single process if that is 0."""
     return Gang(folder, workers, command(mnist, *arguments)[3:])
 
 
@@ -54,7 +54,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def ledger(folder: Path) -> dict[int, list[int]]:
-    """By step: the samples of all workers. Where a step was done again after a resume, the last time counts."""
+    """The samples of all workers by step. If a step was repeated after a resume, the last time counts."""
     steps: dict[int, dict[int, dict[str, list[int]]]] = {}
     for path in sorted(folder.glob("ledger-*.jsonl")):
         for line in path.read_text().splitlines():
@@ -85,7 +85,7 @@ def single(mnist, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["manual", "ddp"])
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_workers_together_must_follow_the_single_process_and_see_each_sample_once(
+def test_workers_together_must_match_a_single_process_and_see_each_sample_once(
     mnist, single, tmp_path, strategy, workers
 ):
     ok(train(mnist, tmp_path, workers, "--strategy", strategy, *EXACT, "--check-replicas", "3"))
@@ -99,19 +99,19 @@ def test_workers_together_must_follow_the_single_process_and_see_each_sample_onc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["manual", "ddp"])
-def test_accumulated_gradients_must_be_those_of_the_whole_batch(mnist, single, tmp_path, strategy):
+def test_accumulated_gradients_must_match_those_of_the_whole_batch(mnist, single, tmp_path, strategy):
     ok(train(mnist, tmp_path, 2, "--strategy", strategy, *EXACT, "--accumulate", "3"))
     assert losses(tmp_path) == pytest.approx(losses(single), abs=1e-6, rel=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["manual", "ddp"])
-def test_all_workers_together_must_test_the_weights_that_are_saved_on_every_image_once(mnist, tmp_path, strategy):
+def test_all_workers_together_must_evaluate_the_saved_weights_on_every_image_once(mnist, tmp_path, strategy):
     arguments = ("--model", "batchnorm", "--strategy", strategy, "--dtype", "float64", "--epochs", "1")
     ok(train(mnist, tmp_path, 2, *arguments))
     _, _, images, labels = data.load("mnist", mnist, download=False)
     net = build("batchnorm", 1, 28).to(torch.float64).eval()
-    net.load_state_dict(weights(tmp_path))  # whose statistics are rank 0's
+    net.load_state_dict(weights(tmp_path))  # with the statistics of rank 0
     with torch.no_grad():
         output = net(data.normalised(images, torch.float64))
     epoch = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
@@ -119,9 +119,9 @@ def test_all_workers_together_must_test_the_weights_that_are_saved_on_every_imag
     assert epoch["test_accuracy"] == int((output.argmax(1) == labels).sum()) / len(labels)
 
 
-def test_what_a_worker_computes_while_it_has_no_samples_must_leave_no_trace_in_a_batch_norm(mnist, tmp_path):
+def test_a_worker_without_samples_must_not_change_the_statistics_of_a_batch_norm(mnist, tmp_path):
     few = ("--model", "batchnorm", "--strategy", "single", "--epochs", "1", "--batch-size", "3")
-    for count in ("3", "5"):  # two of the five parts of a batch have nothing in them
+    for count in ("3", "5"):  # two of the five parts of a batch are empty
         ok(train(mnist, tmp_path / count, 0, *few, "--accumulate", count))
     three, five = weights(tmp_path / "3"), weights(tmp_path / "5")
     assert all(torch.equal(three[name], five[name]) for name in three)
@@ -134,7 +134,7 @@ def test_random_numbers_must_differ_between_workers(kept):
 
 
 @pytest.mark.slow
-def test_more_workers_than_samples_in_a_batch_must_still_follow_the_single_process(mnist, tmp_path):
+def test_more_workers_than_samples_in_a_batch_must_still_match_a_single_process(mnist, tmp_path):
     few = ("--dtype", "float64", "--epochs", "1", "--batch-size", "100", "--optimizer", "sgd")
     ok(train(mnist, tmp_path / "one", 0, "--strategy", "single", *few))
     ok(train(mnist, tmp_path / "four", 4, *few))  # the last batch has three samples for four workers
@@ -142,7 +142,7 @@ def test_more_workers_than_samples_in_a_batch_must_still_follow_the_single_proce
 
 
 @pytest.mark.slow
-def test_a_worker_whose_gradients_are_spoilt_must_be_caught_and_named(mnist, tmp_path):
+def test_a_worker_with_wrong_gradients_must_be_detected_and_named(mnist, tmp_path):
     done = train(mnist, tmp_path, 3, "--check-replicas", "2", "--skew-rank", "1")
     assert done.returncode != 0
     assert "error: replicas differ at step 2: rank 1 (" in done.stderr
@@ -151,7 +151,7 @@ def test_a_worker_whose_gradients_are_spoilt_must_be_caught_and_named(mnist, tmp
 
 @pytest.mark.parametrize("count", [1, 7, 64, 100, 203])
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 16])
-def test_every_order_must_hand_out_each_sample_exactly_once(count, workers):
+def test_every_order_must_yield_each_sample_exactly_once(count, workers):
     orders = [GlobalOrder(count, 16, rank, workers, seed=1) for rank in range(workers)]
     taken = [list(order.batches(epoch=3)) for order in orders]
     assert {len(batches) for batches in taken} == {orders[0].steps}
@@ -163,7 +163,7 @@ def test_every_order_must_hand_out_each_sample_exactly_once(count, workers):
         assert [mine.tolist() for mine, _ in whole[orders[0].steps // 2 :]] == [mine.tolist() for mine, _ in rest]
 
 
-def test_the_global_batches_must_not_depend_on_the_number_of_workers_but_on_the_epoch():
+def test_global_batches_must_depend_on_the_epoch_and_not_on_the_number_of_workers():
     def batches(workers: int, epoch: int) -> list[list[int]]:
         orders = [GlobalOrder(50, 8, rank, workers, seed=1) for rank in range(workers)]
         parts = zip(*(order.batches(epoch) for order in orders))
@@ -172,7 +172,7 @@ def test_the_global_batches_must_not_depend_on_the_number_of_workers_but_on_the_
     assert batches(1, 1) == batches(3, 1) != batches(1, 2)
 
 
-def test_shards_of_unequal_size_must_hand_out_each_sample_exactly_once():
+def test_shards_of_unequal_size_must_yield_each_sample_exactly_once():
     orders = [ShardOrder([10, 3, 0, 7], 8, rank, seed=1) for rank in range(4)]
     taken = [list(order.batches(epoch=1)) for order in orders]
     assert [sorted(int(i) for mine, _ in batches for i in mine) for batches in taken] == [
@@ -182,7 +182,7 @@ def test_shards_of_unequal_size_must_hand_out_each_sample_exactly_once():
         assert {batches[step][1] for batches in taken} == {sum(len(batches[step][0]) for batches in taken)}
 
 
-def test_shards_must_hold_every_sample_once_in_files_of_unequal_size(mnist, sharded):
+def test_shards_must_contain_every_sample_once_in_files_of_unequal_size(mnist, sharded):
     index = json.loads((sharded / "index.json").read_text())
     sizes = [size for name, size in index.items() if name.startswith("train")]
     assert len(sizes) == 5 and len(set(sizes)) > 1 and sum(sizes) == COUNT
@@ -202,7 +202,7 @@ def test_training_from_shards_must_see_each_sample_once_and_each_worker_only_its
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("damage", "message"),
     [
         (lambda folder: (folder / "index.json").unlink(), "index.json"),
         (lambda folder: (folder / "train-00001.safetensors").unlink(), "shard .*train-00001"),
@@ -211,8 +211,8 @@ def test_training_from_shards_must_see_each_sample_once_and_each_worker_only_its
         (lambda folder: (folder / "index.json").write_text("[]"), "index.json"),
     ],
 )
-def test_damaged_shards_must_be_refused_by_name(sharded, spoil, message):
-    spoil(sharded)
+def test_damaged_shards_must_be_refused_by_name(sharded, damage, message):
+    damage(sharded)
     with pytest.raises(SystemExit) as caught:
         shards.Shards(sharded, "train", 0, 1)
     assert re.search(message, str(caught.value))
@@ -232,7 +232,7 @@ def killed_at(mnist: Path, folder: Path, step: int, *arguments: str) -> None:
     job.kill()
 
 
-# The model with dropout: the random numbers, too, must go on where they were.
+# A model with dropout: random numbers must continue from the checkpoint, too.
 MODEL = ("--model", "mnist", "--schedule", "cosine")
 RESUMED = (*MODEL, "--epochs", "3", "--save-every", "2", "--ledger", "--resume", "auto")
 
@@ -246,7 +246,7 @@ def kept(mnist, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 7, 12])  # inside an epoch, at its end, inside the next
-def test_a_run_that_was_killed_and_resumed_must_equal_the_one_that_was_not(mnist, kept, tmp_path, step):
+def test_a_run_that_was_killed_and_resumed_must_equal_an_uninterrupted_one(mnist, kept, tmp_path, step):
     killed = tmp_path / "killed"  # of three workers: sums of two do not depend on the order
     killed_at(mnist, killed, step, *RESUMED)
     assert len(losses(killed)) < 21
@@ -277,7 +277,7 @@ def test_a_resume_with_another_number_of_workers_must_keep_the_global_order(mnis
     ],
     ids=" ".join,
 )
-def test_every_choice_must_train(small, arguments):
+def test_every_option_must_train(small, arguments):
     folder = small(*arguments, "--epochs", "3")
     first, *_, last = losses(folder)
     assert last < first
@@ -291,7 +291,7 @@ def test_resnet_must_train_on_colour_images(tmp_path, monkeypatch):
     assert len(losses(tmp_path / "job")) == 1
 
 
-def test_cifars_own_files_must_be_read_from_a_folder(tmp_path, monkeypatch):
+def test_the_original_cifar_files_must_be_read_from_a_folder(tmp_path, monkeypatch):
     from torchvision.datasets import CIFAR10
 
     folder = tmp_path / CIFAR10.base_folder
@@ -301,19 +301,19 @@ def test_cifars_own_files_must_be_read_from_a_folder(tmp_path, monkeypatch):
         batch = {"data": (torch.rand(10, 3072) * 255).to(torch.uint8).numpy(), "labels": list(range(10))}
         (folder / name).write_bytes(pickle.dumps(batch))
     (folder / CIFAR10.meta["filename"]).write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)  # the sums of the real files
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)  # checksums of the originals
     images, labels, test_images, _ = data.load("cifar10", tmp_path, download=False)
     assert (images.shape, images.dtype, len(test_images)) == ((50, 3, 32, 32), torch.uint8, 10)
     assert labels.tolist() == list(range(10)) * 5
 
 
-def test_dp_on_the_cpu_must_say_what_it_does(small, capsys):
+def test_dp_on_the_cpu_must_report_what_it_does(small, capsys):
     small("--strategy", "dp")
     assert "dp: DataParallel splits batches over GPUs; on the CPU it has no effect" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_strategy_of_one_process_must_refuse_two(mnist, tmp_path):
+def test_a_strategy_for_one_process_must_refuse_two(mnist, tmp_path):
     done = train(mnist, tmp_path, 2, "--strategy", "single")
     assert done.returncode != 0
     assert "error: --strategy single runs in one process, not 2" in done.stderr
@@ -337,7 +337,7 @@ def test_the_app_must_run_under_torchrun(mnist, tmp_path):
     assert len(losses(tmp_path)) == 7
 
 
-def test_augmented_images_must_be_moved_each_in_its_own_way():
+def test_augmented_images_must_be_shifted_independently():
     torch.manual_seed(0)
     images = torch.zeros(64, 1, 28, 28, dtype=torch.uint8)
     images[:, :, 14, 14] = 255

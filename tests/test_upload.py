@@ -1,4 +1,4 @@
-"""What nodes on other hosts are sent: of the code what is code, and of a job's files what nodes have written."""
+"""Uploads to nodes on other hosts: the code without ignored files, and the files that nodes have written."""
 
 import base64
 import io
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_node_files import sparse
 
-from orchestrate.engines.swarm import upload as parcels
+from orchestrate.engines.swarm import upload
 from orchestrate.engines.swarm.sync import OWN
 from orchestrate.engines.swarm.upload import code_files, packed, send_archive, written_files
 from orchestrate.errors import ResourceError, UsageError
@@ -18,14 +18,14 @@ from orchestrate.node import protocol
 from orchestrate.node.files import PIECE, Files, digest
 
 
-def test_code_must_be_sent_without_what_is_none(tmp_path):
+def test_code_must_be_sent_without_ignored_files(tmp_path):
     names = ["train.py", "pkg/model.py", "data/big.bin", ".git/config", "runs/job/plan.json", "env/pyvenv.cfg"]
     names += ["pyvenv.cfg", "tools/env/pyvenv.cfg", "tools/env/bin/x.py", "tools/run.py", "node_modules/x.js"]
     names += ["keep.log", "drop.log", ".env", "pkg/.cache/x"]
     for name in [*names, "env/lib/x.py", "pkg/__pycache__/model.pyc"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    (tmp_path / ".dockerignore").write_text("# none of it\n\n data \n*.log\n!keep.log\n")
+    (tmp_path / ".dockerignore").write_text("# not code\n\n data \n*.log\n!keep.log\n")
     (tmp_path / "gone.py").symlink_to("not there")
     sent = {str(path.relative_to(tmp_path)) for path in code_files(tmp_path, tmp_path / "runs")}
     assert sent == {"train.py", "pkg/model.py", "pyvenv.cfg", "tools/run.py", "keep.log"}
@@ -40,9 +40,9 @@ def test_records_of_jobs_must_not_be_sent(tmp_path, monkeypatch):
     assert code_files(tmp_path / "code", tmp_path / "runs") == [tmp_path / "code" / "train.py"]
 
 
-def test_a_link_that_leads_nowhere_must_not_be_sent_whatever_its_text(tmp_path):
-    for name, there in (("long", "x" * 300), ("loop", "loop"), ("gone", "none/at/all")):
-        (tmp_path / name).symlink_to(there)
+def test_a_dangling_link_must_not_be_sent_whatever_its_target(tmp_path):
+    for name, target in (("long", "x" * 300), ("loop", "loop"), ("gone", "none/at/all")):
+        (tmp_path / name).symlink_to(target)
     (tmp_path / "train.py").touch()
     assert code_files(tmp_path, tmp_path / "runs") == [tmp_path / "train.py"]
     (tmp_path / "long").unlink()  # glob() raises an error for it
@@ -63,24 +63,24 @@ def test_run_directories_must_not_be_sent_wherever_they_are(tmp_path):
         sent(code)
 
 
-def test_code_that_is_too_large_must_be_told(tmp_path):
+def test_code_that_is_too_large_must_be_refused(tmp_path):
     with (tmp_path / "weights.bin").open("wb") as file:
         file.truncate(256 << 20)
     assert code_files(tmp_path, tmp_path / "runs") == [tmp_path / "weights.bin"]
-    (tmp_path / "train.py").write_text("x")  # together they are
+    (tmp_path / "train.py").write_text("x")  # together, they are too large
     with pytest.raises(ResourceError, match="more than 256 MB"):
         code_files(tmp_path, tmp_path / "runs")
     (tmp_path / ".dockerignore").write_text("weights.bin")
     assert code_files(tmp_path, tmp_path / "runs") == [tmp_path / "train.py"]
 
 
-def test_what_nodes_have_written_must_be_sent_with_its_links(tmp_path):
+def test_files_that_nodes_have_written_must_be_sent_with_links(tmp_path):
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
     for name in ("checkpoints/step-1/state.pt", "checkpoints/.half", "result", "logs", *OWN):
         (tmp_path / name).write_text("x")
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "x").touch()
-    (tmp_path / "checkpoints" / "step-1" / ".metadata").touch()  # a part of a checkpoint of torch's
+    (tmp_path / "checkpoints" / "step-1" / ".metadata").touch()  # part of a torch checkpoint
     (tmp_path / "checkpoints" / "last").symlink_to("step-1")
     (tmp_path / "newest").symlink_to("result")
     sent = {str(path.relative_to(tmp_path)) for path in written_files(tmp_path)}
@@ -89,8 +89,8 @@ def test_what_nodes_have_written_must_be_sent_with_its_links(tmp_path):
     }
 
 
-class Taking:
-    """A connection to a node that takes a tar file."""
+class FakeNode:
+    """A connection to a fake node that receives a tar file."""
 
     def __init__(self) -> None:
         self.content, self.asked = b"", []
@@ -101,31 +101,31 @@ class Taking:
         self.asked.append((request.tag, patience))
 
 
-def test_a_parcel_must_be_sent_in_pieces_of_which_the_last_says_so(tmp_path):
+def test_an_archive_must_be_sent_in_pieces_with_its_digest_in_the_last_one(tmp_path):
     (tmp_path / "large").write_bytes(bytes(range(256)) * (PIECE // 256 * 2))
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "inside").touch()
     (tmp_path / "folder" / "not").touch()
-    node = Taking()
+    node = FakeNode()
     with packed(tmp_path, [tmp_path / "large", tmp_path / "folder" / "inside"], tmp_path) as (file, tag):
         send_archive(node, "job", file, tag)
         assert tag == digest(file)
     assert [sent for sent, _ in node.asked] == ["", "", tag]
     (*_, (_, first), (_, last)) = node.asked
-    assert last > 10 * first  # in which it unpacks
+    assert last > 10 * first  # the node unpacks the archive
     with tarfile.open(fileobj=io.BytesIO(node.content)) as archive:
         assert archive.getnames() == ["folder/inside", "large"]
         assert archive.extractfile("large").read() == (tmp_path / "large").read_bytes()
 
 
-def test_files_that_go_while_they_are_packed_must_be_told(tmp_path):
+def test_files_that_disappear_while_they_are_packed_must_be_reported(tmp_path):
     with pytest.raises(ResourceError, match="cannot send"), packed(tmp_path, [tmp_path / "gone"], tmp_path):
         pass
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="takes root to mount a small disk")
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to mount a small disk")
 @pytest.mark.parametrize("name", ["dense", "sparse"])
-def test_files_must_be_packed_on_the_disk_of_the_job_and_a_full_one_be_told(tmp_path, name):
+def test_files_must_be_packed_on_the_disk_of_the_job_and_a_full_disk_be_reported(tmp_path, name):
     run, small = tmp_path / "run", tmp_path / "small"
     run.mkdir()
     small.mkdir()
@@ -145,27 +145,27 @@ def test_files_must_be_packed_on_the_disk_of_the_job_and_a_full_one_be_told(tmp_
         subprocess.run(["umount", small], check=True)
 
 
-def test_holes_of_a_file_must_be_sent_as_such(tmp_path):
-    given, job = tmp_path / "given", tmp_path / "node" / "job"
-    given.mkdir()
+def test_holes_of_a_file_must_be_preserved(tmp_path):
+    source, job = tmp_path / "source", tmp_path / "node" / "job"
+    source.mkdir()
     job.parent.mkdir()
-    sparse(given / "sparse", 1 << 42, 0, 1 << 30, 1 << 41)
-    sparse(given / "empty", 1 << 41)
-    (given / "dense").write_bytes(os.urandom(100_000))
-    (given / "link").symlink_to("dense")
-    with packed(given, written_files(given), given.parent) as (file, tag):
+    sparse(source / "sparse", 1 << 42, 0, 1 << 30, 1 << 41)
+    sparse(source / "empty", 1 << 41)
+    (source / "dense").write_bytes(os.urandom(100_000))
+    (source / "link").symlink_to("dense")
+    with packed(source, written_files(source), source.parent) as (file, tag):
         assert os.fstat(file.fileno()).st_size < 1 << 20
         Files().upload(str(job), base64.b64encode(file.read()).decode(), 0, tag)
     for name in ("sparse", "empty", "dense", "link"):
-        assert (job / name).lstat().st_size == (given / name).lstat().st_size
-    with (job / "sparse").open("rb") as there:
-        assert os.fstat(there.fileno()).st_blocks * 512 < 1 << 20
-        assert [os.pread(there.fileno(), 4, offset) for offset in (0, 1 << 30, 1 << 41)] == [b"data"] * 3
-    assert (job / "dense").read_bytes() == (given / "dense").read_bytes()
+        assert (job / name).lstat().st_size == (source / name).lstat().st_size
+    with (job / "sparse").open("rb") as copied:
+        assert os.fstat(copied.fileno()).st_blocks * 512 < 1 << 20
+        assert [os.pread(copied.fileno(), 4, offset) for offset in (0, 1 << 30, 1 << 41)] == [b"data"] * 3
+    assert (job / "dense").read_bytes() == (source / "dense").read_bytes()
 
 
-def test_a_file_with_too_many_holes_must_be_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(parcels, "MAX_PARTS", 2)
+def test_a_file_with_too_many_holes_must_be_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(upload, "MAX_PARTS", 2)
     sparse(tmp_path / "sparse", 1 << 42, 0, 1 << 30, 1 << 41)
     with (
         pytest.raises(ResourceError, match="sparse has more than 2 parts between holes"),

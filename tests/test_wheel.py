@@ -1,4 +1,4 @@
-"""What is installed from a wheel must work in any folder, without this one."""
+"""An installation from a wheel must work in any folder, without this repository."""
 
 import json
 import os
@@ -13,21 +13,21 @@ import pytest
 import yaml
 from conftest import MARK, ROOT
 
-BUILD = "import hatchling.build as made, sys\nprint(getattr(made, sys.argv[1])(sys.argv[2]))"
+BUILD = "import hatchling.build as backend, sys\nprint(getattr(backend, sys.argv[1])(sys.argv[2]))"
 HELLO = "import os, sys\nprint('hello of', os.environ['RANK'], sys.argv[1:])\n"
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
 
-def run(*words: object, cwd: Path, **env: str) -> str:
+def run(*command: object, cwd: Path, **env: str) -> str:
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | env
-    done = subprocess.run([*map(str, words)], cwd=cwd, env=env, capture_output=True, text=True)
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def environment(folder: Path, *needs: object) -> Path:
-    """A fresh environment with these packages; its programs."""
+    """Create a virtual environment with these packages, and return its folder of programs."""
     run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     run(folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", *needs, cwd=folder.parent)
     return folder / "bin"
@@ -35,7 +35,7 @@ def environment(folder: Path, *needs: object) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel that is made of the source distribution."""
+    """The wheel that is built from the source distribution."""
     folder = tmp_path_factory.mktemp("built")
     python = environment(folder / "builds", "hatchling") / "python"
     left_out = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache")
@@ -54,7 +54,7 @@ def programs(wheel, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A user's folder, with names of ours in it, that other users can read."""
+    """A user's folder with modules that are named like ours, which other users can read."""
     monkeypatch.setenv(MARK, str(tmp_path))
     for name in ("app", "tests", "benchmarks"):
         (tmp_path / name).mkdir()
@@ -67,7 +67,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_wheel_must_have_what_compose_and_docker_need_and_nothing_beside_the_package(wheel):
+def test_a_wheel_must_contain_the_files_of_compose_and_docker_and_only_the_package(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         shipped = {name: archive.read(name) for name in names if name.startswith("orchestrate/project/")}
@@ -81,31 +81,31 @@ def test_a_wheel_must_have_what_compose_and_docker_need_and_nothing_beside_the_p
 
 
 @pytest.mark.parametrize("engine", ["process", pytest.param("docker", marks=pytest.mark.docker)])
-def test_what_is_installed_must_run_a_script_of_any_folder(programs, here, engine, request):
+def test_an_installation_must_run_a_script_from_any_folder(programs, here, engine, request):
     if engine == "docker":
         request.getfixturevalue("docker_engine")
-    words = ("--engine", engine, "--gpus", "none", "--trainers", "1", "--json", "hello.py", "a")
-    report = json.loads(run(programs / "orchestrate", "run", *words, cwd=here))
+    arguments = ("--engine", engine, "--gpus", "none", "--trainers", "1", "--json", "hello.py", "a")
+    report = json.loads(run(programs / "orchestrate", "run", *arguments, cwd=here))
     assert report["outcome"] == "succeeded"
     assert (here / "runs" / report["job_id"] / "logs" / "rank-1.log").read_text() == "hello of 1 ['a']\n"
 
 
 @pytest.mark.docker
-def test_what_is_installed_must_have_the_default_job(programs, here, docker_engine):
+def test_an_installation_must_run_the_default_job(programs, here, docker_engine):
     for path in here.iterdir():
         path.rename(here.parent / f"{here.name}-{path.name}")
-    words = ("--gpus", "none", "--trainers", "1", "--json", "--", "-m", "app.train", "--epochs", "1")
-    report = json.loads(run(programs / "torch-orchestrate", "run", "--engine", "docker", *words, cwd=here))
+    arguments = ("--gpus", "none", "--trainers", "1", "--json", "--", "-m", "app.train", "--epochs", "1")
+    report = json.loads(run(programs / "torch-orchestrate", "run", "--engine", "docker", *arguments, cwd=here))
     assert report["final_metrics"]["test_accuracy"] > 0.9
 
 
 @pytest.mark.parametrize("target", ["compose", "slurm", "kubernetes"])
-def test_what_is_installed_must_export_a_job(programs, here, target):
+def test_an_installation_must_export_a_job(programs, here, target):
     text = run(programs / "orchestrate", "export", target, "--image", "a.example/b:1", "hello.py", cwd=here)
     assert "hello.py" in text
 
 
-def test_what_is_installed_must_say_what_it_is(programs, here):
+def test_an_installation_must_print_its_version(programs, here):
     assert run(programs / "orchestrate", "--version", cwd=here) == run(
         programs / "python", "-P", "-m", "orchestrate", "--version", cwd=here
     )
