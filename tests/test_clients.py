@@ -149,10 +149,10 @@ def test_a_reconnected_node_must_be_asked_again_for_its_workers(nodes):
 
 def test_nodes_that_stop_responding_must_be_declared_lost_together(nodes, monkeypatch):
     nodes.start(planned())
-    nodes.look, asked, ask = ["node-0", "node-1", "node-2"], [], nodes.ask
+    nodes.look, requests, ask = ["node-0", "node-1", "node-2"], [], nodes.ask
 
     def silent(names: set[str], patience: float = 10.0) -> dict:
-        asked.append(set(names))
+        requests.append(set(names))
         return ask(names, 0.01)
 
     monkeypatch.setattr(nodes, "ask", silent)
@@ -161,7 +161,7 @@ def test_nodes_that_stop_responding_must_be_declared_lost_together(nodes, monkey
     ended = []
     while len(ended) < 3:
         ended += nodes.wait(30)
-    assert {"node-0", "node-1", "node-2"} in asked
+    assert {"node-0", "node-1", "node-2"} in requests
     assert sorted((end.rank, end.code) for end in ended) == [(0, 137), (1, 137), (2, 137)]
 
 

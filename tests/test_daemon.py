@@ -40,7 +40,7 @@ def command(tmp_path, monkeypatch):
     return make
 
 
-# --- which engine
+# --- selection of the engine
 
 
 @pytest.mark.parametrize("host", ["tcp://10.1.2.3:2375", "ssh://me@box"])
@@ -108,16 +108,16 @@ def test_nodes_must_have_the_primary_group_of_the_user_not_the_group_of_the_fold
 
 
 @pytest.mark.parametrize("asked", ["auto", "7:8", "7"])
-def test_nodes_must_not_run_as_root_unless_requested(daemon, asked):
+def test_nodes_must_not_run_as_root_unless_requested(daemon, user):
     """On a file system that knows no owners, or lets none be changed, the folder of root's nodes stays root's."""
     with pytest.raises(EngineError, match="nodes would run as root: / is owned by root") as error:
         daemon.user(Path("/"), JobSpec(user=asked))
     assert "--runs DIR" in error.value.hint and "--set user=root" in error.value.hint
 
 
-@pytest.mark.parametrize("asked", ["root", "0", "0:0", "0:5"])
-def test_nodes_must_run_as_root_if_requested(daemon, asked):
-    assert daemon.user(Path("/"), JobSpec(user=asked)) == "0:0"
+@pytest.mark.parametrize("user", ["root", "0", "0:0", "0:5"])
+def test_nodes_must_run_as_root_if_requested(daemon, user):
+    assert daemon.user(Path("/"), JobSpec(user=user)) == "0:0"
 
 
 # --- requests

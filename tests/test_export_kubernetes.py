@@ -147,9 +147,11 @@ def test_an_image_other_than_ours_must_get_the_node_program(form):
 
 
 @pytest.mark.parametrize("form", ["job", "jobset"])
-@pytest.mark.parametrize(("asked", "user", "group"), [("auto", 1000, 1000), ("7", 7, 7), ("7:8", 7, 8), ("root", 0, 0)])
-def test_a_pod_must_run_as_the_user_of_the_job_file_and_as_root_only_on_request(form, asked, user, group):
-    found = pod_of(form, SPEC | {"user": asked})["securityContext"]
+@pytest.mark.parametrize(
+    ("setting", "user", "group"), [("auto", 1000, 1000), ("7", 7, 7), ("7:8", 7, 8), ("root", 0, 0)]
+)
+def test_a_pod_must_run_as_the_user_of_the_job_file_and_as_root_only_on_request(form, setting, user, group):
+    found = pod_of(form, SPEC | {"user": setting})["securityContext"]
     assert (found["runAsUser"], found["runAsGroup"], found["fsGroup"]) == (user, group, group)
     assert found["runAsNonRoot"] is (user != 0)
 
@@ -186,8 +188,8 @@ def test_notes_about_settings_missing_in_the_job_file_must_be_printed_at_the_top
 
 @pytest.mark.parametrize("form", ["job", "jobset"])
 def test_a_pod_must_have_the_limits_of_the_job_and_no_others(form):
-    asked = {"gpus": "none", "cpus": 1.5, "memory": "512m", "shm_size": "2G", "grace": "1.5s", "max_run": "1.5s"}
-    *_, last = objects(form, asked)
+    settings = {"gpus": "none", "cpus": 1.5, "memory": "512m", "shm_size": "2G", "grace": "1.5s", "max_run": "1.5s"}
+    *_, last = objects(form, settings)
     job = last if form == "job" else last["spec"]["replicatedJobs"][0]["template"]
     pod = job["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"] == {"limits": {"cpu": "1.5", "memory": "512Mi"}}

@@ -189,11 +189,11 @@ def test_a_job_without_hang_after_must_never_count_as_hung(job):
 
 
 def test_nodes_must_be_asked_about_their_workers_only_every_few_seconds(job):
-    engine, asked = RecordingEngine([[]] * 90 + [ALL_WELL]), []
+    engine, request_times = RecordingEngine([[]] * 90 + [ALL_WELL]), []
     doing = engine.doing
-    engine.doing = lambda: (asked.append(job.clock.now), doing())[1]
+    engine.doing = lambda: (request_times.append(job.clock.now), doing())[1]
     assert job.run(engine, SPEC).word == "succeeded"
-    assert 2 <= len(asked) <= 5 and asked[0] > 1_000_000 + 4
+    assert 2 <= len(request_times) <= 5 and request_times[0] > 1_000_000 + 4
 
 
 def test_a_hang_must_be_reported_with_the_state_of_each_remaining_worker(job):

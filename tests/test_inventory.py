@@ -47,11 +47,11 @@ def spec(**more: object) -> JobSpec:
     return JobSpec(**{"image": "mine:1", "command": ("work.py",), **more})
 
 
-def inventory(daemon: Daemon, asked: JobSpec, run: Path, runs: bool) -> Site:
+def inventory(daemon: Daemon, requested: JobSpec, run: Path, runs: bool) -> Site:
     """The resources of the engine for a job that runs, or that is only planned."""
     if runs:
-        image.prepare(daemon, asked)
-    return Site(*image.inventory(daemon, asked, run, runs))
+        image.prepare(daemon, requested)
+    return Site(*image.inventory(daemon, requested, run, runs))
 
 
 def test_the_inventory_must_describe_the_engine(answers, daemon, tmp_path, monkeypatch):
@@ -245,8 +245,8 @@ def test_the_inventory_must_describe_this_machine(tmp_path, monkeypatch):
     assert found.preload == ("torch", "torch.distributed")
     assert found.gpu_note == "1 GPU in use by other programs, left out" and found.gpu_cores == ()
     given = ["image", "memory", "cpus", "shm_size", "volume"]
-    asked = spec(gpus="none", memory="1g", cpus=2.0, shm_size="2g", volume="v", optional=given)
-    found = Site(*engine.inventory(asked, tmp_path / "run", False))
+    requested = spec(gpus="none", memory="1g", cpus=2.0, shm_size="2g", volume="v", optional=given)
+    found = Site(*engine.inventory(requested, tmp_path / "run", False))
     assert (found.gpus, found.no_gpus) == ((), "")
     assert found.about == "local processes without isolation, ignoring image, memory, cpus, shm_size, volume"
     monkeypatch.setattr(process, "code_folder", lambda command: PROJECT)

@@ -35,14 +35,14 @@ def test_a_nodes_share_must_be_what_the_machine_can_spare(machine, nodes, each):
     assert not machine or found == 512 * MB or found * nodes <= machine - max(GB, machine // 10)
 
 
-@pytest.mark.parametrize(("asked", "memory"), [("4g", 4 * GB), ("100m", 100 * MB), ("unlimited", 0)])
-def test_the_limit_of_the_job_file_must_take_precedence_over_the_share(asked, memory):
+@pytest.mark.parametrize(("limit", "memory"), [("4g", 4 * GB), ("100m", 100 * MB), ("unlimited", 0)])
+def test_the_limit_of_the_job_file_must_take_precedence_over_the_share(limit, memory):
     for machine in (64 * GB, 0):
-        assert limits(asked, machine, 4).memory == memory
+        assert limits(limit, machine, 4).memory == memory
 
 
 @pytest.mark.parametrize(
-    ("asked", "machine", "tmp"),
+    ("limit", "machine", "tmp"),
     [
         (None, 8 * GB, 7 * GB // 2),
         ("100m", 8 * GB, 50 * MB),
@@ -52,8 +52,8 @@ def test_the_limit_of_the_job_file_must_take_precedence_over_the_share(asked, me
         ("4g", 0, 2 * GB),
     ],
 )
-def test_temporary_files_must_be_limited_to_half_of_a_nodes_memory(asked, machine, tmp):
-    assert limits(asked, machine, 1).tmp == tmp
+def test_temporary_files_must_be_limited_to_half_of_a_nodes_memory(limit, machine, tmp):
+    assert limits(limit, machine, 1).tmp == tmp
 
 
 @pytest.mark.parametrize(("nodes", "each"), [(1, 16384), (4, 4096), (5, 3276), (16, 1024), (32, 512), (1001, 512)])
@@ -66,8 +66,8 @@ def test_the_plan_must_show_the_memory_of_each_node():
     assert shared.limits == limits(None, 64 * GB, 4)
     second = str(shared).splitlines()[1]
     assert second.endswith("master at master:29500, 2 threads per worker, 14.4 GiB of memory per node")
-    for asked, size in (("512m", "512 MiB"), ("4g", "4 GiB"), ("1100m", "1.1 GiB"), ("64k", "0.1 MiB")):
-        assert f", {size} of memory per node\n" in str(plan(JobSpec(memory=asked), MACHINE, "a-1"))
+    for limit, size in (("512m", "512 MiB"), ("4g", "4 GiB"), ("1100m", "1.1 GiB"), ("64k", "0.1 MiB")):
+        assert f", {size} of memory per node\n" in str(plan(JobSpec(memory=limit), MACHINE, "a-1"))
     for spec, site in ((JobSpec(), HERE), (JobSpec(memory="unlimited"), MACHINE)):
         assert "memory" not in str(plan(spec, site, "a-1"))
 
@@ -87,8 +87,8 @@ def test_of_several_machines_the_one_with_the_most_nodes_must_count(hosts, most)
 
 def test_local_processes_must_have_no_limits():
     site = MACHINE.but(engine="process")
-    for asked in (None, "4g", "unlimited"):
-        assert plan(JobSpec(memory=asked), site, "a-1").limits.memory == 0
+    for limit in (None, "4g", "unlimited"):
+        assert plan(JobSpec(memory=limit), site, "a-1").limits.memory == 0
 
 
 def test_the_limits_of_a_clusters_nodes_must_not_depend_on_the_job(tmp_path):

@@ -1,4 +1,4 @@
-"""Requests to the manager of a Swarm, and how long it waits for them to complete, without a Swarm."""
+"""Requests to the manager of a Swarm, and the time limits of waiting for their effects, without a Swarm."""
 
 import base64
 import io

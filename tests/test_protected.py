@@ -111,9 +111,9 @@ def container(docker_engine, tmp_path):
     mounts = ["-v", f"{ROOT / 'orchestrate'}:/opt/orchestrate:ro", "-v", f"{tmp_path}:/workspace:ro"]
 
     def start(**env: str) -> str:
-        words = [word for key, value in env.items() for word in ("-e", f"{key}={value}")]
+        options = [option for key, value in env.items() for option in ("-e", f"{key}={value}")]
         command = ["--entrypoint", "python", IMAGE, "/opt/orchestrate/node"]
-        docker("run", "-d", "--name", name, *rights, *mounts, *words, *command)
+        docker("run", "-d", "--name", name, *rights, *mounts, *options, *command)
         return name
 
     yield start

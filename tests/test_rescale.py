@@ -1,4 +1,4 @@
-"""A job with a minimum must continue with fewer nodes, retry lost nodes with a backoff, and take none back too early."""
+"""A job with a minimum must continue with fewer nodes, retry lost nodes with a backoff, and not take any back early."""
 
 import pytest
 from support.scripted import ALL_WELL, KILLED, AtOnce, Job, WhenAsked

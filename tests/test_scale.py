@@ -37,5 +37,5 @@ def test_a_failure_must_cost_half_an_interval_and_a_restart():
 def test_a_host_that_is_being_repaired_must_be_missing():
     times = replace(Times(), hardware=1.0, repair=DAY / 2, held=1e-12, durable=0.0, least=1.0, restart_node=0.0)
     found = course(100, 1000, times, seed=7)
-    repaired = 100 * times.failures * times.repair / DAY  # hosts, on average
-    assert 1 - found.useful / (100 * 1000 * DAY) == pytest.approx(repaired / 100, rel=0.2)
+    under_repair = 100 * times.failures * times.repair / DAY  # hosts, on average
+    assert 1 - found.useful / (100 * 1000 * DAY) == pytest.approx(under_repair / 100, rel=0.2)

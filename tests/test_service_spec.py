@@ -128,15 +128,11 @@ def test_the_nodes_of_a_cluster_must_have_its_name_whatever_job_they_run():
 
 
 def test_a_node_must_get_the_settings_of_the_job():
-    variables = env(task_of(JobSpec(grace=90.0)))
-    assert (variables["NODE_GRACE"], variables["NODE_PRELOAD"], variables["JOB_ID"]) == (
-        "90",
-        "torch numpy",
-        "digits-1",
-    )
-    assert set(variables["NODE_WIPE"].split()) == {"/tmp", "/dev/shm", "/dev/mqueue", "/var/tmp", "/run/orchestrate"}
-    assert (variables["NODE_MODE"], variables["NODE_KEY"], variables["HOME"]) == ("agent", KEY.hex(), "/tmp")
-    assert variables["PYTHONUNBUFFERED"] == variables["PYTHONDONTWRITEBYTECODE"] == "1"
+    values = env(task_of(JobSpec(grace=90.0)))
+    assert (values["NODE_GRACE"], values["NODE_PRELOAD"], values["JOB_ID"]) == ("90", "torch numpy", "digits-1")
+    assert set(values["NODE_WIPE"].split()) == {"/tmp", "/dev/shm", "/dev/mqueue", "/var/tmp", "/run/orchestrate"}
+    assert (values["NODE_MODE"], values["NODE_KEY"], values["HOME"]) == ("agent", KEY.hex(), "/tmp")
+    assert values["PYTHONUNBUFFERED"] == values["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
 def test_the_health_check_of_an_image_must_not_run_in_a_node():

@@ -30,11 +30,11 @@ def nodes(engine: RecordingEngine) -> list[list[str]]:
 
 
 def test_a_standby_node_must_be_up_before_the_job_starts_and_have_no_worker(job):
-    engine, asked = with_standby([ALL_WELL]), []
+    engine, requested = with_standby([ALL_WELL]), []
     up = engine.up
-    engine.up = lambda plan, stopped: (asked.append(plan.nodes), up(plan, stopped))
+    engine.up = lambda plan, stopped: (requested.append(plan.nodes), up(plan, stopped))
     assert job.run(engine, SPEC).word == "succeeded"
-    assert asked == [("master", "trainer-1", "trainer-2", "trainer-3")]
+    assert requested == [("master", "trainer-1", "trainer-2", "trainer-3")]
     assert engine.calls == ["up", "start", "down"]
     assert nodes(engine) == [["master", "trainer-1", "trainer-2"]]
 
@@ -49,11 +49,11 @@ def test_a_standby_node_must_replace_a_lost_one_without_waiting_for_it(job):
 
 def test_a_standby_node_must_replace_a_lost_one_even_if_it_comes_back_before_the_restart(job):
     engine = with_standby([KILLED], [ALL_WELL])
-    alive, looks = engine.alive, []
+    alive, counts = engine.alive, []
 
     def look() -> dict[str, str]:
-        looks.extend(["after the failure"] * ("stop" in engine.calls))
-        if len(looks) == 2:
+        counts.extend(["after the failure"] * ("stop" in engine.calls))
+        if len(counts) == 2:
             engine.missing.clear()
         return alive()
 
@@ -95,11 +95,11 @@ def test_a_job_must_continue_with_enough_nodes_even_if_none_is_left_on_standby(j
 
 def test_a_job_without_a_minimum_must_not_continue_with_fewer_nodes(job):
     engine = with_standby([KILLED], [ALL_WELL])
-    alive, looks = engine.alive, []
+    alive, counts = engine.alive, []
 
     def look() -> dict[str, str]:  # the standby node dies, too, as soon as it has been counted
-        looks.extend(["look"] * (engine.calls[-1:] == ["stop"]))
-        return {node: "" for node in alive() if node != "trainer-3" or len(looks) < 2}
+        counts.extend(["look"] * (engine.calls[-1:] == ["stop"]))
+        return {node: "" for node in alive() if node != "trainer-3" or len(counts) < 2}
 
     engine.alive = look
     outcome = job.run(engine, SPEC)
@@ -108,11 +108,11 @@ def test_a_job_without_a_minimum_must_not_continue_with_fewer_nodes(job):
 
 def test_a_job_with_a_minimum_must_continue_if_its_standby_node_is_lost_at_the_last_moment(job):
     engine = with_standby([KILLED], [ALL_WELL[:2]])
-    alive, looks = engine.alive, []
+    alive, counts = engine.alive, []
 
     def look() -> dict[str, str]:
-        looks.extend(["after the failure"] * ("stop" in engine.calls))
-        return {node: "" for node in alive() if node != "trainer-3" or len(looks) < 2}
+        counts.extend(["after the failure"] * ("stop" in engine.calls))
+        return {node: "" for node in alive() if node != "trainer-3" or len(counts) < 2}
 
     engine.alive = look
     spec = JobSpec(trainers=2, grace=0.01, spares=1, min_trainers=1)

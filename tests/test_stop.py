@@ -68,10 +68,10 @@ def test_stop_must_ask_the_supervisor_and_wait_for_its_end(do, paths, engine):
 
 def test_stop_must_ask_each_supervisor_that_takes_the_job_over_once(do, paths, engine, monkeypatch):
     one, other = lock.Supervisor(7, "1"), lock.Supervisor(8, "2")
-    holders, asked = iter([one, one, one, one, other, other, other]), []
+    holders, signalled = iter([one, one, one, one, other, other, other]), []
 
     def ask(supervisor: lock.Supervisor) -> bool:
-        asked.append(supervisor.pid)
+        signalled.append(supervisor.pid)
         if supervisor is other:  # it takes the nodes down and writes the report
             engine.things.clear()
             end(paths)
@@ -81,7 +81,7 @@ def test_stop_must_ask_each_supervisor_that_takes_the_job_over_once(do, paths, e
     monkeypatch.setattr(lock, "holder", lambda _: next(holders, None))
     monkeypatch.setattr(lock.Supervisor, "ask_to_stop", ask)
     assert do("stop", "a-1")[0] == 0
-    assert asked == [7, 8] and engine.calls == []
+    assert signalled == [7, 8] and engine.calls == []
 
 
 def test_stop_must_wait_for_a_supervisor_that_is_cleaning_up(do, paths, engine):

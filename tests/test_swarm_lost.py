@@ -154,10 +154,10 @@ def test_all_files_must_be_copied_before_nodes_are_removed(engine, stub, monkeyp
 
 def test_the_wait_for_files_at_the_end_must_be_interruptible(engine):
     connected(engine, "master")
-    engine.sync, asked = sync(), []
-    engine.sync.come_home = lambda timeout, stopped: asked.append(stopped())
+    engine.sync, interrupted = sync(), []
+    engine.sync.come_home = lambda timeout, stopped: interrupted.append(stopped())
     engine.down(0.1, lambda: True)
-    assert asked == [True]
+    assert interrupted == [True]
 
 
 def test_files_that_stay_on_their_nodes_must_be_reported_before_and_after_the_end(engine):

@@ -31,7 +31,7 @@ class FakeNode:
         self.gone: list[str] = []
         self.logs: dict[str, bytes] = {}
         self.refused: set[str] = set()
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.changes: dict[str, bytes] = {}  # files that are replaced while they are read
         self.closed = self.dead = False
         self.ended = threading.Event()
@@ -50,7 +50,7 @@ class FakeNode:
             logs = {log: base64.b64encode(text).decode() for log, text in more.items() if text}
             return protocol.Changes(logs, files, dict(self.links), list(self.gone))
         path, offset = request.path, request.offset
-        self.asked.append(path)
+        self.requests.append(path)
         if path in self.refused:
             raise EngineError("node error: it cannot be read")
         data = self.files[path][offset : offset + PIECE]
@@ -93,20 +93,20 @@ def test_a_file_must_be_fetched_once_and_again_when_it_has_changed(folder, synce
     sync = synced(master=node)
     for _ in range(2):
         assert sync.catch_up(20)
-    assert node.asked == ["a/b/state.pt"] and (folder / "a/b/state.pt").stat().st_mtime_ns == 10**18 + 7
+    assert node.requests == ["a/b/state.pt"] and (folder / "a/b/state.pt").stat().st_mtime_ns == 10**18 + 7
     node.files["a/b/state.pt"], node.times["a/b/state.pt"] = b"2", 10**18 + 8
     assert sync.catch_up(20)
-    assert node.asked == ["a/b/state.pt"] * 2 and (folder / "a/b/state.pt").read_bytes() == b"2"
+    assert node.requests == ["a/b/state.pt"] * 2 and (folder / "a/b/state.pt").read_bytes() == b"2"
 
 
-@pytest.mark.parametrize(("content", "time", "asked"), [(b"old", 5, 0), (b"old", 6, 1), (b"older", 5, 1)])
-def test_files_that_an_earlier_supervisor_has_copied_must_not_be_fetched_again(folder, synced, content, time, asked):
+@pytest.mark.parametrize(("content", "time", "count"), [(b"old", 5, 0), (b"old", 6, 1), (b"older", 5, 1)])
+def test_files_that_an_earlier_supervisor_has_copied_must_not_be_fetched_again(folder, synced, content, time, count):
     (folder / "state.pt").write_bytes(b"old")
     os.utime(folder / "state.pt", ns=(5, 5))
     node = FakeNode()
     node.files, node.times = {"state.pt": content}, {"state.pt": time}
     assert synced(master=node).catch_up(20)
-    assert len(node.asked) == asked and (folder / "state.pt").read_bytes() == content
+    assert len(node.requests) == count and (folder / "state.pt").read_bytes() == content
 
 
 def test_a_file_that_is_replaced_while_it_is_fetched_must_be_copied_in_its_new_version(folder, synced):
@@ -114,7 +114,7 @@ def test_a_file_that_is_replaced_while_it_is_fetched_must_be_copied_in_its_new_v
     node.files, node.changes = {"state.pt": b"1" * (PIECE + 1)}, {"state.pt": b"2" * 3}
     sync = synced(master=node)
     assert sync.catch_up(20) and not sync.errors
-    assert (folder / "state.pt").read_bytes() == b"222" and len(node.asked) == 2
+    assert (folder / "state.pt").read_bytes() == b"222" and len(node.requests) == 2
     assert [path.name for path in folder.iterdir()] == ["state.pt"]  # and no partial file
 
 
@@ -141,11 +141,11 @@ def test_a_file_that_cannot_be_read_must_be_retried_only_after_a_while_or_a_chan
 
     def attempts() -> int:
         """How often the file is requested in four rounds."""
-        before, rounds = node.asked.count("bad"), sync.looks
+        before, rounds = node.requests.count("bad"), sync.looks
         while sync.looks < rounds + 4:
             with sync.changed:
                 sync.changed.wait(1)
-        return node.asked.count("bad") - before
+        return node.requests.count("bad") - before
 
     assert sync.catch_up(20)
     assert tried() == 0 and node.asked.count("good") == 1
@@ -197,11 +197,11 @@ def test_the_wait_for_files_must_respect_its_time_limit(folder, monkeypatch):
 
 
 def test_the_wait_for_files_must_be_interruptible(folder, synced):
-    node, asked = FakeNode(), threading.Event()
+    node, requested = FakeNode(), threading.Event()
     node.files, converse = {"endless": b"1"}, node.converse
 
     def endless(request: protocol.Request, answer: type) -> protocol.Report:
-        asked.set()
+        requested.set()
         reply = converse(request, answer)
         if isinstance(request, protocol.GetChanges):
             return reply
@@ -210,7 +210,7 @@ def test_the_wait_for_files_must_be_interruptible(folder, synced):
     node.converse, node.facts = endless, lambda path: [1 << 62, 1, 1, 0o644]
     sync = synced(master=node)
     with pytest.raises(EngineError, match="stopped before all files were copied"):
-        sync.come_home(3600, asked.is_set)
+        sync.come_home(3600, requested.is_set)
 
 
 @pytest.mark.parametrize("piece", [{"offset": 1}, {"offset": 5, "data": "MTIz"}])
@@ -233,20 +233,20 @@ def test_a_piece_with_a_wrong_offset_must_be_rejected(folder, synced, piece):
 
 
 def test_closing_must_not_wait_for_a_node_that_does_not_answer(folder):
-    node, asked = FakeNode(), threading.Event()
-    node.converse = lambda *_, **facts: (asked.set(), node.ended.wait(), node.dead)[2]  # not an answer
+    node, requested = FakeNode(), threading.Event()
+    node.converse = lambda *_, **facts: (requested.set(), node.ended.wait(), node.dead)[2]  # not an answer
     sync = FileSync(folder, "job", {"master": [0]}, lambda _: node)
-    assert asked.wait(20)
+    assert requested.wait(20)
     sync.close()
     assert not sync.thread.is_alive() and node.closed
 
 
 def test_closing_must_not_wait_long_for_a_connection_and_must_leave_it_unused(folder, monkeypatch):
     monkeypatch.setattr(sync_module, "CLOSE_TIMEOUT", 0.01)
-    node, gate, asked = FakeNode(), threading.Event(), threading.Event()
+    node, gate, requested = FakeNode(), threading.Event(), threading.Event()
     node.converse = lambda *_, **facts: pytest.fail("a request was sent")
-    sync = FileSync(folder, "job", {"master": [0]}, lambda _: (asked.set(), gate.wait(), node)[2])
-    assert asked.wait(20)
+    sync = FileSync(folder, "job", {"master": [0]}, lambda _: (requested.set(), gate.wait(), node)[2])
+    assert requested.wait(20)
     sync.close()
     assert sync.thread.is_alive()
     gate.set()
@@ -480,13 +480,13 @@ def test_the_orchestrators_own_files_in_the_job_folder_must_be_listed():
 
 
 def test_logs_must_be_copied_while_a_large_file_is_fetched(folder, monkeypatch):
-    clock, node, asked = Clock(), FakeNode(), []
+    clock, node, kinds = Clock(), FakeNode(), []
     monkeypatch.setattr(sync_module, "time", clock)
     node.files = {"large": b"x" * PIECE * 4}
     converse = node.converse
 
     def slowly(request: protocol.Request, answer: type) -> protocol.Report:
-        asked.append(type(request))
+        kinds.append(type(request))
         clock.now += sync_module.MAX_TURN * isinstance(request, protocol.Read)
         return converse(request, answer)
 
@@ -494,7 +494,7 @@ def test_logs_must_be_copied_while_a_large_file_is_fetched(folder, monkeypatch):
     sync = FileSync(folder, "job", {"master": [0]}, lambda _: node)
     try:
         assert sync.catch_up(20) and (folder / "large").stat().st_size == PIECE * 4  # all of it, though it takes long
-        assert asked[:8] == [protocol.GetChanges, protocol.Read] * 4
+        assert kinds[:8] == [protocol.GetChanges, protocol.Read] * 4
     finally:
         sync.close()
 

@@ -93,12 +93,12 @@ class FakeNode:
     """A connection to a fake node that receives a tar file."""
 
     def __init__(self) -> None:
-        self.content, self.asked = b"", []
+        self.content, self.requests = b"", []
 
     def converse(self, request: protocol.Upload, answer: type, patience: float) -> None:
         assert (request.folder, request.offset, answer) == ("job", len(self.content), protocol.Uploaded)
         self.content += base64.b64decode(request.data)
-        self.asked.append((request.tag, patience))
+        self.requests.append((request.tag, patience))
 
 
 def test_an_archive_must_be_sent_in_pieces_with_its_digest_in_the_last_one(tmp_path):
@@ -110,8 +110,8 @@ def test_an_archive_must_be_sent_in_pieces_with_its_digest_in_the_last_one(tmp_p
     with packed(tmp_path, [tmp_path / "large", tmp_path / "folder" / "inside"], tmp_path) as (file, tag):
         send_archive(node, "job", file, tag)
         assert tag == digest(file)
-    assert [sent for sent, _ in node.asked] == ["", "", tag]
-    (*_, (_, first), (_, last)) = node.asked
+    assert [sent for sent, _ in node.requests] == ["", "", tag]
+    (*_, (_, first), (_, last)) = node.requests
     assert last > 10 * first  # the node unpacks the archive
     with tarfile.open(fileobj=io.BytesIO(node.content)) as archive:
         assert archive.getnames() == ["folder/inside", "large"]
