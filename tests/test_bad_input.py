@@ -90,12 +90,14 @@ def test_an_engine_with_invalid_responses_must_be_refused(cli):
 
         threading.Thread(target=answer, daemon=True).start()
         host = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        refused(cli, 3, f"cannot connect to Docker at {host}", "run", "--engine", "docker", DOCKER_HOST=host)
+        check_refused(cli, 3, f"cannot connect to Docker at {host}", "run", "--engine", "docker", DOCKER_HOST=host)
         server.shutdown(socket.SHUT_RDWR)
 
 
 def test_an_engine_on_another_machine_must_be_refused(cli):
-    refused(cli, 3, "is on another machine", "run", "--engine", "docker", DOCKER_HOST="ssh://someone@example.invalid")
+    check_refused(
+        cli, 3, "is on another machine", "run", "--engine", "docker", DOCKER_HOST="ssh://someone@example.invalid"
+    )
 
 
 def test_without_an_engine_auto_must_run_local_processes_with_a_one_line_notice(cli, nothing_left):
@@ -110,12 +112,12 @@ def test_without_an_engine_auto_must_run_local_processes_with_a_one_line_notice(
 
 @pytest.mark.docker
 def test_an_image_that_does_not_exist_must_be_refused(cli, docker_engine, nothing_left):
-    refused(cli, 4, "cannot find or pull the image nope.invalid/nope:1", "run", "--image", "nope.invalid/nope:1")
+    check_refused(cli, 4, "cannot find or pull the image nope.invalid/nope:1", "run", "--image", "nope.invalid/nope:1")
 
 
 @pytest.mark.docker
 def test_more_gpus_than_available_must_be_refused_with_the_inventory(cli, nvidia_runtime, nothing_left):
-    refused(cli, 4, "--gpus 1000: only", "run", "--gpus", "1000", "--", "probe.py")
+    check_refused(cli, 4, "--gpus 1000: only", "run", "--gpus", "1000", "--", "probe.py")
 
 
 @pytest.fixture

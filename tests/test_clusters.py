@@ -49,9 +49,9 @@ def differences(one: cluster.Cluster, site: Site = GPUS, **wanted) -> list[str]:
     ],
 )
 def test_a_job_that_needs_differently_configured_nodes_must_not_use_a_cluster(tmp_path, key, value):
-    (why,) = differences(made(tmp_path), **{key: value})
-    there = "not set" if getattr(SPEC, key) is None else getattr(SPEC, key)
-    assert why == f"{key} is {there} on the cluster, {value} in the job"
+    (why,) = differences(new_cluster(tmp_path), **{key: value})
+    current = "not set" if getattr(SPEC, key) is None else getattr(SPEC, key)
+    assert why == f"{key} is {current} on the cluster, {value} in the job"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_cluster_in_use_must_name_the_job_and_the_process_that_use_it(tmp_path
     one = new_cluster(tmp_path)
     one.paths.create_cluster(users.nodes_of(one.spec))
     with supervised(one.paths.root) as other:
-        assert differences(one) == [f"it is in use by a job (process {other.pid})"]  # which has just begun
+        assert differences(one) == [f"it is in use by a job (process {other.pid})"]  # it has just started
     create(JobPaths(tmp_path / "a-1"), cluster="c-1")
     create(JobPaths(tmp_path / "b-1"), cluster="c-1")
     with supervised(one.paths.root) as other, supervised(tmp_path / "b-1"):
@@ -123,9 +123,9 @@ def test_a_cluster_in_use_must_name_the_job_and_the_process_that_use_it(tmp_path
 def test_a_cluster_with_an_unfinished_job_must_not_be_given_to_another_job(tmp_path):
     one = new_cluster(tmp_path)
     create(one.paths, cluster="c-1")
-    left = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
+    unfinished = create(JobPaths(tmp_path / "a-1"), cluster="c-1")
     assert differences(one) == ["a-1 has not ended on it and has no supervisor: attach to it or stop it"]
-    end(left)
+    end(unfinished)
     assert differences(one) == []
 
 

@@ -107,11 +107,11 @@ def test_nodes_must_have_the_primary_group_of_the_user_not_the_group_of_the_fold
     assert daemon.user(tmp_path, JobSpec()) == f"{user}:4321"
 
 
-@pytest.mark.parametrize("asked", ["auto", "7:8", "7"])
+@pytest.mark.parametrize("user", ["auto", "7:8", "7"])
 def test_nodes_must_not_run_as_root_unless_requested(daemon, user):
-    """On a file system that knows no owners, or lets none be changed, the folder of root's nodes stays root's."""
+    """On a file system without owners, or with fixed ones, the folder for root's nodes belongs to root."""
     with pytest.raises(EngineError, match="nodes would run as root: / is owned by root") as error:
-        daemon.user(Path("/"), JobSpec(user=asked))
+        daemon.user(Path("/"), JobSpec(user=user))
     assert "--runs DIR" in error.value.hint and "--set user=root" in error.value.hint
 
 
@@ -137,7 +137,7 @@ def test_a_refusal_must_be_distinguished_from_an_unreachable_engine(answers, dae
     with pytest.raises(EngineError, match="could not list its containers: the store is broken") as refused:
         daemon.containers("x")
     assert not isinstance(refused.value, EngineLost)
-    answers.happens = lambda what: 1 / 0  # which closes the connection
+    answers.happens = lambda what: 1 / 0  # closes the connection
     with pytest.raises(EngineLost, match="does not respond") as lost:
         daemon.containers("x")
     assert lost.value.hint == daemon_module.GET_DOCKER

@@ -98,8 +98,8 @@ def test_nodes_that_compose_does_not_bring_up_must_be_counted_in_the_error(job):
 
 def test_a_container_that_cannot_be_started_must_be_recreated_by_compose(job):
     job.answers.container("master")
-    ill = job.answers.container("trainer-1", state="exited")
-    job.answers.refusals[short(ill, "start")] = 500, "no such runtime"
+    stopped = job.answers.container("trainer-1", state="exited")
+    job.answers.refusals[request(stopped, "start")] = 500, "no such runtime"
     with pytest.raises(EngineError, match="did not start 1 of 2 nodes"):
         job.session().up(job.plan())
     assert job.words()

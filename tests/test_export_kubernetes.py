@@ -175,7 +175,7 @@ def test_a_volume_that_is_not_a_valid_claim_name_must_be_refused(form, volume):
 
 def test_notes_about_settings_missing_in_the_job_file_must_be_printed_at_the_top():
     lost, cpu = "files and checkpoints are lost with their pod", "--gpus all requests one per worker"
-    for asked, told in (
+    for settings, notes in (
         ({}, {lost, cpu}),
         ({"volume": "claim"}, {cpu}),
         ({"gpus": "none"}, {lost}),

@@ -14,7 +14,6 @@ from support.agents import PRELOAD, Waiting
 
 from orchestrate.node import zygote
 from orchestrate.node.warm import Zygote
-from orchestrate.node.zygote import startup_variables
 
 SCRIPTS = {
     "identity": "import sys, os\nprint(__name__, __file__, __doc__, sys.argv, sys.path[0], os.getcwd(), __spec__)",
@@ -192,7 +191,7 @@ def test_a_startup_variable_of_the_node_must_not_affect_a_worker_without_it(tmp_
     + [("TORCHELASTIC_RESTART_COUNT", False), ("RANK", False), ("NCCL_DEBUG", False), ("MY_PYTHON", False)],
 )
 def test_only_variables_that_are_read_at_startup_must_need_a_fresh_process(name, early):
-    assert startup_variables({name: "1", "PATH": "/bin"}) == ({name: "1"} if counts else {})
+    assert zygote.startup_variables({name: "1", "PATH": "/bin"}) == ({name: "1"} if early else {})
 
 
 @pytest.mark.parametrize(

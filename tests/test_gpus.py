@@ -308,20 +308,20 @@ def test_the_default_job_must_run_on_any_machine_with_a_gpu():
     assert ", on 1 shared GPU (" in str(plan(JobSpec(), site, "a-1"))
     for spec in (JobSpec(command=("x.py",)), JobSpec(gpus="all")):
         with pytest.raises(ResourceError, match=r"only 1 is available \(1 GPU in use by other programs, left out\)"):
-            plan(spec, there, "a-1")
+            plan(spec, site, "a-1")
 
 
 def test_a_node_must_use_one_mig_instance():
-    there = HERE.but(gpus=("MIG-0", "MIG-1", "MIG-2"))
-    assert [worker.gpu for worker in plan(JobSpec(trainers=1), there, "a-1").workers] == ["MIG-0", "MIG-1"]
+    site = HERE.but(gpus=("MIG-0", "MIG-1", "MIG-2"))
+    assert [worker.gpu for worker in plan(JobSpec(trainers=1), site, "a-1").workers] == ["MIG-0", "MIG-1"]
     with pytest.raises(ResourceError, match="2 workers per node, but a node can use only one MIG instance"):
-        plan(JobSpec(trainers=0, nproc_per_node=2), there, "a-1")
+        plan(JobSpec(trainers=0, nproc_per_node=2), site, "a-1")
 
 
 def test_the_workers_of_one_node_must_not_share_a_gpu():
-    there = HERE.but(gpus=("GPU-0",))
+    site = HERE.but(gpus=("GPU-0",))
     with pytest.raises(ResourceError, match="4 workers need 4 GPUs, but only 1 is available") as caught:
-        plan(JobSpec(trainers=1, nproc_per_node=2, share_gpus=True), there, "a-1")
+        plan(JobSpec(trainers=1, nproc_per_node=2, share_gpus=True), site, "a-1")
     assert "share_gpus" not in caught.value.hint
     with pytest.raises(ResourceError) as caught:
         plan(JobSpec(trainers=1, command=("x.py",)), site, "a-1")

@@ -120,7 +120,7 @@ def test_each_check_must_be_announced_before_it_starts(answers, daemon, tmp_path
     answers.happens = lambda what: shown.append(what) if what.endswith("/made/start") else None
     inventory(daemon, spec(), tmp_path / "run", True)
     looking = ["looking for GPUs", "POST /containers/made/start", ""]
-    assert told == ["looking for Python in the image", "", *looking, "testing the GPUs with torch", ""]
+    assert shown == ["looking for Python in the image", "", *looking, "testing the GPUs with torch", ""]
 
 
 @pytest.mark.parametrize(

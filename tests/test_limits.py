@@ -96,9 +96,9 @@ def test_the_limits_of_a_clusters_nodes_must_not_depend_on_the_job(tmp_path):
     one = Cluster(JobPaths(tmp_path / "c-1"), spec, plan(spec, MACHINE, "c-1"))
     one.paths.create_cluster(nodes_of(spec))
     job = JobSpec(trainers=1)
-    made = plan(job, (MACHINE.inventory, one.placement(MACHINE.placement, "a-1")), "a-1")
-    assert one.differences(job, made) == [] and made.limits == one.plan.limits == limits(None, 64 * GB, 8)
-    (why,) = one.differences(dataclasses.replace(job, memory="unlimited"), made)
+    planned = plan(job, (MACHINE.inventory, one.placement(MACHINE.placement, "a-1")), "a-1")
+    assert one.differences(job, planned) == [] and planned.limits == one.plan.limits == limits(None, 64 * GB, 8)
+    (why,) = one.differences(dataclasses.replace(job, memory="unlimited"), planned)
     assert why == "memory is not set on the cluster, unlimited in the job"
 
 

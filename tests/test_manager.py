@@ -73,9 +73,9 @@ def test_nodes_on_a_host_that_is_down_must_not_be_waited_for(clock, tmp_path, mo
     task = {"Name": "trainer-1", "NodeID": "h", "Status": {"State": "running"}}
     found = {"jobs": list, "objects": lambda _: [], "tasks": lambda _: [task], "hosts": dict}
     for name, answer in found.items():
-        monkeypatch.setattr(made, name, answer)
+        monkeypatch.setattr(swarm, name, answer)
     with pytest.raises(EngineError, match="could not remove 1 node on host-3, which is down"):
-        made.remove("j", 30.0)
+        swarm.remove("j", 30.0)
     assert clock.now == began
 
 

@@ -93,10 +93,10 @@ def test_the_number_of_threads_must_not_exceed_a_nodes_limit_of_cores(limit, eng
 
 
 def test_the_plan_must_show_that_a_job_uses_the_host_network():
-    there = HERE.but(network="host", master_addr="127.0.0.1", interface="lo")
-    made = plan(JobSpec(trainers=0, network="host"), there, "a-1")
+    site = HERE.but(network="host", master_addr="127.0.0.1", interface="lo")
+    planned = plan(JobSpec(trainers=0, network="host"), site, "a-1")
     assert "master at 127.0.0.1:29500 (open on all interfaces), 8 threads per worker, on the host network\n" in str(
-        made
+        planned
     )
     assert planned.workers[0].env["GLOO_SOCKET_IFNAME"] == "lo"
     without_master = plan(JobSpec(trainers=1), site, "a-1", nodes=("trainer-1",))

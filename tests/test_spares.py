@@ -75,7 +75,7 @@ def test_a_job_without_standby_nodes_must_have_its_nodes_up_before_the_next_gene
 
 
 def test_a_job_that_loses_more_nodes_than_it_has_on_standby_must_wait_for_one_to_come_back(job):
-    engine = with_spare([KILLED], [ALL_WELL], lost=("trainer-1", "trainer-2"))
+    engine = with_standby([KILLED], [ALL_WELL], lost=("trainer-1", "trainer-2"))
     assert job.run(engine, SPEC) == JobResult("failed", "the job cannot continue: no such node")
     assert engine.calls == ["up", "start", "stop", "up", "up", "up", "down"]
 

@@ -71,9 +71,9 @@ def test_an_invalid_job_name_must_not_be_looked_up(do, tmp_path, arguments, name
     before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
     code, out, err = do(arguments[0], name)
     assert (code, out) == (2, [])
-    what = "CLUSTER" if words[0] == "down" else "JOB"
+    what = "CLUSTER" if arguments[0] == "down" else "JOB"
     assert err[0].startswith(f"error: argument {what}: ") and "lowercase letters, digits and hyphens" in err[0]
-    assert err[1:] == [f"hint: python -m orchestrate {words[0]} --help"]
+    assert err[1:] == [f"hint: python -m orchestrate {arguments[0]} --help"]
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before and do.engine.calls == []
 
 
@@ -108,11 +108,11 @@ def test_a_folder_for_runs_that_cannot_be_written_must_be_refused(scripted, caps
     check_refused(2, "cannot write to /proc/", capsys, *arguments[:at], "--runs", "/proc/x", *arguments[at:])
 
 
-@pytest.mark.parametrize("words", [*COMMANDS, ("doctor",), ("export", "slurm", "--", "hello.py")], ids=" ".join)
+@pytest.mark.parametrize("arguments", [*COMMANDS, ("doctor",), ("export", "slurm", "--", "hello.py")], ids=" ".join)
 def test_a_deleted_current_folder_must_be_an_error(scripted, capsys, arguments):
-    (played / "hello.py").unlink()
-    played.rmdir()
-    refused(2, "the current folder no longer exists", capsys, *words)
+    (scripted / "hello.py").unlink()
+    scripted.rmdir()
+    check_refused(2, "the current folder no longer exists", capsys, *arguments)
 
 
 def test_help_must_be_printed_in_a_deleted_current_folder(here):
@@ -175,7 +175,7 @@ def test_an_invalid_docker_host_must_be_an_error_of_the_engine(here, capsys, mon
 def test_a_damaged_configuration_of_docker_must_not_cause_a_traceback(here, capsys, monkeypatch, tmp_path, config):
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     (tmp_path / "config.json").write_text(config)
-    refused(
+    check_refused(
         3, "cannot connect to Docker at unix:///nowhere.sock", capsys, "plan", "--engine", "docker", "--", "hello.py"
     )
     monkeypatch.delenv("DOCKER_HOST")

@@ -148,10 +148,10 @@ def test_a_file_that_cannot_be_read_must_be_retried_only_after_a_while_or_a_chan
         return node.requests.count("bad") - before
 
     assert sync.catch_up(20)
-    assert tried() == 0 and node.asked.count("good") == 1
+    assert attempts() == 0 and node.requests.count("good") == 1
     with pytest.raises(EngineError, match="1 file could not be copied, such as 'bad': node error: it cannot be read"):
-        sync.come_home(20)  # which has it tried
-    assert node.asked.count("bad") > 1
+        sync.come_home(20)  # retries it
+    assert node.requests.count("bad") > 1
     clock.now += sync_module.RETRY_INTERVAL + 0.1
     assert attempts() == 1
     node.times["bad"] = 9  # the file has changed
@@ -228,7 +228,7 @@ def test_a_piece_with_a_wrong_offset_must_be_rejected(folder, synced, piece):
     node.converse = odd
     sync = synced(master=node)
     assert sync.catch_up(20)
-    assert [path.name for path in home.iterdir()] == ["good"]
+    assert [path.name for path in folder.iterdir()] == ["good"]
     assert "sent bytes at a wrong offset" in str(sync.errors["odd"])
 
 
