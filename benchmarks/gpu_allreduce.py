@@ -31,7 +31,7 @@ def seconds(x: torch.Tensor, repeat: int) -> float:
         torch.cuda.synchronize()
     took = torch.tensor([(time.perf_counter() - started) / repeat], dtype=torch.float64, device=device)
     dist.all_reduce(took, dist.ReduceOp.MAX)
-    return took.item()
+    return float(took.item())
 
 
 size = SMALLEST

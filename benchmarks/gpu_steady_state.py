@@ -44,7 +44,7 @@ def measure(runs: int) -> dict[str, Any]:
             nodes.check(gpu.output(nodes.command(*script)))
             return rates(OURS, Path(nodes.folder), "*/job/{model}/metrics.jsonl")
 
-        ways = {
+        ways: dict[str, Callable[[int], gpu.Figures]] = {
             PLAIN: lambda _: alone(PLAIN, [sys.executable]),
             THEIRS: lambda _: alone(THEIRS, [*gpu.TORCHRUN, "1"]),
             OURS: ours,

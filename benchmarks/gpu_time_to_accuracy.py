@@ -47,7 +47,7 @@ def training(text: str) -> float:
         if record["kind"] == "epoch":
             seconds += record["seconds"]
             if round(100 * record["test_accuracy"], 2) >= GOAL:
-                return seconds
+                return float(seconds)
     raise ValueError(f"metrics.jsonl has no epoch with {GOAL:g} %")
 
 
