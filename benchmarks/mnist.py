@@ -19,7 +19,7 @@ from app.model import Mnist
 EPOCHS = 14
 
 
-class Images(Dataset[Any]):
+class Images(Dataset[Any]):  # type: ignore[misc]
     """One image at a time: (1, 28, 28) floats and a label."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:

@@ -210,15 +210,15 @@ def test_auto_must_report_the_fallback_to_local_processes_if_no_engine_answers(
     config, monkeypatch, capsys, host, name, current
 ):
     configure(config, monkeypatch, host, name, current)
-    assert choice.engine_of(resolve({})).name == "process"
+    assert choice.select_engine(resolve({})).name == "process"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("cannot connect to Docker at unix:///") and "running as local processes" in line
     with pytest.raises(EngineError, match="cannot connect to Docker"):
-        choice.engine_of(resolve({"engine": "docker"}))
+        choice.select_engine(resolve({"engine": "docker"}))
 
 
 def test_an_engine_without_compose_must_count_as_no_engine(config, monkeypatch, capsys, answers):
     monkeypatch.setattr("orchestrate.engines.docker.client.PLUGINS", [])
     monkeypatch.setenv("PATH", "")
-    assert choice.engine_of(resolve({})).name == "process"
+    assert choice.select_engine(resolve({})).name == "process"
     assert capsys.readouterr().err.startswith("no `docker` command on PATH; running as local processes")

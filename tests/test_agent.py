@@ -237,9 +237,10 @@ def test_a_process_that_left_its_workers_session_must_end_with_the_node(waiting)
     assert gone(pid)
 
 
-def test_a_worker_that_is_dying_at_the_stop_request_must_not_count_as_asked(tmp_path):
+def test_a_worker_that_is_exiting_at_the_stop_request_must_not_count_as_asked(tmp_path):
     before = (
-        "real = worker.Worker.dying.fget; worker.Worker.dying = property(lambda self: self.rank == '1' or real(self))"
+        "real = worker.Worker.exiting.fget; "
+        "worker.Worker.exiting = property(lambda self: self.rank == '1' or real(self))"
     )
     node = Waiting(tmp_path, before=before)
     for rank in range(2):
@@ -252,17 +253,17 @@ def test_a_worker_that_is_dying_at_the_stop_request_must_not_count_as_asked(tmp_
     node.end()
 
 
-def test_a_process_must_count_as_dying_once_the_kernel_closes_its_files():
+def test_a_process_must_count_as_exiting_once_the_kernel_closes_its_files():
     instance = worker.Worker([], {"RANK": "0"}, None, lambda code: None)
     pid = os.fork()
     if not pid:
         signal.pause()
     instance.process = Forked(pid)
-    assert not instance.dying
+    assert not instance.exiting
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert instance.dying
-    assert instance.poll() == 137 and not instance.dying
+    assert instance.exiting
+    assert instance.poll() == 137 and not instance.exiting
     for end in (instance.output, instance.input):
         os.close(end)
 

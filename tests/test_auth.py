@@ -33,12 +33,12 @@ def test_lines_sent_at_the_same_time_must_arrive():
 
 def test_only_a_nonce_must_be_accepted_as_the_first_line():
     signer = Signer(b"key", listens=True)
-    assert not signer.met
+    assert not signer.ready
     with pytest.raises(ValueError):
         signer.meet(b"0" * 32 + b"\n")
-    assert not signer.met
+    assert not signer.ready
     signer.meet(b"0" * 32)
-    assert signer.met
+    assert signer.ready
 
 
 def test_a_line_from_a_peer_without_the_key_must_be_refused():

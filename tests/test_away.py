@@ -39,7 +39,7 @@ class Leaving(RecordingEngine):
 @pytest.mark.parametrize(("seconds", "word"), [(290, "succeeded"), (310, "lost")])
 def test_a_job_must_wait_some_minutes_for_an_engine_that_is_away(job, seconds, word):
     engine = Leaving(job, seconds, [], [ALL_WELL])
-    assert job.run(engine).word == word
+    assert job.run(engine).outcome == word
     assert job.noted("engine_lost") == [{"error": "gone"}]
 
 
@@ -67,13 +67,13 @@ def test_an_engine_that_keeps_going_away_must_lose_the_job(job, times, word):
         return wait(timeout)
 
     engine.wait = leave
-    assert job.run(engine).word == word
+    assert job.run(engine).outcome == word
 
 
 def test_a_request_to_stop_while_the_engine_is_away_must_end_the_wait(job):
     engine, began = Leaving(job, 1000, []), job.clock.now
     job.stops = lambda: int(job.clock.now > began + 20)
-    assert job.run(engine).word == "lost"
+    assert job.run(engine).outcome == "lost"
     assert job.clock.now < began + 25
 
 
@@ -93,7 +93,7 @@ def test_a_stop_interrupted_by_a_lost_engine_must_be_repeated_with_its_grace_per
 def test_a_node_lost_with_the_engine_must_not_be_blamed(job, lost, known):
     engine = Leaving(job, 1, [], [KILLED], [ALL_WELL]) if lost else RecordingEngine([KILLED], [ALL_WELL])
     engine.explain = lambda end, node: known
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert job.causes() == [(1, "engine lost" if lost and known.startswith("node ") else known)]
 
 
@@ -134,7 +134,7 @@ def test_an_engine_that_does_not_come_back_must_lose_the_job(job, monkeypatch):
 def test_workers_lost_with_the_engine_must_not_count_as_restarts(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
     engine.explain = lambda end, node: (_ for _ in ()).throw(EngineLost("gone"))
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).outcome == "succeeded"
     assert job.causes() == [(1, "engine lost")]
 
 
@@ -149,5 +149,5 @@ def test_an_engine_that_goes_away_while_the_workers_start_must_not_fail_the_job(
 
     engine.start = start_half
     engine.adopt = lambda *arguments: adopt(*arguments) | {1, 2}
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).outcome == "succeeded"
     assert {cause for _, cause in job.causes()} == {"engine lost"}

@@ -379,7 +379,7 @@ class Others:
     def jobs(self) -> list[JobState]:
         return [JobState("a-1", "docker", 2, Path("runs/a-1"), self.owner)]
 
-    def holds(self, name: str) -> list[str]:
+    def resources(self, name: str) -> list[str]:
         return [f"container {name}-master"]
 
 

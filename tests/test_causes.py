@@ -25,7 +25,7 @@ def test_a_cause_must_include_the_nodes_explanation_and_the_workers_last_lines(j
     engine.explain = lambda end, node: (calls.append((end.rank, node)), "out of memory")[1]
     engine.hosts = {"trainer-1": "gpu-box"}
     job.paths.log(1).write_text("epoch 1\nepoch 2\n")
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     (cause,) = [ended.cause for ended in job.supervisor.history.ended if ended.cause]
     assert calls == [(1, "trainer-1")]
     assert (cause.rank, cause.node, cause.exit_code, cause.cause) == (1, "trainer-1", 137, "out of memory")
@@ -37,7 +37,7 @@ def test_a_worker_that_left_early_must_be_the_root_cause_without_asking_its_node
     engine = RecordingEngine([[WorkerExit(1, 0)], [], [WorkerExit(0, 1)]], [ALL_WELL])
     engine.explain = lambda end, node: "node lost"
     job.paths.log(0).write_text(RESET)
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert job.causes() == [(1, "left early")]
 
 
@@ -46,7 +46,7 @@ def test_a_worker_killed_after_the_grace_period_must_not_be_the_root_cause(job, 
     engine = RecordingEngine([[WorkerExit(0, 1)], *[[]] * 14, [WorkerExit(1, 137), WorkerExit(2, 143)]], [ALL_WELL])
     engine.stop = lambda how: None
     job.paths.log(0).write_text(RESET)
-    assert job.run(engine, JobSpec(trainers=2, grace=grace)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=grace)).outcome == "succeeded"
     assert job.causes() == [cause]
 
 
@@ -56,7 +56,7 @@ def test_import_time_must_not_count_as_progress(job, slow, starts):
     engine = RecordingEngine(*[[[]] * 400 + [[WorkerExit(1, 1)]] for _ in range(3)])
     engine.slow = [{0, 1, 2}] * slow
     job.paths.log(1).write_text("OSError: [Errno 30] Read-only file system: 'x'\n")
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=2)).word == "failed"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=2)).outcome == "failed"
     assert engine.calls.count("start") == starts
 
 
@@ -82,7 +82,7 @@ def test_a_new_checkpoint_must_count_as_progress_without_metrics(job, saves):
 @pytest.mark.parametrize(("seconds", "progress"), [(28, False), (32, True)])
 def test_half_a_minute_must_count_as_progress_for_a_job_without_metrics_or_checkpoints(job, seconds, progress):
     began = job.clock.now
-    assert job.run(RecordingEngine([*[[]] * (seconds * 10), KILLED], [ALL_WELL])).word == "succeeded"
+    assert job.run(RecordingEngine([*[[]] * (seconds * 10), KILLED], [ALL_WELL])).outcome == "succeeded"
     ended = job.supervisor.history.ended[0]
     assert ended.progress is progress
     assert ended.lasted == pytest.approx(seconds, abs=1) and ended.time == pytest.approx(began + seconds, abs=1)
@@ -99,7 +99,7 @@ def test_only_a_step_beyond_all_earlier_ones_must_count_as_progress(job):
             file.write(json.dumps({"step": next(steps)}) + "\n")
 
     engine.start = advance
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).outcome == "succeeded"
     assert [ended.progress for ended in job.supervisor.history.ended] == [True, True, False, False, True, True]
 
 
@@ -111,7 +111,7 @@ def test_workers_hanging_in_nccl_after_a_failure_must_be_killed_before_the_grace
     engine.stop = lambda how: stops.append((job.clock.now, how))
     spec = JobSpec(trainers=2, grace=30.0, gpus=gpus)
     site = HERE.but(gpus=("GPU-0", "GPU-1", "GPU-2"))
-    assert job.run(engine, spec, plan(spec, site, "j", 29500)).word == "succeeded"
+    assert job.run(engine, spec, plan(spec, site, "j", 29500)).outcome == "succeeded"
     assert [how for _, how in stops] == [Stop.TERMINATE, Stop.KILL][: 2 if killed_after else 1]
     if killed_after:
         assert 0 <= stops[1][0] - stops[0][0] - killed_after < 1
@@ -126,5 +126,5 @@ def test_the_worker_that_the_others_waited_for_must_be_reported_even_if_it_was_k
         job.paths.log(rank).write_text("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
     site = HERE.but(gpus=("GPU-0", "GPU-1", "GPU-2"))
     spec = JobSpec(trainers=2, gpus="all", max_restarts=0)
-    assert job.run(engine, spec, plan(spec, site, "j", 29500)).word == "failed"
+    assert job.run(engine, spec, plan(spec, site, "j", 29500)).outcome == "failed"
     assert job.causes() == [(2, "timeout")]

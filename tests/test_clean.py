@@ -162,7 +162,7 @@ def test_all_processes_of_the_nodes_user_must_count_as_left_over_in_a_container(
     monkeypatch.setattr(warm, "_user", lambda pid: PROCESSES[pid][2])
     monkeypatch.setattr(os, "getpid", lambda: own)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert warm.strays() == found
+    assert warm.leftover_processes() == found
 
 
 def test_the_user_of_a_process_must_be_found_regardless_of_its_proc_folder():

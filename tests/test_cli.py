@@ -183,7 +183,7 @@ def test_up_must_leave_no_nodes_if_it_is_interrupted(do, engine, runs, monkeypat
     def interrupted(*_) -> bool:
         raise KeyboardInterrupt
 
-    engine.warmed = interrupted
+    engine.wait_until_warm = interrupted
     assert do("up", "--trainers", "2", "--gpus", "none")[0] == 130
     assert [path.name for path in runs.iterdir()] == [] and engine.calls[-1].startswith("remove cluster-")
 
@@ -326,7 +326,7 @@ def test_an_error_must_be_printed_with_its_hint_and_exit_code(do, monkeypatch, e
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(choice, "answering", fail)
+    monkeypatch.setattr(choice, "available_engines", fail)
     assert do("ps") == (code, [], ["error: what", *["hint: next"] * bool(error.hint)])
 
 
@@ -334,7 +334,7 @@ def test_ctrl_c_must_end_a_command_without_a_traceback(do, monkeypatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(choice, "answering", interrupt)
+    monkeypatch.setattr(choice, "available_engines", interrupt)
     assert do("ps") == (130, [], ["stopped"])
 
 
@@ -385,7 +385,7 @@ def test_commands_must_work_without_a_docker_engine(cli):
 
 def test_local_processes_must_not_need_a_docker_engine(monkeypatch, capsys):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
-    assert choice.engine_of(resolve({"engine": "process"})).name == "process"
+    assert choice.select_engine(resolve({"engine": "process"})).name == "process"
     assert capsys.readouterr().err == ""
 
 

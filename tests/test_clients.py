@@ -10,7 +10,7 @@ from support.scripted import Clock
 from orchestrate.engines import clients
 from orchestrate.engines.base import Stop
 from orchestrate.errors import EngineLost
-from orchestrate.job.outcomes import Doing
+from orchestrate.job.outcomes import Activity
 
 
 @pytest.fixture
@@ -247,8 +247,8 @@ def test_the_activity_of_workers_must_be_what_their_nodes_report_now(nodes, monk
     monkeypatch.setattr(clients, "time", clock)
     monkeypatch.setattr(nodes, "listen", lambda timeout: (listen(0), clock.sleep(timeout)))
     began = clock.now
-    assert nodes.doing() == {0: Doing("S", 1.5), 1: Doing("R", 0.0)}
-    assert nodes.doing() == {}  # an earlier answer does not count
+    assert nodes.activity() == {0: Activity("S", 1.5), 1: Activity("R", 0.0)}
+    assert nodes.activity() == {}  # an earlier answer does not count
     assert clock.now - began < 3  # the limit for nodes that do not answer
 
 
@@ -264,7 +264,7 @@ def test_a_node_that_dies_during_a_request_must_not_be_waited_for(nodes, monkeyp
         listen(timeout)
 
     monkeypatch.setattr(nodes, "listen", ends)
-    assert nodes.doing() == {}
+    assert nodes.activity() == {}
     assert nodes.broken == {"node-1"} and len(calls) < 4
 
 
@@ -369,20 +369,20 @@ def test_a_node_must_be_trusted_only_about_its_own_workers(nodes):
     nodes.played["node-0"].knows(running={"0": busy, "1": busy | {"cpu": 99.0}})
     nodes.played["node-1"].knows(running={"1": busy})
     nodes.played["node-2"].knows()
-    assert nodes.doing() == {0: Doing("R", 5.0), 1: Doing("R", 5.0)}
+    assert nodes.activity() == {0: Activity("R", 5.0), 1: Activity("R", 5.0)}
 
 
 def test_nodes_must_count_as_warm_only_after_their_imports(nodes):
     names = ["node-0", "node-1"]
     nodes.played["node-0"].knows()
     nodes.played["node-1"].knows(importing=True)
-    assert not nodes.warmed(names, 0)
+    assert not nodes.wait_until_warm(names, 0)
     for name in names:
         nodes.played[name].knows()
-    assert nodes.warmed(names, 60)
+    assert nodes.wait_until_warm(names, 60)
 
 
 def test_an_unreachable_node_must_not_count_as_warm(nodes):
     nodes.up.discard("node-1")
     nodes.played["node-0"].knows()
-    assert not nodes.warmed(["node-0", "node-1"], 0)
+    assert not nodes.wait_until_warm(["node-0", "node-1"], 0)

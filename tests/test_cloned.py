@@ -127,7 +127,7 @@ def test_files_must_not_be_moved_to_a_run_directory_that_came_with_the_project(d
     on_it = create(JobPaths(tmp_path / "b-1"), cluster="c-1")
     records.forget(on_it.root)
     with pytest.raises(OSError, match=NOT_OURS):
-        store.bring_home(on_it)
+        store.move_from_cluster(on_it)
     assert on_it.shared.is_symlink() and (cluster.nodes / "b-1").is_dir()
 
 

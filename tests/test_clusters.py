@@ -148,7 +148,7 @@ def test_clusters_must_be_listed_by_name_without_jobs_and_incomplete_ones(tmp_pa
 
 def test_bringing_up_a_cluster_must_start_all_its_nodes_including_standby_nodes(tmp_path):
     engine, seen = Whole(), []
-    engine.inventory = lambda spec, run, look_inside: HERE if look_inside else None
+    engine.inventory = lambda spec, run, run_image: HERE if run_image else None
     engine.up = lambda plan: seen.append((plan.nodes, plan.project, engine.run))
     one, _ = cluster.bring_up(engine, JobSpec(trainers=1, spares=1, name="mine"), tmp_path)
     assert one.name.startswith("mine-")
@@ -242,7 +242,7 @@ def test_files_next_to_the_folder_of_a_job_must_be_removed_with_it_but_no_other_
     ended.log(0).write_text("mine")
     (one.paths.nodes / "kept").hardlink_to(ended.log(0))
     (one.paths.nodes / "a-2").mkdir()
-    store.bring_home(ended)
+    store.move_from_cluster(ended)
     assert [path.name for path in one.paths.nodes.iterdir()] == ["b-1"] and waiting.log(0).parent.is_dir()
     assert ended.log(0).stat().st_nlink == 1
 
@@ -255,7 +255,7 @@ def test_attributes_that_a_job_sets_on_the_folder_of_its_cluster_must_be_reset(t
     os.setxattr(one.paths.nodes, "system.posix_acl_default", no_access)  # of owner, group and others; see acl(5)
     os.setxattr(one.paths.nodes, "user.note", b"of job a")
     one.paths.nodes.chmod(0o2777)
-    store.bring_home(mine)
+    store.move_from_cluster(mine)
     assert os.listxattr(one.paths.nodes) == [] and one.paths.nodes.stat().st_mode & 0o7777 == 0o755
 
 
@@ -266,5 +266,5 @@ def test_a_folder_that_a_job_has_moved_must_not_be_left_for_the_next_job(tmp_pat
     mine.folder.path.rename(one.paths.nodes / "elsewhere")
     (one.paths.nodes / "left").mkdir()
     with pytest.raises(FileNotFoundError):
-        store.bring_home(mine)
+        store.move_from_cluster(mine)
     assert [*one.paths.nodes.iterdir()] == [] and mine.shared.is_dir() and not mine.shared.is_symlink()

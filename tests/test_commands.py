@@ -153,7 +153,7 @@ def test_stop_and_rm_must_require_a_job(do, tmp_path, command):
     ],
 )
 def test_wait_and_attach_must_exit_as_an_ended_job_did_without_an_engine(do, paths, monkeypatch, outcome, reason, code):
-    monkeypatch.setattr(choice, "answering", lambda: 1 / 0)  # no engine is asked
+    monkeypatch.setattr(choice, "available_engines", lambda: 1 / 0)  # no engine is asked
     end(paths, outcome, reason)
     paths.log(0).write_text("shown before\n")
     assert do("wait", "a-1") == (code, [], [])

@@ -84,7 +84,7 @@ def test_exits_must_be_reported_in_the_order_in_which_they_occurred():
 def test_only_the_status_of_the_current_generation_must_count(generation, known):
     engine = nodes_with_workers(1, 2)
     state = said("status", generation=generation, codes={"0": 3}, hints={"0": ""}, running={"1": {}})
-    assert [engine.know(rank, state) for rank in (0, 1)] == [known, known]
+    assert [engine.update_worker(rank, state) for rank in (0, 1)] == [known, known]
     assert [exit.code for exit in engine.wait(0)] == [3] * known
     assert engine.pids == {1: 7} if known else not engine.pids
 

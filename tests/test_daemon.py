@@ -156,12 +156,12 @@ def test_each_container_must_be_handled_even_if_some_have_already_ended(answers,
 
 
 @pytest.mark.parametrize(
-    ("state", "ago", "young"), [("running", 0, True), ("running", 7200, False), ("exited", 0, False)]
+    ("state", "ago", "started_recently"), [("running", 0, True), ("running", 7200, False), ("exited", 0, False)]
 )
-def test_a_container_must_be_young_only_while_it_runs(answers, daemon, state, ago, young):
+def test_a_container_must_have_started_recently_only_while_it_runs(answers, daemon, state, ago, started_recently):
     answers.container("master", state=state)
     answers.started = time.strftime("%Y-%m-%dT%H:%M:%S.123456789Z", time.gmtime(time.time() - ago))
-    assert daemon.young(daemon.containers("orchestrate.job")[0], 3600) is young
+    assert daemon.started_recently(daemon.containers("orchestrate.job")[0], 3600) is started_recently
 
 
 def test_a_command_in_a_container_must_be_reachable_over_its_stdin_and_stdout(answers, daemon):
@@ -172,7 +172,7 @@ def test_a_command_in_a_container_must_be_reachable_over_its_stdin_and_stdout(an
         connection.recv(1)
 
     answers.speaks = echo
-    link = daemon.talk("box", ["pipe", "-x"], KEY)
+    link = daemon.connect_by_exec("box", ["pipe", "-x"], KEY)
     assert link and link.send(protocol.Dump())
     assert eventually(link.receive) == [said("uploaded", tags={"heard": "{'ask': 'dump'}"})]
     body = answers.of("POST /containers/box/exec")[1]
@@ -180,7 +180,7 @@ def test_a_command_in_a_container_must_be_reachable_over_its_stdin_and_stdout(an
     assert body["Cmd"] == ["pipe", "-x"] and body["AttachStdin"] and body["AttachStdout"] and not body["Tty"]
     link.close()
     answers.speaks = lambda connection: connection.sendall(framed(1, b"no greeting\n"))
-    assert daemon.talk("box", ["pipe"], KEY) is None
+    assert daemon.connect_by_exec("box", ["pipe"], KEY) is None
 
 
 @pytest.mark.parametrize("cut", [0, 5, -1])
@@ -199,7 +199,7 @@ def test_a_greeting_that_arrives_with_the_response_must_not_be_lost(answers, dae
             pass
 
     answers.speaks = speak
-    link = daemon.talk("box", ["pipe"], KEY)
+    link = daemon.connect_by_exec("box", ["pipe"], KEY)
     assert link and link.sock.gettimeout()
     assert link.converse(protocol.Clean(), protocol.Cleaned) == said("cleaned")
     link.close()
@@ -208,10 +208,10 @@ def test_a_greeting_that_arrives_with_the_response_must_not_be_lost(answers, dae
 @pytest.mark.parametrize("status", [404, 409])
 def test_a_container_that_is_not_running_must_give_no_connection(answers, daemon, status):
     answers.refusals["POST /containers/box/exec"] = status, "is not running"
-    assert daemon.talk("box", ["pipe"], KEY) is None
+    assert daemon.connect_by_exec("box", ["pipe"], KEY) is None
     answers.refusals["POST /containers/box/exec"] = 500, "out of room"
     with pytest.raises(EngineError, match="could not run a command in box: out of room"):
-        daemon.talk("box", ["pipe"], KEY)
+        daemon.connect_by_exec("box", ["pipe"], KEY)
 
 
 # --- Compose

@@ -6,10 +6,10 @@ import sys
 import pytest
 from support.plans import HERE, plan
 
-from orchestrate.job.logs import last_words
+from orchestrate.job.logs import last_lines
 from orchestrate.job.outcomes import CAUSES, ObservedExit, WorkerExit
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.diagnosis import BY_ENGINE, blame, complains, diagnose
+from orchestrate.supervise.diagnosis import BY_ENGINE, diagnose, find_root_cause, is_peer_failure
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [172.18.0.3]:31337"
 RESET = "RuntimeError: [gloo/transport/tcp/buffer.cc:58] Read error [172.18.0.3]: Connection reset by peer"
@@ -40,7 +40,7 @@ PLAN = plan(JobSpec(trainers=2), HERE, "j", 29500)
 def found(*ends: tuple, lines: dict | None = None) -> tuple[WorkerExit, str]:
     """The worker to blame, from exits (seconds, rank, code), or (seconds, rank, code, "ours") if we stopped it."""
     exits = [ObservedExit(end[0], WorkerExit(end[1], end[2]), len(end) > 3) for end in ends]
-    return blame(exits, lambda rank: (lines or {}).get(rank, []))
+    return find_root_cause(exits, lambda rank: (lines or {}).get(rank, []))
 
 
 @pytest.mark.parametrize("code", [132, 134, 135, 136, 137, 139])
@@ -83,7 +83,7 @@ def test_a_worker_that_ends_long_after_the_first_must_never_be_the_cause():
     assert found((10.0, 0, 1), (13.0, 1, 137), lines={0: [GLOO]})[0] == WorkerExit(0, 1)
     assert found((10.0, 0, 1), (11.0, 1, 137), lines={0: [GLOO]})[0] == WorkerExit(1, 137)
     ends = [ObservedExit(10.0, WorkerExit(0, 1), False), ObservedExit(11.0, WorkerExit(1, 137), False)]
-    assert blame(ends, lambda rank: [GLOO] * (rank == 0), window=0.5)[0] == WorkerExit(0, 1)
+    assert find_root_cause(ends, lambda rank: [GLOO] * (rank == 0), window=0.5)[0] == WorkerExit(0, 1)
 
 
 def test_a_peer_that_aborts_because_another_is_gone_must_not_be_the_cause():
@@ -166,11 +166,11 @@ def test_a_worker_that_succeeded_must_not_be_blamed_for_anothers_error():
         ["RuntimeError: Wait timeout"],
         ["DistBackendError: wait timeout after 300000ms, keys: /default_pg/0/0"],
         ["[rank0]: torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0."],
-        last_words("\n".join([NCCL, *WATCHDOG, f"  what():  {WHAT} {NCCL}", *FRAMES, "", *DUMP]), 0, 12),
+        last_lines("\n".join([NCCL, *WATCHDOG, f"  what():  {WHAT} {NCCL}", *FRAMES, "", *DUMP]), 0, 12),
     ],
 )
 def test_complaints_about_a_peer_must_be_recognized(lines):
-    assert complains(lines)
+    assert is_peer_failure(lines)
 
 
 @pytest.mark.parametrize(
@@ -180,11 +180,11 @@ def test_complaints_about_a_peer_must_be_recognized(lines):
         ["ValueError: no"],
         [GLOO, "a", "b", "c"],
         ["ValueError", *DUMP],
-        last_words("\n".join([*WATCHDOG, f"  what():  {WHAT} {ILLEGAL}", *FRAMES, "", *DUMP]), 0, 12),
+        last_lines("\n".join([*WATCHDOG, f"  what():  {WHAT} {ILLEGAL}", *FRAMES, "", *DUMP]), 0, 12),
     ],
 )
 def test_other_last_lines_must_not_count_as_complaints(lines):
-    assert not complains(lines)
+    assert not is_peer_failure(lines)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_containers_must_be_listed_periodically_while_workers_run(job, monkeypat
     for change in ("pause", "unpause", "die", "network"):
         kind = "network" if change == "network" else "container"
         action = "disconnect" if change == "network" else change
-        engine.looked, before = clock.now, lists(job)
+        engine.last_listed, before = clock.now, lists(job)
         engine._record_event({"Type": kind, "Action": action, "Actor": {"ID": "x", "Attributes": {}}})
         assert engine.wait(0).exits == [] and lists(job) == before  # the list lags slightly behind events
         clock.now += 0.05
@@ -321,9 +321,9 @@ def test_jobs_must_list_jobs_with_containers_but_not_plain_compose_projects(job)
     ]
     containers = ["container b-master-1", "container b-trainer-1", "container b-trainer-2"]
     job.answers.containers.reverse()
-    assert engine.holds("b") == [*containers, "network b_job"]
+    assert engine.resources("b") == [*containers, "network b_job"]
     job.answers.networks[0]["Driver"] = "overlay"  # a network of a Swarm
-    assert engine.holds("b") == containers and engine.holds("none") == []
+    assert engine.resources("b") == containers and engine.resources("none") == []
 
 
 def test_containers_must_be_removed_but_not_a_run_directory_that_they_name(job, tmp_path):

@@ -17,7 +17,7 @@ from support.said import said
 
 from orchestrate.cli import commands
 from orchestrate.doctor import checks, findings
-from orchestrate.engines import looked
+from orchestrate.engines import check_cache
 from orchestrate.engines.base import JobState
 from orchestrate.engines.ports import free_port
 from orchestrate.errors import EngineError
@@ -39,7 +39,7 @@ def own(monkeypatch):
         for module in (checks, findings):
             monkeypatch.setattr(module, "look", lambda: gpus)
         monkeypatch.setattr(findings, "why_none", lambda: why)
-        monkeypatch.setattr(looked, "useless", lambda ids: useless)
+        monkeypatch.setattr(check_cache, "gpu_problem", lambda ids: useless)
 
     have()
     return have
@@ -121,8 +121,8 @@ class Nodes:
     def reach(self, node: str) -> Host:
         return self.links[self.placed[node]]
 
-    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> Site:
-        assert not look_inside
+    def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> Site:
+        assert not run_image
         return HERE
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: object) -> "Nodes":

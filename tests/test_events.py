@@ -254,7 +254,7 @@ def starting(generation: int) -> events.Event:
 
 EXIT = events.WorkerEnded(1, "trainer-1", 137, stopping=False)
 ENDED = events.GenerationEnded(
-    generation=0, word=Outcome.FAILED, why="a worker failed", lasted=2.5, step=30, progress=True
+    generation=0, outcome=Outcome.FAILED, why="a worker failed", lasted=2.5, step=30, progress=True
 )
 
 

@@ -277,7 +277,7 @@ def test_a_job_must_continue_with_fewer_nodes_and_readmit_one_at_a_checkpoint(cl
     subprocess.run(free, check=True, capture_output=True)
     job.until("node_back")
     assert job.until("generation_starting", 3)["world_size"] == 3
-    outcomes = [event["word"] for event in job.events("generation_ended")]
+    outcomes = [event["outcome"] for event in job.events("generation_ended")]
     assert outcomes == ["failed", "rescaled"]
     cli("stop", cli.run_dir().name)
     assert job.end() == 130

@@ -20,7 +20,7 @@ from orchestrate.files.lines import Lines
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import events, report, spec, store
 from orchestrate.job.events import to_line
-from orchestrate.job.logs import clean, last_words
+from orchestrate.job.logs import clean, last_lines
 from orchestrate.job.outcomes import Outcome
 from orchestrate.job.plan import read_plan
 from orchestrate.job.recorder import _mac
@@ -118,7 +118,7 @@ def test_an_engine_must_survive_any_message_from_a_node(messages):
     exits = []
     for _ in range(3):
         exits += nodes.wait(0)
-        nodes.doing()
+        nodes.activity()
     assert all(0 <= end.code <= 255 and end.rank in range(len(plan.workers)) for end in exits)
     nodes.selector.close()
     for link in nodes.connections.values():
@@ -135,7 +135,7 @@ def test_an_engine_must_survive_any_message_from_a_node(messages):
 def test_worker_output_must_not_control_the_terminal(line):
     text = clean(line)
     assert not any(ord(letter) < 32 and letter not in "\t\n" or 127 <= ord(letter) < 160 for letter in text)
-    assert isinstance(last_words(text, 1, 12), list)
+    assert isinstance(last_lines(text, 1, 12), list)
 
 
 @bounded

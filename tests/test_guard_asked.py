@@ -167,7 +167,7 @@ def test_helpers_left_by_a_dead_orchestrator_must_be_found_and_removed(job):
     job.answers.container("other")["Labels"] = {"orchestrate.guard": "other"}
     job.answers.container("strange")["Labels"] = {"orchestrate.guard": "j"}  # without our other labels
     engine = job.engine()
-    assert engine.holds("j") == ["container j-guard-1a2b3c4d"]
+    assert engine.resources("j") == ["container j-guard-1a2b3c4d"]
     assert engine.jobs() == []  # it is no node
     engine.remove("j", 30)
     assert job.answers.did() == [f"DELETE /containers/{left['Id']}"]

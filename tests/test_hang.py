@@ -5,9 +5,9 @@ from support.scripted import ALL_WELL, Job
 
 from orchestrate.engines.recording import RecordingEngine
 from orchestrate.errors import EngineLost
-from orchestrate.job.outcomes import Doing, JobResult, WorkerExit
+from orchestrate.job.outcomes import Activity, JobResult, WorkerExit
 from orchestrate.job.spec import JobSpec
-from orchestrate.supervise.hang import Stand, late, stand
+from orchestrate.supervise.hang import Position, late, parse_position
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
 REDUCE = (f"{TORCH}/distributed/distributed_c10d.py", 2501, "all_reduce")
@@ -28,8 +28,8 @@ def dumped(*threads: str) -> str:
 
 @pytest.mark.parametrize("waits", [REDUCE, BACKWARD, DDP])
 def test_a_worker_in_a_collective_must_be_located_in_user_code_and_count_as_waiting(waits):
-    found = stand(dumped(thread(waits, MINE, MAIN)))
-    assert found == Stand("/workspace/train.py:7 in step", waits[2], True)
+    found = parse_position(dumped(thread(waits, MINE, MAIN)))
+    assert found == Position("/workspace/train.py:7 in step", waits[2], True)
 
 
 @pytest.mark.parametrize(
@@ -42,45 +42,51 @@ def test_a_worker_in_a_collective_must_be_located_in_user_code_and_count_as_wait
     ],
 )
 def test_library_code_must_not_be_taken_for_user_code(library):
-    assert stand(dumped(thread((library, 1, "wait"), MINE))) == Stand("/workspace/train.py:7 in step", "wait", False)
+    assert parse_position(dumped(thread((library, 1, "wait"), MINE))) == Position(
+        "/workspace/train.py:7 in step", "wait", False
+    )
 
 
 def test_a_worker_whose_stack_has_no_user_code_must_be_located_at_the_top_frame():
-    assert stand(dumped(thread(REDUCE, BACKWARD))) == Stand(f"{REDUCE[0]}:2501 in all_reduce", "all_reduce", True)
+    assert parse_position(dumped(thread(REDUCE, BACKWARD))) == Position(
+        f"{REDUCE[0]}:2501 in all_reduce", "all_reduce", True
+    )
 
 
 @pytest.mark.parametrize(("between", "waits"), [(0, True), (6, True), (20, False)])
 def test_only_frames_near_the_top_of_the_stack_must_count_as_a_collective(between, waits):
     frames = [("/workspace/hook.py", number, "hook") for number in range(between)]
-    found = stand(dumped(thread(*frames, REDUCE, MAIN)))
+    found = parse_position(dumped(thread(*frames, REDUCE, MAIN)))
     assert found and found.waits is waits
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_of_several_threads_the_current_one_must_count(first):
     main, other = thread(MINE), thread(REDUCE, current=False)
-    found = stand(dumped(main, other) if first else dumped(other, main))
-    assert found == Stand("/workspace/train.py:7 in step", "step", False)
+    found = parse_position(dumped(main, other) if first else dumped(other, main))
+    assert found == Position("/workspace/train.py:7 in step", "step", False)
 
 
 def test_the_main_thread_must_count_if_the_current_one_has_no_frames():
-    found = stand(dumped(thread(), thread(REDUCE, current=False), thread(MINE, current=False), thread(current=False)))
+    found = parse_position(
+        dumped(thread(), thread(REDUCE, current=False), thread(MINE, current=False), thread(current=False))
+    )
     assert found and found.where == "/workspace/train.py:7 in step"
 
 
 def test_of_two_dumps_the_last_must_count():
-    found = stand(dumped(thread(MAIN)) + dumped(thread(MINE)))
+    found = parse_position(dumped(thread(MAIN)) + dumped(thread(MINE)))
     assert found and found.where == "/workspace/train.py:7 in step"
 
 
 @pytest.mark.parametrize("log", ["", "epoch 1\n", thread(MINE), dumped(), dumped(thread())])
 def test_a_log_without_a_stack_must_give_no_location(log):
-    assert stand(log) is None
+    assert parse_position(log) is None
 
 
-WAITING = Stand("t.py:9 in all_reduce", "all_reduce", True)
-ELSEWHERE = Stand("t.py:4 in barrier", "barrier", True)
-BUSY = Stand("t.py:1 in load", "read", False)
+WAITING = Position("t.py:9 in all_reduce", "all_reduce", True)
+ELSEWHERE = Position("t.py:4 in barrier", "barrier", True)
+BUSY = Position("t.py:1 in load", "read", False)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,7 @@ def test_the_worker_that_the_others_wait_for_must_be_named_with_its_location(sta
 
 
 def test_the_two_locations_where_most_others_wait_must_be_named():
-    locations = {0: BUSY, 1: WAITING, 2: WAITING, 3: ELSEWHERE, 4: ELSEWHERE, 5: Stand("t.py:5 in x", "x", True)}
+    locations = {0: BUSY, 1: WAITING, 2: WAITING, 3: ELSEWHERE, 4: ELSEWHERE, 5: Position("t.py:5 in x", "x", True)}
     _, what = late(dict.fromkeys(locations, "S"), locations)
     assert what.endswith("; 2 others wait at t.py:9 in all_reduce; 2 others wait at t.py:4 in barrier")
     _, what = late({0: "S", 1: "S"}, {0: WAITING, 1: BUSY})
@@ -133,8 +139,8 @@ SPEC = JobSpec(trainers=2, grace=0.01, hang_after=10.0)
 @pytest.mark.parametrize(("share", "hangs"), [(0.02, True), (0.1, False)])
 def test_workers_that_only_poll_must_count_as_idle(job, share, hangs):
     engine, began = RecordingEngine([[]] * 1500 + [ALL_WELL], [ALL_WELL]), job.clock.now
-    engine.doing = lambda: {rank: Doing("S", 1.0 + share * (job.clock.now - began)) for rank in engine.running}
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=100.0)).word == "succeeded"
+    engine.activity = lambda: {rank: Activity("S", 1.0 + share * (job.clock.now - began)) for rank in engine.running}
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=100.0)).outcome == "succeeded"
     assert len(job.causes()) == hangs
 
 
@@ -153,13 +159,13 @@ def test_the_time_limit_must_count_from_the_last_sign_of_life(job, sign):
         return wait(timeout)
 
     engine.wait = write
-    engine.doing = lambda: {
-        rank: Doing("S", min(job.clock.now, began + 30) if sign == "processor" and rank == 1 else 1.0)
+    engine.activity = lambda: {
+        rank: Activity("S", min(job.clock.now, began + 30) if sign == "processor" and rank == 1 else 1.0)
         for rank in engine.running
     }
     in_trouble = sign in ("paused", "silent")
     engine.troubles = lambda: {"trainer-1": sign} if in_trouble and busy() and job.clock.now > began + 5 else {}
-    assert job.run(engine, SPEC).word == "succeeded"
+    assert job.run(engine, SPEC).outcome == "succeeded"
     assert (
         (35 if sign == "processor" else 38) <= job.when("hang_found")[0] < 43
     )  # only the second half of the time must be idle
@@ -168,8 +174,8 @@ def test_the_time_limit_must_count_from_the_last_sign_of_life(job, sign):
 @pytest.mark.parametrize("since", [0.0, 9.9])
 def test_a_job_must_not_count_as_hung_while_nodes_report_nothing_about_their_workers(job, since):
     engine, silent = RecordingEngine([[]] * 600 + [ALL_WELL]), job.clock.now + since
-    doing = engine.doing
-    engine.doing = lambda: doing() if job.clock.now < silent else {}
+    doing = engine.activity
+    engine.activity = lambda: doing() if job.clock.now < silent else {}
     assert job.run(engine, SPEC) == JobResult("succeeded", "finished")
     assert not job.causes()
 
@@ -178,7 +184,7 @@ def test_workers_that_take_long_to_save_and_exit_must_not_count_as_hung(job):
     engine = RecordingEngine([])
     engine.stop = lambda how: engine.batches.extend([[]] * 600 + [ALL_WELL])
     job.stops = lambda: int("start" in engine.calls)
-    assert job.run(engine, JobSpec(trainers=2, grace=100.0, hang_after=10.0)).word == "stopped"
+    assert job.run(engine, JobSpec(trainers=2, grace=100.0, hang_after=10.0)).outcome == "stopped"
     assert "hang_found" not in job.names() and "dump" not in engine.calls
 
 
@@ -190,17 +196,17 @@ def test_a_job_without_hang_after_must_never_count_as_hung(job):
 
 def test_nodes_must_be_asked_about_their_workers_only_every_few_seconds(job):
     engine, request_times = RecordingEngine([[]] * 90 + [ALL_WELL]), []
-    doing = engine.doing
-    engine.doing = lambda: (request_times.append(job.clock.now), doing())[1]
-    assert job.run(engine, SPEC).word == "succeeded"
+    doing = engine.activity
+    engine.activity = lambda: (request_times.append(job.clock.now), doing())[1]
+    assert job.run(engine, SPEC).outcome == "succeeded"
     assert 2 <= len(request_times) <= 5 and request_times[0] > 1_000_000 + 4
 
 
 def test_a_hang_must_be_reported_with_the_state_of_each_remaining_worker(job):
     engine = RecordingEngine([[WorkerExit(0, 0)]], [ALL_WELL])
-    engine.doing = lambda: {0: Doing("T", 1.0), 1: Doing("S", 1.0), 2: Doing("D", 1.0)}
+    engine.activity = lambda: {0: Activity("T", 1.0), 1: Activity("S", 1.0), 2: Activity("D", 1.0)}
     job.paths.log(1).write_text("loading\nstill loading\n")
-    assert job.run(engine, SPEC).word == "succeeded"
+    assert job.run(engine, SPEC).outcome == "succeeded"
     assert job.noted("hang_found") == [{"states": {"1": "S", "2": "D"}, "after": 10.0}]
     (cause,) = [ended.cause for ended in job.supervisor.history.ended if ended.cause]
     assert (cause.rank, cause.node, cause.exit_code, cause.cause) == (1, "trainer-1", 137, "hang")
@@ -217,7 +223,7 @@ def test_hung_workers_must_get_a_few_seconds_to_print_their_stacks_before_they_a
         engine.batches = [[]] * int(takes * 10 - 1) + [[WorkerExit(rank, 134) for rank in range(3)]]
 
     engine.dump = dump
-    assert job.run(engine, SPEC).word == "succeeded"
+    assert job.run(engine, SPEC).outcome == "succeeded"
     assert engine.calls == ["up", "start", *calls, "up", "start", "down"]
     assert job.noted("workers_stopping") == [{"why": "a worker failed", "kill": True}]
     assert job.when("workers_stopping")[0] - job.when("hang_found")[0] == pytest.approx(min(takes, 15.0), abs=0.3)
@@ -228,14 +234,14 @@ def test_hung_workers_must_get_a_few_seconds_to_print_their_stacks_before_they_a
 
 def test_a_frozen_worker_must_not_be_waited_for_since_it_prints_no_stack(job):
     engine = RecordingEngine([], [ALL_WELL])
-    engine.doing = lambda: {0: Doing("S", 1.0), 1: Doing("T", 1.0), 2: Doing("S", 1.0)}
+    engine.activity = lambda: {0: Activity("S", 1.0), 1: Activity("T", 1.0), 2: Activity("S", 1.0)}
 
     def dump() -> None:
         engine.calls.append("dump")
         engine.batches = [[WorkerExit(0, 134), WorkerExit(2, 134)]] + [[]] * 1000
 
     engine.dump = dump
-    assert job.run(engine, SPEC).word == "succeeded"
+    assert job.run(engine, SPEC).outcome == "succeeded"
     assert engine.calls[2:4] == ["dump", "kill"] and [cause for _, cause in job.causes()] == ["hang"]
     assert job.when("workers_stopping")[0] - job.when("hang_found")[0] < 1.0
 
@@ -249,7 +255,7 @@ def test_an_engine_that_is_lost_while_workers_print_their_stacks_must_leave_the_
         raise EngineLost("gone")
 
     engine.dump = leave
-    assert job.run(engine, SPEC).word == "succeeded"
+    assert job.run(engine, SPEC).outcome == "succeeded"
     assert [cause for _, cause in job.causes()] == ["hang"]
     assert engine.calls == ["up", "start", "adopt", "kill", "up", "start", "down"]
     cause = next(end.cause for end in job.supervisor.history.ended if end.cause)
@@ -267,7 +273,7 @@ def test_an_idle_job_must_count_as_hung_and_every_worker_must_be_asked_for_its_s
         engine.batches.append([WorkerExit(rank, 134) for rank in range(3)])
 
     engine.dump = dump
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0)).outcome == "succeeded"
     assert job.causes() == [(2, "hang")]
     (ended,) = [end for end in job.supervisor.history.ended if end.cause]
     assert ended.cause.summary == (
@@ -293,7 +299,7 @@ def test_an_active_job_must_not_count_as_hung(job, alive):
 
     engine.wait = wait_and_live
     if alive == "processor":
-        engine.doing = lambda: {0: Doing("R", job.clock.now / 4), 1: Doing("S", 1.0), 2: Doing("S", 1.0)}
+        engine.activity = lambda: {0: Activity("R", job.clock.now / 4), 1: Activity("S", 1.0), 2: Activity("S", 1.0)}
     if alive == "pause":
         engine.troubles = lambda: {"trainer-1": "paused"}
     assert job.run(engine, JobSpec(trainers=2, hang_after=10.0)) == JobResult("succeeded", "finished")
@@ -302,7 +308,9 @@ def test_an_active_job_must_not_count_as_hung(job, alive):
 
 def test_an_idle_job_must_count_as_hung_after_the_time_limit_of_its_job_file(job):
     engine = RecordingEngine([])
-    engine.doing = lambda: {rank: Doing("S", 1.0 + job.clock.now / 1000) for rank in engine.running}  # it only polls
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=10.0, max_restarts=0)).word == "failed"
+    engine.activity = lambda: {
+        rank: Activity("S", 1.0 + job.clock.now / 1000) for rank in engine.running
+    }  # it only polls
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=10.0, max_restarts=0)).outcome == "failed"
     (hang,) = [event for event in job.events if event["event"] == "hang_found"]
     assert 10 <= hang["seconds"] < 12

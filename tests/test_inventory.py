@@ -9,7 +9,7 @@ import pytest
 from support.plans import Site, plan
 
 from orchestrate import console
-from orchestrate.engines import looked, process
+from orchestrate.engines import check_cache, process
 from orchestrate.engines.docker import image, labels, probe
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.process import ProcessEngine
@@ -24,15 +24,15 @@ IN_USE = (
     "<fb_memory_usage><total>1000 MiB</total><used>51 MiB</used></fb_memory_usage></gpu></nvidia_smi_log>"
 )
 NVIDIA = {"runc": {}, "nvidia": {}}
-PYTHON, USELESS = probe.python, probe.useless  # the originals, which tests replace
+PYTHON, GPU_PROBLEM = probe.python, probe.gpu_problem  # the originals, which tests replace
 
 
 @pytest.fixture(autouse=True)
 def probed(monkeypatch):
     """All images have Python, and a torch that can use all GPUs; `test_probe.py` probes real ones."""
     monkeypatch.setattr(probe, "python", lambda *_: "python")
-    monkeypatch.setattr(probe, "useless", lambda *_: "")
-    monkeypatch.setattr(looked, "useless", lambda _: "")
+    monkeypatch.setattr(probe, "gpu_problem", lambda *_: "")
+    monkeypatch.setattr(check_cache, "gpu_problem", lambda _: "")
 
 
 def compose(folder, monkeypatch, script: str) -> None:
@@ -109,9 +109,11 @@ def test_each_check_must_be_announced_before_it_starts(answers, daemon, tmp_path
     shown: list[str] = []
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(probe, "python", PYTHON)
-    monkeypatch.setattr(probe, "useless", USELESS)
+    monkeypatch.setattr(probe, "gpu_problem", GPU_PROBLEM)
     monkeypatch.setattr(probe, "_id", lambda *_: "an-id")
-    monkeypatch.setattr(probe, "_run", lambda *arguments, **_: ("works" if looked.CUDA in arguments[3] else "3 12", ""))
+    monkeypatch.setattr(
+        probe, "_run", lambda *arguments, **_: ("works" if check_cache.CUDA in arguments[3] else "3 12", "")
+    )
     monkeypatch.setattr(console, "phase", shown.append)
     monkeypatch.setattr(image, "code_folder", lambda command: tmp_path)
     tmp_path.chmod(0o755)

@@ -103,7 +103,7 @@ def test_a_job_on_a_cluster_must_have_its_files_in_the_nodes_folder(paths):
     create(paths, cluster="c-1")
     assert paths.shared.is_symlink() and not paths.shared.readlink().is_absolute()
     assert {path.name for path in inside.iterdir()} == {"logs", "checkpoints"}
-    store.bring_home(paths)
+    store.move_from_cluster(paths)
     assert not paths.shared.is_symlink() and paths.shared.is_dir() and store.load(paths)[1].job_id == "a-1"
     assert not inside.exists()
 

@@ -58,7 +58,7 @@ def assert_only_master_counts(session: DockerSession, job: Job) -> None:
     """Check that only the real node counts as one and is removed."""
     engine, ids = job.engine(), [one["Id"] for one in job.answers.containers]
     assert engine.jobs() == [JobState("j", "docker", 1, engine.jobs()[0].run, 7)]
-    assert engine.holds("j") == ["container j-master-1"] and engine.holds("k") == []
+    assert engine.resources("j") == ["container j-master-1"] and engine.resources("k") == []
     assert session._list_nodes().keys() == {"master"}
     job.answers.asked.clear()
     engine.remove("j", 30)

@@ -8,7 +8,7 @@ from support.plans import HERE, plan, with_gpus
 from orchestrate.cli.cluster import Cluster
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import JobPaths
-from orchestrate.job.limits import in_bytes, limits
+from orchestrate.job.limits import limits, parse_size
 from orchestrate.job.plan import read_plan
 from orchestrate.job.spec import JobSpec, resolve
 from orchestrate.job.users import nodes_of
@@ -120,4 +120,4 @@ def test_an_invalid_size_must_be_refused(memory):
 
 @pytest.mark.parametrize(("text", "count"), [("1", 1), ("10b", 10), ("4k", 4096), ("64M", 64 << 20), ("2g", 2 << 30)])
 def test_sizes_must_have_the_same_units_as_dockers(text, count):
-    assert in_bytes(text) == count
+    assert parse_size(text) == count

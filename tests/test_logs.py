@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrate.files.paths import JobPaths
-from orchestrate.job.logs import Follower, clean, last_words, prefixes, tail
+from orchestrate.job.logs import Follower, clean, last_lines, prefixes, tail
 
 
 def test_a_log_must_be_read_in_parts_with_its_last_line_intact(paths):
@@ -91,7 +91,7 @@ def test_the_tail_must_be_the_last_lines_of_a_long_log(tmp_path):
     paths.log(0).write_text("".join(f"{i}\n" for i in range(100_000)))
     text = tail(paths.folder, 0)
     assert len(text) < 1 << 16
-    assert last_words(text, 0, 2) == ["99998", "99999"]
+    assert last_lines(text, 0, 2) == ["99998", "99999"]
     assert tail(paths.folder, 1) == ""
 
 
@@ -99,7 +99,7 @@ def test_a_progress_bar_must_be_one_line_of_the_tail(tmp_path):
     paths = JobPaths(tmp_path / "a-1")
     paths.create()
     paths.log(0).write_bytes(b"it began\n" + b"".join(b"\r%d of 100" % i for i in range(100)) + b"\nan error\n")
-    assert last_words(tail(paths.folder, 0), 0, 12) == ["it began", "99 of 100", "an error"]
+    assert last_lines(tail(paths.folder, 0), 0, 12) == ["it began", "99 of 100", "an error"]
 
 
 def test_a_log_that_is_longer_than_a_chunk_must_be_shown_whole(tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_prefixes_must_have_the_same_width():
     ],
 )
 def test_the_last_lines_must_be_from_the_generation(text, generation, expected):
-    assert last_words(text, generation, 2) == expected
+    assert last_lines(text, generation, 2) == expected
 
 
 DUMP = """\
@@ -181,7 +181,7 @@ Extension modules: numpy, torch (total: 2)"""
 
 def test_of_a_dump_the_crashed_stack_must_be_shown_after_the_output_before_it():
     output = "".join(f"said {number}\n" for number in range(9))
-    assert last_words(output + DUMP, 0, 12) == [
+    assert last_lines(output + DUMP, 0, 12) == [
         *(f"said {number}" for number in range(5, 9)),
         "Fatal Python error: Segmentation fault",
         "Current thread 0x01 (most recent call first):",
@@ -202,25 +202,25 @@ def test_native_stack_frames_must_not_hide_the_output_before_them():
     frames = "".join(f"frame #{number}: c10::Error::Error() + 0x96 (0x7f in libc10.so)\n" for number in range(20))
     raised = "Exception raised from checkTimeout at /pytorch/ProcessGroupNCCL.cpp:685 (most recent call first):\n"
     output = f"  what():  Watchdog caught collective operation timeout\n{ADVICE}\n{raised}{frames}\n"
-    assert last_words(output + DUMP, 0, 12)[:2] == [output.splitlines()[0], "Fatal Python error: Segmentation fault"]
+    assert last_lines(output + DUMP, 0, 12)[:2] == [output.splitlines()[0], "Fatal Python error: Segmentation fault"]
     own = ["frame of mind", "frame #12: cannot decode"]
-    assert last_words("\n".join([*own, output]), 0, 12)[:3] == [*own, output.splitlines()[0]]
+    assert last_lines("\n".join([*own, output]), 0, 12)[:3] == [*own, output.splitlines()[0]]
     prefixed = "".join(f"[rank1]: {line}\n" for line in output.splitlines())
-    assert [line for line in last_words(prefixed, 0, 12) if line.strip() != "[rank1]:"] == [prefixed.splitlines()[0]]
+    assert [line for line in last_lines(prefixed, 0, 12) if line.strip() != "[rank1]:"] == [prefixed.splitlines()[0]]
 
 
 def test_of_a_deep_stack_the_innermost_lines_must_be_shown():
     deep = "\n".join(f'  File "/w/train.py", line {number} in deep' for number in range(50))
-    shown = last_words(f"Fatal Python error: Aborted\nCurrent thread 0x01:\n{deep}", 0, 12)
+    shown = last_lines(f"Fatal Python error: Aborted\nCurrent thread 0x01:\n{deep}", 0, 12)
     assert (len(shown), shown[2]) == (7, '  File "/w/train.py", line 0 in deep')
 
 
 def test_the_last_of_several_dumps_must_be_shown_and_also_one_without_a_current_thread():
     first = DUMP.replace("innermost", "earlier")
-    shown = last_words(f"{first}\n{DUMP}", 0, 12)
+    shown = last_lines(f"{first}\n{DUMP}", 0, 12)
     assert any("innermost" in line for line in shown)
     stack = ["<no Python frame>"]
-    assert last_words("\n".join(["before", "Fatal Python error: Aborted", "", *stack]), 0, 12) == [
+    assert last_lines("\n".join(["before", "Fatal Python error: Aborted", "", *stack]), 0, 12) == [
         "before",
         "Fatal Python error: Aborted",
         *stack,

@@ -15,7 +15,7 @@ from support.manager_stub import StubManager, container, host, scale, settled
 from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.swarm import manager
-from orchestrate.engines.swarm.manager import Manager, shared_out
+from orchestrate.engines.swarm.manager import Manager, total_gpus
 from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files.paths import JobPaths
@@ -38,7 +38,7 @@ from orchestrate.job.spec import IMAGE, JobSpec
     ],
 )
 def test_each_node_must_have_as_many_gpus_as_leave_enough_for_standby_nodes(offered, nodes, spares, used):
-    assert shared_out(offered, nodes, spares) == used
+    assert total_gpus(offered, nodes, spares) == used
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_only_hosts_that_take_nodes_must_count(stub, constraints, fit):
         one["Spec"] |= {"Role": role, "Labels": {"gpu": "a100"} if label == "a" else None}
         one["Description"]["Platform"] = {"OS": "linux", "Architecture": arch}
         one["Description"]["Engine"] = {"Labels": {"disk": "fast"} if label == "b" else None}
-    assert {one["ID"] for one in Manager().takers(JobSpec(constraints=constraints))} == fit
+    assert {one["ID"] for one in Manager().candidate_hosts(JobSpec(constraints=constraints))} == fit
     stub.hosts = stub.hosts[3:]
     with pytest.raises(ResourceError, match="no host of the Swarm is ready"):
-        Manager().takers(JobSpec())
+        Manager().candidate_hosts(JobSpec())
 
 
 def test_nodes_on_a_host_that_is_down_must_not_be_waited_for(clock, tmp_path, monkeypatch):

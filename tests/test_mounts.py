@@ -140,14 +140,14 @@ def test_sockets_and_pipes_of_this_machine_must_be_hidden_from_nodes(code, tmp_p
     (code / ".dockerignore").write_text("data\n")
     (code / "way").symlink_to("agent.sock")
     run = tmp_path / "elsewhere" / "a-1" / "job"
-    doors = [mount for mount in mounts_module.of_nodes(run, code) if mount.get("source") == os.devnull]
+    doors = [mount for mount in mounts_module.node_mounts(run, code) if mount.get("source") == os.devnull]
     assert [mount["target"] for mount in doors] == ["/workspace/agent.sock", "/workspace/src/pipe"]
     monkeypatch.setattr(mounts_module, "MAX_MASKS", 4)
     with pytest.raises(UsageError, match=f"{code} has more than 4 sockets, pipes and files to hide"):
-        mounts_module.of_nodes(run, code)
+        mounts_module.node_mounts(run, code)
     (code / ".dockerignore").write_text("src\nlogs\n.env\n.venv\n")  # more than allowed, with .git
     with pytest.raises(UsageError, match=f"{code} has more than 4 sockets, pipes and files to hide"):
-        mounts_module.of_nodes(run, code)
+        mounts_module.node_mounts(run, code)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="must be root to mount a folder")

@@ -33,7 +33,7 @@ def test_a_node_that_comes_back_at_the_third_attempt_must_not_fail_the_job(job, 
         engine.missing = {"trainer-1"} if len(attempts) in (2, 3) else set()
 
     engine.up = come_back
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert engine.calls == ["up", "start", "stop", "up", "up", "up", "start", "down"]
     assert [later - sooner >= 1 for sooner, later in zip(attempts[1:], attempts[2:])] == [True, True]
 
@@ -64,7 +64,7 @@ def make_unreachable(job: Job, engine: RecordingEngine, seconds: float, generati
 def test_an_engine_that_is_unreachable_for_minutes_must_be_waited_for_and_reported_once(job, generation):
     engine = RecordingEngine(*[[KILLED]] * generation, [ALL_WELL])
     make_unreachable(job, engine, 290, generation)
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert job.noted("engine_lost") == [{"error": "gone"}]
 
 
@@ -84,7 +84,7 @@ def test_a_request_to_stop_must_end_the_wait_for_an_unreachable_engine(job):
     make_unreachable(job, engine, 310, 1)
     began = job.clock.now
     job.stops = lambda: int(job.clock.now > began + 20)
-    assert job.run(engine).word == "stopped"
+    assert job.run(engine).outcome == "stopped"
     assert job.clock.now < began + 25
 
 
@@ -99,7 +99,7 @@ def test_calls_to_the_engine_that_take_long_must_learn_that_the_job_is_to_stop(j
 
     setattr(engine, call, take_long)
     job.stops = lambda: len(requests)
-    assert job.run(engine).word == "stopped"
+    assert job.run(engine).outcome == "stopped"
     assert answers == [False, True]
 
 
@@ -123,7 +123,7 @@ def test_a_file_that_workers_need_must_be_waited_for_while_the_disk_is_full(job,
 
     job.stops = make_space
     engine = RecordingEngine([ALL_WELL])
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert path.is_file() and job.names().count("disk_full") == 1
 
 
@@ -152,7 +152,7 @@ def test_workers_whose_run_directory_is_removed_must_be_stopped_and_not_succeed(
 
     engine.wait = remove
     outcome = job.run(engine)
-    assert (outcome.word, outcome.why) == ("failed", "its run directory was removed")
+    assert (outcome.outcome, outcome.why) == ("failed", "its run directory was removed")
     assert engine.calls[-2:] == ["stop", "down"] and job.when("workers_stopping")[0] < 6
 
 
@@ -170,7 +170,7 @@ def test_the_first_generation_must_follow_the_plan_that_was_shown(job):
     spec = JobSpec(trainers=2, grace=0.01)
     shown = plan(spec, HERE, "j", 31_000)
     engine = RecordingEngine([ALL_WELL])
-    assert job.run(engine, spec, shown).word == "succeeded"
+    assert job.run(engine, spec, shown).outcome == "succeeded"
     assert engine.plans == [shown]
 
 
@@ -184,7 +184,7 @@ def test_a_restart_on_a_cluster_must_keep_the_name_of_the_job(job):
 def test_the_start_of_a_generation_must_be_recorded_as_events(job):
     engine = RecordingEngine([[WorkerExit(rank, 0) for rank in range(6)]])
     engine.hosts = {"master": "one", "trainer-2": "two", "trainer-9": "two"}
-    assert job.run(engine, JobSpec(trainers=2, nproc_per_node=2)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, nproc_per_node=2)).outcome == "succeeded"
     nodes = ["master", "trainer-1", "trainer-2"]
     assert job.noted("nodes_starting") == [{"nodes": 3, "engine": "docker"}]
     assert job.noted("nodes_up") == [{"nodes": nodes, "hosts": {"master": "one", "trainer-2": "two"}}]

@@ -114,7 +114,7 @@ def job_with_slow_rule(job: Job) -> JobSpec:
 
 
 def test_a_rule_that_backtracks_forever_must_not_delay_the_restart(job):
-    assert job.run(RecordingEngine([KILLED], [ALL_WELL]), job_with_slow_rule(job)).word == "succeeded"
+    assert job.run(RecordingEngine([KILLED], [ALL_WELL]), job_with_slow_rule(job)).outcome == "succeeded"
     assert [event["text"] for event in job.noted("warning_issued")] == [ignored(EVIL)]
 
 

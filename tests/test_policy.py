@@ -18,7 +18,7 @@ def failure(number: int, cause: str = "killed", **facts) -> GenerationResult:
     code, lines = facts.pop("exit_code", 137), facts.pop("last_lines", [])
     found = Cause(rank=1, node="n", exit_code=code, cause=cause, summary="", hint="", last_lines=lines)
     facts = {"time": 100.0 * number, "lasted": 60.0, "progress": True, "step": number * 10} | facts
-    return GenerationResult(generation=number, word="failed", why="", cause=found, **facts)
+    return GenerationResult(generation=number, outcome="failed", why="", cause=found, **facts)
 
 
 def test_a_failure_must_lead_to_a_restart_within_the_budget():
@@ -59,7 +59,7 @@ def test_uncounted_failures_must_not_use_up_the_budget():
 
 
 def test_a_generation_that_was_stopped_to_add_a_node_must_not_be_counted():
-    rescaled = GenerationResult(generation=1, word="rescaled", why="a node is back", time=100.0)
+    rescaled = GenerationResult(generation=1, outcome="rescaled", why="a node is back", time=100.0)
     assert decide(JobSpec(max_restarts=2), [failure(0), rescaled, failure(2)]) == Decision(True, "restart 2 of 2")
 
 

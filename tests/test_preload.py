@@ -99,7 +99,7 @@ def test_a_file_that_cannot_be_read_must_not_hide_the_others(tmp_path):
 
 
 def test_the_number_of_files_read_must_be_limited(tmp_path, monkeypatch):
-    monkeypatch.setattr(imports, "MOST_FILES", 3)
+    monkeypatch.setattr(imports, "MAX_FILES", 3)
     for number, text in enumerate(("import f1", "import f2", "import f3", "import torch")):
         (tmp_path / f"f{number}.py").write_text(text)
     assert imports.uses(["f0.py"], str(tmp_path)) == [False, False]

@@ -7,7 +7,7 @@ import pytest
 from conftest import docker, leftovers
 from support.plans import Site
 
-from orchestrate.engines import looked, process
+from orchestrate.engines import check_cache, process
 from orchestrate.engines.docker import probe
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.engines.process import ProcessEngine
@@ -115,6 +115,10 @@ def test_local_processes_must_not_get_gpus_that_their_torch_cannot_use(monkeypat
 def test_only_a_torch_that_works_must_be_cached(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     tmp_path.chmod(0o700)
-    assert looked.cuda(["a"], "torch 2: no") == "torch 2: no" and not looked.known(["a"])
-    assert looked.cuda(["a"], "") == "torch exited without output"
-    assert looked.cuda(["a"], "works") == "" and looked.known(["a"]) == "works" and not looked.known(["b"])
+    assert check_cache.cuda(["a"], "torch 2: no") == "torch 2: no" and not check_cache.cached(["a"])
+    assert check_cache.cuda(["a"], "") == "torch exited without output"
+    assert (
+        check_cache.cuda(["a"], "works") == ""
+        and check_cache.cached(["a"]) == "works"
+        and not check_cache.cached(["b"])
+    )

@@ -310,15 +310,15 @@ def test_jobs_must_list_only_jobs_whose_nodes_listen(nodes):
     expected = [JobState(name, "process", 2, nodes.run.resolve(), os.getuid()) for name in ("a", "b")]
     shell = nodes.shell()
     assert shell.jobs() == expected
-    assert shell.holds("b") == [
+    assert shell.resources("b") == [
         *(f"process {pid} ({name})" for name, pid in sorted(pids(engine).items())),
         f"folder {nodes.state / 'b'}",
     ]
-    assert shell.holds("c") == [f"folder {nodes.state / 'c'}"]
-    assert shell.holds("none") == []
+    assert shell.resources("c") == [f"folder {nodes.state / 'c'}"]
+    assert shell.resources("none") == []
     shell.remove("b", 30.0)
     eventually(lambda: not engine.alive())
-    assert shell.jobs() == expected[:1] and shell.holds("b") == []
+    assert shell.jobs() == expected[:1] and shell.resources("b") == []
 
 
 # --- nodes that are starting

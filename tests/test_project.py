@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from orchestrate.engines.docker.labels import only
 from orchestrate.export.compose import VARIABLE
-from orchestrate.job.limits import in_bytes, limits
+from orchestrate.job.limits import limits, parse_size
 from orchestrate.job.spec import JobSpec
 
 # --- make
@@ -264,7 +264,7 @@ def test_documented_variables_must_reach_nodes_with_the_defaults_of_a_job():
     assert (found["NODE_SHM"], found["NODE_GRACE"]) == (job.shm_size, f"{job.grace:g}")
     assert (found["NODE_MODE"], found["NPROC_PER_NODE"], found["TRAINERS"]) == ("rendezvous", "1", "1")
     assert (found["NODE_MEMORY"], found["NODE_CPUS"]) == ("0", "0")
-    assert in_bytes(found["NODE_TMP"]) == limits(None, 0, 1).tmp
+    assert parse_size(found["NODE_TMP"]) == limits(None, 0, 1).tmp
     assert int(found["NODE_PIDS"]) == limits(None, 0, 4).processes
     assert defaults(FILE["secrets"]) == {"CA_BUNDLE": "/dev/null"}
     assert SERVICES["master"]["build"]["secrets"] == [*FILE["secrets"]]

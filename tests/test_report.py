@@ -24,7 +24,7 @@ def test_the_root_cause_must_be_from_the_last_generation_with_its_last_lines():
         facts = {"exit_code": 1, "cause": "error", "hint": "look", "last_lines": lines, "log": f"rank-{rank}.log"}
         cause = Cause(rank=rank, node=f"trainer-{rank}", summary=f"rank {rank} failed", **facts)
         return GenerationResult(
-            generation=generation, word="failed", why="a worker failed", cause=cause, step=5 * generation
+            generation=generation, outcome="failed", why="a worker failed", cause=cause, step=5 * generation
         )
 
     data = report(PLAN, JobResult("failed", "max_restarts is 1"), [ended(0, 1), ended(1, 2)], 0.0, [], [])
@@ -45,8 +45,8 @@ def test_the_root_cause_must_be_from_the_last_generation_with_its_last_lines():
 def test_the_report_of_a_restarted_job_must_list_what_failed():
     cause = Cause(rank=1, node="n", exit_code=137, cause="killed", summary="rank 1 was killed", hint="")
     ended = [
-        GenerationResult(generation=0, word="failed", why="", cause=cause, step=7),
-        GenerationResult(generation=1, word="succeeded", why="finished"),
+        GenerationResult(generation=0, outcome="failed", why="", cause=cause, step=7),
+        GenerationResult(generation=1, outcome="succeeded", why="finished"),
     ]
     data = report(PLAN, JobResult("succeeded", "finished"), ended, 3.0, [], [])
     assert data["root_cause"] is None
@@ -106,7 +106,8 @@ def full(checkpoints=(), metrics=(), lines=()) -> dict:
     facts = {"exit_code": 1, "cause": "error", "hint": "look", "last_lines": [*lines], "log": "log"}
     cause = Cause(rank=1, node="n", summary="rank 1 failed", **facts)
     ended = [
-        GenerationResult(generation=number, word="failed", why="a worker failed", cause=cause) for number in range(200)
+        GenerationResult(generation=number, outcome="failed", why="a worker failed", cause=cause)
+        for number in range(200)
     ]
     return report(PLAN, JobResult("failed", "why"), ended, 0.0, metrics, checkpoints)
 
@@ -147,7 +148,7 @@ def test_long_messages_from_nodes_must_be_truncated():
 
 
 CAUSE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="rank 1 exited with code 1", hint="look", log="log")
-FAILED = GenerationResult(generation=0, word="failed", why="a worker failed", cause=CAUSE, lasted=2.5)
+FAILED = GenerationResult(generation=0, outcome="failed", why="a worker failed", cause=CAUSE, lasted=2.5)
 
 
 def test_the_report_must_identify_the_job_and_state_its_duration():
@@ -173,7 +174,7 @@ def test_only_a_failed_job_must_have_a_root_cause(word):
 
 
 def test_a_job_that_failed_without_a_worker_to_blame_must_have_no_root_cause():
-    stopped = GenerationResult(generation=1, word="rescaled", why="a node is back")
+    stopped = GenerationResult(generation=1, outcome="rescaled", why="a node is back")
     data = report(PLAN, JobResult("failed", "the job cannot continue: no such node"), [FAILED, stopped], 0.0, [], [])
     assert (data["root_cause"], len(data["failures"])) == (None, 1)
     assert report(PLAN, JobResult("failed", "could not start"), [], 0.0, [], [])["root_cause"] is None
@@ -181,7 +182,7 @@ def test_a_job_that_failed_without_a_worker_to_blame_must_have_no_root_cause():
 
 @pytest.mark.parametrize(("word", "expected"), [("succeeded", ""), ("stopped", " (why)"), ("lost", " (why)")])
 def test_the_reason_must_be_shown_unless_the_job_succeeded(word, expected):
-    once = GenerationResult(generation=0, word=word, why="why")
+    once = GenerationResult(generation=0, outcome=word, why="why")
     data = report(PLAN, JobResult(word, "why"), [once], 0.0, [], [])
     assert text(data) == f"{word}: 3 workers, 0.0 s{expected}"
 
@@ -219,8 +220,11 @@ FAILURE = Cause(rank=1, node="n", exit_code=1, cause="error", summary="it broke"
     [
         (events.GenerationStarting(0, NODES, 3, 29500), ""),  # the plan has already shown it
         (events.GenerationStarting(2, NODES, 3, 29500), "generation 2: 3 workers"),
-        (events.GenerationEnded(generation=1, word="succeeded", why="finished"), ""),
-        (events.GenerationEnded(generation=1, word="failed", why="", cause=FAILURE), "generation 1 failed: it broke"),
+        (events.GenerationEnded(generation=1, outcome="succeeded", why="finished"), ""),
+        (
+            events.GenerationEnded(generation=1, outcome="failed", why="", cause=FAILURE),
+            "generation 1 failed: it broke",
+        ),
         (events.RestartDecided(False, "no", 0.0), ""),
         (events.RestartDecided(True, "restart 1 of 3", 0.0), "(restart 1 of 3)"),
         (events.RestartDecided(True, "not counted", 2.0), " in 2 s (not counted)"),
@@ -256,7 +260,7 @@ def test_only_events_that_matter_to_the_user_must_be_shown(event, expected):
         (events.WorkersAwaited((2,)), "waiting for rank 2 to start"),
         (events.WorkersAwaited((*range(1, 11),)), "waiting for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more to start"),
         (events.WorkersStarted(), "waiting for the workers' first output"),
-        (events.GenerationEnded(generation=0, word="succeeded", why="finished"), ""),
+        (events.GenerationEnded(generation=0, outcome="succeeded", why="finished"), ""),
         (events.NodesStopping(), "cleaning up"),
         (events.NodesDown(), ""),
         (events.WorkerEnded(0, "master", 0, stopping=False), None),

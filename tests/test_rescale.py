@@ -32,13 +32,13 @@ def test_a_job_with_a_minimum_must_continue_with_fewer_nodes_and_take_one_back_a
 
     engine.start = play
     job.stops = save_when_it_is_back
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1, max_restarts=1)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1, max_restarts=1)).outcome == "succeeded"
     assert [[worker.node for worker in plan.workers] for plan in engine.plans] == [
         ["master", "trainer-1", "trainer-2"],
         ["master", "trainer-2"],
         ["master", "trainer-1", "trainer-2"],
     ]
-    assert [ended.word for ended in job.supervisor.history.ended] == ["failed", "rescaled", "succeeded"]
+    assert [ended.outcome for ended in job.supervisor.history.ended] == ["failed", "rescaled", "succeeded"]
     assert job.noted("nodes_missing") == [{"nodes": ["master", "trainer-2"], "missing": 1, "error": "no such node"}]
     assert len(job.noted("node_back")) == 1
 
@@ -60,8 +60,8 @@ def test_a_node_that_is_back_must_not_be_used_before_the_next_checkpoint(job, mo
         return Observed([WorkerExit(0, 0), WorkerExit(1, 0)]) if ended else wait(timeout)
 
     engine.start, engine.wait = play, end_when_it_is_back
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
-    assert [ended.word for ended in job.supervisor.history.ended] == ["failed", "succeeded"]
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).outcome == "succeeded"
+    assert [ended.outcome for ended in job.supervisor.history.ended] == ["failed", "succeeded"]
     assert "node_back" in job.names()
 
 
@@ -69,7 +69,7 @@ def test_fewer_nodes_than_the_minimum_must_fail_the_job(job):
     engine = RecordingEngine([KILLED])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.update({"trainer-1", "trainer-2"}))
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "failed"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).outcome == "failed"
 
 
 def test_a_node_that_does_not_come_back_must_be_retried_with_increasing_delays(job, monkeypatch):
@@ -89,7 +89,7 @@ def test_a_node_that_does_not_come_back_must_be_retried_with_increasing_delays(j
     engine.wait = lambda timeout: (
         Observed([WorkerExit(0, 0), WorkerExit(1, 0)]) if len(attempts) > 11 and 0 in engine.running else wait(timeout)
     )
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1, hang_after=0.0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1, hang_after=0.0)).outcome == "succeeded"
     gaps = [later - sooner for sooner, later in zip(attempts, attempts[1:]) if later - sooner > 5]  # after the restart
     assert gaps[:7] == pytest.approx([10, 20, 40, 80, 160, 300, 300], rel=0.15)
     assert REJOIN_INTERVAL == (10.0, 300.0)
@@ -100,7 +100,7 @@ def test_a_job_with_a_minimum_of_no_trainers_must_continue_with_the_master_alone
     engine.hosts = {"master": "one", "trainer-1": "two"}
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.missing.update({"trainer-1", "trainer-2"}))
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=0)).outcome == "succeeded"
     assert [worker.node for worker in engine.plans[1].workers] == ["master"]
     assert job.noted("nodes_up")[1] == {"nodes": ["master"], "hosts": {"master": "one"}}
 
@@ -131,7 +131,7 @@ def test_the_clean_up_but_no_worker_must_wait_for_an_attempt_to_bring_a_node_bac
     lose_trainer_1(engine)
     up = engine.up
     engine.up = lambda *arguments: (engine.calls.append("while they run") if engine.running else None, up(*arguments))
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).outcome == "succeeded"
     assert engine.calls == ["up", "start", "stop", "up", "up", "up", "start", "up", "down"]
 
 
@@ -152,7 +152,7 @@ def test_a_missing_node_must_not_be_retried_while_another_one_is_in_trouble(job,
     engine = RecordingEngine([KILLED], [*[[]] * 200, [WorkerExit(0, 0), WorkerExit(1, 0)]])
     lose_trainer_1(engine)
     engine.troubles = lambda: {"trainer-2": "paused"} if len(engine.plans) == 2 else {}
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).outcome == "succeeded"
     assert engine.calls == ["up", "start", "stop", "up", "up", "up", "start", "down"]
 
 
@@ -172,8 +172,8 @@ def test_a_node_that_came_back_and_is_missing_again_must_not_count_as_back(job, 
         return wait(timeout)
 
     engine.start, engine.wait = play, save
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
-    assert [ended.word for ended in job.supervisor.history.ended] == ["failed", "rescaled", "failed", "succeeded"]
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).outcome == "succeeded"
+    assert [ended.outcome for ended in job.supervisor.history.ended] == ["failed", "rescaled", "failed", "succeeded"]
     assert job.names().count("node_back") == 1
 
 
@@ -201,5 +201,5 @@ def test_a_worker_that_fails_while_the_gang_is_stopped_for_a_rescale_must_count_
         engine.batches.append([WorkerExit(0, 143), WorkerExit(1, end, asked), WorkerExit(2, 143)])
 
     engine.start, engine.wait, engine.stop = play, save, stop
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).word == "succeeded"
-    assert [ended.word for ended in job.supervisor.history.ended] == ["failed", word, "succeeded"]
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, min_trainers=1)).outcome == "succeeded"
+    assert [ended.outcome for ended in job.supervisor.history.ended] == ["failed", word, "succeeded"]

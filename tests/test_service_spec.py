@@ -185,5 +185,5 @@ def test_a_node_must_unpack_its_program_and_run_it(tmp_path, monkeypatch):
     ],
 )
 def test_a_task_that_does_not_start_must_be_reported_with_a_message_and_a_hint(error, message, hint):
-    text, advice = service_spec.in_words(error, "host-2", "mine:1")
+    text, advice = service_spec.explain_error(error, "host-2", "mine:1")
     assert message in text and hint in advice and bool(hint) == bool(advice)

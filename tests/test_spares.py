@@ -33,7 +33,7 @@ def test_a_standby_node_must_be_up_before_the_job_starts_and_have_no_worker(job)
     engine, requested = with_standby([ALL_WELL]), []
     up = engine.up
     engine.up = lambda plan, stopped: (requested.append(plan.nodes), up(plan, stopped))
-    assert job.run(engine, SPEC).word == "succeeded"
+    assert job.run(engine, SPEC).outcome == "succeeded"
     assert requested == [("master", "trainer-1", "trainer-2", "trainer-3")]
     assert engine.calls == ["up", "start", "down"]
     assert nodes(engine) == [["master", "trainer-1", "trainer-2"]]
@@ -41,7 +41,7 @@ def test_a_standby_node_must_be_up_before_the_job_starts_and_have_no_worker(job)
 
 def test_a_standby_node_must_replace_a_lost_one_without_waiting_for_it(job):
     engine = with_standby([KILLED], [ALL_WELL])
-    assert job.run(engine, SPEC).word == "succeeded"
+    assert job.run(engine, SPEC).outcome == "succeeded"
     assert nodes(engine)[1] == ["master", "trainer-2", "trainer-3"]
     assert engine.calls == ["up", "start", "stop", "start", "up", "down"]  # meanwhile, the lost one may come back
     assert "nodes_missing" not in job.names() and "node_back" not in job.names()
@@ -58,19 +58,19 @@ def test_a_standby_node_must_replace_a_lost_one_even_if_it_comes_back_before_the
         return alive()
 
     engine.alive = look
-    assert job.run(engine, SPEC).word == "succeeded"
+    assert job.run(engine, SPEC).outcome == "succeeded"
     assert nodes(engine)[1] == ["master", "trainer-2", "trainer-3"]
 
 
 def test_a_node_that_comes_back_meanwhile_must_be_up_before_the_next_failure_is_handled(job):
     engine = with_standby([KILLED], [KILLED], [ALL_WELL])
-    assert job.run(engine, SPEC).word == "succeeded"
+    assert job.run(engine, SPEC).outcome == "succeeded"
     assert engine.calls == ["up", "start", "stop", "start", "stop", "up", "start", "up", "down"]
 
 
 def test_a_job_without_standby_nodes_must_have_its_nodes_up_before_the_next_generation(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01)).outcome == "succeeded"
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
 
 
@@ -89,7 +89,7 @@ def test_a_job_must_continue_with_enough_nodes_even_if_none_is_left_on_standby(j
         up(*arguments)
 
     engine.up = bring_one
-    assert job.run(engine, SPEC).word == "succeeded"
+    assert job.run(engine, SPEC).outcome == "succeeded"
     assert nodes(engine)[1] == ["master", "trainer-1", "trainer-3"]
 
 
@@ -116,7 +116,7 @@ def test_a_job_with_a_minimum_must_continue_if_its_standby_node_is_lost_at_the_l
 
     engine.alive = look
     spec = JobSpec(trainers=2, grace=0.01, spares=1, min_trainers=1)
-    assert job.run(engine, spec).word == "succeeded"
+    assert job.run(engine, spec).outcome == "succeeded"
     assert nodes(engine)[1] == ["master", "trainer-2"]
     (missing,) = job.noted("nodes_missing")
     assert missing["error"] == "2 of 3 nodes are alive"

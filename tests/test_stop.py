@@ -152,8 +152,8 @@ def test_a_job_whose_own_engine_does_not_answer_must_be_kept(do, paths, monkeypa
         assert spec.engine == "docker"  # the engine of its plan
         raise EngineError("docker is away", "start it")
 
-    monkeypatch.setattr(choice, "answering", lambda: [other])
-    monkeypatch.setattr(choice, "engine_of", unreachable)
+    monkeypatch.setattr(choice, "available_engines", lambda: [other])
+    monkeypatch.setattr(choice, "select_engine", unreachable)
     assert do(command, "a-1") == (3, [], ["error: docker is away", "hint: start it"])
     assert paths.root.exists() and other.calls == []
 

@@ -59,7 +59,7 @@ def test_warnings_during_the_removal_of_nodes_must_be_reported(job):
 def test_unknown_nodes_must_get_the_grace_period_before_they_are_removed(job):
     engine = RecordingEngine()
     job.stops = lambda: 1
-    assert job.run(engine, JobSpec(trainers=2, grace=7.0)).word == "stopped"
+    assert job.run(engine, JobSpec(trainers=2, grace=7.0)).outcome == "stopped"
     assert engine.calls == ["remove j"] and engine.graces == [7.0]
 
 
@@ -180,7 +180,7 @@ def test_each_exit_of_a_worker_must_be_recorded_with_whether_it_was_requested(jo
         [[WorkerExit(0, 0)], [WorkerExit(0, 0)], ALL_WELL],
     )
     engine.stop = lambda how: None
-    assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=5.0)).outcome == "succeeded"
     ends = [(end["rank"], end["node"], end["exit_code"], end["stopping"]) for end in job.noted("worker_ended")]
     assert ends == [
         (2, "trainer-2", 137, False),

@@ -71,7 +71,7 @@ def test_metrics_must_count_as_progress(job):
             file.write(json.dumps({"step": 10 * len(engine.plans)}) + "\n")
 
     engine.start = advance
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=10)).outcome == "succeeded"
     assert [ended.step for ended in job.supervisor.history.ended] == [10, 20, 30, 40, 50, 60, 70]
 
 
@@ -92,7 +92,7 @@ def test_a_permanent_failure_must_not_be_retried(job):
 def test_only_last_lines_of_the_current_generation_must_count_for_the_cause(job):
     job.paths.log(1).write_text("ModuleNotFoundError: No module named 'x'\n[node] generation 1\nValueError: new\n")
     engine = RecordingEngine([[WorkerExit(0, 137)]], [[WorkerExit(1, 1)]], [ALL_WELL])
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert job.causes() == [(0, "killed"), (1, "error")]
 
 
@@ -101,7 +101,7 @@ def test_a_worker_terminated_externally_must_be_distinguished_from_one_that_we_s
     job.paths.log(0).write_text("RuntimeError: Connection reset by peer\n")
     engine = RecordingEngine([[WorkerExit(0, 1)], [WorkerExit(1, 143, requested)], [WorkerExit(2, 143)]], [ALL_WELL])
     engine.stop = lambda how: engine.calls.append("stop")  # all are stopped after the exit of rank 0
-    assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=5.0)).outcome == "succeeded"
     assert job.causes() == [cause]
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
 
@@ -120,7 +120,7 @@ def test_other_waiting_workers_must_have_time_to_time_out_too(job, later, cause,
     for rank in (0, 2):
         job.paths.log(rank).write_text("RuntimeError: Timed out waiting 3000ms for recv operation to complete\n")
     engine = RecordingEngine([[WorkerExit(0, 1)], *later], [ALL_WELL])
-    assert job.run(engine, JobSpec(trainers=2, grace=5.0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=5.0)).outcome == "succeeded"
     assert job.causes() == [cause]
     assert job.when("workers_stopping") == [pytest.approx(stopped, abs=0.15)]  # at most two steps of 0.1 s
 
@@ -128,7 +128,7 @@ def test_other_waiting_workers_must_have_time_to_time_out_too(job, later, cause,
 def test_workers_that_fail_one_after_the_other_must_be_stopped_once(job):
     engine = RecordingEngine([[WorkerExit(0, 1)], [WorkerExit(1, 1, False)], [WorkerExit(2, 1, False)]], [ALL_WELL])
     engine.stop = lambda how: engine.calls.append("stop")
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert job.names().count("workers_stopping") == 1
 
 
@@ -142,14 +142,14 @@ def test_a_request_to_stop_must_stop_the_gang(job):
 def test_a_request_to_stop_before_the_workers_start_must_start_none(job):
     engine = RecordingEngine()
     job.stops = lambda: len(engine.calls)
-    assert job.run(engine).word == "stopped"
+    assert job.run(engine).outcome == "stopped"
     assert engine.calls == ["up", "down"]
 
 
 def test_a_request_to_stop_before_the_nodes_start_must_only_remove_leftovers(job):
     engine = RecordingEngine()
     job.stops = lambda: 1
-    assert job.run(engine).word == "stopped"
+    assert job.run(engine).outcome == "stopped"
     assert engine.calls == ["remove j"]
 
 
@@ -184,7 +184,7 @@ def test_a_request_to_stop_while_the_nodes_start_must_not_wait_for_them(job):
     engine = RecordingEngine()
     engine.missing = {"trainer-1"}
     job.stops = lambda: int("up" in engine.calls)
-    assert job.run(engine).word == "stopped"
+    assert job.run(engine).outcome == "stopped"
     assert engine.calls == ["up", "down"]
 
 
@@ -197,14 +197,14 @@ def test_a_request_to_stop_during_the_restart_delay_must_end_the_job(job):
 def test_only_a_second_request_to_stop_must_kill(job):
     engine = RecordingEngine([], stubborn=True)
     job.stops = lambda: ("start" in engine.calls) + ("stop" in engine.calls)
-    assert job.run(engine, JobSpec(trainers=2, grace=30)).word == "stopped"
+    assert job.run(engine, JobSpec(trainers=2, grace=30)).outcome == "stopped"
     assert engine.calls == ["up", "start", "stop", "kill", "down"]
 
 
 def test_nodes_whose_workers_do_not_end_must_be_removed_before_the_next_generation(job, monkeypatch):
     monkeypatch.setattr("orchestrate.supervise.generation.REPORT_TIMEOUT", 0.01)
     engine = RecordingEngine([[WorkerExit(1, 137)]], [ALL_WELL], stubborn=True)
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert engine.calls == ["up", "start", "stop", "discard master trainer-2", "up", "start", "down"]
 
 
@@ -225,7 +225,7 @@ def test_nodes_must_be_removed_only_after_the_grace_period_of_their_workers(job,
 
     engine = RecordingEngine([KILLED], [ALL_WELL])
     engine.stop, scripted, engine.wait = end, engine.wait, wait
-    assert job.run(engine, JobSpec(trainers=2, grace=30.0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=30.0)).outcome == "succeeded"
     removed = [call for call in engine.calls if call.startswith("discard")]
     assert removed == ([] if takes is not None and takes < 35 else ["discard master trainer-2"])
 
@@ -272,7 +272,7 @@ def test_a_full_disk_must_delay_the_restart_until_all_files_are_copied(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
     start = engine.start
     engine.start = lambda *arguments: (start(*arguments), engine.full.append(OSError(errno.ENOSPC, "full", "a")))
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert engine.calls == ["up", "start", "stop", "up", "gather", "start", "down"]
     assert [event["error"] for event in job.events if event["event"] == "disk_full"] == ["[Errno 28] full: 'a'"]
 
@@ -307,7 +307,7 @@ def test_a_warning_of_the_engine_must_be_an_event_and_be_printed(job):
     engine = RecordingEngine([KILLED], [ALL_WELL])
     start = engine.start
     engine.start = lambda plan: (start(plan), len(engine.plans) > 1 and engine.warn("the nodes can reach this machine"))
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     (event,) = [event for event in job.supervisor.emit.events if isinstance(event, WarningIssued)]
     assert line(event) == "warning: the nodes can reach this machine"
 
@@ -315,7 +315,7 @@ def test_a_warning_of_the_engine_must_be_an_event_and_be_printed(job):
 def test_workers_that_delay_the_start_must_be_reported_until_they_have_started(job):
     engine = RecordingEngine([[]] * 60 + [ALL_WELL])
     engine.slow = [{0, 1, 2}] * 20 + [{1, 2}] * 2 + [{2}] * 20  # 0.1 s each
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     # All three keep no other worker waiting, and two delay the start only briefly.
     assert job.noted("workers_awaited") == [{"ranks": [2]}]
     assert job.when("workers_awaited") == [pytest.approx(3.3, abs=0.15)]
@@ -326,5 +326,5 @@ def test_workers_that_delay_the_start_must_be_reported_until_they_have_started(j
 def test_workers_that_are_stopped_before_they_start_must_not_be_reported_as_started(job):
     engine = RecordingEngine([[WorkerExit(0, 137)]], [ALL_WELL])
     engine.slow = [{1, 2}]
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert len(job.noted("workers_started")) == 1  # those of the second generation

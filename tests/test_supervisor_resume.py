@@ -33,7 +33,7 @@ STARTED = events.GenerationStarted(0, ())
 STOPPING = events.WorkersStopping("a worker failed", kill=False)
 ENDED = events.GenerationEnded(
     generation=0,
-    word=Outcome.FAILED,
+    outcome=Outcome.FAILED,
     why="a worker failed",
     cause=Cause(rank=1, node="trainer-1", exit_code=137, cause=Reason.KILLED, summary="", hint=""),
     lasted=1.0,
@@ -44,7 +44,7 @@ DECIDED = events.OutcomeDecided(Outcome.FAILED, "max_restarts is 0")
 def test_if_nothing_was_started_it_must_start_from_the_beginning(job):
     died(job, events.SupervisorStarted("j"), events.NodesStarting(3, "docker"))
     engine = RecordingEngine([ALL_WELL])
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert engine.calls == ["up", "start", "down"]
 
 
@@ -61,7 +61,7 @@ def test_workers_that_cannot_be_adopted_must_restart_without_counting(job):
     engine = RecordingEngine([[]], [ALL_WELL])
     adopt = engine.adopt
     engine.adopt = lambda *arguments: adopt(*arguments) | {2}
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, max_restarts=0)).outcome == "succeeded"
     assert job.causes() == [(2, "interrupted")]
     assert engine.calls == ["adopt", "stop", "up", "start", "down"]
 
@@ -69,7 +69,7 @@ def test_workers_that_cannot_be_adopted_must_restart_without_counting(job):
 def test_a_recorded_failure_must_not_be_forgotten(job):
     died(job, STARTING, ended(1, 137))
     engine = RecordingEngine([[]], [ALL_WELL])
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert job.causes() == [(1, "killed")]
     assert engine.calls == ["adopt", "stop", "up", "start", "down"]
 
@@ -84,7 +84,7 @@ def test_a_recorded_stop_request_must_be_carried_out(job):
 def test_between_two_generations_it_must_decide_as_its_predecessor_would_have(job):
     died(job, STARTING, ENDED)
     engine = RecordingEngine([], [ALL_WELL])
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert engine.calls == ["adopt", "up", "start", "down"]  # files of the nodes may not have been copied yet
     assert engine.plans[0].workers[0].env["TORCHELASTIC_RESTART_COUNT"] == "1"
 
@@ -122,7 +122,7 @@ def test_max_run_must_count_from_the_start_of_the_job(job, ago, word):
     )
     engine = RecordingEngine([[], ALL_WELL])
     outcome = job.run(engine, JobSpec(trainers=2, max_run=1800.0))
-    assert outcome.word == word
+    assert outcome.outcome == word
     assert engine.calls == (["adopt", "stop", "down"] if word == "stopped" else ["adopt", "down"])
     assert outcome.why == ("max_run was reached" if word == "stopped" else "finished")
 
@@ -139,14 +139,14 @@ def test_a_partial_last_line_must_not_stop_it(job):
     died(job, STARTING)
     with job.paths.events.open("a") as file:
         file.write('{"event": "worker_en')
-    assert job.run(RecordingEngine([ALL_WELL])).word == "succeeded"
+    assert job.run(RecordingEngine([ALL_WELL])).outcome == "succeeded"
     assert json.loads(job.paths.events.read_text().splitlines()[-1])["event"] == "nodes_down"
 
 
 def test_a_recorded_partition_must_not_be_forgotten(job):
     died(job, STARTING, replace(ended(1, 137), known=Reason.PARTITION), STOPPING)
     engine = RecordingEngine([[WorkerExit(0, 0), WorkerExit(1, 0), WorkerExit(2, 0)]], [ALL_WELL])
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert job.causes() == [(1, "partition")]
 
 
@@ -167,7 +167,7 @@ def test_workers_that_ended_on_request_must_not_be_blamed(job):
     died(job, STARTING, STARTED, ended(1, 1), STOPPING, ended(0, 143, stopping=True), ended(2, 1, stopping=True))
     job.paths.log(1).write_text("RuntimeError: Connection reset by peer\n")
     job.paths.log(2).write_text("RuntimeError: Connection reset by peer\n")
-    assert job.run(RecordingEngine([], [ALL_WELL])).word == "succeeded"
+    assert job.run(RecordingEngine([], [ALL_WELL])).outcome == "succeeded"
     assert job.causes() == [(1, "error")]
 
 
@@ -175,7 +175,7 @@ def test_workers_that_ended_on_request_must_not_be_blamed(job):
 def test_only_workers_that_ended_soon_after_the_first_must_be_blamed(job, later, cause):
     died(job, STARTING, STARTED, ended(1, 1), ended(2, 137, 5.0 + later, True), ended(0, 143, 5.0 + later, True))
     job.paths.log(1).write_text("RuntimeError: Connection reset by peer\n")
-    assert job.run(RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=30.0)).word == "succeeded"
+    assert job.run(RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=30.0)).outcome == "succeeded"
     assert job.causes() == [cause]
 
 
@@ -183,7 +183,7 @@ def test_a_worker_of_a_node_that_was_cut_off_must_still_be_waited_for(job):
     died(job, STARTING, STARTED, replace(ended(1, 137), known=Reason.PARTITION), ended(0, 143, stopping=True))
     engine = RecordingEngine([[], [], [WorkerExit(2, 143)]], [ALL_WELL])
     engine.stop = lambda how: engine.calls.append("stop")
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert engine.calls == ["adopt", "stop", "discard trainer-1", "up", "start", "down"]
 
 
@@ -192,7 +192,7 @@ def test_the_last_lines_must_be_from_the_adopted_generation(job):
     job.paths.log(1).write_text("ModuleNotFoundError: No module named 'x'\n[node] generation 1\nnew\n")
     spec = JobSpec(trainers=2, grace=0.01)
     engine, second = RecordingEngine([[WorkerExit(1, 1)]], [ALL_WELL]), plan(spec, HERE, "j", 29501, generation=1)
-    assert job.run(engine, spec, second).word == "succeeded"
+    assert job.run(engine, spec, second).outcome == "succeeded"
     (_, cause, _) = [end.cause for end in job.supervisor.history.ended]
     assert (cause.cause, cause.last_lines) == ("error", ["new"])
 
@@ -215,7 +215,7 @@ def test_it_must_wait_for_an_engine_that_is_away(job):
 def test_the_next_generation_must_follow_the_last_one_that_ended(job):
     died(job, STARTING, replace(ENDED, generation=4))
     engine, spec = RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)
-    assert job.run(engine, spec, plan(spec, HERE, "j", 29504, generation=4)).word == "succeeded"
+    assert job.run(engine, spec, plan(spec, HERE, "j", 29504, generation=4)).outcome == "succeeded"
     assert engine.plans[0].workers[0].env["TORCHELASTIC_RESTART_COUNT"] == "5"
 
 
@@ -223,14 +223,14 @@ def test_the_next_generation_must_follow_the_last_one_that_ended(job):
     ("word", "why"), [("succeeded", "finished"), ("stopped", "max_run was reached"), ("lost", "gone")]
 )
 def test_a_generation_that_ended_the_job_must_decide_its_outcome(job, word, why):
-    died(job, STARTING, ENDED, replace(ENDED, generation=1, word=Outcome(word), why=why, cause=None))
+    died(job, STARTING, ENDED, replace(ENDED, generation=1, outcome=Outcome(word), why=why, cause=None))
     engine = RecordingEngine()
     assert job.run(engine) == JobResult(word, why)
     assert engine.calls == ["adopt", "down"]
 
 
 def test_a_generation_stopped_to_readmit_a_node_must_be_followed_by_the_next(job):
-    died(job, STARTING, replace(ENDED, word=Outcome.RESCALED, why="a node is back", cause=None))
+    died(job, STARTING, replace(ENDED, outcome=Outcome.RESCALED, why="a node is back", cause=None))
     engine = RecordingEngine([], [ALL_WELL])
     assert job.run(engine, JobSpec(trainers=2, max_restarts=0)) == JobResult("succeeded", "finished")
     assert engine.calls == ["adopt", "up", "start", "down"]
@@ -240,14 +240,14 @@ def test_an_unstarted_plan_for_fewer_nodes_must_be_redone_for_the_existing_nodes
     died(job, STARTING, ENDED)
     engine, spec = RecordingEngine([], [ALL_WELL]), JobSpec(trainers=2, grace=0.01, min_trainers=1)
     fewer = plan(spec, HERE, "j", 29501, generation=1, nodes=("master", "trainer-2"))
-    assert job.run(engine, spec, fewer).word == "succeeded"
+    assert job.run(engine, spec, fewer).outcome == "succeeded"
     assert len(engine.plans[0].workers) == 3
 
 
 def test_progress_must_be_measured_from_the_furthest_step_of_earlier_generations(job):
     died(job, STARTING, replace(ENDED, step=50))
     job.paths.metrics.write_text('{"step": 40}\n')
-    assert job.run(RecordingEngine([], [KILLED], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)).word == "succeeded"
+    assert job.run(RecordingEngine([], [KILLED], [ALL_WELL]), JobSpec(trainers=2, grace=0.01)).outcome == "succeeded"
     assert [end.progress for end in job.supervisor.history.ended] == [False, False, False]
 
 
@@ -283,7 +283,7 @@ def test_a_recorded_stop_must_name_a_failed_worker_even_if_no_exit_was_recorded(
     died(job, STARTING, STARTED, STOPPING)
     engine = RecordingEngine([], [ALL_WELL])
     engine.stop = lambda how: None
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert [rank for rank, _ in job.causes()] == [0]
 
 
@@ -303,6 +303,6 @@ def test_a_recorded_hang_must_stay_the_cause(job, seen):
     hang = events.HangFound({0: "S", 1: "T", 2: "S"}, 9.0)
     died(job, STARTING, STARTED, hang, *(ended(rank, 134, stopping=True) for rank in range(seen)))
     engine = RecordingEngine([[], [WorkerExit(rank, 134) for rank in range(seen, 3)]], [ALL_WELL])
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert job.causes() == [(1, "hang")]
     assert "kill" in engine.calls

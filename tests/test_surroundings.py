@@ -55,7 +55,7 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def scripted(here, monkeypatch):
     """The same with a scripted engine, so that nothing starts even if a command is accepted."""
-    monkeypatch.setattr(choice, "engine_of", lambda spec: Whole())
+    monkeypatch.setattr(choice, "select_engine", lambda spec: Whole())
     return here
 
 

@@ -201,7 +201,7 @@ def test_files_still_on_hosts_when_the_outcome_is_decided_must_be_copied(cli, sw
         eventually(lambda host=host, node=node: "step 150" in host.docker("logs", node))
     assert not any(complete(job.steps(rank), 150) for rank in RANKS)
     reason = "all workers ended with exit code 0"
-    ended = GenerationEnded(generation=0, word=Outcome.SUCCEEDED, why=reason)
+    ended = GenerationEnded(generation=0, outcome=Outcome.SUCCEEDED, why=reason)
     # As if the orchestrator had died a moment later:
     noted(JobPaths(cli.run_dir()), ended, OutcomeDecided(Outcome.SUCCEEDED, reason))
     done = cli("attach", cli.run_dir().name)

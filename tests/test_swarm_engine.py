@@ -62,7 +62,7 @@ class Hosts:
         self.leases.start()
         monkeypatch.setattr(service_spec, "CODE", "code")  # relative to the working directory of each node
         monkeypatch.setattr(SwarmJob, "relay_address", lambda _: self.relay.getsockname())
-        stub.placed, stub.looked = self.start, self.look
+        stub.placed, stub.last_listed = self.start, self.look
 
     def renew(self) -> None:
         while question := self.relay.recvfrom(64):
@@ -91,7 +91,7 @@ class Hosts:
             if task["ID"] in self.nodes and self.nodes[task["ID"]].poll() is not None:
                 task["Status"]["State"] = "failed"
 
-    def talk(self, relay: str, command: list[str], key: bytes, patience: float) -> NodeConnection | None:
+    def connect_by_exec(self, relay: str, command: list[str], key: bytes, patience: float) -> NodeConnection | None:
         """Connect to a node as the relay's `exec` of pipe.py does."""
         assert (relay, command[:4]) == (self.stub.containers[0]["Id"], PIPE)
         address, port, _ = command[4:]
@@ -115,7 +115,7 @@ class Hosts:
 
     def engine(self, spec: JobSpec, plan: Plan | None = None) -> SwarmSession:
         swarm_engine = SwarmEngine()
-        swarm_engine.manager.daemon.talk = self.talk
+        swarm_engine.manager.daemon.connect_by_exec = self.connect_by_exec
         self.sessions.append(swarm_engine.open(spec, plan or self.plan(spec), self.run, str))
         return self.sessions[-1]
 
@@ -263,13 +263,13 @@ def test_nodes_of_a_cluster_must_outlive_a_job_and_keep_its_files_separate(local
 def test_an_unreachable_node_must_be_reported_and_no_longer_used(local_hosts, stub):
     spec = JobSpec(trainers=1)
     engine = local_hosts.engine(spec)
-    talk = local_hosts.talk
-    engine.manager.daemon.talk = lambda *arguments: talk(*arguments) if "10.0.1.1" in arguments[1] else None
+    talk = local_hosts.connect_by_exec
+    engine.manager.daemon.connect_by_exec = lambda *arguments: talk(*arguments) if "10.0.1.1" in arguments[1] else None
     with pytest.raises(EngineError, match="cannot connect to trainer-1 on host-1") as raised:
         engine.up(local_hosts.plan(spec))
     assert "7946/tcp" in raised.value.hint
     assert not engine.alive()  # not all nodes have the code
-    engine.manager.daemon.talk = talk
+    engine.manager.daemon.connect_by_exec = talk
     engine.up(local_hosts.plan(spec))
     assert {*engine.alive()} == {"master", "trainer-2"}
 
@@ -307,13 +307,13 @@ def test_a_node_must_not_be_abandoned_if_the_engine_does_not_answer(local_hosts)
     spec = JobSpec(trainers=0)
     engine = local_hosts.engine(spec)
 
-    def talk(*_: object) -> None:
+    def connect_by_exec(*_: object) -> None:
         raise EngineLost("the engine does not respond")
 
-    engine.manager.daemon.talk = talk
+    engine.manager.daemon.connect_by_exec = connect_by_exec
     with pytest.raises(EngineLost):
         engine.up(local_hosts.plan(spec))
-    assert not engine.given_up
+    assert not engine.abandoned
 
 
 def test_a_failed_upload_to_a_node_must_be_reported(local_hosts, stub):

@@ -72,7 +72,7 @@ def test_a_node_that_does_not_answer_must_count_as_silent_and_then_as_lost(engin
     assert engine.wait(0).troubles == {"trainer-1": "silent"}
     silence(engine, clock, swarm.HOST_DOWN_TIMEOUT - swarm.SILENT_AFTER)
     assert (
-        engine.given_up == {"t0", "t1"}
+        engine.abandoned == {"t0", "t1"}
         and set(engine.clients.connections) == {"master"}
         and not engine.wait(0).troubles
     )
@@ -138,7 +138,7 @@ def test_a_lost_host_must_be_reported_as_soon_as_swarm_detects_it(engine, stub, 
 def test_all_files_must_be_copied_before_nodes_are_removed(engine, stub, monkeypatch):
     monkeypatch.setattr(swarm, "NODE_END_TIMEOUT", 0.1)
     connected(engine, "master", "trainer-1", "trainer-2")
-    engine.sync = fake = sync(come_home=EngineError("1 file could not be copied"))
+    engine.sync = fake = sync(copy_all=EngineError("1 file could not be copied"))
     with pytest.raises(EngineError, match="could not be copied"):
         engine.down(0.1)
     assert len(stub.services) == 2 and engine.sync is fake  # so that `stop` finds them
@@ -155,7 +155,7 @@ def test_all_files_must_be_copied_before_nodes_are_removed(engine, stub, monkeyp
 def test_the_wait_for_files_at_the_end_must_be_interruptible(engine):
     connected(engine, "master")
     engine.sync, interrupted = sync(), []
-    engine.sync.come_home = lambda timeout, stopped: interrupted.append(stopped())
+    engine.sync.copy_all = lambda timeout, stopped: interrupted.append(stopped())
     engine.down(0.1, lambda: True)
     assert interrupted == [True]
 
@@ -171,20 +171,20 @@ def test_files_that_stay_on_their_nodes_must_be_reported_before_and_after_the_en
 
 def test_an_immediate_end_must_wait_a_few_seconds_for_files_and_keep_nodes_that_have_more(engine, stub):
     connected(engine, "master")
-    engine.sync = sync(come_home=EngineError("not all files were copied from the nodes within 5 s"))
+    engine.sync = sync(copy_all=EngineError("not all files were copied from the nodes within 5 s"))
     services = [*stub.services]
     with pytest.raises(EngineError, match="not all files were copied"):
         engine.down(0, lambda: True)
     assert services and [*stub.services] == services
     engine.sync = fake = sync()
     engine.down(0, lambda: True)
-    assert "come_home" in fake.calls and fake.calls[-1] == "close" and not stub.services
+    assert "copy_all" in fake.calls and fake.calls[-1] == "close" and not stub.services
 
 
 def test_files_of_nodes_that_were_never_reached_must_not_be_waited_for(engine, stub):
-    engine.sync = fake = sync(come_home=EngineError("not all files came home"))
+    engine.sync = fake = sync(copy_all=EngineError("not all files came home"))
     engine.down(0.1)
-    assert "come_home" not in fake.calls and fake.calls[-1] == "close" and not stub.services
+    assert "copy_all" not in fake.calls and fake.calls[-1] == "close" and not stub.services
 
 
 def test_nodes_must_end_before_swarm_removes_them_within_a_time_limit(engine, stub, clock, monkeypatch):
@@ -256,8 +256,8 @@ def test_the_last_lines_of_a_lost_worker_must_be_added_to_its_log_if_available(
 def test_the_workers_of_a_silent_node_must_be_waited_for_until_its_lease_expires(engine, clock):
     connected(engine, "trainer-1")
     engine.last_heard["trainer-1"] = heard = clock.now - 3
-    engine.clients.lose([1])
-    assert engine.unsure["t0"] > heard + LEASE_TIMEOUT
+    engine.clients.mark_lost([1])
+    assert engine.lease_ends["t0"] > heard + LEASE_TIMEOUT
 
 
 def test_a_request_to_stop_must_end_the_wait_for_nodes_that_do_not_start(engine, stub, clock):

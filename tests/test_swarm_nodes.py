@@ -45,55 +45,55 @@ def test_the_relay_image_must_be_present_before_anything_is_started(stub, monkey
 
 def test_resources_of_hosts_must_be_counted_for_the_nodes_that_they_take(stub, code, tmp_path):
     stub.hosts = [host(1, cpus=8, gpus=2), host(2, cpus=4, gpus=2), host(3, cpus=2, gpus=8, availability="drain")]
-    found = Site(*SwarmEngine().inventory(JobSpec(trainers=3), tmp_path / "j", look_inside=False))
+    found = Site(*SwarmEngine().inventory(JobSpec(trainers=3), tmp_path / "j", run_image=False))
     assert "of 2 hosts, image orchestrate-node:0.1" in found.about and "26.1.5" in found.about
     assert len(found.cores) == 8  # two nodes on each host, and the smaller one has four cores
     assert (found.engine, found.gpus, found.network) == ("swarm", ("NVIDIA-GPU",) * 4, "bridge")
     assert (found.job_dir, found.code, found.interface, found.master_addr) == ("/var/tmp/job", str(code), "", "")
     assert (found.memory, found.hosts) == (8 << 30, 2)
     second = Site(
-        *SwarmEngine().inventory(JobSpec(constraints=["node.hostname==host-2"]), tmp_path / "j", look_inside=False)
+        *SwarmEngine().inventory(JobSpec(constraints=["node.hostname==host-2"]), tmp_path / "j", run_image=False)
     )
     assert (second.memory, second.hosts, len(second.cores)) == (16 << 30, 1, 4)
 
 
 @pytest.mark.parametrize(("trainers", "cores"), [(0, 4), (1, 8), (2, 6), (30, 7)])
 def test_cores_per_node_must_be_limited_by_the_smallest_host(stub, code, tmp_path, trainers, cores):
-    found = Site(*SwarmEngine().inventory(JobSpec(trainers=trainers), tmp_path, look_inside=False))
+    found = Site(*SwarmEngine().inventory(JobSpec(trainers=trainers), tmp_path, run_image=False))
     assert len(found.cores) == cores
 
 
 def test_a_host_with_unknown_resources_must_count_as_one_core(stub, code, tmp_path):
     stub.hosts[0]["Description"]["Resources"] = {}
-    found = Site(*SwarmEngine().inventory(SPEC, tmp_path, look_inside=False))
+    found = Site(*SwarmEngine().inventory(SPEC, tmp_path, run_image=False))
     assert (found.cores, found.memory) == ((0,), 0)
 
 
 def test_a_job_must_get_only_the_gpus_that_it_requests_and_its_files_on_the_volume(stub, code, tmp_path):
     stub.hosts = [host(1, gpus=2)]
     spec = JobSpec(gpus="none", volume="data", network="host")
-    found = Site(*SwarmEngine().inventory(spec, tmp_path / "j" / "job", look_inside=False))
+    found = Site(*SwarmEngine().inventory(spec, tmp_path / "j" / "job", run_image=False))
     assert (found.gpus, found.job_dir, found.network) == ((), "/shared/j", "host")
     assert "NVIDIA-GPU" in found.no_gpus
     spares = JobSpec(trainers=0, spares=1)
     assert (
-        len(Site(*SwarmEngine().inventory(spares, tmp_path, look_inside=False)).gpus) == 1
+        len(Site(*SwarmEngine().inventory(spares, tmp_path, run_image=False)).gpus) == 1
     )  # and one for the spare node
 
 
 def test_a_swarm_without_a_ready_host_must_be_reported(stub, code, tmp_path):
     stub.hosts = [host(1, availability="pause"), host(2, state="down")]
     with pytest.raises(ResourceError, match="no host of the Swarm is ready"):
-        Site(*SwarmEngine().inventory(SPEC, tmp_path, look_inside=False))
+        Site(*SwarmEngine().inventory(SPEC, tmp_path, run_image=False))
     with pytest.raises(UsageError, match="pin"):
-        Site(*SwarmEngine().inventory(JobSpec(pin=True), tmp_path, look_inside=False))
+        Site(*SwarmEngine().inventory(JobSpec(pin=True), tmp_path, run_image=False))
 
 
 def test_code_that_is_too_large_must_be_refused_before_anything_is_started(stub, code, tmp_path):
     with (code / "weights.bin").open("wb") as file:
         file.truncate(300 << 20)
     with pytest.raises(ResourceError, match="more than 256 MB"):
-        Site(*SwarmEngine().inventory(SPEC, tmp_path, look_inside=False))
+        Site(*SwarmEngine().inventory(SPEC, tmp_path, run_image=False))
 
 
 def test_run_directories_must_not_be_sent_with_the_code(engine, stub, code, tmp_path):
@@ -102,7 +102,7 @@ def test_run_directories_must_not_be_sent_with_the_code(engine, stub, code, tmp_
         (code / name).touch()
     with (code / "out" / "large").open("wb") as file:
         file.truncate(300 << 20)
-    SwarmEngine().inventory(SPEC, code / "out" / "j" / "job", look_inside=False)  # the code is not too large
+    SwarmEngine().inventory(SPEC, code / "out" / "j" / "job", run_image=False)  # the code is not too large
     engine.swarm.run, engine._on_each = code / "out" / "j" / "job", lambda nodes, act: []
     SwarmSession._send_code(engine, code, [])
     file, _ = engine.code
@@ -187,7 +187,7 @@ def test_the_nodes_of_a_lost_host_must_be_replaced(engine, stub, tmp_path):
 
 
 def test_a_node_without_the_code_must_not_count(engine):
-    engine.supplied = {"t0", "t2"}
+    engine.have_code = {"t0", "t2"}
     assert {*engine.alive()} == {"master", "trainer-1"}
 
 
@@ -199,19 +199,19 @@ def start(engine: SwarmSession) -> None:
 
 def test_the_next_generation_must_wait_for_the_lease_of_a_lost_node(engine, clock):
     until = clock.now + 9
-    engine.unsure, engine.asked = {"t0": until, "t1": clock.now - 1}, {"trainer-1": clock.now}
+    engine.lease_ends, engine.asked = {"t0": until, "t1": clock.now - 1}, {"trainer-1": clock.now}
     start(engine)
     assert until <= clock.now < until + 1
-    assert not engine.unsure and not engine.asked and engine.first == "master"
+    assert not engine.lease_ends and not engine.asked and engine.first == "master"
 
 
 def test_the_next_generation_must_not_wait_for_the_lease_of_an_ended_node(engine, stub, clock):
-    began, engine.unsure = clock.now, {"t0": clock.now + 9}
+    began, engine.lease_ends = clock.now, {"t0": clock.now + 9}
     state(stub, "trainer-1", "failed")
     start(engine)
     assert clock.now == began
     down(stub, 1)  # on an unreachable host, Swarm cannot know whether it ended
-    engine.unsure = {"t0": clock.now + 9}
+    engine.lease_ends = {"t0": clock.now + 9}
     start(engine)
     assert clock.now >= began + 9
 
@@ -219,7 +219,7 @@ def test_the_next_generation_must_not_wait_for_the_lease_of_an_ended_node(engine
 def test_a_connection_to_an_earlier_node_with_the_same_name_must_not_be_used(engine, stub, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
     stub.place(stub.services[0], 1)  # a new trainer-1
-    engine.given_up = {"t1"}  # trainer-2, which accepts no files
+    engine.abandoned = {"t1"}  # trainer-2, which accepts no files
     start(engine)
     assert set(engine.clients.connections) == {"master"}
 
@@ -230,8 +230,8 @@ def test_the_lease_of_a_lost_worker_must_count_from_the_last_message_of_its_node
     engine.wait(0.01)
     last_message = clock.now
     clock.now += 5
-    engine.clients.lose([1, 2])
-    assert engine.unsure == {"t0": last_message + swarm.LEASE_OVER_AFTER, "t1": clock.now + swarm.LEASE_OVER_AFTER}
+    engine.clients.mark_lost([1, 2])
+    assert engine.lease_ends == {"t0": last_message + swarm.LEASE_OVER_AFTER, "t1": clock.now + swarm.LEASE_OVER_AFTER}
     assert engine.lost == {1: "trainer-1", 2: "trainer-2"} and engine.clients.running == {0: "master"}
 
 
@@ -262,13 +262,13 @@ def test_a_start_request_must_contain_the_current_length_of_the_log(engine, tmp_
 @pytest.mark.parametrize("missing", ["task", "relay", "given up"])
 def test_connect_must_not_try_to_reach_a_node_that_is_gone(engine, missing):
     engine.swarm.connect()
-    engine.manager.daemon.talk = lambda *_: pytest.fail("it is not to be reached")
+    engine.manager.daemon.connect_by_exec = lambda *_: pytest.fail("it is not to be reached")
     if missing == "task":
         engine.nodes.pop("trainer-1")
     elif missing == "relay":
         engine.swarm.relay = None
     else:
-        engine.given_up = {"t0"}
+        engine.abandoned = {"t0"}
     assert engine.connect("trainer-1") is None
 
 

@@ -135,7 +135,7 @@ def test_a_sparse_file_larger_than_any_disk_must_be_copied_with_its_holes(node, 
         "    file.truncate(1 << 42)\n",
     )
     assert node.until(link, protocol.Ended).code == 0
-    sync.come_home(60)
+    sync.copy_all(60)
     with (sync.run_dir / "sparse").open("rb") as file:
         status = os.fstat(file.fileno())
         assert status.st_size == 1 << 42 and status.st_blocks * 512 < 1 << 20

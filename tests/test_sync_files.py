@@ -150,14 +150,14 @@ def test_a_file_that_cannot_be_read_must_be_retried_only_after_a_while_or_a_chan
     assert sync.catch_up(20)
     assert attempts() == 0 and node.requests.count("good") == 1
     with pytest.raises(EngineError, match="1 file could not be copied, such as 'bad': node error: it cannot be read"):
-        sync.come_home(20)  # retries it
+        sync.copy_all(20)  # retries it
     assert node.requests.count("bad") > 1
     clock.now += sync_module.RETRY_INTERVAL + 0.1
     assert attempts() == 1
     node.times["bad"] = 9  # the file has changed
     assert attempts() == 1
     del node.files["bad"]
-    sync.come_home(20)
+    sync.copy_all(20)
     assert not sync.errors
 
 
@@ -188,7 +188,7 @@ def test_the_wait_for_files_must_respect_its_time_limit(folder, monkeypatch):
         assert not sync.catch_up(0, lambda: clock.now > began + 100)
         assert not sync.catch_up(100, lambda: True)
         with pytest.raises(EngineError, match="not all files were copied from the nodes within 0 s"):
-            sync.come_home(0)
+            sync.copy_all(0)
         assert clock.now < began + 20
     finally:
         gate.set()
@@ -210,7 +210,7 @@ def test_the_wait_for_files_must_be_interruptible(folder, synced):
     node.converse, node.facts = endless, lambda path: [1 << 62, 1, 1, 0o644]
     sync = synced(master=node)
     with pytest.raises(EngineError, match="stopped before all files were copied"):
-        sync.come_home(3600, requested.is_set)
+        sync.copy_all(3600, requested.is_set)
 
 
 @pytest.mark.parametrize("piece", [{"offset": 1}, {"offset": 5, "data": "MTIz"}])
@@ -322,7 +322,7 @@ def test_a_file_that_fails_with_any_error_must_not_prevent_others_from_being_cop
     assert (folder / "b").exists() and list(sync.errors) == ["a"]
     assert sync.errors["a"].__traceback__ is None  # it would keep the last piece of each file in memory
     with pytest.raises(EngineError, match="1 file could not be copied, such as 'a': too deep"):
-        sync.come_home(20)
+        sync.copy_all(20)
 
 
 def test_an_internal_error_must_be_raised_where_files_are_waited_for(folder, monkeypatch):
@@ -332,7 +332,7 @@ def test_an_internal_error_must_be_raised_where_files_are_waited_for(folder, mon
     sync = FileSync(folder, "job", {"master": [0]}, buggy)
     for _ in range(2):
         with pytest.raises(TypeError, match="a bug"):
-            sync.come_home(20)
+            sync.copy_all(20)
     sync.close()
 
 

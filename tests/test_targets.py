@@ -19,7 +19,7 @@ from orchestrate.export.kubernetes import kubernetes
 from orchestrate.export.slurm import slurm
 from orchestrate.files.paths import PROJECT
 from orchestrate.job import container
-from orchestrate.job.limits import in_bytes
+from orchestrate.job.limits import parse_size
 from orchestrate.job.spec import JobSpec, resolve
 
 SPEC: dict[str, Any] = {"command": ["work.py", "--all"], "trainers": 2, "nproc_per_node": 2, "gpus": "none"}
@@ -71,8 +71,8 @@ def from_compose() -> dict[str, Any]:
         "rights": [] if node["cap_drop"] == ["ALL"] and "cap_add" not in node else ["some"],
         "new privileges": node["security_opt"] != ["no-new-privileges:true"],
         "root": "read-only" if node["read_only"] else "",
-        "memory": in_bytes(node["mem_limit"]),
-        "shm": in_bytes(node["shm_size"]),
+        "memory": parse_size(node["mem_limit"]),
+        "shm": parse_size(node["shm_size"]),
         "cpus": float(node["cpus"]),
         "grace": float(env["NODE_GRACE"]),
         "stop": int(node["stop_grace_period"].removesuffix("s")),
@@ -132,8 +132,8 @@ def from_kubernetes(form: str = "job") -> dict[str, Any]:
         "rights": [] if node["securityContext"]["capabilities"] == {"drop": ["ALL"]} else ["some"],
         "new privileges": node["securityContext"]["allowPrivilegeEscalation"],
         "root": "read-only" if node["securityContext"]["readOnlyRootFilesystem"] else "",
-        "memory": in_bytes(node["resources"]["limits"]["memory"].removesuffix("i")),
-        "shm": in_bytes(sizes["shm"].removesuffix("i")),
+        "memory": parse_size(node["resources"]["limits"]["memory"].removesuffix("i")),
+        "shm": parse_size(sizes["shm"].removesuffix("i")),
         "cpus": float(node["resources"]["limits"]["cpu"]),
         "grace": float(env["NODE_GRACE"]),
         "stop": pod["terminationGracePeriodSeconds"],
@@ -156,7 +156,7 @@ def from_slurm(form: str = "venv") -> dict[str, Any]:
     return {
         "command": arguments[-3:-1],
         "unbuffered": env["PYTHONUNBUFFERED"],
-        "memory": in_bytes(options["mem"]),
+        "memory": parse_size(options["mem"]),
         "cpus": float(options["cpus-per-task"]),
         "grace": float(env["NODE_GRACE"]),
         "stop": int(re.search(r"--wait=(\d+)", text)[1]),

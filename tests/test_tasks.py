@@ -94,12 +94,12 @@ def test_only_the_lines_of_one_task_must_be_taken_from_swarms_log(stub, managed)
 @pytest.mark.parametrize(
     ("state", "wanted", "found"),
     [
-        ("running", "running", {"well"}),
+        ("running", "running", {"is_healthy"}),
         ("running", "shutdown", set()),
-        ("starting", "running", {"coming"}),
-        *((state, "running", {"coming"}) for state in ("new", "pending", "assigned", "accepted", "preparing")),
+        ("starting", "running", {"is_starting"}),
+        *((state, "running", {"is_starting"}) for state in ("new", "pending", "assigned", "accepted", "preparing")),
         ("preparing", "shutdown", set()),
-        ("ready", "ready", {"coming"}),
+        ("ready", "ready", {"is_starting"}),
         *(
             (state, "running", {"ended"})
             for state in ("complete", "shutdown", "failed", "rejected", "orphaned", "remove")
@@ -108,7 +108,7 @@ def test_only_the_lines_of_one_task_must_be_taken_from_swarms_log(stub, managed)
 )
 def test_a_task_must_be_classified_by_swarms_state_of_it(state, wanted, found):
     task = {"Status": {"State": state}, "DesiredState": wanted}
-    assert {test.__name__ for test in (manager.well, manager.coming, manager.ended) if test(task)} == found
+    assert {test.__name__ for test in (manager.is_healthy, manager.is_starting, manager.ended) if test(task)} == found
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ print("sees", len(lines), "has", os.environ["CUDA_VISIBLE_DEVICES"].count("GPU-"
     ],
 )
 def test_gpus_must_be_requested_in_the_way_that_the_engine_reports(info, way):
-    assert toolkit.way(info) == way
+    assert toolkit.gpu_mode(info) == way
 
 
 # The command line on a real engine with CDI devices, without its NVIDIA runtime.

@@ -39,7 +39,7 @@ def troubled(job: Job, *times: tuple[float, float, str], workers: int = 3) -> Re
     ],
 )
 def test_only_a_node_that_is_cut_off_for_over_five_seconds_must_count_as_lost(job, times, causes):
-    assert job.run(troubled(job, *times)).word == "succeeded"
+    assert job.run(troubled(job, *times)).outcome == "succeeded"
     assert job.causes() == causes
 
 
@@ -57,7 +57,7 @@ def test_each_problem_of_a_node_must_be_reported_once_and_so_must_its_end(job):
 
 def test_a_lost_node_must_be_recorded_once_under_its_first_worker(job):
     engine = troubled(job, (1, 60, "partition"), workers=6)
-    assert job.run(engine, JobSpec(trainers=2, nproc_per_node=2, grace=3.0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, nproc_per_node=2, grace=3.0)).outcome == "succeeded"
     assert job.causes() == [(4, "partition")]
     lost = {"rank": 4, "node": "trainer-2", "exit_code": 137, "stopping": False, "known": "partition"}
     assert [end for end in job.noted("worker_ended") if end.get("known")] == [lost]
@@ -67,7 +67,7 @@ def test_a_node_that_is_cut_off_while_workers_are_stopped_must_not_be_blamed(job
     engine = troubled(job, (1, 60, "partition"))
     engine.generations[0] = [[]] * 20 + [[WorkerExit(1, 1)]] + [[]] * 100 + [[WorkerExit(0, 143), WorkerExit(2, 143)]]
     engine.stop = lambda how: None
-    assert job.run(engine, JobSpec(trainers=2, grace=30.0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=30.0)).outcome == "succeeded"
     assert job.causes() == [(1, "error")]
     assert job.names().count("worker_ended") == 6
 
@@ -75,7 +75,7 @@ def test_a_node_that_is_cut_off_while_workers_are_stopped_must_not_be_blamed(job
 def test_a_lost_node_must_not_be_reported_as_recovered(job):
     engine = RecordingEngine([[], [WorkerExit(2, 137)]], [ALL_WELL])
     engine.troubles = lambda: {"trainer-2": "silent"} if 2 in engine.running else {}
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert "node_in_trouble" in job.names() and "node_well" not in job.names()
 
 
@@ -83,7 +83,7 @@ def test_a_node_that_stays_cut_off_must_stop_the_gang_before_the_next_generation
     monkeypatch.setattr("orchestrate.supervise.generation.PARTITION_TIMEOUT", 0.05)
     engine = RecordingEngine([], [ALL_WELL])
     engine.troubles = lambda: {"trainer-2": "partition"} if engine.calls.count("start") == 1 else {}
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert job.causes() == [(2, "partition")]
     assert engine.calls == ["up", "start", "stop", "up", "start", "down"]
 
@@ -92,7 +92,7 @@ def test_a_node_that_is_cut_off_briefly_must_be_left_alone(job):
     engine = RecordingEngine([[]] * 5 + [ALL_WELL])
     troubles = iter([{"trainer-2": "partition"}, {"trainer-2": "partition"}])
     engine.troubles = lambda: next(troubles, {})
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert [name for name in job.names() if name.startswith("node_")] == ["node_in_trouble", "node_well"]
 
 
@@ -108,12 +108,12 @@ def test_trouble_with_a_node_without_workers_must_not_matter(job, monkeypatch):
 def test_trouble_with_a_node_without_workers_must_not_excuse_a_hang(job):
     engine = RecordingEngine([], [ALL_WELL])
     engine.troubles = lambda: {"trainer-7": "paused"}  # a standby node
-    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0)).word == "succeeded"
+    assert job.run(engine, JobSpec(trainers=2, grace=0.01, hang_after=20.0)).outcome == "succeeded"
     assert [cause for _, cause in job.causes()] == ["hang"]
 
 
 def test_a_node_whose_workers_have_succeeded_may_be_cut_off(job):
     engine = RecordingEngine([[WorkerExit(2, 0)], *[[]] * 100, ALL_WELL[:2]])
     engine.troubles = lambda: {"trainer-2": "partition"} if 2 not in engine.running else {}
-    assert job.run(engine).word == "succeeded"
+    assert job.run(engine).outcome == "succeeded"
     assert job.causes() == []

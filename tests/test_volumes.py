@@ -41,7 +41,7 @@ def test_an_image_with_an_unusable_volume_must_be_refused_before_a_job_starts(an
 
 
 def test_an_image_with_too_many_volumes_must_be_refused():
-    names = [f"/{number}" for number in range(volumes.MOST + 1)]
+    names = [f"/{number}" for number in range(volumes.MAX_VOLUMES + 1)]
     assert volumes.checked("mine:1", names[1:]) == sorted(names[1:])
     with pytest.raises(ResourceError, match="declares 33 volumes; the limit is 32"):
         volumes.checked("mine:1", names)

@@ -18,7 +18,7 @@ from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock
 from orchestrate.files.paths import NODES, JobPaths
 from orchestrate.job import store, users
-from orchestrate.job.plan import Placement, Plan, counted, names, plan
+from orchestrate.job.plan import Placement, Plan, names, plan, pluralize
 from orchestrate.job.spec import JobSpec
 
 # Settings that a node keeps from its creation, so that a job must have the same.
@@ -54,7 +54,7 @@ class Cluster:
         if self.plan.placement.code != wanted.placement.code:
             reasons.append(f"its code folder is {self.plan.placement.code}, the job needs {wanted.placement.code}")
         if spec.trainers + spec.spares > self.spec.trainers + self.spec.spares:
-            trainers = counted(self.spec.trainers + self.spec.spares, "trainer")
+            trainers = pluralize(self.spec.trainers + self.spec.spares, "trainer")
             reasons.append(f"it has {trainers}, the job needs {spec.trainers + spec.spares}")
         if not set(wanted.gpus) <= set(self.plan.gpus):
             reasons.append(f"its nodes can access only {len(self.plan.gpus)} GPUs")
@@ -118,7 +118,7 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> tuple[Cluster, Sessio
     name = store.new_id(spec)
     paths = JobPaths(runs / name)
     engine.prepare(spec)
-    inventory, own = engine.inventory(spec, paths.nodes, look_inside=True)
+    inventory, own = engine.inventory(spec, paths.nodes, run_image=True)
     placement = dataclasses.replace(own, cluster=name, code=str(Path.cwd()))
     cluster_plan = plan(spec, inventory, placement, name, port(placement.network, 0))
     store.create(spec, cluster_plan, paths)
@@ -141,7 +141,7 @@ def take_down(engine: Engine, cluster: Cluster, grace: float) -> None:
     lost = ""
     for paths in cluster.jobs():
         try:
-            store.bring_home(paths)
+            store.move_from_cluster(paths)
         except OSError as error:
             lost = lost or f"the files of {paths.root.name} are lost: {error.strerror}"
     store.remove(cluster.paths)

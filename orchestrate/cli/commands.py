@@ -120,7 +120,7 @@ def ps(args: argparse.Namespace) -> int:
             nodes = len(plan.nodes) if plan.placement.cluster else 0
             rows.append((plan.job_id, plan.engine, str(nodes), state, str(paths.root)))
 
-    for engine in choice.answering():
+    for engine in choice.available_engines():
         for state in engine.jobs():
             busy = lock.holder(state.paths)
             status = ("in use" if busy else "idle") if state.cluster else "running" if busy else "without supervisor"
@@ -140,7 +140,7 @@ def down(args: argparse.Namespace) -> int:
     """Remove a cluster."""
     matches = [each for each in cluster.found(args.runs) if each.name.startswith(args.cluster)]
     if not matches:
-        older.refuse(args.cluster, args.runs, choice.answering())
+        older.refuse(args.cluster, args.runs, choice.available_engines())
     if len(matches) != 1:
         known = ", ".join(each.name for each in matches or cluster.found(args.runs))
         what = f"{args.cluster} is the prefix of {len(matches)} clusters" if matches else f"no cluster {args.cluster}"
@@ -164,7 +164,7 @@ def _paths(args: argparse.Namespace) -> JobPaths:
     """Return the files of the job that `args.job` names; ask the engines only if `--runs` does not have it."""
     folder = args.runs / args.job
     local = folder.joinpath("plan.json").exists() and not owners.foreign(folder) and records.find(folder)
-    return JobPaths(find(args, [] if local else choice.answering()))
+    return JobPaths(find(args, [] if local else choice.available_engines()))
 
 
 @contextlib.contextmanager
@@ -300,12 +300,12 @@ def _ask_to_stop(paths: JobPaths) -> None:
 
 def _engine_of(spec: JobSpec, plan: Plan) -> Engine:
     """Return the engine in a job's plan; its spec may be `auto`."""
-    return choice.engine_of(dataclasses.replace(spec, engine=plan.engine))
+    return choice.select_engine(dataclasses.replace(spec, engine=plan.engine))
 
 
 def _find_anywhere(args: argparse.Namespace) -> tuple[JobPaths, list[Engine]]:
     """Return a job's files and all engines that answer; raises OrchestrateError if the job's own does not."""
-    engines = choice.answering()
+    engines = choice.available_engines()
     paths = JobPaths(find(args, engines))
     with contextlib.suppress(UsageError):  # its files are unreadable
         spec, plan = store.load(paths)
@@ -365,7 +365,7 @@ def _resources(engines: list[Engine], name: str) -> list[tuple[Engine, str]]:
         for state in engine.jobs():
             if state.job_id == name and state.owner not in (os.getuid(), -1):
                 raise UsageError(f"{name} belongs to user {state.owner}", "ask them to stop it")
-    return [(engine, resource) for engine in engines for resource in engine.holds(name)]
+    return [(engine, resource) for engine in engines for resource in engine.resources(name)]
 
 
 def print_schema(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock, log_file
 from orchestrate.files.paths import PACKAGE, JobPaths, hidden
 from orchestrate.job import owners, store
-from orchestrate.job.plan import Inventory, Placement, counted, plan
+from orchestrate.job.plan import Inventory, Placement, plan, pluralize
 from orchestrate.job.redact import HIDDEN
 from orchestrate.job.spec import APP, JobSpec, read_file, read_set, resolve, unencodable
 from orchestrate.job.strict_yaml import shown
@@ -155,12 +155,12 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     if args.command == "up":
         return _up(spec, args.runs)
     dry = args.command == "plan" or args.dry_run
-    engine = choice.engine_of(spec)
+    engine = choice.select_engine(spec)
     job_id = store.new_id(spec)
     paths = JobPaths(args.runs / job_id)
     if not dry:
         engine.prepare(spec)
-    inventory, own = engine.inventory(spec, paths.shared, look_inside=not dry)
+    inventory, own = engine.inventory(spec, paths.shared, run_image=not dry)
     placement = _placement(spec, inventory, own, job_id, paths.root.parent, engine)
     job_plan = plan(spec, inventory, placement, job_id, port(placement.network, 0))
     if dry:
@@ -177,21 +177,21 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
 
 
 def _up(spec: JobSpec, runs: Path) -> int:
-    name, engine = spec.name or "cluster", choice.engine_of(spec)
-    phase(f"starting {counted(spec.trainers + 1 + spec.spares, 'node')}")
+    name, engine = spec.name or "cluster", choice.select_engine(spec)
+    phase(f"starting {pluralize(spec.trainers + 1 + spec.spares, 'node')}")
     created, session = cluster.bring_up(engine, dataclasses.replace(spec, name=name), runs)
     nodes = len(created.plan.nodes)
     if packages := ", ".join(created.plan.placement.packages):
-        phase(f"importing {packages} in {counted(nodes, 'node')}")
+        phase(f"importing {packages} in {pluralize(nodes, 'node')}")
         try:
-            if not session.warmed(created.plan.nodes, IMPORT_TIMEOUT):
+            if not session.wait_until_warm(created.plan.nodes, IMPORT_TIMEOUT):
                 say(f"the nodes are still importing {packages}; the first job will wait for them")
         except BaseException:  # Ctrl-C
             cluster.take_down(engine, created, 0)
             raise
         phase("")
     verb = "is" if nodes == 1 else "are"
-    say(f"{counted(nodes, 'node')} {verb} up, for jobs from {created.plan.placement.code}")
+    say(f"{pluralize(nodes, 'node')} {verb} up, for jobs from {created.plan.placement.code}")
     for other in cluster.found(runs):
         if other.name != created.name and other.plan.placement.code == created.plan.placement.code:
             say(f"note: {other.name} is also up")

@@ -38,7 +38,7 @@ def refuse(name: str, runs: Path, engines: list[Engine]) -> None:
         with contextlib.suppress(UsageError):
             store.load(JobPaths(roots[found]))
             continue
-        things = [thing for engine in engines for thing in engine.holds(found)]
+        things = [thing for engine in engines for thing in engine.resources(found)]
         command = removal(things if running.get(found) == roots[found] else [])
         files = f"its files are in {roots[found]}" if roots[found].name == found and roots[found].exists() else ""
         raise UsageError(

@@ -30,7 +30,7 @@ from orchestrate.files import records
 from orchestrate.files.paths import JobPaths
 from orchestrate.job import users
 from orchestrate.job.gpus import look
-from orchestrate.job.plan import counted, plan
+from orchestrate.job.plan import plan, pluralize
 from orchestrate.job.spec import IMAGE, JobSpec
 from orchestrate.job.store import new_id
 from orchestrate.node import protocol
@@ -75,7 +75,7 @@ def doctor(spec: JobSpec) -> Iterator[Finding]:
 
 def _gpus(info: dict[str, Any]) -> Iterator[Finding]:
     """Report how containers get GPUs, and the GPUs of this machine."""
-    found, way = look(), toolkit.way(info)
+    found, way = look(), toolkit.gpu_mode(info)
     hint = "install NVIDIA's container toolkit, then nvidia-ctk runtime configure --runtime=docker" if found else ""
     yield {
         "runtime": Finding(GOOD, "NVIDIA runtime is installed"),
@@ -108,7 +108,7 @@ def _host(host: ApiObject) -> Iterator[Finding]:
         state = f"{host['Status']['State']}, {host['Spec']['Availability']}"
         yield Finding(WARNING, f"{name} ({address}) accepts no nodes: {state}", f"docker node inspect {name}")
         return
-    yield Finding(GOOD, f"{name} ({address}): engine {version}, {counted(offered(host), 'GPU')} offered")
+    yield Finding(GOOD, f"{name} ({address}): engine {version}, {pluralize(offered(host), 'GPU')} offered")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < MIN_ENGINE_VERSION:
         yield Finding(
             BAD,
@@ -134,7 +134,7 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Find
         paths = JobPaths(Path(folder, new_id(probe)))
         paths.create(owner=users.nodes_of(probe))
         run = paths.shared
-        inventory, own = engine.inventory(probe, run, look_inside=False)
+        inventory, own = engine.inventory(probe, run, run_image=False)
         probe_plan = plan(probe, inventory, replace(own, code=str(run)), paths.root.name, MASTER_PORT)
         try:
             session = engine.open(probe, probe_plan, run, warn=say)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from orchestrate.engines import looked
+from orchestrate.engines import check_cache
 from orchestrate.errors import ResourceError
 from orchestrate.job.gpus import Gpu, look, why_none
-from orchestrate.job.limits import in_words
+from orchestrate.job.limits import format_bytes
 
 GOOD, WARNING, BAD = "ok", "warning", "error"
 
@@ -34,7 +34,7 @@ def local() -> Iterator[Finding]:
         yield Finding(WARNING, f"local processes: torch is not installed in {sys.executable}", hint)
     found = look()
     yield from gpus(found)
-    if found and (why := looked.useless(found)):
+    if found and (why := check_cache.gpu_problem(found)):
         hint = "install a build of torch for this driver: nvidia-smi shows the newest CUDA version that it supports"
         yield Finding(WARNING, f"local processes cannot use the GPUs: {why}", hint)
 
@@ -45,7 +45,7 @@ def gpus(found: Sequence[Gpu]) -> Iterator[Finding]:
         why = why_none()
         yield Finding(WARNING if why.startswith("nvidia-smi") else GOOD, why)
     for gpu in found:
-        memory = f", {in_words(gpu.total)}" if gpu.total else ""
+        memory = f", {format_bytes(gpu.total)}" if gpu.total else ""
         yield Finding(GOOD, f"{gpu}: {gpu.name}{memory}{gpu.driver and f', driver {gpu.driver}'}")
     if any(not gpu.persistent and not gpu.display for gpu in found):
         what = "persistence mode is off: each job waits seconds for the driver to load"

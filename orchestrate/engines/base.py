@@ -13,7 +13,7 @@ from typing import Protocol
 
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import NAME, NODES, JobPaths
-from orchestrate.job.outcomes import Doing, Reason, WorkerExit
+from orchestrate.job.outcomes import Activity, Reason, WorkerExit
 from orchestrate.job.plan import Inventory, Placement, Plan
 from orchestrate.job.spec import JobSpec
 
@@ -97,7 +97,7 @@ class Session(Protocol):
     def alive(self) -> dict[str, str]:
         """Nodes on which workers can start, with their host names; empty for this machine."""
 
-    def warmed(self, nodes: Iterable[str], patience: float) -> bool:
+    def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
         """Wait until nodes have imported the modules for workers; return False after `patience` seconds."""
 
     def adopt(self, plan: Plan) -> set[int]:
@@ -115,7 +115,7 @@ class Session(Protocol):
     def wait(self, timeout: float) -> Observed:
         """Wait up to `timeout` seconds for news of workers and nodes."""
 
-    def doing(self) -> dict[int, Doing]:
+    def activity(self) -> dict[int, Activity]:
         """Report what the running workers are doing, by rank, as far as their nodes know."""
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
@@ -146,7 +146,7 @@ class Engine(Protocol):
     def prepare(self, spec: JobSpec) -> None:
         """Build or pull the image of a job; raises ResourceError if that fails."""
 
-    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
+    def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
         """Return the resources that the engine has for a job, and the placement of the job's own nodes.
 
         `run` is the folder to mount in nodes; `look_inside` allows running the job's image.
@@ -160,7 +160,7 @@ class Engine(Protocol):
     def jobs(self) -> list[JobState]:
         """List the jobs that have nodes here."""
 
-    def holds(self, job_id: str) -> list[str]:
+    def resources(self, job_id: str) -> list[str]:
         """Describe everything that `remove` would remove."""
 
     def remove(self, job_id: str, grace: float) -> None:

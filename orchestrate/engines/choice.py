@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def engine_of(spec: JobSpec) -> Engine:
+def select_engine(spec: JobSpec) -> Engine:
     """Return the engine of a job; `auto` falls back to local processes without Docker Engine and Compose.
 
     If Docker is running but unusable, for example over TLS, that is an error: a job meant for a container would run
@@ -68,7 +68,7 @@ def _swarm() -> Engine:
     return SwarmEngine()
 
 
-def answering() -> list[Engine]:
+def available_engines() -> list[Engine]:
     """Return all engines that are available."""
     from orchestrate.engines.process import ProcessEngine
 

@@ -15,7 +15,7 @@ from orchestrate.engines.base import Stop
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.errors import EngineError, EngineLost, UsageError
 from orchestrate.files import records
-from orchestrate.job.outcomes import LOST, TERMINATED, Doing, Reason, WorkerExit
+from orchestrate.job.outcomes import LOST_EXIT_CODE, TERMINATED_EXIT_CODE, Activity, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.node import protocol
 from orchestrate.node.worker import FAILED_TO_START
@@ -98,12 +98,12 @@ class NodeClients:
         for worker in plan.workers:
             state = states.get(worker.node)
             if state is not None:
-                if not self.know(worker.rank, state):
+                if not self.update_worker(worker.rank, state):
                     unknown.add(worker.rank)
             elif self.access.may_recover(worker.node):
                 raise EngineLost(f"{worker.node} does not respond")
             else:
-                self.lose([worker.rank])
+                self.mark_lost([worker.rank])
         return unknown
 
     def starting(self) -> set[int]:
@@ -118,42 +118,42 @@ class NodeClients:
         ended, self.ended = sorted(self.ended, key=lambda one: one[0]), []
         return [exit for _, exit in ended]
 
-    def doing(self) -> dict[int, Doing]:
+    def activity(self) -> dict[int, Activity]:
         """Report what the running workers are doing, by rank, as far as their nodes know."""
         states, found = self.ask(set(self.running.values()), STATUS_TIMEOUT), {}
         for rank, node in self.running.items():
             doing = states[node].running.get(str(rank)) if node in states else None
             if doing and doing["state"]:  # only on systems with /proc
-                found[rank] = Doing(doing["state"], doing["cpu"])
+                found[rank] = Activity(doing["state"], doing["cpu"])
         return found
 
     def out_of_memory(self, end: WorkerExit) -> Reason | None:
         """Return the reason if the kernel killed a worker, or a child of it, for lack of memory."""
         if self.exit_hints.get(end.rank) != "oom":
             return None
-        return Reason.OUT_OF_MEMORY if end.code == LOST else Reason.OUT_OF_MEMORY_IN_A_CHILD
+        return Reason.OUT_OF_MEMORY if end.code == LOST_EXIT_CODE else Reason.OUT_OF_MEMORY_IN_A_CHILD
 
     def stop(self, how: Stop) -> None:
         """Stop all workers."""
         if how is Stop.DUMP:
-            self.tell(protocol.Freeze())
+            self.broadcast(protocol.Freeze())
             # Wait for all to freeze: a worker that ends would make others leave the place where they hang.
             self.ask(set(self.running.values()), STATUS_TIMEOUT)
-            return self.tell(protocol.Dump())
+            return self.broadcast(protocol.Dump())
         for worker in self.queued:
-            self._record_exit(worker.rank, TERMINATED, time.time())
+            self._record_exit(worker.rank, TERMINATED_EXIT_CODE, time.time())
         self.queued = []
-        self.tell(protocol.Stop(kill=how is Stop.KILL))
+        self.broadcast(protocol.Stop(kill=how is Stop.KILL))
 
     def on(self, node: str) -> list[int]:
         """Return the ranks on a node that have not ended."""
         return [rank for rank, where in self.running.items() if where == node]
 
-    def lose(self, ranks: Iterable[int]) -> None:
+    def mark_lost(self, ranks: Iterable[int]) -> None:
         """Mark workers as lost with their nodes."""
         for rank in [rank for rank in ranks if rank in self.running]:
             self.lost(rank, self.running[rank])
-            self._record_exit(rank, LOST, time.time())
+            self._record_exit(rank, LOST_EXIT_CODE, time.time())
 
     # --- nodes
 
@@ -178,7 +178,7 @@ class NodeClients:
         connection.close()
         self.broken.add(node)
 
-    def warmed(self, nodes: Iterable[str], patience: float) -> bool:
+    def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
         """Wait until nodes have imported the modules for workers; return False after `patience` seconds."""
         self.connect(nodes := list(nodes))
         deadline = time.monotonic() + patience
@@ -194,7 +194,7 @@ class NodeClients:
         """Clean up nodes for another job; return those without confirmation, where processes of the job may remain."""
         nodes, self.cleaned = set(nodes), set()
         self.connect(nodes)
-        self.tell(protocol.Clean())
+        self.broadcast(protocol.Clean())
         deadline = time.monotonic() + ANSWER_TIMEOUT
         while (nodes & self.connections.keys()) - self.cleaned and time.monotonic() < deadline:
             self.listen(0.1)
@@ -209,7 +209,7 @@ class NodeClients:
             self.listen(0.1)
         return self.statuses
 
-    def tell(self, request: protocol.Request) -> None:
+    def broadcast(self, request: protocol.Request) -> None:
         """Send a request to all connected nodes."""
         for node in list(self.connections):
             self._send(node, request)
@@ -236,16 +236,16 @@ class NodeClients:
         deadline = time.monotonic() + NODE_EXIT_TIMEOUT
         while nodes:
             alive = {node for node in nodes if time.monotonic() < deadline and self.access.runs(node)}
-            self.lose(rank for node in nodes - alive for rank in self.on(node))
+            self.mark_lost(rank for node in nodes - alive for rank in self.on(node))
             self.connect(alive)
             states = dict(self.ask(alive))
             for node, state in states.items():
-                self.lose([rank for rank in self.on(node) if not self.know(rank, state)])
+                self.mark_lost([rank for rank in self.on(node) if not self.update_worker(rank, state)])
             nodes = alive - states.keys()
             if nodes:
                 time.sleep(0.02)
 
-    def know(self, rank: int, state: protocol.Status) -> bool:
+    def update_worker(self, rank: int, state: protocol.Status) -> bool:
         """Update a worker from a node's status; return False if the node does not know it."""
         name = str(rank)
         if state.generation != self.generation or name not in state.codes | state.running:
@@ -275,7 +275,7 @@ class NodeClients:
 
     def _start(self, worker: WorkerPlan) -> None:
         if not self._send(worker.node, self.access.request(worker, self.command)):
-            self.lose([worker.rank])
+            self.mark_lost([worker.rank])
 
     def _handle(self, node: str, report: protocol.Report) -> None:
         """Process a report of a node."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrate.console import during
-from orchestrate.engines import looked, sockets
+from orchestrate.engines import check_cache, sockets
 from orchestrate.engines.base import SWARMS, JobState, Observed, Stop, ignoring, never
 from orchestrate.engines.clients import NodeClients, key_of
 from orchestrate.engines.connection import NodeConnection
@@ -28,12 +28,12 @@ from orchestrate.files.paths import NODE, PROJECT, code_folder
 from orchestrate.job.container import UNBUFFERED
 from orchestrate.job.cores import cores
 from orchestrate.job.gpus import Offer, fields, look, offer, why_none
-from orchestrate.job.outcomes import LOST, Doing, Reason, WorkerExit
+from orchestrate.job.outcomes import LOST_EXIT_CODE, Activity, Reason, WorkerExit
 from orchestrate.job.plan import Inventory, Placement, Plan, WorkerPlan
 from orchestrate.job.preload import may_use_torch, preload
 from orchestrate.job.spec import JobSpec, unencodable
 from orchestrate.node import protocol
-from orchestrate.node.warm import POSSIBLE
+from orchestrate.node.warm import SUPPORTED
 
 LIMITS = ("image", "user", "memory", "cpus", "shm_size", *SWARMS)  # keys of a job file that only containers support
 LISTEN_TIMEOUT = 10.0  # seconds until a node that another orchestrator started must listen
@@ -70,7 +70,7 @@ class ProcessEngine:
     def prepare(self, spec: JobSpec) -> None:
         """Do nothing: local processes need no image."""
 
-    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
+    def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
         """Return the resources of this machine; raises ResourceError if torch is missing and the app needs it."""
         code = code_folder(spec.command)
         if code == PROJECT and importlib.util.find_spec("torch") is None:
@@ -78,7 +78,7 @@ class ProcessEngine:
             raise ResourceError(f"torch is not installed in {sys.executable}", hint)
         modules = preload(spec, code)
         offered = _offer(spec)
-        if offered.gpus and may_use_torch(spec, modules) and (why := looked.useless(offered.gpus)):
+        if offered.gpus and may_use_torch(spec, modules) and (why := check_cache.gpu_problem(offered.gpus)):
             offered = Offer(why=f"{sys.executable} cannot use the GPUs: {why}")
         inventory = Inventory(
             engine="process",
@@ -92,7 +92,7 @@ class ProcessEngine:
             interface="lo" if sys.platform == "linux" else "lo0",
             job_dir=str(run),
             code=str(code),
-            preload=modules if POSSIBLE else (),
+            preload=modules if SUPPORTED else (),
         )
         return inventory, placement
 
@@ -110,7 +110,7 @@ class ProcessEngine:
                 found.append(JobState(folder.name, "process", len(nodes), run, os.getuid()))
         return found
 
-    def holds(self, job_id: str) -> list[str]:
+    def resources(self, job_id: str) -> list[str]:
         """Describe the listening nodes and the folder of their sockets."""
         folder = self.state / job_id
         nodes = [f"process {pid} ({path.stem})" for path, pid in _listening_nodes(folder)]
@@ -128,7 +128,7 @@ class ProcessSession:
     def __init__(self, folder: Path, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> None:
         """`folder` contains the sockets, and `run` the job's files; raises EngineError if the job has no key."""
         self.folder, self.spec, self.run, self.key = folder, spec, run, key_of(run)
-        self.cwd, self.stays = plan.placement.code, bool(plan.placement.cluster)  # `stays`: nodes outlive the job
+        self.cwd, self.persistent = plan.placement.code, bool(plan.placement.cluster)  # `stays`: nodes outlive the job
         self.nodes: dict[str, _Node] = {}
         self.clients = NodeClients(self, warn)
 
@@ -179,9 +179,9 @@ class ProcessSession:
         """Return the running nodes, all on this machine."""
         return {name: "" for name, node in list(self.nodes.items()) if node.alive()}
 
-    def warmed(self, nodes: Iterable[str], patience: float) -> bool:
+    def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
         """Wait until nodes have imported the modules for workers."""
-        return self.clients.warmed(nodes, patience)
+        return self.clients.wait_until_warm(nodes, patience)
 
     def adopt(self, plan: Plan) -> set[int]:
         """Find the nodes by their sockets, and take over their workers."""
@@ -199,15 +199,19 @@ class ProcessSession:
         """Wait for exits of workers; local processes are neither paused nor cut off from the network."""
         return Observed(self.clients.wait(timeout), self.clients.starting())
 
-    def doing(self) -> dict[int, Doing]:
+    def activity(self) -> dict[int, Activity]:
         """Report what the running workers are doing."""
-        return self.clients.doing()
+        return self.clients.activity()
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """Return the cause: the node has ended, or the kernel killed a process for lack of memory."""
         if node not in self.clients.connections or node not in self.alive():  # connections close before nodes exit
             return Reason.NODE_LOST
-        return Reason.OUT_OF_MEMORY if end.code == LOST and self.clients.exit_hints.get(end.rank) == "oom" else None
+        return (
+            Reason.OUT_OF_MEMORY
+            if end.code == LOST_EXIT_CODE and self.clients.exit_hints.get(end.rank) == "oom"
+            else None
+        )
 
     def stop(self, how: Stop) -> None:
         """Stop all workers."""
@@ -219,7 +223,7 @@ class ProcessSession:
 
     def down(self, grace: float, stopped: Callable[[], bool] = never) -> None:
         """Stop the nodes with all their processes; clean up the nodes of a cluster."""
-        if self.stays:
+        if self.persistent:
             return self.discard(self.clients.clean(self.nodes))
         _stop_nodes(list(self.nodes.values()), grace)
         shutil.rmtree(self.folder, ignore_errors=True)

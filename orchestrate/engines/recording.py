@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orchestrate.engines.base import Engine, JobState, Observed, Session, Stop, never
 from orchestrate.errors import EngineError
-from orchestrate.job.outcomes import Doing, Reason, WorkerExit
+from orchestrate.job.outcomes import Activity, Reason, WorkerExit
 from orchestrate.job.plan import Inventory, Placement, Plan, names
 from orchestrate.job.spec import JobSpec
 
@@ -45,7 +45,7 @@ class RecordingEngine:
         """Record the call."""
         self.calls.append("prepare")
 
-    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
+    def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
         """Return two cores and no GPU."""
         inventory = Inventory(
             engine=self.name,
@@ -65,7 +65,7 @@ class RecordingEngine:
         """Return `states`."""
         return self.states
 
-    def holds(self, job_id: str) -> list[str]:
+    def resources(self, job_id: str) -> list[str]:
         """Return `things`."""
         return [*self.things]
 
@@ -88,7 +88,7 @@ class RecordingEngine:
         """Return the nodes that are not missing."""
         return {node: self.hosts.get(node, "") for node in self.nodes - self.missing}
 
-    def warmed(self, nodes: Iterable[str], patience: float) -> bool:
+    def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
         """Record the call."""
         self.calls.append("warmed")
         return self.warm
@@ -123,9 +123,9 @@ class RecordingEngine:
         """Return the troubles that `wait` reports: none."""
         return {}
 
-    def doing(self) -> dict[int, Doing]:
+    def activity(self) -> dict[int, Activity]:
         """Report all running workers as sleeping."""
-        return {rank: Doing("S", 1.0) for rank in self.running}
+        return {rank: Activity("S", 1.0) for rank in self.running}
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """Return None: only the exit code is known."""

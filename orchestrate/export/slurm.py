@@ -12,8 +12,8 @@ from orchestrate.errors import UsageError
 from orchestrate.export import carries_node, check_folders, quoted, shape
 from orchestrate.files.paths import NODE, PACKAGE, code_folder, is_text
 from orchestrate.job import container
-from orchestrate.job.limits import in_bytes
-from orchestrate.job.plan import counted
+from orchestrate.job.limits import parse_size
+from orchestrate.job.plan import pluralize
 from orchestrate.job.spec import JobSpec
 
 NOTICE_SECONDS = 30  # in addition to the grace period: SIGTERM before the allocation ends
@@ -93,7 +93,7 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
         options["cpus-per-task"] = math.ceil(spec.cpus)
     if job.memory:
         whole = job.memory[-1:].lower() in ("k", "m", "g")  # Slurm has these units, but not bytes
-        options["mem"] = job.memory.upper() if whole else f"{math.ceil(in_bytes(job.memory) / 1024)}K"
+        options["mem"] = job.memory.upper() if whole else f"{math.ceil(parse_size(job.memory) / 1024)}K"
     if job.gpus:
         options["gpus-per-node"] = job.gpus
     if spec.max_run:
@@ -105,7 +105,7 @@ def slurm(spec: JobSpec, name: str, form: str) -> str:
     return SCRIPT.format(
         name=name,
         nodes=job.nodes,
-        shape=f"{counted(job.nodes, 'node')} × {counted(job.nproc, 'worker')}",
+        shape=f"{pluralize(job.nodes, 'node')} × {pluralize(job.nproc, 'worker')}",
         head="\n# ".join(heads),
         options="\n".join(lines),
         secrets="".join(f': "${{{key}:?set {key} in the environment of sbatch}}"\n' for key in job.secrets),

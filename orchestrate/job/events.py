@@ -11,7 +11,7 @@ from orchestrate.job.outcomes import JOB_OUTCOMES, GenerationResult, Outcome, Re
 from orchestrate.node import checks
 
 VERSION = 1  # of the format of events.jsonl; its first line contains it
-OURS = ("event", "outcome", "word", "cause", "known", "node", "job_id", "engine")  # keys whose text is never the job's
+OURS = ("event", "outcome", "cause", "known", "node", "job_id", "engine")  # keys whose text is never the job's
 
 Time = Annotated[float, checks.time]
 Number = Annotated[int, checks.up_to(1 << 31)]

@@ -17,7 +17,7 @@ from orchestrate.job.cores import PCI, near
 BUSY = 0.05  # fraction of its memory above which a GPU counts as in use; the driver alone takes less
 # Additional bytes for a desktop on the same GPU, whose processes a container does not see.
 DESKTOP_MEMORY = 2 << 30
-MOST = 1024  # GPUs read from a listing, which may come from a container
+MAX_GPUS_READ = 1024  # GPUs read from a listing, which may come from a container
 LIST, DETAILS = ("nvidia-smi", "-L"), ("nvidia-smi", "-q", "-x")  # only the first lists UUIDs of MIG instances
 NVIDIA_SMI_TIMEOUT = 60.0  # seconds for each; without persistence mode, each loads the driver
 VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}  # PCI vendor ids
@@ -86,7 +86,7 @@ def read(listing: str, details: str) -> tuple[Gpu, ...]:
     elements, driver = _elements(details)
     found: dict[str, list[Gpu]] = {}  # by UUID: a GPU, followed by its instances
     whole, element = Gpu(id="", index=0), ElementTree.Element("gpu")
-    for number, name, uuid in islice(LINE.findall(listing), MOST):
+    for number, name, uuid in islice(LINE.findall(listing), MAX_GPUS_READ):
         if uuid.startswith("GPU-"):
             element = elements.get(uuid, ElementTree.Element("gpu"))
             whole = _with_memory(_whole(uuid, int(number), name, element, driver), element)

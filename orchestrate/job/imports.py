@@ -14,7 +14,7 @@ from orchestrate.node.trees import opened
 NEEDS_DYNAMO = re.compile(
     r"\boptim\b|DistributedDataParallel|\bDDP\b|FullyShardedDataParallel|\bfully_shard\b|torch\.compile"
 )
-MOST_FILES = 200
+MAX_FILES = 200
 MAX_FILE, MAX_BYTES = 1 << 20, 8 << 20  # maximum bytes of a file that is read, and of all of them
 
 
@@ -33,7 +33,7 @@ def _sources(command: list[str], folder: str) -> list[tuple[str, set[str]]]:
     waiting, seen = [first], {first}
     found: list[tuple[str, set[str]]] = []
     left = MAX_BYTES
-    while waiting and len(found) < MOST_FILES:
+    while waiting and len(found) < MAX_FILES:
         path = waiting.pop()
         text = _text(path, min(left, MAX_FILE)) if path else ""
         names = _imported(text)

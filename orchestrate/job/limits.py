@@ -28,16 +28,16 @@ def limits(asked: str | None, machine: int, nodes: int) -> Limits:
     `asked` is a job's `memory`; None means an equal share of the memory that is not reserved.
     """
     share = max(MIN_MEMORY, (machine - max(RESERVED_MEMORY, machine // 10)) // nodes) if machine else 0
-    memory = share if asked is None else 0 if asked == UNLIMITED else in_bytes(asked)
+    memory = share if asked is None else 0 if asked == UNLIMITED else parse_size(asked)
     return Limits(memory=memory, tmp=(memory or share) // 2 or TMP, processes=max(MIN_PROCESSES, PROCESSES // nodes))
 
 
-def in_bytes(text: str) -> int:
+def parse_size(text: str) -> int:
     """Convert a size such as `4g` to bytes."""
     return int(text.rstrip("bkmgBKMG")) * UNITS[text.lstrip("0123456789").lower()]
 
 
-def in_words(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Format bytes as `5.2 GiB` or `512 MiB`."""
     number, unit = (count / (1 << 30), "GiB") if count >= 1 << 30 else (count / (1 << 20), "MiB")
     return f"{f'{number:.1f}'.removesuffix('.0')} {unit}"

@@ -106,7 +106,7 @@ def tail(folder: Folder, rank: int) -> str:
         return ""
 
 
-def last_words(text: str, generation: int, count: int) -> list[str]:
+def last_lines(text: str, generation: int, count: int) -> list[str]:
     """The last lines that a worker wrote in a generation; of a dump of all its stacks, only the first part.
 
     `text` is the end of its log. Lines before a dump are kept: they are the worker's own. C++ stack frames and torch's

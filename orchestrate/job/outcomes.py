@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-LOST = 137  # exit code of a worker that was lost with its node: that of SIGKILL
-TERMINATED = 143  # exit code after SIGTERM, and of a worker that was cancelled before it started
+LOST_EXIT_CODE = 137  # exit code of a worker that was lost with its node: that of SIGKILL
+TERMINATED_EXIT_CODE = 143  # exit code after SIGTERM, and of a worker that was cancelled before it started
 
 # `action` as in the podFailurePolicy of Kubernetes: end the job, count the restart, or restart without counting.
 ACTIONS = ("fail", "count", "ignore")
 CONDITIONS = {"exit_codes", "log", "cause"}
 
 
-class Word(str, Enum):
+class TextEnum(str, Enum):
     """A string enum whose members are written and formatted as their values."""
 
     __str__ = str.__str__
@@ -24,7 +24,7 @@ class Word(str, Enum):
         return str.__format__(self, format_spec)
 
 
-class Outcome(Word):
+class Outcome(TextEnum):
     """Outcome of a job, or of a generation, which may also end to restart with a node that is back (RESCALED)."""
 
     SUCCEEDED = "succeeded"
@@ -37,7 +37,7 @@ class Outcome(Word):
 JOB_OUTCOMES = (Outcome.SUCCEEDED, Outcome.FAILED, Outcome.STOPPED, Outcome.LOST)
 
 
-class Reason(Word):
+class Reason(TextEnum):
     """Cause of a worker's end, as named in rules and reports."""
 
     ERROR = "error"
@@ -123,7 +123,7 @@ class WorkerExit:
 
 
 @dataclass(frozen=True)
-class Doing:
+class Activity:
     """What a worker is doing."""
 
     state: str  # a letter of proc(5): R runs, S sleeps, D waits for a disk, T is stopped; empty if unknown
@@ -158,7 +158,7 @@ class GenerationResult:
     """How a generation ended."""
 
     generation: int
-    word: Outcome
+    outcome: Outcome
     why: str
     cause: Cause | None = None
     time: float = 0.0  # wall-clock time of its end, in seconds since 1970
@@ -169,8 +169,8 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended: `word` is one of JOB_OUTCOMES."""
+    """How a job ended: `outcome` is one of JOB_OUTCOMES."""
 
-    word: Outcome
+    outcome: Outcome
     why: str  # for display
     left: str = ""  # why nodes were left behind, if they could not be taken down or still have files

@@ -12,7 +12,7 @@ from orchestrate.errors import ResourceError
 from orchestrate.files import typed
 from orchestrate.files.paths import NAME
 from orchestrate.job.cores import shares_near
-from orchestrate.job.limits import UNLIMITED, Limits, in_words, limits
+from orchestrate.job.limits import UNLIMITED, Limits, format_bytes, limits
 from orchestrate.job.redact import Mask, redacted
 from orchestrate.job.spec import APP, JobSpec
 from orchestrate.job.values import MAX_TRAINERS, MAX_WORKERS
@@ -114,21 +114,21 @@ class Plan:
     def __str__(self) -> str:
         """The plan for display: a summary, and a line per worker."""
         note = f" ({self.inventory.gpu_note})" if self.inventory.gpu_note else ""
-        shared = counted(len(self.gpus), "shared GPU") if len(self.gpus) < self.world_size else ""
+        shared = pluralize(len(self.gpus), "shared GPU") if len(self.gpus) < self.world_size else ""
         on_gpus = f"on {shared}{note}" if shared else f"NCCL on GPU{note}"
         backend = on_gpus if self.gpus else f"gloo on CPU ({self.reason})"
         # The job may set it, for example to a list for nested parallel regions.
         threads = self.workers[0].env["OMP_NUM_THREADS"]
         width = max(map(len, self.nodes))
         lines = [
-            f"job {self.job_id}: {counted(len(self.nodes), 'node')} × {counted(self.nproc_per_node, 'worker')}, "
+            f"job {self.job_id}: {pluralize(len(self.nodes), 'node')} × {pluralize(self.nproc_per_node, 'worker')}, "
             + backend
             + (f", on {self.placement.cluster}" if self.placement.cluster else ""),
             f"{self.inventory.about}, master at {self.master_addr}:{self.port}"
             + (" (open on all interfaces), " if self.placement.network in ("", "host") else ", ")
-            + (counted(int(threads), "thread") if threads.isdecimal() else f"{threads} threads")
+            + (pluralize(int(threads), "thread") if threads.isdecimal() else f"{threads} threads")
             + " per worker"
-            + (f", {in_words(self.limits.memory)} of memory per node" if self.limits.memory else "")
+            + (f", {format_bytes(self.limits.memory)} of memory per node" if self.limits.memory else "")
             + (", warm" if self.placement.preload else "")
             + (", on the host network" if self.placement.network == "host" else ""),
         ]
@@ -330,7 +330,7 @@ def _cores(cores: tuple[int, ...]) -> str:
     return f"core{'s' if len(cores) > 1 else ''} {','.join(map(str, cores))}"
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 

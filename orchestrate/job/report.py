@@ -13,7 +13,7 @@ from typing import Any
 from orchestrate.job import events
 from orchestrate.job.metrics import NAMES, PACE, plain
 from orchestrate.job.outcomes import JOB_OUTCOMES, GenerationResult, JobResult, Outcome
-from orchestrate.job.plan import Plan, counted
+from orchestrate.job.plan import Plan, pluralize
 
 STRAGGLER_FACTOR = 2.0  # times the others' median; a worker that takes longer slows them down
 MIN_ROWS = 5  # rows of `rank_seconds` needed for statistics
@@ -56,13 +56,13 @@ def report(
     complete = {"failures": all_failures, "checkpoints": whole and all_files, "final_metrics": all_final}
     return {
         "job_id": plan.job_id,
-        "outcome": outcome.word,
+        "outcome": outcome.outcome,
         "reason": outcome.why[:MAX_REASON],
         "engine": plan.engine,
         "world_size": plan.world_size,
         "generations": len(ended),
         "duration_s": seconds,
-        "root_cause": asdict(last) if last and outcome.word == Outcome.FAILED else None,
+        "root_cause": asdict(last) if last and outcome.outcome == Outcome.FAILED else None,
         "failures": failures,
         "left_behind": outcome.left[:MAX_REASON],
         "checkpoints": files,
@@ -74,7 +74,7 @@ def report(
 
 def text(data: dict[str, Any]) -> str:
     """The report for display: one line on success, otherwise what failed and how to fix it."""
-    lines = [f"{data['outcome']}: {counted(data['world_size'], 'worker')}, {data['duration_s']:.1f} s"]
+    lines = [f"{data['outcome']}: {pluralize(data['world_size'], 'worker')}, {data['duration_s']:.1f} s"]
     if data["outcome"] != Outcome.SUCCEEDED:
         lines[0] += f" ({data['reason']})"
     elif data["generations"] > 1:
@@ -172,7 +172,7 @@ def phase(event: events.Event) -> str | None:
     """The status to display from an event on: empty to clear it, None to leave it unchanged."""
     match event:
         case events.NodesStarting():
-            return f"starting {counted(event.nodes, 'node')}"
+            return f"starting {pluralize(event.nodes, 'node')}"
         case events.GenerationStarted(imports=packages) if packages:
             return f"importing {', '.join(packages)}"
         case events.NodesUp() | events.GenerationStarted():

@@ -66,7 +66,7 @@ class JobSpec:
     )
     expand: bool = _field(
         True,
-        values.truth,
+        values.boolean,
         "whether to expand `$JOB_DIR`, `$RANK`, `$WORLD_SIZE` and [the other "
         "variables](ARCHITECTURE.md#the-contract) (`$NAME` or `${NAME}`) in `command`, separately for each worker",
     )
@@ -84,7 +84,7 @@ class JobSpec:
     gpus: str | int = _field("auto", values.gpus, "GPUs to use: `auto` (all that are free), `all`, `none`, or a number")
     share_gpus: bool = _field(
         False,
-        values.truth,
+        values.boolean,
         "whether nodes may [share GPUs](docs/gpu.md#several-workers-on-one-gpu) if there are fewer GPUs than workers",
     )
     engine: str = _field(
@@ -119,7 +119,7 @@ class JobSpec:
     )
     shm_size: str = _field("1g", values.size, "size of `/dev/shm` in each node, such as `512m`")
     pin: bool = _field(
-        False, values.truth, "whether to pin each worker to its own cores, for machines that run nothing else"
+        False, values.boolean, "whether to pin each worker to its own cores, for machines that run nothing else"
     )
     network: str = _field(
         "bridge",
@@ -128,11 +128,11 @@ class JobSpec:
     )
     host_access: bool = _field(
         False,
-        values.truth,
+        values.boolean,
         "whether nodes can reach this machine's ports and the cloud's metadata service, and this machine can reach "
         "theirs; see [what nodes can reach](docs/tuning.md#what-nodes-can-reach)",
     )
-    encrypt: bool = _field(False, values.truth, "Swarm: whether to encrypt traffic on the job's network")
+    encrypt: bool = _field(False, values.boolean, "Swarm: whether to encrypt traffic on the job's network")
     constraints: list[str] = _field(
         [],
         values.constraints,
@@ -162,14 +162,14 @@ class JobSpec:
     )
     spares: int = _field(0, values.integer(0, values.MAX_TRAINERS), "number of standby nodes that replace lost ones")
     hang_after: float | None = _field(
-        600.0, values.patience, "time without output or CPU use after which a job counts as hung, or `none`"
+        600.0, values.optional_duration, "time without output or CPU use after which a job counts as hung, or `none`"
     )
     optional: list[str] = _field(
         [],
         _optional_keys,
         "keys to ignore if the engine does not support them, such as `[memory]`; other unsupported keys are an error",
     )
-    warm: bool = _field(True, values.truth, "whether to fork workers from a process that has already imported torch")
+    warm: bool = _field(True, values.boolean, "whether to fork workers from a process that has already imported torch")
     preload: list[str] = _field([], values.modules, "additional modules to import before forking workers")
 
     def to_yaml(self) -> str:

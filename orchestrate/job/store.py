@@ -72,7 +72,7 @@ def on_cluster(runs: Path, cluster: str) -> list[JobPaths]:
     return [paths for paths in found if paths.cluster == cluster]
 
 
-def bring_home(paths: JobPaths) -> None:
+def move_from_cluster(paths: JobPaths) -> None:
     """Move the files of a job from its cluster's folder to its run directory, where they replace a link.
 
     They are moved before they are checked, since nodes cannot reach the new place: a node may have replaced them.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrate.job.limits import UNLIMITED, in_bytes
+from orchestrate.job.limits import UNLIMITED, parse_size
 from orchestrate.job.outcomes import ACTIONS, CAUSES, CONDITIONS
 from orchestrate.job.patterns import flaw
 from orchestrate.job.strict_yaml import shown
@@ -206,7 +206,7 @@ def rules(value: Any) -> list[dict[str, Any]]:
 
 
 @kind({"type": "boolean"})
-def truth(value: Any) -> bool:
+def boolean(value: Any) -> bool:
     """True or false."""
     if value in (True, False, "true", "false"):
         return value in (True, "true")
@@ -254,7 +254,7 @@ GRACE = duration("1 day", _DAY)  # must fit 32 bits as seconds for Docker and as
 
 
 @kind(either(LONG.schema, one_of(["none"]), {"type": "null"}))
-def patience(value: Any) -> float | None:
+def optional_duration(value: Any) -> float | None:
     """A duration, or None for no limit."""
     return None if value in (None, "none") else LONG.parse(value)
 
@@ -276,7 +276,7 @@ _SIZE = text(r"0{0,9}[1-9][0-9]{0,18}[bkmgBKMG]?", "a size such as 512m or 4g")
 def size(value: Any) -> str:
     """A number of bytes in Docker's notation."""
     given = str(_SIZE.parse(value))
-    if in_bytes(given) > MAX_BYTES:
+    if parse_size(given) > MAX_BYTES:
         raise ValueError("a size such as 512m or 4g, below 8 EiB")
     return given
 
@@ -297,7 +297,7 @@ def limit(value: Any) -> str:
     try:
         if value == UNLIMITED:
             return UNLIMITED
-        if in_bytes(given := str(size.parse(value))) < MIN_MEMORY:
+        if parse_size(given := str(size.parse(value))) < MIN_MEMORY:
             raise ValueError("a size such as 512m or 4g, at least 64m")
         return given
     except ValueError as error:

@@ -25,8 +25,8 @@ from orchestrate.node.loop import Channel, Loop
 from orchestrate.node.output import say
 from orchestrate.node.ranks import FENCE, Env, fence
 from orchestrate.node.trees import clear, replace
-from orchestrate.node.warm import POSSIBLE, standing
-from orchestrate.node.worker import Worker, doing, kill, oom_kills
+from orchestrate.node.warm import SUPPORTED, limits_and_priority
+from orchestrate.node.worker import Worker, activity, kill, oom_kills
 
 IPC_RMID = 0  # of shmctl(2), msgctl(2) and semctl(2)
 FILTER_INTERVAL = 0.05  # seconds between two checks for the packet filter
@@ -50,7 +50,7 @@ class Agent:
         self.files = Files()
         self.lease: Lease | None = None
         self.bound: dict[str, tuple[os.stat_result, int]] = {}  # path of a socket: the file, and its mode
-        self.standing = standing(os.getpid())
+        self.limits_and_priority = limits_and_priority(os.getpid())
 
     def listen_tcp(self, port: int) -> None:
         """Accept requests over TCP; raises OSError."""
@@ -195,7 +195,7 @@ class Agent:
                 wipe(folders, self.bound)
                 free_ipc()
             self._bind_again()
-            if standing(os.getpid()) != self.standing or self.loop.changed():
+            if limits_and_priority(os.getpid()) != self.limits_and_priority or self.loop.changed():
                 raise OSError("the job has changed the limits or the priority of the node")
         except OSError as error:
             say(f"ending the node, which cannot be cleaned for another job: {error}")
@@ -218,7 +218,7 @@ class Agent:
         zygote = self.loop.zygote
         importing = zygote.process.pid if zygote else 0  # for workers that are waiting for the import
         running = {
-            str(rank): {"pid": worker.pid, **doing(worker.pid or importing)}
+            str(rank): {"pid": worker.pid, **activity(worker.pid or importing)}
             for rank, worker in self.workers.items()
             if rank not in self.codes
         }
@@ -240,7 +240,7 @@ def serve(path: str, shared: str, port: int, key: bytes) -> int:
     reach without the engine; and on a TCP port, for an orchestrator on another machine.
     """
     loop = Loop()
-    if POSSIBLE and (modules := os.environ.get("NODE_PRELOAD", "").split()):
+    if SUPPORTED and (modules := os.environ.get("NODE_PRELOAD", "").split()):
         loop.warm(modules)
         warm_up(loop, os.environ.get("NODE_FILTERED") == "1")
     agent = Agent(loop, key)

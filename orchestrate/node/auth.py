@@ -23,7 +23,7 @@ class Signer:
 
     def __init__(self, key: bytes, listens: bool) -> None:
         """`listens`: whether this side has accepted the connection."""
-        self.key, self.listens, self.met = key, listens, False
+        self.key, self.listens, self.ready = key, listens, False
         self.nonce = os.urandom(16).hex().encode()
         self.counts = {True: 0, False: 0}  # lines of the listening side, and of the other
 
@@ -32,7 +32,7 @@ class Signer:
         if not NONCE.fullmatch(nonce):  # the format differs from a lease request, which a relay would answer
             raise ValueError("no nonce")
         nonces = self.nonce + nonce if self.listens else nonce + self.nonce
-        self.key, self.met = hmac.digest(self.key, b"link " + nonces, "sha256"), True
+        self.key, self.ready = hmac.digest(self.key, b"link " + nonces, "sha256"), True
 
     def sign(self, text: bytes) -> bytes:
         """The line that carries `text`, without its end."""

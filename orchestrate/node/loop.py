@@ -17,7 +17,14 @@ from orchestrate.node.checks import Refused, seconds
 from orchestrate.node.output import say, stdout
 from orchestrate.node.protocol import Refusal, encode, parsed
 from orchestrate.node.ranks import Env
-from orchestrate.node.warm import IMPORT_TIMEOUT, Zygote, adopt_orphans, children, standing, strays
+from orchestrate.node.warm import (
+    IMPORT_TIMEOUT,
+    Zygote,
+    adopt_orphans,
+    children,
+    leftover_processes,
+    limits_and_priority,
+)
 from orchestrate.node.worker import FAILED_TO_START, Worker, kill
 
 MAX_MESSAGE = 1 << 20  # bytes
@@ -134,7 +141,7 @@ class Loop:
 
     def stop(self, end: bool = False) -> None:
         """Send each worker SIGTERM once, and SIGKILL after the grace period; `end` also ends the node."""
-        asked = [worker for worker in self.workers if not worker.asked and worker.poll() is None and not worker.dying]
+        asked = [worker for worker in self.workers if not worker.asked and worker.poll() is None and not worker.exiting]
         for worker in asked:
             worker.asked = True
         if asked:
@@ -167,7 +174,11 @@ class Loop:
     def changed(self) -> bool:
         """Whether a worker has changed the limits or priority of the zygote; raises OSError."""
         zygote = self.zygote
-        return zygote is not None and zygote.ready is True and standing(zygote.process.pid) != zygote.standing
+        return (
+            zygote is not None
+            and zygote.ready is True
+            and limits_and_priority(zygote.process.pid) != zygote.limits_and_priority
+        )
 
     def _pump(self, worker: Worker) -> None:
         if not worker.pump():
@@ -209,7 +220,7 @@ class Loop:
         if not self.adopting:
             return
         ours = {self.zygote.process.pid} if self.zygote else set()
-        while left := set(strays()) - ours:
+        while left := set(leftover_processes()) - ours:
             for pid in left:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -288,7 +299,7 @@ class Channel:
             self.buffer = bytearray(rest)
         if not chunk or not all(map(self._take, lines)):
             return self.end()
-        longest = MAX_GREETING if self.signer and not self.signer.met else MAX_MESSAGE
+        longest = MAX_GREETING if self.signer and not self.signer.ready else MAX_MESSAGE
         if len(self.buffer) > longest:
             self.refuse(f"the message is longer than {longest} bytes")
             self.end()
@@ -296,7 +307,7 @@ class Channel:
     def _take(self, line: bytes) -> bool:
         """Handle one line; False if the peer does not have the key or uses another protocol."""
         try:
-            if self.signer and not self.signer.met:
+            if self.signer and not self.signer.ready:
                 self.signer.meet(line)
                 return True
             text = self.signer.verify(line) if self.signer else line

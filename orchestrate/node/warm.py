@@ -23,7 +23,7 @@ PADDING = "." * 4096  # reserves space in its command line, which a forked worke
 IMPORT_TIMEOUT = 300.0  # seconds, at most
 FORK_TIMEOUT = 10.0  # seconds that a fork may take
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36  # of Linux' prctl(2)
-POSSIBLE = sys.platform == "linux"
+SUPPORTED = sys.platform == "linux"
 GO = b"g"  # as in zygote.py
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}  # ioprio_get(2), for which the C library has no function
 IOPRIO_WHO_PROCESS = 1
@@ -32,7 +32,7 @@ LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("
 
 def adopt_orphans() -> bool:
     """Adopt orphaned descendants instead of process 1 (subreaper); False if that is not supported."""
-    return POSSIBLE and not ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    return SUPPORTED and not ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def protect() -> None:
@@ -40,7 +40,7 @@ def protect() -> None:
 
     A forked child is protected as well, until it executes a program or resets the flag.
     """
-    if POSSIBLE:
+    if SUPPORTED:
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
 
 
@@ -70,7 +70,7 @@ class Zygote:
         """Start it; `settled` is called once it can fork, with an empty string, or once it cannot, with the reason."""
         self.ready: bool | None = None
         self.go_sent = False
-        self.standing: list[Any] = []  # limits and priority of its process before the first worker
+        self.limits_and_priority: list[Any] = []  # limits and priority of its process before the first worker
         self.settled = settled
         self.sock, child_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(FORK_TIMEOUT)
@@ -127,7 +127,7 @@ class Zygote:
     def _settle(self, ready: bool, why: str) -> None:
         self.ready = ready
         if ready:
-            self.standing = standing(self.process.pid)
+            self.limits_and_priority = limits_and_priority(self.process.pid)
         else:
             self.end()
         self.settled(why)
@@ -145,9 +145,9 @@ def _without_cwd(env: Mapping[str, str]) -> dict[str, str]:
     return {**env, **({"PYTHONPATH": path} if "PYTHONPATH" in env else {})}
 
 
-def standing(pid: int) -> list[Any]:
+def limits_and_priority(pid: int) -> list[Any]:
     """Limits, priority, scheduler and cores of a process, which its user can change; empty if this is not Linux."""
-    if not POSSIBLE:
+    if not SUPPORTED:
         return []
     bounds = [resource.prlimit(pid, number) for number in LIMITS]
     priorities = [os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid), _io_priority(pid)]
@@ -183,7 +183,7 @@ def children() -> list[int]:
     return [pid for pid, facts in processes() if facts and int(facts[1]) == os.getpid()]
 
 
-def strays() -> list[int]:
+def leftover_processes() -> list[int]:
     """Our children, and if we are process 1 of a container, all other processes of our user.
 
     A worker may have started one that is not our child, by taking over a process that the engine has started in the

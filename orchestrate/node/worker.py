@@ -94,7 +94,7 @@ class Worker:
         return self.process.pid if self.process else 0
 
     @property
-    def dying(self) -> bool:
+    def exiting(self) -> bool:
         """Whether the kernel is already tearing it down and closing its files, though it has no exit code yet."""
         try:
             return bool(int(fields(self.pid)[6]) & PF_EXITING)
@@ -207,7 +207,7 @@ class Log:
             os.close(self.file)
 
 
-def doing(session: int) -> dict[str, Any]:
+def activity(session: int) -> dict[str, Any]:
     """State of a session's leader, as a letter of proc(5), and CPU seconds of the whole session."""
     state, ticks = "", 0
     for pid, facts in processes():

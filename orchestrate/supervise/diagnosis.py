@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from orchestrate.job.outcomes import TERMINATED, Cause, ObservedExit, Reason, WorkerExit
+from orchestrate.job.outcomes import TERMINATED_EXIT_CODE, Cause, ObservedExit, Reason, WorkerExit
 from orchestrate.job.plan import Plan
 
 ABORTED, KILLED = 134, 137  # exit codes: 128 + the number of the signal
@@ -154,7 +154,7 @@ BY_CODE = {
     136: (Reason.CRASH, "the lines above show the stack of each thread"),
     KILLED: (Reason.KILLED, "killed by a user, or by the kernel when out of memory: see dmesg on the host"),
     139: (Reason.CRASH, "it crashed in native code; the lines above show the stack of each thread"),
-    TERMINATED: (Reason.TERMINATED, "it received SIGTERM from outside the job, for example on preemption"),
+    TERMINATED_EXIT_CODE: (Reason.TERMINATED, "it received SIGTERM from outside the job, for example on preemption"),
 }
 BY_ENGINE = {
     Reason.OUT_OF_MEMORY: MORE_MEMORY,
@@ -180,7 +180,7 @@ SUMMARY = {
 }
 
 
-def complains(lines: Sequence[str], about: re.Pattern[str] = COMPLAINT) -> bool:
+def is_peer_failure(lines: Sequence[str], about: re.Pattern[str] = COMPLAINT) -> bool:
     """Whether a worker's last lines before a dump of its stacks are about a peer that is gone or does not answer."""
     return bool(about.search("\n".join([line for line in before_dump(lines) if line.strip()][-3:])))
 
@@ -191,7 +191,7 @@ def before_dump(lines: Sequence[str]) -> Sequence[str]:
     return lines[: fatal[0] if fatal else None]
 
 
-def blame(
+def find_root_cause(
     ends: Sequence[ObservedExit], last_lines: Callable[[int], list[str]], window: float = PEER_FAILURE_WINDOW
 ) -> tuple[WorkerExit, Reason | None]:
     """Return the worker that is the root cause, and the reason if it did not fail itself.
@@ -203,19 +203,21 @@ def blame(
     `ends`, at least one, are in the engine's order; `last_lines(rank)` are a worker's last lines; `window` is the time
     in seconds after the first failure in which another exit can be its cause.
     """
-    failed = [end for end in ends if end.exit.code and not (end.ours and end.exit.code == TERMINATED)]
+    failed = [end for end in ends if end.exit.code and not (end.ours and end.exit.code == TERMINATED_EXIT_CODE)]
     failed = failed or [end for end in ends if end.exit.code] or list(ends)
     first = failed[0].at
     near = [end.exit for end in failed if end.at - first < window]
-    own_errors = [exit for exit in near if not complains(last_lines(exit.rank))]
+    own_errors = [exit for exit in near if not is_peer_failure(last_lines(exit.rank))]
     signaled = [exit for exit in near if exit.code in BY_SIGNAL and (exit.code != ABORTED or exit in own_errors)]
     if signaled or own_errors:
         return (signaled or own_errors)[0], None
     left = [end.exit for end in ends if end.exit.code == 0 and end.at - first < window and not end.ours]
     if left:
         return left[0], Reason.LEFT_EARLY
-    late = [end.exit for end in ends if end.ours and end.exit not in near and not complains(last_lines(end.exit.rank))]
-    if late and any(complains(last_lines(exit.rank), TIMEOUT) for exit in near):
+    late = [
+        end.exit for end in ends if end.ours and end.exit not in near and not is_peer_failure(last_lines(end.exit.rank))
+    ]
+    if late and any(is_peer_failure(last_lines(exit.rank), TIMEOUT) for exit in near):
         return late[0], Reason.TIMEOUT
     return near[0], None
 

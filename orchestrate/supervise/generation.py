@@ -8,10 +8,10 @@ import time
 from orchestrate.engines.base import Stop
 from orchestrate.errors import EngineError
 from orchestrate.job import events
-from orchestrate.job.outcomes import LOST, Cause, GenerationResult, ObservedExit, Outcome, Reason, WorkerExit
+from orchestrate.job.outcomes import LOST_EXIT_CODE, Cause, GenerationResult, ObservedExit, Outcome, Reason, WorkerExit
 from orchestrate.job.plan import Plan
 from orchestrate.supervise import hang
-from orchestrate.supervise.diagnosis import PEER_FAILURE_WINDOW, TIMEOUT, blame, complains, diagnose
+from orchestrate.supervise.diagnosis import PEER_FAILURE_WINDOW, TIMEOUT, diagnose, find_root_cause, is_peer_failure
 from orchestrate.supervise.nodes import Nodes
 from orchestrate.supervise.policy import CRASH_LOOP_SECONDS
 from orchestrate.supervise.running import ENGINE_TIMEOUT, Running
@@ -81,7 +81,7 @@ class Generation:
         if unknown:  # not known to their nodes, which are up
             for rank in unknown:
                 self.known[rank] = Reason.ENGINE_LOST if self.engine_lost else Reason.INTERRUPTED
-                self._ended(WorkerExit(rank, LOST))
+                self._ended(WorkerExit(rank, LOST_EXIT_CODE))
 
     # --- following it
 
@@ -108,7 +108,8 @@ class Generation:
                 self.emit(events.NodesLeft(str(error)))
             if not self.ends:  # an earlier supervisor may have recorded some
                 self.ends = [
-                    ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST), True) for rank in sorted(self.running)
+                    ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST_EXIT_CODE), True)
+                    for rank in sorted(self.running)
                 ]
         if self.why in (BY_USER, BY_MAX_RUN):
             return self._result(Outcome.STOPPED, self.why)
@@ -194,7 +195,7 @@ class Generation:
         if self.requested < 2 or self.killed_late:  # other killed workers do not show a cause
             self.ends.append(ObservedExit(self.emit.seconds(), end, ours))
         if end.code and not stopping:
-            timeout = complains(self.files.last_lines(end.rank), TIMEOUT)
+            timeout = is_peer_failure(self.files.last_lines(end.rank), TIMEOUT)
             self.failing = min(self.failing, time.monotonic() + PEER_FAILURE_WINDOW * timeout)
         self._stop_if_failing()
 
@@ -244,8 +245,8 @@ class Generation:
             if cut_off and ranks and not self.why and not self.hung:
                 rank = min(ranks)
                 self.known[rank] = Reason.PARTITION
-                self.emit(events.WorkerEnded(rank, node, LOST, stopping=False, known=Reason.PARTITION))
-                self.ends.append(ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST), False))
+                self.emit(events.WorkerEnded(rank, node, LOST_EXIT_CODE, stopping=False, known=Reason.PARTITION))
+                self.ends.append(ObservedExit(self.emit.seconds(), WorkerExit(rank, LOST_EXIT_CODE), False))
                 self._stop(FAILED)
 
     def _rescale_at_checkpoint(self) -> None:
@@ -259,7 +260,7 @@ class Generation:
 
     def _handle_hang(self) -> None:
         """Make every worker print its stacks, find the worker that the others wait for, and kill them."""
-        states = self.job.session.doing()
+        states = self.job.session.activity()
         letters = {rank: doing.state for rank, doing in states.items() if rank in self.running}
         self.emit(events.HangFound(letters, self.spec.hang_after or 0.0))
         self.hung = self._hang_cause(min(self.running), "the job hung; the engine was lost before the cause was found")
@@ -274,14 +275,14 @@ class Generation:
 
     def _find_hang_cause(self, states: dict[int, str]) -> Cause:
         """Return the cause of a hang: the worker that the others wait for, by process states and printed stacks."""
-        rank, what = hang.late(states, {rank: hang.stand(self.files.text(rank)) for rank in sorted(states)})
+        rank, what = hang.late(states, {rank: hang.parse_position(self.files.text(rank)) for rank in sorted(states)})
         return self._hang_cause(rank, f"the job hung: rank {rank} on {self.plan.workers[rank].node} {what}")
 
     def _hang_cause(self, rank: int, summary: str) -> Cause:
         return Cause(
             rank=rank,
             node=self.plan.workers[rank].node,
-            exit_code=LOST,
+            exit_code=LOST_EXIT_CODE,
             cause=Reason.HANG,
             summary=summary,
             hint="the log of each rank ends with its stacks; hang_after in the job file sets the time limit",
@@ -295,7 +296,7 @@ class Generation:
         if self.hung:
             return self.hung
         window = min(PEER_FAILURE_WINDOW, self.spec.grace)  # exits after that are our own kills
-        exit, known = blame(self.ends, self.files.last_lines, window)
+        exit, known = find_root_cause(self.ends, self.files.last_lines, window)
         known, node = known or self.known.get(exit.rank), self.plan.workers[exit.rank].node
         if not known:
             try:
@@ -318,7 +319,7 @@ class Generation:
             progress = lasted > CRASH_LOOP_SECONDS  # the script writes neither metrics nor checkpoints
         return GenerationResult(
             generation=self.plan.generation,
-            word=outcome,
+            outcome=outcome,
             why=why,
             cause=cause,
             lasted=round(lasted, 3),
@@ -349,7 +350,7 @@ class _HangDetector:
         if now - self.active < self.limit / 2 or now - self.polled < self.limit / 10:
             return False  # polling the nodes is not free
         before, elapsed = self.cpu, now - self.polled
-        self.cpu = {rank: doing.cpu for rank, doing in self.job.session.doing().items()}
+        self.cpu = {rank: doing.cpu for rank, doing in self.job.session.activity().items()}
         self.polled = now
         if any(seconds - before.get(rank, seconds) > hang.IDLE * elapsed for rank, seconds in self.cpu.items()):
             self.active, self.cpu = now, {}

@@ -20,7 +20,7 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen")
 
 
 @dataclass(frozen=True)
-class Stand:
+class Position:
     """A worker's position in its main thread."""
 
     where: str  # FILE:LINE in FUNCTION, in the user's code if possible
@@ -28,7 +28,7 @@ class Stand:
     waits: bool  # whether it waits in a collective
 
 
-def stand(log: str) -> Stand | None:
+def parse_position(log: str) -> Position | None:
     """Parse the last stack that Python's fault handler printed for the main thread; None if there is none."""
     dump = log.rpartition("Fatal Python error: ")[2] if "Fatal Python error: " in log else ""
     blocks = re.split(r"^(?:Current thread|Thread) 0x.*\n", dump, flags=re.M)[1:]
@@ -41,10 +41,10 @@ def stand(log: str) -> Stand | None:
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
     file, line, function = own[0]
     waits = any(part in frame[0] for frame in frames[:8] for part in WAITING)
-    return Stand(f"{file}:{line} in {function}", frames[0][2], waits)
+    return Position(f"{file}:{line} in {function}", frames[0][2], waits)
 
 
-def late(states: Mapping[int, str], stands: Mapping[int, Stand | None]) -> tuple[int, str]:
+def late(states: Mapping[int, str], stands: Mapping[int, Position | None]) -> tuple[int, str]:
     """Return the rank that the others wait for, and a description of its state.
 
     `states` are letters of proc(5). It is the first stopped worker; otherwise the first outside a collective while
@@ -72,7 +72,7 @@ def late(states: Mapping[int, str], stands: Mapping[int, Stand | None]) -> tuple
     return rank, f"and all others are at {known[rank].where}"
 
 
-def _others(stands: Mapping[int, Stand | None], rank: int) -> str:
+def _others(stands: Mapping[int, Position | None], rank: int) -> str:
     places = Counter(stand.where for other, stand in stands.items() if stand and other != rank)
     return "".join(
         f"; {count} {'others wait' if count > 1 else 'waits'} at {at}" for at, count in places.most_common(2)

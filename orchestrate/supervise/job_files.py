@@ -40,7 +40,7 @@ class JobFiles:
 
     def last_lines(self, rank: int) -> list[str]:
         """Return the last lines of a worker in this generation, truncated, since events store them permanently."""
-        lines = logs.last_words(self.text(rank), self.generation, LAST_LINES)
+        lines = logs.last_lines(self.text(rank), self.generation, LAST_LINES)
         return [line if len(line) <= MAX_WIDTH else f"{line[: MAX_WIDTH - 1]}…" for line in lines]
 
     def text(self, rank: int) -> str:

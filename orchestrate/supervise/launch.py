@@ -152,7 +152,7 @@ def supervise(
             except OrchestrateError as error:
                 log.info("the job could not start or continue", exc_info=True)
                 outcome, failure = JobResult(Outcome.FAILED, supervisor.failure_reason(error)), error
-        emit(JobEnded(outcome.word, outcome.why))
+        emit(JobEnded(outcome.outcome, outcome.why))
         emit.close()
         metrics, ended = hide.inside(files.metrics()), supervisor.history.ended
         content = report.report(supervisor.plan, outcome, ended, emit.events[-1].seconds, metrics, *files.checkpoints())
@@ -193,7 +193,7 @@ def _finish(paths: JobPaths, data: dict[str, Any], show: Callable[[str], None]) 
     """Write the report and put the job's files in their final state; pass a warning to `show` for each failure."""
     steps: list[Callable[[], object]] = [
         lambda: records.write(paths.report, json.dumps(data, indent=2) + "\n"),
-        lambda: store.bring_home(paths),
+        lambda: store.move_from_cluster(paths),
         lambda: folder.harmless(paths.shared),
     ]
     if not data["left_behind"]:

@@ -92,7 +92,7 @@ class Nodes:
         """Start the nodes, in up to `tries` attempts, since an old node may still be shutting down."""
         while True:
             try:
-                self.job.patiently(lambda: self._up(wanted), EngineLost, events.EngineLost)
+                self.job.retry(lambda: self._up(wanted), EngineLost, events.EngineLost)
                 alive = len(self.job.session.alive())
                 if alive >= len(wanted.nodes):
                     return

@@ -59,7 +59,7 @@ class Running:
             time.sleep(0.05)
         return self.stops() > before
 
-    def patiently(self, action: Callable[[], None], fails: type[Exception], event: Callable[[str], Event]) -> None:
+    def retry(self, action: Callable[[], None], fails: type[Exception], event: Callable[[str], Event]) -> None:
         """Retry `action` until it succeeds or the time limit is reached; emit `event` at the first failure.
 
         The limit is shorter if the job is being stopped: a paused node, for example, does not answer.
@@ -88,6 +88,6 @@ class Running:
                 raise
 
         try:
-            self.patiently(write, _TransientError, DiskFull)
+            self.retry(write, _TransientError, DiskFull)
         except OSError as error:
             raise EngineError(f"cannot write to the run directory: {error}") from None

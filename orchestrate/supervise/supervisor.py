@@ -65,7 +65,7 @@ class Supervisor:
         try:
             if outcome is None:
                 outcome = self._run_generations()
-                self.emit(events.OutcomeDecided(outcome.word, outcome.why))
+                self.emit(events.OutcomeDecided(outcome.outcome, outcome.why))
         except OrchestrateError as error:
             failure = error
             self.emit(events.OutcomeDecided(Outcome.FAILED, self.failure_reason(error)))
@@ -137,8 +137,8 @@ class Supervisor:
                     return JobResult(Outcome.FAILED, decision.why)
                 if self.job.sleep(decision.delay):
                     return JobResult(Outcome.STOPPED, BY_USER)
-            elif ended.word != Outcome.RESCALED:
-                return JobResult(ended.word, ended.why)
+            elif ended.outcome != Outcome.RESCALED:
+                return JobResult(ended.outcome, ended.why)
             ended = None
 
     def _search(self, pattern: str, text: str) -> bool:
@@ -154,7 +154,7 @@ class Supervisor:
         self.files.generation = self.plan.generation
         generation = self._generation()
         generation.restore(self.history.exits, self.history.stopping, self.history.states)
-        self.job.patiently(generation.adopt, EngineLost, events.EngineLost)
+        self.job.retry(generation.adopt, EngineLost, events.EngineLost)
         return self._record(generation.watch())
 
     def _next_generation(self) -> Generation:

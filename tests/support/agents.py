@@ -39,7 +39,7 @@ class Pipe:
 
     def send(self, text: bytes) -> None:
         """Send complete lines to the node."""
-        if not self.signer.met:
+        if not self.signer.ready:
             self.signer.meet(self._lines()[0])
             self._write(self.signer.nonce + b"\n" + self.signer.sign(b"") + b"\n")
         self._write(b"".join(self.signer.sign(line) + b"\n" for line in text.splitlines()))

@@ -45,8 +45,8 @@ class Whole(RecordingEngine):
         super().__init__(*generations, **more)
         self.things = list(things)
 
-    def inventory(self, spec, run, look_inside) -> Site:
-        self.calls += [] if look_inside else ["look"]
+    def inventory(self, spec, run, run_image) -> Site:
+        self.calls += [] if run_image else ["look"]
         return HERE.but(code=str(Path.cwd()))
 
 
@@ -55,8 +55,8 @@ class Commands:
 
     def __init__(self, runs: Path, monkeypatch, capsys) -> None:
         self.runs, self.capsys, self.engine = runs, capsys, Whole()
-        monkeypatch.setattr(choice, "answering", lambda: [self.engine])
-        monkeypatch.setattr(choice, "engine_of", lambda spec: self.engine)
+        monkeypatch.setattr(choice, "available_engines", lambda: [self.engine])
+        monkeypatch.setattr(choice, "select_engine", lambda spec: self.engine)
 
     def __call__(self, *arguments: object) -> tuple[int, list[str], list[str]]:
         """Run a command; return its exit code and the lines of stdout and stderr."""

@@ -22,7 +22,7 @@ class End:
 
     def meet(self) -> None:
         """Exchange the handshake that starts a connection."""
-        if not self.signer.met:
+        if not self.signer.ready:
             self.signer.meet(self._line())
             if not self.signer.listens:
                 self._send(self.signer.nonce + b"\n" + self.signer.sign(b""))

@@ -71,7 +71,7 @@ class StubManager:
         self.asked: list[str] = []  # each request: method, path and query
         self.made: list[dict] = []  # the bodies of requests that create or change something
         self.placed: Callable[[dict], None] = lambda task: None  # called for each new task
-        self.looked: Callable[[], None] = lambda: None  # called before tasks are listed
+        self.last_listed: Callable[[], None] = lambda: None  # called before tasks are listed
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler(self))
         self.server.daemon_threads = True
         monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{self.server.server_port}")
@@ -134,7 +134,7 @@ class StubManager:
             (one,) = [one for one in found if name in (one.get("ID"), one.get("Id"), one.get("Name", "").lstrip("/"))]
             return one
         if kind == "tasks":
-            self.looked()
+            self.last_listed()
         filters = json.loads(query.get("filters", "{}"))
         return [one for one in found if matches(kind, one, filters)]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import DOCKER_REQUIRED, Cli, descendants
 
-from orchestrate.engines import looked
+from orchestrate.engines import check_cache
 from orchestrate.job.gpus import Gpu, look, offer, read, why_none
 from orchestrate.job.spec import IMAGE
 from support.faults import Background, node_pid
@@ -36,7 +36,7 @@ def unusable() -> str:
     """Why tests cannot use GPUs on this machine; empty if they can."""
     if not look():
         return why_none()
-    done = subprocess.run([sys.executable, "-c", looked.CUDA], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", check_cache.CUDA], capture_output=True, text=True)
     if done.stdout.endswith("works"):
         return ""
     return f"torch in {sys.executable} cannot use the GPUs: {done.stdout or done.stderr[-300:]}"

@@ -23,7 +23,7 @@ class Node:
 
     def speak(self) -> None:
         """Send the waiting messages once a client is connected."""
-        while self.end_.signer.met and self.waits:
+        while self.end_.signer.ready and self.waits:
             self.end_.send(self.waits.pop(0))
 
     def ended(self, rank: int, code: int, **facts: object) -> None:
@@ -34,7 +34,7 @@ class Node:
 
     def asked(self) -> list[dict]:
         """The requests that have arrived so far."""
-        return self.end_.heard() if self.end_.signer.met else []
+        return self.end_.heard() if self.end_.signer.ready else []
 
     def end(self) -> None:
         self.here.close()

@@ -28,8 +28,8 @@ def three_nodes(clock: Clock, run: Path) -> Iterator[SwarmSession]:
     session = SwarmEngine().open(SPEC, job(), run, warned.append)
     session.swarm.prepare()
     session.warned = warned
-    session.supplied = {"t0", "t1", "t2"}
-    session._send_code = lambda code, nodes: session.supplied.update(session.nodes[name]["ID"] for name in nodes)
+    session.have_code = {"t0", "t1", "t2"}
+    session._send_code = lambda code, nodes: session.have_code.update(session.nodes[name]["ID"] for name in nodes)
     for role, count in (("trainer", 2), ("master", 1)):
         session.swarm.scale(role, count)
     session.nodes = session.swarm.look()
@@ -69,7 +69,7 @@ def down(stub: StubManager, number: int) -> None:
 def sync(**answers: object) -> SimpleNamespace:
     """A fake file sync, without any node."""
     fake = SimpleNamespace(calls=[])
-    for name in ("catch_up", "come_home", "lacks_space", "silent", "warnings", "close"):
+    for name in ("catch_up", "copy_all", "lacks_space", "silent", "warnings", "close"):
         answer = answers.get(name)
 
         def call(*_: object, name: str = name, answer: object = answer) -> object:

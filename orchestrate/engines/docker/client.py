@@ -95,18 +95,18 @@ class Daemon:
 
     def containers(self, label: str) -> list[Container]:
         """Return the containers with a label, running or not."""
-        with self.asking("could not list its containers"):
+        with self.translating_errors("could not list its containers"):
             return self.client.containers.list(all=True, filters={"label": label}, sparse=True)
 
-    def young(self, container: Container, seconds: float) -> bool:
+    def started_recently(self, container: Container, seconds: float) -> bool:
         """Whether a container is running and was started less than `seconds` ago."""
-        with self.asking(f"could not inspect {name_of(container)}"):
+        with self.translating_errors(f"could not inspect {name_of(container)}"):
             state = self.client.api.inspect_container(str(container.id))["State"]
         started = calendar.timegm(time.strptime(state["StartedAt"][:19], "%Y-%m-%dT%H:%M:%S"))  # always UTC
         return bool(state["Running"]) and time.time() - started < seconds
 
     @contextlib.contextmanager
-    def asking(self, what: str) -> Iterator[None]:
+    def translating_errors(self, what: str) -> Iterator[None]:
         """Convert errors of the SDK: EngineError `the engine WHAT: …`, or EngineLost if the engine does not respond."""
         try:
             yield
@@ -125,7 +125,7 @@ class Daemon:
         """Call `action` for all containers in parallel; ignore containers that are gone or not running."""
 
         def run_action(container: Container) -> None:
-            with self.asking(f"failed on {name_of(container)}"):
+            with self.translating_errors(f"failed on {name_of(container)}"):
                 try:
                     action(container)
                 except docker.errors.APIError as error:
@@ -135,14 +135,14 @@ class Daemon:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(run_action, containers))
 
-    def talk(
+    def connect_by_exec(
         self, container: str, command: list[str], key: bytes, patience: float = ANSWER_TIMEOUT
     ) -> NodeConnection | None:
         """Run a command in a container that connects its stdin and stdout to a node; None if the node does not answer.
 
         `key` is the node's key; the node must answer within `patience` seconds.
         """
-        with self.asking(f"could not run a command in {container[:12]}"):
+        with self.translating_errors(f"could not run a command in {container[:12]}"):
             try:
                 # Workers can trace a process that runs as their user, and read its environment.
                 options: dict[str, Any] = {"stdin": True, "environment": {"NODE_KEY": ""}, "user": NOBODY}

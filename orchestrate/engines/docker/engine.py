@@ -26,9 +26,9 @@ class DockerEngine:
         """Build or pull the job's image, unless the job cannot run here anyway."""
         image.prepare(self.daemon, spec)
 
-    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
+    def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
         """Check the image and list the GPUs; raises ResourceError if something is missing."""
-        return image.inventory(self.daemon, spec, run, look_inside)
+        return image.inventory(self.daemon, spec, run, run_image)
 
     def open(self, spec: JobSpec, plan: Plan, run: Path, warn: Callable[[str], None]) -> DockerSession:
         """Open the session of a job; raises EngineError if its folder cannot be mounted."""
@@ -38,9 +38,9 @@ class DockerEngine:
         """List the jobs that have nodes, by label."""
         return objects.jobs(self.daemon)
 
-    def holds(self, job_id: str) -> list[str]:
+    def resources(self, job_id: str) -> list[str]:
         """Describe the containers and networks with the job's label."""
-        return objects.holds(self.daemon, job_id)
+        return objects.resources(self.daemon, job_id)
 
     def remove(self, job_id: str, grace: float) -> None:
         """Stop and remove the containers and networks with the job's label, and nothing else."""

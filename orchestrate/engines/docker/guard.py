@@ -94,7 +94,7 @@ class Guard:
 
     def _protect(self, node: Container) -> None:
         """Run a helper, unless an earlier orchestrator has set up the same filter."""
-        with self.daemon.asking("could not run a helper container"):
+        with self.daemon.translating_errors("could not run a helper container"):
             pid = self.daemon.client.api.inspect_container(str(node.id))["State"]["Pid"]
             source = Path(program.__file__).read_text()
             words = [f"{value}/{mask}" for value, mask in blocked(self.daemon.info, node)]

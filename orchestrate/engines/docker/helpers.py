@@ -87,5 +87,5 @@ def output(
         return "", reason(error)
     finally:
         if container:
-            with daemon.asking("could not remove the container that inspected the image"):
+            with daemon.translating_errors("could not remove the container that inspected the image"):
                 api.remove_container(container, force=True, v=True)

@@ -29,7 +29,7 @@ NOT_CHECKED = f"GPUs were not checked: a plan only runs the image {IMAGE}, which
 
 def gpus_unavailable(daemon: Daemon, spec: JobSpec) -> bool:
     """Whether a job requires GPUs that containers cannot have, so that it needs no image."""
-    return spec.gpus not in ("auto", "none") and not toolkit.way(daemon.info)
+    return spec.gpus not in ("auto", "none") and not toolkit.gpu_mode(daemon.info)
 
 
 def prepare(daemon: Daemon, spec: JobSpec) -> None:
@@ -38,31 +38,31 @@ def prepare(daemon: Daemon, spec: JobSpec) -> None:
         ensure_image(daemon, spec)
 
 
-def inventory(daemon: Daemon, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
+def inventory(daemon: Daemon, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
     """Check the image, and list the GPUs; raises ResourceError.
 
     `run` is the folder to mount in nodes; `look_inside` allows running the job's image, which must exist then. Raises
     UsageError for folders that cannot be mounted.
     """
-    way, possible = toolkit.way(daemon.info), not gpus_unavailable(daemon, spec)
-    look_inside = look_inside and possible
+    gpu_mode, possible = toolkit.gpu_mode(daemon.info), not gpus_unavailable(daemon, spec)
+    run_image = run_image and possible
     if possible:
         volumes(daemon, spec.image)  # raises ResourceError for unsupported volumes
     code = code_folder(spec.command)
     _check_access(spec, code)
-    python = probe.python(daemon, spec.image, run) if look_inside else "python"
+    python = probe.python(daemon, spec.image, run) if run_image else "python"
     modules = preload(spec, code)
     offered = Offer(why=NO_TOOLKIT)
-    if spec.gpus != "none" and way:
-        image = _gpu_check_image(daemon, spec, look_inside)
+    if spec.gpus != "none" and gpu_mode:
+        image = _gpu_check_image(daemon, spec, run_image)
         offered = _offer(daemon, image, run, spec) if image else Offer(why=NOT_CHECKED)
-    look = offered.gpus and look_inside and may_use_torch(spec, modules)
-    if look and (why := probe.useless(daemon, spec.image, run, python, offered.gpus)):
+    look = offered.gpus and run_image and may_use_torch(spec, modules)
+    if look and (why := probe.gpu_problem(daemon, spec.image, run, python, offered.gpus)):
         offered = Offer(why=f"{spec.image} cannot use the GPUs: {why}")
     if run.name == NODES:
-        mounts.of_nodes(run, Path.cwd())  # a cluster runs no command
+        mounts.node_mounts(run, Path.cwd())  # a cluster runs no command
     else:
-        mounts.of_nodes(run, code, spec.command)
+        mounts.node_mounts(run, code, spec.command)
     here, count = cores(), max(1, daemon.info["NCPU"])  # the engine may run in a virtual machine
     ignored = ignoring(spec, SWARMS, "a single Docker Engine")
     inventory = Inventory(
@@ -97,7 +97,7 @@ def _check_access(spec: JobSpec, code: Path) -> None:
 
 def has_image(daemon: Daemon, image: str) -> bool:
     """Whether an image exists on the engine."""
-    with daemon.asking(f"could not inspect {image}"), contextlib.suppress(docker.errors.ImageNotFound):
+    with daemon.translating_errors(f"could not inspect {image}"), contextlib.suppress(docker.errors.ImageNotFound):
         daemon.client.images.get(image)
         return True
     return False
@@ -137,25 +137,25 @@ def _pull(daemon: Daemon, image: str) -> None:
     phase("")
 
 
-def _gpu_check_image(daemon: Daemon, spec: JobSpec, look_inside: bool) -> str:
+def _gpu_check_image(daemon: Daemon, spec: JobSpec, run_image: bool) -> str:
     """Return the image for the GPU check: the project's if it exists; the job's only if the job will run."""
-    return IMAGE if has_image(daemon, IMAGE) else spec.image if look_inside else ""
+    return IMAGE if has_image(daemon, IMAGE) else spec.image if run_image else ""
 
 
 @during("looking for GPUs")
 def _offer(daemon: Daemon, image: str, run: Path, spec: JobSpec) -> Offer:
     """Return the GPUs that `nvidia-smi` lists in a container with all GPUs; none if the container cannot start."""
-    way, every = toolkit.way(daemon.info), ["all"]
+    gpu_mode, every = toolkit.gpu_mode(daemon.info), ["all"]
     text, failure = helpers.output(
         daemon,
         run,
         ["sh", "-c", "; ".join(" ".join(command) for command in (LIST, DETAILS))],
         int(NVIDIA_SMI_TIMEOUT),
-        toolkit.host_config(way, every),
+        toolkit.host_config(gpu_mode, every),
         image=image,
         memory=1 << 30,
         log="4m",  # details of one GPU take some 50 KB
-        environment=toolkit.environment(way, every),
+        environment=toolkit.environment(gpu_mode, every),
     )
     found = offer(read(text, text), spec.gpus)
     if found.gpus or found.why:

@@ -70,7 +70,7 @@ def literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def of_nodes(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def node_mounts(run: Path, code: Path, command: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Return the mount of a job's or cluster's files, and the masks in its code folder.
 
     Raises EngineError for a path that cannot be mounted, and UsageError like `masks`.
@@ -96,7 +96,7 @@ def masks(code: Path, runs: Path, place: str, command: tuple[str, ...] = ()) -> 
     masks, the runs are not in a separate folder, or the script of `command` would be hidden: Python would run an empty
     file without an error.
     """
-    apart(code, runs)
+    check_code_folder(code, runs)
     kept = set(paths(*records.kept(code)))
     if code in kept:
         raise UsageError(f"{code} contains keys and secrets of jobs, which nodes could read", "use another folder")
@@ -140,7 +140,7 @@ def _special_files(code: Path, hidden: Collection[str]) -> Iterator[str]:
                     yield name
 
 
-def apart(code: Path, runs: Path) -> None:
+def check_code_folder(code: Path, runs: Path) -> None:
     """Raise UsageError for a code folder in which something that must be hidden cannot be."""
     if runs == code:
         raise UsageError(f"{runs} is the code folder, and run directories need a separate folder", "use --runs runs")

@@ -33,10 +33,10 @@ def helpers_of(daemon: Daemon, job_id: str) -> list[Container]:
     return [container for container in containers if labels.helps(container, labels.GUARD, job_id)]
 
 
-def holds(daemon: Daemon, job_id: str) -> list[str]:
+def resources(daemon: Daemon, job_id: str) -> list[str]:
     """Describe the containers and networks of a job."""
     label = f"{labels.JOB}={job_id}"
-    with daemon.asking("could not list its networks"):
+    with daemon.translating_errors("could not list its networks"):
         networks = [
             f"network {network.name}"
             for network in daemon.client.networks.list(filters={"label": label, "driver": "bridge"})
@@ -55,7 +55,7 @@ def remove(daemon: Daemon, job_id: str, grace: float, folders: Iterable[Path] = 
         daemon.each(nodes, lambda node: node.stop(timeout=int(grace)))
     nodes += helpers_of(daemon, job_id)
     daemon.each(nodes, lambda node: node.remove(force=True, v=True))
-    with daemon.asking(f"could not remove a network of {job_id}"):
+    with daemon.translating_errors(f"could not remove a network of {job_id}"):
         networks = daemon.client.networks.list(filters={"label": f"{labels.JOB}={job_id}", "driver": "bridge"})
         for network in networks:
             network.remove()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrate.console import during
-from orchestrate.engines import looked
+from orchestrate.engines import check_cache
 from orchestrate.engines.docker import helpers, toolkit
 from orchestrate.engines.docker.client import Daemon
 from orchestrate.errors import ResourceError
@@ -34,7 +34,7 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
     if image == IMAGE:
         return PYTHONS[0]
     key = ["python", _id(daemon, image)]
-    if name := looked.known(key):
+    if name := check_cache.cached(key):
         return name
     old, why = "", ""
     for name in PYTHONS:
@@ -45,7 +45,7 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
         if not re.fullmatch(r"\d{1,3} \d{1,3}", output):
             continue
         if tuple(map(int, output.split())) >= OLDEST:
-            looked.note(key, name)
+            check_cache.store(key, name)
             return name
         old = old or f"{name} is Python {output.replace(' ', '.')}"
     needs = ".".join(map(str, OLDEST))
@@ -56,18 +56,18 @@ def python(daemon: Daemon, image: str, run: Path) -> str:
 
 
 @during("testing the GPUs with torch")
-def useless(daemon: Daemon, image: str, run: Path, python: str, gpus: Collection[Gpu]) -> str:
+def gpu_problem(daemon: Daemon, image: str, run: Path, python: str, gpus: Collection[Gpu]) -> str:
     """Return why torch in the image cannot use the GPUs; empty if it can, or if torch is not installed."""
-    key = looked.cuda_key([_id(daemon, image)], gpus)
-    if looked.known(key):
+    key = check_cache.cuda_key([_id(daemon, image)], gpus)
+    if check_cache.cached(key):
         return ""
-    way, ids = toolkit.way(daemon.info), [gpu.id for gpu in gpus]
-    visible = {**toolkit.environment(way, ids), "HOME": "/tmp"}
-    host = toolkit.host_config(way, ids)
+    gpu_mode, ids = toolkit.gpu_mode(daemon.info), [gpu.id for gpu in gpus]
+    visible = {**toolkit.environment(gpu_mode, ids), "HOME": "/tmp"}
+    host = toolkit.host_config(gpu_mode, ids)
     output, failure = _run(
-        daemon, image, run, [python, "-c", looked.CUDA], looked.COMPUTE_TIMEOUT, host, environment=visible
+        daemon, image, run, [python, "-c", check_cache.CUDA], check_cache.COMPUTE_TIMEOUT, host, environment=visible
     )
-    return looked.cuda(key, output, failure)
+    return check_cache.cuda(key, output, failure)
 
 
 def _run(
@@ -90,5 +90,5 @@ def _run(
 
 
 def _id(daemon: Daemon, image: str) -> str:
-    with daemon.asking(f"could not inspect {image}"):
+    with daemon.translating_errors(f"could not inspect {image}"):
         return str(daemon.client.images.get(image).id)

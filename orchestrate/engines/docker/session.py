@@ -24,7 +24,7 @@ from orchestrate.engines.docker.volumes import WIPED, volumes
 from orchestrate.errors import EngineError, EngineLost
 from orchestrate.files.paths import PROJECT, JobPaths
 from orchestrate.job.container import PIPE
-from orchestrate.job.outcomes import Doing, Reason, WorkerExit
+from orchestrate.job.outcomes import Activity, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
@@ -46,13 +46,15 @@ class DockerSession:
         """`run` is mounted in nodes; raises EngineError if that is not possible, or the job has no key."""
         self.daemon, self.spec, self.warn, self.key = daemon, spec, warn, key_of(run)
         self.project = plan.project  # the job, or the cluster that owns the nodes
-        self.stays = bool(plan.placement.cluster)  # whether the nodes outlive the job
+        self.persistent = bool(plan.placement.cluster)  # whether the nodes outlive the job
         self.network = "host" if spec.network == "host" else f"{plan.project}_job"
         self.sockets = JobPaths(run.parent).sockets  # the folder of the nodes' sockets on this machine
         code = plan.placement.code
         command = () if plan.job_id == plan.placement.cluster else spec.command  # a cluster runs no command
-        self.mounts = partial(mounts.of_nodes, run, Path(code), command)  # mounts that are not in the Compose file
-        self.devices = toolkit.service(toolkit.way(daemon.info), plan.gpus)  # part of a Compose file: each node's GPUs
+        self.mounts = partial(mounts.node_mounts, run, Path(code), command)  # mounts that are not in the Compose file
+        self.devices = toolkit.service(
+            toolkit.gpu_mode(daemon.info), plan.gpus
+        )  # part of a Compose file: each node's GPUs
         self.env = self._environment(plan, run)
         # Inodes of mounted folders, by their paths in nodes.
         self.folders = mounts.inodes(run, Path(code)) if self.env["NODE_SOCKETS"] else {}
@@ -60,7 +62,7 @@ class DockerSession:
         self.seen_events: dict[str, set[str]] = {}  # container id: actions in its events
         self.dying: set[str] = set()  # ids of containers that are being stopped, but are still listed as running
         self.troubles: dict[str, str] = {}  # node: paused or partition
-        self.looked = 0.0
+        self.last_listed = 0.0
         self.guard = Guard(daemon, self.project, run) if wanted(spec) else None
         self.clients = NodeClients(self, warn)
         self.events = Events(daemon, self._is_ours)
@@ -68,7 +70,7 @@ class DockerSession:
 
     def _environment(self, plan: Plan, run: Path) -> dict[str, str]:
         """Return the environment variables that the Compose file uses."""
-        spec, way = self.spec, toolkit.way(self.daemon.info)
+        spec, gpu_mode = self.spec, toolkit.gpu_mode(self.daemon.info)
         return {
             "JOB_ID": self.project,
             "JOB_OWNER": str(os.getuid()),
@@ -79,8 +81,8 @@ class DockerSession:
             "NODE_CODE": plan.placement.code,
             "NODE_JOB_DIR": str(run),
             "NODE_USER": self.daemon.user(run, spec),
-            "NODE_RUNTIME": "nvidia" if plan.gpus and way != "cdi" else self.daemon.info["DefaultRuntime"],
-            "NODE_GPUS": (",".join(plan.gpus) if way != "cdi" else "") or "void",
+            "NODE_RUNTIME": "nvidia" if plan.gpus and gpu_mode != "cdi" else self.daemon.info["DefaultRuntime"],
+            "NODE_GPUS": (",".join(plan.gpus) if gpu_mode != "cdi" else "") or "void",
             "NODE_SHM": spec.shm_size,
             "NODE_MEMORY": str(plan.limits.memory),
             "NODE_TMP": str(plan.limits.tmp),
@@ -100,7 +102,7 @@ class DockerSession:
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
         """Start nodes that are missing, and replace unhealthy ones."""
         self._bring_up(plan, stopped)
-        if self.guard and self.stays:  # the next job does not wait for the filter
+        if self.guard and self.persistent:  # the next job does not wait for the filter
             self.guard.finish(self._healthy_nodes)
             self._warn()
 
@@ -122,7 +124,7 @@ class DockerSession:
         found = self._list_nodes().values()
         stuck = (node for node in found if node.status != "exited" and not self._is_healthy(node))
         self.daemon.each(stuck, Container.kill)
-        with self.daemon.asking("could not connect a node to its network"):
+        with self.daemon.translating_errors("could not connect a node to its network"):
             for network in self.daemon.networks(self.network):
                 for node in found:
                     if self.network not in node.attrs["NetworkSettings"]["Networks"]:
@@ -144,9 +146,9 @@ class DockerSession:
         """Return the nodes that are running and neither paused nor cut off; all are on this machine."""
         return dict.fromkeys(self._healthy_nodes(), "")
 
-    def warmed(self, nodes: Iterable[str], patience: float) -> bool:
+    def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
         """Wait until nodes have imported the modules for workers."""
-        return self.clients.warmed(nodes, patience)
+        return self.clients.wait_until_warm(nodes, patience)
 
     def adopt(self, plan: Plan) -> set[int]:
         """Find the nodes by label, and take over their workers."""
@@ -167,15 +169,15 @@ class DockerSession:
     def wait(self, timeout: float) -> Observed:
         """Wait for exits of workers; check the containers every few seconds."""
         exits = self.clients.wait(timeout)
-        if self.clients.running and time.monotonic() - self.looked > RECONCILE_INTERVAL:
+        if self.clients.running and time.monotonic() - self.last_listed > RECONCILE_INTERVAL:
             self._reconcile()
-            self.looked = time.monotonic()
+            self.last_listed = time.monotonic()
         self._warn()
         return Observed(exits, self.clients.starting(), dict(self.troubles))
 
-    def doing(self) -> dict[int, Doing]:
+    def activity(self) -> dict[int, Activity]:
         """Report what the running workers are doing."""
-        return self.clients.doing()
+        return self.clients.activity()
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """Return the cause, from the node's report, events, and the state of the container."""
@@ -224,7 +226,7 @@ class DockerSession:
         self._warn()
         if self.guard:
             self.guard.close()
-        if self.stays:
+        if self.persistent:
             self.nodes = {name: node for name, node in self._list_nodes().items() if self._is_healthy(node)}
             self.discard(self.clients.clean(self.nodes))
             sockets.tidy(self.sockets, {str(node.short_id) for node in self.nodes.values()})
@@ -269,8 +271,8 @@ class DockerSession:
         if container.status == "running" and self.env["NODE_SOCKETS"]:
             with contextlib.suppress(OSError, EngineError):
                 path = self.sockets / str(container.short_id)
-                return sockets.connect(path, self.key, lambda: self.daemon.young(container, LISTEN_TIMEOUT))
-        return self.daemon.talk(str(container.id), [self.env["NODE_PYTHON"], *PIPE], self.key)
+                return sockets.connect(path, self.key, lambda: self.daemon.started_recently(container, LISTEN_TIMEOUT))
+        return self.daemon.connect_by_exec(str(container.id), [self.env["NODE_PYTHON"], *PIPE], self.key)
 
     def request(self, worker: WorkerPlan, command: tuple[str, ...]) -> protocol.Start:
         """Build a request with the worker's environment, and the packet filter and mounts that must be in place."""
@@ -307,7 +309,7 @@ class DockerSession:
             self.seen_events.setdefault(actor, set()).add(action)
             self.dying.discard(actor)
         if event["Type"] == "network" or action in ("pause", "unpause", "die"):
-            self.looked = time.monotonic() - RECONCILE_INTERVAL + LIST_LAG
+            self.last_listed = time.monotonic() - RECONCILE_INTERVAL + LIST_LAG
 
     def _reconcile(self) -> None:
         """List the containers to find nodes that have ended, are paused, or are cut off."""
@@ -324,7 +326,7 @@ class DockerSession:
         while time.monotonic() < deadline:
             if self.events.broken > time.monotonic() - 2 * SHUTDOWN_TIMEOUT:
                 raise EngineLost("the engine was restarted")
-            with self.daemon.asking("does not respond"):
+            with self.daemon.translating_errors("does not respond"):
                 self.daemon.client.ping()
             time.sleep(0.2)
 

@@ -13,7 +13,7 @@ REPORTS = (28, 2)  # first version of the engine that reports CDI devices
 CAPABILITIES = "compute,utility"  # parts of the driver that CUDA and nvidia-smi need
 
 
-def way(info: dict[str, Any]) -> str:
+def gpu_mode(info: dict[str, Any]) -> str:
     """Return how the engine provides GPUs: `runtime`, `cdi`, or an empty string.
 
     Since 28.2 engines report the devices that they have found; older ones only report the folders that they search.
@@ -27,24 +27,24 @@ def way(info: dict[str, Any]) -> str:
     return "cdi" if any(name.startswith(f"{CDI}=") for name in found) else ""
 
 
-def host_config(way: str, gpus: Iterable[str]) -> dict[str, Any]:
+def host_config(gpu_mode: str, gpus: Iterable[str]) -> dict[str, Any]:
     """Return the part of a container's host configuration that provides GPUs, by UUID or `all`."""
-    if way == "runtime":
+    if gpu_mode == "runtime":
         return {"runtime": "nvidia"}
     return {"device_requests": [DeviceRequest(driver="cdi", device_ids=[f"{CDI}={gpu}" for gpu in gpus])]}
 
 
-def environment(way: str, gpus: Iterable[str]) -> dict[str, str]:
+def environment(gpu_mode: str, gpus: Iterable[str]) -> dict[str, str]:
     """Return the environment variables that select GPUs for the runtime; CDI needs none."""
-    if way != "runtime":
+    if gpu_mode != "runtime":
         return {}
     return {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus), "NVIDIA_DRIVER_CAPABILITIES": CAPABILITIES}
 
 
-def service(way: str, gpus: Iterable[str]) -> dict[str, Any]:
+def service(gpu_mode: str, gpus: Iterable[str]) -> dict[str, Any]:
     """Return the part of a Compose service that adds CDI devices; empty for the runtime, which the file names."""
     names = [f"{CDI}={gpu}" for gpu in gpus]
-    if way != "cdi" or not names:
+    if gpu_mode != "cdi" or not names:
         return {}
     return {
         "deploy": {

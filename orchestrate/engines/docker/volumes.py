@@ -18,7 +18,7 @@ MOUNTED = (CODE, JOB, "/opt/orchestrate", "/run/orchestrate", "/tmp")  # our mou
 WIPED = ("/tmp", "/dev/shm", "/dev/mqueue")  # emptied between jobs on a cluster, like the volumes
 KERNELS = ("/dev", "/proc", "/sys")
 PATH = re.compile(r"/[^\s\0-\x1f\x7f]{,1000}")  # NODE_WIPE is split at spaces
-MOST = 32  # maximum number of volumes of an image
+MAX_VOLUMES = 32  # maximum number of volumes of an image
 
 
 def volumes(daemon: Daemon, image: str) -> list[str]:
@@ -26,7 +26,7 @@ def volumes(daemon: Daemon, image: str) -> list[str]:
 
     Raises ResourceError for unsupported volumes.
     """
-    with daemon.asking(f"could not inspect {image}"), contextlib.suppress(docker.errors.ImageNotFound):
+    with daemon.translating_errors(f"could not inspect {image}"), contextlib.suppress(docker.errors.ImageNotFound):
         config = daemon.client.images.get(image).attrs.get("Config") or {}
         return checked(image, config.get("Volumes") or ())
     return []
@@ -43,9 +43,9 @@ def checked(image: str, declared: Iterable[str], mounted: Collection[str] = MOUN
             hint = "remove that VOLUME from its Dockerfile"
             raise ResourceError(f"the image {image} declares the volume {ascii(path)}, {why}", hint)
         found.append(folder)
-    if len(found) > MOST:
+    if len(found) > MAX_VOLUMES:
         hint = "declare a common parent folder instead"
-        raise ResourceError(f"the image {image} declares {len(found)} volumes; the limit is {MOST}", hint)
+        raise ResourceError(f"the image {image} declares {len(found)} volumes; the limit is {MAX_VOLUMES}", hint)
     return sorted(found)
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from orchestrate.engines.base import JobState
 from orchestrate.engines.docker.image import ensure_image
 from orchestrate.engines.swarm import service_spec
-from orchestrate.engines.swarm.manager import Manager, gpus, shared_out
+from orchestrate.engines.swarm.manager import Manager, gpus, total_gpus
 from orchestrate.engines.swarm.session import SwarmSession
 from orchestrate.engines.swarm.upload import code_files
 from orchestrate.errors import UsageError
 from orchestrate.files.paths import code_folder
-from orchestrate.job.plan import Inventory, Placement, Plan, counted
+from orchestrate.job.plan import Inventory, Placement, Plan, pluralize
 from orchestrate.job.preload import preload
 from orchestrate.job.spec import IMAGE, JobSpec
 
@@ -35,12 +35,12 @@ class SwarmEngine:
         if spec.image != IMAGE:
             ensure_image(self.manager.daemon, JobSpec())
 
-    def inventory(self, spec: JobSpec, run: Path, look_inside: bool) -> tuple[Inventory, Placement]:
+    def inventory(self, spec: JobSpec, run: Path, run_image: bool) -> tuple[Inventory, Placement]:
         """Count hosts, cores and GPUs; raises ResourceError if something is missing."""
         self._check(spec)
         code = code_folder(spec.command)
         code_files(code, run.parent.parent)  # raises ResourceError if they are too large
-        hosts = self.manager.takers(spec)
+        hosts = self.manager.candidate_hosts(spec)
         nodes = spec.trainers + 1
         resources = [host["Description"]["Resources"] for host in hosts]
         smallest = min(one.get("NanoCPUs", 0) for one in resources) // service_spec.NANOSECONDS
@@ -48,10 +48,10 @@ class SwarmEngine:
         offered = [gpus(host) for host in hosts] if spec.gpus != "none" else []
         inventory = Inventory(
             engine="swarm",
-            about=f"Docker Swarm {self.manager.info['ServerVersion']} of {counted(len(hosts), 'host')}, "
+            about=f"Docker Swarm {self.manager.info['ServerVersion']} of {pluralize(len(hosts), 'host')}, "
             f"image {spec.image}",
             cores=tuple(range(max(1, smallest * nodes // most))),
-            gpus=(service_spec.GPU,) * shared_out(offered, nodes, spec.spares),
+            gpus=(service_spec.GPU,) * total_gpus(offered, nodes, spec.spares),
             no_gpus=f"no host of the Swarm offers the generic resource {service_spec.GPU}",
             memory=min(one.get("MemoryBytes", 0) for one in resources),
             hosts=len(hosts),
@@ -74,7 +74,7 @@ class SwarmEngine:
         """List the jobs that have services here."""
         return self.manager.jobs()
 
-    def holds(self, job_id: str) -> list[str]:
+    def resources(self, job_id: str) -> list[str]:
         """Describe the services, relay, network and secret of a job."""
         return [f"{kind} {name}" for kind, name, _ in self.manager.objects(job_id)]
 

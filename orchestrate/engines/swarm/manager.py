@@ -15,7 +15,7 @@ from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.client import Daemon, name_of
 from orchestrate.engines.swarm import service_spec
 from orchestrate.errors import EngineError, EngineLost, ResourceError
-from orchestrate.job.plan import counted
+from orchestrate.job.plan import pluralize
 from orchestrate.job.spec import JobSpec
 
 NETWORK_RELEASE_TIMEOUT = 20.0  # seconds for Swarm to release a network whose tasks have ended
@@ -42,11 +42,11 @@ class Manager:
 
     def hosts(self) -> dict[str, ApiObject]:
         """List the hosts again; return them by id."""
-        with self.daemon.asking("could not list its hosts"):
+        with self.daemon.translating_errors("could not list its hosts"):
             self.known = {host["ID"]: host for host in self.api.nodes()}
         return self.known
 
-    def takers(self, spec: JobSpec) -> list[ApiObject]:
+    def candidate_hosts(self, spec: JobSpec) -> list[ApiObject]:
         """Return the hosts that accept a job's nodes; raises ResourceError if none is ready."""
         hosts = [host for host in self.hosts().values() if ready(host)]
         if not hosts:
@@ -64,14 +64,14 @@ class Manager:
 
     def tasks(self, job_id: str) -> list[ApiObject]:
         """Return the tasks of a job, newest last, each with the `Name` of its node."""
-        with self.daemon.asking("could not list its tasks"):
+        with self.daemon.translating_errors("could not list its tasks"):
             tasks: list[ApiObject] = self.api.tasks(filters={"label": f"{labels.JOB}={job_id}"})  # type: ignore[no-untyped-call]
         found = [{**task, "Name": name} for task in tasks if (name := labels.task_node(task))]
         return sorted(found, key=lambda task: str(task["CreatedAt"]))
 
     def jobs(self) -> list[JobState]:
         """List the jobs that have services here."""
-        with self.daemon.asking("could not list its services"):
+        with self.daemon.translating_errors("could not list its services"):
             services = self.services()
             tasks: list[ApiObject] = self.api.tasks()  # type: ignore[no-untyped-call]
         nodes = Counter(task["ServiceID"] for task in tasks if task["DesiredState"] == "running")
@@ -85,7 +85,7 @@ class Manager:
     def objects(self, job_id: str) -> list[tuple[str, str, Callable[[], Any]]]:
         """Return all objects of a job: kind, name, and a function that removes the object."""
         label = {"label": f"{labels.JOB}={job_id}"}
-        with self.daemon.asking("could not list the objects of a job"):
+        with self.daemon.translating_errors("could not list the objects of a job"):
             services = [
                 ("service", str(found.name), found.remove)
                 for found in self.client.services.list(filters=label)
@@ -117,7 +117,7 @@ class Manager:
                 raise EngineError(stuck, f"python -m orchestrate stop {job_id}")
             for kind, name, remove in objects:
                 try:
-                    with self.daemon.asking(f"could not remove the {kind} {name}"):
+                    with self.daemon.translating_errors(f"could not remove the {kind} {name}"):
                         remove()
                 except EngineLost:
                     raise
@@ -126,7 +126,7 @@ class Manager:
             time.sleep(0.1)
         if away := [self.host(task) for task in tasks if task["Status"]["State"] == "running"]:
             hosts = ", ".join(sorted(set(away)))
-            raise EngineError(f"could not remove {counted(len(away), 'node')} on {hosts}, which is down")
+            raise EngineError(f"could not remove {pluralize(len(away), 'node')} on {hosts}, which is down")
 
     def services(self, job_id: str = "") -> list[ApiObject]:
         """Return the services of a job, or of all jobs."""
@@ -159,12 +159,12 @@ def fits(host: ApiObject, constraints: Iterable[str]) -> bool:
     return True
 
 
-def well(task: ApiObject) -> bool:
+def is_healthy(task: ApiObject) -> bool:
     """Whether a task is running and not being stopped."""
     return bool(task["Status"]["State"] == "running" and task["DesiredState"] == "running")
 
 
-def coming(task: ApiObject) -> bool:
+def is_starting(task: ApiObject) -> bool:
     """Whether a task is being started."""
     return task["Status"]["State"] in COMING and task["DesiredState"] in ("ready", "running")
 
@@ -174,7 +174,7 @@ def ended(task: ApiObject) -> bool:
     return task["Status"]["State"] in ENDED
 
 
-def unstarted(task: ApiObject) -> bool:
+def failed_to_start(task: ApiObject) -> bool:
     """Whether a task has ended because its container failed to start."""
     return task["Status"]["State"] == "failed" and "starting container failed" in task["Status"].get("Err", "")
 
@@ -183,13 +183,13 @@ def gpus(host: ApiObject) -> int:
     """Return the number of GPUs that a host offers."""
     count = 0
     for resource in host["Description"]["Resources"].get("GenericResources") or []:
-        named, counted = resource.get("NamedResourceSpec") or {}, resource.get("DiscreteResourceSpec") or {}
+        named, pluralize = resource.get("NamedResourceSpec") or {}, resource.get("DiscreteResourceSpec") or {}
         count += named.get("Kind") == service_spec.GPU
-        count += counted.get("Value", 0) * (counted.get("Kind") == service_spec.GPU)
+        count += pluralize.get("Value", 0) * (pluralize.get("Kind") == service_spec.GPU)
     return count
 
 
-def shared_out(offered: list[int], nodes: int, spares: int) -> int:
+def total_gpus(offered: list[int], nodes: int, spares: int) -> int:
     """Return the total number of GPUs for `nodes` nodes with the same number each, each node on one host."""
     each = max(offered, default=0)
     while each > 1 and sum(count // each for count in offered) < nodes + spares:

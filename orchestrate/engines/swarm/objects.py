@@ -11,7 +11,7 @@ from docker.models.containers import Container
 
 from orchestrate.engines.docker import helpers, labels
 from orchestrate.engines.swarm import service_spec
-from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, unstarted
+from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, failed_to_start
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import PACKAGE
 from orchestrate.job import container
@@ -57,13 +57,13 @@ class SwarmJob:
         for task in self.tasks():
             state, error = task["Status"]["State"], task["Status"].get("Err", "")
             waits = state == "pending" and "no suitable node" in error
-            if task["ID"] not in old and (state == "rejected" or unstarted(task) or (waits and impatient)):
-                return service_spec.in_words(error, self.manager.host(task), self.spec.image)
+            if task["ID"] not in old and (state == "rejected" or failed_to_start(task) or (waits and impatient)):
+                return service_spec.explain_error(error, self.manager.host(task), self.spec.image)
         return None
 
     def replace(self, old: set[str]) -> bool:
         """Replace tasks not in `old` whose containers failed to start, and add them to it; False if there are none."""
-        failed = [task for task in self.tasks() if task["ID"] not in old and unstarted(task)]
+        failed = [task for task in self.tasks() if task["ID"] not in old and failed_to_start(task)]
         old |= {task["ID"] for task in failed}
         for task in failed:
             self.scale(task["Name"].partition("-")[0], 1)
@@ -79,7 +79,7 @@ class SwarmJob:
 
     def prepare(self) -> None:
         """Create the job's network."""
-        with self.daemon.asking("could not create the job's network"):
+        with self.daemon.translating_errors("could not create the job's network"):
             if self.network != "host" and not self.daemon.networks(self.network):
                 options = {"encrypted": ""} if self.spec.encrypt else {}
                 self.client.networks.create(
@@ -88,7 +88,7 @@ class SwarmJob:
 
     def connect(self) -> None:
         """Start the relay, as a container: Swarm would count a task as a node when it spreads nodes over hosts."""
-        with self.daemon.asking("could not start the relay"):
+        with self.daemon.translating_errors("could not start the relay"):
             name = labels.helper_name(labels.RELAY, self.project)
             found = self.client.containers.list(all=True, filters={"name": f"^/{name}$"})
             if found and found[0].status != "running":
@@ -144,7 +144,7 @@ class SwarmJob:
 
     def _scale(self, role: str, more: int) -> None:
         name = f"{self.project}-{role}"
-        with self.daemon.asking(f"could not start the service {name}"):
+        with self.daemon.translating_errors(f"could not start the service {name}"):
             for service in self.manager.services(self.project):
                 there = service["Spec"]
                 if there["Name"] == name:  # changing more than the number would recreate all tasks

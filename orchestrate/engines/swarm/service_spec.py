@@ -13,7 +13,7 @@ from orchestrate.engines.docker import labels
 from orchestrate.engines.docker.volumes import WIPED, checked
 from orchestrate.files.paths import PACKAGE
 from orchestrate.job import container
-from orchestrate.job.limits import UNLIMITED, in_bytes
+from orchestrate.job.limits import UNLIMITED, parse_size
 from orchestrate.job.plan import Plan
 from orchestrate.job.spec import JobSpec
 
@@ -136,7 +136,11 @@ def _mounts(spec: JobSpec) -> list[dict[str, Any]]:
         {"Type": "volume", "Target": "/tmp"},
         {"Type": "volume", "Target": "/var/tmp"},
         {"Type": "tmpfs", "Target": PROGRAM, "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": PROGRAM_SPACE}},
-        {"Type": "tmpfs", "Target": "/dev/shm", "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": in_bytes(spec.shm_size)}},
+        {
+            "Type": "tmpfs",
+            "Target": "/dev/shm",
+            "TmpfsOptions": {"Mode": 0o1777, "SizeBytes": parse_size(spec.shm_size)},
+        },
     ]
     if spec.volume:
         kind = "bind" if spec.volume.startswith("/") else "volume"
@@ -159,7 +163,7 @@ def _resources(spec: JobSpec, plan: Plan) -> dict[str, Any]:
     return {"Limits": limits, "Reservations": reserved}
 
 
-def in_words(error: str, host: str, image: str) -> tuple[str, str]:
+def explain_error(error: str, host: str, image: str) -> tuple[str, str]:
     """Convert Swarm's error about a task that fails to start to a message and a hint."""
     if re.search(r"No such image|pull access denied|manifest unknown|not found: manifest", error):
         return f"{host} has no image {image}", f"docker save {image} | ssh {host} docker load; or push it to a registry"

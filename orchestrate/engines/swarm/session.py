@@ -18,14 +18,14 @@ from orchestrate.engines.base import Observed, Stop, never
 from orchestrate.engines.clients import NodeClients, key_of
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.swarm import service_spec
-from orchestrate.engines.swarm.manager import ApiObject, Manager, coming, ended, well
+from orchestrate.engines.swarm.manager import ApiObject, Manager, ended, is_healthy, is_starting
 from orchestrate.engines.swarm.objects import SwarmJob
 from orchestrate.engines.swarm.sync import FileSync, rescued
 from orchestrate.engines.swarm.upload import code_files, on_each, packed, send_archive, written_files
 from orchestrate.errors import EngineError
 from orchestrate.files.paths import log
 from orchestrate.job import container
-from orchestrate.job.outcomes import Doing, Reason, WorkerExit
+from orchestrate.job.outcomes import Activity, Reason, WorkerExit
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.job.spec import JobSpec
 from orchestrate.node import protocol
@@ -59,8 +59,13 @@ class SwarmSession:
         """`run` contains the job's files; raises EngineError if the job has no key."""
         self.warn, self.key, self.manager = warn, key_of(run), manager
         self.swarm = SwarmJob(manager, spec, plan, run, self.key)
-        self.stays, self.shared = bool(plan.placement.cluster), bool(spec.volume)  # outlive the job; share a folder
-        self.files = run / plan.job_id if self.stays and plan.project != plan.job_id else run  # the local job folder
+        self.persistent, self.shared = (
+            bool(plan.placement.cluster),
+            bool(spec.volume),
+        )  # outlive the job; share a folder
+        self.files = (
+            run / plan.job_id if self.persistent and plan.project != plan.job_id else run
+        )  # the local job folder
         self.job_dir = plan.placement.job_dir  # the job folder in nodes
         self.clients = NodeClients(self, warn, self._heard, self._lost)
         self.nodes: dict[str, ApiObject] = {}  # task by node
@@ -68,14 +73,14 @@ class SwarmSession:
         self.linked: dict[str, str] = {}  # node: id of the connected task
         self.last_heard: dict[str, float] = {}  # node: time of its last message
         self.first = ""  # node of rank 0
-        self.looked = 0.0
-        self.unsure: dict[str, float] = {}  # id of a lost task: time when its lease has expired
+        self.last_listed = 0.0
+        self.lease_ends: dict[str, float] = {}  # id of a lost task: time when its lease has expired
         self.kept = contextlib.ExitStack()
         self.code: tuple[BinaryIO, str] | None = None  # tar file and its digest
         self.pool = futures.ThreadPoolExecutor(1)
         self.lost: dict[int, str] = {}  # rank: node, for lost workers whose last lines may be missing
-        self.supplied: set[str] = set()  # ids of tasks that have the code
-        self.given_up: set[str] = set()  # ids of tasks that count as lost, since they do not respond
+        self.have_code: set[str] = set()  # ids of tasks that have the code
+        self.abandoned: set[str] = set()  # ids of tasks that count as lost, since they do not respond
         self.sync: FileSync | None = None
 
     def up(self, plan: Plan, stopped: Callable[[], bool] = never) -> None:
@@ -84,7 +89,7 @@ class SwarmSession:
         began = time.monotonic()
         found = self._update_nodes()
         old = {task["ID"] for task in self.swarm.tasks() if ended(task)}
-        there = {name for name, task in self.nodes.items() if name in found or coming(task)}
+        there = {name for name, task in self.nodes.items() if name in found or is_starting(task)}
         for role, wanted in (("trainer", len(plan.nodes) - 1), ("master", 1)):
             self.swarm.scale(role, wanted - sum(name.startswith(role) for name in there))
         self.swarm.connect()
@@ -93,7 +98,7 @@ class SwarmSession:
             why = self.swarm.refusal(old, impatient=late)
             if why and (late or not self.swarm.replace(old)):
                 raise EngineError(*why)
-            pulls = any(coming(task) and task["Status"]["State"] == "preparing" for task in self.nodes.values())
+            pulls = any(is_starting(task) and task["Status"]["State"] == "preparing" for task in self.nodes.values())
             if stopped() or time.monotonic() - began > (PULL_TIMEOUT if pulls else START_TIMEOUT):
                 raise EngineError(f"{len(plan.nodes) - len(found)} of {len(plan.nodes)} nodes did not start")
             time.sleep(0.1)
@@ -103,11 +108,11 @@ class SwarmSession:
     def alive(self) -> dict[str, str]:
         """Return the nodes that have the code, on hosts that are up, with their hosts."""
         found = self._update_nodes().items()
-        return {name: self.manager.host(task) for name, task in found if task["ID"] in self.supplied}
+        return {name: self.manager.host(task) for name, task in found if task["ID"] in self.have_code}
 
-    def warmed(self, nodes: Iterable[str], patience: float) -> bool:
+    def wait_until_warm(self, nodes: Iterable[str], patience: float) -> bool:
         """Wait until nodes have imported the modules for workers."""
-        return self.clients.warmed(nodes, patience)
+        return self.clients.wait_until_warm(nodes, patience)
 
     def adopt(self, plan: Plan) -> set[int]:
         """Find the nodes by their services, and take over their workers."""
@@ -129,13 +134,13 @@ class SwarmSession:
         self.first = plan.workers[0].node
         if self.sync:
             self.sync.close()
-        while {task for task, until in self.unsure.items() if time.monotonic() < until} - self.swarm.dead():
+        while {task for task, until in self.lease_ends.items() if time.monotonic() < until} - self.swarm.dead():
             time.sleep(0.2)  # an older generation may still run on a node that is cut off
-        self.unsure, self.asked = {}, {}
+        self.lease_ends, self.asked = {}, {}
         self._update_nodes()
         self._send_files(plan.workers)
         for node, task in [(node, self.linked[node]) for node in self.clients.connections]:
-            if task != self._task_id(node) or task in self.given_up:  # replaced by a new task, or lost
+            if task != self._task_id(node) or task in self.abandoned:  # replaced by a new task, or lost
                 self.clients.drop(node)
         self._start_sync(plan.workers)
         self.clients.start(plan)
@@ -146,8 +151,8 @@ class SwarmSession:
         if exits and self.sync and not self.clients.running:
             self.sync.catch_up(LAST_LINES_TIMEOUT)
             self._complete_logs()
-        if self.clients.running and time.monotonic() - self.looked > LIST_INTERVAL:
-            self.looked = time.monotonic()
+        if self.clients.running and time.monotonic() - self.last_listed > LIST_INTERVAL:
+            self.last_listed = time.monotonic()
             self._check_nodes()
         self._warn()
         now = time.monotonic()
@@ -163,12 +168,12 @@ class SwarmSession:
             # Swarm has not reported the host: only the nodes' network is cut.
             if time.monotonic() - since > HOST_DOWN_TIMEOUT:
                 self._abandon(node)
-        self.clients.tell(protocol.GetStatus())  # serves as a heartbeat
+        self.clients.broadcast(protocol.GetStatus())  # serves as a heartbeat
         self.asked = dict.fromkeys(self.clients.connections, time.monotonic()) | self.asked
 
-    def doing(self) -> dict[int, Doing]:
+    def activity(self) -> dict[int, Activity]:
         """Report what the running workers are doing."""
-        return self.clients.doing()
+        return self.clients.activity()
 
     def explain(self, end: WorkerExit, node: str) -> Reason | None:
         """Return the cause, from the node's report, or the state of its task and host."""
@@ -180,9 +185,9 @@ class SwarmSession:
         deadline = time.monotonic() + HOST_DOWN_TIMEOUT
         while True:
             task = self.swarm.look().get(node)
-            if task and (not self.manager.answers(task) or task["ID"] in self.given_up):
+            if task and (not self.manager.answers(task) or task["ID"] in self.abandoned):
                 return Reason.HOST_LOST
-            if not task or not well(task):
+            if not task or not is_healthy(task):
                 return Reason.NODE_LOST
             if node in self.clients.connections or time.monotonic() > deadline:
                 return None if node in self.clients.connections else Reason.HOST_LOST
@@ -201,13 +206,13 @@ class SwarmSession:
         """Copy all files here, then remove services, network and relay."""
         if self.sync:
             if self.clients.connections:  # otherwise, the last files are most likely here already
-                self.sync.come_home(*((SYNC_TIMEOUT, stopped) if grace else (HURRIED_SYNC_TIMEOUT, never)))
+                self.sync.copy_all(*((SYNC_TIMEOUT, stopped) if grace else (HURRIED_SYNC_TIMEOUT, never)))
                 for node in self.sync.silent() & self._update_nodes().keys():
                     raise EngineError(f"the files of {node} could not be copied: it does not respond", PORTS)
             self._warn()
             self.sync.close()
             self.sync = None
-        if self.stays:
+        if self.persistent:
             self.discard(self.clients.clean(self._update_nodes()))
         else:
             self._remove(grace)
@@ -215,7 +220,7 @@ class SwarmSession:
     def _remove(self, grace: float) -> None:
         known = set(self.clients.connections)
         # Swarm takes four seconds to end a task, two of them idle.
-        self.clients.tell(protocol.End())
+        self.clients.broadcast(protocol.End())
         deadline = time.monotonic() + grace + NODE_END_TIMEOUT
         while known & self._update_nodes().keys() and time.monotonic() < deadline:
             self.clients.listen(0.1)
@@ -235,7 +240,7 @@ class SwarmSession:
         return {
             name: task
             for name, task in self.nodes.items()
-            if well(task) and self.manager.answers(task) and task["ID"] not in self.given_up
+            if is_healthy(task) and self.manager.answers(task) and task["ID"] not in self.abandoned
         }
 
     def _heard(self, node: str) -> None:
@@ -246,7 +251,7 @@ class SwarmSession:
         """Record that the last lines of a worker may be missing, and until when it may still run on its host."""
         self.lost[rank] = node
         if node in self.nodes:
-            self.unsure[self.nodes[node]["ID"]] = self.last_heard.get(node, time.monotonic()) + LEASE_OVER_AFTER
+            self.lease_ends[self.nodes[node]["ID"]] = self.last_heard.get(node, time.monotonic()) + LEASE_OVER_AFTER
 
     def _task_id(self, node: str) -> str:
         """Return the id of a node's task when last listed."""
@@ -261,7 +266,7 @@ class SwarmSession:
         """Mark a node's task as lost, and close the connection."""
         self.asked.pop(node, None)
         if node in self.nodes:
-            self.given_up.add(self.nodes[node]["ID"])
+            self.abandoned.add(self.nodes[node]["ID"])
         if node in self.clients.connections:
             self.clients.drop(node)
 
@@ -292,12 +297,12 @@ class SwarmSession:
     def reach(self, node: str) -> NodeConnection | None:
         """Connect to a node through the relay, and send it the relay's address for its lease."""
         task, relay = self.nodes.get(node), self.swarm.relay
-        if task is None or relay is None or task["ID"] in self.given_up:
+        if task is None or relay is None or task["ID"] in self.abandoned:
             return None
         address, port = self.swarm.node_address(task)
-        patience = RECONNECT_TIMEOUT if task["ID"] in self.supplied else FIRST_CONNECT_TIMEOUT
+        patience = RECONNECT_TIMEOUT if task["ID"] in self.have_code else FIRST_CONNECT_TIMEOUT
         command = [*PIPE, address, str(port), str(patience)]
-        if link := self.manager.daemon.talk(str(relay.id), command, self.key, patience + ANSWER_TIMEOUT):
+        if link := self.manager.daemon.connect_by_exec(str(relay.id), command, self.key, patience + ANSWER_TIMEOUT):
             link.send(protocol.Lease(self.swarm.relay_address()))
         return link
 
@@ -319,7 +324,7 @@ class SwarmSession:
             raise EngineError(f"cannot connect to {node} on {self.manager.host(self.nodes[node])}", PORTS)
 
         failed = on_each(nodes, reached, act)
-        self.given_up |= {self.nodes[node]["ID"] for node in failed}
+        self.abandoned |= {self.nodes[node]["ID"] for node in failed}
         return [*failed.values()]
 
     def _send_code(self, code: Path, nodes: Iterable[str]) -> None:
@@ -335,7 +340,7 @@ class SwarmSession:
 
         for error in self._on_each(nodes, act):
             raise error
-        self.supplied |= {self.nodes[name]["ID"] for name in nodes}
+        self.have_code |= {self.nodes[name]["ID"] for name in nodes}
 
     def _send_files(self, workers: tuple[WorkerPlan, ...]) -> None:
         """Send the files of earlier generations to every node, unless all nodes share a folder."""

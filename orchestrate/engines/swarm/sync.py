@@ -27,7 +27,7 @@ from orchestrate.engines.swarm.fetch import link as place_link
 from orchestrate.errors import EngineError
 from orchestrate.files.folder import MAX_DEPTH, MAX_ENTRIES, Folder
 from orchestrate.job.logs import MARK
-from orchestrate.job.plan import counted
+from orchestrate.job.plan import pluralize
 from orchestrate.node import protocol
 from orchestrate.node.checks import shown
 from orchestrate.node.files import LOGS, Facts
@@ -110,7 +110,7 @@ class FileSync:
             if isinstance(error, OSError) and error.errno in FULL:
                 raise OSError(error.errno, error.strerror, path)
 
-    def come_home(self, timeout: float, stopped: Callable[[], bool] = never) -> None:
+    def copy_all(self, timeout: float, stopped: Callable[[], bool] = never) -> None:
         """Copy all files; raises EngineError if some fail, which then stay on their nodes.
 
         Waits at most `timeout` seconds, and no longer once `stopped()`.
@@ -120,7 +120,7 @@ class FileSync:
             raise EngineError(late if stopped() else f"not all files were copied from the nodes within {timeout:g} s")
         errors = self.errors.copy()
         for path, why in errors.items():
-            raise EngineError(f"{counted(len(errors), 'file')} could not be copied, such as {shown(path)}: {why}")
+            raise EngineError(f"{pluralize(len(errors), 'file')} could not be copied, such as {shown(path)}: {why}")
 
     def silent(self) -> set[str]:
         """Return the nodes that did not answer in the last round."""

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from orchestrate.engines.connection import ANSWER_TIMEOUT, NodeConnection
 from orchestrate.engines.docker.ignored import kept
-from orchestrate.engines.docker.mounts import apart
+from orchestrate.engines.docker.mounts import check_code_folder
 from orchestrate.engines.swarm.sync import OWN
 from orchestrate.errors import EngineError, EngineLost, ResourceError
 from orchestrate.files import records
@@ -148,7 +148,7 @@ def code_files(folder: Path, runs: Path) -> list[Path]:
     `runs` is the folder of all jobs. Raises UsageError if that is the code folder, or .dockerignore cannot be read, and
     ResourceError if the files are too large.
     """
-    apart(folder, runs)
+    check_code_folder(folder, runs)
     found, size = [], 0
     secret = [path for path in paths(*records.kept(folder), runs) if path.is_relative_to(folder)]
     for name in kept(folder, NO_CODE):

@@ -16,7 +16,7 @@ from orchestrate.files import private, records
 from orchestrate.files.folder import content, write_whole
 from orchestrate.job.gpus import Gpu
 
-FOLDER = "looked"
+FOLDER = "checks"
 COMPUTE_TIMEOUT = 120  # seconds for torch to compute on all GPUs
 # Computes on each GPU: torch reports a GPU as available even if its build has no code for it.
 CUDA = """
@@ -46,7 +46,7 @@ def cuda_key(where: list[str], gpus: Iterable[Gpu]) -> list[str]:
 def cuda(key: list[str], output: str, failure: str = "") -> str:
     """Interpret the output of `CUDA`: return why torch cannot use the GPUs; empty, and cached, if it can."""
     if output in ("works", "no torch"):
-        note(key, output)
+        store(key, output)
         return ""
     return output or failure or "torch exited without output"
 
@@ -55,7 +55,7 @@ def _file_name(key: list[str]) -> str:
     return f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.txt"
 
 
-def known(key: list[str]) -> str:
+def cached(key: list[str]) -> str:
     """Return the cached result for a key, or an empty string."""
     for place in records.places():
         with contextlib.suppress(OSError, ValueError), private.opened(place / FOLDER) as folder:
@@ -63,7 +63,7 @@ def known(key: list[str]) -> str:
     return ""
 
 
-def note(key: list[str], value: str) -> None:
+def store(key: list[str], value: str) -> None:
     """Cache a result."""
     for place in records.places():
         with contextlib.suppress(OSError):
@@ -73,14 +73,14 @@ def note(key: list[str], value: str) -> None:
 
 
 @during("testing the GPUs with torch")
-def useless(gpus: Sequence[Gpu]) -> str:
+def gpu_problem(gpus: Sequence[Gpu]) -> str:
     """Return why this interpreter's torch cannot use the GPUs; empty if it can, or if torch is not installed."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
         return ""
     key = cuda_key([sys.executable, version], gpus)
-    if known(key):
+    if cached(key):
         return ""
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus)}
     command = [sys.executable, "-I", "-c", CUDA]
