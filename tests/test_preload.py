@@ -4,8 +4,9 @@ import os
 
 import pytest
 
+from orchestrate.files import bounded
 from orchestrate.job import imports
-from orchestrate.job.preload import preload
+from orchestrate.job.preload import preload, start
 from orchestrate.job.spec import JobSpec
 
 TORCH = ("torch", "torch.distributed")
@@ -150,3 +151,18 @@ def test_the_size_of_scripts_read_must_be_limited(tmp_path, monkeypatch):
     assert imports.uses(["train.py"], str(tmp_path)) == [True, False]
     for name in ("large.py", "first.py", "endless.py"):
         assert imports.uses([name], str(tmp_path)) == [False, False]
+
+
+def test_a_script_read_in_the_background_must_be_read_once(tmp_path, monkeypatch):
+    calls, call = [], bounded.call
+    monkeypatch.setattr(
+        bounded, "call", lambda *arguments, **limits: (calls.append(arguments), call(*arguments, **limits))[1]
+    )
+    (tmp_path / "train.py").write_text("import torch")
+    spec = JobSpec(command=("train.py",))
+    start(spec, tmp_path)
+    assert preload(spec, tmp_path) == TORCH and len(calls) == 1
+    (tmp_path / "train.py").write_text("")
+    assert preload(spec, tmp_path) == () and len(calls) == 2  # a result is used once
+    start(JobSpec(command=("train.py",), warm=False), tmp_path)
+    assert len(calls) == 2

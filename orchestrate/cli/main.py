@@ -20,8 +20,8 @@ from orchestrate.engines import choice
 from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
 from orchestrate.files import lock, log_file
-from orchestrate.files.paths import PACKAGE, JobPaths, hidden
-from orchestrate.job import owners, store
+from orchestrate.files.paths import PACKAGE, JobPaths, code_folder, hidden
+from orchestrate.job import owners, preload, store
 from orchestrate.job.plan import Inventory, Placement, plan, pluralize
 from orchestrate.job.redact import HIDDEN
 from orchestrate.job.spec import APP, JobSpec, read_file, read_set, resolve, unencodable
@@ -155,6 +155,7 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
     if args.command == "up":
         return _up(spec, args.runs)
     dry = args.command == "plan" or args.dry_run
+    preload.start(spec, code_folder(spec.command))  # while the engine's modules are imported
     engine = choice.select_engine(spec)
     job_id = store.new_id(spec)
     paths = JobPaths(args.runs / job_id)

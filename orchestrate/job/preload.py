@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from orchestrate.files import bounded
@@ -11,6 +13,15 @@ from orchestrate.job.spec import JobSpec
 TORCH = ("torch", "torch.distributed")
 DYNAMO = "torch._dynamo"  # imported by the constructors of DDP and of optimizers; takes 0.5 to 2 seconds
 MAX_CPU_SECONDS = 3  # seconds of processor time to read a script and its imports
+
+
+_started: dict[tuple[tuple[str, ...], Path], Future[Sequence[bool]]] = {}  # calls of `start`, by command and folder
+
+
+def start(spec: JobSpec, folder: Path) -> None:
+    """Read the imports of a job's script in the background; `preload` with the same arguments takes the result."""
+    if spec.warm:
+        _started[tuple(spec.command), folder] = ThreadPoolExecutor(1).submit(_uses, spec, folder)
 
 
 def may_use_torch(spec: JobSpec, modules: tuple[str, ...]) -> bool:
@@ -26,6 +37,11 @@ def preload(spec: JobSpec, folder: Path) -> tuple[str, ...]:
     """
     if not spec.warm:
         return ()
-    torch, dynamo = bounded.call(imports.uses, spec.command, str(folder), seconds=MAX_CPU_SECONDS) or (False, False)
+    started = _started.pop((tuple(spec.command), folder), None)
+    torch, dynamo = started.result() if started else _uses(spec, folder)
     found = [*TORCH, DYNAMO][: (len(TORCH) + dynamo) * torch]
     return (*found, *(name for name in spec.preload if name not in found))
+
+
+def _uses(spec: JobSpec, folder: Path) -> Sequence[bool]:
+    return bounded.call(imports.uses, spec.command, str(folder), seconds=MAX_CPU_SECONDS) or (False, False)

@@ -30,7 +30,7 @@ MAX_REASON = 1000  # characters of a reason, which may come from a node
 
 def report(
     plan: Plan,
-    outcome: JobResult,
+    result: JobResult,
     ended: Sequence[GenerationResult],
     seconds: float,
     metrics: Sequence[dict[str, Any]],
@@ -56,15 +56,15 @@ def report(
     complete = {"failures": all_failures, "checkpoints": whole and all_files, "final_metrics": all_final}
     return {
         "job_id": plan.job_id,
-        "outcome": outcome.outcome,
-        "reason": outcome.why[:MAX_REASON],
+        "outcome": result.outcome,
+        "reason": result.why[:MAX_REASON],
         "engine": plan.engine,
         "world_size": plan.world_size,
         "generations": len(ended),
         "duration_s": seconds,
-        "root_cause": asdict(last) if last and outcome.outcome == Outcome.FAILED else None,
+        "root_cause": asdict(last) if last and result.outcome == Outcome.FAILED else None,
         "failures": failures,
-        "left_behind": outcome.left[:MAX_REASON],
+        "left_behind": result.left[:MAX_REASON],
         "checkpoints": files,
         "final_metrics": dict(final),
         "truncated": [key for key, is_complete in complete.items() if not is_complete],

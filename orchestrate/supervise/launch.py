@@ -148,14 +148,14 @@ def supervise(
             files = JobFiles(paths, hide)
             supervisor = Supervisor(spec, plan, seen, engine, emit, stops, files, save_plan)
             try:
-                outcome = supervisor.supervise()
+                result = supervisor.supervise()
             except OrchestrateError as error:
                 log.info("the job could not start or continue", exc_info=True)
-                outcome, failure = JobResult(Outcome.FAILED, supervisor.failure_reason(error)), error
-        emit(JobEnded(outcome.outcome, outcome.why))
+                result, failure = JobResult(Outcome.FAILED, supervisor.failure_reason(error)), error
+        emit(JobEnded(result.outcome, result.why))
         emit.close()
         metrics, ended = hide.inside(files.metrics()), supervisor.history.ended
-        content = report.report(supervisor.plan, outcome, ended, emit.events[-1].seconds, metrics, *files.checkpoints())
+        content = report.report(supervisor.plan, result, ended, emit.events[-1].seconds, metrics, *files.checkpoints())
         data: dict[str, Any] = hide.inside(content, ours=OURS)
         if files.gone():
             show(f"warning: {paths.root} was removed while the job ran: its report and logs are lost")

@@ -59,13 +59,13 @@ class Supervisor:
     def supervise(self) -> JobResult:
         """Run the job and always remove its nodes; raises OrchestrateError if it could not start or continue."""
         failure = None
-        outcome = self.history.outcome
-        if self.history.running < 0 and (outcome or self.history.ended):
+        result = self.history.outcome
+        if self.history.running < 0 and (result or self.history.ended):
             self._reconnect()
         try:
-            if outcome is None:
-                outcome = self._run_generations()
-                self.emit(events.OutcomeDecided(outcome.outcome, outcome.why))
+            if result is None:
+                result = self._run_generations()
+                self.emit(events.OutcomeDecided(result.outcome, result.why))
         except OrchestrateError as error:
             failure = error
             self.emit(events.OutcomeDecided(Outcome.FAILED, self.failure_reason(error)))
@@ -92,8 +92,8 @@ class Supervisor:
             self.emit(events.NodesLeft(left))
         if failure:
             raise failure
-        assert outcome
-        return replace(outcome, left=left)
+        assert result
+        return replace(result, left=left)
 
     def failure_reason(self, error: OrchestrateError) -> str:
         """Return the reason of a job that an error ended."""
