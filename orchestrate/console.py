@@ -112,7 +112,7 @@ def progress(text: str, show: Callable[[str], None]) -> None:
 
 def _announce(text: str) -> None:
     if text == _status.text:
-        say(text)
+        print_message(text)
 
 
 def _replaces(stream: TextIO | None) -> bool:
@@ -144,7 +144,7 @@ def called() -> str:
     return name if name in COMMANDS else MODULE
 
 
-def say(message: object) -> None:
+def print_message(message: object) -> None:
     """Print a message to stderr, with commands in it spelled as this one was called; never raises OSError."""
     try:
         _print(sys.stderr, str(message).replace(f"{MODULE} ", f"{called()} "))

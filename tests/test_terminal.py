@@ -59,11 +59,11 @@ def test_all_invisible_characters_except_the_emoji_joiner_must_be_removed():
 
 
 def test_all_printed_text_must_be_clean(capsys):
-    for show in (console.say, console.out, console.stream, lambda text: console.table([(text, text)])):
+    for show in (console.print_message, console.out, console.stream, lambda text: console.table([(text, text)])):
         show(HOSTILE)
         out, err = capsys.readouterr()
         assert not CONTROL.search(out + err) and "a" in out + err
-    console.say(EngineError(HOSTILE))
+    console.print_message(EngineError(HOSTILE))
     assert not CONTROL.search(capsys.readouterr().err)
 
 
@@ -304,7 +304,7 @@ from orchestrate import console
 console.ANNOUNCE_AFTER, console.PROGRESS_INTERVAL = AFTER, 0.0
 console.phase("starting 2 nodes")
 time.sleep(PAUSE)
-console.say("ours")
+console.print_message("ours")
 console.stream("master 0 | a line")
 console.phase("")
 for part in ("10%", "20%"):

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrate.console import say
+from orchestrate.console import print_message
 from orchestrate.engines.base import SWARMS, Engine, Session
 from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
@@ -124,7 +124,7 @@ def bring_up(engine: Engine, spec: JobSpec, runs: Path) -> tuple[Cluster, Sessio
     store.create(spec, cluster_plan, paths)
     cluster = Cluster(paths, spec, cluster_plan)
     try:
-        session = engine.open(spec, cluster_plan, paths.nodes, warn=say)
+        session = engine.open(spec, cluster_plan, paths.nodes, warn=print_message)
         session.up(dataclasses.replace(cluster_plan, nodes=names(spec, spares=True)))
     except BaseException:
         take_down(engine, cluster, 0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from orchestrate import console, errors
 from orchestrate.cli import cluster, older
 from orchestrate.cli.find import find, job_folders
-from orchestrate.console import out, say, stream
+from orchestrate.console import out, print_message, stream
 from orchestrate.engines import choice
 from orchestrate.engines.choice import sdk
 from orchestrate.errors import OrchestrateError, UsageError
@@ -49,13 +49,13 @@ def exit_code(data: dict[str, Any]) -> int:
 
 def output(args: argparse.Namespace) -> Callable[[str], None]:
     """Return the function that prints worker output: to stdout unless `--print-path` or `--json` uses it."""
-    return say if args.print_path or args.json else stream
+    return print_message if args.print_path or args.json else stream
 
 
 def end(args: argparse.Namespace, name: str, data: dict[str, Any]) -> int:
     """Print the report of a job, and return the exit code."""
-    say(text(data))
-    say(args.shown / name)
+    print_message(text(data))
+    print_message(args.shown / name)
     if args.print_path:
         stream(args.shown / name)
     if args.json:
@@ -75,7 +75,7 @@ def count_signals(spec: JobSpec) -> Any:
 
     def show() -> None:
         while True:
-            say(messages.get())
+            print_message(messages.get())
 
     threading.Thread(target=show, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -156,7 +156,7 @@ def down(args: argparse.Namespace) -> int:
         job = chosen.busy_with()
         raise UsageError(f"{name} is in use by {user}", f"python -m orchestrate {f'stop {job}' if job else 'ps'}")
     cluster.take_down(engine, chosen, grace=30)
-    say(f"{name} is down")
+    print_message(f"{name} is down")
     return errors.SUCCEEDED
 
 
@@ -173,7 +173,7 @@ def _watching(name: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say(f"{name} continues")
+        print_message(f"{name} continues")
         raise SystemExit(errors.INTERRUPTED) from None
 
 
@@ -209,7 +209,7 @@ def attach(args: argparse.Namespace) -> int:
     while not (data := store.ended(paths)):
         if supervisor := lock.holder(paths):
             if not following:
-                say(f"{supervisor} supervises {paths.root.name}; following it (Ctrl-C detaches)")
+                print_message(f"{supervisor} supervises {paths.root.name}; following it (Ctrl-C detaches)")
             following = True
             with _watching(paths.root.name):
                 for line in follower.lines():
@@ -219,10 +219,10 @@ def attach(args: argparse.Namespace) -> int:
             continue
         if store.ended(paths):
             continue
-        say(f"supervising {paths.root.name}")
+        print_message(f"supervising {paths.root.name}")
         engine = _engine_of(spec, plan)
         try:
-            data = launch.supervise(paths, engine, count_signals(spec), say, follower, show)
+            data = launch.supervise(paths, engine, count_signals(spec), print_message, follower, show)
             break
         except BlockingIOError:  # another process took the lock first
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -266,17 +266,17 @@ def stop(args: argparse.Namespace) -> int:
             out(resource)
         return errors.SUCCEEDED
     if store.ended(paths) and not resources and not lock.holder(paths):
-        say(f"{name} has already ended")
+        print_message(f"{name} has already ended")
         return errors.SUCCEEDED
     _ask_to_stop(paths)
     resources = _resources(engines, name)
     if resources or not store.ended(paths):
-        say(f"{name} has no supervisor: removing its nodes")
+        print_message(f"{name} has no supervisor: removing its nodes")
         _stop_unsupervised(paths, resources)
     left = [resource for _, resource in _resources(engines, name)]
     if left:
         raise OrchestrateError(f"{name} still has {', '.join(left)}", f"python -m orchestrate stop {name}")
-    say(f"{name} is stopped")
+    print_message(f"{name} is stopped")
     return errors.SUCCEEDED
 
 
@@ -284,7 +284,7 @@ def _ask_to_stop(paths: JobPaths) -> None:
     """Ask a job's supervisor to stop it, and return once it has no supervisor."""
     attempts = 0
     while supervisor := lock.holder(paths):
-        say(f"asking the supervisor of {paths.root.name} to stop")
+        print_message(f"asking the supervisor of {paths.root.name} to stop")
         if not supervisor.ask_to_stop():  # it is just starting or exiting
             attempts += 1
             if attempts > MAX_STOP_ATTEMPTS:
@@ -323,7 +323,7 @@ def _stop_unsupervised(paths: JobPaths, resources: list[tuple[Engine, str]]) -> 
         spec, plan = store.load(paths)
         engine = _engine_of(spec, plan)
         more = count_signals(spec)
-        data = launch.supervise(paths, engine, lambda: 1 + more(), say, launch.rest(paths, spec, plan))
+        data = launch.supervise(paths, engine, lambda: 1 + more(), print_message, launch.rest(paths, spec, plan))
     except (OrchestrateError, BlockingIOError):
         return _remove(paths, resources)
     if why := data["left_behind"]:
@@ -355,7 +355,7 @@ def rm(args: argparse.Namespace) -> int:
     if ours:
         _remove(paths, resources)
     store.remove(paths)
-    say(f"{name} is removed")
+    print_message(f"{name} is removed")
     return errors.SUCCEEDED
 
 

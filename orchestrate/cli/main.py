@@ -15,7 +15,7 @@ from orchestrate import console, errors
 from orchestrate.cli import cluster, commands
 from orchestrate.cli.arguments import EXPORTS, LATEST, RUN_COMMANDS, RUNS, flags, parse
 from orchestrate.cli.find import latest
-from orchestrate.console import out, phase, say
+from orchestrate.console import out, phase, print_message
 from orchestrate.engines import choice
 from orchestrate.engines.ports import port
 from orchestrate.errors import OrchestrateError, UsageError
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     console.prepare()
     code = _run_guarded(argv)
     if failure := console.finish():
-        say(f"error: could not write all output: {failure}")
+        print_message(f"error: could not write all output: {failure}")
         console.finish()
         code = code or errors.FAILED
     return code
@@ -50,19 +50,19 @@ def _run_guarded(argv: list[str]) -> int:
     try:
         return _command(argv)
     except OrchestrateError as error:
-        say(f"error: {error}")
+        print_message(f"error: {error}")
         if error.hint:
-            say(f"hint: {error.hint}")
+            print_message(f"hint: {error.hint}")
         return error.exit_code
     except KeyboardInterrupt:
-        say("stopped")
+        print_message("stopped")
         return errors.INTERRUPTED
     except SystemExit as end:  # argparse printed the help or version, or a user detached from a job
         return end.code if isinstance(end.code, int) else errors.SUCCEEDED
     except console.Closed:
         return errors.SUCCEEDED
     except OSError as error:  # a full disk, a file of another user
-        say(f"error: {error.strerror or error}" + f": {error.filename}" * bool(error.filename))
+        print_message(f"error: {error.strerror or error}" + f": {error.filename}" * bool(error.filename))
         return errors.FAILED
 
 
@@ -169,11 +169,11 @@ def _run(args: argparse.Namespace, script: list[str] | None) -> int:
         return errors.SUCCEEDED
     stops = commands.count_signals(spec) if not args.detach else lambda: 0
     store.create(spec, job_plan, paths)
-    say(str(job_plan))
+    print_message(str(job_plan))
     if args.detach:
         _detach(paths, args.shown)
         return errors.SUCCEEDED
-    data = launch.supervise(paths, engine, stops, say, output=commands.output(args))
+    data = launch.supervise(paths, engine, stops, print_message, output=commands.output(args))
     return commands.end(args, job_id, data)
 
 
@@ -186,17 +186,17 @@ def _up(spec: JobSpec, runs: Path) -> int:
         phase(f"importing {packages} in {pluralize(nodes, 'node')}")
         try:
             if not session.wait_until_warm(created.plan.nodes, IMPORT_TIMEOUT):
-                say(f"the nodes are still importing {packages}; the first job will wait for them")
+                print_message(f"the nodes are still importing {packages}; the first job will wait for them")
         except BaseException:  # Ctrl-C
             cluster.take_down(engine, created, 0)
             raise
         phase("")
     verb = "is" if nodes == 1 else "are"
-    say(f"{pluralize(nodes, 'node')} {verb} up, for jobs from {created.plan.placement.code}")
+    print_message(f"{pluralize(nodes, 'node')} {verb} up, for jobs from {created.plan.placement.code}")
     for other in cluster.found(runs):
         if other.name != created.name and other.plan.placement.code == created.plan.placement.code:
-            say(f"note: {other.name} is also up")
-    say(f"hint: python -m orchestrate run uses them; python -m orchestrate down {created.name} removes them")
+            print_message(f"note: {other.name} is also up")
+    print_message(f"hint: python -m orchestrate run uses them; python -m orchestrate down {created.name} removes them")
     out(created.name)
     return errors.SUCCEEDED
 
@@ -210,10 +210,10 @@ def _placement(
         reasons = candidate.differences(spec, plan(spec, inventory, placement, job_id, 0))
         if not reasons:
             return placement
-        say(f"{candidate.name} does not fit: {'; '.join(reasons)}")
+        print_message(f"{candidate.name} does not fit: {'; '.join(reasons)}")
     for other in cluster.elsewhere(engine, runs):
         if other.plan.placement.code == own.code:
-            say(f"not using {other.name}: its jobs are in another folder (--runs {other.paths.root.parent})")
+            print_message(f"not using {other.name}: its jobs are in another folder (--runs {other.paths.root.parent})")
     return own
 
 
@@ -234,5 +234,5 @@ def _detach(paths: JobPaths, runs: Path) -> None:
     while not lock.holder(paths) and not store.ended(paths) and child.poll() is None:
         time.sleep(0.02)
     child.returncode = child.returncode or 0  # avoids a ResourceWarning: it outlives this process
-    say(f"hint: python -m orchestrate attach {run.name}; the supervisor logs to {run / 'supervisor.log'}")
+    print_message(f"hint: python -m orchestrate attach {run.name}; the supervisor logs to {run / 'supervisor.log'}")
     out(run)

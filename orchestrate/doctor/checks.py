@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from orchestrate.console import say
+from orchestrate.console import print_message
 from orchestrate.doctor.findings import BAD, GOOD, WARNING, Finding, gpus, local
 from orchestrate.engines.docker import toolkit
 from orchestrate.engines.docker.client import Daemon
@@ -137,7 +137,7 @@ def _probe(engine: SwarmEngine, spec: JobSpec, hosts: set[str]) -> Iterator[Find
         inventory, own = engine.inventory(probe, run, run_image=False)
         probe_plan = plan(probe, inventory, replace(own, code=str(run)), paths.root.name, MASTER_PORT)
         try:
-            session = engine.open(probe, probe_plan, run, warn=say)
+            session = engine.open(probe, probe_plan, run, warn=print_message)
             try:
                 session.up(probe_plan)
                 placed = {name: engine.manager.host(task) for name, task in session.nodes.items()}

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from orchestrate.console import say
+from orchestrate.console import print_message
 from orchestrate.errors import EngineLost, OrchestrateError, ResourceError
 from orchestrate.job.spec import JobSpec
 
@@ -34,7 +34,7 @@ def select_engine(spec: JobSpec) -> Engine:
                 raise
             log.debug("falling back to local processes", exc_info=True)
             fix = "Start Docker" if isinstance(error, EngineLost) else f"{error.hint[0].upper()}{error.hint[1:]}"
-            say(f"{error}; running as local processes, without isolation. {fix} to use containers.")
+            print_message(f"{error}; running as local processes, without isolation. {fix} to use containers.")
         except OrchestrateError as error:
             if spec.engine == "auto":
                 error.hint += "; --engine process runs the job without containers"

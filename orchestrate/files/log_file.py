@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from orchestrate.console import clean, say
+from orchestrate.console import clean, print_message
 
 LOGGER = logging.getLogger("orchestrate")
 LOGGER.addHandler(logging.NullHandler())
@@ -43,7 +43,7 @@ class _Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message."""
-        say(self.format(record))
+        print_message(self.format(record))
 
 
 class _File(logging.StreamHandler):  # type: ignore[type-arg]  # not generic in Python 3.10
@@ -57,7 +57,7 @@ class _File(logging.StreamHandler):  # type: ignore[type-arg]  # not generic in 
 def shown(level: str) -> Iterator[None]:
     """Print messages of this level and above within a `with` block; warn about an invalid level. Empty: print none."""
     if level and level.lower() not in LEVELS:
-        say(f"warning: LOGLEVEL is {ascii(level)}, not one of {', '.join(LEVELS)}; ignoring it")
+        print_message(f"warning: LOGLEVEL is {ascii(level)}, not one of {', '.join(LEVELS)}; ignoring it")
         level = ""
     with contextlib.ExitStack() as stack:
         if level:

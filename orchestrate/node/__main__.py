@@ -38,7 +38,7 @@ del sys.path[0]  # the package finds its modules without it, and nothing else is
 from orchestrate.node.agent import serve  # noqa: E402
 from orchestrate.node.checks import Refused, key  # noqa: E402
 from orchestrate.node.lease import relay  # noqa: E402
-from orchestrate.node.output import say  # noqa: E402
+from orchestrate.node.output import print_message  # noqa: E402
 from orchestrate.node.rendezvous import join  # noqa: E402
 from orchestrate.node.static import static  # noqa: E402
 from orchestrate.node.warm import protect  # noqa: E402
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     try:
         return run(arguments, hex_key)
     except Refused as error:
-        say(f"error: {error}")
+        print_message(f"error: {error}")
         return 2
 
 

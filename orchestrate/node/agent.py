@@ -22,7 +22,7 @@ from orchestrate.node.lease import Lease
 from orchestrate.node.listener import BACKLOG, Listener
 from orchestrate.node.local_env import local_env
 from orchestrate.node.loop import Channel, Loop
-from orchestrate.node.output import say
+from orchestrate.node.output import print_message
 from orchestrate.node.ranks import FENCE, Env, fence
 from orchestrate.node.trees import clear, replace
 from orchestrate.node.warm import SUPPORTED, limits_and_priority
@@ -198,7 +198,7 @@ class Agent:
             if limits_and_priority(os.getpid()) != self.limits_and_priority or self.loop.changed():
                 raise OSError("the job has changed the limits or the priority of the node")
         except OSError as error:
-            say(f"ending the node, which cannot be cleaned for another job: {error}")
+            print_message(f"ending the node, which cannot be cleaned for another job: {error}")
             self.loop.stop(end=True)
             return False
         return True

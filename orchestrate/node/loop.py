@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrate.node.auth import Signer
 from orchestrate.node.checks import Refused, seconds
-from orchestrate.node.output import say, stdout
+from orchestrate.node.output import print_message, stdout
 from orchestrate.node.protocol import Refusal, encode, parsed
 from orchestrate.node.ranks import Env
 from orchestrate.node.warm import (
@@ -100,7 +100,7 @@ class Loop:
         try:
             worker = Worker(command, env, cwd, done, started)
         except OSError as error:
-            say(f"rank {env.get('RANK')} did not start: {error}")
+            print_message(f"rank {env.get('RANK')} did not start: {error}")
             done(FAILED_TO_START)
             return None
         self.workers.append(worker)
@@ -114,7 +114,7 @@ class Loop:
     def _settled(self, why: str) -> None:
         """The import has finished or failed: start the workers that were waiting for it."""
         if why:
-            say(f"starting a fresh interpreter for each worker: {why}")
+            print_message(f"starting a fresh interpreter for each worker: {why}")
         for worker in [worker for worker in self.workers if worker.poll() is None and not worker.pid]:
             self._launch(worker)
 
@@ -132,7 +132,7 @@ class Loop:
 
     def _abandon_zygote(self, zygote: Zygote, why: str) -> None:
         """Stop using the zygote, and kill a worker that it may have forked without reporting it."""
-        say(f"starting a fresh interpreter for each worker: {why}")
+        print_message(f"starting a fresh interpreter for each worker: {why}")
         zygote.ready = False
         zygote.end()
         for pid in set(children()) - {worker.pid for worker in self.workers}:

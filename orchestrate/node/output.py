@@ -62,6 +62,6 @@ class Stdout:
 stdout = Stdout()
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a message of the node itself."""
     stdout.write(f"[node] {text}\n".encode(errors="backslashreplace"))

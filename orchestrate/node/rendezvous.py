@@ -17,7 +17,7 @@ from typing import Any
 from orchestrate.node.checks import MAX_WORKERS, Refused, integer, seconds, shown
 from orchestrate.node.listener import serve
 from orchestrate.node.loop import Channel, Loop, connect
-from orchestrate.node.output import say
+from orchestrate.node.output import print_message
 from orchestrate.node.protocol import TO_MASTER, TO_TRAINER, End, Exited, Hello, Run, decode
 from orchestrate.node.ranks import MASTER_PORT, Node, assign, gpus
 
@@ -127,7 +127,7 @@ class Gang:
         except ValueError as error:
             return self.fail(f"error: {error}\n[node] hint: {TOO_MANY}")
         self.running = {rank: nodes[rank // nproc]["name"] for rank in range(len(envs))}
-        say(f"{len(nodes)} nodes, world size {len(envs)}, rank 0 on the master")
+        print_message(f"{len(nodes)} nodes, world size {len(envs)}, rank 0 on the master")
         start(self.loop, self.command, envs[:nproc], self.exited)
         for i, address in enumerate(self.names, 1):
             self.channels[address].send(Run(envs[i * nproc : (i + 1) * nproc]))
@@ -136,7 +136,7 @@ class Gang:
         """Record the end of a worker; the first failure ends the gang, as does the end of the last worker."""
         name = self.running.pop(rank, None)
         if code and name and not self.loop.ending:
-            say(f"rank {rank} on {name} failed with exit code {code}; stopping the others")
+            print_message(f"rank {rank} on {name} failed with exit code {code}; stopping the others")
         if code:
             self.code = self.code or code
             self.loop.stop(end=True)
@@ -145,7 +145,7 @@ class Gang:
 
     def fail(self, text: str) -> None:
         """End a gang that cannot start."""
-        say(text)
+        print_message(text)
         self.code = 1
         self.loop.stop(end=True)
 
@@ -166,7 +166,7 @@ def follow(command: list[str], node: Node, timeout: float) -> int:
     try:
         connection = connect(socket.AF_INET, ("master", JOIN_PORT), timeout)
     except OSError as error:
-        say(f"error: no master to join: {error}")
+        print_message(f"error: no master to join: {error}")
         return 1
     trainer = Trainer(command, connection)
     trainer.channel.send(Hello(**node))
@@ -189,7 +189,7 @@ class Trainer:
         if message is None:
             self.loop.stop(end=True)
         elif message.get("say") == "refused":
-            say(f"error: the master refuses this trainer: {shown(str(message.get('error')))}")
+            print_message(f"error: the master refuses this trainer: {shown(str(message.get('error')))}")
             self.codes.append(1)
             self.loop.stop(end=True)
         elif isinstance(asked := decode(message, TO_TRAINER), End):

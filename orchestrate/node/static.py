@@ -10,7 +10,7 @@ from functools import partial
 from orchestrate.node.checks import MAX_NODES, MAX_WORKERS, integer
 from orchestrate.node.local_env import interface_to
 from orchestrate.node.loop import Loop
-from orchestrate.node.output import say
+from orchestrate.node.output import print_message
 from orchestrate.node.ranks import MASTER_PORT, Env, assign, gpus
 
 NAMES = {  # the variables that may hold each value: our own, then those of Kubeflow Trainer, Kubernetes and Slurm
@@ -64,10 +64,10 @@ def static(command: list[str]) -> int:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         found = envs(os.environ, own_gpus(), cores)
     except KeyError as error:
-        say(f"error: NODE_MODE is static, but {error.args[0]} is not set")
+        print_message(f"error: NODE_MODE is static, but {error.args[0]} is not set")
         return 2
     except ValueError as error:
-        say(f"error: {error}")
+        print_message(f"error: {error}")
         return 2
     codes: list[int] = []
     loop = Loop()
@@ -75,7 +75,7 @@ def static(command: list[str]) -> int:
     def ended(rank: str, code: int) -> None:
         codes.append(code)
         if code and not loop.ending:
-            say(f"rank {rank} failed with exit code {code}")
+            print_message(f"rank {rank} failed with exit code {code}")
             _record_failure(code)
             loop.stop(end=True)
         loop.ending = loop.ending or len(codes) == len(found)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrate.node.command import expanded, of_python, words
-from orchestrate.node.output import say, stdout
+from orchestrate.node.output import print_message, stdout
 from orchestrate.node.ranks import Env
 from orchestrate.node.trees import FOLDER, opened
 from orchestrate.node.warm import Forked, Zygote, fields, processes
@@ -76,7 +76,7 @@ class Worker:
     def failed_to_start(self, error: OSError) -> None:
         """Give it an exit code, and write the reason to its log."""
         why = f"rank {self.rank} did not start: {error.strerror}: {error.filename or self.command[0]}"
-        say(why)
+        print_message(why)
         self.log.write(f"[node] {why}\n".encode(errors="backslashreplace"))
         missing = isinstance(error, FileNotFoundError) and error.filename != self.cwd
         self.cancelled = NOT_FOUND if missing else FAILED_TO_START
@@ -179,7 +179,7 @@ class Log:
             self.file = _log_file(env["JOB_DIR"], f"rank-{self.rank}.log")
             within_a_line = _ends_within_a_line(self.file)
         except OSError as error:
-            say(f"rank {self.rank}: no log file: {error}")
+            print_message(f"rank {self.rank}: no log file: {error}")
             return
         if generation != "0":
             self.write(b"\n" * within_a_line + f"[node] generation {generation}\n".encode())
@@ -197,7 +197,7 @@ class Log:
             self.lost = 0
         except OSError as error:  # a full disk must not end the training
             if not self.lost:
-                say(f"rank {self.rank}: the log file cannot be written: {error}")
+                print_message(f"rank {self.rank}: the log file cannot be written: {error}")
             noted = len(pending) <= len(data)
             self.lost = (0 if noted else self.lost) + min(len(pending), len(data))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import docker.errors
 from docker.utils import parse_repository_tag
 
-from orchestrate.console import clean, during, phase, say
+from orchestrate.console import clean, during, phase, print_message
 from orchestrate.engines.base import SWARMS, ignoring
 from orchestrate.engines.docker import helpers, mounts, probe, toolkit
 from orchestrate.engines.docker.client import ERRORS, Daemon, reason
@@ -109,7 +109,7 @@ def ensure_image(daemon: Daemon, spec: JobSpec) -> None:
         return
     try:
         if spec.image == IMAGE:
-            say(f"building the image {IMAGE} (once, about 6 GB; takes a few minutes)")
+            print_message(f"building the image {IMAGE} (once, about 6 GB; takes a few minutes)")
             daemon.compose("--profile", "gpu", "build", "master", env={"NODE_IMAGE": spec.image})
         else:
             _pull(daemon, spec.image)
@@ -123,7 +123,7 @@ def ensure_image(daemon: Daemon, spec: JobSpec) -> None:
 
 def _pull(daemon: Daemon, image: str) -> None:
     """Pull an image; raises errors of the SDK."""
-    say(f"pulling the image {image}")
+    print_message(f"pulling the image {image}")
     repository, tag = parse_repository_tag(image)
     done: dict[str, tuple[int, int]] = {}  # layer: bytes downloaded and in total
     for event in daemon.client.api.pull(repository, tag or "latest", stream=True, decode=True):
