@@ -181,7 +181,10 @@ def test_a_plan_must_not_build_or_pull_an_image(cli, docker_engine, arguments):
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        (["run", "--image", "nonesuch.invalid/x:1", "--", "probe.py"], "error: no image nonesuch.invalid/x:1 here"),
+        (
+            ["run", "--image", "nonesuch.invalid/x:1", "--", "probe.py"],
+            "error: cannot find or pull the image nonesuch.invalid/x:1",
+        ),
         (["run", "--", "hidden.py"], "error: nodes cannot see the script: hidden.py is hidden"),
         (["run", "--runs", ".", "--", "probe.py"], "is the code folder"),
         (["up", "--runs", "."], "is the code folder"),
