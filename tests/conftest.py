@@ -279,9 +279,9 @@ class Cli:
         prefix = f"{self.folder}/"
         return [[*row[:-1], row[-1].removeprefix(prefix)] for row in rows if row[-1].startswith(prefix)]
 
-    def enough(self) -> None:
-        """Tell the script `count.py told` in all jobs from this folder to finish."""
-        (self.folder / "enough").touch()
+    def finish_jobs(self) -> None:
+        """Make all jobs from this folder that run `count.py until-asked` finish."""
+        (self.folder / "finish").touch()
 
     def run_dir(self) -> Path:
         """The run directory of the only job."""
@@ -337,7 +337,7 @@ def engine(request, nothing_left):
 @pytest.fixture(scope="session")
 def ready_nodes(tmp_path_factory):
     """Nodes of each engine that stay up, created on first use."""
-    from support.ready import Ready, of_each_engine
+    from support.warm_cluster import Ready, of_each_engine
 
     yield from of_each_engine(lambda engine: Ready(tmp_path_factory.mktemp(f"ready-{engine}"), engine))
 

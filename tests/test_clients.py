@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from support.played_nodes import Node, Nodes, asks, planned
+from support.fake_nodes import Node, Nodes, asks, planned
 from support.scripted import Clock
 
 from orchestrate.engines import clients
@@ -32,7 +32,7 @@ def lost(nodes: Nodes) -> list[int]:
 
 def test_the_other_workers_must_start_once_after_rank_0(nodes):
     nodes.start(planned(command=("x.py", "-a")))
-    first, *others = nodes.played.values()
+    first, *others = nodes.fakes.values()
     (request,) = first.asked()
     assert (request["ask"], request["command"]) == ("start", ["x.py", "-a"])
     assert (request["inherit"], request.get("cwd")) == (True, None)
@@ -43,14 +43,14 @@ def test_the_other_workers_must_start_once_after_rank_0(nodes):
     assert [[request["env"]["RANK"] for request in node.asked()] for node in others] == [["1"], ["2"]]
     others[0].say("started", generation=0, rank=1, pid=71)
     assert nodes.wait(1) == []
-    assert [node.asked() for node in nodes.played.values()] == [[], [], []]
+    assert [node.asked() for node in nodes.fakes.values()] == [[], [], []]
     assert nodes.pids == {0: 70, 1: 71}
 
 
 def test_a_worker_whose_node_is_missing_must_be_lost_at_once(nodes):
     nodes.up -= {"node-2"}
     nodes.start(planned())
-    nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
+    nodes.fakes["node-0"].say("started", generation=0, rank=0, pid=70)
     assert lost(nodes) == [2]
     assert set(nodes.running) == {0, 1}
 
@@ -58,7 +58,7 @@ def test_a_worker_whose_node_is_missing_must_be_lost_at_once(nodes):
 def test_rank_0_must_be_lost_at_once_if_its_node_is_missing(nodes):
     nodes.up -= {"node-0"}
     nodes.start(planned())
-    later = threading.Timer(0.2, nodes.played["node-1"].ended, (1, 1))
+    later = threading.Timer(0.2, nodes.fakes["node-1"].ended, (1, 1))
     later.start()
     assert [(end.rank, end.code) for end in nodes.wait(30)] == [(0, 137)]  # without waiting for others
     later.join()
@@ -67,7 +67,7 @@ def test_rank_0_must_be_lost_at_once_if_its_node_is_missing(nodes):
 
 def test_a_generation_must_start_without_state_of_the_previous_one(nodes):
     nodes.start(planned())
-    node = nodes.played["node-0"]
+    node = nodes.fakes["node-0"]
     node.ended(0, 1, hint="oom")
     nodes.listen(1)
     nodes.broken.add("node-1")
@@ -79,7 +79,7 @@ def test_a_generation_must_start_without_state_of_the_previous_one(nodes):
     node.ended(0, 9)  # from the previous generation
     node.say("started", generation=0, rank=0, pid=70)
     assert nodes.wait(1) == [] and not nodes.pids
-    assert nodes.played["node-1"].asked() == []  # its worker waits for rank 0 of its own generation
+    assert nodes.fakes["node-1"].asked() == []  # its worker waits for rank 0 of its own generation
     node.ended(0, 3, generation=1)
     assert [(end.rank, end.code) for end in nodes.wait(1)] == [(0, 3)]
 
@@ -97,40 +97,40 @@ def test_a_recreated_node_must_not_be_taken_for_the_previous_one(nodes):
 
 def test_the_exit_of_a_worker_must_be_reported_once_with_the_hint_of_its_node(nodes):
     nodes.start(planned())
-    node = nodes.played["node-1"]
+    node = nodes.fakes["node-1"]
     node.ended(1, 137, hint="oom", asked=True)
     node.ended(1, 0, hint="ending")
     assert [(end.rank, end.code, end.asked) for end in nodes.wait(1)] == [(1, 137, True)]
     assert nodes.exit_hints == {1: "oom"}
     assert nodes.wait(0) == []
-    nodes.played["node-2"].ended(2, 1)
+    nodes.fakes["node-2"].ended(2, 1)
     assert [(end.rank, end.asked) for end in nodes.wait(1)] == [(2, False)]
 
 
 def test_a_worker_must_be_lost_if_its_node_disconnects_and_is_not_running(nodes):
     nodes.start(planned())
-    nodes.played["node-1"].end()
+    nodes.fakes["node-1"].end()
     assert lost(nodes) == [1]
     assert set(nodes.running) == {0, 2}
     for rank in (0, 2):  # both at once
-        nodes.played[f"node-{rank}"].end()
+        nodes.fakes[f"node-{rank}"].end()
     assert sorted(lost(nodes)) == [0, 2]
-    nodes.played |= {name: Node() for name in nodes.played}  # with the same descriptor numbers
+    nodes.fakes |= {name: Node() for name in nodes.fakes}  # with the same descriptor numbers
     nodes.start(planned(generation=1))
-    assert [asks(node) for node in nodes.played.values()] == [["start"], [], []]
+    assert [asks(node) for node in nodes.fakes.values()] == [["start"], [], []]
 
 
 def test_a_worker_must_be_lost_if_its_node_ends_while_the_worker_starts(nodes):
     nodes.start(planned())
-    nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
-    nodes.played["node-1"].end()
+    nodes.fakes["node-0"].say("started", generation=0, rank=0, pid=70)
+    nodes.fakes["node-1"].end()
     assert lost(nodes) == [1]
     assert nodes.wait(0) == []
 
 
 def test_a_worker_lost_before_its_start_must_not_end_again_when_the_job_is_stopped(nodes):
     nodes.start(planned())
-    nodes.played["node-1"].end()
+    nodes.fakes["node-1"].end()
     assert lost(nodes) == [1]
     nodes.stop(Stop.TERMINATE)
     assert [(end.rank, end.code) for end in nodes.wait(0)] == [(2, 143)]
@@ -143,7 +143,7 @@ def test_a_reconnected_node_must_be_asked_again_for_its_workers(nodes):
     assert lost(nodes) == [3]  # the node does not know it
     assert nodes.running == {0: "node-0", 1: "node-1", 2: "node-2"}
     assert nodes.pids == {1: 7}
-    nodes.played["node-1"].ended(1, 5)
+    nodes.fakes["node-1"].ended(1, 5)
     assert [(end.rank, end.code) for end in nodes.wait(1)] == [(1, 5)]
 
 
@@ -170,7 +170,7 @@ def test_a_node_that_cannot_be_reconnected_must_be_declared_lost_after_the_time_
     nodes.start(planned())
     monkeypatch.setattr(nodes.access, "runs", lambda node: True)
     nodes.up -= {"node-1"}
-    nodes.played["node-1"].end()
+    nodes.fakes["node-1"].end()
     assert lost(nodes) == [1]
 
 
@@ -186,9 +186,9 @@ def test_an_exit_code_must_be_fetched_later_from_a_node_that_was_unreachable(nod
 
 
 def test_a_worker_whose_node_reports_only_its_exit_code_must_have_ended(nodes):
-    nodes.played["node-0"].knows(codes={"0": 3})
+    nodes.fakes["node-0"].knows(codes={"0": 3})
     for rank in (1, 2):
-        nodes.played[f"node-{rank}"].knows(running={str(rank): {}})
+        nodes.fakes[f"node-{rank}"].knows(running={str(rank): {}})
     assert nodes.adopt(planned()) == set()
     assert [(end.rank, end.code) for end in nodes.wait(0)] == [(0, 3)]
     assert nodes.exit_hints == {0: ""}
@@ -196,10 +196,10 @@ def test_a_worker_whose_node_reports_only_its_exit_code_must_have_ended(nodes):
 
 def test_workers_must_be_adopted_in_the_state_that_their_nodes_report(nodes):
     nodes.up -= {"node-2"}
-    nodes.played["node-0"].knows(4, running={"0": {"pid": 7}})
-    nodes.played["node-1"].knows(4, codes={"1": 0}, hints={"1": "ending"})
+    nodes.fakes["node-0"].knows(4, running={"0": {"pid": 7}})
+    nodes.fakes["node-1"].knows(4, codes={"1": 0}, hints={"1": "ending"})
     assert nodes.adopt(planned(generation=4)) == set()
-    assert [asks(nodes.played[f"node-{rank}"]) for rank in (0, 1)] == [["status"], ["status"]]
+    assert [asks(nodes.fakes[f"node-{rank}"]) for rank in (0, 1)] == [["status"], ["status"]]
     assert sorted((end.rank, end.code) for end in nodes.wait(0)) == [(1, 0), (2, 137)]
     assert (nodes.running, nodes.pids, nodes.exit_hints) == ({0: "node-0"}, {0: 7}, {1: "ending"})
 
@@ -207,15 +207,15 @@ def test_workers_must_be_adopted_in_the_state_that_their_nodes_report(nodes):
 @pytest.mark.parametrize("generation", [3, 5])
 def test_workers_unknown_to_running_nodes_must_be_returned(nodes, generation):
     for rank in (0, 2):
-        nodes.played[f"node-{rank}"].knows(4, running={str(rank): {"pid": 0}})
-    nodes.played["node-1"].knows(generation, running={"1": {"pid": 8}})
+        nodes.fakes[f"node-{rank}"].knows(4, running={str(rank): {"pid": 0}})
+    nodes.fakes["node-1"].knows(generation, running={"1": {"pid": 8}})
     assert nodes.adopt(planned(generation=4)) == {1}
     assert set(nodes.running) == {0, 1, 2}
     assert not nodes.pids  # 0: no process yet
 
 
 def test_a_node_that_may_recover_must_not_count_as_lost(nodes):
-    nodes.played["node-0"].knows()
+    nodes.fakes["node-0"].knows()
     nodes.up, nodes.there = {"node-0"}, {"node-1"}
     with pytest.raises(EngineLost, match="node-1 does not respond"):
         nodes.adopt(planned(2))
@@ -227,12 +227,12 @@ def test_a_node_that_may_recover_must_not_count_as_lost(nodes):
 
 def test_workers_waiting_to_be_started_must_not_be_started_after_an_adoption(nodes):
     nodes.start(planned())
-    for name in nodes.played:
+    for name in nodes.fakes:
         nodes.again(name).knows(running={"0": {"pid": 7}})
     assert nodes.adopt(planned()) == {1, 2}
-    nodes.played["node-0"].say("started", generation=0, rank=0, pid=7)
+    nodes.fakes["node-0"].say("started", generation=0, rank=0, pid=7)
     assert nodes.wait(1) == []
-    assert [asks(node) for node in nodes.played.values()] == [["status"]] * 3
+    assert [asks(node) for node in nodes.fakes.values()] == [["status"]] * 3
 
 
 # --- requests while workers run
@@ -241,8 +241,8 @@ def test_workers_waiting_to_be_started_must_not_be_started_after_an_adoption(nod
 def test_the_activity_of_workers_must_be_what_their_nodes_report_now(nodes, monkeypatch):
     nodes.start(planned())
     idle = {"pid": 7, "state": "S", "cpu": 1.5}
-    nodes.played["node-0"].knows(running={"0": idle, "3": {**idle, "state": ""}})
-    nodes.played["node-1"].knows(running={"1": {"pid": 8, "state": "R", "cpu": 0.0}})
+    nodes.fakes["node-0"].knows(running={"0": idle, "3": {**idle, "state": ""}})
+    nodes.fakes["node-1"].knows(running={"1": {"pid": 8, "state": "R", "cpu": 0.0}})
     clock, listen = Clock(), nodes.listen
     monkeypatch.setattr(clients, "time", clock)
     monkeypatch.setattr(nodes, "listen", lambda timeout: (listen(0), clock.sleep(timeout)))
@@ -255,12 +255,12 @@ def test_the_activity_of_workers_must_be_what_their_nodes_report_now(nodes, monk
 def test_a_node_that_dies_during_a_request_must_not_be_waited_for(nodes, monkeypatch):
     nodes.start(planned())
     for rank in (0, 2):
-        nodes.played[f"node-{rank}"].knows(running={})
+        nodes.fakes[f"node-{rank}"].knows(running={})
     listen, calls = nodes.listen, []
 
     def ends(timeout: float) -> None:
         calls.append(timeout)
-        nodes.played["node-1"].end()
+        nodes.fakes["node-1"].end()
         listen(timeout)
 
     monkeypatch.setattr(nodes, "listen", ends)
@@ -272,11 +272,11 @@ def test_a_node_that_dies_during_a_request_must_not_be_waited_for(nodes, monkeyp
 def test_a_stop_must_be_sent_to_all_nodes_with_its_kind(nodes, kill):
     nodes.start(planned())
     nodes.stop(Stop.KILL if kill else Stop.TERMINATE)
-    requests = [node.asked()[-1] for node in nodes.played.values()]
+    requests = [node.asked()[-1] for node in nodes.fakes.values()]
     assert requests == [{"ask": "stop", "kill": kill}] * 3
-    nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
+    nodes.fakes["node-0"].say("started", generation=0, rank=0, pid=70)
     nodes.wait(1)
-    assert [node.asked() for node in nodes.played.values()] == [[], [], []]  # no more workers start
+    assert [node.asked() for node in nodes.fakes.values()] == [[], [], []]  # no more workers start
 
 
 def test_all_workers_must_be_frozen_before_any_of_them_prints_its_stack(nodes, monkeypatch):
@@ -284,25 +284,25 @@ def test_all_workers_must_be_frozen_before_any_of_them_prints_its_stack(nodes, m
     listen, seen = nodes.listen, []
 
     def answered(timeout: float) -> None:
-        for node in nodes.played.values():
+        for node in nodes.fakes.values():
             if "status" in (asked := asks(node)):
                 seen.append(asked)
                 node.knows(time=0.0)
         listen(timeout)
 
-    nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
+    nodes.fakes["node-0"].say("started", generation=0, rank=0, pid=70)
     nodes.wait(1)
-    for node in nodes.played.values():
+    for node in nodes.fakes.values():
         node.asked()
     monkeypatch.setattr(nodes, "listen", answered)
     nodes.stop(Stop.DUMP)
     assert seen == [["freeze", "status"]] * 3
-    assert [asks(node) for node in nodes.played.values()] == [["dump"]] * 3
+    assert [asks(node) for node in nodes.fakes.values()] == [["dump"]] * 3
 
 
 def test_nodes_that_stay_up_must_confirm_that_they_are_clean(nodes, monkeypatch):
     nodes.start(planned())
-    remaining = iter(nodes.played.values())
+    remaining = iter(nodes.fakes.values())
     listen = nodes.listen
 
     def next_one(timeout: float) -> None:
@@ -310,20 +310,20 @@ def test_nodes_that_stay_up_must_confirm_that_they_are_clean(nodes, monkeypatch)
         listen(timeout)
 
     monkeypatch.setattr(nodes, "listen", next_one)
-    assert not nodes.clean(nodes.played)
-    assert [asks(node)[-1] for node in nodes.played.values()] == ["clean"] * 3
+    assert not nodes.clean(nodes.fakes)
+    assert [asks(node)[-1] for node in nodes.fakes.values()] == ["clean"] * 3
     assert next(remaining, None) is None  # all have confirmed
     monkeypatch.setattr(nodes, "listen", listen)
     monkeypatch.setattr(clients, "ANSWER_TIMEOUT", 0.01)
-    assert nodes.clean(nodes.played) == {*nodes.played}  # none answers
+    assert nodes.clean(nodes.fakes) == {*nodes.fakes}  # none answers
 
 
 def test_a_disconnected_node_must_be_reconnected_and_cleaned_or_be_returned(nodes, monkeypatch):
     monkeypatch.setattr(clients, "ANSWER_TIMEOUT", 0.01)
     nodes.up -= {"node-2"}
-    nodes.played["node-0"].say("cleaned")
-    assert nodes.clean(nodes.played) == {"node-1", "node-2"}
-    assert asks(nodes.played["node-0"]) == ["clean"]
+    nodes.fakes["node-0"].say("cleaned")
+    assert nodes.clean(nodes.fakes) == {"node-1", "node-2"}
+    assert asks(nodes.fakes["node-0"]) == ["clean"]
 
 
 REFUSED = {"text": "start: 'X'", "long": "x" * 100_000, "lines": "a\nsucceeded: 2 workers"}
@@ -332,7 +332,7 @@ REFUSED = {"text": "start: 'X'", "long": "x" * 100_000, "lines": "a\nsucceeded: 
 @pytest.mark.parametrize("error", REFUSED.values(), ids=REFUSED)
 def test_a_refused_request_must_fail_its_worker_and_warn_with_node_and_reason(nodes, error):
     nodes.start(planned())
-    nodes.played["node-0"].say("refused", error=error)
+    nodes.fakes["node-0"].say("refused", error=error)
     ended = []
     while not ended:  # a long message arrives in pieces
         ended = nodes.wait(30)
@@ -344,45 +344,45 @@ def test_a_refused_request_must_fail_its_worker_and_warn_with_node_and_reason(no
 
 def test_a_refused_request_must_not_end_a_running_worker(nodes):
     nodes.start(planned(1))
-    nodes.played["node-0"].say("started", generation=0, rank=0, pid=70)
+    nodes.fakes["node-0"].say("started", generation=0, rank=0, pid=70)
     assert nodes.wait(30) == []
-    nodes.played["node-0"].say("refused", error="unknown request 'x'")
+    nodes.fakes["node-0"].say("refused", error="unknown request 'x'")
     assert nodes.wait(30) == [] and nodes.running == {0: "node-0"} and len(nodes.warnings()) == 1
 
 
 def test_repeated_refusals_of_a_node_must_be_reported_once(nodes):
     nodes.start(planned(1))
     for _ in range(10):
-        nodes.played["node-0"].say("refused", error="no")
-    nodes.played["node-0"].knows()
+        nodes.fakes["node-0"].say("refused", error="no")
+    nodes.fakes["node-0"].knows()
     while not nodes.statuses:
         nodes.wait(30)
     assert len(nodes.warnings()) == 1
     nodes.start(planned(1, generation=1))
-    nodes.played["node-0"].say("refused", error="no")
+    nodes.fakes["node-0"].say("refused", error="no")
     assert nodes.wait(30) and len(nodes.warnings()) == 1
 
 
 def test_a_node_must_be_trusted_only_about_its_own_workers(nodes):
     nodes.start(planned())
     busy = {"pid": 7, "state": "R", "cpu": 5.0}
-    nodes.played["node-0"].knows(running={"0": busy, "1": busy | {"cpu": 99.0}})
-    nodes.played["node-1"].knows(running={"1": busy})
-    nodes.played["node-2"].knows()
+    nodes.fakes["node-0"].knows(running={"0": busy, "1": busy | {"cpu": 99.0}})
+    nodes.fakes["node-1"].knows(running={"1": busy})
+    nodes.fakes["node-2"].knows()
     assert nodes.activity() == {0: Activity("R", 5.0), 1: Activity("R", 5.0)}
 
 
 def test_nodes_must_count_as_warm_only_after_their_imports(nodes):
     names = ["node-0", "node-1"]
-    nodes.played["node-0"].knows()
-    nodes.played["node-1"].knows(importing=True)
+    nodes.fakes["node-0"].knows()
+    nodes.fakes["node-1"].knows(importing=True)
     assert not nodes.wait_until_warm(names, 0)
     for name in names:
-        nodes.played[name].knows()
+        nodes.fakes[name].knows()
     assert nodes.wait_until_warm(names, 60)
 
 
 def test_an_unreachable_node_must_not_count_as_warm(nodes):
     nodes.up.discard("node-1")
-    nodes.played["node-0"].knows()
+    nodes.fakes["node-0"].knows()
     assert not nodes.wait_until_warm(["node-0", "node-1"], 0)

@@ -150,14 +150,14 @@ def test_a_cluster_in_use_must_not_take_a_second_job_or_go_down(up, cli, engine)
 
 def test_a_job_on_a_cluster_must_survive_failures(up, cli, engine):
     cluster = up()
-    job = Background(cli, engine, "--", "count.py", "told")
+    job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(10, rank=1)
     job.kill_worker(1)
     job.until("generation_starting", 2)
     job.until_steps_in(1, rank=2)
     job.kill_node("trainer-1")
     job.until("generation_started", 3)
-    cli.enough()
+    cli.finish_jobs()
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "killed"), (1, "node stopped" if engine == "docker" else "node lost")]
     assert len(cluster.nodes()) >= 4 and cluster.state() == "idle"
@@ -183,11 +183,11 @@ def test_a_node_must_be_recreated_even_if_a_file_it_hid_is_gone(cli, docker_engi
 
 def test_a_job_taken_over_by_attach_must_leave_the_cluster_clean(up, cli, engine):
     cluster = up()
-    job = Background(cli, engine, "--", "count.py", "told")
+    job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(10, rank=2)
     job.process.kill()
     job.process.communicate()
-    cli.enough()
+    cli.finish_jobs()
     done = cli("attach", cli.run_dir().name)
     assert done.returncode == 0, done.stderr
     assert not on_cluster(cli.run_dir()) and cli.report()["generations"] == 1
@@ -197,12 +197,12 @@ def test_a_job_taken_over_by_attach_must_leave_the_cluster_clean(up, cli, engine
 
 def test_a_detached_job_must_use_the_cluster_and_end_with_its_files_in_its_run_directory(up, cli, engine):
     cluster = up()
-    done = cluster.run("--detach", "--", "count.py", "told")
+    done = cluster.run("--detach", "--", "count.py", "until-asked")
     assert cluster.fits(done)
     name = cli.run_dir().name
     assert on_cluster(cli.run_dir()) and done.stdout == f"runs/{name}\n"
     waiting = cli.start("wait", name)
-    cli.enough()
+    cli.finish_jobs()
     assert (waiting.communicate(timeout=150), waiting.returncode) == (("", ""), 0)
     eventually(lambda: cluster.state() == "idle")
     assert not on_cluster(cli.run_dir()) and cli.report()["outcome"] == "succeeded"
@@ -256,7 +256,7 @@ def test_down_must_refuse_an_unknown_cluster(cli):
 
 
 def test_a_standby_node_must_replace_a_lost_one_while_that_is_recreated(cli, engine):
-    job = Background(cli, engine, "--spares", "1", "--", "count.py", "told")
+    job = Background(cli, engine, "--spares", "1", "--", "count.py", "until-asked")
     job.until_step(10, rank=2)
     job.kill_node("trainer-1")
     job.until("generation_starting", 2)
@@ -265,6 +265,6 @@ def test_a_standby_node_must_replace_a_lost_one_while_that_is_recreated(cli, eng
     job.kill_node("trainer-2")
     job.until("generation_starting", 3)
     assert len(job.events("generation_starting")[2]["nodes"]) == 3  # whichever nodes are back by then
-    cli.enough()
+    cli.finish_jobs()
     assert job.end() == 0, job.err
     assert job.cli.report()["generations"] == 3

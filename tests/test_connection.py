@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 from support.agents import PIPE
 from support.ends import KEY, End, connected
-from support.played_nodes import Nodes
-from support.said import said, sent
+from support.fake_nodes import Nodes
+from support.messages import encoded, message
 from support.scripted import Clock
 
 from orchestrate.engines import connection as links
@@ -30,8 +30,8 @@ from orchestrate.errors import EngineError
 from orchestrate.node import pipe, protocol
 from orchestrate.node.auth import Signer
 
-MESSAGES = [said("status"), said("refused", error="ä" * 300)]
-LINES = b"".join(protocol.encode(message) + b"\n" for message in MESSAGES)
+MESSAGES = [message("status"), message("refused", error="ä" * 300)]
+LINES = b"".join(protocol.encode(one) + b"\n" for one in MESSAGES)
 
 
 @pytest.fixture
@@ -76,14 +76,14 @@ def nodes_with_workers(generation: int, ranks: int) -> Nodes:
 def test_exits_must_be_reported_in_the_order_in_which_they_occurred():
     engine = nodes_with_workers(0, 3)
     for rank, code, at in ((2, 1, 12.5), (0, 1, 12.0), (1, 139, 11.5)):
-        engine._handle(f"node-{rank}", said("ended", rank=rank, code=code, at=at))
+        engine._handle(f"node-{rank}", message("ended", rank=rank, code=code, at=at))
     assert [(exit.rank, exit.code) for exit in engine.wait(0)] == [(1, 139), (0, 1), (2, 1)]
 
 
 @pytest.mark.parametrize(("generation", "known"), [(0, False), (1, True), (2, False)])
 def test_only_the_status_of_the_current_generation_must_count(generation, known):
     engine = nodes_with_workers(1, 2)
-    state = said("status", generation=generation, codes={"0": 3}, hints={"0": ""}, running={"1": {}})
+    state = message("status", generation=generation, codes={"0": 3}, hints={"0": ""}, running={"1": {}})
     assert [engine.update_worker(rank, state) for rank in (0, 1)] == [known, known]
     assert [exit.code for exit in engine.wait(0)] == [3] * known
     assert engine.pids == {1: 7} if known else not engine.pids
@@ -166,9 +166,9 @@ def unauthenticated() -> Iterator[tuple[NodeConnection, socket.socket]]:
 
 def test_an_answer_must_be_found_among_other_messages(ends):
     link, node = ends
-    node.send(sent("started"))
-    node.send(sent("changes", gone=["a"]))
-    assert link.converse(protocol.GetChanges("job", {"a": 3}), protocol.Changes) == said("changes", gone=["a"])
+    node.send(encoded("started"))
+    node.send(encoded("changes", gone=["a"]))
+    assert link.converse(protocol.GetChanges("job", {"a": 3}), protocol.Changes) == message("changes", gone=["a"])
     assert node.hear() == {"ask": "changes", "folder": "job", "have": {"a": 3}}
 
 
@@ -183,8 +183,8 @@ def test_a_failed_request_must_raise_the_nodes_error_message(ends, say):
 def test_converse_must_wait_as_long_as_requested(ends, monkeypatch):
     link, node = ends
     monkeypatch.setattr(links, "ANSWER_TIMEOUT", 0.01)
-    threading.Timer(0.1, node.send, (sent("changes"),)).start()
-    assert link.converse(protocol.GetChanges("job", {}), protocol.Changes, patience=10) == said("changes")
+    threading.Timer(0.1, node.send, (encoded("changes"),)).start()
+    assert link.converse(protocol.GetChanges("job", {}), protocol.Changes, patience=10) == message("changes")
 
 
 def test_converse_must_raise_if_the_node_is_silent_or_gone(ends):
@@ -207,7 +207,7 @@ def test_other_messages_must_not_extend_the_timeout_of_converse(ends, monkeypatc
 
     def send_messages() -> None:
         with contextlib.suppress(OSError):  # the other end closes after the timeout
-            for line in [sent("cleaned", text="x" * (1 << 16))] * 3 + [sent("changes")]:
+            for line in [encoded("cleaned", text="x" * (1 << 16))] * 3 + [encoded("changes")]:
                 node.send(line)
 
     link.decode, sender = later, threading.Thread(target=send_messages)
@@ -241,11 +241,11 @@ def test_a_connection_must_exchange_nonces_and_then_authenticate_each_line():
         threading.Timer(0.05, finish).start()
         assert link.greet(9)
         assert 0 < timeouts[0] <= 9 and link.sock.gettimeout() == links.ANSWER_TIMEOUT and received == [b"", b""]
-        there.sendall(node.sign(sent("status").rstrip()) + b"\n")
-        assert link.receive() == [said("status")]
+        there.sendall(node.sign(encoded("status").rstrip()) + b"\n")
+        assert link.receive() == [message("status")]
         assert link.send(protocol.Dump())
         assert json.loads(node.verify(there.recv(1000).rstrip(b"\n"))) == {"ask": "dump"}
-        there.sendall(sent("status"))  # without the key
+        there.sendall(encoded("status"))  # without the key
         assert link.receive() is None
 
 

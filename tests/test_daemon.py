@@ -12,7 +12,7 @@ from conftest import eventually, gone
 from docker.models.containers import Container
 from support.answers import Framed, framed
 from support.ends import KEY
-from support.said import said, sent
+from support.messages import encoded, message
 from support.scripted import Clock
 from test_address import context
 
@@ -127,7 +127,7 @@ def test_containers_must_be_found_by_label_whether_running_or_not(answers, daemo
     answers.container("master", "a", state="exited")
     answers.container("trainer-2", "b")
     assert [name_of(found) for found in daemon.containers("orchestrate.job=a")] == ["a-master-1"]
-    assert answers.of("GET /containers/json")[0]["all"] == "1"
+    assert answers.query_of("GET /containers/json")[0]["all"] == "1"
     assert [name_of(found) for found in daemon.containers("orchestrate.job")] == ["a-master-1", "b-trainer-2"]
     assert daemon.containers("orchestrate.job=c") == []
 
@@ -137,7 +137,7 @@ def test_a_refusal_must_be_distinguished_from_an_unreachable_engine(answers, dae
     with pytest.raises(EngineError, match="could not list its containers: the store is broken") as refused:
         daemon.containers("x")
     assert not isinstance(refused.value, EngineLost)
-    answers.happens = lambda what: 1 / 0  # closes the connection
+    answers.on_request = lambda what: 1 / 0  # closes the connection
     with pytest.raises(EngineLost, match="does not respond") as lost:
         daemon.containers("x")
     assert lost.value.hint == daemon_module.GET_DOCKER
@@ -149,7 +149,7 @@ def test_each_container_must_be_handled_even_if_some_have_already_ended(answers,
     answers.refusals[f"POST /containers/{nodes[1]['Id']}/kill"] = 409, "is not running"
     found = daemon.containers("orchestrate.job")
     daemon.each(found, Container.kill)
-    assert sorted(answers.did()) == [f"POST /containers/{node['Id']}/kill" for node in nodes]
+    assert sorted(answers.requests()) == [f"POST /containers/{node['Id']}/kill" for node in nodes]
     answers.refusals[f"POST /containers/{nodes[2]['Id']}/kill"] = 500, "no permission"
     with pytest.raises(EngineError, match="failed on j-trainer-3: no permission"):
         daemon.each(found, Container.kill)
@@ -168,14 +168,14 @@ def test_a_command_in_a_container_must_be_reachable_over_its_stdin_and_stdout(an
     def echo(connection) -> None:
         node = Framed(connection)
         connection.sendall(framed(2, b"a warning"))
-        node.send(sent("uploaded", tags={"heard": str(node.hear())}))
+        node.send(encoded("uploaded", tags={"heard": str(node.hear())}))
         connection.recv(1)
 
     answers.speaks = echo
     link = daemon.connect_by_exec("box", ["pipe", "-x"], KEY)
     assert link and link.send(protocol.Dump())
-    assert eventually(link.receive) == [said("uploaded", tags={"heard": "{'ask': 'dump'}"})]
-    body = answers.of("POST /containers/box/exec")[1]
+    assert eventually(link.receive) == [message("uploaded", tags={"heard": "{'ask': 'dump'}"})]
+    body = answers.query_of("POST /containers/box/exec")[1]
     assert (body["Env"], body["User"]) == (["NODE_KEY="], "65534:65534")  # workers must neither read nor trace it
     assert body["Cmd"] == ["pipe", "-x"] and body["AttachStdin"] and body["AttachStdout"] and not body["Tty"]
     link.close()
@@ -194,14 +194,14 @@ def test_a_greeting_that_arrives_with_the_response_must_not_be_lost(answers, dae
         node = Framed(connection, greets=False)
         node.signer = signer
         assert node.hear() == {"ask": "clean"}
-        node.send(sent("cleaned"))
+        node.send(encoded("cleaned"))
         while connection.recv(100):
             pass
 
     answers.speaks = speak
     link = daemon.connect_by_exec("box", ["pipe"], KEY)
     assert link and link.sock.gettimeout()
-    assert link.converse(protocol.Clean(), protocol.Cleaned) == said("cleaned")
+    assert link.converse(protocol.Clean(), protocol.Cleaned) == message("cleaned")
     link.close()
 
 
@@ -230,13 +230,13 @@ def test_compose_must_be_run_for_this_project_with_only_the_jobs_own_settings(da
 
 
 @pytest.mark.parametrize(
-    ("capture", "message"), [(True, "docker compose: the last line"), (False, "docker compose master: see above")]
+    ("capture", "expected"), [(True, "docker compose: the last line"), (False, "docker compose master: see above")]
 )
-def test_a_failure_of_compose_must_be_reported_with_its_last_line(daemon, command, capture, message, capfd):
+def test_a_failure_of_compose_must_be_reported_with_its_last_line(daemon, command, capture, expected, capfd):
     command("echo first; echo the last line >&2; echo; exit 17")
     with pytest.raises(EngineError) as error:
         daemon.compose("build", "master", capture=capture)
-    assert (str(error.value), type(error.value), error.value.hint) == (message, EngineError, "")
+    assert (str(error.value), type(error.value), error.value.hint) == (expected, EngineError, "")
     command("echo; exit 17")
     with pytest.raises(EngineError, match="see above"):  # the last line may be empty
         daemon.compose("build", "master", capture=capture)
@@ -334,7 +334,7 @@ def test_ctrl_c_must_not_reach_a_compose_that_brings_nodes_up(daemon, command, t
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "expected"),
     [
         (
             requests.ConnectionError("('Connection aborted.', PermissionError(13, 'Permission denied'))"),
@@ -346,5 +346,5 @@ def test_ctrl_c_must_not_reach_a_compose_that_brings_nodes_up(daemon, command, t
         (docker.errors.DockerException("x" * 1000), "x" * 300),
     ],
 )
-def test_an_engine_error_must_be_reported_in_one_line(error, message):
-    assert reason(error) == message
+def test_an_engine_error_must_be_reported_in_one_line(error, expected):
+    assert reason(error) == expected

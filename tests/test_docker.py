@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from support.answers import SPEC, Framed, Job
 from support.ends import End
+from support.messages import encoded
 from support.plans import with_gpus
-from support.said import sent
 from support.scripted import Clock
 from test_connection import listening
 
@@ -46,7 +46,7 @@ def test_healthy_nodes_must_be_left_alone(job):
     engine = job.session()
     engine.up(job.plan())
     assert set(engine.nodes) == {"master", "trainer-1"}
-    assert job.answers.did() == [] and job.words() == []
+    assert job.answers.requests() == [] and job.words() == []
 
 
 @pytest.mark.parametrize(
@@ -66,17 +66,17 @@ def test_an_unhealthy_node_must_be_brought_back_without_compose(job, state, netw
     healthy, unhealthy = job.answers.container("master"), job.answers.container("trainer-1", state=state)
     unhealthy["NetworkSettings"]["Networks"] = dict.fromkeys(networks, {})
     job.session().up(job.plan())
-    assert [asked.rpartition("/")[2] for asked in job.answers.did()] == done
-    assert not [asked for asked in job.answers.did() if healthy["Id"] in asked]
+    assert [asked.rpartition("/")[2] for asked in job.answers.requests()] == done
+    assert not [asked for asked in job.answers.requests() if healthy["Id"] in asked]
     assert job.words() == []
     if "connect" in done:
-        assert job.answers.of("POST /networks/net-j/connect")[1]["EndpointConfig"]["Aliases"] == ["trainer"]
+        assert job.answers.query_of("POST /networks/net-j/connect")[1]["EndpointConfig"]["Aliases"] == ["trainer"]
 
 
 def test_missing_nodes_must_be_created_by_compose(job):
     job.answers.container("master")
     job.compose(f"touch {job.folder}/up")
-    job.answers.happens = lambda what: (
+    job.answers.on_request = lambda what: (
         what == "GET /containers/json"
         and len(job.answers.containers) == 1
         and (job.folder / "up").exists()
@@ -108,7 +108,7 @@ def test_a_container_that_cannot_be_started_must_be_recreated_by_compose(job):
 def test_an_engine_that_is_lost_while_nodes_are_brought_back_must_be_reported(job):
     job.answers.container("master")
     stopped = job.answers.container("trainer-1", state="exited")
-    job.answers.happens = lambda what: what == request(stopped, "start") and 1 / 0
+    job.answers.on_request = lambda what: what == request(stopped, "start") and 1 / 0
     with pytest.raises(EngineLost):
         job.session().up(job.plan())
     assert job.words() == []
@@ -127,7 +127,7 @@ def test_a_folder_that_compose_cannot_mount_must_be_refused_by_name(job, path):
     code = "/a\udcff" if path == "code" else "/code"
     with pytest.raises(EngineError, match=r"/a.udcff' cannot be mounted: its name is not UTF-8") as caught:
         job.session(run=run, code=code).up(job.plan(code=code))
-    assert caught.value.hint and job.answers.did() == []
+    assert caught.value.hint and job.answers.requests() == []
 
 
 def test_compose_must_get_the_settings_of_the_job(job):
@@ -216,7 +216,7 @@ def test_a_container_that_is_being_stopped_must_be_waited_for_within_a_time_limi
     engine = job.settled("master", "trainer-1")
     _, node = job.answers.containers
     engine.dying = {node["Id"]}
-    job.answers.happens = lambda what: (
+    job.answers.on_request = lambda what: (
         len(job.answers.asked) == 3 and node.update(State="exited")  # the engine's list shows it late
     )
     assert {*engine.alive()} == {"master"} and not engine.dying
@@ -267,7 +267,7 @@ def play_node(folder: Path, name: str, message: bytes) -> socket.socket:
     return server
 
 
-KNOWS = sent("status", codes={"0": 0, "1": 3}, hints={"0": "", "1": ""})
+KNOWS = encoded("status", codes={"0": 0, "1": 3}, hints={"0": "", "1": ""})
 
 
 def test_a_node_on_the_same_kernel_must_be_reached_by_its_socket(job, monkeypatch):
@@ -282,7 +282,7 @@ def test_a_node_on_the_same_kernel_must_be_reached_by_its_socket(job, monkeypatc
     engine = job.session()
     assert engine.adopt(job.plan()) == set()
     assert sorted((end.rank, end.code) for end in engine.wait(0).exits) == [(0, 0), (1, 3)]
-    assert job.answers.did() == []
+    assert job.answers.requests() == []
     late.join()
     for server in servers:
         server.close()
@@ -305,9 +305,9 @@ def test_a_node_must_be_reached_through_the_engine_if_its_socket_cannot_be_used(
     engine = job.session(spec)
     assert engine.adopt(job.plan(spec)) == set()
     assert engine.env["NODE_SOCKETS"] == ("/run/orchestrate" if why == "no socket" else "")
-    execs = [asked for asked in job.answers.did() if asked.endswith("/exec")]
+    execs = [asked for asked in job.answers.requests() if asked.endswith("/exec")]
     assert sorted(execs) == [request(node, "exec") for node in nodes]
-    command = job.answers.of(execs[0])[1]["Cmd"]
+    command = job.answers.query_of(execs[0])[1]["Cmd"]
     assert command[0] == "python" and command[-1].endswith("node/pipe.py")
 
 

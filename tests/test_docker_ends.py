@@ -10,7 +10,7 @@ import pytest
 from conftest import eventually
 from support.answers import Job
 from support.ends import connected
-from support.said import sent
+from support.messages import encoded
 from support.scripted import Clock
 
 from orchestrate.engines.base import JobState
@@ -32,7 +32,7 @@ def job(tmp_path, monkeypatch) -> Iterator[Job]:
 
 def lists(job: Job) -> int:
     """How often containers have been listed."""
-    return job.answers.did("GET").count("GET /containers/json")
+    return job.answers.requests("GET").count("GET /containers/json")
 
 
 def test_containers_must_be_listed_periodically_while_workers_run(job, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_node_that_reports_its_shutdown_must_be_awaited(job, events):
     engine.seen_events = {node["Id"]: set(events)}
     assert engine.explain(WorkerExit(1, 143), "trainer-1") == "node stopped"
     job.answers.asked.clear()
-    job.answers.happens = lambda request: len(job.answers.asked) == 3 and node.update(State="exited")
+    job.answers.on_request = lambda request: len(job.answers.asked) == 3 and node.update(State="exited")
     assert {*engine.alive()} == ({"master", "trainer-1"} if events else {"master"})
 
 
@@ -181,7 +181,7 @@ def test_a_node_that_restarts_immediately_must_not_be_awaited_any_longer(job):
     engine = job.settled("master", "trainer-1")
     node = job.answers.containers[1]
     engine.dying = {node["Id"]}
-    job.answers.happens = lambda request: len(job.answers.asked) == 3 and job.happened("die", node)
+    job.answers.on_request = lambda request: len(job.answers.asked) == 3 and job.happened("die", node)
     engine.alive()
     assert len(job.answers.asked) < 20 and not engine.dying
 
@@ -189,7 +189,7 @@ def test_a_node_that_restarts_immediately_must_not_be_awaited_any_longer(job):
 def test_an_unavailable_engine_must_not_hide_the_exit_of_a_worker(job, monkeypatch):
     monkeypatch.setattr(docker_module, "EVENT_TIMEOUT", 0.0)
     engine = job.settled("master", "trainer-1")
-    job.answers.happens = lambda request: 1 / 0
+    job.answers.on_request = lambda request: 1 / 0
     engine.clients.exit_hints = {1: ""}
     assert engine.explain(WorkerExit(1, 1), "trainer-1") is None  # its node is alive
     engine.clients.exit_hints = {}
@@ -214,7 +214,7 @@ def test_the_loss_of_all_nodes_must_be_distinguished_from_an_engine_shutdown(job
     other = job.answers.container("trainer-1")
     assert engine.explain(WorkerExit(0, 137), "master") == "node lost"  # because the other node is running
     other["State"], engine.events.broken = "exited", 0.0
-    job.answers.happens = lambda request: request in ("GET /_ping", "HEAD /_ping") and 1 / 0
+    job.answers.on_request = lambda request: request in ("GET /_ping", "HEAD /_ping") and 1 / 0
     with pytest.raises(EngineLost, match="does not respond"):
         engine.explain(WorkerExit(0, 137), "master")
 
@@ -225,8 +225,8 @@ def test_the_loss_of_all_nodes_must_be_distinguished_from_an_engine_shutdown(job
 def test_nodes_must_be_removed_by_force_with_their_volumes(job):
     engine = job.settled("master", "trainer-1")
     engine.discard(["trainer-1", "trainer-7"])
-    (request,) = job.answers.did()
-    query, _ = job.answers.of(request)
+    (request,) = job.answers.requests()
+    query, _ = job.answers.query_of(request)
     assert request == f"DELETE /containers/{engine.nodes['trainer-1'].id}"
     assert {key: value.lower() for key, value in query.items()} == {"v": "true", "link": "false", "force": "true"}
 
@@ -248,13 +248,13 @@ def test_down_must_stop_running_nodes_and_remove_only_what_belongs_to_the_job(jo
     engine.clients.running = {0: "master"} if runs else {}
     ids = [node.id for node in engine.nodes.values()]
     engine.down(30.5)
-    requests = job.answers.did()
+    requests = job.answers.requests()
     assert sorted(requests[:-3]) == sorted(f"POST /containers/{id}/stop" for id in ids * runs)
     assert sorted(requests[-3:-1]) == sorted(f"DELETE /containers/{id}" for id in ids)
     assert requests[-1] == "DELETE /networks/net-j"
     if runs:
-        assert job.answers.of(requests[0])[0]["t"] == "30"
-    removed, _ = job.answers.of(requests[-2])
+        assert job.answers.query_of(requests[0])[0]["t"] == "30"
+    removed, _ = job.answers.query_of(requests[-2])
     assert (removed["v"].lower(), removed["force"].lower()) == ("true", "true")
     assert [node["Names"] for node in job.answers.containers] == [["/jj-master-1"]]
     assert [network["Name"] for network in job.answers.networks] == ["jj_job"]
@@ -288,10 +288,10 @@ def test_the_nodes_of_a_cluster_must_be_cleaned_and_kept(job):
     engine = job.settled(cluster="c")
     engine.clients.connections["master"], node = connected()
     engine.clients.selector.register(engine.clients.connections["master"].sock, selectors.EVENT_READ, "master")
-    node.send(sent("cleaned"))
+    node.send(encoded("cleaned"))
     assert engine.project == "c" and engine.env["JOB_ID"] == "c" and engine.network == "c_job"
     engine.down(30.0)
-    assert job.answers.did() == []
+    assert job.answers.requests() == []
     with node.sock:
         assert node.hear() == {"ask": "clean"}
     assert engine.clients.cleaned == {"master"}

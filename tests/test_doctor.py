@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from support.messages import message
 from support.plans import HERE, Site
-from support.said import said
 
 from orchestrate.cli import commands
 from orchestrate.doctor import checks, findings
@@ -60,7 +60,7 @@ class Host:
             if self.error:
                 raise self.error
             self.got += base64.b64decode(request.data)
-        return said("status", time=time.time() + self.ahead)
+        return message("status", time=time.time() + self.ahead)
 
     def close(self) -> None:
         self.closed = True

@@ -46,14 +46,14 @@ def test_events_must_arrive_once_in_order_and_wake_the_reader(answers, events):
 
 
 def test_an_interrupted_event_stream_must_be_resumed_without_duplicates(answers, events):
-    query_of = answers.of
-    eventually(lambda: answers.did("GET").count("GET /events") == 1)
+    query_of = answers.query_of
+    eventually(lambda: answers.requests("GET").count("GET /events") == 1)
     assert '["container", "network"]' in query_of("GET /events")[0]["filters"]
     assert abs(int(query_of("GET /events")[0]["since"]) - time.time()) < 600
     for one in (event(5, "start"), event(6, "kill"), event(6, "die", nano=1), None):
         answers.events.put(one)
     assert taken(events, 3) == [(5, "start"), (6, "kill"), (6, "die")]
-    eventually(lambda: answers.did("GET").count("GET /events") == 2)
+    eventually(lambda: answers.requests("GET").count("GET /events") == 2)
     assert query_of("GET /events")[0]["since"] == "6" and events.broken > 0
     for one in (event(6, "kill"), event(6, "die", nano=1), event(6, "die", "c2", nano=1), event(6, "oom", nano=1)):
         answers.events.put(one)
@@ -62,21 +62,21 @@ def test_an_interrupted_event_stream_must_be_resumed_without_duplicates(answers,
 
 
 def test_the_event_stream_must_be_retried_until_it_is_closed(answers, events):
-    eventually(lambda: answers.did("GET").count("GET /events") == 1)
+    eventually(lambda: answers.requests("GET").count("GET /events") == 1)
     answers.refusals["GET /events"] = 500, "not yet"
-    answers.happens = lambda request: len(answers.asked) % 2 and 1 / 0  # this ends the connection
+    answers.on_request = lambda request: len(answers.asked) % 2 and 1 / 0  # this ends the connection
     answers.events.put(None)
-    eventually(lambda: answers.did("GET").count("GET /events") > 3)
+    eventually(lambda: answers.requests("GET").count("GET /events") > 3)
     assert events.broken > 0
-    answers.happens = lambda request: None
+    answers.on_request = lambda request: None
     answers.refusals.clear()
     answers.events.put(event(9))
     assert taken(events, 1) == [(9, "die")]
     listener = next(one for one in threading.enumerate() if one.name.endswith("(_listen)"))
-    count = answers.did("GET").count("GET /events")
+    count = answers.requests("GET").count("GET /events")
     events.close()
     listener.join(30)
-    assert not listener.is_alive() and answers.did("GET").count("GET /events") == count
+    assert not listener.is_alive() and answers.requests("GET").count("GET /events") == count
 
 
 def test_events_must_be_kept_even_if_the_wake_up_socket_is_not_read(answers, daemon):

@@ -45,11 +45,11 @@ def proxy(request, docker_engine, tmp_path):
 @pytest.mark.docker
 def test_a_failure_must_be_noticed_without_the_event_stream(cli, proxy, nothing_left):
     cli.env["DOCKER_HOST"] = f"unix://{proxy.path}"
-    job = Background(cli, "docker", "--", "count.py", "told")
+    job = Background(cli, "docker", "--", "count.py", "until-asked")
     job.until_step(15, rank=1)
     job.kill_worker(1)
     job.until("generation_started", 2)
-    cli.enough()
+    cli.finish_jobs()
     assert job.end() == 0, job.err
     assert proxy.streams >= 1
     assert job.causes() == [(1, "killed")]
@@ -89,14 +89,14 @@ def on(engine: Engine, cli, *arguments: str) -> Background:
 @pytest.mark.slow
 def test_an_engine_restart_must_not_disturb_a_job_that_it_keeps_alive(cli, own_engine):
     engine = own_engine(live_restore=True)
-    job = on(engine, cli, "--", "count.py", "told", "0.05")
+    job = on(engine, cli, "--", "count.py", "until-asked", "0.05")
     job.until_step(10, rank=1)
     engine.stop()
     at = job.steps(1)[-1][0]
     eventually(lambda: job.steps(1)[-1][0] > at + 20)  # the job continues while the engine is away
     engine.start()
     job.until("engine_back")
-    cli.enough()
+    cli.finish_jobs()
     assert job.end() == 0, job.err
     assert cli.report()["generations"] == 1
     assert all(complete(job.steps(rank)) for rank in range(3))
@@ -106,7 +106,7 @@ def test_an_engine_restart_must_not_disturb_a_job_that_it_keeps_alive(cli, own_e
 @pytest.mark.slow
 def test_a_death_while_the_engine_is_away_must_be_noticed_when_it_is_back(cli, own_engine):
     engine = own_engine(live_restore=True)
-    job = on(engine, cli, "--", "count.py", "told", "0.05")
+    job = on(engine, cli, "--", "count.py", "until-asked", "0.05")
     job.until_step(10, rank=1)
     pids = docker("-H", engine.host, "top", job.node("trainer-1"), "-eo", "pid,args")
     (pid,) = [int(line.split()[0]) for line in pids.splitlines() if "count.py" in line and " worker " not in line]
@@ -114,7 +114,7 @@ def test_a_death_while_the_engine_is_away_must_be_noticed_when_it_is_back(cli, o
     os.kill(pid, signal.SIGKILL)
     engine.start()
     job.until("generation_started", 2)
-    cli.enough()
+    cli.finish_jobs()
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "killed")]
     assert all(complete(job.steps(rank)) for rank in range(3))
@@ -124,12 +124,12 @@ def test_a_death_while_the_engine_is_away_must_be_noticed_when_it_is_back(cli, o
 @pytest.mark.slow
 def test_an_engine_restart_that_ends_the_workers_must_not_count_as_a_restart(cli, own_engine):
     engine = own_engine(live_restore=False)
-    job = on(engine, cli, "--max-restarts", "0", "--", "count.py", "told")
+    job = on(engine, cli, "--max-restarts", "0", "--", "count.py", "until-asked")
     job.until_step(10, rank=1)
     engine.stop()
     engine.start()
     job.until("generation_started", 2)
-    cli.enough()
+    cli.finish_jobs()
     assert job.end() == 0, job.err
     assert {cause for _, cause in job.causes()} == {"engine lost"}
     assert all(job.steps(rank)[-1][1] > 0 for rank in range(3))

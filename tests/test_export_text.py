@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 import yaml
-from support.odd import odd
+from support.odd_text import odd
 from test_export_compose import make_folder
 
 from orchestrate.errors import UsageError

@@ -20,7 +20,7 @@ from orchestrate.job.spec import IMAGE
 def restarted(job: Background, rank: int, cause: str) -> None:
     """Check that the job restarts after one failure, then succeeds, and that every rank's log is complete."""
     job.until("generation_started", 2)
-    job.cli.enough()
+    job.cli.finish_jobs()
     assert job.end() == 0, job.err
     assert job.causes() == [(rank, cause)]
     for number in range(3):
@@ -31,7 +31,7 @@ def restarted(job: Background, rank: int, cause: str) -> None:
 
 
 def test_a_killed_worker_must_restart_the_gang_from_its_checkpoint(ready, engine):
-    job = Background(ready, engine, "--", "count.py", "told")
+    job = Background(ready, engine, "--", "count.py", "until-asked")
     job.until_step(25, rank=1)
     job.kill_worker(1)
     restarted(job, 1, "killed")
@@ -47,7 +47,7 @@ def test_a_killed_worker_must_restart_the_gang_from_its_checkpoint(ready, engine
 
 @pytest.mark.parametrize("node", ["trainer-2", "master"])
 def test_a_node_that_dies_must_be_replaced(cli, engine, node):
-    job = Background(cli, engine, "--", "count.py", "told")
+    job = Background(cli, engine, "--", "count.py", "until-asked")
     rank = 0 if node == "master" else 2
     job.until_step(25, rank=rank)
     before = job.node_pid(node)
@@ -64,7 +64,7 @@ def test_a_node_that_dies_must_be_replaced(cli, engine, node):
 def test_a_node_that_a_user_removes_must_be_replaced_within_the_restart_budget(
     cli, docker_engine, nothing_left, command
 ):
-    job = Background(cli, "docker", "--", "count.py", "told")
+    job = Background(cli, "docker", "--", "count.py", "until-asked")
     job.until_step(25, rank=1)
     docker(*command, job.node("trainer-1"))
     restarted(job, 1, "node stopped")
@@ -83,7 +83,7 @@ def test_a_job_whose_nodes_are_removed_repeatedly_must_end(cli, docker_engine, n
 
 @pytest.mark.docker
 def test_a_job_taken_down_with_compose_must_come_back(cli, docker_engine, nothing_left):
-    job = Background(cli, "docker", "--", "count.py", "told")
+    job = Background(cli, "docker", "--", "count.py", "until-asked")
     job.until_step(15, rank=2)
     subprocess.run(
         ["docker", "compose", "--project-name", cli.run_dir().name, "down", "--timeout", "1"],
@@ -92,7 +92,7 @@ def test_a_job_taken_down_with_compose_must_come_back(cli, docker_engine, nothin
         capture_output=True,
     )
     job.until("generation_started", 2)
-    cli.enough()
+    cli.finish_jobs()
     assert job.end() == 0, job.err
     assert {cause for _, cause in job.causes()} == {"node stopped"}
     assert all(complete(job.steps(rank)) for rank in range(3))
@@ -208,14 +208,14 @@ def test_an_out_of_memory_child_must_be_distinguished_from_its_worker(cli, docke
 
 @pytest.mark.docker
 def test_a_job_must_wait_for_a_paused_node(cli, docker_engine, nothing_left):
-    job = Background(cli, "docker", "--set", "hang_after=2s", "--", "count.py", "told")
+    job = Background(cli, "docker", "--set", "hang_after=2s", "--", "count.py", "until-asked")
     job.until_step(10, rank=1)
     docker("pause", job.node("trainer-1"))
     assert job.until("node_in_trouble")["trouble"] == "paused"
     assert not job.events("worker_ended")
-    cli.enough()
+    cli.finish_jobs()
     eventually(lambda: len(job.events("worker_ended")) == 2)  # the other workers do not wait for it
-    (ready_to_end := cli.folder / "enough").unlink()  # the paused worker has not seen it yet
+    (ready_to_end := cli.folder / "finish").unlink()  # the paused worker has not seen it yet
     docker("unpause", job.node("trainer-1"))
     job.until("node_well")
     ready_to_end.touch()
@@ -244,14 +244,14 @@ def test_a_node_that_is_cut_off_must_stop_before_the_next_generation_trains(cli,
 
 @pytest.mark.docker
 def test_a_node_that_is_cut_off_briefly_must_be_left_alone(cli, docker_engine, nothing_left):
-    job = Background(cli, "docker", "--", "count.py", "told")
+    job = Background(cli, "docker", "--", "count.py", "until-asked")
     job.until_step(10, rank=1)
     network = f"{cli.run_dir().name}_job"
     docker("network", "disconnect", network, job.node("trainer-1"))
     job.until("node_in_trouble")
     docker("network", "connect", network, job.node("trainer-1"))
     job.until("node_well")
-    cli.enough()
+    cli.finish_jobs()
     assert job.end() == 0
     assert cli.report()["generations"] == 1
 
@@ -378,13 +378,13 @@ def test_the_last_output_before_a_sudden_death_must_be_kept(ready, engine):
 
 
 def test_the_report_must_list_every_failure(ready, engine):
-    job = Background(ready, engine, "--", "count.py", "told")
+    job = Background(ready, engine, "--", "count.py", "until-asked")
     job.until_step(15, rank=1)
     job.kill_worker(1)
     job.until_steps_in(1, rank=2)
     job.kill_worker(2, signal.SIGSEGV)
     job.until("generation_started", 3)
-    ready.enough()
+    ready.finish_jobs()
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "killed"), (2, "crash")]
     assert json.loads(json.dumps(ready.report()))["generations"] == 3

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.spaces import Space, possible
+from support.namespaces import Space, possible
 
 from orchestrate.engines.docker import guard
 from orchestrate.node import guard as program

@@ -107,7 +107,7 @@ class Recorded(NodeConnection):
 @bounded
 @given(st.lists(mangled(FORMS) | values, max_size=8))
 def test_an_engine_must_survive_any_message_from_a_node(messages):
-    from support.played_nodes import Nodes, planned
+    from support.fake_nodes import Nodes, planned
 
     nodes = Nodes(0)
     link = Recorded("".join(json.dumps(message) + "\n" for message in messages).encode())

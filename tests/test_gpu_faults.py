@@ -11,11 +11,11 @@ DUMP_SOON = ("-e", "TORCH_NCCL_DUMP_ON_TIMEOUT=0", "-e", "TORCH_NCCL_WAIT_TIMEOU
 
 def test_a_killed_rank_must_restart_the_job_while_its_peer_waits_on_the_gpu(gpu_nodes):
     before = gpu_nodes.used()
-    job = gpu_nodes.start_job(*gpu_nodes.pair, "--", "cuda_steps.py", "told")
+    job = gpu_nodes.start_job(*gpu_nodes.pair, "--", "cuda_steps.py", "until-asked")
     job.until_step(15, rank=1)
     job.kill_worker(1)
     job.until("generation_started", 2)
-    gpu_nodes.enough()
+    gpu_nodes.finish_jobs()
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "killed")]
     for rank in (0, 1):

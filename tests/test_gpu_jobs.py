@@ -139,12 +139,12 @@ def test_auto_must_leave_out_a_gpu_that_another_program_uses(gpu_cli, gpu_engine
 def test_a_job_must_free_all_gpu_memory_and_its_nodes_must_never_use_a_gpu(gpu_nodes):
     assert eventually(gpu_nodes.only_nodes)
     nodes, before = {*gpu_nodes.processes()}, gpu_nodes.used()
-    job = gpu_nodes.start_job(*gpu_nodes.pair, "--", "cuda_steps.py", "told")
+    job = gpu_nodes.start_job(*gpu_nodes.pair, "--", "cuda_steps.py", "until-asked")
     job.until_step(3, rank=1)
     workers = {*gpu_nodes.processes()} - nodes
     assert on_cuda(workers) and gpu_nodes.used() >= before + 2 * (512 << 20)
     assert not on_cuda(nodes)
-    gpu_nodes.enough()
+    gpu_nodes.finish_jobs()
     assert job.end() == 0, job.err
     assert eventually(gpu_nodes.only_nodes)
     assert nodes == {*gpu_nodes.processes()}

@@ -12,7 +12,7 @@ import threading
 import pytest
 from conftest import docker, eventually
 from support.faults import OPTIONS, Background
-from support.spaces import Space, command, possible
+from support.namespaces import Space, command, possible
 
 from orchestrate.engines.docker import guard, labels
 from orchestrate.engines.docker.client import Daemon
@@ -212,7 +212,7 @@ def hanging(cli):
     cli.env["PYTHONPATH"] = f"{cli.folder}/patch:{cli.env['PYTHONPATH']}"
     job = Background(cli, "docker", "--", "probe.py", trainers=0)
     job.until("nodes_up")
-    found = ["ps", "--quiet", "--filter", f"label={labels.GUARD}={job.home()}"]
+    found = ["ps", "--quiet", "--filter", f"label={labels.GUARD}={job.project()}"]
     return job, eventually(lambda: docker(*found).strip() or job.ended_early())
 
 
@@ -230,8 +230,8 @@ def test_helper_containers_of_a_killed_orchestrator_must_be_removed(nothing_left
     job.process.kill()
     job.end()
     name = docker("inspect", "--format", "{{.Name}}", helper).strip().lstrip("/")
-    assert f"container {name}\n" in cli("stop", "--dry-run", job.home()).stdout
-    done = cli("stop", job.home())
+    assert f"container {name}\n" in cli("stop", "--dry-run", job.project()).stdout
+    done = cli("stop", job.project())
     assert done.returncode == 0, done.stderr
 
 

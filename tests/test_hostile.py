@@ -10,7 +10,7 @@ from pathlib import Path
 
 from conftest import eventually
 from support.ends import KEY
-from support.said import sent
+from support.messages import encoded
 
 from orchestrate.engines.connection import NodeConnection
 from orchestrate.engines.swarm.sync import FileSync
@@ -55,7 +55,7 @@ class Hostile(threading.Thread):
                     "facts": [len(data), 1, 1, 0o4777],
                 }
             file.write(
-                signer.sign(sent({"changes": "changes", "read": "piece"}[request["ask"]], **report).rstrip()) + b"\n"
+                signer.sign(encoded({"changes": "changes", "read": "piece"}[request["ask"]], **report).rstrip()) + b"\n"
             )
             file.flush()
 

@@ -67,7 +67,7 @@ def test_the_inventory_must_describe_the_engine(answers, daemon, tmp_path, monke
     assert (found.job_dir, found.code) == ("/job", str(tmp_path))
     assert found.preload == ("torch", "torch.distributed")
     assert (found.memory, found.hosts) == (8 << 30, 1)
-    assert answers.did() == []
+    assert answers.requests() == []
     found = inventory(
         daemon, spec(network="host", volume="v", memory="1g", optional=["volume"]), tmp_path / "run", True
     )
@@ -87,9 +87,9 @@ def test_gpus_must_be_listed_in_a_container_of_the_image_which_is_then_removed(a
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
     found = inventory(daemon, spec(), tmp_path / "run", True)
     assert found.gpus == ("GPU-1", "GPU-2")
-    requests = [what.partition("/containers")[2] for what in answers.did()]
+    requests = [what.partition("/containers")[2] for what in answers.requests()]
     assert requests == ["/create", "/made/start", "/made/wait", "/made"]
-    _, body = answers.of("POST /containers/create")
+    _, body = answers.query_of("POST /containers/create")
     assert body["Image"] == "mine:1"
     assert (body["Entrypoint"], body["Cmd"]) == (["sh"], ["-c", "nvidia-smi -L; nvidia-smi -q -x"])
     assert body["Labels"] == labels.only({"orchestrate.run": str(tmp_path / "run")})
@@ -100,8 +100,8 @@ def test_gpus_must_be_listed_in_a_container_of_the_image_which_is_then_removed(a
     assert host["LogConfig"]["Config"] == {"max-size": "4m"}
     assert (host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges:true"])  # the image is not trusted
     assert (host["ReadonlyRootfs"], host["Memory"], host["PidsLimit"]) == (True, 1 << 30, 512)
-    assert answers.of("DELETE /containers/made")[0] == {"v": "True", "force": "True", "link": "False"}
-    query, _ = answers.of("GET /containers/made/logs")
+    assert answers.query_of("DELETE /containers/made")[0] == {"v": "True", "force": "True", "link": "False"}
+    query, _ = answers.query_of("GET /containers/made/logs")
     assert (query["stdout"], query["stderr"]) == ("1", "0")
 
 
@@ -119,7 +119,7 @@ def test_each_check_must_be_announced_before_it_starts(answers, daemon, tmp_path
     tmp_path.chmod(0o755)
     (tmp_path / "work.py").write_text("import torch\n")
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
-    answers.happens = lambda what: shown.append(what) if what.endswith("/made/start") else None
+    answers.on_request = lambda what: shown.append(what) if what.endswith("/made/start") else None
     inventory(daemon, spec(), tmp_path / "run", True)
     looking = ["looking for GPUs", "POST /containers/made/start", ""]
     assert shown == ["looking for Python in the image", "", *looking, "testing the GPUs with torch", ""]
@@ -134,9 +134,9 @@ def test_a_plan_must_run_only_the_projects_own_image_and_report_a_skipped_check(
     answers.images, answers.output, daemon.info["Runtimes"] = images, LISTING, NVIDIA
     found = inventory(daemon, spec(), tmp_path / "run", False)
     if used:
-        assert found.gpus == ("GPU-1", "GPU-2") and answers.of("POST /containers/create")[1]["Image"] == used
+        assert found.gpus == ("GPU-1", "GPU-2") and answers.query_of("POST /containers/create")[1]["Image"] == used
     else:
-        assert found.gpus == () and answers.did() == []
+        assert found.gpus == () and answers.requests() == []
         why = f"GPUs were not checked: a plan only runs the image {IMAGE}, which does not exist here"
         assert found.no_gpus == why and f"gloo on CPU ({why})" in str(plan(spec(), found, "j"))
         with pytest.raises(ResourceError, match="GPUs were not checked"):
@@ -146,7 +146,7 @@ def test_a_plan_must_run_only_the_projects_own_image_and_report_a_skipped_check(
 def test_gpus_must_be_listed_with_the_projects_own_image_if_the_engine_has_it(answers, daemon, tmp_path):
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1", IMAGE}, LISTING, NVIDIA
     assert inventory(daemon, spec(), tmp_path / "run", True).gpus == ("GPU-1", "GPU-2")
-    assert answers.of("POST /containers/create")[1]["Image"] == IMAGE
+    assert answers.query_of("POST /containers/create")[1]["Image"] == IMAGE
 
 
 @pytest.mark.parametrize("what", ["start", "wait", "create"])
@@ -156,19 +156,19 @@ def test_a_container_that_fails_to_list_gpus_must_mean_none_and_be_removed(answe
     answers.refusals[f"POST {path}"] = 500, "no driver"
     found = inventory(daemon, spec(), tmp_path, True)
     assert found.gpus == () and "cannot see any GPU" in found.no_gpus
-    assert ("DELETE /containers/made" in answers.did()) is (what != "create")
+    assert ("DELETE /containers/made" in answers.requests()) is (what != "create")
 
 
 def test_gpus_must_not_be_listed_if_the_job_uses_none(answers, daemon, tmp_path):
     answers.images, answers.output, daemon.info["Runtimes"] = {"mine:1"}, LISTING, NVIDIA
     assert inventory(daemon, spec(gpus="none"), tmp_path, True).gpus == ()
-    assert answers.did() == []
+    assert answers.requests() == []
 
 
 @pytest.mark.parametrize("gpus", ["all", 2])
 def test_no_image_must_be_pulled_for_gpus_that_the_engine_cannot_provide(answers, daemon, tmp_path, gpus):
     found = inventory(daemon, spec(gpus=gpus), tmp_path, True)
-    assert found.no_gpus == "the engine has no NVIDIA runtime" and answers.did() == []
+    assert found.no_gpus == "the engine has no NVIDIA runtime" and answers.requests() == []
     with pytest.raises(ResourceError):
         plan(spec(gpus=gpus), found, "j")
 
@@ -176,18 +176,18 @@ def test_no_image_must_be_pulled_for_gpus_that_the_engine_cannot_provide(answers
 @pytest.mark.parametrize("gpus", ["auto", "none"])
 def test_the_image_of_a_job_that_trains_on_cpu_must_be_pulled_if_it_is_missing(answers, daemon, tmp_path, gpus):
     inventory(daemon, spec(gpus=gpus), tmp_path, True)
-    assert answers.did() == ["POST /images/create"]
+    assert answers.requests() == ["POST /images/create"]
 
 
 def test_a_missing_image_must_be_pulled_once_and_never_for_a_plan(answers, daemon, tmp_path):
     daemon.info["Runtimes"] = NVIDIA
     found = inventory(daemon, spec(), tmp_path, False)
-    assert found.gpus == () and answers.did() == []
+    assert found.gpus == () and answers.requests() == []
     image.ensure_image(daemon, spec())
-    assert answers.of("POST /images/create")[0] == {"tag": "1", "fromImage": "mine"}
+    assert answers.query_of("POST /images/create")[0] == {"tag": "1", "fromImage": "mine"}
     answers.asked.clear()
     image.ensure_image(daemon, spec())
-    assert answers.did() == []
+    assert answers.requests() == []
 
 
 def test_the_pull_of_an_image_must_be_shown_with_its_progress(answers, daemon, monkeypatch, capsys):
@@ -222,7 +222,7 @@ def test_our_own_image_must_be_built_by_compose(answers, daemon, tmp_path, monke
     image.ensure_image(daemon, JobSpec())
     command, name = (tmp_path / "arguments").read_text().splitlines()
     assert command.endswith(f"compose --project-directory {PROJECT} --profile gpu build master")
-    assert name == IMAGE and answers.did() == []
+    assert name == IMAGE and answers.requests() == []
     compose(tmp_path, monkeypatch, "exit 1")
     with pytest.raises(ResourceError, match=f"could not build the image {IMAGE}") as error:
         image.ensure_image(daemon, JobSpec())

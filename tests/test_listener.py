@@ -13,7 +13,7 @@ import pytest
 from conftest import eventually
 from support.agents import Waiting
 from support.ends import KEY, End
-from test_asked import dial
+from test_agent_requests import dial
 from test_sync import Node
 
 from orchestrate.engines.connection import NodeConnection

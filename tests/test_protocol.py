@@ -5,25 +5,25 @@ import json
 import os
 
 import pytest
-from support.said import WHOLE, said, sent, told
+from support.messages import DEFAULTS, encoded, fields, message
 
 from orchestrate.node.protocol import REPORTS, encode, report
 
-BUSY = told("status", codes={"0": 0}, hints={"0": "oom"}, running={"1": {}}, tags={"/job": "ab"})
+BUSY = fields("status", codes={"0": 0}, hints={"0": "oom"}, running={"1": {}}, tags={"/job": "ab"})
 
 
-@pytest.mark.parametrize("say", WHOLE)
+@pytest.mark.parametrize("say", DEFAULTS)
 def test_a_report_of_a_node_must_be_parsed(say):
-    assert WHOLE.keys() == REPORTS.keys()
-    assert report(sent(say)) == said(say) == report(encode(said(say)))
-    assert report(sent(say, more=[1])) == said(say)  # from a newer or compromised node
+    assert DEFAULTS.keys() == REPORTS.keys()
+    assert report(encoded(say)) == message(say) == report(encode(message(say)))
+    assert report(encoded(say, more=[1])) == message(say)  # from a newer or compromised node
 
 
-@pytest.mark.parametrize("say", WHOLE)
+@pytest.mark.parametrize("say", DEFAULTS)
 def test_long_messages_must_be_refused_except_file_lists_and_contents(say):
-    line = sent(say, more="x" * (1 << 20))
+    line = encoded(say, more="x" * (1 << 20))
     if say in ("changes", "piece"):
-        assert report(line) == said(say)
+        assert report(line) == message(say)
     else:
         with pytest.raises(ValueError, match="too long"):
             report(line)
@@ -47,14 +47,14 @@ def test_an_error_must_not_replace_missing_fields_of_a_message(say):
         report(json.dumps({"say": say, "error": "x"}).encode())
 
 
-@pytest.mark.parametrize(("say", "field"), [(say, field) for say, fields in WHOLE.items() for field in fields])
+@pytest.mark.parametrize(("say", "field"), [(say, field) for say, default in DEFAULTS.items() for field in default])
 @pytest.mark.parametrize("value", [None, {"a": None}, [None], -2, 1 << 70, float("nan"), "\udc00" * 2, ["x", {}]])
 def test_a_message_with_a_field_of_a_wrong_type_must_be_refused(say, field, value):
     with pytest.raises(ValueError):
-        report(json.dumps({key: one for key, one in told(say).items() if key != field}).encode())
+        report(json.dumps({key: one for key, one in fields(say).items() if key != field}).encode())
     valid = (value == -2 and field in ("at", "time")) or (isinstance(value, str) and field in ("error", "data"))
     with contextlib.nullcontext() if valid else pytest.raises(ValueError):
-        report(json.dumps(told(say) | {field: value}).encode())
+        report(json.dumps(fields(say) | {field: value}).encode())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_status_with_invalid_worker_fields_must_be_refused(facts):
 
 @pytest.mark.parametrize("facts", [[0, -1, 1, 0], [1, 1 << 92, 1 << 64, 0o7777]])
 def test_a_file_with_an_odd_time_must_not_invalidate_the_whole_list(facts):
-    line = told("changes", files={"odd": facts, os.fsdecode(b"no text \xff"): [0, 1, 1, 0]})
+    line = fields("changes", files={"odd": facts, os.fsdecode(b"no text \xff"): [0, 1, 1, 0]})
     assert report(json.dumps(line).encode()).files == line["files"]
 
 
@@ -98,7 +98,7 @@ def test_a_file_with_an_odd_time_must_not_invalidate_the_whole_list(facts):
 def test_an_invalid_file_name_must_be_refused(name, where):
     value = {"files": {name: [0, 1, 1, 0]}, "links": {name: "a"}, "gone": [name]}[where]
     with pytest.raises(ValueError):
-        report(json.dumps(told("changes", **{where: value})).encode())
+        report(json.dumps(fields("changes", **{where: value})).encode())
 
 
 @pytest.mark.parametrize(

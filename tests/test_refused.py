@@ -10,7 +10,7 @@ import pytest
 from conftest import eventually
 from support.agents import PRELOAD, Waiting
 from support.ends import End
-from test_asked import dial
+from test_agent_requests import dial
 from test_sync import Node
 
 from orchestrate.node import protocol

@@ -94,7 +94,7 @@ print(json.dumps({
     "core": resource.getrlimit(resource.RLIMIT_CORE),
     "env": dict(os.environ),
 }), flush=True)
-while not os.path.exists("enough"):
+while not os.path.exists("finish"):
     time.sleep(0.05)
 """
 CONNECT = (
@@ -170,8 +170,8 @@ def looked_at(docker_engine, tmp_path_factory):
             (address,) = (one["IPAddress"] for one in container["NetworkSettings"]["Networks"].values())
             reached = connects(address, plan["workers"][0]["env"]["MASTER_PORT"], str(cli.run_dir()))
             execs = [exec_config(one) for one in container["ExecIDs"] or ()]
-            found.append(Node(job.home(), plan["limits"], engine, container, inside, execs, reached))
-        cli.enough()
+            found.append(Node(job.project(), plan["limits"], engine, container, inside, execs, reached))
+        cli.finish_jobs()
         assert job.end() == 0, job.err
     finally:
         cli.clean()

@@ -389,11 +389,11 @@ def test_a_node_must_be_reached_through_the_engine_only_if_necessary(
 
 @pytest.mark.docker
 def test_a_node_on_the_host_network_must_be_replaced(cli, docker_engine, nothing_left):
-    job = Background(cli, "docker", "--set", "network=host", "--", "count.py", "told")
+    job = Background(cli, "docker", "--set", "network=host", "--", "count.py", "until-asked")
     job.until_step(15, rank=1)
     job.kill_node("trainer-1")
     job.until("generation_started", 2)
-    cli.enough()
+    cli.finish_jobs()
     assert job.end() == 0, job.err
     assert job.causes() == [(1, "node stopped")]
 

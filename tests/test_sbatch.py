@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import eventually
-from support.odd import odd
+from support.odd_text import odd
 
 from orchestrate.errors import UsageError
 from orchestrate.export.slurm import slurm

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from conftest import ROOT
 from jsonschema import Draft7Validator
-from support.written import BAD, GOOD
+from support.job_values import BAD, GOOD
 
 from orchestrate.cli.arguments import FLAGS
 from orchestrate.cli.main import main

@@ -155,7 +155,7 @@ def test_events_must_contain_no_secret(do, printing, tmp_path):
 SCRIPT = """\
 import hashlib, os, pathlib, sys, time
 print(hashlib.sha256(os.environ["HF_TOKEN"].encode()).hexdigest(), flush=True)
-while not os.path.exists("enough"):
+while not os.path.exists("finish"):
     time.sleep(0.02)
 sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
 """
@@ -186,7 +186,7 @@ def test_a_secret_must_reach_the_workers_of_each_supervisor_and_nothing_else(cli
     cli.wait_for(digest, rank=1)
     assert CANARY not in seen(name)
     os.kill(lock.holder(JobPaths(cli.run_dir())).pid, signal.SIGKILL)
-    cli.enough()
+    cli.finish_jobs()
     for command in (["ps"], ["attach", name], ["logs", name], ["wait", name]):
         done = cli(*command)
         output += f"{done.stdout}{done.stderr}"

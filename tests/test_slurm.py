@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import ROOT, docker, eventually
 from support.faults import complete
-from support.odd import odd
+from support.odd_text import odd
 
 from orchestrate.job.spec import resolve
 

@@ -1,8 +1,8 @@
 """Job files and options must be parsed, or be refused with a message that names the key."""
 
 import pytest
-from support.odd import odd
-from support.written import BAD, GOOD
+from support.job_values import BAD, GOOD
+from support.odd_text import odd
 
 from orchestrate.errors import UsageError
 from orchestrate.job.spec import APP, FIELDS, JobSpec, read_file, read_set, resolve

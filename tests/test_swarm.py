@@ -62,7 +62,8 @@ class Job(Background):
 
     def where(self, node: str):
         """The host of a node, and the node's container there."""
-        name = f"{self.home()}-master.1." if node == "master" else f"{self.home()}-trainer.{node.rpartition('-')[2]}."
+        task = "master.1" if node == "master" else f"trainer.{node.rpartition('-')[2]}"
+        name = f"{self.project()}-{task}."
         for host in self.swarm.hosts:
             if found := host.docker("ps", "-q", "--no-trunc", "--filter", f"name={name}").strip():
                 return host, found
@@ -318,7 +319,7 @@ def test_a_killed_task_must_be_replaced_by_one_with_its_files(cli, swarm):
 def test_a_restart_on_a_busy_machine_must_lose_nothing(cli, swarm):
     job = Job(cli, swarm, "--", "count.py", "400")
     job.until_step(25, rank=2)
-    swarm.hosts[0].docker("update", "--cpus", "0.03", f"{job.home()}-relay")  # all nodes are reached through it
+    swarm.hosts[0].docker("update", "--cpus", "0.03", f"{job.project()}-relay")  # all nodes are reached through it
     job.kill_worker(2)
     assert_succeeded(job, 400)
     assert job.causes() == [(2, "killed")]
@@ -345,7 +346,7 @@ def test_a_job_must_continue_with_fewer_nodes_if_no_host_accepts_another(cli, sw
     swarm.hosts[2].kill()
     assert job.until("nodes_missing")["missing"] == 2
     replicas = swarm.hosts[0].docker(
-        "service", "inspect", "--format", "{{.Spec.Mode.Replicated.Replicas}}", f"{job.home()}-trainer"
+        "service", "inspect", "--format", "{{.Spec.Mode.Replicated.Replicas}}", f"{job.project()}-trainer"
     )
     assert int(replicas) <= 5 + 2  # not more with each attempt
     assert_succeeded(job, 1500, world_size=4)

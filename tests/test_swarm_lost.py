@@ -4,7 +4,7 @@ import os
 import threading
 
 import pytest
-from support.said import sent
+from support.messages import encoded
 from support.scripted import Clock
 from support.swarm_nodes import connected, down, job, state, sync, three_nodes
 
@@ -52,7 +52,7 @@ def silence(engine: SwarmSession, clock: Clock, seconds: float) -> None:
     """Let time pass while only the master answers."""
     for _ in range(round(seconds)):
         clock.now += 1.0
-        engine.ends["master"].send(sent("status"))
+        engine.ends["master"].send(encoded("status"))
         engine.wait(0.01)
 
 
@@ -64,7 +64,7 @@ def test_a_node_that_does_not_answer_must_count_as_silent_and_then_as_lost(engin
     assert engine.wait(0).troubles == {"trainer-1": "silent", "trainer-2": "silent"}
     assert set(engine.clients.connections) == {"master", "trainer-1", "trainer-2"}
     for node in ("trainer-1", "trainer-2"):
-        engine.ends[node].send(sent("status"))
+        engine.ends[node].send(encoded("status"))
     engine.wait(0.01)
     assert not engine.wait(0).troubles
     del engine.clients.running[2]  # its worker has ended meanwhile
@@ -83,7 +83,7 @@ def test_a_node_that_does_not_answer_must_count_as_silent_and_then_as_lost(engin
 def test_a_node_that_falls_silent_after_another_one_must_be_detected_too(engine, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
     for _ in range(10):
-        engine.ends["trainer-2"].send(sent("status"))
+        engine.ends["trainer-2"].send(encoded("status"))
         silence(engine, clock, 1)
     assert engine.wait(0).troubles == {"trainer-1": "silent"}
     silence(engine, clock, 9)
@@ -218,7 +218,7 @@ def test_the_last_lines_of_workers_must_be_copied_before_their_exits_are_reporte
     connected(engine, "master", "trainer-1", "trainer-2")
     engine.sync = fake = sync()
     for rank, node in enumerate(("master", "trainer-1", "trainer-2")):
-        engine.ends[node].send(sent("ended", generation=-1, rank=rank))
+        engine.ends[node].send(encoded("ended", generation=-1, rank=rank))
         assert [end.rank for end in engine.wait(1).exits] == [rank]
         assert ("catch_up" in fake.calls) == (rank == 2)
 

@@ -6,8 +6,8 @@ import tarfile
 import pytest
 from support.ends import KEY
 from support.manager_stub import StubManager, host
+from support.messages import encoded, message
 from support.plans import Site
-from support.said import said, sent
 from support.swarm_nodes import SPEC, connected, down, job, state, three_nodes
 
 from orchestrate.engines.swarm import engine as engine_module
@@ -226,7 +226,7 @@ def test_a_connection_to_an_earlier_node_with_the_same_name_must_not_be_used(eng
 
 def test_the_lease_of_a_lost_worker_must_count_from_the_last_message_of_its_node(engine, clock):
     connected(engine, "master", "trainer-1", "trainer-2")
-    engine.ends["trainer-1"].send(sent("status"))
+    engine.ends["trainer-1"].send(encoded("status"))
     engine.wait(0.01)
     last_message = clock.now
     clock.now += 5
@@ -281,7 +281,9 @@ class NodeWithFiles:
     def converse(self, request: protocol.Request, answer: type, **_: object) -> protocol.Report:
         self.uploads += isinstance(request, protocol.Upload)
         return (
-            said("status", tags={"/job": self.tag}) if answer is protocol.Status else said("changes", files=self.files)
+            message("status", tags={"/job": self.tag})
+            if answer is protocol.Status
+            else message("changes", files=self.files)
         )
 
 

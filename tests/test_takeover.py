@@ -35,12 +35,12 @@ def assert_succeeded(job: Background, generations: int) -> None:
 
 
 def test_training_must_continue_without_its_orchestrator_until_another_takes_over(cli, engine):
-    job = Background(cli, engine, "--", "count.py", "told")
+    job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(10, rank=2)
     kill_orchestrator(job)
     step = job.steps(1)[-1][0]
     eventually(lambda: job.steps(1)[-1][0] > step + 10)  # training continues
-    cli.enough()
+    cli.finish_jobs()
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == f"runs/{cli.run_dir().name}"
@@ -49,11 +49,11 @@ def test_training_must_continue_without_its_orchestrator_until_another_takes_ove
 
 
 def test_a_worker_failure_without_a_supervisor_must_be_detected_later(cli, engine):
-    job = Background(cli, engine, "--", "count.py", "told")
+    job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(15, rank=1)
     kill_orchestrator(job)
     job.kill_worker(1)
-    cli.enough()
+    cli.finish_jobs()
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert job.causes() == [(1, "killed")]
@@ -83,11 +83,11 @@ def test_a_final_failure_without_a_supervisor_must_be_reported_with_its_cause(cl
 
 
 def test_a_node_that_vanishes_without_a_supervisor_must_be_replaced(cli, engine):
-    job = Background(cli, engine, "--", "count.py", "told")
+    job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(15, rank=2)
     kill_orchestrator(job)
     job.kill_node("trainer-2")
-    cli.enough()
+    cli.finish_jobs()
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert [rank for rank, _ in job.causes()] == [2]
@@ -95,12 +95,12 @@ def test_a_node_that_vanishes_without_a_supervisor_must_be_replaced(cli, engine)
 
 
 def test_all_nodes_that_vanish_without_a_supervisor_must_be_replaced(cli, engine):
-    job = Background(cli, engine, "--", "count.py", "told")
+    job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(15, rank=2)
     kill_orchestrator(job)
     for node in ("master", "trainer-1", "trainer-2"):
         job.kill_node(node)
-    cli.enough()
+    cli.finish_jobs()
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert_succeeded(job, 2)
@@ -172,7 +172,7 @@ def test_a_job_whose_orchestrator_dies_during_the_clean_up_must_keep_its_outcome
 
 
 def test_a_job_must_survive_repeated_deaths_of_its_supervisor(cli, engine):
-    job = Background(cli, engine, "--", "count.py", "told")
+    job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(10, rank=1)
     kill_orchestrator(job)
     for count in (2, 3):
@@ -181,7 +181,7 @@ def test_a_job_must_survive_repeated_deaths_of_its_supervisor(cli, engine):
         second.kill()
         second.communicate()
     job.kill_worker(0)
-    cli.enough()
+    cli.finish_jobs()
     done = attach(cli)
     assert done.returncode == 0, done.stderr
     assert job.causes() == [(0, "killed")]
@@ -189,7 +189,7 @@ def test_a_job_must_survive_repeated_deaths_of_its_supervisor(cli, engine):
 
 
 def test_attach_must_follow_a_supervised_job_and_take_over_if_the_supervisor_dies(cli, engine):
-    job = Background(cli, engine, "--", "count.py", "told")
+    job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(10, rank=1)
     second = cli.start("attach", cli.run_dir().name)
     message = second.stderr.readline()
@@ -199,7 +199,7 @@ def test_attach_must_follow_a_supervised_job_and_take_over_if_the_supervisor_die
     job.until("taken_over")
     step = job.steps(1)[-1][0]
     eventually(lambda: job.steps(1)[-1][0] > step + 20)
-    cli.enough()
+    cli.finish_jobs()
     out, err = second.communicate(timeout=300)
     assert second.returncode == 0, err
     shown = [line.partition("| ")[2] for line in out.splitlines() if line.startswith("trainer-1 1 |")]
@@ -209,19 +209,19 @@ def test_attach_must_follow_a_supervised_job_and_take_over_if_the_supervisor_die
 
 
 def test_closing_the_terminal_must_not_end_the_job(cli, engine):
-    job = Background(cli, engine, "--", "count.py", "told")
+    job = Background(cli, engine, "--", "count.py", "until-asked")
     job.until_step(10, rank=1)
     job.process.stderr.close()
     job.process.stdout.close()
     job.process.send_signal(signal.SIGHUP)
-    cli.enough()
+    cli.finish_jobs()
     assert job.process.wait(timeout=300) == 0
     assert_succeeded(job, 1)
 
 
 def test_a_detached_job_must_work_with_ps_wait_logs_and_attach(cli, engine):
     detached = ("run", "--engine", engine, "--gpus", "none", "--trainers", "2", "--detach")
-    done = cli(*detached, "--", "count.py", "told", "0.03")
+    done = cli(*detached, "--", "count.py", "until-asked", "0.03")
     supervisor = lock.holder(JobPaths(cli.run_dir())).pid  # it exists as soon as the command has returned
     assert done.returncode == 0, done.stderr
     assert os.getsid(supervisor) == supervisor  # Ctrl-C in the terminal does not reach it
@@ -230,7 +230,7 @@ def test_a_detached_job_must_work_with_ps_wait_logs_and_attach(cli, engine):
     assert f"hint: python -m orchestrate attach {name}" in done.stderr
     assert [row[3] for row in cli.ps()] == ["running"]
     follower, waiting = cli.start("logs", name, "-f"), cli.start("wait", name)
-    cli.enough()
+    cli.finish_jobs()
     assert waiting.wait(timeout=150) == 0
     waiting.communicate()
     output = follower.communicate(timeout=150)[0]

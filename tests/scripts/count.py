@@ -1,6 +1,7 @@
 """A training loop without torch that counts steps, saves and resumes: `count.py STEPS [SECONDS_PER_STEP]`.
 
-With `told` instead of STEPS, it ends at the next multiple of ten after a file `enough` is in the working directory.
+With `until-asked` instead of STEPS, it ends at the next multiple of ten after a file `finish` appears in the
+working directory.
 """
 
 import json
@@ -10,7 +11,7 @@ import signal
 import sys
 import time
 
-open_ended, pause = sys.argv[1] == "told", float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
+open_ended, pause = sys.argv[1] == "until-asked", float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
 steps = sys.maxsize if open_ended else int(sys.argv[1])
 rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 job_dir = pathlib.Path(os.environ["JOB_DIR"])
@@ -33,7 +34,7 @@ while done < steps and not asked:
     print(f"step {done} in {generation}", flush=True)
     if done % 10 == 0:
         save()
-        steps = done if open_ended and os.path.exists("enough") else steps
+        steps = done if open_ended and os.path.exists("finish") else steps
     if rank == "0":
         with (job_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": done}) + "\n")

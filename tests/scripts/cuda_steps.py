@@ -1,7 +1,7 @@
 """Steps that all ranks take together on GPUs: `cuda_steps.py STEPS [FAULT [TIMEOUT]]`; FAULT hits rank 1 at step 5.
 
-Like count.py, it saves every ten steps, resumes from there, and with `told` instead of STEPS ends at the
-next multiple of ten after a file `enough` is in the working directory. TIMEOUT is for a collective, in seconds.
+Like count.py, it saves every ten steps, resumes from there, and with `until-asked` instead of STEPS ends at the
+next multiple of ten after a file `finish` is in the working directory. TIMEOUT is for a collective, in seconds.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ frame #0: c10::Error::Error() + 0x96 (0x7f10 in libc10.so)
 frame #1: clone + 0x44 (0x7f20 in libc.so.6)
 """
 
-open_ended = sys.argv[1] == "told"
+open_ended = sys.argv[1] == "until-asked"
 fault = sys.argv[2] if len(sys.argv) > 2 else ""
 timeout = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
 rank, generation = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -116,14 +116,14 @@ while done < steps:
     time.sleep(0.01)
     if done == 4 and rank == 1 and fault and generation == "0":
         FAULTS[fault]()
-    votes = torch.tensor([1.0, float(open_ended and os.path.exists("enough"))], device=where)
+    votes = torch.tensor([1.0, float(open_ended and os.path.exists("finish"))], device=where)
     dist.all_reduce(votes, group=group)
-    workers, enough = votes.tolist()
+    workers, finish = votes.tolist()
     assert workers == dist.get_world_size()
     done += 1
     print(f"step {done} in {generation}", flush=True)
     if done % 10 == 0:
         save()
-        steps = done if enough else steps
+        steps = done if finish else steps
 dist.barrier()
 dist.destroy_process_group()

@@ -55,7 +55,7 @@ class Answers:
         self.volumes: list[str] = []  # that each image declares
         self.output, self.code = b"", 0  # of a container created through the API
         self.refusals: dict[str, tuple[int, str]] = {}
-        self.happens: Callable[[str], None] = lambda request: None  # called with each request
+        self.on_request: Callable[[str], None] = lambda request: None  # called with each request
         self.at_once = b""  # what an exec writes together with the answer to its start
         self.speaks: Callable[[socket], None] = lambda connection: None  # what an exec does with its connection
         self.asked: list[tuple[str, dict[str, str], Any]] = []  # method and path, query, body
@@ -93,11 +93,11 @@ class Answers:
         labels = {"orchestrate.job": job, "orchestrate.run": f"/runs/{job}/job", "orchestrate.owner": "7"}
         self.networks.append({"Id": f"net-{job}", "Name": f"{job}_job", "Driver": "bridge", "Labels": labels})
 
-    def did(self, *methods: str) -> list[str]:
+    def requests(self, *methods: str) -> list[str]:
         """The requests with these methods; by default, those that change something."""
         return [request for request, _, _ in self.asked if request.split()[0] in (methods or ("POST", "DELETE"))]
 
-    def of(self, request: str) -> tuple[dict[str, str], Any]:
+    def query_of(self, request: str) -> tuple[dict[str, str], Any]:
         """The query and the body of the last request of this kind."""
         return next((query, body) for asked, query, body in reversed(self.asked) if asked == request)
 
@@ -122,7 +122,7 @@ class Answers:
     def answer(self, request: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
         """The status and the content of the answer to a request."""
         self.asked.append((request, query, body))
-        self.happens(request)
+        self.on_request(request)
         if request in self.refusals:
             status, message = self.refusals[request]
             return status, {"message": message}

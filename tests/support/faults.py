@@ -52,19 +52,19 @@ class Background:
         except (ValueError, OSError):
             return False
 
-    def home(self) -> str:
+    def project(self) -> str:
         """The name that the nodes carry: the job's, or its cluster's."""
         run = self.cli.run_dir()
         return json.loads((run / "plan.json").read_text())["placement"]["cluster"] or run.name
 
     def node(self, name: str) -> str:
-        return container(self.home(), name)
+        return container(self.project(), name)
 
     def kill_node(self, name: str) -> None:
-        kill_node(self.engine, self.home(), name)
+        kill_node(self.engine, self.project(), name)
 
     def node_pid(self, name: str) -> int:
-        return node_pid(self.engine, self.home(), name)
+        return node_pid(self.engine, self.project(), name)
 
     def kill_worker(self, rank: int, number: int = signal.SIGKILL) -> None:
         pid = int(re.findall(r"pid (\d+)", self.cli.log(rank))[-1])
@@ -129,7 +129,7 @@ def kill_node(engine: str, project: str, name: str) -> None:
 def complete(steps: list[tuple[int, int]], last: int = 0) -> bool:
     """Whether count.py's log has no gap: each step in a generation follows the one before, and the last is `last`.
 
-    Without `last`, the job must have ended where `count.py told` ends, at a multiple of ten.
+    Without `last`, the job must have ended where `count.py until-asked` ends, at a multiple of ten.
     """
     within = all(one[1] != other[1] or other[0] == one[0] + 1 for one, other in zip(steps, steps[1:]))
     return bool(steps) and within and steps[0] == (1, 0) and steps[-1][0] == (last or steps[-1][0] // 10 * 10)

@@ -17,7 +17,7 @@ from orchestrate.engines import check_cache
 from orchestrate.job.gpus import Gpu, look, offer, read, why_none
 from orchestrate.job.spec import IMAGE
 from support.faults import Background, node_pid
-from support.ready import Ready, of_each_engine
+from support.warm_cluster import Ready, of_each_engine
 
 GPU_REQUIRED = os.environ.get("ORCHESTRATE_REQUIRE_GPU") == "1"
 GRACE = ("--set", "grace=5s")

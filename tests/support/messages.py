@@ -5,7 +5,7 @@ from typing import Any
 
 from orchestrate.node import protocol
 
-WHOLE: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {
     "started": {"generation": 0, "rank": 0, "pid": 7},
     "ended": {"generation": 0, "rank": 0, "code": 0, "at": 1.0, "hint": "", "asked": False},
     "status": {"generation": 0, "codes": {}, "hints": {}, "running": {}, "tags": {}, "time": 1.0, "importing": False},
@@ -18,20 +18,20 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 
 
-def told(say: str, **facts: Any) -> dict[str, Any]:
+def fields(say: str, **facts: Any) -> dict[str, Any]:
     """A message of a node, as a JSON object."""
-    message = {"say": say, **WHOLE[say], **facts}
+    result = {"say": say, **DEFAULTS[say], **facts}
     if say == "status":
         idle = {"pid": 7, "state": "S", "cpu": 1.0}
-        message["running"] = {rank: idle | doing for rank, doing in message["running"].items()}
-    return message
+        result["running"] = {rank: idle | doing for rank, doing in result["running"].items()}
+    return result
 
 
-def said(say: str, **facts: Any) -> protocol.Report:
+def message(say: str, **facts: Any) -> protocol.Report:
     """A message of a node."""
-    return protocol.REPORTS[say](**{name: value for name, value in told(say, **facts).items() if name != "say"})
+    return protocol.REPORTS[say](**{name: value for name, value in fields(say, **facts).items() if name != "say"})
 
 
-def sent(say: str, **facts: Any) -> bytes:
+def encoded(say: str, **facts: Any) -> bytes:
     """A message of a node, as it arrives over a connection."""
-    return json.dumps(told(say, **facts)).encode() + b"\n"
+    return json.dumps(fields(say, **facts)).encode() + b"\n"

@@ -48,7 +48,7 @@ def helped(job: Job) -> list[str]:
 def test_a_helper_must_have_one_capability_and_no_files_of_this_machine(job):
     protected(job)
     assert helped(job) == ["j-master-", "j-trainer-1-"]
-    _, body = job.answers.of(CREATE)
+    _, body = job.answers.query_of(CREATE)
     host = body["HostConfig"]
     assert (host["CapDrop"], host["CapAdd"], host["ReadonlyRootfs"]) == (["ALL"], ["NET_ADMIN"], True)
     assert host["SecurityOpt"] == ["no-new-privileges:true"] and host["PidsLimit"] == 8 and host["Memory"] == 64 << 20
@@ -57,10 +57,10 @@ def test_a_helper_must_have_one_capability_and_no_files_of_this_machine(job):
     assert not host.get("Binds") and not host.get("Mounts") and not host.get("Privileged") and not body.get("Volumes")
     assert body["Entrypoint"][:4] == ["python", "-I", "-S", "-c"] and body["User"] == "0:0"
     assert body["Labels"] == labels.only({"orchestrate.guard": "j", "orchestrate.run": str(job.run)})
-    assert job.answers.of(CREATE)[0]["name"].startswith("j-guard-")
+    assert job.answers.query_of(CREATE)[0]["name"].startswith("j-guard-")
     assert "169.254.0.0/255.255.0.0" in body["Entrypoint"]
-    assert job.answers.did("DELETE") == ["DELETE /containers/made"] * 2
-    assert job.answers.of("DELETE /containers/made")[0] == {"v": "True", "force": "True", "link": "False"}
+    assert job.answers.requests("DELETE") == ["DELETE /containers/made"] * 2
+    assert job.answers.query_of("DELETE /containers/made")[0] == {"v": "True", "force": "True", "link": "False"}
     assert job.warnings() == []
 
 
@@ -124,7 +124,7 @@ def test_the_user_must_be_warned_once_of_unprotected_nodes(job, refused):
     job.answers.containers[1]["NetworkSettings"]["Networks"]["j_job"] = {"EndpointID": "second"}
     again(engine)
     assert job.warnings() == []
-    assert len(job.answers.did("DELETE")) == (0 if refused == CREATE else 3)
+    assert len(job.answers.requests("DELETE")) == (0 if refused == CREATE else 3)
 
 
 def test_the_user_must_be_warned_of_helpers_that_failed_before_they_were_awaited(job):
@@ -148,7 +148,7 @@ def test_the_output_of_a_failed_helper_must_be_in_the_warning(job):
 
 def test_there_must_be_no_warning_about_a_node_that_is_gone(job):
     job.answers.refusals[CREATE] = (409, "cannot join network of a non running container")
-    job.answers.happens = lambda request: (
+    job.answers.on_request = lambda request: (
         job.answers.containers[1].update(State="exited") if request == CREATE else None
     )
     for name in ("master", "trainer-1"):
@@ -170,4 +170,4 @@ def test_helpers_left_by_a_dead_orchestrator_must_be_found_and_removed(job):
     assert engine.resources("j") == ["container j-guard-1a2b3c4d"]
     assert engine.jobs() == []  # it is no node
     engine.remove("j", 30)
-    assert job.answers.did() == [f"DELETE /containers/{left['Id']}"]
+    assert job.answers.requests() == [f"DELETE /containers/{left['Id']}"]

@@ -230,7 +230,7 @@ def test_a_job_must_not_find_secrets_or_keys_of_other_jobs_wherever_they_are(cli
     stays = "import signal\nsignal.signal(15, lambda *_: exit(0))\nprint('stays', flush=True)\nsignal.pause()\n"
     (cli.folder / "stays.py").write_text(stays)
     (cli.folder / "looks.py").write_text(
-        f"import os, time\nprint('began', flush=True)\nwhile not os.path.exists('enough'): time.sleep(0.02)\n{LOOKS}"
+        f"import os, time\nprint('began', flush=True)\nwhile not os.path.exists('finish'): time.sleep(0.02)\n{LOOKS}"
     )
     same = ("--set", "user=root") if os.geteuid() == 0 else ()  # the user who owns those files
     runs_folder = cli.folder.with_name(f"{cli.folder.name}-away")
@@ -244,7 +244,7 @@ def test_a_job_must_not_find_secrets_or_keys_of_other_jobs_wherever_they_are(cli
             assert done.returncode == 0, done.stderr
         runs = eventually(lambda: len(found := [*cli.folder.glob("**/runs/stays-*")]) == 2 and found)
         keys = [json.loads(path.read_text())["key"] for path in cli.folder.glob("state/orchestrate/*.json")]
-        cli.enough()
+        cli.finish_jobs()
         output = process.communicate()
         assert process.returncode == 0, output
         (log,) = runs_folder.glob("*/logs/rank-0.log")

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 from test_connection import listening
-from test_rogue import ALONE
+from test_hostile_jobs import ALONE
 
 pytestmark = pytest.mark.docker
 

@@ -39,7 +39,7 @@ class Other:
     def __init__(self, cli, engine: str, name: str, trainers: int = 0) -> None:
         self.cli, self.name = cli, name
         options = ("--engine", engine, "--trainers", str(trainers), "--name", name, *OPTIONS)
-        self.process = cli.start("run", *options, "--", "count.py", "told")
+        self.process = cli.start("run", *options, "--", "count.py", "until-asked")
         eventually(lambda: self.steps() > 2)
 
     @property

@@ -7,7 +7,7 @@ from orchestrate.engines.connection import NodeConnection
 from orchestrate.job.plan import Plan, WorkerPlan
 from orchestrate.node import protocol
 from support.ends import KEY, End, greeted
-from support.said import sent
+from support.messages import encoded
 
 
 class Node:
@@ -18,7 +18,7 @@ class Node:
         self.end_, self.waits = End(self.here, listens=True), []
 
     def say(self, say: str, **facts: object) -> None:
-        self.waits.append(sent(say, **facts))
+        self.waits.append(encoded(say, **facts))
         self.speak()
 
     def speak(self) -> None:
@@ -49,10 +49,10 @@ class Reached:
     def connect(self, node: str) -> NodeConnection | None:
         if node not in self.nodes.up:
             return None
-        played = self.nodes.played[node]
-        connection = NodeConnection(played.there, KEY)
-        greeted(connection, played.end_)
-        played.speak()
+        fake = self.nodes.fakes[node]
+        connection = NodeConnection(fake.there, KEY)
+        greeted(connection, fake.end_)
+        fake.speak()
         return connection
 
     def may_recover(self, node: str) -> bool:
@@ -71,15 +71,15 @@ class Nodes(NodeClients):
     def __init__(self, count: int) -> None:
         self.warned: list[str] = []
         super().__init__(Reached(self), self.warned.append)
-        self.played = {f"node-{rank}": Node() for rank in range(count)}
-        self.up = set(self.played)  # nodes that accept connections
+        self.fakes = {f"node-{rank}": Node() for rank in range(count)}
+        self.up = set(self.fakes)  # nodes that accept connections
         self.look: list[str] = []  # nodes whose container is reported as running, once per entry
         self.there: set[str] = set()  # nodes that may recover
 
     def again(self, name: str) -> Node:
-        self.played[name].end()
-        self.played[name] = Node()
-        return self.played[name]
+        self.fakes[name].end()
+        self.fakes[name] = Node()
+        return self.fakes[name]
 
     def warnings(self) -> list[str]:
         """The warnings since the last call."""
@@ -91,7 +91,7 @@ class Nodes(NodeClients):
         self.selector.close()
         for connection in self.connections.values():
             connection.close()
-        for node in self.played.values():
+        for node in self.fakes.values():
             node.there.close()
             node.end()
 
